@@ -1,0 +1,1 @@
+"""jaxthd: packed, context-parallel training of speech language models in JAX."""

@@ -1,0 +1,213 @@
+"""Every setting of a run, as frozen dataclasses. configs/*.py return a Config; the command line overrides it.
+
+The docstring under a field is its --help text.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes. Their product is the number of devices."""
+
+    data: int = 1
+    """Ranks that take different buffers."""
+    context: int = 1
+    """Ranks that share the tokens of a buffer."""
+    pipeline: int = 1
+    """Ranks that take different layers. Only 1 works so far."""
+    tensor: int = 1
+    """Ranks that share the width of a layer. Only 1 works so far."""
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return (self.data, self.context, self.pipeline, self.tensor)
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.context * self.pipeline * self.tensor
+
+    @property
+    def audio_ranks(self) -> int:
+        """Ranks that share a buffer, hence its audio."""
+        return self.context * self.pipeline * self.tensor
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read and how it is packed."""
+
+    manifest: str = "synthetic"
+    """NeMo JSONL manifest, or "synthetic": spoken digits and commands, made on first use and cached."""
+    validation_manifest: str = "synthetic"
+    """Manifest for validation; "" for none."""
+    tokenizer: str = "bytes"
+    """"bytes" (UTF-8 bytes, needs no file), or the path of a tokenizer.json."""
+    prompt: str = "{audio}"
+    """Text before the transcript; {audio} is where the recording goes."""
+    packing: Literal["first_fit", "best_fit", "padded"] = "first_fit"
+    """How documents fill buffers: grain's first-fit or best-fit packer, or "padded": one document a row."""
+    rows: int = 1
+    """Buffers a step, over all data ranks. Each row is a stream of its own, so the mesh never changes the data."""
+    capacity: int = 2048
+    """Token slots of a buffer."""
+    max_documents: int = 64
+    """Most documents in a buffer; the packer never exceeds it."""
+    audio_capacity: int = 16000
+    """Mel frames (10 ms) a buffer holds, over all its ranks."""
+    packing_bins: int = 8
+    """Buffers the packer keeps open at a time: more pack tighter and shuffle more."""
+    round_to: int = 1
+    """Each document's slots are rounded up to a multiple of this (1: none)."""
+    shuffle: bool = True
+    """Shuffle the documents anew every epoch."""
+    seed: int = 0
+    """Seed of the shuffle."""
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """FastConformer over packed log-mel frames."""
+
+    num_mels: int = 80
+    """Mel bands of the features."""
+    layers: int = 4
+    """Conformer blocks."""
+    dim: int = 128
+    """Model dim."""
+    heads: int = 4
+    """Attention heads."""
+    ffn_dim: int = 512
+    """Inner dim of each of the two feed-forward modules."""
+    conv_kernel: int = 9
+    """Taps of the depthwise convolution; odd."""
+    subsampling_channels: int = 64
+    """Channels of the stride-2 convolutions."""
+    linear_bias: bool = True
+    """Biases in attention, feed-forward and convolution modules."""
+    scale_input: bool = True
+    """Multiply the subsampled features by sqrt(dim)."""
+    chunk_seconds: float = 30.0
+    """Audio longer than this is encoded in pieces of this length. A property of the model, not of the mesh."""
+
+    @property
+    def chunk_frames(self) -> int:
+        """Most mel frames of an encoder chunk, a joined tail of one frame included."""
+        return round(self.chunk_seconds * 100) + 1
+
+
+@dataclass(frozen=True)
+class LLMConfig:
+    """Hybrid Mamba2/attention decoder (Nemotron-H, Nemotron-3). Field names follow the layers' definitions."""
+
+    pattern: str = "M-M*-"
+    """One letter a block: M Mamba2, * attention, - MLP, E mixture of experts."""
+    vocab_size: int = 260
+    """Rows of the embedding and of the head."""
+    dim: int = 128
+    """Model dim."""
+    norm_eps: float = 1e-5
+    """RMSNorm epsilon."""
+    q_heads: int = 4
+    """Query heads."""
+    kv_heads: int = 2
+    """Key and value heads; divides q_heads."""
+    head_dim: int = 32
+    """Dim of an attention head."""
+    ffn_dim: int = 512
+    """Inner dim of the MLP."""
+    mamba_heads: int = 8
+    """Mamba2 heads."""
+    mamba_head_dim: int = 32
+    """Dim of a Mamba2 head."""
+    mamba_state: int = 32
+    """State size N of a Mamba2 head."""
+    mamba_groups: int = 2
+    """Groups that share B and C; divides mamba_heads."""
+    mamba_conv: int = 4
+    """Taps of the causal convolution."""
+    mamba_chunk: int = 64
+    """Tokens of a scan chunk: speed only, never the result."""
+    mamba_dt_limit: tuple[float, float] = (0.0, float("inf"))
+    """Clamp of the time step after softplus."""
+    experts: int = 8
+    """Routed experts."""
+    experts_per_token: int = 2
+    """Experts a token is sent to."""
+    expert_dim: int = 128
+    """Inner dim of a routed expert."""
+    shared_expert_dim: int = 256
+    """Inner dim of the shared expert."""
+    latent_dim: int = 0
+    """Dim of the projection around the routed experts; 0 for none."""
+    router_scale: float = 1.0
+    """Factor on the routed experts' sum."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The speech LLM: encoder, adapter, decoder, and how they are computed."""
+
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    llm: LLMConfig = field(default_factory=LLMConfig)
+    adapter_dim: int = 0
+    """Inner dim of the RMSNorm-linear-relu^2-linear adapter; 0 for a single linear layer."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Compute dtype. Parameters are float32 (float64 when this is float64)."""
+    context_exchange: Literal["ring", "all_gather"] = "ring"
+    """How attention reaches the other context ranks' keys and values."""
+    attention_block: int = 128
+    """Tokens of an attention block: speed only."""
+    loss_block: int = 256
+    """Supervised positions scored at a time."""
+    vocab_block: int = 8192
+    """Vocabulary entries scored at a time."""
+    expert_block: int = 32
+    """Tokens of one expert multiplied at a time."""
+    remat_encoder: bool = True
+    """Recompute the encoder's blocks in the backward pass instead of keeping their activations."""
+    remat_llm: bool = True
+    """The same for the decoder's blocks."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The optimization."""
+
+    steps: int = 200
+    """Optimizer steps of the run."""
+    learning_rate: float = 1e-3
+    """Peak learning rate (AdamW)."""
+    warmup_steps: int = 20
+    """Steps of linear warm-up; a cosine to min_learning_rate follows."""
+    min_learning_rate: float = 1e-5
+    """Learning rate at the last step."""
+    beta1: float = 0.9
+    """AdamW's first moment decay."""
+    beta2: float = 0.95
+    """AdamW's second moment decay."""
+    weight_decay: float = 0.01
+    """AdamW weight decay, on parameters of two or more dims."""
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
+    seed: int = 0
+    """Seed of the initial parameters."""
+    validate_every: int = 50
+    """Steps between validations; 0 for none."""
+    validation_batches: int = 8
+    """Most batches a validation reads."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints; the last step is always saved."""
+    keep_checkpoints: int = 3
+    """Checkpoints kept."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)

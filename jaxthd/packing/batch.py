@@ -1,0 +1,42 @@
+"""The batch: what the loader hands to the step. Fixed shapes; every array's first dim is rows.
+
+Legend: R rows (buffers, spread over the data axis), T token slots of a row (spread over the context axis,
+in context-layout order), A mel frame slots of a row over all its audio ranks, M mel bands, E = A / 8.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float32, Int32
+
+AnyArray = Array | np.ndarray
+
+
+class Batch(NamedTuple):
+    """One step's data. NumPy on the host, jax arrays (sharded) on devices; a pytree.
+
+    tokens: token ids; 0 in padding.
+    targets: the id to predict at each position; 0 where weights is 0.
+    weights: 1.0 where the next token of the same document is a supervised text token, else 0.0.
+    segment_ids: 0 in padding, else the document's number in the row, from 1, rising along the row.
+    positions: index of the token in its document (0 in padding).
+    audio_slots: index into the row's E encoder frames (rank-major: rank * E / ranks + frame in the rank's
+        buffer), or -1 where the embedding is the token's.
+    mels: log-mel features; every encoder chunk starts at a multiple of 8 frames within its rank's share of A;
+        0.0 where mel_mask is False.
+    mel_mask: True on valid mel frames.
+    chunk_ids: 0 on unused encoder frames, else the encoder chunk's number within its rank's share, from 1.
+    chunk_positions: index of the encoder frame in its chunk (0 where unused).
+    """
+
+    tokens: Int32[AnyArray, "R T"]
+    targets: Int32[AnyArray, "R T"]
+    weights: Float32[AnyArray, "R T"]
+    segment_ids: Int32[AnyArray, "R T"]
+    positions: Int32[AnyArray, "R T"]
+    audio_slots: Int32[AnyArray, "R T"]
+    mels: Float32[AnyArray, "R A M"]
+    mel_mask: Bool[AnyArray, "R A"]
+    chunk_ids: Int32[AnyArray, "R E"]
+    chunk_positions: Int32[AnyArray, "R E"]

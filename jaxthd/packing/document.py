@@ -1,0 +1,106 @@
+"""A document: one utterance or conversation, the unit that packing moves and no mixer may look across.
+
+Legend: n tokens of the document, F mel frames of an encoder chunk, M mel bands.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float32, Int32
+
+SUBSAMPLING = 8
+"""Mel frames per encoder frame: three stride-2 convolutions, each L -> (L - 1) // 2 + 1."""
+
+
+def encoder_frames(mel_frames: int) -> int:
+    """Encoder frames made from `mel_frames` valid mel frames: ceil(mel_frames / 8).
+
+    Equal to applying (L - 1) // 2 + 1 three times: 100 -> 13, 1000 -> 125, 3000 -> 375.
+    """
+    return -(-mel_frames // SUBSAMPLING)
+
+
+@dataclass(frozen=True)
+class Document:
+    """Tokens in order, audio already spread over one token slot per encoder frame.
+
+    tokens: int32 [n]; an audio slot holds the tokenizer's audio placeholder id.
+    is_audio: bool [n]; True where the embedding comes from the encoder.
+    supervised: bool [n]; True where this token is to be predicted (from the position before it).
+    chunks: the audio in order, as encoder chunks: float32 [F, M] log-mel features each. Chunk c fills
+        encoder_frames(F_c) audio slots, so the sum of those equals is_audio.sum().
+    key: names the document in reports and seeds its random draws.
+    """
+
+    key: str
+    tokens: Int32[np.ndarray, " n"]
+    is_audio: Bool[np.ndarray, " n"]
+    supervised: Bool[np.ndarray, " n"]
+    chunks: tuple[Float32[np.ndarray, "_ _"], ...] = ()
+
+    def __post_init__(self) -> None:
+        slots = sum(encoder_frames(len(c)) for c in self.chunks)
+        if not len(self.tokens) == len(self.is_audio) == len(self.supervised):
+            raise ValueError(
+                f"document {self.key!r}: tokens, is_audio and supervised have lengths {len(self.tokens)}, "
+                f"{len(self.is_audio)}, {len(self.supervised)}; they must be equal"
+            )
+        if slots != int(self.is_audio.sum()):
+            raise ValueError(
+                f"document {self.key!r}: {int(self.is_audio.sum())} audio token slots but its chunks make "
+                f"{slots} encoder frames; build documents with Document.splice"
+            )
+        if bool((self.supervised & self.is_audio).any()):
+            raise ValueError(f"document {self.key!r}: an audio slot is marked supervised; only text is predicted")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def mel_frames(self) -> int:
+        """Mel frames the document takes in an audio buffer: every chunk rounded up to a multiple of 8."""
+        return sum(SUBSAMPLING * encoder_frames(len(c)) for c in self.chunks)
+
+    @classmethod
+    def splice(
+        cls,
+        key: str,
+        tokens: Sequence[int],
+        supervised: Sequence[bool],
+        clips: Sequence[Sequence[Float32[np.ndarray, "_ _"]]],
+        placeholder: int,
+    ) -> "Document":
+        """Replaces each placeholder token by the audio slots of its clip.
+
+        tokens, supervised: text with one placeholder per clip, before audio is spliced in.
+        clips: one entry per placeholder, each a sequence of encoder chunks [F, M].
+        Raises ValueError when the number of placeholders is not the number of clips.
+        """
+        found = sum(t == placeholder for t in tokens)
+        if found != len(clips):
+            raise ValueError(
+                f"document {key!r}: {found} audio placeholders but {len(clips)} audio clips; "
+                "give exactly one placeholder per clip"
+            )
+        out_tokens: list[int] = []
+        out_audio: list[bool] = []
+        out_supervised: list[bool] = []
+        remaining = iter(clips)
+        for token, is_supervised in zip(tokens, supervised, strict=True):
+            if token == placeholder:
+                n = sum(encoder_frames(len(c)) for c in next(remaining))
+                out_tokens += [placeholder] * n
+                out_audio += [True] * n
+                out_supervised += [False] * n
+            else:
+                out_tokens.append(token)
+                out_audio.append(False)
+                out_supervised.append(is_supervised)
+        return cls(
+            key=key,
+            tokens=np.asarray(out_tokens, np.int32),
+            is_audio=np.asarray(out_audio, bool),
+            supervised=np.asarray(out_supervised, bool),
+            chunks=tuple(chunk for clip in clips for chunk in clip),
+        )
