@@ -52,7 +52,9 @@ class Document:
                 f"{slots} encoder frames; build documents with Document.splice"
             )
         if bool((self.supervised & self.is_audio).any()):
-            raise ValueError(f"document {self.key!r}: an audio slot is marked supervised; only text is predicted")
+            raise ValueError(
+                f"document {self.key!r}: an audio slot is marked supervised; only text is predicted"
+            )
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -1,0 +1,87 @@
+"""Recordings: any file libsndfile reads -> 16 kHz mono samples -> pieces of the encoder's window."""
+
+from pathlib import Path
+
+import numpy as np
+import soundfile
+import soxr
+from jaxtyping import Float32
+
+from jaxthd.data.features import HOP, SAMPLE_RATE
+
+MIN_SAMPLES = 2 * HOP
+"""Two mel frames: the deviation over the frames divides by their number less one."""
+DURATION_SLACK = 0.25
+"""Seconds by which a file may end before the duration its manifest gives (rounding, codec padding)."""
+
+
+class AudioError(ValueError):
+    """A recording that cannot be used. The message names the file and the cause."""
+
+
+def load_audio(
+    path: str | Path, offset: float = 0.0, duration: float | None = None
+) -> Float32[np.ndarray, " samples"]:
+    """Reads `duration` seconds from `offset` seconds (None: to the end), as 16 kHz mono in [-1, 1].
+
+    Only that range is read. Channels are averaged; other rates are resampled (soxr, HQ).
+    Raises AudioError for a file that is missing, unreadable, or ends before `offset` or more than 0.25 s
+    before offset + duration; for samples that are not finite; for fewer than 320 of them (two mel frames).
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise AudioError(f"{path}: no such file; correct audio_filepath in the manifest")
+    if offset < 0 or (duration is not None and duration <= 0):
+        raise AudioError(
+            f"{path}: offset {offset} s, duration {duration} s; expected offset >= 0, duration > 0"
+        )
+    try:
+        with soundfile.SoundFile(path) as file:
+            rate = file.samplerate
+            length = file.frames / rate
+            start = round(offset * rate)
+            if 0 < file.frames <= start:
+                raise AudioError(f"{path}: offset {offset} s is past the end at {length:.3f} s")
+            file.seek(start)
+            frames = -1 if duration is None else round(duration * rate)
+            channels = file.read(frames, dtype="float32", always_2d=True)
+    except (
+        soundfile.SoundFileError,
+        OSError,
+        TypeError,
+    ) as error:  # TypeError: headerless formats such as .raw
+        raise AudioError(f"{path}: libsndfile cannot read it ({error})") from error
+    if not len(channels):
+        raise AudioError(f"{path}: no samples; the file is empty or cut short")
+    if duration is not None and len(channels) / rate < duration - DURATION_SLACK:
+        raise AudioError(
+            f"{path}: {len(channels) / rate:.3f} s from offset {offset} s, the manifest says {duration} s; "
+            "the file is cut short, or the manifest is of another file"
+        )
+    samples = channels.mean(axis=1, dtype=np.float32)
+    if not np.isfinite(samples).all():
+        raise AudioError(f"{path}: {int((~np.isfinite(samples)).sum())} samples are not finite")
+    if rate != SAMPLE_RATE:
+        samples = soxr.resample(samples, rate, SAMPLE_RATE)
+    if len(samples) < MIN_SAMPLES:
+        raise AudioError(
+            f"{path}: too short, {len(samples)} samples at 16 kHz; expected at least {MIN_SAMPLES}"
+        )
+    return samples
+
+
+def chunk_audio(
+    samples: Float32[np.ndarray, " samples"], chunk_samples: int
+) -> list[Float32[np.ndarray, " _"]]:
+    """Cuts audio longer than the encoder's window in pieces of `chunk_samples`: views, in order, none lost.
+
+    A tail of under two mel frames (320 samples) joins its neighbour, so the last piece has at least 320
+    samples (if the audio has) and at most chunk_samples + 319: one mel frame more than the others.
+    Raises ValueError where chunk_samples is not a multiple of 160, or under 320.
+    """
+    if chunk_samples % HOP or chunk_samples < MIN_SAMPLES:
+        raise ValueError(
+            f"chunk_samples={chunk_samples}; expected a multiple of {HOP} (a mel frame) of {MIN_SAMPLES} up"
+        )
+    ends = list(range(chunk_samples, len(samples) - MIN_SAMPLES + 1, chunk_samples))
+    return np.split(samples, ends)

@@ -1,0 +1,397 @@
+"""The grain plugin: documents in, packed and laid-out rows out; and the loader that trains from it.
+
+PackDocuments drops into anybody's grain pipeline of Documents:
+
+    documents = grain.MapDataset.source(recordings).shuffle(seed=0).map(to_document)  # None: left out
+    pack = PackDocuments(capacity=8192, audio_capacity=48000, max_documents=64, num_mels=80, context=2)
+    for row in documents.pipe(pack):
+        row.batch, row.report
+
+make_loader builds such a pipeline for every row of the batch from a Config. All state is counted in items of
+logical streams and says nothing about processes or the mesh: save under one mesh, restore under another.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+import grain
+import numpy as np
+
+from jaxthd.config import Config
+from jaxthd.packing.balance import assign_chunks
+from jaxthd.packing.batch import Batch
+from jaxthd.packing.document import SUBSAMPLING, Document
+from jaxthd.packing.pack import PackReport, document_frames, pack_row, rank_share
+
+Item = TypeVar("Item")
+OnSkip = Callable[[str, str], None]
+
+
+def log_skip(key: str, reason: str) -> None:
+    """The default on_skip: one warning per document, on this module's logger."""
+    logging.getLogger(__name__).warning("skipped document %r: %s", key, reason)
+
+
+class PackedRow(NamedTuple):
+    """One packed, laid-out buffer: arrays with R = 1, and what it holds."""
+
+    batch: Batch
+    report: PackReport
+
+
+@dataclass(frozen=True)
+class PackDocuments:
+    """Grain transformation, MapDataset or IterDataset of Documents (or None) -> IterDataset of PackedRow.
+
+    Apply with ds.pipe(PackDocuments(...)). Elements that are None (reported by whoever made them) are
+    dropped. Documents that can never fit are dropped too, and named: on_skip(key, reason). on_skip hears of a
+    document every time it is met: in each epoch, and once more when a restored iterator reads it again.
+
+    Grain's own packer fills buffers by tokens and mel frames jointly. Where a buffer's encoder chunks
+    cannot be assigned whole to the audio ranks, it is cut into consecutive runs of documents that can.
+
+    The iterator's state is (the packer's state before the buffer, documents of the buffer already handed
+    out): exact, JSON-serialisable, the same under every mesh. To keep it so, only what depends on no mesh is
+    dropped before the packer (too many tokens, too much audio); what a mesh cannot take (audio of one
+    document that does not spread over the ranks) is dropped where buffers are cut.
+
+    Raises ValueError on construction when the sizes contradict each other.
+    """
+
+    capacity: int
+    """Token slots of a buffer; a multiple of 2 * context."""
+    audio_capacity: int
+    """Mel frames of a buffer over all its audio ranks; a multiple of 8 * audio_ranks."""
+    max_documents: int
+    """Most documents in a buffer."""
+    num_mels: int
+    """Mel bands of the documents' audio."""
+    packing: Literal["first_fit", "best_fit", "padded"] = "first_fit"
+    """Grain's first-fit or best-fit packer, or "padded": one document a row."""
+    packing_bins: int = 8
+    """Buffers the packer keeps open at a time."""
+    round_to: int = 1
+    """Each document's slots are rounded up to a multiple of this."""
+    context: int = 1
+    """Context ranks the buffer is laid out for."""
+    audio_ranks: int = 1
+    """Ranks that share a buffer's audio."""
+    shuffle_seed: int | None = None
+    """Seed of grain's shuffle of the open buffers as they leave; None: in order, the emptiest last."""
+    on_skip: OnSkip = log_skip
+    """Called with (document key, reason) for every document dropped."""
+
+    def __post_init__(self) -> None:
+        rank_share(self.audio_capacity, self.audio_ranks)
+        if self.context > 1 and self.capacity % (2 * self.context):
+            raise ValueError(
+                f"capacity {self.capacity} must be a multiple of 2 * context = {2 * self.context}"
+            )
+        if self.packing not in ("first_fit", "best_fit", "padded"):
+            raise ValueError(f'packing is {self.packing!r}; choose "first_fit", "best_fit" or "padded"')
+        if self.capacity < 1 or self.max_documents < 1 or self.packing_bins < 1 or self.round_to < 1:
+            raise ValueError(f"capacity, max_documents, packing_bins and round_to must be at least 1: {self}")
+
+    def __call__(self, documents: grain.MapDataset | grain.IterDataset) -> grain.IterDataset:
+        """The dataset of PackedRow. A MapDataset is read without threads; convert it first for others."""
+        if isinstance(documents, grain.MapDataset):
+            documents = documents.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+        fitting = documents.filter(self._keep)
+        if self.packing == "padded":
+            buffers = fitting.map(lambda document: [document])
+        else:
+            packers = {
+                "first_fit": grain.experimental.FirstFitPackIterDataset,
+                "best_fit": grain.experimental.BestFitPackIterDataset,
+            }
+            # Grain copies what it packs into buffers, so it packs markers of the right lengths and carries
+            # the documents along. It would round lengths itself (pack_alignment), but its datasets do not
+            # take the option.
+            buffers = packers[self.packing](
+                fitting.map(self._measure),
+                length_struct={"tokens": self.capacity, "frames": self.audio_capacity // SUBSAMPLING},
+                meta_features=("document",),
+                num_packing_bins=self.packing_bins,
+                max_sequences_per_bin=self.max_documents,
+                shuffle_bins=self.shuffle_seed is not None,
+                seed=self.shuffle_seed or 0,
+            ).map(lambda buffer: buffer["document"])
+        return _RunsDataset(buffers, self._first_run).map(self.row)
+
+    def row(self, documents: Sequence[Document]) -> PackedRow:
+        """Packs and lays out documents that fit; none give an all-padding row."""
+        return PackedRow(
+            *pack_row(
+                documents,
+                capacity=self.capacity,
+                audio_capacity=self.audio_capacity,
+                num_mels=self.num_mels,
+                max_documents=self.max_documents,
+                context=self.context,
+                audio_ranks=self.audio_ranks,
+                round_to=self.round_to,
+            )
+        )
+
+    def misfit(self, document: Document) -> str | None:
+        """Why a document can never be packed, or None when it can."""
+        return self._too_large(document) or self._unspreadable(document)
+
+    def _too_large(self, document: Document) -> str | None:
+        if not len(document):
+            return "it has no tokens"
+        if self._slots(document) > self.capacity:
+            return f"its {self._slots(document)} token slots exceed the capacity of {self.capacity}"
+        if document.mel_frames > self.audio_capacity:
+            return f"its {document.mel_frames} mel frames exceed the audio_capacity of {self.audio_capacity}"
+        return None
+
+    def _unspreadable(self, document: Document) -> str | None:
+        if self._assignable([document]):
+            return None
+        return (
+            f"its encoder chunks of {document_frames([document])} mel frames do not fit {self.audio_ranks} "
+            f"audio ranks of {rank_share(self.audio_capacity, self.audio_ranks)} each; raise audio_capacity"
+        )
+
+    def _slots(self, document: Document) -> int:
+        return -(-len(document) // self.round_to) * self.round_to
+
+    def _assignable(self, documents: Sequence[Document]) -> bool:
+        share = rank_share(self.audio_capacity, self.audio_ranks)
+        return assign_chunks(document_frames(documents), self.audio_ranks, share) is not None
+
+    def _keep(self, document: Document | None) -> bool:
+        if document is None:
+            return False
+        reason = self._too_large(document)
+        if reason:
+            self.on_skip(document.key, reason)
+        return reason is None
+
+    def _measure(self, document: Document) -> dict[str, Any]:
+        return {
+            "tokens": np.zeros(self._slots(document), np.int8),
+            "frames": np.zeros(document.mel_frames // SUBSAMPLING, np.int8),
+            "document": document,
+        }
+
+    def _first_run(self, documents: Sequence[Document]) -> tuple[int, Sequence[Document]]:
+        """(documents taken, the row they make): the longest run from the first on whose audio spreads.
+
+        Taken one with an empty row: the first document does not spread even alone, and was reported.
+        """
+        for taken in range(len(documents), 0, -1):
+            if self._assignable(documents[:taken]):
+                return taken, documents[:taken]
+        self.on_skip(documents[0].key, self._unspreadable(documents[0]) or "")
+        return 1, []
+
+
+FirstRun = Callable[[Sequence[Document]], tuple[int, Sequence[Document]]]
+
+
+class _RunsDataset(grain.IterDataset):
+    """Lists of documents -> consecutive runs of them, as `first_run` cuts."""
+
+    def __init__(self, parent: grain.IterDataset, first_run: FirstRun) -> None:
+        super().__init__(parent)
+        self._first_run = first_run
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _RunsIterator(iter(self.parents[0]), self._first_run)
+
+    def __str__(self) -> str:
+        return "RunsDataset"
+
+
+class _RunsIterator(grain.DatasetIterator):
+    def __init__(self, parent: grain.DatasetIterator, first_run: FirstRun) -> None:
+        super().__init__(parent)
+        self._buffers = parent
+        self._first_run = first_run
+        self._start(parent.get_state(), 0)
+
+    def _start(self, before: dict[str, Any], emitted: int) -> None:
+        self._before, self._emitted = before, emitted
+        self._documents: Sequence[Document] | None = None  # None: the buffer after `before` is not read yet
+
+    def __next__(self) -> Sequence[Document]:
+        while True:
+            if self._documents is None:
+                self._documents = next(self._buffers)
+            rest = self._documents[self._emitted :]
+            if not rest:
+                raise ValueError(
+                    f"the state says {self._emitted} documents of a buffer were handed out, but it holds "
+                    f"{len(self._documents)}; restore with the data and packing settings it was saved with"
+                )
+            taken, run = self._first_run(rest)
+            self._emitted += taken
+            if self._emitted == len(self._documents):
+                self._start(self._buffers.get_state(), 0)
+            if run:
+                return run
+
+    def get_state(self) -> dict[str, Any]:
+        return {"packer": self._before, "emitted": self._emitted}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._buffers.set_state(state["packer"])
+        self._start(state["packer"], state["emitted"])
+
+
+class Loader(Iterator[tuple[Batch, dict[str, Any]]]):
+    """Iterator of (Batch with R = rows, report), one grain stream a row. Made by make_loader.
+
+    report: documents, real_tokens, supervised_tokens, capacity_tokens (ints, over all rows), audio_seconds,
+        imbalance (of the worst row; it sets the pace), keys: for every row, its documents' keys by segment.
+    Stops when every stream is exhausted; one that ends before the others gives empty rows.
+    """
+
+    def __init__(
+        self, streams: Sequence[grain.DatasetIterator], empty: PackedRow, identity: dict[str, Any]
+    ) -> None:
+        self._streams, self._empty, self._identity = streams, empty, identity
+
+    def __next__(self) -> tuple[Batch, dict[str, Any]]:
+        rows: list[PackedRow | None] = [next(stream, None) for stream in self._streams]
+        if not any(rows):
+            raise StopIteration
+        batches, reports = zip(*(row or self._empty for row in rows), strict=True)
+        batch = Batch(*map(np.concatenate, zip(*batches, strict=True)))
+        return batch, {
+            "documents": sum(len(r.keys) for r in reports),
+            "real_tokens": sum(r.real_tokens for r in reports),
+            "supervised_tokens": sum(r.supervised_tokens for r in reports),
+            "capacity_tokens": batch.tokens.size,
+            "audio_seconds": sum(r.audio_seconds for r in reports),
+            "imbalance": max(r.imbalance for r in reports),
+            "keys": tuple(r.keys for r in reports),
+        }
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the next batch starts, JSON-serialisable: what the streams depend on, and their states."""
+        return {"identity": self._identity, "streams": [stream.get_state() for stream in self._streams]}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues exactly where get_state was called, under any mesh.
+
+        Raises ValueError when the state is of other data or other packing.
+        """
+        was, now = state["identity"], self._identity
+        changed = [
+            f"{k}: {was.get(k)!r} then, {now.get(k)!r} now"
+            for k in {**was, **now}
+            if was.get(k) != now.get(k)
+        ]
+        if changed:
+            raise ValueError(
+                f"the saved data position belongs to another stream of documents ({'; '.join(changed)}); "
+                "restore these settings, or start from the weights only"
+            )
+        for stream, stream_state in zip(self._streams, state["streams"], strict=True):
+            stream.set_state(stream_state)
+
+
+def make_loader(
+    source: Sequence[Item],
+    load: Callable[[Item, int], Document | None],
+    config: Config,
+    *,
+    repeat: bool = True,
+    shuffle: bool | None = None,
+    on_skip: OnSkip = log_skip,
+    read_threads: int = 0,
+) -> Loader:
+    """The loader of a run: row i reads items i, i + rows, ... of each epoch's order, whatever the mesh is.
+
+    source: random access to items (manifest lines). load(item, epoch): the item's Document, or None for one
+        it has reported itself; random draws in it must come from the item and the epoch.
+    config: data.*, mesh.context, mesh.audio_ranks and model.encoder.num_mels are used. Epoch e's order is a
+        function of (data.seed, e).
+    repeat: without end, a new order every epoch; False: one epoch, in which every document appears once.
+    shuffle: overrides data.shuffle. on_skip: see PackDocuments. read_threads: threads a row's stream loads
+        ahead with; changes no result, but load and on_skip then run ahead of the stream, in those threads.
+    Raises ValueError for a source with fewer items than rows under repeat; while iterating, when two epochs
+    of a repeated stream held no document that fits.
+    """
+    data = config.data
+    shuffle = data.shuffle if shuffle is None else shuffle
+    if repeat and len(source) < data.rows:
+        raise ValueError(
+            f"{len(source)} items cannot feed {data.rows} rows, each a stream of its own; add data, or lower "
+            f"data.rows to at most {len(source)}"
+        )
+    pack = PackDocuments(
+        capacity=data.capacity,
+        audio_capacity=data.audio_capacity,
+        max_documents=data.max_documents,
+        num_mels=config.model.encoder.num_mels,
+        packing=data.packing,
+        packing_bins=data.packing_bins,
+        round_to=data.round_to,
+        context=config.mesh.context,
+        audio_ranks=config.mesh.audio_ranks,
+        shuffle_seed=data.seed if shuffle else None,
+        on_skip=on_skip,
+    )
+    order = grain.MapDataset.range(len(source))
+    if shuffle:
+        order = order.shuffle(seed=data.seed)
+    options = grain.ReadOptions(num_threads=read_threads, prefetch_buffer_size=2 * read_threads)
+    streams = []
+    for row in range(data.rows):
+        items = order[row :: data.rows]
+        read = _Read(source, load, pack, items=len(items), repeat=repeat)
+        documents = (items.repeat() if repeat else items).map_with_index(read).to_iter_dataset(options)
+        streams.append(iter(documents.pipe(pack)))
+    fields = (
+        "rows",
+        "capacity",
+        "audio_capacity",
+        "max_documents",
+        "packing",
+        "packing_bins",
+        "round_to",
+        "seed",
+    )
+    identity = {
+        "items": len(source),
+        "repeat": repeat,
+        "shuffle": shuffle,
+        **{k: getattr(data, k) for k in fields},
+    }
+    return Loader(streams, pack.row([]), identity)
+
+
+class _Read(Generic[Item]):
+    """(place in a row's repeated stream, item number) -> Document, or None.
+
+    Counts fruitless loads: a repeated stream of which nothing fits would otherwise be read for ever.
+    """
+
+    def __init__(
+        self,
+        source: Sequence[Item],
+        load: Callable[[Item, int], Document | None],
+        pack: PackDocuments,
+        *,
+        items: int,
+        repeat: bool,
+    ) -> None:
+        self._source, self._load, self._pack = source, load, pack
+        self._items, self._repeat, self._fruitless = items, repeat, 0
+
+    def __call__(self, place: int, item: int) -> Document | None:
+        document = self._load(self._source[item], place // self._items)
+        fits = document is not None and self._pack.misfit(document) is None
+        self._fruitless = 0 if fits else self._fruitless + 1
+        if self._repeat and self._fruitless > 2 * self._items:
+            raise ValueError(
+                f"none of this row's {self._items} items gave a document that fits, in two epochs; "
+                "the reports of skipped items say why"
+            )
+        return document

@@ -1,0 +1,88 @@
+"""The hybrid decoder: blocks of RMSNorm, one mixer, residual, in the order of a pattern string.
+
+Legend: N tokens, D model dim.
+"""
+
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from jaxthd.config import ModelConfig
+from jaxthd.models.layers import RMSNorm
+from jaxthd.models.mixers import MLP, Attention, Mamba2, MoE
+from jaxthd.packing.segments import Segments
+from jaxthd.parallel.params import Init, scan_stack, stack
+
+
+def repeated_units(pattern: str) -> list[tuple[str, int]]:
+    """Writes the pattern as (unit, repeats) pairs, in order, with the fewest letters in all units.
+
+    What is traced and compiled is one copy of each unit. Example: "MEMEM*EMEMEM*EM" -> ("MEMEM*E", 2), ("M", 1).
+    """
+    best: list[tuple[int, list[tuple[str, int]]]] = [(0, [])]
+    for end in range(1, len(pattern) + 1):
+        options = []
+        for size in range(1, end + 1):
+            unit, repeats = pattern[end - size : end], 1
+            while pattern[end - (repeats + 1) * size : end - repeats * size] == unit:
+                repeats += 1
+            for n in range(repeats, 0, -1):
+                cost, units = best[end - n * size]
+                options.append((cost + size, [*units, (unit, n)]))
+        best.append(min(options, key=lambda option: (option[0], len(option[1]))))
+    return best[-1][1]
+
+
+class Block(nnx.Module):
+    """x + mixer(RMSNorm(x))."""
+
+    def __init__(self, kind: str, config: ModelConfig, init: Init) -> None:
+        self.norm = RMSNorm(config.llm.dim, config.llm.norm_eps, init)
+        self.mixer: nnx.Module
+        match kind:
+            case "M":
+                self.mixer = Mamba2(config, init)
+            case "*":
+                self.mixer = Attention(config, init)
+            case "-":
+                self.mixer = MLP(config.llm.dim, config.llm.ffn_dim, config, init)
+            case "E":
+                self.mixer = MoE(config, init)
+            case _:
+                raise ValueError(
+                    f"unknown letter {kind!r} in model.llm.pattern; use M (Mamba2), * (attention), - (MLP), E (MoE)"
+                )
+
+    def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
+        return x_ND + self.mixer(self.norm(x_ND), segments)  # type: ignore[operator]
+
+
+class Unit(nnx.Module):
+    """The blocks of one unit of the pattern, one after the other."""
+
+    def __init__(self, kinds: str, config: ModelConfig, init: Init) -> None:
+        self.blocks = nnx.List([Block(kind, config, init) for kind in kinds])
+
+    def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
+        for block in self.blocks:
+            x_ND = block(x_ND, segments)
+        return x_ND
+
+
+class HybridDecoder(nnx.Module):
+    """All blocks and the final norm. Repeated units are stacked and scanned."""
+
+    def __init__(self, config: ModelConfig, init: Init) -> None:
+        self.units = nnx.List(
+            [
+                stack(lambda init, unit=unit: Unit(unit, config, init), init, repeats)
+                for unit, repeats in repeated_units(config.llm.pattern)
+            ]
+        )
+        self.norm = RMSNorm(config.llm.dim, config.llm.norm_eps, init)
+        self.remat = config.remat_llm
+
+    def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
+        for unit in self.units:
+            x_ND, _ = scan_stack(unit, lambda layer, x: (layer(x, segments), None), x_ND, remat=self.remat)
+        return self.norm(x_ND)

@@ -1,0 +1,117 @@
+"""Log-probabilities of the supervised tokens, without ever holding the logits.
+
+Only supervised positions reach the vocabulary, a block of them at a time, over blocks of the vocabulary with
+an online log-sum-exp; the backward pass computes the blocks again. The cost follows the number of supervised
+positions on the rank; nothing is bounded, hence nothing dropped.
+
+Legend: N tokens, D model dim, V vocabulary, r rows of a block, v vocabulary entries of a block.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int32
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def supervised_log_probs(
+    h_ND: Float[Array, "N D"],
+    head_VD: Float[Array, "V D"],
+    targets_N: Int32[Array, " N"],
+    supervised_N: Bool[Array, " N"],
+    row_block: int,
+    vocab_block: int,
+) -> Float[Array, " N"]:
+    """log softmax(h head^T)[target] at supervised positions, 0 elsewhere; promote(float32, h's dtype).
+
+    Differentiable in h and head.
+    """
+    return _forward(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block)[0]
+
+
+def _rows(supervised_N: Array, row_block: int) -> tuple[Array, Array]:
+    """Supervised positions, packed to the front and filled up with N; and the number of blocks in use."""
+    n = len(supervised_N)
+    rows = jnp.nonzero(supervised_N, size=n + -n % row_block, fill_value=n)[0]
+    return rows.reshape(-1, row_block), -(-supervised_N.sum() // row_block)
+
+
+def _take(x_ND: Array, rows_r: Array) -> Array:
+    return jnp.take(x_ND, rows_r, axis=0, mode="fill", fill_value=0)
+
+
+def _vocab_blocks(vocab: int, vocab_block: int) -> tuple[Array, int]:
+    """First entry that each block is to count, and the block size. The last block reaches back to be whole."""
+    size = min(vocab_block, vocab)
+    return jnp.arange(0, vocab, size), size
+
+
+def _logits(h_rD: Array, head_VD: Array, first: Array, size: int) -> tuple[Array, Array, Array]:
+    """A block's logits (-inf for entries an earlier block counted), its entries' ids, and its head rows."""
+    acc = jnp.promote_types(jnp.float32, h_rD.dtype)
+    start = jnp.minimum(first, len(head_VD) - size)
+    head_vD = jax.lax.dynamic_slice_in_dim(head_VD, start, size)
+    ids_v = start + jnp.arange(size)
+    logits_rv = jnp.einsum("rd,vd->rv", h_rD, head_vD, preferred_element_type=acc)
+    return jnp.where(ids_v >= first, logits_rv, -jnp.inf), ids_v, head_vD
+
+
+def _forward(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block):
+    acc = jnp.promote_types(jnp.float32, h_ND.dtype)
+    rows_br, used = _rows(supervised_N, row_block)
+    firsts, size = _vocab_blocks(len(head_VD), vocab_block)
+
+    def row_step(b: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        logp_N, lse_br = carry
+        h_rD, target_r = _take(h_ND, rows_br[b]), _take(targets_N, rows_br[b])
+
+        def vocab_step(carry: tuple, first: Array) -> tuple[tuple, None]:
+            max_r, sum_r, target_logit_r = carry
+            logits_rv, ids_v, _ = _logits(h_rD, head_VD, first, size)
+            new_max_r = jnp.maximum(max_r, logits_rv.max(-1))
+            sum_r = sum_r * jnp.exp(max_r - new_max_r) + jnp.exp(logits_rv - new_max_r[:, None]).sum(-1)
+            hit_rv = (ids_v == target_r[:, None]) & (ids_v >= first)
+            return (new_max_r, sum_r, target_logit_r + jnp.where(hit_rv, logits_rv, 0).sum(-1)), None
+
+        zero_r = jnp.zeros(row_block, acc)
+        (max_r, sum_r, target_logit_r), _ = jax.lax.scan(vocab_step, (zero_r - jnp.inf, zero_r, zero_r), firsts)
+        lse_r = max_r + jnp.log(sum_r)
+        logp_N = logp_N.at[rows_br[b]].set(target_logit_r - lse_r, mode="drop")
+        return logp_N, lse_br.at[b].set(lse_r)
+
+    start = (jnp.zeros(len(h_ND), acc), jnp.zeros(rows_br.shape, acc))
+    logp_N, lse_br = jax.lax.fori_loop(0, used, row_step, start)
+    return logp_N, (h_ND, head_VD, targets_N, supervised_N, lse_br)
+
+
+def _backward(row_block, vocab_block, residuals, dlogp_N):
+    h_ND, head_VD, targets_N, supervised_N, lse_br = residuals
+    acc = jnp.promote_types(jnp.float32, h_ND.dtype)
+    rows_br, used = _rows(supervised_N, row_block)
+    firsts, size = _vocab_blocks(len(head_VD), vocab_block)
+
+    def row_step(b: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        dh_ND, dhead_VD = carry
+        h_rD, target_r, dlogp_r1 = (_take(x, rows_br[b]) for x in (h_ND, targets_N, dlogp_N[:, None]))
+
+        def vocab_step(carry: tuple[Array, Array], first: Array) -> tuple[tuple[Array, Array], None]:
+            dh_rD, dhead_VD = carry
+            logits_rv, ids_v, head_vD = _logits(h_rD, head_VD, first, size)
+            hit_rv = (ids_v == target_r[:, None]) & (ids_v >= first)
+            dlogits_rv = (dlogp_r1 * (hit_rv - jnp.exp(logits_rv - lse_br[b][:, None]))).astype(h_ND.dtype)
+            dh_rD += jnp.einsum("rv,vd->rd", dlogits_rv, head_vD, preferred_element_type=acc)
+            dhead_vD = jnp.einsum("rv,rd->vd", dlogits_rv, h_rD, preferred_element_type=acc)
+            old_vD = jax.lax.dynamic_slice_in_dim(dhead_VD, ids_v[0], size)
+            return (dh_rD, jax.lax.dynamic_update_slice_in_dim(dhead_VD, old_vD + dhead_vD, ids_v[0], 0)), None
+
+        (dh_rD, dhead_VD), _ = jax.lax.scan(vocab_step, (jnp.zeros(h_rD.shape, acc), dhead_VD), firsts)
+        return dh_ND.at[rows_br[b]].set(dh_rD.astype(dh_ND.dtype), mode="drop"), dhead_VD
+
+    start = (jnp.zeros_like(h_ND), jnp.zeros(head_VD.shape, acc))
+    dh_ND, dhead_VD = jax.lax.fori_loop(0, used, row_step, start)
+    return dh_ND, dhead_VD.astype(head_VD.dtype), None, None
+
+
+supervised_log_probs.defvjp(_forward, _backward)

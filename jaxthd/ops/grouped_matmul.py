@@ -1,0 +1,110 @@
+"""Expert matrix products whose cost follows the tokens routed, not the number of experts.
+
+Assignments (token, expert) are sorted by expert and laid out in blocks of one expert each; a loop multiplies
+just the blocks in use. (jax.lax.ragged_dot on CPU multiplies every row by every expert.)
+
+Legend: N tokens, k experts a token, E experts, D in, F out, M rows of the layout, B rows of a block.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int32
+
+
+class ExpertLayout(NamedTuple):
+    """Where each assignment's row is. M is fixed: N * k rows, plus one block an expert.
+
+    rows: row of token n's j-th assignment (M where the token is not routed).
+    tokens: token of each row (N where the row is not used).
+    expert: expert of each block.
+    used: blocks in use; they come first.
+    load: assignments of each expert.
+    """
+
+    rows: Int32[Array, "N k"]
+    tokens: Int32[Array, " M"]
+    expert: Int32[Array, " blocks"]
+    used: Int32[Array, ""]
+    load: Int32[Array, " E"]
+
+
+def expert_layout(
+    chosen_Nk: Int32[Array, "N k"], routed_N: Bool[Array, " N"], experts: int, block: int
+) -> ExpertLayout:
+    """Lays the routed assignments out in blocks of `block` rows; tokens with routed False take no row."""
+    n, k = chosen_Nk.shape
+    chosen_A = jnp.where(routed_N[:, None], chosen_Nk, experts).reshape(-1)
+    load_E1 = jnp.bincount(chosen_A, length=experts + 1)
+    blocks_E = -(-load_E1[:experts] // block)
+    end_E = jnp.cumsum(blocks_E)
+    order_A = jnp.argsort(chosen_A, stable=True)
+    rank_A = jnp.arange(n * k) - (jnp.cumsum(load_E1) - load_E1)[chosen_A[order_A]]
+    capacity = -(-n * k // block) + min(experts, n * k)
+    first_row_E1 = jnp.append((end_E - blocks_E) * block, capacity * block)
+    sorted_rows_A = jnp.minimum(first_row_E1[chosen_A[order_A]] + rank_A, capacity * block)
+    rows_A = jnp.zeros_like(chosen_A).at[order_A].set(sorted_rows_A)
+    tokens_M = jnp.full(capacity * block, n, jnp.int32).at[rows_A].set(jnp.arange(n * k) // k, mode="drop")
+    expert_b = jnp.searchsorted(end_E, jnp.arange(capacity), side="right")
+    return ExpertLayout(
+        rows=rows_A.reshape(n, k).astype(jnp.int32),
+        tokens=tokens_M,
+        expert=jnp.minimum(expert_b, experts - 1).astype(jnp.int32),
+        used=end_E[-1].astype(jnp.int32),
+        load=load_E1[:experts].astype(jnp.int32),
+    )
+
+
+@jax.custom_vjp
+def grouped_matmul(
+    x_MD: Float[Array, "M D"], w_EDF: Float[Array, "E D F"], expert: Int32[Array, " blocks"], used: Int32[Array, ""]
+) -> Float[Array, "M F"]:
+    """Rows of block b times w[expert[b]], for the first `used` blocks; 0 in the others. Differentiable."""
+    return _loop_blocks(x_MD, w_EDF, expert, used)
+
+
+def _loop_blocks(x_MD: Array, w_EDF: Array, expert: Array, used: Array) -> Array:
+    x_bBD = x_MD.reshape(len(expert), -1, x_MD.shape[-1])
+    acc = jnp.promote_types(jnp.float32, x_MD.dtype)
+
+    def step(b: Array, y_bBF: Array) -> Array:
+        y_BF = jnp.dot(x_bBD[b], w_EDF[expert[b]], preferred_element_type=acc)
+        return y_bBF.at[b].set(y_BF.astype(y_bBF.dtype))
+
+    y_bBF = jnp.zeros((*x_bBD.shape[:2], w_EDF.shape[-1]), x_MD.dtype)
+    return jax.lax.fori_loop(0, used, step, y_bBF).reshape(len(x_MD), -1)
+
+
+def _grouped_forward(x_MD, w_EDF, expert, used):
+    return _loop_blocks(x_MD, w_EDF, expert, used), (x_MD, w_EDF, expert, used)
+
+
+def _grouped_backward(residuals, dy_MF):
+    x_MD, w_EDF, expert, used = residuals
+    dx_MD = _loop_blocks(dy_MF, w_EDF.swapaxes(1, 2), expert, used)
+    x_bBD, dy_bBF = (x.reshape(len(expert), -1, x.shape[-1]) for x in (x_MD, dy_MF))
+    acc = jnp.promote_types(jnp.float32, x_MD.dtype)
+
+    def step(b: Array, dw_EDF: Array) -> Array:
+        return dw_EDF.at[expert[b]].add(jnp.dot(x_bBD[b].T, dy_bBF[b], preferred_element_type=acc))
+
+    dw_EDF = jax.lax.fori_loop(0, used, step, jnp.zeros(w_EDF.shape, acc))
+    return dx_MD, dw_EDF.astype(w_EDF.dtype), None, None
+
+
+grouped_matmul.defvjp(_grouped_forward, _grouped_backward)
+
+
+def dispatch(x_ND: Float[Array, "N D"], layout: ExpertLayout) -> Float[Array, "M D"]:
+    """Token rows in the layout's order; 0 in rows not used."""
+    return jnp.take(x_ND, layout.tokens, axis=0, mode="fill", fill_value=0)
+
+
+def combine(
+    y_MD: Float[Array, "M D"], weights_Nk: Float[Array, "N k"], layout: ExpertLayout
+) -> Float[Array, "N D"]:
+    """The weighted sum of each token's rows; 0 for tokens that are not routed."""
+    y_NkD = jnp.take(y_MD, layout.rows, axis=0, mode="fill", fill_value=0)
+    return jnp.einsum("nkd,nk->nd", y_NkD, weights_Nk.astype(y_MD.dtype))

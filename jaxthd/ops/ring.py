@@ -1,0 +1,123 @@
+"""Packed causal attention over the context axis: by a ring of rectangles, or over gathered keys.
+
+Under whole-buffer DualChunkSwap a rank's queries see one dense rectangle of another rank's keys, or nothing
+(packing/segments.py). The ring sends keys and values on first, then computes the step, skipped when empty;
+parts are merged by their log-sum-exp in float32 (Liu et al., Ring Attention, 2023). The backward pass sends
+(k, v, dk, dv) around and once more home, with the log-sum-exp over all ranks' keys.
+
+Legend: N queries and keys of a rank, H query heads, K key/value heads, D query/key dim, V value dim.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from jaxthd.ops.attention import attention_backward, attention_forward, interval_attention
+from jaxthd.packing.layout import context_permutation, inverse_permutation
+from jaxthd.packing.segments import KeyIntervals, Segments
+
+
+def packed_attention(
+    q_NHD: Float[Array, "N H D"],
+    k_NKD: Float[Array, "N K D"],
+    v_NKV: Float[Array, "N K V"],
+    segments: Segments,
+    *,
+    scale: float,
+    exchange: str,
+) -> Float[Array, "N H V"]:
+    """Causal attention inside each document, wherever on the context axis its tokens lie; q's dtype.
+
+    exchange: "ring" or "all_gather"; the same result, up to rounding.
+    Padding gives 0 and receives no gradient.
+    """
+    if exchange == "ring" or segments.context == 1:
+        return _ring_attention(q_NHD, k_NKD, v_NKV, segments, scale)
+    k_SKD, v_SKV = (_gather_in_order(x, segments) for x in (k_NKD, v_NKV))
+    return interval_attention(q_NHD, k_SKD, v_SKV, segments.gathered, scale, segments.block)
+
+
+def _gather_in_order(x_NKD: Array, segments: Segments) -> Array:
+    """Every rank's tokens, rows one after the other, each in document order: [N * context, K, D]."""
+    assert segments.axis is not None
+    x_RTKD = x_NKD.reshape(segments.rows, -1, *x_NKD.shape[1:])
+    x_RTKD = jax.lax.all_gather(x_RTKD, segments.axis, axis=1, tiled=True)
+    order = inverse_permutation(context_permutation(x_RTKD.shape[1], segments.context))
+    return x_RTKD[:, order].reshape(-1, *x_NKD.shape[1:])
+
+
+def _send(tree: tuple[Array, ...], segments: Segments) -> tuple[Array, ...]:
+    """To the next rank of the ring."""
+    ring = [(r, (r + 1) % segments.context) for r in range(segments.context)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, segments.axis, ring), tree)
+
+
+def _is_empty(intervals: KeyIntervals) -> Array:
+    return jnp.all(intervals.blocks[:, 0] >= intervals.blocks[:, 1])
+
+
+def _merge(out_NHV: Array, lse_NH: Array, part_NHV: Array, part_lse_NH: Array) -> tuple[Array, Array]:
+    """Attention over the union of two disjoint sets of keys."""
+    total_NH = jnp.logaddexp(lse_NH, part_lse_NH)
+    finite_NH = jnp.where(jnp.isfinite(total_NH), total_NH, 0)
+    keep_NH1, take_NH1 = (jnp.exp(x - finite_NH)[..., None] for x in (lse_NH, part_lse_NH))
+    return keep_NH1 * out_NHV + take_NH1 * part_NHV, total_NH
+
+
+def _ring_forward_parts(q, k, v, segments: Segments, scale: float) -> tuple[Array, Array]:
+    kv = (k, v)
+    out, lse = None, None
+    for step in range(segments.context):
+        here, kv = kv, _send(kv, segments) if step < segments.context - 1 else kv
+        if out is None:
+            out, lse = attention_forward(q, *here, segments.local, scale, segments.block)
+            continue
+        intervals = segments.remote[step - 1]
+
+        def visit(out, lse, here=here, intervals=intervals):
+            return _merge(out, lse, *attention_forward(q, *here, intervals, scale, segments.block))
+
+        out, lse = jax.lax.cond(_is_empty(intervals), lambda out, lse: (out, lse), visit, out, lse)
+    return out, lse
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _ring_attention(q, k, v, segments: Segments, scale: float):
+    return _ring_forward_parts(q, k, v, segments, scale)[0].astype(q.dtype)
+
+
+def _ring_forward(q, k, v, segments, scale):
+    out, lse = _ring_forward_parts(q, k, v, segments, scale)
+    return out.astype(q.dtype), (q, k, v, segments, out, lse)
+
+
+def _ring_backward(scale, residuals, dout):
+    q, k, v, segments, out, lse = residuals
+    dot_NH = (dout.astype(out.dtype) * out).sum(-1)
+    kv, dkv, dq = (k, v), None, None
+    for step in range(segments.context):
+        here, kv = kv, _send(kv, segments) if step < segments.context - 1 else kv
+        intervals = segments.local if step == 0 else segments.remote[step - 1]
+
+        def visit(here=here, intervals=intervals):
+            return attention_backward(q, *here, lse, dot_NH, dout, intervals, scale, segments.block)
+
+        if dq is None:
+            dq, *dkv = visit()
+            continue
+        dkv = _send(tuple(dkv), segments)
+
+        def add(dq, dk, dv, visit=visit):
+            return tuple(a + b for a, b in zip((dq, dk, dv), visit(), strict=True))
+
+        dq, *dkv = jax.lax.cond(_is_empty(intervals), lambda *x: x, add, dq, *dkv)
+    if segments.context > 1:
+        dkv = _send(tuple(dkv), segments)
+    dk, dv = dkv
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_ring_attention.defvjp(_ring_forward, _ring_backward)

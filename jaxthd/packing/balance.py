@@ -1,0 +1,108 @@
+"""Even work over ranks: attention over the context ranks, encoder chunks over the ranks that share a buffer.
+
+Attention work of a token is position + 1, the keys it sees. Under whole-buffer DualChunkSwap the order of
+documents inside the buffer is free, and decides how even the work is.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int, Shaped
+
+ROUNDS = 12
+"""Rounds of 32 candidate orders that order_documents tries."""
+
+
+def attention_work(
+    positions: Int[np.ndarray, " T"], segment_ids: Int[np.ndarray, " T"], context: int
+) -> Int[np.ndarray, " context"]:
+    """Attention work of each context rank: the sum over its document tokens of position + 1, int64 [context].
+
+    positions, segment_ids: in context-layout order (rank-major); segment 0 is padding and costs nothing.
+    """
+    work = np.where(segment_ids > 0, positions.astype(np.int64) + 1, 0)
+    return work.reshape(context, -1).sum(1)
+
+
+def imbalance(work: Shaped[np.ndarray, " ranks"]) -> float:
+    """Worst rank / mean, at least 1.0; 1.0 where there is no work."""
+    return float(work.max() * len(work) / work.sum()) if work.sum() else 1.0
+
+
+def order_documents(
+    lengths: Sequence[int], capacity: int, context: int, seed: int, slots: Sequence[int] | None = None
+) -> tuple[list[int], float]:
+    """The order of documents in a buffer that evens out attention work over context ranks.
+
+    lengths: tokens of each document. slots: what each takes in the buffer, when more than its length.
+    capacity: token slots of the buffer, a multiple of 2 * context. seed: of the random candidates; same
+        arguments, same order.
+    Returns (order, imbalance): order[i] is the document at place i. Never worse than the given order;
+    context 1 keeps it. Tries the given order, longest first, longest dealt to 2, context and 2 * context
+    piles, and random shuffles, then swaps pairs of the best: ROUNDS x 32 candidates, 1 ms for 64 documents.
+    Raises ValueError when the documents do not fit the capacity.
+    """
+    n = np.asarray(lengths, np.int64)
+    taken = n if slots is None else np.asarray(slots, np.int64)
+    if taken.sum() > capacity:
+        raise ValueError(f"documents take {int(taken.sum())} slots, the buffer has {capacity}")
+    given = np.arange(len(n))
+    if context == 1 or not len(n):
+        return given.tolist(), 1.0
+    rng = np.random.default_rng(seed)
+    falling = np.argsort(-n, kind="stable")
+    dealt = [falling[np.argsort(given % piles, kind="stable")] for piles in (2, context, 2 * context)]
+    shuffled = rng.permuted(np.tile(given, (27, 1)), axis=1)
+    candidates = np.concatenate([np.stack([given, falling, *dealt]), shuffled])
+    best, best_cost = given, np.inf
+    for _ in range(ROUNDS):
+        work = _rank_work(candidates, n, taken, capacity, context)
+        cost = work.max(1) * context / max(int(work[0].sum()), 1)
+        if cost.min() < best_cost:
+            best, best_cost = candidates[np.argmin(cost)], cost.min()
+        candidates = np.tile(best, (len(candidates), 1))
+        pairs = rng.integers(len(n), size=(len(candidates), 2))
+        each = np.arange(len(candidates))[:, None]
+        candidates[each, pairs] = candidates[each, pairs[:, ::-1]]
+    return best.tolist(), float(best_cost) if n.sum() else 1.0
+
+
+def _rank_work(
+    orders: np.ndarray, lengths: np.ndarray, slots: np.ndarray, capacity: int, context: int
+) -> np.ndarray:
+    """Attention work per rank of each candidate order [C, D], int64 [C, context], by prefix sums.
+
+    Work below a chunk boundary: that of the documents before the one the boundary cuts, plus a triangle.
+    """
+    n, taken = lengths[orders], slots[orders]
+    starts = np.cumsum(taken, 1) - taken
+    whole = n * (n + 1) // 2
+    before = np.cumsum(whole, 1) - whole
+    bounds = np.arange(2 * context + 1) * (capacity // (2 * context))
+    row = np.arange(len(orders))[:, None] * (capacity + 1)  # one search over all candidates
+    cut = np.searchsorted((starts + row).ravel(), (bounds + row).ravel(), side="right") - 1
+    inside = np.clip(np.tile(bounds, len(orders)) - starts.ravel()[cut], 0, n.ravel()[cut])
+    below = (before.ravel()[cut] + inside * (inside + 1) // 2).reshape(len(orders), -1)
+    chunk = np.diff(below, axis=1)
+    return chunk[:, :context] + chunk[:, : context - 1 : -1]
+
+
+def assign_chunks(frames: Sequence[int], ranks: int, capacity_per_rank: int) -> list[int] | None:
+    """Whole encoder chunks to ranks, evenly by mel frames: the rank of each chunk; None when no way is found.
+
+    frames: mel frames of each chunk, multiples of 8. capacity_per_rank: mel frames a rank holds.
+    Longest first to the least loaded rank; if that overflows, longest first to the fullest rank it fits.
+    Whether it succeeds does not depend on the order of `frames`.
+    """
+    longest_first = sorted(range(len(frames)), key=lambda i: -frames[i])
+    for even in (True, False):
+        load, out = [0] * ranks, [0] * len(frames)
+        for i in longest_first:
+            fitting = [r for r in range(ranks) if load[r] + frames[i] <= capacity_per_rank]
+            if not fitting:
+                break
+            out[i] = min(fitting, key=lambda r: load[r] if even else -load[r])
+            load[out[i]] += frames[i]
+        else:
+            return out
+    return None

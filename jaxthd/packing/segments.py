@@ -1,0 +1,164 @@
+"""Segments: where documents begin and end, as one value that every mixer requires.
+
+Derived once a step from (segment ids, positions); attention, convolution and scan only read it.
+
+Legend: R rows on this rank, T tokens of a row on this rank, N = R * T, QB query blocks.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Int32
+
+
+class KeyIntervals(NamedTuple):
+    """Query i sees keys lo[i] <= j < hi[i]; blocks[b] is the range of key blocks that query block b touches."""
+
+    lo: Int32[Array, " N"]
+    hi: Int32[Array, " N"]
+    blocks: Int32[Array, "QB 2"]
+
+
+def key_intervals(lo: Int32[Array, " N"], hi: Int32[Array, " N"], block: int) -> KeyIntervals:
+    """Adds the block ranges to the intervals. A query with hi <= lo sees nothing: output 0, lse -inf.
+
+    A query block's range runs from its first to its last touched key block. In every use here the blocks
+    between are touched too, because documents lie in order: nothing is executed that could be skipped.
+    """
+    some = hi > lo
+    lo, hi = jnp.where(some, lo, 0), jnp.where(some, hi, 0)
+    far = jnp.iinfo(jnp.int32).max
+    first = blocked(jnp.where(some, lo, far), block, far).min(axis=1) // block
+    last = -(-blocked(hi, block, 0).max(axis=1) // block)
+    return KeyIntervals(lo, hi, jnp.stack([jnp.minimum(first, last), last], axis=1))
+
+
+def blocked(x: Array, block: int, fill: float | int) -> Array:
+    """[N, ...] -> [ceil(N / block), block, ...], the last block filled up."""
+    padded = jnp.pad(x, [(0, -len(x) % block)] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
+    return padded.reshape(-1, block, *x.shape[1:])
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Documents in this rank's tokens: rows one after the other, each in whole-buffer DualChunkSwap order.
+
+    ids: 0 in padding, else the document's number in its row.
+    positions: index of the token in its document, 0 in padding. A token that is j or more tokens into its
+        document may look j tokens back; that is all that convolution and scan need.
+    local: keys on this rank that each token's attention sees (causal).
+    remote: the same for the keys of context rank (this - 1 - t) % context, at index t.
+    gathered: the same for the keys of all ranks in document order.
+    whole: keys of the token's whole document on this rank (bidirectional; for the encoder).
+    remaining: tokens of the document after this one, on this rank.
+    rows, axis, context, block: R, the context axis' name (None outside a mesh), its size, the attention block.
+    """
+
+    ids: Int32[Array, " N"]
+    positions: Int32[Array, " N"]
+    remaining: Int32[Array, " N"]
+    local: KeyIntervals
+    remote: tuple[KeyIntervals, ...]
+    gathered: KeyIntervals
+    whole: KeyIntervals
+    rows: int
+    axis: str | None
+    context: int
+    block: int
+
+    @property
+    def valid(self) -> Bool[Array, " N"]:
+        return self.ids > 0
+
+    @property
+    def stretches(self) -> int:
+        """Contiguous stretches of a row on one rank: its two context chunks, or the whole row."""
+        return 2 if self.context > 1 else 1
+
+    def split(self, x: Array) -> Array:
+        """[N, ...] -> [R, stretches, tokens of a stretch, ...]."""
+        return x.reshape(self.rows, self.stretches, -1, *x.shape[1:])
+
+
+_STATIC = ("rows", "axis", "context", "block")
+_TRACED = tuple(f.name for f in fields(Segments) if f.name not in _STATIC)
+
+
+def _flatten(segments: Segments) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    return tuple(getattr(segments, n) for n in _TRACED), tuple(getattr(segments, n) for n in _STATIC)
+
+
+def _unflatten(static: tuple[Any, ...], traced: Iterable[Any]) -> Segments:
+    """Without __init__: jax rebuilds pytrees around placeholders that are no arrays."""
+    segments = object.__new__(Segments)
+    for name, value in (*zip(_TRACED, traced, strict=True), *zip(_STATIC, static, strict=True)):
+        object.__setattr__(segments, name, value)
+    return segments
+
+
+jax.tree_util.register_pytree_node(Segments, _flatten, _unflatten)
+
+
+def make_segments(
+    ids_RT: Int32[Array, "R T"], positions_RT: Int32[Array, "R T"], *, block: int, axis: str | None
+) -> Segments:
+    """Derives a step's Segments from this rank's share of the batch.
+
+    axis: name of the context mesh axis, inside shard_map; None when the rows are whole.
+
+    Every key interval follows from one fact: under whole-buffer DualChunkSwap the local order of tokens is
+    their global order, so a query's global interval [first token of its document, itself] is also an interval
+    of any rank's keys, found by counting that rank's tokens below either end. Between two ranks the
+    intervals are equal over a prefix of the queries' document: one dense rectangle, or nothing.
+    """
+    rows, tokens = ids_RT.shape
+    context = jax.lax.axis_size(axis) if axis else 1
+    rank = jax.lax.axis_index(axis) if axis else 0
+    if context > 1 and tokens % 2:
+        raise ValueError(f"{tokens} tokens of a row on a rank; context > 1 needs an even number (two chunks)")
+    chunk = tokens // 2
+
+    def tokens_below(source: Array | int, x: Array) -> Array:
+        """How many of rank `source`'s tokens of the row come before global index x."""
+        if context == 1:
+            return x
+        first, second = source * chunk, (2 * context - 1 - source) * chunk
+        return jnp.clip(x - first, 0, chunk) + jnp.clip(x - second, 0, chunk)
+
+    index_T = jnp.arange(tokens)
+    if context > 1:
+        second_T = (2 * context - 1 - rank) * chunk + index_T - chunk
+        index_T = jnp.where(index_T < chunk, rank * chunk + index_T, second_T)
+    begin_RT, end_RT = index_T - positions_RT, jnp.broadcast_to(index_T + 1, ids_RT.shape)
+    row_R1 = jnp.arange(rows)[:, None]
+    real_N = (ids_RT > 0).reshape(-1)
+
+    def intervals(lo_RT: Array, hi_RT: Array) -> KeyIntervals:
+        lo_N, hi_N = (jnp.where(real_N, x.reshape(-1), 0).astype(jnp.int32) for x in (lo_RT, hi_RT))
+        return key_intervals(lo_N, hi_N, block)
+
+    def of_rank(source: Array | int) -> KeyIntervals:
+        return intervals(*(row_R1 * tokens + tokens_below(source, x) for x in (begin_RT, end_RT)))
+
+    # One past the last local token of the document: the nearest change of id at or after the next token.
+    change_RT = jnp.pad(ids_RT[:, 1:] != ids_RT[:, :-1], ((0, 0), (0, 1)), constant_values=True)
+    stop_RT = jnp.where(change_RT, jnp.arange(1, tokens + 1), tokens)
+    stop_RT = jax.lax.cummin(stop_RT, axis=1, reverse=True)
+    whole_lo_RT = row_R1 * tokens + tokens_below(rank, begin_RT)
+    return Segments(
+        ids=ids_RT.reshape(-1),
+        positions=positions_RT.reshape(-1),
+        remaining=(stop_RT - 1 - jnp.arange(tokens)).reshape(-1).astype(jnp.int32),
+        local=of_rank(rank),
+        remote=tuple(of_rank((rank - 1 - t) % context) for t in range(context - 1)),
+        gathered=intervals(*(row_R1 * tokens * context + x for x in (begin_RT, end_RT))),
+        whole=intervals(whole_lo_RT, row_R1 * tokens + stop_RT),
+        rows=rows,
+        axis=axis,
+        context=context,
+        block=block,
+    )

@@ -1,0 +1,93 @@
+"""One description of a parameter: its variable in the module tree carries shape, dtype and mesh axes.
+
+Modules are Flax NNX, built through `Init`; initialization, sharding, the parameter table and weight import
+all read the variables it makes. Repeated blocks are stacked (`stack`) and scanned (`scan_stack`), so that
+compile time and program size do not grow with the number of repeats.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+Axes = tuple[str | None, ...]
+"""For every dim of a parameter the mesh axis it may be cut over, or None. The stacked dim is added in front."""
+
+M = TypeVar("M", bound=nnx.Module)
+Carry = TypeVar("Carry")
+
+
+class Buffer(nnx.Variable):
+    """State that no gradient trains: BatchNorm's running statistics, the router's correction bias."""
+
+
+class Init:
+    """Makes a module's parameters: one key stream and one dtype for all of them.
+
+    dtype: of every parameter; float32 unless the run computes in float64.
+    """
+
+    def __init__(self, key: jax.Array, dtype: Any = jnp.float32) -> None:
+        self._key = key
+        self.dtype = dtype
+
+    def next_key(self) -> jax.Array:
+        self._key, key = jax.random.split(self._key)
+        return key
+
+    def normal(self, shape: tuple[int, ...], axes: Axes = (), std: float | None = None) -> nnx.Param:
+        """A weight matrix whose second to last dim is its fan-in: normal, std 1 / sqrt(fan-in) by default."""
+        std = 1 / math.sqrt(shape[-2]) if std is None else std
+        return self.param(std * jax.random.normal(self.next_key(), shape, self.dtype), axes)
+
+    def zeros(self, shape: tuple[int, ...], axes: Axes = ()) -> nnx.Param:
+        return self.param(jnp.zeros(shape), axes)
+
+    def ones(self, shape: tuple[int, ...], axes: Axes = ()) -> nnx.Param:
+        return self.param(jnp.ones(shape), axes)
+
+    def param(self, value: jax.Array, axes: Axes = ()) -> nnx.Param:
+        return nnx.Param(value.astype(self.dtype), axes=axes or (None,) * value.ndim)
+
+    def buffer(self, value: jax.Array, axes: Axes = ()) -> Buffer:
+        return Buffer(value.astype(self.dtype), axes=axes or (None,) * value.ndim)
+
+
+def stack(make: Callable[[Init], M], init: Init, repeats: int) -> M:
+    """`repeats` modules as one: every variable gets a leading dim, initialized from keys of its own."""
+
+    def state(key: jax.Array) -> nnx.State:
+        return nnx.state(make(Init(key, init.dtype)))
+
+    abstract = nnx.eval_shape(lambda: make(Init(jax.random.key(0), init.dtype)))
+    stacked = jax.vmap(state)(jax.random.split(init.next_key(), repeats))
+    for _, variable in nnx.to_flat_state(stacked):
+        variable.set_metadata(axes=(None, *variable.get_metadata("axes")))
+    return nnx.merge(nnx.graphdef(abstract), stacked)
+
+
+def scan_stack(
+    module: M, body: Callable[[M, Carry], tuple[Carry, Any]], carry: Carry, *, remat: bool
+) -> tuple[Carry, Any]:
+    """Applies `body(layer, carry)` for every layer of a stack, first to last.
+
+    remat: recompute a layer's activations in the backward pass; only the carry between layers is kept.
+    Returns the last carry and the layers' second results, stacked.
+    """
+    graphdef, state = nnx.split(module)
+
+    def step(carry: Carry, layer: Any) -> tuple[Carry, Any]:
+        return body(nnx.merge(graphdef, layer), carry)
+
+    return jax.lax.scan(jax.checkpoint(step) if remat else step, carry, state)
+
+
+def partition_specs(state: Any) -> Any:
+    """The PartitionSpec of every variable in an nnx state (or module state), from its `axes`."""
+    return jax.tree.map(
+        lambda v: PartitionSpec(*v.get_metadata("axes")), state, is_leaf=lambda v: isinstance(v, nnx.Variable)
+    )

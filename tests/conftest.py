@@ -1,0 +1,23 @@
+"""Every test runs on 8 simulated CPU devices, with shapes and dtypes of public signatures checked at run time."""
+
+import os
+import tempfile
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=8 "
+    # A deadlock aborts instead of hanging.
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=60 "
+    "--xla_cpu_collective_call_terminate_timeout_seconds=120"
+)
+
+from jaxtyping import install_import_hook
+
+install_import_hook("jaxthd", "beartype.beartype")
+
+import jax
+
+# The same program compiled by two tests is compiled once.
+_CACHE = tempfile.TemporaryDirectory(prefix="jaxthd-test-cache-")
+jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR", _CACHE.name))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

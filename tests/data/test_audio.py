@@ -1,0 +1,128 @@
+import numpy as np
+import pytest
+import soundfile
+
+from jaxthd.data.audio import AudioError, chunk_audio, load_audio
+
+
+def tone(seconds: float, rate: int, hertz: float = 440.0) -> np.ndarray:
+    return 0.5 * np.sin(2 * np.pi * hertz * np.arange(round(seconds * rate)) / rate)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "channels"),
+    [
+        ("a.wav", 16_000, 1),
+        ("b.wav", 8_000, 2),
+        ("c.flac", 44_100, 1),
+        ("d.ogg", 22_050, 2),
+        ("e.mp3", 48_000, 1),
+    ],
+)
+def test_any_format_rate_and_channel_count_becomes_16_khz_mono(tmp_path, name, rate, channels):
+    path = tmp_path / name
+    soundfile.write(path, np.stack([tone(1.237, rate)] * channels, axis=1), rate)
+    samples = load_audio(path)
+    assert samples.dtype == np.float32
+    assert samples.ndim == 1
+    assert len(samples) == pytest.approx(1.237 * 16_000, abs=1)
+    middle = samples[2000:-2000]
+    np.testing.assert_allclose(middle, tone(1.237, 16_000)[2000 : 2000 + len(middle)], atol=0.02)
+
+
+def test_channels_are_averaged(tmp_path):
+    left = tone(0.5, 16_000)
+    soundfile.write(tmp_path / "a.wav", np.stack([left, -left, 0.5 * left], axis=1), 16_000, subtype="FLOAT")
+    np.testing.assert_allclose(load_audio(tmp_path / "a.wav"), left / 6, atol=1e-7)
+
+
+def test_a_range_is_that_slice_and_nothing_outside_it_is_read(tmp_path):
+    wave = np.random.default_rng(0).uniform(-1, 1, 48_000).astype(np.float32)
+    wave[[15_999, 24_000]] = np.nan
+    soundfile.write(tmp_path / "a.wav", wave, 16_000, subtype="FLOAT")
+    np.testing.assert_array_equal(load_audio(tmp_path / "a.wav", 1.0, 0.5), wave[16_000:24_000])
+    np.testing.assert_array_equal(load_audio(tmp_path / "a.wav", 2.0), wave[32_000:])
+    with pytest.raises(AudioError, match=r"a\.wav: 2 samples are not finite"):
+        load_audio(tmp_path / "a.wav")
+
+
+@pytest.mark.parametrize(("format_", "subtype"), [("FLAC", "PCM_16"), ("OGG", "VORBIS"), ("OGG", "OPUS")])
+def test_a_range_of_a_compressed_file_is_where_it_belongs(tmp_path, format_, subtype):
+    wave = np.random.default_rng(1).uniform(-0.3, 0.3, 80_123).cumsum() % 1.0 - 0.5
+    soundfile.write(tmp_path / "a", wave, 16_000, format=format_, subtype=subtype)
+    whole, part = load_audio(tmp_path / "a"), load_audio(tmp_path / "a", 2.345, 1.0)
+    assert len(part) == 16_000
+    # Opus decodes from a seek with 80 ms of warm-up: a little off, where one sample's shift would give 0.9.
+    assert np.corrcoef(part, whole[37_520:53_520])[0, 1] > 0.99
+
+
+def test_a_duration_may_end_a_little_past_the_file_but_not_a_lot(tmp_path):
+    soundfile.write(tmp_path / "a.wav", tone(1.0, 16_000), 16_000)
+    assert len(load_audio(tmp_path / "a.wav", 0.5, 0.6)) == 8_000
+    with pytest.raises(AudioError, match=r"a\.wav: 0\.500 s from offset 0\.5 s, the manifest says 1\.5 s"):
+        load_audio(tmp_path / "a.wav", 0.5, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "cause"),
+    [
+        (lambda p: None, (), "no such file"),
+        (lambda p: p.mkdir(), (), "no such file"),
+        (lambda p: p.write_bytes(b""), (), "cannot read"),
+        (lambda p: p.write_text("no audio"), (), "cannot read"),
+        (lambda p: soundfile.write(p, np.zeros(0), 16_000, format="WAV"), (), "no samples"),
+        (
+            lambda p: soundfile.write(p, tone(1, 8_000), 8_000, format="WAV"),
+            (1.0,),
+            "past the end at 1.000 s",
+        ),
+        (lambda p: soundfile.write(p, tone(1, 8_000), 8_000, format="WAV"), (-0.5,), "offset -0.5 s"),
+        (lambda p: soundfile.write(p, tone(1, 8_000), 8_000, format="WAV"), (0.0, 0.0), "duration 0.0 s"),
+        (lambda p: soundfile.write(p, np.zeros(319), 16_000, format="WAV"), (), "too short, 319 samples"),
+        (lambda p: soundfile.write(p, np.zeros(440), 44_100, format="WAV"), (), "too short, 160 samples"),
+    ],
+)
+def test_a_recording_that_cannot_be_used_is_named_with_its_cause(tmp_path, make, arguments, cause):
+    make(tmp_path / "clip")
+    with pytest.raises(AudioError, match=rf"clip: .*{cause}"):
+        load_audio(tmp_path / "clip", *arguments)
+
+
+def test_a_file_without_a_header_is_named_too(tmp_path):
+    (tmp_path / "clip.raw").write_bytes(bytes(3200))
+    with pytest.raises(AudioError, match=r"clip\.raw: libsndfile cannot read it"):
+        load_audio(tmp_path / "clip.raw")
+
+
+def test_a_truncated_file_is_named_with_its_cause(tmp_path):
+    noise = np.random.default_rng(0).uniform(-0.5, 0.5, 32_000)
+    soundfile.write(tmp_path / "clip.flac", noise, 16_000)
+    data = (tmp_path / "clip.flac").read_bytes()
+    (tmp_path / "clip.flac").write_bytes(data[: len(data) // 2])
+    with pytest.raises(AudioError, match=r"clip\.flac: "):
+        load_audio(tmp_path / "clip.flac", 0.0, 2.0)
+
+
+def test_two_mel_frames_are_enough(tmp_path):
+    soundfile.write(tmp_path / "a.wav", np.zeros(320), 16_000)
+    assert len(load_audio(tmp_path / "a.wav")) == 320
+
+
+@pytest.mark.parametrize("chunk", [320, 1600, 4800])
+def test_chunks_lose_nothing_and_all_have_two_mel_frames(chunk):
+    rng = np.random.default_rng(0)
+    around = [n * chunk + tail for n in (1, 2, 3) for tail in (0, 1, 159, 160, 319, 320, 321, chunk - 1)]
+    for length in [320, 321, *around, *rng.integers(320, 20_000, 20).tolist()]:
+        samples = rng.standard_normal(length).astype(np.float32)
+        pieces = chunk_audio(samples, chunk)
+        np.testing.assert_array_equal(np.concatenate(pieces), samples)
+        assert [len(p) for p in pieces[:-1]] == [chunk] * (len(pieces) - 1)
+        assert 320 <= len(pieces[-1]) < chunk + 320
+        assert len(pieces[-1]) <= chunk or length % chunk < 320  # only a short tail is joined
+        assert sum(len(p) // 160 for p in pieces) == length // 160
+
+
+@pytest.mark.parametrize("chunk", [0, -160, 160, 1000])
+def test_chunks_of_no_whole_mel_frames_are_refused(chunk):
+    with pytest.raises(ValueError, match="multiple of 160"):
+        chunk_audio(np.zeros(5000, np.float32), chunk)

@@ -1,0 +1,149 @@
+import os
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from jaxthd.data import synthetic
+from jaxthd.data.audio import load_audio
+from jaxthd.data.features import log_mel
+from jaxthd.data.manifest import read_manifest
+from jaxthd.data.synthetic import synthetic_manifests
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """150 + 40 utterances: {split: [(utterance, samples)]}."""
+    manifests = synthetic_manifests(150, 40, seed=3, cache_dir=tmp_path_factory.mktemp("cache"))
+    out = {}
+    for split, path in zip(("train", "validation"), manifests, strict=True):
+        utterances, faults = read_manifest(path)
+        assert not faults
+        out[split] = [(u, load_audio(u.audio_path, u.offset, u.duration)) for u in utterances]
+    return out
+
+
+def test_counts_and_durations_are_as_the_manifests_say(made):
+    assert {split: len(items) for split, items in made.items()} == {"train": 150, "validation": 40}
+    for utterance, samples in made["train"] + made["validation"]:
+        assert utterance.duration == len(samples) / 16_000
+        assert 0.5 <= utterance.duration < 10
+
+
+def test_lengths_are_skewed_short_with_a_long_tail(made):
+    durations = np.array([u.duration for u, _ in made["train"]])
+    assert 1.0 < np.median(durations) < 2.0
+    assert np.median(durations) < durations.mean()
+    assert durations.max() > 2.5 * np.median(durations)
+
+
+def test_validation_texts_and_voices_do_not_occur_in_training(made):
+    texts, voices, variants = (
+        {split: {get(u) for u, _ in items} for split, items in made.items()}
+        for get in (
+            lambda u: u.text,
+            lambda u: u.fields["voice"],
+            lambda u: u.fields["voice"].split("+")[1],
+        )
+    )
+    for found in (texts, voices, variants):
+        assert not found["train"] & found["validation"]
+    assert len(voices["train"]) > 20
+    assert len(voices["validation"]) > 8
+    assert len(texts["train"]) > 75
+
+
+def test_texts_are_lower_case_words(made):
+    for utterance, _ in made["train"] + made["validation"]:
+        assert utterance.text == " ".join(utterance.text.lower().split())
+        assert all(word.isalpha() for word in utterance.text.split())
+
+
+def test_recordings_hold_speech_of_moderate_level(made):
+    for utterance, samples in made["train"] + made["validation"]:
+        assert 0.15 < np.abs(samples).max() < 0.95
+        loud = np.abs(samples) > 0.1 * np.abs(samples).max()
+        seconds = np.ptp(np.flatnonzero(loud)) / 16_000
+        assert seconds > 0.05 * len(utterance.text.split())
+        assert np.isfinite(log_mel(samples, 80)).all()
+
+
+def test_every_voice_sounds_different():
+    with synthetic._espeak() as say:
+        heard = {}
+        for accent in synthetic._ACCENTS:
+            for variant in sum(synthetic._VARIANTS.values(), ()):
+                speech = say("three five nine", f"{accent}+{variant}", 160, 50)
+                heard[accent, variant] = log_mel(speech, 80)[20:80]
+    names = list(heard)
+    for i, a in enumerate(names):
+        for b in names[:i]:
+            assert np.abs(heard[a] - heard[b]).mean() > 0.02, (a, b)
+
+
+def test_an_unknown_voice_is_refused():
+    with synthetic._espeak() as say:
+        for voice in ("gmw/en+nobody", "nowhere+m1"):
+            with pytest.raises(RuntimeError, match="has no voice"):
+                say("one", voice, 160, 50)
+
+
+def test_the_same_arguments_make_the_same_files_even_in_a_process_that_has_spoken(tmp_path):
+    folders = []
+    for name in ("first", "second"):
+        time.sleep(1.1 * len(folders))  # espeak-ng seeds its noise with the second of its start
+        train, _ = synthetic_manifests(6, 3, seed=5, cache_dir=tmp_path / name)
+        folders.append(train.parents[1])
+    files = [{p.relative_to(f): p.read_bytes() for p in f.rglob("*") if p.is_file()} for f in folders]
+    assert len(files[0]) == 6 + 3 + 2
+    assert files[0] == files[1]
+
+
+def test_another_seed_makes_other_texts(tmp_path):
+    texts = [synthetic_manifests(8, 1, seed, tmp_path)[0].read_text() for seed in (0, 1)]
+    assert texts[0] != texts[1]
+
+
+def test_a_cached_set_needs_no_espeak(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = synthetic_manifests(2, 1)
+    assert made[0].is_relative_to(tmp_path / "jaxthd")
+    monkeypatch.setitem(sys.modules, "espeakng_loader", None)
+    assert synthetic_manifests(2, 1) == made
+    with pytest.raises(ImportError, match=r"pip install 'jaxthd\[demo\]'"):
+        synthetic_manifests(3, 1)
+    assert os.listdir(tmp_path / "jaxthd") == [made[0].parents[1].name]
+
+
+def test_an_interruption_leaves_nothing_behind(tmp_path, monkeypatch):
+    def interrupted(*arguments):
+        write(*arguments)
+        raise KeyboardInterrupt
+
+    write = synthetic._utterance
+    monkeypatch.setattr(synthetic, "_utterance", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        synthetic_manifests(2, 1, cache_dir=tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_two_processes_that_make_the_same_set_both_get_it(tmp_path, monkeypatch):
+    """The other process finishes while this one is still writing."""
+
+    def overtaken(*arguments):
+        monkeypatch.setattr(synthetic, "_utterance", write)
+        synthetic_manifests(2, 1, cache_dir=tmp_path)
+        return write(*arguments)
+
+    write = synthetic._utterance
+    monkeypatch.setattr(synthetic, "_utterance", overtaken)
+    train, validation = synthetic_manifests(2, 1, cache_dir=tmp_path)
+    assert len(read_manifest(train)[0]) == 2
+    assert len(read_manifest(validation)[0]) == 1
+    assert len(os.listdir(tmp_path)) == 1
+
+
+def test_an_empty_set_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="train=0"):
+        synthetic_manifests(0, 1, cache_dir=tmp_path)

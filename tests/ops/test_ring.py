@@ -1,0 +1,97 @@
+"""Attention: packed equals each document alone, on every context size, by ring and by all-gather."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxthd.ops.ring import packed_attention
+from jaxthd.packing.layout import context_permutation
+from jaxthd.packing.segments import make_segments
+from tests.helpers import CAPACITY, CASES, assert_same, on_context, row_arrays, spans
+
+H, K, D, V = 4, 2, 8, 6
+SCALE = D**-0.5
+
+
+def dense_document(q, k, v):
+    """Causal attention of one document by the definition, NumPy float64."""
+    n = len(q)
+    k, v = (np.repeat(x, H // K, axis=1) for x in (k, v))
+    s = np.where(np.tril(np.ones((n, n), bool)), SCALE * np.einsum("ihd,jhd->hij", q, k), -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    return np.einsum("hij,jhv->ihv", p, v), p
+
+
+def dense_gradients(q, k, v, dout):
+    """Gradients of the same, by the textbook formulas."""
+    _, p = dense_document(q, k, v)
+    kk, vv = (np.repeat(x, H // K, axis=1) for x in (k, v))
+    dp = np.einsum("ihv,jhv->hij", dout, vv)
+    ds = SCALE * p * (dp - (p * dp).sum(-1, keepdims=True))
+    sum_groups = lambda x: x.reshape(len(x), K, H // K, -1).sum(2)
+    dv = sum_groups(np.einsum("hij,ihv->jhv", p, dout))
+    return np.einsum("hij,jhd->ihd", ds, kk), sum_groups(np.einsum("hij,ihd->jhd", ds, q)), dv
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize(("context", "exchange"), [(1, "ring"), (2, "ring"), (2, "all_gather"), (4, "ring"), (4, "all_gather")])
+def test_packed_equals_each_document_alone(context, exchange, dtype):
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(dtype == np.float64):
+        run = on_context(
+            lambda _, qkv, segments: packed_attention(*qkv, segments, scale=SCALE, exchange=exchange),
+            context,
+            block=8,
+        )
+        for lengths in CASES.values():
+            q, k, v, dout = (rng.normal(size=(CAPACITY, *s)).astype(dtype) for s in ((H, D), (K, D), (K, V), (H, V)))
+            y, _, gradients = run(None, (q, k, v), *row_arrays(lengths), dout)
+            want = [np.zeros_like(x, np.float64) for x in (dout, q, k, v)]
+            for span in spans(lengths):
+                one = [x[span].astype(np.float64) for x in (q, k, v)]
+                parts = (dense_document(*one)[0], *dense_gradients(*one, dout[span].astype(np.float64)))
+                for whole, part in zip(want, parts, strict=True):
+                    whole[span] = part
+            assert_same((y, *gradients), tuple(want), 1e-10 if dtype == np.float64 else 1e-5)
+
+
+@pytest.mark.parametrize("context", [2, 3, 4, 8])
+def test_a_remote_step_is_one_rectangle_and_nothing_else_is_executed(context):
+    """Brute force over the mask: the intervals are exactly the allowed pairs, and every remote step's pairs are
+    a run of queries times a run of keys; every executed block holds an allowed pair."""
+    rng = np.random.default_rng(context)
+    length, block = 16 * context, 4
+    mesh_free = jax.jit(_intervals_of_rank, static_argnums=(3, 4))
+    for _ in range(20):
+        cuts = np.sort(rng.choice(np.arange(1, length), size=rng.integers(0, 8), replace=False))
+        lengths = np.diff([0, *cuts, length])[: None if rng.random() < 0.5 else -1]
+        ids, positions = row_arrays(lengths, length)
+        order = context_permutation(length, context).reshape(context, -1)
+        allowed = (ids[:, None] == ids) & (ids > 0) & np.tril(np.ones((length, length), bool))
+        for rank in range(context):
+            intervals = mesh_free(ids[order[rank]], positions[order[rank]], rank, context, block)
+            for step, (lo, hi, blocks) in enumerate(intervals):
+                keys = order[(rank - step) % context]
+                want = allowed[np.ix_(order[rank], keys)]
+                j = np.arange(len(keys))
+                got = (j >= np.asarray(lo)[:, None]) & (j < np.asarray(hi)[:, None])
+                np.testing.assert_array_equal(got, want)
+                if step and want.any():
+                    queries, seen = np.flatnonzero(want.any(1)), np.flatnonzero(want.any(0))
+                    assert want.sum() == len(queries) * len(seen)
+                    assert np.ptp(queries) == len(queries) - 1
+                    assert np.ptp(seen) == len(seen) - 1
+                least = want.reshape(len(j) // block, block, -1, block).any((1, 3)).sum()
+                assert (np.asarray(blocks)[:, 1] - np.asarray(blocks)[:, 0]).sum() == least
+
+
+def _intervals_of_rank(ids, positions, rank, context, block):
+    """Segments of one rank of a context axis, without devices: vmap names the axis."""
+
+    def one(i):
+        segments = make_segments(ids[None], positions[None], block=block, axis="context")
+        return [tuple(x) for x in (segments.local, *segments.remote)]
+
+    everything = jax.vmap(one, axis_name="context", axis_size=context, in_axes=0)(np.arange(context))
+    return jax.tree.map(lambda x: x[rank], everything)

@@ -1,0 +1,102 @@
+"""Scan and convolution: packed equals the step-by-step recurrence of each document alone, on every context size."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxthd.ops.ssd as ssd_module
+from jaxthd.ops.conv import causal_conv
+from jaxthd.ops.ssd import ssd
+from tests.helpers import CAPACITY, CASES, assert_same, on_context, row_arrays, spans
+
+H, P, G, S, TAPS = 4, 3, 2, 5, 4
+DECAYS = np.array([1e-3, 0.5, 20.0, 1000.0])
+
+
+@jax.jit
+def recurrence(a_H, x_LHP, dt_LH, b_LGS, c_LGS, reset_L):
+    """h_i = exp(dt_i a) h_{i-1} + dt_i x_i B_i^T, y_i = h_i C_i, one token at a time; h = 0 where reset."""
+
+    def step(h_HPS, inputs):
+        x, dt, b, c, reset = inputs
+        b, c = (jnp.repeat(v, H // G, axis=0) for v in (b, c))
+        h_HPS = jnp.where(reset, 0, jnp.exp(dt * a_H))[:, None, None] * h_HPS
+        h_HPS += (dt[:, None] * x)[..., None] * b[:, None]
+        return h_HPS, (h_HPS * c[:, None]).sum(-1)
+
+    return jax.lax.scan(step, jnp.zeros((H, P, S), x_LHP.dtype), (x_LHP, dt_LH, b_LGS, c_LGS, reset_L))[1]
+
+
+def each_document_alone(a, inputs, lengths, dy):
+    """Outputs and gradients of the recurrence run on each document by itself, in float64."""
+    y, da, dinputs = np.zeros(dy.shape), np.zeros(H), [np.zeros(x.shape) for x in inputs]
+    for span in spans(lengths):
+        # One compiled length for all documents: what comes after the document cannot reach back into it.
+        length = span.stop - span.start
+        padded = [np.zeros(x.shape) for x in (*inputs, dy)]
+        for whole, part in zip(padded, (*inputs, dy), strict=True):
+            whole[:length] = part[span]
+        reset = np.arange(len(y)) == 0
+        out, pull = jax.vjp(lambda a, *i: recurrence(a, *i, reset), jnp.asarray(a), *map(jnp.asarray, padded[:-1]))
+        grads = pull(jnp.asarray(padded[-1]))
+        y[span] = out[:length]
+        da += grads[0]
+        for whole, part in zip(dinputs, grads[1:], strict=True):
+            whole[span] = part[:length]
+    return y, da, tuple(dinputs)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize(("context", "gather_up_to"), [(1, 8), (2, 8), (4, 8), (4, 1)])
+def test_scan_equals_the_recurrence_of_each_document_alone(context, gather_up_to, dtype, monkeypatch):
+    """|A| from 1e-3 to 1000: everything finite and exact. (4, 1) passes states in log2 steps."""
+    monkeypatch.setattr(ssd_module, "GATHER_UP_TO", gather_up_to)
+    rng = np.random.default_rng(1)
+    with jax.enable_x64(True):
+        run = on_context(lambda a, x, segments: ssd(x[0], x[1], a, x[2], x[3], segments, chunk=6), context, block=8)
+        for lengths in CASES.values():
+            x, b, c = (rng.normal(size=(CAPACITY, *s)).astype(dtype) for s in ((H, P), (G, S), (G, S)))
+            dt = rng.uniform(0.001, 1.0, size=(CAPACITY, H)).astype(dtype)
+            dy = rng.normal(size=(CAPACITY, H, P)).astype(dtype)
+            a = -DECAYS.astype(dtype)
+            inputs = (x, dt, b, c)
+            y, da, dinputs = run(a, inputs, *row_arrays(lengths), dy)
+            real = sum(lengths)
+            want_y, want_da, want_dinputs = each_document_alone(a, inputs, lengths, dy)
+            # Padding's outputs mean nothing: nothing reads them, so they get no cotangent in a model.
+            dy_real = dy.copy()
+            dy_real[real:] = 0
+            _, da, dinputs = run(a, inputs, *row_arrays(lengths), dy_real)
+            tolerance = 1e-10 if dtype == np.float64 else 1e-5
+            assert_same(y[:real], want_y[:real], tolerance)
+            assert_same((da, dinputs), (want_da, want_dinputs), tolerance)
+
+
+@pytest.mark.parametrize("context", [1, 2, 4])
+def test_convolution_equals_each_document_alone(context):
+    rng = np.random.default_rng(2)
+    channels = 5
+    with jax.enable_x64(True):
+        run = on_context(lambda w, x, segments: causal_conv(x, w[0], w[1], segments), context, block=8)
+        for lengths in CASES.values():
+            x, dy = rng.normal(size=(2, CAPACITY, channels))
+            w, bias = rng.normal(size=(TAPS, channels)), rng.normal(size=channels)
+            dy[sum(lengths) :] = 0
+            y, (dw, dbias), dx = run((w, bias), x, *row_arrays(lengths), dy)
+            want_y, want_dx, want_dw = np.zeros_like(x), np.zeros_like(x), np.zeros_like(w)
+            for span in spans(lengths):
+                for i in range(span.start, span.stop):
+                    want_y[i] = bias
+                    for j in range(min(TAPS, i - span.start + 1)):
+                        want_y[i] += w[TAPS - 1 - j] * x[i - j]
+                        want_dx[i - j] += w[TAPS - 1 - j] * dy[i]
+                        want_dw[TAPS - 1 - j] += x[i - j] * dy[i]
+            real = sum(lengths)
+            assert_same((y[:real], dw, dbias, dx), (want_y[:real], want_dw, dy.sum(0), want_dx), 1e-10)
+
+
+def test_a_chunk_shorter_than_the_convolution_is_refused():
+    run = on_context(lambda w, x, segments: causal_conv(x, w, w[0], segments), 4, block=8)
+    with pytest.raises(ValueError, match="raise data.capacity or lower mesh.context"):
+        run(np.ones((TAPS, 1)), np.ones((16, 1)), *row_arrays([16], 16), np.ones((16, 1)))
