@@ -45,11 +45,8 @@ def load_audio(
             file.seek(start)
             frames = -1 if duration is None else round(duration * rate)
             channels = file.read(frames, dtype="float32", always_2d=True)
-    except (
-        soundfile.SoundFileError,
-        OSError,
-        TypeError,
-    ) as error:  # TypeError: headerless formats such as .raw
+    except (soundfile.SoundFileError, OSError, TypeError) as error:
+        # A TypeError is a file without a header, such as .raw: its rate would have to be given.
         raise AudioError(f"{path}: libsndfile cannot read it ({error})") from error
     if not len(channels):
         raise AudioError(f"{path}: no samples; the file is empty or cut short")
@@ -81,7 +78,7 @@ def chunk_audio(
     """
     if chunk_samples % HOP or chunk_samples < MIN_SAMPLES:
         raise ValueError(
-            f"chunk_samples={chunk_samples}; expected a multiple of {HOP} (a mel frame) of {MIN_SAMPLES} up"
+            f"chunk_samples={chunk_samples}; expected a multiple of {HOP} (a mel frame) >= {MIN_SAMPLES}"
         )
     ends = list(range(chunk_samples, len(samples) - MIN_SAMPLES + 1, chunk_samples))
     return np.split(samples, ends)

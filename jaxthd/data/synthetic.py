@@ -153,10 +153,9 @@ def _espeak() -> Iterator[Say]:
         return 0
 
     def say(text: str, voice: str, words_a_minute: int, pitch: int) -> Float32[np.ndarray, " samples"]:
+        # espeak-ng reports an unknown accent but takes no notice of an unknown variant.
         variant = data / "voices" / "!v" / voice.partition("+")[2]
-        if not variant.is_file() or library.espeak_SetVoiceByName(
-            voice.encode()
-        ):  # unknown variants are ignored
+        if not variant.is_file() or library.espeak_SetVoiceByName(voice.encode()):
             raise RuntimeError(f"espeak-ng has no voice {voice!r} in {data}: reinstall espeakng-loader")
         library.espeak_SetParameter(parameter_rate, words_a_minute, 0)
         library.espeak_SetParameter(parameter_pitch, pitch, 0)
@@ -166,9 +165,8 @@ def _espeak() -> Iterator[Say]:
         status = library.espeak_Synth(encoded, size, 0, 0, 0, utf8, None, None)
         if status or not pieces:
             raise RuntimeError(f"espeak-ng made no sound of {text!r} with voice {voice!r} (status {status})")
-        return soxr.resample(
-            np.frombuffer(b"".join(pieces), "<i2").astype(np.float32) / 32768, rate, SAMPLE_RATE
-        )
+        speech = np.frombuffer(b"".join(pieces), np.int16).astype(np.float32) / 32768
+        return soxr.resample(speech, rate, SAMPLE_RATE)
 
     library.espeak_SetSynthCallback(collect)
     try:

@@ -93,9 +93,8 @@ class FileTokenizer:
         self.bos_id = self._required("start-of-text", _BOS)
         self.eos_id = self._required("end-of-text", _EOS)
         pad_id, audio_id = self._find(_PAD), self._find(_AUDIO)
-        file_size = (
-            max(self._tokenizer.get_vocab().values()) + 1
-        )  # ids may have gaps, so not the number of tokens
+        # Ids may have gaps, so the number of tokens would be too small.
+        file_size = max(self._tokenizer.get_vocab().values()) + 1
         self.pad_id = self.eos_id if pad_id is None else pad_id
         self.audio_id = file_size if audio_id is None else audio_id
         self.vocab_size = max(file_size, self.audio_id + 1)

@@ -15,6 +15,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.config import ModelConfig
+from jaxthd.mesh import AUDIO_AXES, CONTEXT
 from jaxthd.models.fastconformer import FastConformer
 from jaxthd.models.hybrid import HybridDecoder
 from jaxthd.models.layers import Linear, RMSNorm, relu_squared
@@ -22,12 +23,6 @@ from jaxthd.ops.cross_entropy import supervised_log_probs
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.parallel.params import Buffer, Init
-
-DATA_AXIS = "data"
-CONTEXT_AXIS = "context"
-AUDIO_AXES = ("context", "pipeline", "tensor")
-"""Mesh axes whose ranks share a buffer, hence its audio."""
-
 
 class Adapter(nnx.Module):
     """Encoder frames -> token embeddings: one linear layer, or RMSNorm, linear, relu^2, linear."""
@@ -68,7 +63,7 @@ class SpeechLM(nnx.Module):
             batch.segment_ids,
             batch.positions,
             block=config.attention_block,
-            axis=CONTEXT_AXIS if axes else None,
+            axis=CONTEXT if axes else None,
         )
         x_ND = jnp.take(self.embedding[...], batch.tokens.reshape(-1), axis=0).astype(config.dtype)
         buffers: dict[str, Any] = nnx.to_pure_dict(nnx.state(self.encoder, Buffer))

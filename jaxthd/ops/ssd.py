@@ -43,15 +43,16 @@ def ssd(
     chunk = min(chunk, length)
     padding = -length % chunk
 
-    def chunked(x: Array, fill: int = 0) -> Array:
+    def chunked(x: Array) -> Array:
         """[N, ...] -> [Z, c, Q, ...]; a stretch is filled up to whole chunks."""
         x = x.reshape(-1, length, *x.shape[1:])
-        x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2), constant_values=fill)
+        x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
         return x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
 
-    # Filling has dt = 0 and never starts a document: it leaves the state as it is.
-    far = jnp.iinfo(jnp.int32).max
-    positions_ZcQ = chunked(segments.positions, far)
+    # Filling goes on with the last token's document at dt = 0: it leaves the state as it is.
+    positions_ZL = segments.positions.reshape(-1, length)
+    filling_Zp = positions_ZL[:, -1:] + jnp.arange(1, padding + 1, dtype=jnp.int32)
+    positions_ZcQ = jnp.concatenate([positions_ZL, filling_Zp], axis=1).reshape(len(positions_ZL), -1, chunk)
     decay_ZcQH = chunked((dt_NH * a_H).astype(acc))
     xdt_ZcQGhP = chunked((x_NHP * dt_NH[..., None].astype(x_NHP.dtype)).reshape(n, groups, -1, x_NHP.shape[-1]))
     b_ZcQGS, c_ZcQGS = chunked(b_NGS), chunked(c_NGS)

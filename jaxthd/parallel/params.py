@@ -18,6 +18,7 @@ Axes = tuple[str | None, ...]
 """For every dim of a parameter the mesh axis it may be cut over, or None. The stacked dim is added in front."""
 
 M = TypeVar("M", bound=nnx.Module)
+V = TypeVar("V", bound=nnx.Variable)
 Carry = TypeVar("Carry")
 
 
@@ -42,7 +43,7 @@ class Init:
     def normal(self, shape: tuple[int, ...], axes: Axes = (), std: float | None = None) -> nnx.Param:
         """A weight matrix whose second to last dim is its fan-in: normal, std 1 / sqrt(fan-in) by default."""
         std = 1 / math.sqrt(shape[-2]) if std is None else std
-        return self.param(std * jax.random.normal(self.next_key(), shape, self.dtype), axes)
+        return self._make(nnx.Param, std * jax.random.normal(self.next_key(), shape, self.dtype), axes, True)
 
     def zeros(self, shape: tuple[int, ...], axes: Axes = ()) -> nnx.Param:
         return self.param(jnp.zeros(shape), axes)
@@ -51,16 +52,20 @@ class Init:
         return self.param(jnp.ones(shape), axes)
 
     def param(self, value: jax.Array, axes: Axes = ()) -> nnx.Param:
-        return nnx.Param(value.astype(self.dtype), axes=axes or (None,) * value.ndim)
+        """A bias, a norm's weight or another parameter that weight decay leaves alone."""
+        return self._make(nnx.Param, value, axes, False)
 
     def buffer(self, value: jax.Array, axes: Axes = ()) -> Buffer:
-        return Buffer(value.astype(self.dtype), axes=axes or (None,) * value.ndim)
+        return self._make(Buffer, value, axes, False)
+
+    def _make(self, kind: type[V], value: jax.Array, axes: Axes, decayed: bool) -> V:
+        return kind(value.astype(self.dtype), axes=axes or (None,) * value.ndim, decayed=decayed)
 
 
 def stack(make: Callable[[Init], M], init: Init, repeats: int) -> M:
     """`repeats` modules as one: every variable gets a leading dim, initialized from keys of its own."""
 
-    def state(key: jax.Array) -> nnx.State:
+    def state(key: jax.Array) -> Any:
         return nnx.state(make(Init(key, init.dtype)))
 
     abstract = nnx.eval_shape(lambda: make(Init(jax.random.key(0), init.dtype)))
@@ -86,8 +91,17 @@ def scan_stack(
     return jax.lax.scan(jax.checkpoint(step) if remat else step, carry, state)
 
 
+def described(state: Any, read: Callable[[nnx.Variable], Any]) -> Any:
+    """A nested dict with `read(variable)` in the place of every variable of an nnx state."""
+    read_all = jax.tree.map(read, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
+    return nnx.to_pure_dict(read_all)
+
+
+def weight_decay_mask(state: Any) -> Any:
+    """Which parameters weight decay applies to: those made by Init.normal, the weight matrices."""
+    return described(state, lambda v: v.get_metadata("decayed"))
+
+
 def partition_specs(state: Any) -> Any:
-    """The PartitionSpec of every variable in an nnx state (or module state), from its `axes`."""
-    return jax.tree.map(
-        lambda v: PartitionSpec(*v.get_metadata("axes")), state, is_leaf=lambda v: isinstance(v, nnx.Variable)
-    )
+    """The PartitionSpec of every variable, from its `axes`."""
+    return described(state, lambda v: PartitionSpec(*v.get_metadata("axes")))

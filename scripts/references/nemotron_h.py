@@ -3,8 +3,8 @@
     python scripts/references/nemotron_h.py     # in an environment with torch and transformers; about 20 s
 
 Float32, eval mode; documents of LENGTHS tokens are given one at a time, unpadded. The scan's chunk is 16, so
-the documents are shorter than, equal to and longer than a chunk. Two models: one with experts on the model dim,
-one with a latent projection around them (VARIANTS). Names are those of checkpoints on disk: prefix
+the documents are shorter than, equal to and longer than a chunk. Two models: one with experts on the model
+dim, one with a latent projection around them (VARIANTS). Names are those of checkpoints on disk: prefix
 "backbone.", experts one by one.
 
 The library's CPU scan clamps dt to [time_step_min, inf) and ignores time_step_limit. The first model has
@@ -136,8 +136,9 @@ def reference(fields: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
             margins.append(float((ranked[:, gate.top_k - 1] - ranked[:, gate.top_k]).min()))
 
         mixer.register_forward_hook(mixer_hook, with_kwargs=True)
-        if hasattr(mixer, "gate"):
-            mixer.gate.register_forward_hook(gate_hook)  # type: ignore[union-attr,operator]
+        router: Any = getattr(mixer, "gate", None)
+        if router is not None:
+            router.register_forward_hook(gate_hook)
 
     for i, layer in enumerate(model.model.layers):
         watch(i, layer.mixer)

@@ -101,6 +101,15 @@ def test_padding_falls_back_to_the_end_of_text(tmp_path):
     assert tokenizer.pad_id == tokenizer.eos_id != tokenizer.bos_id
 
 
+def test_a_placeholder_that_the_file_does_not_call_special_is_left_out_too(tmp_path):
+    file = tokenizers.Tokenizer.from_file(str(write(tmp_path / "t.json", "<s>", "</s>")))
+    file.add_tokens(["<audio>"])
+    file.save(str(tmp_path / "t.json"))
+    tokenizer = FileTokenizer(tmp_path / "t.json")
+    assert tokenizer.audio_id == file.token_to_id("<audio>")
+    assert tokenizer.decode([*tokenizer.encode("a"), tokenizer.audio_id]) == "a"
+
+
 @pytest.mark.parametrize(("special", "what"), [(["</s>"], "start-of-text"), (["<s>"], "end-of-text")])
 def test_missing_special_tokens_are_reported_with_what_was_looked_for(tmp_path, special, what):
     with pytest.raises(ValueError, match=rf"t\.json has no {what} token: looked for .*endoftext"):

@@ -1,0 +1,44 @@
+"""The mesh: its axes, and how a batch lies on it."""
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxthd.config import MeshConfig
+from jaxthd.packing.batch import Batch
+
+DATA, CONTEXT, PIPELINE, TENSOR = AXES = ("data", "context", "pipeline", "tensor")
+AUDIO_AXES = (CONTEXT, PIPELINE, TENSOR)
+"""Axes whose ranks share a buffer, hence its audio."""
+
+
+def make_mesh(config: MeshConfig) -> Mesh:
+    """A mesh over the first `config.devices` devices. Raises ValueError when there are fewer."""
+    if jax.device_count() < config.devices:
+        raise ValueError(
+            f"the mesh {config.sizes} (data, context, pipeline, tensor) needs {config.devices} devices; "
+            f"found {jax.device_count()} ({jax.default_backend()}): lower a mesh size"
+        )
+    axis_types = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(config.sizes, AXES, axis_types=axis_types, devices=jax.devices()[: config.devices])
+
+
+def batch_specs() -> Batch:
+    """Rows over data; tokens over context, audio over all axes that share the row."""
+    tokens, audio = PartitionSpec(DATA, CONTEXT), PartitionSpec(DATA, AUDIO_AXES)
+    return Batch(
+        tokens=tokens,
+        targets=tokens,
+        weights=tokens,
+        segment_ids=tokens,
+        positions=tokens,
+        audio_slots=tokens,
+        mels=audio,
+        mel_mask=audio,
+        chunk_ids=audio,
+        chunk_positions=audio,
+    )
+
+
+def put_batch(batch: Batch, mesh: Mesh) -> Batch:
+    """The host's batch on the mesh."""
+    return Batch(*(jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(batch, batch_specs(), strict=True)))

@@ -1,0 +1,303 @@
+"""The loader: every document once an epoch, the same under every mesh, exact from any saved state."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from itertools import islice
+
+import grain
+import numpy as np
+import pytest
+
+from jaxthd.config import Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
+from jaxthd.data.pipeline import PackDocuments, make_loader
+from jaxthd.packing.document import Document
+from tests.packing.test_pack import AUDIO, MELS, random_document, supervision
+
+SOURCE = range(41)
+BROKEN, LONG, LOUD, WIDE = (
+    5,
+    12,
+    23,
+    34,
+)  # unreadable; too many tokens; too much audio; chunks fill no two ranks
+
+
+def load(item: int, epoch: int) -> Document | None:
+    if item == BROKEN:
+        return None
+    if item == LONG:
+        return Document.splice("item-12", [1] * 200, [True] * 200, [], AUDIO)
+    if item in (LOUD, WIDE):
+        frames = {LOUD: [400, 400], WIDE: [136, 136, 136]}[item]
+        clip = [np.ones((n, MELS), np.float32) for n in frames]
+        return Document.splice(f"item-{item}", [AUDIO, 3], [False, True], [clip], AUDIO)
+    return random_document(np.random.default_rng(item), f"item-{item}", chunk_frames=100)
+
+
+def draw(item: int, epoch: int) -> Document:
+    """A document whose token tells the epoch it was loaded in."""
+    return Document.splice(f"item-{item}", [1 + epoch], [False], [], AUDIO)
+
+
+def quiet(key: str, reason: str) -> None:
+    pass
+
+
+def settings(context: int = 1, tensor: int = 1, **data) -> Config:
+    defaults = {"rows": 3, "capacity": 128, "audio_capacity": 512, "max_documents": 5, "packing_bins": 3}
+    return Config(
+        mesh=MeshConfig(context=context, tensor=tensor),
+        data=DataConfig(**{**defaults, **data}),
+        model=ModelConfig(encoder=EncoderConfig(num_mels=MELS)),
+    )
+
+
+def keys_by_row(steps) -> list[list[str]]:
+    steps = list(steps)
+    return [
+        [k for _, report in steps for k in report["keys"][row]] for row in range(len(steps[0][1]["keys"]))
+    ]
+
+
+def flat(keys: list[list[str]]) -> list[str]:
+    return [k for row in keys for k in row]
+
+
+GOOD = sorted(f"item-{i}" for i in SOURCE if i not in (BROKEN, LONG, LOUD))
+GOOD_ON_2 = [k for k in GOOD if k != f"item-{WIDE}"]
+
+
+@pytest.mark.parametrize("packing", ["first_fit", "best_fit", "padded"])
+@pytest.mark.parametrize(("context", "tensor"), [(1, 1), (2, 1), (2, 2)])
+def test_one_epoch_holds_every_document_once(packing, context, tensor):
+    config, skipped = settings(context, tensor, packing=packing, round_to=4), {}
+    loader = make_loader(SOURCE, load, config, repeat=False, on_skip=skipped.__setitem__)
+    steps = list(loader)
+    assert sorted(flat(keys_by_row(steps))) == (GOOD if context == 1 else GOOD_ON_2)
+    expected = {LONG: "200 token slots", LOUD: "800 mel frames"}
+    if context > 1:
+        expected[WIDE] = r"[136, 136, 136] mel frames do not fit"
+    assert set(skipped) == {f"item-{i}" for i in expected}
+    for item, reason in expected.items():
+        assert reason in skipped[f"item-{item}"]
+    for batch, report in steps:
+        most = max(len(keys) for keys in report["keys"])
+        assert most <= (1 if packing == "padded" else 5)
+        assert batch.segment_ids.max() == most
+        assert batch.tokens.shape == (3, 128)
+        assert batch.mels.shape == (3, 512, MELS)
+        assert report["documents"] == sum(len(keys) for keys in report["keys"])
+        assert report["real_tokens"] == (batch.segment_ids > 0).sum()
+        assert report["supervised_tokens"] == batch.weights.sum()
+        assert report["audio_seconds"] == pytest.approx(batch.mel_mask.sum() / 100)
+        assert report["capacity_tokens"] == 3 * 128
+        assert report["imbalance"] >= 1.0
+    with pytest.raises(StopIteration):
+        next(loader)
+
+
+def test_rows_that_end_early_are_filled_with_empty_ones():
+    steps = list(make_loader(range(4), load, settings(rows=3, packing="padded"), repeat=False, shuffle=False))
+    assert [r["keys"] for _, r in steps] == [
+        (("item-0",), ("item-1",), ("item-2",)),
+        (("item-3",), (), ()),
+    ]
+    assert not steps[1][0].segment_ids[1:].any()
+    nothing = list(make_loader([], load, settings(), repeat=False))
+    assert nothing == []
+
+
+def test_packed_and_padded_supervise_the_same_pairs():
+    def all_pairs(**data):
+        total = Counter()
+        for batch, report in make_loader(SOURCE, load, settings(2, **data), repeat=False, on_skip=quiet):
+            for row, keys in enumerate(report["keys"]):
+                total += supervision(type(batch)(*(x[row : row + 1] for x in batch)), keys)
+        return total
+
+    packed = all_pairs(packing="first_fit", rows=2)
+    assert packed == all_pairs(packing="padded") == all_pairs(packing="best_fit", capacity=160)
+    assert sum(packed.values()) > 100
+
+
+def test_a_row_reads_its_own_items_whatever_the_mesh():
+    def keys(*mesh, **data):
+        return keys_by_row(islice(make_loader(range(12), draw, settings(*mesh, packing="padded", **data)), 8))
+
+    one = keys()
+    for row in range(3):
+        assert sorted(one[row][:4]) != sorted(one[row][4:]), "the second epoch deals the items anew"
+    for epoch in (slice(4), slice(4, 8)):
+        assert sorted(flat([row[epoch] for row in one])) == sorted(f"item-{i}" for i in range(12))
+    assert keys(2) == keys(2, 2) == one
+    assert keys(seed=7) != one
+    assert keys(shuffle=False) == [[f"item-{i}" for i in range(row, 12, 3)] * 2 for row in range(3)]
+
+
+def test_buffers_hold_the_same_documents_under_every_mesh():
+    def buffers(*mesh):
+        loader = make_loader(SOURCE, load, settings(*mesh, audio_capacity=2048), on_skip=quiet)
+        return [[sorted(keys) for keys in report["keys"]] for _, report in islice(loader, 12)]
+
+    assert buffers() == buffers(2) == buffers(2, 2) == buffers(4)
+
+
+def assert_same_stream(found, expected):
+    for (batch, report), (other, other_report) in zip(found, expected, strict=True):
+        assert report == other_report
+        for x, y in zip(batch, other, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("context", "changes", "repeat"),
+    [
+        (1, {}, True),
+        (4, {"audio_capacity": 416, "max_documents": 8}, True),
+        (4, {"audio_capacity": 416, "packing": "best_fit", "rows": 2}, False),
+        (2, {"packing": "padded"}, False),
+    ],
+)
+def test_a_restored_loader_continues_exactly_from_every_step(context, changes, repeat):
+    config, steps, tail = settings(context, **changes), 9, 3
+
+    def fresh():
+        return make_loader(SOURCE, load, config, repeat=repeat, on_skip=quiet)
+
+    loader, states, stream = fresh(), [], []
+    for _ in range(steps + tail):
+        states.append(json.dumps(loader.get_state()))
+        stream.extend(islice(loader, 1))
+    assert len(stream) >= steps
+    inside = 0
+    for k, state in enumerate(states[:steps]):
+        restored = fresh()
+        restored.set_state(json.loads(state))
+        assert json.dumps(restored.get_state()) == state
+        assert_same_stream(islice(restored, tail), stream[k : k + tail])
+        inside += any(stream["emitted"] for stream in json.loads(state)["streams"])
+    if "audio_capacity" in changes:
+        assert inside, "no state lay inside a split buffer: the test is too easy"
+    rewound = fresh()
+    list(islice(rewound, 4))
+    rewound.set_state(json.loads(states[1]))
+    assert_same_stream(islice(rewound, tail), stream[1 : 1 + tail])
+
+
+def test_a_state_saved_under_one_mesh_restores_under_another():
+    def fresh(context):
+        return make_loader(SOURCE, load, settings(context, audio_capacity=416), repeat=False, on_skip=quiet)
+
+    lost = {f"item-{WIDE}"}
+    inside = False
+    for steps in range(8):
+        for before, after in ((1, 4), (4, 1), (4, 2)):
+            loader = fresh(before)
+            seen = list(islice(loader, steps))
+            state = json.loads(json.dumps(loader.get_state()))
+            inside |= before > 1 and any(s["emitted"] for s in state["streams"])
+            other = fresh(after)
+            other.set_state(state)
+            found = Counter(flat(keys_by_row([*seen, *other])))
+            assert max(found.values()) == 1
+            assert set(GOOD) - lost <= set(found) <= set(GOOD)
+    assert inside, "no state lay inside a split buffer: the test is too easy"
+
+
+def test_splitting_loses_nothing_and_keeps_the_order():
+    documents = [load(i, 0) for i in SOURCE if i not in (BROKEN, LONG, LOUD, WIDE)]
+    pack = PackDocuments(capacity=512, audio_capacity=640, max_documents=50, num_mels=MELS)
+
+    def buffers(pack):
+        return [row.report.keys for row in grain.MapDataset.source(documents).pipe(pack)]
+
+    whole, split = buffers(pack), buffers(replace(pack, audio_ranks=4))
+    assert len(split) > len(whole)
+    assert flat(split) == flat(whole)
+    assert set(np.cumsum([len(k) for k in whole])) <= set(np.cumsum([len(k) for k in split]))
+    assert sorted(flat(whole)) == sorted(d.key for d in documents)
+
+
+def test_the_plugin_drops_into_a_grain_pipeline():
+    seen = []
+    pack = PackDocuments(
+        capacity=128,
+        audio_capacity=512,
+        max_documents=4,
+        num_mels=MELS,
+        on_skip=lambda key, _: seen.append(key),
+    )
+    mapped = grain.MapDataset.source(SOURCE).map(lambda i: load(i, 0))
+    for documents in (mapped, mapped.to_iter_dataset(allow_nones=True)):
+        seen.clear()
+        rows = list(documents.pipe(pack))
+        assert sorted(k for row in rows for k in row.report.keys) == GOOD
+        assert seen == [f"item-{LONG}", f"item-{LOUD}"]
+        assert max(len(row.report.keys) for row in rows) == 4
+        assert all(row.batch.tokens.shape == (1, 128) for row in rows)
+    empty = Document.splice("empty", [], [], [], AUDIO)
+    assert list(grain.MapDataset.source([empty]).pipe(pack)) == []
+    assert seen[-1] == "empty"
+
+
+def test_text_alone_needs_no_audio_capacity():
+    def text(item, epoch):
+        return Document.splice(f"t{item}", [epoch, *range(item % 7 + 1)], [True] * (item % 7 + 2), [], AUDIO)
+
+    config = settings(2, 2, audio_capacity=0)
+    batch, report = next(make_loader(range(50), text, config))
+    assert batch.mels.shape == (3, 0, MELS)
+    assert report["audio_seconds"] == 0.0
+    assert report["documents"] > 3
+
+
+def test_reading_ahead_in_threads_changes_nothing():
+    config = settings(2)
+    plain = islice(make_loader(SOURCE, load, config, on_skip=quiet), 8)
+    ahead = islice(make_loader(SOURCE, load, config, on_skip=quiet, read_threads=2), 8)
+    assert_same_stream(ahead, plain)
+
+
+def test_epochs_differ_in_order_and_are_told_to_load():
+    loader = make_loader(range(8), draw, settings(rows=1, packing="padded"))
+    orders = set()
+    for epoch in range(3):
+        steps = list(islice(loader, 8))
+        orders.add(tuple(flat(keys_by_row(steps))))
+        assert sorted(flat(keys_by_row(steps))) == [f"item-{i}" for i in range(8)]
+        assert {int(batch.tokens[0, 0]) for batch, _ in steps} == {1 + epoch}
+    assert len(orders) == 3
+
+
+def test_what_cannot_work_is_refused():
+    with pytest.raises(ValueError, match="2 items cannot feed 3 rows"):
+        make_loader(range(2), load, settings())
+    with pytest.raises(ValueError, match="none of this row's 1 items gave a document that fits"):
+        next(make_loader([LONG], load, settings(rows=1), on_skip=quiet))
+    with pytest.raises(ValueError, match="none of this row's 2 items gave a document that fits"):
+        next(make_loader([BROKEN, WIDE], load, settings(2, rows=1), on_skip=quiet))
+    with pytest.raises(ValueError, match=r"make it a multiple of 8 \* 4 mel frames"):
+        make_loader(SOURCE, load, settings(4, audio_capacity=500))
+    with pytest.raises(ValueError, match=r"capacity 128 must be a multiple of 2 \* context = 6"):
+        make_loader(SOURCE, load, settings(3, audio_capacity=480))
+    with pytest.raises(ValueError, match="must be at least 1"):
+        make_loader(SOURCE, load, settings(max_documents=0))
+    pack = PackDocuments(capacity=8, audio_capacity=0, max_documents=1, num_mels=MELS)
+    object.__setattr__(pack, "packing", "worst_fit")  # as it comes without the tests' type checks
+    with pytest.raises(ValueError, match="'worst_fit'; choose"):
+        pack.__post_init__()
+
+
+def test_a_state_of_another_stream_is_refused():
+    state = make_loader(SOURCE, load, settings()).get_state()
+    for changed in ({"seed": 1}, {"capacity": 256}, {"rows": 2}, {"packing": "best_fit"}):
+        with pytest.raises(ValueError, match="belongs to another stream"):
+            make_loader(SOURCE, load, settings(**changed)).set_state(state)
+    with pytest.raises(ValueError, match="items: 41 then, 40 now"):
+        make_loader(range(40), load, settings()).set_state(state)
+    loader = make_loader(SOURCE, load, settings(), on_skip=quiet)
+    state["streams"][0]["emitted"] = 50
+    loader.set_state(state)
+    with pytest.raises(ValueError, match="50 documents of a buffer were handed out"):
+        next(loader)

@@ -1,0 +1,213 @@
+"""A packed row holds its documents exactly, each as if alone."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from jaxthd.packing.document import Document, encoder_frames
+from jaxthd.packing.layout import context_permutation, inverse_permutation
+from jaxthd.packing.pack import cu_seqlens, pack_row, supervised_slots
+
+MELS = 3
+AUDIO = 7  # the placeholder id
+
+
+def random_document(rng: np.random.Generator, key: str, chunk_frames: int = 60) -> Document:
+    """Ragged turns of text and audio, any text token supervised or not, sometimes no audio at all."""
+    tokens, supervised, clips = [], [], []
+    for _ in range(rng.integers(1, 4)):
+        text = rng.integers(1, 6)
+        tokens += (100 + rng.integers(0, 900, size=text)).tolist()
+        supervised += (rng.random(text) < 0.6).tolist()
+        if rng.random() < 0.6:
+            tokens.append(AUDIO)
+            supervised.append(False)
+            lengths = rng.integers(1, chunk_frames + 1, size=rng.integers(1, 3))
+            clips.append([rng.normal(size=(n, MELS)).astype(np.float32) for n in lengths])
+    return Document.splice(key, tokens, supervised, clips, AUDIO)
+
+
+def random_documents(seed: int, count: int, **kwargs) -> list[Document]:
+    rng = np.random.default_rng(seed)
+    return [random_document(rng, f"{seed}-{i}", **kwargs) for i in range(count)]
+
+
+SIZES = {"capacity": 384, "audio_capacity": 2048, "num_mels": MELS, "max_documents": 12}
+
+
+def in_document_order(batch, context):
+    """The row's arrays with the context layout undone, R dropped."""
+    back = inverse_permutation(context_permutation(batch.tokens.shape[1], context))
+    row = [x[0] for x in batch]
+    return type(batch)(*(x[back] for x in row[:6]), *row[6:])
+
+
+def supervision(batch, keys):
+    """Counter of (document, position, token, target) of the supervised positions."""
+    where = np.argwhere(batch.weights > 0)
+    return Counter(
+        (
+            keys[batch.segment_ids[i] - 1],
+            *(int(x[i]) for x in (batch.positions, batch.tokens, batch.targets)),
+        )
+        for i in map(tuple, where)
+    )
+
+
+@pytest.mark.parametrize(
+    ("context", "audio_ranks", "round_to"), [(1, 1, 1), (2, 2, 1), (2, 4, 8), (4, 8, 16), (1, 2, 5)]
+)
+def test_unpacking_gives_every_document_back(context, audio_ranks, round_to):
+    for seed in range(6):
+        documents = random_documents(seed, 6)
+        batch, report = pack_row(
+            documents, **SIZES, context=context, audio_ranks=audio_ranks, round_to=round_to
+        )
+        row = in_document_order(batch, context)
+        assert sorted(report.keys) == sorted(d.key for d in documents)
+        ids = row.segment_ids[row.segment_ids > 0]
+        assert (np.diff(ids) >= 0).all()
+        assert set(ids) == set(range(1, 7))
+        for segment, key in enumerate(report.keys, 1):
+            document = next(d for d in documents if d.key == key)
+            at = np.flatnonzero(row.segment_ids == segment)
+            assert at[0] % round_to == 0
+            np.testing.assert_array_equal(at, at[0] + np.arange(len(document)))
+            np.testing.assert_array_equal(row.tokens[at], document.tokens)
+            np.testing.assert_array_equal(row.positions[at], np.arange(len(document)))
+            np.testing.assert_array_equal(row.audio_slots[at] >= 0, document.is_audio)
+            check_audio(row, row.audio_slots[at][document.is_audio], document, audio_ranks)
+        padding = row.segment_ids == 0
+        for x in (row.tokens, row.positions, row.targets, row.weights):
+            assert not x[padding].any()
+        assert (row.audio_slots[padding] == -1).all()
+        slots = row.audio_slots[row.audio_slots >= 0]
+        assert len(set(slots)) == len(slots) == (row.chunk_ids > 0).sum()
+        assert report.real_tokens == sum(map(len, documents)) == (~padding).sum()
+        assert report.supervised_tokens == row.weights.sum()
+        frames = sum(len(c) for d in documents for c in d.chunks)
+        assert row.mel_mask.sum() == frames == round(report.audio_seconds * 100)
+        assert not row.mels[~row.mel_mask].any()
+
+
+def check_audio(row, slots, document, audio_ranks):
+    """Followed to the mel buffer, the slots show the document's chunks, each numbered and on one rank."""
+    share = len(row.chunk_ids) // audio_ranks
+    for chunk in document.chunks:
+        frames = encoder_frames(len(chunk))
+        mine, slots = slots[:frames], slots[frames:]
+        np.testing.assert_array_equal(mine, mine[0] + np.arange(frames))
+        rank = mine[0] // share
+        assert mine[-1] // share == rank
+        np.testing.assert_array_equal(row.mels[8 * mine[0] : 8 * mine[0] + len(chunk)], chunk)
+        valid = np.arange(8 * frames) < len(chunk)
+        np.testing.assert_array_equal(row.mel_mask[8 * mine[0] : 8 * (mine[-1] + 1)], valid)
+        np.testing.assert_array_equal(row.chunk_positions[mine], np.arange(frames))
+        ids = row.chunk_ids[rank * share : (rank + 1) * share]
+        number = row.chunk_ids[mine[0]]
+        assert number > 0
+        assert (ids == number).sum() == frames
+        assert set(ids) - {0} == set(range(1, ids.max() + 1))
+    assert not len(slots)
+
+
+def test_batch_has_the_contracts_shapes_and_dtypes():
+    batch, _ = pack_row(random_documents(0, 3), **SIZES, context=2, audio_ranks=2)
+    token, frame = (1, 384), (1, 2048 // 8)
+    expected = {
+        "tokens": (token, np.int32), "targets": (token, np.int32), "weights": (token, np.float32),
+        "segment_ids": (token, np.int32), "positions": (token, np.int32), "audio_slots": (token, np.int32),
+        "mels": ((1, 2048, MELS), np.float32), "mel_mask": ((1, 2048), bool),
+        "chunk_ids": (frame, np.int32), "chunk_positions": (frame, np.int32),
+    }  # fmt: skip
+    assert {k: (v.shape, v.dtype) for k, v in batch._asdict().items()} == expected
+
+
+@pytest.mark.parametrize("context", [1, 4])
+def test_supervised_pairs_equal_those_of_each_document_alone(context):
+    documents = random_documents(11, 8)
+    alone = Counter(
+        (d.key, i, int(d.tokens[i]), int(d.tokens[i + 1]))
+        for d in documents
+        for i in range(len(d) - 1)
+        if d.supervised[i + 1]
+    )
+
+    def pairs(documents):
+        batch, report = pack_row(documents, **SIZES, context=context, audio_ranks=context)
+        return supervision(batch, report.keys)
+
+    packed, padded = pairs(documents), sum((pairs([d]) for d in documents), Counter())
+    assert packed == padded == alone
+
+
+def test_labels_stop_at_the_documents_edge_and_audio_predicts_the_first_word():
+    frame = np.ones((9, MELS), np.float32)
+    a = Document.splice("a", [AUDIO, 5, 6], [False, True, False], [[frame]], AUDIO)
+    b = Document.splice("b", [8, 9], [True, True], [], AUDIO)
+    batch, report = pack_row([a, b], **SIZES, order_seed=None)
+    assert report.keys == ("a", "b")
+    assert batch.tokens[0, :7].tolist() == [AUDIO, AUDIO, 5, 6, 8, 9, 0]
+    assert batch.weights[0, :7].tolist() == [0, 1, 0, 0, 1, 0, 0]
+    assert batch.targets[0, :7].tolist() == [0, 5, 0, 0, 9, 0, 0]
+    assert batch.positions[0, :7].tolist() == [0, 1, 2, 3, 0, 1, 0]
+    assert batch.audio_slots[0, :7].tolist() == [0, 1, -1, -1, -1, -1, -1]
+
+
+def test_cu_seqlens_and_supervised_slots_have_fixed_length():
+    a = Document.splice("a", [1] * 11, [True] * 11, [], AUDIO)
+    b = Document.splice("b", [1] * 5, [False] * 5, [], AUDIO)
+    for context in (1, 4):
+        batch, _ = pack_row([a, b], **SIZES, context=context, order_seed=None)
+        row = in_document_order(batch, context)
+        view = cu_seqlens(row.segment_ids, 4)
+        assert view.dtype == np.int32
+        assert view.tolist() == [0, 11, 16, 16, 16]
+        slots = supervised_slots(row.weights)
+        assert slots.dtype == np.int32
+        assert slots.tolist() == [*range(10), *[384] * 374]
+    with pytest.raises(ValueError, match="segment id 2 exceeds max_documents 1"):
+        cu_seqlens(row.segment_ids, 1)
+
+
+def test_rows_without_documents_or_without_audio():
+    batch, report = pack_row([], **SIZES, context=2, audio_ranks=4)
+    assert not any(x.any() for x in batch if x is not batch.audio_slots)
+    assert (batch.audio_slots == -1).all()
+    assert report == ((), 0, 0, 0.0, 1.0)
+    text = Document.splice("text", [1, 2, 3], [False, True, True], [], AUDIO)
+    batch, report = pack_row([text], **{**SIZES, "audio_capacity": 0}, audio_ranks=4)
+    assert batch.mels.shape == (1, 0, MELS)
+    assert (report.real_tokens, report.supervised_tokens, report.audio_seconds) == (3, 2, 0.0)
+
+
+def test_the_chosen_order_is_no_less_even_than_the_given_one():
+    for seed in range(8):
+        documents = random_documents(seed, 10)
+        kwargs = {**SIZES, "context": 4, "round_to": 4}
+        assert (
+            pack_row(documents, **kwargs)[1].imbalance
+            <= pack_row(documents, **kwargs, order_seed=None)[1].imbalance
+        )
+
+
+def test_what_does_not_fit_is_refused():
+    def pack(documents, **changed):
+        return pack_row(documents, **{**SIZES, **changed})
+
+    documents = random_documents(1, 4)
+    total = sum(map(len, documents))
+    pack(documents, capacity=total)
+    with pytest.raises(ValueError, match=f"take {total} token slots, the buffer has {total - 1}"):
+        pack(documents, capacity=total - 1)
+    with pytest.raises(ValueError, match="4 documents in a row, at most 3"):
+        pack(documents, max_documents=3)
+    with pytest.raises(ValueError, match="do not fit 2 audio ranks of 8 each; raise audio_capacity"):
+        pack(documents, audio_capacity=16, audio_ranks=2)
+    with pytest.raises(ValueError, match=r"make it a multiple of 8 \* 2 mel frames"):
+        pack(documents, audio_capacity=2040, audio_ranks=2)
+    with pytest.raises(ValueError, match="make the capacity a multiple of 8"):
+        pack(documents, capacity=total + 8 - total % 8 + 1, context=4)
+    with pytest.raises(ValueError, match="has 3 mel bands, expected 80"):
+        pack(documents, num_mels=80)
