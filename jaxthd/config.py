@@ -3,7 +3,9 @@
 The docstring under a field is its --help text.
 """
 
+import importlib.util
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 
@@ -157,6 +159,8 @@ class ModelConfig:
     """Compute dtype. Parameters are float32 (float64 when this is float64)."""
     context_exchange: Literal["ring", "all_gather"] = "ring"
     """How attention reaches the other context ranks' keys and values."""
+    attention_backend: Literal["xla", "te"] = "xla"
+    """"xla": blockwise, everywhere; "te": Transformer Engine's fused kernels, not built yet."""
     attention_block: int = 128
     """Tokens of an attention block: speed only."""
     loss_block: int = 256
@@ -211,3 +215,33 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+
+
+def load_config(path: str | Path) -> Config:
+    """The Config that the Python file at `path` describes: what its function config() returns.
+
+    The file runs as a module of its own, anew at every call, and nothing is added to sys.path. One that varies
+    its neighbour loads that: replace(load_config(Path(__file__).with_name("cp2.py")), mesh=MeshConfig()).
+    Raises FileNotFoundError without such a file; ValueError for a file that is no Python or defines no
+    config(); TypeError when config() returns something else.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no config at {path}; expected a Python file with a function config() -> Config, "
+            "such as configs/cp2.py: correct the path"
+        )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is no Python file; expected a name that ends in .py: rename it")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    make = getattr(module, "config", None)
+    if not callable(make):
+        raise ValueError(f"{path} defines no function config(); expected one that returns a Config: add it")
+    config = make()
+    if not isinstance(config, Config):
+        raise TypeError(
+            f"config() in {path} returns {type(config).__name__}; expected jaxthd.config.Config: return that"
+        )
+    return config

@@ -186,7 +186,7 @@ class PackDocuments:
         for taken in range(len(documents), 0, -1):
             if self._assignable(documents[:taken]):
                 return taken, documents[:taken]
-        self.on_skip(documents[0].key, self._unspreadable(documents[0]) or "")
+        self.on_skip(documents[0].key, str(self._unspreadable(documents[0])))
         return 1, []
 
 

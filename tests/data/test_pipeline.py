@@ -252,6 +252,12 @@ def test_text_alone_needs_no_audio_capacity():
     assert report["documents"] > 3
 
 
+def test_the_packer_counts_rounded_slots():
+    reports = [report for _, report in make_loader(range(30), draw, settings(round_to=50), repeat=False)]
+    assert max(len(keys) for report in reports for keys in report["keys"]) == 2
+    assert sum(report["documents"] for report in reports) == 30
+
+
 def test_reading_ahead_in_threads_changes_nothing():
     config = settings(2)
     plain = islice(make_loader(SOURCE, load, config, on_skip=quiet), 8)

@@ -49,6 +49,15 @@ def test_chosen_order_has_the_imbalance_it_claims_and_is_never_worse(context):
     assert gained > 10
 
 
+def test_an_order_that_is_already_good_stays_as_good():
+    lengths = np.random.default_rng(0).integers(10, 60, size=60).tolist()
+    last = np.inf
+    for seed in range(6):
+        order, found = order_documents(lengths, 2560, 8, seed)
+        assert found <= last
+        lengths, last = [lengths[i] for i in order], found
+
+
 def test_attention_work_counts_documents_only():
     rng = np.random.default_rng(0)
     for context in (1, 2, 4):
