@@ -44,9 +44,7 @@ class Checkpoints:
         )
         restored = self._manager.restore(
             step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(target), position=ocp.args.JsonRestore()
-            ),
+            args=ocp.args.Composite(state=ocp.args.StandardRestore(target), position=ocp.args.JsonRestore()),
         )
         return TrainState(**restored.state), restored.position
 

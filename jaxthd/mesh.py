@@ -23,7 +23,9 @@ def make_mesh(config: MeshConfig) -> Mesh:
 
 
 def batch_specs() -> Batch:
-    """Rows over data; tokens over context, audio over all axes that share the row."""
+    """PartitionSpecs in the places of the arrays: rows over data; tokens over context; audio over all axes
+    whose ranks share the row.
+    """
     tokens, audio = PartitionSpec(DATA, CONTEXT), PartitionSpec(DATA, AUDIO_AXES)
     return Batch(
         tokens=tokens,
@@ -41,4 +43,6 @@ def batch_specs() -> Batch:
 
 def put_batch(batch: Batch, mesh: Mesh) -> Batch:
     """The host's batch on the mesh."""
-    return Batch(*(jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(batch, batch_specs(), strict=True)))
+    return Batch(
+        *(jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(batch, batch_specs(), strict=True))
+    )

@@ -40,7 +40,7 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """Scalars of one step: mean negative log-likelihood over supervised tokens, gradient norm before clipping."""
+    """Mean negative log-likelihood over the supervised tokens; gradient norm before clipping."""
 
     loss: Array
     grad_norm: Array
@@ -91,14 +91,16 @@ def init_state(config: Config, mesh: Mesh) -> TrainState:
     """A new run's state, on its final sharding (a step that moved it would compile twice)."""
 
     def make() -> TrainState:
-        _, params, buffers = nnx.split(_make_model(config, jax.random.key(config.train.seed)), nnx.Param, Buffer)
-        params, buffers = nnx.to_pure_dict(params), nnx.to_pure_dict(buffers)
+        model = _make_model(config, jax.random.key(config.train.seed))
+        params, buffers = (nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, Buffer))
         return TrainState(jnp.zeros((), jnp.int32), params, buffers, make_optimizer(config).init(params))
 
     return jax.jit(make, out_shardings=NamedSharding(mesh, PartitionSpec()))()
 
 
-def loss_and_gradient(graphdef: nnx.GraphDef, mesh: Mesh) -> Callable[[Tree, Tree, Batch], tuple[Array, Tree, Tree]]:
+def loss_and_gradient(
+    graphdef: nnx.GraphDef, mesh: Mesh
+) -> Callable[[Tree, Tree, Batch], tuple[Array, Tree, Tree]]:
     """(params, buffers, batch) -> (loss, gradients, new buffers), all equal on every device."""
 
     def rank(params: Tree, buffers: Tree, batch: Batch) -> tuple[Array, Tree, Tree]:
@@ -107,8 +109,8 @@ def loss_and_gradient(graphdef: nnx.GraphDef, mesh: Mesh) -> Callable[[Tree, Tre
         def local_share(params: Tree) -> tuple[Array, Tree]:
             model = nnx.merge(graphdef, params, buffers)
             logp_RT, new_buffers = model.log_probs(batch, axes=AXES, train=True)
-            flat = (x.reshape(-1) for x in (logp_RT, batch.weights, batch.segment_ids))
-            return sft.loss_sum(*flat) / jnp.maximum(count, 1), new_buffers
+            logp_N, weights_N, ids_N = (x.reshape(-1) for x in (logp_RT, batch.weights, batch.segment_ids))
+            return sft.loss_sum(logp_N, weights_N, ids_N) / jnp.maximum(count, 1), new_buffers
 
         (loss, new_buffers), gradients = jax.value_and_grad(local_share, has_aux=True)(params)
         loss, gradients = jax.lax.psum((loss, gradients), AXES)
@@ -135,7 +137,7 @@ def make_train_step(
         loss, gradients, buffers = gradient(state.params, state.buffers, batch)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = StepMetrics(loss, optax.global_norm(gradients))
+        metrics = StepMetrics(loss, optax.tree.norm(gradients))
         return TrainState(state.step + 1, params, buffers, opt_state), metrics
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -144,7 +146,7 @@ def make_train_step(
 def make_validation_step(
     graphdef: nnx.GraphDef, mesh: Mesh
 ) -> Callable[[Tree, Tree, Batch], tuple[Array, Array]]:
-    """(params, buffers, batch) -> (sum of negative log-likelihoods, supervised tokens), stored batch statistics."""
+    """(params, buffers, batch) -> (summed negative log-likelihood, supervised tokens); stored statistics."""
 
     def rank(params: Tree, buffers: Tree, batch: Batch) -> tuple[Array, Array]:
         logp_RT, _ = nnx.merge(graphdef, params, buffers).log_probs(batch, axes=AXES, train=False)

@@ -77,19 +77,21 @@ def train(config: Config, workdir: Path) -> list[dict[str, Any]]:
 
     # --- continue where a checkpoint stands ---
     checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints)
-    restored = checkpoints.restore_latest(
-        jax.eval_shape(lambda: state), NamedSharding(mesh, PartitionSpec())
-    )
+    restored = checkpoints.restore_latest(jax.eval_shape(lambda: state), NamedSharding(mesh, PartitionSpec()))
     if restored:
         state, position = restored
         loader.set_state(position)
         print(f"continuing from step {int(state.step)} in {workdir}")
     first = int(state.step)
+    if first >= config.train.steps:
+        print(f"{workdir} already holds step {first} of {config.train.steps}: nothing to do")
+        checkpoints.close()
+        return []
     metrics_file = MetricsFile(workdir / "metrics.jsonl", keep_up_to=first)
 
     # --- steps ---
     history: list[dict[str, Any]] = []
-    batch, report = next(loader) if first < config.train.steps else (None, {})
+    batch, report = next(loader)
     for step in range(first + 1, config.train.steps + 1):
         start = time.perf_counter()
         state, on_device = train_step(state, put_batch(batch, mesh))
@@ -112,7 +114,7 @@ def train(config: Config, workdir: Path) -> list[dict[str, Any]]:
             "imbalance": this_report["imbalance"],
             "tokens_per_second": this_report["real_tokens"] / seconds,
             "step_seconds": seconds,
-            "compilations": train_step._cache_size(),
+            "compilations": compilations(train_step),
             "skipped": len(data.skipped),
         }
         last = step == config.train.steps
@@ -127,9 +129,6 @@ def train(config: Config, workdir: Path) -> list[dict[str, Any]]:
     checkpoints.close()
 
     # --- what happened ---
-    if not history:
-        print(f"{workdir} already holds step {first} of {config.train.steps}: nothing to do")
-        return history
     print(
         f"done: {len(history)} steps, loss {history[0]['loss']:.4f} -> {history[-1]['loss']:.4f}, "
         f"{history[-1]['compilations']} compilation(s) of the step, "
@@ -200,19 +199,24 @@ class MetricsFile:
         scratch = path.with_suffix(".tmp")
         scratch.write_text("".join(line + "\n" for line in kept))
         os.replace(scratch, path)
-        self._file = path.open("a")
+        self._path = path
 
     def write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def _step_of(line: str) -> float:
     """A metrics line's step; infinity for a line that a kill cut short."""
     try:
-        return json.loads(line)["step"]
+        return float(json.loads(line)["step"])
     except json.JSONDecodeError:
         return float("inf")
+
+
+def compilations(step: Any) -> int:
+    """Executables that a jitted function has made so far."""
+    return step._cache_size()
 
 
 def progress_line(line: dict[str, Any], steps: int) -> str:

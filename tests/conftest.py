@@ -1,4 +1,4 @@
-"""Every test runs on 8 simulated CPU devices, with shapes and dtypes of public signatures checked at run time."""
+"""Tests run on 8 simulated CPU devices; public signatures' shapes and dtypes are checked at run time."""
 
 import os
 import tempfile
@@ -15,7 +15,7 @@ from jaxtyping import install_import_hook
 
 install_import_hook("jaxthd", "beartype.beartype")
 
-import jax
+import jax  # noqa: E402  (after its environment is set)
 
 # The same program compiled by two tests is compiled once.
 _CACHE = tempfile.TemporaryDirectory(prefix="jaxthd-test-cache-")

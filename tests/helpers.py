@@ -40,7 +40,9 @@ def spans(lengths: Sequence[int]) -> list[slice]:
 
 
 def context_mesh(context: int) -> Mesh:
-    return jax.make_mesh((context,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:context])
+    return jax.make_mesh(
+        (context,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:context]
+    )
 
 
 def on_context(
@@ -89,4 +91,6 @@ def assert_same(got: Any, want: Any, tolerance: float) -> None:
         g = np.asarray(g, np.float64)
         assert np.isfinite(g).all(), f"{jax.tree_util.keystr(path)} is not finite"
         error = np.linalg.norm(g - np.asarray(w, np.float64)) / max(norm, floor, 1e-300)
-        assert error <= tolerance, f"{jax.tree_util.keystr(path)}: relative error {error:.2e} > {tolerance:.0e}"
+        assert error <= tolerance, (
+            f"{jax.tree_util.keystr(path)}: relative error {error:.2e} > {tolerance:.0e}"
+        )

@@ -49,7 +49,12 @@ class SpeechDocuments:
 
     def __init__(self, config: Config, tokenizer: Tokenizer, on_skip: SkipLog, *, train: bool) -> None:
         before, _, after = config.data.prompt.partition(AUDIO_FIELD)
-        self._head = [tokenizer.bos_id, *tokenizer.encode(before), tokenizer.audio_id, *tokenizer.encode(after)]
+        self._head = [
+            tokenizer.bos_id,
+            *tokenizer.encode(before),
+            tokenizer.audio_id,
+            *tokenizer.encode(after),
+        ]
         self._tokenizer = tokenizer
         self._num_mels = config.model.encoder.num_mels
         self._chunk_samples = round(config.model.encoder.chunk_seconds * 100) * HOP

@@ -3,6 +3,8 @@
 Legend: N tokens, D model dim.
 """
 
+from functools import partial
+
 from flax import nnx
 from jax import Array
 from jaxtyping import Float
@@ -17,7 +19,7 @@ from jaxthd.parallel.params import Init, scan_stack, stack
 def repeated_units(pattern: str) -> list[tuple[str, int]]:
     """Writes the pattern as (unit, repeats) pairs, in order, with the fewest letters in all units.
 
-    What is traced and compiled is one copy of each unit. Example: "MEMEM*EMEMEM*EM" -> ("MEMEM*E", 2), ("M", 1).
+    One copy of each unit is traced and compiled. "MEMEM*EMEMEM*EM" -> ("MEMEM*E", 2), ("M", 1).
     """
     best: list[tuple[int, list[tuple[str, int]]]] = [(0, [])]
     for end in range(1, len(pattern) + 1):
@@ -50,11 +52,12 @@ class Block(nnx.Module):
                 self.mixer = MoE(config, init)
             case _:
                 raise ValueError(
-                    f"unknown letter {kind!r} in model.llm.pattern; use M (Mamba2), * (attention), - (MLP), E (MoE)"
+                    f"unknown letter {kind!r} in model.llm.pattern; "
+                    "use M (Mamba2), * (attention), - (MLP), E (MoE)"
                 )
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
-        return x_ND + self.mixer(self.norm(x_ND), segments)  # type: ignore[operator]
+        return x_ND + self.mixer(self.norm(x_ND), segments)
 
 
 class Unit(nnx.Module):
@@ -75,7 +78,7 @@ class HybridDecoder(nnx.Module):
     def __init__(self, config: ModelConfig, init: Init) -> None:
         self.units = nnx.List(
             [
-                stack(lambda init, unit=unit: Unit(unit, config, init), init, repeats)
+                stack(partial(Unit, unit, config), init, repeats)
                 for unit, repeats in repeated_units(config.llm.pattern)
             ]
         )
@@ -83,6 +86,9 @@ class HybridDecoder(nnx.Module):
         self.remat = config.remat_llm
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
+        def apply(layer: Unit, x_ND: Array) -> tuple[Array, None]:
+            return layer(x_ND, segments), None
+
         for unit in self.units:
-            x_ND, _ = scan_stack(unit, lambda layer, x: (layer(x, segments), None), x_ND, remat=self.remat)
+            x_ND, _ = scan_stack(unit, apply, x_ND, remat=self.remat)
         return self.norm(x_ND)

@@ -29,7 +29,9 @@ class RMSNorm(nnx.Module):
 class Linear(nnx.Module):
     """x @ w (+ bias), computed in x's dtype. w is [D, F]."""
 
-    def __init__(self, dim: int, out: int, init: Init, *, bias: bool = False, std: float | None = None) -> None:
+    def __init__(
+        self, dim: int, out: int, init: Init, *, bias: bool = False, std: float | None = None
+    ) -> None:
         self.w = init.normal((dim, out), std=std)
         self.bias = init.zeros((out,)) if bias else None
 

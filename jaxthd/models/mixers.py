@@ -3,8 +3,8 @@
 Each takes (x, segments) and no tokens but its document's reach a token's output. Dims are read from the
 parameters. Definitions: NVIDIA, Nemotron-H (2025) and Nemotron 3 (2025).
 
-Legend: N tokens, D model dim, H heads, P Mamba head dim, G Mamba groups, S Mamba state, K kv heads, d head dim,
-F inner dim, E experts, k experts a token, I Mamba inner dim (H * P), L latent dim.
+Legend: N tokens, D model dim, H heads, P Mamba head dim, G Mamba groups, S Mamba state, d attention head dim,
+E experts, k experts a token, M expert layout rows, F inner dim, I Mamba inner dim (H * P).
 """
 
 import math
@@ -26,7 +26,7 @@ from jaxthd.parallel.params import Init
 
 
 def _residual_std(fan_in: int, config: LLMConfig) -> float:
-    """Projections back into the residual stream start smaller, so that its variance does not grow with depth."""
+    """Projections back into the residual stream start smaller, against growth with depth."""
     return 1 / math.sqrt(fan_in * len(config.pattern))
 
 
@@ -44,7 +44,9 @@ class Attention(nnx.Module):
         self.exchange = config.context_exchange
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
-        q_NHd, k_NKd, v_NKd = (f(x_ND).reshape(len(x_ND), -1, self.head_dim) for f in (self.q, self.k, self.v))
+        q_NHd, k_NKd, v_NKd = (
+            f(x_ND).reshape(len(x_ND), -1, self.head_dim) for f in (self.q, self.k, self.v)
+        )
         scale = 1 / math.sqrt(self.head_dim)
         o_NHd = packed_attention(q_NHd, k_NKd, v_NKd, segments, scale=scale, exchange=self.exchange)
         return self.out(o_NHd.reshape(len(x_ND), -1))
@@ -135,7 +137,9 @@ class MoE(nnx.Module):
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
         acc = jnp.promote_types(jnp.float32, x_ND.dtype)
         score_NE = jax.nn.sigmoid(self.router(x_ND.astype(acc)))
-        _, chosen_Nk = jax.lax.top_k(jax.lax.stop_gradient(score_NE) + self.correction_bias[...], self.per_token)
+        _, chosen_Nk = jax.lax.top_k(
+            jax.lax.stop_gradient(score_NE) + self.correction_bias[...], self.per_token
+        )
         weight_Nk = jnp.take_along_axis(score_NE, chosen_Nk, axis=1)
         weight_Nk = self.scale * weight_Nk / (weight_Nk.sum(-1, keepdims=True) + 1e-20)
         layout = expert_layout(chosen_Nk, segments.valid, self.up.shape[0], self.block)

@@ -3,7 +3,7 @@
 Runs inside the step's shard_map: arrays are this rank's share.
 
 Legend: R rows on this rank, T tokens of a row on this rank, N = R * T, A mel frames of a row on this rank,
-M mel bands, e = A / 8 encoder frames, E encoder frames of a row over all audio ranks, D model dim, V vocabulary.
+M mel bands, e = A / 8 encoder frames, E encoder frames of a row over all audio ranks, D model dim.
 """
 
 from typing import Any
@@ -23,6 +23,7 @@ from jaxthd.ops.cross_entropy import supervised_log_probs
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.parallel.params import Buffer, Init
+
 
 class Adapter(nnx.Module):
     """Encoder frames -> token embeddings: one linear layer, or RMSNorm, linear, relu^2, linear."""

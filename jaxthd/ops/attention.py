@@ -52,7 +52,7 @@ def attention_forward(
 ) -> tuple[Float[Array, "N H V"], Float[Array, "N H"]]:
     """Attention output and log-sum-exp of the scaled scores, both in promote(float32, input dtype).
 
-    Online softmax over key blocks (Dao et al., FlashAttention, 2022). Not differentiable: callers own the VJP.
+    Online softmax over key blocks (Dao et al., FlashAttention, 2022). Callers own the VJP.
     """
     n, kv_heads, acc = len(q_NHD), k_SKD.shape[1], _accumulator(q_NHD)
     k_bKBD, v_bKBV = (blocked(x, block, 0).swapaxes(1, 2) for x in (k_SKD, v_SKV))
@@ -70,7 +70,11 @@ def attention_forward(
             pv_KGQV = jnp.einsum(
                 "kgqb,kbv->kgqv", p_KGQB.astype(v_bKBV.dtype), v_bKBV[b], preferred_element_type=acc
             )
-            return out_KGQV * shrink_KGQ[..., None] + pv_KGQV, new_max_KGQ, sum_KGQ * shrink_KGQ + p_KGQB.sum(-1)
+            return (
+                out_KGQV * shrink_KGQ[..., None] + pv_KGQV,
+                new_max_KGQ,
+                sum_KGQ * shrink_KGQ + p_KGQB.sum(-1),
+            )
 
         empty_KGQ = jnp.zeros(q_KGQD.shape[:-1], acc)
         out_KGQV, max_KGQ, sum_KGQ = jax.lax.fori_loop(

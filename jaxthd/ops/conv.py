@@ -23,8 +23,8 @@ def causal_conv(
     x_RSLC = segments.split(x_NC)
     if x_RSLC.shape[2] < reach and segments.context > 1:
         raise ValueError(
-            f"a context chunk has {x_RSLC.shape[2]} tokens but a convolution of {reach + 1} taps needs {reach} "
-            "from the chunk before; raise data.capacity or lower mesh.context"
+            f"a context chunk has {x_RSLC.shape[2]} tokens but a convolution of {reach + 1} taps needs "
+            f"{reach} from the chunk before; raise data.capacity or lower mesh.context"
         )
     x_RSLC = jnp.concatenate([_halo(x_RSLC, reach, segments), x_RSLC], axis=2)
     positions_N1 = segments.positions[:, None]

@@ -43,7 +43,7 @@ def _take(x_ND: Array, rows_r: Array) -> Array:
 
 
 def _vocab_blocks(vocab: int, vocab_block: int) -> tuple[Array, int]:
-    """First entry that each block is to count, and the block size. The last block reaches back to be whole."""
+    """First entry that each block is to count, and the block size. The last block reaches back."""
     size = min(vocab_block, vocab)
     return jnp.arange(0, vocab, size), size
 
@@ -76,7 +76,9 @@ def _forward(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block):
             return (new_max_r, sum_r, target_logit_r + jnp.where(hit_rv, logits_rv, 0).sum(-1)), None
 
         zero_r = jnp.zeros(row_block, acc)
-        (max_r, sum_r, target_logit_r), _ = jax.lax.scan(vocab_step, (zero_r - jnp.inf, zero_r, zero_r), firsts)
+        (max_r, sum_r, target_logit_r), _ = jax.lax.scan(
+            vocab_step, (zero_r - jnp.inf, zero_r, zero_r), firsts
+        )
         lse_r = max_r + jnp.log(sum_r)
         logp_N = logp_N.at[rows_br[b]].set(target_logit_r - lse_r, mode="drop")
         return logp_N, lse_br.at[b].set(lse_r)
@@ -104,7 +106,10 @@ def _backward(row_block, vocab_block, residuals, dlogp_N):
             dh_rD += jnp.einsum("rv,vd->rd", dlogits_rv, head_vD, preferred_element_type=acc)
             dhead_vD = jnp.einsum("rv,rd->vd", dlogits_rv, h_rD, preferred_element_type=acc)
             old_vD = jax.lax.dynamic_slice_in_dim(dhead_VD, ids_v[0], size)
-            return (dh_rD, jax.lax.dynamic_update_slice_in_dim(dhead_VD, old_vD + dhead_vD, ids_v[0], 0)), None
+            return (
+                dh_rD,
+                jax.lax.dynamic_update_slice_in_dim(dhead_VD, old_vD + dhead_vD, ids_v[0], 0),
+            ), None
 
         (dh_rD, dhead_VD), _ = jax.lax.scan(vocab_step, (jnp.zeros(h_rD.shape, acc), dhead_VD), firsts)
         return dh_ND.at[rows_br[b]].set(dh_rD.astype(dh_ND.dtype), mode="drop"), dhead_VD

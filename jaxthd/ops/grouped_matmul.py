@@ -59,7 +59,10 @@ def expert_layout(
 
 @jax.custom_vjp
 def grouped_matmul(
-    x_MD: Float[Array, "M D"], w_EDF: Float[Array, "E D F"], expert: Int32[Array, " blocks"], used: Int32[Array, ""]
+    x_MD: Float[Array, "M D"],
+    w_EDF: Float[Array, "E D F"],
+    expert: Int32[Array, " blocks"],
+    used: Int32[Array, ""],
 ) -> Float[Array, "M F"]:
     """Rows of block b times w[expert[b]], for the first `used` blocks; 0 in the others. Differentiable."""
     return _loop_blocks(x_MD, w_EDF, expert, used)

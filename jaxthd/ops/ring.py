@@ -9,6 +9,7 @@ Legend: N queries and keys of a rank, H query heads, K key/value heads, D query/
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,10 +50,13 @@ def _gather_in_order(x_NKD: Array, segments: Segments) -> Array:
     return x_RTKD[:, order].reshape(-1, *x_NKD.shape[1:])
 
 
-def _send(tree: tuple[Array, ...], segments: Segments) -> tuple[Array, ...]:
-    """To the next rank of the ring."""
+def _send(pair: tuple[Array, Array], segments: Segments) -> tuple[Array, Array]:
+    """To the next rank of the ring; with a single rank nothing moves."""
+    if segments.context == 1:
+        return pair
     ring = [(r, (r + 1) % segments.context) for r in range(segments.context)]
-    return jax.tree.map(lambda x: jax.lax.ppermute(x, segments.axis, ring), tree)
+    first, second = (jax.lax.ppermute(x, segments.axis, ring) for x in pair)
+    return first, second
 
 
 def _is_empty(intervals: KeyIntervals) -> Array:
@@ -67,18 +71,19 @@ def _merge(out_NHV: Array, lse_NH: Array, part_NHV: Array, part_lse_NH: Array) -
     return keep_NH1 * out_NHV + take_NH1 * part_NHV, total_NH
 
 
-def _ring_forward_parts(q, k, v, segments: Segments, scale: float) -> tuple[Array, Array]:
-    kv = (k, v)
-    out, lse = None, None
-    for step in range(segments.context):
-        here, kv = kv, _send(kv, segments) if step < segments.context - 1 else kv
-        if out is None:
-            out, lse = attention_forward(q, *here, segments.local, scale, segments.block)
-            continue
-        intervals = segments.remote[step - 1]
+def _ring_forward_parts(
+    q: Array, k: Array, v: Array, segments: Segments, scale: float
+) -> tuple[Array, Array]:
+    arrived = _send((k, v), segments)
+    out, lse = attention_forward(q, k, v, segments.local, scale, segments.block)
+    for step, intervals in enumerate(segments.remote):
+        (k, v), more = arrived, step + 1 < len(segments.remote)
+        arrived = _send(arrived, segments) if more else arrived
 
-        def visit(out, lse, here=here, intervals=intervals):
-            return _merge(out, lse, *attention_forward(q, *here, intervals, scale, segments.block))
+        def visit(
+            out: Array, lse: Array, k: Array = k, v: Array = v, intervals: KeyIntervals = intervals
+        ) -> Any:
+            return _merge(out, lse, *attention_forward(q, k, v, intervals, scale, segments.block))
 
         out, lse = jax.lax.cond(_is_empty(intervals), lambda out, lse: (out, lse), visit, out, lse)
     return out, lse
@@ -97,26 +102,21 @@ def _ring_forward(q, k, v, segments, scale):
 def _ring_backward(scale, residuals, dout):
     q, k, v, segments, out, lse = residuals
     dot_NH = (dout.astype(out.dtype) * out).sum(-1)
-    kv, dkv, dq = (k, v), None, None
-    for step in range(segments.context):
-        here, kv = kv, _send(kv, segments) if step < segments.context - 1 else kv
-        intervals = segments.local if step == 0 else segments.remote[step - 1]
 
-        def visit(here=here, intervals=intervals):
-            return attention_backward(q, *here, lse, dot_NH, dout, intervals, scale, segments.block)
+    def part(k: Array, v: Array, intervals: KeyIntervals) -> tuple[Array, Array, Array]:
+        return attention_backward(q, k, v, lse, dot_NH, dout, intervals, scale, segments.block)
 
-        if dq is None:
-            dq, *dkv = visit()
-            continue
-        dkv = _send(tuple(dkv), segments)
+    arrived = _send((k, v), segments)
+    dq, dk, dv = part(k, v, segments.local)
+    for step, intervals in enumerate(segments.remote):
+        (here, more), (dk, dv) = (arrived, step + 1 < len(segments.remote)), _send((dk, dv), segments)
+        arrived = _send(arrived, segments) if more else arrived
 
-        def add(dq, dk, dv, visit=visit):
-            return tuple(a + b for a, b in zip((dq, dk, dv), visit(), strict=True))
+        def visit(*sums: Array, here: Any = here, intervals: KeyIntervals = intervals) -> tuple[Array, ...]:
+            return tuple(a + b for a, b in zip(sums, part(here[0], here[1], intervals), strict=True))
 
-        dq, *dkv = jax.lax.cond(_is_empty(intervals), lambda *x: x, add, dq, *dkv)
-    if segments.context > 1:
-        dkv = _send(tuple(dkv), segments)
-    dk, dv = dkv
+        dq, dk, dv = jax.lax.cond(_is_empty(intervals), lambda *sums: sums, visit, dq, dk, dv)
+    dk, dv = _send((dk, dv), segments)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 

@@ -21,6 +21,9 @@ from jaxthd.packing.segments import Segments
 GATHER_UP_TO = 8
 """Largest context size whose states are all-gathered; beyond it they travel in log2(context) steps."""
 
+Pair = tuple[Array, Array]
+"""(decay, state) of consecutive tokens: how much of an incoming state is left, and what they add."""
+
 
 def ssd(
     x_NHP: Float[Array, "N H P"],
@@ -54,7 +57,9 @@ def ssd(
     filling_Zp = positions_ZL[:, -1:] + jnp.arange(1, padding + 1, dtype=jnp.int32)
     positions_ZcQ = jnp.concatenate([positions_ZL, filling_Zp], axis=1).reshape(len(positions_ZL), -1, chunk)
     decay_ZcQH = chunked((dt_NH * a_H).astype(acc))
-    xdt_ZcQGhP = chunked((x_NHP * dt_NH[..., None].astype(x_NHP.dtype)).reshape(n, groups, -1, x_NHP.shape[-1]))
+    xdt_ZcQGhP = chunked(
+        (x_NHP * dt_NH[..., None].astype(x_NHP.dtype)).reshape(n, groups, -1, x_NHP.shape[-1])
+    )
     b_ZcQGS, c_ZcQGS = chunked(b_NGS), chunked(c_NGS)
 
     def dot(spec: str, *operands: Array) -> Array:
@@ -75,14 +80,12 @@ def ssd(
     across_ZcGh = by_group(from_start_ZcQH[:, :, -1])
 
     # Between chunks, then between ranks.
-    def next_chunk(carry: tuple[Array, Array], x: tuple[Array, Array]) -> tuple:
-        (decay, state), (chunk_decay, added) = carry, x
-        return (decay * chunk_decay, state * chunk_decay[..., None, None] + added), carry
+    def next_chunk(before: Pair, chunk: Pair) -> tuple[Pair, Pair]:
+        return _then(before, chunk), before
 
     start = (jnp.ones_like(across_ZcGh[:, 0]), jnp.zeros_like(added_ZcGhPS[:, 0]))
-    total, (decay_cZGh, state_cZGhPS) = jax.lax.scan(
-        next_chunk, start, (across_ZcGh.swapaxes(0, 1), added_ZcGhPS.swapaxes(0, 1))
-    )
+    chunks = (across_ZcGh.swapaxes(0, 1), added_ZcGhPS.swapaxes(0, 1))
+    total, (decay_cZGh, state_cZGhPS) = jax.lax.scan(next_chunk, start, chunks)
     if segments.context > 1:
         state_cZGhPS = state_cZGhPS + decay_cZGh[..., None, None] * initial_states(*total, segments)
 
@@ -115,12 +118,12 @@ def initial_states(
     Stretches compose as (d1, s1) then (d2, s2) = (d1 d2, s1 d2 + s2): an exclusive prefix over the
     2 * context chunks of each row. All-gather up to GATHER_UP_TO ranks, else log2 steps.
     """
-    pair = tuple(x.reshape(segments.rows, 2, *x.shape[1:]) for x in (decay_ZGh, state_ZGhPS))
+    decay, state = (x.reshape(segments.rows, 2, *x.shape[1:]) for x in (decay_ZGh, state_ZGhPS))
     prefix = _prefix_gathered if segments.context <= GATHER_UP_TO else _prefix_in_steps
-    return prefix(*pair, segments).reshape(state_ZGhPS.shape)
+    return prefix(decay, state, segments).reshape(state_ZGhPS.shape)
 
 
-def _then(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+def _then(first: Pair, second: Pair) -> Pair:
     return first[0] * second[0], first[1] * second[0][..., None, None] + second[1]
 
 
@@ -128,12 +131,12 @@ def _prefix_gathered(decay_R2Gh: Array, state_R2GhPS: Array, segments: Segments)
     context, rank = segments.context, jax.lax.axis_index(segments.axis)
     everything = (jax.lax.all_gather(x, segments.axis, axis=0) for x in (decay_R2Gh, state_R2GhPS))
     # Document order: first chunks of ranks 0, 1, ..., then second chunks of ranks ..., 1, 0.
-    ordered = (jnp.concatenate([x[:, :, 0], x[::-1, :, 1]]) for x in everything)
+    decay, state = (jnp.concatenate([x[:, :, 0], x[::-1, :, 1]]) for x in everything)
 
     def step(state: Array, x: tuple[Array, Array]) -> tuple[Array, Array]:
         return state * x[0][..., None, None] + x[1], state
 
-    _, before = jax.lax.scan(step, jnp.zeros_like(state_R2GhPS[:, 0]), tuple(ordered))
+    _, before = jax.lax.scan(step, jnp.zeros_like(state_R2GhPS[:, 0]), (decay, state))
     return jnp.stack([before[rank], before[2 * context - 1 - rank]], axis=1)
 
 
@@ -142,7 +145,7 @@ def _prefix_in_steps(decay_R2Gh: Array, state_R2GhPS: Array, segments: Segments)
     context, axis = segments.context, segments.axis
     rank = jax.lax.axis_index(axis)
 
-    def shifted(pair: tuple[Array, Array], distance: int) -> tuple[Array, Array]:
+    def shifted(pair: Pair, distance: int) -> Pair:
         """From `distance` ranks before (negative: after); the identity (1, 0) where there is none."""
         moves = [(r, r + distance) for r in range(context) if 0 <= r + distance < context]
         decay, state = (jax.lax.ppermute(x, axis, moves) for x in pair)

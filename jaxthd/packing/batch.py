@@ -4,13 +4,9 @@ Legend: R rows (buffers, spread over the data axis), T token slots of a row (spr
 in context-layout order), A mel frame slots of a row over all its audio ranks, M mel bands, E = A / 8.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
-from jax import Array
 from jaxtyping import Bool, Float32, Int32
-
-AnyArray = Array | np.ndarray
 
 
 class Batch(NamedTuple):
@@ -30,13 +26,13 @@ class Batch(NamedTuple):
     chunk_positions: index of the encoder frame in its chunk (0 where unused).
     """
 
-    tokens: Int32[AnyArray, "R T"]
-    targets: Int32[AnyArray, "R T"]
-    weights: Float32[AnyArray, "R T"]
-    segment_ids: Int32[AnyArray, "R T"]
-    positions: Int32[AnyArray, "R T"]
-    audio_slots: Int32[AnyArray, "R T"]
-    mels: Float32[AnyArray, "R A M"]
-    mel_mask: Bool[AnyArray, "R A"]
-    chunk_ids: Int32[AnyArray, "R E"]
-    chunk_positions: Int32[AnyArray, "R E"]
+    tokens: Int32[Any, "R T"]
+    targets: Int32[Any, "R T"]
+    weights: Float32[Any, "R T"]
+    segment_ids: Int32[Any, "R T"]
+    positions: Int32[Any, "R T"]
+    audio_slots: Int32[Any, "R T"]
+    mels: Float32[Any, "R A M"]
+    mel_mask: Bool[Any, "R A"]
+    chunk_ids: Int32[Any, "R E"]
+    chunk_positions: Int32[Any, "R E"]

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int32
 
 
 class KeyIntervals(NamedTuple):
-    """Query i sees keys lo[i] <= j < hi[i]; blocks[b] is the range of key blocks that query block b touches."""
+    """Query i sees keys lo[i] <= j < hi[i]; query block b touches the key blocks blocks[b]: first, end."""
 
     lo: Int32[Array, " N"]
     hi: Int32[Array, " N"]
@@ -55,7 +55,7 @@ class Segments:
     gathered: the same for the keys of all ranks in document order.
     whole: keys of the token's whole document on this rank (bidirectional; for the encoder).
     remaining: tokens of the document after this one, on this rank.
-    rows, axis, context, block: R, the context axis' name (None outside a mesh), its size, the attention block.
+    rows, axis, context, block: R, the context axis (None outside a mesh), its size, the attention block.
     """
 
     ids: Int32[Array, " N"]

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 Axes = tuple[str | None, ...]
-"""For every dim of a parameter the mesh axis it may be cut over, or None. The stacked dim is added in front."""
+"""For every dim of a parameter the mesh axis it may be cut over, or None."""
 
 M = TypeVar("M", bound=nnx.Module)
 V = TypeVar("V", bound=nnx.Variable)

@@ -148,7 +148,7 @@ def split_clips(packed: Packed, y: Any, dmels: Any) -> dict[int, tuple[np.ndarra
     return {c: (y[s], dmels[mel_spans[c]][packed.mask[mel_spans[c]]]) for c, s in packed.spans.items()}
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-4), (jnp.bfloat16, 0.1)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.1)])
 def test_outputs_equal_parakeet(dtype, tolerance):
     """Clips of 8, 16, 17, 100 and 203 mel frames, tight and out of order, against each alone and unpadded.
 
@@ -163,7 +163,7 @@ def test_outputs_equal_parakeet(dtype, tolerance):
 
 
 def test_gradients_equal_parakeet():
-    """Every parameter's; the reference is in float32."""
+    """Every parameter's. The reference's float32 rounding shows in the key biases', which are 0 in truth."""
     packed = pack(shuffled(parakeet_clips(), seed=1), frames=LARGE)
     with jax.enable_x64(True):
         _, _, dparams, _ = one_device(False)(*parakeet_encoder(jnp.float64), *packed.arrays)
@@ -176,7 +176,7 @@ def test_training_mode_equals_parakeet():
     packed = pack({clip: parakeet_clips()[clip]}, frames=FRAMES, gap=3)
     with jax.enable_x64(True):
         y, new, _, _ = one_device(True)(*parakeet_encoder(jnp.float64), *packed.arrays)
-    np.testing.assert_allclose(y[packed.spans[clip]], parakeet()["train.output"], atol=1e-4)
+    np.testing.assert_allclose(y[packed.spans[clip]], parakeet()["train.output"], atol=1e-5)
     assert_same(new, running_statistics(group(parakeet(), "train"), CONFIG), 1e-5)
 
 

@@ -29,13 +29,18 @@ def dense_gradients(q, k, v, dout):
     kk, vv = (np.repeat(x, H // K, axis=1) for x in (k, v))
     dp = np.einsum("ihv,jhv->hij", dout, vv)
     ds = SCALE * p * (dp - (p * dp).sum(-1, keepdims=True))
-    sum_groups = lambda x: x.reshape(len(x), K, H // K, -1).sum(2)
+
+    def sum_groups(x):
+        return x.reshape(len(x), K, H // K, -1).sum(2)
+
     dv = sum_groups(np.einsum("hij,ihv->jhv", p, dout))
     return np.einsum("hij,jhd->ihd", ds, kk), sum_groups(np.einsum("hij,ihd->jhd", ds, q)), dv
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
-@pytest.mark.parametrize(("context", "exchange"), [(1, "ring"), (2, "ring"), (2, "all_gather"), (4, "ring"), (4, "all_gather")])
+@pytest.mark.parametrize(
+    ("context", "exchange"), [(1, "ring"), (2, "ring"), (2, "all_gather"), (4, "ring"), (4, "all_gather")]
+)
 def test_packed_equals_each_document_alone(context, exchange, dtype):
     rng = np.random.default_rng(0)
     with jax.enable_x64(dtype == np.float64):
@@ -45,7 +50,9 @@ def test_packed_equals_each_document_alone(context, exchange, dtype):
             block=8,
         )
         for lengths in CASES.values():
-            q, k, v, dout = (rng.normal(size=(CAPACITY, *s)).astype(dtype) for s in ((H, D), (K, D), (K, V), (H, V)))
+            q, k, v, dout = (
+                rng.normal(size=(CAPACITY, *s)).astype(dtype) for s in ((H, D), (K, D), (K, V), (H, V))
+            )
             y, _, gradients = run(None, (q, k, v), *row_arrays(lengths), dout)
             want = [np.zeros_like(x, np.float64) for x in (dout, q, k, v)]
             for span in spans(lengths):
@@ -58,8 +65,8 @@ def test_packed_equals_each_document_alone(context, exchange, dtype):
 
 @pytest.mark.parametrize("context", [2, 3, 4, 8])
 def test_a_remote_step_is_one_rectangle_and_nothing_else_is_executed(context):
-    """Brute force over the mask: the intervals are exactly the allowed pairs, and every remote step's pairs are
-    a run of queries times a run of keys; every executed block holds an allowed pair."""
+    """Brute force over the mask: the intervals are exactly the allowed pairs, every remote step's pairs are a
+    run of queries times a run of keys, and every executed block holds an allowed pair."""
     rng = np.random.default_rng(context)
     length, block = 16 * context, 4
     mesh_free = jax.jit(_intervals_of_rank, static_argnums=(3, 4))

@@ -1,4 +1,4 @@
-"""Scan and convolution: packed equals the step-by-step recurrence of each document alone, on every context size."""
+"""Scan and convolution: packed equals each document alone, step by step, on every context size."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,11 @@ def each_document_alone(a, inputs, lengths, dy):
         for whole, part in zip(padded, (*inputs, dy), strict=True):
             whole[:length] = part[span]
         reset = np.arange(len(y)) == 0
-        out, pull = jax.vjp(lambda a, *i: recurrence(a, *i, reset), jnp.asarray(a), *map(jnp.asarray, padded[:-1]))
+        out, pull = jax.vjp(
+            lambda a, *i, reset=reset: recurrence(a, *i, reset),
+            jnp.asarray(a),
+            *map(jnp.asarray, padded[:-1]),
+        )
         grads = pull(jnp.asarray(padded[-1]))
         y[span] = out[:length]
         da += grads[0]
@@ -54,7 +58,9 @@ def test_scan_equals_the_recurrence_of_each_document_alone(context, gather_up_to
     monkeypatch.setattr(ssd_module, "GATHER_UP_TO", gather_up_to)
     rng = np.random.default_rng(1)
     with jax.enable_x64(True):
-        run = on_context(lambda a, x, segments: ssd(x[0], x[1], a, x[2], x[3], segments, chunk=6), context, block=8)
+        run = on_context(
+            lambda a, x, segments: ssd(x[0], x[1], a, x[2], x[3], segments, chunk=6), context, block=8
+        )
         for lengths in CASES.values():
             x, b, c = (rng.normal(size=(CAPACITY, *s)).astype(dtype) for s in ((H, P), (G, S), (G, S)))
             dt = rng.uniform(0.001, 1.0, size=(CAPACITY, H)).astype(dtype)
@@ -98,5 +104,5 @@ def test_convolution_equals_each_document_alone(context):
 
 def test_a_chunk_shorter_than_the_convolution_is_refused():
     run = on_context(lambda w, x, segments: causal_conv(x, w, w[0], segments), 4, block=8)
-    with pytest.raises(ValueError, match="raise data.capacity or lower mesh.context"):
+    with pytest.raises(ValueError, match=r"raise data\.capacity or lower mesh\.context"):
         run(np.ones((TAPS, 1)), np.ones((16, 1)), *row_arrays([16], 16), np.ones((16, 1)))

@@ -1,0 +1,73 @@
+"""Nemotron-3-Nano-30B-A3B with a 0.6B FastConformer on 32 GPUs: 8 buffers a step, each shared by 4.
+
+    python -m jaxthd.describe --config configs/nemotron3_nano.py
+    python -m jaxthd.train --config configs/nemotron3_nano.py
+
+The first prints the parameters (31.6B in the decoder, 0.6B in the encoder) and what they take on a device.
+The second reads train.jsonl, validation.jsonl (NeMo manifests) and the model's tokenizer.json from the working
+directory. Parameters are replicated over the mesh so far, and 16 bytes of state for each of them fit no GPU of
+today: expect describe to say so.
+"""
+
+from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
+
+
+def config() -> Config:
+    return Config(
+        mesh=MeshConfig(data=8, context=4),
+        data=DataConfig(
+            manifest="train.jsonl",
+            validation_manifest="validation.jsonl",
+            tokenizer="tokenizer.json",
+            rows=8,
+            # Speech is four fifths of a buffer's tokens, eight mel frames each.
+            capacity=16384,
+            max_documents=256,
+            audio_capacity=106496,
+            packing_bins=16,
+        ),
+        model=ModelConfig(
+            encoder=EncoderConfig(
+                num_mels=128,
+                layers=24,
+                dim=1024,
+                heads=8,
+                ffn_dim=4096,
+                conv_kernel=9,
+                subsampling_channels=256,
+                linear_bias=False,
+                scale_input=False,
+                chunk_seconds=30.0,
+            ),
+            llm=LLMConfig(
+                pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+                vocab_size=131072,
+                dim=2688,
+                q_heads=32,
+                kv_heads=2,
+                head_dim=128,
+                mamba_heads=64,
+                mamba_head_dim=64,
+                mamba_state=128,
+                mamba_groups=8,
+                mamba_chunk=128,
+                experts=128,
+                experts_per_token=6,
+                expert_dim=1856,
+                shared_expert_dim=3712,
+                router_scale=2.5,
+            ),
+            adapter_dim=4096,
+            dtype="bfloat16",
+            loss_block=1024,
+            expert_block=128,
+        ),
+        train=TrainConfig(
+            steps=10000,
+            learning_rate=1e-5,
+            warmup_steps=500,
+            min_learning_rate=1e-6,
+            validate_every=500,
+            checkpoint_every=500,
+        ),
+    )

@@ -1,0 +1,15 @@
+"""configs/cp2.py on one device: the same model, data and optimization.
+
+    python -m jaxthd.train --config configs/single.py
+
+Expect the losses of configs/cp2.py, step for step, to float32 rounding.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from jaxthd.config import Config, MeshConfig, load_config
+
+
+def config() -> Config:
+    return replace(load_config(Path(__file__).with_name("cp2.py")), mesh=MeshConfig())

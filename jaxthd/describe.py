@@ -1,0 +1,182 @@
+"""What a configuration amounts to: parameters by group, and the bytes of state on a device.
+
+    python -m jaxthd.describe --config configs/nemotron3_nano.py [--mesh.data 16 ...]
+
+Shapes only: no parameter is made, and no device of the mesh is needed.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxthd.cli import parse_command_line
+from jaxthd.config import Config
+from jaxthd.models.hybrid import repeated_units
+from jaxthd.parallel.params import Buffer
+from jaxthd.step import abstract_model, make_optimizer
+
+PARTS = ("LLM", "encoder", "adapter")
+
+_LETTERS = {"M": "M Mamba2", "*": "* attention", "-": "- MLP", "E": "E"}
+_EXPERTS = {
+    "up": "routed experts",
+    "down": "routed experts",
+    "router": "router",
+    "shared": "shared expert",
+    "latent_in": "latent projection",
+    "latent_out": "latent projection",
+}
+_CONFORMER = {"ffn1": "feed-forward", "ffn2": "feed-forward", "attention": "attention", "conv": "convolution"}
+_ORDER = ("embedding", *_LETTERS.values(), "RMSNorms", "head", "subsampling", *_CONFORMER.values(), "LayerNorms")
+
+Path = tuple[str | int, ...]
+
+
+@dataclass
+class Group:
+    """Parameters that belong together.
+
+    part: one of PARTS. copies: blocks that hold the group. parameters: over all copies.
+    active: parameters that one token of the LLM meets: of the routed experts those it is sent to, of the
+        embedding one row; for encoder and adapter, which see frames, all.
+    largest: name and shape of the largest array, in one block.
+    """
+
+    part: str
+    name: str
+    copies: int
+    parameters: int = 0
+    active: int = 0
+    largest: tuple[str, tuple[int, ...]] = ("", ())
+
+
+def parameter_groups(config: Config) -> list[Group]:
+    """The model's parameters, part by part; counted from the shapes of the model that would be trained."""
+    groups: dict[tuple[str, str], Group] = {}
+    units = [unit for unit, _ in repeated_units(config.model.llm.pattern)]
+    for path, variable in nnx.to_flat_state(nnx.state(abstract_model(config), nnx.Param)):
+        part, name, copies = _group(path, units, config)
+        group = groups.setdefault((part, name), Group(part, name, copies))
+        size, is_stacked = math.prod(variable.shape), "blocks" in path
+        share = _active_share(name, config)
+        group.parameters += size
+        group.active += round(size * share)
+        shape = tuple(variable.shape[1:] if is_stacked else variable.shape)
+        if math.prod(shape) > math.prod(group.largest[1]) or not group.largest[1]:
+            group.largest = (_array_name(path), shape)
+    return sorted(groups.values(), key=lambda g: (PARTS.index(g.part), _place(g.name)))
+
+
+def _group(path: Path, units: list[str], config: Config) -> tuple[str, str, int]:
+    """(part, name, copies) of the group that the parameter at `path` of the module tree belongs to."""
+    pattern, layers = config.model.llm.pattern, config.model.encoder.layers
+    match path:
+        case ("decoder", "units", int(unit), "blocks", int(block), "mixer", str(name), *_):
+            letter = units[unit][block]
+            label = f"E {_EXPERTS.get(name, name)}" if letter == "E" else _LETTERS[letter]
+            return "LLM", label, pattern.count(letter)
+        case ("decoder", *_):
+            return "LLM", "RMSNorms", len(pattern) + 1
+        case ("encoder", "blocks", str(name), *_):
+            return "encoder", _CONFORMER.get(name, "LayerNorms"), layers
+        case ("encoder", str(name), *_):
+            return "encoder", name, 1
+        case (str(name), *_):
+            return ("adapter" if name == "adapter" else "LLM"), name, 1
+    raise ValueError(f"the model holds a parameter at {path}; expected a path that starts with a name")
+
+
+def _active_share(name: str, config: Config) -> float:
+    llm = config.model.llm
+    return {"embedding": 1 / llm.vocab_size, "E routed experts": llm.experts_per_token / llm.experts}.get(name, 1)
+
+
+def _array_name(path: Path) -> str:
+    """The last names of a path, without those of the tree around the group and of a Linear's matrix."""
+    names = [str(p) for p in path if isinstance(p, str) and p not in ("units", "blocks", "decoder", "encoder")]
+    if "mixer" in names:
+        names = names[names.index("mixer") + 1 :]
+    return ".".join(names[:-1] if names[-1] == "w" else names)
+
+
+def _place(name: str) -> int:
+    """Where a group is listed; the expert groups lie together."""
+    first = name if name in _ORDER else name.split()[0]
+    return _ORDER.index(first) if first in _ORDER else len(_ORDER)
+
+
+def state_bytes(config: Config) -> dict[str, int]:
+    """Bytes of the training state and of the gradients, over one whole copy."""
+    model = abstract_model(config)
+    params, buffers = (nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, Buffer))
+    moments = jax.eval_shape(make_optimizer(config).init, params)
+    return {
+        "parameters": _bytes(params),
+        "gradients": _bytes(params),
+        "AdamW moments": _bytes(moments),
+        "batch statistics, router biases": _bytes(buffers),
+    }
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def describe(config: Config) -> str:
+    """The parameter table, the totals, and the bytes on a device, as aligned text."""
+    groups = parameter_groups(config)
+    total = sum(g.parameters for g in groups)
+    rows = [("", "group", "copies", "parameters", "share", "active a token", "largest array")]
+    for part in PARTS:
+        of_part = [g for g in groups if g.part == part]
+        for g in of_part:
+            name, shape = g.largest
+            array = f"{name} {' x '.join(map(str, shape))}"
+            active = f"{g.active:,}" if part == "LLM" else ""
+            numbers = (f"{g.copies}", f"{g.parameters:,}", f"{g.parameters / total:.2%}", active)
+            rows.append((part, g.name, *numbers, array))
+        if len(of_part) > 1:
+            parameters, active = sum(g.parameters for g in of_part), sum(g.active for g in of_part)
+            rows.append((part, "in all", "", f"{parameters:,}", f"{parameters / total:.2%}", "", ""))
+            if part == "LLM":
+                rows[-1] = (*rows[-1][:5], f"{active:,}", "")
+    rows.append(("model", "in all", "", f"{total:,}", "100.00%", "", ""))
+    return f"{_aligned(rows, left=(0, 1, 6))}\n\n{_memory(config)}"
+
+
+def _memory(config: Config) -> str:
+    mesh, sizes = config.mesh, state_bytes(config)
+    dtype = "float64" if config.model.dtype == "float64" else "float32"
+    rows = [(f"state on a device ({dtype})", "replicated, as today", f"if sharded over data ({mesh.data})")]
+    for name, size in (*sizes.items(), ("in all", sum(sizes.values()))):
+        rows.append((name, _gib(size), _gib(size / mesh.data)))
+    return (
+        f"{_aligned(rows, left=(0,))}\n\n"
+        f"Mesh (data, context, pipeline, tensor) = {mesh.sizes}: {mesh.devices} devices, of which each holds the "
+        "whole state today.\nActivations, the batch and copies in the compute dtype come on top."
+    )
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.2f} MiB"
+
+
+def _aligned(rows: list[tuple[str, ...]], left: tuple[int, ...]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+
+    def cell(text: str, column: int) -> str:
+        return text.ljust(widths[column]) if column in left else text.rjust(widths[column])
+
+    return "\n".join("  ".join(cell(text, i) for i, text in enumerate(row)).rstrip() for row in rows)
+
+
+def main(argv: list[str] | None = None) -> None:
+    config, path, _ = parse_command_line("describe", argv)
+    print(f"{path}\n\n{describe(config)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,478 @@
+"""What a configuration must satisfy: checked first, before data is read or a weight exists.
+
+`validate` is one pure function of (configuration, facts about the machine). Its rules are small functions of
+the two, registered with the fields they read; a rule is left out where one of its fields is faulty in itself,
+so that one mistake is reported once.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, is_dataclass
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from jaxthd.config import Config
+from jaxthd.data.speech import AUDIO_FIELD
+from jaxthd.data.tokenizer import ByteTokenizer
+from jaxthd.packing.document import SUBSAMPLING
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work. The message lists everything that is wrong with it."""
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What a run depends on besides its configuration.
+
+    platform: jax's name of the backend: "cpu", "gpu", ... devices: how many there are. kind: their name.
+    compute_capability: of an NVIDIA GPU, such as "9.0"; None where unknown.
+    x64: whether jax's 64-bit mode is on.
+    vocabulary: ids of the tokenizer; None where unknown (that of "bytes" is known).
+    """
+
+    platform: str
+    devices: int
+    kind: str
+    compute_capability: str | None = None
+    x64: bool = False
+    vocabulary: int | None = None
+
+    @classmethod
+    def of_this_machine(cls, vocabulary: int | None = None) -> "DeviceFacts":
+        """Asks jax, which starts its backend: simulated CPU devices must have been set up before."""
+        import jax
+
+        first = jax.devices()[0]
+        return cls(
+            platform=first.platform,
+            devices=jax.device_count(),
+            kind=first.device_kind,
+            compute_capability=getattr(first, "compute_capability", None),
+            x64=bool(jax.config.jax_enable_x64),
+            vocabulary=vocabulary,
+        )
+
+
+class Problem(NamedTuple):
+    """What was found, what was expected, what to change; an error unless is_warning."""
+
+    found: str
+    expected: str
+    change: str
+    is_warning: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.found}; expected {self.expected}: {self.change}"
+
+
+class Rule(NamedTuple):
+    reads: tuple[str, ...]
+    check: Callable[[Config, DeviceFacts], Iterable[Problem]]
+
+
+RULES: list[Rule] = []
+"""Every rule about more than one value, or about the machine."""
+
+
+class BadKernel(NamedTuple):
+    """A kernel that was measured to be wrong, and where."""
+
+    backend: str
+    compute_capability: str
+    fault: str
+
+
+KNOWN_BAD_KERNELS = (
+    BadKernel("te", "12.0", "gradients of packed attention were measured 8 to 960 times off in every layer"),
+)
+"""An error on that architecture, a warning on a GPU whose architecture is unknown."""
+
+_MINIMUM: dict[str, float] = {
+    "data.audio_capacity": 0,
+    "data.seed": 0,
+    "model.encoder.chunk_seconds": 0.02,
+    "model.llm.latent_dim": 0,
+    "model.adapter_dim": 0,
+    "train.warmup_steps": 0,
+    "train.seed": 0,
+    "train.validate_every": 0,
+}
+"""Least value of a number, where it is not 1 for an integer and 0 for a real number."""
+
+
+def validate(config: Config, device: DeviceFacts) -> list[str]:
+    """Warnings about a configuration that can work. Raises ConfigError listing every reason why it cannot."""
+    found = problems(config, device)
+    errors = [str(p) for p in found if not p.is_warning]
+    if errors:
+        lines = "".join(f"\n  {number}. {error}" for number, error in enumerate(errors, 1))
+        raise ConfigError(f"the configuration cannot work ({len(errors)} to correct):{lines}")
+    return [str(p) for p in found]
+
+
+def problems(config: Config, device: DeviceFacts) -> list[Problem]:
+    """Everything wrong or doubtful about the configuration: faulty values first, then by rule."""
+    faulty = {path: problem for path, hint, value in _leaves(config) for problem in _fault(path, hint, value)}
+
+    def is_faulty(path: str) -> bool:
+        return any(path == bad or path.startswith(f"{bad}.") for bad in faulty)
+
+    sound = [rule for rule in RULES if not any(map(is_faulty, rule.reads))]
+    return [*faulty.values(), *(problem for rule in sound for problem in rule.check(config, device))]
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted path, annotated type, value) of every setting."""
+    for name, hint in get_type_hints(type(node)).items():
+        value = getattr(node, name)
+        if is_dataclass(hint) and isinstance(value, hint):  # type: ignore[arg-type]
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, hint, value
+
+
+def _fault(path: str, hint: Any, value: Any) -> Iterator[Problem]:
+    if not _has_type(value, hint):
+        choices = get_args(hint) if get_origin(hint) is Literal else ()
+        name = hint.__name__ if isinstance(hint, type) else str(hint)
+        expected = f"one of {', '.join(map(repr, choices))}" if choices else f"a value of type {name}"
+        yield Problem(f"{path} is {value!r}", expected, f"correct {path}")
+    elif hint in (int, float):
+        least = _MINIMUM.get(path, 1 if hint is int else 0)
+        if not least <= value < math.inf:
+            yield Problem(f"{path} is {value}", f"{least} or more, and finite", f"correct {path}")
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if get_origin(hint) is tuple:
+        hints = get_args(hint)
+        return isinstance(value, tuple) and len(value) == len(hints) and all(map(_has_type, value, hints))
+    if hint in (int, float):
+        return isinstance(value, int | hint) and not isinstance(value, bool) and not math.isnan(value)
+    return isinstance(value, hint)
+
+
+def _rule(*reads: str) -> Callable[..., Any]:
+    """Registers a rule. reads: paths of the fields (or groups of fields) whose values it takes as sound."""
+
+    def register(check: Callable[[Config, DeviceFacts], Iterable[Problem]]) -> Callable[..., Any]:
+        RULES.append(Rule(reads, check))
+        return check
+
+    return register
+
+
+def _multiples(value: int, unit: int) -> str:
+    """The multiples of unit next to value, 0 left out: "8 or 16"."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
+# --- the mesh and the machine ---
+
+
+@_rule("mesh.pipeline", "mesh.tensor")
+def _axes_that_work(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    for axis in ("pipeline", "tensor"):
+        size = getattr(config.mesh, axis)
+        if size > 1:
+            yield Problem(
+                f"mesh.{axis} is {size}",
+                "1, since only the axes data and context work so far",
+                f"set mesh.{axis} to 1 and raise mesh.data or mesh.context instead",
+            )
+
+
+@_rule("mesh.data", "mesh.context", "mesh.pipeline", "mesh.tensor")
+def _devices(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    need = config.mesh.devices
+    if device.platform == "cpu":  # simulated: as many as the mesh asks for
+        return
+    found = f"{device.devices} devices ({device.kind}) for a mesh of {need}"
+    if device.devices < need:
+        yield Problem(found, "one device for each place on the mesh", "lower mesh.data or mesh.context")
+    elif device.devices > need:
+        change = f"raise mesh.data or mesh.context, or ignore this if the other {device.devices - need} may idle"
+        yield Problem(found, "all devices in use", change, is_warning=True)
+
+
+@_rule("mesh.data", "data.rows")
+def _rows_over_data(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    rows, ranks = config.data.rows, config.mesh.data
+    if rows % ranks:
+        yield Problem(
+            f"data.rows is {rows} with mesh.data {ranks}",
+            f"a multiple of {ranks}, because every data rank takes as many buffers",
+            f"set data.rows to {_multiples(rows, ranks)}",
+        )
+
+
+@_rule("mesh.context", "data.capacity")
+def _capacity_over_context(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    capacity, unit = config.data.capacity, 2 * config.mesh.context
+    if unit > 2 and capacity % unit:
+        yield Problem(
+            f"data.capacity is {capacity} with mesh.context {config.mesh.context}",
+            f"a multiple of 2 * context = {unit}, because every context rank holds two equal chunks",
+            f"set data.capacity to {_multiples(capacity, unit)}",
+        )
+
+
+@_rule("mesh.context", "data.capacity", "model.llm.pattern", "model.llm.mamba_conv")
+def _chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    llm, unit = config.model.llm, 2 * config.mesh.context
+    reach, chunk = llm.mamba_conv - 1, config.data.capacity // unit
+    if unit > 2 and "M" in llm.pattern and chunk < reach:
+        yield Problem(
+            f"a context chunk, data.capacity / (2 * context), holds {chunk} tokens",
+            f"{reach} or more, because Mamba2's convolution of {llm.mamba_conv} taps looks that far back",
+            f"set data.capacity to {unit * reach} or more, or lower mesh.context",
+        )
+
+
+# --- buffers ---
+
+
+@_rule("data.round_to", "data.capacity")
+def _round_to(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    unit, capacity = config.data.round_to, config.data.capacity
+    if capacity % unit:
+        yield Problem(
+            f"data.round_to is {unit} with data.capacity {capacity}",
+            "a divisor of the capacity, or its last slots can never be filled",
+            f"set data.capacity to {_multiples(capacity, unit)}, or data.round_to to {math.gcd(unit, capacity)}",
+        )
+
+
+@_rule("data.max_documents", "data.capacity", "data.packing")
+def _max_documents(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    data = config.data
+    if data.packing != "padded" and data.max_documents > data.capacity:
+        yield Problem(
+            f"data.max_documents is {data.max_documents} for a buffer of {data.capacity} tokens",
+            "no more documents than tokens; what is sized by the bound is wasted",
+            f"set data.max_documents to {data.capacity} or less",
+            is_warning=True,
+        )
+
+
+@_rule("mesh", "data.audio_capacity", "model.encoder.chunk_seconds")
+def _audio_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    frames, ranks, encoder = config.data.audio_capacity, config.mesh.audio_ranks, config.model.encoder
+    longest = -(-encoder.chunk_frames // SUBSAMPLING) * SUBSAMPLING
+    unit, share = SUBSAMPLING * ranks, frames // ranks // SUBSAMPLING * SUBSAMPLING
+    if not frames:
+        return
+    if share < longest:
+        seconds = (share - 1) / 100
+        shorter = f", or model.encoder.chunk_seconds to {seconds} or less" if seconds >= 0.02 else ""
+        yield Problem(
+            f"data.audio_capacity {frames} gives each of {ranks} audio ranks {share} mel frames",
+            f"{longest} or more, the longest encoder chunk (chunk_seconds {encoder.chunk_seconds} and a tail)",
+            f"set data.audio_capacity to {ranks * longest} or more{shorter}",
+        )
+    elif frames % unit:
+        yield Problem(
+            f"data.audio_capacity is {frames} for {ranks} audio ranks",
+            f"a multiple of {SUBSAMPLING} * {ranks} = {unit}, because each holds whole encoder frames",
+            f"set data.audio_capacity to {_multiples(frames, unit)}",
+        )
+
+
+@_rule("data.capacity", "data.audio_capacity", "model.encoder.chunk_seconds")
+def _tokens_hold_a_chunk(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    capacity, encoder = config.data.capacity, config.model.encoder
+    slots = -(-encoder.chunk_frames // SUBSAMPLING)
+    if config.data.audio_capacity and capacity < slots:
+        yield Problem(
+            f"data.capacity is {capacity}: recordings over {capacity * SUBSAMPLING / 100} s are left out",
+            f"{slots} or more, the tokens of {encoder.chunk_seconds} s (model.encoder.chunk_seconds)",
+            "raise data.capacity if there are such recordings",
+            is_warning=True,
+        )
+
+
+@_rule("data.prompt", "data.audio_capacity")
+def _prompt(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    count, has_audio = config.data.prompt.count(AUDIO_FIELD), config.data.audio_capacity > 0
+    found = f"data.prompt {config.data.prompt!r} holds {AUDIO_FIELD} {count} times"
+    if has_audio and count != 1:
+        yield Problem(found, "exactly once, for the recording", f"write {AUDIO_FIELD} once in data.prompt")
+    elif count and not has_audio:
+        change = f"raise data.audio_capacity, or take {AUDIO_FIELD} out of data.prompt to train on text alone"
+        yield Problem(found, "none, because data.audio_capacity is 0 and no recording fits", change)
+
+
+# --- the encoder ---
+
+
+@_rule("model.encoder.num_mels")
+def _num_mels(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    mels = config.model.encoder.num_mels
+    if mels % SUBSAMPLING:
+        yield Problem(
+            f"model.encoder.num_mels is {mels}",
+            f"a multiple of {SUBSAMPLING}, because three convolutions halve the bands",
+            f"set model.encoder.num_mels to {_multiples(mels, SUBSAMPLING)}",
+        )
+
+
+@_rule("model.encoder.dim", "model.encoder.heads")
+def _encoder_heads(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    dim, heads = config.model.encoder.dim, config.model.encoder.heads
+    if dim % 2:
+        expected = "an even number: half of the position encoding are sines, half cosines"
+        yield Problem(f"model.encoder.dim is {dim}", expected, f"set it to {dim + 1}")
+    if dim % heads:
+        yield Problem(
+            f"model.encoder.dim is {dim} with {heads} heads",
+            f"a multiple of model.encoder.heads ({heads})",
+            f"set model.encoder.dim to {_multiples(dim, heads)}, or change model.encoder.heads",
+        )
+
+
+@_rule("model.encoder.conv_kernel")
+def _conv_kernel(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    taps = config.model.encoder.conv_kernel
+    if taps % 2 == 0:
+        expected = "an odd number: as many taps before a frame as behind it"
+        yield Problem(f"model.encoder.conv_kernel is {taps}", expected, f"set it to {taps - 1} or {taps + 1}")
+
+
+# --- the decoder ---
+
+
+@_rule("model.llm.pattern")
+def _pattern(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    pattern = config.model.llm.pattern
+    unknown = sorted(set(pattern) - set("M*-E"))
+    if unknown or not pattern:
+        yield Problem(
+            f"model.llm.pattern {pattern!r} " + (f"holds {', '.join(unknown)}" if unknown else "is empty"),
+            "one letter a block of M (Mamba2), * (attention), - (MLP), E (mixture of experts)",
+            "correct model.llm.pattern",
+        )
+
+
+@_rule("model.llm")
+def _head_groups(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    llm = config.model.llm
+    for letter, whole, part, why in (
+        ("*", "q_heads", "kv_heads", "as many query heads share each key and value head"),
+        ("M", "mamba_heads", "mamba_groups", "as many heads share each group's B, C and norm"),
+    ):
+        heads, groups = getattr(llm, whole), getattr(llm, part)
+        if letter in llm.pattern and heads % groups:
+            yield Problem(
+                f"model.llm.{whole} is {heads} with {part} {groups}",
+                f"a multiple of {groups}: {why}",
+                f"set model.llm.{whole} to {_multiples(heads, groups)}, or model.llm.{part} to a divisor",
+            )
+
+
+@_rule("model.llm.pattern", "model.llm.mamba_dt_limit")
+def _dt_limit(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    low, high = config.model.llm.mamba_dt_limit
+    if "M" in config.model.llm.pattern and not 0 <= low < high:
+        expected = "0 <= lower < upper, as they clamp a time step"
+        yield Problem(f"model.llm.mamba_dt_limit is ({low}, {high})", expected, "correct it; (0.0, inf) is none")
+
+
+@_rule("model.llm.pattern", "model.llm.experts", "model.llm.experts_per_token")
+def _experts(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    llm = config.model.llm
+    if "E" in llm.pattern and llm.experts_per_token > llm.experts:
+        yield Problem(
+            f"model.llm.experts_per_token is {llm.experts_per_token}",
+            f"at most the {llm.experts} of model.llm.experts",
+            f"set model.llm.experts_per_token to {llm.experts} or less",
+        )
+
+
+@_rule("data.tokenizer", "model.llm.vocab_size")
+def _vocabulary(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    known = ByteTokenizer.vocab_size if config.data.tokenizer == "bytes" else None
+    needed = device.vocabulary if device.vocabulary is not None else known
+    if needed is not None and config.model.llm.vocab_size < needed:
+        yield Problem(
+            f"model.llm.vocab_size is {config.model.llm.vocab_size}",
+            f"{needed} or more, the ids of the tokenizer {config.data.tokenizer!r}",
+            f"set model.llm.vocab_size to {needed} or more",
+        )
+
+
+# --- how it is computed ---
+
+
+@_rule("model.dtype")
+def _dtype(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    dtype = config.model.dtype
+    if dtype == "float64" and not device.x64:
+        change = "set model.dtype to float32, or JAX_ENABLE_X64=1 in the environment"
+        yield Problem("model.dtype is float64 with jax's 64-bit mode off", "it on, as only tests need", change)
+    elif dtype == "float64":
+        change = "set model.dtype to float32 or bfloat16, unless this is a test"
+        yield Problem("model.dtype is float64", "it in tests only, being slow", change, is_warning=True)
+    elif dtype == "bfloat16" and device.platform == "cpu":
+        change = "set model.dtype to float32 on a CPU"
+        yield Problem("model.dtype is bfloat16 on cpu", "it on GPUs, being slow here", change, is_warning=True)
+
+
+@_rule("model.attention_backend")
+def _te_works(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    if config.model.attention_backend != "te":
+        return
+    change = "set model.attention_backend to xla"
+    yield Problem('model.attention_backend is "te"', '"xla": Transformer Engine is not built in yet', change)
+    if device.platform not in ("gpu", "cuda"):
+        expected = "an NVIDIA GPU, the only device its packed attention runs on"
+        yield Problem(f'model.attention_backend is "te" on {device.platform}', expected, change)
+
+
+@_rule("model.attention_backend")
+def _known_bad_kernels(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    """Padded rows too: they are told apart by segment id, so the same packed kernel computes them."""
+    backend, capability = config.model.attention_backend, device.compute_capability
+    for bad in KNOWN_BAD_KERNELS:
+        if backend == bad.backend and device.platform != "cpu" and capability in (bad.compute_capability, None):
+            where = f"compute capability {capability or 'unknown'} ({device.kind})"
+            yield Problem(
+                f'model.attention_backend is "{backend}" on {where}',
+                f"any but {bad.compute_capability}, where {bad.fault}",
+                "set model.attention_backend to xla",
+                is_warning=capability is None,
+            )
+
+
+# --- the optimization ---
+
+
+@_rule("train.steps", "train.warmup_steps")
+def _warmup(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    steps, warmup = config.train.steps, config.train.warmup_steps
+    if warmup > steps:
+        found = f"train.warmup_steps is {warmup} in a run of {steps} steps"
+        change = f"set train.warmup_steps to {steps} or less"
+        yield Problem(found, "a warm-up that ends, so that the peak is reached", change, is_warning=True)
+
+
+@_rule("train.learning_rate", "train.min_learning_rate")
+def _learning_rates(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    peak, least = config.train.learning_rate, config.train.min_learning_rate
+    if least > peak:
+        found = f"train.min_learning_rate {least} is above train.learning_rate {peak}"
+        change = f"set train.min_learning_rate to {peak} or less"
+        yield Problem(found, "a learning rate that falls", change, is_warning=True)
+
+
+@_rule("train.beta1", "train.beta2", "train.clip_norm")
+def _adamw(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    for name in ("beta1", "beta2"):
+        beta = getattr(config.train, name)
+        if beta >= 1:
+            yield Problem(f"train.{name} is {beta}", "less than 1", f"set train.{name} to 0.9 or 0.95, say")
+    if config.train.clip_norm == 0:
+        change = "raise train.clip_norm; a large one clips nothing"
+        yield Problem("train.clip_norm is 0, which scales every gradient to 0", "more than 0", change)
