@@ -95,7 +95,9 @@ def init_state(config: Config, mesh: Mesh) -> TrainState:
         params, buffers = (nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, Buffer))
         return TrainState(jnp.zeros((), jnp.int32), params, buffers, make_optimizer(config).init(params))
 
-    return jax.jit(make, out_shardings=NamedSharding(mesh, PartitionSpec()))()
+    # It runs once: on a CPU compiling is most of its time, and halves without the compiler's optimizations.
+    once = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+    return jax.jit(make, out_shardings=NamedSharding(mesh, PartitionSpec()), compiler_options=once)()
 
 
 def loss_and_gradient(

@@ -90,6 +90,7 @@ def train(config: Config, workdir: Path) -> list[dict[str, Any]]:
     metrics_file = MetricsFile(workdir / "metrics.jsonl", keep_up_to=first)
 
     # --- steps ---
+    print("compiling the training step", flush=True)
     history: list[dict[str, Any]] = []
     batch, report = next(loader)
     for step in range(first + 1, config.train.steps + 1):
