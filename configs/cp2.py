@@ -17,7 +17,7 @@ def config() -> Config:
         # with 0.4% of padding and up to 8,185 mel frames. Tokens run out first, whatever the mesh.
         data=DataConfig(capacity=2048, max_documents=64, audio_capacity=9216),
         model=ModelConfig(
-            # The longest recording has 8.3 s, so none is cut; a rank's share of audio can be as small as this.
+            # The longest recording has 8.3 s, so none is cut. A rank's share of audio must hold one chunk.
             encoder=EncoderConfig(chunk_seconds=10.0),
             llm=LLMConfig(),
         ),

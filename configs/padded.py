@@ -15,6 +15,6 @@ from jaxthd.config import Config, load_config
 
 def config() -> Config:
     base = load_config(Path(__file__).with_name("single.py"))
-    # The longest synthetic document has 208 tokens; 1008 mel frames are one encoder chunk.
+    # The longest synthetic document takes 207 tokens; 1008 mel frames hold one encoder chunk.
     rows = replace(base.data, packing="padded", rows=44, capacity=208, audio_capacity=1008)
     return replace(base, data=rows)

@@ -51,7 +51,7 @@ class DataConfig:
     packing: Literal["first_fit", "best_fit", "padded"] = "first_fit"
     """How documents fill buffers: grain's first-fit or best-fit packer, or "padded": one document a row."""
     rows: int = 1
-    """Buffers a step, over all data ranks. Each row is a stream of its own, so the mesh never changes the data."""
+    """Buffers a step, over all data ranks. Each is a stream of its own: the mesh never changes the data."""
     capacity: int = 2048
     """Token slots of a buffer."""
     max_documents: int = 64
@@ -91,7 +91,7 @@ class EncoderConfig:
     scale_input: bool = True
     """Multiply the subsampled features by sqrt(dim)."""
     chunk_seconds: float = 30.0
-    """Audio longer than this is encoded in pieces of this length. A property of the model, not of the mesh."""
+    """Longer audio is encoded in pieces of this length. A property of the model, not of the mesh."""
 
     @property
     def chunk_frames(self) -> int:
@@ -101,7 +101,7 @@ class EncoderConfig:
 
 @dataclass(frozen=True)
 class LLMConfig:
-    """Hybrid Mamba2/attention decoder (Nemotron-H, Nemotron-3). Field names follow the layers' definitions."""
+    """Hybrid Mamba2/attention decoder (Nemotron-H, Nemotron-3). Names follow the layers' definitions."""
 
     pattern: str = "M-M*-"
     """One letter a block: M Mamba2, * attention, - MLP, E mixture of experts."""
@@ -220,7 +220,7 @@ class Config:
 def load_config(path: str | Path) -> Config:
     """The Config that the Python file at `path` describes: what its function config() returns.
 
-    The file runs as a module of its own, anew at every call, and nothing is added to sys.path. One that varies
+    The file runs as a module of its own, anew at every call; nothing is added to sys.path. One that varies
     its neighbour loads that: replace(load_config(Path(__file__).with_name("cp2.py")), mesh=MeshConfig()).
     Raises FileNotFoundError without such a file; ValueError for a file that is no Python or defines no
     config(); TypeError when config() returns something else.

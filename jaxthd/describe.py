@@ -6,6 +6,7 @@ Shapes only: no parameter is made, and no device of the mesh is needed.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +31,18 @@ _EXPERTS = {
     "latent_out": "latent projection",
 }
 _CONFORMER = {"ffn1": "feed-forward", "ffn2": "feed-forward", "attention": "attention", "conv": "convolution"}
-_ORDER = ("embedding", *_LETTERS.values(), "RMSNorms", "head", "subsampling", *_CONFORMER.values(), "LayerNorms")
+_ORDER = (
+    "embedding",
+    *_LETTERS.values(),
+    "RMSNorms",
+    "head",
+    "subsampling",
+    *_CONFORMER.values(),
+    "LayerNorms",
+)
 
-Path = tuple[str | int, ...]
+Path = tuple[Any, ...]
+"""Names and numbers, from the root of the module tree to a parameter."""
 
 
 @dataclass
@@ -81,22 +91,24 @@ def _group(path: Path, units: list[str], config: Config) -> tuple[str, str, int]
         case ("decoder", *_):
             return "LLM", "RMSNorms", len(pattern) + 1
         case ("encoder", "blocks", str(name), *_):
-            return "encoder", _CONFORMER.get(name, "LayerNorms"), layers
+            return "encoder", _CONFORMER.get(name, "LayerNorms" if name.startswith("norm") else name), layers
         case ("encoder", str(name), *_):
             return "encoder", name, 1
-        case (str(name), *_):
-            return ("adapter" if name == "adapter" else "LLM"), name, 1
-    raise ValueError(f"the model holds a parameter at {path}; expected a path that starts with a name")
+        case _:
+            return ("adapter" if path[0] == "adapter" else "LLM"), str(path[0]), 1
 
 
 def _active_share(name: str, config: Config) -> float:
     llm = config.model.llm
-    return {"embedding": 1 / llm.vocab_size, "E routed experts": llm.experts_per_token / llm.experts}.get(name, 1)
+    shares = {"embedding": 1 / llm.vocab_size, "E routed experts": llm.experts_per_token / llm.experts}
+    return shares.get(name, 1.0)
 
 
 def _array_name(path: Path) -> str:
     """The last names of a path, without those of the tree around the group and of a Linear's matrix."""
-    names = [str(p) for p in path if isinstance(p, str) and p not in ("units", "blocks", "decoder", "encoder")]
+    names = [
+        str(p) for p in path if isinstance(p, str) and p not in ("units", "blocks", "decoder", "encoder")
+    ]
     if "mixer" in names:
         names = names[names.index("mixer") + 1 :]
     return ".".join(names[:-1] if names[-1] == "w" else names)
@@ -129,21 +141,24 @@ def describe(config: Config) -> str:
     """The parameter table, the totals, and the bytes on a device, as aligned text."""
     groups = parameter_groups(config)
     total = sum(g.parameters for g in groups)
-    rows = [("", "group", "copies", "parameters", "share", "active a token", "largest array")]
+    rows: list[tuple[str, ...]] = [
+        ("", "group", "copies", "parameters", "share", "active a token", "largest array")
+    ]
+
+    def numbers(copies: str, parameters: int, active: int | None) -> tuple[str, ...]:
+        return copies, f"{parameters:,}", f"{parameters / total:.2%}", "" if active is None else f"{active:,}"
+
     for part in PARTS:
         of_part = [g for g in groups if g.part == part]
+        is_llm = part == "LLM"
         for g in of_part:
             name, shape = g.largest
-            array = f"{name} {' x '.join(map(str, shape))}"
-            active = f"{g.active:,}" if part == "LLM" else ""
-            numbers = (f"{g.copies}", f"{g.parameters:,}", f"{g.parameters / total:.2%}", active)
-            rows.append((part, g.name, *numbers, array))
+            counts = numbers(f"{g.copies}", g.parameters, g.active if is_llm else None)
+            rows.append((part, g.name, *counts, f"{name} {' x '.join(map(str, shape))}"))
         if len(of_part) > 1:
-            parameters, active = sum(g.parameters for g in of_part), sum(g.active for g in of_part)
-            rows.append((part, "in all", "", f"{parameters:,}", f"{parameters / total:.2%}", "", ""))
-            if part == "LLM":
-                rows[-1] = (*rows[-1][:5], f"{active:,}", "")
-    rows.append(("model", "in all", "", f"{total:,}", "100.00%", "", ""))
+            active = sum(g.active for g in of_part) if is_llm else None
+            rows.append((part, "in all", *numbers("", sum(g.parameters for g in of_part), active), ""))
+    rows.append(("model", "in all", *numbers("", total, None), ""))
     return f"{_aligned(rows, left=(0, 1, 6))}\n\n{_memory(config)}"
 
 
@@ -152,19 +167,20 @@ def _memory(config: Config) -> str:
     dtype = "float64" if config.model.dtype == "float64" else "float32"
     rows = [(f"state on a device ({dtype})", "replicated, as today", f"if sharded over data ({mesh.data})")]
     for name, size in (*sizes.items(), ("in all", sum(sizes.values()))):
-        rows.append((name, _gib(size), _gib(size / mesh.data)))
+        rows.append((name, _gib(size), _gib(size // mesh.data)))
     return (
         f"{_aligned(rows, left=(0,))}\n\n"
-        f"Mesh (data, context, pipeline, tensor) = {mesh.sizes}: {mesh.devices} devices, of which each holds the "
-        "whole state today.\nActivations, the batch and copies in the compute dtype come on top."
+        f"Mesh (data, context, pipeline, tensor) = {mesh.sizes}: {mesh.devices} devices, "
+        "of which each holds the whole state today.\n"
+        "Activations, the batch and copies in the compute dtype come on top."
     )
 
 
-def _gib(size: float) -> str:
+def _gib(size: int) -> str:
     return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.2f} MiB"
 
 
-def _aligned(rows: list[tuple[str, ...]], left: tuple[int, ...]) -> str:
+def _aligned(rows: Sequence[tuple[str, ...]], left: tuple[int, ...]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
 
     def cell(text: str, column: int) -> str:

@@ -48,7 +48,8 @@ def main(argv: list[str] | None = None) -> None:
     simulated = simulate_devices(config.mesh.devices)
     if simulated:
         print(f"no accelerator found: {config.mesh.devices} CPU devices are simulated")
-    for warning in validate(config, DeviceFacts.of_this_machine()):
+    vocabulary = load_tokenizer(config.data.tokenizer).vocab_size
+    for warning in validate(config, DeviceFacts.of_this_machine(vocabulary)):
         print(f"warning: {warning}", file=sys.stderr)
     train(config, workdir)
 

@@ -48,7 +48,7 @@ class DeviceFacts:
             devices=jax.device_count(),
             kind=first.device_kind,
             compute_capability=getattr(first, "compute_capability", None),
-            x64=bool(jax.config.jax_enable_x64),
+            x64=bool(jax.config.read("jax_enable_x64")),
             vocabulary=vocabulary,
         )
 
@@ -114,8 +114,8 @@ def problems(config: Config, device: DeviceFacts) -> list[Problem]:
     """Everything wrong or doubtful about the configuration: faulty values first, then by rule."""
     faulty = {path: problem for path, hint, value in _leaves(config) for problem in _fault(path, hint, value)}
 
-    def is_faulty(path: str) -> bool:
-        return any(path == bad or path.startswith(f"{bad}.") for bad in faulty)
+    def is_faulty(read: str) -> bool:
+        return any(f"{read}.".startswith(f"{bad}.") or bad.startswith(f"{read}.") for bad in faulty)
 
     sound = [rule for rule in RULES if not any(map(is_faulty, rule.reads))]
     return [*faulty.values(), *(problem for rule in sound for problem in rule.check(config, device))]
@@ -194,7 +194,9 @@ def _devices(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     if device.devices < need:
         yield Problem(found, "one device for each place on the mesh", "lower mesh.data or mesh.context")
     elif device.devices > need:
-        change = f"raise mesh.data or mesh.context, or ignore this if the other {device.devices - need} may idle"
+        change = (
+            f"raise mesh.data or mesh.context, or ignore this if the other {device.devices - need} may idle"
+        )
         yield Problem(found, "all devices in use", change, is_warning=True)
 
 
@@ -239,10 +241,11 @@ def _chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Pr
 def _round_to(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     unit, capacity = config.data.round_to, config.data.capacity
     if capacity % unit:
+        divisor = math.gcd(unit, capacity)
         yield Problem(
             f"data.round_to is {unit} with data.capacity {capacity}",
             "a divisor of the capacity, or its last slots can never be filled",
-            f"set data.capacity to {_multiples(capacity, unit)}, or data.round_to to {math.gcd(unit, capacity)}",
+            f"set data.capacity to {_multiples(capacity, unit)}, or data.round_to to {divisor}",
         )
 
 
@@ -270,7 +273,7 @@ def _audio_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Problem]:
         shorter = f", or model.encoder.chunk_seconds to {seconds} or less" if seconds >= 0.02 else ""
         yield Problem(
             f"data.audio_capacity {frames} gives each of {ranks} audio ranks {share} mel frames",
-            f"{longest} or more, the longest encoder chunk (chunk_seconds {encoder.chunk_seconds} and a tail)",
+            f"{longest} or more, an encoder chunk of chunk_seconds {encoder.chunk_seconds} and a tail",
             f"set data.audio_capacity to {ranks * longest} or more{shorter}",
         )
     elif frames % unit:
@@ -324,7 +327,7 @@ def _encoder_heads(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     dim, heads = config.model.encoder.dim, config.model.encoder.heads
     if dim % 2:
         expected = "an even number: half of the position encoding are sines, half cosines"
-        yield Problem(f"model.encoder.dim is {dim}", expected, f"set it to {dim + 1}")
+        yield Problem(f"model.encoder.dim is {dim}", expected, f"set model.encoder.dim to {dim + 1}")
     if dim % heads:
         yield Problem(
             f"model.encoder.dim is {dim} with {heads} heads",
@@ -338,7 +341,8 @@ def _conv_kernel(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     taps = config.model.encoder.conv_kernel
     if taps % 2 == 0:
         expected = "an odd number: as many taps before a frame as behind it"
-        yield Problem(f"model.encoder.conv_kernel is {taps}", expected, f"set it to {taps - 1} or {taps + 1}")
+        change = f"set model.encoder.conv_kernel to {taps - 1} or {taps + 1}"
+        yield Problem(f"model.encoder.conv_kernel is {taps}", expected, change)
 
 
 # --- the decoder ---
@@ -377,7 +381,8 @@ def _dt_limit(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     low, high = config.model.llm.mamba_dt_limit
     if "M" in config.model.llm.pattern and not 0 <= low < high:
         expected = "0 <= lower < upper, as they clamp a time step"
-        yield Problem(f"model.llm.mamba_dt_limit is ({low}, {high})", expected, "correct it; (0.0, inf) is none")
+        change = "set model.llm.mamba_dt_limit to (0.0, inf), which clamps nothing"
+        yield Problem(f"model.llm.mamba_dt_limit is ({low}, {high})", expected, change)
 
 
 @_rule("model.llm.pattern", "model.llm.experts", "model.llm.experts_per_token")
@@ -411,13 +416,17 @@ def _dtype(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     dtype = config.model.dtype
     if dtype == "float64" and not device.x64:
         change = "set model.dtype to float32, or JAX_ENABLE_X64=1 in the environment"
-        yield Problem("model.dtype is float64 with jax's 64-bit mode off", "it on, as only tests need", change)
+        yield Problem(
+            "model.dtype is float64 with jax's 64-bit mode off", "it on, as only tests need", change
+        )
     elif dtype == "float64":
         change = "set model.dtype to float32 or bfloat16, unless this is a test"
         yield Problem("model.dtype is float64", "it in tests only, being slow", change, is_warning=True)
     elif dtype == "bfloat16" and device.platform == "cpu":
         change = "set model.dtype to float32 on a CPU"
-        yield Problem("model.dtype is bfloat16 on cpu", "it on GPUs, being slow here", change, is_warning=True)
+        yield Problem(
+            "model.dtype is bfloat16 on cpu", "it on GPUs, being slow here", change, is_warning=True
+        )
 
 
 @_rule("model.attention_backend")
@@ -436,7 +445,11 @@ def _known_bad_kernels(config: Config, device: DeviceFacts) -> Iterator[Problem]
     """Padded rows too: they are told apart by segment id, so the same packed kernel computes them."""
     backend, capability = config.model.attention_backend, device.compute_capability
     for bad in KNOWN_BAD_KERNELS:
-        if backend == bad.backend and device.platform != "cpu" and capability in (bad.compute_capability, None):
+        if (
+            backend == bad.backend
+            and device.platform != "cpu"
+            and capability in (bad.compute_capability, None)
+        ):
             where = f"compute capability {capability or 'unknown'} ({device.kind})"
             yield Problem(
                 f'model.attention_backend is "{backend}" on {where}',

@@ -2,14 +2,20 @@
 
 import os
 import tempfile
+from importlib.metadata import version
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8 "
     # A deadlock aborts instead of hanging.
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=60 "
-    "--xla_cpu_collective_call_terminate_timeout_seconds=120"
+    "--xla_cpu_collective_call_terminate_timeout_seconds=120 "
+    # Programs here are compiled once and run a few times: no optimization compiles in 60% of the time.
+    "--xla_backend_optimization_level=0"
 )
+if version("jaxlib").startswith("0.10."):
+    # And without the MLIR emitters in 35%. Later versions have no others, and abort on a flag they don't know.
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 from jaxtyping import install_import_hook
 

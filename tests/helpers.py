@@ -1,14 +1,20 @@
 """Ragged documents, their rows, and the comparison that DESIGN 16 defines."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from jaxthd.models.mixers import MoE
 from jaxthd.packing.layout import context_permutation, inverse_permutation
 from jaxthd.packing.segments import Segments, make_segments
+from jaxthd.parallel.params import Buffer
 
 CAPACITY = 64
 CASES: dict[str, list[int]] = {
@@ -47,17 +53,20 @@ def context_mesh(context: int) -> Mesh:
 
 def on_context(
     mixer: Callable[..., Any], context: int, *, block: int
-) -> Callable[[Any, np.ndarray, np.ndarray, np.ndarray], tuple[Any, Any, Any]]:
+) -> Callable[[Any, Any, np.ndarray, np.ndarray, Any], tuple[Any, Any, Any]]:
     """A jitted (params, x [T, ...], ids [T], positions [T], cotangent) -> (y, dparams, dx) in document order.
 
-    mixer: (params, x_N.., segments) -> y_N... The row is laid out over `context` simulated devices.
+    mixer: (params, x_N.., segments) -> y_N... The row is laid out over `context` simulated devices. x, y and
+    the cotangent may be trees of such arrays; all may have a leading dim of rows, as ids [R, T] then has.
     """
-    spec = PartitionSpec("context")
+    spec = PartitionSpec(None, "context")
 
     def rank(params: Any, x: Any, ids: Any, positions: Any, cotangent: Any) -> tuple[Any, Any, Any]:
-        segments: Segments = make_segments(ids[None], positions[None], block=block, axis="context")
-        y, pull = jax.vjp(lambda params, x: mixer(params, x, segments), params, x)
-        dparams, dx = pull(cotangent)
+        segments: Segments = make_segments(ids, positions, block=block, axis="context")
+        flat_x, flat_cotangent = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), (x, cotangent))
+        y, pull = jax.vjp(lambda params, x: mixer(params, x, segments), params, flat_x)
+        dparams, dx = pull(flat_cotangent)
+        y, dx = jax.tree.map(lambda a: a.reshape(*ids.shape, *a.shape[1:]), (y, dx))
         return y, jax.lax.psum(dparams, "context"), dx
 
     mapped = jax.jit(
@@ -71,13 +80,70 @@ def on_context(
     )
 
     def run(params: Any, x: Any, ids: Any, positions: Any, cotangent: Any) -> tuple[Any, Any, Any]:
-        order = context_permutation(len(ids), context)
+        order = context_permutation(ids.shape[-1], context)
         back = inverse_permutation(order)
-        tokens = jax.tree.map(lambda a: a[order], (x, ids, positions, cotangent))
-        y, dparams, dx = mapped(params, *tokens)
-        return np.asarray(y)[back], dparams, jax.tree.map(lambda a: np.asarray(a)[back], dx)
+
+        def in_layout(a: np.ndarray) -> np.ndarray:
+            return a.reshape(-1, len(order), *a.shape[ids.ndim :])[:, order]
+
+        def in_document_order(a: jax.Array) -> np.ndarray:
+            return np.asarray(a)[:, back].reshape(*ids.shape, *a.shape[2:])
+
+        y, dparams, dx = mapped(params, *jax.tree.map(in_layout, (x, ids, positions, cotangent)))
+        return jax.tree.map(in_document_order, y), dparams, jax.tree.map(in_document_order, dx)
 
     return run
+
+
+def random_state(module: nnx.Module, seed: int = 0) -> tuple[nnx.GraphDef, Any, Any]:
+    """(structure, parameters, buffers) of a module made with Init: float64 NumPy arrays in nested dicts.
+
+    module: may be abstract (nnx.eval_shape); then nothing is computed or compiled.
+    No value is one that would hide an error, as a bias of 0 or a norm's weight of 1 would. Mamba's decay
+    rates |A| reach from 0.05 to 1000, its time steps from 0.007 to 0.3.
+    """
+    rng = np.random.default_rng(seed)
+
+    def value(path: tuple[Any, ...], variable: nnx.Variable) -> np.ndarray:
+        name, shape = path[-1], variable.shape
+        if name == "a_log":
+            rates = np.exp(np.linspace(np.log(0.05), np.log(1000.0), math.prod(shape)))
+            return np.log(rng.permutation(rates).reshape(shape))
+        if name == "dt_bias":
+            return rng.uniform(-5.0, -1.0, shape)
+        if name == "embedding":
+            return rng.normal(size=shape)
+        if variable.get_metadata("decayed"):
+            return rng.normal(size=shape) / math.sqrt(shape[-2])
+        around = 1.0 if name in ("weight", "variance", "d") else 0.0
+        return around + rng.uniform(-0.3, 0.3, shape)
+
+    graph, *states = nnx.split(module, nnx.Param, Buffer)
+    filled = []
+    for state in states:
+        flat = {path: value(path, variable) for path, variable in nnx.to_flat_state(state)}
+        filled.append(nnx.traversals.unflatten_mapping(flat))
+    return graph, *filled
+
+
+@contextmanager
+def top_k_margins() -> Iterator[list[float]]:
+    """Lists, for every MoE layer run by programs traced inside, the least gap over its real tokens between the
+    biased score of the last chosen expert and that of the first not chosen."""
+    original, margins = MoE.__call__, []
+
+    def call(self: MoE, x: Any, segments: Segments) -> Any:
+        scores = jax.nn.sigmoid(self.router(x)) + self.correction_bias[...]
+        ranked = -jnp.sort(-scores, axis=-1)
+        gap = ranked[:, self.per_token - 1] - ranked[:, self.per_token]
+        jax.debug.callback(lambda g: margins.append(float(g)), jnp.where(segments.valid, gap, jnp.inf).min())
+        return original(self, x, segments)
+
+    MoE.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield margins
+    finally:
+        MoE.__call__ = original  # type: ignore[method-assign]
 
 
 def assert_same(got: Any, want: Any, tolerance: float) -> None:

@@ -1,11 +1,13 @@
 """The run as a user sees it: metrics, one compilation, nothing lost silently, resumed bit for bit."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import soundfile
@@ -147,17 +149,41 @@ def test_interrupted_and_resumed_losses_are_bit_identical(
 
 def test_a_data_position_of_other_data_is_refused(uninterrupted: Path, manifest: Path):
     config = tiny(manifest)
-    other = replace(
-        config, data=replace(config.data, capacity=256), train=replace(config.train, steps=8)
-    )
+    other = replace(config, data=replace(config.data, capacity=256), train=replace(config.train, steps=8))
     with pytest.raises(ValueError, match="capacity"):
         train(other, uninterrupted)
+
+
+def test_the_command_simulates_the_devices_it_needs(manifest: Path, tmp_path: Path):
+    """As on a fresh machine: no environment variable is set, and the mesh needs four devices."""
+    (tmp_path / "tiny.py").write_text(
+        f"from pathlib import Path\nfrom tests.test_train import tiny\n\n\n"
+        f"def config():\n    return tiny(Path({str(manifest)!r}))\n"
+    )
+    plain = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
+    command = [sys.executable, "-m", "jaxthd.train", "--config", tmp_path / "tiny.py", "--workdir", tmp_path]
+    ran = subprocess.run(
+        [*map(str, command), "--train.steps", "2", "--data.validation-manifest", ""],
+        capture_output=True,
+        text=True,
+        env=plain | cache,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "4 CPU devices are simulated" in ran.stdout
+    assert len(read_metrics(tmp_path)) == 2
 
 
 def test_help_lists_every_field_and_a_bad_field_is_refused():
     command = [sys.executable, "-m", "jaxthd.train"]
     shown = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True).stdout
-    for name in ("--mesh.context", "--data.manifest", "--data.capacity", "--data.max-documents", "--train.steps"):
+    for name in (
+        "--mesh.context",
+        "--data.manifest",
+        "--data.capacity",
+        "--data.max-documents",
+        "--train.steps",
+    ):
         assert name in shown
     assert "Ranks that share the tokens of a buffer" in shown
     wrong = subprocess.run(

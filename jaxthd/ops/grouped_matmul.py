@@ -45,8 +45,9 @@ def expert_layout(
     capacity = -(-n * k // block) + min(experts, n * k)
     first_row_E1 = jnp.append((end_E - blocks_E) * block, capacity * block)
     sorted_rows_A = jnp.minimum(first_row_E1[chosen_A[order_A]] + rank_A, capacity * block)
-    rows_A = jnp.zeros_like(chosen_A).at[order_A].set(sorted_rows_A)
-    tokens_M = jnp.full(capacity * block, n, jnp.int32).at[rows_A].set(jnp.arange(n * k) // k, mode="drop")
+    rows_A = jnp.zeros_like(sorted_rows_A).at[order_A].set(sorted_rows_A)
+    token_A = jnp.arange(n * k, dtype=jnp.int32) // k
+    tokens_M = jnp.full(capacity * block, n, jnp.int32).at[rows_A].set(token_A, mode="drop")
     expert_b = jnp.searchsorted(end_E, jnp.arange(capacity), side="right")
     return ExpertLayout(
         rows=rows_A.reshape(n, k).astype(jnp.int32),

@@ -1,0 +1,477 @@
+"""What context parallelism costs: memory, bytes on the wire and work, without a clock.
+
+    python scripts/bench_context.py [--check] [--quick] [--manifest MANIFEST]
+
+Everything is read from programs compiled for 8 simulated CPU devices (set up here) or counted in packed
+batches. --check exits 1 and lists the claims that fail:
+
+- memory of loss + gradient on one rank grows at most 2.2 times from 16k to 32k tokens, and what of it grows
+  is on each of 4 ranks at most 0.3 of that;
+- a Mamba layer exchanges the same bytes at 8k and 64k tokens, and those a formula gives;
+- attention executes the least number of blocks that the mask allows;
+- 64 experts cost at most 1.3 times the flops of 8.
+
+Bytes are those the busiest device receives with the usual ring algorithms, in float32; collectives inside a
+loop or a branch are refused, since the program's text does not tell how often they run.
+"""
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.data.manifest import read_manifest
+from jaxthd.data.pipeline import PackDocuments
+from jaxthd.mesh import CONTEXT, make_mesh
+from jaxthd.models.hybrid import Block
+from jaxthd.ops.grouped_matmul import expert_layout
+from jaxthd.packing.balance import attention_work, imbalance
+from jaxthd.packing.batch import Batch
+from jaxthd.packing.document import Document, encoder_frames
+from jaxthd.packing.layout import context_permutation
+from jaxthd.packing.pack import pack_row
+from jaxthd.packing.segments import KeyIntervals, make_segments
+from jaxthd.parallel.params import Buffer, Init
+from jaxthd.step import abstract_model, loss_and_gradient, model_graph
+
+UNOPTIMIZED: dict[str, str | bool] = {
+    "xla_backend_optimization_level": "0",
+    "xla_llvm_disable_expensive_passes": True,
+}
+"""Machine code is generated after memory and collectives are settled: half the time, the same figures."""
+
+TINY = ModelConfig(
+    encoder=EncoderConfig(num_mels=8, layers=1, dim=8, heads=1, ffn_dim=8, subsampling_channels=8),
+    llm=LLMConfig(
+        pattern="M*-E",
+        dim=64,
+        q_heads=4,
+        kv_heads=2,
+        head_dim=16,
+        ffn_dim=128,
+        mamba_heads=4,
+        mamba_head_dim=16,
+        mamba_state=16,
+        expert_dim=32,
+        shared_expert_dim=64,
+    ),
+)
+NANO = LLMConfig(
+    dim=2688, mamba_heads=64, mamba_head_dim=64, mamba_state=128, mamba_groups=8, expert_dim=1856
+)
+
+
+class Claim(NamedTuple):
+    text: str
+    holds: bool
+
+
+def compiled(function: Any, *arguments: Any) -> Any:
+    return jax.jit(function).lower(*arguments).compile(compiler_options=UNOPTIMIZED)
+
+
+def temporary_memory(context: int, tokens: int, model: ModelConfig = TINY) -> int:
+    """Bytes a device needs besides arguments and results, for loss + gradient of one text-only buffer."""
+    config = Config(mesh=MeshConfig(context=context), model=model)
+    mesh = make_mesh(config.mesh)
+    _, *states = nnx.split(abstract_model(config), nnx.Param, Buffer)
+    sizes = {"audio_capacity": 0, "num_mels": model.encoder.num_mels, "max_documents": 1}
+    batch, _ = pack_row([], capacity=tokens, context=context, **sizes)
+    program = compiled(loss_and_gradient(model_graph(config), mesh), *map(nnx.to_pure_dict, states), batch)
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def growing_part(at: dict[int, int]) -> float:
+    """{tokens: bytes} at two lengths -> the part of the longer one's bytes that is proportional to tokens."""
+    (short, least), (long, most) = sorted(at.items())
+    return (most - least) / (long - short) * long
+
+
+COLLECTIVE = re.compile(
+    r"^\s+(?:ROOT )?%?[\w.-]+ = (?P<shape>.+?) "
+    r"(?P<op>all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?P<start>-start)?\((?P<rest>.*)"
+)
+
+
+def received_bytes(program_text: str, devices: int) -> np.ndarray:
+    """Bytes each device receives in one run of a compiled program, float64 [devices].
+
+    Of a group of g: all-gather and all-to-all bring (g - 1) / g of the result, reduce-scatter g - 1 results,
+    all-reduce twice (g - 1) / g; a permutation brings the result to its targets.
+    Raises RuntimeError for a collective outside the program's entry: it may run many times, or never.
+    """
+    received, computation = np.zeros(devices), ""
+    for line in program_text.splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            computation = line
+        if (found := COLLECTIVE.match(line)) is None:
+            continue
+        op, rest = found["op"], found["rest"]
+        if not computation.startswith("ENTRY"):
+            raise RuntimeError(f"{op} in {computation.split()[0]}, outside the entry: cannot be counted once")
+        sizes = [_bytes_of(*array) for array in re.findall(r"(\w+)\[([\d,]*)\]", found["shape"])]
+        if found["start"] and op == "all-gather":
+            sizes = sizes[len(sizes) // 2 :]  # (operands, results)
+        elif found["start"] and op == "collective-permute":
+            sizes = sizes[1:2]  # (operand, result, ...)
+        size = sum(sizes)
+        if op == "collective-permute":
+            for target in re.findall(
+                r"\{\d+,(\d+)\}", rest.split("source_target_pairs=")[1].split("}}")[0] + "}"
+            ):
+                received[int(target)] += size
+            continue
+        g = _group_size(rest, devices)
+        share = {"all-reduce": 2 * (g - 1) / g, "reduce-scatter": g - 1}.get(op, (g - 1) / g)
+        received += size * share
+    return received
+
+
+def _bytes_of(dtype: str, dims: str) -> float:
+    bits = re.search(r"\d+", dtype)
+    return math.prod(int(n) for n in dims.split(",") if n) * (int(bits[0]) / 8 if bits else 1)
+
+
+def _group_size(rest: str, devices: int) -> int:
+    """Of a collective's replica_groups, in any of the ways XLA writes them."""
+    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
+        return len(found[1].split(","))
+    if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", rest):
+        return int(found[1])
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", rest):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+        return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", found[2]))
+    if "replica_groups={}" in rest:
+        return devices
+    raise RuntimeError(f"unknown replica_groups in {rest!r}: teach _group_size to read them")
+
+
+def layer_bytes(
+    kind: str, context: int, tokens: int, model: ModelConfig = TINY, *, recompute: bool = False
+) -> int:
+    """Bytes the busiest device receives in one block of the decoder, forward and backward.
+
+    Backward gives the gradients of input and parameters, before the sum of the latter over the ranks.
+    recompute: as in training, the forward pass runs again before the backward one (model.remat_llm).
+    """
+    mesh = make_mesh(MeshConfig(context=context))
+    block = nnx.eval_shape(lambda: Block(kind, model, Init(jax.random.key(0))))
+    graph, *states = nnx.split(block, nnx.Param, Buffer)
+
+    def rank(params: Any, buffers: Any, x_ND: Any, ids: Any, positions: Any, dy_ND: Any) -> Any:
+        segments = make_segments(ids, positions, block=model.attention_block, axis=CONTEXT)
+
+        def forward(p: Any, x_ND: Any) -> Any:
+            return nnx.merge(graph, p, buffers)(x_ND, segments)
+
+        y_ND, pull = jax.vjp(jax.checkpoint(forward) if recompute else forward, params, x_ND)
+        return y_ND, *pull(dy_ND)
+
+    everywhere, row, flat = PartitionSpec(), PartitionSpec(None, CONTEXT), PartitionSpec(CONTEXT)
+    step = jax.shard_map(
+        rank,
+        mesh=mesh,
+        in_specs=(everywhere, everywhere, flat, row, row, flat),
+        out_specs=(flat, everywhere, flat),
+        check_vma=False,
+    )
+    x_ND = jax.ShapeDtypeStruct((tokens, model.llm.dim), jnp.float32)
+    index = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+    program = compiled(step, *states, x_ND, index, index, x_ND)
+    return int(received_bytes(program.as_text(), context).max())
+
+
+def state_bytes(llm: LLMConfig, context: int, activation: int) -> int:
+    """What layer_bytes("M", ...) is to give for forward + backward: states all-gathered, convolution halos.
+
+    Two stretches a rank, a float32 state and decay each; the convolution's halo of `activation` bytes a
+    number comes from both neighbours. Backward sends as much again, the other way.
+    """
+    heads, inner = llm.mamba_heads, llm.mamba_heads * llm.mamba_head_dim
+    states = (context - 1) * 2 * (heads + inner * llm.mamba_state) * 4
+    channels = inner + 2 * llm.mamba_groups * llm.mamba_state
+    halos = min(context - 1, 2) * (llm.mamba_conv - 1) * channels * activation
+    return 2 * (states + halos)
+
+
+def all_to_all_bytes(llm: LLMConfig, context: int, activation: int, *, gate: bool) -> float:
+    """Bytes per token of the buffer when heads, not tokens, are spread during the scan; forward + backward.
+
+    x, B, C and dt go there (and the gate z where the whole in-projection does), y comes back.
+    """
+    inner = llm.mamba_heads * llm.mamba_head_dim
+    width = (3 if gate else 2) * inner + 2 * llm.mamba_groups * llm.mamba_state + llm.mamba_heads
+    return 2 * width * activation * (context - 1) / context**2
+
+
+def executed_blocks(batch: Batch, context: int, block: int) -> np.ndarray:
+    """Attention blocks that each rank visits at each ring step, int [context, context]; step 0 is local."""
+    row = PartitionSpec(None, CONTEXT)
+
+    def ranges(ids: Any, positions: Any) -> jax.Array:
+        segments = make_segments(ids, positions, block=block, axis=CONTEXT)
+        steps: tuple[KeyIntervals, ...] = (segments.local, *segments.remote)
+        return jnp.stack([(x.blocks[:, 1] - x.blocks[:, 0]).sum() for x in steps])[None]
+
+    mesh = make_mesh(MeshConfig(context=context))
+    count = jax.shard_map(
+        ranges, mesh=mesh, in_specs=(row, row), out_specs=PartitionSpec(CONTEXT), check_vma=False
+    )
+    return np.asarray(compiled(count, batch.segment_ids, batch.positions)(batch.segment_ids, batch.positions))
+
+
+def least_blocks(batch: Batch, context: int, block: int) -> np.ndarray:
+    """Blocks with at least one pair that the mask allows, as executed_blocks, by looking at every pair."""
+    ids = batch.segment_ids[0].astype(np.int16).reshape(context, -1)
+    index = context_permutation(ids.size, context).reshape(context, -1)
+    least = np.zeros((context, context), int)
+    edges = np.arange(0, ids.shape[1], block)
+    for rank in range(context):
+        for step in range(context):
+            source = (rank - step) % context
+            for start in edges:
+                q_ids, q_index = (x[rank, start : start + block, None] for x in (ids, index))
+                allowed = (q_ids == ids[source]) & (q_ids > 0) & (q_index >= index[source])
+                least[rank, step] += np.logical_or.reduceat(allowed.any(0), edges).sum()
+    return least
+
+
+def token_lengths(manifest: str) -> list[int]:
+    """Tokens of each document: encoder frames + bytes of text + end, or 1,000 seeded log-normal lengths."""
+    if not manifest:
+        return np.random.default_rng(0).lognormal(math.log(300), 1.2, 1000).astype(int).clip(1).tolist()
+    utterances, _ = read_manifest(manifest)
+    timed = [(u.text, u.duration) for u in utterances if u.duration is not None]
+    return [encoder_frames(round(100 * seconds)) + len(text.encode()) + 1 for text, seconds in timed]
+
+
+def buffers(lengths: Sequence[int], capacity: int, count: int) -> list[list[Document]]:
+    """The first buffers that the loader's packer fills from an endless shuffled stream of such documents.
+
+    Each buffer's documents are in order of arrival.
+    """
+    pack = PackDocuments(capacity=capacity, audio_capacity=8, max_documents=capacity, num_mels=1)
+    fitting = [n for n in lengths if n <= capacity]
+    times = math.ceil((pack.packing_bins + count) * capacity / sum(fitting))
+    stream = np.random.default_rng(0).permutation(np.tile(fitting, times))
+    documents = [
+        Document(str(i), np.zeros(n, np.int32), np.zeros(n, bool), np.ones(n, bool))
+        for i, n in enumerate(stream)
+    ]
+    rows = grain.MapDataset.source(documents).pipe(pack)
+    return [[documents[i] for i in sorted(map(int, row.report.keys))] for row in islice(rows, count)]
+
+
+def work(batch: Batch, context: int) -> np.ndarray:
+    return attention_work(batch.positions[0], batch.segment_ids[0], context)
+
+
+def layout_row(documents: Sequence[Document], capacity: int, context: int, *, ordered: bool) -> Batch:
+    sizes = {"audio_capacity": 0, "num_mels": 1, "max_documents": len(documents)}
+    seed = 0 if ordered else None
+    return pack_row(documents, capacity=capacity, context=context, order_seed=seed, **sizes)[0]
+
+
+def expert_flops(experts: int, per_token: int, *, tokens: int, block: int, dim: int, inner: int) -> int:
+    """Forward flops of the routed experts on randomly routed tokens: two products per executed block."""
+    chosen = np.random.default_rng(0).random((tokens, experts)).argsort(axis=1)[:, :per_token]
+    layout = expert_layout(jnp.asarray(chosen, jnp.int32), jnp.ones(tokens, bool), experts, block)
+    return int(layout.used) * block * 2 * dim * inner * 2
+
+
+def ragged_dot_flops(experts: int, rows: int, dim: int, inner: int) -> float:
+    """The same of jax.lax.ragged_dot on this backend, as the compiler counts them."""
+    shapes = ((rows, dim), jnp.float32), ((experts, dim, inner), jnp.float32), ((experts,), jnp.int32)
+    program = compiled(jax.lax.ragged_dot, *(jax.ShapeDtypeStruct(*s) for s in shapes))
+    return 2 * program.cost_analysis()["flops"]
+
+
+def show(title: str, columns: str, rows: Sequence[Sequence[Any]]) -> None:
+    """Prints a table; columns are separated by |."""
+    cells = [columns.split("|"), *([f"{x:,}" if isinstance(x, int) else str(x) for x in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    print(f"\n{title}")
+    for row in cells:
+        print("  " + "  ".join(x.rjust(width) for x, width in zip(row, widths, strict=True)), flush=True)
+
+
+def memory_section(contexts: Sequence[int], lengths: tuple[int, int]) -> list[Claim]:
+    at = {c: {t: temporary_memory(c, t) for t in lengths} for c in contexts}
+    short, long = lengths
+    growing = {c: growing_part(at[c]) for c in contexts}
+    rows = []
+    for c in contexts:
+        megabytes = (x / 1e6 for x in (at[c][short], at[c][long], at[c][long] - growing[c], growing[c]))
+        shares = (f"{x:.3f}" for x in (growing[c] / growing[1], at[c][long] / at[1][long]))
+        rows.append([c, *(f"{x:.2f}" for x in megabytes), *shares])
+    show(
+        f"Temporary memory of loss + gradient, MB a device; pattern {TINY.llm.pattern}, recomputation on",
+        f"context|{short:,} tokens|{long:,} tokens|fixed|growing|of context 1|fixed included",
+        rows,
+    )
+    times, share = at[1][long] / at[1][short], growing[4] / growing[1]
+    return [
+        Claim(
+            f"memory at context 1: {times:.2f} times from {short:,} to {long:,} tokens (<= 2.2)", times <= 2.2
+        ),
+        Claim(f"activation memory at context 4: {share:.3f} of context 1 (<= 0.3)", share <= 0.3),
+    ]
+
+
+def bytes_section(contexts: Sequence[int], lengths: tuple[int, int]) -> list[Claim]:
+    gathered = replace(TINY, context_exchange="all_gather")
+    layers: list[tuple[str, str, ModelConfig]] = [
+        ("M", "M", TINY),
+        ("* ring", "*", TINY),
+        ("* all_gather", "*", gathered),
+        ("-", "-", TINY),
+        ("E", "E", TINY),
+    ]
+    rows, claims = [], []
+    for name, kind, model in layers:
+        for context in contexts:
+            short, long = (layer_bytes(kind, context, t, model) for t in lengths)
+            rows.append(
+                [name, context, short, layer_bytes(kind, context, lengths[0], model, recompute=True), long]
+            )
+            if kind == "M":
+                formula = state_bytes(model.llm, context, 4)
+                text = f"Mamba at context {context}: {short:,} bytes at {lengths[0]:,} tokens, {long:,} at"
+                claims.append(Claim(f"{text} {lengths[1]:,}, formula {formula:,}", short == long == formula))
+    show(
+        "Bytes a device receives in a layer, forward + backward (float32, tiny dims)",
+        f"layer|context|at {lengths[0]:,} tokens|with recomputation|at {lengths[1]:,} tokens",
+        rows,
+    )
+    return claims
+
+
+def blocks_section(
+    contexts: Sequence[int], capacities: Sequence[int], manifest: str, count: int, block: int
+) -> list[Claim]:
+    lengths, rows, wrong = token_lengths(manifest), [], 0
+    for capacity in capacities:
+        packed = buffers(lengths, capacity, count)
+        for context in contexts:
+            given, batches = (
+                [layout_row(documents, capacity, context, ordered=ordered) for documents in packed]
+                for ordered in (False, True)
+            )
+            executed = [executed_blocks(batch, context, block) for batch in batches]
+            least = [least_blocks(batch, context, block) for batch in batches]
+            wrong += sum(int((e != n).sum()) for e, n in zip(executed, least, strict=True))
+            skipped = np.mean([e[:, 1:] == 0 for e in executed])
+            pairs = sum(work(batch, 1).sum() for batch in batches) / (np.sum(executed) * block**2)
+            uneven = [
+                np.mean([imbalance(work(b, context)) for b in laid_out]) for laid_out in (given, batches)
+            ]
+            uneven.append(np.mean([imbalance(e.sum(1)) for e in executed]))
+            full = np.mean([batch.segment_ids > 0 for batch in batches])
+            rows.append([capacity, context, sum(map(len, packed)), f"{full:.1%}", f"{skipped:.0%}"])
+            rows[-1] += [
+                int(np.sum(executed)),
+                int(np.sum(least)),
+                f"{pairs:.0%}",
+                *(f"{x:.3f}" for x in uneven),
+            ]
+    quantiles = ", ".join(f"{np.percentile(lengths, p):,.0f}" for p in (0, 50, 90, 99, 100))
+    source = Path(manifest).parent.name if manifest else "log-normal"
+    show(
+        f"Attention in blocks of {block}, {count} buffers of each capacity; {source} lengths, tokens at min, P50, P90,"
+        f" P99, max: {quantiles}.\n"
+        "Uneven: worst rank / mean, of predicted work in the given order, then ordered, and of blocks",
+        "capacity|context|documents|full|steps skipped|blocks|least|pairs allowed|uneven, given|ordered|in blocks",
+        rows,
+    )
+    return [
+        Claim(
+            f"attention executes the least blocks on {source} batches, {wrong} ring steps differ", not wrong
+        )
+    ]
+
+
+def show_crossover(contexts: Sequence[int], tokens: int = 32768) -> None:
+    rows = []
+    for context in contexts:
+        states = state_bytes(NANO, context, 2)
+        lean, whole = (all_to_all_bytes(NANO, context, 2, gate=gate) for gate in (False, True))
+        rows.append(
+            [
+                context,
+                *(f"{x / 1e6:.1f}" for x in (states, lean * tokens, whole * tokens)),
+                *(math.ceil(states / x) for x in (lean, whole)),
+            ]
+        )
+    show(
+        "Nemotron-3-Nano's Mamba layer, MB a device receives (bfloat16 activations, float32 states)",
+        f"context|states|all-to-all at {tokens:,}|with gate|states win from tokens|with gate",
+        rows,
+    )
+
+
+def experts_section(tokens: int) -> list[Claim]:
+    dim, inner, block = NANO.dim, NANO.expert_dim, TINY.expert_block
+    rows, claims = [], []
+    for per_token in (2, 6):
+        cost = partial(expert_flops, per_token=per_token, tokens=tokens, block=block, dim=dim, inner=inner)
+        few = cost(8)
+        assigned = tokens * per_token
+        for experts in (8, 64, 128):
+            ragged = ragged_dot_flops(experts, assigned, 512, 512) * (dim / 512) * (inner / 512)
+            ideal = assigned * 4 * dim * inner
+            rows.append([experts, per_token, f"{cost(experts) / 1e12:.3f}", f"{cost(experts) / few:.3f}"])
+            rows[-1] += [f"{cost(experts) / ideal:.3f}", f"{ragged / ideal:.2f}"]
+        ratio = cost(64) / few
+        text = f"64 experts cost {ratio:.3f} times the flops of 8 at top-{per_token} (at most 1.3)"
+        claims.append(Claim(text, ratio <= 1.3))
+    show(
+        f"Routed experts, forward, {tokens:,} tokens, {dim} x {inner}, blocks of {block}",
+        "experts|top-k|Tflop|of 8 experts|of the least|ragged_dot of the least",
+        rows,
+    )
+    return claims
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="exit 1 when a claim fails")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter buffers")
+    parser.add_argument("--manifest", default="", help="take durations from it; else log-normal lengths")
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+
+    quick = options.quick
+    contexts = (4,) if quick else (2, 4, 8)
+    claims = [
+        *memory_section((1, *contexts), (4096, 8192) if quick else (16384, 32768)),
+        *bytes_section(contexts, (2048, 8192) if quick else (8192, 65536)),
+        *blocks_section(contexts, (8192,) if quick else (8192, 16384, 32768), options.manifest, 3, 128),
+        *experts_section(4096),
+    ]
+    show_crossover((2, 4, 8))
+    print("\nClaims")
+    for claim in claims:
+        print(f"  {'holds' if claim.holds else 'FAILS'}  {claim.text}")
+    if options.check and not all(claim.holds for claim in claims):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""Mixers and decoder: packed equals each document alone, on every context size, by ring and by all-gather."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxthd.config import LLMConfig, ModelConfig
+from jaxthd.models.hybrid import HybridDecoder, repeated_units
+from jaxthd.models.mixers import MLP, Attention, Mamba2, MoE
+from jaxthd.parallel.params import Init
+from tests.helpers import (
+    CAPACITY,
+    CASES,
+    assert_same,
+    on_context,
+    random_state,
+    row_arrays,
+    spans,
+    top_k_margins,
+)
+
+NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+DIM = 32
+LLM = LLMConfig(
+    pattern="ME*-M",
+    dim=DIM,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=6,
+    ffn_dim=24,
+    mamba_heads=4,
+    mamba_head_dim=16,
+    mamba_state=8,
+    mamba_groups=2,
+    mamba_chunk=6,
+    experts=5,
+    experts_per_token=2,
+    expert_dim=7,
+    shared_expert_dim=9,
+    router_scale=2.5,
+)
+LATENT = {"latent_dim": 10, "experts_per_token": 3}
+MESHES = [(1, "ring"), (2, "ring"), (2, "all_gather"), (4, "ring"), (4, "all_gather")]
+PADDING = 30.0
+"""Size of what lies in padding, against 1 in documents: a leak shows."""
+
+
+def config(exchange: str, **llm: Any) -> ModelConfig:
+    return ModelConfig(
+        llm=LLMConfig(**(vars(LLM) | llm)),
+        context_exchange=exchange,  # type: ignore[arg-type]
+        attention_block=8,
+        expert_block=4,
+    )
+
+
+@functools.cache
+def models(exchange: str) -> dict[str, tuple[nnx.GraphDef, Any, Any]]:
+    """Name -> (structure, parameters, buffers) of every mixer and of a decoder with all of them."""
+    llm, latent = config(exchange), config(exchange, **LATENT)
+    makers = {
+        "M": lambda init: Mamba2(llm, init),
+        "*": lambda init: Attention(llm, init),
+        "-": lambda init: MLP(DIM, LLM.ffn_dim, llm, init),
+        "E": lambda init: MoE(llm, init),
+        "E latent": lambda init: MoE(latent, init),
+        "ME*-M": lambda init: HybridDecoder(llm, init),
+    }
+    made = {}
+    for seed, (name, make) in enumerate(makers.items()):
+        abstract = nnx.eval_shape(lambda make=make: make(Init(jax.random.key(0))))
+        made[name] = random_state(abstract, seed)
+    return made
+
+
+NAMES = tuple(models("ring"))
+
+
+@functools.cache
+def packed(context: int, exchange: str, dtype: str, names: tuple[str, ...] = NAMES) -> Any:
+    """All models in one program, each on an input of its own; called as on_context's result, without params."""
+    made = models(exchange)
+    state = {name: jax.tree.map(lambda x: x.astype(dtype), made[name][1:]) for name in names}
+
+    def apply(params: Any, x: Any, segments: Any) -> Any:
+        buffers = {name: state[name][1] for name in names}
+        return {n: nnx.merge(made[n][0], params[n], buffers[n])(x[n], segments) for n in names}
+
+    run = on_context(apply, context, block=8)
+    return functools.partial(run, {name: state[name][0] for name in names})
+
+
+@functools.cache
+def inputs(case: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """(x, cotangent) for every model; float32 numbers in float64, so that both dtypes mean the same."""
+    rng = np.random.default_rng([1, list(CASES).index(case)])
+    x, dy = ({n: rng.normal(size=(CAPACITY, DIM)).astype(np.float32) for n in NAMES} for _ in range(2))
+    real = sum(CASES[case])
+    for name in NAMES:
+        x[name][real:] *= PADDING
+        dy[name][real:] = 0
+    return x, dy
+
+
+def cast(tree: Any, dtype: str) -> Any:
+    return jax.tree.map(lambda a: a.astype(dtype), tree)
+
+
+@functools.cache
+def each_document_alone(case: str) -> tuple[Any, Any, Any]:
+    """Float64: (y, dparams, dx), every document computed alone in a buffer that is padding otherwise."""
+    x, dy = inputs(case)
+    y, dx = ({n: np.zeros((CAPACITY, DIM)) for n in NAMES} for _ in range(2))
+    total = None
+    for span in spans(CASES[case]):
+        length = span.stop - span.start
+        alone = [{n: np.full((CAPACITY, DIM), fill) for n in NAMES} for fill in (PADDING, 0.0)]
+        for whole, part in zip(alone, (x, dy), strict=True):
+            for name in NAMES:
+                whole[name][:length] = part[name][span]
+        with jax.enable_x64(True):
+            one_y, one_dparams, one_dx = packed(1, "ring", "float64")(alone[0], *row_arrays([length]), alone[1])
+        for whole, part in ((y, one_y), (dx, one_dx)):
+            for name in NAMES:
+                whole[name][span] = part[name][:length]
+        one_dparams = jax.tree.map(np.asarray, one_dparams)
+        total = one_dparams if total is None else jax.tree.map(np.add, total, one_dparams)
+    return y, total, dx
+
+
+@pytest.mark.parametrize(
+    ("context", "exchange", "dtype"),
+    [(*mesh, "float64") for mesh in MESHES]
+    + [(1, "ring", "float32"), (2, "all_gather", "float32"), (4, "ring", "float32")],
+)
+def test_packed_equals_each_document_alone(context, exchange, dtype):
+    """Outputs and gradients of inputs and of all parameters, for M * - E and the decoder; |A| up to 1000.
+
+    Both dtypes against float64.
+    """
+    for case, lengths in CASES.items():
+        x, dy = inputs(case)
+        with jax.enable_x64(dtype == "float64"):
+            run = packed(context, exchange, dtype)
+            y, dparams, dx = run(cast(x, dtype), *row_arrays(lengths), cast(dy, dtype))
+        real = sum(lengths)
+        want_y, want_dparams, want_dx = each_document_alone(case)
+        for name in NAMES:
+            assert y[name].dtype == dtype
+            got = (y[name][:real], dparams[name], dx[name])
+            want = (want_y[name][:real], want_dparams[name], want_dx[name])
+            for part, reference in zip(got, want, strict=True):
+                assert_same(part, reference, 1e-10 if dtype == "float64" else 1e-5)
+
+
+@pytest.mark.parametrize(("context", "exchange"), [(1, "ring"), (2, "all_gather"), (4, "ring")])
+def test_two_rows_equal_two_separate_rows(context, exchange):
+    """Rows of unlike documents on the same ranks; Mamba and attention are the ones that know of rows."""
+    names = ("M", "*")
+    for cases in zip(CASES, reversed(CASES), strict=True):
+        given = [tuple({n: t[n] for n in names} for t in inputs(case)) for case in cases]
+        x, dy = cast(jax.tree.map(lambda *rows: np.stack(rows), *given), "float64")
+        ids, positions = (np.stack(rows) for rows in zip(*(row_arrays(CASES[c]) for c in cases), strict=True))
+        with jax.enable_x64(True):
+            y, dparams, dx = packed(context, exchange, "float64", names)(x, ids, positions, dy)
+        want = [each_document_alone(case) for case in cases]
+        for name in names:
+            for row, case in enumerate(cases):
+                real = sum(CASES[case])
+                assert_same(y[name][row, :real], want[row][0][name][:real], 1e-10)
+                assert_same(dx[name][row], want[row][2][name], 1e-10)
+            assert_same(dparams[name], jax.tree.map(np.add, want[0][1][name], want[1][1][name]), 1e-10)
+
+
+def test_rounding_flips_no_choice_of_experts():
+    """What the float32 comparison above rests on: a top-k margin above 1e-4 in every layer for every token."""
+    names = ("E", "E latent", "ME*-M")
+    run = packed.__wrapped__(1, "ring", "float64", names)
+    with top_k_margins() as margins, jax.enable_x64(True):
+        for case, lengths in CASES.items():
+            x, dy = ({n: t[n] for n in names} for t in cast(inputs(case), "float64"))
+            run(x, *row_arrays(lengths), dy)
+        jax.effects_barrier()
+    assert len(margins) >= len(names) * len(CASES)
+    assert min(margins) > 1e-4
+
+
+@pytest.mark.parametrize("context", [1, 4])
+def test_padding_reaches_no_expert(context):
+    """Whatever gradient comes back to padding's outputs, router and routed experts get none of it."""
+    case = "mostly padding"
+    x, dy = cast(inputs(case), "float64")
+    noisy = {n: d + np.where(row_arrays(CASES[case])[0] == 0, PADDING, 0)[:, None] for n, d in dy.items()}
+    with jax.enable_x64(True):
+        run = packed(context, "ring", "float64")
+        quiet, loud = (run(x, *row_arrays(CASES[case]), d)[1] for d in (dy, noisy))
+    for name in ("E", "E latent"):
+        for part in ("router", "up", "down"):
+            assert_same(loud[name][part], quiet[name][part], 0)
+        assert np.any(loud[name]["shared"]["up"]["w"] != quiet[name]["shared"]["up"]["w"])
+
+
+def test_nano_is_traced_as_few_letters():
+    """14 of its 52 letters; what has no repeat stays one unit."""
+    assert repeated_units(NANO) == [("MEMEM*E", 5), ("ME", 3), ("M*E", 1), ("ME", 4)]
+    assert repeated_units("ME*-M") == [("ME*-M", 1)]
+
+
+def test_units_are_the_pattern_in_the_fewest_letters():
+    """Against exhaustive search, for random patterns."""
+
+    @functools.cache
+    def fewest(pattern: str) -> int:
+        if not pattern:
+            return 0
+        options = []
+        for size in range(1, len(pattern) + 1):
+            rest = pattern
+            while rest.startswith(pattern[:size]):
+                rest = rest[size:]
+                options.append(size + fewest(rest))
+        return min(options)
+
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        letters = "M*-E"[: rng.integers(1, 5)]
+        pattern = "".join(rng.choice(list(letters), size=rng.integers(1, 13)))
+        units = repeated_units(pattern)
+        assert "".join(unit * repeats for unit, repeats in units) == pattern
+        assert sum(len(unit) for unit, _ in units) == fewest(pattern)
+
+
+def test_an_unknown_letter_is_refused():
+    with pytest.raises(ValueError, match="unknown letter 'X' in model.llm.pattern; use M"):
+        nnx.eval_shape(lambda: HybridDecoder(config("ring", pattern="MX"), Init(jax.random.key(0))))

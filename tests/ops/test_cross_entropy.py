@@ -1,0 +1,98 @@
+"""Log-probabilities of supervised tokens: equal to log_softmax, at the cost of the supervised positions."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxthd.ops.cross_entropy as module
+from jaxthd.ops.cross_entropy import supervised_log_probs
+from tests.helpers import assert_same
+
+N, D, V = 37, 6, 29
+ROWS = 8
+COUNTS = (0, 1, 7, 8, 9, 24, 36, N)
+"""Supervised positions: none, in part-filled and in whole blocks of 8 rows, all."""
+
+
+def problem(count: int, dtype=np.float64):
+    """(h, head, targets, supervised, cotangent); logits up to several hundreds, so that exp alone overflows."""
+    rng = np.random.default_rng(count)
+    h, head, dlogp = (rng.normal(size=s).astype(dtype) for s in ((N, D), (V, D), (N,)))
+    h[::3] *= 50
+    targets = rng.integers(0, V, N).astype(np.int32)
+    targets[:4] = 0, V - 1, V - 2, 20
+    supervised = np.zeros(N, bool)
+    supervised[rng.permutation(N)[:count]] = True
+    return h, head, targets, supervised, dlogp
+
+
+@partial(jax.jit, static_argnums=5)
+def value_and_gradients(h, head, targets, supervised, dlogp, vocab_block):
+    logp, pull = jax.vjp(
+        lambda h, head: supervised_log_probs(h, head, targets, supervised, ROWS, vocab_block), h, head
+    )
+    return logp, *pull(dlogp)
+
+
+@jax.jit
+def reference(h, head, targets, supervised, dlogp):
+    def dense(h, head):
+        logp = jnp.take_along_axis(jax.nn.log_softmax(h @ head.T), targets[:, None], axis=1)[:, 0]
+        return jnp.where(supervised, logp, 0)
+
+    logp, pull = jax.vjp(dense, h, head)
+    return logp, *pull(dlogp)
+
+
+@pytest.mark.parametrize("vocab_block", [10, V, V + 1, 1])
+def test_equals_log_softmax(vocab_block):
+    """29 entries in blocks of 10 (the last reaches back), of 29, of more than there are, and of one."""
+    with jax.enable_x64(True):
+        for count in COUNTS:
+            got = value_and_gradients(*problem(count), vocab_block)
+            for part, want in zip(got, reference(*problem(count)), strict=True):
+                assert_same(part, want, 1e-10)
+            supervised = problem(count)[3]
+            assert not np.asarray(got[0])[~supervised].any()
+            assert not np.asarray(got[1])[~supervised].any()
+
+
+def test_float32_equals_float64():
+    for count in COUNTS:
+        got = value_and_gradients(*problem(count, np.float32), 10)
+        assert got[0].dtype == np.float32
+        with jax.enable_x64(True):
+            args = (x.astype(np.float64) if x.dtype == np.float32 else x for x in problem(count, np.float32))
+            want = reference(*args)
+        for part, whole in zip(got, want, strict=True):
+            assert_same(part, whole, 1e-5)
+
+
+def test_positions_not_supervised_reach_nothing():
+    """Not even NaN in them, or in their cotangent."""
+    for count in COUNTS:
+        h, head, targets, supervised, dlogp = problem(count, np.float32)
+        h[~supervised], dlogp[~supervised] = np.nan, np.nan
+        for part in value_and_gradients(h, head, targets, supervised, dlogp, 10):
+            assert np.isfinite(part).all()
+
+
+def test_executed_blocks_follow_the_supervised_positions(monkeypatch):
+    """ceil(supervised / 8) blocks of rows times 3 of the vocabulary, once forward and once backward."""
+    executed = []
+    original = module._logits
+
+    def counted(*args):
+        jax.debug.callback(lambda: executed.append(1))
+        return original(*args)
+
+    monkeypatch.setattr(module, "_logits", counted)
+    run = jax.jit(lambda *args: value_and_gradients.__wrapped__(*args, 10))
+    for count in COUNTS:
+        executed.clear()
+        jax.block_until_ready(run(*problem(count, np.float32)))
+        jax.effects_barrier()
+        assert len(executed) == 2 * 3 * -(-count // ROWS)

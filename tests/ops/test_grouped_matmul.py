@@ -1,0 +1,109 @@
+"""Grouped matrix products: equal to every token times its experts, at the cost of the blocks in use."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxthd.ops.grouped_matmul import combine, dispatch, expert_layout, grouped_matmul
+from tests.helpers import assert_same
+
+N, D, F, E = 23, 5, 3, 6
+SHAPES = [(1, 4), (2, 8), (3, 5)]
+"""(experts a token, rows of a block)."""
+
+
+def cases(k: int):
+    """Name -> (experts of every token, which tokens are routed)."""
+    rng = np.random.default_rng(k)
+    everyone = np.ones(N, bool)
+    spread = np.array([rng.permutation(E)[:k] for _ in range(N)], np.int32)
+    among_few = np.array([rng.permutation(k + 1)[:k] for _ in range(N)], np.int32)
+    only_one = np.arange(N) == 17
+    return {
+        "spread over all experts": (spread, everyone),
+        "some not routed": (spread, rng.random(N) < 0.6),
+        "most experts have no token": (among_few, rng.random(N) < 0.8),
+        "all on the same experts": (np.tile(np.arange(E - k, E, dtype=np.int32), (N, 1)), everyone),
+        "one token": (spread, only_one),
+        "none routed": (spread, ~everyone),
+    }
+
+
+@partial(jax.jit, static_argnums=5)
+def through_experts(x_ND, w_EDF, weights_Nk, chosen_Nk, routed_N, block):
+    layout = expert_layout(chosen_Nk, routed_N, E, block)
+    return combine(grouped_matmul(dispatch(x_ND, layout), w_EDF, layout.expert, layout.used), weights_Nk, layout)
+
+
+def dense(x_ND, w_EDF, weights_Nk, chosen_Nk, routed_N):
+    """Token by token: the sum of weight times x times the matrix of each of its experts."""
+    y_NkF = jnp.einsum("nd,nkdf->nkf", x_ND, w_EDF[chosen_Nk])
+    return jnp.where(routed_N[:, None], jnp.einsum("nk,nkf->nf", weights_Nk, y_NkF), 0)
+
+
+@pytest.mark.parametrize(("k", "block"), SHAPES)
+def test_equals_every_token_times_its_experts(k, block):
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        for chosen, routed in cases(k).values():
+            args = [jnp.asarray(rng.normal(size=s)) for s in ((N, D), (E, D, F), (N, k))]
+            dy = jnp.asarray(rng.normal(size=(N, F)))
+            y, pull = jax.vjp(lambda *args: through_experts(*args, chosen, routed, block), *args)  # noqa: B023
+            want, want_pull = jax.vjp(lambda *args: dense(*args, chosen, routed), *args)  # noqa: B023
+            dx, _, dweights = gradients = pull(dy)
+            assert_same(y, want, 1e-10)
+            for got, reference in zip(gradients, want_pull(dy), strict=True):
+                assert_same(got, reference, 1e-10)
+            assert not np.asarray(y)[~routed].any()
+            assert not np.asarray(dx)[~routed].any()
+            assert not np.asarray(dweights)[~routed].any()
+
+
+@pytest.mark.parametrize(("k", "block"), SHAPES)
+def test_layout_takes_as_few_blocks_as_the_tokens_of_each_expert_need(k, block):
+    """And every assignment has a row of its own, in a block of its expert."""
+    for chosen, routed in cases(k).values():
+        layout = jax.tree.map(np.asarray, expert_layout(jnp.asarray(chosen), jnp.asarray(routed), E, block))
+        load = np.bincount(chosen[routed].ravel(), minlength=E)
+        np.testing.assert_array_equal(layout.load, load)
+        assert layout.used == np.ceil(load / block).sum()
+        size = len(layout.expert) * block
+        rows = layout.rows[routed].ravel()
+        assert len(set(rows)) == len(rows)
+        assert (rows < layout.used * block).all()
+        np.testing.assert_array_equal(layout.expert[rows // block], chosen[routed].ravel())
+        np.testing.assert_array_equal(layout.tokens[rows], np.repeat(np.flatnonzero(routed), k))
+        assert (layout.rows[~routed] == size).all()
+        assert (np.delete(layout.tokens, rows) == N).all()
+
+
+def test_the_largest_number_of_blocks_fits():
+    """Loads of one more than whole blocks: no other load of as many assignments takes more blocks."""
+    chosen = np.repeat(np.arange(3, dtype=np.int32), [5, 1, 9])[:, None]
+    layout = expert_layout(jnp.asarray(chosen), jnp.ones(15, bool), 3, 4)
+    assert layout.used == 2 + 1 + 3 <= len(layout.expert)
+
+
+@pytest.mark.parametrize(("k", "block"), SHAPES)
+def test_blocks_not_in_use_are_not_executed(k, block):
+    """NaN in their rows, and in the matrices of experts that have no token, reaches nothing."""
+    chosen, routed = cases(k)["most experts have no token"]
+    layout = expert_layout(jnp.asarray(chosen), jnp.asarray(routed), E, block)
+    used = int(layout.used) * block
+    rng = np.random.default_rng(0)
+    x, dy = (rng.normal(size=(len(layout.expert) * block, s)).astype(np.float32) for s in (D, F))
+    x[used:], dy[used:] = np.nan, np.nan
+    w = rng.normal(size=(E, D, F)).astype(np.float32)
+    idle = np.asarray(layout.load) == 0
+    assert idle.sum() == E - k - 1
+    w[idle] = np.nan
+    y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, layout.expert, layout.used), *map(jnp.asarray, (x, w)))
+    dx, dw = pull(jnp.asarray(dy))
+    for z in (y, dx, dw):
+        assert np.isfinite(z).all()
+    assert not np.asarray(y)[used:].any()
+    assert not np.asarray(dx)[used:].any()
+    assert not np.asarray(dw)[idle].any()

@@ -1,0 +1,107 @@
+"""Config files: loading, its errors, and what the runs that are compared with each other share."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxthd.config import Config, EncoderConfig, MeshConfig, load_config
+from jaxthd.data.audio import chunk_audio
+from jaxthd.data.features import HOP
+from jaxthd.validate import DeviceFacts, validate
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+CPU = DeviceFacts("cpu", 2, "cpu")
+GPUS = DeviceFacts("gpu", 32, "NVIDIA H100", "9.0", vocabulary=131072)
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """Dotted path -> value."""
+
+    def flat(node: dict[str, Any], prefix: str) -> dict[str, Any]:
+        out = {}
+        for name, value in node.items():
+            out |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        return out
+
+    return flat(asdict(config), "")
+
+
+def changed(config: Config, base: Config) -> set[str]:
+    was = settings(base)
+    return {path for path, value in settings(config).items() if value != was[path]}
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
+def test_every_config_is_valid_without_a_warning_and_names_its_command(path: Path) -> None:
+    config = load_config(path)
+    assert validate(config, CPU if config.mesh.devices <= 2 else GPUS) == []
+    assert f"python -m jaxthd.train --config configs/{path.name}" in path.read_text()
+
+
+def test_runs_that_are_compared_differ_in_what_they_compare_only() -> None:
+    cp2, single, padded = (load_config(CONFIGS / f"{name}.py") for name in ("cp2", "single", "padded"))
+    assert changed(single, cp2) == {"mesh.context"}
+    batch = {"data.packing", "data.rows", "data.capacity", "data.audio_capacity"}
+    assert changed(padded, single) == batch
+
+
+def test_nano_is_the_model_of_its_table() -> None:
+    llm = load_config(CONFIGS / "nemotron3_nano.py").model.llm
+    counts = {letter: llm.pattern.count(letter) for letter in "M*-E"}
+    assert (len(llm.pattern), counts) == (52, {"M": 23, "*": 6, "-": 0, "E": 23})
+
+
+def test_a_config_file_may_vary_its_neighbour(tmp_path: Path) -> None:
+    """Two folders hold files of the same names: each finds its own neighbour, also when loaded in turn."""
+    base = "from jaxthd.config import *\ndef config(): return Config(data=DataConfig(rows={}))\n"
+    variant = (
+        "from dataclasses import replace\nfrom pathlib import Path\nfrom jaxthd.config import *\n"
+        "def config():\n"
+        "    base = load_config(Path(__file__).with_name('base.py'))\n"
+        "    return replace(base, mesh=MeshConfig(context=2))\n"
+    )
+    for rows in (3, 5):
+        folder = tmp_path / str(rows)
+        folder.mkdir()
+        (folder / "base.py").write_text(base.format(rows))
+        (folder / "variant.py").write_text(variant)
+    for rows in (3, 5, 3):
+        config = load_config(tmp_path / str(rows) / "variant.py")
+        assert (config.data.rows, config.mesh) == (rows, MeshConfig(context=2))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error", "fragment"),
+    [
+        ("missing.py", None, FileNotFoundError, "missing.py; expected a Python file with a function config"),
+        ("empty.py", "", ValueError, "defines no function config()"),
+        ("value.py", "config = 3", ValueError, "defines no function config()"),
+        ("dict.py", "def config(): return {}", TypeError, "returns dict; expected jaxthd.config.Config"),
+        ("run.yaml", "data: {}", ValueError, "ends in .py"),
+        ("broken.py", "def config(): return undefined", NameError, "undefined"),
+    ],
+)
+def test_errors_of_loading_say_what_to_change(
+    tmp_path: Path, name: str, text: str | None, error: type[Exception], fragment: str
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(error) as caught:
+        load_config(tmp_path / name)
+    assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize("seconds", [0.02, 0.29, 1.15, 10.0])
+def test_chunk_frames_is_the_longest_chunk_that_audio_is_cut_into(seconds: float) -> None:
+    chunk_samples = round(seconds * 100) * HOP
+    lengths = range(chunk_samples, 3 * chunk_samples, HOP // 2)
+    longest = max(len(c) // HOP for n in lengths for c in chunk_audio(np.zeros(n, np.float32), chunk_samples))
+    assert EncoderConfig(chunk_seconds=seconds).chunk_frames == longest
+
+
+def test_the_mesh_multiplies_out() -> None:
+    mesh = MeshConfig(data=2, context=3, pipeline=5, tensor=7)
+    assert (mesh.sizes, mesh.devices, mesh.audio_ranks) == ((2, 3, 5, 7), 210, 105)

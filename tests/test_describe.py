@@ -1,0 +1,100 @@
+"""The parameter table against sums by hand, and the bytes on a device."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, load_config
+from jaxthd.describe import Group, describe, main, parameter_groups, state_bytes
+from jaxthd.mesh import make_mesh
+from jaxthd.step import init_state
+
+NANO = Path(__file__).parents[1] / "configs" / "nemotron3_nano.py"
+SMALL = Config(
+    model=ModelConfig(
+        encoder=EncoderConfig(num_mels=16, layers=2, dim=16, heads=2, ffn_dim=32, subsampling_channels=8),
+        llm=LLMConfig(pattern="ME*-ME*-", dim=32, ffn_dim=48, mamba_heads=2, mamba_groups=1, latent_dim=8),
+    )
+)
+
+
+@cache
+def nano_groups() -> tuple[Group, ...]:
+    return tuple(parameter_groups(load_config(NANO)))
+
+
+def test_nano_has_the_published_size_by_group() -> None:
+    """By hand from the table of the architecture: 52 blocks, dim 2688, vocabulary 131072."""
+    dim, vocab, inner, shared = 2688, 131072, 64 * 64, 8 * 128
+    conv = inner + 2 * shared
+    mamba = dim * (2 * inner + 2 * shared + 64) + 4 * conv + conv + 3 * 64 + inner + inner * dim
+    by_hand = {
+        "embedding": vocab * dim,
+        "M Mamba2": 23 * mamba,
+        "* attention": 6 * dim * 128 * (32 + 2 + 2 + 32),
+        "E routed experts": 23 * 128 * 2 * dim * 1856,
+        "E router": 23 * dim * 128,
+        "E shared expert": 23 * 2 * dim * 3712,
+        "RMSNorms": 53 * dim,
+        "head": vocab * dim,
+    }
+    llm = {g.name: g.parameters for g in nano_groups() if g.part == "LLM"}
+    assert llm == by_hand
+    assert 31.5e9 < sum(llm.values()) < 31.7e9
+    active = sum(g.active for g in nano_groups() if g.part == "LLM")
+    routed, six = by_hand["E routed experts"], by_hand["E routed experts"] * 6 // 128
+    assert active == sum(by_hand.values()) - routed + six - by_hand["embedding"] + dim
+    assert 3.1e9 < active < 3.3e9
+
+
+def test_nanos_encoder_has_the_size_of_its_name() -> None:
+    assert 0.58e9 < sum(g.parameters for g in nano_groups() if g.part == "encoder") < 0.65e9
+
+
+def test_the_table_of_nano_in_text() -> None:
+    text = describe(load_config(NANO))
+    lines = text.splitlines()
+    assert any(line.split()[:4] == ["LLM", "in", "all", "31,577,937,344"] for line in lines)
+    assert any("routed experts" in line and line.endswith("down 128 x 1856 x 2688") for line in lines)
+    assert any(line.split() == ["parameters", "119.96", "GiB", "15.00", "GiB"] for line in lines)
+    assert "32 devices, of which each holds the whole state today" in text
+    header, *table = lines[: lines.index("")]
+    end = header.index("parameters") + len("parameters")
+    assert all(line[end - 1].isdigit() and line[end] == " " for line in table)
+
+
+def test_groups_and_bytes_are_those_of_the_state_that_training_makes() -> None:
+    """A pattern with every letter and a latent projection; counted on real arrays."""
+    state = init_state(SMALL, make_mesh(MeshConfig()))
+    groups = parameter_groups(SMALL)
+    assert sum(g.parameters for g in groups) == sum(x.size for x in jax.tree.leaves(state.params))
+    assert [g.name for g in groups] == [
+        "embedding", "M Mamba2", "* attention", "- MLP", "E routed experts", "E latent projection",
+        "E router", "E shared expert", "RMSNorms", "head", "subsampling", "feed-forward", "attention",
+        "convolution", "LayerNorms", "adapter",
+    ]  # fmt: skip
+    sizes = state_bytes(SMALL)
+    real = {"parameters": state.params, "gradients": state.params, "AdamW moments": state.opt_state}
+    real["batch statistics, router biases"] = state.buffers
+    for name, tree in real.items():
+        assert sizes[name] == sum(x.nbytes for x in jax.tree.leaves(tree)), name
+
+
+def test_float64_doubles_the_bytes() -> None:
+    jax.config.update("jax_enable_x64", True)
+    try:
+        double = state_bytes(replace(SMALL, model=replace(SMALL.model, dtype="float64")))
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    assert double["parameters"] == 2 * state_bytes(SMALL)["parameters"]
+
+
+def test_the_command_takes_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--config", str(NANO), "--mesh.data", "16", "--model.llm.pattern", "ME"])
+    text = capsys.readouterr().out
+    assert "(16, 4, 1, 1): 64 devices" in text
+    assert "if sharded over data (16)" in text
+    assert "* attention" not in text

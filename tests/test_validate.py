@@ -1,0 +1,275 @@
+"""The validator: each rule's error or warning; its advice works; it agrees with the packer it guards."""
+
+import copy
+import math
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from jaxthd.config import Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
+from jaxthd.data.pipeline import PackDocuments
+from jaxthd.packing.document import Document, encoder_frames
+from jaxthd.validate import RULES, ConfigError, DeviceFacts, problems, validate
+
+CPU = DeviceFacts("cpu", 8, "cpu")
+GPU = DeviceFacts("gpu", 1, "NVIDIA H100", "9.0")
+BLACKWELL = DeviceFacts("gpu", 1, "NVIDIA RTX 5090", "12.0")
+UNKNOWN = DeviceFacts("gpu", 1, "some GPU")
+
+
+def with_changes(changes: dict[str, Any]) -> Config:
+    """The default Config with dotted paths set, even to faulty types, which constructors refuse here."""
+    config = copy.deepcopy(Config())
+    for path, value in changes.items():
+        *groups, name = path.split(".")
+        node: Any = config
+        for group in groups:
+            node = getattr(node, group)
+        object.__setattr__(node, name, value)
+    return config
+
+
+class Case(NamedTuple):
+    """A change, and a fragment of the one error (or warning) that it causes."""
+
+    changes: dict[str, Any]
+    fragment: str
+    device: DeviceFacts = CPU
+    is_warning: bool = False
+
+
+CASES = [
+    # Faulty in themselves.
+    Case({"mesh.context": 0}, "mesh.context is 0; expected 1 or more"),
+    Case({"data.rows": 0}, "data.rows is 0; expected 1 or more"),
+    Case({"data.capacity": -8}, "data.capacity is -8; expected 1 or more"),
+    Case({"data.max_documents": 0}, "data.max_documents is 0; expected 1 or more"),
+    Case({"data.packing_bins": 0}, "data.packing_bins is 0; expected 1 or more"),
+    Case({"data.round_to": 0}, "data.round_to is 0; expected 1 or more"),
+    Case({"data.audio_capacity": -8}, "data.audio_capacity is -8; expected 0 or more"),
+    Case({"model.attention_block": 0}, "model.attention_block is 0; expected 1 or more"),
+    Case({"model.encoder.chunk_seconds": 0.01}, "chunk_seconds is 0.01; expected 0.02 or more"),
+    Case(
+        {"model.encoder.chunk_seconds": math.inf}, "chunk_seconds is inf; expected 0.02 or more, and finite"
+    ),
+    Case({"train.steps": 0}, "train.steps is 0; expected 1 or more"),
+    Case({"train.checkpoint_every": 0}, "train.checkpoint_every is 0; expected 1 or more"),
+    Case({"train.learning_rate": -1e-3}, "train.learning_rate is -0.001; expected 0 or more"),
+    Case({"train.learning_rate": math.nan}, "train.learning_rate is nan; expected a value of type float"),
+    Case({"train.beta1": -0.1}, "train.beta1 is -0.1; expected 0 or more"),
+    Case({"data.rows": "4"}, "data.rows is '4'; expected a value of type int"),
+    Case({"data.rows": True}, "data.rows is True; expected a value of type int"),
+    Case(
+        {"data.packing": "best"}, "data.packing is 'best'; expected one of 'first_fit', 'best_fit', 'padded'"
+    ),
+    Case({"model.dtype": "float16"}, "expected one of 'float32', 'bfloat16', 'float64'"),
+    Case({"model.llm.mamba_dt_limit": (0.0,)}, "mamba_dt_limit is (0.0,); expected a value of type tuple"),
+    Case({"mesh": None}, "mesh is None; expected a value of type MeshConfig"),
+    # The mesh and the machine.
+    Case({"mesh.pipeline": 2, "data.audio_capacity": 16000}, "only the axes data and context work so far"),
+    Case({"mesh.tensor": 4, "data.audio_capacity": 16000}, "set mesh.tensor to 1"),
+    Case({"mesh.context": 2}, "1 devices (NVIDIA H100) for a mesh of 2", GPU),
+    Case({}, "the other 1 may idle", DeviceFacts("gpu", 2, "NVIDIA H100", "9.0"), True),
+    Case({"mesh.data": 2, "data.rows": 3}, "set data.rows to 2 or 4"),
+    Case({"mesh.data": 2}, "set data.rows to 2"),
+    Case({"mesh.context": 2, "data.capacity": 2050}, "set data.capacity to 2048 or 2052"),
+    Case({"mesh.context": 3, "data.audio_capacity": 24000}, "set data.capacity to 2046 or 2052"),
+    Case(
+        {"mesh.context": 4, "data.capacity": 8, "model.llm.mamba_conv": 4, "data.audio_capacity": 0}
+        | {"data.prompt": "", "data.max_documents": 8},
+        "holds 1 tokens; expected 3 or more",
+    ),
+    # Buffers.
+    Case({"data.round_to": 10}, "set data.capacity to 2040 or 2050, or data.round_to to 2"),
+    Case({"data.max_documents": 4096}, "data.max_documents is 4096 for a buffer of 2048", is_warning=True),
+    Case({"data.audio_capacity": 16004}, "set data.audio_capacity to 16000 or 16008"),
+    Case({"mesh.context": 2, "data.audio_capacity": 8008}, "set data.audio_capacity to 8000 or 8016"),
+    Case(
+        {"mesh.context": 8},
+        "8 audio ranks 2000 mel frames; expected 3008 or more, an encoder chunk of chunk_seconds 30.0 and a "
+        "tail: set data.audio_capacity to 24064 or more, or model.encoder.chunk_seconds to 19.99 or less",
+    ),
+    Case({"data.audio_capacity": 7}, "gives each of 1 audio ranks 0 mel frames"),
+    Case({"data.capacity": 256}, "recordings over 20.48 s are left out; expected 376", is_warning=True),
+    Case({"data.prompt": "Transcribe."}, "holds {audio} 0 times; expected exactly once"),
+    Case({"data.prompt": "{audio} or {audio}"}, "holds {audio} 2 times; expected exactly once"),
+    Case({"data.audio_capacity": 0}, "expected none, because data.audio_capacity is 0"),
+    # The model.
+    Case({"model.encoder.num_mels": 4}, "set model.encoder.num_mels to 8"),
+    Case({"model.encoder.num_mels": 84}, "set model.encoder.num_mels to 80 or 88"),
+    Case({"model.encoder.dim": 130}, "set model.encoder.dim to 128 or 132"),
+    Case(
+        {"model.encoder.dim": 135, "model.encoder.heads": 5},
+        "model.encoder.dim is 135; expected an even number",
+    ),
+    Case({"model.encoder.conv_kernel": 8}, "set model.encoder.conv_kernel to 7 or 9"),
+    Case({"model.llm.pattern": ""}, "model.llm.pattern '' is empty"),
+    Case({"model.llm.pattern": "MXM*Y"}, "'MXM*Y' holds X, Y"),
+    Case({"model.llm.q_heads": 5}, "set model.llm.q_heads to 4 or 6"),
+    Case({"model.llm.mamba_heads": 9}, "set model.llm.mamba_heads to 8 or 10"),
+    Case({"model.llm.mamba_dt_limit": (0.1, 0.1)}, "expected 0 <= lower < upper"),
+    Case({"model.llm.pattern": "ME", "model.llm.experts_per_token": 9}, "at most the 8 of model.llm.experts"),
+    Case({"model.llm.vocab_size": 259}, "expected 260 or more, the ids of the tokenizer 'bytes'"),
+    Case(
+        {"data.tokenizer": "tokenizer.json"},
+        "expected 131072 or more, the ids of the tokenizer 'tokenizer.json'",
+        DeviceFacts("cpu", 1, "cpu", vocabulary=131072),
+    ),
+    # How it is computed.
+    Case(
+        {"model.dtype": "float64"}, "float64 with jax's 64-bit mode off; expected it on, as only tests need"
+    ),
+    Case({"model.dtype": "float64"}, "unless this is a test", DeviceFacts("cpu", 1, "cpu", x64=True), True),
+    Case({"model.dtype": "bfloat16"}, "set model.dtype to float32 on a CPU", is_warning=True),
+    Case({"model.attention_backend": "te"}, "Transformer Engine is not built in yet", GPU),
+    # The optimization.
+    Case({"train.warmup_steps": 201}, "train.warmup_steps is 201 in a run of 200 steps", is_warning=True),
+    Case({"train.min_learning_rate": 0.1}, "expected a learning rate that falls", is_warning=True),
+    Case({"train.beta2": 1.0}, "train.beta2 is 1.0; expected less than 1"),
+    Case({"train.clip_norm": 0.0}, "train.clip_norm is 0"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.fragment[:60])
+def test_each_mistake_gives_its_one_problem(case: Case) -> None:
+    config = with_changes(case.changes)
+    (problem,) = problems(config, case.device)
+    assert case.fragment in str(problem)
+    assert problem.is_warning == case.is_warning
+    if case.is_warning:
+        assert validate(config, case.device) == [str(problem)]
+    else:
+        with pytest.raises(ConfigError, match=re.escape(case.fragment)):
+            validate(config, case.device)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.fragment[:60])
+def test_following_the_advice_solves_the_problem(case: Case) -> None:
+    """Every "set PATH to NUMBER (or NUMBER)" in a message, tried one at a time."""
+    (problem,) = problems(with_changes(case.changes), case.device)
+    for path, *values in re.findall(r"(\w+\.[\w.]+) to ([\d.]+)(?: or ([\d.]+))?", problem.change):
+        for text in filter(None, values):
+            value = float(text) if "." in text else int(text)
+            after = with_changes(case.changes | {path: value})
+            assert problem.found not in {p.found for p in problems(after, case.device)}
+
+
+def test_every_rule_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [(with_changes(case.changes), case.device) for case in CASES]
+    cases.append((with_changes({"model.attention_backend": "te"}), BLACKWELL))
+    rules = list(RULES)
+    monkeypatch.setattr("jaxthd.validate.RULES", [])
+    without = [problems(*case) for case in cases]
+    for rule in rules:
+        monkeypatch.setattr("jaxthd.validate.RULES", [rule])
+        assert [problems(*case) for case in cases] != without, rule
+
+
+def test_all_errors_are_listed_at_once_and_numbered() -> None:
+    changes = {"data.rows": 0, "mesh.data": 2, "data.prompt": "", "model.llm.q_heads": 5, "data.round_to": 3}
+    with pytest.raises(ConfigError) as caught:
+        validate(with_changes(changes), CPU)
+    first, *lines = str(caught.value).splitlines()
+    assert "4 to correct" in first
+    assert [line.split()[0] for line in lines] == ["1.", "2.", "3.", "4."]
+    for field, line in zip(("data.rows", "data.round_to", "data.prompt", "q_heads"), lines, strict=True):
+        assert field in line
+        assert "; expected " in line
+
+
+def test_a_faulty_value_silences_the_rules_that_read_it() -> None:
+    (problem,) = problems(with_changes({"mesh.context": 0, "data.capacity": 2050}), CPU)
+    assert "mesh.context is 0" in str(problem)
+    (problem,) = problems(with_changes({"model.llm.mamba_groups": 0, "model.llm.q_heads": 5}), CPU)
+    assert "mamba_groups is 0" in str(problem)
+
+
+def test_transformer_engine_is_refused_where_it_is_known_to_be_wrong() -> None:
+    """An error on sm_120, a warning on an unknown GPU, nothing on others: the table of known bad kernels."""
+
+    def about_gradients(device: DeviceFacts, **data: Any) -> list[bool]:
+        changes = {"model.attention_backend": "te", **{f"data.{k}": v for k, v in data.items()}}
+        return [p.is_warning for p in problems(with_changes(changes), device) if "gradients" in str(p)]
+
+    assert about_gradients(BLACKWELL) == [False]
+    assert about_gradients(BLACKWELL, packing="padded") == [False]
+    assert about_gradients(UNKNOWN) == [True]
+    assert about_gradients(GPU) == about_gradients(CPU) == []
+    found = problems(with_changes({"model.attention_backend": "te"}), CPU)
+    assert any("on cpu; expected an NVIDIA GPU" in str(p) for p in found)
+    assert validate(Config(), BLACKWELL) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "mesh.context": 4,
+            "data.capacity": 24,
+            "data.audio_capacity": 32,
+            "model.encoder.chunk_seconds": 0.02,
+        }
+        | {"data.max_documents": 24},  # a context chunk of 3 tokens for 4 taps; 8 mel frames a rank
+        {"data.capacity": 376, "data.round_to": 376, "data.audio_capacity": 3008},  # one chunk of 30 s
+        {"model.llm.pattern": "ME", "model.llm.experts_per_token": 8, "model.llm.vocab_size": 260},
+        {"model.encoder.num_mels": 8, "model.encoder.conv_kernel": 1, "model.encoder.heads": 64},
+        {"train.steps": 20, "train.min_learning_rate": 1e-3, "train.beta1": 0.0, "train.validate_every": 0},
+        {"model.llm.pattern": "-", "model.llm.q_heads": 5, "model.llm.mamba_heads": 9}
+        | {"model.llm.experts_per_token": 9, "model.llm.mamba_dt_limit": (1.0, 0.0)},  # in no block
+        {"data.audio_capacity": 0, "data.prompt": ""},
+        {"data.capacity": 2047},  # one context rank holds any number of tokens
+        {"data.packing": "padded", "data.max_documents": 4096},  # the bound is not used
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_the_limits_themselves_are_allowed(changes: dict[str, Any]) -> None:
+    assert problems(with_changes(changes), CPU) == []
+
+
+@pytest.mark.parametrize("context", [1, 2, 4])
+def test_padded_rows_work_with_any_context(context: int) -> None:
+    config = Config(
+        mesh=MeshConfig(context=context),
+        data=DataConfig(packing="padded", rows=4, capacity=384, audio_capacity=context * 3008),
+    )
+    assert validate(config, CPU) == []
+
+
+def test_simulated_cpu_devices_are_never_too_few() -> None:
+    config = Config(mesh=MeshConfig(data=4), data=DataConfig(rows=4))
+    assert validate(config, DeviceFacts("cpu", 1, "cpu")) == []
+
+
+def test_the_facts_of_this_machine() -> None:
+    assert DeviceFacts.of_this_machine(300) == DeviceFacts("cpu", 8, "cpu", None, False, 300)
+
+
+@pytest.mark.parametrize("context", [1, 2, 3])
+@pytest.mark.parametrize("seconds", [0.5, 1.0, 1.27])
+def test_the_validator_refuses_exactly_the_audio_capacities_that_the_packer_cannot_use(
+    context: int, seconds: float
+) -> None:
+    """Packable: the buffer cuts over the ranks, and takes one longest chunk for each of them."""
+    encoder = EncoderConfig(num_mels=8, chunk_seconds=seconds)
+    n = encoder_frames(encoder.chunk_frames)
+    chunk, flags = np.zeros((encoder.chunk_frames, 8), np.float32), np.ones(n, bool)
+    document = Document("a", np.zeros(n, np.int32), flags, ~flags, (chunk,))
+    for frames in range(8, 3 * 144 + 16, 8):
+        data = DataConfig(capacity=96, audio_capacity=frames)
+        config = Config(mesh=MeshConfig(context=context), data=data, model=ModelConfig(encoder=encoder))
+        sizes = {
+            "capacity": 96,
+            "max_documents": 3,
+            "num_mels": 8,
+            "context": context,
+            "audio_ranks": context,
+        }
+        try:
+            PackDocuments(audio_capacity=frames, **sizes).row([document] * context)
+            packable = True
+        except ValueError:
+            packable = False
+        errors = [p for p in problems(config, CPU) if not p.is_warning]
+        assert bool(errors) == (not packable), frames
