@@ -391,10 +391,10 @@ def blocks_section(
     quantiles = ", ".join(f"{np.percentile(lengths, p):,.0f}" for p in (0, 50, 90, 99, 100))
     source = Path(manifest).parent.name if manifest else "log-normal"
     show(
-        f"Attention in blocks of {block}, {count} buffers of each capacity; {source} lengths, tokens at min, P50, P90,"
-        f" P99, max: {quantiles}.\n"
-        "Uneven: worst rank / mean, of predicted work in the given order, then ordered, and of blocks",
-        "capacity|context|documents|full|steps skipped|blocks|least|pairs allowed|uneven, given|ordered|in blocks",
+        f"Attention in blocks of {block}, {count} buffers a capacity; {source} documents of {quantiles}\n"
+        "tokens (min, P50, P90, P99, max). Uneven: worst rank / mean, of predicted work as documents come,\n"
+        "then ordered; and of the blocks",
+        "capacity|context|documents|full|steps skipped|blocks|least|pairs allowed|uneven|ordered|in blocks",
         rows,
     )
     return [

@@ -1,0 +1,298 @@
+"""Draws docs/packing.png: packing, the context layout, the attention mask and the state passing.
+
+    python scripts/draw_packing.py [--out docs/packing.png]
+
+Needs matplotlib (the extra `figures`). Nothing is drawn by hand: the packer places the documents,
+make_segments gives the key intervals, on as many simulated devices as there are context ranks.
+
+Legend: T token slots of the buffer, n of a rank; rank-major: rank 0's tokens, then rank 1's, ...
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import matplotlib
+import numpy as np
+from jax.sharding import PartitionSpec
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
+
+from jaxthd.config import MeshConfig
+from jaxthd.mesh import CONTEXT, make_mesh
+from jaxthd.packing.batch import Batch
+from jaxthd.packing.document import SUBSAMPLING, Document
+from jaxthd.packing.layout import context_permutation, inverse_permutation
+from jaxthd.packing.pack import pack_row
+from jaxthd.packing.segments import KeyIntervals, make_segments
+
+CAPACITY, RANKS = 128, 4
+CHUNK = CAPACITY // (2 * RANKS)
+AUDIO = (6, 14, 27, 14, 4, 5, 11)
+TEXT = (3, 7, 15, 8, 2, 2, 6)
+HUES = ("#3b6fb6", "#d1662b", "#3f8f4f", "#8a5fb0", "#b8902a", "#2b8f96", "#b84a6b")
+TITLE: dict[str, Any] = {"fontsize": 15, "fontweight": "bold", "color": "#222222"}
+PADDING, INK, FAINT = "#dcdcdc", "#222222", "#9a9a9a"
+
+
+class Buffer(NamedTuple):
+    """A packed row in buffer order: segment ids, positions and whether a slot holds audio, each [T]."""
+
+    ids: np.ndarray
+    positions: np.ndarray
+    audio: np.ndarray
+
+
+def document(number: int, audio: int, text: int) -> Document:
+    """`audio` encoder frames, then `text` tokens."""
+    mels = np.zeros((audio * SUBSAMPLING, 1), np.float32)
+    return Document.splice(str(number), [0] + [1] * text, [False] + [True] * text, [[mels]], placeholder=0)
+
+
+def packed() -> tuple[Batch, Buffer]:
+    """The row as the loader makes it, in rank-major order, and the same in buffer order."""
+    documents = [document(i, *sizes) for i, sizes in enumerate(zip(AUDIO, TEXT, strict=True))]
+    audio_capacity = CAPACITY * SUBSAMPLING
+    batch, _ = pack_row(
+        documents,
+        capacity=CAPACITY,
+        audio_capacity=audio_capacity,
+        num_mels=1,
+        max_documents=len(documents),
+        context=RANKS,
+    )
+    back = inverse_permutation(context_permutation(CAPACITY, RANKS))
+    ids, positions, audio = (
+        np.asarray(x)[0][back] for x in (batch.segment_ids, batch.positions, batch.audio_slots)
+    )
+    return batch, Buffer(ids, positions, audio >= 0)
+
+
+def key_ranges(batch: Batch) -> np.ndarray:
+    """What each token's attention sees of each rank's keys: int [query rank, key rank, n, (lo, hi)]."""
+    row, ranks = PartitionSpec(None, CONTEXT), PartitionSpec(CONTEXT)
+
+    def of_rank(ids: Any, positions: Any) -> Any:
+        segments = make_segments(ids, positions, block=8, axis=CONTEXT)
+        steps: tuple[KeyIntervals, ...] = (segments.local, *segments.remote)
+        return jax.numpy.stack([jax.numpy.stack([x.lo, x.hi], axis=-1) for x in steps])[None]
+
+    mesh = make_mesh(MeshConfig(context=RANKS))
+    mapped = jax.shard_map(of_rank, mesh=mesh, in_specs=(row, row), out_specs=ranks, check_vma=False)
+    by_step = np.asarray(jax.jit(mapped)(batch.segment_ids, batch.positions))
+    ranks_of = [[(rank - source) % RANKS for source in range(RANKS)] for rank in range(RANKS)]
+    return np.stack([steps[order] for steps, order in zip(by_step, ranks_of, strict=True)])
+
+
+def hues(ids: np.ndarray) -> np.ndarray:
+    """RGB of documents, grey for padding."""
+    return np.array([to_rgb(h) for h in (PADDING, *HUES)])[ids]
+
+
+def tint(rgb: np.ndarray) -> np.ndarray:
+    return 0.4 * rgb + 0.6
+
+
+def light(hue: str) -> str:
+    """A hue's tint by name, for legends."""
+    red, green, blue = tint(np.array(to_rgb(hue)))
+    return to_hex((red, green, blue))
+
+
+def colors(buffer: Buffer) -> np.ndarray:
+    """RGB of each slot: the document's hue where it holds audio, a light tint of it in text, grey padding."""
+    rgb = hues(buffer.ids)
+    return np.where((buffer.audio | (buffer.ids == 0))[:, None], rgb, tint(rgb))
+
+
+def strip(axes: Axes, rgb: np.ndarray, x: float, y: float, height: float = 1.0, width: float = 1.0) -> None:
+    """One cell a token, from (x, y) to the right."""
+    for i, color in enumerate(rgb):
+        axes.add_patch(
+            Rectangle((x + i * width, y), width, height, facecolor=color, edgecolor="white", linewidth=0.4)
+        )
+
+
+def canvas(axes: Axes, title: str, x: tuple[float, float], y: tuple[float, float]) -> None:
+    axes.set(xlim=x, ylim=y)
+    axes.set_axis_off()
+    axes.set_title(title, **TITLE, loc="left")
+
+
+def draw_packing(axes: Axes, buffer: Buffer, rgb: np.ndarray) -> None:
+    """Documents one a row, padded to the longest; then all of them in one buffer."""
+    count = int(buffer.ids.max())
+    lengths = np.bincount(buffer.ids)[1:]
+    longest = int(lengths.max())
+    slots = count * longest
+    canvas(axes, "Padded: one document a row", (0, CAPACITY), (-4.3, count))
+    for row in range(count):
+        y = count - 1 - row
+        own = rgb[buffer.ids == row + 1]
+        strip(axes, own, 0, y, 0.8)
+        grey = np.tile(to_rgb(PADDING), (longest - len(own), 1))
+        strip(axes, grey, len(own), y, 0.8)
+    note = f"{slots} slots, {1 - lengths.sum() / slots:.0%} of them padding"
+    axes.text(longest + 2, count - 0.6, note, fontsize=14, va="center", color=INK)
+    handles = [
+        Patch(facecolor=HUES[0], label="audio slots of a document (encoder frames)"),
+        Patch(facecolor=light(HUES[0]), label="its text tokens"),
+        Patch(facecolor=PADDING, label="padding"),
+    ]
+    anchor = ((longest + 1) / CAPACITY, 0.76)
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=anchor, frameon=False, fontsize=14)
+    padding = np.mean(buffer.ids == 0)
+    title = f"Packed: the same documents in one buffer of {CAPACITY} slots, {padding:.0%} of them padding"
+    axes.text(0, -1.7, title, **TITLE)
+    strip(axes, rgb, 0, -3.2, 1.1)
+    for chunk in range(2 * RANKS):
+        axes.plot([chunk * CHUNK] * 2, [-3.7, -1.95], color=INK, linewidth=1.2)
+        rank = min(chunk, 2 * RANKS - 1 - chunk)
+        label = f"chunk {chunk}: rank {rank}"
+        axes.text((chunk + 0.5) * CHUNK, -3.85, label, fontsize=13, ha="center", va="center", color=INK)
+    axes.plot([CAPACITY] * 2, [-3.7, -1.95], color=INK, linewidth=1.2)
+
+
+def draw_layout(axes: Axes, rgb: np.ndarray) -> None:
+    """The same slots in rank-major order."""
+    canvas(
+        axes,
+        "Context layout: each rank holds an early chunk and a late one, side by side",
+        (0, CAPACITY),
+        (-1, 1.1),
+    )
+    order = context_permutation(CAPACITY, RANKS)
+    strip(axes, rgb[order], 0, 0)
+    for place in range(2 * RANKS):
+        chunk = int(order[place * CHUNK]) // CHUNK
+        edge = place % 2 == 0
+        axes.plot(
+            [place * CHUNK] * 2, [-0.95 if edge else -0.35, 1], color=INK, linewidth=2.6 if edge else 1.2
+        )
+        axes.text((place + 0.5) * CHUNK, -0.25, f"chunk {chunk}", fontsize=13, ha="center", va="center")
+    for rank in range(RANKS):
+        axes.text(
+            (2 * rank + 1) * CHUNK,
+            -0.75,
+            f"rank {rank}",
+            fontsize=14,
+            ha="center",
+            va="center",
+            weight="bold",
+        )
+    axes.plot([CAPACITY] * 2, [-0.95, 1], color=INK, linewidth=2.6)
+
+
+def draw_mask(axes: Axes, ids: np.ndarray, ranges: np.ndarray) -> None:
+    """The causal mask of documents, rank-major: a triangle a document, and a rectangle for a ring step."""
+    n = CAPACITY // RANKS
+    picture = np.ones((RANKS, n, RANKS, n, 3))
+    middle: dict[str, Any] = {"fontsize": 13, "ha": "center", "va": "center", "color": FAINT}
+    for rank in range(RANKS):
+        rgb = hues(ids.reshape(RANKS, n)[rank])
+        for source in range(RANKS):
+            lo, hi = (x[:, None] for x in ranges[rank, source].T)
+            seen = (np.arange(n) >= lo) & (np.arange(n) < hi)
+            rows, columns = (np.flatnonzero(seen.any(axis)) for axis in (1, 0))
+            filled = np.broadcast_to((tint(rgb) if rank == source else rgb)[:, None], (n, n, 3))
+            picture[rank, :, source][seen] = filled[seen]
+            if not len(rows):
+                axes.text((source + 0.5) * n - 0.5, (rank + 0.5) * n - 0.5, "skipped", **middle)
+            elif rank != source:
+                assert seen.sum() == len(rows) * len(columns), "a ring step is one rectangle"
+                at = source * n + columns[0] - 0.5, rank * n + rows[0] - 0.5
+                outline = Rectangle(at, len(columns), len(rows), fill=False, edgecolor=INK, linewidth=1.8)
+                axes.add_patch(outline)
+    axes.imshow(picture.reshape(CAPACITY, CAPACITY, 3), interpolation="nearest")
+    for edge in range(RANKS + 1):
+        axes.axhline(edge * n - 0.5, color=INK, linewidth=1)
+        axes.axvline(edge * n - 0.5, color=INK, linewidth=1)
+    middles, names = (np.arange(RANKS) + 0.5) * n - 0.5, [f"rank {r}" for r in range(RANKS)]
+    axes.set_xticks(middles, names, fontsize=13)
+    axes.set_yticks(middles, names, fontsize=13, rotation=90, va="center")
+    axes.tick_params(length=0)
+    axes.set_xlabel("keys", fontsize=14)
+    axes.set_ylabel("queries", fontsize=14)
+    axes.set_title("Attention: what a query sees", **TITLE, loc="left")
+    axes.legend(
+        handles=[
+            Patch(facecolor=light(HUES[0]), label="on its own rank"),
+            Patch(facecolor=HUES[0], edgecolor=INK, linewidth=1.8, label="a ring step: one rectangle"),
+        ],
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.09),
+        ncols=2,
+        frameon=False,
+        fontsize=13,
+    )
+
+
+def draw_states(axes: Axes, buffer: Buffer, rgb: np.ndarray) -> None:
+    """Chunks where the ranks hold them; an arrow is solid where the next chunk goes on with a document."""
+    canvas(axes, "Mamba2: what enters a chunk is one state", (0, RANKS), (-1.25, 2))
+    left, size, height, rows = 0.13, 0.74, 0.4, (1.15, 0.3)
+
+    def corner(chunk: int) -> tuple[float, float]:
+        """First chunks from left to right above, second ones back below: a rank is a column."""
+        place = min(chunk, 2 * RANKS - 1 - chunk)
+        return place + left, rows[chunk >= RANKS]
+
+    for rank in range(RANKS):
+        axes.add_patch(Rectangle((rank + 0.02, 0), 0.96, 1.62, facecolor="#f3f3f3"))
+        axes.text(rank + 0.5, 1.68, f"rank {rank}", fontsize=14, ha="center", weight="bold", color=INK)
+    for chunk in range(2 * RANKS):
+        x, y = corner(chunk)
+        strip(axes, rgb[chunk * CHUNK : (chunk + 1) * CHUNK], x, y, height, size / CHUNK)
+        axes.text(x + size / 2, y - 0.13, f"chunk {chunk}", fontsize=13, ha="center", va="center", color=INK)
+    for chunk in range(1, 2 * RANKS):
+        (x0, y0), (x1, y1) = corner(chunk - 1), corner(chunk)
+        if chunk < RANKS:
+            ends = (x0 + size, y0 + height / 2), (x1, y1 + height / 2)
+        elif chunk == RANKS:
+            ends = (x0 + size - 0.06, y0), (x1 + size - 0.06, y1 + height)
+        else:
+            ends = (x0, y0 + height / 2), (x1 + size, y1 + height / 2)
+        passed = buffer.positions[chunk * CHUNK] > 0
+        look = {"color": INK} if passed else {"color": FAINT, "linestyle": ":"}
+        arrow = FancyArrowPatch(
+            *ends, arrowstyle="-|>", mutation_scale=22, linewidth=2.6, shrinkA=0, shrinkB=0
+        )
+        arrow.set(**look)
+        axes.add_patch(arrow)
+    notes = (
+        "solid: the chunk goes on with a document",
+        "dotted: it begins with a new one, the state stays out",
+        "A state has one size: traffic does not grow with the buffer.",
+    )
+    for line, note in enumerate(notes):
+        axes.text(0.04, -0.25 - 0.22 * line, note, fontsize=14, va="center", color=INK)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("docs/packing.png"))
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", RANKS)
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    batch, buffer = packed()
+    rgb = colors(buffer)
+    figure = pyplot.figure(figsize=(14, 14), dpi=100)
+    spaces = {"left": 0.045, "right": 0.985, "top": 0.97, "bottom": 0.075, "hspace": 0.16, "wspace": 0.08}
+    grid = figure.add_gridspec(3, 2, height_ratios=(4.4, 1.6, 6.6), width_ratios=(1, 1.12), **spaces)
+    draw_packing(figure.add_subplot(grid[0, :]), buffer, rgb)
+    draw_layout(figure.add_subplot(grid[1, :]), rgb)
+    draw_mask(figure.add_subplot(grid[2, 0]), batch.segment_ids[0], key_ranges(batch))
+    draw_states(figure.add_subplot(grid[2, 1]), buffer, rgb)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(options.out)
+
+
+if __name__ == "__main__":
+    main()

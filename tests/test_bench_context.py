@@ -1,0 +1,62 @@
+"""The claims of scripts/bench_context.py, at sizes a test can afford."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from scripts import bench_context as bench
+
+SMALL = replace(bench.TINY, attention_block=32, llm=replace(bench.TINY.llm, pattern="M*", mamba_chunk=32))
+
+
+def test_temporary_memory_grows_with_the_tokens_and_is_shared_by_the_context_ranks():
+    one, four = ({t: bench.temporary_memory(c, t, SMALL) for t in (2048, 4096)} for c in (1, 4))
+    assert one[4096] <= 2.2 * one[2048]
+    assert 0 < bench.growing_part(four) <= 0.3 * bench.growing_part(one)
+
+
+@pytest.mark.parametrize("context", [2, 4])
+def test_mamba_exchanges_the_same_bytes_at_every_length(context):
+    formula = bench.state_bytes(SMALL.llm, context, 4)
+    assert [bench.layer_bytes("M", context, tokens, SMALL) for tokens in (512, 2048)] == [formula, formula]
+
+
+def test_attention_sends_keys_and_values_around_once_and_their_gradients_home():
+    context, tokens = 4, 512
+    kv = 2 * SMALL.llm.kv_heads * SMALL.llm.head_dim * 4 * tokens // context
+    assert bench.layer_bytes("*", context, tokens, SMALL) == (context - 1 + context) * kv
+    gathered = replace(SMALL, context_exchange="all_gather")
+    assert bench.layer_bytes("*", context, tokens, gathered) == 2 * (context - 1) * kv
+
+
+@pytest.mark.parametrize("context", [2, 4])
+@pytest.mark.parametrize("block", [32, 24], ids=["block divides a chunk", "block straddles chunks"])
+def test_attention_executes_the_least_blocks_that_the_mask_allows(context, block):
+    lengths = np.random.default_rng(1).lognormal(3, 1.2, 60).astype(int).clip(1, 500).tolist()
+    for documents in bench.buffers(lengths, 512, 2):
+        batch = bench.layout_row(documents, 512, context, ordered=True)
+        executed = bench.executed_blocks(batch, context, block)
+        np.testing.assert_array_equal(executed, bench.least_blocks(batch, context, block))
+
+
+@pytest.mark.parametrize("per_token", [2, 6])
+def test_64_experts_cost_little_more_than_8(per_token):
+    few, many = (bench.expert_flops(e, per_token, tokens=4096, block=32, dim=64, inner=64) for e in (8, 64))
+    assert few <= many <= 1.3 * few
+
+
+def test_received_bytes_reads_every_form_of_a_collective():
+    entry = "ENTRY %main (x: f32[8]) -> f32[8] {"
+    lines = [
+        "  %a = bf16[8]{0} all-gather(%x), replica_groups={{0,1,2,3}}, dimensions={0}",  # 16 * 3/4
+        "  %b = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), replica_groups=[1,4]<=[4], dimensions={0}",  # 24
+        "  %c = f32[8]{0} all-gather-done(%b)",
+        "  %d = (f32[], /*index=1*/f32[7]{0}) all-reduce(%x, %y), replica_groups={}, to_apply=%add",  # 48
+        "  %e = f32[2]{0} reduce-scatter(%x), replica_groups=mesh['data'=1,'context'=4] {'context'}",  # 24
+        "  ROOT %f = (f32[8]{0}, f32[8]{0}, u32[]) collective-permute-start(%x), "
+        "source_target_pairs={{0,1},{2,3}}",
+    ]
+    assert bench.received_bytes("\n".join([entry, *lines]), 4).tolist() == [108, 140, 108, 140]
+    with pytest.raises(RuntimeError, match="outside the entry"):
+        bench.received_bytes("\n".join(["%body (x: f32[8]) -> f32[8] {", *lines]), 4)
