@@ -3,7 +3,7 @@
 Under whole-buffer DualChunkSwap a rank's queries see one dense rectangle of another rank's keys, or nothing
 (packing/segments.py). The ring sends keys and values on first, then computes the step, skipped when empty;
 parts are merged by their log-sum-exp in float32 (Liu et al., Ring Attention, 2023). The backward pass sends
-(k, v, dk, dv) around and once more home, with the log-sum-exp over all ranks' keys.
+(k, v) around again, (dk, dv) of other ranks after them and home, with the log-sum-exp over all ranks' keys.
 
 Legend: N queries and keys of a rank, H query heads, K key/value heads, D query/key dim, V value dim.
 """
@@ -108,15 +108,20 @@ def _ring_backward(scale, residuals, dout):
 
     arrived = _send((k, v), segments)
     dq, dk, dv = part(k, v, segments.local)
+    # Gradients of keys and values travel with them, one hop behind, and home at the end.
+    away = (jnp.zeros_like(dk), jnp.zeros_like(dv))
     for step, intervals in enumerate(segments.remote):
-        (here, more), (dk, dv) = (arrived, step + 1 < len(segments.remote)), _send((dk, dv), segments)
-        arrived = _send(arrived, segments) if more else arrived
+        here, away = arrived, _send(away, segments) if step else away
+        arrived = _send(arrived, segments) if step + 1 < len(segments.remote) else arrived
 
         def visit(*sums: Array, here: Any = here, intervals: KeyIntervals = intervals) -> tuple[Array, ...]:
             return tuple(a + b for a, b in zip(sums, part(here[0], here[1], intervals), strict=True))
 
-        dq, dk, dv = jax.lax.cond(_is_empty(intervals), lambda *sums: sums, visit, dq, dk, dv)
-    dk, dv = _send((dk, dv), segments)
+        dq, *grown = jax.lax.cond(_is_empty(intervals), lambda *sums: sums, visit, dq, *away)
+        away = (grown[0], grown[1])
+    if segments.remote:
+        away = _send(away, segments)
+    dk, dv = dk + away[0], dv + away[1]
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
