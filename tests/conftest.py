@@ -14,7 +14,7 @@ os.environ["XLA_FLAGS"] = (
     "--xla_backend_optimization_level=0"
 )
 if version("jaxlib").startswith("0.10."):
-    # And without the MLIR emitters in 35%. Later versions have no others, and abort on a flag they don't know.
+    # And without the MLIR emitters in 35%. Later versions have no others, and abort on an unknown flag.
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 from jaxtyping import install_import_hook

@@ -128,7 +128,7 @@ def random_state(module: nnx.Module, seed: int = 0) -> tuple[nnx.GraphDef, Any, 
 
 @contextmanager
 def top_k_margins() -> Iterator[list[float]]:
-    """Lists, for every MoE layer run by programs traced inside, the least gap over its real tokens between the
+    """Lists, for every run of an MoE layer in programs traced inside, its real tokens' least gap between the
     biased score of the last chosen expert and that of the first not chosen."""
     original, margins = MoE.__call__, []
 
@@ -151,8 +151,8 @@ def relative_errors(got: Any, want: Any) -> dict[str, float]:
     got_leaves, want_leaves = ([np.asarray(x, np.float64) for x in jax.tree.leaves(t)] for t in (got, want))
     floor = 1e-3 * root_mean_square_norm(want)
     errors = {}
-    for (path, _), g, w in zip(jax.tree_util.tree_leaves_with_path(got), got_leaves, want_leaves, strict=True):
-        name = jax.tree_util.keystr(path)
+    names = (jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(got))
+    for name, g, w in zip(names, got_leaves, want_leaves, strict=True):
         assert np.isfinite(g).all(), f"{name} is not finite"
         errors[name] = float(np.linalg.norm(g - w) / max(np.linalg.norm(w), floor, 1e-300))
     return errors

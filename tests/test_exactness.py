@@ -1,4 +1,4 @@
-"""The whole speech model: any mesh, packed or padded, computes what one device computes on each document alone.
+"""The whole speech model: on any mesh, packed or padded, it computes what each document alone defines.
 
 Encoder included, with batch statistics, on ragged documents with and without audio. Loss, every gradient and
 the new statistics are compared; in float64 but for one test.
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -18,8 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
 from jaxthd.mesh import make_mesh, put_batch
 from jaxthd.packing.batch import Batch
-from jaxthd.packing.document import Document
+from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
 from jaxthd.packing.pack import pack_row
+from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.step import (
     TrainState,
     abstract_model,
@@ -38,8 +40,10 @@ from tests.helpers import (
     top_k_margins,
 )
 
-ROWS, CAPACITY, AUDIO, MELS, VOCAB = 4, 64, 256, 8, 50
+CAPACITY, AUDIO, MELS, VOCAB = 64, 256, 8, 50
 PLACEHOLDER = VOCAB - 1
+CHUNK = 48
+"""Longer clips are encoded in chunks of this many mel frames."""
 MODEL = ModelConfig(
     encoder=EncoderConfig(
         num_mels=MELS, layers=2, dim=16, heads=2, ffn_dim=24, subsampling_channels=4, conv_kernel=5
@@ -130,7 +134,8 @@ def document(key: str, spec: Spec, rng: np.random.Generator) -> Document:
         at = int(rng.integers(len(text) + 1))
         text.insert(at, PLACEHOLDER)
         supervised.insert(at, False)
-    clips = [[rng.normal(size=(n, MELS)).astype(np.float32)] for n in spec.clips]
+    mels = [rng.normal(size=(n, MELS)).astype(np.float32) for n in spec.clips]
+    clips = [np.split(clip, range(CHUNK, len(clip), CHUNK)) for clip in mels]
     return Document.splice(key, text, supervised, clips, PLACEHOLDER)
 
 
@@ -210,10 +215,10 @@ def test_the_mesh_changes_nothing(data, context, exchange):
 
 
 def test_float32_on_a_mesh_is_off_by_rounding_only():
-    """Against float64. The bound is five times that of single mixers (tests/models/test_hybrid.py): in 12 draws
-    of these documents one device alone was off by 1e-5 to 3e-5, four devices by as much. A gradient that is
-    zero in truth (biases of keys, biases before BatchNorm) is rounding of terms that cancel: 4e-7 of the
-    others' size on one device, and on four.
+    """Against float64. The bound is five times that of mixers and decoder (tests/models/test_hybrid.py): in
+    12 draws of these documents one device alone was off by 1e-5 to 3e-5, four devices by as much. A gradient
+    that is zero in truth (biases of keys, biases before BatchNorm) is rounding of terms that cancel: 4e-7 of
+    the others' size on one device, and on four.
     """
     for case in CASES:
         got = evaluate(pack(documents(case), 2), 2, 2, "ring", "float32")
@@ -227,15 +232,16 @@ def test_float32_on_a_mesh_is_off_by_rounding_only():
 
 
 def test_rounding_flips_no_choice_of_experts():
-    """What the float32 comparison rests on. And a model without a mesh has the same loss."""
+    """The float32 comparison rests on it. And a model without a mesh has the same loss."""
+    losses = [one_device(case)[0] for case in CASES]
     with top_k_margins() as margins, jax.enable_x64(True):
         graph = model_graph(run_config(1, 1, "ring", "float64"))
         run = jax.jit(lambda *args: nnx.merge(graph, *args[:-1]).log_probs(args[-1], axes=(), train=True)[0])
-        for case in CASES:
+        for case, want in zip(CASES, losses, strict=True):
             batch = pack(documents(case), context=1)
-            logp = np.asarray(run(*state("float64"), jax.tree.map(jax.numpy.asarray, batch)))
+            logp = np.asarray(run(*state("float64"), jax.tree.map(jnp.asarray, batch)))
             loss = -(batch.weights * logp).sum() / max(batch.weights.sum(), 1)
-            np.testing.assert_allclose(loss, one_device(case)[0], rtol=1e-12)
+            np.testing.assert_allclose(loss, want, rtol=1e-12)
         jax.effects_barrier()
     assert len(margins) == MODEL.llm.pattern.count("E") * len(CASES)
     assert min(margins) > 1e-4
@@ -249,44 +255,103 @@ def test_packed_equals_padded(data, context, exchange):
     assert_equal(packed, one_device("padded"))
 
 
+def score_packed(model: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """(sum over supervised positions, log-probabilities [R, T]), with stored batch statistics."""
+    logp_RT = model.log_probs(batch, axes=(), train=False)[0]
+    return (batch.weights * logp_RT).sum(), logp_RT
+
+
+class Parts(NamedTuple):
+    """A document as its definition has it; arrays are filled up to fixed sizes.
+
+    tokens, supervised: of the document, length of them real.
+    slot: for an audio token its encoder frame, chunk * CHUNK / 8 + frame; -1 for text.
+    mels: [4, CHUNK, MELS], one chunk a row; frames: valid ones of each.
+    """
+
+    tokens: np.ndarray
+    supervised: np.ndarray
+    length: np.ndarray
+    slot: np.ndarray
+    mels: np.ndarray
+    frames: np.ndarray
+
+
+def parts(one: Document) -> Parts:
+    filled = Parts(
+        tokens=np.zeros(CAPACITY, np.int32),
+        supervised=np.zeros(CAPACITY, bool),
+        length=np.int32(len(one)),
+        slot=np.full(CAPACITY, -1, np.int32),
+        mels=np.zeros((4, CHUNK, MELS)),
+        frames=np.zeros(4, np.int32),
+    )
+    filled.tokens[: len(one)], filled.supervised[: len(one)] = one.tokens, one.supervised
+    slots = []
+    for c, chunk in enumerate(one.chunks):
+        filled.mels[c, : len(chunk)], filled.frames[c] = chunk, len(chunk)
+        slots += [c * CHUNK // SUBSAMPLING + f for f in range(encoder_frames(len(chunk)))]
+    filled.slot[: len(one)][one.is_audio] = slots
+    return filled
+
+
+def score_parts(model: Any, one: Parts) -> tuple[jax.Array, jax.Array]:
+    """The same for one document, by the definitions: each audio chunk encoded by itself and put in its place,
+    the decoder, the softmax over all logits; position i is scored if token i + 1 is supervised."""
+
+    def one_document(length: jax.Array, size: int) -> Segments:
+        real_N = jnp.arange(size, dtype=jnp.int32) < length
+        positions_N = jnp.where(real_N, jnp.arange(size, dtype=jnp.int32), 0)
+        return make_segments(real_N.astype(jnp.int32)[None], positions_N[None], block=16, axis=None)
+
+    def encode(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
+        mels_AM, frames = chunk
+        segments = one_document(-(-frames // SUBSAMPLING), CHUNK // SUBSAMPLING)
+        mask_A = jnp.arange(CHUNK) < frames
+        y_ED, _ = model.encoder(mels_AM, mask_A, segments, train=False, axes=(), remat=False)
+        return model.adapter(y_ED)
+
+    audio_FD = jax.lax.map(encode, (one.mels, one.frames)).reshape(-1, MODEL.llm.dim)
+    x_TD = jnp.where(one.slot[:, None] >= 0, audio_FD[one.slot], model.embedding[...][one.tokens])
+    h_TD = model.decoder(x_TD, one_document(one.length, CAPACITY))
+    logp_TV = jax.nn.log_softmax(h_TD @ model.head[...].T)
+    next_T, score_next_T = jnp.append(one.tokens[1:], 0), jnp.append(one.supervised[1:], False)
+    logp_T = jnp.where(score_next_T, jnp.take_along_axis(logp_TV, next_T[:, None], axis=1)[:, 0], 0)
+    return logp_T.sum(), logp_T
+
+
 @functools.cache
-def stored_statistics() -> Callable[[Batch], tuple[np.ndarray, Any]]:
-    """(log-probabilities, gradients of their weighted sum) of a batch of one row, in float64 on one device."""
+def scorer(score: Callable[[Any, Any], Any]) -> Callable[[Any], tuple[np.ndarray, Any]]:
+    """On one device in float64: (score's log-probabilities, gradients of its sum) for an argument."""
     with jax.enable_x64(True):
         graph = model_graph(run_config(1, 1, "ring", "float64"))
 
-    def score(params: Any, buffers: Any, batch: Batch) -> Any:
-        logp = nnx.merge(graph, params, buffers).log_probs(batch, axes=(), train=False)[0]
-        return (batch.weights * logp).sum(), logp
+    def of_params(params: Any, buffers: Any, given: Any) -> Any:
+        return score(nnx.merge(graph, params, buffers), given)
 
-    run = jax.jit(jax.grad(score, has_aux=True))
+    run = jax.jit(jax.grad(of_params, has_aux=True))
 
-    def on_batch(batch: Batch) -> tuple[np.ndarray, Any]:
+    def call(given: Any) -> tuple[np.ndarray, Any]:
         with jax.enable_x64(True):
-            gradients, logp = run(*state("float64"), jax.tree.map(jax.numpy.asarray, batch))
+            gradients, logp = run(*state("float64"), jax.tree.map(jnp.asarray, given))
             return np.asarray(logp), jax.tree.map(np.asarray, gradients)
 
-    return on_batch
+    return call
 
 
 @functools.cache
 def each_document_alone(case: str) -> list[list[tuple[np.ndarray, Any]]]:
-    """By row and document: (log-probabilities of its tokens, gradients)."""
-
-    def alone(one: Document) -> tuple[np.ndarray, Any]:
-        logp, gradients = stored_statistics()(pack([[one]], context=1))
-        return logp[0, : len(one)], gradients
-
-    return [[alone(one) for one in row] for row in documents(case)]
+    """By row and document: (log-probabilities of its tokens, gradients of their sum)."""
+    return [[scorer(score_parts)(parts(one)) for one in row] for row in documents(case)]
 
 
-@pytest.mark.parametrize("case", ["ragged", "documents of one token"])
+@pytest.mark.parametrize("case", ["ragged", "documents of one token", "one document fills the buffer"])
 def test_packed_equals_each_document_alone(case):
     """With stored statistics: every token's log-probability, and the gradients of all parameters."""
     for row, alone in zip(documents(case), each_document_alone(case), strict=True):
-        logp, gradients = stored_statistics()(pack([row], context=1))
-        for span, (want, _) in zip(spans([len(d) for d in row]), alone, strict=True):
-            assert_same(logp[0, span], want, 1e-10)
+        logp, gradients = scorer(score_packed)(pack([row], context=1))
+        for span, one, (want, _) in zip(spans([len(d) for d in row]), row, alone, strict=True):
+            assert_same(logp[0, span], want[: len(one)], 1e-10)
         assert_same(gradients, jax.tree.map(lambda *g: sum(g), *(g for _, g in alone)), 1e-10)
 
 

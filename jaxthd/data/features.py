@@ -7,6 +7,7 @@ import functools
 import hashlib
 
 import numpy as np
+import scipy.sparse
 from jaxtyping import Float32, Float64
 
 SAMPLE_RATE = 16_000
@@ -59,6 +60,14 @@ def mel_filterbank(num_mels: int) -> Float64[np.ndarray, "B M"]:
     return filters_BM
 
 
+@functools.cache
+def _sparse_filterbank(num_mels: int) -> scipy.sparse.csr_array:
+    """[M, B]. A bin is in two bands at most. And BLAS puts threads on products this small, to no good: with it
+    two seconds of speech took 7 ms in all, so 0.5.
+    """
+    return scipy.sparse.csr_array(mel_filterbank(num_mels).T)
+
+
 def log_mel(
     samples: Float32[np.ndarray, " S"],
     num_mels: int,
@@ -91,7 +100,7 @@ def log_mel(
     frames_FW = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::HOP][:frames]
     spectrum_FB = np.fft.rfft(frames_FW * np.hanning(_WINDOW), _FFT)
     power_FB = spectrum_FB.real**2 + spectrum_FB.imag**2
-    mel_FM = np.log(power_FB @ mel_filterbank(num_mels) + _LOG_FLOOR)
+    mel_FM = np.log((_sparse_filterbank(num_mels) @ power_FB.T).T + _LOG_FLOOR)
     mel_FM -= mel_FM.mean(axis=0)
     mel_FM /= mel_FM.std(axis=0, ddof=1) + _STD_FLOOR
     return mel_FM.astype(np.float32)

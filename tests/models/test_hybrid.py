@@ -82,7 +82,7 @@ NAMES = tuple(models("ring"))
 
 @functools.cache
 def packed(context: int, exchange: str, dtype: str, names: tuple[str, ...] = NAMES) -> Any:
-    """All models in one program, each on an input of its own; called as on_context's result, without params."""
+    """All models in one program, each on an input of its own; called like on_context's, without params."""
     made = models(exchange)
     state = {name: jax.tree.map(lambda x: x.astype(dtype), made[name][1:]) for name in names}
 
@@ -123,7 +123,8 @@ def each_document_alone(case: str) -> tuple[Any, Any, Any]:
             for name in NAMES:
                 whole[name][:length] = part[name][span]
         with jax.enable_x64(True):
-            one_y, one_dparams, one_dx = packed(1, "ring", "float64")(alone[0], *row_arrays([length]), alone[1])
+            run = packed(1, "ring", "float64")
+            one_y, one_dparams, one_dx = run(alone[0], *row_arrays([length]), alone[1])
         for whole, part in ((y, one_y), (dx, one_dx)):
             for name in NAMES:
                 whole[name][span] = part[name][:length]
@@ -177,7 +178,7 @@ def test_two_rows_equal_two_separate_rows(context, exchange):
 
 
 def test_rounding_flips_no_choice_of_experts():
-    """What the float32 comparison above rests on: a top-k margin above 1e-4 in every layer for every token."""
+    """The float32 comparison above rests on it: a top-k margin above 1e-4 in every layer for every token."""
     names = ("E", "E latent", "ME*-M")
     run = packed.__wrapped__(1, "ring", "float64", names)
     with top_k_margins() as margins, jax.enable_x64(True):
@@ -235,5 +236,5 @@ def test_units_are_the_pattern_in_the_fewest_letters():
 
 
 def test_an_unknown_letter_is_refused():
-    with pytest.raises(ValueError, match="unknown letter 'X' in model.llm.pattern; use M"):
+    with pytest.raises(ValueError, match=r"unknown letter 'X' in model\.llm\.pattern; use M"):
         nnx.eval_shape(lambda: HybridDecoder(config("ring", pattern="MX"), Init(jax.random.key(0))))

@@ -182,8 +182,8 @@ def run_documents(variant: str, documents: list[int]) -> tuple[float, list[np.nd
         tokens[span] = arrays[f"tokens.{c}"]
         targets[span.start : span.stop - 1] = tokens[span][1:]
         supervised[span.start : span.stop - 1] = True
-    segments = segments_of([lengths[c] for c in documents])
-    (loss, logits), gradients = whole_model(variant)(*map(jnp.asarray, (tokens, targets, supervised)), segments)
+    given = (*map(jnp.asarray, (tokens, targets, supervised)), segments_of([lengths[c] for c in documents]))
+    (loss, logits), gradients = whole_model(variant)(*given)
     return float(loss), [np.asarray(logits)[span] for span in where], gradients
 
 

@@ -18,7 +18,7 @@ COUNTS = (0, 1, 7, 8, 9, 24, 36, N)
 
 
 def problem(count: int, dtype=np.float64):
-    """(h, head, targets, supervised, cotangent); logits up to several hundreds, so that exp alone overflows."""
+    """(h, head, targets, supervised, cotangent); logits up to several hundreds: exp alone overflows."""
     rng = np.random.default_rng(count)
     h, head, dlogp = (rng.normal(size=s).astype(dtype) for s in ((N, D), (V, D), (N,)))
     h[::3] *= 50

@@ -35,7 +35,8 @@ def cases(k: int):
 @partial(jax.jit, static_argnums=5)
 def through_experts(x_ND, w_EDF, weights_Nk, chosen_Nk, routed_N, block):
     layout = expert_layout(chosen_Nk, routed_N, E, block)
-    return combine(grouped_matmul(dispatch(x_ND, layout), w_EDF, layout.expert, layout.used), weights_Nk, layout)
+    y_MF = grouped_matmul(dispatch(x_ND, layout), w_EDF, layout.expert, layout.used)
+    return combine(y_MF, weights_Nk, layout)
 
 
 def dense(x_ND, w_EDF, weights_Nk, chosen_Nk, routed_N):
@@ -94,14 +95,14 @@ def test_blocks_not_in_use_are_not_executed(k, block):
     layout = expert_layout(jnp.asarray(chosen), jnp.asarray(routed), E, block)
     used = int(layout.used) * block
     rng = np.random.default_rng(0)
-    x, dy = (rng.normal(size=(len(layout.expert) * block, s)).astype(np.float32) for s in (D, F))
-    x[used:], dy[used:] = np.nan, np.nan
-    w = rng.normal(size=(E, D, F)).astype(np.float32)
+    size = len(layout.expert) * block
+    x, dy, w = (rng.normal(size=s).astype(np.float32) for s in ((size, D), (size, F), (E, D, F)))
     idle = np.asarray(layout.load) == 0
     assert idle.sum() == E - k - 1
-    w[idle] = np.nan
-    y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, layout.expert, layout.used), *map(jnp.asarray, (x, w)))
-    dx, dw = pull(jnp.asarray(dy))
+    x[used:], dy[used:], w[idle] = np.nan, np.nan, np.nan
+    x, dy, w = map(jnp.asarray, (x, dy, w))
+    y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, layout.expert, layout.used), x, w)
+    dx, dw = pull(dy)
     for z in (y, dx, dw):
         assert np.isfinite(z).all()
     assert not np.asarray(y)[used:].any()
