@@ -105,7 +105,7 @@ def test_a_run_writes_a_line_a_step_and_compiles_once(uninterrupted: Path, manif
     validate(tiny(manifest), DeviceFacts(platform="cpu", devices=8, kind="cpu"))
     lines = read_metrics(uninterrupted)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert all(FIELDS <= set(line) for line in lines)
+    assert all(set(line) >= FIELDS for line in lines)
     assert {line["compilations"] for line in lines} == {1}
     assert all(np.isfinite(line["loss"]) and np.isfinite(line["grad_norm"]) for line in lines)
     assert len({line["real_tokens"] for line in lines}) > 1, "batches should be ragged"

@@ -62,8 +62,8 @@ def mel_filterbank(num_mels: int) -> Float64[np.ndarray, "B M"]:
 
 @functools.cache
 def _sparse_filterbank(num_mels: int) -> scipy.sparse.csr_array:
-    """[M, B]. A bin is in two bands at most. And BLAS puts threads on products this small, to no good: with it
-    two seconds of speech took 7 ms in all, so 0.5.
+    """[M, B]. A bin is in two bands at most. And BLAS puts threads on products this small: with it two
+    seconds of speech took 7 ms in all, so 0.5.
     """
     return scipy.sparse.csr_array(mel_filterbank(num_mels).T)
 
