@@ -192,7 +192,7 @@ class TrainConfig:
     beta2: float = 0.95
     """AdamW's second moment decay."""
     weight_decay: float = 0.01
-    """AdamW weight decay, on parameters of two or more dims."""
+    """AdamW weight decay, on weight matrices; not on biases, norms and per-head scalars."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
     seed: int = 0

@@ -62,14 +62,18 @@ def _make_model(config: Config, key: Array) -> SpeechLM:
 
 
 def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
-    """Linear warm-up to the peak, then a cosine to the minimum at the last step."""
-    return optax.warmup_cosine_decay_schedule(
+    """Steps done before -> learning rate: linear warm-up, the peak, a cosine to the minimum at the last step.
+
+    The first step has one warm-up step's worth, not 0: none is wasted.
+    """
+    schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0 if config.warmup_steps else config.learning_rate,
         peak_value=config.learning_rate,
         warmup_steps=config.warmup_steps,
         decay_steps=max(config.steps, config.warmup_steps + 1),
         end_value=config.min_learning_rate,
     )
+    return lambda steps_done: schedule(steps_done + 1)
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:

@@ -376,7 +376,8 @@ def test_the_loss_is_one_sum_over_one_count():
 
 
 def test_a_batch_without_audio_trains():
-    """Audio buffers that lie empty, or that are not there: the same loss and gradients, encoder untouched."""
+    """Audio buffers that lie empty, or that are not there: the same loss and gradients, the encoder's
+    statistics untouched (with audio all of them move)."""
     absent = evaluate(pack(documents("text only"), 2, audio=0), context=2)
     assert_equal(absent, one_device("text only"))
     loss, gradients, buffers = absent
@@ -384,6 +385,9 @@ def test_a_batch_without_audio_trains():
     assert not any(g.any() for g in jax.tree.leaves((gradients["encoder"], gradients["adapter"])))
     assert all(g.any() for g in jax.tree.leaves(gradients["decoder"]))
     assert_same(buffers, state("float64")[1], 0)
+    with_audio = one_device("ragged")[2]["encoder"]
+    before = state("float64")[1]["encoder"]
+    assert all((a != b).all() for a, b in zip(*map(jax.tree.leaves, (with_audio, before)), strict=True))
 
 
 def test_training_on_padded_batches_stays_equal_and_finite():

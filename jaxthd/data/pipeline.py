@@ -140,8 +140,6 @@ class PackDocuments:
         return self._too_large(document) or self._unspreadable(document)
 
     def _too_large(self, document: Document) -> str | None:
-        if not len(document):
-            return "it has no tokens"
         if self._slots(document) > self.capacity:
             return f"its {self._slots(document)} token slots exceed the capacity of {self.capacity}"
         if document.mel_frames > self.audio_capacity:

@@ -41,6 +41,8 @@ class Document:
 
     def __post_init__(self) -> None:
         slots = sum(encoder_frames(len(c)) for c in self.chunks)
+        if not len(self.tokens):
+            raise ValueError(f"document {self.key!r} has no token; leave it out")
         if not len(self.tokens) == len(self.is_audio) == len(self.supervised):
             raise ValueError(
                 f"document {self.key!r}: tokens, is_audio and supervised have lengths {len(self.tokens)}, "

@@ -49,6 +49,7 @@ def packed_from_padded(
     for key in ("input_ids", "labels", "seq_lens", "seq_lens_padded"):
         if key not in batch:
             raise KeyError(f"{key!r} is missing from the padded batch; it has {sorted(batch)}")
+    batch = {key: np.asarray(value) for key, value in batch.items()}
     input_ids, seq_lens, seq_lens_padded = batch["input_ids"], batch["seq_lens"], batch["seq_lens_padded"]
     rows, slots = input_ids.shape[:2]
     if num_chunks < 1 or rows % num_chunks:
@@ -58,7 +59,7 @@ def packed_from_padded(
     for key in ("labels", "position_ids"):
         if key in batch and batch[key].shape != (rows, slots):
             raise ValueError(f"{key} has shape {batch[key].shape}, expected {(rows, slots)} as input_ids")
-    if not seq_lens.shape == seq_lens_padded.shape == (rows, *seq_lens.shape[1:2]):
+    if seq_lens.ndim != 2 or not seq_lens.shape == seq_lens_padded.shape == (rows, seq_lens.shape[1]):
         raise ValueError(
             f"seq_lens {seq_lens.shape} and seq_lens_padded {seq_lens_padded.shape} must be [{rows}, packs]"
         )

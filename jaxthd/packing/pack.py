@@ -21,6 +21,9 @@ class PackReport(NamedTuple):
     keys: of the documents, in buffer order: keys[s - 1] names segment s.
     real_tokens: token slots that are not padding. supervised_tokens: positions with weight 1.
     audio_seconds: valid mel frames / 100. imbalance: attention work of the worst context rank / mean.
+    cu_seqlens, cu_seqlens_padded: int32 [max_documents + 1], sums of the documents' lengths in buffer order,
+        without and with round_to's padding; the latter are offsets in the buffer before the context layout.
+    supervised_slots: int32 [T], where in the laid-out row weights is 1, filled up with T.
     """
 
     keys: tuple[str, ...]
@@ -28,6 +31,9 @@ class PackReport(NamedTuple):
     supervised_tokens: int
     audio_seconds: float
     imbalance: float
+    cu_seqlens: Int32[np.ndarray, " D_plus_1"]
+    cu_seqlens_padded: Int32[np.ndarray, " D_plus_1"]
+    supervised_slots: Int32[np.ndarray, " T"]
 
 
 def pack_row(
@@ -106,6 +112,9 @@ def pack_row(
         supervised_tokens=int(weights.sum()),
         audio_seconds=int(mel_mask.sum()) / 100,
         imbalance=imbalance(attention_work(positions[perm], segment_ids[perm], context)),
+        cu_seqlens=cu_seqlens(segment_ids, max_documents),
+        cu_seqlens_padded=cu_seqlens(segment_ids, max_documents, round_to),
+        supervised_slots=supervised_slots(weights[perm]),
     )
 
 
@@ -128,18 +137,19 @@ def document_frames(documents: Sequence[Document]) -> list[int]:
 
 
 def cu_seqlens(
-    segment_ids: Int[np.ndarray, " T"], max_documents: int
+    segment_ids: Int[np.ndarray, " T"], max_documents: int, round_to: int = 1
 ) -> Int32[np.ndarray, " max_documents_plus_1"]:
-    """Sums of the real document lengths, from 0, int32 [max_documents + 1], filled up with the total.
+    """Sums of the document lengths, from 0, int32 [max_documents + 1], filled up with the total.
 
-    segment_ids: of one row; any order of the tokens gives the same, but the sums are offsets into the buffer
-        only in its original order (undo the context layout first) and without round_to.
+    segment_ids: of one row, its tokens in any order.
+    round_to: as the row was packed with: offsets of the documents in the buffer before the context layout.
+        1: sums of the real lengths.
     Raises ValueError when a segment id exceeds max_documents.
     """
     counts = np.bincount(segment_ids[segment_ids > 0], minlength=max_documents + 1)
     if len(counts) > max_documents + 1:
         raise ValueError(f"segment id {len(counts) - 1} exceeds max_documents {max_documents}")
-    return np.cumsum(counts).astype(np.int32)
+    return np.cumsum(-(-counts // round_to) * round_to).astype(np.int32)
 
 
 def supervised_slots(weights: Float32[np.ndarray, " T"]) -> Int32[np.ndarray, " T"]:

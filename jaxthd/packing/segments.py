@@ -26,8 +26,10 @@ class KeyIntervals(NamedTuple):
 def key_intervals(lo: Int32[Array, " N"], hi: Int32[Array, " N"], block: int) -> KeyIntervals:
     """Adds the block ranges to the intervals. A query with hi <= lo sees nothing: output 0, lse -inf.
 
-    A query block's range runs from its first to its last touched key block. In every use here the blocks
-    between are touched too, because documents lie in order: nothing is executed that could be skipped.
+    A query block's range runs from its first to its last touched key block. For keys of one rank the blocks
+    between are touched too, because documents lie in order: nothing is executed that could be skipped. Of
+    gathered keys that holds where blocks divide context chunks: the queries of a block over a seam between
+    chunks have keys far apart, and what lies between is visited for nothing.
     """
     some = hi > lo
     lo, hi = jnp.where(some, lo, 0), jnp.where(some, hi, 0)

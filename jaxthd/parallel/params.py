@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 Axes = tuple[str | None, ...]
 """For every dim of a parameter the mesh axis it may be cut over, or None."""
@@ -91,17 +90,9 @@ def scan_stack(
     return jax.lax.scan(jax.checkpoint(step) if remat else step, carry, state)
 
 
-def described(state: Any, read: Callable[[nnx.Variable], Any]) -> Any:
-    """A nested dict with `read(variable)` in the place of every variable of an nnx state."""
-    read_all = jax.tree.map(read, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
-    return nnx.to_pure_dict(read_all)
-
-
 def weight_decay_mask(state: Any) -> Any:
-    """Which parameters weight decay applies to: those made by Init.normal, the weight matrices."""
-    return described(state, lambda v: v.get_metadata("decayed"))
-
-
-def partition_specs(state: Any) -> Any:
-    """The PartitionSpec of every variable, from its `axes`."""
-    return described(state, lambda v: PartitionSpec(*v.get_metadata("axes")))
+    """A nested dict of bools: weight decay applies to what Init.normal made, the weight matrices."""
+    mask = jax.tree.map(
+        lambda v: v.get_metadata("decayed"), state, is_leaf=lambda v: isinstance(v, nnx.Variable)
+    )
+    return nnx.to_pure_dict(mask)

@@ -4,13 +4,15 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from jaxthd.config import LLMConfig, ModelConfig
-from jaxthd.models.hybrid import HybridDecoder, repeated_units
+from jaxthd.models.hybrid import Block, HybridDecoder, repeated_units
 from jaxthd.models.mixers import MLP, Attention, Mamba2, MoE
+from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.params import Init
 from tests.helpers import (
     CAPACITY,
@@ -233,6 +235,45 @@ def test_units_are_the_pattern_in_the_fewest_letters():
         units = repeated_units(pattern)
         assert "".join(unit * repeats for unit, repeats in units) == pattern
         assert sum(len(unit) for unit, _ in units) == fewest(pattern)
+
+
+def test_stacked_units_apply_their_blocks_in_the_order_of_the_pattern():
+    """Against block after block by hand; outputs and gradients, float64. [("*-", 2), ("-", 3)]."""
+    pattern = "*-*----"
+    llm = config("ring", pattern=pattern)
+    abstract = nnx.eval_shape(lambda: HybridDecoder(llm, Init(jax.random.key(0))))
+    graph, params, _ = random_state(abstract)
+    blocks = {
+        kind: nnx.graphdef(nnx.eval_shape(lambda kind=kind: Block(kind, llm, Init(jax.random.key(0)))))
+        for kind in "*-"
+    }
+    ids, positions = (jnp.asarray(a)[None] for a in row_arrays(CASES["ragged"]))
+    rng = np.random.default_rng(0)
+    x, dy = rng.normal(size=(2, CAPACITY, DIM))
+
+    def by_hand(params, x, segments):
+        done = ""
+        for unit, (letters, repeats) in enumerate(repeated_units(pattern)):
+            for repeat in range(repeats):
+                for number, kind in enumerate(letters):
+                    stacked = params["units"][unit]["blocks"][number]
+                    block = nnx.merge(blocks[kind], jax.tree.map(lambda w, r=repeat: w[r], stacked))
+                    x, done = block(x, segments), done + kind
+        assert done == pattern
+        weight = params["norm"]["weight"]
+        return weight * x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + LLM.norm_eps)
+
+    def value_and_gradients(apply):
+        segments = make_segments(ids, positions, block=8, axis=None)
+        y, pull = jax.vjp(lambda params, x: apply(params, x, segments), params, jnp.asarray(x))
+        return y, *pull(jnp.asarray(dy))
+
+    with jax.enable_x64(True):
+        params = jax.tree.map(jnp.asarray, params)
+        whole = jax.jit(lambda: value_and_gradients(lambda p, x, s: nnx.merge(graph, p)(x, s)))()
+        one_by_one = jax.jit(lambda: value_and_gradients(by_hand))()
+        for got, want in zip(whole, one_by_one, strict=True):
+            assert_same(got, want, 1e-10)
 
 
 def test_an_unknown_letter_is_refused():

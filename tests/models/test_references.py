@@ -233,6 +233,6 @@ def test_logits_and_loss_equal_transformers(variant):
 def test_gradients_of_the_whole_model_equal_transformers(variant):
     """Of every parameter, embedding and head included, packed and summed over documents alone."""
     want = reference(variant).model("grad")
-    assert_same(run_documents(variant, [2, 0, 3, 1])[2], want, 1e-4)
+    assert_same(run_documents(variant, [2, 0, 3, 1])[2], want, 2e-5)
     alone = [run_documents(variant, [c])[2] for c in range(4)]
-    assert_same(jax.tree.map(lambda *g: sum(np.asarray(x, np.float64) for x in g), *alone), want, 1e-4)
+    assert_same(jax.tree.map(lambda *g: sum(np.asarray(x, np.float64) for x in g), *alone), want, 2e-5)

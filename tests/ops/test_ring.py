@@ -7,7 +7,7 @@ import pytest
 from jaxthd.ops.ring import packed_attention
 from jaxthd.packing.layout import context_permutation
 from jaxthd.packing.segments import make_segments
-from tests.helpers import CAPACITY, CASES, assert_same, on_context, row_arrays, spans
+from tests.helpers import CAPACITY, CASES, assert_same, context_mesh, on_context, row_arrays, spans
 
 H, K, D, V = 4, 2, 8, 6
 SCALE = D**-0.5
@@ -102,3 +102,21 @@ def _intervals_of_rank(ids, positions, rank, context, block):
 
     everything = jax.vmap(one, axis_name="context", axis_size=context, in_axes=0)(np.arange(context))
     return jax.tree.map(lambda x: x[rank], everything)
+
+
+@pytest.mark.parametrize("exchange", ["ring", "all_gather"])
+def test_the_exchange_is_the_one_asked_for(exchange):
+    """Both give the same numbers; the compiled program tells which collective moved the keys and values."""
+
+    def rank(qkv, ids, positions):
+        segments = make_segments(ids[None], positions[None], block=8, axis="context")
+        return packed_attention(*qkv, segments, scale=SCALE, exchange=exchange)
+
+    spec = jax.sharding.PartitionSpec("context")
+    mapped = jax.shard_map(
+        rank, mesh=context_mesh(2), in_specs=(spec, spec, spec), out_specs=spec, check_vma=False
+    )
+    qkv = tuple(np.zeros((CAPACITY, *s), np.float32) for s in ((H, D), (K, D), (K, V)))
+    program = jax.jit(mapped).lower(qkv, *row_arrays([CAPACITY])).as_text()
+    assert ("collective_permute" in program) == (exchange == "ring")
+    assert ("all_gather" in program) == (exchange == "all_gather")

@@ -159,8 +159,12 @@ def test_cu_seqlens_and_supervised_slots_have_fixed_length():
     a = Document.splice("a", [1] * 11, [True] * 11, [], AUDIO)
     b = Document.splice("b", [1] * 5, [False] * 5, [], AUDIO)
     for context in (1, 4):
-        batch, _ = pack_row([a, b], **SIZES, context=context, order_seed=None)
+        batch, report = pack_row([a, b], **SIZES, context=context, round_to=4, order_seed=None)
         row = in_document_order(batch, context)
+        assert report.cu_seqlens[:4].tolist() == [0, 11, 16, 16]
+        assert report.cu_seqlens_padded[:4].tolist() == [0, 12, 20, 20]
+        np.testing.assert_array_equal(batch.weights[0][report.supervised_slots[:10]], 1)
+        assert report.supervised_slots[10:].tolist() == [384] * 374
         view = cu_seqlens(row.segment_ids, 4)
         assert view.dtype == np.int32
         assert view.tolist() == [0, 11, 16, 16, 16]
@@ -175,7 +179,9 @@ def test_rows_without_documents_or_without_audio():
     batch, report = pack_row([], **SIZES, context=2, audio_ranks=4)
     assert not any(x.any() for x in batch if x is not batch.audio_slots)
     assert (batch.audio_slots == -1).all()
-    assert report == ((), 0, 0, 0.0, 1.0)
+    assert report[:5] == ((), 0, 0, 0.0, 1.0)
+    with pytest.raises(ValueError, match="has no token"):
+        Document.splice("empty", [], [], [], AUDIO)
     text = Document.splice("text", [1, 2, 3], [False, True, True], [], AUDIO)
     batch, report = pack_row([text], **{**SIZES, "audio_capacity": 0}, audio_ranks=4)
     assert batch.mels.shape == (1, 0, MELS)
