@@ -28,7 +28,11 @@ def parse_command_line(command: str, argv: list[str] | None) -> tuple[Config, Pa
         default=default,
         args=overrides,
         prog=usage,
-        description="Every setting of the run, with the value it has now.",
+        description=(
+            "Every setting of the run, with the value it has now. --config FILE: a Python file with a "
+            "function config() -> Config, such as configs/cp2.py. --workdir FOLDER: where the run is kept "
+            "and continued (default runs/NAME, NAME being the config file's)."
+        ),
     )
     return config, options.config, options
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from jaxthd.errors import UserError
+
 
 @dataclass(frozen=True)
 class MeshConfig:
@@ -222,8 +224,8 @@ def load_config(path: str | Path) -> Config:
 
     The file runs as a module of its own, anew at every call; nothing is added to sys.path. One that varies
     its neighbour loads that: replace(load_config(Path(__file__).with_name("cp2.py")), mesh=MeshConfig()).
-    Raises FileNotFoundError without such a file; ValueError for a file that is no Python or defines no
-    config(); TypeError when config() returns something else.
+    Raises FileNotFoundError without such a file; UserError for a file that is no Python, defines no
+    config(), or whose config() returns something else.
     """
     path = Path(path)
     if not path.is_file():
@@ -233,15 +235,15 @@ def load_config(path: str | Path) -> Config:
         )
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is no Python file; expected a name that ends in .py: rename it")
+        raise UserError(f"{path} is no Python file; expected a name that ends in .py: rename it")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     make = getattr(module, "config", None)
     if not callable(make):
-        raise ValueError(f"{path} defines no function config(); expected one that returns a Config: add it")
+        raise UserError(f"{path} defines no function config(); expected one that returns a Config: add it")
     config = make()
     if not isinstance(config, Config):
-        raise TypeError(
+        raise UserError(
             f"config() in {path} returns {type(config).__name__}; expected jaxthd.config.Config: return that"
         )
     return config

@@ -6,6 +6,7 @@ Shapes only: no parameter is made, and no device of the mesh is needed.
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,11 @@ from flax import nnx
 
 from jaxthd.cli import parse_command_line
 from jaxthd.config import Config
+from jaxthd.errors import readable_errors
 from jaxthd.models.hybrid import repeated_units
 from jaxthd.parallel.params import Buffer
 from jaxthd.step import abstract_model, make_optimizer
+from jaxthd.validate import DeviceFacts, problems
 
 PARTS = ("LLM", "encoder", "adapter")
 
@@ -191,8 +194,11 @@ def _aligned(rows: Sequence[tuple[str, ...]], left: tuple[int, ...]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     config, path, _ = parse_command_line("describe", argv)
+    for problem in problems(config, DeviceFacts(platform="cpu", devices=config.mesh.devices, kind="cpu")):
+        print(f"warning: {problem}", file=sys.stderr)
     print(f"{path}\n\n{describe(config)}")
 
 
 if __name__ == "__main__":
-    main()
+    with readable_errors():
+        main()

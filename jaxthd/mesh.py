@@ -4,6 +4,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxthd.config import MeshConfig
+from jaxthd.errors import UserError
 from jaxthd.packing.batch import Batch
 
 DATA, CONTEXT, PIPELINE, TENSOR = AXES = ("data", "context", "pipeline", "tensor")
@@ -12,9 +13,9 @@ AUDIO_AXES = (CONTEXT, PIPELINE, TENSOR)
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
-    """A mesh over the first `config.devices` devices. Raises ValueError when there are fewer."""
+    """A mesh over the first `config.devices` devices. Raises UserError when there are fewer."""
     if jax.device_count() < config.devices:
-        raise ValueError(
+        raise UserError(
             f"the mesh {config.sizes} (data, context, pipeline, tensor) needs {config.devices} devices; "
             f"found {jax.device_count()} ({jax.default_backend()}): lower a mesh size"
         )

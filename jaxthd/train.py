@@ -9,17 +9,15 @@ A workdir that holds a checkpoint is continued. It receives
     config.txt       the settings of the run
 """
 
-import json
-import os
+import hashlib
+import math
 import pprint
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxthd.checkpoint import Checkpoints
@@ -30,6 +28,8 @@ from jaxthd.data.pipeline import Loader, make_loader
 from jaxthd.data.speech import SkipLog, SpeechDocuments
 from jaxthd.data.synthetic import synthetic_manifests
 from jaxthd.data.tokenizer import load_tokenizer
+from jaxthd.errors import UserError, readable_errors
+from jaxthd.jsonl import append_line, keep_lines
 from jaxthd.mesh import make_mesh, put_batch
 from jaxthd.step import (
     TrainState,
@@ -41,13 +41,23 @@ from jaxthd.step import (
 )
 from jaxthd.validate import DeviceFacts, validate
 
+REPORTED = (
+    "real_tokens",
+    "supervised_tokens",
+    "capacity_tokens",
+    "documents",
+    "audio_seconds",
+    "imbalance",
+)
+"""What a metrics line takes from the loader's report."""
+
 
 def main(argv: list[str] | None = None) -> None:
     config, config_path, options = parse_command_line("train", argv)
     workdir = options.workdir or Path("runs") / config_path.stem
-    simulated = simulate_devices(config.mesh.devices)
-    if simulated:
-        print(f"no accelerator found: {config.mesh.devices} CPU devices are simulated")
+    if simulate_devices(config.mesh.devices):
+        several = f"{config.mesh.devices} CPU devices are simulated"
+        print(f"no accelerator found: {several if config.mesh.devices > 1 else 'running on the CPU'}")
     vocabulary = load_tokenizer(config.data.tokenizer).vocab_size
     for warning in validate(config, DeviceFacts.of_this_machine(vocabulary)):
         print(f"warning: {warning}", file=sys.stderr)
@@ -57,11 +67,15 @@ def main(argv: list[str] | None = None) -> None:
 def train(config: Config, workdir: Path) -> list[dict[str, Any]]:
     """Runs, or continues, the training of `workdir` up to config.train.steps; returns this call's metrics.
 
-    The config is taken as validated.
+    The config is taken as validated. Raises UserError for data that cannot be used, for a workdir of another
+    model or other data, and when the loss is no longer finite.
     """
     workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / "config.txt").write_text(pprint.pformat(config, width=100) + "\n")
+    with Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints) as checkpoints:
+        return _train(config, workdir, checkpoints)
 
+
+def _train(config: Config, workdir: Path, checkpoints: Checkpoints) -> list[dict[str, Any]]:
     # --- data ---
     data = SpeechData(config, workdir)
     loader = data.training()
@@ -77,58 +91,60 @@ def train(config: Config, workdir: Path) -> list[dict[str, Any]]:
     print(f"{parameters:,} parameters; mesh (data, context, pipeline, tensor) = {config.mesh.sizes}")
 
     # --- continue where a checkpoint stands ---
-    checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints)
-    restored = checkpoints.restore_latest(jax.eval_shape(lambda: state), NamedSharding(mesh, PartitionSpec()))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    restored = checkpoints.restore_latest(jax.eval_shape(lambda: state), everywhere)
     if restored:
         state, position = restored
         loader.set_state(position)
         print(f"continuing from step {int(state.step)} in {workdir}")
-    first = int(state.step)
-    if first >= config.train.steps:
-        print(f"{workdir} already holds step {first} of {config.train.steps}: nothing to do")
-        checkpoints.close()
+    first, steps = int(state.step), config.train.steps
+    if first >= steps:
+        print(f"{workdir} already holds step {first} of {steps}: nothing to do")
         return []
-    metrics_file = MetricsFile(workdir / "metrics.jsonl", keep_up_to=first)
+    (workdir / "config.txt").write_text(pprint.pformat(config, width=100) + "\n")
+    # Lines after the restored step are of a run that was cut off.
+    metrics_file = workdir / "metrics.jsonl"
+    keep_lines(metrics_file, lambda line: line["step"] <= first)
 
     # --- steps ---
     print("compiling the training step", flush=True)
     history: list[dict[str, Any]] = []
     batch, report = next(loader)
-    for step in range(first + 1, config.train.steps + 1):
+    for step in range(first + 1, steps + 1):
         start = time.perf_counter()
         state, on_device = train_step(state, put_batch(batch, mesh))
         # The data position after this step's batch; the next one is read while the devices work.
         position, this_report = loader.get_state(), report
-        if step < config.train.steps:
+        if step < steps:
             batch, report = next(loader)
         loss, grad_norm = (float(x) for x in on_device)
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            raise UserError(
+                f"step {step}: loss {loss}, gradient norm {grad_norm}; expected finite numbers. Lower "
+                f"train.learning_rate or train.clip_norm; the checkpoints in {workdir} are of earlier steps. "
+                f"The documents of this step: {', '.join(key for row in this_report['keys'] for key in row)}"
+            )
         seconds = time.perf_counter() - start
         line = {
             "step": step,
             "loss": loss,
             "grad_norm": grad_norm,
             "learning_rate": float(schedule(step - 1)),
-            "real_tokens": this_report["real_tokens"],
-            "supervised_tokens": this_report["supervised_tokens"],
-            "capacity_tokens": this_report["capacity_tokens"],
-            "documents": this_report["documents"],
-            "audio_seconds": this_report["audio_seconds"],
-            "imbalance": this_report["imbalance"],
+            **{name: this_report[name] for name in REPORTED},
             "tokens_per_second": this_report["real_tokens"] / seconds,
             "step_seconds": seconds,
             "compilations": compilations(train_step),
-            "skipped": len(data.skipped),
         }
-        last = step == config.train.steps
+        last = step == steps
         every = config.train.validate_every
         if data.has_validation and every and (last or step % every == 0):
             line |= validation(config, data, state, validation_step, mesh)
-        metrics_file.write(line)
+        line["skipped"] = len(data.skipped)
+        append_line(metrics_file, line)
         history.append(line)
-        print(progress_line(line, config.train.steps), flush=True)
+        print(progress_line(line, steps), flush=True)
         if last or step % config.train.checkpoint_every == 0:
             checkpoints.save(step, state, position)
-    checkpoints.close()
 
     # --- what happened ---
     print(
@@ -144,16 +160,22 @@ class SpeechData:
     """The run's manifests as loaders. Faulty lines and recordings go to the skip log."""
 
     def __init__(self, config: Config, workdir: Path) -> None:
-        manifest, validation = config.data.manifest, config.data.validation_manifest
-        if "synthetic" in (manifest, validation):
-            synthetic = [str(path) for path in synthetic_manifests()]
-            manifest = synthetic[0] if manifest == "synthetic" else manifest
-            validation = synthetic[1] if validation == "synthetic" else validation
+        self._manifest, self._validation_manifest = config.data.manifest, config.data.validation_manifest
+        if "synthetic" in (self._manifest, self._validation_manifest):
+            made = synthetic_manifests()
+            if self._manifest == "synthetic":
+                self._manifest = str(made[0])
+            if self._validation_manifest == "synthetic":
+                self._validation_manifest = str(made[1])
         self._config = config
         self.skipped = SkipLog(workdir / "skipped.jsonl")
         self._tokenizer = load_tokenizer(config.data.tokenizer)
-        self._training = self._read(manifest)
-        self._validation = self._read(validation) if validation else []
+        self._training = self._read(self._manifest, "data.manifest")
+        self._validation = (
+            self._read(self._validation_manifest, "data.validation_manifest")
+            if self._validation_manifest
+            else []
+        )
         print(f"{len(self._training)} training and {len(self._validation)} validation utterances")
 
     @property
@@ -161,59 +183,48 @@ class SpeechData:
         return bool(self._validation)
 
     def training(self) -> Loader:
-        documents = SpeechDocuments(self._config, self._tokenizer, self.skipped, train=True)
-        return make_loader(self._training, documents, self._config, on_skip=self.skipped)
+        """Without end, dithered, shuffled anew every epoch. Its position is refused for other documents."""
+        on_skip = self.skipped.of(self._manifest)
+        documents = SpeechDocuments(self._config, self._tokenizer, on_skip, train=True)
+        encoder = self._config.model.encoder
+        lines = [(u.key, u.text, u.offset, u.duration) for u in self._training]
+        identity = {
+            "manifest": hashlib.blake2b(repr(lines).encode(), digest_size=8).hexdigest(),
+            "tokenizer": self._config.data.tokenizer,
+            "prompt": self._config.data.prompt,
+            "chunk_seconds": encoder.chunk_seconds,
+            "num_mels": encoder.num_mels,
+        }
+        return make_loader(self._training, documents, self._config, on_skip=on_skip, identity=identity)
 
-    def validation(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+    def validation(self) -> Loader:
         """One pass over the validation set, in the manifest's order."""
-        documents = SpeechDocuments(self._config, self._tokenizer, self.skipped, train=False)
+        on_skip = self.skipped.of(self._validation_manifest)
+        documents = SpeechDocuments(self._config, self._tokenizer, on_skip, train=False)
         return make_loader(
-            self._validation, documents, self._config, repeat=False, shuffle=False, on_skip=self.skipped
+            self._validation, documents, self._config, repeat=False, shuffle=False, on_skip=on_skip
         )
 
-    def _read(self, manifest: str) -> list[Utterance]:
-        utterances, faults = read_manifest(manifest)
+    def _read(self, manifest: str, setting: str) -> list[Utterance]:
+        utterances, faults = read_manifest(manifest, setting)
         for fault in faults:
-            self.skipped(fault.key, fault.reason)
+            self.skipped.of(manifest)(fault.key, fault.reason)
         return utterances
 
 
 def validation(
     config: Config, data: SpeechData, state: TrainState, validation_step: Any, mesh: Mesh
 ) -> dict[str, float]:
-    """Mean negative log-likelihood over the validation set's supervised tokens."""
-    loss = tokens = jnp.zeros(())
-    batches = zip(range(config.train.validation_batches), data.validation(), strict=False)
-    for _, (batch, _report) in batches:
+    """Mean negative log-likelihood over the supervised tokens of train.validation_batches batches at most."""
+    loss = tokens = documents = 0.0
+    for _, (batch, report) in zip(range(config.train.validation_batches), data.validation(), strict=False):
         batch_loss, batch_tokens = validation_step(state.params, state.buffers, put_batch(batch, mesh))
-        loss, tokens = loss + batch_loss, tokens + batch_tokens
-    return {"validation_loss": float(loss / jnp.maximum(tokens, 1)), "validation_tokens": float(tokens)}
-
-
-class MetricsFile:
-    """metrics.jsonl: one JSON object a line. Lines after the restored step are of a run that was cut off."""
-
-    def __init__(self, path: Path, keep_up_to: int) -> None:
-        kept = []
-        if path.exists():
-            lines = path.read_text().splitlines()
-            kept = [line for line in lines if _step_of(line) <= keep_up_to]
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text("".join(line + "\n" for line in kept))
-        os.replace(scratch, path)
-        self._path = path
-
-    def write(self, line: dict[str, Any]) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
-
-def _step_of(line: str) -> float:
-    """A metrics line's step; infinity for a line that a kill cut short."""
-    try:
-        return float(json.loads(line)["step"])
-    except json.JSONDecodeError:
-        return float("inf")
+        loss, tokens = loss + float(batch_loss), tokens + float(batch_tokens)
+        documents += report["documents"]
+    if not tokens:
+        print("warning: no validation utterance could be used", file=sys.stderr)
+        return {}
+    return {"validation_loss": loss / tokens, "validation_documents": documents}
 
 
 def compilations(step: Any) -> int:
@@ -229,9 +240,12 @@ def progress_line(line: dict[str, Any], steps: int) -> str:
         f"padding {padding:.0%}  {line['step_seconds']:.2f} s"
     )
     if "validation_loss" in line:
-        text += f"  validation loss {line['validation_loss']:.4f}"
+        text += (
+            f"  validation loss {line['validation_loss']:.4f}, {line['validation_documents']:.0f} documents"
+        )
     return text
 
 
 if __name__ == "__main__":
-    main()
+    with readable_errors():
+        main()

@@ -13,10 +13,11 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 from jaxthd.config import Config
 from jaxthd.data.speech import AUDIO_FIELD
 from jaxthd.data.tokenizer import ByteTokenizer
+from jaxthd.errors import UserError
 from jaxthd.packing.document import SUBSAMPLING
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A configuration that cannot work. The message lists everything that is wrong with it."""
 
 

@@ -79,7 +79,7 @@ def test_a_config_file_may_vary_its_neighbour(tmp_path: Path) -> None:
         ("missing.py", None, FileNotFoundError, "missing.py; expected a Python file with a function config"),
         ("empty.py", "", ValueError, "defines no function config()"),
         ("value.py", "config = 3", ValueError, "defines no function config()"),
-        ("dict.py", "def config(): return {}", TypeError, "returns dict; expected jaxthd.config.Config"),
+        ("dict.py", "def config(): return {}", ValueError, "returns dict; expected jaxthd.config.Config"),
         ("run.yaml", "data: {}", ValueError, "ends in .py"),
         ("broken.py", "def config(): return undefined", NameError, "undefined"),
     ],

@@ -22,6 +22,8 @@ from jaxthd.config import (
     ModelConfig,
     TrainConfig,
 )
+from jaxthd.errors import UserError
+from jaxthd.jsonl import append_line
 from jaxthd.train import train
 from jaxthd.validate import DeviceFacts, validate
 
@@ -128,14 +130,13 @@ def test_interrupted_and_resumed_losses_are_bit_identical(
 ):
     """Cut after a step that was not saved (3; the checkpoint is of step 2) and after one that was (4)."""
 
-    class Cut(train_module.MetricsFile):
-        def write(self, line: dict) -> None:
-            super().write(line)
-            if line["step"] == cut_after + 1:
-                raise KeyboardInterrupt
+    def cut(path: Path, line: dict) -> None:
+        append_line(path, line)
+        if line["step"] == cut_after + 1:
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(train_module, "MetricsFile", Cut)
+        patch.setattr(train_module, "append_line", cut)
         with pytest.raises(KeyboardInterrupt):
             train(tiny(manifest), tmp_path)
     assert len(read_metrics(tmp_path)) == cut_after + 1
@@ -147,11 +148,25 @@ def test_interrupted_and_resumed_losses_are_bit_identical(
     assert train(tiny(manifest), tmp_path) == []
 
 
-def test_a_data_position_of_other_data_is_refused(uninterrupted: Path, manifest: Path):
+def test_a_workdir_of_other_data_or_another_model_is_refused(uninterrupted: Path, manifest: Path):
     config = tiny(manifest)
-    other = replace(config, data=replace(config.data, capacity=256), train=replace(config.train, steps=8))
-    with pytest.raises(ValueError, match="capacity"):
-        train(other, uninterrupted)
+    config = replace(config, train=replace(config.train, steps=8))
+    with pytest.raises(UserError, match="capacity: 128 then, 256 now"):
+        train(replace(config, data=replace(config.data, capacity=256)), uninterrupted)
+    with pytest.raises(UserError, match="prompt"):
+        train(replace(config, data=replace(config.data, prompt="say {audio}")), uninterrupted)
+    model = replace(config.model, llm=replace(config.model.llm, dim=32))
+    with pytest.raises(UserError, match="of another model"):
+        train(replace(config, model=model), uninterrupted)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(manifest: Path, tmp_path: Path):
+    config = tiny(manifest)
+    wild = replace(config.train, learning_rate=1e30, clip_norm=1e30, warmup_steps=0, checkpoint_every=1)
+    with pytest.raises(UserError, match=r"expected finite numbers.*documents of this step: \d+:"):
+        train(replace(config, train=wild), tmp_path)
+    saved = sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir())
+    assert saved == [line["step"] for line in read_metrics(tmp_path)][-3:]
 
 
 def test_the_command_simulates_the_devices_it_needs(manifest: Path, tmp_path: Path):
@@ -191,3 +206,15 @@ def test_help_lists_every_field_and_a_bad_field_is_refused():
     )
     assert wrong.returncode != 0
     assert "capcity" in wrong.stdout + wrong.stderr
+
+
+def test_what_the_user_can_mend_ends_in_one_message():
+    command = [sys.executable, "-m", "jaxthd.train", "--config", "configs/cp2.py"]
+    ran = subprocess.run(
+        [*command, "--mesh.tensor", "2", "--data.capacity", "2047"], capture_output=True, text=True
+    )
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("error: ")
+    assert "mesh.tensor" in ran.stderr
+    assert "data.capacity" in ran.stderr
+    assert "Traceback" not in ran.stderr

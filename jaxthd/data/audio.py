@@ -29,7 +29,11 @@ def load_audio(
     before offset + duration; for samples that are not finite; for fewer than 320 of them (two mel frames).
     """
     path = Path(path)
-    if not path.is_file():
+    try:
+        found = path.is_file()
+    except OSError as error:  # a name too long, a folder without permission
+        raise AudioError(f"{path}: cannot be looked up ({error}); correct audio_filepath") from error
+    if not found:
         raise AudioError(f"{path}: no such file; correct audio_filepath in the manifest")
     if offset < 0 or (duration is not None and duration <= 0):
         raise AudioError(

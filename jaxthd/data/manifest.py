@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxthd.errors import UserError
+
 
 @dataclass(frozen=True)
 class Utterance:
@@ -35,19 +37,20 @@ class Fault:
     reason: str
 
 
-def read_manifest(path: str | Path) -> tuple[list[Utterance], list[Fault]]:
+def read_manifest(path: str | Path, setting: str = "data.manifest") -> tuple[list[Utterance], list[Fault]]:
     """Reads a NeMo manifest: audio_filepath and text, optionally duration and offset in seconds.
 
     A relative audio_filepath is taken from the manifest's folder. Recordings are not opened. Every line that
     is not blank becomes an Utterance or a Fault, in order.
-    Raises FileNotFoundError when there is no such file, ValueError when it holds no usable line.
+    setting: what the path was given as, for the messages.
+    Raises FileNotFoundError when there is no such file, UserError when it holds no usable line.
     Source: NeMo's ASR dataset documentation (manifest format).
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(
             f"no manifest at {path}; expected a JSONL file with audio_filepath and text on every line: "
-            "correct data.manifest"
+            f"correct {setting}"
         )
     utterances: list[Utterance] = []
     faults: list[Fault] = []
@@ -64,9 +67,9 @@ def read_manifest(path: str | Path) -> tuple[list[Utterance], list[Fault]]:
                 faults.append(Fault(f"{number}:{name}", str(error)))
     if not utterances:
         listed = "".join(f"\n  line {fault.key} {fault.reason}" for fault in faults[:5])
-        raise ValueError(
-            f"{path} has no usable line ({len(faults)} faulty); expected one JSON object a line with "
-            f"audio_filepath and text{listed}"
+        raise UserError(
+            f"{path} ({setting}) has no usable line ({len(faults)} faulty); expected one JSON object a line "
+            f"with audio_filepath and text: correct the file{listed}"
         )
     return utterances, faults
 
@@ -103,6 +106,7 @@ def _string(entry: dict[str, Any], name: str) -> str:
     value = entry[name]
     if not isinstance(value, str):
         raise ValueError(f"{name} is {value!r}; expected a string")
+    value.encode()  # half a surrogate pair is valid JSON and no text: a UnicodeEncodeError, a ValueError
     return value
 
 

@@ -12,7 +12,7 @@ logical streams and says nothing about processes or the mesh: save under one mes
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -20,6 +20,7 @@ import grain
 import numpy as np
 
 from jaxthd.config import Config
+from jaxthd.errors import UserError
 from jaxthd.packing.balance import assign_chunks
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING, Document
@@ -277,7 +278,7 @@ class Loader(Iterator[tuple[Batch, dict[str, Any]]]):
     def set_state(self, state: dict[str, Any]) -> None:
         """Continues exactly where get_state was called, under any mesh.
 
-        Raises ValueError when the state is of other data or other packing.
+        Raises UserError when the state is of other data or other packing.
         """
         was, now = state["identity"], self._identity
         changed = [
@@ -286,7 +287,7 @@ class Loader(Iterator[tuple[Batch, dict[str, Any]]]):
             if was.get(k) != now.get(k)
         ]
         if changed:
-            raise ValueError(
+            raise UserError(
                 f"the saved data position belongs to another stream of documents ({'; '.join(changed)}); "
                 "restore these settings, or start from the weights only"
             )
@@ -303,6 +304,7 @@ def make_loader(
     shuffle: bool | None = None,
     on_skip: OnSkip = log_skip,
     read_threads: int = 0,
+    identity: Mapping[str, Any] | None = None,
 ) -> Loader:
     """The loader of a run: row i reads items i, i + rows, ... of each epoch's order, whatever the mesh is.
 
@@ -313,13 +315,15 @@ def make_loader(
     repeat: without end, a new order every epoch; False: one epoch, in which every document appears once.
     shuffle: overrides data.shuffle. on_skip: see PackDocuments. read_threads: threads a row's stream loads
         ahead with; changes no result, but load and on_skip then run ahead of the stream, in those threads.
-    Raises ValueError for a source with fewer items than rows under repeat; while iterating, when two epochs
+    identity: what the documents depend on besides data.*; JSON values. A loader of another identity refuses
+        a saved position.
+    Raises UserError for a source with fewer items than rows under repeat; while iterating, when two epochs
     of a repeated stream held no document that fits.
     """
     data = config.data
     shuffle = data.shuffle if shuffle is None else shuffle
     if repeat and len(source) < data.rows:
-        raise ValueError(
+        raise UserError(
             f"{len(source)} items cannot feed {data.rows} rows, each a stream of its own; add data, or lower "
             f"data.rows to at most {len(source)}"
         )
@@ -356,13 +360,13 @@ def make_loader(
         "round_to",
         "seed",
     )
-    identity = {
+    settings = {
         "items": len(source),
         "repeat": repeat,
         "shuffle": shuffle,
         **{k: getattr(data, k) for k in fields},
     }
-    return Loader(streams, pack.row([]), identity)
+    return Loader(streams, pack.row([]), settings | dict(identity or {}))
 
 
 class _Read(Generic[Item]):
@@ -388,8 +392,8 @@ class _Read(Generic[Item]):
         fits = document is not None and self._pack.misfit(document) is None
         self._fruitless = 0 if fits else self._fruitless + 1
         if self._repeat and self._fruitless > 2 * self._items:
-            raise ValueError(
+            raise UserError(
                 f"none of this row's {self._items} items gave a document that fits, in two epochs; "
-                "the reports of skipped items say why"
+                "the reports of skipped items (of a run: skipped.jsonl in its workdir) say why"
             )
         return document

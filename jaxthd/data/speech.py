@@ -1,7 +1,7 @@
 """Manifest lines -> documents: decode, features, prompt, transcript; and the record of what was left out."""
 
-import json
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,34 +10,40 @@ from jaxthd.config import Config
 from jaxthd.data.audio import chunk_audio, load_audio
 from jaxthd.data.features import DITHER, HOP, document_rng, log_mel
 from jaxthd.data.manifest import Utterance
+from jaxthd.data.pipeline import OnSkip
 from jaxthd.data.tokenizer import Tokenizer
+from jaxthd.jsonl import append_line, keep_lines
 from jaxthd.packing.document import Document
 
 AUDIO_FIELD = "{audio}"
 
 
 class SkipLog:
-    """Everything left out, once each: one JSON object {"key", "reason"} a line, in a file and counted.
+    """Everything left out: one JSON object {"manifest", "key", "reason"} a line, each item once.
 
+    The file keeps what earlier calls of the same run wrote; len() counts what this one left out.
     Usable from several threads.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
-        self._seen: set[str] = set()
-        if path.exists():
-            self._seen = {json.loads(line)["key"] for line in path.read_text().splitlines()}
+        self._listed = {(line["manifest"], line["key"]) for line in keep_lines(path, lambda line: True)}
+        self._left_out: set[tuple[str, str]] = set()
 
-    def __call__(self, key: str, reason: str) -> None:
+    def of(self, manifest: str) -> OnSkip:
+        """What to call with (key, reason) for an item of that manifest."""
+        return partial(self._add, manifest)
+
+    def _add(self, manifest: str, key: str, reason: str) -> None:
         with self._lock:
-            if key not in self._seen:
-                self._seen.add(key)
-                with self.path.open("a") as file:
-                    file.write(json.dumps({"key": key, "reason": reason}) + "\n")
+            self._left_out.add((manifest, key))
+            if (manifest, key) not in self._listed:
+                self._listed.add((manifest, key))
+                append_line(self.path, {"manifest": manifest, "key": key, "reason": reason})
 
     def __len__(self) -> int:
-        return len(self._seen)
+        return len(self._left_out)
 
 
 class SpeechDocuments:
@@ -49,7 +55,7 @@ class SpeechDocuments:
     train: dither the audio, drawn from (data.seed, epoch, key).
     """
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, on_skip: SkipLog, *, train: bool) -> None:
+    def __init__(self, config: Config, tokenizer: Tokenizer, on_skip: OnSkip, *, train: bool) -> None:
         before, self._has_audio, after = config.data.prompt.partition(AUDIO_FIELD)
         placeholder = [tokenizer.audio_id] if self._has_audio else []
         self._head = [tokenizer.bos_id, *tokenizer.encode(before), *placeholder, *tokenizer.encode(after)]

@@ -134,7 +134,8 @@ def _espeak() -> Iterator[Say]:
     except ImportError as error:
         raise ImportError(
             "the synthetic data set needs espeak-ng, and espeakng_loader is not installed: "
-            "pip install 'jaxthd[demo]', or set data.manifest to a manifest of your own"
+            "pip install 'jaxthd[demo]', or set data.manifest and data.validation_manifest to manifests of "
+            "your own (data.validation_manifest '' for none)"
         ) from error
     data = Path(espeakng_loader.get_data_path())
     with tempfile.TemporaryDirectory() as folder:

@@ -6,6 +6,8 @@ from typing import Protocol, runtime_checkable
 
 import tokenizers
 
+from jaxthd.errors import UserError
+
 
 @runtime_checkable
 class Tokenizer(Protocol):
@@ -74,7 +76,7 @@ class FileTokenizer:
 
     Special ids are found by their usual names. Without a padding token pad_id is eos_id; without an audio
     placeholder audio_id is an extra id past the file's last, and vocab_size counts it.
-    Raises FileNotFoundError, or ValueError for a file that is no tokenizer or names no start or end of text.
+    Raises FileNotFoundError, or UserError for a file that is no tokenizer or names no start or end of text.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -87,7 +89,7 @@ class FileTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(self.path))
         except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"{path} is not a tokenizer.json that tokenizers can read: {error}") from error
+            raise UserError(f"{path} is not a tokenizer.json that tokenizers can read: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.bos_id = self._required("start-of-text", _BOS)
@@ -100,12 +102,14 @@ class FileTokenizer:
         self.vocab_size = max(file_size, self.audio_id + 1)
 
     def encode(self, text: str) -> list[int]:
-        """Raises ValueError for text that holds the audio placeholder."""
+        """Raises ValueError for text that holds a special token: as text it would steer the model."""
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        if self.audio_id in ids:
+        special = {self.audio_id, self.bos_id, self.eos_id, self.pad_id} & set(ids)
+        if special:
+            names = sorted(str(self._tokenizer.id_to_token(i)) for i in special)
             raise ValueError(
-                f"text {text!r} holds the audio placeholder {self._tokenizer.id_to_token(self.audio_id)!r}; "
-                "placeholders belong in the prompt: remove it from the text"
+                f"text {text!r} holds the special token {', '.join(names)}; remove it from the text "
+                "(in a prompt, {audio} stands for the recording)"
             )
         return ids
 
@@ -119,7 +123,7 @@ class FileTokenizer:
     def _required(self, what: str, names: tuple[str, ...]) -> int:
         found = self._find(names)
         if found is None:
-            raise ValueError(
+            raise UserError(
                 f"{self.path} has no {what} token: looked for {', '.join(names)}; add one to its added_tokens"
             )
         return found

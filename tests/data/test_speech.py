@@ -29,7 +29,7 @@ def utterance(tmp_path: Path) -> Utterance:
 
 def documents(config: Config, folder: Path, *, train: bool = False) -> tuple[SpeechDocuments, SkipLog]:
     skipped = SkipLog(folder / "skipped.jsonl")
-    return SpeechDocuments(config, TOKENIZER, skipped, train=train), skipped
+    return SpeechDocuments(config, TOKENIZER, skipped.of("m"), train=train), skipped
 
 
 def test_a_document_is_prompt_audio_and_supervised_transcript(utterance: Utterance, tmp_path: Path):
@@ -73,4 +73,16 @@ def test_what_cannot_be_used_is_reported_once_with_its_reason(utterance: Utteran
     assert len(lines) == len(skipped) == 2
     assert "no such file" in lines[0]
     assert "transcript is empty" in lines[1]
-    assert len(SkipLog(tmp_path / "skipped.jsonl")) == 2
+
+
+def test_the_skip_log_tells_manifests_apart_and_survives_a_kill(tmp_path: Path):
+    path = tmp_path / "skipped.jsonl"
+    for _ in range(2):
+        log = SkipLog(path)
+        log.of("train")("1:a.wav", "broken")
+        log.of("validation")("1:a.wav", "broken")
+        assert len(log) == 2
+        with path.open("a") as file:
+            file.write('{"manifest": "train", "key": "2:b')
+    assert len(SkipLog(path)) == 0
+    assert len(path.read_text().splitlines()) == 2

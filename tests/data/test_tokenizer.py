@@ -88,8 +88,10 @@ def test_a_placeholder_of_the_file_is_used_and_refused_in_text(tmp_path):
     tokenizer = FileTokenizer(write(tmp_path / "t.json", "<s>", "</s>", "<pad>", "<so_embedding>"))
     assert tokenizer.vocab_size == 256 + 1 + 4
     assert tokenizer.audio_id == tokenizer.vocab_size - 1
-    with pytest.raises(ValueError, match="holds the audio placeholder '<so_embedding>'"):
+    with pytest.raises(ValueError, match="holds the special token <so_embedding>"):
         tokenizer.encode("say <so_embedding> aloud")
+    with pytest.raises(ValueError, match="holds the special token </s>"):
+        tokenizer.encode("the end </s> is not the end")
 
 
 def test_padding_falls_back_to_the_end_of_text(tmp_path):
