@@ -194,7 +194,9 @@ def _aligned(rows: Sequence[tuple[str, ...]], left: tuple[int, ...]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     config, path, _ = parse_command_line("describe", argv)
-    for problem in problems(config, DeviceFacts(platform="cpu", devices=config.mesh.devices, kind="cpu")):
+    for problem in problems(
+        config, DeviceFacts(platform="gpu", devices=config.mesh.devices, kind="as many as the mesh needs")
+    ):
         print(f"warning: {problem}", file=sys.stderr)
     print(f"{path}\n\n{describe(config)}")
 
