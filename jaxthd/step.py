@@ -91,17 +91,35 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
     )
 
 
+def _new_state(config: Config) -> TrainState:
+    model = _make_model(config, jax.random.key(config.train.seed))
+    params, buffers = (nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, Buffer))
+    return TrainState(jnp.zeros((), jnp.int32), params, buffers, make_optimizer(config).init(params))
+
+
+def abstract_state(config: Config) -> TrainState:
+    """A run's state with shapes and dtypes for arrays: no memory, nothing compiled."""
+    return jax.eval_shape(lambda: _new_state(config))
+
+
 def init_state(config: Config, mesh: Mesh) -> TrainState:
     """A new run's state, on its final sharding (a step that moved it would compile twice)."""
-
-    def make() -> TrainState:
-        model = _make_model(config, jax.random.key(config.train.seed))
-        params, buffers = (nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, Buffer))
-        return TrainState(jnp.zeros((), jnp.int32), params, buffers, make_optimizer(config).init(params))
-
     # It runs once: on a CPU compiling is most of its time, and halves without the compiler's optimizations.
     once = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
-    return jax.jit(make, out_shardings=NamedSharding(mesh, PartitionSpec()), compiler_options=once)()
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(lambda: _new_state(config), out_shardings=everywhere, compiler_options=once)()
+
+
+def _on_mesh(rank: Callable[[Tree, Tree, Batch], Any], mesh: Mesh) -> Callable[[Tree, Tree, Batch], Any]:
+    """`rank` on every device, all axes manual: its share of the batch in, results equal everywhere out."""
+    everywhere = PartitionSpec()
+    return jax.shard_map(
+        rank,
+        mesh=mesh,
+        in_specs=(everywhere, everywhere, batch_specs()),
+        out_specs=everywhere,
+        check_vma=False,
+    )
 
 
 def loss_and_gradient(
@@ -122,14 +140,7 @@ def loss_and_gradient(
         loss, gradients = jax.lax.psum((loss, gradients), AXES)
         return loss, gradients, {**buffers, "encoder": new_buffers}
 
-    everywhere = PartitionSpec()
-    return jax.shard_map(
-        rank,
-        mesh=mesh,
-        in_specs=(everywhere, everywhere, batch_specs()),
-        out_specs=(everywhere, everywhere, everywhere),
-        check_vma=False,
-    )
+    return _on_mesh(rank, mesh)
 
 
 def make_train_step(
@@ -160,13 +171,4 @@ def make_validation_step(
         sums = sft.loss_sum(logp_RT.reshape(-1), weights_N, ids_N), sft.count(weights_N, ids_N)
         return jax.lax.psum(sums, AXES)
 
-    everywhere = PartitionSpec()
-    return jax.jit(
-        jax.shard_map(
-            rank,
-            mesh=mesh,
-            in_specs=(everywhere, everywhere, batch_specs()),
-            out_specs=(everywhere, everywhere),
-            check_vma=False,
-        )
-    )
+    return jax.jit(_on_mesh(rank, mesh))

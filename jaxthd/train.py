@@ -33,6 +33,7 @@ from jaxthd.jsonl import append_line, keep_lines
 from jaxthd.mesh import make_mesh, put_batch
 from jaxthd.step import (
     TrainState,
+    abstract_state,
     init_state,
     learning_rate_schedule,
     make_train_step,
@@ -86,14 +87,16 @@ def _train(config: Config, workdir: Path, checkpoints: Checkpoints) -> list[dict
     train_step = make_train_step(config, graph, mesh)
     validation_step = make_validation_step(graph, mesh)
     schedule = learning_rate_schedule(config.train)
-    state = init_state(config, mesh)
-    parameters = sum(x.size for x in jax.tree.leaves(state.params))
+    abstract = abstract_state(config)
+    parameters = sum(x.size for x in jax.tree.leaves(abstract.params))
     print(f"{parameters:,} parameters; mesh (data, context, pipeline, tensor) = {config.mesh.sizes}")
 
     # --- continue where a checkpoint stands ---
     everywhere = NamedSharding(mesh, PartitionSpec())
-    restored = checkpoints.restore_latest(jax.eval_shape(lambda: state), everywhere)
-    if restored:
+    restored = checkpoints.restore_latest(abstract, everywhere)
+    if restored is None:
+        state = init_state(config, mesh)
+    else:
         state, position = restored
         loader.set_state(position)
         print(f"continuing from step {int(state.step)} in {workdir}")

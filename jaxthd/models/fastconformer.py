@@ -21,6 +21,7 @@ from jaxthd.config import EncoderConfig
 from jaxthd.models.layers import Linear
 from jaxthd.ops.attention import interval_attention
 from jaxthd.ops.conv import centered_conv
+from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Buffer, Init, scan_stack, stack
@@ -31,10 +32,6 @@ _PIECE = 128
 """Encoder frames (10 s) that the subsampling works on at a time."""
 
 
-def _accumulator(x: Array) -> Any:
-    return jnp.promote_types(jnp.float32, x.dtype)
-
-
 class LayerNorm(nnx.Module):
     """(x - mean) / sqrt(variance + 1e-5) * weight + bias, over the last dim, in promote(float32, x)."""
 
@@ -42,7 +39,7 @@ class LayerNorm(nnx.Module):
         self.weight, self.bias = init.ones((dim,)), init.zeros((dim,))
 
     def __call__(self, x_ED: Float[Array, "E D"]) -> Float[Array, "E D"]:
-        wide = x_ED.astype(_accumulator(x_ED))
+        wide = x_ED.astype(accumulation_dtype(x_ED))
         wide = wide - wide.mean(-1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + _EPS)
         return (wide * self.weight[...] + self.bias[...]).astype(x_ED.dtype)
@@ -70,7 +67,7 @@ class BatchNorm(nnx.Module):
         axes: tuple[str, ...],
     ) -> Float[Array, "E D"]:
         """frames: valid ones of all ranks. In training the running statistics are replaced in place."""
-        wide, valid_E1 = x_ED.astype(_accumulator(x_ED)), valid_E[:, None]
+        wide, valid_E1 = x_ED.astype(accumulation_dtype(x_ED)), valid_E[:, None]
         mean_D, variance_D = self.mean[...], self.variance[...]
         if train:
             some = jnp.maximum(frames, 1)
@@ -232,7 +229,7 @@ class RelativeAttention(nnx.Module):
         u_Hd, v_Hd = (b[...].astype(dtype) for b in (self.content_bias, self.position_bias))
         w_F2Hd = self.position[...].astype(dtype).reshape(-1, 2, heads, dim)
         s_EHF, c_EHF = jnp.einsum(
-            "ehd,fthd->tehf", q_EHd + v_Hd, w_F2Hd, preferred_element_type=_accumulator(x_ED)
+            "ehd,fthd->tehf", q_EHd + v_Hd, w_F2Hd, preferred_element_type=accumulation_dtype(x_ED)
         )
         cos_E1F, sin_E1F = clips.cos[:, None], clips.sin[:, None]
         rotated = (s_EHF * sin_E1F + c_EHF * cos_E1F, c_EHF * sin_E1F - s_EHF * cos_E1F)
@@ -331,7 +328,7 @@ class FastConformer(nnx.Module):
                 f"expected {SUBSAMPLING} for each: check mels against chunk_ids"
             )
         x_ED = self.subsampling(mels_AM, mel_mask_A, segments.positions == 0) * self.scale
-        dim, acc = x_ED.shape[1], _accumulator(mels_AM)
+        dim, acc = x_ED.shape[1], accumulation_dtype(mels_AM)
         w_F = 10000.0 ** (-jnp.arange(0, dim, 2, dtype=acc) / dim)
         angle_EF = segments.positions[:, None].astype(acc) * w_F
         frames = jax.lax.psum(segments.valid.sum().astype(acc), axes)

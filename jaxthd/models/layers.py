@@ -9,6 +9,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
+from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.parallel.params import Init
 
 
@@ -21,7 +22,7 @@ class RMSNorm(nnx.Module):
         self.groups = groups
 
     def __call__(self, x_ND: Float[Array, "N D"]) -> Float[Array, "N D"]:
-        grouped = x_ND.astype(jnp.promote_types(jnp.float32, x_ND.dtype)).reshape(len(x_ND), self.groups, -1)
+        grouped = x_ND.astype(accumulation_dtype(x_ND)).reshape(len(x_ND), self.groups, -1)
         grouped = grouped * jax.lax.rsqrt(jnp.square(grouped).mean(-1, keepdims=True) + self.eps)
         return (grouped.reshape(x_ND.shape) * self.weight[...]).astype(x_ND.dtype)
 

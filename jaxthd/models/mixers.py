@@ -19,6 +19,7 @@ from jaxthd.config import LLMConfig, ModelConfig
 from jaxthd.models.layers import Linear, RMSNorm, relu_squared
 from jaxthd.ops.conv import causal_conv
 from jaxthd.ops.grouped_matmul import combine, dispatch, expert_layout, grouped_matmul
+from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.ring import packed_attention
 from jaxthd.ops.ssd import ssd
 from jaxthd.packing.segments import Segments
@@ -84,7 +85,7 @@ class Mamba2(nnx.Module):
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
         n, heads = len(x_ND), self.a_log.shape[0]
-        acc = jnp.promote_types(jnp.float32, x_ND.dtype)
+        acc = accumulation_dtype(x_ND)
         projected = [f(x_ND) for f in (self.x, self.b, self.c)]
         taps = jnp.concatenate([w[...] for w in (self.conv_x, self.conv_b, self.conv_c)], axis=1)
         bias = jnp.concatenate([b[...] for b in (self.conv_bias_x, self.conv_bias_b, self.conv_bias_c)])
@@ -135,7 +136,7 @@ class MoE(nnx.Module):
         self.block = config.expert_block
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
-        acc = jnp.promote_types(jnp.float32, x_ND.dtype)
+        acc = accumulation_dtype(x_ND)
         score_NE = jax.nn.sigmoid(self.router(x_ND.astype(acc)))
         _, chosen_Nk = jax.lax.top_k(
             jax.lax.stop_gradient(score_NE) + self.correction_bias[...], self.per_token

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.segments import KeyIntervals, blocked
 
 
@@ -30,13 +31,11 @@ def _tokens(x_bKGQD: Array, n: int) -> Array:
     return x_bKGQD.transpose(0, 3, 1, 2, 4).reshape(b * q, k * g, d)[:n]
 
 
-def _accumulator(x: Array) -> jnp.dtype:
-    return jnp.promote_types(jnp.float32, x.dtype)
-
-
 def _scores(q_KGQD: Array, k_KBD: Array, lo_Q: Array, hi_Q: Array, start: Array, scale: float) -> Array:
     """Scaled scores of a block, -inf outside the intervals; `start` is the first key's index."""
-    s_KGQB = scale * jnp.einsum("kgqd,kbd->kgqb", q_KGQD, k_KBD, preferred_element_type=_accumulator(q_KGQD))
+    s_KGQB = scale * jnp.einsum(
+        "kgqd,kbd->kgqb", q_KGQD, k_KBD, preferred_element_type=accumulation_dtype(q_KGQD)
+    )
     j_B = start + jnp.arange(k_KBD.shape[1])
     seen_QB = (j_B >= lo_Q[:, None]) & (j_B < hi_Q[:, None])
     return jnp.where(seen_QB, s_KGQB, -jnp.inf)
@@ -54,7 +53,7 @@ def attention_forward(
 
     Online softmax over key blocks (Dao et al., FlashAttention, 2022). Callers own the VJP.
     """
-    n, kv_heads, acc = len(q_NHD), k_SKD.shape[1], _accumulator(q_NHD)
+    n, kv_heads, acc = len(q_NHD), k_SKD.shape[1], accumulation_dtype(q_NHD)
     k_bKBD, v_bKBV = (blocked(x, block, 0).swapaxes(1, 2) for x in (k_SKD, v_SKV))
 
     def query_block(_: None, xs: tuple) -> tuple[None, tuple[Array, Array]]:
@@ -115,7 +114,7 @@ def attention_backward(
     lse_NH: log-sum-exp over all keys a query sees, also those of other calls: then calls over parts add up.
     dot_NH: sum over V of dout * out.
     """
-    (n, s), kv_heads, acc = (len(q_NHD), len(k_SKD)), k_SKD.shape[1], _accumulator(q_NHD)
+    (n, s), kv_heads, acc = (len(q_NHD), len(k_SKD)), k_SKD.shape[1], accumulation_dtype(q_NHD)
     k_bKBD, v_bKBV = (blocked(x, block, 0).swapaxes(1, 2) for x in (k_SKD, v_SKV))
     finite_lse_NH = jnp.where(jnp.isfinite(lse_NH), lse_NH, 0)
 

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
+from jaxthd.ops.numerics import accumulation_dtype
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def supervised_log_probs(
@@ -50,7 +52,7 @@ def _vocab_blocks(vocab: int, vocab_block: int) -> tuple[Array, int]:
 
 def _logits(h_rD: Array, head_VD: Array, first: Array, size: int) -> tuple[Array, Array, Array]:
     """A block's logits (-inf for entries an earlier block counted), its entries' ids, and its head rows."""
-    acc = jnp.promote_types(jnp.float32, h_rD.dtype)
+    acc = accumulation_dtype(h_rD)
     start = jnp.minimum(first, len(head_VD) - size)
     head_vD = jax.lax.dynamic_slice_in_dim(head_VD, start, size)
     ids_v = start + jnp.arange(size)
@@ -59,7 +61,7 @@ def _logits(h_rD: Array, head_VD: Array, first: Array, size: int) -> tuple[Array
 
 
 def _forward(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block):
-    acc = jnp.promote_types(jnp.float32, h_ND.dtype)
+    acc = accumulation_dtype(h_ND)
     rows_br, used = _rows(supervised_N, row_block)
     firsts, size = _vocab_blocks(len(head_VD), vocab_block)
 
@@ -90,7 +92,7 @@ def _forward(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block):
 
 def _backward(row_block, vocab_block, residuals, dlogp_N):
     h_ND, head_VD, targets_N, supervised_N, lse_br = residuals
-    acc = jnp.promote_types(jnp.float32, h_ND.dtype)
+    acc = accumulation_dtype(h_ND)
     rows_br, used = _rows(supervised_N, row_block)
     firsts, size = _vocab_blocks(len(head_VD), vocab_block)
 

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
+from jaxthd.ops.numerics import accumulation_dtype
+
 
 class ExpertLayout(NamedTuple):
     """Where each assignment's row is. M is fixed: N * k rows, plus one block an expert.
@@ -71,7 +73,7 @@ def grouped_matmul(
 
 def _loop_blocks(x_MD: Array, w_EDF: Array, expert: Array, used: Array) -> Array:
     x_bBD = x_MD.reshape(len(expert), -1, x_MD.shape[-1])
-    acc = jnp.promote_types(jnp.float32, x_MD.dtype)
+    acc = accumulation_dtype(x_MD)
 
     def step(b: Array, y_bBF: Array) -> Array:
         y_BF = jnp.dot(x_bBD[b], w_EDF[expert[b]], preferred_element_type=acc)
@@ -89,7 +91,7 @@ def _grouped_backward(residuals, dy_MF):
     x_MD, w_EDF, expert, used = residuals
     dx_MD = _loop_blocks(dy_MF, w_EDF.swapaxes(1, 2), expert, used)
     x_bBD, dy_bBF = (x.reshape(len(expert), -1, x.shape[-1]) for x in (x_MD, dy_MF))
-    acc = jnp.promote_types(jnp.float32, x_MD.dtype)
+    acc = accumulation_dtype(x_MD)
 
     def step(b: Array, dw_EDF: Array) -> Array:
         return dw_EDF.at[expert[b]].add(jnp.dot(x_bBD[b].T, dy_bBF[b], preferred_element_type=acc))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.segments import Segments
 
 GATHER_UP_TO = 8
@@ -40,7 +41,7 @@ def ssd(
     dt_NH >= 0 and a_H < 0 in the accumulation dtype promote(float32, x's); x, B, C in the compute dtype.
     chunk: tokens of a chunk; speed and memory only. Returns the accumulation dtype.
     """
-    acc = jnp.promote_types(jnp.float32, x_NHP.dtype)
+    acc = accumulation_dtype(x_NHP)
     n, groups = len(x_NHP), b_NGS.shape[1]
     length = n // (segments.rows * segments.stretches)
     chunk = min(chunk, length)
