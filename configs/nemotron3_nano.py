@@ -18,7 +18,7 @@ def config() -> Config:
     return Config(
         mesh=MeshConfig(data=8, context=4),
         data=DataConfig(
-            manifest="train.jsonl",
+            manifest=("train.jsonl",),
             validation_manifest="validation.jsonl",
             tokenizer="tokenizer.json",
             rows=8,

@@ -39,17 +39,40 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class SpecAugmentConfig:
+    """Masks over the features of a training document (Park et al., 2019), drawn anew every epoch."""
+
+    freq_masks: int = 0
+    """Masks over mel bands."""
+    freq_width: int = 27
+    """Most mel bands of a mask."""
+    time_masks: int = 0
+    """Masks over time."""
+    time_width: float = 0.05
+    """Most of a recording that one mask over time covers, as a fraction."""
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """What is read and how it is packed."""
 
-    manifest: str = "synthetic"
-    """NeMo JSONL manifest, or "synthetic": spoken digits and commands, made on first use and cached."""
+    manifest: tuple[str, ...] = ("synthetic",)
+    """NeMo JSONL manifests, or "synthetic": spoken digits and commands, made on first use and cached."""
+    weights: tuple[float, ...] = ()
+    """How often documents of each manifest are drawn, in proportion; none: by their numbers of documents."""
     validation_manifest: str = "synthetic"
     """Manifest for validation; "" for none."""
     tokenizer: str = "bytes"
     """"bytes" (UTF-8 bytes, needs no file), or the path of a tokenizer.json."""
+    template: Literal["plain", "chatml"] = "plain"
+    """How turns are written: "plain" (text alone, end-of-text after an answer), or "chatml" (<|im_start|>)."""
+    system_prompt: str = ""
+    """Turn of the system before every document that brings none of its own; "" for none."""
     prompt: str = "{audio}"
-    """Text before the transcript; {audio} is where the recording goes."""
+    """The user's turn of a manifest line with text; data.audio_placeholder is where the recording goes."""
+    audio_placeholder: str = "{audio}"
+    """What stands for a recording in data.prompt and in the texts of conversations."""
+    spec_augment: SpecAugmentConfig = field(default_factory=SpecAugmentConfig)
     packing: Literal["first_fit", "best_fit", "padded"] = "first_fit"
     """How documents fill buffers: grain's first-fit or best-fit packer, or "padded": one document a row."""
     rows: int = 1
@@ -67,7 +90,11 @@ class DataConfig:
     shuffle: bool = True
     """Shuffle the documents anew every epoch."""
     seed: int = 0
-    """Seed of the shuffle."""
+    """Seed of the shuffle, of dither and of SpecAugment."""
+    workers: int = 2
+    """Processes that decode audio and compute features ahead of the step; 0: none, the loader does it."""
+    prefetch: int = 2
+    """Batches made ahead of the step; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -197,16 +224,26 @@ class TrainConfig:
     """AdamW weight decay, on weight matrices; not on biases, norms and per-head scalars."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
+    microbatches: int = 1
+    """Parts into which a step's rows are cut, computed one after the other (gradient accumulation)."""
+    max_skipped_steps: int = 10
+    """Steps in a row whose update may be skipped, loss or gradient not being finite, before the run stops."""
     seed: int = 0
     """Seed of the initial parameters."""
     validate_every: int = 50
     """Steps between validations; 0 for none."""
     validation_batches: int = 8
     """Most batches a validation reads."""
+    max_new_tokens: int = 160
+    """Most tokens that validation decodes for a document, for the word error rate; 0: it decodes none."""
     checkpoint_every: int = 50
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int = 3
-    """Checkpoints kept."""
+    """Newest checkpoints kept; the one with the best validation is kept too."""
+    tensorboard: bool = True
+    """Write the metrics as TensorBoard files too."""
+    draw_last_batch: bool = False
+    """Draw the documents of the last batch as a picture: buffers, ranks, audio, padding."""
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,10 @@ KNOWN_BAD_KERNELS = (
 
 _MINIMUM: dict[str, float] = {
     "data.audio_capacity": 0,
+    "data.workers": 0,
+    "data.prefetch": 0,
+    "data.spec_augment.freq_masks": 0,
+    "data.spec_augment.time_masks": 0,
     "data.seed": 0,
     "model.encoder.chunk_seconds": 0.02,
     "model.llm.latent_dim": 0,
@@ -97,6 +101,7 @@ _MINIMUM: dict[str, float] = {
     "train.warmup_steps": 0,
     "train.seed": 0,
     "train.validate_every": 0,
+    "train.max_new_tokens": 0,
 }
 """Least value of a number, where it is not 1 for an integer and 0 for a real number."""
 
@@ -149,7 +154,11 @@ def _has_type(value: Any, hint: Any) -> bool:
         return value in get_args(hint)
     if get_origin(hint) is tuple:
         hints = get_args(hint)
-        return isinstance(value, tuple) and len(value) == len(hints) and all(map(_has_type, value, hints))
+        if not isinstance(value, tuple):
+            return False
+        if hints[-1] is Ellipsis:
+            hints = (hints[0],) * len(value)
+        return len(value) == len(hints) and all(map(_has_type, value, hints))
     if hint in (int, float):
         return isinstance(value, int | hint) and not isinstance(value, bool) and not math.isnan(value)
     return isinstance(value, hint)

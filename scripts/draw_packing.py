@@ -2,7 +2,7 @@
 
     python scripts/draw_packing.py [--out docs/packing.png]
 
-Needs matplotlib (the extra `figures`). Nothing is drawn by hand: the packer places the documents,
+Nothing is drawn by hand: the packer places the documents,
 make_segments gives the key intervals, on as many simulated devices as there are context ranks.
 
 Legend: T token slots of the buffer, n of a rank; rank-major: rank 0's tokens, then rank 1's, ...

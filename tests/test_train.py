@@ -62,7 +62,7 @@ def tiny(manifest: Path) -> Config:
     return Config(
         mesh=MeshConfig(data=2, context=2),
         data=DataConfig(
-            manifest=str(manifest),
+            manifest=(str(manifest),),
             validation_manifest=str(manifest),
             rows=2,
             capacity=128,
