@@ -65,7 +65,7 @@ class DataConfig:
     tokenizer: str = "bytes"
     """"bytes" (UTF-8 bytes, needs no file), or the path of a tokenizer.json."""
     template: Literal["plain", "chatml"] = "plain"
-    """How turns are written: "plain" (text alone, end-of-text after an answer), or "chatml" (<|im_start|>)."""
+    """How turns are written: "plain" (text, end-of-text after an answer), or "chatml" (<|im_start|>)."""
     system_prompt: str = ""
     """Turn of the system before every document that brings none of its own; "" for none."""
     prompt: str = "{audio}"

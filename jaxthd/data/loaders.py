@@ -51,3 +51,17 @@ class SpeechData:
             "num_mels": encoder.num_mels,
         }
         return make_loader(self._training, documents, self._config, on_skip=on_skip, identity=identity)
+
+    def validation(self) -> Loader:
+        """One pass over the validation set, in the manifest's order."""
+        on_skip = self.skipped.of(self._validation_manifest)
+        documents = SpeechDocuments(self._config, self._tokenizer, on_skip, train=False)
+        return make_loader(
+            self._validation, documents, self._config, repeat=False, shuffle=False, on_skip=on_skip
+        )
+
+    def _read(self, manifest: str, setting: str) -> list[Utterance]:
+        utterances, faults = read_manifest(manifest, setting)
+        for fault in faults:
+            self.skipped.of(manifest)(fault.key, fault.reason)
+        return utterances
