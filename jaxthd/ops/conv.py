@@ -1,12 +1,13 @@
 """Depthwise convolutions over packed tokens: no tap ever reaches another document.
 
-Legend: N tokens, K taps, C channels, R rows, S stretches of a row on a rank, L tokens of a stretch.
+Legend: N tokens, K taps, C channels, R rows, S stretches of a row on a rank, L tokens of a stretch;
+D tokens after which decoding goes on.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 
 from jaxthd.packing.segments import Segments
 
@@ -34,6 +35,24 @@ def causal_conv(
         back_NC = x_RSLC[:, :, reach - j : reach - j + length].reshape(x_NC.shape)
         y_NC = y_NC + w_KC[reach - j] * jnp.where(positions_N1 >= j, back_NC, 0)
     return y_NC
+
+
+def last_inputs(
+    x_NC: Float[Array, "N C"], at_D: Int32[Array, " D"], taps: int, segments: Segments
+) -> Float[Array, "D k C"]:
+    """The k = taps - 1 inputs up to token at_D, newest last, 0 before its document (all 0 where at_D is -1).
+
+    What a causal convolution needs in order to go on after that token.
+    """
+    reach = taps - 1
+    x_RSLC = segments.split(x_NC)
+    length = x_RSLC.shape[2]
+    x_RSLC = jnp.concatenate([_halo(x_RSLC, reach, segments), x_RSLC], axis=2)
+    x_ZLC = x_RSLC.reshape(-1, *x_RSLC.shape[2:])
+    back_k = jnp.arange(reach - 1, -1, -1)
+    x_DkC = x_ZLC[(at_D // length)[:, None], (at_D % length)[:, None] + reach - back_k]
+    seen_Dk = (segments.positions[at_D][:, None] >= back_k) & (at_D >= 0)[:, None]
+    return jnp.where(seen_Dk[..., None], x_DkC, 0)
 
 
 def _halo(x_RSLC: Array, reach: int, segments: Segments) -> Array:

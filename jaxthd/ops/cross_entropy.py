@@ -33,6 +33,19 @@ def supervised_log_probs(
     return _forward(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block)[0]
 
 
+def supervised_scores(
+    h_ND: Float[Array, "N D"],
+    head_VD: Float[Array, "V D"],
+    targets_N: Int32[Array, " N"],
+    supervised_N: Bool[Array, " N"],
+    row_block: int,
+    vocab_block: int,
+) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
+    """As supervised_log_probs, and whether no entry is likelier than the target (False elsewhere)."""
+    logp_N, best_N, _ = _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block)
+    return logp_N, best_N
+
+
 def _rows(supervised_N: Array, row_block: int) -> tuple[Array, Array]:
     """Supervised positions, packed to the front and filled up with N; and the number of blocks in use."""
     n = len(supervised_N)
@@ -61,12 +74,17 @@ def _logits(h_rD: Array, head_VD: Array, first: Array, size: int) -> tuple[Array
 
 
 def _forward(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block):
+    logp_N, _, lse_br = _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block)
+    return logp_N, (h_ND, head_VD, targets_N, supervised_N, lse_br)
+
+
+def _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block):
     acc = accumulation_dtype(h_ND)
     rows_br, used = _rows(supervised_N, row_block)
     firsts, size = _vocab_blocks(len(head_VD), vocab_block)
 
-    def row_step(b: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        logp_N, lse_br = carry
+    def row_step(b: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        logp_N, best_N, lse_br = carry
         h_rD, target_r = _take(h_ND, rows_br[b]), _take(targets_N, rows_br[b])
 
         def vocab_step(carry: tuple, first: Array) -> tuple[tuple, None]:
@@ -83,11 +101,11 @@ def _forward(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block):
         )
         lse_r = max_r + jnp.log(sum_r)
         logp_N = logp_N.at[rows_br[b]].set(target_logit_r - lse_r, mode="drop")
-        return logp_N, lse_br.at[b].set(lse_r)
+        best_N = best_N.at[rows_br[b]].set(target_logit_r >= max_r, mode="drop")
+        return logp_N, best_N, lse_br.at[b].set(lse_r)
 
-    start = (jnp.zeros(len(h_ND), acc), jnp.zeros(rows_br.shape, acc))
-    logp_N, lse_br = jax.lax.fori_loop(0, used, row_step, start)
-    return logp_N, (h_ND, head_VD, targets_N, supervised_N, lse_br)
+    start = (jnp.zeros(len(h_ND), acc), jnp.zeros(len(h_ND), bool), jnp.zeros(rows_br.shape, acc))
+    return jax.lax.fori_loop(0, used, row_step, start)
 
 
 def _backward(row_block, vocab_block, residuals, dlogp_N):

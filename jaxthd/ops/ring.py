@@ -37,13 +37,14 @@ def packed_attention(
     """
     if exchange == "ring" or segments.context == 1:
         return _ring_attention(q_NHD, k_NKD, v_NKV, segments, scale)
-    k_SKD, v_SKV = (_gather_in_order(x, segments) for x in (k_NKD, v_NKV))
+    k_SKD, v_SKV = (gather_in_order(x, segments) for x in (k_NKD, v_NKV))
     return interval_attention(q_NHD, k_SKD, v_SKV, segments.gathered, scale, segments.block)
 
 
-def _gather_in_order(x_NKD: Array, segments: Segments) -> Array:
-    """Every rank's tokens, rows one after the other, each in document order: [N * context, K, D]."""
-    assert segments.axis is not None
+def gather_in_order(x_NKD: Float[Array, "N K D"], segments: Segments) -> Float[Array, "S K D"]:
+    """Every rank's tokens, rows one after the other, each in document order: S = N * context."""
+    if segments.context == 1:
+        return x_NKD
     x_RTKD = x_NKD.reshape(segments.rows, -1, *x_NKD.shape[1:])
     x_RTKD = jax.lax.all_gather(x_RTKD, segments.axis, axis=1, tiled=True)
     order = inverse_permutation(context_permutation(x_RTKD.shape[1], segments.context))
@@ -63,7 +64,12 @@ def _is_empty(intervals: KeyIntervals) -> Array:
     return jnp.all(intervals.blocks[:, 0] >= intervals.blocks[:, 1])
 
 
-def _merge(out_NHV: Array, lse_NH: Array, part_NHV: Array, part_lse_NH: Array) -> tuple[Array, Array]:
+def merge(
+    out_NHV: Float[Array, "N H V"],
+    lse_NH: Float[Array, "N H"],
+    part_NHV: Float[Array, "N H V"],
+    part_lse_NH: Float[Array, "N H"],
+) -> tuple[Float[Array, "N H V"], Float[Array, "N H"]]:
     """Attention over the union of two disjoint sets of keys."""
     total_NH = jnp.logaddexp(lse_NH, part_lse_NH)
     finite_NH = jnp.where(jnp.isfinite(total_NH), total_NH, 0)
@@ -83,7 +89,7 @@ def _ring_forward_parts(
         def visit(
             out: Array, lse: Array, k: Array = k, v: Array = v, intervals: KeyIntervals = intervals
         ) -> Any:
-            return _merge(out, lse, *attention_forward(q, k, v, intervals, scale, segments.block))
+            return merge(out, lse, *attention_forward(q, k, v, intervals, scale, segments.block))
 
         out, lse = jax.lax.cond(_is_empty(intervals), lambda out, lse: (out, lse), visit, out, lse)
     return out, lse

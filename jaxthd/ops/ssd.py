@@ -8,13 +8,14 @@ Over the context axis each stretch is scanned from a zero state; ranks exchange 
 their stretches and each derives its true initial states: traffic does not depend on the number of tokens.
 
 Legend: N tokens, H heads, P head dim, G groups, S state dim; Z stretches on this rank (rows * stretches of a
-row), c chunks of a stretch, Q tokens of a chunk, h heads of a group (H = G * h).
+row), c chunks of a stretch, Q tokens of a chunk, h heads of a group (H = G * h); D tokens whose
+state is asked for.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.segments import Segments
@@ -40,6 +41,25 @@ def ssd(
 
     dt_NH >= 0 and a_H < 0 in the accumulation dtype promote(float32, x's); x, B, C in the compute dtype.
     chunk: tokens of a chunk; speed and memory only. Returns the accumulation dtype.
+    """
+    nowhere = jnp.zeros(0, jnp.int32)
+    return ssd_and_states(x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments, nowhere, chunk=chunk)[0]
+
+
+def ssd_and_states(
+    x_NHP: Float[Array, "N H P"],
+    dt_NH: Float[Array, "N H"],
+    a_H: Float[Array, " H"],
+    b_NGS: Float[Array, "N G S"],
+    c_NGS: Float[Array, "N G S"],
+    segments: Segments,
+    at_D: Int32[Array, " D"],
+    *,
+    chunk: int,
+) -> tuple[Float[Array, "N H P"], Float[Array, "D H P S"]]:
+    """As ssd; and the state h after the tokens at_D of this rank (0 where at_D is -1), for decoding on.
+
+    Both in the accumulation dtype.
     """
     acc = accumulation_dtype(x_NHP)
     n, groups = len(x_NHP), b_NGS.shape[1]
@@ -98,7 +118,16 @@ def ssd(
     from_start_ZcQGh = from_start_ZcQH.reshape(*from_start_ZcQH.shape[:3], groups, -1)
     y_ZcQGhP = y_ZcQGhP + from_state_ZcQGhP * from_start_ZcQGh[..., None]
     y_ZLHP = y_ZcQGhP.reshape(y_ZcQGhP.shape[0], -1, *x_NHP.shape[1:])
-    return y_ZLHP[:, :length].reshape(x_NHP.shape)
+
+    # The state after a token: what its chunk added up to there, and what is left of the chunk's first state.
+    z_D, (c_D, q_D) = at_D // length, jnp.divmod(at_D % length, chunk)
+    to_at_DQGh = jnp.moveaxis(between_ZcGhQQ[z_D, c_D, :, :, q_D], -1, 1)
+    xdt_at_DQGhP = xdt_ZcQGhP[z_D, c_D] * to_at_DQGh[..., None].astype(xdt_ZcQGhP.dtype)
+    state_DGhPS = dot("dqghp,dqgs->dghps", xdt_at_DQGhP, b_ZcQGS[z_D, c_D])
+    left_DGh = from_start_ZcQGh[z_D, c_D, q_D]
+    state_DGhPS = state_DGhPS + left_DGh[..., None, None] * state_cZGhPS[c_D, z_D]
+    state_DGhPS = jnp.where((at_D >= 0)[:, None, None, None, None], state_DGhPS, 0)
+    return y_ZLHP[:, :length].reshape(x_NHP.shape), state_DGhPS.reshape(len(at_D), *x_NHP.shape[1:], -1)
 
 
 def _decay_between(decay_ZcHQ: Array, positions_ZcQ: Array) -> Array:
