@@ -9,6 +9,7 @@ A workdir that holds a checkpoint is continued. It receives
     config.txt       the settings of the run
 """
 
+import json
 import math
 import pprint
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxthd.checkpoint import Checkpoints
 from jaxthd.cli import parse_command_line, simulate_devices
@@ -25,6 +26,7 @@ from jaxthd.config import Config
 from jaxthd.data.loaders import SpeechData
 from jaxthd.data.tokenizer import load_tokenizer
 from jaxthd.errors import UserError, readable_errors
+from jaxthd.evaluation import evaluate
 from jaxthd.jsonl import append_line, keep_lines
 from jaxthd.mesh import make_mesh, put_batch
 from jaxthd.step import (
@@ -81,7 +83,10 @@ def _train(config: Config, workdir: Path, checkpoints: Checkpoints) -> list[dict
     mesh = make_mesh(config.mesh)
     graph = model_graph(config)
     train_step = make_train_step(config, graph, mesh)
-    validation_step = make_validation_step(graph, mesh)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    validation_step = make_validation_step(
+        graph, mesh, end_id=tokenizer.eos_id, new_tokens=config.train.max_new_tokens
+    )
     schedule = learning_rate_schedule(config.train)
     abstract = abstract_state(config)
     parameters = sum(x.size for x in jax.tree.leaves(abstract.params))
@@ -105,6 +110,13 @@ def _train(config: Config, workdir: Path, checkpoints: Checkpoints) -> list[dict
     metrics_file = workdir / "metrics.jsonl"
     keep_lines(metrics_file, lambda line: line["step"] <= first)
 
+    def validation(state: TrainState) -> dict[str, float]:
+        batches = (b for b, _ in zip(data.validation(), range(config.train.validation_batches), strict=False))
+        scores, hypotheses = evaluate(config, batches, state, validation_step, mesh, tokenizer)
+        lines = [json.dumps(h._asdict()) + "\n" for h in hypotheses]
+        (workdir / "hypotheses.jsonl").write_text("".join(lines))
+        return {f"validation_{k}": v for k, v in scores.items()}
+
     # --- steps ---
     print("compiling the training step", flush=True)
     history: list[dict[str, Any]] = []
@@ -116,7 +128,7 @@ def _train(config: Config, workdir: Path, checkpoints: Checkpoints) -> list[dict
         position, this_report = loader.get_state(), report
         if step < steps:
             batch, report = next(loader)
-        loss, grad_norm = (float(x) for x in on_device)
+        loss, grad_norm = (float(x) for x in on_device[:2])
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             raise UserError(
                 f"step {step}: loss {loss}, gradient norm {grad_norm}; expected finite numbers. Lower "
@@ -137,7 +149,7 @@ def _train(config: Config, workdir: Path, checkpoints: Checkpoints) -> list[dict
         last = step == steps
         every = config.train.validate_every
         if data.has_validation and every and (last or step % every == 0):
-            line |= validation(config, data, state, validation_step, mesh)
+            line |= validation(state)
         line["skipped"] = len(data.skipped)
         append_line(metrics_file, line)
         history.append(line)
@@ -155,21 +167,6 @@ def _train(config: Config, workdir: Path, checkpoints: Checkpoints) -> list[dict
     return history
 
 
-def validation(
-    config: Config, data: SpeechData, state: TrainState, validation_step: Any, mesh: Mesh
-) -> dict[str, float]:
-    """Mean negative log-likelihood over the supervised tokens of train.validation_batches batches at most."""
-    loss = tokens = documents = 0.0
-    for _, (batch, report) in zip(range(config.train.validation_batches), data.validation(), strict=False):
-        batch_loss, batch_tokens = validation_step(state.params, state.buffers, put_batch(batch, mesh))
-        loss, tokens = loss + float(batch_loss), tokens + float(batch_tokens)
-        documents += report["documents"]
-    if not tokens:
-        print("warning: no validation utterance could be used", file=sys.stderr)
-        return {}
-    return {"validation_loss": loss / tokens, "validation_documents": documents}
-
-
 def compilations(step: Any) -> int:
     """Executables that a jitted function has made so far."""
     return step._cache_size()
@@ -185,6 +182,7 @@ def progress_line(line: dict[str, Any], steps: int) -> str:
     if "validation_loss" in line:
         text += (
             f"  validation loss {line['validation_loss']:.4f}, {line['validation_documents']:.0f} documents"
+            f"  accuracy {line['validation_accuracy']:.3f} WER {line.get('validation_wer', 0):.1%}"
         )
     return text
 

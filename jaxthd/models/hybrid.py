@@ -1,9 +1,10 @@
 """The hybrid decoder: blocks of RMSNorm, one mixer, residual, in the order of a pattern string.
 
-Legend: N tokens, D model dim.
+Legend: N tokens, D model dim; in decoding n documents of this rank.
 """
 
 from functools import partial
+from typing import Any
 
 from flax import nnx
 from jax import Array
@@ -11,9 +12,13 @@ from jaxtyping import Float
 
 from jaxthd.config import ModelConfig
 from jaxthd.models.layers import RMSNorm
-from jaxthd.models.mixers import MLP, Attention, Mamba2, MoE
+from jaxthd.models.mixers import MLP, Attention, Mamba2, MoE, Prefilled
+from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init, scan_stack, stack
+
+Cache = tuple[list[Any], list[Any]]
+"""What the blocks of a unit hold for decoding: (fixed, state) of each; arrays, stacked over the repeats."""
 
 
 def repeated_units(pattern: str) -> list[tuple[str, int]]:
@@ -40,7 +45,7 @@ class Block(nnx.Module):
 
     def __init__(self, kind: str, config: ModelConfig, init: Init) -> None:
         self.norm = RMSNorm(config.llm.dim, config.llm.norm_eps, init)
-        self.mixer: nnx.Module
+        self.mixer: MLP | Attention | Mamba2 | MoE
         match kind:
             case "M":
                 self.mixer = Mamba2(config, init)
@@ -59,6 +64,14 @@ class Block(nnx.Module):
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
         return x_ND + self.mixer(self.norm(x_ND), segments)
 
+    def prefill(self, x_ND: Array, segments: Segments, prompts: Prompts) -> Prefilled:
+        y_ND, fixed, state = self.mixer.prefill(self.norm(x_ND), segments, prompts)
+        return x_ND + y_ND, fixed, state
+
+    def step(self, x_nD: Array, fixed: Any, state: Any, now: Now) -> tuple[Array, Any]:
+        y_nD, state = self.mixer.step(self.norm(x_nD), fixed, state, now)
+        return x_nD + y_nD, state
+
 
 class Unit(nnx.Module):
     """The blocks of one unit of the pattern, one after the other."""
@@ -70,6 +83,21 @@ class Unit(nnx.Module):
         for block in self.blocks:
             x_ND = block(x_ND, segments)
         return x_ND
+
+    def prefill(self, x_ND: Array, segments: Segments, prompts: Prompts) -> tuple[Array, Cache]:
+        cache = []
+        for block in self.blocks:
+            x_ND, *held = block.prefill(x_ND, segments, prompts)
+            cache.append(held)
+        fixed, state = zip(*cache, strict=True)
+        return x_ND, (list(fixed), list(state))
+
+    def step(self, x_nD: Array, cache: Cache, now: Now) -> tuple[Array, list[Any]]:
+        states = []
+        for block, fixed, state in zip(self.blocks, *cache, strict=True):
+            x_nD, state = block.step(x_nD, fixed, state, now)
+            states.append(state)
+        return x_nD, states
 
 
 class HybridDecoder(nnx.Module):
@@ -92,3 +120,31 @@ class HybridDecoder(nnx.Module):
         for unit in self.units:
             x_ND, _ = scan_stack(unit, apply, x_ND, remat=self.remat)
         return self.norm(x_ND)
+
+    def prefill(
+        self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts
+    ) -> tuple[Float[Array, "N D"], list[Cache]]:
+        """As a call; and what decoding after the prompts goes on from."""
+
+        def apply(layer: Unit, x_ND: Array) -> tuple[Array, Cache]:
+            return layer.prefill(x_ND, segments, prompts)
+
+        caches = []
+        for unit in self.units:
+            x_ND, cache = scan_stack(unit, apply, x_ND, remat=False)
+            caches.append(cache)
+        return self.norm(x_ND), caches
+
+    def step(
+        self, x_nD: Float[Array, "n D"], caches: list[Cache], now: Now
+    ) -> tuple[Float[Array, "n D"], list[Cache]]:
+        """The next token of every document."""
+
+        def apply(layer: Unit, x_nD: Array, fixed: Any, state: Any) -> tuple[Array, Any]:
+            return layer.step(x_nD, (fixed, state), now)
+
+        after = []
+        for unit, (fixed, state) in zip(self.units, caches, strict=True):
+            x_nD, state = scan_stack(unit, apply, x_nD, remat=False, each=(fixed, state))
+            after.append((fixed, state))
+        return self.norm(x_nD), after

@@ -3,11 +3,18 @@
 Each takes (x, segments) and no tokens but its document's reach a token's output. Dims are read from the
 parameters. Definitions: NVIDIA, Nemotron-H (2025) and Nemotron 3 (2025).
 
+For decoding each also has
+    prefill(x, segments, prompts) -> (y, fixed, state): y as ever; what the prompts' documents need to go on
+    step(x, fixed, state, now) -> (y, state): one token more of every document of this rank
+where `fixed` stays as it is and `state` has a fixed shape (models/decoding.py).
+
 Legend: N tokens, D model dim, H heads, P Mamba head dim, G Mamba groups, S Mamba state, d attention head dim,
-E experts, k experts a token, M expert layout rows, F inner dim, I Mamba inner dim (H * P).
+E experts, k experts a token, M expert layout rows, F inner dim, I Mamba inner dim (H * P), C = I + 2 G S
+channels of the convolution; in decoding n documents of this rank, m new tokens of each.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +24,18 @@ from jaxtyping import Float
 
 from jaxthd.config import LLMConfig, ModelConfig
 from jaxthd.models.layers import Linear, RMSNorm, relu_squared
-from jaxthd.ops.conv import causal_conv
+from jaxthd.ops.attention import attention_forward
+from jaxthd.ops.conv import causal_conv, last_inputs
 from jaxthd.ops.grouped_matmul import combine, dispatch, expert_layout, grouped_matmul
 from jaxthd.ops.numerics import accumulation_dtype
-from jaxthd.ops.ring import packed_attention
-from jaxthd.ops.ssd import ssd
+from jaxthd.ops.ring import gather_in_order, merge, packed_attention
+from jaxthd.ops.ssd import ssd, ssd_and_states
+from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init
+
+Prefilled = tuple[Array, list[Array], list[Array]]
+"""(outputs, fixed, state) of a mixer."""
 
 
 def _residual_std(fan_in: int, config: LLMConfig) -> float:
@@ -44,13 +56,44 @@ class Attention(nnx.Module):
         self.head_dim = llm.head_dim
         self.exchange = config.context_exchange
 
+    def _project(self, x_ND: Array) -> tuple[Array, Array, Array]:
+        q, k, v = (f(x_ND).reshape(len(x_ND), -1, self.head_dim) for f in (self.q, self.k, self.v))
+        return q, k, v
+
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
-        q_NHd, k_NKd, v_NKd = (
-            f(x_ND).reshape(len(x_ND), -1, self.head_dim) for f in (self.q, self.k, self.v)
+        return self._attend(*self._project(x_ND), segments)
+
+    def _attend(self, q_NHd: Array, k_NKd: Array, v_NKd: Array, segments: Segments) -> Array:
+        o_NHd = packed_attention(
+            q_NHd, k_NKd, v_NKd, segments, scale=self.head_dim**-0.5, exchange=self.exchange
         )
-        scale = 1 / math.sqrt(self.head_dim)
-        o_NHd = packed_attention(q_NHd, k_NKd, v_NKd, segments, scale=scale, exchange=self.exchange)
-        return self.out(o_NHd.reshape(len(x_ND), -1))
+        return self.out(o_NHd.reshape(len(q_NHd), -1))
+
+    def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
+        """Fixed: the packed keys and values of all prompts. State: room for the new tokens' own."""
+        q_NHd, k_NKd, v_NKd = self._project(x_ND)
+        fixed = [gather_in_order(x, segments) for x in (k_NKd, v_NKd)]
+        room = jnp.zeros((prompts.documents, prompts.new_tokens, *k_NKd.shape[1:]), k_NKd.dtype)
+        return self._attend(q_NHd, k_NKd, v_NKd, segments), fixed, [room, room]
+
+    def step(self, x_nD: Float[Array, "n D"], fixed: Any, state: Any, now: Now) -> tuple[Array, Any]:
+        q_nHd, *new = self._project(x_nD)
+        k_nmKd, v_nmKd = state = [
+            jax.lax.dynamic_update_index_in_dim(old, x, now.token, axis=1)
+            for old, x in zip(state, new, strict=True)
+        ]
+        scale, kv_heads, acc = self.head_dim**-0.5, k_nmKd.shape[2], accumulation_dtype(x_nD)
+        prompt, prompt_lse = attention_forward(
+            q_nHd, fixed[0], fixed[1], now.prompts.keys, scale, now.prompts.block
+        )
+        q_nKGd = q_nHd.reshape(len(q_nHd), kv_heads, -1, self.head_dim)
+        s_nKGm = scale * jnp.einsum("nkgd,nmkd->nkgm", q_nKGd, k_nmKd, preferred_element_type=acc)
+        s_nKGm = jnp.where(jnp.arange(k_nmKd.shape[1]) <= now.token, s_nKGm, -jnp.inf)
+        lse_nKG = jax.nn.logsumexp(s_nKGm, axis=-1)
+        p_nKGm = jnp.exp(s_nKGm - lse_nKG[..., None]).astype(v_nmKd.dtype)
+        own = jnp.einsum("nkgm,nmkd->nkgd", p_nKGm, v_nmKd, preferred_element_type=acc)
+        o_nHd, _ = merge(prompt, prompt_lse, own.reshape(q_nHd.shape), lse_nKG.reshape(q_nHd.shape[:2]))
+        return self.out(o_nHd.astype(x_nD.dtype).reshape(len(x_nD), -1)), state
 
 
 class Mamba2(nnx.Module):
@@ -84,24 +127,57 @@ class Mamba2(nnx.Module):
         self.dt_limit = llm.mamba_dt_limit
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
-        n, heads = len(x_ND), self.a_log.shape[0]
-        acc = accumulation_dtype(x_ND)
-        projected = [f(x_ND) for f in (self.x, self.b, self.c)]
-        taps = jnp.concatenate([w[...] for w in (self.conv_x, self.conv_b, self.conv_c)], axis=1)
-        bias = jnp.concatenate([b[...] for b in (self.conv_bias_x, self.conv_bias_b, self.conv_bias_c)])
-        joined = jnp.concatenate(projected, axis=1)
-        joined = jax.nn.silu(causal_conv(joined, taps.astype(x_ND.dtype), bias.astype(x_ND.dtype), segments))
-        inner, shared = projected[0].shape[1], projected[1].shape[1]
-        x_NI, b_NGS, c_NGS = jnp.split(joined, (inner, inner + shared), axis=1)
-        x_NHP = x_NI.reshape(n, heads, -1)
+        inputs = self._scan_inputs(x_ND, jax.nn.silu(self._convolved(self._project(x_ND), segments)))
+        return self._finish(ssd(*inputs, segments, chunk=self.chunk), inputs[0], x_ND)
+
+    def _project(self, x_ND: Array) -> Array:
+        """What the convolution takes: x, B and C side by side, [N, C]."""
+        return jnp.concatenate([f(x_ND) for f in (self.x, self.b, self.c)], axis=1)
+
+    def _taps(self, dtype: Any) -> tuple[Array, Array]:
+        taps_KC = jnp.concatenate([w[...] for w in (self.conv_x, self.conv_b, self.conv_c)], axis=1)
+        bias_C = jnp.concatenate([b[...] for b in (self.conv_bias_x, self.conv_bias_b, self.conv_bias_c)])
+        return taps_KC.astype(dtype), bias_C.astype(dtype)
+
+    def _convolved(self, projected_NC: Array, segments: Segments) -> Array:
+        return causal_conv(projected_NC, *self._taps(projected_NC.dtype), segments)
+
+    def _scan_inputs(self, x_ND: Array, joined_NC: Array) -> tuple[Array, Array, Array, Array, Array]:
+        """x, dt, a, B, C of the scan."""
+        acc, n, heads = accumulation_dtype(x_ND), len(x_ND), self.a_log.shape[0]
+        inner, shared = self.conv_x.shape[1], self.conv_b.shape[1]
+        x_NI, b_NGS, c_NGS = jnp.split(joined_NC, (inner, inner + shared), axis=1)
         b_NGS, c_NGS = (v.reshape(n, self.groups, -1) for v in (b_NGS, c_NGS))
         dt_NH = jax.nn.softplus(self.dt(x_ND).astype(acc) + self.dt_bias[...].astype(acc))
         dt_NH = jnp.clip(dt_NH, *self.dt_limit)
-        a_H = -jnp.exp(self.a_log[...].astype(acc))
-        y_NHP = ssd(x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments, chunk=self.chunk)
+        return x_NI.reshape(n, heads, -1), dt_NH, -jnp.exp(self.a_log[...].astype(acc)), b_NGS, c_NGS
+
+    def _finish(self, y_NHP: Array, x_NHP: Array, x_ND: Array) -> Array:
+        acc = accumulation_dtype(x_ND)
         y_NHP = y_NHP + self.d[...].astype(acc)[:, None] * x_NHP
-        gated_NI = y_NHP.reshape(n, inner) * jax.nn.silu(self.z(x_ND).astype(acc))
+        gated_NI = y_NHP.reshape(len(x_ND), -1) * jax.nn.silu(self.z(x_ND).astype(acc))
         return self.out(self.norm(gated_NI).astype(x_ND.dtype))
+
+    def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
+        """State: the convolution's last inputs and the scan's state at the end of each prompt."""
+        projected_NC = self._project(x_ND)
+        inputs = self._scan_inputs(x_ND, jax.nn.silu(self._convolved(projected_NC, segments)))
+        y_NHP, state_DHPS = ssd_and_states(*inputs, segments, prompts.at, chunk=self.chunk)
+        last_DkC = last_inputs(projected_NC, prompts.at, self.conv_x.shape[0], segments)
+        state = [prompts.share(last_DkC, segments), prompts.share(state_DHPS, segments)]
+        return self._finish(y_NHP, inputs[0], x_ND), [], state
+
+    def step(self, x_nD: Float[Array, "n D"], fixed: Any, state: Any, now: Now) -> tuple[Array, Any]:
+        last_nkC, state_nHPS = state
+        window_nKC = jnp.concatenate([last_nkC, self._project(x_nD)[:, None]], axis=1)
+        taps_KC, bias_C = self._taps(x_nD.dtype)
+        joined_nC = jax.nn.silu(bias_C + (window_nKC * taps_KC).sum(axis=1))
+        x_nHP, dt_nH, a_H, b_nGS, c_nGS = self._scan_inputs(x_nD, joined_nC)
+        b_nHS, c_nHS = (jnp.repeat(v, x_nHP.shape[1] // self.groups, axis=1) for v in (b_nGS, c_nGS))
+        added_nHPS = (dt_nH[..., None] * x_nHP)[..., None] * b_nHS[:, :, None]
+        state_nHPS = jnp.exp(dt_nH * a_H)[..., None, None] * state_nHPS + added_nHPS
+        y_nHP = jnp.einsum("nhps,nhs->nhp", state_nHPS, c_nHS.astype(state_nHPS.dtype))
+        return self._finish(y_nHP, x_nHP, x_nD), [window_nKC[:, 1:], state_nHPS]
 
 
 class MLP(nnx.Module):
@@ -113,6 +189,12 @@ class MLP(nnx.Module):
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
         return self.down(relu_squared(self.up(x_ND)))
+
+    def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
+        return self(x_ND, segments), [], []
+
+    def step(self, x_nD: Float[Array, "n D"], fixed: Any, state: Any, now: Now) -> tuple[Array, Any]:
+        return self.down(relu_squared(self.up(x_nD))), state
 
 
 class MoE(nnx.Module):
@@ -136,6 +218,16 @@ class MoE(nnx.Module):
         self.block = config.expert_block
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
+        return self._experts(x_ND, segments.valid) + self.shared(x_ND, segments)
+
+    def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
+        return self(x_ND, segments), [], []
+
+    def step(self, x_nD: Float[Array, "n D"], fixed: Any, state: Any, now: Now) -> tuple[Array, Any]:
+        shared_nD, _ = self.shared.step(x_nD, [], [], now)
+        return self._experts(x_nD, now.active) + shared_nD, state
+
+    def _experts(self, x_ND: Array, routed_N: Array) -> Array:
         acc = accumulation_dtype(x_ND)
         score_NE = jax.nn.sigmoid(self.router(x_ND.astype(acc)))
         _, chosen_Nk = jax.lax.top_k(
@@ -143,12 +235,10 @@ class MoE(nnx.Module):
         )
         weight_Nk = jnp.take_along_axis(score_NE, chosen_Nk, axis=1)
         weight_Nk = self.scale * weight_Nk / (weight_Nk.sum(-1, keepdims=True) + 1e-20)
-        layout = expert_layout(chosen_Nk, segments.valid, self.up.shape[0], self.block)
+        layout = expert_layout(chosen_Nk, routed_N, self.up.shape[0], self.block)
         routed = x_ND if self.latent_in is None else self.latent_in(x_ND)
         up, down = (w[...].astype(x_ND.dtype) for w in (self.up, self.down))
         inner_MF = grouped_matmul(dispatch(routed, layout), up, layout.expert, layout.used)
         out_M = grouped_matmul(relu_squared(inner_MF), down, layout.expert, layout.used)
         routed = combine(out_M, weight_Nk, layout)
-        if self.latent_out is not None:
-            routed = self.latent_out(routed)
-        return routed + self.shared(x_ND, segments)
+        return routed if self.latent_out is None else self.latent_out(routed)

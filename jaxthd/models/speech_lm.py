@@ -60,6 +60,25 @@ class SpeechLM(nnx.Module):
         train: batch statistics in BatchNorm (over all valid frames of all ranks), else the stored ones.
         """
         config = self.config
+        x_ND, segments, buffers = self.embed(batch, axes=axes, train=train)
+        h_ND = self.decoder(x_ND, segments)
+        logp_N = supervised_log_probs(
+            h_ND,
+            self.head[...].astype(h_ND.dtype),
+            batch.targets.reshape(-1),
+            batch.weights.reshape(-1) > 0,
+            config.loss_block,
+            config.vocab_block,
+        )
+        return logp_N.reshape(batch.tokens.shape), buffers
+
+    def embed(
+        self, batch: Batch, *, axes: tuple[str, ...], train: bool
+    ) -> tuple[Float[Array, "N D"], Segments, dict[str, Any]]:
+        """What the decoder takes: embeddings of text and audio in their places, and the segments; and the
+        encoder's new buffers.
+        """
+        config = self.config
         segments = make_segments(
             batch.segment_ids,
             batch.positions,
@@ -73,16 +92,7 @@ class SpeechLM(nnx.Module):
             slots_RT = batch.audio_slots
             placed_RTD = jnp.take_along_axis(audio_RED, jnp.maximum(slots_RT, 0)[..., None], axis=1)
             x_ND = jnp.where((slots_RT >= 0).reshape(-1, 1), placed_RTD.reshape(x_ND.shape), x_ND)
-        h_ND = self.decoder(x_ND, segments)
-        logp_N = supervised_log_probs(
-            h_ND,
-            self.head[...].astype(h_ND.dtype),
-            batch.targets.reshape(-1),
-            batch.weights.reshape(-1) > 0,
-            config.loss_block,
-            config.vocab_block,
-        )
-        return logp_N.reshape(batch.tokens.shape), buffers
+        return x_ND, segments, buffers
 
     def _encode(
         self, batch: Batch, *, axes: tuple[str, ...], train: bool

@@ -85,6 +85,20 @@ class Segments:
         """[N, ...] -> [R, stretches, tokens of a stretch, ...]."""
         return x.reshape(self.rows, self.stretches, -1, *x.shape[1:])
 
+    def local_index(self, index_RD: Int32[Array, "R D"]) -> Int32[Array, " places"]:
+        """Where this rank holds tokens given by their row and place in document order; -1 for -1 and where
+        another rank does.
+        """
+        tokens = len(self.ids) // self.rows
+        local_RD, here_RD = index_RD, index_RD >= 0
+        if self.axis is not None and self.context > 1:
+            chunk, rank = tokens // 2, jax.lax.axis_index(self.axis)
+            number_RD = index_RD // chunk
+            here_RD = (number_RD == rank) | (number_RD == 2 * self.context - 1 - rank)
+            local_RD = index_RD % chunk + jnp.where(number_RD == rank, 0, chunk)
+        local_RD = local_RD + tokens * jnp.arange(self.rows, dtype=jnp.int32)[:, None]
+        return jnp.where(here_RD & (index_RD >= 0), local_RD, -1).reshape(-1)
+
 
 _STATIC = ("rows", "axis", "context", "block")
 _TRACED = tuple(f.name for f in fields(Segments) if f.name not in _STATIC)

@@ -75,19 +75,26 @@ def stack(make: Callable[[Init], M], init: Init, repeats: int) -> M:
 
 
 def scan_stack(
-    module: M, body: Callable[[M, Carry], tuple[Carry, Any]], carry: Carry, *, remat: bool
+    module: M,
+    body: Callable[..., tuple[Carry, Any]],
+    carry: Carry,
+    *,
+    remat: bool,
+    each: tuple[Any, ...] = (),
 ) -> tuple[Carry, Any]:
-    """Applies `body(layer, carry)` for every layer of a stack, first to last.
+    """Applies `body(layer, carry, *each_of_the_layer)` for every layer of a stack, first to last.
 
     remat: recompute a layer's activations in the backward pass; only the carry between layers is kept.
+    each: trees of arrays with a leading dim of layers.
     Returns the last carry and the layers' second results, stacked.
     """
     graphdef, state = nnx.split(module)
 
-    def step(carry: Carry, layer: Any) -> tuple[Carry, Any]:
-        return body(nnx.merge(graphdef, layer), carry)
+    def step(carry: Carry, of_layer: tuple[Any, ...]) -> tuple[Carry, Any]:
+        layer, *others = of_layer
+        return body(nnx.merge(graphdef, layer), carry, *others)
 
-    return jax.lax.scan(jax.checkpoint(step) if remat else step, carry, state)
+    return jax.lax.scan(jax.checkpoint(step) if remat else step, carry, (state, *each))
 
 
 def weight_decay_mask(state: Any) -> Any:

@@ -1,0 +1,104 @@
+"""Where the prompts of packed documents end, so that decoding goes on from there.
+
+A packed batch holds whole documents: prompt and answer. What comes later never reaches a causal model's
+earlier tokens, so one forward pass gives both the answer's log-probabilities and everything that decoding
+after the prompt needs: prompts stay packed in their buffer, and nothing is padded to the longest.
+
+Legend: R rows, D places for documents of a row (a multiple of the context axis), n documents whose decoding
+this rank does: R * D over the context axis.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Int32
+
+from jaxthd.packing.batch import Batch
+from jaxthd.packing.layout import context_permutation, inverse_permutation
+from jaxthd.packing.segments import KeyIntervals, Segments, key_intervals
+
+
+class PromptEnds(NamedTuple):
+    """Places in the row, in document order, of each document's first token and of its prompt's last one.
+
+    The prompt is all before the document's last answer; -1 where there is no document, or no answer.
+    """
+
+    first: Int32[Any, "R D"]
+    last: Int32[Any, "R D"]
+
+
+def find_prompts(batch: Batch, context: int, max_documents: int) -> tuple[PromptEnds, list[list[int]]]:
+    """The prompts of a host batch, and the token ids of their answers (end mark included), R * D lists.
+
+    context: the batch's layout. An answer is a run of supervised tokens; the last one of a document counts.
+    """
+    rows, tokens = batch.tokens.shape
+    places = -(-max_documents // context) * context
+    ends = PromptEnds(*np.full((2, rows, places), -1, np.int32))
+    answers: list[list[int]] = [[] for _ in range(rows * places)]
+    order = inverse_permutation(context_permutation(tokens, context))
+    for row in range(rows):
+        ids, supervised, targets = (x[row][order] for x in (batch.segment_ids, batch.weights, batch.targets))
+        for document in range(ids.max()):
+            slots = np.flatnonzero(ids == document + 1)
+            at = np.flatnonzero(supervised[slots])
+            if len(at):
+                answer = at[np.flatnonzero(np.diff(at, prepend=-2) > 1)[-1] :]
+                ends.first[row, document], ends.last[row, document] = slots[0], slots[answer[0]]
+                answers[row * places + document] = targets[slots[answer]].tolist()
+    return ends, answers
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A batch's prompts as a rank sees them.
+
+    at: this rank's index of each prompt's last token, or -1; R * D places.
+    keys: what the new tokens of this rank's n documents see of the keys of all ranks in document order.
+    documents, new_tokens, block: n, the most tokens that are decoded, the attention block.
+    """
+
+    at: Int32[Array, " places"]
+    keys: KeyIntervals
+    documents: int
+    new_tokens: int
+    block: int
+
+    def share(self, x: Array, segments: Segments) -> Array:
+        """[R * D, ...], zeros but on the rank that holds the prompt's end -> [n, ...], of this rank's n."""
+        if segments.context == 1:
+            return x
+        return jax.lax.psum_scatter(x, segments.axis, scatter_dimension=0, tiled=True)
+
+
+class Now(NamedTuple):
+    """A step of decoding: the new token's number, from 0; documents not ended yet."""
+
+    prompts: Prompts
+    token: Int32[Array, ""]
+    active: Bool[Array, " n"]
+
+
+def make_prompts(ends: PromptEnds, segments: Segments, new_tokens: int) -> Prompts:
+    """Inside the step's shard_map: ends are this data rank's rows, equal on all its context ranks."""
+    rows, places = ends.first.shape
+    tokens = len(segments.ids) // rows * segments.context
+    documents = rows * places // segments.context
+    start_R1 = tokens * jnp.arange(rows, dtype=jnp.int32)[:, None]
+    exists_RD = ends.last >= 0
+    lo, hi = (jnp.where(exists_RD, start_R1 + x, 0).reshape(-1) for x in (ends.first, ends.last + 1))
+    if segments.axis is not None:
+        mine = jax.lax.axis_index(segments.axis) * documents
+        lo, hi = (jax.lax.dynamic_slice_in_dim(x, mine, documents) for x in (lo, hi))
+    return Prompts(
+        at=segments.local_index(ends.last),
+        keys=key_intervals(lo, hi, segments.block),
+        documents=documents,
+        new_tokens=new_tokens,
+        block=segments.block,
+    )

@@ -1,0 +1,128 @@
+"""Greedy decoding after packed prompts gives what computing every document anew, alone, gives."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxthd.mesh import make_mesh, put_batch
+from jaxthd.packing.document import Document
+from jaxthd.packing.pack import pack_row
+from jaxthd.packing.prompts import find_prompts
+from jaxthd.step import Scores, make_validation_step, model_graph
+from tests.test_exactness import MELS, Spec, document, pack, run_config, state
+
+NEW = 6
+"""Most tokens decoded."""
+ROWS = [
+    [Spec(5, (40,)), Spec(1), Spec(9, (17,)), Spec(14)],
+    [Spec(7, (64, 9)), Spec(12), Spec(2, (33,))],
+    [Spec(40, (60,))],
+    [],
+]
+
+
+@functools.cache
+def documents() -> list[list[Document]]:
+    """Prompts of every kind, the last third of the text (at least a token) being the answer."""
+    rng = np.random.default_rng(3)
+    rows = [[document(f"{r}.{d}", s, rng) for d, s in enumerate(row)] for r, row in enumerate(ROWS)]
+    return [[_with_answer(d) for d in row] for row in rows]
+
+
+def _with_answer(document: Document) -> Document:
+    """Its audio slots first, then its text, of which the last third is supervised."""
+    order = np.argsort(~document.is_audio, kind="stable")
+    text = int((~document.is_audio).sum())
+    supervised = np.arange(len(document)) >= len(document) - max(1, text // 3)
+    return replace(
+        document, tokens=document.tokens[order], is_audio=document.is_audio[order], supervised=supervised
+    )
+
+
+@functools.cache
+def next_token_program() -> Any:
+    graph = model_graph(run_config(1, 1, "ring", "float64"))
+
+    def logits(params: Any, buffers: Any, batch: Any) -> Any:
+        model = nnx.merge(graph, params, buffers)
+        x_ND, segments, _ = model.embed(batch, axes=(), train=False)
+        return jnp.einsum("nd,vd->nv", model.decoder(x_ND, segments), model.head[...])
+
+    return jax.jit(logits)
+
+
+@functools.cache
+def alone(end_id: int) -> dict[str, list[int]]:
+    """Every document's answer by a whole forward pass for each token, nothing cached, nothing packed."""
+    answers = {}
+    for one in (d for row in documents() for d in row):
+        prompt = int(np.flatnonzero(one.supervised)[0])
+        if prompt == 0:  # its only token is the first, which nobody predicts
+            continue
+        tokens, is_audio = one.tokens[:prompt], one.is_audio[:prompt]
+        answer: list[int] = []
+        while len(answer) < NEW and answer[-1:] != [end_id]:
+            grown = Document(
+                one.key,
+                np.append(tokens, np.array(answer, np.int32)),
+                np.append(is_audio, np.zeros(len(answer), bool)),
+                np.zeros(len(tokens) + len(answer), bool),
+                one.chunks,
+            )
+            batch, _ = pack_row(
+                [grown], capacity=80, audio_capacity=128, num_mels=MELS, max_documents=1, order_seed=None
+            )
+            row = next_token_program()(*state("float64"), batch)[len(grown) - 1]
+            answer.append(int(np.argmax(row)))
+        answers[one.key] = answer
+    return answers
+
+
+def decoded(data: int, context: int, end_id: int) -> tuple[Scores, dict[str, list[int]]]:
+    config = run_config(data, context, "ring", "float64")
+    mesh = make_mesh(config.mesh)
+    host = pack(documents(), context)
+    ends, _ = find_prompts(host, context, max_documents=5)
+    step = make_validation_step(model_graph(config), mesh, end_id=end_id, new_tokens=NEW)
+    scores, tokens = step(*state("float64"), put_batch(host, mesh), ends)
+    assert tokens.shape == (ends.last.size, NEW)
+    tokens = np.asarray(tokens).reshape(*ends.last.shape, NEW)
+    return scores, {
+        one.key: tokens[r, d].tolist()
+        for r, row in enumerate(documents())
+        for d, one in enumerate(row)
+        if ends.last[r, d] >= 0
+    }
+
+
+@pytest.mark.parametrize(("data", "context"), [(1, 1), (1, 2), (1, 4), (2, 2)])
+def test_decoding_goes_on_from_packed_prompts_as_from_each_alone(data: int, context: int):
+    with jax.enable_x64(True):
+        never = alone(-1)
+        assert len({tuple(a) for a in never.values()}) > 4, "answers should differ"
+        common = max((t for a in never.values() for t in a), key=[t for a in never.values() for t in a].count)
+        for end_id in (-1, common):
+            want = {key: a + [end_id] * (NEW - len(a)) for key, a in alone(end_id).items()}
+            assert decoded(data, context, end_id)[1] == want
+        ended = [len(a) for a in alone(common).values()]
+        assert min(ended) < NEW, "a document should end early"
+
+
+def test_accuracy_counts_supervised_tokens_that_are_the_likeliest():
+    """Against the whole distribution at every supervised position, from each row alone."""
+    with jax.enable_x64(True):
+        correct = tokens = 0
+        for row in documents():
+            batch = pack([row], context=1)
+            best = np.argmax(next_token_program()(*state("float64"), batch), axis=-1)
+            correct += int(((best == batch.targets[0]) & (batch.weights[0] > 0)).sum())
+            tokens += int(batch.weights.sum())
+        scores, _ = decoded(2, 2, -1)
+    assert (int(scores.tokens), int(scores.correct)) == (tokens, correct)
+    assert 0 < correct < tokens

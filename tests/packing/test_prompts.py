@@ -1,0 +1,54 @@
+"""Prompts are found where documents' last answers begin, in any layout."""
+
+import numpy as np
+import pytest
+
+from jaxthd.packing.batch import Batch
+from jaxthd.packing.document import Document
+from jaxthd.packing.pack import pack_row
+from jaxthd.packing.prompts import find_prompts
+
+
+def document(key: str, supervised: str) -> Document:
+    """A document of text whose token i is 10 + i; "x" marks the supervised ones."""
+    n = len(supervised)
+    marks = np.array([c == "x" for c in supervised])
+    return Document(key, np.arange(10, 10 + n, dtype=np.int32), np.zeros(n, bool), marks)
+
+
+@pytest.mark.parametrize("context", [1, 2, 4])
+def test_the_prompt_is_all_before_the_last_answer(context: int):
+    rows = [
+        [document("one turn", "....xxx"), document("two", "..xx...xx"), document("no answer", "...")],
+        [document("supervised throughout", "xxxx"), document("ends unsupervised", ".xx..")],
+        [],
+    ]
+    packed = [
+        pack_row(
+            row,
+            capacity=32,
+            audio_capacity=0,
+            num_mels=8,
+            max_documents=5,
+            context=context,
+            round_to=4,
+            order_seed=None,
+        )[0]
+        for row in rows
+    ]
+    batch = Batch(*(np.concatenate(arrays) for arrays in zip(*packed, strict=True)))
+    ends, answers = find_prompts(batch, context, max_documents=5)
+    places = ends.first.shape[1]
+    assert places % context == 0
+    assert places >= 5
+    # A document's first token has nobody to predict it: of "xxxx" it is the prompt.
+    want = {(0, 0): (0, 3), (0, 1): (8, 14), (1, 0): (0, 0), (1, 1): (4, 4)}
+    for place in np.ndindex(ends.first.shape):
+        first, last = want.get(place, (-1, -1))
+        assert (ends.first[place], ends.last[place]) == (first, last)
+    held = {place: answers[place[0] * places + place[1]] for place in np.ndindex(ends.first.shape)}
+    assert held.pop((0, 0)) == [14, 15, 16]
+    assert held.pop((0, 1)) == [17, 18]
+    assert held.pop((1, 0)) == [11, 12, 13]
+    assert held.pop((1, 1)) == [11, 12]
+    assert not any(held.values())
