@@ -16,7 +16,14 @@ from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.params import Buffer, weight_decay_mask
-from jaxthd.step import abstract_model, init_state, learning_rate_schedule, loss_and_gradient, model_graph
+from jaxthd.step import (
+    abstract_model,
+    init_state,
+    learning_rate_schedule,
+    loss_and_gradient,
+    make_train_step,
+    model_graph,
+)
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),
@@ -84,6 +91,38 @@ def test_bfloat16_is_near_float32_and_everything_is_finite():
     for part in ("decoder", "embedding", "head"):
         off = jax.tree.map(np.subtract, low_gradients[part], gradients[part])
         assert optax.tree.norm(off) < 0.05 * optax.tree.norm(gradients[part])
+
+
+def test_an_update_that_is_not_finite_is_left_out_and_counted():
+    """A batch with a NaN, then an infinity, between sound ones: as if they had never been seen."""
+    config = Config(mesh=MeshConfig(context=2), model=MODEL)
+    mesh = make_mesh(config.mesh)
+    step = make_train_step(config, model_graph(config), mesh)
+    sound = batch_of([5, 20, 11, 1, 17], 2)
+
+    def run(batches: list[Batch]) -> tuple[Any, list[Any]]:
+        state, metrics = init_state(config, mesh), []
+        for batch in batches:
+            state, measured = step(state, put_batch(batch, mesh))
+            metrics.append(jax.tree.map(float, measured))
+        return jax.tree.map(np.asarray, state), metrics
+
+    def spoilt(value: float) -> Batch:
+        mels = sound.mels.copy()
+        mels[0, np.flatnonzero(sound.mel_mask[0])[3], 5] = value
+        return sound._replace(mels=mels)
+
+    with_bad, metrics = run([sound, spoilt(np.nan), spoilt(np.inf), sound])
+    without, wanted = run([sound, sound])
+    assert [m.skipped for m in metrics] == [0, 1, 2, 2]
+    assert [m.skipped_in_a_row for m in metrics] == [0, 1, 2, 0]
+    assert [m.learning_rate for m in metrics[1:]] == [wanted[1].learning_rate] * 3
+    assert not np.isfinite(metrics[1].loss)
+    assert metrics[3][:2] == wanted[1][:2]
+    assert (with_bad.step, without.step) == (4, 2)
+    for part in ("params", "buffers", "opt_state"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(with_bad, part), getattr(without, part))
+    assert step._cache_size() == 1
 
 
 def test_boundaries_are_derived_once_a_step_and_never_in_a_layer():

@@ -53,12 +53,16 @@ def answer(
         config.vocab_block,
     )
 
+    shape = batch.tokens.shape
+    tokens_nm = jnp.full((prompts.documents, new_tokens), end_id, jnp.int32)
+    if not new_tokens:
+        return Answered(log_probs_N.reshape(shape), correct_N.reshape(shape), tokens_nm)
+
     def likeliest(h_nD: Array) -> Array:
         logits_nV = jnp.einsum("nd,vd->nv", h_nD, head_VD, preferred_element_type=accumulation_dtype(h_nD))
         return jnp.argmax(logits_nV, axis=-1).astype(jnp.int32)
 
     last_nD = prompts.share(jnp.where((prompts.at >= 0)[:, None], h_ND[prompts.at], 0), segments)
-    tokens_nm = jnp.full((prompts.documents, new_tokens), end_id, jnp.int32)
     active_n = prompts.keys.hi > 0
 
     def go_on(carry: tuple) -> Array:
@@ -76,5 +80,4 @@ def answer(
     *_, tokens_nm, _ = jax.lax.while_loop(
         go_on, step, (jnp.int32(0), active_n, likeliest(last_nD), tokens_nm, caches)
     )
-    shape = batch.tokens.shape
     return Answered(log_probs_N.reshape(shape), correct_N.reshape(shape), tokens_nm)

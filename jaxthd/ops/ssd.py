@@ -127,7 +127,8 @@ def ssd_and_states(
     left_DGh = from_start_ZcQGh[z_D, c_D, q_D]
     state_DGhPS = state_DGhPS + left_DGh[..., None, None] * state_cZGhPS[c_D, z_D]
     state_DGhPS = jnp.where((at_D >= 0)[:, None, None, None, None], state_DGhPS, 0)
-    return y_ZLHP[:, :length].reshape(x_NHP.shape), state_DGhPS.reshape(len(at_D), *x_NHP.shape[1:], -1)
+    state_DHPS = state_DGhPS.reshape(len(at_D), *x_NHP.shape[1:], b_NGS.shape[-1])
+    return y_ZLHP[:, :length].reshape(x_NHP.shape), state_DHPS
 
 
 def _decay_between(decay_ZcHQ: Array, positions_ZcQ: Array) -> Array:
