@@ -1,19 +1,20 @@
 """How good a model is: loss, token accuracy and word error rate over a data set."""
 
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jiwer
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
 from jaxthd.config import Config
-from jaxthd.data.tokenizer import Tokenizer
+from jaxthd.data.tokenizer import load_tokenizer
 from jaxthd.mesh import put_batch
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.prompts import find_prompts
-from jaxthd.step import TrainState
+from jaxthd.step import TrainState, make_validation_step
 
 
 class Hypothesis(NamedTuple):
@@ -24,47 +25,44 @@ class Hypothesis(NamedTuple):
     hypothesis: str
 
 
-def evaluate(
-    config: Config,
-    batches: Iterable[tuple[Batch, dict[str, Any]]],
-    state: TrainState,
-    step: Any,
-    mesh: Mesh,
-    tokenizer: Tokenizer,
-) -> tuple[dict[str, float], list[Hypothesis]]:
-    """Scores over all supervised tokens of the batches, and each document's decoded last answer.
+class Evaluator:
+    """Evaluates states of one model on batches of a fixed shape; compiled once.
 
-    step: from make_validation_step; with new_tokens 0 nothing is decoded.
-    Returns the scores ("loss": natural log, a token; "accuracy": 0 to 1, given the true tokens before; "wer":
-    see word_error_rate, if anything was decoded; "documents") and hypotheses; ({}, []) if nothing is
-    supervised.
+    end_id: the token that ends an answer. config.train.max_new_tokens 0 decodes nothing.
     """
-    sums = np.zeros(3)
-    documents, hypotheses = 0, []
-    for batch, report in batches:
-        ends, answers = find_prompts(batch, config.mesh.context, config.data.max_documents)
-        scores, tokens = step(state.params, state.buffers, put_batch(batch, mesh), ends)
-        sums += np.array(scores, float)
-        documents += report["documents"]
-        places = ends.last.shape[1]
-        if tokens.shape[1]:
-            tokens_PM = np.asarray(tokens)
-            for row, keys in enumerate(report["keys"]):
+
+    def __init__(self, config: Config, graph: nnx.GraphDef, mesh: Mesh, end_id: int) -> None:
+        self._config, self._mesh = config, mesh
+        self._step = make_validation_step(graph, mesh, end_id=end_id, new_tokens=config.train.max_new_tokens)
+        self._tokenizer = load_tokenizer(config.data.tokenizer)
+
+    def __call__(
+        self, state: TrainState, batches: Iterable[tuple[Batch, Mapping[str, Any]]]
+    ) -> tuple[dict[str, float], list[Hypothesis]]:
+        """Scores over all supervised tokens of the Loader's batches, and each document's decoded last answer.
+
+        Scores: "loss", natural log, a token; "accuracy", 0 to 1, given the true tokens before; "wer", see
+        word_error_rate, if anything was decoded; "documents". None where nothing is supervised.
+        """
+        sums, documents, hypotheses = np.zeros(3), 0, []
+        for batch, report in batches:
+            ends, answers = find_prompts(batch, self._config.mesh.context, self._config.data.max_documents)
+            on_mesh = put_batch(batch, self._mesh)
+            scores, tokens = self._step(state.params, state.buffers, on_mesh, ends)
+            sums += np.array(scores, float)
+            documents += report["documents"]
+            tokens_RDm = np.asarray(tokens).reshape(*ends.last.shape, -1)
+            for row, keys in enumerate(report["keys"] if tokens.size else ()):
                 for number, key in enumerate(keys):
-                    place = row * places + number
                     if ends.last[row, number] >= 0:
-                        texts = (
-                            tokenizer.decode(answers[place]),
-                            tokenizer.decode(tokens_PM[place].tolist()),
-                        )
-                        hypotheses.append(Hypothesis(key, *texts))
-    loss, correct, count = sums
-    if not count:
-        return {}, []
-    found = {"loss": loss / count, "accuracy": correct / count, "documents": float(documents)}
-    if hypotheses:
-        found["wer"] = word_error_rate(hypotheses)
-    return found, hypotheses
+                        true = self._tokenizer.decode(answers[row * ends.last.shape[1] + number])
+                        decoded = self._tokenizer.decode(tokens_RDm[row, number].tolist())
+                        hypotheses.append(Hypothesis(key, true, decoded))
+        loss, correct, count = sums
+        if not count:
+            return {}, []
+        found = {"loss": loss / count, "accuracy": correct / count, "documents": float(documents)}
+        return found | ({"wer": word_error_rate(hypotheses)} if hypotheses else {}), hypotheses
 
 
 def word_error_rate(hypotheses: Sequence[Hypothesis]) -> float:

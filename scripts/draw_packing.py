@@ -10,21 +10,34 @@ Legend: T token slots of the buffer, n of a rank; rank-major: rank 0's tokens, t
 
 import argparse
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import matplotlib
 import numpy as np
 from jax.sharding import PartitionSpec
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 
 from jaxthd.config import MeshConfig
+from jaxthd.figures import (
+    FAINT,
+    HUES,
+    INK,
+    PADDING,
+    Buffer,
+    document_order,
+    hues,
+    light,
+    slot_colors,
+    slot_legend,
+    tint,
+)
 from jaxthd.mesh import CONTEXT, make_mesh
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING, Document
-from jaxthd.packing.layout import context_permutation, inverse_permutation
+from jaxthd.packing.layout import context_permutation
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import KeyIntervals, make_segments
 
@@ -32,17 +45,7 @@ CAPACITY, RANKS = 128, 4
 CHUNK = CAPACITY // (2 * RANKS)
 AUDIO = (6, 14, 27, 14, 4, 5, 11)
 TEXT = (3, 7, 15, 8, 2, 2, 6)
-HUES = ("#3b6fb6", "#d1662b", "#3f8f4f", "#8a5fb0", "#b8902a", "#2b8f96", "#b84a6b")
 TITLE: dict[str, Any] = {"fontsize": 15, "fontweight": "bold", "color": "#222222"}
-PADDING, INK, FAINT = "#dcdcdc", "#222222", "#9a9a9a"
-
-
-class Buffer(NamedTuple):
-    """A packed row in buffer order: segment ids, positions and whether a slot holds audio, each [T]."""
-
-    ids: np.ndarray
-    positions: np.ndarray
-    audio: np.ndarray
 
 
 def document(number: int, audio: int, text: int) -> Document:
@@ -52,7 +55,7 @@ def document(number: int, audio: int, text: int) -> Document:
 
 
 def packed() -> tuple[Batch, Buffer]:
-    """The row as the loader makes it, in rank-major order, and the same in buffer order."""
+    """The row as the loader makes it, in rank-major order, and the same in document order."""
     documents = [document(i, *sizes) for i, sizes in enumerate(zip(AUDIO, TEXT, strict=True))]
     audio_capacity = CAPACITY * SUBSAMPLING
     batch, _ = pack_row(
@@ -63,11 +66,7 @@ def packed() -> tuple[Batch, Buffer]:
         max_documents=len(documents),
         context=RANKS,
     )
-    back = inverse_permutation(context_permutation(CAPACITY, RANKS))
-    ids, positions, audio = (
-        np.asarray(x)[0][back] for x in (batch.segment_ids, batch.positions, batch.audio_slots)
-    )
-    return batch, Buffer(ids, positions, audio >= 0)
+    return batch, document_order(batch, 0, RANKS)
 
 
 def key_ranges(batch: Batch) -> np.ndarray:
@@ -84,27 +83,6 @@ def key_ranges(batch: Batch) -> np.ndarray:
     by_step = np.asarray(jax.jit(mapped)(batch.segment_ids, batch.positions))
     ranks_of = [[(rank - source) % RANKS for source in range(RANKS)] for rank in range(RANKS)]
     return np.stack([steps[order] for steps, order in zip(by_step, ranks_of, strict=True)])
-
-
-def hues(ids: np.ndarray) -> np.ndarray:
-    """RGB of documents, grey for padding."""
-    return np.array([to_rgb(h) for h in (PADDING, *HUES)])[ids]
-
-
-def tint(rgb: np.ndarray) -> np.ndarray:
-    return 0.4 * rgb + 0.6
-
-
-def light(hue: str) -> str:
-    """A hue's tint by name, for legends."""
-    red, green, blue = tint(np.array(to_rgb(hue)))
-    return to_hex((red, green, blue))
-
-
-def colors(buffer: Buffer) -> np.ndarray:
-    """RGB of each slot: the document's hue where it holds audio, a light tint of it in text, grey padding."""
-    rgb = hues(buffer.ids)
-    return np.where((buffer.audio | (buffer.ids == 0))[:, None], rgb, tint(rgb))
 
 
 def strip(axes: Axes, rgb: np.ndarray, x: float, y: float, height: float = 1.0, width: float = 1.0) -> None:
@@ -136,13 +114,8 @@ def draw_packing(axes: Axes, buffer: Buffer, rgb: np.ndarray) -> None:
         strip(axes, grey, len(own), y, 0.8)
     note = f"{slots} slots, {1 - lengths.sum() / slots:.0%} of them padding"
     axes.text(longest + 2, count - 0.6, note, fontsize=14, va="center", color=INK)
-    handles = [
-        Patch(facecolor=HUES[0], label="audio slots of a document (encoder frames)"),
-        Patch(facecolor=light(HUES[0]), label="its text tokens"),
-        Patch(facecolor=PADDING, label="padding"),
-    ]
     anchor = ((longest + 1) / CAPACITY, 0.76)
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=anchor, frameon=False, fontsize=14)
+    axes.legend(handles=slot_legend(), loc="upper left", bbox_to_anchor=anchor, frameon=False, fontsize=14)
     padding = np.mean(buffer.ids == 0)
     title = f"Packed: the same documents in one buffer of {CAPACITY} slots, {padding:.0%} of them padding"
     axes.text(0, -1.7, title, **TITLE)
@@ -282,7 +255,7 @@ def main() -> None:
     from matplotlib import pyplot
 
     batch, buffer = packed()
-    rgb = colors(buffer)
+    rgb = slot_colors(buffer.ids, buffer.audio)
     figure = pyplot.figure(figsize=(14, 14), dpi=100)
     spaces = {"left": 0.045, "right": 0.985, "top": 0.97, "bottom": 0.075, "hspace": 0.16, "wspace": 0.08}
     grid = figure.add_gridspec(3, 2, height_ratios=(4.4, 1.6, 6.6), width_ratios=(1, 1.12), **spaces)

@@ -1,0 +1,251 @@
+"""Every step once, in both files, whatever cut the run off; and what the user sees of it."""
+
+import io
+import json
+import math
+import resource
+import struct
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+import jaxthd.metrics as metrics_module
+from jaxthd.errors import UserError, readable_errors
+from jaxthd.metrics import EventFile, Metrics, metrics_line, read_metrics, summary, values
+
+REPORT = {
+    "documents": 7,
+    "real_tokens": 180,
+    "supervised_tokens": 40,
+    "capacity_tokens": 200,
+    "audio_seconds": 12.5,
+    "imbalance": 1.25,
+    "keys": (("a", "b"),),
+}
+RESULTS = {
+    "validation_loss": 1.5,
+    "validation_accuracy": 0.625,
+    "validation_wer": 1.125,
+    "validation_documents": 9.0,
+}
+
+
+def line(step: int, loss: float = 2.5, seconds: float = 0.5, **more: float | int) -> dict[str, Any]:
+    scalars = {"loss": loss, "grad_norm": 3.0, "learning_rate": 1e-3, "compilations": 1}
+    return metrics_line(step, scalars, REPORT, seconds) | more
+
+
+def read_events(folder: Path) -> list[Event]:
+    [file] = folder.iterdir()
+    data, events = file.read_bytes(), []
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        events.append(Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    return events
+
+
+def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
+    return [(e.step, v.simple_value) for e in read_events(folder) for v in e.summary.value if v.tag == tag]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that stands still until its `now` is set."""
+    fake = SimpleNamespace(now=1000.0)
+    fake.time = fake.monotonic = lambda: fake.now
+    monkeypatch.setattr(metrics_module, "time", fake)
+    return fake
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """As on a full disk, writing raises OSError."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_line_counts_every_slot_once_and_its_ratios_are_over_all_slots():
+    got = line(3, seconds=0.25)
+    assert got["real_tokens"] + got["padding_tokens"] == got["capacity_tokens"] == 200
+    assert got["padding_ratio"] == pytest.approx(0.1)
+    assert got["target_to_input_ratio"] == 0.2
+    assert got["tokens_per_second"] == 720
+    assert (got["documents"], got["audio_seconds"], got["step_seconds"]) == (7, 12.5, 0.25)
+    assert "keys" not in got
+
+
+def test_a_run_cut_off_and_continued_holds_each_step_once_in_both_files(tmp_path: Path):
+    with Metrics(tmp_path, 0, 9) as cut:
+        cut.step({"step": 0, **RESULTS})
+        for step in range(1, 7):
+            cut.step(line(step, loss=100.0 + step))
+    # Killed: the last line half written, TensorBoard's last events not written at all.
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line(7))[:50])
+    folder = tmp_path / "tensorboard"
+    [events] = folder.iterdir()
+    (folder / "events.out.tfevents.1600000000.elsewhere").write_bytes(events.read_bytes()[:2000])
+    events.unlink()
+    with Metrics(tmp_path, 4, 9) as continued:
+        for step in range(5, 10):
+            continued.step(line(step, loss=200.0 + step, validation_loss=step / 2))
+    assert [x["step"] for x in read_metrics(tmp_path)] == list(range(10))
+    expected = [(s, 100.0 + s) for s in range(1, 5)] + [(s, 200.0 + s) for s in range(5, 10)]
+    assert values(read_metrics(tmp_path), "loss") == expected
+    assert scalars(folder, "train/loss") == expected
+    assert scalars(folder, "validation/loss") == [(0, 1.5)] + [(s, s / 2) for s in range(5, 10)]
+    times = {e.step: e.wall_time for e in read_events(folder) if e.summary.value}
+    assert times == {x["step"]: x["time"] for x in read_metrics(tmp_path)}
+
+
+def test_a_run_cut_off_before_its_first_checkpoint_starts_from_nothing(tmp_path: Path):
+    for loss in (6.0, 5.0):
+        with Metrics(tmp_path, 0, 9) as metrics:
+            metrics.step({"step": 0, "validation_loss": loss})
+    assert values(read_metrics(tmp_path), "validation_loss") == [(0, 5.0)]
+    assert scalars(tmp_path / "tensorboard", "validation/loss") == [(0, 5.0)]
+
+
+def test_numbers_that_are_not_finite_stay_valid_json_and_come_back_as_nan(tmp_path: Path):
+    with Metrics(tmp_path, 0, 2) as metrics:
+        metrics.step(line(1, loss=math.nan) | {"grad_norm": math.inf})
+        metrics.step(line(2))
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    raw = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(raw[0], parse_constant=refuse)["loss"] is None
+    read = read_metrics(tmp_path)
+    assert math.isnan(read[0]["loss"])
+    assert math.isnan(read[0]["grad_norm"])
+    assert values(read, "loss") == [(2, 2.5)]
+    # And once more through a restart.
+    Metrics(tmp_path, 2, 2).__exit__(None, None, None)
+    assert math.isnan(scalars(tmp_path / "tensorboard", "train/loss")[0][1])
+    assert "loss 2.5000 -> 2.5000" in summary(read_metrics(tmp_path))
+
+
+def test_without_tensorboard_no_folder_is_made(tmp_path: Path):
+    with Metrics(tmp_path, 0, 1, tensorboard=False) as metrics:
+        metrics.step(line(1))
+    assert [x.name for x in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_terminal_shows_one_live_line_and_results_on_lines_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with Metrics(tmp_path, 0, 3) as metrics:
+        metrics.step(line(1))
+        metrics.step(line(2, **RESULTS))
+        metrics.say("a warning")
+        metrics.step(line(3, loss=0.75))
+    written = terminal.getvalue()
+    live = [x.split("\n")[0].strip() for x in written.split("\r") if "real tokens/s" in x]
+    assert "1/3  ETA ?  loss 2.500  360 real tokens/s  padding 10.0%" in live[0]
+    assert "3/3  ETA 00:00  loss 0.750  WER 112.5%  360 real tokens/s  padding 10.0%" in live[-1]
+    lines = [x.split("\r")[-1] for x in written.split("\n")]
+    assert "validation at step 2: loss 1.5000, accuracy 62.5%, WER 112.5%, documents 9" in lines
+    assert "a warning" in lines
+
+
+def test_elsewhere_progress_is_plain_lines_and_not_of_every_step(
+    tmp_path: Path, clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+):
+    with Metrics(tmp_path, 20, 200) as metrics:
+        for step in range(21, 201):
+            clock.now += 0.25
+            metrics.step(line(step, **(RESULTS if step in (50, 51) else {})))
+    written = capsys.readouterr().out
+    assert "\r" not in written
+    shown = [x.split()[1] for x in written.splitlines() if x.startswith("step")]
+    expected = [*range(21, 31), 50, 51, *range(71, 200, 20), 200]
+    assert shown == [f"{step}/200" for step in expected]
+    assert written.count("validation at step") == 2
+    assert len(read_metrics(tmp_path)) == 180
+
+
+def test_the_step_that_compiles_distorts_neither_the_time_left_nor_the_rate(
+    tmp_path: Path, clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+):
+    with Metrics(tmp_path, 0, 100) as metrics:
+        for step, seconds in enumerate([60.0, 2.0, 2.0, 2.0], 1):
+            clock.now += seconds
+            metrics.step(line(step, seconds=seconds))
+    first, second, *_, last = capsys.readouterr().out.splitlines()
+    assert "ETA ?" in first
+    assert "3 real tokens/s" in first
+    assert "ETA 03:16" in second
+    assert "90 real tokens/s" in second
+    assert "ETA 03:12" in last
+    assert "90 real tokens/s" in last
+
+
+def test_a_continued_run_shows_the_word_error_rate_measured_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with Metrics(tmp_path, 0, 3) as metrics:
+        metrics.step(line(1, **RESULTS))
+    capsys.readouterr()
+    with Metrics(tmp_path, 1, 3) as metrics:
+        metrics.step(line(2))
+    assert "WER 112.5%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "tfevents"])
+def test_a_full_disk_ends_in_one_message_that_names_the_file(tmp_path: Path, name: str):
+    def fill() -> None:
+        with readable_errors(), largest_file(20_000):
+            if name == "metrics.jsonl":
+                with Metrics(tmp_path, 0, 100, tensorboard=False) as metrics:
+                    for step in range(1, 101):
+                        metrics.step(line(step))
+            with closing(EventFile(tmp_path, [])) as events:
+                for step in range(1, 101):
+                    events.write(line(step))
+
+    with pytest.raises(SystemExit, match=rf"^error: \[Errno \d+\] .*{name}"):
+        fill()
+
+
+def test_metrics_of_a_folder_without_a_run_are_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="does not exist"):
+        read_metrics(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="holds no line"):
+        read_metrics(tmp_path)
+
+
+def test_the_summary_tells_first_and_last_values_and_medians():
+    lines = [
+        {"step": 0, "validation_loss": 6.0, "validation_wer": 2.0},
+        line(1, loss=5.0, seconds=60.0),
+        line(2, loss=3.0, **RESULTS),
+        line(3, loss=1.0) | {"skipped_updates": 2, "left_out": 4},
+    ]
+    assert summary(lines) == (
+        "3 steps, median 0.50 s a step, 360 real tokens/s, padding 10.0%, 1 compilation(s) of the step, "
+        "2 update(s) skipped, 4 document(s) left out\n"
+        "  loss 5.0000 -> 1.0000\n"
+        "  validation loss 6.0000 -> 1.5000\n"
+        "  validation WER 200.0% -> 112.5%\n"
+        "  validation accuracy 62.5% -> 62.5%"
+    )
