@@ -1,5 +1,21 @@
-"""Checkpoints: the training state and the data position, saved and restored together with orbax."""
+"""Checkpoints: the training state and the data position, saved and restored together with orbax.
 
+FOLDER/STEP holds two items: "state", the arrays; "about", JSON: the data position, the validation's metrics,
+and each array's dtype, shape and checksum (jaxthd.checksum), all under one digest. Orbax restores most
+single flipped bits without a word, so nothing is used before it is compared with these.
+"""
+
+import gc
+import hashlib
+import inspect
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -7,20 +23,45 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Sharding
+from orbax.checkpoint import checkpoint_managers as managers
 
+from jaxthd.checksum import checksums, named_arrays
 from jaxthd.errors import UserError
 from jaxthd.step import TrainState
 
+BEST_BY = ("validation_wer", "validation_loss")
+"""The metrics that say which checkpoint is best, the lowest first; a later one decides between equals, and
+where no checkpoint has the earlier one."""
+
+_REMOVED = "removed"
+"""Subfolder into which orbax moves what is no longer kept: a deletion cut short leaves no half checkpoint."""
+
 
 class Checkpoints:
-    """The checkpoints of a run, in `folder`, by step; the newest `keep` of them stay.
+    """The checkpoints of a run, in `folder`, by step; the newest `keep` of them stay, and the best.
 
-    Saving is asynchronous. A context manager: leaving it waits until everything is on disk.
+    Saving is asynchronous. A context manager: leaving it waits until everything is on disk. What cannot be
+    saved (a full disk) raises UserError, at the next save or on leaving; the older checkpoints are intact.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        self._folder, self._keep = folder.absolute(), keep
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._saving: int | None = None
+        self._whole: int | None = None
+        self._about: dict[int, dict[str, Any]] = {}
+        self._damaged: dict[int, str] = {}
+        self._exit = ExitStack()
+        self._exit.enter_context(_quiet_orbax())
+        for torn in self._folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
+            shutil.rmtree(torn)
+        self._delete_removed()
+        self._open()
+        for step in self._manager.all_steps():
+            try:
+                self._about[step] = self._read_about(step)
+            except Exception as error:
+                self._damaged[step] = _reason(error)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -28,48 +69,239 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._manager.wait_until_finished()
-        self._manager.close()
+        with self._exit:
+            try:
+                self._wait()
+            except UserError as failure:
+                if error is None:
+                    raise
+                print(f"warning: {failure}", file=sys.stderr)
+            finally:
+                self._manager.close()
+                self._delete_removed()
 
-    def save(self, step: int, state: TrainState, position: dict[str, Any]) -> None:
-        """position: JSON-serialisable state of the data loader at this step."""
-        about = {"position": position, "parameters": _shapes(state)}
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state._asdict()), about=ocp.args.JsonSave(about)
-            ),
+    @property
+    def best_step(self) -> int | None:
+        """The step with the best validation, as BEST_BY says; None where none was validated.
+
+        A checkpoint counts with the metrics of its own step; one that is not finite does not count.
+        """
+        return self._best(self._manager.all_steps())
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        position: dict[str, Any],
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Starts saving; the state may be donated as soon as this returns.
+
+        position: JSON-serialisable state of the data loader at this step. metrics: of this step's validation;
+        those of BEST_BY are kept. Raises UserError where this save, or the one before, fails.
+        """
+        self._wait()
+        self._delete_removed()
+        sums = checksums(state)
+        about = {
+            "position": position,
+            "metrics": {k: metrics[k] for k in BEST_BY if k in metrics and math.isfinite(metrics[k])}
+            if metrics
+            else {},
+            "arrays": {name: [*kind, sums[name]] for name, kind in _kinds(state).items()},
+        }
+        self._about[step] = about
+        args = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(state._asdict()),
+            about=ocp.args.JsonSave({"content": about, "blake2b": _digest(about)}),
         )
+        self._saving = step
+        with self._readable_errors():
+            if not self._manager.save(step, args=args):
+                raise RuntimeError(f"it holds step {self._manager.latest_step()} already")
 
     def restore_latest(
         self, abstract: TrainState, sharding: Sharding
     ) -> tuple[TrainState, dict[str, Any]] | None:
-        """The newest checkpoint's state, laid out as `sharding`, and its data position; None without one.
+        """The newest intact checkpoint's state, laid out as `sharding`, and its data position; None without.
 
-        abstract: shapes and dtypes to expect. Raises UserError where the checkpoint's parameters have other
-        names or shapes, before any is read (orbax would fail halfway).
+        abstract: shapes and dtypes to expect. Damaged checkpoints are reported, and renamed once an older one
+        is restored. Raises UserError where a checkpoint's arrays have other names, shapes or dtypes, before
+        any is read; and where there are checkpoints, none of them intact: then none is renamed, since that
+        may have another cause.
         """
-        step = self._manager.latest_step()
-        if step is None:
-            return None
-        about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
-        saved, wanted = about["parameters"], _shapes(abstract)
+        newest = self._newest_intact(abstract, sharding)
+        if self._damaged:
+            gc.collect()  # while orbax is quiet: what failed complains when it is collected
+        if newest is not None:
+            self._whole, state = newest
+            self._set_damaged_aside(self._whole)
+            return state, self._about[self._whole]["position"]
+        if self._damaged:
+            found = "".join(f"\n  step {step}: {reason}" for step, reason in sorted(self._damaged.items()))
+            raise UserError(
+                f"no checkpoint in {self._folder} can be restored:{found}\nExpected one that is intact. Put "
+                "a copy of one in place; or move the folder away and run the same command: it starts anew"
+            )
+        return None
+
+    def _newest_intact(self, abstract: TrainState, sharding: Sharding) -> tuple[int, TrainState] | None:
+        """(its step, its state); notes those found to be damaged."""
+        for step in sorted(self._about, reverse=True):
+            try:
+                return step, self._restore(step, abstract, sharding)
+            except UserError:
+                raise
+            except Exception as error:
+                self._damaged[step] = _reason(error)
+        return None
+
+    def _open(self) -> None:
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=managers.AnyPreservationPolicy([managers.LatestN(self._keep), _Best(self)]),
+            todelete_subdir=_REMOVED,
+            # Where a folder cannot be made, threads that wait for it would hold up the exit for 5 minutes.
+            async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
+            lightweight_initialize=True,  # else it reads files of every step, and raises where one is damaged
+        )
+        # A small array that lies on several devices is written by one of them. By default each writes a part,
+        # and a program that cuts it out is compiled for every shape: seconds, at the first save.
+        arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**26)
+        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+        handlers = {
+            "state": ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
+            "about": ocp.JsonCheckpointHandler(),
+        }
+        self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
+
+    def _read_about(self, step: int) -> dict[str, Any]:
+        args = ocp.args.Composite(about=ocp.args.JsonRestore())
+        about = self._manager.restore(step, args=args).about
+        if about["blake2b"] != _digest(about["content"]):
+            raise ValueError("the data position and the checksums do not match their digest")
+        return about["content"]
+
+    def _restore(self, step: int, abstract: TrainState, sharding: Sharding) -> TrainState:
+        arrays = self._about[step]["arrays"]
+        saved, wanted = {name: kind for name, (*kind, _) in arrays.items()}, _kinds(abstract)
         differing = [name for name in {**wanted, **saved} if wanted.get(name) != saved.get(name)]
         if differing:
             name = differing[0]
             raise UserError(
-                f"the checkpoint of step {step} in {self._manager.directory} is of another model: "
-                f"{len(differing)} parameters differ, {name} is {saved.get(name)} there and "
-                f"{wanted.get(name)} here. Restore the settings it was made with (config.txt beside it), or "
-                "choose another --workdir"
+                f"the checkpoint of step {step} in {self._folder} is of another model: {len(differing)} "
+                f"arrays differ, {name} is {saved.get(name)} there and {wanted.get(name)} here. Restore the "
+                "settings it was made with, or choose another --workdir"
             )
         target = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract._asdict()
         )
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(target))
-        return TrainState(**self._manager.restore(step, args=args).state), about["position"]
+        how = ocp.checkpoint_utils.construct_restore_args(target)
+        args = ocp.args.Composite(state=ocp.args.PyTreeRestore(target, restore_args=how))
+        state = TrainState(**self._manager.restore(step, args=args).state)
+        damaged = [name for name, found in checksums(state).items() if found != arrays[name][-1]]
+        if damaged:
+            raise ValueError(f"{len(damaged)} of {len(arrays)} arrays changed: {', '.join(damaged[:3])}, ...")
+        return state
+
+    def _set_damaged_aside(self, restored: int) -> None:
+        """Renames every damaged checkpoint, so that nothing is lost and its step can be saved again."""
+        for step, reason in sorted(self._damaged.items()):
+            aside = self._folder / f"{step}.damaged"
+            while aside.exists():
+                aside = aside.with_name(f"{aside.name}-again")
+            os.rename(self._folder / str(step), aside)
+            print(
+                f"warning: the checkpoint of step {step} is damaged ({reason}). It was renamed to {aside}; "
+                f"the one of step {restored} is used",
+                file=sys.stderr,
+            )
+            self._about.pop(step, None)
+        if self._damaged:
+            self._damaged = {}
+            # Orbax lists the folder's steps when it is opened.
+            self._manager.close()
+            self._open()
+
+    def _best(self, steps: Sequence[int]) -> int | None:
+        """Of these steps; the newest of equals."""
+        measured = [step for step in steps if step in self._about and self._about[step]["metrics"]]
+
+        def rank(step: int) -> tuple[float, ...]:
+            return *(self._about[step]["metrics"].get(name, math.inf) for name in BEST_BY), float(-step)
+
+        return min(measured, key=rank, default=None)
+
+    def _wait(self) -> None:
+        with self._readable_errors():
+            self._manager.wait_until_finished()
+        self._whole = self._whole if self._saving is None else self._saving
+
+    @contextmanager
+    def _readable_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            intact = "no other was saved" if self._whole is None else f"that of step {self._whole} is intact"
+            raise UserError(
+                f"the checkpoint of step {self._saving} could not be saved in {self._folder} "
+                f"({_reason(error)}); {intact}. Make room on the disk, or mend what else is in the way, and "
+                "run the same command again: it continues"
+            ) from error
+
+    def _delete_removed(self) -> None:
+        shutil.rmtree(self._folder / _REMOVED, ignore_errors=True)
 
 
-def _shapes(state: TrainState) -> dict[str, list[int]]:
-    leaves = jax.tree_util.tree_leaves_with_path(state.params)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): list(x.shape) for path, x in leaves}
+class _Best:
+    """Orbax's own policy reads metrics from files that no digest protects."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        best = self._checkpoints._best(steps)
+        return [step == best for step in steps]
+
+
+def _kinds(state: TrainState) -> dict[str, list[Any]]:
+    """Each array's [dtype, shape], by name."""
+    return {name: [str(x.dtype), list(x.shape)] for name, x in named_arrays(state).items()}
+
+
+def _digest(about: dict[str, Any]) -> str:
+    # Through JSON first, which makes strings of the keys that are numbers: as it is when read back.
+    canonical = json.dumps(json.loads(json.dumps(about)), sort_keys=True)
+    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line: the first of its own, which may be many and long."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:500]}"
+
+
+@contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """What fails in orbax raises. Here it does not also write a traceback for every thread and array.
+
+    It logs them; the writes under way find the event loop of the failed one closed; futures and coroutines
+    that nobody awaits any more complain when they are collected. Nothing else here uses asyncio.
+    """
+    loggers, report = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR or not {"orbax", "asyncio"} & set(Path(record.pathname).parts)
+
+    def report_others(found: Any) -> None:
+        if not inspect.iscoroutine(found.object) and str(found.exc_value) != "Event loop is closed":
+            report(found)
+
+    for logger in loggers:
+        logger.addFilter(wanted)
+    sys.unraisablehook = report_others
+    try:
+        yield
+    finally:
+        sys.unraisablehook = report
+        for logger in loggers:
+            logger.removeFilter(wanted)

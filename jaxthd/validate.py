@@ -11,7 +11,7 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from jaxthd.config import Config
-from jaxthd.data.speech import AUDIO_FIELD
+from jaxthd.data.features import mel_filterbank
 from jaxthd.data.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
 from jaxthd.packing.document import SUBSAMPLING
@@ -307,15 +307,56 @@ def _tokens_hold_a_chunk(config: Config, device: DeviceFacts) -> Iterator[Proble
         )
 
 
-@_rule("data.prompt", "data.audio_capacity")
+# --- what is read ---
+
+
+@_rule("data.manifest", "data.weights")
+def _manifests(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    manifests, weights = config.data.manifest, config.data.weights
+    if not manifests or "" in manifests:
+        change = 'name a manifest in data.manifest, or "synthetic"'
+        yield Problem(f"data.manifest is {manifests}", "one path or more, none of them empty", change)
+    if weights and len(weights) != len(manifests):
+        found = f"data.weights has {len(weights)} numbers for {len(manifests)} manifests"
+        yield Problem(found, "one for each manifest, or none", "correct data.weights")
+    if not all(0 < weight < math.inf for weight in weights):
+        change = "leave a manifest that is not to be read out of data.manifest"
+        yield Problem(f"data.weights is {weights}", "finite numbers above 0", change)
+
+
+@_rule("data.prompt", "data.audio_placeholder", "data.audio_capacity")
 def _prompt(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    count, has_audio = config.data.prompt.count(AUDIO_FIELD), config.data.audio_capacity > 0
-    found = f"data.prompt {config.data.prompt!r} holds {AUDIO_FIELD} {count} times"
+    mark, has_audio = config.data.audio_placeholder, config.data.audio_capacity > 0
+    if not mark:
+        expected = "what stands for a recording in prompts and conversations"
+        yield Problem(
+            "data.audio_placeholder is empty", expected, "set data.audio_placeholder to {audio}, say"
+        )
+        return
+    count = config.data.prompt.count(mark)
+    found = f"data.prompt {config.data.prompt!r} holds {mark} {count} times"
     if has_audio and count != 1:
-        yield Problem(found, "exactly once, for the recording", f"write {AUDIO_FIELD} once in data.prompt")
+        yield Problem(found, "exactly once, for the recording", f"write {mark} once in data.prompt")
     elif count and not has_audio:
-        change = f"raise data.audio_capacity, or take {AUDIO_FIELD} out of data.prompt to train on text alone"
+        change = f"raise data.audio_capacity, or take {mark} out of data.prompt to train on text alone"
         yield Problem(found, "none, because data.audio_capacity is 0 and no recording fits", change)
+
+
+@_rule("data.spec_augment", "model.encoder.num_mels")
+def _spec_augment(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    masks, mels = config.data.spec_augment, config.model.encoder.num_mels
+    if masks.freq_masks and masks.freq_width >= mels:
+        yield Problem(
+            f"data.spec_augment.freq_width is {masks.freq_width} with {mels} mel bands",
+            "less than model.encoder.num_mels, or a mask may leave nothing",
+            f"set data.spec_augment.freq_width to {mels // 3}, say",
+        )
+    if masks.time_masks and masks.time_width >= 1:
+        yield Problem(
+            f"data.spec_augment.time_width is {masks.time_width}",
+            "less than 1, being a fraction of the recording; more may leave nothing",
+            "set data.spec_augment.time_width to 0.05",
+        )
 
 
 # --- the encoder ---
@@ -324,6 +365,10 @@ def _prompt(config: Config, device: DeviceFacts) -> Iterator[Problem]:
 @_rule("model.encoder.num_mels")
 def _num_mels(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     mels = config.model.encoder.num_mels
+    try:
+        mel_filterbank(mels)
+    except ValueError as error:
+        yield Problem(str(error), "bands wide enough for the spectrum", "set model.encoder.num_mels to 128")
     if mels % SUBSAMPLING:
         yield Problem(
             f"model.encoder.num_mels is {mels}",
@@ -470,6 +515,18 @@ def _known_bad_kernels(config: Config, device: DeviceFacts) -> Iterator[Problem]
 
 
 # --- the optimization ---
+
+
+@_rule("train.microbatches", "data.rows", "mesh.data")
+def _microbatches(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    parts, rows, ranks = config.train.microbatches, config.data.rows, config.mesh.data
+    if rows % ranks == 0 and rows // ranks % parts:
+        yield Problem(
+            f"train.microbatches is {parts} for {rows // ranks} rows on each data rank",
+            "a divisor of them, because every part takes as many rows of each rank",
+            f"set train.microbatches to {math.gcd(parts, rows // ranks)}, or data.rows to "
+            f"{_multiples(rows, parts * ranks)}",
+        )
 
 
 @_rule("train.steps", "train.warmup_steps")

@@ -2,17 +2,20 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 import soundfile
 
-import jaxthd.train as train_module
 from jaxthd.config import (
     Config,
     DataConfig,
@@ -23,7 +26,7 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.errors import UserError
-from jaxthd.jsonl import append_line
+from jaxthd.metrics import Metrics, read_metrics
 from jaxthd.train import train
 from jaxthd.validate import DeviceFacts, validate
 
@@ -33,13 +36,17 @@ FIELDS = {
     "grad_norm",
     "learning_rate",
     "real_tokens",
+    "padding_tokens",
+    "padding_ratio",
+    "target_to_input_ratio",
     "supervised_tokens",
-    "capacity_tokens",
     "documents",
     "audio_seconds",
     "tokens_per_second",
     "step_seconds",
     "compilations",
+    "skipped_updates",
+    "left_out",
 }
 
 
@@ -64,11 +71,12 @@ def tiny(manifest: Path) -> Config:
         data=DataConfig(
             manifest=(str(manifest),),
             validation_manifest=str(manifest),
-            rows=2,
+            rows=4,
             capacity=128,
             max_documents=8,
             audio_capacity=320,
             packing_bins=2,
+            workers=1,
         ),
         model=ModelConfig(
             encoder=EncoderConfig(
@@ -88,32 +96,53 @@ def tiny(manifest: Path) -> Config:
             attention_block=32,
             loss_block=32,
         ),
-        train=TrainConfig(steps=6, warmup_steps=2, validate_every=3, checkpoint_every=2, learning_rate=1e-2),
+        train=TrainConfig(
+            steps=6,
+            warmup_steps=2,
+            validate_every=3,
+            checkpoint_every=2,
+            learning_rate=1e-2,
+            max_new_tokens=4,
+            microbatches=2,
+        ),
     )
-
-
-def read_metrics(workdir: Path) -> list[dict]:
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(manifest: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     workdir = tmp_path_factory.mktemp("uninterrupted")
-    train(tiny(manifest), workdir)
+    config = tiny(manifest)
+    train(replace(config, train=replace(config.train, draw_last_batch=True)), workdir)
     return workdir
 
 
 def test_a_run_writes_a_line_a_step_and_compiles_once(uninterrupted: Path, manifest: Path):
     validate(tiny(manifest), DeviceFacts(platform="cpu", devices=8, kind="cpu"))
-    lines = read_metrics(uninterrupted)
+    before, *lines = read_metrics(uninterrupted)
+    assert before["step"] == 0
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert all(set(line) >= FIELDS for line in lines)
     assert {line["compilations"] for line in lines} == {1}
     assert all(np.isfinite(line["loss"]) and np.isfinite(line["grad_norm"]) for line in lines)
     assert len({line["real_tokens"] for line in lines}) > 1, "batches should be ragged"
-    assert all(0 < line["supervised_tokens"] < line["real_tokens"] <= 256 for line in lines)
+    assert all(0 < line["supervised_tokens"] < line["real_tokens"] <= 512 for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"]
-    assert [line["step"] for line in lines if "validation_loss" in line] == [3, 6]
+    validated = [line for line in (before, *lines) if "validation_loss" in line]
+    assert [line["step"] for line in validated] == [0, 3, 6]
+    assert validated[-1]["validation_loss"] < validated[0]["validation_loss"]
+    assert all(0 <= line["validation_accuracy"] <= 1 for line in validated)
+    assert all(line["validation_wer"] > 0 for line in validated)
+    assert all(line["validation_documents"] == 20 for line in validated)
+
+
+def test_a_run_leaves_pictures_and_what_it_decoded(uninterrupted: Path):
+    assert {"curves.png", "last_batch.png", "config.json", "tensorboard"} <= {
+        path.name for path in uninterrupted.iterdir()
+    }
+    heard = [json.loads(line) for line in (uninterrupted / "hypotheses.jsonl").read_text().splitlines()]
+    assert len(heard) == 20
+    assert all(set(line) == {"key", "reference", "hypothesis"} for line in heard)
+    assert {"number 0", "number 7"} <= {" ".join(line["reference"].split()[:2]) for line in heard}
 
 
 def test_what_is_left_out_is_listed_with_a_reason(uninterrupted: Path):
@@ -124,49 +153,132 @@ def test_what_is_left_out_is_listed_with_a_reason(uninterrupted: Path):
     assert "not JSON" in reasons
 
 
-@pytest.mark.parametrize("cut_after", [3, 4])
+def cut(monkeypatch: pytest.MonkeyPatch, at: int, how: Callable[[], None]) -> None:
+    """Does `how` once the line of step `at` is written."""
+    step = Metrics.step
+
+    def stepped(self: Metrics, line: Mapping[str, Any]) -> None:
+        step(self, line)
+        if line["step"] == at:
+            how()
+
+    monkeypatch.setattr(Metrics, "step", stepped)
+
+
+def kill() -> None:
+    raise KeyboardInterrupt
+
+
+def assert_same_run(workdir: Path, other: Path) -> None:
+    same = ("step", "loss", "grad_norm", "learning_rate", "real_tokens", "documents", "audio_seconds")
+    got, want = ([{k: x.get(k) for k in same} for x in read_metrics(w)] for w in (workdir, other))
+    assert got == want
+
+
+@pytest.mark.parametrize("cut_after", [2, 4])
 def test_interrupted_and_resumed_losses_are_bit_identical(
     cut_after: int, manifest: Path, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Cut after a step that was not saved (3; the checkpoint is of step 2) and after one that was (4)."""
-
-    def cut(path: Path, line: dict) -> None:
-        append_line(path, line)
-        if line["step"] == cut_after + 1:
-            raise KeyboardInterrupt
-
+    """Cut before the checkpoint of step 2 exists, and one step after that of step 3."""
     with monkeypatch.context() as patch:
-        patch.setattr(train_module, "append_line", cut)
+        cut(patch, cut_after, kill)
         with pytest.raises(KeyboardInterrupt):
             train(tiny(manifest), tmp_path)
-    assert len(read_metrics(tmp_path)) == cut_after + 1
-    history = train(tiny(manifest), tmp_path)
-    assert [line["step"] for line in history] == list(range(3 if cut_after == 3 else 5, 7))
-    same = ("step", "loss", "grad_norm", "learning_rate", "real_tokens", "documents", "audio_seconds")
-    want, got = ([{k: line[k] for k in same} for line in read_metrics(w)] for w in (uninterrupted, tmp_path))
-    assert got == want
-    assert train(tiny(manifest), tmp_path) == []
+    assert len(read_metrics(tmp_path)) == 1 + cut_after
+    train(tiny(manifest), tmp_path)
+    assert_same_run(tmp_path, uninterrupted)
+    train(tiny(manifest), tmp_path)
+    assert_same_run(tmp_path, uninterrupted)
 
 
-def test_a_workdir_of_other_data_or_another_model_is_refused(uninterrupted: Path, manifest: Path):
+def test_a_signal_saves_and_ends_the_run_which_then_continues(
+    manifest: Path,
+    uninterrupted: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+):
+    """The signal comes while step 4 is written down: step 5 is the last. The restart has no worker."""
+    with monkeypatch.context() as patch:
+        cut(patch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        train(tiny(manifest), tmp_path)
+    assert "stopped by a signal after step 5" in capsys.readouterr().out
+    assert read_metrics(tmp_path)[-1]["step"] == 5
+    config = tiny(manifest)
+    train(replace(config, data=replace(config.data, workers=0, prefetch=0)), tmp_path)
+    assert "continuing from step 5" in capsys.readouterr().out
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(
+    manifest: Path, uninterrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
+    largest = max((tmp_path / "checkpoints" / "6").rglob("*"), key=lambda p: p.is_file() * p.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 4
+    largest.write_bytes(content)
+    train(tiny(manifest), tmp_path)
+    shown = capsys.readouterr()
+    assert "step 6 is damaged" in shown.err
+    assert "continuing from step 4" in shown.out
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_a_workdir_of_other_data_or_another_model_is_refused(
+    uninterrupted: Path, manifest: Path, tmp_path: Path
+):
     config = tiny(manifest)
     config = replace(config, train=replace(config.train, steps=8))
-    with pytest.raises(UserError, match="capacity: 128 then, 256 now"):
-        train(replace(config, data=replace(config.data, capacity=256)), uninterrupted)
-    with pytest.raises(UserError, match="prompt"):
-        train(replace(config, data=replace(config.data, prompt="say {audio}")), uninterrupted)
-    model = replace(config.model, llm=replace(config.model.llm, dim=32))
-    with pytest.raises(UserError, match="of another model"):
-        train(replace(config, model=model), uninterrupted)
+    before = read_metrics(uninterrupted)
+    for field, other in (
+        ("data.capacity", replace(config, data=replace(config.data, capacity=256))),
+        ("data.prompt", replace(config, data=replace(config.data, prompt="say {audio}"))),
+        ("train.learning_rate", replace(config, train=replace(config.train, learning_rate=1.0))),
+        (
+            "model.llm.dim",
+            replace(config, model=replace(config.model, llm=replace(config.model.llm, dim=32))),
+        ),
+    ):
+        with pytest.raises(UserError, match=field):
+            train(other, uninterrupted)
+    # Settings the same, the file's content not.
+    copy = tmp_path / "recordings"
+    shutil.copytree(manifest.parent, copy)
+    text = (copy / "manifest.jsonl").read_text()
+    (copy / "manifest.jsonl").write_text(text.replace("number 3 ", "number three "))
+    with pytest.raises(UserError, match=r"belongs to another stream of documents \(manifest"):
+        train(
+            replace(config, data=replace(config.data, manifest=(str(copy / "manifest.jsonl"),))),
+            uninterrupted,
+        )
+    assert read_metrics(uninterrupted) == before
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(manifest: Path, tmp_path: Path):
+def test_updates_that_are_not_finite_are_skipped_and_named_until_there_are_too_many(
+    manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    """A learning rate that ruins the parameters at the first update."""
     config = tiny(manifest)
-    wild = replace(config.train, learning_rate=1e30, clip_norm=1e30, warmup_steps=0, checkpoint_every=1)
-    with pytest.raises(UserError, match=r"expected finite numbers.*documents of this step: \d+:"):
+    wild = replace(
+        config.train,
+        learning_rate=1e30,
+        clip_norm=1e30,
+        warmup_steps=0,
+        checkpoint_every=1,
+        max_skipped_steps=3,
+    )
+    with pytest.raises(UserError, match=r"So were 3 in a row.*expected finite numbers"):
         train(replace(config, train=wild), tmp_path)
-    saved = sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir())
-    assert saved == [line["step"] for line in read_metrics(tmp_path)][-3:]
+    lines = read_metrics(tmp_path)[1:]
+    assert [line["skipped_updates"] for line in lines] == [0, 1, 2, 3]
+    listed = [json.loads(line) for line in (tmp_path / "not_finite.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in listed] == [2, 3, 4]
+    assert all(
+        len(entry["documents"]) == line["documents"] for entry, line in zip(listed, lines[1:], strict=True)
+    )
+    assert capsys.readouterr().out.count("its update is skipped") == 3
+    assert max(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()) == 3
 
 
 def test_the_command_simulates_the_devices_it_needs(manifest: Path, tmp_path: Path):
@@ -186,7 +298,7 @@ def test_the_command_simulates_the_devices_it_needs(manifest: Path, tmp_path: Pa
     )
     assert ran.returncode == 0, ran.stderr
     assert "4 CPU devices are simulated" in ran.stdout
-    assert len(read_metrics(tmp_path)) == 2
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
 
 
 def test_help_lists_every_field_and_a_bad_field_is_refused():

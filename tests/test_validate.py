@@ -93,12 +93,31 @@ CASES = [
     ),
     Case({"data.audio_capacity": 7}, "gives each of 1 audio ranks 0 mel frames"),
     Case({"data.capacity": 256}, "recordings over 20.48 s are left out; expected 376", is_warning=True),
+    # What is read.
+    Case({"data.manifest": ()}, "data.manifest is (); expected one path or more"),
+    Case({"data.manifest": ("synthetic", "")}, "expected one path or more, none of them empty"),
+    Case({"data.weights": (1.0, 2.0)}, "data.weights has 2 numbers for 1 manifests; expected one for each"),
+    Case({"data.manifest": ("a", "b"), "data.weights": (1.0, 0.0)}, "(1.0, 0.0); expected finite numbers"),
+    Case({"data.weights": (math.inf,)}, "data.weights is (inf,); expected finite numbers above 0"),
+    Case({"data.template": "llama"}, "data.template is 'llama'; expected one of 'plain', 'chatml'"),
+    Case({"data.audio_placeholder": ""}, "data.audio_placeholder is empty"),
+    Case({"data.audio_placeholder": "<audio>"}, "write <audio> once in data.prompt"),
+    Case(
+        {"data.spec_augment.freq_masks": 1, "data.spec_augment.freq_width": 80},
+        "freq_width is 80 with 80 mel bands; expected less than model.encoder.num_mels",
+    ),
+    Case(
+        {"data.spec_augment.time_masks": 1, "data.spec_augment.time_width": 1.0},
+        "time_width is 1.0; expected less than 1",
+    ),
+    Case({"data.spec_augment.time_width": -0.1}, "time_width is -0.1; expected 0 or more"),
     Case({"data.prompt": "Transcribe."}, "holds {audio} 0 times; expected exactly once"),
     Case({"data.prompt": "{audio} or {audio}"}, "holds {audio} 2 times; expected exactly once"),
     Case({"data.audio_capacity": 0}, "expected none, because data.audio_capacity is 0"),
     # The model.
     Case({"model.encoder.num_mels": 4}, "set model.encoder.num_mels to 8"),
     Case({"model.encoder.num_mels": 84}, "set model.encoder.num_mels to 80 or 88"),
+    Case({"model.encoder.num_mels": 200}, "num_mels=200 leaves bands [0, 25, 50] without a bin"),
     Case({"model.encoder.dim": 130}, "set model.encoder.dim to 128 or 132"),
     Case(
         {"model.encoder.dim": 135, "model.encoder.heads": 5},
@@ -127,6 +146,11 @@ CASES = [
     # The optimization.
     Case({"train.warmup_steps": 201}, "train.warmup_steps is 201 in a run of 200 steps", is_warning=True),
     Case({"train.min_learning_rate": 0.1}, "expected a learning rate that falls", is_warning=True),
+    Case({"data.rows": 6, "train.microbatches": 4}, "set train.microbatches to 2, or data.rows to 4 or 8"),
+    Case(
+        {"mesh.data": 2, "data.rows": 6, "train.microbatches": 2},
+        "train.microbatches is 2 for 3 rows on each data rank; expected a divisor",
+    ),
     Case({"train.beta2": 1.0}, "train.beta2 is 1.0; expected less than 1"),
     Case({"train.clip_norm": 0.0}, "train.clip_norm is 0"),
 ]
@@ -219,6 +243,8 @@ def test_transformer_engine_is_refused_where_it_is_known_to_be_wrong() -> None:
         {"model.llm.pattern": "-", "model.llm.q_heads": 5, "model.llm.mamba_heads": 9}
         | {"model.llm.experts_per_token": 9, "model.llm.mamba_dt_limit": (1.0, 0.0)},  # in no block
         {"data.audio_capacity": 0, "data.prompt": ""},
+        {"data.audio_placeholder": "<a>", "data.prompt": "<a>", "data.spec_augment.freq_width": 80},
+        {"data.rows": 8, "mesh.data": 2, "train.microbatches": 4},
         {"data.capacity": 2047},  # one context rank holds any number of tokens
         {"data.packing": "padded", "data.max_documents": 4096},  # the bound is not used
     ],

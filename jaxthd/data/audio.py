@@ -1,5 +1,6 @@
 """Recordings: any file libsndfile reads -> 16 kHz mono samples -> pieces of the encoder's window."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,10 @@ MIN_SAMPLES = 2 * HOP
 """Two mel frames: the deviation over the frames divides by their number less one."""
 DURATION_SLACK = 0.25
 """Seconds by which a file may end before the duration its manifest gives (rounding, codec padding)."""
+RATES = range(1_000, 1_000_001)
+"""Samples a second that a file may have; others are headers gone wrong."""
+LOUDEST = 1e6
+"""Largest sample of a file of floats: beyond any scale in use, and features stay finite in float32."""
 
 
 class AudioError(ValueError):
@@ -20,13 +25,15 @@ class AudioError(ValueError):
 
 
 def load_audio(
-    path: str | Path, offset: float = 0.0, duration: float | None = None
+    path: str | Path, offset: float = 0.0, duration: float | None = None, most_seconds: float = math.inf
 ) -> Float32[np.ndarray, " samples"]:
     """Reads `duration` seconds from `offset` seconds (None: to the end), as 16 kHz mono in [-1, 1].
 
-    Only that range is read. Channels are averaged; other rates are resampled (soxr, HQ).
+    Only that range is read, and no more memory is taken than it needs, whatever length the header claims.
+    Channels are averaged; other rates are resampled (soxr, HQ).
     Raises AudioError for a file that is missing, unreadable, or ends before `offset` or more than 0.25 s
-    before offset + duration; for samples that are not finite; for fewer than 320 of them (two mel frames).
+    before offset + duration; for more than `most_seconds`; for a rate outside 1 to 1,000 kHz; for samples
+    that are not finite, or beyond 1e6; for fewer than 320 of them (two mel frames).
     """
     path = Path(path)
     try:
@@ -41,27 +48,30 @@ def load_audio(
         )
     try:
         with soundfile.SoundFile(path) as file:
-            rate = file.samplerate
-            length = file.frames / rate
-            start = round(offset * rate)
-            if 0 < file.frames <= start:
-                raise AudioError(f"{path}: offset {offset} s is past the end at {length:.3f} s")
-            file.seek(start)
-            frames = -1 if duration is None else round(duration * rate)
-            channels = file.read(frames, dtype="float32", always_2d=True)
+            rate, length = file.samplerate, file.frames
+            if rate not in RATES:
+                raise AudioError(f"{path}: {rate} samples a second; expected {RATES[0]} to {RATES[-1]}")
+            if 0 < length <= offset * rate:
+                raise AudioError(f"{path}: offset {offset} s is past the end at {length / rate:.3f} s")
+            file.seek(round(offset * rate))
+            seconds = math.inf if duration is None else duration
+            samples = _read_mono(file, round(min(seconds * rate, most_seconds * rate + 1, length)))
     except (soundfile.SoundFileError, OSError, TypeError) as error:
         # A TypeError is a file without a header, such as .raw: its rate would have to be given.
         raise AudioError(f"{path}: libsndfile cannot read it ({error})") from error
-    if not len(channels):
+    if not len(samples):
         raise AudioError(f"{path}: no samples; the file is empty or cut short")
-    if duration is not None and len(channels) / rate < duration - DURATION_SLACK:
+    if len(samples) > most_seconds * rate:
+        raise AudioError(f"{path}: more than {most_seconds} s, which is all that data.audio_capacity holds")
+    if duration is not None and len(samples) / rate < duration - DURATION_SLACK:
         raise AudioError(
-            f"{path}: {len(channels) / rate:.3f} s from offset {offset} s, the manifest says {duration} s; "
+            f"{path}: {len(samples) / rate:.3f} s from offset {offset} s, the manifest says {duration} s; "
             "the file is cut short, or the manifest is of another file"
         )
-    samples = channels.mean(axis=1, dtype=np.float32)
     if not np.isfinite(samples).all():
         raise AudioError(f"{path}: {int((~np.isfinite(samples)).sum())} samples are not finite")
+    if np.abs(samples).max() > LOUDEST:
+        raise AudioError(f"{path}: samples as large as {np.abs(samples).max():.3g}; expected -1 to 1")
     if rate != SAMPLE_RATE:
         samples = soxr.resample(samples, rate, SAMPLE_RATE)
     if len(samples) < MIN_SAMPLES:
@@ -69,6 +79,23 @@ def load_audio(
             f"{path}: too short, {len(samples)} samples at 16 kHz; expected at least {MIN_SAMPLES}"
         )
     return samples
+
+
+def _read_mono(file: soundfile.SoundFile, wanted: int) -> Float32[np.ndarray, " samples"]:
+    """At most `wanted` samples from where the file stands, channels averaged; as many as there are.
+
+    In blocks of 4 MB: a header may claim any number of them.
+    """
+    block = max(1, (1 << 20) // file.channels)
+    pieces = [np.zeros(0, np.float32)]
+    while wanted > 0:
+        channels = file.read(min(block, wanted), dtype="float32", always_2d=True)
+        if not len(channels):
+            break
+        with np.errstate(over="ignore", invalid="ignore"):  # of what is not finite; the caller looks at that
+            pieces.append(channels.mean(axis=1, dtype=np.float32))
+        wanted -= len(channels)
+    return np.concatenate(pieces)
 
 
 def chunk_audio(

@@ -1,14 +1,17 @@
-"""Log-mel features in NumPy: they are computed in the loader's workers, not on the device.
+"""Log-mel features and their masks in NumPy: computed in the loader's workers, not on the device.
 
 Legend: S samples at 16 kHz, F mel frames (10 ms), W window samples, B bins of the spectrum, M mel bands.
 """
 
 import functools
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import scipy.sparse
 from jaxtyping import Float32, Float64
+
+from jaxthd.config import SpecAugmentConfig
 
 SAMPLE_RATE = 16_000
 """Hz. The only rate the front end takes."""
@@ -104,3 +107,25 @@ def log_mel(
     mel_FM -= mel_FM.mean(axis=0)
     mel_FM /= mel_FM.std(axis=0, ddof=1) + _STD_FLOOR
     return mel_FM.astype(np.float32)
+
+
+def spec_augment(
+    chunks: Sequence[Float32[np.ndarray, "_ M"]], masks: SpecAugmentConfig, rng: np.random.Generator
+) -> list[Float32[np.ndarray, "_ M"]]:
+    """The encoder chunks of one recording with bands and spans of it set to 0, the mean after normalisation.
+
+    freq_masks times: 0 to freq_width bands, anywhere. time_masks times: 0 to time_width of all frames (at
+    least one frame may be drawn), anywhere, across chunks too. Every width and every place is as likely.
+    Source: Park et al., SpecAugment (2019); spans that grow with the recording: Park et al. (2020).
+    """
+    masked_FM = np.concatenate(chunks)
+    frames, bands = masked_FM.shape
+    for dim, length, most, count in (
+        (1, bands, min(masks.freq_width, bands), masks.freq_masks),
+        (0, frames, max(1, int(masks.time_width * frames)), masks.time_masks),
+    ):
+        for _ in range(count):
+            width = int(rng.integers(most, endpoint=True))
+            start = int(rng.integers(length - width, endpoint=True))
+            masked_FM[(slice(None),) * dim + (slice(start, start + width),)] = 0.0
+    return np.split(masked_FM, np.cumsum([len(chunk) for chunk in chunks])[:-1])

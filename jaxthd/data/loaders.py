@@ -1,67 +1,113 @@
 """The loaders of a run: its manifests read, its documents made, packed and laid out."""
 
 import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from jaxthd.config import Config
-from jaxthd.data.manifest import Utterance, read_manifest
+from jaxthd.data.faults import SkipLog
+from jaxthd.data.manifest import Example, read_manifest
 from jaxthd.data.pipeline import Loader, make_loader
-from jaxthd.data.speech import SkipLog, SpeechDocuments
+from jaxthd.data.prompt import PromptTemplate
+from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.synthetic import synthetic_manifests
 from jaxthd.data.tokenizer import load_tokenizer
+from jaxthd.data.workers import Workers
 
 
 class SpeechData:
-    """The run's manifests as loaders. Faulty lines and recordings go to the skip log."""
+    """The run's manifests as loaders. Faulty lines and recordings go to the skip log.
+
+    end_id: the token that ends an answer.
+    Raises UserError for prompts that cannot be encoded and for a manifest without a usable line.
+    """
 
     def __init__(self, config: Config, workdir: Path) -> None:
-        self._manifest, self._validation_manifest = config.data.manifest[0], config.data.validation_manifest
-        if "synthetic" in (self._manifest, self._validation_manifest):
-            made = synthetic_manifests()
-            if self._manifest == "synthetic":
-                self._manifest = str(made[0])
-            if self._validation_manifest == "synthetic":
-                self._validation_manifest = str(made[1])
+        data = config.data
         self._config = config
+        tokenizer = load_tokenizer(data.tokenizer)
+        self.end_id = PromptTemplate(data, tokenizer).end_id
+        # One of each for all loaders: workers take a second to start, and keep what they are sent.
+        self._workers = Workers(data.workers) if data.workers else 0
+        self._train_documents = SpeechDocuments(config, tokenizer, train=True)
+        self._validation_documents = SpeechDocuments(config, tokenizer, train=False)
+        self._manifests = _paths(data.manifest, 0)
+        self._validation_manifests = _paths([m for m in (data.validation_manifest,) if m], 1)
         self.skipped = SkipLog(workdir / "skipped.jsonl")
-        self._tokenizer = load_tokenizer(config.data.tokenizer)
-        self._training = self._read(self._manifest, "data.manifest")
-        self._validation = (
-            self._read(self._validation_manifest, "data.validation_manifest")
-            if self._validation_manifest
-            else []
-        )
-        print(f"{len(self._training)} training and {len(self._validation)} validation utterances")
+        self._training = self._read(self._manifests, "data.manifest")
+        self._validation = self._read(self._validation_manifests, "data.validation_manifest")
+        training, validation = (sum(map(len, sources)) for sources in (self._training, self._validation))
+        print(f"{training} training and {validation} validation documents")
 
     @property
     def has_validation(self) -> bool:
         return bool(self._validation)
 
     def training(self) -> Loader:
-        """Without end, dithered, shuffled anew every epoch. Its position is refused for other documents."""
-        on_skip = self.skipped.of(self._manifest)
-        documents = SpeechDocuments(self._config, self._tokenizer, on_skip, train=True)
-        encoder = self._config.model.encoder
-        lines = [(u.key, u.text, u.offset, u.duration) for u in self._training]
-        identity = {
-            "manifest": hashlib.blake2b(repr(lines).encode(), digest_size=8).hexdigest(),
-            "tokenizer": self._config.data.tokenizer,
-            "prompt": self._config.data.prompt,
-            "chunk_seconds": encoder.chunk_seconds,
-            "num_mels": encoder.num_mels,
-        }
-        return make_loader(self._training, documents, self._config, on_skip=on_skip, identity=identity)
+        """Without end, dithered and masked, shuffled anew every epoch, manifests mixed by data.weights.
+
+        Its position is refused for other documents.
+        """
+        return make_loader(
+            self._training,
+            self._train_documents,
+            self._config,
+            on_skip=self.skipped.of(self._manifests),
+            identity=self._identity(),
+            weights=self._config.data.weights or None,
+            workers=self._workers,
+            prefetch=self._config.data.prefetch,
+        )
 
     def validation(self) -> Loader:
         """One pass over the validation set, in the manifest's order."""
-        on_skip = self.skipped.of(self._validation_manifest)
-        documents = SpeechDocuments(self._config, self._tokenizer, on_skip, train=False)
         return make_loader(
-            self._validation, documents, self._config, repeat=False, shuffle=False, on_skip=on_skip
+            self._validation,
+            self._validation_documents,
+            self._config,
+            repeat=False,
+            shuffle=False,
+            on_skip=self.skipped.of(self._validation_manifests),
+            workers=self._workers,
+            prefetch=self._config.data.prefetch,
         )
 
-    def _read(self, manifest: str, setting: str) -> list[Utterance]:
-        utterances, faults = read_manifest(manifest, setting)
-        for fault in faults:
-            self.skipped.of(manifest)(fault.key, fault.reason)
-        return utterances
+    def close(self) -> None:
+        """Ends the worker processes. Loaders are closed before, by whoever has them."""
+        if isinstance(self._workers, Workers):
+            self._workers.close()
+
+    def _read(self, manifests: list[str], setting: str) -> list[list[Example]]:
+        sources = []
+        for number, manifest in enumerate(manifests):
+            data = self._config.data
+            examples, faults = read_manifest(
+                manifest, setting, prompt=data.prompt, placeholder=data.audio_placeholder, number=number
+            )
+            for fault in faults:
+                self.skipped.of(manifests)(fault.key, fault.reason)
+            sources.append(examples)
+        return sources
+
+    def _identity(self) -> dict[str, Any]:
+        """What the training documents depend on besides what make_loader adds, as JSON gives it back."""
+        data, encoder = self._config.data, self._config.model.encoder
+        hashes = []
+        for manifest in self._manifests:
+            with open(manifest, "rb") as file:
+                hashes.append(hashlib.file_digest(file, "blake2b").hexdigest()[:16])
+        names = ("tokenizer", "template", "system_prompt", "prompt", "audio_placeholder")
+        return {
+            "manifest": hashes,
+            **{name: getattr(data, name) for name in names},
+            "spec_augment": asdict(data.spec_augment),
+            "chunk_seconds": encoder.chunk_seconds,
+            "num_mels": encoder.num_mels,
+        }
+
+
+def _paths(manifests: Sequence[str], split: int) -> list[str]:
+    """With "synthetic" made, if need be. split: 0 for training, 1 for validation."""
+    return [str(synthetic_manifests()[split]) if m == "synthetic" else m for m in manifests]

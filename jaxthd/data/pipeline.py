@@ -12,14 +12,21 @@ logical streams and says nothing about processes or the mesh: save under one mes
 """
 
 import logging
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from functools import partial
+from itertools import chain
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import grain
 import numpy as np
 
 from jaxthd.config import Config
+from jaxthd.data.faults import Fault
+from jaxthd.data.workers import Workers
 from jaxthd.errors import UserError
 from jaxthd.packing.balance import assign_chunks
 from jaxthd.packing.batch import Batch
@@ -28,6 +35,10 @@ from jaxthd.packing.pack import PackReport, document_frames, pack_row, rank_shar
 
 Item = TypeVar("Item")
 OnSkip = Callable[[str, str], None]
+Load = Callable[[Any, int], Document | Fault]
+
+GROUP = 8
+"""Items that a worker process is asked for at a time."""
 
 
 def log_skip(key: str, reason: str) -> None:
@@ -242,18 +253,11 @@ class _RunsIterator(grain.DatasetIterator):
         self._start(state["packer"], state["emitted"])
 
 
-class Loader(Iterator[tuple[Batch, dict[str, Any]]]):
-    """Iterator of (Batch with R = rows, report), one grain stream a row. Made by make_loader.
+class _Batches(Iterator[tuple[Batch, dict[str, Any]]]):
+    """The rows' streams as batches, with the state of them all."""
 
-    report: documents, real_tokens, supervised_tokens, capacity_tokens (ints, over all rows), audio_seconds,
-        imbalance (of the worst row; it sets the pace), keys: for every row, its documents' keys by segment.
-    Stops when every stream is exhausted; one that ends before the others gives empty rows.
-    """
-
-    def __init__(
-        self, streams: Sequence[grain.DatasetIterator], empty: PackedRow, identity: dict[str, Any]
-    ) -> None:
-        self._streams, self._empty, self._identity = streams, empty, identity
+    def __init__(self, streams: Sequence[grain.DatasetIterator], empty: PackedRow) -> None:
+        self._streams, self._empty = streams, empty
 
     def __next__(self) -> tuple[Batch, dict[str, Any]]:
         rows: list[PackedRow | None] = [next(stream, None) for stream in self._streams]
@@ -272,11 +276,53 @@ class Loader(Iterator[tuple[Batch, dict[str, Any]]]):
         }
 
     def get_state(self) -> dict[str, Any]:
-        """Where the next batch starts, JSON-serialisable: what the streams depend on, and their states."""
-        return {"identity": self._identity, "streams": [stream.get_state() for stream in self._streams]}
+        return {"streams": [stream.get_state() for stream in self._streams]}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continues exactly where get_state was called, under any mesh.
+        for stream, stream_state in zip(self._streams, state["streams"], strict=True):
+            stream.set_state(stream_state)
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+
+
+class Loader(Iterator[tuple[Batch, dict[str, Any]]]):
+    """Iterator of (Batch with R = rows, report), one grain stream a row. Made by make_loader.
+
+    report: documents, real_tokens, supervised_tokens, capacity_tokens (ints, over all rows), audio_seconds,
+        imbalance (of the worst row; it sets the pace), keys: for every row, its documents' keys by segment.
+    Stops when every stream is exhausted; one that ends before the others gives empty rows. What goes wrong
+    while batches are made ahead is raised by next(). Leaving `with loader:` closes it.
+    """
+
+    def __init__(
+        self, batches: _Batches, prefetch: int, workers: Workers | None, identity: dict[str, Any]
+    ) -> None:
+        self._ahead = _Ahead(batches, prefetch)
+        self._identity = identity
+        # Done once: by close(), when nobody holds this object any more, or as the interpreter exits.
+        self._end = weakref.finalize(self, _close, batches, self._ahead, workers)
+
+    def __next__(self) -> tuple[Batch, dict[str, Any]]:
+        return next(self._ahead)
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops the thread and the processes of this loader."""
+        self._end()
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the next batch starts, JSON-serialisable: what the streams depend on, and their states."""
+        return {"identity": self._identity, **self._ahead.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues exactly where get_state was called, under any mesh, with any workers.
 
         Raises UserError when the state is of other data or other packing.
         """
@@ -291,41 +337,64 @@ class Loader(Iterator[tuple[Batch, dict[str, Any]]]):
                 f"the saved data position belongs to another stream of documents ({'; '.join(changed)}); "
                 "restore these settings, or start from the weights only"
             )
-        for stream, stream_state in zip(self._streams, state["streams"], strict=True):
-            stream.set_state(stream_state)
+        self._ahead.set_state({"streams": state["streams"]})
+
+
+class _Ahead(grain.experimental.ThreadPrefetchDatasetIterator):
+    """Batches made ahead in a thread, each with the state after it; 0 ahead: made when asked for."""
+
+    def __del__(self) -> None:
+        """Nothing: its Loader closes it. At exit grain's own __del__ comes when grain is half gone."""
+
+
+def _close(batches: _Batches, ahead: _Ahead, workers: Workers | None) -> None:
+    # A thread that is reading a batch raises at its next document; then it can be waited for.
+    if workers:
+        workers.close()
+    batches.close()
+    ahead.close()
 
 
 def make_loader(
-    source: Sequence[Item],
-    load: Callable[[Item, int], Document | None],
+    sources: Sequence[Sequence[Item]],
+    load: Load,
     config: Config,
     *,
     repeat: bool = True,
     shuffle: bool | None = None,
     on_skip: OnSkip = log_skip,
-    read_threads: int = 0,
     identity: Mapping[str, Any] | None = None,
+    weights: Sequence[float] | None = None,
+    workers: int | Workers = 0,
+    prefetch: int = 0,
 ) -> Loader:
     """The loader of a run: row i reads items i, i + rows, ... of each epoch's order, whatever the mesh is.
 
-    source: random access to items (manifest lines). load(item, epoch): the item's Document, or None for one
-        it has reported itself; random draws in it must come from the item and the epoch.
+    sources: random access to the items (manifest lines) of one data set each.
+    load(item, epoch): the item's Document, or why there is none; random draws in it must come from the item
+        and the epoch. With workers it is pickled.
     config: data.*, mesh.context, mesh.audio_ranks and model.encoder.num_mels are used. Epoch e's order is a
         function of (data.seed, e).
     repeat: without end, a new order every epoch; False: one epoch, in which every document appears once.
-    shuffle: overrides data.shuffle. on_skip: see PackDocuments. read_threads: threads a row's stream loads
-        ahead with; changes no result, but load and on_skip then run ahead of the stream, in those threads.
+    shuffle: overrides data.shuffle. on_skip: called for every Fault, and see PackDocuments.
     identity: what the documents depend on besides data.*; JSON values. A loader of another identity refuses
         a saved position.
+    weights: how often to draw from each source, in proportion (to 1%, evenly spread); each has an order and
+        epochs of its own. None: the sources are one, every item once an epoch. Without repeat they are too.
+    workers: processes that compute load ahead of the stream, or Workers to share, which the caller closes; 0:
+        it is computed here. prefetch: batches made ahead, in a thread. Neither changes the stream.
     Raises UserError for a source with fewer items than rows under repeat; while iterating, when two epochs
     of a repeated stream held no document that fits.
     """
     data = config.data
     shuffle = data.shuffle if shuffle is None else shuffle
-    if repeat and len(source) < data.rows:
+    if len(sources) == 1 or not repeat or not weights:
+        sources, weights = [sources[0] if len(sources) == 1 else list(chain(*sources))], None
+    fewest = min(map(len, sources))
+    if repeat and fewest < data.rows:
         raise UserError(
-            f"{len(source)} items cannot feed {data.rows} rows, each a stream of its own; add data, or lower "
-            f"data.rows to at most {len(source)}"
+            f"{fewest} items cannot feed {data.rows} rows, each a stream of its own; add data, or lower "
+            f"data.rows to at most {fewest}"
         )
     pack = PackDocuments(
         capacity=data.capacity,
@@ -340,16 +409,22 @@ def make_loader(
         shuffle_seed=data.seed if shuffle else None,
         on_skip=on_skip,
     )
-    order = grain.MapDataset.range(len(source))
+    own = Workers(workers) if isinstance(workers, int) and workers > 0 else None
+    pool = workers if isinstance(workers, Workers) else own
+    orders = [grain.MapDataset.range(len(source)) for source in sources]
     if shuffle:
-        order = order.shuffle(seed=data.seed)
-    options = grain.ReadOptions(num_threads=read_threads, prefetch_buffer_size=2 * read_threads)
+        orders = [order.shuffle(seed=data.seed + s) for s, order in enumerate(orders)]
     streams = []
     for row in range(data.rows):
-        items = order[row :: data.rows]
-        read = _Read(source, load, pack, items=len(items), repeat=repeat)
-        documents = (items.repeat() if repeat else items).map_with_index(read).to_iter_dataset(options)
-        streams.append(iter(documents.pipe(pack)))
+        shares = [order[row :: data.rows] for order in orders]
+        places = [
+            (share.repeat() if repeat else share).map_with_index(partial(_place, s, len(share)))
+            for s, share in enumerate(shares)
+        ]
+        mixed = grain.MapDataset.mix(places, weights) if weights else places[0]
+        read = _ReadAhead(mixed, sources, load, pool) if pool else mixed.map(partial(_read, sources, load))
+        sift = _Sift(pack, on_skip, [len(share) for share in shares] if repeat else None)
+        streams.append(iter(read.map(sift).pipe(pack)))
     fields = (
         "rows",
         "capacity",
@@ -361,39 +436,124 @@ def make_loader(
         "seed",
     )
     settings = {
-        "items": len(source),
+        "items": [len(source) for source in sources] if weights else len(sources[0]),
+        **({"weights": list(weights)} if weights else {}),
         "repeat": repeat,
         "shuffle": shuffle,
         **{k: getattr(data, k) for k in fields},
     }
-    return Loader(streams, pack.row([]), settings | dict(identity or {}))
+    batches = _Batches(streams, pack.row([]))
+    return Loader(batches, prefetch, own, settings | dict(identity or {}))
 
 
-class _Read(Generic[Item]):
-    """(place in a row's repeated stream, item number) -> Document, or None.
+class _Place(NamedTuple):
+    """Item number `item` of data set number `source`, which was gone through `epoch` times before."""
 
-    Counts fruitless loads: a repeated stream of which nothing fits would otherwise be read for ever.
-    """
+    source: int
+    item: int
+    epoch: int
+
+
+def _place(source: int, items: int, index: int, item: int) -> _Place:
+    return _Place(source, item, index // items)
+
+
+Found = tuple[int, Document | Fault]
+"""The number of the data set, and what its item gave."""
+
+
+def _read(sources: Sequence[Sequence[Item]], load: Load, place: _Place) -> Found:
+    return place.source, load(sources[place.source][place.item], place.epoch)
+
+
+class _ReadAhead(grain.IterDataset):
+    """Places -> Found, in order, computed ahead by worker processes. Its state is a count of places."""
 
     def __init__(
-        self,
-        source: Sequence[Item],
-        load: Callable[[Item, int], Document | None],
-        pack: PackDocuments,
-        *,
-        items: int,
-        repeat: bool,
+        self, places: grain.MapDataset, sources: Sequence[Sequence[Item]], load: Load, workers: Workers
     ) -> None:
-        self._source, self._load, self._pack = source, load, pack
-        self._items, self._repeat, self._fruitless = items, repeat, 0
+        super().__init__()
+        self._iterator = partial(_ReadAheadIterator, places, sources, load, workers)
 
-    def __call__(self, place: int, item: int) -> Document | None:
-        document = self._load(self._source[item], place // self._items)
-        fits = document is not None and self._pack.misfit(document) is None
-        self._fruitless = 0 if fits else self._fruitless + 1
-        if self._repeat and self._fruitless > 2 * self._items:
+    def __iter__(self) -> grain.DatasetIterator:
+        return self._iterator()
+
+    def __str__(self) -> str:
+        return "ReadAhead"
+
+
+class _ReadAheadIterator(grain.DatasetIterator):
+    def __init__(
+        self, places: grain.MapDataset, sources: Sequence[Sequence[Item]], load: Load, workers: Workers
+    ) -> None:
+        super().__init__()
+        self._places, self._sources, self._load, self._workers = places, sources, load, workers
+        self._asked: deque[tuple[list[_Place], Future[list[Document | Fault]]]] = deque()
+        self._found: Iterator[Found] = iter(())
+        self._next = self._next_asked = 0
+
+    def __next__(self) -> Found:
+        self._assert_not_closed()
+        found = next(self._found, None)
+        if found is None:
+            self._ask()
+            if not self._asked:
+                raise StopIteration
+            places, answer = self._asked.popleft()
+            self._found = zip((place.source for place in places), answer.result(), strict=True)
+            found = next(self._found)
+        self._next += 1
+        return found
+
+    def _ask(self) -> None:
+        """Twice as many groups as workers: each has one while the next waits."""
+        while len(self._asked) < 2 * self._workers.count and self._next_asked < len(self._places):
+            end = min(self._next_asked + GROUP, len(self._places))
+            places = [self._places[i] for i in range(self._next_asked, end)]
+            items = [(self._sources[p.source][p.item], p.epoch) for p in places]
+            self._asked.append((places, self._workers.submit(self._load, items)))
+            self._next_asked = end
+
+    def _drop(self) -> None:
+        for _, answer in list(self._asked):
+            answer.cancel()
+        self._asked.clear()
+        self._found = iter(())
+
+    def get_state(self) -> dict[str, Any]:
+        return {"next_index": self._next}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._drop()
+        self._next = self._next_asked = state["next_index"]
+
+    def close(self) -> None:
+        super().close()
+        self._drop()
+
+
+class _Sift:
+    """Found, in the stream's order -> Document; None for a Fault, which is reported.
+
+    Counts fruitless items: a repeated stream of which nothing fits would otherwise be read for ever.
+    items: this row's number of items of each data set; None where nothing is repeated.
+    """
+
+    def __init__(self, pack: PackDocuments, on_skip: OnSkip, items: Sequence[int] | None) -> None:
+        self._pack, self._on_skip, self._items = pack, on_skip, items
+        self._fruitless: Counter[int] = Counter()
+
+    def __call__(self, found: Found) -> Document | None:
+        source, document = found
+        if isinstance(document, Fault):
+            self._on_skip(document.key, document.reason)
+        elif self._pack.misfit(document) is None:
+            self._fruitless.clear()
+            return document
+        self._fruitless[source] += 1
+        if self._items and all(self._fruitless[s] > 2 * items for s, items in enumerate(self._items)):
             raise UserError(
-                f"none of this row's {self._items} items gave a document that fits, in two epochs; "
+                f"none of this row's {sum(self._items)} items gave a document that fits, in two epochs; "
                 "the reports of skipped items (of a run: skipped.jsonl in its workdir) say why"
             )
-        return document
+        return None if isinstance(document, Fault) else document

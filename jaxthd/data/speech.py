@@ -1,93 +1,56 @@
-"""Manifest lines -> documents: decode, features, prompt, transcript; and the record of what was left out."""
+"""Lines of manifests -> documents: turns written out, recordings decoded, features, SpecAugment.
 
-import threading
-from functools import partial
-from pathlib import Path
+Worker processes import this: no jax, no grain.
+"""
 
 import numpy as np
 
 from jaxthd.config import Config
 from jaxthd.data.audio import chunk_audio, load_audio
-from jaxthd.data.features import DITHER, HOP, document_rng, log_mel
-from jaxthd.data.manifest import Utterance
-from jaxthd.data.pipeline import OnSkip
+from jaxthd.data.faults import Fault
+from jaxthd.data.features import DITHER, HOP, document_rng, log_mel, spec_augment
+from jaxthd.data.manifest import Clip, Example
+from jaxthd.data.prompt import PromptTemplate
 from jaxthd.data.tokenizer import Tokenizer
-from jaxthd.jsonl import append_line, keep_lines
 from jaxthd.packing.document import Document
-
-AUDIO_FIELD = "{audio}"
-
-
-class SkipLog:
-    """Everything left out: one JSON object {"manifest", "key", "reason"} a line, each item once.
-
-    The file keeps what earlier calls of the same run wrote; len() counts what this one left out.
-    Usable from several threads.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock = threading.Lock()
-        self._listed = {(line["manifest"], line["key"]) for line in keep_lines(path, lambda line: True)}
-        self._left_out: set[tuple[str, str]] = set()
-
-    def of(self, manifest: str) -> OnSkip:
-        """What to call with (key, reason) for an item of that manifest."""
-        return partial(self._add, manifest)
-
-    def _add(self, manifest: str, key: str, reason: str) -> None:
-        with self._lock:
-            self._left_out.add((manifest, key))
-            if (manifest, key) not in self._listed:
-                self._listed.add((manifest, key))
-                append_line(self.path, {"manifest": manifest, "key": key, "reason": reason})
-
-    def __len__(self) -> int:
-        return len(self._left_out)
 
 
 class SpeechDocuments:
-    """Makes the Document of an utterance: bos, prompt with the audio in its place, transcript, eos.
+    """Makes the Document of an Example, or says why it cannot. Call with (example, epoch).
 
-    The transcript and eos are supervised. Audio longer than the encoder's window becomes several chunks,
-    each normalized by itself. With no {audio} in the prompt documents are text alone. Call with (utterance,
-    epoch); an utterance that cannot be used is reported to `on_skip` and gives None.
-    train: dither the audio, drawn from (data.seed, epoch, key).
+    Turns are written by PromptTemplate. Audio longer than the encoder's window becomes several chunks, each
+    normalized by itself. Audio that data.audio_capacity can never hold is not decoded to its end.
+    train: dither the audio and mask its features, drawn from (data.seed, epoch, key).
+    Raises UserError on construction as PromptTemplate.
     """
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, on_skip: OnSkip, *, train: bool) -> None:
-        before, self._has_audio, after = config.data.prompt.partition(AUDIO_FIELD)
-        placeholder = [tokenizer.audio_id] if self._has_audio else []
-        self._head = [tokenizer.bos_id, *tokenizer.encode(before), *placeholder, *tokenizer.encode(after)]
-        self._tokenizer = tokenizer
+    def __init__(self, config: Config, tokenizer: Tokenizer, *, train: bool) -> None:
+        self._template = PromptTemplate(config.data, tokenizer)
+        self._audio_id = tokenizer.audio_id
         self._num_mels = config.model.encoder.num_mels
         self._chunk_samples = round(config.model.encoder.chunk_seconds * 100) * HOP
+        self._most_seconds = config.data.audio_capacity / 100 + 0.01
         self._seed = config.data.seed
-        self._on_skip = on_skip
+        self._augment = config.data.spec_augment
         self._train = train
 
-    def __call__(self, utterance: Utterance, epoch: int) -> Document | None:
+    def __call__(self, example: Example, epoch: int) -> Document | Fault:
         try:
-            transcript = self._tokenizer.encode(utterance.text)
-            if not transcript:
-                raise ValueError("the transcript is empty")
-            clips = [self._features(utterance, epoch)] if self._has_audio else []
+            tokens, learnt = self._template(example.turns)
+            dither_rng = document_rng(self._seed, epoch, example.key) if self._train else None
+            clips = []
+            for number, clip in enumerate(example.clips):
+                clips.append(self._features(clip, dither_rng))
+                if self._train:
+                    rng = document_rng(self._seed, epoch, f"{example.key}/spec_augment/{number}")
+                    clips[-1] = spec_augment(clips[-1], self._augment, rng)
         except ValueError as error:
-            self._on_skip(utterance.key, str(error))
-            return None
-        answer = [*transcript, self._tokenizer.eos_id]
-        return Document.splice(
-            utterance.key,
-            [*self._head, *answer],
-            [False] * len(self._head) + [True] * len(answer),
-            clips,
-            self._tokenizer.audio_id,
-        )
+            return Fault(example.key, str(error))
+        return Document.splice(example.key, tokens, learnt, clips, self._audio_id)
 
-    def _features(self, utterance: Utterance, epoch: int) -> list[np.ndarray]:
+    def _features(self, clip: Clip, rng: np.random.Generator | None) -> list[np.ndarray]:
         """The recording's encoder chunks, [frames, mels] each. Raises AudioError, a ValueError."""
-        samples = load_audio(utterance.audio_path, utterance.offset, utterance.duration)
-        rng = document_rng(self._seed, epoch, utterance.key) if self._train else None
-        dither = DITHER if self._train else 0.0
+        samples = load_audio(clip.path, clip.offset, clip.duration, most_seconds=self._most_seconds)
+        dither = 0.0 if rng is None else DITHER
         pieces = chunk_audio(samples, self._chunk_samples)
         return [log_mel(piece, self._num_mels, dither=dither, rng=rng) for piece in pieces]

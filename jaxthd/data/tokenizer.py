@@ -1,5 +1,6 @@
 """Text to token ids and back: UTF-8 bytes, or any tokenizer.json."""
 
+import reprlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -13,9 +14,10 @@ from jaxthd.errors import UserError
 class Tokenizer(Protocol):
     """What data and evaluation ask of a tokenizer.
 
-    encode adds no special tokens of its own and never makes audio_id: audio placeholders come from the
-    prompt, not from text. decode leaves out ids that stand for no text. Padding is told by segment id and
-    supervision by the document's mask: pad_id never decides either, and may equal eos_id.
+    encode takes text: it adds no special tokens of its own and never makes any. encode_marks takes the marks
+    of a prompt template, which may be special tokens. decode leaves out ids that stand for no text. Padding
+    is told by segment id and supervision by the document's mask: pad_id never decides either, and may equal
+    eos_id.
     """
 
     pad_id: int
@@ -25,6 +27,8 @@ class Tokenizer(Protocol):
     vocab_size: int
 
     def encode(self, text: str) -> list[int]: ...
+
+    def encode_marks(self, marks: str) -> list[int]: ...
 
     def decode(self, ids: Iterable[int]) -> str: ...
 
@@ -41,6 +45,8 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return [byte + self.first_byte for byte in text.encode()]
+
+    encode_marks = encode  # no byte is special
 
     def decode(self, ids: Iterable[int]) -> str:
         """Bytes that are not UTF-8 become U+FFFD."""
@@ -68,6 +74,7 @@ _EOS = (
     "<|im_end|>",
 )
 _PAD = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<｜▁pad▁｜>")
+_UNKNOWN = ("<unk>", "[UNK]", "<|unk|>")
 _AUDIO = ("<audio>", "<|audio|>", "<so_embedding>", "<|AUDIO|>", "<|audioplaceholder|>")
 
 
@@ -100,18 +107,25 @@ class FileTokenizer:
         self.pad_id = self.eos_id if pad_id is None else pad_id
         self.audio_id = file_size if audio_id is None else audio_id
         self.vocab_size = max(file_size, self.audio_id + 1)
+        added = self._tokenizer.get_added_tokens_decoder()
+        # Strange characters become the unknown token too.
+        self._special = {i for i, t in added.items() if t.special and t.content not in _UNKNOWN}
+        self._special |= {self.audio_id, self.bos_id, self.eos_id, self.pad_id}
 
     def encode(self, text: str) -> list[int]:
         """Raises ValueError for text that holds a special token: as text it would steer the model."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        special = {self.audio_id, self.bos_id, self.eos_id, self.pad_id} & set(ids)
+        ids = self.encode_marks(text)
+        special = self._special & set(ids)
         if special:
             names = sorted(str(self._tokenizer.id_to_token(i)) for i in special)
             raise ValueError(
-                f"text {text!r} holds the special token {', '.join(names)}; remove it from the text "
-                "(in a prompt, {audio} stands for the recording)"
+                f"text {reprlib.repr(text)} holds the special token {', '.join(names)}; remove it from the "
+                "text (data.audio_placeholder stands for a recording)"
             )
         return ids
+
+    def encode_marks(self, marks: str) -> list[int]:
+        return self._tokenizer.encode(marks, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([i for i in ids if i != self.audio_id], skip_special_tokens=True)

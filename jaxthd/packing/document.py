@@ -81,30 +81,21 @@ class Document:
         clips: one entry per placeholder, each a sequence of encoder chunks [F, M].
         Raises ValueError when the number of placeholders is not the number of clips.
         """
-        found = sum(t == placeholder for t in tokens)
+        text = np.asarray(tokens, np.int32)
+        is_placeholder = text == placeholder
+        found = int(is_placeholder.sum())
         if found != len(clips):
             raise ValueError(
                 f"document {key!r}: {found} audio placeholders but {len(clips)} audio clips; "
                 "give exactly one placeholder per clip"
             )
-        out_tokens: list[int] = []
-        out_audio: list[bool] = []
-        out_supervised: list[bool] = []
-        remaining = iter(clips)
-        for token, is_supervised in zip(tokens, supervised, strict=True):
-            if token == placeholder:
-                n = sum(encoder_frames(len(c)) for c in next(remaining))
-                out_tokens += [placeholder] * n
-                out_audio += [True] * n
-                out_supervised += [False] * n
-            else:
-                out_tokens.append(token)
-                out_audio.append(False)
-                out_supervised.append(is_supervised)
+        slots = np.ones(len(text), int)
+        slots[is_placeholder] = [sum(encoder_frames(len(c)) for c in clip) for clip in clips]
+        is_audio = np.repeat(is_placeholder, slots)
         return cls(
             key=key,
-            tokens=np.asarray(out_tokens, np.int32),
-            is_audio=np.asarray(out_audio, bool),
-            supervised=np.asarray(out_supervised, bool),
+            tokens=np.repeat(text, slots),
+            is_audio=is_audio,
+            supervised=np.repeat(np.asarray(supervised, bool), slots) & ~is_audio,
             chunks=tuple(chunk for clip in clips for chunk in clip),
         )

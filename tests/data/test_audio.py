@@ -1,3 +1,5 @@
+import tracemalloc
+
 import numpy as np
 import pytest
 import soundfile
@@ -92,6 +94,77 @@ def test_a_file_without_a_header_is_named_too(tmp_path):
     (tmp_path / "clip.raw").write_bytes(bytes(3200))
     with pytest.raises(AudioError, match=r"clip\.raw: libsndfile cannot read it"):
         load_audio(tmp_path / "clip.raw")
+
+
+def wav_header(path, **fields: int) -> None:
+    """Overwrites numbers in the header of a 44-byte-header WAV: rate, channels, size of the data."""
+    data = bytearray(path.read_bytes())
+    for name, (start, stop) in {"channels": (22, 24), "rate": (24, 28), "size": (40, 44)}.items():
+        if name in fields:
+            data[start:stop] = fields[name].to_bytes(stop - start, "little")
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("fields", "cause"),
+    [
+        ({"channels": 0}, "libsndfile cannot read it"),
+        ({"rate": 0}, "libsndfile cannot read it|0 samples a second"),
+        ({"rate": 3}, "3 samples a second; expected 1000 to 1000000"),
+        ({"rate": 2**31 - 1}, "2147483647 samples a second"),
+    ],
+)
+def test_a_header_gone_wrong_is_named_with_its_cause(tmp_path, fields, cause):
+    soundfile.write(tmp_path / "clip.wav", tone(1.0, 16_000), 16_000)
+    wav_header(tmp_path / "clip.wav", **fields)
+    with pytest.raises(AudioError, match=rf"clip\.wav: .*({cause})"):
+        load_audio(tmp_path / "clip.wav")
+
+
+def test_a_header_that_claims_days_takes_no_memory(tmp_path):
+    """FLAC keeps the number of samples in 36 bits of its first block: 68 billion here, 2^38 bytes."""
+    soundfile.write(tmp_path / "a.flac", tone(1.0, 16_000), 16_000)
+    data = bytearray((tmp_path / "a.flac").read_bytes())
+    data[21] |= 0x0F
+    data[22:26] = b"\xff" * 4
+    (tmp_path / "a.flac").write_bytes(data)
+    tracemalloc.start()
+    try:
+        with pytest.raises(AudioError, match=r"a\.flac: libsndfile cannot read it"):
+            load_audio(tmp_path / "a.flac")
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
+
+
+def test_more_than_the_buffer_holds_is_refused_before_it_is_read(tmp_path):
+    soundfile.write(tmp_path / "a.flac", np.zeros(16_000 * 60), 16_000)
+    assert len(load_audio(tmp_path / "a.flac", most_seconds=60.0)) == 16_000 * 60
+    for duration in (None, 50.0):
+        tracemalloc.start()
+        try:
+            with pytest.raises(
+                AudioError, match=r"more than 2\.0 s, which is all that data\.audio_capacity holds"
+            ):
+                load_audio(tmp_path / "a.flac", 3.0, duration, most_seconds=2.0)
+            assert tracemalloc.get_traced_memory()[1] < 2**20
+        finally:
+            tracemalloc.stop()
+    assert len(load_audio(tmp_path / "a.flac", 3.0, 2.0, most_seconds=2.0)) == 32_000
+
+
+@pytest.mark.parametrize(("level", "cause"), [(1e7, "samples as large as 1e.07"), (3e38, "3e.38")])
+def test_samples_out_of_all_scale_are_refused(tmp_path, level, cause):
+    soundfile.write(tmp_path / "a.wav", np.full(1000, level), 16_000, subtype="FLOAT")
+    with pytest.raises(AudioError, match=cause):
+        load_audio(tmp_path / "a.wav")
+
+
+def test_a_long_recording_is_read_whole(tmp_path):
+    """Longer than a block of the reader."""
+    wave = np.random.default_rng(0).uniform(-1, 1, (600_000, 2)).astype(np.float32)
+    soundfile.write(tmp_path / "a.wav", wave, 16_000, subtype="FLOAT")
+    np.testing.assert_array_equal(load_audio(tmp_path / "a.wav"), wave.mean(axis=1))
 
 
 def test_a_truncated_file_is_named_with_its_cause(tmp_path):

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxthd.data.features import DITHER, document_rng, log_mel, mel_filterbank
+from jaxthd.config import SpecAugmentConfig
+from jaxthd.data.features import DITHER, document_rng, log_mel, mel_filterbank, spec_augment
 
 REFERENCES = np.load(Path(__file__).parents[1] / "references" / "log_mel.npz")
 WAVES = ["two_frames", "noise", "chirp", "voice", "faint"]
@@ -50,6 +51,11 @@ def test_samples_past_the_last_frame_and_its_window_change_nothing():
     np.testing.assert_array_equal(log_mel(noise, 80), whole)
     noise[1958] = 9.0
     assert np.abs(log_mel(noise, 80) - whole)[-1].max() > 0
+
+
+@pytest.mark.parametrize("level", [1.0, -0.37, 1e6, 1e-40])
+def test_a_constant_is_finite(level):
+    assert np.isfinite(log_mel(np.full(1000, level, np.float32), 80)).all()
 
 
 def test_digital_silence_is_finite():
@@ -104,3 +110,50 @@ def test_filters_have_unit_area_and_cannot_be_overwritten(mels):
 def test_more_bands_than_the_spectrum_can_fill_are_refused():
     with pytest.raises(ValueError, match="num_mels=400 leaves bands"):
         mel_filterbank(400)
+
+
+MASKS = SpecAugmentConfig(freq_masks=2, freq_width=5, time_masks=3, time_width=0.1)
+
+
+def augmented(lengths: list[int], masks: SpecAugmentConfig, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(features, what became of them) [frames, 16], of a recording in chunks of these lengths."""
+    rng = np.random.default_rng(9)
+    chunks = [rng.uniform(1, 2, (n, 16)).astype(np.float32) for n in lengths]
+    out = spec_augment(chunks, masks, document_rng(0, seed, "a"))
+    assert [chunk.shape for chunk in out] == [chunk.shape for chunk in chunks]
+    assert all(chunk.all() for chunk in chunks), "the input is left alone"
+    return np.concatenate(chunks), np.concatenate(out)
+
+
+def test_masks_are_bands_and_spans_of_zeros_and_all_else_is_left_alone():
+    most_bands = most_frames = 0
+    for seed in range(60):
+        before, after = augmented([100, 37, 3], MASKS, seed)
+        masked = after == 0
+        np.testing.assert_array_equal(after[~masked], before[~masked])
+        bands, frames = masked.all(axis=0), masked.all(axis=1)
+        np.testing.assert_array_equal(masked, bands | frames[:, None])
+        assert bands.sum() <= 2 * 5
+        assert frames.sum() <= 3 * 14
+        most_bands, most_frames = max(most_bands, bands.sum()), max(most_frames, frames.sum())
+    assert most_bands >= 8, "widths up to freq_width are drawn"
+    assert most_frames >= 28, "and up to time_width"
+
+
+def test_every_band_and_every_frame_is_masked_now_and_then():
+    once = SpecAugmentConfig(freq_masks=1, freq_width=16, time_masks=1, time_width=1.0)
+    shares = [
+        np.mean([augmented([9, 4], m, seed)[1] == 0 for seed in range(300)], axis=0) for m in (once, MASKS)
+    ]
+    assert all(share.min() > 0.05 and share.max() < 0.95 for share in shares)
+
+
+def test_a_recording_of_several_chunks_is_masked_as_one():
+    whole, cut = (augmented(lengths, MASKS, seed=3)[1] for lengths in ([140], [100, 37, 3]))
+    np.testing.assert_array_equal(whole == 0, cut == 0)
+    across = [augmented([20, 20], SpecAugmentConfig(time_masks=1, time_width=0.5), s)[1] for s in range(20)]
+    assert any((features[19:21] == 0).all() for features in across), "no span crossed the chunks' border"
+
+
+def test_no_masks_change_nothing():
+    np.testing.assert_array_equal(*augmented([50, 2], SpecAugmentConfig(), 0))

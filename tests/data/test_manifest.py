@@ -1,11 +1,16 @@
+"""Every line becomes an example or a fault: utterances, NeMo's conversations, ShareGPT's, chat messages."""
+
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from jaxthd.data.manifest import read_manifest
+from jaxthd.data.manifest import Clip, Example, Turn, read_manifest
 
 GOOD = {"audio_filepath": "a.wav", "text": "one", "duration": 1.5}
+ANSWER = {"from": "Assistant", "value": "Yes.", "type": "text"}
+CLIP = Path("a.wav")
 
 
 def write(folder: Path, *lines: object) -> Path:
@@ -15,41 +20,163 @@ def write(folder: Path, *lines: object) -> Path:
     return path
 
 
-def test_fields_of_a_line_arrive_and_further_ones_are_kept(tmp_path):
-    line = {
-        "audio_filepath": "clips/a.wav",
-        "text": "né",
-        "duration": 2,
-        "offset": 0.25,
-        "lang": "fr",
-        "n": [1],
-    }
-    (utterance,), faults = read_manifest(write(tmp_path, line))
+def read_one(folder: Path, line: object, **options: Any) -> Example:
+    (example,), faults = read_manifest(write(folder, line), **options)
     assert not faults
-    assert utterance.audio_path == tmp_path / "clips" / "a.wav"
-    assert (utterance.text, utterance.duration, utterance.offset) == ("né", 2.0, 0.25)
-    assert utterance.fields == {"lang": "fr", "n": [1]}
+    return example
+
+
+def turns_of(folder: Path, line: object, **options: Any) -> list[tuple[str, list[object]]]:
+    """(role, parts) of each turn; a recording as its path from the folder, with its range if it has one."""
+
+    def short(part: str | Clip) -> object:
+        if isinstance(part, str):
+            return part
+        path = part.path.relative_to(folder)
+        return path if (part.offset, part.duration) == (0.0, None) else (path, part.offset, part.duration)
+
+    return [(t.role, [short(p) for p in t.parts]) for t in read_one(folder, line, **options).turns]
+
+
+def test_an_utterance_is_a_prompt_with_its_recording_and_a_transcript(tmp_path):
+    line = {"audio_filepath": "clips/a.wav", "text": "né {audio}", "duration": 2, "offset": 0.25, "n": [1]}
+    example = read_one(tmp_path, line)
+    clip = Clip(tmp_path / "clips" / "a.wav", 0.25, 2.0)
+    assert example == Example("1:clips/a.wav", (Turn("user", (clip,)), Turn("assistant", ("né {audio}",))))
+    assert (example.clips, example.duration, example.text) == ([clip], 2.0, "né {audio}")
+    asked, _ = turns_of(
+        tmp_path, {"audio_filepath": "a.wav", "text": "b"}, prompt="Hear <a>!", placeholder="<a>"
+    )
+    assert asked == ("user", ["Hear ", CLIP, "!"])
+
+
+def test_a_prompt_without_a_placeholder_leaves_the_recording_out(tmp_path):
+    assert turns_of(tmp_path, GOOD, prompt="say:") == [("user", ["say:"]), ("assistant", ["one"])]
+    assert turns_of(tmp_path, GOOD, prompt="") == [("assistant", ["one"])]
 
 
 def test_duration_and_offset_may_be_absent_or_null(tmp_path):
-    bare = {"audio_filepath": "a.wav", "text": ""}
-    utterances, faults = read_manifest(write(tmp_path, bare, bare | {"duration": None, "offset": None}))
+    bare = {"audio_filepath": "a.wav", "text": "one"}
+    examples, faults = read_manifest(write(tmp_path, bare, bare | {"duration": None, "offset": None}))
     assert not faults
-    assert [(u.duration, u.offset, u.text) for u in utterances] == [(None, 0.0, "")] * 2
+    assert [e.clips for e in examples] == [[Clip(tmp_path / "a.wav")]] * 2
+    assert [e.duration for e in examples] == [None] * 2
 
 
-def test_absolute_paths_stay(tmp_path):
-    (utterance,), _ = read_manifest(write(tmp_path, GOOD | {"audio_filepath": "/elsewhere/a.wav"}))
-    assert utterance.audio_path == Path("/elsewhere/a.wav")
+def test_entries_of_one_role_in_a_row_are_one_turn_with_recordings_in_their_places(tmp_path):
+    line = {
+        "id": "c7",
+        "conversations": [
+            {"from": "System", "value": "Be brief."},
+            {"from": "User", "value": "Is this", "type": "text"},
+            {"from": "User", "value": "a.wav", "type": "audio", "duration": 2.5, "offset": 1},
+            {"from": "user", "value": "or that?", "type": "text"},
+            {"from": "USER", "value": "b/b.wav", "type": "audio", "duration": 1.25},
+            ANSWER,
+            {"from": "human", "value": "Sure?"},
+            {"from": "gpt", "value": "Quite."},
+            {"from": "gpt", "value": "Sure."},
+        ],
+    }
+    asked = ["Is this ", (CLIP, 1.0, 2.5), " or that? ", (Path("b/b.wav"), 0.0, 1.25)]
+    assert turns_of(tmp_path, line) == [
+        ("system", ["Be brief."]),
+        ("user", asked),
+        ("assistant", ["Yes."]),
+        ("user", ["Sure?"]),
+        ("assistant", ["Quite. Sure."]),
+    ]
+    example = read_one(tmp_path, line)
+    assert (example.key, example.duration, example.text) == ("1:c7", 3.75, "Yes. Quite. Sure.")
 
 
-def test_keys_are_unique_and_do_not_depend_on_where_the_manifest_lies(tmp_path):
+@pytest.mark.parametrize("beside", ["audio", "sound"])
+def test_placeholders_take_the_listed_recordings_in_order_over_all_turns(tmp_path, beside):
+    line = {
+        beside: ["a.wav", {"audio_filepath": "b.wav", "offset": 2.0}, {"path": "a.wav", "duration": 1}],
+        "conversations": [
+            {"from": "human", "value": "<s>First, <s> then"},
+            {"from": "gpt", "value": "Yes."},
+            {"from": "human", "value": "<s>"},
+            {"from": "gpt", "value": "No."},
+        ],
+    }
+    assert turns_of(tmp_path, line, placeholder="<s>") == [
+        ("user", [CLIP, "First, ", (Path("b.wav"), 2.0, None), " then"]),
+        ("assistant", ["Yes."]),
+        ("user", [(CLIP, 0.0, 1.0)]),
+        ("assistant", ["No."]),
+    ]
+    assert read_one(tmp_path, line | {beside: ["a", "b", "c"], "id": 5}, placeholder="<s>").key == "1:5"
+
+
+def test_chat_messages_take_strings_and_lists_of_text_and_audio(tmp_path):
+    listed = [
+        {"type": "audio", "path": "a.wav"},
+        {"type": "text", "text": "Who"},
+        {"type": "text", "text": "?"},
+    ]
+    unnamed = [{"type": "audio"}, {"type": "audio", "audio": "c.wav", "offset": 0.5}]
+    line = {
+        "messages": [
+            {"role": "user", "content": listed},
+            {"role": "assistant", "content": [{"type": "text", "text": "Me."}]},
+            {"role": "user", "content": unnamed},
+            {"role": "user", "content": "{audio}?"},
+            {"role": "assistant", "content": "You."},
+        ],
+        "audio": [{"audio_filepath": "b.wav"}, "d.wav"],
+    }
+    parts = [Path("b.wav"), (Path("c.wav"), 0.5, None), " ", Path("d.wav"), "?"]
+    assert turns_of(tmp_path, line) == [
+        ("user", [CLIP, "Who?"]),
+        ("assistant", ["Me."]),
+        ("user", parts),
+        ("assistant", ["You."]),
+    ]
+
+
+def test_a_conversation_may_be_text_alone(tmp_path):
+    line = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}]}
+    example = read_one(tmp_path, line)
+    assert (example.key, example.clips, example.duration) == ("1:", [], 0.0)
+
+
+def test_relative_paths_are_taken_from_the_manifest_and_absolute_ones_as_they_are(tmp_path, monkeypatch):
+    elsewhere = tmp_path / "elsewhere" / "b.wav"
+    (tmp_path / "data").mkdir()
+    path = write(tmp_path / "data", GOOD, GOOD | {"audio_filepath": str(elsewhere)})
+    monkeypatch.chdir(tmp_path)
+    expected = [tmp_path / "data" / "a.wav", elsewhere]
+    for given in (path, "data/manifest.jsonl"):
+        examples, _ = read_manifest(given)
+        assert [clip.path.absolute() for e in examples for clip in e.clips] == expected
+
+
+def test_keys_are_unique_and_do_not_change_when_the_files_move(tmp_path):
     keys = []
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
-        utterances, _ = read_manifest(write(tmp_path / name, GOOD, GOOD, GOOD | {"offset": 1.0}))
-        keys.append([u.key for u in utterances])
-    assert keys[0] == keys[1] == ["1:a.wav", "2:a.wav", "3:a.wav"]
+        path = write(tmp_path / name, GOOD, GOOD, GOOD | {"offset": 1.0})
+        keys.append([e.key for number in range(2) for e in read_manifest(path, number=number)[0]])
+    assert keys[0] == keys[1]
+    assert keys[0] == ["1:a.wav", "2:a.wav", "3:a.wav", "1/1:a.wav", "1/2:a.wav", "1/3:a.wav"]
+
+
+def nemo(*entries: object, **beside: object) -> dict[str, object]:
+    return {"id": "c", "conversations": list(entries), **beside}
+
+
+def chat(*contents: object) -> dict[str, object]:
+    """Messages of the user and, last, of the assistant."""
+    roles = ["user"] * (len(contents) - 1) + ["assistant"]
+    return {"messages": [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]}
+
+
+HEARD = {"from": "User", "value": "a.wav", "type": "audio"}
+DEEP: Any = []
+for _ in range(300):
+    DEEP = [DEEP]
 
 
 @pytest.mark.parametrize(
@@ -58,32 +185,71 @@ def test_keys_are_unique_and_do_not_depend_on_where_the_manifest_lies(tmp_path):
         (b'{"audio_filepath": "a.wav", "text"', "2:", "not JSON"),
         (b'{"text": "\xff", "audio_filepath": "a.wav"}', "2:", "not JSON"),
         (b"[" * 100_000, "2:", "not JSON"),
-        (["a.wav", "one"], "2:", "list"),
-        ({"text": "one"}, "2:", "audio_filepath is missing"),
+        (b'{"duration": ' + b"9" * 5000 + b"}", "2:", "not JSON"),
+        (["a.wav", "one"], "2:", "the line is a JSON list; expected an object"),
+        ({"text": "one"}, "2:", "audio_filepath is missing; found ['text']"),
         (GOOD | {"audio_filepath": ["l.wav", "r.wav"]}, "2:", "expected a string"),
-        (GOOD | {"audio_filepath": ""}, "2:", "empty"),
+        (GOOD | {"audio_filepath": ""}, "2:", "audio_filepath is empty"),
+        (GOOD | {"audio_filepath": "\ud800"}, "2:", "surrogates not allowed"),
         ({"audio_filepath": "a.wav"}, "2:a.wav", "text is missing"),
         (GOOD | {"text": 7}, "2:a.wav", "text is 7"),
+        (GOOD | {"text": "\ud800"}, "2:a.wav", "surrogates not allowed"),
+        (GOOD | {"text": " \n"}, "2:a.wav", "text is empty"),
+        (GOOD | {"text": DEEP}, "2:a.wav", "text is [[[[[[[...]]]]]]]"),
         (GOOD | {"duration": -1.5}, "2:a.wav", "duration is -1.5"),
         (GOOD | {"duration": 0}, "2:a.wav", "duration is 0"),
         (GOOD | {"duration": "1.5"}, "2:a.wav", "duration is '1.5'"),
         (GOOD | {"duration": True}, "2:a.wav", "duration is True"),
         (GOOD | {"duration": float("nan")}, "2:a.wav", "duration is nan"),
+        (GOOD | {"duration": 10**400}, "2:a.wav", "expected a number of seconds from 0 to 1e9"),
         (GOOD | {"offset": float("inf")}, "2:a.wav", "offset is inf"),
         (GOOD | {"offset": -0.1}, "2:a.wav", "offset is -0.1"),
+        (nemo(), "2:c", "conversations is []; expected a list that is not empty"),
+        ({"conversations": "hello"}, "2:", "conversations is 'hello'; expected a list"),
+        (nemo(ANSWER) | {"id": ["c"]}, "2:", "id is ['c']; expected a string"),
+        (nemo(HEARD, "Yes."), "2:c", "conversations 2: it is a JSON str; expected an object"),
+        (nemo(HEARD, ANSWER | {"from": "tool"}), "2:c", "conversations 2: unknown role 'tool'; expected"),
+        (nemo(HEARD, ANSWER | {"from": None}), "2:c", "conversations 2: from is None; expected a string"),
+        (nemo(HEARD, {"from": "gpt"}), "2:c", "conversations 2: value is missing"),
+        (
+            nemo(HEARD | {"type": "image"}, ANSWER),
+            "2:c",
+            "conversations 1: type is 'image'; expected text or",
+        ),
+        (nemo(HEARD | {"duration": 0}, ANSWER), "2:c", "conversations 1: duration is 0"),
+        (nemo(HEARD | {"value": ""}, ANSWER), "2:c", "conversations 1: path is empty"),
+        (nemo(HEARD, ANSWER | {"value": " "}), "2:c", "conversations 2: nothing is said (assistant)"),
+        (nemo(HEARD), "2:c", "no turn of the assistant"),
+        (nemo(HEARD, ANSWER, HEARD), "2:c", "the last turn is the user's; expected the assistant's"),
+        (nemo(HEARD, HEARD | {"from": "gpt"}), "2:c", "a recording in a turn of the assistant"),
+        (nemo(HEARD, ANSWER, audio="b.wav"), "2:c", "0 audio placeholders ({audio}) but 1 clips listed"),
+        (
+            nemo(ANSWER | {"from": "User", "value": "{audio} or {audio}?"}, ANSWER, audio=["b.wav"]),
+            "2:c",
+            "2 audio placeholders ({audio}) but 1 clips listed in audio; expected one clip for each",
+        ),
+        (nemo(ANSWER, audio=[7]), "2:c", "an entry of audio is a JSON int"),
+        (nemo(ANSWER, audio=[{"file": "a"}]), "2:c", "path is missing; found ['file']"),
+        (chat(None, "Yes."), "2:", "messages 1: content is None; expected a list"),
+        (chat([], "Yes."), "2:", "messages 1: content is []"),
+        (chat(["Hm"], "Yes."), "2:", "messages 1: an item of content is a JSON str"),
+        (chat([{"type": "text"}], "Yes."), "2:", "messages 1: text is missing"),
+        (chat([{"text": "Hm"}], "Yes."), "2:", "messages 1: type is None"),
+        (chat([{"type": "audio"}], "Yes."), "2:", "1 audio placeholders ({audio}) but 0 clips"),
     ],
 )
 def test_a_faulty_line_is_reported_and_costs_no_other_line(tmp_path, line, key, reason):
-    utterances, faults = read_manifest(write(tmp_path, GOOD, line, GOOD))
-    assert [u.key for u in utterances] == ["1:a.wav", "3:a.wav"]
+    examples, faults = read_manifest(write(tmp_path, GOOD, line, GOOD))
+    assert [e.key for e in examples] == ["1:a.wav", "3:a.wav"]
     assert [f.key for f in faults] == [key]
     assert reason in faults[0].reason
+    assert len(faults[0].reason) < 200
 
 
 def test_blank_lines_and_a_byte_order_mark_are_no_faults(tmp_path):
     path = write(tmp_path, b"\xef\xbb\xbf" + json.dumps(GOOD).encode(), b"", b"  \r", GOOD)
-    utterances, faults = read_manifest(path)
-    assert [u.key for u in utterances] == ["1:a.wav", "4:a.wav"]
+    examples, faults = read_manifest(path)
+    assert [e.key for e in examples] == ["1:a.wav", "4:a.wav"]
     assert not faults
 
 

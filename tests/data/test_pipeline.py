@@ -1,7 +1,12 @@
 """The loader: every document once an epoch, the same under every mesh, exact from any saved state."""
 
+import gc
 import json
+import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 
@@ -11,33 +16,10 @@ import pytest
 
 from jaxthd.config import Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
 from jaxthd.data.pipeline import PackDocuments, make_loader
+from jaxthd.data.workers import Workers
 from jaxthd.packing.document import Document
-from tests.packing.test_pack import AUDIO, MELS, random_document, supervision
-
-SOURCE = range(41)
-BROKEN, LONG, LOUD, WIDE = (
-    5,
-    12,
-    23,
-    34,
-)  # unreadable; too many tokens; too much audio; chunks fill no two ranks
-
-
-def load(item: int, epoch: int) -> Document | None:
-    if item == BROKEN:
-        return None
-    if item == LONG:
-        return Document.splice("item-12", [1] * 200, [True] * 200, [], AUDIO)
-    if item in (LOUD, WIDE):
-        frames = {LOUD: [400, 400], WIDE: [136, 136, 136]}[item]
-        clip = [np.ones((n, MELS), np.float32) for n in frames]
-        return Document.splice(f"item-{item}", [AUDIO, 3], [False, True], [clip], AUDIO)
-    return random_document(np.random.default_rng(item), f"item-{item}", chunk_frames=100)
-
-
-def draw(item: int, epoch: int) -> Document:
-    """A document whose token tells the epoch it was loaded in."""
-    return Document.splice(f"item-{item}", [1 + epoch], [False], [], AUDIO)
+from tests.data.items import BROKEN, LONG, LOUD, SOURCE, WIDE, draw, fail, load
+from tests.packing.test_pack import AUDIO, MELS, supervision
 
 
 def quiet(key: str, reason: str) -> None:
@@ -72,10 +54,10 @@ GOOD_ON_2 = [k for k in GOOD if k != f"item-{WIDE}"]
 @pytest.mark.parametrize(("context", "tensor"), [(1, 1), (2, 1), (2, 2)])
 def test_one_epoch_holds_every_document_once(packing, context, tensor):
     config, skipped = settings(context, tensor, packing=packing, round_to=4), {}
-    loader = make_loader(SOURCE, load, config, repeat=False, on_skip=skipped.__setitem__)
+    loader = make_loader([SOURCE], load, config, repeat=False, on_skip=skipped.__setitem__)
     steps = list(loader)
     assert sorted(flat(keys_by_row(steps))) == (GOOD if context == 1 else GOOD_ON_2)
-    expected = {LONG: "200 token slots", LOUD: "800 mel frames"}
+    expected = {BROKEN: "broken", LONG: "200 token slots", LOUD: "800 mel frames"}
     if context > 1:
         expected[WIDE] = r"[136, 136, 136] mel frames do not fit"
     assert set(skipped) == {f"item-{i}" for i in expected}
@@ -98,20 +80,22 @@ def test_one_epoch_holds_every_document_once(packing, context, tensor):
 
 
 def test_rows_that_end_early_are_filled_with_empty_ones():
-    steps = list(make_loader(range(4), load, settings(rows=3, packing="padded"), repeat=False, shuffle=False))
+    steps = list(
+        make_loader([range(4)], load, settings(rows=3, packing="padded"), repeat=False, shuffle=False)
+    )
     assert [r["keys"] for _, r in steps] == [
         (("item-0",), ("item-1",), ("item-2",)),
         (("item-3",), (), ()),
     ]
     assert not steps[1][0].segment_ids[1:].any()
-    nothing = list(make_loader([], load, settings(), repeat=False))
+    nothing = list(make_loader([[]], load, settings(), repeat=False))
     assert nothing == []
 
 
 def test_packed_and_padded_supervise_the_same_pairs():
     def all_pairs(**data):
         total = Counter()
-        for batch, report in make_loader(SOURCE, load, settings(2, **data), repeat=False, on_skip=quiet):
+        for batch, report in make_loader([SOURCE], load, settings(2, **data), repeat=False, on_skip=quiet):
             for row, keys in enumerate(report["keys"]):
                 total += supervision(type(batch)(*(x[row : row + 1] for x in batch)), keys)
         return total
@@ -123,7 +107,9 @@ def test_packed_and_padded_supervise_the_same_pairs():
 
 def test_a_row_reads_its_own_items_whatever_the_mesh():
     def keys(*mesh, **data):
-        return keys_by_row(islice(make_loader(range(12), draw, settings(*mesh, packing="padded", **data)), 8))
+        return keys_by_row(
+            islice(make_loader([range(12)], draw, settings(*mesh, packing="padded", **data)), 8)
+        )
 
     one = keys()
     for row in range(3):
@@ -137,7 +123,7 @@ def test_a_row_reads_its_own_items_whatever_the_mesh():
 
 def test_buffers_hold_the_same_documents_under_every_mesh():
     def buffers(*mesh):
-        loader = make_loader(SOURCE, load, settings(*mesh, audio_capacity=2048), on_skip=quiet)
+        loader = make_loader([SOURCE], load, settings(*mesh, audio_capacity=2048), on_skip=quiet)
         return [[sorted(keys) for keys in report["keys"]] for _, report in islice(loader, 12)]
 
     assert buffers() == buffers(2) == buffers(2, 2) == buffers(4)
@@ -163,7 +149,7 @@ def test_a_restored_loader_continues_exactly_from_every_step(context, changes, r
     config, steps, tail = settings(context, **changes), 9, 3
 
     def fresh():
-        return make_loader(SOURCE, load, config, repeat=repeat, on_skip=quiet)
+        return make_loader([SOURCE], load, config, repeat=repeat, on_skip=quiet)
 
     loader, states, stream = fresh(), [], []
     for _ in range(steps + tail):
@@ -187,7 +173,7 @@ def test_a_restored_loader_continues_exactly_from_every_step(context, changes, r
 
 def test_a_state_saved_under_one_mesh_restores_under_another():
     def fresh(context):
-        return make_loader(SOURCE, load, settings(context, audio_capacity=416), repeat=False, on_skip=quiet)
+        return make_loader([SOURCE], load, settings(context, audio_capacity=416), repeat=False, on_skip=quiet)
 
     lost = {f"item-{WIDE}"}
     inside = False
@@ -228,7 +214,7 @@ def test_the_plugin_drops_into_a_grain_pipeline():
         num_mels=MELS,
         on_skip=lambda key, _: seen.append(key),
     )
-    mapped = grain.MapDataset.source(SOURCE).map(lambda i: load(i, 0))
+    mapped = grain.MapDataset.source(SOURCE).map(lambda i: load(i, 0) if i != BROKEN else None)
     for documents in (mapped, mapped.to_iter_dataset(allow_nones=True)):
         seen.clear()
         rows = list(documents.pipe(pack))
@@ -243,49 +229,185 @@ def test_text_alone_needs_no_audio_capacity():
         return Document.splice(f"t{item}", [epoch, *range(item % 7 + 1)], [True] * (item % 7 + 2), [], AUDIO)
 
     config = settings(2, 2, audio_capacity=0)
-    batch, report = next(make_loader(range(50), text, config))
+    batch, report = next(make_loader([range(50)], text, config))
     assert batch.mels.shape == (3, 0, MELS)
     assert report["audio_seconds"] == 0.0
     assert report["documents"] > 3
 
 
 def test_the_packer_counts_rounded_slots():
-    reports = [report for _, report in make_loader(range(30), draw, settings(round_to=50), repeat=False)]
+    reports = [report for _, report in make_loader([range(30)], draw, settings(round_to=50), repeat=False)]
     assert max(len(keys) for report in reports for keys in report["keys"]) == 2
     assert sum(report["documents"] for report in reports) == 30
 
 
-def test_reading_ahead_in_threads_changes_nothing():
-    config = settings(2)
-    plain = islice(make_loader(SOURCE, load, config, on_skip=quiet), 8)
-    ahead = islice(make_loader(SOURCE, load, config, on_skip=quiet, read_threads=2), 8)
-    assert_same_stream(ahead, plain)
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, Workers | int]]:
+    """Workers by their number, shared by the tests' loaders."""
+    with closing(Workers(1)) as one, closing(Workers(3)) as three:
+        yield {0: 0, 1: one, 3: three}
+
+
+@pytest.mark.parametrize(("workers", "prefetch"), [(0, 2), (1, 0), (1, 2), (3, 0), (3, 2)])
+@pytest.mark.parametrize("repeat", [True, False])
+def test_workers_and_prefetch_change_nothing(pools, workers, prefetch, repeat):
+    def stream(**ahead):
+        skipped = []
+        with make_loader(
+            [SOURCE], load, settings(2), repeat=repeat, on_skip=lambda *skip: skipped.append(skip), **ahead
+        ) as loader:
+            states = [loader.get_state()]
+            steps = []
+            for step in islice(loader, 12):
+                steps.append(step)
+                states.append(loader.get_state())
+            assert bool(repeat) == (len(steps) == 12)
+        return steps, states, skipped
+
+    steps, states, skipped = stream(workers=pools[workers], prefetch=prefetch)
+    plain, plain_states, plain_skipped = stream()
+    assert_same_stream(steps, plain)
+    assert states == plain_states
+    assert skipped[: len(plain_skipped)] == plain_skipped  # batches made ahead may have met more
+    assert ("item-5", "broken") in skipped
+    if not repeat:
+        assert Counter(key for key, _ in skipped) == Counter(f"item-{i}" for i in (BROKEN, LONG, LOUD, WIDE))
+
+
+def test_a_state_saved_with_some_workers_restores_with_others(pools):
+    """And into a loader that has already read, whose batches made ahead are dropped."""
+
+    def fresh(workers, prefetch):
+        return make_loader(
+            [SOURCE, range(100, 117)],
+            load,
+            settings(2, audio_capacity=416, rows=2),
+            on_skip=quiet,
+            weights=[2.0, 1.0],
+            workers=pools[workers],
+            prefetch=prefetch,
+        )
+
+    with fresh(0, 0) as loader:
+        plain = list(islice(loader, 10))
+    for before, after, steps in (((0, 0), (3, 2), 3), ((3, 2), (0, 0), 5), ((3, 1), (1, 2), 4)):
+        with fresh(*before) as loader, fresh(*after) as other:
+            assert_same_stream(islice(loader, steps), plain[:steps])
+            state = json.loads(json.dumps(loader.get_state()))
+            list(islice(other, 2))
+            other.set_state(state)
+            assert json.loads(json.dumps(other.get_state())) == state
+            assert_same_stream(islice(other, 10 - steps), plain[steps:])
+
+
+@pytest.mark.parametrize(
+    ("workers", "read", "error", "message"),
+    [(0, 11, ZeroDivisionError, "our defect"), (2, 8, RuntimeError, r"\(11, 0\): Traceback")],
+)
+def test_what_goes_wrong_ahead_is_raised_and_closing_leaves_nothing(workers, read, error, message):
+    threads, keys = set(threading.enumerate()), []
+    config = settings(rows=1, packing="padded")
+    loader = make_loader([range(30)], fail, config, shuffle=False, workers=workers, prefetch=2)
+    with pytest.raises(error, match=message):
+        keys.extend(report["keys"][0][0] for _, report in loader)
+    assert set(threading.enumerate()) > threads or not workers
+    loader.close()
+    loader.close()
+    assert set(threading.enumerate()) == threads
+    with pytest.raises(ValueError, match="closed"):
+        next(loader)
+
+
+def test_closing_does_not_wait_for_the_batch_that_is_being_made():
+    late = []
+
+    def slow(item: int, epoch: int) -> Document:
+        if epoch:
+            late.append(item)
+            time.sleep(0.005)
+        return draw(item, epoch)
+
+    config = settings(rows=1, capacity=1000, max_documents=1000, packing_bins=1)
+    with make_loader([range(1000)], slow, config, prefetch=1) as loader:
+        next(loader)
+    assert len(late) < 900
+
+
+def test_a_loader_closes_itself_and_not_the_workers_that_it_shares(pools):
+    before = set(threading.enumerate())
+    pools[1].submit(draw, [(1, 0)]).result()
+    shared = set(threading.enumerate())
+    loader = make_loader([SOURCE], load, settings(), on_skip=quiet, workers=pools[1], prefetch=1)
+    next(loader)
+    assert set(threading.enumerate()) > shared >= before
+    del loader
+    gc.collect()
+    assert set(threading.enumerate()) == shared
+    assert pools[1].submit(draw, [(1, 0)]).result()[0].key == "item-1"
+
+
+def test_sources_are_drawn_by_weight_each_in_epochs_of_its_own():
+    sources, weights, steps = [range(20), range(100, 106), range(200, 230)], [5.0, 3.0, 2.0], 300
+    config = settings(rows=2, packing="padded")
+    seen = [[[], []] for _ in sources]  # by source and row: (item, epoch)
+    for batch, report in islice(make_loader(sources, draw, config, weights=weights), steps):
+        for row in range(2):
+            item = int(report["keys"][row][0].removeprefix("item-"))
+            seen[item // 100][row].append((item, int(batch.tokens[row, 0]) - 100))
+    orders = set()
+    for source, weight, rows in zip(sources, weights, seen, strict=True):
+        share = weight / sum(weights) * steps
+        each = len(source) // 2
+        for found in rows:
+            assert abs(len(found) - share) <= 2 + share / 100
+            assert [epoch for _, epoch in found] == [i // each for i in range(len(found))]
+        for start in range(0, min(map(len, rows)) - each + 1, each):
+            dealt = [item for found in rows for item, _ in found[start : start + each]]
+            assert sorted(dealt) == list(source)
+            orders.add(tuple(item % 100 for item in dealt))
+    assert len(orders) > 20, "epochs and sources differ in their order"
+
+
+def test_without_weights_the_sources_are_one():
+    sources = [range(9), range(100, 114)]
+    items = sorted(f"item-{i}" for source in sources for i in source)
+    config = settings(rows=1, packing="padded")
+    endless = flat(keys_by_row(islice(make_loader(sources, draw, config), 2 * len(items))))
+    assert sorted(endless[: len(items)]) == sorted(endless[len(items) :]) == items
+    once = flat(keys_by_row(make_loader(sources, draw, config, repeat=False, weights=[1.0, 9.0])))
+    assert sorted(once) == items
 
 
 def test_epochs_differ_in_order_and_are_told_to_load():
-    loader = make_loader(range(8), draw, settings(rows=1, packing="padded"))
+    loader = make_loader([range(8)], draw, settings(rows=1, packing="padded"))
     orders = set()
     for epoch in range(3):
         steps = list(islice(loader, 8))
         orders.add(tuple(flat(keys_by_row(steps))))
         assert sorted(flat(keys_by_row(steps))) == [f"item-{i}" for i in range(8)]
-        assert {int(batch.tokens[0, 0]) for batch, _ in steps} == {1 + epoch}
+        assert {int(batch.tokens[0, 0]) for batch, _ in steps} == {100 + epoch}
     assert len(orders) == 3
 
 
 def test_what_cannot_work_is_refused():
     with pytest.raises(ValueError, match="2 items cannot feed 3 rows"):
-        make_loader(range(2), load, settings())
+        make_loader([range(2)], load, settings())
     with pytest.raises(ValueError, match="none of this row's 1 items gave a document that fits"):
-        next(make_loader([LONG], load, settings(rows=1), on_skip=quiet))
+        next(make_loader([[LONG]], load, settings(rows=1), on_skip=quiet))
     with pytest.raises(ValueError, match="none of this row's 2 items gave a document that fits"):
-        next(make_loader([BROKEN, WIDE], load, settings(2, rows=1), on_skip=quiet))
+        next(make_loader([[BROKEN, WIDE]], load, settings(2, rows=1), on_skip=quiet))
+    mixed = settings(2, rows=1), [1.0, 99.0]
+    with pytest.raises(ValueError, match="none of this row's 3 items gave a document that fits"):
+        next(make_loader([[BROKEN, LONG], [WIDE]], load, mixed[0], on_skip=quiet, weights=mixed[1]))
+    next(make_loader([[0, 1], [WIDE]], load, mixed[0], on_skip=quiet, weights=mixed[1]))
+    with pytest.raises(ValueError, match="2 items cannot feed 3 rows"):
+        make_loader([SOURCE, range(2)], load, settings(), weights=[1.0, 2.0])
     with pytest.raises(ValueError, match=r"make it a multiple of 8 \* 4 mel frames"):
-        make_loader(SOURCE, load, settings(4, audio_capacity=500))
+        make_loader([SOURCE], load, settings(4, audio_capacity=500))
     with pytest.raises(ValueError, match=r"capacity 128 must be a multiple of 2 \* context = 6"):
-        make_loader(SOURCE, load, settings(3, audio_capacity=480))
+        make_loader([SOURCE], load, settings(3, audio_capacity=480))
     with pytest.raises(ValueError, match="must be at least 1"):
-        make_loader(SOURCE, load, settings(max_documents=0))
+        make_loader([SOURCE], load, settings(max_documents=0))
     pack = PackDocuments(capacity=8, audio_capacity=0, max_documents=1, num_mels=MELS)
     object.__setattr__(pack, "packing", "worst_fit")  # as it comes without the tests' type checks
     with pytest.raises(ValueError, match="'worst_fit'; choose"):
@@ -293,13 +415,15 @@ def test_what_cannot_work_is_refused():
 
 
 def test_a_state_of_another_stream_is_refused():
-    state = make_loader(SOURCE, load, settings()).get_state()
+    state = make_loader([SOURCE], load, settings()).get_state()
     for changed in ({"seed": 1}, {"capacity": 256}, {"rows": 2}, {"packing": "best_fit"}):
         with pytest.raises(ValueError, match="belongs to another stream"):
-            make_loader(SOURCE, load, settings(**changed)).set_state(state)
+            make_loader([SOURCE], load, settings(**changed)).set_state(state)
     with pytest.raises(ValueError, match="items: 41 then, 40 now"):
-        make_loader(range(40), load, settings()).set_state(state)
-    loader = make_loader(SOURCE, load, settings(), on_skip=quiet)
+        make_loader([range(40)], load, settings()).set_state(state)
+    with pytest.raises(ValueError, match=r"items: 41 then, \[21, 20\] now; weights: None then, \[1.0, 2.0\]"):
+        make_loader([range(21), range(20)], load, settings(), weights=[1.0, 2.0]).set_state(state)
+    loader = make_loader([SOURCE], load, settings(), on_skip=quiet)
     state["streams"][0]["emitted"] = 50
     loader.set_state(state)
     with pytest.raises(ValueError, match="50 documents of a buffer were handed out"):

@@ -1,5 +1,8 @@
-"""Utterances become documents; what cannot is reported."""
+"""Examples become documents, in any process and any order; what cannot is a fault."""
 
+import pickle
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,82 +10,142 @@ import numpy as np
 import pytest
 import soundfile
 
-from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig
-from jaxthd.data.manifest import Utterance
+from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig, SpecAugmentConfig
+from jaxthd.data.faults import Fault
+from jaxthd.data.manifest import Clip, Example, Turn
 from jaxthd.data.pipeline import make_loader
-from jaxthd.data.speech import SkipLog, SpeechDocuments
+from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.tokenizer import ByteTokenizer
+from jaxthd.packing.document import Document
 
-CONFIG = Config(
-    data=DataConfig(prompt="hear {audio}: "),
-    model=ModelConfig(encoder=EncoderConfig(num_mels=16, chunk_seconds=1.0)),
+CONFIG = Config(model=ModelConfig(encoder=EncoderConfig(num_mels=16, chunk_seconds=1.0)))
+MASKED = replace(
+    CONFIG, data=DataConfig(spec_augment=SpecAugmentConfig(freq_masks=1, freq_width=4, time_masks=2))
 )
 TOKENIZER = ByteTokenizer()
 
 
-@pytest.fixture
-def utterance(tmp_path: Path) -> Utterance:
-    """2.5 s: three encoder chunks."""
-    soundfile.write(tmp_path / "a.wav", np.random.default_rng(0).normal(0, 0.1, 40000), 16000)
-    return Utterance("a", tmp_path / "a.wav", "hello")
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> tuple[Clip, Clip]:
+    """2.5 s, three encoder chunks; and 0.5 s of another file."""
+    folder, rng = tmp_path_factory.mktemp("audio"), np.random.default_rng(0)
+    for name in ("a.wav", "b.wav"):
+        soundfile.write(folder / name, rng.normal(0, 0.1, 40000), 16000)
+    return Clip(folder / "a.wav"), Clip(folder / "b.wav", 1.0, 0.5)
 
 
-def documents(config: Config, folder: Path, *, train: bool = False) -> tuple[SpeechDocuments, SkipLog]:
-    skipped = SkipLog(folder / "skipped.jsonl")
-    return SpeechDocuments(config, TOKENIZER, skipped.of("m"), train=train), skipped
+def utterance(clip: Clip, text: str = "hello", key: str = "a") -> Example:
+    return Example(key, (Turn("user", ("hear ", clip, ": ")), Turn("assistant", (text,))))
 
 
-def test_a_document_is_prompt_audio_and_supervised_transcript(utterance: Utterance, tmp_path: Path):
-    document = documents(CONFIG, tmp_path)[0](utterance, 0)
-    assert document is not None
-    assert [len(c) for c in document.chunks] == [100, 100, 50]
-    assert document.is_audio.sum() == 13 + 13 + 7
-    text = document.tokens[~document.is_audio].tolist()
+def document(config: Config, example: Example, epoch: int = 0, *, train: bool = False) -> Document:
+    made = SpeechDocuments(config, TOKENIZER, train=train)(example, epoch)
+    assert isinstance(made, Document), made
+    return made
+
+
+def features(made: Document) -> np.ndarray:
+    return np.concatenate(made.chunks)
+
+
+def test_a_document_is_prompt_audio_and_supervised_transcript(clips: tuple[Clip, Clip]):
+    made = document(CONFIG, utterance(clips[0]))
+    assert [len(c) for c in made.chunks] == [100, 100, 50]
+    assert made.is_audio.sum() == 13 + 13 + 7
+    text = made.tokens[~made.is_audio].tolist()
     answer = [*TOKENIZER.encode("hello"), TOKENIZER.eos_id]
     assert text == [TOKENIZER.bos_id, *TOKENIZER.encode("hear : "), *answer]
-    assert document.tokens[document.supervised].tolist() == answer
-    assert document.is_audio[1 + len("hear ")], "the recording goes where the prompt says"
+    assert made.tokens[made.supervised].tolist() == answer
+    assert made.is_audio[1 + len("hear ")], "the recording goes where the prompt says"
 
 
-def test_dither_is_drawn_anew_every_epoch_and_never_in_validation(utterance: Utterance, tmp_path: Path):
-    train, valid = (documents(CONFIG, tmp_path, train=t)[0] for t in (True, False))
-    first, again, later = (train(utterance, epoch).chunks[0] for epoch in (0, 0, 1))
-    np.testing.assert_array_equal(first, again)
-    assert (first != later).any()
-    np.testing.assert_array_equal(valid(utterance, 0).chunks[0], valid(utterance, 1).chunks[0])
+def test_a_conversation_holds_its_recordings_in_order_and_supervises_every_answer(clips: tuple[Clip, Clip]):
+    turns = (
+        Turn("user", ("A", clips[1], "B", clips[0])),
+        Turn("assistant", ("one",)),
+        Turn("user", (clips[1],)),
+        Turn("assistant", ("two",)),
+    )
+    made = document(CONFIG, Example("c", turns))
+    assert [len(c) for c in made.chunks] == [50, 100, 100, 50, 50]
+    runs = np.diff(np.flatnonzero(np.diff(made.is_audio.astype(int), prepend=0, append=0)))[::2]
+    assert runs.tolist() == [7, 33, 7]
+    ends = [TOKENIZER.eos_id]
+    expected = [*TOKENIZER.encode("one"), *ends, *TOKENIZER.encode("two"), *ends]
+    assert made.tokens[made.supervised].tolist() == expected
+    np.testing.assert_array_equal(made.chunks[0], made.chunks[-1])
 
 
-def test_a_prompt_without_audio_makes_text_only_batches(utterance: Utterance, tmp_path: Path):
+def test_dither_is_drawn_anew_every_epoch_and_never_in_validation(clips: tuple[Clip, Clip]):
+    def chunks(epoch: int, train: bool) -> np.ndarray:
+        return features(document(CONFIG, utterance(clips[0]), epoch, train=train))
+
+    np.testing.assert_array_equal(chunks(0, True), chunks(0, True))
+    assert (chunks(0, True) != chunks(1, True)).any()
+    np.testing.assert_array_equal(chunks(0, False), chunks(1, False))
+
+
+def test_masks_fall_on_the_dithered_features_and_only_in_training(clips: tuple[Clip, Clip]):
+    twice = Example("a", (Turn("user", (clips[0], clips[0])), Turn("assistant", ("x",))))
+    plain, masked = (features(document(c, twice, train=True)) for c in (CONFIG, MASKED))
+    zeros = masked == 0
+    assert 0 < zeros.mean() < 0.5
+    np.testing.assert_array_equal(masked[~zeros], plain[~zeros])
+    valid, same = (features(document(c, utterance(clips[0]))) for c in (CONFIG, MASKED))
+    np.testing.assert_array_equal(valid, same)
+
+
+def test_masks_are_the_same_in_any_order_and_differ_by_epoch_document_and_recording(clips: tuple[Clip, Clip]):
+    twice = Example("t", (Turn("user", (clips[0], clips[0])), Turn("assistant", ("x",))))
+    items = [(utterance(clips[0], key=key), epoch) for key in "ab" for epoch in (0, 1)] + [(twice, 0)]
+    load = SpeechDocuments(MASKED, TOKENIZER, train=True)
+    there = {(e.key, epoch): features(load(e, epoch)) for e, epoch in items}
+    back = {(e.key, epoch): features(load(e, epoch)) for e, epoch in reversed(items)}
+    for name, array in there.items():
+        np.testing.assert_array_equal(array, back[name])
+    masks = [array[:250] == 0 for array in there.values()] + [there["t", 0][250:] == 0]
+    assert len({mask.tobytes() for mask in masks}) == len(masks) == 6
+
+
+def test_text_alone_makes_batches_without_audio(clips: tuple[Clip, Clip]):
     text_only = replace(CONFIG, data=DataConfig(prompt="say: ", audio_capacity=0, capacity=64))
-    load, skipped = documents(text_only, tmp_path)
-    batch, report = next(make_loader([utterance] * 8, load, text_only))
+    example = Example("a", (Turn("user", ("say: ",)), Turn("assistant", ("hello",))))
+    load = SpeechDocuments(text_only, TOKENIZER, train=True)
+    batch, report = next(make_loader([[example] * 8], load, text_only))
     assert report["documents"] > 1
     assert report["audio_seconds"] == 0
     assert (batch.audio_slots == -1).all()
-    assert len(skipped) == 0
 
 
-def test_what_cannot_be_used_is_reported_once_with_its_reason(utterance: Utterance, tmp_path: Path):
-    load, skipped = documents(CONFIG, tmp_path)
-    missing = replace(utterance, key="b", audio_path=tmp_path / "none.wav")
-    silent = replace(utterance, key="c", text="")
-    for epoch in (0, 1):
-        assert load(missing, epoch) is None
-        assert load(silent, epoch) is None
-    lines = (tmp_path / "skipped.jsonl").read_text().splitlines()
-    assert len(lines) == len(skipped) == 2
-    assert "no such file" in lines[0]
-    assert "transcript is empty" in lines[1]
+def test_what_cannot_be_used_is_a_fault_with_its_reason(clips: tuple[Clip, Clip]):
+    load = SpeechDocuments(replace(CONFIG, data=DataConfig(audio_capacity=200)), TOKENIZER, train=True)
+    missing = utterance(replace(clips[0], path=clips[0].path.with_name("none.wav")), key="b")
+    for example, reason in (
+        (missing, "no such file"),
+        (utterance(replace(clips[1], offset=9.0)), "past the end"),
+        (utterance(clips[0]), "more than 2.01 s, which is all that data.audio_capacity holds"),
+        (utterance(clips[1], text=""), "answer of the assistant is empty"),
+    ):
+        made = load(example, 0)
+        assert isinstance(made, Fault)
+        assert made.key == example.key
+        assert reason in made.reason
+    assert isinstance(load(utterance(clips[1]), 0), Document)
 
 
-def test_the_skip_log_tells_manifests_apart_and_survives_a_kill(tmp_path: Path):
-    path = tmp_path / "skipped.jsonl"
-    for _ in range(2):
-        log = SkipLog(path)
-        log.of("train")("1:a.wav", "broken")
-        log.of("validation")("1:a.wav", "broken")
-        assert len(log) == 2
-        with path.open("a") as file:
-            file.write('{"manifest": "train", "key": "2:b')
-    assert len(SkipLog(path)) == 0
-    assert len(path.read_text().splitlines()) == 2
+def test_a_worker_process_needs_neither_jax_nor_grain_and_makes_the_same_document(
+    clips: tuple[Clip, Clip], tmp_path: Path
+):
+    job = (SpeechDocuments(MASKED, TOKENIZER, train=True), utterance(clips[0]), 3)
+    (tmp_path / "job").write_bytes(pickle.dumps(job))
+    script = """
+import pickle, sys
+folder = sys.argv[1]
+load, example, epoch = pickle.load(open(folder + "/job", "rb"))
+pickle.dump(load(example, epoch), open(folder + "/made", "wb"))
+print([m for m in ("jax", "grain", "optax", "jaxthd.data.pipeline") if m in sys.modules])
+"""
+    ran = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"
+    theirs = pickle.loads((tmp_path / "made").read_bytes())
+    np.testing.assert_array_equal(features(theirs), features(job[0](*job[1:])))

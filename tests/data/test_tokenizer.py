@@ -94,6 +94,16 @@ def test_a_placeholder_of_the_file_is_used_and_refused_in_text(tmp_path):
         tokenizer.encode("the end </s> is not the end")
 
 
+def test_no_special_token_of_the_file_is_made_of_text_but_of_marks(tmp_path):
+    tokenizer = FileTokenizer(write(tmp_path / "t.json", "<s>", "</s>", "<unk>", "<|im_start|>"))
+    with pytest.raises(ValueError, match=r"holds the special token <\|im_start\|>; remove it"):
+        tokenizer.encode("a<|im_start|>b")
+    (start,) = tokenizer.encode_marks("<|im_start|>")
+    assert tokenizer.encode_marks("a<|im_start|>b") == [*tokenizer.encode("a"), start, *tokenizer.encode("b")]
+    assert len(tokenizer.encode("<unk>")) == 1, "the unknown token may stand for any strange character"
+    assert ByteTokenizer().encode_marks("<|im_start|>") == ByteTokenizer().encode("<|im_start|>")
+
+
 def test_padding_falls_back_to_the_end_of_text(tmp_path):
     tokenizer = FileTokenizer(
         write(tmp_path / "t.json", "<|im_start|>", "<|endoftext|>")

@@ -1,0 +1,39 @@
+"""A worker process of the loader, as jaxthd.data.workers starts it: computes documents until its pipe closes.
+
+It imports what its work needs and no more: no jax, no grain.
+"""
+
+import pickle
+import sys
+import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def serve(parent: Connection) -> None:
+    """Answers every (n, load, items) by ([load(*item) for item in items], "") or (None, what went wrong).
+
+    load: the process's function number n the first time, None from then on. The first answer, to no request,
+    says that the process has started. Raises EOFError or another OSError once the parent is gone.
+    """
+    loads: dict[int, Any] = {}
+    parent.send(None)
+    while True:
+        request = parent.recv_bytes()
+        item = None
+        try:
+            n, load, items = pickle.loads(request)
+            load = loads.setdefault(n, load)
+            found = []
+            for item in items:
+                found.append(load(*item))
+            answer = pickle.dumps((found, ""), pickle.HIGHEST_PROTOCOL)
+        except Exception:
+            answer = pickle.dumps((None, f"{item!r}: {traceback.format_exc()}"))
+        parent.send_bytes(answer)
+
+
+if __name__ == "__main__":
+    with suppress(EOFError, OSError):  # the parent is gone, by a kill -9 too: its end of the pipe is closed
+        serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,129 @@
+"""The workdir of a run: one process at a time, one config.
+
+WORKDIR/lock           locked for the life of the process that trains there
+WORKDIR/config.json    the settings of the run
+"""
+
+import fcntl
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from jaxthd.config import Config
+from jaxthd.errors import UserError
+
+FREE = (
+    "mesh.*",
+    "data.manifest",  # a data set may have moved; the data position checks its content
+    "data.validation_manifest",
+    "data.workers",
+    "data.prefetch",
+    "model.context_exchange",
+    "model.attention_backend",
+    "model.*_block",
+    "model.remat_*",
+    "model.llm.mamba_chunk",
+    "train.steps",
+    "train.validate_every",
+    "train.validation_batches",
+    "train.max_new_tokens",
+    "train.max_skipped_steps",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.tensorboard",
+    "train.draw_last_batch",
+)
+"""Fields that may differ when a run is continued: they do not change what is learned."""
+
+
+@contextmanager
+def opened(workdir: Path, config: Config) -> Iterator[None]:
+    """The workdir, made where it is missing, is this process's until the end, however it ends.
+
+    Writes config.json. Raises UserError where another process holds the workdir, or where it holds a run of
+    another config: one that differs in a field that is not FREE. A config.json that is missing or damaged
+    beside a run is reported, and left so: this config may not be the run's.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    # A lock of the kernel's: it ends with the process, a kill -9 included. A child that is started as a new
+    # program does not inherit the file.
+    with (workdir / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise UserError(
+                f"{workdir} is in use by another run ({file.read()}); expected one at a time: wait for it, "
+                "stop it, or choose another --workdir"
+            ) from error
+        except OSError as error:
+            print(
+                f"warning: {workdir} cannot be locked ({error}); make sure that no other run uses it",
+                file=sys.stderr,
+            )
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        if not _holds_a_run(workdir) or _is_of(workdir / "config.json", config):
+            write_atomically(workdir / "config.json", json.dumps(asdict(config), indent=2) + "\n")
+        yield
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file holds all of the text, or what it held before, whenever the process or the machine stops."""
+    scratch = path.with_name(f"{path.name}.tmp")
+    with scratch.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, path)
+
+
+def _holds_a_run(workdir: Path) -> bool:
+    metrics = workdir / "metrics.jsonl"
+    checkpoints = (path.name.isdecimal() for path in (workdir / "checkpoints").glob("*"))
+    return (metrics.exists() and metrics.stat().st_size > 0) or any(checkpoints)
+
+
+def _is_of(file: Path, config: Config) -> bool:
+    """False where the file cannot be read. Raises UserError where it holds another config."""
+    try:
+        stored = json.loads(file.read_text())
+        if not isinstance(stored, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError) as error:
+        print(
+            f"warning: {file} cannot be read ({error}): the settings of the run beside it are not compared "
+            "with these",
+            file=sys.stderr,
+        )
+        return False
+    # A field that was added since the run began had its default then.
+    defaults, now = (_flat(json.loads(json.dumps(asdict(c)))) for c in (Config(), config))
+    then = defaults | _flat(stored)
+    differing = []
+    for name, value in then.items():
+        if not any(fnmatch(name, free) for free in FREE) and (name not in now or now[name] != value):
+            shown = json.dumps(now[name]) if name in now else "unknown"
+            differing.append(f"\n  {name}: {json.dumps(value)} in the run, {shown} now")
+    if differing:
+        raise UserError(
+            f"{file.parent} holds a run of another config; fields that differ:{''.join(differing)}\n"
+            "Restore these settings to continue it, or choose another --workdir"
+        )
+    return True
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested fields by dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat

@@ -1,0 +1,157 @@
+"""How fast the loader alone is against the step that consumes it, and whether its memory stays flat.
+
+    python scripts/bench_loader.py --config configs/cp2.py [--check] [--batches 48] [--long 2000]
+
+For 0, 1 and 2 worker processes: seconds a batch of the run's own training loader with nothing else going on,
+and how often that goes into a step. The step (forward, backward, update) is the run's too; it is timed on
+batches made before, while no batch is, and takes turns with the loaders, --rounds times, so that what else
+the machine does hits all alike. A packer hands out data.packing_bins buffers in one burst: means are over
+whole bursts, and the median says little without prefetching.
+
+Then one loader, with data.workers, makes --long batches: the most resident memory of this process and its
+workers over the first tenth of the batches, after 16 to warm up, and over the last.
+
+--check exits 1 unless a step takes at least 10 times as long as a batch with data.workers, and memory grows
+by at most 2%.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxthd.cli import simulate_devices
+from jaxthd.config import Config, load_config
+from jaxthd.data.loaders import SpeechData
+from jaxthd.data.pipeline import Loader
+from jaxthd.mesh import make_mesh, put_batch
+from jaxthd.step import init_state, make_train_step, model_graph
+
+WARM_UP = 16
+"""Batches before anything is timed or weighed."""
+STEPS = 6
+"""Steps a round."""
+
+
+class Step:
+    """The run's training step, on batches that are on the mesh already."""
+
+    def __init__(self, config: Config, loader: Loader) -> None:
+        mesh = make_mesh(config.mesh)
+        self._step = make_train_step(config, model_graph(config), mesh)
+        self._state = init_state(config, mesh)
+        self._batches = [put_batch(batch, mesh) for batch, _ in islice(loader, STEPS)]
+        self.seconds()
+
+    def seconds(self) -> list[float]:
+        """Of each of STEPS steps."""
+        found = []
+        for batch in self._batches:
+            start = time.perf_counter()
+            self._state, _ = jax.block_until_ready(self._step(self._state, batch))
+            found.append(time.perf_counter() - start)
+        return found
+
+
+def opened(config: Config, workers: int, stack: ExitStack) -> Loader:
+    """The run's training loader with so many workers, warm."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    config = replace(config, data=replace(config.data, workers=workers))
+    data = stack.enter_context(closing(SpeechData(config, folder)))
+    loader = stack.enter_context(data.training())
+    list(islice(loader, WARM_UP))
+    return loader
+
+
+def timed(loader: Loader, batches: int) -> list[tuple[float, dict[str, Any]]]:
+    """(seconds, report) of each of the next batches, after those that lie ready."""
+    list(islice(loader, 2))
+    found = []
+    for _ in range(batches):
+        start = time.perf_counter()
+        _, report = next(loader)
+        found.append((time.perf_counter() - start, report))
+    return found
+
+
+def resident_bytes() -> int:
+    """Memory of this process and its children, from /proc."""
+    pages = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if os.getpid() in (parent, int(folder.name)):
+                pages += int((folder / "statm").read_text().split()[1])
+        except OSError:
+            continue  # it has just ended
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def growth(loader: Loader, batches: int) -> tuple[int, int]:
+    """The most resident memory over the first tenth of the batches, and over the last tenth."""
+    weighed = []
+    for _ in range(batches):
+        next(loader)
+        weighed.append(resident_bytes())
+    tenth = -(-batches // 10)
+    return max(weighed[:tenth]), max(weighed[-tenth:])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--batches", type=int, default=48, help="timed a round and number of workers")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--long", type=int, default=2000, help="batches over which memory is weighed")
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args(argv)
+    config = load_config(options.config)
+    simulate_devices(config.mesh.devices)
+
+    counts = sorted({0, 1, 2, config.data.workers})
+    with ExitStack() as stack:
+        loaders = {workers: opened(config, workers, stack) for workers in counts}
+        step = Step(config, loaders[0])
+        steps: list[float] = []
+        found: dict[int, list[tuple[float, dict[str, Any]]]] = {workers: [] for workers in counts}
+        for _ in range(options.rounds):
+            steps += step.seconds()
+            for workers, loader in loaders.items():
+                found[workers] += timed(loader, options.batches)
+    step_seconds = statistics.mean(steps)
+    print(f"a step: {step_seconds:.3f} s on average, median {statistics.median(steps):.3f} s")
+    print("workers   mean s  median s  real tokens/s  documents/s  batches a step")
+    ratios = {}
+    for workers, batches in found.items():
+        seconds = [s for s, _ in batches]
+        mean = statistics.mean(seconds)
+        tokens, documents = (sum(r[name] for _, r in batches) for name in ("real_tokens", "documents"))
+        ratios[workers] = step_seconds / mean
+        print(
+            f"{workers:7}  {mean:7.4f}  {statistics.median(seconds):8.4f}  {tokens / sum(seconds):13,.0f}"
+            f"  {documents / sum(seconds):11,.0f}  {ratios[workers]:14.1f}"
+        )
+
+    with ExitStack() as stack:
+        before, after = growth(opened(config, config.data.workers, stack), options.long)
+    print(
+        f"{options.long} batches by {config.data.workers} workers: at most {before / 2**20:.1f} MiB over the"
+        f" first tenth, {after / 2**20:.1f} MiB over the last ({after / before - 1:+.1%})"
+    )
+    holds = ratios[config.data.workers] >= 10 and after <= 1.02 * before
+    if options.check:
+        print("the claims hold" if holds else "a claim fails")
+    return int(options.check and not holds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

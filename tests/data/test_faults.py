@@ -1,0 +1,37 @@
+"""The skip log: each item once, under the manifest it is of, whatever happened to the run."""
+
+import json
+from pathlib import Path
+
+from jaxthd.data.faults import SkipLog
+
+
+def test_each_item_is_listed_once_under_its_manifest(tmp_path: Path):
+    log = SkipLog(tmp_path / "skipped.jsonl")
+    training, validation = log.of(["a.jsonl", "b.jsonl"]), log.of(["c.jsonl"])
+    for _ in range(2):
+        training("3:x/1:y.wav", "broken")
+        training("1/3:x/1:y.wav", "other")
+        validation("3:x/1:y.wav", "third")
+    training("1/4:", "not JSON")
+    lines = [json.loads(line) for line in log.path.read_text().splitlines()]
+    assert [tuple(line.values()) for line in lines] == [
+        ("a.jsonl", "3:x/1:y.wav", "broken"),
+        ("b.jsonl", "3:x/1:y.wav", "other"),
+        ("c.jsonl", "3:x/1:y.wav", "third"),
+        ("b.jsonl", "4:", "not JSON"),
+    ]
+    assert len(log) == 4
+
+
+def test_the_log_survives_a_kill_and_counts_what_this_run_left_out(tmp_path: Path):
+    path = tmp_path / "skipped.jsonl"
+    for _ in range(2):
+        log = SkipLog(path)
+        log.of(["train"])("1:a.wav", "broken")
+        log.of(["validation"])("1:a.wav", "broken")
+        assert len(log) == 2
+        with path.open("a") as file:
+            file.write('{"manifest": "train", "key": "2:b')
+    assert len(SkipLog(path)) == 0
+    assert len(path.read_text().splitlines()) == 2

@@ -1,0 +1,172 @@
+"""A run's data: manifests mixed, faults listed once, positions refused for other data."""
+
+import json
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+
+from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig, SpecAugmentConfig
+from jaxthd.data import loaders
+from jaxthd.data.loaders import SpeechData
+from jaxthd.data.tokenizer import ByteTokenizer
+from jaxthd.errors import UserError
+
+
+def write(path: Path, *lines: dict[str, Any] | str) -> str:
+    path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines))
+    return str(path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """speech.jsonl: 4 utterances, 2 faults; chats.jsonl: 2 conversations, 1 fault."""
+    noise = np.random.default_rng(0).normal(0, 0.1, 8000)
+    soundfile.write(tmp_path / "a.wav", noise, 16000)
+    heard = {"audio_filepath": "a.wav", "text": "one"}
+    chat = {
+        "id": "c",
+        "audio": "a.wav",
+        "conversations": [{"from": "human", "value": "{audio}?"}, {"from": "gpt", "value": "yes"}],
+    }
+    write(tmp_path / "speech.jsonl", *[heard] * 4, heard | {"audio_filepath": "gone.wav"}, "{")
+    write(tmp_path / "chats.jsonl", chat, chat, chat | {"audio": []})
+    return tmp_path
+
+
+def config(folder: Path, *names: str, **data: Any) -> Config:
+    defaults = {"validation_manifest": "", "workers": 0, "prefetch": 0, "packing": "padded", "capacity": 64}
+    return Config(
+        data=DataConfig(manifest=tuple(str(folder / n) for n in names), **{**defaults, **data}),
+        model=ModelConfig(encoder=EncoderConfig(num_mels=16, chunk_seconds=1.0)),
+    )
+
+
+def skipped(folder: Path) -> list[tuple[str, str]]:
+    lines = map(json.loads, (folder / "skipped.jsonl").read_text().splitlines())
+    return [(Path(line["manifest"]).name, line["key"]) for line in lines]
+
+
+def keys(reports: Any) -> list[str]:
+    return [key for _, report in reports for row in report["keys"] for key in row]
+
+
+def test_manifests_are_one_data_set_and_every_fault_is_listed_once(folder: Path):
+    data = SpeechData(config(folder, "speech.jsonl", "chats.jsonl"), folder)
+    with data.training() as loader:
+        found = keys(islice(loader, 12))
+    assert sorted(found) == sorted([*(f"{n}:a.wav" for n in (1, 2, 3, 4)), "1/1:c", "1/2:c"] * 2)
+    faults = [("speech.jsonl", "6:"), ("chats.jsonl", "3:c"), ("speech.jsonl", "5:gone.wav")]
+    assert skipped(folder) == faults
+    assert len(data.skipped) == 3
+    again = SpeechData(config(folder, "speech.jsonl", "chats.jsonl"), folder)
+    with again.training() as loader:
+        list(islice(loader, 6))
+    assert skipped(folder) == faults
+
+
+def test_weights_decide_how_often_a_manifest_is_drawn(folder: Path):
+    mixed = config(folder, "chats.jsonl", "chats.jsonl", weights=(1.0, 3.0))
+    with SpeechData(mixed, folder).training() as loader:
+        found = keys(islice(loader, 40))
+    assert sum(key.startswith("1/") for key in found) == 30
+    assert skipped(folder) == [("chats.jsonl", "3:c")]
+
+
+def test_validation_is_one_pass_in_order_with_faults_of_its_own(folder: Path):
+    both = config(folder, "speech.jsonl", validation_manifest=str(folder / "chats.jsonl"))
+    data = SpeechData(both, folder)
+    assert data.has_validation
+    for _ in range(2):
+        with data.validation() as loader:
+            assert keys(loader) == ["1:c", "2:c"]
+    assert skipped(folder) == [("speech.jsonl", "6:"), ("chats.jsonl", "3:c")]
+    assert not SpeechData(config(folder, "speech.jsonl"), folder).has_validation
+
+
+def test_worker_processes_make_the_same_batches(folder: Path):
+    masks = SpecAugmentConfig(freq_masks=1, freq_width=4, time_masks=2, time_width=0.2)
+    plain = config(folder, "speech.jsonl", "chats.jsonl", spec_augment=masks)
+    ahead = replace(plain, data=replace(plain.data, workers=1, prefetch=2))
+    streams = []
+    for settings in (plain, ahead):
+        data = SpeechData(settings, folder)
+        with data.training() as loader:
+            streams.append(list(islice(loader, 8)))
+        data.close()
+    for (batch, report), (other, other_report) in zip(*streams, strict=True):
+        assert report == other_report
+        for x, y in zip(batch, other, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_synthetic_may_be_one_of_the_manifests(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    made = folder / "chats.jsonl", folder / "speech.jsonl"
+    monkeypatch.setattr(loaders, "synthetic_manifests", lambda: made)
+    both = config(folder, "speech.jsonl", validation_manifest="synthetic")
+    both = replace(both, data=replace(both.data, manifest=(*both.data.manifest, "synthetic")))
+    data = SpeechData(both, folder)
+    with data.training() as loader:
+        assert {"1:a.wav", "1/2:c"} <= set(keys(islice(loader, 6)))
+    with data.validation() as loader:
+        assert keys(loader) == ["1:a.wav", "2:a.wav", "3:a.wav", "4:a.wav"]
+
+
+def test_a_position_is_refused_for_other_data_and_kept_for_the_same(folder: Path):
+    names = ("speech.jsonl", "chats.jsonl")
+    base = config(folder, *names)
+
+    def loader(changed: Config) -> Any:
+        return SpeechData(changed, folder).training()
+
+    first = loader(base)
+    list(islice(first, 3))
+    state = json.loads(json.dumps(first.get_state()))
+    again = loader(base)
+    again.set_state(state)
+    assert keys(islice(again, 3)) == keys(islice(first, 3))
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("prompt", {"prompt": "hear {audio}"}),
+        ("system_prompt", {"system_prompt": "Listen."}),
+        ("template", {"template": "chatml"}),
+        ("weights", {"weights": (1.0, 2.0)}),
+        ("spec_augment", {"spec_augment": SpecAugmentConfig(freq_masks=1)}),
+        ("manifest", {"manifest": base.data.manifest[::-1]}),
+    ]
+    for field, change in changes:
+        with pytest.raises(UserError, match=f"another stream.*{field}: "):
+            loader(replace(base, data=replace(base.data, **change))).set_state(state)
+    chunks = replace(base.model, encoder=replace(base.model.encoder, chunk_seconds=2.0))
+    with pytest.raises(UserError, match=r"chunk_seconds: 1\.0 then, 2\.0 now"):
+        loader(replace(base, model=chunks)).set_state(state)
+    with (folder / "chats.jsonl").open("r+") as file:
+        text = file.read().replace("yes", "yea")
+        file.seek(0)
+        file.write(text)
+    with pytest.raises(UserError, match="manifest: "):
+        loader(base).set_state(state)
+
+
+def test_a_prompt_that_cannot_be_encoded_stops_the_run_before_anything_is_read(folder: Path):
+    for change in ({"prompt": "<|im_end|>{audio}"}, {"system_prompt": "<|im_start|>"}):
+        settings = config(folder, "gone.jsonl", template="chatml", **change)
+        with pytest.raises(UserError, match=rf"^data\.{next(iter(change))}: "):
+            SpeechData(settings, folder)
+
+
+def test_a_manifest_without_a_usable_line_stops_the_run(folder: Path):
+    write(folder / "bad.jsonl", "{", {"audio_filepath": "a.wav", "text": ""})
+    with pytest.raises(UserError, match=r"bad\.jsonl \(data\.manifest\) has no usable line \(2 faulty\)"):
+        SpeechData(config(folder, "speech.jsonl", "bad.jsonl"), folder)
+
+
+def test_end_id_is_what_ends_the_answers(folder: Path):
+    data = SpeechData(config(folder, "speech.jsonl", template="chatml"), folder)
+    assert data.end_id == ByteTokenizer.eos_id
+    with data.training() as loader:
+        batch, _ = next(loader)
+    assert batch.targets[batch.weights > 0][-1] == data.end_id

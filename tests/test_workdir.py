@@ -1,0 +1,184 @@
+"""A workdir belongs to one run of one config; what may change between restarts may."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxthd.config import Config, MeshConfig
+from jaxthd.errors import UserError
+from jaxthd.workdir import FREE, _flat, opened, write_atomically
+
+
+def changed(config: Config, name: str, value: Any) -> Config:
+    """The config with the field of that dotted name changed."""
+
+    def within(node: Any, path: list[str]) -> Any:
+        inner = within(getattr(node, path[0]), path[1:]) if len(path) > 1 else value
+        return replace(node, **{path[0]: inner})
+
+    return within(config, name.split("."))
+
+
+def make_run(workdir: Path, config: Config) -> None:
+    with opened(workdir, config):
+        (workdir / "checkpoints" / "5").mkdir(parents=True)
+
+
+def test_a_run_of_another_config_is_refused_field_by_field(tmp_path: Path):
+    make_run(tmp_path, Config())
+    other = changed(changed(Config(), "data.capacity", 256), "model.llm.mamba_dt_limit", (0.0, 1.0))
+    for _ in range(2):
+        with pytest.raises(UserError) as raised, opened(tmp_path, changed(other, "train.steps", 7)):
+            pass
+        lines = str(raised.value).splitlines()
+        assert lines[0] == f"{tmp_path} holds a run of another config; fields that differ:"
+        assert lines[1] == "  data.capacity: 2048 in the run, 256 now"
+        assert lines[2] == "  model.llm.mamba_dt_limit: [0.0, Infinity] in the run, [0.0, 1.0] now"
+        assert "choose another --workdir" in lines[3]
+
+
+@pytest.mark.parametrize("holds", ["checkpoints", "metrics.jsonl"])
+def test_a_checkpoint_or_a_line_of_metrics_makes_it_a_run(holds: str, tmp_path: Path):
+    """Until then it may be any folder, or one whose run did not start."""
+    (tmp_path / "notes.txt").write_text("")
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "checkpoints").mkdir()
+    with opened(tmp_path, Config()):
+        pass
+    other = changed(Config(), "train.seed", 1)
+    with opened(tmp_path, other):
+        pass
+    if holds == "checkpoints":
+        (tmp_path / holds / "10").mkdir()
+    else:
+        (tmp_path / holds).write_text("{}\n")
+    with pytest.raises(UserError, match=r"train.seed: 1 in the run, 0 now"), opened(tmp_path, Config()):
+        pass
+
+
+def test_what_does_not_change_what_is_learned_may_change(tmp_path: Path):
+    make_run(tmp_path, Config())
+    others = {
+        "mesh": MeshConfig(data=2, context=4),
+        "data.manifest": ("moved.jsonl",),
+        "data.workers": 7,
+        "model.attention_block": 64,
+        "model.context_exchange": "all_gather",
+        "model.remat_llm": False,
+        "model.llm.mamba_chunk": 32,
+        "train.steps": 10_000,
+        "train.keep_checkpoints": 1,
+    }
+    config = Config()
+    for name, value in others.items():
+        config = changed(config, name, value)
+    with opened(tmp_path, config):
+        pass
+    assert json.loads((tmp_path / "config.json").read_text())["train"]["steps"] == 10_000
+
+
+def test_every_free_field_exists():
+    names = _flat(asdict(Config()))
+    assert [free for free in FREE if not any(fnmatch(name, free) for name in names)] == []
+
+
+def test_a_field_added_since_had_its_default_and_one_gone_is_refused(tmp_path: Path):
+    make_run(tmp_path, Config())
+    stored = json.loads((tmp_path / "config.json").read_text())
+    del stored["train"]["microbatches"]
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    with opened(tmp_path, Config()):
+        pass
+    with (
+        pytest.raises(UserError, match=r"train.microbatches: 1 in the run, 2 now"),
+        opened(tmp_path, changed(Config(), "train.microbatches", 2)),
+    ):
+        pass
+    stored["train"]["magic"] = True
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    with (
+        pytest.raises(UserError, match=r"train.magic: true in the run, unknown now"),
+        opened(tmp_path, Config()),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("content", [None, "", '{"train": {"st', "[1, 2]", b"\xff\xfe\x00"])
+def test_a_config_that_cannot_be_read_beside_a_run_is_reported(
+    content: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    make_run(tmp_path, Config())
+    file = tmp_path / "config.json"
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    before = file.read_bytes() if file.exists() else None
+    with opened(tmp_path, Config()):
+        assert f"warning: {file} cannot be read" in capsys.readouterr().err
+    assert (file.read_bytes() if file.exists() else None) == before
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from jaxthd.config import Config
+from jaxthd.workdir import opened
+
+with opened(Path(sys.argv[1]), Config()):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_runs_at_a_time_are_refused_and_a_kill_frees_the_workdir(tmp_path: Path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=rf"in use by another run \(process {other.pid} on "):
+            opened(tmp_path, Config()).__enter__()
+        other.send_signal(signal.SIGKILL)
+    with opened(tmp_path, Config()):
+        # Processes that the run starts do not keep it: the data loader's may outlive a kill for a while.
+        child = subprocess.Popen(
+            [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+        )
+    with opened(tmp_path, Config()):
+        child.communicate()
+
+
+def test_a_file_system_without_locks_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def refuse(*_: Any) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with opened(tmp_path, Config()):
+        assert "cannot be locked ([Errno 95] Operation not supported)" in capsys.readouterr().err
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "file"
+    write_atomically(file, "before")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            write_atomically(file, "after, which is longer")
+    assert file.read_text() == "before"
+    write_atomically(file, "after")
+    assert file.read_text() == "after"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
