@@ -79,7 +79,7 @@ def test_every_voice_sounds_different():
         for accent in synthetic._ACCENTS:
             for variant in sum(synthetic._VARIANTS.values(), ()):
                 speech = say("three five nine", f"{accent}+{variant}", 160, 50)
-                heard[accent, variant] = log_mel(speech, 80)[20:80]
+                heard[accent, variant] = log_mel(speech, 80)[20:50]
     names = list(heard)
     for i, a in enumerate(names):
         for b in names[:i]:
