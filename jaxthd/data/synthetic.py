@@ -54,7 +54,7 @@ Say = Callable[[str, str, int, int], Float32[np.ndarray, " samples"]]
 
 
 def synthetic_manifests(
-    train: int = 5000, validation: int = 200, seed: int = 0, cache_dir: str | Path | None = None
+    train: int = 10000, validation: int = 200, seed: int = 0, cache_dir: str | Path | None = None
 ) -> tuple[Path, Path]:
     """Paths of the training and the validation manifest, made if they are not in the cache yet.
 
