@@ -22,8 +22,8 @@ from jaxthd.config import (
 def config() -> Config:
     return Config(
         mesh=MeshConfig(context=2),
-        # A synthetic document takes 34 tokens and 141 mel frames on average: 32 fill a buffer (43 at most), with
-        # up to 4,856 mel frames. Tokens run out first, whatever the mesh.
+        # A synthetic document takes 34 tokens and 141 mel frames on average: 30 fill a buffer (43 at most),
+        # with up to 4,856 mel frames. Tokens run out first, whatever the mesh.
         data=DataConfig(
             capacity=1024,
             max_documents=64,
