@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -49,10 +49,11 @@ class Checkpoints:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._saving: int | None = None
         self._whole: int | None = None
+        self._failed = False
         self._about: dict[int, dict[str, Any]] = {}
         self._damaged: dict[int, str] = {}
-        self._exit = ExitStack()
-        self._exit.enter_context(_quiet_orbax())
+        self._quiet = ExitStack()
+        self._quiet.enter_context(_quiet_orbax())
         for torn in self._folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
             shutil.rmtree(torn)
         self._delete_removed()
@@ -69,16 +70,20 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._exit:
-            try:
-                self._wait()
-            except UserError as failure:
-                if error is None:
-                    raise
+        known = self._failed
+        try:
+            with self._readable_errors(), closing(self._manager):
+                self._manager.wait_until_finished()
+            if not known:  # else threads of the save that failed may still be about to complain
+                self._quiet.close()
+        except UserError as failure:
+            # Neither the run's own error nor what a save has raised already is hidden by this one.
+            if error is None and not known:
+                raise
+            if not known:
                 print(f"warning: {failure}", file=sys.stderr)
-            finally:
-                self._manager.close()
-                self._delete_removed()
+        finally:
+            self._delete_removed()
 
     @property
     def best_step(self) -> int | None:
@@ -102,14 +107,10 @@ class Checkpoints:
         """
         self._wait()
         self._delete_removed()
+        finite = {k: v for k, v in (metrics or {}).items() if k in BEST_BY and math.isfinite(v)}
         sums = checksums(state)
-        about = {
-            "position": position,
-            "metrics": {k: metrics[k] for k in BEST_BY if k in metrics and math.isfinite(metrics[k])}
-            if metrics
-            else {},
-            "arrays": {name: [*kind, sums[name]] for name, kind in _kinds(state).items()},
-        }
+        arrays = {name: [*kind, sums[name]] for name, kind in _kinds(state).items()}
+        about = {"position": position, "metrics": finite, "arrays": arrays}
         self._about[step] = about
         args = ocp.args.Composite(
             state=ocp.args.PyTreeSave(state._asdict()),
@@ -241,6 +242,7 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
+            self._failed = True
             intact = "no other was saved" if self._whole is None else f"that of step {self._whole} is intact"
             raise UserError(
                 f"the checkpoint of step {self._saving} could not be saved in {self._folder} "

@@ -157,7 +157,7 @@ def killed(run: Run, kills: int, want: dict[int, dict[str, Any]], rng: np.random
         if number % 5 == 4:
             wait(process, lambda: False, rng.uniform(0, 10))
         else:
-            target = before + int(rng.integers(1, max(2, STEPS // kills)))
+            target = before + int(rng.integers(1, 2 + 2 * STEPS // kills))
             wait(process, lambda: run.step() >= target)  # noqa: B023  (called in this turn only)
             if number % 2:
                 wait(process, run.is_saving)

@@ -162,7 +162,7 @@ def test_a_damaged_checkpoint_is_reported_and_set_aside_and_the_one_before_used(
 
 def test_random_damage_is_detected_or_harmless(tmp_path: Path):
     save(tmp_path / "checkpoints", {1: None, 2: None})
-    rows = damaged(tmp_path / "checkpoints", ABSTRACT, EVERYWHERE, 20, np.random.default_rng(0))
+    rows = damaged(tmp_path / "checkpoints", ABSTRACT, EVERYWHERE, 12, np.random.default_rng(0))
     assert [row for row in rows if not row.holds] == []
     assert {row.found for row in rows} == {"harmless", "the one before restored"}
 
