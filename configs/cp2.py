@@ -22,13 +22,9 @@ from jaxthd.config import (
 def config() -> Config:
     return Config(
         mesh=MeshConfig(context=2),
-        # A synthetic document takes 34 tokens and 141 mel frames on average: 30 fill a buffer (43 at most),
-        # with up to 4,856 mel frames. Tokens run out first, whatever the mesh.
-        data=DataConfig(
-            capacity=1024,
-            max_documents=64,
-            audio_capacity=5120,
-        ),
+        # A synthetic document takes 34 tokens and 141 mel frames on average: 15 fill a buffer. Small buffers
+        # mean more updates for the same work, and a new model learns to listen by updates.
+        data=DataConfig(capacity=512, max_documents=32, audio_capacity=2560),
         model=ModelConfig(
             # The longest recording has 8.7 s, so none is cut. A rank's share of audio must hold one chunk.
             encoder=EncoderConfig(chunk_seconds=10.0),
@@ -38,6 +34,11 @@ def config() -> Config:
             remat_llm=False,
         ),
         train=TrainConfig(
-            steps=2000, learning_rate=2e-3, warmup_steps=100, validate_every=200, checkpoint_every=200
+            steps=4000,
+            learning_rate=1.5e-3,
+            warmup_steps=100,
+            validate_every=400,
+            validation_batches=16,
+            checkpoint_every=400,
         ),
     )
