@@ -1,0 +1,231 @@
+"""What packing makes of lengths alone: the buffers of the grain plugin without a document, for planning."""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxthd.config import Config, DataConfig
+from jaxthd.packing.balance import assign_chunks, attention_work, imbalance, order_documents
+from jaxthd.packing.document import SUBSAMPLING
+from jaxthd.packing.layout import context_permutation
+
+BALANCED = 100
+"""Buffers whose attention is balanced, of all."""
+
+
+class Lengths(NamedTuple):
+    """Documents as the packer sees them, one entry each.
+
+    tokens: with audio slots. frames: mel frames in an audio buffer. seconds: of audio. chunks: mel frames of
+    each encoder chunk in the buffer, multiples of 8.
+    """
+
+    tokens: Int[np.ndarray, " n"]
+    frames: Int[np.ndarray, " n"]
+    seconds: Float[np.ndarray, " n"]
+    chunks: list[list[int]]
+
+
+COSTS = "padding|of mel frames|buffers cut|left out|overhead"
+
+
+class Outcome(NamedTuple):
+    """What the settings of `config` make of a stream of documents.
+
+    buffers: lists of documents. padding, audio_padding: shares of token slots and of mel frames.
+    cut: share of the packer's buffers whose audio did not spread over the ranks. left_out: of documents.
+    overhead: work on padding over work on documents; work as in slot_work.
+    """
+
+    config: Config
+    buffers: list[list[int]]
+    padding: float
+    audio_padding: float
+    cut: float
+    left_out: float
+    overhead: float
+
+    @property
+    def data(self) -> DataConfig:
+        return self.config.data
+
+    @property
+    def documents(self) -> Int[np.ndarray, " buffers"]:
+        return np.array([len(buffer) for buffer in self.buffers], int)
+
+    @property
+    def costs(self) -> list[str]:
+        """In the columns COSTS."""
+        shares = self.padding, self.audio_padding, self.cut, self.left_out, self.overhead
+        return [f"{share:.1%}" for share in shares]
+
+
+def slots_of(lengths: Lengths, config: Config) -> Int[np.ndarray, " n"]:
+    """Token slots that each document takes."""
+    return -(-lengths.tokens // config.data.round_to) * config.data.round_to
+
+
+def simulate(stream: Lengths, config: Config, work: tuple[float, float]) -> Outcome:
+    """Packs the stream with the settings of config.data, for config.mesh.
+
+    The last group of buffers, which the stream's end leaves half empty, does not count: training goes on.
+    """
+    data, ranks = config.data, config.mesh.audio_ranks
+    slots = slots_of(stream, config)
+    kept = np.flatnonzero((slots <= data.capacity) & (stream.frames <= data.audio_capacity))
+    groups = list(
+        pack_lengths(
+            slots[kept].tolist(),
+            stream.frames[kept].tolist(),
+            capacity=data.capacity,
+            audio_capacity=data.audio_capacity,
+            max_documents=data.max_documents,
+            packing=data.packing,
+            packing_bins=data.packing_bins,
+        )
+    )
+    if len(groups) > 1:
+        groups.pop()
+    packed = [kept[buffer].tolist() for buffer in chain(*groups)]
+    runs = [spread_runs(buffer, stream.chunks, ranks, data.audio_capacity // ranks) for buffer in packed]
+    buffers = list(chain(*runs))
+    slots_taken, frames_held = len(buffers) * data.capacity, len(buffers) * data.audio_capacity
+    fitting, spreading = len(kept) / len(slots), sum(map(len, buffers)) / max(sum(map(len, packed)), 1)
+    cut = sum(len(r) != 1 for r in runs) / max(len(runs), 1)
+    return _outcome(stream, config, buffers, slots_taken, frames_held, work)._replace(
+        cut=cut, left_out=1 - fitting * spreading
+    )
+
+
+def padded(
+    stream: Lengths, config: Config, rows: int, work: tuple[float, float], *, epoch: int = 0
+) -> Outcome:
+    """Batches of `rows` documents, each padded to its own longest.
+
+    epoch: documents of an epoch, which are sorted by length first; 0: all are in the stream's order.
+    """
+    batches, count = [], len(stream.tokens)
+    for start in range(0, count, epoch or count):
+        documents = np.arange(start, min(start + (epoch or count), count))
+        if epoch:
+            documents = documents[np.argsort(stream.tokens[documents], kind="stable")]
+        batches += [documents[i : i + rows] for i in range(0, len(documents), rows)]
+    slots, frames = (sum(int(x[b].max()) * len(b) for b in batches) for x in (stream.tokens, stream.frames))
+    return _outcome(stream, config, [b.tolist() for b in batches], slots, frames, work)
+
+
+def _outcome(
+    stream: Lengths,
+    config: Config,
+    buffers: list[list[int]],
+    slots: int,
+    frames: int,
+    work: tuple[float, float],
+) -> Outcome:
+    """Of buffers that take so many token slots and mel frames in all."""
+    inside = np.array(list(chain(*buffers)), int)
+    tokens, heard = int(stream.tokens[inside].sum()), float(100 * stream.seconds[inside].sum())
+    useful = work[0] * tokens + work[1] * heard
+    return Outcome(
+        config,
+        buffers,
+        padding=1 - tokens / max(slots, 1),
+        audio_padding=1 - heard / frames if frames else 0.0,
+        cut=0.0,
+        left_out=0.0,
+        overhead=(work[0] * slots + work[1] * frames) / useful - 1 if useful else math.inf,
+    )
+
+
+def balance(stream: Lengths, outcome: Outcome) -> tuple[float, float]:
+    """Attention work of the worst context rank over the mean: documents as packed, and as the loader orders
+    them. Mean over BALANCED of the buffers."""
+    capacity, context = outcome.config.data.capacity, outcome.config.mesh.context
+    layout, slots = context_permutation(capacity, context), slots_of(stream, outcome.config)
+    found = []
+    for buffer in outcome.buffers[:: max(len(outcome.buffers) // BALANCED, 1)]:
+        ids, positions, start = np.zeros(capacity, int), np.zeros(capacity, int), 0
+        for segment, document in enumerate(buffer, 1):
+            end = start + stream.tokens[document]
+            ids[start:end], positions[start:end] = segment, np.arange(end - start)
+            start += slots[document]
+        given = imbalance(attention_work(positions[layout], ids[layout], context))
+        lengths, taken = stream.tokens[buffer].tolist(), slots[buffer].tolist()
+        found.append((given, order_documents(lengths, capacity, context, 0, taken)[1]))
+    before, after = np.mean(found, axis=0)
+    return float(before), float(after)
+
+
+def pack_lengths(
+    slots: Sequence[int],
+    frames: Sequence[int],
+    *,
+    capacity: int,
+    audio_capacity: int,
+    max_documents: int,
+    packing: Literal["first_fit", "best_fit", "padded"],
+    packing_bins: int,
+) -> Iterator[list[list[int]]]:
+    """The buffers that grain's packers fill, in the groups they leave in: lists of indices of documents.
+
+    slots, frames: token slots and mel frames (a multiple of 8) that each document takes; each must fit a
+        buffer. The rest is as in PackDocuments, without its shuffle of the buffers of a group.
+    A group of packing_bins buffers leaves when a document fits none of them; the last group may be smaller,
+    its buffers emptier. "padded": one document a buffer. About 2 us a document at 8 bins.
+    Source: the algorithms of grain.experimental.FirstFitPackIterDataset and BestFitPackIterDataset.
+    """
+    most = 1 if packing == "padded" else max_documents
+    bins = 1 if packing == "padded" else packing_bins
+    group: list[list[int]] = []
+    used: list[tuple[int, int]] = []
+    for i, (n, f) in enumerate(zip(slots, frames, strict=True)):
+        fitting = (
+            b
+            for b, (tokens, audio) in enumerate(used)
+            if tokens + n <= capacity and audio + f <= audio_capacity and len(group[b]) < most
+        )
+        if packing == "best_fit":  # the fullest in tokens and encoder frames together, the first of equals
+            place = max(fitting, key=lambda b: used[b][0] + used[b][1] // SUBSAMPLING, default=None)
+        else:
+            place = next(fitting, None)
+        if place is None:
+            if len(group) == bins:
+                yield group
+                group, used = [], []
+            place = len(group)
+            group.append([])
+            used.append((0, 0))
+        group[place].append(i)
+        used[place] = used[place][0] + n, used[place][1] + f
+    if group:
+        yield group
+
+
+def spread_runs(
+    buffer: Sequence[int], chunks: Sequence[Sequence[int]], audio_ranks: int, rank_frames: int
+) -> list[list[int]]:
+    """The rows that a buffer becomes: the longest runs of documents whose chunks can be assigned to ranks.
+
+    buffer: indices of documents. chunks: mel frames of each document's encoder chunks, multiples of 8.
+    rank_frames: mel frames that a rank holds. A document that no assignment fits even alone is left out.
+    """
+    runs, rest = [], list(buffer)
+    while rest:
+        taken = next(
+            (n for n in range(len(rest), 0, -1) if _spread(rest[:n], chunks, audio_ranks, rank_frames)), 0
+        )
+        if taken:
+            runs.append(rest[:taken])
+        rest = rest[taken or 1 :]
+    return runs
+
+
+def _spread(
+    documents: Sequence[int], chunks: Sequence[Sequence[int]], audio_ranks: int, rank_frames: int
+) -> bool:
+    frames = [f for document in documents for f in chunks[document]]
+    return assign_chunks(frames, audio_ranks, rank_frames) is not None

@@ -1,0 +1,135 @@
+"""Packing lengths alone gives the buffers, and the figures, of packing documents."""
+
+import grain
+import numpy as np
+import pytest
+
+from jaxthd.config import Config, DataConfig, MeshConfig
+from jaxthd.data.pipeline import PackDocuments
+from jaxthd.packing.document import Document
+from jaxthd.packing.pack import document_frames, pack_row
+from jaxthd.packing.simulate import Lengths, balance, pack_lengths, padded, simulate, spread_runs
+from tests.packing.test_pack import MELS, random_documents
+
+WORK = (3.0, 0.5)
+
+
+def lengths_of(documents: list[Document]) -> Lengths:
+    chunks = [document_frames([d]) for d in documents]
+    seconds = [sum(map(len, d.chunks)) / 100 for d in documents]
+    tokens, frames = [len(d) for d in documents], [d.mel_frames for d in documents]
+    return Lengths(np.array(tokens), np.array(frames), np.array(seconds), chunks)
+
+
+def config(context: int = 1, tensor: int = 1, **data) -> Config:
+    sizes = {"capacity": 160, "audio_capacity": 640, "max_documents": 7, "packing_bins": 3}
+    return Config(mesh=MeshConfig(context=context, tensor=tensor), data=DataConfig(**{**sizes, **data}))
+
+
+@pytest.mark.parametrize("packing", ["first_fit", "best_fit", "padded"])
+@pytest.mark.parametrize(("context", "ranks"), [(1, 1), (2, 2), (2, 6)])
+@pytest.mark.parametrize("changes", [{}, {"packing_bins": 1}, {"max_documents": 3, "round_to": 8}])
+def test_buffers_are_those_of_the_grain_plugin(packing, context, ranks, changes):
+    """Scarce tokens, scarce audio, scarce places; chunks that spread over no ranks are left out in both."""
+    documents = random_documents(0, 120, chunk_frames=170)
+    settings = config(context, packing=packing, audio_capacity=624, **changes).data
+    pack = PackDocuments(
+        **{
+            name: getattr(settings, name)
+            for name in ("capacity", "audio_capacity", "max_documents", "packing")
+        },
+        packing_bins=settings.packing_bins,
+        round_to=settings.round_to,
+        num_mels=MELS,
+        context=context,
+        audio_ranks=ranks,
+        on_skip=lambda key, reason: None,
+    )
+    fitting = [d for d in documents if len(d) <= 152 and d.mel_frames <= 624]
+    rows = [sorted(row.report.keys) for row in grain.MapDataset.source(fitting).pipe(pack)]
+    lengths = lengths_of(fitting)
+    groups = pack_lengths(
+        (-(-lengths.tokens // settings.round_to) * settings.round_to).tolist(),
+        lengths.frames.tolist(),
+        **{name: getattr(settings, name) for name in ("capacity", "audio_capacity", "max_documents")},
+        packing=packing,
+        packing_bins=settings.packing_bins,
+    )
+    buffers = [
+        run
+        for group in groups
+        for buffer in group
+        for run in spread_runs(buffer, lengths.chunks, ranks, 624 // ranks)
+    ]
+    assert [sorted(fitting[i].key for i in buffer) for buffer in buffers] == rows
+    assert len(rows) > 20
+    if ranks == 6:
+        assert sum(map(len, buffers)) < len(fitting), "some chunk exceeds a rank's share"
+
+
+def test_first_fit_and_best_fit_differ():
+    def buffers(packing):
+        sizes = {"capacity": 10, "audio_capacity": 0, "max_documents": 9, "packing_bins": 3}
+        return [*pack_lengths([5, 6, 4, 5], [0] * 4, packing=packing, **sizes)]
+
+    assert buffers("first_fit") == [[[0, 2], [1], [3]]]
+    assert buffers("best_fit") == [[[0, 3], [1, 2]]]
+
+
+def test_figures_are_those_of_the_rows_packed():
+    documents = random_documents(1, 200, chunk_frames=170)
+    stream, settings = lengths_of(documents), config(2, 2, round_to=4)
+    outcome = simulate(stream, settings, WORK)
+    rows = [[documents[i] for i in buffer] for buffer in outcome.buffers]
+    sizes = {"num_mels": MELS, "context": 2, "audio_ranks": 4, "round_to": 4}
+    sizes |= {name: getattr(settings.data, name) for name in ("capacity", "audio_capacity", "max_documents")}
+    batches = [pack_row(row, **sizes)[0] for row in rows]  # raises where a row does not fit
+    slots, frames = 160 * len(rows), 640 * len(rows)
+    real, heard = (
+        sum(int(x.sum()) for x in xs)
+        for xs in zip(*((b.segment_ids > 0, b.mel_mask) for b in batches), strict=True)
+    )
+    assert outcome.padding == pytest.approx(1 - real / slots)
+    assert outcome.audio_padding == pytest.approx(1 - heard / frames)
+    assert outcome.overhead == pytest.approx((3 * slots + 0.5 * frames) / (3 * real + 0.5 * heard) - 1)
+    assert 0 < outcome.cut < 1
+    assert 0 < outcome.left_out < 0.2, "audio that no buffer holds"
+
+
+def test_more_room_for_audio_means_fewer_buffers_cut():
+    stream = lengths_of(random_documents(2, 300, chunk_frames=170))
+    outcomes = [simulate(stream, config(2, 2, audio_capacity=a), WORK) for a in (832, 960, 1152)]
+    assert [o.left_out for o in outcomes] == [0, 0, 0]
+    assert outcomes[0].cut > outcomes[1].cut > outcomes[2].cut == 0
+
+
+def test_settings_that_nothing_fits_leave_everything_out():
+    outcome = simulate(lengths_of(random_documents(3, 20)), config(capacity=0), WORK)
+    assert (outcome.buffers, outcome.left_out, outcome.overhead) == ([], 1.0, float("inf"))
+
+
+def test_padded_batches_take_their_longest_and_length_buckets_are_made_inside_an_epoch():
+    tokens = np.array([10, 2, 4, 8, 6, 2])
+    stream = Lengths(tokens, 8 * tokens, 0.08 * tokens, [[8 * n] for n in tokens.tolist()])
+    in_order = padded(stream, config(), 2, WORK)
+    assert in_order.buffers == [[0, 1], [2, 3], [4, 5]]
+    assert in_order.padding == in_order.audio_padding == pytest.approx(1 - 32 / 48)
+    assert in_order.overhead == pytest.approx(48 / 32 - 1)
+    by_length = padded(stream, config(), 2, WORK, epoch=3)
+    assert by_length.buffers == [[1, 2], [0], [5, 4], [3]]
+    assert by_length.padding == pytest.approx(1 - 32 / (8 + 10 + 12 + 8))
+
+
+def test_imbalance_is_that_of_the_rows_packed():
+    documents = random_documents(4, 60, chunk_frames=170)
+    settings = config(4, audio_capacity=4096, round_to=2)
+    outcome = simulate(lengths_of(documents), settings, WORK)
+    sizes = {"capacity": 160, "audio_capacity": 4096, "num_mels": MELS, "max_documents": 7, "context": 4}
+    rows = [[documents[i] for i in buffer] for buffer in outcome.buffers]
+    expected = [
+        np.mean([pack_row(row, **sizes, round_to=2, order_seed=seed)[1].imbalance for row in rows])
+        for seed in (None, 0)
+    ]
+    before, after = balance(lengths_of(documents), outcome)
+    assert [before, after] == pytest.approx(expected)
+    assert after < before

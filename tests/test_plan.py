@@ -1,0 +1,183 @@
+"""The planner: lengths are the loader's, recommendations hold, and the report can be pasted."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from jaxthd import plan
+from jaxthd.cli import parse_command_line
+from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.data.faults import Fault
+from jaxthd.data.manifest import Example, read_manifest
+from jaxthd.data.speech import SpeechDocuments
+from jaxthd.data.tokenizer import load_tokenizer
+from jaxthd.errors import UserError
+from jaxthd.packing.pack import document_frames
+from jaxthd.packing.simulate import Lengths, simulate
+from jaxthd.validate import DeviceFacts, problems
+
+MODEL = ModelConfig(
+    encoder=EncoderConfig(
+        num_mels=16, layers=1, dim=8, heads=1, ffn_dim=8, subsampling_channels=8, chunk_seconds=1.0
+    ),
+    llm=LLMConfig(pattern="M*-", dim=16, ffn_dim=16, mamba_heads=2, mamba_head_dim=8, mamba_groups=1),
+)
+DATA = DataConfig(
+    capacity=256,
+    audio_capacity=1024,
+    max_documents=9,
+    template="chatml",
+    system_prompt="Listen.",
+    prompt="Say: {audio}",
+)
+CONFIG = Config(data=DATA, model=MODEL)
+RATES = (16000, 8000, 11025, 44100)
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """50 lines: utterances, ranges of files and conversations; every rate; with and without durations. And
+    six that cannot be used."""
+    folder, rng = tmp_path_factory.mktemp("speech"), np.random.default_rng(0)
+    for i in range(25):
+        rate = RATES[i % len(RATES)]
+        soundfile.write(folder / f"{i}.wav", rng.normal(0, 0.1, int(rate * rng.uniform(0.3, 4))), rate)
+    soundfile.write(folder / "short.wav", np.zeros(300), 16000)
+    lines: list[dict] = []
+    for i in range(25):
+        seconds = soundfile.info(folder / f"{i}.wav").duration
+        whole = {"audio_filepath": f"{i}.wav", "text": "é" * int(rng.integers(1, 30))}
+        offset = round(seconds * rng.uniform(0, 0.5), 3)
+        duration = round((seconds - offset) * rng.uniform(0.5, 0.99), 3)
+        lines.append({**whole, "offset": offset} if i % 2 else whole)
+        said = {"from": "User", "type": "audio", "value": f"{i}.wav", "offset": offset, "duration": duration}
+        other = {"from": "User", "type": "audio", "value": f"{(i + 1) % 25}.wav"}
+        answer = {"from": "Assistant", "type": "text", "value": "yes"}
+        lines.append({"id": f"c{i}", "conversations": [said, answer, *([other, answer] if i % 3 else [])]})
+    for name in ("missing.wav", "short.wav"):
+        lines.append({"audio_filepath": name, "text": "no"})
+    lines += [{"audio_filepath": "0.wav", "text": "<|im_start|>"}, {"audio_filepath": "0.wav"}]
+    path = folder / "manifest.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def examples_of(manifest: Path) -> list[Example]:
+    return read_manifest(manifest, prompt=DATA.prompt)[0]
+
+
+def random_lengths(count: int, audio: bool = True, longest: int = 200) -> Lengths:
+    rng = np.random.default_rng(0)
+    text = rng.lognormal(2.5, 0.8, count).astype(int).clip(1, 60)
+    seconds = rng.lognormal(0.5, 0.8, count).round(2).clip(0.1, longest * 0.05) * audio
+    chunks = [
+        [8 * -(-int(min(100, 100 * s - 100 * i)) // 8) for i in range(int(np.ceil(s)))] for s in seconds
+    ]
+    frames = np.array([sum(c) for c in chunks], int)
+    return Lengths(text + frames // 8, frames, seconds, chunks)
+
+
+def test_lengths_are_those_of_the_loaders_documents(manifest):
+    config = replace(CONFIG, data=replace(DATA, audio_capacity=10**6))
+    examples = examples_of(manifest)
+    make = SpeechDocuments(config, load_tokenizer("bytes"), train=False)
+    made = [make(example, 0) for example in examples]
+    documents = [d for d in made if not isinstance(d, Fault)]
+    lengths, unusable = plan.measure(examples, config)
+    assert (len(documents), unusable) == (50, 3)
+    assert lengths.tokens.tolist() == [len(d) for d in documents]
+    assert lengths.frames.tolist() == [d.mel_frames for d in documents]
+    assert lengths.chunks == [document_frames([d]) for d in documents]
+    assert lengths.seconds == pytest.approx([sum(map(len, d.chunks)) / 100 for d in documents])
+    assert max(map(len, lengths.chunks)) > 4
+
+
+def test_a_stream_holds_whole_epochs_or_follows_the_weights(monkeypatch):
+    monkeypatch.setattr(plan, "LEAST_DRAWN", 3000)
+    few, many = random_lengths(7), random_lengths(13)
+    few = few._replace(tokens=np.arange(7))
+    many = many._replace(tokens=np.arange(7, 20))
+    whole = plan.draw([few, many], (), 0)
+    assert np.bincount(whole.tokens).tolist() == [150] * 20
+    assert whole.tokens[:20].tolist() != whole.tokens[20:40].tolist()
+    drawn = plan.draw([few, many], (3.0, 1.0), 0)
+    counts = np.bincount(drawn.tokens)
+    assert counts[:7].sum() == pytest.approx(2250, rel=0.05)
+    assert np.ptp(counts[:7]) <= 1
+    assert np.ptp(counts[7:]) <= 1
+    frames = np.concatenate([few.frames, many.frames])
+    assert drawn.frames.tolist() == frames[drawn.tokens].tolist()
+    assert drawn.chunks == [[*few.chunks, *many.chunks][i] for i in drawn.tokens]
+    with pytest.raises(UserError, match=r"\[7, 0\] usable documents"):
+        plan.draw([few, Lengths(np.zeros(0, int), np.zeros(0, int), np.zeros(0), [])], (), 0)
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(context=2), MeshConfig(context=4, tensor=2)])
+def test_everything_proposed_is_valid_and_the_recommendation_leaves_nothing_out(mesh):
+    config = replace(CONFIG, mesh=mesh)
+    made = plan.make_plan(random_lengths(600), config, 200)
+    device = DeviceFacts(platform="cpu", devices=mesh.devices, kind="cpu")
+    tried = [*made.by_capacity, *made.by_audio, *made.by_packer, made.recommended]
+    for outcome in tried:
+        found = [p for p in problems(outcome.config, device) if not p.is_warning and "data." in str(p)]
+        assert not found, outcome.config
+    best = made.recommended
+    assert best.left_out == 0
+    assert best.overhead <= min(o.overhead for o in made.by_packer) + plan.TOLERANCE
+    assert best.overhead < made.in_order.overhead
+    assert made.by_length.overhead < made.in_order.overhead
+    again = simulate(made.stream, best.config, made.work)
+    assert again == best
+    assert best.documents.max() <= best.data.max_documents
+
+
+def test_the_configured_capacity_is_kept_unless_it_costs():
+    lengths = random_lengths(600)
+    kept = plan.make_plan(lengths, replace(CONFIG, data=replace(DATA, capacity=1024)), 200)
+    assert kept.recommended.data.capacity == 1024
+    raised = plan.make_plan(lengths, replace(CONFIG, data=replace(DATA, capacity=32)), 200)
+    assert raised.recommended.data.capacity >= lengths.tokens.max() > 32 * 4
+    assert raised.configured.left_out > 0
+
+
+def test_text_alone_needs_no_audio_capacity():
+    made = plan.make_plan(random_lengths(400, audio=False), CONFIG, 400)
+    assert made.recommended.data.audio_capacity == 0
+    assert "Audio capacities" not in plan.describe_plan(made)
+
+
+def test_a_long_tail_of_documents_a_buffer_is_bounded_where_that_is_cheap():
+    """One buffer in five hundred holds a run of the shortest documents."""
+    rng = np.random.default_rng(0)
+    tokens = np.where(rng.random(4000) < 0.5, 60, 3)
+    tokens[2000:2020] = 1
+    stream = Lengths(tokens, 0 * tokens, 0.0 * tokens, [[]] * 4000)
+    made = plan.make_plan(stream, replace(CONFIG, data=replace(DATA, capacity=240)), 4000)
+    *_, p99, most = plan.percentiles(made.by_maximum[-1].documents)
+    assert p99 <= made.recommended.data.max_documents < most
+
+
+def test_the_command_prints_settings_that_can_be_pasted_and_draws(manifest, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(plan, "LEAST_DRAWN", 500)
+    monkeypatch.setattr(plan, "MOST_READ", 40)
+    tiny, picture = tmp_path / "tiny.py", tmp_path / "plan.png"
+    tiny.write_text("from tests.test_plan import CONFIG\n\n\ndef config():\n    return CONFIG\n")
+    options = ["--config", str(tiny), "--data.manifest", str(manifest), "--mesh.context", "2"]
+    plan.main([*options, "--out", str(picture)])
+    text = capsys.readouterr().out
+    assert "53 documents, 1 faulty lines" in text
+    assert "a random sample of 40 of 53 documents" in text
+    assert "context ranks over the mean" in text
+    lines = text.splitlines()
+    flags = [word for x in lines if x.startswith("  --data.") for word in x.strip().split("  ")[0].split()]
+    assert len(flags) == 10
+    pasted = parse_command_line("train", [*options, *flags])[0].data
+    (line,) = (x for x in lines if x.startswith("  DataConfig("))
+    data = eval(line, {"DataConfig": DataConfig})
+    names = ("capacity", "audio_capacity", "max_documents", "packing", "packing_bins")
+    assert [getattr(pasted, n) for n in names] == [getattr(data, n) for n in names]
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
