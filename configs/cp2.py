@@ -34,7 +34,7 @@ def config() -> Config:
             remat_llm=False,
         ),
         train=TrainConfig(
-            steps=4000,
+            steps=3200,
             learning_rate=1.5e-3,
             warmup_steps=100,
             validate_every=400,
