@@ -2,9 +2,10 @@
 
     python -m jaxthd.train --config configs/cp2.py
 
-Needs no download and no accelerator: the speech is made on first use, and a machine without GPUs simulates
-the two devices. Expect the loss to fall from 6.07 to 0.37 in 200 steps, 0.52 in validation, at 0.34 s a step
-on two CPU cores; and the losses of configs/single.py, to 1e-6 for the first 50 steps: the mesh never changes
+Needs no download and no accelerator: 10,000 utterances of synthetic speech are made on first use (20 s), and a
+machine without GPUs simulates the two devices. Expect a word error rate of 16% after nine minutes on two CPU
+cores, on 200 utterances whose voices and texts are not in the training set; it learns to listen between steps
+600 and 1,600. Expect the losses of configs/single.py, to 1e-6 for the first 50 steps: the mesh never changes
 the model, and no buffer of this data set has to be cut for its audio to fit the ranks.
 """
 
