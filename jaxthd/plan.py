@@ -46,8 +46,16 @@ TOLERANCE = 0.005
 
 
 def read_examples(config: Config) -> list[list[Example]]:
-    """The usable lines of each training manifest; a sample of them where there are more than MOST_READ."""
+    """The usable lines of each training manifest; a sample of them where there are more than MOST_READ.
+
+    Raises UserError without a manifest, or where data.weights are not as many; and as read_manifest does.
+    """
     data, sources = config.data, []
+    if not data.manifest or len(data.weights) not in (0, len(data.manifest)):
+        raise UserError(
+            f"{len(data.manifest)} manifests and {len(data.weights)} weights; expected one manifest or more, "
+            "and no weights or one each: correct data.manifest or data.weights"
+        )
     for number, manifest in enumerate(data.manifest):
         path = str(synthetic_manifests()[0]) if manifest == "synthetic" else manifest
         examples, faults = read_manifest(

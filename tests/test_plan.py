@@ -11,6 +11,7 @@ import soundfile
 from jaxthd import plan
 from jaxthd.cli import parse_command_line
 from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.data.audio import load_audio
 from jaxthd.data.faults import Fault
 from jaxthd.data.manifest import Example, read_manifest
 from jaxthd.data.speech import SpeechDocuments
@@ -94,6 +95,9 @@ def test_lengths_are_those_of_the_loaders_documents(manifest):
     assert lengths.chunks == [document_frames([d]) for d in documents]
     assert lengths.seconds == pytest.approx([sum(map(len, d.chunks)) / 100 for d in documents])
     assert max(map(len, lengths.chunks)) > 4
+    whole = {clip for example in examples[:50] for clip in example.clips if clip.duration is None}
+    for clip in whole:
+        assert plan.clip_samples(clip) == len(load_audio(clip.path, clip.offset))
 
 
 def test_a_stream_holds_whole_epochs_or_follows_the_weights(monkeypatch):
@@ -142,6 +146,11 @@ def test_the_configured_capacity_is_kept_unless_it_costs():
     raised = plan.make_plan(lengths, replace(CONFIG, data=replace(DATA, capacity=32)), 200)
     assert raised.recommended.data.capacity >= lengths.tokens.max() > 32 * 4
     assert raised.configured.left_out > 0
+
+
+def test_weights_are_as_many_as_manifests():
+    with pytest.raises(UserError, match="1 manifests and 2 weights"):
+        plan.read_examples(replace(CONFIG, data=replace(DATA, weights=(1.0, 2.0))))
 
 
 def test_text_alone_needs_no_audio_capacity():

@@ -74,6 +74,19 @@ def test_first_fit_and_best_fit_differ():
 
     assert buffers("first_fit") == [[[0, 2], [1], [3]]]
     assert buffers("best_fit") == [[[0, 3], [1, 2]]]
+    sizes = {"capacity": 10, "audio_capacity": 80, "max_documents": 9, "packing_bins": 3}
+    # The fullest by slots and encoder frames: 5 + 8, not 6.
+    assert [*pack_lengths([6, 5, 2], [0, 64, 8], packing="best_fit", **sizes)] == [[[0], [1, 2]]]
+
+
+def test_a_group_that_the_end_of_the_stream_leaves_open_does_not_count():
+    def same(count: int) -> Lengths:
+        return Lengths(np.full(count, 40), np.zeros(count, int), np.zeros(count), [[]] * count)
+
+    outcome = simulate(same(30), config(), WORK)
+    assert outcome.documents.tolist() == [4] * 6
+    assert (outcome.padding, outcome.left_out) == (0.0, 0.0)
+    assert simulate(same(5), config(), WORK).documents.tolist() == [4, 1], "the only group counts"
 
 
 def test_figures_are_those_of_the_rows_packed():
