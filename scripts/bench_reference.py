@@ -1,0 +1,385 @@
+"""Forward and backward on real lengths: jaxthd packed against transformers' NemotronH padded.
+
+    python scripts/bench_reference.py --manifest MANIFEST [--check] [--python-reference PYTHON]
+
+Needs torch and transformers: in this environment, or in another one, whose interpreter --python-reference
+names. Takes about five minutes on two idle cores.
+
+The same model (SETTINGS) with the same weights on both sides, float32, 2 threads each. A document is 12.5
+audio frames a second of its recording, 8 tokens of prompt and a token for every 4 bytes of its text; token
+ids are random, and every token but the first is predicted. Neither side gets audio: embeddings are looked up.
+
+- jaxthd: buffers of --capacity tokens, by the product's packer and its loss and gradient; with the layers'
+  activations kept (as the reference keeps them) and with model.remat_llm.
+- transformers: batches of 16, each padded on the right to its longest, labels masked on padding, in random
+  order and sorted by length; the scan in chunks of 128 tokens (the library's default) and of 32 (the fastest
+  here). No attention mask is given: with padding on the right the model needs none, and is faster.
+
+Each side is a process of its own. Programs are compiled and have run once before the clock starts; then all
+ways take turns, batch by batch, so that what else the machine does hits them alike. The time of a way is the
+sum over its batches of each batch's median over the rounds. CPU s is the same of the process's CPU time: with
+two threads twice the wall time at best, and less disturbed by others. --check exits 1 unless both sides have
+the same loss and gradient norm, and jaxthd is the fastest.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+SETTINGS: dict[str, Any] = {
+    "hybrid_override_pattern": "M-M*M-M*",
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 1024,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 64,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "time_step_min": 0.001,
+}
+"""NemotronHConfig's fields."""
+ROWS, CHUNKS = 16, (128, 32)
+THREADS = 2
+CHECKED = 4
+"""Documents whose loss and gradient norm are compared."""
+MATRIX = 2048
+"""The matrix rate is that of a product of two square matrices of this size."""
+
+
+class Way(NamedTuple):
+    """One way of working through all documents.
+
+    batches: each runs forward and backward on a batch. slots: token slots of all batches.
+    """
+
+    batches: Sequence[Callable[[], Any]]
+    slots: int
+
+
+class Side(NamedTuple):
+    """What a process offers. checked: loss and gradient norm of the first CHECKED documents."""
+
+    ways: dict[str, Way]
+    matrix: Callable[[], Any]
+    checked: tuple[float, float]
+
+
+def transformers_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) -> Side:
+    """Writes the weights that the other side reads."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(THREADS)
+    torch.manual_seed(0)
+
+    def make(chunk: int) -> Any:
+        return transformers.NemotronHForCausalLM(
+            transformers.NemotronHConfig(**SETTINGS, chunk_size=chunk)
+        ).train()
+
+    models = {chunk: make(chunk) for chunk in CHUNKS}
+    weights = models[CHUNKS[0]].state_dict()
+    for model in models.values():
+        model.load_state_dict(weights)
+    np.savez(folder / "weights.npz", **{name: x.numpy() for name, x in weights.items()})
+
+    def batch(model: Any, group: Sequence[np.ndarray]) -> Callable[[], float]:
+        tokens = np.zeros((len(group), max(map(len, group))), np.int64)
+        labels = np.full_like(tokens, -100)
+        for i, document in enumerate(group):
+            tokens[i, : len(document)] = labels[i, : len(document)] = document
+        inputs = {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+
+        def run() -> float:
+            model.zero_grad(set_to_none=True)
+            loss = model(**inputs, use_cache=False).loss
+            loss.backward()
+            return float(loss.detach())
+
+        return run
+
+    shuffled = [documents[i] for i in np.random.default_rng(0).permutation(len(documents))]
+    ways = {}
+    for order, ordered in (("random order", shuffled), ("sorted by length", sorted(documents, key=len))):
+        groups = [ordered[i : i + ROWS] for i in range(0, len(ordered), ROWS)]
+        slots = sum(len(group) * max(map(len, group)) for group in groups)
+        for chunk, model in models.items():
+            name = f"transformers, {order}, chunks of {chunk}"
+            ways[name] = Way([batch(model, group) for group in groups], slots)
+    loss = batch(model, documents[:CHECKED])()
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+    square = torch.ones(MATRIX, MATRIX)
+    return Side(ways, lambda: square @ square, (loss, norm))
+
+
+def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) -> Side:
+    import grain
+    import jax
+    import optax
+
+    from jaxthd.config import Config, LLMConfig, ModelConfig
+    from jaxthd.data.pipeline import PackDocuments
+    from jaxthd.mesh import make_mesh, put_batch
+    from jaxthd.packing.batch import Batch
+    from jaxthd.packing.document import Document
+    from jaxthd.step import abstract_state, loss_and_gradient, model_graph
+
+    jax.config.update("jax_platforms", "cpu")
+    llm = LLMConfig(
+        pattern=SETTINGS["hybrid_override_pattern"],
+        vocab_size=SETTINGS["vocab_size"],
+        dim=SETTINGS["hidden_size"],
+        q_heads=SETTINGS["num_attention_heads"],
+        kv_heads=SETTINGS["num_key_value_heads"],
+        head_dim=SETTINGS["head_dim"],
+        ffn_dim=SETTINGS["intermediate_size"],
+        mamba_heads=SETTINGS["mamba_num_heads"],
+        mamba_head_dim=SETTINGS["mamba_head_dim"],
+        mamba_state=SETTINGS["ssm_state_size"],
+        mamba_groups=SETTINGS["n_groups"],
+        mamba_conv=SETTINGS["conv_kernel"],
+        mamba_dt_limit=(SETTINGS["time_step_min"], math.inf),
+    )
+    mesh = make_mesh(Config().mesh)
+    pack = PackDocuments(
+        capacity=capacity, audio_capacity=0, max_documents=capacity, num_mels=1, packing="best_fit"
+    )
+
+    def spliced(number: int, tokens: np.ndarray) -> Document:
+        no, yes = np.zeros(len(tokens), bool), np.ones(len(tokens), bool)
+        return Document(str(number), tokens.astype(np.int32), is_audio=no, supervised=yes)
+
+    packed = [spliced(i, tokens) for i, tokens in enumerate(documents)]
+    batches = [put_batch(row.batch, mesh) for row in grain.MapDataset.source(packed).pipe(pack)]
+    abstract = abstract_state(Config(model=ModelConfig(llm=llm)))
+    # Encoder and adapter take no part: their weights are zeros.
+    params, buffers = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (abstract.params, abstract.buffers))
+    params |= decoder_parameters(dict(np.load(folder / "weights.npz")))
+    params, buffers = jax.device_put((params, buffers))
+    ways, programs = {}, {}
+    for name, remat in (("jaxthd, packed", False), ("jaxthd, packed, recomputing", True)):
+        config = Config(model=ModelConfig(llm=llm, remat_llm=remat, attention_block=64))
+        program = programs[name] = jax.jit(loss_and_gradient(model_graph(config), mesh))
+
+        def batch(data: Batch, program: Any = program) -> Callable[[], Any]:
+            return lambda: jax.block_until_ready(program(params, buffers, data))
+
+        ways[name] = Way([batch(data) for data in batches], capacity * len(batches))
+    checked = put_batch(pack.row(packed[:CHECKED]).batch, mesh)
+    loss, gradients, _ = programs["jaxthd, packed"](params, buffers, checked)
+    square = jax.numpy.ones((MATRIX, MATRIX))
+    product = jax.jit(lambda x: x @ x)
+    return Side(
+        ways, lambda: product(square).block_until_ready(), (float(loss), float(optax.tree.norm(gradients)))
+    )
+
+
+def decoder_parameters(theirs: dict[str, np.ndarray]) -> dict[str, Any]:
+    """NemotronHForCausalLM's weights under jaxthd's names: embedding, decoder, head."""
+    from jax import tree
+
+    from jaxthd.models.hybrid import repeated_units
+
+    inner = SETTINGS["mamba_num_heads"] * SETTINGS["mamba_head_dim"]
+    shared = SETTINGS["n_groups"] * SETTINGS["ssm_state_size"]
+
+    def linear(weight: np.ndarray) -> dict[str, np.ndarray]:
+        return {"w": weight.T}
+
+    def block(layer: int, kind: str) -> dict[str, Any]:
+        prefix = f"model.layers.{layer}."
+        mixer = {k.removeprefix(f"{prefix}mixer."): v for k, v in theirs.items() if k.startswith(prefix)}
+        ours: dict[str, Any]
+        match kind:
+            case "*":
+                ours = {name: linear(mixer[f"{name}_proj.weight"]) for name in "qkv"}
+                ours["out"] = linear(mixer["o_proj.weight"])
+            case "-":
+                ours = {name: linear(mixer[f"{name}_proj.weight"]) for name in ("up", "down")}
+            case _:
+                projections = np.split(mixer["in_proj.weight"], np.cumsum([inner, inner, shared, shared]))
+                ours = {n: linear(w) for n, w in zip(("z", "x", "b", "c", "dt"), projections, strict=True)}
+                for name, array in (
+                    ("conv", mixer["conv1d.weight"][:, 0].T),
+                    ("conv_bias", mixer["conv1d.bias"]),
+                ):
+                    parts = np.split(array, [inner, inner + shared], axis=-1)
+                    ours |= {f"{name}_{n}": part for n, part in zip("xbc", parts, strict=True)}
+                ours |= {"dt_bias": mixer["dt_bias"], "a_log": mixer["A_log"], "d": mixer["D"]}
+                ours |= {"norm": {"weight": mixer["norm.weight"]}, "out": linear(mixer["out_proj.weight"])}
+        return {"norm": {"weight": theirs[f"{prefix}norm.weight"]}, "mixer": ours}
+
+    units: dict[int, Any] = {}
+    first = 0
+    for number, (unit, repeats) in enumerate(repeated_units(SETTINGS["hybrid_override_pattern"])):
+        rows = [
+            {b: block(first + r * len(unit) + b, kind) for b, kind in enumerate(unit)} for r in range(repeats)
+        ]
+        units[number] = {"blocks": tree.map(lambda *layers: np.stack(layers), *rows)}
+        first += len(unit) * repeats
+    return {
+        "embedding": theirs["model.embeddings.weight"],
+        "decoder": {"units": units, "norm": {"weight": theirs["model.norm_f.weight"]}},
+        "head": theirs["lm_head.weight"],
+    }
+
+
+SIDES = {"transformers": transformers_side, "jaxthd": jaxthd_side}
+
+
+def serve(name: str, folder: Path, capacity: int) -> None:
+    """A side's process: says what it offers, then runs what it is asked for and says how long that took."""
+    documents = np.load(folder / "documents.npz")
+    side = SIDES[name](folder, [documents[str(i)] for i in range(len(documents))], capacity)
+    for way in side.ways.values():
+        way.batches[0]()
+    side.matrix()
+    ways = {name: (len(way.batches), way.slots) for name, way in side.ways.items()}
+    print(json.dumps({"ways": ways, "checked": side.checked}), flush=True)
+    for line in sys.stdin:
+        way_name, number = json.loads(line)
+        run = side.ways[way_name].batches[number] if way_name else side.matrix
+        start = time.perf_counter(), time.process_time()
+        run()
+        print(json.dumps([time.perf_counter() - start[0], time.process_time() - start[1]]), flush=True)
+
+
+class Process:
+    """The parent's end of a side's process."""
+
+    def __init__(self, python: str, side: str, folder: Path, capacity: int) -> None:
+        command = [python, __file__, "--side", side, "--folder", str(folder), "--capacity", str(capacity)]
+        self.popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.offer = self._read()
+
+    def _read(self) -> Any:
+        assert self.popen.stdout is not None
+        line = self.popen.stdout.readline()
+        if not line:
+            sys.exit("a side ended early; its message stands above")
+        return json.loads(line)
+
+    def seconds(self, way: str, number: int) -> list[float]:
+        """[wall, CPU] of one batch; way "" is the matrix product."""
+        assert self.popen.stdin is not None
+        print(json.dumps([way, number]), file=self.popen.stdin, flush=True)
+        return self._read()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--manifest", help="recordings whose lengths are taken")
+    parser.add_argument("--check", action="store_true", help="exit 1 when a claim fails")
+    parser.add_argument("--python-reference", default=sys.executable, help="has torch and transformers")
+    parser.add_argument("--capacity", type=int, default=4096, help="token slots of a packed buffer")
+    parser.add_argument("--rounds", type=int, default=3, help="passes over every way")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    # Threads as many as cores: both libraries follow the cores a process may use.
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
+    if options.side:
+        serve(options.side, options.folder, options.capacity)
+        return
+    if options.manifest is None:
+        parser.error("--manifest is missing: give a NeMo manifest with durations")
+    python = options.python_reference
+    if subprocess.run([python, "-c", "import torch, transformers"], capture_output=True).returncode:
+        sys.exit(
+            f"{python} cannot import torch and transformers; install them there, or name an interpreter that "
+            "has them: --python-reference PYTHON"
+        )
+
+    from jaxthd.data.manifest import read_manifest
+
+    utterances, _ = read_manifest(options.manifest, "--manifest")
+    lengths = [
+        math.ceil(12.5 * u.duration) + 8 + math.ceil(len(u.text.encode()) / 4)
+        for u in utterances
+        if u.duration is not None
+    ]
+    rng = np.random.default_rng(0)
+    documents = {str(i): rng.integers(SETTINGS["vocab_size"], size=n) for i, n in enumerate(lengths)}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        np.savez(folder / "documents.npz", **documents)  # type: ignore[arg-type]
+        reference = Process(python, "transformers", folder, options.capacity)
+        ours = Process(sys.executable, "jaxthd", folder, options.capacity)
+        ways = {way: (p, *p.offer["ways"][way]) for p in (ours, reference) for way in p.offer["ways"]}
+        times: dict[tuple[str, int], list[list[float]]] = {}
+        rates: dict[str, float] = {}
+        for _ in range(options.rounds):
+            for side, process in (("jaxthd", ours), ("transformers", reference)):
+                rate = max(2 * MATRIX**3 / process.seconds("", 0)[0] for _ in range(5))
+                rates[side] = max(rate, rates.get(side, 0))
+            numbers = ([(way, i) for i in range(count)] for way, (_, count, _) in ways.items())
+            for turn in zip_longest(*numbers):
+                for key in filter(None, turn):
+                    times.setdefault(key, []).append(ways[key[0]][0].seconds(*key))
+        weights = sum(
+            x.size for n, x in np.load(folder / "weights.npz").items() if x.ndim == 2 and "embed" not in n
+        )
+
+    real = sum(lengths)
+    print(f"{len(lengths)} documents of {min(lengths)} to {max(lengths):,} tokens, {real:,} in all")
+    columns = ("slots", "padding", "seconds", "CPU s", "real tokens/s", "of matrix rate")
+    print("".join([f"\n{'':44}", *(f"{column:>16}" for column in columns)]))
+    speed = {}
+    for way, (process, count, slots) in ways.items():
+        medians = (zip(*times[way, i], strict=True) for i in range(count))
+        wall, cpu = np.sum([[statistics.median(x) for x in pair] for pair in medians], axis=0)
+        speed[way] = real / wall
+        share = 6 * weights * speed[way] / rates["jaxthd" if process is ours else "transformers"]
+        cells = f"{slots:,}", f"{1 - real / slots:.1%}", f"{wall:.2f}", f"{cpu:.2f}", f"{speed[way]:,.0f}"
+        print("".join([f"{way:44}", *(f"{cell:>16}" for cell in (*cells, f"{share:.0%}"))]))
+    shown = ", ".join(f"{side} {rate / 1e9:.0f}" for side, rate in rates.items())
+    print(
+        f"\nMatrix rate, GFLOP/s: {shown}. Counted are the weights' {weights / 1e6:.2f}M multiply-adds a "
+        "token, three times."
+    )
+    losses, norms = zip(ours.offer["checked"], reference.offer["checked"], strict=True)
+    print(
+        f"First {CHECKED} documents: loss {losses[0]:.6f} and {losses[1]:.6f}, "
+        f"gradient norm {norms[0]:.6f} and {norms[1]:.6f}"
+    )
+    claims = {
+        "both sides have the same loss and gradient norm, to 1e-4": np.allclose(
+            [losses[0], norms[0]], [losses[1], norms[1]], rtol=1e-4
+        )
+    }
+    claims |= {
+        f"jaxthd, packed: {speed['jaxthd, packed'] / speed[way]:.2f} times {way} (more than 1)": speed[
+            "jaxthd, packed"
+        ]
+        > speed[way]
+        for way in reference.offer["ways"]
+    }
+    print("\nClaims")
+    for text, holds in claims.items():
+        print(f"  {'holds' if holds else 'FAILS'}  {text}")
+    if options.check and not all(claims.values()):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
