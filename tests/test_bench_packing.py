@@ -50,7 +50,7 @@ def test_padded_batches_hold_as_many_documents_as_a_packed_buffer_does():
 def test_packed_buffers_are_full():
     """The end of the data set wastes none: what the packed side wastes, it wastes in training too."""
     text = bench.text_documents(bench.TEXT_DOCUMENTS)
-    for documents, wanted in ((DOCUMENTS, 300), (text, bench.TEXT_CAPACITY)):
+    for documents, wanted in ((DOCUMENTS, 300), (text, bench.TEXT_LONGEST)):
         packed = bench.packed_batches(documents, wanted, MELS)
         assert sum(map(len, documents)) / sum(b.tokens.size for b in packed) > 0.94
 
@@ -90,7 +90,7 @@ def test_the_mix_is_long_tailed_and_the_same_every_time():
     one, two = bench.text_documents(70), bench.text_documents(70)
     assert [d.tokens.tolist() for d in one] == [d.tokens.tolist() for d in two]
     lengths = np.array([len(d) for d in one])
-    assert 0.9 * bench.TEXT_CAPACITY < lengths.max() <= bench.TEXT_CAPACITY
+    assert 0.9 * bench.TEXT_LONGEST < lengths.max() <= bench.TEXT_LONGEST
     assert np.median(lengths) == pytest.approx(200, rel=0.05)
     assert all(d.supervised.mean() == pytest.approx(2 / 3, abs=0.34) for d in one)
     in_order, _ = bench.padded_batches(one, 10, 1)
