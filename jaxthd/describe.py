@@ -19,7 +19,7 @@ from jaxthd.config import Config
 from jaxthd.errors import readable_errors
 from jaxthd.models.hybrid import repeated_units
 from jaxthd.parallel.params import Buffer
-from jaxthd.step import abstract_model, make_optimizer
+from jaxthd.state import abstract_model, make_optimizer
 from jaxthd.validate import DeviceFacts, problems
 
 PARTS = ("LLM", "encoder", "adapter")

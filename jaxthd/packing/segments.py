@@ -58,6 +58,8 @@ class Segments:
     whole: keys of the token's whole document on this rank (bidirectional; for the encoder).
     remaining: tokens of the document after this one, on this rank.
     rows, axis, context, block: R, the context axis (None outside a mesh), its size, the attention block.
+    lockstep: all ranks of the mesh run this program at the same time. Else, in pipeline stages that differ,
+        no collective may name ranks of other stages: ppermute names all, and is not used.
     """
 
     ids: Int32[Array, " N"]
@@ -71,6 +73,7 @@ class Segments:
     axis: str | None
     context: int
     block: int
+    lockstep: bool
 
     @property
     def valid(self) -> Bool[Array, " N"]:
@@ -100,7 +103,7 @@ class Segments:
         return jnp.where(here_RD & (index_RD >= 0), local_RD, -1).reshape(-1)
 
 
-_STATIC = ("rows", "axis", "context", "block")
+_STATIC = ("rows", "axis", "context", "block", "lockstep")
 _TRACED = tuple(f.name for f in fields(Segments) if f.name not in _STATIC)
 
 
@@ -120,11 +123,16 @@ jax.tree_util.register_pytree_node(Segments, _flatten, _unflatten)
 
 
 def make_segments(
-    ids_RT: Int32[Array, "R T"], positions_RT: Int32[Array, "R T"], *, block: int, axis: str | None
+    ids_RT: Int32[Array, "R T"],
+    positions_RT: Int32[Array, "R T"],
+    *,
+    block: int,
+    axis: str | None,
+    lockstep: bool = True,
 ) -> Segments:
     """Derives a step's Segments from this rank's share of the batch.
 
-    axis: name of the context mesh axis, inside shard_map; None when the rows are whole.
+    axis: name of the context mesh axis, inside shard_map; None when the rows are whole. lockstep: as there.
 
     Every key interval follows from one fact: under whole-buffer DualChunkSwap the local order of tokens is
     their global order, so a query's global interval [first token of its document, itself] is also an interval
@@ -177,4 +185,5 @@ def make_segments(
         axis=axis,
         context=context,
         block=block,
+        lockstep=lockstep,
     )
