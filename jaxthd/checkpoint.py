@@ -124,7 +124,7 @@ class Checkpoints:
     def restore_latest(
         self, abstract: TrainState, shardings: TrainState | Sharding
     ) -> tuple[TrainState, dict[str, Any]] | None:
-        """The newest intact checkpoint's state, laid out as `shardings` say, and its data position; None without.
+        """The newest intact checkpoint's state, laid out as `shardings` say, and its data position; or None.
 
         abstract: shapes and dtypes to expect. Damaged checkpoints are reported, and renamed once an older one
         is restored. Raises UserError where a checkpoint's arrays have other names, shapes or dtypes, before
@@ -146,7 +146,9 @@ class Checkpoints:
             )
         return None
 
-    def _newest_intact(self, abstract: TrainState, shardings: TrainState | Sharding) -> tuple[int, TrainState] | None:
+    def _newest_intact(
+        self, abstract: TrainState, shardings: TrainState | Sharding
+    ) -> tuple[int, TrainState] | None:
         """(its step, its state); notes those found to be damaged."""
         for step in sorted(self._about, reverse=True):
             try:

@@ -27,8 +27,8 @@ class MeshConfig:
     """Pipeline stages of a rank; more than 1: the interleaved schedule, whose bubble is that much smaller."""
     fsdp: bool = True
     """Spread weight matrices, their gradients and optimizer state over the ranks that all use them (decoder:
-    data and context; encoder: all), gathered when used. False: each of these holds them whole, which is faster
-    where the model is small."""
+    data and context; encoder: all), gathered when used. False: each of these holds them whole, which is
+    faster where the model is small."""
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -139,8 +139,8 @@ class LLMConfig:
     """Hybrid Mamba2/attention decoder (Nemotron-H, Nemotron-3). Names follow the layers' definitions."""
 
     pattern: str = "M-M*-"
-    """One letter a block: M Mamba2, * attention, - MLP, E mixture of experts. A | may say where pipeline stages
-    are divided; without any they are divided by cost."""
+    """One letter a block: M Mamba2, * attention, - MLP, E mixture of experts. | may say where pipeline
+    stages are divided; without any they are divided by cost."""
     vocab_size: int = 260
     """Rows of the embedding and of the head."""
     dim: int = 128
@@ -203,7 +203,7 @@ class ModelConfig:
     sequence_sharded: bool = False
     """Norms and residuals on 1/tensor of the tokens: reduce-scatter and all-gather in place of all-reduce."""
     expert_parallel: bool = True
-    """Experts cut over the data and context ranks, tokens sent to them; else experts' weights are gathered."""
+    """Experts cut over data and context ranks, tokens sent to them; else experts' weights are gathered."""
     expert_capacity: float = 1.5
     """Places for tokens in a send to another rank, over the mean number; the rest goes with the next send."""
     attention_backend: Literal["xla", "te"] = "xla"

@@ -125,19 +125,17 @@ def state_shardings(config: Config, mesh: Mesh) -> TrainState:
 
 
 def canonical_shardings(config: Config, mesh: Mesh) -> TrainState:
-    """Where the canonical form lies. No rank holds more of it than of the other form, or hardly more: what the
-    pipeline divides by layers is spread over its ranks.
+    """Where the canonical form lies. No rank holds more of it than of the other form, or hardly more: what
+    the pipeline divides by layers is spread over its ranks.
     """
     spread = (PIPELINE, *DECODER_SPREAD)
-    model = nnx.eval_shape(
-        lambda: _make_model(config, jax.random.key(0), config.mesh, decoder_spread=spread)
-    )
+    model = nnx.eval_shape(lambda: _make_model(config, jax.random.key(0), config.mesh, decoder_spread=spread))
     return _shardings(config, mesh, model)
 
 
 def _shardings(config: Config, mesh: Mesh, model: SpeechLM) -> TrainState:
     params, buffers = model_specs(model)
-    everywhere = PartitionSpec()
+    everywhere: Any = PartitionSpec()
     moments = optax.tree.map_params(
         make_optimizer(config),
         lambda _, spec: spec,

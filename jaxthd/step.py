@@ -154,9 +154,8 @@ def loss_and_gradient(config: Config, mesh: Mesh) -> Callable[[Tree, Tree, Batch
                 return jnp.zeros((), jnp.result_type(*jax.tree.leaves(params)))
             return config.train.aux_loss * routing.aux.sum() / (jnp.maximum(real, 1) * layers)
 
-        step = accumulate(
-            parts, schedule, divided, buffers["encoder"], _microbatches(batch, schedule.microbatches), extra_share
-        )
+        batches = _microbatches(batch, schedule.microbatches)
+        step = accumulate(parts, schedule, divided, buffers["encoder"], batches, extra_share)
         routing = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), step.extra)
         share, gradients = step.share, _sum_copies(_joined(step.gradients), specs)
         if routing is not None:
@@ -165,9 +164,10 @@ def loss_and_gradient(config: Config, mesh: Mesh) -> Callable[[Tree, Tree, Batch
         loss = jax.lax.psum(share, AXES)
         return Gradient(loss, gradients, {**buffers, "encoder": step.state}, routing)
 
-    by_rank = PartitionSpec(PIPELINE)
+    everywhere: Any = PartitionSpec()
+    by_rank: Any = PartitionSpec(PIPELINE)
     routing_specs = Routing(by_rank, by_rank, by_rank) if has_experts else None
-    out_specs = Gradient(PartitionSpec(), specs, buffer_specs, routing_specs)
+    out_specs = Gradient(everywhere, specs, buffer_specs, routing_specs)
     return _on_mesh(rank, mesh, (specs, buffer_specs, batch_specs()), out_specs)
 
 
@@ -175,14 +175,14 @@ def _sum_copies(gradients: Tree, specs: Tree) -> Tree:
     """Sums gradients over the ranks that hold the same part of a parameter."""
     leaves, tree = jax.tree.flatten(gradients)
     by_axes: dict[tuple[str, ...], list[int]] = {}
-    for i, spec in enumerate(tree.flatten_up_to(specs)):
+    for i, spec in enumerate(jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))):
         cut = {axis for axes in spec if axes for axis in ((axes,) if isinstance(axes, str) else axes)}
         by_axes.setdefault(tuple(a for a in AXES if a not in cut), []).append(i)
     for axes, members in by_axes.items():
         if axes:
             for i, total in zip(members, jax.lax.psum([leaves[i] for i in members], axes), strict=True):
                 leaves[i] = total
-    return tree.unflatten(leaves)
+    return jax.tree.unflatten(tree, leaves)
 
 
 def make_train_step(
@@ -274,8 +274,8 @@ def make_validation_step(
 
 
 def make_log_probs(config: Config, mesh: Mesh) -> Callable[[Tree, Tree, Batch], Array]:
-    """(params, buffers, batch) -> log-probability of every position's target, 0 where weights is 0: [R, T], in
-    the batch's layout and sharding; stored statistics. By the pipeline's schedule, jitted.
+    """(params, buffers, batch) -> log-probability of every position's target, 0 where weights is 0: [R, T],
+    in the batch's layout and sharding; stored statistics. By the pipeline's schedule, jitted.
     """
     specs = model_specs(abstract_model(config))
     schedule = make_schedule(
@@ -285,7 +285,8 @@ def make_log_probs(config: Config, mesh: Mesh) -> Callable[[Tree, Tree, Batch], 
     def rank(params: Tree, buffers: Tree, batch: Batch) -> Array:
         divided = _divided(params)
         parts = _parts(config, divided, buffers, jnp.ones(()), train=False)
-        logp = score(parts, schedule, divided, buffers["encoder"], _microbatches(batch, schedule.microbatches))
+        batches = _microbatches(batch, schedule.microbatches)
+        logp = score(parts, schedule, divided, buffers["encoder"], batches)
         return logp.reshape(batch.tokens.shape)
 
     return jax.jit(_on_mesh(rank, mesh, (*specs, batch_specs()), PartitionSpec(DATA, CONTEXT)))

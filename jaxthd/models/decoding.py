@@ -43,7 +43,7 @@ def answer(
 
     ends: rows of this rank. end_id: the token that ends an answer. axes: as SpeechLM.log_probs.
     """
-    config, stages = model.config, model.decoder.stages
+    stages = model.decoder.stages
     x_nD, _ = model.enter(batch, axes=axes, train=False)
     segments = model.segments(batch, axes, lockstep=stages.are_equal)
     prompts = make_prompts(ends, segments, new_tokens)

@@ -123,8 +123,8 @@ class HybridDecoder(nnx.Module):
     def stage(
         self, pattern: str, chunk: Array | int, x_nD: Float[Array, "n D"], segments: Segments
     ) -> tuple[Float[Array, "n D"], Routing | None]:
-        """The layers `pattern` of this rank's stage number `chunk`; Routing has as many rows as the stage with
-        most MoE layers needs.
+        """The layers `pattern` of this rank's stage number `chunk`; Routing has as many rows as the stage
+        that has most MoE layers needs.
         """
 
         def apply(block: Block, x_nD: Array) -> tuple[Array, Routing | None]:
@@ -154,9 +154,10 @@ class HybridDecoder(nnx.Module):
     ) -> tuple[Float[Array, "n D"], Cache]:
         """The next token of every document."""
 
-        def apply(block: Block, x_nD: Array, held: Any) -> tuple[Array, Any]:
-            x_nD, state = block.step(x_nD, *held, now)
-            return x_nD, (held[0], state)
+        def apply(block: Block, x_nD: Array, held: tuple[Any, Any]) -> tuple[Array, Any]:
+            fixed, state = held
+            x_nD, state = block.step(x_nD, fixed, state, now)
+            return x_nD, (fixed, state)
 
         return self._scan(pattern, chunk, apply, x_nD, remat=False, each=cache)
 
@@ -169,8 +170,8 @@ class HybridDecoder(nnx.Module):
         remat: bool,
         each: Cache | None = None,
     ) -> tuple[Array, Cache]:
-        """Applies `apply(block, x, ...)` to every block of a stage. Its second results, and what it takes third
-        (each): by letter, stacked over the layers and filled up to Stages.most.
+        """Applies `apply(block, x, ...)` to every block of a stage. Its second results, and what it takes
+        third (each): by letter, stacked over the layers and filled up to Stages.most.
         """
         stacks = {letter: nnx.split(self.layers[KINDS[letter]]) for letter in set(self.stages.letters)}
 
@@ -183,21 +184,18 @@ class HybridDecoder(nnx.Module):
             layers = {}
             for letter, count in Counter(unit).items():
                 variables = jax.tree.map(partial(self._of_chunk, letter, chunk), stacks[letter][1])
-                first = done[letter]
-                held = (each[letter],) if each else ()
-                layers[letter] = jax.tree.map(
-                    lambda w, i=first, n=count: w[i : i + n * repeats].reshape(repeats, n, *w.shape[1:]),
-                    (variables, held),
-                )
+                take = partial(_in_turns, done[letter], repeats, count)
+                layers[letter] = jax.tree.map(take, (variables, (each[letter],) if each else ()))
                 done[letter] += count * repeats
 
             def turn(x_nD: Array, layers: Any, unit: str = unit) -> tuple[Array, Any]:
                 found: dict[str, list[Any]] = {letter: [] for letter in layers}
                 for letter in unit:
-                    variables, held = jax.tree.map(lambda w, i=len(found[letter]): w[i], layers[letter])
+                    row = len(found[letter])
+                    variables, held = jax.tree.map(lambda w, row=row: w[row], layers[letter])
                     x_nD, result = apply_to(letter, variables, x_nD, held)
                     found[letter].append(result)
-                return x_nD, {letter: jax.tree.map(lambda *r: jnp.stack(r), *f) for letter, f in found.items()}
+                return x_nD, {k: jax.tree.map(lambda *r: jnp.stack(r), *f) for k, f in found.items()}
 
             x_nD, found = jax.lax.scan(rematerialized(turn, remat, layers), x_nD, layers)
             for letter, result in found.items():
@@ -224,3 +222,8 @@ class HybridDecoder(nnx.Module):
             return w
         most = self.stages.most(letter)
         return jax.lax.dynamic_slice_in_dim(w, chunk * most, most)
+
+
+def _in_turns(first: int, turns: int, layers: int, w: Array) -> Array:
+    """[rows, ...] -> [turns, layers of a turn, ...], from row `first` on."""
+    return w[first : first + turns * layers].reshape(turns, layers, *w.shape[1:])

@@ -43,7 +43,7 @@ Prefilled = tuple[Array, list[Array], list[Array]]
 
 def _residual_std(fan_in: int, config: LLMConfig) -> float:
     """Projections back into the residual stream start smaller, against growth with depth."""
-    return 1 / math.sqrt(fan_in * len(config.pattern))
+    return 1 / math.sqrt(fan_in * len(config.letters))
 
 
 class Attention(nnx.Module):

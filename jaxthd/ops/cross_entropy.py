@@ -85,9 +85,7 @@ def _local(targets_N: Array, head_VD: Array, axes: tuple[str, ...]) -> Array:
 
 
 def _forward(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes):
-    logp_N, _, lse_br = _forward_scores(
-        h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes
-    )
+    logp_N, _, lse_br = _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes)
     return logp_N, (h_ND, head_VD, targets_N, supervised_N, lse_br)
 
 

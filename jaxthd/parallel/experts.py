@@ -4,8 +4,8 @@ Assignments (token, expert) travel by all-to-all in rounds. A round has `places`
 more than an even load needs; what finds no place goes with the next round, and there are as many rounds as
 the fullest pair needs: usually one. Nothing is bounded but a round's memory.
 
-Legend: N tokens, k experts a token, A = N * k assignments, E experts, e = E / r experts of this rank, r ranks,
-C places, D token dim, F inner dim.
+Legend: N tokens, k experts a token, A = N * k assignments, r ranks, E experts, e = E / r of this rank, C
+places, D token dim, F inner dim.
 """
 
 import math

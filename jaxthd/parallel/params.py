@@ -35,8 +35,8 @@ ENCODER_SPREAD = AXES
 
 
 class Cut(NamedTuple):
-    """A dim cut over mesh axes into `units` that must stay whole. Where they do not divide by the ranks, every
-    rank holds all and uses the unit of its own (own_part).
+    """A dim cut over mesh axes into `units` that must stay whole. Where they do not divide by the ranks,
+    every rank holds all and uses the unit of its own (own_part).
     """
 
     axes: tuple[str, ...]
@@ -125,7 +125,8 @@ class Init:
         free = [a for a in spread if a not in sum(cuts, ()) and ranks_of(self.mesh, (a,)) > 1]
         best: tuple[int, int, int, tuple[str, ...]] = (1, 0, 0, ())
         for dim, size in enumerate(shape):
-            local, axes = size // ranks_of(self.mesh, cuts[dim]), ()
+            local = size // ranks_of(self.mesh, cuts[dim])
+            axes: tuple[str, ...] = ()
             for axis in free:
                 if local % ranks_of(self.mesh, (*axes, axis)) == 0:
                     axes = (*axes, axis)
@@ -171,9 +172,7 @@ def own_part(x: Array, dim: int, cut: Cut | None, mesh: MeshConfig) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, unit * size, size, axis=dim)
 
 
-def stack(
-    make: Callable[[Init], M], init: Init, repeats: int, *, axes: tuple[str, ...] = ()
-) -> M:
+def stack(make: Callable[[Init], M], init: Init, repeats: int, *, axes: tuple[str, ...] = ()) -> M:
     """`repeats` modules as one: every variable gets a leading dim, initialized from keys of its own.
 
     axes: mesh axes over which that dim is cut.
@@ -228,6 +227,4 @@ def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
 
 def weight_decay_mask(state: Any) -> Any:
     """A nested dict of bools: weight decay applies to what Init.normal made, the weight matrices."""
-    return nnx.to_pure_dict(
-        jax.tree.map(lambda v: v.get_metadata("decayed"), state, is_leaf=_is_variable)
-    )
+    return nnx.to_pure_dict(jax.tree.map(lambda v: v.get_metadata("decayed"), state, is_leaf=_is_variable))

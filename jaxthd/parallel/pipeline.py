@@ -51,8 +51,9 @@ class Params(NamedTuple):
 
 
 class Step(NamedTuple):
-    """share: this rank's, over all microbatches. state: after the last microbatch. extra: of all stages of
-    this rank, summed over microbatches, chunks first; its own share of the objective is in it (`extra_share`).
+    """share: this rank's, over all microbatches, that of the stages' second results (extra_share) included.
+    state: after the last microbatch. extra: the second results, leaves [chunks, ...], summed over
+    microbatches.
     """
 
     share: Array
@@ -197,7 +198,7 @@ def _one_stage(
 
 def _tables(schedule: Schedule) -> Any:
     def work(w: Work) -> Work:
-        return Work(*(jnp.asarray(x, jnp.int32) for x in w))
+        return jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), w)
 
     ticks = (
         schedule.forward.busy,

@@ -3,9 +3,9 @@
 A tick has room for one forward and one backward of a stage on every rank. What a rank sends at the end of a
 tick is used by the next rank in the next tick, so nothing waits in between.
 
-1F1B: microbatch m goes forward on rank r at tick m + r, backward at m + 2 (P - 1) - r: rank r holds the input
-of at most 2 (P - 1 - r) + 1 microbatches, however many there are. Interleaved (Narayanan et al., 2021): a rank
-has V stages (chunks) and works on groups of P microbatches, one chunk after the other.
+1F1B: microbatch m goes forward on rank r at tick m + r, backward at m + 2 (P - 1) - r: rank r holds the
+inputs of at most 2 (P - 1 - r) + 1 microbatches, however many there are. Interleaved (Narayanan et al., 2021):
+a rank has V stages (chunks) and works on groups of P microbatches, one chunk after the other.
 
 Ticks in which no rank goes forward, or none backward, cost only the other. So a step takes
 (M V + P - 1) times a forward and a backward of one stage, of which M V are work: the bubble of the formula.
@@ -66,9 +66,7 @@ def make_schedule(microbatches: int, ranks: int, chunks: int = 1, *, backward: b
     """
     m, p, v = microbatches, ranks, chunks
     group = p if v > 1 else m
-    order = [
-        (chunk, first + i) for first in range(0, m, group) for chunk in range(v) for i in range(group)
-    ]
+    order = [(chunk, first + i) for first in range(0, m, group) for chunk in range(v) for i in range(group)]
     turn = v * p - 1  # the tick at which the first microbatch leaves the last stage
     ticks = (turn if backward else 0) + len(order) + p - 1
     forward, back = (Work(*np.full((3, ticks, p), -1)) for _ in range(2))

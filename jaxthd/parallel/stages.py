@@ -1,13 +1,14 @@
 """Pipeline stages: which layers a rank holds, and where they lie in memory.
 
 Layers of a kind are stacked. On disk and on one rank the stacks are *canonical*: all layers, in order. In a
-pipeline a rank's part of a stack holds its stages' layers, each stage filled up to as many as any has, so that
-one shape serves all ranks; `to_stages` and `from_stages` go from one to the other.
+pipeline a rank's part of a stack holds its stages' layers, each stage filled up to as many as any has, so
+that one shape serves all ranks; `to_stages` and `from_stages` go from one to the other.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import jax
@@ -49,8 +50,8 @@ class Stages:
         if len(marked) > 1:
             if len(marked) != count or not all(marked):
                 raise ValueError(
-                    f"model.llm.pattern is divided into {len(marked)} stages, mesh.pipeline {mesh.pipeline} and "
-                    f"stages_per_rank {mesh.stages_per_rank} make {count}"
+                    f"model.llm.pattern is divided into {len(marked)} stages, mesh.pipeline {mesh.pipeline} "
+                    f"and mesh.stages_per_rank {mesh.stages_per_rank} make {count}"
                 )
             return cls(marked, mesh.pipeline)
         if len(llm.letters) < count:
@@ -143,7 +144,7 @@ def divide(letters: str, costs: Sequence[float], count: int) -> tuple[str, ...]:
         return min(found)
 
     cuts = (0, *best(len(letters), count)[2])
-    return tuple(letters[a:b] for a, b in zip(cuts, cuts[1:], strict=False))
+    return tuple(letters[a:b] for a, b in pairwise(cuts))
 
 
 def to_stages(tree: Any, stages: Stages) -> Any:
@@ -162,7 +163,8 @@ def from_stages(tree: Any, stages: Stages) -> Any:
 
     def canonical(letter: str, x: Array) -> Array:
         layers = stages.layers(letter)
-        return jnp.take(x, np.argsort(np.where(layers < 0, len(layers), layers))[: (layers >= 0).sum()], axis=0)
+        rows = np.flatnonzero(layers >= 0)
+        return jnp.take(x, rows[np.argsort(layers[rows])], axis=0)
 
     return _of_layers(canonical, tree, stages)
 
@@ -173,7 +175,7 @@ def _of_layers(change: Callable[[str, Array], Array], tree: Any, stages: Stages)
     letters = {name: letter for letter, name in KINDS.items()}
 
     def leaf(path: tuple[Any, ...], x: Any) -> Any:
-        names = [getattr(key, "key", None) for key in path]
+        names = [str(getattr(key, "key", "")) for key in path]
         return change(letters[names[names.index("layers") + 1]], x) if "layers" in names else x
 
     return jax.tree_util.tree_map_with_path(leaf, tree)

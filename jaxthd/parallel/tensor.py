@@ -1,9 +1,10 @@
 """Tensor parallelism: a layer's width over ranks.
 
-Each rank computes with its heads, columns or experts' columns and gets a part of a sum. The residual stream is
-whole on every rank, or, sharded, 1/tensor of its tokens. Cotangents follow one convention everywhere: of what
-is whole on several ranks each holds a part, and the parts add up. Then psum transposes to psum, all_gather to
-psum_scatter, and gradients of parameters that several ranks hold are summed once, at the end (step.py).
+Each rank computes with its heads, columns or experts' columns and gets a part of a sum. The residual stream
+is whole on every rank, or, sharded, 1/tensor of its tokens. Cotangents follow one convention everywhere: of
+what is whole on several ranks each holds a part, and the parts add up. Then psum transposes to psum,
+all_gather to psum_scatter, and gradients of parameters that several ranks hold are summed once, at the end
+(step.py).
 """
 
 from typing import Any, NamedTuple
