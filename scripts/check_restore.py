@@ -3,9 +3,10 @@
     python scripts/check_restore.py [--after 20] [--meshes 8x1x1x1 1x1x1x1 ...]
 
 A run on 2 x 2 x 1 x 1 (data x context x pipeline x tensor, simulated devices) is checkpointed half way,
-mid-epoch, and goes on. From that checkpoint it is taken up again on other meshes, of 1 to 8 devices. Compared with the
-uninterrupted run: the loss of the next step, to 1e-6; the losses of the --after next ones, to 1e-3 (rounding
-grows: see README); and, exactly, the documents of every one of these steps, none read twice or left out.
+mid-epoch, and goes on. From that checkpoint it is taken up again on other meshes, of 1 to 8 devices. Compared
+with the uninterrupted run: the loss of the next step, to 1e-6; the losses of the --after next ones, to 1e-3
+(rounding grows: see README); and, exactly, the documents of every one of these steps, none read twice or left
+out.
 
 The model has all four mixers, experts and an audio encoder; the data is the synthetic speech. Exits 1 when a
 claim fails.
@@ -115,7 +116,8 @@ def main(argv: list[str] | None = None) -> None:
         losses = run(whole, Path(folder) / "whole")
         read = documents(whole, None, 2 * after)
         for name in options.meshes:
-            config = config_for(MeshConfig(*map(int, name.split("x"))), after)
+            data, context, pipeline, tensor = map(int, name.split("x"))
+            config = config_for(MeshConfig(data, context, pipeline, tensor), after)
             workdir = Path(folder) / name
             shutil.copytree(Path(folder) / "whole", workdir)
             shutil.rmtree(workdir / "checkpoints" / str(2 * after))
