@@ -130,20 +130,20 @@ def random_state(module: nnx.Module, seed: int = 0) -> tuple[nnx.GraphDef, Any, 
 def top_k_margins() -> Iterator[list[float]]:
     """Lists, for every run of an MoE layer in programs traced inside, its real tokens' least gap between the
     biased score of the last chosen expert and that of the first not chosen."""
-    original, margins = MoE.__call__, []
+    original, margins = MoE._experts, []
 
-    def call(self: MoE, x: Any, segments: Segments) -> Any:
+    def experts(self: MoE, x: Any, routed: Any) -> Any:
         scores = jax.nn.sigmoid(self.router(x)) + self.correction_bias[...]
         ranked = -jnp.sort(-scores, axis=-1)
         gap = ranked[:, self.per_token - 1] - ranked[:, self.per_token]
-        jax.debug.callback(lambda g: margins.append(float(g)), jnp.where(segments.valid, gap, jnp.inf).min())
-        return original(self, x, segments)
+        jax.debug.callback(lambda g: margins.append(float(g)), jnp.where(routed, gap, jnp.inf).min())
+        return original(self, x, routed)
 
-    MoE.__call__ = call  # type: ignore[method-assign]
+    MoE._experts = experts  # type: ignore[method-assign]
     try:
         yield margins
     finally:
-        MoE.__call__ = original  # type: ignore[method-assign]
+        MoE._experts = original  # type: ignore[method-assign]
 
 
 def relative_errors(got: Any, want: Any) -> dict[str, float]:

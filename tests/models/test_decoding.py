@@ -14,7 +14,8 @@ from jaxthd.mesh import make_mesh, put_batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.prompts import find_prompts
-from jaxthd.step import Scores, make_validation_step, model_graph
+from jaxthd.state import model_graph
+from jaxthd.step import Scores, make_validation_step
 from tests.test_exactness import MELS, Spec, document, pack, run_config, state
 
 NEW = 6
@@ -51,8 +52,9 @@ def next_token_program() -> Any:
 
     def logits(params: Any, buffers: Any, batch: Any) -> Any:
         model = nnx.merge(graph, params, buffers)
-        x_ND, segments, _ = model.embed(batch, axes=(), train=False)
-        return jnp.einsum("nd,vd->nv", model.decoder(x_ND, segments), model.head[...])
+        x_ND, _ = model.enter(batch, axes=(), train=False)
+        x_ND, _ = model.decoder(x_ND, model.segments(batch, ()))
+        return jnp.einsum("nd,vd->nv", model.hidden(x_ND), model.head[...])
 
     return jax.jit(logits)
 
@@ -89,7 +91,7 @@ def decoded(data: int, context: int, end_id: int) -> tuple[Scores, dict[str, lis
     mesh = make_mesh(config.mesh)
     host = pack(documents(), context)
     ends, _ = find_prompts(host, context, max_documents=5)
-    step = make_validation_step(model_graph(config), mesh, end_id=end_id, new_tokens=NEW)
+    step = make_validation_step(config, mesh, end_id=end_id, new_tokens=NEW)
     scores, tokens = step(*state("float64"), put_batch(host, mesh), ends)
     assert tokens.shape == (ends.last.size, NEW)
     tokens = np.asarray(tokens).reshape(*ends.last.shape, NEW)
