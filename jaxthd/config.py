@@ -86,7 +86,8 @@ class DataConfig:
     packing_bins: int = 8
     """Buffers the packer keeps open at a time: more pack tighter and shuffle more."""
     round_to: int = 1
-    """Each document's slots are rounded up to a multiple of this (1: none)."""
+    """Each document's slots are rounded up to a multiple of this (1: none). It shapes the stream of buffers:
+    for model.context_layout "document", a multiple of 2 * context for every context size of the run."""
     shuffle: bool = True
     """Shuffle the documents anew every epoch."""
     seed: int = 0
@@ -188,6 +189,9 @@ class ModelConfig:
     """Compute dtype. Parameters are float32 (float64 when this is float64)."""
     context_exchange: Literal["ring", "all_gather"] = "ring"
     """How attention reaches the other context ranks' keys and values."""
+    context_layout: Literal["buffer", "document"] = "buffer"
+    """What is cut into 2 * context chunks, of which rank r holds chunks r and 2 * context - 1 - r: the whole
+    buffer, or each document by itself (data.round_to then is a multiple of 2 * context)."""
     attention_backend: Literal["xla", "te"] = "xla"
     """"xla": blockwise, everywhere; "te": Transformer Engine's fused kernels, not built yet."""
     attention_block: int = 128

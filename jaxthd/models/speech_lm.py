@@ -84,6 +84,7 @@ class SpeechLM(nnx.Module):
             batch.positions,
             block=config.attention_block,
             axis=CONTEXT if axes else None,
+            layout=config.context_layout,
         )
         x_ND = jnp.take(self.embedding[...], batch.tokens.reshape(-1), axis=0).astype(config.dtype)
         buffers: dict[str, Any] = nnx.to_pure_dict(nnx.state(self.encoder, Buffer))
