@@ -1,4 +1,4 @@
-"""The exchange of tokens for heads: every head's tokens in document order, and back; a scan in between is exact."""
+"""Tokens exchanged for heads: all tokens of a head in document order, and back; scans in between are exact."""
 
 from functools import partial
 
