@@ -26,6 +26,7 @@ FREE = (
     "data.workers",
     "data.prefetch",
     "model.context_exchange",
+    "model.context_layout",
     "model.attention_backend",
     "model.*_block",
     "model.remat_*",

@@ -81,6 +81,16 @@ CASES = [
         | {"data.prompt": "", "data.max_documents": 8},
         "holds 1 tokens; expected 3 or more",
     ),
+    Case(
+        {"mesh.context": 2, "model.context_layout": "document", "data.round_to": 6, "data.capacity": 2052},
+        'model.context_layout "document" and mesh.context 2; expected a multiple of 2 * context = 4, because '
+        "every document is cut into so many chunks: set data.round_to to 12",
+    ),
+    Case(
+        {"mesh.context": 4, "model.context_layout": "document", "data.round_to": 8}
+        | {"model.llm.mamba_heads": 6},
+        "set mesh.context to 1 or 2 or 3 or 6, model.llm.mamba_heads to 4 or 8, or the layout to buffer",
+    ),
     # Buffers.
     Case({"data.round_to": 10}, "set data.capacity to 2040 or 2050, or data.round_to to 2"),
     Case({"data.max_documents": 4096}, "data.max_documents is 4096 for a buffer of 2048", is_warning=True),
@@ -245,6 +255,10 @@ def test_transformer_engine_is_refused_where_it_is_known_to_be_wrong() -> None:
         {"data.audio_capacity": 0, "data.prompt": ""},
         {"data.audio_placeholder": "<a>", "data.prompt": "<a>", "data.spec_augment.freq_width": 80},
         {"data.rows": 8, "mesh.data": 2, "train.microbatches": 4},
+        {"mesh.context": 2, "data.capacity": 12, "model.llm.mamba_heads": 2}  # chunks shorter than the taps
+        | {"data.audio_capacity": 32, "model.encoder.chunk_seconds": 0.02, "data.max_documents": 3}
+        | {"model.context_layout": "document", "data.round_to": 12, "model.llm.mamba_conv": 9},
+        {"data.capacity": 2047, "model.context_layout": "document"},
         {"data.capacity": 2047},  # one context rank holds any number of tokens
         {"data.packing": "padded", "data.max_documents": 4096},  # the bound is not used
     ],

@@ -1,4 +1,4 @@
-"""Tokens exchanged for heads: all tokens of a head in document order, and back; scans in between are exact."""
+"""Tokens sent for heads: all tokens of a head in document order, and back; sums in between are exact."""
 
 from functools import partial
 
