@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from jaxthd.config import Config, DataConfig, LLMConfig, MeshConfig, ModelConfig
-from jaxthd.layouts import compare_layouts, exchange_bytes, layout_recommendation, mamba_bytes, state_bytes
+from jaxthd.layouts import (
+    MULTIPLY_ADDS_PER_BYTE,
+    compare_layouts,
+    exchange_bytes,
+    layout_recommendation,
+    mamba_bytes,
+    state_bytes,
+)
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.simulate import Lengths, simulate
@@ -30,7 +37,7 @@ def test_padding_and_imbalance_are_those_of_the_rows_packed():
     stream, found = text_of(lengths), compare_layouts(text_of(lengths), config("M*-"), WORK)
     assert {cost.layout for cost in found} == {"buffer", "document"}
     for cost in found:
-        data, imbalances, real = cost.config.data, [], 0
+        data, imbalances, real, pairs = cost.config.data, [], 0, 0
         outcome = simulate(stream, cost.config, WORK)
         for buffer in outcome.buffers:
             documents = [
@@ -38,12 +45,19 @@ def test_padding_and_imbalance_are_those_of_the_rows_packed():
                 for i in buffer
             ]
             sizes = {"audio_capacity": 0, "num_mels": 1, "max_documents": 480, "context": 4}
-            _, report = pack_row(documents, capacity=480, round_to=data.round_to, layout=cost.layout, **sizes)
+            batch, report = pack_row(
+                documents, capacity=480, round_to=data.round_to, layout=cost.layout, **sizes
+            )
             imbalances.append(report.imbalance)
             real += report.real_tokens
+            pairs += (batch.positions + 1)[batch.segment_ids > 0].sum()
         assert cost.padding == pytest.approx(1 - real / (480 * len(outcome.buffers)))
         assert cost.imbalance == pytest.approx(np.mean(imbalances))
+        assert cost.attention == pytest.approx(2 * 4 * 32 * pairs / real * cost.imbalance)
         assert cost.mamba_bytes == mamba_bytes(cost.config)
+        real_tokens_of_a_rank = 2 * real / len(outcome.buffers) / 4
+        forward = cost.mamba_bytes / 2 * MULTIPLY_ADDS_PER_BYTE
+        assert cost.exchange == pytest.approx(forward / real_tokens_of_a_rank)
         assert cost.slots == pytest.approx(WORK[0] / (1 - cost.padding))
     assert {cost.config.data.round_to for cost in found} == {1, 8}
 
