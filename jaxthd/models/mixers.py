@@ -150,10 +150,11 @@ class Mamba2(nnx.Module):
 
     def _taps(self, dtype: Any, ranks: int = 1) -> tuple[Array, Array]:
         """Taps and bias of the convolution: [K, ranks, c] and [ranks, c]."""
-        taps = self.conv_x[...], self.conv_b[...], self.conv_c[...]
-        bias = self.conv_bias_x[...][None], self.conv_bias_b[...][None], self.conv_bias_c[...][None]
-        taps_KRc, bias_1Rc = (self._side_by_side(w, ranks).astype(dtype) for w in (taps, bias))
-        return taps_KRc, bias_1Rc[0]
+        x_KC, b_KC, c_KC = (jnp.asarray(w[...], dtype) for w in (self.conv_x, self.conv_b, self.conv_c))
+        biases = (self.conv_bias_x, self.conv_bias_b, self.conv_bias_c)
+        x_1C, b_1C, c_1C = (jnp.asarray(b[...], dtype)[None] for b in biases)
+        taps_KRc = self._side_by_side((x_KC, b_KC, c_KC), ranks)
+        return taps_KRc, self._side_by_side((x_1C, b_1C, c_1C), ranks)[0]
 
     def _scan_inputs(self, x_ND: Array, projected: Parts, segments: Segments) -> ScanInputs:
         """Of the heads that this rank scans."""
