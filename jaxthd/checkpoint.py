@@ -27,7 +27,7 @@ from orbax.checkpoint import checkpoint_managers as managers
 
 from jaxthd.checksum import checksums, named_arrays
 from jaxthd.errors import UserError
-from jaxthd.step import TrainState
+from jaxthd.state import TrainState
 
 BEST_BY = ("validation_wer", "validation_loss")
 """The metrics that say which checkpoint is best, the lowest first; a later one decides between equals, and
@@ -122,16 +122,16 @@ class Checkpoints:
                 raise RuntimeError(f"it holds step {self._manager.latest_step()} already")
 
     def restore_latest(
-        self, abstract: TrainState, sharding: Sharding
+        self, abstract: TrainState, shardings: TrainState | Sharding
     ) -> tuple[TrainState, dict[str, Any]] | None:
-        """The newest intact checkpoint's state, laid out as `sharding`, and its data position; None without.
+        """The newest intact checkpoint's state, laid out as `shardings` say, and its data position; or None.
 
         abstract: shapes and dtypes to expect. Damaged checkpoints are reported, and renamed once an older one
         is restored. Raises UserError where a checkpoint's arrays have other names, shapes or dtypes, before
         any is read; and where there are checkpoints, none of them intact: then none is renamed, since that
         may have another cause.
         """
-        newest = self._newest_intact(abstract, sharding)
+        newest = self._newest_intact(abstract, shardings)
         if self._damaged:
             gc.collect()  # while orbax is quiet: what failed complains when it is collected
         if newest is not None:
@@ -146,11 +146,13 @@ class Checkpoints:
             )
         return None
 
-    def _newest_intact(self, abstract: TrainState, sharding: Sharding) -> tuple[int, TrainState] | None:
+    def _newest_intact(
+        self, abstract: TrainState, shardings: TrainState | Sharding
+    ) -> tuple[int, TrainState] | None:
         """(its step, its state); notes those found to be damaged."""
         for step in sorted(self._about, reverse=True):
             try:
-                return step, self._restore(step, abstract, sharding)
+                return step, self._restore(step, abstract, shardings)
             except UserError:
                 raise
             except Exception as error:
@@ -182,7 +184,7 @@ class Checkpoints:
             raise ValueError("the data position and the checksums do not match their digest")
         return about["content"]
 
-    def _restore(self, step: int, abstract: TrainState, sharding: Sharding) -> TrainState:
+    def _restore(self, step: int, abstract: TrainState, shardings: TrainState | Sharding) -> TrainState:
         arrays = self._about[step]["arrays"]
         saved, wanted = {name: kind for name, (*kind, _) in arrays.items()}, _kinds(abstract)
         differing = [name for name in {**wanted, **saved} if wanted.get(name) != saved.get(name)]
@@ -194,7 +196,9 @@ class Checkpoints:
                 "settings it was made with, or choose another --workdir"
             )
         target = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract._asdict()
+            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+            abstract._asdict(),
+            jax.tree.broadcast(shardings, abstract)._asdict(),
         )
         how = ocp.checkpoint_utils.construct_restore_args(target)
         args = ocp.args.Composite(state=ocp.args.PyTreeRestore(target, restore_args=how))

@@ -20,9 +20,15 @@ class MeshConfig:
     context: int = 1
     """Ranks that share the tokens of a buffer."""
     pipeline: int = 1
-    """Ranks that take different layers. Only 1 works so far."""
+    """Ranks that take different layers."""
     tensor: int = 1
-    """Ranks that share the width of a layer. Only 1 works so far."""
+    """Ranks that share the width of a layer."""
+    stages_per_rank: int = 1
+    """Pipeline stages of a rank; more than 1: the interleaved schedule, whose bubble is that much smaller."""
+    fsdp: bool = True
+    """Spread weight matrices, their gradients and optimizer state over the ranks that all use them (decoder:
+    data and context; encoder: all), gathered when used. False: each of these holds them whole, which is
+    faster where the model is small."""
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -134,7 +140,8 @@ class LLMConfig:
     """Hybrid Mamba2/attention decoder (Nemotron-H, Nemotron-3). Names follow the layers' definitions."""
 
     pattern: str = "M-M*-"
-    """One letter a block: M Mamba2, * attention, - MLP, E mixture of experts."""
+    """One letter a block: M Mamba2, * attention, - MLP, E mixture of experts. | may say where pipeline
+    stages are divided; without any they are divided by cost."""
     vocab_size: int = 260
     """Rows of the embedding and of the head."""
     dim: int = 128
@@ -176,6 +183,11 @@ class LLMConfig:
     router_scale: float = 1.0
     """Factor on the routed experts' sum."""
 
+    @property
+    def letters(self) -> str:
+        """The blocks: the pattern without its marks."""
+        return self.pattern.replace("|", "")
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -192,6 +204,12 @@ class ModelConfig:
     context_layout: Literal["buffer", "document"] = "buffer"
     """What is cut into 2 * context chunks, of which rank r holds chunks r and 2 * context - 1 - r: the whole
     buffer, or each document by itself (data.round_to then is a multiple of 2 * context)."""
+    sequence_sharded: bool = False
+    """Norms and residuals on 1/tensor of the tokens: reduce-scatter and all-gather in place of all-reduce."""
+    expert_parallel: bool = True
+    """Experts cut over data and context ranks, tokens sent to them; else experts' weights are gathered."""
+    expert_capacity: float = 1.5
+    """Places for tokens in a send to another rank, over the mean number; the rest goes with the next send."""
     attention_backend: Literal["xla", "te"] = "xla"
     """"xla": blockwise, everywhere; "te": Transformer Engine's fused kernels, not built yet."""
     attention_block: int = 128
@@ -226,6 +244,10 @@ class TrainConfig:
     """AdamW's second moment decay."""
     weight_decay: float = 0.01
     """AdamW weight decay, on weight matrices; not on biases, norms and per-head scalars."""
+    router_bias_rate: float = 1e-3
+    """A step's change of the experts' correction biases, up where fewer tokens come than on average."""
+    aux_loss: float = 0.0
+    """Weight of the auxiliary loss that evens out the experts' load; 0 for none."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
     microbatches: int = 1

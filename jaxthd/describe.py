@@ -8,18 +8,20 @@ Shapes only: no parameter is made, and no device of the mesh is needed.
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxthd.cli import parse_command_line
-from jaxthd.config import Config
+from jaxthd.config import Config, MeshConfig
 from jaxthd.errors import readable_errors
-from jaxthd.models.hybrid import repeated_units
+from jaxthd.mesh import AXES
 from jaxthd.parallel.params import Buffer
-from jaxthd.step import abstract_model, make_optimizer
+from jaxthd.parallel.stages import KINDS
+from jaxthd.state import abstract_model, make_optimizer, model_specs
 from jaxthd.validate import DeviceFacts, problems
 
 PARTS = ("LLM", "encoder", "adapter")
@@ -69,11 +71,11 @@ class Group:
 def parameter_groups(config: Config) -> list[Group]:
     """The model's parameters, part by part; counted from the shapes of the model that would be trained."""
     groups: dict[tuple[str, str], Group] = {}
-    units = [unit for unit, _ in repeated_units(config.model.llm.pattern)]
-    for path, variable in nnx.to_flat_state(nnx.state(abstract_model(config), nnx.Param)):
-        part, name, copies = _group(path, units, config)
+    model = abstract_model(replace(config, mesh=MeshConfig()))
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        part, name, copies = _group(path, config)
         group = groups.setdefault((part, name), Group(part, name, copies))
-        size, is_stacked = math.prod(variable.shape), "blocks" in path
+        size, is_stacked = math.prod(variable.shape), "layers" in path or "blocks" in path
         share = _active_share(name, config)
         group.parameters += size
         group.active += round(size * share)
@@ -83,16 +85,16 @@ def parameter_groups(config: Config) -> list[Group]:
     return sorted(groups.values(), key=lambda g: (PARTS.index(g.part), _place(g.name)))
 
 
-def _group(path: Path, units: list[str], config: Config) -> tuple[str, str, int]:
+def _group(path: Path, config: Config) -> tuple[str, str, int]:
     """(part, name, copies) of the group that the parameter at `path` of the module tree belongs to."""
-    pattern, layers = config.model.llm.pattern, config.model.encoder.layers
+    letters, layers = config.model.llm.letters, config.model.encoder.layers
     match path:
-        case ("decoder", "units", int(unit), "blocks", int(block), "mixer", str(name), *_):
-            letter = units[unit][block]
+        case ("decoder", "layers", str(kind), "mixer", str(name), *_):
+            letter = next(letter for letter, of_letter in KINDS.items() if of_letter == kind)
             label = f"E {_EXPERTS.get(name, name)}" if letter == "E" else _LETTERS[letter]
-            return "LLM", label, pattern.count(letter)
+            return "LLM", label, letters.count(letter)
         case ("decoder", *_):
-            return "LLM", "RMSNorms", len(pattern) + 1
+            return "LLM", "RMSNorms", len(letters) + 1
         case ("encoder", "blocks", str(name), *_):
             return "encoder", _CONFORMER.get(name, "LayerNorms" if name.startswith("norm") else name), layers
         case ("encoder", str(name), *_):
@@ -109,11 +111,9 @@ def _active_share(name: str, config: Config) -> float:
 
 def _array_name(path: Path) -> str:
     """The last names of a path, without those of the tree around the group and of a Linear's matrix."""
-    names = [
-        str(p) for p in path if isinstance(p, str) and p not in ("units", "blocks", "decoder", "encoder")
-    ]
-    if "mixer" in names:
-        names = names[names.index("mixer") + 1 :]
+    if path[:2] == ("decoder", "layers"):
+        path = path[3 + (path[3] == "mixer") :]
+    names = [str(p) for p in path if p not in ("blocks", "decoder", "encoder")]
     return ".".join(names[:-1] if names[-1] == "w" else names)
 
 
@@ -124,9 +124,21 @@ def _place(name: str) -> int:
 
 
 def state_bytes(config: Config) -> dict[str, int]:
-    """Bytes of the training state and of the gradients, over one whole copy."""
+    """Bytes of the training state and of the gradients on a device of config.mesh; all hold as much.
+
+    Raises ValueError where the pattern cannot be divided into the pipeline's stages.
+    """
     model = abstract_model(config)
-    params, buffers = (nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, Buffer))
+
+    mesh = AbstractMesh(config.mesh.sizes, AXES)
+
+    def on_device(array: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(array.shape), array.dtype)
+
+    params, buffers = (
+        jax.tree.map(on_device, nnx.to_pure_dict(nnx.state(model, kind)), specs)
+        for kind, specs in zip((nnx.Param, Buffer), model_specs(model), strict=True)
+    )
     moments = jax.eval_shape(make_optimizer(config).init, params)
     return {
         "parameters": _bytes(params),
@@ -166,16 +178,17 @@ def describe(config: Config) -> str:
 
 
 def _memory(config: Config) -> str:
-    mesh, sizes = config.mesh, state_bytes(config)
+    mesh = config.mesh
     dtype = "float64" if config.model.dtype == "float64" else "float32"
-    rows = [(f"state on a device ({dtype})", "replicated, as today", f"if sharded over data ({mesh.data})")]
-    for name, size in (*sizes.items(), ("in all", sum(sizes.values()))):
-        rows.append((name, _gib(size), _gib(size // mesh.data)))
+    rows = [(f"state ({dtype})", "one copy", f"on each of {mesh.devices} devices")]
+    whole, part = (state_bytes(c) for c in (replace(config, mesh=MeshConfig()), config))
+    for sizes in (whole, part):
+        sizes["in all"] = sum(sizes.values())
+    rows += [(name, _gib(size), _gib(part[name])) for name, size in whole.items()]
     return (
         f"{_aligned(rows, left=(0,))}\n\n"
-        f"Mesh (data, context, pipeline, tensor) = {mesh.sizes}: {mesh.devices} devices, "
-        "of which each holds the whole state today.\n"
-        "Activations, the batch and copies in the compute dtype come on top."
+        f"Mesh (data, context, pipeline, tensor) = {mesh.sizes}: {mesh.devices} devices.\n"
+        "Activations, the batch, weights gathered for use and copies in the compute dtype come on top."
     )
 
 

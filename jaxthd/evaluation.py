@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jiwer
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from jaxthd.config import Config
@@ -14,7 +13,8 @@ from jaxthd.data.tokenizer import load_tokenizer
 from jaxthd.mesh import put_batch
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.prompts import find_prompts
-from jaxthd.step import TrainState, make_validation_step
+from jaxthd.state import TrainState
+from jaxthd.step import make_validation_step
 
 
 class Hypothesis(NamedTuple):
@@ -31,9 +31,9 @@ class Evaluator:
     end_id: the token that ends an answer. config.train.max_new_tokens 0 decodes nothing.
     """
 
-    def __init__(self, config: Config, graph: nnx.GraphDef, mesh: Mesh, end_id: int) -> None:
+    def __init__(self, config: Config, mesh: Mesh, end_id: int) -> None:
         self._config, self._mesh = config, mesh
-        self._step = make_validation_step(graph, mesh, end_id=end_id, new_tokens=config.train.max_new_tokens)
+        self._step = make_validation_step(config, mesh, end_id=end_id, new_tokens=config.train.max_new_tokens)
         self._tokenizer = load_tokenizer(config.data.tokenizer)
 
     def __call__(

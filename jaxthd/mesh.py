@@ -1,5 +1,8 @@
 """The mesh: its axes, and how a batch lies on it."""
 
+import math
+from collections.abc import Sequence
+
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -10,6 +13,11 @@ from jaxthd.packing.batch import Batch
 DATA, CONTEXT, PIPELINE, TENSOR = AXES = ("data", "context", "pipeline", "tensor")
 AUDIO_AXES = (CONTEXT, PIPELINE, TENSOR)
 """Axes whose ranks share a buffer, hence its audio."""
+
+
+def ranks_of(config: MeshConfig, axes: Sequence[str]) -> int:
+    """Ranks that these axes have together."""
+    return math.prod(getattr(config, axis) for axis in axes)
 
 
 def make_mesh(config: MeshConfig) -> Mesh:

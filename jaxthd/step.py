@@ -1,9 +1,9 @@
 """The training step: one shard_map over all mesh axes around loss and gradient, then the update.
 
 Inside, every rank differentiates its local share of the objective: its sum over the count of the whole batch,
-which is known before. The shares add up to the loss, so gradients are summed over the mesh once, after. In
-that convention (check_vma=False) every collective inside transposes to the right thing: psum to psum,
-all_gather to psum_scatter, ppermute to its inverse.
+which is known before. The shares add up to the loss, so gradients of what several ranks hold are summed over
+these once, after. In that convention (check_vma=False) every collective inside transposes to the right thing:
+psum to psum, all_gather to psum_scatter, ppermute to its inverse.
 """
 
 from collections.abc import Callable
@@ -16,38 +16,36 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxthd.config import Config, TrainConfig
-from jaxthd.mesh import AXES, CONTEXT, DATA, batch_specs
+from jaxthd.config import Config
+from jaxthd.mesh import AXES, CONTEXT, DATA, PIPELINE, TENSOR, batch_specs, ranks_of
 from jaxthd.models.decoding import answer
+from jaxthd.models.mixers import Routing
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.objectives import sft
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.prompts import PromptEnds
-from jaxthd.parallel.params import Buffer, Init, weight_decay_mask
+from jaxthd.parallel.pipeline import Params, Parts, accumulate, score
+from jaxthd.parallel.schedule import make_schedule
+from jaxthd.state import (
+    TrainState,
+    Tree,
+    abstract_model,
+    learning_rate_schedule,
+    make_optimizer,
+    model_graph,
+    model_specs,
+    stages_of,
+    state_shardings,
+)
 
-Tree = Any
-"""A nested dict of arrays, by the names of the module tree."""
-
-
-class TrainState(NamedTuple):
-    """All that a step reads and writes; a checkpoint holds it whole.
-
-    step: steps done, skipped ones included. skipped, skipped_in_a_row: steps whose update was left out since
-    loss or gradient was not finite: of all, and of the last ones without a break.
-    params: trained. buffers: state that no gradient trains.
-    """
-
-    step: Array
-    skipped: Array
-    skipped_in_a_row: Array
-    params: Tree
-    buffers: Tree
-    opt_state: Any
+TOKEN_AXES = (DATA, CONTEXT)
+"""Axes that divide a batch's tokens; the others hold the same ones."""
 
 
 class StepMetrics(NamedTuple):
     """Mean negative log-likelihood over the supervised tokens; gradient norm before clipping; the learning
-    rate of this step; the state's counts of skipped steps, this one included.
+    rate of this step; the state's counts of skipped steps, this one included. With experts: the most tokens
+    that any got, over the mean of its layer, and the auxiliary loss (1 for an even load).
     """
 
     loss: Array
@@ -55,71 +53,17 @@ class StepMetrics(NamedTuple):
     learning_rate: Array
     skipped: Array
     skipped_in_a_row: Array
+    max_expert_load: Array | None
+    aux_loss: Array | None
 
 
-def abstract_model(config: Config) -> SpeechLM:
-    """The model with shapes and dtypes for arrays: no memory."""
-    return nnx.eval_shape(lambda: _make_model(config, jax.random.key(0)))
+class Gradient(NamedTuple):
+    """routing: of the MoE layers in the order of their stack, summed over microbatches; None without any."""
 
-
-def model_graph(config: Config) -> nnx.GraphDef:
-    """The model's structure: nnx.merge(graph, params, buffers) is the model."""
-    return nnx.split(abstract_model(config), nnx.Param, Buffer)[0]
-
-
-def _make_model(config: Config, key: Array) -> SpeechLM:
-    dtype = jnp.float64 if config.model.dtype == "float64" else jnp.float32
-    return SpeechLM(config.model, Init(key, dtype))
-
-
-def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
-    """Steps done before -> learning rate: linear warm-up, the peak, a cosine to the minimum at the last step.
-
-    The first step has one warm-up step's worth, not 0: none is wasted.
-    """
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0 if config.warmup_steps else config.learning_rate,
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=max(config.steps, config.warmup_steps + 1),
-        end_value=config.min_learning_rate,
-    )
-    return lambda steps_done: schedule(steps_done + 1)
-
-
-def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW; weight decay on the weight matrices."""
-    train = config.train
-    return optax.chain(
-        optax.clip_by_global_norm(train.clip_norm),
-        optax.adamw(
-            learning_rate_schedule(train),
-            b1=train.beta1,
-            b2=train.beta2,
-            weight_decay=train.weight_decay,
-            mask=weight_decay_mask(nnx.state(abstract_model(config), nnx.Param)),
-        ),
-    )
-
-
-def _new_state(config: Config) -> TrainState:
-    model = _make_model(config, jax.random.key(config.train.seed))
-    params, buffers = (nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, Buffer))
-    zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, zero, zero, params, buffers, make_optimizer(config).init(params))
-
-
-def abstract_state(config: Config) -> TrainState:
-    """A run's state with shapes and dtypes for arrays: no memory, nothing compiled."""
-    return jax.eval_shape(lambda: _new_state(config))
-
-
-def init_state(config: Config, mesh: Mesh) -> TrainState:
-    """A new run's state, on its final sharding (a step that moved it would compile twice)."""
-    # It runs once: on a CPU compiling is most of its time, and halves without the compiler's optimizations.
-    once = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(lambda: _new_state(config), out_shardings=everywhere, compiler_options=once)()
+    loss: Array
+    gradients: Tree
+    buffers: Tree
+    routing: Routing | None
 
 
 def _on_mesh(rank: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...], out_specs: Any) -> Any:
@@ -132,62 +76,132 @@ def _supervised(batch: Batch) -> Array:
     return sft.count(batch.weights.reshape(-1), batch.segment_ids.reshape(-1))
 
 
-def loss_and_gradient(
-    graphdef: nnx.GraphDef, mesh: Mesh, microbatches: int = 1
-) -> Callable[[Tree, Tree, Batch], tuple[Array, Tree, Tree]]:
-    """(params, buffers, batch) -> (loss, gradients, new buffers), all equal on every device.
+def _divided(params: Tree) -> Params:
+    """The parameters of the model's three parts."""
+    decoder = params["decoder"]
+    return Params(
+        enter={name: params[name] for name in ("embedding", "encoder", "adapter")},
+        stage={"layers": decoder["layers"]},
+        leave={"head": params["head"], "norm": decoder["norm"]},
+    )
 
-    microbatches: equal parts that every rank cuts its rows into and works through one after the other,
-        adding up gradients. Loss and gradients do not depend on it, up to rounding, but for the encoder's
-        batch statistics, which are of a microbatch.
+
+def _joined(params: Params) -> Tree:
+    """The inverse of _divided."""
+    return {
+        **params.enter,
+        "decoder": {**params.stage, "norm": params.leave["norm"]},
+        "head": params.leave["head"],
+    }
+
+
+def _parts(config: Config, params: Params, buffers: Tree, count: Array, *, train: bool) -> Parts:
+    """The model's three parts for the pipeline, inside shard_map. Its state are the encoder's buffers.
+
+    count: what the objective's sum is divided by.
     """
+    graph, mesh = model_graph(config), config.mesh
+    stages = stages_of(config)
+    lockstep = stages.are_equal and mesh.context > 1 and config.model.context_exchange == "ring"
+    # A pipeline of one stage runs on all ranks alike.
+    together = lockstep or len(stages.patterns) == 1
+    copies = ranks_of(mesh, (PIPELINE, TENSOR))
 
-    def rank(params: Tree, buffers: Tree, batch: Batch) -> tuple[Array, Tree, Tree]:
-        count = jnp.maximum(jax.lax.psum(_supervised(batch), AXES), 1)
+    def model(**changed: Tree) -> SpeechLM:
+        return nnx.merge(graph, _joined(params._replace(**changed)), buffers)
 
-        def local_share(params: Tree, buffers: Tree, batch: Batch) -> tuple[Array, Tree]:
-            model = nnx.merge(graphdef, params, buffers)
-            logp_RT, new_buffers = model.log_probs(batch, axes=AXES, train=True)
-            logp_N, weights_N, ids_N = (x.reshape(-1) for x in (logp_RT, batch.weights, batch.segment_ids))
-            return sft.loss_sum(logp_N, weights_N, ids_N) / count, {**buffers, "encoder": new_buffers}
+    def enter(enter: Tree, state: Tree, batch: Batch) -> tuple[Array, Tree]:
+        merged = nnx.merge(graph, _joined(params._replace(enter=enter)), {**buffers, "encoder": state})
+        return merged.enter(batch, axes=AXES, train=train)
 
-        share_and_gradient = jax.value_and_grad(local_share, has_aux=True)
+    def stage(pattern: str, stage: Tree, chunk: Array | int, x_nD: Array, batch: Batch) -> Any:
+        of_rank = model(stage=stage)
+        segments = of_rank.segments(batch, AXES, lockstep=together)
+        return of_rank.decoder.stage(pattern, chunk, x_nD, segments)
 
-        def add(carry: tuple[Tree, Tree], batch: Batch) -> tuple[tuple[Tree, Tree], Array]:
-            total, buffers = carry
-            (share, buffers), gradients = share_and_gradient(params, buffers, batch)
-            return (jax.tree.map(jnp.add, total, gradients), buffers), share
+    def leave(leave: Tree, x_nD: Array, batch: Batch) -> tuple[Array, Array]:
+        logp_N = model(leave=leave).leave(x_nD, batch)
+        total = sft.loss_sum(logp_N, batch.weights.reshape(-1), batch.segment_ids.reshape(-1))
+        return total / count / copies, logp_N.reshape(batch.tokens.shape)
 
-        if microbatches == 1:
-            (share, buffers), gradients = share_and_gradient(params, buffers, batch)
-        else:
-            parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
-            start = (jax.tree.map(jnp.zeros_like, params), buffers)
-            (gradients, buffers), shares = jax.lax.scan(add, start, parts)
-            share = shares.sum()
-        loss, gradients = jax.lax.psum((share, gradients), AXES)
-        return loss, gradients, buffers
+    return Parts(enter, stage, leave, stages, lockstep)
 
-    everywhere = PartitionSpec()
-    return _on_mesh(rank, mesh, (everywhere, everywhere, batch_specs()), everywhere)
+
+def _microbatches(batch: Batch, count: int) -> Batch:
+    """[R, ...] -> [count, R / count, ...]."""
+    return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+
+
+def loss_and_gradient(config: Config, mesh: Mesh) -> Callable[[Tree, Tree, Batch], Gradient]:
+    """(params, buffers, batch) -> Gradient, each on its sharding.
+
+    Every rank cuts its rows into config.train.microbatches equal parts and adds up their gradients, on a
+    pipeline by its schedule. Loss and gradients do not depend on their number, up to rounding, but for the
+    encoder's batch statistics, and the experts' auxiliary loss, which are of a microbatch.
+    """
+    specs, buffer_specs = model_specs(abstract_model(config))
+    has_experts = "E" in config.model.llm.letters
+    layers = max(config.model.llm.letters.count("E"), 1)
+    schedule = make_schedule(config.train.microbatches, config.mesh.pipeline, config.mesh.stages_per_rank)
+
+    def rank(params: Tree, buffers: Tree, batch: Batch) -> Gradient:
+        supervised, real = jax.lax.psum((_supervised(batch), (batch.segment_ids > 0).sum()), TOKEN_AXES)
+        divided = _divided(params)
+        parts = _parts(config, divided, buffers, jnp.maximum(supervised, 1), train=True)
+
+        def extra_share(routing: Routing | None) -> Array:
+            if routing is None or not config.train.aux_loss:
+                return jnp.zeros((), jnp.result_type(*jax.tree.leaves(params)))
+            return config.train.aux_loss * routing.aux.sum() / (jnp.maximum(real, 1) * layers)
+
+        batches = _microbatches(batch, schedule.microbatches)
+        step = accumulate(parts, schedule, divided, buffers["encoder"], batches, extra_share)
+        routing = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), step.extra)
+        share, gradients = step.share, _sum_copies(_joined(step.gradients), specs)
+        if routing is not None:
+            share = share - extra_share(routing)
+            routing = routing._replace(aux=jax.lax.psum(routing.aux, (*TOKEN_AXES, TENSOR)))
+        loss = jax.lax.psum(share, AXES)
+        return Gradient(loss, gradients, {**buffers, "encoder": step.state}, routing)
+
+    everywhere: Any = PartitionSpec()
+    by_rank: Any = PartitionSpec(PIPELINE)
+    routing_specs = Routing(by_rank, by_rank, by_rank) if has_experts else None
+    out_specs = Gradient(everywhere, specs, buffer_specs, routing_specs)
+    return _on_mesh(rank, mesh, (specs, buffer_specs, batch_specs()), out_specs)
+
+
+def _sum_copies(gradients: Tree, specs: Tree) -> Tree:
+    """Sums gradients over the ranks that hold the same part of a parameter."""
+    leaves, tree = jax.tree.flatten(gradients)
+    by_axes: dict[tuple[str, ...], list[int]] = {}
+    for i, spec in enumerate(jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))):
+        cut = {axis for axes in spec if axes for axis in ((axes,) if isinstance(axes, str) else axes)}
+        by_axes.setdefault(tuple(a for a in AXES if a not in cut), []).append(i)
+    for axes, members in by_axes.items():
+        if axes:
+            for i, total in zip(members, jax.lax.psum([leaves[i] for i in members], axes), strict=True):
+                leaves[i] = total
+    return jax.tree.unflatten(tree, leaves)
 
 
 def make_train_step(
-    config: Config, graphdef: nnx.GraphDef, mesh: Mesh
+    config: Config, mesh: Mesh
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """One optimizer step, jitted; the old state's memory is reused.
 
     Where loss or gradient is not finite, parameters, optimizer and statistics stay as they were.
     """
-    gradient = loss_and_gradient(graphdef, mesh, config.train.microbatches)
+    gradient = loss_and_gradient(config, mesh)
     optimizer = make_optimizer(config)
     schedule = learning_rate_schedule(config.train)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        loss, gradients, buffers = gradient(state.params, state.buffers, batch)
+        loss, gradients, buffers, routing = gradient(state.params, state.buffers, batch)
         grad_norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        buffers = _even_out(buffers, routing, config.train.router_bias_rate)
         new = (optax.apply_updates(state.params, updates), buffers, opt_state)
         old = (state.params, state.buffers, state.opt_state)
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
@@ -195,10 +209,34 @@ def make_train_step(
         in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
         # The schedule counts updates, as the optimizer does.
         rate = jnp.asarray(schedule(state.step - state.skipped))
-        metrics = StepMetrics(loss, grad_norm, rate, skipped, in_a_row)
+        metrics = StepMetrics(loss, grad_norm, rate, skipped, in_a_row, *_load(routing))
         return TrainState(state.step + 1, skipped, in_a_row, *new), metrics
 
-    return jax.jit(train_step, donate_argnums=0, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings(config, mesh), everywhere))
+
+
+def _even_out(buffers: Tree, routing: Routing | None, rate: float) -> Tree:
+    """Moves the correction bias of each expert by `rate`, up if fewer tokens came than on average, else down
+    (Wang et al., Auxiliary-Loss-Free Load Balancing, 2024).
+    """
+    if routing is None or not rate:
+        return buffers
+    surplus = routing.load - routing.load.mean(-1, keepdims=True)
+
+    def change(path: tuple[Any, ...], x: Array) -> Array:
+        return x - rate * jnp.sign(surplus).astype(x.dtype) if path[-1].key == "correction_bias" else x
+
+    return jax.tree_util.tree_map_with_path(change, buffers)
+
+
+def _load(routing: Routing | None) -> tuple[Array | None, Array | None]:
+    """StepMetrics.max_expert_load and aux_loss."""
+    if routing is None:
+        return None, None
+    mean_L = routing.load.mean(-1)
+    highest = (routing.load.max(-1) / jnp.where(mean_L > 0, mean_L, 1)).max()
+    return highest, routing.aux.sum() / jnp.maximum(routing.tokens.sum(), 1)
 
 
 class Scores(NamedTuple):
@@ -210,15 +248,17 @@ class Scores(NamedTuple):
 
 
 def make_validation_step(
-    graphdef: nnx.GraphDef, mesh: Mesh, *, end_id: int, new_tokens: int
+    config: Config, mesh: Mesh, *, end_id: int, new_tokens: int
 ) -> Callable[[Tree, Tree, Batch, PromptEnds], tuple[Scores, Array]]:
     """(params, buffers, batch, prompts) -> (scores, answers decoded); stored statistics.
 
     The answers, int32 [R * D, new_tokens], are in the order of the prompts and filled up with end_id.
     """
+    graph = model_graph(config)
+    specs = model_specs(abstract_model(config))
 
     def rank(params: Tree, buffers: Tree, batch: Batch, ends: PromptEnds) -> tuple[Scores, Array]:
-        model = nnx.merge(graphdef, params, buffers)
+        model = nnx.merge(graph, params, buffers)
         answered = answer(model, batch, ends, end_id=end_id, new_tokens=new_tokens, axes=AXES)
         logp_N, weights_N, ids_N = (
             x.reshape(-1) for x in (answered.log_probs, batch.weights, batch.segment_ids)
@@ -226,8 +266,27 @@ def make_validation_step(
         scores = Scores(
             sft.loss_sum(logp_N, weights_N, ids_N), answered.correct.sum(), sft.count(weights_N, ids_N)
         )
-        return jax.lax.psum(scores, AXES), answered.tokens
+        return jax.lax.psum(scores, TOKEN_AXES), answered.tokens
 
     everywhere, rows = PartitionSpec(), PartitionSpec(DATA)
-    in_specs = (everywhere, everywhere, batch_specs(), PromptEnds(rows, rows))
+    in_specs = (*specs, batch_specs(), PromptEnds(rows, rows))
     return jax.jit(_on_mesh(rank, mesh, in_specs, (everywhere, PartitionSpec((DATA, CONTEXT)))))
+
+
+def make_log_probs(config: Config, mesh: Mesh) -> Callable[[Tree, Tree, Batch], Array]:
+    """(params, buffers, batch) -> log-probability of every position's target, 0 where weights is 0: [R, T],
+    in the batch's layout and sharding; stored statistics. By the pipeline's schedule, jitted.
+    """
+    specs = model_specs(abstract_model(config))
+    schedule = make_schedule(
+        config.train.microbatches, config.mesh.pipeline, config.mesh.stages_per_rank, backward=False
+    )
+
+    def rank(params: Tree, buffers: Tree, batch: Batch) -> Array:
+        divided = _divided(params)
+        parts = _parts(config, divided, buffers, jnp.ones(()), train=False)
+        batches = _microbatches(batch, schedule.microbatches)
+        logp = score(parts, schedule, divided, buffers["encoder"], batches)
+        return logp.reshape(batch.tokens.shape)
+
+    return jax.jit(_on_mesh(rank, mesh, (*specs, batch_specs()), PartitionSpec(DATA, CONTEXT)))

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxthd.checkpoint import Checkpoints
 from jaxthd.cli import parse_command_line, simulate_devices
@@ -35,7 +34,15 @@ from jaxthd.jsonl import append_line, keep_lines, write_lines
 from jaxthd.mesh import make_mesh, put_batch
 from jaxthd.metrics import Metrics, metrics_line, read_metrics, summary
 from jaxthd.signals import stop_requested
-from jaxthd.step import TrainState, abstract_state, init_state, make_train_step, model_graph
+from jaxthd.state import (
+    TrainState,
+    abstract_state,
+    canonical_form,
+    canonical_shardings,
+    init_state,
+    training_form,
+)
+from jaxthd.step import make_train_step
 from jaxthd.validate import DeviceFacts, validate
 from jaxthd.workdir import opened
 
@@ -75,9 +82,8 @@ def _train(config: Config, workdir: Path, data: SpeechData, checkpoints: Checkpo
     """Returns the step at which the run was taken up."""
     # --- model, on the mesh ---
     mesh = make_mesh(config.mesh)
-    graph = model_graph(config)
-    train_step = make_train_step(config, graph, mesh)
-    evaluator = Evaluator(config, graph, mesh, data.end_id)
+    train_step = make_train_step(config, mesh)
+    evaluator = Evaluator(config, mesh, data.end_id)
     abstract = abstract_state(config)
     parameters = sum(x.size for x in jax.tree.leaves(abstract.params))
     print(f"{parameters:,} parameters; mesh (data, context, pipeline, tensor) = {config.mesh.sizes}")
@@ -85,11 +91,11 @@ def _train(config: Config, workdir: Path, data: SpeechData, checkpoints: Checkpo
     with ExitStack() as stack:
         # --- continue where a checkpoint stands ---
         loader = stack.enter_context(closing(data.training()))
-        restored = checkpoints.restore_latest(abstract, NamedSharding(mesh, PartitionSpec()))
+        restored = checkpoints.restore_latest(abstract, canonical_shardings(config, mesh))
         if restored is None:
             state = init_state(config, mesh)
         else:
-            state, position = restored
+            state, position = training_form(restored[0], config, mesh), restored[1]
             loader.set_state(position)
             print(f"continuing from step {int(state.step)} in {workdir}")
         first, steps = int(state.step), config.train.steps
@@ -131,6 +137,8 @@ def _train(config: Config, workdir: Path, data: SpeechData, checkpoints: Checkpo
                 "compilations": compilations(train_step),
                 "left_out": len(data.skipped),
             }
+            if measured.max_expert_load is not None:
+                scalars |= {"max_expert_load": measured.max_expert_load, "aux_loss": measured.aux_loss}
             line = metrics_line(step, scalars, this_report, time.perf_counter() - start)
             last = step == steps or stopping()
             validated = validation(state) if every and (step == steps or step % every == 0) else {}
@@ -148,7 +156,7 @@ def _train(config: Config, workdir: Path, data: SpeechData, checkpoints: Checkpo
                         "are of before"
                     )
             if last or validated or step % config.train.checkpoint_every == 0:
-                checkpoints.save(step, state, position, validated)
+                checkpoints.save(step, canonical_form(state, config, mesh), position, validated)
             if last:
                 break
         if step < steps:

@@ -15,6 +15,9 @@ from jaxthd.data.features import mel_filterbank
 from jaxthd.data.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
 from jaxthd.packing.document import SUBSAMPLING
+from jaxthd.parallel.experts import expert_cut
+from jaxthd.parallel.schedule import make_schedule
+from jaxthd.parallel.stages import Stages
 
 
 class ConfigError(UserError):
@@ -96,6 +99,7 @@ _MINIMUM: dict[str, float] = {
     "data.spec_augment.time_masks": 0,
     "data.seed": 0,
     "model.encoder.chunk_seconds": 0.02,
+    "model.expert_capacity": 0.1,
     "model.llm.latent_dim": 0,
     "model.adapter_dim": 0,
     "train.warmup_steps": 0,
@@ -183,18 +187,6 @@ def _multiples(value: int, unit: int) -> str:
 # --- the mesh and the machine ---
 
 
-@_rule("mesh.pipeline", "mesh.tensor")
-def _axes_that_work(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    for axis in ("pipeline", "tensor"):
-        size = getattr(config.mesh, axis)
-        if size > 1:
-            yield Problem(
-                f"mesh.{axis} is {size}",
-                "1, since only the axes data and context work so far",
-                f"set mesh.{axis} to 1 and raise mesh.data or mesh.context instead",
-            )
-
-
 @_rule("mesh.data", "mesh.context", "mesh.pipeline", "mesh.tensor")
 def _devices(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     need = config.mesh.devices
@@ -260,13 +252,141 @@ def _documents_over_context(config: Config, device: DeviceFacts) -> Iterator[Pro
 def _mamba_heads_over_context(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     mesh, llm = config.mesh, config.model.llm
     heads, ranks = llm.mamba_heads, mesh.tensor * mesh.context
-    if config.model.context_layout == "document" and "M" in llm.pattern and heads % ranks:
-        sizes = [n for n in range(1, heads + 1) if heads % (mesh.tensor * n) == 0]
-        can = f"mesh.context to {' or '.join(map(str, sizes))}, " if sizes else ""
+    if (
+        config.model.context_layout == "document"
+        and "M" in llm.pattern
+        and heads % mesh.tensor == 0
+        and heads % ranks
+    ):
         yield Problem(
             f"model.llm.mamba_heads is {heads} for {mesh.context} context and {mesh.tensor} tensor ranks",
             f'a multiple of {ranks}: under model.context_layout "document" these ranks share the heads',
-            f"set {can}model.llm.mamba_heads to {_multiples(heads, ranks)}, or the layout to buffer",
+            f"set mesh.context to {_divisors(heads // mesh.tensor, mesh.context)}, or model.llm.mamba_heads "
+            f"to {_multiples(heads, ranks)}, or model.context_layout to buffer",
+        )
+
+
+# --- what tensor and pipeline ranks share ---
+
+
+@_rule("mesh.tensor", "model.llm")
+def _width_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    llm, ranks = config.model.llm, config.mesh.tensor
+    for letter, name in (
+        ("*", "q_heads"),
+        ("M", "mamba_heads"),
+        ("-", "ffn_dim"),
+        ("E", "expert_dim"),
+        ("E", "shared_expert_dim"),
+    ):
+        size = getattr(llm, name)
+        if letter in llm.pattern and size % ranks:
+            yield Problem(
+                f"mesh.tensor is {ranks} with model.llm.{name} {size}",
+                f"a divisor of {size}, because every rank takes as many",
+                f"set mesh.tensor to {_divisors(size, ranks)}, or model.llm.{name} to "
+                f"{_multiples(size, ranks)}",
+            )
+    for letter, name in (("*", "kv_heads"), ("M", "mamba_groups")):
+        size = getattr(llm, name)
+        if letter in llm.pattern and size % ranks and ranks % size:
+            yield Problem(
+                f"mesh.tensor is {ranks} with model.llm.{name} {size}",
+                f"a divisor or a multiple of {size}: as many to every rank, or one to as many ranks",
+                f"set mesh.tensor to {_divisors(size, ranks)} or {size * (ranks // size + 1)}",
+            )
+
+
+def _divisors(size: int, at_most: int) -> str:
+    """Those of size up to at_most: "1, 2 or 4"."""
+    found = [str(n) for n in range(1, at_most + 1) if size % n == 0]
+    return " or ".join(filter(None, (", ".join(found[:-1]), found[-1])))
+
+
+@_rule("mesh.pipeline", "mesh.tensor", "model.llm.vocab_size")
+def _vocabulary_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    entries, ranks = config.model.llm.vocab_size, config.mesh.pipeline * config.mesh.tensor
+    if entries % ranks:
+        yield Problem(
+            f"model.llm.vocab_size is {entries} with {ranks} pipeline and tensor ranks",
+            f"a multiple of {ranks}, because these share the vocabulary's work",
+            f"set model.llm.vocab_size to {entries + -entries % ranks} (entries beyond the tokenizer's are "
+            "not used), or change mesh.pipeline or mesh.tensor",
+        )
+
+
+@_rule("mesh", "model.llm.pattern", "model.context_exchange")
+def _pipeline(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    mesh, llm = config.mesh, config.model.llm
+    if mesh.pipeline == 1 and mesh.stages_per_rank > 1:
+        found = f"mesh.stages_per_rank is {mesh.stages_per_rank} with mesh.pipeline 1"
+        change = "set mesh.stages_per_rank to 1, or raise mesh.pipeline"
+        yield Problem(found, "1: there is no pipeline", change)
+        return
+    if set(llm.pattern) - set("M*-E|"):
+        return
+    try:
+        stages = Stages.of(llm, mesh)
+    except ValueError as error:
+        count = mesh.pipeline * mesh.stages_per_rank
+        change = f"put {count - 1} marks into model.llm.pattern, or none, or lower mesh.pipeline"
+        yield Problem(str(error), f"{count} stages of a layer or more", change)
+        return
+    if mesh.context > 1 and config.model.context_exchange == "ring" and not stages.are_equal:
+        yield Problem(
+            f"model.context_exchange is 'ring' with stages that differ ({' | '.join(stages.patterns)})",
+            "stages of one pattern, because every rank takes part in each send of a ring",
+            "set model.context_exchange to 'all_gather', or divide model.llm.pattern evenly",
+        )
+
+
+@_rule("mesh", "data.rows", "train.microbatches")
+def _bubble(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    mesh, microbatches = config.mesh, config.train.microbatches
+    if mesh.pipeline > 1:
+        bubble = make_schedule(microbatches, mesh.pipeline, mesh.stages_per_rank).bubble
+        if bubble > 0.5:
+            yield Problem(
+                f"train.microbatches is {microbatches} on {mesh.pipeline} pipeline ranks: they idle "
+                f"{bubble:.0%} of the time",
+                f"{2 * mesh.pipeline} microbatches or more, say",
+                "raise train.microbatches (and data.rows, a multiple of mesh.data times it)",
+                is_warning=True,
+            )
+        elif mesh.stages_per_rank > 1 and microbatches % mesh.pipeline:
+            yield Problem(
+                f"train.microbatches is {microbatches} on {mesh.pipeline} ranks of {mesh.stages_per_rank} "
+                "stages",
+                f"a multiple of {mesh.pipeline}: the interleaved schedule works on groups of as many",
+                f"set train.microbatches to {_multiples(microbatches, mesh.pipeline)}",
+                is_warning=True,
+            )
+
+
+@_rule("mesh", "data.rows", "data.capacity", "train.microbatches", "model.sequence_sharded")
+def _tokens_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    data, mesh = config.data, config.mesh
+    tokens = data.rows // mesh.data // config.train.microbatches * data.capacity // mesh.context
+    if config.model.sequence_sharded and tokens % mesh.tensor:
+        unit = mesh.context * mesh.tensor
+        yield Problem(
+            f"model.sequence_sharded with {tokens} tokens of a microbatch for {mesh.tensor} tensor ranks",
+            f"a multiple of {mesh.tensor}, because each takes as many",
+            f"set data.capacity to {_multiples(data.capacity, math.lcm(unit, 2 * mesh.context))}",
+        )
+
+
+@_rule("mesh", "model.llm.pattern", "model.llm.experts", "model.expert_parallel")
+def _experts_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    llm, ranks = config.model.llm, config.mesh.data * config.mesh.context
+    if "E" in llm.pattern and config.model.expert_parallel and ranks > 1 and llm.experts % ranks:
+        cut = expert_cut(llm.experts, config.mesh)
+        yield Problem(
+            f"model.llm.experts is {llm.experts} for {ranks} data and context ranks",
+            f"a multiple of {ranks}: experts are cut over the axes {cut.axes if cut else '()'} only, the "
+            "others gather their weights",
+            "change mesh.data or mesh.context, or set model.expert_parallel to False",
+            is_warning=True,
         )
 
 
@@ -432,11 +552,12 @@ def _conv_kernel(config: Config, device: DeviceFacts) -> Iterator[Problem]:
 @_rule("model.llm.pattern")
 def _pattern(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     pattern = config.model.llm.pattern
-    unknown = sorted(set(pattern) - set("M*-E"))
-    if unknown or not pattern:
+    unknown = sorted(set(pattern) - set("M*-E|"))
+    if unknown or not config.model.llm.letters:
         yield Problem(
             f"model.llm.pattern {pattern!r} " + (f"holds {', '.join(unknown)}" if unknown else "is empty"),
-            "one letter a block of M (Mamba2), * (attention), - (MLP), E (mixture of experts)",
+            "one letter a block of M (Mamba2), * (attention), - (MLP), E (mixture of experts), and | between "
+            "pipeline stages",
             "correct model.llm.pattern",
         )
 

@@ -47,7 +47,8 @@ from jaxthd.packing.layout import context_permutation
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import KeyIntervals, make_segments
 from jaxthd.parallel.params import Buffer, Init
-from jaxthd.step import abstract_model, loss_and_gradient, model_graph
+from jaxthd.state import abstract_model
+from jaxthd.step import loss_and_gradient
 
 UNOPTIMIZED: dict[str, str | bool] = {
     "xla_backend_optimization_level": "0",
@@ -92,7 +93,7 @@ def temporary_memory(context: int, tokens: int, model: ModelConfig = TINY) -> in
     _, *states = nnx.split(abstract_model(config), nnx.Param, Buffer)
     sizes: dict[str, Any] = {"audio_capacity": 0, "num_mels": model.encoder.num_mels, "max_documents": 1}
     batch, _ = pack_row([], capacity=tokens, context=context, **sizes)
-    program = compiled(loss_and_gradient(model_graph(config), mesh), *map(nnx.to_pure_dict, states), batch)
+    program = compiled(loss_and_gradient(config, mesh), *map(nnx.to_pure_dict, states), batch)
     return program.memory_analysis().temp_size_in_bytes
 
 

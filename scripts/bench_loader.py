@@ -35,7 +35,8 @@ from jaxthd.config import Config, load_config
 from jaxthd.data.loaders import SpeechData
 from jaxthd.data.pipeline import Loader
 from jaxthd.mesh import make_mesh, put_batch
-from jaxthd.step import init_state, make_train_step, model_graph
+from jaxthd.state import init_state
+from jaxthd.step import make_train_step
 
 WARM_UP = 16
 """Batches before anything is timed or weighed."""
@@ -48,7 +49,7 @@ class Step:
 
     def __init__(self, config: Config, loader: Loader) -> None:
         mesh = make_mesh(config.mesh)
-        self._step = make_train_step(config, model_graph(config), mesh)
+        self._step = make_train_step(config, mesh)
         self._state = init_state(config, mesh)
         self._batches = [put_batch(batch, mesh) for batch, _ in islice(loader, STEPS)]
         self.seconds()

@@ -49,7 +49,8 @@ from jaxthd.mesh import make_mesh, put_batch
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING, Document
 from jaxthd.plan import table
-from jaxthd.step import init_state, make_train_step, model_graph
+from jaxthd.state import init_state
+from jaxthd.step import make_train_step
 
 RUNGS = 6
 """Most lengths of the ladder."""
@@ -212,7 +213,7 @@ def batches_of(documents: Sequence[Document], capacity: int, num_mels: int) -> d
 def measure(sides: Mapping[str, Sequence[Batch]], config: Config, rounds: int) -> dict[str, Side]:
     """Trains one model on all batches of all sides, `rounds` times, side by side."""
     mesh = make_mesh(config.mesh)
-    step: Any = make_train_step(config, model_graph(config), mesh)
+    step: Any = make_train_step(config, mesh)
     state = init_state(config, mesh)
     placed = {name: [put_batch(batch, mesh) for batch in batches] for name, batches in sides.items()}
     programs: dict[Any, Any] = {}

@@ -139,7 +139,8 @@ def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) ->
     from jaxthd.mesh import make_mesh, put_batch
     from jaxthd.packing.batch import Batch
     from jaxthd.packing.document import Document
-    from jaxthd.step import abstract_state, loss_and_gradient, model_graph
+    from jaxthd.state import abstract_state
+    from jaxthd.step import loss_and_gradient
 
     jax.config.update("jax_platforms", "cpu")
     llm = LLMConfig(
@@ -176,7 +177,7 @@ def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) ->
     ways, programs = {}, {}
     for name, remat in (("jaxthd, packed", False), ("jaxthd, packed, recomputing", True)):
         config = Config(model=ModelConfig(llm=llm, remat_llm=remat, attention_block=64))
-        program = programs[name] = jax.jit(loss_and_gradient(model_graph(config), mesh))
+        program = programs[name] = jax.jit(loss_and_gradient(config, mesh))
 
         def batch(data: Batch, program: Any = program) -> Callable[[], Any]:
             return lambda: jax.block_until_ready(program(params, buffers, data))

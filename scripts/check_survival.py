@@ -34,7 +34,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxthd.checkpoint import Checkpoints
 from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
-from jaxthd.step import TrainState, abstract_state
+from jaxthd.state import TrainState, abstract_state
 
 STEPS = 48
 TIMED = {"time", "tokens_per_second", "step_seconds", "compilations"}

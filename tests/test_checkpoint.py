@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxthd.checkpoint import Checkpoints
 from jaxthd.errors import UserError
-from jaxthd.step import TrainState
+from jaxthd.state import TrainState
 from scripts.check_survival import bits, damaged
 
 MESH = jax.make_mesh((2, 4), ("data", "context"), axis_types=(AxisType.Auto,) * 2)

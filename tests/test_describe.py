@@ -10,7 +10,7 @@ import pytest
 from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, load_config
 from jaxthd.describe import Group, describe, main, parameter_groups, state_bytes
 from jaxthd.mesh import make_mesh
-from jaxthd.step import init_state
+from jaxthd.state import init_state
 
 NANO = Path(__file__).parents[1] / "configs" / "nemotron3_nano.py"
 SMALL = Config(

@@ -89,7 +89,7 @@ CASES = [
     Case(
         {"mesh.context": 4, "model.context_layout": "document", "data.round_to": 8}
         | {"model.llm.mamba_heads": 6},
-        "set mesh.context to 1 or 2 or 3 or 6, model.llm.mamba_heads to 4 or 8, or the layout to buffer",
+        "set mesh.context to 1, 2 or 3, or model.llm.mamba_heads to 4 or 8, or model.context_layout to",
     ),
     # Buffers.
     Case({"data.round_to": 10}, "set data.capacity to 2040 or 2050, or data.round_to to 2"),

@@ -1,24 +1,28 @@
 """Greedy decoding after the prompts of a packed batch, in one program of fixed shape.
 
 Prefill is the model's own forward pass over the packed buffer; prompts' keys and values stay in it. Each
-context rank then decodes its share of the documents by itself: no collective is in the loop.
+context rank then decodes its share of the documents. A pipeline's stages take turns, token by token.
 
 Legend: R rows on this rank, T tokens of a row on this rank, n documents of this rank, m most new tokens,
 D model dim, V vocabulary.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
+from jaxthd.mesh import PIPELINE
+from jaxthd.models.hybrid import Cache
 from jaxthd.models.speech_lm import SpeechLM
-from jaxthd.ops.cross_entropy import supervised_scores
-from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.prompts import Now, PromptEnds, make_prompts
+from jaxthd.parallel.params import DECODER_SPREAD
+from jaxthd.parallel.stages import Stages
+from jaxthd.parallel.tensor import psum_live
 
 
 class Answered(NamedTuple):
@@ -39,45 +43,83 @@ def answer(
 
     ends: rows of this rank. end_id: the token that ends an answer. axes: as SpeechLM.log_probs.
     """
-    config = model.config
-    x_ND, segments, _ = model.embed(batch, axes=axes, train=False)
+    stages = model.decoder.stages
+    x_nD, _ = model.enter(batch, axes=axes, train=False)
+    segments = model.segments(batch, axes, lockstep=stages.are_equal)
     prompts = make_prompts(ends, segments, new_tokens)
-    h_ND, caches = model.decoder.prefill(x_ND, segments, prompts)
-    head_VD = model.head[...].astype(h_ND.dtype)
-    log_probs_N, correct_N = supervised_scores(
-        h_ND,
-        head_VD,
-        batch.targets.reshape(-1),
-        batch.weights.reshape(-1) > 0,
-        config.loss_block,
-        config.vocab_block,
-    )
+
+    def prefill(pattern: str, chunk: Array | int, x_nD: Array, _: None) -> tuple[Array, Cache]:
+        return model.decoder.prefill(pattern, chunk, x_nD, segments, prompts)
+
+    x_nD, caches = _through_all_stages(stages, prefill, x_nD, None)
+    h_ND = model.hidden(x_nD)
+    log_probs_N, correct_N = model.scores(h_ND, batch)
 
     shape = batch.tokens.shape
     tokens_nm = jnp.full((prompts.documents, new_tokens), end_id, jnp.int32)
     if not new_tokens:
         return Answered(log_probs_N.reshape(shape), correct_N.reshape(shape), tokens_nm)
 
-    def likeliest(h_nD: Array) -> Array:
-        logits_nV = jnp.einsum("nd,vd->nv", h_nD, head_VD, preferred_element_type=accumulation_dtype(h_nD))
-        return jnp.argmax(logits_nV, axis=-1).astype(jnp.int32)
-
     last_nD = prompts.share(jnp.where((prompts.at >= 0)[:, None], h_ND[prompts.at], 0), segments)
     active_n = prompts.keys.hi > 0
 
-    def go_on(carry: tuple) -> Array:
-        number, active_n, *_ = carry
-        return (number < new_tokens) & active_n.any()
+    def any_active(active_n: Array) -> Array:
+        """Layers and experts that lie over ranks are used by all of these as long as one has use for them."""
+        return psum_live(active_n.sum(), DECODER_SPREAD, model.mesh) > 0
 
     def step(carry: tuple) -> tuple:
-        number, active_n, token_n, tokens_nm, caches = carry
+        number, _, active_n, token_n, tokens_nm, caches = carry
         tokens_nm = tokens_nm.at[:, number].set(jnp.where(active_n, token_n, end_id))
         active_n &= token_n != end_id
-        x_nD = jnp.take(model.embedding[...], token_n, axis=0).astype(config.dtype)
-        h_nD, caches = model.decoder.step(x_nD, caches, Now(prompts, number, active_n))
-        return number + 1, active_n, likeliest(h_nD), tokens_nm, caches
+        now = Now(prompts, number, active_n)
 
-    *_, tokens_nm, _ = jax.lax.while_loop(
-        go_on, step, (jnp.int32(0), active_n, likeliest(last_nD), tokens_nm, caches)
-    )
+        def through(pattern: str, chunk: Array | int, x_nD: Array, cache: Cache) -> tuple[Array, Cache]:
+            return model.decoder.step(pattern, chunk, x_nD, cache, now)
+
+        x_nD, caches = _through_all_stages(stages, through, model.embed_tokens(token_n), caches)
+        next_n = model.likeliest(model.decoder.norm(x_nD))
+        return number + 1, any_active(active_n), active_n, next_n, tokens_nm, caches
+
+    start = (jnp.int32(0), any_active(active_n), active_n, model.likeliest(last_nD), tokens_nm, caches)
+    *_, tokens_nm, _ = jax.lax.while_loop(lambda carry: (carry[0] < new_tokens) & carry[1], step, start)
     return Answered(log_probs_N.reshape(shape), correct_N.reshape(shape), tokens_nm)
+
+
+def _through_all_stages(
+    stages: Stages,
+    run: Callable[[str, Array | int, Array, Any], tuple[Array, Cache]],
+    x_nD: Array,
+    caches: Any,
+) -> tuple[Array, Any]:
+    """run(pattern, chunk, x, cache) -> (x, cache) for one stage after the other; x ends on all ranks.
+
+    caches: of this rank's stages, leaves [chunks, ...]; None before there are any.
+    """
+    if len(stages.patterns) == 1:
+        cache = None if caches is None else jax.tree.map(lambda c: c[0], caches)
+        x_nD, cache = run(stages.patterns[0], 0, x_nD, cache)
+        return x_nD, jax.tree.map(lambda c: c[None], cache)
+    rank = jax.lax.axis_index(PIPELINE)
+    if caches is None:
+        like = jax.eval_shape(lambda x: run(stages.patterns[0], 0, x, None)[1], x_nD)
+        caches = jax.tree.map(lambda c: jnp.zeros((stages.chunks, *c.shape), c.dtype), like)
+        first = None
+    else:
+        first = caches
+
+    def one(carry: tuple[Array, Any], stage: Array) -> tuple[tuple[Array, Any], None]:
+        x_nD, caches = carry
+        chunk, mine = stage // stages.ranks, rank == stage % stages.ranks
+        cache = jax.tree.map(lambda c: c[chunk], caches)
+
+        def turn() -> tuple[Array, Cache]:
+            taken = None if first is None else cache
+            return stages.switch(lambda pattern: run(pattern, chunk, x_nD, taken), chunk)
+
+        y_nD, new = turn() if stages.are_equal else jax.lax.cond(mine, turn, lambda: (x_nD, cache))
+        new = jax.tree.map(lambda a, b: jnp.where(mine, a, b), new, cache)
+        caches = jax.tree.map(lambda all_, c: all_.at[chunk].set(c), caches, new)
+        return (jax.lax.psum(jnp.where(mine, y_nD, 0), PIPELINE), caches), None
+
+    (x_nD, caches), _ = jax.lax.scan(one, (x_nD, caches), jnp.arange(len(stages.patterns)))
+    return x_nD, caches

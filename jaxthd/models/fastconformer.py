@@ -24,7 +24,7 @@ from jaxthd.ops.conv import centered_conv
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.segments import Segments
-from jaxthd.parallel.params import Buffer, Init, scan_stack, stack
+from jaxthd.parallel.params import Buffer, Init, scan_stack, stack, whole
 
 _EPS = 1e-5
 _MOMENTUM = 0.1
@@ -327,7 +327,7 @@ class FastConformer(nnx.Module):
                 f"{len(mels_AM)} mel frames for {len(segments.ids)} encoder frames; "
                 f"expected {SUBSAMPLING} for each: check mels against chunk_ids"
             )
-        x_ED = self.subsampling(mels_AM, mel_mask_A, segments.positions == 0) * self.scale
+        x_ED = whole(self.subsampling)(mels_AM, mel_mask_A, segments.positions == 0) * self.scale
         dim, acc = x_ED.shape[1], accumulation_dtype(mels_AM)
         w_F = 10000.0 ** (-jnp.arange(0, dim, 2, dtype=acc) / dim)
         angle_EF = segments.positions[:, None].astype(acc) * w_F

@@ -1,24 +1,34 @@
 """The hybrid decoder: blocks of RMSNorm, one mixer, residual, in the order of a pattern string.
 
+Layers of one kind are stacked, in their order, whatever the pattern: a pipeline stage holds a stretch of each
+stack, and a repeated unit of the pattern is a scan over stretches.
+
 Legend: N tokens, D model dim; in decoding n documents of this rank.
 """
 
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
 from jaxthd.config import ModelConfig
+from jaxthd.mesh import PIPELINE
 from jaxthd.models.layers import RMSNorm
-from jaxthd.models.mixers import MLP, Attention, Mamba2, MoE, Prefilled
+from jaxthd.models.mixers import MLP, Attention, Mamba2, MoE, Prefilled, Routing
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
-from jaxthd.parallel.params import Init, scan_stack, stack
+from jaxthd.parallel.params import Init, gathered_state, rematerialized, stack
+from jaxthd.parallel.stages import KINDS, Stages
+from jaxthd.parallel.tensor import Residual
 
-Cache = tuple[list[Any], list[Any]]
-"""What the blocks of a unit hold for decoding: (fixed, state) of each; arrays, stacked over the repeats."""
+Cache = dict[str, Any]
+"""By pattern letter what a stage's layers hold for decoding, (fixed, state) stacked over the layers."""
 
 
 def repeated_units(pattern: str) -> list[tuple[str, int]]:
@@ -45,6 +55,7 @@ class Block(nnx.Module):
 
     def __init__(self, kind: str, config: ModelConfig, init: Init) -> None:
         self.norm = RMSNorm(config.llm.dim, config.llm.norm_eps, init)
+        self.residual = Residual.of(init.mesh, config.sequence_sharded)
         self.mixer: MLP | Attention | Mamba2 | MoE
         match kind:
             case "M":
@@ -61,90 +72,158 @@ class Block(nnx.Module):
                     "use M (Mamba2), * (attention), - (MLP), E (MoE)"
                 )
 
-    def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
-        return x_ND + self.mixer(self.norm(x_ND), segments)
+    def __call__(
+        self, x_nD: Float[Array, "n D"], segments: Segments
+    ) -> tuple[Float[Array, "n D"], Routing | None]:
+        """The second result is of an MoE block. n: this rank's tokens of the residual stream."""
+        h_ND, routing = self.residual.whole(self.norm(x_nD)), None
+        if isinstance(self.mixer, MoE):
+            y_ND, routing = self.mixer.routed(h_ND, segments)
+        else:
+            y_ND = self.mixer(h_ND, segments)
+        return x_nD + self.residual.total(y_ND), routing
 
-    def prefill(self, x_ND: Array, segments: Segments, prompts: Prompts) -> Prefilled:
-        y_ND, fixed, state = self.mixer.prefill(self.norm(x_ND), segments, prompts)
-        return x_ND + y_ND, fixed, state
+    def prefill(self, x_nD: Array, segments: Segments, prompts: Prompts) -> Prefilled:
+        y_ND, fixed, state = self.mixer.prefill(self.residual.whole(self.norm(x_nD)), segments, prompts)
+        return x_nD + self.residual.total(y_ND), fixed, state
 
     def step(self, x_nD: Array, fixed: Any, state: Any, now: Now) -> tuple[Array, Any]:
         y_nD, state = self.mixer.step(self.norm(x_nD), fixed, state, now)
-        return x_nD + y_nD, state
-
-
-class Unit(nnx.Module):
-    """The blocks of one unit of the pattern, one after the other."""
-
-    def __init__(self, kinds: str, config: ModelConfig, init: Init) -> None:
-        self.blocks = nnx.List([Block(kind, config, init) for kind in kinds])
-
-    def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
-        for block in self.blocks:
-            x_ND = block(x_ND, segments)
-        return x_ND
-
-    def prefill(self, x_ND: Array, segments: Segments, prompts: Prompts) -> tuple[Array, Cache]:
-        cache = []
-        for block in self.blocks:
-            x_ND, *held = block.prefill(x_ND, segments, prompts)
-            cache.append(held)
-        fixed, state = zip(*cache, strict=True)
-        return x_ND, (list(fixed), list(state))
-
-    def step(self, x_nD: Array, cache: Cache, now: Now) -> tuple[Array, list[Any]]:
-        states = []
-        for block, fixed, state in zip(self.blocks, *cache, strict=True):
-            x_nD, state = block.step(x_nD, fixed, state, now)
-            states.append(state)
-        return x_nD, states
+        return x_nD + self.residual.decoding.total(y_nD), state
 
 
 class HybridDecoder(nnx.Module):
-    """All blocks and the final norm. Repeated units are stacked and scanned."""
+    """All blocks and the final norm.
 
-    def __init__(self, config: ModelConfig, init: Init) -> None:
-        self.units = nnx.List(
-            [
-                stack(partial(Unit, unit, config), init, repeats)
-                for unit, repeats in repeated_units(config.llm.pattern)
-            ]
+    layers: by kind, the blocks of this rank's stages, stacked: for each stage as many as the largest has.
+    """
+
+    def __init__(self, config: ModelConfig, init: Init, stages: Stages | None = None) -> None:
+        stages = stages or Stages.single(config.llm.letters)
+        axes = (PIPELINE,) if stages.ranks > 1 else ()
+        self.layers = nnx.Dict(
+            {
+                KINDS[letter]: stack(partial(Block, letter, config), init, stages.rows(letter), axes=axes)
+                for letter in sorted(set(stages.letters))
+            }
         )
         self.norm = RMSNorm(config.llm.dim, config.llm.norm_eps, init)
+        self.stages = stages
+        self.experts = config.llm.experts
         self.remat = config.remat_llm
 
-    def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
-        def apply(layer: Unit, x_ND: Array) -> tuple[Array, None]:
-            return layer(x_ND, segments), None
+    def __call__(
+        self, x_nD: Float[Array, "n D"], segments: Segments
+    ) -> tuple[Float[Array, "n D"], Routing | None]:
+        """All layers, where one rank has them all; not the final norm. And where the tokens went, with a row
+        for every MoE layer; None without any.
+        """
+        return self.stage(self.stages.letters, 0, x_nD, segments)
 
-        for unit in self.units:
-            x_ND, _ = scan_stack(unit, apply, x_ND, remat=self.remat)
-        return self.norm(x_ND)
+    def stage(
+        self, pattern: str, chunk: Array | int, x_nD: Float[Array, "n D"], segments: Segments
+    ) -> tuple[Float[Array, "n D"], Routing | None]:
+        """The layers `pattern` of this rank's stage number `chunk`; Routing has as many rows as the stage
+        that has most MoE layers needs.
+        """
+
+        def apply(block: Block, x_nD: Array) -> tuple[Array, Routing | None]:
+            return block(x_nD, segments)
+
+        x_nD, found = self._scan(pattern, chunk, apply, x_nD, self.remat)
+        return x_nD, found.get("E")
 
     def prefill(
-        self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts
-    ) -> tuple[Float[Array, "N D"], list[Cache]]:
-        """As a call; and what decoding after the prompts goes on from."""
+        self,
+        pattern: str,
+        chunk: Array | int,
+        x_nD: Float[Array, "n D"],
+        segments: Segments,
+        prompts: Prompts,
+    ) -> tuple[Float[Array, "n D"], Cache]:
+        """As stage; and what decoding after the prompts goes on from."""
 
-        def apply(layer: Unit, x_ND: Array) -> tuple[Array, Cache]:
-            return layer.prefill(x_ND, segments, prompts)
+        def apply(block: Block, x_nD: Array) -> tuple[Array, Any]:
+            x_nD, fixed, state = block.prefill(x_nD, segments, prompts)
+            return x_nD, (fixed, state)
 
-        caches = []
-        for unit in self.units:
-            x_ND, cache = scan_stack(unit, apply, x_ND, remat=False)
-            caches.append(cache)
-        return self.norm(x_ND), caches
+        return self._scan(pattern, chunk, apply, x_nD, remat=False)
 
     def step(
-        self, x_nD: Float[Array, "n D"], caches: list[Cache], now: Now
-    ) -> tuple[Float[Array, "n D"], list[Cache]]:
+        self, pattern: str, chunk: Array | int, x_nD: Float[Array, "n D"], cache: Cache, now: Now
+    ) -> tuple[Float[Array, "n D"], Cache]:
         """The next token of every document."""
 
-        def apply(layer: Unit, x_nD: Array, fixed: Any, state: Any) -> tuple[Array, Any]:
-            return layer.step(x_nD, (fixed, state), now)
+        def apply(block: Block, x_nD: Array, held: tuple[Any, Any]) -> tuple[Array, Any]:
+            fixed, state = held
+            x_nD, state = block.step(x_nD, fixed, state, now)
+            return x_nD, (fixed, state)
 
-        after = []
-        for unit, (fixed, state) in zip(self.units, caches, strict=True):
-            x_nD, state = scan_stack(unit, apply, x_nD, remat=False, each=(fixed, state))
-            after.append((fixed, state))
-        return self.norm(x_nD), after
+        return self._scan(pattern, chunk, apply, x_nD, remat=False, each=cache)
+
+    def _scan(
+        self,
+        pattern: str,
+        chunk: Array | int,
+        apply: Callable[..., tuple[Array, Any]],
+        x_nD: Array,
+        remat: bool,
+        each: Cache | None = None,
+    ) -> tuple[Array, Cache]:
+        """Applies `apply(block, x, ...)` to every block of a stage. Its second results, and what it takes
+        third (each): by letter, stacked over the layers and filled up to Stages.most.
+        """
+        stacks = {letter: nnx.split(self.layers[KINDS[letter]]) for letter in set(self.stages.letters)}
+
+        def apply_to(letter: str, variables: Any, x_nD: Array, held: tuple[Any, ...]) -> tuple[Array, Any]:
+            return apply(nnx.merge(stacks[letter][0], gathered_state(variables)), x_nD, *held)
+
+        done: Counter[str] = Counter()
+        results: dict[str, list[Any]] = {letter: [] for letter in stacks}
+        for unit, repeats in repeated_units(pattern):
+            layers = {}
+            for letter, count in Counter(unit).items():
+                variables = jax.tree.map(partial(self._of_chunk, letter, chunk), stacks[letter][1])
+                take = partial(_in_turns, done[letter], repeats, count)
+                layers[letter] = jax.tree.map(take, (variables, (each[letter],) if each else ()))
+                done[letter] += count * repeats
+
+            def turn(x_nD: Array, layers: Any, unit: str = unit) -> tuple[Array, Any]:
+                found: dict[str, list[Any]] = {letter: [] for letter in layers}
+                for letter in unit:
+                    row = len(found[letter])
+                    variables, held = jax.tree.map(lambda w, row=row: w[row], layers[letter])
+                    x_nD, result = apply_to(letter, variables, x_nD, held)
+                    found[letter].append(result)
+                return x_nD, {k: jax.tree.map(lambda *r: jnp.stack(r), *f) for k, f in found.items()}
+
+            x_nD, found = jax.lax.scan(rematerialized(turn, remat, layers), x_nD, layers)
+            for letter, result in found.items():
+                results[letter].append(jax.tree.map(lambda r: r.reshape(-1, *r.shape[2:]), result))
+
+        def one_layer(letter: str, x_nD: Array) -> Any:
+            variables, held = jax.tree.map(
+                lambda w: w[0], (stacks[letter][1], (each[letter],) if each else ())
+            )
+            return apply_to(letter, variables, x_nD, held)[1]
+
+        filled = {}
+        for letter, parts in results.items():
+            missing = self.stages.most(letter) - done[letter]
+            if missing:
+                like = jax.eval_shape(partial(one_layer, letter), x_nD)
+                parts.append(jax.tree.map(lambda r, n=missing: jnp.zeros((n, *r.shape), r.dtype), like))
+            filled[letter] = jax.tree.map(lambda *r: jnp.concatenate(r) if len(r) > 1 else r[0], *parts)
+        return x_nD, filled
+
+    def _of_chunk(self, letter: str, chunk: Array | int, w: Array) -> Array:
+        """The rows of a stack that hold this stage's layers."""
+        if self.stages.chunks == 1:
+            return w
+        most = self.stages.most(letter)
+        return jax.lax.dynamic_slice_in_dim(w, chunk * most, most)
+
+
+def _in_turns(first: int, turns: int, layers: int, w: Array) -> Array:
+    """[rows, ...] -> [turns, layers of a turn, ...], from row `first` on."""
+    return w[first : first + turns * layers].reshape(turns, layers, *w.shape[1:])

@@ -9,36 +9,62 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
+from jaxthd.mesh import TENSOR
 from jaxthd.ops.numerics import accumulation_dtype
-from jaxthd.parallel.params import Init
+from jaxthd.parallel.params import Cut, Init, own_part
 
 
 class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, over groups of the last dim; statistics in promote(float32, x)."""
+    """x / sqrt(mean(x^2) + eps) * weight, over groups of the last dim; statistics in promote(float32, x).
 
-    def __init__(self, dim: int, eps: float, init: Init, groups: int = 1) -> None:
-        self.weight = init.ones((dim,))
+    cut: how the last dim lies over tensor ranks; a group may span several of them.
+    """
+
+    def __init__(self, dim: int, eps: float, init: Init, *, groups: int = 1, cut: Cut | None = None) -> None:
+        self.weight = init.ones((dim,), (cut,))
         self.eps = eps
-        self.groups = groups
+        ranks = init.mesh.tensor if cut and cut.is_cut(init.mesh) else 1
+        self.groups, self.ranks_of_group = max(groups // ranks, 1), max(ranks // groups, 1)
 
     def __call__(self, x_ND: Float[Array, "N D"]) -> Float[Array, "N D"]:
         grouped = x_ND.astype(accumulation_dtype(x_ND)).reshape(len(x_ND), self.groups, -1)
-        grouped = grouped * jax.lax.rsqrt(jnp.square(grouped).mean(-1, keepdims=True) + self.eps)
+        mean_NG1 = jnp.square(grouped).mean(-1, keepdims=True)
+        if self.ranks_of_group > 1:
+            mean_tN = jax.lax.all_gather(mean_NG1[:, 0, 0], TENSOR)
+            first = jax.lax.axis_index(TENSOR) // self.ranks_of_group * self.ranks_of_group
+            mean_tN = jax.lax.dynamic_slice_in_dim(mean_tN, first, self.ranks_of_group)
+            mean_NG1 = mean_tN.mean(0)[:, None, None]
+        grouped = grouped * jax.lax.rsqrt(mean_NG1 + self.eps)
         return (grouped.reshape(x_ND.shape) * self.weight[...]).astype(x_ND.dtype)
 
 
 class Linear(nnx.Module):
-    """x @ w (+ bias), computed in x's dtype. w is [D, F]."""
+    """x @ w (+ bias), computed in x's dtype. w is [D, F].
+
+    cut_in: x is this rank's part of the features, and so is w; the ranks' results are to be summed.
+    cut_out: the result is this rank's part.
+    """
 
     def __init__(
-        self, dim: int, out: int, init: Init, *, bias: bool = False, std: float | None = None
+        self,
+        dim: int,
+        out: int,
+        init: Init,
+        *,
+        bias: bool = False,
+        std: float | None = None,
+        cut_in: Cut | None = None,
+        cut_out: Cut | None = None,
     ) -> None:
-        self.w = init.normal((dim, out), std=std)
-        self.bias = init.zeros((out,)) if bias else None
+        self.w = init.normal((dim, out), (cut_in, cut_out), std)
+        self.bias = init.zeros((out,), (cut_out,)) if bias else None
+        self.cut, self.mesh = cut_out, init.mesh
 
     def __call__(self, x_ND: Float[Array, "N D"]) -> Float[Array, "N F"]:
-        y_NF = x_ND @ self.w[...].astype(x_ND.dtype)
-        return y_NF if self.bias is None else y_NF + self.bias[...].astype(x_ND.dtype)
+        y_NF = x_ND @ own_part(self.w[...], 1, self.cut, self.mesh).astype(x_ND.dtype)
+        if self.bias is None:
+            return y_NF
+        return y_NF + own_part(self.bias[...], 0, self.cut, self.mesh).astype(x_ND.dtype)
 
 
 def relu_squared(x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -16,7 +16,7 @@ tokens of the rows, H / R and a share of the channels (ops/head_exchange.py).
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,17 +25,20 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.config import LLMConfig, ModelConfig
+from jaxthd.mesh import CONTEXT, DATA
 from jaxthd.models.layers import Linear, RMSNorm, relu_squared
 from jaxthd.ops.attention import attention_forward
 from jaxthd.ops.conv import causal_conv, last_inputs
-from jaxthd.ops.grouped_matmul import combine, dispatch, expert_layout, grouped_matmul
+from jaxthd.ops.grouped_matmul import combine, dispatch, expert_layout
 from jaxthd.ops.head_exchange import head_ranks, own_heads, scan_segments, to_documents, to_heads, to_tokens
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.ring import gather_in_order, merge, packed_attention
 from jaxthd.ops.ssd import ssd, ssd_and_states
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
-from jaxthd.parallel.params import Init
+from jaxthd.parallel.experts import exchanged_experts, expert_cut, expert_mlp
+from jaxthd.parallel.params import Init, over_tensor, own_part
+from jaxthd.parallel.tensor import psum_live
 
 Prefilled = tuple[Array, list[Array], list[Array]]
 """(outputs, fixed, state) of a mixer."""
@@ -47,7 +50,7 @@ ScanInputs = tuple[Array, Array, Array, Array, Array]
 
 def _residual_std(fan_in: int, config: LLMConfig) -> float:
     """Projections back into the residual stream start smaller, against growth with depth."""
-    return 1 / math.sqrt(fan_in * len(config.pattern))
+    return 1 / math.sqrt(fan_in * len(config.letters))
 
 
 class Attention(nnx.Module):
@@ -55,11 +58,12 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, init: Init) -> None:
         llm = config.llm
-        self.q = Linear(llm.dim, llm.q_heads * llm.head_dim, init)
-        self.k = Linear(llm.dim, llm.kv_heads * llm.head_dim, init)
-        self.v = Linear(llm.dim, llm.kv_heads * llm.head_dim, init)
+        heads, shared = over_tensor(llm.q_heads), over_tensor(llm.kv_heads)
         inner = llm.q_heads * llm.head_dim
-        self.out = Linear(inner, llm.dim, init, std=_residual_std(inner, llm))
+        self.q = Linear(llm.dim, inner, init, cut_out=heads)
+        self.k = Linear(llm.dim, llm.kv_heads * llm.head_dim, init, cut_out=shared)
+        self.v = Linear(llm.dim, llm.kv_heads * llm.head_dim, init, cut_out=shared)
+        self.out = Linear(inner, llm.dim, init, std=_residual_std(inner, llm), cut_in=heads)
         self.head_dim = llm.head_dim
         self.exchange = config.context_exchange
 
@@ -109,27 +113,30 @@ class Mamba2(nnx.Module):
     def __init__(self, config: ModelConfig, init: Init) -> None:
         llm = config.llm
         inner, shared = llm.mamba_heads * llm.mamba_head_dim, llm.mamba_groups * llm.mamba_state
-        self.z = Linear(llm.dim, inner, init)
-        self.x = Linear(llm.dim, inner, init)
-        self.b = Linear(llm.dim, shared, init)
-        self.c = Linear(llm.dim, shared, init)
-        self.dt = Linear(llm.dim, llm.mamba_heads, init)
+        heads, groups = over_tensor(llm.mamba_heads), over_tensor(llm.mamba_groups)
+        self.z = Linear(llm.dim, inner, init, cut_out=heads)
+        self.x = Linear(llm.dim, inner, init, cut_out=heads)
+        self.b = Linear(llm.dim, shared, init, cut_out=groups)
+        self.c = Linear(llm.dim, shared, init, cut_out=groups)
+        self.dt = Linear(llm.dim, llm.mamba_heads, init, cut_out=heads)
         taps, std = llm.mamba_conv, 1 / math.sqrt(llm.mamba_conv)
+        convolved = ((inner, heads), (shared, groups), (shared, groups))
         self.conv_x, self.conv_b, self.conv_c = (
-            init.normal((taps, dim), std=std) for dim in (inner, shared, shared)
+            init.normal((taps, dim), (None, cut), std=std) for dim, cut in convolved
         )
         self.conv_bias_x, self.conv_bias_b, self.conv_bias_c = (
-            init.zeros((dim,)) for dim in (inner, shared, shared)
+            init.zeros((dim,), (cut,)) for dim, cut in convolved
         )
         # Time steps start log-uniform in [0.001, 0.1], decay rates uniform in [1, 16].
         uniform = jax.random.uniform(init.next_key(), (2, llm.mamba_heads))
         step_H = jnp.exp(math.log(1e-3) + uniform[0] * math.log(100))
-        self.dt_bias = init.param(step_H + jnp.log(-jnp.expm1(-step_H)))
-        self.a_log = init.param(jnp.log(1 + 15 * uniform[1]))
-        self.d = init.ones((llm.mamba_heads,))
-        self.norm = RMSNorm(inner, llm.norm_eps, init, groups=llm.mamba_groups)
-        self.out = Linear(inner, llm.dim, init, std=_residual_std(inner, llm))
-        self.groups = llm.mamba_groups
+        self.dt_bias = init.param(step_H + jnp.log(-jnp.expm1(-step_H)), (heads,))
+        self.a_log = init.param(jnp.log(1 + 15 * uniform[1]), (heads,))
+        self.d = init.ones((llm.mamba_heads,), (heads,))
+        self.norm = RMSNorm(inner, llm.norm_eps, init, groups=llm.mamba_groups, cut=heads)
+        self.out = Linear(inner, llm.dim, init, std=_residual_std(inner, llm), cut_in=heads)
+        self.state = llm.mamba_state
+        self.groups, self.mesh = groups, init.mesh
         self.chunk = llm.mamba_chunk
         self.dt_limit = llm.mamba_dt_limit
 
@@ -144,17 +151,18 @@ class Mamba2(nnx.Module):
     def _side_by_side(self, parts: Parts, ranks: int = 1) -> Array:
         """x, B and C of each rank's heads, [L, ranks, c]; a group whose heads lie on several is repeated."""
         x_LI, *shared = parts
-        repeats = math.lcm(self.groups, ranks) // self.groups
-        b_LGS, c_LGS = (v.reshape(len(v), self.groups, -1).repeat(repeats, axis=1) for v in shared)
+        groups = shared[0].shape[1] // self.state
+        repeats = math.lcm(groups, ranks) // groups
+        b_LGS, c_LGS = (v.reshape(len(v), groups, -1).repeat(repeats, axis=1) for v in shared)
         return jnp.concatenate([v.reshape(len(v), ranks, -1) for v in (x_LI, b_LGS, c_LGS)], axis=2)
 
     def _taps(self, dtype: Any, ranks: int = 1) -> tuple[Array, Array]:
-        """Taps and bias of the convolution: [K, ranks, c] and [ranks, c]."""
-        x_KC, b_KC, c_KC = (jnp.asarray(w[...], dtype) for w in (self.conv_x, self.conv_b, self.conv_c))
-        biases = (self.conv_bias_x, self.conv_bias_b, self.conv_bias_c)
-        x_1C, b_1C, c_1C = (jnp.asarray(b[...], dtype)[None] for b in biases)
-        taps_KRc = self._side_by_side((x_KC, b_KC, c_KC), ranks)
-        return taps_KRc, self._side_by_side((x_1C, b_1C, c_1C), ranks)[0]
+        """Of this rank's part of the convolution: taps [K, ranks, c] and bias [ranks, c]."""
+        b_KC, c_KC = (own_part(w[...], 1, self.groups, self.mesh) for w in (self.conv_b, self.conv_c))
+        b_C, c_C = (own_part(b[...], 0, self.groups, self.mesh) for b in (self.conv_bias_b, self.conv_bias_c))
+        taps_KRc = self._side_by_side((self.conv_x[...], b_KC, c_KC), ranks)
+        bias_1Rc = self._side_by_side((self.conv_bias_x[...][None], b_C[None], c_C[None]), ranks)
+        return taps_KRc.astype(dtype), bias_1Rc[0].astype(dtype)
 
     def _scan_inputs(self, x_ND: Array, projected: Parts, segments: Segments) -> ScanInputs:
         """Of the heads that this rank scans."""
@@ -180,10 +188,10 @@ class Mamba2(nnx.Module):
 
     def _by_head(self, joined_Lc: Array, dt_Lh: Array, a_h: Array) -> ScanInputs:
         """joined_Lc: x, B and C side by side."""
-        n, heads, state = *dt_Lh.shape, self.conv_b.shape[1] // self.groups
+        n, heads = dt_Lh.shape
         inner = heads * (self.conv_x.shape[1] // len(self.a_log[...]))
         x_LI, b_LU, c_LU = jnp.split(joined_Lc, (inner, (inner + joined_Lc.shape[1]) // 2), axis=1)
-        b_LGS, c_LGS = (v.reshape(n, -1, state) for v in (b_LU, c_LU))
+        b_LGS, c_LGS = (v.reshape(n, -1, self.state) for v in (b_LU, c_LU))
         return x_LI.reshape(n, heads, -1), dt_Lh, a_h, b_LGS, c_LGS
 
     def _scan_outputs(self, y_LhP: Array, x_LhP: Array, x_ND: Array, segments: Segments) -> Array:
@@ -212,7 +220,7 @@ class Mamba2(nnx.Module):
         taps_K1C, bias_1C = self._taps(x_nD.dtype)
         joined_nC = jax.nn.silu(bias_1C[0] + (window_nKC * taps_K1C[:, 0]).sum(axis=1))
         x_nHP, dt_nH, a_H, b_nGS, c_nGS = self._by_head(joined_nC, self._time_steps(x_nD), self._rates(x_nD))
-        b_nHS, c_nHS = (jnp.repeat(v, x_nHP.shape[1] // self.groups, axis=1) for v in (b_nGS, c_nGS))
+        b_nHS, c_nHS = (jnp.repeat(v, x_nHP.shape[1] // v.shape[1], axis=1) for v in (b_nGS, c_nGS))
         added_nHPS = (dt_nH[..., None] * x_nHP)[..., None] * b_nHS[:, :, None]
         state_nHPS = jnp.exp(dt_nH * a_H)[..., None, None] * state_nHPS + added_nHPS
         y_nHP = jnp.einsum("nhps,nhs->nhp", state_nHPS, c_nHS.astype(state_nHPS.dtype))
@@ -224,8 +232,9 @@ class MLP(nnx.Module):
     """up, relu^2, down; no gate, no bias."""
 
     def __init__(self, dim: int, inner: int, config: ModelConfig, init: Init) -> None:
-        self.up = Linear(dim, inner, init)
-        self.down = Linear(inner, dim, init, std=_residual_std(inner, config.llm))
+        columns = over_tensor(inner)
+        self.up = Linear(dim, inner, init, cut_out=columns)
+        self.down = Linear(inner, dim, init, std=_residual_std(inner, config.llm), cut_in=columns)
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
         return self.down(relu_squared(self.up(x_ND)))
@@ -237,6 +246,19 @@ class MLP(nnx.Module):
         return self.down(relu_squared(self.up(x_nD))), state
 
 
+class Routing(NamedTuple):
+    """Where an MoE layer's tokens went, over all data and context ranks.
+
+    load: tokens sent to each expert, a token counted once for each of its experts. tokens: that were routed.
+    aux: what evens out the load if it is made small (1 for an even load; Fedus et al., Switch Transformer,
+        2021, over normalised sigmoid scores), times tokens; this rank's share, differentiable.
+    """
+
+    load: Float[Array, "*layers E"]
+    tokens: Float[Array, "*layers"]
+    aux: Float[Array, "*layers"]
+
+
 class MoE(nnx.Module):
     """Routed experts with a float32 sigmoid router, plus one shared expert.
 
@@ -246,28 +268,39 @@ class MoE(nnx.Module):
     def __init__(self, config: ModelConfig, init: Init) -> None:
         llm = config.llm
         width = llm.latent_dim or llm.dim
+        owners = expert_cut(llm.experts, init.mesh) if config.expert_parallel else None
+        columns = over_tensor(llm.expert_dim)
         self.router = Linear(llm.dim, llm.experts, init)
         self.correction_bias = init.buffer(jnp.zeros(llm.experts))
-        self.up = init.normal((llm.experts, width, llm.expert_dim))
-        self.down = init.normal((llm.experts, llm.expert_dim, width), std=_residual_std(llm.expert_dim, llm))
+        self.up = init.normal((llm.experts, width, llm.expert_dim), (owners, None, columns))
+        std = _residual_std(llm.expert_dim, llm)
+        self.down = init.normal((llm.experts, llm.expert_dim, width), (owners, columns, None), std)
         self.latent_in = Linear(llm.dim, width, init) if llm.latent_dim else None
         self.latent_out = Linear(width, llm.dim, init) if llm.latent_dim else None
         self.shared = MLP(llm.dim, llm.shared_expert_dim, config, init)
         self.per_token = llm.experts_per_token
         self.scale = llm.router_scale
-        self.block = config.expert_block
+        self.block, self.capacity = config.expert_block, config.expert_capacity
+        self.axes = owners.axes if owners else ()
+        self.mesh = init.mesh
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
-        return self._experts(x_ND, segments.valid) + self.shared(x_ND, segments)
+        return self.routed(x_ND, segments)[0]
+
+    def routed(self, x_ND: Float[Array, "N D"], segments: Segments) -> tuple[Float[Array, "N D"], Routing]:
+        """As a call; and where the tokens went."""
+        y_ND, chosen_Nk, score_NE = self._experts(x_ND, segments.valid)
+        return y_ND + self.shared(x_ND, segments), self._routing(chosen_Nk, score_NE, segments.valid)
 
     def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
         return self(x_ND, segments), [], []
 
     def step(self, x_nD: Float[Array, "n D"], fixed: Any, state: Any, now: Now) -> tuple[Array, Any]:
         shared_nD, _ = self.shared.step(x_nD, [], [], now)
-        return self._experts(x_nD, now.active) + shared_nD, state
+        return self._experts(x_nD, now.active)[0] + shared_nD, state
 
-    def _experts(self, x_ND: Array, routed_N: Array) -> Array:
+    def _experts(self, x_ND: Array, routed_N: Array) -> tuple[Array, Array, Array]:
+        """(the routed experts' weighted sum, the experts chosen, the scores of all)."""
         acc = accumulation_dtype(x_ND)
         score_NE = jax.nn.sigmoid(self.router(x_ND.astype(acc)))
         _, chosen_Nk = jax.lax.top_k(
@@ -275,10 +308,24 @@ class MoE(nnx.Module):
         )
         weight_Nk = jnp.take_along_axis(score_NE, chosen_Nk, axis=1)
         weight_Nk = self.scale * weight_Nk / (weight_Nk.sum(-1, keepdims=True) + 1e-20)
-        layout = expert_layout(chosen_Nk, routed_N, self.up.shape[0], self.block)
         routed = x_ND if self.latent_in is None else self.latent_in(x_ND)
         up, down = (w[...].astype(x_ND.dtype) for w in (self.up, self.down))
-        inner_MF = grouped_matmul(dispatch(routed, layout), up, layout.expert, layout.used)
-        out_M = grouped_matmul(relu_squared(inner_MF), down, layout.expert, layout.used)
-        routed = combine(out_M, weight_Nk, layout)
-        return routed if self.latent_out is None else self.latent_out(routed)
+        if self.axes:
+            out = exchanged_experts(
+                routed, up, down, chosen_Nk, weight_Nk, routed_N, self.axes, self.capacity, self.block
+            )
+        else:
+            layout = expert_layout(chosen_Nk, routed_N, self.up.shape[0], self.block)
+            out = combine(expert_mlp(dispatch(routed, layout), up, down, layout), weight_Nk, layout)
+        return out if self.latent_out is None else self.latent_out(out), chosen_Nk, score_NE
+
+    def _routing(self, chosen_Nk: Array, score_NE: Array, routed_N: Array) -> Routing:
+        experts = score_NE.shape[1]
+        weight_N1 = routed_N[:, None].astype(score_NE.dtype)
+        load_E = jnp.zeros(experts, score_NE.dtype).at[chosen_Nk].add(weight_N1)
+        load_E, tokens = psum_live((load_E, weight_N1.sum()), (DATA, CONTEXT), self.mesh)
+        share_NE = score_NE / score_NE.sum(-1, keepdims=True)
+        some = jnp.maximum(tokens, 1)
+        fraction_E = jax.lax.stop_gradient(load_E) / (some * self.per_token)
+        aux = experts * (fraction_E * (weight_N1 * share_NE).sum(0)).sum() / self.mesh.tensor
+        return Routing(load_E, tokens, aux)

@@ -2,7 +2,8 @@
 
 Runs inside the step's shard_map: arrays are this rank's share.
 
-Legend: R rows on this rank, T tokens of a row on this rank, N = R * T, A mel frames of a row on this rank,
+Legend: R rows on this rank, T tokens of a row on this rank, N = R * T, n = N or this tensor rank's part of N
+(model.sequence_sharded), V vocabulary entries of this rank, A mel frames of a row on this rank,
 M mel bands, e = A / 8 encoder frames, E encoder frames of a row over all audio ranks, D model dim.
 """
 
@@ -12,17 +13,28 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int32
 
 from jaxthd.config import ModelConfig
-from jaxthd.mesh import AUDIO_AXES, CONTEXT
+from jaxthd.mesh import AUDIO_AXES, CONTEXT, PIPELINE, TENSOR, ranks_of
 from jaxthd.models.fastconformer import FastConformer
 from jaxthd.models.hybrid import HybridDecoder
 from jaxthd.models.layers import Linear, RMSNorm, relu_squared
-from jaxthd.ops.cross_entropy import supervised_log_probs
+from jaxthd.ops.cross_entropy import supervised_log_probs, supervised_scores
+from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.segments import Segments, make_segments
-from jaxthd.parallel.params import Buffer, Init
+from jaxthd.parallel.params import (
+    DECODER_SPREAD,
+    ENCODER_SPREAD,
+    Buffer,
+    Init,
+    gathered,
+    over_vocabulary,
+    whole,
+)
+from jaxthd.parallel.stages import Stages
+from jaxthd.parallel.tensor import Residual
 
 
 class Adapter(nnx.Module):
@@ -41,59 +53,120 @@ class Adapter(nnx.Module):
 
 
 class SpeechLM(nnx.Module):
-    """One module tree for all parameters; `log_probs` is the forward pass of training and validation."""
+    """One module tree for all parameters. The forward pass of training and validation comes in three parts,
+    so that a pipeline can run them where and when it likes: `enter`, the decoder's stages, `leave`.
 
-    def __init__(self, config: ModelConfig, init: Init) -> None:
-        self.encoder = FastConformer(config.encoder, init)
-        self.adapter = Adapter(config, init)
-        self.embedding = init.normal((config.llm.vocab_size, config.llm.dim), std=1.0)
-        self.decoder = HybridDecoder(config, init)
-        self.head = init.normal((config.llm.vocab_size, config.llm.dim), std=config.llm.dim**-0.5)
+    stages: of the pipeline; None: one. decoder_spread: axes over which the decoder's matrices lie spread.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        init: Init,
+        stages: Stages | None = None,
+        decoder_spread: tuple[str, ...] = DECODER_SPREAD,
+    ) -> None:
+        vocabulary = (over_vocabulary(config.llm.vocab_size), None)
+        shape, dim = (config.llm.vocab_size, config.llm.dim), config.llm.dim
+        everywhere, decoder = init.spread_over(ENCODER_SPREAD), init.spread_over(decoder_spread)
+        self.encoder = FastConformer(config.encoder, everywhere)
+        self.adapter = Adapter(config, everywhere)
+        self.embedding = decoder.normal(shape, vocabulary, std=1.0)
+        self.decoder = HybridDecoder(config, decoder, stages)
+        self.head = decoder.normal(shape, vocabulary, std=dim**-0.5)
         self.config = config
+        self.residual = Residual.of(init.mesh, config.sequence_sharded)
+        cuts = ranks_of(init.mesh, (PIPELINE, TENSOR)) > 1
+        self.vocabulary_axes = (PIPELINE, TENSOR) if cuts else ()
+        self.has_pipeline = init.mesh.pipeline > 1
+        self.mesh = init.mesh
 
     def log_probs(
         self, batch: Batch, *, axes: tuple[str, ...], train: bool
     ) -> tuple[Float[Array, "R T"], dict[str, Any]]:
-        """Log-probability of every position's target (0 where weights is 0), and the encoder's new buffers.
+        """Log-probability of every position's target (0 where weights is 0), and the encoder's new buffers:
+        where one rank has all layers.
 
         axes: the mesh axes' names, inside shard_map over all of them; () on one device without a mesh.
         train: batch statistics in BatchNorm (over all valid frames of all ranks), else the stored ones.
         """
-        config = self.config
-        x_ND, segments, buffers = self.embed(batch, axes=axes, train=train)
-        h_ND = self.decoder(x_ND, segments)
-        logp_N = supervised_log_probs(
-            h_ND,
-            self.head[...].astype(h_ND.dtype),
-            batch.targets.reshape(-1),
-            batch.weights.reshape(-1) > 0,
-            config.loss_block,
-            config.vocab_block,
-        )
-        return logp_N.reshape(batch.tokens.shape), buffers
+        x_nD, buffers = self.enter(batch, axes=axes, train=train)
+        x_nD, _ = self.decoder(x_nD, self.segments(batch, axes))
+        return self.leave(x_nD, batch).reshape(batch.tokens.shape), buffers
 
-    def embed(
-        self, batch: Batch, *, axes: tuple[str, ...], train: bool
-    ) -> tuple[Float[Array, "N D"], Segments, dict[str, Any]]:
-        """What the decoder takes: embeddings of text and audio in their places, and the segments; and the
-        encoder's new buffers.
-        """
-        config = self.config
-        segments = make_segments(
+    def segments(self, batch: Batch, axes: tuple[str, ...], *, lockstep: bool = True) -> Segments:
+        """lockstep: see Segments."""
+        return make_segments(
             batch.segment_ids,
             batch.positions,
-            block=config.attention_block,
+            block=self.config.attention_block,
             axis=CONTEXT if axes else None,
-            layout=config.context_layout,
+            layout=self.config.context_layout,
+            lockstep=lockstep,
         )
-        x_ND = jnp.take(self.embedding[...], batch.tokens.reshape(-1), axis=0).astype(config.dtype)
+
+    def enter(
+        self, batch: Batch, *, axes: tuple[str, ...], train: bool
+    ) -> tuple[Float[Array, "n D"], dict[str, Any]]:
+        """What the decoder takes, the embeddings of text and audio in their places: this tensor rank's tokens
+        of the residual stream, on all pipeline ranks. And the encoder's new buffers.
+        """
+        x_ND = self.embed_tokens(batch.tokens.reshape(-1))
         buffers: dict[str, Any] = nnx.to_pure_dict(nnx.state(self.encoder, Buffer))
         if batch.mels.shape[1]:
             audio_RED, buffers = self._encode(batch, axes=axes, train=train)
             slots_RT = batch.audio_slots
             placed_RTD = jnp.take_along_axis(audio_RED, jnp.maximum(slots_RT, 0)[..., None], axis=1)
             x_ND = jnp.where((slots_RT >= 0).reshape(-1, 1), placed_RTD.reshape(x_ND.shape), x_ND)
-        return x_ND, segments, buffers
+        return self.residual.own(x_ND), buffers
+
+    def embed_tokens(self, tokens_N: Int32[Array, " N"]) -> Float[Array, "N D"]:
+        """Each rank looks up what is in its part of the vocabulary."""
+        embedding_VD, axes = gathered(self.embedding).astype(self.config.dtype), self.vocabulary_axes
+        if not axes:
+            return jnp.take(embedding_VD, tokens_N, axis=0)
+        local_N = tokens_N - jax.lax.axis_index(axes) * len(embedding_VD)
+        here_N1 = ((local_N >= 0) & (local_N < len(embedding_VD)))[:, None]
+        found_ND = jnp.take(embedding_VD, jnp.clip(local_N, 0, len(embedding_VD) - 1), axis=0)
+        return jax.lax.psum(jnp.where(here_N1, found_ND, 0), axes)
+
+    def leave(self, x_nD: Float[Array, "n D"], batch: Batch) -> Float[Array, " N"]:
+        """Log-probability of every position's target, 0 where weights is 0. In a pipeline x is of the last
+        stage, and 0 on other ranks; the result is on all.
+        """
+        x_nD = jax.lax.psum(x_nD, PIPELINE) if self.has_pipeline else x_nD
+        return supervised_log_probs(*self._scored(self.hidden(x_nD), batch))
+
+    def scores(self, h_ND: Float[Array, "N D"], batch: Batch) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
+        """As leave, from what the head takes; and whether no token is likelier than the target."""
+        return supervised_scores(*self._scored(h_ND, batch))
+
+    def hidden(self, x_nD: Float[Array, "n D"]) -> Float[Array, "N D"]:
+        """What the head takes, from what the last stage returns."""
+        return self.residual.whole(self.decoder.norm(x_nD))
+
+    def _scored(self, h_ND: Array, batch: Batch) -> tuple[Any, ...]:
+        config = self.config
+        return (
+            h_ND,
+            gathered(self.head).astype(h_ND.dtype),
+            batch.targets.reshape(-1),
+            batch.weights.reshape(-1) > 0,
+            config.loss_block,
+            config.vocab_block,
+            self.vocabulary_axes,
+        )
+
+    def likeliest(self, h_nD: Float[Array, "n D"]) -> Int32[Array, " n"]:
+        """The token of the highest logit, the first of equals."""
+        head_VD, axes = gathered(self.head).astype(h_nD.dtype), self.vocabulary_axes
+        logits_nV = jnp.einsum("nd,vd->nv", h_nD, head_VD, preferred_element_type=accumulation_dtype(h_nD))
+        best_n = jnp.argmax(logits_nV, axis=-1).astype(jnp.int32)
+        if not axes:
+            return best_n
+        best_rn = jax.lax.all_gather(best_n + jax.lax.axis_index(axes) * len(head_VD), axes)
+        winner_n = jnp.argmax(jax.lax.all_gather(logits_nV.max(-1), axes), axis=0)
+        return jnp.take_along_axis(best_rn, winner_n[None], axis=0)[0]
 
     def _encode(
         self, batch: Batch, *, axes: tuple[str, ...], train: bool
@@ -111,7 +184,7 @@ class SpeechLM(nnx.Module):
             axes=axes,
             remat=self.config.remat_encoder,
         )
-        y_RED = self.adapter(y_ED).reshape(rows, batch.chunk_ids.shape[1], -1)
+        y_RED = whole(self.adapter)(y_ED).reshape(rows, batch.chunk_ids.shape[1], -1)
         if axes:
             y_RED = jax.lax.all_gather(y_RED, AUDIO_AXES, axis=1, tiled=True)
         return y_RED, buffers

@@ -64,11 +64,17 @@ def _halo(x_RSLC: Array, reach: int, segments: Segments) -> Array:
     if segments.context == 1:
         return jnp.zeros((*x_RSLC.shape[:2], reach, x_RSLC.shape[-1]), x_RSLC.dtype)
     tail_RSkC = x_RSLC[:, :, x_RSLC.shape[2] - reach :]
-    up = [(r, r + 1) for r in range(segments.context - 1)]
-    down = [(r + 1, r) for r in range(segments.context - 1)]
-    first_RkC = jax.lax.ppermute(tail_RSkC[:, 0], segments.axis, up)
-    second_RkC = jax.lax.ppermute(tail_RSkC[:, 1], segments.axis, down)
-    is_last = jax.lax.axis_index(segments.axis) == segments.context - 1
+    context, rank = segments.context, jax.lax.axis_index(segments.axis)
+    if segments.lockstep:
+        up = [(r, r + 1) for r in range(context - 1)]
+        down = [(r + 1, r) for r in range(context - 1)]
+        first_RkC = jax.lax.ppermute(tail_RSkC[:, 0], segments.axis, up)
+        second_RkC = jax.lax.ppermute(tail_RSkC[:, 1], segments.axis, down)
+    else:
+        tail_cRSkC = jax.lax.all_gather(tail_RSkC, segments.axis)
+        first_RkC = jnp.where(rank > 0, tail_cRSkC[rank - 1, :, 0], 0)
+        second_RkC = tail_cRSkC[(rank + 1) % context, :, 1]
+    is_last = rank == context - 1
     return jnp.stack([first_RkC, jnp.where(is_last, tail_RSkC[:, 0], second_RkC)], axis=1)
 
 

@@ -4,7 +4,11 @@ Only supervised positions reach the vocabulary, a block of them at a time, over 
 an online log-sum-exp; the backward pass computes the blocks again. The cost follows the number of supervised
 positions on the rank; nothing is bounded, hence nothing dropped.
 
-Legend: N tokens, D model dim, V vocabulary, r rows of a block, v vocabulary entries of a block.
+The vocabulary may be cut over ranks that hold the same tokens: each finds (maximum, sum of exponentials,
+target's logit) over its entries, and one exchange of these merges them.
+
+Legend: N tokens, D model dim, V vocabulary entries of this rank, b blocks of positions, r rows of a block,
+v vocabulary entries of a block.
 """
 
 from functools import partial
@@ -17,7 +21,7 @@ from jaxtyping import Bool, Float, Int32
 from jaxthd.ops.numerics import accumulation_dtype
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def supervised_log_probs(
     h_ND: Float[Array, "N D"],
     head_VD: Float[Array, "V D"],
@@ -25,12 +29,13 @@ def supervised_log_probs(
     supervised_N: Bool[Array, " N"],
     row_block: int,
     vocab_block: int,
+    axes: tuple[str, ...] = (),
 ) -> Float[Array, " N"]:
     """log softmax(h head^T)[target] at supervised positions, 0 elsewhere; promote(float32, h's dtype).
 
-    Differentiable in h and head.
+    axes: mesh axes over which the vocabulary is cut, rank-major. Differentiable in h and head.
     """
-    return _forward(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block)[0]
+    return _forward(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes)[0]
 
 
 def supervised_scores(
@@ -40,10 +45,11 @@ def supervised_scores(
     supervised_N: Bool[Array, " N"],
     row_block: int,
     vocab_block: int,
+    axes: tuple[str, ...] = (),
 ) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
     """As supervised_log_probs, and whether no entry is likelier than the target (False elsewhere)."""
-    logp_N, best_N, _ = _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block)
-    return logp_N, best_N
+    scores = _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes)
+    return scores[0], scores[1]
 
 
 def _rows(supervised_N: Array, row_block: int) -> tuple[Array, Array]:
@@ -73,19 +79,24 @@ def _logits(h_rD: Array, head_VD: Array, first: Array, size: int) -> tuple[Array
     return jnp.where(ids_v >= first, logits_rv, -jnp.inf), ids_v, head_vD
 
 
-def _forward(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block):
-    logp_N, _, lse_br = _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block)
+def _local(targets_N: Array, head_VD: Array, axes: tuple[str, ...]) -> Array:
+    """Targets as this rank's entries; outside 0 to V - 1 where another rank has them."""
+    return targets_N - jax.lax.axis_index(axes) * len(head_VD) if axes else targets_N
+
+
+def _forward(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes):
+    logp_N, _, lse_br = _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes)
     return logp_N, (h_ND, head_VD, targets_N, supervised_N, lse_br)
 
 
-def _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block):
+def _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes):
     acc = accumulation_dtype(h_ND)
     rows_br, used = _rows(supervised_N, row_block)
     firsts, size = _vocab_blocks(len(head_VD), vocab_block)
+    local_N = _local(targets_N, head_VD, axes)
 
-    def row_step(b: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        logp_N, best_N, lse_br = carry
-        h_rD, target_r = _take(h_ND, rows_br[b]), _take(targets_N, rows_br[b])
+    def row_step(b: Array, found: tuple[Array, Array, Array]) -> tuple[Array, ...]:
+        h_rD, target_r = _take(h_ND, rows_br[b]), _take(local_N, rows_br[b])
 
         def vocab_step(carry: tuple, first: Array) -> tuple[tuple, None]:
             max_r, sum_r, target_logit_r = carry
@@ -96,27 +107,33 @@ def _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_blo
             return (new_max_r, sum_r, target_logit_r + jnp.where(hit_rv, logits_rv, 0).sum(-1)), None
 
         zero_r = jnp.zeros(row_block, acc)
-        (max_r, sum_r, target_logit_r), _ = jax.lax.scan(
-            vocab_step, (zero_r - jnp.inf, zero_r, zero_r), firsts
-        )
-        lse_r = max_r + jnp.log(sum_r)
-        logp_N = logp_N.at[rows_br[b]].set(target_logit_r - lse_r, mode="drop")
-        best_N = best_N.at[rows_br[b]].set(target_logit_r >= max_r, mode="drop")
-        return logp_N, best_N, lse_br.at[b].set(lse_r)
+        of_block, _ = jax.lax.scan(vocab_step, (zero_r - jnp.inf, zero_r, zero_r), firsts)
+        return tuple(all_br.at[b].set(x_r) for all_br, x_r in zip(found, of_block, strict=True))
 
-    start = (jnp.zeros(len(h_ND), acc), jnp.zeros(len(h_ND), bool), jnp.zeros(rows_br.shape, acc))
-    return jax.lax.fori_loop(0, used, row_step, start)
+    zeros_br = jnp.zeros(rows_br.shape, acc)
+    max_br, sum_br, target_logit_br = jax.lax.fori_loop(0, used, row_step, (zeros_br, zeros_br + 1, zeros_br))
+    if axes:
+        local_max_br, max_br = max_br, jax.lax.pmax(max_br, axes)
+        sum_br = jax.lax.psum(sum_br * jnp.exp(local_max_br - max_br), axes)
+        target_logit_br = jax.lax.psum(target_logit_br, axes)
+    lse_br = max_br + jnp.log(sum_br)
+    logp_N = jnp.zeros(len(h_ND), acc).at[rows_br].set(target_logit_br - lse_br, mode="drop")
+    best_N = jnp.zeros(len(h_ND), bool).at[rows_br].set(target_logit_br >= max_br, mode="drop")
+    return logp_N, best_N, lse_br
 
 
-def _backward(row_block, vocab_block, residuals, dlogp_N):
+def _backward(row_block, vocab_block, axes, residuals, dlogp_N):
     h_ND, head_VD, targets_N, supervised_N, lse_br = residuals
     acc = accumulation_dtype(h_ND)
     rows_br, used = _rows(supervised_N, row_block)
     firsts, size = _vocab_blocks(len(head_VD), vocab_block)
+    local_N = _local(targets_N, head_VD, axes)
+    # Every rank got a part of what the whole result's cotangent is.
+    dlogp_N = jax.lax.psum(dlogp_N, axes) if axes else dlogp_N
 
     def row_step(b: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         dh_ND, dhead_VD = carry
-        h_rD, target_r, dlogp_r1 = (_take(x, rows_br[b]) for x in (h_ND, targets_N, dlogp_N[:, None]))
+        h_rD, target_r, dlogp_r1 = (_take(x, rows_br[b]) for x in (h_ND, local_N, dlogp_N[:, None]))
 
         def vocab_step(carry: tuple[Array, Array], first: Array) -> tuple[tuple[Array, Array], None]:
             dh_rD, dhead_VD = carry

@@ -189,10 +189,12 @@ def initial_states(
     """The state that enters each of this rank's stretches, from every stretch's (total decay, final state).
 
     Stretches compose as (d1, s1) then (d2, s2) = (d1 d2, s1 d2 + s2): an exclusive prefix over the
-    2 * context chunks of each row. All-gather up to GATHER_UP_TO ranks, else log2 steps.
+    2 * context chunks of each row. All-gather up to GATHER_UP_TO ranks (or where ranks are not in lockstep),
+    else log2 steps.
     """
     decay, state = (x.reshape(segments.rows, 2, *x.shape[1:]) for x in (decay_ZGh, state_ZGShP))
-    prefix = _prefix_gathered if segments.context <= GATHER_UP_TO else _prefix_in_steps
+    gathers = segments.context <= GATHER_UP_TO or not segments.lockstep
+    prefix = _prefix_gathered if gathers else _prefix_in_steps
     return prefix(decay, state, segments).reshape(state_ZGShP.shape)
 
 

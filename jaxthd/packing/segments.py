@@ -71,6 +71,8 @@ class Segments:
     remaining: tokens of the document after this one, on this rank.
     in_order: None under the whole-buffer layout, and where one rank has it all.
     rows, axis, context, block: R, the context axis (None outside a mesh), its size, the attention block.
+    lockstep: all ranks of the mesh run this program at the same time. Else, in pipeline stages that differ,
+        no collective may name ranks of other stages: ppermute names all, and is not used.
     """
 
     ids: Int32[Array, " N"]
@@ -85,6 +87,7 @@ class Segments:
     axis: str | None
     context: int
     block: int
+    lockstep: bool
 
     @property
     def valid(self) -> Bool[Array, " N"]:
@@ -122,7 +125,7 @@ class Segments:
         return jnp.where(here_RD & (index_RD >= 0), local_RD, -1).reshape(-1)
 
 
-_STATIC = ("rows", "axis", "context", "block")
+_STATIC = ("rows", "axis", "context", "block", "lockstep")
 _TRACED = tuple(f.name for f in fields(Segments) if f.name not in _STATIC)
 
 
@@ -148,11 +151,12 @@ def make_segments(
     block: int,
     axis: str | None,
     layout: Literal["buffer", "document"] = "buffer",
+    lockstep: bool = True,
 ) -> Segments:
     """Derives a step's Segments from this rank's share of the batch.
 
     axis: name of the context mesh axis, inside shard_map; None when the rows are whole.
-    layout: over that axis, of the whole buffer or of each document.
+    layout: over that axis, of the whole buffer or of each document. lockstep: as there.
 
     Every key interval follows from one fact: under DualChunkSwap the local order of tokens is their global
     order, so a query's global interval [first token of its document, itself] is also an interval of any
@@ -221,6 +225,7 @@ def make_segments(
         axis=axis,
         context=context,
         block=block,
+        lockstep=lockstep,
     )
 
 

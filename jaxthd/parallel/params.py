@@ -1,24 +1,62 @@
-"""One description of a parameter: its variable in the module tree carries shape, dtype and mesh axes.
+"""One description of a parameter: its variable in the module tree carries shape, dtype and where it lies.
 
-Modules are Flax NNX, built through `Init`; initialization, sharding, the parameter table and weight import
-all read the variables it makes. Repeated blocks are stacked (`stack`) and scanned (`scan_stack`), so that
-compile time and program size do not grow with the number of repeats.
+Modules are Flax NNX, built through `Init` with the shapes of the whole model; initialization, sharding, the
+parameter table and weight import all read the variables it makes. On the mesh a rank holds its part:
+
+- cut: a dim in whole units (heads, experts, vocabulary entries), each rank computing with its own;
+- spread: a weight matrix over the ranks that all use it (FSDP), gathered just before use (`gathered`) and
+  freed after; its gradient comes back scattered.
+
+Repeated blocks are stacked (`stack`) and scanned (`scan_stack`), so that compile time and program size do not
+grow with the number of repeats.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
+from jax.sharding import PartitionSpec
 
-Axes = tuple[str | None, ...]
-"""For every dim of a parameter the mesh axis it may be cut over, or None."""
+from jaxthd.config import MeshConfig
+from jaxthd.mesh import AXES, CONTEXT, DATA, PIPELINE, TENSOR, ranks_of
 
 M = TypeVar("M", bound=nnx.Module)
 V = TypeVar("V", bound=nnx.Variable)
 Carry = TypeVar("Carry")
+
+DECODER_SPREAD = (DATA, CONTEXT)
+"""Axes whose ranks all use a decoder layer whole; the other two cut it."""
+ENCODER_SPREAD = AXES
+"""Every rank encodes audio of its own."""
+
+
+class Cut(NamedTuple):
+    """A dim cut over mesh axes into `units` that must stay whole. Where they do not divide by the ranks,
+    every rank holds all and uses the unit of its own (own_part).
+    """
+
+    axes: tuple[str, ...]
+    units: int
+
+    def is_cut(self, mesh: MeshConfig) -> bool:
+        return ranks_of(mesh, self.axes) > 1 and self.units % ranks_of(mesh, self.axes) == 0
+
+
+def over_tensor(units: int) -> Cut:
+    return Cut((TENSOR,), units)
+
+
+def over_vocabulary(entries: int) -> Cut:
+    """The vocabulary's work is shared by the pipeline ranks too."""
+    return Cut((PIPELINE, TENSOR), entries)
+
+
+Dims = tuple[Cut | None, ...]
+"""For every dim of a parameter how it is cut, or None. () for none at all."""
 
 
 class Buffer(nnx.Variable):
@@ -26,51 +64,127 @@ class Buffer(nnx.Variable):
 
 
 class Init:
-    """Makes a module's parameters: one key stream and one dtype for all of them.
+    """Makes a module's parameters: one key stream, one dtype and one mesh for all of them.
 
     dtype: of every parameter; float32 unless the run computes in float64.
+    mesh: the ranks that the modules will run on.
+    spread: axes over which weight matrices lie spread.
     """
 
-    def __init__(self, key: jax.Array, dtype: Any = jnp.float32) -> None:
+    def __init__(
+        self,
+        key: jax.Array,
+        dtype: Any = jnp.float32,
+        mesh: MeshConfig | None = None,
+        spread: tuple[str, ...] = (),
+    ) -> None:
         self._key = key
         self.dtype = dtype
+        self.mesh = mesh or MeshConfig()
+        self.spread = spread
 
     def next_key(self) -> jax.Array:
         self._key, key = jax.random.split(self._key)
         return key
 
-    def normal(self, shape: tuple[int, ...], axes: Axes = (), std: float | None = None) -> nnx.Param:
+    def spread_over(self, spread: tuple[str, ...]) -> "Init":
+        """For a part of the model, with a key of its own."""
+        return Init(self.next_key(), self.dtype, self.mesh, spread)
+
+    def normal(self, shape: tuple[int, ...], dims: Dims = (), std: float | None = None) -> nnx.Param:
         """A weight matrix whose second to last dim is its fan-in: normal, std 1 / sqrt(fan-in) by default."""
         std = 1 / math.sqrt(shape[-2]) if std is None else std
-        return self._make(nnx.Param, std * jax.random.normal(self.next_key(), shape, self.dtype), axes, True)
+        return self._make(nnx.Param, std * jax.random.normal(self.next_key(), shape, self.dtype), dims, True)
 
-    def zeros(self, shape: tuple[int, ...], axes: Axes = ()) -> nnx.Param:
-        return self.param(jnp.zeros(shape), axes)
+    def zeros(self, shape: tuple[int, ...], dims: Dims = ()) -> nnx.Param:
+        return self.param(jnp.zeros(shape), dims)
 
-    def ones(self, shape: tuple[int, ...], axes: Axes = ()) -> nnx.Param:
-        return self.param(jnp.ones(shape), axes)
+    def ones(self, shape: tuple[int, ...], dims: Dims = ()) -> nnx.Param:
+        return self.param(jnp.ones(shape), dims)
 
-    def param(self, value: jax.Array, axes: Axes = ()) -> nnx.Param:
+    def param(self, value: jax.Array, dims: Dims = ()) -> nnx.Param:
         """A bias, a norm's weight or another parameter that weight decay leaves alone."""
-        return self._make(nnx.Param, value, axes, False)
+        return self._make(nnx.Param, value, dims, False)
 
-    def buffer(self, value: jax.Array, axes: Axes = ()) -> Buffer:
-        return self._make(Buffer, value, axes, False)
+    def buffer(self, value: jax.Array, dims: Dims = ()) -> Buffer:
+        return self._make(Buffer, value, dims, False)
 
-    def _make(self, kind: type[V], value: jax.Array, axes: Axes, decayed: bool) -> V:
-        return kind(value.astype(self.dtype), axes=axes or (None,) * value.ndim, decayed=decayed)
+    def _make(self, kind: type[V], value: jax.Array, dims: Dims, matrix: bool) -> V:
+        cuts = [cut.axes if cut and cut.is_cut(self.mesh) else () for cut in dims or (None,) * value.ndim]
+        dim, axes = self._spread(value.shape, cuts) if matrix else (0, ())
+        return kind(
+            value.astype(self.dtype),
+            cuts=tuple(cut + axes if i == dim else cut for i, cut in enumerate(cuts)),
+            spread=(dim - value.ndim, axes),
+            decayed=matrix,
+        )
+
+    def _spread(self, shape: tuple[int, ...], cuts: list[tuple[str, ...]]) -> tuple[int, tuple[str, ...]]:
+        """The dim that most ranks divide, the largest of equals, and their axes."""
+        spread = self.spread if self.mesh.fsdp else ()
+        free = [a for a in spread if a not in sum(cuts, ()) and ranks_of(self.mesh, (a,)) > 1]
+        best: tuple[int, int, int, tuple[str, ...]] = (1, 0, 0, ())
+        for dim, size in enumerate(shape):
+            local = size // ranks_of(self.mesh, cuts[dim])
+            axes: tuple[str, ...] = ()
+            for axis in free:
+                if local % ranks_of(self.mesh, (*axes, axis)) == 0:
+                    axes = (*axes, axis)
+            best = max(best, (ranks_of(self.mesh, axes), local, dim, axes), key=lambda b: b[:2])
+        return best[2:]
 
 
-def stack(make: Callable[[Init], M], init: Init, repeats: int) -> M:
-    """`repeats` modules as one: every variable gets a leading dim, initialized from keys of its own."""
+def partition_spec(variable: nnx.Variable) -> PartitionSpec:
+    """Where the variable lies on the mesh."""
+    return PartitionSpec(*(cut or None for cut in variable.get_metadata("cuts")))
 
-    def state(key: jax.Array) -> Any:
-        return nnx.state(make(Init(key, init.dtype)))
 
-    abstract = nnx.eval_shape(lambda: make(Init(jax.random.key(0), init.dtype)))
-    stacked = jax.vmap(state)(jax.random.split(init.next_key(), repeats))
+def gathered(variable: nnx.Variable) -> Array:
+    """This rank's part of a variable, as computation takes it: what lies spread is gathered."""
+    (dim, axes), value = variable.get_metadata("spread"), variable[...]
+    return jax.lax.all_gather(value, axes, axis=value.ndim + dim, tiled=True) if axes else value
+
+
+def whole(module: M) -> M:
+    """A module with all its variables gathered: inside shard_map, where it is about to be used."""
+    graph, state = nnx.split(module)
+    return nnx.merge(graph, gathered_state(state))
+
+
+def gathered_state(state: Any) -> Any:
+    """A tree of variables, each gathered."""
+    return jax.tree.map(lambda v: v.replace(gathered(v)), state, is_leaf=_is_variable)
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+def own_part(x: Array, dim: int, cut: Cut | None, mesh: MeshConfig) -> Array:
+    """The unit that this rank computes with, where the units are fewer than the ranks; else x, which is cut.
+
+    As many ranks share a unit; gradients of what they all hold are summed with the others.
+    """
+    if cut is None or ranks_of(mesh, cut.axes) == 1 or cut.is_cut(mesh):
+        return x
+    size = x.shape[dim] // cut.units
+    unit = jax.lax.axis_index(cut.axes) * cut.units // ranks_of(mesh, cut.axes)
+    return jax.lax.dynamic_slice_in_dim(x, unit * size, size, axis=dim)
+
+
+def stack(make: Callable[[Init], M], init: Init, repeats: int, *, axes: tuple[str, ...] = ()) -> M:
+    """`repeats` modules as one: every variable gets a leading dim, initialized from keys of its own.
+
+    axes: mesh axes over which that dim is cut.
+    """
+
+    def again(key: jax.Array) -> M:
+        return make(Init(key, init.dtype, init.mesh, init.spread))
+
+    abstract = nnx.eval_shape(lambda: again(jax.random.key(0)))
+    stacked = jax.vmap(lambda key: nnx.state(again(key)))(jax.random.split(init.next_key(), repeats))
     for _, variable in nnx.to_flat_state(stacked):
-        variable.set_metadata(axes=(None, *variable.get_metadata("axes")))
+        variable.set_metadata(cuts=(axes, *variable.get_metadata("cuts")))
     return nnx.merge(nnx.graphdef(abstract), stacked)
 
 
@@ -86,20 +200,31 @@ def scan_stack(
 
     remat: recompute a layer's activations in the backward pass; only the carry between layers is kept.
     each: trees of arrays with a leading dim of layers.
-    Returns the last carry and the layers' second results, stacked.
+    Returns the last carry and the layers' second results, stacked. A layer's parameters are gathered for its
+    turn, and again for its backward pass: never kept.
     """
     graphdef, state = nnx.split(module)
 
     def step(carry: Carry, of_layer: tuple[Any, ...]) -> tuple[Carry, Any]:
         layer, *others = of_layer
-        return body(nnx.merge(graphdef, layer), carry, *others)
+        return body(nnx.merge(graphdef, gathered_state(layer)), carry, *others)
 
-    return jax.lax.scan(jax.checkpoint(step) if remat else step, carry, (state, *each))
+    return jax.lax.scan(rematerialized(step, remat, state), carry, (state, *each))
+
+
+def rematerialized(step: Callable[..., Any], remat: bool, state: Any) -> Callable[..., Any]:
+    """`step` as a scan over layers with these variables takes it: see scan_stack."""
+    if remat:
+        return jax.checkpoint(step)
+    is_spread = any(v.get_metadata("spread")[1] for v in jax.tree.leaves(state, is_leaf=_is_variable))
+    return jax.checkpoint(step, policy=_all_but_gathered) if is_spread else step
+
+
+def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Whether the backward pass keeps a result. (What is gathered may be cast before its use.)"""
+    return primitive.name not in ("all_gather", "convert_element_type")
 
 
 def weight_decay_mask(state: Any) -> Any:
     """A nested dict of bools: weight decay applies to what Init.normal made, the weight matrices."""
-    mask = jax.tree.map(
-        lambda v: v.get_metadata("decayed"), state, is_leaf=lambda v: isinstance(v, nnx.Variable)
-    )
-    return nnx.to_pure_dict(mask)
+    return nnx.to_pure_dict(jax.tree.map(lambda v: v.get_metadata("decayed"), state, is_leaf=_is_variable))

@@ -1,0 +1,156 @@
+"""Expert parallelism: experts cut over ranks, tokens sent to them and back. No token is dropped.
+
+Assignments (token, expert) travel by all-to-all in rounds. A round has `places` for each pair of ranks, some
+more than an even load needs; what finds no place goes with the next round, and there are as many rounds as
+the fullest pair needs: usually one. Nothing is bounded but a round's memory.
+
+Legend: N tokens, k experts a token, A = N * k assignments, r ranks, E experts, e = E / r of this rank, C
+places, D token dim, F inner dim.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int32
+
+from jaxthd.config import MeshConfig
+from jaxthd.mesh import CONTEXT, DATA, ranks_of
+from jaxthd.ops.grouped_matmul import ExpertLayout, combine, dispatch, expert_layout, grouped_matmul
+from jaxthd.parallel.params import Cut
+
+
+def expert_cut(experts: int, mesh: MeshConfig) -> Cut | None:
+    """Over data and context, or over one of them where the experts do not divide by both."""
+    cuts = [Cut(axes, experts) for axes in ((DATA, CONTEXT), (DATA,), (CONTEXT,))]
+    return max((c for c in cuts if c.is_cut(mesh)), key=lambda c: ranks_of(mesh, c.axes), default=None)
+
+
+def expert_mlp(
+    x_MD: Float[Array, "M D"],
+    up_EDF: Float[Array, "E D F"],
+    down_EFD: Float[Array, "E F D"],
+    layout: ExpertLayout,
+) -> Float[Array, "M D"]:
+    """Every row through its expert: up, relu^2, down."""
+    inner_MF = grouped_matmul(x_MD, up_EDF, layout.expert, layout.used)
+    return grouped_matmul(jnp.square(jax.nn.relu(inner_MF)), down_EFD, layout.expert, layout.used)
+
+
+def exchanged_experts(
+    x_ND: Float[Array, "N D"],
+    up_eDF: Float[Array, "e D F"],
+    down_eFD: Float[Array, "e F D"],
+    chosen_Nk: Int32[Array, "N k"],
+    weight_Nk: Float[Array, "N k"],
+    routed_N: Bool[Array, " N"],
+    axes: tuple[str, ...],
+    capacity: float,
+    block: int,
+) -> Float[Array, "N D"]:
+    """The weighted sum of each token's experts, wherever they are; 0 for tokens that are not routed.
+
+    up, down: this rank's experts, rank-major over `axes`. capacity: a round's places over the mean load of a
+    pair of ranks. Differentiable in x, up, down and weight. Every rank of `axes` calls it at the same time.
+    """
+    (n, k), experts, ranks = chosen_Nk.shape, len(up_eDF), jax.lax.axis_size(axes)
+    places = min(math.ceil(capacity * n * k / ranks), n * min(k, experts))
+    # Assignments by rank, and each one's number among those of its rank.
+    rank_A = jnp.where(routed_N[:, None], chosen_Nk // experts, ranks).reshape(-1)
+    order_A = jnp.argsort(rank_A, stable=True)
+    load_r1 = jnp.bincount(rank_A, length=ranks + 1)
+    number_A = jnp.arange(n * k) - (jnp.cumsum(load_r1) - load_r1)[rank_A[order_A]]
+    number_A = jnp.zeros_like(number_A).at[order_A].set(number_A)
+    rounds = jax.lax.pmax(-(-load_r1[:ranks].max() // places), axes)
+    slot_A = jnp.where(rank_A < ranks, rank_A * places + number_A % places, ranks * places)
+    where = (slot_A, jnp.where(rank_A < ranks, number_A // places, -1), chosen_Nk.reshape(-1) % experts)
+    out_AD = _all_rounds(x_ND, up_eDF, down_eFD, where, rounds, axes, places, block)
+    return jnp.einsum("nkd,nk->nd", out_AD.reshape(n, k, -1), weight_Nk.astype(out_AD.dtype))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _all_rounds(x_ND, up, down, where, rounds, axes, places, block):
+    """Each assignment's result [A, D]; 0 for those that are not sent."""
+    return _all_rounds_forward(x_ND, up, down, where, rounds, axes, places, block)[0]
+
+
+def _all_rounds_forward(x_ND, up, down, where, rounds, axes, places, block):
+    a = len(where[0])
+
+    def one(i: Array, out_AD: Array) -> Array:
+        send = _Round(where, i, len(x_ND), axes, places)
+        layout = send.layout(len(up), block)
+        y_SD = _rows_through_experts(send.there(x_ND), up, down, layout)
+        return out_AD + send.results(send.back(y_SD))
+
+    out_AD = jax.lax.fori_loop(0, rounds, one, jnp.zeros((a, x_ND.shape[1]), x_ND.dtype))
+    return out_AD, (x_ND, up, down, where, rounds)
+
+
+def _all_rounds_backward(axes, places, block, residuals, dout_AD):
+    x_ND, up, down, where, rounds = residuals
+
+    def one(i: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        send = _Round(where, i, len(x_ND), axes, places)
+        layout = send.layout(len(up), block)
+        through = partial(_rows_through_experts, layout=layout)
+        _, pull = jax.vjp(through, send.there(x_ND), up, down)
+        dx_SD, dup, ddown = pull(send.exchanged(send.placed(dout_AD)))
+        dx_ND = send.to_tokens(send.back(dx_SD))
+        return sums[0] + dx_ND, sums[1] + dup, sums[2] + ddown
+
+    zeros = (jnp.zeros_like(x_ND), jnp.zeros_like(up), jnp.zeros_like(down))
+    return *jax.lax.fori_loop(0, rounds, one, zeros), None, None
+
+
+_all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)
+
+
+def _rows_through_experts(x_SD: Array, up: Array, down: Array, layout: ExpertLayout) -> Array:
+    """Received rows [S, D] through the one expert each is for; 0 for places not in use."""
+    ones_S1 = jnp.ones((len(x_SD), 1), x_SD.dtype)
+    return combine(expert_mlp(dispatch(x_SD, layout), up, down, layout), ones_S1, layout)
+
+
+class _Round:
+    """Which assignments travel in a round, and to where. S = r * C places, to as in from other ranks."""
+
+    def __init__(self, where: Any, i: Array, tokens: int, axes: tuple[str, ...], places: int) -> None:
+        slot_A, round_A, self._expert_A = where
+        self._axes, self._size, self._tokens = axes, jax.lax.axis_size(axes) * places, tokens
+        # Place of each assignment, S where it does not travel; assignment of each place, A where it is empty.
+        self._slot_A = jnp.where(round_A == i, slot_A, self._size)
+        a = len(slot_A)
+        self._sent_S = jnp.full(self._size, a).at[self._slot_A].set(jnp.arange(a), mode="drop")
+        self._of_token = a // tokens
+
+    def exchanged(self, x_S: Array) -> Array:
+        """Places for rank j become places from rank j, and the other way round."""
+        return jax.lax.all_to_all(x_S, self._axes, 0, 0, tiled=True)
+
+    back = exchanged
+
+    def there(self, x_ND: Array) -> Array:
+        """The tokens' rows, as they arrive."""
+        sent = jnp.take(x_ND, self._sent_S // self._of_token, axis=0, mode="fill", fill_value=0)
+        return self.exchanged(sent)
+
+    def layout(self, experts: int, block: int) -> ExpertLayout:
+        """Of the rows that arrive."""
+        expert_S = jnp.take(self._expert_A, self._sent_S, mode="fill", fill_value=-1).astype(jnp.int32)
+        arrived_S = self.exchanged(expert_S)
+        return expert_layout(jnp.maximum(arrived_S, 0)[:, None], arrived_S >= 0, experts, block)
+
+    def placed(self, x_AD: Array) -> Array:
+        return jnp.take(x_AD, self._sent_S, axis=0, mode="fill", fill_value=0)
+
+    def results(self, y_SD: Array) -> Array:
+        """[S, D] -> [A, D], 0 for assignments of other rounds."""
+        return jnp.take(y_SD, self._slot_A, axis=0, mode="fill", fill_value=0)
+
+    def to_tokens(self, dx_SD: Array) -> Array:
+        """[S, D] -> [N, D], summed over a token's assignments."""
+        return self.results(dx_SD).reshape(self._tokens, self._of_token, -1).sum(1)

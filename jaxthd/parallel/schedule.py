@@ -1,0 +1,118 @@
+"""Pipeline schedules as tables: what each rank does at each tick.
+
+A tick has room for one forward and one backward of a stage on every rank. What a rank sends at the end of a
+tick is used by the next rank in the next tick, so nothing waits in between.
+
+1F1B: microbatch m goes forward on rank r at tick m + r, backward at m + 2 (P - 1) - r: rank r holds the
+inputs of at most 2 (P - 1 - r) + 1 microbatches, however many there are. Interleaved (Narayanan et al., 2021):
+a rank has V stages (chunks) and works on groups of P microbatches, one chunk after the other.
+
+Ticks in which no rank goes forward, or none backward, cost only the other. So a step takes
+(M V + P - 1) times a forward and a backward of one stage, of which M V are work: the bubble of the formula.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+
+class Work(NamedTuple):
+    """For every tick and rank, -1 where it idles: the microbatch, the rank's chunk, the slot that its input
+    is kept in.
+    """
+
+    microbatch: Int[np.ndarray, "ticks ranks"]
+    chunk: Int[np.ndarray, "ticks ranks"]
+    slot: Int[np.ndarray, "ticks ranks"]
+
+    @property
+    def busy(self) -> Int[np.ndarray, " ticks"]:
+        """1 where any rank works."""
+        return (self.microbatch >= 0).any(axis=1).astype(int)
+
+
+class Schedule(NamedTuple):
+    """slots: inputs a rank keeps at most. enter, leave, back: the microbatch, or -1, that in a tick goes into
+    the first stage, comes out of the last one, and has gone all the way back.
+    """
+
+    ranks: int
+    chunks: int
+    microbatches: int
+    slots: int
+    forward: Work
+    backward: Work
+    enter: Int[np.ndarray, " ticks"]
+    leave: Int[np.ndarray, " ticks"]
+    back: Int[np.ndarray, " ticks"]
+
+    @property
+    def ticks(self) -> int:
+        return len(self.enter)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step's time in which a rank idles, if all stages cost the same."""
+        busy = self.forward.busy.sum() + self.backward.busy.sum()
+        work = 2 * self.microbatches * self.chunks
+        return float(1 - work / busy)
+
+
+def make_schedule(microbatches: int, ranks: int, chunks: int = 1, *, backward: bool = True) -> Schedule:
+    """1F1B for one chunk a rank, interleaved for several. backward False: forward passes only (evaluation).
+
+    Any number of microbatches; interleaved wastes ticks where it is no multiple of the ranks.
+    """
+    m, p, v = microbatches, ranks, chunks
+    group = p if v > 1 else m
+    order = [(chunk, first + i) for first in range(0, m, group) for chunk in range(v) for i in range(group)]
+    turn = v * p - 1  # the tick at which the first microbatch leaves the last stage
+    ticks = (turn if backward else 0) + len(order) + p - 1
+    forward, back = (Work(*np.full((3, ticks, p), -1)) for _ in range(2))
+    for r in range(p):
+        for k, (chunk, micro) in enumerate(order):
+            if micro < m:
+                forward.microbatch[k + r, r], forward.chunk[k + r, r] = micro, chunk
+        for k, (chunk, micro) in enumerate(order if backward else ()):
+            if micro < m:
+                tick = turn + k + p - 1 - r
+                back.microbatch[tick, r], back.chunk[tick, r] = micro, v - 1 - chunk
+    slots = max(_assign_slots(forward, back, r) for r in range(p)) if backward else 1
+    if not backward:
+        forward.slot[forward.microbatch >= 0] = 0
+
+    def where(work: Work, rank: int, chunk: int) -> Int[np.ndarray, " ticks"]:
+        return np.where(work.chunk[:, rank] == chunk, work.microbatch[:, rank], -1)
+
+    used = forward.busy + back.busy > 0
+    return Schedule(
+        ranks=p,
+        chunks=v,
+        microbatches=m,
+        slots=slots,
+        forward=Work(*(x[used] for x in forward)),
+        backward=Work(*(x[used] for x in back)),
+        enter=where(forward, 0, 0)[used],
+        leave=where(forward, p - 1, v - 1)[used],
+        back=where(back, 0, 0)[used],
+    )
+
+
+def _assign_slots(forward: Work, back: Work, rank: int) -> int:
+    """Gives each input a slot from its forward to its backward; returns how many that takes."""
+    free: list[int] = []
+    held: dict[tuple[int, int], int] = {}
+    count = 0
+    for tick in range(len(forward.microbatch)):
+        key = (forward.microbatch[tick, rank], forward.chunk[tick, rank])
+        if key[0] >= 0:
+            if not free:
+                free.append(count)
+                count += 1
+            held[key] = forward.slot[tick, rank] = free.pop()
+        key = (back.microbatch[tick, rank], back.chunk[tick, rank])
+        if key[0] >= 0:
+            back.slot[tick, rank] = held.pop(key)
+            free.append(back.slot[tick, rank])
+    return count
