@@ -46,7 +46,13 @@ class Evaluator:
         """
         sums, documents, hypotheses = np.zeros(3), 0, []
         for batch, report in batches:
-            ends, answers = find_prompts(batch, self._config.mesh.context, self._config.data.max_documents)
+            ends, answers = find_prompts(
+                batch,
+                self._config.mesh.context,
+                self._config.data.max_documents,
+                layout=self._config.model.context_layout,
+                round_to=self._config.data.round_to,
+            )
             on_mesh = put_batch(batch, self._mesh)
             scores, tokens = self._step(state.params, state.buffers, on_mesh, ends)
             sums += np.array(scores, float)

@@ -162,7 +162,7 @@ def _train(config: Config, workdir: Path, data: SpeechData, checkpoints: Checkpo
         if step < steps:
             metrics.say(f"stopped by a signal after step {step}, which is saved: the same command continues")
         if config.train.draw_last_batch:
-            draw_batch(this_batch, this_report, config.mesh, workdir / "last_batch.png")
+            draw_batch(this_batch, this_report, config, workdir / "last_batch.png")
     return first
 
 

@@ -26,6 +26,7 @@ FREE = (
     "data.workers",
     "data.prefetch",
     "model.context_exchange",
+    "model.context_layout",
     "model.sequence_sharded",
     "model.expert_*",
     "model.attention_backend",

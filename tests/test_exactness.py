@@ -6,7 +6,7 @@ the new statistics and where the experts' tokens went are compared; in float64 b
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,9 @@ from tests.helpers import (
 
 CAPACITY, AUDIO, MELS, VOCAB = 64, 256, 8, 50
 PLACEHOLDER = VOCAB - 1
+ROUND_TO = 8
+"""Slots of a document are a multiple of this where it is cut by itself."""
+Layout = Literal["buffer", "document"]
 CHUNK = 48
 """Longer clips are encoded in chunks of this many mel frames."""
 MODEL = ModelConfig(
@@ -110,14 +113,18 @@ CASES: dict[str, list[list[Spec]]] = {
     "padded": [[Spec(14, (50,))], [Spec(40)], [Spec(3, (12,))], [Spec(9, (30, 20))]],
 }
 MESHES = [
-    (1, 2, "ring"),
-    (1, 2, "all_gather"),
-    (1, 4, "ring"),
-    (1, 4, "all_gather"),
-    (2, 1, "ring"),
-    (2, 2, "ring"),
+    (1, 2, "ring", "buffer"),
+    (1, 2, "all_gather", "buffer"),
+    (1, 4, "ring", "buffer"),
+    (1, 4, "all_gather", "buffer"),
+    (2, 1, "ring", "buffer"),
+    (2, 2, "ring", "buffer"),
+    (1, 2, "ring", "document"),
+    (1, 2, "all_gather", "document"),
+    (1, 4, "ring", "document"),
+    (1, 4, "all_gather", "document"),
 ]
-"""(data, context, exchange)."""
+"""(data, context, exchange, layout)."""
 
 
 def document(key: str, spec: Spec, rng: np.random.Generator) -> Document:
@@ -138,27 +145,32 @@ def documents(case: str) -> list[list[Document]]:
     return [[document(f"{r}.{d}", s, rng) for d, s in enumerate(row)] for r, row in enumerate(CASES[case])]
 
 
-def pack(rows: list[list[Document]], context: int, audio: int = AUDIO) -> Batch:
+def pack(rows: list[list[Document]], context: int, layout: Layout = "buffer", *, audio: int = AUDIO) -> Batch:
+    """Documents cut by themselves take more slots."""
     packed = [
         pack_row(
             row,
-            capacity=CAPACITY,
+            capacity=CAPACITY if layout == "buffer" else 2 * CAPACITY,
             audio_capacity=audio,
             num_mels=MELS,
             max_documents=16,
             context=context,
             audio_ranks=context,
             order_seed=None,
+            layout=layout,
+            round_to=1 if layout == "buffer" else ROUND_TO,
         )[0]
         for row in rows
     ]
     return Batch(*(np.concatenate(arrays) for arrays in zip(*packed, strict=True)))
 
 
-def run_config(data: int, context: int, exchange: str, dtype: str, microbatches: int = 1) -> Config:
+def run_config(
+    data: int, context: int, exchange: str, dtype: str, layout: Layout = "buffer", microbatches: int = 1
+) -> Config:
     """One device keeps activations, the others recompute them: neither changes the result."""
     alone = data == context == 1
-    model = vars(MODEL) | {"context_exchange": exchange, "dtype": dtype}
+    model = vars(MODEL) | {"context_exchange": exchange, "dtype": dtype, "context_layout": layout}
     model |= {"remat_encoder": not alone, "remat_llm": not alone}
     return Config(
         mesh=MeshConfig(data=data, context=context),
@@ -176,9 +188,14 @@ def state(dtype: str) -> tuple[Any, Any]:
 
 @functools.cache
 def program(
-    data: int, context: int, exchange: str, dtype: str, microbatches: int = 1
+    data: int,
+    context: int,
+    exchange: str,
+    dtype: str,
+    layout: Layout = "buffer",
+    microbatches: int = 1,
 ) -> Callable[..., Gradient]:
-    config = run_config(data, context, exchange, dtype, microbatches)
+    config = run_config(data, context, exchange, dtype, layout, microbatches)
     return jax.jit(loss_and_gradient(config, make_mesh(config.mesh)))
 
 
@@ -188,11 +205,12 @@ def evaluate(
     context: int = 1,
     exchange: str = "ring",
     dtype: str = "float64",
+    layout: Layout = "buffer",
     microbatches: int = 1,
 ) -> Gradient:
     with jax.enable_x64(dtype == "float64"):
         on_mesh = put_batch(batch, make_mesh(MeshConfig(data=data, context=context)))
-        results = program(data, context, exchange, dtype, microbatches)(*state(dtype), on_mesh)
+        results = program(data, context, exchange, dtype, layout, microbatches)(*state(dtype), on_mesh)
         return jax.tree.map(np.asarray, results)
 
 
@@ -206,10 +224,10 @@ def assert_equal(got: Gradient, want: Gradient, tolerance: float = 1e-10) -> Non
         assert_same(part, reference, tolerance)
 
 
-@pytest.mark.parametrize(("data", "context", "exchange"), MESHES)
-def test_the_mesh_changes_nothing(data, context, exchange):
+@pytest.mark.parametrize(("data", "context", "exchange", "layout"), MESHES)
+def test_the_mesh_changes_nothing(data, context, exchange, layout):
     for case in CASES:
-        got = evaluate(pack(documents(case), context), data, context, exchange)
+        got = evaluate(pack(documents(case), context, layout), data, context, exchange, layout=layout)
         assert_equal(got, one_device(case))
 
 

@@ -38,8 +38,8 @@ def bytes_on_a_device(state: TrainState, name: str) -> int:
 
 
 def test_a_device_holds_its_part_of_parameters_and_moments():
-    """Of 8 devices nearly an eighth; twice that where two stages of a rank each have half the kinds of layers,
-    and are filled up."""
+    """Of 8 devices nearly an eighth; twice that where two stages of a rank each have half the kinds of
+    layers, and are filled up."""
     alone = config(MeshConfig())
     whole = init_state(alone, make_mesh(alone.mesh))
     for mesh, most in ((MeshConfig(8), 0.16), (MESH, 0.26)):

@@ -102,7 +102,7 @@ CASES = [
     Case({"mesh.stages_per_rank": 2}, "mesh.stages_per_rank is 2 with mesh.pipeline 1; expected 1"),
     Case(
         {**PIPELINE, "model.llm.pattern": "M|-|M"},
-        "is divided into 3 stages, mesh.pipeline 2 and stages_per_rank 1 make 2",
+        "is divided into 3 stages, mesh.pipeline 2 and mesh.stages_per_rank 1 make 2",
     ),
     Case({**PIPELINE, "model.llm.pattern": "M"}, "1 layers cannot be divided into 2 stages"),
     Case(
@@ -123,6 +123,16 @@ CASES = [
         {"mesh.data": 2, "data.rows": 2, "model.llm.pattern": "E", "model.llm.experts": 7},
         "model.llm.experts is 7 for 2 data and context ranks",
         is_warning=True,
+    ),
+    Case(
+        {"mesh.context": 2, "model.context_layout": "document", "data.round_to": 6, "data.capacity": 2052},
+        'model.context_layout "document" and mesh.context 2; expected a multiple of 2 * context = 4, because '
+        "every document is cut into so many chunks: set data.round_to to 12",
+    ),
+    Case(
+        {"mesh.context": 4, "model.context_layout": "document", "data.round_to": 8}
+        | {"model.llm.mamba_heads": 6},
+        "set mesh.context to 1, 2 or 3, or model.llm.mamba_heads to 4 or 8, or model.context_layout to",
     ),
     # Buffers.
     Case({"data.round_to": 10}, "set data.capacity to 2040 or 2050, or data.round_to to 2"),
@@ -295,8 +305,12 @@ def test_transformer_engine_is_refused_where_it_is_known_to_be_wrong() -> None:
             **PIPELINE,
             "mesh.stages_per_rank": 2,
             "model.llm.pattern": "M|*-|-|ME",
-        },  # unlike stages, no context
+        },  # unlike stages
         {**PIPELINE, "mesh.context": 2, "model.llm.pattern": "M*-M*-"},  # equal ones
+        {"mesh.context": 2, "data.capacity": 12, "model.llm.mamba_heads": 2}  # chunks shorter than the taps
+        | {"data.audio_capacity": 32, "model.encoder.chunk_seconds": 0.02, "data.max_documents": 3}
+        | {"model.context_layout": "document", "data.round_to": 12, "model.llm.mamba_conv": 9},
+        {"data.capacity": 2047, "model.context_layout": "document"},
         {"data.capacity": 2047},  # one context rank holds any number of tokens
         {"data.packing": "padded", "data.max_documents": 4096},  # the bound is not used
     ],

@@ -88,6 +88,8 @@ class PackDocuments:
     """Each document's slots are rounded up to a multiple of this."""
     context: int = 1
     """Context ranks the buffer is laid out for."""
+    layout: Literal["buffer", "document"] = "buffer"
+    """What is cut over them. "document": each document by itself; round_to is a multiple of 2 * context."""
     audio_ranks: int = 1
     """Ranks that share a buffer's audio."""
     shuffle_seed: int | None = None
@@ -100,6 +102,11 @@ class PackDocuments:
         if self.context > 1 and self.capacity % (2 * self.context):
             raise ValueError(
                 f"capacity {self.capacity} must be a multiple of 2 * context = {2 * self.context}"
+            )
+        if self.layout == "document" and self.context > 1 and self.round_to % (2 * self.context):
+            raise ValueError(
+                f"round_to {self.round_to} must be a multiple of 2 * context = {2 * self.context} for the "
+                'layout "document", which cuts each document over the context ranks'
             )
         if self.packing not in ("first_fit", "best_fit", "padded"):
             raise ValueError(f'packing is {self.packing!r}; choose "first_fit", "best_fit" or "padded"')
@@ -144,6 +151,7 @@ class PackDocuments:
                 context=self.context,
                 audio_ranks=self.audio_ranks,
                 round_to=self.round_to,
+                layout=self.layout,
             )
         )
 
@@ -373,8 +381,8 @@ def make_loader(
     sources: random access to the items (manifest lines) of one data set each.
     load(item, epoch): the item's Document, or why there is none; random draws in it must come from the item
         and the epoch. With workers it is pickled.
-    config: data.*, mesh.context, mesh.audio_ranks and model.encoder.num_mels are used. Epoch e's order is a
-        function of (data.seed, e).
+    config: data.*, mesh.context, mesh.audio_ranks, model.context_layout and model.encoder.num_mels are used.
+        Epoch e's order is a function of (data.seed, e).
     repeat: without end, a new order every epoch; False: one epoch, in which every document appears once.
     shuffle: overrides data.shuffle. on_skip: called for every Fault, and see PackDocuments.
     identity: what the documents depend on besides data.*; JSON values. A loader of another identity refuses
@@ -405,6 +413,7 @@ def make_loader(
         packing_bins=data.packing_bins,
         round_to=data.round_to,
         context=config.mesh.context,
+        layout=config.model.context_layout,
         audio_ranks=config.mesh.audio_ranks,
         shuffle_seed=data.seed if shuffle else None,
         on_skip=on_skip,
