@@ -188,7 +188,9 @@ def _listen(connection: socket.socket, said: TextIO, process: int) -> None:
             text = said.read()
         gone, reason = (json.loads(text) or (None, "")) if text else (process, "it was ended from outside")
         if gone is not None and _ending.acquire(blocking=False):
-            print(f"error: {_names[gone]} is gone: {reason}. This process ends too", file=sys.stderr, flush=True)
+            print(
+                f"error: {_names[gone]} is gone: {reason}. This process ends too", file=sys.stderr, flush=True
+            )
             _end(gone, reason)
 
     connection.settimeout(None)
