@@ -43,14 +43,15 @@ _REMOVED = "removed"
 class Checkpoints:
     """The checkpoints of a run, in `folder`, by step; the newest `keep` of them stay, and the best.
 
-    Several processes share the folder, and all make the same calls. Saving is asynchronous. A context manager: leaving it waits until everything is on disk. What cannot be
-    saved (a full disk) raises UserError, at the next save or on leaving; the older checkpoints are intact.
+    Several processes share the folder, and all make the same calls. Saving is asynchronous. A context
+    manager: leaving it waits until everything is on disk. What cannot be saved (a full disk) raises
+    UserError, at the next save or on leaving; the older checkpoints are intact.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder, self._keep = folder.absolute(), keep
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Read by every process by itself: where one fails alone, orbax's manager would leave the others waiting.
+        # Every process reads by itself: where one failed alone, orbax's manager would have the others wait.
         self._arrays, self._json = _handlers()
         self._saving: int | None = None
         self._whole: int | None = None
@@ -137,10 +138,10 @@ class Checkpoints:
     ) -> tuple[TrainState, dict[str, Any]] | None:
         """The newest intact checkpoint's state, laid out as `sharding`, and its data position; None without.
 
-        abstract: shapes and dtypes to expect. sharding: of all arrays, or a TrainState of each one's. Damaged checkpoints are reported, and renamed once an older one
-        is restored. Raises UserError where a checkpoint's arrays have other names, shapes or dtypes, before
-        any is read; and where there are checkpoints, none of them intact: then none is renamed, since that
-        may have another cause.
+        abstract: shapes and dtypes to expect. sharding: of all arrays, or a TrainState of each one's.
+        Damaged checkpoints are reported, and renamed once an older one is restored. Raises UserError where a
+        checkpoint's arrays have other names, shapes or dtypes, before any is read; and where there are
+        checkpoints, none of them intact: then none is renamed, since that may have another cause.
         """
         newest = self._newest_intact(abstract, sharding)
         if self._damaged:
@@ -276,8 +277,8 @@ class Checkpoints:
 
 def _handlers() -> tuple[ocp.PyTreeCheckpointHandler, ocp.JsonCheckpointHandler]:
     """Of a checkpoint's two items."""
-    # A small array that lies on several devices is written by one of them. By default each writes a part, and a
-    # program that cuts it out is compiled for every shape: seconds, at the first save.
+    # A small array that lies on several devices is written by one of them. By default each writes a part,
+    # and a program that cuts it out is compiled for every shape: seconds, at the first save.
     arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**26)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry), ocp.JsonCheckpointHandler()

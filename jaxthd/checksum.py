@@ -26,8 +26,8 @@ def named_arrays(tree: Any) -> dict[str, Any]:
 def checksums(tree: Any) -> dict[str, int]:
     """The checksum of every array of a tree, by name. Of several processes all call it, with the same tree.
 
-    On a CPU's devices NumPy reads in place what this process holds whole; there, compiling would take far longer
-    than running.
+    On a CPU's devices NumPy reads in place what this process holds whole; there, compiling would take far
+    longer than running.
     """
     arrays = named_arrays(tree)
     spread = {name: x for name, x in arrays.items() if not _is_on_host(x)}

@@ -1,9 +1,9 @@
 """Several processes of one run: started together, kept in step, ended together.
 
-jax.distributed connects them; they reach each other through its key-value store, never through the devices, so
-that a process that does not come is named and does not leave the others in a collective. A connection of every
-process to process 0 is closed by the kernel when the process ends, however it does: the others hear of it at
-once, and end. Where a machine or the network is gone, nothing is closed: then jax's heartbeats end the others.
+jax.distributed connects them. What they tell each other goes through its key-value store, not through the
+devices: a process that does not come is named, and leaves nobody in a collective. Each has a connection to
+process 0, which the kernel closes when the process ends, however that happens: the others hear of it at once,
+and end. Where a machine or the network is gone nothing is closed: then jax's heartbeats end the others.
 
 With one process nothing here does anything.
 """
@@ -48,10 +48,11 @@ _ending = threading.Lock()
 
 @contextmanager
 def started(coordinator: str | None, processes: int | None, process: int | None) -> Iterator[int]:
-    """Joins the processes of this run, if there are several; yields their number. Before any jax device is used.
+    """Joins the processes of this run, if there are several; yields their number.
 
     coordinator: HOST:PORT, where process 0 listens; processes: their number; process: this one's, from 0. All
         None: as SLURM's srun says, where it has started several tasks; else there is one process.
+    Comes before any jax device is used.
     What is raised inside ends this process, and the others, with exit status 1 and a message that names it.
     Only process 0 writes to standard output.
     Raises UserError where only some of the three are given, and where not all processes come.
@@ -84,10 +85,10 @@ def _join(coordinator: str | None, processes: int | None, process: int | None) -
     # Of the variables that SLURM sets, this one is only in tasks that srun has started.
     if not any(given) and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) < 2:
         return False
-    if all(given) and not (re.fullmatch(r".+:\d+", str(coordinator)) and 0 <= process < processes):  # type: ignore[operator]
+    if all(given) and not (re.fullmatch(r".+:\d+", str(coordinator)) and process in range(processes or 0)):
         raise UserError(
-            f"--coordinator {coordinator} --processes {processes} --process {process}; expected HOST:PORT, and "
-            "--process from 0 to the number of processes less 1"
+            f"--coordinator is {coordinator}, --processes {processes} and --process {process}; expected "
+            "HOST:PORT, and --process from 0 to one less than --processes: correct them"
         )
     if processes == 1:
         return False
@@ -105,9 +106,9 @@ def _join(coordinator: str | None, processes: int | None, process: int | None) -
         )
     except jax.errors.JaxRuntimeError as error:
         raise UserError(
-            f"process {global_state.process_id} of {processes or 'several'} found not all others at "
-            f"{global_state.coordinator_address} within {START_SECONDS} s ({error}); start them all, with the "
-            "same address and number of processes, each with its own number"
+            f"process {global_state.process_id} found not all others at {global_state.coordinator_address} "
+            f"within {START_SECONDS} s ({error}); start all of them, with the same address and number of "
+            "processes, each with its own number"
         ) from error
     return True
 
@@ -136,8 +137,8 @@ def exchange(value: Any) -> list[Any]:
         here = dict(client.key_value_dir_get(f"jaxthd/{number}/"))
         missing = [name for name, key in zip(_names, keys, strict=True) if key not in here]
         raise UserError(
-            f"{', '.join(missing)} did not come within {PATIENCE_SECONDS} s to where the others wait; expected "
-            "all processes to be in step: see what it is doing (its output, its disk), and start the run again"
+            f"{', '.join(missing)} did not come within {PATIENCE_SECONDS} s to where the others wait; "
+            "expected all in step: see what it is doing (its output, its disk), and start the run again"
         ) from error
     found = dict(client.key_value_dir_get(f"jaxthd/{number}/"))
     if number and is_first():  # all have read the one before
@@ -146,13 +147,13 @@ def exchange(value: Any) -> list[Any]:
 
 
 def require_same(what: str, value: Any) -> None:
-    """Raises UserError where the processes have different values, naming those that differ from process 0's."""
+    """Raises UserError where processes have different values, naming those that differ from process 0."""
     first, *_ = values = exchange(value)
     others = [name for name, other in zip(_names, values, strict=False) if other != first]
     if others:
         raise UserError(
-            f"{', '.join(others)}: {what} there is not that of {_names[0]}; expected the same command and the "
-            "same files for all processes: correct what differs"
+            f"{what} in {', '.join(others)} is not that in {_names[0]}; expected the same command and the "
+            "same files in all processes: correct what differs"
         )
 
 

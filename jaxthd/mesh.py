@@ -28,8 +28,8 @@ def make_mesh(config: MeshConfig) -> Mesh:
     if jax.process_count() > 1 and jax.device_count() > config.devices:
         raise UserError(
             f"the mesh {config.sizes} (data, context, pipeline, tensor) has {config.devices} places for the "
-            f"{jax.device_count()} devices of {jax.process_count()} processes; expected one for each: raise a mesh "
-            "size, or start fewer processes"
+            f"{jax.device_count()} devices of {jax.process_count()} processes; expected one for each: raise "
+            "a mesh size, or start fewer processes"
         )
     axis_types = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(config.sizes, AXES, axis_types=axis_types, devices=jax.devices()[: config.devices])
@@ -67,7 +67,7 @@ def _local_data_ranks(mesh: Mesh) -> list[int]:
 
 
 def put_rows(rows: Rows, specs: Rows, mesh: Mesh) -> Rows:
-    """Arrays whose first dim is this process's local_rows, all else being whole, as global arrays on the mesh.
+    """Arrays of this process's local_rows, their other dims whole, as global arrays on the mesh.
 
     specs: their PartitionSpecs, in the places of the arrays.
     """

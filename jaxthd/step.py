@@ -231,5 +231,5 @@ def make_validation_step(
     everywhere, rows = PartitionSpec(), PartitionSpec(DATA)
     in_specs = (everywhere, everywhere, batch_specs(), PromptEnds(rows, rows))
     scored = _on_mesh(rank, mesh, in_specs, (everywhere, PartitionSpec((DATA, CONTEXT))))
-    # The answers too go everywhere: of several processes, the one that has a row decodes all of its documents.
+    # The answers go everywhere too: a process that has a row decodes all of its documents.
     return jax.jit(scored, out_shardings=NamedSharding(mesh, everywhere))

@@ -11,8 +11,8 @@ A workdir that holds a checkpoint is continued. It receives
     checkpoints/       parameters, optimizer, batch statistics, data position
     config.json        the settings of the run
 
-Several processes train together: SLURM's srun starts them, or each is told --coordinator HOST:PORT --processes N
---process I. They share the workdir's folder; what is written once, process 0 writes.
+Several processes train together: SLURM's srun starts them, or each is told --coordinator HOST:PORT
+--processes N --process I. They share the workdir; all but the arrays of checkpoints is written by process 0.
 """
 
 import os
@@ -45,7 +45,7 @@ from jaxthd.step import TrainState, abstract_state, init_state, make_train_step,
 from jaxthd.validate import DeviceFacts, validate
 from jaxthd.workdir import opened
 
-PROCESS_OPTIONS = {
+PROCESS_OPTIONS: dict[str, dict[str, Any]] = {
     "coordinator": {
         "default": os.environ.get("JAX_COORDINATOR_ADDRESS"),
         "help": "HOST:PORT of process 0, where there are several",
@@ -74,8 +74,9 @@ def main(argv: list[str] | None = None) -> None:
 def train(config: Config, workdir: Path) -> None:
     """Runs, or continues, the training of `workdir` up to config.train.steps, or until SIGTERM or Ctrl-C.
 
-    Several processes, if there are (jaxthd.distributed), all call it; they share the workdir's folder. The config is taken as validated. Raises UserError for data that cannot be used, for a workdir of another
-    config or in use, where too many updates in a row are not finite, and where a checkpoint cannot be saved.
+    If there are several processes (jaxthd.distributed), all call it; they share the workdir. The config is
+    taken as validated. Raises UserError for data that cannot be used, for a workdir of another config or in
+    use, where too many updates in a row are not finite, and where a checkpoint cannot be saved.
     """
     with ExitStack() as stack:
         if is_first():

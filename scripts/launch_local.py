@@ -2,10 +2,10 @@
 
     python scripts/launch_local.py 2 -- python -m jaxthd.train --config configs/cp2.py
 
-The command finds where process 0 listens, the number of processes and its own in the environment, in the variables
-that jaxthd.train takes for --coordinator, --processes and --process. Every line of output gets the process's
-number in front. Ctrl-C and SIGTERM reach every process. When one ends badly, the others are given time to notice,
-and then killed. Exits with the status of the first that ended badly, or 0.
+The command finds where process 0 listens, the number of processes and its own in the environment, in the
+variables that jaxthd.train takes for --coordinator, --processes and --process. Every line of output gets the
+process's number in front. Ctrl-C and SIGTERM reach every process. When one ends badly, the others are given
+time to notice, and then killed. Exits with the status of the first that ended badly, or 0.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def launch(count: int, command: Sequence[str]) -> int:
         processes.append(process)
     # Ctrl-C reaches them by itself, since they are of the terminal's group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in processes])
+    signal.signal(signal.SIGTERM, lambda number, _: _signal_all(processes, number))
     outputs = [threading.Thread(target=_forward, args=pair) for pair in enumerate(processes)]
     for output in outputs:
         output.start()
@@ -50,13 +50,17 @@ def launch(count: int, command: Sequence[str]) -> int:
         if ended and not bad:
             bad, since = ended[0], time.monotonic()
         if bad and time.monotonic() - since > GRACE_SECONDS:
-            for process in processes:
-                process.kill()
+            _signal_all(processes, signal.SIGKILL)
         time.sleep(0.1)
     for output in outputs:
         output.join()
     bad = bad or next((process.returncode for process in processes if process.returncode), 0)
     return 128 - bad if bad < 0 else bad
+
+
+def _signal_all(processes: Sequence[subprocess.Popen[str]], number: int) -> None:
+    for process in processes:
+        process.send_signal(number)
 
 
 def _forward(number: int, process: subprocess.Popen[str]) -> None:

@@ -23,8 +23,8 @@ from jaxthd.packing.batch import Batch
 class InStep(Iterator[tuple[Batch, dict[str, Any]]]):
     """A Loader of this process's rows, in step with those of the other processes: next() waits for all.
 
-    The report is over all rows, but for `keys`, which are of this process's. Ends when all have ended; one that
-    has no row left gives empty ones until then. With one process it gives what the Loader gives.
+    The report is over all rows, but for `keys`, which are of this process's. Ends when all have ended; one
+    that has no row left gives empty ones until then. With one process it gives what the Loader gives.
     """
 
     def __init__(self, loader: Loader, skipped: SkipLog) -> None:
@@ -60,7 +60,7 @@ class InStep(Iterator[tuple[Batch, dict[str, Any]]]):
         self._loader.set_state(state)
 
     def keys(self, report: Mapping[str, Any]) -> list[list[str]]:
-        """The documents' keys of all rows, where report has those of this process's: all processes call it."""
+        """The documents' keys of all rows; the report has those of this process's. All processes call it."""
         rows = self._loader.empty[1]["rows"]
         own = [(row.row, keys) for row, keys in zip(rows, report["keys"], strict=True)]
         return [keys for _, keys in sorted(dict(map(tuple, chain(*exchange(own)))).items())]
