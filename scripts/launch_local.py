@@ -41,21 +41,19 @@ def launch(count: int, command: Sequence[str]) -> int:
     # Ctrl-C reaches them by itself, since they are of the terminal's group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, _: _signal_all(processes, number))
-    outputs = [threading.Thread(target=_forward, args=pair) for pair in enumerate(processes)]
-    for output in outputs:
-        output.start()
-    bad, since = 0, 0.0
-    while any(process.poll() is None for process in processes):
-        ended = [process.returncode for process in processes if process.returncode]
-        if ended and not bad:
-            bad, since = ended[0], time.monotonic()
-        if bad and time.monotonic() - since > GRACE_SECONDS:
-            _signal_all(processes, signal.SIGKILL)
+    bad: list[int] = []
+    threads = [threading.Thread(target=_follow, args=(*pair, bad)) for pair in enumerate(processes)]
+    for thread in threads:
+        thread.start()
+    while not bad and any(thread.is_alive() for thread in threads):
         time.sleep(0.1)
-    for output in outputs:
-        output.join()
-    bad = bad or next((process.returncode for process in processes if process.returncode), 0)
-    return 128 - bad if bad < 0 else bad
+    patience = time.monotonic() + GRACE_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, patience - time.monotonic()))
+    _signal_all(processes, signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    return 0 if not bad else bad[0] if bad[0] > 0 else 128 - bad[0]
 
 
 def _signal_all(processes: Sequence[subprocess.Popen[str]], number: int) -> None:
@@ -63,9 +61,12 @@ def _signal_all(processes: Sequence[subprocess.Popen[str]], number: int) -> None
         process.send_signal(number)
 
 
-def _forward(number: int, process: subprocess.Popen[str]) -> None:
+def _follow(number: int, process: subprocess.Popen[str], bad: list[int]) -> None:
+    """Shows what the process writes, to its end; adds its exit status if that is not 0."""
     for line in process.stdout or ():
         print(f"[{number}] {line}", end="", flush=True)
+    if process.wait():
+        bad.append(process.returncode)
 
 
 def main() -> None:
