@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,10 @@ from typing import NamedTuple
 import jax
 import pytest
 
+from jaxthd import distributed
 from jaxthd.config import Config
+from jaxthd.distributed import exchange, started
+from jaxthd.errors import UserError
 from jaxthd.metrics import read_metrics
 from jaxthd.train import train
 from scripts.check_survival import write_recordings
@@ -27,6 +31,7 @@ STEPS = 10
 FLAGS = "--xla_backend_optimization_level=0 " + " ".join(
     flag for flag in os.environ["XLA_FLAGS"].split() if "emitters" in flag
 )
+PLAIN = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
 CLOCK = {"time", "tokens_per_second", "step_seconds", "compilations", "left_out", "imbalance"}
 """What a metrics line says of its own call (left_out: items that it met), and of the mesh."""
 
@@ -87,11 +92,13 @@ def two(manifest: Path, workdir: Path, *overrides: str) -> Iterator[subprocess.P
         workdir,
         *overrides,
     ]
-    plain = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+    }
     process = subprocess.Popen(
         list(map(str, command)),
-        env=plain | cache | {"XLA_FLAGS": FLAGS},
+        env=PLAIN | cache | {"XLA_FLAGS": FLAGS},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -210,3 +217,91 @@ def test_two_processes_that_share_every_row_continue_what_one_began(
     assert f"continuing from step {STEPS - 2}" in output
     assert assert_same(tmp_path, one) == STEPS
     assert lines_of(tmp_path / "hypotheses.jsonl") == lines_of(one / "hypotheses.jsonl")
+
+
+PROCESS = """
+import sys, time
+from jaxthd import distributed
+from jaxthd.distributed import exchange, require_same, started
+
+what, *address = sys.argv[1:]
+with started(*((address[0], 3, int(address[1])) if address else (None,) * 3)) as processes:
+    me = distributed.global_state.process_id
+    distributed.PATIENCE_SECONDS = 2
+    print(exchange([me, processes]))
+    if what == "differs":
+        require_same("the weather", "fine" if me != 1 else "foul")
+    if what == "breaks" and me == 0:
+        distributed.NOTICE_SECONDS = 0
+        raise RuntimeError("a defect")
+    if what == "sticks" and me == 2:
+        time.sleep(60)
+    exchange(None)
+"""
+
+
+def three(what: str, *, slurm: bool = False) -> list[tuple[int, str, str]]:
+    """(exit status, standard output, errors) of three processes that run PROCESS."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    processes = []
+    for i in range(3):
+        # As srun tells its tasks.
+        told = {"STEP_NODELIST": "localhost", "NTASKS": 3, "STEP_NUM_TASKS": 3, "PROCID": i, "LOCALID": i}
+        told = {f"SLURM_{k}": str(v) for k, v in told.items()} if slurm else {}
+        environment = PLAIN | told | {"SLURM_JOB_ID": "1", "JAX_COORDINATOR_PORT": str(port)}
+        address = () if slurm else (f"localhost:{port}", str(i))
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", PROCESS, what, *address],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    outputs = [process.communicate(timeout=120) for process in processes]
+    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def test_what_each_gives_all_have_and_process_0_alone_speaks():
+    """Started as by SLURM."""
+    (_, said, _), *others = ended = three("nothing", slurm=True)
+    assert [status for status, *_ in ended] == [0, 0, 0]
+    assert said == "[[0, 3], [1, 3], [2, 3]]\n"
+    assert [said for _, said, _ in others] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("what", "culprit", "why"),
+    [
+        ("breaks", 0, "a defect"),
+        ("sticks", 2, "did not come within 2 s to where the others wait"),
+        ("differs", 1, "is not that in process 0"),
+    ],
+)
+def test_when_one_process_ends_or_hangs_all_end_and_say_which_and_why(what: str, culprit: int, why: str):
+    for i, (status, _, errors) in enumerate(three(what)):
+        assert status == 1
+        assert why in errors
+        assert i == culprit or re.search(rf"error: .*process {culprit} \(pid \d+ on \S+\)", errors)
+
+
+def test_an_incomplete_address_is_refused():
+    for address in [
+        ("localhost:1", None, None),
+        ("localhost:1", 2, None),
+        (None, 2, 0),
+        ("localhost", 2, 0),
+        ("localhost:1", 2, 2),
+        ("localhost:1", 2, -1),
+    ]:
+        with pytest.raises(UserError, match=r"--coordinator is .*expected"), started(*address):
+            pass
+
+
+def test_one_process_is_several_of_one():
+    with started("localhost:1", 1, 0) as processes:
+        assert processes == 1
+        assert exchange({"a": (1, 2)}) == [{"a": [1, 2]}]
+        assert distributed.is_first()
