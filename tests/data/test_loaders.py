@@ -109,7 +109,7 @@ def test_worker_processes_make_the_same_batches(folder: Path):
 
 @pytest.fixture
 def as_processes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """as_processes(f, config, *rows): [f(SpeechData, rows), ...], in threads that exchange as processes do."""
+    """as_processes(f, config, *rows): [f(SpeechData, rows), ...], in threads that exchange like processes."""
 
     def run(function: Callable[[SpeechData, Any], Any], config: Config, *rows: list[int]) -> list[Any]:
         barrier, given = threading.Barrier(len(rows), timeout=60), {}
