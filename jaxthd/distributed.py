@@ -19,13 +19,15 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from functools import partial
 from itertools import count
 from typing import Any, NoReturn, TextIO
+from unittest.mock import patch
 
 import jax
 
 # The public interface has neither the key-value store nor barriers that say who is missing.
-from jax._src.distributed import global_state
+from jax._src.distributed import _jax, global_state
 
 from jaxthd.errors import UserError
 
@@ -55,7 +57,8 @@ def started(coordinator: str | None, processes: int | None, process: int | None)
     Comes before any jax device is used.
     What is raised inside ends this process, and the others, with exit status 1 and a message that names it.
     Only process 0 writes to standard output.
-    Raises UserError where only some of the three are given, and where not all processes come.
+    Where not all have come after START_SECONDS, all end, saying which are missing. Raises UserError where
+    only some of the three are given, and where process 0 cannot listen.
     """
     if not _join(coordinator, processes, process):
         yield 1
@@ -94,23 +97,41 @@ def _join(coordinator: str | None, processes: int | None, process: int | None) -
         return False
     # It would keep SIGTERM to itself; the run answers it, see jaxthd.signals.
     jax.config.update("jax_enable_preemption_service", False)
+    # A process whose process 0 is not there learns nothing from jax.
+    alone = threading.Timer(START_SECONDS + NOTICE_SECONDS, _give_up)
+    alone.start()
+    # With this limit, which jax.distributed does not pass on, the service tells all which process is missing.
+    service = partial(_jax.get_distributed_runtime_service, cluster_register_timeout=START_SECONDS)
     try:
-        jax.distributed.initialize(
-            coordinator,
-            processes,
-            process,
-            cluster_detection_method="deactivate" if coordinator else None,
-            initialization_timeout=START_SECONDS,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-            shutdown_timeout_seconds=HEARTBEAT_SECONDS,
-        )
+        with patch.object(_jax, "get_distributed_runtime_service", service):
+            jax.distributed.initialize(
+                coordinator,
+                processes,
+                process,
+                cluster_detection_method="deactivate" if coordinator else None,
+                initialization_timeout=START_SECONDS + 2 * NOTICE_SECONDS,
+                heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+                shutdown_timeout_seconds=HEARTBEAT_SECONDS,
+            )
     except jax.errors.JaxRuntimeError as error:
         raise UserError(
-            f"process {global_state.process_id} found not all others at {global_state.coordinator_address} "
-            f"within {START_SECONDS} s ({error}); start all of them, with the same address and number of "
-            "processes, each with its own number"
+            f"process 0 cannot listen at {global_state.coordinator_address} ({error}); expected a free port "
+            "of its own machine: choose another for --coordinator"
         ) from error
+    finally:
+        alone.cancel()
     return True
+
+
+def _give_up() -> NoReturn:
+    print(
+        f"error: process {global_state.process_id} has no answer from process 0 at "
+        f"{global_state.coordinator_address} after {START_SECONDS} s; expected it to listen there: start it, "
+        "and see that the address is right and can be reached",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
 
 
 def is_first() -> bool:

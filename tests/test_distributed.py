@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -225,6 +225,8 @@ from jaxthd import distributed
 from jaxthd.distributed import exchange, require_same, started
 
 what, *address = sys.argv[1:]
+if what == "missing":
+    distributed.START_SECONDS = distributed.NOTICE_SECONDS = 3
 with started(*((address[0], 3, int(address[1])) if address else (None,) * 3)) as processes:
     me = distributed.global_state.process_id
     distributed.PATIENCE_SECONDS = 2
@@ -240,12 +242,14 @@ with started(*((address[0], 3, int(address[1])) if address else (None,) * 3)) as
 """
 
 
-def three(what: str, *, slurm: bool = False) -> list[tuple[int, str, str]]:
-    """(exit status, standard output, errors) of three processes that run PROCESS."""
+def three(
+    what: str, *, slurm: bool = False, present: Sequence[int] = (0, 1, 2)
+) -> list[tuple[int, str, str]]:
+    """(exit status, standard output, errors) of those present of three processes that run PROCESS."""
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     processes = []
-    for i in range(3):
+    for i in present:
         # As srun tells its tasks.
         told = {"STEP_NODELIST": "localhost", "NTASKS": 3, "STEP_NUM_TASKS": 3, "PROCID": i, "LOCALID": i}
         told = {f"SLURM_{k}": str(v) for k, v in told.items()} if slurm else {}
@@ -285,6 +289,15 @@ def test_when_one_process_ends_or_hangs_all_end_and_say_which_and_why(what: str,
         assert status == 1
         assert why in errors
         assert i == culprit or re.search(rf"error: .*process {culprit} \(pid \d+ on \S+\)", errors)
+
+
+def test_who_is_not_started_is_named():
+    for status, _, errors in three("missing", present=(0, 1)):
+        assert status != 0
+        assert re.search(r"timed out task names:\s+2\b", errors)
+    ((status, _, errors),) = three("missing", present=(1,))
+    assert status == 1
+    assert re.search(r"^error: process 1 has no answer from process 0 at localhost:\d+", errors, re.MULTILINE)
 
 
 def test_an_incomplete_address_is_refused():
