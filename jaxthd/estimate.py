@@ -37,11 +37,11 @@ from jaxthd.validate import DeviceFacts, validate
 
 
 class Measured(NamedTuple):
-    """Of a device, from the compiled step. arguments: bytes of state and batch. temporary: bytes besides
-    these and the results, which take the state's place. received: in a step, of the busiest device.
+    """Of a device, from the compiled step. state: bytes of it, whose place the new one takes. temporary:
+    bytes besides state and batch. received: bytes in a step, of the busiest device.
     """
 
-    arguments: int
+    state: int
     temporary: int
     received: Traffic
     seconds: float
@@ -60,7 +60,8 @@ def lowered_step(config: Config) -> Any:
         on_mesh(x, NamedSharding(mesh, spec))
         for x, spec in zip(abstract_batch(config), batch_specs(), strict=True)
     )
-    return make_train_step(config, mesh).lower(state, Batch(*batch))
+    step: Any = make_train_step(config, mesh)
+    return step.lower(state, Batch(*batch))
 
 
 def abstract_batch(config: Config) -> Batch:
@@ -86,7 +87,7 @@ def measure(config: Config) -> Measured:
     memory = program.memory_analysis()
     received = received_bytes(program.as_text(), config.mesh, runs_by_schedule(config))
     return Measured(
-        memory.argument_size_in_bytes,
+        memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
         {axes: float(of_device.max()) for axes, of_device in received.items() if of_device.any()},
         time.perf_counter() - start,
@@ -141,11 +142,12 @@ def estimate(config: Config, measured: Measured | None = None) -> str:
 
     state = state_bytes(config)
     del state["gradients"]
-    batch = on_device(abstract_batch(config), batch_specs(), config.mesh)
-    state["batch, counters"] = bytes_of(batch) + 3 * 4
+    state["counters"] = 3 * 4
     total = sum(state.values())
     rows = [line(name, size, size) for name, size in state.items()]
-    rows.append(line("in all, exact", total, total, measured and measured.arguments))
+    rows.append(line("in all, exact", total, total, measured and measured.state))
+    batch = bytes_of(on_device(abstract_batch(config), batch_specs(), config.mesh))
+    rows.append(line("batch", batch, batch))
 
     memory, in_wide = costs.memory(), wide.memory()
     temporary = [line(name, size, in_wide.kept[name]) for name, size in memory.kept.items()]
@@ -166,7 +168,7 @@ def estimate(config: Config, measured: Measured | None = None) -> str:
     ]
     return "\n\n".join(
         [
-            table("State and batch on a device", rows),
+            table("State of a device", rows),
             table("Temporary memory of a device", [*temporary, empty, *phases, in_all]),
             table("Bytes a device receives in a step, by axes", bytes_rows or [line("none", 0, 0)]),
             _bubble(config),
@@ -178,13 +180,18 @@ def _off(closed: float, found: float) -> str:
     return f"{closed / found - 1:+.1%}" if found else "" if not closed else "all of it"
 
 
+def bubble_formula(ranks: int, chunks: int, microbatches: int) -> float:
+    return (ranks - 1) / (chunks * microbatches + ranks - 1)
+
+
 def _bubble(config: Config) -> str:
     schedule, stages = schedule_of(config), stages_of(config)
     p, v, m = schedule.ranks, schedule.chunks, schedule.microbatches
+    formula = bubble_formula(p, v, m)
     lines = [
         f"Pipeline: ranks P = {p}, stages of a rank V = {v}, microbatches M = {m}. Ticks: {schedule.ticks}; "
         f"inputs kept: {schedule.slots}.",
-        f"Bubble: {schedule.bubble:.1%} of the step; (P - 1) / (V M + P - 1) = {(p - 1) / (v * m + p - 1):.1%}.",
+        f"Bubble: {schedule.bubble:.1%} of the step; (P - 1) / (V M + P - 1) = {formula:.1%}.",
     ]
     return "\n".join([*lines, f"Stages: {' | '.join(stages.patterns)}"] if p * v > 1 else lines)
 

@@ -120,7 +120,8 @@ def layer_bytes(
     x_ND = jax.ShapeDtypeStruct((tokens, model.llm.dim), jnp.float32)
     index = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
     program = compiled(step, *states, x_ND, index, index, x_ND)
-    return int(sum(received_bytes(program.as_text(), sizes).values()).max())
+    received = received_bytes(program.as_text(), sizes)
+    return int(sum(received.values(), np.zeros(context)).max())
 
 
 def state_bytes(llm: LLMConfig, context: int, activation: int) -> int:
