@@ -25,7 +25,8 @@ from jaxthd.parallel.schedule import make_schedule
 from jaxthd.parallel.stages import KINDS
 from jaxthd.state import abstract_model, stages_of
 
-Traffic = dict[tuple[str, ...], float]
+Number = int | float
+Traffic = dict[tuple[str, ...], Number]
 """Bytes received, by the mesh axes along which the senders differ."""
 
 
@@ -45,11 +46,11 @@ class Weight(NamedTuple):
 class Memory:
     """kept: what lies in memory through the step. phases: what comes on top at one time or another."""
 
-    kept: dict[str, float] = field(default_factory=dict)
-    phases: dict[str, float] = field(default_factory=dict)
+    kept: dict[str, Number] = field(default_factory=dict)
+    phases: dict[str, Number] = field(default_factory=dict)
 
     @property
-    def most(self) -> float:
+    def most(self) -> Number:
         return sum(self.kept.values()) + max(self.phases.values())
 
 
@@ -104,7 +105,7 @@ class Costs:
     def _of(self, *path: str) -> list[Weight]:
         return [w for w in self._weights if w.path[: len(path)] == path]
 
-    def _gathered(self, *path: str) -> float:
+    def _gathered(self, *path: str) -> Number:
         """Bytes of parameters as computation takes them."""
         return sum(w.size * ranks_of(self._mesh, w.spread) for w in self._of(*path))
 
@@ -158,7 +159,7 @@ class Costs:
             memory.phases["subsampling"] = audio + self._subsampling
         return memory
 
-    def _unit(self, unit: str) -> float:
+    def _unit(self, unit: str) -> Number:
         """A turn of the scan in the backward pass."""
         weights = {k: self._gathered("decoder", "layers", KINDS[k]) for k in set(unit)}
         activations = {k: self._layer(k) for k in set(unit)}
@@ -170,7 +171,7 @@ class Costs:
     def _itemsize(self) -> int:
         return 8 if self._config.model.dtype == "float64" else 4
 
-    def _layer(self, letter: str) -> float:
+    def _layer(self, letter: str) -> Number:
         """Activations that a layer's backward pass needs."""
         llm, a, w, n = self._config.model.llm, self._a, self._w, self._tokens
         normed = n * llm.dim * (2 * a + w)
@@ -198,7 +199,7 @@ class Costs:
                 return normed + routed + shared + n * w * 3 * llm.experts
 
     @property
-    def _loss(self) -> float:
+    def _loss(self) -> Number:
         model, llm = self._config.model, self._config.model.llm
         entries = llm.vocab_size / ranks_of(self._mesh, (PIPELINE, TENSOR))
         head = entries * llm.dim
@@ -207,7 +208,7 @@ class Costs:
         return head * (self._a + self._w) + 3 * logits * self._w + states * (3 * self._a + self._w)
 
     @property
-    def _conformer(self) -> float:
+    def _conformer(self) -> Number:
         """Activations of an encoder block."""
         encoder = self._config.model.encoder
         norms = 5 * encoder.dim * (self._a + self._w)
@@ -218,11 +219,11 @@ class Costs:
         return self._frames * (norms + attention + others)
 
     @property
-    def _block_weights(self) -> float:
+    def _block_weights(self) -> Number:
         return self._gathered("encoder", "blocks") * (1 + self._a / self._itemsize)
 
     @property
-    def _subsampling(self) -> float:
+    def _subsampling(self) -> Number:
         encoder = self._config.model.encoder
         outputs = (min(PIECE, self._frames) + 1) * 2 * encoder.num_mels
         # First convolution: its nine inputs and its outputs; the second and third have 1/4 and 1/16 as many.
@@ -284,7 +285,7 @@ class Costs:
             found.sum(weight.copies, weight.size * weight.layers, 1)
         return found.traffic
 
-    def _mixer(self, letter: str, found: "_Found", times: int, remat: int, again: int) -> None:
+    def _mixer(self, letter: str, found: "_Found", times: Number, remat: int, again: int) -> None:
         """What a layer's mixer exchanges in `times` forward and backward passes."""
         llm, model, n, context = self._config.model.llm, self._config.model, self._tokens, self._mesh.context
         forward = 1 + again + remat
@@ -333,15 +334,15 @@ class _Found:
         self._mesh, self._live = costs._mesh, costs._live
         self.traffic: Traffic = {}
 
-    def add(self, axes: tuple[str, ...], size: float) -> None:
+    def add(self, axes: tuple[str, ...], size: Number) -> None:
         live = tuple(axis for axis in self._live if axis in axes)
         if live and size:
             self.traffic[live] = self.traffic.get(live, 0) + size
 
-    def gather(self, axes: tuple[str, ...], part: float, times: float) -> None:
+    def gather(self, axes: tuple[str, ...], part: Number, times: Number) -> None:
         """All-gather of `part` bytes of each rank, or the reduce-scatter that brings as much."""
         self.add(axes, (ranks_of(self._mesh, axes) - 1) * part * times)
 
-    def sum(self, axes: tuple[str, ...], size: float, times: float) -> None:
+    def sum(self, axes: tuple[str, ...], size: Number, times: Number) -> None:
         g = ranks_of(self._mesh, axes)
         self.add(axes, 2 * (g - 1) / g * size * times)

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 
 from jaxthd.cli import parse_command_line, simulate_devices
 from jaxthd.config import Config
-from jaxthd.costs import Costs, Traffic
+from jaxthd.costs import Costs, Number, Traffic
 from jaxthd.describe import state_bytes
 from jaxthd.errors import readable_errors
 from jaxthd.mesh import batch_specs, bytes_of, make_mesh, on_device
@@ -131,7 +131,7 @@ def estimate(config: Config, measured: Measured | None = None) -> str:
     costs, wide = Costs(config), Costs(in_float32(config))
     columns = ["closed form"] + ["in float32"] * has_both + ["compiled", "off by"] * (measured is not None)
 
-    def line(name: str, own: float, in_float32: float, found: float | None = None) -> list[str]:
+    def line(name: str, own: Number, in_float32: Number, found: Number | None = None) -> list[str]:
         cells = [name, size_text(own)] + [size_text(in_float32)] * has_both
         if measured is None:
             return cells
@@ -176,7 +176,7 @@ def estimate(config: Config, measured: Measured | None = None) -> str:
     )
 
 
-def _off(closed: float, found: float) -> str:
+def _off(closed: Number, found: Number) -> str:
     return f"{closed / found - 1:+.1%}" if found else "" if not closed else "all of it"
 
 
@@ -202,7 +202,8 @@ def main(argv: list[str] | None = None) -> None:
     options, rest = own.parse_known_args(argv)
     config, path, _ = parse_command_line("estimate", rest)
     jax.config.update("jax_platforms", "cpu")
-    simulate_devices(config.mesh.devices)
+    if options.compile:
+        simulate_devices(config.mesh.devices)
     facts = DeviceFacts(platform="gpu", devices=config.mesh.devices, kind="as many as the mesh needs")
     for warning in validate(config, facts):
         print(f"warning: {warning}", file=sys.stderr)

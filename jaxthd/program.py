@@ -55,7 +55,7 @@ def received_bytes(
                 size = _result_bytes(found["shape"], op, is_start=bool(found["start"]))
                 _add(total, [_received(op, size, rest, mesh)])
             elif any(parts := [inside(name) for name in _called(op, rest)]):
-                _add(total, parts, 1 if op == "call" else _runs(op, rest, computation, often))
+                _add(total, parts, 1.0 if op == "call" else _runs(op, rest, computation, often))
         return total
 
     return inside(entry)
@@ -85,14 +85,14 @@ def _called(op: str, rest: str) -> list[str]:
 
 def _runs(op: str, rest: str, computation: str, often: Callable[[str], float] | None) -> float:
     if op == "while" and (found := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', rest)):
-        return int(found[1])
+        return float(found[1])
     if often is None:
         raise RuntimeError(f"collectives in a {op} of {computation}: how often it runs cannot be told")
     name = re.search(r'op_name="([^"]*)"', rest)
     return often(name[1] if name else "")
 
 
-def _add(total: Received, parts: Iterable[Mapping[tuple[str, ...], np.ndarray]], times: float = 1) -> None:
+def _add(total: Received, parts: Iterable[Mapping[tuple[str, ...], np.ndarray]], times: float = 1.0) -> None:
     """Adds the largest of the parts."""
     largest: Received = {}
     for part in parts:
@@ -108,12 +108,12 @@ def _result_bytes(shape: str, op: str, *, is_start: bool) -> float:
         sizes = sizes[len(sizes) // 2 :]  # (operands, results)
     elif is_start and op == "collective-permute":
         sizes = sizes[1:2]  # (operand, result, ...)
-    return sum(sizes)
+    return sum(sizes, 0.0)
 
 
 def _bytes_of(dtype: str, dims: str) -> float:
     bits = re.search(r"\d+", dtype)
-    return math.prod(int(n) for n in dims.split(",") if n) * (int(bits[0]) / 8 if bits else 1)
+    return math.prod(int(n) for n in dims.split(",") if n) * (int(bits[0]) / 8 if bits else 1.0)
 
 
 def _received(op: str, size: float, rest: str, mesh: MeshConfig) -> Received:

@@ -20,7 +20,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
     return "\n".join("  ".join(cell(text, i) for i, text in enumerate(row)).rstrip() for row in rows)
 
 
-def size_text(size: float) -> str:
+def size_text(size: int | float) -> str:
     """Bytes in GiB, MiB or KiB."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
         if abs(size) >= unit:

@@ -29,7 +29,7 @@ from flax import nnx
 from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
 from jaxthd.costs import Costs
 from jaxthd.estimate import bubble_formula, lowered_step
-from jaxthd.mesh import bytes_of, on_device
+from jaxthd.mesh import CONTEXT, TENSOR, bytes_of, on_device
 from jaxthd.parallel.params import weight_decay_mask
 from jaxthd.parallel.schedule import make_schedule
 from jaxthd.program import UNOPTIMIZED
@@ -162,10 +162,11 @@ def fsdp_section(sizes: Sequence[int]) -> list[Claim]:
 
 def axes_section(sizes: Sequence[int]) -> list[Claim]:
     rows, claims = [], []
-    for axis in ("tensor", "context"):
-        temporary = []
-        for size in sizes:
-            config = tiny(MeshConfig(**{axis: size}), tokens=1024)
+    meshes = {TENSOR: [MeshConfig(tensor=n) for n in sizes], CONTEXT: [MeshConfig(context=n) for n in sizes]}
+    for axis, of_axis in meshes.items():
+        temporary: list[int] = []
+        for size, mesh in zip(sizes, of_axis, strict=True):
+            config = tiny(mesh, tokens=1024)
             temporary.append(program(config).temporary)
             closed = round(Costs(config).memory().most)
             share = f"{temporary[-1] / temporary[0]:.3f}"

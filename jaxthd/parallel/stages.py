@@ -105,7 +105,7 @@ class Stages:
         return jax.lax.switch(kind_s[stage], branches, *args)
 
 
-def layer_cost(letter: str, llm: LLMConfig) -> float:
+def layer_cost(letter: str, llm: LLMConfig) -> int:
     """Multiply-adds a token in a layer's matrices and in the scan; attention as of 1,024 keys a token."""
     match letter:
         case "M":
@@ -125,7 +125,7 @@ def layer_cost(letter: str, llm: LLMConfig) -> float:
     raise ValueError(f"unknown letter {letter!r} in model.llm.pattern; use M, *, - or E")
 
 
-def divide(letters: str, costs: Sequence[float], count: int) -> tuple[str, ...]:
+def divide(letters: str, costs: Sequence[int | float], count: int) -> tuple[str, ...]:
     """Cuts the layers into `count` consecutive stages whose dearest is as cheap as can be; of those the ones
     whose squares sum to the least.
     """
