@@ -92,7 +92,8 @@ def layer_bytes(
 ) -> int:
     """Bytes the busiest device receives in one block of the decoder, forward and backward.
 
-    Backward gives the gradients of input and parameters, before the sum of the latter over the ranks.
+    Every rank holds all parameters. Backward gives the gradients of input and parameters, before the sum of
+    the latter over the ranks.
     recompute: as in training, the forward pass runs again before the backward one (model.remat_llm).
     """
     sizes = MeshConfig(context=context)
@@ -104,7 +105,7 @@ def layer_bytes(
         segments = make_segments(ids, positions, block=model.attention_block, axis=CONTEXT)
 
         def forward(p: Any, x_ND: Any) -> Any:
-            return nnx.merge(graph, p, buffers)(x_ND, segments)
+            return nnx.merge(graph, p, buffers)(x_ND, segments)[0]
 
         y_ND, pull = jax.vjp(jax.checkpoint(forward) if recompute else forward, params, x_ND)
         return y_ND, *pull(dy_ND)
@@ -273,7 +274,7 @@ def bytes_section(contexts: Sequence[int], lengths: tuple[int, int]) -> list[Cla
                 text = f"Mamba at context {context}: {short:,} bytes at {lengths[0]:,} tokens, {long:,} at"
                 claims.append(Claim(f"{text} {lengths[1]:,}, formula {formula:,}", short == long == formula))
     show(
-        "Bytes a device receives in a layer, forward + backward (float32, tiny dims)",
+        "Bytes a device receives in a layer, all parameters its own, forward + backward (float32, tiny dims)",
         f"layer|context|at {lengths[0]:,} tokens|with recomputation|at {lengths[1]:,} tokens",
         rows,
     )
