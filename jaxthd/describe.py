@@ -7,21 +7,20 @@ Shapes only: no parameter is made, and no device of the mesh is needed.
 
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxthd.cli import parse_command_line
 from jaxthd.config import Config, MeshConfig
 from jaxthd.errors import readable_errors
-from jaxthd.mesh import AXES
+from jaxthd.mesh import bytes_of, on_device
 from jaxthd.parallel.params import Buffer
 from jaxthd.parallel.stages import KINDS
 from jaxthd.state import abstract_model, make_optimizer, model_specs
+from jaxthd.tables import aligned, size_text
 from jaxthd.validate import DeviceFacts, problems
 
 PARTS = ("LLM", "encoder", "adapter")
@@ -129,27 +128,17 @@ def state_bytes(config: Config) -> dict[str, int]:
     Raises ValueError where the pattern cannot be divided into the pipeline's stages.
     """
     model = abstract_model(config)
-
-    mesh = AbstractMesh(config.mesh.sizes, AXES)
-
-    def on_device(array: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(array.shape), array.dtype)
-
     params, buffers = (
-        jax.tree.map(on_device, nnx.to_pure_dict(nnx.state(model, kind)), specs)
+        on_device(nnx.to_pure_dict(nnx.state(model, kind)), specs, config.mesh)
         for kind, specs in zip((nnx.Param, Buffer), model_specs(model), strict=True)
     )
     moments = jax.eval_shape(make_optimizer(config).init, params)
     return {
-        "parameters": _bytes(params),
-        "gradients": _bytes(params),
-        "AdamW moments": _bytes(moments),
-        "batch statistics, router biases": _bytes(buffers),
+        "parameters": bytes_of(params),
+        "gradients": bytes_of(params),
+        "AdamW moments": bytes_of(moments),
+        "batch statistics, router biases": bytes_of(buffers),
     }
-
-
-def _bytes(tree: Any) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def describe(config: Config) -> str:
@@ -174,7 +163,7 @@ def describe(config: Config) -> str:
             active = sum(g.active for g in of_part) if is_llm else None
             rows.append((part, "in all", *numbers("", sum(g.parameters for g in of_part), active), ""))
     rows.append(("model", "in all", *numbers("", total, None), ""))
-    return f"{_aligned(rows, left=(0, 1, 6))}\n\n{_memory(config)}"
+    return f"{aligned(rows, left=(0, 1, 6))}\n\n{_memory(config)}"
 
 
 def _memory(config: Config) -> str:
@@ -184,25 +173,12 @@ def _memory(config: Config) -> str:
     whole, part = (state_bytes(c) for c in (replace(config, mesh=MeshConfig()), config))
     for sizes in (whole, part):
         sizes["in all"] = sum(sizes.values())
-    rows += [(name, _gib(size), _gib(part[name])) for name, size in whole.items()]
+    rows += [(name, size_text(size), size_text(part[name])) for name, size in whole.items()]
     return (
-        f"{_aligned(rows, left=(0,))}\n\n"
+        f"{aligned(rows, left=(0,))}\n\n"
         f"Mesh (data, context, pipeline, tensor) = {mesh.sizes}: {mesh.devices} devices.\n"
         "Activations, the batch, weights gathered for use and copies in the compute dtype come on top."
     )
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.2f} MiB"
-
-
-def _aligned(rows: Sequence[tuple[str, ...]], left: tuple[int, ...]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-
-    def cell(text: str, column: int) -> str:
-        return text.ljust(widths[column]) if column in left else text.rjust(widths[column])
-
-    return "\n".join("  ".join(cell(text, i) for i, text in enumerate(row)).rstrip() for row in rows)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxthd.config import MeshConfig
 from jaxthd.errors import UserError
@@ -40,6 +40,22 @@ def make_mesh(config: MeshConfig) -> Mesh:
         )
     axis_types = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(config.sizes, AXES, axis_types=axis_types, devices=jax.devices()[: config.devices])
+
+
+def on_device(tree: Any, specs: Any, config: MeshConfig) -> Any:
+    """Shapes and dtypes of what each device of the mesh holds of a tree of arrays; all hold as much. specs:
+    PartitionSpecs in the places of the arrays. None of the devices need exist.
+    """
+    mesh = AbstractMesh(config.sizes, AXES)
+
+    def part(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype)
+
+    return jax.tree.map(part, tree, specs)
+
+
+def bytes_of(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def batch_specs() -> Batch:

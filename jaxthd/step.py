@@ -129,7 +129,7 @@ def _parts(config: Config, params: Params, buffers: Tree, count: Array, *, train
 
 def _microbatches(batch: Batch, count: int) -> Batch:
     """[R, ...] -> [count, R / count, ...]."""
-    return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+    return jax.tree.map(lambda x: x.reshape(count, len(x) // count, *x.shape[1:]), batch)
 
 
 def loss_and_gradient(config: Config, mesh: Mesh) -> Callable[[Tree, Tree, Batch], Gradient]:

@@ -12,19 +12,17 @@ batches. --check exits 1 and lists the claims that fail:
 - 64 experts cost at most 1.3 times the flops of 8.
 
 Bytes are those the busiest device receives with the usual ring algorithms, in float32; collectives inside a
-loop or a branch are refused, since the program's text does not tell how often they run.
+branch, or a loop of unknown length, are refused, since the program's text does not tell how often they run.
 """
 
 import argparse
 import math
-import re
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import grain
 import jax
@@ -47,14 +45,10 @@ from jaxthd.packing.layout import context_permutation
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import KeyIntervals, make_segments
 from jaxthd.parallel.params import Buffer, Init
+from jaxthd.program import compiled, received_bytes
 from jaxthd.state import abstract_model
 from jaxthd.step import loss_and_gradient
-
-UNOPTIMIZED: dict[str, str | bool] = {
-    "xla_backend_optimization_level": "0",
-    "xla_llvm_disable_expensive_passes": True,
-}
-"""Machine code is generated after memory and collectives are settled: half the time, the same figures."""
+from jaxthd.tables import Claim, conclude, show
 
 TINY = ModelConfig(
     encoder=EncoderConfig(num_mels=8, layers=1, dim=8, heads=1, ffn_dim=8, subsampling_channels=8),
@@ -77,15 +71,6 @@ NANO = LLMConfig(
 )
 
 
-class Claim(NamedTuple):
-    text: str
-    holds: bool
-
-
-def compiled(function: Any, *arguments: Any) -> Any:
-    return jax.jit(function).lower(*arguments).compile(compiler_options=UNOPTIMIZED)
-
-
 def temporary_memory(context: int, tokens: int, model: ModelConfig = TINY) -> int:
     """Bytes a device needs besides arguments and results, for loss + gradient of one text-only buffer."""
     config = Config(mesh=MeshConfig(context=context), model=model)
@@ -103,65 +88,6 @@ def growing_part(at: dict[int, int]) -> float:
     return (most - least) / (long - short) * long
 
 
-COLLECTIVE = re.compile(
-    r"^\s+(?:ROOT )?%?[\w.-]+ = (?P<shape>.+?) "
-    r"(?P<op>all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?P<start>-start)?\((?P<rest>.*)"
-)
-
-
-def received_bytes(program_text: str, devices: int) -> np.ndarray:
-    """Bytes each device receives in one run of a compiled program, float64 [devices].
-
-    Of a group of g: all-gather and all-to-all bring (g - 1) / g of the result, reduce-scatter g - 1 results,
-    all-reduce twice (g - 1) / g; a permutation brings the result to its targets.
-    Raises RuntimeError for a collective outside the program's entry: it may run many times, or never.
-    """
-    received, computation = np.zeros(devices), ""
-    for line in program_text.splitlines():
-        if line.endswith("{") and not line.startswith(" "):
-            computation = line
-        if (found := COLLECTIVE.match(line)) is None:
-            continue
-        op, rest = found["op"], found["rest"]
-        if not computation.startswith("ENTRY"):
-            raise RuntimeError(f"{op} in {computation.split()[0]}, outside the entry: cannot be counted once")
-        sizes = [_bytes_of(*array) for array in re.findall(r"(\w+)\[([\d,]*)\]", found["shape"])]
-        if found["start"] and op == "all-gather":
-            sizes = sizes[len(sizes) // 2 :]  # (operands, results)
-        elif found["start"] and op == "collective-permute":
-            sizes = sizes[1:2]  # (operand, result, ...)
-        size = sum(sizes)
-        if op == "collective-permute":
-            for target in re.findall(
-                r"\{\d+,(\d+)\}", rest.split("source_target_pairs=")[1].split("}}")[0] + "}"
-            ):
-                received[int(target)] += size
-            continue
-        g = _group_size(rest, devices)
-        share = {"all-reduce": 2 * (g - 1) / g, "reduce-scatter": g - 1}.get(op, (g - 1) / g)
-        received += size * share
-    return received
-
-
-def _bytes_of(dtype: str, dims: str) -> float:
-    bits = re.search(r"\d+", dtype)
-    return math.prod(int(n) for n in dims.split(",") if n) * (int(bits[0]) / 8 if bits else 1)
-
-
-def _group_size(rest: str, devices: int) -> int:
-    """Of a collective's replica_groups, in any of the ways XLA writes them."""
-    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
-        return len(found[1].split(","))
-    if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", rest):
-        return int(found[1])
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", rest):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
-        return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", found[2]))
-    if "replica_groups={}" in rest:
-        return devices
-    raise RuntimeError(f"unknown replica_groups in {rest!r}: teach _group_size to read them")
-
-
 def layer_bytes(
     kind: str, context: int, tokens: int, model: ModelConfig = TINY, *, recompute: bool = False
 ) -> int:
@@ -171,7 +97,8 @@ def layer_bytes(
     the latter over the ranks.
     recompute: as in training, the forward pass runs again before the backward one (model.remat_llm).
     """
-    mesh = make_mesh(MeshConfig(context=context))
+    sizes = MeshConfig(context=context)
+    mesh = make_mesh(sizes)
     block = nnx.eval_shape(lambda: Block(kind, model, Init(jax.random.key(0))))
     graph, *states = nnx.split(block, nnx.Param, Buffer)
 
@@ -197,7 +124,8 @@ def layer_bytes(
     x_ND = jax.ShapeDtypeStruct((tokens, model.llm.dim), jnp.float32)
     index = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
     program = compiled(step, *states, x_ND, index, index, x_ND)
-    return int(received_bytes(program.as_text(), context).max())
+    received = received_bytes(program.as_text(), sizes)
+    return int(sum(received.values(), np.zeros(context)).max())
 
 
 def all_to_all_bytes(llm: LLMConfig, context: int, activation: int, *, gate: bool) -> float:
@@ -290,15 +218,6 @@ def ragged_dot_flops(experts: int, rows: int, dim: int, inner: int) -> float:
     shapes = ((rows, dim), jnp.float32), ((experts, dim, inner), jnp.float32), ((experts,), jnp.int32)
     program = compiled(jax.lax.ragged_dot, *(jax.ShapeDtypeStruct(*s) for s in shapes))
     return 2 * program.cost_analysis()["flops"]
-
-
-def show(title: str, columns: str, rows: Sequence[Sequence[Any]]) -> None:
-    """Prints a table; columns are separated by |."""
-    cells = [columns.split("|"), *([f"{x:,}" if isinstance(x, int) else str(x) for x in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    print(f"\n{title}")
-    for row in cells:
-        print("  " + "  ".join(x.rjust(width) for x, width in zip(row, widths, strict=True)), flush=True)
 
 
 def memory_section(contexts: Sequence[int], lengths: tuple[int, int]) -> list[Claim]:
@@ -458,11 +377,7 @@ def main() -> None:
         *experts_section(4096),
     ]
     show_crossover((2, 4, 8))
-    print("\nClaims")
-    for claim in claims:
-        print(f"  {'holds' if claim.holds else 'FAILS'}  {claim.text}")
-    if options.check and not all(claim.holds for claim in claims):
-        sys.exit(1)
+    conclude(claims, check=options.check)
 
 
 if __name__ == "__main__":

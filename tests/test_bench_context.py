@@ -55,19 +55,3 @@ def test_attention_executes_the_least_blocks_that_the_mask_allows(context, block
 def test_64_experts_cost_little_more_than_8(per_token):
     few, many = (bench.expert_flops(e, per_token, tokens=4096, block=32, dim=64, inner=64) for e in (8, 64))
     assert few <= many <= 1.3 * few
-
-
-def test_received_bytes_reads_every_form_of_a_collective():
-    entry = "ENTRY %main (x: f32[8]) -> f32[8] {"
-    lines = [
-        "  %a = bf16[8]{0} all-gather(%x), replica_groups={{0,1,2,3}}, dimensions={0}",  # 16 * 3/4
-        "  %b = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), replica_groups=[1,4]<=[4], dimensions={0}",  # 24
-        "  %c = f32[8]{0} all-gather-done(%b)",
-        "  %d = (f32[], /*index=1*/f32[7]{0}) all-reduce(%x, %y), replica_groups={}, to_apply=%add",  # 48
-        "  %e = f32[2]{0} reduce-scatter(%x), replica_groups=mesh['data'=1,'context'=4] {'context'}",  # 24
-        "  ROOT %f = (f32[8]{0}, f32[8]{0}, u32[]) collective-permute-start(%x), "
-        "source_target_pairs={{0,1},{2,3}}",
-    ]
-    assert bench.received_bytes("\n".join([entry, *lines]), 4).tolist() == [108, 140, 108, 140]
-    with pytest.raises(RuntimeError, match="outside the entry"):
-        bench.received_bytes("\n".join(["%body (x: f32[8]) -> f32[8] {", *lines]), 4)

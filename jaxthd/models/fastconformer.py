@@ -28,7 +28,7 @@ from jaxthd.parallel.params import Buffer, Init, scan_stack, stack, whole
 
 _EPS = 1e-5
 _MOMENTUM = 0.1
-_PIECE = 128
+PIECE = 128
 """Encoder frames (10 s) that the subsampling works on at a time."""
 
 
@@ -122,7 +122,7 @@ class Subsampling(nnx.Module):
     and only the first of them can belong to the clip before: it is 0 where a clip starts. Everything beyond a
     clip's valid frames is 0 at every level too. That is the zero padding that each clip has alone.
 
-    Encoder frame e reads mel frames 8e - 7 to 8e + 7 only. So the buffer is cut into pieces of _PIECE encoder
+    Encoder frame e reads mel frames 8e - 7 to 8e + 7 only. So the buffer is cut into pieces of PIECE encoder
     frames, each with the 8 mel frames before it, worked through one after the other and recomputed in the
     backward pass. The activations (of the first convolution alone 64 times the mels, at 256 channels) exist
     for one piece only: at 16,000 frames, 80 mels and 64 channels on a CPU 27 MB instead of 400, in two thirds
@@ -145,7 +145,7 @@ class Subsampling(nnx.Module):
     ) -> Float[Array, "E D"]:
         """start_E: first frames of clips. The values of frames that mask_A excludes do not matter."""
         frames = len(start_E)
-        per_piece = min(_PIECE, frames)
+        per_piece = min(PIECE, frames)
 
         def pieces(x: Array, per_frame: int) -> Array:
             """[E * per_frame, ...] -> [pieces, (1 + per_piece) * per_frame, ...], zeros beyond both ends."""

@@ -226,12 +226,14 @@ class _Run:
         stage = partial(self._parts.stage, self._parts.stages.patterns[0], self._params.stage, 0)
         return x_like, jax.eval_shape(stage, x_like, batch)[1]
 
+    @jax.named_scope("enter")
     def enter_if(self, micro: Array, state: Tree, x_like: Any) -> tuple[Array, Tree]:
         def run() -> tuple[Array, Tree]:
             return self._parts.enter(self._params.enter, state, self.batch(micro))
 
         return jax.lax.cond(micro >= 0, run, lambda: (jnp.zeros(x_like.shape, x_like.dtype), state))
 
+    @jax.named_scope("enter_gradient")
     def enter_gradient_if(self, micro: Array, state: Tree, dx: Array) -> Tree:
         def run() -> Tree:
             def enter(params: Tree) -> Array:
@@ -245,6 +247,7 @@ class _Run:
         """Ranks in lockstep all run, or none; what an idle one computes is not used."""
         return jax.lax.cond(busy > 0 if self._parts.lockstep else micro >= 0, run, idle)
 
+    @jax.named_scope("stage")
     def stage_if(self, busy: Array, micro: Array, chunk: Array, x: Array, like: Any) -> tuple[Array, Tree]:
         chunk = jnp.maximum(chunk, 0)
 
@@ -257,6 +260,7 @@ class _Run:
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
         return self._if_busy(busy, micro, run, lambda: zeros)
 
+    @jax.named_scope("stage_gradient")
     def stage_gradient_if(
         self,
         busy: Array,
@@ -291,6 +295,7 @@ class _Run:
         run = partial(self._parts.leave, self._params.leave)
         return jax.lax.cond(micro >= 0, lambda: run(y, self.batch(micro))[1], lambda: zeros)
 
+    @jax.named_scope("leave_gradient")
     def leave_gradient_if(self, micro: Array, y: Array) -> tuple[Array, Tree, Array]:
         """(this rank's share, gradients of the parameters, of y)."""
 

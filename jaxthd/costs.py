@@ -1,0 +1,348 @@
+"""What a training step needs and sends, in closed form: to hold against what the compiler says.
+
+All figures are of the busiest device. Legend: t, c, P, M, V tensor and context ranks, pipeline ranks,
+microbatches, stages of a rank; N tokens of a microbatch on a rank, n those of its residual stream, D model
+dim, e encoder frames on a rank, a bytes of an activation, w of what is accumulated (float32).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from flax import nnx
+
+from jaxthd.config import Config
+from jaxthd.mesh import AUDIO_AXES, AXES, CONTEXT, DATA, PIPELINE, TENSOR, ranks_of
+from jaxthd.models.fastconformer import PIECE
+from jaxthd.models.hybrid import repeated_units
+from jaxthd.ops.ssd import GATHER_UP_TO
+from jaxthd.packing.document import SUBSAMPLING
+from jaxthd.parallel.experts import expert_cut
+from jaxthd.parallel.schedule import make_schedule
+from jaxthd.parallel.stages import KINDS
+from jaxthd.state import abstract_model, stages_of
+
+Number = int | float
+Traffic = dict[tuple[str, ...], Number]
+"""Bytes received, by the mesh axes along which the senders differ."""
+
+
+class Weight(NamedTuple):
+    """A parameter on a rank, for stacked ones that of one layer. size: its bytes, before anything is
+    gathered. copies: axes whose ranks hold the same. spread: axes over which it is gathered for use.
+    """
+
+    path: tuple[str, ...]
+    size: int
+    layers: int
+    copies: tuple[str, ...]
+    spread: tuple[str, ...]
+
+
+@dataclass
+class Memory:
+    """kept: what lies in memory through the step. phases: what comes on top at one time or another."""
+
+    kept: dict[str, Number] = field(default_factory=dict)
+    phases: dict[str, Number] = field(default_factory=dict)
+
+    @property
+    def most(self) -> Number:
+        return sum(self.kept.values()) + max(self.phases.values())
+
+
+class Costs:
+    """Closed forms for one configuration, from its sizes alone."""
+
+    def __init__(self, config: Config) -> None:
+        self._config, self._mesh, llm = config, config.mesh, config.model.llm
+        model, mesh = config.model, config.mesh
+        self._a = {"bfloat16": 2, "float32": 4, "float64": 8}[model.dtype]
+        self._w = max(self._a, 4)
+        self._stages = stages_of(config)
+        self._schedule = make_schedule(config.train.microbatches, mesh.pipeline, mesh.stages_per_rank)
+        self._pipelined = len(self._stages.patterns) > 1
+        self._rows = config.data.rows / mesh.data / config.train.microbatches
+        self._tokens = self._rows * config.data.capacity / mesh.context
+        sharded = model.sequence_sharded and mesh.tensor > 1
+        self._stream = self._tokens / (mesh.tensor if sharded else 1) * llm.dim * self._a
+        self._is_sharded = sharded
+        self._frames = self._rows * config.data.audio_capacity / SUBSAMPLING / mesh.audio_ranks
+        ranks = {axis: ranks_of(mesh, (axis,)) for axis in AXES}
+        self._live = tuple(axis for axis, size in ranks.items() if size > 1)
+        t = mesh.tensor
+        self._heads, self._kv_heads = llm.q_heads // t, max(llm.kv_heads // t, 1)
+        self._mamba_heads, self._groups = llm.mamba_heads // t, max(llm.mamba_groups // t, 1)
+        self._inner = self._mamba_heads * llm.mamba_head_dim
+        self._channels = self._inner + 2 * self._groups * llm.mamba_state
+        owners = expert_cut(llm.experts, mesh) if model.expert_parallel else None
+        self._owners = owners.axes if owners else ()
+        chosen = self._tokens * llm.experts_per_token
+        self._places = chosen
+        if self._owners:
+            r = ranks_of(mesh, self._owners)
+            most = self._tokens * min(llm.experts_per_token, llm.experts // r)
+            self._places = r * min(math.ceil(model.expert_capacity * chosen / r), most)
+
+    @cached_property
+    def _weights(self) -> list[Weight]:
+        found = []
+        for path, variable in nnx.to_flat_state(nnx.state(abstract_model(self._config), nnx.Param)):
+            cuts = variable.get_metadata("cuts")
+            is_stacked = "layers" in path or "blocks" in path
+            layers = variable.shape[0] // ranks_of(self._mesh, cuts[0]) if is_stacked else 1
+            shape = zip(variable.shape[is_stacked:], cuts[is_stacked:] if cuts else (), strict=False)
+            size = math.prod(n // ranks_of(self._mesh, cut) for n, cut in shape) * variable.dtype.itemsize
+            cut_axes = {axis for cut in cuts for axis in cut}
+            copies = tuple(axis for axis in self._live if axis not in cut_axes)
+            spread = variable.get_metadata("spread")[1]
+            found.append(Weight(tuple(map(str, path)), size, layers, copies, spread))
+        return found
+
+    def _of(self, *path: str) -> list[Weight]:
+        return [w for w in self._weights if w.path[: len(path)] == path]
+
+    def _gathered(self, *path: str) -> Number:
+        """Bytes of parameters as computation takes them."""
+        return sum(w.size * ranks_of(self._mesh, w.spread) for w in self._of(*path))
+
+    def _units(self, rank: int) -> Iterator[tuple[str, int, bool]]:
+        """Repeated units of the rank's stages, how often each comes, and whether it ends its stage."""
+        for pattern in self._stages.patterns[rank :: self._stages.ranks]:
+            *others, last = repeated_units(pattern)
+            yield from ((*unit, False) for unit in others)
+            yield (*last, True)
+
+    # --- memory ---
+
+    def memory(self) -> Memory:
+        """Temporary memory: gradients and activations, less what a compiler may add, reuse or copy.
+
+        Kept are a microbatch's gradients beside their sum, if there are several or a pipeline; with a
+        pipeline the inputs in its slots (make_schedule(...).slots x n D a) and the two on their way; else
+        what the layers keep for the backward pass: with recomputation n D a for each turn of a scan over
+        repeated units, without it all activations of every layer. So for the encoder.
+        One at a time come on top: a unit's activations and the dearest of its layers' gradients, with the
+        unit's weights gathered; a block of the loss; an encoder block; a piece of the subsampling.
+        """
+        ranks = range(self._stages.ranks)
+        return max((self._memory_of(rank) for rank in ranks), key=lambda memory: memory.most)
+
+    def _memory_of(self, rank: int) -> Memory:
+        model, memory = self._config.model, Memory()
+        gradients = sum(w.size * w.layers for w in self._weights)
+        memory.kept["gradients"] = gradients
+        if self._pipelined or self._schedule.microbatches > 1:
+            memory.kept["gradients of a microbatch"] = gradients
+        stage, decoder, audio = 0.0, 0.0, 0.0
+        for unit, repeats, ends in self._units(rank):
+            stage += repeats * (self._stream if model.remat_llm else sum(map(self._layer, unit)))
+            decoder, stage = (max(decoder, stage), 0) if ends else (decoder, stage)
+        if self._frames:
+            layers = model.encoder.layers
+            kept = self._frames * model.encoder.dim * self._a if model.remat_encoder else self._conformer
+            audio = layers * kept + self._frames * self._mesh.audio_ranks * model.llm.dim * self._a
+        if self._pipelined:
+            memory.kept["pipeline slots"] = (self._schedule.slots + 2) * self._stream
+        else:
+            memory.kept |= {"decoder, between layers": decoder, "encoder, between layers": audio}
+            decoder = audio = 0
+        memory.phases["one unit of the decoder"] = decoder + max(
+            self._unit(unit) for unit, _, _ in self._units(rank)
+        )
+        memory.phases["loss"] = self._loss
+        if self._frames:
+            memory.phases["one block of the encoder"] = audio + 2 * self._conformer + self._block_weights
+            memory.phases["subsampling"] = audio + self._subsampling
+        return memory
+
+    def _unit(self, unit: str) -> Number:
+        """A turn of the scan in the backward pass."""
+        weights = {k: self._gathered("decoder", "layers", KINDS[k]) for k in set(unit)}
+        activations = {k: self._layer(k) for k in set(unit)}
+        used = sum(weights[k] * self._a / self._itemsize for k in unit)
+        recomputed = sum(activations[k] for k in unit) if self._config.model.remat_llm else 0
+        return used + recomputed + max(activations[k] + weights[k] for k in unit)
+
+    @property
+    def _itemsize(self) -> int:
+        return 8 if self._config.model.dtype == "float64" else 4
+
+    def _layer(self, letter: str) -> Number:
+        """Activations that a layer's backward pass needs."""
+        llm, a, w, n = self._config.model.llm, self._a, self._w, self._tokens
+        normed = n * llm.dim * (2 * a + w)
+        match letter:
+            case "*":
+                q, kv = self._heads * llm.head_dim, 2 * self._kv_heads * llm.head_dim
+                gathers = self._config.model.context_exchange == "all_gather"
+                keys = kv * (self._mesh.context if gathers else 1)
+                return normed + n * (a * (2 * q + kv + keys) + w * (q + self._heads))
+            case "M":
+                chunk = min(llm.mamba_chunk, self._config.data.capacity)
+                states = 2 * self._inner * llm.mamba_state / chunk
+                pairs = (2 * self._mamba_heads + self._groups) * chunk
+                inner = a * (4 * self._inner + 2 * self._channels) + w * 3 * self._inner
+                return normed + n * (inner + w * (states + pairs) + a * self._mamba_heads * chunk)
+            case "-":
+                return normed + n * a * 3 * llm.ffn_dim / self._mesh.tensor
+            case _:
+                width, t = llm.latent_dim or llm.dim, self._mesh.tensor
+                layout = self._places + llm.experts / ranks_of(self._mesh, self._owners) * (
+                    self._config.model.expert_block
+                )
+                routed = a * (layout * (2 * width + 3 * llm.expert_dim / t) + self._places * 2 * width)
+                shared = n * a * 3 * llm.shared_expert_dim / t
+                return normed + routed + shared + n * w * 3 * llm.experts
+
+    @property
+    def _loss(self) -> Number:
+        model, llm = self._config.model, self._config.model.llm
+        entries = llm.vocab_size / ranks_of(self._mesh, (PIPELINE, TENSOR))
+        head = entries * llm.dim
+        logits = model.loss_block * min(model.vocab_block, entries)
+        states = self._tokens * llm.dim
+        return head * (self._a + self._w) + 3 * logits * self._w + states * (3 * self._a + self._w)
+
+    @property
+    def _conformer(self) -> Number:
+        """Activations of an encoder block."""
+        encoder = self._config.model.encoder
+        norms = 5 * encoder.dim * (self._a + self._w)
+        attention = (
+            self._a * (2 * encoder.heads + 6) * encoder.dim + 3 * self._w * encoder.heads * encoder.dim
+        )
+        others = self._a * (6 * encoder.ffn_dim + 8 * encoder.dim)
+        return self._frames * (norms + attention + others)
+
+    @property
+    def _block_weights(self) -> Number:
+        return self._gathered("encoder", "blocks") * (1 + self._a / self._itemsize)
+
+    @property
+    def _subsampling(self) -> Number:
+        encoder = self._config.model.encoder
+        outputs = (min(PIECE, self._frames) + 1) * 2 * encoder.num_mels
+        # First convolution: its nine inputs and its outputs; the second and third have 1/4 and 1/16 as many.
+        return outputs * self._a * (9 + encoder.subsampling_channels * (2 + 12 * (1 / 4 + 1 / 16)))
+
+    # --- bytes on the wire ---
+
+    def traffic(self) -> Traffic:
+        """Bytes received in a step, with the usual ring algorithms: of a group of g, all-gather and
+        reduce-scatter (g - 1) / g of the whole, all-reduce twice that, a send the whole.
+
+        - FSDP, each microbatch: a layer's weights gathered for forward and backward, and in a pipeline once
+          more for the forward pass that the backward one starts with; gradients scattered once. Embedding
+          and head are gathered once.
+        - Gradients of what ranks hold alike: all-reduced once a step.
+        - Tensor: a sum of N D a for every layer forward and backward; recomputed for all layers of a unit
+          but the last. Sequence-sharded: a gather and a scatter of as much.
+        - Context: keys and values around forward and backward, their gradients (w) home; Mamba's states and
+          decays of two stretches a row, and the convolution's halo from both neighbours.
+        - Experts: places x width there and back, forward; there twice and back once, backward. One round.
+        - Vocabulary: the embeddings' sum and its gradient; three float32 numbers a token forward, one
+          backward. Pipeline: a send of n D a up and down every tick; the last stage's output to all.
+        - Audio: every rank's frames to all ranks of the row, and their gradients home.
+        """
+        ranks = [self._traffic_of(rank) for rank in range(self._stages.ranks)]
+        return {axes: max(r.get(axes, 0) for r in ranks) for axes in sorted({a for r in ranks for a in r})}
+
+    def _traffic_of(self, rank: int) -> Traffic:
+        config, llm, found = self._config, self._config.model.llm, _Found(self)
+        m, n, remat = self._schedule.microbatches, self._tokens, int(config.model.remat_llm)
+        for unit, repeats, ends in self._units(rank):
+            # A scan of one turn is no loop: where it ends the stage, nobody asks for what it returns.
+            again = int(self._pipelined and not (remat and ends and repeats == 1))
+            times = m * repeats
+            for letter, count in Counter(unit).items():
+                for weight in self._of("decoder", "layers", KINDS[letter]):
+                    found.gather(weight.spread, weight.size, times * count * (3 + again))
+                self._mixer(letter, found, times * count, remat, again)
+            recomputed = remat * (len(unit) - 1)
+            parts = (1 + again) * len(unit) + recomputed + len(unit)
+            if self._is_sharded:
+                parts += (1 + again + remat + 1) * len(unit)
+                found.gather((TENSOR,), self._stream, times * parts)
+            else:
+                found.sum((TENSOR,), self._stream, times * parts)
+        vocabulary = (PIPELINE, TENSOR)
+        for weight in (*self._of("embedding"), *self._of("head")):
+            found.gather(weight.spread, weight.size, 2 * m)
+        found.sum(vocabulary, n * llm.dim * self._a, 2 * m)
+        found.sum(vocabulary, n * self._w, 4 * m)
+        if self._pipelined:
+            found.sum((PIPELINE,), self._stream, 2 * m)
+            found.add((PIPELINE,), 2 * self._stream * self._schedule.ticks)
+        if self._is_sharded:
+            found.gather((TENSOR,), self._stream, 2 * m)
+        if self._frames:
+            self._encoder(found)
+        for weight in self._weights:
+            found.sum(weight.copies, weight.size * weight.layers, 1)
+        return found.traffic
+
+    def _mixer(self, letter: str, found: "_Found", times: Number, remat: int, again: int) -> None:
+        """What a layer's mixer exchanges in `times` forward and backward passes."""
+        llm, model, n, context = self._config.model.llm, self._config.model, self._tokens, self._mesh.context
+        forward = 1 + again + remat
+        lockstep = not self._pipelined or (self._stages.are_equal and model.context_exchange == "ring")
+        match letter:
+            case "*":
+                kv = n * 2 * self._kv_heads * llm.head_dim
+                if model.context_exchange == "ring":
+                    backward = self._w + (0 if remat else self._a)
+                    found.gather((CONTEXT,), kv * (forward * self._a + backward), times)
+                else:
+                    found.gather((CONTEXT,), kv * self._a, times * (forward + 1))
+            case "M":
+                state = 2 * self._rows * (self._inner * llm.mamba_state + self._mamba_heads) * self._w
+                halo = 2 * self._rows * (llm.mamba_conv - 1) * self._channels * self._a
+                if context <= GATHER_UP_TO or not lockstep:
+                    found.gather((CONTEXT,), state, times * (forward + 1))
+                else:
+                    found.add((CONTEXT,), state * math.ceil(math.log2(context)) * times * (forward + 1))
+                if not lockstep:
+                    found.gather((CONTEXT,), halo, times * (forward + 1))
+                elif context > 1:
+                    found.add((CONTEXT,), halo * min(context - 1, 2) / 2 * times * (forward + 1))
+            case "E":
+                row = (llm.latent_dim or llm.dim) * self._a
+                share = 1 / ranks_of(self._mesh, self._owners)
+                passes = forward * (2 * row + 4) + 3 * row + 4
+                found.gather(self._owners, self._places * share * passes, times)
+                found.sum((DATA, CONTEXT), (llm.experts + 1) * self._w, times * forward)
+
+    def _encoder(self, found: "_Found") -> None:
+        config, m, layers = self._config, self._schedule.microbatches, self._config.model.encoder.layers
+        again = int(self._pipelined)
+        for weight in (*self._of("encoder"), *self._of("adapter")):
+            passes = 3 + again if "blocks" in weight.path else 2 + again
+            found.gather(weight.spread, weight.size * weight.layers, m * passes)
+        statistics = 2 * config.model.encoder.dim * self._w
+        found.sum(AXES, statistics, m * layers * (2 + again + int(config.model.remat_encoder)))
+        found.gather(AUDIO_AXES, self._frames * config.model.llm.dim * self._a, 2 * m)
+
+
+class _Found:
+    """Adds up traffic by the axes that have several ranks."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._mesh, self._live = costs._mesh, costs._live
+        self.traffic: Traffic = {}
+
+    def add(self, axes: tuple[str, ...], size: Number) -> None:
+        live = tuple(axis for axis in self._live if axis in axes)
+        if live and size:
+            self.traffic[live] = self.traffic.get(live, 0) + size
+
+    def gather(self, axes: tuple[str, ...], part: Number, times: Number) -> None:
+        """All-gather of `part` bytes of each rank, or the reduce-scatter that brings as much."""
+        self.add(axes, (ranks_of(self._mesh, axes) - 1) * part * times)
+
+    def sum(self, axes: tuple[str, ...], size: Number, times: Number) -> None:
+        g = ranks_of(self._mesh, axes)
+        self.add(axes, 2 * (g - 1) / g * size * times)

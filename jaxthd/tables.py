@@ -1,0 +1,44 @@
+"""What commands and benchmarks print: aligned tables, sizes, claims that hold or fail."""
+
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+
+class Claim(NamedTuple):
+    text: str
+    holds: bool
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
+    """Rows of cells as lines, columns to the right but for those in `left`."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+
+    def cell(text: str, column: int) -> str:
+        return text.ljust(widths[column]) if column in left else text.rjust(widths[column])
+
+    return "\n".join("  ".join(cell(text, i) for i, text in enumerate(row)).rstrip() for row in rows)
+
+
+def size_text(size: int | float) -> str:
+    """Bytes in GiB, MiB or KiB."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if abs(size) >= unit:
+            return f"{size / unit:,.2f} {name}"
+    return f"{size / 2**10:,.2f} KiB"
+
+
+def show(title: str, columns: str, rows: Sequence[Sequence[Any]]) -> None:
+    """Prints a table; columns are separated by |."""
+    cells = [[f"{x:,}" if isinstance(x, int) else str(x) for x in row] for row in rows]
+    lines = aligned([columns.split("|"), *cells]).splitlines()
+    print(f"\n{title}", *(f"  {line}" for line in lines), sep="\n", flush=True)
+
+
+def conclude(claims: Sequence[Claim], *, check: bool) -> None:
+    """Prints the claims; exits 1 when `check` and one fails."""
+    print("\nClaims")
+    for claim in claims:
+        print(f"  {'holds' if claim.holds else 'FAILS'}  {claim.text}")
+    if check and not all(claim.holds for claim in claims):
+        sys.exit(1)

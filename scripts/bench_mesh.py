@@ -1,0 +1,244 @@
+"""What the mesh buys: memory of a device, pipeline bubble, size of the program, without a clock.
+
+    python scripts/bench_mesh.py [--check] [--quick]
+
+Everything is read from training steps of a tiny text model, compiled for 8 simulated CPU devices (set up
+here), or from schedules. --check exits 1 and lists the claims that fail:
+
+- in a pipeline of 4, temporary memory grows at most 5% from 8 to 16 microbatches, and by no more than the
+  inputs in the schedule's slots (and 5%) from 2 to 16, with 1F1B and interleaved;
+- parameters and optimizer state of a device are 1 / data of the whole, within 5%; weight matrices exactly;
+- temporary memory falls with the tensor and the context size;
+- the schedules' bubble is that of the formula;
+- the program for 32 or 64 layers of a repeating pattern is at most 10% larger than for 8, with one pipeline
+  rank and with two.
+
+Compile times are printed, never checked.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise, product
+from typing import NamedTuple
+
+import jax
+from flax import nnx
+
+from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
+from jaxthd.costs import Costs
+from jaxthd.estimate import bubble_formula, lowered_step
+from jaxthd.mesh import CONTEXT, TENSOR, bytes_of, on_device
+from jaxthd.parallel.params import weight_decay_mask
+from jaxthd.parallel.schedule import make_schedule
+from jaxthd.program import UNOPTIMIZED
+from jaxthd.state import abstract_model, model_specs
+from jaxthd.tables import Claim, conclude, show
+
+TINY = ModelConfig(
+    encoder=EncoderConfig(num_mels=8, layers=1, dim=8, heads=1, ffn_dim=8, subsampling_channels=8),
+    llm=LLMConfig(
+        pattern="M*-E",
+        vocab_size=256,
+        dim=64,
+        q_heads=4,
+        kv_heads=4,
+        head_dim=16,
+        ffn_dim=256,
+        mamba_heads=4,
+        mamba_head_dim=16,
+        mamba_state=16,
+        mamba_groups=4,
+        expert_dim=64,
+        shared_expert_dim=128,
+    ),
+    attention_block=64,
+    loss_block=64,
+)
+
+
+class Program(NamedTuple):
+    """A compiled step: bytes on a device, bytes of its text, seconds to compile it."""
+
+    temporary: int
+    state: int
+    text: int
+    seconds: float
+
+
+def tiny(
+    mesh: MeshConfig,
+    pattern: str = TINY.llm.pattern,
+    *,
+    rows: int = 1,
+    microbatches: int = 1,
+    tokens: int = 256,
+) -> Config:
+    """Text only."""
+    return Config(
+        mesh=mesh,
+        data=DataConfig(rows=rows, capacity=tokens, audio_capacity=0),
+        model=replace(TINY, llm=replace(TINY.llm, pattern=pattern)),
+        train=TrainConfig(microbatches=microbatches),
+    )
+
+
+def program(config: Config) -> Program:
+    lowered = lowered_step(config)
+    start = time.perf_counter()
+    compiled = lowered.compile(compiler_options=UNOPTIMIZED)
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    # The new state takes the old one's place: what is aliased is the state.
+    text = len(lowered.as_text())
+    return Program(memory.temp_size_in_bytes, memory.alias_size_in_bytes, text, seconds)
+
+
+def slots_bytes(config: Config) -> int:
+    """Of the stages' inputs that the schedule keeps on a rank, in a pipeline of one row a microbatch."""
+    schedule = make_schedule(config.train.microbatches, config.mesh.pipeline, config.mesh.stages_per_rank)
+    return schedule.slots * config.data.capacity * config.model.llm.dim * 4
+
+
+def matrix_bytes(config: Config) -> int:
+    """Of the weight matrices on a device."""
+    model = abstract_model(config)
+    state = nnx.state(model, nnx.Param)
+    parts = on_device(nnx.to_pure_dict(state), model_specs(model)[0], config.mesh)
+    are_matrices = jax.tree.leaves(weight_decay_mask(state))
+    return sum(
+        bytes_of(x) for x, is_matrix in zip(jax.tree.leaves(parts), are_matrices, strict=True) if is_matrix
+    )
+
+
+def pipeline_section(counts: Sequence[int], pattern: str = "*-*-*-*-", ranks: int = 4) -> list[Claim]:
+    """counts: of microbatches, one row each; of the last two the schedule keeps as many inputs."""
+    rows, claims = [], []
+    for chunks, name in ((1, "1F1B"), (2, "interleaved")):
+        mesh = MeshConfig(pipeline=ranks, stages_per_rank=chunks)
+        configs = {m: tiny(mesh, pattern, rows=m, microbatches=m) for m in counts}
+        temporary = {m: program(config).temporary for m, config in configs.items()}
+        slots = {m: slots_bytes(config) for m, config in configs.items()}
+        for m, size in temporary.items():
+            schedule = make_schedule(m, ranks, chunks)
+            rows.append(
+                [name, m, schedule.slots, size, size - slots[m], f"{size / temporary[counts[-1]]:.3f}"]
+            )
+        first, before, last = counts[0], *counts[-2:]
+        growth = temporary[last] / temporary[before]
+        text = f"{name}: {growth:.3f} times the memory at {last} as at {before} microbatches (at most 1.05)"
+        claims.append(Claim(text, growth <= 1.05))
+        others = (temporary[last] - slots[last]) / (temporary[first] - slots[first])
+        text = f"{name}: slots aside {others:.3f} times the memory at {last} as at {first} (at most 1.05)"
+        claims.append(Claim(text, others <= 1.05))
+    show(
+        f"Temporary memory of a device, pipeline {ranks}, a row of 256 tokens a microbatch",
+        f"schedule|microbatches|inputs kept|bytes|inputs aside|of {counts[-1]} microbatches",
+        rows,
+    )
+    return claims
+
+
+def fsdp_section(sizes: Sequence[int]) -> list[Claim]:
+    rows, claims = [], []
+    whole, whole_matrices = 0, 0
+    for data in sizes:
+        config = tiny(MeshConfig(data=data), rows=data)
+        found, matrices = program(config), matrix_bytes(config)
+        whole, whole_matrices = whole or found.state, whole_matrices or matrices
+        share, matrix_share = found.state / whole, matrices / whole_matrices
+        rows.append([data, found.state, f"{share:.4f}", matrices, f"{matrix_share:.4f}", found.temporary])
+        text = f"data {data}: {share * data:.3f} times 1 / data of the state (at most 1.05)"
+        claims.append(Claim(text, share * data <= 1.05))
+        claims.append(Claim(f"data {data}: matrices are 1 / data", matrices * data == whole_matrices))
+    show(
+        f"FSDP, bytes on a device; pattern {TINY.llm.pattern}, a row a rank",
+        "data|parameters + optimizer|of the whole|weight matrices|of the whole|temporary",
+        rows,
+    )
+    return claims
+
+
+def axes_section(sizes: Sequence[int]) -> list[Claim]:
+    rows, claims = [], []
+    meshes = {TENSOR: [MeshConfig(tensor=n) for n in sizes], CONTEXT: [MeshConfig(context=n) for n in sizes]}
+    for axis, of_axis in meshes.items():
+        temporary: list[int] = []
+        for size, mesh in zip(sizes, of_axis, strict=True):
+            config = tiny(mesh, tokens=1024)
+            temporary.append(program(config).temporary)
+            closed = round(Costs(config).memory().most)
+            share = f"{temporary[-1] / temporary[0]:.3f}"
+            off = f"{closed / temporary[-1] - 1:+.0%}"
+            rows.append([axis, size, temporary[-1], share, closed, off])
+        falls = all(a > b for a, b in pairwise(temporary))
+        claims.append(Claim(f"temporary memory falls with the {axis} size", falls))
+    show(
+        f"Temporary memory of a device; pattern {TINY.llm.pattern}, 1,024 tokens",
+        "axis|ranks|bytes|of 1 rank|closed form|off by",
+        rows,
+    )
+    return claims
+
+
+def bubble_section() -> list[Claim]:
+    rows, wrong = [], 0
+    for ranks, chunks, microbatches in product((2, 4, 8), (1, 2, 4), (8, 16, 32)):
+        schedule = make_schedule(microbatches, ranks, chunks)
+        formula = bubble_formula(ranks, chunks, microbatches)
+        wrong += abs(schedule.bubble - formula) > 1e-9
+        sides = f"{schedule.bubble:.4f}", f"{formula:.4f}"
+        rows.append([ranks, chunks, microbatches, schedule.ticks, schedule.slots, *sides])
+    show(
+        "Bubble of a step",
+        "ranks P|stages a rank V|microbatches M|ticks|inputs kept|schedule|(P - 1) / (V M + P - 1)",
+        rows,
+    )
+    return [Claim(f"bubbles are those of the formula, {wrong} of {len(rows)} differ", not wrong)]
+
+
+def depth_section(depths: Sequence[int], unit: str = "M-*-") -> list[Claim]:
+    rows, claims = [], []
+    for ranks in (1, 2):
+        texts = []
+        for layers in depths:
+            mesh = MeshConfig(pipeline=ranks)
+            config = tiny(mesh, unit * (layers // len(unit)), rows=2, microbatches=2)
+            found = program(config)
+            texts.append(found.text)
+            rows.append([ranks, layers, found.text, f"{found.text / texts[0]:.3f}", f"{found.seconds:.1f}"])
+        growth = max(texts) / min(texts)
+        text = f"pipeline {ranks}: the program grows {growth:.3f} times (at most 1.1)"
+        claims.append(Claim(f"{text} from {depths[0]} to {depths[-1]} layers", growth <= 1.1))
+    show(
+        f"Size of the step's program; layers {unit} repeated",
+        f"pipeline|layers|bytes of StableHLO|of {depths[0]} layers|seconds to compile",
+        rows,
+    )
+    return claims
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="exit 1 when a claim fails")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes")
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+
+    quick = options.quick
+    claims = [
+        *pipeline_section((2, 8, 16) if quick else (2, 4, 8, 16)),
+        *fsdp_section((1, 8) if quick else (1, 2, 4, 8)),
+        *axes_section((1, 4) if quick else (1, 2, 4)),
+        *bubble_section(),
+        *depth_section((8, 32) if quick else (8, 32, 64)),
+    ]
+    conclude(claims, check=options.check)
+
+
+if __name__ == "__main__":
+    main()
