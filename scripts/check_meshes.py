@@ -4,7 +4,8 @@
 
 For every way to write 1, 2, 4 and 8 devices (simulated) as data x context x pipeline x tensor, in two
 variants where there is a choice: 1F1B, ring where stages are equal, whole residuals; and interleaved or
-unevenly divided stages, all-gather, sequence-sharded residuals, sends to experts in several rounds.
+unevenly divided stages, all-gather, documents cut by themselves over context ranks, sequence-sharded
+residuals, sends to experts in several rounds.
 
 The model has all four mixers (two such units), experts over the data and context ranks, and audio; a batch is
 32 ragged rows in 4 microbatches, one of them nothing but padding. A microbatch holds the same rows on every
@@ -42,7 +43,7 @@ if __name__ == "__main__":
 import jax
 import numpy as np
 
-from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
+from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
 from jaxthd.mesh import make_mesh, put_batch
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
@@ -113,9 +114,11 @@ def variants(mesh: MeshConfig, dtype: Dtype = "float32") -> list[Config]:
     other = replace(
         plain,
         mesh=replace(mesh, stages_per_rank=several),
+        data=DataConfig(round_to=16),
         model=replace(
             plain.model,
             context_exchange="all_gather",
+            context_layout="document",
             sequence_sharded=mesh.tensor > 1,
             expert_capacity=0.6,
             remat_llm=False,
@@ -162,6 +165,8 @@ def batch_for(config: Config) -> Batch:
             max_documents=16,
             context=mesh.context,
             audio_ranks=mesh.audio_ranks,
+            round_to=config.data.round_to,
+            layout=config.model.context_layout,
         )[0]
         for i in order
     ]
@@ -222,6 +227,7 @@ def check(config: Config) -> dict[str, Any]:
         "mesh": "x".join(map(str, config.mesh.sizes)),
         "stages": "|".join(stages_of(config).patterns),
         "exchange": config.model.context_exchange if config.mesh.context > 1 else "",
+        "layout": config.model.context_layout if config.mesh.context > 1 else "",
         "residual": "sharded" if config.model.sequence_sharded else "",
         "dtype": config.model.dtype,
         "loss": float(got.loss),
@@ -233,12 +239,13 @@ def check(config: Config) -> dict[str, Any]:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> str:
-    columns = "|stages|exchange|residual|loss|error|at most|compile s"
+    columns = "|stages|exchange|layout|residual|loss|error|at most|compile s"
     cells = [
         [
             r["mesh"],
             r["stages"],
             r["exchange"],
+            r["layout"],
             r["residual"],
             f"{r['loss']:.7f}",
             f"{r['error']:.1e}" + ("" if r["error"] <= r["allowed"] else " FAILS"),
