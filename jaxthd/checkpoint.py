@@ -16,16 +16,19 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.sharding import Sharding
 from orbax.checkpoint import checkpoint_managers as managers
 
 from jaxthd.checksum import checksums, named_arrays
+from jaxthd.distributed import exchange, is_first
 from jaxthd.errors import UserError
 from jaxthd.state import TrainState
 
@@ -40,13 +43,16 @@ _REMOVED = "removed"
 class Checkpoints:
     """The checkpoints of a run, in `folder`, by step; the newest `keep` of them stay, and the best.
 
-    Saving is asynchronous. A context manager: leaving it waits until everything is on disk. What cannot be
-    saved (a full disk) raises UserError, at the next save or on leaving; the older checkpoints are intact.
+    Several processes share the folder, and all make the same calls. Saving is asynchronous. A context
+    manager: leaving it waits until everything is on disk. What cannot be saved (a full disk) raises
+    UserError, at the next save or on leaving; the older checkpoints are intact.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder, self._keep = folder.absolute(), keep
         self._folder.mkdir(parents=True, exist_ok=True)
+        # Every process reads by itself: where one failed alone, orbax's manager would have the others wait.
+        self._arrays, self._json = _handlers()
         self._saving: int | None = None
         self._whole: int | None = None
         self._failed = False
@@ -54,8 +60,9 @@ class Checkpoints:
         self._damaged: dict[int, str] = {}
         self._quiet = ExitStack()
         self._quiet.enter_context(_quiet_orbax())
-        for torn in self._folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
-            shutil.rmtree(torn)
+        if is_first():
+            for torn in self._folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
+                shutil.rmtree(torn)
         self._delete_removed()
         self._open()
         for step in self._manager.all_steps():
@@ -63,6 +70,9 @@ class Checkpoints:
                 self._about[step] = self._read_about(step)
             except Exception as error:
                 self._damaged[step] = _reason(error)
+        for step, reason in chain(*exchange(list(self._damaged.items()))):
+            self._damaged[step] = reason
+            self._about.pop(step, None)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -70,6 +80,8 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and jax.process_count() > 1:
+            return  # finishing waits for all, and one of them may be what went wrong
         known = self._failed
         try:
             with self._readable_errors(), closing(self._manager):
@@ -122,16 +134,16 @@ class Checkpoints:
                 raise RuntimeError(f"it holds step {self._manager.latest_step()} already")
 
     def restore_latest(
-        self, abstract: TrainState, shardings: TrainState | Sharding
+        self, abstract: TrainState, sharding: Sharding | TrainState
     ) -> tuple[TrainState, dict[str, Any]] | None:
-        """The newest intact checkpoint's state, laid out as `shardings` say, and its data position; or None.
+        """The newest intact checkpoint's state, laid out as `sharding` says, and its data position; or None.
 
-        abstract: shapes and dtypes to expect. Damaged checkpoints are reported, and renamed once an older one
-        is restored. Raises UserError where a checkpoint's arrays have other names, shapes or dtypes, before
-        any is read; and where there are checkpoints, none of them intact: then none is renamed, since that
-        may have another cause.
+        abstract: shapes and dtypes to expect. sharding: of all arrays, or a TrainState of each one's.
+        Damaged checkpoints are reported, and renamed once an older one is restored. Raises UserError where a
+        checkpoint's arrays have other names, shapes or dtypes, before any is read; and where there are
+        checkpoints, none of them intact: then none is renamed, since that may have another cause.
         """
-        newest = self._newest_intact(abstract, shardings)
+        newest = self._newest_intact(abstract, sharding)
         if self._damaged:
             gc.collect()  # while orbax is quiet: what failed complains when it is collected
         if newest is not None:
@@ -147,12 +159,12 @@ class Checkpoints:
         return None
 
     def _newest_intact(
-        self, abstract: TrainState, shardings: TrainState | Sharding
+        self, abstract: TrainState, sharding: Sharding | TrainState
     ) -> tuple[int, TrainState] | None:
         """(its step, its state); notes those found to be damaged."""
         for step in sorted(self._about, reverse=True):
             try:
-                return step, self._restore(step, abstract, shardings)
+                return step, self._restore(step, abstract, sharding)
             except UserError:
                 raise
             except Exception as error:
@@ -167,24 +179,16 @@ class Checkpoints:
             async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
             lightweight_initialize=True,  # else it reads files of every step, and raises where one is damaged
         )
-        # A small array that lies on several devices is written by one of them. By default each writes a part,
-        # and a program that cuts it out is compiled for every shape: seconds, at the first save.
-        arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**26)
-        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
-        handlers = {
-            "state": ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
-            "about": ocp.JsonCheckpointHandler(),
-        }
+        handlers = dict(zip(("state", "about"), _handlers(), strict=True))
         self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
 
     def _read_about(self, step: int) -> dict[str, Any]:
-        args = ocp.args.Composite(about=ocp.args.JsonRestore())
-        about = self._manager.restore(step, args=args).about
+        about = self._json.restore(epath.Path(self._folder / str(step) / "about"))
         if about["blake2b"] != _digest(about["content"]):
             raise ValueError("the data position and the checksums do not match their digest")
         return about["content"]
 
-    def _restore(self, step: int, abstract: TrainState, shardings: TrainState | Sharding) -> TrainState:
+    def _restore(self, step: int, abstract: TrainState, sharding: Sharding | TrainState) -> TrainState:
         arrays = self._about[step]["arrays"]
         saved, wanted = {name: kind for name, (*kind, _) in arrays.items()}, _kinds(abstract)
         differing = [name for name in {**wanted, **saved} if wanted.get(name) != saved.get(name)]
@@ -195,14 +199,23 @@ class Checkpoints:
                 f"arrays differ, {name} is {saved.get(name)} there and {wanted.get(name)} here. Restore the "
                 "settings it was made with, or choose another --workdir"
             )
+        if isinstance(sharding, Sharding):
+            sharding = jax.tree.map(lambda _: sharding, abstract)
         target = jax.tree.map(
-            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-            abstract._asdict(),
-            jax.tree.broadcast(shardings, abstract)._asdict(),
-        )
+            lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), abstract, sharding
+        )._asdict()
         how = ocp.checkpoint_utils.construct_restore_args(target)
-        args = ocp.args.Composite(state=ocp.args.PyTreeRestore(target, restore_args=how))
-        state = TrainState(**self._manager.restore(step, args=args).state)
+        args = ocp.args.PyTreeRestore(target, restore_args=how)
+        failed: Exception | None = None
+        try:
+            state = TrainState(
+                **self._arrays.restore(epath.Path(self._folder / str(step) / "state"), args=args)
+            )
+        except Exception as error:
+            failed = error
+        elsewhere = [reason for reason in exchange(failed and _reason(failed)) if reason]
+        if elsewhere:
+            raise failed or ValueError(elsewhere[0])
         damaged = [name for name, found in checksums(state).items() if found != arrays[name][-1]]
         if damaged:
             raise ValueError(f"{len(damaged)} of {len(arrays)} arrays changed: {', '.join(damaged[:3])}, ...")
@@ -211,6 +224,9 @@ class Checkpoints:
     def _set_damaged_aside(self, restored: int) -> None:
         """Renames every damaged checkpoint, so that nothing is lost and its step can be saved again."""
         for step, reason in sorted(self._damaged.items()):
+            self._about.pop(step, None)
+            if not is_first():
+                continue
             aside = self._folder / f"{step}.damaged"
             while aside.exists():
                 aside = aside.with_name(f"{aside.name}-again")
@@ -220,9 +236,9 @@ class Checkpoints:
                 f"the one of step {restored} is used",
                 file=sys.stderr,
             )
-            self._about.pop(step, None)
         if self._damaged:
             self._damaged = {}
+            exchange("renamed")
             # Orbax lists the folder's steps when it is opened.
             self._manager.close()
             self._open()
@@ -255,7 +271,17 @@ class Checkpoints:
             ) from error
 
     def _delete_removed(self) -> None:
-        shutil.rmtree(self._folder / _REMOVED, ignore_errors=True)
+        if is_first():
+            shutil.rmtree(self._folder / _REMOVED, ignore_errors=True)
+
+
+def _handlers() -> tuple[ocp.PyTreeCheckpointHandler, ocp.JsonCheckpointHandler]:
+    """Of a checkpoint's two items."""
+    # A small array that lies on several devices is written by one of them. By default each writes a part,
+    # and a program that cuts it out is compiled for every shape: seconds, at the first save.
+    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**26)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry), ocp.JsonCheckpointHandler()
 
 
 class _Best:

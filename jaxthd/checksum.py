@@ -24,18 +24,28 @@ def named_arrays(tree: Any) -> dict[str, Any]:
 
 
 def checksums(tree: Any) -> dict[str, int]:
-    """The checksum of every array of a tree, by name."""
-    return {name: checksum(x) for name, x in named_arrays(tree).items()}
+    """The checksum of every array of a tree, by name. Of several processes all call it, with the same tree.
+
+    On a CPU's devices NumPy reads in place what this process holds whole; there, compiling would take far
+    longer than running.
+    """
+    arrays = named_arrays(tree)
+    spread = {name: x for name, x in arrays.items() if not _is_on_host(x)}
+    sums = jax.device_get(_checksums_on_device(spread))
+    return {
+        name: int(sums[name]) if name in sums else checksum_on_host(np.asarray(x))
+        for name, x in arrays.items()
+    }
 
 
 def checksum(x: Shaped[Array, "..."]) -> int:
-    """The checksum of one array's bits: an array of booleans, integers or floats of whole bytes.
+    """The checksum of one array's bits: an array of booleans, integers or floats of whole bytes."""
+    return checksums(x)[""]
 
-    On a CPU's devices NumPy reads it in place; there, compiling would take far longer than running.
-    """
-    if x.is_fully_addressable and all(device.platform == "cpu" for device in x.devices()):
-        return checksum_on_host(np.asarray(x))
-    return int(checksum_on_device(x))
+
+def _is_on_host(x: Array) -> bool:
+    whole = x.is_fully_addressable or x.is_fully_replicated
+    return whole and all(device.platform == "cpu" for device in x.devices())
 
 
 def checksum_on_host(x: Shaped[np.ndarray, "..."]) -> int:
@@ -53,6 +63,11 @@ def checksum_on_device(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
         index += jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim) * jnp.uint32(stride % 2**32)
         stride *= words.shape[dim]
     return jnp.sum(_mix(words ^ _mix(index)), dtype=jnp.uint32)
+
+
+@jax.jit
+def _checksums_on_device(arrays: dict[str, Array]) -> dict[str, Array]:
+    return {name: checksum_on_device(x) for name, x in arrays.items()}
 
 
 def _words(x: Array) -> Array:

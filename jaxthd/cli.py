@@ -1,7 +1,9 @@
 """The command line that every command shares: a config file, and an override for each of its fields."""
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import tyro
@@ -9,8 +11,12 @@ import tyro
 from jaxthd.config import Config, load_config
 
 
-def parse_command_line(command: str, argv: list[str] | None) -> tuple[Config, Path, argparse.Namespace]:
+def parse_command_line(
+    command: str, argv: list[str] | None, options: Mapping[str, Mapping[str, Any]] | None = None
+) -> tuple[Config, Path, argparse.Namespace]:
     """(config with overrides applied, the config's path, the command's own options).
+
+    options: arguments of argparse's add_argument by name, of options besides --config and --workdir.
 
     `--config FILE` names the run's settings; every field of Config can be overridden (--data.capacity 4096),
     and --help lists them with the file's values.
@@ -18,11 +24,14 @@ def parse_command_line(command: str, argv: list[str] | None) -> tuple[Config, Pa
     own = argparse.ArgumentParser(add_help=False, prog=f"python -m jaxthd.{command}", allow_abbrev=False)
     own.add_argument("--config", type=Path)
     own.add_argument("--workdir", type=Path)
-    options, overrides = own.parse_known_args(argv)
+    for name, settings in (options or {}).items():
+        own.add_argument(f"--{name}", **settings)
+    found, overrides = own.parse_known_args(argv)
     usage = f"python -m jaxthd.{command} --config configs/cp2.py [--workdir FOLDER]"
-    if options.config is None and not {"-h", "--help"} & set(overrides):
+    if found.config is None and not {"-h", "--help"} & set(overrides):
         own.error(f"--config is missing; usage: {usage} [--help for every field]")
-    default = load_config(options.config) if options.config else Config()
+    default = load_config(found.config) if found.config else Config()
+    others = "".join(f" --{name}: {settings['help']}." for name, settings in (options or {}).items())
     config = tyro.cli(
         Config,
         default=default,
@@ -31,10 +40,10 @@ def parse_command_line(command: str, argv: list[str] | None) -> tuple[Config, Pa
         description=(
             "Every setting of the run, with the value it has now. --config FILE: a Python file with a "
             "function config() -> Config, such as configs/cp2.py. --workdir FOLDER: where the run is kept "
-            "and continued (default runs/NAME, NAME being the config file's)."
+            f"and continued (default runs/NAME, NAME being the config file's).{others}"
         ),
     )
-    return config, options.config, options
+    return config, found.config, found
 
 
 def simulate_devices(devices: int) -> bool:

@@ -92,7 +92,8 @@ class DataConfig:
     packing_bins: int = 8
     """Buffers the packer keeps open at a time: more pack tighter and shuffle more."""
     round_to: int = 1
-    """Each document's slots are rounded up to a multiple of this (1: none)."""
+    """Each document's slots are rounded up to a multiple of this (1: none). It shapes the stream of buffers:
+    for model.context_layout "document", a multiple of 2 * context for every context size of the run."""
     shuffle: bool = True
     """Shuffle the documents anew every epoch."""
     seed: int = 0
@@ -200,6 +201,9 @@ class ModelConfig:
     """Compute dtype. Parameters are float32 (float64 when this is float64)."""
     context_exchange: Literal["ring", "all_gather"] = "ring"
     """How attention reaches the other context ranks' keys and values."""
+    context_layout: Literal["buffer", "document"] = "buffer"
+    """What is cut into 2 * context chunks, of which rank r holds chunks r and 2 * context - 1 - r: the whole
+    buffer, or each document by itself (data.round_to then is a multiple of 2 * context)."""
     sequence_sharded: bool = False
     """Norms and residuals on 1/tensor of the tokens: reduce-scatter and all-gather in place of all-reduce."""
     expert_parallel: bool = True

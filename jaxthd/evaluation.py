@@ -2,17 +2,19 @@
 
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jiwer
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxthd.config import Config
 from jaxthd.data.tokenizer import load_tokenizer
-from jaxthd.mesh import put_batch
+from jaxthd.distributed import exchange
+from jaxthd.mesh import DATA, local_rows, put_batch, put_rows
 from jaxthd.packing.batch import Batch
-from jaxthd.packing.prompts import find_prompts
+from jaxthd.packing.prompts import PromptEnds, find_prompts
 from jaxthd.state import TrainState
 from jaxthd.step import make_validation_step
 
@@ -41,26 +43,39 @@ class Evaluator:
     ) -> tuple[dict[str, float], list[Hypothesis]]:
         """Scores over all supervised tokens of the Loader's batches, and each document's decoded last answer.
 
+        Of several processes all call it, with as many batches (data.loaders.InStep), and get the same.
+
         Scores: "loss", natural log, a token; "accuracy", 0 to 1, given the true tokens before; "wer", see
         word_error_rate, if anything was decoded; "documents". None where nothing is supervised.
         """
-        sums, documents, hypotheses = np.zeros(3), 0, []
-        for batch, report in batches:
-            ends, answers = find_prompts(batch, self._config.mesh.context, self._config.data.max_documents)
+        sums, documents, decoded = np.zeros(3), 0, []
+        for at, (batch, report) in enumerate(batches):
+            ends, answers = find_prompts(
+                batch,
+                self._config.mesh.context,
+                self._config.data.max_documents,
+                layout=self._config.model.context_layout,
+                round_to=self._config.data.round_to,
+            )
             on_mesh = put_batch(batch, self._mesh)
-            scores, tokens = self._step(state.params, state.buffers, on_mesh, ends)
+            ends_on_mesh = put_rows(ends, PromptEnds(*[PartitionSpec(DATA)] * 2), self._mesh)
+            scores, tokens = self._step(state.params, state.buffers, on_mesh, ends_on_mesh)
             sums += np.array(scores, float)
             documents += report["documents"]
-            tokens_RDm = np.asarray(tokens).reshape(*ends.last.shape, -1)
-            for row, keys in enumerate(report["keys"] if tokens.size else ()):
+            places = ends.last.shape[1]
+            tokens_RDm = np.asarray(tokens).reshape(-1, places, tokens.shape[1])
+            rows = local_rows(self._mesh, len(tokens_RDm))
+            for own, keys in enumerate(report["keys"] if tokens.size else ()):
                 for number, key in enumerate(keys):
-                    if ends.last[row, number] >= 0:
-                        true = self._tokenizer.decode(answers[row * ends.last.shape[1] + number])
-                        decoded = self._tokenizer.decode(tokens_RDm[row, number].tolist())
-                        hypotheses.append(Hypothesis(key, true, decoded))
+                    if ends.last[own, number] >= 0:
+                        texts = answers[own * places + number], tokens_RDm[rows[own], number].tolist()
+                        decoded.append((at, rows[own], number, key, *map(self._tokenizer.decode, texts)))
         loss, correct, count = sums
         if not count:
             return {}, []
+        # A row that several processes hold was decoded by each.
+        told = sorted({tuple(x) for x in chain(*exchange(decoded))})
+        hypotheses = [Hypothesis(*texts) for _, _, _, *texts in told]
         found = {"loss": loss / count, "accuracy": correct / count, "documents": float(documents)}
         return found | ({"wer": word_error_rate(hypotheses)} if hypotheses else {}), hypotheses
 

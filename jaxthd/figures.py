@@ -24,13 +24,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
-from jaxthd.config import MeshConfig
+from jaxthd.config import Config
 from jaxthd.errors import readable_errors
 from jaxthd.jsonl import naming
 from jaxthd.metrics import Number, read_metrics, values
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING
-from jaxthd.packing.layout import context_permutation, inverse_permutation
+from jaxthd.packing.layout import inverse_permutation, row_permutation
 
 HUES = ("#3b6fb6", "#d1662b", "#3f8f4f", "#8a5fb0", "#b8902a", "#2b8f96", "#b84a6b")
 PADDING, INK, FAINT = "#dcdcdc", "#222222", "#9a9a9a"
@@ -84,9 +84,11 @@ class Buffer(NamedTuple):
         return self.audio_slots >= 0
 
 
-def document_order(batch: Batch, row: int, context: int) -> Buffer:
-    """Row `row`, as it was before it was laid out over `context` ranks."""
-    back = inverse_permutation(context_permutation(batch.tokens.shape[1], context))
+def document_order(batch: Batch, row: int, config: Config) -> Buffer:
+    """Row `row`, as it was before it was laid out over the context ranks of `config`."""
+    context, layout = config.mesh.context, config.model.context_layout
+    ids = np.asarray(batch.segment_ids)[row]
+    back = inverse_permutation(row_permutation(ids, context, layout, config.data.round_to))
     fields = batch.segment_ids, batch.positions, batch.audio_slots, batch.weights
     return Buffer(*(np.asarray(x)[row][back] for x in fields))
 
@@ -99,13 +101,13 @@ def draw_curves(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
     _save(curves_figure(lines), path)
 
 
-def draw_batch(batch: Batch, report: Mapping[str, Any], mesh: MeshConfig, path: Path) -> None:
+def draw_batch(batch: Batch, report: Mapping[str, Any], config: Config, path: Path) -> None:
     """The documents of a batch as a PNG: what every buffer holds, and which rank has it.
 
-    batch, report: as the Loader gives them. mesh: the one they are laid out for.
+    batch, report: as the Loader of `config` gives them.
     Raises OSError, naming the file, when it cannot be written.
     """
-    _save(batch_figure(batch, report, mesh), path)
+    _save(batch_figure(batch, report, config), path)
 
 
 def _save(figure: Figure, path: Path) -> None:
@@ -213,7 +215,7 @@ def _points(
         axes.plot(steps, found, "o-", color=color, markersize=4, label=f"{label}: {ends}")
 
 
-def batch_figure(batch: Batch, report: Mapping[str, Any], mesh: MeshConfig) -> Figure:
+def batch_figure(batch: Batch, report: Mapping[str, Any], config: Config) -> Figure:
     """Two strips a buffer: its token slots in document order, and its audio as the ranks hold it.
 
     A document has one colour in both, and its number in the buffer where there is room: the segment id.
@@ -231,19 +233,21 @@ def batch_figure(batch: Batch, report: Mapping[str, Any], mesh: MeshConfig) -> F
     )
     strips = figure.subplots(2 * drawn, 1, height_ratios=[1.25, 1] * drawn).reshape(drawn, 2)
     for row, (tokens, audio) in enumerate(strips):
-        buffer = document_order(batch, row, mesh.context)
-        _draw_tokens(tokens, buffer, row, mesh.context)
-        _draw_audio(audio, batch, buffer, row, mesh.audio_ranks)
+        buffer = document_order(batch, row, config)
+        _draw_tokens(tokens, buffer, row, config)
+        _draw_audio(audio, batch, buffer, row, config.mesh.audio_ranks)
     learnt = Patch(facecolor=INK, label="supervised: the next token is learned")
     figure.legend(handles=[*slot_legend(), learnt], loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 
-def _draw_tokens(axes: Axes, buffer: Buffer, row: int, context: int) -> None:
+def _draw_tokens(axes: Axes, buffer: Buffer, row: int, config: Config) -> None:
     capacity, real = len(buffer.ids), int((buffer.ids > 0).sum())
+    context, each = config.mesh.context, config.model.context_layout == "document"
+    over = f"{', each document' * (each and context > 1)}{_over(context)}"
     _strip(
         axes,
-        f"buffer {row}{_over(context)}: {buffer.ids.max()} documents in {real:,} slots, "
+        f"buffer {row}{over}: {buffer.ids.max()} documents in {real:,} slots, "
         f"{buffer.weights.sum():,.0f} supervised",
         "token slot, in document order",
         capacity,
@@ -256,7 +260,7 @@ def _draw_tokens(axes: Axes, buffer: Buffer, row: int, context: int) -> None:
     for start, stop in stretches(buffer.weights):
         if buffer.weights[start]:
             axes.add_patch(Rectangle((start, -0.3), stop - start, 0.2, facecolor=INK, linewidth=0))
-    chunks = 2 * context if context > 1 else 1
+    chunks = 1 if context == 1 or each else 2 * context
     _shares(axes, [min(chunk, chunks - 1 - chunk) for chunk in range(chunks)], capacity)
 
 

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxthd.config import MeshConfig
@@ -12,6 +13,7 @@ from jaxthd.errors import UserError
 from jaxthd.packing.batch import Batch
 
 DATA, CONTEXT, PIPELINE, TENSOR = AXES = ("data", "context", "pipeline", "tensor")
+Rows = TypeVar("Rows")
 AUDIO_AXES = (CONTEXT, PIPELINE, TENSOR)
 """Axes whose ranks share a buffer, hence its audio."""
 
@@ -22,11 +24,19 @@ def ranks_of(config: MeshConfig, axes: Sequence[str]) -> int:
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
-    """A mesh over the first `config.devices` devices. Raises UserError when there are fewer."""
+    """A mesh over the first `config.devices` devices. Raises UserError when there are fewer; of several
+    processes, when there are others.
+    """
     if jax.device_count() < config.devices:
         raise UserError(
             f"the mesh {config.sizes} (data, context, pipeline, tensor) needs {config.devices} devices; "
             f"found {jax.device_count()} ({jax.default_backend()}): lower a mesh size"
+        )
+    if jax.process_count() > 1 and jax.device_count() > config.devices:
+        raise UserError(
+            f"the mesh {config.sizes} (data, context, pipeline, tensor) has {config.devices} places for the "
+            f"{jax.device_count()} devices of {jax.process_count()} processes; expected one for each: raise "
+            "a mesh size, or start fewer processes"
         )
     axis_types = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(config.sizes, AXES, axis_types=axis_types, devices=jax.devices()[: config.devices])
@@ -67,8 +77,32 @@ def batch_specs() -> Batch:
     )
 
 
+def local_rows(mesh: Mesh, rows: int) -> list[int]:
+    """Of the batch's rows, those of the data ranks that have a device in this process."""
+    share = rows // mesh.shape[DATA]
+    return [row for rank in _local_data_ranks(mesh) for row in range(rank * share, (rank + 1) * share)]
+
+
+def _local_data_ranks(mesh: Mesh) -> list[int]:
+    ranks = np.moveaxis(mesh.devices, mesh.axis_names.index(DATA), 0)
+    mine = jax.process_index()
+    return [i for i, devices in enumerate(ranks) if any(d.process_index == mine for d in devices.flat)]
+
+
+def put_rows(rows: Rows, specs: Rows, mesh: Mesh) -> Rows:
+    """Arrays of this process's local_rows, their other dims whole, as global arrays on the mesh.
+
+    specs: their PartitionSpecs, in the places of the arrays.
+    """
+    processes_share = mesh.shape[DATA] / len(_local_data_ranks(mesh))
+
+    def put(x: np.ndarray, spec: PartitionSpec) -> jax.Array:
+        shape = (round(len(x) * processes_share), *x.shape[1:])
+        return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), x, shape)
+
+    return jax.tree.map(put, rows, specs)
+
+
 def put_batch(batch: Batch, mesh: Mesh) -> Batch:
-    """The host's batch on the mesh."""
-    return Batch(
-        *(jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(batch, batch_specs(), strict=True))
-    )
+    """The host's batch, of this process's local_rows, on the mesh."""
+    return put_rows(batch, batch_specs(), mesh)

@@ -108,6 +108,22 @@ class Metrics:
             self._events.close()
 
 
+class NoMetrics(Metrics):
+    """In place of Metrics, in a process whose metrics another one keeps."""
+
+    def __init__(self) -> None:
+        pass
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:
     """The metrics of a run, a dict a step; numbers that were not finite are NaN.
 

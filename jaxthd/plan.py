@@ -30,6 +30,13 @@ from jaxthd.data.synthetic import synthetic_manifests
 from jaxthd.data.tokenizer import load_tokenizer
 from jaxthd.describe import parameter_groups
 from jaxthd.errors import UserError, readable_errors
+from jaxthd.layouts import (
+    LAYOUT_COSTS,
+    MULTIPLY_ADDS_PER_BYTE,
+    LayoutCost,
+    compare_layouts,
+    layout_recommendation,
+)
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 from jaxthd.packing.simulate import COSTS, Lengths, Outcome, balance, padded, simulate, slots_of
 
@@ -174,7 +181,7 @@ def audio_sizes(stream: Lengths, config: Config) -> list[int]:
 
 def capacities(stream: Lengths, config: Config) -> list[int]:
     """Capacities to try: a quarter of the configured one to four times it, or to the longest document."""
-    unit = 2 * config.mesh.context if config.mesh.context > 1 else 1
+    unit = math.lcm(2 * config.mesh.context if config.mesh.context > 1 else 1, config.data.round_to)
     wanted = [config.data.capacity * times for times in (0.25, 0.5, 1, 2, 4)]
     wanted[-1] = max(wanted[-1], int(slots_of(stream, config).max()))
     return sorted({_multiple(size, unit) for size in wanted})
@@ -199,7 +206,8 @@ class Plan(NamedTuple):
 
     configured: the settings as they are. by_capacity: any number of documents, each with the audio capacity
     of least overhead. by_audio, by_maximum: at the recommended capacity. by_packer: with all its sizes.
-    rows: documents of a recommended buffer. in_order, by_length: batches of so many, see `padded`.
+    layouts: over the context ranks, where there are several. rows: documents of a recommended buffer.
+    in_order, by_length: batches of so many, see `padded`.
     curves: ways of batching, by name, at each capacity of by_capacity.
     """
 
@@ -211,6 +219,7 @@ class Plan(NamedTuple):
     by_maximum: list[Outcome]
     by_packer: list[Outcome]
     recommended: Outcome
+    layouts: list[LayoutCost]
     rows: int
     in_order: Outcome
     by_length: Outcome
@@ -273,6 +282,7 @@ def make_plan(stream: Lengths, config: Config, epoch: int) -> Plan:
         by_maximum=by_maximum,
         by_packer=by_packer,
         recommended=recommended,
+        layouts=compare_layouts(stream, recommended.config, work) if config.mesh.context > 1 else [],
         rows=rows,
         in_order=padded(stream, config, rows, work),
         by_length=padded(stream, config, rows, work, epoch=epoch),
@@ -330,6 +340,7 @@ def describe_plan(plan: Plan) -> str:
             by_packer,
         ),
         "  One open buffer is concatenation: what does not fit closes the buffer and opens the next.",
+        *([layout_section(plan)] if plan.layouts else []),
         recommendation(plan),
     ]
     if by_audio:
@@ -338,6 +349,19 @@ def describe_plan(plan: Plan) -> str:
         )
         sections.insert(4, table(title, f"audio_capacity|over it|{COSTS}", by_audio))
     return "\n\n".join(sections)
+
+
+def layout_section(plan: Plan) -> str:
+    context = plan.recommended.config.mesh.context
+    title = f"Context layouts over {context} ranks; costs of the worst, in million multiply-adds a real token"
+    explained = (
+        "  Bytes are those a rank receives in a Mamba2 layer and step. An exchanged byte counts as\n"
+        f"  {MULTIPLY_ADDS_PER_BYTE} multiply-adds. Attention exchanges the same under both."
+    )
+    rows = [cost.cells for cost in plan.layouts]
+    return "\n".join(
+        [table(title, LAYOUT_COSTS, rows), explained, f"  {layout_recommendation(plan.layouts)}"]
+    )
 
 
 def recommendation(plan: Plan) -> str:

@@ -270,7 +270,9 @@ def make_validation_step(
 
     everywhere, rows = PartitionSpec(), PartitionSpec(DATA)
     in_specs = (*specs, batch_specs(), PromptEnds(rows, rows))
-    return jax.jit(_on_mesh(rank, mesh, in_specs, (everywhere, PartitionSpec((DATA, CONTEXT)))))
+    scored = _on_mesh(rank, mesh, in_specs, (everywhere, PartitionSpec((DATA, CONTEXT))))
+    # The answers go everywhere too: a process that has a row decodes all of its documents.
+    return jax.jit(scored, out_shardings=NamedSharding(mesh, everywhere))
 
 
 def make_log_probs(config: Config, mesh: Mesh) -> Callable[[Tree, Tree, Batch], Array]:

@@ -10,12 +10,17 @@ A workdir that holds a checkpoint is continued. It receives
     not_finite.jsonl   steps whose update was skipped, with their documents
     checkpoints/       parameters, optimizer, batch statistics, data position
     config.json        the settings of the run
+
+Several processes train together: SLURM's srun starts them, or each is told --coordinator HOST:PORT
+--processes N --process I. They share the workdir; all but the arrays of checkpoints is written by process 0.
 """
 
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,14 +30,15 @@ import jax
 from jaxthd.checkpoint import Checkpoints
 from jaxthd.cli import parse_command_line, simulate_devices
 from jaxthd.config import Config
-from jaxthd.data.loaders import SpeechData
+from jaxthd.data.loaders import SpeechData, whole_position
 from jaxthd.data.tokenizer import load_tokenizer
+from jaxthd.distributed import exchange, is_first, require_same, started
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.evaluation import Evaluator
 from jaxthd.figures import draw_batch, draw_curves
 from jaxthd.jsonl import append_line, keep_lines, write_lines
-from jaxthd.mesh import make_mesh, put_batch
-from jaxthd.metrics import Metrics, metrics_line, read_metrics, summary
+from jaxthd.mesh import local_rows, make_mesh, put_batch
+from jaxthd.metrics import Metrics, NoMetrics, metrics_line, read_metrics, summary
 from jaxthd.signals import stop_requested
 from jaxthd.state import (
     TrainState,
@@ -46,31 +52,47 @@ from jaxthd.step import make_train_step
 from jaxthd.validate import DeviceFacts, validate
 from jaxthd.workdir import opened
 
+PROCESS_OPTIONS: dict[str, dict[str, Any]] = {
+    "coordinator": {
+        "default": os.environ.get("JAX_COORDINATOR_ADDRESS"),
+        "help": "HOST:PORT of process 0, where there are several",
+    },
+    "processes": {"type": int, "default": os.environ.get("JAX_NUM_PROCESSES"), "help": "their number"},
+    "process": {"type": int, "default": os.environ.get("JAX_PROCESS_ID"), "help": "this one's, from 0"},
+}
+
 
 def main(argv: list[str] | None = None) -> None:
-    config, config_path, options = parse_command_line("train", argv)
+    config, config_path, options = parse_command_line("train", argv, PROCESS_OPTIONS)
     workdir = options.workdir or Path("runs") / config_path.stem
-    if simulate_devices(config.mesh.devices):
-        several = f"{config.mesh.devices} CPU devices are simulated"
-        print(f"no accelerator found: {several if config.mesh.devices > 1 else 'running on the CPU'}")
-    vocabulary = load_tokenizer(config.data.tokenizer).vocab_size
-    for warning in validate(config, DeviceFacts.of_this_machine(vocabulary)):
-        print(f"warning: {warning}", file=sys.stderr)
-    train(config, workdir)
+    with started(options.coordinator, options.processes, options.process) as processes:
+        devices = config.mesh.devices
+        if simulate_devices(-(-devices // processes)):
+            several = f"{devices} CPU devices are simulated" + (
+                f" by {processes} processes" * (processes > 1)
+            )
+            print(f"no accelerator found: {several if devices > 1 else 'running on the CPU'}")
+        vocabulary = load_tokenizer(config.data.tokenizer).vocab_size
+        for warning in validate(config, DeviceFacts.of_this_machine(vocabulary)) if is_first() else ():
+            print(f"warning: {warning}", file=sys.stderr)
+        train(config, workdir)
 
 
 def train(config: Config, workdir: Path) -> None:
     """Runs, or continues, the training of `workdir` up to config.train.steps, or until SIGTERM or Ctrl-C.
 
-    The config is taken as validated. Raises UserError for data that cannot be used, for a workdir of another
-    config or in use, where too many updates in a row are not finite, and where a checkpoint cannot be saved.
+    If there are several processes (jaxthd.distributed), all call it; they share the workdir. The config is
+    taken as validated. Raises UserError for data that cannot be used, for a workdir of another config or in
+    use, where too many updates in a row are not finite, and where a checkpoint cannot be saved.
     """
     with ExitStack() as stack:
-        stack.enter_context(opened(workdir, config))
+        if is_first():
+            stack.enter_context(opened(workdir, config))
+        require_same("the configuration", asdict(config))
         data = stack.enter_context(closing(SpeechData(config, workdir)))
         checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints))
         first, steps = _train(config, workdir, data, checkpoints), config.train.steps
-    if first < steps:
+    if first < steps and is_first():
         lines = read_metrics(workdir)
         draw_curves(lines, workdir / "curves.png")
         print(summary(lines))
@@ -90,7 +112,8 @@ def _train(config: Config, workdir: Path, data: SpeechData, checkpoints: Checkpo
 
     with ExitStack() as stack:
         # --- continue where a checkpoint stands ---
-        loader = stack.enter_context(closing(data.training()))
+        rows = local_rows(mesh, config.data.rows)
+        loader = stack.enter_context(closing(data.training(rows)))
         restored = checkpoints.restore_latest(abstract, canonical_shardings(config, mesh))
         if restored is None:
             state = init_state(config, mesh)
@@ -104,15 +127,20 @@ def _train(config: Config, workdir: Path, data: SpeechData, checkpoints: Checkpo
             return first
         # What was written after the restored step is of a run that was cut off.
         not_finite = workdir / "not_finite.jsonl"
-        keep_lines(not_finite, lambda line: line["step"] <= first)
-        metrics = stack.enter_context(Metrics(workdir, first, steps, tensorboard=config.train.tensorboard))
+        if is_first():
+            keep_lines(not_finite, lambda line: line["step"] <= first)
+            metrics = Metrics(workdir, first, steps, tensorboard=config.train.tensorboard)
+        else:
+            metrics = NoMetrics()
+        stack.enter_context(metrics)
         stopping = stack.enter_context(stop_requested())
 
         def validation(state: TrainState) -> dict[str, float]:
-            with closing(data.validation()) as batches:
+            with closing(data.validation(rows)) as batches:
                 some = islice(batches, config.train.validation_batches)
                 scores, hypotheses = evaluator(state, some)
-            write_lines(workdir / "hypotheses.jsonl", [h._asdict() for h in hypotheses])
+            if is_first():
+                write_lines(workdir / "hypotheses.jsonl", [h._asdict() for h in hypotheses])
             return {f"validation_{name}": score for name, score in scores.items()}
 
         # --- steps ---
@@ -128,6 +156,7 @@ def _train(config: Config, workdir: Path, data: SpeechData, checkpoints: Checkpo
             position, this_batch, this_report = loader.get_state(), batch, report
             if step < steps:
                 batch, report = next(loader)
+            stop = any(exchange(stopping()))
             measured = jax.tree.map(lambda x: x.item(), on_device)
             scalars: dict[str, float | int] = {
                 "loss": measured.loss,
@@ -140,13 +169,14 @@ def _train(config: Config, workdir: Path, data: SpeechData, checkpoints: Checkpo
             if measured.max_expert_load is not None:
                 scalars |= {"max_expert_load": measured.max_expert_load, "aux_loss": measured.aux_loss}
             line = metrics_line(step, scalars, this_report, time.perf_counter() - start)
-            last = step == steps or stopping()
+            last = step == steps or stop
             validated = validation(state) if every and (step == steps or step % every == 0) else {}
             metrics.step(line | validated)
             if measured.skipped_in_a_row:
-                documents = [key for row in this_report["keys"] for key in row]
+                documents = [key for row in loader.keys(this_report) for key in row]
                 what = {name: line[name] for name in ("step", "loss", "grad_norm")}
-                append_line(not_finite, what | {"documents": documents})
+                if is_first():
+                    append_line(not_finite, what | {"documents": documents})
                 metrics.say(f"warning: {_skipped(what, documents)}")
                 if measured.skipped_in_a_row >= config.train.max_skipped_steps:
                     raise UserError(
@@ -156,13 +186,14 @@ def _train(config: Config, workdir: Path, data: SpeechData, checkpoints: Checkpo
                         "are of before"
                     )
             if last or validated or step % config.train.checkpoint_every == 0:
-                checkpoints.save(step, canonical_form(state, config, mesh), position, validated)
+                saved = canonical_form(state, config, mesh)
+                checkpoints.save(step, saved, whole_position(position), validated)
             if last:
                 break
         if step < steps:
             metrics.say(f"stopped by a signal after step {step}, which is saved: the same command continues")
-        if config.train.draw_last_batch:
-            draw_batch(this_batch, this_report, config.mesh, workdir / "last_batch.png")
+        if config.train.draw_last_batch and is_first():
+            draw_batch(this_batch, this_report, config, workdir / "last_batch.png")
     return first
 
 

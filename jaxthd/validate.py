@@ -224,15 +224,45 @@ def _capacity_over_context(config: Config, device: DeviceFacts) -> Iterator[Prob
         )
 
 
-@_rule("mesh.context", "data.capacity", "model.llm.pattern", "model.llm.mamba_conv")
+@_rule("mesh.context", "data.capacity", "model.context_layout", "model.llm.pattern", "model.llm.mamba_conv")
 def _chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    llm, unit = config.model.llm, 2 * config.mesh.context
+    llm, unit, whole = config.model.llm, 2 * config.mesh.context, config.model.context_layout == "buffer"
     reach, chunk = llm.mamba_conv - 1, config.data.capacity // unit
-    if unit > 2 and "M" in llm.pattern and chunk < reach:
+    if whole and unit > 2 and "M" in llm.pattern and chunk < reach:
         yield Problem(
             f"a context chunk, data.capacity / (2 * context), holds {chunk} tokens",
             f"{reach} or more, because Mamba2's convolution of {llm.mamba_conv} taps looks that far back",
             f"set data.capacity to {unit * reach} or more, or lower mesh.context",
+        )
+
+
+@_rule("mesh.context", "data.round_to", "model.context_layout")
+def _documents_over_context(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    rounded, unit = config.data.round_to, 2 * config.mesh.context
+    if config.model.context_layout == "document" and unit > 2 and rounded % unit:
+        yield Problem(
+            f'data.round_to is {rounded} with model.context_layout "document" and mesh.context {unit // 2}',
+            f"a multiple of 2 * context = {unit}, because every document is cut into so many chunks",
+            f"set data.round_to to {math.lcm(rounded, unit)}; it shapes the stream of buffers, so choose one "
+            "for all context sizes that the run may continue on",
+        )
+
+
+@_rule("mesh.context", "mesh.tensor", "model.context_layout", "model.llm.pattern", "model.llm.mamba_heads")
+def _mamba_heads_over_context(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    mesh, llm = config.mesh, config.model.llm
+    heads, ranks = llm.mamba_heads, mesh.tensor * mesh.context
+    if (
+        config.model.context_layout == "document"
+        and "M" in llm.pattern
+        and heads % mesh.tensor == 0
+        and heads % ranks
+    ):
+        yield Problem(
+            f"model.llm.mamba_heads is {heads} for {mesh.context} context and {mesh.tensor} tensor ranks",
+            f'a multiple of {ranks}: under model.context_layout "document" these ranks share the heads',
+            f"set mesh.context to {_divisors(heads // mesh.tensor, mesh.context)}, or model.llm.mamba_heads "
+            f"to {_multiples(heads, ranks)}, or model.context_layout to buffer",
         )
 
 

@@ -26,6 +26,9 @@ FREE = (
     "data.workers",
     "data.prefetch",
     "model.context_exchange",
+    "model.context_layout",
+    "model.sequence_sharded",
+    "model.expert_*",
     "model.attention_backend",
     "model.*_block",
     "model.remat_*",
@@ -122,8 +125,9 @@ def _is_of(file: Path, config: Config) -> bool:
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested fields by dotted names."""
+    """Nested fields by dotted names; the pattern without its marks, which say nothing about the model."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
+        value = value.replace("|", "") if name == "pattern" and isinstance(value, str) else value
         flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return flat

@@ -34,6 +34,7 @@ from jax.sharding import PartitionSpec
 from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.data.manifest import read_manifest
 from jaxthd.data.pipeline import PackDocuments
+from jaxthd.layouts import state_bytes
 from jaxthd.mesh import CONTEXT, make_mesh
 from jaxthd.models.hybrid import Block
 from jaxthd.ops.grouped_matmul import expert_layout
@@ -75,7 +76,7 @@ def temporary_memory(context: int, tokens: int, model: ModelConfig = TINY) -> in
     config = Config(mesh=MeshConfig(context=context), model=model)
     mesh = make_mesh(config.mesh)
     _, *states = nnx.split(abstract_model(config), nnx.Param, Buffer)
-    sizes = {"audio_capacity": 0, "num_mels": model.encoder.num_mels, "max_documents": 1}
+    sizes: dict[str, Any] = {"audio_capacity": 0, "num_mels": model.encoder.num_mels, "max_documents": 1}
     batch, _ = pack_row([], capacity=tokens, context=context, **sizes)
     program = compiled(loss_and_gradient(config, mesh), *map(nnx.to_pure_dict, states), batch)
     return program.memory_analysis().temp_size_in_bytes
@@ -102,7 +103,9 @@ def layer_bytes(
     graph, *states = nnx.split(block, nnx.Param, Buffer)
 
     def rank(params: Any, buffers: Any, x_ND: Any, ids: Any, positions: Any, dy_ND: Any) -> Any:
-        segments = make_segments(ids, positions, block=model.attention_block, axis=CONTEXT)
+        segments = make_segments(
+            ids, positions, block=model.attention_block, axis=CONTEXT, layout=model.context_layout
+        )
 
         def forward(p: Any, x_ND: Any) -> Any:
             return nnx.merge(graph, p, buffers)(x_ND, segments)[0]
@@ -123,19 +126,6 @@ def layer_bytes(
     program = compiled(step, *states, x_ND, index, index, x_ND)
     received = received_bytes(program.as_text(), sizes)
     return int(sum(received.values(), np.zeros(context)).max())
-
-
-def state_bytes(llm: LLMConfig, context: int, activation: int) -> int:
-    """What layer_bytes("M", ...) is to give for forward + backward: states all-gathered, convolution halos.
-
-    Two stretches a rank, a float32 state and decay each; the convolution's halo of `activation` bytes a
-    number comes from both neighbours. Backward sends as much again, the other way.
-    """
-    heads, inner = llm.mamba_heads, llm.mamba_heads * llm.mamba_head_dim
-    states = (context - 1) * 2 * (heads + inner * llm.mamba_state) * 4
-    channels = inner + 2 * llm.mamba_groups * llm.mamba_state
-    halos = min(context - 1, 2) * (llm.mamba_conv - 1) * channels * activation
-    return 2 * (states + halos)
 
 
 def all_to_all_bytes(llm: LLMConfig, context: int, activation: int, *, gate: bool) -> float:
@@ -211,7 +201,7 @@ def work(batch: Batch, context: int) -> np.ndarray:
 
 
 def layout_row(documents: Sequence[Document], capacity: int, context: int, *, ordered: bool) -> Batch:
-    sizes = {"audio_capacity": 0, "num_mels": 1, "max_documents": len(documents)}
+    sizes: dict[str, Any] = {"audio_capacity": 0, "num_mels": 1, "max_documents": len(documents)}
     seed = 0 if ordered else None
     return pack_row(documents, capacity=capacity, context=context, order_seed=seed, **sizes)[0]
 

@@ -184,7 +184,7 @@ def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) ->
 
         ways[name] = Way([batch(data) for data in batches], capacity * len(batches))
     checked = put_batch(pack.row(packed[:CHECKED]).batch, mesh)
-    loss, gradients, _ = programs["jaxthd, packed"](params, buffers, checked)
+    loss, gradients, *_ = programs["jaxthd, packed"](params, buffers, checked)
     square = jax.numpy.ones((MATRIX, MATRIX))
     product = jax.jit(lambda x: x @ x)
     return Side(
@@ -196,7 +196,7 @@ def decoder_parameters(theirs: dict[str, np.ndarray]) -> dict[str, Any]:
     """NemotronHForCausalLM's weights under jaxthd's names: embedding, decoder, head."""
     from jax import tree
 
-    from jaxthd.models.hybrid import repeated_units
+    from jaxthd.parallel.stages import KINDS
 
     inner = SETTINGS["mamba_num_heads"] * SETTINGS["mamba_head_dim"]
     shared = SETTINGS["n_groups"] * SETTINGS["ssm_state_size"]
@@ -227,17 +227,13 @@ def decoder_parameters(theirs: dict[str, np.ndarray]) -> dict[str, Any]:
                 ours |= {"norm": {"weight": mixer["norm.weight"]}, "out": linear(mixer["out_proj.weight"])}
         return {"norm": {"weight": theirs[f"{prefix}norm.weight"]}, "mixer": ours}
 
-    units: dict[int, Any] = {}
-    first = 0
-    for number, (unit, repeats) in enumerate(repeated_units(SETTINGS["hybrid_override_pattern"])):
-        rows = [
-            {b: block(first + r * len(unit) + b, kind) for b, kind in enumerate(unit)} for r in range(repeats)
-        ]
-        units[number] = {"blocks": tree.map(lambda *layers: np.stack(layers), *rows)}
-        first += len(unit) * repeats
+    blocks: dict[str, list[Any]] = {}
+    for layer, kind in enumerate(SETTINGS["hybrid_override_pattern"]):
+        blocks.setdefault(KINDS[kind], []).append(block(layer, kind))
+    layers = {name: tree.map(lambda *same: np.stack(same), *of_kind) for name, of_kind in blocks.items()}
     return {
         "embedding": theirs["model.embeddings.weight"],
-        "decoder": {"units": units, "norm": {"weight": theirs["model.norm_f.weight"]}},
+        "decoder": {"layers": layers, "norm": {"weight": theirs["model.norm_f.weight"]}},
         "head": theirs["lm_head.weight"],
     }
 

@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 
-from jaxthd.config import MeshConfig
+from jaxthd.config import Config, MeshConfig
 from jaxthd.figures import (
     FAINT,
     HUES,
@@ -66,7 +66,7 @@ def packed() -> tuple[Batch, Buffer]:
         max_documents=len(documents),
         context=RANKS,
     )
-    return batch, document_order(batch, 0, RANKS)
+    return batch, document_order(batch, 0, Config(MeshConfig(context=RANKS)))
 
 
 def key_ranges(batch: Batch) -> np.ndarray:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxthd.models.mixers import MoE
-from jaxthd.packing.layout import context_permutation, inverse_permutation
+from jaxthd.packing.layout import inverse_permutation, row_permutation
 from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.parallel.params import Buffer
 
@@ -28,21 +28,22 @@ CASES: dict[str, list[int]] = {
 }
 
 
-def row_arrays(lengths: Sequence[int], capacity: int = CAPACITY) -> tuple[np.ndarray, np.ndarray]:
+def row_arrays(
+    lengths: Sequence[int], capacity: int = CAPACITY, round_to: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
     """(segment ids, positions) [capacity] of documents back to back, padding at the end."""
     ids, positions = np.zeros(capacity, np.int32), np.zeros(capacity, np.int32)
-    start = 0
-    for number, length in enumerate(lengths, 1):
-        ids[start : start + length] = number
-        positions[start : start + length] = np.arange(length)
-        start += length
+    for number, span in enumerate(spans(lengths, round_to), 1):
+        ids[span] = number
+        positions[span] = np.arange(span.stop - span.start)
     return ids, positions
 
 
-def spans(lengths: Sequence[int]) -> list[slice]:
-    """Where each document lies in its row."""
-    ends = np.cumsum(lengths)
-    return [slice(int(e - n), int(e)) for e, n in zip(ends, lengths, strict=True)]
+def spans(lengths: Sequence[int], round_to: int = 1) -> list[slice]:
+    """Where each document lies in its row, its slots rounded up to a multiple of round_to."""
+    slots = [-(-n // round_to) * round_to for n in lengths]
+    starts = np.cumsum(slots, dtype=int) - slots
+    return [slice(int(s), int(s + n)) for s, n in zip(starts, lengths, strict=True)]
 
 
 def context_mesh(context: int) -> Mesh:
@@ -52,17 +53,23 @@ def context_mesh(context: int) -> Mesh:
 
 
 def on_context(
-    mixer: Callable[..., Any], context: int, *, block: int
+    mixer: Callable[..., Any],
+    context: int,
+    *,
+    block: int,
+    layout: Literal["buffer", "document"] = "buffer",
+    round_to: int = 1,
 ) -> Callable[[Any, Any, np.ndarray, np.ndarray, Any], tuple[Any, Any, Any]]:
     """A jitted (params, x [T, ...], ids [T], positions [T], cotangent) -> (y, dparams, dx) in document order.
 
     mixer: (params, x_N.., segments) -> y_N... The row is laid out over `context` simulated devices. x, y and
-    the cotangent may be trees of such arrays; all may have a leading dim of rows, as ids [R, T] then has.
+    the cotangent may be trees of such arrays; all may have a leading dim of rows, as ids [R, T] then has,
+    whose rows then have documents of the same lengths where the layout is "document".
     """
     spec = PartitionSpec(None, "context")
 
     def rank(params: Any, x: Any, ids: Any, positions: Any, cotangent: Any) -> tuple[Any, Any, Any]:
-        segments: Segments = make_segments(ids, positions, block=block, axis="context")
+        segments: Segments = make_segments(ids, positions, block=block, axis="context", layout=layout)
         flat_x, flat_cotangent = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), (x, cotangent))
         y, pull = jax.vjp(lambda params, x: mixer(params, x, segments), params, flat_x)
         dparams, dx = pull(flat_cotangent)
@@ -80,7 +87,7 @@ def on_context(
     )
 
     def run(params: Any, x: Any, ids: Any, positions: Any, cotangent: Any) -> tuple[Any, Any, Any]:
-        order = context_permutation(ids.shape[-1], context)
+        order = row_permutation(ids.reshape(-1, ids.shape[-1])[0], context, layout, round_to)
         back = inverse_permutation(order)
 
         def in_layout(a: np.ndarray) -> np.ndarray:
@@ -119,31 +126,32 @@ def random_state(module: nnx.Module, seed: int = 0) -> tuple[nnx.GraphDef, Any, 
         return around + rng.uniform(-0.3, 0.3, shape)
 
     graph, *states = nnx.split(module, nnx.Param, Buffer)
-    filled = []
+    filled: list[Any] = []
     for state in states:
         flat = {path: value(path, variable) for path, variable in nnx.to_flat_state(state)}
         filled.append(nnx.traversals.unflatten_mapping(flat))
-    return graph, *filled
+    params, buffers = filled
+    return graph, params, buffers
 
 
 @contextmanager
 def top_k_margins() -> Iterator[list[float]]:
     """Lists, for every run of an MoE layer in programs traced inside, its real tokens' least gap between the
     biased score of the last chosen expert and that of the first not chosen."""
-    original, margins = MoE.__call__, []
+    original, margins = MoE._experts, []
 
-    def call(self: MoE, x: Any, segments: Segments) -> Any:
+    def experts(self: MoE, x: Any, routed: Any) -> Any:
         scores = jax.nn.sigmoid(self.router(x)) + self.correction_bias[...]
         ranked = -jnp.sort(-scores, axis=-1)
         gap = ranked[:, self.per_token - 1] - ranked[:, self.per_token]
-        jax.debug.callback(lambda g: margins.append(float(g)), jnp.where(segments.valid, gap, jnp.inf).min())
-        return original(self, x, segments)
+        jax.debug.callback(lambda g: margins.append(float(g)), jnp.where(routed, gap, jnp.inf).min())
+        return original(self, x, routed)
 
-    MoE.__call__ = call  # type: ignore[method-assign]
+    MoE._experts = experts  # type: ignore[method-assign, assignment]
     try:
         yield margins
     finally:
-        MoE.__call__ = original  # type: ignore[method-assign]
+        MoE._experts = original  # type: ignore[method-assign]
 
 
 def relative_errors(got: Any, want: Any) -> dict[str, float]:
@@ -154,7 +162,7 @@ def relative_errors(got: Any, want: Any) -> dict[str, float]:
     names = (jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(got))
     for name, g, w in zip(names, got_leaves, want_leaves, strict=True):
         assert np.isfinite(g).all(), f"{name} is not finite"
-        errors[name] = float(np.linalg.norm(g - w) / max(np.linalg.norm(w), floor, 1e-300))
+        errors[name] = float(np.linalg.norm(g - w)) / max(float(np.linalg.norm(w)), floor, 1e-300)
     return errors
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxthd.layouts import exchange_bytes, state_bytes
 from scripts import bench_context as bench
 
 SMALL = replace(bench.TINY, attention_block=32, llm=replace(bench.TINY.llm, pattern="M*", mamba_chunk=32))
@@ -18,8 +19,18 @@ def test_temporary_memory_grows_with_the_tokens_and_is_shared_by_the_context_ran
 
 @pytest.mark.parametrize("context", [2, 4])
 def test_mamba_exchanges_the_same_bytes_at_every_length(context):
-    formula = bench.state_bytes(SMALL.llm, context, 4)
+    formula = state_bytes(SMALL.llm, context, 4)
     assert [bench.layer_bytes("M", context, tokens, SMALL) for tokens in (512, 2048)] == [formula, formula]
+
+
+@pytest.mark.parametrize(("context", "groups"), [(2, 4), (4, 2)])
+def test_mamba_exchanges_activations_where_documents_are_cut_by_themselves(context, groups):
+    """Groups fewer than ranks are repeated. Besides, once a step all ids and positions are gathered."""
+    model = replace(SMALL, context_layout="document", llm=replace(SMALL.llm, mamba_groups=groups))
+    tokens = 512
+    ids_and_positions = (context - 1) * tokens // context * 2 * 4
+    formula = exchange_bytes(model.llm, context, tokens / context, 4)
+    assert bench.layer_bytes("M", context, tokens, model) - ids_and_positions == formula
 
 
 def test_attention_sends_keys_and_values_around_once_and_their_gradients_home():

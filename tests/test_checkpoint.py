@@ -81,6 +81,21 @@ def test_state_and_position_return_bit_for_bit_on_the_placement_asked_for(tmp_pa
     assert jax.tree.structure(state) == jax.tree.structure(make_state(5))
 
 
+def test_each_array_returns_on_its_own_placement(tmp_path: Path):
+    save(tmp_path, {3: None})
+    sharded = EVERYWHERE.update(spec=PartitionSpec(("context", "data")))
+    placements = jax.tree.map(lambda x: sharded if x.shape == (40, 33) else EVERYWHERE, ABSTRACT)
+    with Checkpoints(tmp_path, 9) as checkpoints:
+        state, _ = checkpoints.restore_latest(ABSTRACT, placements)
+        checkpoints.save(5, state, {"at": 5})
+    assert state.params["w"].sharding == sharded
+    assert state.params["b"].sharding == EVERYWHERE
+    assert bits(state) == bits(make_state(3))
+    with Checkpoints(tmp_path, 9) as checkpoints:
+        again, _ = checkpoints.restore_latest(ABSTRACT, EVERYWHERE)
+    assert bits(again) == bits(make_state(3))
+
+
 def test_a_state_donated_right_after_saving_is_saved_as_it_was(tmp_path: Path):
     """On a CPU orbax writes from the arrays' own memory."""
 

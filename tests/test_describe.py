@@ -10,7 +10,7 @@ import pytest
 from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, load_config
 from jaxthd.describe import Group, describe, main, parameter_groups, state_bytes
 from jaxthd.mesh import make_mesh
-from jaxthd.state import init_state
+from jaxthd.state import abstract_state, init_state
 
 NANO = Path(__file__).parents[1] / "configs" / "nemotron3_nano.py"
 SMALL = Config(
@@ -59,28 +59,36 @@ def test_the_table_of_nano_in_text() -> None:
     lines = text.splitlines()
     assert any(line.split()[:4] == ["LLM", "in", "all", "31,577,937,344"] for line in lines)
     assert any("routed experts" in line and line.endswith("down 128 x 1856 x 2688") for line in lines)
-    assert any(line.split() == ["parameters", "119.96", "GiB", "15.00", "GiB"] for line in lines)
-    assert "32 devices, of which each holds the whole state today" in text
+    assert any(line.split() == ["parameters", "119.96", "GiB", "3.75", "GiB"] for line in lines)
+    assert "(8, 4, 1, 1): 32 devices" in text
     header, *table = lines[: lines.index("")]
     end = header.index("parameters") + len("parameters")
     assert all(line[end - 1].isdigit() and line[end] == " " for line in table)
 
 
-def test_groups_and_bytes_are_those_of_the_state_that_training_makes() -> None:
-    """A pattern with every letter and a latent projection; counted on real arrays."""
-    state = init_state(SMALL, make_mesh(MeshConfig()))
-    groups = parameter_groups(SMALL)
-    assert sum(g.parameters for g in groups) == sum(x.size for x in jax.tree.leaves(state.params))
+@pytest.mark.parametrize(
+    "mesh",
+    [MeshConfig(), MeshConfig(data=2, context=2, tensor=2), MeshConfig(data=2, pipeline=2, fsdp=False)],
+)
+def test_groups_and_bytes_are_those_of_the_state_that_training_makes(mesh: MeshConfig) -> None:
+    """A pattern with every letter and a latent projection; counted on real arrays, on every device."""
+    config = replace(SMALL, mesh=mesh)
+    state = init_state(config, make_mesh(mesh))
+    groups = parameter_groups(config)
+    canonical = abstract_state(config).params
+    assert sum(g.parameters for g in groups) == sum(x.size for x in jax.tree.leaves(canonical))
     assert [g.name for g in groups] == [
         "embedding", "M Mamba2", "* attention", "- MLP", "E routed experts", "E latent projection",
         "E router", "E shared expert", "RMSNorms", "head", "subsampling", "feed-forward", "attention",
         "convolution", "LayerNorms", "adapter",
     ]  # fmt: skip
-    sizes = state_bytes(SMALL)
+    sizes = state_bytes(config)
     real = {"parameters": state.params, "gradients": state.params, "AdamW moments": state.opt_state}
     real["batch statistics, router biases"] = state.buffers
     for name, tree in real.items():
-        assert sizes[name] == sum(x.nbytes for x in jax.tree.leaves(tree)), name
+        for number in range(mesh.devices):
+            parts = [x.addressable_shards[number].data for x in jax.tree.leaves(tree)]
+            assert sizes[name] == sum(part.nbytes for part in parts), name
 
 
 def test_float64_doubles_the_bytes() -> None:
@@ -96,5 +104,5 @@ def test_the_command_takes_overrides(capsys: pytest.CaptureFixture[str]) -> None
     main(["--config", str(NANO), "--mesh.data", "16", "--model.llm.pattern", "ME"])
     text = capsys.readouterr().out
     assert "(16, 4, 1, 1): 64 devices" in text
-    assert "if sharded over data (16)" in text
+    assert "on each of 64 devices" in text
     assert "* attention" not in text

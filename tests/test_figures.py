@@ -13,12 +13,12 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 
-from jaxthd.config import MeshConfig
+from jaxthd.config import Config, DataConfig, MeshConfig, ModelConfig
 from jaxthd.errors import UserError
 from jaxthd.figures import HUES, INK, MOST_ROWS, PADDING, batch_figure, curves_figure, draw_batch, main
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
-from jaxthd.packing.layout import context_permutation, inverse_permutation
+from jaxthd.packing.layout import context_permutation, inverse_permutation, row_permutation
 from jaxthd.packing.pack import PackReport, pack_row
 
 CAPACITY, AUDIO = 256, 2560
@@ -101,7 +101,7 @@ def test_the_command_draws_the_curves_of_a_workdir(tmp_path: Path):
     assert imread(tmp_path / "curves.png").shape[:2] == (800, 1200)
 
 
-def packed(rows: int, mesh: MeshConfig, round_to: int = 1) -> tuple[Batch, dict[str, Any], list[PackReport]]:
+def packed(rows: int, config: Config) -> tuple[Batch, dict[str, Any], list[PackReport]]:
     """Ragged documents, some of text alone, one a row with two clips; mels hold the segment's key."""
     rng = np.random.default_rng(0)
     batches, reports = [], []
@@ -119,9 +119,10 @@ def packed(rows: int, mesh: MeshConfig, round_to: int = 1) -> tuple[Batch, dict[
             audio_capacity=AUDIO,
             num_mels=1,
             max_documents=9,
-            context=mesh.context,
-            audio_ranks=mesh.audio_ranks,
-            round_to=round_to,
+            context=config.mesh.context,
+            audio_ranks=config.mesh.audio_ranks,
+            round_to=config.data.round_to,
+            layout=config.model.context_layout,
         )
         batches.append(batch)
         reports.append(report)
@@ -152,14 +153,20 @@ def hue(segment: int) -> np.ndarray:
 
 
 MESHES = pytest.mark.parametrize(
-    ("mesh", "round_to"), [(MeshConfig(), 1), (MeshConfig(context=2), 8), (MeshConfig(context=4, data=2), 1)]
+    "config",
+    [
+        Config(),
+        Config(MeshConfig(context=2), DataConfig(round_to=8)),
+        Config(MeshConfig(context=4, data=2)),
+        Config(MeshConfig(context=2), DataConfig(round_to=4), ModelConfig(context_layout="document")),
+    ],
 )
 
 
 @MESHES
-def test_each_slot_has_the_colour_of_its_document(mesh: MeshConfig, round_to: int):
-    batch, report, reports = packed(2, mesh, round_to)
-    strips = batch_figure(batch, report, mesh).axes[::2]
+def test_each_slot_has_the_colour_of_its_document(config: Config):
+    batch, report, reports = packed(2, config)
+    strips = batch_figure(batch, report, config).axes[::2]
     for axes, of_row in zip(strips, reports, strict=True):
         rgb = painted(axes, CAPACITY, 1.0, 1.0)
         real = np.diff(of_row.cu_seqlens)
@@ -177,24 +184,25 @@ def test_each_slot_has_the_colour_of_its_document(mesh: MeshConfig, round_to: in
 
 
 @MESHES
-def test_supervised_slots_are_marked_and_no_others(mesh: MeshConfig, round_to: int):
-    batch, report, _ = packed(2, mesh, round_to)
-    back = inverse_permutation(context_permutation(CAPACITY, mesh.context))
-    for row, axes in enumerate(batch_figure(batch, report, mesh).axes[::2]):
+def test_supervised_slots_are_marked_and_no_others(config: Config):
+    batch, report, _ = packed(2, config)
+    for row, axes in enumerate(batch_figure(batch, report, config).axes[::2]):
         marked = (painted(axes, CAPACITY, 1.0, 0.2) == to_rgb(INK)).all(1)
+        ids, mesh, layout = batch.segment_ids[row], config.mesh, config.model.context_layout
+        back = inverse_permutation(row_permutation(ids, mesh.context, layout, config.data.round_to))
         np.testing.assert_array_equal(marked, batch.weights[row][back] > 0)
         assert 0 < marked.sum() < CAPACITY
 
 
 @MESHES
-def test_each_clip_has_the_colour_of_its_document_where_its_rank_holds_it(mesh: MeshConfig, round_to: int):
-    batch, report, reports = packed(2, mesh, round_to)
-    for row, axes in enumerate(batch_figure(batch, report, mesh).axes[1::2]):
+def test_each_clip_has_the_colour_of_its_document_where_its_rank_holds_it(config: Config):
+    batch, report, reports = packed(2, config)
+    for row, axes in enumerate(batch_figure(batch, report, config).axes[1::2]):
         rgb = painted(axes, AUDIO, 0.01, 1.0)
         valid = batch.mel_mask[row]
         segments = [1 + reports[row].keys.index(str(int(key))) for key in batch.mels[row, valid, 0]]
         np.testing.assert_allclose(rgb[valid], [hue(s) for s in segments])
-        clips = clip_lengths(batch, row, mesh)
+        clips = clip_lengths(batch, row, config.mesh)
         assert sum(x.get_facecolor()[:3] != to_rgb(PADDING) for x in axes.patches) == len(clips)
         used = sum(SUBSAMPLING * encoder_frames(n) for n in clips)
         assert (rgb == to_rgb(PADDING)).all(1).sum() == AUDIO - used
@@ -210,9 +218,9 @@ def clip_lengths(batch: Batch, row: int, mesh: MeshConfig) -> list[int]:
 
 @pytest.mark.parametrize("context", [2, 4, 16])
 def test_each_share_names_the_rank_that_holds_it(context: int):
-    mesh = MeshConfig(context=context)
-    batch, report, _ = packed(1, mesh)
-    tokens, audio = batch_figure(batch, report, mesh).axes
+    config = Config(MeshConfig(context=context))
+    batch, report, _ = packed(1, config)
+    tokens, audio = batch_figure(batch, report, config).axes
     back = inverse_permutation(context_permutation(CAPACITY, context))
     named = [
         (x.get_position()[0], int(x.get_text().split()[-1])) for x in tokens.texts if x.get_position()[1] > 1
@@ -226,19 +234,19 @@ def test_each_share_names_the_rank_that_holds_it(context: int):
 
 
 def test_of_many_buffers_the_first_are_drawn_and_the_title_says_so(tmp_path: Path):
-    batch, report, reports = packed(MOST_ROWS + 2, MeshConfig())
-    figure = batch_figure(batch, report, MeshConfig())
+    batch, report, reports = packed(MOST_ROWS + 2, Config())
+    figure = batch_figure(batch, report, Config())
     assert len(figure.axes) == 2 * MOST_ROWS
     title = figure.get_suptitle()
     padding = 1 - sum(r.real_tokens for r in reports) / (6 * CAPACITY)
     assert title.startswith("54 documents in 6 buffers of 256 token slots, of which 4 are drawn")
     assert f"{padding:.1%} padding" in title
-    draw_batch(batch, report, MeshConfig(), tmp_path / "batch.png")
+    draw_batch(batch, report, Config(), tmp_path / "batch.png")
     assert imread(tmp_path / "batch.png").shape[1] == 1400
 
 
 def test_a_batch_of_padding_alone_can_be_drawn(tmp_path: Path):
     batch, of_row = pack_row([], capacity=64, audio_capacity=64, num_mels=1, max_documents=2, context=2)
     report = {"documents": 0, "real_tokens": 0, "capacity_tokens": 64, "audio_seconds": of_row.audio_seconds}
-    draw_batch(batch, report, MeshConfig(context=2), tmp_path / "batch.png")
+    draw_batch(batch, report, Config(MeshConfig(context=2)), tmp_path / "batch.png")
     assert (tmp_path / "batch.png").exists()

@@ -16,14 +16,8 @@ from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.params import Buffer, weight_decay_mask
-from jaxthd.step import (
-    abstract_model,
-    init_state,
-    learning_rate_schedule,
-    loss_and_gradient,
-    make_train_step,
-    model_graph,
-)
+from jaxthd.state import abstract_model, init_state, learning_rate_schedule
+from jaxthd.step import loss_and_gradient, make_train_step
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),
@@ -76,15 +70,16 @@ def test_bfloat16_is_near_float32_and_everything_is_finite():
     """Without experts, whose choice rounding flips. Gradients are compared in the decoder only: those of the
     tiny random encoder change by 170% when just weights and features are rounded to bfloat16.
     """
-    mesh = make_mesh(MeshConfig(context=2))
+    sizes = MeshConfig(context=2)
+    mesh = make_mesh(sizes)
     batch = put_batch(batch_of([5, 20, 11, 1, 17], 2), mesh)
     model = replace(MODEL, llm=replace(MODEL.llm, pattern="M*-"))
-    state = init_state(Config(model=model), mesh)
+    state = init_state(Config(mesh=sizes, model=model), mesh)
     results = []
     for dtype in ("float32", "bfloat16"):
-        graph = model_graph(Config(model=replace(model, dtype=dtype)))
-        results.append(jax.jit(loss_and_gradient(graph, mesh))(state.params, state.buffers, batch))
-    (loss, gradients, _), (low_loss, low_gradients, low_buffers) = results
+        config = Config(mesh=sizes, model=replace(model, dtype=dtype))
+        results.append(jax.jit(loss_and_gradient(config, mesh))(state.params, state.buffers, batch))
+    (loss, gradients, *_), (low_loss, low_gradients, low_buffers, _) = results
     np.testing.assert_allclose(low_loss, loss, rtol=1e-2)
     assert {x.dtype for x in jax.tree.leaves((low_gradients, low_buffers))} == {np.dtype(np.float32)}
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((low_gradients, low_buffers)))
@@ -97,7 +92,7 @@ def test_an_update_that_is_not_finite_is_left_out_and_counted():
     """A batch with a NaN, then an infinity, between sound ones: as if they had never been seen."""
     config = Config(mesh=MeshConfig(context=2), model=MODEL)
     mesh = make_mesh(config.mesh)
-    step = make_train_step(config, model_graph(config), mesh)
+    step = make_train_step(config, mesh)
     sound = batch_of([5, 20, 11, 1, 17], 2)
 
     def run(batches: list[Batch]) -> tuple[Any, list[Any]]:
@@ -127,11 +122,11 @@ def test_an_update_that_is_not_finite_is_left_out_and_counted():
 
 def test_boundaries_are_derived_once_a_step_and_never_in_a_layer():
     """Of all operations only deriving Segments takes a cumulative minimum: one for tokens, one for clips."""
-    mesh = make_mesh(MeshConfig(context=2))
+    config = Config(mesh=MeshConfig(context=2), model=MODEL)
+    mesh = make_mesh(config.mesh)
     batch = put_batch(batch_of([5, 20, 11, 1, 17], 2), mesh)
-    config = Config(model=MODEL)
     params, buffers = (nnx.to_pure_dict(nnx.state(abstract_model(config), k)) for k in (nnx.Param, Buffer))
-    program = jax.make_jaxpr(loss_and_gradient(model_graph(config), mesh))(params, buffers, batch)
+    program = jax.make_jaxpr(loss_and_gradient(config, mesh))(params, buffers, batch)
 
     def count(jaxpr: Any, inside_loop: bool) -> tuple[int, int]:
         """(at the top, inside loops) occurrences of cummin."""

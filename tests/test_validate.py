@@ -40,6 +40,7 @@ class Case(NamedTuple):
     is_warning: bool = False
 
 
+PIPELINE = {"mesh.pipeline": 2, "data.rows": 4, "train.microbatches": 4}
 CASES = [
     # Faulty in themselves.
     Case({"mesh.context": 0}, "mesh.context is 0; expected 1 or more"),
@@ -54,6 +55,7 @@ CASES = [
     Case(
         {"model.encoder.chunk_seconds": math.inf}, "chunk_seconds is inf; expected 0.02 or more, and finite"
     ),
+    Case({"model.expert_capacity": 0.0}, "model.expert_capacity is 0.0; expected 0.1 or more"),
     Case({"train.steps": 0}, "train.steps is 0; expected 1 or more"),
     Case({"train.checkpoint_every": 0}, "train.checkpoint_every is 0; expected 1 or more"),
     Case({"train.learning_rate": -1e-3}, "train.learning_rate is -0.001; expected 0 or more"),
@@ -68,8 +70,6 @@ CASES = [
     Case({"model.llm.mamba_dt_limit": (0.0,)}, "mamba_dt_limit is (0.0,); expected a value of type tuple"),
     Case({"mesh": None}, "mesh is None; expected a value of type MeshConfig"),
     # The mesh and the machine.
-    Case({"mesh.pipeline": 2, "data.audio_capacity": 16000}, "only the axes data and context work so far"),
-    Case({"mesh.tensor": 4, "data.audio_capacity": 16000}, "set mesh.tensor to 1"),
     Case({"mesh.context": 2}, "1 devices (NVIDIA H100) for a mesh of 2", GPU),
     Case({}, "the other 1 may idle", DeviceFacts("gpu", 2, "NVIDIA H100", "9.0"), True),
     Case({"mesh.data": 2, "data.rows": 3}, "set data.rows to 2 or 4"),
@@ -80,6 +80,59 @@ CASES = [
         {"mesh.context": 4, "data.capacity": 8, "model.llm.mamba_conv": 4, "data.audio_capacity": 0}
         | {"data.prompt": "", "data.max_documents": 8},
         "holds 1 tokens; expected 3 or more",
+    ),
+    # What tensor and pipeline ranks share.
+    Case(
+        {"mesh.tensor": 8, "model.llm.pattern": "*-", "model.llm.vocab_size": 264}
+        | {"data.audio_capacity": 24064},
+        "q_heads 4; expected a divisor of 4, because every rank takes as many: set mesh.tensor to 1, 2 or 4, "
+        "or model.llm.q_heads to 8",
+    ),
+    Case(
+        {"mesh.tensor": 3, "model.llm.pattern": "E", "model.llm.expert_dim": 126, "model.llm.vocab_size": 261}
+        | {"data.audio_capacity": 24000},
+        "set mesh.tensor to 1 or 2, or model.llm.shared_expert_dim to 255 or 258",
+    ),
+    Case(
+        {"mesh.tensor": 3, "model.llm.pattern": "*", "model.llm.q_heads": 6, "model.llm.vocab_size": 261}
+        | {"data.audio_capacity": 24000},
+        "kv_heads 2; expected a divisor or a multiple of 2",
+    ),
+    Case({"mesh.tensor": 2, "model.llm.vocab_size": 261}, "set model.llm.vocab_size to 262"),
+    Case({"mesh.stages_per_rank": 2}, "mesh.stages_per_rank is 2 with mesh.pipeline 1; expected 1"),
+    Case(
+        {**PIPELINE, "model.llm.pattern": "M|-|M"},
+        "is divided into 3 stages, mesh.pipeline 2 and mesh.stages_per_rank 1 make 2",
+    ),
+    Case({**PIPELINE, "model.llm.pattern": "M"}, "1 layers cannot be divided into 2 stages"),
+    Case(
+        {**PIPELINE, "mesh.context": 2, "model.llm.pattern": "M|-"},
+        "is 'ring' with stages that differ (M | -); expected stages of one pattern",
+    ),
+    Case({"mesh.pipeline": 4}, "is 1 on 4 pipeline ranks: they idle 75% of the time", is_warning=True),
+    Case(
+        {**PIPELINE, "mesh.stages_per_rank": 2, "data.rows": 3, "train.microbatches": 3},
+        "set train.microbatches to 2 or 4",
+        is_warning=True,
+    ),
+    Case(
+        {"model.sequence_sharded": True, "mesh.tensor": 2, "data.capacity": 2047},
+        "with 2047 tokens of a microbatch for 2 tensor ranks; expected a multiple of 2",
+    ),
+    Case(
+        {"mesh.data": 2, "data.rows": 2, "model.llm.pattern": "E", "model.llm.experts": 7},
+        "model.llm.experts is 7 for 2 data and context ranks",
+        is_warning=True,
+    ),
+    Case(
+        {"mesh.context": 2, "model.context_layout": "document", "data.round_to": 6, "data.capacity": 2052},
+        'model.context_layout "document" and mesh.context 2; expected a multiple of 2 * context = 4, because '
+        "every document is cut into so many chunks: set data.round_to to 12",
+    ),
+    Case(
+        {"mesh.context": 4, "model.context_layout": "document", "data.round_to": 8}
+        | {"model.llm.mamba_heads": 6},
+        "set mesh.context to 1, 2 or 3, or model.llm.mamba_heads to 4 or 8, or model.context_layout to",
     ),
     # Buffers.
     Case({"data.round_to": 10}, "set data.capacity to 2040 or 2050, or data.round_to to 2"),
@@ -125,6 +178,7 @@ CASES = [
     ),
     Case({"model.encoder.conv_kernel": 8}, "set model.encoder.conv_kernel to 7 or 9"),
     Case({"model.llm.pattern": ""}, "model.llm.pattern '' is empty"),
+    Case({"model.llm.pattern": "|"}, "model.llm.pattern '|' is empty"),
     Case({"model.llm.pattern": "MXM*Y"}, "'MXM*Y' holds X, Y"),
     Case({"model.llm.q_heads": 5}, "set model.llm.q_heads to 4 or 6"),
     Case({"model.llm.mamba_heads": 9}, "set model.llm.mamba_heads to 8 or 10"),
@@ -245,6 +299,18 @@ def test_transformer_engine_is_refused_where_it_is_known_to_be_wrong() -> None:
         {"data.audio_capacity": 0, "data.prompt": ""},
         {"data.audio_placeholder": "<a>", "data.prompt": "<a>", "data.spec_augment.freq_width": 80},
         {"data.rows": 8, "mesh.data": 2, "train.microbatches": 4},
+        {**PIPELINE, "mesh.tensor": 4, "data.audio_capacity": 24064, "model.llm.vocab_size": 264}
+        | {"model.sequence_sharded": True},  # a key and value head, and a group, for two ranks each
+        {
+            **PIPELINE,
+            "mesh.stages_per_rank": 2,
+            "model.llm.pattern": "M|*-|-|ME",
+        },  # unlike stages
+        {**PIPELINE, "mesh.context": 2, "model.llm.pattern": "M*-M*-"},  # equal ones
+        {"mesh.context": 2, "data.capacity": 12, "model.llm.mamba_heads": 2}  # chunks shorter than the taps
+        | {"data.audio_capacity": 32, "model.encoder.chunk_seconds": 0.02, "data.max_documents": 3}
+        | {"model.context_layout": "document", "data.round_to": 12, "model.llm.mamba_conv": 9},
+        {"data.capacity": 2047, "model.context_layout": "document"},
         {"data.capacity": 2047},  # one context rank holds any number of tokens
         {"data.packing": "padded", "data.max_documents": 4096},  # the bound is not used
     ],

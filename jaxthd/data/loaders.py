@@ -1,20 +1,78 @@
 """The loaders of a run: its manifests read, its documents made, packed and laid out."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from jaxthd.config import Config
 from jaxthd.data.faults import SkipLog
 from jaxthd.data.manifest import Example, read_manifest
-from jaxthd.data.pipeline import Loader, make_loader
+from jaxthd.data.pipeline import Loader, RowReport, make_loader, totals
 from jaxthd.data.prompt import PromptTemplate
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.synthetic import synthetic_manifests
 from jaxthd.data.tokenizer import load_tokenizer
 from jaxthd.data.workers import Workers
+from jaxthd.distributed import exchange, is_first, require_same
+from jaxthd.packing.batch import Batch
+
+
+class InStep(Iterator[tuple[Batch, dict[str, Any]]]):
+    """A Loader of this process's rows, in step with those of the other processes: next() waits for all.
+
+    The report is over all rows, but for `keys`, which are of this process's. Ends when all have ended; one
+    that has no row left gives empty ones until then. With one process it gives what the Loader gives.
+    """
+
+    def __init__(self, loader: Loader, skipped: SkipLog) -> None:
+        self._loader, self._skipped = loader, skipped
+
+    def __next__(self) -> tuple[Batch, dict[str, Any]]:
+        found = next(self._loader, None)
+        batch, report = found or self._loader.empty
+        told = exchange([found is not None, report["rows"], self._skipped.news()])
+        for _, _, news in told:
+            for item in news:
+                self._skipped.add(*item)
+        if not any(goes_on for goes_on, _, _ in told):
+            raise StopIteration
+        # A row that several processes read counts once.
+        rows = {RowReport(*row) for _, rows, _ in told for row in rows}
+        return batch, {**report, **totals(rows), "rows": sorted(rows)}
+
+    def __enter__(self) -> "InStep":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._loader.close()
+
+    def get_state(self) -> dict[str, Any]:
+        """The Loader's, of this process's rows; see whole_position."""
+        return self._loader.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._loader.set_state(state)
+
+    def keys(self, report: Mapping[str, Any]) -> list[list[str]]:
+        """The documents' keys of all rows; the report has those of this process's. All processes call it."""
+        rows = self._loader.empty[1]["rows"]
+        own = [(row.row, keys) for row, keys in zip(rows, report["keys"], strict=True)]
+        return [keys for _, keys in sorted(dict(map(tuple, chain(*exchange(own)))).items())]
+
+
+def whole_position(position: dict[str, Any]) -> dict[str, Any]:
+    """The state of all rows, where each process has that of its own: all processes call it.
+
+    So it does not depend on their number, nor on the mesh: any other may restore it.
+    """
+    streams = zip(*exchange(position["streams"]), strict=True)
+    return position | {"streams": [next(s for s in states if s is not None) for states in streams]}
 
 
 class SpeechData:
@@ -35,7 +93,7 @@ class SpeechData:
         self._validation_documents = SpeechDocuments(config, tokenizer, train=False)
         self._manifests = _paths(data.manifest, 0)
         self._validation_manifests = _paths([m for m in (data.validation_manifest,) if m], 1)
-        self.skipped = SkipLog(workdir / "skipped.jsonl")
+        self.skipped = SkipLog(workdir / "skipped.jsonl", writes=is_first())
         self._training = self._read(self._manifests, "data.manifest")
         self._validation = self._read(self._validation_manifests, "data.validation_manifest")
         training, validation = (sum(map(len, sources)) for sources in (self._training, self._validation))
@@ -45,34 +103,40 @@ class SpeechData:
     def has_validation(self) -> bool:
         return bool(self._validation)
 
-    def training(self) -> Loader:
+    def training(self, rows: Collection[int] | None = None) -> InStep:
         """Without end, dithered and masked, shuffled anew every epoch, manifests mixed by data.weights.
 
-        Its position is refused for other documents.
+        rows: see make_loader. Its position is refused for other documents.
         """
-        return make_loader(
+        identity = self._identity()
+        require_same("what the training documents depend on", identity)
+        loader = make_loader(
             self._training,
             self._train_documents,
             self._config,
+            rows=rows,
             on_skip=self.skipped.of(self._manifests),
-            identity=self._identity(),
+            identity=identity,
             weights=self._config.data.weights or None,
             workers=self._workers,
             prefetch=self._config.data.prefetch,
         )
+        return InStep(loader, self.skipped)
 
-    def validation(self) -> Loader:
-        """One pass over the validation set, in the manifest's order."""
-        return make_loader(
+    def validation(self, rows: Collection[int] | None = None) -> InStep:
+        """One pass over the validation set, in the manifest's order. rows: see make_loader."""
+        loader = make_loader(
             self._validation,
             self._validation_documents,
             self._config,
+            rows=rows,
             repeat=False,
             shuffle=False,
             on_skip=self.skipped.of(self._validation_manifests),
             workers=self._workers,
             prefetch=self._config.data.prefetch,
         )
+        return InStep(loader, self.skipped)
 
     def close(self) -> None:
         """Ends the worker processes. Loaders are closed before, by whoever has them."""

@@ -14,7 +14,7 @@ logical streams and says nothing about processes or the mesh: save under one mes
 import logging
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -88,6 +88,8 @@ class PackDocuments:
     """Each document's slots are rounded up to a multiple of this."""
     context: int = 1
     """Context ranks the buffer is laid out for."""
+    layout: Literal["buffer", "document"] = "buffer"
+    """What is cut over them. "document": each document by itself; round_to is a multiple of 2 * context."""
     audio_ranks: int = 1
     """Ranks that share a buffer's audio."""
     shuffle_seed: int | None = None
@@ -100,6 +102,11 @@ class PackDocuments:
         if self.context > 1 and self.capacity % (2 * self.context):
             raise ValueError(
                 f"capacity {self.capacity} must be a multiple of 2 * context = {2 * self.context}"
+            )
+        if self.layout == "document" and self.context > 1 and self.round_to % (2 * self.context):
+            raise ValueError(
+                f"round_to {self.round_to} must be a multiple of 2 * context = {2 * self.context} for the "
+                'layout "document", which cuts each document over the context ranks'
             )
         if self.packing not in ("first_fit", "best_fit", "padded"):
             raise ValueError(f'packing is {self.packing!r}; choose "first_fit", "best_fit" or "padded"')
@@ -144,6 +151,7 @@ class PackDocuments:
                 context=self.context,
                 audio_ranks=self.audio_ranks,
                 round_to=self.round_to,
+                layout=self.layout,
             )
         )
 
@@ -253,37 +261,66 @@ class _RunsIterator(grain.DatasetIterator):
         self._start(state["packer"], state["emitted"])
 
 
-class _Batches(Iterator[tuple[Batch, dict[str, Any]]]):
-    """The rows' streams as batches, with the state of them all."""
+class RowReport(NamedTuple):
+    """What a row of a batch holds; see Loader."""
 
-    def __init__(self, streams: Sequence[grain.DatasetIterator], empty: PackedRow) -> None:
+    row: int
+    documents: int
+    real_tokens: int
+    supervised_tokens: int
+    capacity_tokens: int
+    audio_seconds: float
+    imbalance: float
+
+
+def totals(rows: Collection[RowReport]) -> dict[str, Any]:
+    """Sums over the rows of a batch, by name; of imbalance the largest."""
+    ordered = sorted(rows)
+    sums = {name: sum(getattr(row, name) for row in ordered) for name in RowReport._fields[1:-1]}
+    return {**sums, "imbalance": max(row.imbalance for row in ordered)}
+
+
+class _Batches(Iterator[tuple[Batch, dict[str, Any]]]):
+    """The rows' streams as batches, with the state of them all.
+
+    streams: for every row of the batch, its stream, or None where another process reads it.
+    """
+
+    def __init__(self, streams: Sequence[grain.DatasetIterator | None], empty: PackedRow) -> None:
         self._streams, self._empty = streams, empty
+        self._own = {row: stream for row, stream in enumerate(streams) if stream is not None}
 
     def __next__(self) -> tuple[Batch, dict[str, Any]]:
-        rows: list[PackedRow | None] = [next(stream, None) for stream in self._streams]
+        rows: list[PackedRow | None] = [next(stream, None) for stream in self._own.values()]
         if not any(rows):
             raise StopIteration
-        batches, reports = zip(*(row or self._empty for row in rows), strict=True)
+        return self._batch([row or self._empty for row in rows])
+
+    def empty(self) -> tuple[Batch, dict[str, Any]]:
+        return self._batch([self._empty] * len(self._own))
+
+    def _batch(self, rows: Sequence[PackedRow]) -> tuple[Batch, dict[str, Any]]:
+        batches, packed = zip(*rows, strict=True)
         batch = Batch(*map(np.concatenate, zip(*batches, strict=True)))
-        return batch, {
-            "documents": sum(len(r.keys) for r in reports),
-            "real_tokens": sum(r.real_tokens for r in reports),
-            "supervised_tokens": sum(r.supervised_tokens for r in reports),
-            "capacity_tokens": batch.tokens.size,
-            "audio_seconds": sum(r.audio_seconds for r in reports),
-            "imbalance": max(r.imbalance for r in reports),
-            "keys": tuple(r.keys for r in reports),
-        }
+        capacity = batch.tokens.shape[1]
+        reports = [
+            RowReport(
+                row, len(r.keys), r.real_tokens, r.supervised_tokens, capacity, r.audio_seconds, r.imbalance
+            )
+            for row, r in zip(self._own, packed, strict=True)
+        ]
+        return batch, {**totals(reports), "keys": tuple(r.keys for r in packed), "rows": reports}
 
     def get_state(self) -> dict[str, Any]:
-        return {"streams": [stream.get_state() for stream in self._streams]}
+        return {"streams": [stream and stream.get_state() for stream in self._streams]}
 
     def set_state(self, state: dict[str, Any]) -> None:
         for stream, stream_state in zip(self._streams, state["streams"], strict=True):
-            stream.set_state(stream_state)
+            if stream:
+                stream.set_state(stream_state)
 
     def close(self) -> None:
-        for stream in self._streams:
+        for stream in self._own.values():
             stream.close()
 
 
@@ -291,7 +328,8 @@ class Loader(Iterator[tuple[Batch, dict[str, Any]]]):
     """Iterator of (Batch with R = rows, report), one grain stream a row. Made by make_loader.
 
     report: documents, real_tokens, supervised_tokens, capacity_tokens (ints, over all rows), audio_seconds,
-        imbalance (of the worst row; it sets the pace), keys: for every row, its documents' keys by segment.
+        imbalance (of the worst row; it sets the pace), keys: for every row, its documents' keys by segment;
+        rows: a RowReport of each.
     Stops when every stream is exhausted; one that ends before the others gives empty rows. What goes wrong
     while batches are made ahead is raised by next(). Leaving `with loader:` closes it.
     """
@@ -300,6 +338,8 @@ class Loader(Iterator[tuple[Batch, dict[str, Any]]]):
         self, batches: _Batches, prefetch: int, workers: Workers | None, identity: dict[str, Any]
     ) -> None:
         self._ahead = _Ahead(batches, prefetch)
+        self.empty = batches.empty()
+        """What a batch without a document looks like: (Batch, report)."""
         self._identity = identity
         # Done once: by close(), when nobody holds this object any more, or as the interpreter exits.
         self._end = weakref.finalize(self, _close, batches, self._ahead, workers)
@@ -318,7 +358,10 @@ class Loader(Iterator[tuple[Batch, dict[str, Any]]]):
         self._end()
 
     def get_state(self) -> dict[str, Any]:
-        """Where the next batch starts, JSON-serialisable: what the streams depend on, and their states."""
+        """Where the next batch starts, JSON-serialisable: what the streams depend on, and their states.
+
+        The state is None of a row that is not read here; set_state takes no notice of it.
+        """
         return {"identity": self._identity, **self._ahead.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -360,6 +403,7 @@ def make_loader(
     load: Load,
     config: Config,
     *,
+    rows: Collection[int] | None = None,
     repeat: bool = True,
     shuffle: bool | None = None,
     on_skip: OnSkip = log_skip,
@@ -373,8 +417,9 @@ def make_loader(
     sources: random access to the items (manifest lines) of one data set each.
     load(item, epoch): the item's Document, or why there is none; random draws in it must come from the item
         and the epoch. With workers it is pickled.
-    config: data.*, mesh.context, mesh.audio_ranks and model.encoder.num_mels are used. Epoch e's order is a
-        function of (data.seed, e).
+    config: data.*, mesh.context, mesh.audio_ranks, model.context_layout and model.encoder.num_mels are used.
+        Epoch e's order is a function of (data.seed, e).
+    rows: those of the batch that are read here, the batch then having no others; None: all data.rows.
     repeat: without end, a new order every epoch; False: one epoch, in which every document appears once.
     shuffle: overrides data.shuffle. on_skip: called for every Fault, and see PackDocuments.
     identity: what the documents depend on besides data.*; JSON values. A loader of another identity refuses
@@ -405,6 +450,7 @@ def make_loader(
         packing_bins=data.packing_bins,
         round_to=data.round_to,
         context=config.mesh.context,
+        layout=config.model.context_layout,
         audio_ranks=config.mesh.audio_ranks,
         shuffle_seed=data.seed if shuffle else None,
         on_skip=on_skip,
@@ -414,8 +460,11 @@ def make_loader(
     orders = [grain.MapDataset.range(len(source)) for source in sources]
     if shuffle:
         orders = [order.shuffle(seed=data.seed + s) for s, order in enumerate(orders)]
-    streams = []
+    streams: list[grain.DatasetIterator | None] = []
     for row in range(data.rows):
+        if rows is not None and row not in rows:
+            streams.append(None)
+            continue
         shares = [order[row :: data.rows] for order in orders]
         places = [
             (share.repeat() if repeat else share).map_with_index(partial(_place, s, len(share)))

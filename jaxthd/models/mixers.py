@@ -10,7 +10,9 @@ where `fixed` stays as it is and `state` has a fixed shape (models/decoding.py).
 
 Legend: N tokens, D model dim, H heads, P Mamba head dim, G Mamba groups, S Mamba state, d attention head dim,
 E experts, k experts a token, M expert layout rows, F inner dim, I Mamba inner dim (H * P), C = I + 2 G S
-channels of the convolution; in decoding n documents of this rank, m new tokens of each.
+channels of the convolution, U = G S; in decoding n documents of this rank, m new tokens of each. What Mamba2
+scans: L tokens, h heads, c channels; these are N, H, C, or, where heads are spread over R context ranks, all
+tokens of the rows, H / R and a share of the channels (ops/head_exchange.py).
 """
 
 import math
@@ -28,6 +30,7 @@ from jaxthd.models.layers import Linear, RMSNorm, relu_squared
 from jaxthd.ops.attention import attention_forward
 from jaxthd.ops.conv import causal_conv, last_inputs
 from jaxthd.ops.grouped_matmul import combine, dispatch, expert_layout
+from jaxthd.ops.head_exchange import head_ranks, own_heads, scan_segments, to_documents, to_heads, to_tokens
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.ring import gather_in_order, merge, packed_attention
 from jaxthd.ops.ssd import ssd, ssd_and_states
@@ -39,6 +42,10 @@ from jaxthd.parallel.tensor import psum_live
 
 Prefilled = tuple[Array, list[Array], list[Array]]
 """(outputs, fixed, state) of a mixer."""
+Parts = tuple[Array, Array, Array]
+"""Mamba2's x, B and C before the convolution."""
+ScanInputs = tuple[Array, Array, Array, Array, Array]
+"""x, dt, a, B and C of Mamba2's scan."""
 
 
 def _residual_std(fan_in: int, config: LLMConfig) -> float:
@@ -134,61 +141,91 @@ class Mamba2(nnx.Module):
         self.dt_limit = llm.mamba_dt_limit
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
-        inputs = self._scan_inputs(x_ND, jax.nn.silu(self._convolved(self._project(x_ND), segments)))
-        return self._finish(ssd(*inputs, segments, chunk=self.chunk), inputs[0], x_ND)
+        inputs = self._scan_inputs(x_ND, self._project(x_ND), segments)
+        y_LhP = ssd(*inputs, scan_segments(segments), chunk=self.chunk)
+        return self._scan_outputs(y_LhP, inputs[0], x_ND, segments)
 
-    def _project(self, x_ND: Array) -> Array:
-        """What the convolution takes: x, B and C side by side, [N, C]."""
-        return jnp.concatenate([f(x_ND) for f in (self.x, self.b, self.c)], axis=1)
+    def _project(self, x_ND: Array) -> Parts:
+        return self.x(x_ND), self.b(x_ND), self.c(x_ND)
 
-    def _taps(self, dtype: Any) -> tuple[Array, Array]:
-        """Of the convolution of x, B and C side by side: this rank's part of them."""
+    def _side_by_side(self, parts: Parts, ranks: int = 1) -> Array:
+        """x, B and C of each rank's heads, [L, ranks, c]; a group whose heads lie on several is repeated."""
+        x_LI, *shared = parts
+        groups = shared[0].shape[1] // self.state
+        repeats = math.lcm(groups, ranks) // groups
+        b_LGS, c_LGS = (v.reshape(len(v), groups, -1).repeat(repeats, axis=1) for v in shared)
+        return jnp.concatenate([v.reshape(len(v), ranks, -1) for v in (x_LI, b_LGS, c_LGS)], axis=2)
+
+    def _taps(self, dtype: Any, ranks: int = 1) -> tuple[Array, Array]:
+        """Of this rank's part of the convolution: taps [K, ranks, c] and bias [ranks, c]."""
         b_KC, c_KC = (own_part(w[...], 1, self.groups, self.mesh) for w in (self.conv_b, self.conv_c))
         b_C, c_C = (own_part(b[...], 0, self.groups, self.mesh) for b in (self.conv_bias_b, self.conv_bias_c))
-        taps_KC = jnp.concatenate([self.conv_x[...], b_KC, c_KC], axis=1)
-        bias_C = jnp.concatenate([self.conv_bias_x[...], b_C, c_C])
-        return taps_KC.astype(dtype), bias_C.astype(dtype)
+        taps_KRc = self._side_by_side((self.conv_x[...], b_KC, c_KC), ranks)
+        bias_1Rc = self._side_by_side((self.conv_bias_x[...][None], b_C[None], c_C[None]), ranks)
+        return taps_KRc.astype(dtype), bias_1Rc[0].astype(dtype)
 
-    def _convolved(self, projected_NC: Array, segments: Segments) -> Array:
-        return causal_conv(projected_NC, *self._taps(projected_NC.dtype), segments)
+    def _scan_inputs(self, x_ND: Array, projected: Parts, segments: Segments) -> ScanInputs:
+        """Of the heads that this rank scans."""
+        ranks = head_ranks(segments)
+        taps_KRc, bias_Rc = self._taps(x_ND.dtype, ranks)
+        joined_Lc = to_heads(self._side_by_side(projected, ranks), segments)[:, 0]
+        convolved_Lc = causal_conv(
+            joined_Lc,
+            own_heads(taps_KRc, segments, axis=1)[:, 0],
+            own_heads(bias_Rc, segments)[0],
+            scan_segments(segments),
+        )
+        dt_Lh = to_heads(self._time_steps(x_ND), segments)
+        return self._by_head(jax.nn.silu(convolved_Lc), dt_Lh, own_heads(self._rates(x_ND), segments))
 
-    def _scan_inputs(self, x_ND: Array, joined_NC: Array) -> tuple[Array, Array, Array, Array, Array]:
-        """x, dt, a, B, C of the scan."""
-        acc, n, heads = accumulation_dtype(x_ND), len(x_ND), self.a_log.shape[0]
-        inner = self.conv_x.shape[1]
-        shared = (joined_NC.shape[1] - inner) // 2
-        x_NI, b_NGS, c_NGS = jnp.split(joined_NC, (inner, inner + shared), axis=1)
-        b_NGS, c_NGS = (v.reshape(n, -1, self.state) for v in (b_NGS, c_NGS))
-        dt_NH = jax.nn.softplus(self.dt(x_ND).astype(acc) + self.dt_bias[...].astype(acc))
-        dt_NH = jnp.clip(dt_NH, *self.dt_limit)
-        return x_NI.reshape(n, heads, -1), dt_NH, -jnp.exp(self.a_log[...].astype(acc)), b_NGS, c_NGS
-
-    def _finish(self, y_NHP: Array, x_NHP: Array, x_ND: Array) -> Array:
+    def _time_steps(self, x_ND: Array) -> Array:
         acc = accumulation_dtype(x_ND)
-        y_NHP = y_NHP + self.d[...].astype(acc)[:, None] * x_NHP
-        gated_NI = y_NHP.reshape(len(x_ND), -1) * jax.nn.silu(self.z(x_ND).astype(acc))
+        dt_NH = jax.nn.softplus(self.dt(x_ND).astype(acc) + self.dt_bias[...].astype(acc))
+        return jnp.clip(dt_NH, *self.dt_limit)
+
+    def _rates(self, x_ND: Array) -> Array:
+        return -jnp.exp(self.a_log[...].astype(accumulation_dtype(x_ND)))
+
+    def _by_head(self, joined_Lc: Array, dt_Lh: Array, a_h: Array) -> ScanInputs:
+        """joined_Lc: x, B and C side by side."""
+        n, heads = dt_Lh.shape
+        inner = heads * (self.conv_x.shape[1] // len(self.a_log[...]))
+        x_LI, b_LU, c_LU = jnp.split(joined_Lc, (inner, (inner + joined_Lc.shape[1]) // 2), axis=1)
+        b_LGS, c_LGS = (v.reshape(n, -1, self.state) for v in (b_LU, c_LU))
+        return x_LI.reshape(n, heads, -1), dt_Lh, a_h, b_LGS, c_LGS
+
+    def _scan_outputs(self, y_LhP: Array, x_LhP: Array, x_ND: Array, segments: Segments) -> Array:
+        y_LhP = y_LhP + own_heads(self.d[...].astype(y_LhP.dtype), segments)[:, None] * x_LhP
+        return self._finish(to_tokens(y_LhP, segments, x_ND.dtype), x_ND)
+
+    def _finish(self, y_NHP: Array, x_ND: Array) -> Array:
+        gated_NI = y_NHP.reshape(len(x_ND), -1) * jax.nn.silu(self.z(x_ND).astype(y_NHP.dtype))
         return self.out(self.norm(gated_NI).astype(x_ND.dtype))
 
     def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
         """State: the convolution's last inputs and the scan's state at the end of each prompt."""
-        projected_NC = self._project(x_ND)
-        inputs = self._scan_inputs(x_ND, jax.nn.silu(self._convolved(projected_NC, segments)))
-        y_NHP, state_DHPS = ssd_and_states(*inputs, segments, prompts.at, chunk=self.chunk)
-        last_DkC = last_inputs(projected_NC, prompts.at, self.conv_x.shape[0], segments)
-        state = [prompts.share(last_DkC, segments), prompts.share(state_DHPS, segments)]
-        return self._finish(y_NHP, inputs[0], x_ND), [], state
+        projected, rows = self._project(x_ND), scan_segments(segments)
+        inputs = self._scan_inputs(x_ND, projected, segments)
+        ends = rows.local_index(prompts.ends.last)
+        y_LhP, state_DhPS = ssd_and_states(*inputs, rows, ends, chunk=self.chunk)
+        joined_NC = self._side_by_side(projected)[:, 0]
+        last_DkC = last_inputs(joined_NC, *prompts.ends, self.conv_x.shape[0], segments)
+        share = prompts.share if segments.in_order is None else to_documents
+        state = [prompts.share(last_DkC, segments), share(state_DhPS, segments)]
+        return self._scan_outputs(y_LhP, inputs[0], x_ND, segments), [], state
 
     def step(self, x_nD: Float[Array, "n D"], fixed: Any, state: Any, now: Now) -> tuple[Array, Any]:
         last_nkC, state_nHPS = state
-        window_nKC = jnp.concatenate([last_nkC, self._project(x_nD)[:, None]], axis=1)
-        taps_KC, bias_C = self._taps(x_nD.dtype)
-        joined_nC = jax.nn.silu(bias_C + (window_nKC * taps_KC).sum(axis=1))
-        x_nHP, dt_nH, a_H, b_nGS, c_nGS = self._scan_inputs(x_nD, joined_nC)
+        window_nKC = jnp.concatenate([last_nkC, self._side_by_side(self._project(x_nD))], axis=1)
+        taps_K1C, bias_1C = self._taps(x_nD.dtype)
+        joined_nC = jax.nn.silu(bias_1C[0] + (window_nKC * taps_K1C[:, 0]).sum(axis=1))
+        x_nHP, dt_nH, a_H, b_nGS, c_nGS = self._by_head(joined_nC, self._time_steps(x_nD), self._rates(x_nD))
         b_nHS, c_nHS = (jnp.repeat(v, x_nHP.shape[1] // v.shape[1], axis=1) for v in (b_nGS, c_nGS))
         added_nHPS = (dt_nH[..., None] * x_nHP)[..., None] * b_nHS[:, :, None]
         state_nHPS = jnp.exp(dt_nH * a_H)[..., None, None] * state_nHPS + added_nHPS
         y_nHP = jnp.einsum("nhps,nhs->nhp", state_nHPS, c_nHS.astype(state_nHPS.dtype))
-        return self._finish(y_nHP, x_nHP, x_nD), [window_nKC[:, 1:], state_nHPS]
+        y_nHP = y_nHP + self.d[...].astype(y_nHP.dtype)[:, None] * x_nHP
+        return self._finish(y_nHP, x_nD), [window_nKC[:, 1:], state_nHPS]
 
 
 class MLP(nnx.Module):

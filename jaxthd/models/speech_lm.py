@@ -101,6 +101,7 @@ class SpeechLM(nnx.Module):
             batch.positions,
             block=self.config.attention_block,
             axis=CONTEXT if axes else None,
+            layout=self.config.context_layout,
             lockstep=lockstep,
         )
 

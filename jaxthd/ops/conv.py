@@ -1,7 +1,7 @@
 """Depthwise convolutions over packed tokens: no tap ever reaches another document.
 
 Legend: N tokens, K taps, C channels, R rows, S stretches of a row on a rank, L tokens of a stretch;
-D tokens after which decoding goes on.
+D places for documents of a row, after whose prompts decoding goes on.
 """
 
 import jax
@@ -38,21 +38,21 @@ def causal_conv(
 
 
 def last_inputs(
-    x_NC: Float[Array, "N C"], at_D: Int32[Array, " D"], taps: int, segments: Segments
-) -> Float[Array, "D k C"]:
-    """The k = taps - 1 inputs up to token at_D, newest last, 0 before its document (all 0 where at_D is -1).
-
-    What a causal convolution needs in order to go on after that token.
+    x_NC: Float[Array, "N C"],
+    first_RD: Int32[Array, "R D"],
+    last_RD: Int32[Array, "R D"],
+    taps: int,
+    segments: Segments,
+) -> Float[Array, "places k C"]:
+    """What a causal convolution needs in order to go on after token `last` of the document that starts at
+    `first` (places in the row, in document order; -1 for none): its k = taps - 1 inputs up to there, newest
+    last; 0 before the document, and 0 for those that another rank holds.
     """
-    reach = taps - 1
-    x_RSLC = segments.split(x_NC)
-    length = x_RSLC.shape[2]
-    x_RSLC = jnp.concatenate([_halo(x_RSLC, reach, segments), x_RSLC], axis=2)
-    x_ZLC = x_RSLC.reshape(-1, *x_RSLC.shape[2:])
-    back_k = jnp.arange(reach - 1, -1, -1)
-    x_DkC = x_ZLC[(at_D // length)[:, None], (at_D % length)[:, None] + reach - back_k]
-    seen_Dk = (segments.positions[at_D][:, None] >= back_k) & (at_D >= 0)[:, None]
-    return jnp.where(seen_Dk[..., None], x_DkC, 0)
+    index_RDk = last_RD[..., None] - jnp.arange(taps - 2, -1, -1, dtype=jnp.int32)
+    index_RDk = jnp.where(index_RDk >= first_RD[..., None], index_RDk, -1)
+    here = segments.local_index(index_RDk.reshape(len(index_RDk), -1))
+    x_DkC = jnp.where(here[:, None] >= 0, x_NC[here], 0)
+    return x_DkC.reshape(-1, taps - 1, x_NC.shape[1])
 
 
 def _halo(x_RSLC: Array, reach: int, segments: Segments) -> Array:

@@ -1,9 +1,10 @@
 """Packed causal attention over the context axis: by a ring of rectangles, or over gathered keys.
 
-Under whole-buffer DualChunkSwap a rank's queries see one dense rectangle of another rank's keys, or nothing
-(packing/segments.py). The ring sends keys and values on first, then computes the step, skipped when empty;
-parts are merged by their log-sum-exp in float32 (Liu et al., Ring Attention, 2023). The backward pass sends
-(k, v) around again, (dk, dv) of other ranks after them and home, with the log-sum-exp over all ranks' keys.
+Under whole-buffer DualChunkSwap a rank's queries see one dense rectangle of another rank's keys, or nothing;
+under the per-document layout, a prefix of each document (packing/segments.py). The ring sends keys and values
+on first, then computes the step, skipped when empty; parts are merged by their log-sum-exp in float32 (Liu et
+al., Ring Attention, 2023). The backward pass sends (k, v) around again, (dk, dv) of other ranks after them
+and home, with the log-sum-exp over all ranks' keys.
 
 Legend: N queries and keys of a rank, H query heads, K key/value heads, D query/key dim, V value dim.
 """
@@ -18,7 +19,7 @@ from jaxtyping import Float
 
 from jaxthd.ops.attention import attention_backward, attention_forward, interval_attention
 from jaxthd.packing.layout import context_permutation, inverse_permutation
-from jaxthd.packing.segments import KeyIntervals, Segments
+from jaxthd.packing.segments import KeyIntervals, Segments, gather_places
 
 
 def packed_attention(
@@ -47,8 +48,11 @@ def gather_in_order(x_NKD: Float[Array, "N K D"], segments: Segments) -> Float[A
         return x_NKD
     x_RTKD = x_NKD.reshape(segments.rows, -1, *x_NKD.shape[1:])
     x_RTKD = jax.lax.all_gather(x_RTKD, segments.axis, axis=1, tiled=True)
-    order = inverse_permutation(context_permutation(x_RTKD.shape[1], segments.context))
-    return x_RTKD[:, order].reshape(-1, *x_NKD.shape[1:])
+    if segments.in_order is not None:
+        x_RTKD = gather_places(x_RTKD, segments.in_order.slots)
+    else:
+        x_RTKD = x_RTKD[:, inverse_permutation(context_permutation(x_RTKD.shape[1], segments.context))]
+    return x_RTKD.reshape(-1, *x_NKD.shape[1:])
 
 
 def _send(pair: tuple[Array, Array], segments: Segments) -> tuple[Array, Array]:

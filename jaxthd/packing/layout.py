@@ -1,17 +1,35 @@
 """Where tokens live over the context axis: DualChunkSwap, of the whole buffer or of each document.
 
 A stretch of tokens is cut into 2 * context equal chunks; rank r holds chunk r and chunk 2 * context - 1 - r.
-Under causal attention an early chunk is cheap and a late one dear, so each rank gets one of both. jaxthd
-trains on the whole-buffer layout, which asks nothing of document lengths; the per-document one is what
-Transformer Engine's THD ring expects (its `thd_get_partitioned_indices`) and needs every length to be a
-multiple of 2 * context.
+Under causal attention an early chunk is cheap and a late one dear, so each rank gets one of both. The default
+is the whole-buffer layout, which asks nothing of document lengths; the per-document one is what Transformer
+Engine's THD ring expects (its `thd_get_partitioned_indices`) and needs every length to be a multiple of
+2 * context.
 """
 
 from collections.abc import Sequence
 from math import lcm
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Int, Int32
+
+
+def row_permutation(
+    segment_ids: Int[np.ndarray, " T"], context: int, layout: Literal["buffer", "document"], round_to: int
+) -> Int32[np.ndarray, " T"]:
+    """How a row is laid out over the context axis, rank-major: permuted[i] = original[perm[i]], int32 [T].
+
+    segment_ids: of the row, in any order. layout: of the whole buffer, or of each document, whose padding
+        behind the last document is cut as one document more. round_to: as the row was packed with.
+    Raises ValueError where the layout cannot cut the buffer, or a document.
+    """
+    if layout == "buffer" or context == 1:
+        return context_permutation(len(segment_ids), context)
+    lengths = np.bincount(segment_ids)[1:]
+    ends = np.cumsum(-(-lengths // round_to) * round_to)
+    cu_seqlens = np.concatenate([[0], ends, [len(segment_ids)]]).astype(int)
+    return np.concatenate([document_chunk_indices(cu_seqlens, context, rank) for rank in range(context)])
 
 
 def context_permutation(length: int, context: int) -> Int32[np.ndarray, " length"]:

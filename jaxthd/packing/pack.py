@@ -4,7 +4,7 @@ Legend: T token slots, A mel frame slots, E = A / 8, M mel bands, R = 1 row.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, Int, Int32, Shaped
@@ -12,7 +12,7 @@ from jaxtyping import Float32, Int, Int32, Shaped
 from jaxthd.packing.balance import assign_chunks, attention_work, imbalance, order_documents
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
-from jaxthd.packing.layout import context_permutation
+from jaxthd.packing.layout import row_permutation
 
 
 class PackReport(NamedTuple):
@@ -47,6 +47,7 @@ def pack_row(
     audio_ranks: int = 1,
     round_to: int = 1,
     order_seed: int | None = 0,
+    layout: Literal["buffer", "document"] = "buffer",
 ) -> tuple[Batch, PackReport]:
     """Packs documents into one buffer (Batch with R = 1); no documents give an all-padding row.
 
@@ -56,6 +57,8 @@ def pack_row(
     round_to: each document's slots are rounded up to a multiple of this, with padding slots behind it.
     order_seed: seeds the choice of the order that evens out attention (order_documents); None
         keeps the given one.
+    layout: what is cut over the context axis (packing/layout.py). "document" needs a round_to that is a
+        multiple of 2 * context, and keeps the given order: there it evens out nothing.
     Position i is supervised (weight 1, target the next token) iff token i + 1 of the same document is:
     labels are masked first, shifted after, and never reach into another document.
     Raises ValueError when something does not fit; the message says what to raise.
@@ -68,7 +71,7 @@ def pack_row(
         raise ValueError(f"documents take {sum(rounded)} token slots, the buffer has {capacity} (capacity)")
     placed = _place_chunks(documents, audio_ranks, share)
     order = list(range(len(documents)))
-    if order_seed is not None:
+    if order_seed is not None and layout == "buffer":
         order, _ = order_documents([len(d) for d in documents], capacity, context, order_seed, rounded)
 
     tokens, targets, segment_ids, positions = np.zeros((4, capacity), np.int32)
@@ -103,7 +106,7 @@ def pack_row(
         audio_slots[start:end][document.is_audio] = np.concatenate(frames_of_document)
         start += rounded[d]
 
-    perm = context_permutation(capacity, context)
+    perm = row_permutation(segment_ids, context, layout, round_to)
     laid_out = [x[perm] for x in (tokens, targets, weights, segment_ids, positions, audio_slots)]
     batch = Batch(*(x[None] for x in (*laid_out, mels, mel_mask, chunk_ids, chunk_positions)))
     return batch, PackReport(

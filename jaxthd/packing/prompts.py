@@ -9,7 +9,7 @@ this rank does: R * D over the context axis.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax import Array
 from jaxtyping import Bool, Int32
 
 from jaxthd.packing.batch import Batch
-from jaxthd.packing.layout import context_permutation, inverse_permutation
+from jaxthd.packing.layout import inverse_permutation, row_permutation
 from jaxthd.packing.segments import KeyIntervals, Segments, key_intervals
 
 
@@ -32,17 +32,25 @@ class PromptEnds(NamedTuple):
     last: Int32[Any, "R D"]
 
 
-def find_prompts(batch: Batch, context: int, max_documents: int) -> tuple[PromptEnds, list[list[int]]]:
+def find_prompts(
+    batch: Batch,
+    context: int,
+    max_documents: int,
+    *,
+    layout: Literal["buffer", "document"] = "buffer",
+    round_to: int = 1,
+) -> tuple[PromptEnds, list[list[int]]]:
     """The prompts of a host batch, and the token ids of their answers (end mark included), R * D lists.
 
-    context: the batch's layout. An answer is a run of supervised tokens; the last one of a document counts.
+    context, layout, round_to: as the batch was packed with. An answer is a run of supervised tokens; the last
+        one of a document counts.
     """
-    rows, tokens = batch.tokens.shape
+    rows = len(batch.tokens)
     places = -(-max_documents // context) * context
     ends = PromptEnds(*np.full((2, rows, places), -1, np.int32))
     answers: list[list[int]] = [[] for _ in range(rows * places)]
-    order = inverse_permutation(context_permutation(tokens, context))
     for row in range(rows):
+        order = inverse_permutation(row_permutation(batch.segment_ids[row], context, layout, round_to))
         ids, supervised, targets = (x[row][order] for x in (batch.segment_ids, batch.weights, batch.targets))
         for document in range(ids.max()):
             slots = np.flatnonzero(ids == document + 1)
@@ -58,11 +66,12 @@ def find_prompts(batch: Batch, context: int, max_documents: int) -> tuple[Prompt
 class Prompts:
     """A batch's prompts as a rank sees them.
 
-    at: this rank's index of each prompt's last token, or -1; R * D places.
+    ends: of this rank's rows. at: this rank's index of each prompt's last token, or -1; R * D places.
     keys: what the new tokens of this rank's n documents see of the keys of all ranks in document order.
     documents, new_tokens, block: n, the most tokens that are decoded, the attention block.
     """
 
+    ends: PromptEnds
     at: Int32[Array, " places"]
     keys: KeyIntervals
     documents: int
@@ -96,6 +105,7 @@ def make_prompts(ends: PromptEnds, segments: Segments, new_tokens: int) -> Promp
         mine = jax.lax.axis_index(segments.axis) * documents
         lo, hi = (jax.lax.dynamic_slice_in_dim(x, mine, documents) for x in (lo, hi))
     return Prompts(
+        ends=ends,
         at=segments.local_index(ends.last),
         keys=key_intervals(lo, hi, segments.block),
         documents=documents,

@@ -7,7 +7,7 @@ Legend: R rows on this rank, T tokens of a row on this rank, N = R * T, QB query
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,9 +45,21 @@ def blocked(x: Array, block: int, fill: float | int) -> Array:
     return padded.reshape(-1, block, *x.shape[1:])
 
 
+class InOrder(NamedTuple):
+    """Under the per-document layout: this rank's rows as they are with all ranks' tokens in document order.
+
+    slots: for each of a row's S places in document order, the slot of the rank-major row that holds its
+    token, S in padding. places: for each of those slots its place, S in padding. segments: of the whole rows.
+    """
+
+    slots: Int32[Array, "R S"]
+    places: Int32[Array, "R S"]
+    segments: "Segments"
+
+
 @dataclass(frozen=True)
 class Segments:
-    """Documents in this rank's tokens: rows one after the other, each in whole-buffer DualChunkSwap order.
+    """Documents in this rank's tokens: rows one after the other, each in the context layout's order.
 
     ids: 0 in padding, else the document's number in its row.
     positions: index of the token in its document, 0 in padding. A token that is j or more tokens into its
@@ -57,6 +69,7 @@ class Segments:
     gathered: the same for the keys of all ranks in document order.
     whole: keys of the token's whole document on this rank (bidirectional; for the encoder).
     remaining: tokens of the document after this one, on this rank.
+    in_order: None under the whole-buffer layout, and where one rank has it all.
     rows, axis, context, block: R, the context axis (None outside a mesh), its size, the attention block.
     lockstep: all ranks of the mesh run this program at the same time. Else, in pipeline stages that differ,
         no collective may name ranks of other stages: ppermute names all, and is not used.
@@ -69,6 +82,7 @@ class Segments:
     remote: tuple[KeyIntervals, ...]
     gathered: KeyIntervals
     whole: KeyIntervals
+    in_order: InOrder | None
     rows: int
     axis: str | None
     context: int
@@ -81,7 +95,11 @@ class Segments:
 
     @property
     def stretches(self) -> int:
-        """Contiguous stretches of a row on one rank: its two context chunks, or the whole row."""
+        """Contiguous stretches of a row on one rank: its two context chunks, or the whole row.
+
+        Not under the per-document layout, where every document brings two of its own.
+        """
+        assert self.in_order is None
         return 2 if self.context > 1 else 1
 
     def split(self, x: Array) -> Array:
@@ -94,7 +112,11 @@ class Segments:
         """
         tokens = len(self.ids) // self.rows
         local_RD, here_RD = index_RD, index_RD >= 0
-        if self.axis is not None and self.context > 1:
+        if self.in_order is not None:
+            slot_RD = jnp.take_along_axis(self.in_order.slots, jnp.maximum(index_RD, 0), axis=1)
+            here_RD = slot_RD // tokens == jax.lax.axis_index(self.axis)
+            local_RD = slot_RD % tokens
+        elif self.axis is not None and self.context > 1:
             chunk, rank = tokens // 2, jax.lax.axis_index(self.axis)
             number_RD = index_RD // chunk
             here_RD = (number_RD == rank) | (number_RD == 2 * self.context - 1 - rank)
@@ -128,36 +150,53 @@ def make_segments(
     *,
     block: int,
     axis: str | None,
+    layout: Literal["buffer", "document"] = "buffer",
     lockstep: bool = True,
 ) -> Segments:
     """Derives a step's Segments from this rank's share of the batch.
 
-    axis: name of the context mesh axis, inside shard_map; None when the rows are whole. lockstep: as there.
+    axis: name of the context mesh axis, inside shard_map; None when the rows are whole.
+    layout: over that axis, of the whole buffer or of each document. lockstep: as there.
 
-    Every key interval follows from one fact: under whole-buffer DualChunkSwap the local order of tokens is
-    their global order, so a query's global interval [first token of its document, itself] is also an interval
-    of any rank's keys, found by counting that rank's tokens below either end. Between two ranks the
-    intervals are equal over a prefix of the queries' document: one dense rectangle, or nothing.
+    Every key interval follows from one fact: under DualChunkSwap the local order of tokens is their global
+    order, so a query's global interval [first token of its document, itself] is also an interval of any
+    rank's keys, found by counting that rank's tokens below either end. Under the whole-buffer layout the
+    intervals between two ranks are equal over a prefix of the queries' document: one dense rectangle, or
+    nothing. Under the per-document one all ranks hold a document at the same slots, and what a query sees of
+    another rank is a prefix of it there.
     """
     rows, tokens = ids_RT.shape
     context = jax.lax.axis_size(axis) if axis else 1
     rank = jax.lax.axis_index(axis) if axis else 0
     if context > 1 and tokens % 2:
         raise ValueError(f"{tokens} tokens of a row on a rank; context > 1 needs an even number (two chunks)")
-    chunk = tokens // 2
+    in_order, index_T = None, jnp.arange(tokens)
 
-    def tokens_below(source: Array | int, x: Array) -> Array:
-        """How many of rank `source`'s tokens of the row come before global index x."""
-        if context == 1:
-            return x
+    def below(source: Array | int, x: Array, chunk: Array | int) -> Array:
+        """How many of rank `source`'s tokens come before index x of what is cut into such chunks."""
         first, second = source * chunk, (2 * context - 1 - source) * chunk
         return jnp.clip(x - first, 0, chunk) + jnp.clip(x - second, 0, chunk)
 
-    index_T = jnp.arange(tokens)
-    if context > 1:
-        second_T = (2 * context - 1 - rank) * chunk + index_T - chunk
-        index_T = jnp.where(index_T < chunk, rank * chunk + index_T, second_T)
-    begin_RT, end_RT = index_T - positions_RT, jnp.broadcast_to(index_T + 1, ids_RT.shape)
+    if context > 1 and layout == "document":
+        start_RT, chunk_RT, in_order = _by_document(ids_RT, positions_RT, axis, block)
+        begin_RT = context * start_RT
+
+        def tokens_below(source: Array | int, x: Array) -> Array:
+            """How many of rank `source`'s slots of the row come before place x of the token's document."""
+            return start_RT + below(source, x - begin_RT, chunk_RT)
+
+    else:
+        if context > 1:
+            chunk = tokens // 2
+            second_T = (2 * context - 1 - rank) * chunk + index_T - chunk
+            index_T = jnp.where(index_T < chunk, rank * chunk + index_T, second_T)
+        begin_RT = index_T - positions_RT
+
+        def tokens_below(source: Array | int, x: Array) -> Array:
+            """How many of rank `source`'s tokens of the row come before global index x."""
+            return x if context == 1 else below(source, x, tokens // 2)
+
+    end_RT = begin_RT + positions_RT + 1
     row_R1 = jnp.arange(rows)[:, None]
     real_N = (ids_RT > 0).reshape(-1)
 
@@ -181,9 +220,45 @@ def make_segments(
         remote=tuple(of_rank((rank - 1 - t) % context) for t in range(context - 1)),
         gathered=intervals(*(row_R1 * tokens * context + x for x in (begin_RT, end_RT))),
         whole=intervals(whole_lo_RT, row_R1 * tokens + stop_RT),
+        in_order=in_order,
         rows=rows,
         axis=axis,
         context=context,
         block=block,
         lockstep=lockstep,
     )
+
+
+def _by_document(
+    ids_RT: Array, positions_RT: Array, axis: str | None, block: int
+) -> tuple[Array, Array, InOrder]:
+    """Under the per-document layout, for each token of this rank: the slot where its document starts on every
+    rank, and the length of the document's chunks; and all ranks' rows in document order.
+
+    Where a document starts is where rank 0 has its first token. Rank 1 starts with its second chunk, hence at
+    a position that is the chunk's length; if it has nothing, the first chunk holds all: any length will do.
+    """
+    rows, tokens = ids_RT.shape
+    ids, positions = (jax.lax.all_gather(x, axis, axis=0) for x in (ids_RT, positions_RT))
+    starts_RT = jnp.where((ids[0] > 0) & (positions[0] == 0), jnp.arange(tokens), 0)
+    start_RT = jax.lax.cummax(starts_RT, axis=1)
+    chunk_RT = jnp.take_along_axis(jnp.where(ids[1] > 0, positions[1], tokens), start_RT, axis=1)
+
+    def whole_rows(x_rRT: Array) -> Array:
+        return x_rRT.swapaxes(0, 1).reshape(rows, -1)
+
+    size = len(ids) * tokens
+    places_RS = whole_rows(jnp.where(ids > 0, len(ids) * start_RT + positions, size)).astype(jnp.int32)
+    slots_RS = jnp.full((rows, size), size, jnp.int32)
+    slots_RS = slots_RS.at[jnp.arange(rows)[:, None], places_RS].set(
+        jnp.arange(size, dtype=jnp.int32), mode="drop"
+    )
+    ids_RS, positions_RS = (gather_places(whole_rows(x), slots_RS) for x in (ids, positions))
+    segments = make_segments(ids_RS, positions_RS, block=block, axis=None)
+    return start_RT, chunk_RT, InOrder(slots_RS, places_RS, segments)
+
+
+def gather_places(x_RS: Array, index_RS: Array) -> Array:
+    """x[r, index[r, s]], 0 where the index is S; x may have dims more, [R, S, ...]."""
+    index = index_RS.reshape(*index_RS.shape, *[1] * (x_RS.ndim - 2))
+    return jnp.take_along_axis(x_RS, index, axis=1, mode="fill", fill_value=0)

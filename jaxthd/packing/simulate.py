@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from jaxthd.config import Config, DataConfig
 from jaxthd.packing.balance import assign_chunks, attention_work, imbalance, order_documents
 from jaxthd.packing.document import SUBSAMPLING
-from jaxthd.packing.layout import context_permutation
+from jaxthd.packing.layout import row_permutation
 
 BALANCED = 100
 """Buffers whose attention is balanced, of all."""
@@ -143,9 +143,9 @@ def _outcome(
 
 def balance(stream: Lengths, outcome: Outcome) -> tuple[float, float]:
     """Attention work of the worst context rank over the mean: documents as packed, and as the loader orders
-    them. Mean over BALANCED of the buffers."""
+    them (where each is cut by itself it does not). Mean over BALANCED of the buffers."""
     capacity, context = outcome.config.data.capacity, outcome.config.mesh.context
-    layout, slots = context_permutation(capacity, context), slots_of(stream, outcome.config)
+    layout, slots = outcome.config.model.context_layout, slots_of(stream, outcome.config)
     found = []
     for buffer in outcome.buffers[:: max(len(outcome.buffers) // BALANCED, 1)]:
         ids, positions, start = np.zeros(capacity, int), np.zeros(capacity, int), 0
@@ -153,9 +153,12 @@ def balance(stream: Lengths, outcome: Outcome) -> tuple[float, float]:
             end = start + stream.tokens[document]
             ids[start:end], positions[start:end] = segment, np.arange(end - start)
             start += slots[document]
-        given = imbalance(attention_work(positions[layout], ids[layout], context))
-        lengths, taken = stream.tokens[buffer].tolist(), slots[buffer].tolist()
-        found.append((given, order_documents(lengths, capacity, context, 0, taken)[1]))
+        perm = row_permutation(ids, context, layout, outcome.config.data.round_to)
+        given = ordered = imbalance(attention_work(positions[perm], ids[perm], context))
+        if layout == "buffer":
+            lengths, taken = stream.tokens[buffer].tolist(), slots[buffer].tolist()
+            ordered = order_documents(lengths, capacity, context, 0, taken)[1]
+        found.append((given, ordered))
     before, after = np.mean(found, axis=0)
     return float(before), float(after)
 

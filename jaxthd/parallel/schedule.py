@@ -4,8 +4,8 @@ A tick has room for one forward and one backward of a stage on every rank. What 
 tick is used by the next rank in the next tick, so nothing waits in between.
 
 1F1B: microbatch m goes forward on rank r at tick m + r, backward at m + 2 (P - 1) - r: rank r holds the
-inputs of at most 2 (P - 1 - r) + 1 microbatches, however many there are. Interleaved (Narayanan et al., 2021):
-a rank has V stages (chunks) and works on groups of P microbatches, one chunk after the other.
+inputs of at most 2 (P - 1 - r) + 1 microbatches, however many there are. Interleaved (Narayanan et al.,
+2021): a rank has V stages (chunks) and works on groups of P microbatches, one chunk after the other.
 
 Ticks in which no rank goes forward, or none backward, cost only the other. So a step takes
 (M V + P - 1) times a forward and a backward of one stage, of which M V are work: the bubble of the formula.

@@ -105,27 +105,27 @@ class Stages:
         return jax.lax.switch(kind_s[stage], branches, *args)
 
 
-def layer_cost(letter: str, llm: LLMConfig) -> int:
+def layer_cost(letter: str, llm: LLMConfig) -> float:
     """Multiply-adds a token in a layer's matrices and in the scan; attention as of 1,024 keys a token."""
     match letter:
         case "M":
             inner, shared = llm.mamba_heads * llm.mamba_head_dim, llm.mamba_groups * llm.mamba_state
             scan = inner * (2 * llm.mamba_state + llm.mamba_chunk) + shared * llm.mamba_chunk
-            return llm.dim * (3 * inner + 2 * shared + llm.mamba_heads) + scan
+            return float(llm.dim * (3 * inner + 2 * shared + llm.mamba_heads) + scan)
         case "*":
             heads = 2 * llm.q_heads + 2 * llm.kv_heads
-            return llm.head_dim * (llm.dim * heads + 2 * 1024 * llm.q_heads)
+            return float(llm.head_dim * (llm.dim * heads + 2 * 1024 * llm.q_heads))
         case "-":
-            return 2 * llm.dim * llm.ffn_dim
+            return 2.0 * llm.dim * llm.ffn_dim
         case "E":
             width = llm.latent_dim or llm.dim
             latent = 2 * llm.dim * llm.latent_dim
             routed = 2 * llm.experts_per_token * width * llm.expert_dim
-            return llm.dim * llm.experts + latent + routed + 2 * llm.dim * llm.shared_expert_dim
+            return float(llm.dim * llm.experts + latent + routed + 2 * llm.dim * llm.shared_expert_dim)
     raise ValueError(f"unknown letter {letter!r} in model.llm.pattern; use M, *, - or E")
 
 
-def divide(letters: str, costs: Sequence[int | float], count: int) -> tuple[str, ...]:
+def divide(letters: str, costs: Sequence[float], count: int) -> tuple[str, ...]:
     """Cuts the layers into `count` consecutive stages whose dearest is as cheap as can be; of those the ones
     whose squares sum to the least.
     """
@@ -150,7 +150,7 @@ def divide(letters: str, costs: Sequence[int | float], count: int) -> tuple[str,
 def to_stages(tree: Any, stages: Stages) -> Any:
     """Canonical stacks -> stacks as the pipeline's ranks hold them; every tree that holds layers by kind."""
 
-    def rows(letter: str, x: Array) -> Array:
+    def rows(letter: str, x: Any) -> Array:
         layers = stages.layers(letter)
         filled = (layers >= 0).reshape(-1, *(1,) * (x.ndim - 1))
         return jnp.where(filled, jnp.take(x, jnp.maximum(layers, 0), axis=0), 0)
@@ -161,7 +161,7 @@ def to_stages(tree: Any, stages: Stages) -> Any:
 def from_stages(tree: Any, stages: Stages) -> Any:
     """The inverse of to_stages."""
 
-    def canonical(letter: str, x: Array) -> Array:
+    def canonical(letter: str, x: Any) -> Array:
         layers = stages.layers(letter)
         rows = np.flatnonzero(layers >= 0)
         return jnp.take(x, rows[np.argsort(layers[rows])], axis=0)
@@ -169,7 +169,7 @@ def from_stages(tree: Any, stages: Stages) -> Any:
     return _of_layers(canonical, tree, stages)
 
 
-def _of_layers(change: Callable[[str, Array], Array], tree: Any, stages: Stages) -> Any:
+def _of_layers(change: Callable[[str, Any], Array], tree: Any, stages: Stages) -> Any:
     if len(stages.patterns) == 1:
         return tree
     letters = {name: letter for letter, name in KINDS.items()}

@@ -35,3 +35,19 @@ def test_the_log_survives_a_kill_and_counts_what_this_run_left_out(tmp_path: Pat
             file.write('{"manifest": "train", "key": "2:b')
     assert len(SkipLog(path)) == 0
     assert len(path.read_text().splitlines()) == 2
+
+
+def test_a_log_that_does_not_write_hands_over_what_another_lists(tmp_path: Path):
+    path = tmp_path / "skipped.jsonl"
+    listing, other = SkipLog(path), SkipLog(path, writes=False)
+    for log in (listing, other):
+        log.of(["a"])("1:x", "broken")
+    for _ in range(2):
+        other.of(["a"])("2:y", "other")
+    news = other.news()
+    assert news == [["a", "1:x", "broken"], ["a", "2:y", "other"]]
+    assert other.news() == listing.news() == []
+    for item in news:
+        listing.add(*item)
+    assert [json.loads(line)["key"] for line in path.read_text().splitlines()] == ["1:x", "2:y"]
+    assert len(listing) == 2

@@ -1,6 +1,9 @@
 """A run's data: manifests mixed, faults listed once, positions refused for other data."""
 
 import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -12,7 +15,7 @@ import soundfile
 
 from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig, SpecAugmentConfig
 from jaxthd.data import loaders
-from jaxthd.data.loaders import SpeechData
+from jaxthd.data.loaders import SpeechData, whole_position
 from jaxthd.data.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
 
@@ -102,6 +105,78 @@ def test_worker_processes_make_the_same_batches(folder: Path):
         assert report == other_report
         for x, y in zip(batch, other, strict=True):
             np.testing.assert_array_equal(x, y)
+
+
+@pytest.fixture
+def as_processes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """as_processes(f, config, *rows): [f(SpeechData, rows), ...], in threads that exchange like processes."""
+
+    def run(function: Callable[[SpeechData, Any], Any], config: Config, *rows: list[int]) -> list[Any]:
+        barrier, given = threading.Barrier(len(rows), timeout=60), {}
+        data = [SpeechData(config, folder) for _ in rows]
+        own = threading.local()
+
+        def exchange(value: Any) -> list[Any]:
+            given[own.number] = json.dumps(value)
+            barrier.wait()
+            found = [json.loads(given[i]) for i in range(len(rows))]
+            barrier.wait()
+            return found
+
+        def process(number: int) -> Any:
+            own.number = number
+            return function(data[number], rows[number])
+
+        monkeypatch.setattr(loaders, "exchange", exchange)
+        with ThreadPoolExecutor(len(rows)) as threads:
+            return list(threads.map(process, range(len(rows))))
+
+    return run
+
+
+def test_processes_have_as_many_batches_and_count_a_shared_row_once(
+    folder: Path, as_processes: Callable[..., list[Any]]
+):
+    """4 documents, one a row: row 0 has two, hence the second batch is of the first process alone."""
+    settings = config(folder, "speech.jsonl", rows=3, validation_manifest=str(folder / "speech.jsonl"))
+
+    def read(data: SpeechData, rows: list[int]) -> list[Any]:
+        with data.validation(rows) as loader:
+            return [(len(batch.tokens), report, loader.keys(report)) for batch, report in loader]
+
+    (whole,) = as_processes(read, settings, [0, 1, 2])
+    for steps, rows in zip(as_processes(read, settings, [0, 1], [1, 2]), ([0, 1], [1, 2]), strict=True):
+        assert len(steps) == len(whole) == 2
+        for (size, report, keys), (_, one, all_keys) in zip(steps, whole, strict=True):
+            assert size == 2
+            assert report | {"keys": one["keys"]} == one
+            assert [list(k) for k in report["keys"]] == [all_keys[row] for row in rows]
+            assert keys == all_keys
+    assert [report["documents"] for _, report, _ in whole] == [3, 1]
+
+
+@pytest.mark.parametrize("split", [[[0, 1, 2]], [[0, 2], [1]], [[0, 1], [1, 2], [0]]])
+def test_a_position_saved_by_some_processes_is_continued_by_others(
+    split: list[list[int]], folder: Path, as_processes: Callable[..., list[Any]]
+):
+    settings = config(folder, "speech.jsonl", "chats.jsonl", rows=3)
+
+    def start(data: SpeechData, rows: list[int]) -> Any:
+        with data.training(rows) as loader:
+            list(islice(loader, 3))
+            return whole_position(json.loads(json.dumps(loader.get_state())))
+
+    def go_on(data: SpeechData, rows: list[int]) -> list[Any]:
+        with data.training(rows) as loader:
+            loader.set_state(position)
+            return [loader.keys(report) for _, report in islice(loader, 4)]
+
+    with SpeechData(settings, folder).training() as loader:
+        want = [[list(row) for row in report["keys"]] for _, report in islice(loader, 7)]
+    for position in as_processes(start, settings, *split):
+        assert None not in position["streams"]
+        assert as_processes(go_on, settings, *split) == [want[3:]] * len(split)
+        assert as_processes(go_on, settings, [0, 1, 2]) == [want[3:]]
 
 
 def test_synthetic_may_be_one_of_the_manifests(folder: Path, monkeypatch: pytest.MonkeyPatch):

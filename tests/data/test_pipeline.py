@@ -28,10 +28,11 @@ def quiet(key: str, reason: str) -> None:
 
 def settings(context: int = 1, tensor: int = 1, **data) -> Config:
     defaults = {"rows": 3, "capacity": 128, "audio_capacity": 512, "max_documents": 5, "packing_bins": 3}
+    layout = data.pop("layout", "buffer")
     return Config(
         mesh=MeshConfig(context=context, tensor=tensor),
         data=DataConfig(**{**defaults, **data}),
-        model=ModelConfig(encoder=EncoderConfig(num_mels=MELS)),
+        model=ModelConfig(encoder=EncoderConfig(num_mels=MELS), context_layout=layout),
     )
 
 
@@ -122,11 +123,15 @@ def test_a_row_reads_its_own_items_whatever_the_mesh():
 
 
 def test_buffers_hold_the_same_documents_under_every_mesh():
-    def buffers(*mesh):
-        loader = make_loader([SOURCE], load, settings(*mesh, audio_capacity=2048), on_skip=quiet)
+    def buffers(*mesh, **data):
+        loader = make_loader([SOURCE], load, settings(*mesh, audio_capacity=2048, **data), on_skip=quiet)
         return [[sorted(keys) for keys in report["keys"]] for _, report in islice(loader, 12)]
 
     assert buffers() == buffers(2) == buffers(2, 2) == buffers(4)
+    rounded = buffers(round_to=8)
+    assert rounded != buffers()
+    for context in (1, 2, 4):
+        assert buffers(context, round_to=8, layout="document") == rounded
 
 
 def assert_same_stream(found, expected):
@@ -171,9 +176,11 @@ def test_a_restored_loader_continues_exactly_from_every_step(context, changes, r
     assert_same_stream(islice(rewound, tail), stream[1 : 1 + tail])
 
 
-def test_a_state_saved_under_one_mesh_restores_under_another():
+@pytest.mark.parametrize("data", [{}, {"layout": "document", "round_to": 8}], ids=["buffer", "document"])
+def test_a_state_saved_under_one_mesh_restores_under_another(data):
     def fresh(context):
-        return make_loader([SOURCE], load, settings(context, audio_capacity=416), repeat=False, on_skip=quiet)
+        config = settings(context, audio_capacity=416, **data)
+        return make_loader([SOURCE], load, config, repeat=False, on_skip=quiet)
 
     lost = {f"item-{WIDE}"}
     inside = False
@@ -406,6 +413,8 @@ def test_what_cannot_work_is_refused():
         make_loader([SOURCE], load, settings(4, audio_capacity=500))
     with pytest.raises(ValueError, match=r"capacity 128 must be a multiple of 2 \* context = 6"):
         make_loader([SOURCE], load, settings(3, audio_capacity=480))
+    with pytest.raises(ValueError, match=r"round_to 4 must be a multiple of 2 \* context = 8"):
+        make_loader([SOURCE], load, settings(4, round_to=4, layout="document"))
     with pytest.raises(ValueError, match="must be at least 1"):
         make_loader([SOURCE], load, settings(max_documents=0))
     pack = PackDocuments(capacity=8, audio_capacity=0, max_documents=1, num_mels=MELS)
@@ -416,7 +425,7 @@ def test_what_cannot_work_is_refused():
 
 def test_a_state_of_another_stream_is_refused():
     state = make_loader([SOURCE], load, settings()).get_state()
-    for changed in ({"seed": 1}, {"capacity": 256}, {"rows": 2}, {"packing": "best_fit"}):
+    for changed in ({"seed": 1}, {"capacity": 256}, {"rows": 2}, {"packing": "best_fit"}, {"round_to": 4}):
         with pytest.raises(ValueError, match="belongs to another stream"):
             make_loader([SOURCE], load, settings(**changed)).set_state(state)
     with pytest.raises(ValueError, match="items: 41 then, 40 now"):

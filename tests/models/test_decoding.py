@@ -14,8 +14,9 @@ from jaxthd.mesh import make_mesh, put_batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.prompts import find_prompts
-from jaxthd.step import Scores, make_validation_step, model_graph
-from tests.test_exactness import MELS, Spec, document, pack, run_config, state
+from jaxthd.state import model_graph
+from jaxthd.step import Scores, make_validation_step
+from tests.test_exactness import MELS, ROUND_TO, Layout, Spec, document, pack, run_config, state
 
 NEW = 6
 """Most tokens decoded."""
@@ -51,8 +52,9 @@ def next_token_program() -> Any:
 
     def logits(params: Any, buffers: Any, batch: Any) -> Any:
         model = nnx.merge(graph, params, buffers)
-        x_ND, segments, _ = model.embed(batch, axes=(), train=False)
-        return jnp.einsum("nd,vd->nv", model.decoder(x_ND, segments), model.head[...])
+        x_ND, _ = model.enter(batch, axes=(), train=False)
+        x_ND, _ = model.decoder(x_ND, model.segments(batch, ()))
+        return jnp.einsum("nd,vd->nv", model.hidden(x_ND), model.head[...])
 
     return jax.jit(logits)
 
@@ -84,12 +86,15 @@ def alone(end_id: int) -> dict[str, list[int]]:
     return answers
 
 
-def decoded(data: int, context: int, end_id: int) -> tuple[Scores, dict[str, list[int]]]:
-    config = run_config(data, context, "ring", "float64")
+def decoded(
+    data: int, context: int, end_id: int, layout: Layout = "buffer"
+) -> tuple[Scores, dict[str, list[int]]]:
+    config = run_config(data, context, "ring", "float64", layout)
     mesh = make_mesh(config.mesh)
-    host = pack(documents(), context)
-    ends, _ = find_prompts(host, context, max_documents=5)
-    step = make_validation_step(model_graph(config), mesh, end_id=end_id, new_tokens=NEW)
+    host = pack(documents(), context, layout)
+    round_to = 1 if layout == "buffer" else ROUND_TO
+    ends, _ = find_prompts(host, context, max_documents=5, layout=layout, round_to=round_to)
+    step = make_validation_step(config, mesh, end_id=end_id, new_tokens=NEW)
     scores, tokens = step(*state("float64"), put_batch(host, mesh), ends)
     assert tokens.shape == (ends.last.size, NEW)
     tokens = np.asarray(tokens).reshape(*ends.last.shape, NEW)
@@ -101,15 +106,18 @@ def decoded(data: int, context: int, end_id: int) -> tuple[Scores, dict[str, lis
     }
 
 
-@pytest.mark.parametrize(("data", "context"), [(1, 1), (1, 2), (1, 4), (2, 2)])
-def test_decoding_goes_on_from_packed_prompts_as_from_each_alone(data: int, context: int):
+@pytest.mark.parametrize(
+    ("data", "context", "layout"),
+    [(1, 1, "buffer"), (1, 2, "buffer"), (1, 4, "buffer"), (2, 2, "buffer"), (2, 2, "document")],
+)
+def test_decoding_goes_on_from_packed_prompts_as_from_each_alone(data: int, context: int, layout: Layout):
     with jax.enable_x64(True):
         never = alone(-1)
         assert len({tuple(a) for a in never.values()}) > 4, "answers should differ"
         common = max((t for a in never.values() for t in a), key=[t for a in never.values() for t in a].count)
         for end_id in (-1, common):
             want = {key: a + [end_id] * (NEW - len(a)) for key, a in alone(end_id).items()}
-            assert decoded(data, context, end_id)[1] == want
+            assert decoded(data, context, end_id, layout)[1] == want
         ended = [len(a) for a in alone(common).values()]
         assert min(ended) < NEW, "a document should end early"
 

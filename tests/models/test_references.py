@@ -11,11 +11,12 @@ import pytest
 from flax import nnx
 
 from jaxthd.config import LLMConfig, ModelConfig
-from jaxthd.models.hybrid import HybridDecoder, repeated_units
+from jaxthd.models.hybrid import HybridDecoder
 from jaxthd.models.mixers import MLP, Attention, Mamba2, MoE
 from jaxthd.ops.cross_entropy import supervised_log_probs
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.params import Buffer, Init
+from jaxthd.parallel.stages import KINDS
 from tests.helpers import CAPACITY, assert_same, row_arrays, spans
 
 FOLDER = Path(__file__).parents[1] / "references"
@@ -100,29 +101,22 @@ def mixer_buffers(kind: str, theirs: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def decoder_state(theirs: dict[str, np.ndarray], llm: LLMConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(parameters, buffers) of the whole HybridDecoder: repeats of a unit are stacked."""
-    layers = []
+    """(parameters, buffers) of the whole HybridDecoder: layers of a kind are stacked."""
+    params: dict[str, list[Any]] = {}
+    buffers: dict[str, list[Any]] = {}
     for i, kind in enumerate(llm.pattern):
         layer = group(theirs, f"backbone.layers.{i}")
-        params = {
-            "norm": {"weight": layer["norm.weight"]},
-            "mixer": mixer_params(kind, group(layer, "mixer"), llm),
-        }
-        has_buffers = kind == "E" and "mixer.gate.e_score_correction_bias" in layer
-        buffers = {"mixer": mixer_buffers(kind, group(layer, "mixer"))} if has_buffers else {}
-        layers.append((params, buffers))
-    units: list[dict[int, Any]] = [{}, {}]
-    start = 0
-    for number, (unit, repeats) in enumerate(repeated_units(llm.pattern)):
-        for which in (0, 1):
-            blocks = {}
-            for b in range(len(unit)):
-                same = [layers[start + r * len(unit) + b][which] for r in range(repeats)]
-                if same[0]:
-                    blocks[b] = jax.tree.map(lambda *x: np.stack(x), *same)
-            units[which][number] = {"blocks": blocks}
-        start += len(unit) * repeats
-    return {"units": units[0], "norm": {"weight": theirs["backbone.norm_f.weight"]}}, {"units": units[1]}
+        mixer = mixer_params(kind, group(layer, "mixer"), llm)
+        params.setdefault(KINDS[kind], []).append({"norm": {"weight": layer["norm.weight"]}, "mixer": mixer})
+        if "mixer.gate.e_score_correction_bias" in layer:
+            held = {"mixer": mixer_buffers(kind, group(layer, "mixer"))}
+            buffers.setdefault(KINDS[kind], []).append(held)
+
+    def stacked(layers: dict[str, list[Any]]) -> dict[str, Any]:
+        return {name: jax.tree.map(lambda *x: np.stack(x), *same) for name, same in layers.items()}
+
+    norm = {"weight": theirs["backbone.norm_f.weight"]}
+    return {"layers": stacked(params), "norm": norm}, {"layers": stacked(buffers)}
 
 
 class Reference(NamedTuple):
@@ -161,15 +155,17 @@ def whole_model(variant: str) -> Any:
     abstract = nnx.eval_shape(lambda: HybridDecoder(config, Init(jax.random.key(0))))
     graph = nnx.split(abstract, nnx.Param, Buffer)[0]
     theirs = group(reference(variant).arrays, "weight")
-    params, buffers = reference(variant).model("weight"), decoder_state(theirs, config.llm)[1]
+    state = reference(variant).model("weight"), decoder_state(theirs, config.llm)[1]
+    params, buffers = jax.tree.map(jnp.asarray, state)
 
     def loss(params, tokens, targets, supervised, segments):
-        h_ND = nnx.merge(graph, params["decoder"], buffers)(params["embedding"][tokens], segments)
+        decoder = nnx.merge(graph, params["decoder"], buffers)
+        h_ND = decoder.norm(decoder(params["embedding"][tokens], segments)[0])
         logp_N = supervised_log_probs(h_ND, params["head"], targets, supervised, BLOCK, 20)
         return -logp_N.sum(), h_ND @ params["head"].T
 
     run = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    return functools.partial(run, jax.tree.map(jnp.asarray, params))
+    return functools.partial(run, params)
 
 
 def run_documents(variant: str, documents: list[int]) -> tuple[float, list[np.ndarray], Any]:
@@ -203,7 +199,8 @@ def test_mixers_equal_transformers(variant):
         theirs = group(arrays, f"weight.backbone.layers.{i}.mixer")
         abstract = nnx.eval_shape(lambda kind=kind: makers[kind](Init(jax.random.key(0))))
         graph = nnx.split(abstract, nnx.Param, Buffer)[0]
-        mixers[i] = graph, mixer_params(kind, theirs, config.llm), mixer_buffers(kind, theirs)
+        state = mixer_params(kind, theirs, config.llm), mixer_buffers(kind, theirs)
+        mixers[i] = graph, *jax.tree.map(jnp.asarray, state)
         inputs[i] = np.full((CAPACITY, config.llm.dim), 30, np.float32)
         inputs[i][:length] = arrays[f"mixer.{i}.input"]
 

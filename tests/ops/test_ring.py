@@ -1,5 +1,7 @@
 """Attention: packed equals each document alone, on every context size, by ring and by all-gather."""
 
+from itertools import product
+
 import jax
 import numpy as np
 import pytest
@@ -39,23 +41,30 @@ def dense_gradients(q, k, v, dout):
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize(
-    ("context", "exchange"), [(1, "ring"), (2, "ring"), (2, "all_gather"), (4, "ring"), (4, "all_gather")]
+    ("context", "exchange", "layout"),
+    [
+        (1, "ring", "buffer"),
+        *product((2, 4), ("ring", "all_gather"), ("buffer", "document")),
+    ],
 )
-def test_packed_equals_each_document_alone(context, exchange, dtype):
+def test_packed_equals_each_document_alone(context, exchange, layout, dtype):
     rng = np.random.default_rng(0)
+    capacity, round_to = (CAPACITY, 1) if layout == "buffer" else (2 * CAPACITY, 8)
     with jax.enable_x64(dtype == np.float64):
         run = on_context(
             lambda _, qkv, segments: packed_attention(*qkv, segments, scale=SCALE, exchange=exchange),
             context,
             block=8,
+            layout=layout,
+            round_to=round_to,
         )
         for lengths in CASES.values():
             q, k, v, dout = (
-                rng.normal(size=(CAPACITY, *s)).astype(dtype) for s in ((H, D), (K, D), (K, V), (H, V))
+                rng.normal(size=(capacity, *s)).astype(dtype) for s in ((H, D), (K, D), (K, V), (H, V))
             )
-            y, _, gradients = run(None, (q, k, v), *row_arrays(lengths), dout)
+            y, _, gradients = run(None, (q, k, v), *row_arrays(lengths, capacity, round_to), dout)
             want = [np.zeros_like(x, np.float64) for x in (dout, q, k, v)]
-            for span in spans(lengths):
+            for span in spans(lengths, round_to):
                 one = [x[span].astype(np.float64) for x in (q, k, v)]
                 parts = (dense_document(*one)[0], *dense_gradients(*one, dout[span].astype(np.float64)))
                 for whole, part in zip(want, parts, strict=True):

@@ -1,14 +1,19 @@
 """Scan and convolution: packed equals each document alone, step by step, on every context size."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import jaxthd.ops.ssd as ssd_module
-from jaxthd.ops.conv import causal_conv
+from jaxthd.ops.conv import causal_conv, last_inputs
 from jaxthd.ops.ssd import ssd
-from tests.helpers import CAPACITY, CASES, assert_same, on_context, row_arrays, spans
+from jaxthd.packing.layout import row_permutation
+from jaxthd.packing.segments import make_segments
+from tests.helpers import CAPACITY, CASES, assert_same, context_mesh, on_context, row_arrays, spans
 
 H, P, G, S, TAPS = 4, 3, 2, 5, 4
 DECAYS = np.array([1e-3, 0.5, 20.0, 1000.0])
@@ -100,6 +105,36 @@ def test_convolution_equals_each_document_alone(context):
                         want_dw[TAPS - 1 - j] += x[i - j] * dy[i]
             real = sum(lengths)
             assert_same((y[:real], dw, dbias, dx), (want_y[:real], want_dw, dy.sum(0), want_dx), 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("context", "layout"), [(1, "buffer"), (2, "buffer"), (4, "buffer"), (2, "document"), (4, "document")]
+)
+def test_the_last_inputs_of_a_prompt_are_its_documents_alone(
+    context: int, layout: Literal["buffer", "document"]
+):
+    """Prompts of any length, shorter than the taps too; ranks' parts add up to it."""
+    rng, round_to, capacity = np.random.default_rng(3), 8, 2 * CAPACITY
+
+    def rank(ends, x, ids, positions):
+        segments = make_segments(ids[None], positions[None], block=8, axis="context", layout=layout)
+        return jax.lax.psum(last_inputs(x, *ends, TAPS, segments), "context")
+
+    everywhere, spread = PartitionSpec(), PartitionSpec("context")
+    specs = {"in_specs": (everywhere, spread, spread, spread), "out_specs": everywhere, "check_vma": False}
+    run = jax.jit(jax.shard_map(rank, mesh=context_mesh(context), **specs))
+    for lengths in CASES.values():
+        x = rng.normal(size=(capacity, 5)).astype(np.float32)
+        ids, positions = row_arrays(lengths, capacity, round_to)
+        first, last = np.full((2, 1, 12), -1, np.int32)
+        want = np.zeros((12, TAPS - 1, 5), np.float32)
+        for d, span in enumerate(spans(lengths, round_to)):
+            first[0, d], last[0, d] = span.start, rng.integers(span.start, span.stop)
+            seen = x[span.start : last[0, d] + 1][1 - TAPS :]
+            want[d, TAPS - 1 - len(seen) :] = seen
+        order = row_permutation(ids, context, layout, round_to)
+        found = run((first, last), x[order], ids[order], positions[order])
+        np.testing.assert_array_equal(found, want)
 
 
 def test_a_chunk_shorter_than_the_convolution_is_refused():

@@ -8,6 +8,7 @@ from jaxthd.packing.layout import (
     document_chunk_indices,
     inverse_permutation,
     padded_lengths,
+    row_permutation,
 )
 
 
@@ -63,6 +64,19 @@ def test_document_chunks_refuse_what_they_cannot_cut():
         document_chunk_indices(np.array([0, 8]), 2, 2)
     with pytest.raises(ValueError, match="start at 0 and never fall"):
         document_chunk_indices(np.array([0, 8, -1000]), 2, 0)
+
+
+def test_a_row_is_laid_out_as_a_whole_or_document_by_document():
+    ids = np.array([1] * 7 + [0] + [2] * 3 + [0] * 5)
+    whole, cut = (row_permutation(ids, 2, layout, 4) for layout in ("buffer", "document"))
+    np.testing.assert_array_equal(whole, context_permutation(16, 2))
+    assert cut.dtype == np.int32
+    assert cut.tolist() == [0, 1, 6, 7, 8, 11, 12, 15, 2, 3, 4, 5, 9, 10, 13, 14]
+    np.testing.assert_array_equal(row_permutation(ids[cut], 2, "document", 4), cut)
+    assert row_permutation(ids, 1, "document", 4).tolist() == list(range(16))
+    assert row_permutation(0 * ids, 4, "document", 1).tolist() == context_permutation(16, 4).tolist()
+    with pytest.raises(ValueError, match=r"document 0 takes 7 tokens.*multiple of 2 \* context = 4"):
+        row_permutation(ids, 2, "document", 1)
 
 
 @pytest.mark.parametrize(

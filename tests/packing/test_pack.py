@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxthd.packing.document import Document, encoder_frames
-from jaxthd.packing.layout import context_permutation, inverse_permutation
+from jaxthd.packing.layout import inverse_permutation, row_permutation
 from jaxthd.packing.pack import cu_seqlens, pack_row, supervised_slots
 
 MELS = 3
@@ -36,9 +36,9 @@ def random_documents(seed: int, count: int, **kwargs) -> list[Document]:
 SIZES = {"capacity": 384, "audio_capacity": 2048, "num_mels": MELS, "max_documents": 12}
 
 
-def in_document_order(batch, context):
+def in_document_order(batch, context, layout="buffer", round_to=1):
     """The row's arrays with the context layout undone, R dropped."""
-    back = inverse_permutation(context_permutation(batch.tokens.shape[1], context))
+    back = inverse_permutation(row_permutation(batch.segment_ids[0], context, layout, round_to))
     row = [x[0] for x in batch]
     return type(batch)(*(x[back] for x in row[:6]), *row[6:])
 
@@ -56,15 +56,29 @@ def supervision(batch, keys):
 
 
 @pytest.mark.parametrize(
-    ("context", "audio_ranks", "round_to"), [(1, 1, 1), (2, 2, 1), (2, 4, 8), (4, 8, 16), (1, 2, 5)]
+    ("context", "audio_ranks", "round_to", "layout"),
+    [
+        (1, 1, 1, "buffer"),
+        (2, 2, 1, "buffer"),
+        (2, 4, 8, "buffer"),
+        (4, 8, 16, "buffer"),
+        (1, 2, 5, "buffer"),
+        (2, 2, 4, "document"),
+        (4, 4, 16, "document"),
+    ],
 )
-def test_unpacking_gives_every_document_back(context, audio_ranks, round_to):
+def test_unpacking_gives_every_document_back(context, audio_ranks, round_to, layout):
     for seed in range(6):
         documents = random_documents(seed, 6)
         batch, report = pack_row(
-            documents, **SIZES, context=context, audio_ranks=audio_ranks, round_to=round_to
+            documents,
+            **SIZES,
+            context=context,
+            audio_ranks=audio_ranks,
+            round_to=round_to,
+            layout=layout,
         )
-        row = in_document_order(batch, context)
+        row = in_document_order(batch, context, layout, round_to)
         assert sorted(report.keys) == sorted(d.key for d in documents)
         ids = row.segment_ids[row.segment_ids > 0]
         assert (np.diff(ids) >= 0).all()
@@ -198,6 +212,31 @@ def test_the_chosen_order_is_no_less_even_than_the_given_one():
         )
 
 
+def test_documents_cut_by_themselves_load_the_ranks_evenly_in_any_order():
+    """Each rank holds the chunks that Transformer Engine gives it of every document, back to back."""
+    documents = random_documents(12, 7)
+    batch, report = pack_row(documents, **SIZES, context=4, round_to=8, layout="document")
+    given, _ = pack_row(documents, **SIZES, context=4, round_to=8, layout="document", order_seed=None)
+    for x, y in zip(batch, given, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert report.keys == tuple(d.key for d in documents)
+    ids, positions = (x.reshape(4, -1) for x in (batch.segment_ids, batch.positions))
+    start = 0
+    for segment, document in enumerate(documents, 1):
+        padded = -(-len(document) // 8) * 8
+        chunk, taken = padded // 8, slice(start, start + padded // 4)
+        for rank in range(4):
+            slots = np.arange(padded).reshape(8, chunk)[[rank, 7 - rank]].ravel()
+            real = slots < len(document)
+            np.testing.assert_array_equal(ids[rank, taken], np.where(real, segment, 0))
+            np.testing.assert_array_equal(positions[rank, taken], np.where(real, slots, 0))
+        start = taken.stop
+    assert not ids[:, start:].any()
+    long = Document.splice("long", [1] * 384, [True] * 384, [], AUDIO)
+    even = pack_row([long], **SIZES, context=4, round_to=8, layout="document")[1].imbalance
+    assert even == 1.0
+
+
 def test_what_does_not_fit_is_refused():
     def pack(documents, **changed):
         return pack_row(documents, **{**SIZES, **changed})
@@ -215,5 +254,7 @@ def test_what_does_not_fit_is_refused():
         pack(documents, audio_capacity=2040, audio_ranks=2)
     with pytest.raises(ValueError, match="make the capacity a multiple of 8"):
         pack(documents, capacity=total + 8 - total % 8 + 1, context=4)
+    with pytest.raises(ValueError, match=r"tokens, not a multiple of 2 \* context = 4"):
+        pack(documents, context=2, layout="document")
     with pytest.raises(ValueError, match="has 3 mel bands, expected 80"):
         pack(documents, num_mels=80)

@@ -1,5 +1,7 @@
 """Prompts are found where documents' last answers begin, in any layout."""
 
+from typing import Literal
+
 import numpy as np
 import pytest
 
@@ -16,8 +18,10 @@ def document(key: str, supervised: str) -> Document:
     return Document(key, np.arange(10, 10 + n, dtype=np.int32), np.zeros(n, bool), marks)
 
 
-@pytest.mark.parametrize("context", [1, 2, 4])
-def test_the_prompt_is_all_before_the_last_answer(context: int):
+@pytest.mark.parametrize(
+    ("context", "layout"), [(1, "buffer"), (2, "buffer"), (4, "buffer"), (1, "document"), (2, "document")]
+)
+def test_the_prompt_is_all_before_the_last_answer(context: int, layout: Literal["buffer", "document"]):
     rows = [
         [document("one turn", "....xxx"), document("two", "..xx...xx"), document("no answer", "...")],
         [document("supervised throughout", "xxxx"), document("ends unsupervised", ".xx..")],
@@ -33,11 +37,12 @@ def test_the_prompt_is_all_before_the_last_answer(context: int):
             context=context,
             round_to=4,
             order_seed=None,
+            layout=layout,
         )[0]
         for row in rows
     ]
     batch = Batch(*(np.concatenate(arrays) for arrays in zip(*packed, strict=True)))
-    ends, answers = find_prompts(batch, context, max_documents=5)
+    ends, answers = find_prompts(batch, context, max_documents=5, layout=layout, round_to=4)
     places = ends.first.shape[1]
     assert places % context == 0
     assert places >= 5

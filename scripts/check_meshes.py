@@ -1,0 +1,300 @@
+"""Every mesh gives one loss: loss and every gradient on it against one device.
+
+    python scripts/check_meshes.py [--sample N] [--dtype float64] [--out results.jsonl]
+
+For every way to write 1, 2, 4 and 8 devices (simulated) as data x context x pipeline x tensor, in two
+variants where there is a choice: 1F1B, ring where stages are equal, whole residuals; and interleaved or
+unevenly divided stages, all-gather, sequence-sharded residuals, sends to experts in several rounds, and the
+layout by documents.
+
+The model has all four mixers (two such units), experts over the data and context ranks, and audio; a batch is
+32 ragged rows in 4 microbatches, one of them nothing but padding. A microbatch holds the same rows on every
+mesh, so batch statistics and the auxiliary loss are the same too.
+
+A row's error is the largest over all tensors, in the measure of DESIGN 16: |g - g'| / max(|g'|, 1e-3 of the
+typical norm). float64: against one device, at most 1e-10. float32: against float64 on one device, at most
+1e-5, or four times what one device in float32 is off by itself, where that is more. (It is 1e-5 in the worst
+tensor, a bias of the tiny random encoder's attention, and anything up to three times that in other orders of
+summation.)
+
+Rows are appended to --out as they are done, and not done again: a check that was cut off goes on. Exits 1
+when a row fails. A row takes about 20 s on two cores, mostly compilation.
+"""
+
+import argparse
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = (
+        "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+        # A deadlock aborts instead of hanging.
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=60 "
+        "--xla_cpu_collective_call_terminate_timeout_seconds=300"
+    )
+
+import jax
+import numpy as np
+
+from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
+from jaxthd.mesh import make_mesh, put_batch
+from jaxthd.packing.batch import Batch
+from jaxthd.packing.document import Document
+from jaxthd.packing.pack import pack_row
+from jaxthd.parallel.stages import from_stages, to_stages
+from jaxthd.plan import table
+from jaxthd.state import abstract_model, stages_of
+from jaxthd.step import Gradient, loss_and_gradient
+from tests.helpers import random_state, relative_errors, root_mean_square_norm
+
+Dtype = Literal["float32", "float64"]
+
+ROWS, MICROBATCHES, CAPACITY, AUDIO, MELS, VOCAB = 32, 4, 64, 512, 8, 56
+MODEL = ModelConfig(
+    encoder=EncoderConfig(
+        num_mels=MELS, layers=1, dim=16, heads=2, ffn_dim=24, subsampling_channels=4, conv_kernel=5
+    ),
+    llm=LLMConfig(
+        pattern="ME*-ME*-",
+        vocab_size=VOCAB,
+        dim=32,
+        q_heads=8,
+        kv_heads=2,
+        head_dim=8,
+        ffn_dim=32,
+        mamba_heads=8,
+        mamba_head_dim=8,
+        mamba_state=8,
+        mamba_groups=2,
+        mamba_chunk=6,
+        experts=8,
+        experts_per_token=2,
+        expert_dim=16,
+        shared_expert_dim=16,
+        router_scale=2.5,
+    ),
+    adapter_dim=16,
+    attention_block=8,
+    loss_block=16,
+    vocab_block=20,
+    expert_block=8,
+)
+UNEVEN = {2: "ME*|-ME*-", 4: "M|E*-M|E*|-", 8: "M|E|*|-|M|E|*|-"}
+"""Divided unevenly, by the number of stages."""
+LONGEST_UNIT = 16
+"""The layout by documents rounds lengths up to multiples of 2 * context."""
+
+
+def meshes(devices: Sequence[int] = (1, 2, 4, 8)) -> list[MeshConfig]:
+    """All ordered factorisations into four sizes."""
+    sizes = [1, 2, 4, 8]
+    return [
+        MeshConfig(d, c, p, t)
+        for n in devices
+        for d in sizes
+        for c in sizes
+        for p in sizes
+        for t in sizes
+        if d * c * p * t == n
+    ]
+
+
+def variants(mesh: MeshConfig, dtype: Dtype = "float32") -> list[Config]:
+    """The runs on a mesh: one, or two where there is a choice."""
+    train = TrainConfig(microbatches=MICROBATCHES, aux_loss=0.1)
+    plain = Config(mesh=mesh, model=replace(MODEL, dtype=dtype), train=train)
+    if mesh.context > 1 and not stages_of(plain).are_equal:
+        plain = replace(plain, model=replace(plain.model, context_exchange="all_gather"))
+    several = 2 if mesh.pipeline == 2 else 1
+    other = replace(
+        plain,
+        mesh=replace(mesh, stages_per_rank=several),
+        model=replace(
+            plain.model,
+            context_exchange="all_gather",
+            context_layout="document" if mesh.context > 1 else "buffer",
+            sequence_sharded=mesh.tensor > 1,
+            expert_capacity=0.6,
+            remat_llm=False,
+            llm=replace(MODEL.llm, pattern=UNEVEN[mesh.pipeline] if mesh.pipeline > 2 else MODEL.llm.pattern),
+        ),
+    )
+    return [plain] if mesh.devices == 1 else [plain, other]
+
+
+@functools.cache
+def documents(seed: int = 0) -> list[list[Document]]:
+    """Of each row: ragged, some with audio, half of their text supervised. The last microbatch is empty."""
+    rng = np.random.default_rng(seed)
+    rows: list[list[Document]] = []
+    for row in range(ROWS - ROWS // MICROBATCHES):
+        rows.append([])
+        room = CAPACITY
+        while room > 8:
+            text, clip = int(rng.integers(1, 20)), int(rng.integers(0, 60)) if rng.random() < 0.5 else 0
+            slots = -(-clip // 8)
+            rounded = -(-(text + slots) // LONGEST_UNIT) * LONGEST_UNIT
+            if rounded > room:
+                break
+            room -= rounded
+            tokens = rng.integers(1, VOCAB - 1, text).tolist()
+            supervised = (rng.random(text) < 0.5).tolist()
+            mels = [[rng.normal(size=(clip, MELS)).astype(np.float32)]] if clip else []
+            if clip:
+                tokens, supervised = [VOCAB - 1, *tokens], [False, *supervised]
+            rows[-1].append(Document.splice(f"{row}.{len(rows[-1])}", tokens, supervised, mels, VOCAB - 1))
+    return rows + [[] for _ in range(ROWS - len(rows))]
+
+
+def batch_for(config: Config) -> Batch:
+    """Rows in such an order that each microbatch, over all data ranks, has the same ones on every mesh."""
+    mesh, layout, rows = config.mesh, config.model.context_layout, documents()
+    order = np.arange(ROWS).reshape(MICROBATCHES, mesh.data, -1).swapaxes(0, 1).ravel()
+    packed = [
+        pack_row(
+            rows[i],
+            capacity=CAPACITY,
+            audio_capacity=AUDIO,
+            num_mels=MELS,
+            max_documents=16,
+            context=mesh.context,
+            audio_ranks=mesh.audio_ranks,
+            layout=layout,
+            round_to=1 if layout == "buffer" else LONGEST_UNIT,
+        )[0]
+        for i in order
+    ]
+    return Batch(*map(np.concatenate, zip(*packed, strict=True)))
+
+
+@functools.cache
+def canonical_state(dtype: str) -> tuple[Any, Any]:
+    """(parameters, buffers), none of them at a value that would hide an error."""
+    filled = random_state(abstract_model(Config(model=MODEL)))[1:]
+    return jax.tree.map(lambda x: x.astype(dtype), filled)
+
+
+def evaluate(config: Config) -> tuple[Gradient, float]:
+    """(loss, gradients and the rest in their canonical form, seconds to compile)."""
+    dtype = config.model.dtype
+    with jax.enable_x64(dtype == "float64"):
+        mesh, stages = make_mesh(config.mesh), stages_of(config)
+        params, buffers = to_stages(canonical_state(dtype), stages)
+        batch = put_batch(batch_for(config), mesh)
+        start = time.perf_counter()
+        program = jax.jit(loss_and_gradient(config, mesh)).lower(params, buffers, batch).compile()
+        seconds = time.perf_counter() - start
+        found: Gradient = program(params, buffers, batch)
+        routing = from_stages({"layers": {"moe": found.routing}}, stages)["layers"]["moe"]
+        gradients, buffers = from_stages((found.gradients, found.buffers), stages)
+        found = Gradient(found.loss, gradients, buffers, routing)
+        return jax.tree.map(np.asarray, found), seconds
+
+
+@functools.cache
+def one_device(dtype: Dtype) -> Gradient:
+    return evaluate(variants(MeshConfig(), dtype)[0])[0]
+
+
+def worst_error(got: Gradient, want: Gradient) -> tuple[float, str]:
+    """Of loss, gradients, statistics and routing, each on its own measure; and the tensor's name.
+
+    want: in float64. A gradient that is zero in truth (biases before BatchNorm) is, in float32, the rounding
+    of terms that cancel: it is measured against the typical norm, not 1e-3 of it.
+    """
+    errors = {}
+    for part, g, w in zip(Gradient._fields, got, want, strict=True):
+        zero = 1e-9 * root_mean_square_norm(w)
+        for (name, error), truth in zip(relative_errors(g, w).items(), jax.tree.leaves(w), strict=True):
+            errors[f"{part}{name}"] = error * (1e-3 if np.linalg.norm(truth) <= zero else 1.0)
+    return max((error, name) for name, error in errors.items())
+
+
+def check(config: Config) -> dict[str, Any]:
+    """A row of the table."""
+    got, seconds = evaluate(config)
+    error, tensor = worst_error(got, one_device("float64"))
+    allowed = 1e-10
+    if config.model.dtype == "float32":
+        allowed = max(1e-5, 4 * worst_error(one_device("float32"), one_device("float64"))[0])
+    return {
+        "mesh": "x".join(map(str, config.mesh.sizes)),
+        "stages": "|".join(stages_of(config).patterns),
+        "exchange": config.model.context_exchange if config.mesh.context > 1 else "",
+        "layout": config.model.context_layout if config.mesh.context > 1 else "",
+        "residual": "sharded" if config.model.sequence_sharded else "",
+        "dtype": config.model.dtype,
+        "loss": float(got.loss),
+        "error": error,
+        "allowed": allowed,
+        "tensor": tensor,
+        "compile_seconds": round(seconds, 1),
+    }
+
+
+def show(rows: Sequence[dict[str, Any]]) -> str:
+    columns = "|stages|exchange|layout|residual|loss|error|at most|compile s"
+    cells = [
+        [
+            r["mesh"],
+            r["stages"],
+            r["exchange"],
+            r["layout"],
+            r["residual"],
+            f"{r['loss']:.7f}",
+            f"{r['error']:.1e}" + ("" if r["error"] <= r["allowed"] else " FAILS"),
+            f"{r['allowed']:.1e}",
+            f"{r['compile_seconds']:.0f}",
+        ]
+        for r in rows
+    ]
+    return table("data x context x pipeline x tensor", columns, cells)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sample", type=int, default=0, help="only as many rows, drawn at random (seed 0)")
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    parser.add_argument("--out", type=Path, default=Path("runs/check_meshes.jsonl"))
+    options = parser.parse_args(argv)
+
+    runs = [config for mesh in meshes() for config in variants(mesh, options.dtype)]
+    if options.sample:
+        chosen = np.random.default_rng(0).permutation(len(runs))[: options.sample]
+        runs = [runs[i] for i in sorted(chosen)]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.touch()
+    done = {row["config"]: row for row in map(json.loads, options.out.read_text().splitlines())}
+    rows = []
+    for config in runs:
+        name = json.dumps(asdict(config))
+        if name not in done:
+            done[name] = {"config": name, **check(config)}
+            with options.out.open("a") as file:
+                file.write(json.dumps(done[name]) + "\n")
+        rows.append(done[name])
+        line = rows[-1]
+        print(
+            f"{len(rows)}/{len(runs)}  {line['mesh']}  {line['stages']}  error {line['error']:.1e}",
+            flush=True,
+        )
+    print(f"\n{show(rows)}")
+    failed = sum(row["error"] > row["allowed"] for row in rows)
+    print(f"\n{len(rows) - failed} of {len(rows)} hold")
+    if failed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

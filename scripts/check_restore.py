@@ -1,0 +1,140 @@
+"""A run goes on under any mesh: saved on one, restored on others, with the same losses and documents.
+
+    python scripts/check_restore.py [--after 20] [--meshes 8x1x1x1 1x1x1x1 ...]
+
+A run on 2 x 2 x 1 x 1 (data x context x pipeline x tensor, simulated devices) is checkpointed half way,
+mid-epoch, and goes on. From that checkpoint it is taken up again on other meshes, of 1 to 8 devices. Compared
+with the uninterrupted run: the loss of the next step, to 1e-6; the losses of the --after next ones, to 1e-3
+(rounding grows: see README); and, exactly, the documents of every one of these steps, none read twice or left
+out.
+
+The model has all four mixers, experts and an audio encoder; the data is the synthetic speech. Exits 1 when a
+claim fails.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from contextlib import ExitStack, closing, redirect_stderr, redirect_stdout
+from io import StringIO
+from itertools import islice
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+
+from jaxthd.checkpoint import Checkpoints
+from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
+from jaxthd.data.loaders import SpeechData
+from jaxthd.mesh import make_mesh
+from jaxthd.plan import table
+from jaxthd.state import abstract_state, canonical_shardings
+from jaxthd.train import train
+from jaxthd.validate import DeviceFacts, validate
+
+SAVED_ON = MeshConfig(2, 2, 1, 1)
+MESHES = ("8x1x1x1", "1x1x1x1", "1x2x2x2", "2x1x4x1", "1x8x1x1")
+
+
+def config_for(mesh: MeshConfig, after: int) -> Config:
+    """Rows for 8 data ranks; room for each row's audio on 8 ranks, so that no mesh cuts a buffer short."""
+    return Config(
+        mesh=mesh,
+        data=DataConfig(rows=8, capacity=128, max_documents=16, audio_capacity=8 * 640, workers=0),
+        model=ModelConfig(
+            encoder=EncoderConfig(
+                layers=1, dim=32, heads=2, ffn_dim=32, subsampling_channels=4, chunk_seconds=2.0
+            ),
+            llm=LLMConfig(
+                pattern="ME*-ME*-",
+                vocab_size=264,
+                dim=32,
+                head_dim=8,
+                ffn_dim=32,
+                mamba_heads=4,
+                mamba_head_dim=16,
+                mamba_state=8,
+                expert_dim=16,
+                shared_expert_dim=16,
+            ),
+            # Stages of 2 x 1 x 4 x 1 differ.
+            context_exchange="ring" if mesh.pipeline < 4 else "all_gather",
+        ),
+        train=TrainConfig(
+            steps=2 * after,
+            warmup_steps=4,
+            checkpoint_every=after,
+            validate_every=0,
+            tensorboard=False,
+        ),
+    )
+
+
+def run(config: Config, workdir: Path) -> dict[int, float]:
+    """Trains, or goes on; the loss of every step it wrote."""
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        validate(config, DeviceFacts.of_this_machine(260))
+        train(config, workdir)
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def documents(config: Config, position: dict | None, steps: int) -> list[list[str]]:
+    """The documents of the next steps, sorted."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(redirect_stdout(StringIO()))
+        data = stack.enter_context(closing(SpeechData(config, Path(folder))))
+        loader = stack.enter_context(closing(data.training()))
+        if position is not None:
+            loader.set_state(position)
+        return [sorted(key for row in r["keys"] for key in row) for _, r in islice(loader, steps)]
+
+
+def restored_position(config: Config, workdir: Path) -> dict:
+    mesh = make_mesh(config.mesh)
+    with Checkpoints(workdir / "checkpoints", 3) as checkpoints:
+        restored = checkpoints.restore_latest(abstract_state(config), canonical_shardings(config, mesh))
+    assert restored is not None
+    return restored[1]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--after", type=int, default=20, help="steps before and after the checkpoint")
+    parser.add_argument("--meshes", nargs="+", default=MESHES, help="meshes to restore on")
+    options = parser.parse_args(argv)
+    after, failed, rows = options.after, 0, []
+    with tempfile.TemporaryDirectory() as folder:
+        whole = config_for(SAVED_ON, after)
+        losses = run(whole, Path(folder) / "whole")
+        read = documents(whole, None, 2 * after)
+        for name in options.meshes:
+            data, context, pipeline, tensor = map(int, name.split("x"))
+            config = config_for(MeshConfig(data, context, pipeline, tensor), after)
+            workdir = Path(folder) / name
+            shutil.copytree(Path(folder) / "whole", workdir)
+            shutil.rmtree(workdir / "checkpoints" / str(2 * after))
+            position = restored_position(config, workdir)
+            again = run(config, workdir)
+            off = [abs(again[s] / losses[s] - 1) for s in range(after + 1, 2 * after + 1)]
+            same = documents(config, position, after) == read[after:]
+            holds = off[0] <= 1e-6 and max(off) <= 1e-3 and same
+            failed += not holds
+            cells = [f"{off[0]:.1e}", f"{max(off):.1e}", "the same" if same else "OTHERS"]
+            rows.append([name, *cells, "holds" if holds else "FAILS"])
+            print("  ".join(rows[-1]), flush=True)
+    title = f"saved on {'x'.join(map(str, SAVED_ON.sizes))} at step {after}"
+    print(f"\n{table(title, f'|next loss|next {after} losses|documents|', rows)}")
+    if failed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

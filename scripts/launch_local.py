@@ -1,0 +1,83 @@
+"""Several processes of one command on this machine, as on several machines.
+
+    python scripts/launch_local.py 2 -- python -m jaxthd.train --config configs/cp2.py
+
+The command finds where process 0 listens, the number of processes and its own in the environment, in the
+variables that jaxthd.train takes for --coordinator, --processes and --process. Every line of output gets the
+process's number in front. Ctrl-C and SIGTERM reach every process. When one ends badly, the others are given
+time to notice, and then killed. Exits with the status of the first that ended badly, or 0.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+GRACE_SECONDS = 60.0
+"""Processes that still run so long after one has ended badly are killed."""
+
+
+def launch(count: int, command: Sequence[str]) -> int:
+    """Runs the processes to their end. Returns the exit status."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    processes = []
+    for number in range(count):
+        own = {
+            "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+            "JAX_NUM_PROCESSES": str(count),
+            "JAX_PROCESS_ID": str(number),
+        }
+        process = subprocess.Popen(
+            command, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        print(f"[{number}] pid {process.pid}", flush=True)
+        processes.append(process)
+    # Ctrl-C reaches them by itself, since they are of the terminal's group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, _: _signal_all(processes, number))
+    bad: list[int] = []
+    threads = [threading.Thread(target=_follow, args=(*pair, bad)) for pair in enumerate(processes)]
+    for thread in threads:
+        thread.start()
+    while not bad and any(thread.is_alive() for thread in threads):
+        time.sleep(0.1)
+    patience = time.monotonic() + GRACE_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, patience - time.monotonic()))
+    _signal_all(processes, signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    return 0 if not bad else bad[0] if bad[0] > 0 else 128 - bad[0]
+
+
+def _signal_all(processes: Sequence[subprocess.Popen[str]], number: int) -> None:
+    for process in processes:
+        process.send_signal(number)
+
+
+def _follow(number: int, process: subprocess.Popen[str], bad: list[int]) -> None:
+    """Shows what the process writes, to its end; adds its exit status if that is not 0."""
+    for line in process.stdout or ():
+        print(f"[{number}] {line}", end="", flush=True)
+    if process.wait():
+        bad.append(process.returncode)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("count", type=int, help="how many processes")
+    parser.add_argument("command", nargs="+", help="what each runs, after --")
+    options = parser.parse_args()
+    sys.exit(launch(options.count, options.command))
+
+
+if __name__ == "__main__":
+    main()

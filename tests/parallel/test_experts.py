@@ -1,0 +1,66 @@
+"""Experts on other ranks: the same sums and gradients as on one, however uneven the load, nothing dropped."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxthd.ops.grouped_matmul import combine, dispatch, expert_layout
+from jaxthd.parallel.experts import exchanged_experts, expert_mlp
+from tests.helpers import assert_same
+
+RANKS, TOKENS, EXPERTS, CHOSEN, DIM, INNER = 4, 24, 8, 3, 6, 10
+
+
+def inputs(load: str) -> tuple[Any, ...]:
+    """(x, up, down, chosen, weight, routed, cotangent) over all ranks; a third of the tokens is padding."""
+    rng = np.random.default_rng(1)
+    n = RANKS * TOKENS
+    choices = {"even": EXPERTS, "one rank": 3, "one expert more than it can": 4}[load]
+    chosen = np.stack([rng.permutation(choices)[:CHOSEN] for _ in range(n)]).astype(np.int32)
+    routed = rng.random(n) < 0.67
+    if load == "one expert more than it can":
+        routed[:TOKENS] = False  # a rank that sends nothing
+    return (
+        rng.normal(size=(n, DIM)),
+        rng.normal(size=(EXPERTS, DIM, INNER)),
+        rng.normal(size=(EXPERTS, INNER, DIM)),
+        chosen,
+        rng.random((n, CHOSEN)),
+        routed,
+        rng.normal(size=(n, DIM)),
+    )
+
+
+def on_one_rank(x: Any, up: Any, down: Any, chosen: Any, weight: Any, routed: Any) -> Any:
+    layout = expert_layout(jnp.asarray(chosen), jnp.asarray(routed), EXPERTS, 4)
+    return combine(expert_mlp(dispatch(x, layout), up, down, layout), weight, layout)
+
+
+@pytest.mark.parametrize("load", ["even", "one rank", "one expert more than it can"])
+@pytest.mark.parametrize("capacity", [0.3, 1.5, 100.0])
+def test_experts_on_other_ranks_give_the_same_sums_and_gradients(load: str, capacity: float):
+    mesh = jax.make_mesh(
+        (2, 2), ("data", "context"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    axes = ("data", "context")
+
+    def pulled(run: Any, x: Any, up: Any, down: Any, chosen: Any, weight: Any, routed: Any, dy: Any) -> Any:
+        y, pull = jax.vjp(
+            lambda x, up, down, weight: run(x, up, down, chosen, weight, routed), x, up, down, weight
+        )
+        return y, *pull(dy)
+
+    def rank(*args: Any) -> Any:
+        return pulled(lambda *a: exchanged_experts(*a, axes, capacity, 4), *args)
+
+    cut = PartitionSpec(axes)
+    with jax.enable_x64(True):
+        spread = jax.shard_map(rank, mesh=mesh, in_specs=(cut,) * 7, out_specs=cut, check_vma=False)
+        got = jax.jit(spread)(*inputs(load))
+        want = jax.jit(lambda *args: pulled(on_one_rank, *args))(*inputs(load))
+        assert float(jnp.abs(want[0]).max()) > 0
+        assert_same(got, want, 1e-12)

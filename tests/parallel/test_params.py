@@ -1,0 +1,128 @@
+"""Where parameters lie: cut in whole units, spread where ranks divide, and whole again when used."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from jaxthd.config import MeshConfig
+from jaxthd.mesh import make_mesh
+from jaxthd.parallel.params import (
+    Cut,
+    Init,
+    gathered,
+    over_tensor,
+    own_part,
+    partition_spec,
+    scan_stack,
+    stack,
+)
+
+P = PartitionSpec
+
+
+def init(mesh: MeshConfig, spread: tuple[str, ...] = ("data", "context")) -> Init:
+    return Init(jax.random.key(0), mesh=mesh, spread=spread)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape", "dims", "want"),
+    [
+        (MeshConfig(), (8, 6), (), P(None, None)),
+        (MeshConfig(2, 2), (8, 6), (), P(("data", "context"), None)),
+        (MeshConfig(2, 2), (6, 12), (), P(None, ("data", "context"))),  # the larger of those that divide
+        (MeshConfig(4, 2), (6, 4), (), P(None, ("data",))),  # 8 divides neither, 4 divides one
+        (MeshConfig(4), (6, 9), (), P(None, None)),
+        (MeshConfig(2, tensor=2), (6, 8), (None, over_tensor(4)), P(("data",), ("tensor",))),
+        # A dim already cut can be cut again.
+        (MeshConfig(2, tensor=2), (5, 8), (None, over_tensor(4)), P(None, ("tensor", "data"))),
+        # Two key heads for four ranks: every rank holds both.
+        (MeshConfig(tensor=4), (6, 8), (None, over_tensor(2)), P(None, None)),
+        # Experts over data and context leave nothing to spread over these.
+        (
+            MeshConfig(2, 2),
+            (8, 6, 4),
+            (Cut(("data", "context"), 8), None, None),
+            P(("data", "context"), None, None),
+        ),
+    ],
+)
+def test_matrices_are_cut_and_spread(mesh, shape, dims, want):
+    assert partition_spec(init(mesh).normal(shape, dims)) == want
+
+
+def test_vectors_are_not_spread_and_nothing_is_without_fsdp():
+    assert partition_spec(init(MeshConfig(2, tensor=2)).zeros((8,), (over_tensor(4),))) == P(("tensor",))
+    assert partition_spec(init(MeshConfig(2)).ones((8,))) == P(None)
+    assert partition_spec(init(MeshConfig(2, fsdp=False)).normal((8, 6))) == P(None, None)
+
+
+def test_a_rank_uses_the_unit_of_its_own():
+    """Three key heads of two features for six ranks: ranks 0 and 1 use the first, ..."""
+    mesh, cut = MeshConfig(tensor=6), over_tensor(3)
+    run = jax.shard_map(
+        lambda x: own_part(x, 1, cut, mesh)[None],
+        mesh=make_mesh(mesh),
+        in_specs=P(),
+        out_specs=P("tensor"),
+        check_vma=False,
+    )
+    heads = jnp.arange(6.0).reshape(1, 6)
+    np.testing.assert_array_equal(run(heads)[:, 0], [[0, 1]] * 2 + [[2, 3]] * 2 + [[4, 5]] * 2)
+
+
+class Layer(nnx.Module):
+    def __init__(self, init: Init) -> None:
+        self.w, self.bias = init.normal((4, 4)), init.ones((4,))
+
+
+@pytest.mark.parametrize("remat", [True, False])
+def test_a_stack_is_whole_for_its_turn_and_its_gradient_comes_back_scattered(remat: bool):
+    """Against the same layers unrolled on one device; no whole matrix is kept for the backward pass."""
+    mesh = MeshConfig(2, 2)
+
+    def layers(mesh: MeshConfig) -> Layer:
+        return stack(Layer, init(mesh), 3)
+
+    module = layers(mesh)
+    graph, state = nnx.split(module)
+    params = nnx.to_pure_dict(state)
+    specs = {"w": partition_spec(module.w), "bias": partition_spec(module.bias)}
+    assert specs == {"w": P(None, ("data", "context"), None), "bias": P(None, None)}
+    jax.tree.map(np.testing.assert_array_equal, params, nnx.to_pure_dict(nnx.state(layers(MeshConfig()))))
+
+    def applied(params: dict, x_ND: jax.Array) -> jax.Array:
+        def body(layer: Layer, x_ND: jax.Array) -> tuple[jax.Array, None]:
+            assert layer.w.shape == (4, 4)
+            return jnp.tanh(x_ND @ layer.w[...] + layer.bias[...]), None
+
+        return scan_stack(nnx.merge(graph, params), body, x_ND, remat=remat)[0].sum()
+
+    def rank(params: dict, x_ND: jax.Array) -> dict:
+        gradients = jax.grad(applied)(params, x_ND)
+        return gradients | {"bias": jax.lax.psum(gradients["bias"], ("data", "context"))}
+
+    x_ND = jax.random.normal(jax.random.key(1), (8, 4))
+    run = jax.shard_map(
+        rank, mesh=make_mesh(mesh), in_specs=(specs, P(("data", "context"))), out_specs=specs, check_vma=False
+    )
+    got = jax.jit(run)(params, x_ND)
+
+    def alone(params: dict) -> jax.Array:
+        x = x_ND
+        for w, bias in zip(params["w"], params["bias"], strict=True):
+            x = jnp.tanh(x @ w + bias)
+        return x.sum()
+
+    want = jax.grad(alone)(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+    gathers = str(jax.make_jaxpr(run)(params, x_ND)).count(" all_gather[")
+    assert gathers == 2, "once for the forward pass, once again for the backward pass"
+
+
+def test_what_is_not_spread_is_not_gathered():
+    """So that one device needs no mesh."""
+    w = init(MeshConfig()).normal((4, 4))
+    np.testing.assert_array_equal(jax.jit(lambda: gathered(w))(), w[...])

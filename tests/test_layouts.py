@@ -1,0 +1,101 @@
+"""The comparison of context layouts: its figures are the packer's, and its verdict follows from them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxthd.config import Config, DataConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.layouts import (
+    MULTIPLY_ADDS_PER_BYTE,
+    compare_layouts,
+    exchange_bytes,
+    layout_recommendation,
+    mamba_bytes,
+    state_bytes,
+)
+from jaxthd.packing.document import Document
+from jaxthd.packing.pack import pack_row
+from jaxthd.packing.simulate import Lengths, simulate
+
+WORK = (1000.0, 0.0)
+
+
+def config(pattern: str, context: int = 4, **data: int) -> Config:
+    sizes = {"capacity": 480, "audio_capacity": 0, "max_documents": 480, "rows": 2} | data
+    llm = LLMConfig(pattern=pattern, q_heads=4, head_dim=32, mamba_groups=1)
+    return Config(MeshConfig(context=context), DataConfig(**sizes), ModelConfig(llm=llm))
+
+
+def text_of(tokens: list[int]) -> Lengths:
+    lengths = np.array(tokens)
+    return Lengths(lengths, 0 * lengths, 0.0 * lengths, [[]] * len(tokens))
+
+
+def test_padding_and_imbalance_are_those_of_the_rows_packed():
+    lengths = np.random.default_rng(0).integers(1, 200, 60).tolist()
+    stream, found = text_of(lengths), compare_layouts(text_of(lengths), config("M*-"), WORK)
+    assert {cost.layout for cost in found} == {"buffer", "document"}
+    for cost in found:
+        data, imbalances, real, pairs = cost.config.data, [], 0, 0
+        outcome = simulate(stream, cost.config, WORK)
+        for buffer in outcome.buffers:
+            documents = [
+                Document(str(i), np.zeros(lengths[i], np.int32), *np.zeros((2, lengths[i]), bool))
+                for i in buffer
+            ]
+            sizes = {"audio_capacity": 0, "num_mels": 1, "max_documents": 480, "context": 4}
+            batch, report = pack_row(
+                documents, capacity=480, round_to=data.round_to, layout=cost.layout, **sizes
+            )
+            imbalances.append(report.imbalance)
+            real += report.real_tokens
+            pairs += (batch.positions + 1)[batch.segment_ids > 0].sum()
+        assert cost.padding == pytest.approx(1 - real / (480 * len(outcome.buffers)))
+        assert cost.imbalance == pytest.approx(np.mean(imbalances))
+        assert cost.attention == pytest.approx(2 * 4 * 32 * pairs / real * cost.imbalance)
+        assert cost.mamba_bytes == mamba_bytes(cost.config)
+        real_tokens_of_a_rank = 2 * real / len(outcome.buffers) / 4
+        forward = cost.mamba_bytes / 2 * MULTIPLY_ADDS_PER_BYTE
+        assert cost.exchange == pytest.approx(forward / real_tokens_of_a_rank)
+        assert cost.slots == pytest.approx(WORK[0] / (1 - cost.padding))
+    assert {cost.config.data.round_to for cost in found} == {1, 8}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "lengths", "work", "best", "decides"),
+    [
+        ("M*-", [160], 0.0, "buffer", "bytes in a Mamba2 layer against"),
+        ("*", [200], 0.0, "document", "attention work of 1.00 of the mean, against"),
+        ("-", [9], 1000.0, "buffer", "padding of 0.6% against 43.8%"),
+    ],
+)
+def test_the_verdict_names_what_decides(
+    pattern: str, lengths: list[int], work: float, best: str, decides: str
+):
+    costs = compare_layouts(text_of(lengths * 600), config(pattern), (work, 0.0))
+    assert costs[0].layout == best
+    assert costs[0].total < costs[1].total
+    sentence = layout_recommendation(costs)
+    assert f"--model.context-layout {best}" in sentence
+    assert decides in sentence
+    assert ("--data.round-to 8" in sentence) == (best == "document")
+
+
+def test_what_is_compared_does_not_depend_on_the_layout_configured():
+    stream = text_of([9, 30, 100] * 50)
+    plain = config("M*-", round_to=1)
+    set_up = config("M*-", round_to=8)
+    set_up = replace(set_up, model=replace(set_up.model, context_layout="document"))
+    for a, b in zip(compare_layouts(stream, plain, WORK), compare_layouts(stream, set_up, WORK), strict=True):
+        assert a == b
+
+
+def test_activations_grow_with_the_tokens_and_states_do_not():
+    short, long = config("M"), config("M", capacity=960)
+    assert mamba_bytes(short) == mamba_bytes(long) == 2 * state_bytes(short.model.llm, 4, 4)
+    by_document = [replace(c, model=replace(c.model, context_layout="document")) for c in (short, long)]
+    assert mamba_bytes(by_document[1]) == 2 * mamba_bytes(by_document[0])
+    assert mamba_bytes(by_document[0]) == exchange_bytes(short.model.llm, 4, 2 * 480 / 4, 4)
+    # 16 ranks pass states in 4 steps, with two shifts and a sum: fewer than the 15 that an all-gather brings.
+    assert 2 * state_bytes(short.model.llm, 8, 4) > state_bytes(short.model.llm, 16, 4)

@@ -1,0 +1,147 @@
+"""The training state on the mesh: a rank holds its part; saved, it is the same for every mesh."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxthd.config import MeshConfig, TrainConfig
+from jaxthd.mesh import make_mesh, put_batch
+from jaxthd.packing.batch import Batch
+from jaxthd.parallel.stages import to_stages
+from jaxthd.state import (
+    TrainState,
+    abstract_state,
+    canonical_form,
+    canonical_shardings,
+    init_state,
+    stages_of,
+    state_shardings,
+    training_form,
+)
+from jaxthd.step import make_log_probs, make_train_step
+from scripts.check_meshes import VOCAB, batch_for, canonical_state, variants
+
+MESH = MeshConfig(2, 1, 2, 2)
+
+
+def config(mesh: MeshConfig, **train: float):
+    """The uneven or interleaved variant of check_meshes."""
+    chosen = variants(mesh)[-1]
+    return replace(chosen, train=TrainConfig(**(vars(chosen.train) | {"warmup_steps": 0} | train)))
+
+
+def bytes_on_a_device(state: TrainState, name: str) -> int:
+    leaves = jax.tree.leaves(getattr(state, name))
+    return sum(x.addressable_shards[0].data.nbytes for x in leaves)
+
+
+def test_a_device_holds_its_part_of_parameters_and_moments():
+    """Of 8 devices nearly an eighth; twice that where two stages of a rank each have half the kinds of
+    layers, and are filled up."""
+    alone = config(MeshConfig())
+    whole = init_state(alone, make_mesh(alone.mesh))
+    for mesh, most in ((MeshConfig(8), 0.16), (MESH, 0.26)):
+        spread = config(mesh)
+        state = init_state(spread, make_mesh(mesh))
+        for name in ("params", "opt_state"):
+            part = bytes_on_a_device(state, name) / bytes_on_a_device(whole, name)
+            assert 0.124 < part < most, (mesh, name, part)
+
+
+def test_a_new_run_has_the_same_parameters_on_every_mesh():
+    alone, piped = (config(mesh) for mesh in (MeshConfig(), MESH))
+    want = init_state(alone, make_mesh(alone.mesh))
+    mesh = make_mesh(MESH)
+    got = canonical_form(init_state(piped, mesh), piped, mesh)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("mesh_config", [MESH, MeshConfig(1, 2, 4, 1)])
+def test_the_saved_form_goes_there_and_back_and_takes_no_more_room(mesh_config: MeshConfig):
+    chosen, mesh = config(mesh_config), make_mesh(mesh_config)
+    state = init_state(chosen, mesh)
+    saved = canonical_form(state, chosen, mesh)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), saved) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), abstract_state(chosen)
+    )
+    assert jax.tree.map(lambda x: x.sharding, saved) == canonical_shardings(chosen, mesh)
+    assert bytes_on_a_device(saved, "params") <= 1.1 * bytes_on_a_device(state, "params")
+    again = training_form(saved, chosen, mesh)
+    assert jax.tree.map(lambda x: x.sharding, again) == state_shardings(chosen, mesh)
+    jax.tree.map(np.testing.assert_array_equal, again, state)
+
+
+def batch(mesh: MeshConfig) -> Batch:
+    return put_batch(batch_for(config(mesh)), make_mesh(mesh))
+
+
+def test_steps_on_a_pipeline_are_those_of_one_device():
+    """Three steps with clipping, AdamW, the router's biases and the auxiliary loss; one compilation."""
+    results = []
+    for mesh_config in (MeshConfig(), MESH):
+        chosen, mesh = config(mesh_config, learning_rate=1e-2, router_bias_rate=1e-2), make_mesh(mesh_config)
+        step = make_train_step(chosen, mesh)
+        state, metrics = init_state(chosen, mesh), []
+        for _ in range(3):
+            state, measured = step(state, batch(mesh_config))
+            metrics.append(jax.tree.map(float, measured))
+        assert step._cache_size() == 1
+        results.append((metrics, jax.tree.map(np.asarray, canonical_form(state, chosen, mesh).buffers)))
+    (alone, buffers), (piped, piped_buffers) = results
+    for a, b in zip(alone, piped, strict=True):
+        np.testing.assert_allclose(b, a, rtol=2e-4)
+    assert alone[2].loss < alone[0].loss
+    biases, piped_biases = (
+        b["decoder"]["layers"]["moe"]["mixer"]["correction_bias"] for b in (buffers, piped_buffers)
+    )
+    np.testing.assert_allclose(piped_biases, biases, atol=1e-6)
+    # Each moved by a hundredth a step, up or down, and not all the same way.
+    assert biases.max() > 0 > biases.min()
+    assert np.abs(biases).max() <= 0.03 + 1e-6
+
+
+def test_the_biases_even_out_the_experts_load():
+    """Training nothing else: the fullest expert's load falls towards the mean."""
+    mesh_config = MeshConfig()
+    chosen = config(
+        mesh_config, learning_rate=0.0, min_learning_rate=0.0, router_bias_rate=2e-3, aux_loss=0.0
+    )
+    mesh = make_mesh(mesh_config)
+    step, state, sound = make_train_step(chosen, mesh), init_state(chosen, mesh), batch(mesh_config)
+    loads = []
+    for _ in range(40):
+        state, measured = step(state, sound)
+        loads.append(float(measured.max_expert_load))
+    assert np.mean(loads[-5:]) < 1 + 0.7 * (loads[0] - 1)
+
+
+def test_the_auxiliary_loss_evens_out_the_experts_load():
+    """Its gradient reaches the router: with it the loss of the load falls, without it it need not."""
+    found = {}
+    for weight in (0.0, 1.0):
+        mesh_config = MeshConfig()
+        chosen = config(mesh_config, learning_rate=3e-3, router_bias_rate=0.0, aux_loss=weight)
+        mesh = make_mesh(mesh_config)
+        step, state, sound = make_train_step(chosen, mesh), init_state(chosen, mesh), batch(mesh_config)
+        for _ in range(10):
+            state, measured = step(state, sound)
+        found[weight] = float(measured.aux_loss)
+    assert 1.0 <= found[1.0] < found[0.0]
+
+
+def test_log_probabilities_by_the_pipelines_schedule_are_those_of_one_device():
+    results = []
+    for mesh_config in (MeshConfig(), MESH, MeshConfig(1, 1, 8, 1)):
+        chosen, mesh = config(mesh_config), make_mesh(mesh_config)
+        held = to_stages(canonical_state("float32"), stages_of(chosen))
+        on_mesh = batch(mesh_config)
+        logp = np.asarray(make_log_probs(chosen, mesh)(*held, on_mesh))
+        order = np.lexsort(np.asarray(on_mesh.tokens).T)
+        results.append(logp[order])
+    for got in results[1:]:
+        np.testing.assert_allclose(got, results[0], atol=2e-5)
+    scored = results[0] != 0
+    assert scored.sum() > 200
+    assert (results[0][scored] > -3 * np.log(VOCAB)).all()
