@@ -15,19 +15,29 @@ from typing import NamedTuple
 from flax import nnx
 
 from jaxthd.config import Config
+from jaxthd.layouts import mamba_bytes
 from jaxthd.mesh import AUDIO_AXES, AXES, CONTEXT, DATA, PIPELINE, TENSOR, ranks_of
 from jaxthd.models.fastconformer import PIECE
 from jaxthd.models.hybrid import repeated_units
-from jaxthd.ops.ssd import GATHER_UP_TO
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.experts import expert_cut
-from jaxthd.parallel.schedule import make_schedule
-from jaxthd.parallel.stages import KINDS
+from jaxthd.parallel.schedule import Schedule, make_schedule
+from jaxthd.parallel.stages import KINDS, Stages
 from jaxthd.state import abstract_model, stages_of
 
 Number = int | float
 Traffic = dict[tuple[str, ...], Number]
 """Bytes received, by the mesh axes along which the senders differ."""
+
+
+def stage_runs(config: Config, stages: Stages, schedule: Schedule) -> int:
+    """How often a rank goes forward through a stage in a step; backward as often. In lockstep, which a ring
+    needs, idle ranks compute with the others.
+    """
+    is_ring = config.mesh.context > 1 and config.model.context_exchange == "ring"
+    if is_ring and stages.are_equal:
+        return int(schedule.forward.busy.sum())
+    return schedule.microbatches * schedule.chunks
 
 
 class Weight(NamedTuple):
@@ -241,8 +251,9 @@ class Costs:
         - Gradients of what ranks hold alike: all-reduced once a step.
         - Tensor: a sum of N D a for every layer forward and backward; recomputed for all layers of a unit
           but the last. Sequence-sharded: a gather and a scatter of as much.
-        - Context: keys and values around forward and backward, their gradients (w) home; Mamba's states and
-          decays of two stretches a row, and the convolution's halo from both neighbours.
+        - Context: keys and values around forward and backward, their gradients (w) home; Mamba's exchange
+          (jaxthd/layouts.py; where stages differ, states and the convolution's halos of all ranks). Stages in
+          lockstep exchange while idle, too.
         - Experts: places x width there and back, forward; there twice and back once, backward. One round.
         - Vocabulary: the embeddings' sum and its gradient; three float32 numbers a token forward, one
           backward. Pipeline: a send of n D a up and down every tick; the last stage's output to all.
@@ -257,7 +268,7 @@ class Costs:
         for unit, repeats, ends in self._units(rank):
             # A scan of one turn is no loop: where it ends the stage, nobody asks for what it returns.
             again = int(self._pipelined and not (remat and ends and repeats == 1))
-            times = m * repeats
+            times = repeats * stage_runs(config, self._stages, self._schedule) / self._schedule.chunks
             for letter, count in Counter(unit).items():
                 for weight in self._of("decoder", "layers", KINDS[letter]):
                     found.gather(weight.spread, weight.size, times * count * (3 + again))
@@ -287,7 +298,7 @@ class Costs:
 
     def _mixer(self, letter: str, found: "_Found", times: Number, remat: int, again: int) -> None:
         """What a layer's mixer exchanges in `times` forward and backward passes."""
-        llm, model, n, context = self._config.model.llm, self._config.model, self._tokens, self._mesh.context
+        llm, model, n = self._config.model.llm, self._config.model, self._tokens
         forward = 1 + again + remat
         lockstep = not self._pipelined or (self._stages.are_equal and model.context_exchange == "ring")
         match letter:
@@ -299,16 +310,13 @@ class Costs:
                 else:
                     found.gather((CONTEXT,), kv * self._a, times * (forward + 1))
             case "M":
-                state = 2 * self._rows * (self._inner * llm.mamba_state + self._mamba_heads) * self._w
-                halo = 2 * self._rows * (llm.mamba_conv - 1) * self._channels * self._a
-                if context <= GATHER_UP_TO or not lockstep:
-                    found.gather((CONTEXT,), state, times * (forward + 1))
+                if lockstep or model.context_layout == "document":
+                    there_and_back = mamba_bytes(self._config) / self._schedule.microbatches
+                    found.add((CONTEXT,), there_and_back / 2 * times * (forward + 1))
                 else:
-                    found.add((CONTEXT,), state * math.ceil(math.log2(context)) * times * (forward + 1))
-                if not lockstep:
-                    found.gather((CONTEXT,), halo, times * (forward + 1))
-                elif context > 1:
-                    found.add((CONTEXT,), halo * min(context - 1, 2) / 2 * times * (forward + 1))
+                    state = (self._inner * llm.mamba_state + self._mamba_heads) * self._w
+                    halo = (llm.mamba_conv - 1) * self._channels * self._a
+                    found.gather((CONTEXT,), 2 * self._rows * (state + halo), times * (forward + 1))
             case "E":
                 row = (llm.latent_dim or llm.dim) * self._a
                 share = 1 / ranks_of(self._mesh, self._owners)

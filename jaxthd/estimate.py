@@ -8,7 +8,6 @@ ever allocated. These devices compute bfloat16 in float32, so the closed form is
 Compiling Nemotron-3-Nano takes minutes; --no-compile leaves it out.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from jaxthd.cli import parse_command_line, simulate_devices
 from jaxthd.config import Config
-from jaxthd.costs import Costs, Number, Traffic
+from jaxthd.costs import Costs, Number, Traffic, stage_runs
 from jaxthd.describe import state_bytes
 from jaxthd.errors import readable_errors
 from jaxthd.mesh import batch_specs, bytes_of, make_mesh, on_device
@@ -106,12 +105,8 @@ def runs_by_schedule(config: Config) -> Callable[[str], float]:
     Other branches are which stage a rank has; loops of unknown length the rounds of the experts' exchange,
     of which usually one is needed.
     """
-    stages, schedule = stages_of(config), schedule_of(config)
-    is_ring = stages.are_equal and config.mesh.context > 1 and config.model.context_exchange == "ring"
-    alone = schedule.microbatches * schedule.chunks
-    runs = {"stage": alone, "stage_gradient": alone}
-    if is_ring:  # In lockstep idle ranks compute too.
-        runs = {"stage": schedule.forward.busy.sum(), "stage_gradient": schedule.backward.busy.sum()}
+    schedule = schedule_of(config)
+    runs = dict.fromkeys(("stage", "stage_gradient"), stage_runs(config, stages_of(config), schedule))
     runs |= {part: schedule.microbatches for part in ("enter", "leave_gradient", "enter_gradient")}
 
     def often(name: str) -> float:
@@ -197,17 +192,15 @@ def _bubble(config: Config) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    options, rest = own.parse_known_args(argv)
-    config, path, _ = parse_command_line("estimate", rest)
+    no_compile = {"action": "store_true", "help": "closed forms only"}
+    config, path, options = parse_command_line("estimate", argv, {"no-compile": no_compile})
     jax.config.update("jax_platforms", "cpu")
-    if options.compile:
+    if not options.no_compile:
         simulate_devices(config.mesh.devices)
     facts = DeviceFacts(platform="gpu", devices=config.mesh.devices, kind="as many as the mesh needs")
     for warning in validate(config, facts):
         print(f"warning: {warning}", file=sys.stderr)
-    measured = measure(config) if options.compile else None
+    measured = None if options.no_compile else measure(config)
     mesh = f"Mesh (data, context, pipeline, tensor) = {config.mesh.sizes}: {config.mesh.devices} devices."
     print(f"{path}. {mesh}\n\n{estimate(config, measured)}")
     if measured:

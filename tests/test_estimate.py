@@ -44,8 +44,9 @@ def small(pattern: str, mesh: MeshConfig, microbatches: int = 1) -> Config:
     [
         small("M*M*", MeshConfig(data=2, context=2, tensor=2)),
         small("*-E*-E", MeshConfig(data=2, pipeline=2), microbatches=2),
+        small("*-*-", MeshConfig(context=2, pipeline=2), microbatches=2),
     ],
-    ids=["all layers on every rank", "pipeline and experts"],
+    ids=["all layers on every rank", "pipeline and experts", "stages in lockstep"],
 )
 def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:
     """State exactly, bytes within 2%, whose rest are scalars; temporary memory within 40%: at so small a size

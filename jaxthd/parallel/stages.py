@@ -125,7 +125,7 @@ def layer_cost(letter: str, llm: LLMConfig) -> float:
     raise ValueError(f"unknown letter {letter!r} in model.llm.pattern; use M, *, - or E")
 
 
-def divide(letters: str, costs: Sequence[int | float], count: int) -> tuple[str, ...]:
+def divide(letters: str, costs: Sequence[float], count: int) -> tuple[str, ...]:
     """Cuts the layers into `count` consecutive stages whose dearest is as cheap as can be; of those the ones
     whose squares sum to the least.
     """
