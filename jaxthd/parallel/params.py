@@ -213,10 +213,11 @@ def scan_stack(
 
 
 def rematerialized(step: Callable[..., Any], remat: bool, state: Any) -> Callable[..., Any]:
-    """`step` as a scan over layers with these variables takes it: see scan_stack."""
+    """`step` as a scan over layers takes it (see scan_stack). state: what it scans, variables and others."""
     if remat:
         return jax.checkpoint(step)
-    is_spread = any(v.get_metadata("spread")[1] for v in jax.tree.leaves(state, is_leaf=_is_variable))
+    variables = filter(_is_variable, jax.tree.leaves(state, is_leaf=_is_variable))
+    is_spread = any(v.get_metadata("spread")[1] for v in variables)
     return jax.checkpoint(step, policy=_all_but_gathered) if is_spread else step
 
 
