@@ -10,13 +10,27 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxthd.config import Config, MeshConfig
 from jaxthd.mesh import make_mesh, put_batch
+from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.prompts import find_prompts
-from jaxthd.state import model_graph
+from jaxthd.parallel.stages import to_stages
+from jaxthd.state import model_graph, stages_of
 from jaxthd.step import Scores, make_validation_step
-from tests.test_exactness import MELS, ROUND_TO, Layout, Spec, document, pack, run_config, state
+from tests.test_exactness import (
+    AUDIO,
+    CAPACITY,
+    MELS,
+    ROUND_TO,
+    Layout,
+    Spec,
+    document,
+    pack,
+    run_config,
+    state,
+)
 
 NEW = 6
 """Most tokens decoded."""
@@ -90,12 +104,16 @@ def decoded(
     data: int, context: int, end_id: int, layout: Layout = "buffer"
 ) -> tuple[Scores, dict[str, list[int]]]:
     config = run_config(data, context, "ring", "float64", layout)
-    mesh = make_mesh(config.mesh)
-    host = pack(documents(), context, layout)
+    return decoded_by(config, pack(documents(), context, layout), end_id)
+
+
+def decoded_by(config: Config, host: Batch, end_id: int) -> tuple[Scores, dict[str, list[int]]]:
+    mesh, layout = make_mesh(config.mesh), config.model.context_layout
     round_to = 1 if layout == "buffer" else ROUND_TO
-    ends, _ = find_prompts(host, context, max_documents=5, layout=layout, round_to=round_to)
+    ends, _ = find_prompts(host, config.mesh.context, max_documents=5, layout=layout, round_to=round_to)
     step = make_validation_step(config, mesh, end_id=end_id, new_tokens=NEW)
-    scores, tokens = step(*state("float64"), put_batch(host, mesh), ends)
+    held = to_stages(state("float64"), stages_of(config))
+    scores, tokens = step(*held, put_batch(host, mesh), ends)
     assert tokens.shape == (ends.last.size, NEW)
     tokens = np.asarray(tokens).reshape(*ends.last.shape, NEW)
     return scores, {
@@ -120,6 +138,37 @@ def test_decoding_goes_on_from_packed_prompts_as_from_each_alone(data: int, cont
             assert decoded(data, context, end_id, layout)[1] == want
         ended = [len(a) for a in alone(common).values()]
         assert min(ended) < NEW, "a document should end early"
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        MeshConfig(1, 2, 2, 1),
+        MeshConfig(1, 1, 2, 1, stages_per_rank=2),  # stages that differ, two of them a rank
+        MeshConfig(2, 1, 1, 2),
+    ],
+)
+def test_pipeline_and_tensor_ranks_decode_together(mesh: MeshConfig):
+    rows = [
+        pack_row(
+            row,
+            capacity=CAPACITY,
+            audio_capacity=AUDIO * mesh.audio_ranks,
+            num_mels=MELS,
+            max_documents=16,
+            context=mesh.context,
+            audio_ranks=mesh.audio_ranks,
+            order_seed=None,
+        )[0]
+        for row in documents()
+    ]
+    host = Batch(*map(np.concatenate, zip(*rows, strict=True)))
+    config = replace(run_config(mesh.data, mesh.context, "ring", "float64"), mesh=mesh)
+    with jax.enable_x64(True):
+        scores, answers = decoded_by(config, host, -1)
+        want, _ = decoded(1, 1, -1)
+        assert answers == alone(-1)
+        np.testing.assert_allclose(scores, want, rtol=1e-10)
 
 
 def test_accuracy_counts_supervised_tokens_that_are_the_likeliest():
