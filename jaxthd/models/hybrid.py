@@ -103,7 +103,9 @@ class HybridDecoder(nnx.Module):
         axes = (PIPELINE,) if stages.ranks > 1 else ()
         self.layers = nnx.Dict(
             {
-                KINDS[letter]: stack(partial(Block, letter, config), init, stages.rows(letter), axes=axes)
+                KINDS.get(letter, letter): stack(
+                    partial(Block, letter, config), init, stages.rows(letter), axes=axes
+                )
                 for letter in sorted(set(stages.letters))
             }
         )
@@ -199,7 +201,9 @@ class HybridDecoder(nnx.Module):
 
             x_nD, found = jax.lax.scan(rematerialized(turn, remat, layers), x_nD, layers)
             for letter, result in found.items():
-                results[letter].append(jax.tree.map(lambda r: r.reshape(-1, *r.shape[2:]), result))
+                results[letter].append(
+                    jax.tree.map(partial(jax.lax.collapse, start_dimension=0, stop_dimension=2), result)
+                )
 
         def one_layer(letter: str, x_nD: Array) -> Any:
             variables, held = jax.tree.map(
