@@ -5,8 +5,8 @@
 
 The first prints the parameters (31.58B in the decoder, 3.23B of them active a token; 0.61B in the encoder)
 and their state: 480 GiB, 15 GiB of it on each device. What a step needs besides, and sends, is told by
-jaxthd.estimate. Not yet run on a GPU. The second reads train.jsonl and validation.jsonl (NeMo manifests) and the
-model's tokenizer.json from the working directory.
+jaxthd.estimate. The second reads train.jsonl and validation.jsonl (NeMo manifests) and the model's
+tokenizer.json from the working directory. It has not yet run on a GPU.
 
 Decoder: NVIDIA, Nemotron 3 (2025). Encoder: sizes of Parakeet-TDT-0.6B.
 """
