@@ -155,14 +155,14 @@ def documents(seed: int = 0) -> list[list[Document]]:
     return rows + [[] for _ in range(ROWS - len(rows))]
 
 
-def batch_for(config: Config) -> Batch:
+def batch_for(config: Config, capacity: int = CAPACITY) -> Batch:
     """Rows in such an order that each microbatch, over all data ranks, has the same ones on every mesh."""
     mesh, layout, rows = config.mesh, config.model.context_layout, documents()
     order = np.arange(ROWS).reshape(MICROBATCHES, mesh.data, -1).swapaxes(0, 1).ravel()
     packed = [
         pack_row(
             rows[i],
-            capacity=CAPACITY,
+            capacity=capacity,
             audio_capacity=AUDIO,
             num_mels=MELS,
             max_documents=16,

@@ -1,9 +1,22 @@
 """Every axis, every combination, one loss: a dozen rows of scripts/check_meshes.py, in float64."""
 
+import jax
 import pytest
 
 from jaxthd.config import MeshConfig
-from scripts.check_meshes import check, meshes, variants
+from jaxthd.mesh import make_mesh, put_batch
+from jaxthd.parallel.stages import to_stages
+from jaxthd.state import stages_of
+from jaxthd.step import loss_and_gradient
+from scripts.check_meshes import (
+    CAPACITY,
+    batch_for,
+    canonical_state,
+    check,
+    meshes,
+    variants,
+    worst_error,
+)
 
 CHOSEN = [
     (MeshConfig(2, 1, 1, 1), 1),
@@ -26,6 +39,18 @@ CHOSEN = [
 def test_the_mesh_changes_neither_loss_nor_gradients(mesh: MeshConfig, variant: int):
     row = check(variants(mesh, "float64")[variant])
     assert row["error"] <= 1e-10, row
+
+
+def test_capacities_may_change_along_a_ladder():
+    """The same documents in longer buffers, on a pipeline: the same gradients, by a second program."""
+    config = variants(MeshConfig(1, 1, 2, 1), "float64")[0]
+    with jax.enable_x64(True):
+        mesh = make_mesh(config.mesh)
+        held = to_stages(canonical_state("float64"), stages_of(config))
+        program = jax.jit(loss_and_gradient(config, mesh))
+        short, long = (program(*held, put_batch(batch_for(config, n), mesh)) for n in (CAPACITY, 96))
+        assert program._cache_size() == 2
+        assert worst_error(long, short)[0] <= 1e-10
 
 
 def test_the_script_checks_every_factorisation():
