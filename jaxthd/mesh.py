@@ -16,6 +16,8 @@ DATA, CONTEXT, PIPELINE, TENSOR = AXES = ("data", "context", "pipeline", "tensor
 Rows = TypeVar("Rows")
 AUDIO_AXES = (CONTEXT, PIPELINE, TENSOR)
 """Axes whose ranks share a buffer, hence its audio."""
+TOKEN_AXES = (DATA, CONTEXT)
+"""Axes that divide a batch's tokens; the others hold the same ones."""
 
 
 def ranks_of(config: MeshConfig, axes: Sequence[str]) -> int:

@@ -39,6 +39,7 @@ from jaxthd.layouts import (
 )
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 from jaxthd.packing.simulate import COSTS, Lengths, Outcome, balance, padded, simulate, slots_of
+from jaxthd.tables import table
 
 MOST_READ = 100_000
 """Documents whose lengths are measured; of more, a seeded sample."""
@@ -408,17 +409,6 @@ def recommendation(plan: Plan) -> str:
             f"{before:.2f} as packed, {after:.2f} as the loader orders the documents"
         )
     return "\n".join(lines)
-
-
-def table(title: str, columns: str, rows: Sequence[Sequence[Any]]) -> str:
-    """Aligned text. columns: their names, separated by |; the first is on the left."""
-    cells = [columns.split("|"), *([f"{x:,}" if isinstance(x, int) else str(x) for x in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for first, *rest in cells:
-        right = (x.rjust(width) for x, width in zip(rest, widths[1:], strict=True))
-        lines.append("  ".join([f"  {first.ljust(widths[0])}", *right]))
-    return "\n".join([title, *lines])
 
 
 def draw_plan(plan: Plan, path: Path) -> None:

@@ -4,6 +4,8 @@ On the mesh a rank holds its part of every parameter (parallel/params.py) and it
 (parallel/stages.py). Saved is the canonical form: the same arrays, names and shapes for every mesh.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -168,19 +170,19 @@ def init_state(config: Config, mesh: Mesh) -> TrainState:
 
 def canonical_form(state: TrainState, config: Config, mesh: Mesh) -> TrainState:
     """The state as it is saved."""
-    if config.mesh.pipeline == 1:
-        return state
-    change = jax.jit(
-        lambda state: from_stages(state, stages_of(config)), out_shardings=canonical_shardings(config, mesh)
-    )
-    return change(state)
+    return state if config.mesh.pipeline == 1 else _to_canonical(config, mesh)(state)
 
 
 def training_form(state: TrainState, config: Config, mesh: Mesh) -> TrainState:
     """The inverse of canonical_form."""
     if config.mesh.pipeline == 1:
         return state
-    change = jax.jit(
-        lambda state: to_stages(state, stages_of(config)), out_shardings=state_shardings(config, mesh)
-    )
-    return change(state)
+    stages = stages_of(config)
+    return jax.jit(lambda state: to_stages(state, stages), out_shardings=state_shardings(config, mesh))(state)
+
+
+@functools.cache
+def _to_canonical(config: Config, mesh: Mesh) -> Callable[[TrainState], TrainState]:
+    """Made once: each save calls it, and a function made anew would be compiled anew."""
+    stages = stages_of(config)
+    return jax.jit(lambda state: from_stages(state, stages), out_shardings=canonical_shardings(config, mesh))

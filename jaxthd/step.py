@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxthd.config import Config
-from jaxthd.mesh import AXES, CONTEXT, DATA, PIPELINE, TENSOR, batch_specs, ranks_of
+from jaxthd.mesh import AXES, CONTEXT, DATA, PIPELINE, TENSOR, TOKEN_AXES, batch_specs, ranks_of
 from jaxthd.models.decoding import answer
 from jaxthd.models.mixers import Routing
 from jaxthd.models.speech_lm import SpeechLM
@@ -37,9 +37,6 @@ from jaxthd.state import (
     stages_of,
     state_shardings,
 )
-
-TOKEN_AXES = (DATA, CONTEXT)
-"""Axes that divide a batch's tokens; the others hold the same ones."""
 
 
 class StepMetrics(NamedTuple):
@@ -102,9 +99,9 @@ def _parts(config: Config, params: Params, buffers: Tree, count: Array, *, train
     """
     graph, mesh = model_graph(config), config.mesh
     stages = stages_of(config)
-    lockstep = stages.are_equal and mesh.context > 1 and config.model.context_exchange == "ring"
-    # A pipeline of one stage runs on all ranks alike.
-    together = lockstep or len(stages.patterns) == 1
+    # Only where there is a ring, or but one stage, which all ranks run alike: else idle ranks need not work.
+    has_ring = mesh.context > 1 and config.model.context_exchange == "ring"
+    lockstep = len(stages.patterns) == 1 or (stages.are_equal and has_ring)
     copies = ranks_of(mesh, (PIPELINE, TENSOR))
 
     def model(**changed: Tree) -> SpeechLM:
@@ -116,7 +113,7 @@ def _parts(config: Config, params: Params, buffers: Tree, count: Array, *, train
 
     def stage(pattern: str, stage: Tree, chunk: Array | int, x_nD: Array, batch: Batch) -> Any:
         of_rank = model(stage=stage)
-        segments = of_rank.segments(batch, AXES, lockstep=together)
+        segments = of_rank.segments(batch, AXES, lockstep=lockstep)
         return of_rank.decoder.stage(pattern, chunk, x_nD, segments)
 
     def leave(leave: Tree, x_nD: Array, batch: Batch) -> tuple[Array, Array]:
@@ -270,7 +267,7 @@ def make_validation_step(
 
     everywhere, rows = PartitionSpec(), PartitionSpec(DATA)
     in_specs = (*specs, batch_specs(), PromptEnds(rows, rows))
-    scored = _on_mesh(rank, mesh, in_specs, (everywhere, PartitionSpec((DATA, CONTEXT))))
+    scored = _on_mesh(rank, mesh, in_specs, (everywhere, PartitionSpec(TOKEN_AXES)))
     # The answers go everywhere too: a process that has a row decodes all of its documents.
     return jax.jit(scored, out_shardings=NamedSharding(mesh, everywhere))
 

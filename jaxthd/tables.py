@@ -28,11 +28,16 @@ def size_text(size: int | float) -> str:
     return f"{size / 2**10:,.2f} KiB"
 
 
-def show(title: str, columns: str, rows: Sequence[Sequence[Any]]) -> None:
-    """Prints a table; columns are separated by |."""
+def table(title: str, columns: str, rows: Sequence[Sequence[Any]], left: Collection[int] = (0,)) -> str:
+    """A title and aligned rows. columns: their names, separated by |; left: as aligned takes it."""
     cells = [[f"{x:,}" if isinstance(x, int) else str(x) for x in row] for row in rows]
-    lines = aligned([columns.split("|"), *cells]).splitlines()
-    print(f"\n{title}", *(f"  {line}" for line in lines), sep="\n", flush=True)
+    lines = aligned([columns.split("|"), *cells], left).splitlines()
+    return "\n".join([title, *(f"  {line}" for line in lines)])
+
+
+def show(title: str, columns: str, rows: Sequence[Sequence[Any]]) -> None:
+    """Prints a table of numbers."""
+    print(f"\n{table(title, columns, rows, left=())}", flush=True)
 
 
 def conclude(claims: Sequence[Claim], *, check: bool) -> None:

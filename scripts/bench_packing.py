@@ -26,7 +26,6 @@ above: padded batches take so much memory that the machine is slowed by finding 
 import argparse
 import math
 import statistics
-import sys
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -48,9 +47,9 @@ from jaxthd.data.tokenizer import load_tokenizer
 from jaxthd.mesh import make_mesh, put_batch
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING, Document
-from jaxthd.plan import table
 from jaxthd.state import init_state
 from jaxthd.step import make_train_step
+from jaxthd.tables import Claim, conclude, table
 
 RUNGS = 6
 """Most lengths of the ladder."""
@@ -91,11 +90,6 @@ class Side(NamedTuple):
     @property
     def tokens_per_second(self) -> float:
         return self.real_tokens / self.seconds
-
-
-class Claim(NamedTuple):
-    text: str
-    holds: bool
 
 
 def text_documents(count: int, longest: int = TEXT_LONGEST) -> list[Document]:
@@ -309,11 +303,7 @@ def main(argv: list[str] | None = None) -> None:
             f"{len(sides['random'][0].tokens)} rows a padded batch"
         )
         claims += report(title, measure(sides, config, options.rounds), least)
-    print("\nClaims")
-    for claim in claims:
-        print(f"  {'holds' if claim.holds else 'FAILS'}  {claim.text}")
-    if options.check and not all(claim.holds for claim in claims):
-        sys.exit(1)
+    conclude(claims, check=options.check)
 
 
 if __name__ == "__main__":

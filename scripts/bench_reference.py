@@ -308,6 +308,7 @@ def main() -> None:
         )
 
     from jaxthd.data.manifest import read_manifest
+    from jaxthd.tables import Claim, conclude
 
     utterances, _ = read_manifest(options.manifest, "--manifest")
     lengths = [
@@ -359,23 +360,12 @@ def main() -> None:
         f"First {CHECKED} documents: loss {losses[0]:.6f} and {losses[1]:.6f}, "
         f"gradient norm {norms[0]:.6f} and {norms[1]:.6f}"
     )
-    claims = {
-        "both sides have the same loss and gradient norm, to 1e-4": np.allclose(
-            [losses[0], norms[0]], [losses[1], norms[1]], rtol=1e-4
-        )
-    }
-    claims |= {
-        f"jaxthd, packed: {speed['jaxthd, packed'] / speed[way]:.2f} times {way} (more than 1)": speed[
-            "jaxthd, packed"
-        ]
-        > speed[way]
-        for way in reference.offer["ways"]
-    }
-    print("\nClaims")
-    for text, holds in claims.items():
-        print(f"  {'holds' if holds else 'FAILS'}  {text}")
-    if options.check and not all(claims.values()):
-        sys.exit(1)
+    same = np.allclose([losses[0], norms[0]], [losses[1], norms[1]], rtol=1e-4)
+    claims = [Claim("both sides have the same loss and gradient norm, to 1e-4", bool(same))]
+    for way in reference.offer["ways"]:
+        gain = speed["jaxthd, packed"] / speed[way]
+        claims.append(Claim(f"jaxthd, packed: {gain:.2f} times {way} (more than 1)", gain > 1))
+    conclude(claims, check=options.check)
 
 
 if __name__ == "__main__":

@@ -51,9 +51,9 @@ from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.stages import from_stages, to_stages
-from jaxthd.plan import table
 from jaxthd.state import abstract_model, stages_of
 from jaxthd.step import Gradient, loss_and_gradient
+from jaxthd.tables import table
 from tests.helpers import random_state, relative_errors, root_mean_square_norm
 
 Dtype = Literal["float32", "float64"]

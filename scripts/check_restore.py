@@ -31,8 +31,8 @@ from jaxthd.checkpoint import Checkpoints
 from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
 from jaxthd.data.loaders import SpeechData
 from jaxthd.mesh import make_mesh
-from jaxthd.plan import table
 from jaxthd.state import abstract_state, canonical_shardings
+from jaxthd.tables import table
 from jaxthd.train import train
 from jaxthd.validate import DeviceFacts, validate
 

@@ -99,13 +99,10 @@ def _through_all_stages(
         cache = None if caches is None else jax.tree.map(lambda c: c[0], caches)
         x_nD, cache = run(stages.patterns[0], 0, x_nD, cache)
         return x_nD, jax.tree.map(lambda c: c[None], cache)
-    rank = jax.lax.axis_index(PIPELINE)
-    if caches is None:
+    rank, has_caches = jax.lax.axis_index(PIPELINE), caches is not None
+    if not has_caches:
         like = jax.eval_shape(lambda x: run(stages.patterns[0], 0, x, None)[1], x_nD)
         caches = jax.tree.map(lambda c: jnp.zeros((stages.chunks, *c.shape), c.dtype), like)
-        first = None
-    else:
-        first = caches
 
     def one(carry: tuple[Array, Any], stage: Array) -> tuple[tuple[Array, Any], None]:
         x_nD, caches = carry
@@ -113,7 +110,7 @@ def _through_all_stages(
         cache = jax.tree.map(lambda c: c[chunk], caches)
 
         def turn() -> tuple[Array, Cache]:
-            taken = None if first is None else cache
+            taken = cache if has_caches else None
             return stages.switch(lambda pattern: run(pattern, chunk, x_nD, taken), chunk)
 
         y_nD, new = turn() if stages.are_equal else jax.lax.cond(mine, turn, lambda: (x_nD, cache))

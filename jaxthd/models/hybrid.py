@@ -111,7 +111,6 @@ class HybridDecoder(nnx.Module):
         )
         self.norm = RMSNorm(config.llm.dim, config.llm.norm_eps, init)
         self.stages = stages
-        self.experts = config.llm.experts
         self.remat = config.remat_llm
 
     def __call__(
@@ -176,6 +175,7 @@ class HybridDecoder(nnx.Module):
         third (each): by letter, stacked over the layers and filled up to Stages.most.
         """
         stacks = {letter: nnx.split(self.layers[KINDS[letter]]) for letter in set(self.stages.letters)}
+        held_by = {letter: (each[letter],) if each else () for letter in stacks}
 
         def apply_to(letter: str, variables: Any, x_nD: Array, held: tuple[Any, ...]) -> tuple[Array, Any]:
             return apply(nnx.merge(stacks[letter][0], gathered_state(variables)), x_nD, *held)
@@ -187,7 +187,7 @@ class HybridDecoder(nnx.Module):
             for letter, count in Counter(unit).items():
                 variables = jax.tree.map(partial(self._of_chunk, letter, chunk), stacks[letter][1])
                 take = partial(_in_turns, done[letter], repeats, count)
-                layers[letter] = jax.tree.map(take, (variables, (each[letter],) if each else ()))
+                layers[letter] = jax.tree.map(take, (variables, held_by[letter]))
                 done[letter] += count * repeats
 
             def turn(x_nD: Array, layers: Any, unit: str = unit) -> tuple[Array, Any]:
@@ -206,9 +206,7 @@ class HybridDecoder(nnx.Module):
                 )
 
         def one_layer(letter: str, x_nD: Array) -> Any:
-            variables, held = jax.tree.map(
-                lambda w: w[0], (stacks[letter][1], (each[letter],) if each else ())
-            )
+            variables, held = jax.tree.map(lambda w: w[0], (stacks[letter][1], held_by[letter]))
             return apply_to(letter, variables, x_nD, held)[1]
 
         filled = {}

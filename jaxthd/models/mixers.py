@@ -25,7 +25,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.config import LLMConfig, ModelConfig
-from jaxthd.mesh import CONTEXT, DATA
+from jaxthd.mesh import TOKEN_AXES
 from jaxthd.models.layers import Linear, RMSNorm, relu_squared
 from jaxthd.ops.attention import attention_forward
 from jaxthd.ops.conv import causal_conv, last_inputs
@@ -323,7 +323,7 @@ class MoE(nnx.Module):
         experts = score_NE.shape[1]
         weight_N1 = routed_N[:, None].astype(score_NE.dtype)
         load_E = jnp.zeros(experts, score_NE.dtype).at[chosen_Nk].add(weight_N1)
-        load_E, tokens = psum_live((load_E, weight_N1.sum()), (DATA, CONTEXT), self.mesh)
+        load_E, tokens = psum_live((load_E, weight_N1.sum()), TOKEN_AXES, self.mesh)
         share_NE = score_NE / score_NE.sum(-1, keepdims=True)
         some = jnp.maximum(tokens, 1)
         fraction_E = jax.lax.stop_gradient(load_E) / (some * self.per_token)

@@ -194,22 +194,19 @@ def scan_stack(
     carry: Carry,
     *,
     remat: bool,
-    each: tuple[Any, ...] = (),
 ) -> tuple[Carry, Any]:
-    """Applies `body(layer, carry, *each_of_the_layer)` for every layer of a stack, first to last.
+    """Applies `body(layer, carry)` for every layer of a stack, first to last.
 
     remat: recompute a layer's activations in the backward pass; only the carry between layers is kept.
-    each: trees of arrays with a leading dim of layers.
     Returns the last carry and the layers' second results, stacked. A layer's parameters are gathered for its
     turn, and again for its backward pass: never kept.
     """
     graphdef, state = nnx.split(module)
 
-    def step(carry: Carry, of_layer: tuple[Any, ...]) -> tuple[Carry, Any]:
-        layer, *others = of_layer
-        return body(nnx.merge(graphdef, gathered_state(layer)), carry, *others)
+    def step(carry: Carry, layer: Any) -> tuple[Carry, Any]:
+        return body(nnx.merge(graphdef, gathered_state(layer)), carry)
 
-    return jax.lax.scan(rematerialized(step, remat, state), carry, (state, *each))
+    return jax.lax.scan(rematerialized(step, remat, state), carry, state)
 
 
 def rematerialized(step: Callable[..., Any], remat: bool, state: Any) -> Callable[..., Any]:

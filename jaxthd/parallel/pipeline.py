@@ -113,9 +113,7 @@ def accumulate(
         gradients = Params(
             add(gradients.enter, denter), add(gradients.stage, dstage), add(gradients.leave, leave[1])
         )
-        up = [(r, (r + 1) % schedule.ranks) for r in range(schedule.ranks)]
-        down = [(b, a) for a, b in up]
-        arrived, returned = jax.lax.ppermute(y, PIPELINE, up), jax.lax.ppermute(dx, PIPELINE, down)
+        arrived, returned = run.send(y, 1), run.send(dx, -1)
         return (saved, arrived, returned, gradients, state, share, extras), None
 
     acc = jnp.result_type(*jax.tree.leaves(params.leave))
@@ -153,10 +151,7 @@ def score(parts: Parts, schedule: Schedule, params: Params, state: Tree, batches
         out = run.leave_if(leaving, jnp.where(is_last, y, 0), out_like)
         where = jnp.where(leaving >= 0, leaving, schedule.microbatches)
         outs = jax.tree.map(lambda all_, o: all_.at[where].set(o, mode="drop"), outs, out)
-        if schedule.ranks > 1:
-            up = [(r, (r + 1) % schedule.ranks) for r in range(schedule.ranks)]
-            y = jax.lax.ppermute(y, PIPELINE, up)
-        return (y, outs), None
+        return (run.send(y, 1), outs), None
 
     outs = jax.tree.map(lambda o: jnp.zeros((schedule.microbatches, *o.shape), o.dtype), out_like)
     start = (jnp.zeros(x_like.shape, x_like.dtype), outs)
@@ -215,7 +210,15 @@ class _Run:
 
     def __init__(self, parts: Parts, schedule: Schedule, params: Params, batches: Tree) -> None:
         self._parts, self._params, self._batches = parts, params, batches
+        self._ranks = schedule.ranks
         self.rank: Array | int = jax.lax.axis_index(PIPELINE) if schedule.ranks > 1 else 0
+
+    def send(self, x: Array, distance: int) -> Array:
+        """To the rank so far on, around the ring; what arrives."""
+        if self._ranks == 1:
+            return x
+        moves = [(r, (r + distance) % self._ranks) for r in range(self._ranks)]
+        return jax.lax.ppermute(x, PIPELINE, moves)
 
     def batch(self, micro: Array | int) -> Tree:
         return jax.tree.map(lambda x: x[jnp.maximum(micro, 0)], self._batches)

@@ -1,31 +1,17 @@
 """Pipeline stages: every layer once, in order, divided by cost; storage goes there and back."""
 
 from itertools import combinations
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from jaxthd.config import LLMConfig, MeshConfig
+from jaxthd.config import LLMConfig, MeshConfig, load_config
 from jaxthd.parallel.stages import KINDS, Stages, divide, from_stages, layer_cost, to_stages
 
-NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
-NANO_LLM = LLMConfig(
-    pattern=NANO,
-    dim=2688,
-    q_heads=32,
-    kv_heads=2,
-    head_dim=128,
-    mamba_heads=64,
-    mamba_head_dim=64,
-    mamba_state=128,
-    mamba_groups=8,
-    mamba_chunk=128,
-    experts=128,
-    experts_per_token=6,
-    expert_dim=1856,
-    shared_expert_dim=3712,
-)
+CONFIGS = Path(__file__).parents[2] / "configs"
+NANO_LLM = load_config(str(CONFIGS / "nemotron3_nano.py")).model.llm
 
 
 def stage_costs(patterns: tuple[str, ...], llm: LLMConfig) -> list[float]:
@@ -36,7 +22,7 @@ def stage_costs(patterns: tuple[str, ...], llm: LLMConfig) -> list[float]:
 def test_nano_is_divided_into_stages_of_nearly_equal_cost(count: int):
     """52 layers do not divide evenly by 8, and cost is not by the layer."""
     patterns = Stages.of(NANO_LLM, MeshConfig(pipeline=count)).patterns
-    assert "".join(patterns) == NANO
+    assert "".join(patterns) == NANO_LLM.letters
     costs = stage_costs(patterns, NANO_LLM)
     assert max(costs) <= 1.1 * np.mean(costs)
 
