@@ -123,7 +123,9 @@ class EncoderConfig:
     subsampling_channels: int = 64
     """Channels of the stride-2 convolutions."""
     linear_bias: bool = True
-    """Biases in attention, feed-forward and convolution modules."""
+    """Biases in attention and feed-forward modules."""
+    conv_bias: bool = True
+    """Biases in convolution modules."""
     scale_input: bool = True
     """Multiply the subsampled features by sqrt(dim)."""
     chunk_seconds: float = 30.0
@@ -230,6 +232,10 @@ class ModelConfig:
 class TrainConfig:
     """The optimization."""
 
+    init_from: tuple[str, ...] = ()
+    """Weights that a new run starts from: Hugging Face folders, .nemo archives, workdirs of runs (newest
+    checkpoint; @best or @STEP: another). Each gives what it holds, a later one replaces what an earlier one
+    gave; the rest of the model is drawn at random."""
     steps: int = 200
     """Optimizer steps of the run."""
     learning_rate: float = 1e-3

@@ -109,11 +109,21 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
     )
 
 
-def _canonical_state(config: Config) -> TrainState:
+def canonical_weights(config: Config) -> tuple[Tree, Tree]:
+    """(parameters, buffers) in the canonical form, drawn from the config's seed."""
     model = _make_model(config, jax.random.key(config.train.seed), MeshConfig())
     params, buffers = (nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, Buffer))
+    return params, buffers
+
+
+def _fresh(config: Config, params: Tree, buffers: Tree) -> TrainState:
+    """Before the first step."""
     zero = jnp.zeros((), jnp.int32)
     return TrainState(zero, zero, zero, params, buffers, make_optimizer(config).init(params))
+
+
+def _canonical_state(config: Config) -> TrainState:
+    return _fresh(config, *canonical_weights(config))
 
 
 def abstract_state(config: Config) -> TrainState:
@@ -166,6 +176,19 @@ def init_state(config: Config, mesh: Mesh) -> TrainState:
         out_shardings=state_shardings(config, mesh),
         compiler_options=_once(),
     )()
+
+
+def new_state(weights: tuple[Tree, Tree], config: Config, mesh: Mesh) -> TrainState:
+    """A new run's state that starts from these, (parameters, buffers) in the canonical form: on the mesh, in
+    the training form. The weights are donated.
+    """
+    canonical = jax.jit(
+        lambda params, buffers: _fresh(config, params, buffers),
+        out_shardings=canonical_shardings(config, mesh),
+        compiler_options=_once(),
+        donate_argnums=(0, 1),
+    )(*weights)
+    return training_form(canonical, config, mesh)
 
 
 def canonical_form(state: TrainState, config: Config, mesh: Mesh) -> TrainState:

@@ -45,11 +45,11 @@ from jaxthd.state import (
     abstract_state,
     canonical_form,
     canonical_shardings,
-    init_state,
     training_form,
 )
 from jaxthd.step import make_train_step
 from jaxthd.validate import DeviceFacts, validate
+from jaxthd.weights import start_state
 from jaxthd.workdir import opened
 
 PROCESS_OPTIONS: dict[str, dict[str, Any]] = {
@@ -116,7 +116,7 @@ def _train(config: Config, workdir: Path, data: SpeechData, checkpoints: Checkpo
         loader = stack.enter_context(closing(data.training(rows)))
         restored = checkpoints.restore_latest(abstract, canonical_shardings(config, mesh))
         if restored is None:
-            state = init_state(config, mesh)
+            state = start_state(config, mesh)
         else:
             state, position = training_form(restored[0], config, mesh), restored[1]
             loader.set_state(position)
