@@ -292,11 +292,11 @@ def find_checkpoint(folder: Path, which: str = "newest") -> tuple[int, dict[str,
     _, reader = _handlers()
     found = {}
     steps = [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
-    for step in steps:
+    for number in steps:
         with suppress(Exception):
-            about = reader.restore(epath.Path((folder / str(step) / "about").absolute()))
+            about = reader.restore(epath.Path((folder / str(number) / "about").absolute()))
             if about["blake2b"] == _digest(about["content"]):
-                found[step] = about["content"]
+                found[number] = about["content"]
     named: dict[str, int | None] = {"newest": max(found, default=None), "best": _best_of(found)}
     step = named[which] if which in named else int(which)
     if step is None or step not in found:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Shaped
@@ -42,6 +42,7 @@ _COPIED = (
 """Files of the original that go with an export."""
 
 
+@runtime_checkable
 class Reader(Protocol):
     """Tensors of a checkpoint, by name."""
 

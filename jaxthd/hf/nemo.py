@@ -8,13 +8,16 @@ refuses all others. Read is the encoder, as Parakeet, Canary and other FastConfo
 import io
 import pickle
 import re
+import shutil
 import tarfile
 import tempfile
+import weakref
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -77,28 +80,15 @@ class NemoArchive:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        config, weights = _members(path)
-        self.fields = _fields(config, path)
-        try:
-            self._zip = zipfile.ZipFile(weights)
-            pickles = [n for n in self._zip.namelist() if n.endswith("/data.pkl")]
-            self._root = pickles[0].removesuffix("data.pkl")
-            state = _Unpickler(io.BytesIO(self._zip.read(pickles[0]))).load()
-        except pickle.UnpicklingError as error:
-            raise UserError(
-                f"{WEIGHTS} in {path} holds more than tensors ({error}); nothing of it was executed. "
-                "Expected the weights of a NeMo model: do not use this file"
-            ) from error
-        except (zipfile.BadZipFile, IndexError, EOFError, OSError) as error:
-            raise UserError(
-                f"{WEIGHTS} in {path} is no PyTorch checkpoint ({error}): copy it anew"
-            ) from error
-        if not isinstance(state, Mapping):
-            raise UserError(f"{WEIGHTS} in {path} holds a {type(state).__name__}; expected named tensors")
-        found = {str(n): x for n, x in state.items() if str(n).startswith("encoder.")}
-        strange = [name for name, x in found.items() if not isinstance(x, _Stored)]
-        if strange:
-            raise UserError(f"{strange[0]} in {path} is no tensor; expected the weights of a NeMo model")
+        with ExitStack() as files:
+            config, weights = _members(path, files)
+            self.fields = _fields(config, path)
+            self._zip, self._root, state = _read_checkpoint(weights, path)
+            found = {str(n): x for n, x in state.items() if str(n).startswith("encoder.")}
+            strange = [name for name, x in found.items() if not isinstance(x, _Stored)]
+            if strange:
+                raise UserError(f"{strange[0]} in {path} is no tensor; expected the weights of a NeMo model")
+            weakref.finalize(self, files.pop_all().close)
         self._stored = {_renamed(name): x for name, x in found.items()}
         self.shapes: dict[str, Shape] = {name: x.shape for name, x in self._stored.items()}
 
@@ -119,10 +109,28 @@ class NemoArchive:
         return sorted(names)
 
 
-def _members(path: Path) -> tuple[bytes, IO[bytes]]:
-    """(the text of CONFIG, WEIGHTS as a file that can be sought in)."""
+def _read_checkpoint(weights: Any, path: Path) -> tuple[zipfile.ZipFile, str, Mapping[Any, Any]]:
+    """(the zip file, the folder in it, what is pickled there)."""
     try:
-        archive = tarfile.open(path)  # noqa: SIM115 (its members are read later)
+        archive = zipfile.ZipFile(weights)
+        root = next(n for n in archive.namelist() if n.endswith("/data.pkl")).removesuffix("data.pkl")
+        state = _Unpickler(io.BytesIO(archive.read(f"{root}data.pkl"))).load()
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{WEIGHTS} in {path} holds more than tensors ({error}); nothing of it was executed. "
+            "Expected the weights of a NeMo model: do not use this file"
+        ) from error
+    except (zipfile.BadZipFile, StopIteration, EOFError, OSError) as error:
+        raise UserError(f"{WEIGHTS} in {path} is no PyTorch checkpoint ({error!r}): copy it anew") from error
+    if not isinstance(state, Mapping):
+        raise UserError(f"{WEIGHTS} in {path} holds a {type(state).__name__}; expected named tensors")
+    return archive, root, state
+
+
+def _members(path: Path, files: ExitStack) -> tuple[bytes, Any]:
+    """(the text of CONFIG, WEIGHTS as a file that can be sought in). files: closes what is opened."""
+    try:
+        archive = files.enter_context(tarfile.open(path))  # noqa: SIM115
         found: dict[str, tarfile.TarInfo] = {}
         for member in archive:
             parts = Path(member.name).parts
@@ -140,13 +148,12 @@ def _members(path: Path) -> tuple[bytes, IO[bytes]]:
         assert weights is not None
         text = config.read()
         with path.open("rb") as file:
-            is_plain = file.read(2) != b"\x1f\x8b"
-        if is_plain:
+            is_compressed = file.read(2) == b"\x1f\x8b"
+        if not is_compressed:
             return text, weights
-        # Compressed: going back and forth would unpack it again and again.
-        whole = tempfile.TemporaryFile()  # noqa: SIM115 (nameless; gone when it is closed)
-        while block := weights.read(1 << 24):
-            whole.write(block)
+        # Going back and forth would unpack it again and again.
+        whole = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        shutil.copyfileobj(weights, whole, 1 << 24)
         return text, whole
     except (tarfile.TarError, OSError, EOFError) as error:
         raise UserError(f"{path} is no whole .nemo archive ({error}): copy it anew") from error

@@ -1,9 +1,10 @@
 """Writes tests/references/fastconformer.npz: a tiny random ParakeetEncoder of the transformers library.
 
-    python scripts/references/encoder.py        # in an environment with torch and transformers; about 5 s
+    python scripts/references/encoder.py [FOLDER]     # needs torch and transformers; about 5 s
 
-Float32; clips are given one at a time, unpadded, without a mask. Keys (c is a clip's number):
-    config.NAME                 the ParakeetEncoderConfig fields named in CONFIG, as scalars
+FOLDER: save_pretrained's checkpoint is left there. Float32; clips are given one at a time, unpadded, without
+a mask. Keys (c is a clip's number):
+    config                      config.json, as save_pretrained writes it
     weight.NAME                 every parameter and BatchNorm statistic (random too) under its library name
     mels.c                      [mel frames, mels], lengths LENGTHS
     output.c                    [encoder frames, dim], eval mode
@@ -14,6 +15,8 @@ Float32; clips are given one at a time, unpadded, without a mask. Keys (c is a c
     train.NAME                  running_mean and running_var after that run
 """
 
+import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +58,10 @@ def main() -> None:
     config = transformers.ParakeetEncoderConfig(**CONFIG, **NO_DROPOUT, attn_implementation="eager")
     model = transformers.ParakeetEncoder(config).eval()
     randomize(model)
-    out: dict[str, np.ndarray] = {f"config.{k}": np.asarray(v) for k, v in CONFIG.items()}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(sys.argv[1] if len(sys.argv) > 1 else scratch) / "fastconformer"
+        model.save_pretrained(folder)
+        out = {"config": np.asarray((folder / "config.json").read_text())}
     out |= {f"weight.{k}": v.numpy().copy() for k, v in model.state_dict().items() if v.is_floating_point()}
 
     loss = torch.zeros(())
