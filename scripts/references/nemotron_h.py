@@ -1,15 +1,16 @@
 """Writes tests/references/nemotron_h.npz and nemotron_h_latent.npz: tiny random NemotronHForCausalLM models.
 
-    python scripts/references/nemotron_h.py [FOLDER]     # needs torch and transformers; about 20 s
+    python scripts/references/nemotron_h.py [--checkpoints FOLDER]
 
-Float32, eval mode; documents of LENGTHS tokens are given one at a time, unpadded. The scan's chunk is 16, so
-the documents are shorter than, equal to and longer than a chunk. Two models: one with experts on the model
-dim, one with a latent projection around them (VARIANTS). Names are those of checkpoints on disk: prefix
-"backbone.", experts one by one.
+Needs torch and transformers; takes about 20 s. Float32, eval mode; documents of LENGTHS tokens are given one
+at a time, unpadded. The scan's chunk is 16, so the documents are shorter than, equal to and longer than a
+chunk. Two models: one with experts on the model dim, one with a latent projection around them (VARIANTS).
+Names are those of checkpoints on disk: prefix "backbone.", experts one by one.
 
 The library's CPU scan clamps dt to [time_step_min, inf) and ignores time_step_limit. The first model has
 time_step_min = 1e-30, which no dt here goes below: no clamp. The second has 0.05, which a third of its dt go
-below, and says so in time_step_limit too. FOLDER: save_pretrained's checkpoints are left there, by name.
+below, and says so in time_step_limit too. FOLDER: save_pretrained's checkpoints
+are left there, by name.
 
 Keys (c a document's number, i a layer's):
     config              config.json, as save_pretrained writes it
@@ -27,7 +28,6 @@ Keys (c a document's number, i a layer's):
                         biased score and the first not chosen; at least MARGIN (seeds are tried until it is)
 """
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from places import arguments
 from safetensors.numpy import load_file
 
 LENGTHS = (1, 5, 16, 37)
@@ -165,12 +166,13 @@ def reference(fields: dict[str, Any], seed: int, folder: Path) -> dict[str, np.n
 
 
 def main() -> None:
+    options = arguments(__doc__)
     for name, variant in VARIANTS.items():
         with tempfile.TemporaryDirectory() as scratch:
-            folder, seed = Path(sys.argv[1] if len(sys.argv) > 1 else scratch) / name, 0
+            folder, seed = (options.checkpoints or Path(scratch)) / name, options.seed
             while (out := reference(SHARED | variant, seed, folder))["margin"] < MARGIN:
                 seed += 1
-        path = Path(__file__).parents[2] / "tests" / "references" / f"{name}.npz"
+        path = options.out / f"{name}.npz"
         np.savez_compressed(path, **out)  # type: ignore[arg-type]
         print(f"{path.name}: seed {seed}, margin {out['margin']:.1e}, {path.stat().st_size} bytes")
 

@@ -1,9 +1,10 @@
 """Writes tests/references/nemotron_omni.npz: a tiny random NemotronH_Omni_Reasoning_V3 of transformers.
 
-    python scripts/references/nemotron_omni.py [FOLDER]    # needs torch and transformers; about 20 s
+    python scripts/references/nemotron_omni.py [--checkpoints FOLDER]
 
-Float32, eval mode, no vision input; documents are given one at a time, unpadded: a prompt, a recording's
-frames, a text. FOLDER: save_pretrained's checkpoint is left there.
+Needs torch and transformers; takes about 20 s. Float32, eval mode, no vision input; documents are given one
+at a time, unpadded: a prompt, a recording's frames, a text. FOLDER: save_pretrained's checkpoint is left
+there, by name.
 
 Clips have lengths that are no multiples of 8 mel frames: at those the library inserts one embedding more, of
 a frame that its encoder masks. Keys (c is a document's number):
@@ -16,7 +17,6 @@ a frame that its encoder masks. Keys (c is a document's number):
     grad.NAME           gradient of loss, by tensor on disk
 """
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import nemotron_h
 import numpy as np
 import torch
 import transformers
+from places import arguments
 from safetensors.numpy import load_file
 
 AUDIO_TOKEN, VOCABULARY = 47, 48
@@ -160,13 +161,14 @@ def reference(seed: int, folder: Path) -> tuple[dict[str, np.ndarray], float]:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(sys.argv[1] if len(sys.argv) > 1 else name)
-        seed, (out, margin) = 0, reference(0, folder)
+    options = arguments(__doc__)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, seed = (options.checkpoints or Path(scratch)) / "nemotron_omni", options.seed
+        out, margin = reference(seed, folder)
         while margin < MARGIN:
             seed += 1
             out, margin = reference(seed, folder)
-    path = Path(__file__).parents[2] / "tests" / "references" / "nemotron_omni.npz"
+    path = options.out / "nemotron_omni.npz"
     np.savez_compressed(path, **out)  # type: ignore[arg-type]
     print(f"{path.name}: seed {seed}, margin {margin:.1e}, {path.stat().st_size} bytes")
 

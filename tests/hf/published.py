@@ -92,8 +92,9 @@ class Published(NamedTuple):
     weights: Weights
 
     @property
-    def count(self) -> int:
-        return len(group(self.arrays, "tokens"))
+    def numbers(self) -> list[int]:
+        """Of its documents."""
+        return list(range(len(group(self.arrays, "tokens"))))
 
     def document(self, number: int) -> Document:
         tokens = self.arrays[f"tokens.{number}"].astype(np.int32)
