@@ -6,7 +6,8 @@ what an earlier one gave.
 Of a published checkpoint one tensor at a time is in the host's memory, besides what the devices hold.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,29 +61,43 @@ def load_weights(
     Raises UserError where a source is damaged, holds another model or nothing of this one.
     """
     on = canonical_shardings(config, mesh)
-    shardings = Weights(on.params, on.buffers)
-    abstract = jax.eval_shape(lambda: Weights(*canonical_weights(config)))
-    shapes = {name: x.shape for name, x in named_weights(abstract).items()}
+    specs = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        jax.eval_shape(lambda: Weights(*canonical_weights(config))),
+        Weights(on.params, on.buffers),
+    )
+    named = named_weights(specs)
     # All is compared before anything is read.
     readers = [
-        _Run(path, which, config, shapes) if is_run(path) else _Published(path, config, shapes)
+        _Run(path, which, config, specs) if is_run(path) else _Published(path, config, named)
         for path, which in map(source_of, sources)
     ]
-    drawn = [name for name in shapes if not any(name in reader.gives for reader in readers)]
+    drawn = [name for name in named if not any(name in reader.gives for reader in readers)]
+    arrays: dict[str, Array] = {}
     if drawn and not partly:
         raise UserError(
             f"{', '.join(map(str, sources))}: no weights for {_groups(drawn)}; expected those of the whole "
             "model: name the checkpoints of its other parts too"
         )
     if drawn:
-        arrays = jax.jit(lambda: Weights(*canonical_weights(config)), out_shardings=shardings)()
         print(f"drawn at random, being in no checkpoint: {_groups(drawn)}")
-    else:
-        make = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), abstract)
-        arrays = jax.jit(make, out_shardings=shardings)()
+        arrays = _made(lambda: named_weights(Weights(*canonical_weights(config))), named, drawn)
     for reader in readers:
-        arrays = reader.read_into(arrays)
-    return arrays
+        arrays |= reader.read()
+    return jax.tree.unflatten(jax.tree.structure(specs), [arrays[name] for name in named])
+
+
+def _made(
+    make: Callable[[], dict[str, Array]], specs: Mapping[str, Any], names: Sequence[str]
+) -> dict[str, Array]:
+    """Some of the arrays that `make` returns, on their devices."""
+    shardings = {name: specs[name].sharding for name in names}
+
+    def some() -> dict[str, Array]:
+        made = make()
+        return {name: made[name] for name in names}
+
+    return jax.jit(some, out_shardings=shardings)()
 
 
 def source_of(source: str | Path) -> tuple[Path, str]:
@@ -104,7 +119,7 @@ class _Run:
     gives: names of the arrays that it has.
     """
 
-    def __init__(self, path: Path, which: str, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, path: Path, which: str, config: Config, specs: Weights) -> None:
         compare_models(path, config)
         self._folder = path / "checkpoints"
         self._step, arrays = find_checkpoint(self._folder, which)
@@ -114,6 +129,7 @@ class _Run:
             for field, _, short in [name.partition(".")]
             if field in Weights._fields
         }
+        shapes = {name: spec.shape for name, spec in named_weights(specs).items()}
         differing = [name for name, shape in found.items() if shapes.get(name) != shape]
         if differing:
             name = differing[0]
@@ -123,24 +139,37 @@ class _Run:
                 "other weights, or the model's settings"
             )
         self.gives = set(found)
+        self._specs = specs
 
-    def read_into(self, arrays: Weights) -> Weights:
-        wanted = jax.tree_util.tree_map_with_path(
-            lambda path, x: (
-                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-                if _name(path) in self.gives
-                else None
-            ),
-            arrays,
-        )
-        found = restore_arrays(self._folder, self._step, _pruned(wanted._asdict()))
-        new = named_arrays(found)
-        return jax.tree_util.tree_map_with_path(lambda path, x: new.get(_name(path, whole=True), x), arrays)
+    def read(self) -> dict[str, Array]:
+        """Some arrays at a time: orbax holds each on the host besides."""
+        found: dict[str, Array] = {}
+        for names in _by_size(named_weights(self._specs), self.gives):
+            wanted = jax.tree_util.tree_map_with_path(
+                lambda path, spec, names=names: spec if _name(path) in names else None, self._specs
+            )
+            restored = restore_arrays(self._folder, self._step, _pruned(wanted._asdict()))
+            found |= {name.partition(".")[2]: x for name, x in named_arrays(restored).items()}
+        return found
 
 
-def _name(path: Any, *, whole: bool = False) -> str:
-    name = jax.tree_util.keystr(path, simple=True, separator=".")
-    return name if whole else name.partition(".")[2]
+def _by_size(specs: Mapping[str, Any], names: Collection[str], limit: int = 2**28) -> Iterator[set[str]]:
+    """Sets of names whose arrays have `limit` bytes together, or that are one array."""
+    some: set[str] = set()
+    size = 0
+    for name, spec in specs.items():
+        if name in names:
+            own = math.prod(spec.shape) * spec.dtype.itemsize
+            if some and size + own > limit:
+                yield some
+                some, size = set(), 0
+            some.add(name)
+            size += own
+    yield some
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".").partition(".")[2]
 
 
 def _pruned(tree: dict[Any, Any]) -> dict[Any, Any]:
@@ -152,21 +181,23 @@ def _pruned(tree: dict[Any, Any]) -> dict[Any, Any]:
 class _Published:
     """A published checkpoint; as _Run."""
 
-    def __init__(self, path: Path, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._checkpoint = open_checkpoint(path)
+    def __init__(self, path: Path, config: Config, specs: Mapping[str, Any]) -> None:
+        self._checkpoint, self._specs = open_checkpoint(path), specs
+        shapes = {name: spec.shape for name, spec in specs.items()}
         self._table = self._checkpoint.tensors(config.model, shapes)
         self.gives = {part.name for tensor in self._table for part in tensor.parts}
 
-    def read_into(self, arrays: Weights) -> Weights:
-        structure, named = jax.tree.structure(arrays), named_weights(arrays)
-        shards = {name: _Shards(named[name]) for name in self.gives}
+    def read(self) -> dict[str, Array]:
+        names = sorted(self.gives)
+        zeros = {name: (self._specs[name].shape, self._specs[name].dtype) for name in names}
+        arrays = _made(lambda: {name: jnp.zeros(*x) for name, x in zeros.items()}, self._specs, names)
+        shards = {name: _Shards(arrays.pop(name)) for name in names}
         for part, piece in self._checkpoint.pieces(self._table):
             shards[part.name].write(part.at, piece)
         left_out = self._checkpoint.left_out
         if left_out:
             print(f"{self._checkpoint.path}: left out, being no part of the model: {_groups(left_out)}")
-        named |= {name: written.array() for name, written in shards.items()}
-        return jax.tree.unflatten(structure, list(named.values()))
+        return {name: written.array() for name, written in shards.items()}
 
 
 class _Shards:
