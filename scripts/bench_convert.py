@@ -86,7 +86,8 @@ def shard_bytes(weights: Weights) -> int:
 
 
 def measure(what: str, config: Config, folder: Path) -> dict[str, int]:
-    published, imported, told = folder / "published", folder / "imported", {}
+    published, imported = folder / "published", folder / "imported"
+    told: dict[str, int] = {}
     mesh = make_mesh(config.mesh)
     match what:
         case "write":
