@@ -24,6 +24,7 @@ from jaxthd.checksum import named_arrays
 from jaxthd.config import Config
 from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import open_checkpoint
+from jaxthd.parallel.stages import to_stages
 from jaxthd.state import (
     TrainState,
     Tree,
@@ -31,6 +32,8 @@ from jaxthd.state import (
     canonical_weights,
     init_state,
     new_state,
+    stages_of,
+    state_shardings,
 )
 from jaxthd.workdir import compare_models, is_run
 
@@ -98,6 +101,19 @@ def _made(
         return {name: made[name] for name in names}
 
     return jax.jit(some, out_shardings=shardings)()
+
+
+def load_model(sources: Sequence[str | Path], config: Config, mesh: Mesh) -> Weights:
+    """A whole model, as the mesh's ranks compute with it: for evaluation and generation.
+
+    Raises UserError as load_weights, and where the sources leave something out.
+    """
+    weights = load_weights(sources, config, mesh, partly=False)
+    if config.mesh.pipeline == 1:
+        return weights
+    stages, on = stages_of(config), state_shardings(config, mesh)
+    place = jax.jit(lambda w: to_stages(w, stages), out_shardings=Weights(on.params, on.buffers))
+    return place(weights)
 
 
 def source_of(source: str | Path) -> tuple[Path, str]:

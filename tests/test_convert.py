@@ -3,7 +3,9 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -14,7 +16,7 @@ from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.mesh import make_mesh
 from jaxthd.state import canonical_form, init_state
-from jaxthd.weights import Weights, load_weights, named_weights, start_state
+from jaxthd.weights import Weights, load_model, load_weights, named_weights, start_state
 from tests.hf.published import BASE, write_published
 
 
@@ -122,11 +124,23 @@ def test_any_mesh_holds_the_same_weights(omni, mesh):
     on = make_mesh(config.mesh)
     for source in (published, imported):
         state = start_state(replace_init(config, source), on)
+        used = load_model([source], config, on)
+        assert_trees_equal(used, Weights(state.params, state.buffers))
         canonical = canonical_form(state, config, on)
         found = named_weights(Weights(canonical.params, canonical.buffers))
         assert found.keys() == want.keys()
         for name in want:
             np.testing.assert_array_equal(found[name], want[name], err_msg=name)
+
+
+def assert_trees_equal(found: Any, want: Any) -> None:
+    """Values, and where they lie."""
+
+    def same(x: Any, y: Any) -> None:
+        np.testing.assert_array_equal(x, y)
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+
+    jax.tree.map(same, found, want)
 
 
 def replace_init(config: Config, *sources: Path) -> Config:
