@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxthd.data.example import Example
 from jaxthd.data.faults import Fault
-from jaxthd.data.manifest import Example
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.tokenizer import ByteTokenizer
 from jaxthd.data.workers import Workers
