@@ -172,7 +172,7 @@ def _text(cut: dict[str, Any]) -> str:
     return " ".join(text for text in (string(s, "text") for s in sorted(said, key=_start)) if text.strip())
 
 
-def _start(supervision: dict[str, Any]) -> float:
+def _start(supervision: dict[str, Any]) -> int | float:
     """In seconds from the cut's; below 0 where it began before the cut."""
     start = supervision.get("start", 0.0)
     if isinstance(start, bool) or not isinstance(start, int | float):

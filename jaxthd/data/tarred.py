@@ -8,6 +8,7 @@ import tarfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def index_tar(path: Path) -> TarIndex:
     members: dict[str, Member | str] = {}
     try:
         size = path.stat().st_size
-        with tarfile.open(path, "r:") as tar:
+        with _Headers(FileIO(path)) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             at = -1
             while (info := tar.next()) is not None:
                 if info.size < 0 or info.offset <= at:  # tarfile itself would go round in circles
@@ -63,18 +64,27 @@ def index_tar(path: Path) -> TarIndex:
                 name = _plain(info.name)
                 members[name] = _TWICE if name in members else _member(info, name, size)
                 tar.members.clear()  # type: ignore[attr-defined]  # tarfile would keep a kilobyte of each
-            end = tar.offset
-        with path.open("rb") as file:
-            file.seek(end)
-            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
-                return TarIndex(path, members, f"damaged, at byte {end}")
+            file.seek(tar.offset)
+            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes it for the end
+                return TarIndex(path, members, f"damaged, at byte {tar.offset}")
     except (tarfile.TarError, OSError, ValueError, OverflowError) as error:
         # A header gone wrong may say anything.
-        with path.open("rb") as file:
-            is_gzip = file.read(2) == b"\x1f\x8b"
+        with path.open("rb") as start:
+            is_gzip = start.read(2) == b"\x1f\x8b"
         reason = "compressed: decompress it" if is_gzip else f"damaged, or cut short ({error})"
         return TarIndex(path, members, reason)
     return TarIndex(path, members)
+
+
+class _Headers(BufferedReader):
+    """A tar file as tarfile reads it: headers alone. One that says it is a megabyte, or less than nothing, is
+    refused, where tarfile would take as much memory as it says.
+    """
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or not 0 <= size < 2**20:
+            raise tarfile.ReadError(f"a header of {size} bytes")
+        return super().read(size)
 
 
 def _member(info: tarfile.TarInfo, name: str, size: int) -> Member | str:
