@@ -4,6 +4,7 @@ The index is made of the headers, once. Nothing is extracted, and no member's na
 """
 
 import re
+import reprlib
 import tarfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -98,7 +99,7 @@ def _member(info: tarfile.TarInfo, name: str, size: int) -> Member | str:
 
 
 def _plain(name: str) -> str:
-    return name.removeprefix("./")
+    return re.sub(r"^(\./)+", "", name)
 
 
 def index_tars(paths: Sequence[Path]) -> list[TarIndex]:
@@ -153,8 +154,8 @@ class TarredAudio:
         shard = entry.get("shard_id") if self._by_number else file
         if isinstance(shard, bool) or not isinstance(shard, int) or shard not in self._indexes:
             raise ValueError(
-                f"shard_id is {shard!r}; expected the number of a tar file, {min(self._indexes)} to "
-                f"{max(self._indexes)}"
+                f"shard_id is {reprlib.repr(shard)}; expected the number of a tar file, "
+                f"{min(self._indexes)} to {max(self._indexes)}"
             )
         index = self._indexes[shard]
 
