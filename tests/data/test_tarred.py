@@ -75,6 +75,24 @@ def test_a_range_of_a_long_recording_costs_no_more_than_the_range(tmp_path, monk
     assert 16_000 < sum(read) < 100_000
 
 
+def test_a_member_begins_and_ends_where_it_does(tmp_path):
+    files = {"a": b"before", "b": bytes(range(256)) * 9, "c": b"after"}
+    member = index_tar(write_tar(tmp_path / "a.tar", files)).clip("b").member
+    assert member is not None
+    with (tmp_path / "a.tar").open("rb") as tar:
+        within = audio._Within(tar, member)
+        for at, wanted in ((0, 5000), (0, 10), (2300, 100), (2304, 1), (9999, 1)):
+            buffer = bytearray(b"?" * wanted)
+            assert within.seek(at) == within.tell() == at
+            count = within.readinto(buffer)
+            assert buffer == files["b"][at : at + wanted].ljust(wanted, b"?")
+            assert count == len(files["b"][at : at + wanted])
+        assert within.seek(-4, 2) == len(files["b"]) - 4
+        assert within.seek(-1, 1) == len(files["b"]) - 5
+        assert within.seek(-1) == len(files["b"]) - 5, "libsndfile is told that it did not work"
+        assert within.error is None
+
+
 def test_a_tarred_manifest_is_the_plain_one_with_other_places_for_its_recordings(tmp_path):
     """Utterances with offsets, segments as NeMo names them, and conversations of several recordings."""
     files = {name: sound(1.0 + n, seed=n) for n, name in enumerate(("a.wav", "b.flac", "c-sub1.wav"))}
