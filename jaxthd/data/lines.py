@@ -94,16 +94,21 @@ def _numbered(files: Sequence[Path]) -> Iterator[tuple[int, int, str, bytes | Va
                 if line.strip():
                     where = f"{path.name} line {line_number}: " if len(files) > 1 else ""
                     yield before + line_number, file, where, line
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        except ValueError as error:
             line_number += 1
-            yield before + line_number, file, "", ValueError(f"the rest of {path} cannot be read ({error})")
+            yield before + line_number, file, "", error
         before += line_number
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Bytes, so that one badly encoded line is one fault."""
+    """As bytes, so that one badly encoded line is one fault; those of a .gz file decompressed. Raises ValueError
+    where that fails.
+    """
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
-        yield from lines
+        try:
+            yield from lines
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"the rest of {path} cannot be read ({error})") from error
 
 
 def parse(line: bytes) -> Entry:

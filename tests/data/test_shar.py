@@ -188,6 +188,9 @@ def test_context_may_lie_in_a_file_of_its_own(folder):
     (a, b), _ = read_shar(folder)
     assert said(a)[0] == ("user", ["new ", "<clip>"])
     assert said(b)[0] == ("system", ["Be brief."])
+    (folder / "context.000000.jsonl.gz").write_bytes(gzip.compress(bytes(99))[:20])
+    with pytest.raises(UserError, match=r"line 0: the rest of .*context\.000000\.jsonl\.gz cannot be read"):
+        read_shar(folder)
     write_cuts(folder / "context.000000.jsonl.gz", b"{\n")
     with pytest.raises(UserError, match=r"context\.000000\.jsonl\.gz line 1: not JSON.*write the file anew"):
         read_shar(folder)
