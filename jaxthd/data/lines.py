@@ -101,8 +101,9 @@ def _numbered(files: Sequence[Path]) -> Iterator[tuple[int, int, str, bytes | Va
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """As bytes, so that one badly encoded line is one fault; those of a .gz file decompressed. Raises ValueError
-    where that fails.
+    """As bytes, so that one badly encoded line is one fault; those of a .gz file decompressed.
+
+    Raises ValueError where that fails.
     """
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
         try:

@@ -118,16 +118,15 @@ def _texts(shard: Shard) -> dict[str, dict[str, Any]]:
     """By cut, its fields that lie in files of their own."""
     found: dict[str, dict[str, Any]] = {}
     for field, path in shard.texts.items():
-        line_number = 0
+        read = 0
         try:
-            for line_number, line in enumerate(lines_of(path), start=1):
+            for line in lines_of(path):
+                read += 1
                 entry = parse(line)
                 if field in entry:
                     found.setdefault(string(entry, "cut_id"), {})[field] = entry[field]
         except ValueError as error:
-            message = (
-                f"{path} line {line_number}: {error}; expected a cut_id and {field}: write the file anew"
-            )
+            message = f"{path} line {read}: {error}; expected a cut_id and {field}: write the file anew"
             raise UserError(message) from error
     return found
 
