@@ -63,11 +63,17 @@ class DataConfig:
     """What is read and how it is packed."""
 
     manifest: tuple[str, ...] = ("synthetic",)
-    """NeMo JSONL manifests, or "synthetic": spoken digits and commands, made on first use and cached."""
+    """NeMo JSONL manifests, their shards in braces ("manifest_{0..15}.json", "manifest__OP_0..15_CL_.json");
+    Lhotse Shar directories; "synthetic": spoken digits and commands, made on first use and cached."""
+    tarred_audio: tuple[str, ...] = ()
+    """The tar files of each manifest, as NeMo's tarred_audio_filepaths ("audio_{0..15}.tar"), "" for one with
+    plain files and for a Shar directory; none: no manifest has any."""
     weights: tuple[float, ...] = ()
     """How often documents of each manifest are drawn, in proportion; none: by their numbers of documents."""
     validation_manifest: str = "synthetic"
-    """Manifest for validation; "" for none."""
+    """Manifest or Shar directory for validation; "" for none."""
+    validation_tarred_audio: str = ""
+    """Its tar files; "" for none."""
     tokenizer: str = "bytes"
     """"bytes" (UTF-8 bytes, needs no file), or the path of a tokenizer.json."""
     template: Literal["plain", "chatml"] = "plain"

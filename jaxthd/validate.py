@@ -456,12 +456,16 @@ def _tokens_hold_a_chunk(config: Config, device: DeviceFacts) -> Iterator[Proble
 # --- what is read ---
 
 
-@_rule("data.manifest", "data.weights")
+@_rule("data.manifest", "data.tarred_audio", "data.weights")
 def _manifests(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    manifests, weights = config.data.manifest, config.data.weights
+    manifests, tars, weights = config.data.manifest, config.data.tarred_audio, config.data.weights
     if not manifests or "" in manifests:
         change = 'name a manifest in data.manifest, or "synthetic"'
         yield Problem(f"data.manifest is {manifests}", "one path or more, none of them empty", change)
+    if tars and len(tars) != len(manifests):
+        found = f"data.tarred_audio names {len(tars)} sets of tar files for {len(manifests)} manifests"
+        expected = 'one for each manifest ("" for plain files), or none'
+        yield Problem(found, expected, "correct data.tarred_audio")
     if weights and len(weights) != len(manifests):
         found = f"data.weights has {len(weights)} numbers for {len(manifests)} manifests"
         yield Problem(found, "one for each manifest, or none", "correct data.weights")

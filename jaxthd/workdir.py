@@ -22,7 +22,9 @@ from jaxthd.errors import UserError
 FREE = (
     "mesh.*",
     "data.manifest",  # a data set may have moved; the data position checks its content
+    "data.tarred_audio",
     "data.validation_manifest",
+    "data.validation_tarred_audio",
     "data.workers",
     "data.prefetch",
     "model.context_exchange",

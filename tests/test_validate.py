@@ -149,6 +149,10 @@ CASES = [
     # What is read.
     Case({"data.manifest": ()}, "data.manifest is (); expected one path or more"),
     Case({"data.manifest": ("synthetic", "")}, "expected one path or more, none of them empty"),
+    Case(
+        {"data.tarred_audio": ("", "a.tar")},
+        "names 2 sets of tar files for 1 manifests; expected one for each",
+    ),
     Case({"data.weights": (1.0, 2.0)}, "data.weights has 2 numbers for 1 manifests; expected one for each"),
     Case({"data.manifest": ("a", "b"), "data.weights": (1.0, 0.0)}, "(1.0, 0.0); expected finite numbers"),
     Case({"data.weights": (math.inf,)}, "data.weights is (inf,); expected finite numbers above 0"),

@@ -4,7 +4,7 @@ import reprlib
 from collections.abc import Sequence
 
 from jaxthd.config import DataConfig
-from jaxthd.data.manifest import Clip, Turn
+from jaxthd.data.example import Clip, Turn
 from jaxthd.data.tokenizer import Tokenizer
 from jaxthd.errors import UserError
 
