@@ -178,8 +178,8 @@ def _titled(axes: Axes, title: str, y: str, color: str = INK) -> None:
 
 
 def _log_scale(axes: Axes) -> None:
-    """For what is drawn in y. Labels are few: even steps over less than a factor of 5, then 1, 2 and 5 of each
-    power of ten, over many powers some of these alone.
+    """For what is drawn in y. Labels are few: in even steps over less than a factor of 5, then 1, 2 and 5 of
+    each power of ten, over many powers some of these alone.
     """
     axes.set_yscale("log")
     low, high = axes.get_ylim()
