@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,6 @@ from jax import Array
 from jaxthd.config import AdaptConfig, Config
 from jaxthd.models.layers import Linear
 from jaxthd.models.mixers import MoE
-from jaxthd.models.speech_lm import SpeechLM
 
 Tree = Any
 Path = tuple[Any, ...]
@@ -41,19 +41,19 @@ def is_lora(path: Path) -> bool:
     return "lora" in path
 
 
-def parameter_names(model: SpeechLM) -> list[str]:
+def parameter_names(model: nnx.Module) -> list[str]:
     """All that can be frozen: LoRA's matrices are not among them."""
     return [dotted(path) for path in _parameter_paths(model) if not is_lora(path)]
 
 
-def projections(model: SpeechLM) -> dict[str, Linear]:
+def projections(model: nnx.Module) -> dict[str, Linear]:
     """Those that LoRA can adapt, by name."""
     others = set(no_projections(model))
     found = {dotted(path): module for path, module in nnx.iter_modules(model) if isinstance(module, Linear)}
     return {name: found[name] for name in sorted(set(found) - others)}
 
 
-def no_projections(model: SpeechLM) -> list[str]:
+def no_projections(model: nnx.Module) -> list[str]:
     """Names of what LoRA cannot adapt: routers, which float32 decides, and routed experts' matrices."""
     layers = [path for path, module in nnx.iter_modules(model) if isinstance(module, MoE)]
     return [dotted((*path, name)) for path in layers for name in ("router", "up", "down")]
@@ -66,15 +66,15 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 def unmatched(patterns: Sequence[str], names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """(each pattern that matches no name, the names most like it)."""
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(matches(name, [pattern]) for name in names):
             yield pattern, difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
 
 
-def _parameter_paths(model: SpeechLM) -> list[Path]:
+def _parameter_paths(model: nnx.Module) -> list[Path]:
     return [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
 
 
-def add_lora(model: SpeechLM, adapt: AdaptConfig, key: Array) -> None:
+def add_lora(model: nnx.Module, adapt: AdaptConfig, key: Array) -> None:
     """Gives the projections that adapt names their low-rank matrices; each draws by its name, so that what
     others there are does not change it.
     """
@@ -85,7 +85,7 @@ def add_lora(model: SpeechLM, adapt: AdaptConfig, key: Array) -> None:
                 linear.add_lora(adapt.lora_rank, adapt.lora_alpha / adapt.lora_rank, own_key)
 
 
-def trained(model: SpeechLM, adapt: AdaptConfig) -> Tree:
+def trained(model: nnx.Module, adapt: AdaptConfig) -> Tree:
     """Of every parameter whether it is trained: bools in the places of the arrays."""
     paths = _parameter_paths(model)
     has_lora = {part_of(path) for path in paths if is_lora(path)}
@@ -145,7 +145,7 @@ def merge_lora(params: Tree, config: Config) -> tuple[Tree, Config]:
     return merged(params), replace(config, adapt=replace(adapt, lora_rank=0))
 
 
-@jax.jit
+@partial(jax.jit, static_argnums=3)
 def _sum(w_DF: Array, a_Dr: Array, b_rF: Array, scale: float) -> Array:
     """For stacks too."""
     return w_DF + scale * jnp.matmul(a_Dr, b_rF, precision=jax.lax.Precision.HIGHEST)
