@@ -24,7 +24,6 @@ from jaxthd.models.mixers import MoE
 
 Tree = Any
 Path = tuple[Any, ...]
-
 PARTS = ("encoder", "adapter")
 """Names of modules that are parts of their own; all others are the LLM."""
 
@@ -64,10 +63,13 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def unmatched(patterns: Sequence[str], names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """(each pattern that matches no name, the names most like it)."""
+    """(each pattern that matches no name, those most like it: names, or for "X.*" patterns of that depth)."""
     for pattern in patterns:
         if not any(matches(name, [pattern]) for name in names):
-            yield pattern, difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+            depth, paths = pattern.count("."), [name.split(".") for name in names]
+            above = {dotted((*path[:depth], "*")) for path in paths if len(path) > depth}
+            like = sorted(above) if pattern.endswith(".*") and above else names
+            yield pattern, difflib.get_close_matches(pattern, like, n=3, cutoff=0.0)
 
 
 def _parameter_paths(model: nnx.Module) -> list[Path]:

@@ -201,7 +201,7 @@ CASES = [
     Case(
         {"adapt.freeze": ("encoder.*", "decoder.layers.mambo.*")},
         "adapt.freeze 'decoder.layers.mambo.*' matches nothing; expected a pattern of parameter names, such "
-        "as decoder.layers.mamba.",
+        "as decoder.layers.mamba.*",
     ),
     Case(
         {"adapt.freeze": ("decoder.*.q.lora.a",), "adapt.lora_rank": 4}, "lora.a' matches nothing; expected"
