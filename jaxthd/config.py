@@ -235,6 +235,34 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class AdaptConfig:
+    """What of the model is trained, and how fast. A part is encoder, adapter or LLM (all the rest).
+
+    Patterns are of names, * standing for anything: python -m jaxthd.describe --names lists these.
+    """
+
+    freeze: tuple[str, ...] = ()
+    """Patterns of parameters that stay as they are, such as "encoder.*" or "decoder.layers.mamba.*". Encoder
+    BatchNorms that are frozen keep their running statistics and normalise by them; frozen routers keep their
+    experts' correction biases."""
+    unfreeze: tuple[str, ...] = ()
+    """Patterns of parameters that train all the same, such as "*.norm.weight" beside LoRA."""
+    lora_rank: int = 0
+    """Rank of the low-rank matrices (LoRA) beside projections; 0 for none. They train, whatever freeze says;
+    all else in a part that has some is frozen."""
+    lora_alpha: float = 16.0
+    """The product of the low-rank matrices is scaled by lora_alpha / lora_rank."""
+    lora_targets: tuple[str, ...] = ("decoder.layers.*",)
+    """Patterns of the projections that get them, such as "*.q". Routers and routed experts never do."""
+    encoder_lr_factor: float = 1.0
+    """The encoder's learning rate, over the scheduled one."""
+    adapter_lr_factor: float = 1.0
+    """The adapter's."""
+    llm_lr_factor: float = 1.0
+    """The LLM's."""
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """The optimization."""
 
@@ -291,6 +319,7 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    adapt: AdaptConfig = field(default_factory=AdaptConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
 

@@ -7,7 +7,8 @@ import reads Hugging Face folders (NemotronH, ParakeetEncoder, Nemotron-Omni) an
 encoder), and writes what a run's workdir holds, without an optimizer: config.json and checkpoints/. Train
 from it with --train.init-from, or without this step from the sources themselves.
 
-export reads the workdir of a run (or what import wrote; RUN@best and RUN@STEP choose a checkpoint) and writes
+export reads the workdir of a run (or what import wrote; RUN@best and RUN@STEP choose a checkpoint), merges
+its low-rank matrices (LoRA) into their projections, and writes
     omni      one folder that transformers reads as NemotronH_Omni_Reasoning_V3: audio and text; weights of
               the vision tower are those of --like, or absent
     parts     llm/ (NemotronHForCausalLM), encoder/ (ParakeetEncoder), adapter/ (a format of our own)
@@ -28,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxthd.adapt import merge_lora
 from jaxthd.checkpoint import Checkpoints
 from jaxthd.config import Config, DataConfig, MeshConfig, ModelConfig
 from jaxthd.errors import UserError, readable_errors
@@ -115,7 +117,8 @@ def export_weights(
         family.fields(config.model)  # refused before anything is read
     mesh = make_mesh(config.mesh)
     weights = load_weights([source], config, mesh, partly=False)
-    arrays = named_weights(weights)
+    params, config = merge_lora(weights.params, config)
+    arrays = named_weights(weights._replace(params=params))
     take = partial(_taken, arrays, _indexing(mesh))
     shapes = {name: x.shape for name, x in arrays.items()}
     original = open_checkpoint(like).family if like else None
