@@ -22,7 +22,7 @@ from jaxtyping import Int
 
 from jaxthd.cli import parse_command_line
 from jaxthd.config import Config
-from jaxthd.data.audio import MIN_SAMPLES, chunk_audio
+from jaxthd.data.audio import MIN_SAMPLES, Samples, chunk_audio
 from jaxthd.data.features import HOP, SAMPLE_RATE
 from jaxthd.data.manifest import Clip, Example, read_manifest
 from jaxthd.data.prompt import PromptTemplate
@@ -113,10 +113,11 @@ def measure(examples: Sequence[Example], config: Config) -> tuple[Lengths, int]:
     return Lengths(np.array(tokens, int), frames, np.array(seconds, float), chunks), len(examples) - len(rows)
 
 
-def clip_samples(clip: Clip) -> int:
+def clip_samples(clip: Clip | Samples) -> int:
     """Samples at 16 kHz of a recording, from the manifest or the file's header; 0 for an unreadable file."""
     if clip.duration is not None:
         return round(clip.duration * SAMPLE_RATE)
+    assert isinstance(clip, Clip)
     try:
         header = soundfile.info(clip.path)
     except (soundfile.SoundFileError, OSError, TypeError):

@@ -1,12 +1,13 @@
 """Recordings: any file libsndfile reads -> 16 kHz mono samples -> pieces of the encoder's window."""
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import soundfile
 import soxr
-from jaxtyping import Float32
+from jaxtyping import Float32, Shaped
 
 from jaxthd.data.features import HOP, SAMPLE_RATE
 
@@ -22,6 +23,19 @@ LOUDEST = 1e6
 
 class AudioError(ValueError):
     """A recording that cannot be used. The message names the file and the cause."""
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """A recording in memory: samples in [-1, 1], [samples] or [samples, channels]; rate: of them a second."""
+
+    samples: Shaped[np.ndarray, "samples *channels"]
+    rate: int
+
+    @property
+    def duration(self) -> float:
+        """Seconds."""
+        return len(self.samples) / self.rate
 
 
 def load_audio(
@@ -68,15 +82,38 @@ def load_audio(
             f"{path}: {len(samples) / rate:.3f} s from offset {offset} s, the manifest says {duration} s; "
             "the file is cut short, or the manifest is of another file"
         )
+    return _resampled(samples, rate, str(path))
+
+
+def from_samples(found: Samples, most_seconds: float = math.inf) -> Float32[np.ndarray, " samples"]:
+    """As load_audio, of a recording in memory. Raises AudioError for samples that are not real numbers, or of
+    more than two dims, and as load_audio.
+    """
+    shape, kind = found.samples.shape, found.samples.dtype
+    if found.samples.ndim > 2 or not shape[0] or kind.kind != "f":
+        raise AudioError(
+            f"samples of shape {shape} and type {kind}; expected floating-point numbers in [-1, 1], of shape "
+            "[samples] or [samples, channels]"
+        )
+    if found.rate not in RATES:
+        raise AudioError(f"{found.rate} samples a second; expected {RATES[0]} to {RATES[-1]}")
+    if shape[0] > most_seconds * found.rate:
+        raise AudioError(f"more than {most_seconds} s, which is all that data.audio_capacity holds")
+    mono = found.samples.astype(np.float32).reshape(shape[0], -1).mean(axis=1, dtype=np.float32)
+    return _resampled(mono, found.rate, "samples")
+
+
+def _resampled(samples: np.ndarray, rate: int, name: str) -> Float32[np.ndarray, " samples"]:
+    """Checked, and at 16 kHz. name: of the recording, for messages."""
     if not np.isfinite(samples).all():
-        raise AudioError(f"{path}: {int((~np.isfinite(samples)).sum())} samples are not finite")
+        raise AudioError(f"{name}: {int((~np.isfinite(samples)).sum())} samples are not finite")
     if np.abs(samples).max() > LOUDEST:
-        raise AudioError(f"{path}: samples as large as {np.abs(samples).max():.3g}; expected -1 to 1")
+        raise AudioError(f"{name}: samples as large as {np.abs(samples).max():.3g}; expected -1 to 1")
     if rate != SAMPLE_RATE:
         samples = soxr.resample(samples, rate, SAMPLE_RATE)
     if len(samples) < MIN_SAMPLES:
         raise AudioError(
-            f"{path}: too short, {len(samples)} samples at 16 kHz; expected at least {MIN_SAMPLES}"
+            f"{name}: too short, {len(samples)} samples at 16 kHz; expected at least {MIN_SAMPLES}"
         )
     return samples
 

@@ -21,6 +21,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxthd.data.audio import Samples
 from jaxthd.data.faults import Fault
 from jaxthd.errors import UserError
 
@@ -52,24 +53,25 @@ class Turn:
     """What one speaker says before the other: texts and recordings in order, no two texts in a row."""
 
     role: Role
-    parts: tuple[str | Clip, ...]
+    parts: tuple[str | Clip | Samples, ...]
 
 
 @dataclass(frozen=True)
 class Example:
-    """One usable line of a manifest. Its last turn is the assistant's; no assistant's turn has a recording.
+    """A conversation: one usable line of a manifest, its last turn then being the assistant's. No assistant's
+    turn has a recording.
 
-    key: "<line number>:<name>", the name being audio_filepath or id as written: unique in the manifest, the
-        same wherever it lies; "<manifest number>/" before it, unless that is 0.
+    key: of a manifest, "<line number>:<name>", the name being audio_filepath or id as written: unique there,
+        the same wherever it lies; "<manifest number>/" before it, unless that is 0.
     """
 
     key: str
     turns: tuple[Turn, ...]
 
     @property
-    def clips(self) -> list[Clip]:
+    def clips(self) -> list[Clip | Samples]:
         """Its recordings, in order."""
-        return [part for turn in self.turns for part in turn.parts if isinstance(part, Clip)]
+        return [part for turn in self.turns for part in turn.parts if not isinstance(part, str)]
 
     @property
     def duration(self) -> float | None:
