@@ -94,9 +94,7 @@ class Attention(nnx.Module):
             for old, x in zip(state, new, strict=True)
         ]
         scale, kv_heads, acc = self.head_dim**-0.5, k_nmKd.shape[2], accumulation_dtype(x_nD)
-        prompt, prompt_lse = attention_forward(
-            q_nHd, fixed[0], fixed[1], now.prompts.keys, scale, now.prompts.block
-        )
+        prompt, prompt_lse = attention_forward(q_nHd, fixed[0], fixed[1], now.keys, scale, now.block)
         q_nKGd = q_nHd.reshape(len(q_nHd), kv_heads, -1, self.head_dim)
         s_nKGm = scale * jnp.einsum("nkgd,nmkd->nkgm", q_nKGd, k_nmKd, preferred_element_type=acc)
         s_nKGm = jnp.where(jnp.arange(k_nmKd.shape[1]) <= now.token, s_nKGm, -jnp.inf)
