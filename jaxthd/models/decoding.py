@@ -69,10 +69,11 @@ def answer(
         return model.likeliest(h_nD)
 
     h_ND, decoding = begin(model, batch, ends, pick, new_tokens=new_tokens, fill=end_id, axes=axes)
-    scores = (x.reshape(batch.tokens.shape) for x in model.scores(h_ND, batch))
+    log_probs_N, correct_N = model.scores(h_ND, batch)
     if new_tokens:
         decoding = advance(model, decoding, pick, stop_ids=(end_id,), until=new_tokens)
-    return Answered(*scores, decoding.tokens)
+    shape = batch.tokens.shape
+    return Answered(log_probs_N.reshape(shape), correct_N.reshape(shape), decoding.tokens)
 
 
 def begin(
@@ -127,8 +128,10 @@ def advance(
         active_n = d.active & (d.next[:, None] != jnp.array(stop_ids)).all(-1)
         now = Now(d.keys, model.config.attention_block, d.number, active_n)
 
-        def through(pattern: str, chunk: Array | int, x_nD: Array, *caches: Cache) -> tuple[Array, Cache]:
-            return model.decoder.step(pattern, chunk, x_nD, *caches, now)
+        def through(
+            pattern: str, chunk: Array | int, x_nD: Array, fixed: Cache, state: Cache
+        ) -> tuple[Array, Cache]:
+            return model.decoder.step(pattern, chunk, x_nD, fixed, state, now)
 
         stages = model.decoder.stages
         x_nD, state = _through_all_stages(stages, through, model.embed_tokens(d.next), d.fixed, d.state)
@@ -144,8 +147,8 @@ def _through_all_stages(
     stages: Stages,
     run: Callable[[str, Array | int, Array, Any, Any], tuple[Array, Cache]],
     x_nD: Array,
-    fixed: Cache | None = None,
-    state: Cache | None = None,
+    fixed: Any = None,
+    state: Any = None,
 ) -> tuple[Array, Cache]:
     """run(pattern, chunk, x, fixed, state) -> (x, state) for one stage after the other; x ends on all ranks.
 

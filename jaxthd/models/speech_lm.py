@@ -163,7 +163,11 @@ class SpeechLM(nnx.Module):
         return likeliest(self._logits(h_nD), self.vocabulary_axes)
 
     def draw(
-        self, h_nD: Float[Array, "n D"], keys_n2: UInt32[Array, "n 2"], number: Array, sampling: Sampling
+        self,
+        h_nD: Float[Array, "n D"],
+        keys_n2: UInt32[Array, "n 2"],
+        number: Array | int,
+        sampling: Sampling,
     ) -> Int32[Array, " n"]:
         """Each document's token number `number`: see ops.sampling.draw."""
         return draw(self._logits(h_nD), keys_n2, number, sampling, self.vocabulary_axes)

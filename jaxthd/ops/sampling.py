@@ -9,7 +9,7 @@ Legend: n documents, V vocabulary entries of this rank.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,9 @@ class Sampling(NamedTuple):
         the last of them; 1: all.
     """
 
-    temperature: Float32[Array, ""]
-    top_k: Int32[Array, ""]
-    top_p: Float32[Array, ""]
+    temperature: Float32[Any, ""]
+    top_k: Int32[Any, ""]
+    top_p: Float32[Any, ""]
 
 
 def likeliest(scores_nV: Float[Array, "n V"], axes: tuple[str, ...]) -> Int32[Array, " n"]:
@@ -42,7 +42,7 @@ def likeliest(scores_nV: Float[Array, "n V"], axes: tuple[str, ...]) -> Int32[Ar
 def draw(
     logits_nV: Float[Array, "n V"],
     keys_n2: UInt32[Array, "n 2"],
-    number: Array,
+    number: Array | int,
     sampling: Sampling,
     axes: tuple[str, ...],
 ) -> Int32[Array, " n"]:
@@ -101,7 +101,7 @@ def _highest(holds: Callable[[Array], Array], none_n: Array) -> Array:
     return jax.lax.fori_loop(0, 32, one, none_n)
 
 
-def _noise(keys_n2: Array, number: Array, size: int, axes: tuple[str, ...]) -> Array:
+def _noise(keys_n2: Array, number: Array | int, size: int, axes: tuple[str, ...]) -> Array:
     """Gumbel noise for this rank's entries, [n, size]."""
     ranks = jax.lax.axis_size(axes) if axes else 1
 
