@@ -295,7 +295,7 @@ def make_generation_steps(
     config: Config, mesh: Mesh, *, stop_ids: tuple[int, ...], new_tokens: int
 ) -> tuple[
     Callable[[Tree, Tree, Batch, PromptEnds, Draws], Tree],
-    Callable[[Tree, Tree, Tree, Draws, Array], tuple[Tree, Answers]],
+    Callable[[Tree, Tree, Tree, Draws, Any], tuple[Tree, Answers]],
 ]:
     """Two programs, jitted; stored statistics.
 

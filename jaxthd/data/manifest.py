@@ -159,13 +159,56 @@ def _utterance(entry: dict[str, Any], folder: Path, prompt: str, placeholder: st
     clip, text = _clip(entry, "audio_filepath", folder), _string(entry, "text")
     if not text.strip():
         raise ValueError("text is empty; expected a transcript")
+    return (*_asked(clip, prompt, placeholder), Turn("assistant", (text,)))
+
+
+def _asked(clip: Clip, prompt: str, placeholder: str) -> tuple[Turn, ...]:
+    """The user's turn; none for an empty prompt."""
     before, *after = prompt.split(placeholder)
     asked = _joined([before, *(part for piece in after for part in (clip, piece))])
-    answer = Turn("assistant", (text,))
-    return (Turn("user", asked), answer) if asked else (answer,)
+    return (Turn("user", asked),) if asked else ()
+
+
+def read_chats(path: str | Path, *, prompt: str = "{audio}", placeholder: str = "{audio}") -> list[Example]:
+    """Reads conversations to be answered, in the formats of a manifest: each ends with a turn of the user's.
+
+    An utterance needs no text, and one that it has is left aside. prompt, placeholder: as read_manifest.
+    Raises FileNotFoundError when there is no such file, UserError where a line cannot be used.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file at {path}; expected a JSONL file of conversations: correct --chat")
+    chats = []
+    for line_number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = _parse(line)
+            if _is_conversation(entry):
+                turns = _turns(entry, path.parent, placeholder)
+            else:
+                turns = _asked(_clip(entry, "audio_filepath", path.parent), prompt, placeholder)
+            if not turns or turns[-1].role != "user":
+                found = f"the {turns[-1].role}'s" if turns else "none, data.prompt being empty"
+                raise ValueError(f"the last turn is {found}; expected the user's, to be answered")
+            chats.append(Example(f"{line_number}:{_name(entry)}", turns))
+        except ValueError as error:
+            raise UserError(f"{path}, line {line_number}: {error}; correct the line") from error
+    if not chats:
+        raise UserError(f"{path} is empty; expected a conversation a line: correct --chat")
+    return chats
 
 
 def _conversation(entry: dict[str, Any], folder: Path, placeholder: str) -> tuple[Turn, ...]:
+    turns = _turns(entry, folder, placeholder)
+    if all(turn.role != "assistant" for turn in turns):
+        raise ValueError("no turn of the assistant; expected one, because nothing else is learnt")
+    if turns[-1].role != "assistant":
+        raise ValueError(f"the last turn is the {turns[-1].role}'s; expected the assistant's, to be learnt")
+    return turns
+
+
+def _turns(entry: dict[str, Any], folder: Path, placeholder: str) -> tuple[Turn, ...]:
     messages, listed = list(_messages(entry, folder, placeholder)), _listed(entry, folder)
     places = sum(part is None for _, parts in messages for part in parts)
     if places != len(listed):
@@ -180,11 +223,7 @@ def _conversation(entry: dict[str, Any], folder: Path, placeholder: str) -> tupl
         for _, parts in group:
             said += [*([" "] if said else []), *(next(clips) if part is None else part for part in parts)]
         turns.append(Turn(role, _joined(said)))
-    answers = [turn for turn in turns if turn.role == "assistant"]
-    if not answers:
-        raise ValueError("no turn of the assistant; expected one, because nothing else is learnt")
-    if turns[-1].role != "assistant":
-        raise ValueError(f"the last turn is the {turns[-1].role}'s; expected the assistant's, to be learnt")
+    answers = (turn for turn in turns if turn.role == "assistant")
     if any(isinstance(part, Clip) for turn in answers for part in turn.parts):
         raise ValueError("a recording in a turn of the assistant; expected text alone, to be learnt")
     return tuple(turns)
