@@ -14,6 +14,7 @@ import time
 import unicodedata
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from jaxthd.state import Tree, abstract_state, canonical_shardings, training_for
 from jaxthd.validate import DeviceFacts, validate
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "weights": {"type": Path, "help": "the workdir of the run whose newest checkpoint answers"},
+    "weights": {"nargs": "+", "help": "the workdir of the run whose newest checkpoint answers"},
     "audio": {"type": Path, "nargs": "+", "default": [], "help": "recordings, an answer to each"},
     "prompt": {
         "help": "what is said, data.audio_placeholder being where a recording goes (with as many of it as "
@@ -74,39 +75,45 @@ def main(argv: list[str] | None = None) -> None:
         _chat(generator, settings, options.out)
 
 
-def load(config: Config, weights: str | Path, *, batch: int = 8, max_new_tokens: int = 256) -> Generator:
-    """A Generator of the run in the workdir `weights`, on config.mesh. Raises UserError for what cannot work:
-    the configuration, its tokenizer, the checkpoint.
+def load(
+    config: Config, weights: Sequence[str | Path], *, batch: int = 8, max_new_tokens: int = 256
+) -> Generator:
+    """A Generator on config.mesh, of the run whose workdir is the one in `weights`.
+
+    Raises UserError for what cannot work: the configuration, its tokenizer, the checkpoint.
     """
     vocabulary = load_tokenizer(config.data.tokenizer).vocab_size
     adapted = for_generation(config, batch)
     for warning in validate(adapted, DeviceFacts.of_this_machine(vocabulary)):
         _say(f"warning: {warning}")
     mesh = make_mesh(config.mesh)
-    params, buffers = _weights_of_run(Path(weights), config, mesh)
+    params, buffers = _weights(weights, config, mesh)
     return Generator(config, mesh, params, buffers, batch=batch, max_new_tokens=max_new_tokens)
 
 
 def generate(
     conversations: Sequence[Example],
     config: Config,
-    weights: str | Path,
+    weights: Sequence[str | Path],
     *,
     batch: int = 8,
     max_new_tokens: int = 256,
     **settings: Any,
 ) -> list[Answer]:
-    """The answers to these conversations by the run in the workdir `weights`, in their order.
+    """The answers to these conversations, in their order.
 
-    settings: as Generator.stream. To ask more than once, `load` a Generator. Raises as these two.
+    config, weights: as load. settings: as Generator.stream. To ask more than once, load a Generator. Raises as
+    these two.
     """
     generator = load(config, weights, batch=batch, max_new_tokens=max_new_tokens)
     return generator.generate(conversations, **settings)
 
 
-def _weights_of_run(workdir: Path, config: Config, mesh: Mesh) -> tuple[Tree, Tree]:
-    """Parameters and buffers of its newest checkpoint, in their training form."""
-    folder = workdir / "checkpoints"
+def _weights(sources: Sequence[str | Path], config: Config, mesh: Mesh) -> tuple[Tree, Tree]:
+    """Parameters and buffers in their training form: of a run's newest checkpoint."""
+    if len(sources) != 1:
+        raise UserError(f"--weights names {len(sources)} sources; expected a run's workdir: name one")
+    folder = Path(sources[0]) / "checkpoints"
     if not any(path.name.isdecimal() for path in folder.glob("*")):
         raise UserError(f"{folder} holds no checkpoint; expected a run's workdir: correct --weights")
     with Checkpoints(folder, config.train.keep_checkpoints) as checkpoints:
@@ -138,20 +145,16 @@ def _conversations(options: Namespace, data: DataConfig) -> list[Example]:
 
 def _said(text: str, recordings: Sequence[Path], placeholder: str) -> Turn:
     """The user's turn. Recordings come first where the text has no place for them."""
+    if placeholder not in text:
+        text = placeholder * len(recordings) + text
     before, *after = text.split(placeholder)
-    if not after:
-        before, after = "", [""] * (len(recordings) - 1) + [text] * bool(recordings)
-        before = before if recordings else text
     if len(after) != len(recordings):
         raise UserError(
             f"{len(recordings)} recordings for {len(after)} places ({placeholder}) in {text!r}; expected as "
             "many: correct one of them"
         )
-    parts = [
-        before,
-        *(part for path, piece in zip(recordings, after, strict=True) for part in (Clip(path), piece)),
-    ]
-    turn = Turn("user", tuple(part for part in parts if part != ""))
+    heard = chain(*((Clip(path), piece) for path, piece in zip(recordings, after, strict=True)))
+    turn = Turn("user", tuple(part for part in (before, *heard) if part != ""))
     if not turn.parts:
         raise UserError("nothing is said; expected text or a recording")
     return turn
@@ -189,8 +192,8 @@ def _printable(text: str) -> str:
 def _summary(answers: Sequence[Answer], seconds: float, generator: Generator) -> str:
     tokens, cut = sum(len(a.tokens) for a in answers), sum(a.end == "length" for a in answers)
     return (
-        f"{len(answers)} answers, {tokens} tokens in {seconds:.1f} s with compiling, {generator.compilations} "
-        "programs compiled" + f"; cut off at {generator.max_new_tokens} tokens: {cut}" * bool(cut)
+        f"{len(answers)} answers, {tokens} tokens in {seconds:.1f} s; {generator.compilations} programs "
+        "compiled" + f"; cut off at {generator.max_new_tokens} tokens: {cut}" * bool(cut)
     )
 
 
@@ -216,6 +219,8 @@ def _chat(generator: Generator, settings: dict[str, Any], out: Path | None) -> N
             except UserError as error:
                 _say(f"error: {error}")
                 continue
+            except KeyboardInterrupt:
+                answer = []
             if answer and answer[0].text.strip():
                 turns = [*asked, Turn("assistant", (answer[0].text,))]
             else:
