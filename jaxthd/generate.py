@@ -14,7 +14,6 @@ import time
 import unicodedata
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +101,8 @@ def generate(
 ) -> list[Answer]:
     """The answers to these conversations, in their order.
 
-    config, weights: as load. settings: as Generator.stream. To ask more than once, load a Generator. Raises as
-    these two.
+    config, weights: as load; settings: as Generator.stream; raises as they do. To ask more than once, load a
+    Generator.
     """
     generator = load(config, weights, batch=batch, max_new_tokens=max_new_tokens)
     return generator.generate(conversations, **settings)
@@ -153,8 +152,10 @@ def _said(text: str, recordings: Sequence[Path], placeholder: str) -> Turn:
             f"{len(recordings)} recordings for {len(after)} places ({placeholder}) in {text!r}; expected as "
             "many: correct one of them"
         )
-    heard = chain(*((Clip(path), piece) for path, piece in zip(recordings, after, strict=True)))
-    turn = Turn("user", tuple(part for part in (before, *heard) if part != ""))
+    parts: list[str | Clip] = [before]
+    for path, piece in zip(recordings, after, strict=True):
+        parts += [Clip(path), piece]
+    turn = Turn("user", tuple(part for part in parts if part != ""))
     if not turn.parts:
         raise UserError("nothing is said; expected text or a recording")
     return turn
