@@ -137,7 +137,7 @@ class Generator:
             for batch, of_place in self._batches(documents):
                 keys = np.zeros((self.config.data.rows * self._places, 2), np.uint32)
                 for place, number in of_place.items():
-                    keys[place] = _random_bits(seed, conversations[number].key)
+                    keys[place] = random_bits(seed, conversations[number].key)
                 draws = Draws(put_rows(keys, PartitionSpec(TOKEN_AXES), self._mesh), sampling)
                 yield from self._answers(batch, of_place, draws, most, every)
 
@@ -225,6 +225,6 @@ def _check(sampling: Sampling, most: int, max_new_tokens: int, every: int) -> No
             raise UserError(f"{name} is {value}; expected {expected}: correct it")
 
 
-def _random_bits(seed: int, key: str) -> np.ndarray:
+def random_bits(seed: int, key: str) -> np.ndarray:
     """uint32 [2] that depends on these two alone. The hash is BLAKE2b, as in document_rng."""
     return np.frombuffer(hashlib.blake2b(f"{seed}/{key}".encode(), digest_size=8).digest(), "<u4")

@@ -109,10 +109,9 @@ class ChatTemplate:
             if turn.role != "assistant":
                 continue
             start, end = places[k, 0] or self._only_place(text, str(turn.parts[0]).strip())
-            prompt = prompts.get(k)
-            if prompt is not None and text.startswith(prompt):
-                start = min(start, len(prompt))
-            yield start, end
+            asked = prompts.get(k, text)
+            # What follows the prompt is generated, before the answer or in it; other prompts say nothing.
+            yield (len(asked) if text.startswith(asked) and len(asked) < end else start), end
 
     def _only_place(self, text: str, answer: str) -> Span:
         """For a template that writes other things around another answer."""
@@ -129,8 +128,13 @@ class ChatTemplate:
 
     def _learn(self, tokens: Sequence[_Token], learnt: list[bool], start: int, end: int) -> None:
         """Marks the tokens of a span, and those up to the one that ends the answer, if one does."""
-        first = next((i for i, t in enumerate(tokens) if t.start >= start and t.end > t.start), len(tokens))
-        last = next((i for i, t in enumerate(tokens) if t.start >= end and i >= first), len(tokens))
+
+        def begins(token: _Token) -> bool:
+            """With its first character, or with a later one, as transformers' assistant_masks has it."""
+            return token.start >= start or (token.end > start and not self._is_mark(token))
+
+        first = next((i for i, token in enumerate(tokens) if begins(token)), len(tokens))
+        last = next((i for i in range(first, len(tokens)) if tokens[i].start >= end), len(tokens))
         if first == last:
             raise ValueError("an answer of the assistant is empty: the tokenizer makes no token of it")
         if not self._ends(tokens[last - 1]):
@@ -149,10 +153,8 @@ class ChatTemplate:
         turns = (Turn("user", ("Is it?",)), Turn("assistant", ("It is so.",)))
         signed = (turns[0], Turn("assistant", (_SIGN,)))
         whole, other = self._render([(turns, False), (signed, False)])
-        place = _place(whole, other)
-        if place is None:
-            raise UserError(self._complaint("leaves out, or changes, what the assistant says"))
-        tokens = [token for token in self._encode(whole.text, turns) if token.start >= place[1]]
+        _, answered = _place(whole, other) or self._only_place(whole.text, "It is so.")
+        tokens = [token for token in self._encode(whole.text, turns) if token.start >= answered]
         end = next((token.id for token in tokens if self._is_mark(token)), None)
         if end is None:
             raise UserError(
