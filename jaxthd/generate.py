@@ -25,7 +25,7 @@ from jaxthd.config import Config, DataConfig
 from jaxthd.data.manifest import Clip, Example, Turn, read_chats
 from jaxthd.data.tokenizer import load_tokenizer
 from jaxthd.errors import UserError, readable_errors
-from jaxthd.generation import Answer, Generator, Piece, for_generation, joined
+from jaxthd.generation import Answer, Generator, Piece, check_sampling, for_generation, joined
 from jaxthd.jsonl import append_line
 from jaxthd.mesh import make_mesh
 from jaxthd.state import Tree, abstract_state, canonical_shardings, training_form
@@ -61,6 +61,7 @@ def main(argv: list[str] | None = None) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}; expected 1 or more: correct it")
+    check_sampling(options.temperature, options.top_k, options.top_p)
     conversations = _conversations(options, config.data)
     batch = options.batch or (min(len(conversations), 8) if conversations else 1)
     simulate_devices(config.mesh.devices)

@@ -129,8 +129,11 @@ class Generator:
         for settings out of range.
         """
         most = self.max_new_tokens if max_new_tokens is None else max_new_tokens
+        check_sampling(temperature, top_k, top_p)
+        _require("every", every, every >= 1, "1 or more")
+        expected = f"1 to the generator's {self.max_new_tokens}"
+        _require("max_new_tokens", most, 1 <= most <= self.max_new_tokens, expected)
         sampling = Sampling(np.float32(temperature), np.int32(top_k), np.float32(top_p))
-        _check(sampling, most, self.max_new_tokens, every)
         documents = [self._prompt(number, example) for number, example in enumerate(conversations)]
 
         def pieces() -> Iterator[Piece]:
@@ -213,16 +216,16 @@ class Generator:
             number = reached
 
 
-def _check(sampling: Sampling, most: int, max_new_tokens: int, every: int) -> None:
-    for name, value, holds, expected in (
-        ("temperature", sampling.temperature, 0 <= sampling.temperature < np.inf, "0 or more, and finite"),
-        ("top_k", sampling.top_k, sampling.top_k >= 0, "0 (all tokens) or more"),
-        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "more than 0, and at most 1 (all tokens)"),
-        ("max_new_tokens", most, 1 <= most <= max_new_tokens, f"1 to the generator's {max_new_tokens}"),
-        ("every", every, every >= 1, "1 or more"),
-    ):
-        if not holds:
-            raise UserError(f"{name} is {value}; expected {expected}: correct it")
+def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    """Raises UserError where one of these is out of range."""
+    _require("temperature", temperature, 0 <= temperature < np.inf, "0 or more, and finite")
+    _require("top_k", top_k, top_k >= 0, "0 (all tokens) or more")
+    _require("top_p", top_p, 0 < top_p <= 1, "more than 0, and at most 1 (all tokens)")
+
+
+def _require(name: str, value: float | int, holds: bool, expected: str) -> None:
+    if not holds:
+        raise UserError(f"{name} is {value}; expected {expected}: correct it")
 
 
 def random_bits(seed: int, key: str) -> np.ndarray:

@@ -505,6 +505,7 @@ def _chat_template(config: Config, device: DeviceFacts) -> Iterator[Problem]:
             'a JSON object such as {"enable_thinking": false}',
             "correct data.template_options",
         )
+        return
     if data.template_options and data.template != "chat_template":
         yield Problem(
             f'data.template_options are given with data.template "{data.template}"',

@@ -99,7 +99,7 @@ def main() -> None:
         source = (FOLDER / f"{template}.jinja").read_text()
         for name in conversations:
             messages = CONVERSATIONS[name]
-            found = {"variables": variables, "messages": messages}
+            found: dict[str, Any] = {"variables": variables, "messages": messages}
             found["whole"] = encoded(messages, source, **variables)
             found["prompt"] = encoded(messages[:-1], source, add_generation_prompt=True, **variables)
             if "endgeneration" in source:
