@@ -48,11 +48,14 @@ def attention_forward(
     intervals: KeyIntervals,
     scale: float,
     block: int,
+    query_block: int | None = None,
 ) -> tuple[Float[Array, "N H V"], Float[Array, "N H"]]:
     """Attention output and log-sum-exp of the scaled scores, both in promote(float32, input dtype).
 
     Online softmax over key blocks (Dao et al., FlashAttention, 2022). Callers own the VJP.
+    block, query_block: as given to key_intervals.
     """
+    queries = query_block or block
     n, kv_heads, acc = len(q_NHD), k_SKD.shape[1], accumulation_dtype(q_NHD)
     k_bKBD, v_bKBV = (blocked(x, block, 0).swapaxes(1, 2) for x in (k_SKD, v_SKV))
 
@@ -89,9 +92,9 @@ def attention_forward(
         query_block,
         None,
         (
-            _head_blocks(q_NHD, kv_heads, block),
-            blocked(intervals.lo, block, 0),
-            blocked(intervals.hi, block, 0),
+            _head_blocks(q_NHD, kv_heads, queries),
+            blocked(intervals.lo, queries, 0),
+            blocked(intervals.hi, queries, 0),
             intervals.blocks,
         ),
     )

@@ -23,6 +23,10 @@ from jaxthd.packing.layout import inverse_permutation, row_permutation
 from jaxthd.packing.segments import KeyIntervals, Segments, key_intervals
 
 
+DOCUMENTS_BLOCK = 8
+"""Documents whose new tokens are attended from together, to the keys of all of their prompts."""
+
+
 class PromptEnds(NamedTuple):
     """Places in the row, in document order, of each document's first token and of its prompt's last one.
 
@@ -134,7 +138,7 @@ def make_prompts(ends: PromptEnds, segments: Segments, new_tokens: int) -> Promp
     return Prompts(
         ends=ends,
         at=segments.local_index(ends.last),
-        keys=key_intervals(lo, hi, segments.block),
+        keys=key_intervals(lo, hi, segments.block, DOCUMENTS_BLOCK),
         documents=documents,
         new_tokens=new_tokens,
         block=segments.block,
