@@ -59,7 +59,7 @@ def attention_forward(
     n, kv_heads, acc = len(q_NHD), k_SKD.shape[1], accumulation_dtype(q_NHD)
     k_bKBD, v_bKBV = (blocked(x, block, 0).swapaxes(1, 2) for x in (k_SKD, v_SKV))
 
-    def query_block(_: None, xs: tuple) -> tuple[None, tuple[Array, Array]]:
+    def one_block(_: None, xs: tuple) -> tuple[None, tuple[Array, Array]]:
         q_KGQD, lo_Q, hi_Q, key_range = xs
 
         def key_block(b: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -89,7 +89,7 @@ def attention_forward(
         return None, (out_KGQV, jnp.where(sum_KGQ > 0, max_KGQ + jnp.log(sum_KGQ), -jnp.inf))
 
     _, (out, lse) = jax.lax.scan(
-        query_block,
+        one_block,
         None,
         (
             _head_blocks(q_NHD, kv_heads, queries),

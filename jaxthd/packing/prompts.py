@@ -22,7 +22,6 @@ from jaxthd.packing.batch import Batch
 from jaxthd.packing.layout import inverse_permutation, row_permutation
 from jaxthd.packing.segments import KeyIntervals, Segments, key_intervals
 
-
 DOCUMENTS_BLOCK = 8
 """Documents whose new tokens are attended from together, to the keys of all of their prompts."""
 
