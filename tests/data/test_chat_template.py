@@ -210,8 +210,10 @@ def test_a_renderer_serves_again_after_what_failed():
     assert renderer([{"n": 1}]) == ["1"]
     with pytest.raises(RenderError, match="ZeroDivisionError"):
         renderer([{"n": 0}])
+    start = time.monotonic()
     with pytest.raises(RenderError, match="more than"):
         renderer([{"n": 99999}])
+    assert time.monotonic() - start < 30
     assert renderer([{"n": 1}, {"n": 1}]) == ["1", "1"]
     renderer.close()
 
