@@ -4,9 +4,10 @@ The docstring under a field is its --help text.
 """
 
 import importlib.util
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jaxthd.errors import UserError
 
@@ -75,9 +76,13 @@ class DataConfig:
     validation_tarred_audio: str = ""
     """Its tar files; "" for none."""
     tokenizer: str = "bytes"
-    """"bytes" (UTF-8 bytes, needs no file), or the path of a tokenizer.json."""
-    template: Literal["plain", "chatml"] = "plain"
-    """How turns are written: "plain" (text, end-of-text after an answer), or "chatml" (<|im_start|>)."""
+    """"bytes" (UTF-8 bytes, needs no file), the path of a tokenizer.json, or the folder of a checkpoint in
+    Hugging Face's format, whose other files then say which tokens are special."""
+    template: Literal["plain", "chatml", "chat_template"] = "plain"
+    """How turns are written: "plain" (text, end-of-text after an answer), "chatml" (<|im_start|>), or as the
+    checkpoint in data.tokenizer has it ("chat_template")."""
+    template_options: str = ""
+    """Variables of the checkpoint's chat template, a JSON object such as {"enable_thinking": false}."""
     system_prompt: str = ""
     """Turn of the system before every document that brings none of its own; "" for none."""
     prompt: str = "{audio}"
@@ -108,6 +113,20 @@ class DataConfig:
     """Processes that decode audio and compute features ahead of the step; 0: none, the loader does it."""
     prefetch: int = 2
     """Batches made ahead of the step; 0: none."""
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """template_options, read. Raises UserError for what is no JSON object."""
+        try:
+            options = json.loads(self.template_options or "{}")
+        except ValueError:
+            options = None
+        if not isinstance(options, dict):
+            raise UserError(
+                f"data.template_options {self.template_options!r} is no JSON object; expected one such as "
+                '{"enable_thinking": false}: correct data.template_options'
+            )
+        return options
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from jaxtyping import Int
 from jaxthd.cli import parse_command_line
 from jaxthd.config import Config
 from jaxthd.data.audio import MIN_SAMPLES, chunk_audio, open_recording
-from jaxthd.data.example import Clip, Example
+from jaxthd.data.example import Clip, Example, Samples
 from jaxthd.data.features import HOP, SAMPLE_RATE
 from jaxthd.data.prompt import PromptTemplate
 from jaxthd.data.sources import training_sources
@@ -110,10 +110,11 @@ def measure(examples: Sequence[Example], config: Config) -> tuple[Lengths, int]:
     return Lengths(np.array(tokens, int), frames, np.array(seconds, float), chunks), len(examples) - len(rows)
 
 
-def clip_samples(clip: Clip) -> int:
+def clip_samples(clip: Clip | Samples) -> int:
     """Samples at 16 kHz of a recording, from the manifest or the file's header; 0 for an unreadable file."""
     if clip.duration is not None:
         return round(clip.duration * SAMPLE_RATE)
+    assert isinstance(clip, Clip)
     try:
         with open_recording(clip.path, clip.member) as header:
             rate, frames = header.samplerate, header.frames

@@ -15,14 +15,16 @@ import optax
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Bool, Int32, UInt32
 
 from jaxthd.adapt import join, keeps_router_biases, keeps_statistics, split, trained
 from jaxthd.config import Config
 from jaxthd.mesh import AXES, CONTEXT, DATA, PIPELINE, TENSOR, TOKEN_AXES, batch_specs, ranks_of
-from jaxthd.models.decoding import answer
+from jaxthd.models.decoding import Pick, advance, answer, begin
 from jaxthd.models.mixers import Routing
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.objectives import sft
+from jaxthd.ops.sampling import Sampling
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.prompts import PromptEnds
 from jaxthd.parallel.pipeline import Params, Parts, accumulate, score
@@ -284,6 +286,73 @@ def make_validation_step(
     scored = _on_mesh(rank, mesh, in_specs, (everywhere, PartitionSpec(TOKEN_AXES)))
     # The answers go everywhere too: a process that has a row decodes all of its documents.
     return jax.jit(scored, out_shardings=NamedSharding(mesh, everywhere))
+
+
+class Draws(NamedTuple):
+    """keys: 64 random bits of each document, in the order of the prompts."""
+
+    keys: UInt32[Any, "RD 2"]
+    sampling: Sampling
+
+
+class Answers(NamedTuple):
+    """tokens: decoded so far, what ends an answer included, in the order of the prompts; those from `number`
+    on are not decoded yet. active: documents that have not ended.
+    """
+
+    number: Int32[Any, ""]
+    tokens: Int32[Any, "RD m"]
+    active: Bool[Any, " RD"]
+
+
+def make_generation_steps(
+    config: Config, mesh: Mesh, *, stop_ids: tuple[int, ...], new_tokens: int
+) -> tuple[
+    Callable[[Tree, Tree, Batch, PromptEnds, Draws], Tree],
+    Callable[[Tree, Tree, Tree, Draws, Any], tuple[Tree, Answers]],
+]:
+    """Two programs, jitted; stored statistics.
+
+    (params, buffers, batch, prompts, draws) -> decoding, where it begins;
+    (params, buffers, decoding, draws, until) -> (decoding, answers), up to `until` tokens of each document,
+    at most new_tokens; the old decoding's memory is reused. stop_ids: tokens that end an answer.
+    """
+    graph, specs = model_graph(config), model_specs(abstract_model(config))
+
+    def pick_from(model: SpeechLM, draws: Draws) -> Pick:
+        return lambda h_nD, number: model.draw(h_nD, draws.keys, number, draws.sampling)
+
+    def prefill(params: Tree, buffers: Tree, batch: Batch, ends: PromptEnds, draws: Draws) -> Tree:
+        model = nnx.merge(graph, params, buffers)
+        pick, fill = pick_from(model, draws), stop_ids[0]
+        _, decoding = begin(model, batch, ends, pick, new_tokens=new_tokens, fill=fill, axes=AXES)
+        return jax.tree.map(lambda x: x[None], decoding)
+
+    def decode(
+        params: Tree, buffers: Tree, decoding: Tree, draws: Draws, until: Array
+    ) -> tuple[Tree, Answers]:
+        model = nnx.merge(graph, params, buffers)
+        own = jax.tree.map(lambda x: x[0], decoding)
+        own = advance(model, own, pick_from(model, draws), stop_ids=stop_ids, until=until)
+        answers = Answers(own.number, own.tokens, own.active)
+        return jax.tree.map(lambda x: x[None], own), answers
+
+    # What a rank holds is its own affair: a row for each.
+    everywhere, rows, documents = PartitionSpec(), PartitionSpec(DATA), PartitionSpec(TOKEN_AXES)
+    held = PartitionSpec(AXES)
+    draw_specs = Draws(documents, Sampling(*[everywhere] * 3))
+    prefill = _on_mesh(prefill, mesh, (*specs, batch_specs(), PromptEnds(rows, rows), draw_specs), held)
+    decode = _on_mesh(
+        decode,
+        mesh,
+        (*specs, held, draw_specs, everywhere),
+        (held, Answers(everywhere, documents, documents)),
+    )
+    shardings = NamedSharding(mesh, held), NamedSharding(mesh, everywhere)
+    return (
+        jax.jit(prefill, out_shardings=shardings[0]),
+        jax.jit(decode, donate_argnums=2, out_shardings=shardings),
+    )
 
 
 def make_log_probs(config: Config, mesh: Mesh) -> Callable[[Tree, Tree, Batch], Array]:

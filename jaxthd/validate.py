@@ -495,6 +495,32 @@ def _prompt(config: Config, device: DeviceFacts) -> Iterator[Problem]:
         yield Problem(found, "none, because data.audio_capacity is 0 and no recording fits", change)
 
 
+@_rule("data.template", "data.template_options", "data.tokenizer")
+def _chat_template(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    data = config.data
+    if data.template == "chat_template" and data.tokenizer == "bytes":
+        yield Problem(
+            'data.template is "chat_template" with data.tokenizer "bytes"',
+            "the folder of a checkpoint, which brings one",
+            "set data.tokenizer to that folder, or data.template to chatml or plain",
+        )
+    try:
+        _ = data.template_variables
+    except UserError:
+        yield Problem(
+            f"data.template_options is {data.template_options!r}",
+            'a JSON object such as {"enable_thinking": false}',
+            "correct data.template_options",
+        )
+        return
+    if data.template_options and data.template != "chat_template":
+        yield Problem(
+            f'data.template_options are given with data.template "{data.template}"',
+            '"chat_template", which alone reads them',
+            "take one of the two back",
+        )
+
+
 @_rule("data.spec_augment", "model.encoder.num_mels")
 def _spec_augment(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     masks, mels = config.data.spec_augment, config.model.encoder.num_mels

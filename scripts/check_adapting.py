@@ -1,18 +1,17 @@
-"""From a published checkpoint to an adapted one and back: every command a user would run, one after the other.
+"""From a published checkpoint to an adapted one and back: every command a user would run, in turn.
 
     python scripts/check_adapting.py --manifest recordings/manifest.jsonl [--python-reference PYTHON]
 
 1. A published checkpoint: a tiny random Nemotron-Omni folder, with a tokenizer made from the manifest's texts
    and a chat template.
-2. jaxthd.train from it: the encoder frozen, LoRA on the LLM's attention and Mamba2 projections, the adapter
-   trained; on --data x --tensor simulated devices.
+2. jaxthd.train from it: the encoder frozen, LoRA on the LLM's attention and Mamba2 projections, the
+   adapter trained; on --data x --tensor simulated devices.
 3. jaxthd.evaluate, and jaxthd.generate for a recording.
-4. jaxthd.convert export; the export is imported again and gives the same log-probabilities; where
-   --python-reference names an interpreter with torch and transformers, the library's logits of a recording
-   with its text are compared with ours.
+4. jaxthd.convert export; read again it gives the same logits of a recording with its text; where
+   --python-reference names an interpreter with torch and transformers, so does the library.
 
-Exits 1 unless the loss falls, what is frozen stays bit-identical, evaluation and generation end with what they
-should write, and the comparisons hold (1e-4 of the logits' norm). Takes about three minutes on two cores.
+Exits 1 unless the loss falls, what is frozen stays bit-identical, evaluation and generation end with what
+they should write, and the comparisons hold (1e-4 of the logits' norm). Takes about three minutes.
 """
 
 import argparse
@@ -49,7 +48,8 @@ from jaxthd.weights import Weights, load_weights, named_weights
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<so_embedding>")
 TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CONFIG = '''"""Adapting the published checkpoint beside this file."""
@@ -247,7 +247,8 @@ def adapt(options: argparse.Namespace, work: Path) -> list[Claim]:
     if options.python_reference:
         npz = work / "document.npz"
         (mels,) = document.chunks
-        np.savez(npz, **{"tokens.0": document.tokens.astype(np.int64), "mels.0": mels, "logits.0": ours})
+        arrays = {"tokens.0": document.tokens.astype(np.int64), "mels.0": mels, "logits.0": ours}
+        np.savez(npz, **arrays)  # type: ignore[arg-type]
         script = Path(__file__).parent / "references" / "read_back.py"
         command = [options.python_reference, str(script), str(exported), str(npz)]
         told = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

@@ -157,6 +157,9 @@ CASES = [
     Case({"data.manifest": ("a", "b"), "data.weights": (1.0, 0.0)}, "(1.0, 0.0); expected finite numbers"),
     Case({"data.weights": (math.inf,)}, "data.weights is (inf,); expected finite numbers above 0"),
     Case({"data.template": "llama"}, "data.template is 'llama'; expected one of 'plain', 'chatml'"),
+    Case({"data.template": "chat_template"}, 'data.template is "chat_template" with data.tokenizer "bytes"'),
+    Case({"data.template_options": "[]"}, "data.template_options is '[]'; expected a JSON object such as"),
+    Case({"data.template_options": '{"a": 1}'}, 'data.template_options are given with data.template "plain"'),
     Case({"data.audio_placeholder": ""}, "data.audio_placeholder is empty"),
     Case({"data.audio_placeholder": "<audio>"}, "write <audio> once in data.prompt"),
     Case(

@@ -12,7 +12,7 @@ import soundfile
 import soxr
 from jaxtyping import Float32
 
-from jaxthd.data.example import Channels, Member
+from jaxthd.data.example import Channels, Member, Samples
 from jaxthd.data.features import HOP, SAMPLE_RATE
 
 MIN_SAMPLES = 2 * HOP
@@ -82,6 +82,29 @@ def load_audio(
             f"{name}: {len(samples) / rate:.3f} s from offset {offset} s, the manifest says {duration} s; "
             "the file is cut short, or the manifest is of another file"
         )
+    return _resampled(samples, rate, name)
+
+
+def from_samples(found: Samples, most_seconds: float = math.inf) -> Float32[np.ndarray, " samples"]:
+    """As load_audio, of a recording in memory. Raises AudioError for samples that are not real numbers, or of
+    more than two dims, and as load_audio.
+    """
+    shape, kind = found.samples.shape, found.samples.dtype
+    if found.samples.ndim > 2 or not shape[0] or kind.kind != "f":
+        raise AudioError(
+            f"samples of shape {shape} and type {kind}; expected floating-point numbers in [-1, 1], of shape "
+            "[samples] or [samples, channels]"
+        )
+    if found.rate not in RATES:
+        raise AudioError(f"{found.rate} samples a second; expected {RATES[0]} to {RATES[-1]}")
+    if shape[0] > most_seconds * found.rate:
+        raise AudioError(f"more than {most_seconds} s, which is all that data.audio_capacity holds")
+    mono = found.samples.astype(np.float32).reshape(shape[0], -1).mean(axis=1, dtype=np.float32)
+    return _resampled(mono, found.rate, "samples")
+
+
+def _resampled(samples: np.ndarray, rate: int, name: str) -> Float32[np.ndarray, " samples"]:
+    """Checked, and at 16 kHz. name: of the recording, for messages."""
     if not np.isfinite(samples).all():
         raise AudioError(f"{name}: {int((~np.isfinite(samples)).sum())} samples are not finite")
     if np.abs(samples).max() > LOUDEST:

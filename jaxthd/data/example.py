@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import numpy as np
+from jaxtyping import Shaped
+
 Role = Literal["system", "user", "assistant"]
 
 
@@ -42,29 +45,43 @@ class Clip:
     channels: Channels | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """A recording in memory: samples in [-1, 1], [samples] or [samples, channels]; rate: of them a second."""
+
+    samples: Shaped[np.ndarray, "samples *channels"]
+    rate: int
+
+    @property
+    def duration(self) -> float:
+        """Seconds."""
+        return len(self.samples) / self.rate
+
+
 @dataclass(frozen=True)
 class Turn:
     """What one speaker says before the other: texts and recordings in order, no two texts in a row."""
 
     role: Role
-    parts: tuple[str | Clip, ...]
+    parts: tuple[str | Clip | Samples, ...]
 
 
 @dataclass(frozen=True)
 class Example:
-    """One usable line of a data set. Its last turn is the assistant's; no assistant's turn has a recording.
+    """A conversation: one usable line of a data set, its last turn then being the assistant's. No assistant's
+    turn has a recording.
 
-    key: "<line number>:<name>", the name being audio_filepath or id as written: unique in the data set, the
-        same wherever it lies; "<number of the data set>/" before it, unless that is 0.
+    key: of a data set, "<line number>:<name>", the name being audio_filepath or id as written: unique there,
+        the same wherever it lies; "<number of the data set>/" before it, unless that is 0.
     """
 
     key: str
     turns: tuple[Turn, ...]
 
     @property
-    def clips(self) -> list[Clip]:
+    def clips(self) -> list[Clip | Samples]:
         """Its recordings, in order."""
-        return [part for turn in self.turns for part in turn.parts if isinstance(part, Clip)]
+        return [part for turn in self.turns for part in turn.parts if not isinstance(part, str)]
 
     @property
     def duration(self) -> float | None:
@@ -88,11 +105,15 @@ def utterance(
     """
     if not text.strip():
         raise ValueError("text is empty; expected a transcript")
+    return (*asked(clip, prompt, placeholder, system_prompt), Turn("assistant", (text,)))
+
+
+def asked(clip: Clip, prompt: str, placeholder: str, system_prompt: str = "") -> tuple[Turn, ...]:
+    """The turns before the answer; none for empty prompts."""
     before, *after = prompt.split(placeholder)
-    asked = joined([before, *(part for piece in after for part in (clip, piece))])
-    turns = [Turn("user", asked)] if asked else []
-    system = [Turn("system", (system_prompt,))] if system_prompt else []
-    return (*system, *turns, Turn("assistant", (text,)))
+    parts = joined([before, *(part for piece in after for part in (clip, piece))])
+    system = (Turn("system", (system_prompt,)),) if system_prompt else ()
+    return (*system, *((Turn("user", parts),) if parts else ()))
 
 
 def joined(parts: Iterable[str | Clip]) -> tuple[str | Clip, ...]:

@@ -20,19 +20,21 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from jaxthd.data.example import Clip, Example, Role, Turn, joined, utterance
+from jaxthd.data.example import Clip, Example, Role, Turn, asked, joined, utterance
 from jaxthd.data.faults import Fault
 from jaxthd.data.lines import (
     expand_braces,
     json_list,
     json_object,
     own_prompt,
+    parse,
     read_examples,
     refuse_marked,
     seconds,
     string,
 )
 from jaxthd.data.tarred import TarredAudio
+from jaxthd.errors import UserError
 
 _ROLES: dict[str, Role] = {
     "system": "system",
@@ -83,9 +85,9 @@ def read_manifest(
         locate = tars.locate(entry, file) if tars else _in_folder(files[file].parent)
         if _is_conversation(entry):
             return _conversation(entry, locate, placeholder)
-        asked, system = own_prompt(entry, prompt, placeholder)
+        own, system = own_prompt(entry, prompt, placeholder)
         clip = _clip(entry, "audio_filepath", locate)
-        return utterance(clip, string(entry, "text"), asked, placeholder, system)
+        return utterance(clip, string(entry, "text"), own, placeholder, system)
 
     return read_examples(
         files,
@@ -112,7 +114,47 @@ def _is_conversation(entry: dict[str, Any]) -> bool:
     return "conversations" in entry or "messages" in entry
 
 
+def read_chats(path: str | Path, *, prompt: str = "{audio}", placeholder: str = "{audio}") -> list[Example]:
+    """Reads conversations to be answered, in the formats of a manifest: each ends with a turn of the user's.
+
+    An utterance needs no text, and one that it has is left aside. prompt, placeholder: as read_manifest.
+    Raises FileNotFoundError when there is no such file, UserError where a line cannot be used.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file at {path}; expected a JSONL file of conversations: correct --chat")
+    chats, locate = [], _in_folder(path.parent)
+    for line_number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = parse(line)
+            if _is_conversation(entry):
+                turns = _turns(entry, locate, placeholder)
+            else:
+                own, system = own_prompt(entry, prompt, placeholder)
+                turns = asked(_clip(entry, "audio_filepath", locate), own, placeholder, system)
+            if not turns or turns[-1].role != "user":
+                found = f"the {turns[-1].role}'s" if turns else "none, data.prompt being empty"
+                raise ValueError(f"the last turn is {found}; expected the user's, to be answered")
+            chats.append(Example(f"{line_number}:{_name(entry)}", turns))
+        except ValueError as error:
+            raise UserError(f"{path}, line {line_number}: {error}; correct the line") from error
+    if not chats:
+        raise UserError(f"{path} is empty; expected a conversation a line: correct --chat")
+    return chats
+
+
 def _conversation(entry: dict[str, Any], locate: Locate, placeholder: str) -> tuple[Turn, ...]:
+    turns = _turns(entry, locate, placeholder)
+    if all(turn.role != "assistant" for turn in turns):
+        raise ValueError("no turn of the assistant; expected one, because nothing else is learnt")
+    if turns[-1].role != "assistant":
+        raise ValueError(f"the last turn is the {turns[-1].role}'s; expected the assistant's, to be learnt")
+    return turns
+
+
+def _turns(entry: dict[str, Any], locate: Locate, placeholder: str) -> tuple[Turn, ...]:
     messages, listed = list(_messages(entry, locate, placeholder)), _listed(entry, locate)
     places = sum(part is None for _, parts in messages for part in parts)
     if places != len(listed):
@@ -127,11 +169,7 @@ def _conversation(entry: dict[str, Any], locate: Locate, placeholder: str) -> tu
         for _, parts in group:
             said += [*([" "] if said else []), *(next(clips) if part is None else part for part in parts)]
         turns.append(Turn(role, joined(said)))
-    answers = [turn for turn in turns if turn.role == "assistant"]
-    if not answers:
-        raise ValueError("no turn of the assistant; expected one, because nothing else is learnt")
-    if turns[-1].role != "assistant":
-        raise ValueError(f"the last turn is the {turns[-1].role}'s; expected the assistant's, to be learnt")
+    answers = (turn for turn in turns if turn.role == "assistant")
     if any(isinstance(part, Clip) for turn in answers for part in turn.parts):
         raise ValueError("a recording in a turn of the assistant; expected text alone, to be learnt")
     return tuple(turns)

@@ -398,6 +398,27 @@ def _close(batches: _Batches, ahead: _Ahead, workers: Workers | None) -> None:
     ahead.close()
 
 
+def pack_documents(
+    config: Config, *, shuffle_seed: int | None = None, on_skip: OnSkip = log_skip
+) -> PackDocuments:
+    """As the configuration has it."""
+    data = config.data
+    return PackDocuments(
+        capacity=data.capacity,
+        audio_capacity=data.audio_capacity,
+        max_documents=data.max_documents,
+        num_mels=config.model.encoder.num_mels,
+        packing=data.packing,
+        packing_bins=data.packing_bins,
+        round_to=data.round_to,
+        context=config.mesh.context,
+        layout=config.model.context_layout,
+        audio_ranks=config.mesh.audio_ranks,
+        shuffle_seed=shuffle_seed,
+        on_skip=on_skip,
+    )
+
+
 def make_loader(
     sources: Sequence[Sequence[Item]],
     load: Load,
@@ -441,20 +462,7 @@ def make_loader(
             f"{fewest} items cannot feed {data.rows} rows, each a stream of its own; add data, or lower "
             f"data.rows to at most {fewest}"
         )
-    pack = PackDocuments(
-        capacity=data.capacity,
-        audio_capacity=data.audio_capacity,
-        max_documents=data.max_documents,
-        num_mels=config.model.encoder.num_mels,
-        packing=data.packing,
-        packing_bins=data.packing_bins,
-        round_to=data.round_to,
-        context=config.mesh.context,
-        layout=config.model.context_layout,
-        audio_ranks=config.mesh.audio_ranks,
-        shuffle_seed=data.seed if shuffle else None,
-        on_skip=on_skip,
-    )
+    pack = pack_documents(config, shuffle_seed=data.seed if shuffle else None, on_skip=on_skip)
     own = Workers(workers) if isinstance(workers, int) and workers > 0 else None
     pool = workers if isinstance(workers, Workers) else own
     orders = [grain.MapDataset.range(len(source)) for source in sources]

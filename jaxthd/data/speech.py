@@ -6,8 +6,8 @@ Worker processes import this: no jax, no grain.
 import numpy as np
 
 from jaxthd.config import Config
-from jaxthd.data.audio import chunk_audio, load_audio
-from jaxthd.data.example import Clip, Example
+from jaxthd.data.audio import chunk_audio, from_samples, load_audio
+from jaxthd.data.example import Clip, Example, Samples
 from jaxthd.data.faults import Fault
 from jaxthd.data.features import DITHER, HOP, document_rng, log_mel, spec_augment
 from jaxthd.data.prompt import PromptTemplate
@@ -48,11 +48,22 @@ class SpeechDocuments:
             return Fault(example.key, str(error))
         return Document.splice(example.key, tokens, learnt, clips, self._audio_id)
 
-    def _features(self, clip: Clip, rng: np.random.Generator | None) -> list[np.ndarray]:
+    def prompt(self, example: Example) -> Document:
+        """Its turns up to where the assistant's next answer begins, without dither or masks; nothing in it is
+        supervised. Raises ValueError for what cannot be used.
+        """
+        tokens = self._template.prompt(example.turns)
+        clips = [self._features(clip, None) for clip in example.clips]
+        return Document.splice(example.key, tokens, [False] * len(tokens), clips, self._audio_id)
+
+    def _features(self, clip: Clip | Samples, rng: np.random.Generator | None) -> list[np.ndarray]:
         """The recording's encoder chunks, [frames, mels] each. Raises AudioError, a ValueError."""
-        samples = load_audio(
-            clip.path, clip.offset, clip.duration, self._most_seconds, clip.member, clip.channels
-        )
+        if isinstance(clip, Samples):
+            samples = from_samples(clip, self._most_seconds)
+        else:
+            samples = load_audio(
+                clip.path, clip.offset, clip.duration, self._most_seconds, clip.member, clip.channels
+            )
         dither = 0.0 if rng is None else DITHER
         pieces = chunk_audio(samples, self._chunk_samples)
         return [log_mel(piece, self._num_mels, dither=dither, rng=rng) for piece in pieces]

@@ -1,10 +1,10 @@
-"""Greedy decoding after the prompts of a packed batch, in one program of fixed shape.
+"""Decoding after the prompts of a packed batch, in programs of fixed shape.
 
 Prefill is the model's own forward pass over the packed buffer; prompts' keys and values stay in it. Each
 context rank then decodes its share of the documents. A pipeline's stages take turns, token by token.
 
-Legend: R rows on this rank, T tokens of a row on this rank, n documents of this rank, m most new tokens,
-D model dim, V vocabulary.
+Legend: R rows on this rank, T tokens of a row on this rank, N = R * T, n documents of this rank, m most new
+tokens, D model dim.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,30 @@ from jaxthd.models.hybrid import Cache
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.prompts import Now, PromptEnds, make_prompts
+from jaxthd.packing.segments import KeyIntervals
 from jaxthd.parallel.params import DECODER_SPREAD
 from jaxthd.parallel.stages import Stages
 from jaxthd.parallel.tensor import psum_live
+
+Pick = Callable[[Array, Array | int], Array]
+"""(what the head takes [n, D], the number of the token from 0) -> a token for each document [n]."""
+
+
+class Decoding(NamedTuple):
+    """How far a rank's documents are decoded.
+
+    number: tokens decoded of each. active: which have not ended. next: the token that each goes on with.
+    tokens: the decoded ones, with the one that ends an answer; filled up. keys: what new tokens see of the
+    prompts' keys. fixed, state: what the layers of this rank's stages hold, leaves [stages, layers, ...].
+    """
+
+    number: Int32[Array, ""]
+    active: Bool[Array, " n"]
+    next: Int32[Array, " n"]
+    tokens: Int32[Array, "n m"]
+    keys: KeyIntervals
+    fixed: Cache
+    state: Cache
 
 
 class Answered(NamedTuple):
@@ -43,80 +64,117 @@ def answer(
 
     ends: rows of this rank. end_id: the token that ends an answer. axes: as SpeechLM.log_probs.
     """
+
+    def pick(h_nD: Array, number: Array | int) -> Array:
+        return model.likeliest(h_nD)
+
+    h_ND, decoding = begin(model, batch, ends, pick, new_tokens=new_tokens, fill=end_id, axes=axes)
+    log_probs_N, correct_N = model.scores(h_ND, batch)
+    if new_tokens:
+        decoding = advance(model, decoding, pick, stop_ids=(end_id,), until=new_tokens)
+    shape = batch.tokens.shape
+    return Answered(log_probs_N.reshape(shape), correct_N.reshape(shape), decoding.tokens)
+
+
+def begin(
+    model: SpeechLM,
+    batch: Batch,
+    ends: PromptEnds,
+    pick: Pick,
+    *,
+    new_tokens: int,
+    fill: int,
+    axes: tuple[str, ...],
+) -> tuple[Float[Array, "N D"], Decoding]:
+    """Prefill: what the head takes at every position; and where decoding begins.
+
+    ends: rows of this rank. fill: what tokens are filled up with. axes: as SpeechLM.log_probs.
+    """
     stages = model.decoder.stages
     x_nD, _ = model.enter(batch, axes=axes, train=False)
     segments = model.segments(batch, axes, lockstep=stages.are_equal)
     prompts = make_prompts(ends, segments, new_tokens)
 
-    def prefill(pattern: str, chunk: Array | int, x_nD: Array, _: None) -> tuple[Array, Cache]:
+    def prefill(pattern: str, chunk: Array | int, x_nD: Array, _: Any, __: Any) -> tuple[Array, Cache]:
         return model.decoder.prefill(pattern, chunk, x_nD, segments, prompts)
 
-    x_nD, caches = _through_all_stages(stages, prefill, x_nD, None)
+    x_nD, caches = _through_all_stages(stages, prefill, x_nD)
     h_ND = model.hidden(x_nD)
-    log_probs_N, correct_N = model.scores(h_ND, batch)
-
-    shape = batch.tokens.shape
-    tokens_nm = jnp.full((prompts.documents, new_tokens), end_id, jnp.int32)
-    if not new_tokens:
-        return Answered(log_probs_N.reshape(shape), correct_N.reshape(shape), tokens_nm)
-
     last_nD = prompts.share(jnp.where((prompts.at >= 0)[:, None], h_ND[prompts.at], 0), segments)
-    active_n = prompts.keys.hi > 0
+    return h_ND, Decoding(
+        number=jnp.int32(0),
+        active=prompts.keys.hi > 0,
+        next=pick(last_nD, 0),
+        tokens=jnp.full((prompts.documents, new_tokens), fill, jnp.int32),
+        keys=prompts.keys,
+        fixed={letter: fixed for letter, (fixed, _) in caches.items()},
+        state={letter: state for letter, (_, state) in caches.items()},
+    )
+
+
+def advance(
+    model: SpeechLM, decoding: Decoding, pick: Pick, *, stop_ids: tuple[int, ...], until: Array | int
+) -> Decoding:
+    """Decodes up to `until` tokens of every document; fewer where all have ended. stop_ids: that end one."""
 
     def any_active(active_n: Array) -> Array:
         """Layers and experts that lie over ranks are used by all of these as long as one has use for them."""
         return psum_live(active_n.sum(), DECODER_SPREAD, model.mesh) > 0
 
-    def step(carry: tuple) -> tuple:
-        number, _, active_n, token_n, tokens_nm, caches = carry
-        tokens_nm = tokens_nm.at[:, number].set(jnp.where(active_n, token_n, end_id))
-        active_n &= token_n != end_id
-        now = Now(prompts, number, active_n)
+    def step(carry: tuple[Array, Decoding]) -> tuple[Array, Decoding]:
+        _, d = carry
+        old_n = jax.lax.dynamic_index_in_dim(d.tokens, d.number, axis=1, keepdims=False)
+        tokens_nm = d.tokens.at[:, d.number].set(jnp.where(d.active, d.next, old_n))
+        active_n = d.active & (d.next[:, None] != jnp.array(stop_ids)).all(-1)
+        now = Now(d.keys, model.config.attention_block, d.number, active_n)
 
-        def through(pattern: str, chunk: Array | int, x_nD: Array, cache: Cache) -> tuple[Array, Cache]:
-            return model.decoder.step(pattern, chunk, x_nD, cache, now)
+        def through(
+            pattern: str, chunk: Array | int, x_nD: Array, fixed: Cache, state: Cache
+        ) -> tuple[Array, Cache]:
+            return model.decoder.step(pattern, chunk, x_nD, fixed, state, now)
 
-        x_nD, caches = _through_all_stages(stages, through, model.embed_tokens(token_n), caches)
-        next_n = model.likeliest(model.decoder.norm(x_nD))
-        return number + 1, any_active(active_n), active_n, next_n, tokens_nm, caches
+        stages = model.decoder.stages
+        x_nD, state = _through_all_stages(stages, through, model.embed_tokens(d.next), d.fixed, d.state)
+        next_n = pick(model.decoder.norm(x_nD), d.number + 1)
+        after = Decoding(d.number + 1, active_n, next_n, tokens_nm, d.keys, d.fixed, state)
+        return any_active(active_n), after
 
-    start = (jnp.int32(0), any_active(active_n), active_n, model.likeliest(last_nD), tokens_nm, caches)
-    *_, tokens_nm, _ = jax.lax.while_loop(lambda carry: (carry[0] < new_tokens) & carry[1], step, start)
-    return Answered(log_probs_N.reshape(shape), correct_N.reshape(shape), tokens_nm)
+    start = (any_active(decoding.active), decoding)
+    return jax.lax.while_loop(lambda carry: carry[0] & (carry[1].number < until), step, start)[1]
 
 
 def _through_all_stages(
     stages: Stages,
-    run: Callable[[str, Array | int, Array, Any], tuple[Array, Cache]],
+    run: Callable[[str, Array | int, Array, Any, Any], tuple[Array, Cache]],
     x_nD: Array,
-    caches: Any,
-) -> tuple[Array, Any]:
-    """run(pattern, chunk, x, cache) -> (x, cache) for one stage after the other; x ends on all ranks.
+    fixed: Any = None,
+    state: Any = None,
+) -> tuple[Array, Cache]:
+    """run(pattern, chunk, x, fixed, state) -> (x, state) for one stage after the other; x ends on all ranks.
 
-    caches: of this rank's stages, leaves [chunks, ...]; None before there are any.
+    fixed, state: of this rank's stages, leaves [stages, ...]; None before there are any.
     """
     if len(stages.patterns) == 1:
-        cache = None if caches is None else jax.tree.map(lambda c: c[0], caches)
-        x_nD, cache = run(stages.patterns[0], 0, x_nD, cache)
-        return x_nD, jax.tree.map(lambda c: c[None], cache)
-    rank, has_caches = jax.lax.axis_index(PIPELINE), caches is not None
-    if not has_caches:
-        like = jax.eval_shape(lambda x: run(stages.patterns[0], 0, x, None)[1], x_nD)
-        caches = jax.tree.map(lambda c: jnp.zeros((stages.chunks, *c.shape), c.dtype), like)
+        x_nD, state = run(stages.patterns[0], 0, x_nD, *jax.tree.map(lambda c: c[0], (fixed, state)))
+        return x_nD, jax.tree.map(lambda c: c[None], state)
+    rank, has_state = jax.lax.axis_index(PIPELINE), state is not None
+    if not has_state:
+        like = jax.eval_shape(lambda x: run(stages.patterns[0], 0, x, None, None)[1], x_nD)
+        state = jax.tree.map(lambda c: jnp.zeros((stages.chunks, *c.shape), c.dtype), like)
 
     def one(carry: tuple[Array, Any], stage: Array) -> tuple[tuple[Array, Any], None]:
-        x_nD, caches = carry
+        x_nD, state = carry
         chunk, mine = stage // stages.ranks, rank == stage % stages.ranks
-        cache = jax.tree.map(lambda c: c[chunk], caches)
+        held, own = jax.tree.map(lambda c: c[chunk], (fixed, state))
 
         def turn() -> tuple[Array, Cache]:
-            taken = cache if has_caches else None
-            return stages.switch(lambda pattern: run(pattern, chunk, x_nD, taken), chunk)
+            taken = own if has_state else None
+            return stages.switch(lambda pattern: run(pattern, chunk, x_nD, held, taken), chunk)
 
-        y_nD, new = turn() if stages.are_equal else jax.lax.cond(mine, turn, lambda: (x_nD, cache))
-        new = jax.tree.map(lambda a, b: jnp.where(mine, a, b), new, cache)
-        caches = jax.tree.map(lambda all_, c: all_.at[chunk].set(c), caches, new)
-        return (jax.lax.psum(jnp.where(mine, y_nD, 0), PIPELINE), caches), None
+        y_nD, new = turn() if stages.are_equal else jax.lax.cond(mine, turn, lambda: (x_nD, own))
+        new = jax.tree.map(lambda a, b: jnp.where(mine, a, b), new, own)
+        state = jax.tree.map(lambda all_, c: all_.at[chunk].set(c), state, new)
+        return (jax.lax.psum(jnp.where(mine, y_nD, 0), PIPELINE), state), None
 
-    (x_nD, caches), _ = jax.lax.scan(one, (x_nD, caches), jnp.arange(len(stages.patterns)))
-    return x_nD, caches
+    (x_nD, state), _ = jax.lax.scan(one, (x_nD, state), jnp.arange(len(stages.patterns)))
+    return x_nD, state

@@ -28,7 +28,7 @@ from jaxthd.parallel.stages import KINDS, Stages
 from jaxthd.parallel.tensor import Residual
 
 Cache = dict[str, Any]
-"""By pattern letter what a stage's layers hold for decoding, (fixed, state) stacked over the layers."""
+"""By pattern letter what a stage's layers hold for decoding, stacked over the layers."""
 
 
 def repeated_units(pattern: str) -> list[tuple[str, int]]:
@@ -142,7 +142,7 @@ class HybridDecoder(nnx.Module):
         segments: Segments,
         prompts: Prompts,
     ) -> tuple[Float[Array, "n D"], Cache]:
-        """As stage; and what decoding after the prompts goes on from."""
+        """As stage; and what decoding after the prompts goes on from, (fixed, state)."""
 
         def apply(block: Block, x_nD: Array) -> tuple[Array, Any]:
             x_nD, fixed, state = block.prefill(x_nD, segments, prompts)
@@ -151,16 +151,21 @@ class HybridDecoder(nnx.Module):
         return self._scan(pattern, chunk, apply, x_nD, remat=False)
 
     def step(
-        self, pattern: str, chunk: Array | int, x_nD: Float[Array, "n D"], cache: Cache, now: Now
+        self,
+        pattern: str,
+        chunk: Array | int,
+        x_nD: Float[Array, "n D"],
+        fixed: Cache,
+        state: Cache,
+        now: Now,
     ) -> tuple[Float[Array, "n D"], Cache]:
-        """The next token of every document."""
+        """The next token of every document; and the state after it."""
 
         def apply(block: Block, x_nD: Array, held: tuple[Any, Any]) -> tuple[Array, Any]:
-            fixed, state = held
-            x_nD, state = block.step(x_nD, fixed, state, now)
-            return x_nD, (fixed, state)
+            return block.step(x_nD, *held, now)
 
-        return self._scan(pattern, chunk, apply, x_nD, remat=False, each=cache)
+        each = {letter: (fixed[letter], state[letter]) for letter in state}
+        return self._scan(pattern, chunk, apply, x_nD, remat=False, each=each)
 
     def _scan(
         self,

@@ -34,7 +34,7 @@ from jaxthd.ops.head_exchange import head_ranks, own_heads, scan_segments, to_do
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.ring import gather_in_order, merge, packed_attention
 from jaxthd.ops.ssd import ssd, ssd_and_states
-from jaxthd.packing.prompts import Now, Prompts
+from jaxthd.packing.prompts import DOCUMENTS_BLOCK, Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.experts import exchanged_experts, expert_cut, expert_mlp
 from jaxthd.parallel.params import Init, over_tensor, own_part
@@ -95,7 +95,7 @@ class Attention(nnx.Module):
         ]
         scale, kv_heads, acc = self.head_dim**-0.5, k_nmKd.shape[2], accumulation_dtype(x_nD)
         prompt, prompt_lse = attention_forward(
-            q_nHd, fixed[0], fixed[1], now.prompts.keys, scale, now.prompts.block
+            q_nHd, fixed[0], fixed[1], now.keys, scale, now.block, DOCUMENTS_BLOCK
         )
         q_nKGd = q_nHd.reshape(len(q_nHd), kv_heads, -1, self.head_dim)
         s_nKGm = scale * jnp.einsum("nkgd,nmkd->nkgm", q_nKGd, k_nmKd, preferred_element_type=acc)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Bool, Float, Int32
+from jaxtyping import Bool, Float, Int32, UInt32
 
 from jaxthd.config import ModelConfig
 from jaxthd.mesh import AUDIO_AXES, CONTEXT, PIPELINE, TENSOR, ranks_of
@@ -22,6 +22,7 @@ from jaxthd.models.hybrid import HybridDecoder
 from jaxthd.models.layers import Linear, RMSNorm, relu_squared
 from jaxthd.ops.cross_entropy import supervised_log_probs, supervised_scores
 from jaxthd.ops.numerics import accumulation_dtype
+from jaxthd.ops.sampling import Sampling, draw, likeliest
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.parallel.params import (
@@ -159,14 +160,22 @@ class SpeechLM(nnx.Module):
 
     def likeliest(self, h_nD: Float[Array, "n D"]) -> Int32[Array, " n"]:
         """The token of the highest logit, the first of equals."""
-        head_VD, axes = gathered(self.head).astype(h_nD.dtype), self.vocabulary_axes
-        logits_nV = jnp.einsum("nd,vd->nv", h_nD, head_VD, preferred_element_type=accumulation_dtype(h_nD))
-        best_n = jnp.argmax(logits_nV, axis=-1).astype(jnp.int32)
-        if not axes:
-            return best_n
-        best_rn = jax.lax.all_gather(best_n + jax.lax.axis_index(axes) * len(head_VD), axes)
-        winner_n = jnp.argmax(jax.lax.all_gather(logits_nV.max(-1), axes), axis=0)
-        return jnp.take_along_axis(best_rn, winner_n[None], axis=0)[0]
+        return likeliest(self._logits(h_nD), self.vocabulary_axes)
+
+    def draw(
+        self,
+        h_nD: Float[Array, "n D"],
+        keys_n2: UInt32[Array, "n 2"],
+        number: Array | int,
+        sampling: Sampling,
+    ) -> Int32[Array, " n"]:
+        """Each document's token number `number`: see ops.sampling.draw."""
+        return draw(self._logits(h_nD), keys_n2, number, sampling, self.vocabulary_axes)
+
+    def _logits(self, h_nD: Array) -> Array:
+        """Of this rank's part of the vocabulary, [n, V]."""
+        head_VD, acc = gathered(self.head).astype(h_nD.dtype), accumulation_dtype(h_nD)
+        return jnp.einsum("nd,vd->nv", h_nD, head_VD, preferred_element_type=acc)
 
     def _encode(
         self, batch: Batch, *, axes: tuple[str, ...], train: bool

@@ -48,15 +48,18 @@ def attention_forward(
     intervals: KeyIntervals,
     scale: float,
     block: int,
+    query_block: int | None = None,
 ) -> tuple[Float[Array, "N H V"], Float[Array, "N H"]]:
     """Attention output and log-sum-exp of the scaled scores, both in promote(float32, input dtype).
 
     Online softmax over key blocks (Dao et al., FlashAttention, 2022). Callers own the VJP.
+    block, query_block: as given to key_intervals.
     """
+    queries = query_block or block
     n, kv_heads, acc = len(q_NHD), k_SKD.shape[1], accumulation_dtype(q_NHD)
     k_bKBD, v_bKBV = (blocked(x, block, 0).swapaxes(1, 2) for x in (k_SKD, v_SKV))
 
-    def query_block(_: None, xs: tuple) -> tuple[None, tuple[Array, Array]]:
+    def one_block(_: None, xs: tuple) -> tuple[None, tuple[Array, Array]]:
         q_KGQD, lo_Q, hi_Q, key_range = xs
 
         def key_block(b: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -86,12 +89,12 @@ def attention_forward(
         return None, (out_KGQV, jnp.where(sum_KGQ > 0, max_KGQ + jnp.log(sum_KGQ), -jnp.inf))
 
     _, (out, lse) = jax.lax.scan(
-        query_block,
+        one_block,
         None,
         (
-            _head_blocks(q_NHD, kv_heads, block),
-            blocked(intervals.lo, block, 0),
-            blocked(intervals.hi, block, 0),
+            _head_blocks(q_NHD, kv_heads, queries),
+            blocked(intervals.lo, queries, 0),
+            blocked(intervals.hi, queries, 0),
             intervals.blocks,
         ),
     )

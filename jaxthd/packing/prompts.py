@@ -8,6 +8,7 @@ Legend: R rows, D places for documents of a row (a multiple of the context axis)
 this rank does: R * D over the context axis.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -15,11 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Int, Int32
 
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.layout import inverse_permutation, row_permutation
 from jaxthd.packing.segments import KeyIntervals, Segments, key_intervals
+
+DOCUMENTS_BLOCK = 8
+"""Documents whose new tokens are attended from together, to the keys of all of their prompts."""
 
 
 class PromptEnds(NamedTuple):
@@ -49,17 +53,40 @@ def find_prompts(
     places = -(-max_documents // context) * context
     ends = PromptEnds(*np.full((2, rows, places), -1, np.int32))
     answers: list[list[int]] = [[] for _ in range(rows * places)]
-    for row in range(rows):
-        order = inverse_permutation(row_permutation(batch.segment_ids[row], context, layout, round_to))
-        ids, supervised, targets = (x[row][order] for x in (batch.segment_ids, batch.weights, batch.targets))
-        for document in range(ids.max()):
-            slots = np.flatnonzero(ids == document + 1)
-            at = np.flatnonzero(supervised[slots])
-            if len(at):
-                answer = at[np.flatnonzero(np.diff(at, prepend=-2) > 1)[-1] :]
-                ends.first[row, document], ends.last[row, document] = slots[0], slots[answer[0]]
-                answers[row * places + document] = targets[slots[answer]].tolist()
+    for row, document, order, slots in _documents(batch, context, layout, round_to):
+        supervised, targets = (x[row][order][slots] for x in (batch.weights, batch.targets))
+        at = np.flatnonzero(supervised)
+        if len(at):
+            answer = at[np.flatnonzero(np.diff(at, prepend=-2) > 1)[-1] :]
+            ends.first[row, document], ends.last[row, document] = slots[0], slots[answer[0]]
+            answers[row * places + document] = targets[answer].tolist()
     return ends, answers
+
+
+def whole_prompts(
+    batch: Batch,
+    context: int,
+    max_documents: int,
+    *,
+    layout: Literal["buffer", "document"] = "buffer",
+    round_to: int = 1,
+) -> PromptEnds:
+    """Every document of a host batch as a prompt. Arguments: as find_prompts."""
+    ends = PromptEnds(*np.full((2, len(batch.tokens), -(-max_documents // context) * context), -1, np.int32))
+    for row, document, _, slots in _documents(batch, context, layout, round_to):
+        ends.first[row, document], ends.last[row, document] = slots[0], slots[-1]
+    return ends
+
+
+def _documents(
+    batch: Batch, context: int, layout: Literal["buffer", "document"], round_to: int
+) -> Iterator[tuple[int, int, Int32[np.ndarray, " T"], Int[np.ndarray, " n"]]]:
+    """(row, document, what puts the row into document order, the document's slots in that order)."""
+    for row, segment_ids in enumerate(batch.segment_ids):
+        order = inverse_permutation(row_permutation(segment_ids, context, layout, round_to))
+        ids = segment_ids[order]
+        for document in range(ids.max()):
+            yield row, document, order, np.flatnonzero(ids == document + 1)
 
 
 @dataclass(frozen=True)
@@ -86,9 +113,12 @@ class Prompts:
 
 
 class Now(NamedTuple):
-    """A step of decoding: the new token's number, from 0; documents not ended yet."""
+    """A step of decoding. keys, block: as Prompts. token: the new token's number, from 0. active: documents
+    not ended yet.
+    """
 
-    prompts: Prompts
+    keys: KeyIntervals
+    block: int
     token: Int32[Array, ""]
     active: Bool[Array, " n"]
 
@@ -107,7 +137,7 @@ def make_prompts(ends: PromptEnds, segments: Segments, new_tokens: int) -> Promp
     return Prompts(
         ends=ends,
         at=segments.local_index(ends.last),
-        keys=key_intervals(lo, hi, segments.block),
+        keys=key_intervals(lo, hi, segments.block, DOCUMENTS_BLOCK),
         documents=documents,
         new_tokens=new_tokens,
         block=segments.block,

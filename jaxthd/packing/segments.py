@@ -23,8 +23,12 @@ class KeyIntervals(NamedTuple):
     blocks: Int32[Array, "QB 2"]
 
 
-def key_intervals(lo: Int32[Array, " N"], hi: Int32[Array, " N"], block: int) -> KeyIntervals:
+def key_intervals(
+    lo: Int32[Array, " N"], hi: Int32[Array, " N"], block: int, query_block: int | None = None
+) -> KeyIntervals:
     """Adds the block ranges to the intervals. A query with hi <= lo sees nothing: output 0, lse -inf.
+
+    block: of keys, and of queries where query_block says nothing else.
 
     A query block's range runs from its first to its last touched key block. For keys of one rank the blocks
     between are touched too, because documents lie in order: nothing is executed that could be skipped. Of
@@ -33,9 +37,9 @@ def key_intervals(lo: Int32[Array, " N"], hi: Int32[Array, " N"], block: int) ->
     """
     some = hi > lo
     lo, hi = jnp.where(some, lo, 0), jnp.where(some, hi, 0)
-    far = jnp.iinfo(jnp.int32).max
-    first = blocked(jnp.where(some, lo, far), block, far).min(axis=1) // block
-    last = -(-blocked(hi, block, 0).max(axis=1) // block)
+    far, queries = jnp.iinfo(jnp.int32).max, query_block or block
+    first = blocked(jnp.where(some, lo, far), queries, far).min(axis=1) // block
+    last = -(-blocked(hi, queries, 0).max(axis=1) // block)
     return KeyIntervals(lo, hi, jnp.stack([jnp.minimum(first, last), last], axis=1))
 
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from jaxthd.data.audio import AudioError, chunk_audio, load_audio
+from jaxthd.data.audio import AudioError, chunk_audio, from_samples, load_audio
+from jaxthd.data.example import Samples
 
 
 def tone(seconds: float, rate: int, hertz: float = 440.0) -> np.ndarray:
@@ -30,6 +31,41 @@ def test_any_format_rate_and_channel_count_becomes_16_khz_mono(tmp_path, name, r
     assert len(samples) == pytest.approx(1.237 * 16_000, abs=1)
     middle = samples[2000:-2000]
     np.testing.assert_allclose(middle, tone(1.237, 16_000)[2000 : 2000 + len(middle)], atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("rate", "channels", "dtype"), [(16_000, 1, "f4"), (44_100, 2, "f8"), (8_000, 3, "f2")]
+)
+def test_samples_in_memory_are_heard_as_a_file_is(tmp_path, rate, channels, dtype):
+    wave = np.random.default_rng(0).uniform(-1, 1, (rate, channels)).astype(dtype)
+    soundfile.write(tmp_path / "a.wav", wave.astype(np.float32), rate, subtype="FLOAT")
+    found = from_samples(Samples(wave, rate))
+    np.testing.assert_allclose(found, load_audio(tmp_path / "a.wav"), atol=1e-6)
+    if channels == 1:
+        np.testing.assert_array_equal(from_samples(Samples(wave[:, 0], rate)), found)
+    assert Samples(wave, rate).duration == 1.0
+
+
+@pytest.mark.parametrize(
+    ("samples", "rate", "cause"),
+    [
+        (
+            np.zeros(1000, np.int16),
+            16_000,
+            r"samples of shape \(1000,\) and type int16; expected",
+        ),
+        (np.zeros((2, 2, 2)), 16_000, "expected floating-point numbers"),
+        (np.zeros(0), 16_000, "expected floating-point numbers"),
+        (np.zeros(1000), 0, "0 samples a second; expected 1000 to 1000000"),
+        (np.full(1000, np.nan), 16_000, "1000 samples are not finite"),
+        (np.full(1000, 1e7), 16_000, "samples as large as 1e"),
+        (np.zeros(100), 16_000, "too short, 100 samples at 16 kHz"),
+        (np.zeros(32_001), 16_000, "more than 2.0 s, which is all that data.audio_capacity holds"),
+    ],
+)
+def test_samples_that_cannot_be_used_are_refused_with_the_cause(samples, rate, cause):
+    with pytest.raises(AudioError, match=cause):
+        from_samples(Samples(samples, rate), most_seconds=2.0)
 
 
 def test_channels_are_averaged(tmp_path):

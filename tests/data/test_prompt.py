@@ -76,6 +76,19 @@ def test_without_the_tokens_of_chatml_its_start_is_text_and_its_end_is_the_end_o
 
 
 @pytest.mark.parametrize("template", ["plain", "chatml"])
+def test_a_prompt_is_how_the_conversation_begins_up_to_the_answer(chat: FileTokenizer, template):
+    for tokenizer in (chat, BYTES):
+        written = PromptTemplate(DataConfig(template=template, system_prompt="Listen."), tokenizer)
+        tokens, learnt = written(TURNS)
+        for answer in (1, 3):
+            prompt = written.prompt(TURNS[:answer])
+            assert tokens[: len(prompt)] == prompt
+            assert learnt[len(prompt) - 1 : len(prompt) + 1] == [False, True]
+        assert written.stop_ids[0] == written.end_id
+        assert set(written.stop_ids) == {written.end_id, tokenizer.eos_id}
+
+
+@pytest.mark.parametrize("template", ["plain", "chatml"])
 def test_the_system_prompt_gives_way_to_the_documents_own(chat: FileTokenizer, template):
     own = (Turn("system", ("Mine.",)), *TURNS)
     data = DataConfig(template=template, system_prompt="Theirs.")

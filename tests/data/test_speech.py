@@ -11,7 +11,7 @@ import pytest
 import soundfile
 
 from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig, SpecAugmentConfig
-from jaxthd.data.example import Clip, Example, Turn
+from jaxthd.data.example import Clip, Example, Samples, Turn
 from jaxthd.data.faults import Fault
 from jaxthd.data.pipeline import make_loader
 from jaxthd.data.speech import SpeechDocuments
@@ -74,6 +74,21 @@ def test_a_conversation_holds_its_recordings_in_order_and_supervises_every_answe
     expected = [*TOKENIZER.encode("one"), *ends, *TOKENIZER.encode("two"), *ends]
     assert made.tokens[made.supervised].tolist() == expected
     np.testing.assert_array_equal(made.chunks[0], made.chunks[-1])
+
+
+def test_a_prompt_is_how_a_document_begins_with_recordings_from_files_or_memory(clips: tuple[Clip, Clip]):
+    samples, rate = soundfile.read(clips[0].path, dtype="float32")
+    load = SpeechDocuments(MASKED, TOKENIZER, train=True)
+    for heard in (clips[0], Samples(samples, rate)):
+        turns = (Turn("user", ("A", heard, "B")), Turn("assistant", ("one",)), Turn("user", (heard,)))
+        prompt = load.prompt(Example("p", turns))
+        whole = document(CONFIG, Example("w", (*turns, Turn("assistant", ("two",)))))
+        assert prompt.tokens.tolist() == whole.tokens[: len(prompt)].tolist()
+        assert whole.supervised[len(prompt) :].all()
+        assert not prompt.supervised.any()
+        np.testing.assert_array_equal(features(prompt), features(whole))  # neither dithered nor masked
+    with pytest.raises(ValueError, match="no such file"):
+        load.prompt(Example("p", (Turn("user", (replace(clips[0], path=Path("none.wav")),)),)))
 
 
 def test_dither_is_drawn_anew_every_epoch_and_never_in_validation(clips: tuple[Clip, Clip]):

@@ -1,11 +1,15 @@
+import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from jaxthd.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
+from jaxthd.data.special_tokens import read_special_tokens
+from jaxthd.data.tokenizer import ByteTokenizer, FileTokenizer, TextStream, Tokenizer, load_tokenizer
+from jaxthd.errors import UserError
 
 TEXTS = ["", "one seven two", "  spaces\n\tand lines ", "naïve — 日本語 🎙", "\x00\x7f"]
 
@@ -141,3 +145,117 @@ def test_a_path_without_a_tokenizer_is_reported(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"not a tokenizer\.json that tokenizers can read"):
         load_tokenizer(tmp_path)
+
+
+def checkpoint(folder: Path, **files: Any) -> Path:
+    """A folder with a tokenizer of many special tokens, and these JSON files."""
+    recordings = ("<so_embedding>", "<so_start>", "<so_end>")
+    write(folder / "tokenizer.json", "<s>", "</s>", "<pad>", "<|start|>", "<|end|>", "<|turn|>", *recordings)
+    for name, entries in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(entries))
+    return folder
+
+
+def ids_of(tokenizer: Tokenizer, *names: str) -> list[int]:
+    return [i for name in names for i in tokenizer.encode_marks(name)]
+
+
+def test_special_tokens_are_those_that_the_checkpoint_names(tmp_path):
+    """By text, by text in an object, by id, by several ids, by the names that multimodal families have."""
+    plain = load_tokenizer(checkpoint(tmp_path))
+    assert [plain.bos_id, plain.eos_id, plain.pad_id] == ids_of(plain, "<s>", "</s>", "<pad>")
+    start, end, turn, audio = ids_of(plain, "<|start|>", "<|end|>", "<|turn|>", "<so_embedding>")
+    tokenizer = load_tokenizer(
+        checkpoint(
+            tmp_path,
+            tokenizer_config={
+                "bos_token": {"content": "<|start|>", "lstrip": False},
+                "eos_token": "<|end|>",
+                "pad_token": None,
+                "chat_template": [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}],
+            },
+            special_tokens_map={"eos_token": "</s>", "pad_token": {"content": "<|turn|>"}},
+            generation_config={"eos_token_id": [turn, end], "bos_token_id": 1},
+            config={"sound_context_token_id": audio, "llm_config": {"eos_token_id": plain.eos_id}},
+        )
+    )
+    assert isinstance(tokenizer, FileTokenizer)
+    assert (tokenizer.bos_id, tokenizer.pad_id, tokenizer.audio_id) == (start, turn, audio)
+    assert tokenizer.eos_ids == (end, turn, plain.eos_id)
+    assert tokenizer.eos_id == end
+    assert tokenizer.recording == tuple(ids_of(plain, "<so_start>", "<so_embedding>", "<so_end>"))
+    assert tokenizer.special.chat_template == "D"
+    assert tokenizer.special.tokens["bos_token"] == "<|start|>"
+    for name in ("<|turn|>", "<so_start>", "</s>"):
+        with pytest.raises(ValueError, match="holds the special token"):
+            tokenizer.encode(f"a{name}b")
+
+
+def test_the_chat_template_beside_the_other_files_counts_first(tmp_path):
+    checkpoint(tmp_path, chat_template={"chat_template": "json"})
+    assert read_special_tokens(tmp_path).chat_template == "json"
+    checkpoint(tmp_path, tokenizer_config={"chat_template": "config"})
+    assert read_special_tokens(tmp_path).chat_template == "config"
+    (tmp_path / "chat_template.jinja").write_text("jinja é")
+    assert read_special_tokens(tmp_path).chat_template == "jinja é"
+    alone = FileTokenizer(tmp_path / "tokenizer.json")
+    assert alone.special.chat_template is None, "a file is a file"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {"tokenizer_config": {"eos_token": "<|im_end|>"}},
+            r"eos_token is '<\|im_end\|>', which it does not have",
+        ),
+        ({"generation_config": {"eos_token_id": 9999}}, r"eos_token_id is 9999; it has ids up to 265"),
+        ({"config": {"pad_token_id": 266}}, "pad_token_id is 266; it has ids up to 265"),
+        (
+            {"config": {"audio_token_id": 12}, "tokenizer_config": {"audio_token": "<so_embedding>"}},
+            "the audio token is '<so_embedding>', its id 263, and that its id is 12",
+        ),
+        ({"generation_config": {"eos_token_id": "2"}}, "eos_token_id is '2'; expected a token id or several"),
+        ({"config": ["a"]}, r"config\.json cannot be read \(a JSON list, not an object\)"),
+        ({"tokenizer_config": {"chat_template": 3}}, "chat_template is a JSON int; expected a string"),
+        (
+            {"tokenizer_config": {"chat_template": [{"name": "rag", "template": ""}]}},
+            "has chat templates 'rag'; expected one of the name \"default\"",
+        ),
+    ],
+)
+def test_files_of_different_checkpoints_are_refused(tmp_path, files, message):
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(checkpoint(tmp_path, **files))
+
+
+def test_broken_files_are_refused_by_name(tmp_path):
+    checkpoint(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"generation_config\.json cannot be read"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"chat_template\.jinja is no UTF-8 text"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "\ufffd and \ufffd", "🎙🎙"])
+def test_a_stream_gives_what_decoding_gives_in_whole_characters(tokenizer, text):
+    ids = [*tokenizer.encode(text), tokenizer.audio_id, *tokenizer.encode(text), tokenizer.eos_id]
+    stream = TextStream(tokenizer)
+    pieces = [stream.push(token) for token in ids]
+    assert "".join(pieces) + stream.finish() == tokenizer.decode(ids) == text + text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+        assert len([piece for piece in pieces if piece]) == 2 * len(text), "as soon as a character is whole"
+
+
+def test_a_stream_that_ends_inside_a_character_says_so(tokenizer):
+    stream = TextStream(tokenizer)
+    first = tokenizer.encode("é")[0]
+    assert stream.push(tokenizer.encode("a")[0]) == "a"
+    assert stream.push(first) == ""
+    assert stream.finish() == "\ufffd"
+    broken = TextStream(tokenizer)
+    assert [broken.push(i) for i in (first, *tokenizer.encode("ab"))] == ["", "\ufffda", "b"]

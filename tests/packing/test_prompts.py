@@ -8,7 +8,7 @@ import pytest
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
-from jaxthd.packing.prompts import find_prompts
+from jaxthd.packing.prompts import find_prompts, whole_prompts
 
 
 def document(key: str, supervised: str) -> Document:
@@ -51,6 +51,10 @@ def test_the_prompt_is_all_before_the_last_answer(context: int, layout: Literal[
     for place in np.ndindex(ends.first.shape):
         first, last = want.get(place, (-1, -1))
         assert (ends.first[place], ends.last[place]) == (first, last)
+    whole = whole_prompts(batch, context, max_documents=5, layout=layout, round_to=4)
+    spans = {(0, 0): (0, 6), (0, 1): (8, 16), (0, 2): (20, 22), (1, 0): (0, 3), (1, 1): (4, 8)}
+    for place in np.ndindex(ends.first.shape):
+        assert (whole.first[place], whole.last[place]) == spans.get(place, (-1, -1))
     held = {place: answers[place[0] * places + place[1]] for place in np.ndindex(ends.first.shape)}
     assert held.pop((0, 0)) == [14, 15, 16]
     assert held.pop((0, 1)) == [17, 18]

@@ -1,0 +1,128 @@
+"""What a Hugging Face checkpoint's files say about its tokenizer besides tokenizer.json.
+
+Source: transformers' tokenization_utils_base and configuration_utils; a file that is absent says nothing.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxthd.errors import UserError
+
+_AUDIO_ID = ("audio_token_id", "sound_context_token_id", "audio_token_index")
+"""As families call it: most; the first Nemotron-Omni; Qwen2-Audio."""
+_TEXT_CONFIG = ("text_config", "llm_config")
+"""Where the config.json of a model that also hears keeps its language model's."""
+
+
+class SpecialTokens(NamedTuple):
+    """tokens: texts by name, "bos_token" and others; chat templates read them under these names.
+    bos_id, eos_ids, pad_id, audio_id: of the model's own files; eos_ids: all that end an answer.
+    chat_template: its source; None without one.
+    """
+
+    tokens: Mapping[str, str] = {}
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    pad_id: int | None = None
+    audio_id: int | None = None
+    chat_template: str | None = None
+
+
+def read_special_tokens(folder: Path) -> SpecialTokens:
+    """Reads tokenizer_config.json (before it special_tokens_map.json, which is older), generation_config.json
+    (before it config.json), and chat_template.jinja (before it the tokenizer_config's, chat_template.json).
+
+    Where two files say the same thing the first named counts; ids that end an answer are those of both.
+    Raises UserError for a file that is no JSON object, for an entry of another form than transformers
+    writes, and where several chat templates have names but none is "default".
+    """
+    of_tokenizer, of_map = (
+        _object(folder / name) for name in ("tokenizer_config.json", "special_tokens_map.json")
+    )
+    of_model, of_generation = (_object(folder / name) for name in ("config.json", "generation_config.json"))
+    inner = (of_model.get(name) for name in _TEXT_CONFIG)
+    nested: dict[str, Any] = next((config for config in inner if isinstance(config, dict)), {})
+    models = [
+        (folder / "generation_config.json", of_generation),
+        *((folder / "config.json", c) for c in (of_model, nested)),
+    ]
+
+    def ids(name: str) -> list[int]:
+        return [i for file, config in models for i in _ids(file, name, config.get(name))]
+
+    audio = next((i for name in _AUDIO_ID for i in ids(name)), None)
+    return SpecialTokens(
+        tokens={name: text for entries in (of_map, of_tokenizer) for name, text in _tokens(entries)},
+        bos_id=next(iter(ids("bos_token_id")), None),
+        eos_ids=tuple(dict.fromkeys(ids("eos_token_id"))),
+        pad_id=next(iter(ids("pad_token_id")), None),
+        audio_id=audio,
+        chat_template=_chat_template(folder, of_tokenizer),
+    )
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """Empty without a file."""
+    if not file.is_file():
+        return {}
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(entries, dict):
+            raise ValueError(f"a JSON {type(entries).__name__}, not an object")
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{file} cannot be read ({error}); expected the JSON object that transformers writes: put the "
+            "checkpoint's own file there"
+        ) from error
+    return entries
+
+
+def _tokens(entries: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(name, text) of every entry that names a token; those of extra_special_tokens, where it names any."""
+    extra = entries.get("extra_special_tokens")
+    for name, token in (*(extra.items() if isinstance(extra, dict) else ()), *entries.items()):
+        text = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(text, str) and text:
+            yield name, text
+
+
+def _ids(file: Path, name: str, value: Any) -> list[int]:
+    found = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in found):
+        raise UserError(f"{file}: {name} is {value!r}; expected a token id or several: correct the file")
+    return found
+
+
+def _chat_template(folder: Path, of_tokenizer: Mapping[str, Any]) -> str | None:
+    own = folder / "chat_template.jinja"
+    if own.is_file():
+        try:
+            return own.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{own} is no UTF-8 text ({error}): put the checkpoint's own file there"
+            ) from error
+    for name, entries in (
+        ("tokenizer_config.json", of_tokenizer),
+        ("chat_template.json", _object(folder / "chat_template.json")),
+    ):
+        found = entries.get("chat_template")
+        if isinstance(found, list):
+            found = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
+        if isinstance(found, dict):
+            if "default" not in found:
+                raise UserError(
+                    f"{folder / name} has chat templates {', '.join(map(repr, found))}; expected one of the "
+                    'name "default": put the one to use into chat_template.jinja beside it'
+                )
+            found = found["default"]
+        if found is not None:
+            if not isinstance(found, str):
+                raise UserError(
+                    f"{folder / name}: chat_template is a JSON {type(found).__name__}; expected a string, or "
+                    "a list of names and templates: correct the file"
+                )
+            return found
+    return None

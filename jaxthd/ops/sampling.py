@@ -1,0 +1,122 @@
+"""Tokens drawn from logits whose vocabulary may be cut over ranks, the same on any mesh.
+
+A draw is the highest of logit / temperature plus Gumbel noise, which is distributed as the softmax (Gumbel,
+1954). The noise of a vocabulary entry is a function of (document, token number, entry), so that each rank
+makes that of its own part. What top-k and top-p leave is all from some logit upwards; that threshold is found
+by halving, bit by bit, from counts and sums over the ranks: a few numbers a document, whatever k and p are.
+
+Legend: n documents, V vocabulary entries of this rank.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Float32, Int32, UInt32
+
+
+class Sampling(NamedTuple):
+    """temperature: of the softmax; 0: the likeliest token, and nothing is drawn.
+    top_k: only the k likeliest, and what is as likely as the last of them; 0: all.
+    top_p: of these the likeliest that have together a share of p of the probability, and what is as likely as
+        the last of them; 1: all.
+    """
+
+    temperature: Float32[Any, ""]
+    top_k: Int32[Any, ""]
+    top_p: Float32[Any, ""]
+
+
+def likeliest(scores_nV: Float[Array, "n V"], axes: tuple[str, ...]) -> Int32[Array, " n"]:
+    """The entry of the highest score, the first of equals. axes: over which the vocabulary is cut."""
+    best_n = jnp.argmax(scores_nV, axis=-1).astype(jnp.int32)
+    if not axes:
+        return best_n
+    best_rn = jax.lax.all_gather(best_n + jax.lax.axis_index(axes) * scores_nV.shape[1], axes)
+    winner_n = jnp.argmax(jax.lax.all_gather(scores_nV.max(-1), axes), axis=0)
+    return jnp.take_along_axis(best_rn, winner_n[None], axis=0)[0]
+
+
+def draw(
+    logits_nV: Float[Array, "n V"],
+    keys_n2: UInt32[Array, "n 2"],
+    number: Array | int,
+    sampling: Sampling,
+    axes: tuple[str, ...],
+) -> Int32[Array, " n"]:
+    """A token for each document. keys_n2: of the documents, 64 random bits each; number: of the token.
+
+    The order of restrictions is transformers': temperature, top-k, top-p.
+    """
+
+    def drawn() -> Array:
+        # Less the highest, so that a small temperature makes no infinity of it.
+        below_nV = logits_nV - _pmax(logits_nV.max(-1), axes)[:, None]
+        scaled_nV = (below_nV / sampling.temperature).astype(jnp.float32)
+        noise_nV = _noise(keys_n2, number, scaled_nV.shape[1], axes)
+        return likeliest(jnp.where(kept(scaled_nV, sampling, axes), scaled_nV + noise_nV, -jnp.inf), axes)
+
+    return jax.lax.cond(sampling.temperature > 0, drawn, lambda: likeliest(logits_nV, axes))
+
+
+def kept(scaled_nV: Float32[Array, "n V"], sampling: Sampling, axes: tuple[str, ...]) -> Bool[Array, "n V"]:
+    """What top_k and top_p leave. scaled_nV: logits over temperature, the highest being 0."""
+    order_nV = _order(scaled_nV)
+    none_n = jnp.zeros(len(order_nV), jnp.uint32)
+
+    def total(x_nV: Array) -> Array:
+        return _psum(x_nV.sum(-1), axes)
+
+    def likeliest_k() -> Array:
+        return _highest(lambda from_n: total(order_nV >= from_n[:, None]) >= sampling.top_k, none_n)
+
+    least_n = jax.lax.cond(sampling.top_k > 0, likeliest_k, lambda: none_n)
+
+    def share_p() -> Array:
+        p_nV = jnp.where(order_nV >= least_n[:, None], jnp.exp(scaled_nV), 0)
+        wanted_n = sampling.top_p * total(p_nV)
+        return _highest(
+            lambda from_n: total(jnp.where(order_nV >= from_n[:, None], p_nV, 0)) >= wanted_n, none_n
+        )
+
+    threshold_n = jnp.maximum(least_n, jax.lax.cond(sampling.top_p < 1, share_p, lambda: none_n))
+    return order_nV >= threshold_n[:, None]
+
+
+def _order(x: Array) -> Array:
+    """float32 -> uint32 of the same order; equals stay equal."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0, x), jnp.uint32)
+    return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _highest(holds: Callable[[Array], Array], none_n: Array) -> Array:
+    """The highest uint32 [n] for which `holds`, which holds of 0 and of all below one of which it holds."""
+
+    def one(step: Array, found_n: Array) -> Array:
+        tried_n = found_n | (jnp.uint32(1) << (31 - step).astype(jnp.uint32))
+        return jnp.where(holds(tried_n), tried_n, found_n)
+
+    return jax.lax.fori_loop(0, 32, one, none_n)
+
+
+def _noise(keys_n2: Array, number: Array | int, size: int, axes: tuple[str, ...]) -> Array:
+    """Gumbel noise for this rank's entries, [n, size]."""
+    ranks = jax.lax.axis_size(axes) if axes else 1
+
+    def of_document(key: Array) -> Array:
+        own = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), number)
+        return jax.random.gumbel(own, (ranks * size,), jnp.float32, mode="high")
+
+    noise_nW = jax.vmap(of_document)(keys_n2)
+    first = jax.lax.axis_index(axes) * size if axes else 0
+    return jax.lax.dynamic_slice_in_dim(noise_nW, first, size, axis=1)
+
+
+def _psum(x: Array, axes: tuple[str, ...]) -> Array:
+    return jax.lax.psum(x, axes) if axes else x
+
+
+def _pmax(x: Array, axes: tuple[str, ...]) -> Array:
+    return jax.lax.pmax(x, axes) if axes else x

@@ -1,0 +1,272 @@
+"""The command: what is asked by which options, answers printed in order as they come, a chat, errors."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import soundfile
+
+from jaxthd import generate
+from jaxthd.checkpoint import Checkpoints
+from jaxthd.config import Config, DataConfig, load_config
+from jaxthd.data.example import Clip, Example, Turn
+from jaxthd.data.tokenizer import ByteTokenizer
+from jaxthd.errors import UserError
+from jaxthd.generation import Generator, Piece
+from jaxthd.mesh import make_mesh
+from jaxthd.state import init_state
+from jaxthd.workdir import write_config
+
+ROOT = Path(__file__).parents[1]
+CONFIG = '''"""A tiny model."""
+from jaxthd.config import *
+def config():
+    encoder = EncoderConfig(
+        layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4, num_mels=16, chunk_seconds=1.0
+    )
+    llm = LLMConfig(
+        pattern="M*", dim=16, q_heads=2, kv_heads=2, head_dim=8, mamba_heads=2, mamba_head_dim=8
+    )
+    return Config(
+        mesh=MeshConfig(tensor=2),
+        data=DataConfig(template="chatml", capacity=128, audio_capacity=480),
+        model=ModelConfig(encoder=encoder, llm=llm),
+        train=TrainConfig(microbatches=4),
+    )
+'''
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with tiny.py, a checkpoint of it in its workdir run, and two recordings."""
+    folder = tmp_path_factory.mktemp("generate")
+    (folder / "tiny.py").write_text(CONFIG)
+    rng = np.random.default_rng(0)
+    for name, rate in (("a.wav", 16000), ("b.wav", 22050)):
+        soundfile.write(folder / name, rng.normal(0, 0.1, rate), rate)
+    config = load_config(folder / "tiny.py")
+    (folder / "run").mkdir()
+    write_config(folder / "run", config)
+    with Checkpoints(folder / "run" / "checkpoints", keep=1) as checkpoints:
+        checkpoints.save(3, init_state(config, make_mesh(config.mesh)), {})
+    return folder
+
+
+def test_answers_go_to_the_terminal_and_to_a_file(run: Path):
+    """End to end, as a user runs it: two recordings, an answer to each."""
+    out = run / "answers.jsonl"
+    options = (
+        "--config tiny.py --weights run --audio a.wav b.wav --temperature 0.8 --seed 5 --max-new-tokens 6"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-m", "jaxthd.generate", *options.split(), "--out", str(out), "--prompt", "Hm?"],
+        cwd=run,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [answer["key"] for answer in answers] == ["1:a.wav", "2:b.wav"]
+    assert ran.stdout == "".join(generate._printable(answer["text"]) + "\n" for answer in answers)
+    assert all(answer["text"] == ByteTokenizer().decode(answer["tokens"]) for answer in answers)
+    assert any(answer["tokens"] for answer in answers)
+    assert all((answer["end"] == "length") == (len(answer["tokens"]) == 6) for answer in answers)
+    assert "2 answers" in ran.stderr
+    assert "2 programs compiled" in ran.stderr
+
+
+def test_the_checkpoints_weights_answer(run: Path):
+    config = load_config(run / "tiny.py")
+    settings: dict[str, Any] = {"batch": 2, "max_new_tokens": 5}
+    loaded = generate.load(config, [run / "run"], **settings)
+    saved = init_state(config, make_mesh(config.mesh))
+    for got, want in zip(*map(jax.tree.leaves, (loaded._params, saved.params)), strict=True):
+        assert got.sharding == want.sharding
+        np.testing.assert_array_equal(got, want)
+    heard = Turn("user", ("What? ", Clip(run / "b.wav")))
+    said = [Example("x", (heard,)), Example("y", (Turn("user", ("é",)),))]
+    answers = generate.generate(said, config, [run / "run"], temperature=0.9, **settings)
+    assert answers == loaded.generate(said, temperature=0.9)
+    assert answers[0].tokens != answers[1].tokens
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "--weights is missing"),
+        ("--weights none --prompt hi", "no checkpoint at none; expected a folder"),
+        (
+            "--weights run --prompt hi --model.llm.vocab-size 100",
+            "model.llm.vocab_size is 100; expected 260",
+        ),
+        ("--weights run --prompt hi --max-new-tokens 0", "--max-new-tokens is 0; expected 1 or more"),
+        ("--weights run --prompt hi --batch -1", "--batch is -1; expected 1 or more"),
+        ("--weights run --prompt hi --chat x.jsonl", "--chat is given with --audio or --prompt"),
+        ("--weights run --chat none.jsonl", "no file at none.jsonl"),
+        ("--weights run --prompt {audio}{audio} --audio a.wav", "1 recordings for 2 places"),
+        ("--weights run --prompt {audio}", "0 recordings for 1 places"),
+        ("--weights run --audio none.wav", "none.wav: no such file"),
+        ("--weights run --prompt hi --top-p 2", "top_p is 2.0; expected more than 0, and at most 1"),
+        ("--weights run --prompt " + 200 * "a", "token slots exceed the capacity of 128"),
+    ],
+)
+def test_what_cannot_work_is_said(run: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str):
+    monkeypatch.chdir(run)
+    monkeypatch.setattr(generate, "simulate_devices", lambda devices: True)
+    with pytest.raises((UserError, FileNotFoundError)) as found:
+        generate.main(["--config", "tiny.py", *arguments.split()])
+    assert message in str(found.value)
+
+
+def asked(run: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> list[Example]:
+    """The conversations that the command would have answered."""
+    found: list[Example] = []
+
+    class AskedError(Exception):
+        pass
+
+    def load(*_: Any, **__: Any) -> Any:
+        raise AskedError
+
+    def conversations(options: Any, data: DataConfig) -> list[Example]:
+        found.extend(original(options, data))
+        return found
+
+    original = generate._conversations
+    monkeypatch.setattr(generate, "_conversations", conversations)
+    monkeypatch.setattr(generate, "simulate_devices", lambda devices: True)
+    monkeypatch.setattr(generate, "load", load)
+    monkeypatch.chdir(run)
+    with pytest.raises(AskedError):
+        generate.main(["--config", "tiny.py", "--weights", "run", *arguments])
+    return found
+
+
+A, B = Clip(Path("a.wav")), Clip(Path("b.wav"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "want"),
+    [
+        (["--prompt", "hi"], [("hi",)]),
+        (["--audio", "a.wav", "b.wav"], [(A,), (B,)]),
+        (["--audio", "a.wav", "b.wav", "--prompt", "What?"], [(A, "What?"), (B, "What?")]),
+        (["--audio", "a.wav", "--prompt", "Is {audio} it?"], [("Is ", A, " it?")]),
+        (["--audio", "a.wav", "b.wav", "--prompt", "{audio} or {audio}?"], [(A, " or ", B, "?")]),
+        ([], []),
+    ],
+)
+def test_options_are_what_the_user_says(run: Path, monkeypatch: pytest.MonkeyPatch, arguments, want):
+    found = asked(run, monkeypatch, arguments)
+    assert [[(turn.role, turn.parts) for turn in example.turns] for example in found] == [
+        [("user", parts)] for parts in want
+    ]
+    assert len({example.key for example in found}) == len(found)
+
+
+def test_a_file_of_conversations_is_read_as_a_manifest_is(run: Path, monkeypatch: pytest.MonkeyPatch):
+    lines: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": "{audio} Hm?"}], "audio": ["a.wav"], "id": "chat"},
+        {
+            "conversations": [
+                {"from": "human", "value": "Hm?"},
+                {"from": "gpt", "value": "Yes."},
+                {"from": "human", "value": "Why?"},
+            ]
+        },
+        {"audio_filepath": "b.wav"},
+    ]
+    (run / "chats.jsonl").write_text("\n\n".join(map(json.dumps, lines)))
+    first, second, third = asked(run, monkeypatch, ["--chat", "chats.jsonl"])
+    assert first == Example("1:chat", (Turn("user", (Clip(Path("a.wav")), " Hm?")),))
+    assert [turn.role for turn in second.turns] == ["user", "assistant", "user"]
+    assert third == Example("5:b.wav", (Turn("user", (B,)),))
+    for line, message in (
+        ({"messages": [{"role": "assistant", "content": "Yes."}]}, "the last turn is the assistant's"),
+        ({"messages": []}, "messages is"),
+    ):
+        (run / "bad.jsonl").write_text(json.dumps(line))
+        with pytest.raises(UserError, match=r"bad\.jsonl, line 1: ") as found:
+            generate.read_chats(run / "bad.jsonl")
+        assert message in str(found.value)
+    (run / "bad.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="is empty"):
+        generate.read_chats(run / "bad.jsonl")
+
+
+def test_answers_are_shown_in_order_whichever_comes_first(capsys: pytest.CaptureFixture, tmp_path: Path):
+    shown = []
+
+    def pieces() -> Iterator[Piece]:
+        for piece in (
+            Piece(1, "B", (1,), None),
+            Piece(0, "A", (1,), None),
+            Piece(2, "C\x1b[2J\n", (1,), "stop"),
+            Piece(1, "b", (2,), "length"),
+            Piece(0, "", (), None),
+            Piece(0, "a", (2,), "stop"),
+        ):
+            shown.append(capsys.readouterr().out)
+            yield piece
+
+    examples = [Example(key, ()) for key in "xyz"]
+    answers = generate._show(pieces(), examples, tmp_path / "out.jsonl")
+    assert "".join(shown) + capsys.readouterr().out == "Aa\nBb\nC\ufffd[2J\n\n"
+    assert shown[:4] == ["", "", "A", ""], "as it comes"
+    assert [(a.key, a.text, a.tokens, a.end) for a in answers] == [
+        ("x", "Aa", (1, 2), "stop"),
+        ("y", "Bb", (1, 2), "length"),
+        ("z", "C\x1b[2J\n", (1,), "stop"),
+    ]
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert [json.loads(line)["key"] for line in lines] == ["x", "y", "z"]
+
+
+def test_a_chat_goes_on_from_what_was_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    class Echo(Generator):
+        """Answers with the number of turns; fails and falls silent where told to."""
+
+        def __init__(self) -> None:
+            self.config = Config()
+
+        def stream(self, conversations: Any, **settings: Any) -> Iterator[Piece]:
+            (example,) = conversations
+            heard.append([turn.parts for turn in example.turns])
+            assert settings == {"temperature": 0.5}
+            last = example.turns[-1].parts[-1]
+            if last == "fail":
+                raise UserError("no such thing")
+            if last == "interrupt":
+                yield Piece(0, "so", (), None)
+                raise KeyboardInterrupt
+            yield Piece(0, "" if last == "silence" else f"<{len(example.turns)}>", (), "stop")
+
+    heard: list[Any] = []
+    lines = ["one", "", "/audio a.wav", "two", "fail", "silence", "interrupt", "three", "/new"]
+    lines += ["/audio b.wav", "/audio a.wav", "{audio} or {audio}?", "/quit", "never"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
+    generate._chat(Echo(), {"temperature": 0.5}, None)
+    first = [("one",), ("<1>",), (A, "two"), ("<3>",)]
+    assert heard == [
+        [("one",)],
+        first[:3],
+        [*first, ("fail",)],
+        [*first, ("silence",)],
+        [*first, ("interrupt",)],
+        [*first, ("interrupt",), ("so",), ("three",)],
+        [(B, " or ", A, "?")],
+    ]
+    printed = capsys.readouterr()
+    assert printed.out == "<1>\n<3>\n\nso\n<7>\n<1>\n"
+    assert "error: no such thing" in printed.err
+    assert "no answer" in printed.err

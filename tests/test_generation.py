@@ -1,0 +1,269 @@
+"""Answers to packed conversations are what each gets alone, token by token, on any mesh; streamed or not."""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import soundfile
+from flax import nnx
+
+from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.data.example import Clip, Example, Samples, Turn
+from jaxthd.data.speech import SpeechDocuments
+from jaxthd.data.tokenizer import ByteTokenizer
+from jaxthd.errors import UserError
+from jaxthd.generation import Answer, Generator, Piece, for_generation, joined, random_bits
+from jaxthd.mesh import make_mesh
+from jaxthd.ops.sampling import Sampling, draw
+from jaxthd.packing.document import Document
+from jaxthd.packing.pack import pack_row
+from jaxthd.parallel.stages import to_stages
+from jaxthd.state import abstract_model, model_graph, stages_of
+from tests.helpers import random_state
+
+NEW = 10
+CONFIG = Config(
+    data=DataConfig(template="chatml", capacity=160, audio_capacity=480),
+    model=ModelConfig(
+        encoder=EncoderConfig(
+            layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4, num_mels=16, chunk_seconds=1.0
+        ),
+        llm=LLMConfig(
+            pattern="M*M*",
+            vocab_size=264,
+            dim=16,
+            q_heads=2,
+            kv_heads=2,
+            head_dim=8,
+            mamba_heads=2,
+            mamba_head_dim=8,
+            mamba_state=8,
+            mamba_groups=2,
+            mamba_chunk=16,
+        ),
+        dtype="float64",
+        attention_block=32,
+    ),
+)
+DRAWN: dict[str, Any] = {"temperature": 1.5, "top_k": 40, "top_p": 0.95, "seed": 7}
+TOKENIZER = ByteTokenizer()
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> list[Example]:
+    """Text alone, a file, part of one at another rate, an array, several turns; ragged."""
+    folder, rng = tmp_path_factory.mktemp("audio"), np.random.default_rng(0)
+    for name, rate in (("a.wav", 16000), ("b.wav", 8000)):
+        soundfile.write(folder / name, rng.normal(0, 0.1, 2 * rate), rate)
+    whole, part = Clip(folder / "a.wav"), Clip(folder / "b.wav", 0.5, 0.4)
+    array = Samples(rng.normal(0, 0.1, (9600, 2)), 48000)
+    said = [
+        (("hi",),),
+        ((whole, " What?"),),
+        (("A ", part, array), ("yes",), ("And ", part, "?")),
+        (("one two three four",),),
+        ((array,), ("no",), ("é",), ("oui",), ("why",)),
+    ]
+    roles = ("user", "assistant") * 3
+    return [
+        Example(f"c{i}", tuple(Turn(role, parts) for role, parts in zip(roles, turns, strict=False)))
+        for i, turns in enumerate(said)
+    ]
+
+
+@functools.cache
+def weights() -> tuple[Any, Any]:
+    """In the canonical form. Small embeddings, so that more than the last token tells what comes next."""
+    _, params, buffers = random_state(abstract_model(CONFIG))
+    return {**params, "embedding": 0.1 * params["embedding"]}, buffers
+
+
+def generator(mesh: MeshConfig = MeshConfig(), **options: Any) -> Generator:  # noqa: B008  (frozen)
+    config = replace(CONFIG, mesh=mesh)
+    data = replace(config.data, audio_capacity=config.data.audio_capacity * mesh.audio_ranks)
+    config = replace(config, data=data)
+    return made(config, tuple(sorted(({"batch": 4, "max_new_tokens": NEW} | options).items())))
+
+
+@functools.cache
+def made(config: Config, options: tuple[tuple[str, int], ...]) -> Generator:
+    held = to_stages(weights(), stages_of(config))
+    return Generator(config, make_mesh(config.mesh), *held, **dict(options))
+
+
+@functools.cache
+def next_token() -> Any:
+    """(the document so far, key, the token's number, sampling) -> the token, by a whole forward pass over it
+    alone: nothing cached or packed.
+    """
+    graph = model_graph(CONFIG)
+
+    def program(params: Any, buffers: Any, batch: Any, last: Any, *how: Any) -> Any:
+        model = nnx.merge(graph, params, buffers)
+        x_ND, _ = model.enter(batch, axes=(), train=False)
+        x_ND, _ = model.decoder(x_ND, model.segments(batch, ()))
+        logits_1V = jnp.einsum("d,vd->v", model.hidden(x_ND)[last], model.head[...])[None]
+        return draw(logits_1V, *how, ())[0]
+
+    jitted = jax.jit(program)
+
+    def of(document: Document, *how: Any) -> int:
+        sizes = {"capacity": 192, "audio_capacity": 480, "num_mels": 16, "max_documents": 1}
+        batch, _ = pack_row([document], **sizes, order_seed=None)
+        return int(jitted(*weights(), batch, len(document) - 1, *how))
+
+    return of
+
+
+def alone(conversations: list[Example], settings: dict[str, Any]) -> list[list[int]]:
+    """Every answer's tokens, each conversation by itself."""
+    name = repr(settings)
+    if name not in _ALONE:
+        _ALONE[name] = _alone(conversations, settings)
+    return _ALONE[name]
+
+
+_ALONE: dict[str, list[list[int]]] = {}
+
+
+def _alone(conversations: list[Example], settings: dict[str, Any]) -> list[list[int]]:
+    documents = SpeechDocuments(CONFIG, TOKENIZER, train=False)
+    answers = []
+    for example in conversations:
+        key = random_bits(settings.get("seed", 0), example.key)[None]
+        sampling = Sampling(
+            np.float32(settings.get("temperature", 0)),
+            np.int32(settings.get("top_k", 0)),
+            np.float32(settings.get("top_p", 1)),
+        )
+        document, answer = documents.prompt(example), []
+        while len(answer) < NEW:
+            token = next_token()(document, key, len(answer), sampling)
+            if token == TOKENIZER.eos_id:
+                break
+            answer.append(token)
+            document = Document(
+                document.key,
+                np.append(document.tokens, np.int32(token)),
+                np.append(document.is_audio, False),
+                np.append(document.supervised, False),
+                document.chunks,
+            )
+        answers.append(answer)
+    return answers
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        MeshConfig(),
+        MeshConfig(data=2),
+        MeshConfig(tensor=2),
+        MeshConfig(pipeline=2),
+        MeshConfig(context=2),
+    ],
+)
+def test_answers_are_those_of_each_conversation_alone_on_any_mesh(conversations, mesh: MeshConfig):
+    """By a whole forward pass for every token, likeliest and drawn."""
+    with jax.enable_x64(True):
+        for settings in ({}, DRAWN):
+            want = alone(conversations, settings)
+            assert len({tuple(answer) for answer in want}) == len(want), "answers should differ"
+            answers = generator(mesh).generate(conversations, **settings)
+            assert [list(answer.tokens) for answer in answers] == want
+            assert [answer.key for answer in answers] == [example.key for example in conversations]
+            assert [answer.text for answer in answers] == [TOKENIZER.decode(tokens) for tokens in want]
+            assert [answer.end for answer in answers] == ["length" if len(t) == NEW else "stop" for t in want]
+
+
+def test_pieces_are_the_whole_answer_and_two_programs_serve_all(conversations):
+    """Whatever is asked, however long, and however often one looks: nothing is compiled anew."""
+    with jax.enable_x64(True):
+        own = generator()
+        for settings in ({}, DRAWN, {"max_new_tokens": 4}, {"temperature": 0.3, "seed": 1}):
+            whole = own.generate(conversations, **settings)
+            for every in (1, 3):
+                found: list[list[Piece]] = [[] for _ in conversations]
+                for piece in own.stream(conversations, every=every, **settings):
+                    assert not (found[piece.number] and found[piece.number][-1].end), "after its end"
+                    assert len(piece.tokens) <= every
+                    found[piece.number].append(piece)
+                streamed = [joined(e.key, pieces) for e, pieces in zip(conversations, found, strict=True)]
+                assert streamed == whole
+            most = settings.get("max_new_tokens", NEW)
+            assert all(len(a.tokens) == most for a in whole if a.end == "length")
+        for length in (1, 5, 60, 119):
+            own.generate([Example("x", (Turn("user", ("a" * length,)),))])
+        assert own.compilations == 2
+
+
+def test_draws_depend_on_seed_and_key_and_not_on_company(conversations):
+    with jax.enable_x64(True):
+        own = generator()
+        whole = own.generate(conversations, **DRAWN)
+        one_by_one = [own.generate([example], **DRAWN)[0] for example in conversations]
+        backwards = own.generate(conversations[::-1], **DRAWN)[::-1]
+        assert whole == one_by_one == backwards
+        other_seed = own.generate(conversations, **DRAWN | {"seed": 8})
+        renamed = own.generate([replace(e, key=e.key + "'") for e in conversations], **DRAWN)
+        for changed in (other_seed, renamed):
+            assert all(a.tokens != b.tokens for a, b in zip(whole, changed, strict=True))
+
+
+def test_any_of_several_tokens_ends_an_answer(conversations, monkeypatch: pytest.MonkeyPatch):
+    with jax.enable_x64(True):
+        never = alone(conversations, {})
+        stops = (never[0][2], never[1][1])
+        monkeypatch.setattr(ByteTokenizer, "eos_ids", (TOKENIZER.eos_id, *stops))
+        answers = generator(batch=5).generate(conversations)
+        for answer, tokens in zip(answers, never, strict=True):
+            cut = next((i for i, token in enumerate(tokens) if token in stops), None)
+            assert list(answer.tokens) == tokens[:cut]
+            assert answer.end == ("length" if cut is None and len(tokens) == NEW else "stop")
+        assert sum(answer.end == "stop" for answer in answers) >= 2
+
+
+def test_what_cannot_be_answered_is_refused_before_anything_is(conversations):
+    def ask(*turns: Turn, **settings: Any) -> list[Answer]:
+        return list(own.stream([conversations[0], Example("bad", turns)], **settings))
+
+    def user(*parts: Any) -> Turn:
+        return Turn("user", parts)
+
+    with jax.enable_x64(True):
+        own = generator()
+        for turns, message in (
+            ((user("a" * 200),), "'bad' does not fit: its .* token slots exceed the capacity of 160"),
+            ((user(Clip(Path("none.wav"))),), "'bad': none.wav: no such file"),
+            ((user(Samples(np.zeros(160000), 16000)),), "'bad': more than 4.81 s, which is all"),
+            ((user("a"), Turn("assistant", ("b",))), "'bad' has no turn to answer"),
+            ((), "'bad' has no turn to answer"),
+            ((user("<|im_end|>"),), "'bad': text .* holds <|im_end|>"),
+            (
+                (user(Samples(np.zeros(9, np.int16), 16000)),),
+                "'bad': samples of shape .* int16; expected floating",
+            ),
+        ):
+            with pytest.raises(UserError, match=message):
+                ask(*turns)
+        for settings, message in (
+            ({"temperature": -1.0}, r"temperature is -1\.0; expected 0 or more"),
+            ({"temperature": float("nan")}, "temperature is nan"),
+            ({"top_k": -1}, "top_k is -1"),
+            ({"top_p": 0.0}, r"top_p is 0\.0; expected more than 0"),
+            ({"max_new_tokens": NEW + 1}, f"max_new_tokens is 11; expected 1 to the generator's {NEW}"),
+            ({"every": 0}, "every is 0"),
+        ):
+            with pytest.raises(UserError, match=message):
+                own.stream(conversations, **settings)
+        assert own.generate([]) == []
+
+
+def test_a_generators_buffers_follow_the_mesh_and_its_batch():
+    config = for_generation(replace(CONFIG, mesh=MeshConfig(data=2)), 5)
+    assert (config.data.rows, config.data.max_documents) == (2, 3)
