@@ -20,7 +20,7 @@ from jaxthd.state import (
     state_shardings,
     training_form,
 )
-from jaxthd.step import make_log_probs, make_train_step
+from jaxthd.step import make_scores, make_train_step
 from scripts.check_meshes import VOCAB, batch_for, canonical_state, variants
 
 MESH = MeshConfig(2, 1, 2, 2)
@@ -137,7 +137,7 @@ def test_log_probabilities_by_the_pipelines_schedule_are_those_of_one_device():
         chosen, mesh = config(mesh_config), make_mesh(mesh_config)
         held = to_stages(canonical_state("float32"), stages_of(chosen))
         on_mesh = batch(mesh_config)
-        logp = np.asarray(make_log_probs(chosen, mesh)(*held, on_mesh))
+        logp = np.asarray(make_scores(chosen, mesh)(*held, on_mesh).log_probs)
         order = np.lexsort(np.asarray(on_mesh.tokens).T)
         results.append(logp[order])
     for got in results[1:]:
