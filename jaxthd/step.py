@@ -292,10 +292,10 @@ def make_scores(config: Config, mesh: Mesh, top_k: int = 0) -> Callable[[Tree, T
     def rank(params: Tree, buffers: Tree, batch: Batch) -> TokenScores:
         divided = _divided(params)
 
-        def leave(leave: Tree, x_nD: Array, batch: Batch) -> tuple[None, TokenScores]:
+        def leave(leave: Tree, x_nD: Array, batch: Batch) -> tuple[Array, TokenScores]:
             model = nnx.merge(graph, _joined(divided._replace(leave=leave)), buffers)
             scores = model.leave_top_k(x_nD, batch, top_k)
-            return None, jax.tree.map(lambda x: x.reshape(*batch.tokens.shape, *x.shape[1:]), scores)
+            return jnp.zeros(()), jax.tree.map(lambda x: x.reshape(*batch.tokens.shape, *x.shape[1:]), scores)
 
         parts = _parts(config, divided, buffers, jnp.ones(()), train=False)._replace(leave=leave)
         batches = _microbatches(batch, schedule.microbatches)

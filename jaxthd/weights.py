@@ -23,6 +23,7 @@ from jaxthd.checksum import named_arrays
 from jaxthd.config import Config
 from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import open_checkpoint
+from jaxthd.parallel.stages import to_stages
 from jaxthd.state import (
     TrainState,
     Tree,
@@ -30,6 +31,8 @@ from jaxthd.state import (
     canonical_weights,
     init_state,
     new_state,
+    stages_of,
+    state_shardings,
 )
 from jaxthd.workdir import compare_models, is_run
 
@@ -83,6 +86,17 @@ def load_weights(
     for reader in readers:
         arrays = reader.read_into(arrays)
     return arrays
+
+
+def training_weights(weights: Weights, config: Config, mesh: Mesh) -> Weights:
+    """As a run's state has them while it trains. weights: in the canonical form, on the mesh or on the host;
+    left as they are.
+    """
+    on, stages = state_shardings(config, mesh), stages_of(config)
+    shardings = Weights(on.params, on.buffers)
+    if config.mesh.pipeline == 1:
+        return jax.device_put(weights, shardings)
+    return jax.jit(lambda weights: to_stages(weights, stages), out_shardings=shardings)(weights)
 
 
 def source_of(source: str | Path) -> tuple[Path, str]:

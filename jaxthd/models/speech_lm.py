@@ -143,7 +143,7 @@ class SpeechLM(nnx.Module):
 
     def leave_top_k(self, x_nD: Float[Array, "n D"], batch: Batch, top_k: int) -> TokenScores:
         """As leave, and each position's top_k likeliest tokens. Not differentiable."""
-        return supervised_top_k(*self._scored(self._left(x_nD), batch), top_k)
+        return supervised_top_k(*self._scored(self._left(x_nD), batch), top_k=top_k)
 
     def scores(self, h_ND: Float[Array, "N D"], batch: Batch) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
         """As leave, from what the head takes; and whether no token is likelier than the target."""

@@ -73,7 +73,8 @@ def supervised_top_k(
     supervised_N: Bool[Array, " N"],
     row_block: int,
     vocab_block: int,
-    axes: tuple[str, ...],
+    axes: tuple[str, ...] = (),
+    *,
     top_k: int,
 ) -> TokenScores:
     """As supervised_log_probs, and the top_k likeliest entries: at most as many as all ranks hold."""

@@ -122,7 +122,7 @@ def test_the_likeliest_entries_are_those_of_a_sort(k, vocab_block):
 
     @jax.jit
     def run(h, head, targets, supervised):
-        return supervised_top_k(h, head, targets, supervised, ROWS, vocab_block, (), k)
+        return supervised_top_k(h, head, targets, supervised, ROWS, vocab_block, top_k=k)
 
     with jax.enable_x64(True):
         for count in COUNTS:
@@ -140,7 +140,7 @@ def test_ranks_that_share_the_vocabulary_find_the_same_entries(k):
     mesh = jax.make_mesh((2, 2), axes, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
 
     def rank(h, head, targets, supervised):
-        return supervised_top_k(h, head, targets, supervised, ROWS, 3, axes, k)
+        return supervised_top_k(h, head, targets, supervised, ROWS, 3, axes, top_k=k)
 
     everywhere = PartitionSpec()
     in_specs = (everywhere, PartitionSpec(axes), everywhere, everywhere)
