@@ -41,7 +41,8 @@ class Evaluation(NamedTuple):
     """Over a data set.
 
     scores: "loss", natural log, a token; "accuracy", 0 to 1, given the true tokens before; "wer", see
-        word_error_rate, if anything was decoded; "documents". None where nothing is supervised.
+        word_error_rate, if anything was decoded that has words; "documents". None where nothing is
+        supervised.
     hypotheses: each document's decoded last answer. audio_seconds: of all documents.
     seconds: that the devices took, from a batch on the host to answers on the host, without compiling.
     """
@@ -87,16 +88,16 @@ class Evaluator:
             documents += report["documents"]
             audio_seconds += report["audio_seconds"]
             places = ends.last.shape[1]
-            tokens_RDm = tokens.reshape(-1, places, tokens.shape[1])
+            tokens_RDm = tokens.reshape(len(tokens) // places, places, tokens.shape[1])
             rows = local_rows(self._mesh, len(tokens_RDm))
             for own, keys in enumerate(report["keys"] if tokens.size else ()):
-                heard = document_seconds(batch, own)
+                heard = seconds_of_documents(batch, own)
                 for number, key in enumerate(keys):
                     if ends.last[own, number] >= 0:
-                        found = tokens_RDm[rows[own], number].tolist()
-                        texts = answers[own * places + number], found
-                        found = [*map(self._tokenizer.decode, texts), heard[number], self._end_id in found]
-                        decoded.append((at, rows[own], number, key, *found))
+                        ids, said = tokens_RDm[rows[own], number].tolist(), answers[own * places + number]
+                        texts = map(self._tokenizer.decode, (said, ids))
+                        fields = key, *texts, heard[number], self._end_id in ids
+                        decoded.append((at, rows[own], number, *fields))
         loss, correct, count = sums
         if not count:
             return Evaluation({}, [], audio_seconds, seconds)
@@ -104,8 +105,9 @@ class Evaluator:
         told = sorted({tuple(x) for x in chain(*exchange(decoded))})
         hypotheses = [Hypothesis(*fields) for _, _, _, *fields in told]
         found = {"loss": loss / count, "accuracy": correct / count, "documents": float(documents)}
-        if hypotheses:
-            found["wer"] = word_error_rate(hypotheses, self._config.train.normaliser)
+        wer = word_error_rate(hypotheses, self._config.train.normaliser)
+        if not math.isnan(wer):
+            found["wer"] = wer
         return Evaluation(found, hypotheses, audio_seconds, seconds)
 
     def _run(self, state: TrainState | Weights, batch: Batch, ends: PromptEnds) -> tuple[Any, float]:
@@ -122,7 +124,7 @@ class Evaluator:
         return found, time.perf_counter() - start
 
 
-def document_seconds(batch: Batch, row: int) -> list[float]:
+def seconds_of_documents(batch: Batch, row: int) -> list[float]:
     """Of a row of a host batch: seconds of audio of each document."""
     valid_E = batch.mel_mask[row].reshape(-1, SUBSAMPLING).sum(-1)
     slots, ids = batch.audio_slots[row], batch.segment_ids[row]
@@ -143,14 +145,13 @@ def word_error_rate(hypotheses: Sequence[Hypothesis], normaliser: Normaliser = "
 def validation_metrics(
     sets: Sequence[ValidationSet], scores: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
-    """Of each set its scores, as a metrics line has them: validation_loss, ..., the means over the sets, each
-    counting as much (documents: their sum); and of sets with names validation_NAME_loss, ...
+    """As a metrics line has them: validation_loss, ..., the means over the sets that have one, each counting
+    as much (documents: their sum); and of sets with names validation_NAME_loss, ...
     """
     line = {}
     for name in dict.fromkeys(chain(*scores)):
-        found = [of_set[name] for of_set in scores if not math.isnan(of_set.get(name, math.nan))]
-        mean = sum(found) / len(found) if found else math.nan
-        line[VALIDATION + name] = sum(found) if name == "documents" else mean
+        found = [of_set[name] for of_set in scores if name in of_set]
+        line[VALIDATION + name] = sum(found) / (1 if name == "documents" else len(found))
     for each, of_set in zip(sets, scores, strict=True):
         if each.is_named:
             line |= {f"{VALIDATION}{each.name}_{name}": score for name, score in of_set.items()}

@@ -23,6 +23,8 @@ SIZE = 9
 """Of the letters, in points."""
 ADVANCE = 0.602 * SIZE
 """Width of a letter of DejaVu Sans Mono, which comes with matplotlib, in points."""
+DPI = 120
+"""Dots an inch, at which that is a whole number of them: else letters are drawn wider."""
 MARGIN = 7
 """Letters to the left of the words, for what the line is."""
 COLUMNS = int(0.94 * WIDTH * POINTS / ADVANCE) - MARGIN
@@ -60,7 +62,7 @@ def draw_worst(cases: Sequence[Case], path: Path) -> None:
 def worst_figure(cases: Sequence[Case]) -> Figure:
     lines = [wrapped(aligned_words(case.reference, case.hypothesis)) for case in cases]
     heights = [SPECTROGRAM + 2 * GAP + LINE * (3 * len(found) + 1) for found in lines]
-    figure = Figure(figsize=(WIDTH, sum(heights) + GAP), dpi=100)
+    figure = Figure(figsize=(WIDTH, sum(heights) + GAP), dpi=DPI)
     top, whole = sum(heights) + GAP / 2, sum(heights) + GAP
     for case, found, height in zip(cases, lines, heights, strict=True):
         left, width = 0.03, 0.94
