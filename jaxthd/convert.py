@@ -32,6 +32,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxthd.adapt import merge_lora
 from jaxthd.checkpoint import Checkpoints
 from jaxthd.config import Config, DataConfig, MeshConfig, ModelConfig
+from jaxthd.data.tokenizer import load_tokenizer
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.hf.adapter import ADAPTER
 from jaxthd.hf.checkpoint import Checkpoint, export, open_checkpoint
@@ -131,9 +132,30 @@ def export_weights(
             folder,
             dtype=dtype,
             like=like if family is original else None,
+            settings={} if family is original else _token_ids(config, family),
+            beside=None if like or family in (PARAKEET, ADAPTER) else _tokenizer_folder(config),
             limit=limit,
         )
     return list(folders)
+
+
+def _tokenizer_folder(config: Config) -> Path | None:
+    path = Path(config.data.tokenizer)
+    return path if path.is_dir() else path.parent if path.is_file() else None
+
+
+def _token_ids(config: Config, family: Family) -> dict[str, Any]:
+    """The run's special tokens, for config.json; none where its tokenizer is gone."""
+    if family in (PARAKEET, ADAPTER):
+        return {}
+    try:
+        tokenizer = load_tokenizer(config.data.tokenizer)
+    except OSError:
+        return {}
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_id") for name in ("bos", "eos", "pad")}
+    if family is NEMOTRON_OMNI:
+        return {"text_config": ids, "audio_token_id": tokenizer.audio_id}
+    return ids
 
 
 def _indexing(mesh: Mesh) -> Any:

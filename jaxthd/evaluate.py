@@ -216,7 +216,7 @@ def _worst(results: Sequence[SetResult], data: SpeechData, most: int) -> list[Ca
         key, words = document.hypothesis.key, document.words
         example = next(e for e in data.validation_examples(name) if e.key == key)
         made = data.validation_document(example)
-        title = f"{name}  {key}   {words.wrong} errors in {words.total} words, WER {words.rate:.0%}"
+        title = f"{name}  {key}   WER {words.wrong} / {words.total} = {words.rate:.0%}"
         chunks = made.chunks if isinstance(made, Document) else ()
         cases.append(Case(title, chunks, document.said, document.heard))
     return cases

@@ -126,7 +126,9 @@ def write_published(folder: Path, texts: Sequence[str]) -> None:
     weights = named_weights(Weights(*jax.jit(lambda: canonical_weights(Config(model=model)))()))
     arrays = {name: np.asarray(x) for name, x in weights.items()}
     shapes = {name: x.shape for name, x in arrays.items()}
-    export(model, shapes, lambda part: arrays[part.name][part.at], NEMOTRON_OMNI, folder)
+    settings = {"audio_token_id": tokenizer.token_to_id(SPECIAL[-1])}
+    take = lambda part: arrays[part.name][part.at]  # noqa: E731
+    export(model, shapes, take, NEMOTRON_OMNI, folder, settings=settings)
     tokenizer.save(str(folder / "tokenizer.json"))
     marks = {"bos_token": "<s>", "eos_token": "<|im_end|>", "unk_token": "<unk>", "audio_token": SPECIAL[-1]}
     (folder / "tokenizer_config.json").write_text(json.dumps(marks | {"chat_template": TEMPLATE}))
@@ -211,8 +213,8 @@ def adapt(options: argparse.Namespace, work: Path) -> list[Claim]:
     claims.append(Claim(f"training loss {losses[0]:.2f} -> {losses[-1]:.2f}", losses[-1] < 0.8 * losses[0]))
 
     print(run("evaluate", "--config", file, "--weights", workdir, "--out", work / "evaluated"))
-    told = [json.loads(line) for line in (work / "evaluated" / "validation.jsonl").read_text().splitlines()]
-    claims.append(Claim(f"{len(told)} of 8 hypotheses written", len(told) == 8))
+    heard = (work / "evaluated" / "validation.jsonl").read_text().splitlines()
+    claims.append(Claim(f"{len(heard)} of 8 hypotheses written", len(heard) == 8))
 
     audio = lines[0]["audio_filepath"]
     answered = work / "answers.jsonl"
@@ -251,7 +253,10 @@ def adapt(options: argparse.Namespace, work: Path) -> list[Claim]:
         np.savez(npz, **arrays)  # type: ignore[arg-type]
         script = Path(__file__).parent / "references" / "read_back.py"
         command = [options.python_reference, str(script), str(exported), str(npz)]
-        told = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        told = json.loads(done.stdout)
         text = f"transformers' logits of the export: {told['error']:.1e} (1e-4)"
         claims.append(Claim(text, told["error"] <= 1e-4))
         lost = told["missing_keys"] + told["unexpected_keys"]

@@ -8,6 +8,7 @@ import jiwer
 import pytest
 
 from jaxthd import cli
+from jaxthd.convert import export_weights
 from jaxthd.errors import UserError
 from jaxthd.evaluate import main
 from jaxthd.wer import make_normaliser
@@ -86,13 +87,14 @@ def test_sets_are_evaluated_each_and_as_the_whole_is_on_another_mesh(
         tokens[name] = sum(len(line["reference"].encode()) + 1 for line in heard)
     assert len({seconds for of_set in spoken.values() for seconds in of_set.values()}) > 15, "ragged"
 
-    # All of it, on a pipeline, as one set without a name; nothing left out a second time.
-    mesh = ["--mesh.data", 1, "--mesh.context", 1, "--mesh.pipeline", 2]
-    whole = evaluate(run, tmp_path / "whole", *mesh, "--data.rows", 2)["sets"]["manifest"]
+    # All of it, on a pipeline, as one set without a name; the weights from Hugging Face folders.
+    parts = export_weights(run[1], tmp_path / "parts", form="parts")
+    mesh = ["--mesh.data", 1, "--mesh.context", 1, "--mesh.pipeline", 2, "--data.rows", 2]
+    whole = evaluate(run, tmp_path / "whole", *mesh, "--weights", *parts)["sets"]["manifest"]
     assert (tmp_path / "whole" / "manifest.jsonl").exists()
     for name in ("loss", "accuracy"):
-        parts = sum(summary["sets"][s][name] * tokens[s] for s in tokens) / sum(tokens.values())
-        assert whole[name] == pytest.approx(parts, rel=1e-5)
+        mean = sum(summary["sets"][s][name] * tokens[s] for s in tokens) / sum(tokens.values())
+        assert whole[name] == pytest.approx(mean, rel=1e-5)
     heard = {
         line["reference"]: line["audio_seconds"] for line in lines(tmp_path / "whole" / "manifest.jsonl")
     }

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, is_dataclass
 from itertools import combinations
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 from xml.etree import ElementTree
 
@@ -74,6 +75,8 @@ def other(hint: Any, default: Any) -> tuple[Any, list[str]]:
     if get_origin(hint) is Literal:
         choice = next(x for x in get_args(hint) if x != default)
         return choice, [choice]
+    if isinstance(hint, UnionType):  # one, or several
+        return other(get_args(hint)[-1], default)
     if get_origin(hint) is tuple:
         of = get_args(hint)[0]
         return (of(8), of(9)), ["8", "9"]

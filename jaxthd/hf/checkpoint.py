@@ -189,18 +189,21 @@ def export(
     *,
     dtype: str = "float32",
     like: Path | None = None,
+    settings: Fields | None = None,
+    beside: Path | None = None,
     limit: int = 4 * 2**30,
 ) -> list[str]:
     """Writes a checkpoint into `folder`, a tensor at a time; returns the names of its tensors.
 
     shapes: of our arrays. take: elements of an array at a part's place. dtype: float32 or bfloat16, of all
     but KEPT_FLOAT32. like: the checkpoint that the model came from: its settings, tokenizer and tensors that
-    are no part of a speech LLM (a vision tower) go along. limit: most bytes of a file. Raises UserError for a
-    folder that holds a checkpoint already, and for a model that the family cannot hold.
+    are no part of a speech LLM (a vision tower) go along. settings: for config.json, besides the model's.
+    beside: a folder whose tokenizer goes along where there is no `like`. limit: most bytes of a file. Raises
+    UserError for a folder that holds a checkpoint already, and for a model that the family cannot hold.
     """
     if (folder.exists() and any(folder.glob("*.safetensors"))) or (folder / "config.json").exists():
         raise UserError(f"{folder} holds a checkpoint already; expected a new folder: choose another --out")
-    fields = family.fields(model)
+    fields = _overlaid(family.fields(model), settings or {})
     original = open_checkpoint(like) if like else None
     if original is not None:
         fields = _overlaid(original.fields, fields)
@@ -224,8 +227,8 @@ def export(
             assert original is not None
             writer.write(name, original.reader.read(name))
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
-    if like is not None:
-        for file in sorted(like.iterdir()):
+    for source in (x for x in (like, beside) if x is not None):
+        for file in sorted(source.iterdir()):
             if file.is_file() and _matches(file.name, _COPIED) and not (folder / file.name).exists():
                 shutil.copyfile(file, folder / file.name)
     return list(kinds)
