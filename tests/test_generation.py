@@ -217,16 +217,28 @@ def test_draws_depend_on_seed_and_key_and_not_on_company(conversations):
 
 
 def test_any_of_several_tokens_ends_an_answer(conversations, monkeypatch: pytest.MonkeyPatch):
+    """And when all have ended, nothing more is computed."""
     with jax.enable_x64(True):
         never = alone(conversations, {})
-        stops = (never[0][2], never[1][1])
+        stops = {tokens[min(k + 1, len(tokens) - 1)] for k, tokens in enumerate(never)}
         monkeypatch.setattr(ByteTokenizer, "eos_ids", (TOKENIZER.eos_id, *stops))
-        answers = generator(batch=5).generate(conversations)
-        for answer, tokens in zip(answers, never, strict=True):
-            cut = next((i for i, token in enumerate(tokens) if token in stops), None)
-            assert list(answer.tokens) == tokens[:cut]
-            assert answer.end == ("length" if cut is None and len(tokens) == NEW else "stop")
-        assert sum(answer.end == "stop" for answer in answers) >= 2
+        own, reached = generator(batch=5), []
+        decode = own._decode
+
+        def noted(*arguments: Any) -> Any:
+            decoding, found = decode(*arguments)
+            reached.append(int(found.number))
+            return decoding, found
+
+        monkeypatch.setattr(own, "_decode", noted)
+        answers = own.generate(conversations)
+        cuts = [next((i for i, t in enumerate(tokens) if t in stops), len(tokens)) for tokens in never]
+        want = [tokens[:cut] for tokens, cut in zip(never, cuts, strict=True)]
+        assert [list(answer.tokens) for answer in answers] == want
+        assert all(answer.end == "stop" for answer in answers)
+        assert len(set(cuts)) > 1
+        assert reached == [max(cuts) + 1]
+        assert reached[0] < NEW
 
 
 def test_what_cannot_be_answered_is_refused_before_anything_is(conversations):
