@@ -29,7 +29,7 @@ from tests.helpers import random_state
 
 NEW = 10
 CONFIG = Config(
-    data=DataConfig(template="chatml", capacity=160, audio_capacity=480),
+    data=DataConfig(template="chatml", capacity=448, audio_capacity=480),
     model=ModelConfig(
         encoder=EncoderConfig(
             layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4, num_mels=16, chunk_seconds=1.0
@@ -198,7 +198,7 @@ def test_pieces_are_the_whole_answer_and_two_programs_serve_all(conversations):
                 assert streamed == whole
             most = settings.get("max_new_tokens", NEW)
             assert all(len(a.tokens) == most for a in whole if a.end == "length")
-        for length in (1, 5, 60, 119):
+        for length in (1, 5, 60, 406):
             own.generate([Example("x", (Turn("user", ("a" * length,)),))])
         assert own.compilations == 2
 
@@ -237,7 +237,7 @@ def test_any_of_several_tokens_ends_an_answer(conversations, monkeypatch: pytest
         assert [list(answer.tokens) for answer in answers] == want
         assert all(answer.end == "stop" for answer in answers)
         assert len(set(cuts)) > 1
-        assert reached == [max(cuts) + 1]
+        assert reached == [max(cuts) + 1], "all in one batch"
         assert reached[0] < NEW
 
 
@@ -251,7 +251,7 @@ def test_what_cannot_be_answered_is_refused_before_anything_is(conversations):
     with jax.enable_x64(True):
         own = generator()
         for turns, message in (
-            ((user("a" * 200),), "'bad' does not fit: its .* token slots exceed the capacity of 160"),
+            ((user("a" * 420),), "'bad' does not fit: its 461 token slots exceed the capacity of 448"),
             ((user(Clip(Path("none.wav"))),), "'bad': none.wav: no such file"),
             ((user(Samples(np.zeros(160000), 16000)),), "'bad': more than 4.81 s, which is all"),
             ((user("a"), Turn("assistant", ("b",))), "'bad' has no turn to answer"),
