@@ -38,6 +38,7 @@ def config() -> Config:
                 conv_kernel=9,
                 subsampling_channels=256,
                 linear_bias=False,
+                conv_bias=False,
                 scale_input=False,
                 chunk_seconds=30.0,
             ),

@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -192,6 +192,11 @@ class Checkpoints:
         arrays = self._about[step]["arrays"]
         saved, wanted = {name: kind for name, (*kind, _) in arrays.items()}, _kinds(abstract)
         differing = [name for name in {**wanted, **saved} if wanted.get(name) != saved.get(name)]
+        if differing and not any(name.startswith("opt_state") for name in saved):
+            raise UserError(
+                f"{self._folder} holds weights alone, not a run that can be continued: give its folder as "
+                "train.init_from, and choose another --workdir"
+            )
         if differing:
             name = differing[0]
             raise UserError(
@@ -245,12 +250,7 @@ class Checkpoints:
 
     def _best(self, steps: Sequence[int]) -> int | None:
         """Of these steps; the newest of equals."""
-        measured = [step for step in steps if step in self._about and self._about[step]["metrics"]]
-
-        def rank(step: int) -> tuple[float, ...]:
-            return *(self._about[step]["metrics"].get(name, math.inf) for name in BEST_BY), float(-step)
-
-        return min(measured, key=rank, default=None)
+        return _best_of({step: self._about[step] for step in steps if step in self._about})
 
     def _wait(self) -> None:
         with self._readable_errors():
@@ -273,6 +273,63 @@ class Checkpoints:
     def _delete_removed(self) -> None:
         if is_first():
             shutil.rmtree(self._folder / _REMOVED, ignore_errors=True)
+
+
+def _best_of(about: Mapping[int, Mapping[str, Any]]) -> int | None:
+    """The step with the best metrics, the newest of equals; None where none has any."""
+
+    def rank(step: int) -> tuple[float, ...]:
+        return *(about[step]["metrics"].get(name, math.inf) for name in BEST_BY), float(-step)
+
+    return min((step for step in about if about[step]["metrics"]), key=rank, default=None)
+
+
+def find_checkpoint(folder: Path, which: str = "newest") -> tuple[int, dict[str, list[Any]]]:
+    """A checkpoint's step, and of each of its arrays dtype, shape and checksum, by name.
+
+    which: "newest", "best" (see BEST_BY), or a step. Raises UserError where there is none that is whole.
+    """
+    _, reader = _handlers()
+    found = {}
+    steps = [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
+    for number in steps:
+        with suppress(Exception):
+            about = reader.restore(epath.Path((folder / str(number) / "about").absolute()))
+            if about["blake2b"] == _digest(about["content"]):
+                found[number] = about["content"]
+    named: dict[str, int | None] = {"newest": max(found, default=None), "best": _best_of(found)}
+    step = named[which] if which in named else int(which)
+    if step is None or step not in found:
+        raise UserError(
+            f"{folder} has no whole checkpoint that is {which!r}; it has those of steps {sorted(found)}, "
+            f"{len(steps) - len(found)} are damaged: choose another"
+        )
+    return step, found[step]["arrays"]
+
+
+def restore_arrays(folder: Path, step: int, wanted: Any) -> Any:
+    """Arrays of one checkpoint, without the others. wanted: a part of TrainState's dict, with shapes, dtypes
+    and shardings for arrays. Raises UserError where one is damaged.
+    """
+    arrays, reader = _handlers()
+    about = reader.restore(epath.Path((folder / str(step) / "about").absolute()))["content"]["arrays"]
+    how = ocp.checkpoint_utils.construct_restore_args(wanted)
+    args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
+    try:
+        with _quiet_orbax():
+            found = arrays.restore(epath.Path((folder / str(step) / "state").absolute()), args=args)
+    except Exception as error:
+        raise UserError(
+            f"the checkpoint of step {step} in {folder} cannot be read ({_reason(error)}); expected a "
+            "whole one: copy it anew"
+        ) from error
+    damaged = [name for name, sum_ in checksums(found).items() if about[name][-1] != sum_]
+    if damaged:
+        raise UserError(
+            f"the checkpoint of step {step} in {folder} is damaged: {', '.join(damaged[:3])}; expected a "
+            "whole one: copy it anew"
+        )
+    return found
 
 
 def _handlers() -> tuple[ocp.PyTreeCheckpointHandler, ocp.JsonCheckpointHandler]:

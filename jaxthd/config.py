@@ -64,11 +64,17 @@ class DataConfig:
     """What is read and how it is packed."""
 
     manifest: tuple[str, ...] = ("synthetic",)
-    """NeMo JSONL manifests, or "synthetic": spoken digits and commands, made on first use and cached."""
+    """NeMo JSONL manifests, their shards in braces ("manifest_{0..15}.json", "manifest__OP_0..15_CL_.json");
+    Lhotse Shar directories; "synthetic": spoken digits and commands, made on first use and cached."""
+    tarred_audio: tuple[str, ...] = ()
+    """The tar files of each manifest, as NeMo's tarred_audio_filepaths ("audio_{0..15}.tar"), "" for one with
+    plain files and for a Shar directory; none: no manifest has any."""
     weights: tuple[float, ...] = ()
     """How often documents of each manifest are drawn, in proportion; none: by their numbers of documents."""
     validation_manifest: str = "synthetic"
-    """Manifest for validation; "" for none."""
+    """Manifest or Shar directory for validation; "" for none."""
+    validation_tarred_audio: str = ""
+    """Its tar files; "" for none."""
     tokenizer: str = "bytes"
     """"bytes" (UTF-8 bytes, needs no file), the path of a tokenizer.json, or the folder of a checkpoint in
     Hugging Face's format, whose other files then say which tokens are special."""
@@ -142,7 +148,9 @@ class EncoderConfig:
     subsampling_channels: int = 64
     """Channels of the stride-2 convolutions."""
     linear_bias: bool = True
-    """Biases in attention, feed-forward and convolution modules."""
+    """Biases in attention and feed-forward modules."""
+    conv_bias: bool = True
+    """Biases in convolution modules."""
     scale_input: bool = True
     """Multiply the subsampled features by sqrt(dim)."""
     chunk_seconds: float = 30.0
@@ -246,9 +254,41 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class AdaptConfig:
+    """What of the model is trained, and how fast. A part is encoder, adapter or LLM (all the rest).
+
+    Patterns are of names, * standing for anything: python -m jaxthd.describe --names lists these.
+    """
+
+    freeze: tuple[str, ...] = ()
+    """Patterns of parameters that stay as they are, such as "encoder.*" or "decoder.layers.mamba.*". Encoder
+    BatchNorms that are frozen keep their running statistics and normalise by them; frozen routers keep their
+    experts' correction biases."""
+    unfreeze: tuple[str, ...] = ()
+    """Patterns of parameters that train all the same, such as "*.norm.weight" beside LoRA."""
+    lora_rank: int = 0
+    """Rank of the low-rank matrices (LoRA) beside projections; 0 for none. They train, whatever freeze says;
+    all else in a part that has some is frozen."""
+    lora_alpha: float = 16.0
+    """The product of the low-rank matrices is scaled by lora_alpha / lora_rank."""
+    lora_targets: tuple[str, ...] = ("decoder.layers.*",)
+    """Patterns of the projections that get them, such as "*.q". Routers and routed experts never do."""
+    encoder_lr_factor: float = 1.0
+    """The encoder's learning rate, over the scheduled one."""
+    adapter_lr_factor: float = 1.0
+    """The adapter's."""
+    llm_lr_factor: float = 1.0
+    """The LLM's."""
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """The optimization."""
 
+    init_from: tuple[str, ...] = ()
+    """Weights that a new run starts from: Hugging Face folders, .nemo archives, workdirs of runs (newest
+    checkpoint; @best or @STEP: another). Each gives what it holds, a later one replaces what an earlier one
+    gave; the rest of the model is drawn at random."""
     steps: int = 200
     """Optimizer steps of the run."""
     learning_rate: float = 1e-3
@@ -298,6 +338,7 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    adapt: AdaptConfig = field(default_factory=AdaptConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from flax import nnx
 
+from jaxthd.adapt import trained
 from jaxthd.config import Config
 from jaxthd.layouts import mamba_bytes
 from jaxthd.mesh import AUDIO_AXES, AXES, CONTEXT, DATA, PIPELINE, TENSOR, ranks_of
@@ -43,6 +44,7 @@ def stage_runs(config: Config, stages: Stages, schedule: Schedule) -> int:
 class Weight(NamedTuple):
     """A parameter on a rank, for stacked ones that of one layer. size: its bytes, before anything is
     gathered. copies: axes whose ranks hold the same. spread: axes over which it is gathered for use.
+    trained: else frozen, without a gradient.
     """
 
     path: tuple[str, ...]
@@ -50,6 +52,7 @@ class Weight(NamedTuple):
     layers: int
     copies: tuple[str, ...]
     spread: tuple[str, ...]
+    trained: bool
 
 
 @dataclass
@@ -99,8 +102,9 @@ class Costs:
 
     @cached_property
     def _weights(self) -> list[Weight]:
-        found = []
-        for path, variable in nnx.to_flat_state(nnx.state(abstract_model(self._config), nnx.Param)):
+        found, model = [], abstract_model(self._config)
+        is_trained = nnx.traversals.flatten_mapping(trained(model, self._config.adapt))
+        for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
             cuts = variable.get_metadata("cuts")
             is_stacked = "layers" in path or "blocks" in path
             layers = variable.shape[0] // ranks_of(self._mesh, cuts[0]) if is_stacked else 1
@@ -109,15 +113,19 @@ class Costs:
             cut_axes = {axis for cut in cuts for axis in cut}
             copies = tuple(axis for axis in self._live if axis not in cut_axes)
             spread = variable.get_metadata("spread")[1]
-            found.append(Weight(tuple(map(str, path)), size, layers, copies, spread))
+            found.append(Weight(tuple(map(str, path)), size, layers, copies, spread, is_trained[path]))
         return found
+
+    def _trains(self, *path: str) -> bool:
+        return any(weight.trained for weight in self._of(*path))
 
     def _of(self, *path: str) -> list[Weight]:
         return [w for w in self._weights if w.path[: len(path)] == path]
 
-    def _gathered(self, *path: str) -> Number:
-        """Bytes of parameters as computation takes them."""
-        return sum(w.size * ranks_of(self._mesh, w.spread) for w in self._of(*path))
+    def _gathered(self, *path: str, trained: bool = False) -> Number:
+        """Bytes of parameters as computation takes them. trained: of those only."""
+        weights = (w for w in self._of(*path) if w.trained or not trained)
+        return sum(w.size * ranks_of(self._mesh, w.spread) for w in weights)
 
     def _units(self, rank: int) -> Iterator[tuple[str, int, bool]]:
         """Repeated units of the rank's stages, how often each comes, and whether it ends its stage."""
@@ -143,7 +151,7 @@ class Costs:
 
     def _memory_of(self, rank: int) -> Memory:
         model, memory = self._config.model, Memory()
-        gradients = sum(w.size * w.layers for w in self._weights)
+        gradients = sum(w.size * w.layers for w in self._weights if w.trained)
         memory.kept["gradients"] = gradients
         if self._pipelined or self._schedule.microbatches > 1:
             memory.kept["gradients of a microbatch"] = gradients
@@ -154,7 +162,8 @@ class Costs:
         if self._frames:
             layers = model.encoder.layers
             kept = self._frames * model.encoder.dim * self._a if model.remat_encoder else self._conformer
-            audio = layers * kept + self._frames * self._mesh.audio_ranks * model.llm.dim * self._a
+            audio = layers * kept if self._trains("encoder") else 0.0
+            audio += self._frames * self._mesh.audio_ranks * model.llm.dim * self._a
         if self._pipelined:
             memory.kept["pipeline slots"] = (self._schedule.slots + 2) * self._stream
         else:
@@ -165,17 +174,19 @@ class Costs:
         )
         memory.phases["loss"] = self._loss
         if self._frames:
-            memory.phases["one block of the encoder"] = audio + 2 * self._conformer + self._block_weights
+            passes = 1 + self._trains("encoder")
+            memory.phases["one block of the encoder"] = audio + passes * self._conformer + self._block_weights
             memory.phases["subsampling"] = audio + self._subsampling
         return memory
 
     def _unit(self, unit: str) -> Number:
         """A turn of the scan in the backward pass."""
         weights = {k: self._gathered("decoder", "layers", KINDS[k]) for k in set(unit)}
+        gradients = {k: self._gathered("decoder", "layers", KINDS[k], trained=True) for k in set(unit)}
         activations = {k: self._layer(k) for k in set(unit)}
         used = sum(weights[k] * self._a / self._itemsize for k in unit)
         recomputed = sum(activations[k] for k in unit) if self._config.model.remat_llm else 0
-        return used + recomputed + max(activations[k] + weights[k] for k in unit)
+        return used + recomputed + max(activations[k] + gradients[k] for k in unit)
 
     @property
     def _itemsize(self) -> int:
@@ -214,8 +225,9 @@ class Costs:
         entries = llm.vocab_size / ranks_of(self._mesh, (PIPELINE, TENSOR))
         head = entries * llm.dim
         logits = model.loss_block * min(model.vocab_block, entries)
-        states = self._tokens * llm.dim
-        return head * (self._a + self._w) + 3 * logits * self._w + states * (3 * self._a + self._w)
+        states = self._tokens * llm.dim * (3 * self._a + self._w)
+        gradient = head * self._w if self._trains("head") else 0
+        return head * self._a + gradient + 3 * logits * self._w + states
 
     @property
     def _conformer(self) -> Number:
@@ -230,7 +242,8 @@ class Costs:
 
     @property
     def _block_weights(self) -> Number:
-        return self._gathered("encoder", "blocks") * (1 + self._a / self._itemsize)
+        blocks = ("encoder", "blocks")
+        return self._gathered(*blocks, trained=True) + self._gathered(*blocks) * self._a / self._itemsize
 
     @property
     def _subsampling(self) -> Number:
@@ -247,7 +260,8 @@ class Costs:
 
         - FSDP, each microbatch: a layer's weights gathered for forward and backward, and in a pipeline once
           more for the forward pass that the backward one starts with; gradients scattered once. Embedding
-          and head are gathered once.
+          and head are gathered once. Frozen weights have no gradients, and the encoder no backward pass if
+          it is frozen whole.
         - Gradients of what ranks hold alike: all-reduced once a step.
         - Tensor: a sum of N D a for every layer forward and backward; recomputed for all layers of a unit
           but the last. Sequence-sharded: a gather and a scatter of as much.
@@ -271,7 +285,7 @@ class Costs:
             times = repeats * stage_runs(config, self._stages, self._schedule) / self._schedule.chunks
             for letter, count in Counter(unit).items():
                 for weight in self._of("decoder", "layers", KINDS[letter]):
-                    found.gather(weight.spread, weight.size, times * count * (3 + again))
+                    found.gather(weight.spread, weight.size, times * count * (2 + again + weight.trained))
                 self._mixer(letter, found, times * count, remat, again)
             recomputed = remat * (len(unit) - 1)
             parts = (1 + again) * len(unit) + recomputed + len(unit)
@@ -282,8 +296,8 @@ class Costs:
                 found.sum((TENSOR,), self._stream, times * parts)
         vocabulary = (PIPELINE, TENSOR)
         for weight in (*self._of("embedding"), *self._of("head")):
-            found.gather(weight.spread, weight.size, 2 * m)
-        found.sum(vocabulary, n * llm.dim * self._a, 2 * m)
+            found.gather(weight.spread, weight.size, (1 + weight.trained) * m)
+        found.sum(vocabulary, n * llm.dim * self._a, (1 + self._trains("embedding")) * m)
         found.sum(vocabulary, n * self._w, 4 * m)
         if self._pipelined:
             found.sum((PIPELINE,), self._stream, 2 * m)
@@ -293,7 +307,7 @@ class Costs:
         if self._frames:
             self._encoder(found)
         for weight in self._weights:
-            found.sum(weight.copies, weight.size * weight.layers, 1)
+            found.sum(weight.copies, weight.size * weight.layers, int(weight.trained))
         return found.traffic
 
     def _mixer(self, letter: str, found: "_Found", times: Number, remat: int, again: int) -> None:
@@ -326,13 +340,17 @@ class Costs:
 
     def _encoder(self, found: "_Found") -> None:
         config, m, layers = self._config, self._schedule.microbatches, self._config.model.encoder.layers
-        again = int(self._pipelined)
+        backward = int(self._trains("encoder"))
+        is_differentiated = self._trains("encoder") or self._trains("adapter")
+        again = int(self._pipelined and is_differentiated)
         for weight in (*self._of("encoder"), *self._of("adapter")):
-            passes = 3 + again if "blocks" in weight.path else 2 + again
+            passes = 1 + again + weight.trained + ("blocks" in weight.path) * backward
             found.gather(weight.spread, weight.size * weight.layers, m * passes)
-        statistics = 2 * config.model.encoder.dim * self._w
-        found.sum(AXES, statistics, m * layers * (2 + again + int(config.model.remat_encoder)))
-        found.gather(AUDIO_AXES, self._frames * config.model.llm.dim * self._a, 2 * m)
+        if self._trains("encoder", "blocks", "conv", "norm"):
+            statistics = 2 * config.model.encoder.dim * self._w
+            found.sum(AXES, statistics, m * layers * (2 + again + int(config.model.remat_encoder)))
+        gathers = m * (1 + is_differentiated)
+        found.gather(AUDIO_AXES, self._frames * config.model.llm.dim * self._a, gathers)
 
 
 class _Found:

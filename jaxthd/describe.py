@@ -1,18 +1,21 @@
 """What a configuration amounts to: parameters by group, and the bytes of state on a device.
 
-    python -m jaxthd.describe --config configs/nemotron3_nano.py [--mesh.data 16 ...]
+    python -m jaxthd.describe --config configs/nemotron3_nano.py [--mesh.data 16 ...] [--names]
 
-Shapes only: no parameter is made, and no device of the mesh is needed.
+--names: every parameter by the name that adapt.freeze takes, and whether it trains. Shapes only: no parameter
+is made, and no device of the mesh is needed.
 """
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from flax import nnx
 
+from jaxthd.adapt import dotted, projections, split, trained
 from jaxthd.cli import parse_command_line
 from jaxthd.config import Config, MeshConfig
 from jaxthd.errors import readable_errors
@@ -53,7 +56,8 @@ Path = tuple[Any, ...]
 class Group:
     """Parameters that belong together.
 
-    part: one of PARTS. copies: blocks that hold the group. parameters: over all copies.
+    part: one of PARTS. copies: blocks that hold the group. parameters: over all copies, LoRA's included.
+    trained: of these.
     active: parameters that one token of the LLM meets: of the routed experts those it is sent to, of the
         embedding one row; for encoder and adapter, which see frames, all.
     largest: name and shape of the largest array, in one block.
@@ -63,6 +67,7 @@ class Group:
     name: str
     copies: int
     parameters: int = 0
+    trained: int = 0
     active: int = 0
     largest: tuple[str, tuple[int, ...]] = ("", ())
 
@@ -71,12 +76,14 @@ def parameter_groups(config: Config) -> list[Group]:
     """The model's parameters, part by part; counted from the shapes of the model that would be trained."""
     groups: dict[tuple[str, str], Group] = {}
     model = abstract_model(replace(config, mesh=MeshConfig()))
+    is_trained = nnx.traversals.flatten_mapping(trained(model, config.adapt))
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         part, name, copies = _group(path, config)
         group = groups.setdefault((part, name), Group(part, name, copies))
         size, is_stacked = math.prod(variable.shape), "layers" in path or "blocks" in path
         share = _active_share(name, config)
         group.parameters += size
+        group.trained += size * is_trained[path]
         group.active += round(size * share)
         shape = tuple(variable.shape[1:] if is_stacked else variable.shape)
         if math.prod(shape) > math.prod(group.largest[1]) or not group.largest[1]:
@@ -132,10 +139,11 @@ def state_bytes(config: Config) -> dict[str, int]:
         on_device(nnx.to_pure_dict(nnx.state(model, kind)), specs, config.mesh)
         for kind, specs in zip((nnx.Param, Buffer), model_specs(model), strict=True)
     )
-    moments = jax.eval_shape(make_optimizer(config).init, params)
+    own, _ = split(params, trained(model, config.adapt))
+    moments = jax.eval_shape(make_optimizer(config).init, own)
     return {
         "parameters": bytes_of(params),
-        "gradients": bytes_of(params),
+        "gradients": bytes_of(own),
         "AdamW moments": bytes_of(moments),
         "batch statistics, router biases": bytes_of(buffers),
     }
@@ -146,24 +154,38 @@ def describe(config: Config) -> str:
     groups = parameter_groups(config)
     total = sum(g.parameters for g in groups)
     rows: list[tuple[str, ...]] = [
-        ("", "group", "copies", "parameters", "share", "active a token", "largest array")
+        ("", "group", "copies", "parameters", "share", "trained", "active a token", "largest array")
     ]
 
-    def numbers(copies: str, parameters: int, active: int | None) -> tuple[str, ...]:
-        return copies, f"{parameters:,}", f"{parameters / total:.2%}", "" if active is None else f"{active:,}"
+    def numbers(copies: str, of: Sequence[Group], has_active: bool = False) -> tuple[str, ...]:
+        parameters, own = sum(g.parameters for g in of), sum(g.trained for g in of)
+        share, active = f"{parameters / total:.2%}", f"{sum(g.active for g in of):,}" if has_active else ""
+        some = f"{own:,}" if own else "none"
+        return copies, f"{parameters:,}", share, "all" if own == parameters else some, active
 
     for part in PARTS:
         of_part = [g for g in groups if g.part == part]
         is_llm = part == "LLM"
         for g in of_part:
             name, shape = g.largest
-            counts = numbers(f"{g.copies}", g.parameters, g.active if is_llm else None)
+            counts = numbers(f"{g.copies}", [g], is_llm)
             rows.append((part, g.name, *counts, f"{name} {' x '.join(map(str, shape))}"))
         if len(of_part) > 1:
-            active = sum(g.active for g in of_part) if is_llm else None
-            rows.append((part, "in all", *numbers("", sum(g.parameters for g in of_part), active), ""))
-    rows.append(("model", "in all", *numbers("", total, None), ""))
-    return f"{aligned(rows, left=(0, 1, 6))}\n\n{_memory(config)}"
+            rows.append((part, "in all", *numbers("", of_part, is_llm), ""))
+    rows.append(("model", "in all", *numbers("", groups), ""))
+    return f"{aligned(rows, left=(0, 1, 7))}\n\n{_memory(config)}"
+
+
+def names(config: Config) -> str:
+    """Every parameter's name and shape (a stack's dim first), and whether it trains; then the projections."""
+    model = abstract_model(replace(config, mesh=MeshConfig()))
+    is_trained = nnx.traversals.flatten_mapping(trained(model, config.adapt))
+    rows = [
+        (dotted(path), " x ".join(map(str, variable.shape)), "trained" if is_trained[path] else "frozen")
+        for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
+    ]
+    can_adapt = "\n".join(projections(model))
+    return f"{aligned([('parameter', 'shape', ''), *rows], left=(0, 1, 2))}\n\nprojections\n{can_adapt}"
 
 
 def _memory(config: Config) -> str:
@@ -182,12 +204,13 @@ def _memory(config: Config) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    config, path, _ = parse_command_line("describe", argv)
+    names_only = {"action": "store_true", "help": "names of parameters and projections"}
+    config, path, options = parse_command_line("describe", argv, {"names": names_only})
     for problem in problems(
         config, DeviceFacts(platform="gpu", devices=config.mesh.devices, kind="as many as the mesh needs")
     ):
         print(f"warning: {problem}", file=sys.stderr)
-    print(f"{path}\n\n{describe(config)}")
+    print(f"{path}\n\n{names(config) if options.names else describe(config)}")
 
 
 if __name__ == "__main__":

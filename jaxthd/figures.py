@@ -22,7 +22,13 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+from matplotlib.ticker import (
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    PercentFormatter,
+    StrMethodFormatter,
+)
 
 from jaxthd.config import Config
 from jaxthd.errors import readable_errors
@@ -123,9 +129,7 @@ def curves_figure(lines: Sequence[Mapping[str, Any]]) -> Figure:
     _titled(loss, "Loss", "nats a supervised token")
     _curve(loss, lines, "loss", HUES[0], np.mean, "training")
     _points(loss, lines, "validation_loss", HUES[1], "validation", "{:.2f}")
-    loss.set_yscale("log")
-    for axis_format in (loss.yaxis.set_major_formatter, loss.yaxis.set_minor_formatter):
-        axis_format(StrMethodFormatter("{x:g}"))
+    _log_scale(loss)
     bad = [x["step"] for x in lines if not math.isfinite(x.get("loss", 0) + x.get("grad_norm", 0))]
     if bad:
         at_bottom = {"transform": loss.get_xaxis_transform(), "clip_on": False, "color": "red"}
@@ -171,6 +175,18 @@ def _titled(axes: Axes, title: str, y: str, color: str = INK) -> None:
     axes.set_ylabel(y, color=color)
     axes.grid(color=PADDING, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _log_scale(axes: Axes) -> None:
+    """For what is drawn in y. Labels are few: in even steps over less than a factor of 5, then 1, 2 and 5 of
+    each power of ten, over many powers some of these alone.
+    """
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    marks = (1, 2, 5) if high < 2000 * low else (1,)
+    axes.yaxis.set_major_locator(MaxNLocator(6) if high < 5 * low else LogLocator(subs=marks, numticks=8))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _second(axes: Axes, y: str, color: str) -> Axes:

@@ -17,22 +17,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import Mesh
-
-from jaxthd.checkpoint import Checkpoints
 from jaxthd.cli import parse_command_line, simulate_devices
 from jaxthd.config import Config, DataConfig
-from jaxthd.data.manifest import Clip, Example, Turn, read_chats
+from jaxthd.data.example import Clip, Example, Turn
+from jaxthd.data.manifest import read_chats
 from jaxthd.data.tokenizer import load_tokenizer
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.generation import Answer, Generator, Piece, check_sampling, for_generation, joined
 from jaxthd.jsonl import append_line
 from jaxthd.mesh import make_mesh
-from jaxthd.state import Tree, abstract_state, canonical_shardings, training_form
 from jaxthd.validate import DeviceFacts, validate
+from jaxthd.weights import load_model
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "weights": {"nargs": "+", "help": "the workdir of the run whose newest checkpoint answers"},
+    "weights": {
+        "nargs": "+",
+        "help": "workdir of a run (@best or @STEP behind it for another than its newest checkpoint), or "
+        "Hugging Face folders",
+    },
     "audio": {"type": Path, "nargs": "+", "default": [], "help": "recordings, an answer to each"},
     "prompt": {
         "help": "what is said, data.audio_placeholder being where a recording goes (with as many of it as "
@@ -56,7 +58,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def main(argv: list[str] | None = None) -> None:
     config, _, options = parse_command_line("generate", argv, OPTIONS)
     if options.weights is None:
-        raise UserError("--weights is missing; expected the workdir of a run: name it")
+        raise UserError(
+            "--weights is missing; expected the workdir of a run, or Hugging Face folders: name it"
+        )
     for name in ("batch", "max_new_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -78,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
 def load(
     config: Config, weights: Sequence[str | Path], *, batch: int = 8, max_new_tokens: int = 256
 ) -> Generator:
-    """A Generator on config.mesh, of the run whose workdir is the one in `weights`.
+    """A Generator on config.mesh. weights: workdirs of runs, Hugging Face folders (jaxthd.weights).
 
     Raises UserError for what cannot work: the configuration, its tokenizer, the checkpoint.
     """
@@ -87,7 +91,7 @@ def load(
     for warning in validate(adapted, DeviceFacts.of_this_machine(vocabulary)):
         _say(f"warning: {warning}")
     mesh = make_mesh(config.mesh)
-    params, buffers = _weights(weights, config, mesh)
+    params, buffers = load_model(weights, config, mesh)
     return Generator(config, mesh, params, buffers, batch=batch, max_new_tokens=max_new_tokens)
 
 
@@ -107,20 +111,6 @@ def generate(
     """
     generator = load(config, weights, batch=batch, max_new_tokens=max_new_tokens)
     return generator.generate(conversations, **settings)
-
-
-def _weights(sources: Sequence[str | Path], config: Config, mesh: Mesh) -> tuple[Tree, Tree]:
-    """Parameters and buffers in their training form: of a run's newest checkpoint."""
-    if len(sources) != 1:
-        raise UserError(f"--weights names {len(sources)} sources; expected a run's workdir: name one")
-    folder = Path(sources[0]) / "checkpoints"
-    if not any(path.name.isdecimal() for path in folder.glob("*")):
-        raise UserError(f"{folder} holds no checkpoint; expected a run's workdir: correct --weights")
-    with Checkpoints(folder, config.train.keep_checkpoints) as checkpoints:
-        found = checkpoints.restore_latest(abstract_state(config), canonical_shardings(config, mesh))
-    assert found is not None
-    state = training_form(found[0], config, mesh)
-    return state.params, state.buffers
 
 
 # --- what is asked ---

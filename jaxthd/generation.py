@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxthd.config import Config
-from jaxthd.data.manifest import Example
+from jaxthd.data.example import Example
 from jaxthd.data.pipeline import pack_documents
 from jaxthd.data.prompt import PromptTemplate
 from jaxthd.data.speech import SpeechDocuments

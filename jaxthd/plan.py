@@ -22,11 +22,11 @@ from jaxtyping import Int
 
 from jaxthd.cli import parse_command_line
 from jaxthd.config import Config
-from jaxthd.data.audio import MIN_SAMPLES, Samples, chunk_audio
+from jaxthd.data.audio import MIN_SAMPLES, chunk_audio, open_recording
+from jaxthd.data.example import Clip, Example, Samples
 from jaxthd.data.features import HOP, SAMPLE_RATE
-from jaxthd.data.manifest import Clip, Example, read_manifest
 from jaxthd.data.prompt import PromptTemplate
-from jaxthd.data.synthetic import synthetic_manifests
+from jaxthd.data.sources import training_sources
 from jaxthd.data.tokenizer import load_tokenizer
 from jaxthd.describe import parameter_groups
 from jaxthd.errors import UserError, readable_errors
@@ -54,9 +54,9 @@ TOLERANCE = 0.005
 
 
 def read_examples(config: Config) -> list[list[Example]]:
-    """The usable lines of each training manifest; a sample of them where there are more than MOST_READ.
+    """The usable lines of each training data set; a sample of them where there are more than MOST_READ.
 
-    Raises UserError without a manifest, or where data.weights are not as many; and as read_manifest does.
+    Raises UserError without a manifest, or where data.weights are not as many; and as reading them does.
     """
     data, sources = config.data, []
     if not data.manifest or len(data.weights) not in (0, len(data.manifest)):
@@ -64,12 +64,9 @@ def read_examples(config: Config) -> list[list[Example]]:
             f"{len(data.manifest)} manifests and {len(data.weights)} weights; expected one manifest or more, "
             "and no weights or one each: correct data.manifest or data.weights"
         )
-    for number, manifest in enumerate(data.manifest):
-        path = str(synthetic_manifests()[0]) if manifest == "synthetic" else manifest
-        examples, faults = read_manifest(
-            path, prompt=data.prompt, placeholder=data.audio_placeholder, number=number
-        )
-        print(f"{path}: {len(examples):,} documents, {len(faults):,} faulty lines")
+    for number, source in enumerate(training_sources(data)):
+        examples, faults = source.read(data, number)
+        print(f"{source.path}: {len(examples):,} documents, {len(faults):,} faulty lines")
         sources.append(examples)
     total = sum(map(len, sources))
     if total <= MOST_READ:
@@ -119,11 +116,11 @@ def clip_samples(clip: Clip | Samples) -> int:
         return round(clip.duration * SAMPLE_RATE)
     assert isinstance(clip, Clip)
     try:
-        header = soundfile.info(clip.path)
+        with open_recording(clip.path, clip.member) as header:
+            rate, frames = header.samplerate, header.frames
     except (soundfile.SoundFileError, OSError, TypeError):
         return 0
-    rate = header.samplerate
-    return max(round((header.frames - round(clip.offset * rate)) * SAMPLE_RATE / rate), 0)
+    return max(round((frames - round(clip.offset * rate)) * SAMPLE_RATE / rate), 0)
 
 
 def draw(sources: Sequence[Lengths], weights: Sequence[float], seed: int) -> Lengths:

@@ -15,7 +15,8 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxthd.config import Config, MeshConfig, TrainConfig
+from jaxthd.adapt import add_lora, split, trained
+from jaxthd.config import AdaptConfig, Config, MeshConfig, TrainConfig
 from jaxthd.mesh import PIPELINE
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.parallel.params import (
@@ -36,7 +37,8 @@ class TrainState(NamedTuple):
 
     step: steps done, skipped ones included. skipped, skipped_in_a_row: steps whose update was left out since
     loss or gradient was not finite: of all, and of the last ones without a break.
-    params: trained. buffers: state that no gradient trains.
+    params: of the whole model. buffers: state that no gradient trains. opt_state: of the parameters that are
+    trained (jaxthd/adapt.py).
     """
 
     step: Array
@@ -66,7 +68,9 @@ def _make_model(
     config: Config, key: Array, mesh: MeshConfig, stages: Stages | None = None, **options: Any
 ) -> SpeechLM:
     dtype = jnp.float64 if config.model.dtype == "float64" else jnp.float32
-    return SpeechLM(config.model, Init(key, dtype, mesh), stages, **options)
+    model = SpeechLM(config.model, Init(key, dtype, mesh), stages, **options)
+    add_lora(model, config.adapt, key)
+    return model
 
 
 def model_specs(model: SpeechLM) -> tuple[Tree, Tree]:
@@ -95,25 +99,54 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW; weight decay on the weight matrices."""
-    train = config.train
-    return optax.chain(
+    """For the trained parameters: clipping by global norm, then AdamW, each part of the model at its learning
+    rate; weight decay on the weight matrices.
+    """
+    train, model = config.train, abstract_model(config)
+    decayed = weight_decay_mask(nnx.state(model, nnx.Param))
+    transformations = [
         optax.clip_by_global_norm(train.clip_norm),
         optax.adamw(
             learning_rate_schedule(train),
             b1=train.beta1,
             b2=train.beta2,
             weight_decay=train.weight_decay,
-            mask=weight_decay_mask(nnx.state(abstract_model(config), nnx.Param)),
+            mask=split(decayed, trained(model, config.adapt))[0],
         ),
-    )
+    ]
+    return optax.chain(*transformations, *_scaled_by_part(config.adapt))
+
+
+def _scaled_by_part(adapt: AdaptConfig) -> list[optax.GradientTransformation]:
+    """After AdamW, whose update is proportional to the learning rate."""
+    factors = {"encoder": adapt.encoder_lr_factor, "adapter": adapt.adapter_lr_factor}
+
+    def scaled(updates: Tree, _: Tree) -> Tree:
+        def times(factor: float, of_module: Tree) -> Tree:
+            return jax.tree.map(lambda update: factor * update, of_module)
+
+        return {name: times(factors.get(name, adapt.llm_lr_factor), u) for name, u in updates.items()}
+
+    is_one = {*factors.values(), adapt.llm_lr_factor} == {1.0}
+    return [] if is_one else [optax.stateless(scaled)]
+
+
+def canonical_weights(config: Config) -> tuple[Tree, Tree]:
+    """(parameters, buffers) in the canonical form, drawn from the config's seed."""
+    model = _make_model(config, jax.random.key(config.train.seed), MeshConfig())
+    params, buffers = (nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, Buffer))
+    return params, buffers
+
+
+def _fresh(config: Config, params: Tree, buffers: Tree) -> TrainState:
+    """Before the first step."""
+    own, _ = split(params, trained(abstract_model(config), config.adapt))
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(zero, zero, zero, params, buffers, make_optimizer(config).init(own))
 
 
 def _canonical_state(config: Config) -> TrainState:
-    model = _make_model(config, jax.random.key(config.train.seed), MeshConfig())
-    params, buffers = (nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, Buffer))
-    zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, zero, zero, params, buffers, make_optimizer(config).init(params))
+    return _fresh(config, *canonical_weights(config))
 
 
 def abstract_state(config: Config) -> TrainState:
@@ -142,7 +175,7 @@ def _shardings(config: Config, mesh: Mesh, model: SpeechLM) -> TrainState:
         make_optimizer(config),
         lambda _, spec: spec,
         abstract_state(config).opt_state,
-        params,
+        split(params, trained(model, config.adapt))[0],
         transform_non_params=lambda _: everywhere,
     )
     specs = TrainState(everywhere, everywhere, everywhere, params, buffers, moments)
@@ -166,6 +199,19 @@ def init_state(config: Config, mesh: Mesh) -> TrainState:
         out_shardings=state_shardings(config, mesh),
         compiler_options=_once(),
     )()
+
+
+def new_state(weights: tuple[Tree, Tree], config: Config, mesh: Mesh) -> TrainState:
+    """A new run's state that starts from these, (parameters, buffers) in the canonical form: on the mesh, in
+    the training form. The weights are donated.
+    """
+    canonical = jax.jit(
+        lambda params, buffers: _fresh(config, params, buffers),
+        out_shardings=canonical_shardings(config, mesh),
+        compiler_options=_once(),
+        donate_argnums=(0, 1),
+    )(*weights)
+    return training_form(canonical, config, mesh)
 
 
 def canonical_form(state: TrainState, config: Config, mesh: Mesh) -> TrainState:

@@ -17,6 +17,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Int32, UInt32
 
+from jaxthd.adapt import join, keeps_router_biases, keeps_statistics, split, trained
 from jaxthd.config import Config
 from jaxthd.mesh import AXES, CONTEXT, DATA, PIPELINE, TENSOR, TOKEN_AXES, batch_specs, ranks_of
 from jaxthd.models.decoding import Pick, advance, answer, begin
@@ -57,7 +58,9 @@ class StepMetrics(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """routing: of the MoE layers in the order of their stack, summed over microbatches; None without any."""
+    """gradients: of the trained parameters, None for others (jaxthd/adapt.py). routing: of the MoE
+    layers in the order of their stack, summed over microbatches; None without any.
+    """
 
     loss: Array
     gradients: Tree
@@ -94,32 +97,34 @@ def _joined(params: Params) -> Tree:
     }
 
 
-def _parts(config: Config, params: Params, buffers: Tree, count: Array, *, train: bool) -> Parts:
+def _parts(config: Config, params: Tree, buffers: Tree, count: Array, *, batch_statistics: bool) -> Parts:
     """The model's three parts for the pipeline, inside shard_map. Its state are the encoder's buffers.
 
-    count: what the objective's sum is divided by.
+    They are functions of all parameters or of some, with None for the rest; that they take from `params`.
+    count: what the objective's sum is divided by. batch_statistics: see SpeechLM.enter's train.
     """
-    graph, mesh = model_graph(config), config.mesh
+    graph, mesh, whole = model_graph(config), config.mesh, _divided(params)
     stages = stages_of(config)
     # Only where there is a ring, or but one stage, which all ranks run alike: else idle ranks need not work.
     has_ring = mesh.context > 1 and config.model.context_exchange == "ring"
     lockstep = len(stages.patterns) == 1 or (stages.are_equal and has_ring)
     copies = ranks_of(mesh, (PIPELINE, TENSOR))
 
-    def model(**changed: Tree) -> SpeechLM:
-        return nnx.merge(graph, _joined(params._replace(**changed)), buffers)
+    def model(buffers: Tree, **given: Tree) -> SpeechLM:
+        filled = {name: join(some, getattr(whole, name)) for name, some in given.items()}
+        return nnx.merge(graph, _joined(whole._replace(**filled)), buffers)
 
     def enter(enter: Tree, state: Tree, batch: Batch) -> tuple[Array, Tree]:
-        merged = nnx.merge(graph, _joined(params._replace(enter=enter)), {**buffers, "encoder": state})
-        return merged.enter(batch, axes=AXES, train=train)
+        of_rank = model({**buffers, "encoder": state}, enter=enter)
+        return of_rank.enter(batch, axes=AXES, train=batch_statistics)
 
     def stage(pattern: str, stage: Tree, chunk: Array | int, x_nD: Array, batch: Batch) -> Any:
-        of_rank = model(stage=stage)
+        of_rank = model(buffers, stage=stage)
         segments = of_rank.segments(batch, AXES, lockstep=lockstep)
         return of_rank.decoder.stage(pattern, chunk, x_nD, segments)
 
     def leave(leave: Tree, x_nD: Array, batch: Batch) -> tuple[Array, Array]:
-        logp_N = model(leave=leave).leave(x_nD, batch)
+        logp_N = model(buffers, leave=leave).leave(x_nD, batch)
         total = sft.loss_sum(logp_N, batch.weights.reshape(-1), batch.segment_ids.reshape(-1))
         return total / count / copies, logp_N.reshape(batch.tokens.shape)
 
@@ -132,21 +137,25 @@ def _microbatches(batch: Batch, count: int) -> Batch:
 
 
 def loss_and_gradient(config: Config, mesh: Mesh) -> Callable[[Tree, Tree, Batch], Gradient]:
-    """(params, buffers, batch) -> Gradient, each on its sharding.
+    """(params, buffers, batch) -> Gradient, each on its sharding. Frozen parameters are constants.
 
     Every rank cuts its rows into config.train.microbatches equal parts and adds up their gradients, on a
     pipeline by its schedule. Loss and gradients do not depend on their number, up to rounding, but for the
     encoder's batch statistics, and the experts' auxiliary loss, which are of a microbatch.
     """
-    specs, buffer_specs = model_specs(abstract_model(config))
+    model = abstract_model(config)
+    specs, buffer_specs = model_specs(model)
+    is_trained = trained(model, config.adapt)
+    trained_specs, _ = split(specs, is_trained)
     has_experts = "E" in config.model.llm.letters
     layers = max(config.model.llm.letters.count("E"), 1)
     schedule = make_schedule(config.train.microbatches, config.mesh.pipeline, config.mesh.stages_per_rank)
 
     def rank(params: Tree, buffers: Tree, batch: Batch) -> Gradient:
         supervised, real = jax.lax.psum((_supervised(batch), (batch.segment_ids > 0).sum()), TOKEN_AXES)
-        divided = _divided(params)
-        parts = _parts(config, divided, buffers, jnp.maximum(supervised, 1), train=True)
+        count, batch_statistics = jnp.maximum(supervised, 1), not keeps_statistics(is_trained)
+        parts = _parts(config, params, buffers, count, batch_statistics=batch_statistics)
+        own, _ = split(params, is_trained)
 
         def extra_share(routing: Routing | None) -> Array:
             if routing is None or not config.train.aux_loss:
@@ -154,9 +163,9 @@ def loss_and_gradient(config: Config, mesh: Mesh) -> Callable[[Tree, Tree, Batch
             return config.train.aux_loss * routing.aux.sum() / (jnp.maximum(real, 1) * layers)
 
         batches = _microbatches(batch, schedule.microbatches)
-        step = accumulate(parts, schedule, divided, buffers["encoder"], batches, extra_share)
+        step = accumulate(parts, schedule, _divided(own), buffers["encoder"], batches, extra_share)
         routing = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), step.extra)
-        share, gradients = step.share, _sum_copies(_joined(step.gradients), specs)
+        share, gradients = step.share, _sum_copies(_joined(step.gradients), trained_specs)
         if routing is not None:
             share = share - extra_share(routing)
             routing = routing._replace(aux=jax.lax.psum(routing.aux, (*TOKEN_AXES, TENSOR)))
@@ -166,7 +175,7 @@ def loss_and_gradient(config: Config, mesh: Mesh) -> Callable[[Tree, Tree, Batch
     everywhere: Any = PartitionSpec()
     by_rank: Any = PartitionSpec(PIPELINE)
     routing_specs = Routing(by_rank, by_rank, by_rank) if has_experts else None
-    out_specs = Gradient(everywhere, specs, buffer_specs, routing_specs)
+    out_specs = Gradient(everywhere, trained_specs, buffer_specs, routing_specs)
     return _on_mesh(rank, mesh, (specs, buffer_specs, batch_specs()), out_specs)
 
 
@@ -189,9 +198,12 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """One optimizer step, jitted; the old state's memory is reused.
 
-    Where loss or gradient is not finite, parameters, optimizer and statistics stay as they were.
+    Where loss or gradient is not finite, parameters, optimizer and statistics stay as they were. Frozen
+    parameters always do.
     """
     gradient = loss_and_gradient(config, mesh)
+    is_trained = trained(abstract_model(config), config.adapt)
+    router_bias_rate = 0.0 if keeps_router_biases(is_trained) else config.train.router_bias_rate
     optimizer = make_optimizer(config)
     schedule = learning_rate_schedule(config.train)
 
@@ -199,17 +211,19 @@ def make_train_step(
         loss, gradients, buffers, routing = gradient(state.params, state.buffers, batch)
         grad_norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        buffers = _even_out(buffers, routing, config.train.router_bias_rate)
-        new = (optax.apply_updates(state.params, updates), buffers, opt_state)
-        old = (state.params, state.buffers, state.opt_state)
-        new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+        own, frozen = split(state.params, is_trained)
+        updates, opt_state = optimizer.update(gradients, state.opt_state, own)
+        buffers = _even_out(buffers, routing, router_bias_rate)
+        new = (optax.apply_updates(own, updates), buffers, opt_state)
+        old = (own, state.buffers, state.opt_state)
+        own, buffers, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
         skipped = state.skipped + ~finite
         in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
         # The schedule counts updates, as the optimizer does.
         rate = jnp.asarray(schedule(state.step - state.skipped))
         metrics = StepMetrics(loss, grad_norm, rate, skipped, in_a_row, *_load(routing))
-        return TrainState(state.step + 1, skipped, in_a_row, *new), metrics
+        params = join(own, frozen)
+        return TrainState(state.step + 1, skipped, in_a_row, params, buffers, opt_state), metrics
 
     everywhere = NamedSharding(mesh, PartitionSpec())
     return jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings(config, mesh), everywhere))
@@ -351,10 +365,9 @@ def make_log_probs(config: Config, mesh: Mesh) -> Callable[[Tree, Tree, Batch], 
     )
 
     def rank(params: Tree, buffers: Tree, batch: Batch) -> Array:
-        divided = _divided(params)
-        parts = _parts(config, divided, buffers, jnp.ones(()), train=False)
+        parts = _parts(config, params, buffers, jnp.ones(()), batch_statistics=False)
         batches = _microbatches(batch, schedule.microbatches)
-        logp = score(parts, schedule, divided, buffers["encoder"], batches)
+        logp = score(parts, schedule, _divided(params), buffers["encoder"], batches)
         return logp.reshape(batch.tokens.shape)
 
     return jax.jit(_on_mesh(rank, mesh, (*specs, batch_specs()), PartitionSpec(DATA, CONTEXT)))

@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 
+from jaxthd.adapt import split, trained
 from jaxthd.checkpoint import Checkpoints
 from jaxthd.cli import parse_command_line, simulate_devices
 from jaxthd.config import Config
@@ -42,14 +43,15 @@ from jaxthd.metrics import Metrics, NoMetrics, metrics_line, read_metrics, summa
 from jaxthd.signals import stop_requested
 from jaxthd.state import (
     TrainState,
+    abstract_model,
     abstract_state,
     canonical_form,
     canonical_shardings,
-    init_state,
     training_form,
 )
 from jaxthd.step import make_train_step
 from jaxthd.validate import DeviceFacts, validate
+from jaxthd.weights import start_state
 from jaxthd.workdir import opened
 
 PROCESS_OPTIONS: dict[str, dict[str, Any]] = {
@@ -107,8 +109,10 @@ def _train(config: Config, workdir: Path, data: SpeechData, checkpoints: Checkpo
     train_step = make_train_step(config, mesh)
     evaluator = Evaluator(config, mesh, data.end_id)
     abstract = abstract_state(config)
-    parameters = sum(x.size for x in jax.tree.leaves(abstract.params))
-    print(f"{parameters:,} parameters; mesh (data, context, pipeline, tensor) = {config.mesh.sizes}")
+    own, frozen = split(abstract.params, trained(abstract_model(config), config.adapt))
+    own_size, frozen_size = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (own, frozen))
+    parameters = f"{own_size:,} parameters" + f" to train and {frozen_size:,} frozen" * (frozen_size > 0)
+    print(f"{parameters}; mesh (data, context, pipeline, tensor) = {config.mesh.sizes}")
 
     with ExitStack() as stack:
         # --- continue where a checkpoint stands ---
@@ -116,7 +120,7 @@ def _train(config: Config, workdir: Path, data: SpeechData, checkpoints: Checkpo
         loader = stack.enter_context(closing(data.training(rows)))
         restored = checkpoints.restore_latest(abstract, canonical_shardings(config, mesh))
         if restored is None:
-            state = init_state(config, mesh)
+            state = start_state(config, mesh)
         else:
             state, position = training_form(restored[0], config, mesh), restored[1]
             loader.set_state(position)

@@ -7,10 +7,13 @@ so that one mistake is reported once.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from jaxthd.config import Config
+import jax
+
+from jaxthd.adapt import matches, no_projections, parameter_names, projections, trained, unmatched
+from jaxthd.config import Config, MeshConfig
 from jaxthd.data.features import mel_filterbank
 from jaxthd.data.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
@@ -18,6 +21,7 @@ from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.experts import expert_cut
 from jaxthd.parallel.schedule import make_schedule
 from jaxthd.parallel.stages import Stages
+from jaxthd.state import abstract_model
 
 
 class ConfigError(UserError):
@@ -44,8 +48,6 @@ class DeviceFacts:
     @classmethod
     def of_this_machine(cls, vocabulary: int | None = None) -> "DeviceFacts":
         """Asks jax, which starts its backend: simulated CPU devices must have been set up before."""
-        import jax
-
         first = jax.devices()[0]
         return cls(
             platform=first.platform,
@@ -102,6 +104,7 @@ _MINIMUM: dict[str, float] = {
     "model.expert_capacity": 0.1,
     "model.llm.latent_dim": 0,
     "model.adapter_dim": 0,
+    "adapt.lora_rank": 0,
     "train.warmup_steps": 0,
     "train.seed": 0,
     "train.validate_every": 0,
@@ -456,12 +459,16 @@ def _tokens_hold_a_chunk(config: Config, device: DeviceFacts) -> Iterator[Proble
 # --- what is read ---
 
 
-@_rule("data.manifest", "data.weights")
+@_rule("data.manifest", "data.tarred_audio", "data.weights")
 def _manifests(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    manifests, weights = config.data.manifest, config.data.weights
+    manifests, tars, weights = config.data.manifest, config.data.tarred_audio, config.data.weights
     if not manifests or "" in manifests:
         change = 'name a manifest in data.manifest, or "synthetic"'
         yield Problem(f"data.manifest is {manifests}", "one path or more, none of them empty", change)
+    if tars and len(tars) != len(manifests):
+        found = f"data.tarred_audio names {len(tars)} sets of tar files for {len(manifests)} manifests"
+        expected = 'one for each manifest ("" for plain files), or none'
+        yield Problem(found, expected, "correct data.tarred_audio")
     if weights and len(weights) != len(manifests):
         found = f"data.weights has {len(weights)} numbers for {len(manifests)} manifests"
         yield Problem(found, "one for each manifest, or none", "correct data.weights")
@@ -685,6 +692,55 @@ def _known_bad_kernels(config: Config, device: DeviceFacts) -> Iterator[Problem]
                 "set model.attention_backend to xla",
                 is_warning=capability is None,
             )
+
+
+# --- what is trained ---
+
+
+@_rule("adapt", "model")
+def _adaptation(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    adapt = config.adapt
+    if not adapt.freeze and not adapt.unfreeze and not adapt.lora_rank:
+        return
+    try:
+        model = abstract_model(replace(config, mesh=MeshConfig()))
+    except ValueError:  # what is wrong with the model is told by other rules
+        return
+    parameters, can_adapt, cannot = parameter_names(model), list(projections(model)), no_projections(model)
+    kinds = [("freeze", parameters), ("unfreeze", parameters)]
+    for field, names in kinds + [("lora_targets", can_adapt)] * (adapt.lora_rank > 0):
+        for pattern, near in unmatched(getattr(adapt, field), names):
+            found = f"adapt.{field} {pattern!r} matches nothing"
+            if field == "lora_targets" and any(matches(name, [pattern]) for name in cannot):
+                found += " but routers or routed experts, which take no low-rank matrices"
+            what = "projection" if field == "lora_targets" else "parameter"
+            yield Problem(
+                found,
+                f"a pattern of {what} names, such as {', '.join(near)}",
+                "correct it; python -m jaxthd.describe --names lists the names",
+            )
+    if not any(jax.tree.leaves(trained(model, adapt))):
+        change = "freeze less, or set adapt.lora_rank to train low-rank matrices"
+        yield Problem("adapt.freeze matches every parameter", "something to train", change)
+
+
+@_rule("adapt.lora_rank", "adapt.lora_targets", "adapt.lora_alpha")
+def _lora(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    adapt = config.adapt
+    if adapt.lora_rank and not adapt.lora_targets:
+        change = "name projections, or set adapt.lora_rank to 0"
+        yield Problem("adapt.lora_targets is empty with adapt.lora_rank", "a pattern or more", change)
+    if adapt.lora_rank and not adapt.lora_alpha:
+        change = "set adapt.lora_alpha to the rank, say"
+        yield Problem("adapt.lora_alpha is 0, which scales LoRA's product to 0", "more than 0", change)
+
+
+@_rule("adapt.encoder_lr_factor", "adapt.adapter_lr_factor", "adapt.llm_lr_factor")
+def _lr_factors(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    for part in ("encoder", "adapter", "llm"):
+        if not getattr(config.adapt, f"{part}_lr_factor"):
+            change = "freeze that part with adapt.freeze, or raise the factor"
+            yield Problem(f"adapt.{part}_lr_factor is 0", "more than 0", change)
 
 
 # --- the optimization ---

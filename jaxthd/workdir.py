@@ -11,10 +11,10 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from jaxthd.config import Config
 from jaxthd.errors import UserError
@@ -22,7 +22,9 @@ from jaxthd.errors import UserError
 FREE = (
     "mesh.*",
     "data.manifest",  # a data set may have moved; the data position checks its content
+    "data.tarred_audio",
     "data.validation_manifest",
+    "data.validation_tarred_audio",
     "data.workers",
     "data.prefetch",
     "model.context_exchange",
@@ -75,8 +77,12 @@ def opened(workdir: Path, config: Config) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         if not _holds_a_run(workdir) or _is_of(workdir / "config.json", config):
-            write_atomically(workdir / "config.json", json.dumps(asdict(config), indent=2) + "\n")
+            write_config(workdir, config)
         yield
+
+
+def write_config(workdir: Path, config: Config) -> None:
+    write_atomically(workdir / "config.json", json.dumps(asdict(config), indent=2) + "\n")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -87,6 +93,61 @@ def write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(scratch, path)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether the folder holds checkpoints of a run."""
+    return (folder / "checkpoints").is_dir()
+
+
+def read_config(workdir: Path) -> Config:
+    """The settings of the run there. A field that was added since then has its default.
+
+    Raises UserError where config.json is missing, damaged, or has fields that there are no more.
+    """
+    file = workdir / "config.json"
+    try:
+        return _built(Config, json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"{file} cannot be read ({error}); expected the settings of the run beside it: copy it anew"
+        ) from error
+
+
+def _built(kind: Any, fields: dict[str, Any]) -> Any:
+    """A dataclass from what asdict made of it, by way of JSON."""
+    kinds = get_type_hints(kind)
+    unknown = sorted(fields.keys() - kinds.keys())
+    if unknown:
+        raise ValueError(f"{kind.__name__} has no field {', '.join(unknown)}")
+    return kind(
+        **{
+            name: _built(kinds[name], value)
+            if is_dataclass(kinds[name])
+            else tuple(value)
+            if isinstance(value, list)
+            else value
+            for name, value in fields.items()
+        }
+    )
+
+
+def compare_models(workdir: Path, config: Config) -> None:
+    """Raises UserError where the run there is of another model than the config's: where weights mean
+    something else.
+    """
+    then, now = (_flat(asdict(c.model), "model.") for c in (read_config(workdir), config))
+    free = (*FREE, "model.dtype")
+    differing = [
+        f"\n  {name}: {then[name]} there, {value} here"
+        for name, value in now.items()
+        if value != then[name] and not any(fnmatch(name, pattern) for pattern in free)
+    ]
+    if differing:
+        raise UserError(
+            f"{workdir} holds a run of another model:{''.join(differing)}\n"
+            "Set these fields as they are there, or choose other weights"
+        )
 
 
 def _holds_a_run(workdir: Path) -> bool:

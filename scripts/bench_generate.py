@@ -18,9 +18,8 @@ import numpy as np
 
 from jaxthd.cli import simulate_devices
 from jaxthd.config import Config, load_config
-from jaxthd.data.audio import Samples
+from jaxthd.data.example import Example, Samples, Turn
 from jaxthd.data.features import SAMPLE_RATE
-from jaxthd.data.manifest import Example, Turn
 from jaxthd.generation import Generator
 from jaxthd.mesh import make_mesh
 from jaxthd.packing.document import SUBSAMPLING

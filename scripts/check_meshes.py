@@ -5,7 +5,9 @@
 For every way to write 1, 2, 4 and 8 devices (simulated) as data x context x pipeline x tensor, in two
 variants where there is a choice: 1F1B, ring where stages are equal, whole residuals; and interleaved or
 unevenly divided stages, all-gather, sequence-sharded residuals, sends to experts in several rounds, and the
-layout by documents.
+layout by documents. And a few runs that adapt the model, by LoRA and frozen parameters. What these are
+compared with knows of neither: from the gradient dW of the dense w + s a b follow those of a and b, s dW b^T
+and s a^T dW.
 
 The model has all four mixers (two such units), experts over the data and context ranks, and audio; a batch is
 32 ragged rows in 4 microbatches, one of them nothing but padding. A microbatch holds the same rows on every
@@ -45,7 +47,16 @@ if __name__ == "__main__":
 import jax
 import numpy as np
 
-from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
+from jaxthd.adapt import split, trained
+from jaxthd.config import (
+    AdaptConfig,
+    Config,
+    EncoderConfig,
+    LLMConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
 from jaxthd.mesh import make_mesh, put_batch
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
@@ -90,6 +101,18 @@ MODEL = ModelConfig(
 )
 UNEVEN = {2: "ME*|-ME*-", 4: "M|E*-M|E*|-", 8: "M|E|*|-|M|E|*|-"}
 """Divided unevenly, by the number of stages."""
+PLAIN = AdaptConfig()
+ADAPTED = (
+    AdaptConfig(freeze=("encoder.*", "adapter.*"), lora_rank=3, lora_alpha=4.5),
+    AdaptConfig(
+        freeze=("encoder.blocks.conv.norm.*", "adapter.up.w"),
+        unfreeze=("decoder.*.norm.weight", "head", "encoder.subsampling.*"),
+        lora_rank=2,
+        lora_alpha=3.0,
+        lora_targets=("*.attention.*", "*.down"),
+    ),
+)
+"""In both the encoder's BatchNorms are frozen."""
 LONGEST_UNIT = 16
 """The layout by documents rounds lengths up to multiples of 2 * context."""
 
@@ -129,6 +152,17 @@ def variants(mesh: MeshConfig, dtype: Dtype = "float32") -> list[Config]:
         ),
     )
     return [plain] if mesh.devices == 1 else [plain, other]
+
+
+def adapted(dtype: Dtype = "float32") -> list[Config]:
+    """Runs that adapt the model: interleaved stages, experts over data; 1F1B with a ring; sequence-sharded
+    residuals, and fewer key heads than ranks."""
+    chosen = (
+        (MeshConfig(2, 1, 2, 1), 1, ADAPTED[0]),
+        (MeshConfig(1, 2, 2, 2), 0, ADAPTED[1]),
+        (MeshConfig(1, 2, 1, 4), 1, ADAPTED[1]),
+    )
+    return [replace(variants(mesh, dtype)[variant], adapt=adapt) for mesh, variant, adapt in chosen]
 
 
 @functools.cache
@@ -177,18 +211,18 @@ def batch_for(config: Config, capacity: int = CAPACITY) -> Batch:
 
 
 @functools.cache
-def canonical_state(dtype: str) -> tuple[Any, Any]:
+def canonical_state(dtype: str, adapt: AdaptConfig = PLAIN) -> tuple[Any, Any]:
     """(parameters, buffers), none of them at a value that would hide an error."""
-    filled = random_state(abstract_model(Config(model=MODEL)))[1:]
+    filled = random_state(abstract_model(Config(model=MODEL, adapt=adapt)))[1:]
     return jax.tree.map(lambda x: x.astype(dtype), filled)
 
 
-def evaluate(config: Config) -> tuple[Gradient, float]:
+def evaluate(config: Config, state: tuple[Any, Any] | None = None) -> tuple[Gradient, float]:
     """(loss, gradients and the rest in their canonical form, seconds to compile)."""
     dtype = config.model.dtype
     with jax.enable_x64(dtype == "float64"):
         mesh, stages = make_mesh(config.mesh), stages_of(config)
-        params, buffers = to_stages(canonical_state(dtype), stages)
+        params, buffers = to_stages(state or canonical_state(dtype, config.adapt), stages)
         batch = put_batch(batch_for(config), mesh)
         start = time.perf_counter()
         program = jax.jit(loss_and_gradient(config, mesh)).lower(params, buffers, batch).compile()
@@ -201,8 +235,39 @@ def evaluate(config: Config) -> tuple[Gradient, float]:
 
 
 @functools.cache
-def one_device(dtype: Dtype) -> Gradient:
-    return evaluate(variants(MeshConfig(), dtype)[0])[0]
+def one_device(dtype: Dtype, adapt: AdaptConfig = PLAIN) -> Gradient:
+    """Of an adapted model: the dense one's, from which follow those of low-rank matrices."""
+    config = variants(MeshConfig(), dtype)[0]
+    if adapt == PLAIN:
+        return evaluate(config)[0]
+    params, buffers = canonical_state(dtype, adapt)
+    scale = adapt.lora_alpha / adapt.lora_rank
+    stored_statistics = replace(config, adapt=AdaptConfig(freeze=("encoder.blocks.conv.norm.*",)))
+    found, _ = evaluate(stored_statistics, (without_lora(params, scale), buffers))
+    is_trained = trained(abstract_model(Config(model=MODEL, adapt=adapt)), adapt)
+    own, _ = split(of_lora(found.gradients, params, scale), is_trained)
+    return found._replace(gradients=own)
+
+
+def without_lora(params: Any, scale: float) -> Any:
+    """Each w with its low-rank matrices in it."""
+    if not isinstance(params, dict):
+        return params
+    plain = {name: without_lora(child, scale) for name, child in params.items() if name != "lora"}
+    if "lora" in params:
+        plain["w"] = plain["w"] + scale * params["lora"]["a"] @ params["lora"]["b"]
+    return plain
+
+
+def of_lora(gradients: Any, params: Any, scale: float) -> Any:
+    """Gradients for params with low-rank matrices, from those of the dense model."""
+    if not isinstance(params, dict):
+        return gradients
+    found = {name: of_lora(gradients[name], child, scale) for name, child in params.items() if name != "lora"}
+    if "lora" in params:
+        dw, a, b = gradients["w"], params["lora"]["a"], params["lora"]["b"]
+        found["lora"] = {"a": scale * dw @ b.swapaxes(-1, -2), "b": scale * a.swapaxes(-1, -2) @ dw}
+    return found
 
 
 def worst_error(got: Gradient, want: Gradient) -> tuple[float, str]:
@@ -222,16 +287,18 @@ def worst_error(got: Gradient, want: Gradient) -> tuple[float, str]:
 def check(config: Config) -> dict[str, Any]:
     """A row of the table."""
     got, seconds = evaluate(config)
-    error, tensor = worst_error(got, one_device("float64"))
+    error, tensor = worst_error(got, one_device("float64", config.adapt))
     allowed = 1e-10
     if config.model.dtype == "float32":
-        allowed = max(1e-5, 4 * worst_error(one_device("float32"), one_device("float64"))[0])
+        alone = one_device("float32", config.adapt)
+        allowed = max(1e-5, 4 * worst_error(alone, one_device("float64", config.adapt))[0])
     return {
         "mesh": "x".join(map(str, config.mesh.sizes)),
         "stages": "|".join(stages_of(config).patterns),
         "exchange": config.model.context_exchange if config.mesh.context > 1 else "",
         "layout": config.model.context_layout if config.mesh.context > 1 else "",
         "residual": "sharded" if config.model.sequence_sharded else "",
+        "adapted": "LoRA" if config.adapt.lora_rank else "",
         "dtype": config.model.dtype,
         "loss": float(got.loss),
         "error": error,
@@ -242,7 +309,7 @@ def check(config: Config) -> dict[str, Any]:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> str:
-    columns = "|stages|exchange|layout|residual|loss|error|at most|compile s"
+    columns = "|stages|exchange|layout|residual|adapted|loss|error|at most|compile s"
     cells = [
         [
             r["mesh"],
@@ -250,6 +317,7 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
             r["exchange"],
             r["layout"],
             r["residual"],
+            r["adapted"],
             f"{r['loss']:.7f}",
             f"{r['error']:.1e}" + ("" if r["error"] <= r["allowed"] else " FAILS"),
             f"{r['allowed']:.1e}",
@@ -270,6 +338,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
 
     runs = [config for mesh in meshes() for config in variants(mesh, options.dtype)]
+    runs += adapted(options.dtype)
     if options.sample:
         chosen = np.random.default_rng(0).permutation(len(runs))[: options.sample]
         runs = [runs[i] for i in sorted(chosen)]

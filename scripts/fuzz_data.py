@@ -3,11 +3,11 @@
     python scripts/fuzz_data.py [--count 1000] [--seed 0]
 
 Makes damaged inputs, a function of (seed, number of the input) each: lines of utterances and conversations,
-as bytes and as values; recordings, as files and as samples. Reads them by the path of a training run: a
-manifest, its documents made in worker processes, packed, what is left out in a skip log. Prints a table;
-exits 1 and lists what went wrong where
+and cuts of Lhotse Shar, as bytes and as values; recordings, as files and as samples; tar files, as bytes and
+as headers. Reads them by the path of a training run: a data set, its documents made in worker processes,
+packed, what is left out in a skip log. Prints a table; exits 1 and lists what went wrong where
 
-- anything is raised but UserError for a manifest without a usable line;
+- anything is raised but UserError for a data set without a usable line;
 - reading a line or a recording takes more than 5 s, or ends its process;
 - a line is neither a document nor in the skip log, or is both;
 - a feature is not finite;
@@ -18,11 +18,13 @@ Messages of libraries about damaged recordings go to standard error. Takes a min
 
 import argparse
 import copy
+import io
 import json
 import os
 import resource
 import signal
 import sys
+import tarfile
 import tempfile
 import time
 import traceback
@@ -37,8 +39,8 @@ import soundfile
 
 from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig, SpecAugmentConfig
 from jaxthd.data.faults import SkipLog
-from jaxthd.data.manifest import read_manifest
 from jaxthd.data.pipeline import make_loader
+from jaxthd.data.sources import Source
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.tokenizer import ByteTokenizer
 from jaxthd.data.workers import Workers
@@ -67,6 +69,19 @@ FORMATS = {
     "layer3.mp3": {},
 }
 UTTERANCE = {"audio_filepath": "s16.wav", "text": "one two", "duration": 0.5, "offset": 0.1, "lang": "en"}
+CUT = {
+    "id": "s16",
+    "start": 0.1,
+    "duration": 0.5,
+    "channel": 0,
+    "supervisions": [
+        {"id": "s", "start": 0.2, "duration": 0.3, "channel": 0, "text": "two"},
+        {"id": "t", "start": 0.0, "duration": 0.2, "channel": 0, "text": "one"},
+    ],
+    "recording": {"sources": [{"type": "shar", "channels": [0], "source": ""}], "channel_ids": [0]},
+    "custom": {"context": "What is said?", "system_prompt": "Be brief."},
+    "type": "MonoCut",
+}
 CONVERSATIONS: list[dict[str, Any]] = [
     {
         "id": "nemo",
@@ -168,7 +183,7 @@ def damaged_entry(rng: np.random.Generator, entry: dict[str, Any]) -> bytes:
         container, key = found[rng.integers(len(found))]
         match rng.integers(6):
             case 0 | 1:
-                container[key] = VALUES[rng.integers(len(VALUES))]
+                container[key] = copy.deepcopy(VALUES[rng.integers(len(VALUES))])
             case 2:
                 del container[key]
             case 3 if isinstance(container, dict):
@@ -213,6 +228,41 @@ def damaged_file(rng: np.random.Generator, folder: Path, name: str) -> str:
     return path.name
 
 
+def write_tar(path: Path, files: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as tar:
+        for name, data in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+def damaged_tar(rng: np.random.Generator, folder: Path, path: Path) -> None:
+    """Writes a tar file of the recordings, one under a long name, damaged in its headers or anywhere."""
+    files = {name: (folder / name).read_bytes() for name in FORMATS} | {"long" * 40: b"x"}
+    names = list(files)
+    rng.shuffle(names)
+    write_tar(path, {name: files[name] for name in names})
+    if rng.random() < 0.3:
+        path.write_bytes(damaged_bytes(rng, path.read_bytes()))
+        return
+    data = bytearray(path.read_bytes())
+    with tarfile.open(path) as tar:
+        at = int(rng.choice([info.offset for info in tar.getmembers()]))
+    # Name, size, checksum, type, name of what is linked, magic.
+    start, size = ((0, 100), (124, 12), (148, 8), (156, 1), (157, 100), (257, 8))[rng.integers(6)]
+    number = int(rng.choice([-1, -512, 0, 1, 2**20, 2**33, 2**40, 2**62])).to_bytes(12, "big", signed=True)
+    signed = (b"\xff" if number[0] else b"\x80") + number[1:]
+    strange = [rng.bytes(size), bytes(size), b"../" * 40, rng.choice(list(b"012345678gxLKSXVD")), signed]
+    kept = strange[rng.integers(len(strange))]
+    data[at + start : at + start + size] = bytes([kept] if isinstance(kept, np.integer) else kept)[
+        :size
+    ].ljust(size, b"\0")
+    if rng.random() < 0.8:
+        data[at + 148 : at + 156] = b" " * 8
+        data[at + 148 : at + 156] = b"%06o\0 " % sum(data[at : at + 512])
+    path.write_bytes(data)
+
+
 def strange_samples(rng: np.random.Generator, folder: Path, name: str) -> str:
     """A sound file that is whole and holds what no recording should."""
     channels = int(rng.choice([1, 2, 255, 1024]))
@@ -237,6 +287,14 @@ def damaged_line(rng: np.random.Generator, kind: str, folder: Path, name: str) -
             return damaged_bytes(rng, json.dumps(conversation, ensure_ascii=False).encode())
         case "conversation: values":
             return damaged_entry(rng, conversation)
+        case "cut: bytes":
+            return damaged_bytes(rng, json.dumps(CUT).encode())
+        case "cut: values":
+            return damaged_entry(rng, CUT)
+        case "tar file":
+            damaged_tar(rng, folder, folder / f"audio_{name}.tar")
+            recording = str(rng.choice(list(FORMATS)))
+            return json.dumps({"audio_filepath": recording, "text": "one", "shard_id": int(name)}).encode()
         case "recording: file":
             recording = damaged_file(rng, folder, name)
         case _:
@@ -252,6 +310,9 @@ KINDS = (
     "conversation: values",
     "recording: file",
     "recording: samples",
+    "cut: bytes",
+    "cut: values",
+    "tar file",
 )
 
 # --- the check ---
@@ -286,8 +347,12 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def check(manifest: Path, load: Callable[..., Any], workers: Workers | int, outcome: Outcome) -> None:
-    """Reads one manifest as a training run does, once through; adds to the outcome."""
+def check(
+    manifest: Path, load: Callable[..., Any], workers: Workers | int, outcome: Outcome, tars: str = ""
+) -> None:
+    """Reads one manifest, or the Shar directory of cuts, as a training run does, once through; adds to the
+    outcome. tars: the tar files of the manifest.
+    """
     lines = {str(n) for n, line in enumerate(manifest.read_bytes().split(b"\n"), 1) if line.strip()}
     outcome.lines += len(lines)
     log = SkipLog(manifest.with_suffix(".skipped"))
@@ -295,7 +360,8 @@ def check(manifest: Path, load: Callable[..., Any], workers: Workers | int, outc
     documents: list[str] = []
     try:
         with time_limit(ITEM_SECONDS):
-            examples, faults = read_manifest(manifest)
+            path = manifest.parent if manifest.name == "cuts.jsonl" else manifest
+            examples, faults = Source(str(path), tars, "data.manifest").read(CONFIG.data)
         for fault in faults:
             on_skip(fault.key, fault.reason)
         with make_loader([examples], load, CONFIG, repeat=False, on_skip=on_skip, workers=workers) as loader:
@@ -337,11 +403,20 @@ def fuzz(folder: Path, count: int, seed: int, workers: Workers | int) -> dict[st
                 break
             rngs = [np.random.default_rng([seed, i]) for i in inputs]
             damaged = [damaged_line(r, kind, folder, f"{i}") for i, r in zip(inputs, rngs, strict=True)]
-            manifest = folder / f"{kind.replace(': ', '-')}-{inputs[0]}.jsonl"
-            sound = json.dumps(UTTERANCE).encode() if rngs[0].random() < 0.8 else b""
-            manifest.write_bytes(b"\n".join([*damaged, sound]) + b"\n")
+            manifest, tars, sound = folder / f"{kind.replace(': ', '-')}-{inputs[0]}.jsonl", "", UTTERANCE
+            if kind.startswith("cut"):
+                manifest, sound = manifest.with_suffix("") / "cuts.jsonl", CUT
+                manifest.parent.mkdir()
+                wave = (folder / "s16.wav").read_bytes()
+                write_tar(manifest.parent / "recording.tar", {"s16.wav": wave, "s16.json": b"{}"})
+            if kind == "tar file":
+                sound = UTTERANCE | {"shard_id": count}
+                write_tar(folder / f"audio_{count}.tar", {"s16.wav": (folder / "s16.wav").read_bytes()})
+                tars = f"{folder}/audio_{{{','.join(map(str, (*inputs, count)))}}}.tar"
+            last = json.dumps(sound).encode() if rngs[0].random() < 0.8 else b""
+            manifest.write_bytes(b"\n".join([*damaged, last]) + b"\n")
             start = time.perf_counter()
-            check(manifest, load, workers, outcome)
+            check(manifest, load, workers, outcome, tars)
             outcome.inputs += len(inputs)
             outcome.seconds += time.perf_counter() - start
     return outcomes

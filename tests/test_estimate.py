@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
+from jaxthd.config import (
+    AdaptConfig,
+    Config,
+    DataConfig,
+    EncoderConfig,
+    LLMConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
 from jaxthd.costs import Costs
 from jaxthd.describe import state_bytes
 from jaxthd.estimate import estimate, main, measure
@@ -45,8 +54,12 @@ def small(pattern: str, mesh: MeshConfig, microbatches: int = 1) -> Config:
         small("M*M*", MeshConfig(data=2, context=2, tensor=2)),
         small("*-E*-E", MeshConfig(data=2, pipeline=2), microbatches=2),
         small("*-*-", MeshConfig(context=2, pipeline=2), microbatches=2),
+        replace(
+            small("*-*-", MeshConfig(data=2, context=2, tensor=2)),
+            adapt=AdaptConfig(freeze=("encoder.*",), lora_rank=4),
+        ),
     ],
-    ids=["all layers on every rank", "pipeline and experts", "stages in lockstep"],
+    ids=["all layers on every rank", "pipeline and experts", "stages in lockstep", "LoRA"],
 )
 def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:
     """State exactly, bytes within 2%, whose rest are scalars; temporary memory within 40%: at so small a size

@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,22 @@ def test_steps_that_are_not_finite_are_marked_and_leave_the_curve_whole():
     assert list(axes.lines[0].get_xdata()) == [1, 2, 3, 5, 6, 7, 8, 9]
     assert list(axes.lines[-1].get_xdata()) == [4, 7]
     assert "2 step(s) not finite" in legend(axes)
+
+
+@pytest.mark.parametrize(
+    ("first", "last"), [(5.69, 9e-4), (5.6, 0.02), (5.6, 0.5), (4.8, 3.1), (1.9, 0.95), (11, 9.5), (3, 1e-9)]
+)
+def test_the_losses_labels_are_few_and_apart(first: float, last: float):
+    losses = np.geomspace(first, last, 40)
+    figure = curves_figure([{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)])
+    figure.draw_without_rendering()
+    axes = drawn(figure)["Loss"]
+    low, high = axes.get_ylim()
+    ticks = [*axes.yaxis.get_major_ticks(), *axes.yaxis.get_minor_ticks()]
+    labels = [x.label1 for x in ticks if low <= x.get_loc() <= high and x.label1.get_text()]
+    assert 3 <= len(labels) <= 9
+    boxes = sorted((label.get_window_extent() for label in labels), key=lambda box: box.y0)
+    assert all(above.y0 - below.y1 > 4 for below, above in pairwise(boxes))
 
 
 def test_a_run_without_validation_or_without_a_finite_step_can_be_drawn(tmp_path: Path):

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxthd.data.example import Example
 from jaxthd.data.faults import Fault
-from jaxthd.data.manifest import Example
+from jaxthd.data.sources import Source
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.tokenizer import ByteTokenizer
 from jaxthd.data.workers import Workers
@@ -26,7 +27,7 @@ def test_damaged_data_is_trained_on_or_listed_and_the_seed_decides_all(tmp_path:
     found = []
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
-        outcomes = fuzz(tmp_path / name, 60, 7, workers if name == "here" else 0)
+        outcomes = fuzz(tmp_path / name, 90, 7, workers if name == "here" else 0)
         assert [text for outcome in outcomes.values() for text in outcome.violations] == []
         files = {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.jsonl")}
         counts = {k: (o.inputs, o.lines, o.documents, o.listed, o.refused) for k, o in outcomes.items()}
@@ -81,6 +82,6 @@ def test_an_item_that_does_not_end_is_a_violation(tmp_path: Path, monkeypatch: p
 
 def test_a_manifest_that_takes_too_long_is_a_violation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fuzz_data, "ITEM_SECONDS", 0.1)
-    monkeypatch.setattr(fuzz_data, "read_manifest", lambda path: time.sleep(60))
+    monkeypatch.setattr(Source, "read", lambda *_: time.sleep(60))
     (found,) = checked(tmp_path, LOAD)
     assert "TimeoutError: no end after 0.1 s" in found

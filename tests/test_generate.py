@@ -17,12 +17,13 @@ import soundfile
 from jaxthd import generate
 from jaxthd.checkpoint import Checkpoints
 from jaxthd.config import Config, DataConfig, load_config
-from jaxthd.data.manifest import Clip, Example, Turn
+from jaxthd.data.example import Clip, Example, Turn
 from jaxthd.data.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
 from jaxthd.generation import Generator, Piece
 from jaxthd.mesh import make_mesh
 from jaxthd.state import init_state
+from jaxthd.workdir import write_config
 
 ROOT = Path(__file__).parents[1]
 CONFIG = '''"""A tiny model."""
@@ -52,6 +53,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, rate in (("a.wav", 16000), ("b.wav", 22050)):
         soundfile.write(folder / name, rng.normal(0, 0.1, rate), rate)
     config = load_config(folder / "tiny.py")
+    (folder / "run").mkdir()
+    write_config(folder / "run", config)
     with Checkpoints(folder / "run" / "checkpoints", keep=1) as checkpoints:
         checkpoints.save(3, init_state(config, make_mesh(config.mesh)), {})
     return folder
@@ -101,8 +104,7 @@ def test_the_checkpoints_weights_answer(run: Path):
     ("arguments", "message"),
     [
         ("", "--weights is missing"),
-        ("--weights none --prompt hi", "none/checkpoints holds no checkpoint; expected a run's workdir"),
-        ("--weights run run --prompt hi", "names 2 sources"),
+        ("--weights none --prompt hi", "no checkpoint at none; expected a folder"),
         (
             "--weights run --prompt hi --model.llm.vocab-size 100",
             "model.llm.vocab_size is 100; expected 260",

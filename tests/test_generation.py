@@ -13,8 +13,7 @@ import soundfile
 from flax import nnx
 
 from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
-from jaxthd.data.audio import Samples
-from jaxthd.data.manifest import Clip, Example, Turn
+from jaxthd.data.example import Clip, Example, Samples, Turn
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError

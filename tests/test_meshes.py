@@ -10,6 +10,7 @@ from jaxthd.state import stages_of
 from jaxthd.step import loss_and_gradient
 from scripts.check_meshes import (
     CAPACITY,
+    adapted,
     batch_for,
     canonical_state,
     check,
@@ -38,6 +39,13 @@ CHOSEN = [
 @pytest.mark.parametrize(("mesh", "variant"), CHOSEN, ids=str)
 def test_the_mesh_changes_neither_loss_nor_gradients(mesh: MeshConfig, variant: int):
     row = check(variants(mesh, "float64")[variant])
+    assert row["error"] <= 1e-10, row
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_mesh_does_not_change_what_an_adapted_model_learns(number: int):
+    """LoRA's gradients against those by hand from the dense model's; nothing for frozen parameters."""
+    row = check(adapted("float64")[number])
     assert row["error"] <= 1e-10, row
 
 

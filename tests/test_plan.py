@@ -12,8 +12,9 @@ from jaxthd import plan
 from jaxthd.cli import parse_command_line
 from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.data.audio import load_audio
+from jaxthd.data.example import Example
 from jaxthd.data.faults import Fault
-from jaxthd.data.manifest import Example, read_manifest
+from jaxthd.data.manifest import read_manifest
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.tokenizer import load_tokenizer
 from jaxthd.errors import UserError

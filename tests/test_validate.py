@@ -149,6 +149,10 @@ CASES = [
     # What is read.
     Case({"data.manifest": ()}, "data.manifest is (); expected one path or more"),
     Case({"data.manifest": ("synthetic", "")}, "expected one path or more, none of them empty"),
+    Case(
+        {"data.tarred_audio": ("", "a.tar")},
+        "names 2 sets of tar files for 1 manifests; expected one for each",
+    ),
     Case({"data.weights": (1.0, 2.0)}, "data.weights has 2 numbers for 1 manifests; expected one for each"),
     Case({"data.manifest": ("a", "b"), "data.weights": (1.0, 0.0)}, "(1.0, 0.0); expected finite numbers"),
     Case({"data.weights": (math.inf,)}, "data.weights is (inf,); expected finite numbers above 0"),
@@ -200,6 +204,34 @@ CASES = [
     Case({"model.dtype": "float64"}, "unless this is a test", DeviceFacts("cpu", 1, "cpu", x64=True), True),
     Case({"model.dtype": "bfloat16"}, "set model.dtype to float32 on a CPU", is_warning=True),
     Case({"model.attention_backend": "te"}, "Transformer Engine is not built in yet", GPU),
+    # What is trained.
+    Case(
+        {"adapt.freeze": ("encoder.*", "decoder.layers.mambo.*")},
+        "adapt.freeze 'decoder.layers.mambo.*' matches nothing; expected a pattern of parameter names, such "
+        "as decoder.layers.mamba.*",
+    ),
+    Case(
+        {"adapt.freeze": ("decoder.*.q.lora.a",), "adapt.lora_rank": 4}, "lora.a' matches nothing; expected"
+    ),
+    Case({"adapt.unfreeze": ("Head",)}, "adapt.unfreeze 'Head' matches nothing; expected a pattern of par"),
+    Case({"adapt.freeze": ("*",)}, "adapt.freeze matches every parameter; expected something to train"),
+    Case(
+        {"adapt.lora_rank": 4, "adapt.lora_targets": ("*.q", "*.query")},
+        "adapt.lora_targets '*.query' matches nothing; expected a pattern of projection names",
+    ),
+    Case(
+        {"adapt.lora_rank": 4, "adapt.lora_targets": ("*.mixer.router",), "model.llm.pattern": "E"},
+        "'*.mixer.router' matches nothing but routers or routed experts, which take no low-rank matrices",
+    ),
+    Case(
+        {"adapt.lora_rank": 4, "adapt.lora_targets": ("decoder.*.moe.mixer.up",), "model.llm.pattern": "E*"},
+        "mixer.up' matches nothing but routers or routed experts",
+    ),
+    Case({"adapt.lora_rank": -1}, "adapt.lora_rank is -1; expected 0 or more"),
+    Case({"adapt.lora_rank": 4, "adapt.lora_targets": ()}, "adapt.lora_targets is empty"),
+    Case({"adapt.lora_rank": 4, "adapt.lora_alpha": 0.0}, "adapt.lora_alpha is 0"),
+    Case({"adapt.encoder_lr_factor": -0.1}, "adapt.encoder_lr_factor is -0.1; expected 0 or more"),
+    Case({"adapt.adapter_lr_factor": 0.0}, "adapt.adapter_lr_factor is 0; expected more than 0: freeze"),
     # The optimization.
     Case({"train.warmup_steps": 201}, "train.warmup_steps is 201 in a run of 200 steps", is_warning=True),
     Case({"train.min_learning_rate": 0.1}, "expected a learning rate that falls", is_warning=True),

@@ -70,6 +70,8 @@ def test_what_does_not_change_what_is_learned_may_change(tmp_path: Path):
     others = {
         "mesh": MeshConfig(data=2, context=4),
         "data.manifest": ("moved.jsonl",),
+        "data.tarred_audio": ("moved.tar",),
+        "data.validation_tarred_audio": "moved.tar",
         "data.workers": 7,
         "model.attention_block": 64,
         "model.context_exchange": "all_gather",

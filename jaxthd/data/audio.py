@@ -1,14 +1,18 @@
 """Recordings: any file libsndfile reads -> 16 kHz mono samples -> pieces of the encoder's window."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import soundfile
 import soxr
-from jaxtyping import Float32, Shaped
+from jaxtyping import Float32
 
+from jaxthd.data.example import Channels, Member, Samples
 from jaxthd.data.features import HOP, SAMPLE_RATE
 
 MIN_SAMPLES = 2 * HOP
@@ -25,31 +29,26 @@ class AudioError(ValueError):
     """A recording that cannot be used. The message names the file and the cause."""
 
 
-@dataclass(frozen=True, eq=False)
-class Samples:
-    """A recording in memory: samples in [-1, 1], [samples] or [samples, channels]; rate: of them a second."""
-
-    samples: Shaped[np.ndarray, "samples *channels"]
-    rate: int
-
-    @property
-    def duration(self) -> float:
-        """Seconds."""
-        return len(self.samples) / self.rate
-
-
 def load_audio(
-    path: str | Path, offset: float = 0.0, duration: float | None = None, most_seconds: float = math.inf
+    path: str | Path,
+    offset: float = 0.0,
+    duration: float | None = None,
+    most_seconds: float = math.inf,
+    member: Member | None = None,
+    channels: Channels | None = None,
 ) -> Float32[np.ndarray, " samples"]:
     """Reads `duration` seconds from `offset` seconds (None: to the end), as 16 kHz mono in [-1, 1].
 
     Only that range is read, and no more memory is taken than it needs, whatever length the header claims.
     Channels are averaged; other rates are resampled (soxr, HQ).
+    member: of the tar file `path`; None: the file is the recording. channels: those that are averaged.
     Raises AudioError for a file that is missing, unreadable, or ends before `offset` or more than 0.25 s
     before offset + duration; for more than `most_seconds`; for a rate outside 1 to 1,000 kHz; for samples
-    that are not finite, or beyond 1e6; for fewer than 320 of them (two mel frames).
+    that are not finite, or beyond 1e6; for fewer than 320 of them (two mel frames); for a number of channels
+    that `channels` does not speak of.
     """
     path = Path(path)
+    name = f"{path}: {member.name}" if member else str(path)
     try:
         found = path.is_file()
     except OSError as error:  # a name too long, a folder without permission
@@ -58,31 +57,32 @@ def load_audio(
         raise AudioError(f"{path}: no such file; correct audio_filepath in the manifest")
     if offset < 0 or (duration is not None and duration <= 0):
         raise AudioError(
-            f"{path}: offset {offset} s, duration {duration} s; expected offset >= 0, duration > 0"
+            f"{name}: offset {offset} s, duration {duration} s; expected offset >= 0, duration > 0"
         )
     try:
-        with soundfile.SoundFile(path) as file:
+        with open_recording(path, member) as file:
             rate, length = file.samplerate, file.frames
             if rate not in RATES:
-                raise AudioError(f"{path}: {rate} samples a second; expected {RATES[0]} to {RATES[-1]}")
+                raise AudioError(f"{name}: {rate} samples a second; expected {RATES[0]} to {RATES[-1]}")
             if 0 < length <= offset * rate:
-                raise AudioError(f"{path}: offset {offset} s is past the end at {length / rate:.3f} s")
+                raise AudioError(f"{name}: offset {offset} s is past the end at {length / rate:.3f} s")
+            heard = _heard(channels, file.channels, name)
             file.seek(round(offset * rate))
             seconds = math.inf if duration is None else duration
-            samples = _read_mono(file, round(min(seconds * rate, most_seconds * rate + 1, length)))
+            samples = _read_mono(file, round(min(seconds * rate, most_seconds * rate + 1, length)), heard)
     except (soundfile.SoundFileError, OSError, TypeError) as error:
         # A TypeError is a file without a header, such as .raw: its rate would have to be given.
-        raise AudioError(f"{path}: libsndfile cannot read it ({error})") from error
+        raise AudioError(f"{name}: libsndfile cannot read it ({error})") from error
     if not len(samples):
-        raise AudioError(f"{path}: no samples; the file is empty or cut short")
+        raise AudioError(f"{name}: no samples; the file is empty or cut short")
     if len(samples) > most_seconds * rate:
-        raise AudioError(f"{path}: more than {most_seconds} s, which is all that data.audio_capacity holds")
+        raise AudioError(f"{name}: more than {most_seconds} s, which is all that data.audio_capacity holds")
     if duration is not None and len(samples) / rate < duration - DURATION_SLACK:
         raise AudioError(
-            f"{path}: {len(samples) / rate:.3f} s from offset {offset} s, the manifest says {duration} s; "
+            f"{name}: {len(samples) / rate:.3f} s from offset {offset} s, the manifest says {duration} s; "
             "the file is cut short, or the manifest is of another file"
         )
-    return _resampled(samples, rate, str(path))
+    return _resampled(samples, rate, name)
 
 
 def from_samples(found: Samples, most_seconds: float = math.inf) -> Float32[np.ndarray, " samples"]:
@@ -118,7 +118,71 @@ def _resampled(samples: np.ndarray, rate: int, name: str) -> Float32[np.ndarray,
     return samples
 
 
-def _read_mono(file: soundfile.SoundFile, wanted: int) -> Float32[np.ndarray, " samples"]:
+@contextmanager
+def open_recording(path: Path, member: Member | None = None) -> Iterator[soundfile.SoundFile]:
+    """The sound file at `path`, or in the tar file there. Raises what soundfile does, or OSError."""
+    if member is None:
+        with soundfile.SoundFile(path) as file:
+            yield file
+        return
+    with path.open("rb") as tar:
+        within = _Within(tar, member)
+        try:
+            with soundfile.SoundFile(within) as file:
+                yield file
+        finally:
+            if within.error:
+                raise within.error
+
+
+class _Within:
+    """A member of a tar file as a file of its own, as soundfile takes one: reads what is asked for.
+
+    error: what went wrong in it; libsndfile sees no more than the end of the file.
+    """
+
+    def __init__(self, tar: BufferedReader, member: Member) -> None:
+        self._tar, self._member, self._at = tar, member, 0
+        self.error: OSError | None = None
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        at = offset + (0, self._at, self._member.size)[whence]
+        if at >= 0:  # otherwise it stays, which libsndfile notices
+            self._at = at
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = memoryview(buffer)[: max(self._member.size - self._at, 0)]
+        try:
+            self._tar.seek(self._member.start + self._at)
+            found = self._tar.readinto(wanted)
+            if found < len(wanted):
+                raise OSError("the tar file has become shorter since its headers were read")
+        except OSError as error:
+            self.error = error
+            return 0
+        self._at += found
+        return found
+
+
+def _heard(channels: Channels | None, there: int, name: str) -> slice | list[int]:
+    """Which of a file's channels are averaged."""
+    if channels is None or there == len(channels.heard):
+        return slice(None)
+    if there != channels.total:
+        raise AudioError(
+            f"{name}: {there} channels; expected {channels.total}, as its recording says, or the "
+            f"{len(channels.heard)} that its cut hears"
+        )
+    return list(channels.heard)
+
+
+def _read_mono(
+    file: soundfile.SoundFile, wanted: int, heard: slice | list[int]
+) -> Float32[np.ndarray, " samples"]:
     """At most `wanted` samples from where the file stands, channels averaged; as many as there are.
 
     In blocks of 4 MB: a header may claim any number of them.
@@ -130,7 +194,7 @@ def _read_mono(file: soundfile.SoundFile, wanted: int) -> Float32[np.ndarray, " 
         if not len(channels):
             break
         with np.errstate(over="ignore", invalid="ignore"):  # of what is not finite; the caller looks at that
-            pieces.append(channels.mean(axis=1, dtype=np.float32))
+            pieces.append(channels[:, heard].mean(axis=1, dtype=np.float32))
         wanted -= len(channels)
     return np.concatenate(pieces)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from jaxthd.data.manifest import Turn
+from jaxthd.data.example import Turn
 from jaxthd.data.render import LEARNT, LEARNT_END, Renderer, RenderError
 from jaxthd.data.tokenizer import FileTokenizer
 from jaxthd.errors import UserError

@@ -1,19 +1,18 @@
-"""The loaders of a run: its manifests read, its documents made, packed and laid out."""
+"""The loaders of a run: its data sets read, its documents made, packed and laid out."""
 
-import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from jaxthd.config import Config
+from jaxthd.data.example import Example
 from jaxthd.data.faults import SkipLog
-from jaxthd.data.manifest import Example, read_manifest
 from jaxthd.data.pipeline import Loader, RowReport, make_loader, totals
 from jaxthd.data.prompt import PromptTemplate
+from jaxthd.data.sources import Source, training_sources, validation_sources
 from jaxthd.data.speech import SpeechDocuments
-from jaxthd.data.synthetic import synthetic_manifests
 from jaxthd.data.tokenizer import load_tokenizer
 from jaxthd.data.workers import Workers
 from jaxthd.distributed import exchange, is_first, require_same
@@ -76,10 +75,10 @@ def whole_position(position: dict[str, Any]) -> dict[str, Any]:
 
 
 class SpeechData:
-    """The run's manifests as loaders. Faulty lines and recordings go to the skip log.
+    """The run's data sets as loaders. Faulty lines and recordings go to the skip log.
 
     end_id: the token that ends an answer.
-    Raises UserError for prompts that cannot be encoded and for a manifest without a usable line.
+    Raises UserError for prompts that cannot be encoded and for a data set without a usable line.
     """
 
     def __init__(self, config: Config, workdir: Path) -> None:
@@ -91,11 +90,10 @@ class SpeechData:
         self._workers = Workers(data.workers) if data.workers else 0
         self._train_documents = SpeechDocuments(config, tokenizer, train=True)
         self._validation_documents = SpeechDocuments(config, tokenizer, train=False)
-        self._manifests = _paths(data.manifest, 0)
-        self._validation_manifests = _paths([m for m in (data.validation_manifest,) if m], 1)
+        self._sources, self._validation_sources = training_sources(data), validation_sources(data)
         self.skipped = SkipLog(workdir / "skipped.jsonl", writes=is_first())
-        self._training = self._read(self._manifests, "data.manifest")
-        self._validation = self._read(self._validation_manifests, "data.validation_manifest")
+        self._training = self._read(self._sources)
+        self._validation = self._read(self._validation_sources)
         training, validation = (sum(map(len, sources)) for sources in (self._training, self._validation))
         print(f"{training} training and {validation} validation documents")
 
@@ -104,7 +102,7 @@ class SpeechData:
         return bool(self._validation)
 
     def training(self, rows: Collection[int] | None = None) -> InStep:
-        """Without end, dithered and masked, shuffled anew every epoch, manifests mixed by data.weights.
+        """Without end, dithered and masked, shuffled anew every epoch, data sets mixed by data.weights.
 
         rows: see make_loader. Its position is refused for other documents.
         """
@@ -115,7 +113,7 @@ class SpeechData:
             self._train_documents,
             self._config,
             rows=rows,
-            on_skip=self.skipped.of(self._manifests),
+            on_skip=self._on_skip(self._sources),
             identity=identity,
             weights=self._config.data.weights or None,
             workers=self._workers,
@@ -124,7 +122,7 @@ class SpeechData:
         return InStep(loader, self.skipped)
 
     def validation(self, rows: Collection[int] | None = None) -> InStep:
-        """One pass over the validation set, in the manifest's order. rows: see make_loader."""
+        """One pass over the validation set, in its order. rows: see make_loader."""
         loader = make_loader(
             self._validation,
             self._validation_documents,
@@ -132,7 +130,7 @@ class SpeechData:
             rows=rows,
             repeat=False,
             shuffle=False,
-            on_skip=self.skipped.of(self._validation_manifests),
+            on_skip=self._on_skip(self._validation_sources),
             workers=self._workers,
             prefetch=self._config.data.prefetch,
         )
@@ -143,36 +141,27 @@ class SpeechData:
         if isinstance(self._workers, Workers):
             self._workers.close()
 
-    def _read(self, manifests: list[str], setting: str) -> list[list[Example]]:
-        sources = []
-        for number, manifest in enumerate(manifests):
-            data = self._config.data
-            examples, faults = read_manifest(
-                manifest, setting, prompt=data.prompt, placeholder=data.audio_placeholder, number=number
-            )
+    def _read(self, sources: Sequence[Source]) -> list[list[Example]]:
+        found = []
+        for number, source in enumerate(sources):
+            examples, faults = source.read(self._config.data, number)
             for fault in faults:
-                self.skipped.of(manifests)(fault.key, fault.reason)
-            sources.append(examples)
-        return sources
+                self._on_skip(sources)(fault.key, fault.reason)
+            found.append(examples)
+        return found
+
+    def _on_skip(self, sources: Sequence[Source]) -> Callable[[str, str], None]:
+        return self.skipped.of([source.path for source in sources])
 
     def _identity(self) -> dict[str, Any]:
         """What the training documents depend on besides what make_loader adds, as JSON gives it back."""
         data, encoder = self._config.data, self._config.model.encoder
-        hashes = []
-        for manifest in self._manifests:
-            with open(manifest, "rb") as file:
-                hashes.append(hashlib.file_digest(file, "blake2b").hexdigest()[:16])
         names = ("tokenizer", "template", "system_prompt", "prompt", "audio_placeholder")
         return {
-            "manifest": hashes,
+            "manifest": [source.digest() for source in self._sources],
             **{name: getattr(data, name) for name in names},
             **({"template_options": data.template_options} if data.template_options else {}),
             "spec_augment": asdict(data.spec_augment),
             "chunk_seconds": encoder.chunk_seconds,
             "num_mels": encoder.num_mels,
         }
-
-
-def _paths(manifests: Sequence[str], split: int) -> list[str]:
-    """With "synthetic" made, if need be. split: 0 for training, 1 for validation."""
-    return [str(synthetic_manifests()[split]) if m == "synthetic" else m for m in manifests]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jaxthd.config import DataConfig
 from jaxthd.data.chat_template import ChatTemplate
-from jaxthd.data.manifest import Turn
+from jaxthd.data.example import Turn
 from jaxthd.data.tokenizer import FileTokenizer, Tokenizer
 from jaxthd.errors import UserError
 

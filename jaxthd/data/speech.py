@@ -1,4 +1,4 @@
-"""Lines of manifests -> documents: turns written out, recordings decoded, features, SpecAugment.
+"""Lines of data sets -> documents: turns written out, recordings decoded, features, SpecAugment.
 
 Worker processes import this: no jax, no grain.
 """
@@ -6,10 +6,10 @@ Worker processes import this: no jax, no grain.
 import numpy as np
 
 from jaxthd.config import Config
-from jaxthd.data.audio import Samples, chunk_audio, from_samples, load_audio
+from jaxthd.data.audio import chunk_audio, from_samples, load_audio
+from jaxthd.data.example import Clip, Example, Samples
 from jaxthd.data.faults import Fault
 from jaxthd.data.features import DITHER, HOP, document_rng, log_mel, spec_augment
-from jaxthd.data.manifest import Clip, Example
 from jaxthd.data.prompt import PromptTemplate
 from jaxthd.data.tokenizer import Tokenizer
 from jaxthd.packing.document import Document
@@ -61,7 +61,9 @@ class SpeechDocuments:
         if isinstance(clip, Samples):
             samples = from_samples(clip, self._most_seconds)
         else:
-            samples = load_audio(clip.path, clip.offset, clip.duration, most_seconds=self._most_seconds)
+            samples = load_audio(
+                clip.path, clip.offset, clip.duration, self._most_seconds, clip.member, clip.channels
+            )
         dither = 0.0 if rng is None else DITHER
         pieces = chunk_audio(samples, self._chunk_samples)
         return [log_mel(piece, self._num_mels, dither=dither, rng=rng) for piece in pieces]

@@ -246,11 +246,11 @@ class ConvModule(nnx.Module):
 
     def __init__(self, config: EncoderConfig, init: Init) -> None:
         dim, taps = config.dim, config.conv_kernel
-        self.up = Linear(dim, 2 * dim, init, bias=config.linear_bias)
+        self.up = Linear(dim, 2 * dim, init, bias=config.conv_bias)
         self.depthwise = init.normal((taps, dim))
-        self.depthwise_bias = init.zeros((dim,)) if config.linear_bias else None
+        self.depthwise_bias = init.zeros((dim,)) if config.conv_bias else None
         self.norm = BatchNorm(dim, init)
-        self.down = Linear(dim, dim, init, bias=config.linear_bias)
+        self.down = Linear(dim, dim, init, bias=config.conv_bias)
 
     def __call__(
         self, x_ED: Float[Array, "E D"], clips: Clips, *, train: bool, axes: tuple[str, ...]

@@ -1,7 +1,9 @@
 """The small layers that every model shares.
 
-Legend: N tokens, D features in, F features out.
+Legend: N tokens, D features in, F features out, r rank of the low-rank matrices.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from jaxtyping import Float
 
 from jaxthd.mesh import TENSOR
 from jaxthd.ops.numerics import accumulation_dtype
-from jaxthd.parallel.params import Cut, Init, own_part
+from jaxthd.parallel.params import Cut, Init, own_part, stack
 
 
 class RMSNorm(nnx.Module):
@@ -38,8 +40,34 @@ class RMSNorm(nnx.Module):
         return (grouped.reshape(x_ND.shape) * self.weight[...]).astype(x_ND.dtype)
 
 
+class LoRA(nnx.Module):
+    """scale (x @ a) @ b (Hu et al., LoRA, 2021). a is [D, r], b is [r, F] and 0 at first.
+
+    a starts normal with std 1 / sqrt(3 D), that of peft's kaiming_uniform_(a=sqrt(5)).
+    cut_in, cut_out: see Linear; a is cut like x, b like the result.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        out: int,
+        rank: int,
+        scale: float,
+        init: Init,
+        cut_in: Cut | None,
+        cut_out: Cut | None,
+    ) -> None:
+        self.a = init.normal((dim, rank), (cut_in, None), 1 / math.sqrt(3 * dim))
+        self.b = init.matrix(jnp.zeros((rank, out)), (None, cut_out))
+        self.scale, self.cut_out, self.mesh = scale, cut_out, init.mesh
+
+    def __call__(self, x_ND: Float[Array, "N D"]) -> Float[Array, "N F"]:
+        b_rF = own_part(self.b[...], 1, self.cut_out, self.mesh)
+        return self.scale * (x_ND @ self.a[...].astype(x_ND.dtype)) @ b_rF.astype(x_ND.dtype)
+
+
 class Linear(nnx.Module):
-    """x @ w (+ bias), computed in x's dtype. w is [D, F].
+    """x @ w (+ bias), computed in x's dtype. w is [D, F]. With add_lora, low-rank matrices beside w.
 
     cut_in: x is this rank's part of the features, and so is w; the ranks' results are to be summed.
     cut_out: the result is this rank's part.
@@ -58,13 +86,27 @@ class Linear(nnx.Module):
     ) -> None:
         self.w = init.normal((dim, out), (cut_in, cut_out), std)
         self.bias = init.zeros((out,), (cut_out,)) if bias else None
-        self.cut, self.mesh = cut_out, init.mesh
+        self.lora: LoRA | None = None
+        self.cut_in, self.cut_out, self.mesh, self.spread = cut_in, cut_out, init.mesh, init.spread
 
     def __call__(self, x_ND: Float[Array, "N D"]) -> Float[Array, "N F"]:
-        y_NF = x_ND @ own_part(self.w[...], 1, self.cut, self.mesh).astype(x_ND.dtype)
+        y_NF = x_ND @ own_part(self.w[...], 1, self.cut_out, self.mesh).astype(x_ND.dtype)
+        if self.lora is not None:
+            y_NF = y_NF + self.lora(x_ND)
         if self.bias is None:
             return y_NF
-        return y_NF + own_part(self.bias[...], 0, self.cut, self.mesh).astype(x_ND.dtype)
+        return y_NF + own_part(self.bias[...], 0, self.cut_out, self.mesh).astype(x_ND.dtype)
+
+    def add_lora(self, rank: int, scale: float, key: Array) -> None:
+        """For a stack of layers (parallel/params.py) too."""
+        *repeats, dim, out = self.w.shape
+        init = Init(key, self.w.dtype, self.mesh, self.spread)
+
+        def make(init: Init) -> LoRA:
+            return LoRA(dim, out, rank, scale, init, self.cut_in, self.cut_out)
+
+        axes = self.w.get_metadata("cuts")[0]
+        self.lora = nnx.data(stack(make, init, *repeats, axes=axes) if repeats else make(init))
 
 
 def relu_squared(x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -12,6 +12,7 @@ v vocabulary entries of a block.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ def supervised_log_probs(
 
     axes: mesh axes over which the vocabulary is cut, rank-major. Differentiable in h and head.
     """
-    return _forward(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes)[0]
+    return _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes)[0]
 
 
 def supervised_scores(
@@ -84,9 +85,12 @@ def _local(targets_N: Array, head_VD: Array, axes: tuple[str, ...]) -> Array:
     return targets_N - jax.lax.axis_index(axes) * len(head_VD) if axes else targets_N
 
 
-def _forward(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes):
+def _forward(h, head, targets, supervised, row_block, vocab_block, axes):
+    # What a frozen head's gradient needs is left out here: out of nested loops the compiler does not take it.
+    wants_head = () if head.perturbed else None
+    h_ND, head_VD, targets_N, supervised_N = (x.value for x in (h, head, targets, supervised))
     logp_N, _, lse_br = _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes)
-    return logp_N, (h_ND, head_VD, targets_N, supervised_N, lse_br)
+    return logp_N, (h_ND, head_VD, targets_N, supervised_N, lse_br, wants_head)
 
 
 def _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes):
@@ -123,7 +127,7 @@ def _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_blo
 
 
 def _backward(row_block, vocab_block, axes, residuals, dlogp_N):
-    h_ND, head_VD, targets_N, supervised_N, lse_br = residuals
+    h_ND, head_VD, targets_N, supervised_N, lse_br, wants_head = residuals
     acc = accumulation_dtype(h_ND)
     rows_br, used = _rows(supervised_N, row_block)
     firsts, size = _vocab_blocks(len(head_VD), vocab_block)
@@ -131,29 +135,28 @@ def _backward(row_block, vocab_block, axes, residuals, dlogp_N):
     # Every rank got a part of what the whole result's cotangent is.
     dlogp_N = jax.lax.psum(dlogp_N, axes) if axes else dlogp_N
 
-    def row_step(b: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def row_step(b: Array, carry: tuple[Array, Array | None]) -> tuple[Array, Array | None]:
         dh_ND, dhead_VD = carry
         h_rD, target_r, dlogp_r1 = (_take(x, rows_br[b]) for x in (h_ND, local_N, dlogp_N[:, None]))
 
-        def vocab_step(carry: tuple[Array, Array], first: Array) -> tuple[tuple[Array, Array], None]:
+        def vocab_step(carry: tuple[Array, Array | None], first: Array) -> tuple[Any, None]:
             dh_rD, dhead_VD = carry
             logits_rv, ids_v, head_vD = _logits(h_rD, head_VD, first, size)
             hit_rv = (ids_v == target_r[:, None]) & (ids_v >= first)
             dlogits_rv = (dlogp_r1 * (hit_rv - jnp.exp(logits_rv - lse_br[b][:, None]))).astype(h_ND.dtype)
             dh_rD += jnp.einsum("rv,vd->rd", dlogits_rv, head_vD, preferred_element_type=acc)
-            dhead_vD = jnp.einsum("rv,rd->vd", dlogits_rv, h_rD, preferred_element_type=acc)
-            old_vD = jax.lax.dynamic_slice_in_dim(dhead_VD, ids_v[0], size)
-            return (
-                dh_rD,
-                jax.lax.dynamic_update_slice_in_dim(dhead_VD, old_vD + dhead_vD, ids_v[0], 0),
-            ), None
+            if dhead_VD is not None:
+                dhead_vD = jnp.einsum("rv,rd->vd", dlogits_rv, h_rD, preferred_element_type=acc)
+                old_vD = jax.lax.dynamic_slice_in_dim(dhead_VD, ids_v[0], size)
+                dhead_VD = jax.lax.dynamic_update_slice_in_dim(dhead_VD, old_vD + dhead_vD, ids_v[0], 0)
+            return (dh_rD, dhead_VD), None
 
         (dh_rD, dhead_VD), _ = jax.lax.scan(vocab_step, (jnp.zeros(h_rD.shape, acc), dhead_VD), firsts)
         return dh_ND.at[rows_br[b]].set(dh_rD.astype(dh_ND.dtype), mode="drop"), dhead_VD
 
-    start = (jnp.zeros_like(h_ND), jnp.zeros(head_VD.shape, acc))
-    dh_ND, dhead_VD = jax.lax.fori_loop(0, used, row_step, start)
-    return dh_ND, dhead_VD.astype(head_VD.dtype), None, None
+    dhead_VD = None if wants_head is None else jnp.zeros(head_VD.shape, acc)
+    dh_ND, dhead_VD = jax.lax.fori_loop(0, used, row_step, (jnp.zeros_like(h_ND), dhead_VD))
+    return dh_ND, None if dhead_VD is None else dhead_VD.astype(head_VD.dtype), None, None
 
 
-supervised_log_probs.defvjp(_forward, _backward)
+supervised_log_probs.defvjp(_forward, _backward, symbolic_zeros=True)

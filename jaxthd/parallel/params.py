@@ -94,7 +94,10 @@ class Init:
     def normal(self, shape: tuple[int, ...], dims: Dims = (), std: float | None = None) -> nnx.Param:
         """A weight matrix whose second to last dim is its fan-in: normal, std 1 / sqrt(fan-in) by default."""
         std = 1 / math.sqrt(shape[-2]) if std is None else std
-        return self._make(nnx.Param, std * jax.random.normal(self.next_key(), shape, self.dtype), dims, True)
+        return self.matrix(std * jax.random.normal(self.next_key(), shape, self.dtype), dims)
+
+    def matrix(self, value: jax.Array, dims: Dims = ()) -> nnx.Param:
+        return self._make(nnx.Param, value, dims, True)
 
     def zeros(self, shape: tuple[int, ...], dims: Dims = ()) -> nnx.Param:
         return self.param(jnp.zeros(shape), dims)
@@ -224,5 +227,5 @@ def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def weight_decay_mask(state: Any) -> Any:
-    """A nested dict of bools: weight decay applies to what Init.normal made, the weight matrices."""
+    """A nested dict of bools: weight decay applies to the weight matrices (Init.normal, Init.matrix)."""
     return nnx.to_pure_dict(jax.tree.map(lambda v: v.get_metadata("decayed"), state, is_leaf=_is_variable))

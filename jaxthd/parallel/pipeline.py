@@ -11,7 +11,8 @@ gradient, stage backward (which computes the stage again from its input), the gr
 ranks do together sits in branches that all take alike. Stages of one program run in such branches too, so
 that collectives may name any rank; where stages differ a rank skips its idle turns.
 
-Gradients are of the sum of all ranks' shares (see parallel/tensor.py for the convention).
+Gradients are of the sum of all ranks' shares (see parallel/tensor.py for the convention), for the parameters
+that the parts are given: where a part has none (all None), nothing is computed for them.
 """
 
 from collections.abc import Callable
@@ -116,14 +117,14 @@ def accumulate(
         arrived, returned = run.send(y, 1), run.send(dx, -1)
         return (saved, arrived, returned, gradients, state, share, extras), None
 
-    acc = jnp.result_type(*jax.tree.leaves(params.leave))
+    share_like = jax.eval_shape(lambda x: parts.leave(params.leave, x, first)[0], x_like)
     start = (
         jnp.zeros((schedule.slots, *x_like.shape), x_like.dtype),
         zeros(x_like),
         zeros(x_like),
         jax.tree.map(jnp.zeros_like, params),
         state,
-        jnp.zeros((), acc),
+        zeros(share_like),
         jax.tree.map(lambda e: jnp.zeros((schedule.chunks, *e.shape), e.dtype), extra_like),
     )
     (_, _, _, gradients, state, share, extras), _ = jax.lax.scan(tick, start, _tables(schedule))
@@ -238,6 +239,9 @@ class _Run:
 
     @jax.named_scope("enter_gradient")
     def enter_gradient_if(self, micro: Array, state: Tree, dx: Array) -> Tree:
+        if not jax.tree.leaves(self._params.enter):
+            return self._params.enter
+
         def run() -> Tree:
             def enter(params: Tree) -> Array:
                 return self._parts.enter(params, state, self.batch(micro))[0]

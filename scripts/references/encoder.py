@@ -1,9 +1,10 @@
 """Writes tests/references/fastconformer.npz: a tiny random ParakeetEncoder of the transformers library.
 
-    python scripts/references/encoder.py        # in an environment with torch and transformers; about 5 s
+    python scripts/references/encoder.py [--checkpoints FOLDER]     # needs torch and transformers; about 5 s
 
-Float32; clips are given one at a time, unpadded, without a mask. Keys (c is a clip's number):
-    config.NAME                 the ParakeetEncoderConfig fields named in CONFIG, as scalars
+FOLDER: save_pretrained's checkpoint is left there. Float32; clips are given one at a time, unpadded, without
+a mask. Keys (c is a clip's number):
+    config                      config.json, as save_pretrained writes it
     weight.NAME                 every parameter and BatchNorm statistic (random too) under its library name
     mels.c                      [mel frames, mels], lengths LENGTHS
     output.c                    [encoder frames, dim], eval mode
@@ -14,11 +15,13 @@ Float32; clips are given one at a time, unpadded, without a mask. Keys (c is a c
     train.NAME                  running_mean and running_var after that run
 """
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
+from places import arguments
 
 LENGTHS = (8, 16, 17, 100, 203)
 TRAIN_CLIP = 4
@@ -51,11 +54,15 @@ def randomize(model: torch.nn.Module) -> None:
 
 
 def main() -> None:
-    torch.manual_seed(0)
+    options = arguments(__doc__)
+    torch.manual_seed(options.seed)
     config = transformers.ParakeetEncoderConfig(**CONFIG, **NO_DROPOUT, attn_implementation="eager")
     model = transformers.ParakeetEncoder(config).eval()
     randomize(model)
-    out: dict[str, np.ndarray] = {f"config.{k}": np.asarray(v) for k, v in CONFIG.items()}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (options.checkpoints or Path(scratch)) / "fastconformer"
+        model.save_pretrained(folder)
+        out = {"config": np.asarray((folder / "config.json").read_text())}
     out |= {f"weight.{k}": v.numpy().copy() for k, v in model.state_dict().items() if v.is_floating_point()}
 
     loss = torch.zeros(())
@@ -74,7 +81,7 @@ def main() -> None:
     out |= {"train.clip": np.asarray(TRAIN_CLIP), "train.output": output.numpy()}
     out |= {f"train.{k}": v.numpy() for k, v in model.state_dict().items() if "running_" in k}
 
-    path = Path(__file__).parents[2] / "tests" / "references" / "fastconformer.npz"
+    path = options.out / "fastconformer.npz"
     np.savez_compressed(path, **out)  # type: ignore[arg-type]
     print(f"{path.name}: {len(out)} arrays, {path.stat().st_size} bytes")
 

@@ -1,18 +1,19 @@
 """Writes tests/references/nemotron_h.npz and nemotron_h_latent.npz: tiny random NemotronHForCausalLM models.
 
-    python scripts/references/nemotron_h.py     # in an environment with torch and transformers; about 20 s
+    python scripts/references/nemotron_h.py [--checkpoints FOLDER]
 
-Float32, eval mode; documents of LENGTHS tokens are given one at a time, unpadded. The scan's chunk is 16, so
-the documents are shorter than, equal to and longer than a chunk. Two models: one with experts on the model
-dim, one with a latent projection around them (VARIANTS). Names are those of checkpoints on disk: prefix
-"backbone.", experts one by one.
+Needs torch and transformers; takes about 20 s. Float32, eval mode; documents of LENGTHS tokens are given one
+at a time, unpadded. The scan's chunk is 16, so the documents are shorter than, equal to and longer than a
+chunk. Two models: one with experts on the model dim, one with a latent projection around them (VARIANTS).
+Names are those of checkpoints on disk: prefix "backbone.", experts one by one.
 
 The library's CPU scan clamps dt to [time_step_min, inf) and ignores time_step_limit. The first model has
 time_step_min = 1e-30, which no dt here goes below: no clamp. The second has 0.05, which a third of its dt go
-below: a model with the limit (0.05, inf) equals it.
+below, and says so in time_step_limit too. FOLDER: save_pretrained's checkpoints
+are left there, by name.
 
 Keys (c a document's number, i a layer's):
-    config.NAME         the NemotronHConfig fields of the variant (hybrid_override_pattern is a string)
+    config              config.json, as save_pretrained writes it
     weight.NAME         every parameter, and mixer.gate.e_score_correction_bias
     tokens.c            int64 [tokens]
     logits.c            [tokens, vocabulary]
@@ -34,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from places import arguments
 from safetensors.numpy import load_file
 
 LENGTHS = (1, 5, 16, 37)
@@ -70,6 +72,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 5.0,
         "moe_latent_size": 12,
         "time_step_min": 0.05,
+        "time_step_limit": (0.05, float("inf")),
     },
 }
 
@@ -78,6 +81,8 @@ def randomize(model: torch.nn.Module) -> None:
     """Gives every weight a value that an error in its use would show."""
     with torch.no_grad():
         for name, x in model.state_dict().items():
+            if not x.is_floating_point():
+                continue
             if name.endswith("A_log"):
                 x.uniform_(0.0, 2.5)
             elif name.endswith("dt_bias"):
@@ -105,16 +110,15 @@ def on_disk(named: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     return out
 
 
-def reference(fields: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """Everything one file holds."""
+def reference(fields: dict[str, Any], seed: int, folder: Path) -> dict[str, np.ndarray]:
+    """Everything one file holds. folder: the checkpoint goes there."""
     torch.manual_seed(seed)
     config = transformers.NemotronHConfig(**fields, attn_implementation="eager")
     model = transformers.NemotronHForCausalLM(config).eval()
     randomize(model)
     weights = on_disk(dict(model.state_dict()))
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        assert load_file(Path(folder) / "model.safetensors").keys() == weights.keys()
+    model.save_pretrained(folder)
+    assert load_file(folder / "model.safetensors").keys() == weights.keys()
 
     seen: dict[str, torch.Tensor] = {}
     margins: list[float] = []
@@ -143,7 +147,7 @@ def reference(fields: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     for i, layer in enumerate(model.model.layers):
         watch(i, layer.mixer)
 
-    out: dict[str, np.ndarray] = {f"config.{k}": np.asarray(v) for k, v in fields.items()}
+    out = {"config": np.asarray((folder / "config.json").read_text())}
     out |= {f"weight.{k}": v for k, v in weights.items()}
     loss = torch.zeros(())
     for c, length in enumerate(LENGTHS):
@@ -162,11 +166,13 @@ def reference(fields: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
+    options = arguments(__doc__)
     for name, variant in VARIANTS.items():
-        seed = 0
-        while (out := reference(SHARED | variant, seed))["margin"] < MARGIN:
-            seed += 1
-        path = Path(__file__).parents[2] / "tests" / "references" / f"{name}.npz"
+        with tempfile.TemporaryDirectory() as scratch:
+            folder, seed = (options.checkpoints or Path(scratch)) / name, options.seed
+            while (out := reference(SHARED | variant, seed, folder))["margin"] < MARGIN:
+                seed += 1
+        path = options.out / f"{name}.npz"
         np.savez_compressed(path, **out)  # type: ignore[arg-type]
         print(f"{path.name}: seed {seed}, margin {out['margin']:.1e}, {path.stat().st_size} bytes")
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from jaxthd.data.audio import AudioError, Samples, chunk_audio, from_samples, load_audio
+from jaxthd.data.audio import AudioError, chunk_audio, from_samples, load_audio
+from jaxthd.data.example import Samples
 
 
 def tone(seconds: float, rate: int, hertz: float = 440.0) -> np.ndarray:

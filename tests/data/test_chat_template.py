@@ -12,7 +12,7 @@ import pytest
 
 from jaxthd.config import DataConfig
 from jaxthd.data.chat_template import ChatTemplate
-from jaxthd.data.manifest import Clip, Turn
+from jaxthd.data.example import Clip, Turn
 from jaxthd.data.prompt import PromptTemplate
 from jaxthd.data.render import Renderer, RenderError
 from jaxthd.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer

@@ -14,7 +14,7 @@ import pytest
 import soundfile
 
 from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig, SpecAugmentConfig
-from jaxthd.data import loaders
+from jaxthd.data import loaders, sources
 from jaxthd.data.loaders import SpeechData, whole_position
 from jaxthd.data.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
@@ -181,7 +181,7 @@ def test_a_position_saved_by_some_processes_is_continued_by_others(
 
 def test_synthetic_may_be_one_of_the_manifests(folder: Path, monkeypatch: pytest.MonkeyPatch):
     made = folder / "chats.jsonl", folder / "speech.jsonl"
-    monkeypatch.setattr(loaders, "synthetic_manifests", lambda: made)
+    monkeypatch.setattr(sources, "synthetic_manifests", lambda: made)
     both = config(folder, "speech.jsonl", validation_manifest="synthetic")
     both = replace(both, data=replace(both.data, manifest=(*both.data.manifest, "synthetic")))
     data = SpeechData(both, folder)

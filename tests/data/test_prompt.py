@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxthd.config import DataConfig
-from jaxthd.data.manifest import Clip, Turn
+from jaxthd.data.example import Clip, Turn
 from jaxthd.data.prompt import PromptTemplate
 from jaxthd.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from jaxthd.errors import UserError

@@ -11,9 +11,8 @@ import pytest
 import soundfile
 
 from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig, SpecAugmentConfig
-from jaxthd.data.audio import Samples
+from jaxthd.data.example import Clip, Example, Samples, Turn
 from jaxthd.data.faults import Fault
-from jaxthd.data.manifest import Clip, Example, Turn
 from jaxthd.data.pipeline import make_loader
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.tokenizer import ByteTokenizer

@@ -1,7 +1,8 @@
 """FastConformer: packed equals each clip alone, on one device and on several, and equals ParakeetEncoder."""
 
 import functools
-from pathlib import Path
+import json
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -11,15 +12,16 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxthd.config import EncoderConfig
+from jaxthd.config import Config, EncoderConfig
+from jaxthd.hf.names import Names
+from jaxthd.hf.parakeet import encoder_config, write_encoder
 from jaxthd.models.fastconformer import FastConformer
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.params import Buffer, Init
 from tests.helpers import assert_same
-from tests.models.parakeet import encoder_config, from_parakeet, running_statistics
+from tests.hf.published import BASE, arranged, group, load_reference, nested, shapes_of
 
-REFERENCE = Path(__file__).parents[1] / "references" / "fastconformer.npz"
 CONFIG = EncoderConfig(num_mels=16, layers=2, dim=32, heads=4, ffn_dim=64, subsampling_channels=16)
 LENGTHS = (8, 16, 17, 9, 100, 203)
 BLOCK = 16
@@ -92,19 +94,29 @@ def encoder64() -> tuple[Any, Any, Any]:
 
 @functools.cache
 def parakeet() -> dict[str, np.ndarray]:
-    arrays = dict(np.load(REFERENCE))
-    assert encoder_config(group(arrays, "config")) == CONFIG
+    arrays = load_reference("fastconformer")
+    assert encoder_config(json.loads(str(arrays["config"])), CONFIG) == CONFIG
     return arrays
 
 
-def group(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    return {k.removeprefix(f"{prefix}."): v for k, v in arrays.items() if k.startswith(f"{prefix}.")}
+def from_parakeet(named: dict[str, np.ndarray]) -> tuple[Any, Any]:
+    """(parameters, buffers), or gradients or statistics alone, from what has the library's names."""
+    shapes = shapes_of(Config(model=replace(BASE, encoder=CONFIG)))
+    names = Names(shapes)
+    write_encoder(CONFIG, names)
+    found = arranged([t for t in names.tensors if t.parts and t.name in named], named, shapes)
+    trees: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    for name, x in found.items():
+        is_buffer = name.endswith((".mean", ".variance"))
+        trees[is_buffer][name.removeprefix("encoder.")] = x
+    params, buffers = map(nested, trees)
+    return params, buffers
 
 
 def parakeet_encoder(dtype: Any) -> tuple[Any, Any, Any]:
     """(graphdef, parameters, buffers) with the reference's weights."""
     states = jax.tree.map(jnp.zeros_like, encoder64()[1:])
-    for state, values in zip(states, from_parakeet(group(parakeet(), "weight"), CONFIG), strict=True):
+    for state, values in zip(states, from_parakeet(group(parakeet(), "weight")), strict=True):
         nnx.replace_by_pure_dict(state, jax.tree.map(lambda x: jnp.asarray(x, dtype), values))
     return encoder64()[0], *states
 
@@ -167,7 +179,7 @@ def test_gradients_equal_parakeet():
     packed = pack(shuffled(parakeet_clips(), seed=1), frames=LARGE)
     with jax.enable_x64(True):
         _, _, dparams, _ = one_device(False)(*parakeet_encoder(jnp.float64), *packed.arrays)
-    assert_same(nnx.to_pure_dict(dparams), from_parakeet(group(parakeet(), "grad"), CONFIG)[0], 1e-4)
+    assert_same(nnx.to_pure_dict(dparams), from_parakeet(group(parakeet(), "grad"))[0], 1e-4)
 
 
 def test_training_mode_equals_parakeet():
@@ -177,7 +189,7 @@ def test_training_mode_equals_parakeet():
     with jax.enable_x64(True):
         y, new, _, _ = one_device(True)(*parakeet_encoder(jnp.float64), *packed.arrays)
     np.testing.assert_allclose(y[packed.spans[clip]], parakeet()["train.output"], atol=1e-5)
-    assert_same(new, running_statistics(group(parakeet(), "train"), CONFIG), 1e-5)
+    assert_same(new, from_parakeet(group(parakeet(), "train"))[1], 1e-5)
 
 
 def test_packed_equals_each_clip_alone():

@@ -1,0 +1,197 @@
+"""Published checkpoints in, published checkpoints out.
+
+    python -m jaxthd.convert import nemotron_folder parakeet.nemo --out weights/speech
+    python -m jaxthd.convert export runs/cp2 --out exported [--like nemotron_folder] [--dtype bfloat16]
+
+import reads Hugging Face folders (NemotronH, ParakeetEncoder, Nemotron-Omni) and .nemo archives (their
+encoder), and writes what a run's workdir holds, without an optimizer: config.json and checkpoints/. Train
+from it with --train.init-from, or without this step from the sources themselves.
+
+export reads the workdir of a run (or what import wrote; RUN@best and RUN@STEP choose a checkpoint), merges
+its low-rank matrices (LoRA) into their projections, and writes
+    omni      one folder that transformers reads as NemotronH_Omni_Reasoning_V3: audio and text; weights of
+              the vision tower are those of --like, or absent
+    parts     llm/ (NemotronHForCausalLM), encoder/ (ParakeetEncoder), adapter/ (a format of our own)
+    llm, encoder, adapter
+              one of these
+"""
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxthd.adapt import merge_lora
+from jaxthd.checkpoint import Checkpoints
+from jaxthd.config import Config, DataConfig, MeshConfig, ModelConfig
+from jaxthd.errors import UserError, readable_errors
+from jaxthd.hf.adapter import ADAPTER
+from jaxthd.hf.checkpoint import Checkpoint, export, open_checkpoint
+from jaxthd.hf.family import Family
+from jaxthd.hf.names import Part
+from jaxthd.hf.nemotron_h import NEMOTRON_H
+from jaxthd.hf.nemotron_omni import NEMOTRON_OMNI
+from jaxthd.hf.parakeet import PARAKEET
+from jaxthd.mesh import make_mesh
+from jaxthd.state import TrainState
+from jaxthd.tables import size_text
+from jaxthd.weights import load_weights, named_weights, source_of
+from jaxthd.workdir import is_run, read_config, write_config
+
+PARTS = {"llm": NEMOTRON_H, "encoder": PARAKEET, "adapter": ADAPTER}
+FORMATS = ("omni", "parts", *PARTS)
+TOKENIZER_FILES = ("*tokenizer*", "*.jinja", "special_tokens_map.json", "generation_config.json")
+
+
+def import_weights(sources: Sequence[str], out: Path, *, adapter_dim: int = 0) -> Config:
+    """Writes the model made of these checkpoints into the new folder `out`; returns its settings.
+
+    adapter_dim: model.adapter_dim where no source has an adapter; its weights are drawn at random then.
+    Raises UserError where `out` exists, an encoder or an LLM is missing, or a source is damaged: then nothing
+    is written.
+    """
+    _is_new(out)
+    found = [open_checkpoint(source) for source in sources]
+    missing = [what for what, name in (("encoder", "encoder.x"), ("LLM", "head")) if not _any(found, name)]
+    if missing:
+        raise UserError(
+            f"{', '.join(sources)}: no weights of an {' and no '.join(missing)}; expected those of a whole "
+            "speech model: name its other checkpoint too"
+        )
+    model = ModelConfig(adapter_dim=adapter_dim)
+    for checkpoint in found:
+        model = checkpoint.configure(model)
+    config = Config(model=model)
+    folders = [Path(source) for source in sources if (Path(source) / "tokenizer.json").is_file()]
+    if folders:
+        config = replace(config, data=DataConfig(tokenizer=str(out / "tokenizer")))
+    mesh = make_mesh(config.mesh)
+    weights = load_weights(sources, config, mesh)
+    zero = jnp.zeros((), jnp.int32)
+    state = TrainState(zero, zero, zero, weights.params, weights.buffers, ())
+    out.mkdir(parents=True)
+    for folder in folders[-1:]:
+        (out / "tokenizer").mkdir()
+        for file in {file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)}:
+            shutil.copyfile(file, out / "tokenizer" / file.name)
+    write_config(out, config)
+    with Checkpoints(out / "checkpoints", keep=1) as checkpoints:
+        checkpoints.save(0, state, position={})
+    return config
+
+
+def export_weights(
+    source: str | Path,
+    out: Path,
+    *,
+    form: str | None = None,
+    dtype: str = "float32",
+    like: Path | None = None,
+    limit: int = 4 * 2**30,
+) -> list[Path]:
+    """Writes the run's weights as published checkpoints; returns their folders.
+
+    form: one of FORMATS; None: "omni" if the adapter has an inner dim, else "parts". dtype, like, limit: see
+    jaxthd.hf.checkpoint.export. Raises UserError where `out` exists or the run cannot be read.
+    """
+    _is_new(out)
+    path, _ = source_of(source)
+    if not is_run(path):
+        raise UserError(f"{path} holds no checkpoints; expected the workdir of a run, or what import wrote")
+    config = replace(read_config(path), mesh=MeshConfig())
+    form = form or ("omni" if config.model.adapter_dim else "parts")
+    folders: dict[Path, Family]
+    if form == "omni":
+        folders = {out: NEMOTRON_OMNI}
+    else:
+        folders = {out / p: f for p, f in PARTS.items()} if form == "parts" else {out: PARTS[form]}
+    for family in folders.values():
+        family.fields(config.model)  # refused before anything is read
+    mesh = make_mesh(config.mesh)
+    weights = load_weights([source], config, mesh, partly=False)
+    params, config = merge_lora(weights.params, config)
+    arrays = named_weights(weights._replace(params=params))
+    take = partial(_taken, arrays, _indexing(mesh))
+    shapes = {name: x.shape for name, x in arrays.items()}
+    original = open_checkpoint(like).family if like else None
+    for folder, family in folders.items():
+        export(
+            config.model,
+            shapes,
+            take,
+            family,
+            folder,
+            dtype=dtype,
+            like=like if family is original else None,
+            limit=limit,
+        )
+    return list(folders)
+
+
+def _indexing(mesh: Mesh) -> Any:
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(lambda x, at: x[at], out_shardings=everywhere)
+
+
+def _taken(arrays: dict[str, Any], index: Any, part: Part) -> np.ndarray:
+    return np.asarray(index(arrays[part.name], part.at))
+
+
+def _any(found: Sequence[Checkpoint], name: str) -> bool:
+    return any(checkpoint.covers(name) for checkpoint in found)
+
+
+def _is_new(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists already; expected a new folder: choose another --out, or remove it")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxthd.convert",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    reading = commands.add_parser("import", help="published checkpoints -> weights to train from")
+    reading.add_argument("sources", nargs="+", help="Hugging Face folders, .nemo archives")
+    reading.add_argument("--out", type=Path, required=True, help="a new folder")
+    reading.add_argument(
+        "--adapter-dim", type=int, default=0, help="model.adapter_dim, where no source has an adapter"
+    )
+    writing = commands.add_parser("export", help="a run's weights -> Hugging Face folders")
+    writing.add_argument("source", help="the workdir of a run, or what import wrote; @best or @STEP after it")
+    writing.add_argument("--out", type=Path, required=True, help="a new folder")
+    writing.add_argument("--format", choices=FORMATS, help="default: omni, or parts where that cannot be")
+    writing.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    writing.add_argument(
+        "--like",
+        type=Path,
+        help="the published folder that the run came from: its settings, tokenizer and vision tower go along",
+    )
+    options = parser.parse_args(argv)
+    if options.command == "import":
+        config = import_weights(options.sources, options.out, adapter_dim=options.adapter_dim)
+        llm, encoder = config.model.llm, config.model.encoder
+        print(f"{options.out}: {llm.letters}, dim {llm.dim}; encoder {encoder.layers} x {encoder.dim}")
+    else:
+        folders = export_weights(
+            options.source, options.out, form=options.format, dtype=options.dtype, like=options.like
+        )
+        for folder in folders:
+            size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+            print(f"{folder}: {size_text(size)}")
+
+
+if __name__ == "__main__":
+    with readable_errors():
+        main()

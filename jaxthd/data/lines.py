@@ -1,0 +1,175 @@
+"""Data sets as lines: JSONL files, one or many as one, each line an Example or a Fault; fields checked."""
+
+import gzip
+import json
+import reprlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from re import fullmatch, split
+from typing import Any
+
+from jaxthd.data.example import Example, Turn
+from jaxthd.data.faults import Fault
+from jaxthd.errors import UserError
+
+Entry = dict[str, Any]
+MOST_SHARDS = 1_000_000
+
+
+def expand_braces(text: str) -> list[str]:
+    """Every text that one with braces stands for, as in a shell: "{0..3}" ("{00..15}" keeps its zeros) and
+    "{a,b}", the last ones changing fastest. _OP_ and _CL_ are braces too, as NeMo writes them for a command
+    line. Other braces are themselves.
+
+    Raises UserError for a range that runs down, or of more than a million.
+    """
+    pieces = split(r"(\{(?:\d+\.\.\d+|[^{}]*,[^{}]*)\})", text.replace("_OP_", "{").replace("_CL_", "}"))
+    choices: list[list[str]] = []
+    total = 1
+    for place, piece in enumerate(pieces):
+        ends = fullmatch(r"\{(\d+)\.\.(\d+)\}", piece)
+        if ends:
+            first, last = ends.groups()
+            count = int(last) - int(first) + 1
+            if not 0 < count * total <= MOST_SHARDS:
+                raise UserError(
+                    f"{text}: {piece} stands for {max(count, 0):,} numbers; expected {{FIRST..LAST}}, "
+                    f"up to {MOST_SHARDS:,} in all"
+                )
+            width = len(first) if first.startswith("0") else 0
+            choices.append([f"{n:0{width}}" for n in range(int(first), int(last) + 1)])
+        else:
+            choices.append(piece[1:-1].split(",") if place % 2 else [piece])
+        total *= len(choices[-1])
+    return ["".join(chosen) for chosen in product(*choices)]
+
+
+def read_examples(
+    files: Sequence[Path],
+    name_of: Callable[[Entry], str],
+    turns_of: Callable[[Entry, int], tuple[Turn, ...]],
+    *,
+    title: str,
+    expected: str,
+    number: int = 0,
+) -> tuple[list[Example], list[Fault]]:
+    """The lines of all files as one data set: every line that is not blank an Example or a Fault, in order.
+
+    name_of(entry): the name in the key. turns_of(entry, number of its file). Both raise ValueError with the
+    reason for an entry that cannot be used. Lines are counted through all files, so that keys do not depend
+    on how they are cut. Files that end in .gz are decompressed; where that fails the rest is one Fault.
+    title, expected: what messages call the data set and its lines. number: of the data set, among several.
+    Raises UserError where there is no usable line.
+    """
+    examples: list[Example] = []
+    faults: list[Fault] = []
+    for line_number, file, where, line in _numbered(files):
+        key = f"{number}/{line_number}:" if number else f"{line_number}:"
+        try:
+            if isinstance(line, ValueError):
+                raise line
+            entry = parse(line)
+            key += name_of(entry)
+            examples.append(Example(key, turns_of(entry, file)))
+        except ValueError as error:
+            faults.append(Fault(key, where + str(error)))
+    if not examples:
+        listed = "".join(f"\n  line {fault.key} {fault.reason}" for fault in faults[:5])
+        raise UserError(
+            f"{title} has no usable line ({len(faults)} faulty); expected {expected}: correct the file"
+            f"{listed}"
+        )
+    return examples, faults
+
+
+def _numbered(files: Sequence[Path]) -> Iterator[tuple[int, int, str, bytes | ValueError]]:
+    """(number of the line among all, that of its file, where for messages, the line or why there is none)."""
+    before = 0
+    for file, path in enumerate(files):
+        line_number = 0
+        try:
+            for line_number, line in enumerate(lines_of(path), start=1):
+                if line.strip():
+                    where = f"{path.name} line {line_number}: " if len(files) > 1 else ""
+                    yield before + line_number, file, where, line
+        except ValueError as error:
+            line_number += 1
+            yield before + line_number, file, "", error
+        before += line_number
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """As bytes, so that one badly encoded line is one fault; those of a .gz file decompressed.
+
+    Raises ValueError where that fails.
+    """
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
+        try:
+            yield from lines
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"the rest of {path} cannot be read ({error})") from error
+
+
+def parse(line: bytes) -> Entry:
+    """A line's JSON object. Raises ValueError."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from error
+    return json_object(entry, "the line")
+
+
+def refuse_marked(entry: Entry) -> None:
+    """Raises ValueError for an entry marked as one not to be used, as NeMo's filters mark them."""
+    custom = entry.get("custom")
+    if entry.get("_skipme") or (isinstance(custom, dict) and custom.get("_skipme")):
+        raise ValueError("_skipme is set")
+
+
+def own_prompt(entry: Entry, prompt: str, placeholder: str) -> tuple[str, str]:
+    """(the user's turn, the system's turn) of an utterance that may bring its own, as NeMo's speechlm2 reads
+    them: `context` is what the user says before the recording, or around it where it has the placeholder, in
+    place of `prompt`; `system_prompt` the system's turn. "" for none. Raises ValueError for other than texts.
+    """
+    context, system = (
+        string(entry, n) if entry.get(n) is not None else "" for n in ("context", "system_prompt")
+    )
+    if context:
+        prompt = context if placeholder in context else f"{context} {placeholder}"
+    return prompt, system
+
+
+def json_object(value: Any, what: str) -> Entry:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is a JSON {type(value).__name__}; expected an object")
+    return value
+
+
+def json_list(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{what} is {reprlib.repr(value)}; expected a list that is not empty")
+    return value
+
+
+def string(entry: Entry, name: str) -> str:
+    if name not in entry:
+        raise ValueError(f"{name} is missing; found {reprlib.repr(sorted(entry))}")
+    value = entry[name]
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {reprlib.repr(value)}; expected a string")
+    value.encode()  # half a surrogate pair is valid JSON and no text: a UnicodeEncodeError, a ValueError
+    return value
+
+
+def seconds(entry: Entry, name: str) -> float | None:
+    """A finite number of seconds >= 0; None where the field is absent or null."""
+    value = entry.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} is {reprlib.repr(value)}; expected a number of seconds")
+    if not 0 <= value < 1e9:  # NaN too; and an integer may be too large for a float
+        raise ValueError(f"{name} is {reprlib.repr(value)}; expected a number of seconds from 0 to 1e9")
+    return float(value)

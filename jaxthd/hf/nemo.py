@@ -1,0 +1,246 @@
+"""NeMo archives (.nemo): a tar of model_config.yaml and model_weights.ckpt, a PyTorch checkpoint.
+
+Nothing is extracted and nothing in the archive is executed. A checkpoint is a zip file of a pickle, which
+says how tensors lie in the other members; the unpickler here knows the few names that tensors need and
+refuses all others. Read is the encoder, as Parakeet, Canary and other FastConformers have it.
+"""
+
+import io
+import pickle
+import re
+import shutil
+import tarfile
+import tempfile
+import weakref
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import yaml
+from jaxtyping import Shaped
+
+from jaxthd.errors import UserError
+from jaxthd.hf.names import Shape
+
+CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
+
+_STORAGES: dict[str, Any] = {
+    "DoubleStorage": np.float64,
+    "FloatStorage": np.float32,
+    "HalfStorage": np.float16,
+    "BFloat16Storage": ml_dtypes.bfloat16,
+    "LongStorage": np.int64,
+    "IntStorage": np.int32,
+    "ShortStorage": np.int16,
+    "CharStorage": np.int8,
+    "ByteStorage": np.uint8,
+    "BoolStorage": np.bool_,
+}
+
+_RENAMED = (
+    (r"^encoder\.pre_encode\.conv\.", "subsampling.layers."),
+    (r"^encoder\.pre_encode\.out\.", "subsampling.linear."),
+    (r"^encoder\.", ""),
+    (r"\.self_attn\.linear_([qkv])\.", r".self_attn.\1_proj."),
+    (r"\.self_attn\.linear_out\.", ".self_attn.o_proj."),
+    (r"\.self_attn\.linear_pos\.", ".self_attn.relative_k_proj."),
+    (r"\.self_attn\.pos_bias_([uv])$", r".self_attn.bias_\1"),
+    (r"\.conv\.batch_norm\.", ".conv.norm."),
+)
+"""NeMo's names -> those of the transformers library's ParakeetEncoder."""
+
+
+class _Storage(NamedTuple):
+    """Elements of one dtype in a member of the zip file."""
+
+    dtype: Any
+    key: str
+
+
+class _Stored(NamedTuple):
+    """A tensor: where its elements are. offset, stride: in elements."""
+
+    storage: _Storage
+    offset: int
+    shape: Shape
+    stride: Shape
+
+
+class NemoArchive:
+    """The encoder's tensors in the archive `path`, by ParakeetEncoder's names. fields: its config.json.
+
+    Raises UserError for an archive that is damaged, that names files outside itself or that holds other than
+    tensors, and for an encoder of another kind.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with ExitStack() as files:
+            config, weights = _members(path, files)
+            self.fields = _fields(config, path)
+            self._zip, self._root, state = _read_checkpoint(weights, path)
+            found = {str(n): x for n, x in state.items() if str(n).startswith("encoder.")}
+            strange = [name for name, x in found.items() if not isinstance(x, _Stored)]
+            if strange:
+                raise UserError(f"{strange[0]} in {path} is no tensor; expected the weights of a NeMo model")
+            weakref.finalize(self, files.pop_all().close)
+        self._stored = {_renamed(name): x for name, x in found.items()}
+        self.shapes: dict[str, Shape] = {name: x.shape for name, x in self._stored.items()}
+
+    def read(self, name: str) -> Shaped[np.ndarray, "..."]:
+        """One tensor, from the disk."""
+        (dtype, key), offset, shape, stride = self._stored[name]
+        try:
+            elements = np.frombuffer(self._zip.read(f"{self._root}data/{key}"), dtype)
+        except (KeyError, zipfile.BadZipFile, ValueError, OSError) as error:
+            raise UserError(f"{name} in {self.path} cannot be read ({error}): copy the file anew") from error
+        last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        if min(offset, *stride, 0) < 0 or last >= len(elements):
+            raise UserError(f"{name} in {self.path} reaches beyond its storage: copy the file anew")
+        steps = [s * elements.itemsize for s in stride]
+        return np.lib.stride_tricks.as_strided(elements[offset:], shape, steps, writeable=False)
+
+    def in_file_order(self, names: Iterable[str]) -> list[str]:
+        return sorted(names)
+
+
+def _read_checkpoint(weights: Any, path: Path) -> tuple[zipfile.ZipFile, str, Mapping[Any, Any]]:
+    """(the zip file, the folder in it, what is pickled there)."""
+    try:
+        archive = zipfile.ZipFile(weights)
+        root = next(n for n in archive.namelist() if n.endswith("/data.pkl")).removesuffix("data.pkl")
+        state = _Unpickler(io.BytesIO(archive.read(f"{root}data.pkl"))).load()
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{WEIGHTS} in {path} holds more than tensors ({error}); nothing of it was executed. "
+            "Expected the weights of a NeMo model: do not use this file"
+        ) from error
+    except (zipfile.BadZipFile, StopIteration, EOFError, OSError) as error:
+        raise UserError(f"{WEIGHTS} in {path} is no PyTorch checkpoint ({error!r}): copy it anew") from error
+    if not isinstance(state, Mapping):
+        raise UserError(f"{WEIGHTS} in {path} holds a {type(state).__name__}; expected named tensors")
+    return archive, root, state
+
+
+def _members(path: Path, files: ExitStack) -> tuple[bytes, Any]:
+    """(the text of CONFIG, WEIGHTS as a file that can be sought in). files: closes what is opened."""
+    try:
+        archive = files.enter_context(tarfile.open(path))  # noqa: SIM115
+        found: dict[str, tarfile.TarInfo] = {}
+        for member in archive:
+            parts = Path(member.name).parts
+            if ".." in parts or member.name.startswith("/") or member.issym() or member.islnk():
+                raise UserError(
+                    f"{path} has a member {member.name!r}, a link or a path that leaves the archive; "
+                    "expected plain files: do not use this file"
+                )
+            found["/".join(parts)] = member
+        missing = [name for name in (CONFIG, WEIGHTS) if name not in found or not found[name].isfile()]
+        if missing:
+            raise UserError(f"{path} has no {' and no '.join(missing)}; expected an archive that NeMo saved")
+        config, weights = (archive.extractfile(found[name]) for name in (CONFIG, WEIGHTS))
+        assert config is not None
+        assert weights is not None
+        text = config.read()
+        with path.open("rb") as file:
+            is_compressed = file.read(2) == b"\x1f\x8b"
+        if not is_compressed:
+            return text, weights
+        # Going back and forth would unpack it again and again.
+        whole = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        shutil.copyfileobj(weights, whole, 1 << 24)
+        return text, whole
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise UserError(f"{path} is no whole .nemo archive ({error}): copy it anew") from error
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows tensors, their storages and ordered dicts. Nothing named in the pickle is imported."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _rebuild_tensor
+        if (module, name) == ("torch._utils", "_rebuild_parameter"):
+            return lambda data, *_: data
+        if module == "torch" and name in _STORAGES:
+            return _Kind(name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        match pid:
+            case ("storage", _Kind() as kind, str(key), _, int()) if re.fullmatch(r"\w+", key):
+                return _Storage(_STORAGES[kind.name], key)
+        raise pickle.UnpicklingError(f"it asks for {pid!r}")
+
+
+class _Kind:
+    """Stands for a storage's class."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def _rebuild_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> _Stored:
+    whole = isinstance(storage, _Storage) and isinstance(offset, int) and len(shape) == len(stride)
+    if not whole or not all(isinstance(n, int) for n in (*shape, *stride)):
+        raise pickle.UnpicklingError("it describes a tensor in an unknown way")
+    return _Stored(storage, offset, tuple(shape), tuple(stride))
+
+
+def _renamed(name: str) -> str:
+    for pattern, new in _RENAMED:
+        name = re.sub(pattern, new, name)
+    return name
+
+
+def _fields(text: bytes, path: Path) -> dict[str, Any]:
+    """NeMo's settings as a ParakeetEncoder's config.json."""
+    try:
+        config = yaml.safe_load(text)
+        encoder = config["encoder"]
+        features = encoder["feat_in"]
+        if isinstance(features, str):  # ${model.preprocessor.features}, or the like
+            features = config["preprocessor"]["features"]
+        dim = int(encoder["d_model"])
+        fields = {
+            "model_type": "parakeet_encoder",
+            "num_mel_bins": int(features),
+            "num_hidden_layers": int(encoder["n_layers"]),
+            "hidden_size": dim,
+            "num_attention_heads": int(encoder["n_heads"]),
+            "intermediate_size": dim * int(encoder.get("ff_expansion_factor", 4)),
+            "conv_kernel_size": int(encoder["conv_kernel_size"]),
+            "subsampling_conv_channels": int(encoder["subsampling_conv_channels"]),
+            "subsampling_factor": int(encoder["subsampling_factor"]),
+            "attention_bias": bool(encoder.get("use_bias", True)),
+            "convolution_bias": bool(encoder.get("use_bias", True)),
+            "scale_input": bool(encoder.get("xscaling", True)),
+        }
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{CONFIG} in {path} describes no FastConformer encoder ({error!r}); expected a model such as "
+            "Parakeet or Canary"
+        ) from error
+    expected = {
+        "subsampling": "dw_striding",
+        "self_attention_model": "rel_pos",
+        "conv_norm_type": "batch_norm",
+        "untie_biases": True,
+    }
+    context = encoder.get("att_context_size") or [-1, -1]
+    differing = [f"{k} {encoder[k]!r}, not {v!r}" for k, v in expected.items() if encoder.get(k, v) != v]
+    if [-1, -1] not in (context, *(context if isinstance(context[0], list) else ())):
+        differing.append(f"att_context_size {context}, not [-1, -1]")
+    if differing:
+        raise UserError(
+            f"the encoder in {path} has {'; '.join(differing)}: it is of another kind than jaxthd's "
+            "FastConformer. Choose another checkpoint"
+        )
+    return fields

@@ -1,0 +1,166 @@
+"""NemotronH, dense and MoE, with and without latent experts (transformers: NemotronHForCausalLM)."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from jaxthd.config import LLMConfig
+from jaxthd.errors import UserError
+from jaxthd.hf.family import Family, Fields, must_be, required
+from jaxthd.hf.names import Names, Shape
+from jaxthd.parallel.stages import KINDS
+
+_BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_LETTERS = {name: letter for letter, name in _BLOCKS.items()} | {"mamba": "M", "attention": "*"}
+
+_EXPECTED = {
+    "attention_bias": False,
+    "use_bias": False,
+    "mlp_bias": False,
+    "mamba_proj_bias": False,
+    "use_conv_bias": True,
+    "mlp_hidden_act": "relu2",
+    "mamba_hidden_act": "silu",
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+}
+
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "norm_eps": "layer_norm_epsilon",
+    "q_heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_dim": "intermediate_size",
+    "mamba_heads": "mamba_num_heads",
+    "mamba_head_dim": "mamba_head_dim",
+    "mamba_state": "ssm_state_size",
+    "mamba_groups": "n_groups",
+    "mamba_conv": "conv_kernel",
+}
+_MOE_SIZES = {
+    "experts": "n_routed_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_dim": "moe_intermediate_size",
+    "shared_expert_dim": "moe_shared_expert_intermediate_size",
+    "router_scale": "routed_scaling_factor",
+}
+"""Our names -> theirs."""
+
+
+def llm_config(fields: Fields, llm: LLMConfig, where: str = "config.json") -> LLMConfig:
+    """`llm` with the checkpoint's settings. Its pattern's marks and its scan chunk stay."""
+    must_be(fields, _EXPECTED, where)
+    letters = _letters(fields, where)
+    names = _SIZES | (_MOE_SIZES if "E" in letters else {})
+    settings = {ours: required(fields, theirs, where) for ours, theirs in names.items()}
+    if "E" in letters:
+        settings["latent_dim"] = fields.get("moe_latent_size") or 0
+        settings["router_scale"] = float(settings["router_scale"])
+    low, high = (_number(x) for x in fields.get("time_step_limit") or (0.0, math.inf))
+    pattern = llm.pattern if llm.letters == letters else letters
+    return replace(llm, pattern=pattern, mamba_dt_limit=(low, high), **settings)
+
+
+def _number(x: Any) -> float:
+    """Infinity is no JSON number: some write {"__float__": "Infinity"}."""
+    return float(x["__float__"] if isinstance(x, dict) else x)
+
+
+def _letters(fields: Fields, where: str) -> str:
+    if fields.get("hybrid_override_pattern"):
+        return str(fields["hybrid_override_pattern"])
+    blocks = fields.get("layers_block_type") or required(fields, "layer_types", where)
+    unknown = sorted({str(block) for block in blocks if block not in _LETTERS})
+    if unknown:
+        raise UserError(f"{where} names layers of type {', '.join(unknown)}; expected {', '.join(_LETTERS)}")
+    return "".join(_LETTERS[block] for block in blocks)
+
+
+def llm_fields(llm: LLMConfig) -> dict[str, Any]:
+    """config.json of an LLM, for the library's present version and for older ones."""
+    moe = _MOE_SIZES if "E" in llm.letters else {}
+    low, high = llm.mamba_dt_limit
+    return {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        **{theirs: getattr(llm, ours) for ours, theirs in (_SIZES | moe).items()},
+        **_EXPECTED,
+        "moe_latent_size": (llm.latent_dim or None) if moe else None,
+        "layers_block_type": [_BLOCKS[letter] for letter in llm.letters],
+        "hybrid_override_pattern": llm.letters,
+        "num_hidden_layers": len(llm.letters),
+        "chunk_size": llm.mamba_chunk,
+        "expand": max(1, llm.mamba_heads * llm.mamba_head_dim // llm.dim),
+        "time_step_limit": [low, high if math.isfinite(high) else {"__float__": "Infinity"}],
+        # The library's scan on CPUs clamps to this in place of the limit.
+        "time_step_min": max(low, 1e-30),
+    }
+
+
+def write_llm(llm: LLMConfig, names: Names) -> None:
+    names.same("backbone.embeddings.weight", "embedding")
+    done = dict.fromkeys(KINDS, 0)
+    for number, letter in enumerate(llm.letters):
+        layer = names.within(f"backbone.layers.{number}.", f"decoder.layers.{KINDS[letter]}.", done[letter])
+        layer.same("norm.weight", "norm.weight")
+        _MIXERS[letter](layer.within("mixer.", "mixer."), llm)
+        done[letter] += 1
+    names.same("backbone.norm_f.weight", "decoder.norm.weight")
+    names.same("lm_head.weight", "head")
+
+
+def _mamba(names: Names, llm: LLMConfig) -> None:
+    def taps(width: int) -> Shape:
+        return (1, width)
+
+    names.turned("in_proj.weight", *(f"{part}.w" for part in ("z", "x", "b", "c", "dt")))
+    names.turned("conv1d.weight", "conv_x", "conv_b", "conv_c", tail=taps)
+    names.same("conv1d.bias", "conv_bias_x", "conv_bias_b", "conv_bias_c")
+    for theirs, ours in (("dt_bias", "dt_bias"), ("A_log", "a_log"), ("D", "d"), ("norm.weight",) * 2):
+        names.same(theirs, ours)
+    names.linear("out_proj", "out")
+
+
+def _attention(names: Names, llm: LLMConfig) -> None:
+    for theirs, ours in (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"), ("o_proj", "out")):
+        names.linear(theirs, ours)
+
+
+def _mlp(names: Names, llm: LLMConfig) -> None:
+    for part in ("up", "down"):
+        names.linear(f"{part}_proj", part)
+
+
+def _moe(names: Names, llm: LLMConfig) -> None:
+    names.linear("gate", "router")
+    names.same("gate.e_score_correction_bias", "correction_bias")
+    for expert in range(llm.experts):
+        one = names.within(f"experts.{expert}.", "", expert)
+        for part in ("up", "down"):
+            one.turned(f"{part}_proj.weight", part)
+    _mlp(names.within("shared_experts.", "shared."), llm)
+    if llm.latent_dim:
+        names.linear("fc1_latent_proj", "latent_in")
+        names.linear("fc2_latent_proj", "latent_out")
+
+
+_MIXERS = {"M": _mamba, "*": _attention, "-": _mlp, "E": _moe}
+
+IGNORED = ("mtp.*",)
+"""Multi-token prediction layers."""
+
+
+NEMOTRON_H = Family(
+    model_types=("nemotron_h",),
+    covers=("embedding", "decoder.", "head"),
+    configure=lambda fields, model: replace(model, llm=llm_config(fields, model.llm)),
+    fields=lambda model: llm_fields(model.llm),
+    write=lambda model, fields, names: write_llm(model.llm, names),
+    ignored=IGNORED,
+)

@@ -1,0 +1,139 @@
+"""Parakeet's encoder (transformers: ParakeetEncoder, alone or below the head of a speech recogniser)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxthd.config import EncoderConfig, ModelConfig
+from jaxthd.hf.family import Family, Fields, must_be, required
+from jaxthd.hf.names import Names, Shape
+
+_EXPECTED = {
+    "hidden_act": "silu",
+    "subsampling_factor": 8,
+    "subsampling_conv_kernel_size": 3,
+    "subsampling_conv_stride": 2,
+}
+_FLAGS = {"linear_bias": "attention_bias", "conv_bias": "convolution_bias", "scale_input": "scale_input"}
+_SIZES = {
+    "num_mels": "num_mel_bins",
+    "layers": "num_hidden_layers",
+    "dim": "hidden_size",
+    "heads": "num_attention_heads",
+    "ffn_dim": "intermediate_size",
+    "conv_kernel": "conv_kernel_size",
+    "subsampling_channels": "subsampling_conv_channels",
+}
+"""Our names -> theirs."""
+
+
+def encoder_config(fields: Fields, encoder: EncoderConfig, where: str = "config.json") -> EncoderConfig:
+    """`encoder` with the checkpoint's settings; absent ones are the library's defaults."""
+    must_be(fields, _EXPECTED, where)
+    flags = {ours: bool(fields.get(theirs, True)) for ours, theirs in _FLAGS.items()}
+    return replace(
+        encoder,
+        **flags,
+        **{ours: required(fields, theirs, where) for ours, theirs in _SIZES.items()},
+    )
+
+
+def encoder_fields(encoder: EncoderConfig) -> dict[str, Any]:
+    """config.json of an encoder."""
+    return {
+        "architectures": ["ParakeetEncoder"],
+        "model_type": "parakeet_encoder",
+        **{theirs: getattr(encoder, ours) for ours, theirs in (_SIZES | _FLAGS).items()},
+        **_EXPECTED,
+    }
+
+
+def _image(channels: int) -> Shape:
+    """A pointwise convolution over images."""
+    return (channels, 1, 1)
+
+
+def _pointwise(channels: int) -> Shape:
+    return (channels, 1)
+
+
+def write_encoder(encoder: EncoderConfig, names: Names) -> None:
+    """Below "encoder." of ours."""
+    names = names.within("", "encoder.")
+    _subsampling(encoder, names.within("subsampling.", "subsampling."))
+    for number in range(encoder.layers):
+        _block(names.within(f"layers.{number}.", "blocks.", number))
+
+
+def _subsampling(encoder: EncoderConfig, names: Names) -> None:
+    def square(taps: int) -> Shape:
+        return (1, 3, 3)
+
+    names.linear("layers.0", "first", tail=square)
+    for ours, depthwise, pointwise in (("later.0", 2, 3), ("later.1", 5, 6)):
+        names.turned(f"layers.{depthwise}.weight", f"{ours}.w", tail=square)
+        names.same(f"layers.{depthwise}.bias", f"{ours}.bias")
+        names.linear(f"layers.{pointwise}", f"{ours}.pointwise", tail=_image)
+    # They flatten (channels, bands), we (bands, channels).
+    bands = encoder.num_mels // 8
+    names.viewed("linear.weight", "out.w", (encoder.dim, encoder.subsampling_channels, bands), (2, 1, 0))
+    names.same("linear.bias", "out.bias")
+
+
+def _block(names: Names) -> None:
+    for theirs, ours in (("feed_forward1.", "ffn1."), ("feed_forward2.", "ffn2.")):
+        ffn = names.within(theirs, ours)
+        ffn.linear("linear1", "up")
+        ffn.linear("linear2", "down")
+
+    attention = names.within("self_attn.", "attention.")
+    for theirs, ours in (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"), ("o_proj", "out")):
+        attention.linear(theirs, ours)
+    attention.turned("relative_k_proj.weight", "position")
+    attention.same("bias_u", "content_bias")
+    attention.same("bias_v", "position_bias")
+
+    conv = names.within("conv.", "conv.")
+    conv.linear("pointwise_conv1", "up", tail=_pointwise)
+    conv.turned("depthwise_conv.weight", "depthwise", tail=lambda taps: (1, taps))
+    if conv.has("depthwise_bias"):
+        conv.same("depthwise_conv.bias", "depthwise_bias")
+    conv.linear("pointwise_conv2", "down", tail=_pointwise)
+    for theirs, ours in (
+        ("weight",) * 2,
+        ("bias",) * 2,
+        ("running_mean", "mean"),
+        ("running_var", "variance"),
+    ):
+        conv.same(f"norm.{theirs}", f"norm.{ours}")
+    conv.counter("norm.num_batches_tracked")
+
+    norms = {"feed_forward1": "ffn1", "self_att": "attention", "conv": "conv", "feed_forward2": "ffn2"}
+    for theirs, ours in (norms | {"out": "out"}).items():
+        for part in ("weight", "bias"):
+            names.same(f"norm_{theirs}.{part}", f"norm_{ours}.{part}")
+
+
+def _write_alone(model: ModelConfig, fields: Fields, names: Names) -> None:
+    is_alone = fields["model_type"] == "parakeet_encoder"
+    write_encoder(model.encoder, names if is_alone else names.within("encoder.", ""))
+
+
+def _fields_of_encoder(fields: Fields) -> Fields:
+    return fields if fields["model_type"] == "parakeet_encoder" else required(fields, "encoder_config")
+
+
+def _without(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{name}.*" for name in names)
+
+
+PARAKEET = Family(
+    model_types=("parakeet_encoder", "parakeet_ctc", "parakeet_tdt", "parakeet_rnnt"),
+    covers=("encoder.",),
+    configure=lambda fields, model: replace(
+        model, encoder=encoder_config(_fields_of_encoder(fields), model.encoder)
+    ),
+    fields=lambda model: encoder_fields(model.encoder),
+    write=_write_alone,
+    ignored=_without(("ctc_head", "decoder", "joint", "encoder_projector")),
+)

@@ -1,0 +1,183 @@
+"""Folders of safetensors files, read and written a tensor at a time.
+
+A checkpoint is model.safetensors, or several files and an index of them: model.safetensors.index.json.
+"""
+
+import json
+import re
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Shaped
+from safetensors import SafetensorError, safe_open
+
+from jaxthd.errors import UserError
+from jaxthd.hf.names import Shape
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int64": "I64",
+}
+"""NumPy's names -> the format's, of what is written."""
+
+
+class SafetensorsFolder:
+    """The tensors in `path`, a folder, by name. Raises UserError for files that are missing or damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._open: tuple[Path, Any] | None = None
+        self._files: dict[str, Path] = {}
+        self.shapes: dict[str, Shape] = {}
+        for file in self._listed():
+            reader = self._reader(file)
+            for name in reader.keys():  # noqa: SIM118 (it is no dict)
+                if name in self._files:
+                    raise UserError(
+                        f"{name} is in {self._files[name].name} and in {file.name} of {path}; expected it "
+                        "once: remove what is left over from another checkpoint"
+                    )
+                self._files[name], self.shapes[name] = file, tuple(reader.get_slice(name).get_shape())
+
+    def read(self, name: str) -> Shaped[np.ndarray, "..."]:
+        """One tensor, from the disk."""
+        try:
+            return self._reader(self._files[name]).get_tensor(name)
+        except (SafetensorError, OSError, TypeError, AttributeError) as error:
+            raise UserError(f"{name} in {self._files[name]} cannot be read: {error}") from error
+
+    def _listed(self) -> list[Path]:
+        """The index's files; else all there are."""
+        index = self.path / INDEX
+        if not index.is_file():
+            files = sorted(self.path.glob("*.safetensors"))
+            if not files:
+                raise UserError(
+                    f"no *.safetensors in {self.path}; expected {SINGLE}, or several and {INDEX}: correct "
+                    "the path, or convert the weights to safetensors"
+                )
+            return files
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{index} is no index of safetensors files ({error!r}): copy it anew") from error
+        outside = [str(name) for name in names if Path(str(name)).name != name]
+        if outside:
+            raise UserError(f"{index} names {outside[0]!r}; expected files in its own folder: copy it anew")
+        missing = sorted(name for name in names if not (self.path / name).is_file())
+        if missing:
+            raise UserError(
+                f"{self.path} lacks {', '.join(missing)}, which {INDEX} names: copy what is missing"
+            )
+        return [self.path / name for name in sorted(names)]
+
+    def _reader(self, file: Path) -> Any:
+        """Opened once in a row: tensors are asked for file by file."""
+        if self._open is None or self._open[0] != file:
+            try:
+                self._open = file, safe_open(str(file), framework="np")
+            except (SafetensorError, OSError) as error:
+                raise UserError(
+                    f"{file} is no whole safetensors file ({error}); it may have been cut off: copy it anew"
+                ) from error
+        return self._open[1]
+
+    def in_file_order(self, names: Iterable[str]) -> list[str]:
+        return sorted(names, key=lambda name: (str(self._files[name]), name))
+
+
+class SafetensorsWriter:
+    """Writes tensors, whose names, shapes and dtypes are known before, into files of at most `limit` bytes.
+
+    Their bytes go to the disk one tensor at a time (safetensors.save_file wants a file's tensors at once).
+    A context manager: the files have their names once all is written; what fails leaves none.
+    """
+
+    def __init__(self, folder: Path, kinds: dict[str, tuple[Shape, str]], limit: int) -> None:
+        """kinds: by name, shape and a dtype of DTYPES, in the order in which they will be given."""
+        self._folder, self._kinds = folder, kinds
+        self._groups = list(_groups(kinds, limit))
+        self._written: list[Path] = []
+        self._names = iter(kinds)
+        self._left: list[str] = []
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> "SafetensorsWriter":
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def write(self, name: str, array: Shaped[np.ndarray, "..."]) -> None:
+        """The next tensor."""
+        expected = next(self._names)
+        shape, dtype = self._kinds[name]
+        assert (name, array.shape) == (expected, shape)
+        if not self._left:
+            self._next_file()
+        assert self._file is not None
+        numpy_dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+        np.ascontiguousarray(array, numpy_dtype).reshape(-1).view(np.uint8).tofile(self._file)
+        self._left.pop(0)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+        if error is not None:
+            for file in self._written:
+                file.unlink(missing_ok=True)
+            return
+        several = len(self._groups) > 1
+        weight_map: dict[str, str] = {}
+        for number, (file, group) in enumerate(zip(self._written, self._groups, strict=True), 1):
+            name = f"model-{number:05}-of-{len(self._groups):05}.safetensors" if several else SINGLE
+            file.rename(self._folder / name)
+            weight_map |= dict.fromkeys(group, name)
+        if several:
+            total = sum(_size(*kind) for kind in self._kinds.values())
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _next_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._left = list(self._groups[len(self._written)])
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in self._left:
+            start, end = end, end + _size(*self._kinds[name])
+            shape, dtype = self._kinds[name]
+            header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        path = self._folder / f".model-{len(self._written) + 1:05}.tmp"
+        self._written.append(path)
+        self._file = path.open("wb")
+        self._file.write(struct.pack("<Q", len(text)) + text)
+
+
+def _size(shape: Shape, dtype: str) -> int:
+    bits = int("".join(re.findall(r"\d+$", dtype)))
+    return int(np.prod(shape, dtype=np.int64)) * bits // 8
+
+
+def _groups(kinds: dict[str, tuple[Shape, str]], limit: int) -> Iterator[list[str]]:
+    """Names whose tensors share a file."""
+    group: list[str] = []
+    size = 0
+    for name, kind in kinds.items():
+        if group and size + _size(*kind) > limit:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += _size(*kind)
+    yield group

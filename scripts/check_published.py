@@ -1,0 +1,128 @@
+"""Import and export against the transformers library, live: a table.
+
+    python scripts/check_published.py [--python-reference PYTHON] [--seed N]
+
+Needs torch and transformers: in this environment, or in another one, whose interpreter --python-reference
+names. Takes about three minutes on two idle cores. For each family the library makes a tiny random checkpoint
+and computes logits, loss and gradients with it (scripts/references); jaxthd imports the folder, computes the
+same, documents alone and packed, and exports; the library reads the export. Exits 1 unless
+
+- every document's logits are within 1e-4 of the library's, relative to their norm, and so are those that it
+  computes with the export;
+- every parameter's gradient is within 1e-3 (see relative_errors in tests/helpers.py);
+- the export's tensors, and those of the export of its import, are the original's, bit by bit, and the library
+  finds none missing or unexpected.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from jaxthd.config import Config
+from jaxthd.convert import export_weights, import_weights
+from jaxthd.hf.checkpoint import model_config, open_checkpoint
+from jaxthd.mesh import make_mesh
+from jaxthd.tables import Claim, conclude, table
+from jaxthd.weights import load_weights
+from tests.helpers import relative_errors
+from tests.hf.published import BASE, Published
+
+SCRIPTS = Path(__file__).parent / "references"
+FAMILIES = {
+    "nemotron_h": "llm",
+    "nemotron_h_latent": "llm",
+    "fastconformer": "encoder",
+    "nemotron_omni": "omni",
+}
+"""References, and in which form they are exported."""
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+def compare(name: str, folder: Path, npz: Path) -> tuple[float, float]:
+    """(the worst document's logits, the worst parameter's gradient), alone and packed."""
+    config = Config(model=model_config(folder, model=BASE))
+    weights = load_weights([folder], config, make_mesh(config.mesh))
+    family = Published(dict(np.load(npz)), open_checkpoint(folder), config, weights)
+    numbers = family.numbers
+    want = family.gradients()
+    runs = [family.run([n]) for n in numbers]
+    summed = {k: sum(gradients[k] for *_, gradients in runs) for k in want}
+    _, packed, gradients = family.run([*numbers[1:], 0])
+    logits = {n: family.arrays[f"logits.{n}"] for n in numbers}
+    errors = [relative_errors(x, logits[n]) for (_, (x,), _), n in zip(runs, numbers, strict=True)]
+    errors += [relative_errors(x, logits[n]) for x, n in zip(packed, [*numbers[1:], 0], strict=True)]
+    worst = [relative_errors(g, want) for g in (summed, {k: gradients[k] for k in want})]
+    return max(max(e.values()) for e in errors), max(max(e.values()) for e in worst)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--python-reference", default=sys.executable, help="has torch and transformers")
+    parser.add_argument("--seed", type=int, default=1, help="of the library's random weights")
+    options = parser.parse_args()
+
+    def reference(script: str, *arguments: Any) -> str:
+        command = [options.python_reference, str(SCRIPTS / script), *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        return done.stdout
+
+    rows, claims = [], []
+    with tempfile.TemporaryDirectory() as scratch:
+        work = Path(scratch)
+        checkpoints = work / "published"
+        for script in ("nemotron_h.py", "encoder.py", "nemotron_omni.py"):
+            reference(script, "--out", work, "--checkpoints", checkpoints, "--seed", options.seed)
+        for name, form in FAMILIES.items():
+            folder, npz = checkpoints / name, work / f"{name}.npz"
+            others = {"llm": ["fastconformer"], "encoder": ["nemotron_h"], "omni": []}[form]
+            sources = [str(folder), *(str(checkpoints / other) for other in others)]
+            like = folder if form == "omni" else None
+            exported = []
+            for turn, given in enumerate((sources, [str(work / f"{name}-0"), *sources[1:]])):
+                imported, out = work / f"{name}-imported-{turn}", work / f"{name}-{turn}"
+                import_weights(given, imported)
+                export_weights(imported, out, form=form, like=like)
+                exported.append(tensors(out))
+            original = tensors(folder)
+            same = all(
+                x.keys() == original.keys() and all(x[k].tobytes() == original[k].tobytes() for k in original)
+                for x in exported
+            )
+            back = json.loads(reference("read_back.py", work / f"{name}-0", npz).splitlines()[-1])
+            lost = len(back["missing_keys"]) + len(back["unexpected_keys"]) + back["mismatched"]
+            shown = ["see tests"] * 2
+            if form != "encoder":  # whose outputs and gradients tests/models/test_fastconformer.py compares
+                logits, gradients = compare(name, folder, npz)
+                shown = [f"{logits:.1e}", f"{gradients:.1e}"]
+                claims += [
+                    Claim(f"{name}: logits within 1e-4", logits <= 1e-4),
+                    Claim(f"{name}: gradients within 1e-3", gradients <= 1e-3),
+                ]
+            rows.append((name, len(original), *shown, f"{back['error']:.1e}", lost, "yes" if same else "NO"))
+            claims += [
+                Claim(f"{name}: the library's outputs of the export within 1e-4", back["error"] <= 1e-4),
+                Claim(f"{name}: exported again bit by bit, nothing missing", same and not lost),
+            ]
+    columns = "checkpoint|tensors|logits|gradients|export read back|lost|bit-identical"
+    print(table("Import and export against transformers", columns, rows))
+    conclude(claims, check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""The numbers of the guide's figures: what the product computes of a small ragged batch, as JSON holds it.
+
+Legend: R rows, T tokens of a row, C context ranks, s ring steps, L (lo, hi), n = T / C.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxthd.config import Config, DataConfig, MeshConfig, ModelConfig
+from jaxthd.figures import Buffer, document_order
+from jaxthd.mesh import CONTEXT, make_mesh
+from jaxthd.ops.ssd import initial_states, ssd_and_states
+from jaxthd.packing.balance import attention_work
+from jaxthd.packing.batch import Batch
+from jaxthd.packing.document import SUBSAMPLING, Document
+from jaxthd.packing.layout import context_permutation, inverse_permutation
+from jaxthd.packing.pack import PackReport, pack_row
+from jaxthd.packing.segments import make_segments
+from jaxthd.parallel.schedule import make_schedule
+
+CAPACITY, RANKS = 128, 4
+CHUNK = CAPACITY // (2 * RANKS)
+DOCUMENTS = ((2, 37, 8), (1, 5, 2), (2, 9, 4), (2, 16, 5), (1, 4, 2), (2, 10, 4), (1, 4, 3))
+"""Tokens of the prompt, encoder frames, tokens of the answer."""
+SENTENCES = ((("Write:",), 4, ("one", "two", "<end>")), (("Say:",), 3, ("go", "<end>")))
+"""The same for documents that are drawn slot by slot."""
+AUDIO = "audio"
+DECAY = 0.08
+"""Of the state, a token: exp(-DECAY) is left."""
+LAYOUTS = {"buffer": "the whole buffer is cut", "document": "each document is cut"}
+
+Numbers = dict[str, Any]
+
+
+def document(key: int, prompt: Sequence[int], frames: int, answer: Sequence[int]) -> Document:
+    """A prompt, `frames` encoder frames of audio, an answer to learn."""
+    mels = np.zeros((frames * SUBSAMPLING, 1), np.float32)
+    tokens = [*prompt, 0, *answer]
+    supervised = [False] * (len(prompt) + 1) + [True] * len(answer)
+    return Document.splice(str(key), tokens, supervised, [[mels]], placeholder=0)
+
+
+def packed(layout: Any) -> tuple[Batch, PackReport, Buffer]:
+    """DOCUMENTS, in the order that evens out attention over the ranks: as the loader lays them out over RANKS
+    ranks, and in document order.
+    """
+    documents = [document(key, [1] * a, b, [2] * c) for key, (a, b, c) in enumerate(DOCUMENTS)]
+    settings: dict[str, Any] = {
+        "capacity": CAPACITY,
+        "audio_capacity": CAPACITY * SUBSAMPLING,
+        "num_mels": 1,
+        "max_documents": len(documents),
+        "context": RANKS,
+    }
+    _, report = pack_row(documents, **settings)
+    documents = [documents[int(key)] for key in report.keys]
+    round_to = 2 * RANKS if layout == "document" else 1
+    batch, report = pack_row(documents, **settings, layout=layout, round_to=round_to, order_seed=None)
+    config = Config(
+        MeshConfig(context=RANKS), DataConfig(round_to=round_to), ModelConfig(context_layout=layout)
+    )
+    return batch, report, document_order(batch, 0, config)
+
+
+def slots(ids: np.ndarray, audio_slots: np.ndarray) -> Numbers:
+    """Which document each slot is of, and where it has audio."""
+    return {"ids": ids.tolist(), "audio": (audio_slots >= 0).astype(int).tolist()}
+
+
+def buffer_numbers() -> Numbers:
+    _, report, buffer = packed("buffer")
+    return {
+        **slots(buffer.ids, buffer.audio_slots),
+        "positions": buffer.positions.tolist(),
+        "supervised": (buffer.weights > 0).astype(int).tolist(),
+        "cu_seqlens": report.cu_seqlens.tolist(),
+    }
+
+
+def slot_numbers() -> Numbers:
+    words = [AUDIO, *dict.fromkeys(word for prompt, _, answer in SENTENCES for word in (*prompt, *answer))]
+    documents = [
+        document(key, [words.index(x) for x in prompt], frames, [words.index(x) for x in answer])
+        for key, (prompt, frames, answer) in enumerate(SENTENCES)
+    ]
+    capacity = 1 + sum(map(len, documents))
+    batch, _ = pack_row(
+        documents, capacity=capacity, audio_capacity=256, num_mels=1, max_documents=2, order_seed=None
+    )
+    ids, learnt = batch.segment_ids[0], batch.weights[0] > 0
+    return {
+        **slots(ids, batch.audio_slots[0]),
+        "token": [words[t] if s else "" for t, s in zip(batch.tokens[0], ids, strict=True)],
+        "target": [words[t] if w else "" for t, w in zip(batch.targets[0], learnt, strict=True)],
+        "weight": learnt.astype(int).tolist(),
+        "segment id": ids.tolist(),
+        "position": batch.positions[0].tolist(),
+    }
+
+
+def layout_numbers() -> Numbers:
+    found = {}
+    for layout in LAYOUTS:
+        batch, _, buffer = packed(layout)
+        ids, positions = batch.segment_ids[0], batch.positions[0]
+        found[layout] = {
+            "in order": slots(buffer.ids, buffer.audio_slots),
+            "on ranks": slots(ids, batch.audio_slots[0]),
+            "attention work": attention_work(positions, ids, RANKS).tolist(),
+        }
+    return found
+
+
+def ring_numbers() -> Numbers:
+    """Of the query at a place of a rank: keys [lo, hi) that it sees of the rank of that ring step."""
+    row, ranks = PartitionSpec(None, CONTEXT), PartitionSpec(CONTEXT)
+    found = {}
+    for layout in ("buffer", "document"):
+        batch, _, _ = packed(layout)
+
+        def of_rank(ids: Any, positions: Any, layout: Any = layout) -> Any:
+            segments = make_segments(ids, positions, block=8, axis=CONTEXT, layout=layout)
+            steps = (segments.local, *segments.remote)
+            return jnp.stack([jnp.stack([x.lo, x.hi]) for x in steps])[None]
+
+        mapped = jax.shard_map(
+            of_rank,
+            mesh=make_mesh(MeshConfig(context=RANKS)),
+            in_specs=(row, row),
+            out_specs=ranks,
+            check_vma=False,
+        )
+        keys_CsLn = np.asarray(jax.jit(mapped)(batch.segment_ids, batch.positions))
+        ids = batch.segment_ids[0].reshape(RANKS, -1)
+        found[layout] = {"ids": ids.tolist(), "keys": keys_CsLn.swapaxes(0, 1).tolist()}
+    return found
+
+
+def scan(x_RT: np.ndarray, positions_RT: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """The state of a head of one number, dt, B and C being 1, after each of the places `at` of the rows."""
+
+    def run(x_RT: Any, positions_RT: Any, at: Any) -> Any:
+        segments = make_segments(jnp.ones_like(positions_RT), positions_RT, block=8, axis=None)
+        x, a = x_RT.reshape(-1, 1, 1), jnp.array([-DECAY], jnp.float32)
+        ones = jnp.ones_like(x)
+        return ssd_and_states(x, ones[..., 0], a, ones, ones, segments, at, chunk=CHUNK)[1]
+
+    arrays = x_RT.astype(np.float32), positions_RT.astype(np.int32), at.astype(np.int32)
+    return np.asarray(jax.jit(run)(*arrays)).reshape(-1)
+
+
+def state_numbers() -> Numbers:
+    """keeps, adds: what each chunk does to the state. enters: the ranks' exchange of these. state: one scan
+    over the whole buffer.
+    """
+    batch, _, buffer = packed("buffer")
+    heard = (buffer.ids > 0).astype(float)
+    parts = {name: np.split(x, 2 * RANKS) for name, x in (("x", heard), ("positions", buffer.positions))}
+    last = (np.arange(2 * RANKS) + 1) * CHUNK - 1
+    adds = scan(np.stack(parts["x"]), np.stack(parts["positions"]), last)
+    # A token before the chunk that alone adds 1: what is left of it at the end.
+    probe = np.tile([1.0] + [0.0] * CHUNK, (2 * RANKS, 1))
+    before = np.stack([np.append([0], p) for p in parts["positions"]])
+    keeps = scan(probe, before, (np.arange(2 * RANKS) + 1) * (CHUNK + 1) - 1)
+
+    row, chunks = PartitionSpec(None, CONTEXT), PartitionSpec(CONTEXT)
+    order = context_permutation(2 * RANKS, RANKS)
+
+    def of_rank(ids: Any, positions: Any, decay: Any, state: Any) -> Any:
+        segments = make_segments(ids, positions, block=8, axis=CONTEXT)
+        return initial_states(decay.reshape(2, 1, 1), state.reshape(2, 1, 1, 1, 1), segments).reshape(2)
+
+    mapped = jax.shard_map(
+        of_rank,
+        mesh=make_mesh(MeshConfig(context=RANKS)),
+        in_specs=(row, row, chunks, chunks),
+        out_specs=chunks,
+        check_vma=False,
+    )
+    pairs = (jnp.asarray(x[order], jnp.float32) for x in (keeps, adds))
+    enters = np.asarray(jax.jit(mapped)(batch.segment_ids, batch.positions, *pairs))
+    every = scan(heard[None], buffer.positions[None], np.arange(CAPACITY))
+    values = {"state": every, "keeps": keeps, "adds": adds, "enters": enters[inverse_permutation(order)]}
+    return {
+        **slots(buffer.ids, buffer.audio_slots),
+        "positions": buffer.positions.tolist(),
+        "ranks": (np.argsort(order) // 2).tolist(),
+        **{name: [float(f"{v:.4g}") for v in x] for name, x in values.items()},
+    }
+
+
+def pipeline_numbers() -> Numbers:
+    found = {}
+    for chunks in (1, 2):
+        schedule = make_schedule(8, RANKS, chunks)
+        found[str(chunks)] = {
+            "bubble": round(schedule.bubble, 4),
+            **{
+                name: [work.microbatch.T.tolist(), work.chunk.T.tolist()]
+                for name, work in (("forward", schedule.forward), ("backward", schedule.backward))
+            },
+        }
+    return found

@@ -1,0 +1,177 @@
+"""Writes tests/references/nemotron_omni.npz: a tiny random NemotronH_Omni_Reasoning_V3 of transformers.
+
+    python scripts/references/nemotron_omni.py [--checkpoints FOLDER]
+
+Needs torch and transformers; takes about 20 s. Float32, eval mode, no vision input; documents are given one
+at a time, unpadded: a prompt, a recording's frames, a text. FOLDER: save_pretrained's checkpoint is left
+there, by name.
+
+Clips have lengths that are no multiples of 8 mel frames: at those the library inserts one embedding more, of
+a frame that its encoder masks. Keys (c is a document's number):
+    config              config.json, as save_pretrained writes it
+    weight.NAME         every tensor on disk but the vision tower's
+    mels.c              [mel frames, mels]
+    tokens.c            int64 [tokens], the placeholder once for every encoder frame
+    logits.c            [tokens, vocabulary]
+    loss                sum of -log p(tokens.c[t + 1] | tokens.c[: t + 1]) over the text tokens after the clip
+    grad.NAME           gradient of loss, by tensor on disk
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import nemotron_h
+import numpy as np
+import torch
+import transformers
+from places import arguments
+from safetensors.numpy import load_file
+
+AUDIO_TOKEN, VOCABULARY = 47, 48
+DOCUMENTS = ((3, 61, 5), (1, 203, 9), (2, 20, 1))
+"""Prompt tokens, mel frames, text tokens."""
+TEXT: dict[str, Any] = {
+    **nemotron_h.SHARED,
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "ME*-M",
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 2.5,
+    "time_step_min": 1e-30,
+}
+AUDIO: dict[str, Any] = {
+    "model_type": "parakeet_encoder",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "conv_kernel_size": 9,
+    "subsampling_conv_channels": 8,
+    "num_mel_bins": 16,
+    "projection_hidden_size": 20,
+    "projection_bias": False,
+    **dict.fromkeys(("dropout", "layerdrop", "activation_dropout", "attention_dropout"), 0.0),
+}
+VISION: dict[str, Any] = {
+    "vision_config": {
+        "model_type": "radio",
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+        "image_size": 16,
+        "max_img_size": 16,
+        "video_temporal_patch_size": 2,
+    },
+    "vision_hidden_size": 16,
+    "projector_hidden_size": 16,
+}
+MARGIN = 1e-3
+LEFT_OUT = ("vision_model.", "mlp1.", "vision_final_layernorm.")
+
+
+def on_disk(named: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """The library's names in memory -> names of checkpoints on disk."""
+    renamed = {
+        name.replace("audio_tower.", "sound_encoder.encoder.", 1)
+        .replace("embed_audio.layer_norm.", "sound_projection.norm.")
+        .replace("embed_audio.linear_", "sound_projection.linear"): x
+        for name, x in named.items()
+        if not name.startswith(("vision_model.", "multi_modal_projector."))
+    }
+    prefix = "language_model."
+    text = {k.removeprefix(prefix): v for k, v in renamed.items() if k.startswith(prefix)}
+    out = {prefix + k: v for k, v in nemotron_h.on_disk(text).items()}
+    return out | {k: v.detach().numpy().copy() for k, v in renamed.items() if not k.startswith(prefix)}
+
+
+def randomize(model: torch.nn.Module) -> None:
+    nemotron_h.randomize(model)
+    with torch.no_grad():
+        for name, x in model.state_dict().items():
+            if name.endswith("running_var"):
+                x.uniform_(0.5, 2.0)
+            elif "bias_" in name and "audio_tower" in name:
+                x.normal_(0.0, 0.5)
+            elif "audio_tower" in name and x.ndim > 2:
+                x.normal_(0.0, (x.numel() / len(x)) ** -0.5)
+
+
+def reference(seed: int, folder: Path) -> tuple[dict[str, np.ndarray], float]:
+    """(everything the file holds, the least margin of a choice of experts)."""
+    torch.manual_seed(seed)
+    config = transformers.NemotronH_Omni_Reasoning_V3_Config(
+        text_config=TEXT,
+        audio_config=AUDIO,
+        audio_token_id=AUDIO_TOKEN,
+        attn_implementation="eager",
+        **VISION,
+    )
+    model = transformers.NemotronH_Omni_Reasoning_V3(config).eval()
+    randomize(model)
+    model.save_pretrained(folder)
+    saved = load_file(folder / "model.safetensors")
+    saved = {k: v for k, v in saved.items() if not k.startswith(LEFT_OUT) and v.ndim}
+    weights = {k: v for k, v in on_disk(dict(model.state_dict())).items() if v.ndim}
+    assert saved.keys() == weights.keys(), saved.keys() ^ weights.keys()
+
+    margins: list[float] = []
+
+    def gate_hook(gate: Any, _args: Any, result: Any) -> None:
+        biased = (
+            (result[0].detach().sigmoid() + gate.e_score_correction_bias).sort(-1, descending=True).values
+        )
+        margins.append(float((biased[:, gate.top_k - 1] - biased[:, gate.top_k]).min()))
+
+    for layer in model.language_model.model.layers:
+        router: Any = getattr(layer.mixer, "gate", None)
+        if router is not None:
+            router.register_forward_hook(gate_hook)
+
+    out = {"config": np.asarray((folder / "config.json").read_text())}
+    out |= {f"weight.{k}": v for k, v in weights.items()}
+    loss = torch.zeros(())
+    for c, (prompt, frames, text) in enumerate(DOCUMENTS):
+        embeddings = -(-frames // 8)
+        words = torch.randint(AUDIO_TOKEN, (prompt + text,))
+        audio = torch.full((embeddings,), AUDIO_TOKEN)
+        tokens = torch.cat([words[:prompt], audio, words[prompt:]])
+        mels = torch.randn(frames, AUDIO["num_mel_bins"])
+        logits = model(
+            input_ids=tokens[None],
+            input_features=mels[None],
+            input_features_mask=torch.ones(1, frames, dtype=torch.bool),
+            use_cache=False,
+        ).logits[0]
+        first = prompt + embeddings
+        loss = loss + torch.nn.functional.cross_entropy(
+            logits[first - 1 : -1], tokens[first:], reduction="sum"
+        )
+        out |= {
+            f"tokens.{c}": tokens.numpy(),
+            f"mels.{c}": mels.numpy(),
+            f"logits.{c}": logits.detach().numpy(),
+        }
+    loss.backward()
+    grads = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in model.named_parameters()}
+    out |= {f"grad.{k}": v for k, v in on_disk(grads).items()}
+    out["loss"] = loss.detach().numpy()
+    return out, min(margins)
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, seed = (options.checkpoints or Path(scratch)) / "nemotron_omni", options.seed
+        out, margin = reference(seed, folder)
+        while margin < MARGIN:
+            seed += 1
+            out, margin = reference(seed, folder)
+    path = options.out / "nemotron_omni.npz"
+    np.savez_compressed(path, **out)  # type: ignore[arg-type]
+    print(f"{path.name}: seed {seed}, margin {margin:.1e}, {path.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""The command line that the scripts beside this one share."""
+
+import argparse
+from pathlib import Path
+
+
+def arguments(doc: str | None) -> argparse.Namespace:
+    """out: where the .npz files go. checkpoints: where save_pretrained's folders stay, or None. seed: the
+    first to try.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "tests" / "references")
+    parser.add_argument("--checkpoints", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()

@@ -1,0 +1,101 @@
+"""Shards in braces, read as one data set; compressed ones too."""
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxthd.data.example import Turn
+from jaxthd.data.lines import expand_braces, own_prompt, read_examples
+from jaxthd.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("a/m.json", ["a/m.json"]),
+        ("m_{0..2}.json", ["m_0.json", "m_1.json", "m_2.json"]),
+        ("manifest__OP_0..1_CL_.json", ["manifest_0.json", "manifest_1.json"]),
+        ("m-{08..11}", ["m-08", "m-09", "m-10", "m-11"]),
+        ("m{7..7}", ["m7"]),
+        ("{de,en}/m_{0..1}", ["de/m_0", "de/m_1", "en/m_0", "en/m_1"]),
+        ("a{b}{}{c..d}{..2}(0..1)", ["a{b}{}{c..d}{..2}(0..1)"]),
+        ("{,x}", ["", "x"]),
+    ],
+)
+def test_braces_stand_for_what_a_shell_and_nemo_make_of_them(text, names):
+    assert expand_braces(text) == names
+
+
+@pytest.mark.parametrize("text", ["m_{2..0}.json", "{0..9999999}", "{0..9999}{0..9999}"])
+def test_a_range_without_an_end_in_sight_is_refused(text):
+    with pytest.raises(UserError, match=r"expected \{FIRST\.\.LAST\}, up to 1,000,000 in all"):
+        expand_braces(text)
+
+
+def read(*files: Path, **options: Any):
+    def turns(entry: dict[str, Any], file: int) -> tuple[Turn, ...]:
+        if entry["n"] < 0:
+            raise ValueError(f"n is {entry['n']}")
+        return (Turn("assistant", (f"{entry['n']} of {file}",)),)
+
+    examples, faults = read_examples(
+        files, lambda entry: str(entry["n"]), turns, title="all", expected="n", **options
+    )
+    return {e.key: e.text for e in examples}, {f.key: f.reason for f in faults}
+
+
+def test_keys_do_not_depend_on_how_lines_are_cut_into_files(tmp_path):
+    lines = [b'{"n": %d}\n' % n for n in (3, 1, -4, 1, 5, 9)]
+    lines[2:2] = [b"\n", b"{\n"]
+    (tmp_path / "all").write_bytes(b"".join(lines))
+    whole, faults = read(tmp_path / "all")
+    assert list(whole) == ["1:3", "2:1", "6:1", "7:5", "8:9"]
+    assert faults["5:-4"] == "n is -4"
+    for *cuts, where in ((1, 5, "b.json line 4"), (0, 4, "c.json line 1"), (6, 7, "a.json line 5")):
+        files = [tmp_path / name for name in ("a.json", "b.json", "c.json")]
+        for file, start, end in zip(files, (0, *cuts), (*cuts, 8), strict=True):
+            file.write_bytes(b"".join(lines[start:end]))
+        shards, found = read(*files)
+        assert list(shards) == list(whole)
+        assert list(found) == list(faults) == ["4:", "5:-4"]
+        assert found["5:-4"] == f"{where}: n is -4"
+    assert list(read(tmp_path / "all", number=2)[0]) == [f"2/{key}" for key in whole]
+
+
+def test_compressed_files_are_read_and_what_is_lost_of_a_damaged_one_is_a_fault(tmp_path):
+    noise = np.random.default_rng(0).bytes(40_000).hex()
+    data = "".join(f'{{"n": {n}, "x": "{noise[16 * n : 16 * n + 16]}"}}\n' for n in range(5000)).encode()
+    names = [tmp_path / name for name in ("a.jsonl.gz", "b.jsonl")]
+    names[0].write_bytes(gzip.compress(data))
+    names[1].write_bytes(b'{"n": 7}\n')
+    examples, faults = read(*names)
+    assert (len(examples), faults) == (5001, {})
+    assert examples["5001:7"] == "7 of 1"
+    for end in (9000, -3000):
+        names[0].write_bytes(gzip.compress(data)[:end])
+        examples, faults = read(*names)
+        kept = len(examples) - 1
+        assert 100 < kept < 5000
+        assert list(faults) == [f"{kept + 1}:"]
+        assert "the rest of" in faults[f"{kept + 1}:"]
+        assert examples[f"{kept + 2}:7"] == "7 of 1"
+    names[0].write_bytes(b"not gzip")
+    with pytest.raises(
+        UserError, match=r"all has no usable line \(1 faulty\); expected n.*\n.*Not a gzipped"
+    ):
+        read(names[0])
+
+
+def test_an_utterance_may_bring_its_own_prompts():
+    assert own_prompt({"context": None}, "Say: <a>", "<a>") == ("Say: <a>", "")
+    assert own_prompt({"context": ""}, "Say: <a>", "<a>") == ("Say: <a>", "")
+    assert own_prompt({"context": "What?", "system_prompt": "Be brief."}, "", "<a>") == (
+        "What? <a>",
+        "Be brief.",
+    )
+    assert own_prompt({"context": "In <a>, what?"}, "", "<a>") == ("In <a>, what?", "")
+    with pytest.raises(ValueError, match=r"context is \['x'\]; expected a string"):
+        own_prompt({"context": ["x"]}, "", "<a>")

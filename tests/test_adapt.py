@@ -1,0 +1,318 @@
+"""What is frozen stays, what adapts learns: patterns, LoRA, learning rates of parts, merging, checkpoints.
+
+LoRA's gradients on meshes, against the dense model's: tests/test_meshes.py.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.extend.core import jaxprs_in_params
+
+from jaxthd.adapt import add_lora, dotted, merge_lora, split, trained
+from jaxthd.checkpoint import Checkpoints
+from jaxthd.checksum import named_arrays
+from jaxthd.config import (
+    AdaptConfig,
+    Config,
+    DataConfig,
+    EncoderConfig,
+    LLMConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
+from jaxthd.describe import main as describe_main
+from jaxthd.describe import state_bytes
+from jaxthd.errors import UserError
+from jaxthd.estimate import abstract_batch
+from jaxthd.mesh import make_mesh, put_batch
+from jaxthd.models.layers import Linear
+from jaxthd.models.speech_lm import Adapter
+from jaxthd.parallel.params import Buffer, Init
+from jaxthd.parallel.schedule import make_schedule
+from jaxthd.parallel.stages import from_stages, to_stages
+from jaxthd.state import (
+    abstract_model,
+    abstract_state,
+    canonical_form,
+    canonical_shardings,
+    init_state,
+    make_optimizer,
+    stages_of,
+    training_form,
+)
+from jaxthd.step import loss_and_gradient, make_log_probs, make_train_step
+from tests.helpers import random_state
+from tests.test_step import batch_of
+
+MODEL = ModelConfig(
+    encoder=EncoderConfig(num_mels=16, layers=2, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),
+    llm=LLMConfig(
+        pattern="ME*-",
+        dim=16,
+        q_heads=2,
+        kv_heads=1,
+        head_dim=8,
+        ffn_dim=32,
+        mamba_heads=4,
+        mamba_head_dim=8,
+        mamba_state=8,
+        experts=4,
+        expert_dim=8,
+        shared_expert_dim=16,
+    ),
+    adapter_dim=8,
+)
+LORA = AdaptConfig(freeze=("encoder.*",), lora_rank=2, lora_alpha=3.0)
+TRAIN = TrainConfig(warmup_steps=0, learning_rate=1e-2, router_bias_rate=1e-2, clip_norm=0.5)
+
+
+def run(
+    adapt: AdaptConfig, mesh: MeshConfig | None = None, pattern: str = "ME*-", dtype: Any = "float32"
+) -> Config:
+    model = replace(MODEL, dtype=dtype, llm=replace(MODEL.llm, pattern=pattern))
+    return Config(mesh=mesh or MeshConfig(), model=model, adapt=adapt, train=TRAIN)
+
+
+def names_that_train(adapt: AdaptConfig) -> set[str]:
+    flat = nnx.traversals.flatten_mapping(trained(abstract_model(run(adapt)), adapt))
+    return {dotted(path) for path, is_trained in flat.items() if is_trained}
+
+
+def test_patterns_say_what_trains():
+    everything = names_that_train(AdaptConfig())
+    assert {"embedding", "head", "decoder.norm.weight", "decoder.layers.moe.mixer.up"} < everything
+    encoder = {name for name in everything if name.startswith("encoder.")}
+    assert len(encoder) > 40
+    assert names_that_train(AdaptConfig(freeze=("encoder.*",))) == everything - encoder
+    some = names_that_train(AdaptConfig(freeze=("encoder.*", "head"), unfreeze=("*.norm_out.*",)))
+    norms = {"encoder.blocks.norm_out.weight", "encoder.blocks.norm_out.bias"}
+    assert some == everything - encoder - {"head"} | norms
+
+
+def test_a_part_with_lora_trains_nothing_else():
+    everything = names_that_train(AdaptConfig())
+    others = {name for name in everything if name.startswith(("encoder.", "adapter."))}
+    lora = {f"decoder.layers.attention.mixer.{p}.lora.{m}" for p in ("q", "v") for m in ("a", "b")}
+    adapt = AdaptConfig(lora_rank=4, lora_targets=("decoder.*.q", "decoder.*.v"))
+    assert names_that_train(adapt) == others | lora
+    assert names_that_train(replace(adapt, freeze=("*",), unfreeze=("head",))) == lora | {"head"}
+    both = names_that_train(replace(adapt, lora_targets=("*.q", "adapter.out")))
+    assert both == {
+        f"{linear}.lora.{m}"
+        for linear in ("decoder.layers.attention.mixer.q", "encoder.blocks.attention.q", "adapter.out")
+        for m in ("a", "b")
+    }
+
+
+def test_all_projections_but_routers_get_lora():
+    found = {name.rpartition(".lora")[0] for name in names_that_train(LORA) if ".lora." in name}
+    layers = {"mamba": "z x b c dt out", "attention": "q k v out", "mlp": "up down"}
+    wanted = {f"decoder.layers.{k}.mixer.{p}" for k, ps in layers.items() for p in ps.split()}
+    assert found == wanted | {f"decoder.layers.moe.mixer.shared.{p}" for p in ("up", "down")}
+
+
+def test_lora_starts_as_nothing_with_pefts_spread():
+    linear = Linear(400, 30, Init(jax.random.key(0)))
+    x_ND = jax.random.normal(jax.random.key(1), (5, 400))
+    before = linear(x_ND)
+    linear.add_lora(50, 2.0, jax.random.key(2))
+    assert linear.lora is not None
+    assert linear.lora.a.shape == (400, 50)
+    assert linear.lora.b.shape == (50, 30)
+    assert np.std(linear.lora.a[...]) == pytest.approx(1 / math.sqrt(3 * 400), rel=0.02)
+    np.testing.assert_array_equal(linear(x_ND), before)
+    linear.lora.b[...] = jax.random.normal(jax.random.key(3), (50, 30))
+    low_rank = 2.0 * np.asarray(x_ND) @ np.asarray(linear.lora.a[...]) @ np.asarray(linear.lora.b[...])
+    np.testing.assert_allclose(linear(x_ND) - before, low_rank, atol=1e-4)
+
+
+def test_a_target_starts_as_without_the_others():
+    adapters = []
+    for targets in (("*",), ("out",)):
+        adapters.append(Adapter(MODEL, Init(jax.random.key(0))))
+        add_lora(adapters[-1], replace(LORA, lora_targets=targets), jax.random.key(1))
+    both, one = adapters
+    assert one.up.lora is None
+    np.testing.assert_array_equal(both.out.lora.a[...], one.out.lora.a[...])
+    assert np.abs(both.out.lora.a[...] - both.up.lora.a[:8]).min() > 0
+
+
+def test_frozen_parameters_statistics_and_routers_stay_to_the_bit():
+    """Two steps on data 2; all else moves. The first loss is that of the stored statistics."""
+    config = run(LORA, MeshConfig(data=2), pattern="ME")
+    mesh = make_mesh(config.mesh)
+    rows = jax.tree.map(lambda *x: np.concatenate(x), batch_of([5, 20, 11], 1), batch_of([17, 3], 1))
+    batch = put_batch(rows, mesh)
+    state, step = init_state(config, mesh), make_train_step(config, mesh)
+    was = jax.tree.map(np.asarray, state)
+    logp = np.asarray(make_log_probs(config, mesh)(state.params, state.buffers, batch))
+    losses = []
+    for _ in range(2):
+        state, measured = step(state, batch)
+        losses.append(float(measured.loss))
+    np.testing.assert_allclose(losses[0], -(rows.weights * logp).sum() / rows.weights.sum(), rtol=1e-5)
+    assert losses[1] < losses[0]
+    assert step._cache_size() == 1
+    own = {name for name in names_that_train(LORA) if "attention" not in name and "mlp" not in name}
+    before = named_arrays(was.params)
+    for name, x in named_arrays(state.params).items():
+        assert np.array_equal(x, before[name]) == (name not in own), name
+    jax.tree.map(np.testing.assert_array_equal, state.buffers, was.buffers)
+    # The optimizer holds two moments of what trains, and a count, each in its part of the mesh.
+    sizes = {name: x.shape for name, x in named_arrays(state.params).items()}
+    moments = named_arrays(state.opt_state)
+    shapes = [x.shape for name, x in moments.items() if not name.endswith("count")]
+    assert sorted(shapes) == sorted(2 * [sizes[name] for name in own])
+    held = sum(x.addressable_shards[0].data.nbytes for x in moments.values())
+    assert held == state_bytes(config)["AdamW moments"]
+    assert held < 0.2 * state_bytes(replace(config, adapt=AdaptConfig()))["AdamW moments"]
+
+
+def test_each_part_moves_at_its_learning_rate():
+    """AdamW's first update by hand: -rate (g / (|g| + eps) + decay w), g clipped by what trains alone."""
+    factors = {"encoder_lr_factor": 0.25, "adapter_lr_factor": 3.0, "llm_lr_factor": 0.5}
+    adapt = replace(LORA, freeze=("encoder.sub*",), **factors)
+    config = run(adapt)
+    with jax.enable_x64(True):
+        model = abstract_model(run(adapt, dtype="float64"))
+        params = random_state(model)[1]
+        own, _ = split(params, trained(model, adapt))
+        rng = np.random.default_rng(1)
+        gradients = jax.tree.map(lambda x: rng.normal(size=x.shape), own)
+        optimizer = make_optimizer(config)
+        updates, _ = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p))(gradients, own)
+    updates, gradients, own = map(named_arrays, (updates, gradients, own))
+    clip = TRAIN.clip_norm / np.sqrt(sum(np.square(g).sum() for g in gradients.values()))
+    rates = {"encoder": 0.25e-2, "adapter": 3e-2}
+    for name, update in updates.items():
+        g, leaf = clip * gradients[name], name.rsplit(".", 1)[1]
+        decay = TRAIN.weight_decay if leaf in ("a", "b", "w", "depthwise", "position") else 0.0
+        by_hand = -rates.get(name.split(".")[0], 0.5e-2) * (g / (np.abs(g) + 1e-8) + decay * own[name])
+        np.testing.assert_allclose(update, by_hand, rtol=1e-4, atol=1e-9, err_msg=name)
+    assert {name.split(".")[0] for name in updates} == {"encoder", "adapter", "decoder"}
+
+
+def test_the_merged_model_computes_the_same():
+    """Every token's log-probability, in float64; LoRA in all parts."""
+    adapt = AdaptConfig(lora_rank=3, lora_alpha=2.0, lora_targets=("*",))
+    config = run(adapt, dtype="float64")
+    with jax.enable_x64(True):
+        _, params, buffers = random_state(abstract_model(config))
+        plain, plain_config = merge_lora(params, config)
+        assert plain_config == run(replace(adapt, lora_rank=0), dtype="float64")
+        like = abstract_state(plain_config).params
+        assert jax.tree.map(np.shape, plain) == jax.tree.map(np.shape, like)
+        assert merge_lora(plain, plain_config) == (plain, plain_config)
+        mesh = make_mesh(config.mesh)
+        batch = put_batch(batch_of([5, 20, 11], 1), mesh)
+        adapted, merged = (
+            np.asarray(make_log_probs(c, mesh)(p, buffers, batch))
+            for c, p in ((config, params), (plain_config, plain))
+        )
+    np.testing.assert_allclose(merged, adapted, atol=1e-11)
+    assert np.count_nonzero(adapted) > 30
+
+
+def test_a_pipelines_stacks_merge_too():
+    config = run(LORA, MeshConfig(pipeline=2, stages_per_rank=2))
+    params = jax.tree.map(np.float32, random_state(abstract_model(run(LORA)))[1])
+    stages = stages_of(config)
+    staged = from_stages(merge_lora(to_stages(params, stages), config)[0], stages)
+    jax.tree.map(np.testing.assert_array_equal, staged, merge_lora(params, run(LORA))[0])
+
+
+def multiply_adds(function: Callable[..., Any], config: Config) -> int:
+    """Of all matrix products of a function of (params, buffers, batch), loops of known length counted."""
+
+    def count(jaxpr: Any, times: int) -> int:
+        total = 0
+        for equation in jaxpr.eqns:
+            often = times * (equation.params["length"] if equation.primitive.name == "scan" else 1)
+            if equation.primitive.name == "dot_general":
+                (contracted, _), _ = equation.params["dimension_numbers"]
+                shape, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+                total += often * math.prod(shape[dim] for dim in contracted) * math.prod(out)
+            total += sum(count(sub, often) for sub in jaxprs_in_params(equation.params))
+        return total
+
+    model = abstract_model(config)
+    state = (nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, Buffer))
+    program = jax.make_jaxpr(function(config, make_mesh(config.mesh)))(*state, abstract_batch(config))
+    return count(program.jaxpr, 1)
+
+
+def audio_multiply_adds(function: Callable[..., Any], adapt: AdaptConfig, mesh: MeshConfig) -> int:
+    """What audio adds to those."""
+    config = run(adapt, mesh, pattern="--")
+    audio, text = (
+        replace(config, data=DataConfig(capacity=64, audio_capacity=frames)) for frames in (512, 0)
+    )
+    return multiply_adds(function, audio) - multiply_adds(function, text)
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(pipeline=2)], ids=["one device", "pipeline"])
+def test_no_backward_pass_goes_through_a_frozen_encoder(mesh: MeshConfig):
+    """A step's products over audio are those of the forward pass alone, in every tick of the schedule. Else
+    about four times as many: the blocks are computed again, then each product has two gradients."""
+    backward, forward = (make_schedule(1, mesh.pipeline, 1, backward=b).ticks for b in (True, False))
+    scored = audio_multiply_adds(make_log_probs, AdaptConfig(), mesh) / forward
+    frozen = replace(LORA, freeze=("encoder.*", "adapter.*"))
+    assert audio_multiply_adds(loss_and_gradient, frozen, mesh) / backward == scored
+    assert audio_multiply_adds(loss_and_gradient, AdaptConfig(), mesh) / backward > 3.5 * scored
+
+
+def test_a_frozen_head_has_no_gradient_to_compute():
+    """The difference is one product: of a block's logits' gradients and hidden states."""
+    data = DataConfig(capacity=64, audio_capacity=0)
+    whole, frozen = (
+        multiply_adds(loss_and_gradient, replace(run(AdaptConfig(freeze=freeze), pattern="-"), data=data))
+        for freeze in ((), ("head",))
+    )
+    assert whole - frozen == MODEL.loss_block * MODEL.llm.vocab_size * MODEL.llm.dim
+
+
+def test_a_checkpoint_holds_what_trains_and_returns_on_any_mesh(tmp_path: Path):
+    """Saved on a pipeline, restored on data 2 x tensor 2; a run that trains something else is refused."""
+    sizes = MeshConfig(2, 1, 2, 1), MeshConfig(data=2, tensor=2)
+    piped, other = (run(LORA, mesh, "*-") for mesh in sizes)
+    meshes = make_mesh(piped.mesh), make_mesh(other.mesh)
+    rng = np.random.default_rng(0)
+    noise = jax.tree.map(lambda x: rng.integers(0, 9, x.shape).astype(x.dtype), abstract_state(piped))
+    state = training_form(jax.device_put(noise, canonical_shardings(piped, meshes[0])), piped, meshes[0])
+    with Checkpoints(tmp_path, 1) as checkpoints:
+        checkpoints.save(3, canonical_form(state, piped, meshes[0]), {})
+    with Checkpoints(tmp_path, 1) as checkpoints:
+        found = checkpoints.restore_latest(abstract_state(other), canonical_shardings(other, meshes[1]))
+        assert found is not None
+        jax.tree.map(np.testing.assert_array_equal, found[0], noise)
+        moments = found[0].opt_state[1][0].mu
+        others = {name for name in names_that_train(LORA) if ".mamba." in name or ".moe." in name}
+        assert set(named_arrays(moments)) == names_that_train(LORA) - others
+        less = replace(other, adapt=replace(LORA, freeze=("encoder.*", "adapter.*")))
+        with pytest.raises(UserError, match="is of another model: 6 arrays differ"):
+            checkpoints.restore_latest(abstract_state(less), canonical_shardings(less, meshes[1]))
+
+
+def test_names_are_listed_for_patterns(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = tmp_path / "lora.py"
+    config.write_text("from jaxthd.config import *\ndef config(): return Config()\n")
+    adapt = ["--adapt.freeze", "encoder.blocks.*", "--adapt.lora-rank", "4", "--adapt.lora-targets", "*.q"]
+    describe_main(["--config", str(config), "--names", *adapt])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["encoder.blocks.ffn1.up.w", *["4", "x", "128", "x", "512"], "frozen"] in lines
+    assert ["encoder.subsampling.first.w", *["9", "x", "64"], "frozen"] in lines
+    assert ["decoder.layers.attention.mixer.q.lora.b", *["1", "x", "4", "x", "128"], "trained"] in lines
+    assert ["decoder.layers.mlp.mixer.up"] in lines
+    describe_main(["--config", str(config), "--adapt.freeze", "encoder.*", "head"])
+    rows = {tuple(line.split()[:2]): line.split() for line in capsys.readouterr().out.splitlines()[2:]}
+    assert rows["encoder", "in"][5] == rows["LLM", "head"][5] == "none"
+    assert rows["adapter", "adapter"][5] == "all"
+    assert rows["LLM", "in"][5] not in ("none", "all")

@@ -1,0 +1,272 @@
+"""Import and export are each other's inverse; what does not fit is named, and nothing is written."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxthd.config import Config, MeshConfig, ModelConfig
+from jaxthd.convert import export_weights, import_weights, main
+from jaxthd.errors import UserError
+from jaxthd.hf.checkpoint import model_config, open_checkpoint
+from jaxthd.mesh import make_mesh
+from jaxthd.state import canonical_form, init_state
+from jaxthd.weights import Weights, load_model, load_weights, named_weights, start_state
+from tests.hf.published import BASE, write_published
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+def assert_identical(found: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
+    assert found.keys() == want.keys()
+    for name in want:
+        assert found[name].dtype == want[name].dtype
+        np.testing.assert_array_equal(found[name], want[name], err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def omni(tmp_path_factory) -> tuple[Path, Path]:
+    """(the published folder, what import made of it)."""
+    folder = tmp_path_factory.mktemp("omni")
+    published = write_published("nemotron_omni", folder / "published")
+    # A vision tower and a tokenizer, which go along.
+    vision = {"vision_model.a": np.arange(6, dtype=np.float16), "mlp1.0.weight": np.ones((2, 3), np.float32)}
+    save_file(tensors(published) | vision, published / "model.safetensors", metadata={"format": "pt"})
+    (published / "tokenizer.json").write_text("{}")
+    import_weights([str(published)], folder / "imported")
+    return published, folder / "imported"
+
+
+def counters(model: ModelConfig) -> dict[str, np.ndarray]:
+    """Written on export; the references leave them out."""
+    names = (
+        f"sound_encoder.encoder.layers.{i}.conv.norm.num_batches_tracked" for i in range(model.encoder.layers)
+    )
+    return {name: np.zeros((), np.int64) for name in names}
+
+
+def test_export_of_an_import_is_bit_identical(omni, tmp_path):
+    """In one file and in several; with the vision tower, the tokenizer and the settings of the original."""
+    published, imported = omni
+    want = tensors(published) | counters(model_config(published))
+    for number, limit in enumerate((4 * 2**30, 20_000)):
+        out = tmp_path / str(number)
+        export_weights(imported, out, like=published, limit=limit)
+        assert_identical(tensors(out), want)
+        assert (len(list(out.glob("*.safetensors"))) > 1) == (out / "model.safetensors.index.json").exists()
+        settings, original = (json.loads((x / "config.json").read_text()) for x in (out, published))
+        assert original.keys() <= settings.keys()
+        assert {k: settings[k] for k in original if k.endswith("token_id")} == {
+            k: x for k, x in original.items() if k.endswith("token_id")
+        }
+        assert (out / "tokenizer.json").exists()
+        assert model_config(out) == model_config(published)
+
+
+def test_parts_make_the_whole_again(omni, tmp_path):
+    _, imported = omni
+    export_weights(imported, tmp_path / "parts", form="parts")
+    sources = [str(tmp_path / "parts" / part) for part in ("llm", "encoder", "adapter")]
+    import_weights(sources, tmp_path / "again")
+    export_weights(imported, tmp_path / "a")
+    export_weights(tmp_path / "again", tmp_path / "b")
+    assert_identical(tensors(tmp_path / "b"), tensors(tmp_path / "a"))
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h_latent"])
+def test_llms_come_back_bit_identical(name, tmp_path):
+    """Beside an encoder of another checkpoint; the adapter is drawn, and a single linear layer."""
+    published = write_published(name, tmp_path / "llm")
+    encoder = write_published("fastconformer", tmp_path / "encoder")
+    config = import_weights([str(published), str(encoder)], tmp_path / "imported")
+    assert config.model.llm == model_config(published).llm
+    export_weights(tmp_path / "imported", tmp_path / "out")
+    assert_identical(tensors(tmp_path / "out" / "llm"), tensors(published))
+
+
+def test_bfloat16_rounds_once(omni, tmp_path):
+    """Scan rates, time steps and statistics stay float32; what was rounded comes back as it is."""
+    _, imported = omni
+    export_weights(imported, tmp_path / "bf16", dtype="bfloat16")
+    export_weights(imported, tmp_path / "f32")
+    rounded, exact = tensors(tmp_path / "bf16"), tensors(tmp_path / "f32")
+    kept = {name for name, x in rounded.items() if x.dtype == np.float32}
+    assert {name.rpartition(".")[2] for name in kept} == {
+        "A_log",
+        "D",
+        "dt_bias",
+        "e_score_correction_bias",
+        "running_mean",
+        "running_var",
+    }
+    for name, x in rounded.items():
+        np.testing.assert_array_equal(x, exact[name].astype(x.dtype))
+    import_weights([str(tmp_path / "bf16")], tmp_path / "imported")
+    export_weights(tmp_path / "imported", tmp_path / "again", dtype="bfloat16")
+    assert_identical(tensors(tmp_path / "again"), rounded)
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1, 2), (1, 2, 2, 1), (2, 2, 1, 1)])
+def test_any_mesh_holds_the_same_weights(omni, mesh):
+    """Streamed into shards: cut, spread and divided into stages."""
+    published, imported = omni
+    model = model_config(published, model=BASE)
+    one = Config(model=model)
+    want = named_weights(load_weights([published], one, make_mesh(one.mesh)))
+    config = Config(mesh=MeshConfig(*mesh), model=model)
+    on = make_mesh(config.mesh)
+    for source in (published, imported):
+        state = start_state(replace_init(config, source), on)
+        used = load_model([source], config, on)
+        assert_trees_equal(used, Weights(state.params, state.buffers))
+        canonical = canonical_form(state, config, on)
+        found = named_weights(Weights(canonical.params, canonical.buffers))
+        assert found.keys() == want.keys()
+        for name in want:
+            np.testing.assert_array_equal(found[name], want[name], err_msg=name)
+
+
+def assert_trees_equal(found: Any, want: Any) -> None:
+    """Values, and where they lie."""
+
+    def same(x: Any, y: Any) -> None:
+        np.testing.assert_array_equal(x, y)
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+
+    jax.tree.map(same, found, want)
+
+
+def replace_init(config: Config, *sources: Path) -> Config:
+    return replace(config, train=replace(config.train, init_from=tuple(map(str, sources))))
+
+
+def test_what_no_source_gives_is_drawn(tmp_path, capsys):
+    """The same draws as without sources; a later source replaces what an earlier one gave."""
+    llm = write_published("nemotron_h", tmp_path / "llm")
+    config = Config(model=model_config(llm, model=BASE))
+    mesh = make_mesh(config.mesh)
+    fresh = init_state(config, mesh)
+    drawn = named_weights(Weights(fresh.params, fresh.buffers))
+    found = named_weights(load_weights([llm], config, mesh))
+    for name, x in found.items():
+        is_drawn = name.startswith(("encoder.", "adapter."))
+        assert is_drawn == bool(np.array_equal(x, drawn[name])) or not np.ptp(x), name
+    assert "drawn at random, being in no checkpoint: adapter (1 array), encoder" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"no weights for adapter \(1 array\), encoder .* whole model"):
+        load_weights([llm], config, mesh, partly=False)
+
+    weights = tensors(llm)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text((llm / "config.json").read_text())
+    save_file({k: x + 1 for k, x in weights.items()}, other / "model.safetensors")
+    both = named_weights(load_weights([other, llm], config, mesh))
+    np.testing.assert_array_equal(both["head"], weights["lm_head.weight"])
+
+
+def damaged(name: str, folder: Path) -> str:
+    """Damages the checkpoint in `folder`; returns what the message says."""
+    file = folder / "model.safetensors"
+    named = load_file(file)
+    one = "backbone.layers.0.mixer.A_log"
+    match name:
+        case "missing":
+            del named[one]
+        case "unknown":
+            named["backbone.layers.0.mixer.extra"] = named[one]
+        case "misshapen":
+            named[one] = named[one][:4]
+        case "cut off":
+            file.write_bytes(file.read_bytes()[:-100])
+            return "no whole safetensors file"
+        case "no json":
+            (folder / "config.json").write_text("{")
+            return "cannot be read"
+        case "other family":
+            (folder / "config.json").write_text('{"model_type": "llama"}')
+            return "model_type 'llama'; expected one of nemotron_h"
+        case "biases":
+            fields = json.loads((folder / "config.json").read_text()) | {"use_bias": True}
+            (folder / "config.json").write_text(json.dumps(fields))
+            return r"use_bias: True \(jaxthd computes False\)"
+        case "shard is gone":
+            (folder / "model.safetensors.index.json").write_text(
+                json.dumps({"weight_map": {one: "model-00001-of-00002.safetensors"}})
+            )
+            return "lacks model-00001-of-00002.safetensors"
+        case "index climbs":
+            (folder / "model.safetensors.index.json").write_text(
+                json.dumps({"weight_map": {one: "../secret.safetensors"}})
+            )
+            return "expected files in its own folder"
+    save_file(named, file)
+    return {
+        "missing": f"missing: {one}\n",
+        "unknown": "unknown: backbone.layers.0.mixer.extra\n",
+        "misshapen": rf"of another shape: {one} \[4\], not \[8\]",
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "missing",
+        "unknown",
+        "misshapen",
+        "cut off",
+        "no json",
+        "other family",
+        "biases",
+        "shard is gone",
+        "index climbs",
+    ],
+)
+def test_damaged_checkpoints_are_refused(case, tmp_path):
+    """By name, and nothing is written."""
+    llm = write_published("nemotron_h", tmp_path / "llm")
+    encoder = write_published("fastconformer", tmp_path / "encoder")
+    message = damaged(case, llm)
+    with pytest.raises(UserError, match=message):
+        import_weights([str(llm), str(encoder)], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_settings_are_named(omni):
+    published, imported = omni
+    model = model_config(published, model=BASE)
+    config = Config(model=replace(model, llm=replace(model.llm, router_scale=1.0, q_heads=8)))
+    with pytest.raises(
+        UserError, match=r"model.llm.q_heads: 4 there, 8 here\n.*router_scale: 2.5 there, 1.0"
+    ):
+        load_weights([published], config, make_mesh(config.mesh))
+    with pytest.raises(
+        UserError, match=r"model.llm.q_heads: 4 there, 8 here\n.*router_scale: 2.5 there, 1.0"
+    ):
+        load_weights([imported], config, make_mesh(config.mesh))
+
+
+def test_export_writes_into_new_folders_only(omni, tmp_path):
+    _, imported = omni
+    (tmp_path / "note.txt").write_text("mine")
+    with pytest.raises(UserError, match="exists already"):
+        export_weights(imported, tmp_path)
+    with pytest.raises(UserError, match="holds no checkpoints"):
+        export_weights(tmp_path, tmp_path / "out")
+    with pytest.raises(UserError, match="no weights of an encoder"):
+        import_weights([str(write_published("nemotron_h", tmp_path / "llm"))], tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["llm", "note.txt"]
+
+
+def test_commands(omni, tmp_path, capsys):
+    published, _ = omni
+    main(["import", str(published), "--out", str(tmp_path / "in")])
+    main(["export", str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--format", "llm"])
+    assert "in: ME*-M, dim 32; encoder 2 x 32" in capsys.readouterr().out
+    assert open_checkpoint(tmp_path / "out").covers("decoder.norm.weight")
