@@ -34,7 +34,7 @@ from jaxthd.state import TrainState
 
 BEST_BY = ("validation_wer", "validation_loss")
 """The metrics that say which checkpoint is best, the lowest first; a later one decides between equals, and
-where no checkpoint has the earlier one."""
+where no checkpoint has the earlier one. Of several validation sets they are the means."""
 
 _REMOVED = "removed"
 """Subfolder into which orbax moves what is no longer kept: a deletion cut short leaves no half checkpoint."""

@@ -1,7 +1,10 @@
 """The command line that every command shares: a config file, and an override for each of its fields."""
 
 import argparse
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,18 @@ import jax
 import tyro
 
 from jaxthd.config import Config, load_config
+from jaxthd.data.tokenizer import load_tokenizer
+from jaxthd.distributed import is_first, started
+from jaxthd.validate import DeviceFacts, validate
+
+PROCESS_OPTIONS: dict[str, dict[str, Any]] = {
+    "coordinator": {
+        "default": os.environ.get("JAX_COORDINATOR_ADDRESS"),
+        "help": "HOST:PORT of process 0, where there are several",
+    },
+    "processes": {"type": int, "default": os.environ.get("JAX_NUM_PROCESSES"), "help": "their number"},
+    "process": {"type": int, "default": os.environ.get("JAX_PROCESS_ID"), "help": "this one's, from 0"},
+}
 
 
 def parse_command_line(
@@ -53,3 +68,22 @@ def simulate_devices(devices: int) -> bool:
     """
     jax.config.update("jax_num_cpu_devices", devices)
     return jax.default_backend() == "cpu"
+
+
+@contextmanager
+def ready(config: Config, options: argparse.Namespace) -> Iterator[None]:
+    """The devices of config.mesh, joined with the other processes' if there are any; the config is validated.
+
+    options: parsed with PROCESS_OPTIONS. Raises UserError as validate and jaxthd.distributed.started.
+    """
+    with started(options.coordinator, options.processes, options.process) as processes:
+        devices = config.mesh.devices
+        if simulate_devices(-(-devices // processes)):
+            several = f"{devices} CPU devices are simulated" + (
+                f" by {processes} processes" * (processes > 1)
+            )
+            print(f"no accelerator found: {several if devices > 1 else 'running on the CPU'}")
+        vocabulary = load_tokenizer(config.data.tokenizer).vocab_size
+        for warning in validate(config, DeviceFacts.of_this_machine(vocabulary)) if is_first() else ():
+            print(f"warning: {warning}", file=sys.stderr)
+        yield

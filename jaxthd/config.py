@@ -5,9 +5,10 @@ The docstring under a field is its --help text.
 
 import importlib.util
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jaxthd.errors import UserError
 
@@ -59,6 +60,14 @@ class SpecAugmentConfig:
     """Most of a recording that one mask over time covers, as a fraction."""
 
 
+class ValidationSet(NamedTuple):
+    """is_named: whether its results are told apart by its name: it was given one, or it is one of several."""
+
+    name: str
+    path: str
+    is_named: bool
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """What is read and how it is packed."""
@@ -71,10 +80,12 @@ class DataConfig:
     plain files and for a Shar directory; none: no manifest has any."""
     weights: tuple[float, ...] = ()
     """How often documents of each manifest are drawn, in proportion; none: by their numbers of documents."""
-    validation_manifest: str = "synthetic"
-    """Manifest or Shar directory for validation; "" for none."""
-    validation_tarred_audio: str = ""
-    """Its tar files; "" for none."""
+    validation_manifest: str | tuple[str, ...] = "synthetic"
+    """Manifest or Shar directory for validation; "" for none. Several are sets with names, NAME=PATH or that
+    of the file: the results of each are logged as validation_NAME_loss and so on, the means over all sets as
+    validation_loss and so on."""
+    validation_tarred_audio: str | tuple[str, ...] = ""
+    """Its tar files, or those of each; "" for none."""
     tokenizer: str = "bytes"
     """"bytes" (UTF-8 bytes, needs no file), the path of a tokenizer.json, or the folder of a checkpoint in
     Hugging Face's format, whose other files then say which tokens are special."""
@@ -127,6 +138,21 @@ class DataConfig:
                 '{"enable_thinking": false}: correct data.template_options'
             )
         return options
+
+    @property
+    def validation_sets(self) -> tuple[ValidationSet, ...]:
+        """validation_manifest, read; names as they were given. A path with a "=" needs a name."""
+        given = self.validation_manifest
+        manifests = [given] if isinstance(given, str) else given
+        manifests = [] if list(manifests) == [""] else manifests
+        sets = []
+        for manifest in manifests:
+            name, mark, path = manifest.partition("=")
+            if not mark:
+                stem = re.sub(r"[^\w.-]+", "-", Path(manifest).stem)
+                name, path = stem.strip("-.") or "validation", manifest
+            sets.append(ValidationSet(name, path, bool(mark) or len(manifests) > 1))
+        return tuple(sets)
 
 
 @dataclass(frozen=True)
@@ -321,6 +347,10 @@ class TrainConfig:
     """Most batches a validation reads."""
     max_new_tokens: int = 160
     """Most tokens that validation decodes for a document, for the word error rate; 0: it decodes none."""
+    normaliser: Literal["basic", "english", "none"] = "basic"
+    """What is done to texts before their words are compared: Whisper's normalisers, "basic" (lower case, no
+    punctuation, nothing in brackets; marks that spell vowels stay) or "english" (numbers, spellings and
+    contractions too); or "none"."""
     checkpoint_every: int = 50
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int = 3

@@ -29,25 +29,34 @@ def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> list[dic
 
 
 def write_lines(path: Path, entries: Iterable[dict[str, Any]]) -> None:
-    """Replaces the file in one go. Raises OSError, naming the file."""
+    """Replaces the file in one go, when the last entry is there. Raises OSError, naming the file."""
     scratch = path.with_suffix(".tmp")
     with naming(path):
-        scratch.write_text("".join(map(_line, entries)))
+        with scratch.open("w") as file:
+            file.writelines(map(_line, entries))
         os.replace(scratch, path)
 
 
 def append_line(path: Path, entry: dict[str, Any]) -> None:
     """Appends one line, on its way to the disk when this returns.
 
-    A number that is not finite becomes null: JSON has no other word for it. Raises OSError, naming the file.
+    A number that is not finite becomes null. Raises OSError, naming the file.
     """
     with naming(path), path.open("a") as file:
         file.write(_line(entry))
 
 
 def _line(entry: dict[str, Any]) -> str:
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in entry.items()}
-    return json.dumps(finite, allow_nan=False) + "\n"
+    return json.dumps(finite(entry), allow_nan=False) + "\n"
+
+
+def finite(value: Any) -> Any:
+    """A number that is not finite becomes None: JSON has no word for it. In lists and dicts too."""
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager

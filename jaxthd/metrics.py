@@ -152,7 +152,8 @@ def validation_text(results: Mapping[str, Any]) -> str:
 
 
 def _label(name: str) -> str:
-    return name.removeprefix(VALIDATION).replace("_", " ").replace("wer", "WER")
+    label = name.removeprefix(VALIDATION).replace("_", " ")
+    return f"{label[:-3]}WER" if label.endswith("wer") else label
 
 
 def _shown(name: str, value: Number) -> str:

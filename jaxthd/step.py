@@ -24,6 +24,7 @@ from jaxthd.models.decoding import Pick, advance, answer, begin
 from jaxthd.models.mixers import Routing
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.objectives import sft
+from jaxthd.ops.cross_entropy import TokenScores
 from jaxthd.ops.sampling import Sampling
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.prompts import PromptEnds
@@ -123,10 +124,10 @@ def _parts(config: Config, params: Tree, buffers: Tree, count: Array, *, batch_s
         segments = of_rank.segments(batch, AXES, lockstep=lockstep)
         return of_rank.decoder.stage(pattern, chunk, x_nD, segments)
 
-    def leave(leave: Tree, x_nD: Array, batch: Batch) -> tuple[Array, Array]:
+    def leave(leave: Tree, x_nD: Array, batch: Batch) -> tuple[Array, None]:
         logp_N = model(buffers, leave=leave).leave(x_nD, batch)
         total = sft.loss_sum(logp_N, batch.weights.reshape(-1), batch.segment_ids.reshape(-1))
-        return total / count / copies, logp_N.reshape(batch.tokens.shape)
+        return total / count / copies, None
 
     return Parts(enter, stage, leave, stages, lockstep)
 
@@ -355,19 +356,35 @@ def make_generation_steps(
     )
 
 
-def make_log_probs(config: Config, mesh: Mesh) -> Callable[[Tree, Tree, Batch], Array]:
-    """(params, buffers, batch) -> log-probability of every position's target, 0 where weights is 0: [R, T],
-    in the batch's layout and sharding; stored statistics. By the pipeline's schedule, jitted.
+def make_scores(config: Config, mesh: Mesh, top_k: int = 0) -> Callable[[Tree, Tree, Batch], TokenScores]:
+    """(params, buffers, batch) -> of every position that weights supervises the log-probability of its target
+    and the top_k likeliest tokens, [R, T, ...], 0 elsewhere; in the batch's layout and sharding, with stored
+    statistics. By the pipeline's schedule, jitted.
+
+    Raises ValueError unless top_k lies in 0..model.llm.vocab_size.
     """
-    specs = model_specs(abstract_model(config))
+    if not 0 <= top_k <= config.model.llm.vocab_size:
+        raise ValueError(
+            f"top_k is {top_k}; expected 0 to {config.model.llm.vocab_size}, the entries of the vocabulary"
+        )
+    graph, specs = model_graph(config), model_specs(abstract_model(config))
     schedule = make_schedule(
         config.train.microbatches, config.mesh.pipeline, config.mesh.stages_per_rank, backward=False
     )
 
-    def rank(params: Tree, buffers: Tree, batch: Batch) -> Array:
-        parts = _parts(config, params, buffers, jnp.ones(()), batch_statistics=False)
-        batches = _microbatches(batch, schedule.microbatches)
-        logp = score(parts, schedule, _divided(params), buffers["encoder"], batches)
-        return logp.reshape(batch.tokens.shape)
+    def rank(params: Tree, buffers: Tree, batch: Batch) -> TokenScores:
+        divided = _divided(params)
 
-    return jax.jit(_on_mesh(rank, mesh, (*specs, batch_specs()), PartitionSpec(DATA, CONTEXT)))
+        def leave(leave: Tree, x_nD: Array, batch: Batch) -> tuple[Array, TokenScores]:
+            model = nnx.merge(graph, _joined(divided._replace(leave=leave)), buffers)
+            scores = model.leave_top_k(x_nD, batch, top_k)
+            return jnp.zeros(()), jax.tree.map(lambda x: x.reshape(*batch.tokens.shape, *x.shape[1:]), scores)
+
+        parts = _parts(config, params, buffers, jnp.ones(()), batch_statistics=False)._replace(leave=leave)
+        batches = _microbatches(batch, schedule.microbatches)
+        scores = score(parts, schedule, divided, buffers["encoder"], batches)
+        return jax.tree.map(lambda x: x.reshape(*batch.tokens.shape, *x.shape[3:]), scores)
+
+    by_token: Any = PartitionSpec(DATA, CONTEXT)
+    out_specs = TokenScores(by_token, by_token, by_token)
+    return jax.jit(_on_mesh(rank, mesh, (*specs, batch_specs()), out_specs))

@@ -15,8 +15,6 @@ Several processes train together: SLURM's srun starts them, or each is told --co
 --processes N --process I. They share the workdir; all but the arrays of checkpoints is written by process 0.
 """
 
-import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -29,13 +27,12 @@ import jax
 
 from jaxthd.adapt import split, trained
 from jaxthd.checkpoint import Checkpoints
-from jaxthd.cli import parse_command_line, simulate_devices
+from jaxthd.cli import PROCESS_OPTIONS, parse_command_line, ready
 from jaxthd.config import Config
 from jaxthd.data.loaders import SpeechData, whole_position
-from jaxthd.data.tokenizer import load_tokenizer
-from jaxthd.distributed import exchange, is_first, require_same, started
+from jaxthd.distributed import exchange, is_first, require_same
 from jaxthd.errors import UserError, readable_errors
-from jaxthd.evaluation import Evaluator
+from jaxthd.evaluation import Evaluator, validation_metrics
 from jaxthd.figures import draw_batch, draw_curves
 from jaxthd.jsonl import append_line, keep_lines, write_lines
 from jaxthd.mesh import local_rows, make_mesh, put_batch
@@ -50,33 +47,14 @@ from jaxthd.state import (
     training_form,
 )
 from jaxthd.step import make_train_step
-from jaxthd.validate import DeviceFacts, validate
 from jaxthd.weights import start_state
 from jaxthd.workdir import opened
-
-PROCESS_OPTIONS: dict[str, dict[str, Any]] = {
-    "coordinator": {
-        "default": os.environ.get("JAX_COORDINATOR_ADDRESS"),
-        "help": "HOST:PORT of process 0, where there are several",
-    },
-    "processes": {"type": int, "default": os.environ.get("JAX_NUM_PROCESSES"), "help": "their number"},
-    "process": {"type": int, "default": os.environ.get("JAX_PROCESS_ID"), "help": "this one's, from 0"},
-}
 
 
 def main(argv: list[str] | None = None) -> None:
     config, config_path, options = parse_command_line("train", argv, PROCESS_OPTIONS)
     workdir = options.workdir or Path("runs") / config_path.stem
-    with started(options.coordinator, options.processes, options.process) as processes:
-        devices = config.mesh.devices
-        if simulate_devices(-(-devices // processes)):
-            several = f"{devices} CPU devices are simulated" + (
-                f" by {processes} processes" * (processes > 1)
-            )
-            print(f"no accelerator found: {several if devices > 1 else 'running on the CPU'}")
-        vocabulary = load_tokenizer(config.data.tokenizer).vocab_size
-        for warning in validate(config, DeviceFacts.of_this_machine(vocabulary)) if is_first() else ():
-            print(f"warning: {warning}", file=sys.stderr)
+    with ready(config, options):
         train(config, workdir)
 
 
@@ -140,12 +118,16 @@ def _train(config: Config, workdir: Path, data: SpeechData, checkpoints: Checkpo
         stopping = stack.enter_context(stop_requested())
 
         def validation(state: TrainState) -> dict[str, float]:
-            with closing(data.validation(rows)) as batches:
-                some = islice(batches, config.train.validation_batches)
-                scores, hypotheses = evaluator(state, some)
+            sets, scores, heard = config.data.validation_sets, [], []
+            for each in sets:
+                with closing(data.validation(rows, each.name)) as batches:
+                    found = evaluator(state, islice(batches, config.train.validation_batches))
+                scores.append(found.scores)
+                of_set = {"set": each.name} if each.is_named else {}
+                heard += [of_set | h._asdict() for h in found.hypotheses]
             if is_first():
-                write_lines(workdir / "hypotheses.jsonl", [h._asdict() for h in hypotheses])
-            return {f"validation_{name}": score for name, score in scores.items()}
+                write_lines(workdir / "hypotheses.jsonl", heard)
+            return validation_metrics(sets, scores)
 
         # --- steps ---
         every = config.train.validate_every if data.has_validation else 0

@@ -6,8 +6,11 @@ so that one mistake is reported once.
 """
 
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, is_dataclass, replace
+from types import UnionType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import jax
@@ -159,6 +162,8 @@ def _fault(path: str, hint: Any, value: Any) -> Iterator[Problem]:
 def _has_type(value: Any, hint: Any) -> bool:
     if get_origin(hint) is Literal:
         return value in get_args(hint)
+    if isinstance(hint, UnionType):
+        return any(_has_type(value, one) for one in get_args(hint))
     if get_origin(hint) is tuple:
         hints = get_args(hint)
         if not isinstance(value, tuple):
@@ -475,6 +480,31 @@ def _manifests(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     if not all(0 < weight < math.inf for weight in weights):
         change = "leave a manifest that is not to be read out of data.manifest"
         yield Problem(f"data.weights is {weights}", "finite numbers above 0", change)
+
+
+@_rule("data.validation_manifest")
+def _validation_sets(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    sets = config.data.validation_sets
+    for name, path, _ in sets:
+        if not path:
+            found = f"data.validation_manifest has a set without a path, {name!r}"
+            yield Problem(found, "NAME=PATH, or a path", "name a manifest, or leave it out")
+        elif not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
+            yield Problem(
+                f"data.validation_manifest has the name {name!r}, of {path}",
+                "letters, digits, _, - and dots inside, because metrics and files bear it",
+                "choose another name; a path that holds a = needs one before it too",
+            )
+        elif name == "skipped":
+            expected = "another, because skipped.jsonl lists the documents left out"
+            yield Problem("data.validation_manifest has the name 'skipped'", expected, "choose another name")
+    for name, count in Counter(name for name, _, _ in sets).items():
+        if count > 1:
+            yield Problem(
+                f"data.validation_manifest has {count} sets of the name {name!r}",
+                "a name of its own for each",
+                "write NAME=PATH for all but one of them",
+            )
 
 
 @_rule("data.prompt", "data.audio_placeholder", "data.audio_capacity")

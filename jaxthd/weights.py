@@ -116,6 +116,17 @@ def load_model(sources: Sequence[str | Path], config: Config, mesh: Mesh) -> Wei
     return place(weights)
 
 
+def training_weights(weights: Weights, config: Config, mesh: Mesh) -> Weights:
+    """As a run's state has them while it trains. weights: in the canonical form, on the mesh or on the host;
+    left as they are.
+    """
+    on, stages = state_shardings(config, mesh), stages_of(config)
+    shardings = Weights(on.params, on.buffers)
+    if config.mesh.pipeline == 1:
+        return jax.device_put(weights, shardings)
+    return jax.jit(lambda weights: to_stages(weights, stages), out_shardings=shardings)(weights)
+
+
 def source_of(source: str | Path) -> tuple[Path, str]:
     """(its path, which of a run's checkpoints: "newest", "best" or a step)."""
     path, mark, which = str(source).rpartition("@")

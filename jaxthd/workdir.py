@@ -39,6 +39,7 @@ FREE = (
     "train.validate_every",
     "train.validation_batches",
     "train.max_new_tokens",
+    "train.normaliser",
     "train.max_skipped_steps",
     "train.checkpoint_every",
     "train.keep_checkpoints",

@@ -16,16 +16,17 @@ from pathlib import Path
 from jaxthd.cli import simulate_devices
 from jaxthd.config import Config, load_config
 from jaxthd.errors import UserError, readable_errors
-from jaxthd.evaluation import normalise
 from jaxthd.metrics import read_metrics
 from jaxthd.train import train
 from jaxthd.validate import DeviceFacts, validate
+from jaxthd.wer import make_normaliser
 
 
 def shortest(manifest: Path, count: int) -> list[dict]:
     """Lines of the manifest, shortest duration first, a text once; paths made absolute."""
     lines = [json.loads(line) for line in manifest.read_text().splitlines()]
     found: dict[str, dict] = {}
+    normalise = make_normaliser("basic")
     for line in sorted(lines, key=lambda line: line["duration"]):
         words = normalise(line["text"])
         if words and words not in found:

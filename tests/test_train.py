@@ -141,7 +141,8 @@ def test_a_run_leaves_pictures_and_what_it_decoded(uninterrupted: Path):
     }
     heard = [json.loads(line) for line in (uninterrupted / "hypotheses.jsonl").read_text().splitlines()]
     assert len(heard) == 20
-    assert all(set(line) == {"key", "reference", "hypothesis"} for line in heard)
+    fields = {"key", "reference", "hypothesis", "audio_seconds", "ended"}
+    assert all(set(line) == fields for line in heard)
     assert {"number 0", "number 7"} <= {" ".join(line["reference"].split()[:2]) for line in heard}
 
 
@@ -258,7 +259,8 @@ def test_a_workdir_of_other_data_or_another_model_is_refused(
 def test_updates_that_are_not_finite_are_skipped_and_named_until_there_are_too_many(
     manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ):
-    """A learning rate that ruins the parameters at the first update."""
+    """A learning rate that ruins the parameters at the first update. Before it two sets, the same, are
+    validated."""
     config = tiny(manifest)
     wild = replace(
         config.train,
@@ -268,9 +270,15 @@ def test_updates_that_are_not_finite_are_skipped_and_named_until_there_are_too_m
         checkpoint_every=1,
         max_skipped_steps=3,
     )
+    sets = replace(config.data, validation_manifest=(f"one={manifest}", str(manifest)))
     with pytest.raises(UserError, match=r"So were 3 in a row.*expected finite numbers"):
-        train(replace(config, train=wild), tmp_path)
-    lines = read_metrics(tmp_path)[1:]
+        train(replace(config, data=sets, train=wild), tmp_path)
+    before, *lines = read_metrics(tmp_path)
+    measured = ("loss", "accuracy", "documents", "wer")
+    names = [f"validation_{name}{x}" for name in ("", "one_", "manifest_") for x in measured]
+    assert [name for name in before if name.startswith("validation_")] == names
+    assert before["validation_loss"] == before["validation_one_loss"] == before["validation_manifest_loss"]
+    assert before["validation_documents"] == 2 * before["validation_one_documents"] == 40
     assert [line["skipped_updates"] for line in lines] == [0, 1, 2, 3]
     listed = [json.loads(line) for line in (tmp_path / "not_finite.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in listed] == [2, 3, 4]

@@ -69,6 +69,22 @@ CASES = [
     Case({"model.dtype": "float16"}, "expected one of 'float32', 'bfloat16', 'float64'"),
     Case({"model.llm.mamba_dt_limit": (0.0,)}, "mamba_dt_limit is (0.0,); expected a value of type tuple"),
     Case({"mesh": None}, "mesh is None; expected a value of type MeshConfig"),
+    Case(
+        {"data.validation_manifest": 3}, "data.validation_manifest is 3; expected a value of type str | tuple"
+    ),
+    Case({"data.validation_manifest": ("a", 3)}, "expected a value of type str | tuple"),
+    # Validation sets.
+    Case({"data.validation_manifest": ("dev/x.json", "test/x.json")}, "2 sets of the name 'x'"),
+    Case({"data.validation_manifest": ("a=x", "b=y", "a=z")}, "write NAME=PATH for all but one of them"),
+    Case({"data.validation_manifest": "libri/clean=x.json"}, "has the name 'libri/clean', of x.json"),
+    Case(
+        {"data.validation_manifest": "/data/lang=de/dev.json"},
+        "a path that holds a = needs one before it too",
+    ),
+    Case({"data.validation_manifest": ("=x.json",)}, "has the name '', of x.json"),
+    Case({"data.validation_manifest": (".a=x",)}, "has the name '.a', of x"),
+    Case({"data.validation_manifest": ("a=", "b=y")}, "has a set without a path, 'a'"),
+    Case({"data.validation_manifest": ("skipped=x",)}, "because skipped.jsonl lists the documents left out"),
     # The mesh and the machine.
     Case({"mesh.context": 2}, "1 devices (NVIDIA H100) for a mesh of 2", GPU),
     Case({}, "the other 1 may idle", DeviceFacts("gpu", 2, "NVIDIA H100", "9.0"), True),
@@ -400,3 +416,24 @@ def test_the_validator_refuses_exactly_the_audio_capacities_that_the_packer_cann
             packable = False
         errors = [p for p in problems(config, CPU) if not p.is_warning]
         assert bool(errors) == (not packable), frames
+
+
+def test_validation_sets_have_names_of_their_own():
+    """As the command line and configs give them: a path, none, several, a path that holds a =."""
+
+    def sets(given: str | tuple[str, ...]) -> list[tuple[str, str, bool]]:
+        found = with_changes({"data.validation_manifest": given})
+        assert not problems(found, CPU)
+        return [tuple(each) for each in found.data.validation_sets]
+
+    assert sets("synthetic") == [("synthetic", "synthetic", False)]
+    assert sets(("dev/clean.v2.jsonl",)) == [("clean.v2", "dev/clean.v2.jsonl", False)]
+    assert sets("shards/dev_{0..3}.json") == [("dev_-0..3", "shards/dev_{0..3}.json", False)]
+    assert sets("...") == [("validation", "...", False)]
+    assert sets("") == sets(()) == sets(("",)) == []
+    assert sets("dev=x/lang=de/y.jsonl") == [("dev", "x/lang=de/y.jsonl", True)]
+    assert sets(("a=x", "y.jsonl", "Größe-1=z")) == [
+        ("a", "x", True),
+        ("y", "y.jsonl", True),
+        ("Größe-1", "z", True),
+    ]

@@ -52,6 +52,10 @@ class SkipLog:
                 else:
                     self._news.append([manifest, key, reason])
 
+    def has(self, manifest: str, key: str) -> bool:
+        """Whether this item was left out, in this call."""
+        return (manifest, key) in self._left_out
+
     def news(self) -> list[list[str]]:
         """The arguments of every `add` since the last call, where another process writes them."""
         with self._lock:

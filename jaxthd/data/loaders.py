@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxthd.config import Config
 from jaxthd.data.example import Example
-from jaxthd.data.faults import SkipLog
+from jaxthd.data.faults import Fault, SkipLog
 from jaxthd.data.pipeline import Loader, RowReport, make_loader, totals
 from jaxthd.data.prompt import PromptTemplate
 from jaxthd.data.sources import Source, training_sources, validation_sources
@@ -17,6 +17,7 @@ from jaxthd.data.tokenizer import load_tokenizer
 from jaxthd.data.workers import Workers
 from jaxthd.distributed import exchange, is_first, require_same
 from jaxthd.packing.batch import Batch
+from jaxthd.packing.document import Document
 
 
 class InStep(Iterator[tuple[Batch, dict[str, Any]]]):
@@ -77,11 +78,11 @@ def whole_position(position: dict[str, Any]) -> dict[str, Any]:
 class SpeechData:
     """The run's data sets as loaders. Faulty lines and recordings go to the skip log.
 
-    end_id: the token that ends an answer.
+    training: False leaves data.manifest unread. end_id: the token that ends an answer.
     Raises UserError for prompts that cannot be encoded and for a data set without a usable line.
     """
 
-    def __init__(self, config: Config, workdir: Path) -> None:
+    def __init__(self, config: Config, workdir: Path, *, training: bool = True) -> None:
         data = config.data
         self._config = config
         tokenizer = load_tokenizer(data.tokenizer)
@@ -90,16 +91,32 @@ class SpeechData:
         self._workers = Workers(data.workers) if data.workers else 0
         self._train_documents = SpeechDocuments(config, tokenizer, train=True)
         self._validation_documents = SpeechDocuments(config, tokenizer, train=False)
-        self._sources, self._validation_sources = training_sources(data), validation_sources(data)
+        self._sources = training_sources(data) if training else []
+        self._validation_sources = validation_sources(data)
         self.skipped = SkipLog(workdir / "skipped.jsonl", writes=is_first())
         self._training = self._read(self._sources)
-        self._validation = self._read(self._validation_sources)
-        training, validation = (sum(map(len, sources)) for sources in (self._training, self._validation))
-        print(f"{training} training and {validation} validation documents")
+        self._validation = {
+            name: self._read([source])[0] for name, source in self._validation_sources.items()
+        }
+        read, held_out = (sum(map(len, x)) for x in (self._training, self._validation.values()))
+        print(f"{read} training and {held_out} validation documents" if training else f"{held_out} documents")
 
     @property
     def has_validation(self) -> bool:
         return bool(self._validation)
+
+    def validation_examples(self, name: str) -> Sequence[Example]:
+        """The lines of a validation set, in its order."""
+        return self._validation[name]
+
+    def is_left_out(self, key: str, name: str | None = None) -> bool:
+        """Whether a document of a validation set, the first if none is named, was found to be unusable."""
+        name = name or next(iter(self._validation))
+        return self.skipped.has(self._validation_sources[name].path, key)
+
+    def validation_document(self, example: Example) -> Document | Fault:
+        """What a validation set's loader packs for this line."""
+        return self._validation_documents(example, 0)
 
     def training(self, rows: Collection[int] | None = None) -> InStep:
         """Without end, dithered and masked, shuffled anew every epoch, data sets mixed by data.weights.
@@ -121,16 +138,17 @@ class SpeechData:
         )
         return InStep(loader, self.skipped)
 
-    def validation(self, rows: Collection[int] | None = None) -> InStep:
-        """One pass over the validation set, in its order. rows: see make_loader."""
+    def validation(self, rows: Collection[int] | None = None, name: str | None = None) -> InStep:
+        """One pass over a validation set, the first if none is named, in its order. rows: see make_loader."""
+        name = name or next(iter(self._validation))
         loader = make_loader(
-            self._validation,
+            [self._validation[name]],
             self._validation_documents,
             self._config,
             rows=rows,
             repeat=False,
             shuffle=False,
-            on_skip=self._on_skip(self._validation_sources),
+            on_skip=self._on_skip([self._validation_sources[name]]),
             workers=self._workers,
             prefetch=self._config.data.prefetch,
         )

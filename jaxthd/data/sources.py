@@ -78,10 +78,23 @@ def training_sources(data: DataConfig) -> list[Source]:
     return [_source(*pair, "data.manifest", 0) for pair in zip(data.manifest, tars, strict=True)]
 
 
-def validation_sources(data: DataConfig) -> list[Source]:
-    """data.validation_manifest with data.validation_tarred_audio; none for ""."""
-    manifests = [data.validation_manifest] if data.validation_manifest else []
-    return [_source(m, data.validation_tarred_audio, "data.validation_manifest", 1) for m in manifests]
+def validation_sources(data: DataConfig) -> dict[str, Source]:
+    """data.validation_manifest's sets by name, with data.validation_tarred_audio. Raises UserError where they
+    are not as many.
+    """
+    sets, tars = data.validation_sets, data.validation_tarred_audio
+    tars = (tars,) if isinstance(tars, str) else tars
+    tars = ("",) * len(sets) if tars in ((), ("",)) else tars
+    if len(tars) != len(sets):
+        raise UserError(
+            f"data.validation_tarred_audio names {len(tars)} tar files for {len(sets)} validation sets; "
+            'expected one for each ("" for one with plain files), or none: correct '
+            "data.validation_tarred_audio"
+        )
+    return {
+        each.name: _source(each.path, tar, "data.validation_manifest", 1)
+        for each, tar in zip(sets, tars, strict=True)
+    }
 
 
 def _source(manifest: str, tarred_audio: str, setting: str, split: int) -> Source:

@@ -20,7 +20,12 @@ from jaxthd.mesh import AUDIO_AXES, CONTEXT, PIPELINE, TENSOR, ranks_of
 from jaxthd.models.fastconformer import FastConformer
 from jaxthd.models.hybrid import HybridDecoder
 from jaxthd.models.layers import Linear, RMSNorm, relu_squared
-from jaxthd.ops.cross_entropy import supervised_log_probs, supervised_scores
+from jaxthd.ops.cross_entropy import (
+    TokenScores,
+    supervised_log_probs,
+    supervised_scores,
+    supervised_top_k,
+)
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.sampling import Sampling, draw, likeliest
 from jaxthd.packing.batch import Batch
@@ -135,8 +140,11 @@ class SpeechLM(nnx.Module):
         """Log-probability of every position's target, 0 where weights is 0. In a pipeline x is of the last
         stage, and 0 on other ranks; the result is on all.
         """
-        x_nD = jax.lax.psum(x_nD, PIPELINE) if self.has_pipeline else x_nD
-        return supervised_log_probs(*self._scored(self.hidden(x_nD), batch))
+        return supervised_log_probs(*self._scored(self._left(x_nD), batch))
+
+    def leave_top_k(self, x_nD: Float[Array, "n D"], batch: Batch, top_k: int) -> TokenScores:
+        """As leave, and each position's top_k likeliest tokens. Not differentiable."""
+        return supervised_top_k(*self._scored(self._left(x_nD), batch), top_k=top_k)
 
     def scores(self, h_ND: Float[Array, "N D"], batch: Batch) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
         """As leave, from what the head takes; and whether no token is likelier than the target."""
@@ -145,6 +153,10 @@ class SpeechLM(nnx.Module):
     def hidden(self, x_nD: Float[Array, "n D"]) -> Float[Array, "N D"]:
         """What the head takes, from what the last stage returns."""
         return self.residual.whole(self.decoder.norm(x_nD))
+
+    def _left(self, x_nD: Array) -> Array:
+        """What the head takes, on all ranks of a pipeline."""
+        return self.hidden(jax.lax.psum(x_nD, PIPELINE) if self.has_pipeline else x_nD)
 
     def _scored(self, h_ND: Array, batch: Batch) -> tuple[Any, ...]:
         config = self.config

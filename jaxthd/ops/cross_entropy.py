@@ -1,18 +1,20 @@
 """Log-probabilities of the supervised tokens, without ever holding the logits.
 
 Only supervised positions reach the vocabulary, a block of them at a time, over blocks of the vocabulary with
-an online log-sum-exp; the backward pass computes the blocks again. The cost follows the number of supervised
-positions on the rank; nothing is bounded, hence nothing dropped.
+an online log-sum-exp, and the likeliest entries so far where these are asked for; the backward pass computes
+the blocks again. The cost follows the number of supervised positions on the rank; nothing is bounded, hence
+nothing dropped.
 
 The vocabulary may be cut over ranks that hold the same tokens: each finds (maximum, sum of exponentials,
-target's logit) over its entries, and one exchange of these merges them.
+target's logit, its likeliest entries) over its entries, and one exchange of these merges them.
 
 Legend: N tokens, D model dim, V vocabulary entries of this rank, b blocks of positions, r rows of a block,
-v vocabulary entries of a block.
+v vocabulary entries of a block, k likeliest entries.
 """
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +55,46 @@ def supervised_scores(
     return scores[0], scores[1]
 
 
+class TokenScores(NamedTuple):
+    """log_probs: of the targets. top_ids, top_log_probs: the k likeliest entries of the vocabulary, the
+    likeliest first, of equals the lowest id. promote(float32, the hidden states' dtype); 0 where nothing is
+    supervised.
+    """
+
+    log_probs: Float[Array, "*tokens"]
+    top_ids: Int32[Array, "*tokens k"]
+    top_log_probs: Float[Array, "*tokens k"]
+
+
+def supervised_top_k(
+    h_ND: Float[Array, "N D"],
+    head_VD: Float[Array, "V D"],
+    targets_N: Int32[Array, " N"],
+    supervised_N: Bool[Array, " N"],
+    row_block: int,
+    vocab_block: int,
+    axes: tuple[str, ...] = (),
+    *,
+    top_k: int,
+) -> TokenScores:
+    """As supervised_log_probs, and the top_k likeliest entries: at most as many as all ranks hold."""
+    logp_N, _, lse_br, top = _forward_scores(
+        h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes, top_k
+    )
+    rows_br, _ = _rows(supervised_N, row_block)
+    ids_Nk = jnp.zeros((len(h_ND), top_k), jnp.int32)
+    top_Nk = ids_Nk.astype(logp_N.dtype)
+    if top is not None:
+        logits_brk, ids_brk = top
+        ids_Nk = ids_Nk.at[rows_br].set(ids_brk, mode="drop")
+        top_Nk = top_Nk.at[rows_br].set(logits_brk - lse_br[..., None], mode="drop")
+    return TokenScores(logp_N, ids_Nk, top_Nk)
+
+
+Entries = tuple[Array, Array]
+"""(logits, ids) of entries of the vocabulary, [..., entries]."""
+
+
 def _rows(supervised_N: Array, row_block: int) -> tuple[Array, Array]:
     """Supervised positions, packed to the front and filled up with N; and the number of blocks in use."""
     n = len(supervised_N)
@@ -89,41 +131,66 @@ def _forward(h, head, targets, supervised, row_block, vocab_block, axes):
     # What a frozen head's gradient needs is left out here: out of nested loops the compiler does not take it.
     wants_head = () if head.perturbed else None
     h_ND, head_VD, targets_N, supervised_N = (x.value for x in (h, head, targets, supervised))
-    logp_N, _, lse_br = _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes)
+    logp_N, _, lse_br, _ = _forward_scores(
+        h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes
+    )
     return logp_N, (h_ND, head_VD, targets_N, supervised_N, lse_br, wants_head)
 
 
-def _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes):
+def _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes, top_k=0):
     acc = accumulation_dtype(h_ND)
     rows_br, used = _rows(supervised_N, row_block)
     firsts, size = _vocab_blocks(len(head_VD), vocab_block)
     local_N = _local(targets_N, head_VD, axes)
 
-    def row_step(b: Array, found: tuple[Array, Array, Array]) -> tuple[Array, ...]:
+    def none(*dims: int) -> Entries:
+        return jnp.full((*dims, top_k), -jnp.inf, acc), jnp.zeros((*dims, top_k), jnp.int32)
+
+    def row_step(b: Array, found: tuple) -> tuple:
         h_rD, target_r = _take(h_ND, rows_br[b]), _take(local_N, rows_br[b])
 
         def vocab_step(carry: tuple, first: Array) -> tuple[tuple, None]:
-            max_r, sum_r, target_logit_r = carry
+            max_r, sum_r, target_logit_r, top = carry
             logits_rv, ids_v, _ = _logits(h_rD, head_VD, first, size)
             new_max_r = jnp.maximum(max_r, logits_rv.max(-1))
             sum_r = sum_r * jnp.exp(max_r - new_max_r) + jnp.exp(logits_rv - new_max_r[:, None]).sum(-1)
             hit_rv = (ids_v == target_r[:, None]) & (ids_v >= first)
-            return (new_max_r, sum_r, target_logit_r + jnp.where(hit_rv, logits_rv, 0).sum(-1)), None
+            target_logit_r += jnp.where(hit_rv, logits_rv, 0).sum(-1)
+            if top_k:
+                ids_rv = jnp.broadcast_to(ids_v.astype(jnp.int32), logits_rv.shape)
+                top = _likeliest([top, (logits_rv, ids_rv)], top_k)
+            return (new_max_r, sum_r, target_logit_r, top), None
 
         zero_r = jnp.zeros(row_block, acc)
-        of_block, _ = jax.lax.scan(vocab_step, (zero_r - jnp.inf, zero_r, zero_r), firsts)
-        return tuple(all_br.at[b].set(x_r) for all_br, x_r in zip(found, of_block, strict=True))
+        top = none(row_block) if top_k else None
+        of_block, _ = jax.lax.scan(vocab_step, (zero_r - jnp.inf, zero_r, zero_r, top), firsts)
+        return jax.tree.map(lambda all_br, x_r: all_br.at[b].set(x_r), found, of_block)
 
     zeros_br = jnp.zeros(rows_br.shape, acc)
-    max_br, sum_br, target_logit_br = jax.lax.fori_loop(0, used, row_step, (zeros_br, zeros_br + 1, zeros_br))
+    start = zeros_br, zeros_br + 1, zeros_br, none(*rows_br.shape) if top_k else None
+    max_br, sum_br, target_logit_br, top = jax.lax.fori_loop(0, used, row_step, start)
     if axes:
         local_max_br, max_br = max_br, jax.lax.pmax(max_br, axes)
         sum_br = jax.lax.psum(sum_br * jnp.exp(local_max_br - max_br), axes)
         target_logit_br = jax.lax.psum(target_logit_br, axes)
+        if top is not None:
+            logits_brk, ids_brk = top
+            ids_brk += jax.lax.axis_index(axes) * len(head_VD)
+            of_ranks = zip(*jax.lax.all_gather((logits_brk, ids_brk), axes), strict=True)
+            top = _likeliest(list(of_ranks), top_k)
     lse_br = max_br + jnp.log(sum_br)
     logp_N = jnp.zeros(len(h_ND), acc).at[rows_br].set(target_logit_br - lse_br, mode="drop")
     best_N = jnp.zeros(len(h_ND), bool).at[rows_br].set(target_logit_br >= max_br, mode="drop")
-    return logp_N, best_N, lse_br
+    return logp_N, best_N, lse_br, top
+
+
+def _likeliest(found: Sequence[Entries], k: int) -> Entries:
+    """The k highest of all, the highest first, of equals the lowest id. Each of `found` has ids above those
+    of the one before it, and equals in the order of their ids.
+    """
+    logits, ids = (jnp.concatenate(x, axis=-1) for x in zip(*found, strict=True))
+    top, at = jax.lax.top_k(logits, k)  # of equals the first
+    return top, jnp.take_along_axis(ids, at, axis=-1)
 
 
 def _backward(row_block, vocab_block, axes, residuals, dlogp_N):

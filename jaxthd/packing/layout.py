@@ -52,6 +52,18 @@ def context_permutation(length: int, context: int) -> Int32[np.ndarray, " length
     return chunks[[c for r in range(context) for c in (r, 2 * context - 1 - r)]].ravel()
 
 
+def document_slots(
+    segment_ids: Int[np.ndarray, " T"], context: int, layout: Literal["buffer", "document"], round_to: int
+) -> list[Int[np.ndarray, "_"]]:
+    """Where each document's tokens lie in a laid-out row, in their order; documents by segment id.
+
+    Arguments and errors: as row_permutation.
+    """
+    order = inverse_permutation(row_permutation(segment_ids, context, layout, round_to))
+    ids = segment_ids[order]
+    return [order[ids == segment] for segment in range(1, ids.max() + 1)]
+
+
 def inverse_permutation(perm: Int[np.ndarray, " length"]) -> Int32[np.ndarray, " length"]:
     """The permutation that undoes `perm`: original = permuted[inverse], int32 [length]."""
     inverse = np.empty(len(perm), np.int32)

@@ -91,6 +91,20 @@ def test_validation_is_one_pass_in_order_with_faults_of_its_own(folder: Path):
     assert not SpeechData(config(folder, "speech.jsonl"), folder).has_validation
 
 
+def test_validation_sets_are_read_each_by_itself_without_the_training_set(folder: Path):
+    sets = (f"talk={folder / 'chats.jsonl'}", str(folder / "speech.jsonl"))
+    data = SpeechData(config(folder, "gone.jsonl", validation_manifest=sets), folder, training=False)
+    assert skipped(folder) == [("chats.jsonl", "3:c"), ("speech.jsonl", "6:")]
+    for name, want in (("talk", ["1:c", "2:c"]), ("speech", [f"{n}:a.wav" for n in (1, 2, 3, 4)])):
+        with data.validation(name=name) as loader:
+            assert keys(loader) == want
+        assert [x.key for x in data.validation_examples(name)][: len(want)] == want
+    assert data.is_left_out("5:gone.wav", "speech")
+    assert not data.is_left_out("5:gone.wav")
+    assert not data.is_left_out("1:a.wav", "speech")
+    assert skipped(folder)[2:] == [("speech.jsonl", "5:gone.wav")]
+
+
 def test_worker_processes_make_the_same_batches(folder: Path):
     masks = SpecAugmentConfig(freq_masks=1, freq_width=4, time_masks=2, time_width=0.2)
     plain = config(folder, "speech.jsonl", "chats.jsonl", spec_augment=masks)

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 import jaxthd.ops.cross_entropy as module
-from jaxthd.ops.cross_entropy import supervised_log_probs
+from jaxthd.ops.cross_entropy import TokenScores, supervised_log_probs, supervised_top_k
 from tests.helpers import assert_same
 
 N, D, V = 37, 6, 29
@@ -96,3 +97,58 @@ def test_executed_blocks_follow_the_supervised_positions(monkeypatch):
         jax.block_until_ready(run(*problem(count, np.float32)))
         jax.effects_barrier()
         assert len(executed) == 2 * 3 * -(-count // ROWS)
+
+
+def with_ties(count: int):
+    """As problem, but a few small whole numbers: most logits have several equals, at any distance."""
+    h, head, targets, supervised, _ = problem(count)
+    return np.sign(h), np.round(head), targets, supervised
+
+
+def reference_top_k(h, head, targets, supervised, k: int) -> TokenScores:
+    """By sorting all entries; the lowest id of equals first."""
+    logits = h @ head.T
+    high = logits.max(-1, keepdims=True)
+    logp = logits - high - np.log(np.exp(logits - high).sum(-1, keepdims=True))
+    order = np.argsort(-logits, axis=-1, kind="stable")[:, :k]
+    of_target = np.take_along_axis(logp, targets[:, None], axis=-1)[:, 0]
+    scores = TokenScores(of_target, order.astype(np.int32), np.take_along_axis(logp, order, axis=-1))
+    return jax.tree.map(lambda x: np.where(supervised.reshape(-1, *[1] * (x.ndim - 1)), x, 0), scores)
+
+
+@pytest.mark.parametrize(("k", "vocab_block"), [(1, 10), (5, 10), (V, 10), (12, V), (3, 1), (0, 10)])
+def test_the_likeliest_entries_are_those_of_a_sort(k, vocab_block):
+    """Also more than a block holds, and all there are."""
+
+    @jax.jit
+    def run(h, head, targets, supervised):
+        return supervised_top_k(h, head, targets, supervised, ROWS, vocab_block, top_k=k)
+
+    with jax.enable_x64(True):
+        for count in COUNTS:
+            for given in (problem(count)[:4], with_ties(count)):
+                got, want = run(*given), reference_top_k(*given, k)
+                np.testing.assert_array_equal(got.top_ids, want.top_ids)
+                np.testing.assert_allclose(got.top_log_probs, want.top_log_probs, rtol=1e-10, atol=1e-10)
+                np.testing.assert_allclose(got.log_probs, want.log_probs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("k", [4, 27])
+def test_ranks_that_share_the_vocabulary_find_the_same_entries(k):
+    """Over 2 x 2 ranks of 7 entries each: fewer than are asked for; ties between ranks and inside them."""
+    axes, entries = ("pipeline", "tensor"), 28
+    mesh = jax.make_mesh((2, 2), axes, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+
+    def rank(h, head, targets, supervised):
+        return supervised_top_k(h, head, targets, supervised, ROWS, 3, axes, top_k=k)
+
+    everywhere = PartitionSpec()
+    in_specs = (everywhere, PartitionSpec(axes), everywhere, everywhere)
+    run = jax.jit(jax.shard_map(rank, mesh=mesh, in_specs=in_specs, out_specs=everywhere, check_vma=False))
+    with jax.enable_x64(True):
+        for h, head, targets, supervised in (problem(24)[:4], with_ties(24), with_ties(N)):
+            given = h, head[:entries], np.minimum(targets, entries - 1), supervised
+            got, want = run(*given), reference_top_k(*given, k)
+            np.testing.assert_array_equal(got.top_ids, want.top_ids)
+            np.testing.assert_allclose(got.top_log_probs, want.top_log_probs, rtol=1e-10, atol=1e-10)
+            np.testing.assert_allclose(got.log_probs, want.log_probs, rtol=1e-10, atol=1e-10)

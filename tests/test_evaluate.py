@@ -1,0 +1,132 @@
+"""The evaluate command: figures that follow from the texts it writes, on any mesh, for each set."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jiwer
+import pytest
+
+from jaxthd import cli
+from jaxthd.errors import UserError
+from jaxthd.evaluate import main
+from jaxthd.wer import make_normaliser
+from tests import test_score, test_train
+
+manifest, run = test_train.manifest, test_score.run
+"""Fixtures."""
+
+
+def evaluate(run: tuple[Path, Path], out: Path, *options: Any) -> dict[str, Any]:
+    file, workdir = run
+    main(list(map(str, ["--config", file, "--weights", workdir, "--out", out, *options])))
+    return json.loads((out / "summary.json").read_text())
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def halves(manifest: Path) -> tuple[Path, Path]:
+    """The manifest in two, beside it; the second has the lines that cannot be used."""
+    text = manifest.read_text().splitlines(keepends=True)
+    files = manifest.with_name("first.jsonl"), manifest.with_name("second.jsonl")
+    for file, part in zip(files, (text[:7], text[7:]), strict=True):
+        file.write_text("".join(part))
+    return files
+
+
+def test_sets_are_evaluated_each_and_as_the_whole_is_on_another_mesh(
+    run: tuple[Path, Path],
+    manifest: Path,
+    halves: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+):
+    monkeypatch.setattr(cli, "simulate_devices", lambda devices: True)
+    first, second = halves
+    sets = ["--data.validation-manifest", first, f"other={second}"]
+    summary = evaluate(run, tmp_path / "sets", *sets, "--train.normaliser", "none", "--worst", 3)
+    shown = capsys.readouterr().out
+    assert list(summary["sets"]) == ["first", "other"]
+    assert {file.name for file in (tmp_path / "sets").iterdir()} == {
+        "first.jsonl",
+        "other.jsonl",
+        "summary.json",
+        "worst.png",
+        "skipped.jsonl",
+    }
+    assert len(lines(tmp_path / "sets" / "skipped.jsonl")) == summary["left_out"] == 2
+    assert "2 documents left out are listed" in shown
+    spoken, tokens = {}, {}
+    for name, numbers in (("first", range(1, 8)), ("other", range(1, 14))):
+        heard, figures = lines(tmp_path / "sets" / f"{name}.jsonl"), summary["sets"][name]
+        assert [line["key"] for line in heard] == [
+            f"{n}:{n - 1 + 7 * (name == 'other')}.wav" for n in numbers
+        ]
+        assert figures["documents"] == len(heard)
+        # Independently of how documents are counted: over all texts at once.
+        said, got = ([" ".join(line[k].split()) for line in heard] for k in ("reference", "hypothesis"))
+        words = jiwer.process_words(said, got)
+        assert figures["wer"] == pytest.approx(words.wer)
+        assert figures["cer"] == pytest.approx(jiwer.cer(said, got))
+        for kind in ("substitutions", "deletions", "insertions"):
+            assert figures[kind] == getattr(words, kind) == sum(line[kind] for line in heard)
+        for line, reference, hypothesis in zip(heard, said, got, strict=True):
+            assert line["wer"] == pytest.approx(jiwer.wer(reference, hypothesis))
+        assert figures["audio_seconds"] == pytest.approx(sum(line["audio_seconds"] for line in heard))
+        assert figures["cut_off"] == sum(not line["ended"] for line in heard)
+        assert figures["real_time_factor"] == pytest.approx(figures["seconds"] / figures["audio_seconds"])
+        assert figures["real_time_factor"] > 0
+        assert f"  {name} " in shown
+        assert f"{figures['wer']:.2%}" in shown
+        spoken[name] = {line["reference"]: line["audio_seconds"] for line in heard}
+        tokens[name] = sum(len(line["reference"].encode()) + 1 for line in heard)
+    assert len({seconds for of_set in spoken.values() for seconds in of_set.values()}) > 15, "ragged"
+
+    # All of it, on a pipeline, as one set without a name; nothing left out a second time.
+    mesh = ["--mesh.data", 1, "--mesh.context", 1, "--mesh.pipeline", 2]
+    whole = evaluate(run, tmp_path / "whole", *mesh, "--data.rows", 2)["sets"]["manifest"]
+    assert (tmp_path / "whole" / "manifest.jsonl").exists()
+    for name in ("loss", "accuracy"):
+        parts = sum(summary["sets"][s][name] * tokens[s] for s in tokens) / sum(tokens.values())
+        assert whole[name] == pytest.approx(parts, rel=1e-5)
+    heard = {
+        line["reference"]: line["audio_seconds"] for line in lines(tmp_path / "whole" / "manifest.jsonl")
+    }
+    assert heard == spoken["first"] | spoken["other"]
+    normalise = make_normaliser("basic")
+    assert whole["words"] == sum(len(normalise(reference).split()) for reference in heard)
+
+
+def test_what_cannot_be_evaluated_is_refused(
+    run: tuple[Path, Path], halves: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(cli, "simulate_devices", lambda devices: True)
+    file, _ = run
+    with pytest.raises(UserError, match="--weights is missing"):
+        main(["--config", str(file)])
+    with pytest.raises(UserError, match="validation_manifest is empty"):
+        evaluate(run, tmp_path, "--data.validation-manifest", "")
+    with pytest.raises(UserError, match="2 sets of the name 'a'"):
+        evaluate(run, tmp_path, "--data.validation-manifest", f"a={halves[0]}", f"a={halves[1]}")
+    with pytest.raises(UserError, match="of another model"):
+        evaluate(run, tmp_path, "--model.llm.dim", 32)
+    with pytest.raises(FileNotFoundError, match=r"no manifest at gone.jsonl.*data.validation_manifest"):
+        evaluate(run, tmp_path, "--data.validation-manifest", "gone.jsonl")
+
+
+def test_training_manifests_are_not_read(
+    run: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """With nothing decoded: loss and accuracy alone, and no picture."""
+    monkeypatch.setattr(cli, "simulate_devices", lambda devices: True)
+    figures = evaluate(run, tmp_path, "--data.manifest", "gone.jsonl", "--train.max-new-tokens", 0)
+    (of_set,) = figures["sets"].values()
+    assert of_set["wer"] is None
+    assert of_set["documents"] == 20
+    assert of_set["loss"] > 0
+    assert not (tmp_path / "worst.png").exists()
+    assert lines(tmp_path / "manifest.jsonl") == []
