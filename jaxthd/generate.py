@@ -194,7 +194,7 @@ def _chat(generator: Generator, settings: dict[str, Any], out: Path | None) -> N
     _say("What you say is a line. /audio FILE: a recording, in what you say next; /new; /quit")
     turns: list[Turn] = []
     recordings: list[Path] = []
-    for line in _lines():
+    for number, line in enumerate(_lines()):
         command, _, argument = line.strip().partition(" ")
         if command == "/quit":
             return
@@ -206,7 +206,7 @@ def _chat(generator: Generator, settings: dict[str, Any], out: Path | None) -> N
             try:
                 asked = [*turns, _said(line, recordings, generator.config.data.audio_placeholder)]
                 recordings = []
-                example = Example(f"{len(turns)}", tuple(asked))
+                example = Example(f"{number}", tuple(asked))
                 answer = _show(_interruptible(generator.stream([example], **settings)), [example], out)
             except UserError as error:
                 _say(f"error: {error}")

@@ -28,7 +28,7 @@ from tests.helpers import random_state
 
 NEW = 10
 CONFIG = Config(
-    data=DataConfig(template="chatml", capacity=160, audio_capacity=480),
+    data=DataConfig(template="chatml", capacity=448, audio_capacity=480),
     model=ModelConfig(
         encoder=EncoderConfig(
             layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4, num_mels=16, chunk_seconds=1.0
@@ -197,7 +197,7 @@ def test_pieces_are_the_whole_answer_and_two_programs_serve_all(conversations):
                 assert streamed == whole
             most = settings.get("max_new_tokens", NEW)
             assert all(len(a.tokens) == most for a in whole if a.end == "length")
-        for length in (1, 5, 60, 119):
+        for length in (1, 5, 60, 406):
             own.generate([Example("x", (Turn("user", ("a" * length,)),))])
         assert own.compilations == 2
 
@@ -216,16 +216,28 @@ def test_draws_depend_on_seed_and_key_and_not_on_company(conversations):
 
 
 def test_any_of_several_tokens_ends_an_answer(conversations, monkeypatch: pytest.MonkeyPatch):
+    """And when all have ended, nothing more is computed."""
     with jax.enable_x64(True):
         never = alone(conversations, {})
-        stops = (never[0][2], never[1][1])
+        stops = {tokens[min(k + 1, len(tokens) - 1)] for k, tokens in enumerate(never)}
         monkeypatch.setattr(ByteTokenizer, "eos_ids", (TOKENIZER.eos_id, *stops))
-        answers = generator(batch=5).generate(conversations)
-        for answer, tokens in zip(answers, never, strict=True):
-            cut = next((i for i, token in enumerate(tokens) if token in stops), None)
-            assert list(answer.tokens) == tokens[:cut]
-            assert answer.end == ("length" if cut is None and len(tokens) == NEW else "stop")
-        assert sum(answer.end == "stop" for answer in answers) >= 2
+        own, reached = generator(batch=5), []
+        decode = own._decode
+
+        def noted(*arguments: Any) -> Any:
+            decoding, found = decode(*arguments)
+            reached.append(int(found.number))
+            return decoding, found
+
+        monkeypatch.setattr(own, "_decode", noted)
+        answers = own.generate(conversations)
+        cuts = [next((i for i, t in enumerate(tokens) if t in stops), len(tokens)) for tokens in never]
+        want = [tokens[:cut] for tokens, cut in zip(never, cuts, strict=True)]
+        assert [list(answer.tokens) for answer in answers] == want
+        assert all(answer.end == "stop" for answer in answers)
+        assert len(set(cuts)) > 1
+        assert reached == [max(cuts) + 1], "all in one batch"
+        assert reached[0] < NEW
 
 
 def test_what_cannot_be_answered_is_refused_before_anything_is(conversations):
@@ -238,7 +250,7 @@ def test_what_cannot_be_answered_is_refused_before_anything_is(conversations):
     with jax.enable_x64(True):
         own = generator()
         for turns, message in (
-            ((user("a" * 200),), "'bad' does not fit: its .* token slots exceed the capacity of 160"),
+            ((user("a" * 420),), "'bad' does not fit: its 461 token slots exceed the capacity of 448"),
             ((user(Clip(Path("none.wav"))),), "'bad': none.wav: no such file"),
             ((user(Samples(np.zeros(160000), 16000)),), "'bad': more than 4.81 s, which is all"),
             ((user("a"), Turn("assistant", ("b",))), "'bad' has no turn to answer"),
