@@ -67,6 +67,10 @@ def simulate_devices(devices: int) -> bool:
     Call before anything touches a jax device.
     """
     jax.config.update("jax_num_cpu_devices", devices)
+    if devices > 1:
+        # A loop that holds collectives runs beside later ones that need nothing of it, so that a device waits
+        # in several. With XLA's default of a thread for each device all may then wait for one another.
+        os.environ.setdefault("PJRT_NPROC", str(max(4 * devices, os.cpu_count() or 1)))
     return jax.default_backend() == "cpu"
 
 

@@ -291,7 +291,7 @@ class AdaptConfig:
     BatchNorms that are frozen keep their running statistics and normalise by them; frozen routers keep their
     experts' correction biases."""
     unfreeze: tuple[str, ...] = ()
-    """Patterns of parameters that train all the same, such as "*.norm.weight" beside LoRA."""
+    """Patterns of parameters that train all the same, such as "decoder.*.norm.weight" beside LoRA."""
     lora_rank: int = 0
     """Rank of the low-rank matrices (LoRA) beside projections; 0 for none. They train, whatever freeze says;
     all else in a part that has some is frozen."""
