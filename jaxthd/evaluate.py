@@ -35,7 +35,7 @@ from jaxthd.jsonl import finite, write_lines
 from jaxthd.mesh import local_rows, make_mesh
 from jaxthd.packing.document import Document
 from jaxthd.tables import table
-from jaxthd.weights import load_weights, training_weights
+from jaxthd.weights import load_model
 from jaxthd.wer import Errors, errors_of, make_normaliser, summed
 from jaxthd.workdir import write_atomically
 from jaxthd.worst import Case, draw_worst
@@ -91,8 +91,7 @@ def evaluate(config: Config, weights: Sequence[str | Path], out: Path, worst: in
     out.mkdir(parents=True, exist_ok=True)
     mesh = make_mesh(config.mesh)
     with closing(SpeechData(config, out, training=False)) as data:
-        loaded = load_weights(weights, config, mesh, partly=False)
-        state = training_weights(loaded, config, mesh)
+        state = load_model(weights, config, mesh)
         evaluator = Evaluator(config, mesh, data.end_id)
         rows = local_rows(mesh, config.data.rows)
         results = []

@@ -40,7 +40,7 @@ from jaxthd.packing.document import Document
 from jaxthd.packing.layout import document_slots
 from jaxthd.state import Tree
 from jaxthd.step import make_scores
-from jaxthd.weights import Weights, load_weights, training_weights
+from jaxthd.weights import Weights, load_model, training_weights
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "weights": {"nargs": "+", "help": "the workdir of a run, or published checkpoints (as train.init_from)"},
@@ -162,9 +162,9 @@ def _as_it_is(document: Document, epoch: int) -> Document:
 
 
 def _on_mesh(weights: Weights | Sequence[str | Path], config: Config, mesh: Mesh) -> Weights:
-    if not isinstance(weights, Weights):
-        weights = load_weights(weights, config, mesh, partly=False)
-    return training_weights(weights, config, mesh)
+    if isinstance(weights, Weights):
+        return training_weights(weights, config, mesh)
+    return load_model(weights, config, mesh)
 
 
 def score_manifest(

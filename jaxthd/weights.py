@@ -108,12 +108,7 @@ def load_model(sources: Sequence[str | Path], config: Config, mesh: Mesh) -> Wei
 
     Raises UserError as load_weights, and where the sources leave something out.
     """
-    weights = load_weights(sources, config, mesh, partly=False)
-    if config.mesh.pipeline == 1:
-        return weights
-    stages, on = stages_of(config), state_shardings(config, mesh)
-    place = jax.jit(lambda w: to_stages(w, stages), out_shardings=Weights(on.params, on.buffers))
-    return place(weights)
+    return training_weights(load_weights(sources, config, mesh, partly=False), config, mesh)
 
 
 def training_weights(weights: Weights, config: Config, mesh: Mesh) -> Weights:
