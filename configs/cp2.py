@@ -5,8 +5,9 @@
 Needs no download and no accelerator: 10,000 utterances of synthetic speech are made on first use (20 s), and
 a machine without GPUs simulates the two devices. Expect a word error rate of 34% after ten minutes on two
 cores, on 200 utterances whose voices and texts are not in the training set (16% with other initial
-parameters): the model learns to listen between steps 600 and 2,000. Expect the losses of configs/single.py, to 1e-6 for the first 50 steps: the mesh
-never changes the model, and no buffer of this data set has to be cut for its audio to fit the ranks.
+parameters): the model learns to listen between steps 600 and 2,000. Expect the losses of configs/single.py,
+to 1e-6 for the first 50 steps: the mesh never changes the model, and no buffer of this data set has to be cut
+for its audio to fit the ranks.
 """
 
 from jaxthd.config import (

@@ -48,7 +48,7 @@ from jaxthd.state import (
     stages_of,
     training_form,
 )
-from jaxthd.step import loss_and_gradient, make_log_probs, make_train_step
+from jaxthd.step import loss_and_gradient, make_scores, make_train_step
 from tests.helpers import random_state
 from tests.test_step import batch_of
 
@@ -153,7 +153,7 @@ def test_frozen_parameters_statistics_and_routers_stay_to_the_bit():
     batch = put_batch(rows, mesh)
     state, step = init_state(config, mesh), make_train_step(config, mesh)
     was = jax.tree.map(np.asarray, state)
-    logp = np.asarray(make_log_probs(config, mesh)(state.params, state.buffers, batch))
+    logp = np.asarray(make_scores(config, mesh)(state.params, state.buffers, batch).log_probs)
     losses = []
     for _ in range(2):
         state, measured = step(state, batch)
@@ -214,7 +214,7 @@ def test_the_merged_model_computes_the_same():
         mesh = make_mesh(config.mesh)
         batch = put_batch(batch_of([5, 20, 11], 1), mesh)
         adapted, merged = (
-            np.asarray(make_log_probs(c, mesh)(p, buffers, batch))
+            np.asarray(make_scores(c, mesh)(p, buffers, batch).log_probs)
             for c, p in ((config, params), (plain_config, plain))
         )
     np.testing.assert_allclose(merged, adapted, atol=1e-11)
@@ -263,7 +263,7 @@ def test_no_backward_pass_goes_through_a_frozen_encoder(mesh: MeshConfig):
     """A step's products over audio are those of the forward pass alone, in every tick of the schedule. Else
     about four times as many: the blocks are computed again, then each product has two gradients."""
     backward, forward = (make_schedule(1, mesh.pipeline, 1, backward=b).ticks for b in (True, False))
-    scored = audio_multiply_adds(make_log_probs, AdaptConfig(), mesh) / forward
+    scored = audio_multiply_adds(make_scores, AdaptConfig(), mesh) / forward
     frozen = replace(LORA, freeze=("encoder.*", "adapter.*"))
     assert audio_multiply_adds(loss_and_gradient, frozen, mesh) / backward == scored
     assert audio_multiply_adds(loss_and_gradient, AdaptConfig(), mesh) / backward > 3.5 * scored
