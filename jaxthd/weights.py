@@ -22,6 +22,7 @@ from jaxtyping import Shaped
 from jaxthd.checkpoint import find_checkpoint, restore_arrays
 from jaxthd.checksum import named_arrays
 from jaxthd.config import Config
+from jaxthd.distributed import is_first
 from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import open_checkpoint
 from jaxthd.parallel.stages import to_stages
@@ -83,7 +84,7 @@ def load_weights(
             "model: name the checkpoints of its other parts too"
         )
     if drawn:
-        print(f"drawn at random, being in no checkpoint: {_groups(drawn)}")
+        _say(f"drawn at random, being in no checkpoint: {_groups(drawn)}")
         arrays = _made(lambda: named_weights(Weights(*canonical_weights(config))), named, drawn)
     for reader in readers:
         arrays |= reader.read()
@@ -218,7 +219,7 @@ class _Published:
             shards[part.name].write(part.at, piece)
         left_out = self._checkpoint.left_out
         if left_out:
-            print(f"{self._checkpoint.path}: left out, being no part of the model: {_groups(left_out)}")
+            _say(f"{self._checkpoint.path}: left out, being no part of the model: {_groups(left_out)}")
         return {name: written.array() for name, written in shards.items()}
 
 
@@ -248,6 +249,12 @@ def _written(held: Array, piece: Array, first: tuple[Array, ...]) -> Array:
     """held[first] = piece, without a copy of the others."""
     piece = piece.astype(held.dtype).reshape((1,) * len(first) + piece.shape)
     return jax.lax.dynamic_update_slice(held, piece, [*first, *[0] * (held.ndim - len(first))])
+
+
+def _say(text: str) -> None:
+    """Once, of several processes."""
+    if is_first():
+        print(text)
 
 
 def _groups(names: Sequence[str]) -> str:

@@ -34,6 +34,7 @@ class Family:
 
 
 def required(fields: Fields, name: str, where: str = "config.json") -> Any:
+    """A field that has no default."""
     if fields.get(name) is None:
         raise UserError(f"{where} has no {name!r}; expected the settings of a whole checkpoint: complete it")
     return fields[name]

@@ -29,36 +29,44 @@ _EXPECTED = {
     "norm_topk_prob": True,
 }
 
-_SIZES = {
-    "vocab_size": "vocab_size",
-    "dim": "hidden_size",
-    "norm_eps": "layer_norm_epsilon",
-    "q_heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "ffn_dim": "intermediate_size",
-    "mamba_heads": "mamba_num_heads",
-    "mamba_head_dim": "mamba_head_dim",
-    "mamba_state": "ssm_state_size",
-    "mamba_groups": "n_groups",
-    "mamba_conv": "conv_kernel",
+_SIZES: dict[str, tuple[str, Any]] = {
+    "vocab_size": ("vocab_size", 131072),
+    "dim": ("hidden_size", 4096),
+    "norm_eps": ("layer_norm_epsilon", 1e-5),
+    "q_heads": ("num_attention_heads", 32),
+    "kv_heads": ("num_key_value_heads", 8),
+    "head_dim": ("head_dim", 128),
+    "ffn_dim": ("intermediate_size", 21504),
+    "mamba_heads": ("mamba_num_heads", 128),
+    "mamba_head_dim": ("mamba_head_dim", 64),
+    "mamba_state": ("ssm_state_size", 128),
+    "mamba_groups": ("n_groups", 8),
+    "mamba_conv": ("conv_kernel", 4),
 }
-_MOE_SIZES = {
-    "experts": "n_routed_experts",
-    "experts_per_token": "num_experts_per_tok",
-    "expert_dim": "moe_intermediate_size",
-    "shared_expert_dim": "moe_shared_expert_intermediate_size",
-    "router_scale": "routed_scaling_factor",
+_MOE_SIZES: dict[str, tuple[str, Any]] = {
+    "experts": ("n_routed_experts", 8),
+    "experts_per_token": ("num_experts_per_tok", 2),
+    "expert_dim": ("moe_intermediate_size", 7688),
+    "shared_expert_dim": ("moe_shared_expert_intermediate_size", 7688),
+    "router_scale": ("routed_scaling_factor", 1.0),
 }
-"""Our names -> theirs."""
+"""Our names -> (theirs, the library's default: what it is like need not be in config.json)."""
+_OLD_NAMES = {
+    "head_dim": "attention_head_dim",
+    "n_groups": "mamba_n_groups",
+    "conv_kernel": "mamba_d_conv",
+    "time_step_limit": "mamba_dt_limit",
+}
+"""The library's names -> those of older checkpoints."""
 
 
 def llm_config(fields: Fields, llm: LLMConfig, where: str = "config.json") -> LLMConfig:
     """`llm` with the checkpoint's settings. Its pattern's marks and its scan chunk stay."""
+    fields = {**fields, **{new: fields[old] for new, old in _OLD_NAMES.items() if old in fields}}
     must_be(fields, _EXPECTED, where)
     letters = _letters(fields, where)
     names = _SIZES | (_MOE_SIZES if "E" in letters else {})
-    settings = {ours: required(fields, theirs, where) for ours, theirs in names.items()}
+    settings = {ours: fields.get(theirs, default) for ours, (theirs, default) in names.items()}
     if "E" in letters:
         settings["latent_dim"] = fields.get("moe_latent_size") or 0
         settings["router_scale"] = float(settings["router_scale"])
@@ -89,7 +97,7 @@ def llm_fields(llm: LLMConfig) -> dict[str, Any]:
     return {
         "architectures": ["NemotronHForCausalLM"],
         "model_type": "nemotron_h",
-        **{theirs: getattr(llm, ours) for ours, theirs in (_SIZES | moe).items()},
+        **{theirs: getattr(llm, ours) for ours, (theirs, _) in (_SIZES | moe).items()},
         **_EXPECTED,
         "moe_latent_size": (llm.latent_dim or None) if moe else None,
         "layers_block_type": [_BLOCKS[letter] for letter in llm.letters],

@@ -14,27 +14,26 @@ _EXPECTED = {
     "subsampling_conv_kernel_size": 3,
     "subsampling_conv_stride": 2,
 }
-_FLAGS = {"linear_bias": "attention_bias", "conv_bias": "convolution_bias", "scale_input": "scale_input"}
-_SIZES = {
-    "num_mels": "num_mel_bins",
-    "layers": "num_hidden_layers",
-    "dim": "hidden_size",
-    "heads": "num_attention_heads",
-    "ffn_dim": "intermediate_size",
-    "conv_kernel": "conv_kernel_size",
-    "subsampling_channels": "subsampling_conv_channels",
+_SIZES: dict[str, tuple[str, Any]] = {
+    "num_mels": ("num_mel_bins", 80),
+    "layers": ("num_hidden_layers", 24),
+    "dim": ("hidden_size", 1024),
+    "heads": ("num_attention_heads", 8),
+    "ffn_dim": ("intermediate_size", 4096),
+    "conv_kernel": ("conv_kernel_size", 9),
+    "subsampling_channels": ("subsampling_conv_channels", 256),
+    "linear_bias": ("attention_bias", True),
+    "conv_bias": ("convolution_bias", True),
+    "scale_input": ("scale_input", True),
 }
-"""Our names -> theirs."""
+"""Our names -> (theirs, the library's default: what it is like need not be in config.json)."""
 
 
 def encoder_config(fields: Fields, encoder: EncoderConfig, where: str = "config.json") -> EncoderConfig:
     """`encoder` with the checkpoint's settings; absent ones are the library's defaults."""
     must_be(fields, _EXPECTED, where)
-    flags = {ours: bool(fields.get(theirs, True)) for ours, theirs in _FLAGS.items()}
     return replace(
-        encoder,
-        **flags,
-        **{ours: required(fields, theirs, where) for ours, theirs in _SIZES.items()},
+        encoder, **{ours: fields.get(theirs, default) for ours, (theirs, default) in _SIZES.items()}
     )
 
 
@@ -43,7 +42,7 @@ def encoder_fields(encoder: EncoderConfig) -> dict[str, Any]:
     return {
         "architectures": ["ParakeetEncoder"],
         "model_type": "parakeet_encoder",
-        **{theirs: getattr(encoder, ours) for ours, theirs in (_SIZES | _FLAGS).items()},
+        **{theirs: getattr(encoder, ours) for ours, (theirs, _) in _SIZES.items()},
         **_EXPECTED,
     }
 

@@ -1,8 +1,14 @@
 """Imported checkpoints compute what the transformers library computes: logits, loss, every gradient."""
 
+from math import inf
+
 import numpy as np
 import pytest
 
+from jaxthd.config import EncoderConfig, LLMConfig
+from jaxthd.errors import UserError
+from jaxthd.hf.nemotron_h import llm_config
+from jaxthd.hf.parakeet import encoder_config
 from tests.helpers import assert_same
 from tests.hf.published import FAMILIES, Published, published
 
@@ -29,3 +35,21 @@ def test_logits_and_gradients_equal_transformers(family):
     summed = {name: sum(g[name].astype(np.float64) for *_, g in alone) for name in want}
     assert_same({name: packed_gradients[name] for name in want}, want, 1e-4)
     assert_same(summed, want, 1e-4)
+
+
+def test_settings_that_are_the_librarys_defaults_may_be_absent():
+    """As older versions write config.json; and under their older names."""
+    fields = {"hybrid_override_pattern": "M*E", "attention_head_dim": 64, "mamba_n_groups": 4}
+    llm = llm_config(fields, LLMConfig())
+    assert (llm.pattern, llm.dim, llm.vocab_size, llm.head_dim, llm.mamba_groups) == (
+        "M*E",
+        4096,
+        131072,
+        64,
+        4,
+    )
+    assert (llm.experts, llm.experts_per_token, llm.latent_dim, llm.mamba_dt_limit) == (8, 2, 0, (0.0, inf))
+    encoder = encoder_config({"num_mel_bins": 128}, EncoderConfig())
+    assert (encoder.layers, encoder.dim, encoder.num_mels, encoder.linear_bias) == (24, 1024, 128, True)
+    with pytest.raises(UserError, match="no 'layer_types'"):
+        llm_config({}, LLMConfig())
