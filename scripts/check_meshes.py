@@ -330,7 +330,7 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
             f"{r['loss']:.7f}",
             f"{r['error']:.1e}" + ("" if r["error"] <= r["allowed"] else " FAILS"),
             f"{r['allowed']:.1e}",
-            f"{r['compile_seconds']:.0f}",
+            f"{r['seconds']:.0f}",
         ]
         for r in rows
     ]
