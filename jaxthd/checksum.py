@@ -15,6 +15,8 @@ from jax import Array
 from jaxtyping import Shaped, UInt32
 
 Words = TypeVar("Words", Array, np.ndarray)
+BLOCK = 2**20
+"""Words that the host mixes at a time."""
 
 
 def named_arrays(tree: Any) -> dict[str, Any]:
@@ -50,8 +52,13 @@ def _is_on_host(x: Array) -> bool:
 
 def checksum_on_host(x: Shaped[np.ndarray, "..."]) -> int:
     parts = np.ascontiguousarray(x).reshape(-1).view(f"uint{min(8 * x.dtype.itemsize, 32)}")
-    index = np.arange(parts.size, dtype=np.uint32)
-    return int(_mix(parts.astype(np.uint32) ^ _mix(index)).sum(dtype=np.uint32))
+    total = 0
+    # A block at a time: mixing takes several times the memory of what is mixed.
+    for start in range(0, parts.size, BLOCK):
+        words = parts[start : start + BLOCK].astype(np.uint32)
+        index = (start + np.arange(len(words), dtype=np.uint64)).astype(np.uint32)
+        total += int(_mix(words ^ _mix(index)).sum(dtype=np.uint32))
+    return total % 2**32
 
 
 @jax.jit
