@@ -307,12 +307,11 @@ def find_checkpoint(folder: Path, which: str = "newest") -> tuple[int, dict[str,
     return step, found[step]["arrays"]
 
 
-def restore_arrays(folder: Path, step: int, wanted: Any) -> Any:
+def restore_arrays(folder: Path, step: int, wanted: Any, about: Mapping[str, list[Any]]) -> Any:
     """Arrays of one checkpoint, without the others. wanted: a part of TrainState's dict, with shapes, dtypes
-    and shardings for arrays. Raises UserError where one is damaged.
+    and shardings for arrays. about: what find_checkpoint says of them. Raises UserError where one is damaged.
     """
-    arrays, reader = _handlers()
-    about = reader.restore(epath.Path((folder / str(step) / "about").absolute()))["content"]["arrays"]
+    arrays, _ = _handlers()
     how = ocp.checkpoint_utils.construct_restore_args(wanted)
     args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
     try:

@@ -17,7 +17,6 @@ its low-rank matrices (LoRA) into their projections, and writes
 """
 
 import argparse
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,7 +34,7 @@ from jaxthd.config import Config, DataConfig, MeshConfig, ModelConfig
 from jaxthd.data.tokenizer import load_tokenizer
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.hf.adapter import ADAPTER
-from jaxthd.hf.checkpoint import Checkpoint, export, open_checkpoint
+from jaxthd.hf.checkpoint import TOKENIZER_FILES, Checkpoint, copy_files, export, open_checkpoint
 from jaxthd.hf.family import Family
 from jaxthd.hf.names import Part
 from jaxthd.hf.nemotron_h import NEMOTRON_H
@@ -49,7 +48,6 @@ from jaxthd.workdir import is_run, read_config, write_config
 
 PARTS = {"llm": NEMOTRON_H, "encoder": PARAKEET, "adapter": ADAPTER}
 FORMATS = ("omni", "parts", *PARTS)
-TOKENIZER_FILES = ("*tokenizer*", "*.jinja", "special_tokens_map.json", "generation_config.json")
 
 
 def import_weights(sources: Sequence[str], out: Path, *, adapter_dim: int = 0) -> Config:
@@ -81,8 +79,7 @@ def import_weights(sources: Sequence[str], out: Path, *, adapter_dim: int = 0) -
     out.mkdir(parents=True)
     for folder in folders[-1:]:
         (out / "tokenizer").mkdir()
-        for file in {file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)}:
-            shutil.copyfile(file, out / "tokenizer" / file.name)
+        copy_files(folder, out / "tokenizer", TOKENIZER_FILES)
     write_config(out, config)
     with Checkpoints(out / "checkpoints", keep=1) as checkpoints:
         checkpoints.save(0, state, position={})

@@ -117,7 +117,7 @@ def generate(
 
 
 def _conversations(options: Namespace, data: DataConfig) -> list[Example]:
-    """None for a chat."""
+    """None of them for a chat."""
     if options.chat is not None:
         if options.audio or options.prompt is not None:
             raise UserError("--chat is given with --audio or --prompt; expected one or the other: drop one")

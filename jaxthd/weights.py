@@ -36,7 +36,7 @@ from jaxthd.state import (
     stages_of,
     state_shardings,
 )
-from jaxthd.workdir import compare_models, is_run
+from jaxthd.workdir import compare_models, is_run, read_config
 
 
 class Weights(NamedTuple):
@@ -143,12 +143,12 @@ class _Run:
     """
 
     def __init__(self, path: Path, which: str, config: Config, specs: Weights) -> None:
-        compare_models(path, config)
+        compare_models(path, read_config(path).model, config.model)
         self._folder = path / "checkpoints"
-        self._step, arrays = find_checkpoint(self._folder, which)
+        self._step, self._about = find_checkpoint(self._folder, which)
         found = {
             short: tuple(shape)
-            for name, (_, shape, _) in arrays.items()
+            for name, (_, shape, _) in self._about.items()
             for field, _, short in [name.partition(".")]
             if field in Weights._fields
         }
@@ -167,12 +167,12 @@ class _Run:
     def read(self) -> dict[str, Array]:
         """Some arrays at a time: orbax holds each on the host besides."""
         found: dict[str, Array] = {}
-        for names in _by_size(named_weights(self._specs), self.gives):
-            wanted = jax.tree_util.tree_map_with_path(
-                lambda path, spec, names=names: spec if _name(path) in names else None, self._specs
-            )
-            restored = restore_arrays(self._folder, self._step, _pruned(wanted._asdict()))
-            found |= {name.partition(".")[2]: x for name, x in named_arrays(restored).items()}
+        structure, named = jax.tree.structure(self._specs), named_weights(self._specs)
+        for names in _by_size(named, self.gives):
+            some = [spec if name in names else None for name, spec in named.items()]
+            wanted = _pruned(jax.tree.unflatten(structure, some)._asdict())
+            restored = restore_arrays(self._folder, self._step, wanted, self._about)
+            found |= named_weights(Weights(restored.get("params", {}), restored.get("buffers", {})))
         return found
 
 
@@ -189,10 +189,6 @@ def _by_size(specs: Mapping[str, Any], names: Collection[str], limit: int = 2**2
             some.add(name)
             size += own
     yield some
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".").partition(".")[2]
 
 
 def _pruned(tree: dict[Any, Any]) -> dict[Any, Any]:

@@ -16,7 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from jaxthd.config import Config
+from jaxthd.config import Config, ModelConfig
 from jaxthd.errors import UserError
 
 FREE = (
@@ -133,11 +133,9 @@ def _built(kind: Any, fields: dict[str, Any]) -> Any:
     )
 
 
-def compare_models(workdir: Path, config: Config) -> None:
-    """Raises UserError where the run there is of another model than the config's: where weights mean
-    something else.
-    """
-    then, now = (_flat(asdict(c.model), "model.") for c in (read_config(workdir), config))
+def compare_models(path: Path, there: ModelConfig, here: ModelConfig) -> None:
+    """Raises UserError where the weights in `path`, of the model `there`, mean something else `here`."""
+    then, now = (_flat(asdict(model), "model.") for model in (there, here))
     free = (*FREE, "model.dtype")
     differing = [
         f"\n  {name}: {then[name]} there, {value} here"
@@ -146,8 +144,9 @@ def compare_models(workdir: Path, config: Config) -> None:
     ]
     if differing:
         raise UserError(
-            f"{workdir} holds a run of another model:{''.join(differing)}\n"
-            "Set these fields as they are there, or choose other weights"
+            f"{path} holds weights of another model:{''.join(differing)}\n"
+            "Set these fields as they are there (of published checkpoints jaxthd.hf.checkpoint.model_config "
+            "reads them), or choose other weights"
         )
 
 

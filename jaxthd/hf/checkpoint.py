@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -21,19 +21,18 @@ from jaxthd.hf.nemotron_h import NEMOTRON_H
 from jaxthd.hf.nemotron_omni import NEMOTRON_OMNI
 from jaxthd.hf.parakeet import PARAKEET
 from jaxthd.hf.safetensors_files import SafetensorsFolder, SafetensorsWriter
+from jaxthd.workdir import compare_models
 
 FAMILIES = (NEMOTRON_H, PARAKEET, NEMOTRON_OMNI, ADAPTER)
 
 KEPT_FLOAT32 = ("*.A_log", "*.D", "*.dt_bias", "*.e_score_correction_bias", "*.running_mean", "*.running_var")
 """Tensors that are never rounded on export."""
 
+TOKENIZER_FILES = ("*tokenizer*", "*.jinja", "special_tokens_map.json", "generation_config.json")
 _COPIED = (
-    "*tokenizer*",
-    "*.jinja",
-    "special_tokens_map.json",
+    *TOKENIZER_FILES,
     "vocab.json",
     "merges.txt",
-    "generation_config.json",
     "*processor_config.json",
     "*.py",
     "LICENSE*",
@@ -49,6 +48,8 @@ class Reader(Protocol):
     path: Path
     shapes: dict[str, Shape]
 
+    def dtype(self, name: str) -> str: ...
+
     def read(self, name: str) -> Shaped[np.ndarray, "..."]: ...
 
     def in_file_order(self, names: Iterable[str]) -> list[str]: ...
@@ -58,17 +59,21 @@ class Reader(Protocol):
 class Checkpoint:
     """A folder of a family, or a .nemo archive.
 
-    fields: its config.json. left_out: its tensors that are no part of a speech LLM.
+    fields: its config.json.
     """
 
     family: Family
     fields: Fields
     reader: Reader
-    left_out: list[str] = field(default_factory=list)
 
     @property
     def path(self) -> Path:
         return self.reader.path
+
+    @property
+    def left_out(self) -> list[str]:
+        """Its tensors that are no part of a speech LLM."""
+        return [name for name in self.reader.shapes if _matches(name, self.family.ignored)]
 
     def configure(self, model: ModelConfig) -> ModelConfig:
         """`model` with this checkpoint's settings in what it covers."""
@@ -86,7 +91,7 @@ class Checkpoint:
         shapes: of our arrays. Raises UserError, before any is read, where the settings are not the model's,
         and naming tensors that are missing, unknown, or of another shape.
         """
-        self._compare_settings(model)
+        compare_models(self.path, self.configure(model), model)
         names = Names(shapes)
         self.family.write(model, self.fields, names)
         table = {tensor.name: tensor for tensor in names.tensors}
@@ -107,30 +112,15 @@ class Checkpoint:
                 f"the tensors in {self.path} are not those of its settings:{told}\nNothing was read. "
                 "Expected a whole checkpoint of one model: copy it anew, or correct its config.json"
             )
-        missed = [
-            n for n in shapes if self.covers(n) and n not in {p.name for t in table.values() for p in t.parts}
-        ]
-        assert not missed or all(".lora." in n for n in missed), missed
-        self.left_out[:] = [n for n in self.reader.shapes if n not in table]
+        filled = {part.name for tensor in table.values() for part in tensor.parts}
+        missed = [name for name in shapes if self.covers(name) and name not in filled]
+        assert all(".lora." in name for name in missed), missed
         return [table[n] for n in self.reader.in_file_order(n for n in table if table[n].parts)]
 
     def pieces(self, tensors: list[Tensor]) -> Iterator[tuple[Part, Shaped[np.ndarray, "..."]]]:
         """Every part of every tensor with its elements, as our array has them; one tensor in memory."""
         for tensor in tensors:
             yield from zip(tensor.parts, tensor.split(self.reader.read(tensor.name)), strict=True)
-
-    def _compare_settings(self, model: ModelConfig) -> None:
-        here, there = (_flat(asdict(m)) for m in (model, self.configure(model)))
-        differing = [
-            f"\n  model.{name}: {value} there, {here[name]} here"
-            for name, value in there.items()
-            if value != here[name]
-        ]
-        if differing:
-            raise UserError(
-                f"{self.path} holds another model:{''.join(differing)}\nSet these fields as they are there "
-                "(jaxthd.hf.checkpoint.model_config reads them), or choose other weights"
-            )
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -213,10 +203,8 @@ def export(
     kinds = {t.name: (t.shape, _dtype(t, dtype)) for t in names.tensors}
     others: list[str] = []
     if original is not None:
-        others = [
-            n for n in original.reader.shapes if n not in kinds and _matches(n, original.family.ignored)
-        ]
-        kinds |= {n: (original.reader.shapes[n], str(original.reader.read(n).dtype)) for n in others}
+        others = [name for name in original.left_out if name not in kinds]
+        kinds |= {name: (original.reader.shapes[name], original.reader.dtype(name)) for name in others}
     with SafetensorsWriter(folder, kinds, limit) as writer:
         for tensor in names.tensors:
             whole = (
@@ -228,10 +216,15 @@ def export(
             writer.write(name, original.reader.read(name))
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
     for source in (x for x in (like, beside) if x is not None):
-        for file in sorted(source.iterdir()):
-            if file.is_file() and _matches(file.name, _COPIED) and not (folder / file.name).exists():
-                shutil.copyfile(file, folder / file.name)
+        copy_files(source, folder, _COPIED)
     return list(kinds)
+
+
+def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
+    """Files of the folder `source` whose names match go into `folder`, if it has none of that name."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and _matches(file.name, patterns) and not (folder / file.name).exists():
+            shutil.copyfile(file, folder / file.name)
 
 
 def _dtype(tensor: Tensor, dtype: str) -> str:
@@ -267,10 +260,3 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return f"{', '.join(sorted(names)[:8])}{more}"
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat

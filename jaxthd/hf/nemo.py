@@ -92,6 +92,10 @@ class NemoArchive:
         self._stored = {_renamed(name): x for name, x in found.items()}
         self.shapes: dict[str, Shape] = {name: x.shape for name, x in self._stored.items()}
 
+    def dtype(self, name: str) -> str:
+        """NumPy's name."""
+        return str(np.dtype(self._stored[name].storage.dtype))
+
     def read(self, name: str) -> Shaped[np.ndarray, "..."]:
         """One tensor, from the disk."""
         (dtype, key), offset, shape, stride = self._stored[name]

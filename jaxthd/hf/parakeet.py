@@ -1,6 +1,5 @@
 """Parakeet's encoder (transformers: ParakeetEncoder, alone or below the head of a speech recogniser)."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -122,10 +121,6 @@ def _fields_of_encoder(fields: Fields) -> Fields:
     return fields if fields["model_type"] == "parakeet_encoder" else required(fields, "encoder_config")
 
 
-def _without(names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(f"{name}.*" for name in names)
-
-
 PARAKEET = Family(
     model_types=("parakeet_encoder", "parakeet_ctc", "parakeet_tdt", "parakeet_rnnt"),
     covers=("encoder.",),
@@ -134,5 +129,5 @@ PARAKEET = Family(
     ),
     fields=lambda model: encoder_fields(model.encoder),
     write=_write_alone,
-    ignored=_without(("ctc_head", "decoder", "joint", "encoder_projector")),
+    ignored=("ctc_head.*", "decoder.*", "joint.*", "encoder_projector.*"),
 )

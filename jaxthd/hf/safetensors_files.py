@@ -48,6 +48,11 @@ class SafetensorsFolder:
                     )
                 self._files[name], self.shapes[name] = file, tuple(reader.get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """NumPy's name; nothing is read but the header. Raises KeyError for one that is not in DTYPES."""
+        found = self._reader(self._files[name]).get_slice(name).get_dtype()
+        return {theirs: numpys for numpys, theirs in DTYPES.items()}[found]
+
     def read(self, name: str) -> Shaped[np.ndarray, "..."]:
         """One tensor, from the disk."""
         try:
