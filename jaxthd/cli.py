@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import tyro
 
+from jaxthd.compiler import prepare_compiler
 from jaxthd.config import Config, load_config
 from jaxthd.data.tokenizer import load_tokenizer
 from jaxthd.distributed import is_first, started
@@ -90,4 +91,5 @@ def ready(config: Config, options: argparse.Namespace) -> Iterator[None]:
         vocabulary = load_tokenizer(config.data.tokenizer).vocab_size
         for warning in validate(config, DeviceFacts.of_this_machine(vocabulary)) if is_first() else ():
             print(f"warning: {warning}", file=sys.stderr)
+        prepare_compiler(config)
         yield

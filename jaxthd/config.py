@@ -357,6 +357,10 @@ class TrainConfig:
     """Newest checkpoints kept; the one with the best validation is kept too."""
     tensorboard: bool = True
     """Write the metrics as TensorBoard files too."""
+    command_buffers: bool = True
+    """On GPUs the whole step is one CUDA graph (XLA's command buffers): a launch in place of thousands."""
+    xla_options: tuple[str, ...] = ()
+    """Options of XLA for the compiled programs, NAME=VALUE, over those of jaxthd/compiler.py."""
     draw_last_batch: bool = False
     """Draw the documents of the last batch as a picture: buffers, ranks, audio, padding."""
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxthd.cli import parse_command_line, simulate_devices
+from jaxthd.compiler import prepare_compiler
 from jaxthd.config import Config, DataConfig
 from jaxthd.data.example import Clip, Example, Turn
 from jaxthd.data.manifest import read_chats
@@ -90,6 +91,7 @@ def load(
     adapted = for_generation(config, batch)
     for warning in validate(adapted, DeviceFacts.of_this_machine(vocabulary)):
         _say(f"warning: {warning}")
+    prepare_compiler(config)
     mesh = make_mesh(config.mesh)
     params, buffers = load_model(weights, config, mesh)
     return Generator(config, mesh, params, buffers, batch=batch, max_new_tokens=max_new_tokens)

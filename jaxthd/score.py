@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int, Int32
 
 from jaxthd.cli import PROCESS_OPTIONS, parse_command_line, ready
+from jaxthd.compiler import jit_for
 from jaxthd.config import Config
 from jaxthd.data.faults import SkipLog
 from jaxthd.data.loaders import InStep, SpeechData
@@ -82,7 +83,7 @@ class Scorer:
             return scores(params, buffers, batch), (batch.tokens, batch.weights, batch.segment_ids)
 
         # To every process, with the tokens of rows that it does not read.
-        self._step = jax.jit(run, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        self._step = jit_for(config, mesh, run, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def __call__(self, weights: Weights, batches: InStep) -> Iterator[DocumentScores]:
         """weights: in their training form. Of several processes all call it, and get the same."""

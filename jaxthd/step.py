@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Int32, UInt32
 
 from jaxthd.adapt import join, keeps_router_biases, keeps_statistics, split, trained
+from jaxthd.compiler import jit_for
 from jaxthd.config import Config
 from jaxthd.mesh import AXES, CONTEXT, DATA, PIPELINE, TENSOR, TOKEN_AXES, batch_specs, ranks_of
 from jaxthd.models.decoding import Pick, advance, answer, begin
@@ -227,7 +228,8 @@ def make_train_step(
         return TrainState(state.step + 1, skipped, in_a_row, params, buffers, opt_state), metrics
 
     everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings(config, mesh), everywhere))
+    shardings = state_shardings(config, mesh), everywhere
+    return jit_for(config, mesh, train_step, donate_argnums=0, out_shardings=shardings)
 
 
 def _even_out(buffers: Tree, routing: Routing | None, rate: float) -> Tree:
@@ -286,7 +288,7 @@ def make_validation_step(
     in_specs = (*specs, batch_specs(), PromptEnds(rows, rows))
     scored = _on_mesh(rank, mesh, in_specs, (everywhere, PartitionSpec(TOKEN_AXES)))
     # The answers go everywhere too: a process that has a row decodes all of its documents.
-    return jax.jit(scored, out_shardings=NamedSharding(mesh, everywhere))
+    return jit_for(config, mesh, scored, out_shardings=NamedSharding(mesh, everywhere))
 
 
 class Draws(NamedTuple):
@@ -351,8 +353,8 @@ def make_generation_steps(
     )
     shardings = NamedSharding(mesh, held), NamedSharding(mesh, everywhere)
     return (
-        jax.jit(prefill, out_shardings=shardings[0]),
-        jax.jit(decode, donate_argnums=2, out_shardings=shardings),
+        jit_for(config, mesh, prefill, out_shardings=shardings[0]),
+        jit_for(config, mesh, decode, donate_argnums=2, out_shardings=shardings),
     )
 
 

@@ -135,13 +135,15 @@ def _train(config: Config, workdir: Path, data: SpeechData, checkpoints: Checkpo
             metrics.step({"step": 0, **validation(state)})
         metrics.say("compiling the training step")
         batch, report = next(loader)
+        on_mesh = put_batch(batch, mesh)
         for step in range(first + 1, steps + 1):
             start = time.perf_counter()
-            state, on_device = train_step(state, put_batch(batch, mesh))
+            state, on_device = train_step(state, on_mesh)
             # The data position after this step's batch; the next one is taken while the devices work.
             position, this_batch, this_report = loader.get_state(), batch, report
             if step < steps:
                 batch, report = next(loader)
+                on_mesh = put_batch(batch, mesh)
             stop = any(exchange(stopping()))
             measured = jax.tree.map(lambda x: x.item(), on_device)
             scalars: dict[str, float | int] = {

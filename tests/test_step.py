@@ -141,3 +141,17 @@ def test_boundaries_are_derived_once_a_step_and_never_in_a_layer():
         return top, inside
 
     assert count(program.jaxpr, False) == (2, 0)
+
+
+def test_a_step_reads_nothing_from_the_host_and_writes_nothing_to_it():
+    sizes = MeshConfig(context=2)
+    mesh, config = make_mesh(sizes), Config(mesh=sizes, model=MODEL)
+    state, step = init_state(config, mesh), make_train_step(config, mesh)
+    batch = put_batch(batch_of([5, 20, 11, 1, 17], 2), mesh)
+    with jax.transfer_guard("disallow"):
+        for _ in range(2):
+            state, _ = step(state, batch)
+    text = step.lower(state, batch).as_text()
+    assert not [name for name in ("callback", "infeed", "outfeed") if name in text]
+    assert int(state.step) == 2
+    assert step._cache_size() == 1

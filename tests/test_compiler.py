@@ -1,0 +1,61 @@
+"""XLA's options reach the compiler, exist in this XLA, and are refused by name where they do not."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+from jaxthd.compiler import OPTIONS, check_options, compiler_options, given_options, jit_for
+from jaxthd.config import Config, TrainConfig
+from jaxthd.errors import UserError
+from jaxthd.mesh import make_mesh
+
+
+def with_options(*options: str) -> Config:
+    return Config(train=TrainConfig(xla_options=options))
+
+
+def test_this_xla_takes_every_option():
+    for command_buffers in (True, False):
+        config = Config(train=TrainConfig(command_buffers=command_buffers))
+        options = compiler_options(config, "gpu")
+        assert set(options) == {option.name for option in OPTIONS}
+        check_options(options)
+
+
+def test_on_cpus_only_what_was_given_is():
+    config = with_options("xla_llvm_disable_expensive_passes=TRUE")
+    assert compiler_options(Config(), "cpu") == {}
+    assert compiler_options(config, "cpu") == {"xla_llvm_disable_expensive_passes": True}
+
+
+def test_given_options_go_before_ours():
+    config = with_options("--xla_gpu_enable_latency_hiding_scheduler=false", "xla_gpu_graph_min_graph_size=7")
+    options = compiler_options(config, "gpu")
+    assert options["xla_gpu_enable_latency_hiding_scheduler"] is False
+    assert options["xla_gpu_graph_min_graph_size"] == "7"
+    check_options(options)
+
+
+def test_command_buffers_can_be_left_out():
+    without = replace(Config().train, command_buffers=False)
+    assert compiler_options(Config(train=without), "gpu")["xla_gpu_enable_command_buffer"] == ""
+
+
+@pytest.mark.parametrize("text", ["xla_gpu_graph_min_graph_size", "=3", ""])
+def test_an_option_is_a_name_and_a_value(text: str):
+    with pytest.raises(UserError, match="expected NAME=VALUE"):
+        given_options(with_options(text))
+
+
+@pytest.mark.parametrize("option", ["xla_gpu_no_such_thing=1", "xla_gpu_graph_min_graph_size=many"])
+def test_what_xla_does_not_know_is_named(option: str):
+    with pytest.raises(UserError, match=option):
+        check_options(given_options(with_options(option)))
+
+
+def test_options_reach_the_compiler():
+    mesh = make_mesh(Config().mesh)
+    step = jit_for(with_options("xla_gpu_no_such_thing=1"), mesh, lambda x: x + 1)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_no_such_thing"):
+        step(1.0)
