@@ -1,4 +1,5 @@
-"""Adapting a model: which parameters train, and low-rank matrices (LoRA) beside its projections.
+"""What of a model is chosen by name: which parameters train, which projections have low-rank matrices (LoRA)
+beside them or are computed in FP8.
 
 The name of a parameter or of a projection (a Linear) is its path in the module tree, with dots:
 "decoder.layers.attention.mixer.q.w" is the matrix of the projection "decoder.layers.attention.mixer.q".
@@ -46,14 +47,14 @@ def parameter_names(model: nnx.Module) -> list[str]:
 
 
 def projections(model: nnx.Module) -> dict[str, Linear]:
-    """Those that LoRA can adapt, by name."""
+    """Those that LoRA can adapt and FP8 compute, by name."""
     others = set(no_projections(model))
     found = {dotted(path): module for path, module in nnx.iter_modules(model) if isinstance(module, Linear)}
     return {name: found[name] for name in sorted(set(found) - others)}
 
 
 def no_projections(model: nnx.Module) -> list[str]:
-    """Names of what LoRA cannot adapt: routers, which float32 decides, and routed experts' matrices."""
+    """Names of what has neither LoRA nor FP8: routers, decided in float32, and routed experts' matrices."""
     layers = [path for path, module in nnx.iter_modules(model) if isinstance(module, MoE)]
     return [dotted((*path, name)) for path in layers for name in ("router", "up", "down")]
 
@@ -85,6 +86,13 @@ def add_lora(model: nnx.Module, adapt: AdaptConfig, key: Array) -> None:
             if matches(name, adapt.lora_targets):
                 own_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
                 linear.add_lora(adapt.lora_rank, adapt.lora_alpha / adapt.lora_rank, own_key)
+
+
+def use_fp8(model: nnx.Module, patterns: Sequence[str]) -> None:
+    """Has the projections that match computed in FP8."""
+    if patterns:
+        for name, linear in projections(model).items():
+            linear.fp8 = matches(name, patterns)
 
 
 def trained(model: nnx.Module, adapt: AdaptConfig) -> Tree:

@@ -252,6 +252,9 @@ class ModelConfig:
     """Inner dim of the RMSNorm-linear-relu^2-linear adapter; 0 for a single linear layer."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Compute dtype. Parameters are float32 (float64 when this is float64)."""
+    fp8: tuple[str, ...] = ()
+    """Patterns of projections, such as "decoder.layers.*", whose matrix products, forward and backward, are
+    of 8-bit numbers (pip install 'jaxthd[fp8]'). Never routers, routed experts, embedding and head."""
     context_exchange: Literal["ring", "all_gather"] = "ring"
     """How attention reaches the other context ranks' keys and values."""
     context_layout: Literal["buffer", "document"] = "buffer"

@@ -15,7 +15,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxthd.adapt import add_lora, split, trained
+from jaxthd.adapt import add_lora, split, trained, use_fp8
 from jaxthd.config import AdaptConfig, Config, MeshConfig, TrainConfig
 from jaxthd.mesh import PIPELINE
 from jaxthd.models.speech_lm import SpeechLM
@@ -70,6 +70,7 @@ def _make_model(
     dtype = jnp.float64 if config.model.dtype == "float64" else jnp.float32
     model = SpeechLM(config.model, Init(key, dtype, mesh), stages, **options)
     add_lora(model, config.adapt, key)
+    use_fp8(model, config.model.fp8)
     return model
 
 

@@ -20,6 +20,7 @@ from jaxthd.config import Config, MeshConfig
 from jaxthd.data.features import mel_filterbank
 from jaxthd.data.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
+from jaxthd.ops.fp8 import is_installed
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.experts import expert_cut
 from jaxthd.parallel.schedule import make_schedule
@@ -752,6 +753,46 @@ def _adaptation(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     if not any(jax.tree.leaves(trained(model, adapt))):
         change = "freeze less, or set adapt.lora_rank to train low-rank matrices"
         yield Problem("adapt.freeze matches every parameter", "something to train", change)
+
+
+@_rule("model", "mesh.tensor")
+def _fp8(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    patterns = config.model.fp8
+    if not patterns:
+        return
+    if not is_installed():
+        change = "pip install 'jaxthd[fp8]', or empty model.fp8"
+        yield Problem("model.fp8 is set and the package qwix is not installed", "it", change)
+    if config.model.dtype == "float64":
+        change = "choose bfloat16, or empty model.fp8"
+        yield Problem("model.fp8 is set with model.dtype float64", "bfloat16 or float32", change)
+    capability = device.compute_capability
+    if device.platform == "gpu" and capability and float(capability) < 8.9:
+        change = "empty model.fp8"
+        yield Problem(f"model.fp8 on {device.kind} (compute capability {capability})", "8.9 or more", change)
+    try:
+        model = abstract_model(replace(config, mesh=MeshConfig(tensor=config.mesh.tensor)))
+    except ValueError:  # what is wrong with the model is told by other rules
+        return
+    found = projections(model)
+    lists = "python -m jaxthd.describe --names lists the names"
+    for pattern, near in unmatched(patterns, list(found)):
+        what = f"model.fp8 {pattern!r} matches no projection"
+        yield Problem(what, f"a pattern such as {', '.join(near)}", f"correct it; {lists}")
+    odd = {}
+    for name, linear in found.items():
+        cuts = (linear.cut_in, linear.cut_out)
+        dims = [
+            size // (config.mesh.tensor if cut and cut.is_cut(config.mesh) else 1)
+            for size, cut in zip(linear.w.shape[-2:], cuts, strict=True)
+        ]
+        if matches(name, patterns) and any(dim % 16 for dim in dims):
+            odd[name] = dims
+    if odd:
+        some = ", ".join(f"{name} {a} x {b}" for name, (a, b) in list(odd.items())[:3])
+        what = f"model.fp8 matches {len(odd)} projections of sizes that tensor cores cannot take in 8 bits"
+        change = "leave these out of model.fp8, or change the sizes or mesh.tensor"
+        yield Problem(f"{what} ({some} on a rank)", "multiples of 16", change)
 
 
 @_rule("adapt.lora_rank", "adapt.lora_targets", "adapt.lora_alpha")

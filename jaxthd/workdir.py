@@ -42,6 +42,8 @@ FREE = (
     "train.normaliser",
     "train.max_skipped_steps",
     "train.checkpoint_every",
+    "train.command_buffers",
+    "train.xla_options",
     "train.keep_checkpoints",
     "train.tensorboard",
     "train.draw_last_batch",
@@ -136,7 +138,7 @@ def _built(kind: Any, fields: dict[str, Any]) -> Any:
 def compare_models(path: Path, there: ModelConfig, here: ModelConfig) -> None:
     """Raises UserError where the weights in `path`, of the model `there`, mean something else `here`."""
     then, now = (_flat(asdict(model), "model.") for model in (there, here))
-    free = (*FREE, "model.dtype")
+    free = (*FREE, "model.dtype", "model.fp8")
     differing = [
         f"\n  {name}: {then[name]} there, {value} here"
         for name, value in now.items()

@@ -16,6 +16,7 @@ from jaxthd.validate import RULES, ConfigError, DeviceFacts, problems, validate
 CPU = DeviceFacts("cpu", 8, "cpu")
 GPU = DeviceFacts("gpu", 1, "NVIDIA H100", "9.0")
 BLACKWELL = DeviceFacts("gpu", 1, "NVIDIA RTX 5090", "12.0")
+AMPERE = DeviceFacts("gpu", 1, "NVIDIA A100", "8.0")
 UNKNOWN = DeviceFacts("gpu", 1, "some GPU")
 
 
@@ -243,6 +244,13 @@ CASES = [
         {"adapt.lora_rank": 4, "adapt.lora_targets": ("decoder.*.moe.mixer.up",), "model.llm.pattern": "E*"},
         "mixer.up' matches nothing but routers or routed experts",
     ),
+    Case({"model.fp8": ("*.query",)}, "model.fp8 '*.query' matches no projection; expected a pattern"),
+    Case({"model.fp8": ("*.mixer.router",), "model.llm.pattern": "E"}, "'*.mixer.router' matches no proj"),
+    Case(
+        {"model.fp8": ("*.mixer.k",), "mesh.tensor": 2, "model.llm.head_dim": 8, "model.llm.kv_heads": 2},
+        "sizes that tensor cores cannot take in 8 bits (decoder.layers.attention.mixer.k 128 x 8 on a rank)",
+    ),
+    Case({"model.fp8": ("*.q",)}, "model.fp8 on NVIDIA A100 (compute capability 8.0); expected 8.9", AMPERE),
     Case({"adapt.lora_rank": -1}, "adapt.lora_rank is -1; expected 0 or more"),
     Case({"adapt.lora_rank": 4, "adapt.lora_targets": ()}, "adapt.lora_targets is empty"),
     Case({"adapt.lora_rank": 4, "adapt.lora_alpha": 0.0}, "adapt.lora_alpha is 0"),

@@ -12,6 +12,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.mesh import TENSOR
+from jaxthd.ops.fp8 import fp8_product
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.parallel.params import Cut, Init, own_part, stack
 
@@ -67,7 +68,8 @@ class LoRA(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """x @ w (+ bias), computed in x's dtype. w is [D, F]. With add_lora, low-rank matrices beside w.
+    """x @ w (+ bias), computed in x's dtype. w is [D, F]. With add_lora, low-rank matrices beside w; with
+    `fp8` set, x @ w and its gradients are computed in FP8 (ops/fp8.py).
 
     cut_in: x is this rank's part of the features, and so is w; the ranks' results are to be summed.
     cut_out: the result is this rank's part.
@@ -87,10 +89,12 @@ class Linear(nnx.Module):
         self.w = init.normal((dim, out), (cut_in, cut_out), std)
         self.bias = init.zeros((out,), (cut_out,)) if bias else None
         self.lora: LoRA | None = None
+        self.fp8 = False
         self.cut_in, self.cut_out, self.mesh, self.spread = cut_in, cut_out, init.mesh, init.spread
 
     def __call__(self, x_ND: Float[Array, "N D"]) -> Float[Array, "N F"]:
-        y_NF = x_ND @ own_part(self.w[...], 1, self.cut_out, self.mesh).astype(x_ND.dtype)
+        w_DF = own_part(self.w[...], 1, self.cut_out, self.mesh).astype(x_ND.dtype)
+        y_NF = fp8_product(x_ND, w_DF) if self.fp8 else x_ND @ w_DF
         if self.lora is not None:
             y_NF = y_NF + self.lora(x_ND)
         if self.bias is None:

@@ -1,0 +1,58 @@
+"""Matrix products in FP8 (Micikevicius et al., FP8 Formats for Deep Learning, 2022), by qwix.
+
+Operands are rounded to 8 bits for each of the three products of a projection: activations and weights to
+e4m3 (3 bits of mantissa), gradients of the output to e5m2 (2 bits, more range). Each row or column that a
+product sums over is scaled by its own largest element, in this step ("dynamic" scaling: no state, nothing
+to restore). A mesh that cuts a sum (tensor ranks, or the tokens of a weight's gradient) scales each part of
+it by itself, so that results differ between meshes by the rounding to 8 bits.
+
+Legend: N tokens, D features in, F features out.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+ACTIVATIONS, GRADIENTS = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+def is_installed() -> bool:
+    try:
+        import qwix  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@jax.custom_vjp
+def fp8_product(x_ND: Float[Array, "N D"], w_DF: Float[Array, "D F"]) -> Float[Array, "N F"]:
+    """x @ w in x's dtype; so are the two products of its gradient."""
+    return _product(x_ND, 1, ACTIVATIONS, w_DF, 0, ACTIVATIONS)
+
+
+def _forward(x_ND: Array, w_DF: Array) -> tuple[Array, tuple[Array, Array]]:
+    return fp8_product(x_ND, w_DF), (x_ND, w_DF)
+
+
+def _backward(saved: tuple[Array, Array], dy_NF: Array) -> tuple[Array, Array]:
+    x_ND, w_DF = saved
+    dx_ND = _product(dy_NF, 1, GRADIENTS, w_DF, 1, ACTIVATIONS)
+    dw_DF = _product(x_ND, 0, ACTIVATIONS, dy_NF, 0, GRADIENTS)
+    return dx_ND, dw_DF
+
+
+fp8_product.defvjp(_forward, _backward)
+
+
+def _product(a: Array, a_sum: int, a_dtype: Any, b: Array, b_sum: int, b_dtype: Any) -> Array:
+    """Sums over dim a_sum of a and b_sum of b; both are matrices."""
+    import qwix
+
+    # A row of zeros is scaled by something, not 0.
+    a8 = qwix.quantize(a, a_dtype, channelwise_axes=(1 - a_sum,), scale_dtype=jnp.float32)
+    b8 = qwix.quantize(b, b_dtype, channelwise_axes=(1 - b_sum,), scale_dtype=jnp.float32)
+    summed = (((a_sum,), (b_sum,)), ((), ()))
+    return qwix.dot_general(a8, b8, summed, preferred_element_type=jnp.float32).astype(a.dtype)
