@@ -47,7 +47,7 @@ def parameter_names(model: nnx.Module) -> list[str]:
 
 
 def projections(model: nnx.Module) -> dict[str, Linear]:
-    """Those that LoRA can adapt and FP8 compute, by name."""
+    """Those that LoRA can adapt, by name."""
     others = set(no_projections(model))
     found = {dotted(path): module for path, module in nnx.iter_modules(model) if isinstance(module, Linear)}
     return {name: found[name] for name in sorted(set(found) - others)}
@@ -88,10 +88,15 @@ def add_lora(model: nnx.Module, adapt: AdaptConfig, key: Array) -> None:
                 linear.add_lora(adapt.lora_rank, adapt.lora_alpha / adapt.lora_rank, own_key)
 
 
+def fp8_projections(model: nnx.Module) -> dict[str, Linear]:
+    """Those that FP8 can compute, by name: not Mamba2's time steps, which are exponents."""
+    return {name: linear for name, linear in projections(model).items() if not name.endswith(".mixer.dt")}
+
+
 def use_fp8(model: nnx.Module, patterns: Sequence[str]) -> None:
     """Has the projections that match computed in FP8."""
     if patterns:
-        for name, linear in projections(model).items():
+        for name, linear in fp8_projections(model).items():
             linear.fp8 = matches(name, patterns)
 
 

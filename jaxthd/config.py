@@ -254,7 +254,8 @@ class ModelConfig:
     """Compute dtype. Parameters are float32 (float64 when this is float64)."""
     fp8: tuple[str, ...] = ()
     """Patterns of projections, such as "decoder.layers.*", whose matrix products, forward and backward, are
-    of 8-bit numbers (pip install 'jaxthd[fp8]'). Never routers, routed experts, embedding and head."""
+    of 8-bit numbers (pip install 'jaxthd[fp8]'). Never routers, routed experts, Mamba2's time steps,
+    embedding and head."""
     context_exchange: Literal["ring", "all_gather"] = "ring"
     """How attention reaches the other context ranks' keys and values."""
     context_layout: Literal["buffer", "document"] = "buffer"

@@ -15,7 +15,15 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 import jax
 
-from jaxthd.adapt import matches, no_projections, parameter_names, projections, trained, unmatched
+from jaxthd.adapt import (
+    fp8_projections,
+    matches,
+    no_projections,
+    parameter_names,
+    projections,
+    trained,
+    unmatched,
+)
 from jaxthd.config import Config, MeshConfig
 from jaxthd.data.features import mel_filterbank
 from jaxthd.data.tokenizer import ByteTokenizer
@@ -774,7 +782,7 @@ def _fp8(config: Config, device: DeviceFacts) -> Iterator[Problem]:
         model = abstract_model(replace(config, mesh=MeshConfig(tensor=config.mesh.tensor)))
     except ValueError:  # what is wrong with the model is told by other rules
         return
-    found = projections(model)
+    found = fp8_projections(model)
     lists = "python -m jaxthd.describe --names lists the names"
     for pattern, near in unmatched(patterns, list(found)):
         what = f"model.fp8 {pattern!r} matches no projection"
