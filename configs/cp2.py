@@ -37,7 +37,7 @@ def config() -> Config:
         ),
         train=TrainConfig(
             steps=3200,
-            learning_rate=1.5e-3,
+            learning_rate=8e-4,
             warmup_steps=100,
             validate_every=400,
             validation_batches=16,

@@ -1,0 +1,466 @@
+"""Everything that is there, on the GPU of this machine: is it right, how fast, how much memory. Tables.
+
+    python scripts/check_gpu.py [--only SECTION ...] [--minutes 9.5] [--out FOLDER] [--check]
+    python scripts/check_gpu.py --tiny           # the same in small, to try the script on a CPU
+
+Sections, each in a process of its own, so that one that fails or hangs takes no other along:
+    machine      devices, versions; the rate of a large bf16 matrix product and of a copy
+    kernels      python -m jaxthd.doctor: which attention and scan kernels are admitted, with their errors
+    exact        loss and every gradient of packed ragged documents on the GPU, against float64 on the CPU
+    step         a training step of a 1B hybrid with packed audio: tokens/s, memory, share of the bf16 rate;
+                 with XLA's loops and with the kernels; with and without command buffers
+    packing      the same documents packed and padded, one in a row
+    scan         scripts/bench_scan.py: the scan kernel, XLA's, and mamba_ssm's where it can be imported
+    attention    packed attention of recordings and of long documents, by back-end; FlexAttention with torch
+    options      the step without each option of jaxthd/compiler.py; in FP8
+    conditionals what a `lax.cond` costs that is skipped
+Time is a median, synchronized. Model FLOPs: 6 a parameter and token (or frame) that is multiplied with it,
+and attention over allowed pairs only; nothing that is computed again counts. Needs neither grain nor tyro nor
+Transformer Engine; what does is reported as not run. --out keeps each section's output and results.json.
+--check exits 1 where a section fails.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import AxisType, Mesh
+
+from jaxthd.compiler import OPTIONS
+from jaxthd.config import (
+    Config,
+    DataConfig,
+    EncoderConfig,
+    LLMConfig,
+    ModelConfig,
+    TrainConfig,
+)
+from jaxthd.mesh import AXES, make_mesh, put_batch
+from jaxthd.packing.batch import Batch
+from jaxthd.packing.document import Document
+from jaxthd.packing.pack import pack_row
+from jaxthd.state import abstract_model, init_state
+from jaxthd.step import loss_and_gradient, make_train_step
+from jaxthd.tables import show
+
+ROOT = Path(__file__).parent.parent
+RESULT = "RESULT "
+"""Begins a line of a section's output that goes into results.json."""
+
+ONE_BILLION = ModelConfig(
+    encoder=EncoderConfig(layers=17, dim=512, heads=8, ffn_dim=2048, subsampling_channels=256),
+    llm=LLMConfig(
+        pattern="M-M-M*-" * 5,
+        vocab_size=32768,
+        dim=2048,
+        q_heads=16,
+        kv_heads=4,
+        head_dim=128,
+        ffn_dim=8192,
+        mamba_heads=64,
+        mamba_head_dim=64,
+        mamba_state=128,
+        mamba_groups=8,
+        mamba_chunk=128,
+    ),
+    adapter_dim=2048,
+    dtype="bfloat16",
+)
+TINY = ModelConfig(
+    encoder=EncoderConfig(layers=1, dim=32, heads=2, ffn_dim=64, subsampling_channels=8),
+    llm=LLMConfig(
+        pattern="M-M*-",
+        dim=64,
+        q_heads=2,
+        kv_heads=1,
+        head_dim=32,
+        ffn_dim=128,
+        mamba_heads=4,
+        mamba_head_dim=16,
+        mamba_state=16,
+    ),
+    adapter_dim=32,
+    dtype="bfloat16",
+)
+
+
+def told(section: str, **found: Any) -> None:
+    """One line of results.json."""
+    print(RESULT + json.dumps({"section": section, **found}), flush=True)
+
+
+def seconds(call: Callable[[], Any], repeats: int = 10) -> float:
+    """Median time of a call, after two that do not count."""
+    times = []
+    for number in range(repeats + 2):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        if number >= 2:
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+# --- documents and steps ---
+
+
+def recordings(slots: int, model: ModelConfig, most_seconds: float = 60.0, seed: int = 0) -> list[Document]:
+    """Documents of one recording and its transcript, as long as recordings are: 1 s to a minute, half of
+    them under 8 s, in all at most `slots` token slots.
+    """
+    rng = np.random.default_rng(seed)
+    documents: list[Document] = []
+    while True:
+        length = float(np.clip(rng.lognormal(np.log(min(8.0, most_seconds / 4)), 0.8), 1, most_seconds))
+        frames, text = round(100 * length), 6 + round(3.5 * length)
+        chunks, per_chunk = [], model.encoder.chunk_frames - 1
+        for start in range(0, frames, per_chunk):
+            size = (min(per_chunk, frames - start), model.encoder.num_mels)
+            chunks.append(rng.standard_normal(size, np.float32))
+        tokens = [3, *rng.integers(4, min(model.llm.vocab_size, 260), text).tolist()]
+        document = Document.splice(str(len(documents)), tokens, [False] + [True] * text, [chunks], 3)
+        slots -= len(document)
+        if slots < 0:
+            return documents
+        documents.append(document)
+
+
+def rows_of(groups: Sequence[Sequence[Document]], model: ModelConfig) -> tuple[Batch, DataConfig]:
+    """A row of each group, all as long as the longest needs."""
+
+    def multiple(n: int, of: int) -> int:
+        return -(-n // of) * of
+
+    capacity = multiple(max(sum(map(len, group)) for group in groups), 128)
+    frames = multiple(max(sum(d.mel_frames for d in group) for group in groups), 128)
+    sizes = {
+        "capacity": capacity,
+        "audio_capacity": max(frames, 8 * model.encoder.chunk_frames // 8 + 8),
+        "max_documents": max(map(len, groups)),
+    }
+    rows = [pack_row(group, **sizes, num_mels=model.encoder.num_mels)[0] for group in groups]
+    batch = jax.tree.map(lambda *x: np.concatenate(x), *rows)
+    return batch, DataConfig(rows=len(groups), workers=0, **sizes)
+
+
+def parameters(config: Config) -> dict[str, int]:
+    """Numbers of matrix elements that a token, or an encoder frame, is multiplied with."""
+    found = {"encoder": 0, "decoder": 0}
+    for path, variable in nnx.to_flat_state(nnx.state(abstract_model(config), nnx.Param)):
+        if variable.get_metadata("decayed") and path[0] not in ("embedding", "head"):
+            found["encoder" if path[0] in ("encoder", "adapter") else "decoder"] += variable.size
+    return found
+
+
+def model_flops(config: Config, documents: Sequence[Document]) -> float:
+    """Of a step, forward and backward, without what is computed again and without padding."""
+    llm, encoder, matrices = config.model.llm, config.model.encoder, parameters(config)
+    tokens = sum(map(len, documents))
+    frames = sum(d.mel_frames for d in documents) / 8
+    supervised = sum(int(d.supervised.sum()) for d in documents)
+    pairs = sum(len(d) * (len(d) + 1) / 2 for d in documents) * llm.letters.count("*")
+    chunks = [-(-len(chunk) // 8) for d in documents for chunk in d.chunks]
+    heard = sum(n * n for n in chunks) * encoder.layers
+    scan = llm.letters.count("M") * tokens * 2 * llm.mamba_heads * llm.mamba_head_dim * llm.mamba_state
+    return 6 * (
+        matrices["decoder"] * tokens
+        + matrices["encoder"] * frames
+        + llm.vocab_size * llm.dim * supervised
+        + 2 * pairs * llm.q_heads * llm.head_dim
+        + 2 * heard * encoder.dim
+        + scan
+    )
+
+
+def run_step(
+    name: str, config: Config, groups: Sequence[Sequence[Document]], peak: float, repeats: int
+) -> dict[str, Any]:
+    """Compiles and times a training step; a row of a table."""
+    documents = [d for group in groups for d in group]
+    batch, data = rows_of(groups, config.model)
+    config = replace(config, data=data)
+    mesh = make_mesh(config.mesh)
+    state, on_mesh = init_state(config, mesh), put_batch(batch, mesh)
+    start = time.perf_counter()
+    step = make_train_step(config, mesh).lower(state, on_mesh).compile()
+    compiling = time.perf_counter() - start
+    sizes: Any = step.memory_analysis()
+    losses = []
+
+    def call() -> Any:
+        nonlocal state
+        state, metrics = step(state, on_mesh)
+        losses.append(metrics.loss)
+        return metrics
+
+    took = seconds(call, repeats)
+    tokens, slots = sum(map(len, documents)), data.rows * data.capacity
+    flops = model_flops(config, documents)
+    found = {
+        "name": name,
+        "documents": len(documents),
+        "slots": slots,
+        "tokens": tokens,
+        "ms": round(1e3 * took, 2),
+        "tokens_per_s": round(tokens / took),
+        "audio_s_per_s": round(sum(d.mel_frames for d in documents) / 100 / took),
+        "share_of_peak": round(flops / took / peak, 4),
+        "arguments_GiB": round(sizes.argument_size_in_bytes / 2**30, 2),
+        "temporary_GiB": round(sizes.temp_size_in_bytes / 2**30, 2),
+        "compile_s": round(compiling, 1),
+        "losses": [round(float(loss), 4) for loss in (losses[0], losses[-1])],
+    }
+    told("step", **found)
+    return found
+
+
+def show_steps(title: str, found: Sequence[dict[str, Any]]) -> None:
+    columns = [name for name in found[0] if name != "losses"]
+    show(title, "|".join(columns), [[row[name] for name in columns] for row in found])
+
+
+def variations(config: Config, changes: dict[str, Config], *arguments: Any) -> list[dict[str, Any]]:
+    """What can be run of them; what cannot says why."""
+    found = []
+    for name, changed in changes.items():
+        try:
+            found.append(run_step(name, changed, *arguments))
+        except Exception as error:
+            print(f"{name}: not run ({type(error).__name__}: {str(error).splitlines()[0][:300]})", flush=True)
+        jax.clear_caches()
+    return found
+
+
+# --- sections ---
+
+
+def machine(tiny: bool) -> float:
+    """Also the rate of a large matrix product, which shares are taken of."""
+    device, n = jax.devices()[0], 256 if tiny else 8192
+    a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) for i in range(2))
+    product = jax.jit(lambda a, b: a @ b)
+    rate = 2 * n**3 / seconds(lambda: product(a, b), 20)
+    x = jnp.ones(2**20 if tiny else 2**30, jnp.float32)
+    copied = 2 * x.nbytes / seconds(lambda: x.copy(), 20)
+    memory = (device.memory_stats() or {}).get("bytes_limit", 0)
+    told(
+        "machine",
+        device=device.device_kind,
+        jax=jax.__version__,
+        python=sys.version.split()[0],
+        bf16_tflops=round(rate / 1e12, 1),
+        copy_gb_s=round(copied / 1e9),
+        memory_GiB=round(memory / 2**30, 1),
+    )
+    return rate
+
+
+def kernels(tiny: bool) -> None:
+    subprocess.run([sys.executable, "-m", "jaxthd.doctor"], check=True, cwd=ROOT)
+
+
+def exact(tiny: bool) -> None:
+    """float64 on the CPU is the reference; the GPU in float32 with exact products, then in bfloat16."""
+    jax.config.update("jax_enable_x64", True)
+    model = replace(TINY, encoder=replace(TINY.encoder, chunk_seconds=2.0))
+    documents = recordings(600, model, most_seconds=6.0)
+
+    def gradients(dtype: Any, device: jax.Device) -> tuple[float, Any]:
+        config = Config(model=replace(model, dtype=dtype))
+        batch, data = rows_of([documents], model)
+        config = replace(config, data=data)
+        axis_types = (AxisType.Auto,) * len(AXES)
+        mesh = Mesh(np.array([device]).reshape(1, 1, 1, 1), AXES, axis_types=axis_types)
+        with jax.default_device(device):
+            start = init_state(replace(config, model=replace(model, dtype="float32")), mesh)
+            wide = jnp.float64 if dtype == "float64" else jnp.float32
+            params, buffers = jax.tree.map(lambda x: x.astype(wide), (start.params, start.buffers))
+            batch = batch._replace(mels=batch.mels.astype(wide)) if dtype == "float64" else batch
+            found = jax.jit(loss_and_gradient(config, mesh))(params, buffers, put_batch(batch, mesh))
+        return float(found.loss), jax.tree.map(lambda x: np.asarray(x, np.float64), found.gradients)
+
+    with jax.default_matmul_precision("highest"):
+        loss, want = gradients("float64", jax.devices("cpu")[0])
+        results = {dtype: gradients(dtype, jax.devices()[0]) for dtype in ("float32", "bfloat16")}
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(want)]
+    norms = [np.linalg.norm(x) for x in jax.tree.leaves(want)]
+    floor = 1e-3 * np.sqrt(np.mean(np.square(norms)))
+    rows = []
+    for dtype, (got_loss, got) in results.items():
+        errors = [
+            np.linalg.norm(a - b) / max(norm, floor)
+            for a, b, norm in zip(jax.tree.leaves(got), jax.tree.leaves(want), norms, strict=True)
+        ]
+        worst = int(np.argmax(errors))
+        found = {
+            "dtype": dtype,
+            "loss_error": f"{abs(got_loss - loss) / loss:.1e}",
+            "median": f"{np.median(errors):.1e}",
+            "worst": f"{errors[worst]:.1e}",
+            "of": names[worst],
+        }
+        told("exact", **found)
+        rows.append(list(found.values()))
+        if dtype == "float32" and errors[worst] > 1e-3:
+            raise SystemExit(f"{names[worst]} is off by {errors[worst]:.1e} in float32")
+    show("Gradients on the GPU against float64 on the CPU", "dtype|loss|median|worst|of", rows)
+
+
+def base_config(tiny: bool, *, kernels: bool) -> Config:
+    model = TINY if tiny else ONE_BILLION
+    if kernels:
+        model = replace(model, attention_backend="auto", scan_backend="auto")
+    return Config(model=model, train=TrainConfig(warmup_steps=2, learning_rate=1e-4))
+
+
+def step(tiny: bool) -> None:
+    peak, found = machine(tiny), []
+    for tokens in (256, 512) if tiny else (8192, 16384, 32768):
+        plain, fast = (base_config(tiny, kernels=kernels) for kernels in (False, True))
+        unbuffered = replace(fast, train=replace(fast.train, command_buffers=False))
+        changes = {f"xla {tokens}": plain, f"kernels {tokens}": fast}
+        if tokens != 8192:
+            changes[f"kernels {tokens}, no command buffers"] = unbuffered
+        documents = recordings(tokens, fast.model, 4.0 if tiny else 60.0)
+        found += variations(fast, changes, [documents], peak, 3 if tiny else 8)
+    show_steps("A training step, 1B hybrid with packed audio", found)
+
+
+def packing(tiny: bool) -> None:
+    peak, config = machine(tiny), base_config(tiny, kernels=True)
+    documents = recordings(256 if tiny else 8192, config.model, 4.0 if tiny else 60.0)
+    found = [run_step("packed", config, [documents], peak, 3 if tiny else 8)]
+    jax.clear_caches()
+    found.append(run_step("padded", config, [[d] for d in documents], peak, 3 if tiny else 8))
+    show_steps("The same documents, packed and padded", found)
+    ratio, ideal = found[1]["ms"] / found[0]["ms"], found[1]["slots"] / found[1]["tokens"]
+    told("packing", times_as_fast=round(ratio, 2), ideal=round(ideal, 2))
+    print(f"packed is {ratio:.2f} times as fast; padded slots / real tokens = {ideal:.2f}")
+
+
+def scan(tiny: bool) -> None:
+    arguments = ["--interpret"] if tiny else []
+    subprocess.run([sys.executable, str(ROOT / "scripts" / "bench_scan.py"), *arguments], check=True)
+
+
+def options(tiny: bool) -> None:
+    peak, config = machine(tiny), base_config(tiny, kernels=True)
+    documents = recordings(256 if tiny else 16384, config.model, 4.0 if tiny else 60.0)
+    defaults = {"xla_gpu_enable_command_buffer": "", "xla_gpu_graph_min_graph_size": "5"}
+    changes = {"all options": config}
+    for option in OPTIONS if jax.default_backend() == "gpu" else ():
+        # Combining and pipelining collectives needs several devices.
+        if "gather" not in option.name and "scatter" not in option.name:
+            text = f"{option.name}={defaults.get(option.name, 'false')}"
+            train = replace(config.train, xla_options=(text,))
+            changes[f"without {option.name.removeprefix('xla_gpu_')}"] = replace(config, train=train)
+    fp8 = ("decoder.layers.*", "encoder.blocks.*")
+    changes["fp8"] = replace(config, model=replace(config.model, fp8=fp8))
+    show_steps("XLA's options; FP8", variations(config, changes, [documents], peak, 3 if tiny else 8))
+
+
+def conditionals(tiny: bool) -> None:
+    """A loop of many turns, each with a branch that is not taken, against the loop without."""
+    turns, x = 100 if tiny else 2000, jnp.ones((256, 256), jnp.bfloat16)
+
+    def loop(branches: int, taken: Array, x: Array) -> Array:
+        def turn(x: Array, _: None) -> tuple[Array, None]:
+            x = x + 1
+            for _ in range(branches):
+                x = jax.lax.cond(taken, lambda x: x @ x, lambda x: x, x)
+            return x, None
+
+        return jax.lax.scan(turn, x, length=turns)[0]
+
+    commands = next(o.value for o in OPTIONS if o.name == "xla_gpu_enable_command_buffer")
+    for name, value in (("without command buffers", ""), ("with", commands)):
+        took = []
+        for branches in (0, 1):
+            given = {"xla_gpu_enable_command_buffer": value}
+            program = jax.jit(partial(loop, branches), compiler_options=given)
+            took.append(seconds(partial(program, jnp.asarray(False), x)) / turns * 1e6)
+        told(
+            "conditionals",
+            command_buffers=name,
+            turn_us=round(took[0], 2),
+            more_us=round(took[1] - took[0], 2),
+        )
+        print(f"{name}: a turn takes {took[0]:.2f} us, a skipped branch {took[1] - took[0]:.2f} us more")
+
+
+SECTIONS: dict[str, Callable[[bool], Any]] = {
+    "machine": machine,
+    "kernels": kernels,
+    "exact": exact,
+    "step": step,
+    "packing": packing,
+    "scan": scan,
+    "options": options,
+    "conditionals": conditionals,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument(
+        "--minutes", type=float, default=9.5, help="for all of it; 10 is a lent machine's limit"
+    )
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.section:
+        SECTIONS[given.section](given.tiny)
+        return
+    end, results, failed = time.monotonic() + 60 * given.minutes, [], []
+    for name in given.only:
+        left = end - time.monotonic()
+        print(f"\n=== {name} ({left:.0f} s left)", flush=True)
+        command = [sys.executable, __file__, "--section", name, *["--tiny"] * given.tiny]
+        text, outcome = run_section(command, left)
+        print("".join(line for line in text.splitlines(True) if not line.startswith(RESULT)), end="")
+        results += [json.loads(x.removeprefix(RESULT)) for x in text.splitlines() if x.startswith(RESULT)]
+        if outcome:
+            failed.append(name)
+            print(f"{name}: {outcome}")
+        if given.out:
+            given.out.mkdir(parents=True, exist_ok=True)
+            (given.out / f"{name}.txt").write_text(text)
+            (given.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    print(f"\n{len(given.only) - len(failed)} of {len(given.only)} sections ran; failed: {failed or 'none'}")
+    if given.check and failed:
+        sys.exit(1)
+
+
+def run_section(command: Sequence[str], left: float) -> tuple[str, str]:
+    """(what it printed, why it failed or "")."""
+    if left < 5:
+        return "", "not run, no time left"
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=left, cwd=ROOT
+        )
+    except subprocess.TimeoutExpired as late:
+        printed = late.stdout or b""
+        return printed.decode() if isinstance(printed, bytes) else printed, "stopped, no time left"
+    return done.stdout, f"failed with exit code {done.returncode}" * (done.returncode != 0)
+
+
+if __name__ == "__main__":
+    main()
