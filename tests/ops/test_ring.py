@@ -52,7 +52,9 @@ def test_packed_equals_each_document_alone(context, exchange, layout, dtype):
     capacity, round_to = (CAPACITY, 1) if layout == "buffer" else (2 * CAPACITY, 8)
     with jax.enable_x64(dtype == np.float64):
         run = on_context(
-            lambda _, qkv, segments: packed_attention(*qkv, segments, scale=SCALE, exchange=exchange),
+            lambda _, qkv, segments: packed_attention(
+                *qkv, segments, scale=SCALE, exchange=exchange, backend="xla"
+            ),
             context,
             block=8,
             layout=layout,
@@ -119,7 +121,7 @@ def test_the_exchange_is_the_one_asked_for(exchange):
 
     def rank(qkv, ids, positions):
         segments = make_segments(ids[None], positions[None], block=8, axis="context")
-        return packed_attention(*qkv, segments, scale=SCALE, exchange=exchange)
+        return packed_attention(*qkv, segments, scale=SCALE, exchange=exchange, backend="xla")
 
     spec = jax.sharding.PartitionSpec("context")
     mapped = jax.shard_map(
