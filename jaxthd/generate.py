@@ -25,6 +25,7 @@ from jaxthd.data.tokenizer import load_tokenizer
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.generation import Answer, Generator, Piece, check_sampling, for_generation, joined
 from jaxthd.jsonl import append_line
+from jaxthd.kernels import with_admitted
 from jaxthd.mesh import make_mesh
 from jaxthd.validate import DeviceFacts, validate
 from jaxthd.weights import load_model
@@ -90,6 +91,7 @@ def load(
     adapted = for_generation(config, batch)
     for warning in validate(adapted, DeviceFacts.of_this_machine(vocabulary)):
         _say(f"warning: {warning}")
+    config = with_admitted(config, _say)
     mesh = make_mesh(config.mesh)
     params, buffers = load_model(weights, config, mesh)
     return Generator(config, mesh, params, buffers, batch=batch, max_new_tokens=max_new_tokens)

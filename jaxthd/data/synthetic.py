@@ -22,6 +22,7 @@ import soxr
 from jaxtyping import Float32
 from tqdm import tqdm
 
+from jaxthd.cache import user_cache
 from jaxthd.data.features import SAMPLE_RATE, document_rng
 
 VERSION = 2
@@ -66,7 +67,7 @@ def synthetic_manifests(
     if train < 1 or validation < 1:
         raise ValueError(f"train={train}, validation={validation} utterances; expected 1 or more of each")
     if cache_dir is None:
-        cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxthd"
+        cache_dir = user_cache()
     folder = Path(cache_dir) / f"synthetic-{VERSION}-{train}-{validation}-seed{seed}"
     if not folder.exists():
         _make(folder, {"train": train, "validation": validation}, seed)

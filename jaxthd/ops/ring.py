@@ -1,15 +1,15 @@
 """Packed causal attention over the context axis: by a ring of rectangles, or with gathered keys.
 
 Under whole-buffer DualChunkSwap a rank's queries see one dense rectangle of another rank's keys, or nothing;
-under the per-document layout, a prefix of each document (packing/segments.py). So all attention is the two calls of
-ops/attention/contract.py: one local, and one for the keys of each other rank, skipped when empty; parts are merged
-by their log-sum-exp in float32 (Liu et al., Ring Attention, 2023). The ring sends keys and values on first, then
-computes the step; its backward pass sends (k, v) around again, (dk, dv) of other ranks after them and home. With
-all-gather every rank's keys and values are there from the start. Backward calls take the output and the
-log-sum-exp over all ranks' keys.
+under the per-document layout, a prefix of each document (packing/segments.py). So all attention is the two
+calls of ops/attention/contract.py: one local, and one for the keys of each other rank, skipped when empty;
+parts are merged by their log-sum-exp in float32 (Liu et al., Ring Attention, 2023). The ring sends keys and
+values on first, then computes the step; its backward pass sends (k, v) around again, (dk, dv) of other ranks
+after them and home. With all-gather every rank's keys and values are there from the start. Backward calls
+take the output and the log-sum-exp over all ranks' keys.
 
-Legend: N queries and keys of a rank, H query heads, K key/value heads, D query/key dim, V value dim, C context
-ranks.
+Legend: N queries and keys of a rank, H query heads, K key/value heads, D query/key dim, V value dim, C
+context ranks.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
 """Blockwise attention in which every query sees one contiguous interval of the keys: the back-end "xla".
 
-That one form covers packed causal attention, bidirectional attention inside a document, and what a rank sees of
-another rank's keys (packing/segments.py derives the intervals). Memory is linear in the number of tokens, forward
-and backward; blocks outside every interval are never touched. Right everywhere: it is what others are measured
-against.
+That one form covers packed causal attention, bidirectional attention inside a document, and what a rank sees
+of another rank's keys (packing/segments.py derives the intervals). Memory is linear in the number of tokens,
+forward and backward; blocks outside every interval are never touched. Right everywhere: it is what others are
+measured against.
 
 Legend: N queries, S keys, H query heads, K key/value heads, G = H / K, D query/key dim, V value dim,
 Q query block, B key block.

@@ -1,16 +1,16 @@
-"""What an attention back-end is: two calls, each forward and backward, that ring, all-gather and one device use.
+"""What an attention back-end is: two calls, forward and backward, for the ring, all-gather and one device.
 
 A call is about one packed buffer of queries and one of keys, inside the manual shard_map, and is one of two:
 
     local     causal attention of the buffer to itself, inside each document: query i sees [lo_i, i]
-    remote    a run of queries sees a run of another rank's keys, all of it: one dense rectangle a row under the
-              whole-buffer layout, one a document under the per-document layout (packing/segments.py)
+    remote    a run of queries sees a run of another rank's keys, all of it: one dense rectangle a row under
+              the whole-buffer layout, one a document under the per-document one (packing/segments.py)
 
 Both are KeyIntervals with `causal` on or off. The parts of a softmax that several calls give are merged by
 their log-sum-exp, and the backward pass of each part takes the output and the log-sum-exp of the whole.
 
-The encoder's bidirectional attention (query heads of d + D dims against value heads of d, in float32 more often
-than not) and decoding's (one query a document) are no such calls: they are always blockwise.
+The encoder's bidirectional attention (query heads of d + D dims against value heads of d, in float32 more
+often than not) and decoding's (one query a document) are no such calls: they are always blockwise.
 
 Legend: N queries, S keys, H query heads, K key/value heads, D query/key dim, V value dim.
 """
@@ -22,7 +22,6 @@ from typing import NamedTuple
 import jax
 from jax import Array
 
-from jaxthd.config import Config
 from jaxthd.ops.attention.machine import Machine
 from jaxthd.packing.segments import KeyIntervals, Segments
 
@@ -48,12 +47,10 @@ class Call(NamedTuple):
 
 def calls(segments: Segments) -> list[Call]:
     """The local call, then one for the keys of each other context rank, as Segments.remote has them."""
-    most = segments.documents
-    most = None if most is None else most * segments.rows
-    return [
-        Call(intervals, number == 0, segments.block, most)
-        for number, intervals in enumerate((segments.local, *segments.remote))
-    ]
+    documents = None if segments.documents is None else segments.rows * segments.documents
+    rectangles = segments.rows if segments.in_order is None else documents
+    remote = (Call(x, False, segments.block, documents and rectangles) for x in segments.remote)
+    return [Call(segments.local, True, segments.block, documents), *remote]
 
 
 @dataclass(frozen=True)
@@ -65,12 +62,6 @@ class Problem:
     kv_heads: int
     head_dim: int
 
-    @classmethod
-    def of(cls, config: Config) -> "Problem":
-        """Of the decoder's attention on each tensor rank."""
-        llm, tensor = config.model.llm, config.mesh.tensor
-        return cls(config.model.dtype, llm.q_heads // tensor, max(1, llm.kv_heads // tensor), llm.head_dim)
-
     def __str__(self) -> str:
         heads = f"{self.q_heads} query and {self.kv_heads} key/value heads"
         return f"{self.dtype}, {heads} of dim {self.head_dim}"
@@ -78,12 +69,12 @@ class Problem:
 
 Forward = Callable[[Array, Array, Array, Call, float], tuple[Array, Array]]
 """(q [N, H, D], k [S, K, D], v [S, K, V], call, scale) -> (output [N, H, V], log-sum-exp of the scaled scores
-[N, H]), both in promote(float32, q's dtype). Query head h uses key/value head h // (H / K). A query that sees no
-key gives 0 and -inf."""
+[N, H]), both in promote(float32, q's dtype). Query head h uses key/value head h // (H / K). A query that sees
+no key gives 0 and -inf."""
 Backward = Callable[[Array, Array, Array, Array, Array, Array, Call, float], tuple[Array, Array, Array]]
-"""(q, k, v, output, log-sum-exp, gradient of the output, call, scale) -> gradients of q, k, v over this call's
-keys, in promote(float32, q's dtype); 0 where nothing is seen, or nothing sees. Output and log-sum-exp are those
-over all keys that a query sees, other calls' too: then the gradients of all calls add up."""
+"""(q, k, v, output, log-sum-exp, gradient of the output, call, scale) -> gradients of q, k, v over this
+call's keys, in promote(float32, q's dtype); 0 where nothing is seen, or nothing sees. Output and log-sum-exp
+are those over all keys that a query sees, other calls' too: then the gradients of all calls add up."""
 
 
 class Backend(NamedTuple):

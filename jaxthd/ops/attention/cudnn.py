@@ -1,9 +1,9 @@
 """The back-end "cudnn": jax's own call of cuDNN's packed attention. Not yet run on a GPU.
 
-jax.nn.dot_product_attention does not hand out packed offsets, so this uses jax._src.cudnn, which is private: its
-signatures are compared with those known before it is used. It keeps the log-sum-exp as [M, H, N], row m holding
-piece m's queries from 0 on, so one more array of M * H * N floats exists than with other back-ends; the backward
-rule takes it and the output among its residuals, so those over all ranks' keys can be given.
+jax.nn.dot_product_attention does not hand out packed offsets, so this uses jax._src.cudnn, which is private:
+its signatures are compared with those known before it is used. It keeps the log-sum-exp as [M, H, N], row m
+holding piece m's queries from 0 on, so one more array of M * H * N floats exists than with other back-ends;
+the backward rule takes it and the output among its residuals, so those over all ranks' keys can be given.
 
 Legend: N queries, S keys, H query heads, M pieces.
 """

@@ -16,8 +16,8 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 class Machine:
     """platform: jax's name of the back-end, "cpu", "gpu", ... kind: of the first device, its name.
 
-    compute_capability: of an NVIDIA GPU, such as "9.0". The rest are versions, None where there is none; cudnn
-    as cuDNN counts, 91002 for 9.10.2.
+    compute_capability: of an NVIDIA GPU, such as "9.0". The rest are versions, None where there is none;
+    cudnn as cuDNN counts, 91002 for 9.10.2.
     """
 
     platform: str

@@ -1,7 +1,7 @@
 """A call as fused kernels want it: pieces, each a run of queries that sees a run of keys.
 
-Local: a piece is a document, causal. Remote: a piece is a rectangle. Their number is fixed; those that are not
-used have length 0, and none has queries without keys, for which kernels have returned NaN.
+Local: a piece is a document, causal. Remote: a piece is a rectangle. Their number is fixed; those that are
+not used have length 0, and none has queries without keys, for which kernels have returned NaN.
 
 Legend: N queries, S keys, H query heads, K key/value heads, M pieces.
 """
@@ -89,8 +89,6 @@ def unfit_for_fused(problem: Problem, platform: str) -> str | None:
         return f"it computes in bfloat16 or float16, and model.dtype is {problem.dtype}"
     if problem.head_dim % 8 or problem.head_dim > 256:
         return f"it takes heads of a multiple of 8 up to 256 dims, and they have {problem.head_dim}"
-    if problem.q_heads % problem.kv_heads:
-        return f"its {problem.q_heads} query heads do not divide over {problem.kv_heads} key/value heads"
     return None
 
 

@@ -1,9 +1,10 @@
-"""The back-end "te": Transformer Engine's fused attention for JAX, by its low-level calls. Not yet run on a GPU.
+"""The back-end "te": Transformer Engine's fused attention for JAX, by its low-level calls. Not yet run on a
+GPU.
 
 Its packed format (THD) takes lengths and offsets of the pieces, with one buffer at a time (with more, wrong
 results: marin-community/marin #5749). Inside the manual shard_map it computes the rank's own share; of its
-context parallelism nothing is asked. The log-sum-exp is float32 [1, N, H, 1] from cuDNN 9.6 on; the backward call
-takes it and the output as arguments, so those over all ranks' keys can be given.
+context parallelism nothing is asked. The log-sum-exp is float32 [1, N, H, 1] from cuDNN 9.6 on; the backward
+call takes it and the output as arguments, so those over all ranks' keys can be given.
 """
 
 from typing import Any
