@@ -21,6 +21,7 @@ from jaxthd.data.features import mel_filterbank
 from jaxthd.data.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
 from jaxthd.kernels import attention_problem
+from jaxthd.ops.attention import te
 from jaxthd.ops.attention.pieces import unfit_for_fused
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.experts import expert_cut
@@ -93,9 +94,7 @@ class BadKernel(NamedTuple):
     fault: str
 
 
-KNOWN_BAD_KERNELS = (
-    BadKernel("te", "12.0", "gradients of packed attention were measured 8 to 960 times off in every layer"),
-)
+KNOWN_BAD_KERNELS = tuple(BadKernel("te", capability, fault) for capability, fault in te.BAD.items())
 """An error on that architecture, a warning on a GPU whose architecture is unknown."""
 
 _MINIMUM: dict[str, float] = {

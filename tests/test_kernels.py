@@ -35,9 +35,7 @@ def test_what_is_not_admitted_is_an_error_with_the_numbers(lines: list[str], tmp
     with pytest.raises(UserError) as caught:
         with_admitted(asking(attention_backend="te"), lines.append, tmp_path)
     message = str(caught.value)
-    assert (
-        'model.attention_backend is "te", but it is off from the blockwise one, by output 0.0e+00' in message
-    )
+    assert 'model.attention_backend is "te", but it is off from the blockwise one, by output' in message
     assert "dk 7.0e+00" in message
     assert "expected a back-end that computes attention right here: set model.attention_backend to" in message
     assert "or model.attention_unverified to use it all the same" in message

@@ -21,7 +21,7 @@ from jaxthd.packing.segments import Segments, make_segments
 from tests.helpers import row_arrays
 from tests.ops import fake_kernels
 
-H100 = Machine("gpu", "NVIDIA H100", 1, "9.0", "0.11.1", "0.11.1", "3.12.0", 12090, 91400, "570.1", "2.18.0")
+H100 = Machine("gpu", "NVIDIA H100", 1, "9.0", "0.11.1", "0.11.1", "3.12.0", 12090, 91600, "570.1", "2.18.0")
 BF16 = Problem("bfloat16", 32, 8, 128)
 
 
@@ -175,9 +175,14 @@ def test_no_block_is_executed_that_could_be_skipped(context: int, monkeypatch: p
             {"transformer_engine": "2.17.1"},
             "needs transformer-engine 2.18 or later, and this is 2.17.1",
         ),
-        ("te", {"compute_capability": "12.0"}, "its packed gradients are wrong on compute capability 12.0"),
-        ("te", {"cudnn": 90500}, "it needs cuDNN 9.6.0 or later but 9.10.0 and 9.10.1, and this is 9.5.0"),
-        ("cudnn", {"cudnn": 91001}, "and this is 9.10.1"),
+        (
+            "te",
+            {"compute_capability": "12.0"},
+            "960 times off in every layer on compute capability 12.0",
+        ),
+        ("te", {"cudnn": 90500}, "it needs cuDNN 9.6.0 or later, and this is 9.5.0"),
+        ("cudnn", {"cudnn": 91001}, "it cannot use cuDNN 9.10.1: Transformer Engine leaves out"),
+        ("cudnn", {"cudnn": 91402}, "it cannot use cuDNN 9.14.2: 9.13 and 9.14 read beyond"),
         ("cudnn", {"cudnn": None}, "cuDNN is missing"),
         ("cudnn", {"compute_capability": "8.9"}, "needs compute capability 9.0 (Hopper) or later"),
         ("cudnn", {"jax": "0.11.0"}, "grouped-query attention is wrong in it before jax 0.11.1"),
@@ -199,6 +204,17 @@ def test_what_a_back_end_cannot_compute_is_said():
     alike = replace(BF16, kv_heads=32)
     assert BACKENDS["cudnn"].unfit(alike, replace(H100, jax="0.10.2")) is None
     assert BACKENDS.keys() == VERIFIED.keys()
+
+
+def test_more_documents_than_places_give_nan_and_not_something_else(monkeypatch: pytest.MonkeyPatch):
+    fake_kernels.install(monkeypatch)
+    ids, positions = row_arrays([9, 1, 20], 32)
+    intervals = make_segments(jnp.asarray(ids)[None], jnp.asarray(positions)[None], block=16, axis=None).local
+    x = jnp.ones((32, 2, 8))
+    for name in ("te", "cudnn"):
+        enough, too_few = (BACKENDS[name].forward(x, x, x, Call(intervals, True, 16, n), 1.0) for n in (3, 2))
+        assert np.isfinite(enough[0]).all()
+        assert np.isnan(too_few[0]).all()
 
 
 def test_changed_private_functions_of_jax_are_noticed(monkeypatch: pytest.MonkeyPatch):

@@ -19,6 +19,7 @@ from jaxthd.ops.attention.contract import Backend, Call, Problem
 from jaxthd.ops.attention.machine import Machine, numbers
 from jaxthd.ops.attention.pieces import (
     Pieces,
+    all_seen,
     find_pieces,
     keep,
     lengths_and_offsets,
@@ -119,7 +120,7 @@ def _forward(q: Array, k: Array, v: Array, call: Call, scale: float) -> tuple[Ar
         mask_type=_mask(call),
         return_residual=True,
     )
-    return keep(where, out[0]), keep(where, from_pieces(lse_MHN, pieces), -jnp.inf)
+    return all_seen(keep(where, out[0]), call), keep(where, from_pieces(lse_MHN, pieces), -jnp.inf)
 
 
 def _backward(

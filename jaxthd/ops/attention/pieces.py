@@ -18,8 +18,11 @@ from jaxthd.packing.segments import KeyIntervals
 
 CUDNN_LEAST = 90600
 """Packed grouped-query attention, and a log-sum-exp without padding."""
-CUDNN_BAD = (91000, 91001)
-"""Transformer Engine leaves these out."""
+CUDNN_BAD = (
+    (91000, 91002, "Transformer Engine leaves out 9.10.0 and 9.10.1"),
+    (91300, 91500, "9.13 and 9.14 read beyond their memory in CUDA graphs (NVIDIA/TransformerEngine #2344)"),
+)
+"""(the first such version, the first that is not, what is wrong)."""
 
 
 class Pieces(NamedTuple):
@@ -36,18 +39,29 @@ class Pieces(NamedTuple):
 
 
 def find_pieces(intervals: KeyIntervals, most: int) -> Pieces:
-    """Runs of queries whose intervals begin with the same key. There must be `most` at most: the loader sees
-    to that (data.max_documents).
-    """
+    """Runs of queries whose intervals begin with the same key, the first `most` of them."""
     n, (lo_N, hi_N) = len(intervals.lo), (intervals.lo, intervals.hi)
-    # What sees nothing has the interval [0, 0).
-    begin_N = jnp.where(hi_N > lo_N, lo_N, -1)
-    change_N = jnp.pad(begin_N[1:] != begin_N[:-1], (1, 1), constant_values=True)
-    (q_start_M,) = jnp.nonzero(change_N[:-1] & (begin_N >= 0), size=most, fill_value=n)
-    (last_M,) = jnp.nonzero(change_N[1:] & (begin_N >= 0), size=most, fill_value=n)
+    first_N, last_N = _ends(intervals)
+    (q_start_M,) = jnp.nonzero(first_N, size=most, fill_value=n)
+    (last_M,) = jnp.nonzero(last_N, size=most, fill_value=n)
     used_M, last_M, first_M = q_start_M < n, jnp.minimum(last_M, n - 1), jnp.minimum(q_start_M, n - 1)
     found = q_start_M, last_M + 1 - first_M, lo_N[first_M], hi_N[last_M] - lo_N[first_M]
     return Pieces(*(jnp.where(used_M, x, 0).astype(jnp.int32) for x in found))
+
+
+def _ends(intervals: KeyIntervals) -> tuple[Array, Array]:
+    """Queries that are the first, and those that are the last of a piece."""
+    # What sees nothing has the interval [0, 0).
+    begin_N = jnp.where(intervals.hi > intervals.lo, intervals.lo, -1)
+    change_N = jnp.pad(begin_N[1:] != begin_N[:-1], (1, 1), constant_values=True)
+    return change_N[:-1] & (begin_N >= 0), change_N[1:] & (begin_N >= 0)
+
+
+def all_seen(out: Array, call: Call) -> Array:
+    """The output; NaN if there are more pieces than places, which packing sees to (data.max_documents)."""
+    assert call.documents is not None
+    first_N, _ = _ends(call.intervals)
+    return jnp.where(first_N.sum() > call.documents, jnp.nan, out)
 
 
 def lengths_and_offsets(pieces: Pieces) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
@@ -96,7 +110,8 @@ def unfit_cudnn(machine: Machine) -> str | None:
     """Versions of cuDNN whose packed attention is missing or wrong."""
     if machine.cudnn is None:
         return "cuDNN is missing; pip install 'jax[cuda12]'"
-    if machine.cudnn < CUDNN_LEAST or machine.cudnn in CUDNN_BAD:
-        wanted = f"{cudnn_text(CUDNN_LEAST)} or later but {' and '.join(map(cudnn_text, CUDNN_BAD))}"
-        return f"it needs cuDNN {wanted}, and this is {cudnn_text(machine.cudnn)}"
-    return None
+    here = cudnn_text(machine.cudnn)
+    if machine.cudnn < CUDNN_LEAST:
+        return f"it needs cuDNN {cudnn_text(CUDNN_LEAST)} or later, and this is {here}"
+    faults = (fault for first, end, fault in CUDNN_BAD if first <= machine.cudnn < end)
+    return next((f"it cannot use cuDNN {here}: {fault}" for fault in faults), None)
