@@ -159,8 +159,29 @@ def _jax_backward(
     return *backward(q, k, v, out, lse, grad_output[0], allowed, scale), *[None] * 7
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both libraries' functions are replaced by these."""
+def _newer_jax_backward(
+    scale: float,
+    seed: int,
+    dropout_rate: float,
+    variadic_args: Any,
+    mask_type: Any,
+    layout: int,
+    sliding_window_length: Any,
+    score_mod: Any,
+    cudnn_version: int,
+    return_residual: bool,
+    res: Any,
+    grad_output: Any,
+) -> Any:
+    assert score_mod is None
+    assert res[10] == ()
+    settings = scale, seed, dropout_rate, variadic_args, mask_type, layout, sliding_window_length
+    older = (*res[:10], *res[11:])
+    return *_jax_backward(*settings, cudnn_version, return_residual, older, grad_output), None
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *, newer_jax: bool = False) -> None:
+    """Both libraries' functions are replaced by these; newer_jax: with the arguments of jax 0.12."""
     package, attention, extensions = (
         ModuleType(f"transformer_engine.jax{x}") for x in ("", ".attention", ".cpp_extensions.attention")
     )
@@ -171,7 +192,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (ModuleType("transformer_engine"), package, attention, extensions):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(sys.modules, "transformer_engine.jax.cpp_extensions", ModuleType("cpp_extensions"))
-    module = fused_attention_stablehlo
+    module, backward_rule = fused_attention_stablehlo, _newer_jax_backward if newer_jax else _jax_backward
     monkeypatch.setattr(module, "dot_product_attention", _jax_forward)
-    monkeypatch.setattr(module, "_dot_product_attention_bwd_rule", _jax_backward)
+    monkeypatch.setattr(module, "_dot_product_attention_bwd_rule", backward_rule)
     monkeypatch.setattr(module, "check_cudnn_version", lambda: 91400)

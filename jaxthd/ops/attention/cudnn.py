@@ -32,20 +32,10 @@ from jaxthd.ops.attention.pieces import (
 GROUPED_LEAST = (0, 11, 1)
 """Before it, keys' offsets were counted in query heads (jax-ml/jax #39521)."""
 _FORWARD = ("q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "scale", "mask_type", "return_residual")
-_BACKWARD = (
-    "scale",
-    "seed",
-    "dropout_rate",
-    "variadic_args",
-    "mask_type",
-    "layout",
-    "sliding_window_length",
-    "is_training",
-    "return_residual",
-    "res",
-    "grad_output",
-)
-"""Of the backward rule, all in this order; is_training is what the forward rule calls cudnn_version."""
+_SETTINGS = ["scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length"]
+_OLDER = (*_SETTINGS, "is_training", "return_residual", "res", "grad_output")
+_NEWER = (*_SETTINGS, "score_mod", "cudnn_version", "return_residual", "res", "grad_output")
+"""All arguments of the backward rule, in jax 0.10.2 (is_training being cuDNN's version) and in 0.12.0."""
 
 
 def _unfit(problem: Problem, machine: Machine) -> str | None:
@@ -65,12 +55,12 @@ def changed() -> str | None:
         from jax._src.cudnn import fused_attention_stablehlo as module
 
         forward = inspect.signature(module.dot_product_attention).parameters
-        backward = inspect.signature(module._dot_product_attention_bwd_rule).parameters
+        backward = tuple(inspect.signature(module._dot_product_attention_bwd_rule).parameters)
         masks = module.MaskType.PADDING, module.MaskType.PADDING_CAUSAL, module.AttentionLayout.BTNH
     except (ImportError, AttributeError) as error:
         return f"jax's private cuDNN functions have changed ({error})"
     missing = [name for name in _FORWARD if name not in forward]
-    if missing or tuple(backward) != _BACKWARD or None in masks:
+    if missing or backward not in (_OLDER, _NEWER) or None in masks:
         return f"jax's private cuDNN functions have changed (arguments {', '.join(missing or backward)})"
     return None
 
@@ -130,7 +120,9 @@ def _backward(
 
     pieces, where = _pieces(call), seeing(call)
     lengths, offsets = lengths_and_offsets(pieces)
+    rule: Any = module._dot_product_attention_bwd_rule
     none = jnp.zeros(0, q.dtype)
+    takes_score_mod = tuple(inspect.signature(rule).parameters) == _NEWER
     residuals = (
         *(x[None] for x in (q, k, v)),
         none,  # bias
@@ -138,17 +130,19 @@ def _backward(
         *offsets,
         none,  # page tables
         none,
+        *[()] * takes_score_mod,  # its arguments
         to_pieces(keep(where, lse), pieces),
         out.astype(q.dtype)[None],
     )
-    dq, dk, dv, *_ = module._dot_product_attention_bwd_rule(
+    dq, dk, dv, *_ = rule(
         scale,
         42,  # the seed and rate of a dropout that there is not
         0.0,
         (False, False),  # no bias, no gradient of one
         _mask(call),
         module.AttentionLayout.BTNH.value,
-        None,
+        None,  # no window
+        *[None] * takes_score_mod,
         module.check_cudnn_version(),
         False,
         residuals,
