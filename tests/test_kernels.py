@@ -1,17 +1,22 @@
 """What a run uses: the back-end that was asked for and is admitted, or an error, or the next one."""
 
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
+from jaxthd.cli import ready
 from jaxthd.config import Config, MeshConfig
 from jaxthd.errors import UserError
 from jaxthd.kernels import attention_problem, with_admitted
 from jaxthd.ops.attention import blockwise
 from jaxthd.ops.attention.backends import BACKENDS
 from jaxthd.ops.attention.contract import Backend
+from jaxthd.ops.ring import packed_attention
+from jaxthd.packing.segments import make_segments
 
 XLA = blockwise.BACKEND
 
@@ -68,6 +73,24 @@ def test_auto_takes_the_next_one_and_says_why(lines: list[str], tmp_path: Path):
 def test_the_blockwise_one_is_not_measured(lines: list[str], tmp_path: Path):
     assert with_admitted(Config(), lines.append, tmp_path) == Config()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_command_settles_it_before_it_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("jaxthd.cli.simulate_devices", lambda devices: False)
+    nobody = Namespace(coordinator=None, processes=None, process=None)
+    with ready(asking(attention_backend="auto"), nobody) as config:
+        assert config == Config()
+    assert "attention: xla; not te: it runs on NVIDIA GPUs" in capsys.readouterr().err
+
+
+def test_what_is_not_settled_is_not_guessed():
+    x = jnp.zeros((8, 2, 4))
+    ids = jnp.ones((1, 8), jnp.int32)
+    segments = make_segments(ids, ids, block=8, axis=None)
+    with pytest.raises(ValueError, match="expected one of te, cudnn, xla"):
+        packed_attention(x, x, x, segments, scale=1.0, exchange="ring", backend="auto")
 
 
 def test_the_problem_is_that_of_a_tensor_rank():

@@ -43,8 +43,13 @@ def packed_attention(
     """Causal attention inside each document, wherever on the context axis its tokens lie; q's dtype.
 
     exchange: "ring" or "all_gather"; the same result, up to rounding. backend: of BACKENDS.
-    Padding gives 0 and receives no gradient.
+    Padding gives 0 and receives no gradient. Raises ValueError for another back-end.
     """
+    if backend not in BACKENDS:
+        raise ValueError(
+            f'attention back-end "{backend}"; expected one of {", ".join(BACKENDS)} '
+            "(jaxthd.kernels.with_admitted settles which auto is)"
+        )
     if exchange == "ring" or segments.context == 1:
         return _ring_attention(q_NHD, k_NKD, v_NKV, segments, scale, backend)
     k_CNKD, v_CNKV = (jax.lax.all_gather(x, segments.axis) for x in (k_NKD, v_NKV))
