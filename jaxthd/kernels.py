@@ -32,14 +32,15 @@ def with_admitted(config: Config, say: Callable[[str], None], folder: Path | Non
         return config
     problem, machine = attention_problem(config), Machine.of_this()
     if asked == "auto":
-        refused = []
-        for name, backend in BACKENDS.items():
-            refusal = _refusal(admit(backend, problem, machine, folder))
+        refused, chosen = [], "xla"
+        for name in (name for name in BACKENDS if name != "xla"):
+            refusal = _refusal(admit(BACKENDS[name], problem, machine, folder))
             if refusal is None:
+                chosen = name
                 break
             refused.append(f"not {name}: {refusal}")
-        say(f"attention: {'; '.join([name, *refused])}")
-        return using(config, name)
+        say(f"attention: {'; '.join([chosen, *refused])}")
+        return using(config, chosen)
     verdict = admit(BACKENDS[asked], problem, machine, folder)
     refusal = _refusal(verdict)
     if refusal is None:

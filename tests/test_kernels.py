@@ -70,6 +70,14 @@ def test_auto_takes_the_next_one_and_says_why(lines: list[str], tmp_path: Path):
     assert "; not cudnn: it runs on NVIDIA GPUs" in line
 
 
+def test_auto_takes_the_first_that_is_admitted(lines: list[str], tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(BACKENDS, "cudnn", XLA._replace(name="cudnn"))
+    config = asking(attention_backend="auto")
+    assert with_admitted(config, lines.append, tmp_path).model.attention_backend == "cudnn"
+    (line,) = lines
+    assert line.startswith("attention: cudnn; not te: it is off from the blockwise one")
+
+
 def test_the_blockwise_one_is_not_measured(lines: list[str], tmp_path: Path):
     assert with_admitted(Config(), lines.append, tmp_path) == Config()
     assert not list(tmp_path.iterdir())

@@ -1,5 +1,4 @@
-"""Admission by measurement: a kernel is used only where it was compared with the blockwise one, on this
-device.
+"""Admission by measurement: a kernel is used only after a comparison with the blockwise one on this device.
 
 Published kernels have been silently wrong: gradients 8 to 960 times too large on one architecture, NaN on
 zero lengths, wrong results for batches of more than one. So before a run each process puts a small ragged

@@ -35,7 +35,7 @@ _FORWARD = ("q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "scale", "mask_t
 _SETTINGS = ["scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length"]
 _OLDER = (*_SETTINGS, "is_training", "return_residual", "res", "grad_output")
 _NEWER = (*_SETTINGS, "score_mod", "cudnn_version", "return_residual", "res", "grad_output")
-"""All arguments of the backward rule, in jax 0.10.2 (is_training being cuDNN's version) and in 0.12.0."""
+"""All arguments of the backward rule, in jax 0.10.2 (is_training being cuDNN's version) and in 0.12.0.1."""
 
 
 def _unfit(problem: Problem, machine: Machine) -> str | None:
