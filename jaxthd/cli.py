@@ -15,6 +15,7 @@ from jaxthd.compiler import prepare_compiler
 from jaxthd.config import Config, load_config
 from jaxthd.data.tokenizer import load_tokenizer
 from jaxthd.distributed import is_first, started
+from jaxthd.kernels import with_admitted
 from jaxthd.validate import DeviceFacts, validate
 
 PROCESS_OPTIONS: dict[str, dict[str, Any]] = {
@@ -76,10 +77,11 @@ def simulate_devices(devices: int) -> bool:
 
 
 @contextmanager
-def ready(config: Config, options: argparse.Namespace) -> Iterator[None]:
+def ready(config: Config, options: argparse.Namespace) -> Iterator[Config]:
     """The devices of config.mesh, joined with the other processes' if there are any; the config is validated.
 
-    options: parsed with PROCESS_OPTIONS. Raises UserError as validate and jaxthd.distributed.started.
+    Yields it with the kernels that are admitted (jaxthd.kernels). options: parsed with PROCESS_OPTIONS.
+    Raises UserError as validate, with_admitted and jaxthd.distributed.started.
     """
     with started(options.coordinator, options.processes, options.process) as processes:
         devices = config.mesh.devices
@@ -92,4 +94,4 @@ def ready(config: Config, options: argparse.Namespace) -> Iterator[None]:
         for warning in validate(config, DeviceFacts.of_this_machine(vocabulary)) if is_first() else ():
             print(f"warning: {warning}", file=sys.stderr)
         prepare_compiler(config)
-        yield
+        yield with_admitted(config, lambda line: print(line, file=sys.stderr) if is_first() else None)

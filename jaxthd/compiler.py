@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jaxthd.cache import cache_folder
+from jaxthd.cache import user_cache
 from jaxthd.config import Config
 from jaxthd.errors import UserError
 
@@ -132,7 +132,7 @@ def prepare_compiler(config: Config) -> None:
     """
     check_options(given_options(config))
     if jax.default_backend() == "gpu" and not jax.config.read("jax_compilation_cache_dir"):
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+        jax.config.update("jax_compilation_cache_dir", str(user_cache() / "compiled"))
 
 
 def jit_for(config: Config, mesh: Mesh, function: Any, **options: Any) -> Any:

@@ -267,8 +267,12 @@ class ModelConfig:
     """Experts cut over data and context ranks, tokens sent to them; else experts' weights are gathered."""
     expert_capacity: float = 1.5
     """Places for tokens in a send to another rank, over the mean number; the rest goes with the next send."""
-    attention_backend: Literal["xla", "te"] = "xla"
-    """"xla": blockwise, everywhere; "te": Transformer Engine's fused kernels, not built yet."""
+    attention_backend: Literal["xla", "te", "cudnn", "auto"] = "xla"
+    """What computes the decoder's attention. "xla": blockwise, everywhere; on NVIDIA GPUs in bfloat16, if a
+    measurement as the run starts admits it, "te": Transformer Engine's fused kernels, or "cudnn": jax's own;
+    "auto": the first of te, cudnn, xla that is admitted. See python -m jaxthd.doctor."""
+    attention_unverified: bool = False
+    """Use the back-end although the measurement refuses it."""
     attention_block: int = 128
     """Tokens of an attention block: speed only."""
     loss_block: int = 256

@@ -23,6 +23,7 @@ from jaxthd.config import Config
 from jaxthd.costs import Costs, Number, Traffic, stage_runs
 from jaxthd.describe import state_bytes
 from jaxthd.errors import readable_errors
+from jaxthd.kernels import using
 from jaxthd.mesh import batch_specs, bytes_of, make_mesh, on_device
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING
@@ -47,7 +48,11 @@ class Measured(NamedTuple):
 
 
 def lowered_step(config: Config) -> Any:
-    """The training step for the shapes of config, on the mesh's devices: nothing is allocated."""
+    """The training step for the shapes of config, on the mesh's devices: nothing is allocated.
+
+    Attention is the blockwise one, which compiles anywhere.
+    """
+    config = using(config, "xla")
     mesh = make_mesh(config.mesh)
 
     def on_mesh(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

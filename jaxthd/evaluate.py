@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--weights is missing; expected the workdir of a run, or checkpoints: name them")
     if not config.data.validation_sets:
         raise UserError("data.validation_manifest is empty; expected one set or more: name them")
-    with ready(config, options):
+    with ready(config, options) as config:
         evaluate(
             config, options.weights, options.out or Path("runs") / path.stem / "evaluation", options.worst
         )

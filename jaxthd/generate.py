@@ -26,6 +26,7 @@ from jaxthd.data.tokenizer import load_tokenizer
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.generation import Answer, Generator, Piece, check_sampling, for_generation, joined
 from jaxthd.jsonl import append_line
+from jaxthd.kernels import with_admitted
 from jaxthd.mesh import make_mesh
 from jaxthd.validate import DeviceFacts, validate
 from jaxthd.weights import load_model
@@ -92,6 +93,7 @@ def load(
     for warning in validate(adapted, DeviceFacts.of_this_machine(vocabulary)):
         _say(f"warning: {warning}")
     prepare_compiler(config)
+    config = with_admitted(config, _say)
     mesh = make_mesh(config.mesh)
     params, buffers = load_model(weights, config, mesh)
     return Generator(config, mesh, params, buffers, batch=batch, max_new_tokens=max_new_tokens)

@@ -223,7 +223,7 @@ def main(argv: list[str] | None = None) -> None:
     if not 0 <= options.top_k <= entries:
         raise UserError(f"--top-k is {options.top_k}; expected 0 to {entries} ({vocabulary}): correct it")
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    with ready(config, options):
+    with ready(config, options) as config:
         found = score_manifest(
             config,
             options.weights,

@@ -68,7 +68,8 @@ def _make_model(
     config: Config, key: Array, mesh: MeshConfig, stages: Stages | None = None, **options: Any
 ) -> SpeechLM:
     dtype = jnp.float64 if config.model.dtype == "float64" else jnp.float32
-    model = SpeechLM(config.model, Init(key, dtype, mesh), stages, **options)
+    init, most = Init(key, dtype, mesh), config.data.max_documents
+    model = SpeechLM(config.model, init, stages, max_documents=most, **options)
     add_lora(model, config.adapt, key)
     use_fp8(model, config.model.fp8)
     return model

@@ -54,7 +54,7 @@ from jaxthd.workdir import opened
 def main(argv: list[str] | None = None) -> None:
     config, config_path, options = parse_command_line("train", argv, PROCESS_OPTIONS)
     workdir = options.workdir or Path("runs") / config_path.stem
-    with ready(config, options):
+    with ready(config, options) as config:
         train(config, workdir)
 
 

@@ -28,6 +28,9 @@ from jaxthd.config import Config, MeshConfig
 from jaxthd.data.features import mel_filterbank
 from jaxthd.data.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
+from jaxthd.kernels import attention_problem
+from jaxthd.ops.attention import te
+from jaxthd.ops.attention.pieces import unfit_for_fused
 from jaxthd.ops.fp8 import is_installed
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.experts import expert_cut
@@ -100,9 +103,7 @@ class BadKernel(NamedTuple):
     fault: str
 
 
-KNOWN_BAD_KERNELS = (
-    BadKernel("te", "12.0", "gradients of packed attention were measured 8 to 960 times off in every layer"),
-)
+KNOWN_BAD_KERNELS = tuple(BadKernel("te", capability, fault) for capability, fault in te.BAD.items())
 """An error on that architecture, a warning on a GPU whose architecture is unknown."""
 
 _MINIMUM: dict[str, float] = {
@@ -703,15 +704,16 @@ def _dtype(config: Config, device: DeviceFacts) -> Iterator[Problem]:
         )
 
 
-@_rule("model.attention_backend")
-def _te_works(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    if config.model.attention_backend != "te":
-        return
-    change = "set model.attention_backend to xla"
-    yield Problem('model.attention_backend is "te"', '"xla": Transformer Engine is not built in yet', change)
-    if device.platform not in ("gpu", "cuda"):
-        expected = "an NVIDIA GPU, the only device its packed attention runs on"
-        yield Problem(f'model.attention_backend is "te" on {device.platform}', expected, change)
+@_rule("model.attention_backend", "model.dtype", "model.llm.head_dim", "mesh.tensor")
+def _fused_attention(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    """What of it depends on versions is asked when it is admitted (jaxthd.kernels)."""
+    backend = config.model.attention_backend
+    reason = unfit_for_fused(attention_problem(config), device.platform)
+    if backend in ("te", "cudnn") and reason:
+        change = "set model.attention_backend to auto or xla"
+        yield Problem(
+            f'model.attention_backend is "{backend}", but {reason}', "one that can run here", change
+        )
 
 
 @_rule("model.attention_backend")
@@ -728,7 +730,7 @@ def _known_bad_kernels(config: Config, device: DeviceFacts) -> Iterator[Problem]
             yield Problem(
                 f'model.attention_backend is "{backend}" on {where}',
                 f"any but {bad.compute_capability}, where {bad.fault}",
-                "set model.attention_backend to xla",
+                "set model.attention_backend to auto or xla",
                 is_warning=capability is None,
             )
 

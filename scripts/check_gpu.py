@@ -417,9 +417,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument(
-        "--minutes", type=float, default=9.5, help="for all of it; 10 is a lent machine's limit"
-    )
+    parser.add_argument("--minutes", type=float, default=9.5, help="for all of it")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--check", action="store_true")

@@ -59,17 +59,20 @@ def on_context(
     block: int,
     layout: Literal["buffer", "document"] = "buffer",
     round_to: int = 1,
+    documents: int | None = None,
 ) -> Callable[[Any, Any, np.ndarray, np.ndarray, Any], tuple[Any, Any, Any]]:
     """A jitted (params, x [T, ...], ids [T], positions [T], cotangent) -> (y, dparams, dx) in document order.
 
     mixer: (params, x_N.., segments) -> y_N... The row is laid out over `context` simulated devices. x, y and
     the cotangent may be trees of such arrays; all may have a leading dim of rows, as ids [R, T] then has,
-    whose rows then have documents of the same lengths where the layout is "document".
+    whose rows then have documents of the same lengths where the layout is "document". documents: as Segments.
     """
     spec = PartitionSpec(None, "context")
 
     def rank(params: Any, x: Any, ids: Any, positions: Any, cotangent: Any) -> tuple[Any, Any, Any]:
-        segments: Segments = make_segments(ids, positions, block=block, axis="context", layout=layout)
+        segments: Segments = make_segments(
+            ids, positions, block=block, axis="context", layout=layout, documents=documents
+        )
         flat_x, flat_cotangent = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), (x, cotangent))
         y, pull = jax.vjp(lambda params, x: mixer(params, x, segments), params, flat_x)
         dparams, dx = pull(flat_cotangent)

@@ -220,7 +220,8 @@ CASES = [
     ),
     Case({"model.dtype": "float64"}, "unless this is a test", DeviceFacts("cpu", 1, "cpu", x64=True), True),
     Case({"model.dtype": "bfloat16"}, "set model.dtype to float32 on a CPU", is_warning=True),
-    Case({"model.attention_backend": "te"}, "Transformer Engine is not built in yet", GPU),
+    Case({"model.attention_backend": "te"}, "it computes in bfloat16 or float16, and model.dtype is", GPU),
+    Case({"model.attention_backend": "cudnn"}, "it runs on NVIDIA GPUs, and this is cpu; expected one that"),
     # What is trained.
     Case(
         {"adapt.freeze": ("encoder.*", "decoder.layers.mambo.*")},
@@ -335,7 +336,7 @@ def test_transformer_engine_is_refused_where_it_is_known_to_be_wrong() -> None:
     assert about_gradients(UNKNOWN) == [True]
     assert about_gradients(GPU) == about_gradients(CPU) == []
     found = problems(with_changes({"model.attention_backend": "te"}), CPU)
-    assert any("on cpu; expected an NVIDIA GPU" in str(p) for p in found)
+    assert any("it runs on NVIDIA GPUs, and this is cpu" in str(p) for p in found)
     assert validate(Config(), BLACKWELL) == []
 
 

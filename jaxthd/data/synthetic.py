@@ -22,7 +22,7 @@ import soxr
 from jaxtyping import Float32
 from tqdm import tqdm
 
-from jaxthd.cache import cache_folder
+from jaxthd.cache import user_cache
 from jaxthd.data.features import SAMPLE_RATE, document_rng
 
 VERSION = 2
@@ -66,7 +66,7 @@ def synthetic_manifests(
     """
     if train < 1 or validation < 1:
         raise ValueError(f"train={train}, validation={validation} utterances; expected 1 or more of each")
-    folder = Path(cache_dir or cache_folder()) / f"synthetic-{VERSION}-{train}-{validation}-seed{seed}"
+    folder = Path(cache_dir or user_cache()) / f"synthetic-{VERSION}-{train}-{validation}-seed{seed}"
     if not folder.exists():
         _make(folder, {"train": train, "validation": validation}, seed)
     return folder / "train" / "manifest.jsonl", folder / "validation" / "manifest.jsonl"

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 
 from jaxthd.config import EncoderConfig
 from jaxthd.models.layers import Linear
-from jaxthd.ops.attention import interval_attention
+from jaxthd.ops.attention.blockwise import interval_attention
 from jaxthd.ops.conv import centered_conv
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.document import SUBSAMPLING

@@ -27,7 +27,7 @@ from jaxtyping import Float
 from jaxthd.config import LLMConfig, ModelConfig
 from jaxthd.mesh import TOKEN_AXES
 from jaxthd.models.layers import Linear, RMSNorm, relu_squared
-from jaxthd.ops.attention import attention_forward
+from jaxthd.ops.attention.blockwise import attention_forward
 from jaxthd.ops.conv import causal_conv, last_inputs
 from jaxthd.ops.grouped_matmul import combine, dispatch, expert_layout
 from jaxthd.ops.head_exchange import head_ranks, own_heads, scan_segments, to_documents, to_heads, to_tokens
@@ -65,7 +65,7 @@ class Attention(nnx.Module):
         self.v = Linear(llm.dim, llm.kv_heads * llm.head_dim, init, cut_out=shared)
         self.out = Linear(inner, llm.dim, init, std=_residual_std(inner, llm), cut_in=heads)
         self.head_dim = llm.head_dim
-        self.exchange = config.context_exchange
+        self.exchange, self.backend = config.context_exchange, config.attention_backend
 
     def _project(self, x_ND: Array) -> tuple[Array, Array, Array]:
         q, k, v = (f(x_ND).reshape(len(x_ND), -1, self.head_dim) for f in (self.q, self.k, self.v))
@@ -76,7 +76,13 @@ class Attention(nnx.Module):
 
     def _attend(self, q_NHd: Array, k_NKd: Array, v_NKd: Array, segments: Segments) -> Array:
         o_NHd = packed_attention(
-            q_NHd, k_NKd, v_NKd, segments, scale=self.head_dim**-0.5, exchange=self.exchange
+            q_NHd,
+            k_NKd,
+            v_NKd,
+            segments,
+            scale=self.head_dim**-0.5,
+            exchange=self.exchange,
+            backend=self.backend,
         )
         return self.out(o_NHd.reshape(len(q_NHd), -1))
 

@@ -63,6 +63,7 @@ class SpeechLM(nnx.Module):
     so that a pipeline can run them where and when it likes: `enter`, the decoder's stages, `leave`.
 
     stages: of the pipeline; None: one. decoder_spread: axes over which the decoder's matrices lie spread.
+    max_documents: of a row; see Segments.documents.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class SpeechLM(nnx.Module):
         init: Init,
         stages: Stages | None = None,
         decoder_spread: tuple[str, ...] = DECODER_SPREAD,
+        max_documents: int | None = None,
     ) -> None:
         vocabulary = (over_vocabulary(config.llm.vocab_size), None)
         shape, dim = (config.llm.vocab_size, config.llm.dim), config.llm.dim
@@ -85,6 +87,7 @@ class SpeechLM(nnx.Module):
         cuts = ranks_of(init.mesh, (PIPELINE, TENSOR)) > 1
         self.vocabulary_axes = (PIPELINE, TENSOR) if cuts else ()
         self.has_pipeline = init.mesh.pipeline > 1
+        self.max_documents = max_documents
         self.mesh = init.mesh
 
     def log_probs(
@@ -108,6 +111,7 @@ class SpeechLM(nnx.Module):
             block=self.config.attention_block,
             axis=CONTEXT if axes else None,
             layout=self.config.context_layout,
+            documents=self.max_documents,
             lockstep=lockstep,
         )
 

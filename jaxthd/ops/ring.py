@@ -1,14 +1,18 @@
-"""Packed causal attention over the context axis: by a ring of rectangles, or over gathered keys.
+"""Packed causal attention over the context axis: by a ring of rectangles, or with gathered keys.
 
 Under whole-buffer DualChunkSwap a rank's queries see one dense rectangle of another rank's keys, or nothing;
-under the per-document layout, a prefix of each document (packing/segments.py). The ring sends keys and values
-on first, then computes the step, skipped when empty; parts are merged by their log-sum-exp in float32 (Liu et
-al., Ring Attention, 2023). The backward pass sends (k, v) around again, (dk, dv) of other ranks after them
-and home, with the log-sum-exp over all ranks' keys.
+under the per-document layout, a prefix of each document (packing/segments.py). So all attention is the two
+calls of ops/attention/contract.py: one local, and one for the keys of each other rank, skipped when empty;
+parts are merged by their log-sum-exp in float32 (Liu et al., Ring Attention, 2023). The ring sends keys and
+values on first, then computes the step; its backward pass sends (k, v) around again, (dk, dv) of other ranks
+after them and home. With all-gather every rank's keys and values are there from the start. Backward calls
+take the output and the log-sum-exp over all ranks' keys.
 
-Legend: N queries and keys of a rank, H query heads, K key/value heads, D query/key dim, V value dim.
+Legend: N queries and keys of a rank, H query heads, K key/value heads, D query/key dim, V value dim, C
+context ranks.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -17,9 +21,13 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jaxthd.ops.attention import attention_backward, attention_forward, interval_attention
+from jaxthd.ops.attention.backends import BACKENDS
+from jaxthd.ops.attention.contract import Call, calls
 from jaxthd.packing.layout import context_permutation, inverse_permutation
-from jaxthd.packing.segments import KeyIntervals, Segments, gather_places
+from jaxthd.packing.segments import Segments, gather_places
+
+Pair = tuple[Array, Array]
+"""Keys and values, or their gradients."""
 
 
 def packed_attention(
@@ -30,16 +38,22 @@ def packed_attention(
     *,
     scale: float,
     exchange: str,
+    backend: str,
 ) -> Float[Array, "N H V"]:
     """Causal attention inside each document, wherever on the context axis its tokens lie; q's dtype.
 
-    exchange: "ring" or "all_gather"; the same result, up to rounding.
-    Padding gives 0 and receives no gradient.
+    exchange: "ring" or "all_gather"; the same result, up to rounding. backend: of BACKENDS.
+    Padding gives 0 and receives no gradient. Raises ValueError for another back-end.
     """
+    if backend not in BACKENDS:
+        raise ValueError(
+            f'attention back-end "{backend}"; expected one of {", ".join(BACKENDS)} '
+            "(jaxthd.kernels.with_admitted settles which auto is)"
+        )
     if exchange == "ring" or segments.context == 1:
-        return _ring_attention(q_NHD, k_NKD, v_NKV, segments, scale)
-    k_SKD, v_SKV = (gather_in_order(x, segments) for x in (k_NKD, v_NKV))
-    return interval_attention(q_NHD, k_SKD, v_SKV, segments.gathered, scale, segments.block)
+        return _ring_attention(q_NHD, k_NKD, v_NKV, segments, scale, backend)
+    k_CNKD, v_CNKV = (jax.lax.all_gather(x, segments.axis) for x in (k_NKD, v_NKV))
+    return _gathered_attention(q_NHD, k_CNKD, v_CNKV, segments, scale, backend)
 
 
 def gather_in_order(x_NKD: Float[Array, "N K D"], segments: Segments) -> Float[Array, "S K D"]:
@@ -55,19 +69,6 @@ def gather_in_order(x_NKD: Float[Array, "N K D"], segments: Segments) -> Float[A
     return x_RTKD.reshape(-1, *x_NKD.shape[1:])
 
 
-def _send(pair: tuple[Array, Array], segments: Segments) -> tuple[Array, Array]:
-    """To the next rank of the ring; with a single rank nothing moves."""
-    if segments.context == 1:
-        return pair
-    ring = [(r, (r + 1) % segments.context) for r in range(segments.context)]
-    first, second = (jax.lax.ppermute(x, segments.axis, ring) for x in pair)
-    return first, second
-
-
-def _is_empty(intervals: KeyIntervals) -> Array:
-    return jnp.all(intervals.blocks[:, 0] >= intervals.blocks[:, 1])
-
-
 def merge(
     out_NHV: Float[Array, "N H V"],
     lse_NH: Float[Array, "N H"],
@@ -81,53 +82,79 @@ def merge(
     return keep_NH1 * out_NHV + take_NH1 * part_NHV, total_NH
 
 
-def _ring_forward_parts(
-    q: Array, k: Array, v: Array, segments: Segments, scale: float
+def _send(pair: Pair, segments: Segments) -> Pair:
+    """To the next rank of the ring; with a single rank nothing moves."""
+    if segments.context == 1:
+        return pair
+    ring = [(r, (r + 1) % segments.context) for r in range(segments.context)]
+    first, second = (jax.lax.ppermute(x, segments.axis, ring) for x in pair)
+    return first, second
+
+
+def _around(pair: Pair, segments: Segments) -> Iterator[Pair]:
+    """This rank's keys and values, then the other ranks' as they arrive, each sent on before it is used."""
+    for _ in segments.remote:
+        following = _send(pair, segments)
+        yield pair
+        pair = following
+    yield pair
+
+
+def _source(step: int, segments: Segments) -> Array:
+    """The rank whose keys call number `step` is about; 0 is the local one."""
+    return (jax.lax.axis_index(segments.axis) - step) % segments.context
+
+
+def _there(pair: Pair, segments: Segments) -> Iterator[Pair]:
+    """As _around, of gathered keys and values [C, N, ...]."""
+    for step in range(segments.context):
+        source = _source(step, segments)
+        yield pair[0][source], pair[1][source]
+
+
+def _forward_parts(
+    q: Array, arriving: Iterator[Pair], segments: Segments, scale: float, backend: str
 ) -> tuple[Array, Array]:
-    arrived = _send((k, v), segments)
-    out, lse = attention_forward(q, k, v, segments.local, scale, segments.block)
-    for step, intervals in enumerate(segments.remote):
-        (k, v), more = arrived, step + 1 < len(segments.remote)
-        arrived = _send(arrived, segments) if more else arrived
+    local, *remote = calls(segments)
+    forward = BACKENDS[backend].forward
+    out, lse = forward(q, *next(arriving), local, scale)
+    for call, pair in zip(remote, arriving, strict=True):
 
-        def visit(
-            out: Array, lse: Array, k: Array = k, v: Array = v, intervals: KeyIntervals = intervals
-        ) -> Any:
-            return merge(out, lse, *attention_forward(q, k, v, intervals, scale, segments.block))
+        def visit(out: Array, lse: Array, pair: Pair = pair, call: Call = call) -> Any:
+            return merge(out, lse, *forward(q, *pair, call, scale))
 
-        out, lse = jax.lax.cond(_is_empty(intervals), lambda out, lse: (out, lse), visit, out, lse)
+        out, lse = jax.lax.cond(call.is_empty, lambda out, lse: (out, lse), visit, out, lse)
     return out, lse
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _ring_attention(q, k, v, segments: Segments, scale: float):
-    return _ring_forward_parts(q, k, v, segments, scale)[0].astype(q.dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _ring_attention(q, k, v, segments: Segments, scale: float, backend: str):
+    return _forward_parts(q, _around((k, v), segments), segments, scale, backend)[0].astype(q.dtype)
 
 
-def _ring_forward(q, k, v, segments, scale):
-    out, lse = _ring_forward_parts(q, k, v, segments, scale)
+def _ring_forward(q, k, v, segments, scale, backend):
+    out, lse = _forward_parts(q, _around((k, v), segments), segments, scale, backend)
     return out.astype(q.dtype), (q, k, v, segments, out, lse)
 
 
-def _ring_backward(scale, residuals, dout):
+def _ring_backward(scale, backend, residuals, dout):
     q, k, v, segments, out, lse = residuals
-    dot_NH = (dout.astype(out.dtype) * out).sum(-1)
+    local, *remote = calls(segments)
+    arriving = _around((k, v), segments)
 
-    def part(k: Array, v: Array, intervals: KeyIntervals) -> tuple[Array, Array, Array]:
-        return attention_backward(q, k, v, lse, dot_NH, dout, intervals, scale, segments.block)
+    def part(pair: Pair, call: Call) -> tuple[Array, Array, Array]:
+        return BACKENDS[backend].backward(q, *pair, out, lse, dout, call, scale)
 
-    arrived = _send((k, v), segments)
-    dq, dk, dv = part(k, v, segments.local)
+    dq, dk, dv = part(next(arriving), local)
     # Gradients of keys and values travel with them, one hop behind, and home at the end.
     away = (jnp.zeros_like(dk), jnp.zeros_like(dv))
-    for step, intervals in enumerate(segments.remote):
-        here, away = arrived, _send(away, segments) if step else away
-        arrived = _send(arrived, segments) if step + 1 < len(segments.remote) else arrived
+    for step, (call, pair) in enumerate(zip(remote, arriving, strict=True)):
+        away = _send(away, segments) if step else away
 
-        def visit(*sums: Array, here: Any = here, intervals: KeyIntervals = intervals) -> tuple[Array, ...]:
-            return tuple(a + b for a, b in zip(sums, part(here[0], here[1], intervals), strict=True))
+        def visit(*sums: Array, pair: Pair = pair, call: Call = call) -> tuple[Array, ...]:
+            return tuple(a + b for a, b in zip(sums, part(pair, call), strict=True))
 
-        dq, *grown = jax.lax.cond(_is_empty(intervals), lambda *sums: sums, visit, dq, *away)
+        dq, *grown = jax.lax.cond(call.is_empty, lambda *sums: sums, visit, dq, *away)
         away = (grown[0], grown[1])
     if segments.remote:
         away = _send(away, segments)
@@ -136,3 +163,37 @@ def _ring_backward(scale, residuals, dout):
 
 
 _ring_attention.defvjp(_ring_forward, _ring_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _gathered_attention(q, k_CNKD, v_CNKV, segments: Segments, scale: float, backend: str):
+    arriving = _there((k_CNKD, v_CNKV), segments)
+    return _forward_parts(q, arriving, segments, scale, backend)[0].astype(q.dtype)
+
+
+def _gathered_forward(q, k, v, segments, scale, backend):
+    out, lse = _forward_parts(q, _there((k, v), segments), segments, scale, backend)
+    return out.astype(q.dtype), (q, k, v, segments, out, lse)
+
+
+def _gathered_backward(scale, backend, residuals, dout):
+    q, k, v, segments, out, lse = residuals
+    dq, dk, dv = jnp.zeros_like(out, shape=q.shape), jnp.zeros_like(k), jnp.zeros_like(v)
+    for step, (call, pair) in enumerate(zip(calls(segments), _there((k, v), segments), strict=True)):
+        source = _source(step, segments)
+
+        def visit(
+            dq: Array, dk: Array, dv: Array, pair: Pair = pair, call: Call = call, source: Array = source
+        ) -> Any:
+            more, dk_source, dv_source = BACKENDS[backend].backward(q, *pair, out, lse, dout, call, scale)
+            return (
+                dq + more,
+                dk.at[source].set(dk_source.astype(dk.dtype)),
+                dv.at[source].set(dv_source.astype(dv.dtype)),
+            )
+
+        dq, dk, dv = jax.lax.cond(call.is_empty, lambda *grads: grads, visit, dq, dk, dv)
+    return dq.astype(q.dtype), dk, dv, None
+
+
+_gathered_attention.defvjp(_gathered_forward, _gathered_backward)

@@ -30,10 +30,8 @@ def key_intervals(
 
     block: of keys, and of queries where query_block says nothing else.
 
-    A query block's range runs from its first to its last touched key block. For keys of one rank the blocks
-    between are touched too, because documents lie in order: nothing is executed that could be skipped. Of
-    gathered keys that holds where blocks divide context chunks: the queries of a block over a seam between
-    chunks have keys far apart, and what lies between is visited for nothing.
+    A query block's range runs from its first to its last touched key block. The blocks between are touched
+    too, because documents lie in order: nothing is executed that could be skipped.
     """
     some = hi > lo
     lo, hi = jnp.where(some, lo, 0), jnp.where(some, hi, 0)
@@ -70,11 +68,11 @@ class Segments:
         document may look j tokens back; that is all that convolution and scan need.
     local: keys on this rank that each token's attention sees (causal).
     remote: the same for the keys of context rank (this - 1 - t) % context, at index t.
-    gathered: the same for the keys of all ranks in document order.
     whole: keys of the token's whole document on this rank (bidirectional; for the encoder).
     remaining: tokens of the document after this one, on this rank.
     in_order: None under the whole-buffer layout, and where one rank has it all.
     rows, axis, context, block: R, the context axis (None outside a mesh), its size, the attention block.
+    documents: most documents of a row; None where that is not known, which fused attention asks for.
     lockstep: all ranks of the mesh run this program at the same time. Else, in pipeline stages that differ,
         no collective may name ranks of other stages: ppermute names all, and is not used.
     """
@@ -84,13 +82,13 @@ class Segments:
     remaining: Int32[Array, " N"]
     local: KeyIntervals
     remote: tuple[KeyIntervals, ...]
-    gathered: KeyIntervals
     whole: KeyIntervals
     in_order: InOrder | None
     rows: int
     axis: str | None
     context: int
     block: int
+    documents: int | None
     lockstep: bool
 
     @property
@@ -129,7 +127,7 @@ class Segments:
         return jnp.where(here_RD & (index_RD >= 0), local_RD, -1).reshape(-1)
 
 
-_STATIC = ("rows", "axis", "context", "block", "lockstep")
+_STATIC = ("rows", "axis", "context", "block", "documents", "lockstep")
 _TRACED = tuple(f.name for f in fields(Segments) if f.name not in _STATIC)
 
 
@@ -155,12 +153,13 @@ def make_segments(
     block: int,
     axis: str | None,
     layout: Literal["buffer", "document"] = "buffer",
+    documents: int | None = None,
     lockstep: bool = True,
 ) -> Segments:
     """Derives a step's Segments from this rank's share of the batch.
 
     axis: name of the context mesh axis, inside shard_map; None when the rows are whole.
-    layout: over that axis, of the whole buffer or of each document. lockstep: as there.
+    layout: over that axis, of the whole buffer or of each document. documents, lockstep: as there.
 
     Every key interval follows from one fact: under DualChunkSwap the local order of tokens is their global
     order, so a query's global interval [first token of its document, itself] is also an interval of any
@@ -222,13 +221,13 @@ def make_segments(
         remaining=(stop_RT - 1 - jnp.arange(tokens)).reshape(-1).astype(jnp.int32),
         local=of_rank(rank),
         remote=tuple(of_rank((rank - 1 - t) % context) for t in range(context - 1)),
-        gathered=intervals(*(row_R1 * tokens * context + x for x in (begin_RT, end_RT))),
         whole=intervals(whole_lo_RT, row_R1 * tokens + stop_RT),
         in_order=in_order,
         rows=rows,
         axis=axis,
         context=context,
         block=block,
+        documents=documents,
         lockstep=lockstep,
     )
 

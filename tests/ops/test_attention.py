@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxthd.ops.attention import attention_forward
+from jaxthd.ops.attention.blockwise import attention_forward
 from jaxthd.packing.segments import key_intervals
 
 BLOCK = 8

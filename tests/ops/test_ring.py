@@ -10,6 +10,7 @@ from jaxthd.ops.ring import packed_attention
 from jaxthd.packing.layout import context_permutation
 from jaxthd.packing.segments import make_segments
 from tests.helpers import CAPACITY, CASES, assert_same, context_mesh, on_context, row_arrays, spans
+from tests.ops import fake_kernels
 
 H, K, D, V = 4, 2, 8, 6
 SCALE = D**-0.5
@@ -39,6 +40,17 @@ def dense_gradients(q, k, v, dout):
     return np.einsum("hij,jhd->ihd", ds, kk), sum_groups(np.einsum("hij,ihd->jhd", ds, q)), dv
 
 
+def dense_documents(lengths, round_to, q, k, v, dout):
+    """Outputs and gradients of a packed buffer, each document alone."""
+    want = [np.zeros_like(x, np.float64) for x in (dout, q, k, v)]
+    for span in spans(lengths, round_to):
+        one = [x[span].astype(np.float64) for x in (q, k, v)]
+        parts = (dense_document(*one)[0], *dense_gradients(*one, dout[span].astype(np.float64)))
+        for whole, part in zip(want, parts, strict=True):
+            whole[span] = part
+    return tuple(want)
+
+
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize(
     ("context", "exchange", "layout"),
@@ -52,7 +64,9 @@ def test_packed_equals_each_document_alone(context, exchange, layout, dtype):
     capacity, round_to = (CAPACITY, 1) if layout == "buffer" else (2 * CAPACITY, 8)
     with jax.enable_x64(dtype == np.float64):
         run = on_context(
-            lambda _, qkv, segments: packed_attention(*qkv, segments, scale=SCALE, exchange=exchange),
+            lambda _, qkv, segments: packed_attention(
+                *qkv, segments, scale=SCALE, exchange=exchange, backend="xla"
+            ),
             context,
             block=8,
             layout=layout,
@@ -63,13 +77,39 @@ def test_packed_equals_each_document_alone(context, exchange, layout, dtype):
                 rng.normal(size=(capacity, *s)).astype(dtype) for s in ((H, D), (K, D), (K, V), (H, V))
             )
             y, _, gradients = run(None, (q, k, v), *row_arrays(lengths, capacity, round_to), dout)
-            want = [np.zeros_like(x, np.float64) for x in (dout, q, k, v)]
-            for span in spans(lengths, round_to):
-                one = [x[span].astype(np.float64) for x in (q, k, v)]
-                parts = (dense_document(*one)[0], *dense_gradients(*one, dout[span].astype(np.float64)))
-                for whole, part in zip(want, parts, strict=True):
-                    whole[span] = part
-            assert_same((y, *gradients), tuple(want), 1e-10 if dtype == np.float64 else 1e-5)
+            want = dense_documents(lengths, round_to, q, k, v, dout)
+            assert_same((y, *gradients), want, 1e-10 if dtype == np.float64 else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("backend", "context", "exchange", "layout"),
+    [
+        ("te", 2, "ring", "document"),
+        ("te", 2, "all_gather", "buffer"),
+        ("cudnn", 4, "ring", "buffer"),
+    ],
+)
+def test_fused_back_ends_get_the_same_calls(backend, context, exchange, layout, monkeypatch):
+    """As above, the kernels replaced by dense ones that leave NaN outside the lengths they are given."""
+    fake_kernels.install(monkeypatch)
+    rng = np.random.default_rng(1)
+    capacity, round_to = (CAPACITY, 1) if layout == "buffer" else (2 * CAPACITY, 8)
+    run = on_context(
+        lambda _, qkv, segments: packed_attention(
+            *qkv, segments, scale=SCALE, exchange=exchange, backend=backend
+        ),
+        context,
+        block=8,
+        layout=layout,
+        round_to=round_to,
+        documents=max(len(lengths) for lengths in CASES.values()),
+    )
+    for lengths in CASES.values():
+        q, k, v, dout = (
+            rng.normal(size=(capacity, *s)).astype(np.float32) for s in ((H, D), (K, D), (K, V), (H, V))
+        )
+        y, _, gradients = run(None, (q, k, v), *row_arrays(lengths, capacity, round_to), dout)
+        assert_same((y, *gradients), dense_documents(lengths, round_to, q, k, v, dout), 1e-5)
 
 
 @pytest.mark.parametrize("context", [2, 3, 4, 8])
@@ -119,7 +159,7 @@ def test_the_exchange_is_the_one_asked_for(exchange):
 
     def rank(qkv, ids, positions):
         segments = make_segments(ids[None], positions[None], block=8, axis="context")
-        return packed_attention(*qkv, segments, scale=SCALE, exchange=exchange)
+        return packed_attention(*qkv, segments, scale=SCALE, exchange=exchange, backend="xla")
 
     spec = jax.sharding.PartitionSpec("context")
     mapped = jax.shard_map(

@@ -1,8 +1,9 @@
-"""Blockwise attention in which every query sees one contiguous interval of the keys.
+"""Blockwise attention in which every query sees one contiguous interval of the keys: the back-end "xla".
 
-That one form covers packed causal attention, bidirectional attention inside a document, a remote step of the
-ring and attention over gathered keys (packing/segments.py derives the intervals). Memory is linear in the
-number of tokens, forward and backward; blocks outside every interval are never touched.
+That one form covers packed causal attention, bidirectional attention inside a document, and what a rank sees
+of another rank's keys (packing/segments.py derives the intervals). Memory is linear in the number of tokens,
+forward and backward; blocks outside every interval are never touched. Right everywhere: it is what others are
+measured against.
 
 Legend: N queries, S keys, H query heads, K key/value heads, G = H / K, D query/key dim, V value dim,
 Q query block, B key block.
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from jaxthd.ops.attention.contract import Backend, Call
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.segments import KeyIntervals, blocked
 
@@ -190,3 +192,17 @@ def _interval_backward(scale, block, residuals, dout):
 
 
 interval_attention.defvjp(_interval_forward, _interval_backward)
+
+
+def _forward(q: Array, k: Array, v: Array, call: Call, scale: float) -> tuple[Array, Array]:
+    return attention_forward(q, k, v, call.intervals, scale, call.block)
+
+
+def _backward(
+    q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, call: Call, scale: float
+) -> tuple[Array, Array, Array]:
+    dot_NH = (dout.astype(out.dtype) * out).sum(-1)
+    return attention_backward(q, k, v, lse, dot_NH, dout, call.intervals, scale, call.block)
+
+
+BACKEND = Backend("xla", lambda problem, machine: None, _forward, _backward)

@@ -1,0 +1,112 @@
+"""The back-end "te": Transformer Engine's fused attention for JAX, by its low-level calls. Not yet run on a
+GPU.
+
+Its packed format (THD) takes lengths and offsets of the pieces, with one buffer at a time (with more, wrong
+results: marin-community/marin #5749). Inside the manual shard_map it computes the rank's own share; of its
+context parallelism nothing is asked. The log-sum-exp is float32 [1, N, H, 1] from cuDNN 9.6 on; the backward
+call takes it and the output as arguments, so those over all ranks' keys can be given.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxthd.ops.attention.contract import Backend, Call, Problem
+from jaxthd.ops.attention.machine import Machine, numbers
+from jaxthd.ops.attention.pieces import (
+    all_seen,
+    find_pieces,
+    keep,
+    lengths_and_offsets,
+    seeing,
+    seen,
+    unfit_cudnn,
+    unfit_for_fused,
+)
+
+LEAST = (2, 18)
+"""Before it, gradients were wrong on compute capability 12.0."""
+BAD = {"12.0": "gradients of packed attention were measured 8 to 960 times off in every layer"}
+"""By compute capability. There the JAX side allocates the log-sum-exp in another layout than the kernel's."""
+
+
+def _unfit(problem: Problem, machine: Machine) -> str | None:
+    reason = unfit_for_fused(problem, machine.platform)
+    if reason:
+        return reason
+    if machine.transformer_engine is None:
+        return "transformer-engine is not installed; pip install 'transformer-engine[jax]>=2.18'"
+    if numbers(machine.transformer_engine) < LEAST:
+        return f"it needs transformer-engine 2.18 or later, and this is {machine.transformer_engine}"
+    if machine.compute_capability in BAD:
+        return f"{BAD[machine.compute_capability]} on compute capability {machine.compute_capability}"
+    return unfit_cudnn(machine)
+
+
+def _arguments(call: Call, scale: float) -> tuple[Any, Any, dict[str, Any]]:
+    """(the pieces, the sequence descriptor, what both calls take besides)."""
+    from transformer_engine.jax.attention import (
+        AttnBiasType,
+        AttnMaskType,
+        AttnSoftmaxType,
+        QKVLayout,
+        SequenceDescriptor,
+    )
+
+    assert call.documents is not None
+    pieces = find_pieces(call.intervals, call.documents)
+    mask = AttnMaskType.PADDING_CAUSAL_MASK if call.causal else AttnMaskType.PADDING_MASK
+    settings = {
+        "attn_bias_type": AttnBiasType.NO_BIAS,
+        "attn_mask_type": mask,
+        "softmax_type": AttnSoftmaxType.VANILLA_SOFTMAX,
+        "qkv_layout": QKVLayout.THD_THD_THD,
+        "scaling_factor": scale,
+        "dropout_probability": 0.0,
+        "is_training": True,
+        "max_segments_per_seq": call.documents,
+    }
+    return pieces, SequenceDescriptor.from_seqlens_and_offsets(*lengths_and_offsets(pieces)), settings
+
+
+def _forward(q: Array, k: Array, v: Array, call: Call, scale: float) -> tuple[Array, Array]:
+    from transformer_engine.jax.cpp_extensions.attention import fused_attn_fwd
+
+    _, descriptor, settings = _arguments(call, scale)
+    # 2.18 returns three, later versions the largest logit too.
+    out, softmax_aux, *_ = fused_attn_fwd(
+        qkv=(q[None], k[None], v[None]),
+        bias=None,
+        softmax_offset=None,
+        sequence_descriptor=descriptor,
+        seed=jnp.zeros(2, jnp.uint32),
+        **settings,
+    )
+    where = seeing(call)
+    return all_seen(keep(where, out[0]), call), keep(where, softmax_aux[0, :, :, 0], -jnp.inf)
+
+
+def _backward(
+    q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, call: Call, scale: float
+) -> tuple[Array, Array, Array]:
+    from transformer_engine.jax.cpp_extensions.attention import fused_attn_bwd
+
+    pieces, descriptor, settings = _arguments(call, scale)
+    where = seeing(call)
+    (dq, dk, dv), *_ = fused_attn_bwd(
+        qkv=(q[None], k[None], v[None]),
+        bias=None,
+        softmax_offset=None,
+        softmax_aux=keep(where, lse)[None, :, :, None],
+        rng_state=jnp.zeros((2, 4), jnp.uint32),
+        output=out.astype(q.dtype)[None],
+        doutput=dout.astype(q.dtype)[None],
+        sequence_descriptor=descriptor,
+        **settings,
+    )
+    keys = seen(pieces, len(k))
+    return keep(where, dq[0]), keep(keys, dk[0]), keep(keys, dv[0])
+
+
+BACKEND = Backend("te", _unfit, _forward, _backward)

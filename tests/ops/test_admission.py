@@ -1,0 +1,139 @@
+"""Admission: what is broken on purpose is refused; measurements are kept by all that they hold for."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jaxthd.ops.attention import admission, blockwise
+from jaxthd.ops.attention.admission import QUANTITIES, admit, error_bound, measure
+from jaxthd.ops.attention.contract import Backend, Call, Problem
+from jaxthd.ops.attention.machine import Machine
+from jaxthd.packing.segments import key_intervals
+
+XLA = blockwise.BACKEND
+PROBLEM = Problem("float32", 4, 2, 8)
+CPU = Machine("cpu", "cpu", 1, None, "0.10.2", "0.10.2", "3.11.7", None, None, None, None)
+
+
+def gradients_eight_times_too_large(*given: Any) -> Any:
+    return tuple(8 * x for x in XLA.backward(*given))
+
+
+def backward_with_its_own_log_sum_exp(q: Any, k: Any, v: Any, out: Any, lse: Any, *given: Any) -> Any:
+    """Not the one over all calls: right on one device, wrong in a ring."""
+    return XLA.backward(q, k, v, out, XLA.forward(q, k, v, *given[1:])[1], *given)
+
+
+def nan_where_nothing_is_seen(q: Any, k: Any, v: Any, call: Call, scale: float) -> Any:
+    out, lse = XLA.forward(q, k, v, call, scale)
+    return jnp.where(jnp.isneginf(lse)[..., None], jnp.nan, out), lse
+
+
+def log_sum_exp_in_base_two(*given: Any) -> Any:
+    out, lse = XLA.forward(*given)
+    return out, lse / jnp.log(2)
+
+
+def documents_run_together(q: Any, k: Any, v: Any, call: Call, scale: float) -> Any:
+    """The local call sees all that comes before, other documents too."""
+    old = call.intervals
+    lo = jnp.where(call.causal, 0, old.lo)
+    intervals = key_intervals(jnp.where(old.hi > old.lo, lo, 0), old.hi, call.block)
+    return XLA.forward(q, k, v, call._replace(intervals=intervals), scale)
+
+
+def nothing_runs(*given: Any) -> Any:
+    raise RuntimeError("No valid engine configs\nand a long trace")
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "wrong"),
+    [
+        (XLA.forward, gradients_eight_times_too_large, {"dq", "dk", "dv"}),
+        (XLA.forward, backward_with_its_own_log_sum_exp, {"dq", "dk", "dv"}),
+        (nan_where_nothing_is_seen, XLA.backward, {"output", "dq", "dk"}),
+        (log_sum_exp_in_base_two, XLA.backward, {"log-sum-exp", "dq", "dk", "dv"}),
+        (documents_run_together, XLA.backward, set(QUANTITIES)),
+    ],
+)
+def test_a_broken_back_end_is_refused_with_the_numbers(forward, backward, wrong, tmp_path: Path):
+    broken = Backend("broken", XLA.unfit, forward, backward)
+    verdict = admit(broken, PROBLEM, CPU, tmp_path)
+    assert {name for name, error in verdict.errors.items() if error > verdict.bound} == wrong
+    assert verdict.refusal is not None
+    assert verdict.refusal.startswith("it is off from the blockwise one, by output")
+    assert "\n" not in verdict.refusal
+    if backward is gradients_eight_times_too_large:
+        assert all(verdict.errors[name] == pytest.approx(7) for name in wrong)
+    # Refused again without measuring; what was measured is kept, not the word of it.
+    again = admit(broken, PROBLEM, CPU, tmp_path)
+    assert again.is_cached
+    assert again.refusal == verdict.refusal
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_blockwise_one_is_well_within_the_bound(dtype: str):
+    errors = measure(XLA, replace(PROBLEM, dtype=dtype))
+    assert 0 < max(errors.values()) < error_bound(dtype) / 4
+
+
+def test_one_that_does_not_run_is_refused_and_tried_again(tmp_path: Path):
+    broken = Backend("broken", XLA.unfit, nothing_runs, nothing_runs)
+    for _ in range(2):
+        verdict = admit(broken, PROBLEM, CPU, tmp_path)
+        assert verdict.refusal == "the probe failed with RuntimeError: No valid engine configs"
+        assert not verdict.is_cached
+    assert not list(tmp_path.iterdir())
+
+
+def test_measurements_are_kept_by_all_that_they_hold_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    measured = []
+
+    def counted(backend: Backend, problem: Problem) -> dict[str, float]:
+        measured.append(problem)
+        return dict.fromkeys(QUANTITIES, 1e-6)
+
+    monkeypatch.setattr(admission, "measure", counted)
+
+    def is_measured(backend: Backend = XLA, problem: Problem = PROBLEM, **facts: Any) -> bool:
+        measured.clear()
+        verdict = admit(backend, problem, replace(CPU, **facts), tmp_path)
+        assert verdict.refusal is None
+        assert verdict.is_cached == (not measured)
+        return bool(measured)
+
+    assert is_measured()
+    assert not is_measured()
+    assert not is_measured(devices=8)
+    for fact, value in {
+        "kind": "NVIDIA H100",
+        "compute_capability": "9.0",
+        "jax": "0.11.1",
+        "jaxlib": "0.11.1",
+        "cudnn": 91400,
+        "driver": "570.1",
+        "transformer_engine": "2.18.0",
+    }.items():
+        assert is_measured(**{fact: value}), fact
+        assert not is_measured(**{fact: value}), fact
+    for field, value in {"dtype": "bfloat16", "q_heads": 8, "kv_heads": 4, "head_dim": 16}.items():
+        assert is_measured(problem=replace(PROBLEM, **{field: value})), field
+    assert is_measured(backend=XLA._replace(name="other"))
+    # A change of the code that is measured; a damaged file; one that says it is of something else.
+    (tmp_path / "blockwise.py").write_text("")
+    with monkeypatch.context() as changed:
+        changed.setattr(admission, "__file__", str(tmp_path / "admission.py"))
+        assert is_measured()
+    assert not is_measured()
+    for damage in ("{", json.dumps({"errors": dict.fromkeys(QUANTITIES, 0.0)}), "[]"):
+        for file in tmp_path.glob("xla-*.json"):
+            file.write_text(damage)
+        assert is_measured()
+    # A folder that cannot be written keeps nothing, and stops nothing.
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert admit(XLA, PROBLEM, CPU, blocked).refusal is None

@@ -1,0 +1,227 @@
+"""Attention back-ends: what fused kernels are told, against the mask by brute force; blocks executed."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo
+
+from jaxthd.ops.attention import blockwise, cudnn
+from jaxthd.ops.attention.admission import measure
+from jaxthd.ops.attention.backends import BACKENDS, VERIFIED
+from jaxthd.ops.attention.contract import Backend, Call, Problem, calls
+from jaxthd.ops.attention.machine import Machine
+from jaxthd.ops.attention.pieces import find_pieces
+from jaxthd.packing.layout import row_permutation
+from jaxthd.packing.segments import Segments, make_segments
+from tests.helpers import row_arrays
+from tests.ops import fake_kernels
+
+H100 = Machine("gpu", "NVIDIA H100", 1, "9.0", "0.11.1", "0.11.1", "3.12.0", 12090, 91600, "570.1", "2.18.0")
+BF16 = Problem("bfloat16", 32, 8, 128)
+
+
+def on_ranks(ids: np.ndarray, positions: np.ndarray, layout: Any, block: int) -> Segments:
+    """The Segments of all ranks, [ranks, rows, tokens] given, without devices: vmap names the axis."""
+    rows = ids.shape[1]
+
+    def of_rank(ids: Any, positions: Any) -> Segments:
+        segments: Segments = make_segments(
+            ids, positions, block=block, axis="context", layout=layout, documents=12 // rows
+        )
+        return segments
+
+    return jax.vmap(of_rank, axis_name="context")(ids, positions)
+
+
+@pytest.mark.parametrize(
+    ("context", "layout"), [(2, "buffer"), (4, "buffer"), (2, "document"), (4, "document")]
+)
+def test_the_pieces_of_a_call_are_exactly_what_the_mask_allows(context: int, layout: str):
+    """Two rows a rank, random documents; local and remote calls. No piece has queries without keys."""
+    rng = np.random.default_rng(context)
+    round_to, rows = 2 * context, 2
+    capacity = 12 * round_to
+    derive = jax.jit(on_ranks, static_argnums=(2, 3))
+    for _ in range(8):
+        packed, orders = [], []
+        for _ in range(rows):
+            lengths: list[int] = []
+            while len(lengths) < 6 and (
+                room := capacity - round_to * sum(-(-n // round_to) for n in lengths)
+            ):
+                lengths.append(int(rng.integers(1, min(room, 4 * round_to) + 1)))
+            packed.append(row_arrays(lengths, capacity, round_to if layout == "document" else 1))
+            orders.append(row_permutation(packed[-1][0], context, layout, round_to).reshape(context, -1))
+        ids, positions = (
+            np.stack([x[order] for x, order in zip(column, orders, strict=True)], axis=1)
+            for column in zip(*packed, strict=True)
+        )
+        segments = derive(ids, positions, layout, 8)
+        for rank in range(context):
+            mine = jax.tree.map(lambda x, rank=rank: x[rank], segments)
+            for step, call in enumerate(calls(mine)):
+                source = (rank - step) % context
+                assert call.causal == (step == 0)
+                want = np.zeros((rows, len(orders[0][0]), rows, len(orders[0][0])), bool)
+                for row, (order, (row_ids, _)) in enumerate(zip(orders, packed, strict=True)):
+                    q, k = order[rank][:, None], order[source]
+                    want[row, :, row] = (row_ids[q] == row_ids[k]) & (row_ids[q] > 0) & (k <= q)
+                want = want.reshape(ids.shape[1] * ids.shape[2], -1)
+                got = np.zeros_like(want)
+                pieces = find_pieces(call.intervals, call.documents)
+                for q_start, q_length, k_start, k_length in np.stack(pieces, axis=1):
+                    assert (q_length > 0) == (k_length > 0)
+                    block = np.ones((q_length, k_length), bool)
+                    got[q_start : q_start + q_length, k_start : k_start + k_length] |= (
+                        np.tril(block) if call.causal else block
+                    )
+                np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(("name", "newer_jax"), [("te", False), ("cudnn", False), ("cudnn", True)])
+def test_fused_calls_agree_with_the_blockwise_one(
+    name: str, newer_jax: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """The probe, with libraries that compute from the lengths and offsets given, and leave NaN elsewhere."""
+    fake_kernels.install(monkeypatch, newer_jax=newer_jax)
+    # Programs are kept by back-end, not by what its library is replaced with.
+    errors = measure(BACKENDS[name]._replace(name=f"{name} {newer_jax}"), Problem("float32", 4, 2, 8))
+    assert max(errors.values()) < 1e-5, errors
+
+
+def test_the_cudnn_calls_lower_for_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """Forward and backward, both calls, in a CPU process; with no host callback."""
+    assert cudnn.changed() is None
+    module = fused_attention_stablehlo
+    monkeypatch.setattr(module, "check_cudnn_version", lambda: 91400)
+    monkeypatch.setattr(module, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(module, "is_cuda_compute_capability_equal", lambda capability: False)
+    ids, positions = row_arrays([30, 1, 50], 96)
+    intervals = make_segments(jnp.asarray(ids)[None], jnp.asarray(positions)[None], block=32, axis=None).local
+
+    def both(q: Any, k: Any, v: Any, dout: Any, causal: bool) -> Any:
+        call = Call(intervals, causal, 32, 4)
+        out, lse = cudnn.BACKEND.forward(q, k, v, call, 0.125)
+        return cudnn.BACKEND.backward(q, k, v, out, lse, dout, call, 0.125)
+
+    x = jax.ShapeDtypeStruct((96, 4, 64), jnp.bfloat16)
+    for causal, mask in ((True, "PADDING_CAUSAL"), (False, "PADDING")):
+        program = jax.jit(both, static_argnums=4).trace(x, x, x, x, causal)
+        text = program.lower(lowering_platforms=("cuda",)).as_text()
+        assert re.findall(r"custom_call @(\S+?)\(", text) == [
+            "__cudnn$fmhaSoftmax",
+            "__cudnn$fmhaSoftmaxBackward",
+        ]
+        assert "callback" not in text
+        assert set(re.findall(r"mask_type\\22: \\22(\w+)", text)) == {mask}
+        assert set(re.findall(r"max_seg_per_batch\\22: (\d+)", text)) == {"5"}
+
+
+@pytest.mark.parametrize("context", [1, 2, 4])
+def test_no_block_is_executed_that_could_be_skipped(context: int, monkeypatch: pytest.MonkeyPatch):
+    """Blocks are counted as they are executed, forward and backward, against those with an allowed pair."""
+    executed: list[int] = []
+    scores = blockwise._scores
+
+    def counted(*given: Any) -> Any:
+        jax.debug.callback(lambda: executed.append(1))
+        return scores(*given)
+
+    monkeypatch.setattr(blockwise, "_scores", counted)
+    rng, block, length = np.random.default_rng(context), 4, 16 * context
+    backend, tokens = blockwise.BACKEND, 16
+
+    @jax.jit
+    def forward(call_intervals: Any, x: Any) -> Any:
+        return backend.forward(x, x, x, Call(call_intervals, True, block, None), 1.0)
+
+    @jax.jit
+    def backward(call_intervals: Any, x: Any, out: Any, lse: Any) -> Any:
+        return backend.backward(x, x, x, out, lse, x, Call(call_intervals, True, block, None), 1.0)
+
+    derive = jax.jit(on_ranks, static_argnums=(2, 3))
+    x, some_skipped = rng.normal(size=(tokens, 1, 2)).astype(np.float32), False
+    for _ in range(4):
+        cuts = np.sort(rng.choice(np.arange(1, length), size=3, replace=False))
+        ids, positions = row_arrays(np.diff([0, *cuts, length - 3]).clip(1), length)
+        order = row_permutation(ids, context, "buffer", 1).reshape(context, 1, -1)
+        segments = derive(ids[order], positions[order], "buffer", block)
+        for rank in range(context):
+            for step, call in enumerate(calls(jax.tree.map(lambda x, rank=rank: x[rank], segments))):
+                q, k = order[rank, 0][:, None], order[(rank - step) % context, 0]
+                allowed = (ids[q] == ids[k]) & (ids[q] > 0) & (k <= q)
+                least = allowed.reshape(tokens // block, block, -1, block).any((1, 3)).sum()
+                out, lse = jax.block_until_ready(forward(call.intervals, x))
+                jax.effects_barrier()
+                assert len(executed) == least
+                executed.clear()
+                jax.block_until_ready(backward(call.intervals, x, out, lse))
+                jax.effects_barrier()
+                assert len(executed) == least
+                executed.clear()
+                some_skipped |= least < (tokens // block) ** 2
+    assert some_skipped
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("te", {"platform": "cpu"}, "it runs on NVIDIA GPUs, and this is cpu"),
+        ("te", {"transformer_engine": None}, "transformer-engine is not installed; pip install"),
+        (
+            "te",
+            {"transformer_engine": "2.17.1"},
+            "needs transformer-engine 2.18 or later, and this is 2.17.1",
+        ),
+        (
+            "te",
+            {"compute_capability": "12.0"},
+            "960 times off in every layer on compute capability 12.0",
+        ),
+        ("te", {"cudnn": 90500}, "it needs cuDNN 9.6.0 or later, and this is 9.5.0"),
+        ("cudnn", {"cudnn": 91001}, "it cannot use cuDNN 9.10.1: Transformer Engine leaves out"),
+        ("cudnn", {"cudnn": 91402}, "it cannot use cuDNN 9.14.2: 9.13 and 9.14 read beyond"),
+        ("cudnn", {"cudnn": None}, "cuDNN is missing"),
+        ("cudnn", {"compute_capability": "8.9"}, "needs compute capability 9.0 (Hopper) or later"),
+        ("cudnn", {"jax": "0.11.0"}, "grouped-query attention is wrong in it before jax 0.11.1"),
+    ],
+)
+def test_what_a_back_end_cannot_run_on_is_said_in_one_line(name: str, changes: dict[str, Any], reason: str):
+    backend: Backend = BACKENDS[name]
+    assert backend.unfit(BF16, H100) is None
+    found = backend.unfit(BF16, replace(H100, **changes))
+    assert found is not None
+    assert reason in found
+    assert "\n" not in found
+
+
+def test_what_a_back_end_cannot_compute_is_said():
+    for name in ("te", "cudnn"):
+        assert "model.dtype is float32" in (BACKENDS[name].unfit(replace(BF16, dtype="float32"), H100) or "")
+        assert "they have 20" in (BACKENDS[name].unfit(replace(BF16, head_dim=20), H100) or "")
+    alike = replace(BF16, kv_heads=32)
+    assert BACKENDS["cudnn"].unfit(alike, replace(H100, jax="0.10.2")) is None
+    assert BACKENDS.keys() == VERIFIED.keys()
+
+
+def test_more_documents_than_places_give_nan_and_not_something_else(monkeypatch: pytest.MonkeyPatch):
+    fake_kernels.install(monkeypatch)
+    ids, positions = row_arrays([9, 1, 20], 32)
+    intervals = make_segments(jnp.asarray(ids)[None], jnp.asarray(positions)[None], block=16, axis=None).local
+    x = jnp.ones((32, 2, 8))
+    for name in ("te", "cudnn"):
+        enough, too_few = (BACKENDS[name].forward(x, x, x, Call(intervals, True, 16, n), 1.0) for n in (3, 2))
+        assert np.isfinite(enough[0]).all()
+        assert np.isnan(too_few[0]).all()
+
+
+def test_changed_private_functions_of_jax_are_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fused_attention_stablehlo, "_dot_product_attention_bwd_rule", lambda scale, res: None)
+    assert "have changed (arguments scale, res)" in (BACKENDS["cudnn"].unfit(BF16, H100) or "")
+    monkeypatch.delattr(fused_attention_stablehlo, "dot_product_attention")
+    assert "have changed" in (BACKENDS["cudnn"].unfit(BF16, H100) or "")
