@@ -265,6 +265,10 @@ class ModelConfig:
     """Places for tokens in a send to another rank, over the mean number; the rest goes with the next send."""
     attention_backend: Literal["xla", "te"] = "xla"
     """"xla": blockwise, everywhere; "te": Transformer Engine's fused kernels, not built yet."""
+    scan_backend: Literal["xla", "pallas", "auto"] = "xla"
+    """What computes Mamba2's scan in training and evaluation. "xla": everywhere; "pallas": kernels for NVIDIA
+    GPUs, for chunks, head dims and states that are powers of two from 16 up (on a CPU they are interpreted,
+    for tests); not yet run on a GPU. "auto": "xla", until kernels can be admitted by a measurement."""
     attention_block: int = 128
     """Tokens of an attention block: speed only."""
     loss_block: int = 256

@@ -32,6 +32,7 @@ FREE = (
     "model.sequence_sharded",
     "model.expert_*",
     "model.attention_backend",
+    "model.scan_backend",
     "model.*_block",
     "model.remat_*",
     "model.llm.mamba_chunk",

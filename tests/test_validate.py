@@ -220,6 +220,18 @@ CASES = [
     Case({"model.dtype": "float64"}, "unless this is a test", DeviceFacts("cpu", 1, "cpu", x64=True), True),
     Case({"model.dtype": "bfloat16"}, "set model.dtype to float32 on a CPU", is_warning=True),
     Case({"model.attention_backend": "te"}, "Transformer Engine is not built in yet", GPU),
+    Case(
+        {"model.scan_backend": "pallas", "model.llm.mamba_chunk": 48, "model.llm.mamba_state": 8},
+        "but chunk 48 is no power of two from 16 up and state 8 is no power of two from 16 up; expected",
+        GPU,
+    ),
+    Case({"model.scan_backend": "pallas"}, "are interpreted, slowly", is_warning=True),
+    Case({"model.scan_backend": "pallas"}, "on tpu; expected an NVIDIA GPU", DeviceFacts("tpu", 1, "TPU")),
+    Case(
+        {"model.scan_backend": "pallas"},
+        "on compute capability 7.5 (T4); expected 8.0 or more",
+        DeviceFacts("gpu", 1, "T4", "7.5"),
+    ),
     # What is trained.
     Case(
         {"adapt.freeze": ("encoder.*", "decoder.layers.mambo.*")},
