@@ -1,8 +1,8 @@
 """Pallas kernels of the chunked scan: what ops/scan_pallas.py launches, one program a tile.
 
 A chunk is cut into tiles of q tokens. Between two tiles the decay is a product of two vectors, exp(sum up to
-the later token) exp(sum from the earlier one), both <= 1; inside a tile it is the exp of masked sums, taken on
-the tensor cores. No [chunk, chunk] array of a head leaves the registers.
+the later token) exp(sum from the earlier one), both <= 1; inside a tile it is the exp of masked sums, taken
+on the tensor cores. No [chunk, chunk] array of a head leaves the registers.
 
 Every kernel reads whole chunks of its operands by tiles (pl.ds), so a program's registers hold tiles only.
 
@@ -44,7 +44,7 @@ def _pieces(x: Array, count: int) -> list[Array]:
 def _tile_decays(la_q: Array, first_q: Array, base: Any, transposed: bool = False) -> Array:
     """exp(sum of la over j < k <= i), 0 where token i does not see j: [i, j], or [j, i] if transposed.
 
-    base: the tile's first place in the chunk. The sums are products with ones and zeros: of terms of one sign.
+    base: the tile's first place in the chunk. Sums are products with ones and zeros, of terms of one sign.
     """
     place = jnp.arange(len(la_q), dtype=jnp.int32)
     row, column = place[:, None], place[None, :]
@@ -91,10 +91,10 @@ def states_kernel(
 ) -> None:
     """s <- total s + k^T (weight v), over the chunks of a stretch from s = 0; reverse: from the last.
 
-    k [tokens, S'], v [tokens, P'], weight [tokens], total [chunks] (decay of a whole chunk). read: how many of
-    refs are (others [chunks, S', P'], and with it maybe fade [chunks] and first [S', P']), whose state's inner
-    product with s is written. Out: s before each chunk (reverse: after it) [chunks, S', P'], the last s, and
-    the products [chunks] if read.
+    k [tokens, S'], v [tokens, P'], weight [tokens], total [chunks] (decay of a whole chunk). read: how many
+    of refs are (others [chunks, S', P'], and with it maybe fade [chunks] and first [S', P']), whose state's
+    inner product with s is written. Out: s before each chunk (reverse: after it) [chunks, S', P'], the last
+    s, and the products [chunks] if read.
     """
     others, (states_ref, last_ref, *products) = refs[:read], refs[read:]
     chunks = total_ref.shape[0]
@@ -232,7 +232,7 @@ def scores_grad_kernel(
         dcb_ref[...] = dcb.astype(dcb_ref.dtype)
 
     @pl.when(j < i)
-    def _() -> None:
+    def of_two_tiles() -> None:
         seen = _first(positions_ref, i, q)[:, None] <= _places(j, q)[None, :]
 
         def one(h: Array, cb: Array, d: Array) -> Array:
@@ -244,7 +244,7 @@ def scores_grad_kernel(
         over_heads(one)
 
     @pl.when(j == i)
-    def _() -> None:
+    def of_one_tile() -> None:
         first = _first(positions_ref, i, q)
         pieces = 3 if c_ref.dtype == jnp.float32 else 2
 
@@ -291,5 +291,5 @@ def shared_grad_kernel(
         return out + _dot(dcb_ref[:, there], other_ref[there, :])
 
     out = jax.lax.fori_loop(0, v_ref.shape[1], head, jnp.zeros(own.shape, jnp.float32))
-    some = (tile, tiles) if reverse else (0, tile + 1)
-    out_ref[...] = jax.lax.fori_loop(*some, pair, out).astype(out_ref.dtype)
+    low, high = (tile, tiles) if reverse else (0, tile + 1)
+    out_ref[...] = jax.lax.fori_loop(low, high, pair, out).astype(out_ref.dtype)

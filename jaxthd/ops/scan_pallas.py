@@ -1,4 +1,5 @@
-"""The scan of ops/ssd.py by Pallas kernels (ops/scan_kernels.py), forward and backward.
+"""The scan of ops/ssd.py by Pallas kernels (scan_kernels.py, launched by scan_launches.py), forward and
+backward.
 
 What is where. Device memory holds x, B, C, dt, the states between chunks (in the compute dtype) and, in the
 backward pass, the gradient of C B^T summed over the heads of a group. Decays and scores of heads stay in
@@ -16,8 +17,8 @@ context ranks exchange between `states` and the rest; a stretch's state from oth
 are read, times what is left of it in that chunk.
 
 Sizes. A tile is 64 tokens, one warpgroup's matrix instruction: its float32 arrays are 32 registers a thread
-with 4 warps at [64, 64], 64 at [64, 128] (state 128); shared_grad holds two of the latter, scores_grad four of
-the former. With heads of 64 and state 128 in bfloat16 a program stages 16 KB (x or a state) and 16 KB (B or
+with 4 warps at [64, 64], 64 at [64, 128] (state 128); shared_grad holds two of the latter, scores_grad four
+of the former. With heads of 64 and state 128 in bfloat16 a program stages 16 KB (x or a state) and 16 KB (B or
 C) a tile, so that shared memory lets several run on a multiprocessor. At 8k tokens of 64 heads, chunks of
 128, `outputs` has 8192 programs for 132 multiprocessors and `states`, which cannot be cut along the tokens,
 256. States are what larger chunks save: per chunk as many bytes as x of 128 tokens (state 128), written and
@@ -32,8 +33,6 @@ Not yet run on a GPU.
 Legend: as ops/ssd.py; n tiles of a chunk, q tokens of a tile. Tokens N are filled up to whole chunks.
 """
 
-import math
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,10 +40,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float
 
-from jaxthd.ops import scan_kernels as kernels
+from jaxthd.ops.scan_launches import (
+    Carried,
+    Sizes,
+    Tokens,
+    inputs_grad,
+    outputs,
+    scores_grad,
+    shared_grad,
+    states,
+)
 from jaxthd.ops.ssd import initial_states
 from jaxthd.packing.segments import Segments
 
@@ -53,32 +60,19 @@ SMALLEST = 16
 """Least size of a dim that the tensor cores multiply over."""
 
 
-class Sizes(NamedTuple):
-    """Of a scan: stretches, chunks of one, tokens of a chunk and of a tile."""
-
-    stretches: int
-    chunks: int
-    chunk: int
-    tile: int
-
-
-class Carried(NamedTuple):
-    """What enters stretches from other ranks, and how much of it is left before (reverse: after) a chunk."""
-
-    fade_HC: Array
-    state_ZHSP: Array
-
-
 class Sums(NamedTuple):
-    """Sums of log decay la <= 0, of terms of one sign: from a tile's start up to and with a token; from after
-    a token to the start of tile n of its chunk; from the chunk's start, to the chunk's end; over a chunk.
+    """Sums of log decay la <= 0, of terms of one sign; or their exponentials, decays.
+
+    within: from the start of a token's tile up to and with it [H, N]. to_tile: from after it to the start of
+    tile n of its chunk [H, n, N]. start, end: from its chunk's start up to and with it, from after it to the
+    chunk's end [H, N]. total: over a chunk [H, C].
     """
 
-    within_HN: Array
-    to_tile_HnN: Array
-    start_HN: Array
-    end_HN: Array
-    total_HC: Array
+    within: Array
+    to_tile: Array
+    start: Array
+    end: Array
+    total: Array
 
 
 def ssd_pallas(
@@ -159,11 +153,11 @@ def _scan_forward(
     segments: Segments,
 ) -> tuple[Array, Any]:
     decays = _decays(sizes, _sums(sizes, la_HN), positions_N)
-    to_end_HN = dt_HN * decays.end_HN
-    states_CHSP, last_ZHSP = _states(sizes, b_NGS, x_NHP, to_end_HN, decays.total_HC)
+    to_end_HN = dt_HN * decays.end
+    states_CHSP, last_ZHSP = states(sizes, b_NGS, x_NHP, to_end_HN, decays.total)
     carried, pull = None, None
     if segments.context > 1:
-        before_HC, _, whole_HZ = _over_chunks(sizes, decays.total_HC)
+        before_HC, _, whole_HZ = _over_chunks(sizes, decays.total)
 
         def exchange(whole_HZ: Array, last_ZHSP: Array) -> Array:
             """In initial_states' dims: one group, whose heads' states are one dim."""
@@ -172,8 +166,8 @@ def _scan_forward(
 
         first_ZHSP, pull = jax.vjp(exchange, whole_HZ, last_ZHSP)
         carried = Carried(before_HC, first_ZHSP)
-    tokens = (positions_N, dt_HN, la_HN, decays.within_HN, decays.to_tile_HnN)
-    y_NHP = _outputs(sizes, c_NGS, b_NGS, x_NHP, tokens, decays.start_HN, states_CHSP, carried)
+    tokens = Tokens(positions_N, dt_HN, la_HN, decays.within, decays.to_tile)
+    y_NHP = outputs(sizes, c_NGS, b_NGS, x_NHP, tokens, decays.start, states_CHSP, carried)
     return y_NHP, (x_NHP, dt_HN, la_HN, b_NGS, c_NGS, positions_N, states_CHSP, carried, pull)
 
 
@@ -183,12 +177,12 @@ def _scan_backward(sizes: Sizes, residuals: Any, dy_NHP: Array) -> tuple[Any, ..
     sums, pull_sums = jax.vjp(partial(_sums, sizes), la_HN)
     decays = _decays(sizes, sums, positions_N)
 
-    dstates_CHSP, dfirst_ZHSP, dtotal_HC = _states(
-        sizes, c_NGS, dy_NHP, decays.start_HN, decays.total_HC, (states_CHSP, carried)
+    dstates_CHSP, dfirst_ZHSP, dtotal_HC = states(
+        sizes, c_NGS, dy_NHP, decays.start, decays.total, (states_CHSP, carried)
     )
     dcarried = None
     if carried is not None:
-        before_HC, after_HC, _ = _over_chunks(sizes, decays.total_HC)
+        before_HC, after_HC, _ = _over_chunks(sizes, decays.total)
         dwhole_HZ, dlast_ZHSP = pull(dfirst_ZHSP)
         dcarried = Carried(after_HC, dlast_ZHSP)
         own_ZcHSP = states_CHSP.reshape(sizes.stretches, sizes.chunks, *states_CHSP.shape[1:])
@@ -197,16 +191,16 @@ def _scan_backward(sizes: Sizes, residuals: Any, dy_NHP: Array) -> tuple[Any, ..
         ) + dwhole_HZ[..., None] * before_HC.reshape(-1, sizes.stretches, sizes.chunks)
         dtotal_HC += after_HC * kept_HZc.reshape(dtotal_HC.shape)
 
-    tokens = (positions_N, dt_HN, la_HN, decays.within_HN, decays.to_tile_HnN)
-    dx_NHP, ddt_HN, dto_tile_HnN = _inputs_grad(
-        sizes, c_NGS, b_NGS, x_NHP, dy_NHP, tokens, decays.end_HN, dstates_CHSP, dcarried
+    tokens = Tokens(positions_N, dt_HN, la_HN, decays.within, decays.to_tile)
+    dx_NHP, ddt_HN, dto_tile_HnN = inputs_grad(
+        sizes, c_NGS, b_NGS, x_NHP, dy_NHP, tokens, decays.end, dstates_CHSP, dcarried
     )
-    dcb_CGQQ, dwithin_HnN, dla_HN = _scores_grad(sizes, c_NGS, b_NGS, x_NHP, dy_NHP, tokens)
-    dc_NGS, dstart_HN = _shared_grad(
-        sizes, c_NGS, b_NGS, dy_NHP, decays.start_HN, dcb_CGQQ, states_CHSP, carried, reverse=False
+    dcb_CGQQ, dwithin_HnN, dla_HN = scores_grad(sizes, c_NGS, b_NGS, x_NHP, dy_NHP, tokens)
+    dc_NGS, dstart_HN = shared_grad(
+        sizes, c_NGS, b_NGS, dy_NHP, decays.start, dcb_CGQQ, states_CHSP, carried, reverse=False
     )
-    to_end_HN = dt_HN * decays.end_HN
-    db_NGS, dend_HN = _shared_grad(
+    to_end_HN = dt_HN * decays.end
+    db_NGS, dend_HN = shared_grad(
         sizes, b_NGS, c_NGS, x_NHP, to_end_HN, dcb_CGQQ, dstates_CHSP, dcarried, reverse=True
     )
 
@@ -217,7 +211,7 @@ def _scan_backward(sizes: Sizes, residuals: Any, dy_NHP: Array) -> tuple[Any, ..
         jnp.where(number_n > tile_N, dto_tile_HnN, 0),
         dstart_HN,
         dend_HN,
-        dtotal_HC * decays.total_HC,
+        dtotal_HC * decays.total,
     )
     return dx_NHP, ddt_HN, dla_HN + pull_sums(dsums)[0], db_NGS, dc_NGS, None, None
 
@@ -236,7 +230,9 @@ def _sums(sizes: Sizes, la_HN: Array) -> Sums:
 
     def of_tiles(counted_nk: Array) -> Array:
         """Sums over the tiles k that counted [..., k] names: [H, C, ...]."""
-        return jnp.where(counted_nk, jnp.expand_dims(tile_HCn, tuple(range(2, counted_nk.ndim + 1))), 0).sum(-1)
+        return jnp.where(counted_nk, jnp.expand_dims(tile_HCn, tuple(range(2, counted_nk.ndim + 1))), 0).sum(
+            -1
+        )
 
     n = jnp.arange(tiles)
     between = of_tiles((n < n[:, None, None]) & (n > n[:, None]))
@@ -280,256 +276,3 @@ def _over_chunks(sizes: Sizes, total_HC: Array) -> tuple[Array, Array, Array]:
     before_HZc, after_HZc = before(total_HZc), jnp.flip(before(jnp.flip(total_HZc, 2)), 2)
     whole_HZ = before_HZc[..., -1] * total_HZc[..., -1]
     return before_HZc.reshape(total_HC.shape), after_HZc.reshape(total_HC.shape), whole_HZ
-
-
-# --- launches ---
-
-
-def _launch(
-    kernel: Callable[..., None],
-    grid: tuple[int, ...],
-    inputs: Sequence[tuple[Array, tuple[int | None, ...], Callable[..., Any]]],
-    outputs: Sequence[tuple[jax.ShapeDtypeStruct, tuple[int | None, ...], Callable[..., Any]]],
-    stages: int = 2,
-) -> Sequence[Array]:
-    """inputs, outputs: (array or its shape, block, block's index by grid place).
-
-    Interpreted where there is no GPU.
-    """
-
-    def call(*arrays: Array, interpret: bool) -> Any:
-        return pl.pallas_call(
-            kernel,
-            grid=grid,
-            in_specs=[pl.BlockSpec(*spec) for _, *spec in inputs],
-            out_specs=[pl.BlockSpec(*spec) for _, *spec in outputs],
-            out_shape=[shape for shape, *_ in outputs],
-            compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=stages),
-            interpret=interpret,
-        )(*arrays)
-
-    arrays = [array for array, *_ in inputs]
-    return jax.lax.platform_dependent(
-        *arrays, cpu=partial(call, interpret=True), default=partial(call, interpret=False)
-    )
-
-
-def _shape(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _part(size: int, at_most: int) -> tuple[int, int]:
-    """(size of a part, number of parts)."""
-    part = min(size, at_most)
-    return part, size // part
-
-
-def _states(
-    sizes: Sizes,
-    k_NGS: Array,
-    v_NHP: Array,
-    weight_HN: Array,
-    total_HC: Array,
-    other: tuple[Array, Carried | None] | None = None,
-) -> Any:
-    """(s before each chunk, the last s) of s <- total s + k^T (weight v) from s = 0.
-
-    other: states; then from the last chunk, s after each chunk, and also the inner products [H, C] of s and
-    the chunk's state.
-    """
-    (tokens, heads, p), (_, groups, s) = v_NHP.shape, k_NGS.shape
-    length, per, c = tokens // sizes.stretches, heads // groups, sizes.chunks
-    (s_part, s_parts), (p_part, p_parts) = _part(s, 64), _part(p, 32)
-
-    def place(i: Any) -> tuple[Any, Any]:
-        return i // p_parts, i % p_parts
-
-    def whole(i: Any, h: Any, z: Any) -> Any:
-        return (z, h, *place(i))
-
-    chunks = (total_HC, (None, c), lambda i, h, z: (h, z))
-    states_block = ((c, None, s_part, p_part), whole)
-    last_block = ((None, None, s_part, p_part), whole)
-    inputs = [
-        (k_NGS, (length, None, s_part), lambda i, h, z: (z, h // per, place(i)[0])),
-        (v_NHP, (length, None, p_part), lambda i, h, z: (z, h, place(i)[1])),
-        (weight_HN, (None, length), lambda i, h, z: (h, z)),
-        chunks,
-    ]
-    outputs = [
-        (_shape(total_HC.shape[1], heads, s, p, dtype=v_NHP.dtype), *states_block),
-        (_shape(sizes.stretches, heads, s, p), *last_block),
-    ]
-    read = 0
-    if other is not None:
-        states_CHSP, carried = other
-        inputs.append((states_CHSP, *states_block))
-        if carried is not None:
-            inputs += [(carried.fade_HC, *chunks[1:]), (carried.state_ZHSP, *last_block)]
-        read = 1 if carried is None else 3
-        product = _shape(s_parts * p_parts, *total_HC.shape)
-        outputs.append((product, (None, None, c), lambda i, h, z: (i, h, z)))
-    kernel = partial(kernels.states_kernel, q=sizes.tile, reverse=other is not None, read=read)
-    found = _launch(kernel, (s_parts * p_parts, heads, sizes.stretches), inputs, outputs)
-    return found if other is None else (*found[:2], found[2].sum(0))
-
-
-def _outputs(
-    sizes: Sizes,
-    c_NGS: Array,
-    b_NGS: Array,
-    x_NHP: Array,
-    tokens: tuple[Array, ...],
-    start_HN: Array,
-    states_CHSP: Array,
-    carried: Carried | None,
-) -> Array:
-    spec = _HeadSpecs(sizes, x_NHP, b_NGS)
-    inputs = [
-        (c_NGS, *spec.group),
-        (b_NGS, *spec.group),
-        (x_NHP, *spec.head),
-        *zip(tokens, *zip(*spec.tokens, strict=True), strict=True),
-        (start_HN, *spec.vector),
-        *spec.state(states_CHSP, carried),
-    ]
-    outputs = [(_shape(*x_NHP.shape), *spec.head_tile)]
-    return _launch(partial(kernels.outputs_kernel, q=sizes.tile), spec.grid, inputs, outputs)[0]
-
-
-def _inputs_grad(
-    sizes: Sizes,
-    c_NGS: Array,
-    b_NGS: Array,
-    x_NHP: Array,
-    dy_NHP: Array,
-    tokens: tuple[Array, ...],
-    end_HN: Array,
-    dstates_CHSP: Array,
-    carried: Carried | None,
-) -> Sequence[Array]:
-    spec, tiles = _HeadSpecs(sizes, x_NHP, b_NGS), sizes.chunk // sizes.tile
-    inputs = [
-        (c_NGS, *spec.group),
-        (b_NGS, *spec.group),
-        (x_NHP, *spec.head),
-        (dy_NHP, *spec.head),
-        *zip(tokens, *zip(*spec.tokens, strict=True), strict=True),
-        (end_HN, *spec.vector),
-        *spec.state(dstates_CHSP, carried),
-    ]
-    outputs = [
-        (_shape(*x_NHP.shape, dtype=x_NHP.dtype), *spec.head_tile),
-        (_shape(*end_HN.shape), (None, sizes.tile), lambda i, h, c: (h, c * tiles + i)),
-        (
-            _shape(len(end_HN), tiles, end_HN.shape[1]),
-            (None, tiles, sizes.tile),
-            lambda i, h, c: (h, 0, c * tiles + i),
-        ),
-    ]
-    return _launch(partial(kernels.inputs_grad_kernel, q=sizes.tile), spec.grid, inputs, outputs)
-
-
-class _HeadSpecs:
-    """Blocks of the kernels with one program a (tile, head, chunk)."""
-
-    def __init__(self, sizes: Sizes, x_NHP: Array, b_NGS: Array) -> None:
-        (tokens, heads, p), (_, groups, s) = x_NHP.shape, b_NGS.shape
-        q, chunk, per = sizes.tile, sizes.chunk, heads // groups
-        tiles = chunk // q
-        self._chunks, self._dims = sizes.chunks, (s, p)
-        self.grid = (tiles, heads, tokens // chunk)
-        self.group = ((chunk, None, s), lambda i, h, c: (c, h // per, 0))
-        self.head = ((chunk, None, p), lambda i, h, c: (c, h, 0))
-        self.head_tile = ((q, None, p), lambda i, h, c: (c * tiles + i, h, 0))
-        self.vector = ((None, chunk), lambda i, h, c: (h, c))
-        positions = ((chunk,), lambda i, h, c: (c,))
-        to_tile = ((None, tiles, chunk), lambda i, h, c: (h, 0, c))
-        self.tokens = (positions, self.vector, self.vector, self.vector, to_tile)
-
-    def state(self, states_CHSP: Array, carried: Carried | None) -> list[Any]:
-        chunks, dims = self._chunks, self._dims
-        found = [(states_CHSP, (None, None, *dims), lambda i, h, c: (c, h, 0, 0))]
-        if carried is not None:
-            found += [
-                (carried.fade_HC, (None, None), lambda i, h, c: (h, c)),
-                (carried.state_ZHSP, (None, None, *dims), lambda i, h, c: (c // chunks, h, 0, 0)),
-            ]
-        return found
-
-
-def _scores_grad(
-    sizes: Sizes, c_NGS: Array, b_NGS: Array, x_NHP: Array, dy_NHP: Array, tokens: tuple[Array, ...]
-) -> Sequence[Array]:
-    (n, heads, p), (_, groups, s) = x_NHP.shape, b_NGS.shape
-    q, chunk, per = sizes.tile, sizes.chunk, heads // groups
-    tiles = chunk // q
-
-    def later(i: Any, g: Any, c: Any) -> Any:
-        return c * tiles + i // tiles, g, 0
-
-    def earlier(i: Any, g: Any, c: Any) -> Any:
-        return c * tiles + i % tiles, g, 0
-
-    vector = ((per, chunk), lambda i, g, c: (g, c))
-    positions_N, dt_HN, la_HN, within_HN, to_tile_HnN = tokens
-    inputs = [
-        (c_NGS, (q, None, s), later),
-        (b_NGS, (q, None, s), earlier),
-        (x_NHP, (q, per, p), earlier),
-        (dy_NHP, (q, per, p), later),
-        (positions_N, (chunk,), lambda i, g, c: (c,)),
-        (dt_HN, *vector),
-        (la_HN, *vector),
-        (within_HN, *vector),
-        (to_tile_HnN, (per, tiles, chunk), lambda i, g, c: (g, 0, c)),
-    ]
-    outputs = [
-        (
-            _shape(n // chunk, groups, chunk, chunk, dtype=x_NHP.dtype),
-            (None, None, q, q),
-            lambda i, g, c: (c, g, i // tiles, i % tiles),
-        ),
-        (_shape(heads, tiles, n), (per, None, q), lambda i, g, c: (g, i % tiles, c * tiles + i // tiles)),
-        (_shape(heads, n), (per, q), lambda i, g, c: (g, c * tiles + i // tiles)),
-    ]
-    grid = (tiles * tiles, groups, n // chunk)
-    return _launch(partial(kernels.scores_grad_kernel, q=q), grid, inputs, outputs)
-
-
-def _shared_grad(
-    sizes: Sizes,
-    own_NGS: Array,
-    other_NGS: Array,
-    v_NHP: Array,
-    weight_HN: Array,
-    dcb_CGQQ: Array,
-    states_CHSP: Array,
-    carried: Carried | None,
-    reverse: bool,
-) -> Sequence[Array]:
-    (n, heads, p), (_, groups, s) = v_NHP.shape, own_NGS.shape
-    q, chunk, per = sizes.tile, sizes.chunk, heads // groups
-    tiles, chunks = chunk // q, sizes.chunks
-    own = ((q, None, s), lambda i, g, c: (c * tiles + i, g, 0))
-    vector = ((per, q), lambda i, g, c: (g, c * tiles + i))
-    if reverse:
-        dcb = ((None, None, chunk, q), lambda i, g, c: (c, g, 0, i))
-    else:
-        dcb = ((None, None, q, chunk), lambda i, g, c: (c, g, i, 0))
-    inputs = [
-        (own_NGS, *own),
-        (other_NGS, (chunk, None, s), lambda i, g, c: (c, g, 0)),
-        (v_NHP, (q, per, p), lambda i, g, c: (c * tiles + i, g, 0)),
-        (weight_HN, *vector),
-        (dcb_CGQQ, *dcb),
-        (states_CHSP, (None, per, s, p), lambda i, g, c: (c, g, 0, 0)),
-    ]
-    if carried is not None:
-        inputs += [
-            (carried.fade_HC, (per, None), lambda i, g, c: (g, c)),
-            (carried.state_ZHSP, (None, per, s, p), lambda i, g, c: (c // chunks, g, 0, 0)),
-        ]
-    outputs = [(_shape(*own_NGS.shape, dtype=own_NGS.dtype), *own), (_shape(*weight_HN.shape), *vector)]
-    kernel = partial(kernels.shared_grad_kernel, q=q, reverse=reverse)
-    return _launch(kernel, (tiles, groups, n // chunk), inputs, outputs)

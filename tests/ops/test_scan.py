@@ -1,6 +1,5 @@
 """The scan kernels, interpreted: equal to the XLA scan in float64, lowered for CUDA, refused where wrong."""
 
-import contextlib
 from functools import partial
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from jax.experimental.pallas import triton as pltriton
 
 from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.mesh import make_mesh
@@ -138,21 +137,19 @@ def test_the_probe_refuses_what_is_not_finite() -> None:
     assert error(np.array([1.0, np.nan]), np.ones(2)) == float("inf")
 
 
-@contextlib.contextmanager
-def h100() -> Any:
-    """Later versions of jax ask which GPU it is that they lower for; and announce that they will not for ever.
-
-    Within a shard_map over CPU devices they see those, and cannot be told otherwise.
-    """
-    fields = {"device_kind": "NVIDIA H100 80GB HBM3", "num_cores": 132, "platform": "cuda"}
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(**fields))):
-        yield
+@pytest.fixture
+def h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later versions of jax ask which GPU they lower for, and inside a shard_map see the CPU devices only."""
+    if hasattr(pltriton, "GpuVersion"):
+        info = pltriton.get_gpu_info_from_version(pltriton.GpuVersion.H100)
+        monkeypatch.setattr("jax._src.pallas.triton.gpu_info.get_gpu_info", lambda: info)
 
 
 CALL = "__gpu$xla.gpu.triton"
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.usefixtures("h100")
 @pytest.mark.parametrize("chunk", [128, 256])
 def test_the_kernels_lower_for_cuda(chunk: int) -> None:
     """Nemotron-3-Nano's scan, forward and backward: two kernels and five."""
@@ -167,18 +164,19 @@ def test_the_kernels_lower_for_cuda(chunk: int) -> None:
         y, pull = jax.vjp(lambda a, g: run(g["x"], g["dt"], a, g["b"], g["c"]), a, given)
         return y, pull(y)
 
-    with h100():
-        program = jax.jit(gradients).trace(layout, layout, a, shapes)
-        text = program.lower(lowering_platforms=("cuda",)).as_text()
+    program = jax.jit(gradients).trace(layout, layout, a, shapes)
+    text = program.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count(CALL) == 7
     assert "callback" not in text
 
 
-def train_step_for_cuda(context: int) -> str:
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.usefixtures("h100")
+def test_a_whole_train_step_lowers_for_cuda_without_host_callbacks() -> None:
     llm = LLMConfig(pattern="MM*", dim=32, mamba_head_dim=16, mamba_state=16, mamba_chunk=16, head_dim=16)
     encoder = EncoderConfig(num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4)
     model = ModelConfig(encoder=encoder, llm=llm, scan_backend="pallas", dtype="bfloat16")
-    config = Config(model=model, mesh=MeshConfig(context=context))
+    config = Config(model=model, mesh=MeshConfig(context=2))
     mesh = make_mesh(config.mesh)
     state = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -186,11 +184,7 @@ def train_step_for_cuda(context: int) -> str:
         state_shardings(config, mesh),
     )
     step: Any = make_train_step(config, mesh)
-    program = step.trace(state, batch_of([5, 20, 11, 1, 17], context))
-    return program.lower(lowering_platforms=("cuda",)).as_text()
-
-
-def test_a_whole_train_step_lowers_for_cuda_without_host_callbacks() -> None:
-    text = train_step_for_cuda(2)
+    program = step.trace(state, batch_of([5, 20, 11, 1, 17], 2))
+    text = program.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count(CALL) >= 7
     assert "callback" not in text
