@@ -3,6 +3,7 @@
 Legend: as ops/ssd.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -93,9 +94,6 @@ def probe_inputs(problem: ScanProblem, seed: int = 0) -> tuple[Array, ...]:
 
 def outputs_and_gradients(problem: ScanProblem, inputs: tuple[Array, ...], run: Any) -> list[np.ndarray]:
     """Of documents of PROBE_LENGTHS and padding, in float64, y's padding 0. run: as ops.ssd.ssd."""
-    lengths = (*PROBE_LENGTHS, *[0] * PROBE_PADDING)
-    ids = np.concatenate([np.full(n or 1, i + 1 if n else 0) for i, n in enumerate(lengths)])
-    positions = np.concatenate([np.arange(n or 1) for n in lengths])
 
     @jax.jit
     def program(ids_RT: Array, positions_RT: Array, dy: Array, *given: Array) -> tuple[Array, ...]:
@@ -104,8 +102,14 @@ def outputs_and_gradients(problem: ScanProblem, inputs: tuple[Array, ...], run: 
         return (y * segments.valid[:, None, None], *pull(dy))
 
     *given, dy = inputs
-    layout = (jnp.asarray(x[None], jnp.int32) for x in (ids, positions))
-    return [np.asarray(x, np.float64) for x in program(*layout, dy, *given)]
+    return [np.asarray(x, np.float64) for x in program(*row_of(PROBE_LENGTHS, PROBE_PADDING), dy, *given)]
+
+
+def row_of(lengths: Sequence[int], padding: int) -> tuple[Array, Array]:
+    """Segment ids and positions [1, tokens] of documents back to back, padding at the end."""
+    ids = np.repeat([*range(1, len(lengths) + 1), 0], [*lengths, padding])
+    positions = np.concatenate([*map(np.arange, lengths), np.zeros(padding)])
+    return jnp.asarray(ids[None], jnp.int32), jnp.asarray(positions[None], jnp.int32)
 
 
 def error(found: np.ndarray, want: np.ndarray) -> float:

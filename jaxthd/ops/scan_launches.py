@@ -18,6 +18,15 @@ from jaxthd.ops import scan_kernels as kernels
 STATE_PART, HEAD_PART = 64, 32
 """Of a head's state, what one program carries over the chunks."""
 
+WARPS_AND_STAGES = {
+    "states": (4, 3),
+    "outputs": (4, 2),
+    "inputs_grad": (4, 2),
+    "scores_grad": (4, 2),
+    "shared_grad": (4, 2),
+}
+"""Of each kernel's programs: warps, and how many loads ahead of a loop's matrix products (2: one)."""
+
 Inputs = list[tuple[Array, pl.BlockSpec]]
 Outputs = list[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]
 
@@ -55,9 +64,10 @@ class Carried(NamedTuple):
 
 
 def _launch(
-    kernel: Callable[..., None], grid: tuple[int, ...], inputs: Inputs, outputs: Outputs, stages: int = 2
+    name: str, kernel: Callable[..., None], grid: tuple[int, ...], inputs: Inputs, outputs: Outputs
 ) -> list[Array]:
-    """On a CPU the kernel is interpreted. stages: of loads ahead of a loop's matrix products."""
+    """On a CPU the kernel is interpreted. name: in WARPS_AND_STAGES."""
+    warps, stages = WARPS_AND_STAGES[name]
 
     def call(*arrays: Array, interpret: bool) -> Any:
         return pl.pallas_call(
@@ -66,7 +76,7 @@ def _launch(
             in_specs=[spec for _, spec in inputs],
             out_specs=[spec for _, spec in outputs],
             out_shape=[shape for shape, _ in outputs],
-            compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=stages),
+            compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=stages),
             interpret=interpret,
         )(*arrays)
 
@@ -126,7 +136,7 @@ def states(
         product = pl.BlockSpec((None, None, c), lambda i, h, z: (i, h, z))
         outputs.append((_float32(parts, *total_HC.shape), product))
     kernel = partial(kernels.states_kernel, q=sizes.tile, reverse=other is not None, read=len(inputs) - given)
-    found = _launch(kernel, (parts, heads, sizes.stretches), inputs, outputs, stages=3)
+    found = _launch("states", kernel, (parts, heads, sizes.stretches), inputs, outputs)
     return found if other is None else [*found[:2], found[2].sum(0)]
 
 
@@ -178,7 +188,7 @@ def outputs(
         *block.state(states_CHSP, carried),
     ]
     kernel = partial(kernels.outputs_kernel, q=sizes.tile)
-    return _launch(kernel, block.grid, inputs, [(_float32(*x_NHP.shape), block.tile)])[0]
+    return _launch("outputs", kernel, block.grid, inputs, [(_float32(*x_NHP.shape), block.tile)])[0]
 
 
 def inputs_grad(
@@ -209,7 +219,8 @@ def inputs_grad(
         (_float32(*end_HN.shape), block.vector_tile),
         (_float32(*tokens.to_tile.shape), block.to_tile_tile),
     ]
-    return _launch(partial(kernels.inputs_grad_kernel, q=sizes.tile), block.grid, inputs, outputs)
+    kernel = partial(kernels.inputs_grad_kernel, q=sizes.tile)
+    return _launch("inputs_grad", kernel, block.grid, inputs, outputs)
 
 
 def scores_grad(
@@ -248,7 +259,7 @@ def scores_grad(
         (_float32(heads, n), pl.BlockSpec((per, q), lambda i, g, c: (g, c * tiles + i // tiles))),
     ]
     kernel = partial(kernels.scores_grad_kernel, q=q)
-    return _launch(kernel, (tiles * tiles, groups, n // chunk), inputs, outputs)
+    return _launch("scores_grad", kernel, (tiles * tiles, groups, n // chunk), inputs, outputs)
 
 
 def shared_grad(
@@ -288,4 +299,4 @@ def shared_grad(
         (_float32(*weight_HN.shape), vector),
     ]
     kernel = partial(kernels.shared_grad_kernel, q=q, reverse=reverse)
-    return _launch(kernel, (tiles, groups, n // chunk), inputs, outputs)
+    return _launch("shared_grad", kernel, (tiles, groups, n // chunk), inputs, outputs)
