@@ -178,7 +178,7 @@ def sweep(tokens: int, chunks: list[int], repeats: int) -> None:
 
 
 def rival() -> Callable[..., Any] | None:
-    """mamba_ssm's scan with documents, on torch tensors [1, tokens, ...]; None where it cannot be imported."""
+    """The scan of mamba_ssm, with documents, on torch tensors [1, tokens, ...]; None if it cannot be had."""
     try:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
     except ImportError as missing:

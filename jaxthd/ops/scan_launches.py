@@ -65,7 +65,7 @@ class Carried(NamedTuple):
 
 def _launch(
     name: str, kernel: Callable[..., None], grid: tuple[int, ...], inputs: Inputs, outputs: Outputs
-) -> list[Array]:
+) -> tuple[Array, ...]:
     """On a CPU the kernel is interpreted. name: in WARPS_AND_STAGES."""
     warps, stages = WARPS_AND_STAGES[name]
 
@@ -81,10 +81,8 @@ def _launch(
         )(*arrays)
 
     arrays = [array for array, _ in inputs]
-    found: list[Array] = jax.lax.platform_dependent(
-        *arrays, cpu=partial(call, interpret=True), default=partial(call, interpret=False)
-    )
-    return found
+    run = {"cpu": partial(call, interpret=True), "default": partial(call, interpret=False)}
+    return tuple(jax.lax.platform_dependent(*arrays, **run))
 
 
 def _float32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -98,7 +96,7 @@ def states(
     weight_HN: Array,
     total_HC: Array,
     other: tuple[Array, Carried | None] | None = None,
-) -> list[Array]:
+) -> tuple[Array, ...]:
     """s before each chunk [C, H, S, P] in v's dtype, and the last s [Z, H, S, P] in float32, of
     s <- total s + k^T (weight v) from s = 0.
 
@@ -137,7 +135,7 @@ def states(
         outputs.append((_float32(parts, *total_HC.shape), product))
     kernel = partial(kernels.states_kernel, q=sizes.tile, reverse=other is not None, read=len(inputs) - given)
     found = _launch("states", kernel, (parts, heads, sizes.stretches), inputs, outputs)
-    return found if other is None else [*found[:2], found[2].sum(0)]
+    return found if other is None else (*found[:2], found[2].sum(0))
 
 
 class _Head:
@@ -201,7 +199,7 @@ def inputs_grad(
     end_HN: Array,
     dstates_CHSP: Array,
     carried: Carried | None,
-) -> list[Array]:
+) -> tuple[Array, ...]:
     """Gradients of x, of dt as x's factor [H, N], and of log to_tile [H, n, N], written for tiles n after a
     token's own. end: decay to the chunk's end; dstates: gradients of the states after chunks."""
     block = _Head(sizes, x_NHP, b_NGS)
@@ -225,7 +223,7 @@ def inputs_grad(
 
 def scores_grad(
     sizes: Sizes, c_NGS: Array, b_NGS: Array, x_NHP: Array, dy_NHP: Array, tokens: Tokens
-) -> list[Array]:
+) -> tuple[Array, ...]:
     """Those of C B^T [C, G, Q, Q] in x's dtype, written where the row's tile is not before the column's; of
     log within [H, n, N], in parts by the earlier tile n, written where it is earlier; of la [H, N] inside
     tiles.
@@ -273,7 +271,7 @@ def shared_grad(
     carried: Carried | None,
     *,
     reverse: bool,
-) -> list[Array]:
+) -> tuple[Array, ...]:
     """Gradient of C from B, dy, decays from the chunk's start, and states; or, reverse, that of B from C, x,
     decays to the chunk's end times dt, and the states' gradients. And that of log weight [H, N].
     """
