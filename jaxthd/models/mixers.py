@@ -175,9 +175,10 @@ class Mamba2(nnx.Module):
             own_heads(taps_KRc, segments, axis=1)[:, 0],
             own_heads(bias_Rc, segments)[0],
             scan_segments(segments),
+            silu=True,
         )
         dt_Lh = to_heads(self._time_steps(x_ND), segments)
-        return self._by_head(jax.nn.silu(convolved_Lc), dt_Lh, own_heads(self._rates(x_ND), segments))
+        return self._by_head(convolved_Lc, dt_Lh, own_heads(self._rates(x_ND), segments))
 
     def _time_steps(self, x_ND: Array) -> Array:
         acc = accumulation_dtype(x_ND)
