@@ -19,7 +19,7 @@ STATE_PART, HEAD_PART = 64, 32
 """Of a head's state, what one program carries over the chunks."""
 
 WARPS_AND_STAGES = {
-    "states": (4, 3),
+    "states": (4, 2),
     "outputs": (4, 2),
     "inputs_grad": (4, 2),
     "scores_grad": (4, 2),

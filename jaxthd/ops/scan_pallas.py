@@ -19,7 +19,7 @@ are read, times what is left of it in that chunk.
 Sizes. A tile is 64 tokens, one warpgroup's matrix instruction: its float32 arrays are 32 registers a thread
 with 4 warps at [64, 64], 64 at [64, 128] (state 128); shared_grad holds two of the latter, scores_grad four
 of the former. Compiled for an H100 (by Triton 3.6, without one), heads of 64, state 128, bfloat16: 66 to 255
-registers, at most 60 bytes spilled, 45 to 90 KB of shared memory, all products on the warpgroup instructions;
+registers, at most 60 bytes spilled, 45 to 87 KB of shared memory, all products on the warpgroup instructions;
 so two programs or more share a multiprocessor. At 8k tokens of 64 heads, chunks of 128, `outputs` has 8192
 programs for 132 multiprocessors and `states`, which cannot be cut along the tokens, 256. States are what
 larger chunks save: a chunk's are as many bytes as x of 128 tokens (state 128), written and read; 256 tokens a
