@@ -273,6 +273,10 @@ class ModelConfig:
     "auto": the first of te, cudnn, xla that is admitted. See python -m jaxthd.doctor."""
     attention_unverified: bool = False
     """Use the back-end although the measurement refuses it."""
+    scan_backend: Literal["xla", "pallas", "auto"] = "xla"
+    """What computes Mamba2's scan in training and evaluation. "xla": everywhere; "pallas": kernels for NVIDIA
+    GPUs, for chunks, head dims and states that are powers of two from 16 up (on a CPU they are interpreted,
+    for tests); not yet run on a GPU. "auto": "xla", until kernels can be admitted by a measurement."""
     attention_block: int = 128
     """Tokens of an attention block: speed only."""
     loss_block: int = 256

@@ -205,8 +205,10 @@ class Costs:
             case "M":
                 chunk = min(llm.mamba_chunk, self._config.data.capacity)
                 states = 2 * self._inner * llm.mamba_state / chunk
-                pairs = (2 * self._mamba_heads + self._groups) * chunk
                 inner = a * (4 * self._inner + 2 * self._channels) + w * 3 * self._inner
+                if self._config.model.scan_backend == "pallas":
+                    return normed + n * (inner + a * (states + self._groups * chunk))
+                pairs = (2 * self._mamba_heads + self._groups) * chunk
                 return normed + n * (inner + w * (states + pairs) + a * self._mamba_heads * chunk)
             case "-":
                 return normed + n * a * 3 * llm.ffn_dim / self._mesh.tensor

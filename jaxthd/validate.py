@@ -32,6 +32,7 @@ from jaxthd.kernels import attention_problem
 from jaxthd.ops.attention import te
 from jaxthd.ops.attention.pieces import unfit_for_fused
 from jaxthd.ops.fp8 import is_installed
+from jaxthd.ops.scan_pallas import why_unfit
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.experts import expert_cut
 from jaxthd.parallel.schedule import make_schedule
@@ -733,6 +734,34 @@ def _known_bad_kernels(config: Config, device: DeviceFacts) -> Iterator[Problem]
                 "set model.attention_backend to auto or xla",
                 is_warning=capability is None,
             )
+
+
+@_rule(
+    "model.scan_backend",
+    "model.dtype",
+    "model.llm.pattern",
+    "model.llm.mamba_chunk",
+    "model.llm.mamba_head_dim",
+    "model.llm.mamba_state",
+)
+def _scan_kernels(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    llm = config.model.llm
+    if config.model.scan_backend != "pallas" or "M" not in llm.pattern:
+        return
+    found, change = 'model.scan_backend is "pallas"', "set model.scan_backend to xla"
+    unfit = why_unfit(llm.mamba_chunk, llm.mamba_head_dim, llm.mamba_state, config.model.dtype)
+    if unfit:
+        expected = "model.llm.mamba_chunk, mamba_head_dim and mamba_state in powers of two from 16 up and"
+        expected += " model.dtype float32 or bfloat16"
+        yield Problem(f"{found}, but {' and '.join(unfit)}", expected, f"{change}, or change these")
+    elif device.platform == "cpu":
+        expected = "it on GPUs: here its kernels are interpreted, slowly"
+        yield Problem(f"{found} on cpu", expected, change, is_warning=True)
+    elif device.platform not in ("gpu", "cuda"):
+        yield Problem(f"{found} on {device.platform}", "an NVIDIA GPU", change)
+    elif device.compute_capability and float(device.compute_capability) < 8:
+        where = f"compute capability {device.compute_capability} ({device.kind})"
+        yield Problem(f"{found} on {where}", "8.0 or more, which has bfloat16 matrix units", change)
 
 
 # --- what is trained ---

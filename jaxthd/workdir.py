@@ -33,6 +33,7 @@ FREE = (
     "model.expert_*",
     "model.attention_backend",
     "model.attention_unverified",
+    "model.scan_backend",
     "model.*_block",
     "model.remat_*",
     "model.llm.mamba_chunk",

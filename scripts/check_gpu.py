@@ -145,7 +145,7 @@ def rows_of(groups: Sequence[Sequence[Document]], model: ModelConfig) -> tuple[B
 
     capacity = multiple(max(sum(map(len, group)) for group in groups), 128)
     frames = multiple(max(sum(d.mel_frames for d in group) for group in groups), 128)
-    sizes = {
+    sizes: dict[str, Any] = {
         "capacity": capacity,
         "audio_capacity": max(frames, 8 * model.encoder.chunk_frames // 8 + 8),
         "max_documents": max(map(len, groups)),
@@ -194,7 +194,8 @@ def run_step(
     mesh = make_mesh(config.mesh)
     state, on_mesh = init_state(config, mesh), put_batch(batch, mesh)
     start = time.perf_counter()
-    step = make_train_step(config, mesh).lower(state, on_mesh).compile()
+    program: Any = make_train_step(config, mesh)
+    step = program.lower(state, on_mesh).compile()
     compiling = time.perf_counter() - start
     sizes: Any = step.memory_analysis()
     losses = []
@@ -378,7 +379,7 @@ def conditionals(tiny: bool) -> None:
     def loop(branches: int, taken: Array, x: Array) -> Array:
         def turn(x: Array, _: None) -> tuple[Array, None]:
             x = x + 1
-            for _ in range(branches):
+            for _branch in range(branches):
                 x = jax.lax.cond(taken, lambda x: x @ x, lambda x: x, x)
             return x, None
 

@@ -222,6 +222,18 @@ CASES = [
     Case({"model.dtype": "bfloat16"}, "set model.dtype to float32 on a CPU", is_warning=True),
     Case({"model.attention_backend": "te"}, "it computes in bfloat16 or float16, and model.dtype is", GPU),
     Case({"model.attention_backend": "cudnn"}, "it runs on NVIDIA GPUs, and this is cpu; expected one that"),
+    Case(
+        {"model.scan_backend": "pallas", "model.llm.mamba_chunk": 48, "model.llm.mamba_state": 8},
+        "but chunk 48 is no power of two from 16 up and state 8 is no power of two from 16 up; expected",
+        GPU,
+    ),
+    Case({"model.scan_backend": "pallas"}, "are interpreted, slowly", is_warning=True),
+    Case({"model.scan_backend": "pallas"}, "on tpu; expected an NVIDIA GPU", DeviceFacts("tpu", 1, "TPU")),
+    Case(
+        {"model.scan_backend": "pallas"},
+        "on compute capability 7.5 (T4); expected 8.0 or more",
+        DeviceFacts("gpu", 1, "T4", "7.5"),
+    ),
     # What is trained.
     Case(
         {"adapt.freeze": ("encoder.*", "decoder.layers.mambo.*")},

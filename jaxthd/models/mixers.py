@@ -33,7 +33,8 @@ from jaxthd.ops.grouped_matmul import combine, dispatch, expert_layout
 from jaxthd.ops.head_exchange import head_ranks, own_heads, scan_segments, to_documents, to_heads, to_tokens
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.ring import gather_in_order, merge, packed_attention
-from jaxthd.ops.ssd import ssd, ssd_and_states
+from jaxthd.ops.scan import scan
+from jaxthd.ops.ssd import ssd_and_states
 from jaxthd.packing.prompts import DOCUMENTS_BLOCK, Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.experts import exchanged_experts, expert_cut, expert_mlp
@@ -143,12 +144,12 @@ class Mamba2(nnx.Module):
         self.out = Linear(inner, llm.dim, init, std=_residual_std(inner, llm), cut_in=heads)
         self.state = llm.mamba_state
         self.groups, self.mesh = groups, init.mesh
-        self.chunk = llm.mamba_chunk
+        self.chunk, self.backend = llm.mamba_chunk, config.scan_backend
         self.dt_limit = llm.mamba_dt_limit
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
         inputs = self._scan_inputs(x_ND, self._project(x_ND), segments)
-        y_LhP = ssd(*inputs, scan_segments(segments), chunk=self.chunk)
+        y_LhP = scan(*inputs, scan_segments(segments), chunk=self.chunk, backend=self.backend)
         return self._scan_outputs(y_LhP, inputs[0], x_ND, segments)
 
     def _project(self, x_ND: Array) -> Parts:
@@ -180,9 +181,10 @@ class Mamba2(nnx.Module):
             own_heads(taps_KRc, segments, axis=1)[:, 0],
             own_heads(bias_Rc, segments)[0],
             scan_segments(segments),
+            silu=True,
         )
         dt_Lh = to_heads(self._time_steps(x_ND), segments)
-        return self._by_head(jax.nn.silu(convolved_Lc), dt_Lh, own_heads(self._rates(x_ND), segments))
+        return self._by_head(convolved_Lc, dt_Lh, own_heads(self._rates(x_ND), segments))
 
     def _time_steps(self, x_ND: Array) -> Array:
         acc = accumulation_dtype(x_ND)

@@ -4,18 +4,26 @@ Legend: N tokens, K taps, C channels, R rows, S stretches of a row on a rank, L 
 D places for documents of a row, after whose prompts decoding goes on.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
+from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.segments import Segments
 
 
 def causal_conv(
-    x_NC: Float[Array, "N C"], w_KC: Float[Array, "K C"], bias_C: Float[Array, " C"], segments: Segments
+    x_NC: Float[Array, "N C"],
+    w_KC: Float[Array, "K C"],
+    bias_C: Float[Array, " C"],
+    segments: Segments,
+    *,
+    silu: bool = False,
 ) -> Float[Array, "N C"]:
-    """y[i] = bias + sum_j w[K - 1 - j] x[i - j] over the taps j that stay inside the document.
+    """y[i] = bias + sum_j w[K - 1 - j] x[i - j] over the taps j that stay inside the document; or SiLU of it.
 
     On the context axis a stretch needs the K - 1 tokens before it, its halo (ValueError when a stretch is
     shorter than that). Differentiable.
@@ -27,14 +35,66 @@ def causal_conv(
             f"a context chunk has {x_RSLC.shape[2]} tokens but a convolution of {reach + 1} taps needs "
             f"{reach} from the chunk before; raise data.capacity or lower mesh.context"
         )
-    x_RSLC = jnp.concatenate([_halo(x_RSLC, reach, segments), x_RSLC], axis=2)
-    positions_N1 = segments.positions[:, None]
-    y_NC = jnp.broadcast_to(bias_C, x_NC.shape)
-    length = x_RSLC.shape[2] - reach
+    halo_RSkC = _halo(x_RSLC, reach, segments)
+    y_RSLC = _convolved(silu, x_RSLC, halo_RSkC, w_KC, bias_C, segments.split(segments.positions))
+    return y_RSLC.reshape(x_NC.shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _convolved(
+    silu: bool, x_RSLC: Array, halo_RSkC: Array, w_KC: Array, bias_C: Array, positions_RSL: Array
+) -> Array:
+    """XLA makes one loop over elements of it; of the backward pass two, and the sums for w and bias. What is
+    kept between is x, where autodiff would keep what each tap saw.
+    """
+    y_RSLC = _sum_of_taps(_seen(x_RSLC, halo_RSkC, positions_RSL), w_KC, bias_C)
+    return (jax.nn.silu(y_RSLC) if silu else y_RSLC).astype(x_RSLC.dtype)
+
+
+def _seen(x_RSLC: Array, halo_RSkC: Array, positions_RSL: Array) -> list[Array]:
+    """For each j = 0 .. k the tokens j before, 0 where that is another document."""
+    reach, length = halo_RSkC.shape[2], x_RSLC.shape[2]
+    seen = []
     for j in range(reach + 1):
-        back_NC = x_RSLC[:, :, reach - j : reach - j + length].reshape(x_NC.shape)
-        y_NC = y_NC + w_KC[reach - j] * jnp.where(positions_N1 >= j, back_NC, 0)
-    return y_NC
+        back_RSLC = jnp.concatenate([halo_RSkC[:, :, reach - j :], x_RSLC], axis=2)[:, :, :length]
+        seen.append(jnp.where(positions_RSL[..., None] >= j, back_RSLC, 0))
+    return seen
+
+
+def _sum_of_taps(seen: list[Array], w_KC: Array, bias_C: Array) -> Array:
+    """In the accumulation dtype."""
+    acc = accumulation_dtype(bias_C)
+    return bias_C.astype(acc) + sum(w_C.astype(acc) * x for w_C, x in zip(w_KC[::-1], seen, strict=True))
+
+
+def _convolved_forward(silu: bool, *given: Array) -> tuple[Array, tuple[Array, ...]]:
+    return _convolved(silu, *given), given
+
+
+def _convolved_backward(silu: bool, given: tuple[Array, ...], dy_RSLC: Array) -> tuple[Array | None, ...]:
+    x_RSLC, halo_RSkC, w_KC, bias_C, positions_RSL = given
+    seen = _seen(x_RSLC, halo_RSkC, positions_RSL)
+    acc, reach = accumulation_dtype(x_RSLC), len(seen) - 1
+    dz_RSLC = dy_RSLC.astype(acc)
+    if silu:
+        gate_RSLC = jax.nn.sigmoid(z_RSLC := _sum_of_taps(seen, w_KC, bias_C))
+        dz_RSLC = dz_RSLC * gate_RSLC * (1 + z_RSLC * (1 - gate_RSLC))
+    # Behind a barrier, lest what taps saw be kept for both uses, in k + 1 arrays.
+    x_RSLC, halo_RSkC = jax.lax.optimization_barrier((x_RSLC, halo_RSkC))
+    seen = _seen(x_RSLC, halo_RSkC, positions_RSL)
+    dw_KC = jnp.stack([(dz_RSLC * x).sum((0, 1, 2)) for x in seen[::-1]])
+    dbias_C = dz_RSLC.sum((0, 1, 2))
+    # What token i + j takes of token i, halo included.
+    dpadded_RSMC = jnp.zeros((), acc)
+    dz_RSLC = dz_RSLC.astype(x_RSLC.dtype)
+    for j, w_C in enumerate(w_KC[::-1]):
+        taken_RSLC = jnp.where(positions_RSL[..., None] >= j, w_C.astype(acc) * dz_RSLC, 0)
+        dpadded_RSMC += jnp.pad(taken_RSLC, [(0, 0), (0, 0), (reach - j, j), (0, 0)])
+    dhalo_RSkC, dx_RSLC = jnp.split(dpadded_RSMC.astype(x_RSLC.dtype), [reach], axis=2)
+    return dx_RSLC, dhalo_RSkC, dw_KC.astype(w_KC.dtype), dbias_C.astype(bias_C.dtype), None
+
+
+_convolved.defvjp(_convolved_forward, _convolved_backward)
 
 
 def last_inputs(

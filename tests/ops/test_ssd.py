@@ -84,27 +84,36 @@ def test_scan_equals_the_recurrence_of_each_document_alone(context, gather_up_to
             assert_same((da, dinputs), (want_da, want_dinputs), tolerance)
 
 
-@pytest.mark.parametrize("context", [1, 2, 4])
-def test_convolution_equals_each_document_alone(context):
+@pytest.mark.parametrize(("context", "silu"), [(1, False), (1, True), (2, True), (4, False), (4, True)])
+def test_convolution_equals_each_document_alone(context, silu):
     rng = np.random.default_rng(2)
     channels = 5
     with jax.enable_x64(True):
-        run = on_context(lambda w, x, segments: causal_conv(x, w[0], w[1], segments), context, block=8)
+        run = on_context(
+            lambda w, x, segments: causal_conv(x, w[0], w[1], segments, silu=silu), context, block=8
+        )
         for lengths in CASES.values():
             x, dy = rng.normal(size=(2, CAPACITY, channels))
             w, bias = rng.normal(size=(TAPS, channels)), rng.normal(size=channels)
             dy[sum(lengths) :] = 0
             y, (dw, dbias), dx = run((w, bias), x, *row_arrays(lengths), dy)
-            want_y, want_dx, want_dw = np.zeros_like(x), np.zeros_like(x), np.zeros_like(w)
-            for span in spans(lengths):
-                for i in range(span.start, span.stop):
-                    want_y[i] = bias
-                    for j in range(min(TAPS, i - span.start + 1)):
-                        want_y[i] += w[TAPS - 1 - j] * x[i - j]
-                        want_dx[i - j] += w[TAPS - 1 - j] * dy[i]
-                        want_dw[TAPS - 1 - j] += x[i - j] * dy[i]
+            want_z, want_dx, want_dw = np.zeros_like(x), np.zeros_like(x), np.zeros_like(w)
+            taps = [
+                (i, j)
+                for span in spans(lengths)
+                for i in range(span.start, span.stop)
+                for j in range(min(TAPS, i - span.start + 1))
+            ]
+            for i, j in taps:
+                want_z[i] += w[TAPS - 1 - j] * x[i - j]
+            want_z += bias
+            gate = 1 / (1 + np.exp(-want_z))
+            want_y, dz = (want_z * gate, dy * gate * (1 + want_z * (1 - gate))) if silu else (want_z, dy)
+            for i, j in taps:
+                want_dx[i - j] += w[TAPS - 1 - j] * dz[i]
+                want_dw[TAPS - 1 - j] += x[i - j] * dz[i]
             real = sum(lengths)
-            assert_same((y[:real], dw, dbias, dx), (want_y[:real], want_dw, dy.sum(0), want_dx), 1e-10)
+            assert_same((y[:real], dw, dbias, dx), (want_y[:real], want_dw, dz.sum(0), want_dx), 1e-10)
 
 
 @pytest.mark.parametrize(

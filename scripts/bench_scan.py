@@ -1,0 +1,281 @@
+"""Mamba2's scan on a GPU: the Pallas kernels against the XLA scan, in error and in time.
+
+    python scripts/bench_scan.py [--tokens 8192 32768] [--chunks 128 256] [--repeats 20] [--sweep] [--check]
+    python scripts/bench_scan.py --interpret     # without a GPU: errors only, the kernels interpreted
+
+The shapes are Nemotron-3-Nano's (64 heads of 64, state 128, 8 groups, bfloat16), the documents as long as
+recordings. Times are medians over repeats of calls that follow one another without a pause; what compiles is
+not in them. GB/s count the bytes that must move (each argument read once, each result written once), TFLOP/s
+the products of the chunked scan at chunks of 128 over pairs that the causal mask allows, so that both compare
+back-ends and chunks fairly. `memory`: what the program needs besides arguments and results.
+
+--sweep times each kernel by itself with other numbers of warps and stages. --check exits 1 where an error is
+above its bound. Where torch and mamba_ssm can be imported, the latter's Triton kernels run beside.
+Needs of jaxthd only its ops.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs some of it
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxthd.ops import scan_launches as launches
+from jaxthd.ops.scan import (
+    PROBE_LENGTHS,
+    PROBE_PADDING,
+    QUANTITIES,
+    ScanProblem,
+    error,
+    outputs_and_gradients,
+    probe_inputs,
+    row_of,
+    scan,
+    scan_probe,
+)
+from jaxthd.ops.ssd import ssd
+from jaxthd.packing.segments import make_segments
+
+NANO = ScanProblem("bfloat16", heads=64, groups=8, head_dim=64, state=128, chunk=128)
+SMALL = ScanProblem("bfloat16", heads=4, groups=2, head_dim=16, state=16, chunk=128)
+CALLS = 5
+"""Calls that a repeat times together."""
+
+
+def recordings(tokens: int, seed: int = 0) -> list[int]:
+    """Lengths in tokens of 12.5 a second and some text: 1 s to a minute, half of them under 10 s."""
+    rng = np.random.default_rng(seed)
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        seconds = float(np.clip(rng.lognormal(np.log(8), 0.8), 1, 60))
+        lengths.append(min(round(16 * seconds), tokens - sum(lengths)))
+    return lengths
+
+
+def inputs(problem: ScanProblem, tokens: int) -> tuple[Any, ...]:
+    """ids, positions, x, dt, a, B, C, dy."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int, dtype: Any = problem.dtype) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+
+    x, dy = (normal(tokens, problem.heads, problem.head_dim) for _ in range(2))
+    b, c = (normal(tokens, problem.groups, problem.state) for _ in range(2))
+    dt = jnp.asarray(np.exp(rng.uniform(np.log(1e-3), np.log(0.1), (tokens, problem.heads))), jnp.float32)
+    a = -jnp.asarray(rng.uniform(1, 16, problem.heads), jnp.float32)
+    return *row_of(recordings(tokens), 0), x, dt, a, b, c, dy.astype(jnp.float32)
+
+
+def forward(backend: Any, chunk: int, ids: Any, positions: Any, *given: Any) -> Any:
+    segments = make_segments(ids, positions, block=128, axis=None)
+    x, dt, a, b, c, *_ = given
+    return scan(x, dt, a, b, c, segments, chunk=chunk, backend=backend)
+
+
+def both(backend: Any, chunk: int, ids: Any, positions: Any, *given: Any) -> Any:
+    y, pull = jax.vjp(partial(forward, backend, chunk, ids, positions), *given[:5])
+    return y, pull(given[5])
+
+
+def seconds(call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int) -> float:
+    """Median time of one call. wait: until what a call returned is there."""
+    wait(call())
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            last = call()
+        wait(last)
+        times.append((time.perf_counter() - start) / CALLS)
+    return statistics.median(times)
+
+
+def work(problem: ScanProblem, tokens: int, backward: bool) -> tuple[float, float]:
+    """(floating-point operations, bytes that must move)."""
+    h, g, p, s, pairs = problem.heads, problem.groups, problem.head_dim, problem.state, 129 / 2
+    flops = 2 * tokens * (g * pairs * s + h * (pairs * p + 2 * s * p))
+    given = 2 * (h * p + 2 * g * s) + 4 * h
+    # y in float32; backward: all arguments again, its cotangent, and their gradients.
+    moved = given + 4 * h * p + (2 * given + 4 * h * p if backward else 0)
+    return flops * (3 if backward else 1), float(tokens * moved)
+
+
+def line(*cells: Any) -> None:
+    widths = (26, 8, 18, 10, 9, 9, 12)
+    print("".join(f"{cell!s:<{width}}" for cell, width in zip(cells, widths, strict=False)))
+
+
+def report(name: str, tokens: int, backward: bool, took: float, memory: str = "") -> None:
+    flops, moved = work(NANO, tokens, backward)
+    what = "forward+backward" if backward else "forward"
+    line(
+        name,
+        tokens,
+        what,
+        f"{1e3 * took:.3f}",
+        f"{moved / took / 1e9:.0f}",
+        f"{flops / took / 1e12:.1f}",
+        memory,
+    )
+
+
+def timed(tokens: int, chunks: list[int], repeats: int) -> None:
+    arguments = inputs(NANO, tokens)
+    for backend, chunk in [("xla", 128), *(("pallas", chunk) for chunk in chunks)]:
+        for backward, function in enumerate((forward, both)):
+            compiled = jax.jit(partial(function, backend, chunk)).lower(*arguments).compile()
+            sizes: Any = compiled.memory_analysis()
+            memory = f"{sizes.temp_size_in_bytes / 2**20:.0f} MiB"
+            took = seconds(partial(compiled, *arguments), jax.block_until_ready, repeats)
+            report(f"{backend}, chunk {chunk}", tokens, bool(backward), took, memory)
+
+
+def sweep(tokens: int, chunks: list[int], repeats: int) -> None:
+    """Each kernel by itself, in milliseconds, by (warps, stages)."""
+    _, positions, x, dt, a, b, c, dy = inputs(NANO, tokens)
+    dy = dy.astype(x.dtype)
+    for chunk in chunks:
+        sizes = launches.Sizes(1, tokens // chunk, chunk, 64)
+        dt_HN = dt.T
+        la_HN = dt_HN * a[:, None]
+        decay_HN = jnp.exp(la_HN)
+        to_tile_HnN = jnp.broadcast_to(decay_HN[:, None], (len(a), sizes.tiles, tokens))
+        total_HC = decay_HN[:, ::chunk]
+        token = launches.Tokens(positions[0], dt_HN, la_HN, decay_HN, to_tile_HnN)
+        states, _ = launches.states(sizes, b, x, dt_HN, total_HC)
+        dcb = jnp.zeros((tokens // chunk, NANO.groups, chunk, chunk), x.dtype)
+        parts: dict[str, tuple[Any, ...]] = {
+            "states": (b, x, dt_HN, total_HC),
+            "outputs": (c, b, x, token, decay_HN, states, None),
+            "inputs_grad": (c, b, x, dy, token, decay_HN, states, None),
+            "scores_grad": (c, b, x, dy, token),
+            "shared_grad": (c, b, dy, decay_HN, dcb, states, None),
+        }
+        for name, given in parts.items():
+            usual, found = launches.WARPS_AND_STAGES[name], []
+            for choice in [(warps, stages) for warps in (4, 8) for stages in (1, 2, 3)]:
+                launches.WARPS_AND_STAGES[name] = choice
+                fixed = {"reverse": False} if name == "shared_grad" else {}
+                program = jax.jit(partial(getattr(launches, name), sizes, **fixed))
+                try:
+                    one = seconds(partial(program, *given), jax.block_until_ready, repeats)
+                    took = f"{1e3 * one:.3f}"
+                except jax.errors.JaxRuntimeError as failed:  # too much shared memory
+                    took = str(failed).splitlines()[0][:40]
+                found.append(f"{choice}{'*' * (choice == usual)} {took}")
+            launches.WARPS_AND_STAGES[name] = usual
+            print(f"{name}, chunk {chunk}, {tokens} tokens: {'; '.join(found)}")
+
+
+def rival() -> Callable[..., Any] | None:
+    """The scan of mamba_ssm, with documents, on torch tensors [1, tokens, ...]; None if it cannot be had."""
+    try:
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+    except ImportError as missing:
+        print(f"mamba_ssm: not run ({missing})")
+        return None
+    return lambda x, dt, a, b, c, ids, chunk: mamba_chunk_scan_combined(
+        x, dt, a, b, c, chunk_size=chunk, seq_idx=ids
+    )
+
+
+def rival_run(run: Callable[..., Any], ids: Any, given: tuple[Any, ...], dy: Any, chunk: int) -> Any:
+    """(forward, forward+backward) on torch tensors made of jax arrays."""
+    import torch
+
+    def tensor(array: Any) -> Any:
+        made = torch.tensor(np.asarray(array, np.float32), device="cuda")
+        return made.bfloat16() if array.dtype == jnp.bfloat16 else made
+
+    x, dt, a, b, c = (tensor(array).requires_grad_() for array in given)
+    dy, ids = tensor(dy)[None], torch.tensor(np.asarray(ids), device="cuda", dtype=torch.int32)
+
+    def one() -> Any:
+        return run(x[None], dt[None], a, b[None], c[None], ids, chunk)
+
+    def two() -> Any:
+        y = one()
+        return y, *torch.autograd.grad(y, (x, dt, a, b, c), dy.to(y.dtype))
+
+    return one, two
+
+
+def rival_timed(run: Callable[..., Any], tokens: int, repeats: int) -> None:
+    import torch
+
+    ids, _, *given, dy = inputs(NANO, tokens)
+    for chunk in (128, 256):
+        for backward, call in enumerate(rival_run(run, ids, tuple(given), dy, chunk)):
+            took = seconds(call, lambda _: torch.cuda.synchronize(), repeats)
+            report(f"mamba_ssm, chunk {chunk}", tokens, bool(backward), took)
+
+
+def rival_errors(run: Callable[..., Any], problem: ScanProblem) -> dict[str, float]:
+    """As scan_probe's. Its outputs in padding, which it takes for one document, are set to 0."""
+    *given, dy = probe_inputs(problem)
+    ids, _ = row_of(PROBE_LENGTHS, PROBE_PADDING)
+    found = rival_run(run, ids, tuple(given), dy, problem.chunk)[1]()
+    y, *gradients = (x.detach().float().cpu().numpy().astype(np.float64) for x in found)
+    y = y[0] * (np.asarray(ids[0]) > 0)[:, None, None]
+    exact = tuple(x.astype(jnp.float32) for x in (*given, dy))
+    with jax.default_matmul_precision("highest"):
+        want = outputs_and_gradients(problem, exact, ssd)
+    return {q: error(a, b) for q, a, b in zip(QUANTITIES, (y, *gradients), want, strict=True)}
+
+
+def show_errors(name: str, errors: dict[str, float], bound: float) -> bool:
+    shown = ", ".join(f"{quantity} {value:.1e}" for quantity, value in errors.items())
+    holds = all(value <= bound for value in errors.values())
+    print(f"{name}: {shown}; bound {bound:.0e}: {'holds' if holds else 'FAILS'}")
+    return holds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
+    parser.add_argument("--chunks", type=int, nargs="+", default=[128, 256])
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--interpret", action="store_true")
+    options = parser.parse_args()
+    device, has_gpu = jax.devices()[0], jax.default_backend() == "gpu"
+    print(f"jax {jax.__version__}, {device.device_kind}")
+    if not has_gpu and not options.interpret:
+        print("no GPU here, nothing was run; --interpret compares errors on a CPU")
+        return
+    print("errors against the XLA scan in float32, largest difference / largest value:")
+    problem = NANO if has_gpu else SMALL
+    probes = [replace(problem, chunk=chunk) for chunk in options.chunks] + [replace(SMALL, dtype="float32")]
+    found = [show_errors(f"pallas {p.dtype}, chunk {p.chunk}", scan_probe(p), p.error_bound) for p in probes]
+    holds = all(found)
+    if has_gpu:
+        run = rival()
+        if run is not None:
+            show_errors("mamba_ssm bfloat16", rival_errors(run, problem), problem.error_bound)
+        line("back-end", "tokens", "what", "ms", "GB/s", "TFLOP/s", "memory")
+        for tokens in options.tokens:
+            timed(tokens, options.chunks, options.repeats)
+            if run is not None:
+                rival_timed(run, tokens, options.repeats)
+        if options.sweep:
+            for tokens in options.tokens:
+                sweep(tokens, options.chunks, options.repeats)
+    if options.check and not holds:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
