@@ -271,12 +271,13 @@ class ModelConfig:
     """What computes the decoder's attention. "xla": blockwise, everywhere; on NVIDIA GPUs in bfloat16, if a
     measurement as the run starts admits it, "te": Transformer Engine's fused kernels, or "cudnn": jax's own;
     "auto": the first of te, cudnn, xla that is admitted. See python -m jaxthd.doctor."""
-    attention_unverified: bool = False
-    """Use the back-end although the measurement refuses it."""
     scan_backend: Literal["xla", "pallas", "auto"] = "xla"
     """What computes Mamba2's scan in training and evaluation. "xla": everywhere; "pallas": kernels for NVIDIA
-    GPUs, for chunks, head dims and states that are powers of two from 16 up (on a CPU they are interpreted,
-    for tests); not yet run on a GPU. "auto": "xla", until kernels can be admitted by a measurement."""
+    GPUs, for chunks, head dims and states that are powers of two from 16 up, if a measurement as the run
+    starts admits them (on a CPU they are interpreted, for tests); not yet run on a GPU. "auto": "pallas"
+    where it is admitted, else "xla"."""
+    kernels_unverified: bool = False
+    """Use the attention or scan back-end that was asked for although the measurement refuses it."""
     attention_block: int = 128
     """Tokens of an attention block: speed only."""
     loss_block: int = 256

@@ -50,9 +50,10 @@ class Measured(NamedTuple):
 def lowered_step(config: Config) -> Any:
     """The training step for the shapes of config, on the mesh's devices: nothing is allocated.
 
-    Attention is the blockwise one, which compiles anywhere.
+    Attention is XLA's, which compiles anywhere; so is the scan where it is auto.
     """
-    config = using(config, "xla")
+    scan = config.model.scan_backend.replace("auto", "xla")
+    config = using(config, attention_backend="xla", scan_backend=scan)
     mesh = make_mesh(config.mesh)
 
     def on_mesh(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -29,9 +29,11 @@ from jaxthd.data.features import mel_filterbank
 from jaxthd.data.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
 from jaxthd.kernels import attention_problem
+from jaxthd.machine import numbers
 from jaxthd.ops.attention import te
 from jaxthd.ops.attention.pieces import unfit_for_fused
 from jaxthd.ops.fp8 import is_installed
+from jaxthd.ops.scan import CAPABILITY_LEAST
 from jaxthd.ops.scan_pallas import why_unfit
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.experts import expert_cut
@@ -759,9 +761,10 @@ def _scan_kernels(config: Config, device: DeviceFacts) -> Iterator[Problem]:
         yield Problem(f"{found} on cpu", expected, change, is_warning=True)
     elif device.platform not in ("gpu", "cuda"):
         yield Problem(f"{found} on {device.platform}", "an NVIDIA GPU", change)
-    elif device.compute_capability and float(device.compute_capability) < 8:
+    elif device.compute_capability and numbers(device.compute_capability) < CAPABILITY_LEAST:
         where = f"compute capability {device.compute_capability} ({device.kind})"
-        yield Problem(f"{found} on {where}", "8.0 or more, which has bfloat16 matrix units", change)
+        least = ".".join(map(str, CAPABILITY_LEAST))
+        yield Problem(f"{found} on {where}", f"{least} or more, which has bfloat16 matrix units", change)
 
 
 # --- what is trained ---

@@ -11,7 +11,7 @@ back-ends and chunks fairly. `memory`: what the program needs besides arguments 
 
 --sweep times each kernel by itself with other numbers of warps and stages. --check exits 1 where an error is
 above its bound. Where torch and mamba_ssm can be imported, the latter's Triton kernels run beside.
-Needs of jaxthd only its ops.
+Needs none of jaxthd's other dependencies.
 """
 
 import argparse
@@ -30,15 +30,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxthd.admission import error
 from jaxthd.ops import scan_launches as launches
 from jaxthd.ops.scan import (
-    PROBE_LENGTHS,
     PROBE_PADDING,
     QUANTITIES,
     ScanProblem,
-    error,
     outputs_and_gradients,
     probe_inputs,
+    probe_lengths,
     row_of,
     scan,
     scan_probe,
@@ -223,7 +223,7 @@ def rival_timed(run: Callable[..., Any], tokens: int, repeats: int) -> None:
 def rival_errors(run: Callable[..., Any], problem: ScanProblem) -> dict[str, float]:
     """As scan_probe's. Its outputs in padding, which it takes for one document, are set to 0."""
     *given, dy = probe_inputs(problem)
-    ids, _ = row_of(PROBE_LENGTHS, PROBE_PADDING)
+    ids, _ = row_of(probe_lengths(problem), PROBE_PADDING)
     found = rival_run(run, ids, tuple(given), dy, problem.chunk)[1]()
     y, *gradients = (x.detach().float().cpu().numpy().astype(np.float64) for x in found)
     y = y[0] * (np.asarray(ids[0]) > 0)[:, None, None]

@@ -10,8 +10,13 @@ import jax
 import pytest
 
 from jaxthd import doctor
-from jaxthd.ops.attention.backends import BACKENDS, VERIFIED
+from jaxthd.ops import scan
+from jaxthd.ops.attention import backends as attention
 
+KINDS = (
+    ("attention", attention.BACKENDS, attention.VERIFIED),
+    ("scan", scan.BACKENDS, scan.VERIFIED),
+)
 ROOT = Path(__file__).parents[1]
 BARE = """
 import sys
@@ -35,41 +40,59 @@ def test_the_doctor_tells_the_truth_with_little_installed(
     assert report["machine"]["jax"] == jax.__version__
     assert report["machine"]["cudnn"] is None
     assert report["machine"]["transformer_engine"] is None
-    assert [x["backend"] for x in report["attention"]] == list(BACKENDS)
-    for backend in report["attention"]:
-        if backend["backend"] == "xla":
-            assert backend["refusal"] is None
-            assert 0 < max(backend["errors"].values()) < backend["bound"]
-            assert not backend["is_cached"]
-        else:
-            assert backend["refusal"] == "it runs on NVIDIA GPUs, and this is cpu"
-            assert not backend["errors"]
-            assert "not yet run" in backend["verified"]
+    where = "it runs on NVIDIA GPUs, and this is cpu"
+    for kind, backends, verified in KINDS:
+        found = report[kind]["backends"]
+        assert [x["backend"] for x in found] == list(backends)
+        for backend in found:
+            assert backend["verified"] == verified[backend["backend"]]
+            if backend["backend"] == "xla":
+                assert backend["refusal"] is None
+                assert 0 < max(backend["errors"].values()) < backend["bound"]
+                assert not backend["is_cached"]
+            else:
+                assert backend["refusal"] == where
+                assert not backend["errors"]
+                assert "not yet run" in backend["verified"]
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measured = next((tmp_path / "jaxthd" / "attention").glob("xla-*.json"))
-    before = measured.stat().st_mtime_ns
+    measured = list((tmp_path / "jaxthd" / "admission").glob("*-xla-*.json"))
+    before = [path.stat().st_mtime_ns for path in measured]
+    assert len(before) == 2
     doctor.main([])
-    lines = capsys.readouterr().out.splitlines()
-    cells = {line.split()[0]: line.split() for line in lines if line.startswith("  ")}
-    assert cells["te"][1] == cells["cudnn"][1] == "no"
-    assert cells["xla"][1] == "yes"
-    largest = max(float(x) for x in cells["xla"][2:7])
-    (xla,) = (x for x in report["attention"] if x["backend"] == "xla")
-    assert largest == pytest.approx(max(xla["errors"].values()), rel=0.05)
-    assert cells["cudnn:"][1:] == ["it", "runs", "on", "NVIDIA", "GPUs,", "and", "this", "is", "cpu"]
-    assert jax.__version__ in cells["jax"]
-    assert measured.stat().st_mtime_ns == before
+    out = capsys.readouterr().out
+    assert jax.__version__ in out
+    _, *tables = out.split("\n\n")
+    for (kind, backends, _), text in zip(KINDS, tables, strict=True):
+        title, *lines = text.splitlines()
+        assert title.startswith(f"{kind.capitalize()}: bfloat16, ")
+        cells = {line.split()[0]: line.split() for line in lines}
+        assert cells["xla"][1] == "yes"
+        (xla,) = (x for x in report[kind]["backends"] if x["backend"] == "xla")
+        shown = [float(x) for x in cells["xla"][2 : 2 + len(xla["errors"])]]
+        assert shown == pytest.approx(list(xla["errors"].values()), rel=0.05)
+        for name in set(backends) - {"xla"}:
+            assert cells[name][1] == "no"
+            assert cells[f"{name}:"][1:] == where.split()
+    assert [path.stat().st_mtime_ns for path in measured] == before
 
 
 def test_a_config_s_problem_is_what_is_measured(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     doctor.main(["--config", str(ROOT / "configs" / "single.py")])
-    assert "Attention: float32, 4 query and 2 key/value heads of dim" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Attention: float32, 4 query and 2 key/value heads of dim" in out
+    assert "Scan: float32, 8 heads of dim" in out
 
 
 def test_the_readme_says_where_each_back_end_ran():
+    """In a table for each setting, whose rows are exactly the back-ends that there are."""
     text = (ROOT / "README.md").read_text()
-    for name, where in VERIFIED.items():
-        assert f"| `{name}` |" in text
-        assert any(where in line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
+    for kind, backends, verified in KINDS:
+        assert list(verified) == list(backends)
+        _, table = text.split(f"| `model.{kind}_backend` |")
+        rows = [line for line in table.split("\n\n")[0].splitlines() if line.startswith("| `")]
+        assert len(rows) == len(verified)
+        for row, (name, where) in zip(rows, verified.items(), strict=True):
+            assert row.startswith(f"| `{name}` |")
+            assert row.endswith(f"| {where} |")

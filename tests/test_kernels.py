@@ -5,18 +5,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxthd.cli import ready
-from jaxthd.config import Config, MeshConfig
+from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig
 from jaxthd.errors import UserError
-from jaxthd.kernels import attention_problem, with_admitted
+from jaxthd.estimate import abstract_batch
+from jaxthd.kernels import attention_problem, scan_problem, with_admitted
+from jaxthd.machine import Machine
+from jaxthd.mesh import make_mesh
+from jaxthd.ops import scan_pallas
 from jaxthd.ops.attention import blockwise
 from jaxthd.ops.attention.backends import BACKENDS
 from jaxthd.ops.attention.contract import Backend
 from jaxthd.ops.ring import packed_attention
+from jaxthd.ops.scan import ScanProblem, scan
 from jaxthd.packing.segments import make_segments
+from jaxthd.state import abstract_state, state_shardings
+from jaxthd.step import make_train_step
+from tests.ops.test_scan import broken_decays
 
 XLA = blockwise.BACKEND
 
@@ -40,33 +49,36 @@ def test_what_is_not_admitted_is_an_error_with_the_numbers(lines: list[str], tmp
     with pytest.raises(UserError) as caught:
         with_admitted(asking(attention_backend="te"), lines.append, tmp_path)
     message = str(caught.value)
-    assert 'model.attention_backend is "te", but it is off from the blockwise one, by output' in message
+    assert 'model.attention_backend is "te", but it is off from xla, by output' in message
     assert "dk 7.0e+00" in message
-    assert "expected a back-end that computes attention right here: set model.attention_backend to" in message
-    assert "or model.attention_unverified to use it all the same" in message
+    assert (
+        "expected a back-end that computes the attention right here: set model.attention_backend to"
+        in message
+    )
+    assert "or model.kernels_unverified to use it all the same" in message
     assert not lines
 
 
 def test_the_flag_overrides_a_measurement_and_says_so(lines: list[str], tmp_path: Path):
-    config = asking(attention_backend="te", attention_unverified=True)
+    config = asking(attention_backend="te", kernels_unverified=True)
     assert with_admitted(config, lines.append, tmp_path) == config
     (line,) = lines
     assert "dk 7.0e+00" in line
-    assert "used all the same, as model.attention_unverified says" in line
+    assert "used all the same, as model.kernels_unverified says" in line
 
 
 def test_the_flag_makes_nothing_run_that_cannot(lines: list[str], tmp_path: Path):
-    config = asking(attention_backend="cudnn", attention_unverified=True)
+    config = asking(attention_backend="cudnn", kernels_unverified=True)
     with pytest.raises(UserError, match="it runs on NVIDIA GPUs, and this is cpu") as caught:
         with_admitted(config, lines.append, tmp_path)
-    assert "attention_unverified to use" not in str(caught.value)
+    assert "kernels_unverified to use" not in str(caught.value)
 
 
 def test_auto_takes_the_next_one_and_says_why(lines: list[str], tmp_path: Path):
-    config = asking(attention_backend="auto", attention_unverified=True)
+    config = asking(attention_backend="auto", kernels_unverified=True)
     assert with_admitted(config, lines.append, tmp_path).model.attention_backend == "xla"
     (line,) = lines
-    assert line.startswith("attention: xla; not te: it is off from the blockwise one")
+    assert line.startswith("attention: xla; not te: it is off from xla")
     assert "; not cudnn: it runs on NVIDIA GPUs" in line
 
 
@@ -75,7 +87,7 @@ def test_auto_takes_the_first_that_is_admitted(lines: list[str], tmp_path: Path,
     config = asking(attention_backend="auto")
     assert with_admitted(config, lines.append, tmp_path).model.attention_backend == "cudnn"
     (line,) = lines
-    assert line.startswith("attention: cudnn; not te: it is off from the blockwise one")
+    assert line.startswith("attention: cudnn; not te: it is off from xla")
 
 
 def test_the_blockwise_one_is_not_measured(lines: list[str], tmp_path: Path):
@@ -88,9 +100,11 @@ def test_a_command_settles_it_before_it_runs(
 ):
     monkeypatch.setattr("jaxthd.cli.simulate_devices", lambda devices: False)
     nobody = Namespace(coordinator=None, processes=None, process=None)
-    with ready(asking(attention_backend="auto"), nobody) as config:
+    with ready(asking(attention_backend="auto", scan_backend="auto"), nobody) as config:
         assert config == Config()
-    assert "attention: xla; not te: it runs on NVIDIA GPUs" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "attention: xla; not te: it runs on NVIDIA GPUs" in told
+    assert "scan: xla; not pallas: it runs on NVIDIA GPUs, and this is cpu\n" in told
 
 
 def test_what_is_not_settled_is_not_guessed():
@@ -99,6 +113,8 @@ def test_what_is_not_settled_is_not_guessed():
     segments = make_segments(ids, ids, block=8, axis=None)
     with pytest.raises(ValueError, match="expected one of te, cudnn, xla"):
         packed_attention(x, x, x, segments, scale=1.0, exchange="ring", backend="auto")
+    with pytest.raises(ValueError, match="expected one of pallas, xla"):
+        scan(x, x[..., 0], x[0, :, 0], x, x, segments, chunk=16, backend="auto")
 
 
 def test_the_problem_is_that_of_a_tensor_rank():
@@ -106,3 +122,110 @@ def test_the_problem_is_that_of_a_tensor_rank():
     llm = replace(config.model.llm, q_heads=32, kv_heads=2, head_dim=64)
     problem = attention_problem(replace(config, model=replace(config.model, llm=llm)))
     assert (problem.q_heads, problem.kv_heads, problem.head_dim) == (8, 1, 64)
+
+
+GPU = Machine("gpu", "NVIDIA H100", 1, "9.0", "0.10.2", "0.10.2", "3.11.7", 12090, 91600, "570.1", None)
+SMALL = LLMConfig(mamba_heads=2, mamba_groups=1, mamba_head_dim=16, mamba_state=16, mamba_chunk=16)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Admission believes so; the kernels are interpreted all the same."""
+    monkeypatch.setattr(Machine, "of_this", lambda: GPU)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_the_scan_kernels_are_measured_and_used(lines: list[str], tmp_path: Path):
+    for asked in ("pallas", "auto"):
+        config = asking(scan_backend=asked, llm=SMALL)
+        assert with_admitted(config, lines.append, tmp_path).model.scan_backend == "pallas"
+    assert lines == ["scan: pallas"]
+    (file,) = tmp_path.iterdir()
+    assert file.name.startswith("scan-pallas-")
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_broken_scan_is_an_error_with_the_numbers(
+    lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As if no document began between chunks: refused, left out by auto, used where the flag says so."""
+    monkeypatch.setattr(scan_pallas, "_decays", broken_decays)
+    with pytest.raises(UserError) as caught:
+        with_admitted(asking(scan_backend="pallas", llm=SMALL), lines.append, tmp_path)
+    message = str(caught.value)
+    assert 'model.scan_backend is "pallas", but it is off from xla, by y ' in message
+    assert "expected a back-end that computes the scan right here: set model.scan_backend to auto" in message
+    assert "or model.kernels_unverified to use it all the same" in message
+    config = asking(scan_backend="auto", llm=SMALL, kernels_unverified=True)
+    assert with_admitted(config, lines.append, tmp_path).model.scan_backend == "xla"
+    config = asking(scan_backend="pallas", llm=SMALL, kernels_unverified=True)
+    assert with_admitted(config, lines.append, tmp_path) == config
+    assert lines[0].startswith("scan: xla; not pallas: it is off from xla, by y ")
+    assert lines[1].endswith("used all the same, as model.kernels_unverified says")
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_scan_that_the_kernels_do_not_take_is_left_to_xla(lines: list[str], tmp_path: Path):
+    llm = replace(SMALL, mamba_chunk=48)
+    config = asking(scan_backend="auto", llm=llm)
+    assert with_admitted(config, lines.append, tmp_path).model.scan_backend == "xla"
+    assert lines == ["scan: xla; not pallas: chunk 48 is no power of two from 16 up"]
+    with pytest.raises(UserError, match="chunk 48 is no power") as caught:
+        with_admitted(asking(scan_backend="pallas", llm=llm), lines.append, tmp_path)
+    assert "kernels_unverified" not in str(caught.value)
+
+
+def test_an_interpreted_scan_is_not_measured(lines: list[str], tmp_path: Path):
+    config = asking(scan_backend="pallas")
+    assert with_admitted(config, lines.append, tmp_path) == config
+    assert not lines
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_no_layer_uses_is_not_measured(lines: list[str], tmp_path: Path):
+    config = asking(attention_backend="te", scan_backend="auto", llm=replace(SMALL, pattern="-"))
+    assert with_admitted(config, lines.append, tmp_path).model.attention_backend == "xla"
+    assert not lines
+
+
+LAYOUTS = [
+    (MeshConfig(tensor=8), "buffer", (2, 1, 64, False)),
+    (MeshConfig(context=4, tensor=2), "buffer", (8, 2, 32, True)),
+    (MeshConfig(context=2), "document", (8, 2, 64, False)),
+    (MeshConfig(context=8), "document", (2, 1, 64, False)),
+    (MeshConfig(context=2, tensor=4), "document", (2, 1, 64, False)),
+]
+
+
+@pytest.mark.parametrize(("sizes", "layout", "want"), LAYOUTS, ids=str)
+def test_the_scan_s_problem_is_what_a_rank_scans(
+    sizes: MeshConfig, layout: Any, want: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """As the mixer hands it to the scan when a step is traced."""
+    llm = replace(SMALL, pattern="M", dim=32, vocab_size=264, mamba_heads=16, mamba_groups=4, mamba_chunk=64)
+    encoder = EncoderConfig(num_mels=16, layers=1, dim=16, heads=8, ffn_dim=16, subsampling_channels=8)
+    model = replace(Config().model, encoder=encoder, llm=llm, context_layout=layout)
+    data = DataConfig(rows=1, capacity=256, audio_capacity=0, round_to=16, max_documents=4)
+    config = Config(mesh=sizes, model=model, data=data)
+    scanned = set()
+
+    def recorded(
+        x: Any, dt: Any, a: Any, b: Any, c: Any, segments: Segments, chunk: int, backend: str
+    ) -> Any:
+        """Of each call its problem, but for the dtype."""
+        chunk = scan_pallas.chunk_of(chunk, len(x) // segments.rows // segments.stretches)
+        scanned.add((x.shape[1], b.shape[1], chunk, segments.context > 1))
+        return scan(x, dt, a, b, c, segments, chunk=chunk, backend=backend)
+
+    monkeypatch.setattr("jaxthd.models.mixers.scan", recorded)
+    mesh = make_mesh(sizes)
+    state = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        abstract_state(config),
+        state_shardings(config, mesh),
+    )
+    step: Any = make_train_step(config, mesh)
+    step.trace(state, abstract_batch(config))
+    assert scanned == {want}
+    heads, groups, chunk, states_enter = want
+    assert scan_problem(config) == ScanProblem("float32", heads, groups, 16, 16, chunk, states_enter)

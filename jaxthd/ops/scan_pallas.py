@@ -95,12 +95,12 @@ def ssd_pallas(
 
     On a CPU the kernels are interpreted. Raises ValueError for what they do not take.
     """
+    stretches = segments.rows * segments.stretches
+    length = len(x_NHP) // stretches
+    chunk = chunk_of(chunk, length)
     unfit = why_unfit(chunk, x_NHP.shape[2], b_NGS.shape[2], str(x_NHP.dtype))
     if unfit:
         raise ValueError(f"the scan kernels cannot take this: {'; '.join(unfit)}; use the xla scan")
-    stretches = segments.rows * segments.stretches
-    length = len(x_NHP) // stretches
-    chunk = min(chunk, max(SMALLEST, pl.next_power_of_2(length)))
     padding = -length % chunk
     sizes = Sizes(stretches, (length + padding) // chunk, chunk, min(tile, chunk))
 
@@ -118,6 +118,11 @@ def ssd_pallas(
     la_HN = dt_HN * a_H.astype(jnp.float32)[:, None]
     y_NHP = _scan(sizes, filled(x_NHP), dt_HN, la_HN, filled(b_NGS), filled(c_NGS), positions_N, segments)
     return y_NHP.reshape(stretches, -1, *y_NHP.shape[1:])[:, :length].reshape(x_NHP.shape)
+
+
+def chunk_of(chunk: int, length: int) -> int:
+    """The chunks that stretches of so many tokens are cut into."""
+    return min(chunk, max(SMALLEST, pl.next_power_of_2(length)))
 
 
 def why_unfit(chunk: int, head_dim: int, state: int, dtype: str) -> list[str]:

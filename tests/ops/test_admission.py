@@ -1,6 +1,7 @@
 """Admission: what is broken on purpose is refused; measurements are kept by all that they hold for."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,14 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jaxthd.ops.attention import admission, blockwise
-from jaxthd.ops.attention.admission import QUANTITIES, admit, error_bound, measure
+from jaxthd.admission import Kernel, admit
+from jaxthd.machine import Machine
+from jaxthd.ops import scan, scan_pallas
+from jaxthd.ops.attention import blockwise
+from jaxthd.ops.attention.admission import QUANTITIES, error_bound, kernel_of, measure
 from jaxthd.ops.attention.contract import Backend, Call, Problem
-from jaxthd.ops.attention.machine import Machine
 from jaxthd.packing.segments import key_intervals
+from tests.ops.test_scan import broken_decays
 
 XLA = blockwise.BACKEND
 PROBLEM = Problem("float32", 4, 2, 8)
@@ -62,15 +66,15 @@ def nothing_runs(*given: Any) -> Any:
 )
 def test_a_broken_back_end_is_refused_with_the_numbers(forward, backward, wrong, tmp_path: Path):
     broken = Backend("broken", XLA.unfit, forward, backward)
-    verdict = admit(broken, PROBLEM, CPU, tmp_path)
+    verdict = admit(kernel_of(broken, PROBLEM), CPU, tmp_path)
     assert {name for name, error in verdict.errors.items() if error > verdict.bound} == wrong
     assert verdict.refusal is not None
-    assert verdict.refusal.startswith("it is off from the blockwise one, by output")
+    assert verdict.refusal.startswith("it is off from xla, by output")
     assert "\n" not in verdict.refusal
     if backward is gradients_eight_times_too_large:
         assert all(verdict.errors[name] == pytest.approx(7) for name in wrong)
     # Refused again without measuring; what was measured is kept, not the word of it.
-    again = admit(broken, PROBLEM, CPU, tmp_path)
+    again = admit(kernel_of(broken, PROBLEM), CPU, tmp_path)
     assert again.is_cached
     assert again.refusal == verdict.refusal
 
@@ -84,24 +88,42 @@ def test_the_blockwise_one_is_well_within_the_bound(dtype: str):
 def test_one_that_does_not_run_is_refused_and_tried_again(tmp_path: Path):
     broken = Backend("broken", XLA.unfit, nothing_runs, nothing_runs)
     for _ in range(2):
-        verdict = admit(broken, PROBLEM, CPU, tmp_path)
+        verdict = admit(kernel_of(broken, PROBLEM), CPU, tmp_path)
         assert verdict.refusal == "the probe failed with RuntimeError: No valid engine configs"
         assert not verdict.is_cached
     assert not list(tmp_path.iterdir())
 
 
-def test_measurements_are_kept_by_all_that_they_hold_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+PROBLEMS: list[tuple[Kernel, dict[str, Any]]] = [
+    (kernel_of(XLA, PROBLEM), {"dtype": "bfloat16", "q_heads": 8, "kv_heads": 4, "head_dim": 16}),
+    (
+        scan.scan_kernels(scan.ScanProblem("float32", 2, 1, 16, 16, 16))[-1],
+        {
+            "dtype": "bfloat16",
+            "heads": 4,
+            "groups": 2,
+            "head_dim": 32,
+            "state": 32,
+            "chunk": 32,
+            "states_enter": True,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("kernel", "changes"), PROBLEMS, ids=lambda x: getattr(x, "kind", ""))
+def test_measurements_are_kept_by_all_that_they_hold_for(
+    kernel: Kernel, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     measured = []
 
-    def counted(backend: Backend, problem: Problem) -> dict[str, float]:
-        measured.append(problem)
-        return dict.fromkeys(QUANTITIES, 1e-6)
+    def counted() -> dict[str, float]:
+        measured.append(1)
+        return dict.fromkeys(kernel.quantities, 1e-6)
 
-    monkeypatch.setattr(admission, "measure", counted)
-
-    def is_measured(backend: Backend = XLA, problem: Problem = PROBLEM, **facts: Any) -> bool:
+    def is_measured(kernel: Kernel = kernel, **facts: Any) -> bool:
         measured.clear()
-        verdict = admit(backend, problem, replace(CPU, **facts), tmp_path)
+        verdict = admit(replace(kernel, measure=counted), replace(CPU, **facts), tmp_path)
         assert verdict.refusal is None
         assert verdict.is_cached == (not measured)
         return bool(measured)
@@ -120,20 +142,48 @@ def test_measurements_are_kept_by_all_that_they_hold_for(tmp_path: Path, monkeyp
     }.items():
         assert is_measured(**{fact: value}), fact
         assert not is_measured(**{fact: value}), fact
-    for field, value in {"dtype": "bfloat16", "q_heads": 8, "kv_heads": 4, "head_dim": 16}.items():
-        assert is_measured(problem=replace(PROBLEM, **{field: value})), field
-    assert is_measured(backend=XLA._replace(name="other"))
-    # A change of the code that is measured; a damaged file; one that says it is of something else.
-    (tmp_path / "blockwise.py").write_text("")
-    with monkeypatch.context() as changed:
-        changed.setattr(admission, "__file__", str(tmp_path / "admission.py"))
+    assert set(changes) == set(kernel.problem.__dataclass_fields__)
+    for field, value in changes.items():
+        changed = replace(kernel, problem=replace(kernel.problem, **{field: value}))
+        assert is_measured(changed), field
+        assert not is_measured(changed), field
+    assert is_measured(replace(kernel, name="other"))
+    assert is_measured(replace(kernel, kind="other"))
+    # A change of the code that is measured, or that measures; a damaged file; one that says it is of
+    # something else.
+    source = tmp_path / "source.py"
+    source.write_text("")
+    assert is_measured(replace(kernel, sources=(*kernel.sources, source)))
+    with monkeypatch.context() as changed_module:
+        changed_module.setattr("jaxthd.admission.__file__", str(source))
         assert is_measured()
     assert not is_measured()
-    for damage in ("{", json.dumps({"errors": dict.fromkeys(QUANTITIES, 0.0)}), "[]"):
-        for file in tmp_path.glob("xla-*.json"):
+    for damage in ("{", json.dumps({"errors": dict.fromkeys(kernel.quantities, 0.0)}), "[]"):
+        for file in tmp_path.glob(f"{kernel.kind}-{kernel.name}-*.json"):
             file.write_text(damage)
         assert is_measured()
     # A folder that cannot be written keeps nothing, and stops nothing.
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    assert admit(XLA, PROBLEM, CPU, blocked).refusal is None
+    assert admit(replace(kernel, measure=counted), CPU, source).refusal is None
+
+
+def test_a_measurement_is_of_the_sources_that_compute():
+    attention, scans = (kernel for kernel, _ in PROBLEMS)
+    assert {"cudnn.py", "te.py", "blockwise.py", "admission.py"} <= {path.name for path in attention.sources}
+    names = {path.name for path in scans.sources}
+    assert {"scan.py", "scan_pallas.py", "scan_launches.py", "scan_kernels.py", "ssd.py"} == names
+    assert all(path.is_file() for path in (*attention.sources, *scans.sources))
+
+
+def test_a_scan_without_the_mask_of_boundaries_is_refused_with_the_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(scan_pallas, "_decays", broken_decays)
+    problem = scan.ScanProblem("float32", 2, 1, 16, 16, 32)
+    pallas = replace(scan.scan_kernels(problem)[0], unfit=lambda machine: None)
+    for is_cached in (False, True):
+        verdict = admit(pallas, CPU, tmp_path)
+        assert verdict.is_cached == is_cached
+        assert verdict.refusal is not None
+        wording = r"it is off from xla, by y \S+, .*dC \S+ of the largest value; expected 1.0e-04 at most"
+        assert re.fullmatch(wording, verdict.refusal)
+        assert min(verdict.errors.values()) > verdict.bound

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
+from jaxthd.machine import Machine
 from jaxthd.ops.attention import blockwise, cudnn
 from jaxthd.ops.attention.admission import measure
 from jaxthd.ops.attention.backends import BACKENDS, VERIFIED
 from jaxthd.ops.attention.contract import Backend, Call, Problem, calls
-from jaxthd.ops.attention.machine import Machine
 from jaxthd.ops.attention.pieces import find_pieces
 from jaxthd.packing.layout import row_permutation
 from jaxthd.packing.segments import Segments, make_segments

@@ -1,5 +1,6 @@
 """The scan kernels, interpreted: equal to the XLA scan in float64, lowered for CUDA, refused where wrong."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 from flax import nnx
 from jax.experimental.pallas import triton as pltriton
 
+from jaxthd.admission import error
 from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.mesh import make_mesh
 from jaxthd.models.mixers import Mamba2
 from jaxthd.ops import scan_kernels, scan_pallas
-from jaxthd.ops.scan import QUANTITIES, ScanProblem, error, scan, scan_probe
+from jaxthd.ops.scan import QUANTITIES, ScanProblem, probe_inputs, probe_program, scan, scan_probe
 from jaxthd.ops.scan_pallas import ssd_pallas
 from jaxthd.ops.ssd import ssd
 from jaxthd.packing.segments import Segments, make_segments
@@ -112,13 +114,29 @@ def broken_decays(sizes: Any, sums: Any, positions_N: Any) -> Any:
     return scan_pallas.Sums(*map(jnp.exp, sums))
 
 
+def lost_carry(sizes: Any, total_HC: Any) -> Any:
+    """As if nothing entered a rank's stretches from other ranks."""
+    before, after, whole = over_chunks(sizes, total_HC)
+    return 0 * before, 0 * after, whole
+
+
+over_chunks = scan_pallas._over_chunks
 PROBLEM = ScanProblem("float32", heads=2, groups=1, head_dim=16, state=16, chunk=128)
+ON_RANKS = replace(PROBLEM, chunk=32, states_enter=True)
 
 
-def test_the_probe_admits_the_kernels_in_float32() -> None:
-    errors = scan_probe(PROBLEM)
+@pytest.mark.parametrize("problem", [PROBLEM, ON_RANKS])
+def test_the_probe_admits_the_kernels_in_float32(problem: ScanProblem) -> None:
+    errors = scan_probe(problem)
     assert tuple(errors) == QUANTITIES
-    assert max(errors.values()) < 1e-6 < PROBLEM.error_bound
+    assert max(errors.values()) < 1e-6 < problem.error_bound
+
+
+def test_the_probe_on_ranks_refuses_kernels_that_lose_other_ranks_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scan_pallas, "_over_chunks", lost_carry)
+    assert min(scan_probe(ON_RANKS).values()) > ON_RANKS.error_bound
 
 
 @pytest.mark.parametrize(
@@ -165,6 +183,18 @@ def test_the_kernels_lower_for_cuda(chunk: int) -> None:
         return y, pull(y)
 
     program = jax.jit(gradients).trace(layout, layout, a, shapes)
+    text = program.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count(CALL) == 7
+    assert "callback" not in text
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.usefixtures("h100")
+def test_the_probe_on_ranks_lowers_for_cuda() -> None:
+    """Its ranks are one dim more of programs, of the same seven kernels."""
+    problem = ScanProblem("bfloat16", heads=8, groups=1, head_dim=64, state=128, chunk=128, states_enter=True)
+    row = jax.ShapeDtypeStruct((1, len(probe_inputs(problem)[0])), jnp.int32)
+    program = probe_program(problem, ssd_pallas).trace(row, row, *probe_inputs(problem))
     text = program.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count(CALL) == 7
     assert "callback" not in text

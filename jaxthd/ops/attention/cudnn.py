@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from jaxthd.machine import Machine, numbers
 from jaxthd.ops.attention.contract import Backend, Call, Problem
-from jaxthd.ops.attention.machine import Machine, numbers
 from jaxthd.ops.attention.pieces import (
     Pieces,
     all_seen,

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Int32
 
+from jaxthd.machine import Machine, cudnn_text
 from jaxthd.ops.attention.contract import Call, Problem
-from jaxthd.ops.attention.machine import Machine, cudnn_text
 from jaxthd.packing.segments import KeyIntervals
 
 CUDNN_LEAST = 90600

@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from jaxthd.machine import Machine, numbers
 from jaxthd.ops.attention.contract import Backend, Call, Problem
-from jaxthd.ops.attention.machine import Machine, numbers
 from jaxthd.ops.attention.pieces import (
     all_seen,
     find_pieces,
