@@ -209,13 +209,12 @@ def test_the_scan_s_problem_is_what_a_rank_scans(
     config = Config(mesh=sizes, model=model, data=data)
     scanned = set()
 
-    def recorded(
-        x: Any, dt: Any, a: Any, b: Any, c: Any, segments: Segments, chunk: int, backend: str
-    ) -> Any:
+    def recorded(*given: Any, chunk: int, backend: str) -> Any:
         """Of each call its problem, but for the dtype."""
+        x, _, _, b, _, segments = given
         chunk = scan_pallas.chunk_of(chunk, len(x) // segments.rows // segments.stretches)
         scanned.add((x.shape[1], b.shape[1], chunk, segments.context > 1))
-        return scan(x, dt, a, b, c, segments, chunk=chunk, backend=backend)
+        return scan(*given, chunk=chunk, backend=backend)
 
     monkeypatch.setattr("jaxthd.models.mixers.scan", recorded)
     mesh = make_mesh(sizes)

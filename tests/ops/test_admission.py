@@ -152,7 +152,7 @@ def test_measurements_are_kept_by_all_that_they_hold_for(
     # A change of the code that is measured, or that measures; a damaged file; one that says it is of
     # something else.
     source = tmp_path / "source.py"
-    source.write_text("")
+    source.write_text("changed")
     assert is_measured(replace(kernel, sources=(*kernel.sources, source)))
     with monkeypatch.context() as changed_module:
         changed_module.setattr("jaxthd.admission.__file__", str(source))
