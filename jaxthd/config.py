@@ -249,6 +249,11 @@ class LLMConfig:
         return self.pattern.replace("|", "")
 
     @property
+    def kinds(self) -> str:
+        """All kinds of blocks that the model has, by letter."""
+        return "".join(sorted(set(self.letters + self.mtp_pattern)))
+
+    @property
     def mtp_modules(self) -> int:
         """Sets of weights for multi-token prediction."""
         return (1 if self.mtp_shared else self.mtp_depths) if self.mtp_pattern else 0

@@ -65,6 +65,9 @@ def mtp_logits(
         }
         # Tokens that have one depth + 1 places on; the embedding comes first.
         count = len(e_TD) - depth - 1
+        if count < 1:
+            found.append(jnp.zeros((0, len(head_VD))))
+            continue
         both = (
             rms_norm(e_TD[depth + 1 :], at["0.enorm.weight"], eps),
             rms_norm(h_TD[:count], at["0.hnorm.weight"], eps),
