@@ -111,10 +111,10 @@ ADAPTED = AdaptConfig(
     lora_targets=("decoder.*", "encoder.blocks.attention.*"),
 )
 PREDICTING: tuple[dict[str, Any], ...] = (
-    {"mtp_pattern": "*E", "mtp_depths": 2},
-    {"mtp_pattern": "M-", "mtp_depths": 2, "mtp_shared": False},
+    {"pattern": "MEME", "mtp_pattern": "*E", "mtp_depths": 2},
+    {"pattern": "M*", "mtp_pattern": "M*", "mtp_depths": 2, "mtp_shared": False},
 )
-"""Settings of multi-token prediction."""
+"""Decoders with multi-token prediction."""
 LONGEST_UNIT = 16
 """The layout by documents rounds lengths up to multiples of 2 * context."""
 
@@ -172,11 +172,6 @@ def predicting(dtype: Dtype = "float32") -> list[Config]:
         replace(run, model=replace(run.model, llm=replace(run.model.llm, **settings)))
         for run, settings in runs
     ]
-
-
-def undivided(llm: LLMConfig) -> LLMConfig:
-    """Without the pipeline's marks."""
-    return replace(llm, pattern=MODEL.llm.pattern)
 
 
 @functools.cache
@@ -249,7 +244,9 @@ def evaluate(config: Config, state: tuple[Any, Any] | None = None, order: int = 
     dtype = config.model.dtype
     with jax.enable_x64(dtype == "float64"):
         mesh, stages = make_mesh(config.mesh), stages_of(config)
-        canonical = state or canonical_state(dtype, config.adapt, undivided(config.model.llm))
+        canonical = state or canonical_state(
+            dtype, config.adapt, replace(config.model.llm, pattern=config.model.llm.letters)
+        )
         params, buffers = to_stages(canonical, stages)
         batch = put_batch(batch_for(config, order=order), mesh)
         start = time.perf_counter()
@@ -325,7 +322,7 @@ def own_error(adapt: AdaptConfig, llm: LLMConfig) -> float:
 def check(config: Config) -> dict[str, Any]:
     """A row of the table."""
     got, seconds = evaluate(config)
-    llm = undivided(config.model.llm)
+    llm = replace(config.model.llm, pattern=config.model.llm.letters)
     error, tensor = worst_error(got, one_device("float64", config.adapt, 0, llm))
     allowed = 1e-10 if config.model.dtype == "float64" else max(1e-5, 2 * own_error(config.adapt, llm))
     return {

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 from jaxthd.config import AdaptConfig, Config, MeshConfig, TrainConfig
@@ -21,26 +20,25 @@ from tests.helpers import assert_same, random_state
 from tests.mtp_reference import mtp_logits
 from tests.test_exactness import AUDIO, CAPACITY, MELS, MODEL, Parts, Spec, document, parts, states_of
 
-LLM = replace(MODEL.llm, pattern="M*E", mtp_pattern="*E", mtp_depths=2)
+LLM = replace(MODEL.llm, pattern="M*", mtp_pattern="*E", mtp_depths=2, mtp_shared=False)
 STORED_STATISTICS = AdaptConfig(freeze=("encoder.blocks.conv.norm.*",))
 WEIGHT = 0.3
 
 
-def run_config(shared: bool, mesh: MeshConfig | None = None, **model: Any) -> Config:
-    llm = replace(LLM, mtp_shared=shared)
+def run_config(mesh: MeshConfig | None = None, **model: Any) -> Config:
     return Config(
         mesh=mesh or MeshConfig(),
-        model=replace(MODEL, llm=llm, dtype="float64", **model),
+        model=replace(MODEL, llm=LLM, encoder=replace(MODEL.encoder, layers=1), dtype="float64", **model),
         train=TrainConfig(mtp_loss=WEIGHT),
         adapt=STORED_STATISTICS,
     )
 
 
 @functools.cache
-def state(shared: bool) -> tuple[Any, Any]:
+def state() -> tuple[Any, Any]:
     """(parameters, buffers)."""
     with jax.enable_x64(True):
-        return random_state(abstract_model(run_config(shared)))[1:]
+        return random_state(abstract_model(run_config()))[1:]
 
 
 @functools.cache
@@ -75,11 +73,12 @@ def pack(config: Config) -> Batch:
     return Batch(*map(np.concatenate, zip(*packed, strict=True)))
 
 
+@functools.cache
 def evaluate(config: Config) -> Gradient:
     with jax.enable_x64(True):
         mesh = make_mesh(config.mesh)
         program = jax.jit(loss_and_gradient(config, mesh))
-        found = program(*state(config.model.llm.mtp_shared), put_batch(pack(config), mesh))
+        found = program(*state(), put_batch(pack(config), mesh))
         return jax.tree.map(np.asarray, found)
 
 
@@ -124,19 +123,19 @@ def losses_of(params: Any, buffers: Any, graph: Any, one: Parts) -> jax.Array:
 
 
 @functools.cache
-def each_document_alone(shared: bool) -> tuple[np.ndarray, Any]:
+def each_document_alone() -> tuple[np.ndarray, Any]:
     """(means of the next token's and the depths' losses, gradients of the objective)."""
     every = [one for row in documents() for one in row]
     counts = np.array([sum(one.supervised[d:].sum() for one in every) for d in range(1, LLM.mtp_depths + 2)])
     with jax.enable_x64(True):
-        graph = model_graph(run_config(shared))
+        graph = model_graph(run_config())
 
         def objective(params: Any, buffers: Any, one: Parts) -> tuple[jax.Array, jax.Array]:
             shares = losses_of(params, buffers, graph, one) / counts
             return shares[0] + WEIGHT * shares[1:].mean(), shares
 
         run = jax.jit(jax.grad(objective, has_aux=True))
-        found = [run(*state(shared), jax.tree.map(jnp.asarray, parts(one))) for one in every]
+        found = [run(*state(), jax.tree.map(jnp.asarray, parts(one))) for one in every]
         gradients, shares = jax.tree.map(lambda *each: sum(map(np.asarray, each)), *found)
     return shares, gradients
 
@@ -146,31 +145,19 @@ def only_trained(gradients: Any, got: Any) -> Any:
     return jax.tree.map(lambda g, w: None if g is None else w, got, gradients, is_leaf=lambda x: x is None)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_packed_equals_each_document_alone(shared: bool):
-    got = evaluate(run_config(shared))
-    (loss, *ahead), gradients = each_document_alone(shared)
+def test_packed_equals_each_document_alone():
+    """Values of shared weights are compared in tests/hf/test_mtp.py, their gradients in test_meshes.py."""
+    got = evaluate(run_config())
+    (loss, *ahead), gradients = each_document_alone()
     np.testing.assert_allclose(got.loss, loss, rtol=1e-12)
     np.testing.assert_allclose(got.ahead.loss, ahead, rtol=1e-12)
     assert_same(got.gradients, only_trained(gradients, got.gradients), 1e-10)
     assert all(g.any() for g in jax.tree.leaves(got.gradients["mtp"]))
 
 
-@functools.cache
-def one_device(shared: bool) -> Gradient:
-    return evaluate(run_config(shared))
-
-
-@pytest.mark.parametrize(
-    ("shared", "mesh", "model"),
-    [
-        (True, MeshConfig(context=2), {}),
-        (False, MeshConfig(context=2), {"context_exchange": "all_gather", "context_layout": "document"}),
-        (True, MeshConfig(tensor=2, data=2), {"sequence_sharded": True, "expert_capacity": 0.6}),
-    ],
-    ids=str,
-)
-def test_the_mesh_changes_nothing(shared: bool, mesh: MeshConfig, model: dict[str, Any]):
-    got = evaluate(run_config(shared, mesh, **model))
-    for part, reference in zip(got, one_device(shared), strict=True):
+def test_each_document_may_be_cut_over_ranks():
+    """The layout by documents; the other layouts and axes are in test_meshes.py."""
+    model = {"context_exchange": "all_gather", "context_layout": "document"}
+    got, want = evaluate(run_config(MeshConfig(context=2), **model)), evaluate(run_config())
+    for part, reference in zip(got, want, strict=True):
         assert_same(part, reference, 1e-10)

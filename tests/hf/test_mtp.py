@@ -16,11 +16,13 @@ from jaxthd.config import Config, LLMConfig, ModelConfig
 from jaxthd.convert import export_weights, import_weights
 from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import model_config
+from jaxthd.hf.nemotron_h import llm_fields
 from jaxthd.mesh import make_mesh
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.state import model_graph
 from jaxthd.weights import load_weights, named_weights
+from jaxthd.workdir import read_config
 from tests.helpers import assert_same, spans
 from tests.hf.published import BASE, write_published
 from tests.mtp_reference import mtp_logits
@@ -128,10 +130,10 @@ def given_back(published: Path, tmp_path: Path, **options: Any) -> tuple[dict[st
     return load_file(tmp_path / "out" / "model.safetensors"), settings
 
 
-@pytest.mark.parametrize("modules", [1, 2])
-def test_it_comes_back_bit_identical(modules, tmp_path):
-    """Of two depths the weights are one after the other."""
-    folder = write(tmp_path / "llm", modules)
+def test_it_comes_back_bit_identical(tmp_path):
+    """Of depths with weights of their own one after the other. A run may start from it with the depths or
+    without."""
+    folder, modules = write(tmp_path / "llm", 2), 2
     found, settings = given_back(folder, tmp_path)
     want = load_file(folder / "model.safetensors")
     assert found.keys() == want.keys()
@@ -141,19 +143,25 @@ def test_it_comes_back_bit_identical(modules, tmp_path):
     assert settings["mtp_hybrid_override_pattern"] == "*E"
     assert settings["mtp_layers_block_type"] == ["full_attention", "moe"]
     assert model_config(tmp_path / "out") == model_config(folder)
+    model = read_config(tmp_path / "imported").model
+    whole = imported(tmp_path / "imported", model)
+    without = imported(tmp_path / "imported", replace(model, llm=replace(model.llm, mtp_pattern="")))
+    assert whole.keys() - without.keys() == {name for name in whole if name.startswith("mtp.")}
+    for name, x in without.items():
+        np.testing.assert_array_equal(x, whole[name])
 
 
 def test_settings_without_tensors_mean_none(tmp_path):
     """As the transformers library leaves a checkpoint that it saved again."""
     folder = write(tmp_path / "llm", 0, num_nextn_predict_layers=1)
-    assert model_config(folder).llm.mtp_pattern == ""
-    found, settings = given_back(folder, tmp_path)
-    assert not any(name.startswith("mtp.") for name in found)
-    assert "num_nextn_predict_layers" not in settings
+    model = model_config(folder, model=BASE)
+    assert model.llm.mtp_pattern == ""
+    assert "num_nextn_predict_layers" not in llm_fields(model.llm)
+    assert not any(name.startswith("mtp.") for name in imported(folder, model))
 
 
 def test_a_model_may_do_without_it(tmp_path, capsys):
-    """Left out on import, it goes along on export --like the original."""
+    """Left out, and said."""
     folder = write(tmp_path / "llm")
     read = model_config(folder, model=BASE)
     model = replace(read, llm=replace(read.llm, mtp_pattern=""))
@@ -196,16 +204,3 @@ def test_other_weights_are_refused(tmp_path):
     for change in ({"mtp_shared": True}, {"mtp_pattern": "*"}, {"mtp_depths": 1}):
         with pytest.raises(UserError, match=r"model\.llm\.mtp_.*there"):
             imported(folder, replace(read, llm=replace(read.llm, **change)))
-
-
-def test_a_run_starts_from_one_with_it_or_without(tmp_path):
-    """From the imported run: without the depths, and with more that share the weights."""
-    folder = write(tmp_path / "llm")
-    encoder = write_published("fastconformer", tmp_path / "encoder")
-    config = import_weights([str(folder), str(encoder)], tmp_path / "run")
-    llm = config.model.llm
-    whole = imported(tmp_path / "run", replace(config.model, llm=replace(llm, mtp_depths=3)))
-    without = imported(tmp_path / "run", replace(config.model, llm=replace(llm, mtp_pattern="")))
-    assert whole.keys() - without.keys() == {name for name in whole if name.startswith("mtp.")}
-    for name, x in without.items():
-        np.testing.assert_array_equal(x, whole[name])
