@@ -113,7 +113,7 @@ def losses_of(params: Any, buffers: Any, graph: Any, one: Parts) -> jax.Array:
     """Sums of -log p over the supervised tokens of a document: of the next token, and of each depth."""
     x_TD, h_TD = states_of(nnx.merge(graph, params, buffers), one)
     tensors, head_VD, sums = on_disk(params, buffers), params["head"], []
-    logits = [h_TD @ head_VD.T, *mtp_logits(tensors, LLM, LLM.mtp_depths, h_TD, x_TD, head_VD)]
+    logits = [h_TD @ head_VD.T, *mtp_logits(tensors, LLM, LLM.mtp_depths, h_TD, x_TD, head_VD, jnp)]
     for distance, logits_TV in enumerate(logits, 1):
         targets_T = one.tokens[distance:]
         logp_TV = jax.nn.log_softmax(logits_TV[: len(targets_T)])
@@ -153,6 +153,12 @@ def test_packed_equals_each_document_alone():
     np.testing.assert_allclose(got.ahead.loss, ahead, rtol=1e-12)
     assert_same(got.gradients, only_trained(gradients, got.gradients), 1e-10)
     assert all(g.any() for g in jax.tree.leaves(got.gradients["mtp"]))
+    every = [len(one) for row in documents() for one in row]
+    have_token = [sum(max(n - depth - 1, 0) for n in every) for depth in range(LLM.mtp_depths)]
+    np.testing.assert_array_equal(got.ahead.routing.tokens, have_token)
+    np.testing.assert_array_equal(
+        got.ahead.routing.load.sum(1), np.multiply(have_token, LLM.experts_per_token)
+    )
 
 
 def test_each_document_may_be_cut_over_ranks():
