@@ -6,7 +6,7 @@ The docstring under a field is its --help text.
 import importlib.util
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -395,6 +395,11 @@ class Config:
     def depths_trained(self) -> int:
         """Depths of multi-token prediction that a training step computes."""
         return self.model.llm.mtp_depths if self.model.llm.mtp_pattern and self.train.mtp_loss else 0
+
+    @property
+    def without_mtp(self) -> "Config":
+        """For what needs the next token only; a checkpoint's other parameters are not read then."""
+        return replace(self, model=replace(self.model, llm=replace(self.model.llm, mtp_pattern="")))
 
 
 def load_config(path: str | Path) -> Config:

@@ -90,7 +90,7 @@ def load(
     adapted = for_generation(config, batch)
     for warning in validate(adapted, DeviceFacts.of_this_machine(vocabulary)):
         _say(f"warning: {warning}")
-    mesh = make_mesh(config.mesh)
+    config, mesh = config.without_mtp, make_mesh(config.mesh)
     params, buffers = load_model(weights, config, mesh)
     return Generator(config, mesh, params, buffers, batch=batch, max_new_tokens=max_new_tokens)
 
