@@ -118,9 +118,9 @@ def keeps_statistics(is_trained: Tree) -> bool:
     return not any(jax.tree.leaves(is_trained["encoder"]["blocks"]["conv"]["norm"]))
 
 
-def keeps_router_biases(is_trained: Tree) -> bool:
-    """Whether the routers, if there are any, are frozen: the experts' correction biases stay."""
-    moe = is_trained["decoder"]["layers"].get("moe")
+def keeps_router_biases(is_trained: Tree, module: str = "decoder") -> bool:
+    """Whether the routers of the module, if it has any, are frozen: the experts' correction biases stay."""
+    moe = is_trained[module]["layers"].get("moe")
     return moe is None or not moe["mixer"]["router"]["w"]
 
 

@@ -6,7 +6,7 @@ The docstring under a field is its --help text.
 import importlib.util
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -235,11 +235,28 @@ class LLMConfig:
     """Dim of the projection around the routed experts; 0 for none."""
     router_scale: float = 1.0
     """Factor on the routed experts' sum."""
+    mtp_pattern: str = ""
+    """Blocks of a depth of multi-token prediction, such as "*E"; "" for none. It trains beside the next-token
+    prediction (train.mtp_loss) and is exported; validation, scoring and generation do without."""
+    mtp_depths: int = 1
+    """Depths of multi-token prediction: depth k predicts the token k places beyond the next."""
+    mtp_shared: bool = True
+    """All depths have the same weights (Nemotron-3); else each has its own."""
 
     @property
     def letters(self) -> str:
         """The blocks: the pattern without its marks."""
         return self.pattern.replace("|", "")
+
+    @property
+    def kinds(self) -> str:
+        """All kinds of blocks that the model has, by letter."""
+        return "".join(sorted(set(self.letters + self.mtp_pattern)))
+
+    @property
+    def mtp_modules(self) -> int:
+        """Sets of weights for multi-token prediction."""
+        return (1 if self.mtp_shared else self.mtp_depths) if self.mtp_pattern else 0
 
 
 @dataclass(frozen=True)
@@ -346,6 +363,9 @@ class TrainConfig:
     """A step's change of the experts' correction biases, up where fewer tokens come than on average."""
     aux_loss: float = 0.0
     """Weight of the auxiliary loss that evens out the experts' load; 0 for none."""
+    mtp_loss: float = 0.1
+    """Weight of multi-token prediction's loss, the mean over its depths, where model.llm.mtp_pattern has any;
+    0: it is not computed."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
     microbatches: int = 1
@@ -387,6 +407,16 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     adapt: AdaptConfig = field(default_factory=AdaptConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    @property
+    def depths_trained(self) -> int:
+        """Depths of multi-token prediction that a training step computes."""
+        return self.model.llm.mtp_depths if self.model.llm.mtp_pattern and self.train.mtp_loss else 0
+
+    @property
+    def without_mtp(self) -> "Config":
+        """For what needs the next token only; a checkpoint's other parameters are not read then."""
+        return replace(self, model=replace(self.model, llm=replace(self.model.llm, mtp_pattern="")))
 
 
 def load_config(path: str | Path) -> Config:

@@ -82,6 +82,7 @@ class Costs:
         self._tokens = self._rows * config.data.capacity / mesh.context
         sharded = model.sequence_sharded and mesh.tensor > 1
         self._stream = self._tokens / (mesh.tensor if sharded else 1) * llm.dim * self._a
+        self._depths = config.depths_trained
         self._is_sharded = sharded
         self._frames = self._rows * config.data.audio_capacity / SUBSAMPLING / mesh.audio_ranks
         ranks = {axis: ranks_of(mesh, (axis,)) for axis in AXES}
@@ -106,7 +107,7 @@ class Costs:
         is_trained = nnx.traversals.flatten_mapping(trained(model, self._config.adapt))
         for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
             cuts = variable.get_metadata("cuts")
-            is_stacked = "layers" in path or "blocks" in path
+            is_stacked = bool({"layers", "blocks", "depths"} & set(path))
             layers = variable.shape[0] // ranks_of(self._mesh, cuts[0]) if is_stacked else 1
             shape = zip(variable.shape[is_stacked:], cuts[is_stacked:] if cuts else (), strict=False)
             size = math.prod(n // ranks_of(self._mesh, cut) for n, cut in shape) * variable.dtype.itemsize
@@ -144,7 +145,9 @@ class Costs:
         what the layers keep for the backward pass: with recomputation n D a for each turn of a scan over
         repeated units, without it all activations of every layer. So for the encoder.
         One at a time come on top: a unit's activations and the dearest of its layers' gradients, with the
-        unit's weights gathered; a block of the loss; an encoder block; a piece of the subsampling.
+        unit's weights gathered; a block of the loss; an encoder block; a piece of the subsampling. With
+        multi-token prediction the embeddings of each depth are kept as the stages' inputs are, and on top of
+        the loss come its layers, as the decoder's, and each depth's norms and states at the head.
         """
         ranks = range(self._stages.ranks)
         return max((self._memory_of(rank) for rank in ranks), key=lambda memory: memory.most)
@@ -164,6 +167,9 @@ class Costs:
             kept = self._frames * model.encoder.dim * self._a if model.remat_encoder else self._conformer
             audio = layers * kept if self._trains("encoder") else 0.0
             audio += self._frames * self._mesh.audio_ranks * model.llm.dim * self._a
+        if self._depths:
+            held = self._schedule.in_flight if self._pipelined else 1
+            memory.kept["embeddings ahead"] = held * self._depths * self._stream
         if self._pipelined:
             memory.kept["pipeline slots"] = (self._schedule.slots + 2) * self._stream
         else:
@@ -172,17 +178,33 @@ class Costs:
         memory.phases["one unit of the decoder"] = decoder + max(
             self._unit(unit) for unit, _, _ in self._units(rank)
         )
-        memory.phases["loss"] = self._loss
+        memory.phases["loss"] = (
+            (0 if self._pipelined else decoder) * bool(self._depths) + self._loss + self._mtp
+        )
         if self._frames:
             passes = 1 + self._trains("encoder")
             memory.phases["one block of the encoder"] = audio + passes * self._conformer + self._block_weights
             memory.phases["subsampling"] = audio + self._subsampling
         return memory
 
-    def _unit(self, unit: str) -> Number:
+    @property
+    def _mtp(self) -> Number:
+        """Of multi-token prediction."""
+        if not self._depths:
+            return 0
+        llm, units = self._config.model.llm, repeated_units(self._config.model.llm.mtp_pattern)
+        share = self._stream / self._a
+        around = share * (4 * self._a + 3 * self._w) + self._tokens * llm.dim * (4 * self._a + self._w)
+        if self._config.model.remat_llm:
+            layers = self._stream * sum(repeats for _, repeats in units)
+        else:
+            layers = sum(map(self._layer, llm.mtp_pattern))
+        return self._depths * (around + layers) + max(self._unit(unit, "mtp") for unit, _ in units)
+
+    def _unit(self, unit: str, module: str = "decoder") -> Number:
         """A turn of the scan in the backward pass."""
-        weights = {k: self._gathered("decoder", "layers", KINDS[k]) for k in set(unit)}
-        gradients = {k: self._gathered("decoder", "layers", KINDS[k], trained=True) for k in set(unit)}
+        weights = {k: self._gathered(module, "layers", KINDS[k]) for k in set(unit)}
+        gradients = {k: self._gathered(module, "layers", KINDS[k], trained=True) for k in set(unit)}
         activations = {k: self._layer(k) for k in set(unit)}
         used = sum(weights[k] * self._a / self._itemsize for k in unit)
         recomputed = sum(activations[k] for k in unit) if self._config.model.remat_llm else 0
@@ -273,6 +295,9 @@ class Costs:
         - Experts: places x width there and back, forward; there twice and back once, backward. One round.
         - Vocabulary: the embeddings' sum and its gradient; three float32 numbers a token forward, one
           backward. Pipeline: a send of n D a up and down every tick; the last stage's output to all.
+        - Multi-token prediction: each depth as a stage that all ranks of a pipeline run, its embeddings and
+          its targets as the decoder's, and a sum of N D a for the projection; its weights are spread over
+          the pipeline too. A compiler may gather what depths share once, which here each gathers.
         - Audio: every rank's frames to all ranks of the row, and their gradients home.
         """
         ranks = [self._traffic_of(rank) for rank in range(self._stages.ranks)]
@@ -285,38 +310,62 @@ class Costs:
             # A scan of one turn is no loop: where it ends the stage, nobody asks for what it returns.
             again = int(self._pipelined and not (remat and ends and repeats == 1))
             times = repeats * stage_runs(config, self._stages, self._schedule) / self._schedule.chunks
-            for letter, count in Counter(unit).items():
-                for weight in self._of("decoder", "layers", KINDS[letter]):
-                    found.gather(weight.spread, weight.size, times * count * (2 + again + weight.trained))
-                self._mixer(letter, found, times * count, remat, again)
-            recomputed = remat * (len(unit) - 1)
-            parts = (1 + again) * len(unit) + recomputed + len(unit)
-            if self._is_sharded:
-                parts += (1 + again + remat + 1) * len(unit)
-                found.gather((TENSOR,), self._stream, times * parts)
-            else:
-                found.sum((TENSOR,), self._stream, times * parts)
-        vocabulary = (PIPELINE, TENSOR)
+            self._layers(found, unit, times, again)
+        self._mtp_traffic(found)
+        vocabulary, depths = (PIPELINE, TENSOR), 1 + self._depths
         for weight in (*self._of("embedding"), *self._of("head")):
             found.gather(weight.spread, weight.size, (1 + weight.trained) * m)
-        found.sum(vocabulary, n * llm.dim * self._a, (1 + self._trains("embedding")) * m)
-        found.sum(vocabulary, n * self._w, 4 * m)
+        found.sum(vocabulary, n * llm.dim * self._a, (1 + self._trains("embedding")) * m * depths)
+        found.sum(vocabulary, n * self._w, 4 * m * depths)
         if self._pipelined:
             found.sum((PIPELINE,), self._stream, 2 * m)
             found.add((PIPELINE,), 2 * self._stream * self._schedule.ticks)
         if self._is_sharded:
-            found.gather((TENSOR,), self._stream, 2 * m)
+            found.gather((TENSOR,), self._stream, 2 * m * depths)
         if self._frames:
             self._encoder(found)
         for weight in self._weights:
             found.sum(weight.copies, weight.size * weight.layers, int(weight.trained))
         return found.traffic
 
-    def _mixer(self, letter: str, found: "_Found", times: Number, remat: int, again: int) -> None:
-        """What a layer's mixer exchanges in `times` forward and backward passes."""
+    def _layers(self, found: "_Found", unit: str, times: Number, again: int, module: str = "decoder") -> None:
+        """Of a unit, `times` forward and backward."""
+        remat = int(self._config.model.remat_llm)
+        for letter, count in Counter(unit).items():
+            for weight in self._of(module, "layers", KINDS[letter]):
+                found.gather(weight.spread, weight.size, times * count * (2 + again + weight.trained))
+            self._mixer(letter, found, times * count, remat, again, apart=module == "decoder")
+        recomputed = remat * (len(unit) - 1)
+        parts = (1 + again) * len(unit) + recomputed + len(unit)
+        if self._is_sharded:
+            parts += (1 + again + remat + 1) * len(unit)
+            found.gather((TENSOR,), self._stream, times * parts)
+        else:
+            found.sum((TENSOR,), self._stream, times * parts)
+
+    def _mtp_traffic(self, found: "_Found") -> None:
+        times = self._schedule.microbatches * self._depths
+        if not times:
+            return
+        for unit, repeats in repeated_units(self._config.model.llm.mtp_pattern):
+            self._layers(found, unit, times * repeats, 0, "mtp")
+        for weight in self._of("mtp", "depths"):
+            found.gather(weight.spread, weight.size, times * (1 + weight.trained))
+        if self._is_sharded:
+            found.gather((TENSOR,), self._stream, times * 2 * (2 + 1))
+        else:
+            found.sum((TENSOR,), self._stream, times * 2)
+
+    def _mixer(
+        self, letter: str, found: "_Found", times: Number, remat: int, again: int, *, apart: bool
+    ) -> None:
+        """What a layer's mixer exchanges in `times` forward and backward passes. apart: in a stage, which
+        other ranks may not run at the same time.
+        """
         llm, model, n = self._config.model.llm, self._config.model, self._tokens
         forward = 1 + again + remat
-        lockstep = not self._pipelined or (self._stages.are_equal and model.context_exchange == "ring")
+        is_stage = apart and self._pipelined
+        lockstep = not is_stage or (self._stages.are_equal and model.context_exchange == "ring")
         match letter:
             case "*":
                 kv = n * 2 * self._kv_heads * llm.head_dim

@@ -43,6 +43,7 @@ _ORDER = (
     *_LETTERS.values(),
     "RMSNorms",
     "head",
+    "MTP",
     "subsampling",
     *_CONFORMER.values(),
     "LayerNorms",
@@ -80,7 +81,7 @@ def parameter_groups(config: Config) -> list[Group]:
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         part, name, copies = _group(path, config)
         group = groups.setdefault((part, name), Group(part, name, copies))
-        size, is_stacked = math.prod(variable.shape), "layers" in path or "blocks" in path
+        size, is_stacked = math.prod(variable.shape), bool({"layers", "blocks", "depths"} & set(path))
         share = _active_share(name, config)
         group.parameters += size
         group.trained += size * is_trained[path]
@@ -99,6 +100,10 @@ def _group(path: Path, config: Config) -> tuple[str, str, int]:
             letter = next(letter for letter, of_letter in KINDS.items() if of_letter == kind)
             label = f"E {_EXPERTS.get(name, name)}" if letter == "E" else _LETTERS[letter]
             return "LLM", label, letters.count(letter)
+        case ("mtp", "layers", "moe", "mixer", "up" | "down", *_):
+            return "LLM", "MTP routed experts", config.model.llm.mtp_modules
+        case ("mtp", *_):
+            return "LLM", "MTP", config.model.llm.mtp_modules
         case ("decoder", *_):
             return "LLM", "RMSNorms", len(letters) + 1
         case ("encoder", "blocks", str(name), *_):
@@ -111,15 +116,20 @@ def _group(path: Path, config: Config) -> tuple[str, str, int]:
 
 def _active_share(name: str, config: Config) -> float:
     llm = config.model.llm
-    shares = {"embedding": 1 / llm.vocab_size, "E routed experts": llm.experts_per_token / llm.experts}
+    routed = llm.experts_per_token / llm.experts
+    shares = {
+        "embedding": 1 / llm.vocab_size,
+        "E routed experts": routed,
+        "MTP routed experts": routed,
+    }
     return shares.get(name, 1.0)
 
 
 def _array_name(path: Path) -> str:
     """The last names of a path, without those of the tree around the group and of a Linear's matrix."""
-    if path[:2] == ("decoder", "layers"):
+    if path[:2] in (("decoder", "layers"), ("mtp", "layers")):
         path = path[3 + (path[3] == "mixer") :]
-    names = [str(p) for p in path if p not in ("blocks", "decoder", "encoder")]
+    names = [str(p) for p in path if p not in ("blocks", "decoder", "encoder", "mtp", "depths")]
     return ".".join(names[:-1] if names[-1] == "w" else names)
 
 

@@ -73,6 +73,7 @@ def abstract_batch(config: Config) -> Batch:
     """A step's batch, with shapes and dtypes for arrays."""
     data, mels = config.data, config.model.encoder.num_mels
     tokens, audio = (data.rows, data.capacity), (data.rows, data.audio_capacity)
+    ahead = (data.rows, config.depths_trained, data.capacity)
     frames = (data.rows, data.audio_capacity // SUBSAMPLING)
     of_tokens = {name: (tokens, jnp.int32) for name in Batch._fields}
     special = {
@@ -81,6 +82,10 @@ def abstract_batch(config: Config) -> Batch:
         "mel_mask": (audio, jnp.bool_),
         "chunk_ids": (frames, jnp.int32),
         "chunk_positions": (frames, jnp.int32),
+        "ahead_tokens": (ahead, jnp.int32),
+        "ahead_audio_slots": (ahead, jnp.int32),
+        "ahead_targets": (ahead, jnp.int32),
+        "ahead_weights": (ahead, jnp.float32),
     }
     return Batch(**{k: jax.ShapeDtypeStruct(*v) for k, v in (of_tokens | special).items()})
 

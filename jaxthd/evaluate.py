@@ -89,7 +89,7 @@ def evaluate(config: Config, weights: Sequence[str | Path], out: Path, worst: in
     Raises UserError for data or weights that cannot be used.
     """
     out.mkdir(parents=True, exist_ok=True)
-    mesh = make_mesh(config.mesh)
+    config, mesh = config.without_mtp, make_mesh(config.mesh)
     with closing(SpeechData(config, out, training=False)) as data:
         state = load_model(weights, config, mesh)
         evaluator = Evaluator(config, mesh, data.end_id)

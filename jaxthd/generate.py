@@ -93,7 +93,7 @@ def load(
     for warning in validate(adapted, DeviceFacts.of_this_machine(vocabulary)):
         _say(f"warning: {warning}")
     prepare_compiler(config)
-    config = with_admitted(config, _say)
+    config = with_admitted(config.without_mtp, _say)
     mesh = make_mesh(config.mesh)
     params, buffers = load_model(weights, config, mesh)
     return Generator(config, mesh, params, buffers, batch=batch, max_new_tokens=max_new_tokens)

@@ -84,6 +84,7 @@ def compare_layouts(stream: Lengths, config: Config, work: tuple[float, float]) 
         tokens = stream.tokens[list(chain(*outcome.buffers))].astype(float)
         keys_seen = (tokens * (tokens + 1)).sum() / 2 / tokens.sum()
         llm, rows, received = config.model.llm, config.data.rows / mesh.data, mamba_bytes(laid_out)
+        letters = llm.letters + llm.mtp_pattern * config.depths_trained
         real_tokens = rows * capacity / mesh.context * (1 - outcome.padding)
         costs.append(
             LayoutCost(
@@ -92,14 +93,14 @@ def compare_layouts(stream: Lengths, config: Config, work: tuple[float, float]) 
                 imbalance=imbalance,
                 mamba_bytes=received,
                 slots=work[0] / mesh.tensor / (1 - outcome.padding),
-                attention=llm.pattern.count("*")
+                attention=letters.count("*")
                 * keys_seen
                 * imbalance
                 * 2
                 * llm.q_heads
                 * llm.head_dim
                 / mesh.tensor,
-                exchange=llm.pattern.count("M") * received / 2 / real_tokens * MULTIPLY_ADDS_PER_BYTE,
+                exchange=letters.count("M") * received / 2 / real_tokens * MULTIPLY_ADDS_PER_BYTE,
             )
         )
     return sorted(costs, key=lambda cost: cost.total)

@@ -65,6 +65,7 @@ def batch_specs() -> Batch:
     whose ranks share the row.
     """
     tokens, audio = PartitionSpec(DATA, CONTEXT), PartitionSpec(DATA, AUDIO_AXES)
+    ahead = PartitionSpec(DATA, None, CONTEXT)
     return Batch(
         tokens=tokens,
         targets=tokens,
@@ -76,6 +77,10 @@ def batch_specs() -> Batch:
         mel_mask=audio,
         chunk_ids=audio,
         chunk_positions=audio,
+        ahead_tokens=ahead,
+        ahead_audio_slots=ahead,
+        ahead_targets=ahead,
+        ahead_weights=ahead,
     )
 
 

@@ -225,7 +225,7 @@ def main(argv: list[str] | None = None) -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with ready(config, options) as config:
         found = score_manifest(
-            config,
+            config.without_mtp,
             options.weights,
             options.manifest,
             options.out.parent,

@@ -46,8 +46,9 @@ from jaxthd.state import (
 
 class StepMetrics(NamedTuple):
     """Mean negative log-likelihood over the supervised tokens; gradient norm before clipping; the learning
-    rate of this step; the state's counts of skipped steps, this one included. With experts: the most tokens
-    that any got, over the mean of its layer, and the auxiliary loss (1 for an even load).
+    rate of this step; the state's counts of skipped steps, this one included. With multi-token prediction:
+    as the loss, of its depths' targets, the mean over depths. With experts: the most tokens that any got,
+    over the mean of its layer, and the auxiliary loss (1 for an even load).
     """
 
     loss: Array
@@ -55,19 +56,57 @@ class StepMetrics(NamedTuple):
     learning_rate: Array
     skipped: Array
     skipped_in_a_row: Array
+    mtp_loss: Array | None
     max_expert_load: Array | None
     aux_loss: Array | None
 
 
+class Ahead(NamedTuple):
+    """Multi-token prediction. loss: by depth, [K]. routing: see Gradient."""
+
+    loss: Array
+    routing: Routing | None
+
+
 class Gradient(NamedTuple):
-    """gradients: of the trained parameters, None for others (jaxthd/adapt.py). routing: of the MoE
-    layers in the order of their stack, summed over microbatches; None without any.
+    """loss: of the next tokens. gradients: of the whole objective for the trained parameters, None for others
+    (jaxthd/adapt.py). routing: of the decoder's MoE layers in the order of their stack, summed over
+    microbatches; None without any. ahead: None without multi-token prediction.
     """
 
     loss: Array
     gradients: Tree
     buffers: Tree
     routing: Routing | None
+    ahead: Ahead | None = None
+
+
+class _Counts(NamedTuple):
+    """Over all microbatches and ranks, 1 for none: supervised tokens, real tokens, and for each depth of
+    multi-token prediction its supervised tokens and those that have a token so far ahead, [K].
+    """
+
+    supervised: Array
+    real: Array
+    supervised_ahead: Array
+    real_ahead: Array
+
+    @classmethod
+    def of(cls, batch: Batch) -> "_Counts":
+        ahead = batch.ahead_weights.swapaxes(0, 1), (batch.ahead_tokens >= 0).swapaxes(0, 1)
+        own = cls(
+            sft.count(batch.weights.reshape(-1), batch.segment_ids.reshape(-1)),
+            (batch.segment_ids > 0).sum(),
+            *(x_KRT.sum((1, 2)) for x_KRT in ahead),
+        )
+        return jax.tree.map(lambda x: jnp.maximum(x, 1), jax.lax.psum(own, TOKEN_AXES))
+
+
+class _Left(NamedTuple):
+    """This rank's shares of Gradient.loss and Gradient.ahead."""
+
+    loss: Array
+    ahead: Ahead | None
 
 
 def _on_mesh(rank: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...], out_specs: Any) -> Any:
@@ -75,62 +114,84 @@ def _on_mesh(rank: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...], ou
     return jax.shard_map(rank, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _supervised(batch: Batch) -> Array:
-    """This rank's part of the objective's count."""
-    return sft.count(batch.weights.reshape(-1), batch.segment_ids.reshape(-1))
-
-
 def _divided(params: Tree) -> Params:
     """The parameters of the model's three parts."""
     decoder = params["decoder"]
+    mtp = {name: params[name] for name in ("mtp",) if name in params}
     return Params(
         enter={name: params[name] for name in ("embedding", "encoder", "adapter")},
         stage={"layers": decoder["layers"]},
-        leave={"head": params["head"], "norm": decoder["norm"]},
+        leave={"head": params["head"], "norm": decoder["norm"], **mtp},
     )
 
 
 def _joined(params: Params) -> Tree:
     """The inverse of _divided."""
-    return {
-        **params.enter,
-        "decoder": {**params.stage, "norm": params.leave["norm"]},
-        "head": params.leave["head"],
-    }
+    last = dict(params.leave)
+    return {**params.enter, "decoder": {**params.stage, "norm": last.pop("norm")}, **last}
 
 
-def _parts(config: Config, params: Tree, buffers: Tree, count: Array, *, batch_statistics: bool) -> Parts:
-    """The model's three parts for the pipeline, inside shard_map. Its state are the encoder's buffers.
+def _parts(config: Config, params: Tree, buffers: Tree, counts: _Counts, *, batch_statistics: bool) -> Parts:
+    """The model's three parts for the pipeline, inside shard_map. Its state are the encoder's buffers; past
+    the stages go the embeddings of the tokens ahead; leave's second result is _Left.
 
     They are functions of all parameters or of some, with None for the rest; that they take from `params`.
-    count: what the objective's sum is divided by. batch_statistics: see SpeechLM.enter's train.
+    batch_statistics: see SpeechLM.enter's train.
     """
     graph, mesh, whole = model_graph(config), config.mesh, _divided(params)
     stages = stages_of(config)
     # Only where there is a ring, or but one stage, which all ranks run alike: else idle ranks need not work.
     has_ring = mesh.context > 1 and config.model.context_exchange == "ring"
     lockstep = len(stages.patterns) == 1 or (stages.are_equal and has_ring)
-    copies = ranks_of(mesh, (PIPELINE, TENSOR))
+    copies, depths = ranks_of(mesh, (PIPELINE, TENSOR)), config.depths_trained
 
     def model(buffers: Tree, **given: Tree) -> SpeechLM:
         filled = {name: join(some, getattr(whole, name)) for name, some in given.items()}
         return nnx.merge(graph, _joined(whole._replace(**filled)), buffers)
 
-    def enter(enter: Tree, state: Tree, batch: Batch) -> tuple[Array, Tree]:
+    def enter(enter: Tree, state: Tree, batch: Batch) -> tuple[Array, list[Array], Tree]:
         of_rank = model({**buffers, "encoder": state}, enter=enter)
-        return of_rank.enter(batch, axes=AXES, train=batch_statistics)
+        (x_nD, *ahead), state = of_rank.enter_with_ahead(batch, axes=AXES, train=batch_statistics)
+        return x_nD, ahead, state
 
     def stage(pattern: str, stage: Tree, chunk: Array | int, x_nD: Array, batch: Batch) -> Any:
         of_rank = model(buffers, stage=stage)
         segments = of_rank.segments(batch, AXES, lockstep=lockstep)
         return of_rank.decoder.stage(pattern, chunk, x_nD, segments)
 
-    def leave(leave: Tree, x_nD: Array, batch: Batch) -> tuple[Array, None]:
-        logp_N = model(buffers, leave=leave).leave(x_nD, batch)
-        total = sft.loss_sum(logp_N, batch.weights.reshape(-1), batch.segment_ids.reshape(-1))
-        return total / count / copies, None
+    def loss(logp_N: Array, weights_RT: Array, batch: Batch, count: Array) -> Array:
+        total = sft.loss_sum(logp_N, weights_RT.reshape(-1), batch.segment_ids.reshape(-1))
+        return total / count / copies
+
+    def leave(leave: Tree, x_nD: Array, side: list[Array], batch: Batch) -> tuple[Array, _Left]:
+        of_rank = model(buffers, leave=leave)
+        if not side:
+            own = loss(of_rank.leave(x_nD, batch), batch.weights, batch, counts.supervised)
+            return own, _Left(own, None)
+        logp_N, (logp_KN, routing) = of_rank.leave_with_ahead(x_nD, side, batch, AXES)
+        own = loss(logp_N, batch.weights, batch, counts.supervised)
+        losses = [
+            loss(logp_KN[k], batch.ahead_weights[:, k], batch, counts.supervised_ahead[k])
+            for k in range(depths)
+        ]
+        share = own + config.train.mtp_loss * sum(losses) / depths
+        found = [each for each in routing if each is not None]
+        for each, real in zip(found, counts.real_ahead, strict=False):
+            share += _aux_share(config, each, real) / mesh.pipeline
+        joined = of_rank.mtp.joined(found) if of_rank.mtp and found else None
+        return share, _Left(own, Ahead(jnp.stack(losses), joined))
 
     return Parts(enter, stage, leave, stages, lockstep)
+
+
+def _aux_share(config: Config, routing: Routing, real: Array) -> Array:
+    """What MoE layers add to this rank's share of the objective: of the mean over all that a step runs.
+
+    real: tokens that they route in a step.
+    """
+    llm = config.model.llm
+    layers = llm.letters.count("E") + config.depths_trained * llm.mtp_pattern.count("E")
+    return config.train.aux_loss * routing.aux.sum() / (real * layers)
 
 
 def _microbatches(batch: Batch, count: int) -> Batch:
@@ -149,36 +210,44 @@ def loss_and_gradient(config: Config, mesh: Mesh) -> Callable[[Tree, Tree, Batch
     specs, buffer_specs = model_specs(model)
     is_trained = trained(model, config.adapt)
     trained_specs, _ = split(specs, is_trained)
-    has_experts = "E" in config.model.llm.letters
-    layers = max(config.model.llm.letters.count("E"), 1)
+    llm, has_ahead = config.model.llm, config.depths_trained > 0
     schedule = make_schedule(config.train.microbatches, config.mesh.pipeline, config.mesh.stages_per_rank)
 
     def rank(params: Tree, buffers: Tree, batch: Batch) -> Gradient:
-        supervised, real = jax.lax.psum((_supervised(batch), (batch.segment_ids > 0).sum()), TOKEN_AXES)
-        count, batch_statistics = jnp.maximum(supervised, 1), not keeps_statistics(is_trained)
-        parts = _parts(config, params, buffers, count, batch_statistics=batch_statistics)
+        counts, batch_statistics = _Counts.of(batch), not keeps_statistics(is_trained)
+        parts = _parts(config, params, buffers, counts, batch_statistics=batch_statistics)
         own, _ = split(params, is_trained)
 
         def extra_share(routing: Routing | None) -> Array:
             if routing is None or not config.train.aux_loss:
                 return jnp.zeros((), jnp.result_type(*jax.tree.leaves(params)))
-            return config.train.aux_loss * routing.aux.sum() / (jnp.maximum(real, 1) * layers)
+            return _aux_share(config, routing, counts.real)
 
         batches = _microbatches(batch, schedule.microbatches)
         step = accumulate(parts, schedule, _divided(own), buffers["encoder"], batches, extra_share)
         routing = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), step.extra)
-        share, gradients = step.share, _sum_copies(_joined(step.gradients), trained_specs)
-        if routing is not None:
-            share = share - extra_share(routing)
-            routing = routing._replace(aux=jax.lax.psum(routing.aux, (*TOKEN_AXES, TENSOR)))
-        loss = jax.lax.psum(share, AXES)
-        return Gradient(loss, gradients, {**buffers, "encoder": step.state}, routing)
+        gradients = _sum_copies(_joined(step.gradients), trained_specs)
+        left: _Left = step.out
+        loss, ahead = jax.lax.psum(left.loss, AXES), left.ahead
+        if ahead is not None:
+            ahead = Ahead(jax.lax.psum(ahead.loss, AXES), _with_whole_aux(ahead.routing))
+        buffers = {**buffers, "encoder": step.state}
+        return Gradient(loss, gradients, buffers, _with_whole_aux(routing), ahead)
 
     everywhere: Any = PartitionSpec()
-    by_rank: Any = PartitionSpec(PIPELINE)
-    routing_specs = Routing(by_rank, by_rank, by_rank) if has_experts else None
-    out_specs = Gradient(everywhere, trained_specs, buffer_specs, routing_specs)
+
+    def routing_specs(pattern: str, spec: Any) -> Routing | None:
+        return Routing(spec, spec, spec) if "E" in pattern else None
+
+    ahead_specs = Ahead(everywhere, routing_specs(llm.mtp_pattern, everywhere)) if has_ahead else None
+    by_stage = routing_specs(llm.letters, PartitionSpec(PIPELINE))
+    out_specs = Gradient(everywhere, trained_specs, buffer_specs, by_stage, ahead_specs)
     return _on_mesh(rank, mesh, (specs, buffer_specs, batch_specs()), out_specs)
+
+
+def _with_whole_aux(routing: Routing | None) -> Routing | None:
+    """The sum of the ranks' shares of aux."""
+    return routing and routing._replace(aux=jax.lax.psum(routing.aux, (*TOKEN_AXES, TENSOR)))
 
 
 def _sum_copies(gradients: Tree, specs: Tree) -> Tree:
@@ -205,17 +274,22 @@ def make_train_step(
     """
     gradient = loss_and_gradient(config, mesh)
     is_trained = trained(abstract_model(config), config.adapt)
-    router_bias_rate = 0.0 if keeps_router_biases(is_trained) else config.train.router_bias_rate
+    moving = {
+        module: 0.0 if keeps_router_biases(is_trained, module) else config.train.router_bias_rate
+        for module in ("decoder", "mtp")
+        if module in is_trained
+    }
     optimizer = make_optimizer(config)
     schedule = learning_rate_schedule(config.train)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        loss, gradients, buffers, routing = gradient(state.params, state.buffers, batch)
+        loss, gradients, buffers, routing, ahead = gradient(state.params, state.buffers, batch)
+        by_module = {"decoder": routing, "mtp": ahead and ahead.routing}
         grad_norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         own, frozen = split(state.params, is_trained)
         updates, opt_state = optimizer.update(gradients, state.opt_state, own)
-        buffers = _even_out(buffers, routing, router_bias_rate)
+        buffers = _even_out(buffers, by_module, moving)
         new = (optax.apply_updates(own, updates), buffers, opt_state)
         old = (own, state.buffers, state.opt_state)
         own, buffers, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
@@ -223,7 +297,9 @@ def make_train_step(
         in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
         # The schedule counts updates, as the optimizer does.
         rate = jnp.asarray(schedule(state.step - state.skipped))
-        metrics = StepMetrics(loss, grad_norm, rate, skipped, in_a_row, *_load(routing))
+        mtp_loss = ahead and ahead.loss.mean()
+        load = _load([each for each in by_module.values() if each is not None])
+        metrics = StepMetrics(loss, grad_norm, rate, skipped, in_a_row, mtp_loss, *load)
         params = join(own, frozen)
         return TrainState(state.step + 1, skipped, in_a_row, params, buffers, opt_state), metrics
 
@@ -232,27 +308,29 @@ def make_train_step(
     return jit_for(config, mesh, train_step, donate_argnums=0, out_shardings=shardings)
 
 
-def _even_out(buffers: Tree, routing: Routing | None, rate: float) -> Tree:
-    """Moves the correction bias of each expert by `rate`, up if fewer tokens came than on average, else down
-    (Wang et al., Auxiliary-Loss-Free Load Balancing, 2024).
+def _even_out(buffers: Tree, routing: dict[str, Routing | None], rates: dict[str, float]) -> Tree:
+    """Moves the correction bias of each expert by its module's rate, up if fewer tokens came than on average,
+    else down (Wang et al., Auxiliary-Loss-Free Load Balancing, 2024).
     """
-    if routing is None or not rate:
-        return buffers
-    surplus = routing.load - routing.load.mean(-1, keepdims=True)
 
     def change(path: tuple[Any, ...], x: Array) -> Array:
-        return x - rate * jnp.sign(surplus).astype(x.dtype) if path[-1].key == "correction_bias" else x
+        of_module = routing.get(path[0].key)
+        if path[-1].key != "correction_bias" or of_module is None or not rates[path[0].key]:
+            return x
+        surplus = of_module.load - of_module.load.mean(-1, keepdims=True)
+        return x - rates[path[0].key] * jnp.sign(surplus).astype(x.dtype)
 
     return jax.tree_util.tree_map_with_path(change, buffers)
 
 
-def _load(routing: Routing | None) -> tuple[Array | None, Array | None]:
+def _load(routing: list[Routing]) -> tuple[Array | None, Array | None]:
     """StepMetrics.max_expert_load and aux_loss."""
-    if routing is None:
+    if not routing:
         return None, None
-    mean_L = routing.load.mean(-1)
-    highest = (routing.load.max(-1) / jnp.where(mean_L > 0, mean_L, 1)).max()
-    return highest, routing.aux.sum() / jnp.maximum(routing.tokens.sum(), 1)
+    load_LE, tokens_L, aux_L = (jnp.concatenate(of_modules) for of_modules in zip(*routing, strict=True))
+    mean_L = load_LE.mean(-1)
+    highest = (load_LE.max(-1) / jnp.where(mean_L > 0, mean_L, 1)).max()
+    return highest, aux_L.sum() / jnp.maximum(tokens_L.sum(), 1)
 
 
 class Scores(NamedTuple):
@@ -377,12 +455,13 @@ def make_scores(config: Config, mesh: Mesh, top_k: int = 0) -> Callable[[Tree, T
     def rank(params: Tree, buffers: Tree, batch: Batch) -> TokenScores:
         divided = _divided(params)
 
-        def leave(leave: Tree, x_nD: Array, batch: Batch) -> tuple[Array, TokenScores]:
+        def leave(leave: Tree, x_nD: Array, side: None, batch: Batch) -> tuple[Array, TokenScores]:
             model = nnx.merge(graph, _joined(divided._replace(leave=leave)), buffers)
             scores = model.leave_top_k(x_nD, batch, top_k)
             return jnp.zeros(()), jax.tree.map(lambda x: x.reshape(*batch.tokens.shape, *x.shape[1:]), scores)
 
-        parts = _parts(config, params, buffers, jnp.ones(()), batch_statistics=False)._replace(leave=leave)
+        counts = _Counts.of(batch)
+        parts = _parts(config, params, buffers, counts, batch_statistics=False)._replace(leave=leave)
         batches = _microbatches(batch, schedule.microbatches)
         scores = score(parts, schedule, divided, buffers["encoder"], batches)
         return jax.tree.map(lambda x: x.reshape(*batch.tokens.shape, *x.shape[3:]), scores)

@@ -154,6 +154,8 @@ def _train(config: Config, workdir: Path, data: SpeechData, checkpoints: Checkpo
                 "compilations": compilations(train_step),
                 "left_out": len(data.skipped),
             }
+            if measured.mtp_loss is not None:
+                scalars["mtp_loss"] = measured.mtp_loss
             if measured.max_expert_load is not None:
                 scalars |= {"max_expert_load": measured.max_expert_load, "aux_loss": measured.aux_loss}
             line = metrics_line(step, scalars, this_report, time.perf_counter() - start)

@@ -245,11 +245,11 @@ def _capacity_over_context(config: Config, device: DeviceFacts) -> Iterator[Prob
         )
 
 
-@_rule("mesh.context", "data.capacity", "model.context_layout", "model.llm.pattern", "model.llm.mamba_conv")
+@_rule("mesh.context", "data.capacity", "model.context_layout", "model.llm")
 def _chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     llm, unit, whole = config.model.llm, 2 * config.mesh.context, config.model.context_layout == "buffer"
     reach, chunk = llm.mamba_conv - 1, config.data.capacity // unit
-    if whole and unit > 2 and "M" in llm.pattern and chunk < reach:
+    if whole and unit > 2 and "M" in llm.kinds and chunk < reach:
         yield Problem(
             f"a context chunk, data.capacity / (2 * context), holds {chunk} tokens",
             f"{reach} or more, because Mamba2's convolution of {llm.mamba_conv} taps looks that far back",
@@ -269,13 +269,13 @@ def _documents_over_context(config: Config, device: DeviceFacts) -> Iterator[Pro
         )
 
 
-@_rule("mesh.context", "mesh.tensor", "model.context_layout", "model.llm.pattern", "model.llm.mamba_heads")
+@_rule("mesh.context", "mesh.tensor", "model.context_layout", "model.llm")
 def _mamba_heads_over_context(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     mesh, llm = config.mesh, config.model.llm
     heads, ranks = llm.mamba_heads, mesh.tensor * mesh.context
     if (
         config.model.context_layout == "document"
-        and "M" in llm.pattern
+        and "M" in llm.kinds
         and heads % mesh.tensor == 0
         and heads % ranks
     ):
@@ -301,7 +301,7 @@ def _width_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Problem]
         ("E", "shared_expert_dim"),
     ):
         size = getattr(llm, name)
-        if letter in llm.pattern and size % ranks:
+        if letter in llm.kinds and size % ranks:
             yield Problem(
                 f"mesh.tensor is {ranks} with model.llm.{name} {size}",
                 f"a divisor of {size}, because every rank takes as many",
@@ -310,7 +310,7 @@ def _width_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Problem]
             )
     for letter, name in (("*", "kv_heads"), ("M", "mamba_groups")):
         size = getattr(llm, name)
-        if letter in llm.pattern and size % ranks and ranks % size:
+        if letter in llm.kinds and size % ranks and ranks % size:
             yield Problem(
                 f"mesh.tensor is {ranks} with model.llm.{name} {size}",
                 f"a divisor or a multiple of {size}: as many to every rank, or one to as many ranks",
@@ -397,10 +397,10 @@ def _tokens_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Problem
         )
 
 
-@_rule("mesh", "model.llm.pattern", "model.llm.experts", "model.expert_parallel")
+@_rule("mesh", "model.llm", "model.expert_parallel")
 def _experts_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     llm, ranks = config.model.llm, config.mesh.data * config.mesh.context
-    if "E" in llm.pattern and config.model.expert_parallel and ranks > 1 and llm.experts % ranks:
+    if "E" in llm.kinds and config.model.expert_parallel and ranks > 1 and llm.experts % ranks:
         cut = expert_cut(llm.experts, config.mesh)
         yield Problem(
             f"model.llm.experts is {llm.experts} for {ranks} data and context ranks",
@@ -638,6 +638,46 @@ def _pattern(config: Config, device: DeviceFacts) -> Iterator[Problem]:
         )
 
 
+@_rule("model.llm.mtp_pattern")
+def _mtp_pattern(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    unknown = sorted(set(config.model.llm.mtp_pattern) - set("M*-E"))
+    if unknown:
+        yield Problem(
+            f"model.llm.mtp_pattern {config.model.llm.mtp_pattern!r} holds {', '.join(unknown)}",
+            "one letter a block of M, *, - and E, the blocks of one depth (pipeline stages do not divide it)",
+            'correct model.llm.mtp_pattern; "*E" is Nemotron-3\'s, "" is none',
+        )
+
+
+@_rule("mesh.tensor", "model.llm.dim", "model.llm.mtp_pattern")
+def _mtp_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    llm, ranks = config.model.llm, config.mesh.tensor
+    if llm.mtp_pattern and 2 * llm.dim % ranks:
+        yield Problem(
+            f"mesh.tensor is {ranks} with model.llm.dim {llm.dim} and model.llm.mtp_pattern",
+            f"a divisor of {2 * llm.dim}, because the ranks share the projection of 2 * dim features",
+            f"set mesh.tensor to {_divisors(2 * llm.dim, ranks)}",
+        )
+
+
+@_rule("adapt", "model", "train.mtp_loss")
+def _mtp_loss(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    """Without a gradient weight decay alone would move it."""
+    if not config.model.llm.mtp_pattern or config.train.mtp_loss:
+        return
+    try:
+        model = abstract_model(replace(config, mesh=MeshConfig()))
+    except ValueError:  # what is wrong with the model is told by other rules
+        return
+    if any(jax.tree.leaves(trained(model, config.adapt)["mtp"])):
+        yield Problem(
+            f"train.mtp_loss is 0 with model.llm.mtp_pattern {config.model.llm.mtp_pattern!r}",
+            "more than 0, or else its parameters frozen",
+            'raise train.mtp_loss, keep the weights as they are (adapt.freeze "mtp.*"), or do without '
+            '(model.llm.mtp_pattern "")',
+        )
+
+
 @_rule("model.llm")
 def _head_groups(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     llm = config.model.llm
@@ -646,7 +686,7 @@ def _head_groups(config: Config, device: DeviceFacts) -> Iterator[Problem]:
         ("M", "mamba_heads", "mamba_groups", "as many heads share each group's B, C and norm"),
     ):
         heads, groups = getattr(llm, whole), getattr(llm, part)
-        if letter in llm.pattern and heads % groups:
+        if letter in llm.kinds and heads % groups:
             yield Problem(
                 f"model.llm.{whole} is {heads} with {part} {groups}",
                 f"a multiple of {groups}: {why}",
@@ -654,19 +694,19 @@ def _head_groups(config: Config, device: DeviceFacts) -> Iterator[Problem]:
             )
 
 
-@_rule("model.llm.pattern", "model.llm.mamba_dt_limit")
+@_rule("model.llm")
 def _dt_limit(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     low, high = config.model.llm.mamba_dt_limit
-    if "M" in config.model.llm.pattern and not 0 <= low < high:
+    if "M" in config.model.llm.kinds and not 0 <= low < high:
         expected = "0 <= lower < upper, as they clamp a time step"
         change = "set model.llm.mamba_dt_limit to (0.0, inf), which clamps nothing"
         yield Problem(f"model.llm.mamba_dt_limit is ({low}, {high})", expected, change)
 
 
-@_rule("model.llm.pattern", "model.llm.experts", "model.llm.experts_per_token")
+@_rule("model.llm")
 def _experts(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     llm = config.model.llm
-    if "E" in llm.pattern and llm.experts_per_token > llm.experts:
+    if "E" in llm.kinds and llm.experts_per_token > llm.experts:
         yield Problem(
             f"model.llm.experts_per_token is {llm.experts_per_token}",
             f"at most the {llm.experts} of model.llm.experts",

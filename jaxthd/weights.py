@@ -153,6 +153,10 @@ class _Run:
             if field in Weights._fields
         }
         shapes = {name: spec.shape for name, spec in named_weights(specs).items()}
+        # A model may do without multi-token prediction.
+        found = {
+            name: shape for name, shape in found.items() if name in shapes or not name.startswith("mtp.")
+        }
         differing = [name for name, shape in found.items() if shapes.get(name) != shape]
         if differing:
             name = differing[0]
@@ -213,7 +217,7 @@ class _Published:
         shards = {name: _Shards(arrays.pop(name)) for name in names}
         for part, piece in self._checkpoint.pieces(self._table):
             shards[part.name].write(part.at, piece)
-        left_out = self._checkpoint.left_out
+        left_out = self._checkpoint.left_out([tensor.name for tensor in self._table])
         if left_out:
             _say(f"{self._checkpoint.path}: left out, being no part of the model: {_groups(left_out)}")
         return {name: written.array() for name, written in shards.items()}

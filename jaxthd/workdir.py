@@ -138,9 +138,16 @@ def _built(kind: Any, fields: dict[str, Any]) -> Any:
 
 
 def compare_models(path: Path, there: ModelConfig, here: ModelConfig) -> None:
-    """Raises UserError where the weights in `path`, of the model `there`, mean something else `here`."""
+    """Raises UserError where the weights in `path`, of the model `there`, mean something else `here`.
+
+    Multi-token prediction may be missing on one side; weights that all depths share serve any number of them.
+    """
     then, now = (_flat(asdict(model), "model.") for model in (there, here))
-    free = (*FREE, "model.dtype", "model.fp8")
+    free = [*FREE, "model.dtype", "model.fp8"]
+    if not (there.llm.mtp_pattern and here.llm.mtp_pattern):
+        free.append("model.llm.mtp_*")
+    elif there.llm.mtp_shared and here.llm.mtp_shared:
+        free.append("model.llm.mtp_depths")
     differing = [
         f"\n  {name}: {then[name]} there, {value} here"
         for name, value in now.items()

@@ -7,7 +7,7 @@ variants where there is a choice: 1F1B, ring where stages are equal, whole resid
 unevenly divided stages, all-gather, sequence-sharded residuals, sends to experts in several rounds, and the
 layout by documents. And a few runs that adapt the model, by LoRA and frozen parameters. What these are
 compared with knows of neither: from the gradient dW of the dense w + s a b follow those of a and b, s dW b^T
-and s a^T dW.
+and s a^T dW. A few more predict tokens further ahead.
 
 The model has all four mixers (two such units), experts over the data and context ranks, and audio; a batch is
 32 ragged rows in 4 microbatches, one of them nothing but padding. A microbatch holds the same rows on every
@@ -110,6 +110,11 @@ ADAPTED = AdaptConfig(
     lora_alpha=4.5,
     lora_targets=("decoder.*", "encoder.blocks.attention.*"),
 )
+PREDICTING: tuple[dict[str, Any], ...] = (
+    {"pattern": "MEME", "mtp_pattern": "*E", "mtp_depths": 2},
+    {"pattern": "M*", "mtp_pattern": "M*", "mtp_depths": 2, "mtp_shared": False},
+)
+"""Decoders with multi-token prediction."""
 LONGEST_UNIT = 16
 """The layout by documents rounds lengths up to multiples of 2 * context."""
 
@@ -158,6 +163,17 @@ def adapted(dtype: Dtype = "float32") -> list[Config]:
     return [replace(variants(mesh, dtype)[variant], adapt=ADAPTED) for mesh, variant in chosen]
 
 
+def predicting(dtype: Dtype = "float32") -> list[Config]:
+    """Runs with multi-token prediction: interleaved stages, sequence-sharded, experts over data; 1F1B with a
+    ring; the layout by documents."""
+    chosen = ((MeshConfig(2, 1, 2, 2), 1, 0), (MeshConfig(1, 2, 2, 1), 0, 0), (MeshConfig(1, 2, 1, 2), 1, 1))
+    runs = [(variants(mesh, dtype)[variant], PREDICTING[number]) for mesh, variant, number in chosen]
+    return [
+        replace(run, model=replace(run.model, llm=replace(run.model.llm, **settings)))
+        for run, settings in runs
+    ]
+
+
 @functools.cache
 def documents(seed: int = 0) -> list[list[Document]]:
     """Of each row: ragged, some with audio, half of their text supervised. The last microbatch is empty."""
@@ -203,6 +219,7 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
             audio_ranks=mesh.audio_ranks,
             layout=layout,
             round_to=1 if layout == "buffer" else LONGEST_UNIT,
+            depths=config.depths_trained,
         )[0]
         for i in numbers
     ]
@@ -210,9 +227,9 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
 
 
 @functools.cache
-def canonical_state(dtype: str, adapt: AdaptConfig = PLAIN) -> tuple[Any, Any]:
+def canonical_state(dtype: str, adapt: AdaptConfig = PLAIN, llm: LLMConfig = MODEL.llm) -> tuple[Any, Any]:
     """(parameters, buffers), none of them at a value that would hide an error."""
-    filled = random_state(abstract_model(Config(model=MODEL, adapt=adapt)))[1:]
+    filled = random_state(abstract_model(Config(model=replace(MODEL, llm=llm), adapt=adapt)))[1:]
     return jax.tree.map(lambda x: x.astype(dtype), filled)
 
 
@@ -227,7 +244,10 @@ def evaluate(config: Config, state: tuple[Any, Any] | None = None, order: int = 
     dtype = config.model.dtype
     with jax.enable_x64(dtype == "float64"):
         mesh, stages = make_mesh(config.mesh), stages_of(config)
-        params, buffers = to_stages(state or canonical_state(dtype, config.adapt), stages)
+        canonical = state or canonical_state(
+            dtype, config.adapt, replace(config.model.llm, pattern=config.model.llm.letters)
+        )
+        params, buffers = to_stages(canonical, stages)
         batch = put_batch(batch_for(config, order=order), mesh)
         start = time.perf_counter()
         # On the host first: what follows is no work for all devices.
@@ -235,14 +255,17 @@ def evaluate(config: Config, state: tuple[Any, Any] | None = None, order: int = 
         seconds = time.perf_counter() - start
         routing = from_stages({"layers": {"moe": found.routing}}, stages)["layers"]["moe"]
         gradients, buffers = from_stages((found.gradients, found.buffers), stages)
-        found = Gradient(found.loss, gradients, buffers, routing)
+        found = Gradient(found.loss, gradients, buffers, routing, found.ahead)
         return jax.tree.map(np.asarray, found), seconds
 
 
 @functools.cache
-def one_device(dtype: Dtype, adapt: AdaptConfig = PLAIN, order: int = 0) -> Gradient:
+def one_device(
+    dtype: Dtype, adapt: AdaptConfig = PLAIN, order: int = 0, llm: LLMConfig = MODEL.llm
+) -> Gradient:
     """Of an adapted model: the dense one's, from which follow those of low-rank matrices."""
     config = variants(MeshConfig(), dtype)[0]
+    config = replace(config, model=replace(config.model, llm=llm))
     if adapt == PLAIN:
         return evaluate(config, order=order)[0]
     params, buffers = canonical_state(dtype, adapt)
@@ -290,17 +313,18 @@ def worst_error(got: Gradient, want: Gradient) -> tuple[float, str]:
 
 
 @functools.cache
-def own_error(adapt: AdaptConfig) -> float:
+def own_error(adapt: AdaptConfig, llm: LLMConfig) -> float:
     """What one device in float32 is off by itself: the worst of several orders of the same rows."""
-    truth = one_device("float64", adapt)
-    return max(worst_error(one_device("float32", adapt, order), truth)[0] for order in range(ORDERS))
+    truth = one_device("float64", adapt, 0, llm)
+    return max(worst_error(one_device("float32", adapt, order, llm), truth)[0] for order in range(ORDERS))
 
 
 def check(config: Config) -> dict[str, Any]:
     """A row of the table."""
     got, seconds = evaluate(config)
-    error, tensor = worst_error(got, one_device("float64", config.adapt))
-    allowed = 1e-10 if config.model.dtype == "float64" else max(1e-5, 2 * own_error(config.adapt))
+    llm = replace(config.model.llm, pattern=config.model.llm.letters)
+    error, tensor = worst_error(got, one_device("float64", config.adapt, 0, llm))
+    allowed = 1e-10 if config.model.dtype == "float64" else max(1e-5, 2 * own_error(config.adapt, llm))
     return {
         "mesh": "x".join(map(str, config.mesh.sizes)),
         "stages": "|".join(stages_of(config).patterns),
@@ -308,6 +332,7 @@ def check(config: Config) -> dict[str, Any]:
         "layout": config.model.context_layout if config.mesh.context > 1 else "",
         "residual": "sharded" if config.model.sequence_sharded else "",
         "adapted": "LoRA" if config.adapt.lora_rank else "",
+        "mtp": llm.mtp_modules * llm.mtp_pattern,
         "dtype": config.model.dtype,
         "loss": float(got.loss),
         "error": error,
@@ -318,7 +343,7 @@ def check(config: Config) -> dict[str, Any]:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> str:
-    columns = "|stages|exchange|layout|residual|adapted|loss|error|at most|seconds"
+    columns = "|stages|exchange|layout|residual|adapted|MTP|loss|error|at most|seconds"
     cells = [
         [
             r["mesh"],
@@ -327,6 +352,7 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
             r["layout"],
             r["residual"],
             r["adapted"],
+            r["mtp"],
             f"{r['loss']:.7f}",
             f"{r['error']:.1e}" + ("" if r["error"] <= r["allowed"] else " FAILS"),
             f"{r['allowed']:.1e}",
@@ -347,7 +373,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
 
     runs = [config for mesh in meshes() for config in variants(mesh, options.dtype)]
-    runs += adapted(options.dtype)
+    runs += adapted(options.dtype) + predicting(options.dtype)
     if options.sample:
         chosen = np.random.default_rng(0).permutation(len(runs))[: options.sample]
         runs = [runs[i] for i in sorted(chosen)]

@@ -50,6 +50,20 @@ def test_nano_has_the_published_size_by_group() -> None:
     assert 3.1e9 < active < 3.3e9
 
 
+def test_multi_token_prediction_is_counted() -> None:
+    """By hand: of each depth three norms, the projection, and an attention and an MoE block."""
+    config = load_config(NANO)
+    llm = replace(config.model.llm, mtp_pattern="*E", mtp_depths=2, mtp_shared=False)
+    groups = parameter_groups(replace(config, model=replace(config.model, llm=llm)))
+    found = {g.name: (g.copies, g.parameters, g.active) for g in groups if g.name.startswith("MTP")}
+    dim, routed = 2688, 128 * 2 * 2688 * 1856
+    others = 5 * dim + 2 * dim * dim + dim * 128 * (32 + 2 + 2 + 32) + dim * 128 + 2 * dim * 3712
+    assert found == {
+        "MTP": (2, 2 * others, 2 * others),
+        "MTP routed experts": (2, 2 * routed, 2 * routed * 6 // 128),
+    }
+
+
 def test_nanos_encoder_has_the_size_of_its_name() -> None:
     assert 0.58e9 < sum(g.parameters for g in nano_groups() if g.part == "encoder") < 0.65e9
 

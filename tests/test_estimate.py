@@ -48,18 +48,26 @@ def small(pattern: str, mesh: MeshConfig, microbatches: int = 1) -> Config:
     return replace(SMALL, mesh=mesh, model=model, train=TrainConfig(microbatches=microbatches))
 
 
+def with_mtp(config: Config, pattern: str) -> Config:
+    """Two depths of multi-token prediction."""
+    return replace(
+        config, model=replace(config.model, llm=replace(config.model.llm, mtp_pattern=pattern, mtp_depths=2))
+    )
+
+
 @pytest.mark.parametrize(
     "config",
     [
         small("M*M*", MeshConfig(data=2, context=2, tensor=2)),
         small("*-E*-E", MeshConfig(data=2, pipeline=2), microbatches=2),
         small("*-*-", MeshConfig(context=2, pipeline=2), microbatches=2),
+        with_mtp(small("*-*-", MeshConfig(context=2, pipeline=2, tensor=2, fsdp=False)), "*E"),
         replace(
             small("*-*-", MeshConfig(data=2, context=2, tensor=2)),
             adapt=AdaptConfig(freeze=("encoder.*",), lora_rank=4),
         ),
     ],
-    ids=["all layers on every rank", "pipeline and experts", "stages in lockstep", "LoRA"],
+    ids=["all layers on every rank", "pipeline and experts", "stages in lockstep", "MTP", "LoRA"],
 )
 def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:
     """State exactly, bytes within 2%, whose rest are scalars; temporary memory within 40%: at so small a size

@@ -241,7 +241,7 @@ def test_float32_on_a_mesh_is_off_by_rounding_only():
     """
     for case in CASES:
         got = evaluate(pack(documents(case), 2), 2, 2, "ring", "float32")
-        loss, gradients, buffers, routing = one_device(case)
+        loss, gradients, buffers, routing, _ = one_device(case)
         assert_same((got.loss, got.buffers, got.routing), (loss, buffers, routing), 1e-6)
         typical = root_mean_square_norm(gradients)
         negligible = [np.linalg.norm(g) <= 1e-9 * typical for g in jax.tree.leaves(gradients)]
@@ -315,9 +315,9 @@ def parts(one: Document) -> Parts:
     return filled
 
 
-def score_parts(model: Any, one: Parts) -> tuple[jax.Array, jax.Array]:
-    """The same for one document, by the definitions: each audio chunk encoded by itself and put in its place,
-    the decoder, the softmax over all logits; position i is scored if token i + 1 is supervised."""
+def states_of(model: Any, one: Parts) -> tuple[jax.Array, jax.Array]:
+    """(embeddings, what the head takes) of one document, by the definitions: each audio chunk encoded by
+    itself and put in its place, the decoder."""
 
     def one_document(length: jax.Array, size: int) -> Segments:
         real_N = jnp.arange(size, dtype=jnp.int32) < length
@@ -333,7 +333,13 @@ def score_parts(model: Any, one: Parts) -> tuple[jax.Array, jax.Array]:
 
     audio_FD = jax.lax.map(encode, (one.mels, one.frames)).reshape(-1, MODEL.llm.dim)
     x_TD = jnp.where(one.slot[:, None] >= 0, audio_FD[one.slot], model.embedding[...][one.tokens])
-    h_TD = model.decoder.norm(model.decoder(x_TD, one_document(one.length, CAPACITY))[0])
+    return x_TD, model.decoder.norm(model.decoder(x_TD, one_document(one.length, CAPACITY))[0])
+
+
+def score_parts(model: Any, one: Parts) -> tuple[jax.Array, jax.Array]:
+    """As score_packed for one document: the softmax over all logits; position i is scored if token i + 1 is
+    supervised."""
+    _, h_TD = states_of(model, one)
     logp_TV = jax.nn.log_softmax(h_TD @ model.head[...].T)
     next_T, score_next_T = jnp.append(one.tokens[1:], 0), jnp.append(one.supervised[1:], False)
     logp_T = jnp.where(score_next_T, jnp.take_along_axis(logp_TV, next_T[:, None], axis=1)[:, 0], 0)
@@ -401,7 +407,7 @@ def test_a_batch_without_audio_trains():
     statistics untouched (with audio all of them move)."""
     absent = evaluate(pack(documents("text only"), 2, audio=0), context=2)
     assert_equal(absent, one_device("text only"))
-    loss, gradients, buffers, _ = absent
+    loss, gradients, buffers, *_ = absent
     assert loss > 0
     assert not any(g.any() for g in jax.tree.leaves((gradients["encoder"], gradients["adapter"])))
     assert all(g.any() for g in jax.tree.leaves(gradients["decoder"]))
@@ -429,7 +435,7 @@ def test_training_on_padded_batches_stays_equal_and_finite():
         update = jax.jit(lambda g, s, p: _applied(p, *optimizer.update(g, s, p)))
         for number, case in enumerate(cases, 1):
             batch = put_batch(pack(documents(case), 1), make_mesh(MeshConfig()))
-            loss, gradients, buffers, routing = program(1, 1, "ring", "float64")(params, buffers, batch)
+            loss, gradients, buffers, routing, _ = program(1, 1, "ring", "float64")(params, buffers, batch)
             buffers, highest, aux = _evened_out(buffers, routing, config.train.router_bias_rate)
             params, opt_state = update(gradients, opt_state, params)
             trained, metrics = train_step(trained, put_batch(pack(documents(case), 2), mesh))

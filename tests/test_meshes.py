@@ -15,6 +15,7 @@ from scripts.check_meshes import (
     canonical_state,
     check,
     meshes,
+    predicting,
     variants,
     worst_error,
 )
@@ -46,6 +47,12 @@ def test_the_mesh_changes_neither_loss_nor_gradients(mesh: MeshConfig, variant: 
 def test_the_mesh_does_not_change_what_an_adapted_model_learns(number: int):
     """LoRA's gradients against those by hand from the dense model's; nothing for frozen parameters."""
     row = check(adapted("float64")[number])
+    assert row["error"] <= 1e-10, row
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_the_mesh_does_not_change_multi_token_prediction(number: int):
+    row = check(predicting("float64")[number])
     assert row["error"] <= 1e-10, row
 
 

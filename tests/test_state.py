@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxthd.config import MeshConfig, TrainConfig
+from jaxthd.config import Config, MeshConfig, TrainConfig
 from jaxthd.mesh import make_mesh, put_batch
 from jaxthd.packing.batch import Batch
 from jaxthd.state import (
@@ -24,10 +24,16 @@ from scripts.check_meshes import batch_for, variants
 MESH = MeshConfig(2, 1, 2, 2)
 
 
-def config(mesh: MeshConfig, **train: float):
+def config(mesh: MeshConfig, **train: float) -> Config:
     """The uneven or interleaved variant of check_meshes."""
     chosen = variants(mesh)[-1]
     return replace(chosen, train=TrainConfig(**(vars(chosen.train) | {"warmup_steps": 0} | train)))
+
+
+def with_mtp(config: Config) -> Config:
+    """Two depths of multi-token prediction, with weights of their own."""
+    llm = replace(config.model.llm, mtp_pattern="E", mtp_depths=2, mtp_shared=False)
+    return replace(config, model=replace(config.model, llm=llm))
 
 
 def bytes_on_a_device(state: TrainState, name: str) -> int:
@@ -58,7 +64,7 @@ def test_a_new_run_has_the_same_parameters_on_every_mesh():
 
 @pytest.mark.parametrize("mesh_config", [MESH, MeshConfig(1, 2, 4, 1)])
 def test_the_saved_form_goes_there_and_back_and_takes_no_more_room(mesh_config: MeshConfig):
-    chosen, mesh = config(mesh_config), make_mesh(mesh_config)
+    chosen, mesh = with_mtp(config(mesh_config)), make_mesh(mesh_config)
     state = init_state(chosen, mesh)
     saved = canonical_form(state, chosen, mesh)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), saved) == jax.tree.map(
@@ -71,19 +77,21 @@ def test_the_saved_form_goes_there_and_back_and_takes_no_more_room(mesh_config: 
     jax.tree.map(np.testing.assert_array_equal, again, state)
 
 
-def batch(mesh: MeshConfig) -> Batch:
-    return put_batch(batch_for(config(mesh)), make_mesh(mesh))
+def batch(chosen: Config) -> Batch:
+    return put_batch(batch_for(chosen), make_mesh(chosen.mesh))
 
 
 def test_steps_on_a_pipeline_are_those_of_one_device():
-    """Three steps with clipping, AdamW, the router's biases and the auxiliary loss; one compilation."""
+    """Three steps with clipping, AdamW, the router's biases, the auxiliary loss and multi-token prediction;
+    one compilation."""
     results = []
     for mesh_config in (MeshConfig(), MESH):
-        chosen, mesh = config(mesh_config, learning_rate=1e-2, router_bias_rate=1e-2), make_mesh(mesh_config)
+        chosen = with_mtp(config(mesh_config, learning_rate=1e-2, router_bias_rate=1e-2))
+        mesh = make_mesh(mesh_config)
         step = make_train_step(chosen, mesh)
         state, metrics = init_state(chosen, mesh), []
         for _ in range(3):
-            state, measured = step(state, batch(mesh_config))
+            state, measured = step(state, batch(chosen))
             metrics.append(jax.tree.map(float, measured))
         assert step._cache_size() == 1
         results.append((metrics, jax.tree.map(np.asarray, canonical_form(state, chosen, mesh).buffers)))
@@ -91,13 +99,15 @@ def test_steps_on_a_pipeline_are_those_of_one_device():
     for a, b in zip(alone, piped, strict=True):
         np.testing.assert_allclose(b, a, rtol=2e-4)
     assert alone[2].loss < alone[0].loss
-    biases, piped_biases = (
-        b["decoder"]["layers"]["moe"]["mixer"]["correction_bias"] for b in (buffers, piped_buffers)
-    )
-    np.testing.assert_allclose(piped_biases, biases, atol=1e-6)
-    # Each moved by a hundredth a step, up or down, and not all the same way.
-    assert biases.max() > 0 > biases.min()
-    assert np.abs(biases).max() <= 0.03 + 1e-6
+    assert alone[2].mtp_loss < alone[0].mtp_loss
+    for module in ("decoder", "mtp"):
+        biases, piped_biases = (
+            b[module]["layers"]["moe"]["mixer"]["correction_bias"] for b in (buffers, piped_buffers)
+        )
+        np.testing.assert_allclose(piped_biases, biases, atol=1e-6)
+        # Each moved by a hundredth a step, up or down, and not all the same way.
+        assert biases.max() > 0 > biases.min()
+        assert np.abs(biases).max() <= 0.03 + 1e-6
 
 
 def test_the_biases_even_out_the_experts_load():
@@ -107,7 +117,7 @@ def test_the_biases_even_out_the_experts_load():
         mesh_config, learning_rate=0.0, min_learning_rate=0.0, router_bias_rate=2e-3, aux_loss=0.0
     )
     mesh = make_mesh(mesh_config)
-    step, state, sound = make_train_step(chosen, mesh), init_state(chosen, mesh), batch(mesh_config)
+    step, state, sound = make_train_step(chosen, mesh), init_state(chosen, mesh), batch(chosen)
     loads = []
     for _ in range(40):
         state, measured = step(state, sound)
@@ -122,7 +132,7 @@ def test_the_auxiliary_loss_evens_out_the_experts_load():
         mesh_config = MeshConfig()
         chosen = config(mesh_config, learning_rate=3e-3, router_bias_rate=0.0, aux_loss=weight)
         mesh = make_mesh(mesh_config)
-        step, state, sound = make_train_step(chosen, mesh), init_state(chosen, mesh), batch(mesh_config)
+        step, state, sound = make_train_step(chosen, mesh), init_state(chosen, mesh), batch(chosen)
         for _ in range(10):
             state, measured = step(state, sound)
         found[weight] = float(measured.aux_loss)

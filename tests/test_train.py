@@ -92,6 +92,7 @@ def tiny(manifest: Path) -> Config:
                 mamba_head_dim=8,
                 mamba_state=8,
                 mamba_groups=1,
+                mtp_pattern="*",
             ),
             attention_block=32,
             loss_block=32,
@@ -127,6 +128,7 @@ def test_a_run_writes_a_line_a_step_and_compiles_once(uninterrupted: Path, manif
     assert len({line["real_tokens"] for line in lines}) > 1, "batches should be ragged"
     assert all(0 < line["supervised_tokens"] < line["real_tokens"] <= 512 for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"]
+    assert lines[-1]["mtp_loss"] < lines[0]["mtp_loss"]
     validated = [line for line in (before, *lines) if "validation_loss" in line]
     assert [line["step"] for line in validated] == [0, 3, 6]
     assert validated[-1]["validation_loss"] < validated[0]["validation_loss"]

@@ -98,6 +98,22 @@ CASES = [
         | {"data.prompt": "", "data.max_documents": 8},
         "holds 1 tokens; expected 3 or more",
     ),
+    # Multi-token prediction.
+    Case(
+        {"model.llm.mtp_pattern": "*|E"}, "model.llm.mtp_pattern '*|E' holds |; expected one letter a block"
+    ),
+    Case({"model.llm.mtp_pattern": "*-", "model.llm.mtp_depths": 0}, "model.llm.mtp_depths is 0"),
+    Case({"model.llm.mtp_pattern": "E", "model.llm.experts_per_token": 9}, "experts_per_token is 9"),
+    Case(
+        {"model.llm.mtp_pattern": "*-", "train.mtp_loss": 0.0},
+        "train.mtp_loss is 0 with model.llm.mtp_pattern '*-'; expected more than 0, or else its parameters "
+        'frozen: raise train.mtp_loss, keep the weights as they are (adapt.freeze "mtp.*")',
+    ),
+    Case(
+        {"mesh.tensor": 3, "model.llm.pattern": "*", "model.llm.mtp_pattern": "*", "model.llm.q_heads": 6}
+        | {"model.llm.kv_heads": 3, "model.llm.vocab_size": 261, "data.audio_capacity": 24000},
+        "set mesh.tensor to 1 or 2",
+    ),
     # What tensor and pipeline ranks share.
     Case(
         {"mesh.tensor": 8, "model.llm.pattern": "*-", "model.llm.vocab_size": 264}

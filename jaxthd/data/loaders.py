@@ -130,6 +130,7 @@ class SpeechData:
             self._train_documents,
             self._config,
             rows=rows,
+            depths=self._config.depths_trained,
             on_skip=self._on_skip(self._sources),
             identity=identity,
             weights=self._config.data.weights or None,

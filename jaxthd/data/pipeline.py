@@ -94,6 +94,8 @@ class PackDocuments:
     """Ranks that share a buffer's audio."""
     shuffle_seed: int | None = None
     """Seed of grain's shuffle of the open buffers as they leave; None: in order, the emptiest last."""
+    depths: int = 0
+    """Depths of multi-token prediction that the batch has data for."""
     on_skip: OnSkip = log_skip
     """Called with (document key, reason) for every document dropped."""
 
@@ -152,6 +154,7 @@ class PackDocuments:
                 audio_ranks=self.audio_ranks,
                 round_to=self.round_to,
                 layout=self.layout,
+                depths=self.depths,
             )
         )
 
@@ -399,7 +402,7 @@ def _close(batches: _Batches, ahead: _Ahead, workers: Workers | None) -> None:
 
 
 def pack_documents(
-    config: Config, *, shuffle_seed: int | None = None, on_skip: OnSkip = log_skip
+    config: Config, *, shuffle_seed: int | None = None, depths: int = 0, on_skip: OnSkip = log_skip
 ) -> PackDocuments:
     """As the configuration has it."""
     data = config.data
@@ -415,6 +418,7 @@ def pack_documents(
         layout=config.model.context_layout,
         audio_ranks=config.mesh.audio_ranks,
         shuffle_seed=shuffle_seed,
+        depths=depths,
         on_skip=on_skip,
     )
 
@@ -427,6 +431,7 @@ def make_loader(
     rows: Collection[int] | None = None,
     repeat: bool = True,
     shuffle: bool | None = None,
+    depths: int = 0,
     on_skip: OnSkip = log_skip,
     identity: Mapping[str, Any] | None = None,
     weights: Sequence[float] | None = None,
@@ -442,7 +447,8 @@ def make_loader(
         Epoch e's order is a function of (data.seed, e).
     rows: those of the batch that are read here, the batch then having no others; None: all data.rows.
     repeat: without end, a new order every epoch; False: one epoch, in which every document appears once.
-    shuffle: overrides data.shuffle. on_skip: called for every Fault, and see PackDocuments.
+    shuffle: overrides data.shuffle. depths: see PackDocuments; they do not change the stream.
+    on_skip: called for every Fault, and see PackDocuments.
     identity: what the documents depend on besides data.*; JSON values. A loader of another identity refuses
         a saved position.
     weights: how often to draw from each source, in proportion (to 1%, evenly spread); each has an order and
@@ -462,7 +468,8 @@ def make_loader(
             f"{fewest} items cannot feed {data.rows} rows, each a stream of its own; add data, or lower "
             f"data.rows to at most {fewest}"
         )
-    pack = pack_documents(config, shuffle_seed=data.seed if shuffle else None, on_skip=on_skip)
+    seed = data.seed if shuffle else None
+    pack = pack_documents(config, shuffle_seed=seed, depths=depths, on_skip=on_skip)
     own = Workers(workers) if isinstance(workers, int) and workers > 0 else None
     pool = workers if isinstance(workers, Workers) else own
     orders = [grain.MapDataset.range(len(source)) for source in sources]

@@ -2,8 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -70,14 +70,22 @@ class Checkpoint:
     def path(self) -> Path:
         return self.reader.path
 
-    @property
-    def left_out(self) -> list[str]:
-        """Its tensors that are no part of a speech LLM."""
-        return [name for name in self.reader.shapes if _matches(name, self.family.ignored)]
+    def left_out(self, table: Collection[str]) -> list[str]:
+        """Its tensors that are not among those named, and need not be."""
+        used = [p for p in self.family.ignored if any(fnmatch(name, p) for name in table)]
+        ignored = [p for p in self.family.ignored if p not in used]
+        return [name for name in self.reader.shapes if _matches(name, ignored)]
 
     def configure(self, model: ModelConfig) -> ModelConfig:
-        """`model` with this checkpoint's settings in what it covers."""
-        return self.family.configure(self.fields, model)
+        """`model` with this checkpoint's settings in what it covers; without multi-token prediction where it
+        has no tensors for it, whatever its settings say.
+        """
+        return self._with_own_depths(self.family.configure(self.fields, model))
+
+    def _with_own_depths(self, model: ModelConfig) -> ModelConfig:
+        if not self.covers("head") or any("mtp.layers." in name for name in self.reader.shapes):
+            return model
+        return replace(model, llm=replace(model.llm, mtp_pattern=""))
 
     def covers(self, name: str) -> bool:
         """Whether our array of this name is among what it holds."""
@@ -93,13 +101,12 @@ class Checkpoint:
         """
         compare_models(self.path, self.configure(model), model)
         names = Names(shapes)
-        self.family.write(model, self.fields, names)
+        self.family.write(self._with_own_depths(model), self.fields, names)
         table = {tensor.name: tensor for tensor in names.tensors}
+        ignored = set(self.left_out(table))
         wrong = {
             "missing": [n for n in table if n not in self.reader.shapes and table[n].parts],
-            "unknown": [
-                n for n in self.reader.shapes if n not in table and not _matches(n, self.family.ignored)
-            ],
+            "unknown": [n for n in self.reader.shapes if n not in table and n not in ignored],
             "of another shape": [
                 f"{n} {list(self.reader.shapes[n])}, not {list(t.shape)}"
                 for n, t in table.items()
@@ -203,7 +210,7 @@ def export(
     kinds = {t.name: (t.shape, _dtype(t, dtype)) for t in names.tensors}
     others: list[str] = []
     if original is not None:
-        others = [name for name in original.left_out if name not in kinds]
+        others = original.left_out(kinds)
         kinds |= {name: (original.reader.shapes[name], original.reader.dtype(name)) for name in others}
     with SafetensorsWriter(folder, kinds, limit) as writer:
         for tensor in names.tensors:

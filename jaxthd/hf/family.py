@@ -22,7 +22,8 @@ class Family:
         UserError for a model that ours cannot be.
     fields: (model) -> config.json of an export; raises UserError where the family cannot hold the model.
     write: (model, fields, names) writes the name table; fields are those of the checkpoint, or of the export.
-    ignored: patterns of tensors that are no part of a speech LLM, and left out.
+    ignored: patterns of tensors that are left out where the name table does not have them: no part of a
+        speech LLM, or one that the model does without.
     """
 
     model_types: tuple[str, ...]

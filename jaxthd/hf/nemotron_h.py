@@ -1,6 +1,7 @@
 """NemotronH, dense and MoE, with and without latent experts (transformers: NemotronHForCausalLM)."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,13 +66,15 @@ def llm_config(fields: Fields, llm: LLMConfig, where: str = "config.json") -> LL
     fields = {**fields, **{new: fields[old] for new, old in _OLD_NAMES.items() if old in fields}}
     must_be(fields, _EXPECTED, where)
     letters = _letters(fields, where)
-    names = _SIZES | (_MOE_SIZES if "E" in letters else {})
+    has_experts = "E" in letters + _mtp_letters(fields, where)
+    names = _SIZES | (_MOE_SIZES if has_experts else {})
     settings = {ours: fields.get(theirs, default) for ours, (theirs, default) in names.items()}
-    if "E" in letters:
+    if has_experts:
         settings["latent_dim"] = fields.get("moe_latent_size") or 0
         settings["router_scale"] = float(settings["router_scale"])
     low, high = (_number(x) for x in fields.get("time_step_limit") or (0.0, math.inf))
     pattern = llm.pattern if llm.letters == letters else letters
+    settings |= _mtp_settings(fields, llm, where)
     return replace(llm, pattern=pattern, mamba_dt_limit=(low, high), **settings)
 
 
@@ -83,7 +86,27 @@ def _number(x: Any) -> float:
 def _letters(fields: Fields, where: str) -> str:
     if fields.get("hybrid_override_pattern"):
         return str(fields["hybrid_override_pattern"])
-    blocks = fields.get("layers_block_type") or required(fields, "layer_types", where)
+    return _of_blocks(fields.get("layers_block_type") or required(fields, "layer_types", where), where)
+
+
+def _mtp_letters(fields: Fields, where: str) -> str:
+    """Blocks of a depth of multi-token prediction; "" where the checkpoint has none."""
+    if not fields.get("num_nextn_predict_layers"):
+        return ""
+    if fields.get("mtp_hybrid_override_pattern"):
+        return str(fields["mtp_hybrid_override_pattern"])
+    return _of_blocks(fields.get("mtp_layers_block_type") or ["full_attention", "moe"], where)
+
+
+def _mtp_settings(fields: Fields, llm: LLMConfig, where: str) -> dict[str, Any]:
+    """One set of weights serves as many depths as the model wants, if they share."""
+    pattern, modules = _mtp_letters(fields, where), int(fields.get("num_nextn_predict_layers") or 0)
+    if not modules or (modules == 1 and llm.mtp_shared):
+        return {"mtp_pattern": pattern}
+    return {"mtp_pattern": pattern, "mtp_depths": modules, "mtp_shared": False}
+
+
+def _of_blocks(blocks: Sequence[str], where: str) -> str:
     unknown = sorted({str(block) for block in blocks if block not in _LETTERS})
     if unknown:
         raise UserError(f"{where} names layers of type {', '.join(unknown)}; expected {', '.join(_LETTERS)}")
@@ -92,7 +115,7 @@ def _letters(fields: Fields, where: str) -> str:
 
 def llm_fields(llm: LLMConfig) -> dict[str, Any]:
     """config.json of an LLM, for the library's present version and for older ones."""
-    moe = _MOE_SIZES if "E" in llm.letters else {}
+    moe = _MOE_SIZES if "E" in llm.letters + llm.mtp_pattern else {}
     low, high = llm.mamba_dt_limit
     return {
         "architectures": ["NemotronHForCausalLM"],
@@ -108,19 +131,48 @@ def llm_fields(llm: LLMConfig) -> dict[str, Any]:
         "time_step_limit": [low, high if math.isfinite(high) else {"__float__": "Infinity"}],
         # The library's scan on CPUs clamps to this in place of the limit.
         "time_step_min": max(low, 1e-30),
+        **(_mtp_fields(llm) if llm.mtp_pattern else {}),
     }
 
 
-def write_llm(llm: LLMConfig, names: Names) -> None:
+def _mtp_fields(llm: LLMConfig) -> dict[str, Any]:
+    return {
+        "num_nextn_predict_layers": llm.mtp_modules,
+        "mtp_layers_block_type": [_BLOCKS[letter] for letter in llm.mtp_pattern],
+        "mtp_hybrid_override_pattern": llm.mtp_pattern,
+    }
+
+
+def write_llm(llm: LLMConfig, fields: Fields, names: Names) -> None:
+    """fields: of the text model. Multi-token prediction is written where both have it."""
     names.same("backbone.embeddings.weight", "embedding")
+    _write_layers(llm, llm.letters, names.within("backbone.", "decoder."))
+    names.same("backbone.norm_f.weight", "decoder.norm.weight")
+    names.same("lm_head.weight", "head")
+    if llm.mtp_pattern and fields.get("num_nextn_predict_layers"):
+        _write_mtp(llm, names.within("mtp.", "mtp."))
+
+
+def _write_layers(llm: LLMConfig, letters: str, names: Names) -> None:
     done = dict.fromkeys(KINDS, 0)
-    for number, letter in enumerate(llm.letters):
-        layer = names.within(f"backbone.layers.{number}.", f"decoder.layers.{KINDS[letter]}.", done[letter])
+    for number, letter in enumerate(letters):
+        layer = names.within(f"layers.{number}.", f"layers.{KINDS[letter]}.", done[letter])
         layer.same("norm.weight", "norm.weight")
         _MIXERS[letter](layer.within("mixer.", "mixer."), llm)
         done[letter] += 1
-    names.same("backbone.norm_f.weight", "decoder.norm.weight")
-    names.same("lm_head.weight", "head")
+
+
+def _write_mtp(llm: LLMConfig, names: Names) -> None:
+    """A depth after the other; what surrounds its blocks is with the first and the last of them."""
+    size = len(llm.mtp_pattern)
+    _write_layers(llm, llm.mtp_pattern * llm.mtp_modules, names)
+    for module in range(llm.mtp_modules):
+        first = names.within(f"layers.{module * size}.", "depths.", module)
+        for norm in ("enorm.weight", "hnorm.weight"):
+            first.same(norm, norm)
+        first.linear("eh_proj", "eh_proj")
+        last = names.within(f"layers.{module * size + size - 1}.", "depths.", module)
+        last.same("final_layernorm.weight", "final_layernorm.weight")
 
 
 def _mamba(names: Names, llm: LLMConfig) -> None:
@@ -160,8 +212,8 @@ def _moe(names: Names, llm: LLMConfig) -> None:
 
 _MIXERS = {"M": _mamba, "*": _attention, "-": _mlp, "E": _moe}
 
-IGNORED = ("mtp.*",)
-"""Multi-token prediction layers."""
+MTP = ("mtp.*",)
+"""Multi-token prediction, which a model may leave out."""
 
 
 NEMOTRON_H = Family(
@@ -169,6 +221,6 @@ NEMOTRON_H = Family(
     covers=("embedding", "decoder.", "head"),
     configure=lambda fields, model: replace(model, llm=llm_config(fields, model.llm)),
     fields=lambda model: llm_fields(model.llm),
-    write=lambda model, fields, names: write_llm(model.llm, names),
-    ignored=IGNORED,
+    write=lambda model, fields, names: write_llm(model.llm, fields, names),
+    ignored=MTP,
 )

@@ -84,7 +84,7 @@ def _write(model: ModelConfig, fields: Fields, names: Names) -> None:
     projection.same("norm.weight", "norm.weight")
     projection.linear("linear1", "up")
     projection.linear("linear2", "out")
-    write_llm(model.llm, names.within("language_model.", ""))
+    write_llm(model.llm, _parts(fields)[0], names.within("language_model.", ""))
 
 
 NEMOTRON_OMNI = Family(
@@ -98,6 +98,6 @@ NEMOTRON_OMNI = Family(
         "vision_final_layernorm.*",
         "mlp1.*",
         "sound_encoder.encoder.feature_extractor.*",
-        *(f"language_model.{pattern}" for pattern in nemotron_h.IGNORED),
+        *(f"language_model.{pattern}" for pattern in nemotron_h.MTP),
     ),
 )

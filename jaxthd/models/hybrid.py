@@ -92,14 +92,13 @@ class Block(nnx.Module):
         return x_nD + self.residual.decoding.total(y_nD), state
 
 
-class HybridDecoder(nnx.Module):
-    """All blocks and the final norm.
+class HybridLayers(nnx.Module):
+    """Blocks in stages.
 
     layers: by kind, the blocks of this rank's stages, stacked: for each stage as many as the largest has.
     """
 
-    def __init__(self, config: ModelConfig, init: Init, stages: Stages | None = None) -> None:
-        stages = stages or Stages.single(config.llm.letters)
+    def __init__(self, config: ModelConfig, init: Init, stages: Stages) -> None:
         axes = (PIPELINE,) if stages.ranks > 1 else ()
         self.layers = nnx.Dict(
             {
@@ -109,17 +108,8 @@ class HybridDecoder(nnx.Module):
                 for letter in sorted(set(stages.letters))
             }
         )
-        self.norm = RMSNorm(config.llm.dim, config.llm.norm_eps, init)
         self.stages = stages
         self.remat = config.remat_llm
-
-    def __call__(
-        self, x_nD: Float[Array, "n D"], segments: Segments
-    ) -> tuple[Float[Array, "n D"], Routing | None]:
-        """All layers, where one rank has them all; not the final norm. And where the tokens went, with a row
-        for every MoE layer; None without any.
-        """
-        return self.stage(self.stages.letters, 0, x_nD, segments)
 
     def stage(
         self, pattern: str, chunk: Array | int, x_nD: Float[Array, "n D"], segments: Segments
@@ -229,6 +219,22 @@ class HybridDecoder(nnx.Module):
             return w
         most = self.stages.most(letter)
         return jax.lax.dynamic_slice_in_dim(w, chunk * most, most)
+
+
+class HybridDecoder(HybridLayers):
+    """All blocks and the final norm."""
+
+    def __init__(self, config: ModelConfig, init: Init, stages: Stages | None = None) -> None:
+        super().__init__(config, init, stages or Stages.single(config.llm.letters))
+        self.norm = RMSNorm(config.llm.dim, config.llm.norm_eps, init)
+
+    def __call__(
+        self, x_nD: Float[Array, "n D"], segments: Segments
+    ) -> tuple[Float[Array, "n D"], Routing | None]:
+        """All layers, where one rank has them all; not the final norm. And where the tokens went, with a row
+        for every MoE layer; None without any.
+        """
+        return self.stage(self.stages.letters, 0, x_nD, segments)
 
 
 def _in_turns(first: int, turns: int, layers: int, w: Array) -> Array:

@@ -4,10 +4,11 @@ Runs inside the step's shard_map: arrays are this rank's share.
 
 Legend: R rows on this rank, T tokens of a row on this rank, N = R * T, n = N or this tensor rank's part of N
 (model.sequence_sharded), V vocabulary entries of this rank, A mel frames of a row on this rank,
-M mel bands, e = A / 8 encoder frames, E encoder frames of a row over all audio ranks, D model dim.
+M mel bands, e = A / 8 encoder frames, E encoder frames of a row over all audio ranks, D model dim,
+K depths of multi-token prediction that the batch has data for.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ from jaxthd.mesh import AUDIO_AXES, CONTEXT, PIPELINE, TENSOR, ranks_of
 from jaxthd.models.fastconformer import FastConformer
 from jaxthd.models.hybrid import HybridDecoder
 from jaxthd.models.layers import Linear, RMSNorm, relu_squared
+from jaxthd.models.mixers import Routing
+from jaxthd.models.mtp import MultiTokenPrediction
 from jaxthd.ops.cross_entropy import (
     TokenScores,
     supervised_log_probs,
@@ -58,6 +61,13 @@ class Adapter(nnx.Module):
         return self.out(x_ED)
 
 
+class Ahead(NamedTuple):
+    """What multi-token prediction found, by depth. routing: rows for the depth's MoE layers; None without."""
+
+    log_probs: Float[Array, "K N"]
+    routing: list[Routing | None]
+
+
 class SpeechLM(nnx.Module):
     """One module tree for all parameters. The forward pass of training and validation comes in three parts,
     so that a pipeline can run them where and when it likes: `enter`, the decoder's stages, `leave`.
@@ -82,6 +92,9 @@ class SpeechLM(nnx.Module):
         self.embedding = decoder.normal(shape, vocabulary, std=1.0)
         self.decoder = HybridDecoder(config, decoder, stages)
         self.head = decoder.normal(shape, vocabulary, std=dim**-0.5)
+        # All ranks of a pipeline use it.
+        everyone = decoder.spread_over(tuple(dict.fromkeys((*decoder_spread, PIPELINE))))
+        self.mtp = MultiTokenPrediction(config, everyone) if config.llm.mtp_modules else None
         self.config = config
         self.residual = Residual.of(init.mesh, config.sequence_sharded)
         cuts = ranks_of(init.mesh, (PIPELINE, TENSOR)) > 1
@@ -105,9 +118,14 @@ class SpeechLM(nnx.Module):
 
     def segments(self, batch: Batch, axes: tuple[str, ...], *, lockstep: bool = True) -> Segments:
         """lockstep: see Segments."""
+        return self._segments(batch.segment_ids, batch.positions, axes, lockstep)
+
+    def _segments(
+        self, ids_RT: Array, positions_RT: Array, axes: tuple[str, ...], lockstep: bool = True
+    ) -> Segments:
         return make_segments(
-            batch.segment_ids,
-            batch.positions,
+            ids_RT,
+            positions_RT,
             block=self.config.attention_block,
             axis=CONTEXT if axes else None,
             layout=self.config.context_layout,
@@ -121,14 +139,36 @@ class SpeechLM(nnx.Module):
         """What the decoder takes, the embeddings of text and audio in their places: this tensor rank's tokens
         of the residual stream, on all pipeline ranks. And the encoder's new buffers.
         """
-        x_ND = self.embed_tokens(batch.tokens.reshape(-1))
+        (x_nD,), buffers = self._embedded(batch, 0, axes=axes, train=train)
+        return x_nD, buffers
+
+    def enter_with_ahead(
+        self, batch: Batch, *, axes: tuple[str, ...], train: bool
+    ) -> tuple[list[Float[Array, "n D"]], dict[str, Any]]:
+        """As enter, (embeddings, buffers): of the tokens, and for each depth of those ahead, whatever where
+        there are none.
+        """
+        return self._embedded(batch, batch.ahead_tokens.shape[1], axes=axes, train=train)
+
+    def _embedded(
+        self, batch: Batch, depths: int, *, axes: tuple[str, ...], train: bool
+    ) -> tuple[list[Array], dict[str, Any]]:
+        rows, tokens = batch.tokens.shape
+
+        def with_ahead(own_RT: Array, ahead_RKT: Array) -> Array:
+            return jnp.concatenate([own_RT[:, None], ahead_RKT[:, :depths]], axis=1).reshape(rows, -1)
+
+        tokens_RL = with_ahead(batch.tokens, batch.ahead_tokens)
+        x_RLD = self.embed_tokens(jnp.maximum(tokens_RL, 0).reshape(-1)).reshape(*tokens_RL.shape, -1)
         buffers: dict[str, Any] = nnx.to_pure_dict(nnx.state(self.encoder, Buffer))
         if batch.mels.shape[1]:
             audio_RED, buffers = self._encode(batch, axes=axes, train=train)
-            slots_RT = batch.audio_slots
-            placed_RTD = jnp.take_along_axis(audio_RED, jnp.maximum(slots_RT, 0)[..., None], axis=1)
-            x_ND = jnp.where((slots_RT >= 0).reshape(-1, 1), placed_RTD.reshape(x_ND.shape), x_ND)
-        return self.residual.own(x_ND), buffers
+            slots_RL1 = with_ahead(batch.audio_slots, batch.ahead_audio_slots)[..., None]
+            placed_RLD = jnp.take_along_axis(audio_RED, jnp.maximum(slots_RL1, 0), axis=1)
+            x_RLD = jnp.where(slots_RL1 >= 0, placed_RLD, x_RLD)
+        x_RJTD = x_RLD.reshape(rows, 1 + depths, tokens, -1)
+        each = [self.residual.own(x_RJTD[:, j].reshape(rows * tokens, -1)) for j in range(1 + depths)]
+        return each, buffers
 
     def embed_tokens(self, tokens_N: Int32[Array, " N"]) -> Float[Array, "N D"]:
         """Each rank looks up what is in its part of the vocabulary."""
@@ -146,6 +186,34 @@ class SpeechLM(nnx.Module):
         """
         return supervised_log_probs(*self._scored(self._left(x_nD), batch))
 
+    def leave_with_ahead(
+        self, x_nD: Float[Array, "n D"], ahead: list[Float[Array, "n D"]], batch: Batch, axes: tuple[str, ...]
+    ) -> tuple[Float[Array, " N"], Ahead]:
+        """As leave; and multi-token prediction. ahead: embeddings of the tokens ahead, from enter_with_ahead.
+
+        Runs on all ranks of a pipeline alike. axes: see log_probs.
+        """
+        assert self.mtp is not None
+        h_nD, head_VD = self._normed(x_nD), gathered(self.head).astype(x_nD.dtype)
+        log_probs, routing = [], []
+
+        def scored(h_nD: Array, targets_RT: Array, weights_RT: Array) -> Array:
+            h_ND = self.residual.whole(h_nD)
+            return supervised_log_probs(*self._scored_at(h_ND, head_VD, targets_RT, weights_RT))
+
+        own_N = scored(h_nD, batch.targets, batch.weights)
+        for depth, e_nD in enumerate(ahead):
+            has_token_RT = batch.ahead_tokens[:, depth] >= 0
+            segments = self._segments(
+                jnp.where(has_token_RT, batch.segment_ids, 0),
+                jnp.where(has_token_RT, batch.positions, 0),
+                axes,
+            )
+            h_nD, of_depth = self.mtp(depth, h_nD, e_nD, segments)
+            log_probs.append(scored(h_nD, batch.ahead_targets[:, depth], batch.ahead_weights[:, depth]))
+            routing.append(of_depth)
+        return own_N, Ahead(jnp.stack(log_probs), routing)
+
     def leave_top_k(self, x_nD: Float[Array, "n D"], batch: Batch, top_k: int) -> TokenScores:
         """As leave, and each position's top_k likeliest tokens. Not differentiable."""
         return supervised_top_k(*self._scored(self._left(x_nD), batch), top_k=top_k)
@@ -160,15 +228,24 @@ class SpeechLM(nnx.Module):
 
     def _left(self, x_nD: Array) -> Array:
         """What the head takes, on all ranks of a pipeline."""
-        return self.hidden(jax.lax.psum(x_nD, PIPELINE) if self.has_pipeline else x_nD)
+        return self.residual.whole(self._normed(x_nD))
+
+    def _normed(self, x_nD: Array) -> Array:
+        return self.decoder.norm(jax.lax.psum(x_nD, PIPELINE) if self.has_pipeline else x_nD)
 
     def _scored(self, h_ND: Array, batch: Batch) -> tuple[Any, ...]:
+        head_VD = gathered(self.head).astype(h_ND.dtype)
+        return self._scored_at(h_ND, head_VD, batch.targets, batch.weights)
+
+    def _scored_at(
+        self, h_ND: Array, head_VD: Array, targets_RT: Array, weights_RT: Array
+    ) -> tuple[Any, ...]:
         config = self.config
         return (
             h_ND,
-            gathered(self.head).astype(h_ND.dtype),
-            batch.targets.reshape(-1),
-            batch.weights.reshape(-1) > 0,
+            head_VD,
+            targets_RT.reshape(-1),
+            weights_RT.reshape(-1) > 0,
             config.loss_block,
             config.vocab_block,
             self.vocabulary_axes,

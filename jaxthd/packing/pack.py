@@ -1,6 +1,7 @@
 """Documents -> one row of a Batch, laid out over the context axis and over the ranks that encode its audio.
 
-Legend: T token slots, A mel frame slots, E = A / 8, M mel bands, R = 1 row.
+Legend: T token slots, A mel frame slots, E = A / 8, M mel bands, R = 1 row, K depths of multi-token
+prediction.
 """
 
 from collections.abc import Sequence
@@ -48,6 +49,7 @@ def pack_row(
     round_to: int = 1,
     order_seed: int | None = 0,
     layout: Literal["buffer", "document"] = "buffer",
+    depths: int = 0,
 ) -> tuple[Batch, PackReport]:
     """Packs documents into one buffer (Batch with R = 1); no documents give an all-padding row.
 
@@ -59,6 +61,7 @@ def pack_row(
         keeps the given one.
     layout: what is cut over the context axis (packing/layout.py). "document" needs a round_to that is a
         multiple of 2 * context, and keeps the given order: there it evens out nothing.
+    depths: of multi-token prediction, K.
     Position i is supervised (weight 1, target the next token) iff token i + 1 of the same document is:
     labels are masked first, shifted after, and never reach into another document.
     Raises ValueError when something does not fit; the message says what to raise.
@@ -107,8 +110,10 @@ def pack_row(
         start += rounded[d]
 
     perm = row_permutation(segment_ids, context, layout, round_to)
-    laid_out = [x[perm] for x in (tokens, targets, weights, segment_ids, positions, audio_slots)]
-    batch = Batch(*(x[None] for x in (*laid_out, mels, mel_mask, chunk_ids, chunk_positions)))
+    of_tokens = (tokens, targets, weights, segment_ids, positions, audio_slots)
+    of_depths = _ahead(tokens, targets, weights, segment_ids, audio_slots, depths)
+    laid_out, ahead = ([x[..., perm] for x in arrays] for arrays in (of_tokens, of_depths))
+    batch = Batch(*(x[None] for x in (*laid_out, mels, mel_mask, chunk_ids, chunk_positions, *ahead)))
     return batch, PackReport(
         keys=tuple(documents[d].key for d in order),
         real_tokens=sum(len(d) for d in documents),
@@ -119,6 +124,27 @@ def pack_row(
         cu_seqlens_padded=cu_seqlens(segment_ids, max_documents, round_to),
         supervised_slots=supervised_slots(weights[perm]),
     )
+
+
+def _ahead(
+    tokens: Int32[np.ndarray, " T"],
+    targets: Int32[np.ndarray, " T"],
+    weights: Float32[np.ndarray, " T"],
+    segment_ids: Int32[np.ndarray, " T"],
+    audio_slots: Int32[np.ndarray, " T"],
+    depths: int,
+) -> tuple[Shaped[np.ndarray, "K T"], ...]:
+    """What the batch has of the tokens ahead, of a row in document order."""
+    found = [
+        np.full((depths, len(tokens)), fill, x.dtype)
+        for x, fill in zip((tokens, audio_slots, targets, weights), (-1, -1, 0, 0), strict=True)
+    ]
+    for depth in range(min(depths, len(tokens) - 1)):
+        distance = depth + 1
+        same = (segment_ids[distance:] > 0) & (segment_ids[distance:] == segment_ids[:-distance])
+        for all_depths, x in zip(found, (tokens, audio_slots, targets, weights), strict=True):
+            np.copyto(all_depths[depth, :-distance], x[distance:], where=same)
+    return tuple(found)
 
 
 def rank_share(audio_capacity: int, audio_ranks: int) -> int:

@@ -2,9 +2,11 @@
 
 The model comes in three differentiable parts:
 
-    enter(params, state, batch) -> (x, state)      embeddings; by all ranks together, for the first stage
-    stage(params, chunk, x, batch) -> (x, extra)   the layers of one stage, on the rank that holds them
-    leave(params, x, batch) -> (share, out)        the objective; by all ranks together, from the last stage
+    enter(params, state, batch) -> (x, side, state)   embeddings; by all ranks together, for the first stage
+    stage(params, chunk, x, batch) -> (x, extra)      the layers of one stage, on the rank that holds them
+    leave(params, x, side, batch) -> (share, out)     the objective; by all ranks together, of the last stage
+
+side: what goes past the stages, from enter to leave of a microbatch; a tree, which may be empty.
 
 In a tick a rank does these in order, each if the schedule says so: enter, stage forward, leave with its
 gradient, stage backward (which computes the stage again from its input), the gradient of enter. What all
@@ -36,9 +38,9 @@ class Parts(NamedTuple):
     lockstep: all ranks run one stage program, at the same time.
     """
 
-    enter: Callable[[Tree, Tree, Tree], tuple[Array, Tree]]
+    enter: Callable[[Tree, Tree, Tree], tuple[Array, Tree, Tree]]
     stage: Callable[[str, Tree, Array | int, Array, Tree], tuple[Array, Tree]]
-    leave: Callable[[Tree, Array, Tree], tuple[Array, Tree]]
+    leave: Callable[[Tree, Array, Tree, Tree], tuple[Array, Tree]]
     stages: Stages
     lockstep: bool
 
@@ -54,13 +56,14 @@ class Params(NamedTuple):
 class Step(NamedTuple):
     """share: this rank's, over all microbatches, that of the stages' second results (extra_share) included.
     state: after the last microbatch. extra: the second results, leaves [chunks, ...], summed over
-    microbatches.
+    microbatches. out: leave's second result, summed over microbatches.
     """
 
     share: Array
     gradients: Params
     state: Tree
     extra: Tree
+    out: Tree
 
 
 def accumulate(
@@ -79,17 +82,25 @@ def accumulate(
         return _one_stage(parts, params, state, batches, extra_share)
     run = _Run(parts, schedule, params, batches)
     first = run.batch(0)
-    x_like, extra_like = run.shapes(state, first)
+    x_like, side_like, extra_like = run.shapes(state, first)
     zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
-    rank = run.rank
+    rank, in_flight = run.rank, schedule.in_flight
 
     def add(totals: Tree, more: Tree) -> Tree:
         return jax.tree.map(jnp.add, totals, more)
 
+    def put(sides: Tree, micro: Array, side: Tree) -> Tree:
+        place = jnp.where(micro >= 0, micro % in_flight, in_flight)
+        return jax.tree.map(lambda all_, s: all_.at[place].set(s, mode="drop"), sides, side)
+
+    def taken(sides: Tree, micro: Array) -> Tree:
+        return jax.tree.map(lambda all_: all_[micro % in_flight], sides)
+
     def tick(carry: Any, at: Any) -> tuple[Any, None]:
-        saved, arrived, returned, gradients, state, share, extras = carry
+        saved, sides, arrived, returned, gradients, state, share, extras, outs = carry
         forward, backward, busy_f, busy_b, entering, leaving, going_back = at
-        x, state = run.enter_if(entering, state, x_like)
+        x, side, state = run.enter_if(entering, state, (x_like, side_like))
+        sides = put(sides, entering, side)
         f_micro, f_chunk, f_slot = (w[rank] for w in forward)
         is_first = (rank == 0) & (f_chunk == 0)
         x = jnp.where(is_first, x, arrived)
@@ -101,50 +112,56 @@ def accumulate(
         extras = jax.tree.map(lambda all_, e: all_.at[f_chunk].add(e, mode="drop"), extras, extra)
 
         is_last = (rank == schedule.ranks - 1) & (f_chunk == schedule.chunks - 1)
-        leave = run.leave_gradient_if(leaving, jnp.where(is_last, y, 0))
-        share += leave[0]
+        y_out = jnp.where(is_last, y, 0)
+        more, out, dleave, dy, dside = run.leave_gradient_if(leaving, y_out, taken(sides, leaving))
+        share, outs = share + more, add(outs, out)
+        # From here to the microbatch's way back, the gradient of what went past.
+        sides = put(sides, leaving, dside)
 
         b_micro, b_chunk, b_slot = (w[rank] for w in backward)
         is_last = (rank == schedule.ranks - 1) & (b_chunk == schedule.chunks - 1)
-        dy = jnp.where(is_last, leave[2], returned)
+        dy = jnp.where(is_last, dy, returned)
         x = saved[jnp.maximum(b_slot, 0)]
         dstage, dx = run.stage_gradient_if(busy_b, b_micro, b_chunk, x, dy, extra_share)
         is_first = (rank == 0) & (b_chunk == 0)
-        denter = run.enter_gradient_if(going_back, state, jnp.where(is_first, dx, 0))
+        dx_in = jnp.where(is_first, dx, 0)
+        denter = run.enter_gradient_if(going_back, state, dx_in, taken(sides, going_back))
         gradients = Params(
-            add(gradients.enter, denter), add(gradients.stage, dstage), add(gradients.leave, leave[1])
+            add(gradients.enter, denter), add(gradients.stage, dstage), add(gradients.leave, dleave)
         )
         arrived, returned = run.send(y, 1), run.send(dx, -1)
-        return (saved, arrived, returned, gradients, state, share, extras), None
+        return (saved, sides, arrived, returned, gradients, state, share, extras, outs), None
 
-    share_like = jax.eval_shape(lambda x: parts.leave(params.leave, x, first)[0], x_like)
+    share_like, out_like = jax.eval_shape(partial(parts.leave, params.leave), x_like, side_like, first)
     start = (
         jnp.zeros((schedule.slots, *x_like.shape), x_like.dtype),
+        jax.tree.map(lambda s: jnp.zeros((in_flight, *s.shape), s.dtype), side_like),
         zeros(x_like),
         zeros(x_like),
         jax.tree.map(jnp.zeros_like, params),
         state,
         zeros(share_like),
         jax.tree.map(lambda e: jnp.zeros((schedule.chunks, *e.shape), e.dtype), extra_like),
+        zeros(out_like),
     )
-    (_, _, _, gradients, state, share, extras), _ = jax.lax.scan(tick, start, _tables(schedule))
-    return Step(share, gradients, state, extras)
+    (*_, gradients, state, share, extras, outs), _ = jax.lax.scan(tick, start, _tables(schedule))
+    return Step(share, gradients, state, extras, outs)
 
 
 def score(parts: Parts, schedule: Schedule, params: Params, state: Tree, batches: Tree) -> Tree:
     """leave's second result for every microbatch, leaves [microbatches, ...], on all ranks: forward only.
 
-    schedule: made with backward=False.
+    schedule: made with backward=False. Nothing goes past the stages: leave gets None.
     """
     run = _Run(parts, schedule, params, batches)
     first = run.batch(0)
-    x_like, extra_like = run.shapes(state, first)
-    out_like = jax.eval_shape(lambda x: parts.leave(params.leave, x, first)[1], x_like)
+    x_like, side_like, extra_like = run.shapes(state, first)
+    out_like = jax.eval_shape(lambda x: parts.leave(params.leave, x, None, first)[1], x_like)
 
     def tick(carry: Any, at: Any) -> tuple[Any, None]:
         arrived, outs = carry
         forward, _, busy, _, entering, leaving, _ = at
-        x, _ = run.enter_if(entering, state, x_like)
+        x, *_ = run.enter_if(entering, state, (x_like, side_like))
         micro, chunk, _ = (w[run.rank] for w in forward)
         x = jnp.where((run.rank == 0) & (chunk == 0), x, arrived)
         y, _ = run.stage_if(busy, micro, chunk, x, (x_like, extra_like))
@@ -169,27 +186,29 @@ def _one_stage(
 ) -> Step:
     """Plain gradient accumulation: nothing is computed twice but what remat asks for."""
 
-    def share(params: Params, state: Tree, batch: Tree) -> tuple[Array, tuple[Tree, Tree]]:
-        x, state = parts.enter(params.enter, state, batch)
+    def share(params: Params, state: Tree, batch: Tree) -> tuple[Array, tuple[Tree, Tree, Tree]]:
+        x, side, state = parts.enter(params.enter, state, batch)
         x, extra = parts.stage(parts.stages.patterns[0], params.stage, 0, x, batch)
-        return parts.leave(params.leave, x, batch)[0] + extra_share(extra), (state, extra)
+        own, out = parts.leave(params.leave, x, side, batch)
+        return own + extra_share(extra), (state, extra, out)
 
     share_and_gradient = jax.value_and_grad(share, has_aux=True)
 
-    def one(carry: tuple[Params, Tree], batch: Tree) -> tuple[tuple[Params, Tree], tuple[Array, Tree]]:
+    def one(carry: tuple[Params, Tree], batch: Tree) -> tuple[tuple[Params, Tree], tuple[Array, Tree, Tree]]:
         total, state = carry
-        (share, (state, extra)), gradients = share_and_gradient(params, state, batch)
-        return (jax.tree.map(jnp.add, total, gradients), state), (share, extra)
+        (share, (state, extra, out)), gradients = share_and_gradient(params, state, batch)
+        return (jax.tree.map(jnp.add, total, gradients), state), (share, extra, out)
 
     microbatches = len(jax.tree.leaves(batches)[0])
     if microbatches == 1:
-        (total, (state, extra)), gradients = share_and_gradient(
+        (total, (state, extra, out)), gradients = share_and_gradient(
             params, state, jax.tree.map(lambda x: x[0], batches)
         )
-        return Step(total, gradients, state, jax.tree.map(lambda e: e[None], extra))
+        return Step(total, gradients, state, jax.tree.map(lambda e: e[None], extra), out)
     start = (jax.tree.map(jnp.zeros_like, params), state)
-    (gradients, state), (shares, extras) = jax.lax.scan(one, start, batches)
-    return Step(shares.sum(), gradients, state, jax.tree.map(lambda e: e.sum(0)[None], extras))
+    (gradients, state), (shares, extras, outs) = jax.lax.scan(one, start, batches)
+    extra, out = jax.tree.map(lambda x: x.sum(0), (extras, outs))
+    return Step(shares.sum(), gradients, state, jax.tree.map(lambda e: e[None], extra), out)
 
 
 def _tables(schedule: Schedule) -> Any:
@@ -224,29 +243,32 @@ class _Run:
     def batch(self, micro: Array | int) -> Tree:
         return jax.tree.map(lambda x: x[jnp.maximum(micro, 0)], self._batches)
 
-    def shapes(self, state: Tree, batch: Tree) -> tuple[Any, Any]:
-        """Of what goes from stage to stage, and of a stage's second result."""
-        x_like, _ = jax.eval_shape(self._parts.enter, self._params.enter, state, batch)
+    def shapes(self, state: Tree, batch: Tree) -> tuple[Any, Any, Any]:
+        """Of what goes from stage to stage, past them, and of a stage's second result."""
+        x_like, side_like, _ = jax.eval_shape(self._parts.enter, self._params.enter, state, batch)
         stage = partial(self._parts.stage, self._parts.stages.patterns[0], self._params.stage, 0)
-        return x_like, jax.eval_shape(stage, x_like, batch)[1]
+        return x_like, side_like, jax.eval_shape(stage, x_like, batch)[1]
 
     @jax.named_scope("enter")
-    def enter_if(self, micro: Array, state: Tree, x_like: Any) -> tuple[Array, Tree]:
-        def run() -> tuple[Array, Tree]:
+    def enter_if(self, micro: Array, state: Tree, like: Any) -> tuple[Array, Tree, Tree]:
+        """like: of what goes into the stages, and past them."""
+
+        def run() -> tuple[Array, Tree, Tree]:
             return self._parts.enter(self._params.enter, state, self.batch(micro))
 
-        return jax.lax.cond(micro >= 0, run, lambda: (jnp.zeros(x_like.shape, x_like.dtype), state))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        return jax.lax.cond(micro >= 0, run, lambda: (*zeros, state))
 
     @jax.named_scope("enter_gradient")
-    def enter_gradient_if(self, micro: Array, state: Tree, dx: Array) -> Tree:
+    def enter_gradient_if(self, micro: Array, state: Tree, dx: Array, dside: Tree) -> Tree:
         if not jax.tree.leaves(self._params.enter):
             return self._params.enter
 
         def run() -> Tree:
-            def enter(params: Tree) -> Array:
-                return self._parts.enter(params, state, self.batch(micro))[0]
+            def enter(params: Tree) -> tuple[Array, Tree]:
+                return self._parts.enter(params, state, self.batch(micro))[:2]
 
-            return jax.vjp(enter, self._params.enter)[1](dx)[0]
+            return jax.vjp(enter, self._params.enter)[1]((dx, dside))[0]
 
         return jax.lax.cond(micro >= 0, run, lambda: jax.tree.map(jnp.zeros_like, self._params.enter))
 
@@ -300,22 +322,20 @@ class _Run:
     def leave_if(self, micro: Array, y: Array, out_like: Any) -> Tree:
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), out_like)
         run = partial(self._parts.leave, self._params.leave)
-        return jax.lax.cond(micro >= 0, lambda: run(y, self.batch(micro))[1], lambda: zeros)
+        return jax.lax.cond(micro >= 0, lambda: run(y, None, self.batch(micro))[1], lambda: zeros)
 
     @jax.named_scope("leave_gradient")
-    def leave_gradient_if(self, micro: Array, y: Array) -> tuple[Array, Tree, Array]:
-        """(this rank's share, gradients of the parameters, of y)."""
+    def leave_gradient_if(self, micro: Array, y: Array, side: Tree) -> tuple[Array, Tree, Tree, Array, Tree]:
+        """(this rank's share, leave's second result, gradients of the parameters, of y, of side)."""
 
-        def run() -> tuple[Array, Tree, Array]:
-            def leave(params: Tree, y: Array) -> Array:
-                return self._parts.leave(params, y, self.batch(micro))[0]
+        def run() -> tuple[Array, Tree, Tree, Array, Tree]:
+            def leave(params: Tree, y: Array, side: Tree) -> tuple[Array, Tree]:
+                return self._parts.leave(params, y, side, self.batch(micro))
 
-            share, pull = jax.vjp(leave, self._params.leave, y)
-            return share, *pull(jnp.ones_like(share))
+            share, pull, out = jax.vjp(leave, self._params.leave, y, side, has_aux=True)
+            return share, out, *pull(jnp.ones_like(share))
 
-        def idle() -> tuple[Array, Tree, Array]:
-            share = jax.eval_shape(lambda: run()[0])
-            zeros = jax.tree.map(jnp.zeros_like, self._params.leave)
-            return jnp.zeros(share.shape, share.dtype), zeros, jnp.zeros_like(y)
+        def idle() -> Any:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run))
 
         return jax.lax.cond(micro >= 0, run, idle)

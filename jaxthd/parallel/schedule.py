@@ -52,6 +52,12 @@ class Schedule(NamedTuple):
         return len(self.enter)
 
     @property
+    def in_flight(self) -> int:
+        """Most microbatches that have gone in and not all the way back: consecutive ones."""
+        entered, gone = (np.cumsum(ticks >= 0) for ticks in (self.enter, self.back))
+        return int((entered - np.append(0, gone[:-1])).max())
+
+    @property
     def bubble(self) -> float:
         """Share of the step's time in which a rank idles, if all stages cost the same."""
         busy = self.forward.busy.sum() + self.backward.busy.sum()

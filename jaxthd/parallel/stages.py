@@ -176,6 +176,8 @@ def _of_layers(change: Callable[[str, Any], Array], tree: Any, stages: Stages) -
 
     def leaf(path: tuple[Any, ...], x: Any) -> Any:
         names = [str(getattr(key, "key", "")) for key in path]
-        return change(letters[names[names.index("layers") + 1]], x) if "layers" in names else x
+        if "layers" not in names or "mtp" in names:  # which all ranks hold whole
+            return x
+        return change(letters[names[names.index("layers") + 1]], x)
 
     return jax.tree_util.tree_map_with_path(leaf, tree)

@@ -127,15 +127,48 @@ def check_audio(row, slots, document, audio_ranks):
 
 
 def test_batch_has_the_contracts_shapes_and_dtypes():
-    batch, _ = pack_row(random_documents(0, 3), **SIZES, context=2, audio_ranks=2)
-    token, frame = (1, 384), (1, 2048 // 8)
+    batch, _ = pack_row(random_documents(0, 3), **SIZES, context=2, audio_ranks=2, depths=3)
+    token, ahead, frame = (1, 384), (1, 3, 384), (1, 2048 // 8)
     expected = {
         "tokens": (token, np.int32), "targets": (token, np.int32), "weights": (token, np.float32),
         "segment_ids": (token, np.int32), "positions": (token, np.int32), "audio_slots": (token, np.int32),
         "mels": ((1, 2048, MELS), np.float32), "mel_mask": ((1, 2048), bool),
         "chunk_ids": (frame, np.int32), "chunk_positions": (frame, np.int32),
+        "ahead_tokens": (ahead, np.int32), "ahead_audio_slots": (ahead, np.int32),
+        "ahead_targets": (ahead, np.int32), "ahead_weights": (ahead, np.float32),
     }  # fmt: skip
     assert {k: (v.shape, v.dtype) for k, v in batch._asdict().items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("context", "round_to", "layout"), [(1, 1, "buffer"), (4, 1, "buffer"), (2, 4, "document")]
+)
+def test_tokens_ahead_are_the_documents_own(context, round_to, layout):
+    """By position: the token, the audio slot and the supervised target, or that there is none."""
+    depths, documents = (
+        3,
+        [*random_documents(4, 6), *(random_document(np.random.default_rng(i), f"{i}", 1) for i in range(2))],
+    )
+    kwargs = {"context": context, "audio_ranks": context, "round_to": round_to, "layout": layout}
+    batch, report = pack_row(documents, **SIZES, **kwargs, depths=depths)
+    without, _ = pack_row(documents, **SIZES, **kwargs)
+    assert sum(x.nbytes for x in without[10:]) == 0
+    by_key = {d.key: d for d in documents}
+    slots = {
+        (s, p): a
+        for s, p, a in zip(batch.segment_ids[0], batch.positions[0], batch.audio_slots[0], strict=True)
+    }
+    for depth in range(depths):
+        for i, (segment, position) in enumerate(zip(batch.segment_ids[0], batch.positions[0], strict=True)):
+            one = by_key[report.keys[segment - 1]] if segment else None
+            near, far = position + depth + 1, position + depth + 2
+            has_near, has_far = (one is not None and place < len(one) for place in (near, far))
+            token, slot = (one.tokens[near], slots[segment, near]) if has_near else (-1, -1)
+            weight = float(has_far and one.supervised[far])
+            assert batch.ahead_tokens[0, depth, i] == token
+            assert batch.ahead_audio_slots[0, depth, i] == slot
+            assert batch.ahead_weights[0, depth, i] == weight
+            assert batch.ahead_targets[0, depth, i] == (one.tokens[far] if weight else 0)
 
 
 @pytest.mark.parametrize("context", [1, 4])

@@ -1,0 +1,207 @@
+"""Checkpoints with multi-token prediction: what their tensors mean, and that they come back."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jaxthd.config import Config, LLMConfig, ModelConfig
+from jaxthd.convert import export_weights, import_weights
+from jaxthd.errors import UserError
+from jaxthd.hf.checkpoint import model_config
+from jaxthd.hf.nemotron_h import llm_fields
+from jaxthd.mesh import make_mesh
+from jaxthd.packing.document import Document
+from jaxthd.packing.pack import pack_row
+from jaxthd.state import model_graph
+from jaxthd.weights import load_weights, named_weights
+from jaxthd.workdir import read_config
+from tests.helpers import assert_same, spans
+from tests.hf.published import BASE, write_published
+from tests.mtp_reference import mtp_logits, softmax
+
+LENGTHS = (5, 1, 16, 2, 3)
+
+
+def mtp_tensors(llm: LLMConfig, modules: int = 1) -> dict[str, np.ndarray]:
+    """Of "*E", by the names and shapes of released checkpoints (vLLM's NemotronHMultiTokenPredictor)."""
+    dim, heads, shared = llm.dim, llm.q_heads * llm.head_dim, llm.kv_heads * llm.head_dim
+    shapes: dict[str, tuple[int, ...]] = {}
+    for module in range(modules):
+        first, second = (f"mtp.layers.{2 * module + n}" for n in range(2))
+        shapes |= {
+            f"{first}.enorm.weight": (dim,),
+            f"{first}.hnorm.weight": (dim,),
+            f"{first}.eh_proj.weight": (dim, 2 * dim),
+            f"{first}.norm.weight": (dim,),
+            f"{first}.mixer.q_proj.weight": (heads, dim),
+            f"{first}.mixer.k_proj.weight": (shared, dim),
+            f"{first}.mixer.v_proj.weight": (shared, dim),
+            f"{first}.mixer.o_proj.weight": (dim, heads),
+            f"{second}.norm.weight": (dim,),
+            f"{second}.mixer.gate.weight": (llm.experts, dim),
+            f"{second}.mixer.gate.e_score_correction_bias": (llm.experts,),
+            f"{second}.mixer.shared_experts.up_proj.weight": (llm.shared_expert_dim, dim),
+            f"{second}.mixer.shared_experts.down_proj.weight": (dim, llm.shared_expert_dim),
+            f"{second}.final_layernorm.weight": (dim,),
+        }
+        for expert in range(llm.experts):
+            shapes |= {
+                f"{second}.mixer.experts.{expert}.up_proj.weight": (llm.expert_dim, dim),
+                f"{second}.mixer.experts.{expert}.down_proj.weight": (dim, llm.expert_dim),
+            }
+    rng = np.random.default_rng(0)
+    return {
+        name: (rng.normal(size=s) / s[-1] ** 0.5 + ("norm" in name)).astype(np.float32)
+        for name, s in shapes.items()
+    }
+
+
+def write(folder: Path, modules: int = 1, **fields: Any) -> Path:
+    """The library's checkpoint, with multi-token prediction added by hand; its tensors in the same file."""
+    write_published("nemotron_h", folder)
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"num_nextn_predict_layers": modules, "mtp_hybrid_override_pattern": "*E"} | fields
+    (folder / "config.json").write_text(json.dumps(settings))
+    tensors = load_file(folder / "model.safetensors")
+    if modules:
+        tensors |= mtp_tensors(model_config(folder, model=BASE).llm, modules)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_predictions_are_those_of_the_tensors(tmp_path):
+    """Two depths with the one set of weights, of documents packed in one buffer; against each alone, written
+    out, from the tensors on disk and what the head takes."""
+    folder = write(tmp_path / "llm")
+    model = replace(BASE, dtype="float64")
+    read = model_config(folder, model=replace(model, llm=replace(BASE.llm, mtp_depths=2)))
+    assert (read.llm.mtp_pattern, read.llm.mtp_depths, read.llm.mtp_shared) == ("*E", 2, True)
+    config = Config(model=read)
+    rng = np.random.default_rng(1)
+    documents = []
+    for number, n in enumerate(LENGTHS):
+        tokens, some = rng.integers(1, read.llm.vocab_size, n).astype(np.int32), np.ones(n, bool)
+        documents.append(Document(str(number), tokens, ~some, some))
+    sizes = {"capacity": 32, "audio_capacity": 0, "num_mels": 8, "max_documents": 8, "order_seed": None}
+    batch, _ = pack_row(documents, **sizes, depths=2)
+    with jax.enable_x64(True):
+        weights = load_weights([folder], config, make_mesh(config.mesh))
+        graph = model_graph(config)
+
+        def ahead(params: Any, buffers: Any, batch: Any) -> Any:
+            model = nnx.merge(graph, params, buffers)
+            (x_ND, *ahead), _ = model.enter_with_ahead(batch, axes=(), train=False)
+            h_ND, _ = model.decoder(x_ND, model.segments(batch, ()))
+            return model.leave_with_ahead(h_ND, ahead, batch, ())[1].log_probs, model.hidden(h_ND), x_ND
+
+        found = jax.jit(ahead)(*weights, jax.tree.map(jnp.asarray, batch))
+        logp_KN, h_ND, x_ND = map(np.asarray, found)
+        tensors = {n: x.astype(np.float64) for n, x in load_file(folder / "model.safetensors").items()}
+        head = tensors["lm_head.weight"]
+        for one, span in zip(documents, spans(LENGTHS), strict=True):
+            logits = mtp_logits(tensors, read.llm, 2, h_ND[span], x_ND[span], head)
+            for depth, logits_TV in enumerate(logits):
+                want = np.zeros(len(one))
+                targets = one.tokens[depth + 2 :]
+                logp_TV = np.log(softmax(logits_TV, np))
+                want[: len(targets)] = logp_TV[np.arange(len(targets)), targets]
+                assert_same(logp_KN[depth, span], want, 1e-10)
+
+
+def imported(folder: Path, model: ModelConfig) -> dict[str, np.ndarray]:
+    config = Config(model=model)
+    weights = load_weights([folder], config, make_mesh(config.mesh))
+    return jax.tree.map(np.asarray, named_weights(weights))
+
+
+def given_back(published: Path, tmp_path: Path, **options: Any) -> tuple[dict[str, np.ndarray], Any]:
+    """(tensors, settings) of the LLM, imported and exported."""
+    encoder = write_published("fastconformer", tmp_path / "encoder")
+    import_weights([str(published), str(encoder)], tmp_path / "imported")
+    export_weights(tmp_path / "imported", tmp_path / "out", form="llm", **options)
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())
+    return load_file(tmp_path / "out" / "model.safetensors"), settings
+
+
+def test_it_comes_back_bit_identical(tmp_path):
+    """Of depths with weights of their own one after the other. A run may start from it with the depths or
+    without."""
+    folder, modules = write(tmp_path / "llm", 2), 2
+    found, settings = given_back(folder, tmp_path)
+    want = load_file(folder / "model.safetensors")
+    assert found.keys() == want.keys()
+    for name, x in want.items():
+        np.testing.assert_array_equal(found[name], x, err_msg=name)
+    assert settings["num_nextn_predict_layers"] == modules
+    assert settings["mtp_hybrid_override_pattern"] == "*E"
+    assert settings["mtp_layers_block_type"] == ["full_attention", "moe"]
+    assert model_config(tmp_path / "out") == model_config(folder)
+    model = read_config(tmp_path / "imported").model
+    whole = imported(tmp_path / "imported", model)
+    without = imported(tmp_path / "imported", replace(model, llm=replace(model.llm, mtp_pattern="")))
+    assert whole.keys() - without.keys() == {name for name in whole if name.startswith("mtp.")}
+    for name, x in without.items():
+        np.testing.assert_array_equal(x, whole[name])
+
+
+def test_settings_without_tensors_mean_none(tmp_path):
+    """As the transformers library leaves a checkpoint that it saved again."""
+    folder = write(tmp_path / "llm", 0, num_nextn_predict_layers=1)
+    model = model_config(folder, model=BASE)
+    assert model.llm.mtp_pattern == ""
+    assert "num_nextn_predict_layers" not in llm_fields(model.llm)
+    assert not any(name.startswith("mtp.") for name in imported(folder, model))
+
+
+def test_a_model_may_do_without_it(tmp_path, capsys):
+    """Left out, and said."""
+    folder = write(tmp_path / "llm")
+    read = model_config(folder, model=BASE)
+    model = replace(read, llm=replace(read.llm, mtp_pattern=""))
+    arrays = imported(folder, model)
+    assert not any(name.startswith("mtp.") for name in arrays)
+    assert "left out, being no part of the model: mtp (" in capsys.readouterr().out
+
+
+def test_it_is_drawn_where_the_checkpoint_has_none(tmp_path, capsys):
+    folder = write_published("nemotron_h", tmp_path / "llm")
+    read = model_config(folder, model=BASE)
+    llm = replace(read.llm, mtp_pattern="*E", mtp_depths=2, mtp_shared=False)
+    arrays = imported(folder, replace(read, llm=llm))
+    drawn = [name for name in arrays if name.startswith("mtp.")]
+    assert arrays["mtp.depths.eh_proj.w"].shape == (2, 2 * llm.dim, llm.dim)
+    assert f"mtp ({len(drawn)} arrays)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mtp.layers.2.norm.weight": np.zeros(32, np.float32)}, "unknown: mtp.layers.2.norm.weight"),
+        ({"mtp.layers.0.eh_proj.weight": np.zeros((32, 32), np.float32)}, r"another shape: mtp.*\[32, 32\]"),
+        ({"mtp.layers.0.hnorm.weight": None}, "missing: mtp.layers.0.hnorm.weight"),
+    ],
+)
+def test_damaged_tensors_are_named(change, message, tmp_path):
+    folder = write(tmp_path / "llm")
+    tensors = load_file(folder / "model.safetensors") | change
+    save_file({n: x for n, x in tensors.items() if x is not None}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        imported(folder, model_config(folder, model=BASE))
+
+
+def test_other_weights_are_refused(tmp_path):
+    """Two sets of weights where the model shares one; a pattern that is not the checkpoint's."""
+    folder = write(tmp_path / "llm", 2)
+    read = model_config(folder, model=BASE)
+    assert (read.llm.mtp_depths, read.llm.mtp_shared) == (2, False)
+    for change in ({"mtp_shared": True}, {"mtp_pattern": "*"}, {"mtp_depths": 1}):
+        with pytest.raises(UserError, match=r"model\.llm\.mtp_.*there"):
+            imported(folder, replace(read, llm=replace(read.llm, **change)))

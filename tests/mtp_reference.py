@@ -1,0 +1,90 @@
+"""Multi-token prediction of one document, written out: every head, expert and depth by itself.
+
+From tensors by the names that published checkpoints have (vLLM's nemotron_h_mtp.py, Megatron-LM's
+multi_token_prediction.py), for patterns of * and E. xp: numpy, or jax.numpy to differentiate it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxthd.config import LLMConfig
+
+
+def rms_norm(x: Any, weight: Any, eps: float, xp: Any) -> Any:
+    return x / xp.sqrt(xp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+def softmax(x: Any, xp: Any) -> Any:
+    e = xp.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def attention(x: Any, tensors: Mapping[str, Any], llm: LLMConfig, xp: Any) -> Any:
+    tokens, d = len(x), llm.head_dim
+    q, k, v = ((x @ tensors[f"{name}_proj.weight"].T).reshape(tokens, -1, d).swapaxes(0, 1) for name in "qkv")
+    causal, heads = xp.tril(xp.ones((tokens, tokens), bool)), []
+    for head in range(llm.q_heads):
+        shared = head // (llm.q_heads // llm.kv_heads)
+        scores = xp.where(causal, q[head] @ k[shared].T / d**0.5, -xp.inf)
+        heads.append(softmax(scores, xp) @ v[shared])
+    return xp.concatenate(heads, axis=1) @ tensors["o_proj.weight"].T
+
+
+def mlp(x: Any, tensors: Mapping[str, Any], name: str, xp: Any) -> Any:
+    up, down = (tensors[f"{name}.{part}_proj.weight"] for part in ("up", "down"))
+    return xp.maximum(x @ up.T, 0) ** 2 @ down.T
+
+
+def experts(x: Any, tensors: Mapping[str, Any], llm: LLMConfig, xp: Any) -> Any:
+    scores = 1 / (1 + xp.exp(-(x @ tensors["gate.weight"].T)))
+    ranked = scores + tensors["gate.e_score_correction_bias"]
+    chosen = ranked >= xp.sort(ranked, axis=1)[:, [-llm.experts_per_token]]
+    weights = xp.where(chosen, scores, 0)
+    weights = llm.router_scale * weights / weights.sum(axis=1, keepdims=True)
+    y = mlp(x, tensors, "shared_experts", xp)
+    for expert in range(llm.experts):
+        y = y + weights[:, [expert]] * mlp(x, tensors, f"experts.{expert}", xp)
+    return y
+
+
+def mtp_logits(
+    tensors: Mapping[str, Any], llm: LLMConfig, depths: int, h_TD: Any, e_TD: Any, head_VD: Any, xp: Any = np
+) -> list[Any]:
+    """Of each depth [T - k - 1, V]: at position t for the token t + k + 2.
+
+    h_TD: what the decoder's final norm returns. e_TD: the tokens' embeddings. Fewer sets of weights than
+    depths: one for all.
+    """
+    size, found, eps = len(llm.mtp_pattern), [], llm.norm_eps
+    modules = 1 + max(int(name.split(".")[2]) for name in tensors if name.startswith("mtp.")) // size
+    for depth in range(depths):
+        first = (depth if modules > 1 else 0) * size
+        at = {
+            f"{number}.{name.split('.', 3)[3]}": x
+            for name, x in tensors.items()
+            if name.startswith("mtp.")
+            for number in [int(name.split(".")[2]) - first]
+        }
+        # Tokens that have one depth + 1 places on; the embedding comes first.
+        count = len(e_TD) - depth - 1
+        if count < 1:
+            found.append(xp.zeros((0, len(head_VD))))
+            continue
+        both = (
+            rms_norm(e_TD[depth + 1 :], at["0.enorm.weight"], eps, xp),
+            rms_norm(h_TD[:count], at["0.hnorm.weight"], eps, xp),
+        )
+        x = xp.concatenate(both, axis=1) @ at["0.eh_proj.weight"].T
+        for number, letter in enumerate(llm.mtp_pattern):
+            mixer = {
+                name.removeprefix(f"{number}.mixer."): w
+                for name, w in at.items()
+                if name.startswith(f"{number}.mixer.")
+            }
+            normed = rms_norm(x, at[f"{number}.norm.weight"], eps, xp)
+            x = x + (attention if letter == "*" else experts)(normed, mixer, llm, xp)
+        h_TD = rms_norm(x, at[f"{size - 1}.final_layernorm.weight"], eps, xp)
+        found.append(h_TD @ head_VD.T)
+    return found
