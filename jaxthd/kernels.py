@@ -78,7 +78,7 @@ def _admitted(config: Config, choice: Choice, say: Callable[[str], None], folder
     asked: str = getattr(config.model, choice.field)
     if asked == "xla":
         return asked
-    if choice.letter not in config.model.llm.pattern:
+    if choice.letter not in config.model.llm.kinds:
         return "xla"
     machine = Machine.of_this()
     if machine.platform == "cpu" and asked in choice.interpreted:

@@ -782,13 +782,14 @@ def _known_bad_kernels(config: Config, device: DeviceFacts) -> Iterator[Problem]
     "model.scan_backend",
     "model.dtype",
     "model.llm.pattern",
+    "model.llm.mtp_pattern",
     "model.llm.mamba_chunk",
     "model.llm.mamba_head_dim",
     "model.llm.mamba_state",
 )
 def _scan_kernels(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     llm = config.model.llm
-    if config.model.scan_backend != "pallas" or "M" not in llm.pattern:
+    if config.model.scan_backend != "pallas" or "M" not in llm.kinds:
         return
     found, change = 'model.scan_backend is "pallas"', "set model.scan_backend to xla"
     unfit = why_unfit(llm.mamba_chunk, llm.mamba_head_dim, llm.mamba_state, config.model.dtype)

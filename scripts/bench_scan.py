@@ -24,8 +24,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs some of it
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,16 +85,16 @@ def both(backend: Any, chunk: int, ids: Any, positions: Any, *given: Any) -> Any
     return y, pull(given[5])
 
 
-def seconds(call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int) -> float:
-    """Median time of one call. wait: until what a call returned is there."""
+def seconds(call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int, calls: int = CALLS) -> float:
+    """Median time of one call, of so many without a pause. wait: until what a call returned is there."""
     wait(call())
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(calls):
             last = call()
         wait(last)
-        times.append((time.perf_counter() - start) / CALLS)
+        times.append((time.perf_counter() - start) / calls)
     return statistics.median(times)
 
 
@@ -251,6 +249,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--interpret", action="store_true")
     options = parser.parse_args()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs some of the memory
     device, has_gpu = jax.devices()[0], jax.default_backend() == "gpu"
     print(f"jax {jax.__version__}, {device.device_kind}")
     if not has_gpu and not options.interpret:

@@ -11,18 +11,20 @@ Sections, each in a process of its own, so that one that fails or hangs takes no
                  with XLA's loops and with the kernels; with and without command buffers
     packing      the same documents packed and padded, one in a row
     scan         scripts/bench_scan.py: the scan kernel, XLA's, and mamba_ssm's where it can be imported
-    attention    packed attention of recordings and of long documents, by back-end; FlexAttention with torch
+    attention    scripts/bench_attention.py: packed attention of recordings and of long documents, by
+                 admitted back-end; FlexAttention where torch can be imported
     options      the step without each option of jaxthd/compiler.py; in FP8
     conditionals what a `lax.cond` costs that is skipped
-Time is a median, synchronized. Model FLOPs: 6 a parameter and token (or frame) that is multiplied with it,
-and attention over allowed pairs only; nothing that is computed again counts. Needs neither grain nor tyro nor
-Transformer Engine; what does is reported as not run. --out keeps each section's output and results.json.
+Back-ends are those that admission chooses; each run says which. Time is a median, synchronized. Model FLOPs:
+6 a parameter and token (or frame) that is multiplied with it, and attention over allowed pairs only; nothing
+that is computed again counts. Needs neither grain nor tyro nor Transformer Engine; what does is reported as
+not run. --out keeps each section's output and results.json.
 --check exits 1 where a section fails.
 """
 
 import argparse
 import json
-import statistics
+import os
 import subprocess
 import sys
 import time
@@ -31,6 +33,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +52,7 @@ from jaxthd.config import (
     ModelConfig,
     TrainConfig,
 )
+from jaxthd.kernels import using, with_admitted
 from jaxthd.mesh import AXES, make_mesh, put_batch
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
@@ -55,6 +60,7 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.state import abstract_model, init_state
 from jaxthd.step import loss_and_gradient, make_train_step
 from jaxthd.tables import show
+from scripts import bench_attention, bench_scan
 
 ROOT = Path(__file__).parent.parent
 RESULT = "RESULT "
@@ -104,13 +110,8 @@ def told(section: str, **found: Any) -> None:
 
 def seconds(call: Callable[[], Any], repeats: int = 10) -> float:
     """Median time of a call, after two that do not count."""
-    times = []
-    for number in range(repeats + 2):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        if number >= 2:
-            times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    jax.block_until_ready(call())
+    return bench_scan.seconds(call, jax.block_until_ready, repeats, calls=1)
 
 
 # --- documents and steps ---
@@ -147,7 +148,7 @@ def rows_of(groups: Sequence[Sequence[Document]], model: ModelConfig) -> tuple[B
     frames = multiple(max(sum(d.mel_frames for d in group) for group in groups), 128)
     sizes: dict[str, Any] = {
         "capacity": capacity,
-        "audio_capacity": max(frames, 8 * model.encoder.chunk_frames // 8 + 8),
+        "audio_capacity": frames,
         "max_documents": max(map(len, groups)),
     }
     rows = [pack_row(group, **sizes, num_mels=model.encoder.num_mels)[0] for group in groups]
@@ -187,10 +188,10 @@ def model_flops(config: Config, documents: Sequence[Document]) -> float:
 def run_step(
     name: str, config: Config, groups: Sequence[Sequence[Document]], peak: float, repeats: int
 ) -> dict[str, Any]:
-    """Compiles and times a training step; a row of a table."""
+    """Compiles and times a training step, with the back-ends that are admitted; a row of a table."""
     documents = [d for group in groups for d in group]
     batch, data = rows_of(groups, config.model)
-    config = replace(config, data=data)
+    config = with_admitted(replace(config, data=data), lambda line: print(f"{name}: {line}", flush=True))
     mesh = make_mesh(config.mesh)
     state, on_mesh = init_state(config, mesh), put_batch(batch, mesh)
     start = time.perf_counter()
@@ -211,6 +212,8 @@ def run_step(
     flops = model_flops(config, documents)
     found = {
         "name": name,
+        "attention": config.model.attention_backend,
+        "scan": config.model.scan_backend,
         "documents": len(documents),
         "slots": slots,
         "tokens": tokens,
@@ -228,6 +231,8 @@ def run_step(
 
 
 def show_steps(title: str, found: Sequence[dict[str, Any]]) -> None:
+    if not found:
+        sys.exit("nothing could be run")
     columns = [name for name in found[0] if name != "losses"]
     show(title, "|".join(columns), [[row[name] for name in columns] for row in found])
 
@@ -238,8 +243,9 @@ def variations(config: Config, changes: dict[str, Config], *arguments: Any) -> l
     for name, changed in changes.items():
         try:
             found.append(run_step(name, changed, *arguments))
-        except Exception as error:
-            print(f"{name}: not run ({type(error).__name__}: {str(error).splitlines()[0][:300]})", flush=True)
+        except Exception as fault:
+            first = (str(fault).splitlines() or [""])[0][:300]
+            print(f"{name}: not run ({type(fault).__name__}: {first})", flush=True)
         jax.clear_caches()
     return found
 
@@ -249,27 +255,33 @@ def variations(config: Config, changes: dict[str, Config], *arguments: Any) -> l
 
 def machine(tiny: bool) -> float:
     """Also the rate of a large matrix product, which shares are taken of."""
-    device, n = jax.devices()[0], 256 if tiny else 8192
-    a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) for i in range(2))
-    product = jax.jit(lambda a, b: a @ b)
-    rate = 2 * n**3 / seconds(lambda: product(a, b), 20)
+    device, rate = jax.devices()[0], bench_attention.matrix_rate(256 if tiny else 8192)
     x = jnp.ones(2**20 if tiny else 2**30, jnp.float32)
     copied = 2 * x.nbytes / seconds(lambda: x.copy(), 20)
     memory = (device.memory_stats() or {}).get("bytes_limit", 0)
-    told(
-        "machine",
-        device=device.device_kind,
-        jax=jax.__version__,
-        python=sys.version.split()[0],
-        bf16_tflops=round(rate / 1e12, 1),
-        copy_gb_s=round(copied / 1e9),
-        memory_GiB=round(memory / 2**30, 1),
-    )
+    found = {
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        "python": sys.version.split()[0],
+        "bf16_tflops": round(rate / 1e12, 1),
+        "copy_gb_s": round(copied / 1e9),
+        "memory_GiB": round(memory / 2**30, 1),
+    }
+    told("machine", **found)
+    print(", ".join(f"{name} {value}" for name, value in found.items()), flush=True)
     return rate
 
 
+def become(*arguments: str) -> None:
+    """This process goes on as another Python program: one beside it would outlive its end."""
+    sys.stdout.flush()
+    os.chdir(ROOT)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.execv(sys.executable, [sys.executable, *arguments])
+
+
 def kernels(tiny: bool) -> None:
-    subprocess.run([sys.executable, "-m", "jaxthd.doctor"], check=True, cwd=ROOT)
+    become("-m", "jaxthd.doctor")
 
 
 def exact(tiny: bool) -> None:
@@ -321,9 +333,8 @@ def exact(tiny: bool) -> None:
 
 def base_config(tiny: bool, *, kernels: bool) -> Config:
     model = TINY if tiny else ONE_BILLION
-    if kernels:
-        model = replace(model, attention_backend="auto", scan_backend="auto")
-    return Config(model=model, train=TrainConfig(warmup_steps=2, learning_rate=1e-4))
+    config = Config(model=model, train=TrainConfig(warmup_steps=2, learning_rate=1e-4))
+    return using(config, attention_backend="auto", scan_backend="auto") if kernels else config
 
 
 def step(tiny: bool) -> None:
@@ -352,8 +363,13 @@ def packing(tiny: bool) -> None:
 
 
 def scan(tiny: bool) -> None:
-    arguments = ["--interpret"] if tiny else []
-    subprocess.run([sys.executable, str(ROOT / "scripts" / "bench_scan.py"), *arguments], check=True)
+    become(str(ROOT / "scripts" / "bench_scan.py"), *["--interpret"] * tiny)
+
+
+def attention(tiny: bool) -> None:
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # torch needs some of the memory
+    for found in bench_attention.measure(tiny, machine(tiny)):
+        told("attention", **found)
 
 
 def options(tiny: bool) -> None:
@@ -408,6 +424,7 @@ SECTIONS: dict[str, Callable[[bool], Any]] = {
     "step": step,
     "packing": packing,
     "scan": scan,
+    "attention": attention,
     "options": options,
     "conditionals": conditionals,
 }
