@@ -30,7 +30,7 @@ from jaxthd.ops.attention.contract import Problem
 from jaxthd.ops.ring import packed_attention
 from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.tables import show
-from scripts.bench_scan import recordings, seconds
+from scripts.bench_scan import recordings, row_of, seconds
 
 MOST = 0.03
 """That FlexAttention's output may be off by, over the largest value."""

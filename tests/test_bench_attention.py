@@ -1,4 +1,4 @@
-"""The attention benchmark, in small on a CPU: what it times is packed attention, and its rates are of pairs."""
+"""The attention benchmark, in small on a CPU: it times packed attention, and its rates are of pairs."""
 
 import numpy as np
 import pytest
