@@ -93,8 +93,8 @@ BACKENDS = {
 """In the order in which "auto" tries them; the last one runs everywhere."""
 
 VERIFIED = {
-    "pallas": "not yet run; interpreted, and lowered for CUDA, on a CPU, jax 0.10.2 and 0.12.0.1, 2026-11-21",
-    "xla": "CPU, jax 0.10.2 and 0.12.0.1, 2026-11-21; not yet run on a GPU",
+    "pallas": "not yet run; interpreted, and lowered for CUDA, on a CPU, jax 0.10.2, 2026-11-21",
+    "xla": "CPU, jax 0.10.2, 2026-11-21; not yet run on a GPU",
 }
 """Where, with which versions and when each one ran."""
 
