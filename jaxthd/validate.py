@@ -850,7 +850,7 @@ def _fp8(config: Config, device: DeviceFacts) -> Iterator[Problem]:
         change = "choose bfloat16, or empty model.fp8"
         yield Problem("model.fp8 is set with model.dtype float64", "bfloat16 or float32", change)
     capability = device.compute_capability
-    if device.platform == "gpu" and capability and float(capability) < 8.9:
+    if device.platform == "gpu" and capability and numbers(capability) < (8, 9):
         change = "empty model.fp8"
         yield Problem(f"model.fp8 on {device.kind} (compute capability {capability})", "8.9 or more", change)
     try:

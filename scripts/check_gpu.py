@@ -13,7 +13,8 @@ Sections, each in a process of its own, so that one that fails or hangs takes no
     scan         scripts/bench_scan.py: the scan kernel, XLA's, and mamba_ssm's where it can be imported
     attention    scripts/bench_attention.py: packed attention of recordings and of long documents, by
                  admitted back-end; FlexAttention where torch can be imported
-    options      the step without each option of jaxthd/compiler.py; in FP8
+    options      the step without each option of jaxthd/compiler.py; in FP8 (fp8_products: those that XLA has
+                 cuBLASLt compute in 8 bits)
     conditionals what a `lax.cond` costs that is skipped
 Back-ends are those that admission chooses; each run says which. Time is a median, synchronized. Model FLOPs:
 6 a parameter and token (or frame) that is multiplied with it, and attention over allowed pairs only; nothing
@@ -224,6 +225,7 @@ def run_step(
         "arguments_GiB": round(sizes.argument_size_in_bytes / 2**30, 2),
         "temporary_GiB": round(sizes.temp_size_in_bytes / 2**30, 2),
         "compile_s": round(compiling, 1),
+        "fp8_products": step.as_text().count("__cublas$lt$matmul$f8"),
         "losses": [round(float(loss), 4) for loss in (losses[0], losses[-1])],
     }
     told("step", **found)

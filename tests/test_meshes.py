@@ -1,4 +1,4 @@
-"""Every axis, every combination, one loss: a dozen rows of scripts/check_meshes.py, in float64."""
+"""Every axis, every combination, one loss: sixteen rows of scripts/check_meshes.py, in float64."""
 
 import jax
 import pytest
@@ -28,7 +28,6 @@ CHOSEN = [
     (MeshConfig(1, 1, 1, 8), 1),
     (MeshConfig(1, 1, 4, 1), 1),
     (MeshConfig(2, 2, 2, 1), 0),
-    (MeshConfig(2, 1, 2, 2), 1),
     (MeshConfig(1, 2, 2, 2), 0),
     (MeshConfig(1, 2, 2, 2), 1),
     (MeshConfig(1, 1, 8, 1), 1),
@@ -52,6 +51,7 @@ def test_the_mesh_does_not_change_what_an_adapted_model_learns(number: int):
 
 @pytest.mark.parametrize("number", range(2))
 def test_the_mesh_does_not_change_multi_token_prediction(number: int):
+    """Nor all else: data 2, pipeline 2 and tensor 2 together come only here."""
     row = check(predicting("float64")[number])
     assert row["error"] <= 1e-10, row
 
