@@ -51,18 +51,6 @@ OPTIONS = (
         _NOT_RUN,
     ),
     Option(
-        "xla_gpu_enable_pipelined_all_gather",
-        True,
-        "A layer's weights are gathered while the layer before computes, across turns of the loop",
-        _NOT_RUN,
-    ),
-    Option(
-        "xla_gpu_enable_pipelined_reduce_scatter",
-        True,
-        "The same for gradients",
-        _NOT_RUN,
-    ),
-    Option(
         "xla_gpu_all_gather_combine_threshold_bytes",
         2**28,
         "A layer's matrices are gathered in one collective, not one each",
