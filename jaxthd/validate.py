@@ -30,6 +30,7 @@ from jaxthd.data.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
 from jaxthd.kernels import attention_problem
 from jaxthd.machine import numbers
+from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.ops.attention import te
 from jaxthd.ops.attention.pieces import unfit_for_fused
 from jaxthd.ops.fp8 import is_installed
@@ -638,6 +639,14 @@ def _pattern(config: Config, device: DeviceFacts) -> Iterator[Problem]:
         )
 
 
+def _model(config: Config, tensor: int = 1) -> SpeechLM | None:
+    """Shapes of the model; None where there is none: what is wrong with it is told by other rules."""
+    try:
+        return abstract_model(replace(config, mesh=MeshConfig(tensor=tensor)))
+    except ValueError:
+        return None
+
+
 @_rule("model.llm.mtp_pattern")
 def _mtp_pattern(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     unknown = sorted(set(config.model.llm.mtp_pattern) - set("M*-E"))
@@ -665,9 +674,8 @@ def _mtp_loss(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     """Without a gradient weight decay alone would move it."""
     if not config.model.llm.mtp_pattern or config.train.mtp_loss:
         return
-    try:
-        model = abstract_model(replace(config, mesh=MeshConfig()))
-    except ValueError:  # what is wrong with the model is told by other rules
+    model = _model(config)
+    if model is None:
         return
     if any(jax.tree.leaves(trained(model, config.adapt)["mtp"])):
         yield Problem(
@@ -816,9 +824,8 @@ def _adaptation(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     adapt = config.adapt
     if not adapt.freeze and not adapt.unfreeze and not adapt.lora_rank:
         return
-    try:
-        model = abstract_model(replace(config, mesh=MeshConfig()))
-    except ValueError:  # what is wrong with the model is told by other rules
+    model = _model(config)
+    if model is None:
         return
     parameters, can_adapt, cannot = parameter_names(model), list(projections(model)), no_projections(model)
     kinds = [("freeze", parameters), ("unfreeze", parameters)]
@@ -853,9 +860,8 @@ def _fp8(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     if device.platform == "gpu" and capability and numbers(capability) < (8, 9):
         change = "empty model.fp8"
         yield Problem(f"model.fp8 on {device.kind} (compute capability {capability})", "8.9 or more", change)
-    try:
-        model = abstract_model(replace(config, mesh=MeshConfig(tensor=config.mesh.tensor)))
-    except ValueError:  # what is wrong with the model is told by other rules
+    model = _model(config, tensor=config.mesh.tensor)
+    if model is None:
         return
     found = fp8_projections(model)
     lists = "python -m jaxthd.describe --names lists the names"

@@ -380,7 +380,7 @@ def options(tiny: bool) -> None:
     defaults = {"xla_gpu_enable_command_buffer": "", "xla_gpu_graph_min_graph_size": "5"}
     changes = {"all options": config}
     for option in OPTIONS if jax.default_backend() == "gpu" else ():
-        # Combining and pipelining collectives needs several devices.
+        # Combining collectives needs several devices.
         if "gather" not in option.name and "scatter" not in option.name:
             text = f"{option.name}={defaults.get(option.name, 'false')}"
             train = replace(config.train, xla_options=(text,))
