@@ -62,6 +62,7 @@ from jaxthd.state import abstract_model, init_state
 from jaxthd.step import loss_and_gradient, make_train_step
 from jaxthd.tables import show
 from scripts import bench_attention, bench_scan
+from tests.helpers import relative_errors
 
 ROOT = Path(__file__).parent.parent
 RESULT = "RESULT "
@@ -309,27 +310,21 @@ def exact(tiny: bool) -> None:
     with jax.default_matmul_precision("highest"):
         loss, want = gradients("float64", jax.devices("cpu")[0])
         results = {dtype: gradients(dtype, jax.devices()[0]) for dtype in ("float32", "bfloat16")}
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(want)]
-    norms = [np.linalg.norm(x) for x in jax.tree.leaves(want)]
-    floor = 1e-3 * np.sqrt(np.mean(np.square(norms)))
     rows = []
     for dtype, (got_loss, got) in results.items():
-        errors = [
-            np.linalg.norm(a - b) / max(norm, floor)
-            for a, b, norm in zip(jax.tree.leaves(got), jax.tree.leaves(want), norms, strict=True)
-        ]
-        worst = int(np.argmax(errors))
+        errors = relative_errors(got, want)
+        worst = max(errors, key=lambda name: errors[name])
         found = {
             "dtype": dtype,
             "loss_error": f"{abs(got_loss - loss) / loss:.1e}",
-            "median": f"{np.median(errors):.1e}",
+            "median": f"{np.median(list(errors.values())):.1e}",
             "worst": f"{errors[worst]:.1e}",
-            "of": names[worst],
+            "of": worst,
         }
         told("exact", **found)
         rows.append(list(found.values()))
         if dtype == "float32" and errors[worst] > 1e-3:
-            raise SystemExit(f"{names[worst]} is off by {errors[worst]:.1e} in float32")
+            raise SystemExit(f"{worst} is off by {errors[worst]:.1e} in float32")
     show("Gradients on the GPU against float64 on the CPU", "dtype|loss|median|worst|of", rows)
 
 
