@@ -2,8 +2,9 @@
 
 Published kernels have been silently wrong: gradients 8 to 960 times too large on one architecture, NaN on
 zero lengths, wrong results for batches of more than one. So before a run each process puts a small ragged
-problem, of the run's own sizes and dtype, through a kernel, forward and backward, and compares with the "xla"
-back-end in float32. What was measured is kept, by device, versions, problem and the sources of both.
+problem, of the run's own sizes and dtype, through a kernel, forward and backward, in a manual shard_map as a
+step does, and compares with the "xla" back-end in float32. What was measured is kept, by device, versions,
+problem and the sources of both.
 
 Here is what attention (ops/attention/admission.py) and the scan (ops/scan.py) have in common.
 """
@@ -17,10 +18,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxthd.cache import user_cache
 from jaxthd.machine import Machine
+from jaxthd.mesh import AXES
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,15 @@ def admit(kernel: Kernel, machine: Machine, folder: Path | None = None) -> Verdi
         errors = stored
     refusal = None if all(error <= kernel.bound for error in errors.values()) else _numbers(kernel, errors)
     return Verdict(kernel.name, refusal, errors, kernel.bound, fits=True, is_cached=stored is not None)
+
+
+def as_in_a_step(run: Callable[..., Any]) -> Callable[..., Any]:
+    """run, compiled for the first device of this process, inside a shard_map whose axes are the mesh's, all
+    manual, of one rank each: libraries ask what mesh they are under, and some then refuse.
+    """
+    mesh = Mesh(np.array(jax.local_devices()[:1]).reshape([1] * len(AXES)), AXES)
+    whole = PartitionSpec()
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False))
 
 
 def error(found: np.ndarray, want: np.ndarray) -> float:

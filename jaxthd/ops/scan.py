@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from jaxthd.admission import Kernel, error
+from jaxthd.admission import Kernel, as_in_a_step, error
 from jaxthd.machine import Machine
 from jaxthd.ops.scan_pallas import ssd_pallas, why_unfit
 from jaxthd.ops.ssd import ssd
@@ -201,7 +201,7 @@ def probe_program(problem: ScanProblem, run: Run) -> Any:
         y, dx, ddt, db, dc = (jax.lax.collapse(v, 0, 2)[back] for v in (y, dx, ddt, db, dc))
         return y, dx, ddt, da.sum(0), db, dc
 
-    return jax.jit(of_ranks if problem.states_enter else partial(of_rank, None))
+    return as_in_a_step(of_ranks if problem.states_enter else partial(of_rank, None))
 
 
 def _dual_chunks(tokens: int) -> np.ndarray:

@@ -5,10 +5,13 @@ log-sum-exp, so that nothing may rely on it.
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from types import ModuleType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
@@ -84,8 +87,24 @@ class _Descriptor:
         return seqlens, seq_offsets
 
 
+_GUARDS: list[Any] = []
+"""Transformer Engine's mesh resources that are in force."""
+
+
+class _MeshResource:
+    """None of its axes is given."""
+
+
+@contextmanager
+def _global_shard_guard(resource: _MeshResource) -> Iterator[None]:
+    _GUARDS.append(resource)
+    yield
+    _GUARDS.pop()
+
+
 def _te_settings(settings: dict[str, Any], descriptor: Any) -> bool:
     """Whether the mask is causal; the rest must be as it should."""
+    assert _GUARDS or jax.sharding.get_abstract_mesh().empty, "Global mesh resource is not set"
     assert settings["qkv_layout"] is _Kind.THD_THD_THD
     assert settings["is_training"]
     assert settings["dropout_probability"] == 0
@@ -182,14 +201,16 @@ def _newer_jax_backward(
 
 def install(monkeypatch: pytest.MonkeyPatch, *, newer_jax: bool = False) -> None:
     """Both libraries' functions are replaced by these; newer_jax: with the arguments of jax 0.12."""
-    package, attention, extensions = (
-        ModuleType(f"transformer_engine.jax{x}") for x in ("", ".attention", ".cpp_extensions.attention")
+    package, attention, extensions, sharding = (
+        ModuleType(f"transformer_engine.jax{x}")
+        for x in ("", ".attention", ".cpp_extensions.attention", ".sharding")
     )
+    sharding.MeshResource, sharding.global_shard_guard = _MeshResource, _global_shard_guard  # type: ignore[attr-defined]
     for name in ("AttnBiasType", "AttnMaskType", "AttnSoftmaxType", "QKVLayout"):
         setattr(attention, name, _Kind)
     attention.SequenceDescriptor = _Descriptor  # type: ignore[attr-defined]
     extensions.fused_attn_fwd, extensions.fused_attn_bwd = _te_forward, _te_backward  # type: ignore[attr-defined]
-    for module in (ModuleType("transformer_engine"), package, attention, extensions):
+    for module in (ModuleType("transformer_engine"), package, attention, extensions, sharding):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(sys.modules, "transformer_engine.jax.cpp_extensions", ModuleType("cpp_extensions"))
     module, backward_rule = fused_attention_stablehlo, _newer_jax_backward if newer_jax else _jax_backward

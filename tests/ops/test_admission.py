@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxthd.admission import Kernel, admit
 from jaxthd.machine import Machine
+from jaxthd.mesh import AXES
 from jaxthd.ops import scan, scan_pallas
 from jaxthd.ops.attention import blockwise
 from jaxthd.ops.attention.admission import QUANTITIES, error_bound, kernel_of, measure
@@ -92,6 +94,22 @@ def test_one_that_does_not_run_is_refused_and_tried_again(tmp_path: Path):
         assert verdict.refusal == "the probe failed with RuntimeError: No valid engine configs"
         assert not verdict.is_cached
     assert not list(tmp_path.iterdir())
+
+
+def test_the_probe_runs_under_the_axes_of_a_step(tmp_path: Path):
+    """Where libraries ask which mesh they are under, and some then fail."""
+
+    def asking(*given: Any) -> Any:
+        under = jax.sharding.get_abstract_mesh()
+        assert under.manual_axes == AXES, under
+        return XLA.forward(*given)
+
+    def refusing(*given: Any) -> Any:
+        assert jax.sharding.get_abstract_mesh().empty, "Global mesh resource is not set"
+
+    assert admit(kernel_of(XLA._replace(forward=asking), PROBLEM), CPU, tmp_path).refusal is None
+    verdict = admit(kernel_of(XLA._replace(name="other", forward=refusing), PROBLEM), CPU, tmp_path)
+    assert verdict.refusal == "the probe failed with AssertionError: Global mesh resource is not set"
 
 
 PROBLEMS: list[tuple[Kernel, dict[str, Any]]] = [

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxthd.admission import Kernel, error
+from jaxthd.admission import Kernel, as_in_a_step, error
 from jaxthd.ops.attention import blockwise
 from jaxthd.ops.attention.backends import BACKENDS
 from jaxthd.ops.attention.contract import Backend, Call, Problem
@@ -64,32 +64,33 @@ def _intervals(begin_N: np.ndarray, end_N: np.ndarray) -> KeyIntervals:
 
 
 @cache
-def _programs(backend: Backend, scale: float) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Its forward and backward calls, compiled once for each kind of call."""
+def _programs(backend: Backend, scale: float, causal: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Its forward and backward calls of a kind, compiled once."""
 
-    @partial(jax.jit, static_argnums=0)
-    def forward(causal: bool, intervals: KeyIntervals, q: Array, k: Array, v: Array) -> tuple[Array, ...]:
+    def forward(intervals: KeyIntervals, q: Array, k: Array, v: Array) -> tuple[Array, ...]:
         return backend.forward(q, k, v, Call(intervals, causal, BLOCK, MOST), scale)
 
-    @partial(jax.jit, static_argnums=0)
-    def backward(causal: bool, intervals: KeyIntervals, *given: Array) -> tuple[Array, ...]:
+    def backward(intervals: KeyIntervals, *given: Array) -> tuple[Array, ...]:
         q, k, v, out, lse, dout = given
         return backend.backward(q, k, v, out, lse, dout, Call(intervals, causal, BLOCK, MOST), scale)
 
-    return forward, backward
+    return as_in_a_step(forward), as_in_a_step(backward)
 
 
 def _run(backend: Backend, arrays: dict[str, Array], scale: float) -> dict[str, list[np.ndarray]]:
     """All calls forward, merged, and backward with the output and log-sum-exp of all."""
-    forward, backward = _programs(backend, scale)
     q, dout, pairs = arrays["q"], arrays["dout"], list(zip(arrays["k"], arrays["v"], strict=True))
-    local_or_remote = [(number == 0, intervals) for number, intervals in enumerate(probe_intervals())]
-    parts = [forward(*which, q, *pair) for which, pair in zip(local_or_remote, pairs, strict=True)]
+    programs = [_programs(backend, scale, number == 0) for number in range(len(pairs))]
+    intervals = probe_intervals()
+    parts = [
+        forward(seen, q, *pair) for (forward, _), seen, pair in zip(programs, intervals, pairs, strict=True)
+    ]
     out, lse = parts[0]
     for part in parts[1:]:
         out, lse = merge(out, lse, *part)
     gradients = [
-        backward(*which, q, *pair, out, lse, dout) for which, pair in zip(local_or_remote, pairs, strict=True)
+        backward(seen, q, *pair, out, lse, dout)
+        for (_, backward), seen, pair in zip(programs, intervals, pairs, strict=True)
     ]
     columns = [*zip(*parts, strict=True), *zip(*gradients, strict=True)]
     return {name: jax.device_get(list(column)) for name, column in zip(QUANTITIES, columns, strict=True)}

@@ -70,19 +70,27 @@ def _arguments(call: Call, scale: float) -> tuple[Any, Any, dict[str, Any]]:
     return pieces, SequenceDescriptor.from_seqlens_and_offsets(*lengths_and_offsets(pieces)), settings
 
 
+def _on_one_rank() -> Any:
+    """Its calls divide nothing. Under a mesh, a manual one too, they fail unless they are told so."""
+    from transformer_engine.jax.sharding import MeshResource, global_shard_guard
+
+    return global_shard_guard(MeshResource())
+
+
 def _forward(q: Array, k: Array, v: Array, call: Call, scale: float) -> tuple[Array, Array]:
     from transformer_engine.jax.cpp_extensions.attention import fused_attn_fwd
 
     _, descriptor, settings = _arguments(call, scale)
-    # 2.18 returns three, later versions the largest logit too.
-    out, softmax_aux, *_ = fused_attn_fwd(
-        qkv=(q[None], k[None], v[None]),
-        bias=None,
-        softmax_offset=None,
-        sequence_descriptor=descriptor,
-        seed=jnp.zeros(2, jnp.uint32),
-        **settings,
-    )
+    with _on_one_rank():
+        # 2.18 returns three, later versions the largest logit too.
+        out, softmax_aux, *_ = fused_attn_fwd(
+            qkv=(q[None], k[None], v[None]),
+            bias=None,
+            softmax_offset=None,
+            sequence_descriptor=descriptor,
+            seed=jnp.zeros(2, jnp.uint32),
+            **settings,
+        )
     where = seeing(call)
     return all_seen(keep(where, out[0]), call), keep(where, softmax_aux[0, :, :, 0], -jnp.inf)
 
@@ -94,17 +102,18 @@ def _backward(
 
     pieces, descriptor, settings = _arguments(call, scale)
     where = seeing(call)
-    (dq, dk, dv), *_ = fused_attn_bwd(
-        qkv=(q[None], k[None], v[None]),
-        bias=None,
-        softmax_offset=None,
-        softmax_aux=keep(where, lse)[None, :, :, None],
-        rng_state=jnp.zeros((2, 4), jnp.uint32),
-        output=out.astype(q.dtype)[None],
-        doutput=dout.astype(q.dtype)[None],
-        sequence_descriptor=descriptor,
-        **settings,
-    )
+    with _on_one_rank():
+        (dq, dk, dv), *_ = fused_attn_bwd(
+            qkv=(q[None], k[None], v[None]),
+            bias=None,
+            softmax_offset=None,
+            softmax_aux=keep(where, lse)[None, :, :, None],
+            rng_state=jnp.zeros((2, 4), jnp.uint32),
+            output=out.astype(q.dtype)[None],
+            doutput=dout.astype(q.dtype)[None],
+            sequence_descriptor=descriptor,
+            **settings,
+        )
     keys = seen(pieces, len(k))
     return keep(where, dq[0]), keep(keys, dk[0]), keep(keys, dv[0])
 
