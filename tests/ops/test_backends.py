@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,17 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
+from jax.sharding import PartitionSpec
 
-from jaxthd.machine import Machine
+from jaxthd.machine import Machine, numbers
 from jaxthd.ops.attention import blockwise, cudnn
 from jaxthd.ops.attention.admission import measure
 from jaxthd.ops.attention.backends import BACKENDS, VERIFIED
 from jaxthd.ops.attention.contract import Backend, Call, Problem, calls
 from jaxthd.ops.attention.pieces import find_pieces
+from jaxthd.ops.ring import packed_attention
 from jaxthd.packing.layout import row_permutation
 from jaxthd.packing.segments import Segments, make_segments
-from tests.helpers import row_arrays
-from tests.ops import fake_kernels
+from tests.helpers import context_mesh, row_arrays
+from tests.ops import dense_kernels, fake_kernels
 
 H100 = Machine("gpu", "NVIDIA H100", 1, "9.0", "0.11.1", "0.11.1", "3.12.0", 12090, 91600, "570.1", "2.18.0")
 BF16 = Problem("bfloat16", 32, 8, 128)
@@ -83,15 +86,75 @@ def test_the_pieces_of_a_call_are_exactly_what_the_mask_allows(context: int, lay
                 np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize(("name", "newer_jax"), [("te", False), ("cudnn", False), ("cudnn", True)])
-def test_fused_calls_agree_with_the_blockwise_one(
-    name: str, newer_jax: bool, monkeypatch: pytest.MonkeyPatch
-):
-    """The probe, with libraries that compute from the lengths and offsets given, and leave NaN elsewhere."""
-    fake_kernels.install(monkeypatch, newer_jax=newer_jax)
+@pytest.fixture
+def te(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    fake_kernels.install_te(monkeypatch)
+    return BACKENDS["te"]
+
+
+@pytest.fixture
+def cudnn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """Jax's own code, with cuDNN's kernels computed densely."""
+    dense_kernels.under_jax(monkeypatch.setattr)
+    assert cudnn.changed() is None
+    return BACKENDS["cudnn"]
+
+
+@pytest.fixture
+def cudnn_of_another_jax(cudnn_on_a_cpu: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
+    module, rule = fused_attention_stablehlo, fake_kernels.other_backward_rule()
+    monkeypatch.setattr(module, "_dot_product_attention_bwd_rule", rule)
+    assert cudnn.changed() is None
     # Programs are kept by back-end, not by what its library is replaced with.
-    errors = measure(BACKENDS[name]._replace(name=f"{name} {newer_jax}"), Problem("float32", 4, 2, 8))
+    return cudnn_on_a_cpu._replace(name="cudnn of another jax")
+
+
+@pytest.mark.parametrize("fixture", ["te", "cudnn_on_a_cpu", "cudnn_of_another_jax"])
+def test_fused_calls_agree_with_the_blockwise_one(fixture: str, request: pytest.FixtureRequest):
+    """The probe, with kernels that compute from the lengths and offsets given, and leave NaN elsewhere."""
+    backend: Backend = request.getfixturevalue(fixture)
+    grouped = fixture == "te" or numbers(jax.__version__) >= cudnn.GROUPED_LEAST
+    errors = measure(backend, Problem("float32", 4, 2 if grouped else 4, 8))
     assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.skipif(numbers(jax.__version__) >= cudnn.GROUPED_LEAST, reason="jax is right since")
+def test_grouped_queries_are_wrong_before_the_version_that_is_asked_for(cudnn_on_a_cpu: Backend):
+    """The kernel begins where jax's offset says, in elements of the keys."""
+    errors = measure(cudnn_on_a_cpu, Problem("float32", 4, 2, 8))
+    assert min(errors.values()) > 0.1, errors
+
+
+@pytest.mark.parametrize("exchange", ["ring", "all_gather"])
+def test_the_cudnn_calls_on_a_mesh(exchange: str, cudnn_on_a_cpu: Backend):
+    """Under the shard_map of four context ranks, ragged documents over all of them, gradients too."""
+    context, capacity = 4, 96
+    ids, positions = row_arrays([1, 40, 9, 33], capacity)
+    order = row_permutation(ids, context, "buffer", 1)
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(capacity, 4, 8)), jnp.float32) for _ in range(4))
+
+    def of_rank(ids: Any, positions: Any, dout: Any, *given: Any, backend: str) -> Any:
+        segments = make_segments(ids, positions, block=8, axis="context", documents=8)
+        y, pull = jax.vjp(
+            lambda *x: packed_attention(*x, segments, scale=0.3, exchange=exchange, backend=backend), *given
+        )
+        return y, *pull(dout)
+
+    mesh, row, token = context_mesh(context), PartitionSpec(None, "context"), PartitionSpec("context")
+    found = []
+    for backend in ("xla", "cudnn"):
+        run = jax.shard_map(
+            partial(of_rank, backend=backend),
+            mesh=mesh,
+            in_specs=(row, row, token, token, token, token),
+            out_specs=token,
+            check_vma=False,
+        )
+        arrays = (x[order] for x in (dout, q, k, v))
+        found.append(jax.device_get(jax.jit(run)(ids[order][None], positions[order][None], *arrays)))
+    for want, got in zip(*found, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
 def test_the_cudnn_calls_lower_for_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch):
@@ -209,13 +272,12 @@ def test_what_a_back_end_cannot_compute_is_said():
     assert BACKENDS.keys() == VERIFIED.keys()
 
 
-def test_more_documents_than_places_give_nan_and_not_something_else(monkeypatch: pytest.MonkeyPatch):
-    fake_kernels.install(monkeypatch)
+def test_more_documents_than_places_give_nan_and_not_something_else(te: Backend, cudnn_on_a_cpu: Backend):
     ids, positions = row_arrays([9, 1, 20], 32)
     intervals = make_segments(jnp.asarray(ids)[None], jnp.asarray(positions)[None], block=16, axis=None).local
     x = jnp.ones((32, 2, 8))
-    for name in ("te", "cudnn"):
-        enough, too_few = (BACKENDS[name].forward(x, x, x, Call(intervals, True, 16, n), 1.0) for n in (3, 2))
+    for backend in (te, cudnn_on_a_cpu):
+        enough, too_few = (backend.forward(x, x, x, Call(intervals, True, 16, n), 1.0) for n in (3, 2))
         assert np.isfinite(enough[0]).all()
         assert np.isnan(too_few[0]).all()
 
