@@ -25,7 +25,7 @@ Every setting of a run. A [config file](../configs/cp2.py) gives them in Python,
     python -m jaxthd.train --config configs/cp2.py --data.manifest a.jsonl b.jsonl --mesh.no-fsdp
 
 Defaults are those of the dataclasses; `--config FILE --help` lists the values that FILE gives. What cannot
-work is refused before anything is loaded, with what to change (`jaxthd/validate.py`).
+work is refused before anything is loaded, with what to change (`jaxthd/validate/`).
 """
 
 

@@ -49,7 +49,7 @@ class Clip:
 class Samples:
     """A recording in memory: samples in [-1, 1], [samples] or [samples, channels]; rate: of them a second."""
 
-    samples: Shaped[np.ndarray, "samples *channels"]
+    samples: Shaped[np.ndarray, " samples *channels"]
     rate: int
 
     @property

@@ -54,7 +54,7 @@ def context_permutation(length: int, context: int) -> Int32[np.ndarray, " length
 
 def document_slots(
     segment_ids: Int[np.ndarray, " T"], context: int, layout: Literal["buffer", "document"], round_to: int
-) -> list[Int[np.ndarray, "_"]]:
+) -> list[Int[np.ndarray, " _"]]:
     """Where each document's tokens lie in a laid-out row, in their order; documents by segment id.
 
     Arguments and errors: as row_permutation.

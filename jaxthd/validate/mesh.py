@@ -1,0 +1,211 @@
+"""What the mesh divides: devices, buffers, heads, layers, vocabulary, experts."""
+
+import math
+from collections.abc import Iterator
+
+from jaxthd.config import Config
+from jaxthd.parallel.experts import expert_cut
+from jaxthd.parallel.schedule import make_schedule
+from jaxthd.parallel.stages import Stages
+from jaxthd.validate.rules import DeviceFacts, Group, Problem, divisors, multiples
+
+# --- the mesh and the machine ---
+
+RULES = Group()
+
+
+@RULES.rule("mesh.data", "mesh.context", "mesh.pipeline", "mesh.tensor")
+def _devices(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    need = config.mesh.devices
+    if device.platform == "cpu":  # simulated: as many as the mesh asks for
+        return
+    found = f"{device.devices} devices ({device.kind}) for a mesh of {need}"
+    if device.devices < need:
+        yield Problem(found, "one device for each place on the mesh", "lower mesh.data or mesh.context")
+    elif device.devices > need:
+        change = (
+            f"raise mesh.data or mesh.context, or ignore this if the other {device.devices - need} may idle"
+        )
+        yield Problem(found, "all devices in use", change, is_warning=True)
+
+
+@RULES.rule("mesh.data", "data.rows")
+def _rows_over_data(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    rows, ranks = config.data.rows, config.mesh.data
+    if rows % ranks:
+        yield Problem(
+            f"data.rows is {rows} with mesh.data {ranks}",
+            f"a multiple of {ranks}, because every data rank takes as many buffers",
+            f"set data.rows to {multiples(rows, ranks)}",
+        )
+
+
+@RULES.rule("mesh.context", "data.capacity")
+def _capacity_over_context(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    capacity, unit = config.data.capacity, 2 * config.mesh.context
+    if unit > 2 and capacity % unit:
+        yield Problem(
+            f"data.capacity is {capacity} with mesh.context {config.mesh.context}",
+            f"a multiple of 2 * context = {unit}, because every context rank holds two equal chunks",
+            f"set data.capacity to {multiples(capacity, unit)}",
+        )
+
+
+@RULES.rule("mesh.context", "data.capacity", "model.context_layout", "model.llm")
+def _chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    llm, unit, whole = config.model.llm, 2 * config.mesh.context, config.model.context_layout == "buffer"
+    reach, chunk = llm.mamba_conv - 1, config.data.capacity // unit
+    if whole and unit > 2 and "M" in llm.kinds and chunk < reach:
+        yield Problem(
+            f"a context chunk, data.capacity / (2 * context), holds {chunk} tokens",
+            f"{reach} or more, because Mamba2's convolution of {llm.mamba_conv} taps looks that far back",
+            f"set data.capacity to {unit * reach} or more, or lower mesh.context",
+        )
+
+
+@RULES.rule("mesh.context", "data.round_to", "model.context_layout")
+def _documents_over_context(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    rounded, unit = config.data.round_to, 2 * config.mesh.context
+    if config.model.context_layout == "document" and unit > 2 and rounded % unit:
+        yield Problem(
+            f'data.round_to is {rounded} with model.context_layout "document" and mesh.context {unit // 2}',
+            f"a multiple of 2 * context = {unit}, because every document is cut into so many chunks",
+            f"set data.round_to to {math.lcm(rounded, unit)}; it shapes the stream of buffers, so choose one "
+            "for all context sizes that the run may continue on",
+        )
+
+
+@RULES.rule("mesh.context", "mesh.tensor", "model.context_layout", "model.llm")
+def _mamba_heads_over_context(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    mesh, llm = config.mesh, config.model.llm
+    heads, ranks = llm.mamba_heads, mesh.tensor * mesh.context
+    if (
+        config.model.context_layout == "document"
+        and "M" in llm.kinds
+        and heads % mesh.tensor == 0
+        and heads % ranks
+    ):
+        yield Problem(
+            f"model.llm.mamba_heads is {heads} for {mesh.context} context and {mesh.tensor} tensor ranks",
+            f'a multiple of {ranks}: under model.context_layout "document" these ranks share the heads',
+            f"set mesh.context to {divisors(heads // mesh.tensor, mesh.context)}, or model.llm.mamba_heads "
+            f"to {multiples(heads, ranks)}, or model.context_layout to buffer",
+        )
+
+
+# --- what tensor and pipeline ranks share ---
+
+
+@RULES.rule("mesh.tensor", "model.llm")
+def _width_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    llm, ranks = config.model.llm, config.mesh.tensor
+    for letter, name in (
+        ("*", "q_heads"),
+        ("M", "mamba_heads"),
+        ("-", "ffn_dim"),
+        ("E", "expert_dim"),
+        ("E", "shared_expert_dim"),
+    ):
+        size = getattr(llm, name)
+        if letter in llm.kinds and size % ranks:
+            yield Problem(
+                f"mesh.tensor is {ranks} with model.llm.{name} {size}",
+                f"a divisor of {size}, because every rank takes as many",
+                f"set mesh.tensor to {divisors(size, ranks)}, or model.llm.{name} to "
+                f"{multiples(size, ranks)}",
+            )
+    for letter, name in (("*", "kv_heads"), ("M", "mamba_groups")):
+        size = getattr(llm, name)
+        if letter in llm.kinds and size % ranks and ranks % size:
+            yield Problem(
+                f"mesh.tensor is {ranks} with model.llm.{name} {size}",
+                f"a divisor or a multiple of {size}: as many to every rank, or one to as many ranks",
+                f"set mesh.tensor to {divisors(size, ranks)} or {size * (ranks // size + 1)}",
+            )
+
+
+@RULES.rule("mesh.pipeline", "mesh.tensor", "model.llm.vocab_size")
+def _vocabulary_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    entries, ranks = config.model.llm.vocab_size, config.mesh.pipeline * config.mesh.tensor
+    if entries % ranks:
+        yield Problem(
+            f"model.llm.vocab_size is {entries} with {ranks} pipeline and tensor ranks",
+            f"a multiple of {ranks}, because these share the vocabulary's work",
+            f"set model.llm.vocab_size to {entries + -entries % ranks} (entries beyond the tokenizer's are "
+            "not used), or change mesh.pipeline or mesh.tensor",
+        )
+
+
+@RULES.rule("mesh", "model.llm.pattern", "model.context_exchange")
+def _pipeline(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    mesh, llm = config.mesh, config.model.llm
+    if mesh.pipeline == 1 and mesh.stages_per_rank > 1:
+        found = f"mesh.stages_per_rank is {mesh.stages_per_rank} with mesh.pipeline 1"
+        change = "set mesh.stages_per_rank to 1, or raise mesh.pipeline"
+        yield Problem(found, "1: there is no pipeline", change)
+        return
+    if set(llm.pattern) - set("M*-E|"):
+        return
+    try:
+        stages = Stages.of(llm, mesh)
+    except ValueError as error:
+        count = mesh.pipeline * mesh.stages_per_rank
+        change = f"put {count - 1} marks into model.llm.pattern, or none, or lower mesh.pipeline"
+        yield Problem(str(error), f"{count} stages of a layer or more", change)
+        return
+    if mesh.context > 1 and config.model.context_exchange == "ring" and not stages.are_equal:
+        yield Problem(
+            f"model.context_exchange is 'ring' with stages that differ ({' | '.join(stages.patterns)})",
+            "stages of one pattern, because every rank takes part in each send of a ring",
+            "set model.context_exchange to 'all_gather', or divide model.llm.pattern evenly",
+        )
+
+
+@RULES.rule("mesh", "data.rows", "train.microbatches")
+def _bubble(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    mesh, microbatches = config.mesh, config.train.microbatches
+    if mesh.pipeline > 1:
+        bubble = make_schedule(microbatches, mesh.pipeline, mesh.stages_per_rank).bubble
+        if bubble > 0.5:
+            yield Problem(
+                f"train.microbatches is {microbatches} on {mesh.pipeline} pipeline ranks: they idle "
+                f"{bubble:.0%} of the time",
+                f"{2 * mesh.pipeline} microbatches or more, say",
+                "raise train.microbatches (and data.rows, a multiple of mesh.data times it)",
+                is_warning=True,
+            )
+        elif mesh.stages_per_rank > 1 and microbatches % mesh.pipeline:
+            yield Problem(
+                f"train.microbatches is {microbatches} on {mesh.pipeline} ranks of {mesh.stages_per_rank} "
+                "stages",
+                f"a multiple of {mesh.pipeline}: the interleaved schedule works on groups of as many",
+                f"set train.microbatches to {multiples(microbatches, mesh.pipeline)}",
+                is_warning=True,
+            )
+
+
+@RULES.rule("mesh", "data.rows", "data.capacity", "train.microbatches", "model.sequence_sharded")
+def _tokens_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    data, mesh = config.data, config.mesh
+    tokens = data.rows // mesh.data // config.train.microbatches * data.capacity // mesh.context
+    if config.model.sequence_sharded and tokens % mesh.tensor:
+        unit = mesh.context * mesh.tensor
+        yield Problem(
+            f"model.sequence_sharded with {tokens} tokens of a microbatch for {mesh.tensor} tensor ranks",
+            f"a multiple of {mesh.tensor}, because each takes as many",
+            f"set data.capacity to {multiples(data.capacity, math.lcm(unit, 2 * mesh.context))}",
+        )
+
+
+@RULES.rule("mesh", "model.llm", "model.expert_parallel")
+def _experts_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    llm, ranks = config.model.llm, config.mesh.data * config.mesh.context
+    if "E" in llm.kinds and config.model.expert_parallel and ranks > 1 and llm.experts % ranks:
+        cut = expert_cut(llm.experts, config.mesh)
+        yield Problem(
+            f"model.llm.experts is {llm.experts} for {ranks} data and context ranks",
+            f"a multiple of {ranks}: experts are cut over the axes {cut.axes if cut else '()'} only, the "
+            "others gather their weights",
+            "change mesh.data or mesh.context, or set model.expert_parallel to False",
+            is_warning=True,
+        )

@@ -1,0 +1,258 @@
+"""The encoder and the decoder, and how they are computed."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+
+from jaxthd.adapt import trained
+from jaxthd.config import Config
+from jaxthd.data.features import mel_filterbank
+from jaxthd.data.tokenizer import ByteTokenizer
+from jaxthd.kernels import attention_problem
+from jaxthd.machine import numbers
+from jaxthd.ops.attention import te
+from jaxthd.ops.attention.pieces import unfit_for_fused
+from jaxthd.ops.scan import CAPABILITY_LEAST
+from jaxthd.ops.scan_pallas import why_unfit
+from jaxthd.packing.document import SUBSAMPLING
+from jaxthd.validate.rules import DeviceFacts, Group, Problem, divisors, multiples, shapes_of
+
+RULES = Group()
+
+
+class BadKernel(NamedTuple):
+    """A kernel that was measured to be wrong, and where."""
+
+    backend: str
+    compute_capability: str
+    fault: str
+
+
+KNOWN_BAD_KERNELS = tuple(BadKernel("te", capability, fault) for capability, fault in te.BAD.items())
+"""An error on that architecture, a warning on a GPU whose architecture is unknown."""
+
+# --- the encoder ---
+
+
+@RULES.rule("model.encoder.num_mels")
+def _num_mels(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    mels = config.model.encoder.num_mels
+    try:
+        mel_filterbank(mels)
+    except ValueError as error:
+        yield Problem(str(error), "bands wide enough for the spectrum", "set model.encoder.num_mels to 128")
+    if mels % SUBSAMPLING:
+        yield Problem(
+            f"model.encoder.num_mels is {mels}",
+            f"a multiple of {SUBSAMPLING}, because three convolutions halve the bands",
+            f"set model.encoder.num_mels to {multiples(mels, SUBSAMPLING)}",
+        )
+
+
+@RULES.rule("model.encoder.dim", "model.encoder.heads")
+def _encoder_heads(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    dim, heads = config.model.encoder.dim, config.model.encoder.heads
+    if dim % 2:
+        expected = "an even number: half of the position encoding are sines, half cosines"
+        yield Problem(f"model.encoder.dim is {dim}", expected, f"set model.encoder.dim to {dim + 1}")
+    if dim % heads:
+        yield Problem(
+            f"model.encoder.dim is {dim} with {heads} heads",
+            f"a multiple of model.encoder.heads ({heads})",
+            f"set model.encoder.dim to {multiples(dim, heads)}, or change model.encoder.heads",
+        )
+
+
+@RULES.rule("model.encoder.conv_kernel")
+def _conv_kernel(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    taps = config.model.encoder.conv_kernel
+    if taps % 2 == 0:
+        expected = "an odd number: as many taps before a frame as behind it"
+        change = f"set model.encoder.conv_kernel to {taps - 1} or {taps + 1}"
+        yield Problem(f"model.encoder.conv_kernel is {taps}", expected, change)
+
+
+# --- the decoder ---
+
+
+@RULES.rule("model.llm.pattern")
+def _pattern(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    pattern = config.model.llm.pattern
+    unknown = sorted(set(pattern) - set("M*-E|"))
+    if unknown or not config.model.llm.letters:
+        yield Problem(
+            f"model.llm.pattern {pattern!r} " + (f"holds {', '.join(unknown)}" if unknown else "is empty"),
+            "one letter a block of M (Mamba2), * (attention), - (MLP), E (mixture of experts), and | between "
+            "pipeline stages",
+            "correct model.llm.pattern",
+        )
+
+
+@RULES.rule("model.llm.mtp_pattern")
+def _mtp_pattern(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    unknown = sorted(set(config.model.llm.mtp_pattern) - set("M*-E"))
+    if unknown:
+        yield Problem(
+            f"model.llm.mtp_pattern {config.model.llm.mtp_pattern!r} holds {', '.join(unknown)}",
+            "one letter a block of M, *, - and E, the blocks of one depth (pipeline stages do not divide it)",
+            'correct model.llm.mtp_pattern; "*E" is Nemotron-3\'s, "" is none',
+        )
+
+
+@RULES.rule("mesh.tensor", "model.llm.dim", "model.llm.mtp_pattern")
+def _mtp_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    llm, ranks = config.model.llm, config.mesh.tensor
+    if llm.mtp_pattern and 2 * llm.dim % ranks:
+        yield Problem(
+            f"mesh.tensor is {ranks} with model.llm.dim {llm.dim} and model.llm.mtp_pattern",
+            f"a divisor of {2 * llm.dim}, because the ranks share the projection of 2 * dim features",
+            f"set mesh.tensor to {divisors(2 * llm.dim, ranks)}",
+        )
+
+
+@RULES.rule("adapt", "model", "train.mtp_loss")
+def _mtp_loss(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    """Without a gradient weight decay alone would move it."""
+    if not config.model.llm.mtp_pattern or config.train.mtp_loss:
+        return
+    model = shapes_of(config)
+    if model is None:
+        return
+    if any(jax.tree.leaves(trained(model, config.adapt)["mtp"])):
+        yield Problem(
+            f"train.mtp_loss is 0 with model.llm.mtp_pattern {config.model.llm.mtp_pattern!r}",
+            "more than 0, or else its parameters frozen",
+            'raise train.mtp_loss, keep the weights as they are (adapt.freeze "mtp.*"), or do without '
+            '(model.llm.mtp_pattern "")',
+        )
+
+
+@RULES.rule("model.llm")
+def _head_groups(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    llm = config.model.llm
+    for letter, whole, part, why in (
+        ("*", "q_heads", "kv_heads", "as many query heads share each key and value head"),
+        ("M", "mamba_heads", "mamba_groups", "as many heads share each group's B, C and norm"),
+    ):
+        heads, groups = getattr(llm, whole), getattr(llm, part)
+        if letter in llm.kinds and heads % groups:
+            yield Problem(
+                f"model.llm.{whole} is {heads} with {part} {groups}",
+                f"a multiple of {groups}: {why}",
+                f"set model.llm.{whole} to {multiples(heads, groups)}, or model.llm.{part} to a divisor",
+            )
+
+
+@RULES.rule("model.llm")
+def _dt_limit(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    low, high = config.model.llm.mamba_dt_limit
+    if "M" in config.model.llm.kinds and not 0 <= low < high:
+        expected = "0 <= lower < upper, as they clamp a time step"
+        change = "set model.llm.mamba_dt_limit to (0.0, inf), which clamps nothing"
+        yield Problem(f"model.llm.mamba_dt_limit is ({low}, {high})", expected, change)
+
+
+@RULES.rule("model.llm")
+def _experts(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    llm = config.model.llm
+    if "E" in llm.kinds and llm.experts_per_token > llm.experts:
+        yield Problem(
+            f"model.llm.experts_per_token is {llm.experts_per_token}",
+            f"at most the {llm.experts} of model.llm.experts",
+            f"set model.llm.experts_per_token to {llm.experts} or less",
+        )
+
+
+@RULES.rule("data.tokenizer", "model.llm.vocab_size")
+def _vocabulary(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    known = ByteTokenizer.vocab_size if config.data.tokenizer == "bytes" else None
+    needed = device.vocabulary if device.vocabulary is not None else known
+    if needed is not None and config.model.llm.vocab_size < needed:
+        yield Problem(
+            f"model.llm.vocab_size is {config.model.llm.vocab_size}",
+            f"{needed} or more, the ids of the tokenizer {config.data.tokenizer!r}",
+            f"set model.llm.vocab_size to {needed} or more",
+        )
+
+
+# --- how it is computed ---
+
+
+@RULES.rule("model.dtype")
+def _dtype(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    dtype = config.model.dtype
+    if dtype == "float64" and not device.x64:
+        change = "set model.dtype to float32, or JAX_ENABLE_X64=1 in the environment"
+        yield Problem(
+            "model.dtype is float64 with jax's 64-bit mode off", "it on, as only tests need", change
+        )
+    elif dtype == "float64":
+        change = "set model.dtype to float32 or bfloat16, unless this is a test"
+        yield Problem("model.dtype is float64", "it in tests only, being slow", change, is_warning=True)
+    elif dtype == "bfloat16" and device.platform == "cpu":
+        change = "set model.dtype to float32 on a CPU"
+        yield Problem(
+            "model.dtype is bfloat16 on cpu", "it on GPUs, being slow here", change, is_warning=True
+        )
+
+
+@RULES.rule("model.attention_backend", "model.dtype", "model.llm.head_dim", "mesh.tensor")
+def _fused_attention(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    """What of it depends on versions is asked when it is admitted (jaxthd.kernels)."""
+    backend = config.model.attention_backend
+    reason = unfit_for_fused(attention_problem(config), device.platform)
+    if backend in ("te", "cudnn") and reason:
+        change = "set model.attention_backend to auto or xla"
+        yield Problem(
+            f'model.attention_backend is "{backend}", but {reason}', "one that can run here", change
+        )
+
+
+@RULES.rule("model.attention_backend")
+def _known_bad_kernels(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    """Padded rows too: they are told apart by segment id, so the same packed kernel computes them."""
+    backend, capability = config.model.attention_backend, device.compute_capability
+    for bad in KNOWN_BAD_KERNELS:
+        if (
+            backend == bad.backend
+            and device.platform != "cpu"
+            and capability in (bad.compute_capability, None)
+        ):
+            where = f"compute capability {capability or 'unknown'} ({device.kind})"
+            yield Problem(
+                f'model.attention_backend is "{backend}" on {where}',
+                f"any but {bad.compute_capability}, where {bad.fault}",
+                "set model.attention_backend to auto or xla",
+                is_warning=capability is None,
+            )
+
+
+@RULES.rule(
+    "model.scan_backend",
+    "model.dtype",
+    "model.llm.pattern",
+    "model.llm.mtp_pattern",
+    "model.llm.mamba_chunk",
+    "model.llm.mamba_head_dim",
+    "model.llm.mamba_state",
+)
+def _scan_kernels(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    llm = config.model.llm
+    if config.model.scan_backend != "pallas" or "M" not in llm.kinds:
+        return
+    found, change = 'model.scan_backend is "pallas"', "set model.scan_backend to xla"
+    unfit = why_unfit(llm.mamba_chunk, llm.mamba_head_dim, llm.mamba_state, config.model.dtype)
+    if unfit:
+        expected = "model.llm.mamba_chunk, mamba_head_dim and mamba_state in powers of two from 16 up and"
+        expected += " model.dtype float32 or bfloat16"
+        yield Problem(f"{found}, but {' and '.join(unfit)}", expected, f"{change}, or change these")
+    elif device.platform == "cpu":
+        expected = "it on GPUs: here its kernels are interpreted, slowly"
+        yield Problem(f"{found} on cpu", expected, change, is_warning=True)
+    elif device.platform not in ("gpu", "cuda"):
+        yield Problem(f"{found} on {device.platform}", "an NVIDIA GPU", change)
+    elif device.compute_capability and numbers(device.compute_capability) < CAPABILITY_LEAST:
+        where = f"compute capability {device.compute_capability} ({device.kind})"
+        least = ".".join(map(str, CAPABILITY_LEAST))
+        yield Problem(f"{found} on {where}", f"{least} or more, which has bfloat16 matrix units", change)

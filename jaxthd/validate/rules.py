@@ -1,0 +1,92 @@
+"""What a rule is, and what the groups of rules share."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxthd.config import Config, MeshConfig
+from jaxthd.models.speech_lm import SpeechLM
+from jaxthd.state import abstract_model
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What a run depends on besides its configuration.
+
+    platform: jax's name of the backend: "cpu", "gpu", ... devices: how many there are. kind: their name.
+    compute_capability: of an NVIDIA GPU, such as "9.0"; None where unknown.
+    x64: whether jax's 64-bit mode is on.
+    vocabulary: ids of the tokenizer; None where unknown (that of "bytes" is known).
+    """
+
+    platform: str
+    devices: int
+    kind: str
+    compute_capability: str | None = None
+    x64: bool = False
+    vocabulary: int | None = None
+
+    @classmethod
+    def of_this_machine(cls, vocabulary: int | None = None) -> "DeviceFacts":
+        """Asks jax, which starts its backend: simulated CPU devices must have been set up before."""
+        first = jax.devices()[0]
+        return cls(
+            platform=first.platform,
+            devices=jax.device_count(),
+            kind=first.device_kind,
+            compute_capability=getattr(first, "compute_capability", None),
+            x64=bool(jax.config.read("jax_enable_x64")),
+            vocabulary=vocabulary,
+        )
+
+
+class Problem(NamedTuple):
+    """What was found, what was expected, what to change; an error unless is_warning."""
+
+    found: str
+    expected: str
+    change: str
+    is_warning: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.found}; expected {self.expected}: {self.change}"
+
+
+class Rule(NamedTuple):
+    reads: tuple[str, ...]
+    check: Callable[[Config, DeviceFacts], Iterable[Problem]]
+
+
+class Group(list[Rule]):
+    """Rules about more than one value, or about the machine, in the order in which they are told."""
+
+    def rule(self, *reads: str) -> Callable[..., Any]:
+        """Adds one. reads: paths of the fields (or groups of fields) whose values it takes as sound."""
+
+        def add(check: Callable[[Config, DeviceFacts], Iterable[Problem]]) -> Callable[..., Any]:
+            self.append(Rule(reads, check))
+            return check
+
+        return add
+
+
+def multiples(value: int, unit: int) -> str:
+    """The multiples of unit next to value, 0 left out: "8 or 16"."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
+def divisors(size: int, at_most: int) -> str:
+    """Those of size up to at_most: "1, 2 or 4"."""
+    found = [str(n) for n in range(1, at_most + 1) if size % n == 0]
+    return " or ".join(filter(None, (", ".join(found[:-1]), found[-1])))
+
+
+def shapes_of(config: Config, tensor: int = 1) -> SpeechLM | None:
+    """Shapes of the model; None where there is none: what is wrong with it is told by other rules."""
+    try:
+        return abstract_model(replace(config, mesh=MeshConfig(tensor=tensor)))
+    except ValueError:
+        return None

@@ -1,0 +1,152 @@
+"""What is trained, and how."""
+
+import math
+from collections.abc import Iterator
+
+import jax
+
+from jaxthd.adapt import (
+    fp8_projections,
+    matches,
+    no_projections,
+    parameter_names,
+    projections,
+    trained,
+    unmatched,
+)
+from jaxthd.config import Config
+from jaxthd.machine import numbers
+from jaxthd.ops.fp8 import is_installed
+from jaxthd.validate.rules import DeviceFacts, Group, Problem, multiples, shapes_of
+
+# --- what is trained ---
+
+RULES = Group()
+
+
+@RULES.rule("adapt", "model")
+def _adaptation(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    adapt = config.adapt
+    if not adapt.freeze and not adapt.unfreeze and not adapt.lora_rank:
+        return
+    model = shapes_of(config)
+    if model is None:
+        return
+    parameters, can_adapt, cannot = parameter_names(model), list(projections(model)), no_projections(model)
+    kinds = [("freeze", parameters), ("unfreeze", parameters)]
+    for field, names in kinds + [("lora_targets", can_adapt)] * (adapt.lora_rank > 0):
+        for pattern, near in unmatched(getattr(adapt, field), names):
+            found = f"adapt.{field} {pattern!r} matches nothing"
+            if field == "lora_targets" and any(matches(name, [pattern]) for name in cannot):
+                found += " but routers or routed experts, which take no low-rank matrices"
+            what = "projection" if field == "lora_targets" else "parameter"
+            yield Problem(
+                found,
+                f"a pattern of {what} names, such as {', '.join(near)}",
+                "correct it; python -m jaxthd.describe --names lists the names",
+            )
+    if not any(jax.tree.leaves(trained(model, adapt))):
+        change = "freeze less, or set adapt.lora_rank to train low-rank matrices"
+        yield Problem("adapt.freeze matches every parameter", "something to train", change)
+
+
+@RULES.rule("model", "mesh.tensor")
+def _fp8(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    patterns = config.model.fp8
+    if not patterns:
+        return
+    if not is_installed():
+        change = "pip install 'jaxthd[fp8]', or empty model.fp8"
+        yield Problem("model.fp8 is set and the package qwix is not installed", "it", change)
+    if config.model.dtype == "float64":
+        change = "choose bfloat16, or empty model.fp8"
+        yield Problem("model.fp8 is set with model.dtype float64", "bfloat16 or float32", change)
+    capability = device.compute_capability
+    if device.platform == "gpu" and capability and numbers(capability) < (8, 9):
+        change = "empty model.fp8"
+        yield Problem(f"model.fp8 on {device.kind} (compute capability {capability})", "8.9 or more", change)
+    model = shapes_of(config, tensor=config.mesh.tensor)
+    if model is None:
+        return
+    found = fp8_projections(model)
+    lists = "python -m jaxthd.describe --names lists the names"
+    for pattern, near in unmatched(patterns, list(found)):
+        what = f"model.fp8 {pattern!r} matches no projection"
+        yield Problem(what, f"a pattern such as {', '.join(near)}", f"correct it; {lists}")
+    odd = {}
+    for name, linear in found.items():
+        cuts = (linear.cut_in, linear.cut_out)
+        dims = [
+            size // (config.mesh.tensor if cut and cut.is_cut(config.mesh) else 1)
+            for size, cut in zip(linear.w.shape[-2:], cuts, strict=True)
+        ]
+        if matches(name, patterns) and any(dim % 16 for dim in dims):
+            odd[name] = dims
+    if odd:
+        some = ", ".join(f"{name} {a} x {b}" for name, (a, b) in list(odd.items())[:3])
+        what = f"model.fp8 matches {len(odd)} projections of sizes that tensor cores cannot take in 8 bits"
+        change = "leave these out of model.fp8, or change the sizes or mesh.tensor"
+        yield Problem(f"{what} ({some} on a rank)", "multiples of 16", change)
+
+
+@RULES.rule("adapt.lora_rank", "adapt.lora_targets", "adapt.lora_alpha")
+def _lora(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    adapt = config.adapt
+    if adapt.lora_rank and not adapt.lora_targets:
+        change = "name projections, or set adapt.lora_rank to 0"
+        yield Problem("adapt.lora_targets is empty with adapt.lora_rank", "a pattern or more", change)
+    if adapt.lora_rank and not adapt.lora_alpha:
+        change = "set adapt.lora_alpha to the rank, say"
+        yield Problem("adapt.lora_alpha is 0, which scales LoRA's product to 0", "more than 0", change)
+
+
+@RULES.rule("adapt.encoder_lr_factor", "adapt.adapter_lr_factor", "adapt.llm_lr_factor")
+def _lr_factors(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    for part in ("encoder", "adapter", "llm"):
+        if not getattr(config.adapt, f"{part}_lr_factor"):
+            change = "freeze that part with adapt.freeze, or raise the factor"
+            yield Problem(f"adapt.{part}_lr_factor is 0", "more than 0", change)
+
+
+# --- the optimization ---
+
+
+@RULES.rule("train.microbatches", "data.rows", "mesh.data")
+def _microbatches(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    parts, rows, ranks = config.train.microbatches, config.data.rows, config.mesh.data
+    if rows % ranks == 0 and rows // ranks % parts:
+        yield Problem(
+            f"train.microbatches is {parts} for {rows // ranks} rows on each data rank",
+            "a divisor of them, because every part takes as many rows of each rank",
+            f"set train.microbatches to {math.gcd(parts, rows // ranks)}, or data.rows to "
+            f"{multiples(rows, parts * ranks)}",
+        )
+
+
+@RULES.rule("train.steps", "train.warmup_steps")
+def _warmup(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    steps, warmup = config.train.steps, config.train.warmup_steps
+    if warmup > steps:
+        found = f"train.warmup_steps is {warmup} in a run of {steps} steps"
+        change = f"set train.warmup_steps to {steps} or less"
+        yield Problem(found, "a warm-up that ends, so that the peak is reached", change, is_warning=True)
+
+
+@RULES.rule("train.learning_rate", "train.min_learning_rate")
+def _learning_rates(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    peak, least = config.train.learning_rate, config.train.min_learning_rate
+    if least > peak:
+        found = f"train.min_learning_rate {least} is above train.learning_rate {peak}"
+        change = f"set train.min_learning_rate to {peak} or less"
+        yield Problem(found, "a learning rate that falls", change, is_warning=True)
+
+
+@RULES.rule("train.beta1", "train.beta2", "train.clip_norm")
+def _adamw(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+    for name in ("beta1", "beta2"):
+        beta = getattr(config.train, name)
+        if beta >= 1:
+            yield Problem(f"train.{name} is {beta}", "less than 1", f"set train.{name} to 0.9 or 0.95, say")
+    if config.train.clip_norm == 0:
+        change = "raise train.clip_norm; a large one clips nothing"
+        yield Problem("train.clip_norm is 0, which scales every gradient to 0", "more than 0", change)

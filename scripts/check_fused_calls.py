@@ -1,0 +1,211 @@
+"""The fused attention back-ends through their libraries' own Python code, without a GPU.
+
+    pip install --no-deps transformer-engine pydantic pydantic-core annotated-types typing-inspection
+    python scripts/check_fused_calls.py
+
+Transformer Engine and jax check, convert and divide what they are given before a kernel sees it. Here all of
+that runs on a CPU, and only the kernels are others: dense ones, which know of a call what a kernel knows,
+the pieces' lengths and where these start (tests/ops/dense_kernels.py). Transformer Engine's compiled part,
+which needs CUDA, is replaced by a stand-in; its Python part is the one that is installed, of version 2.18 or
+later. A back-end whose library is missing is left out, and said so.
+
+Each back-end then passes what admission measures it by, with as many key/value heads as query heads and
+fewer; and the whole model's loss and gradients on meshes of 8 simulated devices, in float32, are compared
+with one device in float64, as in scripts/check_meshes.py. Exits 1 when one is off.
+
+It takes minutes. What it does not show: that the kernels compute what they should, or run at all. Admission does, on a GPU.
+"""
+
+import os
+import sys
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("PJRT_NPROC", "32")  # threads; see jaxthd.cli.simulate_devices
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+os.environ["NVTE_PROJECT_BUILDING"] = "1"  # no CUDA libraries are loaded
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import mlir
+
+from jaxthd.config import Config, MeshConfig
+from jaxthd.kernels import attention_problem, using
+from jaxthd.machine import installed, numbers
+from jaxthd.ops.attention.admission import error_bound, measure
+from jaxthd.ops.attention.backends import BACKENDS
+from jaxthd.ops.attention.contract import Problem
+from jaxthd.ops.attention.cudnn import GROUPED_LEAST
+from jaxthd.tables import table
+from scripts.check_meshes import check, variants
+from tests.ops import dense_kernels
+
+MESHES = (MeshConfig(1, 4, 1, 2), MeshConfig(2, 2, 2, 1))
+HEADS = ((8, 8), (8, 2))
+
+
+class _Names(type):
+    """Of a compiled enumeration, whose members come to be when they are asked for."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        member = cls(len(vars(cls)))
+        member.name = name
+        setattr(cls, name, member)
+        return member
+
+
+class _Member(int, metaclass=_Names):
+    name: str
+
+    @property
+    def value(self) -> int:
+        return int(self)
+
+
+class _Compiled(ModuleType):
+    """What Transformer Engine's Python part asks of the compiled one: names, sizes and versions."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_ep_" in name:  # what is optional is absent
+            raise AttributeError(name)
+        made: Any = lambda *given: 0  # noqa: E731
+        if name.startswith(("NVTE_", "JAXX_", "DType", "CommOverlap")):
+            made = _Names(name, (_Member,), {})
+        setattr(self, name, made)
+        return made
+
+
+def with_stand_in() -> str | None:
+    """Transformer Engine's Python part, imported over the stand-in and the dense kernels; None where it is
+    not installed.
+    """
+    if not (found := installed("transformer-engine")):
+        return None
+    compiled: Any = _Compiled("transformer_engine_jax")
+    compiled.__spec__ = ModuleSpec("transformer_engine_jax", None)
+    compiled.registrations = dict
+    compiled.get_cudnn_version = lambda: 91400
+    compiled.get_device_compute_capability = lambda device: 90
+    fused = compiled.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
+    # Since 2.19 with a message, from one argument.
+    compiled.get_fused_attn_backend = lambda *given: (fused, "") if len(given) == 1 else fused
+    compiled.nvte_get_qkv_format = lambda layout: getattr(
+        compiled.NVTE_QKV_Format, "NVTE_BSHD" if "BS" in layout.name else "NVTE_THD"
+    )
+    for name in ("fwd", "bwd"):
+        workspace = (16,), compiled.DType.kByte
+        setattr(compiled, f"get_fused_attn_{name}_workspace_sizes", lambda *given, w=workspace: w)
+    sys.modules["transformer_engine_jax"] = compiled
+
+    import transformer_engine.common
+
+    transformer_engine.common.load_framework_extension = lambda framework: None
+    from transformer_engine.jax.cpp_extensions import attention
+
+    for primitive, kernel in (
+        (attention.FusedAttnFwdPrimitive.inner_primitive, _forward),
+        (attention.FusedAttnBwdPrimitive.inner_primitive, _backward),
+    ):
+        lowering = mlir.lower_fun(_like(primitive, kernel), multiple_results=True)
+        mlir.register_lowering(primitive, lowering, platform="cpu")
+    return found
+
+
+def _like(primitive: Any, kernel: Any) -> Any:
+    """The kernel, its results held against the primitive's, and 0 for those that it does not give."""
+
+    def run(*given: Any, config: Any) -> list[Any]:
+        results = list(kernel(*given, config=config))
+        wanted = jax.eval_shape(lambda *x: primitive.bind(*x, config=config), *given)
+        for result, want in zip(results, wanted, strict=False):
+            assert (result.shape, result.dtype) == (want.shape, want.dtype), (result, want)
+        return [*results, *(jnp.zeros(x.shape, x.dtype) for x in wanted[len(results) :])]
+
+    return run
+
+
+def _pairs(q: Any, k: Any, ends: tuple[Any, Any], starts: tuple[Any, Any], config: Any) -> Any:
+    """ends: cumulative lengths, from 0."""
+    lengths, starts = [jnp.diff(x) for x in ends], tuple(x.reshape(-1)[:-1] for x in starts)
+    causal = config.attn_mask_type.is_causal()
+    return dense_kernels.pairs_of(q.shape[1], k.shape[1], lengths, starts, causal)
+
+
+def _forward(q: Any, k: Any, v: Any, *more: Any, config: Any) -> Any:
+    """After bias, softmax offset and seed: cumulative lengths and offsets."""
+    pairs = _pairs(q, k, more[3:5], more[5:7], config)
+    out, lse = dense_kernels.forward(q[0], k[0], v[0], pairs, config.scaling_factor)
+    return out[None], lse[None, :, :, None]
+
+
+def _backward(q: Any, k: Any, v: Any, *more: Any, config: Any) -> Any:
+    """After bias and softmax offset: log-sum-exp, random state, output and its gradient, then as above."""
+    lse, _, out, dout = more[2:6]
+    pairs = _pairs(q, k, more[6:8], more[8:10], config)
+    gradients = dense_kernels.backward(
+        q[0], k[0], v[0], out[0], lse[0, :, :, 0], dout[0], pairs, config.scaling_factor
+    )
+    return [x[None] for x in gradients]
+
+
+def probes(name: str) -> list[list[str]]:
+    """Rows of the table: admission's errors."""
+    rows = []
+    for heads, kv_heads in HEADS:
+        if name == "cudnn" and heads != kv_heads and numbers(jax.__version__) < GROUPED_LEAST:
+            continue
+        problem = Problem("bfloat16", heads, kv_heads, 64)
+        errors = measure(BACKENDS[name], problem)
+        rows.append(row(f"admission: {problem}", max(errors.values()), error_bound("bfloat16")))
+    return rows
+
+
+def steps(name: str) -> list[list[str]]:
+    """Rows of the table: the model's loss and gradients on meshes."""
+    rows = []
+    for config in (config for mesh in MESHES for config in variants(mesh)):
+        if name == "cudnn" and numbers(jax.__version__) < GROUPED_LEAST:
+            config = with_all_heads(config)
+        found = check(using(config, attention_backend=name))
+        heads = "{0.q_heads} and {0.kv_heads} heads".format(attention_problem(config))
+        what = f"mesh {found['mesh']}, {found['exchange']}, {found['layout']}, {heads} a rank"
+        rows.append(row(what, found["error"], found["allowed"]))
+    return rows
+
+
+def with_all_heads(config: Config) -> Config:
+    """As many key/value heads as query heads."""
+    llm = config.model.llm
+    return replace(config, model=replace(config.model, llm=replace(llm, kv_heads=llm.q_heads)))
+
+
+def row(what: str, error: float, bound: float) -> list[str]:
+    return [what, f"{error:.1e}", f"{bound:.1e}", "" if error <= bound else "FAILS"]
+
+
+def main() -> None:
+    dense_kernels.under_jax(setattr)
+    libraries = {"te": with_stand_in(), "cudnn": f"jax {jax.__version__}"}
+    failed = False
+    for name, library in libraries.items():
+        if library is None:
+            print(f"{name}: not run, transformer-engine is not installed")
+            continue
+        library = f"Transformer Engine {library}, jax {version('jax')}" if name == "te" else library
+        rows = [*probes(name), *steps(name)]
+        failed |= any(cells[-1] for cells in rows)
+        print(f"{table(f'{name}: {library}', '|error|at most|', rows)}\n", flush=True)
+    if failed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
