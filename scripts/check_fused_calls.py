@@ -13,7 +13,8 @@ Each back-end then passes what admission measures it by, with as many key/value 
 fewer; and the whole model's loss and gradients on meshes of 8 simulated devices, in float32, are compared
 with one device in float64, as in scripts/check_meshes.py. Exits 1 when one is off.
 
-It takes minutes. What it does not show: that the kernels compute what they should, or run at all. Admission does, on a GPU.
+It takes minutes. What it does not show: that the kernels compute what they should, or run at all. That is
+admission's part, on a GPU.
 """
 
 import os
