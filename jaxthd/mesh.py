@@ -1,10 +1,11 @@
 """The mesh: its axes, and how a batch lies on it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -42,6 +43,42 @@ def make_mesh(config: MeshConfig) -> Mesh:
         )
     axis_types = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(config.sizes, AXES, axis_types=axis_types, devices=jax.devices()[: config.devices])
+
+
+def on_ranks(
+    rank: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...], out_specs: Any
+) -> Callable[..., Any]:
+    """`rank` on every device of the mesh, inside shard_map, all axes manual.
+
+    Arguments without elements (no audio, no depths) are made inside: compiling for several devices, jaxlib
+    0.11.2 crashes on them.
+    """
+
+    def run(*given: Any) -> Any:
+        leaves, tree = jax.tree.flatten(given)
+        specs = jax.tree.leaves(jax.tree.broadcast(in_specs, given))
+
+        def with_empty(*arrays: jax.Array) -> Any:
+            entering = iter(arrays)
+            own = [
+                next(entering)
+                if x.size
+                else jnp.zeros(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype)
+                for x, spec in zip(leaves, specs, strict=True)
+            ]
+            return rank(*jax.tree.unflatten(tree, own))
+
+        entering = [(x, spec) for x, spec in zip(leaves, specs, strict=True) if x.size]
+        mapped = jax.shard_map(
+            with_empty,
+            mesh=mesh,
+            in_specs=tuple(spec for _, spec in entering),
+            out_specs=out_specs,
+            check_vma=False,
+        )
+        return mapped(*(x for x, _ in entering))
+
+    return run
 
 
 def on_device(tree: Any, specs: Any, config: MeshConfig) -> Any:

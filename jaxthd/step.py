@@ -20,7 +20,7 @@ from jaxtyping import Bool, Int32, UInt32
 from jaxthd.adapt import join, keeps_router_biases, keeps_statistics, split, trained
 from jaxthd.compiler import jit_for
 from jaxthd.config import Config
-from jaxthd.mesh import AXES, CONTEXT, DATA, PIPELINE, TENSOR, TOKEN_AXES, batch_specs, ranks_of
+from jaxthd.mesh import AXES, CONTEXT, DATA, PIPELINE, TENSOR, TOKEN_AXES, batch_specs, on_ranks, ranks_of
 from jaxthd.models.decoding import Pick, advance, answer, begin
 from jaxthd.models.mixers import Routing
 from jaxthd.models.speech_lm import SpeechLM
@@ -107,11 +107,6 @@ class _Left(NamedTuple):
 
     loss: Array
     ahead: Ahead | None
-
-
-def _on_mesh(rank: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...], out_specs: Any) -> Any:
-    """`rank` on every device, all axes manual."""
-    return jax.shard_map(rank, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def _divided(params: Tree) -> Params:
@@ -242,7 +237,7 @@ def loss_and_gradient(config: Config, mesh: Mesh) -> Callable[[Tree, Tree, Batch
     ahead_specs = Ahead(everywhere, routing_specs(llm.mtp_pattern, everywhere)) if has_ahead else None
     by_stage = routing_specs(llm.letters, PartitionSpec(PIPELINE))
     out_specs = Gradient(everywhere, trained_specs, buffer_specs, by_stage, ahead_specs)
-    return _on_mesh(rank, mesh, (specs, buffer_specs, batch_specs()), out_specs)
+    return on_ranks(rank, mesh, (specs, buffer_specs, batch_specs()), out_specs)
 
 
 def _with_whole_aux(routing: Routing | None) -> Routing | None:
@@ -364,7 +359,7 @@ def make_validation_step(
 
     everywhere, rows = PartitionSpec(), PartitionSpec(DATA)
     in_specs = (*specs, batch_specs(), PromptEnds(rows, rows))
-    scored = _on_mesh(rank, mesh, in_specs, (everywhere, PartitionSpec(TOKEN_AXES)))
+    scored = on_ranks(rank, mesh, in_specs, (everywhere, PartitionSpec(TOKEN_AXES)))
     # The answers go everywhere too: a process that has a row decodes all of its documents.
     return jit_for(config, mesh, scored, out_shardings=NamedSharding(mesh, everywhere))
 
@@ -422,8 +417,8 @@ def make_generation_steps(
     everywhere, rows, documents = PartitionSpec(), PartitionSpec(DATA), PartitionSpec(TOKEN_AXES)
     held = PartitionSpec(AXES)
     draw_specs = Draws(documents, Sampling(*[everywhere] * 3))
-    prefill = _on_mesh(prefill, mesh, (*specs, batch_specs(), PromptEnds(rows, rows), draw_specs), held)
-    decode = _on_mesh(
+    prefill = on_ranks(prefill, mesh, (*specs, batch_specs(), PromptEnds(rows, rows), draw_specs), held)
+    decode = on_ranks(
         decode,
         mesh,
         (*specs, held, draw_specs, everywhere),
@@ -468,4 +463,4 @@ def make_scores(config: Config, mesh: Mesh, top_k: int = 0) -> Callable[[Tree, T
 
     by_token: Any = PartitionSpec(DATA, CONTEXT)
     out_specs = TokenScores(by_token, by_token, by_token)
-    return jax.jit(_on_mesh(rank, mesh, (*specs, batch_specs()), out_specs))
+    return jax.jit(on_ranks(rank, mesh, (*specs, batch_specs()), out_specs))

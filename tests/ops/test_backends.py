@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
-from jax.sharding import PartitionSpec
 
 from jaxthd.machine import Machine, numbers
 from jaxthd.ops.attention import blockwise, cudnn
@@ -18,10 +16,9 @@ from jaxthd.ops.attention.admission import measure
 from jaxthd.ops.attention.backends import BACKENDS, VERIFIED
 from jaxthd.ops.attention.contract import Backend, Call, Problem, calls
 from jaxthd.ops.attention.pieces import find_pieces
-from jaxthd.ops.ring import packed_attention
 from jaxthd.packing.layout import row_permutation
 from jaxthd.packing.segments import Segments, make_segments
-from tests.helpers import context_mesh, row_arrays
+from tests.helpers import row_arrays
 from tests.ops import dense_kernels, fake_kernels
 
 H100 = Machine("gpu", "NVIDIA H100", 1, "9.0", "0.11.1", "0.11.1", "3.12.0", 12090, 91600, "570.1", "2.18.0")
@@ -123,38 +120,6 @@ def test_grouped_queries_are_wrong_before_the_version_that_is_asked_for(cudnn_on
     """The kernel begins where jax's offset says, in elements of the keys."""
     errors = measure(cudnn_on_a_cpu, Problem("float32", 4, 2, 8))
     assert min(errors.values()) > 0.1, errors
-
-
-@pytest.mark.parametrize("exchange", ["ring", "all_gather"])
-def test_the_cudnn_calls_on_a_mesh(exchange: str, cudnn_on_a_cpu: Backend):
-    """Under the shard_map of four context ranks, ragged documents over all of them, gradients too."""
-    context, capacity = 4, 96
-    ids, positions = row_arrays([1, 40, 9, 33], capacity)
-    order = row_permutation(ids, context, "buffer", 1)
-    rng = np.random.default_rng(0)
-    q, k, v, dout = (jnp.asarray(rng.normal(size=(capacity, 4, 8)), jnp.float32) for _ in range(4))
-
-    def of_rank(ids: Any, positions: Any, dout: Any, *given: Any, backend: str) -> Any:
-        segments = make_segments(ids, positions, block=8, axis="context", documents=8)
-        y, pull = jax.vjp(
-            lambda *x: packed_attention(*x, segments, scale=0.3, exchange=exchange, backend=backend), *given
-        )
-        return y, *pull(dout)
-
-    mesh, row, token = context_mesh(context), PartitionSpec(None, "context"), PartitionSpec("context")
-    found = []
-    for backend in ("xla", "cudnn"):
-        run = jax.shard_map(
-            partial(of_rank, backend=backend),
-            mesh=mesh,
-            in_specs=(row, row, token, token, token, token),
-            out_specs=token,
-            check_vma=False,
-        )
-        arrays = (x[order] for x in (dout, q, k, v))
-        found.append(jax.device_get(jax.jit(run)(ids[order][None], positions[order][None], *arrays)))
-    for want, got in zip(*found, strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
 def test_the_cudnn_calls_lower_for_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch):
