@@ -92,9 +92,10 @@ BACKENDS = {
 }
 """In the order in which "auto" tries them; the last one runs everywhere."""
 
+_ON_CPU = "CPU, jax 0.10.2, 0.11.2 and 0.12.0.1, 2026-11-22"
 VERIFIED = {
-    "pallas": "not yet run; interpreted, and lowered for CUDA, on a CPU, jax 0.10.2, 2026-11-21",
-    "xla": "CPU, jax 0.10.2, 2026-11-21; not yet run on a GPU",
+    "pallas": f"not yet run; interpreted, and lowered for CUDA, on a {_ON_CPU}",
+    "xla": f"{_ON_CPU}; not yet run on a GPU",
 }
 """Where, with which versions and when each one ran."""
 
