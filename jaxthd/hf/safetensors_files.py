@@ -4,7 +4,6 @@ A checkpoint is model.safetensors, or several files and an index of them: model.
 """
 
 import json
-import re
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,9 +24,10 @@ DTYPES = {
     "float32": "F32",
     "bfloat16": "BF16",
     "float16": "F16",
-    "int64": "I64",
+    **{f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+    "bool": "BOOL",
 }
-"""NumPy's names -> the format's, of what is written."""
+"""NumPy's names -> the format's, of what is read and written."""
 
 
 class SafetensorsFolder:
@@ -49,9 +49,15 @@ class SafetensorsFolder:
                 self._files[name], self.shapes[name] = file, tuple(reader.get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """NumPy's name; nothing is read but the header. Raises KeyError for one that is not in DTYPES."""
+        """NumPy's name, of DTYPES; nothing is read but the header. Raises UserError for another."""
         found = self._reader(self._files[name]).get_slice(name).get_dtype()
-        return {theirs: numpys for numpys, theirs in DTYPES.items()}[found]
+        names = {theirs: numpys for numpys, theirs in DTYPES.items()}
+        if found not in names:
+            raise UserError(
+                f"{name} in {self._files[name]} is stored as {found}; expected one of {', '.join(names)}: "
+                "convert it to bfloat16"
+            )
+        return names[found]
 
     def read(self, name: str) -> Shaped[np.ndarray, "..."]:
         """One tensor, from the disk."""
@@ -128,8 +134,7 @@ class SafetensorsWriter:
         if not self._left:
             self._next_file()
         assert self._file is not None
-        numpy_dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
-        np.ascontiguousarray(array, numpy_dtype).reshape(-1).view(np.uint8).tofile(self._file)
+        np.ascontiguousarray(array, _numpy(dtype)).reshape(-1).view(np.uint8).tofile(self._file)
         self._left.pop(0)
 
     def __exit__(
@@ -170,9 +175,12 @@ class SafetensorsWriter:
         self._file.write(struct.pack("<Q", len(text)) + text)
 
 
+def _numpy(dtype: str) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
 def _size(shape: Shape, dtype: str) -> int:
-    bits = int("".join(re.findall(r"\d+$", dtype)))
-    return int(np.prod(shape, dtype=np.int64)) * bits // 8
+    return int(np.prod(shape, dtype=np.int64)) * _numpy(dtype).itemsize
 
 
 def _groups(kinds: dict[str, tuple[Shape, str]], limit: int) -> Iterator[list[str]]:

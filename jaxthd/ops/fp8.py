@@ -51,6 +51,8 @@ def _product(a: Array, a_sum: int, a_dtype: Any, b: Array, b_sum: int, b_dtype: 
     """Sums over dim a_sum of a and b_sum of b; both are matrices."""
     import qwix
 
+    if not a.size or not b.size:  # no tokens: qwix would divide by their number
+        return jnp.zeros((a.shape[1 - a_sum], b.shape[1 - b_sum]), a.dtype)
     # A row of zeros is scaled by something, not 0.
     a8 = qwix.quantize(a, a_dtype, channelwise_axes=(1 - a_sum,), scale_dtype=jnp.float32)
     b8 = qwix.quantize(b, b_dtype, channelwise_axes=(1 - b_sum,), scale_dtype=jnp.float32)

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxthd.ops import scan, scan_pallas
 from jaxthd.ops.attention import blockwise
 from jaxthd.ops.attention.admission import QUANTITIES, error_bound, kernel_of, measure
 from jaxthd.ops.attention.contract import Backend, Call, Problem
+from jaxthd.ops.ssd import ssd
 from jaxthd.packing.segments import key_intervals
 from tests.ops.test_scan import broken_decays
 
@@ -79,6 +81,37 @@ def test_a_broken_back_end_is_refused_with_the_numbers(forward, backward, wrong,
     again = admit(kernel_of(broken, PROBLEM), CPU, tmp_path)
     assert again.is_cached
     assert again.refusal == verdict.refusal
+
+
+@pytest.mark.parametrize(
+    ("dtype", "off"), [("float32", 2e-4), ("bfloat16", 0.05), ("float16", 0.01)], ids=str
+)
+def test_what_is_a_little_off_is_refused(dtype: str, off: float, tmp_path: Path):
+    """By a few roundings of the dtype, which no tensor shows by itself."""
+
+    def scaled(*given: Any) -> Any:
+        out, lse = XLA.forward(*given)
+        return (1 + off) * out, lse
+
+    broken = Backend("broken", XLA.unfit, scaled, XLA.backward)
+    verdict = admit(kernel_of(broken, replace(PROBLEM, dtype=dtype)), CPU, tmp_path)
+    assert verdict.refusal is not None
+    assert verdict.errors["output"] == pytest.approx(off, rel=0.2)
+
+
+@pytest.mark.parametrize(("dtype", "off"), [("float32", 2e-4), ("bfloat16", 0.03)], ids=str)
+def test_a_scan_that_is_a_little_off_is_refused(dtype: str, off: float, tmp_path: Path):
+    problem = scan.ScanProblem(dtype, 2, 1, 16, 16, 32)
+
+    def scaled(*given: Any, **settings: Any) -> Any:
+        return (1 + off) * ssd(*given, **settings)
+
+    kernel = scan.scan_kernels(problem)[-1]
+    assert admit(kernel, CPU, tmp_path).refusal is None
+    broken = replace(kernel, name="broken", measure=partial(scan.scan_probe, problem, scaled))
+    verdict = admit(broken, CPU, tmp_path)
+    assert verdict.refusal is not None
+    assert verdict.errors["y"] == pytest.approx(off, rel=0.3)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -57,11 +57,14 @@ def test_products_are_of_rounded_numbers():
         assert 0.01 < rounding < 0.08, name
 
 
-def test_zeros_stay_zeros_and_the_dtype_stays():
-    x, w = jnp.zeros((4, 16), jnp.bfloat16), jnp.zeros((16, 32), jnp.bfloat16)
+@pytest.mark.parametrize("tokens", [4, 0])
+def test_zeros_stay_zeros_and_the_dtype_stays(tokens: int):
+    """No tokens at all: a batch without room for audio."""
+    x, w = jnp.zeros((tokens, 16), jnp.bfloat16), jnp.zeros((16, 32), jnp.bfloat16)
     y, pull = jax.vjp(fp8_product, x, w)
-    for result in (y, *pull(y)):
+    for result, shape in zip((y, *pull(y)), ((tokens, 32), x.shape, w.shape), strict=True):
         assert result.dtype == jnp.bfloat16
+        assert result.shape == shape
         assert not result.any()
 
 
