@@ -2,7 +2,9 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["PJRT_NPROC"] = "32"  # threads; see jaxthd.cli.simulate_devices
@@ -23,8 +25,21 @@ from jaxtyping import install_import_hook
 install_import_hook("jaxthd", "beartype.beartype")
 
 import jax  # noqa: E402  (after its environment is set)
+import pytest  # noqa: E402
 
 # The same program compiled by two tests is compiled once.
 _CACHE = tempfile.TemporaryDirectory(prefix="jaxthd-test-cache-")
 jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR", _CACHE.name))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+_MAPS, _MOST_MAPS = Path("/proc/self/maps"), 20_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_make_room() -> Iterator[None]:
+    """Compiled programs are dropped between files, before they are too many: each maps 16 regions of memory or
+    more, a process may map 65,530 (vm.max_map_count), and past that XLA ends in a segmentation fault.
+    """
+    yield
+    if _MAPS.exists() and len(_MAPS.read_bytes().splitlines()) > _MOST_MAPS:
+        jax.clear_caches()
