@@ -37,7 +37,7 @@ _MAPS, _MOST_MAPS = Path("/proc/self/maps"), 20_000
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_make_room() -> Iterator[None]:
-    """Compiled programs are dropped between files, before they are too many: each maps 16 regions of memory or
+    """Compiled programs are dropped between files before they are too many: each maps 16 regions of memory or
     more, a process may map 65,530 (vm.max_map_count), and past that XLA ends in a segmentation fault.
     """
     yield
