@@ -35,11 +35,11 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 _MAPS, _MOST_MAPS = Path("/proc/self/maps"), 20_000
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def programs_make_room() -> Iterator[None]:
-    """Compiled programs are dropped between files before they are too many: each maps 16 regions of memory or
-    more, a process may map 65,530 (vm.max_map_count), and past that XLA ends in a segmentation fault.
+    """Compiled programs are dropped before they are too many: each maps 16 regions of memory or more, a
+    process may map 65,530 (vm.max_map_count), and past that XLA ends in a segmentation fault.
     """
     yield
-    if _MAPS.exists() and len(_MAPS.read_bytes().splitlines()) > _MOST_MAPS:
+    if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MOST_MAPS:
         jax.clear_caches()
