@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxthd.cache import user_cache
+from jaxthd.distributed import exchange
 from jaxthd.machine import Machine
 from jaxthd.mesh import AXES
 
@@ -66,15 +67,18 @@ class Verdict(NamedTuple):
 def admit(kernel: Kernel, machine: Machine, folder: Path | None = None) -> Verdict:
     """Whether the kernel may be used for its problem here: measured, or as it was measured before.
 
-    folder: where measurements are kept; by default that of the user's cache.
+    folder: where measurements are kept; by default that of the user's cache. All processes call it: they
+    measure together, or none does, since XLA shares the choice of a program's kernels out among them.
     """
-    reason = kernel.unfit(machine)
+    reason = next(filter(None, exchange(kernel.unfit(machine))), None)
     if reason:
         return Verdict(kernel.name, reason, {}, kernel.bound, fits=False)
     key = _key(kernel, machine)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     file = (folder or user_cache() / "admission") / f"{kernel.kind}-{kernel.name}-{digest}.json"
     stored = _read(file, key, kernel.quantities)
+    if not all(exchange(stored is not None)):
+        stored = None
     if stored is None:
         try:
             errors = kernel.measure()

@@ -28,14 +28,15 @@ class Option(NamedTuple):
 
 
 _NOT_RUN = "not yet run on a GPU"
-_COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,COLLECTIVES,DYNAMIC_SLICE_FUSION"
+_COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
+"""Not COLLECTIVES: in a loop or a conditional they would be nodes that CUDA's conditional graphs refuse."""
 
 OPTIONS = (
     Option(
         "xla_gpu_enable_command_buffer",
         f"{_COMMANDS},CONDITIONAL,WHILE",
-        "The whole step as one CUDA graph: XLA's default records kernels between loops; layers are a loop "
-        "here and ring steps are conditionals, so both are recorded too (train.command_buffers)",
+        "CUDA graphs: XLA's default records kernels between loops; layers are a loop here and ring steps are "
+        "conditionals, so both are recorded too, where XLA can (train.command_buffers)",
         _NOT_RUN,
     ),
     Option(
@@ -118,10 +119,16 @@ def prepare_compiler(config: Config) -> None:
     start. Raises UserError as given_options and check_options.
 
     The folder is JAX_COMPILATION_CACHE_DIR, or $XDG_CACHE_HOME/jaxthd/compiled (~/.cache without it). Not
-    on CPUs: a program made for one does not always run on another that shares the home directory.
+    on CPUs: a program made for one does not always run on another that shares the home directory. With
+    several processes only the former, which all must share: process 0 writes it, and where others did not
+    find what it finds, they would wait for its part in choosing kernels.
     """
     check_options(given_options(config))
-    if jax.default_backend() == "gpu" and not jax.config.read("jax_compilation_cache_dir"):
+    if (
+        jax.default_backend() == "gpu"
+        and jax.process_count() == 1
+        and not jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    ):
         jax.config.update("jax_compilation_cache_dir", str(user_cache() / "compiled"))
 
 

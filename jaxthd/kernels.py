@@ -19,8 +19,16 @@ from jaxthd.ops.scan_pallas import chunk_of
 
 def attention_problem(config: Config) -> Problem:
     """The decoder's attention on each tensor rank."""
-    llm, tensor = config.model.llm, config.mesh.tensor
-    return Problem(config.model.dtype, llm.q_heads // tensor, max(1, llm.kv_heads // tensor), llm.head_dim)
+    llm, mesh, data = config.model.llm, config.mesh, config.data
+    rows = max(1, data.rows // mesh.data // config.train.microbatches)
+    return Problem(
+        config.model.dtype,
+        llm.q_heads // mesh.tensor,
+        max(1, llm.kv_heads // mesh.tensor),
+        llm.head_dim,
+        rows * data.capacity // mesh.context,
+        rows * data.max_documents,
+    )
 
 
 def scan_problem(config: Config) -> ScanProblem:

@@ -85,7 +85,7 @@ def _cuda_versions() -> Any:
 def _driver() -> str | None:
     """Of the NVIDIA kernel module."""
     try:
-        found = re.search(r"Kernel Module\D*([\d.]+)", _DRIVER.read_text())
+        found = re.search(r"Kernel Module\b.*?\s(\d+\.[\d.]+)", _DRIVER.read_text())
     except OSError:
         return None
     return found[1] if found else None

@@ -14,7 +14,8 @@ Sections, each in a process of its own, so that one that fails or hangs takes no
     attention    scripts/bench_attention.py: packed attention of recordings and of long documents, by
                  admitted back-end; FlexAttention where torch can be imported
     options      the step without each option of jaxthd/compiler.py; in FP8 (fp8_products: those that XLA has
-                 cuBLASLt compute in 8 bits)
+                 cuBLASLt or Triton compute in 8 bits); with loops unrolled into one CUDA graph; with
+                 larger blocks in attention that is blockwise
     conditionals what a `lax.cond` costs that is skipped
 Back-ends are those that admission chooses; each run says which. Time is a median, synchronized. Model FLOPs:
 6 a parameter and token (or frame) that is multiplied with it, and attention over allowed pairs only; nothing
@@ -26,8 +27,10 @@ not run. --out keeps each section's output and results.json.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -226,11 +229,19 @@ def run_step(
         "arguments_GiB": round(sizes.argument_size_in_bytes / 2**30, 2),
         "temporary_GiB": round(sizes.temp_size_in_bytes / 2**30, 2),
         "compile_s": round(compiling, 1),
-        "fp8_products": step.as_text().count("__cublas$lt$matmul$f8"),
+        "fp8_products": fp8_products(step.as_text()),
         "losses": [round(float(loss), 4) for loss in (losses[0], losses[-1])],
     }
     told("step", **found)
     return found
+
+
+def fp8_products(program: str) -> int:
+    """Of a compiled program: cuBLASLt's, and those in Triton's fusions."""
+    in_triton = re.findall(r"= \S+ dot\(.*", program)
+    types = dict(re.findall(r"%(\S+) = (f8e\w+)\[", program))
+    fused = sum(any(x in types for x in re.findall(r"%([\w.-]+)", line)) for line in in_triton)
+    return program.count("__cublas$lt$matmul$f8") + fused
 
 
 def show_steps(title: str, found: Sequence[dict[str, Any]]) -> None:
@@ -365,8 +376,7 @@ def scan(tiny: bool) -> None:
 
 def attention(tiny: bool) -> None:
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # torch needs some of the memory
-    for found in bench_attention.measure(tiny, machine(tiny)):
-        told("attention", **found)
+    bench_attention.measure(tiny, machine(tiny), lambda row: told("attention", **row))
 
 
 def options(tiny: bool) -> None:
@@ -381,6 +391,9 @@ def options(tiny: bool) -> None:
             train = replace(config.train, xla_options=(text,))
             changes[f"without {option.name.removeprefix('xla_gpu_')}"] = replace(config, train=train)
     fp8 = ("decoder.layers.*", "encoder.blocks.*")
+    unrolled = replace(config.train, xla_options=("xla_gpu_command_buffer_unroll_loops=true",))
+    changes["loops unrolled into the graph"] = replace(config, train=unrolled)
+    changes["attention blocks of 512"] = replace(config, model=replace(config.model, attention_block=512))
     changes["fp8"] = replace(config, model=replace(config.model, fp8=fp8))
     show_steps("XLA's options; FP8", variations(config, changes, [documents], peak, 3 if tiny else 8))
 
@@ -441,6 +454,8 @@ def main() -> None:
     if given.section:
         SECTIONS[given.section](given.tiny)
         return
+    # Sections share programs, and XLA's choice of kernels.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="check-gpu-"))
     end, results, failed = time.monotonic() + 60 * given.minutes, [], []
     for name in given.only:
         left = end - time.monotonic()
@@ -465,9 +480,17 @@ def run_section(command: Sequence[str], left: float) -> tuple[str, str]:
     """(what it printed, why it failed or "")."""
     if left < 5:
         return "", "not run, no time left"
+    # What is printed comes at once, so that a section that is stopped loses nothing.
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}
     try:
         done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=left, cwd=ROOT
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=left,
+            cwd=ROOT,
+            env=env,
         )
     except subprocess.TimeoutExpired as late:
         printed = late.stdout or b""

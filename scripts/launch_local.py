@@ -32,6 +32,7 @@ def launch(count: int, command: Sequence[str]) -> int:
             "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
             "JAX_NUM_PROCESSES": str(count),
             "JAX_PROCESS_ID": str(number),
+            "JAX_LOCAL_DEVICE_IDS": str(number),  # of GPUs; each process would take all
         }
         process = subprocess.Popen(
             command, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -1,11 +1,20 @@
 """XLA's options reach the compiler, exist in this XLA, and are refused by name where they do not."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import pytest
 
-from jaxthd.compiler import OPTIONS, check_options, compiler_options, given_options, jit_for
+from jaxthd.compiler import (
+    OPTIONS,
+    check_options,
+    compiler_options,
+    given_options,
+    jit_for,
+    prepare_compiler,
+)
 from jaxthd.config import Config, TrainConfig
 from jaxthd.errors import UserError
 from jaxthd.mesh import make_mesh
@@ -52,6 +61,40 @@ def test_an_option_is_a_name_and_a_value(text: str):
 def test_what_xla_does_not_know_is_named(option: str):
     with pytest.raises(UserError, match=option):
         check_options(given_options(with_options(option)))
+
+
+@pytest.fixture
+def cache_dir() -> Iterator[Callable[[], str | None]]:
+    """None as a run begins."""
+    kept = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield lambda: jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", kept)
+
+
+@pytest.mark.parametrize(("platform", "processes", "is_kept"), [("gpu", 1, 1), ("gpu", 2, 0), ("cpu", 1, 0)])
+def test_programs_are_kept_on_gpus(
+    platform: str,
+    processes: int,
+    is_kept: bool,
+    cache_dir: Callable[[], str | None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Of several processes only where they share a folder, which the user says."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    prepare_compiler(Config())
+    assert cache_dir() == (str(tmp_path / "jaxthd" / "compiled") if is_kept else None)
+    jax.config.update("jax_compilation_cache_dir", "elsewhere")
+    prepare_compiler(Config())
+    assert cache_dir() == "elsewhere"
+
+
+def test_no_collective_is_recorded_in_a_graph():
+    """In loops and conditionals they would be nodes that CUDA's conditional graphs refuse."""
+    assert "COLLECTIVES" not in str(compiler_options(Config(), "gpu")["xla_gpu_enable_command_buffer"])
 
 
 def test_options_reach_the_compiler():

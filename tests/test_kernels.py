@@ -124,6 +124,14 @@ def test_the_problem_is_that_of_a_tensor_rank():
     assert (problem.q_heads, problem.kv_heads, problem.head_dim) == (8, 1, 64)
 
 
+def test_the_problem_is_of_a_rank_s_buffers_of_a_microbatch():
+    data = DataConfig(rows=8, capacity=128, max_documents=5)
+    train = replace(Config().train, microbatches=2)
+    config = replace(Config(), mesh=MeshConfig(data=2, context=4), data=data, train=train)
+    problem = attention_problem(config)
+    assert (problem.tokens, problem.documents) == (2 * 128 // 4, 2 * 5)
+
+
 GPU = Machine("gpu", "NVIDIA H100", 1, "9.0", "0.10.2", "0.10.2", "3.11.7", 12090, 91600, "570.1", None)
 SMALL = LLMConfig(mamba_heads=2, mamba_groups=1, mamba_head_dim=16, mamba_state=16, mamba_chunk=16)
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -18,6 +19,7 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.params import Buffer, weight_decay_mask
 from jaxthd.state import abstract_model, init_state, learning_rate_schedule
 from jaxthd.step import loss_and_gradient, make_train_step
+from tests.helpers import random_state
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),
@@ -86,6 +88,22 @@ def test_bfloat16_is_near_float32_and_everything_is_finite():
     for part in ("decoder", "embedding", "head"):
         off = jax.tree.map(np.subtract, low_gradients[part], gradients[part])
         assert optax.tree.norm(off) < 0.05 * optax.tree.norm(gradients[part])
+
+
+def test_gradients_of_a_frequent_token_are_summed_in_float32():
+    """In bfloat16 a sum stops growing at 256 times its terms."""
+    config = Config(model=replace(MODEL, dtype="bfloat16"))
+    graph, params, buffers = random_state(abstract_model(config))
+    params = jax.tree.map(np.float32, params)
+
+    def summed(params: Any) -> Any:
+        x_ND = nnx.merge(graph, params, buffers).embed_tokens(jnp.zeros(2000, jnp.int32))
+        assert x_ND.dtype == np.dtype("bfloat16")
+        return x_ND.sum(dtype=np.float32)
+
+    found = jax.grad(summed)(params)["embedding"]
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found[0], 2000, rtol=1e-6)
 
 
 def test_an_update_that_is_not_finite_is_left_out_and_counted():

@@ -310,7 +310,8 @@ class MoE(nnx.Module):
     def _experts(self, x_ND: Array, routed_N: Array) -> tuple[Array, Array, Array]:
         """(the routed experts' weighted sum, the experts chosen, the scores of all)."""
         acc = accumulation_dtype(x_ND)
-        score_NE = jax.nn.sigmoid(self.router(x_ND.astype(acc)))
+        with jax.default_matmul_precision("highest"):  # GPUs would round to 10 bits of mantissa
+            score_NE = jax.nn.sigmoid(self.router(x_ND.astype(acc)))
         _, chosen_Nk = jax.lax.top_k(
             jax.lax.stop_gradient(score_NE) + self.correction_bias[...], self.per_token
         )

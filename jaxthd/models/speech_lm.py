@@ -171,13 +171,15 @@ class SpeechLM(nnx.Module):
         return each, buffers
 
     def embed_tokens(self, tokens_N: Int32[Array, " N"]) -> Float[Array, "N D"]:
-        """Each rank looks up what is in its part of the vocabulary."""
-        embedding_VD, axes = gathered(self.embedding).astype(self.config.dtype), self.vocabulary_axes
+        """Each rank looks up what is in its part of the vocabulary. Rounded to the dtype after that, so that
+        a token's gradients, thousands for a frequent one, are summed in the parameters' dtype.
+        """
+        embedding_VD, axes, dtype = gathered(self.embedding), self.vocabulary_axes, self.config.dtype
         if not axes:
-            return jnp.take(embedding_VD, tokens_N, axis=0)
+            return jnp.take(embedding_VD, tokens_N, axis=0).astype(dtype)
         local_N = tokens_N - jax.lax.axis_index(axes) * len(embedding_VD)
         here_N1 = ((local_N >= 0) & (local_N < len(embedding_VD)))[:, None]
-        found_ND = jnp.take(embedding_VD, jnp.clip(local_N, 0, len(embedding_VD) - 1), axis=0)
+        found_ND = jnp.take(embedding_VD, jnp.clip(local_N, 0, len(embedding_VD) - 1), axis=0).astype(dtype)
         return jax.lax.psum(jnp.where(here_N1, found_ND, 0), axes)
 
     def leave(self, x_nD: Float[Array, "n D"], batch: Batch) -> Float[Array, " N"]:

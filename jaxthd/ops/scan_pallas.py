@@ -197,7 +197,11 @@ def _scan_backward(sizes: Sizes, residuals: Any, dy_NHP: Array) -> tuple[Any, ..
         dcarried = Carried(after_HC, dlast_ZHSP)
         own_ZcHSP = states_CHSP.reshape(sizes.stretches, sizes.chunks, *states_CHSP.shape[1:])
         kept_HZc = jnp.einsum(
-            "zhsp,zchsp->hzc", dlast_ZHSP, own_ZcHSP, preferred_element_type=jnp.float32
+            "zhsp,zchsp->hzc",
+            dlast_ZHSP,
+            own_ZcHSP,
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
         ) + dwhole_HZ[..., None] * before_HC.reshape(-1, sizes.stretches, sizes.chunks)
         dtotal_HC += after_HC * kept_HZc.reshape(dtotal_HC.shape)
 

@@ -146,7 +146,10 @@ def test_the_probe_runs_under_the_axes_of_a_step(tmp_path: Path):
 
 
 PROBLEMS: list[tuple[Kernel, dict[str, Any]]] = [
-    (kernel_of(XLA, PROBLEM), {"dtype": "bfloat16", "q_heads": 8, "kv_heads": 4, "head_dim": 16}),
+    (
+        kernel_of(XLA, PROBLEM),
+        {"dtype": "bfloat16", "q_heads": 8, "kv_heads": 4, "head_dim": 16, "tokens": 64, "documents": 4},
+    ),
     (
         scan.scan_kernels(scan.ScanProblem("float32", 2, 1, 16, 16, 16))[-1],
         {

@@ -237,6 +237,16 @@ def test_what_a_back_end_cannot_compute_is_said():
     assert BACKENDS.keys() == VERIFIED.keys()
 
 
+def test_cudnn_is_refused_where_its_backward_pass_would_take_too_much_memory():
+    """A float32 gradient of the queries for each document, as long as the buffer."""
+    backend = BACKENDS["cudnn"]
+    fits, too_many = (replace(BF16, tokens=8192, documents=n) for n in (31, 32))  # 128 MiB each, and one more
+    assert backend.unfit(fits, H100) is None
+    found = backend.unfit(too_many, H100) or ""
+    assert found.startswith("its backward pass would take 4.12 GiB of workspace, 4 x 33 pieces x 32 heads")
+    assert found.endswith("4.00 GiB is the most that it may: lower data.max_documents or data.capacity")
+
+
 def test_more_documents_than_places_give_nan_and_not_something_else(te: Backend, cudnn_on_a_cpu: Backend):
     ids, positions = row_arrays([9, 1, 20], 32)
     intervals = make_segments(jnp.asarray(ids)[None], jnp.asarray(positions)[None], block=16, axis=None).local

@@ -55,16 +55,22 @@ def calls(segments: Segments) -> list[Call]:
 
 @dataclass(frozen=True)
 class Problem:
-    """The shape of a rank's attention that decides whether a kernel exists. dtype: what it computes in."""
+    """The shape of a rank's attention that decides whether a kernel exists. dtype: what it computes in.
+
+    tokens, documents: of all buffers of a call, most; 0 where it is not known.
+    """
 
     dtype: str
     q_heads: int
     kv_heads: int
     head_dim: int
+    tokens: int = 0
+    documents: int = 0
 
     def __str__(self) -> str:
         heads = f"{self.q_heads} query and {self.kv_heads} key/value heads"
-        return f"{self.dtype}, {heads} of dim {self.head_dim}"
+        size = f", {self.tokens:,} tokens in up to {self.documents:,} documents" * bool(self.tokens)
+        return f"{self.dtype}, {heads} of dim {self.head_dim}{size}"
 
 
 Forward = Callable[[Array, Array, Array, Call, float], tuple[Array, Array]]

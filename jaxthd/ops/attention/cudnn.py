@@ -28,9 +28,12 @@ from jaxthd.ops.attention.pieces import (
     unfit_cudnn,
     unfit_for_fused,
 )
+from jaxthd.tables import size_text
 
 GROUPED_LEAST = (0, 11, 1)
 """Before it, keys' offsets were counted in query heads (jax-ml/jax #39521)."""
+WORKSPACE_MOST = 4 * 2**30
+"""Bytes that its backward pass may take besides its results."""
 _FORWARD = ("q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "scale", "mask_type", "return_residual")
 _SETTINGS = ["scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length"]
 _OLDER = (*_SETTINGS, "is_training", "return_residual", "res", "grad_output")
@@ -46,7 +49,21 @@ def _unfit(problem: Problem, machine: Machine) -> str | None:
         return f"it needs compute capability 9.0 (Hopper) or later, and this is {machine.compute_capability}"
     if problem.q_heads != problem.kv_heads and numbers(machine.jax) < GROUPED_LEAST:
         return f"grouped-query attention is wrong in it before jax 0.11.1, and this is {machine.jax}"
-    return unfit_cudnn(machine) or changed()
+    return unfit_cudnn(machine) or _too_large(problem) or changed()
+
+
+def _too_large(problem: Problem) -> str | None:
+    """XLA tells cuDNN of as many batches as there are pieces, each as long as the buffer, and cuDNN sums dq
+    in float32 for all of them (XLA's and cudnn-frontend's sources, 2026-11; not yet run).
+    """
+    size = 4 * (problem.documents + 1) * problem.q_heads * problem.tokens * problem.head_dim
+    if size <= WORKSPACE_MOST:
+        return None
+    return (
+        f"its backward pass would take {size_text(size)} of workspace, 4 x {problem.documents + 1} pieces x "
+        f"{problem.q_heads} heads x {problem.tokens} tokens x {problem.head_dim} dims, and "
+        f"{size_text(WORKSPACE_MOST)} is the most that it may: lower data.max_documents or data.capacity"
+    )
 
 
 def changed() -> str | None:

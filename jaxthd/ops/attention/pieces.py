@@ -109,7 +109,7 @@ def unfit_for_fused(problem: Problem, platform: str) -> str | None:
 def unfit_cudnn(machine: Machine) -> str | None:
     """Versions of cuDNN whose packed attention is missing or wrong."""
     if machine.cudnn is None:
-        return "cuDNN is missing; pip install 'jax[cuda12]'"
+        return "cuDNN is missing; pip install 'jax[cuda12]' or 'jax[cuda13]'"
     here = cudnn_text(machine.cudnn)
     if machine.cudnn < CUDNN_LEAST:
         return f"it needs cuDNN {cudnn_text(CUDNN_LEAST)} or later, and this is {here}"
