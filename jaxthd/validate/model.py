@@ -9,9 +9,8 @@ from jaxthd.adapt import trained
 from jaxthd.config import Config
 from jaxthd.data.features import mel_filterbank
 from jaxthd.data.tokenizer import ByteTokenizer
-from jaxthd.kernels import attention_problem
 from jaxthd.machine import numbers
-from jaxthd.ops.attention import te
+from jaxthd.ops.attention import contract, te
 from jaxthd.ops.attention.pieces import unfit_for_fused
 from jaxthd.ops.scan import CAPABILITY_LEAST
 from jaxthd.ops.scan_pallas import why_unfit
@@ -197,11 +196,12 @@ def _dtype(config: Config, device: DeviceFacts) -> Iterator[Problem]:
         )
 
 
-@RULES.rule("model.attention_backend", "model.dtype", "model.llm.head_dim", "mesh.tensor")
+@RULES.rule("model.attention_backend", "model.dtype", "model.llm")
 def _fused_attention(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    """What of it depends on versions is asked when it is admitted (jaxthd.kernels)."""
-    backend = config.model.attention_backend
-    reason = unfit_for_fused(attention_problem(config), device.platform)
+    """What of it depends on versions and on buffers is asked when it is admitted (jaxthd.kernels)."""
+    backend, llm = config.model.attention_backend, config.model.llm
+    heads = contract.Problem(config.model.dtype, llm.q_heads, llm.kv_heads, llm.head_dim)
+    reason = unfit_for_fused(heads, device.platform)
     if backend in ("te", "cudnn") and reason:
         change = "set model.attention_backend to auto or xla"
         yield Problem(
