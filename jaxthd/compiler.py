@@ -29,7 +29,8 @@ class Option(NamedTuple):
 
 _NOT_RUN = "not yet run on a GPU"
 _COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
-"""Not COLLECTIVES: in a loop or a conditional they would be nodes that CUDA's conditional graphs refuse."""
+"""Not COLLECTIVES: in a loop or a conditional they would be nodes that CUDA's conditional graphs are reported
+to refuse (pytorch/pytorch #180960)."""
 
 OPTIONS = (
     Option(

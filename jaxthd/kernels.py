@@ -18,7 +18,7 @@ from jaxthd.ops.scan_pallas import chunk_of
 
 
 def attention_problem(config: Config) -> Problem:
-    """The decoder's attention on each tensor rank."""
+    """The decoder's attention on each tensor rank, of the buffers of a microbatch."""
     llm, mesh, data = config.model.llm, config.mesh, config.data
     rows = max(1, data.rows // mesh.data // config.train.microbatches)
     return Problem(

@@ -45,10 +45,8 @@ def make_mesh(config: MeshConfig) -> Mesh:
     return jax.make_mesh(config.sizes, AXES, axis_types=axis_types, devices=jax.devices()[: config.devices])
 
 
-def on_ranks(
-    rank: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...], out_specs: Any
-) -> Callable[..., Any]:
-    """`rank` on every device of the mesh, inside shard_map, all axes manual.
+def on_ranks(rank: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`rank` on every device of the mesh, inside shard_map, all axes manual. in_specs, out_specs: as there.
 
     Arguments without elements (no audio, no depths) are made inside: compiling for several devices, jaxlib
     0.11.2 crashes on them.

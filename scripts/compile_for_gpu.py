@@ -9,7 +9,7 @@ is told what the device is like; it then chooses no kernels by measuring, and as
 The step is that of scripts/check_gpu.py: a tiny or a 1B hybrid with packed audio, bfloat16, the scan by
 Pallas kernels. Printed are its memory, what of it is recorded in CUDA graphs and what the host still runs
 between them (loops whose turns are not recorded, kernels), and where collectives lie: those in a loop or
-conditional inside a graph are nodes that CUDA refuses. Exits 1 where there are any.
+conditional inside a graph are nodes that CUDA is reported to refuse. Exits 1 where there are any.
 
 --set NAME=VALUE, any number: of train.xla_options if NAME begins with xla_, else a setting such as
 model.attention_block or mesh.fsdp.
@@ -44,6 +44,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxthd.config import Config, DataConfig, MeshConfig
 from jaxthd.estimate import abstract_batch
+from jaxthd.kernels import using
 from jaxthd.mesh import AXES, batch_specs
 from jaxthd.parallel.stages import to_stages
 from jaxthd.state import abstract_state, stages_of, state_shardings
@@ -154,17 +155,16 @@ def main() -> None:
     tokens = given.tokens or (512 if tiny else 8192)
     unit = 128 * sizes.audio_ranks  # each rank takes a chunk of 30 s
     frames = max(int(FRAMES * tokens), 24 * unit)
+    microbatches = 2 * sizes.pipeline if sizes.pipeline > 1 else 1
     data = DataConfig(
-        rows=sizes.data * 2 * sizes.pipeline if sizes.pipeline > 1 else sizes.data,
+        rows=sizes.data * microbatches,
         capacity=tokens,
         audio_capacity=unit * -(-frames // unit),
         max_documents=max(4, tokens // 128),
     )
-    config = replace(base_config(tiny, kernels=False), mesh=sizes, data=data)
-    config = replace(config, model=replace(config.model, scan_backend="pallas"))
-    if sizes.pipeline > 1:
-        config = replace(config, train=replace(config.train, microbatches=2 * sizes.pipeline))
-    config = changed(config, given.set)
+    config = using(base_config(tiny, kernels=False), scan_backend="pallas")
+    train = replace(config.train, microbatches=microbatches)
+    config = changed(replace(config, mesh=sizes, data=data, train=train), given.set)
     for warning in validate(config, DeviceFacts("gpu", sizes.devices, "NVIDIA H100", "9.0")):
         print(f"warning: {warning}")
 
@@ -207,7 +207,9 @@ def main() -> None:
     print(f"collectives: {counted(lying(found))}")
     refused = sum(n for (_, outer), n in found.items() if "kCommandBuffer" in outer[:-1])
     if refused:
-        print(f"{refused} collectives lie in a loop or conditional inside a graph, which CUDA refuses")
+        print(
+            f"{refused} collectives in a loop or conditional inside a graph: CUDA is reported to refuse them"
+        )
         sys.exit(1)
 
 

@@ -9,9 +9,10 @@ from jaxthd.parallel.schedule import make_schedule
 from jaxthd.parallel.stages import Stages
 from jaxthd.validate.rules import DeviceFacts, Group, Problem, divisors, multiples
 
-# --- the mesh and the machine ---
-
 RULES = Group()
+
+
+# --- the mesh and the machine ---
 
 
 @RULES.rule("mesh.data", "mesh.context", "mesh.pipeline", "mesh.tensor")

@@ -19,9 +19,10 @@ from jaxthd.machine import numbers
 from jaxthd.ops.fp8 import is_installed
 from jaxthd.validate.rules import DeviceFacts, Group, Problem, multiples, shapes_of
 
-# --- what is trained ---
-
 RULES = Group()
+
+
+# --- what is trained ---
 
 
 @RULES.rule("adapt", "model")
