@@ -391,7 +391,7 @@ class TrainConfig:
     tensorboard: bool = True
     """Write the metrics as TensorBoard files too."""
     command_buffers: bool = True
-    """On GPUs kernels, loops and conditionals are recorded in CUDA graphs (XLA's command buffers), where XLA can."""
+    """On GPUs kernels, loops and conditionals are recorded in CUDA graphs (command buffers) where XLA can."""
     xla_options: tuple[str, ...] = ()
     """Options of XLA for the compiled programs, NAME=VALUE, over those of jaxthd/compiler.py."""
     draw_last_batch: bool = False
