@@ -393,7 +393,7 @@ class TrainConfig:
     command_buffers: bool = True
     """On GPUs kernels, loops and conditionals are recorded in CUDA graphs (command buffers) where XLA can."""
     xla_options: tuple[str, ...] = ()
-    """Options of XLA for the compiled programs, NAME=VALUE, over those of jaxthd/compiler.py."""
+    """Options of XLA for the compiled programs, NAME=VALUE, over those of jaxthd/kernels/xla_options.py."""
     draw_last_batch: bool = False
     """Draw the documents of the last batch as a picture: buffers, ranks, audio, padding."""
 

@@ -28,10 +28,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxthd.adapt import merge_lora
-from jaxthd.checkpoint import Checkpoints
+from jaxthd.checkpoints.checkpoint import Checkpoints
+from jaxthd.checkpoints.weights import load_weights, named_weights, source_of
 from jaxthd.config import Config, DataConfig, MeshConfig, ModelConfig
-from jaxthd.data.tokenizer import load_tokenizer
+from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.hf.adapter import ADAPTER
 from jaxthd.hf.checkpoint import TOKENIZER_FILES, Checkpoint, copy_files, export, open_checkpoint
@@ -40,11 +40,11 @@ from jaxthd.hf.names import Part
 from jaxthd.hf.nemotron_h import NEMOTRON_H
 from jaxthd.hf.nemotron_omni import NEMOTRON_OMNI
 from jaxthd.hf.parakeet import PARAKEET
-from jaxthd.mesh import make_mesh
-from jaxthd.state import TrainState
-from jaxthd.tables import size_text
-from jaxthd.weights import load_weights, named_weights, source_of
-from jaxthd.workdir import is_run, read_config, write_config
+from jaxthd.models.adapt import merge_lora
+from jaxthd.parallel.mesh import make_mesh
+from jaxthd.run.workdir import is_run, read_config, write_config
+from jaxthd.steps.state import TrainState
+from jaxthd.terminal.tables import size_text
 
 PARTS = {"llm": NEMOTRON_H, "encoder": PARAKEET, "adapter": ADAPTER}
 FORMATS = ("omni", "parts", *PARTS)

@@ -15,15 +15,15 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxthd.adapt import dotted, projections, split, trained
-from jaxthd.cli import parse_command_line
 from jaxthd.config import Config, MeshConfig
 from jaxthd.errors import readable_errors
-from jaxthd.mesh import bytes_of, on_device
+from jaxthd.models.adapt import dotted, projections, split, trained
+from jaxthd.parallel.mesh import bytes_of, on_device
 from jaxthd.parallel.params import Buffer
 from jaxthd.parallel.stages import KINDS
-from jaxthd.state import abstract_model, make_optimizer, model_specs
-from jaxthd.tables import aligned, size_text
+from jaxthd.steps.state import abstract_model, make_optimizer, model_specs
+from jaxthd.terminal.command_line import parse_command_line
+from jaxthd.terminal.tables import aligned, size_text
 from jaxthd.validate import DeviceFacts, problems
 
 PARTS = ("LLM", "encoder", "adapter")

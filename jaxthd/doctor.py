@@ -16,16 +16,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxthd.admission import Kernel, Verdict, admit
 from jaxthd.config import load_config
 from jaxthd.errors import readable_errors
-from jaxthd.kernels import CHOICES
-from jaxthd.machine import Machine, cudnn_text, installed
-from jaxthd.ops import scan
+from jaxthd.kernels import scan_probe as scan
+from jaxthd.kernels.admission import Kernel, Verdict, admit
+from jaxthd.kernels.attention_probe import attention_kernels
+from jaxthd.kernels.choose import CHOICES
+from jaxthd.kernels.machine import Machine, cudnn_text, installed
 from jaxthd.ops.attention import backends as attention
-from jaxthd.ops.attention.admission import attention_kernels
 from jaxthd.ops.attention.contract import Problem
-from jaxthd.tables import table
+from jaxthd.terminal.tables import table
 
 COMMON: list[Sequence[Kernel]] = [
     attention_kernels(Problem("bfloat16", 32, 8, 128)),

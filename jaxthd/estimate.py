@@ -2,7 +2,7 @@
 
     python -m jaxthd.estimate --config configs/nemotron3_nano.py [--mesh.data 16 ...] [--no-compile]
 
-State is exact. Temporary memory and bytes are told twice: in closed form (jaxthd/costs.py), and read from
+State is exact. Temporary memory and bytes are told twice: in closed form (jaxthd/planning/costs.py), and read from
 the training step, compiled for as many simulated CPU devices as the mesh has; nothing of the run's size is
 ever allocated. These devices compute bfloat16 in float32, so the closed form is told for float32 too.
 Compiling Nemotron-3-Nano takes minutes; --no-compile leaves it out.
@@ -18,21 +18,21 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxthd.cli import parse_command_line, simulate_devices
 from jaxthd.config import Config
-from jaxthd.costs import Costs, Number, Traffic, stage_runs
 from jaxthd.describe import state_bytes
 from jaxthd.errors import readable_errors
-from jaxthd.kernels import using
-from jaxthd.mesh import batch_specs, bytes_of, make_mesh, on_device
+from jaxthd.kernels.choose import using
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING
+from jaxthd.parallel.mesh import batch_specs, bytes_of, make_mesh, on_device
 from jaxthd.parallel.schedule import Schedule, make_schedule
 from jaxthd.parallel.stages import to_stages
-from jaxthd.program import UNOPTIMIZED, received_bytes
-from jaxthd.state import abstract_state, stages_of, state_shardings
-from jaxthd.step import make_train_step
-from jaxthd.tables import aligned, size_text
+from jaxthd.planning.costs import Costs, Number, Traffic, stage_runs
+from jaxthd.planning.program import UNOPTIMIZED, received_bytes
+from jaxthd.steps.state import abstract_state, stages_of, state_shardings
+from jaxthd.steps.step import make_train_step
+from jaxthd.terminal.command_line import parse_command_line, simulate_devices
+from jaxthd.terminal.tables import aligned, size_text
 from jaxthd.validate import DeviceFacts, validate
 
 

@@ -25,20 +25,20 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jaxthd.cli import PROCESS_OPTIONS, parse_command_line, ready
+from jaxthd.checkpoints.weights import load_model
 from jaxthd.config import Config
-from jaxthd.data.loaders import SpeechData
-from jaxthd.distributed import is_first
+from jaxthd.data.dataset import SpeechData
 from jaxthd.errors import UserError, readable_errors
-from jaxthd.evaluation import Evaluation, Evaluator, Hypothesis
-from jaxthd.jsonl import finite, write_lines
-from jaxthd.mesh import local_rows, make_mesh
+from jaxthd.figures.error_gallery import Case, draw_worst
+from jaxthd.files.jsonl import finite, write_lines
+from jaxthd.inference.evaluator import Evaluation, Evaluator, Hypothesis
+from jaxthd.inference.wer import Errors, errors_of, make_normaliser, summed
 from jaxthd.packing.document import Document
-from jaxthd.tables import table
-from jaxthd.weights import load_model
-from jaxthd.wer import Errors, errors_of, make_normaliser, summed
-from jaxthd.workdir import write_atomically
-from jaxthd.worst import Case, draw_worst
+from jaxthd.parallel.mesh import local_rows, make_mesh
+from jaxthd.parallel.processes import is_first
+from jaxthd.run.workdir import write_atomically
+from jaxthd.terminal.command_line import PROCESS_OPTIONS, parse_command_line, ready
+from jaxthd.terminal.tables import table
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "weights": {
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
 def evaluate(config: Config, weights: Sequence[str | Path], out: Path, worst: int = 8) -> dict[str, Any]:
     """Writes the results into the folder `out` and prints their table; returns what summary.json holds.
 
-    weights: as jaxthd.weights.load_weights. The config is taken as validated. worst: most cases of the
+    weights: as jaxthd.checkpoints.weights.load_weights. The config is taken as validated. worst: most cases of the
     picture. Of several processes all call it.
     Raises UserError for data or weights that cannot be used.
     """

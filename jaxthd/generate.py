@@ -17,19 +17,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxthd.cli import parse_command_line, simulate_devices
-from jaxthd.compiler import prepare_compiler
+from jaxthd.checkpoints.weights import load_model
 from jaxthd.config import Config, DataConfig
 from jaxthd.data.example import Clip, Example, Turn
-from jaxthd.data.manifest import read_chats
-from jaxthd.data.tokenizer import load_tokenizer
+from jaxthd.data.sources.manifest import read_chats
+from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError, readable_errors
-from jaxthd.generation import Answer, Generator, Piece, check_sampling, for_generation, joined
-from jaxthd.jsonl import append_line
-from jaxthd.kernels import with_admitted
-from jaxthd.mesh import make_mesh
+from jaxthd.files.jsonl import append_line
+from jaxthd.inference.generator import Answer, Generator, Piece, check_sampling, for_generation, joined
+from jaxthd.kernels.choose import with_admitted
+from jaxthd.kernels.xla_options import prepare_compiler
+from jaxthd.parallel.mesh import make_mesh
+from jaxthd.terminal.command_line import parse_command_line, simulate_devices
 from jaxthd.validate import DeviceFacts, validate
-from jaxthd.weights import load_model
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "weights": {
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
 def load(
     config: Config, weights: Sequence[str | Path], *, batch: int = 8, max_new_tokens: int = 256
 ) -> Generator:
-    """A Generator on config.mesh. weights: workdirs of runs, Hugging Face folders (jaxthd.weights).
+    """A Generator on config.mesh. weights: workdirs of runs, Hugging Face folders (jaxthd.checkpoints.weights).
 
     Raises UserError for what cannot work: the configuration, its tokenizer, the checkpoint.
     """

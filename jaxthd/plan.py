@@ -20,26 +20,26 @@ import numpy as np
 import soundfile
 from jaxtyping import Int
 
-from jaxthd.cli import parse_command_line
 from jaxthd.config import Config
-from jaxthd.data.audio import MIN_SAMPLES, chunk_audio, open_recording
+from jaxthd.data.audio.features import HOP, SAMPLE_RATE
+from jaxthd.data.audio.recordings import MIN_SAMPLES, chunk_audio, open_recording
 from jaxthd.data.example import Clip, Example, Samples
-from jaxthd.data.features import HOP, SAMPLE_RATE
-from jaxthd.data.prompt import PromptTemplate
-from jaxthd.data.sources import training_sources
-from jaxthd.data.tokenizer import load_tokenizer
+from jaxthd.data.sources.named import training_sources
+from jaxthd.data.text.prompt import PromptTemplate
+from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.describe import parameter_groups
 from jaxthd.errors import UserError, readable_errors
-from jaxthd.layouts import (
+from jaxthd.packing.document import SUBSAMPLING, encoder_frames
+from jaxthd.planning.layouts import (
     LAYOUT_COSTS,
     MULTIPLY_ADDS_PER_BYTE,
     LayoutCost,
     compare_layouts,
     layout_recommendation,
 )
-from jaxthd.packing.document import SUBSAMPLING, encoder_frames
-from jaxthd.packing.simulate import COSTS, Lengths, Outcome, balance, padded, simulate, slots_of
-from jaxthd.tables import table
+from jaxthd.planning.simulate import COSTS, Lengths, Outcome, balance, padded, simulate, slots_of
+from jaxthd.terminal.command_line import parse_command_line
+from jaxthd.terminal.tables import table
 
 MOST_READ = 100_000
 """Documents whose lengths are measured; of more, a seeded sample."""
@@ -419,7 +419,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator, PercentFormatter, StrMethodFormatter
 
-    from jaxthd.figures import HUES, INK
+    from jaxthd.figures.curves import HUES, INK
 
     figure = Figure(figsize=(15, 4.8), dpi=100, layout="constrained")
     lengths, held, padding = figure.subplots(1, 3)

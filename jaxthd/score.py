@@ -25,23 +25,23 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int, Int32
 
-from jaxthd.cli import PROCESS_OPTIONS, parse_command_line, ready
-from jaxthd.compiler import jit_for
+from jaxthd.checkpoints.weights import Weights, load_model, training_weights
 from jaxthd.config import Config
+from jaxthd.data.dataset import InStep, SpeechData
 from jaxthd.data.faults import SkipLog
-from jaxthd.data.loaders import InStep, SpeechData
 from jaxthd.data.pipeline import make_loader
-from jaxthd.distributed import is_first
 from jaxthd.errors import UserError, readable_errors
-from jaxthd.jsonl import write_lines
-from jaxthd.mesh import local_rows, make_mesh, put_batch
+from jaxthd.files.jsonl import write_lines
+from jaxthd.kernels.xla_options import jit_for
 from jaxthd.ops.cross_entropy import TokenScores
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.layout import document_slots
-from jaxthd.state import Tree
-from jaxthd.step import make_scores
-from jaxthd.weights import Weights, load_model, training_weights
+from jaxthd.parallel.mesh import local_rows, make_mesh, put_batch
+from jaxthd.parallel.processes import is_first
+from jaxthd.steps.state import Tree
+from jaxthd.steps.step import make_scores
+from jaxthd.terminal.command_line import PROCESS_OPTIONS, parse_command_line, ready
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "weights": {"nargs": "+", "help": "the workdir of a run, or published checkpoints (as train.init_from)"},
@@ -127,7 +127,7 @@ def score(
 ) -> list[DocumentScores]:
     """Of each document, in their order. Of several processes all call it with the same, and get the same.
 
-    weights: in the canonical form, or sources as jaxthd.weights.load_weights takes them. config: validated.
+    weights: in the canonical form, or sources as jaxthd.checkpoints.weights.load_weights takes them. config: validated.
     top_k, every_token: see Scorer.
     Raises UserError where two documents have one key, and where one does not fit the config's buffers.
     """

@@ -25,20 +25,21 @@ from typing import Any
 
 import jax
 
-from jaxthd.adapt import split, trained
-from jaxthd.checkpoint import Checkpoints
-from jaxthd.cli import PROCESS_OPTIONS, parse_command_line, ready
+from jaxthd.checkpoints.checkpoint import Checkpoints
+from jaxthd.checkpoints.weights import start_state
 from jaxthd.config import Config
-from jaxthd.data.loaders import SpeechData, whole_position
-from jaxthd.distributed import exchange, is_first, require_same
+from jaxthd.data.dataset import SpeechData, whole_position
 from jaxthd.errors import UserError, readable_errors
-from jaxthd.evaluation import Evaluator, validation_metrics
-from jaxthd.figures import draw_batch, draw_curves
-from jaxthd.jsonl import append_line, keep_lines, write_lines
-from jaxthd.mesh import local_rows, make_mesh, put_batch
-from jaxthd.metrics import Metrics, NoMetrics, metrics_line, read_metrics, summary
-from jaxthd.signals import stop_requested
-from jaxthd.state import (
+from jaxthd.figures.curves import draw_batch, draw_curves
+from jaxthd.files.jsonl import append_line, keep_lines, write_lines
+from jaxthd.inference.evaluator import Evaluator, validation_metrics
+from jaxthd.models.adapt import split, trained
+from jaxthd.parallel.mesh import local_rows, make_mesh, put_batch
+from jaxthd.parallel.processes import exchange, is_first, require_same
+from jaxthd.run.metrics import Metrics, NoMetrics, metrics_line, read_metrics, summary
+from jaxthd.run.signals import stop_requested
+from jaxthd.run.workdir import opened
+from jaxthd.steps.state import (
     TrainState,
     abstract_model,
     abstract_state,
@@ -46,9 +47,8 @@ from jaxthd.state import (
     canonical_shardings,
     training_form,
 )
-from jaxthd.step import make_train_step
-from jaxthd.weights import start_state
-from jaxthd.workdir import opened
+from jaxthd.steps.step import make_train_step
+from jaxthd.terminal.command_line import PROCESS_OPTIONS, parse_command_line, ready
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(config: Config, workdir: Path) -> None:
     """Runs, or continues, the training of `workdir` up to config.train.steps, or until SIGTERM or Ctrl-C.
 
-    If there are several processes (jaxthd.distributed), all call it; they share the workdir. The config is
+    If there are several processes (jaxthd.parallel.processes), all call it; they share the workdir. The config is
     taken as validated. Raises UserError for data that cannot be used, for a workdir of another config or in
     use, where too many updates in a row are not finite, and where a checkpoint cannot be saved.
     """

@@ -23,13 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxthd.admission import admit, error
-from jaxthd.machine import Machine
-from jaxthd.ops.attention.admission import attention_kernels
+from jaxthd.kernels.admission import admit, error
+from jaxthd.kernels.attention_probe import attention_kernels
+from jaxthd.kernels.machine import Machine
 from jaxthd.ops.attention.contract import Problem
-from jaxthd.ops.ring import packed_attention
+from jaxthd.ops.attention.ring import packed_attention
 from jaxthd.packing.segments import Segments, make_segments
-from jaxthd.tables import show
+from jaxthd.terminal.tables import show
 from scripts.bench_scan import CALLS, recordings, row_of, seconds
 
 MOST = 0.03

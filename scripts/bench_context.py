@@ -32,10 +32,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
-from jaxthd.data.manifest import read_manifest
 from jaxthd.data.pipeline import PackDocuments
-from jaxthd.layouts import state_bytes
-from jaxthd.mesh import CONTEXT, make_mesh
+from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.models.hybrid import Block
 from jaxthd.ops.grouped_matmul import expert_layout
 from jaxthd.packing.balance import attention_work, imbalance
@@ -44,11 +42,13 @@ from jaxthd.packing.document import Document, encoder_frames
 from jaxthd.packing.layout import context_permutation
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import KeyIntervals, make_segments
+from jaxthd.parallel.mesh import CONTEXT, make_mesh
 from jaxthd.parallel.params import Buffer, Init
-from jaxthd.program import compiled, received_bytes
-from jaxthd.state import abstract_model
-from jaxthd.step import loss_and_gradient
-from jaxthd.tables import Claim, conclude, show
+from jaxthd.planning.layouts import state_bytes
+from jaxthd.planning.program import compiled, received_bytes
+from jaxthd.steps.state import abstract_model
+from jaxthd.steps.step import loss_and_gradient
+from jaxthd.terminal.tables import Claim, conclude, show
 
 TINY = ModelConfig(
     encoder=EncoderConfig(num_mels=8, layers=1, dim=8, heads=1, ffn_dim=8, subsampling_channels=8),

@@ -27,14 +27,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxthd.checkpoints.weights import Weights, load_weights, named_weights
 from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.convert import export_weights, import_weights
 from jaxthd.hf.checkpoint import export
 from jaxthd.hf.nemotron_omni import NEMOTRON_OMNI
-from jaxthd.mesh import make_mesh
-from jaxthd.state import canonical_weights, init_state
-from jaxthd.tables import Claim, conclude, show, size_text
-from jaxthd.weights import Weights, load_weights, named_weights
+from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps.state import canonical_weights, init_state
+from jaxthd.terminal.tables import Claim, conclude, show, size_text
 
 MESHES = ((1, 1, 1, 1), (8, 1, 1, 1), (2, 2, 1, 2), (2, 1, 2, 2))
 GROWTH = 64 * 2**20

@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxthd.cli import simulate_devices
 from jaxthd.config import Config, load_config
+from jaxthd.data.audio.features import SAMPLE_RATE
 from jaxthd.data.example import Example, Samples, Turn
-from jaxthd.data.features import SAMPLE_RATE
-from jaxthd.generation import Generator
-from jaxthd.mesh import make_mesh
+from jaxthd.inference.generator import Generator
 from jaxthd.packing.document import SUBSAMPLING
-from jaxthd.state import init_state
-from jaxthd.tables import Claim, conclude, show
+from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps.state import init_state
+from jaxthd.terminal.command_line import simulate_devices
+from jaxthd.terminal.tables import Claim, conclude, show
 
 ROOT = Path(__file__).parents[1]
 RUNS = 3

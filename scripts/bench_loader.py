@@ -30,12 +30,12 @@ from typing import Any
 
 import jax
 
-from jaxthd.cli import simulate_devices
 from jaxthd.config import Config, load_config
-from jaxthd.data.loaders import InStep, SpeechData
-from jaxthd.mesh import make_mesh, put_batch
-from jaxthd.state import init_state
-from jaxthd.step import make_train_step
+from jaxthd.data.dataset import InStep, SpeechData
+from jaxthd.parallel.mesh import make_mesh, put_batch
+from jaxthd.steps.state import init_state
+from jaxthd.steps.step import make_train_step
+from jaxthd.terminal.command_line import simulate_devices
 
 WARM_UP = 16
 """Batches before anything is timed or weighed."""

@@ -27,14 +27,14 @@ import jax
 from flax import nnx
 
 from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
-from jaxthd.costs import Costs
 from jaxthd.estimate import bubble_formula, lowered_step
-from jaxthd.mesh import CONTEXT, TENSOR, bytes_of, on_device
+from jaxthd.parallel.mesh import CONTEXT, TENSOR, bytes_of, on_device
 from jaxthd.parallel.params import weight_decay_mask
 from jaxthd.parallel.schedule import make_schedule
-from jaxthd.program import UNOPTIMIZED
-from jaxthd.state import abstract_model, model_specs
-from jaxthd.tables import Claim, conclude, show
+from jaxthd.planning.costs import Costs
+from jaxthd.planning.program import UNOPTIMIZED
+from jaxthd.steps.state import abstract_model, model_specs
+from jaxthd.terminal.tables import Claim, conclude, show
 
 TINY = ModelConfig(
     encoder=EncoderConfig(num_mels=8, layers=1, dim=8, heads=1, ffn_dim=8, subsampling_channels=8),

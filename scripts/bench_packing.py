@@ -39,17 +39,17 @@ import numpy as np
 
 from jaxthd.config import Config, EncoderConfig, LLMConfig, ModelConfig
 from jaxthd.data.faults import Fault
-from jaxthd.data.manifest import read_manifest
 from jaxthd.data.pipeline import PackDocuments
+from jaxthd.data.sources.manifest import read_manifest
+from jaxthd.data.sources.synthetic import synthetic_manifests
 from jaxthd.data.speech import SpeechDocuments
-from jaxthd.data.synthetic import synthetic_manifests
-from jaxthd.data.tokenizer import load_tokenizer
-from jaxthd.mesh import make_mesh, put_batch
+from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING, Document
-from jaxthd.state import init_state
-from jaxthd.step import make_train_step
-from jaxthd.tables import Claim, conclude, table
+from jaxthd.parallel.mesh import make_mesh, put_batch
+from jaxthd.steps.state import init_state
+from jaxthd.steps.step import make_train_step
+from jaxthd.terminal.tables import Claim, conclude, table
 
 RUNGS = 6
 """Most lengths of the ladder."""

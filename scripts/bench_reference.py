@@ -136,11 +136,11 @@ def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) ->
 
     from jaxthd.config import Config, LLMConfig, ModelConfig
     from jaxthd.data.pipeline import PackDocuments
-    from jaxthd.mesh import make_mesh, put_batch
     from jaxthd.packing.batch import Batch
     from jaxthd.packing.document import Document
-    from jaxthd.state import abstract_state
-    from jaxthd.step import loss_and_gradient
+    from jaxthd.parallel.mesh import make_mesh, put_batch
+    from jaxthd.steps.state import abstract_state
+    from jaxthd.steps.step import loss_and_gradient
 
     jax.config.update("jax_platforms", "cpu")
     llm = LLMConfig(
@@ -307,8 +307,8 @@ def main() -> None:
             "has them: --python-reference PYTHON"
         )
 
-    from jaxthd.data.manifest import read_manifest
-    from jaxthd.tables import Claim, conclude
+    from jaxthd.data.sources.manifest import read_manifest
+    from jaxthd.terminal.tables import Claim, conclude
 
     utterances, _ = read_manifest(options.manifest, "--manifest")
     lengths = [

@@ -28,9 +28,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxthd.admission import error
-from jaxthd.ops import scan_launches as launches
-from jaxthd.ops.scan import (
+from jaxthd.kernels.admission import error
+from jaxthd.kernels.scan_probe import (
     PROBE_PADDING,
     QUANTITIES,
     ScanProblem,
@@ -41,7 +40,8 @@ from jaxthd.ops.scan import (
     scan,
     scan_probe,
 )
-from jaxthd.ops.ssd import ssd
+from jaxthd.ops.scan import pallas_launches as launches
+from jaxthd.ops.scan.ssd import ssd
 from jaxthd.packing.segments import make_segments
 
 NANO = ScanProblem("bfloat16", heads=64, groups=8, head_dim=64, state=128, chunk=128)

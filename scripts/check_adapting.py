@@ -31,20 +31,20 @@ import numpy as np
 import tokenizers
 from flax import nnx
 
+from jaxthd.checkpoints.weights import Weights, load_weights, named_weights
 from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, load_config
-from jaxthd.data.manifest import read_manifest
+from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.speech import SpeechDocuments
-from jaxthd.data.tokenizer import load_tokenizer
+from jaxthd.data.text.tokenizer import load_tokenizer
+from jaxthd.files.jsonl import write_lines
 from jaxthd.hf.checkpoint import export
 from jaxthd.hf.nemotron_omni import NEMOTRON_OMNI
-from jaxthd.jsonl import write_lines
-from jaxthd.mesh import make_mesh
-from jaxthd.metrics import read_metrics
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
-from jaxthd.state import canonical_weights, model_graph
-from jaxthd.tables import Claim, conclude
-from jaxthd.weights import Weights, load_weights, named_weights
+from jaxthd.parallel.mesh import make_mesh
+from jaxthd.run.metrics import read_metrics
+from jaxthd.steps.state import canonical_weights, model_graph
+from jaxthd.terminal.tables import Claim, conclude
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<so_embedding>")
 TEMPLATE = (

@@ -16,8 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from jaxthd.metrics import read_metrics
-from jaxthd.tables import Claim, conclude, show
+from jaxthd.run.metrics import read_metrics
+from jaxthd.terminal.tables import Claim, conclude, show
 
 CONFIG = Path(__file__).parent.parent / "configs" / "single.py"
 RUNS = {

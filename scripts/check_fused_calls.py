@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault("PJRT_NPROC", "32")  # threads; see jaxthd.cli.simulate_devices
+os.environ.setdefault("PJRT_NPROC", "32")  # threads; see jaxthd.terminal.command_line.simulate_devices
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["NVTE_PROJECT_BUILDING"] = "1"  # no CUDA libraries are loaded
 
@@ -37,13 +37,13 @@ import jax.numpy as jnp
 from jax.interpreters import mlir
 
 from jaxthd.config import Config, MeshConfig
-from jaxthd.kernels import attention_problem, using
-from jaxthd.machine import installed, numbers
-from jaxthd.ops.attention.admission import error_bound, measure
+from jaxthd.kernels.attention_probe import error_bound, measure
+from jaxthd.kernels.choose import attention_problem, using
+from jaxthd.kernels.machine import installed, numbers
 from jaxthd.ops.attention.backends import BACKENDS
 from jaxthd.ops.attention.contract import Problem
 from jaxthd.ops.attention.cudnn import GROUPED_LEAST
-from jaxthd.tables import table
+from jaxthd.terminal.tables import table
 from scripts.check_meshes import check, variants
 from tests.ops import dense_kernels
 

@@ -13,7 +13,7 @@ Sections, each in a process of its own, so that one that fails or hangs takes no
     scan         scripts/bench_scan.py: the scan kernel, XLA's, and mamba_ssm's where it can be imported
     attention    scripts/bench_attention.py: packed attention of recordings and of long documents, by
                  admitted back-end; FlexAttention where torch can be imported
-    options      the step without each option of jaxthd/compiler.py; in FP8 (fp8_products: those that XLA has
+    options      the step without each option of jaxthd/kernels/xla_options.py; in FP8 (fp8_products: those that XLA has
                  cuBLASLt or Triton compute in 8 bits); with loops unrolled into one CUDA graph; with
                  larger blocks in attention that is blockwise
     conditionals what a `lax.cond` costs that is skipped
@@ -47,7 +47,6 @@ from flax import nnx
 from jax import Array
 from jax.sharding import AxisType, Mesh
 
-from jaxthd.compiler import OPTIONS
 from jaxthd.config import (
     Config,
     DataConfig,
@@ -56,14 +55,15 @@ from jaxthd.config import (
     ModelConfig,
     TrainConfig,
 )
-from jaxthd.kernels import using, with_admitted
-from jaxthd.mesh import AXES, make_mesh, put_batch
+from jaxthd.kernels.choose import using, with_admitted
+from jaxthd.kernels.xla_options import OPTIONS
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
-from jaxthd.state import abstract_model, init_state
-from jaxthd.step import loss_and_gradient, make_train_step
-from jaxthd.tables import show
+from jaxthd.parallel.mesh import AXES, make_mesh, put_batch
+from jaxthd.steps.state import abstract_model, init_state
+from jaxthd.steps.step import loss_and_gradient, make_train_step
+from jaxthd.terminal.tables import show
 from scripts import bench_attention, bench_scan
 from tests.helpers import relative_errors
 

@@ -13,13 +13,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from jaxthd.cli import simulate_devices
 from jaxthd.config import Config, load_config
 from jaxthd.errors import UserError, readable_errors
-from jaxthd.metrics import read_metrics
+from jaxthd.inference.wer import make_normaliser
+from jaxthd.run.metrics import read_metrics
+from jaxthd.terminal.command_line import simulate_devices
 from jaxthd.train import train
 from jaxthd.validate import DeviceFacts, validate
-from jaxthd.wer import make_normaliser
 
 
 def shortest(manifest: Path, count: int) -> list[dict]:

@@ -35,7 +35,7 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("PJRT_NPROC", "32")  # threads; see jaxthd.cli.simulate_devices
+os.environ.setdefault("PJRT_NPROC", "32")  # threads; see jaxthd.terminal.command_line.simulate_devices
 if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = (
         "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
@@ -47,7 +47,6 @@ if __name__ == "__main__":
 import jax
 import numpy as np
 
-from jaxthd.adapt import split, trained
 from jaxthd.config import (
     AdaptConfig,
     Config,
@@ -57,14 +56,15 @@ from jaxthd.config import (
     ModelConfig,
     TrainConfig,
 )
-from jaxthd.mesh import make_mesh, put_batch
+from jaxthd.models.adapt import split, trained
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
+from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.parallel.stages import from_stages, to_stages
-from jaxthd.state import abstract_model, stages_of
-from jaxthd.step import Gradient, loss_and_gradient
-from jaxthd.tables import table
+from jaxthd.steps.state import abstract_model, stages_of
+from jaxthd.steps.step import Gradient, loss_and_gradient
+from jaxthd.terminal.tables import table
 from tests.helpers import random_state, relative_errors, root_mean_square_norm
 
 Dtype = Literal["float32", "float64"]

@@ -27,12 +27,12 @@ from safetensors.numpy import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from jaxthd.checkpoints.weights import load_weights
 from jaxthd.config import Config
 from jaxthd.convert import export_weights, import_weights
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
-from jaxthd.mesh import make_mesh
-from jaxthd.tables import Claim, conclude, table
-from jaxthd.weights import load_weights
+from jaxthd.parallel.mesh import make_mesh
+from jaxthd.terminal.tables import Claim, conclude, table
 from tests.helpers import relative_errors
 from tests.hf.published import BASE, Published
 

@@ -24,16 +24,16 @@ from itertools import islice
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("PJRT_NPROC", "32")  # threads; see jaxthd.cli.simulate_devices
+os.environ.setdefault("PJRT_NPROC", "32")  # threads; see jaxthd.terminal.command_line.simulate_devices
 if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
-from jaxthd.checkpoint import Checkpoints
+from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
-from jaxthd.data.loaders import SpeechData
-from jaxthd.mesh import make_mesh
-from jaxthd.state import abstract_state, canonical_shardings
-from jaxthd.tables import table
+from jaxthd.data.dataset import SpeechData
+from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps.state import abstract_state, canonical_shardings
+from jaxthd.terminal.tables import table
 from jaxthd.train import train
 from jaxthd.validate import DeviceFacts, validate
 

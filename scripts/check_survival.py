@@ -32,9 +32,9 @@ import orbax.checkpoint as ocp
 import soundfile
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jaxthd.checkpoint import Checkpoints
+from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
-from jaxthd.state import TrainState, abstract_state
+from jaxthd.steps.state import TrainState, abstract_state
 
 STEPS = 48
 TIMED = {"time", "tokens_per_second", "step_seconds", "compilations"}

@@ -44,12 +44,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxthd.config import Config, DataConfig, MeshConfig
 from jaxthd.estimate import abstract_batch
-from jaxthd.kernels import using
-from jaxthd.mesh import AXES, batch_specs
+from jaxthd.kernels.choose import using
+from jaxthd.parallel.mesh import AXES, batch_specs
 from jaxthd.parallel.stages import to_stages
-from jaxthd.state import abstract_state, stages_of, state_shardings
-from jaxthd.step import make_train_step
-from jaxthd.tables import size_text
+from jaxthd.steps.state import abstract_state, stages_of, state_shardings
+from jaxthd.steps.step import make_train_step
+from jaxthd.terminal.tables import size_text
 from jaxthd.validate import DeviceFacts, validate
 from scripts.check_gpu import base_config
 

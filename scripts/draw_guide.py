@@ -20,7 +20,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, Rectangle
 
-from jaxthd.figures import FAINT, HUES, INK, PADDING, hues, light, slot_colors, slot_legend, stretches, tint
+from jaxthd.figures.curves import (
+    FAINT,
+    HUES,
+    INK,
+    PADDING,
+    hues,
+    light,
+    slot_colors,
+    slot_legend,
+    stretches,
+    tint,
+)
 from scripts.guide_numbers import (
     AUDIO,
     CAPACITY,

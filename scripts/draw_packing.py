@@ -21,7 +21,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 
 from jaxthd.config import Config, MeshConfig
-from jaxthd.figures import (
+from jaxthd.figures.curves import (
     FAINT,
     HUES,
     INK,
@@ -34,12 +34,12 @@ from jaxthd.figures import (
     slot_legend,
     tint,
 )
-from jaxthd.mesh import CONTEXT, make_mesh
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING, Document
 from jaxthd.packing.layout import context_permutation
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import KeyIntervals, make_segments
+from jaxthd.parallel.mesh import CONTEXT, make_mesh
 
 CAPACITY, RANKS = 128, 4
 CHUNK = CAPACITY // (2 * RANKS)

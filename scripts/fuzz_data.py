@@ -40,12 +40,12 @@ import soundfile
 from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig, SpecAugmentConfig
 from jaxthd.data.faults import SkipLog
 from jaxthd.data.pipeline import make_loader
-from jaxthd.data.sources import Source
+from jaxthd.data.sources.named import Source
 from jaxthd.data.speech import SpeechDocuments
-from jaxthd.data.tokenizer import ByteTokenizer
+from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.data.workers import Workers
 from jaxthd.errors import UserError
-from jaxthd.jsonl import read_lines
+from jaxthd.files.jsonl import read_lines
 
 CONFIG = Config(
     data=DataConfig(

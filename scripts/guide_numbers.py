@@ -12,15 +12,15 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxthd.config import Config, DataConfig, MeshConfig, ModelConfig
-from jaxthd.figures import Buffer, document_order
-from jaxthd.mesh import CONTEXT, make_mesh
-from jaxthd.ops.ssd import initial_states, ssd_and_states
+from jaxthd.figures.curves import Buffer, document_order
+from jaxthd.ops.scan.ssd import initial_states, ssd_and_states
 from jaxthd.packing.balance import attention_work
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING, Document
 from jaxthd.packing.layout import context_permutation, inverse_permutation
 from jaxthd.packing.pack import PackReport, pack_row
 from jaxthd.packing.segments import make_segments
+from jaxthd.parallel.mesh import CONTEXT, make_mesh
 from jaxthd.parallel.schedule import make_schedule
 
 CAPACITY, RANKS = 128, 4

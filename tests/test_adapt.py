@@ -15,9 +15,8 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from jaxthd.adapt import add_lora, dotted, merge_lora, split, trained
-from jaxthd.checkpoint import Checkpoints
-from jaxthd.checksum import named_arrays
+from jaxthd.checkpoints.checkpoint import Checkpoints
+from jaxthd.checkpoints.checksum import named_arrays
 from jaxthd.config import (
     AdaptConfig,
     Config,
@@ -32,13 +31,14 @@ from jaxthd.describe import main as describe_main
 from jaxthd.describe import state_bytes
 from jaxthd.errors import UserError
 from jaxthd.estimate import abstract_batch
-from jaxthd.mesh import make_mesh, put_batch
+from jaxthd.models.adapt import add_lora, dotted, merge_lora, split, trained
 from jaxthd.models.layers import Linear
 from jaxthd.models.speech_lm import Adapter
+from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.parallel.params import Buffer, Init
 from jaxthd.parallel.schedule import make_schedule
 from jaxthd.parallel.stages import from_stages, to_stages
-from jaxthd.state import (
+from jaxthd.steps.state import (
     abstract_model,
     abstract_state,
     canonical_form,
@@ -48,7 +48,7 @@ from jaxthd.state import (
     stages_of,
     training_form,
 )
-from jaxthd.step import loss_and_gradient, make_scores, make_train_step
+from jaxthd.steps.step import loss_and_gradient, make_scores, make_train_step
 from tests.helpers import random_state
 from tests.test_step import batch_of
 

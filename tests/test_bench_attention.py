@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxthd.admission import error
+from jaxthd.kernels.admission import error
 from scripts import bench_attention as bench
 
 

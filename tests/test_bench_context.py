@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxthd.layouts import exchange_bytes, state_bytes
+from jaxthd.planning.layouts import exchange_bytes, state_bytes
 from scripts import bench_context as bench
 
 SMALL = replace(bench.TINY, attention_block=32, llm=replace(bench.TINY.llm, pattern="M*", mamba_chunk=32))

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxthd.config import MeshConfig
-from jaxthd.tables import Claim, conclude
+from jaxthd.terminal.tables import Claim, conclude
 from scripts import bench_mesh as bench
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import scripts.bench_scan as bench
-from jaxthd.ops.scan import row_of
+from jaxthd.kernels.scan_probe import row_of
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxthd.checkpoint import Checkpoints
+from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.errors import UserError
-from jaxthd.state import TrainState
+from jaxthd.steps.state import TrainState
 from scripts.check_survival import bits, damaged
 
 MESH = jax.make_mesh((2, 4), ("data", "context"), axis_types=(AxisType.Auto,) * 2)

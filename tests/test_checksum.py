@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxthd.checksum import checksum, checksum_on_device, checksums, named_arrays
+from jaxthd.checkpoints.checksum import checksum, checksum_on_device, checksums, named_arrays
 
 DTYPES = ("bool", "int8", "int32", "int64", "uint32", "float16", "bfloat16", "float32", "float64")
 

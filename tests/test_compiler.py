@@ -7,7 +7,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxthd.compiler import (
+from jaxthd.config import Config, TrainConfig
+from jaxthd.errors import UserError
+from jaxthd.kernels.xla_options import (
     OPTIONS,
     check_options,
     compiler_options,
@@ -15,9 +17,7 @@ from jaxthd.compiler import (
     jit_for,
     prepare_compiler,
 )
-from jaxthd.config import Config, TrainConfig
-from jaxthd.errors import UserError
-from jaxthd.mesh import make_mesh
+from jaxthd.parallel.mesh import make_mesh
 
 
 def with_options(*options: str) -> Config:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxthd.config import Config, EncoderConfig, MeshConfig, load_config
-from jaxthd.data.audio import chunk_audio
-from jaxthd.data.features import HOP
+from jaxthd.data.audio.features import HOP
+from jaxthd.data.audio.recordings import chunk_audio
 from jaxthd.validate import DeviceFacts, validate
 
 CONFIGS = Path(__file__).parents[1] / "configs"

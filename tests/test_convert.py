@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxthd.checkpoints.weights import Weights, load_model, load_weights, named_weights, start_state
 from jaxthd.config import Config, MeshConfig, ModelConfig
 from jaxthd.convert import export_weights, import_weights, main
 from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
-from jaxthd.mesh import make_mesh
-from jaxthd.state import canonical_form, init_state
-from jaxthd.weights import Weights, load_model, load_weights, named_weights, start_state
+from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps.state import canonical_form, init_state
 from tests.hf.published import BASE, REFERENCES, write_published
 
 

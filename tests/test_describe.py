@@ -9,8 +9,8 @@ import pytest
 
 from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, load_config
 from jaxthd.describe import Group, describe, main, parameter_groups, state_bytes
-from jaxthd.mesh import make_mesh
-from jaxthd.state import abstract_state, init_state
+from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps.state import abstract_state, init_state
 
 NANO = Path(__file__).parents[1] / "configs" / "nemotron3_nano.py"
 SMALL = Config(

@@ -18,11 +18,11 @@ from typing import NamedTuple
 import jax
 import pytest
 
-from jaxthd import distributed
 from jaxthd.config import Config
-from jaxthd.distributed import exchange, started
 from jaxthd.errors import UserError
-from jaxthd.metrics import read_metrics
+from jaxthd.parallel import processes as distributed
+from jaxthd.parallel.processes import exchange, started
+from jaxthd.run.metrics import read_metrics
 from jaxthd.train import train
 from scripts.check_survival import write_recordings
 from tests.test_train import tiny
@@ -221,8 +221,8 @@ def test_two_processes_that_share_every_row_continue_what_one_began(
 
 PROCESS = """
 import sys, time
-from jaxthd import distributed
-from jaxthd.distributed import exchange, require_same, started
+from jaxthd.parallel import processes as distributed
+from jaxthd.parallel.processes import exchange, require_same, started
 
 what, *address = sys.argv[1:]
 if what == "missing":

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jaxthd import doctor
-from jaxthd.ops import scan
+from jaxthd.kernels import scan_probe as scan
 from jaxthd.ops.attention import backends as attention
 
 KINDS = (

@@ -15,9 +15,9 @@ from jaxthd.config import (
     ModelConfig,
     TrainConfig,
 )
-from jaxthd.costs import Costs
 from jaxthd.describe import state_bytes
 from jaxthd.estimate import estimate, main, measure
+from jaxthd.planning.costs import Costs
 
 NANO = Path(__file__).parents[1] / "configs" / "nemotron3_nano.py"
 SMALL = Config(

@@ -7,11 +7,11 @@ from typing import Any
 import jiwer
 import pytest
 
-from jaxthd import cli
 from jaxthd.convert import export_weights
 from jaxthd.errors import UserError
 from jaxthd.evaluate import main
-from jaxthd.wer import make_normaliser
+from jaxthd.inference.wer import make_normaliser
+from jaxthd.terminal import command_line as cli
 from tests import test_score, test_train
 
 manifest, run = test_train.manifest, test_score.run

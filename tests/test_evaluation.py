@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxthd.config import DataConfig
-from jaxthd.evaluation import Hypothesis, seconds_of_documents, validation_metrics, word_error_rate
+from jaxthd.inference.evaluator import Hypothesis, seconds_of_documents, validation_metrics, word_error_rate
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from tests.test_exactness import MELS, Spec, document

@@ -16,14 +16,14 @@ import pytest
 from flax import nnx
 
 from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
-from jaxthd.mesh import make_mesh, put_batch
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.prompts import find_prompts
 from jaxthd.packing.segments import Segments, make_segments
-from jaxthd.state import TrainState, abstract_model, make_optimizer, model_graph, state_shardings
-from jaxthd.step import Gradient, loss_and_gradient, make_train_step, make_validation_step
+from jaxthd.parallel.mesh import make_mesh, put_batch
+from jaxthd.steps.state import TrainState, abstract_model, make_optimizer, model_graph, state_shardings
+from jaxthd.steps.step import Gradient, loss_and_gradient, make_train_step, make_validation_step
 from tests.helpers import (
     assert_same,
     random_state,

@@ -16,7 +16,7 @@ from matplotlib.patches import Rectangle
 
 from jaxthd.config import Config, DataConfig, MeshConfig, ModelConfig
 from jaxthd.errors import UserError
-from jaxthd.figures import HUES, INK, MOST_ROWS, PADDING, batch_figure, curves_figure, draw_batch, main
+from jaxthd.figures.curves import HUES, INK, MOST_ROWS, PADDING, batch_figure, curves_figure, draw_batch, main
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
 from jaxthd.packing.layout import context_permutation, inverse_permutation, row_permutation

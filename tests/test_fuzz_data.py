@@ -12,9 +12,9 @@ import pytest
 
 from jaxthd.data.example import Example
 from jaxthd.data.faults import Fault
-from jaxthd.data.sources import Source
+from jaxthd.data.sources.named import Source
 from jaxthd.data.speech import SpeechDocuments
-from jaxthd.data.tokenizer import ByteTokenizer
+from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.data.workers import Workers
 from scripts import fuzz_data
 from scripts.fuzz_data import CONFIG, UTTERANCE, Outcome, check, fuzz, make_recordings

@@ -15,15 +15,15 @@ import pytest
 import soundfile
 
 from jaxthd import generate
-from jaxthd.checkpoint import Checkpoints
+from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.config import Config, DataConfig, load_config
 from jaxthd.data.example import Clip, Example, Turn
-from jaxthd.data.tokenizer import ByteTokenizer
+from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
-from jaxthd.generation import Generator, Piece
-from jaxthd.mesh import make_mesh
-from jaxthd.state import init_state
-from jaxthd.workdir import write_config
+from jaxthd.inference.generator import Generator, Piece
+from jaxthd.parallel.mesh import make_mesh
+from jaxthd.run.workdir import write_config
+from jaxthd.steps.state import init_state
 
 ROOT = Path(__file__).parents[1]
 CONFIG = '''"""A tiny model."""

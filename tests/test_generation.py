@@ -15,15 +15,15 @@ from flax import nnx
 from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.data.example import Clip, Example, Samples, Turn
 from jaxthd.data.speech import SpeechDocuments
-from jaxthd.data.tokenizer import ByteTokenizer
+from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
-from jaxthd.generation import Answer, Generator, Piece, for_generation, joined, random_bits
-from jaxthd.mesh import make_mesh
+from jaxthd.inference.generator import Answer, Generator, Piece, for_generation, joined, random_bits
 from jaxthd.ops.sampling import Sampling, draw
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
+from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.stages import to_stages
-from jaxthd.state import abstract_model, model_graph, stages_of
+from jaxthd.steps.state import abstract_model, model_graph, stages_of
 from tests.helpers import random_state
 
 NEW = 10

@@ -9,22 +9,22 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxthd.cli import ready
 from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig
 from jaxthd.errors import UserError
 from jaxthd.estimate import abstract_batch
-from jaxthd.kernels import attention_problem, scan_problem, with_admitted
-from jaxthd.machine import Machine
-from jaxthd.mesh import make_mesh
-from jaxthd.ops import scan_pallas
+from jaxthd.kernels.choose import attention_problem, scan_problem, with_admitted
+from jaxthd.kernels.machine import Machine
+from jaxthd.kernels.scan_probe import ScanProblem, scan
 from jaxthd.ops.attention import blockwise
 from jaxthd.ops.attention.backends import BACKENDS
 from jaxthd.ops.attention.contract import Backend
-from jaxthd.ops.ring import packed_attention
-from jaxthd.ops.scan import ScanProblem, scan
+from jaxthd.ops.attention.ring import packed_attention
+from jaxthd.ops.scan import pallas as scan_pallas
 from jaxthd.packing.segments import make_segments
-from jaxthd.state import abstract_state, state_shardings
-from jaxthd.step import make_train_step
+from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps.state import abstract_state, state_shardings
+from jaxthd.steps.step import make_train_step
+from jaxthd.terminal.command_line import ready
 from tests.ops.test_scan import broken_decays
 
 XLA = blockwise.BACKEND
@@ -98,7 +98,7 @@ def test_the_blockwise_one_is_not_measured(lines: list[str], tmp_path: Path):
 def test_a_command_settles_it_before_it_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("jaxthd.cli.simulate_devices", lambda devices: False)
+    monkeypatch.setattr("jaxthd.terminal.command_line.simulate_devices", lambda devices: False)
     nobody = Namespace(coordinator=None, processes=None, process=None)
     with ready(asking(attention_backend="auto", scan_backend="auto"), nobody) as config:
         assert config == Config()

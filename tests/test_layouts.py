@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from jaxthd.config import Config, DataConfig, LLMConfig, MeshConfig, ModelConfig
-from jaxthd.layouts import (
+from jaxthd.packing.document import Document
+from jaxthd.packing.pack import pack_row
+from jaxthd.planning.layouts import (
     MULTIPLY_ADDS_PER_BYTE,
     compare_layouts,
     exchange_bytes,
@@ -14,9 +16,7 @@ from jaxthd.layouts import (
     mamba_bytes,
     state_bytes,
 )
-from jaxthd.packing.document import Document
-from jaxthd.packing.pack import pack_row
-from jaxthd.packing.simulate import Lengths, simulate
+from jaxthd.planning.simulate import Lengths, simulate
 
 WORK = (1000.0, 0.0)
 

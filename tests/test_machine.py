@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxthd import machine
+from jaxthd.kernels import machine
 
 TEXTS = {
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build": "580.159.04",

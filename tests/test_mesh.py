@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxthd.config import MeshConfig
-from jaxthd.mesh import DATA, make_mesh, on_ranks
+from jaxthd.parallel.mesh import DATA, make_mesh, on_ranks
 
 
 def test_what_has_no_elements_is_made_inside_with_a_rank_s_share_of_its_shape():

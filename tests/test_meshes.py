@@ -4,10 +4,10 @@ import jax
 import pytest
 
 from jaxthd.config import MeshConfig
-from jaxthd.mesh import make_mesh, put_batch
+from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.parallel.stages import to_stages
-from jaxthd.state import stages_of
-from jaxthd.step import loss_and_gradient
+from jaxthd.steps.state import stages_of
+from jaxthd.steps.step import loss_and_gradient
 from scripts.check_meshes import (
     CAPACITY,
     adapted,

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-import jaxthd.metrics as metrics_module
+import jaxthd.run.metrics as metrics_module
 from jaxthd.errors import UserError, readable_errors
-from jaxthd.metrics import EventFile, Metrics, metrics_line, read_metrics, summary, values
+from jaxthd.run.metrics import EventFile, Metrics, metrics_line, read_metrics, summary, values
 
 REPORT = {
     "documents": 7,

@@ -10,12 +10,12 @@ import numpy as np
 from flax import nnx
 
 from jaxthd.config import AdaptConfig, Config, MeshConfig, TrainConfig
-from jaxthd.mesh import make_mesh, put_batch
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
-from jaxthd.state import abstract_model, model_graph
-from jaxthd.step import Gradient, loss_and_gradient
+from jaxthd.parallel.mesh import make_mesh, put_batch
+from jaxthd.steps.state import abstract_model, model_graph
+from jaxthd.steps.step import Gradient, loss_and_gradient
 from tests.helpers import assert_same, random_state
 from tests.mtp_reference import mtp_logits
 from tests.test_exactness import AUDIO, CAPACITY, MELS, MODEL, Parts, Spec, document, parts, states_of

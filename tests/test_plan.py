@@ -9,17 +9,17 @@ import pytest
 import soundfile
 
 from jaxthd import plan
-from jaxthd.cli import parse_command_line
 from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
-from jaxthd.data.audio import load_audio
+from jaxthd.data.audio.recordings import load_audio
 from jaxthd.data.example import Example
 from jaxthd.data.faults import Fault
-from jaxthd.data.manifest import read_manifest
+from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.speech import SpeechDocuments
-from jaxthd.data.tokenizer import load_tokenizer
+from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
 from jaxthd.packing.pack import document_frames
-from jaxthd.packing.simulate import Lengths, simulate
+from jaxthd.planning.simulate import Lengths, simulate
+from jaxthd.terminal.command_line import parse_command_line
 from jaxthd.validate import DeviceFacts, problems
 
 MODEL = ModelConfig(

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxthd.config import MeshConfig
-from jaxthd.program import received_bytes
+from jaxthd.planning.program import received_bytes
 
 CONTEXT = MeshConfig(context=4)
 EVERY_FORM = [

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxthd import cli
-from jaxthd.checkpoint import Checkpoints
+from jaxthd.checkpoints.checkpoint import Checkpoints
+from jaxthd.checkpoints.weights import Weights
 from jaxthd.config import Config, DataConfig, MeshConfig
 from jaxthd.errors import UserError
-from jaxthd.mesh import make_mesh
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
+from jaxthd.parallel.mesh import make_mesh
+from jaxthd.run.workdir import write_config
 from jaxthd.score import DocumentScores, in_order, main, score
-from jaxthd.state import canonical_form, init_state, model_graph
-from jaxthd.step import make_scores
-from jaxthd.weights import Weights
-from jaxthd.workdir import write_config
+from jaxthd.steps.state import canonical_form, init_state, model_graph
+from jaxthd.steps.step import make_scores
+from jaxthd.terminal import command_line as cli
 from tests import test_train
 from tests.test_exactness import AUDIO, CAPACITY, MELS, MODEL, ROUND_TO, Spec, document, run_config, state
 from tests.test_train import tiny

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxthd.config import Config, MeshConfig, TrainConfig
-from jaxthd.mesh import make_mesh, put_batch
 from jaxthd.packing.batch import Batch
-from jaxthd.state import (
+from jaxthd.parallel.mesh import make_mesh, put_batch
+from jaxthd.steps.state import (
     TrainState,
     abstract_state,
     canonical_form,
@@ -18,7 +18,7 @@ from jaxthd.state import (
     state_shardings,
     training_form,
 )
-from jaxthd.step import make_train_step
+from jaxthd.steps.step import make_train_step
 from scripts.check_meshes import batch_for, variants
 
 MESH = MeshConfig(2, 1, 2, 2)

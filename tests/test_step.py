@@ -12,13 +12,13 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
-from jaxthd.mesh import make_mesh, put_batch
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
+from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.parallel.params import Buffer, weight_decay_mask
-from jaxthd.state import abstract_model, init_state, learning_rate_schedule
-from jaxthd.step import loss_and_gradient, make_train_step
+from jaxthd.steps.state import abstract_model, init_state, learning_rate_schedule
+from jaxthd.steps.step import loss_and_gradient, make_train_step
 from tests.helpers import random_state
 
 MODEL = ModelConfig(

@@ -26,7 +26,7 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.errors import UserError
-from jaxthd.metrics import Metrics, read_metrics
+from jaxthd.run.metrics import Metrics, read_metrics
 from jaxthd.train import train
 from jaxthd.validate import DeviceFacts, validate
 

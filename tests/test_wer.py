@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxthd.wer import Errors, Unit, aligned_words, errors_of, make_normaliser, summed
+from jaxthd.inference.wer import Errors, Unit, aligned_words, errors_of, make_normaliser, summed
 
 
 @pytest.mark.parametrize(

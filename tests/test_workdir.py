@@ -15,7 +15,7 @@ import pytest
 
 from jaxthd.config import Config, MeshConfig
 from jaxthd.errors import UserError
-from jaxthd.workdir import FREE, _flat, opened, write_atomically
+from jaxthd.run.workdir import FREE, _flat, opened, write_atomically
 
 
 def changed(config: Config, name: str, value: Any) -> Config:
@@ -134,7 +134,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from jaxthd.config import Config
-from jaxthd.workdir import opened
+from jaxthd.run.workdir import opened
 
 with opened(Path(sys.argv[1]), Config()):
     print("held", flush=True)

@@ -5,8 +5,17 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from jaxthd.figures import FAINT, INK
-from jaxthd.worst import COLUMNS, DPI, MOST_LINES, WIDTH, Case, draw_worst, worst_figure, wrapped
+from jaxthd.figures.curves import FAINT, INK
+from jaxthd.figures.error_gallery import (
+    COLUMNS,
+    DPI,
+    MOST_LINES,
+    WIDTH,
+    Case,
+    draw_worst,
+    worst_figure,
+    wrapped,
+)
 
 RNG = np.random.default_rng(0)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from jaxthd.jsonl import append_line, keep_lines
+from jaxthd.files.jsonl import append_line, keep_lines
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ Worker processes import this: no jax, no grain.
 import numpy as np
 
 from jaxthd.config import Config
-from jaxthd.data.audio import chunk_audio, from_samples, load_audio
+from jaxthd.data.audio.features import DITHER, HOP, document_rng, log_mel, spec_augment
+from jaxthd.data.audio.recordings import chunk_audio, from_samples, load_audio
 from jaxthd.data.example import Clip, Example, Samples
 from jaxthd.data.faults import Fault
-from jaxthd.data.features import DITHER, HOP, document_rng, log_mel, spec_augment
-from jaxthd.data.prompt import PromptTemplate
-from jaxthd.data.tokenizer import Tokenizer
+from jaxthd.data.text.prompt import PromptTemplate
+from jaxthd.data.text.tokenizer import Tokenizer
 from jaxthd.packing.document import Document
 
 

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
-from jaxthd.mesh import PIPELINE
 from jaxthd.models.hybrid import Cache
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.prompts import Now, PromptEnds, make_prompts
 from jaxthd.packing.segments import KeyIntervals
+from jaxthd.parallel.mesh import PIPELINE
 from jaxthd.parallel.params import DECODER_SPREAD
 from jaxthd.parallel.stages import Stages
 from jaxthd.parallel.tensor import psum_live

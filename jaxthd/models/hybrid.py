@@ -18,11 +18,11 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.config import ModelConfig
-from jaxthd.mesh import PIPELINE
 from jaxthd.models.layers import RMSNorm
 from jaxthd.models.mixers import MLP, Attention, Mamba2, MoE, Prefilled, Routing
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
+from jaxthd.parallel.mesh import PIPELINE
 from jaxthd.parallel.params import Init, gathered_state, rematerialized, stack
 from jaxthd.parallel.stages import KINDS, Stages
 from jaxthd.parallel.tensor import Residual

@@ -11,9 +11,9 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from jaxthd.mesh import TENSOR
 from jaxthd.ops.fp8 import fp8_product
 from jaxthd.ops.numerics import accumulation_dtype
+from jaxthd.parallel.mesh import TENSOR
 from jaxthd.parallel.params import Cut, Init, own_part, stack
 
 

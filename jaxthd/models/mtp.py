@@ -16,11 +16,11 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.config import ModelConfig
-from jaxthd.mesh import TENSOR
 from jaxthd.models.hybrid import HybridLayers
 from jaxthd.models.layers import Linear, RMSNorm
 from jaxthd.models.mixers import Routing
 from jaxthd.packing.segments import Segments
+from jaxthd.parallel.mesh import TENSOR
 from jaxthd.parallel.params import Init, gathered_state, over_tensor, stack
 from jaxthd.parallel.stages import Stages
 from jaxthd.parallel.tensor import Residual

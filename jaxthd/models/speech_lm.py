@@ -17,7 +17,6 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32, UInt32
 
 from jaxthd.config import ModelConfig
-from jaxthd.mesh import AUDIO_AXES, CONTEXT, PIPELINE, TENSOR, ranks_of
 from jaxthd.models.fastconformer import FastConformer
 from jaxthd.models.hybrid import HybridDecoder
 from jaxthd.models.layers import Linear, RMSNorm, relu_squared
@@ -33,6 +32,7 @@ from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.sampling import Sampling, draw, likeliest
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.segments import Segments, make_segments
+from jaxthd.parallel.mesh import AUDIO_AXES, CONTEXT, PIPELINE, TENSOR, ranks_of
 from jaxthd.parallel.params import (
     DECODER_SPREAD,
     ENCODER_SPREAD,

@@ -18,8 +18,8 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32
 
 from jaxthd.config import MeshConfig
-from jaxthd.mesh import CONTEXT, DATA, ranks_of
 from jaxthd.ops.grouped_matmul import ExpertLayout, combine, dispatch, expert_layout, grouped_matmul
+from jaxthd.parallel.mesh import CONTEXT, DATA, ranks_of
 from jaxthd.parallel.params import Cut
 
 

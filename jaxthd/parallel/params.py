@@ -22,7 +22,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxthd.config import MeshConfig
-from jaxthd.mesh import AXES, CONTEXT, DATA, PIPELINE, TENSOR, ranks_of
+from jaxthd.parallel.mesh import AXES, CONTEXT, DATA, PIPELINE, TENSOR, ranks_of
 
 M = TypeVar("M", bound=nnx.Module)
 V = TypeVar("V", bound=nnx.Variable)

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxthd.mesh import PIPELINE
+from jaxthd.parallel.mesh import PIPELINE
 from jaxthd.parallel.schedule import Schedule, Work
 from jaxthd.parallel.stages import Stages
 

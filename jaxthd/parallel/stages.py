@@ -18,7 +18,7 @@ from jax import Array
 from jaxtyping import Int
 
 from jaxthd.config import LLMConfig, MeshConfig
-from jaxthd.mesh import PIPELINE
+from jaxthd.parallel.mesh import PIPELINE
 
 Result = TypeVar("Result")
 

@@ -14,7 +14,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.config import MeshConfig
-from jaxthd.mesh import TENSOR, ranks_of
+from jaxthd.parallel.mesh import TENSOR, ranks_of
 
 
 class Residual(NamedTuple):

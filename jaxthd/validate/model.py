@@ -5,15 +5,15 @@ from typing import NamedTuple
 
 import jax
 
-from jaxthd.adapt import trained
 from jaxthd.config import Config
-from jaxthd.data.features import mel_filterbank
-from jaxthd.data.tokenizer import ByteTokenizer
-from jaxthd.machine import numbers
+from jaxthd.data.audio.features import mel_filterbank
+from jaxthd.data.text.tokenizer import ByteTokenizer
+from jaxthd.kernels.machine import numbers
+from jaxthd.kernels.scan_probe import CAPABILITY_LEAST
+from jaxthd.models.adapt import trained
 from jaxthd.ops.attention import contract, te
 from jaxthd.ops.attention.pieces import unfit_for_fused
-from jaxthd.ops.scan import CAPABILITY_LEAST
-from jaxthd.ops.scan_pallas import why_unfit
+from jaxthd.ops.scan.pallas import why_unfit
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.validate.rules import DeviceFacts, Group, Problem, divisors, multiples, shapes_of
 
@@ -198,7 +198,7 @@ def _dtype(config: Config, device: DeviceFacts) -> Iterator[Problem]:
 
 @RULES.rule("model.attention_backend", "model.dtype", "model.llm")
 def _fused_attention(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    """What of it depends on versions and on buffers is asked when it is admitted (jaxthd.kernels)."""
+    """What of it depends on versions and on buffers is asked when it is admitted (jaxthd.kernels.choose)."""
     backend, llm = config.model.attention_backend, config.model.llm
     heads = contract.Problem(config.model.dtype, llm.q_heads, llm.kv_heads, llm.head_dim)
     reason = unfit_for_fused(heads, device.platform)

@@ -8,7 +8,7 @@ import jax
 
 from jaxthd.config import Config, MeshConfig
 from jaxthd.models.speech_lm import SpeechLM
-from jaxthd.state import abstract_model
+from jaxthd.steps.state import abstract_model
 
 
 @dataclass(frozen=True)

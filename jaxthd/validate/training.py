@@ -5,7 +5,9 @@ from collections.abc import Iterator
 
 import jax
 
-from jaxthd.adapt import (
+from jaxthd.config import Config
+from jaxthd.kernels.machine import numbers
+from jaxthd.models.adapt import (
     fp8_projections,
     matches,
     no_projections,
@@ -14,8 +16,6 @@ from jaxthd.adapt import (
     trained,
     unmatched,
 )
-from jaxthd.config import Config
-from jaxthd.machine import numbers
 from jaxthd.ops.fp8 import is_installed
 from jaxthd.validate.rules import DeviceFacts, Group, Problem, multiples, shapes_of
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from jaxthd.data.audio import AudioError, chunk_audio, from_samples, load_audio
+from jaxthd.data.audio.recordings import AudioError, chunk_audio, from_samples, load_audio
 from jaxthd.data.example import Samples
 
 

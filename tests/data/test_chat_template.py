@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from jaxthd.config import DataConfig
-from jaxthd.data.chat_template import ChatTemplate
 from jaxthd.data.example import Clip, Turn
-from jaxthd.data.prompt import PromptTemplate
-from jaxthd.data.render import Renderer, RenderError
-from jaxthd.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
+from jaxthd.data.text.chat_template import ChatTemplate
+from jaxthd.data.text.prompt import PromptTemplate
+from jaxthd.data.text.render import Renderer, RenderError
+from jaxthd.data.text.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 from jaxthd.errors import UserError
 
 CHAT = Path(__file__).parents[1] / "references" / "chat"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxthd.data.example import Turn
-from jaxthd.data.lines import expand_braces, own_prompt, read_examples
+from jaxthd.data.sources.lines import expand_braces, own_prompt, read_examples
 from jaxthd.errors import UserError
 
 

@@ -14,9 +14,10 @@ import pytest
 import soundfile
 
 from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig, SpecAugmentConfig
-from jaxthd.data import loaders, sources
-from jaxthd.data.loaders import SpeechData, whole_position
-from jaxthd.data.tokenizer import ByteTokenizer
+from jaxthd.data import dataset as loaders
+from jaxthd.data.dataset import SpeechData, whole_position
+from jaxthd.data.sources import named as sources
+from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
 
 

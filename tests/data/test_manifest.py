@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxthd.data.example import Clip, Example, Turn
-from jaxthd.data.manifest import read_manifest
+from jaxthd.data.sources.manifest import read_manifest
 
 GOOD = {"audio_filepath": "a.wav", "text": "one", "duration": 1.5}
 ANSWER = {"from": "Assistant", "value": "Yes.", "type": "text"}

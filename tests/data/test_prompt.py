@@ -7,8 +7,8 @@ import pytest
 
 from jaxthd.config import DataConfig
 from jaxthd.data.example import Clip, Turn
-from jaxthd.data.prompt import PromptTemplate
-from jaxthd.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from jaxthd.data.text.prompt import PromptTemplate
+from jaxthd.data.text.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from jaxthd.errors import UserError
 from tests.data.test_tokenizer import write
 

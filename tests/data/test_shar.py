@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxthd.data.audio import load_audio
+from jaxthd.data.audio.recordings import load_audio
 from jaxthd.data.example import Channels, Clip, Example
-from jaxthd.data.shar import read_shar
+from jaxthd.data.sources.shar import read_shar
 from jaxthd.errors import UserError
 from tests.data.sets import add, sound, write_tar
 

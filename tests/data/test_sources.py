@@ -14,8 +14,8 @@ import soundfile
 from jaxthd import plan
 from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig, SpecAugmentConfig
 from jaxthd.data import speech
-from jaxthd.data.loaders import SpeechData
-from jaxthd.data.sources import training_sources, validation_sources
+from jaxthd.data.dataset import SpeechData
+from jaxthd.data.sources.named import training_sources, validation_sources
 from jaxthd.errors import UserError
 from tests.data.sets import sound, write_tar
 

@@ -15,7 +15,7 @@ from jaxthd.data.example import Clip, Example, Samples, Turn
 from jaxthd.data.faults import Fault
 from jaxthd.data.pipeline import make_loader
 from jaxthd.data.speech import SpeechDocuments
-from jaxthd.data.tokenizer import ByteTokenizer
+from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.packing.document import Document
 
 CONFIG = Config(model=ModelConfig(encoder=EncoderConfig(num_mels=16, chunk_seconds=1.0)))

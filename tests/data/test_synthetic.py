@@ -6,11 +6,11 @@ import time
 import numpy as np
 import pytest
 
-from jaxthd.data import synthetic
-from jaxthd.data.audio import load_audio
-from jaxthd.data.features import log_mel
-from jaxthd.data.manifest import read_manifest
-from jaxthd.data.synthetic import synthetic_manifests
+from jaxthd.data.audio.features import log_mel
+from jaxthd.data.audio.recordings import load_audio
+from jaxthd.data.sources import synthetic
+from jaxthd.data.sources.manifest import read_manifest
+from jaxthd.data.sources.synthetic import synthetic_manifests
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxthd.data import audio
-from jaxthd.data.audio import AudioError, load_audio
+from jaxthd.data.audio import recordings as audio
+from jaxthd.data.audio.recordings import AudioError, load_audio
 from jaxthd.data.example import Channels, Clip, Example, Member
 from jaxthd.data.faults import Fault
-from jaxthd.data.manifest import read_manifest
-from jaxthd.data.tarred import index_tar, shard_number
+from jaxthd.data.sources.manifest import read_manifest
+from jaxthd.data.sources.tarred import index_tar, shard_number
 from jaxthd.errors import UserError
 from tests.data.sets import add, sound, write_tar
 

@@ -7,8 +7,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from jaxthd.data.special_tokens import read_special_tokens
-from jaxthd.data.tokenizer import ByteTokenizer, FileTokenizer, TextStream, Tokenizer, load_tokenizer
+from jaxthd.data.text.special_tokens import read_special_tokens
+from jaxthd.data.text.tokenizer import ByteTokenizer, FileTokenizer, TextStream, Tokenizer, load_tokenizer
 from jaxthd.errors import UserError
 
 TEXTS = ["", "one seven two", "  spaces\n\tand lines ", "naïve — 日本語 🎙", "\x00\x7f"]

@@ -15,14 +15,14 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
+from jaxthd.checkpoints.weights import Weights, load_weights, named_weights
 from jaxthd.config import Config, EncoderConfig, ModelConfig
 from jaxthd.hf.checkpoint import Checkpoint, model_config, open_checkpoint
 from jaxthd.hf.names import Tensor
-from jaxthd.mesh import make_mesh
 from jaxthd.packing.document import Document, encoder_frames
 from jaxthd.packing.pack import pack_row
-from jaxthd.state import canonical_weights, model_graph
-from jaxthd.weights import Weights, load_weights, named_weights
+from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps.state import canonical_weights, model_graph
 
 REFERENCES = Path(__file__).parents[1] / "references"
 LLMS = ("nemotron_h", "nemotron_h_latent")

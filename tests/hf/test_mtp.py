@@ -12,17 +12,17 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from jaxthd.checkpoints.weights import load_weights, named_weights
 from jaxthd.config import Config, LLMConfig, ModelConfig
 from jaxthd.convert import export_weights, import_weights
 from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import model_config
 from jaxthd.hf.nemotron_h import llm_fields
-from jaxthd.mesh import make_mesh
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
-from jaxthd.state import model_graph
-from jaxthd.weights import load_weights, named_weights
-from jaxthd.workdir import read_config
+from jaxthd.parallel.mesh import make_mesh
+from jaxthd.run.workdir import read_config
+from jaxthd.steps.state import model_graph
 from tests.helpers import assert_same, spans
 from tests.hf.published import BASE, write_published
 from tests.mtp_reference import mtp_logits, softmax

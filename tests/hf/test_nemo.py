@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import yaml
 
+from jaxthd.checkpoints.weights import load_weights, named_weights
 from jaxthd.config import Config, EncoderConfig
 from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
-from jaxthd.mesh import make_mesh
-from jaxthd.weights import load_weights, named_weights
+from jaxthd.parallel.mesh import make_mesh
 from tests.hf.published import BASE, group, load_reference, shapes_of, write_published
 
 NEMO_NAMES = (

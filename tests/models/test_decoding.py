@@ -11,14 +11,14 @@ import pytest
 from flax import nnx
 
 from jaxthd.config import Config, MeshConfig
-from jaxthd.mesh import make_mesh, put_batch
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.prompts import find_prompts
+from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.parallel.stages import to_stages
-from jaxthd.state import model_graph, stages_of
-from jaxthd.step import Scores, make_validation_step
+from jaxthd.steps.state import model_graph, stages_of
+from jaxthd.steps.step import Scores, make_validation_step
 from tests.test_exactness import (
     AUDIO,
     CAPACITY,

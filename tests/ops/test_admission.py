@@ -11,15 +11,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxthd.admission import Kernel, admit
-from jaxthd.machine import Machine
-from jaxthd.mesh import AXES
-from jaxthd.ops import scan, scan_pallas
+from jaxthd.kernels import scan_probe as scan
+from jaxthd.kernels.admission import Kernel, admit
+from jaxthd.kernels.attention_probe import QUANTITIES, error_bound, kernel_of, measure
+from jaxthd.kernels.machine import Machine
 from jaxthd.ops.attention import blockwise
-from jaxthd.ops.attention.admission import QUANTITIES, error_bound, kernel_of, measure
 from jaxthd.ops.attention.contract import Backend, Call, Problem
-from jaxthd.ops.ssd import ssd
+from jaxthd.ops.scan import pallas as scan_pallas
+from jaxthd.ops.scan.ssd import ssd
 from jaxthd.packing.segments import key_intervals
+from jaxthd.parallel.mesh import AXES
 from tests.ops.test_scan import broken_decays
 
 XLA = blockwise.BACKEND
@@ -209,7 +210,7 @@ def test_measurements_are_kept_by_all_that_they_hold_for(
     source.write_text("changed")
     assert is_measured(replace(kernel, sources=(*kernel.sources, source)))
     with monkeypatch.context() as changed_module:
-        changed_module.setattr("jaxthd.admission.__file__", str(source))
+        changed_module.setattr("jaxthd.kernels.admission.__file__", str(source))
         assert is_measured()
     assert not is_measured()
     for damage in ("{", json.dumps({"errors": dict.fromkeys(kernel.quantities, 0.0)}), "[]"):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
-from jaxthd.machine import Machine, numbers
+from jaxthd.kernels.attention_probe import measure
+from jaxthd.kernels.machine import Machine, numbers
 from jaxthd.ops.attention import blockwise, cudnn
-from jaxthd.ops.attention.admission import measure
 from jaxthd.ops.attention.backends import BACKENDS, VERIFIED
 from jaxthd.ops.attention.contract import Backend, Call, Problem, calls
 from jaxthd.ops.attention.pieces import find_pieces

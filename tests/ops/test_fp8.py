@@ -12,10 +12,10 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
-from jaxthd.mesh import make_mesh, put_batch
 from jaxthd.ops.fp8 import fp8_product
-from jaxthd.state import init_state
-from jaxthd.step import loss_and_gradient, make_train_step
+from jaxthd.parallel.mesh import make_mesh, put_batch
+from jaxthd.steps.state import init_state
+from jaxthd.steps.step import loss_and_gradient, make_train_step
 from tests.helpers import relative_errors
 from tests.test_step import batch_of
 

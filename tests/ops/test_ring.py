@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxthd.machine import numbers
+from jaxthd.kernels.machine import numbers
 from jaxthd.ops.attention.cudnn import GROUPED_LEAST
-from jaxthd.ops.ring import packed_attention
+from jaxthd.ops.attention.ring import packed_attention
 from jaxthd.packing.layout import context_permutation
 from jaxthd.packing.segments import make_segments
 from tests.helpers import CAPACITY, CASES, assert_same, context_mesh, on_context, row_arrays, spans

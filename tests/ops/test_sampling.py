@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxthd.mesh import PIPELINE, TENSOR
 from jaxthd.ops.sampling import Sampling, draw, kept, likeliest
+from jaxthd.parallel.mesh import PIPELINE, TENSOR
 
 AXES = (PIPELINE, TENSOR)
 CUTS = [(1, 1), (1, 2), (2, 2)]

@@ -11,18 +11,19 @@ import pytest
 from flax import nnx
 from jax.experimental.pallas import triton as pltriton
 
-from jaxthd.admission import error
 from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
-from jaxthd.mesh import make_mesh
+from jaxthd.kernels.admission import error
+from jaxthd.kernels.scan_probe import QUANTITIES, ScanProblem, probe_inputs, probe_program, scan, scan_probe
 from jaxthd.models.mixers import Mamba2
-from jaxthd.ops import scan_kernels, scan_pallas
-from jaxthd.ops.scan import QUANTITIES, ScanProblem, probe_inputs, probe_program, scan, scan_probe
-from jaxthd.ops.scan_pallas import ssd_pallas
-from jaxthd.ops.ssd import ssd
+from jaxthd.ops.scan import pallas as scan_pallas
+from jaxthd.ops.scan import pallas_kernels as scan_kernels
+from jaxthd.ops.scan.pallas import ssd_pallas
+from jaxthd.ops.scan.ssd import ssd
 from jaxthd.packing.segments import Segments, make_segments
+from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.params import Init
-from jaxthd.state import abstract_state, state_shardings
-from jaxthd.step import make_train_step
+from jaxthd.steps.state import abstract_state, state_shardings
+from jaxthd.steps.step import make_train_step
 from tests.helpers import assert_same, on_context, random_state, row_arrays
 from tests.test_step import batch_of
 

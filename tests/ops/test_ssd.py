@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-import jaxthd.ops.ssd as ssd_module
+import jaxthd.ops.scan.ssd as ssd_module
 from jaxthd.ops.conv import causal_conv, last_inputs
-from jaxthd.ops.ssd import ssd
+from jaxthd.ops.scan.ssd import ssd
 from jaxthd.packing.layout import row_permutation
 from jaxthd.packing.segments import make_segments
 from tests.helpers import CAPACITY, CASES, assert_same, context_mesh, on_context, row_arrays, spans

@@ -8,7 +8,7 @@ from jaxthd.config import Config, DataConfig, MeshConfig
 from jaxthd.data.pipeline import PackDocuments
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import document_frames, pack_row
-from jaxthd.packing.simulate import Lengths, balance, pack_lengths, padded, simulate, spread_runs
+from jaxthd.planning.simulate import Lengths, balance, pack_lengths, padded, simulate, spread_runs
 from tests.packing.test_pack import MELS, random_documents
 
 WORK = (3.0, 0.5)

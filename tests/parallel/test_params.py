@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxthd.config import MeshConfig
-from jaxthd.mesh import make_mesh
+from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.params import (
     Cut,
     Init,

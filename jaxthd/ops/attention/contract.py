@@ -22,7 +22,7 @@ from typing import NamedTuple
 import jax
 from jax import Array
 
-from jaxthd.machine import Machine
+from jaxthd.kernels.machine import Machine
 from jaxthd.packing.segments import KeyIntervals, Segments
 
 

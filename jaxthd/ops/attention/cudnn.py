@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jaxthd.machine import Machine, numbers
+from jaxthd.kernels.machine import Machine, numbers
 from jaxthd.ops.attention.contract import Backend, Call, Problem
 from jaxthd.ops.attention.pieces import (
     Pieces,
@@ -28,7 +28,7 @@ from jaxthd.ops.attention.pieces import (
     unfit_cudnn,
     unfit_for_fused,
 )
-from jaxthd.tables import size_text
+from jaxthd.terminal.tables import size_text
 
 GROUPED_LEAST = (0, 11, 1)
 """Before it, keys' offsets were counted in query heads (jax-ml/jax #39521)."""

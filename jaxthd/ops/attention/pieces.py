@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Int32
 
-from jaxthd.machine import Machine, cudnn_text
+from jaxthd.kernels.machine import Machine, cudnn_text
 from jaxthd.ops.attention.contract import Call, Problem
 from jaxthd.packing.segments import KeyIntervals
 

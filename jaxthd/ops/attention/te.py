@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jaxthd.machine import Machine, numbers
+from jaxthd.kernels.machine import Machine, numbers
 from jaxthd.ops.attention.contract import Backend, Call, Problem
 from jaxthd.ops.attention.pieces import (
     all_seen,

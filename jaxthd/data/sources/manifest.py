@@ -1,0 +1,244 @@
+"""Manifests: one JSON object a line, an utterance or a conversation, read as turns of text and recordings.
+
+An utterance, as NeMo's speech recognition writes it:
+    {"audio_filepath": "a.wav", "text": "one two", "offset": 0.5, "duration": 1.5}
+A conversation, as NeMo's speechlm2 writes it; its entries of type text may also hold placeholders:
+    {"id": "c", "conversations": [{"from": "User", "type": "text", "value": "What is said?"},
+        {"from": "User", "type": "audio", "value": "a.wav", "offset": 0.5, "duration": 1.5},
+        {"from": "Assistant", "type": "text", "value": "One two."}]}
+Texts with a placeholder for each recording listed beside them (roles of ShareGPT: human, gpt):
+    {"audio": ["a.wav"], "conversations": [{"from": "human", "value": "{audio} What is said?"}, ...]}
+Chat messages, as OpenAI and Hugging Face write them; content may be a string, with placeholders or without:
+    {"messages": [{"role": "user", "content": [{"type": "audio", "path": "a.wav"},
+        {"type": "text", "text": "What is said?"}]}, {"role": "assistant", "content": "One two."}]}
+"""
+
+import reprlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from jaxthd.data.example import Clip, Example, Role, Turn, asked, joined, utterance
+from jaxthd.data.faults import Fault
+from jaxthd.data.sources.lines import (
+    expand_braces,
+    json_list,
+    json_object,
+    own_prompt,
+    parse,
+    read_examples,
+    refuse_marked,
+    seconds,
+    string,
+)
+from jaxthd.data.sources.tarred import TarredAudio
+from jaxthd.errors import UserError
+
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+}
+Locate = Callable[[str], Clip]
+"""Where the recording of that name lies; raises ValueError, with the reason, where there is none."""
+
+
+def read_manifest(
+    path: str | Path,
+    setting: str = "data.manifest",
+    *,
+    tarred_audio: str = "",
+    prompt: str = "{audio}",
+    placeholder: str = "{audio}",
+    number: int = 0,
+) -> tuple[list[Example], list[Fault]]:
+    """Reads a manifest of utterances and conversations, in any mixture of the formats above.
+
+    path: one file, or its shards in braces (see expand_braces), read as one; .gz is decompressed.
+    tarred_audio: the tar files that hold its recordings, in braces too: one for each shard in their order, or
+    those that `shard_id` of the lines tells apart. Without any, recordings are files; a relative path is
+    taken from the manifest's folder. Of tar files the headers are read; recordings are not opened.
+    Every line that is not blank becomes an Example or a Fault, in order. An utterance is a conversation: the
+    user's turn is `prompt`, unless the line has a `context` of its own, its text the assistant's; a
+    `system_prompt` of its own comes first. Entries of one role in a row are one turn, joined by a space.
+    setting: what the path was given as, for the messages. number: of the manifest, among several.
+    placeholder: stands for a recording in the prompt and in the texts of conversations, not in transcripts.
+    Raises FileNotFoundError when there is no such file, UserError when it holds no usable line, when
+    manifests and tar files do not go together, or cannot be expanded.
+    Source: NeMo's documentation (ASR and speechlm2 datasets), transformers' (chat templates).
+    """
+    files = [Path(name) for name in expand_braces(str(path))]
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"no manifest at {file}; expected a JSONL file of utterances or conversations: "
+                f"correct {setting}"
+            )
+    tars = TarredAudio(tarred_audio, files, setting) if tarred_audio else None
+
+    def turns(entry: dict[str, Any], file: int) -> tuple[Turn, ...]:
+        refuse_marked(entry)
+        locate = tars.locate(entry, file) if tars else _in_folder(files[file].parent)
+        if _is_conversation(entry):
+            return _conversation(entry, locate, placeholder)
+        own, system = own_prompt(entry, prompt, placeholder)
+        clip = _clip(entry, "audio_filepath", locate)
+        return utterance(clip, string(entry, "text"), own, placeholder, system)
+
+    return read_examples(
+        files,
+        _name,
+        turns,
+        title=f"{path} ({setting})",
+        expected="one JSON object a line with audio_filepath and text, conversations or messages",
+        number=number,
+    )
+
+
+def _in_folder(folder: Path) -> Locate:
+    return lambda name: Clip(folder / name)  # absolute: replaces the folder
+
+
+def _name(entry: dict[str, Any]) -> str:
+    if not _is_conversation(entry):
+        return string(entry, "audio_filepath")
+    name = entry.get("id")
+    return "" if name is None else str(name) if isinstance(name, int) else string(entry, "id")
+
+
+def _is_conversation(entry: dict[str, Any]) -> bool:
+    return "conversations" in entry or "messages" in entry
+
+
+def read_chats(path: str | Path, *, prompt: str = "{audio}", placeholder: str = "{audio}") -> list[Example]:
+    """Reads conversations to be answered, in the formats of a manifest: each ends with a turn of the user's.
+
+    An utterance needs no text, and one that it has is left aside. prompt, placeholder: as read_manifest.
+    Raises FileNotFoundError when there is no such file, UserError where a line cannot be used.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file at {path}; expected a JSONL file of conversations: correct --chat")
+    chats, locate = [], _in_folder(path.parent)
+    for line_number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = parse(line)
+            if _is_conversation(entry):
+                turns = _turns(entry, locate, placeholder)
+            else:
+                own, system = own_prompt(entry, prompt, placeholder)
+                turns = asked(_clip(entry, "audio_filepath", locate), own, placeholder, system)
+            if not turns or turns[-1].role != "user":
+                found = f"the {turns[-1].role}'s" if turns else "none, data.prompt being empty"
+                raise ValueError(f"the last turn is {found}; expected the user's, to be answered")
+            chats.append(Example(f"{line_number}:{_name(entry)}", turns))
+        except ValueError as error:
+            raise UserError(f"{path}, line {line_number}: {error}; correct the line") from error
+    if not chats:
+        raise UserError(f"{path} is empty; expected a conversation a line: correct --chat")
+    return chats
+
+
+def _conversation(entry: dict[str, Any], locate: Locate, placeholder: str) -> tuple[Turn, ...]:
+    turns = _turns(entry, locate, placeholder)
+    if all(turn.role != "assistant" for turn in turns):
+        raise ValueError("no turn of the assistant; expected one, because nothing else is learnt")
+    if turns[-1].role != "assistant":
+        raise ValueError(f"the last turn is the {turns[-1].role}'s; expected the assistant's, to be learnt")
+    return turns
+
+
+def _turns(entry: dict[str, Any], locate: Locate, placeholder: str) -> tuple[Turn, ...]:
+    messages, listed = list(_messages(entry, locate, placeholder)), _listed(entry, locate)
+    places = sum(part is None for _, parts in messages for part in parts)
+    if places != len(listed):
+        raise ValueError(
+            f"{places} audio placeholders ({placeholder}) but {len(listed)} clips listed in audio; "
+            "expected one clip for each placeholder"
+        )
+    clips = iter(listed)
+    turns = []
+    for role, group in groupby(messages, lambda message: message[0]):
+        said: list[str | Clip] = []
+        for _, parts in group:
+            said += [*([" "] if said else []), *(next(clips) if part is None else part for part in parts)]
+        turns.append(Turn(role, joined(said)))
+    answers = (turn for turn in turns if turn.role == "assistant")
+    if any(isinstance(part, Clip) for turn in answers for part in turn.parts):
+        raise ValueError("a recording in a turn of the assistant; expected text alone, to be learnt")
+    return tuple(turns)
+
+
+def _messages(
+    entry: dict[str, Any], locate: Locate, placeholder: str
+) -> Iterator[tuple[Role, list[str | Clip | None]]]:
+    """(role, parts) of each entry; a part that is None is the next of the recordings listed beside them."""
+    nemo = "conversations" in entry
+    field, speaker = ("conversations", "from") if nemo else ("messages", "role")
+    for count, item in enumerate(json_list(entry[field], field), start=1):
+        try:
+            message = json_object(item, "it")
+            role = _ROLES.get(string(message, speaker).lower())
+            if role is None:
+                found = reprlib.repr(message[speaker])
+                raise ValueError(f"unknown role {found}; expected system, user or assistant (human, gpt)")
+            contents = _nemo_contents(message) if nemo else _chat_contents(message)
+            parts = [part for content in contents for part in _parts(content, locate, placeholder)]
+            if all(isinstance(part, str) and not part.strip() for part in parts):
+                raise ValueError(f"nothing is said ({role}); expected text or a recording")
+        except ValueError as error:
+            raise ValueError(f"{field} {count}: {error}") from error
+        yield role, parts
+
+
+def _nemo_contents(message: dict[str, Any]) -> list[dict[str, Any]]:
+    value = string(message, "value")
+    return [{**message, "type": message.get("type", "text"), "path": value, "text": value}]
+
+
+def _chat_contents(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [json_object(item, "an item of content") for item in json_list(content, "content")]
+
+
+def _parts(content: dict[str, Any], locate: Locate, placeholder: str) -> list[str | Clip | None]:
+    if content.get("type") == "text":
+        before, *after = string(content, "text").split(placeholder)
+        return [before, *(part for piece in after for part in (None, piece))]
+    if content.get("type") == "audio":
+        path = _path_field(content)
+        return [_clip(content, path, locate) if path else None]
+    raise ValueError(f"type is {reprlib.repr(content.get('type'))}; expected text or audio")
+
+
+def _listed(entry: dict[str, Any], locate: Locate) -> list[Clip]:
+    """The recordings beside the texts: "audio", or "sound" as NeMo's ShareGPT reader has it."""
+    listed = entry.get("audio", entry.get("sound"))
+    items = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    clips = []
+    for item in items:
+        named = {"path": item} if isinstance(item, str) else json_object(item, "an entry of audio")
+        clips.append(_clip(named, _path_field(named) or "path", locate))
+    return clips
+
+
+def _path_field(entry: dict[str, Any]) -> str | None:
+    return next((name for name in ("path", "audio_filepath", "audio") if name in entry), None)
+
+
+def _clip(entry: dict[str, Any], name: str, locate: Locate) -> Clip:
+    path = string(entry, name)
+    if not path:
+        raise ValueError(f"{name} is empty; expected the path of a recording")
+    duration = seconds(entry, "duration")
+    if duration == 0:
+        raise ValueError("duration is 0; expected more than 0 seconds, or no duration to read the whole file")
+    return replace(locate(path), offset=seconds(entry, "offset") or 0.0, duration=duration)

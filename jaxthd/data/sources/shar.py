@@ -1,0 +1,183 @@
+"""Lhotse Shar directories: cuts.*.jsonl(.gz) with recording.*.tar beside them, read in any order.
+
+The cuts' lines are plain JSON and are read as such. Lhotse itself would bring PyTorch along, and stops at the
+first line that is wrong.
+"""
+
+import re
+import reprlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxthd.data.example import Channels, Clip, Example, Turn, utterance
+from jaxthd.data.faults import Fault
+from jaxthd.data.sources.lines import (
+    json_list,
+    json_object,
+    lines_of,
+    own_prompt,
+    parse,
+    read_examples,
+    refuse_marked,
+    seconds,
+    string,
+)
+from jaxthd.data.sources.tarred import TarIndex, index_tars
+from jaxthd.errors import UserError
+
+TEXTS = ("context", "system_prompt")
+"""Fields of a cut that may lie in files of their own, beside the cuts."""
+
+
+class Shard(NamedTuple):
+    """Files that belong together. texts: those of TEXTS that there are."""
+
+    cuts: Path
+    recording: Path
+    texts: dict[str, Path]
+
+
+def shar_shards(folder: Path, setting: str) -> list[Shard]:
+    """The shards of a directory, by name. Raises UserError where it has none, or one without recordings."""
+    found: dict[str, dict[str, Path]] = {}
+    for path in sorted(folder.iterdir()):
+        named = re.fullmatch(r"([^.]+)((?:\..+)?)\.(jsonl|jsonl\.gz|tar)", path.name)
+        if named and (named[3] == "tar") == (named[1] == "recording"):
+            paths = found.setdefault(named[2], {})
+            if named[1] in paths:
+                raise UserError(
+                    f"{paths[named[1]]} and {path} are one shard; expected one of them: remove one"
+                )
+            paths[named[1]] = path
+    shards = []
+    for suffix, paths in sorted(found.items()):
+        if "cuts" in paths:
+            if "recording" not in paths:
+                raise UserError(
+                    f"{paths['cuts']} has no recording{suffix}.tar beside it; expected the audio of the cuts "
+                    f"({setting}): write the Shar directory with the field recording"
+                )
+            texts = {name: paths[name] for name in TEXTS if name in paths}
+            shards.append(Shard(paths["cuts"], paths["recording"], texts))
+    if not shards:
+        raise UserError(
+            f"{folder} holds no cuts.*.jsonl or cuts.*.jsonl.gz; expected a Lhotse Shar directory, or a "
+            f"manifest instead of a folder: correct {setting}"
+        )
+    return shards
+
+
+def read_shar(
+    folder: Path,
+    setting: str = "data.manifest",
+    *,
+    prompt: str = "{audio}",
+    placeholder: str = "{audio}",
+    number: int = 0,
+) -> tuple[list[Example], list[Fault]]:
+    """Reads a Lhotse Shar directory: every cut becomes an Example or a Fault, in the order of its shards.
+
+    A cut is an utterance: the user's turn is `prompt`, unless the cut has a custom `context`, a custom
+    `system_prompt` comes first, and the assistant says the texts of its supervisions, in the order of their
+    starts, joined by a space. Of the recording it hears its own channel or channels, from its start, for its
+    duration. The key's name is the cut's id. Of the tar files headers are read; recordings are not opened.
+    The other arguments, and what raises, are read_manifest's.
+    Source: lhotse.shar and lhotse.cut (MonoCut, MultiCut).
+    """
+    shards = shar_shards(folder, setting)
+    indexes = index_tars([shard.recording for shard in shards])
+    recordings = [_members_of_cuts(index) for index in indexes]
+    texts = [_texts(shard) for shard in shards]
+
+    def turns(cut: dict[str, Any], shard: int) -> tuple[Turn, ...]:
+        name = string(cut, "id")
+        refuse_marked(cut)
+        custom = json_object(cut.get("custom") or {}, "custom") | texts[shard].get(name, {})
+        asked, system = own_prompt(custom, prompt, placeholder)
+        clip = indexes[shard].clip(recordings[shard].get(name, name))
+        return utterance(_range(cut, clip), _text(cut), asked, placeholder, system)
+
+    return read_examples(
+        [shard.cuts for shard in shards],
+        lambda cut: string(cut, "id"),
+        turns,
+        title=f"{folder} ({setting})",
+        expected="one cut a line, with supervisions that have text",
+        number=number,
+    )
+
+
+def _members_of_cuts(index: TarIndex) -> dict[str, str]:
+    """Names of the members by cut. After each follows one of metadata, which the cut has too."""
+    names = (name for name in index.members if not name.endswith((".json", ".nometa")))
+    return {name.rpartition(".")[0]: name for name in names}
+
+
+def _texts(shard: Shard) -> dict[str, dict[str, Any]]:
+    """By cut, its fields that lie in files of their own."""
+    found: dict[str, dict[str, Any]] = {}
+    for field, path in shard.texts.items():
+        read = 0
+        try:
+            for line in lines_of(path):
+                read += 1
+                entry = parse(line)
+                if field in entry:
+                    found.setdefault(string(entry, "cut_id"), {})[field] = entry[field]
+        except ValueError as error:
+            message = f"{path} line {read}: {error}; expected a cut_id and {field}: write the file anew"
+            raise UserError(message) from error
+    return found
+
+
+def _range(cut: dict[str, Any], clip: Clip) -> Clip:
+    kind, duration = cut.get("type", "MonoCut"), seconds(cut, "duration")
+    if kind not in ("MonoCut", "MultiCut"):
+        raise ValueError(f"type is {reprlib.repr(kind)}; expected a MonoCut or a MultiCut, of one recording")
+    if not duration:
+        raise ValueError(f"duration is {duration}; expected more than 0 seconds")
+    if clip.member and clip.member.name.endswith(".nodata"):
+        raise ValueError("the cut has no recording")
+    return replace(clip, offset=seconds(cut, "start") or 0.0, duration=duration, channels=_channels(cut))
+
+
+def _channels(cut: dict[str, Any]) -> Channels | None:
+    """None: all that there are."""
+    chosen, recording = cut.get("channel"), cut.get("recording")
+    if chosen is None or recording is None:
+        return None
+    heard = _numbers(chosen if isinstance(chosen, list) else [chosen], "channel")
+    recording = json_object(recording, "recording")
+    there = _numbers(recording.get("channel_ids") or _sourced(recording), "channels of the recording")
+    if not set(heard) <= set(there):
+        raise ValueError(f"channel is {chosen}; expected channels of its recording, {there}")
+    return None if set(heard) == set(there) else Channels(tuple(map(there.index, heard)), len(there))
+
+
+def _sourced(recording: dict[str, Any]) -> list[Any]:
+    """The channels of all sources of a recording that does not list its own."""
+    sources = (json_object(source, "a source") for source in json_list(recording.get("sources"), "sources"))
+    return [channel for source in sources for channel in json_list(source.get("channels"), "channels")]
+
+
+def _numbers(value: Any, what: str) -> list[int]:
+    numbers = json_list(value, what)
+    if not all(type(number) is int for number in numbers):
+        raise ValueError(f"{what} is {reprlib.repr(value)}; expected numbers of channels")
+    return numbers
+
+
+def _text(cut: dict[str, Any]) -> str:
+    supervisions = cut.get("supervisions")
+    said = [json_object(item, "a supervision") for item in json_list(supervisions, "supervisions")]
+    said = [supervision for supervision in said if supervision.get("text") is not None]
+    return " ".join(text for text in (string(s, "text") for s in sorted(said, key=_start)) if text.strip())
+
+
+def _start(supervision: dict[str, Any]) -> int | float:
+    """In seconds from the cut's; below 0 where it began before the cut."""
+    start = supervision.get("start", 0.0)
+    if isinstance(start, bool) or not isinstance(start, int | float):
+        raise ValueError(f"start of a supervision is {reprlib.repr(start)}; expected a number of seconds")
+    return start

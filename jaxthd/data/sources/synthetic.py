@@ -1,0 +1,189 @@
+"""The default data set: spoken digits and short commands, made by espeak-ng on first use and cached.
+
+A fresh machine has speech, transcripts and a held-out set without a download. espeak-ng (GPL-3) comes in a
+wheel, as the extra `demo`; it is loaded here only, and only to make the files.
+"""
+
+import ctypes
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import soundfile
+import soxr
+from jaxtyping import Float32
+from tqdm import tqdm
+
+from jaxthd.data.audio.features import SAMPLE_RATE, document_rng
+from jaxthd.files.cache import user_cache
+
+VERSION = 2
+"""Goes up with every change of the files made, so that an old cache is not taken for a new one."""
+
+# An accent and a variant of the voice. Validation holds out variants, so every one of its voices is unheard.
+_ACCENTS = ("gmw/en-US", "gmw/en", "gmw/en-GB-scotland", "gmw/en-GB-x-rp")
+# Training has many, since a model that knows ten voices does not understand an eleventh. Left out are robots,
+# whispers, and voices that espeak-ng does not say alike twice (Reed, caleb).
+# fmt: off
+_VARIANTS = {
+    "train": (
+        "m1", "m3", "m4", "m6", "m7", "m8", "f1", "f2", "f4", "klatt", "klatt2", "klatt3", "klatt4",
+        "Alex", "Alicia", "Andrea", "Andy", "Annie", "Denis", "Diogo", "Gene", "Henrique", "Hugo",
+        "Lee", "Marco", "Mario", "Michael", "Mike", "adam", "anika", "antonio", "aunty", "belinda",
+        "benjamin", "boris", "david", "ed", "edward", "grandma", "grandpa", "gustave", "ian",
+        "iven", "john", "linda", "max", "miguel", "norbert", "pablo", "paul", "pedro", "quincy",
+        "rob", "robert", "sandro", "shelby", "steph", "travis", "victor", "zac",
+    ),
+    "validation": ("m2", "m5", "f3", "f5"),
+}
+# fmt: on
+_DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+_WORDS = ["stop", "go", "yes", "no", "wait", "help", "left", "right", "up", "down", "back", "again"]
+_VERBS = ["start", "stop", "open", "close", "turn on", "turn off", "find", "move", "check", "bring", "clean"]
+_THINGS = ["music", "door", "window", "light", "radio", "kitchen", "garden", "heater", "camera", "phone"]
+_ENDINGS = ["now", "please", "again", "for me", "in the morning", "at night", "before lunch", "after six"]
+
+Say = Callable[[str, str, int, int], Float32[np.ndarray, " samples"]]
+
+
+def synthetic_manifests(
+    train: int = 10000, validation: int = 200, seed: int = 0, cache_dir: str | Path | None = None
+) -> tuple[Path, Path]:
+    """Paths of the training and the validation manifest, made if they are not in the cache yet.
+
+    train, validation: numbers of utterances, 0.5 to about 8 s each, most of them short. No voice and no text
+    of the validation set occurs in the training set. The same arguments make the same files again.
+    cache_dir: where the data set's folder goes; default $XDG_CACHE_HOME/jaxthd, or ~/.cache/jaxthd.
+    Raises ImportError without the extra `demo`, ValueError for a number below 1.
+    """
+    if train < 1 or validation < 1:
+        raise ValueError(f"train={train}, validation={validation} utterances; expected 1 or more of each")
+    folder = Path(cache_dir or user_cache()) / f"synthetic-{VERSION}-{train}-{validation}-seed{seed}"
+    if not folder.exists():
+        _make(folder, {"train": train, "validation": validation}, seed)
+    return folder / "train" / "manifest.jsonl", folder / "validation" / "manifest.jsonl"
+
+
+def _make(folder: Path, counts: dict[str, int], seed: int) -> None:
+    """Fills a temporary folder, then renames it: an interrupted run leaves no half data set behind."""
+    temporary = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
+    try:
+        progress = tqdm(total=sum(counts.values()), desc="making synthetic speech", unit="clip", disable=None)
+        with _espeak() as say, progress:
+            for split, count in counts.items():
+                lines = []
+                for number in range(count):
+                    name = f"audio/{number:05d}.flac"
+                    lines.append(_utterance(temporary / split, name, split, seed, say))
+                    progress.update()
+                (temporary / split / "manifest.jsonl").write_text("".join(lines))
+        try:
+            temporary.rename(folder)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise  # otherwise another process made the same files first: use those
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _utterance(folder: Path, name: str, split: str, seed: int, say: Say) -> str:
+    """Writes one recording, returns its line of the manifest."""
+    rng = document_rng(seed, 0, f"{split}/{name}")
+    text = _text(rng)
+    while _held_out(text) != (split == "validation"):
+        text = _text(rng)
+    voice = f"{rng.choice(_ACCENTS)}+{rng.choice(_VARIANTS[split])}"
+    speech = say(text, voice, int(rng.integers(120, 200)), int(rng.integers(30, 70)))
+    lead, tail = rng.integers(SAMPLE_RATE // 8, SAMPLE_RATE // 4, 2)
+    samples = np.pad(speech * (rng.uniform(0.2, 0.9) / np.abs(speech).max()), (lead, tail))
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    soundfile.write(path, samples, SAMPLE_RATE, subtype="PCM_16")
+    entry = {"audio_filepath": name, "duration": len(samples) / SAMPLE_RATE, "text": text, "voice": voice}
+    return json.dumps(entry) + "\n"
+
+
+def _text(rng: np.random.Generator) -> str:
+    """Digit strings (six in ten), single words and commands; lengths fall off geometrically.
+
+    Many have a single word: from those a new model first learns to listen.
+    """
+    kind = rng.random()
+    if kind < 0.6:
+        return " ".join(rng.choice(_DIGITS, min(rng.geometric(0.35), 20)))
+    if kind < 0.75:
+        return str(rng.choice(_WORDS))
+    return " then ".join(_command(rng) for _ in range(min(rng.geometric(0.85), 4)))
+
+
+def _command(rng: np.random.Generator) -> str:
+    command = f"{rng.choice(_VERBS)} the {rng.choice(_THINGS)}"
+    return f"{command} {rng.choice(_ENDINGS)}" if rng.random() < 0.3 else command
+
+
+def _held_out(text: str) -> bool:
+    """A tenth of all texts, whatever the sizes and the seed."""
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()[0] % 10 == 0
+
+
+@contextmanager
+def _espeak() -> Iterator[Say]:
+    """A function (text, voice, words a minute, pitch 0..100) -> float32 speech at 16 kHz, by espeak-ng.
+
+    The library is loaded from a fresh copy: noise and flutter go on from one utterance to the next in static
+    variables, which a second data set made by the same process would otherwise inherit.
+    Source: speak_lib.h of espeak-ng 1.52.
+    """
+    try:
+        import espeakng_loader
+    except ImportError as error:
+        raise ImportError(
+            "the synthetic data set needs espeak-ng, and espeakng_loader is not installed: "
+            "pip install 'jaxthd[demo]', or set data.manifest and data.validation_manifest to manifests of "
+            "your own (data.validation_manifest '' for none)"
+        ) from error
+    data = Path(espeakng_loader.get_data_path())
+    with tempfile.TemporaryDirectory() as folder:
+        library = ctypes.CDLL(shutil.copy(espeakng_loader.get_library_path(), folder))
+    synchronous, keep_going, utf8, parameter_rate, parameter_pitch = 2, 0x8000, 1, 1, 3
+    rate = library.espeak_Initialize(synchronous, 0, os.fsencode(data), keep_going)
+    if rate <= 0:
+        raise RuntimeError(f"espeak-ng did not start with the voices in {data}: reinstall espeakng-loader")
+    library.espeak_ng_SetRandSeed(0)  # the start took the time of day
+    pieces: list[bytes] = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+    def collect(wave: int | None, count: int, _events: int | None) -> int:
+        if wave and count > 0:
+            pieces.append(ctypes.string_at(wave, 2 * count))
+        return 0
+
+    def say(text: str, voice: str, words_a_minute: int, pitch: int) -> Float32[np.ndarray, " samples"]:
+        # espeak-ng reports an unknown accent but takes no notice of an unknown variant.
+        variant = data / "voices" / "!v" / voice.partition("+")[2]
+        if not variant.is_file() or library.espeak_SetVoiceByName(voice.encode()):
+            raise RuntimeError(f"espeak-ng has no voice {voice!r} in {data}: reinstall espeakng-loader")
+        library.espeak_SetParameter(parameter_rate, words_a_minute, 0)
+        library.espeak_SetParameter(parameter_pitch, pitch, 0)
+        pieces.clear()
+        encoded = text.encode() + b"\0"
+        size = ctypes.c_size_t(len(encoded))
+        status = library.espeak_Synth(encoded, size, 0, 0, 0, utf8, None, None)
+        if status or not pieces:
+            raise RuntimeError(f"espeak-ng made no sound of {text!r} with voice {voice!r} (status {status})")
+        speech = np.frombuffer(b"".join(pieces), np.int16).astype(np.float32) / 32768
+        return soxr.resample(speech, rate, SAMPLE_RATE)
+
+    library.espeak_SetSynthCallback(collect)
+    try:
+        yield say
+    finally:
+        library.espeak_Terminate()

@@ -1,0 +1,295 @@
+"""Turns written by a checkpoint's own chat template, and which of its tokens are the assistant's.
+
+A template gives text and does not say what is whose. Unless it does, by generation tags, it is asked: an
+answer, as any text, is where a sign put in its place comes out; what the template writes between the prompt
+for an answer and the answer is the answer's too; and so is all up to the token that ends it.
+"""
+
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+from jaxthd.data.example import Turn
+from jaxthd.data.text.render import LEARNT, LEARNT_END, Renderer, RenderError
+from jaxthd.data.text.tokenizer import FileTokenizer
+from jaxthd.errors import UserError
+
+_SIGN, _RECORDING = "\ufdd3", "\ufdd0"
+"""In a text's place; and for a recording, where the tokenizer has no token for it. Unicode assigns them to no
+character: no text has them."""
+_RESERVED = frozenset((_SIGN, _RECORDING, LEARNT, LEARNT_END))
+_HEARD = {"type": "audio", "audio": ""}
+
+Span = tuple[int, int]
+"""From and to, in characters."""
+
+
+class _Token(NamedTuple):
+    """start, end: of the characters that it stands for."""
+
+    id: int
+    start: int
+    end: int
+
+
+class _Rendered(NamedTuple):
+    """learnt: what the template's generation tags hold."""
+
+    text: str
+    learnt: list[Span]
+
+
+class ChatTemplate:
+    """Turns -> token ids, as transformers' apply_chat_template writes and encodes them: the text as a whole.
+
+    options: variables of the template, such as enable_thinking, besides the checkpoint's special tokens.
+    A turn's content is a string, with the placeholder of a recording in its place; or, where the template
+    reads these, a list of {"type": "audio"} and {"type": "text"}. A recording becomes tokenizer.recording.
+    end_id: the token that the template writes after an answer.
+
+    Raises UserError on construction, and when used, for a template that fails, and for one that leaves out
+    what is said or what ends an answer; when used, ValueError for text that holds a special token, alone or
+    with what the template writes beside it, and for an empty answer.
+    """
+
+    def __init__(self, tokenizer: FileTokenizer, options: Mapping[str, Any]) -> None:
+        source = tokenizer.special.chat_template
+        if source is None:
+            raise UserError(
+                f'data.template is "chat_template" and there is none beside {tokenizer.path}; expected a '
+                "chat_template.jinja, or a chat_template in tokenizer_config.json: choose another "
+                "data.template, or let data.tokenizer be the folder of a checkpoint that has one"
+            )
+        self._tokenizer, self._renderer = tokenizer, Renderer(source)
+        self._variables = {**tokenizer.special.tokens, **options, "tools": None, "documents": None}
+        self._mark = tokenizer.audio_text or _RECORDING
+        self._has_strings = self._writes(_SIGN, 0)
+        if not self._has_strings and not self._writes([_text(_SIGN)], 0):
+            self._rendered([([{"role": "user", "content": _SIGN}], True)])  # it may say what is wrong
+            raise UserError(self._complaint("leaves out what the user says"))
+        self._has_recordings = self._writes([_HEARD, _text(_SIGN)], 1)
+        self.end_id = tokenizer.eos_id
+        self.end_id = self._find_end()
+
+    def prompt(self, turns: Sequence[Turn]) -> list[int]:
+        """The turns, and what the template writes before the assistant's answer to them."""
+        self._check_texts(turns)
+        signed = self._signed(turns).values()
+        whole, *others = self._render([(turns, True), *((other, True) for other in signed)])
+        tokens = self._encode(whole.text, turns)
+        self._check_specials(whole.text, tokens, [_place(whole, other) for other in others])
+        return self._expanded(tokens, [False] * len(tokens))[0]
+
+    def written(self, turns: Sequence[Turn]) -> tuple[list[int], list[bool]]:
+        """The whole conversation; and which of its tokens are learnt: every answer and what ends it."""
+        self._check_texts(turns)
+        signed = self._signed(turns)
+        asked = [k for k, turn in enumerate(turns) if turn.role == "assistant" and k]
+        others = [*((other, False) for other in signed.values()), *((turns[:k], True) for k in asked)]
+        whole, *rendered = self._render([(turns, False), *others])
+        places = {at: _place(whole, other) for at, other in zip(signed, rendered, strict=False)}
+        prompts = {k: other.text for k, other in zip(asked, rendered[len(signed) :], strict=True)}
+        tokens = self._encode(whole.text, turns)
+        self._check_specials(whole.text, tokens, places.values())
+        learnt = [False] * len(tokens)
+        for start, end in whole.learnt or self._answers(whole.text, turns, places, prompts):
+            self._learn(tokens, learnt, start, end)
+        return self._expanded(tokens, learnt)
+
+    def _answers(
+        self,
+        text: str,
+        turns: Sequence[Turn],
+        places: Mapping[tuple[int, int], Span | None],
+        prompts: Mapping[int, str],
+    ) -> Iterator[Span]:
+        """Where the answers are in the text, with what the template writes before them of its own."""
+        for k, turn in enumerate(turns):
+            if turn.role != "assistant":
+                continue
+            start, end = places[k, 0] or self._only_place(text, str(turn.parts[0]).strip())
+            asked = prompts.get(k, text)
+            # What follows the prompt is generated, before the answer or in it; other prompts say nothing.
+            yield (len(asked) if text.startswith(asked) and len(asked) < end else start), end
+
+    def _only_place(self, text: str, answer: str) -> Span:
+        """For a template that writes other things around another answer."""
+        count = text.count(answer)
+        if count != 1:
+            raise UserError(
+                self._complaint(
+                    f"changes the answer {reprlib.repr(answer)}, or what is around it, and the text holds it "
+                    f"{count} times: which tokens are the assistant's cannot be told"
+                )
+            )
+        start = text.index(answer)
+        return start, start + len(answer)
+
+    def _learn(self, tokens: Sequence[_Token], learnt: list[bool], start: int, end: int) -> None:
+        """Marks the tokens of a span, and those up to the one that ends the answer, if one does."""
+
+        def begins(token: _Token) -> bool:
+            """With its first character, or with a later one, as transformers' assistant_masks has it."""
+            return token.start >= start or (token.end > start and not self._is_mark(token))
+
+        first = next((i for i, token in enumerate(tokens) if begins(token)), len(tokens))
+        last = next((i for i in range(first, len(tokens)) if tokens[i].start >= end), len(tokens))
+        if first == last:
+            raise ValueError("an answer of the assistant is empty: the tokenizer makes no token of it")
+        if not self._ends(tokens[last - 1]):
+            after = next((i for i in range(last, len(tokens)) if self._is_mark(tokens[i])), None)
+            if after is not None and self._ends(tokens[after]):
+                last = after + 1
+        learnt[first:last] = [True] * (last - first)
+
+    def _is_mark(self, token: _Token) -> bool:
+        return self._tokenizer.is_special(token.id) or self._ends(token)
+
+    def _ends(self, token: _Token) -> bool:
+        return token.id == self.end_id or token.id in self._tokenizer.eos_ids
+
+    def _find_end(self) -> int:
+        turns = (Turn("user", ("Is it?",)), Turn("assistant", ("It is so.",)))
+        signed = (turns[0], Turn("assistant", (_SIGN,)))
+        whole, other = self._render([(turns, False), (signed, False)])
+        _, answered = _place(whole, other) or self._only_place(whole.text, "It is so.")
+        tokens = [token for token in self._encode(whole.text, turns) if token.start >= answered]
+        end = next((token.id for token in tokens if self._is_mark(token)), None)
+        if end is None:
+            raise UserError(
+                self._complaint("writes no special token after an answer: nothing would tell where one ends")
+            )
+        return end
+
+    # --- text ---
+
+    def _render(self, conversations: Sequence[tuple[Sequence[Turn], bool]]) -> list[_Rendered]:
+        """The template's text of each (turns, whether an answer of the assistant is to follow)."""
+        texts = self._rendered([(list(map(self._message, turns)), ask) for turns, ask in conversations])
+        return list(map(_unmarked, texts))
+
+    def _rendered(self, conversations: Sequence[tuple[list[dict[str, Any]], bool]]) -> list[str]:
+        try:
+            return self._renderer(
+                [{**self._variables, "messages": m, "add_generation_prompt": ask} for m, ask in conversations]
+            )
+        except RenderError as error:
+            raise UserError(self._complaint(f"fails: {error}")) from error
+
+    def _complaint(self, what: str) -> str:
+        return (
+            f"the chat template beside {self._tokenizer.path} {what}; correct the template, the text or "
+            'data.template_options, or choose data.template "chatml" or "plain"'
+        )
+
+    def _message(self, turn: Turn) -> dict[str, Any]:
+        """As transformers has messages."""
+        texts = [part if isinstance(part, str) else None for part in turn.parts]
+        if self._has_strings and not (self._has_recordings and None in texts):
+            return {"role": turn.role, "content": "".join(self._mark if t is None else t for t in texts)}
+        return {"role": turn.role, "content": [_HEARD if t is None else _text(t) for t in texts]}
+
+    def _writes(self, content: Any, recordings: int) -> bool:
+        """Whether the sign in a message's content comes out once, and so many recordings."""
+        try:
+            (text,) = self._rendered([([{"role": "user", "content": content}], True)])
+        except UserError:
+            return False
+        return text.count(_SIGN) == 1 and text.count(self._mark) == recordings
+
+    def _signed(self, turns: Sequence[Turn]) -> dict[tuple[int, int], list[Turn]]:
+        """By the turn's number and the part's: the turns, with the sign for that text."""
+
+        def sign(k: int, p: int) -> list[Turn]:
+            parts = (*turns[k].parts[:p], _SIGN, *turns[k].parts[p + 1 :])
+            return [*turns[:k], Turn(turns[k].role, parts), *turns[k + 1 :]]
+
+        texts = (
+            (k, p) for k, turn in enumerate(turns) for p, t in enumerate(turn.parts) if isinstance(t, str)
+        )
+        return {at: sign(*at) for at in texts}
+
+    def _check_texts(self, turns: Sequence[Turn]) -> None:
+        for turn in turns:
+            for part in turn.parts:
+                if isinstance(part, str):
+                    if not _RESERVED.isdisjoint(part):
+                        raise ValueError(f"text {part!a} holds what Unicode assigns to no character")
+                    self._tokenizer.encode(part)
+            if turn.role == "assistant":
+                answer = turn.parts[0] if len(turn.parts) == 1 else None
+                if not isinstance(answer, str) or not answer.strip():
+                    raise ValueError("an answer of the assistant is empty, or not one text")
+
+    # --- tokens ---
+
+    def _encode(self, text: str, turns: Sequence[Turn]) -> list[_Token]:
+        """Raises UserError where the text has not as many recordings as the turns."""
+        tokens: list[_Token] = []
+        at = 0
+        for piece in text.split(_RECORDING):
+            if at:
+                tokens.append(_Token(self._tokenizer.audio_id, at - 1, at))
+            ids, places = self._tokenizer.encode_places(piece)
+            tokens += [_Token(i, at + a, at + b) for i, (a, b) in zip(ids, places, strict=True)]
+            at += len(piece) + 1
+        found = sum(token.id == self._tokenizer.audio_id for token in tokens)
+        wanted = sum(not isinstance(part, str) for part in chain(*(turn.parts for turn in turns)))
+        if found != wanted:
+            raise UserError(self._complaint(f"writes {found} recordings where {wanted} are said"))
+        return tokens
+
+    def _check_specials(self, text: str, tokens: Sequence[_Token], places: Iterable[Span | None]) -> None:
+        """Raises ValueError where a special token stands on what somebody says. What it swallows of spaces
+        beside it does not count.
+        """
+        marks = []
+        for token in tokens:
+            if self._tokenizer.is_special(token.id) and token.id != self._tokenizer.audio_id:
+                name = self._tokenizer.token_text(token.id)
+                start = token.start + max(text[token.start : token.end].find(name), 0)
+                marks.append((start, start + len(name), name))
+        for place in filter(None, places):
+            for start, end, name in marks:
+                if start < place[1] and place[0] < end:
+                    raise ValueError(
+                        f"text {reprlib.repr(text[place[0] : place[1]])} makes the special token {name} with "
+                        "what the chat template writes beside it; change the text"
+                    )
+
+    def _expanded(self, tokens: Sequence[_Token], learnt: Sequence[bool]) -> tuple[list[int], list[bool]]:
+        """Ids, with what belongs around a recording where the template has not written it."""
+        ids: list[int] = []
+        marks: list[bool] = []
+        for token, is_learnt in zip(tokens, learnt, strict=True):
+            recording = self._tokenizer.recording
+            if token.id != self._tokenizer.audio_id or ids[-1:] == list(recording[:1]):
+                recording = (token.id,)
+            ids += recording
+            marks += [is_learnt] * len(recording)
+        return ids, marks
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _unmarked(text: str) -> _Rendered:
+    """The text without the marks of generation tags."""
+    pieces, learnt, at = [], [], 0
+    for number, piece in enumerate(text.split(LEARNT)):
+        inside, _, outside = piece.partition(LEARNT_END) if number else ("", "", piece)
+        if inside:
+            learnt.append((at, at + len(inside)))
+        pieces += [inside, outside]
+        at += len(inside) + len(outside)
+    return _Rendered("".join(pieces), learnt)
+
+
+def _place(whole: _Rendered, signed: _Rendered) -> Span | None:
+    """Where in the text is what the sign stands for in the other; None where more than that differs."""
+    before, found, after = signed.text.partition(_SIGN)
+    end = len(whole.text) - len(after)
+    same = _SIGN not in after and whole.text.startswith(before) and whole.text.endswith(after)
+    return (len(before), end) if found and same and end >= len(before) else None

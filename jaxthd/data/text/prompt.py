@@ -1,0 +1,105 @@
+"""How turns are written: text and recordings -> token ids, and which of them are learnt."""
+
+import reprlib
+from collections.abc import Sequence
+
+from jaxthd.config import DataConfig
+from jaxthd.data.example import Turn
+from jaxthd.data.text.chat_template import ChatTemplate
+from jaxthd.data.text.tokenizer import FileTokenizer, Tokenizer
+from jaxthd.errors import UserError
+
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"
+
+
+class PromptTemplate:
+    """Turns -> (token ids with one audio_id for each recording, True where a token is learnt).
+
+    "plain": bos; the turns' texts as they are; end_id after each of the assistant's.
+    "chatml": each turn as <|im_start|>role, a line break, the text, end_id, a line break.
+    "chat_template": the checkpoint's own (data/text/chat_template.py), with data.template_options.
+    Learnt is what the assistant says, and its end_id: one token, so that decoding knows where to stop. It is
+    <|im_end|> in chatml if the tokenizer has that token, else end-of-text. A mark <|im_start|> that it does
+    not have is written as text. data.system_prompt comes first where the turns have none of the system's.
+
+    Raises UserError on construction for a data.prompt or data.system_prompt that cannot be encoded, and for
+    a chat template that cannot be used; when called, ValueError for text that holds a special token or a mark
+    of the template, and for an empty answer.
+    """
+
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._chatml = data.template == "chatml"
+        self._marks = (IM_START, IM_END) if self._chatml else ()
+        self._chat = _chat_template(data, tokenizer) if data.template == "chat_template" else None
+        end = tokenizer.encode_marks(IM_END) if self._chatml else []
+        self.end_id = end[0] if len(end) == 1 else tokenizer.eos_id
+        """Ends every turn of the assistant."""
+        if self._chat:
+            self.end_id = self._chat.end_id
+        self.stop_ids = tuple(dict.fromkeys((self.end_id, *tokenizer.eos_ids)))
+        """All that end an answer: end_id first."""
+        self._system = Turn("system", (data.system_prompt,)) if data.system_prompt else None
+        pieces = [("data.prompt", piece) for piece in data.prompt.split(data.audio_placeholder)]
+        for setting, piece in [("data.system_prompt", data.system_prompt), *pieces]:
+            try:
+                self._encode(piece)
+            except ValueError as error:
+                raise UserError(f"{setting}: {error}") from error
+
+    def __call__(self, turns: Sequence[Turn]) -> tuple[list[int], list[bool]]:
+        turns = self._with_system(turns)
+        return self._chat.written(turns) if self._chat else self._written(turns)
+
+    def prompt(self, turns: Sequence[Turn]) -> list[int]:
+        """Token ids of the turns up to where the assistant's next answer begins. Raises as a call."""
+        turns = self._with_system(turns)
+        if self._chat:
+            return self._chat.prompt(turns)
+        start = self._tokenizer.encode_marks(f"{IM_START}assistant\n") if self._chatml else []
+        return self._written(turns)[0] + start
+
+    def _with_system(self, turns: Sequence[Turn]) -> Sequence[Turn]:
+        has_none = all(turn.role != "system" for turn in turns)
+        return [self._system, *turns] if self._system and has_none else turns
+
+    def _written(self, turns: Sequence[Turn]) -> tuple[list[int], list[bool]]:
+        tokens = [] if self._chatml else [self._tokenizer.bos_id]
+        learnt = [False] * len(tokens)
+
+        def write(ids: Sequence[int], *, is_learnt: bool = False) -> None:
+            tokens.extend(ids)
+            learnt.extend([is_learnt] * len(ids))
+
+        for turn in turns:
+            is_answer = turn.role == "assistant"
+            if self._chatml:
+                write(self._tokenizer.encode_marks(f"{IM_START}{turn.role}\n"))
+            start = len(tokens)
+            for part in turn.parts:
+                ids = self._encode(part) if isinstance(part, str) else self._tokenizer.recording
+                write(ids, is_learnt=is_answer)
+            if is_answer and len(tokens) == start:
+                raise ValueError("an answer of the assistant is empty: the tokenizer makes no token of it")
+            if is_answer or self._chatml:
+                write([self.end_id], is_learnt=is_answer)
+            if self._chatml:
+                write(self._tokenizer.encode_marks("\n"))
+        return tokens, learnt
+
+    def _encode(self, text: str) -> list[int]:
+        for mark in self._marks:
+            if mark in text:
+                raise ValueError(
+                    f"text {reprlib.repr(text)} holds {mark}, a mark of the template; remove it from the text"
+                )
+        return self._tokenizer.encode(text)
+
+
+def _chat_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
+    if not isinstance(tokenizer, FileTokenizer):
+        raise UserError(
+            f'data.template is "chat_template" with data.tokenizer {data.tokenizer!r}, which has none; '
+            "expected the folder of a checkpoint: correct data.tokenizer, or choose another data.template"
+        )
+    return ChatTemplate(tokenizer, data.template_variables)

@@ -1,0 +1,129 @@
+"""Which kernels a run uses: those that are admitted on the devices of all its processes."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxthd.config import Config
+from jaxthd.errors import UserError
+from jaxthd.kernels.admission import Kernel, Verdict, admit
+from jaxthd.kernels.attention_probe import attention_kernels
+from jaxthd.kernels.machine import Machine
+from jaxthd.kernels.scan_probe import ScanProblem, scan_kernels
+from jaxthd.ops.attention.contract import Problem
+from jaxthd.ops.scan.pallas import chunk_of
+from jaxthd.parallel.processes import exchange
+
+
+def attention_problem(config: Config) -> Problem:
+    """The decoder's attention on each tensor rank, of the buffers of a microbatch."""
+    llm, mesh, data = config.model.llm, config.mesh, config.data
+    rows = max(1, data.rows // mesh.data // config.train.microbatches)
+    return Problem(
+        config.model.dtype,
+        llm.q_heads // mesh.tensor,
+        max(1, llm.kv_heads // mesh.tensor),
+        llm.head_dim,
+        rows * data.capacity // mesh.context,
+        rows * data.max_documents,
+    )
+
+
+def scan_problem(config: Config) -> ScanProblem:
+    """What a rank scans: of the heads of its tensor rank all, or under the per-document layout its context
+    rank's share, of whole rows. Groups whose heads lie on several ranks are on each of these.
+    """
+    llm, mesh, context = config.model.llm, config.mesh, config.mesh.context
+    heads, groups = llm.mamba_heads // mesh.tensor, max(1, llm.mamba_groups // mesh.tensor)
+    stretch, states_enter = config.data.capacity, context > 1
+    if context > 1 and config.model.context_layout == "document":
+        heads, groups, states_enter = heads // context, math.lcm(groups, context) // context, False
+    elif context > 1:
+        stretch //= 2 * context
+    return ScanProblem(
+        config.model.dtype,
+        heads,
+        groups,
+        llm.mamba_head_dim,
+        llm.mamba_state,
+        chunk_of(llm.mamba_chunk, stretch),
+        states_enter,
+    )
+
+
+class Choice(NamedTuple):
+    """A setting of the model that names a back-end. letter: of the layers that it is for. kernels: of all
+    back-ends. interpreted: those that a CPU interprets, which no measurement there says anything about.
+    """
+
+    field: str
+    letter: str
+    kernels: Callable[[Config], Sequence[Kernel]]
+    interpreted: tuple[str, ...] = ()
+
+
+CHOICES = (
+    Choice("attention_backend", "*", lambda config: attention_kernels(attention_problem(config))),
+    Choice("scan_backend", "M", lambda config: scan_kernels(scan_problem(config)), ("pallas",)),
+)
+
+
+def with_admitted(config: Config, say: Callable[[str], None], folder: Path | None = None) -> Config:
+    """The config with the attention and scan back-ends that the run may use. All processes call it.
+
+    "auto" becomes the first that every process admits, and one line says why the others are not used. say:
+    prints a line. folder: see admit. Raises UserError where the one that was asked for is not admitted,
+    unless model.kernels_unverified is set and it can run here.
+    """
+    for choice in CHOICES:
+        config = using(config, **{choice.field: _admitted(config, choice, say, folder)})
+    return config
+
+
+def _admitted(config: Config, choice: Choice, say: Callable[[str], None], folder: Path | None) -> str:
+    asked: str = getattr(config.model, choice.field)
+    if asked == "xla":
+        return asked
+    if choice.letter not in config.model.llm.kinds:
+        return "xla"
+    machine = Machine.of_this()
+    if machine.platform == "cpu" and asked in choice.interpreted:
+        return asked
+    kernels = {kernel.name: kernel for kernel in choice.kernels(config)}
+    if asked == "auto":
+        refused, chosen = [], "xla"
+        for name in (name for name in kernels if name != "xla"):
+            refusal = _refusal(admit(kernels[name], machine, folder))
+            if refusal is None:
+                chosen = name
+                break
+            refused.append(f"not {name}: {refusal}")
+        say(f"{kernels['xla'].kind}: {'; '.join([chosen, *refused])}")
+        return chosen
+    kernel = kernels[asked]
+    verdict = admit(kernel, machine, folder)
+    refusal = _refusal(verdict)
+    if refusal is None:
+        return asked
+    found = f'model.{choice.field} is "{asked}", but {refusal} ({kernel.problem}, {machine.kind})'
+    fits = all(exchange(verdict.fits))
+    if fits and config.model.kernels_unverified:
+        say(f"warning: {found}; it is used all the same, as model.kernels_unverified says")
+        return asked
+    change = f"set model.{choice.field} to auto or xla"
+    more = ", or model.kernels_unverified to use it all the same" * fits
+    raise UserError(
+        f"{found}; expected a back-end that computes the {kernel.kind} right here: {change}{more}"
+    )
+
+
+def using(config: Config, **backends: Any) -> Config:
+    """The config with these settings of the model, such as attention_backend."""
+    return replace(config, model=replace(config.model, **backends))
+
+
+def _refusal(verdict: Verdict) -> str | None:
+    """Of the first process that refuses."""
+    return next((refusal for refusal in exchange(verdict.refusal) if refusal is not None), None)

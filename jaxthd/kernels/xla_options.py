@@ -1,0 +1,139 @@
+"""How programs are compiled for GPUs: XLA's options that matter to a training step, in one place.
+
+Each goes to the compiler with the program (jax.jit's compiler_options), so that nothing needs to be in
+XLA_FLAGS before jax starts, and what this XLA does not know is an error that names it. On CPUs none is given.
+scripts/check_gpu.py measures the step without each of them; OPTIONS holds what it found.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from jaxthd.config import Config
+from jaxthd.errors import UserError
+from jaxthd.files.cache import user_cache
+
+Value = bool | int | str
+
+
+class Option(NamedTuple):
+    """effect: what was measured, with the machine; "not yet run on a GPU" where nothing was."""
+
+    name: str
+    value: Value
+    why: str
+    effect: str
+
+
+_NOT_RUN = "not yet run on a GPU"
+_COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
+"""Not COLLECTIVES: in a loop or a conditional they would be nodes that CUDA's conditional graphs are reported
+to refuse (pytorch/pytorch #180960)."""
+
+OPTIONS = (
+    Option(
+        "xla_gpu_enable_command_buffer",
+        f"{_COMMANDS},CONDITIONAL,WHILE",
+        "CUDA graphs: XLA's default records kernels between loops; layers are a loop here and ring steps are "
+        "conditionals, so both are recorded too, where XLA can (train.command_buffers)",
+        _NOT_RUN,
+    ),
+    Option(
+        "xla_gpu_graph_min_graph_size",
+        2,
+        "A graph for two kernels already (XLA's default: five)",
+        _NOT_RUN,
+    ),
+    Option(
+        "xla_gpu_enable_latency_hiding_scheduler",
+        True,
+        "Collectives start early and end late: ring sends and FSDP gathers beside the matrix products",
+        _NOT_RUN,
+    ),
+    Option(
+        "xla_gpu_all_gather_combine_threshold_bytes",
+        2**28,
+        "A layer's matrices are gathered in one collective, not one each",
+        _NOT_RUN,
+    ),
+    Option(
+        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        2**28,
+        "The same for its gradients",
+        _NOT_RUN,
+    ),
+)
+"""Given to every program of the model that runs on GPUs."""
+
+
+def compiler_options(config: Config, platform: str) -> dict[str, Value]:
+    """For jax.jit. Empty on CPUs, but for train.xla_options. Raises UserError as given_options.
+
+    platform: jax's name of the mesh's devices.
+    """
+    options: dict[str, Value] = {}
+    if platform == "gpu":
+        options = {option.name: option.value for option in OPTIONS}
+        if not config.train.command_buffers:
+            options["xla_gpu_enable_command_buffer"] = ""
+    return options | given_options(config)
+
+
+def given_options(config: Config) -> dict[str, Value]:
+    """train.xla_options, read. Raises UserError for one that is not NAME=VALUE."""
+    options: dict[str, Value] = {}
+    for text in config.train.xla_options:
+        name, mark, value = text.partition("=")
+        if not mark or not name:
+            raise UserError(
+                f"train.xla_options has {text!r}; expected NAME=VALUE, such as "
+                "xla_gpu_enable_latency_hiding_scheduler=false"
+            )
+        truth: Mapping[str, Value] = {"true": True, "false": False}
+        options[name.removeprefix("--")] = truth.get(value.lower(), value)
+    return options
+
+
+def check_options(options: Mapping[str, Value]) -> None:
+    """Raises UserError for an option that this XLA does not have, or not with this value.
+
+    Compiles a program of one operation with it; all back-ends know the options of all.
+    """
+    if not options:
+        return
+    program = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), "float32"))
+    for name, value in options.items():
+        try:
+            program.compile(compiler_options={name: str(value)})
+        except jax.errors.JaxRuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(
+                f"XLA of jax {jax.__version__} does not take the option {name}={value} ({reason}); expected "
+                "one of its debug options: correct train.xla_options"
+            ) from error
+
+
+def prepare_compiler(config: Config) -> None:
+    """Before the first program. On GPUs programs are kept on the disk, and not compiled again at the next
+    start. Raises UserError as given_options and check_options.
+
+    The folder is JAX_COMPILATION_CACHE_DIR, or $XDG_CACHE_HOME/jaxthd/compiled (~/.cache without it). Not
+    on CPUs: a program made for one does not always run on another that shares the home directory. With
+    several processes only the former, which all must share: process 0 writes it, and where others did not
+    find what it finds, they would wait for its part in choosing kernels.
+    """
+    check_options(given_options(config))
+    if (
+        jax.default_backend() == "gpu"
+        and jax.process_count() == 1
+        and not jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    ):
+        jax.config.update("jax_compilation_cache_dir", str(user_cache() / "compiled"))
+
+
+def jit_for(config: Config, mesh: Mesh, function: Any, **options: Any) -> Any:
+    """jax.jit with compiler_options."""
+    platform = mesh.devices.flat[0].platform
+    return jax.jit(function, compiler_options=compiler_options(config, platform), **options)

@@ -1,0 +1,199 @@
+"""Packed causal attention over the context axis: by a ring of rectangles, or with gathered keys.
+
+Under whole-buffer DualChunkSwap a rank's queries see one dense rectangle of another rank's keys, or nothing;
+under the per-document layout, a prefix of each document (packing/segments.py). So all attention is the two
+calls of ops/attention/contract.py: one local, and one for the keys of each other rank, skipped when empty;
+parts are merged by their log-sum-exp in float32 (Liu et al., Ring Attention, 2023). The ring sends keys and
+values on first, then computes the step; its backward pass sends (k, v) around again, (dk, dv) of other ranks
+after them and home. With all-gather every rank's keys and values are there from the start. Backward calls
+take the output and the log-sum-exp over all ranks' keys.
+
+Legend: N queries and keys of a rank, H query heads, K key/value heads, D query/key dim, V value dim, C
+context ranks.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from jaxthd.ops.attention.backends import BACKENDS
+from jaxthd.ops.attention.contract import Call, calls
+from jaxthd.packing.layout import context_permutation, inverse_permutation
+from jaxthd.packing.segments import Segments, gather_places
+
+Pair = tuple[Array, Array]
+"""Keys and values, or their gradients."""
+
+
+def packed_attention(
+    q_NHD: Float[Array, "N H D"],
+    k_NKD: Float[Array, "N K D"],
+    v_NKV: Float[Array, "N K V"],
+    segments: Segments,
+    *,
+    scale: float,
+    exchange: str,
+    backend: str,
+) -> Float[Array, "N H V"]:
+    """Causal attention inside each document, wherever on the context axis its tokens lie; q's dtype.
+
+    exchange: "ring" or "all_gather"; the same result, up to rounding. backend: of BACKENDS.
+    Padding gives 0 and receives no gradient. Raises ValueError for another back-end.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(
+            f'attention back-end "{backend}"; expected one of {", ".join(BACKENDS)} '
+            "(jaxthd.kernels.choose.with_admitted settles which auto is)"
+        )
+    if exchange == "ring" or segments.context == 1:
+        return _ring_attention(q_NHD, k_NKD, v_NKV, segments, scale, backend)
+    k_CNKD, v_CNKV = (jax.lax.all_gather(x, segments.axis) for x in (k_NKD, v_NKV))
+    return _gathered_attention(q_NHD, k_CNKD, v_CNKV, segments, scale, backend)
+
+
+def gather_in_order(x_NKD: Float[Array, "N K D"], segments: Segments) -> Float[Array, "S K D"]:
+    """Every rank's tokens, rows one after the other, each in document order: S = N * context."""
+    if segments.context == 1:
+        return x_NKD
+    x_RTKD = x_NKD.reshape(segments.rows, -1, *x_NKD.shape[1:])
+    x_RTKD = jax.lax.all_gather(x_RTKD, segments.axis, axis=1, tiled=True)
+    if segments.in_order is not None:
+        x_RTKD = gather_places(x_RTKD, segments.in_order.slots)
+    else:
+        x_RTKD = x_RTKD[:, inverse_permutation(context_permutation(x_RTKD.shape[1], segments.context))]
+    return x_RTKD.reshape(-1, *x_NKD.shape[1:])
+
+
+def merge(
+    out_NHV: Float[Array, "N H V"],
+    lse_NH: Float[Array, "N H"],
+    part_NHV: Float[Array, "N H V"],
+    part_lse_NH: Float[Array, "N H"],
+) -> tuple[Float[Array, "N H V"], Float[Array, "N H"]]:
+    """Attention over the union of two disjoint sets of keys."""
+    total_NH = jnp.logaddexp(lse_NH, part_lse_NH)
+    finite_NH = jnp.where(jnp.isfinite(total_NH), total_NH, 0)
+    keep_NH1, take_NH1 = (jnp.exp(x - finite_NH)[..., None] for x in (lse_NH, part_lse_NH))
+    return keep_NH1 * out_NHV + take_NH1 * part_NHV, total_NH
+
+
+def _send(pair: Pair, segments: Segments) -> Pair:
+    """To the next rank of the ring; with a single rank nothing moves."""
+    if segments.context == 1:
+        return pair
+    ring = [(r, (r + 1) % segments.context) for r in range(segments.context)]
+    first, second = (jax.lax.ppermute(x, segments.axis, ring) for x in pair)
+    return first, second
+
+
+def _around(pair: Pair, segments: Segments) -> Iterator[Pair]:
+    """This rank's keys and values, then the other ranks' as they arrive, each sent on before it is used."""
+    for _ in segments.remote:
+        following = _send(pair, segments)
+        yield pair
+        pair = following
+    yield pair
+
+
+def _source(step: int, segments: Segments) -> Array:
+    """The rank whose keys call number `step` is about; 0 is the local one."""
+    return (jax.lax.axis_index(segments.axis) - step) % segments.context
+
+
+def _there(pair: Pair, segments: Segments) -> Iterator[Pair]:
+    """As _around, of gathered keys and values [C, N, ...]."""
+    for step in range(segments.context):
+        source = _source(step, segments)
+        yield pair[0][source], pair[1][source]
+
+
+def _forward_parts(
+    q: Array, arriving: Iterator[Pair], segments: Segments, scale: float, backend: str
+) -> tuple[Array, Array]:
+    local, *remote = calls(segments)
+    forward = BACKENDS[backend].forward
+    out, lse = forward(q, *next(arriving), local, scale)
+    for call, pair in zip(remote, arriving, strict=True):
+
+        def visit(out: Array, lse: Array, pair: Pair = pair, call: Call = call) -> Any:
+            return merge(out, lse, *forward(q, *pair, call, scale))
+
+        out, lse = jax.lax.cond(call.is_empty, lambda out, lse: (out, lse), visit, out, lse)
+    return out, lse
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _ring_attention(q, k, v, segments: Segments, scale: float, backend: str):
+    return _forward_parts(q, _around((k, v), segments), segments, scale, backend)[0].astype(q.dtype)
+
+
+def _ring_forward(q, k, v, segments, scale, backend):
+    out, lse = _forward_parts(q, _around((k, v), segments), segments, scale, backend)
+    return out.astype(q.dtype), (q, k, v, segments, out, lse)
+
+
+def _ring_backward(scale, backend, residuals, dout):
+    q, k, v, segments, out, lse = residuals
+    local, *remote = calls(segments)
+    arriving = _around((k, v), segments)
+
+    def part(pair: Pair, call: Call) -> tuple[Array, Array, Array]:
+        return BACKENDS[backend].backward(q, *pair, out, lse, dout, call, scale)
+
+    dq, dk, dv = part(next(arriving), local)
+    # Gradients of keys and values travel with them, one hop behind, and home at the end.
+    away = (jnp.zeros_like(dk), jnp.zeros_like(dv))
+    for step, (call, pair) in enumerate(zip(remote, arriving, strict=True)):
+        away = _send(away, segments) if step else away
+
+        def visit(*sums: Array, pair: Pair = pair, call: Call = call) -> tuple[Array, ...]:
+            return tuple(a + b for a, b in zip(sums, part(pair, call), strict=True))
+
+        dq, *grown = jax.lax.cond(call.is_empty, lambda *sums: sums, visit, dq, *away)
+        away = (grown[0], grown[1])
+    if segments.remote:
+        away = _send(away, segments)
+    dk, dv = dk + away[0], dv + away[1]
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_ring_attention.defvjp(_ring_forward, _ring_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _gathered_attention(q, k_CNKD, v_CNKV, segments: Segments, scale: float, backend: str):
+    arriving = _there((k_CNKD, v_CNKV), segments)
+    return _forward_parts(q, arriving, segments, scale, backend)[0].astype(q.dtype)
+
+
+def _gathered_forward(q, k, v, segments, scale, backend):
+    out, lse = _forward_parts(q, _there((k, v), segments), segments, scale, backend)
+    return out.astype(q.dtype), (q, k, v, segments, out, lse)
+
+
+def _gathered_backward(scale, backend, residuals, dout):
+    q, k, v, segments, out, lse = residuals
+    dq, dk, dv = jnp.zeros_like(out, shape=q.shape), jnp.zeros_like(k), jnp.zeros_like(v)
+    for step, (call, pair) in enumerate(zip(calls(segments), _there((k, v), segments), strict=True)):
+        source = _source(step, segments)
+
+        def visit(
+            dq: Array, dk: Array, dv: Array, pair: Pair = pair, call: Call = call, source: Array = source
+        ) -> Any:
+            more, dk_source, dv_source = BACKENDS[backend].backward(q, *pair, out, lse, dout, call, scale)
+            return (
+                dq + more,
+                dk.at[source].set(dk_source.astype(dk.dtype)),
+                dv.at[source].set(dv_source.astype(dv.dtype)),
+            )
+
+        dq, dk, dv = jax.lax.cond(call.is_empty, lambda *grads: grads, visit, dq, dk, dv)
+    return dq.astype(q.dtype), dk, dv, None
+
+
+_gathered_attention.defvjp(_gathered_forward, _gathered_backward)
