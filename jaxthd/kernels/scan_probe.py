@@ -18,6 +18,7 @@ from jaxtyping import Float
 
 from jaxthd.kernels.admission import Kernel, as_in_a_step, error
 from jaxthd.kernels.machine import Machine
+from jaxthd.ops.scan import ssd as ssd_module
 from jaxthd.ops.scan.pallas import ssd_pallas, why_unfit
 from jaxthd.ops.scan.ssd import ssd
 from jaxthd.packing.segments import Segments, make_segments
@@ -120,9 +121,12 @@ def scan(
     return BACKENDS[backend].run(x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments, chunk=chunk)
 
 
+ssd_source = ssd_module.__file__
+
+
 def scan_kernels(problem: ScanProblem) -> list[Kernel]:
     """For admission: of every back-end, in the order in which "auto" tries them."""
-    here = Path(__file__).parent
+    sources = tuple(Path(ssd_source).parent.glob("*.py"))
     return [
         Kernel(
             "scan",
@@ -132,7 +136,7 @@ def scan_kernels(problem: ScanProblem) -> list[Kernel]:
             partial(scan_probe, problem, backend.run),
             QUANTITIES,
             problem.error_bound,
-            (*here.glob("scan*.py"), here / "ssd.py"),
+            sources,
         )
         for backend in BACKENDS.values()
     ]

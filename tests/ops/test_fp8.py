@@ -17,7 +17,7 @@ from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.state import init_state
 from jaxthd.steps.step import loss_and_gradient, make_train_step
 from tests.helpers import relative_errors
-from tests.test_step import batch_of
+from tests.steps.test_step import batch_of
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),

@@ -25,7 +25,7 @@ from jaxthd.parallel.params import Init
 from jaxthd.steps.state import abstract_state, state_shardings
 from jaxthd.steps.step import make_train_step
 from tests.helpers import assert_same, on_context, random_state, row_arrays
-from tests.test_step import batch_of
+from tests.steps.test_step import batch_of
 
 TOKENS = 96
 CASES = {

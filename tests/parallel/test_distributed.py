@@ -64,7 +64,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines.insert(place, json.dumps({"audio_filepath": f"missing{place}.wav", "text": "not there"}) + "\n")
     (folder / "manifest.jsonl").write_text("".join(lines))
     (folder / "settings.py").write_text(
-        "from pathlib import Path\nfrom tests.test_distributed import config as make\n\n\n"
+        "from pathlib import Path\nfrom tests.parallel.test_distributed import config as make\n\n\n"
         f"def config():\n    return make(Path({str(folder / 'manifest.jsonl')!r}))\n"
     )
     return folder / "manifest.jsonl"

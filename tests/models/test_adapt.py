@@ -50,7 +50,7 @@ from jaxthd.steps.state import (
 )
 from jaxthd.steps.step import loss_and_gradient, make_scores, make_train_step
 from tests.helpers import random_state
-from tests.test_step import batch_of
+from tests.steps.test_step import batch_of
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(num_mels=16, layers=2, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),

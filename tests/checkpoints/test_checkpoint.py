@@ -264,7 +264,7 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 from jaxthd.errors import readable_errors
-from tests.test_checkpoint import *
+from tests.checkpoints.test_checkpoint import *
 
 for case in ("next save", "end", "error"):
     try:

@@ -24,7 +24,7 @@ from scripts.draw_guide import DRAWINGS, OUT, svg
 from scripts.guide_numbers import CHUNK, DECAY, RANKS
 from scripts.write_reference import REFERENCE, groups, reference
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
 WRITTEN = [page for page in PAGES if page != REFERENCE]
