@@ -11,6 +11,7 @@ for its audio to fit the ranks.
 """
 
 from jaxthd.config import (
+    ComputeConfig,
     Config,
     DataConfig,
     EncoderConfig,
@@ -31,10 +32,9 @@ def config() -> Config:
             # The longest recording has 8.7 s, so none is cut. A rank's share of audio must hold one chunk.
             encoder=EncoderConfig(chunk_seconds=10.0),
             llm=LLMConfig(pattern="M*M*-"),
-            # Activations of so small a model fit: recomputing them would cost a quarter of the step.
-            remat_encoder=False,
-            remat_llm=False,
         ),
+        # Activations of so small a model fit: recomputing them would cost a quarter of the step.
+        compute=ComputeConfig(remat_encoder=False, remat_llm=False),
         train=TrainConfig(
             steps=3200,
             learning_rate=8e-4,

@@ -115,7 +115,7 @@ class DataConfig:
     """Buffers the packer keeps open at a time: more pack tighter and shuffle more."""
     round_to: int = 1
     """Each document's slots are rounded up to a multiple of this (1: none). It shapes the stream of buffers:
-    for model.context_layout "document", a multiple of 2 * context for every context size of the run."""
+    for compute.context_layout "document", a multiple of 2 * context for every context size of the run."""
     shuffle: bool = True
     """Shuffle the documents anew every epoch."""
     seed: int = 0
@@ -219,8 +219,6 @@ class LLMConfig:
     """Groups that share B and C; divides mamba_heads."""
     mamba_conv: int = 4
     """Taps of the causal convolution."""
-    mamba_chunk: int = 64
-    """Tokens of a scan chunk: speed only, never the result."""
     mamba_dt_limit: tuple[float, float] = (0.0, float("inf"))
     """Clamp of the time step after softplus."""
     experts: int = 8
@@ -261,12 +259,18 @@ class LLMConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The speech LLM: encoder, adapter, decoder, and how they are computed."""
+    """The speech LLM: encoder, adapter, decoder. A checkpoint depends on all of it, and on nothing else."""
 
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     llm: LLMConfig = field(default_factory=LLMConfig)
     adapter_dim: int = 0
     """Inner dim of the RMSNorm-linear-relu^2-linear adapter; 0 for a single linear layer."""
+
+
+@dataclass(frozen=True)
+class ComputeConfig:
+    """How the model is computed: numbers, exchanges, kernels, memory. A checkpoint depends on none of it."""
+
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Compute dtype. Parameters are float32 (float64 when this is float64)."""
     fp8: tuple[str, ...] = ()
@@ -307,6 +311,12 @@ class ModelConfig:
     """Recompute the encoder's blocks in the backward pass instead of keeping their activations."""
     remat_llm: bool = True
     """The same for the decoder's blocks."""
+    scan_chunk: int = 64
+    """Tokens of a chunk of Mamba2's scan: speed only, never the result."""
+    command_buffers: bool = True
+    """On GPUs kernels, loops and conditionals are recorded in CUDA graphs (command buffers) where XLA can."""
+    xla_options: tuple[str, ...] = ()
+    """Options of XLA for the compiled programs, NAME=VALUE, over those of jaxthd/kernels/xla_options.py."""
 
 
 @dataclass(frozen=True)
@@ -390,10 +400,6 @@ class TrainConfig:
     """Newest checkpoints kept; the one with the best validation is kept too."""
     tensorboard: bool = True
     """Write the metrics as TensorBoard files too."""
-    command_buffers: bool = True
-    """On GPUs kernels, loops and conditionals are recorded in CUDA graphs (command buffers) where XLA can."""
-    xla_options: tuple[str, ...] = ()
-    """Options of XLA for the compiled programs, NAME=VALUE, over those of jaxthd/kernels/xla_options.py."""
     draw_last_batch: bool = False
     """Draw the documents of the last batch as a picture: buffers, ranks, audio, padding."""
 
@@ -405,6 +411,7 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
     adapt: AdaptConfig = field(default_factory=AdaptConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 

@@ -200,7 +200,7 @@ def names(config: Config) -> str:
 
 def _memory(config: Config) -> str:
     mesh = config.mesh
-    dtype = "float64" if config.model.dtype == "float64" else "float32"
+    dtype = "float64" if config.compute.dtype == "float64" else "float32"
     rows = [(f"state ({dtype})", "one copy", f"on each of {mesh.devices} devices")]
     whole, part = (state_bytes(c) for c in (replace(config, mesh=MeshConfig()), config))
     for sizes in (whole, part):

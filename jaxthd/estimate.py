@@ -52,7 +52,7 @@ def lowered_step(config: Config) -> Any:
 
     Attention is XLA's, which compiles anywhere; so is the scan where it is auto.
     """
-    scan = config.model.scan_backend.replace("auto", "xla")
+    scan = config.compute.scan_backend.replace("auto", "xla")
     config = using(config, attention_backend="xla", scan_backend=scan)
     mesh = make_mesh(config.mesh)
 
@@ -105,9 +105,9 @@ def measure(config: Config) -> Measured:
 
 
 def in_float32(config: Config) -> Config:
-    if config.model.dtype != "bfloat16":
+    if config.compute.dtype != "bfloat16":
         return config
-    return replace(config, model=replace(config.model, dtype="float32"))
+    return replace(config, compute=replace(config.compute, dtype="float32"))
 
 
 def runs_by_schedule(config: Config) -> Callable[[str], float]:
@@ -133,7 +133,7 @@ def schedule_of(config: Config) -> Schedule:
 
 def estimate(config: Config, measured: Measured | None = None) -> str:
     """All tables as text; what is measured stands beside the closed forms."""
-    has_both = config.model.dtype == "bfloat16"
+    has_both = config.compute.dtype == "bfloat16"
     costs, wide = Costs(config), Costs(in_float32(config))
     columns = ["closed form"] + ["in float32"] * has_both + ["compiled", "off by"] * (measured is not None)
 

@@ -101,7 +101,7 @@ class Scorer:
 
 
 def _slots(segment_ids: Int32[np.ndarray, " T"], config: Config) -> list[Int[np.ndarray, "..."]]:
-    context, layout = config.mesh.context, config.model.context_layout
+    context, layout = config.mesh.context, config.compute.context_layout
     return document_slots(segment_ids, context, layout, config.data.round_to)
 
 

@@ -95,7 +95,7 @@ def layer_bytes(
 
     Every rank holds all parameters. Backward gives the gradients of input and parameters, before the sum of
     the latter over the ranks.
-    recompute: as in training, the forward pass runs again before the backward one (model.remat_llm).
+    recompute: as in training, the forward pass runs again before the backward one (compute.remat_llm).
     """
     sizes = MeshConfig(context=context)
     mesh = make_mesh(sizes)
@@ -104,7 +104,7 @@ def layer_bytes(
 
     def rank(params: Any, buffers: Any, x_ND: Any, ids: Any, positions: Any, dy_ND: Any) -> Any:
         segments = make_segments(
-            ids, positions, block=model.attention_block, axis=CONTEXT, layout=model.context_layout
+            ids, positions, block=compute.attention_block, axis=CONTEXT, layout=compute.context_layout
         )
 
         def forward(p: Any, x_ND: Any) -> Any:

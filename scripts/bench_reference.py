@@ -10,7 +10,7 @@ audio frames a second of its recording, 8 tokens of prompt and a token for every
 ids are random, and every token but the first is predicted. Neither side gets audio: embeddings are looked up.
 
 - jaxthd: buffers of --capacity tokens, by the product's packer and its loss and gradient; with the layers'
-  activations kept (as the reference keeps them) and with model.remat_llm.
+  activations kept (as the reference keeps them) and with compute.remat_llm.
 - transformers: batches of 16, each padded on the right to its longest, labels masked on padding, in random
   order and sorted by length; the scan in chunks of 128 tokens (the library's default) and of 32 (the fastest
   here). No attention mask is given: with padding on the right the model needs none, and is faster.

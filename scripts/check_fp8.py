@@ -3,7 +3,7 @@
     python scripts/check_fp8.py [--steps N] [--seeds N] [--check]
 
 Trains configs/single.py for --steps steps (default 300) in each, on the same batches: "fp8" is bfloat16 with
-the matrix products of all projections of encoder and decoder in 8 bits (model.fp8), which CPUs compute as
+the matrix products of all projections of encoder and decoder in 8 bits (compute.fp8), which CPUs compute as
 slowly as exactly. Loss: mean of the last quarter of the steps; validation loss: at the end. Two minutes a run
 on two cores. --check exits 1 if FP8's loss is more than 3% above bfloat16's, averaged over seeds.
 """
@@ -22,8 +22,8 @@ from jaxthd.terminal.tables import Claim, conclude, show
 CONFIG = Path(__file__).parent.parent / "configs" / "single.py"
 RUNS = {
     "float32": [],
-    "bfloat16": ["--model.dtype", "bfloat16"],
-    "fp8": ["--model.dtype", "bfloat16", "--model.fp8", "decoder.layers.*", "encoder.blocks.*"],
+    "bfloat16": ["--compute.dtype", "bfloat16"],
+    "fp8": ["--compute.dtype", "bfloat16", "--compute.fp8", "decoder.layers.*", "encoder.blocks.*"],
 }
 MOST = 1.03
 

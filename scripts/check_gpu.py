@@ -217,8 +217,8 @@ def run_step(
     flops = model_flops(config, documents)
     found = {
         "name": name,
-        "attention": config.model.attention_backend,
-        "scan": config.model.scan_backend,
+        "attention": config.compute.attention_backend,
+        "scan": config.compute.scan_backend,
         "documents": len(documents),
         "slots": slots,
         "tokens": tokens,

@@ -203,7 +203,7 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
 
     order: another one of them inside the microbatches, for each number but 0.
     """
-    mesh, layout, rows = config.mesh, config.model.context_layout, documents()
+    mesh, layout, rows = config.mesh, config.compute.context_layout, documents()
     microbatches = np.arange(ROWS).reshape(MICROBATCHES, -1)
     if order:
         microbatches = np.random.default_rng(order).permuted(microbatches, axis=1)
@@ -241,7 +241,7 @@ def program(config: Config) -> Any:
 
 def evaluate(config: Config, state: tuple[Any, Any] | None = None, order: int = 0) -> tuple[Gradient, float]:
     """(loss, gradients and the rest in canonical form, seconds to compile and run). order: batch_for's."""
-    dtype = config.model.dtype
+    dtype = config.compute.dtype
     with jax.enable_x64(dtype == "float64"):
         mesh, stages = make_mesh(config.mesh), stages_of(config)
         canonical = state or canonical_state(
@@ -324,16 +324,16 @@ def check(config: Config) -> dict[str, Any]:
     got, seconds = evaluate(config)
     llm = replace(config.model.llm, pattern=config.model.llm.letters)
     error, tensor = worst_error(got, one_device("float64", config.adapt, 0, llm))
-    allowed = 1e-10 if config.model.dtype == "float64" else max(1e-5, 2 * own_error(config.adapt, llm))
+    allowed = 1e-10 if config.compute.dtype == "float64" else max(1e-5, 2 * own_error(config.adapt, llm))
     return {
         "mesh": "x".join(map(str, config.mesh.sizes)),
         "stages": "|".join(stages_of(config).patterns),
-        "exchange": config.model.context_exchange if config.mesh.context > 1 else "",
-        "layout": config.model.context_layout if config.mesh.context > 1 else "",
-        "residual": "sharded" if config.model.sequence_sharded else "",
+        "exchange": config.compute.context_exchange if config.mesh.context > 1 else "",
+        "layout": config.compute.context_layout if config.mesh.context > 1 else "",
+        "residual": "sharded" if config.compute.sequence_sharded else "",
         "adapted": "LoRA" if config.adapt.lora_rank else "",
         "mtp": llm.mtp_modules * llm.mtp_pattern,
-        "dtype": config.model.dtype,
+        "dtype": config.compute.dtype,
         "loss": float(got.loss),
         "error": error,
         "allowed": allowed,

@@ -11,8 +11,8 @@ Pallas kernels. Printed are its memory, what of it is recorded in CUDA graphs an
 between them (loops whose turns are not recorded, kernels), and where collectives lie: those in a loop or
 conditional inside a graph are nodes that CUDA is reported to refuse. Exits 1 where there are any.
 
---set NAME=VALUE, any number: of train.xla_options if NAME begins with xla_, else a setting such as
-model.attention_block or mesh.fsdp.
+--set NAME=VALUE, any number: of compute.xla_options if NAME begins with xla_, else a setting such as
+compute.attention_block or mesh.fsdp.
 """
 
 import argparse
@@ -119,7 +119,7 @@ def changed(config: Config, settings: list[str]) -> Config:
     for text in settings:
         name, _, value = text.partition("=")
         if name.startswith("xla_"):
-            options = (*config.train.xla_options, text)
+            options = (*config.compute.xla_options, text)
             config = replace(config, train=replace(config.train, xla_options=options))
             continue
         part, field = name.split(".")
@@ -192,7 +192,7 @@ def main() -> None:
         (listed,) = Path(folder).glob("*train_step*thunk_sequence_after_thunk_passes.txt")
         launched = list(thunks(listed.read_text()))
     memory = compiled.memory_analysis()
-    print(f"jax {jax.__version__}, {config.model.dtype}, {tokens:,} tokens a buffer, mesh {given.mesh}")
+    print(f"jax {jax.__version__}, {config.compute.dtype}, {tokens:,} tokens a buffer, mesh {given.mesh}")
     print(f"compiled in {took:.0f} s")
     print(f"memory: arguments {size_text(memory.argument_size_in_bytes)}", end=", ")
     print(f"temporary {size_text(memory.temp_size_in_bytes)}")

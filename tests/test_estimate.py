@@ -92,7 +92,7 @@ def test_recomputation_and_sharding_lower_what_the_closed_form_says() -> None:
 
 
 def test_the_text_of_nano_says_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
-    pipeline = "--mesh.pipeline 2 --mesh.data 4 --train.microbatches 2 --model.context_exchange all_gather"
+    pipeline = "--mesh.pipeline 2 --mesh.data 4 --train.microbatches 2 --compute.context_exchange all_gather"
     main(["--config", str(NANO), *pipeline.split(), "--no-compile"])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     header = next(line for line in lines if line[:4] == ["State", "of", "a", "device"])

@@ -415,7 +415,7 @@ def pack_documents(
         packing_bins=data.packing_bins,
         round_to=data.round_to,
         context=config.mesh.context,
-        layout=config.model.context_layout,
+        layout=config.compute.context_layout,
         audio_ranks=config.mesh.audio_ranks,
         shuffle_seed=shuffle_seed,
         depths=depths,
@@ -443,7 +443,7 @@ def make_loader(
     sources: random access to the items (manifest lines) of one data set each.
     load(item, epoch): the item's Document, or why there is none; random draws in it must come from the item
         and the epoch. With workers it is pickled.
-    config: data.*, mesh.context, mesh.audio_ranks, model.context_layout and model.encoder.num_mels are used.
+    config: data.*, mesh.context, mesh.audio_ranks, compute.context_layout and model.encoder.num_mels are used.
         Epoch e's order is a function of (data.seed, e).
     rows: those of the batch that are read here, the batch then having no others; None: all data.rows.
     repeat: without end, a new order every epoch; False: one epoch, in which every document appears once.

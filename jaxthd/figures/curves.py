@@ -92,7 +92,7 @@ class Buffer(NamedTuple):
 
 def document_order(batch: Batch, row: int, config: Config) -> Buffer:
     """Row `row`, as it was before it was laid out over the context ranks of `config`."""
-    context, layout = config.mesh.context, config.model.context_layout
+    context, layout = config.mesh.context, config.compute.context_layout
     ids = np.asarray(batch.segment_ids)[row]
     back = inverse_permutation(row_permutation(ids, context, layout, config.data.round_to))
     fields = batch.segment_ids, batch.positions, batch.audio_slots, batch.weights
@@ -259,7 +259,7 @@ def batch_figure(batch: Batch, report: Mapping[str, Any], config: Config) -> Fig
 
 def _draw_tokens(axes: Axes, buffer: Buffer, row: int, config: Config) -> None:
     capacity, real = len(buffer.ids), int((buffer.ids > 0).sum())
-    context, each = config.mesh.context, config.model.context_layout == "document"
+    context, each = config.mesh.context, config.compute.context_layout == "document"
     over = f"{', each document' * (each and context > 1)}{_over(context)}"
     _strip(
         axes,

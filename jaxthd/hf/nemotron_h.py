@@ -9,7 +9,7 @@ from jaxthd.config import LLMConfig
 from jaxthd.errors import UserError
 from jaxthd.hf.family import Family, Fields, must_be, required
 from jaxthd.hf.names import Names, Shape
-from jaxthd.parallel.stages import KINDS
+from jaxthd.parallel.stages import KINDS, SCAN_CHUNK
 
 _BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _LETTERS = {name: letter for letter, name in _BLOCKS.items()} | {"mamba": "M", "attention": "*"}
@@ -126,7 +126,7 @@ def llm_fields(llm: LLMConfig) -> dict[str, Any]:
         "layers_block_type": [_BLOCKS[letter] for letter in llm.letters],
         "hybrid_override_pattern": llm.letters,
         "num_hidden_layers": len(llm.letters),
-        "chunk_size": llm.mamba_chunk,
+        "chunk_size": SCAN_CHUNK,
         "expand": max(1, llm.mamba_heads * llm.mamba_head_dim // llm.dim),
         "time_step_limit": [low, high if math.isfinite(high) else {"__float__": "Infinity"}],
         # The library's scan on CPUs clamps to this in place of the limit.

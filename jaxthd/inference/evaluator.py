@@ -79,7 +79,7 @@ class Evaluator:
                 batch,
                 self._config.mesh.context,
                 self._config.data.max_documents,
-                layout=self._config.model.context_layout,
+                layout=self._config.compute.context_layout,
                 round_to=self._config.data.round_to,
             )
             (scores, tokens), spent = self._run(state, batch, ends)

@@ -193,7 +193,7 @@ class Generator:
             batch,
             self.config.mesh.context,
             data.max_documents,
-            layout=self.config.model.context_layout,
+            layout=self.config.compute.context_layout,
             round_to=data.round_to,
         )
         ends = put_rows(ends, PromptEnds(*[PartitionSpec(DATA)] * 2), mesh)

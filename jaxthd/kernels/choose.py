@@ -22,7 +22,7 @@ def attention_problem(config: Config) -> Problem:
     llm, mesh, data = config.model.llm, config.mesh, config.data
     rows = max(1, data.rows // mesh.data // config.train.microbatches)
     return Problem(
-        config.model.dtype,
+        config.compute.dtype,
         llm.q_heads // mesh.tensor,
         max(1, llm.kv_heads // mesh.tensor),
         llm.head_dim,
@@ -38,17 +38,17 @@ def scan_problem(config: Config) -> ScanProblem:
     llm, mesh, context = config.model.llm, config.mesh, config.mesh.context
     heads, groups = llm.mamba_heads // mesh.tensor, max(1, llm.mamba_groups // mesh.tensor)
     stretch, states_enter = config.data.capacity, context > 1
-    if context > 1 and config.model.context_layout == "document":
+    if context > 1 and config.compute.context_layout == "document":
         heads, groups, states_enter = heads // context, math.lcm(groups, context) // context, False
     elif context > 1:
         stretch //= 2 * context
     return ScanProblem(
-        config.model.dtype,
+        config.compute.dtype,
         heads,
         groups,
         llm.mamba_head_dim,
         llm.mamba_state,
-        chunk_of(llm.mamba_chunk, stretch),
+        chunk_of(config.compute.scan_chunk, stretch),
         states_enter,
     )
 
@@ -75,7 +75,7 @@ def with_admitted(config: Config, say: Callable[[str], None], folder: Path | Non
 
     "auto" becomes the first that every process admits, and one line says why the others are not used. say:
     prints a line. folder: see admit. Raises UserError where the one that was asked for is not admitted,
-    unless model.kernels_unverified is set and it can run here.
+    unless compute.kernels_unverified is set and it can run here.
     """
     for choice in CHOICES:
         config = using(config, **{choice.field: _admitted(config, choice, say, folder)})
@@ -83,7 +83,7 @@ def with_admitted(config: Config, say: Callable[[str], None], folder: Path | Non
 
 
 def _admitted(config: Config, choice: Choice, say: Callable[[str], None], folder: Path | None) -> str:
-    asked: str = getattr(config.model, choice.field)
+    asked: str = getattr(config.compute, choice.field)
     if asked == "xla":
         return asked
     if choice.letter not in config.model.llm.kinds:
@@ -107,21 +107,21 @@ def _admitted(config: Config, choice: Choice, say: Callable[[str], None], folder
     refusal = _refusal(verdict)
     if refusal is None:
         return asked
-    found = f'model.{choice.field} is "{asked}", but {refusal} ({kernel.problem}, {machine.kind})'
+    found = f'compute.{choice.field} is "{asked}", but {refusal} ({kernel.problem}, {machine.kind})'
     fits = all(exchange(verdict.fits))
-    if fits and config.model.kernels_unverified:
-        say(f"warning: {found}; it is used all the same, as model.kernels_unverified says")
+    if fits and config.compute.kernels_unverified:
+        say(f"warning: {found}; it is used all the same, as compute.kernels_unverified says")
         return asked
-    change = f"set model.{choice.field} to auto or xla"
-    more = ", or model.kernels_unverified to use it all the same" * fits
+    change = f"set compute.{choice.field} to auto or xla"
+    more = ", or compute.kernels_unverified to use it all the same" * fits
     raise UserError(
         f"{found}; expected a back-end that computes the {kernel.kind} right here: {change}{more}"
     )
 
 
 def using(config: Config, **backends: Any) -> Config:
-    """The config with these settings of the model, such as attention_backend."""
-    return replace(config, model=replace(config.model, **backends))
+    """The config with these compute settings, such as attention_backend."""
+    return replace(config, compute=replace(config.compute, **backends))
 
 
 def _refusal(verdict: Verdict) -> str | None:

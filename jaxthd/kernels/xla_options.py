@@ -37,7 +37,7 @@ OPTIONS = (
         "xla_gpu_enable_command_buffer",
         f"{_COMMANDS},CONDITIONAL,WHILE",
         "CUDA graphs: XLA's default records kernels between loops; layers are a loop here and ring steps are "
-        "conditionals, so both are recorded too, where XLA can (train.command_buffers)",
+        "conditionals, so both are recorded too, where XLA can (compute.command_buffers)",
         _NOT_RUN,
     ),
     Option(
@@ -69,26 +69,26 @@ OPTIONS = (
 
 
 def compiler_options(config: Config, platform: str) -> dict[str, Value]:
-    """For jax.jit. Empty on CPUs, but for train.xla_options. Raises UserError as given_options.
+    """For jax.jit. Empty on CPUs, but for compute.xla_options. Raises UserError as given_options.
 
     platform: jax's name of the mesh's devices.
     """
     options: dict[str, Value] = {}
     if platform == "gpu":
         options = {option.name: option.value for option in OPTIONS}
-        if not config.train.command_buffers:
+        if not config.compute.command_buffers:
             options["xla_gpu_enable_command_buffer"] = ""
     return options | given_options(config)
 
 
 def given_options(config: Config) -> dict[str, Value]:
-    """train.xla_options, read. Raises UserError for one that is not NAME=VALUE."""
+    """compute.xla_options, read. Raises UserError for one that is not NAME=VALUE."""
     options: dict[str, Value] = {}
-    for text in config.train.xla_options:
+    for text in config.compute.xla_options:
         name, mark, value = text.partition("=")
         if not mark or not name:
             raise UserError(
-                f"train.xla_options has {text!r}; expected NAME=VALUE, such as "
+                f"compute.xla_options has {text!r}; expected NAME=VALUE, such as "
                 "xla_gpu_enable_latency_hiding_scheduler=false"
             )
         truth: Mapping[str, Value] = {"true": True, "false": False}
@@ -111,7 +111,7 @@ def check_options(options: Mapping[str, Value]) -> None:
             reason = str(error).splitlines()[0]
             raise UserError(
                 f"XLA of jax {jax.__version__} does not take the option {name}={value} ({reason}); expected "
-                "one of its debug options: correct train.xla_options"
+                "one of its debug options: correct compute.xla_options"
             ) from error
 
 

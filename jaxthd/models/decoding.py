@@ -126,7 +126,7 @@ def advance(
         old_n = jax.lax.dynamic_index_in_dim(d.tokens, d.number, axis=1, keepdims=False)
         tokens_nm = d.tokens.at[:, d.number].set(jnp.where(d.active, d.next, old_n))
         active_n = d.active & (d.next[:, None] != jnp.array(stop_ids)).all(-1)
-        now = Now(d.keys, model.config.attention_block, d.number, active_n)
+        now = Now(d.keys, model.compute.attention_block, d.number, active_n)
 
         def through(
             pattern: str, chunk: Array | int, x_nD: Array, fixed: Cache, state: Cache

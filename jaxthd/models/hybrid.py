@@ -17,7 +17,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from jaxthd.config import ModelConfig
+from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.models.layers import RMSNorm
 from jaxthd.models.mixers import MLP, Attention, Mamba2, MoE, Prefilled, Routing
 from jaxthd.packing.prompts import Now, Prompts
@@ -53,19 +53,19 @@ def repeated_units(pattern: str) -> list[tuple[str, int]]:
 class Block(nnx.Module):
     """x + mixer(RMSNorm(x))."""
 
-    def __init__(self, kind: str, config: ModelConfig, init: Init) -> None:
-        self.norm = RMSNorm(config.llm.dim, config.llm.norm_eps, init)
-        self.residual = Residual.of(init.mesh, config.sequence_sharded)
+    def __init__(self, kind: str, llm: LLMConfig, init: Init, compute: ComputeConfig) -> None:
+        self.norm = RMSNorm(llm.dim, llm.norm_eps, init)
+        self.residual = Residual.of(init.mesh, compute.sequence_sharded)
         self.mixer: MLP | Attention | Mamba2 | MoE
         match kind:
             case "M":
-                self.mixer = Mamba2(config, init)
+                self.mixer = Mamba2(llm, init, compute)
             case "*":
-                self.mixer = Attention(config, init)
+                self.mixer = Attention(llm, init, compute)
             case "-":
-                self.mixer = MLP(config.llm.dim, config.llm.ffn_dim, config, init)
+                self.mixer = MLP(llm.dim, llm.ffn_dim, llm, init)
             case "E":
-                self.mixer = MoE(config, init)
+                self.mixer = MoE(llm, init, compute)
             case _:
                 raise ValueError(
                     f"unknown letter {kind!r} in model.llm.pattern; "
@@ -98,18 +98,18 @@ class HybridLayers(nnx.Module):
     layers: by kind, the blocks of this rank's stages, stacked: for each stage as many as the largest has.
     """
 
-    def __init__(self, config: ModelConfig, init: Init, stages: Stages) -> None:
+    def __init__(self, llm: LLMConfig, init: Init, stages: Stages, compute: ComputeConfig) -> None:
         axes = (PIPELINE,) if stages.ranks > 1 else ()
         self.layers = nnx.Dict(
             {
                 KINDS.get(letter, letter): stack(
-                    partial(Block, letter, config), init, stages.rows(letter), axes=axes
+                    partial(Block, letter, llm, compute=compute), init, stages.rows(letter), axes=axes
                 )
                 for letter in sorted(set(stages.letters))
             }
         )
         self.stages = stages
-        self.remat = config.remat_llm
+        self.remat = compute.remat_llm
 
     def stage(
         self, pattern: str, chunk: Array | int, x_nD: Float[Array, "n D"], segments: Segments
@@ -224,9 +224,11 @@ class HybridLayers(nnx.Module):
 class HybridDecoder(HybridLayers):
     """All blocks and the final norm."""
 
-    def __init__(self, config: ModelConfig, init: Init, stages: Stages | None = None) -> None:
-        super().__init__(config, init, stages or Stages.single(config.llm.letters))
-        self.norm = RMSNorm(config.llm.dim, config.llm.norm_eps, init)
+    def __init__(
+        self, llm: LLMConfig, init: Init, compute: ComputeConfig, stages: Stages | None = None
+    ) -> None:
+        super().__init__(llm, init, stages or Stages.single(llm.letters), compute)
+        self.norm = RMSNorm(llm.dim, llm.norm_eps, init)
 
     def __call__(
         self, x_nD: Float[Array, "n D"], segments: Segments

@@ -24,7 +24,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from jaxthd.config import LLMConfig, ModelConfig
+from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.kernels.scan_probe import scan
 from jaxthd.models.layers import Linear, RMSNorm, relu_squared
 from jaxthd.ops.attention.blockwise import attention_forward
@@ -49,16 +49,15 @@ ScanInputs = tuple[Array, Array, Array, Array, Array]
 """x, dt, a, B and C of Mamba2's scan."""
 
 
-def _residual_std(fan_in: int, config: LLMConfig) -> float:
+def _residual_std(fan_in: int, llm: LLMConfig) -> float:
     """Projections back into the residual stream start smaller, against growth with depth."""
-    return 1 / math.sqrt(fan_in * len(config.letters))
+    return 1 / math.sqrt(fan_in * len(llm.letters))
 
 
 class Attention(nnx.Module):
     """Causal grouped-query attention, no rotary embedding, no bias."""
 
-    def __init__(self, config: ModelConfig, init: Init) -> None:
-        llm = config.llm
+    def __init__(self, llm: LLMConfig, init: Init, compute: ComputeConfig) -> None:
         heads, shared = over_tensor(llm.q_heads), over_tensor(llm.kv_heads)
         inner = llm.q_heads * llm.head_dim
         self.q = Linear(llm.dim, inner, init, cut_out=heads)
@@ -66,7 +65,7 @@ class Attention(nnx.Module):
         self.v = Linear(llm.dim, llm.kv_heads * llm.head_dim, init, cut_out=shared)
         self.out = Linear(inner, llm.dim, init, std=_residual_std(inner, llm), cut_in=heads)
         self.head_dim = llm.head_dim
-        self.exchange, self.backend = config.context_exchange, config.attention_backend
+        self.exchange, self.backend = compute.context_exchange, compute.attention_backend
 
     def _project(self, x_ND: Array) -> tuple[Array, Array, Array]:
         q, k, v = (f(x_ND).reshape(len(x_ND), -1, self.head_dim) for f in (self.q, self.k, self.v))
@@ -117,8 +116,7 @@ class Attention(nnx.Module):
 class Mamba2(nnx.Module):
     """Mamba2 (Dao and Gu, 2024): convolution over x, B, C; scan; gate; grouped RMSNorm."""
 
-    def __init__(self, config: ModelConfig, init: Init) -> None:
-        llm = config.llm
+    def __init__(self, llm: LLMConfig, init: Init, compute: ComputeConfig) -> None:
         inner, shared = llm.mamba_heads * llm.mamba_head_dim, llm.mamba_groups * llm.mamba_state
         heads, groups = over_tensor(llm.mamba_heads), over_tensor(llm.mamba_groups)
         self.z = Linear(llm.dim, inner, init, cut_out=heads)
@@ -144,7 +142,7 @@ class Mamba2(nnx.Module):
         self.out = Linear(inner, llm.dim, init, std=_residual_std(inner, llm), cut_in=heads)
         self.state = llm.mamba_state
         self.groups, self.mesh = groups, init.mesh
-        self.chunk, self.backend = llm.mamba_chunk, config.scan_backend
+        self.chunk, self.backend = compute.scan_chunk, compute.scan_backend
         self.dt_limit = llm.mamba_dt_limit
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
@@ -239,10 +237,10 @@ class Mamba2(nnx.Module):
 class MLP(nnx.Module):
     """up, relu^2, down; no gate, no bias."""
 
-    def __init__(self, dim: int, inner: int, config: ModelConfig, init: Init) -> None:
+    def __init__(self, dim: int, inner: int, llm: LLMConfig, init: Init) -> None:
         columns = over_tensor(inner)
         self.up = Linear(dim, inner, init, cut_out=columns)
-        self.down = Linear(inner, dim, init, std=_residual_std(inner, config.llm), cut_in=columns)
+        self.down = Linear(inner, dim, init, std=_residual_std(inner, llm), cut_in=columns)
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
         return self.down(relu_squared(self.up(x_ND)))
@@ -273,10 +271,9 @@ class MoE(nnx.Module):
     The correction bias enters the choice of experts only. Padding is not routed.
     """
 
-    def __init__(self, config: ModelConfig, init: Init) -> None:
-        llm = config.llm
+    def __init__(self, llm: LLMConfig, init: Init, compute: ComputeConfig) -> None:
         width = llm.latent_dim or llm.dim
-        owners = expert_cut(llm.experts, init.mesh) if config.expert_parallel else None
+        owners = expert_cut(llm.experts, init.mesh) if compute.expert_parallel else None
         columns = over_tensor(llm.expert_dim)
         self.router = Linear(llm.dim, llm.experts, init)
         self.correction_bias = init.buffer(jnp.zeros(llm.experts))
@@ -285,10 +282,10 @@ class MoE(nnx.Module):
         self.down = init.normal((llm.experts, llm.expert_dim, width), (owners, columns, None), std)
         self.latent_in = Linear(llm.dim, width, init) if llm.latent_dim else None
         self.latent_out = Linear(width, llm.dim, init) if llm.latent_dim else None
-        self.shared = MLP(llm.dim, llm.shared_expert_dim, config, init)
+        self.shared = MLP(llm.dim, llm.shared_expert_dim, llm, init)
         self.per_token = llm.experts_per_token
         self.scale = llm.router_scale
-        self.block, self.capacity = config.expert_block, config.expert_capacity
+        self.block, self.capacity = compute.expert_block, compute.expert_capacity
         self.axes = owners.axes if owners else ()
         self.mesh = init.mesh
 

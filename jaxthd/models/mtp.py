@@ -15,7 +15,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from jaxthd.config import ModelConfig
+from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.models.hybrid import HybridLayers
 from jaxthd.models.layers import Linear, RMSNorm
 from jaxthd.models.mixers import Routing
@@ -31,12 +31,12 @@ class Depth(nnx.Module):
     behind the blocks. Named as in published checkpoints.
     """
 
-    def __init__(self, config: ModelConfig, init: Init) -> None:
-        dim, eps = config.llm.dim, config.llm.norm_eps
+    def __init__(self, llm: LLMConfig, init: Init, compute: ComputeConfig) -> None:
+        dim, eps = llm.dim, llm.norm_eps
         self.enorm, self.hnorm = RMSNorm(dim, eps, init), RMSNorm(dim, eps, init)
         self.eh_proj = Linear(2 * dim, dim, init, cut_in=over_tensor(2 * dim))
         self.final_layernorm = RMSNorm(dim, eps, init)
-        self.residual = Residual.of(init.mesh, config.sequence_sharded)
+        self.residual = Residual.of(init.mesh, compute.sequence_sharded)
 
     def fused(self, h_nD: Float[Array, "n D"], e_nD: Float[Array, "n D"]) -> Float[Array, "n D"]:
         """Each tensor rank multiplies its part of the features."""
@@ -53,10 +53,9 @@ class MultiTokenPrediction(HybridLayers):
     With model.llm.mtp_shared all depths use the same.
     """
 
-    def __init__(self, config: ModelConfig, init: Init) -> None:
-        llm = config.llm
-        super().__init__(config, init, Stages((llm.mtp_pattern,) * llm.mtp_modules, 1))
-        self.depths = stack(partial(Depth, config), init, llm.mtp_modules)
+    def __init__(self, llm: LLMConfig, init: Init, compute: ComputeConfig) -> None:
+        super().__init__(llm, init, Stages((llm.mtp_pattern,) * llm.mtp_modules, 1), compute)
+        self.depths = stack(partial(Depth, llm, compute=compute), init, llm.mtp_modules)
         self.shared = llm.mtp_shared
 
     def __call__(

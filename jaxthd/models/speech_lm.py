@@ -3,7 +3,7 @@
 Runs inside the step's shard_map: arrays are this rank's share.
 
 Legend: R rows on this rank, T tokens of a row on this rank, N = R * T, n = N or this tensor rank's part of N
-(model.sequence_sharded), V vocabulary entries of this rank, A mel frames of a row on this rank,
+(compute.sequence_sharded), V vocabulary entries of this rank, A mel frames of a row on this rank,
 M mel bands, e = A / 8 encoder frames, E encoder frames of a row over all audio ranks, D model dim,
 K depths of multi-token prediction that the batch has data for.
 """
@@ -16,7 +16,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int32, UInt32
 
-from jaxthd.config import ModelConfig
+from jaxthd.config import ComputeConfig, ModelConfig
 from jaxthd.models.fastconformer import FastConformer
 from jaxthd.models.hybrid import HybridDecoder
 from jaxthd.models.layers import Linear, RMSNorm, relu_squared
@@ -80,6 +80,7 @@ class SpeechLM(nnx.Module):
         self,
         config: ModelConfig,
         init: Init,
+        compute: ComputeConfig,
         stages: Stages | None = None,
         decoder_spread: tuple[str, ...] = DECODER_SPREAD,
         max_documents: int | None = None,
@@ -90,13 +91,13 @@ class SpeechLM(nnx.Module):
         self.encoder = FastConformer(config.encoder, everywhere)
         self.adapter = Adapter(config, everywhere)
         self.embedding = decoder.normal(shape, vocabulary, std=1.0)
-        self.decoder = HybridDecoder(config, decoder, stages)
+        self.decoder = HybridDecoder(config.llm, decoder, compute, stages)
         self.head = decoder.normal(shape, vocabulary, std=dim**-0.5)
         # All ranks of a pipeline use it.
         everyone = decoder.spread_over(tuple(dict.fromkeys((*decoder_spread, PIPELINE))))
-        self.mtp = MultiTokenPrediction(config, everyone) if config.llm.mtp_modules else None
-        self.config = config
-        self.residual = Residual.of(init.mesh, config.sequence_sharded)
+        self.mtp = MultiTokenPrediction(config.llm, everyone, compute) if config.llm.mtp_modules else None
+        self.config, self.compute = config, compute
+        self.residual = Residual.of(init.mesh, compute.sequence_sharded)
         cuts = ranks_of(init.mesh, (PIPELINE, TENSOR)) > 1
         self.vocabulary_axes = (PIPELINE, TENSOR) if cuts else ()
         self.has_pipeline = init.mesh.pipeline > 1
@@ -126,9 +127,9 @@ class SpeechLM(nnx.Module):
         return make_segments(
             ids_RT,
             positions_RT,
-            block=self.config.attention_block,
+            block=self.compute.attention_block,
             axis=CONTEXT if axes else None,
-            layout=self.config.context_layout,
+            layout=self.compute.context_layout,
             documents=self.max_documents,
             lockstep=lockstep,
         )
@@ -174,7 +175,7 @@ class SpeechLM(nnx.Module):
         """Each rank looks up what is in its part of the vocabulary. Rounded to the dtype after that, so that
         a token's gradients, thousands for a frequent one, are summed in the parameters' dtype.
         """
-        embedding_VD, axes, dtype = gathered(self.embedding), self.vocabulary_axes, self.config.dtype
+        embedding_VD, axes, dtype = gathered(self.embedding), self.vocabulary_axes, self.compute.dtype
         if not axes:
             return jnp.take(embedding_VD, tokens_N, axis=0).astype(dtype)
         local_N = tokens_N - jax.lax.axis_index(axes) * len(embedding_VD)
@@ -242,14 +243,14 @@ class SpeechLM(nnx.Module):
     def _scored_at(
         self, h_ND: Array, head_VD: Array, targets_RT: Array, weights_RT: Array
     ) -> tuple[Any, ...]:
-        config = self.config
+        compute = self.compute
         return (
             h_ND,
             head_VD,
             targets_RT.reshape(-1),
             weights_RT.reshape(-1) > 0,
-            config.loss_block,
-            config.vocab_block,
+            compute.loss_block,
+            compute.vocab_block,
             self.vocabulary_axes,
         )
 
@@ -278,15 +279,15 @@ class SpeechLM(nnx.Module):
         """This rank's clips through encoder and adapter; then every rank's embeddings, for the whole row."""
         rows, frames, mels = batch.mels.shape
         chunks: Segments = make_segments(
-            batch.chunk_ids, batch.chunk_positions, block=self.config.attention_block, axis=None
+            batch.chunk_ids, batch.chunk_positions, block=self.compute.attention_block, axis=None
         )
         y_ED, buffers = self.encoder(
-            batch.mels.reshape(rows * frames, mels).astype(self.config.dtype),
+            batch.mels.reshape(rows * frames, mels).astype(self.compute.dtype),
             batch.mel_mask.reshape(-1),
             chunks,
             train=train,
             axes=axes,
-            remat=self.config.remat_encoder,
+            remat=self.compute.remat_encoder,
         )
         y_RED = whole(self.adapter)(y_ED).reshape(rows, batch.chunk_ids.shape[1], -1)
         if axes:

@@ -105,12 +105,16 @@ class Stages:
         return jax.lax.switch(kind_s[stage], branches, *args)
 
 
+SCAN_CHUNK = 128
+"""Tokens of a scan chunk, as layer_cost counts: stages do not depend on compute.scan_chunk."""
+
+
 def layer_cost(letter: str, llm: LLMConfig) -> float:
     """Multiply-adds a token in a layer's matrices and in the scan; attention as of 1,024 keys a token."""
     match letter:
         case "M":
             inner, shared = llm.mamba_heads * llm.mamba_head_dim, llm.mamba_groups * llm.mamba_state
-            scan = inner * (2 * llm.mamba_state + llm.mamba_chunk) + shared * llm.mamba_chunk
+            scan = inner * (2 * llm.mamba_state + SCAN_CHUNK) + shared * SCAN_CHUNK
             return float(llm.dim * (3 * inner + 2 * shared + llm.mamba_heads) + scan)
         case "*":
             heads = 2 * llm.q_heads + 2 * llm.kv_heads

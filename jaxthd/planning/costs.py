@@ -35,7 +35,7 @@ def stage_runs(config: Config, stages: Stages, schedule: Schedule) -> int:
     """How often a rank goes forward through a stage in a step; backward as often. In lockstep, which a ring
     needs, idle ranks compute with the others.
     """
-    is_ring = config.mesh.context > 1 and config.model.context_exchange == "ring"
+    is_ring = config.mesh.context > 1 and config.compute.context_exchange == "ring"
     if is_ring and stages.are_equal:
         return int(schedule.forward.busy.sum())
     return schedule.microbatches * schedule.chunks
@@ -72,15 +72,15 @@ class Costs:
 
     def __init__(self, config: Config) -> None:
         self._config, self._mesh, llm = config, config.mesh, config.model.llm
-        model, mesh = config.model, config.mesh
-        self._a = {"bfloat16": 2, "float32": 4, "float64": 8}[model.dtype]
+        mesh, compute = config.mesh, config.compute
+        self._a = {"bfloat16": 2, "float32": 4, "float64": 8}[compute.dtype]
         self._w = max(self._a, 4)
         self._stages = stages_of(config)
         self._schedule = make_schedule(config.train.microbatches, mesh.pipeline, mesh.stages_per_rank)
         self._pipelined = len(self._stages.patterns) > 1
         self._rows = config.data.rows / mesh.data / config.train.microbatches
         self._tokens = self._rows * config.data.capacity / mesh.context
-        sharded = model.sequence_sharded and mesh.tensor > 1
+        sharded = compute.sequence_sharded and mesh.tensor > 1
         self._stream = self._tokens / (mesh.tensor if sharded else 1) * llm.dim * self._a
         self._depths = config.depths_trained
         self._is_sharded = sharded
@@ -92,14 +92,14 @@ class Costs:
         self._mamba_heads, self._groups = llm.mamba_heads // t, max(llm.mamba_groups // t, 1)
         self._inner = self._mamba_heads * llm.mamba_head_dim
         self._channels = self._inner + 2 * self._groups * llm.mamba_state
-        owners = expert_cut(llm.experts, mesh) if model.expert_parallel else None
+        owners = expert_cut(llm.experts, mesh) if compute.expert_parallel else None
         self._owners = owners.axes if owners else ()
         chosen = self._tokens * llm.experts_per_token
         self._places = chosen
         if self._owners:
             r = ranks_of(mesh, self._owners)
             most = self._tokens * min(llm.experts_per_token, llm.experts // r)
-            self._places = r * min(math.ceil(model.expert_capacity * chosen / r), most)
+            self._places = r * min(math.ceil(compute.expert_capacity * chosen / r), most)
 
     @cached_property
     def _weights(self) -> list[Weight]:
@@ -160,11 +160,17 @@ class Costs:
             memory.kept["gradients of a microbatch"] = gradients
         stage, decoder, audio = 0.0, 0.0, 0.0
         for unit, repeats, ends in self._units(rank):
-            stage += repeats * (self._stream if model.remat_llm else sum(map(self._layer, unit)))
+            stage += repeats * (
+                self._stream if self._config.compute.remat_llm else sum(map(self._layer, unit))
+            )
             decoder, stage = (max(decoder, stage), 0) if ends else (decoder, stage)
         if self._frames:
             layers = model.encoder.layers
-            kept = self._frames * model.encoder.dim * self._a if model.remat_encoder else self._conformer
+            kept = (
+                self._frames * model.encoder.dim * self._a
+                if self._config.compute.remat_encoder
+                else self._conformer
+            )
             audio = layers * kept if self._trains("encoder") else 0.0
             audio += self._frames * self._mesh.audio_ranks * model.llm.dim * self._a
         if self._depths:
@@ -195,7 +201,7 @@ class Costs:
         llm, units = self._config.model.llm, repeated_units(self._config.model.llm.mtp_pattern)
         share = self._stream / self._a
         around = share * (4 * self._a + 3 * self._w) + self._tokens * llm.dim * (4 * self._a + self._w)
-        if self._config.model.remat_llm:
+        if self._config.compute.remat_llm:
             layers = self._stream * sum(repeats for _, repeats in units)
         else:
             layers = sum(map(self._layer, llm.mtp_pattern))
@@ -207,12 +213,12 @@ class Costs:
         gradients = {k: self._gathered(module, "layers", KINDS[k], trained=True) for k in set(unit)}
         activations = {k: self._layer(k) for k in set(unit)}
         used = sum(weights[k] * self._a / self._itemsize for k in unit)
-        recomputed = sum(activations[k] for k in unit) if self._config.model.remat_llm else 0
+        recomputed = sum(activations[k] for k in unit) if self._config.compute.remat_llm else 0
         return used + recomputed + max(activations[k] + gradients[k] for k in unit)
 
     @property
     def _itemsize(self) -> int:
-        return 8 if self._config.model.dtype == "float64" else 4
+        return 8 if self._config.compute.dtype == "float64" else 4
 
     def _layer(self, letter: str) -> Number:
         """Activations that a layer's backward pass needs."""
@@ -221,14 +227,14 @@ class Costs:
         match letter:
             case "*":
                 q, kv = self._heads * llm.head_dim, 2 * self._kv_heads * llm.head_dim
-                gathers = self._config.model.context_exchange == "all_gather"
+                gathers = self._config.compute.context_exchange == "all_gather"
                 keys = kv * (self._mesh.context if gathers else 1)
                 return normed + n * (a * (2 * q + kv + keys) + w * (q + self._heads))
             case "M":
-                chunk = min(llm.mamba_chunk, self._config.data.capacity)
+                chunk = min(self._config.compute.scan_chunk, self._config.data.capacity)
                 states = 2 * self._inner * llm.mamba_state / chunk
                 inner = a * (4 * self._inner + 2 * self._channels) + w * 3 * self._inner
-                if self._config.model.scan_backend == "pallas":
+                if self._config.compute.scan_backend == "pallas":
                     return normed + n * (inner + a * (states + self._groups * chunk))
                 pairs = (2 * self._mamba_heads + self._groups) * chunk
                 return normed + n * (inner + w * (states + pairs) + a * self._mamba_heads * chunk)
@@ -237,7 +243,7 @@ class Costs:
             case _:
                 width, t = llm.latent_dim or llm.dim, self._mesh.tensor
                 layout = self._places + llm.experts / ranks_of(self._mesh, self._owners) * (
-                    self._config.model.expert_block
+                    self._config.compute.expert_block
                 )
                 routed = a * (layout * (2 * width + 3 * llm.expert_dim / t) + self._places * 2 * width)
                 shared = n * a * 3 * llm.shared_expert_dim / t
@@ -248,7 +254,7 @@ class Costs:
         model, llm = self._config.model, self._config.model.llm
         entries = llm.vocab_size / ranks_of(self._mesh, (PIPELINE, TENSOR))
         head = entries * llm.dim
-        logits = model.loss_block * min(model.vocab_block, entries)
+        logits = self._config.compute.loss_block * min(self._config.compute.vocab_block, entries)
         states = self._tokens * llm.dim * (3 * self._a + self._w)
         gradient = head * self._w if self._trains("head") else 0
         return head * self._a + gradient + 3 * logits * self._w + states
@@ -305,7 +311,7 @@ class Costs:
 
     def _traffic_of(self, rank: int) -> Traffic:
         config, llm, found = self._config, self._config.model.llm, _Found(self)
-        m, n, remat = self._schedule.microbatches, self._tokens, int(config.model.remat_llm)
+        m, n, remat = self._schedule.microbatches, self._tokens, int(config.compute.remat_llm)
         for unit, repeats, ends in self._units(rank):
             # A scan of one turn is no loop: where it ends the stage, nobody asks for what it returns.
             again = int(self._pipelined and not (remat and ends and repeats == 1))
@@ -330,7 +336,7 @@ class Costs:
 
     def _layers(self, found: "_Found", unit: str, times: Number, again: int, module: str = "decoder") -> None:
         """Of a unit, `times` forward and backward."""
-        remat = int(self._config.model.remat_llm)
+        remat = int(self._config.compute.remat_llm)
         for letter, count in Counter(unit).items():
             for weight in self._of(module, "layers", KINDS[letter]):
                 found.gather(weight.spread, weight.size, times * count * (2 + again + weight.trained))
@@ -365,17 +371,19 @@ class Costs:
         llm, model, n = self._config.model.llm, self._config.model, self._tokens
         forward = 1 + again + remat
         is_stage = apart and self._pipelined
-        lockstep = not is_stage or (self._stages.are_equal and model.context_exchange == "ring")
+        lockstep = not is_stage or (
+            self._stages.are_equal and self._config.compute.context_exchange == "ring"
+        )
         match letter:
             case "*":
                 kv = n * 2 * self._kv_heads * llm.head_dim
-                if model.context_exchange == "ring":
+                if self._config.compute.context_exchange == "ring":
                     backward = self._w + (0 if remat else self._a)
                     found.gather((CONTEXT,), kv * (forward * self._a + backward), times)
                 else:
                     found.gather((CONTEXT,), kv * self._a, times * (forward + 1))
             case "M":
-                if lockstep or model.context_layout == "document":
+                if lockstep or self._config.compute.context_layout == "document":
                     there_and_back = mamba_bytes(self._config) / self._schedule.microbatches
                     found.add((CONTEXT,), there_and_back / 2 * times * (forward + 1))
                 else:
@@ -399,7 +407,7 @@ class Costs:
             found.gather(weight.spread, weight.size * weight.layers, m * passes)
         if self._trains("encoder", "blocks", "conv", "norm"):
             statistics = 2 * config.model.encoder.dim * self._w
-            found.sum(AXES, statistics, m * layers * (2 + again + int(config.model.remat_encoder)))
+            found.sum(AXES, statistics, m * layers * (2 + again + int(config.compute.remat_encoder)))
         gathers = m * (1 + is_differentiated)
         found.gather(AUDIO_AXES, self._frames * config.model.llm.dim * self._a, gathers)
 

@@ -40,7 +40,7 @@ class LayoutCost(NamedTuple):
 
     @property
     def layout(self) -> str:
-        return self.config.model.context_layout
+        return self.config.compute.context_layout
 
     @property
     def total(self) -> float:
@@ -70,14 +70,14 @@ def compare_layouts(stream: Lengths, config: Config, work: tuple[float, float]) 
         round_to = config.data.round_to
         if layout == "document":
             round_to = math.lcm(round_to, unit)
-        elif config.model.context_layout == "document":
+        elif config.compute.context_layout == "document":
             round_to = 1  # what is configured is for the other layout
         step = math.lcm(round_to, unit)
         capacity = -(-config.data.capacity // step) * step
         laid_out = replace(
             config,
             data=replace(config.data, round_to=round_to, capacity=capacity),
-            model=replace(config.model, context_layout=layout),
+            compute=replace(config.compute, context_layout=layout),
         )
         outcome = simulate(stream, laid_out, work)
         imbalance = balance(stream, outcome)[1]
@@ -114,8 +114,8 @@ def mamba_bytes(config: Config) -> float:
     mesh, llm, rows = config.mesh, config.model.llm, config.data.rows / config.mesh.data
     heads, groups = llm.mamba_heads // mesh.tensor, max(llm.mamba_groups // mesh.tensor, 1)
     llm = replace(llm, mamba_heads=heads, mamba_groups=groups)
-    activation = {"bfloat16": 2, "float32": 4, "float64": 8}[config.model.dtype]
-    if config.model.context_layout == "buffer":
+    activation = {"bfloat16": 2, "float32": 4, "float64": 8}[config.compute.dtype]
+    if config.compute.context_layout == "buffer":
         return rows * state_bytes(llm, mesh.context, activation)
     return exchange_bytes(llm, mesh.context, rows * config.data.capacity / mesh.context, activation)
 
@@ -154,6 +154,6 @@ def layout_recommendation(costs: Sequence[LayoutCost]) -> str:
     decides = max(reasons, key=lambda term: getattr(other, term) - getattr(best, term))
     rounding = f" --data.round-to {best.config.data.round_to}" if best.layout == "document" else ""
     return (
-        f"Recommended: --model.context-layout {best.layout}{rounding}; the other costs "
+        f"Recommended: --compute.context-layout {best.layout}{rounding}; the other costs "
         f"{other.total / best.total - 1:.1%} more; what decides is {reasons[decides]}"
     )

@@ -145,7 +145,7 @@ def balance(stream: Lengths, outcome: Outcome) -> tuple[float, float]:
     """Attention work of the worst context rank over the mean: documents as packed, and as the loader orders
     them (where each is cut by itself it does not). Mean over BALANCED of the buffers."""
     capacity, context = outcome.config.data.capacity, outcome.config.mesh.context
-    layout, slots = outcome.config.model.context_layout, slots_of(stream, outcome.config)
+    layout, slots = outcome.config.compute.context_layout, slots_of(stream, outcome.config)
     found = []
     for buffer in outcome.buffers[:: max(len(outcome.buffers) // BALANCED, 1)]:
         ids, positions, start = np.zeros(capacity, int), np.zeros(capacity, int), 0

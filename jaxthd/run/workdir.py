@@ -21,22 +21,13 @@ from jaxthd.errors import UserError
 
 FREE = (
     "mesh.*",
+    "compute.*",
     "data.manifest",  # a data set may have moved; the data position checks its content
     "data.tarred_audio",
     "data.validation_manifest",
     "data.validation_tarred_audio",
     "data.workers",
     "data.prefetch",
-    "model.context_exchange",
-    "model.context_layout",
-    "model.sequence_sharded",
-    "model.expert_*",
-    "model.attention_backend",
-    "model.scan_backend",
-    "model.kernels_unverified",
-    "model.*_block",
-    "model.remat_*",
-    "model.llm.mamba_chunk",
     "train.steps",
     "train.validate_every",
     "train.validation_batches",
@@ -44,13 +35,13 @@ FREE = (
     "train.normaliser",
     "train.max_skipped_steps",
     "train.checkpoint_every",
-    "train.command_buffers",
-    "train.xla_options",
     "train.keep_checkpoints",
     "train.tensorboard",
     "train.draw_last_batch",
 )
 """Fields that may differ when a run is continued: they do not change what is learned."""
+HELD = ("compute.dtype", "compute.fp8")
+"""Fields among those that may not: they change every number."""
 
 
 @contextmanager
@@ -143,7 +134,7 @@ def compare_models(path: Path, there: ModelConfig, here: ModelConfig) -> None:
     Multi-token prediction may be missing on one side; weights that all depths share serve any number of them.
     """
     then, now = (_flat(asdict(model), "model.") for model in (there, here))
-    free = [*FREE, "model.dtype", "model.fp8"]
+    free = []
     if not (there.llm.mtp_pattern and here.llm.mtp_pattern):
         free.append("model.llm.mtp_*")
     elif there.llm.mtp_shared and here.llm.mtp_shared:
@@ -185,7 +176,7 @@ def _is_of(file: Path, config: Config) -> bool:
     then = defaults | _flat(stored)
     differing = []
     for name, value in then.items():
-        if not any(fnmatch(name, free) for free in FREE) and (name not in now or now[name] != value):
+        if not _is_free(name) and (name not in now or now[name] != value):
             shown = json.dumps(now[name]) if name in now else "unknown"
             differing.append(f"\n  {name}: {json.dumps(value)} in the run, {shown} now")
     if differing:
@@ -194,6 +185,10 @@ def _is_of(file: Path, config: Config) -> bool:
             "Restore these settings to continue it, or choose another --workdir"
         )
     return True
+
+
+def _is_free(name: str) -> bool:
+    return name not in HELD and any(fnmatch(name, pattern) for pattern in FREE)
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

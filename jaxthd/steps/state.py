@@ -67,11 +67,11 @@ def model_graph(config: Config) -> nnx.GraphDef:
 def _make_model(
     config: Config, key: Array, mesh: MeshConfig, stages: Stages | None = None, **options: Any
 ) -> SpeechLM:
-    dtype = jnp.float64 if config.model.dtype == "float64" else jnp.float32
+    dtype = jnp.float64 if config.compute.dtype == "float64" else jnp.float32
     init, most = Init(key, dtype, mesh), config.data.max_documents
-    model = SpeechLM(config.model, init, stages, max_documents=most, **options)
+    model = SpeechLM(config.model, init, config.compute, stages, max_documents=most, **options)
     add_lora(model, config.adapt, key)
-    use_fp8(model, config.model.fp8)
+    use_fp8(model, config.compute.fp8)
     return model
 
 

@@ -146,7 +146,7 @@ def _parts(config: Config, params: Tree, buffers: Tree, counts: _Counts, *, batc
     graph, mesh, whole = model_graph(config), config.mesh, _divided(params)
     stages = stages_of(config)
     # Only where there is a ring, or but one stage, which all ranks run alike: else idle ranks need not work.
-    has_ring = mesh.context > 1 and config.model.context_exchange == "ring"
+    has_ring = mesh.context > 1 and config.compute.context_exchange == "ring"
     lockstep = len(stages.patterns) == 1 or (stages.are_equal and has_ring)
     copies, depths = ranks_of(mesh, (PIPELINE, TENSOR)), config.depths_trained
 

@@ -52,9 +52,9 @@ def _capacity_over_context(config: Config, device: DeviceFacts) -> Iterator[Prob
         )
 
 
-@RULES.rule("mesh.context", "data.capacity", "model.context_layout", "model.llm")
+@RULES.rule("mesh.context", "data.capacity", "compute.context_layout", "model.llm")
 def _chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    llm, unit, whole = config.model.llm, 2 * config.mesh.context, config.model.context_layout == "buffer"
+    llm, unit, whole = config.model.llm, 2 * config.mesh.context, config.compute.context_layout == "buffer"
     reach, chunk = llm.mamba_conv - 1, config.data.capacity // unit
     if whole and unit > 2 and "M" in llm.kinds and chunk < reach:
         yield Problem(
@@ -64,33 +64,33 @@ def _chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Pr
         )
 
 
-@RULES.rule("mesh.context", "data.round_to", "model.context_layout")
+@RULES.rule("mesh.context", "data.round_to", "compute.context_layout")
 def _documents_over_context(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     rounded, unit = config.data.round_to, 2 * config.mesh.context
-    if config.model.context_layout == "document" and unit > 2 and rounded % unit:
+    if config.compute.context_layout == "document" and unit > 2 and rounded % unit:
         yield Problem(
-            f'data.round_to is {rounded} with model.context_layout "document" and mesh.context {unit // 2}',
+            f'data.round_to is {rounded} with compute.context_layout "document" and mesh.context {unit // 2}',
             f"a multiple of 2 * context = {unit}, because every document is cut into so many chunks",
             f"set data.round_to to {math.lcm(rounded, unit)}; it shapes the stream of buffers, so choose one "
             "for all context sizes that the run may continue on",
         )
 
 
-@RULES.rule("mesh.context", "mesh.tensor", "model.context_layout", "model.llm")
+@RULES.rule("mesh.context", "mesh.tensor", "compute.context_layout", "model.llm")
 def _mamba_heads_over_context(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     mesh, llm = config.mesh, config.model.llm
     heads, ranks = llm.mamba_heads, mesh.tensor * mesh.context
     if (
-        config.model.context_layout == "document"
+        config.compute.context_layout == "document"
         and "M" in llm.kinds
         and heads % mesh.tensor == 0
         and heads % ranks
     ):
         yield Problem(
             f"model.llm.mamba_heads is {heads} for {mesh.context} context and {mesh.tensor} tensor ranks",
-            f'a multiple of {ranks}: under model.context_layout "document" these ranks share the heads',
+            f'a multiple of {ranks}: under compute.context_layout "document" these ranks share the heads',
             f"set mesh.context to {divisors(heads // mesh.tensor, mesh.context)}, or model.llm.mamba_heads "
-            f"to {multiples(heads, ranks)}, or model.context_layout to buffer",
+            f"to {multiples(heads, ranks)}, or compute.context_layout to buffer",
         )
 
 
@@ -137,7 +137,7 @@ def _vocabulary_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Prob
         )
 
 
-@RULES.rule("mesh", "model.llm.pattern", "model.context_exchange")
+@RULES.rule("mesh", "model.llm.pattern", "compute.context_exchange")
 def _pipeline(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     mesh, llm = config.mesh, config.model.llm
     if mesh.pipeline == 1 and mesh.stages_per_rank > 1:
@@ -154,11 +154,11 @@ def _pipeline(config: Config, device: DeviceFacts) -> Iterator[Problem]:
         change = f"put {count - 1} marks into model.llm.pattern, or none, or lower mesh.pipeline"
         yield Problem(str(error), f"{count} stages of a layer or more", change)
         return
-    if mesh.context > 1 and config.model.context_exchange == "ring" and not stages.are_equal:
+    if mesh.context > 1 and config.compute.context_exchange == "ring" and not stages.are_equal:
         yield Problem(
-            f"model.context_exchange is 'ring' with stages that differ ({' | '.join(stages.patterns)})",
+            f"compute.context_exchange is 'ring' with stages that differ ({' | '.join(stages.patterns)})",
             "stages of one pattern, because every rank takes part in each send of a ring",
-            "set model.context_exchange to 'all_gather', or divide model.llm.pattern evenly",
+            "set compute.context_exchange to 'all_gather', or divide model.llm.pattern evenly",
         )
 
 
@@ -185,28 +185,28 @@ def _bubble(config: Config, device: DeviceFacts) -> Iterator[Problem]:
             )
 
 
-@RULES.rule("mesh", "data.rows", "data.capacity", "train.microbatches", "model.sequence_sharded")
+@RULES.rule("mesh", "data.rows", "data.capacity", "train.microbatches", "compute.sequence_sharded")
 def _tokens_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     data, mesh = config.data, config.mesh
     tokens = data.rows // mesh.data // config.train.microbatches * data.capacity // mesh.context
-    if config.model.sequence_sharded and tokens % mesh.tensor:
+    if config.compute.sequence_sharded and tokens % mesh.tensor:
         unit = mesh.context * mesh.tensor
         yield Problem(
-            f"model.sequence_sharded with {tokens} tokens of a microbatch for {mesh.tensor} tensor ranks",
+            f"compute.sequence_sharded with {tokens} tokens of a microbatch for {mesh.tensor} tensor ranks",
             f"a multiple of {mesh.tensor}, because each takes as many",
             f"set data.capacity to {multiples(data.capacity, math.lcm(unit, 2 * mesh.context))}",
         )
 
 
-@RULES.rule("mesh", "model.llm", "model.expert_parallel")
+@RULES.rule("mesh", "model.llm", "compute.expert_parallel")
 def _experts_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     llm, ranks = config.model.llm, config.mesh.data * config.mesh.context
-    if "E" in llm.kinds and config.model.expert_parallel and ranks > 1 and llm.experts % ranks:
+    if "E" in llm.kinds and config.compute.expert_parallel and ranks > 1 and llm.experts % ranks:
         cut = expert_cut(llm.experts, config.mesh)
         yield Problem(
             f"model.llm.experts is {llm.experts} for {ranks} data and context ranks",
             f"a multiple of {ranks}: experts are cut over the axes {cut.axes if cut else '()'} only, the "
             "others gather their weights",
-            "change mesh.data or mesh.context, or set model.expert_parallel to False",
+            "change mesh.data or mesh.context, or set compute.expert_parallel to False",
             is_warning=True,
         )

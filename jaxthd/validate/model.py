@@ -178,41 +178,41 @@ def _vocabulary(config: Config, device: DeviceFacts) -> Iterator[Problem]:
 # --- how it is computed ---
 
 
-@RULES.rule("model.dtype")
+@RULES.rule("compute.dtype")
 def _dtype(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    dtype = config.model.dtype
+    dtype = config.compute.dtype
     if dtype == "float64" and not device.x64:
-        change = "set model.dtype to float32, or JAX_ENABLE_X64=1 in the environment"
+        change = "set compute.dtype to float32, or JAX_ENABLE_X64=1 in the environment"
         yield Problem(
-            "model.dtype is float64 with jax's 64-bit mode off", "it on, as only tests need", change
+            "compute.dtype is float64 with jax's 64-bit mode off", "it on, as only tests need", change
         )
     elif dtype == "float64":
-        change = "set model.dtype to float32 or bfloat16, unless this is a test"
-        yield Problem("model.dtype is float64", "it in tests only, being slow", change, is_warning=True)
+        change = "set compute.dtype to float32 or bfloat16, unless this is a test"
+        yield Problem("compute.dtype is float64", "it in tests only, being slow", change, is_warning=True)
     elif dtype == "bfloat16" and device.platform == "cpu":
-        change = "set model.dtype to float32 on a CPU"
+        change = "set compute.dtype to float32 on a CPU"
         yield Problem(
-            "model.dtype is bfloat16 on cpu", "it on GPUs, being slow here", change, is_warning=True
+            "compute.dtype is bfloat16 on cpu", "it on GPUs, being slow here", change, is_warning=True
         )
 
 
-@RULES.rule("model.attention_backend", "model.dtype", "model.llm")
+@RULES.rule("compute.attention_backend", "compute.dtype", "model.llm")
 def _fused_attention(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     """What of it depends on versions and on buffers is asked when it is admitted (jaxthd.kernels.choose)."""
-    backend, llm = config.model.attention_backend, config.model.llm
-    heads = contract.Problem(config.model.dtype, llm.q_heads, llm.kv_heads, llm.head_dim)
+    backend, llm = config.compute.attention_backend, config.model.llm
+    heads = contract.Problem(config.compute.dtype, llm.q_heads, llm.kv_heads, llm.head_dim)
     reason = unfit_for_fused(heads, device.platform)
     if backend in ("te", "cudnn") and reason:
-        change = "set model.attention_backend to auto or xla"
+        change = "set compute.attention_backend to auto or xla"
         yield Problem(
-            f'model.attention_backend is "{backend}", but {reason}', "one that can run here", change
+            f'compute.attention_backend is "{backend}", but {reason}', "one that can run here", change
         )
 
 
-@RULES.rule("model.attention_backend")
+@RULES.rule("compute.attention_backend")
 def _known_bad_kernels(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     """Padded rows too: they are told apart by segment id, so the same packed kernel computes them."""
-    backend, capability = config.model.attention_backend, device.compute_capability
+    backend, capability = config.compute.attention_backend, device.compute_capability
     for bad in KNOWN_BAD_KERNELS:
         if (
             backend == bad.backend
@@ -221,31 +221,31 @@ def _known_bad_kernels(config: Config, device: DeviceFacts) -> Iterator[Problem]
         ):
             where = f"compute capability {capability or 'unknown'} ({device.kind})"
             yield Problem(
-                f'model.attention_backend is "{backend}" on {where}',
+                f'compute.attention_backend is "{backend}" on {where}',
                 f"any but {bad.compute_capability}, where {bad.fault}",
-                "set model.attention_backend to auto or xla",
+                "set compute.attention_backend to auto or xla",
                 is_warning=capability is None,
             )
 
 
 @RULES.rule(
-    "model.scan_backend",
-    "model.dtype",
+    "compute.scan_backend",
+    "compute.dtype",
     "model.llm.pattern",
     "model.llm.mtp_pattern",
-    "model.llm.mamba_chunk",
+    "compute.scan_chunk",
     "model.llm.mamba_head_dim",
     "model.llm.mamba_state",
 )
 def _scan_kernels(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     llm = config.model.llm
-    if config.model.scan_backend != "pallas" or "M" not in llm.kinds:
+    if config.compute.scan_backend != "pallas" or "M" not in llm.kinds:
         return
-    found, change = 'model.scan_backend is "pallas"', "set model.scan_backend to xla"
-    unfit = why_unfit(llm.mamba_chunk, llm.mamba_head_dim, llm.mamba_state, config.model.dtype)
+    found, change = 'compute.scan_backend is "pallas"', "set compute.scan_backend to xla"
+    unfit = why_unfit(config.compute.scan_chunk, llm.mamba_head_dim, llm.mamba_state, config.compute.dtype)
     if unfit:
-        expected = "model.llm.mamba_chunk, mamba_head_dim and mamba_state in powers of two from 16 up and"
-        expected += " model.dtype float32 or bfloat16"
+        expected = "compute.scan_chunk, mamba_head_dim and mamba_state in powers of two from 16 up and"
+        expected += " compute.dtype float32 or bfloat16"
         yield Problem(f"{found}, but {' and '.join(unfit)}", expected, f"{change}, or change these")
     elif device.platform == "cpu":
         expected = "it on GPUs: here its kernels are interpreted, slowly"

@@ -53,26 +53,28 @@ def _adaptation(config: Config, device: DeviceFacts) -> Iterator[Problem]:
 
 @RULES.rule("model", "mesh.tensor")
 def _fp8(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    patterns = config.model.fp8
+    patterns = config.compute.fp8
     if not patterns:
         return
     if not is_installed():
-        change = "pip install 'jaxthd[fp8]', or empty model.fp8"
-        yield Problem("model.fp8 is set and the package qwix is not installed", "it", change)
-    if config.model.dtype == "float64":
-        change = "choose bfloat16, or empty model.fp8"
-        yield Problem("model.fp8 is set with model.dtype float64", "bfloat16 or float32", change)
+        change = "pip install 'jaxthd[fp8]', or empty compute.fp8"
+        yield Problem("compute.fp8 is set and the package qwix is not installed", "it", change)
+    if config.compute.dtype == "float64":
+        change = "choose bfloat16, or empty compute.fp8"
+        yield Problem("compute.fp8 is set with compute.dtype float64", "bfloat16 or float32", change)
     capability = device.compute_capability
     if device.platform == "gpu" and capability and numbers(capability) < (8, 9):
-        change = "empty model.fp8"
-        yield Problem(f"model.fp8 on {device.kind} (compute capability {capability})", "8.9 or more", change)
+        change = "empty compute.fp8"
+        yield Problem(
+            f"compute.fp8 on {device.kind} (compute capability {capability})", "8.9 or more", change
+        )
     model = shapes_of(config, tensor=config.mesh.tensor)
     if model is None:
         return
     found = fp8_projections(model)
     lists = "python -m jaxthd.describe --names lists the names"
     for pattern, near in unmatched(patterns, list(found)):
-        what = f"model.fp8 {pattern!r} matches no projection"
+        what = f"compute.fp8 {pattern!r} matches no projection"
         yield Problem(what, f"a pattern such as {', '.join(near)}", f"correct it; {lists}")
     odd = {}
     for name, linear in found.items():
@@ -85,8 +87,8 @@ def _fp8(config: Config, device: DeviceFacts) -> Iterator[Problem]:
             odd[name] = dims
     if odd:
         some = ", ".join(f"{name} {a} x {b}" for name, (a, b) in list(odd.items())[:3])
-        what = f"model.fp8 matches {len(odd)} projections of sizes that tensor cores cannot take in 8 bits"
-        change = "leave these out of model.fp8, or change the sizes or mesh.tensor"
+        what = f"compute.fp8 matches {len(odd)} projections of sizes that tensor cores cannot take in 8 bits"
+        change = "leave these out of compute.fp8, or change the sizes or mesh.tensor"
         yield Problem(f"{what} ({some} on a rank)", "multiples of 16", change)
 
 

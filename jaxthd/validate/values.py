@@ -17,7 +17,7 @@ _MINIMUM: dict[str, float] = {
     "data.spec_augment.time_masks": 0,
     "data.seed": 0,
     "model.encoder.chunk_seconds": 0.02,
-    "model.expert_capacity": 0.1,
+    "compute.expert_capacity": 0.1,
     "model.llm.latent_dim": 0,
     "model.adapter_dim": 0,
     "adapt.lora_rank": 0,

@@ -139,7 +139,7 @@ def packed(rows: int, config: Config) -> tuple[Batch, dict[str, Any], list[PackR
             context=config.mesh.context,
             audio_ranks=config.mesh.audio_ranks,
             round_to=config.data.round_to,
-            layout=config.model.context_layout,
+            layout=config.compute.context_layout,
         )
         batches.append(batch)
         reports.append(report)
@@ -205,7 +205,7 @@ def test_supervised_slots_are_marked_and_no_others(config: Config):
     batch, report, _ = packed(2, config)
     for row, axes in enumerate(batch_figure(batch, report, config).axes[::2]):
         marked = (painted(axes, CAPACITY, 1.0, 0.2) == to_rgb(INK)).all(1)
-        ids, mesh, layout = batch.segment_ids[row], config.mesh, config.model.context_layout
+        ids, mesh, layout = batch.segment_ids[row], config.mesh, config.compute.context_layout
         back = inverse_permutation(row_permutation(ids, mesh.context, layout, config.data.round_to))
         np.testing.assert_array_equal(marked, batch.weights[row][back] > 0)
         assert 0 < marked.sum() < CAPACITY

@@ -49,13 +49,13 @@ def test_what_is_not_admitted_is_an_error_with_the_numbers(lines: list[str], tmp
     with pytest.raises(UserError) as caught:
         with_admitted(asking(attention_backend="te"), lines.append, tmp_path)
     message = str(caught.value)
-    assert 'model.attention_backend is "te", but it is off from xla, by output' in message
+    assert 'compute.attention_backend is "te", but it is off from xla, by output' in message
     assert "dk 7.0e+00" in message
     assert (
-        "expected a back-end that computes the attention right here: set model.attention_backend to"
+        "expected a back-end that computes the attention right here: set compute.attention_backend to"
         in message
     )
-    assert "or model.kernels_unverified to use it all the same" in message
+    assert "or compute.kernels_unverified to use it all the same" in message
     assert not lines
 
 
@@ -64,7 +64,7 @@ def test_the_flag_overrides_a_measurement_and_says_so(lines: list[str], tmp_path
     assert with_admitted(config, lines.append, tmp_path) == config
     (line,) = lines
     assert "dk 7.0e+00" in line
-    assert "used all the same, as model.kernels_unverified says" in line
+    assert "used all the same, as compute.kernels_unverified says" in line
 
 
 def test_the_flag_makes_nothing_run_that_cannot(lines: list[str], tmp_path: Path):
@@ -161,15 +161,15 @@ def test_a_broken_scan_is_an_error_with_the_numbers(
     with pytest.raises(UserError) as caught:
         with_admitted(asking(scan_backend="pallas", llm=SMALL), lines.append, tmp_path)
     message = str(caught.value)
-    assert 'model.scan_backend is "pallas", but it is off from xla, by y ' in message
-    assert "expected a back-end that computes the scan right here: set model.scan_backend to auto" in message
-    assert "or model.kernels_unverified to use it all the same" in message
+    assert 'compute.scan_backend is "pallas", but it is off from xla, by y ' in message
+    assert "expected a back-end that computes the scan right here: set compute.scan_backend to auto" in message
+    assert "or compute.kernels_unverified to use it all the same" in message
     config = asking(scan_backend="auto", llm=SMALL, kernels_unverified=True)
     assert with_admitted(config, lines.append, tmp_path).model.scan_backend == "xla"
     config = asking(scan_backend="pallas", llm=SMALL, kernels_unverified=True)
     assert with_admitted(config, lines.append, tmp_path) == config
     assert lines[0].startswith("scan: xla; not pallas: it is off from xla, by y ")
-    assert lines[1].endswith("used all the same, as model.kernels_unverified says")
+    assert lines[1].endswith("used all the same, as compute.kernels_unverified says")
 
 
 @pytest.mark.usefixtures("on_a_gpu")

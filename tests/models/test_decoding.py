@@ -108,7 +108,7 @@ def decoded(
 
 
 def decoded_by(config: Config, host: Batch, end_id: int) -> tuple[Scores, dict[str, list[int]]]:
-    mesh, layout = make_mesh(config.mesh), config.model.context_layout
+    mesh, layout = make_mesh(config.mesh), config.compute.context_layout
     round_to = 1 if layout == "buffer" else ROUND_TO
     ends, _ = find_prompts(host, config.mesh.context, max_documents=5, layout=layout, round_to=round_to)
     step = make_validation_step(config, mesh, end_id=end_id, new_tokens=NEW)

@@ -53,7 +53,7 @@ def documents() -> tuple[list[Document], ...]:
 
 
 def pack(config: Config) -> Batch:
-    mesh, by_document = config.mesh, config.model.context_layout == "document"
+    mesh, by_document = config.mesh, config.compute.context_layout == "document"
     packed = [
         pack_row(
             row,
@@ -64,7 +64,7 @@ def pack(config: Config) -> Batch:
             context=mesh.context,
             audio_ranks=mesh.audio_ranks,
             order_seed=None,
-            layout=config.model.context_layout,
+            layout=config.compute.context_layout,
             round_to=8 if by_document else 1,
             depths=config.depths_trained,
         )[0]

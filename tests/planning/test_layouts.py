@@ -77,7 +77,7 @@ def test_the_verdict_names_what_decides(
     assert costs[0].layout == best
     assert costs[0].total < costs[1].total
     sentence = layout_recommendation(costs)
-    assert f"--model.context-layout {best}" in sentence
+    assert f"--compute.context-layout {best}" in sentence
     assert decides in sentence
     assert ("--data.round-to 8" in sentence) == (best == "document")
 

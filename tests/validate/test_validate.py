@@ -51,12 +51,12 @@ CASES = [
     Case({"data.packing_bins": 0}, "data.packing_bins is 0; expected 1 or more"),
     Case({"data.round_to": 0}, "data.round_to is 0; expected 1 or more"),
     Case({"data.audio_capacity": -8}, "data.audio_capacity is -8; expected 0 or more"),
-    Case({"model.attention_block": 0}, "model.attention_block is 0; expected 1 or more"),
+    Case({"compute.attention_block": 0}, "compute.attention_block is 0; expected 1 or more"),
     Case({"model.encoder.chunk_seconds": 0.01}, "chunk_seconds is 0.01; expected 0.02 or more"),
     Case(
         {"model.encoder.chunk_seconds": math.inf}, "chunk_seconds is inf; expected 0.02 or more, and finite"
     ),
-    Case({"model.expert_capacity": 0.0}, "model.expert_capacity is 0.0; expected 0.1 or more"),
+    Case({"compute.expert_capacity": 0.0}, "compute.expert_capacity is 0.0; expected 0.1 or more"),
     Case({"train.steps": 0}, "train.steps is 0; expected 1 or more"),
     Case({"train.checkpoint_every": 0}, "train.checkpoint_every is 0; expected 1 or more"),
     Case({"train.learning_rate": -1e-3}, "train.learning_rate is -0.001; expected 0 or more"),
@@ -67,7 +67,7 @@ CASES = [
     Case(
         {"data.packing": "best"}, "data.packing is 'best'; expected one of 'first_fit', 'best_fit', 'padded'"
     ),
-    Case({"model.dtype": "float16"}, "expected one of 'float32', 'bfloat16', 'float64'"),
+    Case({"compute.dtype": "float16"}, "expected one of 'float32', 'bfloat16', 'float64'"),
     Case({"model.llm.mamba_dt_limit": (0.0,)}, "mamba_dt_limit is (0.0,); expected a value of type tuple"),
     Case({"mesh": None}, "mesh is None; expected a value of type MeshConfig"),
     Case(
@@ -149,7 +149,7 @@ CASES = [
         is_warning=True,
     ),
     Case(
-        {"model.sequence_sharded": True, "mesh.tensor": 2, "data.capacity": 2047},
+        {"compute.sequence_sharded": True, "mesh.tensor": 2, "data.capacity": 2047},
         "with 2047 tokens of a microbatch for 2 tensor ranks; expected a multiple of 2",
     ),
     Case(
@@ -158,14 +158,14 @@ CASES = [
         is_warning=True,
     ),
     Case(
-        {"mesh.context": 2, "model.context_layout": "document", "data.round_to": 6, "data.capacity": 2052},
-        'model.context_layout "document" and mesh.context 2; expected a multiple of 2 * context = 4, because '
+        {"mesh.context": 2, "compute.context_layout": "document", "data.round_to": 6, "data.capacity": 2052},
+        'compute.context_layout "document" and mesh.context 2; expected a multiple of 2 * context = 4, because '
         "every document is cut into so many chunks: set data.round_to to 12",
     ),
     Case(
-        {"mesh.context": 4, "model.context_layout": "document", "data.round_to": 8}
+        {"mesh.context": 4, "compute.context_layout": "document", "data.round_to": 8}
         | {"model.llm.mamba_heads": 6},
-        "set mesh.context to 1, 2 or 3, or model.llm.mamba_heads to 4 or 8, or model.context_layout to",
+        "set mesh.context to 1, 2 or 3, or model.llm.mamba_heads to 4 or 8, or compute.context_layout to",
     ),
     # Buffers.
     Case({"data.round_to": 10}, "set data.capacity to 2040 or 2050, or data.round_to to 2"),
@@ -232,21 +232,21 @@ CASES = [
     ),
     # How it is computed.
     Case(
-        {"model.dtype": "float64"}, "float64 with jax's 64-bit mode off; expected it on, as only tests need"
+        {"compute.dtype": "float64"}, "float64 with jax's 64-bit mode off; expected it on, as only tests need"
     ),
-    Case({"model.dtype": "float64"}, "unless this is a test", DeviceFacts("cpu", 1, "cpu", x64=True), True),
-    Case({"model.dtype": "bfloat16"}, "set model.dtype to float32 on a CPU", is_warning=True),
-    Case({"model.attention_backend": "te"}, "it computes in bfloat16 or float16, and model.dtype is", GPU),
-    Case({"model.attention_backend": "cudnn"}, "it runs on NVIDIA GPUs, and this is cpu; expected one that"),
+    Case({"compute.dtype": "float64"}, "unless this is a test", DeviceFacts("cpu", 1, "cpu", x64=True), True),
+    Case({"compute.dtype": "bfloat16"}, "set compute.dtype to float32 on a CPU", is_warning=True),
+    Case({"compute.attention_backend": "te"}, "it computes in bfloat16 or float16, and compute.dtype is", GPU),
+    Case({"compute.attention_backend": "cudnn"}, "it runs on NVIDIA GPUs, and this is cpu; expected one that"),
     Case(
-        {"model.scan_backend": "pallas", "model.llm.mamba_chunk": 48, "model.llm.mamba_state": 8},
+        {"compute.scan_backend": "pallas", "compute.scan_chunk": 48, "model.llm.mamba_state": 8},
         "but chunk 48 is no power of two from 16 up and state 8 is no power of two from 16 up; expected",
         GPU,
     ),
-    Case({"model.scan_backend": "pallas"}, "are interpreted, slowly", is_warning=True),
-    Case({"model.scan_backend": "pallas"}, "on tpu; expected an NVIDIA GPU", DeviceFacts("tpu", 1, "TPU")),
+    Case({"compute.scan_backend": "pallas"}, "are interpreted, slowly", is_warning=True),
+    Case({"compute.scan_backend": "pallas"}, "on tpu; expected an NVIDIA GPU", DeviceFacts("tpu", 1, "TPU")),
     Case(
-        {"model.scan_backend": "pallas"},
+        {"compute.scan_backend": "pallas"},
         "on compute capability 7.5 (T4); expected 8.0 or more",
         DeviceFacts("gpu", 1, "T4", "7.5"),
     ),
@@ -273,13 +273,13 @@ CASES = [
         {"adapt.lora_rank": 4, "adapt.lora_targets": ("decoder.*.moe.mixer.up",), "model.llm.pattern": "E*"},
         "mixer.up' matches nothing but routers or routed experts",
     ),
-    Case({"model.fp8": ("*.query",)}, "model.fp8 '*.query' matches no projection; expected a pattern"),
-    Case({"model.fp8": ("*.mixer.router",), "model.llm.pattern": "E"}, "'*.mixer.router' matches no proj"),
+    Case({"compute.fp8": ("*.query",)}, "compute.fp8 '*.query' matches no projection; expected a pattern"),
+    Case({"compute.fp8": ("*.mixer.router",), "model.llm.pattern": "E"}, "'*.mixer.router' matches no proj"),
     Case(
-        {"model.fp8": ("*.mixer.k",), "mesh.tensor": 2, "model.llm.head_dim": 8, "model.llm.kv_heads": 2},
+        {"compute.fp8": ("*.mixer.k",), "mesh.tensor": 2, "model.llm.head_dim": 8, "model.llm.kv_heads": 2},
         "sizes that tensor cores cannot take in 8 bits (decoder.layers.attention.mixer.k 128 x 8 on a rank)",
     ),
-    Case({"model.fp8": ("*.q",)}, "model.fp8 on NVIDIA A100 (compute capability 8.0); expected 8.9", AMPERE),
+    Case({"compute.fp8": ("*.q",)}, "compute.fp8 on NVIDIA A100 (compute capability 8.0); expected 8.9", AMPERE),
     Case({"adapt.lora_rank": -1}, "adapt.lora_rank is -1; expected 0 or more"),
     Case({"adapt.lora_rank": 4, "adapt.lora_targets": ()}, "adapt.lora_targets is empty"),
     Case({"adapt.lora_rank": 4, "adapt.lora_alpha": 0.0}, "adapt.lora_alpha is 0"),
@@ -324,7 +324,7 @@ def test_following_the_advice_solves_the_problem(case: Case) -> None:
 
 def test_every_rule_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [(with_changes(case.changes), case.device) for case in CASES]
-    cases.append((with_changes({"model.attention_backend": "te"}), BLACKWELL))
+    cases.append((with_changes({"compute.attention_backend": "te"}), BLACKWELL))
     rules = list(RULES)
     monkeypatch.setattr("jaxthd.validate.RULES", [])
     without = [problems(*case) for case in cases]
@@ -356,14 +356,14 @@ def test_transformer_engine_is_refused_where_it_is_known_to_be_wrong() -> None:
     """An error on sm_120, a warning on an unknown GPU, nothing on others: the table of known bad kernels."""
 
     def about_gradients(device: DeviceFacts, **data: Any) -> list[bool]:
-        changes = {"model.attention_backend": "te", **{f"data.{k}": v for k, v in data.items()}}
+        changes = {"compute.attention_backend": "te", **{f"data.{k}": v for k, v in data.items()}}
         return [p.is_warning for p in problems(with_changes(changes), device) if "gradients" in str(p)]
 
     assert about_gradients(BLACKWELL) == [False]
     assert about_gradients(BLACKWELL, packing="padded") == [False]
     assert about_gradients(UNKNOWN) == [True]
     assert about_gradients(GPU) == about_gradients(CPU) == []
-    found = problems(with_changes({"model.attention_backend": "te"}), CPU)
+    found = problems(with_changes({"compute.attention_backend": "te"}), CPU)
     assert any("it runs on NVIDIA GPUs, and this is cpu" in str(p) for p in found)
     assert validate(Config(), BLACKWELL) == []
 
@@ -388,7 +388,7 @@ def test_transformer_engine_is_refused_where_it_is_known_to_be_wrong() -> None:
         {"data.audio_placeholder": "<a>", "data.prompt": "<a>", "data.spec_augment.freq_width": 80},
         {"data.rows": 8, "mesh.data": 2, "train.microbatches": 4},
         {**PIPELINE, "mesh.tensor": 4, "data.audio_capacity": 24064, "model.llm.vocab_size": 264}
-        | {"model.sequence_sharded": True},  # a key and value head, and a group, for two ranks each
+        | {"compute.sequence_sharded": True},  # a key and value head, and a group, for two ranks each
         {
             **PIPELINE,
             "mesh.stages_per_rank": 2,
@@ -397,8 +397,8 @@ def test_transformer_engine_is_refused_where_it_is_known_to_be_wrong() -> None:
         {**PIPELINE, "mesh.context": 2, "model.llm.pattern": "M*-M*-"},  # equal ones
         {"mesh.context": 2, "data.capacity": 12, "model.llm.mamba_heads": 2}  # chunks shorter than the taps
         | {"data.audio_capacity": 32, "model.encoder.chunk_seconds": 0.02, "data.max_documents": 3}
-        | {"model.context_layout": "document", "data.round_to": 12, "model.llm.mamba_conv": 9},
-        {"data.capacity": 2047, "model.context_layout": "document"},
+        | {"compute.context_layout": "document", "data.round_to": 12, "model.llm.mamba_conv": 9},
+        {"data.capacity": 2047, "compute.context_layout": "document"},
         {"data.capacity": 2047},  # one context rank holds any number of tokens
         {"data.packing": "padded", "data.max_documents": 4096},  # the bound is not used
     ],

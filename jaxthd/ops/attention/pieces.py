@@ -100,7 +100,7 @@ def unfit_for_fused(problem: Problem, platform: str) -> str | None:
     if platform not in ("gpu", "cuda"):
         return f"it runs on NVIDIA GPUs, and this is {platform}"
     if problem.dtype not in ("bfloat16", "float16"):
-        return f"it computes in bfloat16 or float16, and model.dtype is {problem.dtype}"
+        return f"it computes in bfloat16 or float16, and compute.dtype is {problem.dtype}"
     if problem.head_dim % 8 or problem.head_dim > 256:
         return f"it takes heads of a multiple of 8 up to 256 dims, and they have {problem.head_dim}"
     return None
