@@ -11,7 +11,16 @@ tokenizer.json from the working directory. It has not yet run on a GPU.
 Decoder: NVIDIA, Nemotron 3 (2025). Encoder: sizes of Parakeet-TDT-0.6B.
 """
 
-from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
+from jaxthd.config import (
+    ComputeConfig,
+    Config,
+    DataConfig,
+    EncoderConfig,
+    LLMConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
 
 
 def config() -> Config:
