@@ -82,10 +82,10 @@ def abstract_batch(config: Config) -> Batch:
         "mel_mask": (audio, jnp.bool_),
         "chunk_ids": (frames, jnp.int32),
         "chunk_positions": (frames, jnp.int32),
-        "ahead_tokens": (ahead, jnp.int32),
-        "ahead_audio_slots": (ahead, jnp.int32),
-        "ahead_targets": (ahead, jnp.int32),
-        "ahead_weights": (ahead, jnp.float32),
+        "future_tokens": (ahead, jnp.int32),
+        "future_audio_slots": (ahead, jnp.int32),
+        "future_targets": (ahead, jnp.int32),
+        "future_weights": (ahead, jnp.float32),
     }
     return Batch(**{k: jax.ShapeDtypeStruct(*v) for k, v in (of_tokens | special).items()})
 

@@ -27,7 +27,7 @@ from jaxtyping import Float, Int, Int32
 
 from jaxthd.checkpoints.weights import Weights, load_model, training_weights
 from jaxthd.config import Config
-from jaxthd.data.dataset import InStep, SpeechData
+from jaxthd.data.dataset import SynchronizedLoader, SpeechData
 from jaxthd.data.faults import SkipLog
 from jaxthd.data.pipeline import make_loader
 from jaxthd.errors import UserError, readable_errors
@@ -85,7 +85,7 @@ class Scorer:
         # To every process, with the tokens of rows that it does not read.
         self._step = jit_for(config, mesh, run, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
-    def __call__(self, weights: Weights, batches: InStep) -> Iterator[DocumentScores]:
+    def __call__(self, weights: Weights, batches: SynchronizedLoader) -> Iterator[DocumentScores]:
         """weights: in their training form. Of several processes all call it, and get the same."""
         for batch, report in batches:
             batch = supervising_every_token(batch, self._config) if self._every_token else batch
@@ -151,7 +151,7 @@ def score(
         shuffle=False,
         on_skip=refuse,
     )
-    with InStep(loader, SkipLog(Path(), writes=False)) as batches:
+    with SynchronizedLoader(loader, SkipLog(Path(), writes=False)) as batches:
         found = Scorer(config, mesh, top_k=top_k, every_token=every_token)(
             _on_mesh(weights, config, mesh), batches
         )

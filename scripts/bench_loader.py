@@ -31,7 +31,7 @@ from typing import Any
 import jax
 
 from jaxthd.config import Config, load_config
-from jaxthd.data.dataset import InStep, SpeechData
+from jaxthd.data.dataset import SynchronizedLoader, SpeechData
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.state import init_state
 from jaxthd.steps.step import make_train_step
@@ -46,7 +46,7 @@ STEPS = 6
 class Step:
     """The run's training step, on batches that are on the mesh already."""
 
-    def __init__(self, config: Config, loader: InStep) -> None:
+    def __init__(self, config: Config, loader: SynchronizedLoader) -> None:
         mesh = make_mesh(config.mesh)
         self._step = make_train_step(config, mesh)
         self._state = init_state(config, mesh)
@@ -63,7 +63,7 @@ class Step:
         return found
 
 
-def opened(config: Config, workers: int, stack: ExitStack) -> InStep:
+def opened(config: Config, workers: int, stack: ExitStack) -> SynchronizedLoader:
     """The run's training loader with so many workers, warm."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     config = replace(config, data=replace(config.data, workers=workers))
@@ -73,7 +73,7 @@ def opened(config: Config, workers: int, stack: ExitStack) -> InStep:
     return loader
 
 
-def timed(loader: InStep, batches: int) -> list[tuple[float, dict[str, Any]]]:
+def timed(loader: SynchronizedLoader, batches: int) -> list[tuple[float, dict[str, Any]]]:
     """(seconds, report) of each of the next batches, after those that lie ready."""
     list(islice(loader, 2))
     found = []
@@ -97,7 +97,7 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def growth(loader: InStep, batches: int) -> tuple[int, int]:
+def growth(loader: SynchronizedLoader, batches: int) -> tuple[int, int]:
     """The most resident memory over the first tenth of the batches, and over the last tenth."""
     weighed = []
     for _ in range(batches):

@@ -20,7 +20,7 @@ from jaxthd.packing.document import Document
 from jaxthd.parallel.processes import exchange, is_first, require_same
 
 
-class InStep(Iterator[tuple[Batch, dict[str, Any]]]):
+class SynchronizedLoader(Iterator[tuple[Batch, dict[str, Any]]]):
     """A Loader of this process's rows, in step with those of the other processes: next() waits for all.
 
     The report is over all rows, but for `keys`, which are of this process's. Ends when all have ended; one
@@ -43,7 +43,7 @@ class InStep(Iterator[tuple[Batch, dict[str, Any]]]):
         rows = {RowReport(*row) for _, rows, _ in told for row in rows}
         return batch, {**report, **totals(rows), "rows": sorted(rows)}
 
-    def __enter__(self) -> "InStep":
+    def __enter__(self) -> "SynchronizedLoader":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -118,7 +118,7 @@ class SpeechData:
         """What a validation set's loader packs for this line."""
         return self._validation_documents(example, 0)
 
-    def training(self, rows: Collection[int] | None = None) -> InStep:
+    def training(self, rows: Collection[int] | None = None) -> SynchronizedLoader:
         """Without end, dithered and masked, shuffled anew every epoch, data sets mixed by data.weights.
 
         rows: see make_loader. Its position is refused for other documents.
@@ -137,9 +137,9 @@ class SpeechData:
             workers=self._workers,
             prefetch=self._config.data.prefetch,
         )
-        return InStep(loader, self.skipped)
+        return SynchronizedLoader(loader, self.skipped)
 
-    def validation(self, rows: Collection[int] | None = None, name: str | None = None) -> InStep:
+    def validation(self, rows: Collection[int] | None = None, name: str | None = None) -> SynchronizedLoader:
         """One pass over a validation set, the first if none is named, in its order. rows: see make_loader."""
         name = name or next(iter(self._validation))
         loader = make_loader(
@@ -153,7 +153,7 @@ class SpeechData:
             workers=self._workers,
             prefetch=self._config.data.prefetch,
         )
-        return InStep(loader, self.skipped)
+        return SynchronizedLoader(loader, self.skipped)
 
     def close(self) -> None:
         """Ends the worker processes. Loaders are closed before, by whoever has them."""

@@ -71,7 +71,7 @@ class Evaluator:
     ) -> Evaluation:
         """Over all supervised tokens of the Loader's batches. state: in its training form.
 
-        Of several processes all call it, with as many batches (data.loaders.InStep), and get the same.
+        Of several processes all call it, with as many batches (data.loaders.SynchronizedLoader), and get the same.
         """
         sums, documents, audio_seconds, seconds, decoded = np.zeros(3), 0, 0.0, 0.0, []
         for at, (batch, report) in enumerate(batches):

@@ -117,12 +117,12 @@ class SpeechLM(nnx.Module):
         x_nD, _ = self.decoder(x_nD, self.segments(batch, axes))
         return self.leave(x_nD, batch).reshape(batch.tokens.shape), buffers
 
-    def segments(self, batch: Batch, axes: tuple[str, ...], *, lockstep: bool = True) -> Segments:
-        """lockstep: see Segments."""
-        return self._segments(batch.segment_ids, batch.positions, axes, lockstep)
+    def segments(self, batch: Batch, axes: tuple[str, ...], *, uniform_program: bool = True) -> Segments:
+        """uniform_program: see Segments."""
+        return self._segments(batch.segment_ids, batch.positions, axes, uniform_program)
 
     def _segments(
-        self, ids_RT: Array, positions_RT: Array, axes: tuple[str, ...], lockstep: bool = True
+        self, ids_RT: Array, positions_RT: Array, axes: tuple[str, ...], uniform_program: bool = True
     ) -> Segments:
         return make_segments(
             ids_RT,
@@ -131,7 +131,7 @@ class SpeechLM(nnx.Module):
             axis=CONTEXT if axes else None,
             layout=self.compute.context_layout,
             documents=self.max_documents,
-            lockstep=lockstep,
+            uniform_program=uniform_program,
         )
 
     def enter(
@@ -149,7 +149,7 @@ class SpeechLM(nnx.Module):
         """As enter, (embeddings, buffers): of the tokens, and for each depth of those ahead, whatever where
         there are none.
         """
-        return self._embedded(batch, batch.ahead_tokens.shape[1], axes=axes, train=train)
+        return self._embedded(batch, batch.future_tokens.shape[1], axes=axes, train=train)
 
     def _embedded(
         self, batch: Batch, depths: int, *, axes: tuple[str, ...], train: bool
@@ -159,12 +159,12 @@ class SpeechLM(nnx.Module):
         def with_ahead(own_RT: Array, ahead_RKT: Array) -> Array:
             return jnp.concatenate([own_RT[:, None], ahead_RKT[:, :depths]], axis=1).reshape(rows, -1)
 
-        tokens_RL = with_ahead(batch.tokens, batch.ahead_tokens)
+        tokens_RL = with_ahead(batch.tokens, batch.future_tokens)
         x_RLD = self.embed_tokens(jnp.maximum(tokens_RL, 0).reshape(-1)).reshape(*tokens_RL.shape, -1)
         buffers: dict[str, Any] = nnx.to_pure_dict(nnx.state(self.encoder, Buffer))
         if batch.mels.shape[1]:
             audio_RED, buffers = self._encode(batch, axes=axes, train=train)
-            slots_RL1 = with_ahead(batch.audio_slots, batch.ahead_audio_slots)[..., None]
+            slots_RL1 = with_ahead(batch.audio_slots, batch.future_audio_slots)[..., None]
             placed_RLD = jnp.take_along_axis(audio_RED, jnp.maximum(slots_RL1, 0), axis=1)
             x_RLD = jnp.where(slots_RL1 >= 0, placed_RLD, x_RLD)
         x_RJTD = x_RLD.reshape(rows, 1 + depths, tokens, -1)
@@ -206,14 +206,14 @@ class SpeechLM(nnx.Module):
 
         own_N = scored(h_nD, batch.targets, batch.weights)
         for depth, e_nD in enumerate(ahead):
-            has_token_RT = batch.ahead_tokens[:, depth] >= 0
+            has_token_RT = batch.future_tokens[:, depth] >= 0
             segments = self._segments(
                 jnp.where(has_token_RT, batch.segment_ids, 0),
                 jnp.where(has_token_RT, batch.positions, 0),
                 axes,
             )
             h_nD, of_depth = self.mtp(depth, h_nD, e_nD, segments)
-            log_probs.append(scored(h_nD, batch.ahead_targets[:, depth], batch.ahead_weights[:, depth]))
+            log_probs.append(scored(h_nD, batch.future_targets[:, depth], batch.future_weights[:, depth]))
             routing.append(of_depth)
         return own_N, Ahead(jnp.stack(log_probs), routing)
 

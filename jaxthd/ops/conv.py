@@ -125,7 +125,7 @@ def _halo(x_RSLC: Array, reach: int, segments: Segments) -> Array:
         return jnp.zeros((*x_RSLC.shape[:2], reach, x_RSLC.shape[-1]), x_RSLC.dtype)
     tail_RSkC = x_RSLC[:, :, x_RSLC.shape[2] - reach :]
     context, rank = segments.context, jax.lax.axis_index(segments.axis)
-    if segments.lockstep:
+    if segments.uniform_program:
         up = [(r, r + 1) for r in range(context - 1)]
         down = [(r + 1, r) for r in range(context - 1)]
         first_RkC = jax.lax.ppermute(tail_RSkC[:, 0], segments.axis, up)

@@ -25,9 +25,9 @@ class Batch(NamedTuple):
     mel_mask: True on valid mel frames.
     chunk_ids: 0 on unused encoder frames, else the encoder chunk's number within its rank's share, from 1.
     chunk_positions: index of the encoder frame in its chunk (0 where unused).
-    ahead_tokens, ahead_audio_slots: of the token k + 1 places on in the same document, at depth k; -1 where
+    future_tokens, future_audio_slots: of the token k + 1 places on in the same document, at depth k; -1 where
         the document has none.
-    ahead_targets, ahead_weights: as targets and weights, of the token k + 2 places on.
+    future_targets, future_weights: as targets and weights, of the token k + 2 places on.
     """
 
     tokens: Int32[Any, "R T"]
@@ -40,7 +40,7 @@ class Batch(NamedTuple):
     mel_mask: Bool[Any, "R A"]
     chunk_ids: Int32[Any, "R E"]
     chunk_positions: Int32[Any, "R E"]
-    ahead_tokens: Int32[Any, "R K T"]
-    ahead_audio_slots: Int32[Any, "R K T"]
-    ahead_targets: Int32[Any, "R K T"]
-    ahead_weights: Float32[Any, "R K T"]
+    future_tokens: Int32[Any, "R K T"]
+    future_audio_slots: Int32[Any, "R K T"]
+    future_targets: Int32[Any, "R K T"]
+    future_weights: Float32[Any, "R K T"]

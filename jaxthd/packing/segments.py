@@ -73,7 +73,7 @@ class Segments:
     in_order: None under the whole-buffer layout, and where one rank has it all.
     rows, axis, context, block: R, the context axis (None outside a mesh), its size, the attention block.
     documents: most documents of a row; None where that is not known, which fused attention asks for.
-    lockstep: all ranks of the mesh run this program at the same time. Else, in pipeline stages that differ,
+    uniform_program: all ranks of the mesh run this program at the same time. Else, in pipeline stages that differ,
         no collective may name ranks of other stages: ppermute names all, and is not used.
     """
 
@@ -89,7 +89,7 @@ class Segments:
     context: int
     block: int
     documents: int | None
-    lockstep: bool
+    uniform_program: bool
 
     @property
     def valid(self) -> Bool[Array, " N"]:
@@ -127,7 +127,7 @@ class Segments:
         return jnp.where(here_RD & (index_RD >= 0), local_RD, -1).reshape(-1)
 
 
-_STATIC = ("rows", "axis", "context", "block", "documents", "lockstep")
+_STATIC = ("rows", "axis", "context", "block", "documents", "uniform_program")
 _TRACED = tuple(f.name for f in fields(Segments) if f.name not in _STATIC)
 
 
@@ -154,12 +154,12 @@ def make_segments(
     axis: str | None,
     layout: Literal["buffer", "document"] = "buffer",
     documents: int | None = None,
-    lockstep: bool = True,
+    uniform_program: bool = True,
 ) -> Segments:
     """Derives a step's Segments from this rank's share of the batch.
 
     axis: name of the context mesh axis, inside shard_map; None when the rows are whole.
-    layout: over that axis, of the whole buffer or of each document. documents, lockstep: as there.
+    layout: over that axis, of the whole buffer or of each document. documents, uniform_program: as there.
 
     Every key interval follows from one fact: under DualChunkSwap the local order of tokens is their global
     order, so a query's global interval [first token of its document, itself] is also an interval of any
@@ -228,7 +228,7 @@ def make_segments(
         context=context,
         block=block,
         documents=documents,
-        lockstep=lockstep,
+        uniform_program=uniform_program,
     )
 
 

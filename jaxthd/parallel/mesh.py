@@ -112,10 +112,10 @@ def batch_specs() -> Batch:
         mel_mask=audio,
         chunk_ids=audio,
         chunk_positions=audio,
-        ahead_tokens=ahead,
-        ahead_audio_slots=ahead,
-        ahead_targets=ahead,
-        ahead_weights=ahead,
+        future_tokens=ahead,
+        future_audio_slots=ahead,
+        future_targets=ahead,
+        future_weights=ahead,
     )
 
 

@@ -35,14 +35,14 @@ Tree = Any
 class Parts(NamedTuple):
     """The model for one microbatch. `stage` gets its stage's pattern first.
 
-    lockstep: all ranks run one stage program, at the same time.
+    uniform_program: all ranks run one stage program, at the same time.
     """
 
     enter: Callable[[Tree, Tree, Tree], tuple[Array, Tree, Tree]]
     stage: Callable[[str, Tree, Array | int, Array, Tree], tuple[Array, Tree]]
     leave: Callable[[Tree, Array, Tree, Tree], tuple[Array, Tree]]
     stages: Stages
-    lockstep: bool
+    uniform_program: bool
 
 
 class Params(NamedTuple):
@@ -274,7 +274,7 @@ class _Run:
 
     def _if_busy(self, busy: Array, micro: Array, run: Callable[[], Tree], idle: Callable[[], Tree]) -> Tree:
         """Ranks in lockstep all run, or none; what an idle one computes is not used."""
-        return jax.lax.cond(busy > 0 if self._parts.lockstep else micro >= 0, run, idle)
+        return jax.lax.cond(busy > 0 if self._parts.uniform_program else micro >= 0, run, idle)
 
     @jax.named_scope("stage")
     def stage_if(self, busy: Array, micro: Array, chunk: Array, x: Array, like: Any) -> tuple[Array, Tree]:

@@ -32,7 +32,7 @@ Traffic = dict[tuple[str, ...], Number]
 
 
 def stage_runs(config: Config, stages: Stages, schedule: Schedule) -> int:
-    """How often a rank goes forward through a stage in a step; backward as often. In lockstep, which a ring
+    """How often a rank goes forward through a stage in a step; backward as often. In uniform_program, which a ring
     needs, idle ranks compute with the others.
     """
     is_ring = config.mesh.context > 1 and config.compute.context_exchange == "ring"
@@ -297,7 +297,7 @@ class Costs:
           but the last. Sequence-sharded: a gather and a scatter of as much.
         - Context: keys and values around forward and backward, their gradients (w) home; Mamba's exchange
           (jaxthd/planning/layouts.py; where stages differ, states and the convolution's halos of all ranks). Stages in
-          lockstep exchange while idle, too.
+          uniform_program exchange while idle, too.
         - Experts: places x width there and back, forward; there twice and back once, backward. One round.
         - Vocabulary: the embeddings' sum and its gradient; three float32 numbers a token forward, one
           backward. Pipeline: a send of n D a up and down every tick; the last stage's output to all.
@@ -371,7 +371,7 @@ class Costs:
         llm, model, n = self._config.model.llm, self._config.model, self._tokens
         forward = 1 + again + remat
         is_stage = apart and self._pipelined
-        lockstep = not is_stage or (
+        uniform_program = not is_stage or (
             self._stages.are_equal and self._config.compute.context_exchange == "ring"
         )
         match letter:
@@ -383,7 +383,7 @@ class Costs:
                 else:
                     found.gather((CONTEXT,), kv * self._a, times * (forward + 1))
             case "M":
-                if lockstep or self._config.compute.context_layout == "document":
+                if uniform_program or self._config.compute.context_layout == "document":
                     there_and_back = mamba_bytes(self._config) / self._schedule.microbatches
                     found.add((CONTEXT,), there_and_back / 2 * times * (forward + 1))
                 else:

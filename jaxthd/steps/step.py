@@ -98,12 +98,12 @@ class _Counts(NamedTuple):
 
     supervised: Array
     real: Array
-    supervised_ahead: Array
-    real_ahead: Array
+    supervised_future: Array
+    real_future: Array
 
     @classmethod
     def of(cls, batch: Batch) -> "_Counts":
-        ahead = batch.ahead_weights.swapaxes(0, 1), (batch.ahead_tokens >= 0).swapaxes(0, 1)
+        ahead = batch.future_weights.swapaxes(0, 1), (batch.future_tokens >= 0).swapaxes(0, 1)
         own = cls(
             sft.count(batch.weights.reshape(-1), batch.segment_ids.reshape(-1)),
             (batch.segment_ids > 0).sum(),
@@ -147,7 +147,7 @@ def _parts(config: Config, params: Tree, buffers: Tree, counts: _Counts, *, batc
     stages = stages_of(config)
     # Only where there is a ring, or but one stage, which all ranks run alike: else idle ranks need not work.
     has_ring = mesh.context > 1 and config.compute.context_exchange == "ring"
-    lockstep = len(stages.patterns) == 1 or (stages.are_equal and has_ring)
+    uniform_program = len(stages.patterns) == 1 or (stages.are_equal and has_ring)
     copies, depths = ranks_of(mesh, (PIPELINE, TENSOR)), config.depths_trained
 
     def model(buffers: Tree, **given: Tree) -> SpeechLM:
@@ -161,7 +161,7 @@ def _parts(config: Config, params: Tree, buffers: Tree, counts: _Counts, *, batc
 
     def stage(pattern: str, stage: Tree, chunk: Array | int, x_nD: Array, batch: Batch) -> Any:
         of_rank = model(buffers, stage=stage)
-        segments = of_rank.segments(batch, AXES, lockstep=lockstep)
+        segments = of_rank.segments(batch, AXES, uniform_program=uniform_program)
         return of_rank.decoder.stage(pattern, chunk, x_nD, segments)
 
     def loss(logp_N: Array, weights_RT: Array, batch: Batch, count: Array) -> Array:
@@ -176,17 +176,17 @@ def _parts(config: Config, params: Tree, buffers: Tree, counts: _Counts, *, batc
         logp_N, (logp_KN, routing) = of_rank.leave_with_ahead(x_nD, side, batch, AXES)
         own = loss(logp_N, batch.weights, batch, counts.supervised)
         losses = [
-            loss(logp_KN[k], batch.ahead_weights[:, k], batch, counts.supervised_ahead[k])
+            loss(logp_KN[k], batch.future_weights[:, k], batch, counts.supervised_future[k])
             for k in range(depths)
         ]
         share = own + config.train.mtp_loss * sum(losses) / depths
         found = [each for each in routing if each is not None]
-        for each, real in zip(found, counts.real_ahead, strict=False):
+        for each, real in zip(found, counts.real_future, strict=False):
             share += _aux_share(config, each, real) / mesh.pipeline
         joined = of_rank.mtp.joined(found) if of_rank.mtp and found else None
         return share, _Left(own, Ahead(jnp.stack(losses), joined))
 
-    return Parts(enter, stage, leave, stages, lockstep)
+    return Parts(enter, stage, leave, stages, uniform_program)
 
 
 def _aux_share(config: Config, routing: Routing, real: Array) -> Array:

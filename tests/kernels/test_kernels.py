@@ -162,7 +162,9 @@ def test_a_broken_scan_is_an_error_with_the_numbers(
         with_admitted(asking(scan_backend="pallas", llm=SMALL), lines.append, tmp_path)
     message = str(caught.value)
     assert 'compute.scan_backend is "pallas", but it is off from xla, by y ' in message
-    assert "expected a back-end that computes the scan right here: set compute.scan_backend to auto" in message
+    assert (
+        "expected a back-end that computes the scan right here: set compute.scan_backend to auto" in message
+    )
     assert "or compute.kernels_unverified to use it all the same" in message
     config = asking(scan_backend="auto", llm=SMALL, kernels_unverified=True)
     assert with_admitted(config, lines.append, tmp_path).model.scan_backend == "xla"

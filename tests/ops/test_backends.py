@@ -230,7 +230,9 @@ def test_what_a_back_end_cannot_run_on_is_said_in_one_line(name: str, changes: d
 
 def test_what_a_back_end_cannot_compute_is_said():
     for name in ("te", "cudnn"):
-        assert "compute.dtype is float32" in (BACKENDS[name].unfit(replace(BF16, dtype="float32"), H100) or "")
+        assert "compute.dtype is float32" in (
+            BACKENDS[name].unfit(replace(BF16, dtype="float32"), H100) or ""
+        )
         assert "they have 20" in (BACKENDS[name].unfit(replace(BF16, head_dim=20), H100) or "")
     alike = replace(BF16, kv_heads=32)
     assert BACKENDS["cudnn"].unfit(alike, replace(H100, jax="0.10.2")) is None

@@ -134,8 +134,8 @@ def test_batch_has_the_contracts_shapes_and_dtypes():
         "segment_ids": (token, np.int32), "positions": (token, np.int32), "audio_slots": (token, np.int32),
         "mels": ((1, 2048, MELS), np.float32), "mel_mask": ((1, 2048), bool),
         "chunk_ids": (frame, np.int32), "chunk_positions": (frame, np.int32),
-        "ahead_tokens": (ahead, np.int32), "ahead_audio_slots": (ahead, np.int32),
-        "ahead_targets": (ahead, np.int32), "ahead_weights": (ahead, np.float32),
+        "future_tokens": (ahead, np.int32), "future_audio_slots": (ahead, np.int32),
+        "future_targets": (ahead, np.int32), "future_weights": (ahead, np.float32),
     }  # fmt: skip
     assert {k: (v.shape, v.dtype) for k, v in batch._asdict().items()} == expected
 
@@ -165,10 +165,10 @@ def test_tokens_ahead_are_the_documents_own(context, round_to, layout):
             has_near, has_far = (one is not None and place < len(one) for place in (near, far))
             token, slot = (one.tokens[near], slots[segment, near]) if has_near else (-1, -1)
             weight = float(has_far and one.supervised[far])
-            assert batch.ahead_tokens[0, depth, i] == token
-            assert batch.ahead_audio_slots[0, depth, i] == slot
-            assert batch.ahead_weights[0, depth, i] == weight
-            assert batch.ahead_targets[0, depth, i] == (one.tokens[far] if weight else 0)
+            assert batch.future_tokens[0, depth, i] == token
+            assert batch.future_audio_slots[0, depth, i] == slot
+            assert batch.future_weights[0, depth, i] == weight
+            assert batch.future_targets[0, depth, i] == (one.tokens[far] if weight else 0)
 
 
 @pytest.mark.parametrize("context", [1, 4])

@@ -236,8 +236,12 @@ CASES = [
     ),
     Case({"compute.dtype": "float64"}, "unless this is a test", DeviceFacts("cpu", 1, "cpu", x64=True), True),
     Case({"compute.dtype": "bfloat16"}, "set compute.dtype to float32 on a CPU", is_warning=True),
-    Case({"compute.attention_backend": "te"}, "it computes in bfloat16 or float16, and compute.dtype is", GPU),
-    Case({"compute.attention_backend": "cudnn"}, "it runs on NVIDIA GPUs, and this is cpu; expected one that"),
+    Case(
+        {"compute.attention_backend": "te"}, "it computes in bfloat16 or float16, and compute.dtype is", GPU
+    ),
+    Case(
+        {"compute.attention_backend": "cudnn"}, "it runs on NVIDIA GPUs, and this is cpu; expected one that"
+    ),
     Case(
         {"compute.scan_backend": "pallas", "compute.scan_chunk": 48, "model.llm.mamba_state": 8},
         "but chunk 48 is no power of two from 16 up and state 8 is no power of two from 16 up; expected",
@@ -279,7 +283,9 @@ CASES = [
         {"compute.fp8": ("*.mixer.k",), "mesh.tensor": 2, "model.llm.head_dim": 8, "model.llm.kv_heads": 2},
         "sizes that tensor cores cannot take in 8 bits (decoder.layers.attention.mixer.k 128 x 8 on a rank)",
     ),
-    Case({"compute.fp8": ("*.q",)}, "compute.fp8 on NVIDIA A100 (compute capability 8.0); expected 8.9", AMPERE),
+    Case(
+        {"compute.fp8": ("*.q",)}, "compute.fp8 on NVIDIA A100 (compute capability 8.0); expected 8.9", AMPERE
+    ),
     Case({"adapt.lora_rank": -1}, "adapt.lora_rank is -1; expected 0 or more"),
     Case({"adapt.lora_rank": 4, "adapt.lora_targets": ()}, "adapt.lora_targets is empty"),
     Case({"adapt.lora_rank": 4, "adapt.lora_alpha": 0.0}, "adapt.lora_alpha is 0"),

@@ -193,7 +193,7 @@ def initial_states(
     else log2 steps.
     """
     decay, state = (x.reshape(segments.rows, 2, *x.shape[1:]) for x in (decay_ZGh, state_ZGShP))
-    gathers = segments.context <= GATHER_UP_TO or not segments.lockstep
+    gathers = segments.context <= GATHER_UP_TO or not segments.uniform_program
     prefix = _prefix_gathered if gathers else _prefix_in_steps
     return prefix(decay, state, segments).reshape(state_ZGShP.shape)
 
