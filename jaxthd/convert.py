@@ -42,7 +42,7 @@ from jaxthd.hf.nemotron_omni import NEMOTRON_OMNI
 from jaxthd.hf.parakeet import PARAKEET
 from jaxthd.models.adapt import merge_lora
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.run.workdir import is_run, read_config, write_config
+from jaxthd.files.run_folder import is_run, read_config, write_config
 from jaxthd.steps.state import TrainState
 from jaxthd.terminal.tables import size_text
 

@@ -35,7 +35,7 @@ from jaxthd.data.dataset import SynchronizedLoader, SpeechData
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.state import init_state
 from jaxthd.steps.step import make_train_step
-from jaxthd.terminal.command_line import simulate_devices
+from jaxthd.run.startup import simulate_devices
 
 WARM_UP = 16
 """Batches before anything is timed or weighed."""

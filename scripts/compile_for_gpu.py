@@ -43,7 +43,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxthd.config import Config, DataConfig, MeshConfig
-from jaxthd.estimate import abstract_batch
+from jaxthd.planning.compiled_step import abstract_batch
 from jaxthd.kernels.choose import using
 from jaxthd.parallel.mesh import AXES, batch_specs
 from jaxthd.parallel.stages import to_stages

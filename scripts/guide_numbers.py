@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxthd.config import ComputeConfig, Config, DataConfig, MeshConfig
-from jaxthd.figures.curves import Buffer, document_order
+from jaxthd.figures.batch import Buffer, document_order
 from jaxthd.ops.scan.ssd import initial_states, ssd_and_states
 from jaxthd.packing.balance import attention_work
 from jaxthd.packing.batch import Batch

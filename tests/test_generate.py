@@ -22,7 +22,7 @@ from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
 from jaxthd.inference.generator import Generator, Piece
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.run.workdir import write_config
+from jaxthd.files.run_folder import write_config
 from jaxthd.steps.state import init_state
 
 ROOT = Path(__file__).parents[1]

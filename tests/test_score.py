@@ -18,7 +18,7 @@ from jaxthd.errors import UserError
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.run.workdir import write_config
+from jaxthd.files.run_folder import write_config
 from jaxthd.score import DocumentScores, in_order, main, score
 from jaxthd.steps.state import canonical_form, init_state, model_graph
 from jaxthd.steps.step import make_scores

@@ -26,7 +26,7 @@ from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import open_checkpoint
 from jaxthd.parallel.processes import is_first
 from jaxthd.parallel.stages import to_stages
-from jaxthd.run.workdir import compare_models, is_run, read_config
+from jaxthd.files.run_folder import compare_models, is_run, read_config
 from jaxthd.steps.state import (
     TrainState,
     Tree,

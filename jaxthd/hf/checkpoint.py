@@ -21,7 +21,7 @@ from jaxthd.hf.nemotron_h import NEMOTRON_H
 from jaxthd.hf.nemotron_omni import NEMOTRON_OMNI
 from jaxthd.hf.parakeet import PARAKEET
 from jaxthd.hf.safetensors_files import SafetensorsFolder, SafetensorsWriter
-from jaxthd.run.workdir import compare_models
+from jaxthd.files.run_folder import compare_models
 
 FAMILIES = (NEMOTRON_H, PARAKEET, NEMOTRON_OMNI, ADAPTER)
 

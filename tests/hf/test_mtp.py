@@ -21,7 +21,7 @@ from jaxthd.hf.nemotron_h import llm_fields
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.run.workdir import read_config
+from jaxthd.files.run_folder import read_config
 from jaxthd.steps.state import model_graph
 from tests.helpers import assert_same, spans
 from tests.hf.published import BASE, write_published

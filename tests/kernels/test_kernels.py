@@ -11,7 +11,7 @@ import pytest
 
 from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig
 from jaxthd.errors import UserError
-from jaxthd.estimate import abstract_batch
+from jaxthd.planning.compiled_step import abstract_batch
 from jaxthd.kernels.choose import attention_problem, scan_problem, with_admitted
 from jaxthd.kernels.machine import Machine
 from jaxthd.kernels.scan_probe import ScanProblem, scan
@@ -98,7 +98,7 @@ def test_the_blockwise_one_is_not_measured(lines: list[str], tmp_path: Path):
 def test_a_command_settles_it_before_it_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("jaxthd.terminal.command_line.simulate_devices", lambda devices: False)
+    monkeypatch.setattr("jaxthd.run.startup.simulate_devices", lambda devices: False)
     nobody = Namespace(coordinator=None, processes=None, process=None)
     with ready(asking(attention_backend="auto", scan_backend="auto"), nobody) as config:
         assert config == Config()

@@ -30,7 +30,7 @@ from jaxthd.config import (
 from jaxthd.describe import main as describe_main
 from jaxthd.describe import state_bytes
 from jaxthd.errors import UserError
-from jaxthd.estimate import abstract_batch
+from jaxthd.planning.compiled_step import abstract_batch
 from jaxthd.models.adapt import add_lora, dotted, merge_lora, split, trained
 from jaxthd.models.layers import Linear
 from jaxthd.models.speech_lm import Adapter

@@ -8,7 +8,7 @@ from jaxthd.config import Config, DataConfig, MeshConfig
 from jaxthd.data.pipeline import PackDocuments
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import document_frames, pack_row
-from jaxthd.planning.simulate import Lengths, balance, pack_lengths, padded, simulate, spread_runs
+from jaxthd.planning.simulate import Lengths, balance, pack_lengths, padded, simulate, rows_of_buffer
 from tests.packing.test_pack import MELS, random_documents
 
 WORK = (3.0, 0.5)
@@ -59,7 +59,7 @@ def test_buffers_are_those_of_the_grain_plugin(packing, context, ranks, changes)
         run
         for group in groups
         for buffer in group
-        for run in spread_runs(buffer, lengths.chunks, ranks, 624 // ranks)
+        for run in rows_of_buffer(buffer, lengths.chunks, ranks, 624 // ranks)
     ]
     assert [sorted(fitting[i].key for i in buffer) for buffer in buffers] == rows
     assert len(rows) > 20
