@@ -14,7 +14,7 @@ import grain
 import numpy as np
 import pytest
 
-from jaxthd.config import Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
+from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
 from jaxthd.data.pipeline import PackDocuments, make_loader
 from jaxthd.data.workers import Workers
 from jaxthd.packing.document import Document
@@ -32,7 +32,8 @@ def settings(context: int = 1, tensor: int = 1, **data) -> Config:
     return Config(
         mesh=MeshConfig(context=context, tensor=tensor),
         data=DataConfig(**{**defaults, **data}),
-        model=ModelConfig(encoder=EncoderConfig(num_mels=MELS), context_layout=layout),
+        model=ModelConfig(encoder=EncoderConfig(num_mels=MELS)),
+        compute=ComputeConfig(context_layout=layout),
     )
 
 
