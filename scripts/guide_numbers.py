@@ -62,7 +62,9 @@ def packed(layout: Any) -> tuple[Batch, PackReport, Buffer]:
     round_to = 2 * RANKS if layout == "document" else 1
     batch, report = pack_row(documents, **settings, layout=layout, round_to=round_to, order_seed=None)
     config = Config(
-        MeshConfig(context=RANKS), DataConfig(round_to=round_to), compute=ComputeConfig(context_layout=layout)
+        mesh=MeshConfig(context=RANKS),
+        data=DataConfig(round_to=round_to),
+        compute=ComputeConfig(context_layout=layout),
     )
     return batch, report, document_order(batch, 0, config)
 
