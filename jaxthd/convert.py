@@ -33,6 +33,7 @@ from jaxthd.checkpoints.weights import load_weights, named_weights, source_of
 from jaxthd.config import Config, DataConfig, MeshConfig, ModelConfig
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError, readable_errors
+from jaxthd.files.run_folder import is_run, read_config, write_config
 from jaxthd.hf.adapter import ADAPTER
 from jaxthd.hf.checkpoint import TOKENIZER_FILES, Checkpoint, copy_files, export, open_checkpoint
 from jaxthd.hf.family import Family
@@ -42,7 +43,6 @@ from jaxthd.hf.nemotron_omni import NEMOTRON_OMNI
 from jaxthd.hf.parakeet import PARAKEET
 from jaxthd.models.adapt import merge_lora
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.files.run_folder import is_run, read_config, write_config
 from jaxthd.steps.state import TrainState
 from jaxthd.terminal.tables import size_text
 

@@ -60,9 +60,7 @@ def describe(config: Config) -> str:
 
 
 def names(config: Config) -> str:
-    """Every parameter's name, its shape (a stack's dim first) and whether it trains; then the projections that
-    can get LoRA.
-    """
+    """Every parameter's name, shape (a stack's dim first), and whether it trains; then what can get LoRA."""
     model = abstract_model(replace(config, mesh=MeshConfig()))
     is_trained = nnx.traversals.flatten_mapping(trained(model, config.adapt))
     rows = [

@@ -71,9 +71,7 @@ def main(argv: list[str] | None = None) -> None:
         evaluate(config, options.weights, out, gallery=options.gallery)
 
 
-def evaluate(
-    config: Config, weights: Sequence[str | Path], out: Path, *, gallery: int = 8
-) -> dict[str, Any]:
+def evaluate(config: Config, weights: Sequence[str | Path], out: Path, *, gallery: int = 8) -> dict[str, Any]:
     """Writes the results into the folder `out` and prints their table; returns what summary.json holds.
 
     weights: as jaxthd.checkpoints.weights.load_weights. gallery: most documents in error_gallery.png.

@@ -70,9 +70,9 @@ def train(config: Config, workdir: Path) -> None:
     """Runs, or continues, the training in `workdir` up to config.train.steps, or until SIGTERM or Ctrl-C.
 
     Of several processes (jaxthd.run.startup.devices_ready) all call it, with the same arguments.
-    Raises UserError for a config that cannot work on this machine, for data that cannot be used, for a workdir
-    that is in use or holds a run of another config, after too many updates in a row that are not finite, and
-    where a checkpoint cannot be saved.
+    Raises UserError for a config that cannot work on this machine, for data that cannot be used, for a
+    workdir that is in use or holds a run of another config, after too many updates in a row that are not
+    finite, and where a checkpoint cannot be saved.
     """
     config = prepared(config)
     with ExitStack() as stack:
@@ -161,7 +161,7 @@ def _load(loader: SynchronizedLoader, mesh: Mesh) -> tuple[Batch, _Loaded]:
 def _newest_state(
     config: Config, mesh: Mesh, checkpoints: Checkpoints, loader: SynchronizedLoader
 ) -> TrainState:
-    """The newest checkpoint's state, with the loader set to where its data goes on; else a new run's state."""
+    """The newest checkpoint's state, with the loader set to where its data goes on; else a new run's."""
     restored = checkpoints.restore_latest(abstract_state(config), canonical_shardings(config, mesh))
     if restored is None:
         return start_state(config, mesh)

@@ -22,8 +22,8 @@ from jaxthd.data.example import Example, Samples, Turn
 from jaxthd.inference.generator import Generator
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.steps.state import init_state
 from jaxthd.run.startup import simulate_devices
+from jaxthd.steps.state import init_state
 from jaxthd.terminal.tables import Claim, conclude, show
 
 ROOT = Path(__file__).parents[1]

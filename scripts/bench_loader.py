@@ -31,11 +31,11 @@ from typing import Any
 import jax
 
 from jaxthd.config import Config, load_config
-from jaxthd.data.dataset import SynchronizedLoader, SpeechData
+from jaxthd.data.dataset import SpeechData, SynchronizedLoader
 from jaxthd.parallel.mesh import make_mesh, put_batch
+from jaxthd.run.startup import simulate_devices
 from jaxthd.steps.state import init_state
 from jaxthd.steps.step import make_train_step
-from jaxthd.run.startup import simulate_devices
 
 WARM_UP = 16
 """Batches before anything is timed or weighed."""

@@ -26,12 +26,22 @@ from typing import NamedTuple
 import jax
 from flax import nnx
 
-from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
-from jaxthd.estimate import bubble_formula, lowered_step
+from jaxthd.config import (
+    ComputeConfig,
+    Config,
+    DataConfig,
+    EncoderConfig,
+    LLMConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
 from jaxthd.parallel.mesh import CONTEXT, TENSOR, bytes_of, on_device
 from jaxthd.parallel.params import weight_decay_mask
 from jaxthd.parallel.schedule import make_schedule
-from jaxthd.planning.costs import Costs
+from jaxthd.planning.bubble import bubble_formula
+from jaxthd.planning.compiled_step import lowered_step
+from jaxthd.planning.memory import temporary_memory
 from jaxthd.planning.program import UNOPTIMIZED
 from jaxthd.steps.state import abstract_model, model_specs
 from jaxthd.terminal.tables import Claim, conclude, show
@@ -53,9 +63,8 @@ TINY = ModelConfig(
         expert_dim=64,
         shared_expert_dim=128,
     ),
-    attention_block=64,
-    loss_block=64,
 )
+COMPUTE = ComputeConfig(attention_block=64, loss_block=64)
 
 
 class Program(NamedTuple):
@@ -80,6 +89,7 @@ def tiny(
         mesh=mesh,
         data=DataConfig(rows=rows, capacity=tokens, audio_capacity=0),
         model=replace(TINY, llm=replace(TINY.llm, pattern=pattern)),
+        compute=COMPUTE,
         train=TrainConfig(microbatches=microbatches),
     )
 
@@ -168,7 +178,7 @@ def axes_section(sizes: Sequence[int]) -> list[Claim]:
         for size, mesh in zip(sizes, of_axis, strict=True):
             config = tiny(mesh, tokens=1024)
             temporary.append(program(config).temporary)
-            closed = round(Costs(config).memory().most)
+            closed = round(temporary_memory(config).most)
             share = f"{temporary[-1] / temporary[0]:.3f}"
             off = f"{closed / temporary[-1] - 1:+.0%}"
             rows.append([axis, size, temporary[-1], share, closed, off])

@@ -42,7 +42,7 @@ from jaxthd.hf.nemotron_omni import NEMOTRON_OMNI
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.run.metrics import read_metrics
+from jaxthd.run.metrics_file import read_metrics
 from jaxthd.steps.state import canonical_weights, model_graph
 from jaxthd.terminal.tables import Claim, conclude
 
@@ -57,7 +57,7 @@ CONFIG = '''"""Adapting the published checkpoint beside this file."""
 from pathlib import Path
 
 from jaxthd.config import (
-    AdaptConfig, Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig, TrainConfig
+    AdaptConfig, ComputeConfig, Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig, TrainConfig
 )
 from jaxthd.hf.checkpoint import model_config
 
@@ -78,9 +78,8 @@ def config() -> Config:
             max_documents=32,
             workers=0,
         ),
-        model=model_config(
-            PUBLISHED, model=ModelConfig(encoder=EncoderConfig(chunk_seconds=8.0), attention_block=64)
-        ),
+        model=model_config(PUBLISHED, model=ModelConfig(encoder=EncoderConfig(chunk_seconds=8.0))),
+        compute=ComputeConfig(attention_block=64),
         adapt=AdaptConfig(
             freeze=("encoder.*",),
             lora_rank=8,

@@ -43,10 +43,10 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxthd.config import Config, DataConfig, MeshConfig
-from jaxthd.planning.compiled_step import abstract_batch
 from jaxthd.kernels.choose import using
 from jaxthd.parallel.mesh import AXES, batch_specs
 from jaxthd.parallel.stages import to_stages
+from jaxthd.planning.compiled_step import abstract_batch
 from jaxthd.steps.state import abstract_state, stages_of, state_shardings
 from jaxthd.steps.step import make_train_step
 from jaxthd.terminal.tables import size_text
@@ -120,7 +120,7 @@ def changed(config: Config, settings: list[str]) -> Config:
         name, _, value = text.partition("=")
         if name.startswith("xla_"):
             options = (*config.compute.xla_options, text)
-            config = replace(config, train=replace(config.train, xla_options=options))
+            config = using(config, xla_options=options)
             continue
         part, field = name.split(".")
         old = getattr(getattr(config, part), field)
@@ -179,9 +179,9 @@ def main() -> None:
 
     in_stages = jax.eval_shape(partial(to_stages, stages=stages_of(config)), abstract_state(config))
     state = placed(in_stages, state_shardings(config, mesh))
-    batch = placed(
-        abstract_batch(config), jax.tree.map(lambda spec: NamedSharding(mesh, spec), batch_specs())
-    )
+    arrays = abstract_batch(config)
+    specs = batch_specs(arrays.has_audio)
+    batch = placed(arrays, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
     program: Any = make_train_step(config, mesh)
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()

@@ -20,9 +20,9 @@ from jaxthd.config import Config, DataConfig, load_config
 from jaxthd.data.example import Clip, Example, Turn
 from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
+from jaxthd.files.run_folder import write_config
 from jaxthd.inference.generator import Generator, Piece
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.files.run_folder import write_config
 from jaxthd.steps.state import init_state
 
 ROOT = Path(__file__).parents[1]

@@ -23,10 +23,10 @@ from jaxthd.checkpoints.checkpoint import find_checkpoint, restore_arrays
 from jaxthd.checkpoints.checksum import named_arrays
 from jaxthd.config import Config
 from jaxthd.errors import UserError
+from jaxthd.files.run_folder import compare_models, is_run, read_config
 from jaxthd.hf.checkpoint import open_checkpoint
 from jaxthd.parallel.processes import is_first
 from jaxthd.parallel.stages import to_stages
-from jaxthd.files.run_folder import compare_models, is_run, read_config
 from jaxthd.steps.state import (
     TrainState,
     Tree,

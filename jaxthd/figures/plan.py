@@ -50,8 +50,8 @@ def _draw_padding(axes: Axes, plan: Plan) -> None:
     for number, (name, outcomes) in enumerate(plan.curves.items()):
         shares = {o.data.capacity: max(o.padding, 1e-4) for o in outcomes}
         # Later curves are thinner, so that none hides another.
-        look = {"color": HUES[number], "linewidth": 6 - number, "markersize": 9 - number}
-        axes.plot(shares.keys(), shares.values(), "o-", label=name, **look)
+        look: dict[str, Any] = {"color": HUES[number], "linewidth": 6 - number, "markersize": 9 - number}
+        axes.plot([*shares], [*shares.values()], "o-", label=name, **look)
     axes.set_xticks([o.data.capacity for o in plan.by_capacity])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))

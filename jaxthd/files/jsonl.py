@@ -49,7 +49,7 @@ def _line(entry: dict[str, Any]) -> str:
 
 
 def finite(value: Any) -> Any:
-    """The value with None for numbers that are not finite, which JSON cannot hold; inside lists and dicts too."""
+    """The value with None for numbers that are not finite, which JSON has not; inside lists and dicts too."""
     if isinstance(value, dict):
         return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -70,8 +70,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
         fields = "".join(f"\n  {name} is now {new}" for name, new in older.items())
         raise UserError(
             f"{file} was written by an older jaxthd; fields that have moved since:{fields}\n"
-            "To continue the run or use its weights, move these fields in config.json, or use the jaxthd that "
-            "wrote it. To start anew, choose another --workdir"
+            "To continue the run or use its weights, move these fields in config.json, or use the jaxthd "
+            "that wrote it. To start anew, choose another --workdir"
         )
     return stored
 

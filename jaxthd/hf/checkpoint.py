@@ -13,6 +13,7 @@ from jaxtyping import Shaped
 
 from jaxthd.config import ModelConfig
 from jaxthd.errors import UserError
+from jaxthd.files.run_folder import compare_models
 from jaxthd.hf.adapter import ADAPTER
 from jaxthd.hf.family import Family, Fields
 from jaxthd.hf.names import Names, Part, Shape, Tensor
@@ -21,7 +22,6 @@ from jaxthd.hf.nemotron_h import NEMOTRON_H
 from jaxthd.hf.nemotron_omni import NEMOTRON_OMNI
 from jaxthd.hf.parakeet import PARAKEET
 from jaxthd.hf.safetensors_files import SafetensorsFolder, SafetensorsWriter
-from jaxthd.files.run_folder import compare_models
 
 FAMILIES = (NEMOTRON_H, PARAKEET, NEMOTRON_OMNI, ADAPTER)
 

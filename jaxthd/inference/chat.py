@@ -49,7 +49,7 @@ def chat(generator: Generator, settings: dict[str, Any], out: Path | None) -> No
 
 
 def user_turn(text: str, recordings: Sequence[Path], placeholder: str) -> Turn:
-    """The user's turn. Each placeholder in the text stands for a recording; without any, recordings come first.
+    """The user's turn. Each placeholder in the text stands for a recording; without one, they come first.
 
     Raises UserError for another number of placeholders than recordings, and for a turn without content.
     """
@@ -58,8 +58,8 @@ def user_turn(text: str, recordings: Sequence[Path], placeholder: str) -> Turn:
     before, *after = text.split(placeholder)
     if len(after) != len(recordings):
         raise UserError(
-            f"{len(recordings)} recordings for {len(after)} placeholders ({placeholder}) in {text!r}; expected "
-            "one for each: correct one of them"
+            f"{len(recordings)} recordings for {len(after)} placeholders ({placeholder}) in {text!r}; "
+            "expected one for each: correct one of them"
         )
     parts: list[str | Clip] = [before]
     for path, rest in zip(recordings, after, strict=True):
@@ -70,9 +70,7 @@ def user_turn(text: str, recordings: Sequence[Path], placeholder: str) -> Turn:
     return turn
 
 
-def show_answers(
-    pieces: Iterator[Piece], conversations: Sequence[Example], out: Path | None
-) -> list[Answer]:
+def show_answers(pieces: Iterator[Piece], conversations: Sequence[Example], out: Path | None) -> list[Answer]:
     """Prints the answers in the conversations' order: the first that is unfinished as it comes.
 
     out: JSONL that finished answers are appended to.

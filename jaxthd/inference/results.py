@@ -35,7 +35,10 @@ def scored(
     """The hypotheses with their errors. order: by document key, its number in the set."""
     decoded = sorted(hypotheses, key=lambda h: order[h.key])
     normalise = make_normaliser(normaliser)
-    references, texts = ([normalise(h.reference) for h in decoded], [normalise(h.hypothesis) for h in decoded])
+    references, texts = (
+        [normalise(h.reference) for h in decoded],
+        [normalise(h.hypothesis) for h in decoded],
+    )
     errors = errors_of(references, texts), errors_of(references, texts, "characters")
     return [ScoredDocument(*fields) for fields in zip(decoded, references, texts, *errors, strict=True)]
 

@@ -28,7 +28,7 @@ class Validation:
         self._evaluate = Evaluator(config, mesh, data.end_id)
 
     def is_due(self, step: int) -> bool:
-        """Whether the config asks for it after this step: every train.validate_every steps, and at the end."""
+        """Whether it is asked for after this step: every train.validate_every steps, and at the end."""
         every = self._config.train.validate_every
         return bool(every and self._data.has_validation) and (
             step == self._config.train.steps or step % every == 0

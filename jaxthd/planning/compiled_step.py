@@ -1,4 +1,4 @@
-"""The training step compiled for simulated CPU devices: what the compiler says of its memory and traffic."""
+"""The training step compiled for simulated CPU devices: its memory and traffic by the compiler's account."""
 
 import time
 from collections.abc import Callable
@@ -11,32 +11,35 @@ from jax.sharding import NamedSharding
 
 from jaxthd.config import Config
 from jaxthd.kernels.choose import using
-from jaxthd.packing.batch import Batch
+from jaxthd.packing.batch import AUDIO_FIELDS, Batch
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.mesh import batch_specs, make_mesh
-from jaxthd.parallel.schedule import Schedule, make_schedule
 from jaxthd.parallel.stages import to_stages
-from jaxthd.planning.costs import Traffic, stage_runs
+from jaxthd.planning.bubble import schedule_of
 from jaxthd.planning.program import UNOPTIMIZED, received_bytes
+from jaxthd.planning.sizes import Sizes
+from jaxthd.planning.traffic import ByAxes
 from jaxthd.steps.state import abstract_state, stages_of, state_shardings
 from jaxthd.steps.step import make_train_step
 
 
 class Measured(NamedTuple):
-    """Of a device, from the compiled step. state: bytes of it, whose place the new one takes. temporary:
-    bytes besides state and batch. received: bytes in a step, of the busiest device.
+    """Figures of a device, from the compiled step.
+
+    state: bytes of the training state, which a step replaces in place. temporary: bytes besides state and
+    batch. received: bytes that the busiest device receives in a step. seconds: to compile it.
     """
 
     state: int
     temporary: int
-    received: Traffic
+    received: ByAxes
     seconds: float
 
 
 def lowered_step(config: Config) -> Any:
-    """The training step for the shapes of config, on the mesh's devices: nothing is allocated.
+    """The training step for the config's shapes, lowered for the mesh's devices; nothing is allocated.
 
-    Attention is XLA's, which compiles anywhere; so is the scan where it is auto.
+    Attention is XLA's, which compiles anywhere; so is the scan if its back-end is "auto".
     """
     scan = config.compute.scan_backend.replace("auto", "xla")
     config = using(config, attention_backend="xla", scan_backend=scan)
@@ -47,37 +50,37 @@ def lowered_step(config: Config) -> Any:
 
     state = jax.eval_shape(lambda state: to_stages(state, stages_of(config)), abstract_state(config))
     state = jax.tree.map(on_mesh, state, state_shardings(config, mesh))
-    batch = (
-        on_mesh(x, NamedSharding(mesh, spec))
-        for x, spec in zip(abstract_batch(config), batch_specs(), strict=True)
-    )
+    batch = abstract_batch(config)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), batch_specs(batch.has_audio))
     step: Any = make_train_step(config, mesh)
-    return step.lower(state, Batch(*batch))
+    return step.lower(state, jax.tree.map(on_mesh, batch, shardings))
 
 
 def abstract_batch(config: Config) -> Batch:
-    """A step's batch, with shapes and dtypes for arrays."""
-    data, mels = config.data, config.model.encoder.num_mels
+    """A step's batch, with ShapeDtypeStructs for arrays."""
+    data, encoder = config.data, config.model.encoder
     tokens, audio = (data.rows, data.capacity), (data.rows, data.audio_capacity)
-    ahead = (data.rows, config.depths_trained, data.capacity)
+    future = (data.rows, config.depths_trained, data.capacity)
     frames = (data.rows, data.audio_capacity // SUBSAMPLING)
     of_tokens = {name: (tokens, jnp.int32) for name in Batch._fields}
     special = {
         "weights": (tokens, jnp.float32),
-        "mels": ((*audio, mels), jnp.float32),
+        "mels": ((*audio, encoder.num_mels if encoder else 0), jnp.float32),
         "mel_mask": (audio, jnp.bool_),
         "chunk_ids": (frames, jnp.int32),
         "chunk_positions": (frames, jnp.int32),
-        "future_tokens": (ahead, jnp.int32),
-        "future_audio_slots": (ahead, jnp.int32),
-        "future_targets": (ahead, jnp.int32),
-        "future_weights": (ahead, jnp.float32),
+        "future_tokens": (future, jnp.int32),
+        "future_audio_slots": (future, jnp.int32),
+        "future_targets": (future, jnp.int32),
+        "future_weights": (future, jnp.float32),
     }
-    return Batch(**{k: jax.ShapeDtypeStruct(*v) for k, v in (of_tokens | special).items()})
+    arrays = {k: jax.ShapeDtypeStruct(*v) for k, v in (of_tokens | special).items()}
+    has_audio = encoder is not None and data.audio_capacity > 0
+    return Batch(**arrays if has_audio else arrays | dict.fromkeys(AUDIO_FIELDS))
 
 
 def measure(config: Config) -> Measured:
-    """Compiles the step; bfloat16 as float32, which is what a CPU makes of it."""
+    """Compiles the step and reads its figures; bfloat16 as float32, in which CPUs compute it."""
     start = time.perf_counter()
     program = lowered_step(in_float32(config)).compile(compiler_options=UNOPTIMIZED)
     memory = program.memory_analysis()
@@ -91,19 +94,21 @@ def measure(config: Config) -> Measured:
 
 
 def in_float32(config: Config) -> Config:
+    """The config, with float32 for bfloat16."""
     if config.compute.dtype != "bfloat16":
         return config
     return replace(config, compute=replace(config.compute, dtype="float32"))
 
 
 def runs_by_schedule(config: Config) -> Callable[[str], float]:
-    """For received_bytes: how often, on average over the ticks, the schedule runs the pipeline's parts.
+    """The argument `often` of received_bytes for a training step.
 
-    Other branches are which stage a rank has; loops of unknown length the rounds of the experts' exchange,
-    of which usually one is needed.
+    A conditional around a part of the pipeline runs it in some ticks: on average over the ticks as often as
+    the schedule has it. Other conditionals choose among stages. A loop of unknown length is the experts'
+    exchange, which usually takes one round.
     """
     schedule = schedule_of(config)
-    runs = dict.fromkeys(("stage", "stage_gradient"), stage_runs(config, stages_of(config), schedule))
+    runs = dict.fromkeys(("stage", "stage_gradient"), Sizes(config).stage_runs)
     runs |= {part: schedule.microbatches for part in ("enter", "leave_gradient", "enter_gradient")}
 
     def often(name: str) -> float:
@@ -111,7 +116,3 @@ def runs_by_schedule(config: Config) -> Callable[[str], float]:
         return float(runs[scope] / schedule.ticks) if operation == "cond" and scope in runs else 1.0
 
     return often
-
-
-def schedule_of(config: Config) -> Schedule:
-    return make_schedule(config.train.microbatches, config.mesh.pipeline, config.mesh.stages_per_rank)

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from jaxthd.config import Config, LLMConfig
 from jaxthd.ops.scan.ssd import GATHER_UP_TO
-from jaxthd.planning.simulate import Lengths, balance, simulate
+from jaxthd.planning.lengths import Lengths
+from jaxthd.planning.simulate import balance, simulate
 
 MULTIPLY_ADDS_PER_BYTE = 500
 """What a device computes while it receives a byte: an H100 at half its bfloat16 peak, NVLink at 450 GB/s."""

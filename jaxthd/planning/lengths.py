@@ -42,7 +42,7 @@ class Lengths(NamedTuple):
 def read_examples(config: Config) -> list[list[Example]]:
     """The usable lines of each training data set, or a sample of them if they are more than MOST_READ.
 
-    Raises UserError without a manifest, where data.weights has another length, and as reading a data set does.
+    Raises UserError without a manifest, where data.weights has another length, and as reading the data does.
     """
     data, sources = config.data, []
     if not data.manifest or len(data.weights) not in (0, len(data.manifest)):
@@ -66,7 +66,7 @@ def read_examples(config: Config) -> list[list[Example]]:
 
 
 def measure(examples: Sequence[Example], config: Config) -> tuple[Lengths, int]:
-    """Returns (the lengths of the documents that the loader makes of `examples`, the number of unusable ones).
+    """(The lengths of the documents that the loader makes of `examples`, the number of unusable examples).
 
     Exact but for durations in a manifest that were rounded up: these may count an encoder frame too many.
     """

@@ -65,9 +65,9 @@ def _capacities(plan: Plan) -> str:
 def _work(plan: Plan) -> str:
     slot, frame = plan.work
     return (
-        "  Overhead is work on padding over work on documents. The work of a slot is the number of parameters\n"
-        f"  that it meets: {slot:,.0f} for a token slot, {SUBSAMPLING * frame:,.0f} for an encoder frame (eight "
-        "mel frames)."
+        "  Overhead is work on padding over work on documents. The work of a slot is the number of\n"
+        f"  parameters it meets: {slot:,.0f} for a token slot, {SUBSAMPLING * frame:,.0f} for an encoder\n"
+        "  frame (eight mel frames)."
     )
 
 
@@ -105,9 +105,7 @@ def _packers(plan: Plan) -> str:
 
 def _layouts(plan: Plan) -> str:
     context = plan.recommended.config.mesh.context
-    title = (
-        f"Context layouts over {context} ranks; costs of the busiest one, in million multiply-adds a real token"
-    )
+    title = f"Context layouts over {context} ranks; the busiest rank in million multiply-adds a real token"
     explained = (
         "  Bytes are what a rank receives in a Mamba2 layer and step. An exchanged byte counts as\n"
         f"  {MULTIPLY_ADDS_PER_BYTE} multiply-adds. Attention exchanges the same under both layouts."

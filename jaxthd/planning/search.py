@@ -72,9 +72,7 @@ def make_plan(stream: Lengths, config: Config, epoch: int) -> Plan:
     by_capacity = _by_capacity(stream, config, run)
     skipped, overhead = min(map(preference, by_capacity))
     good = [
-        o
-        for o in by_capacity
-        if preference(o)[0] == skipped and o.overhead <= overhead + CAPACITY_TOLERANCE
+        o for o in by_capacity if preference(o)[0] == skipped and o.overhead <= overhead + CAPACITY_TOLERANCE
     ]
     chosen = next((o for o in good if o.data.capacity == config.data.capacity), good[0])
     by_audio = [run(chosen.config, audio_capacity=a) for a in audio_sizes(stream, chosen.config)]
@@ -175,7 +173,7 @@ def audio_sizes(stream: Lengths, config: Config) -> list[int]:
 
 
 def capacities(stream: Lengths, config: Config) -> list[int]:
-    """Capacities to try: from a quarter of the configured one to four times it, or to the longest document."""
+    """Capacities to try: a quarter of the configured one to four times it, or to the longest document."""
     unit = math.lcm(2 * config.mesh.context if config.mesh.context > 1 else 1, config.data.round_to)
     wanted = [config.data.capacity * times for times in (0.25, 0.5, 1, 2, 4)]
     wanted[-1] = max(wanted[-1], int(slots_of(stream, config).max()))

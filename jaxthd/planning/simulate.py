@@ -127,7 +127,7 @@ def _outcome(
 
 
 def balance(stream: Lengths, outcome: Outcome) -> tuple[float, float]:
-    """Attention work of the busiest context rank over the mean: (documents as packed, as the loader orders them).
+    """Attention work of the busiest context rank over the mean: (as packed, as the loader orders documents).
 
     Under the per-document layout the loader does not order them. Means over BALANCED buffers.
     """

@@ -164,7 +164,9 @@ STEP_METRICS: list[Metric] = [
         lambda x: x.report["real_tokens"] / x.seconds,
         "{:,.0f}",
     ),
-    Metric("step_seconds", "s", "wall time of the step, its wait for the batch included", lambda x: x.seconds),
+    Metric(
+        "step_seconds", "s", "wall time of the step, its wait for the batch included", lambda x: x.seconds
+    ),
 ]
 """Of every training step."""
 
@@ -187,8 +189,8 @@ VALIDATION_METRICS: list[Metric] = [
     Metric(
         "wer",
         "share of words",
-        "word error rate of the decoded answers: substitutions, deletions and insertions over the references' "
-        "words, after train.normaliser",
+        "word error rate of the decoded answers: substitutions, deletions and insertions over words of the "
+        "references, after train.normaliser",
         lambda x: None if math.isnan(x.word_error_rate) else x.word_error_rate,
         "{:.1%}",
     ),

@@ -1,11 +1,10 @@
-"""Metrics as they are kept: a line a step in metrics.jsonl, the same for TensorBoard, and shown as they come."""
+"""Metrics kept and shown: a line a step in metrics.jsonl, the same for TensorBoard, and the progress."""
 
 import math
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from jaxthd.errors import UserError
@@ -62,12 +61,7 @@ class Metrics(NoMetrics):
     def say(self, text: str) -> None:
         self._progress.say(text)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.close()
         if self._events:
             self._events.close()

@@ -23,8 +23,9 @@ def simulate_devices(devices: int) -> bool:
     """
     jax.config.update("jax_num_cpu_devices", devices)
     if devices > 1:
-        # A loop with collectives runs beside later loops that do not depend on it, so that a device may wait
-        # in several at once. With XLA's default of one thread a device they can wait for one another for ever.
+        # A loop with collectives runs beside later loops that do not depend on it, so a device may wait in
+        # several at once. With XLA's default of one thread a device they can then wait for one another for
+        # ever.
         os.environ.setdefault("PJRT_NPROC", str(max(4 * devices, os.cpu_count() or 1)))
     return jax.default_backend() == "cpu"
 

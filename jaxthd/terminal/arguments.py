@@ -52,7 +52,7 @@ def parse_command_line(
         args=overrides,
         prog=usage,
         description=(
-            f"Also: python -m jaxthd.{command}. Below is every setting of the run, with the value it has now. "
+            f"Also: python -m jaxthd.{command}. Below: every setting of the run, with the value it has now. "
             "--config FILE: a Python file with a function config() -> Config, such as configs/cp2.py. "
             "--workdir FOLDER: where the run is kept and continued (default runs/NAME, NAME being the config "
             f"file's).{others}"

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxthd.config import DataConfig
-from jaxthd.inference.evaluator import Hypothesis, seconds_of_documents, validation_metrics, word_error_rate
+from jaxthd.inference.evaluator import Hypothesis, seconds_of_documents, word_error_rate
+from jaxthd.inference.validation import validation_metrics
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from tests.test_exactness import MELS, Spec, document

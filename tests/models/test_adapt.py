@@ -19,6 +19,7 @@ from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.checkpoints.checksum import named_arrays
 from jaxthd.config import (
     AdaptConfig,
+    ComputeConfig,
     Config,
     DataConfig,
     EncoderConfig,
@@ -28,9 +29,7 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.describe import main as describe_main
-from jaxthd.describe import state_bytes
 from jaxthd.errors import UserError
-from jaxthd.planning.compiled_step import abstract_batch
 from jaxthd.models.adapt import add_lora, dotted, merge_lora, split, trained
 from jaxthd.models.layers import Linear
 from jaxthd.models.speech_lm import Adapter
@@ -38,6 +37,8 @@ from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.parallel.params import Buffer, Init
 from jaxthd.parallel.schedule import make_schedule
 from jaxthd.parallel.stages import from_stages, to_stages
+from jaxthd.planning.compiled_step import abstract_batch
+from jaxthd.planning.parameters import state_bytes
 from jaxthd.steps.state import (
     abstract_model,
     abstract_state,
@@ -77,8 +78,9 @@ TRAIN = TrainConfig(warmup_steps=0, learning_rate=1e-2, router_bias_rate=1e-2, c
 def run(
     adapt: AdaptConfig, mesh: MeshConfig | None = None, pattern: str = "ME*-", dtype: Any = "float32"
 ) -> Config:
-    model = replace(MODEL, dtype=dtype, llm=replace(MODEL.llm, pattern=pattern))
-    return Config(mesh=mesh or MeshConfig(), model=model, adapt=adapt, train=TRAIN)
+    model = replace(MODEL, llm=replace(MODEL.llm, pattern=pattern))
+    compute = ComputeConfig(dtype=dtype)
+    return Config(mesh=mesh or MeshConfig(), model=model, compute=compute, adapt=adapt, train=TRAIN)
 
 
 def names_that_train(adapt: AdaptConfig) -> set[str]:
@@ -276,7 +278,7 @@ def test_a_frozen_head_has_no_gradient_to_compute():
         multiply_adds(loss_and_gradient, replace(run(AdaptConfig(freeze=freeze), pattern="-"), data=data))
         for freeze in ((), ("head",))
     )
-    assert whole - frozen == MODEL.loss_block * MODEL.llm.vocab_size * MODEL.llm.dim
+    assert whole - frozen == ComputeConfig().loss_block * MODEL.llm.vocab_size * MODEL.llm.dim
 
 
 def test_a_checkpoint_holds_what_trains_and_returns_on_any_mesh(tmp_path: Path):
