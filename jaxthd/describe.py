@@ -94,7 +94,7 @@ def parameter_groups(config: Config) -> list[Group]:
 
 def _group(path: Path, config: Config) -> tuple[str, str, int]:
     """(part, name, copies) of the group that the parameter at `path` of the module tree belongs to."""
-    letters, layers = config.model.llm.letters, config.model.encoder.layers
+    letters, layers = config.model.llm.letters, config.model.audio_encoder.layers
     match path:
         case ("decoder", "layers", str(kind), "mixer", str(name), *_):
             letter = next(letter for letter, of_letter in KINDS.items() if of_letter == kind)

@@ -71,7 +71,7 @@ def lowered_step(config: Config) -> Any:
 
 def abstract_batch(config: Config) -> Batch:
     """A step's batch, with shapes and dtypes for arrays."""
-    data, mels = config.data, config.model.encoder.num_mels
+    data, mels = config.data, config.model.audio_encoder.num_mels
     tokens, audio = (data.rows, data.capacity), (data.rows, data.audio_capacity)
     ahead = (data.rows, config.depths_trained, data.capacity)
     frames = (data.rows, data.audio_capacity // SUBSAMPLING)

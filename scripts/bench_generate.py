@@ -45,7 +45,7 @@ def made(config: Config, batch: int, new_tokens: int) -> Generator:
     """Buffers that hold `batch` short prompts."""
     mesh, share = config.mesh, -(-batch // config.mesh.data)
     unit = SUBSAMPLING * mesh.audio_ranks
-    frames = unit * -(-max(config.model.encoder.chunk_frames * mesh.audio_ranks, 104 * share) // unit)
+    frames = unit * -(-max(config.model.audio_encoder.chunk_frames * mesh.audio_ranks, 104 * share) // unit)
     data = replace(config.data, capacity=128 * share, audio_capacity=frames)
     config = replace(config, data=data)
     devices = make_mesh(mesh)

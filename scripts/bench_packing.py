@@ -295,7 +295,7 @@ def main(argv: list[str] | None = None) -> None:
         ("recordings", speech, speech_capacity, 0.0),
         ("text", text, 2 * options.capacity, 3.8),
     ):
-        sides = batches_of(documents, capacity, config.model.encoder.num_mels)
+        sides = batches_of(documents, capacity, config.model.audio_encoder.num_mels)
         lengths = [len(d) for d in documents]
         title = (
             f"{name}: {len(documents):,} documents of {min(lengths)} to {max(lengths):,} tokens, "

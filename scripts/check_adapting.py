@@ -153,7 +153,7 @@ def logits(config: Config, weights: Weights, document: Document) -> np.ndarray:
         [document],
         capacity=-(-len(document) // 8) * 8,
         audio_capacity=document.mel_frames,
-        num_mels=config.model.encoder.num_mels,
+        num_mels=config.model.audio_encoder.num_mels,
         max_documents=1,
     )
     graph = model_graph(config)

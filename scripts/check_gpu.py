@@ -131,7 +131,7 @@ def recordings(slots: int, model: ModelConfig, most_seconds: float = 60.0, seed:
     while True:
         length = float(np.clip(rng.lognormal(np.log(min(8.0, most_seconds / 4)), 0.8), 1, most_seconds))
         frames, text = round(100 * length), 6 + round(3.5 * length)
-        chunks, per_chunk = [], model.encoder.chunk_frames - 1
+        chunks, per_chunk = [], model.audio_encoder.chunk_frames - 1
         for start in range(0, frames, per_chunk):
             size = (min(per_chunk, frames - start), model.encoder.num_mels)
             chunks.append(rng.standard_normal(size, np.float32))
@@ -156,7 +156,7 @@ def rows_of(groups: Sequence[Sequence[Document]], model: ModelConfig) -> tuple[B
         "audio_capacity": frames,
         "max_documents": max(map(len, groups)),
     }
-    rows = [pack_row(group, **sizes, num_mels=model.encoder.num_mels)[0] for group in groups]
+    rows = [pack_row(group, **sizes, num_mels=model.audio_encoder.num_mels)[0] for group in groups]
     batch = jax.tree.map(lambda *x: np.concatenate(x), *rows)
     return batch, DataConfig(rows=len(groups), workers=0, **sizes)
 
@@ -172,7 +172,7 @@ def parameters(config: Config) -> dict[str, int]:
 
 def model_flops(config: Config, documents: Sequence[Document]) -> float:
     """Of a step, forward and backward, without what is computed again and without padding."""
-    llm, encoder, matrices = config.model.llm, config.model.encoder, parameters(config)
+    llm, encoder, matrices = config.model.llm, config.model.audio_encoder, parameters(config)
     tokens = sum(map(len, documents))
     frames = sum(d.mel_frames for d in documents) / 8
     supervised = sum(int(d.supervised.sum()) for d in documents)

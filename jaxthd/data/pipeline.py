@@ -410,7 +410,7 @@ def pack_documents(
         capacity=data.capacity,
         audio_capacity=data.audio_capacity,
         max_documents=data.max_documents,
-        num_mels=config.model.encoder.num_mels,
+        num_mels=config.model.audio_encoder.num_mels,
         packing=data.packing,
         packing_bins=data.packing_bins,
         round_to=data.round_to,

@@ -27,8 +27,8 @@ class SpeechDocuments:
     def __init__(self, config: Config, tokenizer: Tokenizer, *, train: bool) -> None:
         self._template = PromptTemplate(config.data, tokenizer)
         self._audio_id = tokenizer.audio_id
-        self._num_mels = config.model.encoder.num_mels
-        self._chunk_samples = round(config.model.encoder.chunk_seconds * 100) * HOP
+        self._num_mels = config.model.audio_encoder.num_mels
+        self._chunk_samples = round(config.model.audio_encoder.chunk_seconds * 100) * HOP
         self._most_seconds = config.data.audio_capacity / 100 + 0.01
         self._seed = config.data.seed
         self._augment = config.data.spec_augment

@@ -16,7 +16,7 @@ from jaxthd.config import Config, MeshConfig
 from jaxthd.models.adapt import add_lora, trained, use_fp8
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.parallel.mesh import PIPELINE
-from jaxthd.parallel.params import DECODER_SPREAD, Buffer, Init, partition_spec
+from jaxthd.parallel.params import DECODER_FSDP, Buffer, Init, partition_spec
 from jaxthd.parallel.schedule import Schedule, make_schedule
 from jaxthd.parallel.stages import Stages
 
@@ -46,9 +46,9 @@ class Blueprint:
         What a pipeline divides by layers is FSDP-sharded over its ranks too, so that no rank holds more of
         the canonical form than of the other, or hardly more.
         """
-        spread = (PIPELINE, *DECODER_SPREAD)
+        fsdp = (PIPELINE, *DECODER_FSDP)
         return nnx.eval_shape(
-            lambda: self._make(jax.random.key(0), self.config.mesh, decoder_spread=spread)
+            lambda: self._make(jax.random.key(0), self.config.mesh, decoder_fsdp=fsdp)
         )
 
     @cached_property
