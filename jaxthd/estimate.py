@@ -29,8 +29,9 @@ from jaxthd.parallel.schedule import Schedule, make_schedule
 from jaxthd.parallel.stages import to_stages
 from jaxthd.planning.costs import Costs, Number, Traffic, stage_runs
 from jaxthd.planning.program import UNOPTIMIZED, received_bytes
-from jaxthd.steps.state import abstract_state, stages_of, state_shardings
-from jaxthd.steps.step import make_train_step
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.state import abstract_state, state_shardings
+from jaxthd.steps.training import make_train_step
 from jaxthd.terminal.command_line import parse_command_line, simulate_devices
 from jaxthd.terminal.tables import aligned, size_text
 from jaxthd.validate import DeviceFacts, validate
@@ -59,13 +60,15 @@ def lowered_step(config: Config) -> Any:
     def on_mesh(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    state = jax.eval_shape(lambda state: to_stages(state, stages_of(config)), abstract_state(config))
-    state = jax.tree.map(on_mesh, state, state_shardings(config, mesh))
+    state = jax.eval_shape(
+        lambda state: to_stages(state, Blueprint(config).stages), abstract_state(Blueprint(config))
+    )
+    state = jax.tree.map(on_mesh, state, state_shardings(Blueprint(config), mesh))
     batch = (
         on_mesh(x, NamedSharding(mesh, spec))
         for x, spec in zip(abstract_batch(config), batch_specs(), strict=True)
     )
-    step: Any = make_train_step(config, mesh)
+    step: Any = make_train_step(Blueprint(config), mesh)
     return step.lower(state, Batch(*batch))
 
 
@@ -117,7 +120,7 @@ def runs_by_schedule(config: Config) -> Callable[[str], float]:
     of which usually one is needed.
     """
     schedule = schedule_of(config)
-    runs = dict.fromkeys(("stage", "stage_gradient"), stage_runs(config, stages_of(config), schedule))
+    runs = dict.fromkeys(("stage", "stage_gradient"), stage_runs(config, Blueprint(config).stages, schedule))
     runs |= {part: schedule.microbatches for part in ("enter", "leave_gradient", "enter_gradient")}
 
     def often(name: str) -> float:
@@ -191,7 +194,7 @@ def bubble_formula(ranks: int, chunks: int, microbatches: int) -> float:
 
 
 def _bubble(config: Config) -> str:
-    schedule, stages = schedule_of(config), stages_of(config)
+    schedule, stages = schedule_of(config), Blueprint(config).stages
     p, v, m = schedule.ranks, schedule.chunks, schedule.microbatches
     formula = bubble_formula(p, v, m)
     lines = [

@@ -196,7 +196,11 @@ class SpeechLM(nnx.Module):
         return supervised_log_probs(*self._scored(self._left(x_nD), batch))
 
     def leave_with_future(
-        self, x_nD: Float[Array, "n D"], future: list[Float[Array, "n D"]], batch: Batch, axes: tuple[str, ...]
+        self,
+        x_nD: Float[Array, "n D"],
+        future: list[Float[Array, "n D"]],
+        batch: Batch,
+        axes: tuple[str, ...],
     ) -> tuple[Float[Array, " N"], FutureScores]:
         """As leave, with multi-token prediction. future: embeddings of future tokens, from enter_with_future.
 

@@ -27,6 +27,7 @@ class Batch(NamedTuple):
     chunk_positions: index of the encoder frame in its chunk (0 where unused).
     future_tokens, future_audio_slots: of the token k + 1 places on in the same document, at depth k; -1 where
         the document has none.
+    extras: the objective's own numbers for each token, float32 [R, T], by name (Objective.extras); 0.0 in padding.
     future_targets, future_weights: as targets and weights, of the token k + 2 places on.
     """
 
@@ -44,3 +45,4 @@ class Batch(NamedTuple):
     future_audio_slots: Int32[Any, "R K T"]
     future_targets: Int32[Any, "R K T"]
     future_weights: Float32[Any, "R K T"]
+    extras: dict[str, Any] = {}  # noqa: RUF012 (never changed)

@@ -24,7 +24,7 @@ from jaxthd.parallel.mesh import AUDIO_AXES, AXES, CONTEXT, DATA, PIPELINE, TENS
 from jaxthd.parallel.schedule import Schedule, make_schedule
 from jaxthd.parallel.stages import KINDS, Stages
 from jaxthd.planning.layouts import mamba_bytes
-from jaxthd.steps.state import abstract_model, stages_of
+from jaxthd.steps.blueprint import Blueprint
 
 Number = int | float
 Traffic = dict[tuple[str, ...], Number]
@@ -75,7 +75,7 @@ class Costs:
         mesh, compute = config.mesh, config.compute
         self._a = {"bfloat16": 2, "float32": 4, "float64": 8}[compute.dtype]
         self._w = max(self._a, 4)
-        self._stages = stages_of(config)
+        self._stages = Blueprint(config).stages
         self._schedule = make_schedule(config.train.microbatches, mesh.pipeline, mesh.stages_per_rank)
         self._pipelined = len(self._stages.patterns) > 1
         self._rows = config.data.rows / mesh.data / config.train.microbatches
@@ -103,7 +103,7 @@ class Costs:
 
     @cached_property
     def _weights(self) -> list[Weight]:
-        found, model = [], abstract_model(self._config)
+        found, model = [], Blueprint(self._config).model
         is_trained = nnx.traversals.flatten_mapping(trained(model, self._config.adapt))
         for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
             mesh_axes = variable.get_metadata("mesh_axes")
@@ -167,7 +167,7 @@ class Costs:
         if self._frames:
             layers = model.audio_encoder.layers
             kept = (
-                self._frames * model.encoder.dim * self._a
+                self._frames * model.audio_encoder.dim * self._a
                 if self._config.compute.remat_encoder
                 else self._conformer
             )

@@ -47,9 +47,7 @@ class Blueprint:
         the canonical form than of the other, or hardly more.
         """
         fsdp = (PIPELINE, *DECODER_FSDP)
-        return nnx.eval_shape(
-            lambda: self._make(jax.random.key(0), self.config.mesh, decoder_fsdp=fsdp)
-        )
+        return nnx.eval_shape(lambda: self._make(jax.random.key(0), self.config.mesh, decoder_fsdp=fsdp))
 
     @cached_property
     def graph(self) -> nnx.GraphDef:
