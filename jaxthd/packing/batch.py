@@ -45,4 +45,4 @@ class Batch(NamedTuple):
     future_audio_slots: Int32[Any, "R K T"]
     future_targets: Int32[Any, "R K T"]
     future_weights: Float32[Any, "R K T"]
-    extras: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+    extras: Any = {}
