@@ -168,7 +168,7 @@ class SpeechLM(nnx.Module):
         tokens_RL = with_future(batch.tokens, batch.future_tokens)
         x_RLD = self.embed_tokens(jnp.maximum(tokens_RL, 0).reshape(-1)).reshape(*tokens_RL.shape, -1)
         buffers: dict[str, Any] = nnx.to_pure_dict(nnx.state(self.encoder, Buffer)) if self.encoder else {}
-        if batch.mels is not None and batch.mels.shape[1]:
+        if batch.has_audio:
             audio_RED, buffers = self._encode(batch, axes=axes, train=train)
             slots_RL1 = with_future(batch.audio_slots, batch.future_audio_slots)[..., None]
             placed_RLD = jnp.take_along_axis(audio_RED, jnp.maximum(slots_RL1, 0), axis=1)
