@@ -22,7 +22,7 @@ from jaxthd.config import Config
 from jaxthd.describe import state_bytes
 from jaxthd.errors import readable_errors
 from jaxthd.kernels.choose import using
-from jaxthd.packing.batch import Batch
+from jaxthd.packing.batch import AUDIO_FIELDS, Batch
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.mesh import batch_specs, bytes_of, make_mesh, on_device
 from jaxthd.parallel.schedule import Schedule, make_schedule
@@ -30,6 +30,7 @@ from jaxthd.parallel.stages import to_stages
 from jaxthd.planning.costs import Costs, Number, Traffic, stage_runs
 from jaxthd.planning.program import UNOPTIMIZED, received_bytes
 from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.forward import objective_of
 from jaxthd.steps.state import abstract_state, state_shardings
 from jaxthd.steps.training import make_train_step
 from jaxthd.terminal.command_line import parse_command_line, simulate_devices
@@ -64,33 +65,46 @@ def lowered_step(config: Config) -> Any:
         lambda state: to_stages(state, Blueprint(config).stages), abstract_state(Blueprint(config))
     )
     state = jax.tree.map(on_mesh, state, state_shardings(Blueprint(config), mesh))
-    batch = (
-        on_mesh(x, NamedSharding(mesh, spec))
-        for x, spec in zip(abstract_batch(config), batch_specs(), strict=True)
-    )
+    batch = abstract_batch(config)
+    specs = jax.tree.broadcast(batch_specs(), batch)
+    batch = jax.tree.map(lambda x, spec: on_mesh(x, NamedSharding(mesh, spec)), batch, specs)
     step: Any = make_train_step(Blueprint(config), mesh)
-    return step.lower(state, Batch(*batch))
+    return step.lower(state, batch)
 
 
 def abstract_batch(config: Config) -> Batch:
     """A step's batch, with shapes and dtypes for arrays."""
-    data, mels = config.data, config.model.audio_encoder.num_mels
-    tokens, audio = (data.rows, data.capacity), (data.rows, data.audio_capacity)
-    ahead = (data.rows, config.depths_trained, data.capacity)
-    frames = (data.rows, data.audio_capacity // SUBSAMPLING)
-    of_tokens = {name: (tokens, jnp.int32) for name in Batch._fields}
-    special = {
-        "weights": (tokens, jnp.float32),
-        "mels": ((*audio, mels), jnp.float32),
-        "mel_mask": (audio, jnp.bool_),
-        "chunk_ids": (frames, jnp.int32),
-        "chunk_positions": (frames, jnp.int32),
-        "future_tokens": (ahead, jnp.int32),
-        "future_audio_slots": (ahead, jnp.int32),
-        "future_targets": (ahead, jnp.int32),
-        "future_weights": (ahead, jnp.float32),
-    }
-    return Batch(**{k: jax.ShapeDtypeStruct(*v) for k, v in (of_tokens | special).items()})
+    data, encoder = config.data, config.model.encoder
+    tokens, frames = (data.rows, data.capacity), (data.rows, data.audio_capacity // SUBSAMPLING)
+    future = (data.rows, config.depths_trained, data.capacity)
+
+    def ints(shape: tuple[int, ...]) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    audio: dict[str, Any] = dict.fromkeys(AUDIO_FIELDS)
+    if encoder is not None and data.audio_capacity:
+        mels = (data.rows, data.audio_capacity)
+        audio = {
+            "audio_slots": ints(tokens),
+            "mels": jax.ShapeDtypeStruct((*mels, encoder.num_mels), jnp.float32),
+            "mel_mask": jax.ShapeDtypeStruct(mels, jnp.bool_),
+            "chunk_ids": ints(frames),
+            "chunk_positions": ints(frames),
+            "future_audio_slots": ints(future),
+        }
+    of_objective = objective_of(config).extras
+    return Batch(
+        tokens=ints(tokens),
+        targets=ints(tokens),
+        weights=jax.ShapeDtypeStruct(tokens, jnp.float32),
+        segment_ids=ints(tokens),
+        positions=ints(tokens),
+        future_tokens=ints(future),
+        future_targets=ints(future),
+        future_weights=jax.ShapeDtypeStruct(future, jnp.float32),
+        extras={name: jax.ShapeDtypeStruct(tokens, jnp.float32) for name in of_objective},
+        **audio,
+    )
 
 
 def measure(config: Config) -> Measured:

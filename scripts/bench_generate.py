@@ -22,6 +22,7 @@ from jaxthd.data.example import Example, Samples, Turn
 from jaxthd.inference.generator import Generator
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import init_state
 from jaxthd.terminal.command_line import simulate_devices
 from jaxthd.terminal.tables import Claim, conclude, show
@@ -49,7 +50,7 @@ def made(config: Config, batch: int, new_tokens: int) -> Generator:
     data = replace(config.data, capacity=128 * share, audio_capacity=frames)
     config = replace(config, data=data)
     devices = make_mesh(mesh)
-    state = init_state(config, devices)
+    state = init_state(Blueprint(config), devices)
     return Generator(config, devices, state.params, state.buffers, batch=batch, max_new_tokens=new_tokens)
 
 

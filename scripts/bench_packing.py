@@ -47,8 +47,9 @@ from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING, Document
 from jaxthd.parallel.mesh import make_mesh, put_batch
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import init_state
-from jaxthd.steps.step import make_train_step
+from jaxthd.steps.training import make_train_step
 from jaxthd.terminal.tables import Claim, conclude, table
 
 RUNGS = 6
@@ -207,8 +208,8 @@ def batches_of(documents: Sequence[Document], capacity: int, num_mels: int) -> d
 def measure(sides: Mapping[str, Sequence[Batch]], config: Config, rounds: int) -> dict[str, Side]:
     """Trains one model on all batches of all sides, `rounds` times, side by side."""
     mesh = make_mesh(config.mesh)
-    step: Any = make_train_step(config, mesh)
-    state = init_state(config, mesh)
+    step: Any = make_train_step(Blueprint(config), mesh)
+    state = init_state(Blueprint(config), mesh)
     placed = {name: [put_batch(batch, mesh) for batch in batches] for name, batches in sides.items()}
     programs: dict[Any, Any] = {}
     for batch in (batch for batches in placed.values() for batch in batches):

@@ -61,8 +61,9 @@ from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import AXES, make_mesh, put_batch
-from jaxthd.steps.state import abstract_model, init_state
-from jaxthd.steps.step import loss_and_gradient, make_train_step
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.state import init_state
+from jaxthd.steps.training import loss_and_gradient, make_train_step
 from jaxthd.terminal.tables import show
 from scripts import bench_attention, bench_scan
 from tests.helpers import relative_errors
@@ -164,7 +165,7 @@ def rows_of(groups: Sequence[Sequence[Document]], model: ModelConfig) -> tuple[B
 def parameters(config: Config) -> dict[str, int]:
     """Numbers of matrix elements that a token, or an encoder frame, is multiplied with."""
     found = {"encoder": 0, "decoder": 0}
-    for path, variable in nnx.to_flat_state(nnx.state(abstract_model(config), nnx.Param)):
+    for path, variable in nnx.to_flat_state(nnx.state(Blueprint(config).model, nnx.Param)):
         if variable.get_metadata("decayed") and path[0] not in ("embedding", "head"):
             found["encoder" if path[0] in ("encoder", "adapter") else "decoder"] += variable.size
     return found
@@ -198,9 +199,9 @@ def run_step(
     batch, data = rows_of(groups, config.model)
     config = with_admitted(replace(config, data=data), lambda line: print(f"{name}: {line}", flush=True))
     mesh = make_mesh(config.mesh)
-    state, on_mesh = init_state(config, mesh), put_batch(batch, mesh)
+    state, on_mesh = init_state(Blueprint(config), mesh), put_batch(batch, mesh)
     start = time.perf_counter()
-    program: Any = make_train_step(config, mesh)
+    program: Any = make_train_step(Blueprint(config), mesh)
     step = program.lower(state, on_mesh).compile()
     compiling = time.perf_counter() - start
     sizes: Any = step.memory_analysis()
@@ -311,11 +312,13 @@ def exact(tiny: bool) -> None:
         axis_types = (AxisType.Auto,) * len(AXES)
         mesh = Mesh(np.array([device]).reshape(1, 1, 1, 1), AXES, axis_types=axis_types)
         with jax.default_device(device):
-            start = init_state(replace(config, model=replace(model, dtype="float32")), mesh)
+            start = init_state(Blueprint(replace(config, model=replace(model, dtype="float32"))), mesh)
             wide = jnp.float64 if dtype == "float64" else jnp.float32
             params, buffers = jax.tree.map(lambda x: x.astype(wide), (start.params, start.buffers))
             batch = batch._replace(mels=batch.mels.astype(wide)) if dtype == "float64" else batch
-            found = jax.jit(loss_and_gradient(config, mesh))(params, buffers, put_batch(batch, mesh))
+            found = jax.jit(loss_and_gradient(Blueprint(config), mesh))(
+                params, buffers, put_batch(batch, mesh)
+            )
         return float(found.loss), jax.tree.map(lambda x: np.asarray(x, np.float64), found.gradients)
 
     with jax.default_matmul_precision("highest"):

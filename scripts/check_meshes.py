@@ -56,14 +56,14 @@ from jaxthd.config import (
     ModelConfig,
     TrainConfig,
 )
-from jaxthd.models.adapt import split, trained
+from jaxthd.models.adapt import split
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.parallel.stages import from_stages, to_stages
-from jaxthd.steps.state import abstract_model, stages_of
-from jaxthd.steps.step import Gradient, loss_and_gradient
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.training import Gradient, loss_and_gradient
 from jaxthd.terminal.tables import table
 from tests.helpers import random_state, relative_errors, root_mean_square_norm
 
@@ -137,7 +137,7 @@ def variants(mesh: MeshConfig, dtype: Dtype = "float32") -> list[Config]:
     """The runs on a mesh: one, or two where there is a choice."""
     train = TrainConfig(microbatches=MICROBATCHES, aux_loss=0.1)
     plain = Config(mesh=mesh, model=replace(MODEL, dtype=dtype), train=train)
-    if mesh.context > 1 and not stages_of(plain).are_equal:
+    if mesh.context > 1 and not Blueprint(plain).stages.are_equal:
         plain = replace(plain, model=replace(plain.model, context_exchange="all_gather"))
     several = 2 if mesh.pipeline == 2 else 1
     other = replace(
@@ -229,21 +229,21 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
 @functools.cache
 def canonical_state(dtype: str, adapt: AdaptConfig = PLAIN, llm: LLMConfig = MODEL.llm) -> tuple[Any, Any]:
     """(parameters, buffers), none of them at a value that would hide an error."""
-    filled = random_state(abstract_model(Config(model=replace(MODEL, llm=llm), adapt=adapt)))[1:]
+    filled = random_state(Blueprint(Config(model=replace(MODEL, llm=llm), adapt=adapt)).model)[1:]
     return jax.tree.map(lambda x: x.astype(dtype), filled)
 
 
 @functools.lru_cache(maxsize=1)
 def program(config: Config) -> Any:
     """Of the row at hand: compiled once for several batches."""
-    return jax.jit(loss_and_gradient(config, make_mesh(config.mesh)))
+    return jax.jit(loss_and_gradient(Blueprint(config), make_mesh(config.mesh)))
 
 
 def evaluate(config: Config, state: tuple[Any, Any] | None = None, order: int = 0) -> tuple[Gradient, float]:
     """(loss, gradients and the rest in canonical form, seconds to compile and run). order: batch_for's."""
     dtype = config.compute.dtype
     with jax.enable_x64(dtype == "float64"):
-        mesh, stages = make_mesh(config.mesh), stages_of(config)
+        mesh, stages = make_mesh(config.mesh), Blueprint(config).stages
         canonical = state or canonical_state(
             dtype, config.adapt, replace(config.model.llm, pattern=config.model.llm.letters)
         )
@@ -255,7 +255,7 @@ def evaluate(config: Config, state: tuple[Any, Any] | None = None, order: int = 
         seconds = time.perf_counter() - start
         routing = from_stages({"layers": {"moe": found.routing}}, stages)["layers"]["moe"]
         gradients, buffers = from_stages((found.gradients, found.buffers), stages)
-        found = Gradient(found.loss, gradients, buffers, routing, found.ahead)
+        found = Gradient(found.loss, gradients, buffers, routing, found.future)
         return jax.tree.map(np.asarray, found), seconds
 
 
@@ -272,7 +272,7 @@ def one_device(
     scale = adapt.lora_alpha / adapt.lora_rank
     stored_statistics = replace(config, adapt=AdaptConfig(freeze=("encoder.blocks.conv.norm.*",)))
     found, _ = evaluate(stored_statistics, (without_lora(params, scale), buffers), order)
-    is_trained = trained(abstract_model(Config(model=MODEL, adapt=adapt)), adapt)
+    is_trained = Blueprint(Config(model=MODEL, adapt=adapt)).trained
     own, _ = split(of_lora(found.gradients, params, scale), is_trained)
     return found._replace(gradients=own)
 
@@ -327,7 +327,7 @@ def check(config: Config) -> dict[str, Any]:
     allowed = 1e-10 if config.compute.dtype == "float64" else max(1e-5, 2 * own_error(config.adapt, llm))
     return {
         "mesh": "x".join(map(str, config.mesh.sizes)),
-        "stages": "|".join(stages_of(config).patterns),
+        "stages": "|".join(Blueprint(config).stages.patterns),
         "exchange": config.compute.context_exchange if config.mesh.context > 1 else "",
         "layout": config.compute.context_layout if config.mesh.context > 1 else "",
         "residual": "sharded" if config.compute.sequence_sharded else "",

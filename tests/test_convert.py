@@ -17,6 +17,7 @@ from jaxthd.convert import export_weights, import_weights, main
 from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import canonical_form, init_state
 from tests.hf.published import BASE, REFERENCES, write_published
 
@@ -153,7 +154,7 @@ def test_what_no_source_gives_is_drawn(tmp_path, capsys):
     llm = write_published("nemotron_h", tmp_path / "llm")
     config = Config(model=model_config(llm, model=BASE))
     mesh = make_mesh(config.mesh)
-    fresh = init_state(config, mesh)
+    fresh = init_state(Blueprint(config), mesh)
     drawn = named_weights(Weights(fresh.params, fresh.buffers))
     found = named_weights(load_weights([llm], config, mesh))
     for name, x in found.items():

@@ -90,11 +90,12 @@ class SpeechLM(nnx.Module):
         vocabulary = (over_vocabulary(config.llm.vocab_size), None)
         shape, dim = (config.llm.vocab_size, config.llm.dim), config.llm.dim
         everywhere, decoder = init.with_fsdp(ENCODER_FSDP), init.with_fsdp(decoder_fsdp)
-        self.encoder: FastConformer | None = None
-        self.adapter: Adapter | None = None
-        if config.encoder is not None:
-            self.encoder = FastConformer(config.encoder, everywhere)
-            self.adapter = Adapter(config.encoder.dim, config.adapter_dim, config.llm, everywhere)
+        self.encoder = FastConformer(config.encoder, everywhere) if config.encoder else None
+        self.adapter = (
+            Adapter(config.encoder.dim, config.adapter_dim, config.llm, everywhere)
+            if config.encoder
+            else None
+        )
         self.embedding = decoder.normal(shape, vocabulary, std=1.0)
         self.decoder = HybridDecoder(config.llm, decoder, compute, stages)
         self.head = decoder.normal(shape, vocabulary, std=dim**-0.5)

@@ -22,7 +22,7 @@ from jaxthd.hf.names import Tensor
 from jaxthd.packing.document import Document, encoder_frames
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.steps.state import canonical_weights, model_graph
+from jaxthd.steps.blueprint import Blueprint
 
 REFERENCES = Path(__file__).parents[1] / "references"
 LLMS = ("nemotron_h", "nemotron_h_latent")
@@ -56,7 +56,7 @@ def write_published(name: str, folder: Path) -> Path:
 
 
 def shapes_of(config: Config) -> dict[str, tuple[int, ...]]:
-    weights = jax.eval_shape(lambda: Weights(*canonical_weights(config)))
+    weights = jax.eval_shape(lambda: Weights(*Blueprint(config).initial_weights()))
     return {name: x.shape for name, x in named_weights(weights).items()}
 
 
@@ -136,7 +136,7 @@ class Published(NamedTuple):
 @functools.cache
 def _compiled(config: Config) -> Any:
     """(params, buffers, batch) -> ((summed loss, logits), gradients), stored batch statistics, one device."""
-    graph = model_graph(config)
+    graph = Blueprint(config).graph
 
     def loss(params: Any, buffers: Any, batch: Any) -> Any:
         model = nnx.merge(graph, params, buffers)

@@ -14,8 +14,8 @@ from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
-from jaxthd.steps.state import abstract_model, model_graph
-from jaxthd.steps.step import Gradient, loss_and_gradient
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.training import Gradient, loss_and_gradient
 from tests.helpers import assert_same, random_state
 from tests.mtp_reference import mtp_logits
 from tests.test_exactness import AUDIO, CAPACITY, MELS, MODEL, Parts, Spec, document, parts, states_of
@@ -38,7 +38,7 @@ def run_config(mesh: MeshConfig | None = None, **model: Any) -> Config:
 def state() -> tuple[Any, Any]:
     """(parameters, buffers)."""
     with jax.enable_x64(True):
-        return random_state(abstract_model(run_config()))[1:]
+        return random_state(Blueprint(run_config()).model)[1:]
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def pack(config: Config) -> Batch:
 def evaluate(config: Config) -> Gradient:
     with jax.enable_x64(True):
         mesh = make_mesh(config.mesh)
-        program = jax.jit(loss_and_gradient(config, mesh))
+        program = jax.jit(loss_and_gradient(Blueprint(config), mesh))
         found = program(*state(), put_batch(pack(config), mesh))
         return jax.tree.map(np.asarray, found)
 
@@ -128,7 +128,7 @@ def each_document_alone() -> tuple[np.ndarray, Any]:
     every = [one for row in documents() for one in row]
     counts = np.array([sum(one.supervised[d:].sum() for one in every) for d in range(1, LLM.mtp_depths + 2)])
     with jax.enable_x64(True):
-        graph = model_graph(run_config())
+        graph = Blueprint(run_config()).graph
 
         def objective(params: Any, buffers: Any, one: Parts) -> tuple[jax.Array, jax.Array]:
             shares = losses_of(params, buffers, graph, one) / counts
