@@ -1,8 +1,8 @@
 """The batch: what the loader hands to the step. Every array has a fixed shape; its first dim is rows.
 
-Legend: R rows (buffers, sharded over the data axis), T token slots of a row (sharded over the context axis, in
-context-layout order), K depths of multi-token prediction (0: none, and no data), A mel frame slots of a row
-over all its audio ranks, M mel bands, E = A / 8 encoder frames.
+Legend: R rows (buffers, sharded over the data axis), T token slots of a row (sharded over the context axis,
+in context-layout order), K depths of multi-token prediction (0: none, and no data), A mel frame slots of a
+row over all its audio ranks, M mel bands, E = A / 8 encoder frames.
 """
 
 from collections.abc import Sequence
@@ -32,8 +32,8 @@ class Batch(NamedTuple):
     mel_mask: True on valid mel frames.
     chunk_ids: 0 on unused encoder frames, else the encoder chunk's number within its rank's share, from 1.
     chunk_positions: index of the encoder frame in its chunk (0 where unused).
-    future_tokens, future_audio_slots: at depth k, tokens and audio_slots of the token k + 1 positions later in
-        the same document; -1 where the document has ended.
+    future_tokens, future_audio_slots: at depth k, tokens and audio_slots of the token k + 1 positions later
+        in the same document; -1 where the document has ended.
     future_targets, future_weights: at depth k, targets and weights of that token; 0 where the document has
         ended.
     extras: the objective's own numbers for each token, float32 [R, T], by name (objectives/objective.py), each

@@ -207,8 +207,8 @@ def rank_share(audio_capacity: int, audio_ranks: int) -> int:
     """
     if audio_ranks < 1 or audio_capacity % (SUBSAMPLING * audio_ranks):
         raise ValueError(
-            f"audio_capacity {audio_capacity} does not divide into whole encoder frames for {audio_ranks} audio "
-            f"ranks; make it a multiple of {SUBSAMPLING} * {max(audio_ranks, 1)} mel frames"
+            f"audio_capacity {audio_capacity} does not divide into whole encoder frames over {audio_ranks} "
+            f"audio ranks; make it a multiple of {SUBSAMPLING} * {max(audio_ranks, 1)} mel frames"
         )
     return audio_capacity // audio_ranks
 
