@@ -16,7 +16,7 @@ a row.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +84,7 @@ class Tokens:
         return x if self.axis is None else x / jax.lax.axis_size(self.axis)
 
 
+@runtime_checkable
 class Objective(Protocol):
     """See the module's docstring. Runs inside the step's shard_map."""
 
