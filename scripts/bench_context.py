@@ -79,7 +79,11 @@ def temporary_memory(
     config = Config(mesh=MeshConfig(context=context), model=model, compute=compute)
     mesh = make_mesh(config.mesh)
     _, *states = nnx.split(Blueprint(config).model, nnx.Param, Buffer)
-    sizes: dict[str, Any] = {"audio_capacity": 0, "num_mels": model.encoder.num_mels, "max_documents": 1}
+    sizes: dict[str, Any] = {
+        "audio_capacity": 0,
+        "num_mels": model.audio_encoder.num_mels,
+        "max_documents": 1,
+    }
     batch, _ = pack_row([], capacity=tokens, context=context, **sizes)
     program = compiled(loss_and_gradient(Blueprint(config), mesh), *map(nnx.to_pure_dict, states), batch)
     return program.memory_analysis().temp_size_in_bytes

@@ -44,7 +44,7 @@ from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.sources.synthetic import synthetic_manifests
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
-from jaxthd.packing.batch import Batch
+from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import SUBSAMPLING, Document
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
@@ -192,7 +192,7 @@ def padded_batches(
             packing="padded",
         )
         filled = [pack.row([d]).batch for d in group] + [pack.row([]).batch] * (rows - len(group))
-        return Batch(*map(np.concatenate, zip(*filled, strict=True)))
+        return concatenate_rows(filled)
 
     in_order, by_length = ([batch(group) for group in groups] for groups in sides)
     return in_order, by_length

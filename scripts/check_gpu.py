@@ -130,9 +130,9 @@ def recordings(slots: int, model: ModelConfig, most_seconds: float = 60.0, seed:
     while True:
         length = float(np.clip(rng.lognormal(np.log(min(8.0, most_seconds / 4)), 0.8), 1, most_seconds))
         frames, text = round(100 * length), 6 + round(3.5 * length)
-        chunks, per_chunk = [], model.encoder.chunk_frames - 1
+        chunks, per_chunk = [], model.audio_encoder.chunk_frames - 1
         for start in range(0, frames, per_chunk):
-            size = (min(per_chunk, frames - start), model.encoder.num_mels)
+            size = (min(per_chunk, frames - start), model.audio_encoder.num_mels)
             chunks.append(rng.standard_normal(size, np.float32))
         tokens = [3, *rng.integers(4, min(model.llm.vocab_size, 260), text).tolist()]
         document = Document.splice(str(len(documents)), tokens, [False] + [True] * text, [chunks], 3)
@@ -155,7 +155,7 @@ def rows_of(groups: Sequence[Sequence[Document]], model: ModelConfig) -> tuple[B
         "audio_capacity": frames,
         "max_documents": max(map(len, groups)),
     }
-    rows = [pack_row(group, **sizes, num_mels=model.encoder.num_mels)[0] for group in groups]
+    rows = [pack_row(group, **sizes, num_mels=model.audio_encoder.num_mels)[0] for group in groups]
     batch = jax.tree.map(lambda *x: np.concatenate(x), *rows)
     return batch, DataConfig(rows=len(groups), workers=0, **sizes)
 
@@ -171,7 +171,7 @@ def parameters(config: Config) -> dict[str, int]:
 
 def model_flops(config: Config, documents: Sequence[Document]) -> float:
     """Of a step, forward and backward, without what is computed again and without padding."""
-    llm, encoder, matrices = config.model.llm, config.model.encoder, parameters(config)
+    llm, encoder, matrices = config.model.llm, config.model.audio_encoder, parameters(config)
     tokens = sum(map(len, documents))
     frames = sum(d.mel_frames for d in documents) / 8
     supervised = sum(int(d.supervised.sum()) for d in documents)
@@ -300,7 +300,7 @@ def kernels(tiny: bool) -> None:
 def exact(tiny: bool) -> None:
     """float64 on the CPU is the reference; the GPU in float32 with exact products, then in bfloat16."""
     jax.config.update("jax_enable_x64", True)
-    model = replace(TINY, encoder=replace(TINY.encoder, chunk_seconds=2.0))
+    model = replace(TINY, encoder=replace(TINY.audio_encoder, chunk_seconds=2.0))
     documents = recordings(600, model, most_seconds=6.0)
 
     def gradients(dtype: Any, device: jax.Device) -> tuple[float, Any]:

@@ -58,7 +58,7 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.models.adapt import split
-from jaxthd.packing.batch import Batch
+from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
@@ -223,7 +223,7 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
         )[0]
         for i in numbers
     ]
-    return Batch(*map(np.concatenate, zip(*packed, strict=True)))
+    return concatenate_rows(packed)
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from jaxthd.config import (
     ModelConfig,
     TrainConfig,
 )
-from jaxthd.packing.batch import Batch
+from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.prompts import find_prompts
@@ -169,7 +169,7 @@ def pack(rows: list[list[Document]], context: int, layout: Layout = "buffer", *,
         )[0]
         for row in rows
     ]
-    return Batch(*(np.concatenate(arrays) for arrays in zip(*packed, strict=True)))
+    return concatenate_rows(packed)
 
 
 def run_config(

@@ -198,7 +198,8 @@ def _as_batch(
         of_tokens["audio_slots"] = of_audio.pop("audio_slots")
     laid_out = {name: x[..., perm] for name, x in of_tokens.items()}
     fields: dict[str, Any] = of_audio | laid_out
-    return Batch(**{name: x if x is None else x[None] for name, x in fields.items()})
+    rows: dict[str, Any] = {name: x if x is None else x[None] for name, x in fields.items()}
+    return Batch(**rows)
 
 
 def rank_share(audio_capacity: int, audio_ranks: int) -> int:

@@ -119,7 +119,7 @@ class Published(NamedTuple):
             documents,
             capacity=CAPACITY,
             audio_capacity=AUDIO if any(d.chunks for d in documents) else 0,
-            num_mels=self.config.model.encoder.num_mels,
+            num_mels=self.config.model.audio_encoder.num_mels,
             max_documents=8,
             order_seed=None,
         )

@@ -290,7 +290,7 @@ def test_a_checkpoint_holds_what_trains_and_returns_on_any_mesh(tmp_path: Path):
         jax.device_put(noise, canonical_shardings(Blueprint(piped), meshes[0])), piped, meshes[0]
     )
     with Checkpoints(tmp_path, 1) as checkpoints:
-        checkpoints.save(3, canonical_form(state, piped, meshes[0]), {})
+        checkpoints.save(3, canonical_form(state, Blueprint(piped), meshes[0]), {})
     with Checkpoints(tmp_path, 1) as checkpoints:
         found = checkpoints.restore_latest(
             abstract_state(Blueprint(other)), canonical_shardings(Blueprint(other), meshes[1])

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxthd.config import Config, MeshConfig
-from jaxthd.packing.batch import Batch
+from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.prompts import find_prompts
@@ -162,7 +162,7 @@ def test_pipeline_and_tensor_ranks_decode_together(mesh: MeshConfig):
         )[0]
         for row in documents()
     ]
-    host = Batch(*map(np.concatenate, zip(*rows, strict=True)))
+    host = concatenate_rows(rows)
     config = replace(run_config(mesh.data, mesh.context, "ring", "float64"), mesh=mesh)
     with jax.enable_x64(True):
         scores, answers = decoded_by(config, host, -1)

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jaxthd.config import AdaptConfig, Config, MeshConfig, TrainConfig
-from jaxthd.packing.batch import Batch
+from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
@@ -82,7 +82,7 @@ def pack(config: Config) -> Batch:
         )[0]
         for row in documents()
     ]
-    return Batch(*map(np.concatenate, zip(*packed, strict=True)))
+    return concatenate_rows(packed)
 
 
 @functools.cache
