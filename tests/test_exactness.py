@@ -32,14 +32,9 @@ from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.state import TrainState, abstract_model, make_optimizer, model_graph, state_shardings
 from jaxthd.steps.step import Gradient, loss_and_gradient, make_train_step, make_validation_step
-from tests.helpers import (
-    assert_same,
-    random_state,
-    relative_errors,
-    root_mean_square_norm,
-    spans,
-    top_k_margins,
-)
+from scripts.comparison.errors import relative_errors, root_mean_square_norm
+from scripts.comparison.weights import random_state
+from tests.helpers import assert_same, spans, top_k_margins
 
 CAPACITY, AUDIO, MELS, VOCAB = 64, 256, 8, 50
 PLACEHOLDER = VOCAB - 1

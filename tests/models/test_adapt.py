@@ -50,7 +50,7 @@ from jaxthd.steps.state import (
     training_form,
 )
 from jaxthd.steps.step import loss_and_gradient, make_scores, make_train_step
-from tests.helpers import random_state
+from scripts.comparison.weights import random_state
 from tests.steps.test_step import batch_of
 
 MODEL = ModelConfig(

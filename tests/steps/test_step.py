@@ -27,7 +27,7 @@ from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.parallel.params import Buffer, weight_decay_mask
 from jaxthd.steps.state import abstract_model, init_state, learning_rate_schedule
 from jaxthd.steps.step import loss_and_gradient, make_train_step
-from tests.helpers import random_state
+from scripts.comparison.weights import random_state
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),
