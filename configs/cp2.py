@@ -1,4 +1,4 @@
-"""The default job: a small speech LLM on synthetic speech, with each buffer's tokens sharded over two devices.
+"""The default job: a small speech LLM on synthetic speech, each buffer's tokens sharded over two devices.
 
     python -m jaxthd.train --config configs/cp2.py
 
@@ -25,8 +25,8 @@ from jaxthd.config import (
 def config() -> Config:
     return Config(
         mesh=MeshConfig(context=2),
-        # A synthetic document takes 34 tokens and 141 mel frames on average, so 15 fill a buffer. Small buffers
-        # mean more updates for the same work, and a new model needs updates to learn to listen.
+        # A synthetic document takes 34 slots and 141 mel frames on average, so 15 fill a buffer. Small
+        # buffers mean more updates for the same work, and a new model needs updates to learn to listen.
         data=DataConfig(capacity=512, max_documents=32, audio_capacity=2560),
         model=ModelConfig(
             # The longest recording has 8.7 s, so each is one encoder chunk. A rank's share of the audio
