@@ -35,14 +35,9 @@ from jaxthd.steps.optimizer import make_optimizer
 from jaxthd.steps.state import TrainState, state_shardings
 from jaxthd.steps.training import Gradient, loss_and_gradient, make_train_step
 from jaxthd.steps.validation import make_validation_step
-from tests.helpers import (
-    assert_same,
-    random_state,
-    relative_errors,
-    root_mean_square_norm,
-    spans,
-    top_k_margins,
-)
+from scripts.comparison.errors import relative_errors, root_mean_square_norm
+from scripts.comparison.weights import random_state
+from tests.helpers import assert_same, spans, top_k_margins
 
 CAPACITY, AUDIO, MELS, VOCAB = 64, 256, 8, 50
 PLACEHOLDER = VOCAB - 1

@@ -184,7 +184,9 @@ def save_run(config: Config, workdir: Path) -> None:
     workdir.mkdir()
     write_config(workdir, config)
     with Checkpoints(workdir / "checkpoints", keep=1) as checkpoints:
-        checkpoints.save(0, canonical_form(init_state(Blueprint(config), mesh), Blueprint(config), mesh), position={})
+        checkpoints.save(
+            0, canonical_form(init_state(Blueprint(config), mesh), Blueprint(config), mesh), position={}
+        )
 
 
 def test_the_command_writes_a_line_a_document_in_the_manifests_order(

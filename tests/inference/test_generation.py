@@ -24,7 +24,7 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.stages import to_stages
 from jaxthd.steps.blueprint import Blueprint
-from tests.helpers import random_state
+from scripts.comparison.weights import random_state
 
 NEW = 10
 CONFIG = Config(

@@ -44,7 +44,7 @@ from jaxthd.steps.optimizer import make_optimizer
 from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.steps.state import abstract_state, canonical_form, canonical_shardings, init_state, training_form
 from jaxthd.steps.training import loss_and_gradient, make_train_step
-from tests.helpers import random_state
+from scripts.comparison.weights import random_state
 from tests.steps.test_step import batch_of
 
 MODEL = ModelConfig(
@@ -287,7 +287,7 @@ def test_a_checkpoint_holds_what_trains_and_returns_on_any_mesh(tmp_path: Path):
         lambda x: rng.integers(0, 9, x.shape).astype(x.dtype), abstract_state(Blueprint(piped))
     )
     state = training_form(
-        jax.device_put(noise, canonical_shardings(Blueprint(piped), meshes[0])), piped, meshes[0]
+        jax.device_put(noise, canonical_shardings(Blueprint(piped), meshes[0])), Blueprint(piped), meshes[0]
     )
     with Checkpoints(tmp_path, 1) as checkpoints:
         checkpoints.save(3, canonical_form(state, Blueprint(piped), meshes[0]), {})

@@ -16,7 +16,8 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import Gradient, loss_and_gradient
-from tests.helpers import assert_same, random_state
+from scripts.comparison.weights import random_state
+from tests.helpers import assert_same
 from tests.mtp_reference import mtp_logits
 from tests.test_exactness import (
     AUDIO,

@@ -17,7 +17,7 @@ from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import init_state
 from jaxthd.steps.training import loss_and_gradient, make_train_step
-from tests.helpers import relative_errors
+from scripts.comparison.errors import relative_errors
 from tests.steps.test_step import batch_of
 
 MODEL = ModelConfig(

@@ -25,7 +25,8 @@ from jaxthd.parallel.params import Init
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state, state_shardings
 from jaxthd.steps.training import make_train_step
-from tests.helpers import assert_same, on_context, random_state, row_arrays
+from scripts.comparison.weights import random_state
+from tests.helpers import assert_same, on_context, row_arrays
 from tests.steps.test_step import batch_of
 
 TOKENS = 96

@@ -95,7 +95,9 @@ def test_steps_on_a_pipeline_are_those_of_one_device():
             state, measured = step(state, batch(chosen))
             metrics.append(jax.tree.map(float, measured))
         assert step._cache_size() == 1
-        results.append((metrics, jax.tree.map(np.asarray, canonical_form(state, Blueprint(chosen), mesh).buffers)))
+        results.append(
+            (metrics, jax.tree.map(np.asarray, canonical_form(state, Blueprint(chosen), mesh).buffers))
+        )
     (alone, buffers), (piped, piped_buffers) = results
     for a, b in zip(alone, piped, strict=True):
         np.testing.assert_allclose(b, a, rtol=2e-4)

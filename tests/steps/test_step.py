@@ -29,7 +29,7 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.optimizer import learning_rate_schedule
 from jaxthd.steps.state import init_state
 from jaxthd.steps.training import loss_and_gradient, make_train_step
-from tests.helpers import random_state
+from scripts.comparison.weights import random_state
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),
