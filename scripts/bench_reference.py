@@ -135,7 +135,7 @@ def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) ->
     import optax
 
     from jaxthd.config import Config, LLMConfig, ModelConfig
-    from jaxthd.data.pipeline import PackDocuments
+    from jaxthd.data.packer import PackDocuments
     from jaxthd.packing.batch import Batch
     from jaxthd.packing.document import Document
     from jaxthd.parallel.mesh import make_mesh, put_batch
