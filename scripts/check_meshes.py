@@ -2,24 +2,24 @@
 
     python scripts/check_meshes.py [--sample N] [--dtype float64] [--out results.jsonl]
 
-For every way to write 1, 2, 4 and 8 devices (simulated) as data x context x pipeline x tensor, in two
-variants where there is a choice: 1F1B, ring where stages are equal, whole residuals; and interleaved or
-unevenly divided stages, all-gather, sequence-sharded residuals, sends to experts in several rounds, and the
-layout by documents. And a few runs that adapt the model, by LoRA and frozen parameters. What these are
-compared with knows of neither: from the gradient dW of the dense w + s a b follow those of a and b, s dW b^T
-and s a^T dW. A few more predict tokens further ahead.
+The meshes are all ways to write 1, 2, 4 and 8 simulated devices as data x context x pipeline x tensor. Most
+are run in two variants. The first has 1F1B, the ring where stages are equal, and whole residuals. The second
+has interleaved or unevenly divided stages, all-gather, sequence-sharded residuals, sends to experts in
+several rounds, and the layout by documents. A few more runs adapt the model by LoRA and frozen parameters.
+They are compared with a dense model, which knows neither: the gradient dW of the dense w + s a b gives those
+of a and b as s dW b^T and s a^T dW. The last few runs have multi-token prediction.
 
-The model has all four mixers (two such units), experts over the data and context ranks, and audio; a batch is
-32 ragged rows in 4 microbatches, one of them nothing but padding. A microbatch holds the same rows on every
-mesh, so batch statistics and the auxiliary loss are the same too.
+The model has all four mixers (two such units), experts over the data and context ranks, and audio. A batch is
+32 ragged rows in 4 microbatches, one of which is nothing but padding. A microbatch holds the same rows on
+every mesh, so batch statistics and the auxiliary loss are the same too.
 
-A row's error is the largest over all tensors, in the measure of DESIGN 16: |g - g'| / max(|g'|, 1e-3 of the
-typical norm). float64: against one device, at most 1e-10. float32: against float64 on one device, at most
-1e-5, or twice what one device in float32 is off by itself, where that is more: 7e-6 to 2.4e-5 in the worst
-tensor, a bias of the tiny random encoder's attention, over ORDERS orders of the same rows.
+A row's error is the largest over all tensors, by the measure in scripts/comparison/errors.py. In float64 it
+is taken against one device and may be 1e-10. In float32 it is taken against float64 on one device and may be
+1e-5, or twice the error of one device in float32 where that is more. One device is off by 7e-6 to 2.4e-5,
+over ORDERS orders of the same rows; the worst tensor is a bias of the tiny random encoder's attention.
 
-Rows are appended to --out as they are done, and not done again: a check that was cut off goes on. Exits 1
-when a row fails. A row takes about 20 s on two cores, mostly compilation.
+Rows are appended to --out as they are done, and are not done again: a check that was interrupted goes on.
+Exits 1 when a row fails. A row takes about 20 s on two cores, mostly compilation.
 """
 
 import argparse
@@ -49,6 +49,7 @@ import numpy as np
 
 from jaxthd.config import (
     AdaptConfig,
+    ComputeConfig,
     Config,
     EncoderConfig,
     LLMConfig,
@@ -65,7 +66,8 @@ from jaxthd.parallel.stages import from_stages, to_stages
 from jaxthd.steps.state import abstract_model, stages_of
 from jaxthd.steps.step import Gradient, loss_and_gradient
 from jaxthd.terminal.tables import table
-from tests.helpers import random_state, relative_errors, root_mean_square_norm
+from scripts.comparison.errors import relative_errors, root_mean_square_norm
+from scripts.comparison.weights import random_state
 
 Dtype = Literal["float32", "float64"]
 
@@ -86,7 +88,6 @@ MODEL = ModelConfig(
         mamba_head_dim=8,
         mamba_state=8,
         mamba_groups=2,
-        mamba_chunk=6,
         experts=8,
         experts_per_token=2,
         expert_dim=16,
@@ -94,11 +95,8 @@ MODEL = ModelConfig(
         router_scale=2.5,
     ),
     adapter_dim=16,
-    attention_block=8,
-    loss_block=16,
-    vocab_block=20,
-    expert_block=8,
 )
+COMPUTE = ComputeConfig(scan_chunk=6, attention_block=8, loss_block=16, vocab_block=20, expert_block=8)
 UNEVEN = {2: "ME*|-ME*-", 4: "M|E*-M|E*|-", 8: "M|E|*|-|M|E|*|-"}
 """Divided unevenly, by the number of stages."""
 PLAIN = AdaptConfig()
@@ -136,20 +134,23 @@ def meshes(devices: Sequence[int] = (1, 2, 4, 8)) -> list[MeshConfig]:
 def variants(mesh: MeshConfig, dtype: Dtype = "float32") -> list[Config]:
     """The runs on a mesh: one, or two where there is a choice."""
     train = TrainConfig(microbatches=MICROBATCHES, aux_loss=0.1)
-    plain = Config(mesh=mesh, model=replace(MODEL, dtype=dtype), train=train)
+    plain = Config(mesh=mesh, model=MODEL, compute=replace(COMPUTE, dtype=dtype), train=train)
     if mesh.context > 1 and not stages_of(plain).are_equal:
-        plain = replace(plain, model=replace(plain.model, context_exchange="all_gather"))
+        plain = replace(plain, compute=replace(plain.compute, context_exchange="all_gather"))
     several = 2 if mesh.pipeline == 2 else 1
     other = replace(
         plain,
         mesh=replace(mesh, stages_per_rank=several),
-        model=replace(
-            plain.model,
+        compute=replace(
+            plain.compute,
             context_exchange="all_gather",
             context_layout="document" if mesh.context > 1 else "buffer",
             sequence_sharded=mesh.tensor > 1,
             expert_capacity=0.6,
             remat_llm=False,
+        ),
+        model=replace(
+            MODEL,
             llm=replace(MODEL.llm, pattern=UNEVEN[mesh.pipeline] if mesh.pipeline > 2 else MODEL.llm.pattern),
         ),
     )
