@@ -134,7 +134,7 @@ def _read_checkpoint(weights: Any, path: Path) -> tuple[zipfile.ZipFile, str, Ma
 def _members(path: Path, files: ExitStack) -> tuple[bytes, Any]:
     """(the text of CONFIG, WEIGHTS as a file that can be sought in). files: closes what is opened."""
     try:
-        archive = files.enter_context(tarfile.open(path))  # noqa: SIM115
+        archive = files.enter_context(tarfile.open(path))
         found: dict[str, tarfile.TarInfo] = {}
         for member in archive:
             parts = Path(member.name).parts
@@ -156,7 +156,7 @@ def _members(path: Path, files: ExitStack) -> tuple[bytes, Any]:
         if not is_compressed:
             return text, weights
         # Going back and forth would unpack it again and again.
-        whole = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        whole = files.enter_context(tempfile.TemporaryFile())
         shutil.copyfileobj(weights, whole, 1 << 24)
         return text, whole
     except (tarfile.TarError, OSError, EOFError) as error:
