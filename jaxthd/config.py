@@ -1,6 +1,6 @@
 """Every setting of a run, as frozen dataclasses. configs/*.py return a Config; the command line overrides it.
 
-The docstring under a field is its --help text.
+The docstring under a field is its text in --help and in docs/configuration.md.
 """
 
 import importlib.util
@@ -26,11 +26,12 @@ class MeshConfig:
     tensor: int = 1
     """Ranks that share the width of a layer."""
     stages_per_rank: int = 1
-    """Pipeline stages of a rank; more than 1: the interleaved schedule, whose bubble is that much smaller."""
+    """Pipeline stages of a rank. More than 1 selects the interleaved schedule, whose bubble is smaller by
+    about that factor."""
     fsdp: bool = True
-    """Spread weight matrices, their gradients and optimizer state over the ranks that all use them (decoder:
-    data and context; encoder: all), gathered when used. False: each of these holds them whole, which is
-    faster where the model is small."""
+    """Shard weight matrices, their gradients and their optimizer state over all ranks that use the same
+    ones (decoder: data and context; encoder: all ranks), and gather the weights when they are used. False:
+    each rank holds them whole, which is faster where the model is small."""
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -42,7 +43,7 @@ class MeshConfig:
 
     @property
     def audio_ranks(self) -> int:
-        """Ranks that share a buffer, hence its audio."""
+        """Ranks that share a buffer, and therefore its audio."""
         return self.context * self.pipeline * self.tensor
 
 
@@ -51,17 +52,18 @@ class SpecAugmentConfig:
     """Masks over the features of a training document (Park et al., 2019), drawn anew every epoch."""
 
     freq_masks: int = 0
-    """Masks over mel bands."""
+    """Number of masks over mel bands."""
     freq_width: int = 27
-    """Most mel bands of a mask."""
+    """Widest mask, in mel bands."""
     time_masks: int = 0
-    """Masks over time."""
+    """Number of masks over time."""
     time_width: float = 0.05
-    """Most of a recording that one mask over time covers, as a fraction."""
+    """Longest mask over time, as a fraction of the recording."""
 
 
 class ValidationSet(NamedTuple):
-    """is_named: whether its results are told apart by its name: it was given one, or it is one of several."""
+    """One validation set. is_named: its results carry its name, because it was given one or because there
+    are several."""
 
     name: str
     path: str
@@ -70,64 +72,70 @@ class ValidationSet(NamedTuple):
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is read and how it is packed."""
+    """What is read, and how it is packed."""
 
     manifest: tuple[str, ...] = ("synthetic",)
-    """NeMo JSONL manifests, their shards in braces ("manifest_{0..15}.json", "manifest__OP_0..15_CL_.json");
-    Lhotse Shar directories; "synthetic": spoken digits and commands, made on first use and cached."""
+    """NeMo JSONL manifests, with shards in braces ("manifest_{0..15}.json" or
+    "manifest__OP_0..15_CL_.json"); Lhotse Shar directories; or "synthetic": spoken digits and commands,
+    made on first use and cached."""
     tarred_audio: tuple[str, ...] = ()
-    """The tar files of each manifest, as NeMo's tarred_audio_filepaths ("audio_{0..15}.tar"), "" for one with
-    plain files and for a Shar directory; none: no manifest has any."""
+    """The tar files of each manifest, as in NeMo's tarred_audio_filepaths ("audio_{0..15}.tar"); "" for a
+    manifest with plain files and for a Shar directory. Empty: no manifest has tar files."""
     weights: tuple[float, ...] = ()
-    """How often documents of each manifest are drawn, in proportion; none: by their numbers of documents."""
+    """How often documents of each manifest are drawn, in proportion. Empty: in proportion to their numbers
+    of documents."""
     validation_manifest: str | tuple[str, ...] = "synthetic"
-    """Manifest or Shar directory for validation; "" for none. Several are sets with names, NAME=PATH or that
-    of the file: the results of each are logged as validation_NAME_loss and so on, the means over all sets as
-    validation_loss and so on."""
+    """Manifest or Shar directory for validation; "" for none. Several sets each have a name: NAME=PATH, or
+    the name of the file. The results of each set are logged as validation_NAME_loss and so on, and the
+    means over all sets as validation_loss and so on."""
     validation_tarred_audio: str | tuple[str, ...] = ""
-    """Its tar files, or those of each; "" for none."""
+    """Tar files of the validation manifest, or of each one; "" for none."""
     tokenizer: str = "bytes"
     """"bytes" (UTF-8 bytes, needs no file), the path of a tokenizer.json, or the folder of a checkpoint in
     Hugging Face's format, whose other files then say which tokens are special."""
     template: Literal["plain", "chatml", "chat_template"] = "plain"
-    """How turns are written: "plain" (text, end-of-text after an answer), "chatml" (<|im_start|>), or as the
-    checkpoint in data.tokenizer has it ("chat_template")."""
+    """How turns are written: "plain" (the text, and an end-of-text token after an answer), "chatml"
+    (<|im_start|>), or "chat_template" (the template of the checkpoint in data.tokenizer)."""
     template_options: str = ""
-    """Variables of the checkpoint's chat template, a JSON object such as {"enable_thinking": false}."""
+    """Variables of the checkpoint's chat template, as a JSON object such as {"enable_thinking": false}."""
     system_prompt: str = ""
-    """Turn of the system before every document that brings none of its own; "" for none."""
+    """System turn placed before every document that has none of its own; "" for none."""
     prompt: str = "{audio}"
-    """The user's turn of a manifest line with text; data.audio_placeholder is where the recording goes."""
+    """The user's turn for a manifest line that has a text. The recording goes where data.audio_placeholder
+    stands."""
     audio_placeholder: str = "{audio}"
     """What stands for a recording in data.prompt and in the texts of conversations."""
     spec_augment: SpecAugmentConfig = field(default_factory=SpecAugmentConfig)
     packing: Literal["first_fit", "best_fit", "padded"] = "first_fit"
-    """How documents fill buffers: grain's first-fit or best-fit packer, or "padded": one document a row."""
+    """How documents fill buffers: "first_fit" and "best_fit" are grain's packers; "padded" puts one
+    document in a row."""
     rows: int = 1
-    """Buffers a step, over all data ranks. Each is a stream of its own: the mesh never changes the data."""
+    """Buffers in a step, over all data ranks. Each row is a stream of its own, so the mesh never changes
+    the data."""
     capacity: int = 2048
     """Token slots of a buffer."""
     max_documents: int = 64
     """Most documents in a buffer; the packer never exceeds it."""
     audio_capacity: int = 16000
-    """Mel frames (10 ms) a buffer holds, over all its ranks."""
+    """Mel frames (10 ms) that a buffer holds, over all its ranks."""
     packing_bins: int = 8
-    """Buffers the packer keeps open at a time: more pack tighter and shuffle more."""
+    """Buffers that the packer keeps open at a time. More of them pack tighter and shuffle more."""
     round_to: int = 1
-    """Each document's slots are rounded up to a multiple of this (1: none). It shapes the stream of buffers:
-    for compute.context_layout "document", a multiple of 2 * context for every context size of the run."""
+    """Each document's slots are rounded up to a multiple of this (1: no rounding). It shapes the stream of
+    buffers. With compute.context_layout "document" it must be a multiple of 2 * context, for every context
+    size that the run will use."""
     shuffle: bool = True
     """Shuffle the documents anew every epoch."""
     seed: int = 0
     """Seed of the shuffle, of dither and of SpecAugment."""
     workers: int = 2
-    """Processes that decode audio and compute features ahead of the step; 0: none, the loader does it."""
+    """Processes that decode audio and compute features before the step needs them; 0: the loader does it."""
     prefetch: int = 2
-    """Batches made ahead of the step; 0: none."""
+    """Batches made before the step needs them; 0: none."""
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """template_options, read. Raises UserError for what is no JSON object."""
+        """template_options, parsed. Raises UserError where it is not a JSON object."""
         try:
             options = json.loads(self.template_options or "{}")
         except ValueError:
@@ -141,7 +149,8 @@ class DataConfig:
 
     @property
     def validation_sets(self) -> tuple[ValidationSet, ...]:
-        """validation_manifest, read; names as they were given. A path with a "=" needs a name."""
+        """validation_manifest as sets, in the order given. A path that contains "=" needs a name before
+        it."""
         given = self.validation_manifest
         manifests = [given] if isinstance(given, str) else given
         manifests = [] if list(manifests) == [""] else manifests
@@ -180,21 +189,21 @@ class EncoderConfig:
     scale_input: bool = True
     """Multiply the subsampled features by sqrt(dim)."""
     chunk_seconds: float = 30.0
-    """Longer audio is encoded in pieces of this length. A property of the model, not of the mesh."""
+    """Longer audio is encoded in chunks of this length. A property of the model, not of the mesh."""
 
     @property
     def chunk_frames(self) -> int:
-        """Most mel frames of an encoder chunk, a joined tail of one frame included."""
+        """Most mel frames of an encoder chunk. A tail of one frame joins the chunk before it."""
         return round(self.chunk_seconds * 100) + 1
 
 
 @dataclass(frozen=True)
 class LLMConfig:
-    """Hybrid Mamba2/attention decoder (Nemotron-H, Nemotron-3). Names follow the layers' definitions."""
+    """Hybrid Mamba2/attention decoder (Nemotron-H, Nemotron-3)."""
 
     pattern: str = "M-M*-"
-    """One letter a block: M Mamba2, * attention, - MLP, E mixture of experts. | may say where pipeline
-    stages are divided; without any they are divided by cost."""
+    """One letter per block: M Mamba2, * attention, - MLP, E mixture of experts. A | marks where pipeline
+    stages are divided; without any, they are divided by cost."""
     vocab_size: int = 260
     """Rows of the embedding and of the head."""
     dim: int = 128
@@ -204,7 +213,7 @@ class LLMConfig:
     q_heads: int = 4
     """Query heads."""
     kv_heads: int = 2
-    """Key and value heads; divides q_heads."""
+    """Key and value heads; must divide q_heads."""
     head_dim: int = 32
     """Dim of an attention head."""
     ffn_dim: int = 512
@@ -216,11 +225,11 @@ class LLMConfig:
     mamba_state: int = 32
     """State size N of a Mamba2 head."""
     mamba_groups: int = 2
-    """Groups that share B and C; divides mamba_heads."""
+    """Groups of heads that share B and C; must divide mamba_heads."""
     mamba_conv: int = 4
     """Taps of the causal convolution."""
     mamba_dt_limit: tuple[float, float] = (0.0, float("inf"))
-    """Clamp of the time step after softplus."""
+    """Lower and upper limit of the time step after softplus."""
     experts: int = 8
     """Routed experts."""
     experts_per_token: int = 2
@@ -230,30 +239,30 @@ class LLMConfig:
     shared_expert_dim: int = 256
     """Inner dim of the shared expert."""
     latent_dim: int = 0
-    """Dim of the projection around the routed experts; 0 for none."""
+    """Dim of the latent projection around the routed experts; 0 for none."""
     router_scale: float = 1.0
-    """Factor on the routed experts' sum."""
+    """Factor on the sum of the routed experts' outputs."""
     mtp_pattern: str = ""
-    """Blocks of a depth of multi-token prediction, such as "*E"; "" for none. It trains beside the next-token
-    prediction (train.mtp_loss) and is exported; validation, scoring and generation do without."""
+    """Blocks of one depth of multi-token prediction, such as "*E"; "" for none. It is trained beside
+    next-token prediction (train.mtp_loss) and exported; validation, scoring and generation do not use it."""
     mtp_depths: int = 1
-    """Depths of multi-token prediction: depth k predicts the token k places beyond the next."""
+    """Depths of multi-token prediction: depth k predicts the token k positions beyond the next."""
     mtp_shared: bool = True
-    """All depths have the same weights (Nemotron-3); else each has its own."""
+    """All depths share one set of weights (Nemotron-3); otherwise each depth has its own."""
 
     @property
     def letters(self) -> str:
-        """The blocks: the pattern without its marks."""
+        """The letters of the blocks: the pattern without its stage marks."""
         return self.pattern.replace("|", "")
 
     @property
     def kinds(self) -> str:
-        """All kinds of blocks that the model has, by letter."""
+        """The letters of all kinds of blocks in the model."""
         return "".join(sorted(set(self.letters + self.mtp_pattern)))
 
     @property
     def mtp_modules(self) -> int:
-        """Sets of weights for multi-token prediction."""
+        """Number of weight sets for multi-token prediction."""
         return (1 if self.mtp_shared else self.mtp_depths) if self.mtp_pattern else 0
 
 
@@ -269,38 +278,42 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """How the model is computed: numbers, exchanges, kernels, memory. A checkpoint depends on none of it."""
+    """How the model is computed: dtypes, exchanges, kernels, memory. No checkpoint depends on any of it."""
 
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Compute dtype. Parameters are float32 (float64 when this is float64)."""
+    """Compute dtype. Parameters are float32 (float64 if this is float64)."""
     fp8: tuple[str, ...] = ()
-    """Patterns of projections, such as "decoder.layers.*", whose matrix products, forward and backward, are
-    of 8-bit numbers (pip install 'jaxthd[fp8]'). Never routers, routed experts, Mamba2's time steps,
-    embedding and head."""
+    """Patterns of projections, such as "decoder.layers.*", whose matrix products run in 8-bit numbers,
+    forward and backward (pip install 'jaxthd[fp8]'). Routers, routed experts, Mamba2's time steps,
+    embedding and head never do."""
     context_exchange: Literal["ring", "all_gather"] = "ring"
-    """How attention reaches the other context ranks' keys and values."""
+    """How attention reaches the keys and values of other context ranks."""
     context_layout: Literal["buffer", "document"] = "buffer"
-    """What is cut into 2 * context chunks, of which rank r holds chunks r and 2 * context - 1 - r: the whole
-    buffer, or each document by itself (data.round_to then is a multiple of 2 * context)."""
+    """What is divided into 2 * context chunks, of which rank r holds chunks r and 2 * context - 1 - r: the
+    whole buffer, or each document by itself (data.round_to must then be a multiple of 2 * context)."""
     sequence_sharded: bool = False
-    """Norms and residuals on 1/tensor of the tokens: reduce-scatter and all-gather in place of all-reduce."""
+    """Shard norms and residuals over the tensor ranks, 1/tensor of the tokens on each: reduce-scatter and
+    all-gather replace all-reduce."""
     expert_parallel: bool = True
-    """Experts cut over data and context ranks, tokens sent to them; else experts' weights are gathered."""
+    """Shard experts over data and context ranks and send tokens to them; otherwise the experts' weights
+    are gathered."""
     expert_capacity: float = 1.5
-    """Places for tokens in a send to another rank, over the mean number; the rest goes with the next send."""
+    """Slots for tokens in one send to another rank, relative to the mean number of tokens. Tokens that do
+    not fit go with the next send."""
     attention_backend: Literal["xla", "te", "cudnn", "auto"] = "xla"
-    """What computes the decoder's attention. "xla": blockwise, everywhere; on NVIDIA GPUs in bfloat16, if a
-    measurement as the run starts admits it, "te": Transformer Engine's fused kernels, or "cudnn": jax's own;
-    "auto": the first of te, cudnn, xla that is admitted. See python -m jaxthd.doctor."""
+    """What computes the decoder's attention. "xla": blockwise, on every device. "te": Transformer Engine's
+    fused kernels; "cudnn": jax's own cuDNN call. Both need an NVIDIA GPU and bfloat16, and a measurement
+    as the run starts must admit them. "auto": the first of te, cudnn, xla that is admitted. See python -m
+    jaxthd.doctor."""
     scan_backend: Literal["xla", "pallas", "auto"] = "xla"
-    """What computes Mamba2's scan in training and evaluation. "xla": everywhere; "pallas": kernels for NVIDIA
-    GPUs, for chunks, head dims and states that are powers of two from 16 up, if a measurement as the run
-    starts admits them (on a CPU they are interpreted, for tests); not yet run on a GPU. "auto": "pallas"
-    where it is admitted, else "xla"."""
+    """What computes Mamba2's scan in training and evaluation. "xla": on every device. "pallas": kernels
+    for NVIDIA GPUs, for chunks, head dims and states that are powers of two from 16 up; a measurement as
+    the run starts must admit them. On a CPU they are interpreted, for tests; they have not yet run on a
+    GPU. "auto": "pallas" where it is admitted, else "xla"."""
     kernels_unverified: bool = False
-    """Use the attention or scan back-end that was asked for although the measurement refuses it."""
+    """Use the attention or scan back-end that was asked for even if the measurement refuses it."""
     attention_block: int = 128
-    """Tokens of an attention block: speed only."""
+    """Tokens of an attention block. It affects speed only."""
     loss_block: int = 256
     """Supervised positions scored at a time."""
     vocab_block: int = 8192
@@ -310,57 +323,59 @@ class ComputeConfig:
     remat_encoder: bool = True
     """Recompute the encoder's blocks in the backward pass instead of keeping their activations."""
     remat_llm: bool = True
-    """The same for the decoder's blocks."""
+    """Recompute the decoder's blocks in the same way."""
     scan_chunk: int = 64
-    """Tokens of a chunk of Mamba2's scan: speed only, never the result."""
+    """Tokens of a scan chunk of Mamba2. It affects speed, never the result."""
     command_buffers: bool = True
-    """On GPUs kernels, loops and conditionals are recorded in CUDA graphs (command buffers) where XLA can."""
+    """On GPUs, record kernels, loops and conditionals in CUDA graphs (XLA's command buffers) where XLA
+    can."""
     xla_options: tuple[str, ...] = ()
-    """Options of XLA for the compiled programs, NAME=VALUE, over those of jaxthd/kernels/xla_options.py."""
+    """Options of XLA for the compiled programs, as NAME=VALUE. They override
+    jaxthd/kernels/xla_options.py."""
 
 
 @dataclass(frozen=True)
 class AdaptConfig:
-    """What of the model is trained, and how fast. A part is encoder, adapter or LLM (all the rest).
+    """Which parts of the model train, and how fast. The parts are encoder, adapter and LLM (all the rest).
 
-    Patterns are of names, * standing for anything: python -m jaxthd.describe --names lists these.
+    Patterns match names, and * matches anything: python -m jaxthd.describe --names lists the names.
     """
 
     freeze: tuple[str, ...] = ()
-    """Patterns of parameters that stay as they are, such as "encoder.*" or "decoder.layers.mamba.*". Encoder
-    BatchNorms that are frozen keep their running statistics and normalise by them; frozen routers keep their
-    experts' correction biases."""
+    """Patterns of parameters that do not train, such as "encoder.*" or "decoder.layers.mamba.*". Frozen
+    BatchNorms of the encoder keep their running statistics and normalise by them; frozen routers keep the
+    correction biases of their experts."""
     unfreeze: tuple[str, ...] = ()
-    """Patterns of parameters that train all the same, such as "decoder.*.norm.weight" beside LoRA."""
+    """Patterns of parameters that train nevertheless, such as "decoder.*.norm.weight" beside LoRA."""
     lora_rank: int = 0
-    """Rank of the low-rank matrices (LoRA) beside projections; 0 for none. They train, whatever freeze says;
-    all else in a part that has some is frozen."""
+    """Rank of the low-rank matrices (LoRA) added to projections; 0 for none. They train, whatever freeze
+    says; everything else in a part that has LoRA is frozen."""
     lora_alpha: float = 16.0
     """The product of the low-rank matrices is scaled by lora_alpha / lora_rank."""
     lora_targets: tuple[str, ...] = ("decoder.layers.*",)
-    """Patterns of the projections that get them, such as "*.q". Routers and routed experts never do."""
+    """Patterns of the projections that get LoRA, such as "*.q". Routers and routed experts never do."""
     encoder_lr_factor: float = 1.0
-    """The encoder's learning rate, over the scheduled one."""
+    """Factor on the encoder's learning rate."""
     adapter_lr_factor: float = 1.0
-    """The adapter's."""
+    """Factor on the adapter's learning rate."""
     llm_lr_factor: float = 1.0
-    """The LLM's."""
+    """Factor on the LLM's learning rate."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The optimization."""
+    """Optimization, validation and checkpoints."""
 
     init_from: tuple[str, ...] = ()
-    """Weights that a new run starts from: Hugging Face folders, .nemo archives, workdirs of runs (newest
-    checkpoint; @best or @STEP: another). Each gives what it holds, a later one replaces what an earlier one
-    gave; the rest of the model is drawn at random."""
+    """Weights that a new run starts from: Hugging Face folders, .nemo archives, and workdirs of runs (the
+    newest checkpoint, or another with @best or @STEP). Each source gives what it holds, and a later one
+    replaces what an earlier one gave. The rest of the model is randomly initialised."""
     steps: int = 200
     """Optimizer steps of the run."""
     learning_rate: float = 1e-3
     """Peak learning rate (AdamW)."""
     warmup_steps: int = 20
-    """Steps of linear warm-up; a cosine to min_learning_rate follows."""
+    """Steps of linear warm-up. A cosine down to min_learning_rate follows."""
     min_learning_rate: float = 1e-5
     """Learning rate at the last step."""
     beta1: float = 0.9
@@ -368,38 +383,42 @@ class TrainConfig:
     beta2: float = 0.95
     """AdamW's second moment decay."""
     weight_decay: float = 0.01
-    """AdamW weight decay, on weight matrices; not on biases, norms and per-head scalars."""
+    """AdamW's weight decay. It applies to weight matrices, not to biases, norms and per-head scalars."""
     router_bias_rate: float = 1e-3
-    """A step's change of the experts' correction biases, up where fewer tokens come than on average."""
+    """Change of an expert's correction bias in a step: up where the expert gets fewer tokens than the
+    average, down where it gets more."""
     aux_loss: float = 0.0
-    """Weight of the auxiliary loss that evens out the experts' load; 0 for none."""
+    """Weight of the auxiliary loss that balances the experts' load; 0 for none."""
     mtp_loss: float = 0.1
-    """Weight of multi-token prediction's loss, the mean over its depths, where model.llm.mtp_pattern has any;
-    0: it is not computed."""
+    """Weight of the loss of multi-token prediction, which is the mean over its depths; 0: it is not
+    computed. It is used where model.llm.mtp_pattern is set."""
     clip_norm: float = 1.0
-    """Gradients are scaled down to this global norm."""
+    """Gradients of a larger global norm are scaled down to this norm."""
     microbatches: int = 1
-    """Parts into which a step's rows are cut, computed one after the other (gradient accumulation)."""
+    """Microbatches into which a step's rows are divided, computed one after the other (gradient
+    accumulation)."""
     max_skipped_steps: int = 10
-    """Steps in a row whose update may be skipped, loss or gradient not being finite, before the run stops."""
+    """The run stops after this many steps in a row whose update was skipped because loss or gradient was
+    not finite."""
     seed: int = 0
     """Seed of the initial parameters."""
     validate_every: int = 50
     """Steps between validations; 0 for none."""
     validation_batches: int = 8
-    """Most batches a validation reads."""
+    """Most batches that a validation reads."""
     max_new_tokens: int = 160
-    """Most tokens that validation decodes for a document, for the word error rate; 0: it decodes none."""
+    """Most tokens that validation decodes for a document, to measure the word error rate; 0: it decodes
+    none."""
     normaliser: Literal["basic", "english", "none"] = "basic"
-    """What is done to texts before their words are compared: Whisper's normalisers, "basic" (lower case, no
-    punctuation, nothing in brackets; marks that spell vowels stay) or "english" (numbers, spellings and
-    contractions too); or "none"."""
+    """How texts are normalised before their words are compared. "basic" and "english" are Whisper's:
+    "basic" leaves lower case, no punctuation and nothing in brackets (marks that spell vowels stay);
+    "english" also unifies numbers, spellings and contractions. "none": not at all."""
     checkpoint_every: int = 50
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int = 3
-    """Newest checkpoints kept; the one with the best validation is kept too."""
+    """Newest checkpoints that are kept, besides the one with the best validation."""
     tensorboard: bool = True
-    """Write the metrics as TensorBoard files too."""
+    """Also write the metrics as TensorBoard files."""
     draw_last_batch: bool = False
     """Draw the documents of the last batch as a picture: buffers, ranks, audio, padding."""
 
@@ -422,17 +441,18 @@ class Config:
 
     @property
     def without_mtp(self) -> "Config":
-        """For what needs the next token only; a checkpoint's other parameters are not read then."""
+        """This config without multi-token prediction, for work that needs only the next token. The
+        parameters of multi-token prediction are then not read from a checkpoint."""
         return replace(self, model=replace(self.model, llm=replace(self.model.llm, mtp_pattern="")))
 
 
 def load_config(path: str | Path) -> Config:
-    """The Config that the Python file at `path` describes: what its function config() returns.
+    """Runs the Python file at `path` and returns what its function config() returns.
 
-    The file runs as a module of its own, anew at every call; nothing is added to sys.path. One that varies
-    its neighbour loads that: replace(load_config(Path(__file__).with_name("cp2.py")), mesh=MeshConfig()).
-    Raises FileNotFoundError without such a file; UserError for a file that is no Python, defines no
-    config(), or whose config() returns something else.
+    The file runs as a fresh module at every call; nothing is added to sys.path. A file that varies another
+    one in its folder loads that: replace(load_config(Path(__file__).with_name("cp2.py")), mesh=MeshConfig()).
+    Raises FileNotFoundError where there is no such file; UserError where the file is not Python, defines no
+    config(), or its config() does not return a Config.
     """
     path = Path(path)
     if not path.is_file():

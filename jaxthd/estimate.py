@@ -22,7 +22,7 @@ from jaxthd.config import Config
 from jaxthd.describe import state_bytes
 from jaxthd.errors import readable_errors
 from jaxthd.kernels.choose import using
-from jaxthd.packing.batch import Batch
+from jaxthd.packing.batch import AUDIO_FIELDS, Batch
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.mesh import batch_specs, bytes_of, make_mesh, on_device
 from jaxthd.parallel.schedule import Schedule, make_schedule
@@ -61,24 +61,22 @@ def lowered_step(config: Config) -> Any:
 
     state = jax.eval_shape(lambda state: to_stages(state, stages_of(config)), abstract_state(config))
     state = jax.tree.map(on_mesh, state, state_shardings(config, mesh))
-    batch = (
-        on_mesh(x, NamedSharding(mesh, spec))
-        for x, spec in zip(abstract_batch(config), batch_specs(), strict=True)
-    )
+    batch = abstract_batch(config)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), batch_specs(batch.has_audio))
     step: Any = make_train_step(config, mesh)
-    return step.lower(state, Batch(*batch))
+    return step.lower(state, jax.tree.map(on_mesh, batch, shardings))
 
 
 def abstract_batch(config: Config) -> Batch:
     """A step's batch, with shapes and dtypes for arrays."""
-    data, mels = config.data, config.model.encoder.num_mels
+    data, encoder = config.data, config.model.encoder
     tokens, audio = (data.rows, data.capacity), (data.rows, data.audio_capacity)
     ahead = (data.rows, config.depths_trained, data.capacity)
     frames = (data.rows, data.audio_capacity // SUBSAMPLING)
     of_tokens = {name: (tokens, jnp.int32) for name in Batch._fields}
     special = {
         "weights": (tokens, jnp.float32),
-        "mels": ((*audio, mels), jnp.float32),
+        "mels": ((*audio, encoder.num_mels if encoder else 0), jnp.float32),
         "mel_mask": (audio, jnp.bool_),
         "chunk_ids": (frames, jnp.int32),
         "chunk_positions": (frames, jnp.int32),
@@ -87,7 +85,9 @@ def abstract_batch(config: Config) -> Batch:
         "future_targets": (ahead, jnp.int32),
         "future_weights": (ahead, jnp.float32),
     }
-    return Batch(**{k: jax.ShapeDtypeStruct(*v) for k, v in (of_tokens | special).items()})
+    arrays = {k: jax.ShapeDtypeStruct(*v) for k, v in (of_tokens | special).items()}
+    has_audio = encoder is not None and data.audio_capacity > 0
+    return Batch(**arrays if has_audio else arrays | dict.fromkeys(AUDIO_FIELDS))
 
 
 def measure(config: Config) -> Measured:
@@ -152,7 +152,8 @@ def estimate(config: Config, measured: Measured | None = None) -> str:
     total = sum(state.values())
     rows = [line(name, size, size) for name, size in state.items()]
     rows.append(line("in all, exact", total, total, measured and measured.state))
-    batch = bytes_of(on_device(abstract_batch(config), batch_specs(), config.mesh))
+    arrays = abstract_batch(config)
+    batch = bytes_of(on_device(arrays, batch_specs(arrays.has_audio), config.mesh))
     rows.append(line("batch", batch, batch))
 
     memory, in_wide = costs.memory(), wide.memory()

@@ -111,7 +111,7 @@ def supervising_every_token(batch: Batch, config: Config) -> Batch:
     for row, ids in enumerate(batch.segment_ids):
         for slots in _slots(ids, config):
             at, after = slots[:-1], slots[1:]
-            is_text = batch.audio_slots[row, after] < 0
+            is_text = ~batch.is_audio[row, after]
             weights[row, at] = is_text
             targets[row, at] = np.where(is_text, batch.tokens[row, after], 0)
     return batch._replace(targets=targets, weights=weights)

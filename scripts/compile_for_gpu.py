@@ -179,9 +179,9 @@ def main() -> None:
 
     in_stages = jax.eval_shape(partial(to_stages, stages=stages_of(config)), abstract_state(config))
     state = placed(in_stages, state_shardings(config, mesh))
-    batch = placed(
-        abstract_batch(config), jax.tree.map(lambda spec: NamedSharding(mesh, spec), batch_specs())
-    )
+    arrays = abstract_batch(config)
+    specs = batch_specs(arrays.has_audio)
+    batch = placed(arrays, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
     program: Any = make_train_step(config, mesh)
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()

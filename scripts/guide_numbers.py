@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxthd.config import Config, DataConfig, MeshConfig, ModelConfig
+from jaxthd.config import ComputeConfig, Config, DataConfig, MeshConfig
 from jaxthd.figures.curves import Buffer, document_order
 from jaxthd.ops.scan.ssd import initial_states, ssd_and_states
 from jaxthd.packing.balance import attention_work
@@ -62,7 +62,9 @@ def packed(layout: Any) -> tuple[Batch, PackReport, Buffer]:
     round_to = 2 * RANKS if layout == "document" else 1
     batch, report = pack_row(documents, **settings, layout=layout, round_to=round_to, order_seed=None)
     config = Config(
-        MeshConfig(context=RANKS), DataConfig(round_to=round_to), ModelConfig(context_layout=layout)
+        mesh=MeshConfig(context=RANKS),
+        data=DataConfig(round_to=round_to),
+        compute=ComputeConfig(context_layout=layout),
     )
     return batch, report, document_order(batch, 0, config)
 

@@ -90,7 +90,7 @@ def test_the_readme_says_where_each_back_end_ran():
     text = (ROOT / "README.md").read_text()
     for kind, backends, verified in KINDS:
         assert list(verified) == list(backends)
-        _, table = text.split(f"| `model.{kind}_backend` |")
+        _, table = text.split(f"| `compute.{kind}_backend` |")
         rows = [line for line in table.split("\n\n")[0].splitlines() if line.startswith("| `")]
         assert len(rows) == len(verified)
         for row, (name, where) in zip(rows, verified.items(), strict=True):

@@ -181,6 +181,5 @@ class SpeechData:
             **{name: getattr(data, name) for name in names},
             **({"template_options": data.template_options} if data.template_options else {}),
             "spec_augment": asdict(data.spec_augment),
-            "chunk_seconds": encoder.chunk_seconds,
-            "num_mels": encoder.num_mels,
+            **({"chunk_seconds": encoder.chunk_seconds, "num_mels": encoder.num_mels} if encoder else {}),
         }

@@ -29,7 +29,7 @@ from jaxthd.data.faults import Fault
 from jaxthd.data.workers import Workers
 from jaxthd.errors import UserError
 from jaxthd.packing.balance import assign_chunks
-from jaxthd.packing.batch import Batch
+from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import SUBSAMPLING, Document
 from jaxthd.packing.pack import PackReport, document_frames, pack_row, rank_share
 
@@ -75,10 +75,11 @@ class PackDocuments:
     capacity: int
     """Token slots of a buffer; a multiple of 2 * context."""
     audio_capacity: int
-    """Mel frames of a buffer over all its audio ranks; a multiple of 8 * audio_ranks."""
+    """Mel frames of a buffer over all its audio ranks; a multiple of 8 * audio_ranks. 0: documents with
+    recordings are dropped, and the batch has no audio arrays."""
     max_documents: int
     """Most documents in a buffer."""
-    num_mels: int
+    num_mels: int = 0
     """Mel bands of the documents' audio."""
     packing: Literal["first_fit", "best_fit", "padded"] = "first_fit"
     """Grain's first-fit or best-fit packer, or "padded": one document a row."""
@@ -165,6 +166,8 @@ class PackDocuments:
     def _too_large(self, document: Document) -> str | None:
         if self._slots(document) > self.capacity:
             return f"its {self._slots(document)} token slots exceed the capacity of {self.capacity}"
+        if document.chunks and not self.audio_capacity:
+            return "it holds a recording, and audio_capacity is 0"
         if document.mel_frames > self.audio_capacity:
             return f"its {document.mel_frames} mel frames exceed the audio_capacity of {self.audio_capacity}"
         return None
@@ -304,7 +307,7 @@ class _Batches(Iterator[tuple[Batch, dict[str, Any]]]):
 
     def _batch(self, rows: Sequence[PackedRow]) -> tuple[Batch, dict[str, Any]]:
         batches, packed = zip(*rows, strict=True)
-        batch = Batch(*map(np.concatenate, zip(*batches, strict=True)))
+        batch = concatenate_rows(batches)
         capacity = batch.tokens.shape[1]
         reports = [
             RowReport(
@@ -405,12 +408,12 @@ def pack_documents(
     config: Config, *, shuffle_seed: int | None = None, depths: int = 0, on_skip: OnSkip = log_skip
 ) -> PackDocuments:
     """As the configuration has it."""
-    data = config.data
+    data, encoder = config.data, config.model.encoder
     return PackDocuments(
         capacity=data.capacity,
-        audio_capacity=data.audio_capacity,
+        audio_capacity=data.audio_capacity if encoder else 0,
         max_documents=data.max_documents,
-        num_mels=config.model.encoder.num_mels,
+        num_mels=encoder.num_mels if encoder else 0,
         packing=data.packing,
         packing_bins=data.packing_bins,
         round_to=data.round_to,

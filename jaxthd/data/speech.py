@@ -27,8 +27,7 @@ class SpeechDocuments:
     def __init__(self, config: Config, tokenizer: Tokenizer, *, train: bool) -> None:
         self._template = PromptTemplate(config.data, tokenizer)
         self._audio_id = tokenizer.audio_id
-        self._num_mels = config.model.encoder.num_mels
-        self._chunk_samples = round(config.model.encoder.chunk_seconds * 100) * HOP
+        self._encoder = config.model.encoder
         self._most_seconds = config.data.audio_capacity / 100 + 0.01
         self._seed = config.data.seed
         self._augment = config.data.spec_augment
@@ -36,6 +35,7 @@ class SpeechDocuments:
 
     def __call__(self, example: Example, epoch: int) -> Document | Fault:
         try:
+            self._check_clips(example)
             tokens, learnt = self._template(example.turns)
             dither_rng = document_rng(self._seed, epoch, example.key) if self._train else None
             clips = []
@@ -52,9 +52,14 @@ class SpeechDocuments:
         """Its turns up to where the assistant's next answer begins, without dither or masks; nothing in it is
         supervised. Raises ValueError for what cannot be used.
         """
+        self._check_clips(example)
         tokens = self._template.prompt(example.turns)
         clips = [self._features(clip, None) for clip in example.clips]
         return Document.splice(example.key, tokens, [False] * len(tokens), clips, self._audio_id)
+
+    def _check_clips(self, example: Example) -> None:
+        if self._encoder is None and example.clips:
+            raise ValueError("it holds a recording, and the model has no encoder")
 
     def _features(self, clip: Clip | Samples, rng: np.random.Generator | None) -> list[np.ndarray]:
         """The recording's encoder chunks, [frames, mels] each. Raises AudioError, a ValueError."""
@@ -65,5 +70,5 @@ class SpeechDocuments:
                 clip.path, clip.offset, clip.duration, self._most_seconds, clip.member, clip.channels
             )
         dither = 0.0 if rng is None else DITHER
-        pieces = chunk_audio(samples, self._chunk_samples)
-        return [log_mel(piece, self._num_mels, dither=dither, rng=rng) for piece in pieces]
+        chunks = chunk_audio(samples, round(self._encoder.chunk_seconds * 100) * HOP)
+        return [log_mel(chunk, self._encoder.num_mels, dither=dither, rng=rng) for chunk in chunks]

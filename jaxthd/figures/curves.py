@@ -95,7 +95,8 @@ def document_order(batch: Batch, row: int, config: Config) -> Buffer:
     context, layout = config.mesh.context, config.compute.context_layout
     ids = np.asarray(batch.segment_ids)[row]
     back = inverse_permutation(row_permutation(ids, context, layout, config.data.round_to))
-    fields = batch.segment_ids, batch.positions, batch.audio_slots, batch.weights
+    audio_slots = batch.audio_slots if batch.has_audio else np.full_like(batch.segment_ids, -1)
+    fields = batch.segment_ids, batch.positions, audio_slots, batch.weights
     return Buffer(*(np.asarray(x)[row][back] for x in fields))
 
 
@@ -281,6 +282,9 @@ def _draw_tokens(axes: Axes, buffer: Buffer, row: int, config: Config) -> None:
 
 
 def _draw_audio(axes: Axes, batch: Batch, buffer: Buffer, row: int, ranks: int) -> None:
+    if not batch.has_audio:
+        _strip(axes, "no audio: the buffer has no room for any", "", 1.0)
+        return
     frames = batch.chunk_ids.shape[1]
     seconds = frames * SUBSAMPLING / 100
     heard = float(np.asarray(batch.mel_mask)[row].sum()) / 100

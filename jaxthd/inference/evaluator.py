@@ -126,6 +126,8 @@ class Evaluator:
 
 def seconds_of_documents(batch: Batch, row: int) -> list[float]:
     """Of a row of a host batch: seconds of audio of each document."""
+    if not batch.has_audio:
+        return [0.0] * int(batch.segment_ids[row].max())
     valid_E = batch.mel_mask[row].reshape(-1, SUBSAMPLING).sum(-1)
     slots, ids = batch.audio_slots[row], batch.segment_ids[row]
     frames = np.bincount(ids[slots >= 0], valid_E[slots[slots >= 0]], minlength=ids.max() + 1)

@@ -26,7 +26,7 @@ from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import TextStream, load_tokenizer
 from jaxthd.errors import UserError
 from jaxthd.ops.sampling import Sampling
-from jaxthd.packing.batch import Batch
+from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.prompts import PromptEnds, whole_prompts
 from jaxthd.parallel.mesh import DATA, TOKEN_AXES, put_batch, put_rows
@@ -182,7 +182,7 @@ class Generator:
                 for row, report in enumerate(reports)
                 for document, key in enumerate(report.keys)
             }
-            yield Batch(*map(np.concatenate, zip(*batches, strict=True))), of_place
+            yield concatenate_rows(batches), of_place
 
     def _answers(
         self, batch: Batch, of_place: Mapping[int, int], draws: Draws, most: int, every: int

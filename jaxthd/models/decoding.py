@@ -21,7 +21,7 @@ from jaxthd.packing.batch import Batch
 from jaxthd.packing.prompts import Now, PromptEnds, make_prompts
 from jaxthd.packing.segments import KeyIntervals
 from jaxthd.parallel.mesh import PIPELINE
-from jaxthd.parallel.params import DECODER_SPREAD
+from jaxthd.parallel.params import DECODER_FSDP
 from jaxthd.parallel.stages import Stages
 from jaxthd.parallel.tensor import psum_live
 
@@ -119,7 +119,7 @@ def advance(
 
     def any_active(active_n: Array) -> Array:
         """Layers and experts that lie over ranks are used by all of these as long as one has use for them."""
-        return psum_live(active_n.sum(), DECODER_SPREAD, model.mesh) > 0
+        return psum_live(active_n.sum(), DECODER_FSDP, model.mesh) > 0
 
     def step(carry: tuple[Array, Decoding]) -> tuple[Array, Decoding]:
         _, d = carry

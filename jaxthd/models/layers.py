@@ -14,19 +14,21 @@ from jaxtyping import Float
 from jaxthd.ops.fp8 import fp8_product
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.parallel.mesh import TENSOR
-from jaxthd.parallel.params import Cut, Init, own_part, stack
+from jaxthd.parallel.params import Init, ShardedDim, own_part, stack
 
 
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + eps) * weight, over groups of the last dim; statistics in promote(float32, x).
 
-    cut: how the last dim lies over tensor ranks; a group may span several of them.
+    sharded: how the last dim is sharded over tensor ranks; a group may span several of them.
     """
 
-    def __init__(self, dim: int, eps: float, init: Init, *, groups: int = 1, cut: Cut | None = None) -> None:
-        self.weight = init.ones((dim,), (cut,))
+    def __init__(
+        self, dim: int, eps: float, init: Init, *, groups: int = 1, sharded: ShardedDim | None = None
+    ) -> None:
+        self.weight = init.ones((dim,), (sharded,))
         self.eps = eps
-        ranks = init.mesh.tensor if cut and cut.is_cut(init.mesh) else 1
+        ranks = init.mesh.tensor if sharded and sharded.is_sharded(init.mesh) else 1
         self.groups, self.ranks_of_group = max(groups // ranks, 1), max(ranks // groups, 1)
 
     def __call__(self, x_ND: Float[Array, "N D"]) -> Float[Array, "N D"]:
@@ -45,7 +47,7 @@ class LoRA(nnx.Module):
     """scale (x @ a) @ b (Hu et al., LoRA, 2021). a is [D, r], b is [r, F] and 0 at first.
 
     a starts normal with std 1 / sqrt(3 D), that of peft's kaiming_uniform_(a=sqrt(5)).
-    cut_in, cut_out: see Linear; a is cut like x, b like the result.
+    sharded_in, sharded_out: see Linear; a is sharded like x, b like the result.
     """
 
     def __init__(
@@ -55,15 +57,15 @@ class LoRA(nnx.Module):
         rank: int,
         scale: float,
         init: Init,
-        cut_in: Cut | None,
-        cut_out: Cut | None,
+        sharded_in: ShardedDim | None,
+        sharded_out: ShardedDim | None,
     ) -> None:
-        self.a = init.normal((dim, rank), (cut_in, None), 1 / math.sqrt(3 * dim))
-        self.b = init.matrix(jnp.zeros((rank, out)), (None, cut_out))
-        self.scale, self.cut_out, self.mesh = scale, cut_out, init.mesh
+        self.a = init.normal((dim, rank), (sharded_in, None), 1 / math.sqrt(3 * dim))
+        self.b = init.matrix(jnp.zeros((rank, out)), (None, sharded_out))
+        self.scale, self.sharded_out, self.mesh = scale, sharded_out, init.mesh
 
     def __call__(self, x_ND: Float[Array, "N D"]) -> Float[Array, "N F"]:
-        b_rF = own_part(self.b[...], 1, self.cut_out, self.mesh)
+        b_rF = own_part(self.b[...], 1, self.sharded_out, self.mesh)
         return self.scale * (x_ND @ self.a[...].astype(x_ND.dtype)) @ b_rF.astype(x_ND.dtype)
 
 
@@ -71,8 +73,8 @@ class Linear(nnx.Module):
     """x @ w (+ bias), computed in x's dtype. w is [D, F]. With add_lora, low-rank matrices beside w; with
     `fp8` set, x @ w and its gradients are computed in FP8 (ops/fp8.py).
 
-    cut_in: x is this rank's part of the features, and so is w; the ranks' results are to be summed.
-    cut_out: the result is this rank's part.
+    sharded_in: x is this rank's part of the features, and so is w; the ranks' results are to be summed.
+    sharded_out: the result is this rank's part.
     """
 
     def __init__(
@@ -83,33 +85,34 @@ class Linear(nnx.Module):
         *,
         bias: bool = False,
         std: float | None = None,
-        cut_in: Cut | None = None,
-        cut_out: Cut | None = None,
+        sharded_in: ShardedDim | None = None,
+        sharded_out: ShardedDim | None = None,
     ) -> None:
-        self.w = init.normal((dim, out), (cut_in, cut_out), std)
-        self.bias = init.zeros((out,), (cut_out,)) if bias else None
+        self.w = init.normal((dim, out), (sharded_in, sharded_out), std)
+        self.bias = init.zeros((out,), (sharded_out,)) if bias else None
         self.lora: LoRA | None = None
         self.fp8 = False
-        self.cut_in, self.cut_out, self.mesh, self.spread = cut_in, cut_out, init.mesh, init.spread
+        self.sharded_in, self.sharded_out = sharded_in, sharded_out
+        self.mesh, self.fsdp = init.mesh, init.fsdp
 
     def __call__(self, x_ND: Float[Array, "N D"]) -> Float[Array, "N F"]:
-        w_DF = own_part(self.w[...], 1, self.cut_out, self.mesh).astype(x_ND.dtype)
+        w_DF = own_part(self.w[...], 1, self.sharded_out, self.mesh).astype(x_ND.dtype)
         y_NF = fp8_product(x_ND, w_DF) if self.fp8 else x_ND @ w_DF
         if self.lora is not None:
             y_NF = y_NF + self.lora(x_ND)
         if self.bias is None:
             return y_NF
-        return y_NF + own_part(self.bias[...], 0, self.cut_out, self.mesh).astype(x_ND.dtype)
+        return y_NF + own_part(self.bias[...], 0, self.sharded_out, self.mesh).astype(x_ND.dtype)
 
     def add_lora(self, rank: int, scale: float, key: Array) -> None:
         """For a stack of layers (parallel/params.py) too."""
         *repeats, dim, out = self.w.shape
-        init = Init(key, self.w.dtype, self.mesh, self.spread)
+        init = Init(key, self.w.dtype, self.mesh, self.fsdp)
 
         def make(init: Init) -> LoRA:
-            return LoRA(dim, out, rank, scale, init, self.cut_in, self.cut_out)
+            return LoRA(dim, out, rank, scale, init, self.sharded_in, self.sharded_out)
 
-        axes = self.w.get_metadata("cuts")[0]
+        axes = self.w.get_metadata("mesh_axes")[0]
         self.lora = nnx.data(stack(make, init, *repeats, axes=axes) if repeats else make(init))
 
 

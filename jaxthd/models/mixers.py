@@ -11,7 +11,7 @@ where `fixed` stays as it is and `state` has a fixed shape (models/decoding.py).
 Legend: N tokens, D model dim, H heads, P Mamba head dim, G Mamba groups, S Mamba state, d attention head dim,
 E experts, k experts a token, M expert layout rows, F inner dim, I Mamba inner dim (H * P), C = I + 2 G S
 channels of the convolution, U = G S; in decoding n documents of this rank, m new tokens of each. What Mamba2
-scans: L tokens, h heads, c channels; these are N, H, C, or, where heads are spread over R context ranks, all
+scans: L tokens, h heads, c channels; these are N, H, C, or, where heads are sharded over R context ranks, all
 tokens of the rows, H / R and a share of the channels (ops/head_exchange.py).
 """
 
@@ -36,7 +36,7 @@ from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.ssd import ssd_and_states
 from jaxthd.packing.prompts import DOCUMENTS_BLOCK, Now, Prompts
 from jaxthd.packing.segments import Segments
-from jaxthd.parallel.experts import exchanged_experts, expert_cut, expert_mlp
+from jaxthd.parallel.experts import exchanged_experts, expert_mlp, expert_sharding
 from jaxthd.parallel.mesh import TOKEN_AXES
 from jaxthd.parallel.params import Init, over_tensor, own_part
 from jaxthd.parallel.tensor import psum_live
@@ -60,10 +60,10 @@ class Attention(nnx.Module):
     def __init__(self, llm: LLMConfig, init: Init, compute: ComputeConfig) -> None:
         heads, shared = over_tensor(llm.q_heads), over_tensor(llm.kv_heads)
         inner = llm.q_heads * llm.head_dim
-        self.q = Linear(llm.dim, inner, init, cut_out=heads)
-        self.k = Linear(llm.dim, llm.kv_heads * llm.head_dim, init, cut_out=shared)
-        self.v = Linear(llm.dim, llm.kv_heads * llm.head_dim, init, cut_out=shared)
-        self.out = Linear(inner, llm.dim, init, std=_residual_std(inner, llm), cut_in=heads)
+        self.q = Linear(llm.dim, inner, init, sharded_out=heads)
+        self.k = Linear(llm.dim, llm.kv_heads * llm.head_dim, init, sharded_out=shared)
+        self.v = Linear(llm.dim, llm.kv_heads * llm.head_dim, init, sharded_out=shared)
+        self.out = Linear(inner, llm.dim, init, std=_residual_std(inner, llm), sharded_in=heads)
         self.head_dim = llm.head_dim
         self.exchange, self.backend = compute.context_exchange, compute.attention_backend
 
@@ -119,18 +119,18 @@ class Mamba2(nnx.Module):
     def __init__(self, llm: LLMConfig, init: Init, compute: ComputeConfig) -> None:
         inner, shared = llm.mamba_heads * llm.mamba_head_dim, llm.mamba_groups * llm.mamba_state
         heads, groups = over_tensor(llm.mamba_heads), over_tensor(llm.mamba_groups)
-        self.z = Linear(llm.dim, inner, init, cut_out=heads)
-        self.x = Linear(llm.dim, inner, init, cut_out=heads)
-        self.b = Linear(llm.dim, shared, init, cut_out=groups)
-        self.c = Linear(llm.dim, shared, init, cut_out=groups)
-        self.dt = Linear(llm.dim, llm.mamba_heads, init, cut_out=heads)
+        self.z = Linear(llm.dim, inner, init, sharded_out=heads)
+        self.x = Linear(llm.dim, inner, init, sharded_out=heads)
+        self.b = Linear(llm.dim, shared, init, sharded_out=groups)
+        self.c = Linear(llm.dim, shared, init, sharded_out=groups)
+        self.dt = Linear(llm.dim, llm.mamba_heads, init, sharded_out=heads)
         taps, std = llm.mamba_conv, 1 / math.sqrt(llm.mamba_conv)
         convolved = ((inner, heads), (shared, groups), (shared, groups))
         self.conv_x, self.conv_b, self.conv_c = (
-            init.normal((taps, dim), (None, cut), std=std) for dim, cut in convolved
+            init.normal((taps, dim), (None, sharded), std=std) for dim, sharded in convolved
         )
         self.conv_bias_x, self.conv_bias_b, self.conv_bias_c = (
-            init.zeros((dim,), (cut,)) for dim, cut in convolved
+            init.zeros((dim,), (sharded,)) for dim, sharded in convolved
         )
         # Time steps start log-uniform in [0.001, 0.1], decay rates uniform in [1, 16].
         uniform = jax.random.uniform(init.next_key(), (2, llm.mamba_heads))
@@ -138,8 +138,8 @@ class Mamba2(nnx.Module):
         self.dt_bias = init.param(step_H + jnp.log(-jnp.expm1(-step_H)), (heads,))
         self.a_log = init.param(jnp.log(1 + 15 * uniform[1]), (heads,))
         self.d = init.ones((llm.mamba_heads,), (heads,))
-        self.norm = RMSNorm(inner, llm.norm_eps, init, groups=llm.mamba_groups, cut=heads)
-        self.out = Linear(inner, llm.dim, init, std=_residual_std(inner, llm), cut_in=heads)
+        self.norm = RMSNorm(inner, llm.norm_eps, init, groups=llm.mamba_groups, sharded=heads)
+        self.out = Linear(inner, llm.dim, init, std=_residual_std(inner, llm), sharded_in=heads)
         self.state = llm.mamba_state
         self.groups, self.mesh = groups, init.mesh
         self.chunk, self.backend = compute.scan_chunk, compute.scan_backend
@@ -239,8 +239,8 @@ class MLP(nnx.Module):
 
     def __init__(self, dim: int, inner: int, llm: LLMConfig, init: Init) -> None:
         columns = over_tensor(inner)
-        self.up = Linear(dim, inner, init, cut_out=columns)
-        self.down = Linear(inner, dim, init, std=_residual_std(inner, llm), cut_in=columns)
+        self.up = Linear(dim, inner, init, sharded_out=columns)
+        self.down = Linear(inner, dim, init, std=_residual_std(inner, llm), sharded_in=columns)
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
         return self.down(relu_squared(self.up(x_ND)))
@@ -273,7 +273,7 @@ class MoE(nnx.Module):
 
     def __init__(self, llm: LLMConfig, init: Init, compute: ComputeConfig) -> None:
         width = llm.latent_dim or llm.dim
-        owners = expert_cut(llm.experts, init.mesh) if compute.expert_parallel else None
+        owners = expert_sharding(llm.experts, init.mesh) if compute.expert_parallel else None
         columns = over_tensor(llm.expert_dim)
         self.router = Linear(llm.dim, llm.experts, init)
         self.correction_bias = init.buffer(jnp.zeros(llm.experts))

@@ -34,7 +34,7 @@ class Depth(nnx.Module):
     def __init__(self, llm: LLMConfig, init: Init, compute: ComputeConfig) -> None:
         dim, eps = llm.dim, llm.norm_eps
         self.enorm, self.hnorm = RMSNorm(dim, eps, init), RMSNorm(dim, eps, init)
-        self.eh_proj = Linear(2 * dim, dim, init, cut_in=over_tensor(2 * dim))
+        self.eh_proj = Linear(2 * dim, dim, init, sharded_in=over_tensor(2 * dim))
         self.final_layernorm = RMSNorm(dim, eps, init)
         self.residual = Residual.of(init.mesh, compute.sequence_sharded)
 

@@ -34,8 +34,8 @@ from jaxthd.packing.batch import Batch
 from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.parallel.mesh import AUDIO_AXES, CONTEXT, PIPELINE, TENSOR, ranks_of
 from jaxthd.parallel.params import (
-    DECODER_SPREAD,
-    ENCODER_SPREAD,
+    DECODER_FSDP,
+    ENCODER_FSDP,
     Buffer,
     Init,
     gathered,
@@ -72,7 +72,7 @@ class SpeechLM(nnx.Module):
     """One module tree for all parameters. The forward pass of training and validation comes in three parts,
     so that a pipeline can run them where and when it likes: `enter`, the decoder's stages, `leave`.
 
-    stages: of the pipeline; None: one. decoder_spread: axes over which the decoder's matrices lie spread.
+    stages: of the pipeline; None: one. decoder_fsdp: axes over which the decoder's matrices are FSDP-sharded.
     max_documents: of a row; see Segments.documents.
     """
 
@@ -82,24 +82,24 @@ class SpeechLM(nnx.Module):
         init: Init,
         compute: ComputeConfig,
         stages: Stages | None = None,
-        decoder_spread: tuple[str, ...] = DECODER_SPREAD,
+        decoder_fsdp: tuple[str, ...] = DECODER_FSDP,
         max_documents: int | None = None,
     ) -> None:
         vocabulary = (over_vocabulary(config.llm.vocab_size), None)
         shape, dim = (config.llm.vocab_size, config.llm.dim), config.llm.dim
-        everywhere, decoder = init.spread_over(ENCODER_SPREAD), init.spread_over(decoder_spread)
+        everywhere, decoder = init.with_fsdp(ENCODER_FSDP), init.with_fsdp(decoder_fsdp)
         self.encoder = FastConformer(config.encoder, everywhere)
         self.adapter = Adapter(config, everywhere)
         self.embedding = decoder.normal(shape, vocabulary, std=1.0)
         self.decoder = HybridDecoder(config.llm, decoder, compute, stages)
         self.head = decoder.normal(shape, vocabulary, std=dim**-0.5)
         # All ranks of a pipeline use it.
-        everyone = decoder.spread_over(tuple(dict.fromkeys((*decoder_spread, PIPELINE))))
+        everyone = decoder.with_fsdp(tuple(dict.fromkeys((*decoder_fsdp, PIPELINE))))
         self.mtp = MultiTokenPrediction(config.llm, everyone, compute) if config.llm.mtp_modules else None
         self.config, self.compute = config, compute
         self.residual = Residual.of(init.mesh, compute.sequence_sharded)
-        cuts = ranks_of(init.mesh, (PIPELINE, TENSOR)) > 1
-        self.vocabulary_axes = (PIPELINE, TENSOR) if cuts else ()
+        is_sharded = ranks_of(init.mesh, (PIPELINE, TENSOR)) > 1
+        self.vocabulary_axes = (PIPELINE, TENSOR) if is_sharded else ()
         self.has_pipeline = init.mesh.pipeline > 1
         self.max_documents = max_documents
         self.mesh = init.mesh
@@ -162,7 +162,7 @@ class SpeechLM(nnx.Module):
         tokens_RL = with_ahead(batch.tokens, batch.future_tokens)
         x_RLD = self.embed_tokens(jnp.maximum(tokens_RL, 0).reshape(-1)).reshape(*tokens_RL.shape, -1)
         buffers: dict[str, Any] = nnx.to_pure_dict(nnx.state(self.encoder, Buffer))
-        if batch.mels.shape[1]:
+        if batch.has_audio:
             audio_RED, buffers = self._encode(batch, axes=axes, train=train)
             slots_RL1 = with_ahead(batch.audio_slots, batch.future_audio_slots)[..., None]
             placed_RLD = jnp.take_along_axis(audio_RED, jnp.maximum(slots_RL1, 0), axis=1)

@@ -1,17 +1,24 @@
-"""The batch: what the loader hands to the step. Fixed shapes; every array's first dim is rows.
+"""The batch: what the loader hands to the step. Every array has a fixed shape; its first dim is rows.
 
-Legend: R rows (buffers, spread over the data axis), T token slots of a row (spread over the context axis,
+Legend: R rows (buffers, sharded over the data axis), T token slots of a row (sharded over the context axis,
 in context-layout order), K depths of multi-token prediction (0: none, and no data), A mel frame slots of a
-row over all its audio ranks, M mel bands, E = A / 8.
+row over all its audio ranks, M mel bands, E = A / 8 encoder frames.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from jaxtyping import Bool, Float32, Int32
+
+AUDIO_FIELDS = ("audio_slots", "mels", "mel_mask", "chunk_ids", "chunk_positions", "future_audio_slots")
+"""Fields of Batch that are None in a batch packed without room for audio."""
 
 
 class Batch(NamedTuple):
-    """One step's data. NumPy on the host, jax arrays (sharded) on devices; a pytree.
+    """One step's data: NumPy arrays on the host, jax arrays (sharded) on devices. A pytree.
+
+    AUDIO_FIELDS are None in a batch packed without room for audio, as for a model without an encoder.
 
     tokens: token ids; 0 in padding.
     targets: the id to predict at each position; 0 where weights is 0.
@@ -25,9 +32,10 @@ class Batch(NamedTuple):
     mel_mask: True on valid mel frames.
     chunk_ids: 0 on unused encoder frames, else the encoder chunk's number within its rank's share, from 1.
     chunk_positions: index of the encoder frame in its chunk (0 where unused).
-    future_tokens, future_audio_slots: of the token k + 1 places on in the same document, at depth k; -1 where
-        the document has none.
-    future_targets, future_weights: as targets and weights, of the token k + 2 places on.
+    future_tokens, future_audio_slots: at depth k, tokens and audio_slots of the token k + 1 positions later
+        in the same document; -1 where the document has ended.
+    future_targets, future_weights: at depth k, targets and weights of that token; 0 where the document has
+        ended.
     """
 
     tokens: Int32[Any, "R T"]
@@ -44,3 +52,19 @@ class Batch(NamedTuple):
     future_audio_slots: Int32[Any, "R K T"]
     future_targets: Int32[Any, "R K T"]
     future_weights: Float32[Any, "R K T"]
+
+    @property
+    def has_audio(self) -> bool:
+        """Whether the audio fields are arrays."""
+        return self.mels is not None
+
+    @property
+    def is_audio(self) -> Bool[Any, "R T"]:
+        """True where the embedding comes from the encoder."""
+        return self.tokens < 0 if self.audio_slots is None else self.audio_slots >= 0
+
+
+def concatenate_rows(batches: Sequence[Batch]) -> Batch:
+    """One host batch with the rows of all of these, in order."""
+    of_field = zip(*batches, strict=True)
+    return Batch(*(None if arrays[0] is None else np.concatenate(arrays) for arrays in of_field))

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Int, Int32, Shaped
+from jaxtyping import Bool, Float32, Int, Int32, Shaped
 
 from jaxthd.packing.balance import assign_chunks, attention_work, imbalance, order_documents
-from jaxthd.packing.batch import Batch
+from jaxthd.packing.batch import AUDIO_FIELDS, Batch
 from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
 from jaxthd.packing.layout import row_permutation
 
@@ -37,6 +37,26 @@ class PackReport(NamedTuple):
     supervised_slots: Int32[np.ndarray, " T"]
 
 
+class _Tokens(NamedTuple):
+    """A row's token arrays in document order, named as in Batch."""
+
+    tokens: Int32[np.ndarray, " T"]
+    targets: Int32[np.ndarray, " T"]
+    weights: Float32[np.ndarray, " T"]
+    segment_ids: Int32[np.ndarray, " T"]
+    positions: Int32[np.ndarray, " T"]
+
+
+class _Audio(NamedTuple):
+    """A row's audio arrays, named as in Batch; audio_slots in document order."""
+
+    audio_slots: Int32[np.ndarray, " T"]
+    mels: Float32[np.ndarray, "A M"]
+    mel_mask: Bool[np.ndarray, " A"]
+    chunk_ids: Int32[np.ndarray, " E"]
+    chunk_positions: Int32[np.ndarray, " E"]
+
+
 def pack_row(
     documents: Sequence[Document],
     *,
@@ -51,19 +71,19 @@ def pack_row(
     layout: Literal["buffer", "document"] = "buffer",
     depths: int = 0,
 ) -> tuple[Batch, PackReport]:
-    """Packs documents into one buffer (Batch with R = 1); no documents give an all-padding row.
+    """Packs documents into one buffer (Batch with R = 1). Without documents the row is all padding.
 
     capacity: token slots T, a multiple of 2 * context. audio_capacity: mel frames A over all `audio_ranks`
         ranks that share the row's audio; each rank's share A / audio_ranks is a multiple of 8 and holds whole
-        chunks.
+        encoder chunks. 0: the Batch's audio fields are None.
     round_to: each document's slots are rounded up to a multiple of this, with padding slots behind it.
-    order_seed: seeds the choice of the order that evens out attention (order_documents); None
-        keeps the given one.
-    layout: what is cut over the context axis (packing/layout.py). "document" needs a round_to that is a
-        multiple of 2 * context, and keeps the given order: there it evens out nothing.
+    order_seed: seeds the search for the order that evens out attention (order_documents); None keeps the
+        given order.
+    layout: what is divided over the context axis (packing/layout.py). "document" needs a round_to that is a
+        multiple of 2 * context, and keeps the given order, which changes no rank's work there.
     depths: of multi-token prediction, K.
     Position i is supervised (weight 1, target the next token) iff token i + 1 of the same document is:
-    labels are masked first, shifted after, and never reach into another document.
+    labels are masked first and shifted after, and never reach into another document.
     Raises ValueError when something does not fit; the message says what to raise.
     """
     share = rank_share(audio_capacity, audio_ranks)
@@ -72,90 +92,123 @@ def pack_row(
     rounded = [-(-len(d) // round_to) * round_to for d in documents]
     if sum(rounded) > capacity:
         raise ValueError(f"documents take {sum(rounded)} token slots, the buffer has {capacity} (capacity)")
-    placed = _place_chunks(documents, audio_ranks, share)
+    ranks = _ranks_of_chunks(documents, audio_ranks, share)
     order = list(range(len(documents)))
     if order_seed is not None and layout == "buffer":
         order, _ = order_documents([len(d) for d in documents], capacity, context, order_seed, rounded)
 
+    documents, ranks = [documents[d] for d in order], [ranks[d] for d in order]
+    starts = np.cumsum([0, *(rounded[d] for d in order)])[:-1].tolist()
+    row = _write_tokens(documents, starts, capacity)
+    audio = None
+    if audio_capacity:
+        audio = _write_audio(documents, starts, ranks, capacity, audio_ranks, share, num_mels)
+    perm = row_permutation(row.segment_ids, context, layout, round_to)
+    report = PackReport(
+        keys=tuple(d.key for d in documents),
+        real_tokens=sum(len(d) for d in documents),
+        supervised_tokens=int(row.weights.sum()),
+        audio_seconds=int(audio.mel_mask.sum()) / 100 if audio else 0.0,
+        imbalance=imbalance(attention_work(row.positions[perm], row.segment_ids[perm], context)),
+        cu_seqlens=cu_seqlens(row.segment_ids, max_documents),
+        cu_seqlens_padded=cu_seqlens(row.segment_ids, max_documents, round_to),
+        supervised_slots=supervised_slots(row.weights[perm]),
+    )
+    return _as_batch(row, audio, _future(row, audio, depths), perm), report
+
+
+def _write_tokens(documents: Sequence[Document], starts: Sequence[int], capacity: int) -> _Tokens:
+    """starts: the first slot of each document."""
     tokens, targets, segment_ids, positions = np.zeros((4, capacity), np.int32)
     weights = np.zeros(capacity, np.float32)
-    audio_slots = np.full(capacity, -1, np.int32)
-    mels = np.zeros((audio_capacity, num_mels), np.float32)
-    mel_mask = np.zeros(audio_capacity, bool)
-    chunk_ids, chunk_positions = np.zeros((2, audio_capacity // SUBSAMPLING), np.int32)
-
-    used, chunks_of_rank, start = [0] * audio_ranks, [0] * audio_ranks, 0
-    for segment, d in enumerate(order, 1):
-        document, end = documents[d], start + len(documents[d])
+    for segment, (document, start) in enumerate(zip(documents, starts, strict=True), 1):
+        end = start + len(document)
         tokens[start:end] = document.tokens
         segment_ids[start:end] = segment
         positions[start:end] = np.arange(len(document))
         weights[start : end - 1] = document.supervised[1:]
         targets[start : end - 1] = np.where(document.supervised[1:], document.tokens[1:], 0)
-        frames_of_document = [np.empty(0, np.int32)]
-        for chunk, rank in zip(document.chunks, placed[d], strict=True):
+    return _Tokens(tokens, targets, weights, segment_ids, positions)
+
+
+def _write_audio(
+    documents: Sequence[Document],
+    starts: Sequence[int],
+    ranks: Sequence[Sequence[int]],
+    capacity: int,
+    audio_ranks: int,
+    share: int,
+    num_mels: int,
+) -> _Audio:
+    """Writes every encoder chunk behind the ones that its rank already holds.
+
+    starts: the first token slot of each document. ranks: the audio rank of each of its chunks. share: mel
+        frames that a rank holds.
+    Raises ValueError for a chunk with another number of mel bands.
+    """
+    frames = audio_ranks * share
+    audio_slots = np.full(capacity, -1, np.int32)
+    mels, mel_mask = np.zeros((frames, num_mels), np.float32), np.zeros(frames, bool)
+    chunk_ids, chunk_positions = np.zeros((2, frames // SUBSAMPLING), np.int32)
+    next_frame, chunks_of_rank = [rank * share for rank in range(audio_ranks)], [0] * audio_ranks
+    for document, start, ranks_of_document in zip(documents, starts, ranks, strict=True):
+        slots = [np.empty(0, np.int32)]
+        for chunk, rank in zip(document.chunks, ranks_of_document, strict=True):
             if chunk.shape[1] != num_mels:
                 raise ValueError(
                     f"document {document.key!r} has {chunk.shape[1]} mel bands, expected {num_mels}"
                 )
-            first, frames = rank * share + used[rank], encoder_frames(len(chunk))
+            first, count = next_frame[rank], encoder_frames(len(chunk))
             mels[first : first + len(chunk)] = chunk
             mel_mask[first : first + len(chunk)] = True
-            at = np.arange(first // SUBSAMPLING, first // SUBSAMPLING + frames, dtype=np.int32)
-            chunks_of_rank[rank] += frames > 0
-            chunk_ids[at], chunk_positions[at] = chunks_of_rank[rank], np.arange(frames)
-            used[rank] += SUBSAMPLING * frames
-            frames_of_document.append(at)
-        audio_slots[start:end][document.is_audio] = np.concatenate(frames_of_document)
-        start += rounded[d]
-
-    perm = row_permutation(segment_ids, context, layout, round_to)
-    of_tokens = (tokens, targets, weights, segment_ids, positions, audio_slots)
-    of_depths = _ahead(tokens, targets, weights, segment_ids, audio_slots, depths)
-    laid_out, ahead = ([x[..., perm] for x in arrays] for arrays in (of_tokens, of_depths))
-    batch = Batch(*(x[None] for x in (*laid_out, mels, mel_mask, chunk_ids, chunk_positions, *ahead)))
-    return batch, PackReport(
-        keys=tuple(documents[d].key for d in order),
-        real_tokens=sum(len(d) for d in documents),
-        supervised_tokens=int(weights.sum()),
-        audio_seconds=int(mel_mask.sum()) / 100,
-        imbalance=imbalance(attention_work(positions[perm], segment_ids[perm], context)),
-        cu_seqlens=cu_seqlens(segment_ids, max_documents),
-        cu_seqlens_padded=cu_seqlens(segment_ids, max_documents, round_to),
-        supervised_slots=supervised_slots(weights[perm]),
-    )
+            at = first // SUBSAMPLING + np.arange(count, dtype=np.int32)
+            chunks_of_rank[rank] += count > 0
+            chunk_ids[at], chunk_positions[at] = chunks_of_rank[rank], np.arange(count)
+            next_frame[rank] += SUBSAMPLING * count
+            slots.append(at)
+        audio_slots[start : start + len(document)][document.is_audio] = np.concatenate(slots)
+    return _Audio(audio_slots, mels, mel_mask, chunk_ids, chunk_positions)
 
 
-def _ahead(
-    tokens: Int32[np.ndarray, " T"],
-    targets: Int32[np.ndarray, " T"],
-    weights: Float32[np.ndarray, " T"],
-    segment_ids: Int32[np.ndarray, " T"],
-    audio_slots: Int32[np.ndarray, " T"],
-    depths: int,
-) -> tuple[Shaped[np.ndarray, "K T"], ...]:
-    """What the batch has of the tokens ahead, of a row in document order."""
-    found = [
-        np.full((depths, len(tokens)), fill, x.dtype)
-        for x, fill in zip((tokens, audio_slots, targets, weights), (-1, -1, 0, 0), strict=True)
-    ]
-    for depth in range(min(depths, len(tokens) - 1)):
-        distance = depth + 1
-        same = (segment_ids[distance:] > 0) & (segment_ids[distance:] == segment_ids[:-distance])
-        for all_depths, x in zip(found, (tokens, audio_slots, targets, weights), strict=True):
-            np.copyto(all_depths[depth, :-distance], x[distance:], where=same)
-    return tuple(found)
+def _future(row: _Tokens, audio: _Audio | None, depths: int) -> dict[str, Shaped[np.ndarray, "K T"]]:
+    """The batch's fields for multi-token prediction, of a row in document order."""
+    sources = [("tokens", row.tokens, -1), ("targets", row.targets, 0), ("weights", row.weights, 0)]
+    if audio:
+        sources.append(("audio_slots", audio.audio_slots, -1))
+    found = {f"future_{name}": np.full((depths, len(x)), fill, x.dtype) for name, x, fill in sources}
+    ids = row.segment_ids
+    for distance in range(1, min(depths, len(ids) - 1) + 1):
+        same_document = (ids[distance:] > 0) & (ids[distance:] == ids[:-distance])
+        for name, x, _ in sources:
+            future = found[f"future_{name}"][distance - 1, :-distance]
+            np.copyto(future, x[distance:], where=same_document)
+    return found
+
+
+def _as_batch(
+    row: _Tokens,
+    audio: _Audio | None,
+    future: dict[str, Shaped[np.ndarray, "K T"]],
+    perm: Int32[np.ndarray, " T"],
+) -> Batch:
+    """The arrays in document order, laid out by `perm`, with a dim for the row."""
+    of_tokens = row._asdict() | future
+    of_audio = audio._asdict() if audio else dict.fromkeys(AUDIO_FIELDS)
+    if audio:
+        of_tokens["audio_slots"] = of_audio.pop("audio_slots")
+    laid_out = {name: x[..., perm] for name, x in of_tokens.items()}
+    return Batch(**{name: x if x is None else x[None] for name, x in (of_audio | laid_out).items()})
 
 
 def rank_share(audio_capacity: int, audio_ranks: int) -> int:
-    """Mel frames each audio rank holds of a row.
+    """Mel frames that each audio rank holds of a row.
 
-    Raises ValueError unless audio_capacity cuts into audio_ranks shares of a multiple of 8 frames.
+    Raises ValueError unless audio_capacity divides into audio_ranks shares of a multiple of 8 frames.
     """
     if audio_ranks < 1 or audio_capacity % (SUBSAMPLING * audio_ranks):
         raise ValueError(
-            f"audio_capacity {audio_capacity} does not cut over {audio_ranks} audio ranks in encoder frames; "
-            f"make it a multiple of {SUBSAMPLING} * {max(audio_ranks, 1)} mel frames"
+            f"audio_capacity {audio_capacity} does not divide into whole encoder frames over {audio_ranks} "
+            f"audio ranks; make it a multiple of {SUBSAMPLING} * {max(audio_ranks, 1)} mel frames"
         )
     return audio_capacity // audio_ranks
 
@@ -189,10 +242,8 @@ def supervised_slots(weights: Float32[np.ndarray, " T"]) -> Int32[np.ndarray, " 
     return slots
 
 
-def _place_chunks(
-    documents: Sequence[Document], ranks: int, share: int
-) -> list[Shaped[np.ndarray, " chunks"]]:
-    """The audio rank of every chunk of every document."""
+def _ranks_of_chunks(documents: Sequence[Document], ranks: int, share: int) -> list[list[int]]:
+    """The audio rank of every encoder chunk of every document."""
     frames = document_frames(documents)
     assigned = assign_chunks(frames, ranks, share)
     if assigned is None:
@@ -200,5 +251,5 @@ def _place_chunks(
             f"encoder chunks of {sorted(frames, reverse=True)} mel frames do not fit {ranks} audio ranks of "
             f"{share} each; raise audio_capacity, or pack fewer documents a row"
         )
-    ends = np.cumsum([len(d.chunks) for d in documents], dtype=int)
-    return np.split(np.asarray(assigned, int), ends[:-1]) if documents else []
+    following = iter(assigned)
+    return [[next(following) for _ in document.chunks] for document in documents]

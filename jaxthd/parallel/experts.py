@@ -1,4 +1,4 @@
-"""Expert parallelism: experts cut over ranks, tokens sent to them and back. No token is dropped.
+"""Expert parallelism: experts sharded over ranks, tokens sent to them and back. No token is dropped.
 
 Assignments (token, expert) travel by all-to-all in rounds. A round has `places` for each pair of ranks, some
 more than an even load needs; what finds no place goes with the next round, and there are as many rounds as
@@ -20,13 +20,13 @@ from jaxtyping import Bool, Float, Int32
 from jaxthd.config import MeshConfig
 from jaxthd.ops.grouped_matmul import ExpertLayout, combine, dispatch, expert_layout, grouped_matmul
 from jaxthd.parallel.mesh import CONTEXT, DATA, ranks_of
-from jaxthd.parallel.params import Cut
+from jaxthd.parallel.params import ShardedDim
 
 
-def expert_cut(experts: int, mesh: MeshConfig) -> Cut | None:
+def expert_sharding(experts: int, mesh: MeshConfig) -> ShardedDim | None:
     """Over data and context, or over one of them where the experts do not divide by both."""
-    cuts = [Cut(axes, experts) for axes in ((DATA, CONTEXT), (DATA,), (CONTEXT,))]
-    return max((c for c in cuts if c.is_cut(mesh)), key=lambda c: ranks_of(mesh, c.axes), default=None)
+    dims = [ShardedDim(axes, experts) for axes in ((DATA, CONTEXT), (DATA,), (CONTEXT,))]
+    return max((d for d in dims if d.is_sharded(mesh)), key=lambda d: ranks_of(mesh, d.axes), default=None)
 
 
 def expert_mlp(

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxthd.config import MeshConfig
 from jaxthd.errors import UserError
-from jaxthd.packing.batch import Batch
+from jaxthd.packing.batch import AUDIO_FIELDS, Batch
 
 DATA, CONTEXT, PIPELINE, TENSOR = AXES = ("data", "context", "pipeline", "tensor")
 Rows = TypeVar("Rows")
@@ -95,13 +95,15 @@ def bytes_of(tree: Any) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def batch_specs() -> Batch:
+def batch_specs(has_audio: bool = True) -> Batch:
     """PartitionSpecs in the places of the arrays: rows over data; tokens over context; audio over all axes
     whose ranks share the row.
+
+    has_audio: False for a batch whose audio fields are None; they are None here too.
     """
     tokens, audio = PartitionSpec(DATA, CONTEXT), PartitionSpec(DATA, AUDIO_AXES)
-    ahead = PartitionSpec(DATA, None, CONTEXT)
-    return Batch(
+    future = PartitionSpec(DATA, None, CONTEXT)
+    specs = Batch(
         tokens=tokens,
         targets=tokens,
         weights=tokens,
@@ -112,11 +114,12 @@ def batch_specs() -> Batch:
         mel_mask=audio,
         chunk_ids=audio,
         chunk_positions=audio,
-        future_tokens=ahead,
-        future_audio_slots=ahead,
-        future_targets=ahead,
-        future_weights=ahead,
+        future_tokens=future,
+        future_audio_slots=future,
+        future_targets=future,
+        future_weights=future,
     )
+    return specs if has_audio else specs._replace(**dict.fromkeys(AUDIO_FIELDS))
 
 
 def local_rows(mesh: Mesh, rows: int) -> list[int]:
@@ -147,4 +150,4 @@ def put_rows(rows: Rows, specs: Rows, mesh: Mesh) -> Rows:
 
 def put_batch(batch: Batch, mesh: Mesh) -> Batch:
     """The host's batch, of this process's local_rows, on the mesh."""
-    return put_rows(batch, batch_specs(), mesh)
+    return put_rows(batch, batch_specs(batch.has_audio), mesh)

@@ -3,9 +3,10 @@
 Modules are Flax NNX, built through `Init` with the shapes of the whole model; initialization, sharding, the
 parameter table and weight import all read the variables it makes. On the mesh a rank holds its part:
 
-- cut: a dim in whole units (heads, experts, vocabulary entries), each rank computing with its own;
-- spread: a weight matrix over the ranks that all use it (FSDP), gathered just before use (`gathered`) and
-  freed after; its gradient comes back scattered.
+- A sharded dim is divided in whole units (heads, experts, vocabulary entries); each rank computes with its
+  own.
+- An FSDP-sharded weight matrix is divided over ranks that all use the whole of it. It is gathered just before
+  its use (`gathered`) and freed after; its gradient comes back scattered.
 
 Repeated blocks are stacked (`stack`) and scanned (`scan_stack`), so that compile time and program size do not
 grow with the number of repeats.
@@ -28,35 +29,35 @@ M = TypeVar("M", bound=nnx.Module)
 V = TypeVar("V", bound=nnx.Variable)
 Carry = TypeVar("Carry")
 
-DECODER_SPREAD = (DATA, CONTEXT)
-"""Axes whose ranks all use a decoder layer whole; the other two cut it."""
-ENCODER_SPREAD = AXES
-"""Every rank encodes audio of its own."""
+DECODER_FSDP = (DATA, CONTEXT)
+"""FSDP axes of the decoder: their ranks all use a layer whole. The other two axes divide it."""
+ENCODER_FSDP = AXES
+"""FSDP axes of the encoder: all, because every rank encodes audio of its own."""
 
 
-class Cut(NamedTuple):
-    """A dim cut over mesh axes into `units` that must stay whole. Where they do not divide by the ranks,
-    every rank holds all and uses the unit of its own (own_part).
+class ShardedDim(NamedTuple):
+    """A dim of `units` that must stay whole, divided over mesh axes. Where the ranks do not divide the units,
+    every rank holds all of them and uses one (own_part).
     """
 
     axes: tuple[str, ...]
     units: int
 
-    def is_cut(self, mesh: MeshConfig) -> bool:
+    def is_sharded(self, mesh: MeshConfig) -> bool:
         return ranks_of(mesh, self.axes) > 1 and self.units % ranks_of(mesh, self.axes) == 0
 
 
-def over_tensor(units: int) -> Cut:
-    return Cut((TENSOR,), units)
+def over_tensor(units: int) -> ShardedDim:
+    return ShardedDim((TENSOR,), units)
 
 
-def over_vocabulary(entries: int) -> Cut:
+def over_vocabulary(entries: int) -> ShardedDim:
     """The vocabulary's work is shared by the pipeline ranks too."""
-    return Cut((PIPELINE, TENSOR), entries)
+    return ShardedDim((PIPELINE, TENSOR), entries)
 
 
-Dims = tuple[Cut | None, ...]
-"""For every dim of a parameter how it is cut, or None. () for none at all."""
+Dims = tuple[ShardedDim | None, ...]
+"""For every dim of a parameter, how it is sharded, or None. (): no dim is."""
 
 
 class Buffer(nnx.Variable):
@@ -68,7 +69,7 @@ class Init:
 
     dtype: of every parameter; float32 unless the run computes in float64.
     mesh: the ranks that the modules will run on.
-    spread: axes over which weight matrices lie spread.
+    fsdp: axes over which weight matrices are FSDP-sharded.
     """
 
     def __init__(
@@ -76,20 +77,20 @@ class Init:
         key: jax.Array,
         dtype: Any = jnp.float32,
         mesh: MeshConfig | None = None,
-        spread: tuple[str, ...] = (),
+        fsdp: tuple[str, ...] = (),
     ) -> None:
         self._key = key
         self.dtype = dtype
         self.mesh = mesh or MeshConfig()
-        self.spread = spread
+        self.fsdp = fsdp
 
     def next_key(self) -> jax.Array:
         self._key, key = jax.random.split(self._key)
         return key
 
-    def spread_over(self, spread: tuple[str, ...]) -> "Init":
-        """For a part of the model, with a key of its own."""
-        return Init(self.next_key(), self.dtype, self.mesh, spread)
+    def with_fsdp(self, axes: tuple[str, ...]) -> "Init":
+        """An Init for a part of the model, with a key of its own."""
+        return Init(self.next_key(), self.dtype, self.mesh, axes)
 
     def normal(self, shape: tuple[int, ...], dims: Dims = (), std: float | None = None) -> nnx.Param:
         """A weight matrix whose second to last dim is its fan-in: normal, std 1 / sqrt(fan-in) by default."""
@@ -113,22 +114,24 @@ class Init:
         return self._make(Buffer, value, dims, False)
 
     def _make(self, kind: type[V], value: jax.Array, dims: Dims, matrix: bool) -> V:
-        cuts = [cut.axes if cut and cut.is_cut(self.mesh) else () for cut in dims or (None,) * value.ndim]
-        dim, axes = self._spread(value.shape, cuts) if matrix else (0, ())
+        by_dim = [d.axes if d and d.is_sharded(self.mesh) else () for d in dims or (None,) * value.ndim]
+        fsdp_dim, fsdp_axes = self._fsdp_dim(value.shape, by_dim) if matrix else (0, ())
         return kind(
             value.astype(self.dtype),
-            cuts=tuple(cut + axes if i == dim else cut for i, cut in enumerate(cuts)),
-            spread=(dim - value.ndim, axes),
+            mesh_axes=tuple(axes + fsdp_axes if i == fsdp_dim else axes for i, axes in enumerate(by_dim)),
+            fsdp=(fsdp_dim - value.ndim, fsdp_axes),
             decayed=matrix,
         )
 
-    def _spread(self, shape: tuple[int, ...], cuts: list[tuple[str, ...]]) -> tuple[int, tuple[str, ...]]:
-        """The dim that most ranks divide, the largest of equals, and their axes."""
-        spread = self.spread if self.mesh.fsdp else ()
-        free = [a for a in spread if a not in sum(cuts, ()) and ranks_of(self.mesh, (a,)) > 1]
+    def _fsdp_dim(
+        self, shape: tuple[int, ...], sharded: list[tuple[str, ...]]
+    ) -> tuple[int, tuple[str, ...]]:
+        """The dim that most ranks divide, the largest of equals, and these ranks' axes."""
+        fsdp = self.fsdp if self.mesh.fsdp else ()
+        free = [a for a in fsdp if a not in sum(sharded, ()) and ranks_of(self.mesh, (a,)) > 1]
         best: tuple[int, int, int, tuple[str, ...]] = (1, 0, 0, ())
         for dim, size in enumerate(shape):
-            local = size // ranks_of(self.mesh, cuts[dim])
+            local = size // ranks_of(self.mesh, sharded[dim])
             axes: tuple[str, ...] = ()
             for axis in free:
                 if local % ranks_of(self.mesh, (*axes, axis)) == 0:
@@ -139,12 +142,12 @@ class Init:
 
 def partition_spec(variable: nnx.Variable) -> PartitionSpec:
     """Where the variable lies on the mesh."""
-    return PartitionSpec(*(cut or None for cut in variable.get_metadata("cuts")))
+    return PartitionSpec(*(axes or None for axes in variable.get_metadata("mesh_axes")))
 
 
 def gathered(variable: nnx.Variable) -> Array:
-    """This rank's part of a variable, as computation takes it: what lies spread is gathered."""
-    (dim, axes), value = variable.get_metadata("spread"), variable[...]
+    """This rank's part of a variable as computation takes it: gathered where it is FSDP-sharded."""
+    (dim, axes), value = variable.get_metadata("fsdp"), variable[...]
     return jax.lax.all_gather(value, axes, axis=value.ndim + dim, tiled=True) if axes else value
 
 
@@ -163,31 +166,31 @@ def _is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
 
 
-def own_part(x: Array, dim: int, cut: Cut | None, mesh: MeshConfig) -> Array:
-    """The unit that this rank computes with, where the units are fewer than the ranks; else x, which is cut.
+def own_part(x: Array, dim: int, sharded: ShardedDim | None, mesh: MeshConfig) -> Array:
+    """The unit that this rank computes with, where the units are fewer than the ranks; else x as it is.
 
-    As many ranks share a unit; gradients of what they all hold are summed with the others.
+    Several ranks share a unit then. Its gradient is summed over the ranks that hold it, as of any other copy.
     """
-    if cut is None or ranks_of(mesh, cut.axes) == 1 or cut.is_cut(mesh):
+    if sharded is None or ranks_of(mesh, sharded.axes) == 1 or sharded.is_sharded(mesh):
         return x
-    size = x.shape[dim] // cut.units
-    unit = jax.lax.axis_index(cut.axes) * cut.units // ranks_of(mesh, cut.axes)
+    size = x.shape[dim] // sharded.units
+    unit = jax.lax.axis_index(sharded.axes) * sharded.units // ranks_of(mesh, sharded.axes)
     return jax.lax.dynamic_slice_in_dim(x, unit * size, size, axis=dim)
 
 
 def stack(make: Callable[[Init], M], init: Init, repeats: int, *, axes: tuple[str, ...] = ()) -> M:
     """`repeats` modules as one: every variable gets a leading dim, initialized from keys of its own.
 
-    axes: mesh axes over which that dim is cut.
+    axes: mesh axes over which that dim is sharded.
     """
 
     def again(key: jax.Array) -> M:
-        return make(Init(key, init.dtype, init.mesh, init.spread))
+        return make(Init(key, init.dtype, init.mesh, init.fsdp))
 
     abstract = nnx.eval_shape(lambda: again(jax.random.key(0)))
     stacked = jax.vmap(lambda key: nnx.state(again(key)))(jax.random.split(init.next_key(), repeats))
     for _, variable in nnx.to_flat_state(stacked):
-        variable.set_metadata(cuts=(axes, *variable.get_metadata("cuts")))
+        variable.set_metadata(mesh_axes=(axes, *variable.get_metadata("mesh_axes")))
     return nnx.merge(nnx.graphdef(abstract), stacked)
 
 
@@ -217,8 +220,8 @@ def rematerialized(step: Callable[..., Any], remat: bool, state: Any) -> Callabl
     if remat:
         return jax.checkpoint(step)
     variables = filter(_is_variable, jax.tree.leaves(state, is_leaf=_is_variable))
-    is_spread = any(v.get_metadata("spread")[1] for v in variables)
-    return jax.checkpoint(step, policy=_all_but_gathered) if is_spread else step
+    is_fsdp = any(v.get_metadata("fsdp")[1] for v in variables)
+    return jax.checkpoint(step, policy=_all_but_gathered) if is_fsdp else step
 
 
 def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:

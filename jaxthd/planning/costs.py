@@ -19,7 +19,7 @@ from jaxthd.models.adapt import trained
 from jaxthd.models.fastconformer import PIECE
 from jaxthd.models.hybrid import repeated_units
 from jaxthd.packing.document import SUBSAMPLING
-from jaxthd.parallel.experts import expert_cut
+from jaxthd.parallel.experts import expert_sharding
 from jaxthd.parallel.mesh import AUDIO_AXES, AXES, CONTEXT, DATA, PIPELINE, TENSOR, ranks_of
 from jaxthd.parallel.schedule import Schedule, make_schedule
 from jaxthd.parallel.stages import KINDS, Stages
@@ -43,7 +43,7 @@ def stage_runs(config: Config, stages: Stages, schedule: Schedule) -> int:
 
 class Weight(NamedTuple):
     """A parameter on a rank, for stacked ones that of one layer. size: its bytes, before anything is
-    gathered. copies: axes whose ranks hold the same. spread: axes over which it is gathered for use.
+    gathered. copies: axes whose ranks hold the same. fsdp: axes over which it is gathered for use.
     trained: else frozen, without a gradient.
     """
 
@@ -51,7 +51,7 @@ class Weight(NamedTuple):
     size: int
     layers: int
     copies: tuple[str, ...]
-    spread: tuple[str, ...]
+    fsdp: tuple[str, ...]
     trained: bool
 
 
@@ -92,7 +92,7 @@ class Costs:
         self._mamba_heads, self._groups = llm.mamba_heads // t, max(llm.mamba_groups // t, 1)
         self._inner = self._mamba_heads * llm.mamba_head_dim
         self._channels = self._inner + 2 * self._groups * llm.mamba_state
-        owners = expert_cut(llm.experts, mesh) if compute.expert_parallel else None
+        owners = expert_sharding(llm.experts, mesh) if compute.expert_parallel else None
         self._owners = owners.axes if owners else ()
         chosen = self._tokens * llm.experts_per_token
         self._places = chosen
@@ -106,15 +106,15 @@ class Costs:
         found, model = [], abstract_model(self._config)
         is_trained = nnx.traversals.flatten_mapping(trained(model, self._config.adapt))
         for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-            cuts = variable.get_metadata("cuts")
+            mesh_axes = variable.get_metadata("mesh_axes")
             is_stacked = bool({"layers", "blocks", "depths"} & set(path))
-            layers = variable.shape[0] // ranks_of(self._mesh, cuts[0]) if is_stacked else 1
-            shape = zip(variable.shape[is_stacked:], cuts[is_stacked:] if cuts else (), strict=False)
-            size = math.prod(n // ranks_of(self._mesh, cut) for n, cut in shape) * variable.dtype.itemsize
-            cut_axes = {axis for cut in cuts for axis in cut}
-            copies = tuple(axis for axis in self._live if axis not in cut_axes)
-            spread = variable.get_metadata("spread")[1]
-            found.append(Weight(tuple(map(str, path)), size, layers, copies, spread, is_trained[path]))
+            layers = variable.shape[0] // ranks_of(self._mesh, mesh_axes[0]) if is_stacked else 1
+            shape = zip(variable.shape[is_stacked:], mesh_axes[is_stacked:], strict=False)
+            size = math.prod(n // ranks_of(self._mesh, axes) for n, axes in shape) * variable.dtype.itemsize
+            sharded = {axis for axes in mesh_axes for axis in axes}
+            copies = tuple(axis for axis in self._live if axis not in sharded)
+            fsdp = variable.get_metadata("fsdp")[1]
+            found.append(Weight(tuple(map(str, path)), size, layers, copies, fsdp, is_trained[path]))
         return found
 
     def _trains(self, *path: str) -> bool:
@@ -126,7 +126,7 @@ class Costs:
     def _gathered(self, *path: str, trained: bool = False) -> Number:
         """Bytes of parameters as computation takes them. trained: of those only."""
         weights = (w for w in self._of(*path) if w.trained or not trained)
-        return sum(w.size * ranks_of(self._mesh, w.spread) for w in weights)
+        return sum(w.size * ranks_of(self._mesh, w.fsdp) for w in weights)
 
     def _units(self, rank: int) -> Iterator[tuple[str, int, bool]]:
         """Repeated units of the rank's stages, how often each comes, and whether it ends its stage."""
@@ -302,8 +302,8 @@ class Costs:
         - Vocabulary: the embeddings' sum and its gradient; three float32 numbers a token forward, one
           backward. Pipeline: a send of n D a up and down every tick; the last stage's output to all.
         - Multi-token prediction: each depth as a stage that all ranks of a pipeline run, its embeddings and
-          its targets as the decoder's, and a sum of N D a for the projection; its weights are spread over
-          the pipeline too. A compiler may gather what depths share once, which here each gathers.
+          its targets as the decoder's, and a sum of N D a for the projection; its weights are FSDP-sharded
+          over the pipeline too. A compiler may gather what depths share once, which here each gathers.
         - Audio: every rank's frames to all ranks of the row, and their gradients home.
         """
         ranks = [self._traffic_of(rank) for rank in range(self._stages.ranks)]
@@ -320,7 +320,7 @@ class Costs:
         self._mtp_traffic(found)
         vocabulary, depths = (PIPELINE, TENSOR), 1 + self._depths
         for weight in (*self._of("embedding"), *self._of("head")):
-            found.gather(weight.spread, weight.size, (1 + weight.trained) * m)
+            found.gather(weight.fsdp, weight.size, (1 + weight.trained) * m)
         found.sum(vocabulary, n * llm.dim * self._a, (1 + self._trains("embedding")) * m * depths)
         found.sum(vocabulary, n * self._w, 4 * m * depths)
         if self._pipelined:
@@ -339,7 +339,7 @@ class Costs:
         remat = int(self._config.compute.remat_llm)
         for letter, count in Counter(unit).items():
             for weight in self._of(module, "layers", KINDS[letter]):
-                found.gather(weight.spread, weight.size, times * count * (2 + again + weight.trained))
+                found.gather(weight.fsdp, weight.size, times * count * (2 + again + weight.trained))
             self._mixer(letter, found, times * count, remat, again, apart=module == "decoder")
         recomputed = remat * (len(unit) - 1)
         parts = (1 + again) * len(unit) + recomputed + len(unit)
@@ -356,7 +356,7 @@ class Costs:
         for unit, repeats in repeated_units(self._config.model.llm.mtp_pattern):
             self._layers(found, unit, times * repeats, 0, "mtp")
         for weight in self._of("mtp", "depths"):
-            found.gather(weight.spread, weight.size, times * (1 + weight.trained))
+            found.gather(weight.fsdp, weight.size, times * (1 + weight.trained))
         if self._is_sharded:
             found.gather((TENSOR,), self._stream, times * 2 * (2 + 1))
         else:
@@ -404,7 +404,7 @@ class Costs:
         again = int(self._pipelined and is_differentiated)
         for weight in (*self._of("encoder"), *self._of("adapter")):
             passes = 1 + again + weight.trained + ("blocks" in weight.path) * backward
-            found.gather(weight.spread, weight.size * weight.layers, m * passes)
+            found.gather(weight.fsdp, weight.size * weight.layers, m * passes)
         if self._trains("encoder", "blocks", "conv", "norm"):
             statistics = 2 * config.model.encoder.dim * self._w
             found.sum(AXES, statistics, m * layers * (2 + again + int(config.compute.remat_encoder)))

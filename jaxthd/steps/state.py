@@ -20,7 +20,7 @@ from jaxthd.models.adapt import add_lora, split, trained, use_fp8
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.parallel.mesh import PIPELINE
 from jaxthd.parallel.params import (
-    DECODER_SPREAD,
+    DECODER_FSDP,
     Buffer,
     Init,
     partition_spec,
@@ -163,10 +163,10 @@ def state_shardings(config: Config, mesh: Mesh) -> TrainState:
 
 def canonical_shardings(config: Config, mesh: Mesh) -> TrainState:
     """Where the canonical form lies. No rank holds more of it than of the other form, or hardly more: what
-    the pipeline divides by layers is spread over its ranks.
+    the pipeline divides by layers is FSDP-sharded over its ranks.
     """
-    spread = (PIPELINE, *DECODER_SPREAD)
-    model = nnx.eval_shape(lambda: _make_model(config, jax.random.key(0), config.mesh, decoder_spread=spread))
+    fsdp = (PIPELINE, *DECODER_FSDP)
+    model = nnx.eval_shape(lambda: _make_model(config, jax.random.key(0), config.mesh, decoder_fsdp=fsdp))
     return _shardings(config, mesh, model)
 
 

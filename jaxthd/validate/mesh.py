@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from jaxthd.config import Config
-from jaxthd.parallel.experts import expert_cut
+from jaxthd.parallel.experts import expert_sharding
 from jaxthd.parallel.schedule import make_schedule
 from jaxthd.parallel.stages import Stages
 from jaxthd.validate.rules import DeviceFacts, Group, Problem, divisors, multiples
@@ -202,11 +202,11 @@ def _tokens_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Problem
 def _experts_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     llm, ranks = config.model.llm, config.mesh.data * config.mesh.context
     if "E" in llm.kinds and config.compute.expert_parallel and ranks > 1 and llm.experts % ranks:
-        cut = expert_cut(llm.experts, config.mesh)
+        sharded = expert_sharding(llm.experts, config.mesh)
         yield Problem(
             f"model.llm.experts is {llm.experts} for {ranks} data and context ranks",
-            f"a multiple of {ranks}: experts are cut over the axes {cut.axes if cut else '()'} only, the "
-            "others gather their weights",
+            f"a multiple of {ranks}: experts are sharded over the axes {sharded.axes if sharded else '()'} "
+            "only, the others gather their weights",
             "change mesh.data or mesh.context, or set compute.expert_parallel to False",
             is_warning=True,
         )

@@ -78,10 +78,10 @@ def _fp8(config: Config, device: DeviceFacts) -> Iterator[Problem]:
         yield Problem(what, f"a pattern such as {', '.join(near)}", f"correct it; {lists}")
     odd = {}
     for name, linear in found.items():
-        cuts = (linear.cut_in, linear.cut_out)
+        sharding = (linear.sharded_in, linear.sharded_out)
         dims = [
-            size // (config.mesh.tensor if cut and cut.is_cut(config.mesh) else 1)
-            for size, cut in zip(linear.w.shape[-2:], cuts, strict=True)
+            size // (config.mesh.tensor if dim and dim.is_sharded(config.mesh) else 1)
+            for size, dim in zip(linear.w.shape[-2:], sharding, strict=True)
         ]
         if matches(name, patterns) and any(dim % 16 for dim in dims):
             odd[name] = dims

@@ -14,7 +14,7 @@ import grain
 import numpy as np
 import pytest
 
-from jaxthd.config import Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
+from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
 from jaxthd.data.pipeline import PackDocuments, make_loader
 from jaxthd.data.workers import Workers
 from jaxthd.packing.document import Document
@@ -32,7 +32,8 @@ def settings(context: int = 1, tensor: int = 1, **data) -> Config:
     return Config(
         mesh=MeshConfig(context=context, tensor=tensor),
         data=DataConfig(**{**defaults, **data}),
-        model=ModelConfig(encoder=EncoderConfig(num_mels=MELS), context_layout=layout),
+        model=ModelConfig(encoder=EncoderConfig(num_mels=MELS)),
+        compute=ComputeConfig(context_layout=layout),
     )
 
 
@@ -237,9 +238,22 @@ def test_text_alone_needs_no_audio_capacity():
 
     config = settings(2, 2, audio_capacity=0)
     batch, report = next(make_loader([range(50)], text, config))
-    assert batch.mels.shape == (3, 0, MELS)
+    assert not batch.has_audio
+    assert batch.tokens.shape == (3, 128)
     assert report["audio_seconds"] == 0.0
     assert report["documents"] > 3
+
+
+def test_without_audio_capacity_documents_with_recordings_are_skipped():
+    skipped = {}
+    pack = PackDocuments(capacity=128, audio_capacity=0, max_documents=5, on_skip=skipped.__setitem__)
+    documents = [load(item, 0) for item in SOURCE if item not in (BROKEN, LONG)]
+    rows = list(grain.MapDataset.source(documents).pipe(pack))
+    packed = {key for row in rows for key in row.report.keys}
+    assert packed == {d.key for d in documents if not d.chunks}
+    assert set(skipped) == {d.key for d in documents if d.chunks}
+    assert set(skipped.values()) == {"it holds a recording, and audio_capacity is 0"}
+    assert not any(row.batch.has_audio for row in rows)
 
 
 def test_the_packer_counts_rounded_slots():

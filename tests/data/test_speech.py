@@ -129,7 +129,7 @@ def test_text_alone_makes_batches_without_audio(clips: tuple[Clip, Clip]):
     batch, report = next(make_loader([[example] * 8], load, text_only))
     assert report["documents"] > 1
     assert report["audio_seconds"] == 0
-    assert (batch.audio_slots == -1).all()
+    assert not batch.has_audio
 
 
 def test_what_cannot_be_used_is_a_fault_with_its_reason(clips: tuple[Clip, Clip]):

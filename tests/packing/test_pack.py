@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from jaxthd.packing.batch import AUDIO_FIELDS, Batch, concatenate_rows
 from jaxthd.packing.document import Document, encoder_frames
 from jaxthd.packing.layout import inverse_permutation, row_permutation
 from jaxthd.packing.pack import cu_seqlens, pack_row, supervised_slots
@@ -230,9 +231,38 @@ def test_rows_without_documents_or_without_audio():
     with pytest.raises(ValueError, match="has no token"):
         Document.splice("empty", [], [], [], AUDIO)
     text = Document.splice("text", [1, 2, 3], [False, True, True], [], AUDIO)
-    batch, report = pack_row([text], **{**SIZES, "audio_capacity": 0}, audio_ranks=4)
-    assert batch.mels.shape == (1, 0, MELS)
+    batch, report = pack_row([text], **SIZES, audio_ranks=4)
     assert (report.real_tokens, report.supervised_tokens, report.audio_seconds) == (3, 2, 0.0)
+    assert not batch.is_audio.any()
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_without_room_for_audio_its_arrays_are_none_and_all_others_the_same(context):
+    """As a model without an encoder takes them."""
+    rng = np.random.default_rng(0)
+    documents = [
+        Document.splice(str(n), rng.integers(9, 99, n).tolist(), (rng.random(n) < 0.7).tolist(), [], AUDIO)
+        for n in (11, 5, 1, 30)
+    ]
+    sizes = {"context": context, "audio_ranks": 2 * context, "depths": 2}
+    with_room, report = pack_row(documents, **SIZES, **sizes)
+    without, other_report = pack_row(documents, **{**SIZES, "audio_capacity": 0, "num_mels": 0}, **sizes)
+    assert report[:5] == other_report[:5]
+    absent = {name for name, x in without._asdict().items() if x is None}
+    assert absent == set(AUDIO_FIELDS) == {
+        "audio_slots", "mels", "mel_mask", "chunk_ids", "chunk_positions", "future_audio_slots",
+    }  # fmt: skip
+    assert with_room.has_audio
+    assert not without.has_audio
+    np.testing.assert_array_equal(without.is_audio, with_room.is_audio)
+    for name in set(Batch._fields) - absent:
+        np.testing.assert_array_equal(getattr(without, name), getattr(with_room, name))
+    two = concatenate_rows([without, without])
+    assert two.mels is None
+    assert two.tokens.shape == (2, SIZES["capacity"])
+    heard = Document.splice("heard", [AUDIO], [False], [[np.ones((8, MELS), np.float32)]], AUDIO)
+    with pytest.raises(ValueError, match="raise audio_capacity"):
+        pack_row([heard], **{**SIZES, "audio_capacity": 0})
 
 
 def test_the_chosen_order_is_no_less_even_than_the_given_one():

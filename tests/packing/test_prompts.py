@@ -5,7 +5,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from jaxthd.packing.batch import Batch
+from jaxthd.packing.batch import concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.prompts import find_prompts, whole_prompts
@@ -41,7 +41,7 @@ def test_the_prompt_is_all_before_the_last_answer(context: int, layout: Literal[
         )[0]
         for row in rows
     ]
-    batch = Batch(*(np.concatenate(arrays) for arrays in zip(*packed, strict=True)))
+    batch = concatenate_rows(packed)
     ends, answers = find_prompts(batch, context, max_documents=5, layout=layout, round_to=4)
     places = ends.first.shape[1]
     assert places % context == 0

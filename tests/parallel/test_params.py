@@ -1,4 +1,4 @@
-"""Where parameters lie: cut in whole units, spread where ranks divide, and whole again when used."""
+"""Parameters are sharded in whole units, FSDP-sharded where ranks divide them, and gathered when used."""
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec
 from jaxthd.config import MeshConfig
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.params import (
-    Cut,
     Init,
+    ShardedDim,
     gathered,
     over_tensor,
     own_part,
@@ -23,8 +23,8 @@ from jaxthd.parallel.params import (
 P = PartitionSpec
 
 
-def init(mesh: MeshConfig, spread: tuple[str, ...] = ("data", "context")) -> Init:
-    return Init(jax.random.key(0), mesh=mesh, spread=spread)
+def init(mesh: MeshConfig, fsdp: tuple[str, ...] = ("data", "context")) -> Init:
+    return Init(jax.random.key(0), mesh=mesh, fsdp=fsdp)
 
 
 @pytest.mark.parametrize(
@@ -36,24 +36,24 @@ def init(mesh: MeshConfig, spread: tuple[str, ...] = ("data", "context")) -> Ini
         (MeshConfig(4, 2), (6, 4), (), P(None, ("data",))),  # 8 divides neither, 4 divides one
         (MeshConfig(4), (6, 9), (), P(None, None)),
         (MeshConfig(2, tensor=2), (6, 8), (None, over_tensor(4)), P(("data",), ("tensor",))),
-        # A dim already cut can be cut again.
+        # A sharded dim can be FSDP-sharded as well.
         (MeshConfig(2, tensor=2), (5, 8), (None, over_tensor(4)), P(None, ("tensor", "data"))),
         # Two key heads for four ranks: every rank holds both.
         (MeshConfig(tensor=4), (6, 8), (None, over_tensor(2)), P(None, None)),
-        # Experts over data and context leave nothing to spread over these.
+        # Experts over data and context leave nothing for FSDP over these.
         (
             MeshConfig(2, 2),
             (8, 6, 4),
-            (Cut(("data", "context"), 8), None, None),
+            (ShardedDim(("data", "context"), 8), None, None),
             P(("data", "context"), None, None),
         ),
     ],
 )
-def test_matrices_are_cut_and_spread(mesh, shape, dims, want):
+def test_matrices_are_sharded_and_fsdp_sharded(mesh, shape, dims, want):
     assert partition_spec(init(mesh).normal(shape, dims)) == want
 
 
-def test_vectors_are_not_spread_and_nothing_is_without_fsdp():
+def test_vectors_are_not_fsdp_sharded_and_nothing_is_without_fsdp():
     assert partition_spec(init(MeshConfig(2, tensor=2)).zeros((8,), (over_tensor(4),))) == P(("tensor",))
     assert partition_spec(init(MeshConfig(2)).ones((8,))) == P(None)
     assert partition_spec(init(MeshConfig(2, fsdp=False)).normal((8, 6))) == P(None, None)
@@ -61,16 +61,16 @@ def test_vectors_are_not_spread_and_nothing_is_without_fsdp():
 
 def test_a_rank_uses_the_unit_of_its_own():
     """Three key heads of two features for six ranks: ranks 0 and 1 use the first, ..."""
-    mesh, cut = MeshConfig(tensor=6), over_tensor(3)
+    mesh, heads = MeshConfig(tensor=6), over_tensor(3)
     run = jax.shard_map(
-        lambda x: own_part(x, 1, cut, mesh)[None],
+        lambda x: own_part(x, 1, heads, mesh)[None],
         mesh=make_mesh(mesh),
         in_specs=P(),
         out_specs=P("tensor"),
         check_vma=False,
     )
-    heads = jnp.arange(6.0).reshape(1, 6)
-    np.testing.assert_array_equal(run(heads)[:, 0], [[0, 1]] * 2 + [[2, 3]] * 2 + [[4, 5]] * 2)
+    features = jnp.arange(6.0).reshape(1, 6)
+    np.testing.assert_array_equal(run(features)[:, 0], [[0, 1]] * 2 + [[2, 3]] * 2 + [[4, 5]] * 2)
 
 
 class Layer(nnx.Module):
@@ -122,7 +122,7 @@ def test_a_stack_is_whole_for_its_turn_and_its_gradient_comes_back_scattered(rem
     assert gathers == 2, "once for the forward pass, once again for the backward pass"
 
 
-def test_what_is_not_spread_is_not_gathered():
+def test_what_is_not_fsdp_sharded_is_not_gathered():
     """So that one device needs no mesh."""
     w = init(MeshConfig()).normal((4, 4))
     np.testing.assert_array_equal(jax.jit(lambda: gathered(w))(), w[...])
