@@ -1,10 +1,10 @@
 """Admission: a kernel is used only after its numbers agreed with XLA's own code on this device.
 
-Published kernels have been silently wrong: gradients 8 to 960 times too large on one architecture, NaN on zero
-lengths, wrong results for batches of more than one. So before a run each process gives a kernel a small ragged
-problem of the run's own shape and dtype, forward and backward, in a manual shard_map as in a step, and compares the
-results with those of the "xla" back-end in float32. The errors are kept on disk, under the device, the versions,
-the shape and the sources of both.
+Published kernels have been silently wrong: gradients 8 to 960 times too large on one architecture, NaN on
+zero lengths, wrong results for batches of more than one. So before a run each process gives a kernel a small
+ragged problem of the run's own shape and dtype, forward and backward, in a manual shard_map as in a step, and
+compares the results with those of the "xla" back-end in float32. The errors are kept on disk, under the
+device, the versions, the shape and the sources of both.
 
 This file is what attention (kernels/attention_probe.py) and the scan (kernels/scan_probe.py) have in common.
 """
@@ -32,10 +32,11 @@ from jaxthd.parallel.processes import exchange
 class Kernel:
     """A back-end for one shape: all that admission needs to know of it.
 
-    kind: what it computes, "attention" or "scan". name: the back-end's. shape: an AttentionShape or ScanShape.
-    unfit: its requirement for this shape: why it cannot run on a machine, in one line, or None. probe: finds the
-    error of each of `quantities` on the first device of this process. bound: on every error. sources: the files
-    whose change makes kept errors worthless.
+    kind: what it computes, "attention" or "scan". name: the back-end's. shape: an AttentionShape or
+    ScanShape.
+    unfit: its requirement for this shape: why it cannot run on a machine, in one line, or None. probe: finds
+    the error of each of `quantities` on the first device of this process. bound: on every error. sources: the
+    files whose change makes kept errors worthless.
     """
 
     kind: str
@@ -51,8 +52,8 @@ class Kernel:
 class Verdict(NamedTuple):
     """refusal: why the back-end is not admitted, in one line; None if it is.
 
-    errors: of each quantity, the largest difference / the largest value; inf where a value is not finite, or is
-        not -inf where it should be. Empty if the kernel was not run. bound: on every error.
+    errors: of each quantity, the largest difference / the largest value; inf where a value is not finite, or
+        is not -inf where it should be. Empty if the kernel was not run. bound: on every error.
     fits: the kernel's requirement holds, and it could be run. is_cached: the errors were found earlier.
     """
 
@@ -67,8 +68,9 @@ class Verdict(NamedTuple):
 def admit(kernel: Kernel, machine: Machine, folder: Path | None = None) -> Verdict:
     """Whether the kernel may be used for its shape here, by its errors now or as kept.
 
-    folder: where errors are kept; by default in the user's cache. All processes call this together. Either all
-    run the probe or none does: for a program of several processes XLA divides the choice of kernels among them.
+    folder: where errors are kept; by default in the user's cache. All processes call this together. Either
+    all run the probe or none does: for a program of several processes XLA divides the choice of kernels among
+    them.
     """
     reason = next(filter(None, exchange(kernel.unfit(machine))), None)
     if reason:
@@ -94,8 +96,8 @@ def admit(kernel: Kernel, machine: Machine, folder: Path | None = None) -> Verdi
 
 
 def as_in_a_step(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, compiled for the first device of this process inside a shard_map that is manual over all the mesh's
-    axes, each of one rank: some libraries ask what mesh they are under, and refuse.
+    """`run`, compiled for the first device of this process inside a shard_map that is manual over all the
+    mesh's axes, each of one rank: some libraries ask what mesh they are under, and refuse.
     """
     mesh = Mesh(np.array(jax.local_devices()[:1]).reshape([1] * len(AXES)), AXES)
     return jax.jit(on_ranks(run, mesh, PartitionSpec(), PartitionSpec()))
@@ -118,7 +120,8 @@ def _too_far(kernel: Kernel, errors: dict[str, float]) -> str:
 
 
 def _key(kernel: Kernel, machine: Machine) -> dict[str, Any]:
-    """All that the errors hold for: a change of any of it asks for a new probe, as does a change of this file."""
+    """All that the errors hold for: a change of any of it asks for a new probe, as does a change of this
+    file."""
     sources = hashlib.sha256()
     for path in (Path(__file__), *sorted(kernel.sources)):
         sources.update(path.read_bytes())

@@ -1,5 +1,6 @@
-"""The problem that attention's kernels must solve before they are used (kernels/admission.py): both calls of the
-contract, local and remote, forward and backward, on small ragged documents, compared with the blockwise back-end.
+"""The problem that attention's kernels must solve before they are used (kernels/admission.py): both calls of
+the contract, local and remote, forward and backward, on small ragged documents, compared with the blockwise
+back-end.
 
 Legend: N queries and keys, H query heads, K key/value heads, D head dim.
 """
@@ -29,8 +30,8 @@ RECTANGLES = (
     [(192, 282, 300, 384)],
     [(1, 151, 20, 90), (215, 312, 200, 260)],
 )
-"""(first query, end, first key, end) of each rectangle of each remote call: as from an earlier rank and from a
-later one under the whole-buffer layout, and as under the per-document layout."""
+"""(first query, end, first key, end) of each rectangle of each remote call: as from an earlier rank and from
+a later one under the whole-buffer layout, and as under the per-document layout."""
 MOST = 6
 """Most documents that the calls are told of: more than there are, so that some packed segments stay empty."""
 BLOCK = 64
@@ -80,7 +81,8 @@ def _programs(
 
 
 def _run(backend: AttentionBackend, arrays: dict[str, Array], scale: float) -> dict[str, list[np.ndarray]]:
-    """QUANTITIES of each call: forward; then backward, given the output and log-sum-exp of all calls merged."""
+    """QUANTITIES of each call: forward; then backward, given the output and log-sum-exp of all calls
+    merged."""
     q, dout, pairs = arrays["q"], arrays["dout"], list(zip(arrays["k"], arrays["v"], strict=True))
     programs = [_programs(backend, scale, number == 0) for number in range(len(pairs))]
     intervals = probe_intervals()
@@ -131,7 +133,7 @@ def attention_kernel(backend: AttentionBackend, shape: AttentionShape) -> Kernel
         partial(probe_errors, backend, shape),
         QUANTITIES,
         error_bound(shape.dtype),
-        tuple(Path(blockwise.__file__).parent.glob("*.py")),
+        (Path(__file__), *Path(blockwise.__file__).parent.glob("*.py")),
     )
 
 

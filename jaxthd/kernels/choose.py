@@ -34,9 +34,9 @@ def attention_shape(config: Config) -> AttentionShape:
 
 
 def scan_shape(config: Config) -> ScanShape:
-    """What one rank scans: its context chunks, for all heads of its tensor rank; or under the per-document layout
-    whole rows, for its context rank's share of these heads. A group whose heads lie on several ranks is on each
-    of them.
+    """What one rank scans: its context chunks, for all heads of its tensor rank; or under the per-document
+    layout whole rows, for its context rank's share of these heads. A group whose heads lie on several ranks
+    is on each of them.
     """
     llm, mesh, context = config.model.llm, config.mesh, config.mesh.context
     heads, groups = llm.mamba_heads // mesh.tensor, max(1, llm.mamba_groups // mesh.tensor)
@@ -79,7 +79,8 @@ CHOICES = (
 
 
 def with_admitted(config: Config, say: Callable[[str], None], folder: Path | None = None) -> Config:
-    """The config with the attention and scan back-ends that the run may use. All processes call this together.
+    """The config with the attention and scan back-ends that the run may use. All processes call this
+    together.
 
     "auto" becomes the first back-end that every process admits; one line says why the others are not used.
     say: prints a line. folder: see admit. Raises UserError if the back-end asked for by name is not admitted,

@@ -16,9 +16,9 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 class Machine:
     """A Device (ops/backend.py), and more.
 
-    platform: jax's name, "cpu", "gpu", ... kind: the first device's name. compute_capability: of an NVIDIA GPU,
-    such as "9.0". The rest are versions, None for what is missing; cuda and cudnn as these count, 91002 for
-    cuDNN 9.10.2.
+    platform: jax's name, "cpu", "gpu", ... kind: the first device's name. compute_capability: of an NVIDIA
+    GPU, such as "9.0". The rest are versions, None for what is missing; cuda and cudnn as these count, 91002
+    for cuDNN 9.10.2.
     """
 
     platform: str

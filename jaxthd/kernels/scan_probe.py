@@ -1,5 +1,6 @@
 """The problem that the scan's kernels must solve before they are used (kernels/admission.py): outputs and all
-gradients on small ragged documents, on two context ranks where the run has several, compared with the XLA scan.
+gradients on small ragged documents, on two context ranks where the run has several, compared with the XLA
+scan.
 
 Legend: as ops/scan/ssd.py; R rows, T tokens of the probe, t tokens of one of its ranks r.
 """
@@ -25,17 +26,17 @@ from jaxthd.packing.segments import make_segments
 
 QUANTITIES = ("y", "dx", "ddt", "da", "dB", "dC")
 PROBE_LENGTHS = (1, 1, 37, 200, 3, 64, 130)
-"""Lengths of the probe's documents, repeated until the chunks are full: documents of one token, across edges of
-chunks, from the middle of a chunk. Padding follows."""
+"""Lengths of the probe's documents, repeated until the chunks are full: documents of one token, across edges
+of chunks, from the middle of a chunk. Padding follows."""
 PROBE_PADDING = 20
 RANKS = 2
 """Context ranks of the probe where states enter from other ranks."""
 
 
 def error_bound(dtype: str) -> float:
-    """The bound on every error. Operands, scores and states are rounded once each, 2^-9 in bfloat16; the gradient
-    of A, a sum of both signs over all tokens, adds up most of them: 0.9% was the most of either back-end. In
-    float32 only the order of sums differs.
+    """The bound on every error. Operands, scores and states are rounded once each, 2^-9 in bfloat16; the
+    gradient of A, a sum of both signs over all tokens, adds up most of them: 0.9% was the most of either
+    back-end. In float32 only the order of sums differs.
     """
     return 2e-2 if dtype == "bfloat16" else 1e-4
 
@@ -49,7 +50,7 @@ def scan_kernel(backend: ScanBackend, shape: ScanShape) -> Kernel:
         partial(probe_errors, backend.scan, shape),
         QUANTITIES,
         error_bound(shape.dtype),
-        tuple(Path(ssd_module.__file__).parent.glob("*.py")),
+        (Path(__file__), *Path(ssd_module.__file__).parent.glob("*.py")),
     )
 
 
@@ -99,8 +100,8 @@ def outputs_and_gradients(scan: Scan, shape: ScanShape, inputs: tuple[Array, ...
 def probe_program(scan: Scan, shape: ScanShape) -> Any:
     """(segment ids, positions [1, T], *probe_inputs) -> QUANTITIES, compiled when first called.
 
-    With states_enter, the context ranks are a mapped axis of one device: these are the kernels of a mesh, with
-    one dim more in the grid of programs.
+    With states_enter, the context ranks are a mapped axis of one device: these are the kernels of a mesh,
+    with one dim more in the grid of programs.
     """
 
     def of_rank(axis: str | None, ids_RT: Array, positions_RT: Array, *inputs: Array) -> tuple[Array, ...]:

@@ -1,17 +1,19 @@
-"""What the back-ends of attention and of the scan share: what their requirements read, and finding one by name.
+"""What the back-ends of attention and of the scan share: what their requirements read, and finding one by
+name.
 
-A requirement is a pure function (shape, device) -> why the kernel cannot compute this shape there, in one line,
-or None where it can. It stands in the kernel's file and reads nothing but what it is given, so that ops ask no
-machine anything: jaxthd/kernels/ finds the facts and decides.
+A requirement is a pure function (shape, device) -> why the kernel cannot compute this shape there, in one
+line, or None where it can. It stands in the kernel's file and reads nothing but what it is given, so that ops
+ask no machine anything: jaxthd/kernels/ finds the facts and decides.
 """
 
 import re
 from collections.abc import Mapping
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 Found = TypeVar("Found")
 
 
+@runtime_checkable
 class Device(Protocol):
     """Facts about a device and the libraries that run on it; None where there is none."""
 

@@ -6,11 +6,11 @@ A call takes one packed buffer of queries and one of keys, inside the manual sha
     remote    a run of queries sees a run of another rank's keys, all of it: one dense rectangle a row under
               the whole-buffer layout, one a document under the per-document layout (packing/segments.py)
 
-Both are KeyIntervals, with `causal` on or off. Several calls give parts of one softmax, which are merged by their
-log-sum-exp. The backward pass of each part takes the output and the log-sum-exp of the whole.
+Both are KeyIntervals, with `causal` on or off. Several calls give parts of one softmax, which are merged by
+their log-sum-exp. The backward pass of each part takes the output and the log-sum-exp of the whole.
 
-Two kinds of attention are not such calls, and are always blockwise: the encoder's, which is bidirectional and has
-query heads of d + D dims against value heads of d; and that of decoding, with one query a document.
+Two kinds of attention are not such calls, and are always blockwise: the encoder's, which is bidirectional and
+has query heads of d + D dims against value heads of d; and that of decoding, with one query a document.
 
 Legend: N queries, S keys, H query heads, K key/value heads, D query/key dim, V value dim.
 """
@@ -78,13 +78,15 @@ Forward = Callable[[Array, Array, Array, Call, float], tuple[Array, Array]]
 [N, H]), both in promote(float32, q's dtype). Query head h uses key/value head h // (H / K). A query that sees
 no key gives 0 and -inf."""
 Backward = Callable[[Array, Array, Array, Array, Array, Array, Call, float], tuple[Array, Array, Array]]
-"""(q, k, v, output, log-sum-exp, gradient of the output, call, scale) -> gradients of q, k, v over this call's
-keys, in promote(float32, q's dtype): 0 for a query that sees nothing and a key that nothing sees. Output and
-log-sum-exp are those over all keys that a query sees, in other calls too; so the gradients of all calls add up."""
+"""(q, k, v, output, log-sum-exp, gradient of the output, call, scale) -> gradients of q, k, v over this
+call's keys, in promote(float32, q's dtype): 0 for a query that sees nothing and a key that nothing sees.
+Output and log-sum-exp are those over all keys that a query sees, in other calls too; so the gradients of all
+calls add up."""
 
 
 class AttentionBackend(NamedTuple):
-    """unfit: the requirement (ops/backend.py). All three import the kernel's library when called, not before."""
+    """unfit: the requirement (ops/backend.py). All three import the kernel's library when called, not
+    before."""
 
     name: str
     unfit: Callable[[AttentionShape, Device], str | None]

@@ -1,9 +1,10 @@
 """The back-end "cudnn": jax's own call of cuDNN's packed attention. Not yet run on a GPU.
 
-jax.nn.dot_product_attention takes no packed offsets, so this calls jax._src.cudnn, which is private: before it is
-used, its signatures are compared with those known here. It keeps the log-sum-exp as [M, H, N], where row m holds
-the queries of packed segment m from 0 on: one array of M * H * N floats more than with other back-ends. The
-backward rule takes it and the output among its residuals, so those over all ranks' keys can be given.
+jax.nn.dot_product_attention takes no packed offsets, so this calls jax._src.cudnn, which is private: before
+it is used, its signatures are compared with those known here. It keeps the log-sum-exp as [M, H, N], where
+row m holds the queries of packed segment m from 0 on: one array of M * H * N floats more than with other
+back-ends. The backward rule takes it and the output among its residuals, so those over all ranks' keys can be
+given.
 
 Legend: N queries, S keys, H query heads, M packed segments.
 """
@@ -52,8 +53,8 @@ def _unfit(shape: AttentionShape, device: Device) -> str | None:
 
 
 def _too_large(shape: AttentionShape) -> str | None:
-    """XLA gives cuDNN one batch for each packed segment, each as long as the buffer, and cuDNN sums dq in float32
-    for all of them (from the sources of XLA and cudnn-frontend, 2026-11; not yet run).
+    """XLA gives cuDNN one batch for each packed segment, each as long as the buffer, and cuDNN sums dq in
+    float32 for all of them (from the sources of XLA and cudnn-frontend, 2026-11; not yet run).
     """
     segments = shape.documents + 1
     size = 4 * segments * shape.q_heads * shape.tokens * shape.head_dim

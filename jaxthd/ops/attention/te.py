@@ -1,9 +1,10 @@
-"""The back-end "te": Transformer Engine's fused attention for JAX, by its low-level calls. Not yet run on a GPU.
+"""The back-end "te": Transformer Engine's fused attention for JAX, by its low-level calls. Not yet run on a
+GPU.
 
-It is given the packed format (ops/attention/thd.py) with one buffer at a time: with more, its results are wrong
-(marin-community/marin #5749). Inside the manual shard_map it computes the rank's own share; its own context
-parallelism is not used. The log-sum-exp is float32 [1, N, H, 1] from cuDNN 9.6 on. The backward call takes it and
-the output as arguments, so those over all ranks' keys can be given.
+It is given the packed format (ops/attention/thd.py) with one buffer at a time: with more, its results are
+wrong (marin-community/marin #5749). Inside the manual shard_map it computes the rank's own share; its own
+context parallelism is not used. The log-sum-exp is float32 [1, N, H, 1] from cuDNN 9.6 on. The backward call
+takes it and the output as arguments, so those over all ranks' keys can be given.
 """
 
 from typing import Any
@@ -28,8 +29,8 @@ from jaxthd.ops.backend import Device, version_numbers
 LEAST = (2, 18)
 """Earlier versions gave wrong gradients on compute capability 12.0."""
 BAD = {"12.0": "gradients of packed attention were measured 8 to 960 times off in every layer"}
-"""What is wrong, by compute capability. There the JAX side allocates the log-sum-exp in another layout than the
-kernel's."""
+"""What is wrong, by compute capability. There the JAX side allocates the log-sum-exp in another layout than
+the kernel's."""
 
 
 def _unfit(shape: AttentionShape, device: Device) -> str | None:

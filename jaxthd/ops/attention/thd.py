@@ -1,8 +1,8 @@
 """A call in THD, the packed format of the fused kernels: lengths and offsets of packed segments.
 
-A packed segment is a run of queries together with the run of keys that it sees: a document, with the causal mask,
-in a local call; a rectangle in a remote one. Their number M is fixed. Those that are not used have length 0, and
-none has queries without keys, for which kernels have returned NaN.
+A packed segment is a run of queries together with the run of keys that it sees: a document, with the causal
+mask, in a local call; a rectangle in a remote one. Their number M is fixed. Those that are not used have
+length 0, and none has queries without keys, for which kernels have returned NaN.
 
 Also here: what every kernel that takes this format requires.
 
@@ -29,7 +29,8 @@ CUDNN_BAD = (
 
 
 class PackedSegments(NamedTuple):
-    """Where the queries and the keys of each packed segment begin, and how many they are; in order of queries."""
+    """Where the queries and the keys of each packed segment begin, and how many they are; in order of
+    queries."""
 
     q_start: Int32[Array, " M"]
     q_length: Int32[Array, " M"]
@@ -71,7 +72,8 @@ def nan_if_too_many(out: Array, call: Call) -> Array:
 
 
 def lengths_and_offsets(packed: PackedSegments) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """((lengths of queries, of keys [1, M]), (offsets of queries, of keys [1, M + 1])), int32, -1 where unused.
+    """((lengths of queries, of keys [1, M]), (offsets of queries, of keys [1, M + 1])), int32, -1 where
+    unused.
 
     Both Transformer Engine and jax's cuDNN call take them in this form.
     """

@@ -23,6 +23,7 @@ def scan(
     chunk: int,
     backend: str,
 ) -> Float[Array, "N H P"]:
-    """ops/scan/ssd.py's scan by the back-end called `backend`. Raises ValueError for one that is not there."""
+    """ops/scan/ssd.py's scan by the back-end called `backend`. Raises ValueError for one that is not
+    there."""
     run = find_backend(BACKENDS, "scan", backend).scan
     return run(x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments, chunk=chunk)

@@ -16,7 +16,8 @@ from jaxthd.ops.backend import Device
 class ScanShape:
     """What a scan's kernels are compiled for.
 
-    dtype: of x, B and C. heads, groups, head_dim, state: of what one rank scans. chunk: tokens of a scan chunk.
+    dtype: of x, B and C. heads, groups, head_dim, state: of what one rank scans. chunk: tokens of a scan
+    chunk.
     states_enter: states come from other context ranks and pass on to them.
     """
 
