@@ -23,8 +23,9 @@ from jaxthd.ops.scan.backends import scan
 from jaxthd.ops.scan.contract import ScanShape
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state, state_shardings
-from jaxthd.steps.step import make_train_step
+from jaxthd.steps.training import make_train_step
 from jaxthd.terminal.command_line import ready
 from tests.ops.test_scan import broken_decays
 
@@ -231,10 +232,10 @@ def test_the_scan_s_shape_is_what_a_rank_scans(
     mesh = make_mesh(sizes)
     state = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        abstract_state(config),
-        state_shardings(config, mesh),
+        abstract_state(Blueprint(config)),
+        state_shardings(Blueprint(config), mesh),
     )
-    step: Any = make_train_step(config, mesh)
+    step: Any = make_train_step(Blueprint(config), mesh)
     step.trace(state, abstract_batch(config))
     assert scanned == {want}
     heads, groups, chunk, states_enter = want
