@@ -8,12 +8,11 @@ import jax
 from jaxthd.config import Config
 from jaxthd.data.audio.features import mel_filterbank
 from jaxthd.data.text.tokenizer import ByteTokenizer
-from jaxthd.kernels.machine import numbers
-from jaxthd.kernels.scan_probe import CAPABILITY_LEAST
 from jaxthd.models.adapt import trained
 from jaxthd.ops.attention import contract, te
-from jaxthd.ops.attention.pieces import unfit_for_fused
-from jaxthd.ops.scan.pallas import why_unfit
+from jaxthd.ops.attention.thd import unfit_shape
+from jaxthd.ops.backend import version_numbers
+from jaxthd.ops.scan.pallas import CAPABILITY_LEAST, why_unfit
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.validate.rules import DeviceFacts, Group, Problem, divisors, multiples, shapes_of
 
@@ -36,7 +35,7 @@ KNOWN_BAD_KERNELS = tuple(BadKernel("te", capability, fault) for capability, fau
 
 @RULES.rule("model.encoder.num_mels")
 def _num_mels(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    mels = config.model.encoder.num_mels
+    mels = config.model.audio_encoder.num_mels
     try:
         mel_filterbank(mels)
     except ValueError as error:
@@ -51,7 +50,7 @@ def _num_mels(config: Config, device: DeviceFacts) -> Iterator[Problem]:
 
 @RULES.rule("model.encoder.dim", "model.encoder.heads")
 def _encoder_heads(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    dim, heads = config.model.encoder.dim, config.model.encoder.heads
+    dim, heads = config.model.audio_encoder.dim, config.model.audio_encoder.heads
     if dim % 2:
         expected = "an even number: half of the position encoding are sines, half cosines"
         yield Problem(f"model.encoder.dim is {dim}", expected, f"set model.encoder.dim to {dim + 1}")
@@ -65,7 +64,7 @@ def _encoder_heads(config: Config, device: DeviceFacts) -> Iterator[Problem]:
 
 @RULES.rule("model.encoder.conv_kernel")
 def _conv_kernel(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    taps = config.model.encoder.conv_kernel
+    taps = config.model.audio_encoder.conv_kernel
     if taps % 2 == 0:
         expected = "an odd number: as many taps before a frame as behind it"
         change = f"set model.encoder.conv_kernel to {taps - 1} or {taps + 1}"
@@ -200,8 +199,8 @@ def _dtype(config: Config, device: DeviceFacts) -> Iterator[Problem]:
 def _fused_attention(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     """What of it depends on versions and on buffers is asked when it is admitted (jaxthd.kernels.choose)."""
     backend, llm = config.compute.attention_backend, config.model.llm
-    heads = contract.Problem(config.compute.dtype, llm.q_heads, llm.kv_heads, llm.head_dim)
-    reason = unfit_for_fused(heads, device.platform)
+    heads = contract.AttentionShape(config.compute.dtype, llm.q_heads, llm.kv_heads, llm.head_dim)
+    reason = unfit_shape(heads, device.platform)
     if backend in ("te", "cudnn") and reason:
         change = "set compute.attention_backend to auto or xla"
         yield Problem(
@@ -252,7 +251,7 @@ def _scan_kernels(config: Config, device: DeviceFacts) -> Iterator[Problem]:
         yield Problem(f"{found} on cpu", expected, change, is_warning=True)
     elif device.platform not in ("gpu", "cuda"):
         yield Problem(f"{found} on {device.platform}", "an NVIDIA GPU", change)
-    elif device.compute_capability and numbers(device.compute_capability) < CAPABILITY_LEAST:
+    elif device.compute_capability and version_numbers(device.compute_capability) < CAPABILITY_LEAST:
         where = f"compute capability {device.compute_capability} ({device.kind})"
         least = ".".join(map(str, CAPABILITY_LEAST))
         yield Problem(f"{found} on {where}", f"{least} or more, which has bfloat16 matrix units", change)

@@ -21,7 +21,7 @@ from jaxthd.hf.names import Tensor
 from jaxthd.packing.document import Document, encoder_frames
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.steps.state import canonical_weights, model_graph
+from jaxthd.steps.blueprint import Blueprint
 
 CAPACITY, AUDIO, BLOCK = 96, 320, 16
 BASE = ModelConfig(
@@ -36,7 +36,7 @@ def group(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray
 
 
 def shapes_of(config: Config) -> dict[str, tuple[int, ...]]:
-    weights = jax.eval_shape(lambda: Weights(*canonical_weights(config)))
+    weights = jax.eval_shape(lambda: Weights(*Blueprint(config).initial_weights()))
     return {name: x.shape for name, x in named_weights(weights).items()}
 
 
@@ -109,7 +109,7 @@ class Published(NamedTuple):
             documents,
             capacity=CAPACITY,
             audio_capacity=AUDIO if any(d.chunks for d in documents) else 0,
-            num_mels=self.config.model.encoder.num_mels,
+            num_mels=self.config.model.audio_encoder.num_mels,
             max_documents=8,
             order_seed=None,
         )
@@ -123,7 +123,7 @@ class Published(NamedTuple):
 @functools.cache
 def _compiled(config: Config) -> Any:
     """(params, buffers, batch) -> ((summed loss, logits), gradients), stored batch statistics, one device."""
-    graph = model_graph(config)
+    graph = Blueprint(config).graph
 
     def loss(params: Any, buffers: Any, batch: Any) -> Any:
         model = nnx.merge(graph, params, buffers)
