@@ -76,6 +76,11 @@ class Document:
         """Mel frames that each encoder chunk takes in an audio buffer: rounded up to multiples of 8."""
         return tuple(SUBSAMPLING * encoder_frames(len(chunk)) for chunk in self.chunks)
 
+    @property
+    def mel_frames(self) -> int:
+        """Mel frames that the document takes in an audio buffer."""
+        return sum(self.chunk_frames)
+
     @classmethod
     def splice(
         cls,

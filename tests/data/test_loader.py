@@ -40,7 +40,7 @@ def settings(context: int = 1, tensor: int = 1, **data) -> Config:
 
 def keys_by_row(steps) -> list[list[str]]:
     steps = list(steps)
-    return [[k for _, report in steps for k in report.keys[row]] for row in range(len(steps[0][1]["keys"]))]
+    return [[k for _, report in steps for k in report.keys[row]] for row in range(len(steps[0][1].keys))]
 
 
 def flat(keys: list[list[str]]) -> list[str]:

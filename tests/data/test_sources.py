@@ -182,7 +182,7 @@ def test_validation_reads_tar_files_and_shar(folder, tmp_path):
         with SpeechData(replace(base, data=data), tmp_path).validation() as loader:
             batches.append(list(loader))
         (source,) = validation_sources(data).values()
-        assert source.setting == "data.validation_manifest"
+        assert source.setting.field == "data.validation_manifest"
     assert_same(batches[1], batches[0])
     assert_same(batches[2], batches[0])
 

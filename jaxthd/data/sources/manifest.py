@@ -60,7 +60,7 @@ class ManifestSource(Source):
     def read(self, data: DataConfig) -> tuple[list[Example], list[Skipped]]:
         return read_manifest(
             self.path,
-            self.setting.setting,
+            self.setting.field,
             tarred_audio=self.setting.tarred_audio,
             prompt=data.prompt,
             placeholder=data.audio_placeholder,

@@ -49,8 +49,8 @@ def open_source(setting: SourceSetting) -> Source:
     files = expand_braces(setting.path)
     if source is ManifestSource and re.match(r"\w+:", setting.path) and not any(map(os.path.exists, files)):
         raise UserError(
-            f"{setting.path} ({setting.setting}) is no file, and {name!r} no registered data source; "
-            f"expected a path, or one of {', '.join(SOURCES)} before the colon: correct {setting.setting}, "
+            f"{setting.path} ({setting.field}) is no file, and {name!r} no registered data source; "
+            f"expected a path, or one of {', '.join(SOURCES)} before the colon: correct {setting.field}, "
             "or register the source in the config (jaxthd.register_source)"
         )
     return source(setting)

@@ -78,7 +78,7 @@ class SharSource(Source):
         return Path(path).is_dir()
 
     def read(self, data: DataConfig) -> tuple[list[Example], list[Skipped]]:
-        setting, tars = self.setting.setting, self.setting.tarred_audio
+        setting, tars = self.setting.field, self.setting.tarred_audio
         if tars:
             raise UserError(
                 f"{self.path} ({setting}) is a folder, and {tars} its tar files; expected a manifest with "
@@ -87,7 +87,7 @@ class SharSource(Source):
         return read_shar(Path(self.path), setting, prompt=data.prompt, placeholder=data.audio_placeholder)
 
     def digest(self) -> str:
-        shards = shar_shards(Path(self.path), self.setting.setting)
+        shards = shar_shards(Path(self.path), self.setting.field)
         files = [path for shard in shards for path in (shard.cuts, *shard.texts.values())]
         return digest_of_files(files, [shard.recording for shard in shards])
 

@@ -15,12 +15,12 @@ class SourceSetting(NamedTuple):
     """A data set as the settings name it.
 
     path: of a file or folder, or whatever the source makes of it; without the source's name before it.
-    setting: the field that names it, for messages. tarred_audio: its tar files, see ManifestSource; "" for
-        none. split: what the data set is read for.
+    field: of the configuration, that names it; for messages. tarred_audio: its tar files, see
+        ManifestSource; "" for none. split: what the data set is read for.
     """
 
     path: str
-    setting: str = "data.manifest"
+    field: str = "data.manifest"
     tarred_audio: str = ""
     split: Literal["training", "validation"] = "training"
 
