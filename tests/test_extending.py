@@ -211,7 +211,8 @@ def packed(rows: list[list[jaxthd.Document]], capacity: int, context: int) -> ja
 
 @functools.cache
 def weights() -> tuple[Any, Any]:
-    return random_state(jaxthd.Blueprint(pair_config(jaxthd.MeshConfig(), 1)).model)[1:]
+    with jax.enable_x64(True):
+        return random_state(jaxthd.Blueprint(pair_config(jaxthd.MeshConfig(), 1)).model)[1:]
 
 
 @functools.cache
@@ -222,7 +223,9 @@ def each_pair_alone() -> tuple[float, float, Any]:
     pairs = [pair_documents()[p] for row in ROWS for p in row]
     documents = [document for pair in pairs for document in pair]
     batch = packed([[document] for document in documents], 48, 1)
-    graph = jaxthd.Blueprint(pair_config(jaxthd.MeshConfig(), 1)).graph
+    with jax.enable_x64(True):
+        graph = jaxthd.Blueprint(pair_config(jaxthd.MeshConfig(), 1)).graph
+        batch = jax.tree.map(jnp.asarray, batch)
 
     def loss(params: Any, buffers: Any) -> tuple[Array, Array]:
         logp_RT, _ = nnx.merge(graph, params, buffers).log_probs(batch, axes=(), train=False)
