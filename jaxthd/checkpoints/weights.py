@@ -1,9 +1,8 @@
 """Weights of published checkpoints and of runs, read straight into the mesh's arrays.
 
-A source is a Hugging Face folder, a .nemo archive, or the workdir of a run. Of a run the newest checkpoint is
-read, or the one that @best or @STEP names. Each source gives the parts of the model that it holds; a later one
-replaces what an earlier one gave. Published checkpoints are read one tensor at a time: the host never holds
-more of them.
+A source is a Hugging Face folder, a .nemo archive, or the workdir of a run; there the newest checkpoint is
+read, or the one that @best or @STEP names. Each source gives the parts of the model that it holds; a later
+one replaces what an earlier one gave. The host never holds more than one tensor of a published checkpoint.
 """
 
 import math
@@ -67,8 +66,8 @@ def load_weights(
 ) -> Weights:
     """The model's arrays in the canonical form (steps/state.py), on their final devices.
 
-    partly: arrays that no source holds are initialised from config.train.seed, and reported. False: they are a
-    UserError. setting: what the sources were given as, for messages.
+    partly: arrays that no source holds are initialised from config.train.seed, and reported. False: they are
+    a UserError. setting: what the sources were given as, for messages.
     Raises UserError where a source is damaged, holds another model or nothing of this one.
     """
     on = canonical_shardings(config, mesh)
@@ -187,7 +186,7 @@ class _Run:
 
 
 def _by_size(specs: Mapping[str, Any], names: Collection[str], limit: int = 2**28) -> Iterator[set[str]]:
-    """The names in sets whose arrays take at most `limit` bytes together; a larger array is alone in its set."""
+    """The names in sets whose arrays take at most `limit` bytes; a larger array is alone in its set."""
     some: set[str] = set()
     size = 0
     for name, spec in specs.items():
@@ -225,9 +224,7 @@ class _Published:
             shards[part.name].write(part.at, elements)
         unread = self._checkpoint.unread([tensor.name for tensor in self._table])
         if unread:
-            _report(
-                f"{self._checkpoint.path}: not read, because the model has no such part: {_groups(unread)}"
-            )
+            _report(f"{self._checkpoint.path}: not read, being no part of the model: {_groups(unread)}")
         return {name: written.array() for name, written in shards.items()}
 
 

@@ -168,7 +168,7 @@ def test_a_model_may_do_without_it(tmp_path, capsys):
     model = replace(read, llm=replace(read.llm, mtp_pattern=""))
     arrays = imported(folder, model)
     assert not any(name.startswith("mtp.") for name in arrays)
-    assert "left out, being no part of the model: mtp (" in capsys.readouterr().out
+    assert "not read, being no part of the model: mtp (" in capsys.readouterr().out
 
 
 def test_it_is_drawn_where_the_checkpoint_has_none(tmp_path, capsys):
