@@ -31,7 +31,7 @@ from typing import Any
 import jax
 
 from jaxthd.config import Config, load_config
-from jaxthd.data.dataset import SynchronizedLoader, SpeechData
+from jaxthd.data.dataset import SpeechData, SynchronizedLoader
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.state import init_state
 from jaxthd.steps.step import make_train_step

@@ -26,7 +26,16 @@ from typing import NamedTuple
 import jax
 from flax import nnx
 
-from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
+from jaxthd.config import (
+    ComputeConfig,
+    Config,
+    DataConfig,
+    EncoderConfig,
+    LLMConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
 from jaxthd.estimate import bubble_formula, lowered_step
 from jaxthd.parallel.mesh import CONTEXT, TENSOR, bytes_of, on_device
 from jaxthd.parallel.params import weight_decay_mask
@@ -53,9 +62,8 @@ TINY = ModelConfig(
         expert_dim=64,
         shared_expert_dim=128,
     ),
-    attention_block=64,
-    loss_block=64,
 )
+COMPUTE = ComputeConfig(attention_block=64, loss_block=64)
 
 
 class Program(NamedTuple):
@@ -80,6 +88,7 @@ def tiny(
         mesh=mesh,
         data=DataConfig(rows=rows, capacity=tokens, audio_capacity=0),
         model=replace(TINY, llm=replace(TINY.llm, pattern=pattern)),
+        compute=COMPUTE,
         train=TrainConfig(microbatches=microbatches),
     )
 

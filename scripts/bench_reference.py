@@ -134,7 +134,7 @@ def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) ->
     import jax
     import optax
 
-    from jaxthd.config import Config, LLMConfig, ModelConfig
+    from jaxthd.config import ComputeConfig, Config, LLMConfig, ModelConfig
     from jaxthd.data.pipeline import PackDocuments
     from jaxthd.packing.batch import Batch
     from jaxthd.packing.document import Document
@@ -176,7 +176,9 @@ def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) ->
     params, buffers = jax.device_put((params, buffers))
     ways, programs = {}, {}
     for name, remat in (("jaxthd, packed", False), ("jaxthd, packed, recomputing", True)):
-        config = Config(model=ModelConfig(llm=llm, remat_llm=remat, attention_block=64))
+        config = Config(
+            model=ModelConfig(llm=llm), compute=ComputeConfig(remat_llm=remat, attention_block=64)
+        )
         program = programs[name] = jax.jit(loss_and_gradient(config, mesh))
 
         def batch(data: Batch, program: Any = program) -> Callable[[], Any]:

@@ -57,7 +57,7 @@ CONFIG = '''"""Adapting the published checkpoint beside this file."""
 from pathlib import Path
 
 from jaxthd.config import (
-    AdaptConfig, Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig, TrainConfig
+    AdaptConfig, ComputeConfig, Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig, TrainConfig
 )
 from jaxthd.hf.checkpoint import model_config
 
@@ -78,9 +78,8 @@ def config() -> Config:
             max_documents=32,
             workers=0,
         ),
-        model=model_config(
-            PUBLISHED, model=ModelConfig(encoder=EncoderConfig(chunk_seconds=8.0), attention_block=64)
-        ),
+        model=model_config(PUBLISHED, model=ModelConfig(encoder=EncoderConfig(chunk_seconds=8.0))),
+        compute=ComputeConfig(attention_block=64),
         adapt=AdaptConfig(
             freeze=("encoder.*",),
             lora_rank=8,

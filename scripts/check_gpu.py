@@ -13,7 +13,7 @@ Sections, each in a process of its own, so that one that fails or hangs takes no
     scan         scripts/bench_scan.py: the scan kernel, XLA's, and mamba_ssm's where it can be imported
     attention    scripts/bench_attention.py: packed attention of recordings and of long documents, by
                  admitted back-end; FlexAttention where torch can be imported
-    options      the step without each option of jaxthd/kernels/xla_options.py; in FP8 (fp8_products: those that XLA has
+    options      the step without each option of jaxthd/kernels/xla_options.py; in FP8 (fp8_products: those
                  cuBLASLt or Triton compute in 8 bits); with loops unrolled into one CUDA graph; with
                  larger blocks in attention that is blockwise
     conditionals what a `lax.cond` costs that is skipped
@@ -48,6 +48,7 @@ from jax import Array
 from jax.sharding import AxisType, Mesh
 
 from jaxthd.config import (
+    ComputeConfig,
     Config,
     DataConfig,
     EncoderConfig,
@@ -85,10 +86,8 @@ ONE_BILLION = ModelConfig(
         mamba_head_dim=64,
         mamba_state=128,
         mamba_groups=8,
-        mamba_chunk=128,
     ),
     adapter_dim=2048,
-    dtype="bfloat16",
 )
 TINY = ModelConfig(
     encoder=EncoderConfig(layers=1, dim=32, heads=2, ffn_dim=64, subsampling_channels=8),
@@ -104,7 +103,6 @@ TINY = ModelConfig(
         mamba_state=16,
     ),
     adapter_dim=32,
-    dtype="bfloat16",
 )
 
 
@@ -305,13 +303,13 @@ def exact(tiny: bool) -> None:
     documents = recordings(600, model, most_seconds=6.0)
 
     def gradients(dtype: Any, device: jax.Device) -> tuple[float, Any]:
-        config = Config(model=replace(model, dtype=dtype))
+        config = Config(model=model, compute=ComputeConfig(dtype=dtype))
         batch, data = rows_of([documents], model)
         config = replace(config, data=data)
         axis_types = (AxisType.Auto,) * len(AXES)
         mesh = Mesh(np.array([device]).reshape(1, 1, 1, 1), AXES, axis_types=axis_types)
         with jax.default_device(device):
-            start = init_state(replace(config, model=replace(model, dtype="float32")), mesh)
+            start = init_state(using(config, dtype="float32"), mesh)
             wide = jnp.float64 if dtype == "float64" else jnp.float32
             params, buffers = jax.tree.map(lambda x: x.astype(wide), (start.params, start.buffers))
             batch = batch._replace(mels=batch.mels.astype(wide)) if dtype == "float64" else batch
@@ -341,7 +339,8 @@ def exact(tiny: bool) -> None:
 
 def base_config(tiny: bool, *, kernels: bool) -> Config:
     model = TINY if tiny else ONE_BILLION
-    config = Config(model=model, train=TrainConfig(warmup_steps=2, learning_rate=1e-4))
+    compute = ComputeConfig(dtype="bfloat16", scan_chunk=64 if tiny else 128)
+    config = Config(model=model, compute=compute, train=TrainConfig(warmup_steps=2, learning_rate=1e-4))
     return using(config, attention_backend="auto", scan_backend="auto") if kernels else config
 
 
@@ -349,7 +348,7 @@ def step(tiny: bool) -> None:
     peak, found = machine(tiny), []
     for tokens in (256, 512) if tiny else (8192, 16384, 32768):
         plain, fast = (base_config(tiny, kernels=kernels) for kernels in (False, True))
-        unbuffered = replace(fast, train=replace(fast.train, command_buffers=False))
+        unbuffered = using(fast, command_buffers=False)
         changes = {f"xla {tokens}": plain, f"kernels {tokens}": fast}
         if tokens != 8192:
             changes[f"kernels {tokens}, no command buffers"] = unbuffered
@@ -388,13 +387,13 @@ def options(tiny: bool) -> None:
         # Combining collectives needs several devices.
         if "gather" not in option.name and "scatter" not in option.name:
             text = f"{option.name}={defaults.get(option.name, 'false')}"
-            train = replace(config.train, xla_options=(text,))
-            changes[f"without {option.name.removeprefix('xla_gpu_')}"] = replace(config, train=train)
+            changed = using(config, xla_options=(text,))
+            changes[f"without {option.name.removeprefix('xla_gpu_')}"] = changed
     fp8 = ("decoder.layers.*", "encoder.blocks.*")
-    unrolled = replace(config.train, xla_options=("xla_gpu_command_buffer_unroll_loops=true",))
-    changes["loops unrolled into the graph"] = replace(config, train=unrolled)
-    changes["attention blocks of 512"] = replace(config, model=replace(config.model, attention_block=512))
-    changes["fp8"] = replace(config, model=replace(config.model, fp8=fp8))
+    unrolled = ("xla_gpu_command_buffer_unroll_loops=true",)
+    changes["loops unrolled into the graph"] = using(config, xla_options=unrolled)
+    changes["attention blocks of 512"] = using(config, attention_block=512)
+    changes["fp8"] = using(config, fp8=fp8)
     show_steps("XLA's options; FP8", variations(config, changes, [documents], peak, 3 if tiny else 8))
 
 

@@ -49,6 +49,7 @@ import numpy as np
 
 from jaxthd.config import (
     AdaptConfig,
+    ComputeConfig,
     Config,
     EncoderConfig,
     LLMConfig,
@@ -86,7 +87,6 @@ MODEL = ModelConfig(
         mamba_head_dim=8,
         mamba_state=8,
         mamba_groups=2,
-        mamba_chunk=6,
         experts=8,
         experts_per_token=2,
         expert_dim=16,
@@ -94,11 +94,8 @@ MODEL = ModelConfig(
         router_scale=2.5,
     ),
     adapter_dim=16,
-    attention_block=8,
-    loss_block=16,
-    vocab_block=20,
-    expert_block=8,
 )
+COMPUTE = ComputeConfig(scan_chunk=6, attention_block=8, loss_block=16, vocab_block=20, expert_block=8)
 UNEVEN = {2: "ME*|-ME*-", 4: "M|E*-M|E*|-", 8: "M|E|*|-|M|E|*|-"}
 """Divided unevenly, by the number of stages."""
 PLAIN = AdaptConfig()
@@ -136,20 +133,23 @@ def meshes(devices: Sequence[int] = (1, 2, 4, 8)) -> list[MeshConfig]:
 def variants(mesh: MeshConfig, dtype: Dtype = "float32") -> list[Config]:
     """The runs on a mesh: one, or two where there is a choice."""
     train = TrainConfig(microbatches=MICROBATCHES, aux_loss=0.1)
-    plain = Config(mesh=mesh, model=replace(MODEL, dtype=dtype), train=train)
+    plain = Config(mesh=mesh, model=MODEL, compute=replace(COMPUTE, dtype=dtype), train=train)
     if mesh.context > 1 and not stages_of(plain).are_equal:
-        plain = replace(plain, model=replace(plain.model, context_exchange="all_gather"))
+        plain = replace(plain, compute=replace(plain.compute, context_exchange="all_gather"))
     several = 2 if mesh.pipeline == 2 else 1
     other = replace(
         plain,
         mesh=replace(mesh, stages_per_rank=several),
-        model=replace(
-            plain.model,
+        compute=replace(
+            plain.compute,
             context_exchange="all_gather",
             context_layout="document" if mesh.context > 1 else "buffer",
             sequence_sharded=mesh.tensor > 1,
             expert_capacity=0.6,
             remat_llm=False,
+        ),
+        model=replace(
+            MODEL,
             llm=replace(MODEL.llm, pattern=UNEVEN[mesh.pipeline] if mesh.pipeline > 2 else MODEL.llm.pattern),
         ),
     )

@@ -34,7 +34,7 @@ from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.terminal.tables import Claim, conclude, table
 from tests.helpers import relative_errors
-from tests.hf.published import BASE, Published
+from tests.hf.published import BASE, COMPUTE, Published
 
 SCRIPTS = Path(__file__).parent / "references"
 FAMILIES = {
@@ -52,7 +52,7 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
 
 def compare(name: str, folder: Path, npz: Path) -> tuple[float, float]:
     """(the worst document's logits, the worst parameter's gradient), alone and packed."""
-    config = Config(model=model_config(folder, model=BASE))
+    config = Config(model=model_config(folder, model=BASE), compute=COMPUTE)
     weights = load_weights([folder], config, make_mesh(config.mesh))
     family = Published(dict(np.load(npz)), open_checkpoint(folder), config, weights)
     numbers = family.numbers

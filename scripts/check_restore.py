@@ -29,7 +29,16 @@ if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
 from jaxthd.checkpoints.checkpoint import Checkpoints
-from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
+from jaxthd.config import (
+    ComputeConfig,
+    Config,
+    DataConfig,
+    EncoderConfig,
+    LLMConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
 from jaxthd.data.dataset import SpeechData
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.state import abstract_state, canonical_shardings
@@ -62,9 +71,9 @@ def config_for(mesh: MeshConfig, after: int) -> Config:
                 expert_dim=16,
                 shared_expert_dim=16,
             ),
-            # Stages of 2 x 1 x 4 x 1 differ.
-            context_exchange="ring" if mesh.pipeline < 4 else "all_gather",
         ),
+        # Stages of 2 x 1 x 4 x 1 differ.
+        compute=ComputeConfig(context_exchange="ring" if mesh.pipeline < 4 else "all_gather"),
         train=TrainConfig(
             steps=2 * after,
             warmup_steps=4,

@@ -33,7 +33,16 @@ import soundfile
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxthd.checkpoints.checkpoint import Checkpoints
-from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
+from jaxthd.config import (
+    ComputeConfig,
+    Config,
+    DataConfig,
+    EncoderConfig,
+    LLMConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
 from jaxthd.steps.state import TrainState, abstract_state
 
 STEPS = 48
@@ -68,9 +77,8 @@ def config() -> Config:
                 mamba_state=8,
                 mamba_groups=1,
             ),
-            attention_block=32,
-            loss_block=32,
         ),
+        compute=ComputeConfig(attention_block=32, loss_block=32),
         train=TrainConfig(steps=STEPS, warmup_steps=2, checkpoint_every=3, tensorboard=False),
     )
 

@@ -120,7 +120,7 @@ def changed(config: Config, settings: list[str]) -> Config:
         name, _, value = text.partition("=")
         if name.startswith("xla_"):
             options = (*config.compute.xla_options, text)
-            config = replace(config, train=replace(config.train, xla_options=options))
+            config = using(config, xla_options=options)
             continue
         part, field = name.split(".")
         old = getattr(getattr(config, part), field)

@@ -18,7 +18,7 @@ from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.state import canonical_form, init_state
-from tests.hf.published import BASE, REFERENCES, write_published
+from tests.hf.published import BASE, COMPUTE, REFERENCES, write_published
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:
@@ -151,7 +151,7 @@ def replace_init(config: Config, *sources: Path) -> Config:
 def test_what_no_source_gives_is_drawn(tmp_path, capsys):
     """The same draws as without sources; a later source replaces what an earlier one gave."""
     llm = write_published("nemotron_h", tmp_path / "llm")
-    config = Config(model=model_config(llm, model=BASE))
+    config = Config(model=model_config(llm, model=BASE), compute=COMPUTE)
     mesh = make_mesh(config.mesh)
     fresh = init_state(config, mesh)
     drawn = named_weights(Weights(fresh.params, fresh.buffers))

@@ -7,7 +7,15 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, load_config
+from jaxthd.config import (
+    ComputeConfig,
+    Config,
+    EncoderConfig,
+    LLMConfig,
+    MeshConfig,
+    ModelConfig,
+    load_config,
+)
 from jaxthd.describe import Group, describe, main, parameter_groups, state_bytes
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.state import abstract_state, init_state
@@ -108,7 +116,7 @@ def test_groups_and_bytes_are_those_of_the_state_that_training_makes(mesh: MeshC
 def test_float64_doubles_the_bytes() -> None:
     jax.config.update("jax_enable_x64", True)
     try:
-        double = state_bytes(replace(SMALL, model=replace(SMALL.model, dtype="float64")))
+        double = state_bytes(replace(SMALL, compute=ComputeConfig(dtype="float64")))
     finally:
         jax.config.update("jax_enable_x64", False)
     assert double["parameters"] == 2 * state_bytes(SMALL)["parameters"]

@@ -15,7 +15,15 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
+from jaxthd.config import (
+    ComputeConfig,
+    Config,
+    EncoderConfig,
+    LLMConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
 from jaxthd.packing.pack import pack_row
@@ -57,7 +65,6 @@ MODEL = ModelConfig(
         mamba_head_dim=16,
         mamba_state=8,
         mamba_groups=2,
-        mamba_chunk=6,
         experts=4,
         experts_per_token=2,
         expert_dim=12,
@@ -65,11 +72,8 @@ MODEL = ModelConfig(
         router_scale=2.5,
     ),
     adapter_dim=24,
-    attention_block=8,
-    loss_block=16,
-    vocab_block=20,
-    expert_block=8,
 )
+COMPUTE = ComputeConfig(scan_chunk=6, attention_block=8, loss_block=16, vocab_block=20, expert_block=8)
 
 
 class Spec(NamedTuple):
@@ -170,11 +174,12 @@ def run_config(
 ) -> Config:
     """One device keeps activations, the others recompute them: neither changes the result."""
     alone = data == context == 1
-    model = vars(MODEL) | {"context_exchange": exchange, "dtype": dtype, "context_layout": layout}
-    model |= {"remat_encoder": not alone, "remat_llm": not alone}
+    compute = vars(COMPUTE) | {"context_exchange": exchange, "dtype": dtype, "context_layout": layout}
+    compute |= {"remat_encoder": not alone, "remat_llm": not alone}
     return Config(
         mesh=MeshConfig(data=data, context=context),
-        model=ModelConfig(**model),
+        model=MODEL,
+        compute=ComputeConfig(**compute),
         train=TrainConfig(steps=10, warmup_steps=0, learning_rate=1e-2, microbatches=microbatches),
     )
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 
-from jaxthd.config import Config, DataConfig, MeshConfig, ModelConfig
+from jaxthd.config import ComputeConfig, Config, DataConfig, MeshConfig
 from jaxthd.errors import UserError
 from jaxthd.figures.curves import HUES, INK, MOST_ROWS, PADDING, batch_figure, curves_figure, draw_batch, main
 from jaxthd.packing.batch import Batch
@@ -175,7 +175,9 @@ MESHES = pytest.mark.parametrize(
         Config(),
         Config(MeshConfig(context=2), DataConfig(round_to=8)),
         Config(MeshConfig(context=4, data=2)),
-        Config(MeshConfig(context=2), DataConfig(round_to=4), ModelConfig(context_layout="document")),
+        Config(
+            MeshConfig(context=2), DataConfig(round_to=4), compute=ComputeConfig(context_layout="document")
+        ),
     ],
 )
 

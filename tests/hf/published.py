@@ -16,7 +16,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jaxthd.checkpoints.weights import Weights, load_weights, named_weights
-from jaxthd.config import Config, EncoderConfig, ModelConfig
+from jaxthd.config import ComputeConfig, Config, EncoderConfig, ModelConfig
 from jaxthd.hf.checkpoint import Checkpoint, model_config, open_checkpoint
 from jaxthd.hf.names import Tensor
 from jaxthd.packing.document import Document, encoder_frames
@@ -31,11 +31,8 @@ CAPACITY, AUDIO, BLOCK = 96, 320, 16
 BASE = ModelConfig(
     # Where the checkpoint has no encoder.
     encoder=EncoderConfig(num_mels=8, layers=1, dim=8, heads=2, ffn_dim=8, subsampling_channels=4),
-    attention_block=BLOCK,
-    loss_block=BLOCK,
-    vocab_block=20,
-    expert_block=4,
 )
+COMPUTE = ComputeConfig(attention_block=BLOCK, loss_block=BLOCK, vocab_block=20, expert_block=4)
 
 
 def load_reference(name: str) -> dict[str, np.ndarray]:
@@ -150,6 +147,6 @@ def _compiled(config: Config) -> Any:
 def published(name: str, folder: Path) -> Published:
     """Written to `folder`, and imported from there."""
     write_published(name, folder)
-    config = Config(model=model_config(folder, model=BASE))
+    config = Config(model=model_config(folder, model=BASE), compute=COMPUTE)
     weights = load_weights([folder], config, make_mesh(config.mesh))
     return Published(load_reference(name), open_checkpoint(folder), config, weights)

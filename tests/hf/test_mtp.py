@@ -24,7 +24,7 @@ from jaxthd.parallel.mesh import make_mesh
 from jaxthd.run.workdir import read_config
 from jaxthd.steps.state import model_graph
 from tests.helpers import assert_same, spans
-from tests.hf.published import BASE, write_published
+from tests.hf.published import BASE, COMPUTE, write_published
 from tests.mtp_reference import mtp_logits, softmax
 
 LENGTHS = (5, 1, 16, 2, 3)
@@ -81,10 +81,9 @@ def test_predictions_are_those_of_the_tensors(tmp_path):
     """Two depths with the one set of weights, of documents packed in one buffer; against each alone, written
     out, from the tensors on disk and what the head takes."""
     folder = write(tmp_path / "llm")
-    model = replace(BASE, dtype="float64")
-    read = model_config(folder, model=replace(model, llm=replace(BASE.llm, mtp_depths=2)))
+    read = model_config(folder, model=replace(BASE, llm=replace(BASE.llm, mtp_depths=2)))
     assert (read.llm.mtp_pattern, read.llm.mtp_depths, read.llm.mtp_shared) == ("*E", 2, True)
-    config = Config(model=read)
+    config = Config(model=read, compute=replace(COMPUTE, dtype="float64"))
     rng = np.random.default_rng(1)
     documents = []
     for number, n in enumerate(LENGTHS):

@@ -12,7 +12,7 @@ import pytest
 import soundfile
 from flax import nnx
 
-from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.data.example import Clip, Example, Samples, Turn
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import ByteTokenizer
@@ -44,11 +44,9 @@ CONFIG = Config(
             mamba_head_dim=8,
             mamba_state=8,
             mamba_groups=2,
-            mamba_chunk=16,
         ),
-        dtype="float64",
-        attention_block=32,
     ),
+    compute=ComputeConfig(dtype="float64", scan_chunk=16, attention_block=32),
 )
 DRAWN: dict[str, Any] = {"temperature": 1.5, "top_k": 40, "top_p": 0.95, "seed": 7}
 TOKENIZER = ByteTokenizer()

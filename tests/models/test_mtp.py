@@ -18,17 +18,29 @@ from jaxthd.steps.state import abstract_model, model_graph
 from jaxthd.steps.step import Gradient, loss_and_gradient
 from tests.helpers import assert_same, random_state
 from tests.mtp_reference import mtp_logits
-from tests.test_exactness import AUDIO, CAPACITY, MELS, MODEL, Parts, Spec, document, parts, states_of
+from tests.test_exactness import (
+    AUDIO,
+    CAPACITY,
+    COMPUTE,
+    MELS,
+    MODEL,
+    Parts,
+    Spec,
+    document,
+    parts,
+    states_of,
+)
 
 LLM = replace(MODEL.llm, pattern="M*", mtp_pattern="*E", mtp_depths=2, mtp_shared=False)
 STORED_STATISTICS = AdaptConfig(freeze=("encoder.blocks.conv.norm.*",))
 WEIGHT = 0.3
 
 
-def run_config(mesh: MeshConfig | None = None, **model: Any) -> Config:
+def run_config(mesh: MeshConfig | None = None, **compute: Any) -> Config:
     return Config(
         mesh=mesh or MeshConfig(),
-        model=replace(MODEL, llm=LLM, encoder=replace(MODEL.encoder, layers=1), dtype="float64", **model),
+        model=replace(MODEL, llm=LLM, encoder=replace(MODEL.encoder, layers=1)),
+        compute=replace(COMPUTE, dtype="float64", **compute),
         train=TrainConfig(mtp_loss=WEIGHT),
         adapt=STORED_STATISTICS,
     )
@@ -163,7 +175,7 @@ def test_packed_equals_each_document_alone():
 
 def test_each_document_may_be_cut_over_ranks():
     """The layout by documents; the other layouts and axes are in test_meshes.py."""
-    model = {"context_exchange": "all_gather", "context_layout": "document"}
-    got, want = evaluate(run_config(MeshConfig(context=2), **model)), evaluate(run_config())
+    compute = {"context_exchange": "all_gather", "context_layout": "document"}
+    got, want = evaluate(run_config(MeshConfig(context=2), **compute)), evaluate(run_config())
     for part, reference in zip(got, want, strict=True):
         assert_same(part, reference, 1e-10)

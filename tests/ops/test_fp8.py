@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.config import ComputeConfig, Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.ops.fp8 import fp8_product
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.state import init_state
@@ -88,7 +88,7 @@ def of_step(config: Config) -> Counter[str]:
 
 def test_projections_that_match_are_computed_in_8_bits():
     def config(*patterns: str) -> Config:
-        return Config(model=replace(MODEL, remat_llm=False, fp8=patterns))
+        return Config(model=MODEL, compute=ComputeConfig(remat_llm=False, fp8=patterns))
 
     assert not of_step(config())
     # up and down: a product forward, one for each gradient.
@@ -104,7 +104,7 @@ def test_gradients_are_near_those_of_the_plain_model(sizes: MeshConfig):
     plain = Config(mesh=sizes, model=MODEL)
     state, batch = init_state(plain, mesh), put_batch(batch_of([5, 20, 11, 1, 17], sizes.context), mesh)
     results = []
-    for config in (plain, replace(plain, model=replace(MODEL, fp8=MLP))):
+    for config in (plain, replace(plain, compute=ComputeConfig(fp8=MLP))):
         results.append(jax.jit(loss_and_gradient(config, mesh))(state.params, state.buffers, batch))
     (loss, gradient), (loss8, gradient8) = ((r[0], r[1]) for r in results)
     assert abs(loss8 - loss) < 0.01 * loss

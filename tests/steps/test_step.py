@@ -11,7 +11,15 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
+from jaxthd.config import (
+    ComputeConfig,
+    Config,
+    EncoderConfig,
+    LLMConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
@@ -79,7 +87,7 @@ def test_bfloat16_is_near_float32_and_everything_is_finite():
     state = init_state(Config(mesh=sizes, model=model), mesh)
     results = []
     for dtype in ("float32", "bfloat16"):
-        config = Config(mesh=sizes, model=replace(model, dtype=dtype))
+        config = Config(mesh=sizes, model=model, compute=ComputeConfig(dtype=dtype))
         results.append(jax.jit(loss_and_gradient(config, mesh))(state.params, state.buffers, batch))
     (loss, gradients, *_), (low_loss, low_gradients, low_buffers, *_) = results
     np.testing.assert_allclose(low_loss, loss, rtol=1e-2)
@@ -92,7 +100,7 @@ def test_bfloat16_is_near_float32_and_everything_is_finite():
 
 def test_gradients_of_a_frequent_token_are_summed_in_float32():
     """In bfloat16 a sum stops growing at 256 times its terms."""
-    config = Config(model=replace(MODEL, dtype="bfloat16"))
+    config = Config(model=MODEL, compute=ComputeConfig(dtype="bfloat16"))
     graph, params, buffers = random_state(abstract_model(config))
     params = jax.tree.map(np.float32, params)
 

@@ -159,8 +159,8 @@ CASES = [
     ),
     Case(
         {"mesh.context": 2, "compute.context_layout": "document", "data.round_to": 6, "data.capacity": 2052},
-        'compute.context_layout "document" and mesh.context 2; expected a multiple of 2 * context = 4, because '
-        "every document is cut into so many chunks: set data.round_to to 12",
+        'compute.context_layout "document" and mesh.context 2; expected a multiple of 2 * context = 4, '
+        "because every document is cut into so many chunks: set data.round_to to 12",
     ),
     Case(
         {"mesh.context": 4, "compute.context_layout": "document", "data.round_to": 8}
