@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxthd.config import EncoderConfig, ModelConfig
 from jaxthd.errors import UserError
@@ -17,6 +17,7 @@ ENCODER, ADAPTER = ("encoder.",), ("adapter.",)
 lack it."""
 
 
+@runtime_checkable
 class SpecialTokens(Protocol):
     """A tokenizer's special tokens; audio_id stands for an encoder frame."""
 
