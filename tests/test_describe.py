@@ -18,6 +18,7 @@ from jaxthd.config import (
 )
 from jaxthd.describe import Group, describe, main, parameter_groups, state_bytes
 from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state, init_state
 
 NANO = Path(__file__).parents[1] / "configs" / "nemotron3_nano.py"
@@ -95,9 +96,9 @@ def test_the_table_of_nano_in_text() -> None:
 def test_groups_and_bytes_are_those_of_the_state_that_training_makes(mesh: MeshConfig) -> None:
     """A pattern with every letter and a latent projection; counted on real arrays, on every device."""
     config = replace(SMALL, mesh=mesh)
-    state = init_state(config, make_mesh(mesh))
+    state = init_state(Blueprint(config), make_mesh(mesh))
     groups = parameter_groups(config)
-    canonical = abstract_state(config).params
+    canonical = abstract_state(Blueprint(config)).params
     assert sum(g.parameters for g in groups) == sum(x.size for x in jax.tree.leaves(canonical))
     assert [g.name for g in groups] == [
         "embedding", "M Mamba2", "* attention", "- MLP", "E routed experts", "E latent projection",

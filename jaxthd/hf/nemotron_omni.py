@@ -66,7 +66,7 @@ def _configure(fields: Fields, model: ModelConfig) -> ModelConfig:
         )
     inner = required(audio, "projection_hidden_size", "audio_config")
     return replace(
-        model, llm=llm, encoder=encoder_config(audio, model.encoder, "audio_config"), adapter_dim=inner
+        model, llm=llm, encoder=encoder_config(audio, model.audio_encoder, "audio_config"), adapter_dim=inner
     )
 
 

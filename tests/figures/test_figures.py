@@ -17,7 +17,7 @@ from matplotlib.patches import Rectangle
 from jaxthd.config import ComputeConfig, Config, DataConfig, MeshConfig
 from jaxthd.errors import UserError
 from jaxthd.figures.curves import HUES, INK, MOST_ROWS, PADDING, batch_figure, curves_figure, draw_batch, main
-from jaxthd.packing.batch import Batch
+from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
 from jaxthd.packing.layout import context_permutation, inverse_permutation, row_permutation
 from jaxthd.packing.pack import PackReport, pack_row
@@ -149,7 +149,7 @@ def packed(rows: int, config: Config) -> tuple[Batch, dict[str, Any], list[PackR
         "capacity_tokens": rows * CAPACITY,
         "audio_seconds": sum(r.audio_seconds for r in reports),
     }
-    return Batch(*map(np.concatenate, zip(*batches, strict=True))), whole, reports
+    return concatenate_rows(batches), whole, reports
 
 
 def painted(axes: Axes, slots: int, scale: float, height: float) -> np.ndarray:

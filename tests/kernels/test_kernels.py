@@ -22,8 +22,9 @@ from jaxthd.ops.attention.ring import packed_attention
 from jaxthd.ops.scan import pallas as scan_pallas
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state, state_shardings
-from jaxthd.steps.step import make_train_step
+from jaxthd.steps.training import make_train_step
 from jaxthd.terminal.command_line import ready
 from tests.ops.test_scan import broken_decays
 
@@ -230,10 +231,10 @@ def test_the_scan_s_problem_is_what_a_rank_scans(
     mesh = make_mesh(sizes)
     state = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        abstract_state(config),
-        state_shardings(config, mesh),
+        abstract_state(Blueprint(config)),
+        state_shardings(Blueprint(config), mesh),
     )
-    step: Any = make_train_step(config, mesh)
+    step: Any = make_train_step(Blueprint(config), mesh)
     step.trace(state, abstract_batch(config))
     assert scanned == {want}
     heads, groups, chunk, states_enter = want

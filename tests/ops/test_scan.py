@@ -22,9 +22,11 @@ from jaxthd.ops.scan.ssd import ssd
 from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.params import Init
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state, state_shardings
-from jaxthd.steps.step import make_train_step
-from tests.helpers import assert_same, on_context, random_state, row_arrays
+from jaxthd.steps.training import make_train_step
+from scripts.comparison.weights import random_state
+from tests.helpers import assert_same, on_context, row_arrays
 from tests.steps.test_step import batch_of
 
 TOKENS = 96
@@ -212,10 +214,10 @@ def test_a_whole_train_step_lowers_for_cuda_without_host_callbacks() -> None:
     mesh = make_mesh(config.mesh)
     state = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        abstract_state(config),
-        state_shardings(config, mesh),
+        abstract_state(Blueprint(config)),
+        state_shardings(Blueprint(config), mesh),
     )
-    step: Any = make_train_step(config, mesh)
+    step: Any = make_train_step(Blueprint(config), mesh)
     program = step.trace(state, batch_of([5, 20, 11, 1, 17], 2))
     text = program.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count(CALL) >= 7
