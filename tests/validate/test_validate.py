@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxthd.config import Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
-from jaxthd.data.pipeline import PackDocuments
+from jaxthd.data.packer import PackDocuments
 from jaxthd.packing.document import Document, encoder_frames
 from jaxthd.validate import RULES, ConfigError, DeviceFacts, findings, validate
 
