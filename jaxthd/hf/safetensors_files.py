@@ -40,7 +40,7 @@ class SafetensorsFolder:
         self.shapes: dict[str, Shape] = {}
         for file in self._listed():
             reader = self._reader(file)
-            for name in reader.keys():
+            for name in reader.keys():  # noqa: SIM118 (it is no dict)
                 if name in self._files:
                     raise UserError(
                         f"{name} is in {self._files[name].name} and in {file.name} of {path}; expected it "
