@@ -54,7 +54,7 @@ class Batch(NamedTuple):
     future_audio_slots: Int32[Any, "R K T"]
     future_targets: Int32[Any, "R K T"]
     future_weights: Float32[Any, "R K T"]
-    extras: dict[str, Any] = {}
+    extras: dict[str, Any] = {}  # noqa: RUF012 (nobody changes it)
 
     @property
     def has_audio(self) -> bool:

@@ -71,7 +71,7 @@ class Gradient(NamedTuple):
     buffers: Tree
     routing: Routing | None
     future: FuturePrediction | None
-    objective: dict[str, Array] = {}
+    objective: dict[str, Array] = {}  # noqa: RUF012 (nobody changes it)
 
 
 def loss_and_gradient(blueprint: Blueprint, mesh: Mesh) -> Callable[[Tree, Tree, Batch], Gradient]:
