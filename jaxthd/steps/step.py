@@ -39,7 +39,8 @@ from jaxthd.parallel.mesh import (
     on_ranks,
     ranks_of,
 )
-from jaxthd.parallel.pipeline import Params, Parts, accumulate, score
+from jaxthd.parallel.pipeline import accumulate, score
+from jaxthd.parallel.pipelined import PipelinedModel, PipelinedParams
 from jaxthd.parallel.schedule import make_schedule
 from jaxthd.steps.state import (
     TrainState,
@@ -119,26 +120,28 @@ class _Left(NamedTuple):
     ahead: Ahead | None
 
 
-def _divided(params: Tree) -> Params:
+def _divided(params: Tree) -> PipelinedParams:
     """The parameters of the model's three parts."""
     decoder = params["decoder"]
     mtp = {name: params[name] for name in ("mtp",) if name in params}
-    return Params(
+    return PipelinedParams(
         enter={name: params[name] for name in ("embedding", "encoder", "adapter")},
         stage={"layers": decoder["layers"]},
         leave={"head": params["head"], "norm": decoder["norm"], **mtp},
     )
 
 
-def _joined(params: Params) -> Tree:
+def _joined(params: PipelinedParams) -> Tree:
     """The inverse of _divided."""
     last = dict(params.leave)
     return {**params.enter, "decoder": {**params.stage, "norm": last.pop("norm")}, **last}
 
 
-def _parts(config: Config, params: Tree, buffers: Tree, counts: _Counts, *, batch_statistics: bool) -> Parts:
-    """The model's three parts for the pipeline, inside shard_map. Its state are the encoder's buffers; past
-    the stages go the embeddings of the tokens ahead; leave's second result is _Left.
+def _parts(
+    config: Config, params: Tree, buffers: Tree, counts: _Counts, *, batch_statistics: bool
+) -> PipelinedModel:
+    """The model's three functions for the pipeline, inside shard_map. Pipeline state is the encoder's
+    buffers; embeddings of future tokens bypass the stages; leave's second result is _Left.
 
     They are functions of all parameters or of some, with None for the rest; that they take from `params`.
     batch_statistics: see SpeechLM.enter's train.
@@ -168,12 +171,12 @@ def _parts(config: Config, params: Tree, buffers: Tree, counts: _Counts, *, batc
         total = sft.loss_sum(logp_N, weights_RT.reshape(-1), batch.segment_ids.reshape(-1))
         return total / count / copies
 
-    def leave(leave: Tree, x_nD: Array, side: list[Array], batch: Batch) -> tuple[Array, _Left]:
+    def leave(leave: Tree, x_nD: Array, bypass: list[Array], batch: Batch) -> tuple[Array, _Left]:
         of_rank = model(buffers, leave=leave)
-        if not side:
+        if not bypass:
             own = loss(of_rank.leave(x_nD, batch), batch.weights, batch, counts.supervised)
             return own, _Left(own, None)
-        logp_N, (logp_KN, routing) = of_rank.leave_with_ahead(x_nD, side, batch, AXES)
+        logp_N, (logp_KN, routing) = of_rank.leave_with_ahead(x_nD, bypass, batch, AXES)
         own = loss(logp_N, batch.weights, batch, counts.supervised)
         losses = [
             loss(logp_KN[k], batch.future_weights[:, k], batch, counts.supervised_future[k])
@@ -186,7 +189,7 @@ def _parts(config: Config, params: Tree, buffers: Tree, counts: _Counts, *, batc
         joined = of_rank.mtp.joined(found) if of_rank.mtp and found else None
         return share, _Left(own, Ahead(jnp.stack(losses), joined))
 
-    return Parts(enter, stage, leave, stages, uniform_program)
+    return PipelinedModel(enter, stage, leave, stages, uniform_program)
 
 
 def _aux_share(config: Config, routing: Routing, real: Array) -> Array:
@@ -460,7 +463,7 @@ def make_scores(config: Config, mesh: Mesh, top_k: int = 0) -> Callable[[Tree, T
     def rank(params: Tree, buffers: Tree, batch: Batch) -> TokenScores:
         divided = _divided(params)
 
-        def leave(leave: Tree, x_nD: Array, side: None, batch: Batch) -> tuple[Array, TokenScores]:
+        def leave(leave: Tree, x_nD: Array, bypass: None, batch: Batch) -> tuple[Array, TokenScores]:
             model = nnx.merge(graph, _joined(divided._replace(leave=leave)), buffers)
             scores = model.leave_top_k(x_nD, batch, top_k)
             return jnp.zeros(()), jax.tree.map(lambda x: x.reshape(*batch.tokens.shape, *x.shape[1:]), scores)
