@@ -200,7 +200,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.command == "import":
         config = import_weights(options.sources, options.out, adapter_dim=options.adapter_dim)
-        llm, encoder = config.model.llm, config.model.encoder
+        llm, encoder = config.model.llm, config.model.audio_encoder
         print(f"{options.out}: {llm.letters}, dim {llm.dim}; encoder {encoder.layers} x {encoder.dim}")
     else:
         folders = export_weights(

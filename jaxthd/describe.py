@@ -21,7 +21,8 @@ from jaxthd.models.adapt import dotted, projections, split, trained
 from jaxthd.parallel.mesh import bytes_of, on_device
 from jaxthd.parallel.params import Buffer
 from jaxthd.parallel.stages import KINDS
-from jaxthd.steps.state import abstract_model, make_optimizer, model_specs
+from jaxthd.steps.blueprint import Blueprint, specs_of
+from jaxthd.steps.optimizer import make_optimizer
 from jaxthd.terminal.command_line import parse_command_line
 from jaxthd.terminal.tables import aligned, size_text
 from jaxthd.validate import DeviceFacts, problems
@@ -76,7 +77,7 @@ class Group:
 def parameter_groups(config: Config) -> list[Group]:
     """The model's parameters, part by part; counted from the shapes of the model that would be trained."""
     groups: dict[tuple[str, str], Group] = {}
-    model = abstract_model(replace(config, mesh=MeshConfig()))
+    model = Blueprint(replace(config, mesh=MeshConfig())).model
     is_trained = nnx.traversals.flatten_mapping(trained(model, config.adapt))
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         part, name, copies = _group(path, config)
@@ -94,7 +95,7 @@ def parameter_groups(config: Config) -> list[Group]:
 
 def _group(path: Path, config: Config) -> tuple[str, str, int]:
     """(part, name, copies) of the group that the parameter at `path` of the module tree belongs to."""
-    letters, layers = config.model.llm.letters, config.model.encoder.layers
+    letters, layers = config.model.llm.letters, config.model.audio_encoder.layers
     match path:
         case ("decoder", "layers", str(kind), "mixer", str(name), *_):
             letter = next(letter for letter, of_letter in KINDS.items() if of_letter == kind)
@@ -144,13 +145,13 @@ def state_bytes(config: Config) -> dict[str, int]:
 
     Raises ValueError where the pattern cannot be divided into the pipeline's stages.
     """
-    model = abstract_model(config)
+    model = Blueprint(config).model
     params, buffers = (
         on_device(nnx.to_pure_dict(nnx.state(model, kind)), specs, config.mesh)
-        for kind, specs in zip((nnx.Param, Buffer), model_specs(model), strict=True)
+        for kind, specs in zip((nnx.Param, Buffer), specs_of(model), strict=True)
     )
     own, _ = split(params, trained(model, config.adapt))
-    moments = jax.eval_shape(make_optimizer(config).init, own)
+    moments = jax.eval_shape(make_optimizer(Blueprint(config)).init, own)
     return {
         "parameters": bytes_of(params),
         "gradients": bytes_of(own),
@@ -188,7 +189,7 @@ def describe(config: Config) -> str:
 
 def names(config: Config) -> str:
     """Every parameter's name and shape (a stack's dim first), and whether it trains; then the projections."""
-    model = abstract_model(replace(config, mesh=MeshConfig()))
+    model = Blueprint(replace(config, mesh=MeshConfig())).model
     is_trained = nnx.traversals.flatten_mapping(trained(model, config.adapt))
     rows = [
         (dotted(path), " x ".join(map(str, variable.shape)), "trained" if is_trained[path] else "frozen")

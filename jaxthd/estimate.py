@@ -29,8 +29,10 @@ from jaxthd.parallel.schedule import Schedule, make_schedule
 from jaxthd.parallel.stages import to_stages
 from jaxthd.planning.costs import Costs, Number, Traffic, stage_runs
 from jaxthd.planning.program import UNOPTIMIZED, received_bytes
-from jaxthd.steps.state import abstract_state, stages_of, state_shardings
-from jaxthd.steps.step import make_train_step
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.forward import objective_of
+from jaxthd.steps.state import abstract_state, state_shardings
+from jaxthd.steps.training import make_train_step
 from jaxthd.terminal.command_line import parse_command_line, simulate_devices
 from jaxthd.terminal.tables import aligned, size_text
 from jaxthd.validate import DeviceFacts, validate
@@ -59,35 +61,50 @@ def lowered_step(config: Config) -> Any:
     def on_mesh(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    state = jax.eval_shape(lambda state: to_stages(state, stages_of(config)), abstract_state(config))
-    state = jax.tree.map(on_mesh, state, state_shardings(config, mesh))
+    state = jax.eval_shape(
+        lambda state: to_stages(state, Blueprint(config).stages), abstract_state(Blueprint(config))
+    )
+    state = jax.tree.map(on_mesh, state, state_shardings(Blueprint(config), mesh))
     batch = abstract_batch(config)
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), batch_specs(batch.has_audio))
-    step: Any = make_train_step(config, mesh)
-    return step.lower(state, jax.tree.map(on_mesh, batch, shardings))
+    specs = jax.tree.broadcast(batch_specs(), batch)
+    batch = jax.tree.map(lambda x, spec: on_mesh(x, NamedSharding(mesh, spec)), batch, specs)
+    step: Any = make_train_step(Blueprint(config), mesh)
+    return step.lower(state, batch)
 
 
 def abstract_batch(config: Config) -> Batch:
     """A step's batch, with shapes and dtypes for arrays."""
     data, encoder = config.data, config.model.encoder
-    tokens, audio = (data.rows, data.capacity), (data.rows, data.audio_capacity)
-    ahead = (data.rows, config.depths_trained, data.capacity)
-    frames = (data.rows, data.audio_capacity // SUBSAMPLING)
-    of_tokens = {name: (tokens, jnp.int32) for name in Batch._fields}
-    special = {
-        "weights": (tokens, jnp.float32),
-        "mels": ((*audio, encoder.num_mels if encoder else 0), jnp.float32),
-        "mel_mask": (audio, jnp.bool_),
-        "chunk_ids": (frames, jnp.int32),
-        "chunk_positions": (frames, jnp.int32),
-        "future_tokens": (ahead, jnp.int32),
-        "future_audio_slots": (ahead, jnp.int32),
-        "future_targets": (ahead, jnp.int32),
-        "future_weights": (ahead, jnp.float32),
-    }
-    arrays = {k: jax.ShapeDtypeStruct(*v) for k, v in (of_tokens | special).items()}
-    has_audio = encoder is not None and data.audio_capacity > 0
-    return Batch(**arrays if has_audio else arrays | dict.fromkeys(AUDIO_FIELDS))
+    tokens, frames = (data.rows, data.capacity), (data.rows, data.audio_capacity // SUBSAMPLING)
+    future = (data.rows, config.depths_trained, data.capacity)
+
+    def ints(shape: tuple[int, ...]) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    audio: dict[str, Any] = dict.fromkeys(AUDIO_FIELDS)
+    if encoder is not None and data.audio_capacity:
+        mels = (data.rows, data.audio_capacity)
+        audio = {
+            "audio_slots": ints(tokens),
+            "mels": jax.ShapeDtypeStruct((*mels, encoder.num_mels), jnp.float32),
+            "mel_mask": jax.ShapeDtypeStruct(mels, jnp.bool_),
+            "chunk_ids": ints(frames),
+            "chunk_positions": ints(frames),
+            "future_audio_slots": ints(future),
+        }
+    of_objective = objective_of(config).extras
+    return Batch(
+        tokens=ints(tokens),
+        targets=ints(tokens),
+        weights=jax.ShapeDtypeStruct(tokens, jnp.float32),
+        segment_ids=ints(tokens),
+        positions=ints(tokens),
+        future_tokens=ints(future),
+        future_targets=ints(future),
+        future_weights=jax.ShapeDtypeStruct(future, jnp.float32),
+        extras={name: jax.ShapeDtypeStruct(tokens, jnp.float32) for name in of_objective},
+        **audio,
+    )
 
 
 def measure(config: Config) -> Measured:
@@ -117,7 +134,7 @@ def runs_by_schedule(config: Config) -> Callable[[str], float]:
     of which usually one is needed.
     """
     schedule = schedule_of(config)
-    runs = dict.fromkeys(("stage", "stage_gradient"), stage_runs(config, stages_of(config), schedule))
+    runs = dict.fromkeys(("stage", "stage_gradient"), stage_runs(config, Blueprint(config).stages, schedule))
     runs |= {part: schedule.microbatches for part in ("enter", "leave_gradient", "enter_gradient")}
 
     def often(name: str) -> float:
@@ -152,8 +169,7 @@ def estimate(config: Config, measured: Measured | None = None) -> str:
     total = sum(state.values())
     rows = [line(name, size, size) for name, size in state.items()]
     rows.append(line("in all, exact", total, total, measured and measured.state))
-    arrays = abstract_batch(config)
-    batch = bytes_of(on_device(arrays, batch_specs(arrays.has_audio), config.mesh))
+    batch = bytes_of(on_device(abstract_batch(config), batch_specs(), config.mesh))
     rows.append(line("batch", batch, batch))
 
     memory, in_wide = costs.memory(), wide.memory()
@@ -192,7 +208,7 @@ def bubble_formula(ranks: int, chunks: int, microbatches: int) -> float:
 
 
 def _bubble(config: Config) -> str:
-    schedule, stages = schedule_of(config), stages_of(config)
+    schedule, stages = schedule_of(config), Blueprint(config).stages
     p, v, m = schedule.ranks, schedule.chunks, schedule.microbatches
     formula = bubble_formula(p, v, m)
     lines = [

@@ -86,7 +86,7 @@ def measure(examples: Sequence[Example], config: Config) -> tuple[Lengths, int]:
     """
     tokenizer = load_tokenizer(config.data.tokenizer)
     template = PromptTemplate(config.data, tokenizer)
-    chunk_samples = round(config.model.encoder.chunk_seconds * 100) * HOP
+    chunk_samples = round(config.model.audio_encoder.chunk_seconds * 100) * HOP
     clips = [clip for example in examples for clip in example.clips]
     with ThreadPoolExecutor(16) as threads:
         samples = iter(list(threads.map(clip_samples, clips)))
@@ -171,7 +171,7 @@ def audio_sizes(stream: Lengths, config: Config) -> list[int]:
     ranks, data = config.mesh.audio_ranks, config.data
     if not stream.frames.any():
         return [0]
-    chunk = SUBSAMPLING * encoder_frames(config.model.encoder.chunk_frames)
+    chunk = SUBSAMPLING * encoder_frames(config.model.audio_encoder.chunk_frames)
     longest = int(stream.frames[slots_of(stream, config) <= data.capacity].max(initial=0))
     wanted = [audio_mean(stream, config) * (1 + slack) for slack in SLACKS]
     wanted += [longest, SUBSAMPLING * data.capacity]

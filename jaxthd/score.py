@@ -27,7 +27,7 @@ from jaxtyping import Float, Int, Int32
 
 from jaxthd.checkpoints.weights import Weights, load_model, training_weights
 from jaxthd.config import Config
-from jaxthd.data.dataset import SynchronizedLoader, SpeechData
+from jaxthd.data.dataset import SpeechData, SynchronizedLoader
 from jaxthd.data.faults import SkipLog
 from jaxthd.data.pipeline import make_loader
 from jaxthd.errors import UserError, readable_errors
@@ -39,8 +39,8 @@ from jaxthd.packing.document import Document
 from jaxthd.packing.layout import document_slots
 from jaxthd.parallel.mesh import local_rows, make_mesh, put_batch
 from jaxthd.parallel.processes import is_first
-from jaxthd.steps.state import Tree
-from jaxthd.steps.step import make_scores
+from jaxthd.steps.blueprint import Blueprint, Tree
+from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.terminal.command_line import PROCESS_OPTIONS, parse_command_line, ready
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -77,7 +77,7 @@ class Scorer:
 
     def __init__(self, config: Config, mesh: Mesh, *, top_k: int = 0, every_token: bool = False) -> None:
         self._config, self._mesh, self._every_token = config, mesh, every_token
-        scores = make_scores(config, mesh, top_k)
+        scores = make_scoring_step(Blueprint(config), mesh, top_k)
 
         def run(params: Tree, buffers: Tree, batch: Batch) -> tuple[TokenScores, tuple[Any, ...]]:
             return scores(params, buffers, batch), (batch.tokens, batch.weights, batch.segment_ids)

@@ -33,21 +33,15 @@ from jaxthd.errors import UserError, readable_errors
 from jaxthd.figures.curves import draw_batch, draw_curves
 from jaxthd.files.jsonl import append_line, keep_lines, write_lines
 from jaxthd.inference.evaluator import Evaluator, validation_metrics
-from jaxthd.models.adapt import split, trained
+from jaxthd.models.adapt import split
 from jaxthd.parallel.mesh import local_rows, make_mesh, put_batch
 from jaxthd.parallel.processes import exchange, is_first, require_same
 from jaxthd.run.metrics import Metrics, NoMetrics, metrics_line, read_metrics, summary
 from jaxthd.run.signals import stop_requested
 from jaxthd.run.workdir import opened
-from jaxthd.steps.state import (
-    TrainState,
-    abstract_model,
-    abstract_state,
-    canonical_form,
-    canonical_shardings,
-    training_form,
-)
-from jaxthd.steps.step import make_train_step
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.state import TrainState, abstract_state, canonical_form, canonical_shardings, training_form
+from jaxthd.steps.training import make_train_step
 from jaxthd.terminal.command_line import PROCESS_OPTIONS, parse_command_line, ready
 
 
@@ -84,10 +78,10 @@ def _train(config: Config, workdir: Path, data: SpeechData, checkpoints: Checkpo
     """Returns the step at which the run was taken up."""
     # --- model, on the mesh ---
     mesh = make_mesh(config.mesh)
-    train_step = make_train_step(config, mesh)
+    train_step = make_train_step(Blueprint(config), mesh)
     evaluator = Evaluator(config, mesh, data.end_id)
-    abstract = abstract_state(config)
-    own, frozen = split(abstract.params, trained(abstract_model(config), config.adapt))
+    abstract = abstract_state(Blueprint(config))
+    own, frozen = split(abstract.params, Blueprint(config).trained)
     own_size, frozen_size = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (own, frozen))
     parameters = f"{own_size:,} parameters" + f" to train and {frozen_size:,} frozen" * (frozen_size > 0)
     print(f"{parameters}; mesh (data, context, pipeline, tensor) = {config.mesh.sizes}")
@@ -96,11 +90,11 @@ def _train(config: Config, workdir: Path, data: SpeechData, checkpoints: Checkpo
         # --- continue where a checkpoint stands ---
         rows = local_rows(mesh, config.data.rows)
         loader = stack.enter_context(closing(data.training(rows)))
-        restored = checkpoints.restore_latest(abstract, canonical_shardings(config, mesh))
+        restored = checkpoints.restore_latest(abstract, canonical_shardings(Blueprint(config), mesh))
         if restored is None:
             state = start_state(config, mesh)
         else:
-            state, position = training_form(restored[0], config, mesh), restored[1]
+            state, position = training_form(restored[0], Blueprint(config), mesh), restored[1]
             loader.set_state(position)
             print(f"continuing from step {int(state.step)} in {workdir}")
         first, steps = int(state.step), config.train.steps
@@ -176,7 +170,7 @@ def _train(config: Config, workdir: Path, data: SpeechData, checkpoints: Checkpo
                         "are of before"
                     )
             if last or validated or step % config.train.checkpoint_every == 0:
-                saved = canonical_form(state, config, mesh)
+                saved = canonical_form(state, Blueprint(config), mesh)
                 checkpoints.save(step, saved, whole_position(position), validated)
             if last:
                 break

@@ -31,7 +31,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.config import ComputeConfig, Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.data.pipeline import PackDocuments
 from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.models.hybrid import Block
@@ -46,8 +46,8 @@ from jaxthd.parallel.mesh import CONTEXT, make_mesh
 from jaxthd.parallel.params import Buffer, Init
 from jaxthd.planning.layouts import state_bytes
 from jaxthd.planning.program import compiled, received_bytes
-from jaxthd.steps.state import abstract_model
-from jaxthd.steps.step import loss_and_gradient
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.training import loss_and_gradient
 from jaxthd.terminal.tables import Claim, conclude, show
 
 TINY = ModelConfig(
@@ -66,19 +66,26 @@ TINY = ModelConfig(
         shared_expert_dim=64,
     ),
 )
+COMPUTE = ComputeConfig()
 NANO = LLMConfig(
     dim=2688, mamba_heads=64, mamba_head_dim=64, mamba_state=128, mamba_groups=8, expert_dim=1856
 )
 
 
-def temporary_memory(context: int, tokens: int, model: ModelConfig = TINY) -> int:
+def temporary_memory(
+    context: int, tokens: int, model: ModelConfig = TINY, compute: ComputeConfig = COMPUTE
+) -> int:
     """Bytes a device needs besides arguments and results, for loss + gradient of one text-only buffer."""
-    config = Config(mesh=MeshConfig(context=context), model=model)
+    config = Config(mesh=MeshConfig(context=context), model=model, compute=compute)
     mesh = make_mesh(config.mesh)
-    _, *states = nnx.split(abstract_model(config), nnx.Param, Buffer)
-    sizes: dict[str, Any] = {"audio_capacity": 0, "num_mels": model.encoder.num_mels, "max_documents": 1}
+    _, *states = nnx.split(Blueprint(config).model, nnx.Param, Buffer)
+    sizes: dict[str, Any] = {
+        "audio_capacity": 0,
+        "num_mels": model.audio_encoder.num_mels,
+        "max_documents": 1,
+    }
     batch, _ = pack_row([], capacity=tokens, context=context, **sizes)
-    program = compiled(loss_and_gradient(config, mesh), *map(nnx.to_pure_dict, states), batch)
+    program = compiled(loss_and_gradient(Blueprint(config), mesh), *map(nnx.to_pure_dict, states), batch)
     return program.memory_analysis().temp_size_in_bytes
 
 
@@ -89,7 +96,13 @@ def growing_part(at: dict[int, int]) -> float:
 
 
 def layer_bytes(
-    kind: str, context: int, tokens: int, model: ModelConfig = TINY, *, recompute: bool = False
+    kind: str,
+    context: int,
+    tokens: int,
+    llm: LLMConfig = TINY.llm,
+    compute: ComputeConfig = COMPUTE,
+    *,
+    recompute: bool = False,
 ) -> int:
     """Bytes the busiest device receives in one block of the decoder, forward and backward.
 
@@ -99,7 +112,7 @@ def layer_bytes(
     """
     sizes = MeshConfig(context=context)
     mesh = make_mesh(sizes)
-    block = nnx.eval_shape(lambda: Block(kind, model, Init(jax.random.key(0))))
+    block = nnx.eval_shape(lambda: Block(kind, llm, Init(jax.random.key(0)), compute))
     graph, *states = nnx.split(block, nnx.Param, Buffer)
 
     def rank(params: Any, buffers: Any, x_ND: Any, ids: Any, positions: Any, dy_ND: Any) -> Any:
@@ -121,7 +134,7 @@ def layer_bytes(
         out_specs=(flat, everywhere, flat),
         check_vma=False,
     )
-    x_ND = jax.ShapeDtypeStruct((tokens, model.llm.dim), jnp.float32)
+    x_ND = jax.ShapeDtypeStruct((tokens, llm.dim), jnp.float32)
     index = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
     program = compiled(step, *states, x_ND, index, index, x_ND)
     received = received_bytes(program.as_text(), sizes)
@@ -244,23 +257,21 @@ def memory_section(contexts: Sequence[int], lengths: tuple[int, int]) -> list[Cl
 
 
 def bytes_section(contexts: Sequence[int], lengths: tuple[int, int]) -> list[Claim]:
-    gathered = replace(TINY, context_exchange="all_gather")
-    layers: list[tuple[str, str, ModelConfig]] = [
-        ("M", "M", TINY),
-        ("* ring", "*", TINY),
-        ("* all_gather", "*", gathered),
-        ("-", "-", TINY),
-        ("E", "E", TINY),
+    layers = [
+        ("M", "M", COMPUTE),
+        ("* ring", "*", COMPUTE),
+        ("* all_gather", "*", replace(COMPUTE, context_exchange="all_gather")),
+        ("-", "-", COMPUTE),
+        ("E", "E", COMPUTE),
     ]
     rows, claims = [], []
-    for name, kind, model in layers:
+    for name, kind, compute in layers:
         for context in contexts:
-            short, long = (layer_bytes(kind, context, t, model) for t in lengths)
-            rows.append(
-                [name, context, short, layer_bytes(kind, context, lengths[0], model, recompute=True), long]
-            )
+            short, long = (layer_bytes(kind, context, t, compute=compute) for t in lengths)
+            again = layer_bytes(kind, context, lengths[0], compute=compute, recompute=True)
+            rows.append([name, context, short, again, long])
             if kind == "M":
-                formula = state_bytes(model.llm, context, 4)
+                formula = state_bytes(TINY.llm, context, 4)
                 text = f"Mamba at context {context}: {short:,} bytes at {lengths[0]:,} tokens, {long:,} at"
                 claims.append(Claim(f"{text} {lengths[1]:,}, formula {formula:,}", short == long == formula))
     show(
@@ -335,7 +346,7 @@ def show_crossover(contexts: Sequence[int], tokens: int = 32768) -> None:
 
 
 def experts_section(tokens: int) -> list[Claim]:
-    dim, inner, block = NANO.dim, NANO.expert_dim, TINY.expert_block
+    dim, inner, block = NANO.dim, NANO.expert_dim, COMPUTE.expert_block
     rows, claims = [], []
     for per_token in (2, 6):
         cost = partial(expert_flops, per_token=per_token, tokens=tokens, block=block, dim=dim, inner=inner)

@@ -33,7 +33,8 @@ from jaxthd.convert import export_weights, import_weights
 from jaxthd.hf.checkpoint import export
 from jaxthd.hf.nemotron_omni import NEMOTRON_OMNI
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.steps.state import canonical_weights, init_state
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.state import init_state
 from jaxthd.terminal.tables import Claim, conclude, show, size_text
 
 MESHES = ((1, 1, 1, 1), (8, 1, 1, 1), (2, 2, 1, 2), (2, 1, 2, 2))
@@ -88,12 +89,12 @@ def shard_bytes(weights: Weights) -> int:
 
 def measure(what: str, config: Config, folder: Path) -> dict[str, int]:
     published, imported = folder / "published", folder / "imported"
-    specs = jax.eval_shape(lambda: canonical_weights(config))
+    specs = jax.eval_shape(lambda: Blueprint(config).initial_weights())
     told = {"read_whole": 0, "largest": max(x.size * x.dtype.itemsize for x in jax.tree.leaves(specs))}
     mesh = make_mesh(config.mesh)
     match what:
         case "write":
-            state = init_state(config, mesh)
+            state = init_state(Blueprint(config), mesh)
             arrays = named_weights(Weights(state.params, state.buffers))
             shapes = {name: x.shape for name, x in arrays.items()}
             whole = {name: np.asarray(x) for name, x in arrays.items()}

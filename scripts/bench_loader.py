@@ -31,10 +31,11 @@ from typing import Any
 import jax
 
 from jaxthd.config import Config, load_config
-from jaxthd.data.dataset import SynchronizedLoader, SpeechData
+from jaxthd.data.dataset import SpeechData, SynchronizedLoader
 from jaxthd.parallel.mesh import make_mesh, put_batch
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import init_state
-from jaxthd.steps.step import make_train_step
+from jaxthd.steps.training import make_train_step
 from jaxthd.terminal.command_line import simulate_devices
 
 WARM_UP = 16
@@ -48,8 +49,8 @@ class Step:
 
     def __init__(self, config: Config, loader: SynchronizedLoader) -> None:
         mesh = make_mesh(config.mesh)
-        self._step = make_train_step(config, mesh)
-        self._state = init_state(config, mesh)
+        self._step = make_train_step(Blueprint(config), mesh)
+        self._state = init_state(Blueprint(config), mesh)
         self._batches = [put_batch(batch, mesh) for batch, _ in islice(loader, STEPS)]
         self.seconds()
 

@@ -26,14 +26,23 @@ from typing import NamedTuple
 import jax
 from flax import nnx
 
-from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
+from jaxthd.config import (
+    ComputeConfig,
+    Config,
+    DataConfig,
+    EncoderConfig,
+    LLMConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
 from jaxthd.estimate import bubble_formula, lowered_step
 from jaxthd.parallel.mesh import CONTEXT, TENSOR, bytes_of, on_device
 from jaxthd.parallel.params import weight_decay_mask
 from jaxthd.parallel.schedule import make_schedule
 from jaxthd.planning.costs import Costs
 from jaxthd.planning.program import UNOPTIMIZED
-from jaxthd.steps.state import abstract_model, model_specs
+from jaxthd.steps.blueprint import Blueprint, specs_of
 from jaxthd.terminal.tables import Claim, conclude, show
 
 TINY = ModelConfig(
@@ -53,9 +62,8 @@ TINY = ModelConfig(
         expert_dim=64,
         shared_expert_dim=128,
     ),
-    attention_block=64,
-    loss_block=64,
 )
+COMPUTE = ComputeConfig(attention_block=64, loss_block=64)
 
 
 class Program(NamedTuple):
@@ -80,6 +88,7 @@ def tiny(
         mesh=mesh,
         data=DataConfig(rows=rows, capacity=tokens, audio_capacity=0),
         model=replace(TINY, llm=replace(TINY.llm, pattern=pattern)),
+        compute=COMPUTE,
         train=TrainConfig(microbatches=microbatches),
     )
 
@@ -103,9 +112,9 @@ def slots_bytes(config: Config) -> int:
 
 def matrix_bytes(config: Config) -> int:
     """Of the weight matrices on a device."""
-    model = abstract_model(config)
+    model = Blueprint(config).model
     state = nnx.state(model, nnx.Param)
-    parts = on_device(nnx.to_pure_dict(state), model_specs(model)[0], config.mesh)
+    parts = on_device(nnx.to_pure_dict(state), specs_of(model)[0], config.mesh)
     are_matrices = jax.tree.leaves(weight_decay_mask(state))
     return sum(
         bytes_of(x) for x, is_matrix in zip(jax.tree.leaves(parts), are_matrices, strict=True) if is_matrix

@@ -43,7 +43,7 @@ from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.run.metrics import read_metrics
-from jaxthd.steps.state import canonical_weights, model_graph
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.terminal.tables import Claim, conclude
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<so_embedding>")
@@ -57,7 +57,7 @@ CONFIG = '''"""Adapting the published checkpoint beside this file."""
 from pathlib import Path
 
 from jaxthd.config import (
-    AdaptConfig, Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig, TrainConfig
+    AdaptConfig, ComputeConfig, Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig, TrainConfig
 )
 from jaxthd.hf.checkpoint import model_config
 
@@ -78,9 +78,8 @@ def config() -> Config:
             max_documents=32,
             workers=0,
         ),
-        model=model_config(
-            PUBLISHED, model=ModelConfig(encoder=EncoderConfig(chunk_seconds=8.0), attention_block=64)
-        ),
+        model=model_config(PUBLISHED, model=ModelConfig(encoder=EncoderConfig(chunk_seconds=8.0))),
+        compute=ComputeConfig(attention_block=64),
         adapt=AdaptConfig(
             freeze=("encoder.*",),
             lora_rank=8,
@@ -127,7 +126,7 @@ def write_published(folder: Path, texts: Sequence[str]) -> None:
     )
     encoder = EncoderConfig(layers=2, dim=48, ffn_dim=64, subsampling_channels=8)
     model = ModelConfig(encoder=encoder, llm=llm, adapter_dim=64)
-    weights = named_weights(Weights(*jax.jit(lambda: canonical_weights(Config(model=model)))()))
+    weights = named_weights(Weights(*jax.jit(lambda: Blueprint(Config(model=model)).initial_weights())()))
     arrays = {name: np.asarray(x) for name, x in weights.items()}
     shapes = {name: x.shape for name, x in arrays.items()}
     settings = {"audio_token_id": tokenizer.token_to_id(SPECIAL[-1])}
@@ -153,10 +152,10 @@ def logits(config: Config, weights: Weights, document: Document) -> np.ndarray:
         [document],
         capacity=-(-len(document) // 8) * 8,
         audio_capacity=document.mel_frames,
-        num_mels=config.model.encoder.num_mels,
+        num_mels=config.model.audio_encoder.num_mels,
         max_documents=1,
     )
-    graph = model_graph(config)
+    graph = Blueprint(config).graph
 
     @jax.jit
     def compute(weights: Weights, batch: Any) -> jax.Array:

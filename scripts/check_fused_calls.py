@@ -45,7 +45,7 @@ from jaxthd.ops.attention.contract import Problem
 from jaxthd.ops.attention.cudnn import GROUPED_LEAST
 from jaxthd.terminal.tables import table
 from scripts.check_meshes import check, variants
-from tests.ops import dense_kernels
+from scripts.comparison import dense_kernels
 
 MESHES = (MeshConfig(1, 4, 1, 2), MeshConfig(2, 2, 2, 1))
 HEADS = ((8, 8), (8, 2))

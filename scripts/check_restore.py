@@ -29,9 +29,19 @@ if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
 from jaxthd.checkpoints.checkpoint import Checkpoints
-from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
+from jaxthd.config import (
+    ComputeConfig,
+    Config,
+    DataConfig,
+    EncoderConfig,
+    LLMConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
 from jaxthd.data.dataset import SpeechData
 from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state, canonical_shardings
 from jaxthd.terminal.tables import table
 from jaxthd.train import train
@@ -62,9 +72,9 @@ def config_for(mesh: MeshConfig, after: int) -> Config:
                 expert_dim=16,
                 shared_expert_dim=16,
             ),
-            # Stages of 2 x 1 x 4 x 1 differ.
-            context_exchange="ring" if mesh.pipeline < 4 else "all_gather",
         ),
+        # Stages of 2 x 1 x 4 x 1 differ.
+        compute=ComputeConfig(context_exchange="ring" if mesh.pipeline < 4 else "all_gather"),
         train=TrainConfig(
             steps=2 * after,
             warmup_steps=4,
@@ -99,7 +109,9 @@ def documents(config: Config, position: dict | None, steps: int) -> list[list[st
 def restored_position(config: Config, workdir: Path) -> dict:
     mesh = make_mesh(config.mesh)
     with Checkpoints(workdir / "checkpoints", 3) as checkpoints:
-        restored = checkpoints.restore_latest(abstract_state(config), canonical_shardings(config, mesh))
+        restored = checkpoints.restore_latest(
+            abstract_state(Blueprint(config)), canonical_shardings(Blueprint(config), mesh)
+        )
     assert restored is not None
     return restored[1]
 

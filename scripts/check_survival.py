@@ -33,7 +33,17 @@ import soundfile
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxthd.checkpoints.checkpoint import Checkpoints
-from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
+from jaxthd.config import (
+    ComputeConfig,
+    Config,
+    DataConfig,
+    EncoderConfig,
+    LLMConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState, abstract_state
 
 STEPS = 48
@@ -68,9 +78,8 @@ def config() -> Config:
                 mamba_state=8,
                 mamba_groups=1,
             ),
-            attention_block=32,
-            loss_block=32,
         ),
+        compute=ComputeConfig(attention_block=32, loss_block=32),
         train=TrainConfig(steps=STEPS, warmup_steps=2, checkpoint_every=3, tensorboard=False),
     )
 
@@ -292,7 +301,7 @@ def main(argv: list[str] | None = None) -> int:
             rows.append(terminated(Run(folder, "terminated"), want, rng))
             sharding = SingleDeviceSharding(jax.devices()[0])
             checkpoints = uninterrupted.workdir / "checkpoints"
-            rows += damaged(checkpoints, abstract_state(config()), sharding, chosen.damages, rng)
+            rows += damaged(checkpoints, abstract_state(Blueprint(config())), sharding, chosen.damages, rng)
     for row in rows:
         print(f"{'holds' if row.holds else 'FAILS':5}  {row.check}: {row.found}")
     return 0 if all(row.holds for row in rows) else 1

@@ -19,18 +19,18 @@ HEAD = """\
 
 <!-- Written by scripts/write_reference.py from jaxthd/config.py: change it there, and run that. -->
 
-Every setting of a run. A [config file](../configs/cp2.py) gives them in Python, as
-`DataConfig(max_documents=32)`; every command that takes `--config` lets you override them by the names below:
+These are all settings of a run. A [config file](../configs/cp2.py) gives them in Python, for instance as
+`DataConfig(max_documents=32)`. Every command that takes `--config` lets you override them by the names below:
 
-    python -m jaxthd.train --config configs/cp2.py --data.manifest a.jsonl b.jsonl --mesh.no-fsdp
+    jaxthd train --config configs/cp2.py --data.manifest a.jsonl b.jsonl --mesh.no-fsdp
 
-Defaults are those of the dataclasses; `--config FILE --help` lists the values that FILE gives. What cannot
-work is refused before anything is loaded, with what to change (`jaxthd/validate/`).
+The defaults are those of the dataclasses; `--config FILE --help` lists the values that FILE gives. Settings
+that cannot work are refused before anything is loaded, with what to change (`jaxthd/validate/`).
 """
 
 
 class Setting(NamedTuple):
-    """One field. name: as on the command line. type, default, text: in Markdown."""
+    """One field. name: as on the command line. All are Markdown."""
 
     name: str
     type: str
@@ -39,7 +39,7 @@ class Setting(NamedTuple):
 
 
 class Group(NamedTuple):
-    """One dataclass. path: where the Config holds it. text: its docstring, in Markdown."""
+    """One dataclass. path: where the Config holds it. kind: its name. text: its docstring, in Markdown."""
 
     path: str
     kind: str
@@ -47,9 +47,10 @@ class Group(NamedTuple):
     settings: list[Setting]
 
 
-def groups(kind: Any = config.Config, path: str = "") -> Iterator[Group]:
+def groups(kind: Any = config.Config, path: str = "", text: str = "") -> Iterator[Group]:
     """Every dataclass below `kind`, each before those that it holds.
 
+    path: where the Config holds `kind`. text: what is said about that place, after the docstring of `kind`.
     Raises ValueError for a field without a docstring under it.
     """
     defaults, hints, sources = kind(), get_type_hints(kind), _field_sources(kind)
@@ -57,8 +58,9 @@ def groups(kind: Any = config.Config, path: str = "") -> Iterator[Group]:
     for name, hint in hints.items():
         where = f"{path}.{name}" if path else name
         annotation, docstring = sources[name]
-        if is_dataclass(hint):
-            nested.append((hint, where))
+        inner = [each for each in (*get_args(hint), hint) if is_dataclass(each)]
+        if inner:
+            nested.append((inner[0], where, docstring))
         elif not docstring:
             raise ValueError(
                 f"jaxthd/config.py: {kind.__name__}.{name} has no docstring; expected what it means, in a "
@@ -72,13 +74,13 @@ def groups(kind: Any = config.Config, path: str = "") -> Iterator[Group]:
                 Setting(_code(option), " or ".join(map(_code, types)), _code(default), _markdown(docstring))
             )
     if settings:
-        yield Group(path, kind.__name__, _markdown(inspect.getdoc(kind) or ""), settings)
-    for hint, where in nested:
-        yield from groups(hint, where)
+        yield Group(path, kind.__name__, _markdown(f"{inspect.getdoc(kind) or ''} {text}"), settings)
+    for each in nested:
+        yield from groups(*each)
 
 
 def _field_sources(kind: type) -> dict[str, tuple[str, str]]:
-    """The annotation of each field as it is written, and the docstring under it ("" for none)."""
+    """By field: its annotation as it is written, and the docstring under it ("" for none)."""
     (definition,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(definition, ast.ClassDef)
     found = {}
@@ -95,12 +97,12 @@ def _choices(hint: Any) -> list[str]:
 
 
 def _code(text: str) -> str:
-    """For a table, where even code may hold no bare |."""
+    """Code in a table, where a bare | would end the cell."""
     return f"`{text.replace('|', chr(92) + '|')}`"
 
 
 def _markdown(text: str) -> str:
-    """On one line, for a table: what Markdown would read as its own is escaped."""
+    """Plain text as one line of Markdown, with Markdown's own characters escaped."""
     return re.sub(r"([\\`*<|\[])", r"\\\1", " ".join(text.split()))
 
 

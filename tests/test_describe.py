@@ -7,9 +7,18 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, load_config
+from jaxthd.config import (
+    ComputeConfig,
+    Config,
+    EncoderConfig,
+    LLMConfig,
+    MeshConfig,
+    ModelConfig,
+    load_config,
+)
 from jaxthd.describe import Group, describe, main, parameter_groups, state_bytes
 from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state, init_state
 
 NANO = Path(__file__).parents[1] / "configs" / "nemotron3_nano.py"
@@ -87,9 +96,9 @@ def test_the_table_of_nano_in_text() -> None:
 def test_groups_and_bytes_are_those_of_the_state_that_training_makes(mesh: MeshConfig) -> None:
     """A pattern with every letter and a latent projection; counted on real arrays, on every device."""
     config = replace(SMALL, mesh=mesh)
-    state = init_state(config, make_mesh(mesh))
+    state = init_state(Blueprint(config), make_mesh(mesh))
     groups = parameter_groups(config)
-    canonical = abstract_state(config).params
+    canonical = abstract_state(Blueprint(config)).params
     assert sum(g.parameters for g in groups) == sum(x.size for x in jax.tree.leaves(canonical))
     assert [g.name for g in groups] == [
         "embedding", "M Mamba2", "* attention", "- MLP", "E routed experts", "E latent projection",
@@ -108,7 +117,7 @@ def test_groups_and_bytes_are_those_of_the_state_that_training_makes(mesh: MeshC
 def test_float64_doubles_the_bytes() -> None:
     jax.config.update("jax_enable_x64", True)
     try:
-        double = state_bytes(replace(SMALL, model=replace(SMALL.model, dtype="float64")))
+        double = state_bytes(replace(SMALL, compute=ComputeConfig(dtype="float64")))
     finally:
         jax.config.update("jax_enable_x64", False)
     assert double["parameters"] == 2 * state_bytes(SMALL)["parameters"]

@@ -18,6 +18,7 @@ KINDS = (
     ("scan", scan.BACKENDS, scan.VERIFIED),
 )
 ROOT = Path(__file__).parents[1]
+TABLES = ROOT / "docs" / "kernels.md"
 BARE = """
 import sys
 for name in ("grain", "tyro", "flax", "optax", "orbax", "soundfile", "transformer_engine"):
@@ -85,9 +86,9 @@ def test_a_config_s_problem_is_what_is_measured(tmp_path: Path, monkeypatch, cap
     assert "Scan: float32, 8 heads of dim" in out
 
 
-def test_the_readme_says_where_each_back_end_ran():
+def test_the_documentation_says_where_each_back_end_ran():
     """In a table for each setting, whose rows are exactly the back-ends that there are."""
-    text = (ROOT / "README.md").read_text()
+    text = TABLES.read_text()
     for kind, backends, verified in KINDS:
         assert list(verified) == list(backends)
         _, table = text.split(f"| `compute.{kind}_backend` |")

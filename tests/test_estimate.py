@@ -7,6 +7,7 @@ import pytest
 
 from jaxthd.config import (
     AdaptConfig,
+    ComputeConfig,
     Config,
     DataConfig,
     EncoderConfig,
@@ -37,9 +38,8 @@ SMALL = Config(
             expert_dim=32,
             shared_expert_dim=32,
         ),
-        attention_block=32,
-        loss_block=32,
     ),
+    compute=ComputeConfig(attention_block=32, loss_block=32),
 )
 
 
@@ -86,7 +86,7 @@ def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:
 def test_recomputation_and_sharding_lower_what_the_closed_form_says() -> None:
     config = small("M*M*M*M*", MeshConfig())
     most = Costs(config).memory().most
-    assert Costs(replace(config, model=replace(config.model, remat_llm=False))).memory().most > most
+    assert Costs(replace(config, compute=replace(config.compute, remat_llm=False))).memory().most > most
     for mesh in (MeshConfig(context=2), MeshConfig(tensor=2), MeshConfig(data=2)):
         assert Costs(replace(config, mesh=mesh)).memory().most < most
 

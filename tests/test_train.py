@@ -17,6 +17,7 @@ import pytest
 import soundfile
 
 from jaxthd.config import (
+    ComputeConfig,
     Config,
     DataConfig,
     EncoderConfig,
@@ -94,9 +95,8 @@ def tiny(manifest: Path) -> Config:
                 mamba_groups=1,
                 mtp_pattern="*",
             ),
-            attention_block=32,
-            loss_block=32,
         ),
+        compute=ComputeConfig(attention_block=32, loss_block=32),
         train=TrainConfig(
             steps=6,
             warmup_steps=2,

@@ -27,16 +27,8 @@ from jaxthd.hf.checkpoint import open_checkpoint
 from jaxthd.parallel.processes import is_first
 from jaxthd.parallel.stages import to_stages
 from jaxthd.run.workdir import compare_models, is_run, read_config
-from jaxthd.steps.state import (
-    TrainState,
-    Tree,
-    canonical_shardings,
-    canonical_weights,
-    init_state,
-    new_state,
-    stages_of,
-    state_shardings,
-)
+from jaxthd.steps.blueprint import Blueprint, Tree
+from jaxthd.steps.state import TrainState, canonical_shardings, init_state, new_state, state_shardings
 
 
 class Weights(NamedTuple):
@@ -52,8 +44,8 @@ def start_state(config: Config, mesh: Mesh) -> TrainState:
     Raises UserError where a source does not fit the model.
     """
     if not config.train.init_from:
-        return init_state(config, mesh)
-    return new_state(load_weights(config.train.init_from, config, mesh), config, mesh)
+        return init_state(Blueprint(config), mesh)
+    return new_state(load_weights(config.train.init_from, config, mesh), Blueprint(config), mesh)
 
 
 def load_weights(
@@ -64,10 +56,10 @@ def load_weights(
     partly: what no source gives is drawn from config.train.seed, and said; else it is a UserError.
     Raises UserError where a source is damaged, holds another model or nothing of this one.
     """
-    on = canonical_shardings(config, mesh)
+    on = canonical_shardings(Blueprint(config), mesh)
     specs = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        jax.eval_shape(lambda: Weights(*canonical_weights(config))),
+        jax.eval_shape(lambda: Weights(*Blueprint(config).initial_weights())),
         Weights(on.params, on.buffers),
     )
     named = named_weights(specs)
@@ -85,7 +77,7 @@ def load_weights(
         )
     if drawn:
         _say(f"drawn at random, being in no checkpoint: {_groups(drawn)}")
-        arrays = _made(lambda: named_weights(Weights(*canonical_weights(config))), named, drawn)
+        arrays = _made(lambda: named_weights(Weights(*Blueprint(config).initial_weights())), named, drawn)
     for reader in readers:
         arrays |= reader.read()
     return jax.tree.unflatten(jax.tree.structure(specs), [arrays[name] for name in named])
@@ -116,7 +108,7 @@ def training_weights(weights: Weights, config: Config, mesh: Mesh) -> Weights:
     """As a run's state has them while it trains. weights: in the canonical form, on the mesh or on the host;
     left as they are.
     """
-    on, stages = state_shardings(config, mesh), stages_of(config)
+    on, stages = state_shardings(Blueprint(config), mesh), Blueprint(config).stages
     shardings = Weights(on.params, on.buffers)
     if config.mesh.pipeline == 1:
         return jax.device_put(weights, shardings)

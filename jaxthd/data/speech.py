@@ -69,6 +69,8 @@ class SpeechDocuments:
             samples = load_audio(
                 clip.path, clip.offset, clip.duration, self._most_seconds, clip.member, clip.channels
             )
+        if self._encoder is None:
+            raise ValueError("a recording, and the model has no encoder")
         dither = 0.0 if rng is None else DITHER
         chunks = chunk_audio(samples, round(self._encoder.chunk_seconds * 100) * HOP)
         return [log_mel(chunk, self._encoder.num_mels, dither=dither, rng=rng) for chunk in chunks]

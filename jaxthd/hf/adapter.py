@@ -22,7 +22,7 @@ ADAPTER = Family(
     fields=lambda model: {
         "model_type": "jaxthd_adapter",
         "inner_dim": model.adapter_dim,
-        "encoder_dim": model.encoder.dim,
+        "encoder_dim": model.audio_encoder.dim,
         "llm_dim": model.llm.dim,
     },
     write=_write,

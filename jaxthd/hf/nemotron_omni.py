@@ -54,7 +54,7 @@ def _configure(fields: Fields, model: ModelConfig) -> ModelConfig:
         )
     inner = required(audio, "projection_hidden_size", "audio_config")
     return replace(
-        model, llm=llm, encoder=encoder_config(audio, model.encoder, "audio_config"), adapter_dim=inner
+        model, llm=llm, encoder=encoder_config(audio, model.audio_encoder, "audio_config"), adapter_dim=inner
     )
 
 
@@ -64,7 +64,7 @@ def _fields(model: ModelConfig) -> dict[str, Any]:
             f"model.adapter_dim is {model.adapter_dim} and model.llm.norm_eps {model.llm.norm_eps}; the Omni "
             f"format holds an adapter with an inner dim and norms of {_PROJECTION_EPS}: export the parts"
         )
-    audio = encoder_fields(model.encoder)
+    audio = encoder_fields(model.audio_encoder)
     audio |= {"projection_hidden_size": model.adapter_dim, "projection_bias": False}
     text = llm_fields(model.llm)
     for part in (audio, text):
@@ -79,7 +79,7 @@ def _fields(model: ModelConfig) -> dict[str, Any]:
 
 
 def _write(model: ModelConfig, fields: Fields, names: Names) -> None:
-    write_encoder(model.encoder, names.within("sound_encoder.encoder.", ""))
+    write_encoder(model.audio_encoder, names.within("sound_encoder.encoder.", ""))
     projection = names.within("sound_projection.", "adapter.")
     projection.same("norm.weight", "norm.weight")
     projection.linear("linear1", "up")

@@ -114,7 +114,7 @@ def _block(names: Names) -> None:
 
 def _write_alone(model: ModelConfig, fields: Fields, names: Names) -> None:
     is_alone = fields["model_type"] == "parakeet_encoder"
-    write_encoder(model.encoder, names if is_alone else names.within("encoder.", ""))
+    write_encoder(model.audio_encoder, names if is_alone else names.within("encoder.", ""))
 
 
 def _fields_of_encoder(fields: Fields) -> Fields:
@@ -125,9 +125,9 @@ PARAKEET = Family(
     model_types=("parakeet_encoder", "parakeet_ctc", "parakeet_tdt", "parakeet_rnnt"),
     covers=("encoder.",),
     configure=lambda fields, model: replace(
-        model, encoder=encoder_config(_fields_of_encoder(fields), model.encoder)
+        model, encoder=encoder_config(_fields_of_encoder(fields), model.audio_encoder)
     ),
-    fields=lambda model: encoder_fields(model.encoder),
+    fields=lambda model: encoder_fields(model.audio_encoder),
     write=_write_alone,
     ignored=("ctc_head.*", "decoder.*", "joint.*", "encoder_projector.*"),
 )

@@ -20,8 +20,9 @@ from jaxthd.packing.prompts import PromptEnds, find_prompts
 from jaxthd.parallel.mesh import DATA, local_rows, put_batch, put_rows
 from jaxthd.parallel.processes import exchange
 from jaxthd.run.metrics import VALIDATION
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState
-from jaxthd.steps.step import make_validation_step
+from jaxthd.steps.validation import make_validation_step
 
 
 class Hypothesis(NamedTuple):
@@ -62,7 +63,7 @@ class Evaluator:
     def __init__(self, config: Config, mesh: Mesh, end_id: int) -> None:
         self._config, self._mesh, self._end_id = config, mesh, end_id
         new_tokens = config.train.max_new_tokens
-        self._step: Any = make_validation_step(config, mesh, end_id=end_id, new_tokens=new_tokens)
+        self._step: Any = make_validation_step(Blueprint(config), mesh, end_id=end_id, new_tokens=new_tokens)
         self._compiled: Any = None
         self._tokenizer = load_tokenizer(config.data.tokenizer)
 

@@ -30,8 +30,8 @@ from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.prompts import PromptEnds, whole_prompts
 from jaxthd.parallel.mesh import DATA, TOKEN_AXES, put_batch, put_rows
-from jaxthd.steps.state import Tree
-from jaxthd.steps.step import Draws, make_generation_steps
+from jaxthd.steps.blueprint import Blueprint, Tree
+from jaxthd.steps.generation import Draws, make_generation_steps
 
 End = Literal["stop", "length"]
 """Of an answer: by itself, or cut off."""
@@ -100,7 +100,7 @@ class Generator:
         """Of a row, for documents."""
         self._documents = SpeechDocuments(self.config, self.tokenizer, train=False)
         self._prefill, self._decode = make_generation_steps(
-            self.config, mesh, stop_ids=self.stop_ids, new_tokens=max_new_tokens
+            Blueprint(self.config), mesh, stop_ids=self.stop_ids, new_tokens=max_new_tokens
         )
 
     @property

@@ -129,7 +129,7 @@ def kernel_of(backend: Backend, problem: Problem) -> Kernel:
         partial(measure, backend, problem),
         QUANTITIES,
         error_bound(problem.dtype),
-        tuple(Path(blockwise.__file__).parent.glob("*.py")),
+        (Path(__file__), *Path(blockwise.__file__).parent.glob("*.py")),
     )
 
 

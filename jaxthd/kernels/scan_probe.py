@@ -126,7 +126,7 @@ ssd_source = ssd_module.__file__
 
 def scan_kernels(problem: ScanProblem) -> list[Kernel]:
     """For admission: of every back-end, in the order in which "auto" tries them."""
-    sources = tuple(Path(ssd_source).parent.glob("*.py"))
+    sources = (Path(__file__), *Path(ssd_source).parent.glob("*.py"))
     return [
         Kernel(
             "scan",

@@ -5,7 +5,7 @@ prediction.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int, Int32, Shaped
@@ -197,7 +197,9 @@ def _as_batch(
     if audio:
         of_tokens["audio_slots"] = of_audio.pop("audio_slots")
     laid_out = {name: x[..., perm] for name, x in of_tokens.items()}
-    return Batch(**{name: x if x is None else x[None] for name, x in (of_audio | laid_out).items()})
+    fields: dict[str, Any] = of_audio | laid_out
+    rows: dict[str, Any] = {name: x if x is None else x[None] for name, x in fields.items()}
+    return Batch(**rows)
 
 
 def rank_share(audio_capacity: int, audio_ranks: int) -> int:

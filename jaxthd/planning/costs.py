@@ -24,7 +24,7 @@ from jaxthd.parallel.mesh import AUDIO_AXES, AXES, CONTEXT, DATA, PIPELINE, TENS
 from jaxthd.parallel.schedule import Schedule, make_schedule
 from jaxthd.parallel.stages import KINDS, Stages
 from jaxthd.planning.layouts import mamba_bytes
-from jaxthd.steps.state import abstract_model, stages_of
+from jaxthd.steps.blueprint import Blueprint
 
 Number = int | float
 Traffic = dict[tuple[str, ...], Number]
@@ -75,7 +75,7 @@ class Costs:
         mesh, compute = config.mesh, config.compute
         self._a = {"bfloat16": 2, "float32": 4, "float64": 8}[compute.dtype]
         self._w = max(self._a, 4)
-        self._stages = stages_of(config)
+        self._stages = Blueprint(config).stages
         self._schedule = make_schedule(config.train.microbatches, mesh.pipeline, mesh.stages_per_rank)
         self._pipelined = len(self._stages.patterns) > 1
         self._rows = config.data.rows / mesh.data / config.train.microbatches
@@ -103,7 +103,7 @@ class Costs:
 
     @cached_property
     def _weights(self) -> list[Weight]:
-        found, model = [], abstract_model(self._config)
+        found, model = [], Blueprint(self._config).model
         is_trained = nnx.traversals.flatten_mapping(trained(model, self._config.adapt))
         for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
             mesh_axes = variable.get_metadata("mesh_axes")
@@ -165,9 +165,9 @@ class Costs:
             )
             decoder, stage = (max(decoder, stage), 0) if ends else (decoder, stage)
         if self._frames:
-            layers = model.encoder.layers
+            layers = model.audio_encoder.layers
             kept = (
-                self._frames * model.encoder.dim * self._a
+                self._frames * model.audio_encoder.dim * self._a
                 if self._config.compute.remat_encoder
                 else self._conformer
             )
@@ -262,7 +262,7 @@ class Costs:
     @property
     def _conformer(self) -> Number:
         """Activations of an encoder block."""
-        encoder = self._config.model.encoder
+        encoder = self._config.model.audio_encoder
         norms = 5 * encoder.dim * (self._a + self._w)
         attention = (
             self._a * (2 * encoder.heads + 6) * encoder.dim + 3 * self._w * encoder.heads * encoder.dim
@@ -277,7 +277,7 @@ class Costs:
 
     @property
     def _subsampling(self) -> Number:
-        encoder = self._config.model.encoder
+        encoder = self._config.model.audio_encoder
         outputs = (min(PIECE, self._frames) + 1) * 2 * encoder.num_mels
         # First convolution: its nine inputs and its outputs; the second and third have 1/4 and 1/16 as many.
         return outputs * self._a * (9 + encoder.subsampling_channels * (2 + 12 * (1 / 4 + 1 / 16)))
@@ -398,7 +398,7 @@ class Costs:
                 found.sum((DATA, CONTEXT), (llm.experts + 1) * self._w, times * forward)
 
     def _encoder(self, found: "_Found") -> None:
-        config, m, layers = self._config, self._schedule.microbatches, self._config.model.encoder.layers
+        config, m, layers = self._config, self._schedule.microbatches, self._config.model.audio_encoder.layers
         backward = int(self._trains("encoder"))
         is_differentiated = self._trains("encoder") or self._trains("adapter")
         again = int(self._pipelined and is_differentiated)
@@ -406,7 +406,7 @@ class Costs:
             passes = 1 + again + weight.trained + ("blocks" in weight.path) * backward
             found.gather(weight.fsdp, weight.size * weight.layers, m * passes)
         if self._trains("encoder", "blocks", "conv", "norm"):
-            statistics = 2 * config.model.encoder.dim * self._w
+            statistics = 2 * config.model.audio_encoder.dim * self._w
             found.sum(AXES, statistics, m * layers * (2 + again + int(config.compute.remat_encoder)))
         gathers = m * (1 + is_differentiated)
         found.gather(AUDIO_AXES, self._frames * config.model.llm.dim * self._a, gathers)

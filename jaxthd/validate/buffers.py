@@ -36,7 +36,7 @@ def _max_documents(config: Config, device: DeviceFacts) -> Iterator[Problem]:
 
 @RULES.rule("mesh", "data.audio_capacity", "model.encoder.chunk_seconds")
 def _audio_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    frames, ranks, encoder = config.data.audio_capacity, config.mesh.audio_ranks, config.model.encoder
+    frames, ranks, encoder = config.data.audio_capacity, config.mesh.audio_ranks, config.model.audio_encoder
     longest = -(-encoder.chunk_frames // SUBSAMPLING) * SUBSAMPLING
     unit, share = SUBSAMPLING * ranks, frames // ranks // SUBSAMPLING * SUBSAMPLING
     if not frames:
@@ -59,7 +59,7 @@ def _audio_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Problem]:
 
 @RULES.rule("data.capacity", "data.audio_capacity", "model.encoder.chunk_seconds")
 def _tokens_hold_a_chunk(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    capacity, encoder = config.data.capacity, config.model.encoder
+    capacity, encoder = config.data.capacity, config.model.audio_encoder
     slots = -(-encoder.chunk_frames // SUBSAMPLING)
     if config.data.audio_capacity and capacity < slots:
         yield Problem(

@@ -101,7 +101,7 @@ def _chat_template(config: Config, device: DeviceFacts) -> Iterator[Problem]:
 
 @RULES.rule("data.spec_augment", "model.encoder.num_mels")
 def _spec_augment(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    masks, mels = config.data.spec_augment, config.model.encoder.num_mels
+    masks, mels = config.data.spec_augment, config.model.audio_encoder.num_mels
     if masks.freq_masks and masks.freq_width >= mels:
         yield Problem(
             f"data.spec_augment.freq_width is {masks.freq_width} with {mels} mel bands",

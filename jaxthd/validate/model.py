@@ -36,7 +36,7 @@ KNOWN_BAD_KERNELS = tuple(BadKernel("te", capability, fault) for capability, fau
 
 @RULES.rule("model.encoder.num_mels")
 def _num_mels(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    mels = config.model.encoder.num_mels
+    mels = config.model.audio_encoder.num_mels
     try:
         mel_filterbank(mels)
     except ValueError as error:
@@ -51,7 +51,7 @@ def _num_mels(config: Config, device: DeviceFacts) -> Iterator[Problem]:
 
 @RULES.rule("model.encoder.dim", "model.encoder.heads")
 def _encoder_heads(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    dim, heads = config.model.encoder.dim, config.model.encoder.heads
+    dim, heads = config.model.audio_encoder.dim, config.model.audio_encoder.heads
     if dim % 2:
         expected = "an even number: half of the position encoding are sines, half cosines"
         yield Problem(f"model.encoder.dim is {dim}", expected, f"set model.encoder.dim to {dim + 1}")
@@ -65,7 +65,7 @@ def _encoder_heads(config: Config, device: DeviceFacts) -> Iterator[Problem]:
 
 @RULES.rule("model.encoder.conv_kernel")
 def _conv_kernel(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    taps = config.model.encoder.conv_kernel
+    taps = config.model.audio_encoder.conv_kernel
     if taps % 2 == 0:
         expected = "an odd number: as many taps before a frame as behind it"
         change = f"set model.encoder.conv_kernel to {taps - 1} or {taps + 1}"

@@ -8,7 +8,7 @@ import jax
 
 from jaxthd.config import Config, MeshConfig
 from jaxthd.models.speech_lm import SpeechLM
-from jaxthd.steps.state import abstract_model
+from jaxthd.steps.blueprint import Blueprint
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,6 @@ def divisors(size: int, at_most: int) -> str:
 def shapes_of(config: Config, tensor: int = 1) -> SpeechLM | None:
     """Shapes of the model; None where there is none: what is wrong with it is told by other rules."""
     try:
-        return abstract_model(replace(config, mesh=MeshConfig(tensor=tensor)))
+        return Blueprint(replace(config, mesh=MeshConfig(tensor=tensor))).model
     except ValueError:
         return None

@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 
-from jaxthd.config import Config, DataConfig, MeshConfig, ModelConfig
+from jaxthd.config import ComputeConfig, Config, DataConfig, MeshConfig
 from jaxthd.errors import UserError
 from jaxthd.figures.curves import HUES, INK, MOST_ROWS, PADDING, batch_figure, curves_figure, draw_batch, main
-from jaxthd.packing.batch import Batch
+from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
 from jaxthd.packing.layout import context_permutation, inverse_permutation, row_permutation
 from jaxthd.packing.pack import PackReport, pack_row
@@ -149,7 +149,7 @@ def packed(rows: int, config: Config) -> tuple[Batch, dict[str, Any], list[PackR
         "capacity_tokens": rows * CAPACITY,
         "audio_seconds": sum(r.audio_seconds for r in reports),
     }
-    return Batch(*map(np.concatenate, zip(*batches, strict=True))), whole, reports
+    return concatenate_rows(batches), whole, reports
 
 
 def painted(axes: Axes, slots: int, scale: float, height: float) -> np.ndarray:
@@ -175,7 +175,9 @@ MESHES = pytest.mark.parametrize(
         Config(),
         Config(MeshConfig(context=2), DataConfig(round_to=8)),
         Config(MeshConfig(context=4, data=2)),
-        Config(MeshConfig(context=2), DataConfig(round_to=4), ModelConfig(context_layout="document")),
+        Config(
+            MeshConfig(context=2), DataConfig(round_to=4), compute=ComputeConfig(context_layout="document")
+        ),
     ],
 )
 

@@ -22,9 +22,10 @@ from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.run.workdir import read_config
-from jaxthd.steps.state import model_graph
+from jaxthd.steps.blueprint import Blueprint
+from scripts.comparison.published import BASE, COMPUTE
 from tests.helpers import assert_same, spans
-from tests.hf.published import BASE, write_published
+from tests.hf.published import write_published
 from tests.mtp_reference import mtp_logits, softmax
 
 LENGTHS = (5, 1, 16, 2, 3)
@@ -81,10 +82,9 @@ def test_predictions_are_those_of_the_tensors(tmp_path):
     """Two depths with the one set of weights, of documents packed in one buffer; against each alone, written
     out, from the tensors on disk and what the head takes."""
     folder = write(tmp_path / "llm")
-    model = replace(BASE, dtype="float64")
-    read = model_config(folder, model=replace(model, llm=replace(BASE.llm, mtp_depths=2)))
+    read = model_config(folder, model=replace(BASE, llm=replace(BASE.llm, mtp_depths=2)))
     assert (read.llm.mtp_pattern, read.llm.mtp_depths, read.llm.mtp_shared) == ("*E", 2, True)
-    config = Config(model=read)
+    config = Config(model=read, compute=replace(COMPUTE, dtype="float64"))
     rng = np.random.default_rng(1)
     documents = []
     for number, n in enumerate(LENGTHS):
@@ -94,7 +94,7 @@ def test_predictions_are_those_of_the_tensors(tmp_path):
     batch, _ = pack_row(documents, **sizes, depths=2)
     with jax.enable_x64(True):
         weights = load_weights([folder], config, make_mesh(config.mesh))
-        graph = model_graph(config)
+        graph = Blueprint(config).graph
 
         def ahead(params: Any, buffers: Any, batch: Any) -> Any:
             model = nnx.merge(graph, params, buffers)

@@ -20,7 +20,8 @@ from jaxthd.config import Config, EncoderConfig
 from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.parallel.mesh import make_mesh
-from tests.hf.published import BASE, group, load_reference, shapes_of, write_published
+from scripts.comparison.published import BASE, COMPUTE, group, shapes_of
+from tests.hf.published import load_reference, write_published
 
 NEMO_NAMES = (
     ("subsampling.layers.", "pre_encode.conv."),
@@ -137,7 +138,7 @@ def test_encoder_is_that_of_the_library(tmp_path, compressed):
     if compressed:
         path.write_bytes(gzip.compress(path.read_bytes()))
     folder = write_published("fastconformer", tmp_path / "folder")
-    config = Config(model=model_config(path, model=BASE))
+    config = Config(model=model_config(path, model=BASE), compute=COMPUTE)
     assert config.model == model_config(folder, model=BASE)
     assert config.model.encoder == EncoderConfig(
         num_mels=16, layers=2, dim=32, heads=4, ffn_dim=64, subsampling_channels=16
@@ -225,6 +226,6 @@ def test_other_encoders_and_damaged_archives_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"no whole \.nemo archive|has no model_weights"):
         open_checkpoint(path)
     path = write_nemo(tmp_path / "d.nemo", checkpoint({"encoder.x": np.ones((3, 4), np.float32)}))
-    config = Config(model=model_config(path, model=BASE))
+    config = Config(model=model_config(path, model=BASE), compute=COMPUTE)
     with pytest.raises(UserError, match=r"missing: .*bias(.|\n)*unknown: x"):
         open_checkpoint(path).tensors(config.model, shapes_of(config))

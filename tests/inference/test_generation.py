@@ -12,7 +12,7 @@ import pytest
 import soundfile
 from flax import nnx
 
-from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.data.example import Clip, Example, Samples, Turn
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import ByteTokenizer
@@ -23,8 +23,8 @@ from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.stages import to_stages
-from jaxthd.steps.state import abstract_model, model_graph, stages_of
-from tests.helpers import random_state
+from jaxthd.steps.blueprint import Blueprint
+from scripts.comparison.weights import random_state
 
 NEW = 10
 CONFIG = Config(
@@ -44,11 +44,9 @@ CONFIG = Config(
             mamba_head_dim=8,
             mamba_state=8,
             mamba_groups=2,
-            mamba_chunk=16,
         ),
-        dtype="float64",
-        attention_block=32,
     ),
+    compute=ComputeConfig(dtype="float64", scan_chunk=16, attention_block=32),
 )
 DRAWN: dict[str, Any] = {"temperature": 1.5, "top_k": 40, "top_p": 0.95, "seed": 7}
 TOKENIZER = ByteTokenizer()
@@ -79,7 +77,7 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> list[Example]:
 @functools.cache
 def weights() -> tuple[Any, Any]:
     """In the canonical form. Small embeddings, so that more than the last token tells what comes next."""
-    _, params, buffers = random_state(abstract_model(CONFIG))
+    _, params, buffers = random_state(Blueprint(CONFIG).model)
     return {**params, "embedding": 0.1 * params["embedding"]}, buffers
 
 
@@ -92,7 +90,7 @@ def generator(mesh: MeshConfig = MeshConfig(), **options: Any) -> Generator:  # 
 
 @functools.cache
 def made(config: Config, options: tuple[tuple[str, int], ...]) -> Generator:
-    held = to_stages(weights(), stages_of(config))
+    held = to_stages(weights(), Blueprint(config).stages)
     return Generator(config, make_mesh(config.mesh), *held, **dict(options))
 
 
@@ -101,7 +99,7 @@ def next_token() -> Any:
     """(the document so far, key, the token's number, sampling) -> the token, by a whole forward pass over it
     alone: nothing cached or packed.
     """
-    graph = model_graph(CONFIG)
+    graph = Blueprint(CONFIG).graph
 
     def program(params: Any, buffers: Any, batch: Any, last: Any, *how: Any) -> Any:
         model = nnx.merge(graph, params, buffers)

@@ -1,13 +1,12 @@
 """XLA's options reach the compiler, exist in this XLA, and are refused by name where they do not."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import jax
 import pytest
 
-from jaxthd.config import Config, TrainConfig
+from jaxthd.config import ComputeConfig, Config
 from jaxthd.errors import UserError
 from jaxthd.kernels.xla_options import (
     OPTIONS,
@@ -21,12 +20,12 @@ from jaxthd.parallel.mesh import make_mesh
 
 
 def with_options(*options: str) -> Config:
-    return Config(train=TrainConfig(xla_options=options))
+    return Config(compute=ComputeConfig(xla_options=options))
 
 
 def test_this_xla_takes_every_option():
     for command_buffers in (True, False):
-        config = Config(train=TrainConfig(command_buffers=command_buffers))
+        config = Config(compute=ComputeConfig(command_buffers=command_buffers))
         options = compiler_options(config, "gpu")
         assert set(options) == {option.name for option in OPTIONS}
         check_options(options)
@@ -47,8 +46,8 @@ def test_given_options_go_before_ours():
 
 
 def test_command_buffers_can_be_left_out():
-    without = replace(Config().train, command_buffers=False)
-    assert compiler_options(Config(train=without), "gpu")["xla_gpu_enable_command_buffer"] == ""
+    without = ComputeConfig(command_buffers=False)
+    assert compiler_options(Config(compute=without), "gpu")["xla_gpu_enable_command_buffer"] == ""
 
 
 @pytest.mark.parametrize("text", ["xla_gpu_graph_min_graph_size", "=3", ""])

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig
+from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.errors import UserError
 from jaxthd.estimate import abstract_batch
-from jaxthd.kernels.choose import attention_problem, scan_problem, with_admitted
+from jaxthd.kernels.choose import attention_problem, scan_problem, using, with_admitted
 from jaxthd.kernels.machine import Machine
 from jaxthd.kernels.scan_probe import ScanProblem, scan
 from jaxthd.ops.attention import blockwise
@@ -22,8 +22,9 @@ from jaxthd.ops.attention.ring import packed_attention
 from jaxthd.ops.scan import pallas as scan_pallas
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state, state_shardings
-from jaxthd.steps.step import make_train_step
+from jaxthd.steps.training import make_train_step
 from jaxthd.terminal.command_line import ready
 from tests.ops.test_scan import broken_decays
 
@@ -34,8 +35,8 @@ def eight_times(*given: Any) -> Any:
     return tuple(8 * x for x in XLA.backward(*given))
 
 
-def asking(**settings: Any) -> Config:
-    return replace(Config(), model=replace(Config().model, **settings))
+def asking(llm: LLMConfig | None = None, **compute: Any) -> Config:
+    return Config(model=ModelConfig(llm=llm or LLMConfig()), compute=ComputeConfig(scan_chunk=16, **compute))
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_the_flag_makes_nothing_run_that_cannot(lines: list[str], tmp_path: Path
 
 def test_auto_takes_the_next_one_and_says_why(lines: list[str], tmp_path: Path):
     config = asking(attention_backend="auto", kernels_unverified=True)
-    assert with_admitted(config, lines.append, tmp_path).model.attention_backend == "xla"
+    assert with_admitted(config, lines.append, tmp_path).compute.attention_backend == "xla"
     (line,) = lines
     assert line.startswith("attention: xla; not te: it is off from xla")
     assert "; not cudnn: it runs on NVIDIA GPUs" in line
@@ -85,7 +86,7 @@ def test_auto_takes_the_next_one_and_says_why(lines: list[str], tmp_path: Path):
 def test_auto_takes_the_first_that_is_admitted(lines: list[str], tmp_path: Path, monkeypatch):
     monkeypatch.setitem(BACKENDS, "cudnn", XLA._replace(name="cudnn"))
     config = asking(attention_backend="auto")
-    assert with_admitted(config, lines.append, tmp_path).model.attention_backend == "cudnn"
+    assert with_admitted(config, lines.append, tmp_path).compute.attention_backend == "cudnn"
     (line,) = lines
     assert line.startswith("attention: cudnn; not te: it is off from xla")
 
@@ -101,7 +102,7 @@ def test_a_command_settles_it_before_it_runs(
     monkeypatch.setattr("jaxthd.terminal.command_line.simulate_devices", lambda devices: False)
     nobody = Namespace(coordinator=None, processes=None, process=None)
     with ready(asking(attention_backend="auto", scan_backend="auto"), nobody) as config:
-        assert config == Config()
+        assert config == asking()
     told = capsys.readouterr().err
     assert "attention: xla; not te: it runs on NVIDIA GPUs" in told
     assert "scan: xla; not pallas: it runs on NVIDIA GPUs, and this is cpu\n" in told
@@ -133,7 +134,7 @@ def test_the_problem_is_of_a_rank_s_buffers_of_a_microbatch():
 
 
 GPU = Machine("gpu", "NVIDIA H100", 1, "9.0", "0.10.2", "0.10.2", "3.11.7", 12090, 91600, "570.1", None)
-SMALL = LLMConfig(mamba_heads=2, mamba_groups=1, mamba_head_dim=16, mamba_state=16, mamba_chunk=16)
+SMALL = LLMConfig(mamba_heads=2, mamba_groups=1, mamba_head_dim=16, mamba_state=16)
 
 
 @pytest.fixture
@@ -146,7 +147,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_scan_kernels_are_measured_and_used(lines: list[str], tmp_path: Path):
     for asked in ("pallas", "auto"):
         config = asking(scan_backend=asked, llm=SMALL)
-        assert with_admitted(config, lines.append, tmp_path).model.scan_backend == "pallas"
+        assert with_admitted(config, lines.append, tmp_path).compute.scan_backend == "pallas"
     assert lines == ["scan: pallas"]
     (file,) = tmp_path.iterdir()
     assert file.name.startswith("scan-pallas-")
@@ -167,7 +168,7 @@ def test_a_broken_scan_is_an_error_with_the_numbers(
     )
     assert "or compute.kernels_unverified to use it all the same" in message
     config = asking(scan_backend="auto", llm=SMALL, kernels_unverified=True)
-    assert with_admitted(config, lines.append, tmp_path).model.scan_backend == "xla"
+    assert with_admitted(config, lines.append, tmp_path).compute.scan_backend == "xla"
     config = asking(scan_backend="pallas", llm=SMALL, kernels_unverified=True)
     assert with_admitted(config, lines.append, tmp_path) == config
     assert lines[0].startswith("scan: xla; not pallas: it is off from xla, by y ")
@@ -176,12 +177,12 @@ def test_a_broken_scan_is_an_error_with_the_numbers(
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_a_scan_that_the_kernels_do_not_take_is_left_to_xla(lines: list[str], tmp_path: Path):
-    llm = replace(SMALL, mamba_chunk=48)
-    config = asking(scan_backend="auto", llm=llm)
-    assert with_admitted(config, lines.append, tmp_path).model.scan_backend == "xla"
+    config = asking(scan_backend="auto", llm=SMALL)
+    config = using(config, scan_chunk=48)
+    assert with_admitted(config, lines.append, tmp_path).compute.scan_backend == "xla"
     assert lines == ["scan: xla; not pallas: chunk 48 is no power of two from 16 up"]
     with pytest.raises(UserError, match="chunk 48 is no power") as caught:
-        with_admitted(asking(scan_backend="pallas", llm=llm), lines.append, tmp_path)
+        with_admitted(using(config, scan_backend="pallas"), lines.append, tmp_path)
     assert "kernels_unverified" not in str(caught.value)
 
 
@@ -194,7 +195,7 @@ def test_an_interpreted_scan_is_not_measured(lines: list[str], tmp_path: Path):
 
 def test_what_no_layer_uses_is_not_measured(lines: list[str], tmp_path: Path):
     config = asking(attention_backend="te", scan_backend="auto", llm=replace(SMALL, pattern="-"))
-    assert with_admitted(config, lines.append, tmp_path).model.attention_backend == "xla"
+    assert with_admitted(config, lines.append, tmp_path).compute.attention_backend == "xla"
     assert not lines
 
 
@@ -212,11 +213,11 @@ def test_the_scan_s_problem_is_what_a_rank_scans(
     sizes: MeshConfig, layout: Any, want: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """As the mixer hands it to the scan when a step is traced."""
-    llm = replace(SMALL, pattern="M", dim=32, vocab_size=264, mamba_heads=16, mamba_groups=4, mamba_chunk=64)
+    llm = replace(SMALL, pattern="M", dim=32, vocab_size=264, mamba_heads=16, mamba_groups=4)
     encoder = EncoderConfig(num_mels=16, layers=1, dim=16, heads=8, ffn_dim=16, subsampling_channels=8)
-    model = replace(Config().model, encoder=encoder, llm=llm, context_layout=layout)
+    model = replace(Config().model, encoder=encoder, llm=llm)
     data = DataConfig(rows=1, capacity=256, audio_capacity=0, round_to=16, max_documents=4)
-    config = Config(mesh=sizes, model=model, data=data)
+    config = Config(mesh=sizes, model=model, compute=ComputeConfig(context_layout=layout), data=data)
     scanned = set()
 
     def recorded(*given: Any, chunk: int, backend: str) -> Any:
@@ -230,10 +231,10 @@ def test_the_scan_s_problem_is_what_a_rank_scans(
     mesh = make_mesh(sizes)
     state = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        abstract_state(config),
-        state_shardings(config, mesh),
+        abstract_state(Blueprint(config)),
+        state_shardings(Blueprint(config), mesh),
     )
-    step: Any = make_train_step(config, mesh)
+    step: Any = make_train_step(Blueprint(config), mesh)
     step.trace(state, abstract_batch(config))
     assert scanned == {want}
     heads, groups, chunk, states_enter = want

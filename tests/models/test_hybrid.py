@@ -9,21 +9,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxthd.config import LLMConfig, ModelConfig
+from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.models.hybrid import Block, HybridDecoder, repeated_units
 from jaxthd.models.mixers import MLP, Attention, Mamba2, MoE
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.params import Init
-from tests.helpers import (
-    CAPACITY,
-    CASES,
-    assert_same,
-    on_context,
-    random_state,
-    row_arrays,
-    spans,
-    top_k_margins,
-)
+from scripts.comparison.weights import random_state
+from tests.helpers import CAPACITY, CASES, assert_same, on_context, row_arrays, spans, top_k_margins
 
 NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 DIM = 32
@@ -38,7 +30,6 @@ LLM = LLMConfig(
     mamba_head_dim=16,
     mamba_state=8,
     mamba_groups=2,
-    mamba_chunk=6,
     experts=5,
     experts_per_token=2,
     expert_dim=7,
@@ -51,10 +42,11 @@ PADDING = 30.0
 """Size of what lies in padding, against 1 in documents: a leak shows."""
 
 
-def config(exchange: str, **llm: Any) -> ModelConfig:
-    return ModelConfig(
-        llm=LLMConfig(**(vars(LLM) | llm)),
+def settings(exchange: str, **llm: Any) -> tuple[LLMConfig, ComputeConfig]:
+    """(the decoder, how it is computed)."""
+    return LLMConfig(**(vars(LLM) | llm)), ComputeConfig(
         context_exchange=exchange,  # type: ignore[arg-type]
+        scan_chunk=6,
         attention_block=8,
         expert_block=4,
     )
@@ -63,14 +55,14 @@ def config(exchange: str, **llm: Any) -> ModelConfig:
 @functools.cache
 def models(exchange: str) -> dict[str, tuple[nnx.GraphDef, Any, Any]]:
     """Name -> (structure, parameters, buffers) of every mixer and of a decoder with all of them."""
-    llm, latent = config(exchange), config(exchange, **LATENT)
+    (llm, compute), (latent, _) = settings(exchange), settings(exchange, **LATENT)
     makers = {
-        "M": lambda init: Mamba2(llm, init),
-        "*": lambda init: Attention(llm, init),
+        "M": lambda init: Mamba2(llm, init, compute),
+        "*": lambda init: Attention(llm, init, compute),
         "-": lambda init: MLP(DIM, LLM.ffn_dim, llm, init),
-        "E": lambda init: MoE(llm, init),
-        "E latent": lambda init: MoE(latent, init),
-        "ME*-M": lambda init: HybridDecoder(llm, init),
+        "E": lambda init: MoE(llm, init, compute),
+        "E latent": lambda init: MoE(latent, init, compute),
+        "ME*-M": lambda init: HybridDecoder(llm, init, compute),
     }
     made = {}
     for seed, (name, make) in enumerate(makers.items()):
@@ -246,12 +238,12 @@ def test_stacked_units_apply_their_blocks_in_the_order_of_the_pattern():
     """Against block after block by hand; outputs and gradients, float64."""
     pattern = "*-*----"
     assert repeated_units(pattern) == [("*-", 2), ("-", 3)]
-    llm = config("ring", pattern=pattern)
-    abstract = nnx.eval_shape(lambda: HybridDecoder(llm, Init(jax.random.key(0))))
+    llm, compute = settings("ring", pattern=pattern)
+    init = Init(jax.random.key(0))
+    abstract = nnx.eval_shape(lambda: HybridDecoder(llm, init, compute))
     graph, params, _ = random_state(abstract)
     blocks = {
-        kind: nnx.graphdef(nnx.eval_shape(lambda kind=kind: Block(kind, llm, Init(jax.random.key(0)))))
-        for kind in "*-"
+        kind: nnx.graphdef(nnx.eval_shape(lambda kind=kind: Block(kind, llm, init, compute))) for kind in "*-"
     }
     ids, positions = (jnp.asarray(a)[None] for a in row_arrays(CASES["ragged"]))
     rng = np.random.default_rng(0)
@@ -279,5 +271,6 @@ def test_stacked_units_apply_their_blocks_in_the_order_of_the_pattern():
 
 
 def test_an_unknown_letter_is_refused():
+    llm, compute = settings("ring", pattern="MX")
     with pytest.raises(ValueError, match=r"unknown letter 'X' in model\.llm\.pattern; use M"):
-        nnx.eval_shape(lambda: HybridDecoder(config("ring", pattern="MX"), Init(jax.random.key(0))))
+        nnx.eval_shape(lambda: HybridDecoder(llm, Init(jax.random.key(0)), compute))

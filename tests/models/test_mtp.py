@@ -10,25 +10,38 @@ import numpy as np
 from flax import nnx
 
 from jaxthd.config import AdaptConfig, Config, MeshConfig, TrainConfig
-from jaxthd.packing.batch import Batch
+from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
-from jaxthd.steps.state import abstract_model, model_graph
-from jaxthd.steps.step import Gradient, loss_and_gradient
-from tests.helpers import assert_same, random_state
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.training import Gradient, loss_and_gradient
+from scripts.comparison.weights import random_state
+from tests.helpers import assert_same
 from tests.mtp_reference import mtp_logits
-from tests.test_exactness import AUDIO, CAPACITY, MELS, MODEL, Parts, Spec, document, parts, states_of
+from tests.test_exactness import (
+    AUDIO,
+    CAPACITY,
+    COMPUTE,
+    MELS,
+    MODEL,
+    Parts,
+    Spec,
+    document,
+    parts,
+    states_of,
+)
 
 LLM = replace(MODEL.llm, pattern="M*", mtp_pattern="*E", mtp_depths=2, mtp_shared=False)
 STORED_STATISTICS = AdaptConfig(freeze=("encoder.blocks.conv.norm.*",))
 WEIGHT = 0.3
 
 
-def run_config(mesh: MeshConfig | None = None, **model: Any) -> Config:
+def run_config(mesh: MeshConfig | None = None, **compute: Any) -> Config:
     return Config(
         mesh=mesh or MeshConfig(),
-        model=replace(MODEL, llm=LLM, encoder=replace(MODEL.encoder, layers=1), dtype="float64", **model),
+        model=replace(MODEL, llm=LLM, encoder=replace(MODEL.encoder, layers=1)),
+        compute=replace(COMPUTE, dtype="float64", **compute),
         train=TrainConfig(mtp_loss=WEIGHT),
         adapt=STORED_STATISTICS,
     )
@@ -38,7 +51,7 @@ def run_config(mesh: MeshConfig | None = None, **model: Any) -> Config:
 def state() -> tuple[Any, Any]:
     """(parameters, buffers)."""
     with jax.enable_x64(True):
-        return random_state(abstract_model(run_config()))[1:]
+        return random_state(Blueprint(run_config()).model)[1:]
 
 
 @functools.cache
@@ -70,14 +83,14 @@ def pack(config: Config) -> Batch:
         )[0]
         for row in documents()
     ]
-    return Batch(*map(np.concatenate, zip(*packed, strict=True)))
+    return concatenate_rows(packed)
 
 
 @functools.cache
 def evaluate(config: Config) -> Gradient:
     with jax.enable_x64(True):
         mesh = make_mesh(config.mesh)
-        program = jax.jit(loss_and_gradient(config, mesh))
+        program = jax.jit(loss_and_gradient(Blueprint(config), mesh))
         found = program(*state(), put_batch(pack(config), mesh))
         return jax.tree.map(np.asarray, found)
 
@@ -128,7 +141,7 @@ def each_document_alone() -> tuple[np.ndarray, Any]:
     every = [one for row in documents() for one in row]
     counts = np.array([sum(one.supervised[d:].sum() for one in every) for d in range(1, LLM.mtp_depths + 2)])
     with jax.enable_x64(True):
-        graph = model_graph(run_config())
+        graph = Blueprint(run_config()).graph
 
         def objective(params: Any, buffers: Any, one: Parts) -> tuple[jax.Array, jax.Array]:
             shares = losses_of(params, buffers, graph, one) / counts
@@ -163,7 +176,7 @@ def test_packed_equals_each_document_alone():
 
 def test_each_document_may_be_cut_over_ranks():
     """The layout by documents; the other layouts and axes are in test_meshes.py."""
-    model = {"context_exchange": "all_gather", "context_layout": "document"}
-    got, want = evaluate(run_config(MeshConfig(context=2), **model)), evaluate(run_config())
+    compute = {"context_exchange": "all_gather", "context_layout": "document"}
+    got, want = evaluate(run_config(MeshConfig(context=2), **compute)), evaluate(run_config())
     for part, reference in zip(got, want, strict=True):
         assert_same(part, reference, 1e-10)

@@ -17,36 +17,27 @@ from jaxthd.models.mixers import MLP, Attention, Mamba2, MoE
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.params import Buffer, Init
 from jaxthd.parallel.stages import KINDS
+from scripts.comparison.published import BASE, BLOCK, COMPUTE, arranged, group, nested, shapes_of
 from tests.helpers import CAPACITY, assert_same, row_arrays
-from tests.hf.published import (
-    BASE,
-    BLOCK,
-    LLMS,
-    arranged,
-    group,
-    load_reference,
-    nested,
-    shapes_of,
-    write_published,
-)
+from tests.hf.published import LLMS, load_reference, write_published
 
 
 @pytest.mark.parametrize("variant", LLMS)
 def test_mixers_equal_transformers(variant, tmp_path):
     """Each layer's mixer on the input it has there; what lies in padding is large."""
     arrays, folder = load_reference(variant), write_published(variant, tmp_path)
-    config = Config(model=model_config(folder, model=BASE))
-    model, shapes = config.model, shapes_of(config)
+    model = model_config(folder, model=BASE)
+    llm, shapes = model.llm, shapes_of(Config(model=model))
     ours = arranged(open_checkpoint(folder).tensors(model, shapes), group(arrays, "weight"), shapes)
     makers = {
-        "M": lambda init: Mamba2(model, init),
-        "*": lambda init: Attention(model, init),
-        "-": lambda init: MLP(model.llm.dim, model.llm.ffn_dim, model, init),
-        "E": lambda init: MoE(model, init),
+        "M": lambda init: Mamba2(llm, init, COMPUTE),
+        "*": lambda init: Attention(llm, init, COMPUTE),
+        "-": lambda init: MLP(llm.dim, llm.ffn_dim, llm, init),
+        "E": lambda init: MoE(llm, init, COMPUTE),
     }
     length = len(arrays[f"tokens.{arrays['mixer.document']}"])
     mixers, inputs, done = {}, {}, Counter()
-    for i, kind in enumerate(model.llm.letters):
+    for i, kind in enumerate(llm.letters):
         layer = group(ours, f"decoder.layers.{KINDS[kind]}.mixer")
         named = {name: jnp.asarray(x[done[kind]], jnp.float32) for name, x in layer.items()}
         done[kind] += 1
@@ -54,7 +45,7 @@ def test_mixers_equal_transformers(variant, tmp_path):
         graph = nnx.split(abstract, nnx.Param, Buffer)[0]
         buffers = {name: named.pop(name) for name in ("correction_bias",) if name in named}
         mixers[i] = graph, nested(named), buffers
-        inputs[i] = np.full((CAPACITY, model.llm.dim), 30, np.float32)
+        inputs[i] = np.full((CAPACITY, llm.dim), 30, np.float32)
         inputs[i][:length] = arrays[f"mixer.{i}.input"]
 
     @jax.jit

@@ -18,8 +18,9 @@ from jaxthd.ops.attention.contract import Backend, Call, Problem, calls
 from jaxthd.ops.attention.pieces import find_pieces
 from jaxthd.packing.layout import row_permutation
 from jaxthd.packing.segments import Segments, make_segments
+from scripts.comparison import dense_kernels
 from tests.helpers import row_arrays
-from tests.ops import dense_kernels, fake_kernels
+from tests.ops import fake_kernels
 
 H100 = Machine("gpu", "NVIDIA H100", 1, "9.0", "0.11.1", "0.11.1", "3.12.0", 12090, 91600, "570.1", "2.18.0")
 BF16 = Problem("bfloat16", 32, 8, 128)

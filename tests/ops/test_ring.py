@@ -12,8 +12,9 @@ from jaxthd.ops.attention.cudnn import GROUPED_LEAST
 from jaxthd.ops.attention.ring import packed_attention
 from jaxthd.packing.layout import context_permutation
 from jaxthd.packing.segments import make_segments
+from scripts.comparison import dense_kernels
 from tests.helpers import CAPACITY, CASES, assert_same, context_mesh, on_context, row_arrays, spans
-from tests.ops import dense_kernels, fake_kernels
+from tests.ops import fake_kernels
 
 H, K, D, V = 4, 2, 8, 6
 SCALE = D**-0.5

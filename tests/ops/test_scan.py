@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax.experimental.pallas import triton as pltriton
 
-from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.config import ComputeConfig, Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.kernels.admission import error
 from jaxthd.kernels.scan_probe import QUANTITIES, ScanProblem, probe_inputs, probe_program, scan, scan_probe
 from jaxthd.models.mixers import Mamba2
@@ -22,9 +22,11 @@ from jaxthd.ops.scan.ssd import ssd
 from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.params import Init
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state, state_shardings
-from jaxthd.steps.step import make_train_step
-from tests.helpers import assert_same, on_context, random_state, row_arrays
+from jaxthd.steps.training import make_train_step
+from scripts.comparison.weights import random_state
+from tests.helpers import assert_same, on_context, row_arrays
 from tests.steps.test_step import batch_of
 
 TOKENS = 96
@@ -83,14 +85,14 @@ def test_the_kernels_equal_the_scan_in_float64(context: int, chunk: int, tile: i
 def test_mamba2_on_two_ranks_with_the_kernels() -> None:
     """Outputs and gradients of all its parameters are those of the XLA scan in float64."""
     dim, lengths = 16, CASES["ragged, one token documents, padding"]
-    llm = LLMConfig(dim=dim, mamba_heads=4, mamba_head_dim=16, mamba_state=16, mamba_chunk=16)
+    llm = LLMConfig(dim=dim, mamba_heads=4, mamba_head_dim=16, mamba_state=16)
     rng = np.random.default_rng(3)
     x, dy = rng.normal(size=(2, TOKENS, dim)).astype(np.float32)
     dy[sum(lengths) :] = 0
     results = []
     for backend, dtype in (("pallas", np.float32), ("xla", np.float64)):
-        config = ModelConfig(llm=llm, scan_backend=backend)  # type: ignore[arg-type]
-        made = nnx.eval_shape(lambda config=config: Mamba2(config, Init(jax.random.key(0))))
+        compute = ComputeConfig(scan_backend=backend, scan_chunk=16)  # type: ignore[arg-type]
+        made = nnx.eval_shape(lambda compute=compute: Mamba2(llm, Init(jax.random.key(0)), compute))
         graph, params, buffers = random_state(made)
 
         def apply(params: Any, x: Any, segments: Segments, graph: Any = graph, buffers: Any = buffers) -> Any:
@@ -204,17 +206,18 @@ def test_the_probe_on_ranks_lowers_for_cuda() -> None:
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.usefixtures("h100")
 def test_a_whole_train_step_lowers_for_cuda_without_host_callbacks() -> None:
-    llm = LLMConfig(pattern="MM*", dim=32, mamba_head_dim=16, mamba_state=16, mamba_chunk=16, head_dim=16)
+    llm = LLMConfig(pattern="MM*", dim=32, mamba_head_dim=16, mamba_state=16, head_dim=16)
     encoder = EncoderConfig(num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4)
-    model = ModelConfig(encoder=encoder, llm=llm, scan_backend="pallas", dtype="bfloat16")
-    config = Config(model=model, mesh=MeshConfig(context=2))
+    model = ModelConfig(encoder=encoder, llm=llm)
+    compute = ComputeConfig(scan_backend="pallas", scan_chunk=16, dtype="bfloat16")
+    config = Config(model=model, compute=compute, mesh=MeshConfig(context=2))
     mesh = make_mesh(config.mesh)
     state = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        abstract_state(config),
-        state_shardings(config, mesh),
+        abstract_state(Blueprint(config)),
+        state_shardings(Blueprint(config), mesh),
     )
-    step: Any = make_train_step(config, mesh)
+    step: Any = make_train_step(Blueprint(config), mesh)
     program = step.trace(state, batch_of([5, 20, 11, 1, 17], 2))
     text = program.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count(CALL) >= 7

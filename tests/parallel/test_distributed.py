@@ -42,7 +42,7 @@ def config(manifest: Path) -> Config:
     return replace(
         small,
         data=replace(small.data, audio_capacity=1024),
-        model=replace(small.model, remat_encoder=False, remat_llm=False),
+        compute=replace(small.compute, remat_encoder=False, remat_llm=False),
         train=replace(
             small.train,
             steps=STEPS,

@@ -86,7 +86,7 @@ def test_what_is_compared_does_not_depend_on_the_layout_configured():
     stream = text_of([9, 30, 100] * 50)
     plain = config("M*-", round_to=1)
     set_up = config("M*-", round_to=8)
-    set_up = replace(set_up, model=replace(set_up.model, context_layout="document"))
+    set_up = replace(set_up, compute=replace(set_up.compute, context_layout="document"))
     for a, b in zip(compare_layouts(stream, plain, WORK), compare_layouts(stream, set_up, WORK), strict=True):
         assert a == b
 
@@ -94,7 +94,7 @@ def test_what_is_compared_does_not_depend_on_the_layout_configured():
 def test_activations_grow_with_the_tokens_and_states_do_not():
     short, long = config("M"), config("M", capacity=960)
     assert mamba_bytes(short) == mamba_bytes(long) == 2 * state_bytes(short.model.llm, 4, 4)
-    by_document = [replace(c, model=replace(c.model, context_layout="document")) for c in (short, long)]
+    by_document = [replace(c, compute=replace(c.compute, context_layout="document")) for c in (short, long)]
     assert mamba_bytes(by_document[1]) == 2 * mamba_bytes(by_document[0])
     assert mamba_bytes(by_document[0]) == exchange_bytes(short.model.llm, 4, 2 * 480 / 4, 4)
     # 16 ranks pass states in 4 steps, with two shifts and a sum: fewer than the 15 that an all-gather brings.

@@ -5,40 +5,43 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxthd.config import ComputeConfig
 from jaxthd.planning.layouts import exchange_bytes, state_bytes
 from scripts import bench_context as bench
 
-SMALL = replace(bench.TINY, attention_block=32, llm=replace(bench.TINY.llm, pattern="M*", mamba_chunk=32))
+MODEL = replace(bench.TINY, llm=replace(bench.TINY.llm, pattern="M*"))
+COMPUTE = ComputeConfig(attention_block=32, scan_chunk=32)
 
 
 def test_temporary_memory_grows_with_the_tokens_and_is_shared_by_the_context_ranks():
-    short, long = (bench.temporary_memory(1, tokens, SMALL) for tokens in (2048, 4096))
+    short, long = (bench.temporary_memory(1, tokens, MODEL, COMPUTE) for tokens in (2048, 4096))
     assert long <= 2.2 * short
-    assert bench.temporary_memory(4, 4096, SMALL) <= 0.3 * long
+    assert bench.temporary_memory(4, 4096, MODEL, COMPUTE) <= 0.3 * long
 
 
 @pytest.mark.parametrize("context", [2, 4])
 def test_mamba_exchanges_the_same_bytes_at_every_length(context):
-    formula = state_bytes(SMALL.llm, context, 4)
-    assert [bench.layer_bytes("M", context, tokens, SMALL) for tokens in (512, 2048)] == [formula, formula]
+    formula = state_bytes(MODEL.llm, context, 4)
+    found = [bench.layer_bytes("M", context, tokens, MODEL.llm, COMPUTE) for tokens in (512, 2048)]
+    assert found == [formula, formula]
 
 
 @pytest.mark.parametrize(("context", "groups"), [(2, 4), (4, 2)])
 def test_mamba_exchanges_activations_where_documents_are_cut_by_themselves(context, groups):
     """Groups fewer than ranks are repeated. Besides, once a step all ids and positions are gathered."""
-    model = replace(SMALL, context_layout="document", llm=replace(SMALL.llm, mamba_groups=groups))
+    llm, compute = replace(MODEL.llm, mamba_groups=groups), replace(COMPUTE, context_layout="document")
     tokens = 512
     ids_and_positions = (context - 1) * tokens // context * 2 * 4
-    formula = exchange_bytes(model.llm, context, tokens / context, 4)
-    assert bench.layer_bytes("M", context, tokens, model) - ids_and_positions == formula
+    formula = exchange_bytes(llm, context, tokens / context, 4)
+    assert bench.layer_bytes("M", context, tokens, llm, compute) - ids_and_positions == formula
 
 
 def test_attention_sends_keys_and_values_around_once_and_their_gradients_home():
     context, tokens = 4, 512
-    kv = 2 * SMALL.llm.kv_heads * SMALL.llm.head_dim * 4 * tokens // context
+    kv = 2 * MODEL.llm.kv_heads * MODEL.llm.head_dim * 4 * tokens // context
     for exchange in ("ring", "all_gather"):
-        model = replace(SMALL, context_exchange=exchange)
-        assert bench.layer_bytes("*", context, tokens, model) == 2 * (context - 1) * kv
+        compute = replace(COMPUTE, context_exchange=exchange)
+        assert bench.layer_bytes("*", context, tokens, MODEL.llm, compute) == 2 * (context - 1) * kv
 
 
 @pytest.mark.parametrize("context", [2, 4])

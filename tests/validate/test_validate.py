@@ -52,9 +52,10 @@ CASES = [
     Case({"data.round_to": 0}, "data.round_to is 0; expected 1 or more"),
     Case({"data.audio_capacity": -8}, "data.audio_capacity is -8; expected 0 or more"),
     Case({"compute.attention_block": 0}, "compute.attention_block is 0; expected 1 or more"),
-    Case({"model.encoder.chunk_seconds": 0.01}, "chunk_seconds is 0.01; expected 0.02 or more"),
+    Case({"model.audio_encoder.chunk_seconds": 0.01}, "chunk_seconds is 0.01; expected 0.02 or more"),
     Case(
-        {"model.encoder.chunk_seconds": math.inf}, "chunk_seconds is inf; expected 0.02 or more, and finite"
+        {"model.audio_encoder.chunk_seconds": math.inf},
+        "chunk_seconds is inf; expected 0.02 or more, and finite",
     ),
     Case({"compute.expert_capacity": 0.0}, "compute.expert_capacity is 0.0; expected 0.1 or more"),
     Case({"train.steps": 0}, "train.steps is 0; expected 1 or more"),
@@ -159,8 +160,8 @@ CASES = [
     ),
     Case(
         {"mesh.context": 2, "compute.context_layout": "document", "data.round_to": 6, "data.capacity": 2052},
-        'compute.context_layout "document" and mesh.context 2; expected a multiple of 2 * context = 4, because '
-        "every document is cut into so many chunks: set data.round_to to 12",
+        'compute.context_layout "document" and mesh.context 2; expected a multiple of 2 * context = 4, '
+        "because every document is cut into so many chunks: set data.round_to to 12",
     ),
     Case(
         {"mesh.context": 4, "compute.context_layout": "document", "data.round_to": 8}
@@ -175,7 +176,7 @@ CASES = [
     Case(
         {"mesh.context": 8},
         "8 audio ranks 2000 mel frames; expected 3008 or more, an encoder chunk of chunk_seconds 30.0 and a "
-        "tail: set data.audio_capacity to 24064 or more, or model.encoder.chunk_seconds to 19.99 or less",
+        "tail: set data.audio_capacity to 24064 or more, or model.audio_encoder.chunk_seconds to 19.99 or less",
     ),
     Case({"data.audio_capacity": 7}, "gives each of 1 audio ranks 0 mel frames"),
     Case({"data.capacity": 256}, "recordings over 20.48 s are left out; expected 376", is_warning=True),
@@ -197,7 +198,7 @@ CASES = [
     Case({"data.audio_placeholder": "<audio>"}, "write <audio> once in data.prompt"),
     Case(
         {"data.spec_augment.freq_masks": 1, "data.spec_augment.freq_width": 80},
-        "freq_width is 80 with 80 mel bands; expected less than model.encoder.num_mels",
+        "freq_width is 80 with 80 mel bands; expected less than model.audio_encoder.num_mels",
     ),
     Case(
         {"data.spec_augment.time_masks": 1, "data.spec_augment.time_width": 1.0},
@@ -208,15 +209,15 @@ CASES = [
     Case({"data.prompt": "{audio} or {audio}"}, "holds {audio} 2 times; expected exactly once"),
     Case({"data.audio_capacity": 0}, "expected none, because data.audio_capacity is 0"),
     # The model.
-    Case({"model.encoder.num_mels": 4}, "set model.encoder.num_mels to 8"),
-    Case({"model.encoder.num_mels": 84}, "set model.encoder.num_mels to 80 or 88"),
-    Case({"model.encoder.num_mels": 200}, "num_mels=200 leaves bands [0, 25, 50] without a bin"),
-    Case({"model.encoder.dim": 130}, "set model.encoder.dim to 128 or 132"),
+    Case({"model.audio_encoder.num_mels": 4}, "set model.audio_encoder.num_mels to 8"),
+    Case({"model.audio_encoder.num_mels": 84}, "set model.audio_encoder.num_mels to 80 or 88"),
+    Case({"model.audio_encoder.num_mels": 200}, "num_mels=200 leaves bands [0, 25, 50] without a bin"),
+    Case({"model.audio_encoder.dim": 130}, "set model.audio_encoder.dim to 128 or 132"),
     Case(
-        {"model.encoder.dim": 135, "model.encoder.heads": 5},
-        "model.encoder.dim is 135; expected an even number",
+        {"model.audio_encoder.dim": 135, "model.audio_encoder.heads": 5},
+        "model.audio_encoder.dim is 135; expected an even number",
     ),
-    Case({"model.encoder.conv_kernel": 8}, "set model.encoder.conv_kernel to 7 or 9"),
+    Case({"model.audio_encoder.conv_kernel": 8}, "set model.audio_encoder.conv_kernel to 7 or 9"),
     Case({"model.llm.pattern": ""}, "model.llm.pattern '' is empty"),
     Case({"model.llm.pattern": "|"}, "model.llm.pattern '|' is empty"),
     Case({"model.llm.pattern": "MXM*Y"}, "'MXM*Y' holds X, Y"),
@@ -381,12 +382,16 @@ def test_transformer_engine_is_refused_where_it_is_known_to_be_wrong() -> None:
             "mesh.context": 4,
             "data.capacity": 24,
             "data.audio_capacity": 32,
-            "model.encoder.chunk_seconds": 0.02,
+            "model.audio_encoder.chunk_seconds": 0.02,
         }
         | {"data.max_documents": 24},  # a context chunk of 3 tokens for 4 taps; 8 mel frames a rank
         {"data.capacity": 376, "data.round_to": 376, "data.audio_capacity": 3008},  # one chunk of 30 s
         {"model.llm.pattern": "ME", "model.llm.experts_per_token": 8, "model.llm.vocab_size": 260},
-        {"model.encoder.num_mels": 8, "model.encoder.conv_kernel": 1, "model.encoder.heads": 64},
+        {
+            "model.audio_encoder.num_mels": 8,
+            "model.audio_encoder.conv_kernel": 1,
+            "model.audio_encoder.heads": 64,
+        },
         {"train.steps": 20, "train.min_learning_rate": 1e-3, "train.beta1": 0.0, "train.validate_every": 0},
         {"model.llm.pattern": "-", "model.llm.q_heads": 5, "model.llm.mamba_heads": 9}
         | {"model.llm.experts_per_token": 9, "model.llm.mamba_dt_limit": (1.0, 0.0)},  # in no block
@@ -402,7 +407,7 @@ def test_transformer_engine_is_refused_where_it_is_known_to_be_wrong() -> None:
         },  # unlike stages
         {**PIPELINE, "mesh.context": 2, "model.llm.pattern": "M*-M*-"},  # equal ones
         {"mesh.context": 2, "data.capacity": 12, "model.llm.mamba_heads": 2}  # chunks shorter than the taps
-        | {"data.audio_capacity": 32, "model.encoder.chunk_seconds": 0.02, "data.max_documents": 3}
+        | {"data.audio_capacity": 32, "model.audio_encoder.chunk_seconds": 0.02, "data.max_documents": 3}
         | {"compute.context_layout": "document", "data.round_to": 12, "model.llm.mamba_conv": 9},
         {"data.capacity": 2047, "compute.context_layout": "document"},
         {"data.capacity": 2047},  # one context rank holds any number of tokens

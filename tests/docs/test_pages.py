@@ -1,0 +1,120 @@
+"""README and the pages of docs/ are true: what they name exists, and their examples say what they print."""
+
+import doctest
+import json
+import re
+from dataclasses import is_dataclass
+from importlib import import_module
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from jaxthd.config import Config
+from jaxthd.data.sources.manifest import read_manifest
+from scripts.write_reference import REFERENCE
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = [README, *sorted(page for page in (ROOT / "docs").glob("*.md") if page != REFERENCE)]
+PACKAGE = ROOT / "jaxthd"
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def settings(node: Any = Config, prefix: str = "") -> set[str]:
+    """Every setting as the command line names it, without its dashes."""
+    found = set()
+    for name, hint in get_type_hints(node).items():
+        path = prefix + name.replace("_", "-")
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        inner = [kind for kind in kinds if is_dataclass(kind)]
+        found |= settings(inner[0], f"{path}.") if inner else set()
+        if not inner or len(kinds) > 1:
+            found.add(path)
+    return found
+
+
+def code_of(text: str) -> str:
+    """The code of a page, a line each: inline, indented by four spaces, and fenced."""
+    fenced = re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S)
+    rest = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    return "\n".join([*re.findall(r"`([^`\n]+)`", rest), *re.findall(r"^    (.*)$", rest, re.M), *fenced])
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name is a module, or something that a module has."""
+    *parents, last = name.split(".")
+    try:
+        return bool(import_module(name))
+    except ModuleNotFoundError:
+        return hasattr(import_module(".".join(parents)), last)
+
+
+@each_page
+def test_settings_that_a_page_names_exist(page: Path) -> None:
+    code, known = code_of(page.read_text()), settings()
+    named = set(re.findall(r"--((?:mesh|data|model|compute|adapt|train)\.[\w.-]+\w)", code))
+    bare = re.findall(r"^((?:mesh|data|compute|adapt|train)\.\w+)$", code, re.M)
+    named |= {path.replace("_", "-") for path in bare}
+    assert {re.sub(r"\.no-(?=[^.]+$)", ".", name) for name in named} - known == set()
+
+
+@each_page
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text()
+    for link in re.findall(r"\]\(([^)#]*)", text):
+        assert (page.parent / link).exists(), link
+    for path in re.findall(r"(?<![\w./])((?:jaxthd|tests|scripts|configs|docs)/[\w/.]*\w)", code_of(text)):
+        assert (ROOT / path).exists(), path
+
+
+@each_page
+def test_headings_that_a_page_links_to_exist(page: Path) -> None:
+    for link, heading in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text()):
+        target = page.parent / link if link else page
+        titles = re.findall(r"^#+ (.*)$", target.read_text(), re.M)
+        assert heading in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, link
+
+
+@each_page
+def test_commands_and_names_that_a_page_gives_exist(page: Path) -> None:
+    code = code_of(page.read_text())
+    for name in re.findall(r"(?:^|bin/|-- |\]\] )jaxthd ([a-z]+)", code, re.M):
+        assert (PACKAGE / f"{name}.py").is_file(), f"jaxthd {name}"
+    for name in set(re.findall(r"(?<![\w/.-])(?:jaxthd|scripts)(?:\.(?!NAME)\w+)+", code)):
+        assert exists(name), name
+
+
+@each_page
+def test_the_examples_of_a_page_say_what_they_print(page: Path) -> None:
+    failed, _ = doctest.testfile(str(page), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert failed == 0
+
+
+def test_the_readme_is_short_and_says_early_what_has_not_run() -> None:
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 150
+    assert "Nothing has run on a GPU yet" in " ".join(lines[:15])
+
+
+def test_every_page_is_found_from_the_readme() -> None:
+    links = set(re.findall(r"\]\((docs/\w+\.md)\)", README.read_text()))
+    assert {str(page.relative_to(ROOT)) for page in (*PAGES[1:], REFERENCE)} <= links
+
+
+def test_every_command_is_in_the_readme_s_table() -> None:
+    commands = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__", "config", "errors"}
+    assert set(re.findall(r"^\| `jaxthd (\w+)", README.read_text(), re.M)) == commands
+
+
+def test_the_lines_that_the_page_about_data_shows_can_be_read(tmp_path: Path) -> None:
+    shown = re.findall(r"^    (\{.*\})$", (ROOT / "docs" / "data.md").read_text(), re.M)
+    manifest = tmp_path / "shown.jsonl"
+    manifest.write_text("\n".join(shown) + "\n")
+    examples, faults = read_manifest(manifest)
+    assert faults == []
+    assert [turn.role for turn in examples[0].turns] == ["user", "assistant"]
+    assert [len(example.clips) for example in examples] == [1] * len(shown)
+    assert len(shown) == 3
+    assert all(json.loads(line) for line in shown)

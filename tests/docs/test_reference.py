@@ -1,0 +1,71 @@
+"""docs/configuration.md describes the present settings, by the names that the command line takes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, is_dataclass
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import tyro
+
+from jaxthd.config import Config
+from scripts.write_reference import REFERENCE, groups, reference
+
+
+@dataclass(frozen=True)
+class Undocumented:
+    """A group of settings."""
+
+    known: int = 1
+    """What it is."""
+    unknown: int = 2
+
+
+def test_the_reference_is_of_the_present_settings():
+    assert REFERENCE.read_text() == reference(), "run python scripts/write_reference.py"
+
+
+def test_every_setting_is_set_by_the_name_that_the_reference_gives():
+    """All settings get a value other than their default, in one command line."""
+    names = [setting.name.strip("`") for group in groups() for setting in group.settings]
+    expected, args = {}, []
+    for path, hint, default in leaves_of(Config()):
+        option = names.pop(names.index(f"--{path.replace('_', '-')}"))
+        expected[path], words = other(hint, default)
+        if hint is bool and default:
+            group, _, name = option.rpartition(".")
+            option = f"{group}.no-{name}"
+        args += [option, *words]
+    assert not names
+    found = tyro.cli(Config, args=args)
+    assert {path: value for path, _, value in leaves_of(found)} == expected
+
+
+def leaves_of(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for name, hint in get_type_hints(type(node)).items():
+        value = getattr(node, name)
+        if is_dataclass(value):
+            yield from leaves_of(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, hint, value
+
+
+def other(hint: Any, default: Any) -> tuple[Any, list[str]]:
+    """A value that is not the default, and its words on the command line."""
+    if hint is bool:
+        return not default, []
+    if get_origin(hint) is Literal:
+        choice = next(x for x in get_args(hint) if x != default)
+        return choice, [choice]
+    if isinstance(hint, UnionType):  # one, or several
+        return other(get_args(hint)[-1], default)
+    if get_origin(hint) is tuple:
+        of = get_args(hint)[0]
+        return (of(8), of(9)), ["8", "9"]
+    value = f"{default}x" if hint is str else default + 1
+    return value, [str(value)]
+
+
+def test_a_setting_without_a_docstring_is_refused():
+    with pytest.raises(ValueError, match=r"Undocumented\.unknown has no docstring"):
+        list(groups(Undocumented))
