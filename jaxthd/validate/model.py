@@ -8,12 +8,11 @@ import jax
 from jaxthd.config import Config
 from jaxthd.data.audio.features import mel_filterbank
 from jaxthd.data.text.tokenizer import ByteTokenizer
-from jaxthd.kernels.machine import numbers
-from jaxthd.kernels.scan_probe import CAPABILITY_LEAST
 from jaxthd.models.adapt import trained
 from jaxthd.ops.attention import contract, te
-from jaxthd.ops.attention.pieces import unfit_for_fused
-from jaxthd.ops.scan.pallas import why_unfit
+from jaxthd.ops.attention.thd import unfit_shape
+from jaxthd.ops.backend import version_numbers
+from jaxthd.ops.scan.pallas import CAPABILITY_LEAST, why_unfit
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.validate.rules import DeviceFacts, Group, Problem, divisors, multiples, shapes_of
 
@@ -200,8 +199,8 @@ def _dtype(config: Config, device: DeviceFacts) -> Iterator[Problem]:
 def _fused_attention(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     """What of it depends on versions and on buffers is asked when it is admitted (jaxthd.kernels.choose)."""
     backend, llm = config.compute.attention_backend, config.model.llm
-    heads = contract.Problem(config.compute.dtype, llm.q_heads, llm.kv_heads, llm.head_dim)
-    reason = unfit_for_fused(heads, device.platform)
+    heads = contract.AttentionShape(config.compute.dtype, llm.q_heads, llm.kv_heads, llm.head_dim)
+    reason = unfit_shape(heads, device.platform)
     if backend in ("te", "cudnn") and reason:
         change = "set compute.attention_backend to auto or xla"
         yield Problem(
@@ -252,7 +251,7 @@ def _scan_kernels(config: Config, device: DeviceFacts) -> Iterator[Problem]:
         yield Problem(f"{found} on cpu", expected, change, is_warning=True)
     elif device.platform not in ("gpu", "cuda"):
         yield Problem(f"{found} on {device.platform}", "an NVIDIA GPU", change)
-    elif device.compute_capability and numbers(device.compute_capability) < CAPABILITY_LEAST:
+    elif device.compute_capability and version_numbers(device.compute_capability) < CAPABILITY_LEAST:
         where = f"compute capability {device.compute_capability} ({device.kind})"
         least = ".".join(map(str, CAPABILITY_LEAST))
         yield Problem(f"{found} on {where}", f"{least} or more, which has bfloat16 matrix units", change)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import jax
 
 from jaxthd.config import Config
-from jaxthd.kernels.machine import numbers
 from jaxthd.models.adapt import (
     fp8_projections,
     matches,
@@ -16,6 +15,7 @@ from jaxthd.models.adapt import (
     trained,
     unmatched,
 )
+from jaxthd.ops.backend import version_numbers
 from jaxthd.ops.fp8 import is_installed
 from jaxthd.validate.rules import DeviceFacts, Group, Problem, multiples, shapes_of
 
@@ -63,7 +63,7 @@ def _fp8(config: Config, device: DeviceFacts) -> Iterator[Problem]:
         change = "choose bfloat16, or empty compute.fp8"
         yield Problem("compute.fp8 is set with compute.dtype float64", "bfloat16 or float32", change)
     capability = device.compute_capability
-    if device.platform == "gpu" and capability and numbers(capability) < (8, 9):
+    if device.platform == "gpu" and capability and version_numbers(capability) < (8, 9):
         change = "empty compute.fp8"
         yield Problem(
             f"compute.fp8 on {device.kind} (compute capability {capability})", "8.9 or more", change
