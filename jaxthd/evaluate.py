@@ -11,7 +11,7 @@ file's) receives
     SET.jsonl       of each set: what was decoded, next to what it should be, and its errors
     summary.json    the figures of the table that is printed
     worst.png       spectrograms and texts of the documents with the highest word error rates
-    skipped.jsonl   every document left out, with the reason
+    skipped.jsonl   every document skipped, with the reason
 
 Several processes evaluate together as they train together (jaxthd.train).
 """
@@ -104,7 +104,7 @@ def evaluate(config: Config, weights: Sequence[str | Path], out: Path, worst: in
             "weights": [str(source) for source in weights],
             "normaliser": config.train.normaliser,
             "measured_on": _devices(config, mesh),
-            "left_out": len(data.skipped),
+            "skipped_documents": len(data.skipped),
             "sets": {result.name: _figures(result) for result in results},
         }
         if is_first():
@@ -116,8 +116,8 @@ def evaluate(config: Config, weights: Sequence[str | Path], out: Path, worst: in
             if cases:
                 draw_worst(cases, out / "worst.png")
             print(_table(summary))
-            if summary["left_out"]:
-                print(f"{summary['left_out']} documents left out are listed in {data.skipped.path}")
+            if summary["skipped_documents"]:
+                print(f"{summary['skipped_documents']} documents skipped are listed in {data.skipped.path}")
     return summary
 
 

@@ -24,7 +24,7 @@ from jaxthd.config import Config
 from jaxthd.data.audio.features import HOP, SAMPLE_RATE
 from jaxthd.data.audio.recordings import MIN_SAMPLES, chunk_audio, open_recording
 from jaxthd.data.example import Clip, Example, Samples
-from jaxthd.data.sources.named import training_sources
+from jaxthd.data.sources.registry import read_source, training_sources
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.describe import parameter_groups
@@ -65,8 +65,8 @@ def read_examples(config: Config) -> list[list[Example]]:
             "and no weights or one each: correct data.manifest or data.weights"
         )
     for number, source in enumerate(training_sources(data)):
-        examples, faults = source.read(data, number)
-        print(f"{source.path}: {len(examples):,} documents, {len(faults):,} faulty lines")
+        examples, skipped = read_source(source, data, number)
+        print(f"{source.path}: {len(examples):,} documents, {len(skipped):,} lines skipped")
         sources.append(examples)
     total = sum(map(len, sources))
     if total <= MOST_READ:

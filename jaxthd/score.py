@@ -28,8 +28,8 @@ from jaxtyping import Float, Int, Int32
 from jaxthd.checkpoints.weights import Weights, load_model, training_weights
 from jaxthd.config import Config
 from jaxthd.data.dataset import SpeechData, SynchronizedLoader
-from jaxthd.data.faults import SkipLog
-from jaxthd.data.pipeline import make_loader
+from jaxthd.data.loader import make_loader
+from jaxthd.data.skipped import SkipLog
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.files.jsonl import write_lines
 from jaxthd.kernels.xla_options import jit_for
@@ -177,7 +177,7 @@ def score_manifest(
     top_k: int = 0,
     every_token: bool = False,
 ) -> Iterator[DocumentScores]:
-    """As score, of a manifest's documents one by one, in its order. Those left out are listed, with the
+    """As score, of a manifest's documents one by one, in its order. Those skipped are listed, with the
     reason, in folder/skipped.jsonl.
     """
     config = replace(config, data=replace(config.data, validation_manifest=f"scored={manifest}"))
@@ -187,15 +187,15 @@ def score_manifest(
         on_mesh = _on_mesh(weights, config, mesh)
         keys = [example.key for example in data.validation_examples("scored")]
         with closing(data.validation(local_rows(mesh, config.data.rows))) as batches:
-            yield from in_order(keys, scorer(on_mesh, batches), data.is_left_out)
+            yield from in_order(keys, scorer(on_mesh, batches), data.is_skipped)
         if is_first() and len(data.skipped):
-            print(f"{len(data.skipped)} documents left out are listed in {data.skipped.path}")
+            print(f"{len(data.skipped)} documents skipped are listed in {data.skipped.path}")
 
 
 def in_order(
-    keys: Iterable[str], found: Iterable[DocumentScores], is_left_out: Callable[[str], bool]
+    keys: Iterable[str], found: Iterable[DocumentScores], is_skipped: Callable[[str], bool]
 ) -> Iterator[DocumentScores]:
-    """What is found, in the order of the keys. is_left_out: nothing will be found for this key.
+    """What is found, in the order of the keys. is_skipped: nothing will be found for this key.
 
     Packing changes the order by a few buffers; as many documents wait here.
     """
@@ -203,7 +203,7 @@ def in_order(
     wanted, waiting = next(rest, None), {}
     for scores in found:
         waiting[scores.key] = scores
-        while wanted is not None and (wanted in waiting or is_left_out(wanted)):
+        while wanted is not None and (wanted in waiting or is_skipped(wanted)):
             if wanted in waiting:
                 yield waiting.pop(wanted)
             wanted = next(rest, None)

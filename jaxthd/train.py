@@ -6,7 +6,7 @@ A workdir that holds a checkpoint is continued. It receives
     metrics.jsonl      one object a step; tensorboard/ the same for TensorBoard
     curves.png         loss, word error rate, speed over the steps
     hypotheses.jsonl   what the last validation decoded, next to what it should be
-    skipped.jsonl      every document left out, with the reason
+    skipped.jsonl      every document skipped, with the reason
     not_finite.jsonl   steps whose update was skipped, with their documents
     checkpoints/       parameters, optimizer, batch statistics, data position
     config.json        the settings of the run
@@ -71,7 +71,7 @@ def train(config: Config, workdir: Path) -> None:
         draw_curves(lines, workdir / "curves.png")
         print(summary(lines))
         if len(data.skipped):
-            print(f"documents left out are listed in {data.skipped.path}")
+            print(f"documents skipped are listed in {data.skipped.path}")
 
 
 def _train(config: Config, workdir: Path, data: SpeechData, checkpoints: Checkpoints) -> int:
@@ -146,7 +146,7 @@ def _train(config: Config, workdir: Path, data: SpeechData, checkpoints: Checkpo
                 "learning_rate": measured.learning_rate,
                 "skipped_updates": measured.skipped,
                 "compilations": compilations(train_step),
-                "left_out": len(data.skipped),
+                "skipped_documents": len(data.skipped),
             }
             if measured.mtp_loss is not None:
                 scalars["mtp_loss"] = measured.mtp_loss

@@ -103,7 +103,7 @@ def documents(config: Config, position: dict | None, steps: int) -> list[list[st
         loader = stack.enter_context(closing(data.training()))
         if position is not None:
             loader.set_state(position)
-        return [sorted(key for row in r["keys"] for key in row) for _, r in islice(loader, steps)]
+        return [sorted(key for row in r.keys for key in row) for _, r in islice(loader, steps)]
 
 
 def restored_position(config: Config, workdir: Path) -> dict:

@@ -59,8 +59,8 @@ def test_sets_are_evaluated_each_and_as_the_whole_is_on_another_mesh(
         "worst.png",
         "skipped.jsonl",
     }
-    assert len(lines(tmp_path / "sets" / "skipped.jsonl")) == summary["left_out"] == 2
-    assert "2 documents left out are listed" in shown
+    assert len(lines(tmp_path / "sets" / "skipped.jsonl")) == summary["skipped_documents"] == 2
+    assert "2 documents skipped are listed" in shown
     spoken, tokens = {}, {}
     for name, numbers in (("first", range(1, 8)), ("other", range(1, 14))):
         heard, figures = lines(tmp_path / "sets" / f"{name}.jsonl"), summary["sets"][name]

@@ -219,7 +219,7 @@ def test_the_command_writes_a_line_a_document_in_the_manifests_order(
     shown = capsys.readouterr().out
     total = sum(len(line["positions"]) for line in lines)
     assert f"20 documents, {total} tokens scored" in shown
-    assert "2 documents left out are listed" in shown
+    assert "2 documents skipped are listed" in shown
     skipped = (out.parent / "skipped.jsonl").read_text()
     assert "missing.wav" in skipped
     assert "not JSON" in skipped

@@ -31,6 +31,7 @@ from matplotlib.ticker import (
 )
 
 from jaxthd.config import Config
+from jaxthd.data.loader import BatchReport
 from jaxthd.errors import readable_errors
 from jaxthd.files.jsonl import naming
 from jaxthd.packing.batch import Batch
@@ -108,7 +109,7 @@ def draw_curves(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
     _save(curves_figure(lines), path)
 
 
-def draw_batch(batch: Batch, report: Mapping[str, Any], config: Config, path: Path) -> None:
+def draw_batch(batch: Batch, report: BatchReport, config: Config, path: Path) -> None:
     """The documents of a batch as a PNG: what every buffer holds, and which rank has it.
 
     batch, report: as the Loader of `config` gives them.
@@ -232,7 +233,7 @@ def _points(
         axes.plot(steps, found, "o-", color=color, markersize=4, label=f"{label}: {ends}")
 
 
-def batch_figure(batch: Batch, report: Mapping[str, Any], config: Config) -> Figure:
+def batch_figure(batch: Batch, report: BatchReport, config: Config) -> Figure:
     """Two strips a buffer: its token slots in document order, and its audio as the ranks hold it.
 
     A document has one colour in both, and its number in the buffer where there is room: the segment id.
@@ -240,11 +241,11 @@ def batch_figure(batch: Batch, report: Mapping[str, Any], config: Config) -> Fig
     rows, capacity = batch.tokens.shape
     drawn = min(rows, MOST_ROWS)
     figure = Figure(figsize=(14, 1.1 + 2.5 * drawn), dpi=100, layout="constrained")
-    padding = 1 - report["real_tokens"] / report["capacity_tokens"]
+    padding = 1 - report.real_tokens / report.capacity_tokens
     figure.suptitle(
-        f"{report['documents']} documents in {rows} buffer{'s' * (rows > 1)} of {capacity:,} token slots"
+        f"{report.documents} documents in {rows} buffer{'s' * (rows > 1)} of {capacity:,} token slots"
         + (f", of which {drawn} are drawn" if drawn < rows else "")
-        + f"; {padding:.1%} padding, {report['audio_seconds']:,.1f} s of audio",
+        + f"; {padding:.1%} padding, {report.audio_seconds:,.1f} s of audio",
         fontweight="bold",
         color=INK,
     )

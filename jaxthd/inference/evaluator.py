@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxthd.checkpoints.weights import Weights
 from jaxthd.config import Config, ValidationSet
+from jaxthd.data.loader import BatchAndReport
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.inference.wer import Normaliser, errors_of, make_normaliser, summed
 from jaxthd.packing.batch import Batch
@@ -67,12 +68,10 @@ class Evaluator:
         self._compiled: Any = None
         self._tokenizer = load_tokenizer(config.data.tokenizer)
 
-    def __call__(
-        self, state: TrainState | Weights, batches: Iterable[tuple[Batch, Mapping[str, Any]]]
-    ) -> Evaluation:
+    def __call__(self, state: TrainState | Weights, batches: Iterable[BatchAndReport]) -> Evaluation:
         """Over all supervised tokens of the Loader's batches. state: in its training form.
 
-        Of several processes all call it, with as many batches (data.loaders.SynchronizedLoader), and get the same.
+        Of several processes all call it, with as many batches (SynchronizedLoader), and get the same.
         """
         sums, documents, audio_seconds, seconds, decoded = np.zeros(3), 0, 0.0, 0.0, []
         for at, (batch, report) in enumerate(batches):
@@ -86,12 +85,12 @@ class Evaluator:
             (scores, tokens), spent = self._run(state, batch, ends)
             seconds += spent
             sums += np.array(scores, float)
-            documents += report["documents"]
-            audio_seconds += report["audio_seconds"]
+            documents += report.documents
+            audio_seconds += report.audio_seconds
             places = ends.last.shape[1]
             tokens_RDm = tokens.reshape(len(tokens) // places, places, tokens.shape[1])
             rows = local_rows(self._mesh, len(tokens_RDm))
-            for own, keys in enumerate(report["keys"] if tokens.size else ()):
+            for own, keys in enumerate(report.keys if tokens.size else ()):
                 heard = seconds_of_documents(batch, own)
                 for number, key in enumerate(keys):
                     if ends.last[own, number] >= 0:

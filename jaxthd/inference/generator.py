@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxthd.config import Config
 from jaxthd.data.example import Example
-from jaxthd.data.pipeline import pack_documents
+from jaxthd.data.packer import pack_documents
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import TextStream, load_tokenizer
@@ -163,7 +163,7 @@ class Generator:
             document = self._documents.prompt(replace(example, key=str(number)))
         except ValueError as error:
             raise UserError(f"conversation {example.key!r}: {error}") from error
-        misfit = self._pack.misfit(document)
+        misfit = self._pack.limits.fit(document).misfit
         if misfit:
             raise UserError(
                 f"conversation {example.key!r} does not fit: {misfit}; shorten it, or raise data.capacity or "

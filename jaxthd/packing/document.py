@@ -62,9 +62,14 @@ class Document:
         return len(self.tokens)
 
     @property
+    def chunk_frames(self) -> tuple[int, ...]:
+        """Mel frames that each encoder chunk takes in an audio buffer: rounded up to multiples of 8."""
+        return tuple(SUBSAMPLING * encoder_frames(len(chunk)) for chunk in self.chunks)
+
+    @property
     def mel_frames(self) -> int:
-        """Mel frames the document takes in an audio buffer: every chunk rounded up to a multiple of 8."""
-        return sum(SUBSAMPLING * encoder_frames(len(c)) for c in self.chunks)
+        """Mel frames that the document takes in an audio buffer."""
+        return sum(self.chunk_frames)
 
     @classmethod
     def splice(

@@ -19,6 +19,7 @@ from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import RecordWriter
 from tqdm import tqdm
 
+from jaxthd.data.loader import BatchReport
 from jaxthd.errors import UserError
 from jaxthd.files.jsonl import append_line, keep_lines, naming, read_lines
 
@@ -35,31 +36,30 @@ Number = float | int
 
 
 def metrics_line(
-    step: int, scalars: Mapping[str, Number], report: Mapping[str, Any], seconds: float
+    step: int, scalars: Mapping[str, Number], report: BatchReport, seconds: float
 ) -> dict[str, Any]:
     """The metrics of a step: its number, the scalars, what its batch held, and how fast it was.
 
     scalars: taken over as they are. Of the step: loss, grad_norm (before clipping), learning_rate; so far in
-        the run: compilations, skipped_updates, left_out (documents).
-    report: the Loader's; documents, real_tokens, supervised_tokens, capacity_tokens, audio_seconds and
-        imbalance are taken. seconds: wall time of the step.
+        the run: compilations, skipped_updates, skipped_documents.
+    report: the Loader's. seconds: wall time of the step.
     Adds padding_tokens; padding_ratio, the share of token slots that are padding; target_to_input_ratio,
     supervised tokens over all token slots, padding included, as in NeMo's speechlm2; step_seconds; and
     tokens_per_second, of real tokens.
     """
-    real, capacity = report["real_tokens"], report["capacity_tokens"]
+    real, capacity = report.real_tokens, report.capacity_tokens
     return {
         "step": step,
         **scalars,
         "real_tokens": real,
         "padding_tokens": capacity - real,
         "capacity_tokens": capacity,
-        "supervised_tokens": report["supervised_tokens"],
-        "documents": report["documents"],
-        "audio_seconds": report["audio_seconds"],
-        "imbalance": report["imbalance"],
+        "supervised_tokens": report.supervised_tokens,
+        "documents": report.documents,
+        "audio_seconds": report.audio_seconds,
+        "imbalance": report.imbalance,
         "padding_ratio": 1 - real / capacity,
-        "target_to_input_ratio": report["supervised_tokens"] / capacity,
+        "target_to_input_ratio": report.supervised_tokens / capacity,
         "tokens_per_second": real / seconds,
         "step_seconds": seconds,
     }
@@ -175,7 +175,7 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> str:
     counts = [
         ("compilations", "{} compilation(s) of the step"),
         ("skipped_updates", "{} update(s) skipped"),
-        ("left_out", "{} document(s) left out"),
+        ("skipped_documents", "{} document(s) skipped"),
     ]
     said = [f"{lines[-1]['step']} steps"]
     said += [text.format(median(v for _, v in found)) for k, text in speed if (found := values(lines, k))]

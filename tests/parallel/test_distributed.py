@@ -32,8 +32,8 @@ FLAGS = "--xla_backend_optimization_level=0 " + " ".join(
     flag for flag in os.environ["XLA_FLAGS"].split() if "emitters" in flag
 )
 PLAIN = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
-CLOCK = {"time", "tokens_per_second", "step_seconds", "compilations", "left_out", "imbalance"}
-"""What a metrics line says of its own call (left_out: items that it met), and of the mesh."""
+CLOCK = {"time", "tokens_per_second", "step_seconds", "compilations", "skipped_documents", "imbalance"}
+"""What a metrics line says of its own call (skipped_documents: items that it met), and of the mesh."""
 
 
 def config(manifest: Path) -> Config:
