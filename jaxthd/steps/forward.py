@@ -21,7 +21,7 @@ from jaxthd.objectives import LOSS, Objective, Tokens, make_objective
 from jaxthd.objectives.sft import negative_log_likelihood
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import AXES, CONTEXT, PIPELINE, TENSOR, TOKEN_AXES, ranks_of
-from jaxthd.parallel.pipeline import Params, Parts
+from jaxthd.parallel.pipelined import PipelinedModel, PipelinedParams
 from jaxthd.steps.blueprint import Blueprint, Tree
 
 
@@ -74,18 +74,18 @@ def _tokens(batch: Batch, config: Config) -> Tokens:
     return Tokens.of(batch, config.data.max_documents, CONTEXT)
 
 
-def divided(params: Tree) -> Params:
+def divided(params: Tree) -> PipelinedParams:
     """The parameters by the function that uses them."""
     of_enter = ("embedding", "encoder", "adapter")
     decoder = params["decoder"]
-    return Params(
+    return PipelinedParams(
         enter={name: params[name] for name in of_enter if name in params},
         stage={"layers": decoder["layers"]},
         leave={name: params[name] for name in ("head", "mtp") if name in params} | {"norm": decoder["norm"]},
     )
 
 
-def joined(params: Params) -> Tree:
+def joined(params: PipelinedParams) -> Tree:
     """The inverse of divided."""
     last = dict(params.leave)
     return {**params.enter, "decoder": {**params.stage, "norm": last.pop("norm")}, **last}
@@ -121,8 +121,10 @@ class Forward:
         self._uniform_program = len(stages.patterns) == 1 or (stages.are_equal and has_ring)
 
     @property
-    def parts(self) -> Parts:
-        return Parts(self.enter, self.stage, self.leave, self._blueprint.stages, self._uniform_program)
+    def pipelined(self) -> PipelinedModel:
+        return PipelinedModel(
+            self.enter, self.stage, self.leave, self._blueprint.stages, self._uniform_program
+        )
 
     def model(self, buffers: Tree, **given: Tree) -> SpeechLM:
         """The module on this rank. given: parameters of some of the functions, in the place of `params`."""
@@ -139,12 +141,12 @@ class Forward:
         segments = model.segments(batch, AXES, uniform_program=self._uniform_program)
         return model.decoder.stage(pattern, chunk, x_nD, segments)
 
-    def leave(self, leave: Tree, x_nD: Array, side: list[Array], batch: Batch) -> tuple[Array, Left]:
+    def leave(self, leave: Tree, x_nD: Array, bypass: list[Array], batch: Batch) -> tuple[Array, Left]:
         model = self.model(self._buffers, leave=leave)
-        if not side:
+        if not bypass:
             found = self._quotients(model.leave(x_nD, batch), batch)
             return found[LOSS], Left(found, None)
-        logp_N, (logp_KN, routing) = model.leave_with_future(x_nD, side, batch, AXES)
+        logp_N, (logp_KN, routing) = model.leave_with_future(x_nD, bypass, batch, AXES)
         assert self._counts is not None
         found = self._quotients(logp_N, batch)
         losses = [
@@ -152,9 +154,9 @@ class Forward:
                 negative_log_likelihood(logp_KN[k], batch.future_weights[:, k].reshape(-1)),
                 self._counts.supervised_future[k],
             )
-            for k in range(len(side))
+            for k in range(len(bypass))
         ]
-        share = found[LOSS] + self._config.train.mtp_loss * sum(losses) / len(side)
+        share = found[LOSS] + self._config.train.mtp_loss * sum(losses) / len(bypass)
         routed = [each for each in routing if each is not None]
         for each, real in zip(routed, self._counts.real_future, strict=False):
             share += auxiliary_share(self._config, each, real) / self._config.mesh.pipeline
