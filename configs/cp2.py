@@ -1,13 +1,13 @@
-"""The default job: a small speech LLM on synthetic speech, each buffer's tokens shared by two devices.
+"""The default job: a small speech LLM on synthetic speech, each buffer's tokens sharded over two devices.
 
     python -m jaxthd.train --config configs/cp2.py
 
-Needs no download and no accelerator: 10,000 utterances of synthetic speech are made on first use (20 s), and
-a machine without GPUs simulates the two devices. Expect a word error rate of 6% to 10% after 13 minutes on
-two cores, on 200 utterances whose voices and texts are not in the training set (7.4% as it stands here, 9.6%
-with seed 1): the model learns to listen between steps 600 and 2,000. Expect the losses of configs/single.py,
-to 1e-6 for the first 50 steps: the mesh never changes the model, and no buffer of this data set has to be cut
-for its audio to fit the ranks.
+It needs no download and no accelerator: 10,000 utterances of synthetic speech are made on first use (20 s),
+and a machine without GPUs simulates the two devices. Expect a word error rate of 6% to 10% after 13 minutes
+on two cores, on 200 utterances whose voices and texts are not in the training set (7.4% as it stands here,
+9.6% with seed 1). The model learns to listen between steps 600 and 2,000. Expect the losses of
+configs/single.py, to 1e-6 for the first 50 steps: the mesh never changes the model, and no buffer of this
+data set has to be divided because its audio does not fit the ranks.
 """
 
 from jaxthd.config import (
@@ -25,15 +25,16 @@ from jaxthd.config import (
 def config() -> Config:
     return Config(
         mesh=MeshConfig(context=2),
-        # A synthetic document takes 34 tokens and 141 mel frames on average: 15 fill a buffer. Small buffers
-        # mean more updates for the same work, and a new model learns to listen by updates.
+        # A synthetic document takes 34 slots and 141 mel frames on average, so 15 fill a buffer. Small
+        # buffers mean more updates for the same work, and a new model needs updates to learn to listen.
         data=DataConfig(capacity=512, max_documents=32, audio_capacity=2560),
         model=ModelConfig(
-            # The longest recording has 8.7 s, so none is cut. A rank's share of audio must hold one chunk.
+            # The longest recording has 8.7 s, so each is one encoder chunk. A rank's share of the audio
+            # capacity must hold one.
             encoder=EncoderConfig(chunk_seconds=10.0),
             llm=LLMConfig(pattern="M*M*-"),
         ),
-        # Activations of so small a model fit: recomputing them would cost a quarter of the step.
+        # The activations of so small a model fit. Recomputing them would cost a quarter of the step.
         compute=ComputeConfig(remat_encoder=False, remat_llm=False),
         train=TrainConfig(
             steps=3200,

@@ -1,12 +1,12 @@
-"""Nemotron-3-Nano-30B-A3B with a 0.6B FastConformer on 32 GPUs: 8 buffers a step, each shared by 4.
+"""Nemotron-3-Nano-30B-A3B with a 0.6B FastConformer on 32 GPUs: 8 buffers a step, each sharded over 4.
 
     python -m jaxthd.describe --config configs/nemotron3_nano.py
     python -m jaxthd.train --config configs/nemotron3_nano.py
 
-The first prints the parameters (31.58B in the decoder, 3.23B of them active a token; 0.61B in the encoder)
-and their state: 480 GiB, 15 GiB of it on each device. What a step needs besides, and sends, is told by
-jaxthd.estimate. The second reads train.jsonl and validation.jsonl (NeMo manifests) and the model's
-tokenizer.json from the working directory. It has not yet run on a GPU.
+The first command prints the parameters (31.58B in the decoder, 3.23B of them active per token; 0.61B in the
+encoder) and the bytes of the training state: 480 GiB, 15 GiB of it on each device. jaxthd.estimate says what
+a step needs and sends besides. The second command reads train.jsonl and validation.jsonl (NeMo manifests) and
+the model's tokenizer.json from the working directory. It has not yet run on a GPU.
 
 Decoder: NVIDIA, Nemotron 3 (2025). Encoder: sizes of Parakeet-TDT-0.6B.
 """
@@ -31,7 +31,7 @@ def config() -> Config:
             validation_manifest="validation.jsonl",
             tokenizer="tokenizer.json",
             rows=8,
-            # Speech is four fifths of a buffer's tokens, eight mel frames each.
+            # Speech takes four fifths of a buffer's slots, with eight mel frames in each.
             capacity=16384,
             max_documents=256,
             audio_capacity=106496,

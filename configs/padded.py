@@ -2,9 +2,9 @@
 
     python -m jaxthd.train --config configs/padded.py
 
-Model and optimization are those of configs/single.py, and a step sees as many documents (15) on average.
-Expect losses that fall alike, in more seconds a step: 84% of the token slots are padding, and 86% of the mel
-frames. On two devices: --mesh.context 2 --data.audio_capacity 2016.
+Model and optimization are those of configs/single.py, and a step has as many documents (15 on average).
+Expect losses that fall in the same way, in more seconds per step: 84% of the token slots and 86% of the mel
+frames are padding. On two devices: --mesh.context 2 --data.audio_capacity 2016.
 """
 
 from dataclasses import replace

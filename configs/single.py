@@ -2,7 +2,8 @@
 
     python -m jaxthd.train --config configs/single.py
 
-Expect the losses of configs/cp2.py, to 1e-6 for the first 50 steps; later ones drift as rounding grows.
+Expect the losses of configs/cp2.py, to 1e-6 for the first 50 steps. Later losses drift apart as rounding
+grows.
 """
 
 from dataclasses import replace

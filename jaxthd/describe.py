@@ -14,21 +14,20 @@ from flax import nnx
 
 from jaxthd.config import Config, MeshConfig
 from jaxthd.errors import readable_errors
-from jaxthd.models.adapt import dotted, projections, trained
+from jaxthd.models.adapt import dotted, projections
 from jaxthd.planning.parameters import PARTS, Group, parameter_groups, state_bytes
-from jaxthd.steps.state import abstract_model
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.terminal.arguments import parse_command_line
 from jaxthd.terminal.tables import aligned, size_text
-from jaxthd.validate import DeviceFacts, problems
+from jaxthd.validate import DeviceFacts, findings
 
 
 def main(argv: list[str] | None = None) -> None:
     names_only = {"action": "store_true", "help": "names of parameters and projections"}
     config, path, options = parse_command_line("describe", argv, {"names": names_only})
-    for problem in problems(
-        config, DeviceFacts(platform="gpu", devices=config.mesh.devices, kind="as many as the mesh needs")
-    ):
-        print(f"warning: {problem}", file=sys.stderr)
+    facts = DeviceFacts(platform="gpu", devices=config.mesh.devices, kind="as many as the mesh needs")
+    for finding in findings(config, facts):
+        print(f"warning: {finding}", file=sys.stderr)
     print(f"{path}\n\n{names(config) if options.names else describe(config)}")
 
 
@@ -61,8 +60,8 @@ def describe(config: Config) -> str:
 
 def names(config: Config) -> str:
     """Every parameter's name, shape (a stack's dim first), and whether it trains; then what can get LoRA."""
-    model = abstract_model(replace(config, mesh=MeshConfig()))
-    is_trained = nnx.traversals.flatten_mapping(trained(model, config.adapt))
+    blueprint = Blueprint(replace(config, mesh=MeshConfig()))
+    model, is_trained = blueprint.model, nnx.traversals.flatten_mapping(blueprint.trained)
     rows = [
         (dotted(path), " x ".join(map(str, variable.shape)), "trained" if is_trained[path] else "frozen")
         for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))

@@ -24,7 +24,7 @@ from jaxthd.planning.parameters import state_bytes
 from jaxthd.planning.sizes import Number
 from jaxthd.planning.traffic import step_traffic
 from jaxthd.run.startup import simulate_devices
-from jaxthd.steps.state import stages_of
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.terminal.arguments import parse_command_line
 from jaxthd.terminal.tables import aligned, size_text
 from jaxthd.validate import DeviceFacts, validate
@@ -54,7 +54,7 @@ def estimate(config: Config, measured: Measured | None = None) -> str:
             _state(table, config, measured),
             _temporary(table, config, measured),
             _received(table, config, measured),
-            describe_bubble(config, stages_of(config).patterns),
+            describe_bubble(Blueprint(config)),
         ]
     )
 
@@ -88,8 +88,7 @@ def _state(table: _Table, config: Config, measured: Measured | None) -> str:
     total = sum(state.values())
     rows = [table.row(name, size, size) for name, size in state.items()]
     rows.append(table.row("in all, exact", total, total, measured and measured.state))
-    arrays = abstract_batch(config)
-    batch = bytes_of(on_device(arrays, batch_specs(arrays.has_audio), config.mesh))
+    batch = bytes_of(on_device(abstract_batch(config), batch_specs(), config.mesh))
     rows.append(table.row("batch", batch, batch))
     return table.text("State of a device", rows)
 

@@ -17,7 +17,7 @@ Several processes evaluate together as they train together (jaxthd.train).
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,6 @@ from jaxthd.inference.results import (
     SetResult,
     document_line,
     most_wrong,
-    results_table,
     scored,
     set_figures,
 )
@@ -46,6 +45,7 @@ from jaxthd.parallel.mesh import local_rows, make_mesh
 from jaxthd.run.outputs import OutputFolder
 from jaxthd.run.startup import devices_ready, prepared
 from jaxthd.terminal.arguments import PROCESS_OPTIONS, parse_command_line
+from jaxthd.terminal.tables import table
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "weights": {
@@ -96,7 +96,7 @@ def evaluate(config: Config, weights: Sequence[str | Path], out: Path, *, galler
             outputs.write_lines(f"{result.name}.jsonl", map(document_line, result.documents))
         outputs.write_text("summary.json", json.dumps(finite(summary), indent=2) + "\n")
         outputs.draw("error_gallery.png", partial(_draw_gallery, results, data, gallery))
-        print(results_table(summary))
+        print(_table(summary))
         if summary["skipped_documents"]:
             print(f"{summary['skipped_documents']} skipped documents are listed in {data.skipped.path}")
     return summary
@@ -120,6 +120,46 @@ def _evaluated(
 def _devices(config: Config, mesh: Mesh) -> str:
     kinds = sorted({device.device_kind for device in mesh.devices.flat})
     return f"{mesh.devices.size} x {', '.join(kinds)} ({jax.default_backend()}), mesh {config.mesh.sizes}"
+
+
+def _table(summary: Mapping[str, Any]) -> str:
+    """What the command prints. summary: what summary.json holds."""
+
+    def percent(x: float | None) -> str:
+        return f"{x:.2%}" if x is not None and x == x else "-"
+
+    def number(x: float | None, digits: int) -> str:
+        return f"{x:.{digits}f}" if x is not None else "-"
+
+    rows = [
+        [
+            name,
+            f["documents"],
+            f"{f['audio_seconds'] / 3600:.3f}",
+            number(f["loss"], 4),
+            percent(f["accuracy"]),
+            percent(f["wer"]),
+            f["substitutions"],
+            f["deletions"],
+            f["insertions"],
+            percent(f["cer"]),
+            number(f["real_time_factor"], 4),
+        ]
+        for name, f in summary["sets"].items()
+    ]
+    columns = "set|documents|hours|loss|accuracy|WER|substituted|deleted|inserted|CER|RTF"
+    notes = [
+        f"Texts are compared after the normaliser {summary['normaliser']!r}. RTF: seconds of scoring and "
+        "decoding for a second of audio, without reading and compiling; measured on "
+        f"{summary['measured_on']}."
+    ]
+    for what, text in (
+        ("cut_off", "hypotheses were cut off at train.max_new_tokens"),
+        ("without_words", "references have no word and count in neither WER nor CER"),
+    ):
+        if count := sum(f[what] for f in summary["sets"].values()):
+            notes.append(f"{count} {text}.")
+    return "\n".join(["", table("Evaluation", columns, rows), "", *notes])
 
 
 def _draw_gallery(results: Sequence[SetResult], data: SpeechData, most: int, path: Path) -> None:

@@ -28,8 +28,8 @@ from jax.sharding import Mesh
 from jaxthd.checkpoints.weights import Weights, load_model, training_weights
 from jaxthd.config import Config
 from jaxthd.data.dataset import SpeechData, SynchronizedLoader
-from jaxthd.data.faults import SkipLog
-from jaxthd.data.pipeline import make_loader
+from jaxthd.data.loader import make_loader
+from jaxthd.data.skipped import SkipLog
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.inference.scorer import DocumentScores, Scorer, in_order
 from jaxthd.packing.document import Document
@@ -139,7 +139,7 @@ def score_manifest(
         on_mesh = _on_mesh(weights, config, mesh)
         keys = [example.key for example in data.validation_examples("scored")]
         with closing(data.validation(local_rows(mesh, config.data.rows))) as batches:
-            yield from in_order(keys, scorer(on_mesh, batches), data.is_left_out)
+            yield from in_order(keys, scorer(on_mesh, batches), data.is_skipped)
         if is_first() and len(data.skipped):
             print(f"{len(data.skipped)} skipped documents are listed in {data.skipped.path}")
 

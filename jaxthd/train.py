@@ -17,7 +17,6 @@ everything else.
 """
 
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
@@ -32,11 +31,12 @@ from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.checkpoints.weights import start_state
 from jaxthd.config import Config
 from jaxthd.data.dataset import SpeechData, SynchronizedLoader, whole_position
+from jaxthd.data.loader import BatchReport
 from jaxthd.errors import readable_errors
 from jaxthd.figures.batch import draw_batch
 from jaxthd.figures.curves import draw_curves
 from jaxthd.inference.validation import Validation
-from jaxthd.models.adapt import split, trained
+from jaxthd.models.adapt import split
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import local_rows, make_mesh, put_batch
 from jaxthd.parallel.processes import is_first, require_same
@@ -48,15 +48,9 @@ from jaxthd.run.progress import summary
 from jaxthd.run.signals import stop_requested
 from jaxthd.run.startup import devices_ready, prepared
 from jaxthd.run.workdir import opened
-from jaxthd.steps.state import (
-    TrainState,
-    abstract_model,
-    abstract_state,
-    canonical_form,
-    canonical_shardings,
-    training_form,
-)
-from jaxthd.steps.step import make_train_step
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.state import TrainState, abstract_state, canonical_form, canonical_shardings, training_form
+from jaxthd.steps.training import make_train_step
 from jaxthd.terminal.arguments import PROCESS_OPTIONS, parse_command_line
 
 
@@ -93,15 +87,15 @@ def train(config: Config, workdir: Path) -> None:
 def _train(config: Config, outputs: OutputFolder, data: SpeechData, checkpoints: Checkpoints) -> int:
     """Returns the number of steps that it has trained."""
     # --- the model on the mesh ---
-    mesh = make_mesh(config.mesh)
-    train_step = make_train_step(config, mesh)
+    blueprint, mesh = Blueprint(config), make_mesh(config.mesh)
+    train_step = make_train_step(blueprint, mesh)
     validation = Validation(config, mesh, data, outputs)
-    print(f"{_parameters(config)}; mesh (data, context, pipeline, tensor) = {config.mesh.sizes}")
+    print(f"{_parameters(blueprint)}; mesh (data, context, pipeline, tensor) = {config.mesh.sizes}")
 
     with ExitStack() as stack:
         # --- the newest checkpoint, or a new run ---
         loader = stack.enter_context(closing(data.training(local_rows(mesh, config.data.rows))))
-        state = _newest_state(config, mesh, checkpoints, loader)
+        state = _newest_state(blueprint, mesh, checkpoints, loader)
         first, steps = int(state.step), config.train.steps
         if first:
             print(f"continuing from step {first} in {outputs.path}")
@@ -134,7 +128,7 @@ def _train(config: Config, outputs: OutputFolder, data: SpeechData, checkpoints:
                 non_finite.add(line, documents, results.skipped_in_a_row)
             if last or validated or step % config.train.checkpoint_every == 0:
                 position = whole_position(current.position)
-                checkpoints.save(step, canonical_form(state, config, mesh), position, validated)
+                checkpoints.save(step, canonical_form(state, blueprint, mesh), position, validated)
             if last:
                 break
         if step < steps:
@@ -148,7 +142,7 @@ class _Loaded(NamedTuple):
     """A batch on the host. position: where the data goes on after it."""
 
     batch: Batch
-    report: Mapping[str, Any]
+    report: BatchReport
     position: dict[str, Any]
 
 
@@ -159,21 +153,20 @@ def _load(loader: SynchronizedLoader, mesh: Mesh) -> tuple[Batch, _Loaded]:
 
 
 def _newest_state(
-    config: Config, mesh: Mesh, checkpoints: Checkpoints, loader: SynchronizedLoader
+    blueprint: Blueprint, mesh: Mesh, checkpoints: Checkpoints, loader: SynchronizedLoader
 ) -> TrainState:
     """The newest checkpoint's state, with the loader set to where its data goes on; else a new run's."""
-    restored = checkpoints.restore_latest(abstract_state(config), canonical_shardings(config, mesh))
+    restored = checkpoints.restore_latest(abstract_state(blueprint), canonical_shardings(blueprint, mesh))
     if restored is None:
-        return start_state(config, mesh)
+        return start_state(blueprint.config, mesh)
     state, position = restored
     loader.set_state(position)
-    return training_form(state, config, mesh)
+    return training_form(state, blueprint, mesh)
 
 
-def _parameters(config: Config) -> str:
-    """How many there are, as text."""
-    params = abstract_state(config).params
-    own, frozen = split(params, trained(abstract_model(config), config.adapt))
+def _parameters(blueprint: Blueprint) -> str:
+    """Their number, as text."""
+    own, frozen = split(abstract_state(blueprint).params, blueprint.trained)
     own_size, frozen_size = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (own, frozen))
     return f"{own_size:,} parameters" + f" to train and {frozen_size:,} frozen" * (frozen_size > 0)
 

@@ -32,7 +32,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxthd.config import ComputeConfig, Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
-from jaxthd.data.pipeline import PackDocuments
+from jaxthd.data.packer import PackDocuments
 from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.models.hybrid import Block
 from jaxthd.ops.grouped_matmul import expert_layout
@@ -46,8 +46,8 @@ from jaxthd.parallel.mesh import CONTEXT, make_mesh
 from jaxthd.parallel.params import Buffer, Init
 from jaxthd.planning.layouts import state_bytes
 from jaxthd.planning.program import compiled, received_bytes
-from jaxthd.steps.state import abstract_model
-from jaxthd.steps.step import loss_and_gradient
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.training import loss_and_gradient
 from jaxthd.terminal.tables import Claim, conclude, show
 
 TINY = ModelConfig(
@@ -78,10 +78,14 @@ def temporary_memory(
     """Bytes a device needs besides arguments and results, for loss + gradient of one text-only buffer."""
     config = Config(mesh=MeshConfig(context=context), model=model, compute=compute)
     mesh = make_mesh(config.mesh)
-    _, *states = nnx.split(abstract_model(config), nnx.Param, Buffer)
-    sizes: dict[str, Any] = {"audio_capacity": 0, "num_mels": model.encoder.num_mels, "max_documents": 1}
+    _, *states = nnx.split(Blueprint(config).model, nnx.Param, Buffer)
+    sizes: dict[str, Any] = {
+        "audio_capacity": 0,
+        "num_mels": model.audio_encoder.num_mels,
+        "max_documents": 1,
+    }
     batch, _ = pack_row([], capacity=tokens, context=context, **sizes)
-    program = compiled(loss_and_gradient(config, mesh), *map(nnx.to_pure_dict, states), batch)
+    program = compiled(loss_and_gradient(Blueprint(config), mesh), *map(nnx.to_pure_dict, states), batch)
     return program.memory_analysis().temp_size_in_bytes
 
 

@@ -30,10 +30,11 @@ import numpy as np
 from jaxthd.checkpoints.weights import Weights, load_weights, named_weights
 from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.convert import export_weights, import_weights
-from jaxthd.hf.checkpoint import export
-from jaxthd.hf.nemotron_omni import NEMOTRON_OMNI
+from jaxthd.hf import nemotron_omni
+from jaxthd.hf.export import export
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.steps.state import canonical_weights, init_state
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.state import init_state
 from jaxthd.terminal.tables import Claim, conclude, show, size_text
 
 MESHES = ((1, 1, 1, 1), (8, 1, 1, 1), (2, 2, 1, 2), (2, 1, 2, 2))
@@ -88,17 +89,17 @@ def shard_bytes(weights: Weights) -> int:
 
 def measure(what: str, config: Config, folder: Path) -> dict[str, int]:
     published, imported = folder / "published", folder / "imported"
-    specs = jax.eval_shape(lambda: canonical_weights(config))
+    specs = jax.eval_shape(lambda: Blueprint(config).initial_weights())
     told = {"read_whole": 0, "largest": max(x.size * x.dtype.itemsize for x in jax.tree.leaves(specs))}
     mesh = make_mesh(config.mesh)
     match what:
         case "write":
-            state = init_state(config, mesh)
+            state = init_state(Blueprint(config), mesh)
             arrays = named_weights(Weights(state.params, state.buffers))
             shapes = {name: x.shape for name, x in arrays.items()}
             whole = {name: np.asarray(x) for name, x in arrays.items()}
             take = lambda part: whole[part.name][part.at]  # noqa: E731
-            export(config.model, shapes, take, NEMOTRON_OMNI, published, limit=200 * 2**20)
+            export(config.model, shapes, take, nemotron_omni.FAMILY, published, limit=200 * 2**20)
             import_weights([str(published)], imported)
         case "import":
             with peak(told):

@@ -23,6 +23,7 @@ from jaxthd.inference.generator import Generator
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.run.startup import simulate_devices
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import init_state
 from jaxthd.terminal.tables import Claim, conclude, show
 
@@ -45,11 +46,11 @@ def made(config: Config, batch: int, new_tokens: int) -> Generator:
     """Buffers that hold `batch` short prompts."""
     mesh, share = config.mesh, -(-batch // config.mesh.data)
     unit = SUBSAMPLING * mesh.audio_ranks
-    frames = unit * -(-max(config.model.encoder.chunk_frames * mesh.audio_ranks, 104 * share) // unit)
+    frames = unit * -(-max(config.model.audio_encoder.chunk_frames * mesh.audio_ranks, 104 * share) // unit)
     data = replace(config.data, capacity=128 * share, audio_capacity=frames)
     config = replace(config, data=data)
     devices = make_mesh(mesh)
-    state = init_state(config, devices)
+    state = init_state(Blueprint(config), devices)
     return Generator(config, devices, state.params, state.buffers, batch=batch, max_new_tokens=new_tokens)
 
 

@@ -43,7 +43,7 @@ from jaxthd.planning.bubble import bubble_formula
 from jaxthd.planning.compiled_step import lowered_step
 from jaxthd.planning.memory import temporary_memory
 from jaxthd.planning.program import UNOPTIMIZED
-from jaxthd.steps.state import abstract_model, model_specs
+from jaxthd.steps.blueprint import Blueprint, specs_of
 from jaxthd.terminal.tables import Claim, conclude, show
 
 TINY = ModelConfig(
@@ -113,9 +113,9 @@ def slots_bytes(config: Config) -> int:
 
 def matrix_bytes(config: Config) -> int:
     """Of the weight matrices on a device."""
-    model = abstract_model(config)
+    model = Blueprint(config).model
     state = nnx.state(model, nnx.Param)
-    parts = on_device(nnx.to_pure_dict(state), model_specs(model)[0], config.mesh)
+    parts = on_device(nnx.to_pure_dict(state), specs_of(model)[0], config.mesh)
     are_matrices = jax.tree.leaves(weight_decay_mask(state))
     return sum(
         bytes_of(x) for x, is_matrix in zip(jax.tree.leaves(parts), are_matrices, strict=True) if is_matrix

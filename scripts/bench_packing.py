@@ -38,17 +38,18 @@ import jax
 import numpy as np
 
 from jaxthd.config import Config, EncoderConfig, LLMConfig, ModelConfig
-from jaxthd.data.faults import Fault
-from jaxthd.data.pipeline import PackDocuments
+from jaxthd.data.packer import PackDocuments
+from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.sources.synthetic import synthetic_manifests
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
-from jaxthd.packing.batch import Batch
+from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import SUBSAMPLING, Document
 from jaxthd.parallel.mesh import make_mesh, put_batch
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import init_state
-from jaxthd.steps.step import make_train_step
+from jaxthd.steps.training import make_train_step
 from jaxthd.terminal.tables import Claim, conclude, table
 
 RUNGS = 6
@@ -113,7 +114,7 @@ def speech_documents(manifest: str, config: Config) -> list[Document]:
     examples, _ = read_manifest(manifest)
     order = np.random.default_rng(0).permutation(len(examples))[:MOST_RECORDINGS]
     made = [documents(examples[i], 0) for i in order]
-    return [document for document in made if not isinstance(document, Fault)]
+    return [document for document in made if not isinstance(document, Skipped)]
 
 
 def ladder(needed: Sequence[tuple[int, float]], rungs: int = RUNGS, step: int = STEP) -> tuple[int, ...]:
@@ -191,7 +192,7 @@ def padded_batches(
             packing="padded",
         )
         filled = [pack.row([d]).batch for d in group] + [pack.row([]).batch] * (rows - len(group))
-        return Batch(*map(np.concatenate, zip(*filled, strict=True)))
+        return concatenate_rows(filled)
 
     in_order, by_length = ([batch(group) for group in groups] for groups in sides)
     return in_order, by_length
@@ -207,8 +208,8 @@ def batches_of(documents: Sequence[Document], capacity: int, num_mels: int) -> d
 def measure(sides: Mapping[str, Sequence[Batch]], config: Config, rounds: int) -> dict[str, Side]:
     """Trains one model on all batches of all sides, `rounds` times, side by side."""
     mesh = make_mesh(config.mesh)
-    step: Any = make_train_step(config, mesh)
-    state = init_state(config, mesh)
+    step: Any = make_train_step(Blueprint(config), mesh)
+    state = init_state(Blueprint(config), mesh)
     placed = {name: [put_batch(batch, mesh) for batch in batches] for name, batches in sides.items()}
     programs: dict[Any, Any] = {}
     for batch in (batch for batches in placed.values() for batch in batches):
@@ -295,7 +296,7 @@ def main(argv: list[str] | None = None) -> None:
         ("recordings", speech, speech_capacity, 0.0),
         ("text", text, 2 * options.capacity, 3.8),
     ):
-        sides = batches_of(documents, capacity, config.model.encoder.num_mels)
+        sides = batches_of(documents, capacity, config.model.audio_encoder.num_mels)
         lengths = [len(d) for d in documents]
         title = (
             f"{name}: {len(documents):,} documents of {min(lengths)} to {max(lengths):,} tokens, "

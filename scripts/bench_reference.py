@@ -38,6 +38,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxthd.steps.blueprint import Blueprint
+
 SETTINGS: dict[str, Any] = {
     "hybrid_override_pattern": "M-M*M-M*",
     "vocab_size": 4096,
@@ -133,14 +135,14 @@ def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) ->
     import grain
     import jax
     import optax
+    from jaxthd.steps.step import loss_and_gradient
 
     from jaxthd.config import ComputeConfig, Config, LLMConfig, ModelConfig
-    from jaxthd.data.pipeline import PackDocuments
+    from jaxthd.data.packer import PackDocuments
     from jaxthd.packing.batch import Batch
     from jaxthd.packing.document import Document
     from jaxthd.parallel.mesh import make_mesh, put_batch
     from jaxthd.steps.state import abstract_state
-    from jaxthd.steps.step import loss_and_gradient
 
     jax.config.update("jax_platforms", "cpu")
     llm = LLMConfig(
@@ -169,7 +171,7 @@ def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) ->
 
     packed = [spliced(i, tokens) for i, tokens in enumerate(documents)]
     batches = [put_batch(row.batch, mesh) for row in grain.MapDataset.source(packed).pipe(pack)]
-    abstract = abstract_state(Config(model=ModelConfig(llm=llm)))
+    abstract = abstract_state(Blueprint(Config(model=ModelConfig(llm=llm))))
     # Encoder and adapter take no part: their weights are zeros.
     params, buffers = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (abstract.params, abstract.buffers))
     params |= decoder_parameters(dict(np.load(folder / "weights.npz")))
@@ -179,7 +181,7 @@ def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) ->
         config = Config(
             model=ModelConfig(llm=llm), compute=ComputeConfig(remat_llm=remat, attention_block=64)
         )
-        program = programs[name] = jax.jit(loss_and_gradient(config, mesh))
+        program = programs[name] = jax.jit(loss_and_gradient(Blueprint(config), mesh))
 
         def batch(data: Batch, program: Any = program) -> Callable[[], Any]:
             return lambda: jax.block_until_ready(program(params, buffers, data))

@@ -37,13 +37,13 @@ from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.files.jsonl import write_lines
-from jaxthd.hf.checkpoint import export
-from jaxthd.hf.nemotron_omni import NEMOTRON_OMNI
+from jaxthd.hf import nemotron_omni
+from jaxthd.hf.export import export
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.run.metrics_file import read_metrics
-from jaxthd.steps.state import canonical_weights, model_graph
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.terminal.tables import Claim, conclude
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<so_embedding>")
@@ -126,12 +126,12 @@ def write_published(folder: Path, texts: Sequence[str]) -> None:
     )
     encoder = EncoderConfig(layers=2, dim=48, ffn_dim=64, subsampling_channels=8)
     model = ModelConfig(encoder=encoder, llm=llm, adapter_dim=64)
-    weights = named_weights(Weights(*jax.jit(lambda: canonical_weights(Config(model=model)))()))
+    weights = named_weights(Weights(*jax.jit(lambda: Blueprint(Config(model=model)).initial_weights())()))
     arrays = {name: np.asarray(x) for name, x in weights.items()}
     shapes = {name: x.shape for name, x in arrays.items()}
     settings = {"audio_token_id": tokenizer.token_to_id(SPECIAL[-1])}
     take = lambda part: arrays[part.name][part.at]  # noqa: E731
-    export(model, shapes, take, NEMOTRON_OMNI, folder, settings=settings)
+    export(model, shapes, take, nemotron_omni.FAMILY, folder, settings=settings)
     tokenizer.save(str(folder / "tokenizer.json"))
     marks = {"bos_token": "<s>", "eos_token": "<|im_end|>", "unk_token": "<unk>", "audio_token": SPECIAL[-1]}
     (folder / "tokenizer_config.json").write_text(json.dumps(marks | {"chat_template": TEMPLATE}))
@@ -152,10 +152,10 @@ def logits(config: Config, weights: Weights, document: Document) -> np.ndarray:
         [document],
         capacity=-(-len(document) // 8) * 8,
         audio_capacity=document.mel_frames,
-        num_mels=config.model.encoder.num_mels,
+        num_mels=config.model.audio_encoder.num_mels,
         max_documents=1,
     )
-    graph = model_graph(config)
+    graph = Blueprint(config).graph
 
     @jax.jit
     def compute(weights: Weights, batch: Any) -> jax.Array:

@@ -62,11 +62,12 @@ from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import AXES, make_mesh, put_batch
-from jaxthd.steps.state import abstract_model, init_state
-from jaxthd.steps.step import loss_and_gradient, make_train_step
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.state import init_state
+from jaxthd.steps.training import loss_and_gradient, make_train_step
 from jaxthd.terminal.tables import show
 from scripts import bench_attention, bench_scan
-from tests.helpers import relative_errors
+from scripts.comparison.errors import relative_errors
 
 ROOT = Path(__file__).parent.parent
 RESULT = "RESULT "
@@ -129,9 +130,9 @@ def recordings(slots: int, model: ModelConfig, most_seconds: float = 60.0, seed:
     while True:
         length = float(np.clip(rng.lognormal(np.log(min(8.0, most_seconds / 4)), 0.8), 1, most_seconds))
         frames, text = round(100 * length), 6 + round(3.5 * length)
-        chunks, per_chunk = [], model.encoder.chunk_frames - 1
+        chunks, per_chunk = [], model.audio_encoder.chunk_frames - 1
         for start in range(0, frames, per_chunk):
-            size = (min(per_chunk, frames - start), model.encoder.num_mels)
+            size = (min(per_chunk, frames - start), model.audio_encoder.num_mels)
             chunks.append(rng.standard_normal(size, np.float32))
         tokens = [3, *rng.integers(4, min(model.llm.vocab_size, 260), text).tolist()]
         document = Document.splice(str(len(documents)), tokens, [False] + [True] * text, [chunks], 3)
@@ -154,7 +155,7 @@ def rows_of(groups: Sequence[Sequence[Document]], model: ModelConfig) -> tuple[B
         "audio_capacity": frames,
         "max_documents": max(map(len, groups)),
     }
-    rows = [pack_row(group, **sizes, num_mels=model.encoder.num_mels)[0] for group in groups]
+    rows = [pack_row(group, **sizes, num_mels=model.audio_encoder.num_mels)[0] for group in groups]
     batch = jax.tree.map(lambda *x: np.concatenate(x), *rows)
     return batch, DataConfig(rows=len(groups), workers=0, **sizes)
 
@@ -162,7 +163,7 @@ def rows_of(groups: Sequence[Sequence[Document]], model: ModelConfig) -> tuple[B
 def parameters(config: Config) -> dict[str, int]:
     """Numbers of matrix elements that a token, or an encoder frame, is multiplied with."""
     found = {"encoder": 0, "decoder": 0}
-    for path, variable in nnx.to_flat_state(nnx.state(abstract_model(config), nnx.Param)):
+    for path, variable in nnx.to_flat_state(nnx.state(Blueprint(config).model, nnx.Param)):
         if variable.get_metadata("decayed") and path[0] not in ("embedding", "head"):
             found["encoder" if path[0] in ("encoder", "adapter") else "decoder"] += variable.size
     return found
@@ -170,7 +171,7 @@ def parameters(config: Config) -> dict[str, int]:
 
 def model_flops(config: Config, documents: Sequence[Document]) -> float:
     """Of a step, forward and backward, without what is computed again and without padding."""
-    llm, encoder, matrices = config.model.llm, config.model.encoder, parameters(config)
+    llm, encoder, matrices = config.model.llm, config.model.audio_encoder, parameters(config)
     tokens = sum(map(len, documents))
     frames = sum(d.mel_frames for d in documents) / 8
     supervised = sum(int(d.supervised.sum()) for d in documents)
@@ -196,9 +197,9 @@ def run_step(
     batch, data = rows_of(groups, config.model)
     config = with_admitted(replace(config, data=data), lambda line: print(f"{name}: {line}", flush=True))
     mesh = make_mesh(config.mesh)
-    state, on_mesh = init_state(config, mesh), put_batch(batch, mesh)
+    state, on_mesh = init_state(Blueprint(config), mesh), put_batch(batch, mesh)
     start = time.perf_counter()
-    program: Any = make_train_step(config, mesh)
+    program: Any = make_train_step(Blueprint(config), mesh)
     step = program.lower(state, on_mesh).compile()
     compiling = time.perf_counter() - start
     sizes: Any = step.memory_analysis()
@@ -299,7 +300,7 @@ def kernels(tiny: bool) -> None:
 def exact(tiny: bool) -> None:
     """float64 on the CPU is the reference; the GPU in float32 with exact products, then in bfloat16."""
     jax.config.update("jax_enable_x64", True)
-    model = replace(TINY, encoder=replace(TINY.encoder, chunk_seconds=2.0))
+    model = replace(TINY, encoder=replace(TINY.audio_encoder, chunk_seconds=2.0))
     documents = recordings(600, model, most_seconds=6.0)
 
     def gradients(dtype: Any, device: jax.Device) -> tuple[float, Any]:
@@ -309,11 +310,13 @@ def exact(tiny: bool) -> None:
         axis_types = (AxisType.Auto,) * len(AXES)
         mesh = Mesh(np.array([device]).reshape(1, 1, 1, 1), AXES, axis_types=axis_types)
         with jax.default_device(device):
-            start = init_state(using(config, dtype="float32"), mesh)
+            start = init_state(Blueprint(using(config, dtype="float32")), mesh)
             wide = jnp.float64 if dtype == "float64" else jnp.float32
             params, buffers = jax.tree.map(lambda x: x.astype(wide), (start.params, start.buffers))
             batch = batch._replace(mels=batch.mels.astype(wide)) if dtype == "float64" else batch
-            found = jax.jit(loss_and_gradient(config, mesh))(params, buffers, put_batch(batch, mesh))
+            found = jax.jit(loss_and_gradient(Blueprint(config), mesh))(
+                params, buffers, put_batch(batch, mesh)
+            )
         return float(found.loss), jax.tree.map(lambda x: np.asarray(x, np.float64), found.gradients)
 
     with jax.default_matmul_precision("highest"):

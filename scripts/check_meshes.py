@@ -2,24 +2,24 @@
 
     python scripts/check_meshes.py [--sample N] [--dtype float64] [--out results.jsonl]
 
-For every way to write 1, 2, 4 and 8 devices (simulated) as data x context x pipeline x tensor, in two
-variants where there is a choice: 1F1B, ring where stages are equal, whole residuals; and interleaved or
-unevenly divided stages, all-gather, sequence-sharded residuals, sends to experts in several rounds, and the
-layout by documents. And a few runs that adapt the model, by LoRA and frozen parameters. What these are
-compared with knows of neither: from the gradient dW of the dense w + s a b follow those of a and b, s dW b^T
-and s a^T dW. A few more predict tokens further ahead.
+The meshes are all ways to write 1, 2, 4 and 8 simulated devices as data x context x pipeline x tensor. Most
+are run in two variants. The first has 1F1B, the ring where stages are equal, and whole residuals. The second
+has interleaved or unevenly divided stages, all-gather, sequence-sharded residuals, sends to experts in
+several rounds, and the layout by documents. A few more runs adapt the model by LoRA and frozen parameters.
+They are compared with a dense model, which knows neither: the gradient dW of the dense w + s a b gives those
+of a and b as s dW b^T and s a^T dW. The last few runs have multi-token prediction.
 
-The model has all four mixers (two such units), experts over the data and context ranks, and audio; a batch is
-32 ragged rows in 4 microbatches, one of them nothing but padding. A microbatch holds the same rows on every
-mesh, so batch statistics and the auxiliary loss are the same too.
+The model has all four mixers (two such units), experts over the data and context ranks, and audio. A batch is
+32 ragged rows in 4 microbatches, one of which is nothing but padding. A microbatch holds the same rows on
+every mesh, so batch statistics and the auxiliary loss are the same too.
 
-A row's error is the largest over all tensors, in the measure of DESIGN 16: |g - g'| / max(|g'|, 1e-3 of the
-typical norm). float64: against one device, at most 1e-10. float32: against float64 on one device, at most
-1e-5, or twice what one device in float32 is off by itself, where that is more: 7e-6 to 2.4e-5 in the worst
-tensor, a bias of the tiny random encoder's attention, over ORDERS orders of the same rows.
+A row's error is the largest over all tensors, by the measure in scripts/comparison/errors.py. In float64 it
+is taken against one device and may be 1e-10. In float32 it is taken against float64 on one device and may be
+1e-5, or twice the error of one device in float32 where that is more. One device is off by 7e-6 to 2.4e-5,
+over ORDERS orders of the same rows; the worst tensor is a bias of the tiny random encoder's attention.
 
-Rows are appended to --out as they are done, and not done again: a check that was cut off goes on. Exits 1
-when a row fails. A row takes about 20 s on two cores, mostly compilation.
+Rows are appended to --out as they are done, and are not done again: a check that was interrupted goes on.
+Exits 1 when a row fails. A row takes about 20 s on two cores, mostly compilation.
 """
 
 import argparse
@@ -57,16 +57,17 @@ from jaxthd.config import (
     ModelConfig,
     TrainConfig,
 )
-from jaxthd.models.adapt import split, trained
-from jaxthd.packing.batch import Batch
+from jaxthd.models.adapt import split
+from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.parallel.stages import from_stages, to_stages
-from jaxthd.steps.state import abstract_model, stages_of
-from jaxthd.steps.step import Gradient, loss_and_gradient
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.training import Gradient, loss_and_gradient
 from jaxthd.terminal.tables import table
-from tests.helpers import random_state, relative_errors, root_mean_square_norm
+from scripts.comparison.errors import relative_errors, root_mean_square_norm
+from scripts.comparison.weights import random_state
 
 Dtype = Literal["float32", "float64"]
 
@@ -134,7 +135,7 @@ def variants(mesh: MeshConfig, dtype: Dtype = "float32") -> list[Config]:
     """The runs on a mesh: one, or two where there is a choice."""
     train = TrainConfig(microbatches=MICROBATCHES, aux_loss=0.1)
     plain = Config(mesh=mesh, model=MODEL, compute=replace(COMPUTE, dtype=dtype), train=train)
-    if mesh.context > 1 and not stages_of(plain).are_equal:
+    if mesh.context > 1 and not Blueprint(plain).stages.are_equal:
         plain = replace(plain, compute=replace(plain.compute, context_exchange="all_gather"))
     several = 2 if mesh.pipeline == 2 else 1
     other = replace(
@@ -223,27 +224,27 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
         )[0]
         for i in numbers
     ]
-    return Batch(*map(np.concatenate, zip(*packed, strict=True)))
+    return concatenate_rows(packed)
 
 
 @functools.cache
 def canonical_state(dtype: str, adapt: AdaptConfig = PLAIN, llm: LLMConfig = MODEL.llm) -> tuple[Any, Any]:
     """(parameters, buffers), none of them at a value that would hide an error."""
-    filled = random_state(abstract_model(Config(model=replace(MODEL, llm=llm), adapt=adapt)))[1:]
+    filled = random_state(Blueprint(Config(model=replace(MODEL, llm=llm), adapt=adapt)).model)[1:]
     return jax.tree.map(lambda x: x.astype(dtype), filled)
 
 
 @functools.lru_cache(maxsize=1)
 def program(config: Config) -> Any:
     """Of the row at hand: compiled once for several batches."""
-    return jax.jit(loss_and_gradient(config, make_mesh(config.mesh)))
+    return jax.jit(loss_and_gradient(Blueprint(config), make_mesh(config.mesh)))
 
 
 def evaluate(config: Config, state: tuple[Any, Any] | None = None, order: int = 0) -> tuple[Gradient, float]:
     """(loss, gradients and the rest in canonical form, seconds to compile and run). order: batch_for's."""
     dtype = config.compute.dtype
     with jax.enable_x64(dtype == "float64"):
-        mesh, stages = make_mesh(config.mesh), stages_of(config)
+        mesh, stages = make_mesh(config.mesh), Blueprint(config).stages
         canonical = state or canonical_state(
             dtype, config.adapt, replace(config.model.llm, pattern=config.model.llm.letters)
         )
@@ -255,7 +256,7 @@ def evaluate(config: Config, state: tuple[Any, Any] | None = None, order: int = 
         seconds = time.perf_counter() - start
         routing = from_stages({"layers": {"moe": found.routing}}, stages)["layers"]["moe"]
         gradients, buffers = from_stages((found.gradients, found.buffers), stages)
-        found = Gradient(found.loss, gradients, buffers, routing, found.ahead)
+        found = Gradient(found.loss, gradients, buffers, routing, found.future)
         return jax.tree.map(np.asarray, found), seconds
 
 
@@ -272,7 +273,7 @@ def one_device(
     scale = adapt.lora_alpha / adapt.lora_rank
     stored_statistics = replace(config, adapt=AdaptConfig(freeze=("encoder.blocks.conv.norm.*",)))
     found, _ = evaluate(stored_statistics, (without_lora(params, scale), buffers), order)
-    is_trained = trained(abstract_model(Config(model=MODEL, adapt=adapt)), adapt)
+    is_trained = Blueprint(Config(model=MODEL, adapt=adapt)).trained
     own, _ = split(of_lora(found.gradients, params, scale), is_trained)
     return found._replace(gradients=own)
 
@@ -327,7 +328,7 @@ def check(config: Config) -> dict[str, Any]:
     allowed = 1e-10 if config.compute.dtype == "float64" else max(1e-5, 2 * own_error(config.adapt, llm))
     return {
         "mesh": "x".join(map(str, config.mesh.sizes)),
-        "stages": "|".join(stages_of(config).patterns),
+        "stages": "|".join(Blueprint(config).stages.patterns),
         "exchange": config.compute.context_exchange if config.mesh.context > 1 else "",
         "layout": config.compute.context_layout if config.mesh.context > 1 else "",
         "residual": "sharded" if config.compute.sequence_sharded else "",

@@ -9,7 +9,7 @@ same, documents alone and packed, and exports; the library reads the export. Exi
 
 - every document's logits are within 1e-4 of the library's, relative to their norm, and so are those that it
   computes with the export;
-- every parameter's gradient is within 1e-3 (see relative_errors in tests/helpers.py);
+- every parameter's gradient is within 1e-3 (see scripts/comparison/errors.py);
 - the export's tensors, and those of the export of its import, are the original's, bit by bit, and the library
   finds none missing or unexpected.
 """
@@ -27,14 +27,10 @@ from safetensors.numpy import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from jaxthd.checkpoints.weights import load_weights
-from jaxthd.config import Config
 from jaxthd.convert import export_weights, import_weights
-from jaxthd.hf.checkpoint import model_config, open_checkpoint
-from jaxthd.parallel.mesh import make_mesh
 from jaxthd.terminal.tables import Claim, conclude, table
-from tests.helpers import relative_errors
-from tests.hf.published import BASE, COMPUTE, Published
+from scripts.comparison.errors import relative_errors
+from scripts.comparison.published import Published
 
 SCRIPTS = Path(__file__).parent / "references"
 FAMILIES = {
@@ -52,9 +48,7 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
 
 def compare(name: str, folder: Path, npz: Path) -> tuple[float, float]:
     """(the worst document's logits, the worst parameter's gradient), alone and packed."""
-    config = Config(model=model_config(folder, model=BASE), compute=COMPUTE)
-    weights = load_weights([folder], config, make_mesh(config.mesh))
-    family = Published(dict(np.load(npz)), open_checkpoint(folder), config, weights)
+    family = Published.of(dict(np.load(npz)), folder)
     numbers = family.numbers
     want = family.gradients()
     runs = [family.run([n]) for n in numbers]

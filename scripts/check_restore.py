@@ -41,6 +41,7 @@ from jaxthd.config import (
 )
 from jaxthd.data.dataset import SpeechData
 from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state, canonical_shardings
 from jaxthd.terminal.tables import table
 from jaxthd.train import train
@@ -102,13 +103,15 @@ def documents(config: Config, position: dict | None, steps: int) -> list[list[st
         loader = stack.enter_context(closing(data.training()))
         if position is not None:
             loader.set_state(position)
-        return [sorted(key for row in r["keys"] for key in row) for _, r in islice(loader, steps)]
+        return [sorted(key for row in r.keys for key in row) for _, r in islice(loader, steps)]
 
 
 def restored_position(config: Config, workdir: Path) -> dict:
     mesh = make_mesh(config.mesh)
     with Checkpoints(workdir / "checkpoints", 3) as checkpoints:
-        restored = checkpoints.restore_latest(abstract_state(config), canonical_shardings(config, mesh))
+        restored = checkpoints.restore_latest(
+            abstract_state(Blueprint(config)), canonical_shardings(Blueprint(config), mesh)
+        )
     assert restored is not None
     return restored[1]
 

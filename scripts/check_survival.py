@@ -43,6 +43,7 @@ from jaxthd.config import (
     ModelConfig,
     TrainConfig,
 )
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState, abstract_state
 
 STEPS = 48
@@ -300,7 +301,7 @@ def main(argv: list[str] | None = None) -> int:
             rows.append(terminated(Run(folder, "terminated"), want, rng))
             sharding = SingleDeviceSharding(jax.devices()[0])
             checkpoints = uninterrupted.workdir / "checkpoints"
-            rows += damaged(checkpoints, abstract_state(config()), sharding, chosen.damages, rng)
+            rows += damaged(checkpoints, abstract_state(Blueprint(config())), sharding, chosen.damages, rng)
     for row in rows:
         print(f"{'holds' if row.holds else 'FAILS':5}  {row.check}: {row.found}")
     return 0 if all(row.holds for row in rows) else 1

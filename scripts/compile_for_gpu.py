@@ -47,8 +47,9 @@ from jaxthd.kernels.choose import using
 from jaxthd.parallel.mesh import AXES, batch_specs
 from jaxthd.parallel.stages import to_stages
 from jaxthd.planning.compiled_step import abstract_batch
-from jaxthd.steps.state import abstract_state, stages_of, state_shardings
-from jaxthd.steps.step import make_train_step
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.state import abstract_state, state_shardings
+from jaxthd.steps.training import make_train_step
 from jaxthd.terminal.tables import size_text
 from jaxthd.validate import DeviceFacts, validate
 from scripts.check_gpu import base_config
@@ -177,12 +178,17 @@ def main() -> None:
             lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, shardings
         )
 
-    in_stages = jax.eval_shape(partial(to_stages, stages=stages_of(config)), abstract_state(config))
-    state = placed(in_stages, state_shardings(config, mesh))
-    arrays = abstract_batch(config)
-    specs = batch_specs(arrays.has_audio)
-    batch = placed(arrays, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
-    program: Any = make_train_step(config, mesh)
+    in_stages = jax.eval_shape(
+        partial(to_stages, stages=Blueprint(config).stages), abstract_state(Blueprint(config))
+    )
+    state = placed(in_stages, state_shardings(Blueprint(config), mesh))
+    batch = placed(
+        abstract_batch(config),
+        jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec), jax.tree.broadcast(batch_specs(), abstract_batch(config))
+        ),
+    )
+    program: Any = make_train_step(Blueprint(config), mesh)
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         # Choosing kernels by measuring needs the device.

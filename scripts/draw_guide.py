@@ -2,8 +2,8 @@
 
     python -m scripts.draw_guide [--out docs/figures]
 
-No number is written by hand: scripts/guide_numbers.py asks the product for them. They lie in the files too
-(the Description), so that a test can tell whether these are of the present code.
+No number is written by hand: scripts/guide_numbers.py computes them with jaxthd's own code. Each file also
+holds its numbers (as its Description), so that a test can tell whether the figures are of the present code.
 """
 
 import argparse
@@ -51,14 +51,14 @@ OUT = Path(__file__).parents[1] / "docs" / "figures"
 
 
 class Drawing(NamedTuple):
-    """numbers: what the product says, as JSON holds it. draw: the figure made of them."""
+    """numbers: computes what the figure shows, as JSON. draw: makes the figure of it."""
 
     numbers: Callable[[], Numbers]
     draw: Callable[[Numbers], Figure]
 
 
 def strip(axes: Axes, held: Numbers, y: float = 0.0, height: float = 1.0) -> None:
-    """Slots from left to right: documents by hue, text in a tint."""
+    """Draws slots from left to right: each document in its hue, text in a tint of it."""
     ids, audio = np.array(held["ids"]), np.array(held["audio"], bool)
     rgb = slot_colors(ids, audio)
     for start, stop in stretches(ids, audio):
@@ -76,7 +76,7 @@ def write(axes: Axes, x: float, y: float, text: str, **look: Any) -> None:
 
 
 def draw_buffer(numbers: Numbers) -> Figure:
-    ids, learnt = np.array(numbers["ids"]), np.array(numbers["supervised"])
+    ids, supervised = np.array(numbers["ids"]), np.array(numbers["supervised"])
     lengths = np.bincount(ids)[1:]
     longest, count = int(lengths.max()), len(lengths)
     figure = Figure(figsize=(11, 5), layout="constrained")
@@ -90,14 +90,14 @@ def draw_buffer(numbers: Numbers) -> Figure:
         y = count - 1 - row
         padded.add_patch(Rectangle((length, y), longest - length, 0.8, facecolor=PADDING, linewidth=0))
         strip(padded, {name: np.array(numbers[name])[of_row] for name in ("ids", "audio")}, y, 0.8)
-    legend = Patch(facecolor=INK, label="supervised: the next token is learnt")
+    legend = Patch(facecolor=INK, label="supervised: the next token counts in the loss")
     padded.legend(handles=[*slot_legend(), legend], loc="center right", frameon=False)
 
     title = f"Packed: the same in one buffer of {len(ids)} slots, {np.mean(ids == 0):.0%} of them padding"
     canvas(below, title, CAPACITY, -1.7, 1)
     strip(below, numbers)
-    for start, stop in stretches(learnt):
-        if learnt[start]:
+    for start, stop in stretches(supervised):
+        if supervised[start]:
             below.add_patch(Rectangle((start, -0.3), stop - start, 0.2, facecolor=INK, linewidth=0))
     for edge in numbers["cu_seqlens"]:
         below.plot([edge, edge], [-0.65, 1], color=INK, linewidth=1, clip_on=False)
@@ -112,7 +112,7 @@ def draw_buffer(numbers: Numbers) -> Figure:
             y = numbers["positions"][start:stop]
             positions.plot(np.arange(start, stop), y, color=HUES[(ids[start] - 1) % len(HUES)], linewidth=2)
     positions.set(xlim=(0, CAPACITY), ylim=(0, longest), xlabel="token slot")
-    positions.set_title("Positions begin anew in each document", loc="left", fontsize=11, fontweight="bold")
+    positions.set_title("Positions restart in each document", loc="left", fontsize=11, fontweight="bold")
     positions.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -156,7 +156,7 @@ def draw_layouts(numbers: Numbers) -> Figure:
                 column[0],
                 0,
                 -0.4,
-                f"each in {2 * RANKS} chunks, dealt out in the same way",
+                f"each in {2 * RANKS} chunks, assigned in the same way",
                 ha="left",
                 fontsize=8,
             )
@@ -175,7 +175,7 @@ def draw_layouts(numbers: Numbers) -> Figure:
 
 
 def draw_ring(numbers: Numbers) -> Figure:
-    """Rows of panels by layout, a panel a ring step: what is computed in it on all ranks."""
+    """A row of panels for each layout, a panel for each ring step: what all ranks compute in it."""
     n = CAPACITY // RANKS
     figure = Figure(figsize=(11, 6.6), layout="constrained")
     panels = figure.subplots(2, RANKS)
@@ -211,7 +211,7 @@ def draw_ring(numbers: Numbers) -> Figure:
 
 
 def staircase(lo: np.ndarray, hi: np.ndarray, first: int) -> np.ndarray:
-    """Corners [points, (key, query)] of what queries first, first + 1, ... see: keys [lo, hi) each."""
+    """Corners [points, (key, query)] of the area in which query first + i sees the keys [lo[i], hi[i])."""
     y = np.repeat(np.arange(first, first + len(lo) + 1), 2)[1:-1]
     right, left = (np.stack([np.repeat(x, 2), y], axis=1) for x in (hi, lo))
     points = np.concatenate([right, left[::-1]])
@@ -252,7 +252,7 @@ def draw_states(numbers: Numbers) -> Figure:
     handles = [
         curve.plot([], [], "o", markerfacecolor=face, markeredgecolor=INK, linestyle="", label=label)[0]
         for face, label in (
-            (INK, "enters the chunk and is left at its end"),
+            (INK, "enters the chunk and reaches its end"),
             ("white", "a boundary in the chunk ends it"),
         )
     ]
@@ -304,7 +304,7 @@ DRAWINGS = {
 
 
 def svg(name: str, numbers: Numbers) -> str:
-    """The figure of that name, as a file that holds its numbers; the same text at every call."""
+    """The figure of that name as SVG text that holds its numbers; the same text at every call."""
     look: Any = {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 9}
     with matplotlib.style.context("default"), matplotlib.rc_context(look):
         file = io.StringIO()

@@ -2,8 +2,8 @@
 
     python scripts/draw_packing.py [--out docs/packing.png]
 
-Nothing is drawn by hand: the packer places the documents,
-make_segments gives the key intervals, on as many simulated devices as there are context ranks.
+Nothing is drawn by hand: the packer places the documents, and make_segments gives the key intervals, on as
+many simulated devices as there are context ranks.
 
 Legend: T token slots of the buffer, n of a rank; rank-major: rank 0's tokens, then rank 1's, ...
 """
@@ -48,13 +48,13 @@ TITLE: dict[str, Any] = {"fontsize": 15, "fontweight": "bold", "color": "#222222
 
 
 def document(number: int, audio: int, text: int) -> Document:
-    """`audio` encoder frames, then `text` tokens."""
+    """A document of `audio` encoder frames, then `text` tokens."""
     mels = np.zeros((audio * SUBSAMPLING, 1), np.float32)
     return Document.splice(str(number), [0] + [1] * text, [False] + [True] * text, [[mels]], placeholder=0)
 
 
 def packed() -> tuple[Batch, Buffer]:
-    """The row as the loader makes it, in rank-major order, and the same in document order."""
+    """One row as the loader makes it, in rank-major order, and the same row in document order."""
     documents = [document(i, *sizes) for i, sizes in enumerate(zip(AUDIO, TEXT, strict=True))]
     audio_capacity = CAPACITY * SUBSAMPLING
     batch, _ = pack_row(
@@ -69,7 +69,7 @@ def packed() -> tuple[Batch, Buffer]:
 
 
 def key_ranges(batch: Batch) -> np.ndarray:
-    """What each token's attention sees of each rank's keys: int [query rank, key rank, n, (lo, hi)]."""
+    """The interval of each rank's keys that each query sees: int [query rank, key rank, n, (lo, hi)]."""
     row, ranks = PartitionSpec(None, CONTEXT), PartitionSpec(CONTEXT)
 
     def of_rank(ids: Any, positions: Any) -> Any:
@@ -85,7 +85,7 @@ def key_ranges(batch: Batch) -> np.ndarray:
 
 
 def strip(axes: Axes, rgb: np.ndarray, x: float, y: float, height: float = 1.0, width: float = 1.0) -> None:
-    """One cell a token, from (x, y) to the right."""
+    """Draws one cell for each token, from (x, y) to the right."""
     for i, color in enumerate(rgb):
         axes.add_patch(
             Rectangle((x + i * width, y), width, height, facecolor=color, edgecolor="white", linewidth=0.4)
@@ -99,7 +99,7 @@ def canvas(axes: Axes, title: str, x: tuple[float, float], y: tuple[float, float
 
 
 def draw_packing(axes: Axes, buffer: Buffer, rgb: np.ndarray) -> None:
-    """Documents one a row, padded to the longest; then all of them in one buffer."""
+    """Draws one document in each row, padded to the longest; then all of them in one buffer."""
     count = int(buffer.ids.max())
     lengths = np.bincount(buffer.ids)[1:]
     longest = int(lengths.max())
@@ -128,7 +128,7 @@ def draw_packing(axes: Axes, buffer: Buffer, rgb: np.ndarray) -> None:
 
 
 def draw_layout(axes: Axes, rgb: np.ndarray) -> None:
-    """The same slots in rank-major order."""
+    """Draws the same slots in rank-major order."""
     canvas(
         axes,
         "Context layout: each rank holds an early chunk and a late one, side by side",
@@ -158,7 +158,7 @@ def draw_layout(axes: Axes, rgb: np.ndarray) -> None:
 
 
 def draw_mask(axes: Axes, ids: np.ndarray, ranges: np.ndarray) -> None:
-    """The causal mask of documents, rank-major: a triangle a document, and a rectangle for a ring step."""
+    """Draws the causal mask, rank-major: a triangle for each document, a rectangle for a ring step."""
     n = CAPACITY // RANKS
     picture = np.ones((RANKS, n, RANKS, n, 3))
     middle: dict[str, Any] = {"fontsize": 13, "ha": "center", "va": "center", "color": FAINT}
@@ -202,12 +202,12 @@ def draw_mask(axes: Axes, ids: np.ndarray, ranges: np.ndarray) -> None:
 
 
 def draw_states(axes: Axes, buffer: Buffer, rgb: np.ndarray) -> None:
-    """Chunks where the ranks hold them; an arrow is solid where the next chunk goes on with a document."""
-    canvas(axes, "Mamba2: what enters a chunk is one state", (0, RANKS), (-1.25, 2))
+    """Draws the chunks on their ranks; an arrow is solid where the next chunk continues a document."""
+    canvas(axes, "Mamba2: one state enters each chunk", (0, RANKS), (-1.25, 2))
     left, size, height, rows = 0.13, 0.74, 0.4, (1.15, 0.3)
 
     def corner(chunk: int) -> tuple[float, float]:
-        """First chunks from left to right above, second ones back below: a rank is a column."""
+        """The lower left one. A rank is a column: first chunks go right above, second ones back below."""
         place = min(chunk, 2 * RANKS - 1 - chunk)
         return place + left, rows[chunk >= RANKS]
 
@@ -234,9 +234,9 @@ def draw_states(axes: Axes, buffer: Buffer, rgb: np.ndarray) -> None:
         arrow.set(**look)
         axes.add_patch(arrow)
     notes = (
-        "solid: the chunk goes on with a document",
-        "dotted: it begins with a new one, the state stays out",
-        "A state has one size: traffic does not grow with the buffer.",
+        "solid: the next chunk continues a document",
+        "dotted: it begins with a new document, so no state enters",
+        "States have one size: traffic does not grow with the buffer.",
     )
     for line, note in enumerate(notes):
         axes.text(0.04, -0.25 - 0.22 * line, note, fontsize=14, va="center", color=INK)

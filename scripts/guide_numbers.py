@@ -1,9 +1,10 @@
-"""The numbers of the guide's figures: what the product computes of a small ragged batch, as JSON holds it.
+"""The numbers in the guide's figures: what jaxthd computes for a small ragged batch, as JSON.
 
 Legend: R rows, T tokens of a row, C context ranks, s ring steps, L (lo, hi), n = T / C.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,19 +27,19 @@ from jaxthd.parallel.schedule import make_schedule
 CAPACITY, RANKS = 128, 4
 CHUNK = CAPACITY // (2 * RANKS)
 DOCUMENTS = ((2, 37, 8), (1, 5, 2), (2, 9, 4), (2, 16, 5), (1, 4, 2), (2, 10, 4), (1, 4, 3))
-"""Tokens of the prompt, encoder frames, tokens of the answer."""
+"""For each document: tokens of the prompt, encoder frames, tokens of the answer."""
 SENTENCES = ((("Write:",), 4, ("one", "two", "<end>")), (("Say:",), 3, ("go", "<end>")))
-"""The same for documents that are drawn slot by slot."""
+"""The same for the documents that are drawn slot by slot, with their words."""
 AUDIO = "audio"
 DECAY = 0.08
-"""Of the state, a token: exp(-DECAY) is left."""
-LAYOUTS = {"buffer": "the whole buffer is cut", "document": "each document is cut"}
+"""exp(-DECAY) of the state is left from token to token."""
+LAYOUTS = {"buffer": "the whole buffer is divided", "document": "each document is divided"}
 
 Numbers = dict[str, Any]
 
 
 def document(key: int, prompt: Sequence[int], frames: int, answer: Sequence[int]) -> Document:
-    """A prompt, `frames` encoder frames of audio, an answer to learn."""
+    """A prompt, `frames` encoder frames of audio, and a supervised answer."""
     mels = np.zeros((frames * SUBSAMPLING, 1), np.float32)
     tokens = [*prompt, 0, *answer]
     supervised = [False] * (len(prompt) + 1) + [True] * len(answer)
@@ -46,8 +47,8 @@ def document(key: int, prompt: Sequence[int], frames: int, answer: Sequence[int]
 
 
 def packed(layout: Any) -> tuple[Batch, PackReport, Buffer]:
-    """DOCUMENTS, in the order that evens out attention over the ranks: as the loader lays them out over RANKS
-    ranks, and in document order.
+    """DOCUMENTS, ordered so that attention is even over the ranks: as the loader lays them out over RANKS
+    context ranks, their report, and the same row in document order.
     """
     documents = [document(key, [1] * a, b, [2] * c) for key, (a, b, c) in enumerate(DOCUMENTS)]
     settings: dict[str, Any] = {
@@ -70,7 +71,7 @@ def packed(layout: Any) -> tuple[Batch, PackReport, Buffer]:
 
 
 def slots(ids: np.ndarray, audio_slots: np.ndarray) -> Numbers:
-    """Which document each slot is of, and where it has audio."""
+    """The document that each slot belongs to, and whether it holds audio."""
     return {"ids": ids.tolist(), "audio": (audio_slots >= 0).astype(int).tolist()}
 
 
@@ -94,12 +95,12 @@ def slot_numbers() -> Numbers:
     batch, _ = pack_row(
         documents, capacity=capacity, audio_capacity=256, num_mels=1, max_documents=2, order_seed=None
     )
-    ids, learnt = batch.segment_ids[0], batch.weights[0] > 0
+    ids, supervised = batch.segment_ids[0], batch.weights[0] > 0
     return {
         **slots(ids, batch.audio_slots[0]),
         "token": [words[t] if s else "" for t, s in zip(batch.tokens[0], ids, strict=True)],
-        "target": [words[t] if w else "" for t, w in zip(batch.targets[0], learnt, strict=True)],
-        "weight": learnt.astype(int).tolist(),
+        "target": [words[t] if w else "" for t, w in zip(batch.targets[0], supervised, strict=True)],
+        "weight": supervised.astype(int).tolist(),
         "segment id": ids.tolist(),
         "position": batch.positions[0].tolist(),
     }
@@ -118,20 +119,21 @@ def layout_numbers() -> Numbers:
     return found
 
 
+def _ring_steps(layout: Any, ids: Any, positions: Any) -> Any:
+    """Runs on one rank: int [1, ring steps, (lo, hi), queries]."""
+    segments = make_segments(ids, positions, block=8, axis=CONTEXT, layout=layout)
+    return jnp.stack([jnp.stack([x.lo, x.hi]) for x in (segments.local, *segments.remote)])[None]
+
+
 def ring_numbers() -> Numbers:
-    """Of the query at a place of a rank: keys [lo, hi) that it sees of the rank of that ring step."""
+    """By ring step, rank and local query: the keys [lo, hi) that it sees on the rank of that step."""
     row, ranks = PartitionSpec(None, CONTEXT), PartitionSpec(CONTEXT)
     found = {}
-    for layout in ("buffer", "document"):
+    for layout in LAYOUTS:
         batch, _, _ = packed(layout)
 
-        def of_rank(ids: Any, positions: Any, layout: Any = layout) -> Any:
-            segments = make_segments(ids, positions, block=8, axis=CONTEXT, layout=layout)
-            steps = (segments.local, *segments.remote)
-            return jnp.stack([jnp.stack([x.lo, x.hi]) for x in steps])[None]
-
         mapped = jax.shard_map(
-            of_rank,
+            partial(_ring_steps, layout),
             mesh=make_mesh(MeshConfig(context=RANKS)),
             in_specs=(row, row),
             out_specs=ranks,
@@ -144,7 +146,7 @@ def ring_numbers() -> Numbers:
 
 
 def scan(x_RT: np.ndarray, positions_RT: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """The state of a head of one number, dt, B and C being 1, after each of the places `at` of the rows."""
+    """The state of a head with one number, dt, B and C being 1, after each of the slots `at` of the rows."""
 
     def run(x_RT: Any, positions_RT: Any, at: Any) -> Any:
         segments = make_segments(jnp.ones_like(positions_RT), positions_RT, block=8, axis=None)
@@ -157,15 +159,15 @@ def scan(x_RT: np.ndarray, positions_RT: np.ndarray, at: np.ndarray) -> np.ndarr
 
 
 def state_numbers() -> Numbers:
-    """keeps, adds: what each chunk does to the state. enters: the ranks' exchange of these. state: one scan
-    over the whole buffer.
+    """keeps, adds: what each context chunk does to the state. enters: what the exchange of these between the
+    ranks gives. state: what one scan over the whole buffer gives.
     """
     batch, _, buffer = packed("buffer")
-    heard = (buffer.ids > 0).astype(float)
-    parts = {name: np.split(x, 2 * RANKS) for name, x in (("x", heard), ("positions", buffer.positions))}
+    inputs = (buffer.ids > 0).astype(float)
+    parts = {name: np.split(x, 2 * RANKS) for name, x in (("x", inputs), ("positions", buffer.positions))}
     last = (np.arange(2 * RANKS) + 1) * CHUNK - 1
     adds = scan(np.stack(parts["x"]), np.stack(parts["positions"]), last)
-    # A token before the chunk that alone adds 1: what is left of it at the end.
+    # One token before the chunk adds 1, and no other does: the chunk keeps what is left of it at the end.
     probe = np.tile([1.0] + [0.0] * CHUNK, (2 * RANKS, 1))
     before = np.stack([np.append([0], p) for p in parts["positions"]])
     keeps = scan(probe, before, (np.arange(2 * RANKS) + 1) * (CHUNK + 1) - 1)
@@ -186,7 +188,7 @@ def state_numbers() -> Numbers:
     )
     pairs = (jnp.asarray(x[order], jnp.float32) for x in (keeps, adds))
     enters = np.asarray(jax.jit(mapped)(batch.segment_ids, batch.positions, *pairs))
-    every = scan(heard[None], buffer.positions[None], np.arange(CAPACITY))
+    every = scan(inputs[None], buffer.positions[None], np.arange(CAPACITY))
     values = {"state": every, "keeps": keeps, "adds": adds, "enters": enters[inverse_permutation(order)]}
     return {
         **slots(buffer.ids, buffer.audio_slots),

@@ -1,6 +1,5 @@
-"""Ragged documents, their rows, and the comparison that DESIGN 16 defines."""
+"""Ragged documents, their rows on context ranks, and how results are compared."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -8,13 +7,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxthd.models.mixers import MoE
 from jaxthd.packing.layout import inverse_permutation, row_permutation
 from jaxthd.packing.segments import Segments, make_segments
-from jaxthd.parallel.params import Buffer
+from scripts.comparison.errors import relative_errors
 
 CAPACITY = 64
 CASES: dict[str, list[int]] = {
@@ -105,38 +103,6 @@ def on_context(
     return run
 
 
-def random_state(module: nnx.Module, seed: int = 0) -> tuple[nnx.GraphDef, Any, Any]:
-    """(structure, parameters, buffers) of a module made with Init: float64 NumPy arrays in nested dicts.
-
-    module: may be abstract (nnx.eval_shape); then nothing is computed or compiled.
-    No value is one that would hide an error, as a bias of 0 or a norm's weight of 1 would. Mamba's decay
-    rates |A| reach from 0.05 to 1000, its time steps from 0.007 to 0.3.
-    """
-    rng = np.random.default_rng(seed)
-
-    def value(path: tuple[Any, ...], variable: nnx.Variable) -> np.ndarray:
-        name, shape = path[-1], variable.shape
-        if name == "a_log":
-            rates = np.exp(np.linspace(np.log(0.05), np.log(1000.0), math.prod(shape)))
-            return np.log(rng.permutation(rates).reshape(shape))
-        if name == "dt_bias":
-            return rng.uniform(-5.0, -1.0, shape)
-        if name == "embedding":
-            return rng.normal(size=shape)
-        if variable.get_metadata("decayed"):
-            return rng.normal(size=shape) / math.sqrt(shape[-2])
-        around = 1.0 if name in ("weight", "variance", "d") else 0.0
-        return around + rng.uniform(-0.3, 0.3, shape)
-
-    graph, *states = nnx.split(module, nnx.Param, Buffer)
-    filled: list[Any] = []
-    for state in states:
-        flat = {path: value(path, variable) for path, variable in nnx.to_flat_state(state)}
-        filled.append(nnx.traversals.unflatten_mapping(flat))
-    params, buffers = filled
-    return graph, params, buffers
-
-
 @contextmanager
 def top_k_margins() -> Iterator[list[float]]:
     """Lists, for every run of an MoE layer in programs traced inside, its real tokens' least gap between the
@@ -155,23 +121,6 @@ def top_k_margins() -> Iterator[list[float]]:
         yield margins
     finally:
         MoE._experts = original  # type: ignore[method-assign]
-
-
-def relative_errors(got: Any, want: Any) -> dict[str, float]:
-    """DESIGN 16, by tensor: |g - g'| / max(|g'|, 1e-3 * |all g'| / sqrt(number of tensors))."""
-    got_leaves, want_leaves = ([np.asarray(x, np.float64) for x in jax.tree.leaves(t)] for t in (got, want))
-    floor = 1e-3 * root_mean_square_norm(want)
-    errors = {}
-    names = (jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(got))
-    for name, g, w in zip(names, got_leaves, want_leaves, strict=True):
-        assert np.isfinite(g).all(), f"{name} is not finite"
-        errors[name] = float(np.linalg.norm(g - w)) / max(float(np.linalg.norm(w)), floor, 1e-300)
-    return errors
-
-
-def root_mean_square_norm(tree: Any) -> float:
-    norms = [np.linalg.norm(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)]
-    return math.sqrt(np.mean(np.square(norms))) if norms else 0.0
 
 
 def assert_same(got: Any, want: Any, tolerance: float) -> None:

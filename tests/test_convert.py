@@ -17,8 +17,10 @@ from jaxthd.convert import export_weights, import_weights, main
 from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import canonical_form, init_state
-from tests.hf.published import BASE, COMPUTE, REFERENCES, write_published
+from scripts.comparison.published import BASE, COMPUTE
+from tests.hf.published import REFERENCES, write_published
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:
@@ -48,7 +50,8 @@ def omni(tmp_path_factory) -> tuple[Path, Path]:
 def counters(model: ModelConfig) -> dict[str, np.ndarray]:
     """Written on export; the references leave them out."""
     names = (
-        f"sound_encoder.encoder.layers.{i}.conv.norm.num_batches_tracked" for i in range(model.encoder.layers)
+        f"sound_encoder.encoder.layers.{i}.conv.norm.num_batches_tracked"
+        for i in range(model.audio_encoder.layers)
     )
     return {name: np.zeros((), np.int64) for name in names}
 
@@ -127,7 +130,7 @@ def test_any_mesh_holds_the_same_weights(omni, mesh):
         state = start_state(replace_init(config, source), on)
         used = load_model([source], config, on)
         assert_trees_equal(used, Weights(state.params, state.buffers))
-        canonical = canonical_form(state, config, on)
+        canonical = canonical_form(state, Blueprint(config), on)
         found = named_weights(Weights(canonical.params, canonical.buffers))
         assert found.keys() == want.keys()
         for name in want:
@@ -153,13 +156,13 @@ def test_what_no_source_gives_is_drawn(tmp_path, capsys):
     llm = write_published("nemotron_h", tmp_path / "llm")
     config = Config(model=model_config(llm, model=BASE), compute=COMPUTE)
     mesh = make_mesh(config.mesh)
-    fresh = init_state(config, mesh)
+    fresh = init_state(Blueprint(config), mesh)
     drawn = named_weights(Weights(fresh.params, fresh.buffers))
     found = named_weights(load_weights([llm], config, mesh))
     for name, x in found.items():
         is_drawn = name.startswith(("encoder.", "adapter."))
         assert is_drawn == bool(np.array_equal(x, drawn[name])) or not np.ptp(x), name
-    assert "drawn at random, being in no checkpoint: adapter (1 array), encoder" in capsys.readouterr().out
+    assert "because no source holds them: adapter (1 array), encoder" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"no weights for adapter \(1 array\), encoder .* whole model"):
         load_weights([llm], config, mesh, partly=False)
 

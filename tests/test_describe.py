@@ -19,6 +19,7 @@ from jaxthd.config import (
 from jaxthd.describe import describe, main
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.planning.parameters import Group, parameter_groups, state_bytes
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state, init_state
 
 NANO = Path(__file__).parents[1] / "configs" / "nemotron3_nano.py"
@@ -96,9 +97,9 @@ def test_the_table_of_nano_in_text() -> None:
 def test_groups_and_bytes_are_those_of_the_state_that_training_makes(mesh: MeshConfig) -> None:
     """A pattern with every letter and a latent projection; counted on real arrays, on every device."""
     config = replace(SMALL, mesh=mesh)
-    state = init_state(config, make_mesh(mesh))
+    state = init_state(Blueprint(config), make_mesh(mesh))
     groups = parameter_groups(config)
-    canonical = abstract_state(config).params
+    canonical = abstract_state(Blueprint(config)).params
     assert sum(g.parameters for g in groups) == sum(x.size for x in jax.tree.leaves(canonical))
     assert [g.name for g in groups] == [
         "embedding", "M Mamba2", "* attention", "- MLP", "E routed experts", "E latent projection",

@@ -24,22 +24,20 @@ from jaxthd.config import (
     ModelConfig,
     TrainConfig,
 )
-from jaxthd.packing.batch import Batch
+from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.prompts import find_prompts
 from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.parallel.mesh import make_mesh, put_batch
-from jaxthd.steps.state import TrainState, abstract_model, make_optimizer, model_graph, state_shardings
-from jaxthd.steps.step import Gradient, loss_and_gradient, make_train_step, make_validation_step
-from tests.helpers import (
-    assert_same,
-    random_state,
-    relative_errors,
-    root_mean_square_norm,
-    spans,
-    top_k_margins,
-)
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.optimizer import make_optimizer
+from jaxthd.steps.state import TrainState, state_shardings
+from jaxthd.steps.training import Gradient, loss_and_gradient, make_train_step
+from jaxthd.steps.validation import make_validation_step
+from scripts.comparison.errors import relative_errors, root_mean_square_norm
+from scripts.comparison.weights import random_state
+from tests.helpers import assert_same, spans, top_k_margins
 
 CAPACITY, AUDIO, MELS, VOCAB = 64, 256, 8, 50
 PLACEHOLDER = VOCAB - 1
@@ -166,7 +164,7 @@ def pack(rows: list[list[Document]], context: int, layout: Layout = "buffer", *,
         )[0]
         for row in rows
     ]
-    return Batch(*(np.concatenate(arrays) for arrays in zip(*packed, strict=True)))
+    return concatenate_rows(packed)
 
 
 def run_config(
@@ -187,7 +185,7 @@ def run_config(
 @functools.cache
 def state(dtype: str) -> tuple[Any, Any]:
     """(parameters, buffers)."""
-    filled = random_state(abstract_model(run_config(1, 1, "ring", "float32")))[1:]
+    filled = random_state(Blueprint(run_config(1, 1, "ring", "float32")).model)[1:]
     return jax.tree.map(lambda x: x.astype(dtype), filled)
 
 
@@ -201,7 +199,7 @@ def program(
     microbatches: int = 1,
 ) -> Callable[..., Gradient]:
     config = run_config(data, context, exchange, dtype, layout, microbatches)
-    return jax.jit(loss_and_gradient(config, make_mesh(config.mesh)))
+    return jax.jit(loss_and_gradient(Blueprint(config), make_mesh(config.mesh)))
 
 
 def evaluate(
@@ -246,7 +244,7 @@ def test_float32_on_a_mesh_is_off_by_rounding_only():
     """
     for case in CASES:
         got = evaluate(pack(documents(case), 2), 2, 2, "ring", "float32")
-        loss, gradients, buffers, routing, _ = one_device(case)
+        loss, gradients, buffers, routing, *_ = one_device(case)
         assert_same((got.loss, got.buffers, got.routing), (loss, buffers, routing), 1e-6)
         typical = root_mean_square_norm(gradients)
         negligible = [np.linalg.norm(g) <= 1e-9 * typical for g in jax.tree.leaves(gradients)]
@@ -260,7 +258,7 @@ def test_rounding_flips_no_choice_of_experts():
     """The float32 comparison rests on it. And a model without a mesh has the same loss."""
     losses = [one_device(case).loss for case in CASES]
     with top_k_margins() as margins, jax.enable_x64(True):
-        graph = model_graph(run_config(1, 1, "ring", "float64"))
+        graph = Blueprint(run_config(1, 1, "ring", "float64")).graph
         run = jax.jit(lambda *args: nnx.merge(graph, *args[:-1]).log_probs(args[-1], axes=(), train=True)[0])
         for case, want in zip(CASES, losses, strict=True):
             batch = pack(documents(case), context=1)
@@ -355,7 +353,7 @@ def score_parts(model: Any, one: Parts) -> tuple[jax.Array, jax.Array]:
 def scorer(score: Callable[[Any, Any], Any]) -> Callable[[Any], tuple[np.ndarray, Any]]:
     """On one device in float64: (score's log-probabilities, gradients of its sum) for an argument."""
     with jax.enable_x64(True):
-        graph = model_graph(run_config(1, 1, "ring", "float64"))
+        graph = Blueprint(run_config(1, 1, "ring", "float64")).graph
 
     def of_params(params: Any, buffers: Any, given: Any) -> Any:
         return score(nnx.merge(graph, params, buffers), given)
@@ -395,7 +393,7 @@ def test_the_loss_is_one_sum_over_one_count():
         batch = pack(documents(case), context=2)
         total = sum(logp.sum() for row in each_document_alone(case) for logp, _ in row)
         with jax.enable_x64(True):
-            validation = make_validation_step(config, mesh, end_id=0, new_tokens=0)
+            validation = make_validation_step(Blueprint(config), mesh, end_id=0, new_tokens=0)
             ends, _ = find_prompts(batch, context=2, max_documents=16)
             scores, _ = validation(*state("float64"), put_batch(batch, mesh), ends)
             nll, count = float(scores.loss), float(scores.tokens)
@@ -432,15 +430,15 @@ def test_training_on_padded_batches_stays_equal_and_finite():
     mesh = make_mesh(config.mesh)
     params, buffers = state("float64")
     with jax.enable_x64(True):
-        optimizer = make_optimizer(config)
+        optimizer = make_optimizer(Blueprint(config))
         opt_state = jax.jit(optimizer.init)(params)
         start = TrainState(*np.zeros(3, np.int32), params, buffers, opt_state)
-        trained = jax.device_put(start, state_shardings(config, mesh))
-        train_step = make_train_step(config, mesh)
+        trained = jax.device_put(start, state_shardings(Blueprint(config), mesh))
+        train_step = make_train_step(Blueprint(config), mesh)
         update = jax.jit(lambda g, s, p: _applied(p, *optimizer.update(g, s, p)))
         for number, case in enumerate(cases, 1):
             batch = put_batch(pack(documents(case), 1), make_mesh(MeshConfig()))
-            loss, gradients, buffers, routing, _ = program(1, 1, "ring", "float64")(params, buffers, batch)
+            loss, gradients, buffers, routing, *_ = program(1, 1, "ring", "float64")(params, buffers, batch)
             buffers, highest, aux = _evened_out(buffers, routing, config.train.router_bias_rate)
             params, opt_state = update(gradients, opt_state, params)
             trained, metrics = train_step(trained, put_batch(pack(documents(case), 2), mesh))

@@ -6,8 +6,8 @@ import pytest
 from jaxthd.config import MeshConfig
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.parallel.stages import to_stages
-from jaxthd.steps.state import stages_of
-from jaxthd.steps.step import loss_and_gradient
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.training import loss_and_gradient
 from scripts.check_meshes import (
     CAPACITY,
     adapted,
@@ -61,8 +61,8 @@ def test_capacities_may_change_along_a_ladder():
     config = variants(MeshConfig(1, 1, 2, 1), "float64")[0]
     with jax.enable_x64(True):
         mesh = make_mesh(config.mesh)
-        held = to_stages(canonical_state("float64"), stages_of(config))
-        program = jax.jit(loss_and_gradient(config, mesh))
+        held = to_stages(canonical_state("float64"), Blueprint(config).stages)
+        program = jax.jit(loss_and_gradient(Blueprint(config), mesh))
         short, long = (program(*held, put_batch(batch_for(config, n), mesh)) for n in (CAPACITY, 96))
         assert program._cache_size() == 2
         assert worst_error(long, short)[0] <= 1e-10

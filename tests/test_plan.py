@@ -11,12 +11,11 @@ import soundfile
 from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.data.audio.recordings import load_audio
 from jaxthd.data.example import Example
-from jaxthd.data.faults import Fault
+from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
-from jaxthd.packing.pack import document_frames
 from jaxthd.plan import main
 from jaxthd.planning import lengths as lengths_module
 from jaxthd.planning.lengths import Lengths, clip_samples, draw, measure, read_examples
@@ -24,7 +23,7 @@ from jaxthd.planning.report import describe_plan
 from jaxthd.planning.search import TOLERANCE, make_plan, percentiles
 from jaxthd.planning.simulate import simulate
 from jaxthd.terminal.arguments import parse_command_line
-from jaxthd.validate import DeviceFacts, problems
+from jaxthd.validate import DeviceFacts, findings
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(
@@ -92,12 +91,12 @@ def test_lengths_are_those_of_the_loaders_documents(manifest):
     examples = examples_of(manifest)
     make = SpeechDocuments(config, load_tokenizer("bytes"), train=False)
     made = [make(example, 0) for example in examples]
-    documents = [d for d in made if not isinstance(d, Fault)]
+    documents = [d for d in made if not isinstance(d, Skipped)]
     lengths, unusable = measure(examples, config)
     assert (len(documents), unusable) == (50, 3)
     assert lengths.tokens.tolist() == [len(d) for d in documents]
     assert lengths.frames.tolist() == [d.mel_frames for d in documents]
-    assert lengths.chunks == [document_frames([d]) for d in documents]
+    assert lengths.chunks == [list(d.chunk_frames) for d in documents]
     assert lengths.seconds == pytest.approx([sum(map(len, d.chunks)) / 100 for d in documents])
     assert max(map(len, lengths.chunks)) > 4
     whole = {clip for example in examples[:50] for clip in example.clips if clip.duration is None}
@@ -132,7 +131,7 @@ def test_everything_proposed_is_valid_and_the_recommendation_skips_nothing(mesh)
     device = DeviceFacts(platform="cpu", devices=mesh.devices, kind="cpu")
     tried = [*made.by_capacity, *made.by_audio, *made.by_packer, made.recommended]
     for outcome in tried:
-        found = [p for p in problems(outcome.config, device) if not p.is_warning and "data." in str(p)]
+        found = [p for p in findings(outcome.config, device) if not p.is_warning and "data." in str(p)]
         assert not found, outcome.config
     best = made.recommended
     assert best.skipped == 0

@@ -22,8 +22,9 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.run import startup
 from jaxthd.score import main, score
-from jaxthd.steps.state import canonical_form, init_state, model_graph
-from jaxthd.steps.step import make_scores
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.scoring import make_scoring_step
+from jaxthd.steps.state import canonical_form, init_state
 from tests import test_train
 from tests.test_exactness import AUDIO, CAPACITY, MELS, MODEL, ROUND_TO, Spec, document, run_config, state
 from tests.test_train import tiny
@@ -60,7 +61,7 @@ def weights() -> Weights:
 @functools.cache
 def log_probs_alone() -> dict[str, np.ndarray]:
     """By document: log softmax over the whole vocabulary at each position. Nothing packed, no mesh."""
-    graph = model_graph(run_config(1, 1, "ring", "float64"))
+    graph = Blueprint(run_config(1, 1, "ring", "float64")).graph
 
     @jax.jit
     def run(params: Any, buffers: Any, batch: Any) -> Any:
@@ -141,7 +142,7 @@ def test_what_cannot_be_scored_is_named():
             score(alone, weights(), [long, long])
         for top_k in (-1, MODEL.llm.vocab_size + 1):
             with pytest.raises(ValueError, match=f"top_k is {top_k}; expected 0 to 50"):
-                make_scores(alone, make_mesh(alone.mesh), top_k)
+                make_scoring_step(Blueprint(alone), make_mesh(alone.mesh), top_k)
 
 
 def test_scores_wait_for_those_before_them_and_not_for_what_is_skipped():
@@ -149,15 +150,15 @@ def test_scores_wait_for_those_before_them_and_not_for_what_is_skipped():
         ids, numbers = np.zeros(0, np.int32), np.zeros(0)
         return DocumentScores(key, ids, ids, numbers, ids.reshape(0, 0), numbers.reshape(0, 0))
 
-    skipped_keys, told = set(), []
+    skipped, told = set(), []
 
     def found():
         for key in ("c", "a", "e", "d"):
             yield scores(key)
             told.append(key)
-            skipped_keys.update({"b"} if key == "e" else ())
+            skipped.update({"b"} if key == "e" else ())
 
-    got = [(s.key, len(told)) for s in in_order("abcdefg", found(), skipped_keys.__contains__)]
+    got = [(s.key, len(told)) for s in in_order("abcdefg", found(), skipped.__contains__)]
     # With c came nothing, with a it alone; b is known to be missing when d has come.
     assert got == [("a", 1), ("c", 3), ("d", 3), ("e", 3)]
 
@@ -184,7 +185,9 @@ def save_run(config: Config, workdir: Path) -> None:
     workdir.mkdir()
     write_config(workdir, config)
     with Checkpoints(workdir / "checkpoints", keep=1) as checkpoints:
-        checkpoints.save(0, canonical_form(init_state(config, mesh), config, mesh), position={})
+        checkpoints.save(
+            0, canonical_form(init_state(Blueprint(config), mesh), Blueprint(config), mesh), position={}
+        )
 
 
 def test_the_command_writes_a_line_a_document_in_the_manifests_order(

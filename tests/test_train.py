@@ -148,7 +148,7 @@ def test_a_run_leaves_pictures_and_what_it_decoded(uninterrupted: Path):
     assert {"number 0", "number 7"} <= {" ".join(line["reference"].split()[:2]) for line in heard}
 
 
-def test_skipped_documents_are_listed_with_a_reason(uninterrupted: Path):
+def test_what_is_skipped_documents_is_listed_with_a_reason(uninterrupted: Path):
     skipped = [json.loads(line) for line in (uninterrupted / "skipped.jsonl").read_text().splitlines()]
     assert len(skipped) == 2
     reasons = " ".join(entry["reason"] for entry in skipped)

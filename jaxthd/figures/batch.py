@@ -3,7 +3,7 @@
 Legend: T token slots of a buffer, A mel frame slots of a row over all its audio ranks, E = A / 8.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from jaxthd.config import Config
+from jaxthd.data.loader import BatchReport
 from jaxthd.figures.colors import INK, hues, slot_colors, slot_legend
 from jaxthd.files.jsonl import naming
 from jaxthd.packing.batch import Batch
@@ -28,7 +29,7 @@ NUMBERED = 0.015
 """A document's number is written where it takes at least this share of the width."""
 
 
-def draw_batch(batch: Batch, report: Mapping[str, Any], config: Config, path: Path) -> None:
+def draw_batch(batch: Batch, report: BatchReport, config: Config, path: Path) -> None:
     """Draws the documents of a batch as a PNG: what every buffer holds, and which rank has it.
 
     batch, report: from a loader of `config`. Raises OSError, which names the file, when it cannot be written.
@@ -60,7 +61,7 @@ def document_order(batch: Batch, row: int, config: Config) -> Buffer:
     return Buffer(*(np.asarray(x)[row][back] for x in fields))
 
 
-def batch_figure(batch: Batch, report: Mapping[str, Any], config: Config) -> Figure:
+def batch_figure(batch: Batch, report: BatchReport, config: Config) -> Figure:
     """Two strips a buffer: its token slots in document order, and its audio as the ranks hold it.
 
     A document has one colour in both, and its number in the buffer where there is room: the segment id.
@@ -68,11 +69,11 @@ def batch_figure(batch: Batch, report: Mapping[str, Any], config: Config) -> Fig
     rows, capacity = batch.tokens.shape
     drawn = min(rows, MOST_ROWS)
     figure = Figure(figsize=(14, 1.1 + 2.5 * drawn), dpi=100, layout="constrained")
-    padding = 1 - report["real_tokens"] / report["capacity_tokens"]
+    padding = 1 - report.real_tokens / report.capacity_tokens
     figure.suptitle(
-        f"{report['documents']} documents in {rows} buffer{'s' * (rows > 1)} of {capacity:,} token slots"
+        f"{report.documents} documents in {rows} buffer{'s' * (rows > 1)} of {capacity:,} token slots"
         + (f", of which {drawn} are drawn" if drawn < rows else "")
-        + f"; {padding:.1%} padding, {report['audio_seconds']:,.1f} s of audio",
+        + f"; {padding:.1%} padding, {report.audio_seconds:,.1f} s of audio",
         fontweight="bold",
         color=INK,
     )

@@ -1,7 +1,7 @@
 """How good a model is: loss, token accuracy and word error rate over a data set."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxthd.checkpoints.weights import Weights
 from jaxthd.config import Config
+from jaxthd.data.loader import BatchAndReport
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.inference.wer import Normaliser, errors_of, make_normaliser, summed
 from jaxthd.packing.batch import Batch
@@ -19,8 +20,9 @@ from jaxthd.packing.prompts import PromptEnds, find_prompts
 from jaxthd.parallel.mesh import DATA, local_rows, put_batch, put_rows
 from jaxthd.parallel.processes import exchange
 from jaxthd.run.metrics import VALIDATION_METRICS, ValidationFacts, measured
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState
-from jaxthd.steps.step import make_validation_step
+from jaxthd.steps.validation import make_validation_step
 
 
 class Hypothesis(NamedTuple):
@@ -61,13 +63,11 @@ class Evaluator:
     def __init__(self, config: Config, mesh: Mesh, end_id: int) -> None:
         self._config, self._mesh, self._end_id = config, mesh, end_id
         new_tokens = config.train.max_new_tokens
-        self._step: Any = make_validation_step(config, mesh, end_id=end_id, new_tokens=new_tokens)
+        self._step: Any = make_validation_step(Blueprint(config), mesh, end_id=end_id, new_tokens=new_tokens)
         self._compiled: Any = None
         self._tokenizer = load_tokenizer(config.data.tokenizer)
 
-    def __call__(
-        self, state: TrainState | Weights, batches: Iterable[tuple[Batch, Mapping[str, Any]]]
-    ) -> Evaluation:
+    def __call__(self, state: TrainState | Weights, batches: Iterable[BatchAndReport]) -> Evaluation:
         """Evaluates over all supervised tokens of a loader's batches. state: in its training form.
 
         All processes call it, with equally many batches (jaxthd.data.dataset.SynchronizedLoader), and get the
@@ -85,10 +85,10 @@ class Evaluator:
             (scores, tokens), spent = self._run(state, batch, ends)
             seconds += spent
             sums += np.array(scores, float)
-            documents += report["documents"]
-            audio_seconds += report["audio_seconds"]
+            documents += report.documents
+            audio_seconds += report.audio_seconds
             if tokens.size:
-                texts = self._texts(batch, report["keys"], ends, answers, tokens)
+                texts = self._texts(batch, report.keys, ends, answers, tokens)
                 decoded += [(number, *rest) for rest in texts]
         nll, correct, count = sums
         if not count:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxthd.config import Config
 from jaxthd.data.example import Example
-from jaxthd.data.pipeline import pack_documents
+from jaxthd.data.packer import pack_documents
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import TextStream, load_tokenizer
@@ -30,8 +30,8 @@ from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.prompts import PromptEnds, whole_prompts
 from jaxthd.parallel.mesh import DATA, TOKEN_AXES, put_batch, put_rows
-from jaxthd.steps.state import Tree
-from jaxthd.steps.step import Draws, make_generation_steps
+from jaxthd.steps.blueprint import Blueprint, Tree
+from jaxthd.steps.generation import Draws, make_generation_steps
 
 End = Literal["stop", "length"]
 """Of an answer: by itself, or cut off."""
@@ -100,7 +100,7 @@ class Generator:
         """Of a row, for documents."""
         self._documents = SpeechDocuments(self.config, self.tokenizer, train=False)
         self._prefill, self._decode = make_generation_steps(
-            self.config, mesh, stop_ids=self.stop_ids, new_tokens=max_new_tokens
+            Blueprint(self.config), mesh, stop_ids=self.stop_ids, new_tokens=max_new_tokens
         )
 
     @property
@@ -163,7 +163,7 @@ class Generator:
             document = self._documents.prompt(replace(example, key=str(number)))
         except ValueError as error:
             raise UserError(f"conversation {example.key!r}: {error}") from error
-        misfit = self._pack.misfit(document)
+        misfit = self._pack.limits.fit(document).misfit
         if misfit:
             raise UserError(
                 f"conversation {example.key!r} does not fit: {misfit}; shorten it, or raise data.capacity or "

@@ -1,11 +1,10 @@
-"""What an evaluation found of a set: its documents with their errors, its figures, the table of all sets."""
+"""What an evaluation finds of a set: its documents with their errors, and its figures."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxthd.inference.evaluator import Evaluation, Hypothesis
 from jaxthd.inference.wer import Errors, Normaliser, errors_of, make_normaliser, summed
-from jaxthd.terminal.tables import table
 
 
 class ScoredDocument(NamedTuple):
@@ -86,43 +85,3 @@ def set_figures(result: SetResult) -> dict[str, Any]:
         "seconds": result.found.seconds,
         "real_time_factor": result.found.seconds / seconds if seconds else None,
     }
-
-
-def results_table(summary: Mapping[str, Any]) -> str:
-    """What the command prints. summary: what summary.json holds."""
-
-    def percent(x: float | None) -> str:
-        return f"{x:.2%}" if x is not None and x == x else "-"
-
-    def number(x: float | None, digits: int) -> str:
-        return f"{x:.{digits}f}" if x is not None else "-"
-
-    rows = [
-        [
-            name,
-            f["documents"],
-            f"{f['audio_seconds'] / 3600:.3f}",
-            number(f["loss"], 4),
-            percent(f["accuracy"]),
-            percent(f["wer"]),
-            f["substitutions"],
-            f["deletions"],
-            f["insertions"],
-            percent(f["cer"]),
-            number(f["real_time_factor"], 4),
-        ]
-        for name, f in summary["sets"].items()
-    ]
-    columns = "set|documents|hours|loss|accuracy|WER|substituted|deleted|inserted|CER|RTF"
-    notes = [
-        f"Texts are compared after the normaliser {summary['normaliser']!r}. RTF: seconds of scoring and "
-        "decoding for a second of audio, without reading and compiling; measured on "
-        f"{summary['measured_on']}."
-    ]
-    for what, text in (
-        ("cut_off", "hypotheses were cut off at train.max_new_tokens"),
-        ("without_words", "references have no word and count in neither WER nor CER"),
-    ):
-        if count := sum(f[what] for f in summary["sets"].values()):
-            notes.append(f"{count} {text}.")
-    return "\n".join(["", table("Evaluation", columns, rows), "", *notes])

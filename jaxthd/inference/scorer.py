@@ -19,8 +19,8 @@ from jaxthd.ops.cross_entropy import TokenScores
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.layout import document_slots
 from jaxthd.parallel.mesh import put_batch
-from jaxthd.steps.state import Tree
-from jaxthd.steps.step import make_scores
+from jaxthd.steps.blueprint import Blueprint, Tree
+from jaxthd.steps.scoring import make_scoring_step
 
 
 class DocumentScores(NamedTuple):
@@ -49,7 +49,7 @@ class Scorer:
 
     def __init__(self, config: Config, mesh: Mesh, *, top_k: int = 0, every_token: bool = False) -> None:
         self._config, self._mesh, self._every_token = config, mesh, every_token
-        scores = make_scores(config, mesh, top_k)
+        scores = make_scoring_step(Blueprint(config), mesh, top_k)
 
         def run(params: Tree, buffers: Tree, batch: Batch) -> tuple[TokenScores, tuple[Any, ...]]:
             return scores(params, buffers, batch), (batch.tokens, batch.weights, batch.segment_ids)

@@ -115,7 +115,8 @@ def trained(model: nnx.Module, adapt: AdaptConfig) -> Tree:
 
 def keeps_statistics(is_trained: Tree) -> bool:
     """Whether the encoder's BatchNorms are frozen: they normalise by their running statistics, which stay."""
-    return not any(jax.tree.leaves(is_trained["encoder"]["blocks"]["conv"]["norm"]))
+    encoder = is_trained.get("encoder")
+    return encoder is None or not any(jax.tree.leaves(encoder["blocks"]["conv"]["norm"]))
 
 
 def keeps_router_biases(is_trained: Tree, module: str = "decoder") -> bool:

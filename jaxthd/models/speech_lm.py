@@ -16,7 +16,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int32, UInt32
 
-from jaxthd.config import ComputeConfig, ModelConfig
+from jaxthd.config import ComputeConfig, LLMConfig, ModelConfig
 from jaxthd.models.fastconformer import FastConformer
 from jaxthd.models.hybrid import HybridDecoder
 from jaxthd.models.layers import Linear, RMSNorm, relu_squared
@@ -49,11 +49,11 @@ from jaxthd.parallel.tensor import Residual
 class Adapter(nnx.Module):
     """Encoder frames -> token embeddings: one linear layer, or RMSNorm, linear, relu^2, linear."""
 
-    def __init__(self, config: ModelConfig, init: Init) -> None:
-        dim, inner, out = config.encoder.dim, config.adapter_dim, config.llm.dim
-        self.norm = RMSNorm(dim, config.llm.norm_eps, init) if inner else None
+    def __init__(self, dim: int, inner: int, llm: LLMConfig, init: Init) -> None:
+        """dim: of encoder frames. inner: 0 for one linear layer."""
+        self.norm = RMSNorm(dim, llm.norm_eps, init) if inner else None
         self.up = Linear(dim, inner, init) if inner else None
-        self.out = Linear(inner or dim, out, init)
+        self.out = Linear(inner or dim, llm.dim, init)
 
     def __call__(self, x_ED: Float[Array, "e D"]) -> Float[Array, "e O"]:
         if self.norm is not None and self.up is not None:
@@ -61,8 +61,10 @@ class Adapter(nnx.Module):
         return self.out(x_ED)
 
 
-class Ahead(NamedTuple):
-    """What multi-token prediction found, by depth. routing: rows for the depth's MoE layers; None without."""
+class FutureScores(NamedTuple):
+    """What multi-token prediction found, by depth. log_probs: of every position's target at that depth, 0 where
+    its weight is 0. routing: rows for the depth's MoE layers; None without any.
+    """
 
     log_probs: Float[Array, "K N"]
     routing: list[Routing | None]
@@ -88,8 +90,12 @@ class SpeechLM(nnx.Module):
         vocabulary = (over_vocabulary(config.llm.vocab_size), None)
         shape, dim = (config.llm.vocab_size, config.llm.dim), config.llm.dim
         everywhere, decoder = init.with_fsdp(ENCODER_FSDP), init.with_fsdp(decoder_fsdp)
-        self.encoder = FastConformer(config.encoder, everywhere)
-        self.adapter = Adapter(config, everywhere)
+        self.encoder = FastConformer(config.encoder, everywhere) if config.encoder else None
+        self.adapter = (
+            Adapter(config.encoder.dim, config.adapter_dim, config.llm, everywhere)
+            if config.encoder
+            else None
+        )
         self.embedding = decoder.normal(shape, vocabulary, std=1.0)
         self.decoder = HybridDecoder(config.llm, decoder, compute, stages)
         self.head = decoder.normal(shape, vocabulary, std=dim**-0.5)
@@ -137,17 +143,18 @@ class SpeechLM(nnx.Module):
     def enter(
         self, batch: Batch, *, axes: tuple[str, ...], train: bool
     ) -> tuple[Float[Array, "n D"], dict[str, Any]]:
-        """What the decoder takes, the embeddings of text and audio in their places: this tensor rank's tokens
-        of the residual stream, on all pipeline ranks. And the encoder's new buffers.
+        """What the decoder takes: the embeddings of text, with those of audio in the audio slots. This tensor
+        rank's tokens of the residual stream, on all pipeline ranks. And the encoder's new buffers, {} without
+        an encoder.
         """
         (x_nD,), buffers = self._embedded(batch, 0, axes=axes, train=train)
         return x_nD, buffers
 
-    def enter_with_ahead(
+    def enter_with_future(
         self, batch: Batch, *, axes: tuple[str, ...], train: bool
     ) -> tuple[list[Float[Array, "n D"]], dict[str, Any]]:
-        """As enter, (embeddings, buffers): of the tokens, and for each depth of those ahead, whatever where
-        there are none.
+        """As enter, with a list of embeddings: of the tokens, then of the future tokens of each depth. Where a
+        document has no token that far on, the embedding is of token 0 and is not used.
         """
         return self._embedded(batch, batch.future_tokens.shape[1], axes=axes, train=train)
 
@@ -156,15 +163,15 @@ class SpeechLM(nnx.Module):
     ) -> tuple[list[Array], dict[str, Any]]:
         rows, tokens = batch.tokens.shape
 
-        def with_ahead(own_RT: Array, ahead_RKT: Array) -> Array:
-            return jnp.concatenate([own_RT[:, None], ahead_RKT[:, :depths]], axis=1).reshape(rows, -1)
+        def with_future(own_RT: Array, future_RKT: Array) -> Array:
+            return jnp.concatenate([own_RT[:, None], future_RKT[:, :depths]], axis=1).reshape(rows, -1)
 
-        tokens_RL = with_ahead(batch.tokens, batch.future_tokens)
+        tokens_RL = with_future(batch.tokens, batch.future_tokens)
         x_RLD = self.embed_tokens(jnp.maximum(tokens_RL, 0).reshape(-1)).reshape(*tokens_RL.shape, -1)
-        buffers: dict[str, Any] = nnx.to_pure_dict(nnx.state(self.encoder, Buffer))
+        buffers: dict[str, Any] = nnx.to_pure_dict(nnx.state(self.encoder, Buffer)) if self.encoder else {}
         if batch.has_audio:
             audio_RED, buffers = self._encode(batch, axes=axes, train=train)
-            slots_RL1 = with_ahead(batch.audio_slots, batch.future_audio_slots)[..., None]
+            slots_RL1 = with_future(batch.audio_slots, batch.future_audio_slots)[..., None]
             placed_RLD = jnp.take_along_axis(audio_RED, jnp.maximum(slots_RL1, 0), axis=1)
             x_RLD = jnp.where(slots_RL1 >= 0, placed_RLD, x_RLD)
         x_RJTD = x_RLD.reshape(rows, 1 + depths, tokens, -1)
@@ -189,12 +196,16 @@ class SpeechLM(nnx.Module):
         """
         return supervised_log_probs(*self._scored(self._left(x_nD), batch))
 
-    def leave_with_ahead(
-        self, x_nD: Float[Array, "n D"], ahead: list[Float[Array, "n D"]], batch: Batch, axes: tuple[str, ...]
-    ) -> tuple[Float[Array, " N"], Ahead]:
-        """As leave; and multi-token prediction. ahead: embeddings of the tokens ahead, from enter_with_ahead.
+    def leave_with_future(
+        self,
+        x_nD: Float[Array, "n D"],
+        future: list[Float[Array, "n D"]],
+        batch: Batch,
+        axes: tuple[str, ...],
+    ) -> tuple[Float[Array, " N"], FutureScores]:
+        """As leave, with multi-token prediction. future: embeddings of future tokens, from enter_with_future.
 
-        Runs on all ranks of a pipeline alike. axes: see log_probs.
+        All ranks of a pipeline run it alike. axes: see log_probs.
         """
         assert self.mtp is not None
         h_nD, head_VD = self._normed(x_nD), gathered(self.head).astype(x_nD.dtype)
@@ -205,7 +216,7 @@ class SpeechLM(nnx.Module):
             return supervised_log_probs(*self._scored_at(h_ND, head_VD, targets_RT, weights_RT))
 
         own_N = scored(h_nD, batch.targets, batch.weights)
-        for depth, e_nD in enumerate(ahead):
+        for depth, e_nD in enumerate(future):
             has_token_RT = batch.future_tokens[:, depth] >= 0
             segments = self._segments(
                 jnp.where(has_token_RT, batch.segment_ids, 0),
@@ -215,7 +226,7 @@ class SpeechLM(nnx.Module):
             h_nD, of_depth = self.mtp(depth, h_nD, e_nD, segments)
             log_probs.append(scored(h_nD, batch.future_targets[:, depth], batch.future_weights[:, depth]))
             routing.append(of_depth)
-        return own_N, Ahead(jnp.stack(log_probs), routing)
+        return own_N, FutureScores(jnp.stack(log_probs), routing)
 
     def leave_top_k(self, x_nD: Float[Array, "n D"], batch: Batch, top_k: int) -> TokenScores:
         """As leave, and each position's top_k likeliest tokens. Not differentiable."""
@@ -276,7 +287,12 @@ class SpeechLM(nnx.Module):
     def _encode(
         self, batch: Batch, *, axes: tuple[str, ...], train: bool
     ) -> tuple[Float[Array, "R E D"], dict[str, Any]]:
-        """This rank's clips through encoder and adapter; then every rank's embeddings, for the whole row."""
+        """This rank's clips through encoder and adapter, then every rank's embeddings, for the whole row."""
+        if self.encoder is None or self.adapter is None:
+            raise ValueError(
+                "the batch holds audio and the model has no encoder (model.encoder is None); expected a batch "
+                "without audio arrays: pack with audio_capacity 0, or give the model an encoder"
+            )
         rows, frames, mels = batch.mels.shape
         chunks: Segments = make_segments(
             batch.chunk_ids, batch.chunk_positions, block=self.compute.attention_block, axis=None

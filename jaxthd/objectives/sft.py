@@ -1,24 +1,31 @@
-"""Supervised fine-tuning: cross-entropy over the supervised tokens.
+"""Supervised fine-tuning: cross-entropy over the supervised tokens."""
 
-An objective is a function of (per-token log-probabilities, weights, segment ids), so that all objectives
-share everything else. It returns this rank's sum; the step divides by the count over the whole batch.
-"""
+from dataclasses import dataclass
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int32
+from jaxtyping import Float
+
+from jaxthd.objectives.objective import LOSS, Tokens
 
 
-def count(weights_N: Float[Array, " N"], segment_ids_N: Int32[Array, " N"]) -> Float[Array, ""]:
-    """What this rank adds to the objective's denominator: its supervised tokens."""
-    return weights_N.sum()
-
-
-def loss_sum(
-    logp_N: Float[Array, " N"], weights_N: Float[Array, " N"], segment_ids_N: Int32[Array, " N"]
-) -> Float[Array, ""]:
-    """What this rank adds to the objective's numerator: negative log-likelihood, natural log.
+def negative_log_likelihood(logp_N: Float[Array, " N"], weights_N: Float[Array, " N"]) -> Float[Array, ""]:
+    """The sum of -log p, natural log, over the supervised positions.
 
     logp_N: log-probability of each position's target.
     """
     return -jnp.sum(weights_N.astype(logp_N.dtype) * logp_N)
+
+
+@dataclass(frozen=True)
+class SFT:
+    """Cross-entropy: the mean over all supervised tokens of the batch."""
+
+    extras: ClassVar[tuple[str, ...]] = ()
+
+    def counts(self, tokens: Tokens) -> dict[str, Float[Array, ""]]:
+        return {LOSS: tokens.weights.reshape(-1).sum()}
+
+    def sums(self, log_probs_RT: Float[Array, "R T"], tokens: Tokens) -> dict[str, Float[Array, ""]]:
+        return {LOSS: negative_log_likelihood(log_probs_RT.reshape(-1), tokens.weights.reshape(-1))}

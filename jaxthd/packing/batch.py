@@ -36,6 +36,8 @@ class Batch(NamedTuple):
         in the same document; -1 where the document has ended.
     future_targets, future_weights: at depth k, targets and weights of that token; 0 where the document has
         ended.
+    extras: the objective's own numbers for each token, float32 [R, T], by name (objectives/objective.py), each
+        at the position that predicts the token; 0.0 in padding.
     """
 
     tokens: Int32[Any, "R T"]
@@ -52,6 +54,7 @@ class Batch(NamedTuple):
     future_audio_slots: Int32[Any, "R K T"]
     future_targets: Int32[Any, "R K T"]
     future_weights: Float32[Any, "R K T"]
+    extras: dict[str, Any] = {}  # noqa: RUF012 (nobody changes it)
 
     @property
     def has_audio(self) -> bool:
@@ -66,5 +69,12 @@ class Batch(NamedTuple):
 
 def concatenate_rows(batches: Sequence[Batch]) -> Batch:
     """One host batch with the rows of all of these, in order."""
-    of_field = zip(*batches, strict=True)
-    return Batch(*(None if arrays[0] is None else np.concatenate(arrays) for arrays in of_field))
+
+    def joined(values: tuple[Any, ...]) -> Any:
+        if values[0] is None:
+            return None
+        if isinstance(values[0], dict):
+            return {name: np.concatenate([each[name] for each in values]) for name in values[0]}
+        return np.concatenate(values)
+
+    return Batch(*map(joined, zip(*batches, strict=True)))

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxthd.config import MeshConfig
 from jaxthd.errors import UserError
-from jaxthd.packing.batch import AUDIO_FIELDS, Batch
+from jaxthd.packing.batch import Batch
 
 DATA, CONTEXT, PIPELINE, TENSOR = AXES = ("data", "context", "pipeline", "tensor")
 Rows = TypeVar("Rows")
@@ -88,22 +88,21 @@ def on_device(tree: Any, specs: Any, config: MeshConfig) -> Any:
     def part(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype)
 
-    return jax.tree.map(part, tree, specs)
+    return jax.tree.map(part, tree, jax.tree.broadcast(specs, tree))
 
 
 def bytes_of(tree: Any) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def batch_specs(has_audio: bool = True) -> Batch:
-    """PartitionSpecs in the places of the arrays: rows over data; tokens over context; audio over all axes
-    whose ranks share the row.
-
-    has_audio: False for a batch whose audio fields are None; they are None here too.
+def batch_specs() -> Batch:
+    """PartitionSpecs of a batch's fields: rows over data; tokens over context; audio over all axes whose ranks
+    share the row. The spec of a field that is None, or a dict of arrays, stands for all that it holds
+    (jax.tree.broadcast).
     """
     tokens, audio = PartitionSpec(DATA, CONTEXT), PartitionSpec(DATA, AUDIO_AXES)
     future = PartitionSpec(DATA, None, CONTEXT)
-    specs = Batch(
+    return Batch(
         tokens=tokens,
         targets=tokens,
         weights=tokens,
@@ -118,8 +117,8 @@ def batch_specs(has_audio: bool = True) -> Batch:
         future_audio_slots=future,
         future_targets=future,
         future_weights=future,
+        extras=tokens,  # type: ignore[arg-type]
     )
-    return specs if has_audio else specs._replace(**dict.fromkeys(AUDIO_FIELDS))
 
 
 def local_rows(mesh: Mesh, rows: int) -> list[int]:
@@ -145,9 +144,9 @@ def put_rows(rows: Rows, specs: Rows, mesh: Mesh) -> Rows:
         shape = (round(len(x) * processes_share), *x.shape[1:])
         return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), x, shape)
 
-    return jax.tree.map(put, rows, specs)
+    return jax.tree.map(put, rows, jax.tree.broadcast(specs, rows))
 
 
 def put_batch(batch: Batch, mesh: Mesh) -> Batch:
     """The host's batch, of this process's local_rows, on the mesh."""
-    return put_rows(batch, batch_specs(batch.has_audio), mesh)
+    return put_rows(batch, batch_specs(), mesh)

@@ -1,11 +1,6 @@
 """The pipeline's schedule, and its bubble: the share of a step in which ranks are idle."""
 
-from jaxthd.config import Config
-from jaxthd.parallel.schedule import Schedule, make_schedule
-
-
-def schedule_of(config: Config) -> Schedule:
-    return make_schedule(config.train.microbatches, config.mesh.pipeline, config.mesh.stages_per_rank)
+from jaxthd.steps.blueprint import Blueprint
 
 
 def bubble_formula(ranks: int, stages_per_rank: int, microbatches: int) -> float:
@@ -16,9 +11,9 @@ def bubble_formula(ranks: int, stages_per_rank: int, microbatches: int) -> float
     return (ranks - 1) / (stages_per_rank * microbatches + ranks - 1)
 
 
-def describe_bubble(config: Config, patterns: tuple[str, ...]) -> str:
-    """The schedule as text. patterns: the blocks of each stage."""
-    schedule = schedule_of(config)
+def describe_bubble(blueprint: Blueprint) -> str:
+    """The schedule, its bubble, and the blocks of each stage, as text."""
+    schedule, patterns = blueprint.schedule, blueprint.stages.patterns
     p, v, m = schedule.ranks, schedule.chunks, schedule.microbatches
     lines = [
         f"Pipeline: P = {p} ranks, V = {v} stages a rank, M = {m} microbatches. {schedule.ticks} ticks; "

@@ -15,12 +15,13 @@ from jaxthd.packing.batch import AUDIO_FIELDS, Batch
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.mesh import batch_specs, make_mesh
 from jaxthd.parallel.stages import to_stages
-from jaxthd.planning.bubble import schedule_of
 from jaxthd.planning.program import UNOPTIMIZED, received_bytes
 from jaxthd.planning.sizes import Sizes
 from jaxthd.planning.traffic import ByAxes
-from jaxthd.steps.state import abstract_state, stages_of, state_shardings
-from jaxthd.steps.step import make_train_step
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.forward import objective_of
+from jaxthd.steps.state import abstract_state, state_shardings
+from jaxthd.steps.training import make_train_step
 
 
 class Measured(NamedTuple):
@@ -48,35 +49,49 @@ def lowered_step(config: Config) -> Any:
     def on_mesh(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    state = jax.eval_shape(lambda state: to_stages(state, stages_of(config)), abstract_state(config))
-    state = jax.tree.map(on_mesh, state, state_shardings(config, mesh))
+    blueprint = Blueprint(config)
+    state = jax.eval_shape(lambda state: to_stages(state, blueprint.stages), abstract_state(blueprint))
+    state = jax.tree.map(on_mesh, state, state_shardings(blueprint, mesh))
     batch = abstract_batch(config)
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), batch_specs(batch.has_audio))
-    step: Any = make_train_step(config, mesh)
-    return step.lower(state, jax.tree.map(on_mesh, batch, shardings))
+    specs = jax.tree.broadcast(batch_specs(), batch)
+    batch = jax.tree.map(lambda x, spec: on_mesh(x, NamedSharding(mesh, spec)), batch, specs)
+    step: Any = make_train_step(blueprint, mesh)
+    return step.lower(state, batch)
 
 
 def abstract_batch(config: Config) -> Batch:
     """A step's batch, with ShapeDtypeStructs for arrays."""
     data, encoder = config.data, config.model.encoder
-    tokens, audio = (data.rows, data.capacity), (data.rows, data.audio_capacity)
+    tokens, frames = (data.rows, data.capacity), (data.rows, data.audio_capacity // SUBSAMPLING)
     future = (data.rows, config.depths_trained, data.capacity)
-    frames = (data.rows, data.audio_capacity // SUBSAMPLING)
-    of_tokens = {name: (tokens, jnp.int32) for name in Batch._fields}
-    special = {
-        "weights": (tokens, jnp.float32),
-        "mels": ((*audio, encoder.num_mels if encoder else 0), jnp.float32),
-        "mel_mask": (audio, jnp.bool_),
-        "chunk_ids": (frames, jnp.int32),
-        "chunk_positions": (frames, jnp.int32),
-        "future_tokens": (future, jnp.int32),
-        "future_audio_slots": (future, jnp.int32),
-        "future_targets": (future, jnp.int32),
-        "future_weights": (future, jnp.float32),
-    }
-    arrays = {k: jax.ShapeDtypeStruct(*v) for k, v in (of_tokens | special).items()}
-    has_audio = encoder is not None and data.audio_capacity > 0
-    return Batch(**arrays if has_audio else arrays | dict.fromkeys(AUDIO_FIELDS))
+
+    def ints(shape: tuple[int, ...]) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    audio: dict[str, Any] = dict.fromkeys(AUDIO_FIELDS)
+    if encoder is not None and data.audio_capacity:
+        mels = (data.rows, data.audio_capacity)
+        audio = {
+            "audio_slots": ints(tokens),
+            "mels": jax.ShapeDtypeStruct((*mels, encoder.num_mels), jnp.float32),
+            "mel_mask": jax.ShapeDtypeStruct(mels, jnp.bool_),
+            "chunk_ids": ints(frames),
+            "chunk_positions": ints(frames),
+            "future_audio_slots": ints(future),
+        }
+    of_objective = objective_of(config).extras
+    return Batch(
+        tokens=ints(tokens),
+        targets=ints(tokens),
+        weights=jax.ShapeDtypeStruct(tokens, jnp.float32),
+        segment_ids=ints(tokens),
+        positions=ints(tokens),
+        future_tokens=ints(future),
+        future_targets=ints(future),
+        future_weights=jax.ShapeDtypeStruct(future, jnp.float32),
+        extras={name: jax.ShapeDtypeStruct(tokens, jnp.float32) for name in of_objective},
+        **audio,
+    )
 
 
 def measure(config: Config) -> Measured:
@@ -107,8 +122,8 @@ def runs_by_schedule(config: Config) -> Callable[[str], float]:
     the schedule has it. Other conditionals choose among stages. A loop of unknown length is the experts'
     exchange, which usually takes one round.
     """
-    schedule = schedule_of(config)
-    runs = dict.fromkeys(("stage", "stage_gradient"), Sizes(config).stage_runs)
+    sizes = Sizes(config)
+    schedule, runs = sizes.schedule, dict.fromkeys(("stage", "stage_gradient"), sizes.stage_runs)
     runs |= {part: schedule.microbatches for part in ("enter", "leave_gradient", "enter_gradient")}
 
     def often(name: str) -> float:

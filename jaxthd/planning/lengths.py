@@ -14,7 +14,7 @@ from jaxthd.config import Config
 from jaxthd.data.audio.features import HOP, SAMPLE_RATE
 from jaxthd.data.audio.recordings import MIN_SAMPLES, chunk_audio, open_recording
 from jaxthd.data.example import Clip, Example, Samples
-from jaxthd.data.sources.named import training_sources
+from jaxthd.data.sources.registry import read_source, training_sources
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
@@ -51,8 +51,8 @@ def read_examples(config: Config) -> list[list[Example]]:
             "and no weights or one for each: correct data.manifest or data.weights"
         )
     for number, source in enumerate(training_sources(data)):
-        examples, faults = source.read(data, number)
-        print(f"{source.path}: {len(examples):,} documents, {len(faults):,} faulty lines")
+        examples, skipped = read_source(source, data, number)
+        print(f"{source.path}: {len(examples):,} documents, {len(skipped):,} lines skipped")
         sources.append(examples)
     total = sum(map(len, sources))
     if total <= MOST_READ:
@@ -68,11 +68,13 @@ def read_examples(config: Config) -> list[list[Example]]:
 def measure(examples: Sequence[Example], config: Config) -> tuple[Lengths, int]:
     """(The lengths of the documents that the loader makes of `examples`, the number of unusable examples).
 
-    Exact but for durations in a manifest that were rounded up: these may count an encoder frame too many.
+    Durations in a manifest that were rounded up may count an encoder frame too many; all else is exact. A
+    text-only model cannot use examples with recordings.
     """
     tokenizer = load_tokenizer(config.data.tokenizer)
     template = PromptTemplate(config.data, tokenizer)
-    chunk_samples = round(config.model.encoder.chunk_seconds * 100) * HOP
+    encoder = config.model.encoder
+    chunk_samples = round(encoder.chunk_seconds * 100) * HOP if encoder else 0
     clips = [clip for example in examples for clip in example.clips]
     with ThreadPoolExecutor(16) as threads:
         samples = iter(list(threads.map(clip_samples, clips)))
@@ -83,7 +85,7 @@ def measure(examples: Sequence[Example], config: Config) -> tuple[Lengths, int]:
             written, _ = template(example.turns)
         except ValueError:
             continue
-        if any(n < MIN_SAMPLES for n in found):
+        if any(n < MIN_SAMPLES for n in found) or (found and not encoder):
             continue
         chunks = [chunk_audio(np.broadcast_to(np.float32(0), n), chunk_samples) for n in found]
         mels = [len(chunk) // HOP for chunk in chain(*chunks)]

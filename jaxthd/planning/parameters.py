@@ -8,11 +8,12 @@ import jax
 from flax import nnx
 
 from jaxthd.config import Config, MeshConfig
-from jaxthd.models.adapt import split, trained
+from jaxthd.models.adapt import split
 from jaxthd.parallel.mesh import bytes_of, on_device
 from jaxthd.parallel.params import Buffer
 from jaxthd.parallel.stages import KINDS
-from jaxthd.steps.state import abstract_model, make_optimizer, model_specs
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.optimizer import make_optimizer
 
 PARTS = ("LLM", "encoder", "adapter")
 
@@ -64,9 +65,9 @@ class Group:
 def parameter_groups(config: Config) -> list[Group]:
     """The model's parameters, part by part, counted from the shapes of the model that would be trained."""
     groups: dict[tuple[str, str], Group] = {}
-    model = abstract_model(replace(config, mesh=MeshConfig()))
-    is_trained = nnx.traversals.flatten_mapping(trained(model, config.adapt))
-    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+    blueprint = Blueprint(replace(config, mesh=MeshConfig()))
+    is_trained = nnx.traversals.flatten_mapping(blueprint.trained)
+    for path, variable in nnx.to_flat_state(nnx.state(blueprint.model, nnx.Param)):
         part, name, copies = _group(path, config)
         group = groups.setdefault((part, name), Group(part, name, copies))
         size, is_stacked = math.prod(variable.shape), bool({"layers", "blocks", "depths"} & set(path))
@@ -133,13 +134,13 @@ def state_bytes(config: Config) -> dict[str, int]:
 
     Raises ValueError where the block pattern cannot be divided into the pipeline's stages.
     """
-    model = abstract_model(config)
+    blueprint = Blueprint(config)
     params, buffers = (
-        on_device(nnx.to_pure_dict(nnx.state(model, kind)), specs, config.mesh)
-        for kind, specs in zip((nnx.Param, Buffer), model_specs(model), strict=True)
+        on_device(nnx.to_pure_dict(nnx.state(blueprint.model, kind)), specs, config.mesh)
+        for kind, specs in zip((nnx.Param, Buffer), blueprint.specs, strict=True)
     )
-    own, _ = split(params, trained(model, config.adapt))
-    moments = jax.eval_shape(make_optimizer(config).init, own)
+    own, _ = split(params, blueprint.trained)
+    moments = jax.eval_shape(make_optimizer(blueprint).init, own)
     return {
         "parameters": bytes_of(params),
         "gradients": bytes_of(own),

@@ -165,7 +165,7 @@ def audio_sizes(stream: Lengths, config: Config) -> list[int]:
     ranks, data = config.mesh.audio_ranks, config.data
     if not stream.frames.any():
         return [0]
-    chunk = SUBSAMPLING * encoder_frames(config.model.encoder.chunk_frames)
+    chunk = SUBSAMPLING * encoder_frames(config.model.audio_encoder.chunk_frames)
     longest = int(stream.frames[slots_of(stream, config) <= data.capacity].max(initial=0))
     wanted = [audio_mean(stream, config) * (1 + slack) for slack in SLACKS]
     wanted += [longest, SUBSAMPLING * data.capacity]

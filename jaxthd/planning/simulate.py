@@ -9,8 +9,9 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxthd.config import Config, DataConfig
-from jaxthd.packing.balance import assign_chunks, attention_work, imbalance, order_documents
+from jaxthd.packing.balance import attention_work, imbalance, order_documents
 from jaxthd.packing.document import SUBSAMPLING
+from jaxthd.packing.fit import longest_run
 from jaxthd.packing.layout import row_permutation
 from jaxthd.planning.lengths import Lengths, slots_of
 
@@ -205,17 +206,8 @@ def rows_of_buffer(
     """
     runs, rest = [], list(buffer)
     while rest:
-        taken = next(
-            (n for n in range(len(rest), 0, -1) if _fits(rest[:n], chunks, audio_ranks, rank_frames)), 0
-        )
+        taken = longest_run([chunks[document] for document in rest], audio_ranks, rank_frames)
         if taken:
             runs.append(rest[:taken])
         rest = rest[taken or 1 :]
     return runs
-
-
-def _fits(
-    documents: Sequence[int], chunks: Sequence[Sequence[int]], audio_ranks: int, rank_frames: int
-) -> bool:
-    frames = [f for document in documents for f in chunks[document]]
-    return assign_chunks(frames, audio_ranks, rank_frames) is not None

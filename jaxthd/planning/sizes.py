@@ -13,13 +13,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxthd.config import Config
-from jaxthd.models.adapt import trained
 from jaxthd.models.hybrid import repeated_units
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.experts import expert_sharding
 from jaxthd.parallel.mesh import AXES, ranks_of
-from jaxthd.planning.bubble import schedule_of
-from jaxthd.steps.state import abstract_model, stages_of
+from jaxthd.steps.blueprint import Blueprint
 
 Number = int | float
 
@@ -64,8 +62,8 @@ class Sizes:
         self.a = jnp.dtype(compute.dtype).itemsize
         self.w = max(self.a, 4)
         self.parameter = 8 if compute.dtype == "float64" else 4
-        self.stages = stages_of(config)
-        self.schedule = schedule_of(config)
+        self._blueprint = Blueprint(config)
+        self.stages, self.schedule = self._blueprint.stages, self._blueprint.schedule
         self.is_pipelined = len(self.stages.patterns) > 1
         self.live = tuple(axis for axis in AXES if ranks_of(mesh, (axis,)) > 1)
         self.depths = config.depths_trained
@@ -94,8 +92,8 @@ class Sizes:
 
     @cached_property
     def weights(self) -> list[Weight]:
-        found, model = [], abstract_model(self.config)
-        is_trained = nnx.traversals.flatten_mapping(trained(model, self.config.adapt))
+        found, model = [], self._blueprint.model
+        is_trained = nnx.traversals.flatten_mapping(self._blueprint.trained)
         for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
             mesh_axes = variable.get_metadata("mesh_axes")
             is_stacked = bool({"layers", "blocks", "depths"} & set(path))

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxthd.data.loader import BatchReport
+
 Number = float | int
 VALIDATION = "validation_"
 
@@ -15,8 +17,7 @@ VALIDATION = "validation_"
 class StepFacts(NamedTuple):
     """What is known when a step is done.
 
-    results: what the training step returned (jaxthd.steps.training), as Python numbers.
-    report: what its batch held (jaxthd.data.loader).
+    results: StepMetrics (jaxthd.steps.training) of Python numbers. report: what its batch held.
     seconds: wall time of the step.
     compilations: programs compiled so far for the training step.
     skipped_documents: so far in this call.
@@ -24,7 +25,7 @@ class StepFacts(NamedTuple):
 
     step: int
     results: Any
-    report: Mapping[str, Any]
+    report: BatchReport
     seconds: float
     compilations: int
     skipped_documents: int
@@ -115,53 +116,53 @@ STEP_METRICS: list[Metric] = [
         "real_tokens",
         "tokens",
         "token slots that hold a document's token",
-        lambda x: x.report["real_tokens"],
+        lambda x: x.report.real_tokens,
     ),
     Metric(
         "padding_tokens",
         "slots",
         "token slots that hold padding",
-        lambda x: x.report["capacity_tokens"] - x.report["real_tokens"],
+        lambda x: x.report.capacity_tokens - x.report.real_tokens,
     ),
     Metric(
         "capacity_tokens",
         "slots",
         "token slots of the step's buffers",
-        lambda x: x.report["capacity_tokens"],
+        lambda x: x.report.capacity_tokens,
     ),
     Metric(
         "supervised_tokens",
         "tokens",
         "tokens that the loss is over",
-        lambda x: x.report["supervised_tokens"],
+        lambda x: x.report.supervised_tokens,
     ),
-    Metric("documents", "documents", "documents of the step", lambda x: x.report["documents"]),
-    Metric("audio_seconds", "s", "audio of the step", lambda x: x.report["audio_seconds"]),
+    Metric("documents", "documents", "documents of the step", lambda x: x.report.documents),
+    Metric("audio_seconds", "s", "audio of the step", lambda x: x.report.audio_seconds),
     Metric(
         "imbalance",
         "ratio",
         "attention work of the busiest context rank over the mean; the largest of the step's buffers",
-        lambda x: x.report["imbalance"],
+        lambda x: x.report.imbalance,
     ),
     Metric(
         "padding_ratio",
         "share",
         "padding_tokens over capacity_tokens",
-        lambda x: 1 - x.report["real_tokens"] / x.report["capacity_tokens"],
+        lambda x: 1 - x.report.real_tokens / x.report.capacity_tokens,
         "{:.1%}",
     ),
     Metric(
         "target_to_input_ratio",
         "share",
         "supervised_tokens over capacity_tokens, as NeMo's speechlm2 reports it",
-        lambda x: x.report["supervised_tokens"] / x.report["capacity_tokens"],
+        lambda x: x.report.supervised_tokens / x.report.capacity_tokens,
         "{:.1%}",
     ),
     Metric(
         "tokens_per_second",
         "tokens/s",
         "real_tokens over step_seconds",
-        lambda x: x.report["real_tokens"] / x.seconds,
+        lambda x: x.report.real_tokens / x.seconds,
         "{:,.0f}",
     ),
     Metric(
@@ -205,8 +206,8 @@ def measured(metrics: Iterable[Metric], facts: StepFacts | ValidationFacts) -> d
 
 
 def metrics_line(facts: StepFacts) -> dict[str, Any]:
-    """A step's line of metrics.jsonl."""
-    return {"step": facts.step, **measured(STEP_METRICS, facts)}
+    """A step's line of metrics.jsonl; the objective's own quotients come last, by their names."""
+    return {"step": facts.step, **measured(STEP_METRICS, facts), **facts.results.objective}
 
 
 def values(lines: Iterable[Mapping[str, Any]], name: str) -> list[tuple[int, Number]]:

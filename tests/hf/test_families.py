@@ -9,8 +9,9 @@ from jaxthd.config import EncoderConfig, LLMConfig
 from jaxthd.errors import UserError
 from jaxthd.hf.nemotron_h import llm_config
 from jaxthd.hf.parakeet import encoder_config
+from scripts.comparison.published import Published
 from tests.helpers import assert_same
-from tests.hf.published import FAMILIES, Published, published
+from tests.hf.published import FAMILIES, published
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

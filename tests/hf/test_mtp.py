@@ -22,9 +22,10 @@ from jaxthd.hf.nemotron_h import llm_fields
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.steps.state import model_graph
+from jaxthd.steps.blueprint import Blueprint
+from scripts.comparison.published import BASE, COMPUTE
 from tests.helpers import assert_same, spans
-from tests.hf.published import BASE, COMPUTE, write_published
+from tests.hf.published import write_published
 from tests.mtp_reference import mtp_logits, softmax
 
 LENGTHS = (5, 1, 16, 2, 3)
@@ -93,15 +94,15 @@ def test_predictions_are_those_of_the_tensors(tmp_path):
     batch, _ = pack_row(documents, **sizes, depths=2)
     with jax.enable_x64(True):
         weights = load_weights([folder], config, make_mesh(config.mesh))
-        graph = model_graph(config)
+        graph = Blueprint(config).graph
 
-        def ahead(params: Any, buffers: Any, batch: Any) -> Any:
+        def predicted(params: Any, buffers: Any, batch: Any) -> Any:
             model = nnx.merge(graph, params, buffers)
-            (x_ND, *ahead), _ = model.enter_with_ahead(batch, axes=(), train=False)
+            (x_ND, *future), _ = model.enter_with_future(batch, axes=(), train=False)
             h_ND, _ = model.decoder(x_ND, model.segments(batch, ()))
-            return model.leave_with_ahead(h_ND, ahead, batch, ())[1].log_probs, model.hidden(h_ND), x_ND
+            return model.leave_with_future(h_ND, future, batch, ())[1].log_probs, model.hidden(h_ND), x_ND
 
-        found = jax.jit(ahead)(*weights, jax.tree.map(jnp.asarray, batch))
+        found = jax.jit(predicted)(*weights, jax.tree.map(jnp.asarray, batch))
         logp_KN, h_ND, x_ND = map(np.asarray, found)
         tensors = {n: x.astype(np.float64) for n, x in load_file(folder / "model.safetensors").items()}
         head = tensors["lm_head.weight"]
@@ -167,7 +168,7 @@ def test_a_model_may_do_without_it(tmp_path, capsys):
     model = replace(read, llm=replace(read.llm, mtp_pattern=""))
     arrays = imported(folder, model)
     assert not any(name.startswith("mtp.") for name in arrays)
-    assert "left out, being no part of the model: mtp (" in capsys.readouterr().out
+    assert "not read, being no part of the model: mtp (" in capsys.readouterr().out
 
 
 def test_it_is_drawn_where_the_checkpoint_has_none(tmp_path, capsys):

@@ -27,7 +27,7 @@ def test_errors_are_counted_over_all_words_not_averaged_over_documents():
     assert word_error_rate(hypotheses(("one", ""))) == 1
 
 
-def test_references_without_a_word_are_left_out():
+def test_references_without_a_word_do_not_count():
     assert word_error_rate(hypotheses(("...", "noise"), ("one two", "one"))) == pytest.approx(1 / 2)
     assert math.isnan(word_error_rate(hypotheses(("...", "noise"))))
 

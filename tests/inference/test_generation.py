@@ -23,8 +23,8 @@ from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.stages import to_stages
-from jaxthd.steps.state import abstract_model, model_graph, stages_of
-from tests.helpers import random_state
+from jaxthd.steps.blueprint import Blueprint
+from scripts.comparison.weights import random_state
 
 NEW = 10
 CONFIG = Config(
@@ -77,7 +77,7 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> list[Example]:
 @functools.cache
 def weights() -> tuple[Any, Any]:
     """In the canonical form. Small embeddings, so that more than the last token tells what comes next."""
-    _, params, buffers = random_state(abstract_model(CONFIG))
+    _, params, buffers = random_state(Blueprint(CONFIG).model)
     return {**params, "embedding": 0.1 * params["embedding"]}, buffers
 
 
@@ -90,7 +90,7 @@ def generator(mesh: MeshConfig = MeshConfig(), **options: Any) -> Generator:  # 
 
 @functools.cache
 def made(config: Config, options: tuple[tuple[str, int], ...]) -> Generator:
-    held = to_stages(weights(), stages_of(config))
+    held = to_stages(weights(), Blueprint(config).stages)
     return Generator(config, make_mesh(config.mesh), *held, **dict(options))
 
 
@@ -99,7 +99,7 @@ def next_token() -> Any:
     """(the document so far, key, the token's number, sampling) -> the token, by a whole forward pass over it
     alone: nothing cached or packed.
     """
-    graph = model_graph(CONFIG)
+    graph = Blueprint(CONFIG).graph
 
     def program(params: Any, buffers: Any, batch: Any, last: Any, *how: Any) -> Any:
         model = nnx.merge(graph, params, buffers)

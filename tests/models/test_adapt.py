@@ -39,18 +39,12 @@ from jaxthd.parallel.schedule import make_schedule
 from jaxthd.parallel.stages import from_stages, to_stages
 from jaxthd.planning.compiled_step import abstract_batch
 from jaxthd.planning.parameters import state_bytes
-from jaxthd.steps.state import (
-    abstract_model,
-    abstract_state,
-    canonical_form,
-    canonical_shardings,
-    init_state,
-    make_optimizer,
-    stages_of,
-    training_form,
-)
-from jaxthd.steps.step import loss_and_gradient, make_scores, make_train_step
-from tests.helpers import random_state
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.optimizer import make_optimizer
+from jaxthd.steps.scoring import make_scoring_step
+from jaxthd.steps.state import abstract_state, canonical_form, canonical_shardings, init_state, training_form
+from jaxthd.steps.training import loss_and_gradient, make_train_step
+from scripts.comparison.weights import random_state
 from tests.steps.test_step import batch_of
 
 MODEL = ModelConfig(
@@ -84,7 +78,7 @@ def run(
 
 
 def names_that_train(adapt: AdaptConfig) -> set[str]:
-    flat = nnx.traversals.flatten_mapping(trained(abstract_model(run(adapt)), adapt))
+    flat = nnx.traversals.flatten_mapping(Blueprint(run(adapt)).trained)
     return {dotted(path) for path, is_trained in flat.items() if is_trained}
 
 
@@ -153,9 +147,11 @@ def test_frozen_parameters_statistics_and_routers_stay_to_the_bit():
     mesh = make_mesh(config.mesh)
     rows = jax.tree.map(lambda *x: np.concatenate(x), batch_of([5, 20, 11], 1), batch_of([17, 3], 1))
     batch = put_batch(rows, mesh)
-    state, step = init_state(config, mesh), make_train_step(config, mesh)
+    state, step = init_state(Blueprint(config), mesh), make_train_step(Blueprint(config), mesh)
     was = jax.tree.map(np.asarray, state)
-    logp = np.asarray(make_scores(config, mesh)(state.params, state.buffers, batch).log_probs)
+    logp = np.asarray(
+        make_scoring_step(Blueprint(config), mesh)(state.params, state.buffers, batch).log_probs
+    )
     losses = []
     for _ in range(2):
         state, measured = step(state, batch)
@@ -184,12 +180,12 @@ def test_each_part_moves_at_its_learning_rate():
     adapt = replace(LORA, freeze=("encoder.sub*",), **factors)
     config = run(adapt)
     with jax.enable_x64(True):
-        model = abstract_model(run(adapt, dtype="float64"))
+        model = Blueprint(run(adapt, dtype="float64")).model
         params = random_state(model)[1]
         own, _ = split(params, trained(model, adapt))
         rng = np.random.default_rng(1)
         gradients = jax.tree.map(lambda x: rng.normal(size=x.shape), own)
-        optimizer = make_optimizer(config)
+        optimizer = make_optimizer(Blueprint(config))
         updates, _ = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p))(gradients, own)
     updates, gradients, own = map(named_arrays, (updates, gradients, own))
     clip = TRAIN.clip_norm / np.sqrt(sum(np.square(g).sum() for g in gradients.values()))
@@ -207,16 +203,16 @@ def test_the_merged_model_computes_the_same():
     adapt = AdaptConfig(lora_rank=3, lora_alpha=2.0, lora_targets=("*",))
     config = run(adapt, dtype="float64")
     with jax.enable_x64(True):
-        _, params, buffers = random_state(abstract_model(config))
+        _, params, buffers = random_state(Blueprint(config).model)
         plain, plain_config = merge_lora(params, config)
         assert plain_config == run(replace(adapt, lora_rank=0), dtype="float64")
-        like = abstract_state(plain_config).params
+        like = abstract_state(Blueprint(plain_config)).params
         assert jax.tree.map(np.shape, plain) == jax.tree.map(np.shape, like)
         assert merge_lora(plain, plain_config) == (plain, plain_config)
         mesh = make_mesh(config.mesh)
         batch = put_batch(batch_of([5, 20, 11], 1), mesh)
         adapted, merged = (
-            np.asarray(make_scores(c, mesh)(p, buffers, batch).log_probs)
+            np.asarray(make_scoring_step(Blueprint(c), mesh)(p, buffers, batch).log_probs)
             for c, p in ((config, params), (plain_config, plain))
         )
     np.testing.assert_allclose(merged, adapted, atol=1e-11)
@@ -225,8 +221,8 @@ def test_the_merged_model_computes_the_same():
 
 def test_a_pipelines_stacks_merge_too():
     config = run(LORA, MeshConfig(pipeline=2, stages_per_rank=2))
-    params = jax.tree.map(np.float32, random_state(abstract_model(run(LORA)))[1])
-    stages = stages_of(config)
+    params = jax.tree.map(np.float32, random_state(Blueprint(run(LORA)).model)[1])
+    stages = Blueprint(config).stages
     staged = from_stages(merge_lora(to_stages(params, stages), config)[0], stages)
     jax.tree.map(np.testing.assert_array_equal, staged, merge_lora(params, run(LORA))[0])
 
@@ -245,7 +241,7 @@ def multiply_adds(function: Callable[..., Any], config: Config) -> int:
             total += sum(count(sub, often) for sub in jaxprs_in_params(equation.params))
         return total
 
-    model = abstract_model(config)
+    model = Blueprint(config).model
     state = (nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, Buffer))
     program = jax.make_jaxpr(function(config, make_mesh(config.mesh)))(*state, abstract_batch(config))
     return count(program.jaxpr, 1)
@@ -265,7 +261,7 @@ def test_no_backward_pass_goes_through_a_frozen_encoder(mesh: MeshConfig):
     """A step's products over audio are those of the forward pass alone, in every tick of the schedule. Else
     about four times as many: the blocks are computed again, then each product has two gradients."""
     backward, forward = (make_schedule(1, mesh.pipeline, 1, backward=b).ticks for b in (True, False))
-    scored = audio_multiply_adds(make_scores, AdaptConfig(), mesh) / forward
+    scored = audio_multiply_adds(make_scoring_step, AdaptConfig(), mesh) / forward
     frozen = replace(LORA, freeze=("encoder.*", "adapter.*"))
     assert audio_multiply_adds(loss_and_gradient, frozen, mesh) / backward == scored
     assert audio_multiply_adds(loss_and_gradient, AdaptConfig(), mesh) / backward > 3.5 * scored
@@ -287,12 +283,18 @@ def test_a_checkpoint_holds_what_trains_and_returns_on_any_mesh(tmp_path: Path):
     piped, other = (run(LORA, mesh, "*-") for mesh in sizes)
     meshes = make_mesh(piped.mesh), make_mesh(other.mesh)
     rng = np.random.default_rng(0)
-    noise = jax.tree.map(lambda x: rng.integers(0, 9, x.shape).astype(x.dtype), abstract_state(piped))
-    state = training_form(jax.device_put(noise, canonical_shardings(piped, meshes[0])), piped, meshes[0])
+    noise = jax.tree.map(
+        lambda x: rng.integers(0, 9, x.shape).astype(x.dtype), abstract_state(Blueprint(piped))
+    )
+    state = training_form(
+        jax.device_put(noise, canonical_shardings(Blueprint(piped), meshes[0])), Blueprint(piped), meshes[0]
+    )
     with Checkpoints(tmp_path, 1) as checkpoints:
-        checkpoints.save(3, canonical_form(state, piped, meshes[0]), {})
+        checkpoints.save(3, canonical_form(state, Blueprint(piped), meshes[0]), {})
     with Checkpoints(tmp_path, 1) as checkpoints:
-        found = checkpoints.restore_latest(abstract_state(other), canonical_shardings(other, meshes[1]))
+        found = checkpoints.restore_latest(
+            abstract_state(Blueprint(other)), canonical_shardings(Blueprint(other), meshes[1])
+        )
         assert found is not None
         jax.tree.map(np.testing.assert_array_equal, found[0], noise)
         moments = found[0].opt_state[1][0].mu
@@ -300,7 +302,9 @@ def test_a_checkpoint_holds_what_trains_and_returns_on_any_mesh(tmp_path: Path):
         assert set(named_arrays(moments)) == names_that_train(LORA) - others
         less = replace(other, adapt=replace(LORA, freeze=("encoder.*", "adapter.*")))
         with pytest.raises(UserError, match="is of another model: 6 arrays differ"):
-            checkpoints.restore_latest(abstract_state(less), canonical_shardings(less, meshes[1]))
+            checkpoints.restore_latest(
+                abstract_state(Blueprint(less)), canonical_shardings(Blueprint(less), meshes[1])
+            )
 
 
 def test_names_are_listed_for_patterns(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

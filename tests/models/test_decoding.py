@@ -11,14 +11,14 @@ import pytest
 from flax import nnx
 
 from jaxthd.config import Config, MeshConfig
-from jaxthd.packing.batch import Batch
+from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.prompts import find_prompts
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.parallel.stages import to_stages
-from jaxthd.steps.state import model_graph, stages_of
-from jaxthd.steps.step import Scores, make_validation_step
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.validation import Scores, make_validation_step
 from tests.test_exactness import (
     AUDIO,
     CAPACITY,
@@ -62,7 +62,7 @@ def _with_answer(document: Document) -> Document:
 
 @functools.cache
 def next_token_program() -> Any:
-    graph = model_graph(run_config(1, 1, "ring", "float64"))
+    graph = Blueprint(run_config(1, 1, "ring", "float64")).graph
 
     def logits(params: Any, buffers: Any, batch: Any) -> Any:
         model = nnx.merge(graph, params, buffers)
@@ -111,8 +111,8 @@ def decoded_by(config: Config, host: Batch, end_id: int) -> tuple[Scores, dict[s
     mesh, layout = make_mesh(config.mesh), config.compute.context_layout
     round_to = 1 if layout == "buffer" else ROUND_TO
     ends, _ = find_prompts(host, config.mesh.context, max_documents=5, layout=layout, round_to=round_to)
-    step = make_validation_step(config, mesh, end_id=end_id, new_tokens=NEW)
-    held = to_stages(state("float64"), stages_of(config))
+    step = make_validation_step(Blueprint(config), mesh, end_id=end_id, new_tokens=NEW)
+    held = to_stages(state("float64"), Blueprint(config).stages)
     scores, tokens = step(*held, put_batch(host, mesh), ends)
     assert tokens.shape == (ends.last.size, NEW)
     tokens = np.asarray(tokens).reshape(*ends.last.shape, NEW)
@@ -162,7 +162,7 @@ def test_pipeline_and_tensor_ranks_decode_together(mesh: MeshConfig):
         )[0]
         for row in documents()
     ]
-    host = Batch(*map(np.concatenate, zip(*rows, strict=True)))
+    host = concatenate_rows(rows)
     config = replace(run_config(mesh.data, mesh.context, "ring", "float64"), mesh=mesh)
     with jax.enable_x64(True):
         scores, answers = decoded_by(config, host, -1)

@@ -19,8 +19,9 @@ from jaxthd.models.fastconformer import FastConformer
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.params import Buffer, Init
+from scripts.comparison.published import BASE, arranged, group, nested, shapes_of
 from tests.helpers import assert_same
-from tests.hf.published import BASE, arranged, group, load_reference, nested, shapes_of
+from tests.hf.published import load_reference
 
 CONFIG = EncoderConfig(num_mels=16, layers=2, dim=32, heads=4, ffn_dim=64, subsampling_channels=16)
 LENGTHS = (8, 16, 17, 9, 100, 203)
@@ -104,7 +105,7 @@ def from_parakeet(named: dict[str, np.ndarray]) -> tuple[Any, Any]:
     shapes = shapes_of(Config(model=replace(BASE, encoder=CONFIG)))
     names = Names(shapes)
     write_encoder(CONFIG, names)
-    found = arranged([t for t in names.tensors if t.parts and t.name in named], named, shapes)
+    found = arranged([t for t in names.tensors if t.slices and t.name in named], named, shapes)
     trees: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     for name, x in found.items():
         is_buffer = name.endswith((".mean", ".variance"))

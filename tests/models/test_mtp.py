@@ -10,13 +10,14 @@ import numpy as np
 from flax import nnx
 
 from jaxthd.config import AdaptConfig, Config, MeshConfig, TrainConfig
-from jaxthd.packing.batch import Batch
+from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
-from jaxthd.steps.state import abstract_model, model_graph
-from jaxthd.steps.step import Gradient, loss_and_gradient
-from tests.helpers import assert_same, random_state
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.training import Gradient, loss_and_gradient
+from scripts.comparison.weights import random_state
+from tests.helpers import assert_same
 from tests.mtp_reference import mtp_logits
 from tests.test_exactness import (
     AUDIO,
@@ -50,7 +51,7 @@ def run_config(mesh: MeshConfig | None = None, **compute: Any) -> Config:
 def state() -> tuple[Any, Any]:
     """(parameters, buffers)."""
     with jax.enable_x64(True):
-        return random_state(abstract_model(run_config()))[1:]
+        return random_state(Blueprint(run_config()).model)[1:]
 
 
 @functools.cache
@@ -82,14 +83,14 @@ def pack(config: Config) -> Batch:
         )[0]
         for row in documents()
     ]
-    return Batch(*map(np.concatenate, zip(*packed, strict=True)))
+    return concatenate_rows(packed)
 
 
 @functools.cache
 def evaluate(config: Config) -> Gradient:
     with jax.enable_x64(True):
         mesh = make_mesh(config.mesh)
-        program = jax.jit(loss_and_gradient(config, mesh))
+        program = jax.jit(loss_and_gradient(Blueprint(config), mesh))
         found = program(*state(), put_batch(pack(config), mesh))
         return jax.tree.map(np.asarray, found)
 
@@ -140,7 +141,7 @@ def each_document_alone() -> tuple[np.ndarray, Any]:
     every = [one for row in documents() for one in row]
     counts = np.array([sum(one.supervised[d:].sum() for one in every) for d in range(1, LLM.mtp_depths + 2)])
     with jax.enable_x64(True):
-        graph = model_graph(run_config())
+        graph = Blueprint(run_config()).graph
 
         def objective(params: Any, buffers: Any, one: Parts) -> tuple[jax.Array, jax.Array]:
             shares = losses_of(params, buffers, graph, one) / counts
@@ -160,16 +161,16 @@ def only_trained(gradients: Any, got: Any) -> Any:
 def test_packed_equals_each_document_alone():
     """Values of shared weights are compared in tests/hf/test_mtp.py, their gradients in test_meshes.py."""
     got = evaluate(run_config())
-    (loss, *ahead), gradients = each_document_alone()
+    (loss, *future), gradients = each_document_alone()
     np.testing.assert_allclose(got.loss, loss, rtol=1e-12)
-    np.testing.assert_allclose(got.ahead.loss, ahead, rtol=1e-12)
+    np.testing.assert_allclose(got.future.loss, future, rtol=1e-12)
     assert_same(got.gradients, only_trained(gradients, got.gradients), 1e-10)
     assert all(g.any() for g in jax.tree.leaves(got.gradients["mtp"]))
     every = [len(one) for row in documents() for one in row]
     have_token = [sum(max(n - depth - 1, 0) for n in every) for depth in range(LLM.mtp_depths)]
-    np.testing.assert_array_equal(got.ahead.routing.tokens, have_token)
+    np.testing.assert_array_equal(got.future.routing.tokens, have_token)
     np.testing.assert_array_equal(
-        got.ahead.routing.load.sum(1), np.multiply(have_token, LLM.experts_per_token)
+        got.future.routing.load.sum(1), np.multiply(have_token, LLM.experts_per_token)
     )
 
 

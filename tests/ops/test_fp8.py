@@ -14,9 +14,10 @@ from jax.extend.core import jaxprs_in_params
 from jaxthd.config import ComputeConfig, Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.ops.fp8 import fp8_product
 from jaxthd.parallel.mesh import make_mesh, put_batch
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import init_state
-from jaxthd.steps.step import loss_and_gradient, make_train_step
-from tests.helpers import relative_errors
+from jaxthd.steps.training import loss_and_gradient, make_train_step
+from scripts.comparison.errors import relative_errors
 from tests.steps.test_step import batch_of
 
 MODEL = ModelConfig(
@@ -81,8 +82,8 @@ def products_of(jaxpr: Any) -> Counter[str]:
 
 def of_step(config: Config) -> Counter[str]:
     mesh = make_mesh(config.mesh)
-    state, batch = init_state(config, mesh), put_batch(batch_of([5, 20, 11], 1), mesh)
-    found = products_of(jax.make_jaxpr(make_train_step(config, mesh))(state, batch).jaxpr)
+    state, batch = init_state(Blueprint(config), mesh), put_batch(batch_of([5, 20, 11], 1), mesh)
+    found = products_of(jax.make_jaxpr(make_train_step(Blueprint(config), mesh))(state, batch).jaxpr)
     return Counter({types: n for types, n in found.items() if "float8" in types})
 
 
@@ -102,10 +103,15 @@ def test_projections_that_match_are_computed_in_8_bits():
 def test_gradients_are_near_those_of_the_plain_model(sizes: MeshConfig):
     mesh = make_mesh(sizes)
     plain = Config(mesh=sizes, model=MODEL)
-    state, batch = init_state(plain, mesh), put_batch(batch_of([5, 20, 11, 1, 17], sizes.context), mesh)
+    state, batch = (
+        init_state(Blueprint(plain), mesh),
+        put_batch(batch_of([5, 20, 11, 1, 17], sizes.context), mesh),
+    )
     results = []
     for config in (plain, replace(plain, compute=ComputeConfig(fp8=MLP))):
-        results.append(jax.jit(loss_and_gradient(config, mesh))(state.params, state.buffers, batch))
+        results.append(
+            jax.jit(loss_and_gradient(Blueprint(config), mesh))(state.params, state.buffers, batch)
+        )
     (loss, gradient), (loss8, gradient8) = ((r[0], r[1]) for r in results)
     assert abs(loss8 - loss) < 0.01 * loss
     mlp, mlp8 = (g["decoder"]["layers"]["mlp"]["mixer"] for g in (gradient, gradient8))

@@ -33,7 +33,7 @@ FLAGS = "--xla_backend_optimization_level=0 " + " ".join(
 )
 PLAIN = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
 CLOCK = {"time", "tokens_per_second", "step_seconds", "compilations", "skipped_documents", "imbalance"}
-"""What a metrics line says of its own call (skipped_documents: those that it met), and of the mesh."""
+"""What a metrics line says of its own call (skipped_documents: items that it met), and of the mesh."""
 
 
 def config(manifest: Path) -> Config:

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from jaxthd.config import Config, DataConfig, MeshConfig
-from jaxthd.data.pipeline import PackDocuments
+from jaxthd.data.packer import PackDocuments
 from jaxthd.packing.document import Document
-from jaxthd.packing.pack import document_frames, pack_row
+from jaxthd.packing.pack import pack_row
 from jaxthd.planning.lengths import Lengths
 from jaxthd.planning.simulate import balance, pack_lengths, padded, rows_of_buffer, simulate
 from tests.packing.test_pack import MELS, random_documents
@@ -16,7 +16,7 @@ WORK = (3.0, 0.5)
 
 
 def lengths_of(documents: list[Document]) -> Lengths:
-    chunks = [document_frames([d]) for d in documents]
+    chunks = [list(d.chunk_frames) for d in documents]
     seconds = [sum(map(len, d.chunks)) / 100 for d in documents]
     tokens, frames = [len(d) for d in documents], [d.mel_frames for d in documents]
     return Lengths(np.array(tokens), np.array(frames), np.array(seconds), chunks)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from jaxthd.data.loader import BatchReport, RowReport
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.run import metrics_file, progress, tensorboard
 from jaxthd.run.metrics import StepFacts, metrics_line, values
@@ -22,15 +23,7 @@ from jaxthd.run.metrics_file import Metrics, read_metrics
 from jaxthd.run.progress import summary
 from jaxthd.run.tensorboard import EventFile
 
-REPORT = {
-    "documents": 7,
-    "real_tokens": 180,
-    "supervised_tokens": 40,
-    "capacity_tokens": 200,
-    "audio_seconds": 12.5,
-    "imbalance": 1.25,
-    "keys": (("a", "b"),),
-}
+REPORT = BatchReport((RowReport(0, 7, 180, 40, 200, 12.5, 1.25),), (("a", "b"),))
 RESULTS = {
     "validation_loss": 1.5,
     "validation_accuracy": 0.625,
@@ -41,7 +34,9 @@ RESULTS = {
 
 def line(step: int, loss: float = 2.5, seconds: float = 0.5, **more: float | int) -> dict[str, Any]:
     optional = dict.fromkeys(("mtp_loss", "max_expert_load", "aux_loss"))
-    results = SimpleNamespace(loss=loss, grad_norm=3.0, learning_rate=1e-3, skipped=0, **optional)
+    results = SimpleNamespace(
+        loss=loss, grad_norm=3.0, learning_rate=1e-3, skipped=0, objective={}, **optional
+    )
     return metrics_line(StepFacts(step, results, REPORT, seconds, 1, 0)) | more
 
 

@@ -25,9 +25,11 @@ from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.parallel.params import Buffer, weight_decay_mask
-from jaxthd.steps.state import abstract_model, init_state, learning_rate_schedule
-from jaxthd.steps.step import loss_and_gradient, make_train_step
-from tests.helpers import random_state
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.optimizer import learning_rate_schedule
+from jaxthd.steps.state import init_state
+from jaxthd.steps.training import loss_and_gradient, make_train_step
+from scripts.comparison.weights import random_state
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),
@@ -37,7 +39,7 @@ MODEL = ModelConfig(
 
 
 def test_weight_decay_is_on_weight_matrices_only():
-    mask = weight_decay_mask(nnx.state(abstract_model(Config(model=MODEL)), nnx.Param))
+    mask = weight_decay_mask(nnx.state(Blueprint(Config(model=MODEL)).model, nnx.Param))
     flat = {jax.tree_util.keystr(p): m for p, m in jax.tree_util.tree_leaves_with_path(mask)}
     names = {True: set(), False: set()}
     for path, decayed in flat.items():
@@ -84,11 +86,13 @@ def test_bfloat16_is_near_float32_and_everything_is_finite():
     mesh = make_mesh(sizes)
     batch = put_batch(batch_of([5, 20, 11, 1, 17], 2), mesh)
     model = replace(MODEL, llm=replace(MODEL.llm, pattern="M*-"))
-    state = init_state(Config(mesh=sizes, model=model), mesh)
+    state = init_state(Blueprint(Config(mesh=sizes, model=model)), mesh)
     results = []
     for dtype in ("float32", "bfloat16"):
         config = Config(mesh=sizes, model=model, compute=ComputeConfig(dtype=dtype))
-        results.append(jax.jit(loss_and_gradient(config, mesh))(state.params, state.buffers, batch))
+        results.append(
+            jax.jit(loss_and_gradient(Blueprint(config), mesh))(state.params, state.buffers, batch)
+        )
     (loss, gradients, *_), (low_loss, low_gradients, low_buffers, *_) = results
     np.testing.assert_allclose(low_loss, loss, rtol=1e-2)
     assert {x.dtype for x in jax.tree.leaves((low_gradients, low_buffers))} == {np.dtype(np.float32)}
@@ -101,7 +105,7 @@ def test_bfloat16_is_near_float32_and_everything_is_finite():
 def test_gradients_of_a_frequent_token_are_summed_in_float32():
     """In bfloat16 a sum stops growing at 256 times its terms."""
     config = Config(model=MODEL, compute=ComputeConfig(dtype="bfloat16"))
-    graph, params, buffers = random_state(abstract_model(config))
+    graph, params, buffers = random_state(Blueprint(config).model)
     params = jax.tree.map(np.float32, params)
 
     def summed(params: Any) -> Any:
@@ -118,11 +122,11 @@ def test_an_update_that_is_not_finite_is_left_out_and_counted():
     """A batch with a NaN, then an infinity, between sound ones: as if they had never been seen."""
     config = Config(mesh=MeshConfig(context=2), model=MODEL)
     mesh = make_mesh(config.mesh)
-    step = make_train_step(config, mesh)
+    step = make_train_step(Blueprint(config), mesh)
     sound = batch_of([5, 20, 11, 1, 17], 2)
 
     def run(batches: list[Batch]) -> tuple[Any, list[Any]]:
-        state, metrics = init_state(config, mesh), []
+        state, metrics = init_state(Blueprint(config), mesh), []
         for batch in batches:
             state, measured = step(state, put_batch(batch, mesh))
             metrics.append(jax.tree.map(float, measured))
@@ -151,8 +155,8 @@ def test_boundaries_are_derived_once_a_step_and_never_in_a_layer():
     config = Config(mesh=MeshConfig(context=2), model=MODEL)
     mesh = make_mesh(config.mesh)
     batch = put_batch(batch_of([5, 20, 11, 1, 17], 2), mesh)
-    params, buffers = (nnx.to_pure_dict(nnx.state(abstract_model(config), k)) for k in (nnx.Param, Buffer))
-    program = jax.make_jaxpr(loss_and_gradient(config, mesh))(params, buffers, batch)
+    params, buffers = (nnx.to_pure_dict(nnx.state(Blueprint(config).model, k)) for k in (nnx.Param, Buffer))
+    program = jax.make_jaxpr(loss_and_gradient(Blueprint(config), mesh))(params, buffers, batch)
 
     def count(jaxpr: Any, inside_loop: bool) -> tuple[int, int]:
         """(at the top, inside loops) occurrences of cummin."""
@@ -172,7 +176,7 @@ def test_boundaries_are_derived_once_a_step_and_never_in_a_layer():
 def test_a_step_reads_nothing_from_the_host_and_writes_nothing_to_it():
     sizes = MeshConfig(context=2)
     mesh, config = make_mesh(sizes), Config(mesh=sizes, model=MODEL)
-    state, step = init_state(config, mesh), make_train_step(config, mesh)
+    state, step = init_state(Blueprint(config), mesh), make_train_step(Blueprint(config), mesh)
     batch = put_batch(batch_of([5, 20, 11, 1, 17], 2), mesh)
     with jax.transfer_guard("disallow"):
         for _ in range(2):

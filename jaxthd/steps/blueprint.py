@@ -1,0 +1,111 @@
+"""The blueprint of a run: everything about its model that follows from the config alone.
+
+Nothing here holds an array or needs a device: shapes, dtypes and shardings are computed by tracing.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from jaxthd.config import Config, MeshConfig
+from jaxthd.models.adapt import add_lora, trained, use_fp8
+from jaxthd.models.speech_lm import SpeechLM
+from jaxthd.parallel.mesh import PIPELINE
+from jaxthd.parallel.params import DECODER_FSDP, Buffer, Init, partition_spec
+from jaxthd.parallel.schedule import Schedule, make_schedule
+from jaxthd.parallel.stages import Stages
+
+Tree = Any
+"""A nested dict of arrays, by the names of the module tree."""
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """The structure of a run's model, its shardings, what trains, its pipeline stages and their schedule.
+
+    Make one for a run and pass it on: every property is computed once, at its first use.
+    A property raises ValueError where the model cannot be built or divided as the config says.
+    """
+
+    config: Config
+
+    @cached_property
+    def model(self) -> SpeechLM:
+        """The model as the mesh's ranks hold it, with global shapes and dtypes for arrays: no memory."""
+        return nnx.eval_shape(lambda: self._make(jax.random.key(0), self.config.mesh, self.stages))
+
+    @cached_property
+    def canonical_model(self) -> SpeechLM:
+        """The same in the canonical form, whose layers are not divided into stages (steps/state.py).
+
+        What a pipeline divides by layers is FSDP-sharded over its ranks too, so that no rank holds more of
+        the canonical form than of the other, or hardly more.
+        """
+        fsdp = (PIPELINE, *DECODER_FSDP)
+        return nnx.eval_shape(lambda: self._make(jax.random.key(0), self.config.mesh, decoder_fsdp=fsdp))
+
+    @cached_property
+    def graph(self) -> nnx.GraphDef:
+        """The structure: nnx.merge(graph, params, buffers) is the model, inside the mesh's shard_map."""
+        return nnx.split(self.model, nnx.Param, Buffer)[0]
+
+    @cached_property
+    def specs(self) -> tuple[Tree, Tree]:
+        """PartitionSpecs of (parameters, buffers), in the places of the arrays."""
+        return specs_of(self.model)
+
+    @cached_property
+    def trained(self) -> Tree:
+        """A bool for every parameter: whether it trains (models/adapt.py)."""
+        return trained(self.model, self.config.adapt)
+
+    @cached_property
+    def stages(self) -> Stages:
+        """The pipeline's stages."""
+        return Stages.of(self.config.model.llm, self.config.mesh)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Which microbatch each pipeline rank computes when, forward and backward."""
+        return self._schedule(backward=True)
+
+    @cached_property
+    def forward_schedule(self) -> Schedule:
+        """The same for the forward pass alone."""
+        return self._schedule(backward=False)
+
+    def initial_weights(self) -> tuple[Tree, Tree]:
+        """(parameters, buffers) in the canonical form, drawn from the config's seed."""
+        model = self._make(jax.random.key(self.config.train.seed), MeshConfig())
+        params, buffers = (nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, Buffer))
+        return params, buffers
+
+    def _schedule(self, *, backward: bool) -> Schedule:
+        config = self.config
+        return make_schedule(
+            config.train.microbatches, config.mesh.pipeline, config.mesh.stages_per_rank, backward=backward
+        )
+
+    def _make(self, key: Array, mesh: MeshConfig, stages: Stages | None = None, **options: Any) -> SpeechLM:
+        config = self.config
+        dtype = jnp.float64 if config.compute.dtype == "float64" else jnp.float32
+        init, documents = Init(key, dtype, mesh), config.data.max_documents
+        model = SpeechLM(config.model, init, config.compute, stages, max_documents=documents, **options)
+        add_lora(model, config.adapt, key)
+        use_fp8(model, config.compute.fp8)
+        return model
+
+
+def specs_of(model: SpeechLM) -> tuple[Tree, Tree]:
+    """PartitionSpecs of a model's (parameters, buffers), in the places of the arrays."""
+
+    def specs(kind: type[nnx.Variable]) -> Tree:
+        found = {path: partition_spec(v) for path, v in nnx.to_flat_state(nnx.state(model, kind))}
+        return nnx.traversals.unflatten_mapping(found)
+
+    return specs(nnx.Param), specs(Buffer)

@@ -1,0 +1,193 @@
+"""The model in the three functions that a pipeline runs, with the objective at their end.
+
+`enter` embeds text and audio, `stage` applies a pipeline stage's layers, `leave` gives this rank's share of
+the objective. All run inside the step's shard_map. Every rank differentiates its own share: its sums over the
+counts of the whole batch, which are known before. The shares of all ranks add up to the loss, so gradients of
+what several ranks hold are summed over these ranks once, afterwards (steps/training.py).
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from jaxthd.config import Config
+from jaxthd.models.adapt import join
+from jaxthd.models.mixers import Routing
+from jaxthd.models.speech_lm import SpeechLM
+from jaxthd.objectives import LOSS, Objective, Tokens, make_objective
+from jaxthd.objectives.sft import negative_log_likelihood
+from jaxthd.packing.batch import Batch
+from jaxthd.parallel.mesh import AXES, CONTEXT, PIPELINE, TENSOR, TOKEN_AXES, ranks_of
+from jaxthd.parallel.pipelined import PipelinedModel, PipelinedParams
+from jaxthd.steps.blueprint import Blueprint, Tree
+
+
+class FuturePrediction(NamedTuple):
+    """Multi-token prediction. loss: of each depth, [K]. routing: of its MoE layers; None without any."""
+
+    loss: Array
+    routing: Routing | None
+
+
+class Counts(NamedTuple):
+    """Denominators over all microbatches and ranks, 1 where there is nothing to count.
+
+    objective: by name. real: tokens that are not padding. supervised_future, real_future: for each depth of
+    multi-token prediction its supervised tokens, and those whose document has a token that far on, [K].
+    """
+
+    objective: dict[str, Array]
+    real: Array
+    supervised_future: Array
+    real_future: Array
+
+
+class Left(NamedTuple):
+    """What `leave` returns beside the share to differentiate: this rank's shares of the objective's quotients,
+    by name, and of FuturePrediction.
+    """
+
+    objective: dict[str, Array]
+    future: FuturePrediction | None
+
+
+def objective_of(config: Config) -> Objective:
+    """Raises UserError as make_objective."""
+    return make_objective(config.train.objective, config.train.objective_options)
+
+
+def count(batch: Batch, config: Config) -> Counts:
+    """The counts of a whole step's batch. Not to be differentiated."""
+    future = batch.future_weights.swapaxes(0, 1), (batch.future_tokens >= 0).swapaxes(0, 1)
+    own = Counts(
+        objective_of(config).counts(_tokens(batch, config)),
+        (batch.segment_ids > 0).sum(),
+        *(x_KRT.sum((1, 2)) for x_KRT in future),
+    )
+    return jax.tree.map(lambda x: jnp.maximum(x, 1), jax.lax.psum(own, TOKEN_AXES))
+
+
+def _tokens(batch: Batch, config: Config) -> Tokens:
+    return Tokens.of(batch, config.data.max_documents, CONTEXT)
+
+
+def divided(params: Tree) -> PipelinedParams:
+    """The parameters by the function that uses them."""
+    of_enter = ("embedding", "encoder", "adapter")
+    decoder = params["decoder"]
+    return PipelinedParams(
+        enter={name: params[name] for name in of_enter if name in params},
+        stage={"layers": decoder["layers"]},
+        leave={name: params[name] for name in ("head", "mtp") if name in params} | {"norm": decoder["norm"]},
+    )
+
+
+def joined(params: PipelinedParams) -> Tree:
+    """The inverse of divided."""
+    last = dict(params.leave)
+    return {**params.enter, "decoder": {**params.stage, "norm": last.pop("norm")}, **last}
+
+
+class Forward:
+    """The three functions for one microbatch.
+
+    They take the parameters that are differentiated; where these are None (frozen), `params` fills them in.
+    The pipeline's state is the encoder's buffers ({} without an encoder). The embeddings of future tokens
+    bypass the stages.
+    counts: None where `leave` is not called. batch_statistics: see SpeechLM.enter's train.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        params: Tree,
+        buffers: Tree,
+        counts: Counts | None,
+        *,
+        batch_statistics: bool,
+    ) -> None:
+        self._blueprint, self._config = blueprint, blueprint.config
+        self._params, self._buffers, self._counts = divided(params), buffers, counts
+        self._batch_statistics = batch_statistics
+        self._objective = objective_of(blueprint.config)
+        # Ranks of these axes compute the same share.
+        self._copies = ranks_of(blueprint.config.mesh, (PIPELINE, TENSOR))
+        stages, mesh = blueprint.stages, self._config.mesh
+        # With a ring all ranks must run one program at a time. Without one, idle ranks need not work.
+        has_ring = mesh.context > 1 and self._config.compute.context_exchange == "ring"
+        self._uniform_program = len(stages.patterns) == 1 or (stages.are_equal and has_ring)
+
+    @property
+    def pipelined(self) -> PipelinedModel:
+        return PipelinedModel(
+            self.enter, self.stage, self.leave, self._blueprint.stages, self._uniform_program
+        )
+
+    def model(self, buffers: Tree, **given: Tree) -> SpeechLM:
+        """The module on this rank. given: parameters of some of the functions, in the place of `params`."""
+        filled = {name: join(some, getattr(self._params, name)) for name, some in given.items()}
+        return nnx.merge(self._blueprint.graph, joined(self._params._replace(**filled)), buffers)
+
+    def enter(self, enter: Tree, state: Tree, batch: Batch) -> tuple[Array, list[Array], Tree]:
+        model = self.model(with_encoder(self._buffers, state), enter=enter)
+        (x_nD, *future), state = model.enter_with_future(batch, axes=AXES, train=self._batch_statistics)
+        return x_nD, future, state
+
+    def stage(self, pattern: str, stage: Tree, chunk: Array | int, x_nD: Array, batch: Batch) -> Any:
+        model = self.model(self._buffers, stage=stage)
+        segments = model.segments(batch, AXES, uniform_program=self._uniform_program)
+        return model.decoder.stage(pattern, chunk, x_nD, segments)
+
+    def leave(self, leave: Tree, x_nD: Array, bypass: list[Array], batch: Batch) -> tuple[Array, Left]:
+        model = self.model(self._buffers, leave=leave)
+        if not bypass:
+            found = self._quotients(model.leave(x_nD, batch), batch)
+            return found[LOSS], Left(found, None)
+        logp_N, (logp_KN, routing) = model.leave_with_future(x_nD, bypass, batch, AXES)
+        assert self._counts is not None
+        found = self._quotients(logp_N, batch)
+        losses = [
+            self._share(
+                negative_log_likelihood(logp_KN[k], batch.future_weights[:, k].reshape(-1)),
+                self._counts.supervised_future[k],
+            )
+            for k in range(len(bypass))
+        ]
+        share = found[LOSS] + self._config.train.mtp_loss * sum(losses) / len(bypass)
+        routed = [each for each in routing if each is not None]
+        for each, real in zip(routed, self._counts.real_future, strict=False):
+            share += auxiliary_share(self._config, each, real) / self._config.mesh.pipeline
+        of_future = model.mtp.joined(routed) if model.mtp and routed else None
+        return share, Left(found, FuturePrediction(jnp.stack(losses), of_future))
+
+    def _quotients(self, logp_N: Array, batch: Batch) -> dict[str, Array]:
+        assert self._counts is not None
+        sums = self._objective.sums(logp_N.reshape(batch.tokens.shape), _tokens(batch, self._config))
+        counts = self._counts.objective
+        return {name: self._share(x, counts.get(name, counts[LOSS])) for name, x in sums.items()}
+
+    def _share(self, total: Array, count: Array) -> Array:
+        return total / count / self._copies
+
+
+def with_encoder(buffers: Tree, encoder: Tree) -> Tree:
+    """The model's buffers with these of the encoder, if it has any."""
+    return {**buffers, "encoder": encoder} if "encoder" in buffers else buffers
+
+
+def auxiliary_share(config: Config, routing: Routing, real: Array) -> Array:
+    """What MoE layers add to this rank's share of the objective: the mean over all that a step runs.
+
+    real: tokens that these layers route in a step.
+    """
+    llm = config.model.llm
+    layers = llm.letters.count("E") + config.depths_trained * llm.mtp_pattern.count("E")
+    return config.train.aux_loss * routing.aux.sum() / (real * layers)
+
+
+def microbatches(batch: Batch, number: int) -> Batch:
+    """[R, ...] -> [number, R / number, ...]."""
+    return jax.tree.map(lambda x: x.reshape(number, len(x) // number, *x.shape[1:]), batch)

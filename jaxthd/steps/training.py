@@ -1,0 +1,216 @@
+"""The training step: one shard_map over all mesh axes around loss and gradient, then the update.
+
+Every rank differentiates its share of the loss (steps/forward.py). With check_vma=False every collective
+inside transposes to the right one: psum to psum, all_gather to psum_scatter, ppermute to its inverse.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxthd.kernels.xla_options import jit_for
+from jaxthd.models.adapt import join, keeps_router_biases, keeps_statistics, split
+from jaxthd.models.mixers import Routing
+from jaxthd.objectives import LOSS
+from jaxthd.packing.batch import Batch
+from jaxthd.parallel.mesh import AXES, PIPELINE, TENSOR, TOKEN_AXES, batch_specs, on_ranks
+from jaxthd.parallel.pipeline import accumulate
+from jaxthd.steps.blueprint import Blueprint, Tree
+from jaxthd.steps.forward import (
+    Forward,
+    FuturePrediction,
+    Left,
+    auxiliary_share,
+    count,
+    divided,
+    joined,
+    microbatches,
+    objective_of,
+    with_encoder,
+)
+from jaxthd.steps.optimizer import learning_rate_schedule, make_optimizer
+from jaxthd.steps.state import TrainState, state_shardings
+
+
+class StepMetrics(NamedTuple):
+    """What a step measures, on the devices; scalars.
+
+    loss: the objective's; for SFT the mean negative log-likelihood over the supervised tokens, natural log.
+    grad_norm: before clipping. learning_rate: of this step. skipped, skipped_in_a_row: the state's counts,
+    this step included. objective: the objective's other quotients, by name. mtp_loss: as loss, of the targets
+    of multi-token prediction, the mean over its depths; None without. max_expert_load: the most tokens that
+    an expert got, over the mean of its layer; aux_loss: the auxiliary loss, 1 for an even load; None without
+    experts.
+    """
+
+    loss: Array
+    grad_norm: Array
+    learning_rate: Array
+    skipped: Array
+    skipped_in_a_row: Array
+    objective: dict[str, Array]
+    mtp_loss: Array | None
+    max_expert_load: Array | None
+    aux_loss: Array | None
+
+
+class Gradient(NamedTuple):
+    """loss: of the next tokens. gradients: of the whole objective for the trained parameters, None for others
+    (models/adapt.py). buffers: after the step. routing: of the decoder's MoE layers in the order of their
+    stack, summed over microbatches; None without any. future: None without multi-token prediction.
+    objective: the quotients other than the loss, by name.
+    """
+
+    loss: Array
+    gradients: Tree
+    buffers: Tree
+    routing: Routing | None
+    future: FuturePrediction | None
+    objective: dict[str, Array] = {}  # noqa: RUF012 (nobody changes it)
+
+
+def loss_and_gradient(blueprint: Blueprint, mesh: Mesh) -> Callable[[Tree, Tree, Batch], Gradient]:
+    """(params, buffers, batch) -> Gradient, each on its sharding. Frozen parameters are constants.
+
+    Every rank divides its rows into train.microbatches equal parts and adds up their gradients, on a pipeline
+    by its schedule. Loss and gradients do not depend on the number of microbatches, up to rounding, but for
+    the encoder's batch statistics and the experts' auxiliary loss, which are those of a microbatch.
+    Raises UserError for an unknown objective.
+    """
+    config = blueprint.config
+    specs, buffer_specs = blueprint.specs
+    trained_specs, _ = split(specs, blueprint.trained)
+    objective_of(config)
+
+    def rank(params: Tree, buffers: Tree, batch: Batch) -> Gradient:
+        counts = count(batch, config)
+        batch_statistics = not keeps_statistics(blueprint.trained)
+        forward = Forward(blueprint, params, buffers, counts, batch_statistics=batch_statistics)
+        own, _ = split(params, blueprint.trained)
+
+        def extra_share(routing: Routing | None) -> Array:
+            if routing is None or not config.train.aux_loss:
+                return jnp.zeros((), jnp.result_type(*jax.tree.leaves(params)))
+            return auxiliary_share(config, routing, counts.real)
+
+        batches = microbatches(batch, blueprint.schedule.microbatches)
+        encoder = buffers.get("encoder", {})
+        step = accumulate(forward.pipelined, blueprint.schedule, divided(own), encoder, batches, extra_share)
+        routing = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), step.extra)
+        gradients = _sum_copies(joined(step.gradients), trained_specs)
+        left: Left = step.out
+        objective, future = jax.lax.psum(left.objective, AXES), left.future
+        if future is not None:
+            future = FuturePrediction(jax.lax.psum(future.loss, AXES), _with_whole_aux(future.routing))
+        loss, buffers = objective.pop(LOSS), with_encoder(buffers, step.state)
+        return Gradient(loss, gradients, buffers, _with_whole_aux(routing), future, objective)
+
+    out_specs = _gradient_specs(blueprint, trained_specs, buffer_specs)
+    return on_ranks(rank, mesh, (specs, buffer_specs, batch_specs()), out_specs)
+
+
+def _gradient_specs(blueprint: Blueprint, trained_specs: Tree, buffer_specs: Tree) -> Gradient:
+    config, everywhere = blueprint.config, PartitionSpec()
+    llm = config.model.llm
+
+    def routing_specs(pattern: str, spec: Any) -> Routing | None:
+        return Routing(spec, spec, spec) if "E" in pattern else None
+
+    future: Any = None
+    if config.depths_trained:
+        future = FuturePrediction(everywhere, routing_specs(llm.mtp_pattern, everywhere))  # type: ignore[arg-type]
+    by_stage = routing_specs(llm.letters, PartitionSpec(PIPELINE))
+    return Gradient(everywhere, trained_specs, buffer_specs, by_stage, future, everywhere)  # type: ignore[arg-type]
+
+
+def _with_whole_aux(routing: Routing | None) -> Routing | None:
+    """The sum of the ranks' shares of aux."""
+    return routing and routing._replace(aux=jax.lax.psum(routing.aux, (*TOKEN_AXES, TENSOR)))
+
+
+def _sum_copies(gradients: Tree, specs: Tree) -> Tree:
+    """Sums gradients over the ranks that hold the same shard of a parameter."""
+    leaves, tree = jax.tree.flatten(gradients)
+    by_axes: dict[tuple[str, ...], list[int]] = {}
+    for i, spec in enumerate(jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))):
+        sharded = {axis for axes in spec if axes for axis in ((axes,) if isinstance(axes, str) else axes)}
+        by_axes.setdefault(tuple(a for a in AXES if a not in sharded), []).append(i)
+    for axes, members in by_axes.items():
+        if axes:
+            for i, total in zip(members, jax.lax.psum([leaves[i] for i in members], axes), strict=True):
+                leaves[i] = total
+    return jax.tree.unflatten(tree, leaves)
+
+
+def make_train_step(
+    blueprint: Blueprint, mesh: Mesh
+) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+    """One optimizer step, jitted; the old state's memory is reused.
+
+    The batch must be on the mesh (parallel.mesh.put_batch). Where loss or gradient is not finite, parameters,
+    optimizer and statistics stay as they were. Frozen parameters always do.
+    """
+    config, is_trained = blueprint.config, blueprint.trained
+    gradient = loss_and_gradient(blueprint, mesh)
+    bias_rates = {
+        module: 0.0 if keeps_router_biases(is_trained, module) else config.train.router_bias_rate
+        for module in ("decoder", "mtp")
+        if module in is_trained
+    }
+    optimizer = make_optimizer(blueprint)
+    schedule = learning_rate_schedule(config.train)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        loss, gradients, buffers, routing, future, objective = gradient(state.params, state.buffers, batch)
+        by_module = {"decoder": routing, "mtp": future and future.routing}
+        grad_norm = optax.tree.norm(gradients)
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        own, frozen = split(state.params, is_trained)
+        updates, opt_state = optimizer.update(gradients, state.opt_state, own)
+        buffers = _balanced(buffers, by_module, bias_rates)
+        new = (optax.apply_updates(own, updates), buffers, opt_state)
+        old = (own, state.buffers, state.opt_state)
+        own, buffers, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+        skipped = state.skipped + ~finite
+        in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
+        # The schedule counts updates, as the optimizer does.
+        rate = jnp.asarray(schedule(state.step - state.skipped))
+        mtp_loss = future and future.loss.mean()
+        load = _load([each for each in by_module.values() if each is not None])
+        metrics = StepMetrics(loss, grad_norm, rate, skipped, in_a_row, objective, mtp_loss, *load)
+        params = join(own, frozen)
+        return TrainState(state.step + 1, skipped, in_a_row, params, buffers, opt_state), metrics
+
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    shardings = state_shardings(blueprint, mesh), everywhere
+    return jit_for(config, mesh, train_step, donate_argnums=0, out_shardings=shardings)
+
+
+def _balanced(buffers: Tree, routing: dict[str, Routing | None], rates: dict[str, float]) -> Tree:
+    """Moves the correction bias of each expert by its module's rate: up if it got fewer tokens than the mean,
+    else down (Wang et al., Auxiliary-Loss-Free Load Balancing, 2024).
+    """
+
+    def change(path: tuple[Any, ...], x: Array) -> Array:
+        of_module = routing.get(path[0].key)
+        if path[-1].key != "correction_bias" or of_module is None or not rates[path[0].key]:
+            return x
+        surplus = of_module.load - of_module.load.mean(-1, keepdims=True)
+        return x - rates[path[0].key] * jnp.sign(surplus).astype(x.dtype)
+
+    return jax.tree_util.tree_map_with_path(change, buffers)
+
+
+def _load(routing: list[Routing]) -> tuple[Array | None, Array | None]:
+    """StepMetrics.max_expert_load and aux_loss."""
+    if not routing:
+        return None, None
+    load_LE, tokens_L, aux_L = (jnp.concatenate(of_modules) for of_modules in zip(*routing, strict=True))
+    mean_L = load_LE.mean(-1)
+    highest = (load_LE.max(-1) / jnp.where(mean_L > 0, mean_L, 1)).max()
+    return highest, aux_L.sum() / jnp.maximum(tokens_L.sum(), 1)

@@ -1,0 +1,30 @@
+"""How far two trees of tensors lie apart: the measure that every check and test of gradients uses."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def relative_errors(got: Any, want: Any) -> dict[str, float]:
+    """Each tensor's |g - g'| / max(|g'|, 1e-3 * t), by name; g' is what is wanted.
+
+    t is the typical norm, root_mean_square_norm(want). The floor keeps tensors whose true value is zero, such
+    as gradients of biases before BatchNorm, from being measured against rounding. Raises AssertionError for
+    a value that is not finite.
+    """
+    got_leaves, want_leaves = ([np.asarray(x, np.float64) for x in jax.tree.leaves(t)] for t in (got, want))
+    floor = 1e-3 * root_mean_square_norm(want)
+    errors = {}
+    names = (jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(got))
+    for name, g, w in zip(names, got_leaves, want_leaves, strict=True):
+        assert np.isfinite(g).all(), f"{name} is not finite"
+        errors[name] = float(np.linalg.norm(g - w)) / max(float(np.linalg.norm(w)), floor, 1e-300)
+    return errors
+
+
+def root_mean_square_norm(tree: Any) -> float:
+    """The root of the mean square of the tensors' norms; 0 for an empty tree."""
+    norms = [np.linalg.norm(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)]
+    return math.sqrt(np.mean(np.square(norms))) if norms else 0.0
