@@ -67,8 +67,9 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def unmatched(patterns: Sequence[str], names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """(pattern, suggestions) for each pattern that matches no name. The suggestions are the names most like it;
-    for a pattern "X.*" they are patterns of the same depth.
+    """(pattern, suggestions) for each pattern that matches no name.
+
+    The suggestions are the names most like it; for a pattern "X.*" they are patterns of the same depth.
     """
     for pattern in patterns:
         if not any(matches(name, [pattern]) for name in names):
@@ -95,7 +96,7 @@ def add_lora(model: nnx.Module, adapt: AdaptConfig, key: Array) -> None:
 
 
 def fp8_projections(model: nnx.Module) -> dict[str, Linear]:
-    """The projections that FP8 can compute, by name. Mamba2's time steps are not among them: they are exponents."""
+    """The projections that FP8 can compute, by name: not Mamba2's time steps, which are exponents."""
     return {name: linear for name, linear in projections(model).items() if not name.endswith(".mixer.dt")}
 
 
@@ -120,15 +121,16 @@ def trained(model: nnx.Module, adapt: AdaptConfig) -> Tree:
 
 
 def keeps_statistics(is_trained: Tree) -> bool:
-    """Whether the encoder's BatchNorms are frozen, or there is no encoder. Frozen ones normalise by their running
-    statistics, which do not change.
+    """Whether the encoder's BatchNorms are frozen, or there is no encoder.
+
+    Frozen ones normalise by their running statistics, which do not change.
     """
     encoder = is_trained.get("encoder")
     return encoder is None or not any(jax.tree.leaves(encoder["blocks"]["conv"]["norm"]))
 
 
 def keeps_router_biases(is_trained: Tree, module: str = "decoder") -> bool:
-    """Whether the module's routers are frozen, or it has none. The experts' correction biases then do not change."""
+    """Whether the module's routers are frozen, or it has none: experts' correction biases do not change."""
     moe = is_trained[module]["layers"].get("moe")
     return moe is None or not moe["mixer"]["router"]["w"]
 
@@ -148,7 +150,7 @@ def join(some: Tree, rest: Tree) -> Tree:
 
 
 def merge_lora(params: Tree, config: Config) -> tuple[Tree, Config]:
-    """A model without LoRA that computes the same, with w + alpha / rank * a @ b in the place of w; its config.
+    """A model without LoRA that computes the same: w becomes w + alpha / rank * a @ b. And its config.
 
     params: arrays of any sharding, in the training form too. The sum is computed in their own dtype (float32
     or float64), at full precision. Arrays without LoRA are returned as they are.
