@@ -48,7 +48,7 @@ class Counts(NamedTuple):
 class Left(NamedTuple):
     """What `leave` returns beside the share to differentiate.
 
-    objective: this rank's shares of the objective's quotients, by name. future: its shares of FuturePrediction.
+    objective: this rank's shares of the objective's quotients, by name. future: those of FuturePrediction.
     """
 
     objective: dict[str, Array]
