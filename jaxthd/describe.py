@@ -25,7 +25,7 @@ from jaxthd.steps.blueprint import Blueprint, specs_of
 from jaxthd.steps.optimizer import make_optimizer
 from jaxthd.terminal.command_line import parse_command_line
 from jaxthd.terminal.tables import aligned, size_text
-from jaxthd.validate import DeviceFacts, problems
+from jaxthd.validate import DeviceFacts, findings
 
 PARTS = ("LLM", "encoder", "adapter")
 
@@ -217,10 +217,10 @@ def _memory(config: Config) -> str:
 def main(argv: list[str] | None = None) -> None:
     names_only = {"action": "store_true", "help": "names of parameters and projections"}
     config, path, options = parse_command_line("describe", argv, {"names": names_only})
-    for problem in problems(
+    for finding in findings(
         config, DeviceFacts(platform="gpu", devices=config.mesh.devices, kind="as many as the mesh needs")
     ):
-        print(f"warning: {problem}", file=sys.stderr)
+        print(f"warning: {finding}", file=sys.stderr)
     print(f"{path}\n\n{names(config) if options.names else describe(config)}")
 
 

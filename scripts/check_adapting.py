@@ -37,8 +37,8 @@ from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.files.jsonl import write_lines
-from jaxthd.hf.checkpoint import export
-from jaxthd.hf.nemotron_omni import NEMOTRON_OMNI
+from jaxthd.hf import nemotron_omni
+from jaxthd.hf.export import export
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
@@ -131,7 +131,7 @@ def write_published(folder: Path, texts: Sequence[str]) -> None:
     shapes = {name: x.shape for name, x in arrays.items()}
     settings = {"audio_token_id": tokenizer.token_to_id(SPECIAL[-1])}
     take = lambda part: arrays[part.name][part.at]  # noqa: E731
-    export(model, shapes, take, NEMOTRON_OMNI, folder, settings=settings)
+    export(model, shapes, take, nemotron_omni.FAMILY, folder, settings=settings)
     tokenizer.save(str(folder / "tokenizer.json"))
     marks = {"bos_token": "<s>", "eos_token": "<|im_end|>", "unk_token": "<unk>", "audio_token": SPECIAL[-1]}
     (folder / "tokenizer_config.json").write_text(json.dumps(marks | {"chat_template": TEMPLATE}))

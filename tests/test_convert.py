@@ -162,7 +162,7 @@ def test_what_no_source_gives_is_drawn(tmp_path, capsys):
     for name, x in found.items():
         is_drawn = name.startswith(("encoder.", "adapter."))
         assert is_drawn == bool(np.array_equal(x, drawn[name])) or not np.ptp(x), name
-    assert "drawn at random, being in no checkpoint: adapter (1 array), encoder" in capsys.readouterr().out
+    assert "because no source holds them: adapter (1 array), encoder" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"no weights for adapter \(1 array\), encoder .* whole model"):
         load_weights([llm], config, mesh, partly=False)
 

@@ -244,7 +244,7 @@ def test_float32_on_a_mesh_is_off_by_rounding_only():
     """
     for case in CASES:
         got = evaluate(pack(documents(case), 2), 2, 2, "ring", "float32")
-        loss, gradients, buffers, routing, _ = one_device(case)
+        loss, gradients, buffers, routing, *_ = one_device(case)
         assert_same((got.loss, got.buffers, got.routing), (loss, buffers, routing), 1e-6)
         typical = root_mean_square_norm(gradients)
         negligible = [np.linalg.norm(g) <= 1e-9 * typical for g in jax.tree.leaves(gradients)]
@@ -438,7 +438,7 @@ def test_training_on_padded_batches_stays_equal_and_finite():
         update = jax.jit(lambda g, s, p: _applied(p, *optimizer.update(g, s, p)))
         for number, case in enumerate(cases, 1):
             batch = put_batch(pack(documents(case), 1), make_mesh(MeshConfig()))
-            loss, gradients, buffers, routing, _ = program(1, 1, "ring", "float64")(params, buffers, batch)
+            loss, gradients, buffers, routing, *_ = program(1, 1, "ring", "float64")(params, buffers, batch)
             buffers, highest, aux = _evened_out(buffers, routing, config.train.router_bias_rate)
             params, opt_state = update(gradients, opt_state, params)
             trained, metrics = train_step(trained, put_batch(pack(documents(case), 2), mesh))

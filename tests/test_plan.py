@@ -19,7 +19,7 @@ from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
 from jaxthd.planning.simulate import Lengths, simulate
 from jaxthd.terminal.command_line import parse_command_line
-from jaxthd.validate import DeviceFacts, problems
+from jaxthd.validate import DeviceFacts, findings
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(
@@ -127,7 +127,7 @@ def test_everything_proposed_is_valid_and_the_recommendation_leaves_nothing_out(
     device = DeviceFacts(platform="cpu", devices=mesh.devices, kind="cpu")
     tried = [*made.by_capacity, *made.by_audio, *made.by_packer, made.recommended]
     for outcome in tried:
-        found = [p for p in problems(outcome.config, device) if not p.is_warning and "data." in str(p)]
+        found = [p for p in findings(outcome.config, device) if not p.is_warning and "data." in str(p)]
         assert not found, outcome.config
     best = made.recommended
     assert best.left_out == 0

@@ -16,6 +16,7 @@ from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.data.workers import Workers
+from jaxthd.objectives import make_objective
 from jaxthd.packing.document import Document
 from jaxthd.parallel.processes import exchange, is_first, require_same
 
@@ -109,7 +110,7 @@ class SpeechData:
 
         Data sets are mixed by data.weights. rows: see make_loader. A position of other documents is refused.
         """
-        identity = self._identity()
+        identity, train = self._identity(), self._config.train
         require_same("what the training documents depend on", identity)
         loader = make_loader(
             self._training,
@@ -117,6 +118,7 @@ class SpeechData:
             self._config,
             rows=rows,
             depths=self._config.depths_trained,
+            extras=make_objective(train.objective, train.objective_options).extras,
             on_skip=self._on_skip(self._sources),
             identity=identity,
             weights=self._config.data.weights or None,

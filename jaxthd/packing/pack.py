@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float32, Int, Int32, Shaped
 
+from jaxthd.errors import UserError
 from jaxthd.packing.balance import attention_work, imbalance, order_documents
 from jaxthd.packing.batch import AUDIO_FIELDS, Batch
 from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
@@ -71,6 +72,7 @@ def pack_row(
     order_seed: int | None = 0,
     layout: Literal["buffer", "document"] = "buffer",
     depths: int = 0,
+    extras: Sequence[str] = (),
 ) -> tuple[Batch, PackReport]:
     """Packs documents into one buffer (Batch with R = 1). Without documents the row is all padding.
 
@@ -82,7 +84,8 @@ def pack_row(
         given order.
     layout: what is divided over the context axis (packing/layout.py). "document" needs a round_to that is a
         multiple of 2 * context, and keeps the given order, which changes no rank's work there.
-    depths: of multi-token prediction, K.
+    depths: of multi-token prediction, K. extras: names of Document.extras that the Batch gets; each number lies
+        at the position before its token.
     Position i is supervised (weight 1, target the next token) iff token i + 1 of the same document is:
     labels are masked first and shifted after, and never reach into another document.
     Raises ValueError when something does not fit; the message says what to raise.
@@ -110,7 +113,29 @@ def pack_row(
         cu_seqlens_padded=cu_seqlens(row.segment_ids, max_documents, round_to),
         supervised_slots=supervised_slots(row.weights[perm]),
     )
-    return _as_batch(row, audio, _future(row, audio, depths), perm), report
+    batch = _as_batch(row, audio, _future(row, audio, depths), perm)
+    return batch._replace(extras=_write_extras(documents, starts, capacity, extras, perm)), report
+
+
+def _write_extras(
+    documents: Sequence[Document],
+    starts: Sequence[int],
+    capacity: int,
+    names: Sequence[str],
+    perm: Int32[np.ndarray, " T"],
+) -> dict[str, Float32[np.ndarray, "R T"]]:
+    """Batch.extras. Raises UserError for a document that lacks one."""
+    extras = {name: np.zeros(capacity, np.float32) for name in names}
+    for document, start in zip(documents, starts, strict=True):
+        missing = [name for name in names if name not in document.extras]
+        if missing:
+            raise UserError(
+                f"document {document.key!r} has no extras {', '.join(missing)}, which the objective reads; expected "
+                "a number for each token: give them in Document.extras"
+            )
+        for name, x in extras.items():
+            x[start : start + len(document) - 1] = document.extras[name][1:]
+    return {name: x[perm][None] for name, x in extras.items()}
 
 
 def _write_tokens(documents: Sequence[Document], starts: Sequence[int], capacity: int) -> _Tokens:

@@ -96,13 +96,13 @@ def test_predictions_are_those_of_the_tensors(tmp_path):
         weights = load_weights([folder], config, make_mesh(config.mesh))
         graph = Blueprint(config).graph
 
-        def ahead(params: Any, buffers: Any, batch: Any) -> Any:
+        def predicted(params: Any, buffers: Any, batch: Any) -> Any:
             model = nnx.merge(graph, params, buffers)
-            (x_ND, *ahead), _ = model.enter_with_ahead(batch, axes=(), train=False)
+            (x_ND, *future), _ = model.enter_with_future(batch, axes=(), train=False)
             h_ND, _ = model.decoder(x_ND, model.segments(batch, ()))
-            return model.leave_with_ahead(h_ND, ahead, batch, ())[1].log_probs, model.hidden(h_ND), x_ND
+            return model.leave_with_future(h_ND, future, batch, ())[1].log_probs, model.hidden(h_ND), x_ND
 
-        found = jax.jit(ahead)(*weights, jax.tree.map(jnp.asarray, batch))
+        found = jax.jit(predicted)(*weights, jax.tree.map(jnp.asarray, batch))
         logp_KN, h_ND, x_ND = map(np.asarray, found)
         tensors = {n: x.astype(np.float64) for n, x in load_file(folder / "model.safetensors").items()}
         head = tensors["lm_head.weight"]
@@ -168,7 +168,7 @@ def test_a_model_may_do_without_it(tmp_path, capsys):
     model = replace(read, llm=replace(read.llm, mtp_pattern=""))
     arrays = imported(folder, model)
     assert not any(name.startswith("mtp.") for name in arrays)
-    assert "left out, being no part of the model: mtp (" in capsys.readouterr().out
+    assert "not read, being no part of the model: mtp (" in capsys.readouterr().out
 
 
 def test_it_is_drawn_where_the_checkpoint_has_none(tmp_path, capsys):
