@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import jax
 import numpy as np
 import pytest
 
@@ -40,8 +41,8 @@ SIZES = {"capacity": 384, "audio_capacity": 2048, "num_mels": MELS, "max_documen
 def in_document_order(batch, context, layout="buffer", round_to=1):
     """The row's arrays with the context layout undone, R dropped."""
     back = inverse_permutation(row_permutation(batch.segment_ids[0], context, layout, round_to))
-    row = [x[0] for x in batch]
-    return type(batch)(*(x[back] for x in row[:6]), *row[6:])
+    row = jax.tree.map(lambda x: x[0], batch)
+    return row._replace(**{name: getattr(row, name)[back] for name in Batch._fields[:6]})
 
 
 def supervision(batch, keys):
@@ -138,7 +139,9 @@ def test_batch_has_the_contracts_shapes_and_dtypes():
         "future_tokens": (ahead, np.int32), "future_audio_slots": (ahead, np.int32),
         "future_targets": (ahead, np.int32), "future_weights": (ahead, np.float32),
     }  # fmt: skip
-    assert {k: (v.shape, v.dtype) for k, v in batch._asdict().items()} == expected
+    fields = batch._asdict()
+    assert fields.pop("extras") == {}
+    assert {k: (v.shape, v.dtype) for k, v in fields.items()} == expected
 
 
 @pytest.mark.parametrize(
@@ -153,7 +156,7 @@ def test_tokens_ahead_are_the_documents_own(context, round_to, layout):
     kwargs = {"context": context, "audio_ranks": context, "round_to": round_to, "layout": layout}
     batch, report = pack_row(documents, **SIZES, **kwargs, depths=depths)
     without, _ = pack_row(documents, **SIZES, **kwargs)
-    assert sum(x.nbytes for x in without[10:]) == 0
+    assert sum(x.nbytes for x in jax.tree.leaves(without[10:])) == 0
     by_key = {d.key: d for d in documents}
     slots = {
         (s, p): a
@@ -225,7 +228,7 @@ def test_cu_seqlens_and_supervised_slots_have_fixed_length():
 
 def test_rows_without_documents_or_without_audio():
     batch, report = pack_row([], **SIZES, context=2, audio_ranks=4)
-    assert not any(x.any() for x in batch if x is not batch.audio_slots)
+    assert not any(x.any() for x in jax.tree.leaves(batch._replace(audio_slots=None)))
     assert (batch.audio_slots == -1).all()
     assert report[:5] == ((), 0, 0, 0.0, 1.0)
     with pytest.raises(ValueError, match="has no token"):
