@@ -39,7 +39,7 @@ def draw_batch(batch: Batch, report: BatchReport, config: Config, path: Path) ->
 
 
 class Buffer(NamedTuple):
-    """A row of a batch in document order, the context layout undone: each [T], as in Batch."""
+    """A row of a batch in document order, with the fields of Batch; the context layout is undone."""
 
     ids: Int[np.ndarray, " T"]
     positions: Int[np.ndarray, " T"]
@@ -52,7 +52,7 @@ class Buffer(NamedTuple):
 
 
 def document_order(batch: Batch, row: int, config: Config) -> Buffer:
-    """Row `row`, as it was before it was laid out over the context ranks of `config`."""
+    """A row of the batch, in the order before it was laid out over the context ranks of `config`."""
     context, layout = config.mesh.context, config.compute.context_layout
     ids = np.asarray(batch.segment_ids)[row]
     back = inverse_permutation(row_permutation(ids, context, layout, config.data.round_to))
@@ -62,9 +62,9 @@ def document_order(batch: Batch, row: int, config: Config) -> Buffer:
 
 
 def batch_figure(batch: Batch, report: BatchReport, config: Config) -> Figure:
-    """Two strips a buffer: its token slots in document order, and its audio as the ranks hold it.
+    """Two strips for each buffer: its token slots in document order, and its audio as the ranks hold it.
 
-    A document has one colour in both, and its number in the buffer where there is room: the segment id.
+    A document has the same colour in both. Where there is room, its segment id is written on it.
     """
     rows, capacity = batch.tokens.shape
     drawn = min(rows, MOST_ROWS)
@@ -82,8 +82,8 @@ def batch_figure(batch: Batch, report: BatchReport, config: Config) -> Figure:
         buffer = document_order(batch, row, config)
         _draw_tokens(tokens, buffer, row, config)
         _draw_audio(audio, batch, buffer, row, config.mesh.audio_ranks)
-    learnt = Patch(facecolor=INK, label="supervised: the next token is learned")
-    figure.legend(handles=[*slot_legend(), learnt], loc="outside lower center", ncols=4, frameon=False)
+    supervised = Patch(facecolor=INK, label="supervised: the next token is learned")
+    figure.legend(handles=[*slot_legend(), supervised], loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 
@@ -116,8 +116,8 @@ def _draw_audio(axes: Axes, batch: Batch, buffer: Buffer, row: int, ranks: int) 
         return
     frames = batch.chunk_ids.shape[1]
     seconds = frames * SUBSAMPLING / 100
-    heard = float(np.asarray(batch.mel_mask)[row].sum()) / 100
-    _strip(axes, f"its audio{_over(ranks)}: {heard:,.1f} of {seconds:,.1f} s", "seconds", seconds)
+    filled = float(np.asarray(batch.mel_mask)[row].sum()) / 100
+    _strip(axes, f"its audio{_over(ranks)}: {filled:,.1f} of {seconds:,.1f} s", "seconds", seconds)
     owner, chunk = np.zeros(frames, np.int32), np.asarray(batch.chunk_ids)[row]
     owner[buffer.audio_slots[buffer.audio]] = buffer.ids[buffer.audio]
     rank = np.arange(frames) * ranks // frames
@@ -147,12 +147,12 @@ def _number(axes: Axes, start: Number, stop: Number, number: int) -> None:
 
 
 def _shares(axes: Axes, ranks: Sequence[int], width: Number) -> None:
-    """Equal shares of the strip, each with the rank that holds it above; a single one needs none."""
+    """Divides the strip into equal shares and names the rank that holds each; a single rank is not named."""
     share = width / len(ranks)
-    for place, rank in enumerate(ranks if len(ranks) > 1 else ()):
-        axes.plot([place * share] * 2, [-0.35, 1.4], color=INK, linewidth=1)
+    for number, rank in enumerate(ranks if len(ranks) > 1 else ()):
+        axes.plot([number * share] * 2, [-0.35, 1.4], color=INK, linewidth=1)
         name = f"rank {rank}" if len(ranks) <= 16 else str(rank)
-        axes.text((place + 0.5) * share, 1.08, name, fontsize=9, ha="center", color=INK)
+        axes.text((number + 0.5) * share, 1.08, name, fontsize=9, ha="center", color=INK)
 
 
 def stretches(*rows: Shaped[np.ndarray, " n"]) -> list[tuple[int, int]]:

@@ -14,27 +14,29 @@ PADDING, INK, FAINT = "#dcdcdc", "#222222", "#9a9a9a"
 
 
 def hues(ids: Int[np.ndarray, "*slots"]) -> Float[np.ndarray, "*slots 3"]:
-    """RGB of documents by their segment ids, in turn; grey for padding."""
+    """RGB of documents, one hue after the other by segment id; grey for padding."""
     return np.array([to_rgb(h) for h in (PADDING, *HUES)])[np.where(ids > 0, (ids - 1) % len(HUES) + 1, 0)]
 
 
 def tint(rgb: Float[np.ndarray, "*slots 3"]) -> Float[np.ndarray, "*slots 3"]:
+    """Lighter colours of the same hues."""
     return 0.4 * rgb + 0.6
 
 
 def light(hue: str) -> str:
-    """A hue's tint by name, for legends."""
+    """The name of a hue's tint, for legends."""
     red, green, blue = tint(np.array(to_rgb(hue)))
     return to_hex((red, green, blue))
 
 
 def slot_colors(ids: Int[np.ndarray, " T"], audio: Bool[np.ndarray, " T"]) -> Float[np.ndarray, "T 3"]:
-    """RGB of each slot: the document's hue where it holds audio, a light tint of it in text, grey padding."""
+    """RGB of each slot: the document's hue for audio, its light tint for text, grey for padding."""
     rgb = hues(ids)
     return np.where((audio | (ids == 0))[:, None], rgb, tint(rgb))
 
 
 def slot_legend() -> list[Patch]:
+    """Legend entries for slot_colors."""
     return [
         Patch(facecolor=HUES[0], label="audio slots of a document (encoder frames)"),
         Patch(facecolor=light(HUES[0]), label="its text tokens"),

@@ -37,7 +37,7 @@ def draw_curves(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def curves_figure(lines: Sequence[Mapping[str, Any]]) -> Figure:
-    """Four pictures: loss, validation, optimization, speed; all over the optimizer's steps."""
+    """Four axes over the optimizer's steps: loss, validation, optimization, speed."""
     figure = Figure(figsize=(12, 8), dpi=100, layout="constrained")
     loss, errors, gradient, speed = figure.subplots(2, 2, sharex=True).flat
 
@@ -56,7 +56,7 @@ def curves_figure(lines: Sequence[Mapping[str, Any]]) -> Figure:
     _points(errors, lines, "validation_accuracy", HUES[2], "accuracy of the next token", "{:.1%}")
     errors.yaxis.set_major_formatter(PercentFormatter(1))
     if errors.lines:
-        # An untrained model can say many times more words than there are.
+        # The word error rate of an untrained model can be many times 1.
         errors.set_ylim(0, max(1.05, min(1.5, max(max(line.get_ydata()) for line in errors.lines))))
         errors.legend(frameon=False)
     else:
@@ -93,8 +93,10 @@ def _titled(axes: Axes, title: str, y: str, color: str = INK) -> None:
 
 
 def _log_scale(axes: Axes) -> None:
-    """For what is drawn in y. Labels are few: in even steps over less than a factor of 5, then 1, 2 and 5 of
-    each power of ten, over many powers some of these alone.
+    """Makes the y axis logarithmic, with few labels.
+
+    Labels are in even steps over less than a factor of 5, else at 1, 2 and 5 times each power of ten; over
+    more than three powers of ten at the powers alone, or at some of them.
     """
     axes.set_yscale("log")
     low, high = axes.get_ylim()
@@ -105,7 +107,7 @@ def _log_scale(axes: Axes) -> None:
 
 
 def _second(axes: Axes, y: str, color: str) -> Axes:
-    """A scale of its own at the right."""
+    """A second y axis, at the right."""
     second = axes.twinx()
     second.set_ylabel(y, color=color)
     second.spines[["top"]].set_visible(False)
@@ -125,7 +127,10 @@ def _curve(
     middle: Callable[[np.ndarray], Any],
     label: str = "",
 ) -> None:
-    """Every step, faint, and over it the middle of at most SMOOTHED_POINTS stretches of the run."""
+    """Draws every step, faint, and over it a smoothed curve.
+
+    middle: of the values in each of at most SMOOTHED_POINTS stretches of the run, such as np.mean.
+    """
     steps, found = _xy(lines, name)
     axes.plot(steps, found, color=color, alpha=0.3, linewidth=0.8)
     cuts = min(SMOOTHED_POINTS, len(found))
@@ -139,7 +144,7 @@ def _curve(
 def _points(
     axes: Axes, lines: Sequence[Mapping[str, Any]], name: str, color: str, label: str, form: str
 ) -> None:
-    """Measured now and then: markers; the legend says where it began and ended."""
+    """Draws what is measured now and then, with markers; the legend gives the first and the last value."""
     steps, found = _xy(lines, name)
     if found:
         ends = f"{form.format(found[0])} \N{RIGHTWARDS ARROW} {form.format(found[-1])}"

@@ -9,7 +9,7 @@ from typing import Any
 from jaxthd.data.example import Clip, Example, Turn
 from jaxthd.errors import UserError
 from jaxthd.files.jsonl import append_line
-from jaxthd.inference.generator import Answer, Generator, Piece, joined
+from jaxthd.inference.generator import Answer, AnswerDelta, Generator, whole_answer
 
 HELP = "A line is what you say. /audio FILE: a recording for what you say next; /new: start over; /quit"
 
@@ -35,8 +35,8 @@ def chat(generator: Generator, settings: dict[str, Any], out: Path | None) -> No
                 asked = [*turns, user_turn(line, recordings, generator.config.data.audio_placeholder)]
                 recordings = []
                 example = Example(f"{number}", tuple(asked))
-                pieces = _interruptible(generator.stream([example], **settings))
-                answer = show_answers(pieces, [example], out)
+                deltas = _interruptible(generator.stream([example], **settings))
+                answer = show_answers(deltas, [example], out)
             except UserError as error:
                 say(f"error: {error}")
                 continue
@@ -70,27 +70,29 @@ def user_turn(text: str, recordings: Sequence[Path], placeholder: str) -> Turn:
     return turn
 
 
-def show_answers(pieces: Iterator[Piece], conversations: Sequence[Example], out: Path | None) -> list[Answer]:
+def show_answers(
+    deltas: Iterator[AnswerDelta], conversations: Sequence[Example], out: Path | None
+) -> list[Answer]:
     """Prints the answers in the conversations' order: the first that is unfinished as it comes.
 
     out: JSONL that finished answers are appended to.
     """
-    found: list[list[Piece]] = [[] for _ in conversations]
+    found: list[list[AnswerDelta]] = [[] for _ in conversations]
     answers: list[Answer] = []
-    for piece in pieces:
+    for delta in deltas:
         shown = len(answers)
-        found[piece.number].append(piece)
-        if piece.number == shown:
-            print(printable(piece.text), end="", flush=True)
+        found[delta.number].append(delta)
+        if delta.number == shown:
+            print(printable(delta.text), end="", flush=True)
         while shown < len(found) and found[shown] and found[shown][-1].end:
-            answer = joined(conversations[shown].key, found[shown])
+            answer = whole_answer(conversations[shown].key, found[shown])
             print(flush=True)
             if out:
                 append_line(out, answer._asdict())
             answers.append(answer)
             shown += 1
             if shown < len(found):
-                print(printable("".join(piece.text for piece in found[shown])), end="", flush=True)
+                print(printable("".join(delta.text for delta in found[shown])), end="", flush=True)
     return answers
 
 
@@ -115,9 +117,9 @@ def _lines() -> Iterator[str]:
         yield line.rstrip("\n")
 
 
-def _interruptible(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """The pieces; Ctrl-C ends the answer as if it were cut off."""
+def _interruptible(deltas: Iterator[AnswerDelta]) -> Iterator[AnswerDelta]:
+    """The deltas; Ctrl-C ends the answer as if it were cut off."""
     try:
-        yield from pieces
+        yield from deltas
     except KeyboardInterrupt:
-        yield Piece(0, "", (), "length")
+        yield AnswerDelta(0, "", (), "length")
