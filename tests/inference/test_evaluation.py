@@ -9,7 +9,7 @@ from jaxthd.config import DataConfig
 from jaxthd.inference.evaluator import Hypothesis, seconds_of_documents, validation_metrics, word_error_rate
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
-from tests.test_exactness import MELS, Spec, document
+from tests.speech_model import MELS, Spec, document
 
 
 def hypotheses(*pairs: tuple[str, str]) -> list[Hypothesis]:
