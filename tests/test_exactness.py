@@ -224,7 +224,7 @@ def test_training_on_padded_batches_stays_equal_and_finite():
         update = jax.jit(lambda g, s, p: _applied(p, *optimizer.update(g, s, p)))
         for number, case in enumerate(cases, 1):
             batch = put_batch(pack(documents(case), 1), make_mesh(MeshConfig()))
-            loss, gradients, buffers, routing, _ = program(1, 1, "ring", "float64")(params, buffers, batch)
+            loss, gradients, buffers, routing, *_ = program(1, 1, "ring", "float64")(params, buffers, batch)
             buffers, highest, aux = _evened_out(buffers, routing, config.train.router_bias_rate)
             params, opt_state = update(gradients, opt_state, params)
             trained, metrics = train_step(trained, put_batch(pack(documents(case), 2), mesh))
