@@ -44,6 +44,7 @@ from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import local_rows, make_mesh
 from jaxthd.run.outputs import OutputFolder
 from jaxthd.run.startup import devices_ready, prepared
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.terminal.arguments import PROCESS_OPTIONS, parse_command_line
 from jaxthd.terminal.tables import table
 
@@ -105,8 +106,8 @@ def evaluate(config: Config, weights: Sequence[str | Path], out: Path, *, galler
 def _evaluated(
     config: Config, mesh: Mesh, data: SpeechData, weights: Sequence[str | Path]
 ) -> list[SetResult]:
-    state = load_model(weights, config, mesh)
-    evaluator, rows = Evaluator(config, mesh, data.end_id), local_rows(mesh, config.data.rows)
+    state = load_model(weights, Blueprint(config), mesh)
+    evaluator, rows = Evaluator(Blueprint(config), mesh, data.end_id), local_rows(mesh, config.data.rows)
     results = []
     for each in config.data.validation_sets:
         with closing(data.validation(rows, each.name)) as batches:

@@ -25,6 +25,7 @@ from jaxthd.inference.chat import chat, say, show_answers, user_turn
 from jaxthd.inference.generator import Answer, Generator, check_sampling, for_generation
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.run.startup import check, simulate_devices, with_kernels
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.terminal.arguments import parse_command_line
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -86,7 +87,7 @@ def load(
     check(for_generation(config, batch))
     config = with_kernels(config.without_mtp)
     mesh = make_mesh(config.mesh)
-    params, buffers = load_model(weights, config, mesh)
+    params, buffers = load_model(weights, Blueprint(config), mesh)
     return Generator(config, mesh, params, buffers, batch=batch, max_new_tokens=max_new_tokens)
 
 

@@ -37,6 +37,7 @@ from jaxthd.parallel.mesh import local_rows, make_mesh
 from jaxthd.parallel.processes import is_first
 from jaxthd.run.outputs import OutputFolder
 from jaxthd.run.startup import check, devices_ready, prepared, with_kernels
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.terminal.arguments import PROCESS_OPTIONS, parse_command_line
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -113,7 +114,7 @@ def score(
         on_skip=_refuse,
     )
     with SynchronizedLoader(loader, SkipLog(Path(), writes=False)) as batches:
-        scorer = Scorer(config, mesh, top_k=top_k, every_token=every_token)
+        scorer = Scorer(Blueprint(config), mesh, top_k=top_k, every_token=every_token)
         found = scorer(_on_mesh(weights, config, mesh), batches)
         return sorted(found, key=lambda scores: number[scores.key])
 
@@ -134,7 +135,7 @@ def score_manifest(
     config = replace(config, data=replace(config.data, validation_manifest=f"scored={manifest}"))
     config = _for_scoring(prepared(config), weights)
     mesh = make_mesh(config.mesh)
-    scorer = Scorer(config, mesh, top_k=top_k, every_token=every_token)
+    scorer = Scorer(Blueprint(config), mesh, top_k=top_k, every_token=every_token)
     with closing(SpeechData(config, folder, training=False)) as data:
         on_mesh = _on_mesh(weights, config, mesh)
         keys = [example.key for example in data.validation_examples("scored")]
@@ -159,8 +160,8 @@ def _for_scoring(config: Config, weights: Weights | Sequence[str | Path]) -> Con
 
 def _on_mesh(weights: Weights | Sequence[str | Path], config: Config, mesh: Mesh) -> Weights:
     if isinstance(weights, Weights):
-        return training_weights(weights, config, mesh)
-    return load_model(weights, config, mesh)
+        return training_weights(weights, Blueprint(config), mesh)
+    return load_model(weights, Blueprint(config), mesh)
 
 
 def _line(scores: DocumentScores, totals: np.ndarray) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def _train(config: Config, outputs: OutputFolder, data: SpeechData, checkpoints:
     # --- the model on the mesh ---
     blueprint, mesh = Blueprint(config), make_mesh(config.mesh)
     train_step = make_train_step(blueprint, mesh)
-    validation = Validation(config, mesh, data, outputs)
+    validation = Validation(blueprint, mesh, data, outputs)
     print(f"{_parameters(blueprint)}; mesh (data, context, pipeline, tensor) = {config.mesh.sizes}")
 
     with ExitStack() as stack:
@@ -158,7 +158,7 @@ def _newest_state(
     """The newest checkpoint's state, with the loader set to where its data goes on; else a new run's."""
     restored = checkpoints.restore_latest(abstract_state(blueprint), canonical_shardings(blueprint, mesh))
     if restored is None:
-        return start_state(blueprint.config, mesh)
+        return start_state(blueprint, mesh)
     state, position = restored
     loader.set_state(position)
     return training_form(state, blueprint, mesh)

@@ -26,7 +26,7 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.steps.state import canonical_form, init_state
 from tests import test_train
-from tests.test_exactness import AUDIO, CAPACITY, MELS, MODEL, ROUND_TO, Spec, document, run_config, state
+from tests.speech_model import AUDIO, CAPACITY, MELS, MODEL, ROUND_TO, Spec, document, run_config, state
 from tests.test_train import tiny
 
 TOP = 4

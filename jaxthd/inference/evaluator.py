@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxthd.checkpoints.weights import Weights
-from jaxthd.config import Config
 from jaxthd.data.loader import BatchAndReport
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.inference.wer import Normaliser, errors_of, make_normaliser, summed
@@ -57,13 +56,14 @@ class Evaluation(NamedTuple):
 class Evaluator:
     """Evaluates states of one model on batches of a fixed shape; compiled once.
 
-    end_id: the token that ends an answer. With config.train.max_new_tokens 0 nothing is decoded.
+    end_id: the token that ends an answer. With train.max_new_tokens 0 nothing is decoded.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, end_id: int) -> None:
+    def __init__(self, blueprint: Blueprint, mesh: Mesh, end_id: int) -> None:
+        config = blueprint.config
         self._config, self._mesh, self._end_id = config, mesh, end_id
         new_tokens = config.train.max_new_tokens
-        self._step: Any = make_validation_step(Blueprint(config), mesh, end_id=end_id, new_tokens=new_tokens)
+        self._step: Any = make_validation_step(blueprint, mesh, end_id=end_id, new_tokens=new_tokens)
         self._compiled: Any = None
         self._tokenizer = load_tokenizer(config.data.tokenizer)
 

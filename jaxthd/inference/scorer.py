@@ -47,9 +47,12 @@ class Scorer:
     every_token: score every text token but each document's first; else the supervised ones.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, *, top_k: int = 0, every_token: bool = False) -> None:
+    def __init__(
+        self, blueprint: Blueprint, mesh: Mesh, *, top_k: int = 0, every_token: bool = False
+    ) -> None:
+        config = blueprint.config
         self._config, self._mesh, self._every_token = config, mesh, every_token
-        scores = make_scoring_step(Blueprint(config), mesh, top_k)
+        scores = make_scoring_step(blueprint, mesh, top_k)
 
         def run(params: Tree, buffers: Tree, batch: Batch) -> tuple[TokenScores, tuple[Any, ...]]:
             return scores(params, buffers, batch), (batch.tokens, batch.weights, batch.segment_ids)

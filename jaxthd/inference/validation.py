@@ -6,12 +6,13 @@ from itertools import chain, islice
 
 from jax.sharding import Mesh
 
-from jaxthd.config import Config, ValidationSet
+from jaxthd.config import ValidationSet
 from jaxthd.data.dataset import SpeechData
 from jaxthd.inference.evaluator import Evaluator
 from jaxthd.parallel.mesh import local_rows
 from jaxthd.run.metrics import VALIDATION
 from jaxthd.run.outputs import OutputFolder
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState
 
 
@@ -22,10 +23,10 @@ class Validation:
     it, and get the same.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, data: SpeechData, outputs: OutputFolder) -> None:
-        self._config, self._data, self._outputs = config, data, outputs
-        self._rows = local_rows(mesh, config.data.rows)
-        self._evaluate = Evaluator(config, mesh, data.end_id)
+    def __init__(self, blueprint: Blueprint, mesh: Mesh, data: SpeechData, outputs: OutputFolder) -> None:
+        self._config, self._data, self._outputs = blueprint.config, data, outputs
+        self._rows = local_rows(mesh, blueprint.config.data.rows)
+        self._evaluate = Evaluator(blueprint, mesh, data.end_id)
 
     def is_due(self, step: int) -> bool:
         """Whether it is asked for after this step: every train.validate_every steps, and at the end."""

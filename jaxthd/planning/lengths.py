@@ -52,7 +52,7 @@ def read_examples(config: Config) -> list[list[Example]]:
         )
     for number, source in enumerate(training_sources(data)):
         examples, skipped = read_source(source, data, number)
-        print(f"{source.path}: {len(examples):,} documents, {len(skipped):,} lines skipped")
+        print(f"{source.title}: {len(examples):,} documents, {len(skipped):,} lines skipped")
         sources.append(examples)
     total = sum(map(len, sources))
     if total <= MOST_READ:

@@ -93,7 +93,7 @@ def test_predictions_are_those_of_the_tensors(tmp_path):
     sizes = {"capacity": 32, "audio_capacity": 0, "num_mels": 8, "max_documents": 8, "order_seed": None}
     batch, _ = pack_row(documents, **sizes, depths=2)
     with jax.enable_x64(True):
-        weights = load_weights([folder], config, make_mesh(config.mesh))
+        weights = load_weights([folder], Blueprint(config), make_mesh(config.mesh))
         graph = Blueprint(config).graph
 
         def predicted(params: Any, buffers: Any, batch: Any) -> Any:
@@ -118,7 +118,7 @@ def test_predictions_are_those_of_the_tensors(tmp_path):
 
 def imported(folder: Path, model: ModelConfig) -> dict[str, np.ndarray]:
     config = Config(model=model)
-    weights = load_weights([folder], config, make_mesh(config.mesh))
+    weights = load_weights([folder], Blueprint(config), make_mesh(config.mesh))
     return jax.tree.map(np.asarray, named_weights(weights))
 
 

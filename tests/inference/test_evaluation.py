@@ -10,7 +10,7 @@ from jaxthd.inference.evaluator import Hypothesis, seconds_of_documents, word_er
 from jaxthd.inference.validation import validation_metrics
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
-from tests.test_exactness import MELS, Spec, document
+from tests.speech_model import MELS, Spec, document
 
 
 def hypotheses(*pairs: tuple[str, str]) -> list[Hypothesis]:

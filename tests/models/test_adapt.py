@@ -45,7 +45,7 @@ from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.steps.state import abstract_state, canonical_form, canonical_shardings, init_state, training_form
 from jaxthd.steps.training import loss_and_gradient, make_train_step
 from scripts.comparison.weights import random_state
-from tests.steps.test_step import batch_of
+from tests.helpers import batch_of
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(num_mels=16, layers=2, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),
