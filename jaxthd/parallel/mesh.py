@@ -96,8 +96,8 @@ def bytes_of(tree: Any) -> int:
 
 
 def batch_specs() -> Batch:
-    """PartitionSpecs of a batch's fields: rows over data, tokens over context, audio over all axes whose ranks
-    share a row.
+    """PartitionSpecs of a batch's fields: rows over data, tokens over context, audio over all axes whose
+    ranks share a row.
 
     The spec of a field that is None, or a dict of arrays, is meant for whatever the field holds: broadcast it
     (jax.tree.broadcast).
