@@ -21,7 +21,7 @@ from jaxthd.checkpoints.weights import load_model
 from jaxthd.config import Config, DataConfig
 from jaxthd.data.example import Clip, Example, Turn
 from jaxthd.data.sources.manifest import read_chats
-from jaxthd.data.text.tokenizer import load_tokenizer
+from jaxthd.data.text.tokenizer import needed_vocabulary
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.files.jsonl import append_line
 from jaxthd.inference.generator import Answer, Generator, Piece, check_sampling, for_generation, joined
@@ -88,7 +88,7 @@ def load(
 
     Raises UserError for what cannot work: the configuration, its tokenizer, the checkpoint.
     """
-    vocabulary = load_tokenizer(config.data.tokenizer).vocab_size
+    vocabulary = needed_vocabulary(config)
     adapted = for_generation(config, batch)
     for warning in validate(adapted, DeviceFacts.of_this_machine(vocabulary)):
         _say(f"warning: {warning}")

@@ -12,7 +12,7 @@ import jax
 import tyro
 
 from jaxthd.config import Config, load_config
-from jaxthd.data.text.tokenizer import load_tokenizer
+from jaxthd.data.text.tokenizer import needed_vocabulary
 from jaxthd.kernels.choose import with_admitted
 from jaxthd.kernels.xla_options import prepare_compiler
 from jaxthd.parallel.processes import is_first, started
@@ -90,7 +90,7 @@ def ready(config: Config, options: argparse.Namespace) -> Iterator[Config]:
                 f" by {processes} processes" * (processes > 1)
             )
             print(f"no accelerator found: {several if devices > 1 else 'running on the CPU'}")
-        vocabulary = load_tokenizer(config.data.tokenizer).vocab_size
+        vocabulary = needed_vocabulary(config)
         for warning in validate(config, DeviceFacts.of_this_machine(vocabulary)) if is_first() else ():
             print(f"warning: {warning}", file=sys.stderr)
         prepare_compiler(config)
