@@ -99,7 +99,7 @@ class SpeechData:
     def is_skipped(self, key: str, name: str | None = None) -> bool:
         """Whether an item of a validation set (None: the first) was found to be unusable."""
         name = name or next(iter(self._validation))
-        return self.skipped.has(self._validation_sources[name].path, key)
+        return self.skipped.has(self._validation_sources[name].title, key)
 
     def validation_document(self, example: Example) -> Document | Skipped:
         """What a validation set's loader packs for this item."""
@@ -158,7 +158,7 @@ class SpeechData:
         return found
 
     def _on_skip(self, sources: Sequence[Source]) -> Callable[[str, str], None]:
-        return self.skipped.of([source.path for source in sources])
+        return self.skipped.of([source.title for source in sources])
 
     def _identity(self) -> dict[str, Any]:
         """What the training documents depend on besides what make_loader adds, as JSON gives it back."""

@@ -247,8 +247,7 @@ def make_loader(
         used. Epoch e's order is a function of (data.seed, e).
     rows: those of the batch that are read here, the batch then having no others; None: all data.rows.
     repeat: without end, a new order every epoch; False: one epoch, in which every document appears once.
-    shuffle: overrides data.shuffle. depths, extras: see PackDocuments; they do not change the
-        stream.
+    shuffle: overrides data.shuffle. depths, extras: see PackDocuments; the stream does not depend on them.
     on_skip: called for every Skipped, and see PackDocuments.
     identity: what the documents depend on besides data.*; JSON values. A loader of another identity refuses
         a saved position.

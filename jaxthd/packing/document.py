@@ -31,7 +31,7 @@ class Document:
     chunks: the audio in order, as encoder chunks: float32 [F, M] log-mel features each. Chunk c fills
         encoder_frames(F_c) audio slots, so the sum of those equals is_audio.sum().
     key: names the document in reports and seeds its random draws.
-    extras: the objective's own numbers about each token (jaxthd/objectives/objective.py), by name: float32 [n].
+    extras: the objective's own numbers for each token (objectives/objective.py), by name: float32 [n].
     """
 
     key: str
@@ -64,8 +64,8 @@ class Document:
         ]
         if wrong:
             raise ValueError(
-                f"document {self.key!r}: extras have the shapes {', '.join(wrong)}; expected a number for each of "
-                f"the {len(self.tokens)} tokens"
+                f"document {self.key!r}: extras have the shapes {', '.join(wrong)}; expected a number for "
+                f"each of the {len(self.tokens)} tokens"
             )
 
     def __len__(self) -> int:

@@ -46,8 +46,9 @@ class Counts(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What `leave` returns beside the share to differentiate: this rank's shares of the objective's quotients,
-    by name, and of FuturePrediction.
+    """What `leave` returns beside the share to differentiate.
+
+    objective: this rank's shares of the objective's quotients, by name. future: those of FuturePrediction.
     """
 
     objective: dict[str, Array]
