@@ -37,8 +37,7 @@ from jaxthd.hf.checkpoint import model_config
 
 
 def config() -> Config:
-    data = DataConfig(manifest=({documents!r},), validation_manifest="", tokenizer={folder!r}, capacity=256)
-    return Config(data=data, model=model_config({folder!r}))
+    return Config(data=DataConfig(tokenizer={folder!r}, capacity=256), model=model_config({folder!r}))
 """
 
 
@@ -52,7 +51,7 @@ def run(*command: Any) -> str:
 def score(folder: Path, work: Path, mesh: str) -> list[dict[str, Any]]:
     """The lines that jaxthd.score writes for the folder's documents, by its own command line."""
     documents = str(folder / "documents.jsonl")
-    (work / "text.py").write_text(CONFIG.format(folder=str(folder), documents=documents))
+    (work / "text.py").write_text(CONFIG.format(folder=str(folder)))
     sizes = [x for axis, n in zip(AXES, mesh.split("x"), strict=True) for x in (f"--mesh.{axis}", n)]
     sizes += ["--data.rows", mesh.split("x")[0]]
     out = work / f"scores-{mesh}.jsonl"

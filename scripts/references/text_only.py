@@ -1,4 +1,4 @@
-"""Writes tests/references/text_only: a tiny random NemotronHForCausalLM, documents, and their log-probabilities.
+"""Writes tests/references/text_only: a tiny random NemotronHForCausalLM, and what it says of documents.
 
     python scripts/references/text_only.py [--out FOLDER]     # needs torch and transformers; about 5 s
 

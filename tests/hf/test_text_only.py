@@ -28,20 +28,20 @@ SMALL = EncoderConfig(num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsam
 
 def loaded(sources: list[Any], model: ModelConfig) -> dict[str, Any]:
     config = Config(model=model)
-    return named_weights(load_weights(sources, config, make_mesh(config.mesh)))
+    return named_weights(load_weights(sources, Blueprint(config), make_mesh(config.mesh)))
 
 
 def test_the_command_scores_a_folder_on_a_mesh_as_transformers_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Heads of 24, one key and value head, 4 groups, 6 experts; see scripts/references/text_only.py."""
-    monkeypatch.setattr("jaxthd.terminal.command_line.simulate_devices", lambda devices: True)
+    monkeypatch.setattr("jaxthd.run.startup.simulate_devices", lambda devices: True)
     (tmp_path / "text.py").write_text(
         "from jaxthd.config import Config, DataConfig\n"
         "from jaxthd.hf.checkpoint import model_config\n\n\n"
         "def config() -> Config:\n"
         f"    folder = {str(FOLDER)!r}\n"
-        "    data = DataConfig(manifest=('a',), validation_manifest='', tokenizer=folder, capacity=256)\n"
+        "    data = DataConfig(tokenizer=folder, capacity=256)\n"
         "    return Config(data=data, model=model_config(folder))\n"
     )
     options = {
