@@ -17,7 +17,7 @@ import jaxthd
 from jaxthd.data.example import Example, Samples, utterance
 from jaxthd.data.skipped import Skipped
 from jaxthd.objectives import OBJECTIVES
-from jaxthd.run.metrics import read_metrics
+from jaxthd.run.metrics_file import read_metrics
 from jaxthd.train import train
 from scripts.comparison.weights import random_state
 from tests.helpers import assert_same

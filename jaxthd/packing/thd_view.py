@@ -65,7 +65,7 @@ def _view_of_row(ids: Int[np.ndarray, " T"], round_to: int, total_multiple: int)
     if padded.sum() > len(ids):
         raise ValueError(
             f"documents padded to multiples of {round_to}, in all to one of {total_multiple}, take "
-            f"{padded.sum()} slots of a row that has {len(ids)}; pack with that round_to, or raise the capacity"
+            f"{padded.sum()} slots of a row of {len(ids)}; pack with that round_to, or raise the capacity"
         )
     return ThdView(cumulative(lengths), cumulative(padded), np.asarray(padded.max(initial=0), np.int32))
 

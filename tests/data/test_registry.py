@@ -1,4 +1,4 @@
-"""Data sources: jaxthd's own are found by name or by what they recognise; a user's is one class and one line."""
+"""Data sources: jaxthd's are found by name or by recognition; a user's is one class and one line."""
 
 import json
 from itertools import islice
@@ -93,7 +93,7 @@ def test_a_source_defined_outside_is_read_packed_and_resumed(tmp_path: Path, wor
     other = SpeechData(config("beeps:4", "beeps:6"), tmp_path)
     with (
         other.training() as loader,
-        pytest.raises(UserError, match="manifest: .*5 beeps.* then"),
+        pytest.raises(UserError, match=r"manifest: .*5 beeps.* then"),
     ):
         loader.set_state(position)
 
@@ -117,7 +117,7 @@ def test_sources_are_found_by_name_or_by_what_they_recognise(tmp_path: Path):
     assert open_source(SourceSetting("shar:anywhere")).path == "anywhere"
     (tmp_path / "beep:1").touch()
     assert kind(str(tmp_path / "beep:1")) is ManifestSource
-    with pytest.raises(UserError, match="'beep' no registered data source.*beeps"):
+    with pytest.raises(UserError, match=r"'beep' no registered data source.*beeps"):
         kind("beep:1")
     with pytest.raises(ValueError, match="a data source of the name 'be:eps'"):
         jaxthd.register_source("be:eps", Beeps)
