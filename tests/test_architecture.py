@@ -35,9 +35,6 @@ BESIDE = {
 TODAY = {
     ("checkpoints", "run"),
     ("hf", "run"),
-    ("models", "kernels"),
-    ("ops", "kernels"),
-    ("ops", "terminal"),
     ("estimate", "describe"),
     ("plan", "describe"),
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxthd.packing.layout import document_chunk_indices
+from jaxthd.packing.layout import DualChunkSwap
 
 ABSENT = -1000
 """Fills seq_lens rows with fewer documents than others, and cu_seqlens rows of chunks with fewer."""
@@ -99,7 +99,7 @@ def shard_packed(
 
     def indices(cu: np.ndarray) -> np.ndarray:
         cu = cu[cu != absent]
-        return document_chunk_indices(np.append(cu, tokens) if cu[-1] < tokens else cu, context, rank)
+        return DualChunkSwap(context).tokens_of_rank(np.append(cu, tokens) if cu[-1] < tokens else cu, rank)
 
     shard = dict(packed)
     for key in TOKEN_KEYS:
