@@ -15,7 +15,9 @@ import pytest
 
 from jaxthd.config import Config, MeshConfig
 from jaxthd.errors import UserError
-from jaxthd.run.workdir import FREE, _flat, opened, write_atomically
+from jaxthd.files.atomic import write_atomically
+from jaxthd.files.run_folder import flat
+from jaxthd.run.workdir import FREE, opened
 
 
 def changed(config: Config, name: str, value: Any) -> Config:
@@ -89,7 +91,7 @@ def test_what_does_not_change_what_is_learned_may_change(tmp_path: Path):
 
 
 def test_every_free_field_exists():
-    names = _flat(asdict(Config()))
+    names = flat(asdict(Config()))
     assert [free for free in FREE if not any(fnmatch(name, free) for name in names)] == []
 
 
