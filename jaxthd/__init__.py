@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxthd.checkpoints.checkpoint import Checkpoints as Checkpoints
     from jaxthd.checkpoints.weights import Weights as Weights
+    from jaxthd.checkpoints.weights import load_model as load_model
     from jaxthd.checkpoints.weights import load_weights as load_weights
     from jaxthd.config import AdaptConfig as AdaptConfig
     from jaxthd.config import ComputeConfig as ComputeConfig
@@ -22,13 +23,25 @@ if TYPE_CHECKING:
     from jaxthd.config import SpecAugmentConfig as SpecAugmentConfig
     from jaxthd.config import TrainConfig as TrainConfig
     from jaxthd.config import load_config as load_config
+    from jaxthd.data.example import Clip as Clip
+    from jaxthd.data.example import Example as Example
+    from jaxthd.data.example import Samples as Samples
+    from jaxthd.data.example import Turn as Turn
+    from jaxthd.data.example import utterance as utterance
+    from jaxthd.data.loader import Loader as Loader
+    from jaxthd.data.loader import make_loader as make_loader
     from jaxthd.data.packer import PackDocuments as PackDocuments
     from jaxthd.data.packer import PackedRow as PackedRow
+    from jaxthd.data.packer import pack_documents as pack_documents
+    from jaxthd.data.skipped import Skipped as Skipped
     from jaxthd.data.sources.registry import SOURCES as SOURCES
     from jaxthd.data.sources.registry import register_source as register_source
     from jaxthd.data.sources.source import Source as Source
+    from jaxthd.data.speech import SpeechDocuments as SpeechDocuments
+    from jaxthd.data.text.tokenizer import load_tokenizer as load_tokenizer
     from jaxthd.errors import UserError as UserError
     from jaxthd.inference.generator import Generator as Generator
+    from jaxthd.inference.scorer import Scorer as Scorer
     from jaxthd.models.fastconformer import FastConformer as FastConformer
     from jaxthd.models.hybrid import HybridDecoder as HybridDecoder
     from jaxthd.models.mixers import MLP as MLP
@@ -47,6 +60,8 @@ if TYPE_CHECKING:
     from jaxthd.packing.pack import pack_row as pack_row
     from jaxthd.packing.segments import Segments as Segments
     from jaxthd.packing.segments import make_segments as make_segments
+    from jaxthd.packing.thd_view import ThdView as ThdView
+    from jaxthd.packing.thd_view import thd_view as thd_view
     from jaxthd.parallel.mesh import make_mesh as make_mesh
     from jaxthd.parallel.mesh import put_batch as put_batch
     from jaxthd.parallel.params import Init as Init
@@ -55,13 +70,20 @@ if TYPE_CHECKING:
     from jaxthd.steps.blueprint import Blueprint as Blueprint
     from jaxthd.steps.scoring import make_scoring_step as make_scoring_step
     from jaxthd.steps.state import TrainState as TrainState
+    from jaxthd.steps.state import abstract_state as abstract_state
+    from jaxthd.steps.state import canonical_form as canonical_form
+    from jaxthd.steps.state import canonical_shardings as canonical_shardings
     from jaxthd.steps.state import init_state as init_state
+    from jaxthd.steps.state import training_form as training_form
     from jaxthd.steps.training import StepMetrics as StepMetrics
     from jaxthd.steps.training import loss_and_gradient as loss_and_gradient
     from jaxthd.steps.training import make_train_step as make_train_step
-    from jaxthd.validate import validate as validate
 
 _HOMES = {
+    "Checkpoints": "checkpoints.checkpoint",
+    "Weights": "checkpoints.weights",
+    "load_model": "checkpoints.weights",
+    "load_weights": "checkpoints.weights",
     "AdaptConfig": "config",
     "ComputeConfig": "config",
     "Config": "config",
@@ -73,47 +95,61 @@ _HOMES = {
     "SpecAugmentConfig": "config",
     "TrainConfig": "config",
     "load_config": "config",
-    "UserError": "errors",
-    "Document": "packing.document",
-    "Batch": "packing.batch",
-    "concatenate_rows": "packing.batch",
-    "PackReport": "packing.pack",
-    "pack_row": "packing.pack",
-    "Segments": "packing.segments",
-    "make_segments": "packing.segments",
+    "Clip": "data.example",
+    "Example": "data.example",
+    "Samples": "data.example",
+    "Turn": "data.example",
+    "utterance": "data.example",
+    "Loader": "data.loader",
+    "make_loader": "data.loader",
     "PackDocuments": "data.packer",
     "PackedRow": "data.packer",
-    "Source": "data.sources.source",
+    "pack_documents": "data.packer",
+    "Skipped": "data.skipped",
     "SOURCES": "data.sources.registry",
     "register_source": "data.sources.registry",
-    "SpeechLM": "models.speech_lm",
+    "Source": "data.sources.source",
+    "SpeechDocuments": "data.speech",
+    "load_tokenizer": "data.text.tokenizer",
+    "UserError": "errors",
+    "Generator": "inference.generator",
+    "Scorer": "inference.scorer",
     "FastConformer": "models.fastconformer",
     "HybridDecoder": "models.hybrid",
     "MLP": "models.mixers",
     "Attention": "models.mixers",
     "Mamba2": "models.mixers",
     "MoE": "models.mixers",
-    "Init": "parallel.params",
-    "make_mesh": "parallel.mesh",
-    "put_batch": "parallel.mesh",
-    "from_stages": "parallel.stages",
-    "to_stages": "parallel.stages",
+    "SpeechLM": "models.speech_lm",
     "OBJECTIVES": "objectives",
     "Objective": "objectives",
     "Tokens": "objectives",
     "register_objective": "objectives",
+    "Batch": "packing.batch",
+    "concatenate_rows": "packing.batch",
+    "Document": "packing.document",
+    "PackReport": "packing.pack",
+    "pack_row": "packing.pack",
+    "Segments": "packing.segments",
+    "make_segments": "packing.segments",
+    "ThdView": "packing.thd_view",
+    "thd_view": "packing.thd_view",
+    "make_mesh": "parallel.mesh",
+    "put_batch": "parallel.mesh",
+    "Init": "parallel.params",
+    "from_stages": "parallel.stages",
+    "to_stages": "parallel.stages",
     "Blueprint": "steps.blueprint",
+    "make_scoring_step": "steps.scoring",
     "TrainState": "steps.state",
+    "abstract_state": "steps.state",
+    "canonical_form": "steps.state",
+    "canonical_shardings": "steps.state",
     "init_state": "steps.state",
+    "training_form": "steps.state",
     "StepMetrics": "steps.training",
     "loss_and_gradient": "steps.training",
     "make_train_step": "steps.training",
-    "make_scoring_step": "steps.scoring",
-    "Checkpoints": "checkpoints.checkpoint",
-    "Weights": "checkpoints.weights",
-    "load_weights": "checkpoints.weights",
-    "Generator": "inference.generator",
-    "validate": "validate",
 }
 """Public names, and the module that each is defined in."""
 

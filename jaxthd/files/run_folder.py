@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
-from jaxthd.config import ComputeConfig, Config, ModelConfig
+from jaxthd.config import ComputeConfig, Config, LLMConfig, ModelConfig, TrainConfig
 from jaxthd.errors import UserError
 from jaxthd.files.atomic import write_atomically
 
@@ -77,13 +77,15 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _older_fields(stored: Mapping[str, Any]) -> dict[str, str]:
-    """Old name -> new name of fields about how a model is computed: now in compute, before elsewhere."""
+    """Old name -> new name of fields that moved to compute: those about how a model is computed."""
     found = {}
-    for section in ("model", "train"):
-        known, fields = get_type_hints(get_type_hints(Config)[section]), stored.get(section)
+    for section, kind in (("model", ModelConfig), ("model.llm", LLMConfig), ("train", TrainConfig)):
+        fields: Any = stored
+        for part in section.split("."):
+            fields = fields.get(part) if isinstance(fields, dict) else None
         for name in fields if isinstance(fields, dict) else ():
             new = _RENAMED.get(name, name)
-            if name not in known and new in get_type_hints(ComputeConfig):
+            if name not in get_type_hints(kind) and new in get_type_hints(ComputeConfig):
                 found[f"{section}.{name}"] = f"compute.{new}"
     return found
 
@@ -138,10 +140,13 @@ def _dataclass_in(kind: Any) -> Any:
 def compare_models(path: Path, there: ModelConfig, here: ModelConfig) -> None:
     """Raises UserError where weights in `path`, of the model `there`, do not fit the model `here`.
 
-    Multi-token prediction may be missing on one side. Weights that all depths share fit any number of depths.
+    Encoder and adapter, or multi-token prediction, may be missing on one side. Weights that all depths share
+    fit any number of depths.
     """
     then, now = (flat(asdict(model), "model.") for model in (there, here))
     free = []
+    if there.encoder is None or here.encoder is None:
+        free += ["model.encoder*", "model.adapter_dim"]
     if not (there.llm.mtp_pattern and here.llm.mtp_pattern):
         free.append("model.llm.mtp_*")
     elif there.llm.mtp_shared and here.llm.mtp_shared:
