@@ -8,7 +8,7 @@ import pytest
 
 from jaxthd.packing.batch import AUDIO_FIELDS, Batch, concatenate_rows
 from jaxthd.packing.document import Document, encoder_frames
-from jaxthd.packing.layout import inverse_permutation, row_permutation
+from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.pack import pack_row
 
 MELS = 3
@@ -40,7 +40,7 @@ SIZES = {"capacity": 384, "audio_capacity": 2048, "num_mels": MELS, "max_documen
 
 def in_document_order(batch, context, layout="buffer", round_to=1):
     """The row's arrays with the context layout undone, R dropped."""
-    back = inverse_permutation(row_permutation(batch.segment_ids[0], context, layout, round_to))
+    back = ContextLayout(layout, context, round_to).inverse(batch.segment_ids[0])
     row = jax.tree.map(lambda x: x[0], batch)
     return row._replace(**{name: getattr(row, name)[back] for name in Batch._fields[:6]})
 
