@@ -99,7 +99,7 @@ def ssd_pallas(
 
     On a CPU the kernels are interpreted. Raises ValueError for what they do not take.
     """
-    stretches = segments.rows * segments.stretches
+    stretches = segments.rows * segments.context_chunks
     length = len(x_NHP) // stretches
     chunk = chunk_of(chunk, length)
     unfit = why_unfit(chunk, x_NHP.shape[2], b_NGS.shape[2], str(x_NHP.dtype))
