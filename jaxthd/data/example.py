@@ -20,12 +20,12 @@ class Member(NamedTuple):
 
 
 class Channels(NamedTuple):
-    """The channels of a recording that are heard: places among the `total` it has.
+    """The channels of a recording that are used: their indices among the `total` that it has.
 
-    A file with as many channels as are heard holds those alone.
+    A file with as many channels as are used holds those alone.
     """
 
-    heard: tuple[int, ...]
+    used: tuple[int, ...]
     total: int
 
 
@@ -105,23 +105,25 @@ def utterance(
     """
     if not text.strip():
         raise ValueError("text is empty; expected a transcript")
-    return (*asked(clip, prompt, placeholder, system_prompt), Turn("assistant", (text,)))
+    return (*question(clip, prompt, placeholder, system_prompt), Turn("assistant", (text,)))
 
 
-def asked(clip: Clip | Samples, prompt: str, placeholder: str, system_prompt: str = "") -> tuple[Turn, ...]:
+def question(
+    clip: Clip | Samples, prompt: str, placeholder: str, system_prompt: str = ""
+) -> tuple[Turn, ...]:
     """The turns before the answer; none for empty prompts."""
     before, *after = prompt.split(placeholder)
-    parts = joined([before, *(part for piece in after for part in (clip, piece))])
+    parts = merge_texts([before, *(part for text_after in after for part in (clip, text_after))])
     system = (Turn("system", (system_prompt,)),) if system_prompt else ()
     return (*system, *((Turn("user", parts),) if parts else ()))
 
 
-def joined(parts: Iterable[str | Clip | Samples]) -> tuple[str | Clip | Samples, ...]:
-    """Texts in a row as one, empty ones left out."""
-    joined: list[str | Clip | Samples] = []
+def merge_texts(parts: Iterable[str | Clip | Samples]) -> tuple[str | Clip | Samples, ...]:
+    """Texts that follow one another become one; empty ones are dropped."""
+    merged: list[str | Clip | Samples] = []
     for part in parts:
-        if isinstance(part, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += part
+        if isinstance(part, str) and merged and isinstance(merged[-1], str):
+            merged[-1] += part
         elif part:
-            joined.append(part)
-    return tuple(joined)
+            merged.append(part)
+    return tuple(merged)

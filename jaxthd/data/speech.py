@@ -36,7 +36,7 @@ class SpeechDocuments:
     def __call__(self, example: Example, epoch: int) -> Document | Skipped:
         try:
             self._check_clips(example)
-            tokens, learnt = self._template(example.turns)
+            tokens, supervised = self._template(example.turns)
             dither_rng = document_rng(self._seed, epoch, example.key) if self._train else None
             clips = []
             for number, clip in enumerate(example.clips):
@@ -46,7 +46,7 @@ class SpeechDocuments:
                     clips[-1] = spec_augment(clips[-1], self._augment, rng)
         except ValueError as error:
             return Skipped(example.key, str(error))
-        return Document.splice(example.key, tokens, learnt, clips, self._audio_id)
+        return Document.splice(example.key, tokens, supervised, clips, self._audio_id)
 
     def prompt(self, example: Example) -> Document:
         """Its turns up to where the assistant's next answer begins, without dither or masks; nothing in it is

@@ -190,22 +190,3 @@ def padded_lengths(lengths: Sequence[int], context: int, tensor: int) -> list[in
     if padded:
         padded[-1] += -sum(padded) % lcm(unit, tensor)
     return padded
-
-
-def row_permutation(
-    segment_ids: Int[np.ndarray, " T"], context: int, layout: LayoutKind, round_to: int
-) -> Int32[np.ndarray, " T"]:
-    """ContextLayout.permutation, for callers that do not hold the value yet."""
-    return ContextLayout(layout, context, round_to).permutation(segment_ids)
-
-
-def context_permutation(length: int, context: int) -> Int32[np.ndarray, " length"]:
-    """DualChunkSwap.permutation, for callers that do not hold the value yet."""
-    return DualChunkSwap(context).permutation(length)
-
-
-def document_slots(
-    segment_ids: Int[np.ndarray, " T"], context: int, layout: LayoutKind, round_to: int
-) -> list[Int[np.ndarray, " _"]]:
-    """ContextLayout.document_slots, for callers that do not hold the value yet."""
-    return ContextLayout(layout, context, round_to).document_slots(segment_ids)

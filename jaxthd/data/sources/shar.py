@@ -103,7 +103,7 @@ def read_shar(
 
     A cut is an utterance: the user's turn is `prompt`, unless the cut has a custom `context`, a custom
     `system_prompt` comes first, and the assistant says the texts of its supervisions, in the order of their
-    starts, joined by a space. Of the recording it hears its own channel or channels, from its start, for its
+    starts, joined by a space. It takes its own channel or channels of the recording, from its start, for its
     duration. The key's name is the cut's id. Of the tar files headers are read; recordings are not opened.
     The other arguments, and what raises, are read_manifest's.
     Source: lhotse.shar and lhotse.cut (MonoCut, MultiCut).
@@ -117,9 +117,9 @@ def read_shar(
         name = string(cut, "id")
         refuse_marked(cut)
         custom = json_object(cut.get("custom") or {}, "custom") | texts[shard].get(name, {})
-        asked, system = own_prompt(custom, prompt, placeholder)
+        question, system = own_prompt(custom, prompt, placeholder)
         clip = indexes[shard].clip(recordings[shard].get(name, name))
-        return utterance(_range(cut, clip), _text(cut), asked, placeholder, system)
+        return utterance(_range(cut, clip), _text(cut), question, placeholder, system)
 
     return read_examples(
         [shard.cuts for shard in shards],
@@ -169,12 +169,14 @@ def _channels(cut: dict[str, Any]) -> Channels | None:
     chosen, recording = cut.get("channel"), cut.get("recording")
     if chosen is None or recording is None:
         return None
-    heard = _numbers(chosen if isinstance(chosen, list) else [chosen], "channel")
+    chosen_ids = _numbers(chosen if isinstance(chosen, list) else [chosen], "channel")
     recording = json_object(recording, "recording")
     there = _numbers(recording.get("channel_ids") or _sourced(recording), "channels of the recording")
-    if not set(heard) <= set(there):
+    if not set(chosen_ids) <= set(there):
         raise ValueError(f"channel is {chosen}; expected channels of its recording, {there}")
-    return None if set(heard) == set(there) else Channels(tuple(map(there.index, heard)), len(there))
+    if set(chosen_ids) == set(there):
+        return None
+    return Channels(tuple(map(there.index, chosen_ids)), len(there))
 
 
 def _sourced(recording: dict[str, Any]) -> list[Any]:
@@ -192,9 +194,9 @@ def _numbers(value: Any, what: str) -> list[int]:
 
 def _text(cut: dict[str, Any]) -> str:
     supervisions = cut.get("supervisions")
-    said = [json_object(item, "a supervision") for item in json_list(supervisions, "supervisions")]
-    said = [supervision for supervision in said if supervision.get("text") is not None]
-    return " ".join(text for text in (string(s, "text") for s in sorted(said, key=_start)) if text.strip())
+    spoken = [json_object(item, "a supervision") for item in json_list(supervisions, "supervisions")]
+    spoken = [supervision for supervision in spoken if supervision.get("text") is not None]
+    return " ".join(text for text in (string(s, "text") for s in sorted(spoken, key=_start)) if text.strip())
 
 
 def _start(supervision: dict[str, Any]) -> int | float:
