@@ -271,7 +271,7 @@ class ModelConfig:
     """The speech LLM: encoder, adapter, decoder. A checkpoint depends on all of it, and on nothing else."""
 
     encoder: EncoderConfig | None = field(default_factory=EncoderConfig)
-    """None: a text-only model, without encoder and adapter. --model.encoder none on the command line."""
+    """None: a text-only model, without encoder and adapter. Only a config file can say so."""
     llm: LLMConfig = field(default_factory=LLMConfig)
     adapter_dim: int = 0
     """Inner dim of the RMSNorm-linear-relu^2-linear adapter; 0 for a single linear layer."""
@@ -378,10 +378,10 @@ class TrainConfig:
     """Optimization, validation and checkpoints."""
 
     objective: str = "sft"
-    """What is trained for: "sft", cross-entropy over the supervised tokens, or the name of an objective that was
-    registered (jaxthd.register_objective)."""
+    """What is trained for: "sft" (cross-entropy over the supervised tokens), or the name of an objective that
+    was registered (jaxthd.register_objective)."""
     objective_options: tuple[str, ...] = ()
-    """Settings of the objective, NAME=VALUE."""
+    """Settings of the objective, as NAME=VALUE."""
     init_from: tuple[str, ...] = ()
     """Weights that a new run starts from: Hugging Face folders, .nemo archives, and workdirs of runs (the
     newest checkpoint, or another with @best or @STEP). Each source gives what it holds, and a later one

@@ -33,21 +33,17 @@ from jaxthd.checkpoints.weights import load_weights, named_weights, source_of
 from jaxthd.config import Config, DataConfig, MeshConfig, ModelConfig
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError, readable_errors
-from jaxthd.hf.adapter import ADAPTER
-from jaxthd.hf.checkpoint import TOKENIZER_FILES, Checkpoint, copy_files, export, open_checkpoint
+from jaxthd.files.run_folder import is_run, read_config, write_config
+from jaxthd.hf.checkpoint import Checkpoint, open_checkpoint
+from jaxthd.hf.export import TOKENIZER_FILES, copy_files, export
+from jaxthd.hf.families import FORMATS, export_families
 from jaxthd.hf.family import Family
-from jaxthd.hf.names import Part
-from jaxthd.hf.nemotron_h import NEMOTRON_H
-from jaxthd.hf.nemotron_omni import NEMOTRON_OMNI
-from jaxthd.hf.parakeet import PARAKEET
+from jaxthd.hf.names import ArraySlice
 from jaxthd.models.adapt import merge_lora
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.run.workdir import is_run, read_config, write_config
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState
 from jaxthd.terminal.tables import size_text
-
-PARTS = {"llm": NEMOTRON_H, "encoder": PARAKEET, "adapter": ADAPTER}
-FORMATS = ("omni", "parts", *PARTS)
 
 
 def import_weights(sources: Sequence[str], out: Path, *, adapter_dim: int = 0) -> Config:
@@ -73,7 +69,7 @@ def import_weights(sources: Sequence[str], out: Path, *, adapter_dim: int = 0) -
     if folders:
         config = replace(config, data=DataConfig(tokenizer=str(out / "tokenizer")))
     mesh = make_mesh(config.mesh)
-    weights = load_weights(sources, config, mesh)
+    weights = load_weights(sources, Blueprint(config), mesh)
     zero = jnp.zeros((), jnp.int32)
     state = TrainState(zero, zero, zero, weights.params, weights.buffers, ())
     out.mkdir(parents=True)
@@ -97,24 +93,17 @@ def export_weights(
 ) -> list[Path]:
     """Writes the run's weights as published checkpoints; returns their folders.
 
-    form: one of FORMATS; None: "omni" if the adapter has an inner dim, else "parts". dtype, like, limit: see
-    jaxthd.hf.checkpoint.export. Raises UserError where `out` exists or the run cannot be read.
+    form: one of FORMATS; None: see export_families. dtype, like, limit: see jaxthd.hf.export.export.
+    Raises UserError where `out` exists, the run cannot be read, or the format cannot hold the model.
     """
     _is_new(out)
     path, _ = source_of(source)
     if not is_run(path):
         raise UserError(f"{path} holds no checkpoints; expected the workdir of a run, or what import wrote")
     config = replace(read_config(path), mesh=MeshConfig())
-    form = form or ("omni" if config.model.adapter_dim else "parts")
-    folders: dict[Path, Family]
-    if form == "omni":
-        folders = {out: NEMOTRON_OMNI}
-    else:
-        folders = {out / p: f for p, f in PARTS.items()} if form == "parts" else {out: PARTS[form]}
-    for family in folders.values():
-        family.fields(config.model)  # refused before anything is read
+    folders = {out / name: family for name, family in export_families(config.model, form).items()}
     mesh = make_mesh(config.mesh)
-    weights = load_weights([source], config, mesh, partly=False)
+    weights = load_weights([source], Blueprint(config), mesh, partly=False)
     params, config = merge_lora(weights.params, config)
     arrays = named_weights(weights._replace(params=params))
     take = partial(_taken, arrays, _indexing(mesh))
@@ -130,7 +119,7 @@ def export_weights(
             dtype=dtype,
             like=like if family is original else None,
             settings={} if family is original else _token_ids(config, family),
-            beside=None if like or family in (PARAKEET, ADAPTER) else _tokenizer_folder(config),
+            beside=None if like or not family.token_fields else _tokenizer_folder(config),
             limit=limit,
         )
     return list(folders)
@@ -143,16 +132,13 @@ def _tokenizer_folder(config: Config) -> Path | None:
 
 def _token_ids(config: Config, family: Family) -> dict[str, Any]:
     """The run's special tokens, for config.json; none where its tokenizer is gone."""
-    if family in (PARAKEET, ADAPTER):
+    if family.token_fields is None:
         return {}
     try:
         tokenizer = load_tokenizer(config.data.tokenizer)
     except OSError:
         return {}
-    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_id") for name in ("bos", "eos", "pad")}
-    if family is NEMOTRON_OMNI:
-        return {"text_config": ids, "audio_token_id": tokenizer.audio_id}
-    return ids
+    return family.token_fields(tokenizer)
 
 
 def _indexing(mesh: Mesh) -> Any:
@@ -160,7 +146,7 @@ def _indexing(mesh: Mesh) -> Any:
     return jax.jit(lambda x, at: x[at], out_shardings=everywhere)
 
 
-def _taken(arrays: dict[str, Any], index: Any, part: Part) -> np.ndarray:
+def _taken(arrays: dict[str, Any], index: Any, part: ArraySlice) -> np.ndarray:
     return np.asarray(index(arrays[part.name], part.at))
 
 

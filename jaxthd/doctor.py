@@ -1,12 +1,12 @@
-"""What this machine can run: its devices and versions, and each attention and scan back-end with what was
-measured.
+"""Shows what this machine can run: devices, versions, and each attention and scan back-end.
 
     python -m jaxthd.doctor [--config configs/nemotron3_nano.py] [--json]
 
-Back-ends that fit the machine and the problem are measured (or were, before) against XLA's own in float32:
-the largest error of each output and gradient, over the largest value. --config FILE: for the sizes that a
-rank of that model has, and its dtype; by default for bfloat16, 32 query heads over 8, and
-Nemotron-3-Nano's scan. Needs neither data nor weights, nor grain, tyro or Transformer Engine.
+Every back-end that can run here is compared with XLA's own in float32, unless an earlier comparison is kept;
+shown is the largest error of each output and gradient, over the largest value. --config FILE: compare for the
+shapes and dtype that a rank of that model has. The default is bfloat16, attention of 32 query heads over 8
+key/value heads, and Nemotron-3-Nano's scan. Needs neither data nor weights, nor grain, tyro or Transformer
+Engine.
 """
 
 import argparse
@@ -18,26 +18,27 @@ from typing import NamedTuple
 
 from jaxthd.config import load_config
 from jaxthd.errors import readable_errors
-from jaxthd.kernels import scan_probe as scan
 from jaxthd.kernels.admission import Kernel, Verdict, admit
 from jaxthd.kernels.attention_probe import attention_kernels
 from jaxthd.kernels.choose import CHOICES
-from jaxthd.kernels.machine import Machine, cudnn_text, installed
-from jaxthd.ops.attention import backends as attention
-from jaxthd.ops.attention.contract import Problem
+from jaxthd.kernels.machine import Machine, installed
+from jaxthd.kernels.scan_probe import scan_kernels
+from jaxthd.kernels.verified import verified_on
+from jaxthd.ops.attention.contract import AttentionShape
+from jaxthd.ops.attention.thd import cudnn_text
+from jaxthd.ops.scan.contract import ScanShape
 from jaxthd.terminal.tables import table
 
 COMMON: list[Sequence[Kernel]] = [
-    attention_kernels(Problem("bfloat16", 32, 8, 128)),
-    scan.scan_kernels(scan.ScanProblem("bfloat16", 64, 8, 64, 128, 128)),
+    attention_kernels(AttentionShape("bfloat16", q_heads=32, kv_heads=8, head_dim=128)),
+    scan_kernels(ScanShape("bfloat16", heads=64, groups=8, head_dim=64, state=128, chunk=128)),
 ]
 OTHERS = ("flax", "grain", "tyro", "orbax-checkpoint")
 """Packages whose versions are shown too."""
-VERIFIED = {"attention": attention.VERIFIED, "scan": scan.VERIFIED}
 
 
 class Found(NamedTuple):
-    """Of one kind of kernel: all back-ends, and what was measured of each."""
+    """All back-ends of one kind, and whether each may be used."""
 
     kernels: Sequence[Kernel]
     verdicts: list[Verdict]
@@ -49,11 +50,9 @@ class Found(NamedTuple):
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxthd.doctor", description=(__doc__ or "").splitlines()[0]
+        prog="jaxthd doctor", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument(
-        "--config", type=Path, help="a config file: its model's attention and scan are measured"
-    )
+    parser.add_argument("--config", type=Path, help="a config file: compare for its model's shapes and dtype")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     options = parser.parse_args(argv)
     machine, config = Machine.of_this(), load_config(options.config) if options.config else None
@@ -66,8 +65,8 @@ def as_json(machine: Machine, found: Sequence[Found]) -> str:
     report = {"machine": asdict(machine), "packages": {name: installed(name) for name in OTHERS}}
     for kind, kernels, verdicts in ((x.kind, *x) for x in found):
         report[kind] = {
-            "problem": asdict(kernels[0].problem),
-            "backends": [x._asdict() | {"verified": VERIFIED[kind][x.backend]} for x in verdicts],
+            "shape": asdict(kernels[0].shape),
+            "backends": [x._asdict() | {"verified": verified_on(kind, x.backend)} for x in verdicts],
         }
     return json.dumps(report, indent=2)
 
@@ -100,13 +99,13 @@ def _as_table(found: Found) -> str:
             verdict.backend,
             "yes" if verdict.refusal is None else "no",
             *(f"{verdict.errors[name]:.1e}" if verdict.errors else "-" for name in quantities),
-            VERIFIED[found.kind][verdict.backend],
+            verified_on(found.kind, verdict.backend),
         ]
         for verdict in found.verdicts
     ]
     columns = f"back-end|admitted|{'|'.join(quantities)}|verified on"
-    problem = f"{found.kind.capitalize()}: {found.kernels[0].problem}"
-    title = f"{problem}; errors against xla in float32, {bound:.1e} allowed"
+    shape = f"{found.kind.capitalize()}: {found.kernels[0].shape}"
+    title = f"{shape}; errors against xla in float32, {bound:.1e} allowed"
     refused = [x for x in found.verdicts if x.refusal is not None]
     why = [f"  {verdict.backend}: {verdict.refusal}" for verdict in refused]
     return "\n".join([table(title, columns, rows, (0, 1, len(quantities) + 2)), *why])

@@ -26,7 +26,7 @@ from jax import Array
 from jaxthd.kernels.admission import admit, error
 from jaxthd.kernels.attention_probe import attention_kernels
 from jaxthd.kernels.machine import Machine
-from jaxthd.ops.attention.contract import Problem
+from jaxthd.ops.attention.contract import AttentionShape
 from jaxthd.ops.attention.ring import packed_attention
 from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.terminal.tables import show
@@ -92,7 +92,7 @@ def measure(tiny: bool, peak: float, tell: Callable[[dict[str, Any]], Any]) -> N
 
 def backends(shape: Shape) -> Iterator[str]:
     """Those that are admitted here; prints why others are not."""
-    for kernel in attention_kernels(Problem("bfloat16", *shape)):
+    for kernel in attention_kernels(AttentionShape("bfloat16", *shape)):
         refusal = admit(kernel, Machine.of_this()).refusal
         print(f"{kernel.name}: {f'not run, {refusal}' if refusal else 'admitted'}", flush=True)
         if refusal is None:

@@ -32,7 +32,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxthd.config import ComputeConfig, Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
-from jaxthd.data.pipeline import PackDocuments
+from jaxthd.data.packer import PackDocuments
 from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.models.hybrid import Block
 from jaxthd.ops.grouped_matmul import expert_layout

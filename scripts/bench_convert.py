@@ -30,8 +30,8 @@ import numpy as np
 from jaxthd.checkpoints.weights import Weights, load_weights, named_weights
 from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.convert import export_weights, import_weights
-from jaxthd.hf.checkpoint import export
-from jaxthd.hf.nemotron_omni import NEMOTRON_OMNI
+from jaxthd.hf import nemotron_omni
+from jaxthd.hf.export import export
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import init_state
@@ -99,11 +99,13 @@ def measure(what: str, config: Config, folder: Path) -> dict[str, int]:
             shapes = {name: x.shape for name, x in arrays.items()}
             whole = {name: np.asarray(x) for name, x in arrays.items()}
             take = lambda part: whole[part.name][part.at]  # noqa: E731
-            export(config.model, shapes, take, NEMOTRON_OMNI, published, limit=200 * 2**20)
+            export(config.model, shapes, take, nemotron_omni.FAMILY, published, limit=200 * 2**20)
             import_weights([str(published)], imported)
         case "import":
             with peak(told):
-                weights = jax.block_until_ready(load_weights([published], config, mesh, partly=False))
+                weights = jax.block_until_ready(
+                    load_weights([published], Blueprint(config), mesh, partly=False)
+                )
             told["arrays"] = shard_bytes(weights)
         case "export":
             with peak(told):

@@ -26,17 +26,17 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jaxthd.config import Config, load_config
 from jaxthd.data.dataset import SpeechData, SynchronizedLoader
+from jaxthd.data.loader import BatchReport
 from jaxthd.parallel.mesh import make_mesh, put_batch
+from jaxthd.run.startup import simulate_devices
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import init_state
 from jaxthd.steps.training import make_train_step
-from jaxthd.terminal.command_line import simulate_devices
 
 WARM_UP = 16
 """Batches before anything is timed or weighed."""
@@ -74,7 +74,7 @@ def opened(config: Config, workers: int, stack: ExitStack) -> SynchronizedLoader
     return loader
 
 
-def timed(loader: SynchronizedLoader, batches: int) -> list[tuple[float, dict[str, Any]]]:
+def timed(loader: SynchronizedLoader, batches: int) -> list[tuple[float, BatchReport]]:
     """(seconds, report) of each of the next batches, after those that lie ready."""
     list(islice(loader, 2))
     found = []
@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
         loaders = {workers: opened(config, workers, stack) for workers in counts}
         step = Step(config, loaders[0])
         steps: list[float] = []
-        found: dict[int, list[tuple[float, dict[str, Any]]]] = {workers: [] for workers in counts}
+        found: dict[int, list[tuple[float, BatchReport]]] = {workers: [] for workers in counts}
         for _ in range(options.rounds):
             steps += step.seconds()
             for workers, loader in loaders.items():
@@ -143,7 +143,9 @@ def main(argv: list[str] | None = None) -> int:
     for workers, batches in found.items():
         seconds = [s for s, _ in batches]
         mean = statistics.mean(seconds)
-        tokens, documents = (sum(r[name] for _, r in batches) for name in ("real_tokens", "documents"))
+        tokens, documents = (
+            sum(getattr(r, name) for _, r in batches) for name in ("real_tokens", "documents")
+        )
         ratios[workers] = step_seconds / mean
         print(
             f"{workers:7}  {mean:7.4f}  {statistics.median(seconds):8.4f}  {tokens / sum(seconds):13,.0f}"

@@ -38,8 +38,8 @@ import jax
 import numpy as np
 
 from jaxthd.config import Config, EncoderConfig, LLMConfig, ModelConfig
-from jaxthd.data.faults import Fault
-from jaxthd.data.pipeline import PackDocuments
+from jaxthd.data.packer import PackDocuments
+from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.sources.synthetic import synthetic_manifests
 from jaxthd.data.speech import SpeechDocuments
@@ -114,7 +114,7 @@ def speech_documents(manifest: str, config: Config) -> list[Document]:
     examples, _ = read_manifest(manifest)
     order = np.random.default_rng(0).permutation(len(examples))[:MOST_RECORDINGS]
     made = [documents(examples[i], 0) for i in order]
-    return [document for document in made if not isinstance(document, Fault)]
+    return [document for document in made if not isinstance(document, Skipped)]
 
 
 def ladder(needed: Sequence[tuple[int, float]], rungs: int = RUNGS, step: int = STEP) -> tuple[int, ...]:

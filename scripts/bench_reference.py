@@ -138,7 +138,7 @@ def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) ->
     from jaxthd.steps.step import loss_and_gradient
 
     from jaxthd.config import ComputeConfig, Config, LLMConfig, ModelConfig
-    from jaxthd.data.pipeline import PackDocuments
+    from jaxthd.data.packer import PackDocuments
     from jaxthd.packing.batch import Batch
     from jaxthd.packing.document import Document
     from jaxthd.parallel.mesh import make_mesh, put_batch

@@ -32,20 +32,22 @@ from jaxthd.kernels.admission import error
 from jaxthd.kernels.scan_probe import (
     PROBE_PADDING,
     QUANTITIES,
-    ScanProblem,
+    error_bound,
     outputs_and_gradients,
+    probe_errors,
     probe_inputs,
     probe_lengths,
     row_of,
-    scan,
-    scan_probe,
 )
 from jaxthd.ops.scan import pallas_launches as launches
+from jaxthd.ops.scan.backends import scan
+from jaxthd.ops.scan.contract import ScanShape
+from jaxthd.ops.scan.pallas import ssd_pallas
 from jaxthd.ops.scan.ssd import ssd
 from jaxthd.packing.segments import make_segments
 
-NANO = ScanProblem("bfloat16", heads=64, groups=8, head_dim=64, state=128, chunk=128)
-SMALL = ScanProblem("bfloat16", heads=4, groups=2, head_dim=16, state=16, chunk=128)
+NANO = ScanShape("bfloat16", heads=64, groups=8, head_dim=64, state=128, chunk=128)
+SMALL = ScanShape("bfloat16", heads=4, groups=2, head_dim=16, state=16, chunk=128)
 CALLS = 5
 """Calls that a repeat times together."""
 
@@ -60,17 +62,17 @@ def recordings(tokens: int, seed: int = 0) -> list[int]:
     return lengths
 
 
-def inputs(problem: ScanProblem, tokens: int) -> tuple[Any, ...]:
+def inputs(shape: ScanShape, tokens: int) -> tuple[Any, ...]:
     """ids, positions, x, dt, a, B, C, dy."""
     rng = np.random.default_rng(0)
 
-    def normal(*shape: int, dtype: Any = problem.dtype) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+    def normal(*size: int, dtype: Any = shape.dtype) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(size, np.float32), dtype)
 
-    x, dy = (normal(tokens, problem.heads, problem.head_dim) for _ in range(2))
-    b, c = (normal(tokens, problem.groups, problem.state) for _ in range(2))
-    dt = jnp.asarray(np.exp(rng.uniform(np.log(1e-3), np.log(0.1), (tokens, problem.heads))), jnp.float32)
-    a = -jnp.asarray(rng.uniform(1, 16, problem.heads), jnp.float32)
+    x, dy = (normal(tokens, shape.heads, shape.head_dim) for _ in range(2))
+    b, c = (normal(tokens, shape.groups, shape.state) for _ in range(2))
+    dt = jnp.asarray(np.exp(rng.uniform(np.log(1e-3), np.log(0.1), (tokens, shape.heads))), jnp.float32)
+    a = -jnp.asarray(rng.uniform(1, 16, shape.heads), jnp.float32)
     return *row_of(recordings(tokens), 0), x, dt, a, b, c, dy.astype(jnp.float32)
 
 
@@ -98,9 +100,9 @@ def seconds(call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int, c
     return statistics.median(times)
 
 
-def work(problem: ScanProblem, tokens: int, backward: bool) -> tuple[float, float]:
+def work(shape: ScanShape, tokens: int, backward: bool) -> tuple[float, float]:
     """(floating-point operations, bytes that must move)."""
-    h, g, p, s, pairs = problem.heads, problem.groups, problem.head_dim, problem.state, 129 / 2
+    h, g, p, s, pairs = shape.heads, shape.groups, shape.head_dim, shape.state, 129 / 2
     flops = 2 * tokens * (g * pairs * s + h * (pairs * p + 2 * s * p))
     given = 2 * (h * p + 2 * g * s) + 4 * h
     # y in float32; backward: all arguments again, its cotangent, and their gradients.
@@ -218,16 +220,16 @@ def rival_timed(run: Callable[..., Any], tokens: int, repeats: int) -> None:
             report(f"mamba_ssm, chunk {chunk}", tokens, bool(backward), took)
 
 
-def rival_errors(run: Callable[..., Any], problem: ScanProblem) -> dict[str, float]:
-    """As scan_probe's. Its outputs in padding, which it takes for one document, are set to 0."""
-    *given, dy = probe_inputs(problem)
-    ids, _ = row_of(probe_lengths(problem), PROBE_PADDING)
-    found = rival_run(run, ids, tuple(given), dy, problem.chunk)[1]()
+def rival_errors(run: Callable[..., Any], shape: ScanShape) -> dict[str, float]:
+    """As probe_errors. Its outputs in padding, which it takes for one document, are set to 0."""
+    *given, dy = probe_inputs(shape)
+    ids, _ = row_of(probe_lengths(shape), PROBE_PADDING)
+    found = rival_run(run, ids, tuple(given), dy, shape.chunk)[1]()
     y, *gradients = (x.detach().float().cpu().numpy().astype(np.float64) for x in found)
     y = y[0] * (np.asarray(ids[0]) > 0)[:, None, None]
     exact = tuple(x.astype(jnp.float32) for x in (*given, dy))
     with jax.default_matmul_precision("highest"):
-        want = outputs_and_gradients(problem, exact, ssd)
+        want = outputs_and_gradients(ssd, shape, exact)
     return {q: error(a, b) for q, a, b in zip(QUANTITIES, (y, *gradients), want, strict=True)}
 
 
@@ -256,14 +258,17 @@ def main() -> None:
         print("no GPU here, nothing was run; --interpret compares errors on a CPU")
         return
     print("errors against the XLA scan in float32, largest difference / largest value:")
-    problem = NANO if has_gpu else SMALL
-    probes = [replace(problem, chunk=chunk) for chunk in options.chunks] + [replace(SMALL, dtype="float32")]
-    found = [show_errors(f"pallas {p.dtype}, chunk {p.chunk}", scan_probe(p), p.error_bound) for p in probes]
+    shape = NANO if has_gpu else SMALL
+    probes = [replace(shape, chunk=chunk) for chunk in options.chunks] + [replace(SMALL, dtype="float32")]
+    found = [
+        show_errors(f"pallas {p.dtype}, chunk {p.chunk}", probe_errors(ssd_pallas, p), error_bound(p.dtype))
+        for p in probes
+    ]
     holds = all(found)
     if has_gpu:
         run = rival()
         if run is not None:
-            show_errors("mamba_ssm bfloat16", rival_errors(run, problem), problem.error_bound)
+            show_errors("mamba_ssm bfloat16", rival_errors(run, shape), error_bound(shape.dtype))
         line("back-end", "tokens", "what", "ms", "GB/s", "TFLOP/s", "memory")
         for tokens in options.tokens:
             timed(tokens, options.chunks, options.repeats)

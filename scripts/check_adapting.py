@@ -37,12 +37,12 @@ from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.files.jsonl import write_lines
-from jaxthd.hf.checkpoint import export
-from jaxthd.hf.nemotron_omni import NEMOTRON_OMNI
+from jaxthd.hf import nemotron_omni
+from jaxthd.hf.export import export
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.run.metrics import read_metrics
+from jaxthd.run.metrics_file import read_metrics
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.terminal.tables import Claim, conclude
 
@@ -131,7 +131,7 @@ def write_published(folder: Path, texts: Sequence[str]) -> None:
     shapes = {name: x.shape for name, x in arrays.items()}
     settings = {"audio_token_id": tokenizer.token_to_id(SPECIAL[-1])}
     take = lambda part: arrays[part.name][part.at]  # noqa: E731
-    export(model, shapes, take, NEMOTRON_OMNI, folder, settings=settings)
+    export(model, shapes, take, nemotron_omni.FAMILY, folder, settings=settings)
     tokenizer.save(str(folder / "tokenizer.json"))
     marks = {"bos_token": "<s>", "eos_token": "<|im_end|>", "unk_token": "<unk>", "audio_token": SPECIAL[-1]}
     (folder / "tokenizer_config.json").write_text(json.dumps(marks | {"chat_template": TEMPLATE}))
@@ -233,9 +233,10 @@ def adapt(options: argparse.Namespace, work: Path) -> list[Claim]:
     config = replace(load_config(file), mesh=MeshConfig())
     plain = replace(config, adapt=type(config.adapt)())
     mesh = make_mesh(config.mesh)
-    adapted = load_weights([workdir], config, mesh, partly=False)
+    adapted = load_weights([workdir], Blueprint(config), mesh, partly=False)
     merged, original = (
-        load_weights([work / folder], plain, mesh, partly=False) for folder in ("exported", "published")
+        load_weights([work / folder], Blueprint(plain), mesh, partly=False)
+        for folder in ("exported", "published")
     )
     before, after = (named_weights(w) for w in (original, adapted))
     frozen = [n for n in before if n.startswith(("encoder.", "decoder.", "embedding", "head"))]

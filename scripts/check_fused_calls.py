@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault("PJRT_NPROC", "32")  # threads; see jaxthd.terminal.command_line.simulate_devices
+os.environ.setdefault("PJRT_NPROC", "32")  # threads; see jaxthd.run.startup.simulate_devices
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["NVTE_PROJECT_BUILDING"] = "1"  # no CUDA libraries are loaded
 
@@ -37,12 +37,13 @@ import jax.numpy as jnp
 from jax.interpreters import mlir
 
 from jaxthd.config import Config, MeshConfig
-from jaxthd.kernels.attention_probe import error_bound, measure
-from jaxthd.kernels.choose import attention_problem, using
-from jaxthd.kernels.machine import installed, numbers
+from jaxthd.kernels.attention_probe import error_bound, probe_errors
+from jaxthd.kernels.choose import attention_shape, using
+from jaxthd.kernels.machine import installed
 from jaxthd.ops.attention.backends import BACKENDS
-from jaxthd.ops.attention.contract import Problem
+from jaxthd.ops.attention.contract import AttentionShape
 from jaxthd.ops.attention.cudnn import GROUPED_LEAST
+from jaxthd.ops.backend import version_numbers
 from jaxthd.terminal.tables import table
 from scripts.check_meshes import check, variants
 from scripts.comparison import dense_kernels
@@ -161,11 +162,11 @@ def probes(name: str) -> list[list[str]]:
     """Rows of the table: admission's errors."""
     rows = []
     for heads, kv_heads in HEADS:
-        if name == "cudnn" and heads != kv_heads and numbers(jax.__version__) < GROUPED_LEAST:
+        if name == "cudnn" and heads != kv_heads and version_numbers(jax.__version__) < GROUPED_LEAST:
             continue
-        problem = Problem("bfloat16", heads, kv_heads, 64)
-        errors = measure(BACKENDS[name], problem)
-        rows.append(row(f"admission: {problem}", max(errors.values()), error_bound("bfloat16")))
+        shape = AttentionShape("bfloat16", heads, kv_heads, 64)
+        errors = probe_errors(BACKENDS[name], shape)
+        rows.append(row(f"admission: {shape}", max(errors.values()), error_bound("bfloat16")))
     return rows
 
 
@@ -173,10 +174,10 @@ def steps(name: str) -> list[list[str]]:
     """Rows of the table: the model's loss and gradients on meshes."""
     rows = []
     for config in (config for mesh in MESHES for config in variants(mesh)):
-        if name == "cudnn" and numbers(jax.__version__) < GROUPED_LEAST:
+        if name == "cudnn" and version_numbers(jax.__version__) < GROUPED_LEAST:
             config = with_all_heads(config)
         found = check(using(config, attention_backend=name))
-        heads = "{0.q_heads} and {0.kv_heads} heads".format(attention_problem(config))
+        heads = "{0.q_heads} and {0.kv_heads} heads".format(attention_shape(config))
         what = f"mesh {found['mesh']}, {found['exchange']}, {found['layout']}, {heads} a rank"
         rows.append(row(what, found["error"], found["allowed"]))
     return rows

@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("PJRT_NPROC", "32")  # threads; see jaxthd.terminal.command_line.simulate_devices
+os.environ.setdefault("PJRT_NPROC", "32")  # threads; see jaxthd.run.startup.simulate_devices
 if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
@@ -103,7 +103,7 @@ def documents(config: Config, position: dict | None, steps: int) -> list[list[st
         loader = stack.enter_context(closing(data.training()))
         if position is not None:
             loader.set_state(position)
-        return [sorted(key for row in r["keys"] for key in row) for _, r in islice(loader, steps)]
+        return [sorted(key for row in r.keys for key in row) for _, r in islice(loader, steps)]
 
 
 def restored_position(config: Config, workdir: Path) -> dict:

@@ -38,9 +38,10 @@ import numpy as np
 import soundfile
 
 from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig, SpecAugmentConfig
-from jaxthd.data.faults import SkipLog
-from jaxthd.data.pipeline import make_loader
-from jaxthd.data.sources.named import Source
+from jaxthd.data.loader import make_loader
+from jaxthd.data.skipped import SkipLog
+from jaxthd.data.sources.registry import open_source, read_source
+from jaxthd.data.sources.source import SourceSetting
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.data.workers import Workers
@@ -361,18 +362,17 @@ def check(
     try:
         with time_limit(ITEM_SECONDS):
             path = manifest.parent if manifest.name == "cuts.jsonl" else manifest
-            examples, faults = Source(str(path), tars, "data.manifest").read(CONFIG.data)
-        for fault in faults:
-            on_skip(fault.key, fault.reason)
+            source = open_source(SourceSetting(str(path), tarred_audio=tars))
+            examples, skipped = read_source(source, CONFIG.data)
+        for item in skipped:
+            on_skip(item.key, item.reason)
         with make_loader([examples], load, CONFIG, repeat=False, on_skip=on_skip, workers=workers) as loader:
             for batch, report in loader:
-                documents += [key.partition(":")[0] for row in report["keys"] for key in row]
+                documents += [key.partition(":")[0] for row in report.keys for key in row]
                 if not np.isfinite(batch.mels).all():
-                    outcome.violations.append(
-                        f"{manifest}: features that are not finite, in {report['keys']}"
-                    )
+                    outcome.violations.append(f"{manifest}: features that are not finite, in {report.keys}")
     except UserError as error:
-        if f"no usable line ({len(lines)} faulty)" in str(error):
+        if f"no usable line ({len(lines)} skipped)" in str(error):
             outcome.refused += len(lines)
             return
         outcome.violations.append(f"{manifest}: {error}")

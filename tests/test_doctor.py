@@ -10,12 +10,13 @@ import jax
 import pytest
 
 from jaxthd import doctor
-from jaxthd.kernels import scan_probe as scan
+from jaxthd.kernels.verified import VERIFIED
 from jaxthd.ops.attention import backends as attention
+from jaxthd.ops.scan import backends as scan
 
 KINDS = (
-    ("attention", attention.BACKENDS, attention.VERIFIED),
-    ("scan", scan.BACKENDS, scan.VERIFIED),
+    ("attention", attention.BACKENDS, VERIFIED["attention"]),
+    ("scan", scan.BACKENDS, VERIFIED["scan"]),
 )
 ROOT = Path(__file__).parents[1]
 TABLES = ROOT / "docs" / "kernels.md"

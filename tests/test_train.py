@@ -27,7 +27,7 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.errors import UserError
-from jaxthd.run.metrics import Metrics, read_metrics
+from jaxthd.run.metrics_file import Metrics, read_metrics
 from jaxthd.train import train
 from jaxthd.validate import DeviceFacts, validate
 
@@ -47,7 +47,7 @@ FIELDS = {
     "step_seconds",
     "compilations",
     "skipped_updates",
-    "left_out",
+    "skipped_documents",
 }
 
 
@@ -148,7 +148,7 @@ def test_a_run_leaves_pictures_and_what_it_decoded(uninterrupted: Path):
     assert {"number 0", "number 7"} <= {" ".join(line["reference"].split()[:2]) for line in heard}
 
 
-def test_what_is_left_out_is_listed_with_a_reason(uninterrupted: Path):
+def test_what_is_skipped_documents_is_listed_with_a_reason(uninterrupted: Path):
     skipped = [json.loads(line) for line in (uninterrupted / "skipped.jsonl").read_text().splitlines()]
     assert len(skipped) == 2
     reasons = " ".join(entry["reason"] for entry in skipped)

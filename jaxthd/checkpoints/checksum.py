@@ -1,9 +1,9 @@
-"""A checksum of what an array holds, computed where the array lies.
+"""A checksum of an array's content, computed where the array lies.
 
 Each word (32 bits, or an element of fewer) is mixed with its index in the whole array, and the mixed words
-are summed modulo 2^32. A sum has no order, so every sharding and every number of processes gives the same,
-without gathering the array. The mixing is one to one for a given index: a change of a single word changes the
-sum for certain, any other damage escapes with probability 2^-32.
+are summed modulo 2^32. A sum has no order, so every sharding and every number of processes gives the same
+checksum, and no array is gathered. For a given index the mixing is one to one: changing one word always
+changes the sum; any other damage goes unnoticed with probability 2^-32.
 """
 
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from jaxtyping import Shaped, UInt32
 
 Words = TypeVar("Words", Array, np.ndarray)
 BLOCK = 2**20
-"""Words that the host mixes at a time."""
+"""Number of words that the host mixes at a time."""
 
 
 def named_arrays(tree: Any) -> dict[str, Any]:
@@ -26,14 +26,14 @@ def named_arrays(tree: Any) -> dict[str, Any]:
 
 
 def checksums(tree: Any) -> dict[str, int]:
-    """The checksum of every array of a tree, by name. Of several processes all call it, with the same tree.
+    """The checksum of every array of a tree, by name. All processes call it, with the same tree.
 
-    On a CPU's devices NumPy reads in place what this process holds whole; there, compiling would take far
-    longer than running.
+    Arrays that this process holds whole on CPU devices are read in place with NumPy, because compiling a
+    program takes far longer there than running it.
     """
     arrays = named_arrays(tree)
-    spread = {name: x for name, x in arrays.items() if not _is_on_host(x)}
-    sums = jax.device_get(_checksums_on_device(spread))
+    on_devices = {name: x for name, x in arrays.items() if not _is_on_host(x)}
+    sums = jax.device_get(_checksums_on_device(on_devices))
     return {
         name: int(sums[name]) if name in sums else checksum_on_host(np.asarray(x))
         for name, x in arrays.items()
@@ -41,7 +41,7 @@ def checksums(tree: Any) -> dict[str, int]:
 
 
 def checksum(x: Shaped[Array, "..."]) -> int:
-    """The checksum of one array's bits: an array of booleans, integers or floats of whole bytes."""
+    """The checksum of one array, of booleans, or of integers or floats that take whole bytes."""
     return checksums(x)[""]
 
 
@@ -51,11 +51,11 @@ def _is_on_host(x: Array) -> bool:
 
 
 def checksum_on_host(x: Shaped[np.ndarray, "..."]) -> int:
-    parts = np.ascontiguousarray(x).reshape(-1).view(f"uint{min(8 * x.dtype.itemsize, 32)}")
+    elements = np.ascontiguousarray(x).reshape(-1).view(f"uint{min(8 * x.dtype.itemsize, 32)}")
     total = 0
-    # A block at a time: mixing takes several times the memory of what is mixed.
-    for start in range(0, parts.size, BLOCK):
-        words = parts[start : start + BLOCK].astype(np.uint32)
+    # One block at a time, because mixing takes several times the memory of the words.
+    for start in range(0, elements.size, BLOCK):
+        words = elements[start : start + BLOCK].astype(np.uint32)
         index = (start + np.arange(len(words), dtype=np.uint64)).astype(np.uint32)
         total += int(_mix(words ^ _mix(index)).sum(dtype=np.uint32))
     return total % 2**32
@@ -65,7 +65,7 @@ def checksum_on_host(x: Shaped[np.ndarray, "..."]) -> int:
 def checksum_on_device(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
     words = _words(x)
     index, stride = jnp.zeros(words.shape, jnp.uint32), 1
-    # In place of reshaping to one dim, which would move a sharded array.
+    # The index is computed dim by dim: reshaping to one dim would move a sharded array.
     for dim in reversed(range(words.ndim)):
         index += jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim) * jnp.uint32(stride % 2**32)
         stride *= words.shape[dim]
@@ -85,9 +85,9 @@ def _words(x: Array) -> Array:
 
 
 def _mix(x: Words) -> Words:
-    """uint32 -> uint32, one to one: each input bit flips about half of the output bits.
+    """uint32 -> uint32, one to one: a flipped input bit flips about half of the output bits.
 
-    Shifts and multipliers: lowbias32, C. Wellons, Prospecting for Hash Functions (2018).
+    Shifts and multipliers are lowbias32's (C. Wellons, Prospecting for Hash Functions, 2018).
     """
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)

@@ -1,6 +1,6 @@
-"""The loaders of a run: its data sets read, its documents made, packed and laid out."""
+"""What train.py opens: the data sets of a run, read, made into documents, packed and laid out."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -8,78 +8,65 @@ from typing import Any
 
 from jaxthd.config import Config
 from jaxthd.data.example import Example
-from jaxthd.data.faults import Fault, SkipLog
-from jaxthd.data.pipeline import Loader, RowReport, make_loader, totals
-from jaxthd.data.sources.named import Source, training_sources, validation_sources
+from jaxthd.data.loader import BatchAndReport, BatchIterator, BatchReport, Loader, RowReport, make_loader
+from jaxthd.data.skipped import SkipLog, Skipped
+from jaxthd.data.sources.registry import read_source, training_sources, validation_sources
+from jaxthd.data.sources.source import Source
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.data.workers import Workers
-from jaxthd.packing.batch import Batch
+from jaxthd.objectives import make_objective
 from jaxthd.packing.document import Document
 from jaxthd.parallel.processes import exchange, is_first, require_same
 
 
-class SynchronizedLoader(Iterator[tuple[Batch, dict[str, Any]]]):
-    """A Loader of this process's rows, in step with those of the other processes: next() waits for all.
+class SynchronizedLoader(BatchIterator):
+    """A Loader of this process's rows in step with those of the other processes: next() waits for all.
 
-    The report is over all rows, but for `keys`, which are of this process's. Ends when all have ended; one
+    The report has all rows, but `keys` only of this process's. It ends when all processes have ended; one
     that has no row left gives empty ones until then. With one process it gives what the Loader gives.
+    get_state is of this process's rows; see whole_position.
     """
 
     def __init__(self, loader: Loader, skipped: SkipLog) -> None:
-        self._loader, self._skipped = loader, skipped
+        super().__init__(loader)
+        self._empty, self._skipped = loader.empty, skipped
 
-    def __next__(self) -> tuple[Batch, dict[str, Any]]:
-        found = next(self._loader, None)
-        batch, report = found or self._loader.empty
-        told = exchange([found is not None, report["rows"], self._skipped.news()])
-        for _, _, news in told:
+    def __next__(self) -> BatchAndReport:
+        found = next(self._source, None)
+        batch, report = found or self._empty
+        answers = exchange([found is not None, report.rows, self._skipped.news()])
+        for _, _, news in answers:
             for item in news:
                 self._skipped.add(*item)
-        if not any(goes_on for goes_on, _, _ in told):
+        if not any(goes_on for goes_on, _, _ in answers):
             raise StopIteration
         # A row that several processes read counts once.
-        rows = {RowReport(*row) for _, rows, _ in told for row in rows}
-        return batch, {**report, **totals(rows), "rows": sorted(rows)}
+        rows = {RowReport(*row) for _, rows, _ in answers for row in rows}
+        return batch, report._replace(rows=tuple(sorted(rows)))
 
-    def __enter__(self) -> "SynchronizedLoader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._loader.close()
-
-    def get_state(self) -> dict[str, Any]:
-        """The Loader's, of this process's rows; see whole_position."""
-        return self._loader.get_state()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._loader.set_state(state)
-
-    def keys(self, report: Mapping[str, Any]) -> list[list[str]]:
-        """The documents' keys of all rows; the report has those of this process's. All processes call it."""
-        rows = self._loader.empty[1]["rows"]
-        own = [(row.row, keys) for row, keys in zip(rows, report["keys"], strict=True)]
+    def keys(self, report: BatchReport) -> list[list[str]]:
+        """The documents' keys of all rows; the report has this process's. All processes call it."""
+        _, empty = self._empty
+        own = [(row.row, keys) for row, keys in zip(empty.rows, report.keys, strict=True)]
         return [keys for _, keys in sorted(dict(map(tuple, chain(*exchange(own)))).items())]
 
 
 def whole_position(position: dict[str, Any]) -> dict[str, Any]:
-    """The state of all rows, where each process has that of its own: all processes call it.
+    """The state of all rows, from states that have it of each process's own rows. All processes call it.
 
-    So it does not depend on their number, nor on the mesh: any other may restore it.
+    The result depends neither on the number of processes nor on the mesh: any other may restore it.
     """
     streams = zip(*exchange(position["streams"]), strict=True)
     return position | {"streams": [next(s for s in states if s is not None) for states in streams]}
 
 
 class SpeechData:
-    """The run's data sets as loaders. Faulty lines and recordings go to the skip log.
+    """The run's data sets as loaders. Items that cannot be used go to the skip log, WORKDIR/skipped.jsonl.
 
     training: False leaves data.manifest unread. end_id: the token that ends an answer.
-    Raises UserError for prompts that cannot be encoded and for a data set without a usable line.
+    Raises UserError for prompts that cannot be encoded and for a data set without a usable item.
     """
 
     def __init__(self, config: Config, workdir: Path, *, training: bool = True) -> None:
@@ -106,24 +93,24 @@ class SpeechData:
         return bool(self._validation)
 
     def validation_examples(self, name: str) -> Sequence[Example]:
-        """The lines of a validation set, in its order."""
+        """The items of a validation set, in its order."""
         return self._validation[name]
 
-    def is_left_out(self, key: str, name: str | None = None) -> bool:
-        """Whether a document of a validation set, the first if none is named, was found to be unusable."""
+    def is_skipped(self, key: str, name: str | None = None) -> bool:
+        """Whether an item of a validation set (None: the first) was found to be unusable."""
         name = name or next(iter(self._validation))
-        return self.skipped.has(self._validation_sources[name].path, key)
+        return self.skipped.has(self._validation_sources[name].title, key)
 
-    def validation_document(self, example: Example) -> Document | Fault:
-        """What a validation set's loader packs for this line."""
+    def validation_document(self, example: Example) -> Document | Skipped:
+        """What a validation set's loader packs for this item."""
         return self._validation_documents(example, 0)
 
     def training(self, rows: Collection[int] | None = None) -> SynchronizedLoader:
-        """Without end, dithered and masked, shuffled anew every epoch, data sets mixed by data.weights.
+        """The training documents without end: dithered and masked, shuffled anew every epoch.
 
-        rows: see make_loader. Its position is refused for other documents.
+        Data sets are mixed by data.weights. rows: see make_loader. A position of other documents is refused.
         """
-        identity = self._identity()
+        identity, train = self._identity(), self._config.train
         require_same("what the training documents depend on", identity)
         loader = make_loader(
             self._training,
@@ -131,6 +118,7 @@ class SpeechData:
             self._config,
             rows=rows,
             depths=self._config.depths_trained,
+            extras=make_objective(train.objective, train.objective_options).extras,
             on_skip=self._on_skip(self._sources),
             identity=identity,
             weights=self._config.data.weights or None,
@@ -140,7 +128,7 @@ class SpeechData:
         return SynchronizedLoader(loader, self.skipped)
 
     def validation(self, rows: Collection[int] | None = None, name: str | None = None) -> SynchronizedLoader:
-        """One pass over a validation set, the first if none is named, in its order. rows: see make_loader."""
+        """One pass over a validation set (None: the first), in its order. rows: see make_loader."""
         name = name or next(iter(self._validation))
         loader = make_loader(
             [self._validation[name]],
@@ -156,21 +144,21 @@ class SpeechData:
         return SynchronizedLoader(loader, self.skipped)
 
     def close(self) -> None:
-        """Ends the worker processes. Loaders are closed before, by whoever has them."""
+        """Ends the worker processes. Whoever holds a loader closes it before."""
         if isinstance(self._workers, Workers):
             self._workers.close()
 
     def _read(self, sources: Sequence[Source]) -> list[list[Example]]:
         found = []
         for number, source in enumerate(sources):
-            examples, faults = source.read(self._config.data, number)
-            for fault in faults:
-                self._on_skip(sources)(fault.key, fault.reason)
+            examples, skipped = read_source(source, self._config.data, number)
+            for item in skipped:
+                self._on_skip(sources)(item.key, item.reason)
             found.append(examples)
         return found
 
     def _on_skip(self, sources: Sequence[Source]) -> Callable[[str, str], None]:
-        return self.skipped.of([source.path for source in sources])
+        return self.skipped.of([source.title for source in sources])
 
     def _identity(self) -> dict[str, Any]:
         """What the training documents depend on besides what make_loader adds, as JSON gives it back."""

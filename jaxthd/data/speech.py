@@ -9,7 +9,7 @@ from jaxthd.config import Config
 from jaxthd.data.audio.features import DITHER, HOP, document_rng, log_mel, spec_augment
 from jaxthd.data.audio.recordings import chunk_audio, from_samples, load_audio
 from jaxthd.data.example import Clip, Example, Samples
-from jaxthd.data.faults import Fault
+from jaxthd.data.skipped import Skipped
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import Tokenizer
 from jaxthd.packing.document import Document
@@ -33,7 +33,7 @@ class SpeechDocuments:
         self._augment = config.data.spec_augment
         self._train = train
 
-    def __call__(self, example: Example, epoch: int) -> Document | Fault:
+    def __call__(self, example: Example, epoch: int) -> Document | Skipped:
         try:
             self._check_clips(example)
             tokens, learnt = self._template(example.turns)
@@ -45,7 +45,7 @@ class SpeechDocuments:
                     rng = document_rng(self._seed, epoch, f"{example.key}/spec_augment/{number}")
                     clips[-1] = spec_augment(clips[-1], self._augment, rng)
         except ValueError as error:
-            return Fault(example.key, str(error))
+            return Skipped(example.key, str(error))
         return Document.splice(example.key, tokens, learnt, clips, self._audio_id)
 
     def prompt(self, example: Example) -> Document:

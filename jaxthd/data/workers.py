@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Pipe
 from typing import Any
 
-from jaxthd.data.faults import Fault
+from jaxthd.data.skipped import Skipped
 from jaxthd.errors import UserError
 
 ANSWER_SECONDS = 60.0
@@ -48,7 +48,7 @@ class Workers:
     def submit(self, load: Callable[[Any, int], Any], items: Sequence[tuple[Any, int]]) -> Future[list[Any]]:
         """load(item, epoch) of every (item, epoch), computed in a worker; load and items are pickled.
 
-        An item that two workers died of, or hung over, is a Fault under its attribute `key`.
+        An item that two workers died of, or hung over, is a Skipped under its attribute `key`.
         The future raises RuntimeError with the worker's traceback where load raised; UserError where no
         worker starts.
         """
@@ -64,7 +64,7 @@ class Workers:
         try:
             return self._ask(load, [(item, epoch)])[0]
         except _LostError as lost:
-            return Fault(str(getattr(item, "key", item)), f"its worker process died twice: {lost}")
+            return Skipped(str(getattr(item, "key", item)), f"its worker process died twice: {lost}")
 
     def _ask(self, load: Any, items: Sequence[tuple[Any, int]]) -> list[Any]:
         worker = getattr(self._own, "worker", None)

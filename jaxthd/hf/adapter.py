@@ -1,10 +1,20 @@
-"""The adapter alone, in a format of our own: where no other holds encoder, adapter and LLM together."""
+"""The adapter alone, in a format of our own: no other holds an adapter without the rest of the model."""
 
 from dataclasses import replace
+from typing import Any
 
 from jaxthd.config import ModelConfig
-from jaxthd.hf.family import Family, Fields, required
+from jaxthd.hf.family import ADAPTER, Family, Fields, encoder_of, required
 from jaxthd.hf.names import Names
+
+
+def _fields(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "model_type": "jaxthd_adapter",
+        "inner_dim": model.adapter_dim,
+        "encoder_dim": encoder_of(model, "adapter").dim,
+        "llm_dim": model.llm.dim,
+    }
 
 
 def _write(model: ModelConfig, fields: Fields, names: Names) -> None:
@@ -15,15 +25,13 @@ def _write(model: ModelConfig, fields: Fields, names: Names) -> None:
     adapter.linear("out", "out")
 
 
-ADAPTER = Family(
+FAMILY = Family(
+    format="adapter",
+    title="jaxthd_adapter",
+    gives="the adapter",
     model_types=("jaxthd_adapter",),
-    covers=("adapter.",),
+    covers=ADAPTER,
     configure=lambda fields, model: replace(model, adapter_dim=int(required(fields, "inner_dim"))),
-    fields=lambda model: {
-        "model_type": "jaxthd_adapter",
-        "inner_dim": model.adapter_dim,
-        "encoder_dim": model.audio_encoder.dim,
-        "llm_dim": model.llm.dim,
-    },
+    fields=_fields,
     write=_write,
 )

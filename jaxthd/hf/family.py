@@ -2,36 +2,64 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from jaxthd.config import ModelConfig
+from jaxthd.config import EncoderConfig, ModelConfig
 from jaxthd.errors import UserError
 from jaxthd.hf.names import Names
 
 Fields = Mapping[str, Any]
 """A config.json."""
 
+LLM = ("embedding", "decoder.", "head")
+ENCODER, ADAPTER = ("encoder.",), ("adapter.",)
+"""What the names of a part's arrays begin with. Multi-token prediction (mtp.*) belongs to the LLM, which may
+lack it."""
+
+
+@runtime_checkable
+class SpecialTokens(Protocol):
+    """A tokenizer's special tokens; audio_id stands for an encoder frame."""
+
+    bos_id: int
+    eos_id: int
+    pad_id: int
+    audio_id: int
+
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of checkpoint. Adding one: a file like parakeet.py, and a line in FAMILIES (checkpoint.py).
+    """One format of checkpoints.
 
-    model_types: what config.json says under model_type.
+    To add one, write a file such as parakeet.py, and add a line to FAMILIES in families.py.
+
+    format: what `jaxthd.convert export --format` calls it; families of one format are tried in turn.
+    title: the library's class, for help texts and the guide. gives: the parts of a model that it holds.
+    model_types: what config.json says under model_type or architectures.
     covers: our arrays that such a checkpoint holds, by what their names begin with.
-    configure: (fields, model) -> the model with the checkpoint's settings; what only sets speed stays. Raises
-        UserError for a model that ours cannot be.
-    fields: (model) -> config.json of an export; raises UserError where the family cannot hold the model.
-    write: (model, fields, names) writes the name table; fields are those of the checkpoint, or of the export.
-    ignored: patterns of tensors that are left out where the name table does not have them: no part of a
-        speech LLM, or one that the model does without.
+    configure: (fields, model) -> the model with the checkpoint's settings. Raises UserError for settings that
+        jaxthd has no model for.
+    fields: (model) -> config.json of an export. Raises UserError where the family cannot hold the model.
+    write: (model, fields, names) writes the name table; `fields` are the checkpoint's, or the export's.
+    ignored: patterns of tensors that may be left unread where the name table does not have them: those that a
+        speech LLM has no use for, and those that a model may do without.
+    token_fields: (special tokens) -> config.json's fields for them. None: the family holds no text model.
     """
 
+    format: str
+    title: str
+    gives: str
     model_types: tuple[str, ...]
     covers: tuple[str, ...]
     configure: Callable[[Fields, ModelConfig], ModelConfig]
     fields: Callable[[ModelConfig], dict[str, Any]]
     write: Callable[[ModelConfig, Fields, Names], None]
     ignored: tuple[str, ...] = ()
+    token_fields: Callable[[SpecialTokens], dict[str, Any]] | None = None
+
+    def holds(self, name: str) -> bool:
+        """Whether such a checkpoint holds our array of this name."""
+        return any(name == what or (what.endswith(".") and name.startswith(what)) for what in self.covers)
 
 
 def required(fields: Fields, name: str, where: str = "config.json") -> Any:
@@ -42,7 +70,10 @@ def required(fields: Fields, name: str, where: str = "config.json") -> Any:
 
 
 def must_be(fields: Fields, expected: Fields, where: str = "config.json") -> None:
-    """Settings under which the checkpoint's model is ours; one that is absent has the value it must have."""
+    """Raises UserError where a setting has another value than the one that jaxthd's model computes with.
+
+    A setting that is absent or null passes.
+    """
     differing = [
         f"\n  {name}: {fields[name]!r} (jaxthd computes {value!r})"
         for name, value in expected.items()
@@ -53,3 +84,13 @@ def must_be(fields: Fields, expected: Fields, where: str = "config.json") -> Non
             f"{where} describes a model that jaxthd does not have:{''.join(differing)}\n"
             "Expected a checkpoint with these settings: choose another"
         )
+
+
+def encoder_of(model: ModelConfig, what: str) -> EncoderConfig:
+    """The model's encoder. Raises UserError for a text-only model: `what` cannot hold it."""
+    if model.encoder is None:
+        raise UserError(
+            f"model.encoder is None: a text-only model has no {what}; expected an LLM's format: choose "
+            "--format llm"
+        )
+    return model.encoder

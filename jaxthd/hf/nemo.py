@@ -1,8 +1,8 @@
-"""NeMo archives (.nemo): a tar of model_config.yaml and model_weights.ckpt, a PyTorch checkpoint.
+"""NeMo archives (.nemo): a tar file of model_config.yaml and model_weights.ckpt, a PyTorch checkpoint.
 
-Nothing is extracted and nothing in the archive is executed. A checkpoint is a zip file of a pickle, which
-says how tensors lie in the other members; the unpickler here knows the few names that tensors need and
-refuses all others. Read is the encoder, as Parakeet, Canary and other FastConformers have it.
+Nothing is extracted and nothing in the archive is executed. The checkpoint is a zip file. Its pickle says how
+tensors lie in the other members; the unpickler here knows the few names that tensors need and refuses all
+others. Only the encoder is read: a FastConformer, as in Parakeet and Canary.
 """
 
 import io
@@ -52,18 +52,18 @@ _RENAMED = (
     (r"\.self_attn\.pos_bias_([uv])$", r".self_attn.bias_\1"),
     (r"\.conv\.batch_norm\.", ".conv.norm."),
 )
-"""NeMo's names -> those of the transformers library's ParakeetEncoder."""
+"""NeMo's names -> those of ParakeetEncoder in the transformers library."""
 
 
 class _Storage(NamedTuple):
-    """Elements of one dtype in a member of the zip file."""
+    """A member of the zip file: elements of one dtype."""
 
     dtype: Any
     key: str
 
 
 class _Stored(NamedTuple):
-    """A tensor: where its elements are. offset, stride: in elements."""
+    """A tensor, as a view of a storage. offset, stride: in elements."""
 
     storage: _Storage
     offset: int
@@ -74,8 +74,8 @@ class _Stored(NamedTuple):
 class NemoArchive:
     """The encoder's tensors in the archive `path`, by ParakeetEncoder's names. fields: its config.json.
 
-    Raises UserError for an archive that is damaged, that names files outside itself or that holds other than
-    tensors, and for an encoder of another kind.
+    Raises UserError for an archive that is damaged, names files outside itself or holds more than tensors,
+    and for an encoder of another kind.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,13 +87,15 @@ class NemoArchive:
             found = {str(n): x for n, x in state.items() if str(n).startswith("encoder.")}
             strange = [name for name, x in found.items() if not isinstance(x, _Stored)]
             if strange:
-                raise UserError(f"{strange[0]} in {path} is no tensor; expected the weights of a NeMo model")
+                raise UserError(
+                    f"{strange[0]} in {path} is no tensor; expected the weights of a NeMo model: copy it anew"
+                )
             weakref.finalize(self, files.pop_all().close)
         self._stored = {_renamed(name): x for name, x in found.items()}
         self.shapes: dict[str, Shape] = {name: x.shape for name, x in self._stored.items()}
 
     def dtype(self, name: str) -> str:
-        """NumPy's name."""
+        """NumPy's name of the tensor's dtype."""
         return str(np.dtype(self._stored[name].storage.dtype))
 
     def read(self, name: str) -> Shaped[np.ndarray, "..."]:
@@ -114,7 +116,7 @@ class NemoArchive:
 
 
 def _read_checkpoint(weights: Any, path: Path) -> tuple[zipfile.ZipFile, str, Mapping[Any, Any]]:
-    """(the zip file, the folder in it, what is pickled there)."""
+    """(the zip file, the folder in it, the unpickled object)."""
     try:
         archive = zipfile.ZipFile(weights)
         root = next(n for n in archive.namelist() if n.endswith("/data.pkl")).removesuffix("data.pkl")
@@ -127,12 +129,14 @@ def _read_checkpoint(weights: Any, path: Path) -> tuple[zipfile.ZipFile, str, Ma
     except (zipfile.BadZipFile, StopIteration, EOFError, OSError) as error:
         raise UserError(f"{WEIGHTS} in {path} is no PyTorch checkpoint ({error!r}): copy it anew") from error
     if not isinstance(state, Mapping):
-        raise UserError(f"{WEIGHTS} in {path} holds a {type(state).__name__}; expected named tensors")
+        raise UserError(
+            f"{WEIGHTS} in {path} holds a {type(state).__name__}; expected named tensors: copy it anew"
+        )
     return archive, root, state
 
 
 def _members(path: Path, files: ExitStack) -> tuple[bytes, Any]:
-    """(the text of CONFIG, WEIGHTS as a file that can be sought in). files: closes what is opened."""
+    """(the text of CONFIG, WEIGHTS as a seekable file). files: closes what is opened."""
     try:
         archive = files.enter_context(tarfile.open(path))  # noqa: SIM115
         found: dict[str, tarfile.TarInfo] = {}
@@ -146,7 +150,9 @@ def _members(path: Path, files: ExitStack) -> tuple[bytes, Any]:
             found["/".join(parts)] = member
         missing = [name for name in (CONFIG, WEIGHTS) if name not in found or not found[name].isfile()]
         if missing:
-            raise UserError(f"{path} has no {' and no '.join(missing)}; expected an archive that NeMo saved")
+            raise UserError(
+                f"{path} has no {' and no '.join(missing)}; expected an archive that NeMo saved: copy it anew"
+            )
         config, weights = (archive.extractfile(found[name]) for name in (CONFIG, WEIGHTS))
         assert config is not None
         assert weights is not None
@@ -155,7 +161,7 @@ def _members(path: Path, files: ExitStack) -> tuple[bytes, Any]:
             is_compressed = file.read(2) == b"\x1f\x8b"
         if not is_compressed:
             return text, weights
-        # Going back and forth would unpack it again and again.
+        # Seeking back in a compressed file would decompress it from the start.
         whole = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         shutil.copyfileobj(weights, whole, 1 << 24)
         return text, whole
@@ -164,7 +170,7 @@ def _members(path: Path, files: ExitStack) -> tuple[bytes, Any]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows tensors, their storages and ordered dicts. Nothing named in the pickle is imported."""
+    """Knows tensors, their storages and ordered dicts. Imports nothing that the pickle names."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
@@ -185,7 +191,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Kind:
-    """Stands for a storage's class."""
+    """Stands for the class of a storage."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -230,7 +236,7 @@ def _fields(text: bytes, path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"{CONFIG} in {path} describes no FastConformer encoder ({error!r}); expected a model such as "
-            "Parakeet or Canary"
+            "Parakeet or Canary: choose another checkpoint"
         ) from error
     expected = {
         "subsampling": "dw_striding",

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxthd.config import LLMConfig
 from jaxthd.errors import UserError
-from jaxthd.hf.family import Family, Fields, must_be, required
+from jaxthd.hf.family import LLM, Family, Fields, SpecialTokens, must_be, required
 from jaxthd.hf.names import Names, Shape
 from jaxthd.parallel.stages import KINDS, SCAN_CHUNK
 
@@ -51,18 +51,18 @@ _MOE_SIZES: dict[str, tuple[str, Any]] = {
     "shared_expert_dim": ("moe_shared_expert_intermediate_size", 7688),
     "router_scale": ("routed_scaling_factor", 1.0),
 }
-"""Our names -> (theirs, the library's default: what it is like need not be in config.json)."""
+"""Our names -> (theirs, the library's default: config.json may leave out what has its default)."""
 _OLD_NAMES = {
     "head_dim": "attention_head_dim",
     "n_groups": "mamba_n_groups",
     "conv_kernel": "mamba_d_conv",
     "time_step_limit": "mamba_dt_limit",
 }
-"""The library's names -> those of older checkpoints."""
+"""The library's names -> their names in older checkpoints."""
 
 
 def llm_config(fields: Fields, llm: LLMConfig, where: str = "config.json") -> LLMConfig:
-    """`llm` with the checkpoint's settings. Its pattern's marks and its scan chunk stay."""
+    """`llm` with the checkpoint's settings. The stage marks of its pattern stay."""
     fields = {**fields, **{new: fields[old] for new, old in _OLD_NAMES.items() if old in fields}}
     must_be(fields, _EXPECTED, where)
     letters = _letters(fields, where)
@@ -79,34 +79,34 @@ def llm_config(fields: Fields, llm: LLMConfig, where: str = "config.json") -> LL
 
 
 def _number(x: Any) -> float:
-    """Infinity is no JSON number: some write {"__float__": "Infinity"}."""
+    """JSON has no infinity: some checkpoints write {"__float__": "Infinity"}."""
     return float(x["__float__"] if isinstance(x, dict) else x)
 
 
 def _letters(fields: Fields, where: str) -> str:
     if fields.get("hybrid_override_pattern"):
         return str(fields["hybrid_override_pattern"])
-    return _of_blocks(fields.get("layers_block_type") or required(fields, "layer_types", where), where)
+    return _letters_of(fields.get("layers_block_type") or required(fields, "layer_types", where), where)
 
 
 def _mtp_letters(fields: Fields, where: str) -> str:
-    """Blocks of a depth of multi-token prediction; "" where the checkpoint has none."""
+    """The blocks of one depth of multi-token prediction; "" where the checkpoint has none."""
     if not fields.get("num_nextn_predict_layers"):
         return ""
     if fields.get("mtp_hybrid_override_pattern"):
         return str(fields["mtp_hybrid_override_pattern"])
-    return _of_blocks(fields.get("mtp_layers_block_type") or ["full_attention", "moe"], where)
+    return _letters_of(fields.get("mtp_layers_block_type") or ["full_attention", "moe"], where)
 
 
 def _mtp_settings(fields: Fields, llm: LLMConfig, where: str) -> dict[str, Any]:
-    """One set of weights serves as many depths as the model wants, if they share."""
+    """Settings of multi-token prediction. One set of weights serves any number of depths that share it."""
     pattern, modules = _mtp_letters(fields, where), int(fields.get("num_nextn_predict_layers") or 0)
     if not modules or (modules == 1 and llm.mtp_shared):
         return {"mtp_pattern": pattern}
     return {"mtp_pattern": pattern, "mtp_depths": modules, "mtp_shared": False}
 
 
-def _of_blocks(blocks: Sequence[str], where: str) -> str:
+def _letters_of(blocks: Sequence[str], where: str) -> str:
     unknown = sorted({str(block) for block in blocks if block not in _LETTERS})
     if unknown:
         raise UserError(f"{where} names layers of type {', '.join(unknown)}; expected {', '.join(_LETTERS)}")
@@ -114,7 +114,7 @@ def _of_blocks(blocks: Sequence[str], where: str) -> str:
 
 
 def llm_fields(llm: LLMConfig) -> dict[str, Any]:
-    """config.json of an LLM, for the library's present version and for older ones."""
+    """config.json of an export, with the fields of the library's present version and of older ones."""
     moe = _MOE_SIZES if "E" in llm.letters + llm.mtp_pattern else {}
     low, high = llm.mamba_dt_limit
     return {
@@ -129,7 +129,7 @@ def llm_fields(llm: LLMConfig) -> dict[str, Any]:
         "chunk_size": SCAN_CHUNK,
         "expand": max(1, llm.mamba_heads * llm.mamba_head_dim // llm.dim),
         "time_step_limit": [low, high if math.isfinite(high) else {"__float__": "Infinity"}],
-        # The library's scan on CPUs clamps to this in place of the limit.
+        # The library's scan on CPUs clamps time steps to this and ignores time_step_limit.
         "time_step_min": max(low, 1e-30),
         **(_mtp_fields(llm) if llm.mtp_pattern else {}),
     }
@@ -144,7 +144,10 @@ def _mtp_fields(llm: LLMConfig) -> dict[str, Any]:
 
 
 def write_llm(llm: LLMConfig, fields: Fields, names: Names) -> None:
-    """fields: of the text model. Multi-token prediction is written where both have it."""
+    """Writes the LLM's name table. fields: the text model's.
+
+    Multi-token prediction is written where both the model and the checkpoint have it.
+    """
     names.same("backbone.embeddings.weight", "embedding")
     _write_layers(llm, llm.letters, names.within("backbone.", "decoder."))
     names.same("backbone.norm_f.weight", "decoder.norm.weight")
@@ -163,7 +166,7 @@ def _write_layers(llm: LLMConfig, letters: str, names: Names) -> None:
 
 
 def _write_mtp(llm: LLMConfig, names: Names) -> None:
-    """A depth after the other; what surrounds its blocks is with the first and the last of them."""
+    """One depth after the other. Each one's norms and projection are stored with its first and last block."""
     size = len(llm.mtp_pattern)
     _write_layers(llm, llm.mtp_pattern * llm.mtp_modules, names)
     for module in range(llm.mtp_modules):
@@ -179,8 +182,8 @@ def _mamba(names: Names, llm: LLMConfig) -> None:
     def taps(width: int) -> Shape:
         return (1, width)
 
-    names.turned("in_proj.weight", *(f"{part}.w" for part in ("z", "x", "b", "c", "dt")))
-    names.turned("conv1d.weight", "conv_x", "conv_b", "conv_c", tail=taps)
+    names.transposed("in_proj.weight", *(f"{part}.w" for part in ("z", "x", "b", "c", "dt")))
+    names.transposed("conv1d.weight", "conv_x", "conv_b", "conv_c", tail=taps)
     names.same("conv1d.bias", "conv_bias_x", "conv_bias_b", "conv_bias_c")
     for theirs, ours in (("dt_bias", "dt_bias"), ("A_log", "a_log"), ("D", "d"), ("norm.weight",) * 2):
         names.same(theirs, ours)
@@ -203,7 +206,7 @@ def _moe(names: Names, llm: LLMConfig) -> None:
     for expert in range(llm.experts):
         one = names.within(f"experts.{expert}.", "", expert)
         for part in ("up", "down"):
-            one.turned(f"{part}_proj.weight", part)
+            one.transposed(f"{part}_proj.weight", part)
     _mlp(names.within("shared_experts.", "shared."), llm)
     if llm.latent_dim:
         names.linear("fc1_latent_proj", "latent_in")
@@ -213,14 +216,22 @@ def _moe(names: Names, llm: LLMConfig) -> None:
 _MIXERS = {"M": _mamba, "*": _attention, "-": _mlp, "E": _moe}
 
 MTP = ("mtp.*",)
-"""Multi-token prediction, which a model may leave out."""
+"""Tensors of multi-token prediction, which a model may do without."""
 
 
-NEMOTRON_H = Family(
+def token_fields(tokens: SpecialTokens) -> dict[str, Any]:
+    return {f"{name}_token_id": getattr(tokens, f"{name}_id") for name in ("bos", "eos", "pad")}
+
+
+FAMILY = Family(
+    format="llm",
+    title="NemotronHForCausalLM",
+    gives="the LLM",
     model_types=("nemotron_h",),
-    covers=("embedding", "decoder.", "head"),
+    covers=LLM,
     configure=lambda fields, model: replace(model, llm=llm_config(fields, model.llm)),
     fields=lambda model: llm_fields(model.llm),
     write=lambda model, fields, names: write_llm(model.llm, fields, names),
     ignored=MTP,
+    token_fields=token_fields,
 )

@@ -1,6 +1,7 @@
 """Nemotron-Omni: Parakeet's encoder, a projection, NemotronH (transformers: NemotronH_Omni_Reasoning_V3).
 
-Its vision tower is no part of a speech LLM: left out on import, taken from the original on export.
+A speech LLM has no use for its vision tower: import skips it, export copies it from the original. A text-only
+model takes the LLM alone.
 """
 
 from dataclasses import replace
@@ -8,10 +9,19 @@ from typing import Any
 
 from jaxthd.config import ModelConfig
 from jaxthd.errors import UserError
-from jaxthd.hf import nemotron_h
-from jaxthd.hf.family import Family, Fields, must_be, required
+from jaxthd.hf.family import (
+    ADAPTER,
+    ENCODER,
+    LLM,
+    Family,
+    Fields,
+    SpecialTokens,
+    encoder_of,
+    must_be,
+    required,
+)
 from jaxthd.hf.names import Names
-from jaxthd.hf.nemotron_h import llm_config, llm_fields, write_llm
+from jaxthd.hf.nemotron_h import MTP, llm_config, llm_fields, token_fields, write_llm
 from jaxthd.hf.parakeet import encoder_config, encoder_fields, write_encoder
 
 _PROJECTION_EPS = 1e-5
@@ -31,11 +41,11 @@ _NO_VISION = {
     "projector_hidden_size": 16,
     "video_temporal_patch_size": 2,
 }
-"""The smallest vision tower: the class cannot be without one. No weights are written for it."""
+"""The smallest vision tower: the library's class needs one. No weights are written for it."""
 
 
 def _parts(fields: Fields) -> tuple[Fields, Fields]:
-    """(the LLM's settings, the encoder's). Released checkpoints have other names than the library writes."""
+    """(the LLM's settings, the encoder's). Released checkpoints use other names than the library writes."""
     text, audio = (
         fields.get(name) or required(fields, old)
         for name, old in (("text_config", "llm_config"), ("audio_config", "sound_config"))
@@ -45,8 +55,10 @@ def _parts(fields: Fields) -> tuple[Fields, Fields]:
 
 def _configure(fields: Fields, model: ModelConfig) -> ModelConfig:
     text, audio = _parts(fields)
-    must_be(audio, {"projection_bias": False}, "audio_config")
     llm = llm_config(text, model.llm, "text_config")
+    if model.encoder is None:
+        return replace(model, llm=llm)
+    must_be(audio, {"projection_bias": False}, "audio_config")
     if llm.norm_eps != _PROJECTION_EPS:
         raise UserError(
             f"text_config has layer_norm_epsilon {llm.norm_eps}; expected {_PROJECTION_EPS}, which the "
@@ -59,12 +71,14 @@ def _configure(fields: Fields, model: ModelConfig) -> ModelConfig:
 
 
 def _fields(model: ModelConfig) -> dict[str, Any]:
+    encoder = encoder_of(model, "audio model")
     if not model.adapter_dim or model.llm.norm_eps != _PROJECTION_EPS:
         raise UserError(
-            f"model.adapter_dim is {model.adapter_dim} and model.llm.norm_eps {model.llm.norm_eps}; the Omni "
-            f"format holds an adapter with an inner dim and norms of {_PROJECTION_EPS}: export the parts"
+            f"model.adapter_dim is {model.adapter_dim} and model.llm.norm_eps is {model.llm.norm_eps}; the "
+            f"omni format holds an adapter with an inner dim, and norms of epsilon {_PROJECTION_EPS}: "
+            "choose --format parts"
         )
-    audio = encoder_fields(model.audio_encoder)
+    audio = encoder_fields(encoder)
     audio |= {"projection_hidden_size": model.adapter_dim, "projection_bias": False}
     text = llm_fields(model.llm)
     for part in (audio, text):
@@ -79,17 +93,25 @@ def _fields(model: ModelConfig) -> dict[str, Any]:
 
 
 def _write(model: ModelConfig, fields: Fields, names: Names) -> None:
-    write_encoder(model.audio_encoder, names.within("sound_encoder.encoder.", ""))
-    projection = names.within("sound_projection.", "adapter.")
-    projection.same("norm.weight", "norm.weight")
-    projection.linear("linear1", "up")
-    projection.linear("linear2", "out")
+    if model.encoder is not None:
+        write_encoder(model.encoder, names.within("sound_encoder.encoder.", ""))
+        projection = names.within("sound_projection.", "adapter.")
+        projection.same("norm.weight", "norm.weight")
+        projection.linear("linear1", "up")
+        projection.linear("linear2", "out")
     write_llm(model.llm, _parts(fields)[0], names.within("language_model.", ""))
 
 
-NEMOTRON_OMNI = Family(
+def _token_fields(tokens: SpecialTokens) -> dict[str, Any]:
+    return {"text_config": token_fields(tokens), "audio_token_id": tokens.audio_id}
+
+
+FAMILY = Family(
+    format="omni",
+    title="NemotronH_Omni_Reasoning_V3",
+    gives="encoder, adapter and LLM; its vision tower is not read",
     model_types=("nemotron_h_omni", "NemotronH_Omni_Reasoning_V3", "NemotronH_Nano_Omni_Reasoning_V3"),
-    covers=("encoder.", "adapter.", "embedding", "decoder.", "head"),
+    covers=(*ENCODER, *ADAPTER, *LLM),
     configure=_configure,
     fields=_fields,
     write=_write,
@@ -98,6 +120,9 @@ NEMOTRON_OMNI = Family(
         "vision_final_layernorm.*",
         "mlp1.*",
         "sound_encoder.encoder.feature_extractor.*",
-        *(f"language_model.{pattern}" for pattern in nemotron_h.MTP),
+        "sound_encoder.*",
+        "sound_projection.*",
+        *(f"language_model.{pattern}" for pattern in MTP),
     ),
+    token_fields=_token_fields,
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxthd.config import EncoderConfig, ModelConfig
-from jaxthd.hf.family import Family, Fields, must_be, required
+from jaxthd.hf.family import ENCODER, Family, Fields, encoder_of, must_be, required
 from jaxthd.hf.names import Names, Shape
 
 _EXPECTED = {
@@ -25,7 +25,7 @@ _SIZES: dict[str, tuple[str, Any]] = {
     "conv_bias": ("convolution_bias", True),
     "scale_input": ("scale_input", True),
 }
-"""Our names -> (theirs, the library's default: what it is like need not be in config.json)."""
+"""Our names -> (theirs, the library's default: config.json may leave out what has its default)."""
 
 
 def encoder_config(fields: Fields, encoder: EncoderConfig, where: str = "config.json") -> EncoderConfig:
@@ -37,7 +37,7 @@ def encoder_config(fields: Fields, encoder: EncoderConfig, where: str = "config.
 
 
 def encoder_fields(encoder: EncoderConfig) -> dict[str, Any]:
-    """config.json of an encoder."""
+    """config.json of an export."""
     return {
         "architectures": ["ParakeetEncoder"],
         "model_type": "parakeet_encoder",
@@ -46,17 +46,16 @@ def encoder_fields(encoder: EncoderConfig) -> dict[str, Any]:
     }
 
 
-def _image(channels: int) -> Shape:
-    """A pointwise convolution over images."""
+def _pointwise_2d(channels: int) -> Shape:
     return (channels, 1, 1)
 
 
-def _pointwise(channels: int) -> Shape:
+def _pointwise_1d(channels: int) -> Shape:
     return (channels, 1)
 
 
 def write_encoder(encoder: EncoderConfig, names: Names) -> None:
-    """Below "encoder." of ours."""
+    """Writes the name table of our arrays below "encoder."."""
     names = names.within("", "encoder.")
     _subsampling(encoder, names.within("subsampling.", "subsampling."))
     for number in range(encoder.layers):
@@ -69,12 +68,12 @@ def _subsampling(encoder: EncoderConfig, names: Names) -> None:
 
     names.linear("layers.0", "first", tail=square)
     for ours, depthwise, pointwise in (("later.0", 2, 3), ("later.1", 5, 6)):
-        names.turned(f"layers.{depthwise}.weight", f"{ours}.w", tail=square)
+        names.transposed(f"layers.{depthwise}.weight", f"{ours}.w", tail=square)
         names.same(f"layers.{depthwise}.bias", f"{ours}.bias")
-        names.linear(f"layers.{pointwise}", f"{ours}.pointwise", tail=_image)
-    # They flatten (channels, bands), we (bands, channels).
+        names.linear(f"layers.{pointwise}", f"{ours}.pointwise", tail=_pointwise_2d)
+    # The library flattens (channels, bands), jaxthd (bands, channels).
     bands = encoder.num_mels // 8
-    names.viewed("linear.weight", "out.w", (encoder.dim, encoder.subsampling_channels, bands), (2, 1, 0))
+    names.reshaped("linear.weight", "out.w", (encoder.dim, encoder.subsampling_channels, bands), (2, 1, 0))
     names.same("linear.bias", "out.bias")
 
 
@@ -87,16 +86,16 @@ def _block(names: Names) -> None:
     attention = names.within("self_attn.", "attention.")
     for theirs, ours in (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"), ("o_proj", "out")):
         attention.linear(theirs, ours)
-    attention.turned("relative_k_proj.weight", "position")
+    attention.transposed("relative_k_proj.weight", "position")
     attention.same("bias_u", "content_bias")
     attention.same("bias_v", "position_bias")
 
     conv = names.within("conv.", "conv.")
-    conv.linear("pointwise_conv1", "up", tail=_pointwise)
-    conv.turned("depthwise_conv.weight", "depthwise", tail=lambda taps: (1, taps))
+    conv.linear("pointwise_conv1", "up", tail=_pointwise_1d)
+    conv.transposed("depthwise_conv.weight", "depthwise", tail=lambda taps: (1, taps))
     if conv.has("depthwise_bias"):
         conv.same("depthwise_conv.bias", "depthwise_bias")
-    conv.linear("pointwise_conv2", "down", tail=_pointwise)
+    conv.linear("pointwise_conv2", "down", tail=_pointwise_1d)
     for theirs, ours in (
         ("weight",) * 2,
         ("bias",) * 2,
@@ -112,22 +111,29 @@ def _block(names: Names) -> None:
             names.same(f"norm_{theirs}.{part}", f"norm_{ours}.{part}")
 
 
-def _write_alone(model: ModelConfig, fields: Fields, names: Names) -> None:
-    is_alone = fields["model_type"] == "parakeet_encoder"
-    write_encoder(model.audio_encoder, names if is_alone else names.within("encoder.", ""))
-
-
-def _fields_of_encoder(fields: Fields) -> Fields:
+def _encoder_fields(fields: Fields) -> Fields:
+    """A recogniser's config.json has them under encoder_config."""
     return fields if fields["model_type"] == "parakeet_encoder" else required(fields, "encoder_config")
 
 
-PARAKEET = Family(
+def _configure(fields: Fields, model: ModelConfig) -> ModelConfig:
+    encoder = model.encoder or EncoderConfig()
+    return replace(model, encoder=encoder_config(_encoder_fields(fields), encoder))
+
+
+def _write(model: ModelConfig, fields: Fields, names: Names) -> None:
+    is_alone = fields["model_type"] == "parakeet_encoder"
+    write_encoder(encoder_of(model, "encoder"), names if is_alone else names.within("encoder.", ""))
+
+
+FAMILY = Family(
+    format="encoder",
+    title="ParakeetEncoder",
+    gives="the encoder",
     model_types=("parakeet_encoder", "parakeet_ctc", "parakeet_tdt", "parakeet_rnnt"),
-    covers=("encoder.",),
-    configure=lambda fields, model: replace(
-        model, encoder=encoder_config(_fields_of_encoder(fields), model.audio_encoder)
-    ),
-    fields=lambda model: encoder_fields(model.audio_encoder),
-    write=_write_alone,
+    covers=ENCODER,
+    configure=_configure,
+    fields=lambda model: encoder_fields(encoder_of(model, "encoder")),
+    write=_write,
     ignored=("ctc_head.*", "decoder.*", "joint.*", "encoder_projector.*"),
 )

@@ -1,6 +1,6 @@
-"""Folders of safetensors files, read and written a tensor at a time.
+"""Folders of safetensors files, read and written one tensor at a time.
 
-A checkpoint is model.safetensors, or several files and an index of them: model.safetensors.index.json.
+A checkpoint is model.safetensors, or several files with an index, model.safetensors.index.json.
 """
 
 import json
@@ -27,11 +27,11 @@ DTYPES = {
     **{f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
     "bool": "BOOL",
 }
-"""NumPy's names -> the format's, of what is read and written."""
+"""NumPy's name of a dtype -> the format's, for all that is read and written."""
 
 
 class SafetensorsFolder:
-    """The tensors in `path`, a folder, by name. Raises UserError for files that are missing or damaged."""
+    """The tensors in the folder `path`, by name. Raises UserError for files that are missing or damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,12 +44,12 @@ class SafetensorsFolder:
                 if name in self._files:
                     raise UserError(
                         f"{name} is in {self._files[name].name} and in {file.name} of {path}; expected it "
-                        "once: remove what is left over from another checkpoint"
+                        "once: remove the files of the other checkpoint"
                     )
                 self._files[name], self.shapes[name] = file, tuple(reader.get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """NumPy's name, of DTYPES; nothing is read but the header. Raises UserError for another."""
+        """The tensor's dtype, one of DTYPES. Reads the header only. Raises UserError for another dtype."""
         found = self._reader(self._files[name]).get_slice(name).get_dtype()
         names = {theirs: numpys for numpys, theirs in DTYPES.items()}
         if found not in names:
@@ -64,23 +64,27 @@ class SafetensorsFolder:
         try:
             return self._reader(self._files[name]).get_tensor(name)
         except (SafetensorError, OSError, TypeError, AttributeError) as error:
-            raise UserError(f"{name} in {self._files[name]} cannot be read: {error}") from error
+            raise UserError(
+                f"{name} in {self._files[name]} cannot be read ({error}): copy the file anew"
+            ) from error
 
     def _listed(self) -> list[Path]:
-        """The index's files; else all there are."""
+        """The files that the index names; without an index, every safetensors file."""
         index = self.path / INDEX
         if not index.is_file():
             files = sorted(self.path.glob("*.safetensors"))
             if not files:
                 raise UserError(
-                    f"no *.safetensors in {self.path}; expected {SINGLE}, or several and {INDEX}: correct "
-                    "the path, or convert the weights to safetensors"
+                    f"no *.safetensors in {self.path}; expected {SINGLE}, or several files and {INDEX}: "
+                    "correct the path, or convert the weights to safetensors"
                 )
             return files
         try:
             names = set(json.loads(index.read_text())["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{index} is no index of safetensors files ({error!r}): copy it anew") from error
+            raise UserError(
+                f"{index} cannot be read as an index of safetensors files ({error!r}): copy it anew"
+            ) from error
         outside = [str(name) for name in names if Path(str(name)).name != name]
         if outside:
             raise UserError(f"{index} names {outside[0]!r}; expected files in its own folder: copy it anew")
@@ -92,13 +96,13 @@ class SafetensorsFolder:
         return [self.path / name for name in sorted(names)]
 
     def _reader(self, file: Path) -> Any:
-        """Opened once in a row: tensors are asked for file by file."""
+        """Keeps one file open: tensors are asked for file by file."""
         if self._open is None or self._open[0] != file:
             try:
                 self._open = file, safe_open(str(file), framework="np")
             except (SafetensorError, OSError) as error:
                 raise UserError(
-                    f"{file} is no whole safetensors file ({error}); it may have been cut off: copy it anew"
+                    f"{file} is no whole safetensors file ({error}); it may be cut short: copy it anew"
                 ) from error
         return self._open[1]
 
@@ -107,14 +111,14 @@ class SafetensorsFolder:
 
 
 class SafetensorsWriter:
-    """Writes tensors, whose names, shapes and dtypes are known before, into files of at most `limit` bytes.
+    """Writes tensors one at a time into files of at most `limit` bytes. A context manager.
 
-    Their bytes go to the disk one tensor at a time (safetensors.save_file wants a file's tensors at once).
-    A context manager: the files have their names once all is written; what fails leaves none.
+    safetensors.save_file would need all tensors of a file in memory. The files get their names when all are
+    written; where something fails, none is left.
     """
 
     def __init__(self, folder: Path, kinds: dict[str, tuple[Shape, str]], limit: int) -> None:
-        """kinds: by name, shape and a dtype of DTYPES, in the order in which they will be given."""
+        """kinds: each tensor's (shape, dtype of DTYPES) by name, in the order in which they are written."""
         self._folder, self._kinds = folder, kinds
         self._groups = list(_groups(kinds, limit))
         self._written: list[Path] = []
@@ -127,7 +131,7 @@ class SafetensorsWriter:
         return self
 
     def write(self, name: str, array: Shaped[np.ndarray, "..."]) -> None:
-        """The next tensor."""
+        """Writes the next tensor."""
         expected = next(self._names)
         shape, dtype = self._kinds[name]
         assert (name, array.shape) == (expected, shape)
@@ -184,7 +188,7 @@ def _size(shape: Shape, dtype: str) -> int:
 
 
 def _groups(kinds: dict[str, tuple[Shape, str]], limit: int) -> Iterator[list[str]]:
-    """Names whose tensors share a file."""
+    """The names of the tensors in each file."""
     group: list[str] = []
     size = 0
     for name, kind in kinds.items():

@@ -1,5 +1,6 @@
-"""What attention's kernels are measured on before they are used (jaxthd/kernels/admission.py): both calls of the
-contract, local and remote, forward and backward, on a small ragged problem, against the blockwise back-end.
+"""The problem that attention's kernels must solve before they are used (kernels/admission.py): both calls of
+the contract, local and remote, forward and backward, on small ragged documents, compared with the blockwise
+back-end.
 
 Legend: N queries and keys, H query heads, K key/value heads, D head dim.
 """
@@ -17,7 +18,7 @@ from jax import Array
 from jaxthd.kernels.admission import Kernel, as_in_a_step, error
 from jaxthd.ops.attention import blockwise
 from jaxthd.ops.attention.backends import BACKENDS
-from jaxthd.ops.attention.contract import Backend, Call, Problem
+from jaxthd.ops.attention.contract import AttentionBackend, AttentionShape, Call
 from jaxthd.ops.attention.ring import merge
 from jaxthd.packing.segments import KeyIntervals, key_intervals
 
@@ -29,21 +30,21 @@ RECTANGLES = (
     [(192, 282, 300, 384)],
     [(1, 151, 20, 90), (215, 312, 200, 260)],
 )
-"""Of each remote call, (first query, end, first key, end): as from an earlier and from a later rank under the
-whole-buffer layout, and under the per-document layout."""
+"""(first query, end, first key, end) of each rectangle of each remote call: as from an earlier rank and from
+a later one under the whole-buffer layout, and as under the per-document layout."""
 MOST = 6
-"""Places for documents, so that some stay empty."""
+"""Most documents that the calls are told of: more than there are, so that some packed segments stay empty."""
 BLOCK = 64
 QUANTITIES = ("output", "log-sum-exp", "dq", "dk", "dv")
 
 
 def error_bound(dtype: str) -> float:
-    """Four roundings of the dtype, eight times what the blockwise one takes; in float32 more."""
+    """Four roundings of the dtype, eight times what the blockwise back-end takes; more in float32."""
     return max(4 * float(jnp.finfo(dtype).eps), 1e-4)
 
 
 def probe_intervals() -> list[KeyIntervals]:
-    """Of the probe's local call, and of its remote ones."""
+    """Those of the probe's local call, then of its remote calls."""
     ends = np.cumsum(DOCUMENTS)
     begin_N, end_N = (np.zeros(TOKENS, np.int32) for _ in range(2))
     for end, length in zip(ends, DOCUMENTS, strict=True):
@@ -64,8 +65,10 @@ def _intervals(begin_N: np.ndarray, end_N: np.ndarray) -> KeyIntervals:
 
 
 @cache
-def _programs(backend: Backend, scale: float, causal: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Its forward and backward calls of a kind, compiled once."""
+def _programs(
+    backend: AttentionBackend, scale: float, causal: bool
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The back-end's forward and backward calls of one kind, compiled once."""
 
     def forward(intervals: KeyIntervals, q: Array, k: Array, v: Array) -> tuple[Array, ...]:
         return backend.forward(q, k, v, Call(intervals, causal, BLOCK, MOST), scale)
@@ -77,8 +80,9 @@ def _programs(backend: Backend, scale: float, causal: bool) -> tuple[Callable[..
     return as_in_a_step(forward), as_in_a_step(backward)
 
 
-def _run(backend: Backend, arrays: dict[str, Array], scale: float) -> dict[str, list[np.ndarray]]:
-    """All calls forward, merged, and backward with the output and log-sum-exp of all."""
+def _run(backend: AttentionBackend, arrays: dict[str, Array], scale: float) -> dict[str, list[np.ndarray]]:
+    """QUANTITIES of each call: forward; then backward, given the output and log-sum-exp of all calls
+    merged."""
     q, dout, pairs = arrays["q"], arrays["dout"], list(zip(arrays["k"], arrays["v"], strict=True))
     programs = [_programs(backend, scale, number == 0) for number in range(len(pairs))]
     intervals = probe_intervals()
@@ -96,22 +100,22 @@ def _run(backend: Backend, arrays: dict[str, Array], scale: float) -> dict[str, 
     return {name: jax.device_get(list(column)) for name, column in zip(QUANTITIES, columns, strict=True)}
 
 
-def measure(backend: Backend, problem: Problem) -> dict[str, float]:
+def probe_errors(backend: AttentionBackend, shape: AttentionShape) -> dict[str, float]:
     """The error of each of QUANTITIES, the largest over all calls."""
     rng, calls = np.random.default_rng(0), 1 + len(RECTANGLES)
-    shapes = {
-        "q": (TOKENS, problem.q_heads, problem.head_dim),
-        "k": (calls, TOKENS, problem.kv_heads, problem.head_dim),
-        "v": (calls, TOKENS, problem.kv_heads, problem.head_dim),
-        "dout": (TOKENS, problem.q_heads, problem.head_dim),
+    sizes = {
+        "q": (TOKENS, shape.q_heads, shape.head_dim),
+        "k": (calls, TOKENS, shape.kv_heads, shape.head_dim),
+        "v": (calls, TOKENS, shape.kv_heads, shape.head_dim),
+        "dout": (TOKENS, shape.q_heads, shape.head_dim),
     }
-    # Queries of twice the usual size: scores then differ enough for a softmax that is far from a mean.
+    # Queries of twice the usual size: then scores differ enough that the softmax is far from a mean.
     given = {
-        name: jnp.asarray((2 if name == "q" else 1) * rng.normal(size=shape), problem.dtype)
-        for name, shape in shapes.items()
+        name: jnp.asarray((2 if name == "q" else 1) * rng.normal(size=size), shape.dtype)
+        for name, size in sizes.items()
     }
     exact = {name: x.astype(jnp.float32) for name, x in given.items()}
-    scale = problem.head_dim**-0.5
+    scale = shape.head_dim**-0.5
     with jax.default_matmul_precision("highest"):
         want = _run(blockwise.BACKEND, exact, scale)
     found = _run(backend, given, scale)
@@ -120,19 +124,19 @@ def measure(backend: Backend, problem: Problem) -> dict[str, float]:
     }
 
 
-def kernel_of(backend: Backend, problem: Problem) -> Kernel:
+def attention_kernel(backend: AttentionBackend, shape: AttentionShape) -> Kernel:
     return Kernel(
         "attention",
         backend.name,
-        problem,
-        partial(backend.unfit, problem),
-        partial(measure, backend, problem),
+        shape,
+        partial(backend.unfit, shape),
+        partial(probe_errors, backend, shape),
         QUANTITIES,
-        error_bound(problem.dtype),
+        error_bound(shape.dtype),
         (Path(__file__), *Path(blockwise.__file__).parent.glob("*.py")),
     )
 
 
-def attention_kernels(problem: Problem) -> list[Kernel]:
-    """Of every back-end, in the order in which "auto" tries them."""
-    return [kernel_of(backend, problem) for backend in BACKENDS.values()]
+def attention_kernels(shape: AttentionShape) -> list[Kernel]:
+    """One for every back-end, in the order in which "auto" tries them."""
+    return [attention_kernel(backend, shape) for backend in BACKENDS.values()]

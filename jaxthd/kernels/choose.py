@@ -1,7 +1,7 @@
 """Which kernels a run uses: those that are admitted on the devices of all its processes."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,17 +11,19 @@ from jaxthd.errors import UserError
 from jaxthd.kernels.admission import Kernel, Verdict, admit
 from jaxthd.kernels.attention_probe import attention_kernels
 from jaxthd.kernels.machine import Machine
-from jaxthd.kernels.scan_probe import ScanProblem, scan_kernels
-from jaxthd.ops.attention.contract import Problem
+from jaxthd.kernels.scan_probe import scan_kernels
+from jaxthd.ops.attention.contract import AttentionShape
+from jaxthd.ops.scan.backends import BACKENDS as SCANS
+from jaxthd.ops.scan.contract import ScanShape
 from jaxthd.ops.scan.pallas import chunk_of
 from jaxthd.parallel.processes import exchange
 
 
-def attention_problem(config: Config) -> Problem:
-    """The decoder's attention on each tensor rank, of the buffers of a microbatch."""
+def attention_shape(config: Config) -> AttentionShape:
+    """The decoder's attention on one tensor rank, over the buffers of a microbatch."""
     llm, mesh, data = config.model.llm, config.mesh, config.data
     rows = max(1, data.rows // mesh.data // config.train.microbatches)
-    return Problem(
+    return AttentionShape(
         config.compute.dtype,
         llm.q_heads // mesh.tensor,
         max(1, llm.kv_heads // mesh.tensor),
@@ -31,31 +33,32 @@ def attention_problem(config: Config) -> Problem:
     )
 
 
-def scan_problem(config: Config) -> ScanProblem:
-    """What a rank scans: of the heads of its tensor rank all, or under the per-document layout its context
-    rank's share, of whole rows. Groups whose heads lie on several ranks are on each of these.
+def scan_shape(config: Config) -> ScanShape:
+    """What one rank scans: its context chunks, for all heads of its tensor rank; or under the per-document
+    layout whole rows, for its context rank's share of these heads. A group whose heads lie on several ranks
+    is on each of them.
     """
     llm, mesh, context = config.model.llm, config.mesh, config.mesh.context
     heads, groups = llm.mamba_heads // mesh.tensor, max(1, llm.mamba_groups // mesh.tensor)
-    stretch, states_enter = config.data.capacity, context > 1
+    tokens, states_enter = config.data.capacity, context > 1
     if context > 1 and config.compute.context_layout == "document":
         heads, groups, states_enter = heads // context, math.lcm(groups, context) // context, False
     elif context > 1:
-        stretch //= 2 * context
-    return ScanProblem(
+        tokens //= 2 * context
+    return ScanShape(
         config.compute.dtype,
         heads,
         groups,
         llm.mamba_head_dim,
         llm.mamba_state,
-        chunk_of(config.compute.scan_chunk, stretch),
+        chunk_of(config.compute.scan_chunk, tokens),
         states_enter,
     )
 
 
 class Choice(NamedTuple):
-    """A setting of the model that names a back-end. letter: of the layers that it is for. kernels: of all
-    back-ends. interpreted: those that a CPU interprets, which no measurement there says anything about.
+    """A setting of compute.* that names a back-end. letter: the layers' in a pattern. kernels: one for each
+    back-end. interpreted: back-ends that a CPU interprets: a probe there would say nothing about the GPU's.
     """
 
     field: str
@@ -65,16 +68,22 @@ class Choice(NamedTuple):
 
 
 CHOICES = (
-    Choice("attention_backend", "*", lambda config: attention_kernels(attention_problem(config))),
-    Choice("scan_backend", "M", lambda config: scan_kernels(scan_problem(config)), ("pallas",)),
+    Choice("attention_backend", "*", lambda config: attention_kernels(attention_shape(config))),
+    Choice(
+        "scan_backend",
+        "M",
+        lambda config: scan_kernels(scan_shape(config)),
+        tuple(name for name, backend in SCANS.items() if backend.is_interpreted_on_cpu),
+    ),
 )
 
 
 def with_admitted(config: Config, say: Callable[[str], None], folder: Path | None = None) -> Config:
-    """The config with the attention and scan back-ends that the run may use. All processes call it.
+    """The config with the attention and scan back-ends that the run may use. All processes call this
+    together.
 
-    "auto" becomes the first that every process admits, and one line says why the others are not used. say:
-    prints a line. folder: see admit. Raises UserError where the one that was asked for is not admitted,
+    "auto" becomes the first back-end that every process admits; one line says why the others are not used.
+    say: prints a line. folder: see admit. Raises UserError if the back-end asked for by name is not admitted,
     unless compute.kernels_unverified is set and it can run here.
     """
     for choice in CHOICES:
@@ -93,21 +102,13 @@ def _admitted(config: Config, choice: Choice, say: Callable[[str], None], folder
         return asked
     kernels = {kernel.name: kernel for kernel in choice.kernels(config)}
     if asked == "auto":
-        refused, chosen = [], "xla"
-        for name in (name for name in kernels if name != "xla"):
-            refusal = _refusal(admit(kernels[name], machine, folder))
-            if refusal is None:
-                chosen = name
-                break
-            refused.append(f"not {name}: {refusal}")
-        say(f"{kernels['xla'].kind}: {'; '.join([chosen, *refused])}")
-        return chosen
+        return _first_admitted(kernels, machine, say, folder)
     kernel = kernels[asked]
     verdict = admit(kernel, machine, folder)
     refusal = _refusal(verdict)
     if refusal is None:
         return asked
-    found = f'compute.{choice.field} is "{asked}", but {refusal} ({kernel.problem}, {machine.kind})'
+    found = f'compute.{choice.field} is "{asked}", but {refusal} ({kernel.shape}, {machine.kind})'
     fits = all(exchange(verdict.fits))
     if fits and config.compute.kernels_unverified:
         say(f"warning: {found}; it is used all the same, as compute.kernels_unverified says")
@@ -119,11 +120,26 @@ def _admitted(config: Config, choice: Choice, say: Callable[[str], None], folder
     )
 
 
+def _first_admitted(
+    kernels: Mapping[str, Kernel], machine: Machine, say: Callable[[str], None], folder: Path | None
+) -> str:
+    """The name of the first that is admitted, in their order; "xla" if no other is."""
+    refused, chosen = [], "xla"
+    for name in (name for name in kernels if name != "xla"):
+        refusal = _refusal(admit(kernels[name], machine, folder))
+        if refusal is None:
+            chosen = name
+            break
+        refused.append(f"not {name}: {refusal}")
+    say(f"{kernels['xla'].kind}: {'; '.join([chosen, *refused])}")
+    return chosen
+
+
 def using(config: Config, **backends: Any) -> Config:
-    """The config with these compute settings, such as attention_backend."""
+    """The config with these settings of compute.*, such as attention_backend."""
     return replace(config, compute=replace(config.compute, **backends))
 
 
 def _refusal(verdict: Verdict) -> str | None:
-    """Of the first process that refuses."""
+    """Why the first process that refuses does; None if none does."""
     return next((refusal for refusal in exchange(verdict.refusal) if refusal is not None), None)

@@ -1,4 +1,4 @@
-"""Facts about this machine that decide which kernels run, and for which a measurement of them holds."""
+"""Facts about this machine: which kernels can run here, and what a comparison of them holds for."""
 
 import platform
 import re
@@ -14,10 +14,11 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class Machine:
-    """platform: jax's name of the back-end, "cpu", "gpu", ... kind: of the first device, its name.
+    """A Device (ops/backend.py), and more.
 
-    compute_capability: of an NVIDIA GPU, such as "9.0". The rest are versions, None where there is none;
-    cudnn as cuDNN counts, 91002 for 9.10.2.
+    platform: jax's name, "cpu", "gpu", ... kind: the first device's name. compute_capability: of an NVIDIA
+    GPU, such as "9.0". The rest are versions, None for what is missing; cuda and cudnn as these count, 91002
+    for cuDNN 9.10.2.
     """
 
     platform: str
@@ -50,27 +51,13 @@ class Machine:
             transformer_engine=installed("transformer-engine-jax") or installed("transformer-engine"),
         )
 
-    @property
-    def capability(self) -> tuple[int, ...] | None:
-        return numbers(self.compute_capability) if self.compute_capability else None
-
 
 def installed(distribution: str) -> str | None:
+    """Its version; None if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
         return None
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """Of a version, for comparing: "0.11.1.dev3" -> (0, 11, 1); what is no number ends it."""
-    found = re.match(r"\d+(?:\.\d+)*", text)
-    return tuple(int(n) for n in found[0].split(".")) if found else ()
-
-
-def cudnn_text(number: int) -> str:
-    """91002 -> 9.10.2."""
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 def _cuda_versions() -> Any:
@@ -83,7 +70,7 @@ def _cuda_versions() -> Any:
 
 
 def _driver() -> str | None:
-    """Of the NVIDIA kernel module."""
+    """The version of the NVIDIA kernel module."""
     try:
         found = re.search(r"Kernel Module\b.*?\s(\d+\.[\d.]+)", _DRIVER.read_text())
     except OSError:

@@ -25,7 +25,6 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig
-from jaxthd.kernels.scan_probe import scan
 from jaxthd.models.layers import Linear, RMSNorm, relu_squared
 from jaxthd.ops.attention.blockwise import attention_forward
 from jaxthd.ops.attention.ring import gather_in_order, merge, packed_attention
@@ -33,6 +32,7 @@ from jaxthd.ops.conv import causal_conv, last_inputs
 from jaxthd.ops.grouped_matmul import combine, dispatch, expert_layout
 from jaxthd.ops.head_exchange import head_ranks, own_heads, scan_segments, to_documents, to_heads, to_tokens
 from jaxthd.ops.numerics import accumulation_dtype
+from jaxthd.ops.scan.backends import scan
 from jaxthd.ops.scan.ssd import ssd_and_states
 from jaxthd.packing.prompts import DOCUMENTS_BLOCK, Now, Prompts
 from jaxthd.packing.segments import Segments

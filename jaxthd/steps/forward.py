@@ -21,7 +21,7 @@ from jaxthd.objectives import LOSS, Objective, Tokens, make_objective
 from jaxthd.objectives.sft import negative_log_likelihood
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import AXES, CONTEXT, PIPELINE, TENSOR, TOKEN_AXES, ranks_of
-from jaxthd.parallel.pipeline import Params, Parts
+from jaxthd.parallel.pipelined import PipelinedModel, PipelinedParams
 from jaxthd.steps.blueprint import Blueprint, Tree
 
 
@@ -46,8 +46,9 @@ class Counts(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What `leave` returns beside the share to differentiate: this rank's shares of the objective's quotients,
-    by name, and of FuturePrediction.
+    """What `leave` returns beside the share to differentiate.
+
+    objective: this rank's shares of the objective's quotients, by name. future: those of FuturePrediction.
     """
 
     objective: dict[str, Array]
@@ -74,18 +75,18 @@ def _tokens(batch: Batch, config: Config) -> Tokens:
     return Tokens.of(batch, config.data.max_documents, CONTEXT)
 
 
-def divided(params: Tree) -> Params:
+def divided(params: Tree) -> PipelinedParams:
     """The parameters by the function that uses them."""
     of_enter = ("embedding", "encoder", "adapter")
     decoder = params["decoder"]
-    return Params(
+    return PipelinedParams(
         enter={name: params[name] for name in of_enter if name in params},
         stage={"layers": decoder["layers"]},
         leave={name: params[name] for name in ("head", "mtp") if name in params} | {"norm": decoder["norm"]},
     )
 
 
-def joined(params: Params) -> Tree:
+def joined(params: PipelinedParams) -> Tree:
     """The inverse of divided."""
     last = dict(params.leave)
     return {**params.enter, "decoder": {**params.stage, "norm": last.pop("norm")}, **last}
@@ -97,11 +98,17 @@ class Forward:
     They take the parameters that are differentiated; where these are None (frozen), `params` fills them in.
     The pipeline's state is the encoder's buffers ({} without an encoder). The embeddings of future tokens
     bypass the stages.
-    batch_statistics: see SpeechLM.enter's train.
+    counts: None where `leave` is not called. batch_statistics: see SpeechLM.enter's train.
     """
 
     def __init__(
-        self, blueprint: Blueprint, params: Tree, buffers: Tree, counts: Counts, *, batch_statistics: bool
+        self,
+        blueprint: Blueprint,
+        params: Tree,
+        buffers: Tree,
+        counts: Counts | None,
+        *,
+        batch_statistics: bool,
     ) -> None:
         self._blueprint, self._config = blueprint, blueprint.config
         self._params, self._buffers, self._counts = divided(params), buffers, counts
@@ -115,8 +122,10 @@ class Forward:
         self._uniform_program = len(stages.patterns) == 1 or (stages.are_equal and has_ring)
 
     @property
-    def parts(self) -> Parts:
-        return Parts(self.enter, self.stage, self.leave, self._blueprint.stages, self._uniform_program)
+    def pipelined(self) -> PipelinedModel:
+        return PipelinedModel(
+            self.enter, self.stage, self.leave, self._blueprint.stages, self._uniform_program
+        )
 
     def model(self, buffers: Tree, **given: Tree) -> SpeechLM:
         """The module on this rank. given: parameters of some of the functions, in the place of `params`."""
@@ -133,21 +142,22 @@ class Forward:
         segments = model.segments(batch, AXES, uniform_program=self._uniform_program)
         return model.decoder.stage(pattern, chunk, x_nD, segments)
 
-    def leave(self, leave: Tree, x_nD: Array, side: list[Array], batch: Batch) -> tuple[Array, Left]:
+    def leave(self, leave: Tree, x_nD: Array, bypass: list[Array], batch: Batch) -> tuple[Array, Left]:
         model = self.model(self._buffers, leave=leave)
-        if not side:
+        if not bypass:
             found = self._quotients(model.leave(x_nD, batch), batch)
             return found[LOSS], Left(found, None)
-        logp_N, (logp_KN, routing) = model.leave_with_future(x_nD, side, batch, AXES)
+        logp_N, (logp_KN, routing) = model.leave_with_future(x_nD, bypass, batch, AXES)
+        assert self._counts is not None
         found = self._quotients(logp_N, batch)
         losses = [
             self._share(
                 negative_log_likelihood(logp_KN[k], batch.future_weights[:, k].reshape(-1)),
                 self._counts.supervised_future[k],
             )
-            for k in range(len(side))
+            for k in range(len(bypass))
         ]
-        share = found[LOSS] + self._config.train.mtp_loss * sum(losses) / len(side)
+        share = found[LOSS] + self._config.train.mtp_loss * sum(losses) / len(bypass)
         routed = [each for each in routing if each is not None]
         for each, real in zip(routed, self._counts.real_future, strict=False):
             share += auxiliary_share(self._config, each, real) / self._config.mesh.pipeline
@@ -155,6 +165,7 @@ class Forward:
         return share, Left(found, FuturePrediction(jnp.stack(losses), of_future))
 
     def _quotients(self, logp_N: Array, batch: Batch) -> dict[str, Array]:
+        assert self._counts is not None
         sums = self._objective.sums(logp_N.reshape(batch.tokens.shape), _tokens(batch, self._config))
         counts = self._counts.objective
         return {name: self._share(x, counts.get(name, counts[LOSS])) for name, x in sums.items()}

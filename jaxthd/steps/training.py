@@ -100,7 +100,7 @@ def loss_and_gradient(blueprint: Blueprint, mesh: Mesh) -> Callable[[Tree, Tree,
 
         batches = microbatches(batch, blueprint.schedule.microbatches)
         encoder = buffers.get("encoder", {})
-        step = accumulate(forward.parts, blueprint.schedule, divided(own), encoder, batches, extra_share)
+        step = accumulate(forward.pipelined, blueprint.schedule, divided(own), encoder, batches, extra_share)
         routing = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), step.extra)
         gradients = _sum_copies(joined(step.gradients), trained_specs)
         left: Left = step.out

@@ -1,17 +1,17 @@
-"""What a configuration must satisfy: checked first, before data is read or a weight exists.
+"""What a configuration must satisfy: checked before data is read or a weight exists.
 
-`validate` is one pure function of (configuration, facts about the machine). Its rules are small functions of
-the two, in a file for each group, with the fields they read; a rule is left out where one of its
-fields is faulty in itself (values.py), so that one mistake is reported once.
+`validate` is a pure function of a configuration and of facts about the machine. So is each of its rules; they
+are grouped by file, and name the fields that they read. A rule is skipped where one of its fields is faulty
+in itself (values.py), so that one mistake is reported once.
 """
 
 from jaxthd.config import Config
 from jaxthd.errors import UserError
 from jaxthd.validate import buffers, data, mesh, model, training
-from jaxthd.validate.rules import DeviceFacts, Problem
-from jaxthd.validate.values import faults
+from jaxthd.validate.rules import DeviceFacts, Finding
+from jaxthd.validate.values import faulty_values
 
-__all__ = ["RULES", "ConfigError", "DeviceFacts", "Problem", "problems", "validate"]
+__all__ = ["RULES", "ConfigError", "DeviceFacts", "Finding", "findings", "validate"]
 
 RULES = [*mesh.RULES, *buffers.RULES, *data.RULES, *model.RULES, *training.RULES]
 
@@ -21,21 +21,21 @@ class ConfigError(UserError):
 
 
 def validate(config: Config, device: DeviceFacts) -> list[str]:
-    """Warnings about a configuration that can work. Raises ConfigError listing every reason why it cannot."""
-    found = problems(config, device)
-    errors = [str(p) for p in found if not p.is_warning]
+    """Warnings about a configuration that can work. Raises ConfigError, with every reason why it cannot."""
+    found = findings(config, device)
+    errors = [str(finding) for finding in found if not finding.is_warning]
     if errors:
         lines = "".join(f"\n  {number}. {error}" for number, error in enumerate(errors, 1))
         raise ConfigError(f"the configuration cannot work ({len(errors)} to correct):{lines}")
-    return [str(p) for p in found]
+    return [str(finding) for finding in found]
 
 
-def problems(config: Config, device: DeviceFacts) -> list[Problem]:
-    """Everything wrong or doubtful about the configuration: faulty values first, then by rule."""
-    faulty = faults(config)
+def findings(config: Config, device: DeviceFacts) -> list[Finding]:
+    """Everything wrong or doubtful about the configuration: faulty values first, then rule by rule."""
+    faulty = faulty_values(config)
 
     def is_faulty(read: str) -> bool:
         return any(f"{read}.".startswith(f"{bad}.") or bad.startswith(f"{read}.") for bad in faulty)
 
     sound = [rule for rule in RULES if not any(map(is_faulty, rule.reads))]
-    return [*faulty.values(), *(problem for rule in sound for problem in rule.check(config, device))]
+    return [*faulty.values(), *(finding for rule in sound for finding in rule.check(config, device))]

@@ -1,69 +1,71 @@
-"""Packed buffers: their sizes, over the ranks."""
+"""Packed buffers: their sizes, and their shares on the ranks."""
 
 import math
 from collections.abc import Iterator
 
 from jaxthd.config import Config
 from jaxthd.packing.document import SUBSAMPLING
-from jaxthd.validate.rules import DeviceFacts, Group, Problem, multiples
+from jaxthd.validate.rules import DeviceFacts, Finding, Group, multiples
 
 RULES = Group()
 
 
 @RULES.rule("data.round_to", "data.capacity")
-def _round_to(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _round_to(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     unit, capacity = config.data.round_to, config.data.capacity
     if capacity % unit:
         divisor = math.gcd(unit, capacity)
-        yield Problem(
+        yield Finding(
             f"data.round_to is {unit} with data.capacity {capacity}",
-            "a divisor of the capacity, or its last slots can never be filled",
+            "a divisor of the capacity, because no document can fill the slots beyond its last multiple",
             f"set data.capacity to {multiples(capacity, unit)}, or data.round_to to {divisor}",
         )
 
 
 @RULES.rule("data.max_documents", "data.capacity", "data.packing")
-def _max_documents(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _max_documents(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     data = config.data
     if data.packing != "padded" and data.max_documents > data.capacity:
-        yield Problem(
+        yield Finding(
             f"data.max_documents is {data.max_documents} for a buffer of {data.capacity} tokens",
-            "no more documents than tokens; what is sized by the bound is wasted",
+            "at most one document for each token: arrays of that size waste memory",
             f"set data.max_documents to {data.capacity} or less",
             is_warning=True,
         )
 
 
 @RULES.rule("mesh", "data.audio_capacity", "model.encoder.chunk_seconds")
-def _audio_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    frames, ranks, encoder = config.data.audio_capacity, config.mesh.audio_ranks, config.model.audio_encoder
+def _audio_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    frames, ranks, encoder = config.data.audio_capacity, config.mesh.audio_ranks, config.model.encoder
+    if encoder is None or not frames:
+        return
     longest = -(-encoder.chunk_frames // SUBSAMPLING) * SUBSAMPLING
     unit, share = SUBSAMPLING * ranks, frames // ranks // SUBSAMPLING * SUBSAMPLING
-    if not frames:
-        return
     if share < longest:
         seconds = (share - 1) / 100
         shorter = f", or model.encoder.chunk_seconds to {seconds} or less" if seconds >= 0.02 else ""
-        yield Problem(
+        yield Finding(
             f"data.audio_capacity {frames} gives each of {ranks} audio ranks {share} mel frames",
-            f"{longest} or more, an encoder chunk of chunk_seconds {encoder.chunk_seconds} and a tail",
+            f"{longest} or more, an encoder chunk of {encoder.chunk_seconds} s (model.encoder.chunk_seconds)",
             f"set data.audio_capacity to {ranks * longest} or more{shorter}",
         )
     elif frames % unit:
-        yield Problem(
+        yield Finding(
             f"data.audio_capacity is {frames} for {ranks} audio ranks",
-            f"a multiple of {SUBSAMPLING} * {ranks} = {unit}, because each holds whole encoder frames",
+            f"a multiple of {SUBSAMPLING} * {ranks} = {unit}, because each rank holds whole encoder frames",
             f"set data.audio_capacity to {multiples(frames, unit)}",
         )
 
 
 @RULES.rule("data.capacity", "data.audio_capacity", "model.encoder.chunk_seconds")
-def _tokens_hold_a_chunk(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    capacity, encoder = config.data.capacity, config.model.audio_encoder
+def _tokens_hold_a_chunk(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    capacity, encoder = config.data.capacity, config.model.encoder
+    if encoder is None or not config.data.audio_capacity:
+        return
     slots = -(-encoder.chunk_frames // SUBSAMPLING)
-    if config.data.audio_capacity and capacity < slots:
-        yield Problem(
-            f"data.capacity is {capacity}: recordings over {capacity * SUBSAMPLING / 100} s are left out",
+    if capacity < slots:
+        yield Finding(
+            f"data.capacity is {capacity}: recordings over {capacity * SUBSAMPLING / 100} s are skipped",
             f"{slots} or more, the tokens of {encoder.chunk_seconds} s (model.encoder.chunk_seconds)",
             "raise data.capacity if there are such recordings",
             is_warning=True,

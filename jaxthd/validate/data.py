@@ -1,4 +1,4 @@
-"""What is read: manifests, prompts, templates, SpecAugment."""
+"""What is read: manifests, validation sets, prompts, chat templates, SpecAugment."""
 
 import math
 import re
@@ -7,110 +7,141 @@ from collections.abc import Iterator
 
 from jaxthd.config import Config
 from jaxthd.errors import UserError
-from jaxthd.validate.rules import DeviceFacts, Group, Problem
+from jaxthd.validate.rules import DeviceFacts, Finding, Group
 
 RULES = Group()
 
 
 @RULES.rule("data.manifest", "data.tarred_audio", "data.weights")
-def _manifests(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _manifests(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     manifests, tars, weights = config.data.manifest, config.data.tarred_audio, config.data.weights
     if not manifests or "" in manifests:
         change = 'name a manifest in data.manifest, or "synthetic"'
-        yield Problem(f"data.manifest is {manifests}", "one path or more, none of them empty", change)
+        yield Finding(f"data.manifest is {manifests}", "one path or more, none of them empty", change)
     if tars and len(tars) != len(manifests):
         found = f"data.tarred_audio names {len(tars)} sets of tar files for {len(manifests)} manifests"
         expected = 'one for each manifest ("" for plain files), or none'
-        yield Problem(found, expected, "correct data.tarred_audio")
+        yield Finding(found, expected, "correct data.tarred_audio")
     if weights and len(weights) != len(manifests):
         found = f"data.weights has {len(weights)} numbers for {len(manifests)} manifests"
-        yield Problem(found, "one for each manifest, or none", "correct data.weights")
+        yield Finding(found, "one for each manifest, or none", "correct data.weights")
     if not all(0 < weight < math.inf for weight in weights):
-        change = "leave a manifest that is not to be read out of data.manifest"
-        yield Problem(f"data.weights is {weights}", "finite numbers above 0", change)
+        change = "take a manifest that is not to be read out of data.manifest"
+        yield Finding(f"data.weights is {weights}", "finite numbers above 0", change)
 
 
 @RULES.rule("data.validation_manifest")
-def _validation_sets(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _validation_sets(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     sets = config.data.validation_sets
     for name, path, _ in sets:
         if not path:
             found = f"data.validation_manifest has a set without a path, {name!r}"
-            yield Problem(found, "NAME=PATH, or a path", "name a manifest, or leave it out")
+            yield Finding(found, "NAME=PATH, or a path", "name a manifest, or remove the set")
         elif not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
-            yield Problem(
+            yield Finding(
                 f"data.validation_manifest has the name {name!r}, of {path}",
-                "letters, digits, _, - and dots inside, because metrics and files bear it",
-                "choose another name; a path that holds a = needs one before it too",
+                "letters, digits, _, - and dots inside, because metrics and files have the name in theirs",
+                "choose another name; a path that holds a = needs NAME= before it too",
             )
         elif name == "skipped":
-            expected = "another, because skipped.jsonl lists the documents left out"
-            yield Problem("data.validation_manifest has the name 'skipped'", expected, "choose another name")
+            expected = "another, because skipped.jsonl lists the skipped documents"
+            yield Finding("data.validation_manifest has the name 'skipped'", expected, "choose another name")
     for name, count in Counter(name for name, _, _ in sets).items():
         if count > 1:
-            yield Problem(
+            yield Finding(
                 f"data.validation_manifest has {count} sets of the name {name!r}",
-                "a name of its own for each",
+                "different names",
                 "write NAME=PATH for all but one of them",
             )
 
 
-@RULES.rule("data.prompt", "data.audio_placeholder", "data.audio_capacity")
-def _prompt(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+@RULES.rule("data.manifest", "data.validation_manifest", "model.encoder")
+def _speech_without_encoder(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """Other manifests are not known before they are read: their documents with recordings are skipped."""
+    if config.model.encoder is not None:
+        return
+    expected = "text alone, because a model without an encoder takes no recordings"
+    if "synthetic" in config.data.manifest:
+        yield Finding(
+            'data.manifest has "synthetic", which is speech, with model.encoder None',
+            expected,
+            "name a manifest of conversations in text in data.manifest, or give the model an encoder",
+        )
+    if any(path == "synthetic" for _, path, _ in config.data.validation_sets):
+        yield Finding(
+            'data.validation_manifest has "synthetic", which is speech, with model.encoder None',
+            expected,
+            'name a manifest of conversations in text in data.validation_manifest, or "" for no validation',
+        )
+
+
+@RULES.rule("data.prompt", "data.audio_placeholder", "data.audio_capacity", "model.encoder")
+def _prompt(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     mark, has_audio = config.data.audio_placeholder, config.data.audio_capacity > 0
     if not mark:
-        expected = "what stands for a recording in prompts and conversations"
-        yield Problem(
-            "data.audio_placeholder is empty", expected, "set data.audio_placeholder to {audio}, say"
-        )
+        expected = "a text, which stands for a recording in prompts and conversations"
+        change = "set data.audio_placeholder to {audio}, for example"
+        yield Finding("data.audio_placeholder is empty", expected, change)
+        return
+    if config.model.encoder is None:
         return
     count = config.data.prompt.count(mark)
     found = f"data.prompt {config.data.prompt!r} holds {mark} {count} times"
     if has_audio and count != 1:
-        yield Problem(found, "exactly once, for the recording", f"write {mark} once in data.prompt")
+        yield Finding(found, "exactly once, for the recording", f"write {mark} once in data.prompt")
     elif count and not has_audio:
         change = f"raise data.audio_capacity, or take {mark} out of data.prompt to train on text alone"
-        yield Problem(found, "none, because data.audio_capacity is 0 and no recording fits", change)
+        yield Finding(found, "none, because no recording fits into data.audio_capacity 0", change)
 
 
 @RULES.rule("data.template", "data.template_options", "data.tokenizer")
-def _chat_template(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _chat_template(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     data = config.data
     if data.template == "chat_template" and data.tokenizer == "bytes":
-        yield Problem(
+        yield Finding(
             'data.template is "chat_template" with data.tokenizer "bytes"',
-            "the folder of a checkpoint, which brings one",
+            "the folder of a checkpoint that has a chat template",
             "set data.tokenizer to that folder, or data.template to chatml or plain",
         )
     try:
         _ = data.template_variables
     except UserError:
-        yield Problem(
+        yield Finding(
             f"data.template_options is {data.template_options!r}",
             'a JSON object such as {"enable_thinking": false}',
             "correct data.template_options",
         )
         return
     if data.template_options and data.template != "chat_template":
-        yield Problem(
+        yield Finding(
             f'data.template_options are given with data.template "{data.template}"',
             '"chat_template", which alone reads them',
-            "take one of the two back",
+            'set data.template to "chat_template", or data.template_options to ""',
         )
 
 
 @RULES.rule("data.spec_augment", "model.encoder.num_mels")
-def _spec_augment(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    masks, mels = config.data.spec_augment, config.model.audio_encoder.num_mels
+def _spec_augment(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    masks, encoder = config.data.spec_augment, config.model.encoder
+    if encoder is None:
+        for name in ("freq_masks", "time_masks"):
+            if getattr(masks, name):
+                yield Finding(
+                    f"data.spec_augment.{name} is {getattr(masks, name)} with model.encoder None",
+                    "0, because a model without an encoder has no features to mask",
+                    f"set data.spec_augment.{name} to 0",
+                )
+        return
+    mels = encoder.num_mels
     if masks.freq_masks and masks.freq_width >= mels:
-        yield Problem(
+        yield Finding(
             f"data.spec_augment.freq_width is {masks.freq_width} with {mels} mel bands",
-            "less than model.encoder.num_mels, or a mask may leave nothing",
-            f"set data.spec_augment.freq_width to {mels // 3}, say",
+            "less than model.encoder.num_mels, because a mask could cover every band",
+            f"set data.spec_augment.freq_width to {mels // 3}, for example",
         )
     if masks.time_masks and masks.time_width >= 1:
-        yield Problem(
+        yield Finding(
             f"data.spec_augment.time_width is {masks.time_width}",
-            "less than 1, being a fraction of the recording; more may leave nothing",
+            "less than 1, because it is a fraction of the recording, and a mask could cover all of it",
             "set data.spec_augment.time_width to 0.05",
         )

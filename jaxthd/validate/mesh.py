@@ -1,4 +1,4 @@
-"""What the mesh divides: devices, buffers, heads, layers, vocabulary, experts."""
+"""What the mesh divides over ranks: devices, buffers, heads, layers, vocabulary, experts."""
 
 import math
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from jaxthd.config import Config
 from jaxthd.parallel.experts import expert_sharding
 from jaxthd.parallel.schedule import make_schedule
 from jaxthd.parallel.stages import Stages
-from jaxthd.validate.rules import DeviceFacts, Group, Problem, divisors, multiples
+from jaxthd.validate.rules import DeviceFacts, Finding, Group, divisors, multiples
 
 RULES = Group()
 
@@ -16,48 +16,48 @@ RULES = Group()
 
 
 @RULES.rule("mesh.data", "mesh.context", "mesh.pipeline", "mesh.tensor")
-def _devices(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _devices(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     need = config.mesh.devices
     if device.platform == "cpu":  # simulated: as many as the mesh asks for
         return
     found = f"{device.devices} devices ({device.kind}) for a mesh of {need}"
     if device.devices < need:
-        yield Problem(found, "one device for each place on the mesh", "lower mesh.data or mesh.context")
+        yield Finding(found, "a device for each rank of the mesh", "lower mesh.data or mesh.context")
     elif device.devices > need:
         change = (
             f"raise mesh.data or mesh.context, or ignore this if the other {device.devices - need} may idle"
         )
-        yield Problem(found, "all devices in use", change, is_warning=True)
+        yield Finding(found, "all devices in use", change, is_warning=True)
 
 
 @RULES.rule("mesh.data", "data.rows")
-def _rows_over_data(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _rows_over_data(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     rows, ranks = config.data.rows, config.mesh.data
     if rows % ranks:
-        yield Problem(
+        yield Finding(
             f"data.rows is {rows} with mesh.data {ranks}",
-            f"a multiple of {ranks}, because every data rank takes as many buffers",
+            f"a multiple of {ranks}, because every data rank takes equally many buffers",
             f"set data.rows to {multiples(rows, ranks)}",
         )
 
 
 @RULES.rule("mesh.context", "data.capacity")
-def _capacity_over_context(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _capacity_over_context(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     capacity, unit = config.data.capacity, 2 * config.mesh.context
     if unit > 2 and capacity % unit:
-        yield Problem(
+        yield Finding(
             f"data.capacity is {capacity} with mesh.context {config.mesh.context}",
-            f"a multiple of 2 * context = {unit}, because every context rank holds two equal chunks",
+            f"a multiple of 2 * context = {unit}, because every context rank holds two equal context chunks",
             f"set data.capacity to {multiples(capacity, unit)}",
         )
 
 
 @RULES.rule("mesh.context", "data.capacity", "compute.context_layout", "model.llm")
-def _chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm, unit, whole = config.model.llm, 2 * config.mesh.context, config.compute.context_layout == "buffer"
     reach, chunk = llm.mamba_conv - 1, config.data.capacity // unit
     if whole and unit > 2 and "M" in llm.kinds and chunk < reach:
-        yield Problem(
+        yield Finding(
             f"a context chunk, data.capacity / (2 * context), holds {chunk} tokens",
             f"{reach} or more, because Mamba2's convolution of {llm.mamba_conv} taps looks that far back",
             f"set data.capacity to {unit * reach} or more, or lower mesh.context",
@@ -65,19 +65,19 @@ def _chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Pr
 
 
 @RULES.rule("mesh.context", "data.round_to", "compute.context_layout")
-def _documents_over_context(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _documents_over_context(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     rounded, unit = config.data.round_to, 2 * config.mesh.context
     if config.compute.context_layout == "document" and unit > 2 and rounded % unit:
-        yield Problem(
+        yield Finding(
             f'data.round_to is {rounded} with compute.context_layout "document" and mesh.context {unit // 2}',
-            f"a multiple of 2 * context = {unit}, because every document is cut into so many chunks",
+            f"a multiple of 2 * context = {unit}, the number of context chunks that a document is cut into",
             f"set data.round_to to {math.lcm(rounded, unit)}; it shapes the stream of buffers, so choose one "
-            "for all context sizes that the run may continue on",
+            "value for all context sizes that the run will use",
         )
 
 
 @RULES.rule("mesh.context", "mesh.tensor", "compute.context_layout", "model.llm")
-def _mamba_heads_over_context(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _mamba_heads_over_context(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     mesh, llm = config.mesh, config.model.llm
     heads, ranks = llm.mamba_heads, mesh.tensor * mesh.context
     if (
@@ -86,9 +86,9 @@ def _mamba_heads_over_context(config: Config, device: DeviceFacts) -> Iterator[P
         and heads % mesh.tensor == 0
         and heads % ranks
     ):
-        yield Problem(
+        yield Finding(
             f"model.llm.mamba_heads is {heads} for {mesh.context} context and {mesh.tensor} tensor ranks",
-            f'a multiple of {ranks}: under compute.context_layout "document" these ranks share the heads',
+            f'a multiple of {ranks}, because these ranks share the heads (compute.context_layout "document")',
             f"set mesh.context to {divisors(heads // mesh.tensor, mesh.context)}, or model.llm.mamba_heads "
             f"to {multiples(heads, ranks)}, or compute.context_layout to buffer",
         )
@@ -98,7 +98,7 @@ def _mamba_heads_over_context(config: Config, device: DeviceFacts) -> Iterator[P
 
 
 @RULES.rule("mesh.tensor", "model.llm")
-def _width_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _width_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm, ranks = config.model.llm, config.mesh.tensor
     for letter, name in (
         ("*", "q_heads"),
@@ -109,41 +109,41 @@ def _width_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Problem]
     ):
         size = getattr(llm, name)
         if letter in llm.kinds and size % ranks:
-            yield Problem(
+            yield Finding(
                 f"mesh.tensor is {ranks} with model.llm.{name} {size}",
-                f"a divisor of {size}, because every rank takes as many",
+                f"a divisor of {size}, because every rank takes equally many",
                 f"set mesh.tensor to {divisors(size, ranks)}, or model.llm.{name} to "
                 f"{multiples(size, ranks)}",
             )
     for letter, name in (("*", "kv_heads"), ("M", "mamba_groups")):
         size = getattr(llm, name)
         if letter in llm.kinds and size % ranks and ranks % size:
-            yield Problem(
+            yield Finding(
                 f"mesh.tensor is {ranks} with model.llm.{name} {size}",
-                f"a divisor or a multiple of {size}: as many to every rank, or one to as many ranks",
+                f"a divisor or a multiple of {size}: each rank takes equally many, or equally many share one",
                 f"set mesh.tensor to {divisors(size, ranks)} or {size * (ranks // size + 1)}",
             )
 
 
 @RULES.rule("mesh.pipeline", "mesh.tensor", "model.llm.vocab_size")
-def _vocabulary_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _vocabulary_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     entries, ranks = config.model.llm.vocab_size, config.mesh.pipeline * config.mesh.tensor
     if entries % ranks:
-        yield Problem(
+        yield Finding(
             f"model.llm.vocab_size is {entries} with {ranks} pipeline and tensor ranks",
-            f"a multiple of {ranks}, because these share the vocabulary's work",
+            f"a multiple of {ranks}, because these ranks share the vocabulary",
             f"set model.llm.vocab_size to {entries + -entries % ranks} (entries beyond the tokenizer's are "
             "not used), or change mesh.pipeline or mesh.tensor",
         )
 
 
 @RULES.rule("mesh", "model.llm.pattern", "compute.context_exchange")
-def _pipeline(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _pipeline(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     mesh, llm = config.mesh, config.model.llm
     if mesh.pipeline == 1 and mesh.stages_per_rank > 1:
         found = f"mesh.stages_per_rank is {mesh.stages_per_rank} with mesh.pipeline 1"
         change = "set mesh.stages_per_rank to 1, or raise mesh.pipeline"
-        yield Problem(found, "1: there is no pipeline", change)
+        yield Finding(found, "1, because there is no pipeline", change)
         return
     if set(llm.pattern) - set("M*-E|"):
         return
@@ -151,59 +151,59 @@ def _pipeline(config: Config, device: DeviceFacts) -> Iterator[Problem]:
         stages = Stages.of(llm, mesh)
     except ValueError as error:
         count = mesh.pipeline * mesh.stages_per_rank
-        change = f"put {count - 1} marks into model.llm.pattern, or none, or lower mesh.pipeline"
-        yield Problem(str(error), f"{count} stages of a layer or more", change)
+        change = f"put {count - 1} or no | into model.llm.pattern, or lower mesh.pipeline"
+        yield Finding(str(error), f"{count} stages of at least one layer", change)
         return
     if mesh.context > 1 and config.compute.context_exchange == "ring" and not stages.are_equal:
-        yield Problem(
+        yield Finding(
             f"compute.context_exchange is 'ring' with stages that differ ({' | '.join(stages.patterns)})",
-            "stages of one pattern, because every rank takes part in each send of a ring",
+            "equal stages, because every rank takes part in each send of a ring",
             "set compute.context_exchange to 'all_gather', or divide model.llm.pattern evenly",
         )
 
 
 @RULES.rule("mesh", "data.rows", "train.microbatches")
-def _bubble(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _bubble(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     mesh, microbatches = config.mesh, config.train.microbatches
     if mesh.pipeline > 1:
         bubble = make_schedule(microbatches, mesh.pipeline, mesh.stages_per_rank).bubble
         if bubble > 0.5:
-            yield Problem(
-                f"train.microbatches is {microbatches} on {mesh.pipeline} pipeline ranks: they idle "
+            yield Finding(
+                f"train.microbatches is {microbatches} on {mesh.pipeline} pipeline ranks, which idle "
                 f"{bubble:.0%} of the time",
-                f"{2 * mesh.pipeline} microbatches or more, say",
+                f"more microbatches, such as {2 * mesh.pipeline}",
                 "raise train.microbatches (and data.rows, a multiple of mesh.data times it)",
                 is_warning=True,
             )
         elif mesh.stages_per_rank > 1 and microbatches % mesh.pipeline:
-            yield Problem(
+            yield Finding(
                 f"train.microbatches is {microbatches} on {mesh.pipeline} ranks of {mesh.stages_per_rank} "
                 "stages",
-                f"a multiple of {mesh.pipeline}: the interleaved schedule works on groups of as many",
+                f"a multiple of {mesh.pipeline}, the group size of the interleaved schedule",
                 f"set train.microbatches to {multiples(microbatches, mesh.pipeline)}",
                 is_warning=True,
             )
 
 
 @RULES.rule("mesh", "data.rows", "data.capacity", "train.microbatches", "compute.sequence_sharded")
-def _tokens_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _tokens_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     data, mesh = config.data, config.mesh
     tokens = data.rows // mesh.data // config.train.microbatches * data.capacity // mesh.context
     if config.compute.sequence_sharded and tokens % mesh.tensor:
         unit = mesh.context * mesh.tensor
-        yield Problem(
+        yield Finding(
             f"compute.sequence_sharded with {tokens} tokens of a microbatch for {mesh.tensor} tensor ranks",
-            f"a multiple of {mesh.tensor}, because each takes as many",
+            f"a multiple of {mesh.tensor}, because every rank takes equally many",
             f"set data.capacity to {multiples(data.capacity, math.lcm(unit, 2 * mesh.context))}",
         )
 
 
 @RULES.rule("mesh", "model.llm", "compute.expert_parallel")
-def _experts_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _experts_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm, ranks = config.model.llm, config.mesh.data * config.mesh.context
     if "E" in llm.kinds and config.compute.expert_parallel and ranks > 1 and llm.experts % ranks:
         sharded = expert_sharding(llm.experts, config.mesh)
-        yield Problem(
+        yield Finding(
             f"model.llm.experts is {llm.experts} for {ranks} data and context ranks",
             f"a multiple of {ranks}: experts are sharded over the axes {sharded.axes if sharded else '()'} "
             "only, the others gather their weights",

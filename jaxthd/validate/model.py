@@ -8,20 +8,19 @@ import jax
 from jaxthd.config import Config
 from jaxthd.data.audio.features import mel_filterbank
 from jaxthd.data.text.tokenizer import ByteTokenizer
-from jaxthd.kernels.machine import numbers
-from jaxthd.kernels.scan_probe import CAPABILITY_LEAST
 from jaxthd.models.adapt import trained
 from jaxthd.ops.attention import contract, te
-from jaxthd.ops.attention.pieces import unfit_for_fused
-from jaxthd.ops.scan.pallas import why_unfit
+from jaxthd.ops.attention.thd import unfit_shape
+from jaxthd.ops.backend import version_numbers
+from jaxthd.ops.scan.pallas import CAPABILITY_LEAST, why_unfit
 from jaxthd.packing.document import SUBSAMPLING
-from jaxthd.validate.rules import DeviceFacts, Group, Problem, divisors, multiples, shapes_of
+from jaxthd.validate.rules import DeviceFacts, Finding, Group, divisors, multiples, shapes_of
 
 RULES = Group()
 
 
 class BadKernel(NamedTuple):
-    """A kernel that was measured to be wrong, and where."""
+    """A kernel that gave wrong results on an architecture."""
 
     backend: str
     compute_capability: str
@@ -29,20 +28,22 @@ class BadKernel(NamedTuple):
 
 
 KNOWN_BAD_KERNELS = tuple(BadKernel("te", capability, fault) for capability, fault in te.BAD.items())
-"""An error on that architecture, a warning on a GPU whose architecture is unknown."""
+"""Using one is an error on that architecture, and a warning on a GPU of unknown architecture."""
 
 # --- the encoder ---
 
 
 @RULES.rule("model.encoder.num_mels")
-def _num_mels(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    mels = config.model.audio_encoder.num_mels
+def _num_mels(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    if config.model.encoder is None:
+        return
+    mels = config.model.encoder.num_mels
     try:
         mel_filterbank(mels)
     except ValueError as error:
-        yield Problem(str(error), "bands wide enough for the spectrum", "set model.encoder.num_mels to 128")
+        yield Finding(str(error), "bands wide enough for the spectrum", "set model.encoder.num_mels to 128")
     if mels % SUBSAMPLING:
-        yield Problem(
+        yield Finding(
             f"model.encoder.num_mels is {mels}",
             f"a multiple of {SUBSAMPLING}, because three convolutions halve the bands",
             f"set model.encoder.num_mels to {multiples(mels, SUBSAMPLING)}",
@@ -50,13 +51,15 @@ def _num_mels(config: Config, device: DeviceFacts) -> Iterator[Problem]:
 
 
 @RULES.rule("model.encoder.dim", "model.encoder.heads")
-def _encoder_heads(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    dim, heads = config.model.audio_encoder.dim, config.model.audio_encoder.heads
+def _encoder_heads(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    if config.model.encoder is None:
+        return
+    dim, heads = config.model.encoder.dim, config.model.encoder.heads
     if dim % 2:
-        expected = "an even number: half of the position encoding are sines, half cosines"
-        yield Problem(f"model.encoder.dim is {dim}", expected, f"set model.encoder.dim to {dim + 1}")
+        expected = "an even number, because half of the position encoding are sines, half cosines"
+        yield Finding(f"model.encoder.dim is {dim}", expected, f"set model.encoder.dim to {dim + 1}")
     if dim % heads:
-        yield Problem(
+        yield Finding(
             f"model.encoder.dim is {dim} with {heads} heads",
             f"a multiple of model.encoder.heads ({heads})",
             f"set model.encoder.dim to {multiples(dim, heads)}, or change model.encoder.heads",
@@ -64,23 +67,35 @@ def _encoder_heads(config: Config, device: DeviceFacts) -> Iterator[Problem]:
 
 
 @RULES.rule("model.encoder.conv_kernel")
-def _conv_kernel(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    taps = config.model.audio_encoder.conv_kernel
+def _conv_kernel(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    if config.model.encoder is None:
+        return
+    taps = config.model.encoder.conv_kernel
     if taps % 2 == 0:
-        expected = "an odd number: as many taps before a frame as behind it"
+        expected = "an odd number, because there are as many taps before a frame as after it"
         change = f"set model.encoder.conv_kernel to {taps - 1} or {taps + 1}"
-        yield Problem(f"model.encoder.conv_kernel is {taps}", expected, change)
+        yield Finding(f"model.encoder.conv_kernel is {taps}", expected, change)
+
+
+@RULES.rule("model.encoder", "model.adapter_dim")
+def _adapter_without_encoder(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    if config.model.encoder is None and config.model.adapter_dim:
+        yield Finding(
+            f"model.adapter_dim is {config.model.adapter_dim} with model.encoder None",
+            "0, because a model without an encoder has no adapter",
+            "set model.adapter_dim to 0, or give the model an encoder",
+        )
 
 
 # --- the decoder ---
 
 
 @RULES.rule("model.llm.pattern")
-def _pattern(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _pattern(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     pattern = config.model.llm.pattern
     unknown = sorted(set(pattern) - set("M*-E|"))
     if unknown or not config.model.llm.letters:
-        yield Problem(
+        yield Finding(
             f"model.llm.pattern {pattern!r} " + (f"holds {', '.join(unknown)}" if unknown else "is empty"),
             "one letter a block of M (Mamba2), * (attention), - (MLP), E (mixture of experts), and | between "
             "pipeline stages",
@@ -89,74 +104,74 @@ def _pattern(config: Config, device: DeviceFacts) -> Iterator[Problem]:
 
 
 @RULES.rule("model.llm.mtp_pattern")
-def _mtp_pattern(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _mtp_pattern(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     unknown = sorted(set(config.model.llm.mtp_pattern) - set("M*-E"))
     if unknown:
-        yield Problem(
+        yield Finding(
             f"model.llm.mtp_pattern {config.model.llm.mtp_pattern!r} holds {', '.join(unknown)}",
-            "one letter a block of M, *, - and E, the blocks of one depth (pipeline stages do not divide it)",
-            'correct model.llm.mtp_pattern; "*E" is Nemotron-3\'s, "" is none',
+            "one letter a block of M, *, - and E, the blocks of one depth; pipeline stages do not divide it",
+            'correct model.llm.mtp_pattern; "*E" is Nemotron-3\'s, "" means none',
         )
 
 
 @RULES.rule("mesh.tensor", "model.llm.dim", "model.llm.mtp_pattern")
-def _mtp_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _mtp_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm, ranks = config.model.llm, config.mesh.tensor
     if llm.mtp_pattern and 2 * llm.dim % ranks:
-        yield Problem(
+        yield Finding(
             f"mesh.tensor is {ranks} with model.llm.dim {llm.dim} and model.llm.mtp_pattern",
-            f"a divisor of {2 * llm.dim}, because the ranks share the projection of 2 * dim features",
+            f"a divisor of {2 * llm.dim}, because the ranks share a projection of 2 * dim features",
             f"set mesh.tensor to {divisors(2 * llm.dim, ranks)}",
         )
 
 
 @RULES.rule("adapt", "model", "train.mtp_loss")
-def _mtp_loss(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    """Without a gradient weight decay alone would move it."""
+def _mtp_loss(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """Without a gradient, weight decay alone would change its parameters."""
     if not config.model.llm.mtp_pattern or config.train.mtp_loss:
         return
     model = shapes_of(config)
     if model is None:
         return
     if any(jax.tree.leaves(trained(model, config.adapt)["mtp"])):
-        yield Problem(
+        yield Finding(
             f"train.mtp_loss is 0 with model.llm.mtp_pattern {config.model.llm.mtp_pattern!r}",
-            "more than 0, or else its parameters frozen",
-            'raise train.mtp_loss, keep the weights as they are (adapt.freeze "mtp.*"), or do without '
-            '(model.llm.mtp_pattern "")',
+            "more than 0, or its parameters frozen",
+            'raise train.mtp_loss, freeze the parameters (adapt.freeze "mtp.*"), or do without multi-token '
+            'prediction (model.llm.mtp_pattern "")',
         )
 
 
 @RULES.rule("model.llm")
-def _head_groups(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _head_groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm = config.model.llm
     for letter, whole, part, why in (
-        ("*", "q_heads", "kv_heads", "as many query heads share each key and value head"),
-        ("M", "mamba_heads", "mamba_groups", "as many heads share each group's B, C and norm"),
+        ("*", "q_heads", "kv_heads", "equally many query heads share each key and value head"),
+        ("M", "mamba_heads", "mamba_groups", "equally many heads share each group's B, C and norm"),
     ):
         heads, groups = getattr(llm, whole), getattr(llm, part)
         if letter in llm.kinds and heads % groups:
-            yield Problem(
+            yield Finding(
                 f"model.llm.{whole} is {heads} with {part} {groups}",
-                f"a multiple of {groups}: {why}",
+                f"a multiple of {groups}, because {why}",
                 f"set model.llm.{whole} to {multiples(heads, groups)}, or model.llm.{part} to a divisor",
             )
 
 
 @RULES.rule("model.llm")
-def _dt_limit(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _dt_limit(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     low, high = config.model.llm.mamba_dt_limit
     if "M" in config.model.llm.kinds and not 0 <= low < high:
-        expected = "0 <= lower < upper, as they clamp a time step"
+        expected = "0 <= lower < upper, because they clamp a time step"
         change = "set model.llm.mamba_dt_limit to (0.0, inf), which clamps nothing"
-        yield Problem(f"model.llm.mamba_dt_limit is ({low}, {high})", expected, change)
+        yield Finding(f"model.llm.mamba_dt_limit is ({low}, {high})", expected, change)
 
 
 @RULES.rule("model.llm")
-def _experts(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _experts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm = config.model.llm
     if "E" in llm.kinds and llm.experts_per_token > llm.experts:
-        yield Problem(
+        yield Finding(
             f"model.llm.experts_per_token is {llm.experts_per_token}",
             f"at most the {llm.experts} of model.llm.experts",
             f"set model.llm.experts_per_token to {llm.experts} or less",
@@ -164,13 +179,13 @@ def _experts(config: Config, device: DeviceFacts) -> Iterator[Problem]:
 
 
 @RULES.rule("data.tokenizer", "model.llm.vocab_size")
-def _vocabulary(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _vocabulary(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     known = ByteTokenizer.vocab_size if config.data.tokenizer == "bytes" else None
     needed = device.vocabulary if device.vocabulary is not None else known
     if needed is not None and config.model.llm.vocab_size < needed:
-        yield Problem(
+        yield Finding(
             f"model.llm.vocab_size is {config.model.llm.vocab_size}",
-            f"{needed} or more, the ids of the tokenizer {config.data.tokenizer!r}",
+            f"{needed} or more, the number of ids of the tokenizer {config.data.tokenizer!r}",
             f"set model.llm.vocab_size to {needed} or more",
         )
 
@@ -179,39 +194,36 @@ def _vocabulary(config: Config, device: DeviceFacts) -> Iterator[Problem]:
 
 
 @RULES.rule("compute.dtype")
-def _dtype(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _dtype(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     dtype = config.compute.dtype
     if dtype == "float64" and not device.x64:
         change = "set compute.dtype to float32, or JAX_ENABLE_X64=1 in the environment"
-        yield Problem(
-            "compute.dtype is float64 with jax's 64-bit mode off", "it on, as only tests need", change
-        )
+        yield Finding("compute.dtype is float64 with jax's 64-bit mode off", "the mode on", change)
     elif dtype == "float64":
         change = "set compute.dtype to float32 or bfloat16, unless this is a test"
-        yield Problem("compute.dtype is float64", "it in tests only, being slow", change, is_warning=True)
+        yield Finding("compute.dtype is float64", "a faster one outside tests", change, is_warning=True)
     elif dtype == "bfloat16" and device.platform == "cpu":
         change = "set compute.dtype to float32 on a CPU"
-        yield Problem(
-            "compute.dtype is bfloat16 on cpu", "it on GPUs, being slow here", change, is_warning=True
-        )
+        expected = "float32, because CPUs compute bfloat16 slowly"
+        yield Finding("compute.dtype is bfloat16 on cpu", expected, change, is_warning=True)
 
 
 @RULES.rule("compute.attention_backend", "compute.dtype", "model.llm")
-def _fused_attention(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    """What of it depends on versions and on buffers is asked when it is admitted (jaxthd.kernels.choose)."""
+def _fused_attention(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """What depends on versions and on buffers is checked at admission (jaxthd/kernels/choose.py)."""
     backend, llm = config.compute.attention_backend, config.model.llm
-    heads = contract.Problem(config.compute.dtype, llm.q_heads, llm.kv_heads, llm.head_dim)
-    reason = unfit_for_fused(heads, device.platform)
+    heads = contract.AttentionShape(config.compute.dtype, llm.q_heads, llm.kv_heads, llm.head_dim)
+    reason = unfit_shape(heads, device.platform)
     if backend in ("te", "cudnn") and reason:
         change = "set compute.attention_backend to auto or xla"
-        yield Problem(
-            f'compute.attention_backend is "{backend}", but {reason}', "one that can run here", change
+        yield Finding(
+            f'compute.attention_backend is "{backend}", but {reason}', "a back-end that can run here", change
         )
 
 
 @RULES.rule("compute.attention_backend")
-def _known_bad_kernels(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    """Padded rows too: they are told apart by segment id, so the same packed kernel computes them."""
+def _known_bad_kernels(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """For padded rows too: the same packed kernel computes them, by their segment ids."""
     backend, capability = config.compute.attention_backend, device.compute_capability
     for bad in KNOWN_BAD_KERNELS:
         if (
@@ -220,9 +232,9 @@ def _known_bad_kernels(config: Config, device: DeviceFacts) -> Iterator[Problem]
             and capability in (bad.compute_capability, None)
         ):
             where = f"compute capability {capability or 'unknown'} ({device.kind})"
-            yield Problem(
+            yield Finding(
                 f'compute.attention_backend is "{backend}" on {where}',
-                f"any but {bad.compute_capability}, where {bad.fault}",
+                f"another GPU, because on {bad.compute_capability} {bad.fault}",
                 "set compute.attention_backend to auto or xla",
                 is_warning=capability is None,
             )
@@ -237,22 +249,22 @@ def _known_bad_kernels(config: Config, device: DeviceFacts) -> Iterator[Problem]
     "model.llm.mamba_head_dim",
     "model.llm.mamba_state",
 )
-def _scan_kernels(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _scan_kernels(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm = config.model.llm
     if config.compute.scan_backend != "pallas" or "M" not in llm.kinds:
         return
     found, change = 'compute.scan_backend is "pallas"', "set compute.scan_backend to xla"
     unfit = why_unfit(config.compute.scan_chunk, llm.mamba_head_dim, llm.mamba_state, config.compute.dtype)
     if unfit:
-        expected = "compute.scan_chunk, mamba_head_dim and mamba_state in powers of two from 16 up and"
+        expected = "powers of two from 16 up for compute.scan_chunk, mamba_head_dim and mamba_state, and"
         expected += " compute.dtype float32 or bfloat16"
-        yield Problem(f"{found}, but {' and '.join(unfit)}", expected, f"{change}, or change these")
+        yield Finding(f"{found}, but {' and '.join(unfit)}", expected, f"{change}, or change these")
     elif device.platform == "cpu":
-        expected = "it on GPUs: here its kernels are interpreted, slowly"
-        yield Problem(f"{found} on cpu", expected, change, is_warning=True)
+        expected = "a GPU, because a CPU interprets these kernels, slowly"
+        yield Finding(f"{found} on cpu", expected, change, is_warning=True)
     elif device.platform not in ("gpu", "cuda"):
-        yield Problem(f"{found} on {device.platform}", "an NVIDIA GPU", change)
-    elif device.compute_capability and numbers(device.compute_capability) < CAPABILITY_LEAST:
+        yield Finding(f"{found} on {device.platform}", "an NVIDIA GPU", change)
+    elif device.compute_capability and version_numbers(device.compute_capability) < CAPABILITY_LEAST:
         where = f"compute capability {device.compute_capability} ({device.kind})"
         least = ".".join(map(str, CAPABILITY_LEAST))
-        yield Problem(f"{found} on {where}", f"{least} or more, which has bfloat16 matrix units", change)
+        yield Finding(f"{found} on {where}", f"{least} or more, which has bfloat16 matrix units", change)

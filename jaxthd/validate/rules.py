@@ -1,4 +1,4 @@
-"""What a rule is, and what the groups of rules share."""
+"""What a rule is, and helpers that the groups of rules share."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -15,10 +15,10 @@ from jaxthd.steps.blueprint import Blueprint
 class DeviceFacts:
     """What a run depends on besides its configuration.
 
-    platform: jax's name of the backend: "cpu", "gpu", ... devices: how many there are. kind: their name.
-    compute_capability: of an NVIDIA GPU, such as "9.0"; None where unknown.
+    platform: jax's name of the backend, such as "cpu" or "gpu". devices: their number. kind: their name.
+    compute_capability: that of an NVIDIA GPU, such as "9.0"; None where unknown.
     x64: whether jax's 64-bit mode is on.
-    vocabulary: ids of the tokenizer; None where unknown (that of "bytes" is known).
+    vocabulary: number of the tokenizer's ids; None where unknown (that of "bytes" is known).
     """
 
     platform: str
@@ -30,7 +30,7 @@ class DeviceFacts:
 
     @classmethod
     def of_this_machine(cls, vocabulary: int | None = None) -> "DeviceFacts":
-        """Asks jax, which starts its backend: simulated CPU devices must have been set up before."""
+        """Asks jax, which starts its backend: set up simulated CPU devices before."""
         first = jax.devices()[0]
         return cls(
             platform=first.platform,
@@ -42,8 +42,8 @@ class DeviceFacts:
         )
 
 
-class Problem(NamedTuple):
-    """What was found, what was expected, what to change; an error unless is_warning."""
+class Finding(NamedTuple):
+    """What was found, what was expected, and what to change. An error unless is_warning."""
 
     found: str
     expected: str
@@ -55,17 +55,19 @@ class Problem(NamedTuple):
 
 
 class Rule(NamedTuple):
+    """reads: paths of fields, or of groups of fields, whose values `check` takes as sound."""
+
     reads: tuple[str, ...]
-    check: Callable[[Config, DeviceFacts], Iterable[Problem]]
+    check: Callable[[Config, DeviceFacts], Iterable[Finding]]
 
 
 class Group(list[Rule]):
-    """Rules about more than one value, or about the machine, in the order in which they are told."""
+    """Rules about several values, or about the machine, in the order in which they are reported."""
 
     def rule(self, *reads: str) -> Callable[..., Any]:
-        """Adds one. reads: paths of the fields (or groups of fields) whose values it takes as sound."""
+        """Adds a rule: a decorator of its `check`. reads: see Rule."""
 
-        def add(check: Callable[[Config, DeviceFacts], Iterable[Problem]]) -> Callable[..., Any]:
+        def add(check: Callable[[Config, DeviceFacts], Iterable[Finding]]) -> Callable[..., Any]:
             self.append(Rule(reads, check))
             return check
 
@@ -73,19 +75,19 @@ class Group(list[Rule]):
 
 
 def multiples(value: int, unit: int) -> str:
-    """The multiples of unit next to value, 0 left out: "8 or 16"."""
+    """The multiples of unit next to value, without 0, such as "8 or 16"."""
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
 
 
 def divisors(size: int, at_most: int) -> str:
-    """Those of size up to at_most: "1, 2 or 4"."""
+    """The divisors of size up to at_most, such as "1, 2 or 4"."""
     found = [str(n) for n in range(1, at_most + 1) if size % n == 0]
     return " or ".join(filter(None, (", ".join(found[:-1]), found[-1])))
 
 
 def shapes_of(config: Config, tensor: int = 1) -> SpeechLM | None:
-    """Shapes of the model; None where there is none: what is wrong with it is told by other rules."""
+    """The model with shapes for arrays; None where it cannot be built: other rules say why."""
     try:
         return Blueprint(replace(config, mesh=MeshConfig(tensor=tensor))).model
     except ValueError:

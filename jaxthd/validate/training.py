@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 
 from jaxthd.config import Config
-from jaxthd.kernels.machine import numbers
+from jaxthd.errors import UserError
 from jaxthd.models.adapt import (
     fp8_projections,
     matches,
@@ -16,8 +16,10 @@ from jaxthd.models.adapt import (
     trained,
     unmatched,
 )
+from jaxthd.objectives import make_objective
+from jaxthd.ops.backend import version_numbers
 from jaxthd.ops.fp8 import is_installed
-from jaxthd.validate.rules import DeviceFacts, Group, Problem, multiples, shapes_of
+from jaxthd.validate.rules import DeviceFacts, Finding, Group, multiples, shapes_of
 
 RULES = Group()
 
@@ -25,8 +27,18 @@ RULES = Group()
 # --- what is trained ---
 
 
+@RULES.rule("train.objective", "train.objective_options")
+def _objective(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    try:
+        make_objective(config.train.objective, config.train.objective_options)
+    except UserError as error:
+        found, _, rest = str(error).partition("; expected ")
+        expected, _, change = rest.partition(": ")
+        yield Finding(found, expected, change)
+
+
 @RULES.rule("adapt", "model")
-def _adaptation(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _adaptation(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     adapt = config.adapt
     if not adapt.freeze and not adapt.unfreeze and not adapt.lora_rank:
         return
@@ -39,33 +51,33 @@ def _adaptation(config: Config, device: DeviceFacts) -> Iterator[Problem]:
         for pattern, near in unmatched(getattr(adapt, field), names):
             found = f"adapt.{field} {pattern!r} matches nothing"
             if field == "lora_targets" and any(matches(name, [pattern]) for name in cannot):
-                found += " but routers or routed experts, which take no low-rank matrices"
+                found += " but routers or routed experts, which have no low-rank matrices"
             what = "projection" if field == "lora_targets" else "parameter"
-            yield Problem(
+            yield Finding(
                 found,
                 f"a pattern of {what} names, such as {', '.join(near)}",
                 "correct it; python -m jaxthd.describe --names lists the names",
             )
     if not any(jax.tree.leaves(trained(model, adapt))):
         change = "freeze less, or set adapt.lora_rank to train low-rank matrices"
-        yield Problem("adapt.freeze matches every parameter", "something to train", change)
+        yield Finding("adapt.freeze matches every parameter", "one that trains", change)
 
 
 @RULES.rule("model", "mesh.tensor")
-def _fp8(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _fp8(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     patterns = config.compute.fp8
     if not patterns:
         return
     if not is_installed():
-        change = "pip install 'jaxthd[fp8]', or empty compute.fp8"
-        yield Problem("compute.fp8 is set and the package qwix is not installed", "it", change)
+        change = "pip install 'jaxthd[fp8]', or set compute.fp8 to ()"
+        yield Finding("compute.fp8 is set and qwix is not installed", "that package", change)
     if config.compute.dtype == "float64":
-        change = "choose bfloat16, or empty compute.fp8"
-        yield Problem("compute.fp8 is set with compute.dtype float64", "bfloat16 or float32", change)
+        change = "set compute.dtype to bfloat16, or compute.fp8 to ()"
+        yield Finding("compute.fp8 is set with compute.dtype float64", "bfloat16 or float32", change)
     capability = device.compute_capability
-    if device.platform == "gpu" and capability and numbers(capability) < (8, 9):
-        change = "empty compute.fp8"
-        yield Problem(
+    if device.platform == "gpu" and capability and version_numbers(capability) < (8, 9):
+        change = "set compute.fp8 to ()"
+        yield Finding(
             f"compute.fp8 on {device.kind} (compute capability {capability})", "8.9 or more", change
         )
     model = shapes_of(config, tensor=config.mesh.tensor)
@@ -75,7 +87,7 @@ def _fp8(config: Config, device: DeviceFacts) -> Iterator[Problem]:
     lists = "python -m jaxthd.describe --names lists the names"
     for pattern, near in unmatched(patterns, list(found)):
         what = f"compute.fp8 {pattern!r} matches no projection"
-        yield Problem(what, f"a pattern such as {', '.join(near)}", f"correct it; {lists}")
+        yield Finding(what, f"a pattern such as {', '.join(near)}", f"correct it; {lists}")
     odd = {}
     for name, linear in found.items():
         sharding = (linear.sharded_in, linear.sharded_out)
@@ -87,69 +99,76 @@ def _fp8(config: Config, device: DeviceFacts) -> Iterator[Problem]:
             odd[name] = dims
     if odd:
         some = ", ".join(f"{name} {a} x {b}" for name, (a, b) in list(odd.items())[:3])
-        what = f"compute.fp8 matches {len(odd)} projections of sizes that tensor cores cannot take in 8 bits"
-        change = "leave these out of compute.fp8, or change the sizes or mesh.tensor"
-        yield Problem(f"{what} ({some} on a rank)", "multiples of 16", change)
+        what = f"compute.fp8 matches {len(odd)} projections whose sizes tensor cores cannot take in 8 bits"
+        change = "match fewer projections with compute.fp8, or change the sizes or mesh.tensor"
+        yield Finding(f"{what} ({some} on a rank)", "multiples of 16", change)
 
 
 @RULES.rule("adapt.lora_rank", "adapt.lora_targets", "adapt.lora_alpha")
-def _lora(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _lora(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     adapt = config.adapt
     if adapt.lora_rank and not adapt.lora_targets:
         change = "name projections, or set adapt.lora_rank to 0"
-        yield Problem("adapt.lora_targets is empty with adapt.lora_rank", "a pattern or more", change)
+        yield Finding("adapt.lora_targets is empty with adapt.lora_rank", "a pattern or more", change)
     if adapt.lora_rank and not adapt.lora_alpha:
-        change = "set adapt.lora_alpha to the rank, say"
-        yield Problem("adapt.lora_alpha is 0, which scales LoRA's product to 0", "more than 0", change)
+        change = "set adapt.lora_alpha to the rank, for example"
+        yield Finding("adapt.lora_alpha is 0, which scales LoRA's product to 0", "more than 0", change)
 
 
-@RULES.rule("adapt.encoder_lr_factor", "adapt.adapter_lr_factor", "adapt.llm_lr_factor")
-def _lr_factors(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+@RULES.rule("adapt.encoder_lr_factor", "adapt.adapter_lr_factor", "adapt.llm_lr_factor", "model.encoder")
+def _lr_factors(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     for part in ("encoder", "adapter", "llm"):
-        if not getattr(config.adapt, f"{part}_lr_factor"):
+        factor = getattr(config.adapt, f"{part}_lr_factor")
+        if not factor:
             change = "freeze that part with adapt.freeze, or raise the factor"
-            yield Problem(f"adapt.{part}_lr_factor is 0", "more than 0", change)
+            yield Finding(f"adapt.{part}_lr_factor is 0", "more than 0", change)
+        elif factor != 1 and part != "llm" and config.model.encoder is None:
+            yield Finding(
+                f"adapt.{part}_lr_factor is {factor} with model.encoder None",
+                f"1, because a model without an encoder has no {part}",
+                f"set adapt.{part}_lr_factor to 1.0",
+            )
 
 
 # --- the optimization ---
 
 
 @RULES.rule("train.microbatches", "data.rows", "mesh.data")
-def _microbatches(config: Config, device: DeviceFacts) -> Iterator[Problem]:
-    parts, rows, ranks = config.train.microbatches, config.data.rows, config.mesh.data
-    if rows % ranks == 0 and rows // ranks % parts:
-        yield Problem(
-            f"train.microbatches is {parts} for {rows // ranks} rows on each data rank",
-            "a divisor of them, because every part takes as many rows of each rank",
-            f"set train.microbatches to {math.gcd(parts, rows // ranks)}, or data.rows to "
-            f"{multiples(rows, parts * ranks)}",
+def _microbatches(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    microbatches, rows, ranks = config.train.microbatches, config.data.rows, config.mesh.data
+    if rows % ranks == 0 and rows // ranks % microbatches:
+        yield Finding(
+            f"train.microbatches is {microbatches} for {rows // ranks} rows on each data rank",
+            "a divisor of them, because every microbatch takes equally many rows of each rank",
+            f"set train.microbatches to {math.gcd(microbatches, rows // ranks)}, or data.rows to "
+            f"{multiples(rows, microbatches * ranks)}",
         )
 
 
 @RULES.rule("train.steps", "train.warmup_steps")
-def _warmup(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _warmup(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     steps, warmup = config.train.steps, config.train.warmup_steps
     if warmup > steps:
         found = f"train.warmup_steps is {warmup} in a run of {steps} steps"
         change = f"set train.warmup_steps to {steps} or less"
-        yield Problem(found, "a warm-up that ends, so that the peak is reached", change, is_warning=True)
+        yield Finding(found, "fewer, so that the peak is reached", change, is_warning=True)
 
 
 @RULES.rule("train.learning_rate", "train.min_learning_rate")
-def _learning_rates(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _learning_rates(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     peak, least = config.train.learning_rate, config.train.min_learning_rate
     if least > peak:
         found = f"train.min_learning_rate {least} is above train.learning_rate {peak}"
         change = f"set train.min_learning_rate to {peak} or less"
-        yield Problem(found, "a learning rate that falls", change, is_warning=True)
+        yield Finding(found, "a learning rate that falls", change, is_warning=True)
 
 
 @RULES.rule("train.beta1", "train.beta2", "train.clip_norm")
-def _adamw(config: Config, device: DeviceFacts) -> Iterator[Problem]:
+def _adamw(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     for name in ("beta1", "beta2"):
         beta = getattr(config.train, name)
         if beta >= 1:
-            yield Problem(f"train.{name} is {beta}", "less than 1", f"set train.{name} to 0.9 or 0.95, say")
+            yield Finding(f"train.{name} is {beta}", "less than 1", f"set train.{name} to 0.9 or 0.95")
     if config.train.clip_norm == 0:
-        change = "raise train.clip_norm; a large one clips nothing"
-        yield Problem("train.clip_norm is 0, which scales every gradient to 0", "more than 0", change)
+        change = "raise train.clip_norm; a large value clips nothing"
+        yield Finding("train.clip_norm is 0, which scales every gradient to 0", "more than 0", change)

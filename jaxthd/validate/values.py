@@ -1,4 +1,4 @@
-"""Single values: of the annotated type, and not too small."""
+"""Single values: each must have the annotated type, and not be too small."""
 
 import math
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jaxthd.config import Config
-from jaxthd.validate.rules import Problem
+from jaxthd.validate.rules import Finding
 
 _MINIMUM: dict[str, float] = {
     "data.audio_capacity": 0,
@@ -26,34 +26,34 @@ _MINIMUM: dict[str, float] = {
     "train.validate_every": 0,
     "train.max_new_tokens": 0,
 }
-"""Least value of a number, where it is not 1 for an integer and 0 for a real number."""
+"""Least values of numbers, where they are not 1 (integers) or 0 (real numbers)."""
 
 
-def faults(config: Config) -> dict[str, Problem]:
-    """By the path of the setting."""
-    return {path: problem for path, hint, value in _leaves(config) for problem in _fault(path, hint, value)}
+def faulty_values(config: Config) -> dict[str, Finding]:
+    """What is wrong with single settings, by their dotted paths."""
+    return {path: finding for path, hint, value in _leaves(config) for finding in _check(path, hint, value)}
 
 
 def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted path, annotated type, value) of every setting."""
+    """(dotted path, annotated type, value) of every setting. A group that is None is a setting itself."""
     for name, hint in get_type_hints(type(node)).items():
         value = getattr(node, name)
-        if is_dataclass(hint) and isinstance(value, hint):  # type: ignore[arg-type]
+        if is_dataclass(value) and _has_type(value, hint):
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield prefix + name, hint, value
 
 
-def _fault(path: str, hint: Any, value: Any) -> Iterator[Problem]:
+def _check(path: str, hint: Any, value: Any) -> Iterator[Finding]:
     if not _has_type(value, hint):
         choices = get_args(hint) if get_origin(hint) is Literal else ()
         name = hint.__name__ if isinstance(hint, type) else str(hint)
         expected = f"one of {', '.join(map(repr, choices))}" if choices else f"a value of type {name}"
-        yield Problem(f"{path} is {value!r}", expected, f"correct {path}")
+        yield Finding(f"{path} is {value!r}", expected, f"correct {path}")
     elif hint in (int, float):
         least = _MINIMUM.get(path, 1 if hint is int else 0)
         if not least <= value < math.inf:
-            yield Problem(f"{path} is {value}", f"{least} or more, and finite", f"correct {path}")
+            yield Finding(f"{path} is {value}", f"{least} or more, and finite", f"correct {path}")
 
 
 def _has_type(value: Any, hint: Any) -> bool:

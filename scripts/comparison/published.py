@@ -44,9 +44,9 @@ def arranged(
     tensors: Sequence[Tensor], named: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, np.ndarray]:
     """Our arrays made of a checkpoint's tensors, or of gradients by the same names."""
-    found = {part.name: np.zeros(shapes[part.name]) for tensor in tensors for part in tensor.parts}
+    found = {part.name: np.zeros(shapes[part.name]) for tensor in tensors for part in tensor.slices}
     for tensor in tensors:
-        for part, x in zip(tensor.parts, tensor.split(named[tensor.name]), strict=True):
+        for part, x in zip(tensor.slices, tensor.split(named[tensor.name]), strict=True):
             found[part.name][part.at] = x
     return found
 
@@ -75,7 +75,7 @@ class Published(NamedTuple):
     def of(cls, arrays: dict[str, np.ndarray], folder: Path) -> "Published":
         """arrays: the reference's. The checkpoint in `folder` is imported."""
         config = Config(model=model_config(folder, model=BASE), compute=COMPUTE)
-        weights = load_weights([folder], config, make_mesh(config.mesh))
+        weights = load_weights([folder], Blueprint(config), make_mesh(config.mesh))
         return cls(arrays, open_checkpoint(folder), config, weights)
 
     @property
@@ -97,10 +97,10 @@ class Published(NamedTuple):
         shapes = shapes_of(self.config)
         theirs = group(self.arrays, "grad")
         tensors = [
-            t._replace(parts=t.parts if t.name in theirs else ())
+            t._replace(slices=t.slices if t.name in theirs else ())
             for t in self.checkpoint.tensors(self.config.model, shapes)
         ]
-        return arranged([t for t in tensors if t.parts], theirs, shapes)
+        return arranged([t for t in tensors if t.slices], theirs, shapes)
 
     def run(self, numbers: Sequence[int]) -> tuple[float, list[np.ndarray], dict[str, np.ndarray]]:
         """The documents in one buffer: (loss, logits of each, gradients by our names)."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxthd.data.faults import Fault
+from jaxthd.data.skipped import Skipped
 from jaxthd.packing.document import Document
 from tests.packing.test_pack import AUDIO, MELS, random_document
 
@@ -18,9 +18,9 @@ SOURCE = range(41)
 BROKEN, LONG, LOUD, WIDE = 5, 12, 23, 34
 
 
-def load(item: int, epoch: int) -> Document | Fault:
+def load(item: int, epoch: int) -> Document | Skipped:
     if item == BROKEN:
-        return Fault(f"item-{item}", "broken")
+        return Skipped(f"item-{item}", "broken")
     if item == LONG:
         return Document.splice("item-12", [1] * 200, [True] * 200, [], AUDIO)
     if item in (LOUD, WIDE):

@@ -35,56 +35,53 @@ def test_a_range_without_an_end_in_sight_is_refused(text):
         expand_braces(text)
 
 
-def read(*files: Path, **options: Any):
+def read(*files: Path):
     def turns(entry: dict[str, Any], file: int) -> tuple[Turn, ...]:
         if entry["n"] < 0:
             raise ValueError(f"n is {entry['n']}")
         return (Turn("assistant", (f"{entry['n']} of {file}",)),)
 
-    examples, faults = read_examples(
-        files, lambda entry: str(entry["n"]), turns, title="all", expected="n", **options
-    )
-    return {e.key: e.text for e in examples}, {f.key: f.reason for f in faults}
+    examples, skipped = read_examples(files, lambda entry: str(entry["n"]), turns, title="all", expected="n")
+    return {e.key: e.text for e in examples}, dict(skipped)
 
 
 def test_keys_do_not_depend_on_how_lines_are_cut_into_files(tmp_path):
     lines = [b'{"n": %d}\n' % n for n in (3, 1, -4, 1, 5, 9)]
     lines[2:2] = [b"\n", b"{\n"]
     (tmp_path / "all").write_bytes(b"".join(lines))
-    whole, faults = read(tmp_path / "all")
+    whole, skipped = read(tmp_path / "all")
     assert list(whole) == ["1:3", "2:1", "6:1", "7:5", "8:9"]
-    assert faults["5:-4"] == "n is -4"
+    assert skipped["5:-4"] == "n is -4"
     for *cuts, where in ((1, 5, "b.json line 4"), (0, 4, "c.json line 1"), (6, 7, "a.json line 5")):
         files = [tmp_path / name for name in ("a.json", "b.json", "c.json")]
         for file, start, end in zip(files, (0, *cuts), (*cuts, 8), strict=True):
             file.write_bytes(b"".join(lines[start:end]))
         shards, found = read(*files)
         assert list(shards) == list(whole)
-        assert list(found) == list(faults) == ["4:", "5:-4"]
+        assert list(found) == list(skipped) == ["4:", "5:-4"]
         assert found["5:-4"] == f"{where}: n is -4"
-    assert list(read(tmp_path / "all", number=2)[0]) == [f"2/{key}" for key in whole]
 
 
-def test_compressed_files_are_read_and_what_is_lost_of_a_damaged_one_is_a_fault(tmp_path):
+def test_compressed_files_are_read_and_what_is_lost_of_a_damaged_one_is_skipped(tmp_path):
     noise = np.random.default_rng(0).bytes(40_000).hex()
     data = "".join(f'{{"n": {n}, "x": "{noise[16 * n : 16 * n + 16]}"}}\n' for n in range(5000)).encode()
     names = [tmp_path / name for name in ("a.jsonl.gz", "b.jsonl")]
     names[0].write_bytes(gzip.compress(data))
     names[1].write_bytes(b'{"n": 7}\n')
-    examples, faults = read(*names)
-    assert (len(examples), faults) == (5001, {})
+    examples, skipped = read(*names)
+    assert (len(examples), skipped) == (5001, {})
     assert examples["5001:7"] == "7 of 1"
     for end in (9000, -3000):
         names[0].write_bytes(gzip.compress(data)[:end])
-        examples, faults = read(*names)
+        examples, skipped = read(*names)
         kept = len(examples) - 1
         assert 100 < kept < 5000
-        assert list(faults) == [f"{kept + 1}:"]
-        assert "the rest of" in faults[f"{kept + 1}:"]
+        assert list(skipped) == [f"{kept + 1}:"]
+        assert "the rest of" in skipped[f"{kept + 1}:"]
         assert examples[f"{kept + 2}:7"] == "7 of 1"
     names[0].write_bytes(b"not gzip")
     with pytest.raises(
-        UserError, match=r"all has no usable line \(1 faulty\); expected n.*\n.*Not a gzipped"
+        UserError, match=r"all has no usable line \(1 skipped\); expected n.*\n.*Not a gzipped"
     ):
         read(names[0])
 

@@ -1,4 +1,4 @@
-"""Every line becomes an example or a fault: utterances, NeMo's conversations, ShareGPT's, chat messages."""
+"""A line becomes an example or is skipped: utterances, NeMo's conversations, ShareGPT's, chat messages."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from jaxthd.config import DataConfig
 from jaxthd.data.example import Clip, Example, Turn
 from jaxthd.data.sources.manifest import read_manifest
+from jaxthd.data.sources.registry import open_source, read_source
+from jaxthd.data.sources.source import SourceSetting
 
 GOOD = {"audio_filepath": "a.wav", "text": "one", "duration": 1.5}
 ANSWER = {"from": "Assistant", "value": "Yes.", "type": "text"}
@@ -22,8 +25,8 @@ def write(folder: Path, *lines: object) -> Path:
 
 
 def read_one(folder: Path, line: object, **options: Any) -> Example:
-    (example,), faults = read_manifest(write(folder, line), **options)
-    assert not faults
+    (example,), skipped = read_manifest(write(folder, line), **options)
+    assert not skipped
     return example
 
 
@@ -58,8 +61,8 @@ def test_a_prompt_without_a_placeholder_leaves_the_recording_out(tmp_path):
 
 def test_duration_and_offset_may_be_absent_or_null(tmp_path):
     bare = {"audio_filepath": "a.wav", "text": "one"}
-    examples, faults = read_manifest(write(tmp_path, bare, bare | {"duration": None, "offset": None}))
-    assert not faults
+    examples, skipped = read_manifest(write(tmp_path, bare, bare | {"duration": None, "offset": None}))
+    assert not skipped
     assert [e.clips for e in examples] == [[Clip(tmp_path / "a.wav")]] * 2
     assert [e.duration for e in examples] == [None] * 2
 
@@ -159,7 +162,8 @@ def test_keys_are_unique_and_do_not_change_when_the_files_move(tmp_path):
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
         path = write(tmp_path / name, GOOD, GOOD, GOOD | {"offset": 1.0})
-        keys.append([e.key for number in range(2) for e in read_manifest(path, number=number)[0]])
+        source = open_source(SourceSetting(str(path)))
+        keys.append([e.key for number in range(2) for e in read_source(source, DataConfig(), number)[0]])
     assert keys[0] == keys[1]
     assert keys[0] == ["1:a.wav", "2:a.wav", "3:a.wav", "1/1:a.wav", "1/2:a.wav", "1/3:a.wav"]
 
@@ -239,19 +243,19 @@ for _ in range(300):
         (chat([{"type": "audio"}], "Yes."), "2:", "1 audio placeholders ({audio}) but 0 clips"),
     ],
 )
-def test_a_faulty_line_is_reported_and_costs_no_other_line(tmp_path, line, key, reason):
-    examples, faults = read_manifest(write(tmp_path, GOOD, line, GOOD))
+def test_an_unusable_line_is_reported_and_costs_no_other_line(tmp_path, line, key, reason):
+    examples, skipped = read_manifest(write(tmp_path, GOOD, line, GOOD))
     assert [e.key for e in examples] == ["1:a.wav", "3:a.wav"]
-    assert [f.key for f in faults] == [key]
-    assert reason in faults[0].reason
-    assert len(faults[0].reason) < 200
+    assert [f.key for f in skipped] == [key]
+    assert reason in skipped[0].reason
+    assert len(skipped[0].reason) < 200
 
 
-def test_blank_lines_and_a_byte_order_mark_are_no_faults(tmp_path):
+def test_blank_lines_and_a_byte_order_mark_are_no_items(tmp_path):
     path = write(tmp_path, b"\xef\xbb\xbf" + json.dumps(GOOD).encode(), b"", b"  \r", GOOD)
-    examples, faults = read_manifest(path)
+    examples, skipped = read_manifest(path)
     assert [e.key for e in examples] == ["1:a.wav", "4:a.wav"]
-    assert not faults
+    assert not skipped
 
 
 def test_an_absent_manifest_is_an_error_that_says_which_setting(tmp_path):
@@ -259,8 +263,8 @@ def test_an_absent_manifest_is_an_error_that_says_which_setting(tmp_path):
         read_manifest(tmp_path / "gone.jsonl")
 
 
-def test_a_manifest_without_a_usable_line_is_an_error_that_shows_the_faults(tmp_path):
-    with pytest.raises(ValueError, match=r"no usable line \(1 faulty\)[\s\S]*text is missing"):
+def test_a_manifest_without_a_usable_line_is_an_error_that_shows_the_reasons(tmp_path):
+    with pytest.raises(ValueError, match=r"no usable line \(1 skipped\)[\s\S]*text is missing"):
         read_manifest(write(tmp_path, {"audio_filepath": "a.wav"}))
-    with pytest.raises(ValueError, match=r"no usable line \(0 faulty\)"):
+    with pytest.raises(ValueError, match=r"no usable line \(0 skipped\)"):
         read_manifest(write(tmp_path))

@@ -24,7 +24,7 @@ def said(example: Example) -> list[tuple[str, list[str]]]:
 
 
 def test_a_directory_that_lhotse_wrote_is_read_as_lhotse_reads_it():
-    examples, faults = read_shar(WRITTEN, prompt="Say: {audio}")
+    examples, skipped = read_shar(WRITTEN, prompt="Say: {audio}")
     expected = np.load(WRITTEN / "expected.npz")
     assert [e.key for e in examples] == ["1:range", "2:two.words", "3:second", "4:a/both"]
     assert [said(e) for e in examples] == [
@@ -43,7 +43,7 @@ def test_a_directory_that_lhotse_wrote_is_read_as_lhotse_reads_it():
             clip.path, clip.offset, clip.duration, member=clip.member, channels=clip.channels
         )
         np.testing.assert_array_equal(samples, wave.mean(axis=0))
-    assert [(f.key, f.reason) for f in faults] == [
+    assert [(f.key, f.reason) for f in skipped] == [
         ("5:silent", "cuts.000001.jsonl.gz line 2: text is empty; expected a transcript"),
         ("6:nothing", "cuts.000001.jsonl.gz line 3: the cut has no recording"),
     ]
@@ -82,9 +82,9 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", ["cuts.000000.jsonl", "cuts.000000.jsonl.gz"])
 def test_a_cut_is_a_range_of_its_recording_wherever_it_lies_in_the_tar_file(folder, name):
     write_cuts(folder / name, cut("b", start=0.125, duration=0.25), cut("a", start=...))
-    (b, a), faults = read_shar(folder, number=3)
-    assert not faults
-    assert (b.key, a.key, b.duration) == ("3/1:b", "3/2:a", 0.25)
+    (b, a), skipped = read_shar(folder)
+    assert not skipped
+    assert (b.key, a.key, b.duration) == ("1:b", "2:a", 0.25)
     assert [(c.member and c.member.name, c.offset, c.duration) for e in (b, a) for c in e.clips] == [
         ("b.flac", 0.125, 0.25),
         ("a.flac", 0.0, 0.5),
@@ -147,10 +147,10 @@ def texts(*said: tuple[Any, Any]) -> list[dict[str, Any]]:
 )
 def test_a_cut_that_cannot_be_used_is_skipped_with_its_reason(folder, fields, reason):
     write_cuts(folder / "cuts.000000.jsonl", cut("b"), cut(**fields), cut("b"))
-    examples, (fault,) = read_shar(folder)
+    examples, (item,) = read_shar(folder)
     assert [e.key for e in examples] == ["1:b", "3:b"]
-    assert fault.key == ("2:gone" if fields.get("id") == "gone" else "2:" if "id" in fields else "2:a")
-    assert reason in fault.reason
+    assert item.key == ("2:gone" if fields.get("id") == "gone" else "2:" if "id" in fields else "2:a")
+    assert reason in item.reason
 
 
 def test_null_fields_are_absent_ones(folder):
@@ -159,9 +159,9 @@ def test_null_fields_are_absent_ones(folder):
         cut(custom=None, start=None, channel=None, type=...),
         cut(recording=None),
     )
-    examples, faults = read_shar(folder)
+    examples, skipped = read_shar(folder)
     assert len(examples) == 2
-    assert not faults
+    assert not skipped
 
 
 def test_broken_lines_and_names_that_are_there_twice_cost_no_other_cut(tmp_path):
@@ -172,13 +172,13 @@ def test_broken_lines_and_names_that_are_there_twice_cost_no_other_cut(tmp_path)
     write_tar(tmp_path / "recording.1.tar", members("a", "c") | {"c.nodata": b""})
     write_cuts(tmp_path / "cuts.0.jsonl", b"{\n", b"[1]\n", cut("a"), cut("../b"), cut("d"))
     write_cuts(tmp_path / "cuts.1.jsonl", b"\n", b"\xff\n", cut("a"))
-    examples, faults = read_shar(tmp_path)
+    examples, skipped = read_shar(tmp_path)
     assert [e.key for e in examples] == ["3:a", "8:a"]
     assert [e.clips[0].path.name for e in examples] == ["recording.0.tar", "recording.1.tar"]
-    assert [f.key for f in faults] == ["1:", "2:", "4:../b", "5:d", "7:"]
-    assert "has a name that leads out of it" in faults[2].reason
-    assert "is in it more than once" in faults[3].reason
-    assert faults[4].reason.startswith("cuts.1.jsonl line 2: not JSON")
+    assert [f.key for f in skipped] == ["1:", "2:", "4:../b", "5:d", "7:"]
+    assert "has a name that leads out of it" in skipped[2].reason
+    assert "is in it more than once" in skipped[3].reason
+    assert skipped[4].reason.startswith("cuts.1.jsonl line 2: not JSON")
 
 
 def test_context_may_lie_in_a_file_of_its_own(folder):
@@ -211,7 +211,9 @@ def test_a_directory_that_is_not_whole_is_refused(folder):
         read_shar(folder)
     write_tar(folder / "recording.000001.tar", {})
     (folder / "recording.000000.tar").write_bytes(b"")
-    with pytest.raises(UserError, match=r"no usable line \(2 faulty\); expected one cut a line.*\n.*damaged"):
+    with pytest.raises(
+        UserError, match=r"no usable line \(2 skipped\); expected one cut a line.*\n.*damaged"
+    ):
         read_shar(folder)
 
 

@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import soundfile
@@ -15,7 +16,7 @@ from jaxthd import plan
 from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig, SpecAugmentConfig
 from jaxthd.data import speech
 from jaxthd.data.dataset import SpeechData
-from jaxthd.data.sources.named import training_sources, validation_sources
+from jaxthd.data.sources.registry import training_sources, validation_sources
 from jaxthd.errors import UserError
 from tests.data.sets import sound, write_tar
 
@@ -110,7 +111,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
     assert len(found) == len(expected)
     for (batch, report), (other, other_report) in zip(found, expected, strict=True):
         assert report == other_report
-        for x, y in zip(batch, other, strict=True):
+        for x, y in zip(*map(jax.tree.leaves, (batch, other)), strict=True):
             np.testing.assert_array_equal(x, y)
 
 
@@ -138,7 +139,7 @@ def test_a_mixture_stopped_in_mid_epoch_goes_on_as_if_it_had_not_been(folder, tm
     mixed, plain = (config(folder, *kinds, weights=WEIGHTS) for kinds in (KINDS, ("plain",) * 3))
     whole, _, _ = stream(mixed, tmp_path / "whole", 14)
     assert_same(whole, stream(plain, tmp_path / "plain", 14)[0])
-    drawn = [key.count("/") and int(key[0]) for _, report in whole for row in report["keys"] for key in row]
+    drawn = [key.count("/") and int(key[0]) for _, report in whole for row in report.keys for key in row]
     shares = np.bincount(drawn) / len(drawn)
     np.testing.assert_allclose(shares, np.array(WEIGHTS) / 6, atol=0.08)
     ahead = replace(mixed, data=replace(mixed.data, workers=1, prefetch=1))
@@ -163,7 +164,7 @@ def test_a_process_opens_the_recordings_of_its_own_rows(folder, tmp_path, monkey
     for rows in ([0], [1], [0, 1]):
         opened.clear()
         with data.validation(rows) as loader:
-            keys = [key for _, report in loader for row in report["keys"] for key in row]
+            keys = [key for _, report in loader for row in report.keys for key in row]
         seen.append((set(opened), set(keys)))
     (first, first_keys), (second, second_keys), (both, both_keys) = seen
     assert first | second == both
@@ -182,7 +183,7 @@ def test_validation_reads_tar_files_and_shar(folder, tmp_path):
         with SpeechData(replace(base, data=data), tmp_path).validation() as loader:
             batches.append(list(loader))
         (source,) = validation_sources(data).values()
-        assert source.setting == "data.validation_manifest"
+        assert source.setting.field == "data.validation_manifest"
     assert_same(batches[1], batches[0])
     assert_same(batches[2], batches[0])
 

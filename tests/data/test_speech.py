@@ -1,4 +1,4 @@
-"""Examples become documents, in any process and any order; what cannot is a fault."""
+"""Examples become documents, in any process and any order; what cannot is a item."""
 
 import pickle
 import subprocess
@@ -12,8 +12,8 @@ import soundfile
 
 from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig, SpecAugmentConfig
 from jaxthd.data.example import Clip, Example, Samples, Turn
-from jaxthd.data.faults import Fault
-from jaxthd.data.pipeline import make_loader
+from jaxthd.data.loader import make_loader
+from jaxthd.data.skipped import Skipped
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.packing.document import Document
@@ -127,12 +127,12 @@ def test_text_alone_makes_batches_without_audio(clips: tuple[Clip, Clip]):
     example = Example("a", (Turn("user", ("say: ",)), Turn("assistant", ("hello",))))
     load = SpeechDocuments(text_only, TOKENIZER, train=True)
     batch, report = next(make_loader([[example] * 8], load, text_only))
-    assert report["documents"] > 1
-    assert report["audio_seconds"] == 0
+    assert report.documents > 1
+    assert report.audio_seconds == 0
     assert not batch.has_audio
 
 
-def test_what_cannot_be_used_is_a_fault_with_its_reason(clips: tuple[Clip, Clip]):
+def test_what_cannot_be_used_is_skipped_with_a_reason(clips: tuple[Clip, Clip]):
     load = SpeechDocuments(replace(CONFIG, data=DataConfig(audio_capacity=200)), TOKENIZER, train=True)
     missing = utterance(replace(clips[0], path=clips[0].path.with_name("none.wav")), key="b")
     for example, reason in (
@@ -142,7 +142,7 @@ def test_what_cannot_be_used_is_a_fault_with_its_reason(clips: tuple[Clip, Clip]
         (utterance(clips[1], text=""), "answer of the assistant is empty"),
     ):
         made = load(example, 0)
-        assert isinstance(made, Fault)
+        assert isinstance(made, Skipped)
         assert made.key == example.key
         assert reason in made.reason
     assert isinstance(load(utterance(clips[1]), 0), Document)
@@ -158,7 +158,7 @@ import pickle, sys
 folder = sys.argv[1]
 load, example, epoch = pickle.load(open(folder + "/job", "rb"))
 pickle.dump(load(example, epoch), open(folder + "/made", "wb"))
-print([m for m in ("jax", "grain", "optax", "jaxthd.data.pipeline") if m in sys.modules])
+print([m for m in ("jax", "grain", "optax", "jaxthd.data.loader") if m in sys.modules])
 """
     ran = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=True)
     assert ran.stdout == "[]\n"

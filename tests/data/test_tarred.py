@@ -13,7 +13,7 @@ import pytest
 from jaxthd.data.audio import recordings as audio
 from jaxthd.data.audio.recordings import AudioError, load_audio
 from jaxthd.data.example import Channels, Clip, Example, Member
-from jaxthd.data.faults import Fault
+from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.sources.tarred import index_tar, shard_number
 from jaxthd.errors import UserError
@@ -35,7 +35,7 @@ def write_manifest(path: Path, *lines: dict[str, Any]) -> Path:
     return path
 
 
-def read(path: Path | str, tars: Path | str) -> tuple[list[Example], list[Fault]]:
+def read(path: Path | str, tars: Path | str) -> tuple[list[Example], list[Skipped]]:
     return read_manifest(path, tarred_audio=str(tars))
 
 
@@ -112,8 +112,8 @@ def test_a_tarred_manifest_is_the_plain_one_with_other_places_for_its_recordings
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     path, tar = write_manifest(tmp_path / "m.json", *lines), write_tar(tmp_path / "a.tar", files)
-    (plain, _), (tarred, faults) = read_manifest(path), read(path, tar)
-    assert not faults
+    (plain, _), (tarred, skipped) = read_manifest(path), read(path, tar)
+    assert not skipped
     assert [(e.key, e.text, [t.role for t in e.turns]) for e in plain] == [
         (e.key, e.text, [t.role for t in e.turns]) for e in tarred
     ]
@@ -135,7 +135,7 @@ def test_segments_of_one_recording_are_ranges_of_it(tmp_path):
     )
     names = ("a.wav", "a-sub1.wav", "a-sub12.wav", "b-sub1.wav", "n-sub2", "-sub1.wav", "a-subx.wav")
     lines = [line(name, offset=0.1 * n, duration=0.5) for n, name in enumerate(names)]
-    examples, faults = read(write_manifest(tmp_path / "m.json", *lines), tar)
+    examples, skipped = read(write_manifest(tmp_path / "m.json", *lines), tar)
     found = [(clip.member and clip.member.name, clip.offset) for e in examples for clip in e.clips]
     assert found == [
         ("a.wav", 0.0),
@@ -144,7 +144,7 @@ def test_segments_of_one_recording_are_ranges_of_it(tmp_path):
         ("b-sub1.wav", pytest.approx(0.3)),
         ("n", 0.4),
     ]
-    assert [fault.key for fault in faults] == ["6:-sub1.wav", "7:a-subx.wav"]
+    assert [item.key for item in skipped] == ["6:-sub1.wav", "7:a-subx.wav"]
 
 
 @pytest.fixture
@@ -171,8 +171,8 @@ def test_shards_go_by_order_or_by_shard_id(shards, manifest, tars):
         with pytest.raises(UserError, match=r"manifest_0\.json would go with audio_2\.tar.*in one order"):
             read(f"{shards}/{manifest}", f"{shards}/{tars}")
         return
-    examples, faults = read(f"{shards}/{manifest}", f"{shards}/{tars}")
-    assert not faults
+    examples, skipped = read(f"{shards}/{manifest}", f"{shards}/{tars}")
+    assert not skipped
     assert [e.key for e in examples] == ["1:a.wav", "2:0.wav", "3:a.wav", "4:1.wav", "5:a.wav", "6:2.wav"]
     expected = [
         (f"audio_{n}.tar", name, size)
@@ -216,12 +216,12 @@ def test_a_shards_number_is_in_its_name(name, number):
     assert shard_number(Path(name)) == number
 
 
-def faults_of(folder: Path, tar: Path, *names: str, **more: Any) -> dict[str, str]:
+def reasons_of(folder: Path, tar: Path, *names: str, **more: Any) -> dict[str, str]:
     """Reasons by name; of an utterance that is sound, nothing."""
     lines = [line(name, **more) for name in names]
-    examples, faults = read(write_manifest(folder / "m.json", line("good.wav", **more), *lines), tar)
+    examples, skipped = read(write_manifest(folder / "m.json", line("good.wav", **more), *lines), tar)
     assert len(samples(examples[0].clips[0])) == 8000
-    return {fault.key.partition(":")[2]: fault.reason for fault in faults}
+    return {item.key.partition(":")[2]: item.reason for item in skipped}
 
 
 def test_what_is_wrong_in_a_tar_file_is_skipped_with_its_reason_and_nothing_is_opened(tmp_path):
@@ -242,7 +242,7 @@ def test_what_is_wrong_in_a_tar_file_is_skipped_with_its_reason_and_nothing_is_o
             add(tar, name, sound(0.5, seed=1))
     absolute = str(tmp_path / "plain.wav")
     no_file, out = "is no plain file in it", "has a name that leads out of it"
-    found = faults_of(
+    found = reasons_of(
         tmp_path,
         path,
         "soft.wav",
@@ -304,7 +304,7 @@ def test_damage_costs_what_comes_after_it(tmp_path):
     ):
         path = tmp_path / "damaged.tar"
         path.write_bytes(damaged)
-        found = faults_of(tmp_path, path, "cut.wav", "last.wav")
+        found = reasons_of(tmp_path, path, "cut.wav", "last.wav")
         assert len(found) == 2 - reasons.count(None)
         for name, reason in zip(("cut.wav", "last.wav"), reasons, strict=True):
             assert reason is None or reason in found[name]
@@ -333,7 +333,7 @@ def test_a_header_of_any_size_ends_nothing_but_the_tar_file(tmp_path, size, form
     for header in (extended, ends[1].start - 512):
         damaged = whole[:header] + with_size(whole[header : header + 512], size) + whole[header + 512 :]
         (tmp_path / "damaged.tar").write_bytes(damaged)
-        assert len(faults_of(tmp_path, tmp_path / "damaged.tar", LONG)) == 1
+        assert len(reasons_of(tmp_path, tmp_path / "damaged.tar", LONG)) == 1
 
 
 def test_what_is_no_tar_file_or_compressed_is_said_so(tmp_path):
@@ -347,23 +347,23 @@ def test_what_is_no_tar_file_or_compressed_is_said_so(tmp_path):
         (b"x" * 5000, "damaged, or cut short"),
     ):
         path.write_bytes(data)
-        with pytest.raises(UserError, match=rf"no usable line \(1 faulty\)[^$]*{reason}"):
+        with pytest.raises(UserError, match=rf"no usable line \(1 skipped\)[^$]*{reason}"):
             read(write_manifest(tmp_path / "m.json", line("good.wav")), path)
 
 
 def test_one_bad_tar_file_costs_its_own_recordings(shards):
     (shards / "audio_1.tar").write_bytes(b"")
-    examples, faults = read(shards / "all.json", f"{shards}/audio_{{0..2}}.tar")
+    examples, skipped = read(shards / "all.json", f"{shards}/audio_{{0..2}}.tar")
     assert [e.key for e in examples] == ["1:a.wav", "2:0.wav", "5:a.wav", "6:2.wav"]
-    assert [f.key for f in faults] == ["3:a.wav", "4:1.wav"]
-    assert all("audio_1.tar" in fault.reason for fault in faults)
+    assert [f.key for f in skipped] == ["3:a.wav", "4:1.wav"]
+    assert all("audio_1.tar" in item.reason for item in skipped)
 
 
 @pytest.mark.parametrize("shard", [None, 3, "0", True, 1.0, [0]])
-def test_a_line_whose_shard_is_unknown_is_a_fault(shards, shard):
+def test_a_line_whose_shard_is_unknown_is_skipped(shards, shard):
     path = write_manifest(shards / "m.json", line("a.wav", shard_id=0), line("a.wav", shard_id=shard))
-    _, (fault,) = read(path, f"{shards}/audio_{{0..2}}.tar")
-    assert fault.reason == f"shard_id is {shard!r}; expected the number of a tar file, 0 to 2"
+    _, (item,) = read(path, f"{shards}/audio_{{0..2}}.tar")
+    assert item.reason == f"shard_id is {shard!r}; expected the number of a tar file, 0 to 2"
 
 
 def test_a_tar_file_that_has_changed_since_is_named(tmp_path):
@@ -396,8 +396,8 @@ def test_the_channels_of_a_cut_are_heard(tmp_path):
 
 def test_lines_that_nemo_would_skip_are_skipped(tmp_path):
     tar = write_tar(tmp_path / "a.tar", {"good.wav": sound(0.5)})
-    assert faults_of(tmp_path, tar, "good.wav", _skipme=False) == {}
+    assert reasons_of(tmp_path, tar, "good.wav", _skipme=False) == {}
     lines = [line("good.wav"), line("good.wav", _skipme=True), line("good.wav", custom={"_skipme": 1})]
-    examples, faults = read(write_manifest(tmp_path / "m.json", *lines), tar)
+    examples, skipped = read(write_manifest(tmp_path / "m.json", *lines), tar)
     assert len(examples) == 1
-    assert [fault.reason for fault in faults] == ["_skipme is set"] * 2
+    assert [item.reason for item in skipped] == ["_skipme is set"] * 2

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxthd.data.faults import Fault
+from jaxthd.data.skipped import Skipped
 from jaxthd.data.workers import Workers
 from jaxthd.errors import UserError
 from tests.data.items import Killer, fail, lock, where
@@ -48,10 +48,10 @@ def test_results_come_in_order_from_lean_processes_of_their_own(workers: Workers
 @pytest.mark.parametrize(
     ("way", "reason"), [("exit", "exit status 7"), ("kill", "SIGKILL"), ("hang", "no answer in 1 s")]
 )
-def test_an_item_that_kills_its_worker_twice_is_a_fault_and_the_others_are_computed(way: str, reason: str):
+def test_an_item_that_kills_its_worker_twice_is_skipped_and_the_others_are_computed(way: str, reason: str):
     workers = Workers(2, answer_seconds=1.0)
     found = compute(workers, Killer(way))
-    assert found == [0, 1, 2, Fault("3", f"its worker process died twice: {reason}"), *range(4, 12)]
+    assert found == [0, 1, 2, Skipped("3", f"its worker process died twice: {reason}"), *range(4, 12)]
     workers.close()
 
 

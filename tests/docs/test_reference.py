@@ -37,7 +37,7 @@ def test_every_setting_is_set_by_the_name_that_the_reference_gives():
             option = f"{group}.no-{name}"
         args += [option, *words]
     assert not names
-    found = tyro.cli(Config, args=args)
+    found = tyro.cli(Config, args=args, config=(tyro.conf.AvoidSubcommands,))
     assert {path: value for path, _, value in leaves_of(found)} == expected
 
 

@@ -15,12 +15,17 @@ from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 
 from jaxthd.config import ComputeConfig, Config, DataConfig, MeshConfig
+from jaxthd.data.loader import BatchReport, RowReport
+from jaxthd.draw import main
 from jaxthd.errors import UserError
-from jaxthd.figures.curves import HUES, INK, MOST_ROWS, PADDING, batch_figure, curves_figure, draw_batch, main
+from jaxthd.figures.batch import MOST_ROWS, batch_figure, draw_batch
+from jaxthd.figures.colors import HUES, INK, PADDING
+from jaxthd.figures.curves import curves_figure
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
 from jaxthd.packing.layout import context_permutation, inverse_permutation, row_permutation
 from jaxthd.packing.pack import PackReport, pack_row
+from jaxthd.packing.thd_view import thd_view
 
 CAPACITY, AUDIO = 256, 2560
 
@@ -118,7 +123,7 @@ def test_the_command_draws_the_curves_of_a_workdir(tmp_path: Path):
     assert imread(tmp_path / "curves.png").shape[:2] == (800, 1200)
 
 
-def packed(rows: int, config: Config) -> tuple[Batch, dict[str, Any], list[PackReport]]:
+def packed(rows: int, config: Config) -> tuple[Batch, BatchReport, list[PackReport]]:
     """Ragged documents, some of text alone, one a row with two clips; mels hold the segment's key."""
     rng = np.random.default_rng(0)
     batches, reports = [], []
@@ -143,13 +148,12 @@ def packed(rows: int, config: Config) -> tuple[Batch, dict[str, Any], list[PackR
         )
         batches.append(batch)
         reports.append(report)
-    whole = {
-        "documents": 9 * rows,
-        "real_tokens": sum(r.real_tokens for r in reports),
-        "capacity_tokens": rows * CAPACITY,
-        "audio_seconds": sum(r.audio_seconds for r in reports),
-    }
-    return concatenate_rows(batches), whole, reports
+    return concatenate_rows(batches), batch_report(reports), reports
+
+
+def batch_report(reports: list[PackReport]) -> BatchReport:
+    rows = tuple(RowReport.of(row, report, CAPACITY) for row, report in enumerate(reports))
+    return BatchReport(rows, tuple(report.keys for report in reports))
 
 
 def painted(axes: Axes, slots: int, scale: float, height: float) -> np.ndarray:
@@ -186,11 +190,12 @@ MESHES = pytest.mark.parametrize(
 def test_each_slot_has_the_colour_of_its_document(config: Config):
     batch, report, reports = packed(2, config)
     strips = batch_figure(batch, report, config).axes[::2]
-    for axes, of_row in zip(strips, reports, strict=True):
+    for axes, of_row, ids in zip(strips, reports, batch.segment_ids, strict=True):
         rgb = painted(axes, CAPACITY, 1.0, 1.0)
-        real = np.diff(of_row.cu_seqlens)
+        view = thd_view(ids, round_to=config.data.round_to)
         expected = np.tile(to_rgb(PADDING), (CAPACITY, 1))
-        for segment, (start, length) in enumerate(zip(of_row.cu_seqlens_padded, real, strict=False), 1):
+        starts, lengths = view.cu_seqlens_padded, np.diff(view.cu_seqlens)
+        for segment, (start, length) in enumerate(zip(starts, lengths, strict=False), 1):
             expected[start : start + length] = hue(segment)
         light = ~np.isclose(rgb, expected).all(1)
         np.testing.assert_allclose(rgb[light], 0.4 * expected[light] + 0.6)
@@ -266,6 +271,5 @@ def test_of_many_buffers_the_first_are_drawn_and_the_title_says_so(tmp_path: Pat
 
 def test_a_batch_of_padding_alone_can_be_drawn(tmp_path: Path):
     batch, of_row = pack_row([], capacity=64, audio_capacity=64, num_mels=1, max_documents=2, context=2)
-    report = {"documents": 0, "real_tokens": 0, "capacity_tokens": 64, "audio_seconds": of_row.audio_seconds}
-    draw_batch(batch, report, Config(MeshConfig(context=2)), tmp_path / "batch.png")
+    draw_batch(batch, batch_report([of_row]), Config(MeshConfig(context=2)), tmp_path / "batch.png")
     assert (tmp_path / "batch.png").exists()

@@ -16,12 +16,12 @@ from jaxthd.checkpoints.weights import load_weights, named_weights
 from jaxthd.config import Config, LLMConfig, ModelConfig
 from jaxthd.convert import export_weights, import_weights
 from jaxthd.errors import UserError
+from jaxthd.files.run_folder import read_config
 from jaxthd.hf.checkpoint import model_config
 from jaxthd.hf.nemotron_h import llm_fields
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.run.workdir import read_config
 from jaxthd.steps.blueprint import Blueprint
 from scripts.comparison.published import BASE, COMPUTE
 from tests.helpers import assert_same, spans
@@ -93,16 +93,16 @@ def test_predictions_are_those_of_the_tensors(tmp_path):
     sizes = {"capacity": 32, "audio_capacity": 0, "num_mels": 8, "max_documents": 8, "order_seed": None}
     batch, _ = pack_row(documents, **sizes, depths=2)
     with jax.enable_x64(True):
-        weights = load_weights([folder], config, make_mesh(config.mesh))
+        weights = load_weights([folder], Blueprint(config), make_mesh(config.mesh))
         graph = Blueprint(config).graph
 
-        def ahead(params: Any, buffers: Any, batch: Any) -> Any:
+        def predicted(params: Any, buffers: Any, batch: Any) -> Any:
             model = nnx.merge(graph, params, buffers)
-            (x_ND, *ahead), _ = model.enter_with_ahead(batch, axes=(), train=False)
+            (x_ND, *future), _ = model.enter_with_future(batch, axes=(), train=False)
             h_ND, _ = model.decoder(x_ND, model.segments(batch, ()))
-            return model.leave_with_ahead(h_ND, ahead, batch, ())[1].log_probs, model.hidden(h_ND), x_ND
+            return model.leave_with_future(h_ND, future, batch, ())[1].log_probs, model.hidden(h_ND), x_ND
 
-        found = jax.jit(ahead)(*weights, jax.tree.map(jnp.asarray, batch))
+        found = jax.jit(predicted)(*weights, jax.tree.map(jnp.asarray, batch))
         logp_KN, h_ND, x_ND = map(np.asarray, found)
         tensors = {n: x.astype(np.float64) for n, x in load_file(folder / "model.safetensors").items()}
         head = tensors["lm_head.weight"]
@@ -118,7 +118,7 @@ def test_predictions_are_those_of_the_tensors(tmp_path):
 
 def imported(folder: Path, model: ModelConfig) -> dict[str, np.ndarray]:
     config = Config(model=model)
-    weights = load_weights([folder], config, make_mesh(config.mesh))
+    weights = load_weights([folder], Blueprint(config), make_mesh(config.mesh))
     return jax.tree.map(np.asarray, named_weights(weights))
 
 
@@ -168,7 +168,7 @@ def test_a_model_may_do_without_it(tmp_path, capsys):
     model = replace(read, llm=replace(read.llm, mtp_pattern=""))
     arrays = imported(folder, model)
     assert not any(name.startswith("mtp.") for name in arrays)
-    assert "left out, being no part of the model: mtp (" in capsys.readouterr().out
+    assert "not read, being no part of the model: mtp (" in capsys.readouterr().out
 
 
 def test_it_is_drawn_where_the_checkpoint_has_none(tmp_path, capsys):

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +10,22 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxthd.kernels import scan_probe as scan
 from jaxthd.kernels.admission import Kernel, admit
-from jaxthd.kernels.attention_probe import QUANTITIES, error_bound, kernel_of, measure
+from jaxthd.kernels.attention_probe import QUANTITIES, attention_kernel, error_bound, probe_errors
 from jaxthd.kernels.machine import Machine
+from jaxthd.kernels.scan_probe import scan_kernel, scan_kernels
 from jaxthd.ops.attention import blockwise
-from jaxthd.ops.attention.contract import Backend, Call, Problem
+from jaxthd.ops.attention.contract import AttentionBackend, AttentionShape, Call
 from jaxthd.ops.scan import pallas as scan_pallas
+from jaxthd.ops.scan import ssd as scan_ssd
+from jaxthd.ops.scan.contract import ScanShape
 from jaxthd.ops.scan.ssd import ssd
 from jaxthd.packing.segments import key_intervals
 from jaxthd.parallel.mesh import AXES
 from tests.ops.test_scan import broken_decays
 
 XLA = blockwise.BACKEND
-PROBLEM = Problem("float32", 4, 2, 8)
+SHAPE = AttentionShape("float32", 4, 2, 8)
 CPU = Machine("cpu", "cpu", 1, None, "0.10.2", "0.10.2", "3.11.7", None, None, None, None)
 
 
@@ -70,8 +71,8 @@ def nothing_runs(*given: Any) -> Any:
     ],
 )
 def test_a_broken_back_end_is_refused_with_the_numbers(forward, backward, wrong, tmp_path: Path):
-    broken = Backend("broken", XLA.unfit, forward, backward)
-    verdict = admit(kernel_of(broken, PROBLEM), CPU, tmp_path)
+    broken = AttentionBackend("broken", XLA.unfit, forward, backward)
+    verdict = admit(attention_kernel(broken, SHAPE), CPU, tmp_path)
     assert {name for name, error in verdict.errors.items() if error > verdict.bound} == wrong
     assert verdict.refusal is not None
     assert verdict.refusal.startswith("it is off from xla, by output")
@@ -79,7 +80,7 @@ def test_a_broken_back_end_is_refused_with_the_numbers(forward, backward, wrong,
     if backward is gradients_eight_times_too_large:
         assert all(verdict.errors[name] == pytest.approx(7) for name in wrong)
     # Refused again without measuring; what was measured is kept, not the word of it.
-    again = admit(kernel_of(broken, PROBLEM), CPU, tmp_path)
+    again = admit(attention_kernel(broken, SHAPE), CPU, tmp_path)
     assert again.is_cached
     assert again.refusal == verdict.refusal
 
@@ -94,22 +95,21 @@ def test_what_is_a_little_off_is_refused(dtype: str, off: float, tmp_path: Path)
         out, lse = XLA.forward(*given)
         return (1 + off) * out, lse
 
-    broken = Backend("broken", XLA.unfit, scaled, XLA.backward)
-    verdict = admit(kernel_of(broken, replace(PROBLEM, dtype=dtype)), CPU, tmp_path)
+    broken = AttentionBackend("broken", XLA.unfit, scaled, XLA.backward)
+    verdict = admit(attention_kernel(broken, replace(SHAPE, dtype=dtype)), CPU, tmp_path)
     assert verdict.refusal is not None
     assert verdict.errors["output"] == pytest.approx(off, rel=0.2)
 
 
 @pytest.mark.parametrize(("dtype", "off"), [("float32", 2e-4), ("bfloat16", 0.03)], ids=str)
 def test_a_scan_that_is_a_little_off_is_refused(dtype: str, off: float, tmp_path: Path):
-    problem = scan.ScanProblem(dtype, 2, 1, 16, 16, 32)
+    shape = ScanShape(dtype, 2, 1, 16, 16, 32)
 
     def scaled(*given: Any, **settings: Any) -> Any:
         return (1 + off) * ssd(*given, **settings)
 
-    kernel = scan.scan_kernels(problem)[-1]
-    assert admit(kernel, CPU, tmp_path).refusal is None
-    broken = replace(kernel, name="broken", measure=partial(scan.scan_probe, problem, scaled))
+    assert admit(scan_kernel(scan_ssd.BACKEND, shape), CPU, tmp_path).refusal is None
+    broken = scan_kernel(scan_ssd.BACKEND._replace(name="broken", scan=scaled), shape)
     verdict = admit(broken, CPU, tmp_path)
     assert verdict.refusal is not None
     assert verdict.errors["y"] == pytest.approx(off, rel=0.3)
@@ -117,14 +117,14 @@ def test_a_scan_that_is_a_little_off_is_refused(dtype: str, off: float, tmp_path
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_blockwise_one_is_well_within_the_bound(dtype: str):
-    errors = measure(XLA, replace(PROBLEM, dtype=dtype))
+    errors = probe_errors(XLA, replace(SHAPE, dtype=dtype))
     assert 0 < max(errors.values()) < error_bound(dtype) / 4
 
 
 def test_one_that_does_not_run_is_refused_and_tried_again(tmp_path: Path):
-    broken = Backend("broken", XLA.unfit, nothing_runs, nothing_runs)
+    broken = AttentionBackend("broken", XLA.unfit, nothing_runs, nothing_runs)
     for _ in range(2):
-        verdict = admit(kernel_of(broken, PROBLEM), CPU, tmp_path)
+        verdict = admit(attention_kernel(broken, SHAPE), CPU, tmp_path)
         assert verdict.refusal == "the probe failed with RuntimeError: No valid engine configs"
         assert not verdict.is_cached
     assert not list(tmp_path.iterdir())
@@ -141,18 +141,18 @@ def test_the_probe_runs_under_the_axes_of_a_step(tmp_path: Path):
     def refusing(*given: Any) -> Any:
         assert jax.sharding.get_abstract_mesh().empty, "Global mesh resource is not set"
 
-    assert admit(kernel_of(XLA._replace(forward=asking), PROBLEM), CPU, tmp_path).refusal is None
-    verdict = admit(kernel_of(XLA._replace(name="other", forward=refusing), PROBLEM), CPU, tmp_path)
+    assert admit(attention_kernel(XLA._replace(forward=asking), SHAPE), CPU, tmp_path).refusal is None
+    verdict = admit(attention_kernel(XLA._replace(name="other", forward=refusing), SHAPE), CPU, tmp_path)
     assert verdict.refusal == "the probe failed with AssertionError: Global mesh resource is not set"
 
 
-PROBLEMS: list[tuple[Kernel, dict[str, Any]]] = [
+KERNELS: list[tuple[Kernel, dict[str, Any]]] = [
     (
-        kernel_of(XLA, PROBLEM),
+        attention_kernel(XLA, SHAPE),
         {"dtype": "bfloat16", "q_heads": 8, "kv_heads": 4, "head_dim": 16, "tokens": 64, "documents": 4},
     ),
     (
-        scan.scan_kernels(scan.ScanProblem("float32", 2, 1, 16, 16, 16))[-1],
+        scan_kernel(scan_ssd.BACKEND, ScanShape("float32", 2, 1, 16, 16, 16)),
         {
             "dtype": "bfloat16",
             "heads": 4,
@@ -166,7 +166,7 @@ PROBLEMS: list[tuple[Kernel, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("kernel", "changes"), PROBLEMS, ids=lambda x: getattr(x, "kind", ""))
+@pytest.mark.parametrize(("kernel", "changes"), KERNELS, ids=lambda x: getattr(x, "kind", ""))
 def test_measurements_are_kept_by_all_that_they_hold_for(
     kernel: Kernel, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -178,7 +178,7 @@ def test_measurements_are_kept_by_all_that_they_hold_for(
 
     def is_measured(kernel: Kernel = kernel, **facts: Any) -> bool:
         measured.clear()
-        verdict = admit(replace(kernel, measure=counted), replace(CPU, **facts), tmp_path)
+        verdict = admit(replace(kernel, probe=counted), replace(CPU, **facts), tmp_path)
         assert verdict.refusal is None
         assert verdict.is_cached == (not measured)
         return bool(measured)
@@ -197,9 +197,9 @@ def test_measurements_are_kept_by_all_that_they_hold_for(
     }.items():
         assert is_measured(**{fact: value}), fact
         assert not is_measured(**{fact: value}), fact
-    assert set(changes) == set(kernel.problem.__dataclass_fields__)
+    assert set(changes) == set(kernel.shape.__dataclass_fields__)
     for field, value in changes.items():
-        changed = replace(kernel, problem=replace(kernel.problem, **{field: value}))
+        changed = replace(kernel, shape=replace(kernel.shape, **{field: value}))
         assert is_measured(changed), field
         assert not is_measured(changed), field
     assert is_measured(replace(kernel, name="other"))
@@ -218,14 +218,14 @@ def test_measurements_are_kept_by_all_that_they_hold_for(
             file.write_text(damage)
         assert is_measured()
     # A folder that cannot be written keeps nothing, and stops nothing.
-    assert admit(replace(kernel, measure=counted), CPU, source).refusal is None
+    assert admit(replace(kernel, probe=counted), CPU, source).refusal is None
 
 
 def test_a_measurement_is_of_the_sources_that_compute():
-    attention, scans = (kernel for kernel, _ in PROBLEMS)
-    """The code that is measured, and the probe that measures it."""
+    """The code that is compared, and the probe that compares it."""
+    attention, scans = (kernel for kernel, _ in KERNELS)
     names = {path.name for path in attention.sources}
-    assert names >= {"cudnn.py", "te.py", "blockwise.py", "attention_probe.py"}
+    assert names >= {"cudnn.py", "te.py", "blockwise.py", "thd.py", "attention_probe.py"}
     names = {path.name for path in scans.sources}
     assert names >= {"pallas.py", "pallas_launches.py", "pallas_kernels.py", "ssd.py", "scan_probe.py"}
     assert all(path.is_file() for path in (*attention.sources, *scans.sources))
@@ -235,8 +235,8 @@ def test_a_scan_without_the_mask_of_boundaries_is_refused_with_the_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(scan_pallas, "_decays", broken_decays)
-    problem = scan.ScanProblem("float32", 2, 1, 16, 16, 32)
-    pallas = replace(scan.scan_kernels(problem)[0], unfit=lambda machine: None)
+    shape = ScanShape("float32", 2, 1, 16, 16, 32)
+    pallas = replace(scan_kernels(shape)[0], unfit=lambda machine: None)
     for is_cached in (False, True):
         verdict = admit(pallas, CPU, tmp_path)
         assert verdict.is_cached == is_cached

@@ -1,6 +1,5 @@
 """What a run uses: the back-end that was asked for and is admitted, or an error, or the next one."""
 
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,22 @@ import pytest
 
 from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.errors import UserError
-from jaxthd.estimate import abstract_batch
-from jaxthd.kernels.choose import attention_problem, scan_problem, using, with_admitted
+from jaxthd.kernels.choose import attention_shape, scan_shape, using, with_admitted
 from jaxthd.kernels.machine import Machine
-from jaxthd.kernels.scan_probe import ScanProblem, scan
 from jaxthd.ops.attention import blockwise
 from jaxthd.ops.attention.backends import BACKENDS
-from jaxthd.ops.attention.contract import Backend
+from jaxthd.ops.attention.contract import AttentionBackend
 from jaxthd.ops.attention.ring import packed_attention
 from jaxthd.ops.scan import pallas as scan_pallas
+from jaxthd.ops.scan.backends import scan
+from jaxthd.ops.scan.contract import ScanShape
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.mesh import make_mesh
+from jaxthd.planning.compiled_step import abstract_batch
+from jaxthd.run.startup import prepared
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state, state_shardings
 from jaxthd.steps.training import make_train_step
-from jaxthd.terminal.command_line import ready
 from tests.ops.test_scan import broken_decays
 
 XLA = blockwise.BACKEND
@@ -42,7 +42,7 @@ def asking(llm: LLMConfig | None = None, **compute: Any) -> Config:
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Here "te" can run and is wrong, "cudnn" cannot run."""
-    monkeypatch.setitem(BACKENDS, "te", Backend("te", XLA.unfit, XLA.forward, eight_times))
+    monkeypatch.setitem(BACKENDS, "te", AttentionBackend("te", XLA.unfit, XLA.forward, eight_times))
     return []
 
 
@@ -96,13 +96,8 @@ def test_the_blockwise_one_is_not_measured(lines: list[str], tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_command_settles_it_before_it_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr("jaxthd.terminal.command_line.simulate_devices", lambda devices: False)
-    nobody = Namespace(coordinator=None, processes=None, process=None)
-    with ready(asking(attention_backend="auto", scan_backend="auto"), nobody) as config:
-        assert config == asking()
+def test_a_command_settles_it_before_it_runs(capsys: pytest.CaptureFixture[str]):
+    assert prepared(asking(attention_backend="auto", scan_backend="auto")) == asking()
     told = capsys.readouterr().err
     assert "attention: xla; not te: it runs on NVIDIA GPUs" in told
     assert "scan: xla; not pallas: it runs on NVIDIA GPUs, and this is cpu\n" in told
@@ -118,19 +113,19 @@ def test_what_is_not_settled_is_not_guessed():
         scan(x, x[..., 0], x[0, :, 0], x, x, segments, chunk=16, backend="auto")
 
 
-def test_the_problem_is_that_of_a_tensor_rank():
+def test_the_shape_is_that_of_a_tensor_rank():
     config = replace(Config(), mesh=MeshConfig(tensor=4))
     llm = replace(config.model.llm, q_heads=32, kv_heads=2, head_dim=64)
-    problem = attention_problem(replace(config, model=replace(config.model, llm=llm)))
-    assert (problem.q_heads, problem.kv_heads, problem.head_dim) == (8, 1, 64)
+    shape = attention_shape(replace(config, model=replace(config.model, llm=llm)))
+    assert (shape.q_heads, shape.kv_heads, shape.head_dim) == (8, 1, 64)
 
 
-def test_the_problem_is_of_a_rank_s_buffers_of_a_microbatch():
+def test_the_shape_is_of_a_rank_s_buffers_of_a_microbatch():
     data = DataConfig(rows=8, capacity=128, max_documents=5)
     train = replace(Config().train, microbatches=2)
     config = replace(Config(), mesh=MeshConfig(data=2, context=4), data=data, train=train)
-    problem = attention_problem(config)
-    assert (problem.tokens, problem.documents) == (2 * 128 // 4, 2 * 5)
+    shape = attention_shape(config)
+    assert (shape.tokens, shape.documents) == (2 * 128 // 4, 2 * 5)
 
 
 GPU = Machine("gpu", "NVIDIA H100", 1, "9.0", "0.10.2", "0.10.2", "3.11.7", 12090, 91600, "570.1", None)
@@ -209,7 +204,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("sizes", "layout", "want"), LAYOUTS, ids=str)
-def test_the_scan_s_problem_is_what_a_rank_scans(
+def test_the_scan_s_shape_is_what_a_rank_scans(
     sizes: MeshConfig, layout: Any, want: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """As the mixer hands it to the scan when a step is traced."""
@@ -221,7 +216,7 @@ def test_the_scan_s_problem_is_what_a_rank_scans(
     scanned = set()
 
     def recorded(*given: Any, chunk: int, backend: str) -> Any:
-        """Of each call its problem, but for the dtype."""
+        """Keeps the shape of each call, but for the dtype."""
         x, _, _, b, _, segments = given
         chunk = scan_pallas.chunk_of(chunk, len(x) // segments.rows // segments.stretches)
         scanned.add((x.shape[1], b.shape[1], chunk, segments.context > 1))
@@ -238,4 +233,4 @@ def test_the_scan_s_problem_is_what_a_rank_scans(
     step.trace(state, abstract_batch(config))
     assert scanned == {want}
     heads, groups, chunk, states_enter = want
-    assert scan_problem(config) == ScanProblem("float32", heads, groups, 16, 16, chunk, states_enter)
+    assert scan_shape(config) == ScanShape("float32", heads, groups, 16, 16, chunk, states_enter)

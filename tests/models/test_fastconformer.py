@@ -105,7 +105,7 @@ def from_parakeet(named: dict[str, np.ndarray]) -> tuple[Any, Any]:
     shapes = shapes_of(Config(model=replace(BASE, encoder=CONFIG)))
     names = Names(shapes)
     write_encoder(CONFIG, names)
-    found = arranged([t for t in names.tensors if t.parts and t.name in named], named, shapes)
+    found = arranged([t for t in names.tensors if t.slices and t.name in named], named, shapes)
     trees: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     for name, x in found.items():
         is_buffer = name.endswith((".mean", ".variance"))

@@ -151,16 +151,16 @@ def only_trained(gradients: Any, got: Any) -> Any:
 def test_packed_equals_each_document_alone():
     """Values of shared weights are compared in tests/hf/test_mtp.py, their gradients in test_meshes.py."""
     got = evaluate(run_config())
-    (loss, *ahead), gradients = each_document_alone()
+    (loss, *future), gradients = each_document_alone()
     np.testing.assert_allclose(got.loss, loss, rtol=1e-12)
-    np.testing.assert_allclose(got.ahead.loss, ahead, rtol=1e-12)
+    np.testing.assert_allclose(got.future.loss, future, rtol=1e-12)
     assert_same(got.gradients, only_trained(gradients, got.gradients), 1e-10)
     assert all(g.any() for g in jax.tree.leaves(got.gradients["mtp"]))
     every = [len(one) for row in documents() for one in row]
     have_token = [sum(max(n - depth - 1, 0) for n in every) for depth in range(LLM.mtp_depths)]
-    np.testing.assert_array_equal(got.ahead.routing.tokens, have_token)
+    np.testing.assert_array_equal(got.future.routing.tokens, have_token)
     np.testing.assert_array_equal(
-        got.ahead.routing.load.sum(1), np.multiply(have_token, LLM.experts_per_token)
+        got.future.routing.load.sum(1), np.multiply(have_token, LLM.experts_per_token)
     )
 
 

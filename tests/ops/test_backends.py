@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
-from jaxthd.kernels.attention_probe import measure
-from jaxthd.kernels.machine import Machine, numbers
+from jaxthd.kernels.attention_probe import probe_errors
+from jaxthd.kernels.machine import Machine
+from jaxthd.kernels.verified import VERIFIED
 from jaxthd.ops.attention import blockwise, cudnn
-from jaxthd.ops.attention.backends import BACKENDS, VERIFIED
-from jaxthd.ops.attention.contract import Backend, Call, Problem, calls
-from jaxthd.ops.attention.pieces import find_pieces
+from jaxthd.ops.attention.backends import BACKENDS
+from jaxthd.ops.attention.contract import AttentionBackend, AttentionShape, Call, calls
+from jaxthd.ops.attention.thd import packed_segments
+from jaxthd.ops.backend import version_numbers
 from jaxthd.packing.layout import row_permutation
 from jaxthd.packing.segments import Segments, make_segments
 from scripts.comparison import dense_kernels
@@ -23,7 +25,7 @@ from tests.helpers import row_arrays
 from tests.ops import fake_kernels
 
 H100 = Machine("gpu", "NVIDIA H100", 1, "9.0", "0.11.1", "0.11.1", "3.12.0", 12090, 91600, "570.1", "2.18.0")
-BF16 = Problem("bfloat16", 32, 8, 128)
+BF16 = AttentionShape("bfloat16", 32, 8, 128)
 
 
 def on_ranks(ids: np.ndarray, positions: np.ndarray, layout: Any, block: int) -> Segments:
@@ -42,8 +44,8 @@ def on_ranks(ids: np.ndarray, positions: np.ndarray, layout: Any, block: int) ->
 @pytest.mark.parametrize(
     ("context", "layout"), [(2, "buffer"), (4, "buffer"), (2, "document"), (4, "document")]
 )
-def test_the_pieces_of_a_call_are_exactly_what_the_mask_allows(context: int, layout: str):
-    """Two rows a rank, random documents; local and remote calls. No piece has queries without keys."""
+def test_the_packed_segments_of_a_call_are_exactly_what_the_mask_allows(context: int, layout: str):
+    """Two rows a rank, random documents; local and remote calls. No segment has queries without keys."""
     rng = np.random.default_rng(context)
     round_to, rows = 2 * context, 2
     capacity = 12 * round_to
@@ -74,8 +76,8 @@ def test_the_pieces_of_a_call_are_exactly_what_the_mask_allows(context: int, lay
                     want[row, :, row] = (row_ids[q] == row_ids[k]) & (row_ids[q] > 0) & (k <= q)
                 want = want.reshape(ids.shape[1] * ids.shape[2], -1)
                 got = np.zeros_like(want)
-                pieces = find_pieces(call.intervals, call.documents)
-                for q_start, q_length, k_start, k_length in np.stack(pieces, axis=1):
+                found = packed_segments(call.intervals, call.documents)
+                for q_start, q_length, k_start, k_length in np.stack(found, axis=1):
                     assert (q_length > 0) == (k_length > 0)
                     block = np.ones((q_length, k_length), bool)
                     got[q_start : q_start + q_length, k_start : k_start + k_length] |= (
@@ -85,13 +87,13 @@ def test_the_pieces_of_a_call_are_exactly_what_the_mask_allows(context: int, lay
 
 
 @pytest.fixture
-def te(monkeypatch: pytest.MonkeyPatch) -> Backend:
+def te(monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
     fake_kernels.install_te(monkeypatch)
     return BACKENDS["te"]
 
 
 @pytest.fixture
-def cudnn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Backend:
+def cudnn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
     """Jax's own code, with cuDNN's kernels computed densely."""
     dense_kernels.under_jax(monkeypatch.setattr)
     assert cudnn.changed() is None
@@ -99,7 +101,9 @@ def cudnn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Backend:
 
 
 @pytest.fixture
-def cudnn_of_another_jax(cudnn_on_a_cpu: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
+def cudnn_of_another_jax(
+    cudnn_on_a_cpu: AttentionBackend, monkeypatch: pytest.MonkeyPatch
+) -> AttentionBackend:
     module, rule = fused_attention_stablehlo, fake_kernels.other_backward_rule()
     monkeypatch.setattr(module, "_dot_product_attention_bwd_rule", rule)
     assert cudnn.changed() is None
@@ -110,16 +114,16 @@ def cudnn_of_another_jax(cudnn_on_a_cpu: Backend, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("fixture", ["te", "cudnn_on_a_cpu", "cudnn_of_another_jax"])
 def test_fused_calls_agree_with_the_blockwise_one(fixture: str, request: pytest.FixtureRequest):
     """The probe, with kernels that compute from the lengths and offsets given, and leave NaN elsewhere."""
-    backend: Backend = request.getfixturevalue(fixture)
-    grouped = fixture == "te" or numbers(jax.__version__) >= cudnn.GROUPED_LEAST
-    errors = measure(backend, Problem("float32", 4, 2 if grouped else 4, 8))
+    backend: AttentionBackend = request.getfixturevalue(fixture)
+    grouped = fixture == "te" or version_numbers(jax.__version__) >= cudnn.GROUPED_LEAST
+    errors = probe_errors(backend, AttentionShape("float32", 4, 2 if grouped else 4, 8))
     assert max(errors.values()) < 1e-5, errors
 
 
-@pytest.mark.skipif(numbers(jax.__version__) >= cudnn.GROUPED_LEAST, reason="jax is right since")
-def test_grouped_queries_are_wrong_before_the_version_that_is_asked_for(cudnn_on_a_cpu: Backend):
+@pytest.mark.skipif(version_numbers(jax.__version__) >= cudnn.GROUPED_LEAST, reason="jax is right since")
+def test_grouped_queries_are_wrong_before_the_version_that_is_asked_for(cudnn_on_a_cpu: AttentionBackend):
     """The kernel begins where jax's offset says, in elements of the keys."""
-    errors = measure(cudnn_on_a_cpu, Problem("float32", 4, 2, 8))
+    errors = probe_errors(cudnn_on_a_cpu, AttentionShape("float32", 4, 2, 8))
     assert min(errors.values()) > 0.1, errors
 
 
@@ -221,7 +225,7 @@ def test_no_block_is_executed_that_could_be_skipped(context: int, monkeypatch: p
     ],
 )
 def test_what_a_back_end_cannot_run_on_is_said_in_one_line(name: str, changes: dict[str, Any], reason: str):
-    backend: Backend = BACKENDS[name]
+    backend: AttentionBackend = BACKENDS[name]
     assert backend.unfit(BF16, H100) is None
     found = backend.unfit(BF16, replace(H100, **changes))
     assert found is not None
@@ -237,7 +241,7 @@ def test_what_a_back_end_cannot_compute_is_said():
         assert "they have 20" in (BACKENDS[name].unfit(replace(BF16, head_dim=20), H100) or "")
     alike = replace(BF16, kv_heads=32)
     assert BACKENDS["cudnn"].unfit(alike, replace(H100, jax="0.10.2")) is None
-    assert BACKENDS.keys() == VERIFIED.keys()
+    assert BACKENDS.keys() == VERIFIED["attention"].keys()
 
 
 def test_cudnn_is_refused_where_its_backward_pass_would_take_too_much_memory():
@@ -246,11 +250,15 @@ def test_cudnn_is_refused_where_its_backward_pass_would_take_too_much_memory():
     fits, too_many = (replace(BF16, tokens=8192, documents=n) for n in (31, 32))  # 128 MiB each, and one more
     assert backend.unfit(fits, H100) is None
     found = backend.unfit(too_many, H100) or ""
-    assert found.startswith("its backward pass would take 4.12 GiB of workspace, 4 x 33 pieces x 32 heads")
+    assert found.startswith(
+        "its backward pass would take 4.12 GiB of workspace, 4 bytes x 33 segments x 32 heads"
+    )
     assert found.endswith("4.00 GiB is the most that it may: lower data.max_documents or data.capacity")
 
 
-def test_more_documents_than_places_give_nan_and_not_something_else(te: Backend, cudnn_on_a_cpu: Backend):
+def test_more_documents_than_places_give_nan_and_not_something_else(
+    te: AttentionBackend, cudnn_on_a_cpu: AttentionBackend
+):
     ids, positions = row_arrays([9, 1, 20], 32)
     intervals = make_segments(jnp.asarray(ids)[None], jnp.asarray(positions)[None], block=16, axis=None).local
     x = jnp.ones((32, 2, 8))

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxthd.kernels.machine import numbers
 from jaxthd.ops.attention.cudnn import GROUPED_LEAST
 from jaxthd.ops.attention.ring import packed_attention
+from jaxthd.ops.backend import version_numbers
 from jaxthd.packing.layout import context_permutation
 from jaxthd.packing.segments import make_segments
 from scripts.comparison import dense_kernels
@@ -99,7 +99,7 @@ def test_fused_back_ends_get_the_same_calls(backend, context, exchange, layout, 
     dense_kernels.under_jax(monkeypatch.setattr)
     rng = np.random.default_rng(1)
     # Jax's grouped queries are wrong before some version: then every query head gets its own keys.
-    grouped = backend == "te" or numbers(jax.__version__) >= GROUPED_LEAST
+    grouped = backend == "te" or version_numbers(jax.__version__) >= GROUPED_LEAST
     capacity, round_to = (CAPACITY, 1) if layout == "buffer" else (2 * CAPACITY, 8)
 
     def attend(_, qkv, segments):

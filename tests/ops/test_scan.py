@@ -13,10 +13,12 @@ from jax.experimental.pallas import triton as pltriton
 
 from jaxthd.config import ComputeConfig, Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.kernels.admission import error
-from jaxthd.kernels.scan_probe import QUANTITIES, ScanProblem, probe_inputs, probe_program, scan, scan_probe
+from jaxthd.kernels.scan_probe import QUANTITIES, error_bound, probe_errors, probe_inputs, probe_program
 from jaxthd.models.mixers import Mamba2
 from jaxthd.ops.scan import pallas as scan_pallas
 from jaxthd.ops.scan import pallas_kernels as scan_kernels
+from jaxthd.ops.scan.backends import scan
+from jaxthd.ops.scan.contract import ScanShape
 from jaxthd.ops.scan.pallas import ssd_pallas
 from jaxthd.ops.scan.ssd import ssd
 from jaxthd.packing.segments import Segments, make_segments
@@ -123,22 +125,22 @@ def lost_carry(sizes: Any, total_HC: Any) -> Any:
 
 
 over_chunks = scan_pallas._over_chunks
-PROBLEM = ScanProblem("float32", heads=2, groups=1, head_dim=16, state=16, chunk=128)
-ON_RANKS = replace(PROBLEM, chunk=32, states_enter=True)
+SHAPE = ScanShape("float32", heads=2, groups=1, head_dim=16, state=16, chunk=128)
+ON_RANKS = replace(SHAPE, chunk=32, states_enter=True)
 
 
-@pytest.mark.parametrize("problem", [PROBLEM, ON_RANKS])
-def test_the_probe_admits_the_kernels_in_float32(problem: ScanProblem) -> None:
-    errors = scan_probe(problem)
+@pytest.mark.parametrize("shape", [SHAPE, ON_RANKS])
+def test_the_probe_admits_the_kernels_in_float32(shape: ScanShape) -> None:
+    errors = probe_errors(ssd_pallas, shape)
     assert tuple(errors) == QUANTITIES
-    assert max(errors.values()) < 1e-6 < problem.error_bound
+    assert max(errors.values()) < 1e-6 < error_bound(shape.dtype)
 
 
 def test_the_probe_on_ranks_refuses_kernels_that_lose_other_ranks_states(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scan_pallas, "_over_chunks", lost_carry)
-    assert min(scan_probe(ON_RANKS).values()) > ON_RANKS.error_bound
+    assert min(probe_errors(ssd_pallas, ON_RANKS).values()) > error_bound(ON_RANKS.dtype)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_the_probe_refuses_kernels_without_boundaries(
 ) -> None:
     """Every output and every gradient shows it."""
     monkeypatch.setattr(module, name, wrong)
-    assert min(scan_probe(PROBLEM).values()) > PROBLEM.error_bound
+    assert min(probe_errors(ssd_pallas, SHAPE).values()) > error_bound(SHAPE.dtype)
 
 
 def test_the_probe_refuses_what_is_not_finite() -> None:
@@ -194,9 +196,9 @@ def test_the_kernels_lower_for_cuda(chunk: int) -> None:
 @pytest.mark.usefixtures("h100")
 def test_the_probe_on_ranks_lowers_for_cuda() -> None:
     """Its ranks are one dim more of programs, of the same seven kernels."""
-    problem = ScanProblem("bfloat16", heads=8, groups=1, head_dim=64, state=128, chunk=128, states_enter=True)
-    row = jax.ShapeDtypeStruct((1, len(probe_inputs(problem)[0])), jnp.int32)
-    program = probe_program(problem, ssd_pallas).trace(row, row, *probe_inputs(problem))
+    shape = ScanShape("bfloat16", heads=8, groups=1, head_dim=64, state=128, chunk=128, states_enter=True)
+    row = jax.ShapeDtypeStruct((1, len(probe_inputs(shape)[0])), jnp.int32)
+    program = probe_program(ssd_pallas, shape).trace(row, row, *probe_inputs(shape))
     text = program.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count(CALL) == 7
     assert "callback" not in text

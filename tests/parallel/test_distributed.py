@@ -22,7 +22,7 @@ from jaxthd.config import Config
 from jaxthd.errors import UserError
 from jaxthd.parallel import processes as distributed
 from jaxthd.parallel.processes import exchange, started
-from jaxthd.run.metrics import read_metrics
+from jaxthd.run.metrics_file import read_metrics
 from jaxthd.train import train
 from scripts.check_survival import write_recordings
 from tests.test_train import tiny
@@ -32,8 +32,8 @@ FLAGS = "--xla_backend_optimization_level=0 " + " ".join(
     flag for flag in os.environ["XLA_FLAGS"].split() if "emitters" in flag
 )
 PLAIN = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
-CLOCK = {"time", "tokens_per_second", "step_seconds", "compilations", "left_out", "imbalance"}
-"""What a metrics line says of its own call (left_out: items that it met), and of the mesh."""
+CLOCK = {"time", "tokens_per_second", "step_seconds", "compilations", "skipped_documents", "imbalance"}
+"""What a metrics line says of its own call (skipped_documents: items that it met), and of the mesh."""
 
 
 def config(manifest: Path) -> Config:

@@ -15,19 +15,15 @@ from typing import Any
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-import jaxthd.run.metrics as metrics_module
+from jaxthd.data.loader import BatchReport, RowReport
 from jaxthd.errors import UserError, readable_errors
-from jaxthd.run.metrics import EventFile, Metrics, metrics_line, read_metrics, summary, values
+from jaxthd.run import metrics_file, progress, tensorboard
+from jaxthd.run.metrics import StepFacts, metrics_line, values
+from jaxthd.run.metrics_file import Metrics, read_metrics
+from jaxthd.run.progress import summary
+from jaxthd.run.tensorboard import EventFile
 
-REPORT = {
-    "documents": 7,
-    "real_tokens": 180,
-    "supervised_tokens": 40,
-    "capacity_tokens": 200,
-    "audio_seconds": 12.5,
-    "imbalance": 1.25,
-    "keys": (("a", "b"),),
-}
+REPORT = BatchReport((RowReport(0, 7, 180, 40, 200, 12.5, 1.25),), (("a", "b"),))
 RESULTS = {
     "validation_loss": 1.5,
     "validation_accuracy": 0.625,
@@ -37,8 +33,11 @@ RESULTS = {
 
 
 def line(step: int, loss: float = 2.5, seconds: float = 0.5, **more: float | int) -> dict[str, Any]:
-    scalars = {"loss": loss, "grad_norm": 3.0, "learning_rate": 1e-3, "compilations": 1}
-    return metrics_line(step, scalars, REPORT, seconds) | more
+    optional = dict.fromkeys(("mtp_loss", "max_expert_load", "aux_loss"))
+    results = SimpleNamespace(
+        loss=loss, grad_norm=3.0, learning_rate=1e-3, skipped=0, objective={}, **optional
+    )
+    return metrics_line(StepFacts(step, results, REPORT, seconds, 1, 0)) | more
 
 
 def read_events(folder: Path) -> list[Event]:
@@ -65,7 +64,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A clock that stands still until its `now` is set."""
     fake = SimpleNamespace(now=1000.0)
     fake.time = fake.monotonic = lambda: fake.now
-    monkeypatch.setattr(metrics_module, "time", fake)
+    for module in (metrics_file, progress, tensorboard):
+        monkeypatch.setattr(module, "time", fake)
     return fake
 
 
@@ -239,11 +239,11 @@ def test_the_summary_tells_first_and_last_values_and_medians():
         {"step": 0, "validation_loss": 6.0, "validation_wer": 2.0},
         line(1, loss=5.0, seconds=60.0),
         line(2, loss=3.0, **RESULTS),
-        line(3, loss=1.0) | {"skipped_updates": 2, "left_out": 4},
+        line(3, loss=1.0) | {"skipped_updates": 2, "skipped_documents": 4},
     ]
     assert summary(lines) == (
         "3 steps, median 0.50 s a step, 360 real tokens/s, padding 10.0%, 1 compilation(s) of the step, "
-        "2 update(s) skipped, 4 document(s) left out\n"
+        "2 update(s) skipped, 4 document(s) skipped\n"
         "  loss 5.0000 -> 1.0000\n"
         "  validation loss 6.0000 -> 1.5000\n"
         "  validation WER 200.0% -> 112.5%\n"

@@ -26,5 +26,5 @@ def test_its_documents_are_ragged_and_fill_the_row() -> None:
 def test_the_least_bytes_and_the_products_of_a_token() -> None:
     """One head of 2, state 4: x, B, C in bfloat16, dt; y in float32; C B^T and y over (1 + 128) / 2 tokens on
     average, the state written and read."""
-    tiny = bench.ScanProblem("bfloat16", heads=1, groups=1, head_dim=2, state=4, chunk=128)
+    tiny = bench.ScanShape("bfloat16", heads=1, groups=1, head_dim=2, state=4, chunk=128)
     assert bench.work(tiny, 10, False) == (10 * 2 * (64.5 * (4 + 2) + 2 * 4 * 2), 10 * (2 * 10 + 4 + 8))

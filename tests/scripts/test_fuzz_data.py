@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxthd.data.example import Example
-from jaxthd.data.faults import Fault
-from jaxthd.data.sources.named import Source
+from jaxthd.data.skipped import Skipped
+from jaxthd.data.sources.manifest import ManifestSource
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.data.workers import Workers
@@ -53,12 +53,12 @@ def raises(example: Example, epoch: int) -> Any:
 
 
 def misnames(example: Example, epoch: int) -> Any:
-    return Fault("7:", "it went wrong")
+    return Skipped("7:", "it went wrong")
 
 
 def not_finite(example: Example, epoch: int) -> Any:
     made = LOAD(example, epoch)
-    assert not isinstance(made, Fault)
+    assert not isinstance(made, Skipped)
     return replace(made, chunks=tuple(np.full_like(chunk, np.nan) for chunk in made.chunks))
 
 
@@ -82,6 +82,6 @@ def test_an_item_that_does_not_end_is_a_violation(tmp_path: Path, monkeypatch: p
 
 def test_a_manifest_that_takes_too_long_is_a_violation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fuzz_data, "ITEM_SECONDS", 0.1)
-    monkeypatch.setattr(Source, "read", lambda *_: time.sleep(60))
+    monkeypatch.setattr(ManifestSource, "read", lambda *_: time.sleep(60))
     (found,) = checked(tmp_path, LOAD)
     assert "TimeoutError: no end after 0.1 s" in found

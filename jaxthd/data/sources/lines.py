@@ -1,4 +1,4 @@
-"""Data sets as lines: JSONL files, one or many as one, each line an Example or a Fault; fields checked."""
+"""Data sets as lines: JSONL files, one or many as one, each line an Example or a Skipped; fields checked."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ from re import fullmatch, split
 from typing import Any
 
 from jaxthd.data.example import Example, Turn
-from jaxthd.data.faults import Fault
+from jaxthd.data.skipped import Skipped
 from jaxthd.errors import UserError
 
 Entry = dict[str, Any]
@@ -53,20 +53,19 @@ def read_examples(
     *,
     title: str,
     expected: str,
-    number: int = 0,
-) -> tuple[list[Example], list[Fault]]:
-    """The lines of all files as one data set: every line that is not blank an Example or a Fault, in order.
+) -> tuple[list[Example], list[Skipped]]:
+    """The lines of all files as one data set: every line that is not blank an Example or a Skipped, in order.
 
     name_of(entry): the name in the key. turns_of(entry, number of its file). Both raise ValueError with the
     reason for an entry that cannot be used. Lines are counted through all files, so that keys do not depend
-    on how they are cut. Files that end in .gz are decompressed; where that fails the rest is one Fault.
-    title, expected: what messages call the data set and its lines. number: of the data set, among several.
+    on how they are cut. Files that end in .gz are decompressed; where that fails the rest is one Skipped.
+    title, expected: what messages call the data set and its lines.
     Raises UserError where there is no usable line.
     """
     examples: list[Example] = []
-    faults: list[Fault] = []
+    skipped: list[Skipped] = []
     for line_number, file, where, line in _numbered(files):
-        key = f"{number}/{line_number}:" if number else f"{line_number}:"
+        key = f"{line_number}:"
         try:
             if isinstance(line, ValueError):
                 raise line
@@ -74,14 +73,14 @@ def read_examples(
             key += name_of(entry)
             examples.append(Example(key, turns_of(entry, file)))
         except ValueError as error:
-            faults.append(Fault(key, where + str(error)))
+            skipped.append(Skipped(key, where + str(error)))
     if not examples:
-        listed = "".join(f"\n  line {fault.key} {fault.reason}" for fault in faults[:5])
+        listed = "".join(f"\n  line {key} {reason}" for key, reason in skipped[:5])
         raise UserError(
-            f"{title} has no usable line ({len(faults)} faulty); expected {expected}: correct the file"
+            f"{title} has no usable line ({len(skipped)} skipped); expected {expected}: correct the file"
             f"{listed}"
         )
-    return examples, faults
+    return examples, skipped
 
 
 def _numbered(files: Sequence[Path]) -> Iterator[tuple[int, int, str, bytes | ValueError]]:
@@ -101,7 +100,7 @@ def _numbered(files: Sequence[Path]) -> Iterator[tuple[int, int, str, bytes | Va
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """As bytes, so that one badly encoded line is one fault; those of a .gz file decompressed.
+    """As bytes, so that one badly encoded line is one skipped line; those of a .gz file decompressed.
 
     Raises ValueError where that fails.
     """

@@ -20,8 +20,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from jaxthd.config import DataConfig
 from jaxthd.data.example import Clip, Example, Role, Turn, asked, joined, utterance
-from jaxthd.data.faults import Fault
+from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.lines import (
     expand_braces,
     json_list,
@@ -33,6 +34,7 @@ from jaxthd.data.sources.lines import (
     seconds,
     string,
 )
+from jaxthd.data.sources.source import Source, digest_of_files
 from jaxthd.data.sources.tarred import TarredAudio
 from jaxthd.errors import UserError
 
@@ -43,6 +45,35 @@ _ROLES: dict[str, Role] = {
     "assistant": "assistant",
     "gpt": "assistant",
 }
+
+
+class ManifestSource(Source):
+    """A manifest: one file, or its shards in braces; with tarred_audio its recordings lie in tar files.
+
+    Reads as read_manifest, and raises as that does.
+    """
+
+    @staticmethod
+    def recognises(path: str) -> bool:
+        return True
+
+    def read(self, data: DataConfig) -> tuple[list[Example], list[Skipped]]:
+        return read_manifest(
+            self.path,
+            self.setting.field,
+            tarred_audio=self.setting.tarred_audio,
+            prompt=data.prompt,
+            placeholder=data.audio_placeholder,
+        )
+
+    def digest(self) -> str:
+        files, tars = (
+            [Path(name) for name in expand_braces(names) if name]
+            for names in (self.path, self.setting.tarred_audio)
+        )
+        return digest_of_files(files, tars)
+
+
 Locate = Callable[[str], Clip]
 """Where the recording of that name lies; raises ValueError, with the reason, where there is none."""
 
@@ -54,18 +85,17 @@ def read_manifest(
     tarred_audio: str = "",
     prompt: str = "{audio}",
     placeholder: str = "{audio}",
-    number: int = 0,
-) -> tuple[list[Example], list[Fault]]:
+) -> tuple[list[Example], list[Skipped]]:
     """Reads a manifest of utterances and conversations, in any mixture of the formats above.
 
     path: one file, or its shards in braces (see expand_braces), read as one; .gz is decompressed.
     tarred_audio: the tar files that hold its recordings, in braces too: one for each shard in their order, or
     those that `shard_id` of the lines tells apart. Without any, recordings are files; a relative path is
     taken from the manifest's folder. Of tar files the headers are read; recordings are not opened.
-    Every line that is not blank becomes an Example or a Fault, in order. An utterance is a conversation: the
-    user's turn is `prompt`, unless the line has a `context` of its own, its text the assistant's; a
-    `system_prompt` of its own comes first. Entries of one role in a row are one turn, joined by a space.
-    setting: what the path was given as, for the messages. number: of the manifest, among several.
+    Every line that is not blank becomes an Example or a Skipped, in order. An utterance is a conversation:
+    the user's turn is `prompt`, unless the line has a `context` of its own, and the assistant's is its text;
+    a `system_prompt` of its own comes first. Entries of one role in a row are one turn, joined by a space.
+    setting: what the path was given as, for the messages.
     placeholder: stands for a recording in the prompt and in the texts of conversations, not in transcripts.
     Raises FileNotFoundError when there is no such file, UserError when it holds no usable line, when
     manifests and tar files do not go together, or cannot be expanded.
@@ -95,7 +125,6 @@ def read_manifest(
         turns,
         title=f"{path} ({setting})",
         expected="one JSON object a line with audio_filepath and text, conversations or messages",
-        number=number,
     )
 
 

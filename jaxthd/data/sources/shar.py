@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxthd.config import DataConfig
 from jaxthd.data.example import Channels, Clip, Example, Turn, utterance
-from jaxthd.data.faults import Fault
+from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.lines import (
     json_list,
     json_object,
@@ -23,6 +24,7 @@ from jaxthd.data.sources.lines import (
     seconds,
     string,
 )
+from jaxthd.data.sources.source import Source, digest_of_files
 from jaxthd.data.sources.tarred import TarIndex, index_tars
 from jaxthd.errors import UserError
 
@@ -68,15 +70,36 @@ def shar_shards(folder: Path, setting: str) -> list[Shard]:
     return shards
 
 
+class SharSource(Source):
+    """A Lhotse Shar directory. Reads as read_shar, and raises as that does."""
+
+    @staticmethod
+    def recognises(path: str) -> bool:
+        return Path(path).is_dir()
+
+    def read(self, data: DataConfig) -> tuple[list[Example], list[Skipped]]:
+        setting, tars = self.setting.field, self.setting.tarred_audio
+        if tars:
+            raise UserError(
+                f"{self.path} ({setting}) is a folder, and {tars} its tar files; expected a manifest with "
+                "tar files, or a Shar directory alone, which has its own: correct one"
+            )
+        return read_shar(Path(self.path), setting, prompt=data.prompt, placeholder=data.audio_placeholder)
+
+    def digest(self) -> str:
+        shards = shar_shards(Path(self.path), self.setting.field)
+        files = [path for shard in shards for path in (shard.cuts, *shard.texts.values())]
+        return digest_of_files(files, [shard.recording for shard in shards])
+
+
 def read_shar(
     folder: Path,
     setting: str = "data.manifest",
     *,
     prompt: str = "{audio}",
     placeholder: str = "{audio}",
-    number: int = 0,
-) -> tuple[list[Example], list[Fault]]:
-    """Reads a Lhotse Shar directory: every cut becomes an Example or a Fault, in the order of its shards.
+) -> tuple[list[Example], list[Skipped]]:
+    """Reads a Lhotse Shar directory: every cut becomes an Example or a Skipped, in the order of shards.
 
     A cut is an utterance: the user's turn is `prompt`, unless the cut has a custom `context`, a custom
     `system_prompt` comes first, and the assistant says the texts of its supervisions, in the order of their
@@ -104,7 +127,6 @@ def read_shar(
         turns,
         title=f"{folder} ({setting})",
         expected="one cut a line, with supervisions that have text",
-        number=number,
     )
 
 

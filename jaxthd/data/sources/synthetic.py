@@ -23,6 +23,8 @@ from jaxtyping import Float32
 from tqdm import tqdm
 
 from jaxthd.data.audio.features import SAMPLE_RATE, document_rng
+from jaxthd.data.sources.manifest import ManifestSource
+from jaxthd.data.sources.source import SourceSetting
 from jaxthd.files.cache import user_cache
 
 VERSION = 2
@@ -52,6 +54,19 @@ _THINGS = ["music", "door", "window", "light", "radio", "kitchen", "garden", "he
 _ENDINGS = ["now", "please", "again", "for me", "in the morning", "at night", "before lunch", "after six"]
 
 Say = Callable[[str, str, int, int], Float32[np.ndarray, " samples"]]
+
+
+class SyntheticSource(ManifestSource):
+    """The setting "synthetic": a manifest of the default data set, which is made on first use."""
+
+    def __init__(self, setting: SourceSetting) -> None:
+        train, validation = synthetic_manifests()
+        path = train if setting.split == "training" else validation
+        super().__init__(setting._replace(path=str(path)))
+
+    @staticmethod
+    def recognises(path: str) -> bool:
+        return path == "synthetic"
 
 
 def synthetic_manifests(

@@ -2,8 +2,8 @@
 
 That one form covers packed causal attention, bidirectional attention inside a document, and what a rank sees
 of another rank's keys (packing/segments.py derives the intervals). Memory is linear in the number of tokens,
-forward and backward; blocks outside every interval are never touched. Right everywhere: it is what others are
-measured against.
+forward and backward, and blocks outside every interval are never touched. It runs everywhere and is right
+everywhere: other back-ends are compared with it.
 
 Legend: N queries, S keys, H query heads, K key/value heads, G = H / K, D query/key dim, V value dim,
 Q query block, B key block.
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jaxthd.ops.attention.contract import Backend, Call
+from jaxthd.ops.attention.contract import AttentionBackend, Call
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.segments import KeyIntervals, blocked
 
@@ -205,4 +205,4 @@ def _backward(
     return attention_backward(q, k, v, lse, dot_NH, dout, call.intervals, scale, call.block)
 
 
-BACKEND = Backend("xla", lambda problem, machine: None, _forward, _backward)
+BACKEND = AttentionBackend("xla", lambda shape, device: None, _forward, _backward)

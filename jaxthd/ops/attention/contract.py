@@ -1,16 +1,16 @@
 """What an attention back-end is: two calls, forward and backward, for the ring, all-gather and one device.
 
-A call is about one packed buffer of queries and one of keys, inside the manual shard_map, and is one of two:
+A call takes one packed buffer of queries and one of keys, inside the manual shard_map, and is one of two:
 
     local     causal attention of the buffer to itself, inside each document: query i sees [lo_i, i]
     remote    a run of queries sees a run of another rank's keys, all of it: one dense rectangle a row under
-              the whole-buffer layout, one a document under the per-document one (packing/segments.py)
+              the whole-buffer layout, one a document under the per-document layout (packing/segments.py)
 
-Both are KeyIntervals with `causal` on or off. The parts of a softmax that several calls give are merged by
-their log-sum-exp, and the backward pass of each part takes the output and the log-sum-exp of the whole.
+Both are KeyIntervals, with `causal` on or off. Several calls give parts of one softmax, which are merged by
+their log-sum-exp. The backward pass of each part takes the output and the log-sum-exp of the whole.
 
-The encoder's bidirectional attention (query heads of d + D dims against value heads of d, in float32 more
-often than not) and decoding's (one query a document) are no such calls: they are always blockwise.
+Two kinds of attention are not such calls, and are always blockwise: the encoder's, which is bidirectional and
+has query heads of d + D dims against value heads of d; and that of decoding, with one query a document.
 
 Legend: N queries, S keys, H query heads, K key/value heads, D query/key dim, V value dim.
 """
@@ -22,16 +22,16 @@ from typing import NamedTuple
 import jax
 from jax import Array
 
-from jaxthd.kernels.machine import Machine
+from jaxthd.ops.backend import Device
 from jaxthd.packing.segments import KeyIntervals, Segments
 
 
 class Call(NamedTuple):
     """Which keys the queries see.
 
-    causal: the local call, else a remote one. block: of the blockwise back-end.
-    documents: most runs of queries that the intervals hold; None where it is not known, and only the
-    blockwise back-end can be called.
+    causal: True for the local call, False for a remote one. block: the blockwise back-end's block size.
+    documents: the most runs of queries that the intervals can hold. None where that is not known; then only
+        the blockwise back-end can be called.
     """
 
     intervals: KeyIntervals
@@ -41,12 +41,12 @@ class Call(NamedTuple):
 
     @property
     def is_empty(self) -> Array:
-        """No query sees a key: bool []."""
+        """True if no query sees a key: bool []."""
         return jax.numpy.all(self.intervals.blocks[:, 0] >= self.intervals.blocks[:, 1])
 
 
 def calls(segments: Segments) -> list[Call]:
-    """The local call, then one for the keys of each other context rank, as Segments.remote has them."""
+    """The local call, then one for the keys of each other context rank, in the order of Segments.remote."""
     documents = None if segments.documents is None else segments.rows * segments.documents
     rectangles = segments.rows if segments.in_order is None else documents
     remote = (Call(x, False, segments.block, documents and rectangles) for x in segments.remote)
@@ -54,10 +54,10 @@ def calls(segments: Segments) -> list[Call]:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """The shape of a rank's attention that decides whether a kernel exists. dtype: what it computes in.
+class AttentionShape:
+    """What decides whether a kernel can compute a rank's attention. dtype: that of queries, keys and values.
 
-    tokens, documents: of all buffers of a call, most; 0 where it is not known.
+    tokens, documents: the most that all buffers of a call hold together; 0 where that is not known.
     """
 
     dtype: str
@@ -79,17 +79,16 @@ Forward = Callable[[Array, Array, Array, Call, float], tuple[Array, Array]]
 no key gives 0 and -inf."""
 Backward = Callable[[Array, Array, Array, Array, Array, Array, Call, float], tuple[Array, Array, Array]]
 """(q, k, v, output, log-sum-exp, gradient of the output, call, scale) -> gradients of q, k, v over this
-call's keys, in promote(float32, q's dtype); 0 where nothing is seen, or nothing sees. Output and log-sum-exp
-are those over all keys that a query sees, other calls' too: then the gradients of all calls add up."""
+call's keys, in promote(float32, q's dtype): 0 for a query that sees nothing and a key that nothing sees.
+Output and log-sum-exp are those over all keys that a query sees, in other calls too; so the gradients of all
+calls add up."""
 
 
-class Backend(NamedTuple):
-    """unfit: why it cannot run such a problem on such a machine, in one line; None where it can.
-
-    It imports what it needs when it is called, not before.
-    """
+class AttentionBackend(NamedTuple):
+    """unfit: the requirement (ops/backend.py). All three import the kernel's library when called, not
+    before."""
 
     name: str
-    unfit: Callable[[Problem, Machine], str | None]
+    unfit: Callable[[AttentionShape, Device], str | None]
     forward: Forward
     backward: Backward

@@ -23,6 +23,7 @@ from jaxtyping import Float
 
 from jaxthd.ops.attention.backends import BACKENDS
 from jaxthd.ops.attention.contract import Call, calls
+from jaxthd.ops.backend import find_backend
 from jaxthd.packing.layout import context_permutation, inverse_permutation
 from jaxthd.packing.segments import Segments, gather_places
 
@@ -45,11 +46,7 @@ def packed_attention(
     exchange: "ring" or "all_gather"; the same result, up to rounding. backend: of BACKENDS.
     Padding gives 0 and receives no gradient. Raises ValueError for another back-end.
     """
-    if backend not in BACKENDS:
-        raise ValueError(
-            f'attention back-end "{backend}"; expected one of {", ".join(BACKENDS)} '
-            "(jaxthd.kernels.choose.with_admitted settles which auto is)"
-        )
+    find_backend(BACKENDS, "attention", backend)
     if exchange == "ring" or segments.context == 1:
         return _ring_attention(q_NHD, k_NKD, v_NKV, segments, scale, backend)
     k_CNKD, v_CNKV = (jax.lax.all_gather(x, segments.axis) for x in (k_NKD, v_NKV))

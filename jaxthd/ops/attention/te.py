@@ -1,10 +1,10 @@
 """The back-end "te": Transformer Engine's fused attention for JAX, by its low-level calls. Not yet run on a
 GPU.
 
-Its packed format (THD) takes lengths and offsets of the pieces, with one buffer at a time (with more, wrong
-results: marin-community/marin #5749). Inside the manual shard_map it computes the rank's own share; of its
-context parallelism nothing is asked. The log-sum-exp is float32 [1, N, H, 1] from cuDNN 9.6 on; the backward
-call takes it and the output as arguments, so those over all ranks' keys can be given.
+It is given the packed format (ops/attention/thd.py) with one buffer at a time: with more, its results are
+wrong (marin-community/marin #5749). Inside the manual shard_map it computes the rank's own share; its own
+context parallelism is not used. The log-sum-exp is float32 [1, N, H, 1] from cuDNN 9.6 on. The backward call
+takes it and the output as arguments, so those over all ranks' keys can be given.
 """
 
 from typing import Any
@@ -12,40 +12,42 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jaxthd.kernels.machine import Machine, numbers
-from jaxthd.ops.attention.contract import Backend, Call, Problem
-from jaxthd.ops.attention.pieces import (
-    all_seen,
-    find_pieces,
+from jaxthd.ops.attention.contract import AttentionBackend, AttentionShape, Call
+from jaxthd.ops.attention.thd import (
+    PackedSegments,
+    is_seen,
     keep,
     lengths_and_offsets,
-    seeing,
-    seen,
+    nan_if_too_many,
+    packed_segments,
+    sees_a_key,
     unfit_cudnn,
-    unfit_for_fused,
+    unfit_shape,
 )
+from jaxthd.ops.backend import Device, version_numbers
 
 LEAST = (2, 18)
-"""Before it, gradients were wrong on compute capability 12.0."""
+"""Earlier versions gave wrong gradients on compute capability 12.0."""
 BAD = {"12.0": "gradients of packed attention were measured 8 to 960 times off in every layer"}
-"""By compute capability. There the JAX side allocates the log-sum-exp in another layout than the kernel's."""
+"""What is wrong, by compute capability. There the JAX side allocates the log-sum-exp in another layout than
+the kernel's."""
 
 
-def _unfit(problem: Problem, machine: Machine) -> str | None:
-    reason = unfit_for_fused(problem, machine.platform)
+def _unfit(shape: AttentionShape, device: Device) -> str | None:
+    reason = unfit_shape(shape, device.platform)
     if reason:
         return reason
-    if machine.transformer_engine is None:
+    if device.transformer_engine is None:
         return "transformer-engine is not installed; pip install 'transformer-engine[jax]>=2.18'"
-    if numbers(machine.transformer_engine) < LEAST:
-        return f"it needs transformer-engine 2.18 or later, and this is {machine.transformer_engine}"
-    if machine.compute_capability in BAD:
-        return f"{BAD[machine.compute_capability]} on compute capability {machine.compute_capability}"
-    return unfit_cudnn(machine)
+    if version_numbers(device.transformer_engine) < LEAST:
+        return f"it needs transformer-engine 2.18 or later, and this is {device.transformer_engine}"
+    if device.compute_capability in BAD:
+        return f"{BAD[device.compute_capability]} on compute capability {device.compute_capability}"
+    return unfit_cudnn(device)
 
 
-def _arguments(call: Call, scale: float) -> tuple[Any, Any, dict[str, Any]]:
-    """(the pieces, the sequence descriptor, what both calls take besides)."""
+def _arguments(call: Call, scale: float) -> tuple[PackedSegments, Any, dict[str, Any]]:
+    """(the packed segments, their sequence descriptor, the other arguments of both calls)."""
     from transformer_engine.jax.attention import (
         AttnBiasType,
         AttnMaskType,
@@ -55,7 +57,7 @@ def _arguments(call: Call, scale: float) -> tuple[Any, Any, dict[str, Any]]:
     )
 
     assert call.documents is not None
-    pieces = find_pieces(call.intervals, call.documents)
+    packed = packed_segments(call.intervals, call.documents)
     mask = AttnMaskType.PADDING_CAUSAL_MASK if call.causal else AttnMaskType.PADDING_MASK
     settings = {
         "attn_bias_type": AttnBiasType.NO_BIAS,
@@ -67,11 +69,11 @@ def _arguments(call: Call, scale: float) -> tuple[Any, Any, dict[str, Any]]:
         "is_training": True,
         "max_segments_per_seq": call.documents,
     }
-    return pieces, SequenceDescriptor.from_seqlens_and_offsets(*lengths_and_offsets(pieces)), settings
+    return packed, SequenceDescriptor.from_seqlens_and_offsets(*lengths_and_offsets(packed)), settings
 
 
 def _on_one_rank() -> Any:
-    """Its calls divide nothing. Under a mesh, a manual one too, they fail unless they are told so."""
+    """Tells the library to shard nothing. Without it, its calls fail under a mesh, even a manual one."""
     from transformer_engine.jax.sharding import MeshResource, global_shard_guard
 
     return global_shard_guard(MeshResource())
@@ -82,7 +84,7 @@ def _forward(q: Array, k: Array, v: Array, call: Call, scale: float) -> tuple[Ar
 
     _, descriptor, settings = _arguments(call, scale)
     with _on_one_rank():
-        # 2.18 returns three, later versions the largest logit too.
+        # 2.18 returns three values; later versions also return the largest logit.
         out, softmax_aux, *_ = fused_attn_fwd(
             qkv=(q[None], k[None], v[None]),
             bias=None,
@@ -91,8 +93,8 @@ def _forward(q: Array, k: Array, v: Array, call: Call, scale: float) -> tuple[Ar
             seed=jnp.zeros(2, jnp.uint32),
             **settings,
         )
-    where = seeing(call)
-    return all_seen(keep(where, out[0]), call), keep(where, softmax_aux[0, :, :, 0], -jnp.inf)
+    where = sees_a_key(call)
+    return nan_if_too_many(keep(where, out[0]), call), keep(where, softmax_aux[0, :, :, 0], -jnp.inf)
 
 
 def _backward(
@@ -100,8 +102,8 @@ def _backward(
 ) -> tuple[Array, Array, Array]:
     from transformer_engine.jax.cpp_extensions.attention import fused_attn_bwd
 
-    pieces, descriptor, settings = _arguments(call, scale)
-    where = seeing(call)
+    packed, descriptor, settings = _arguments(call, scale)
+    where = sees_a_key(call)
     with _on_one_rank():
         (dq, dk, dv), *_ = fused_attn_bwd(
             qkv=(q[None], k[None], v[None]),
@@ -114,8 +116,8 @@ def _backward(
             sequence_descriptor=descriptor,
             **settings,
         )
-    keys = seen(pieces, len(k))
+    keys = is_seen(packed, len(k))
     return keep(where, dq[0]), keep(keys, dk[0]), keep(keys, dv[0])
 
 
-BACKEND = Backend("te", _unfit, _forward, _backward)
+BACKEND = AttentionBackend("te", _unfit, _forward, _backward)

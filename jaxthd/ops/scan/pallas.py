@@ -47,6 +47,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jaxtyping import Float
 
+from jaxthd.ops.backend import Device, below_capability, not_nvidia
+from jaxthd.ops.scan.contract import ScanBackend, ScanShape
 from jaxthd.ops.scan.pallas_launches import (
     Carried,
     Sizes,
@@ -63,6 +65,8 @@ from jaxthd.packing.segments import Segments
 TILE = 64
 SMALLEST = 16
 """Least size of a dim that the tensor cores multiply over."""
+CAPABILITY_LEAST = (8, 0)
+"""Ampere's compute capability, the first with bfloat16 matrix units."""
 
 
 class Sums(NamedTuple):
@@ -136,6 +140,14 @@ def why_unfit(chunk: int, head_dim: int, state: int, dtype: str) -> list[str]:
     if dtype not in ("float32", "bfloat16"):
         unfit.append(f"dtype {dtype} is neither float32 nor bfloat16")
     return unfit
+
+
+def _unfit(shape: ScanShape, device: Device) -> str | None:
+    reason = not_nvidia(device.platform) or below_capability(device, CAPABILITY_LEAST, "Ampere")
+    return reason or " and ".join(why_unfit(shape.chunk, shape.head_dim, shape.state, shape.dtype)) or None
+
+
+BACKEND = ScanBackend("pallas", _unfit, ssd_pallas, is_interpreted_on_cpu=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

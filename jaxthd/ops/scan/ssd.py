@@ -18,6 +18,7 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from jaxthd.ops.numerics import accumulation_dtype
+from jaxthd.ops.scan.contract import ScanBackend
 from jaxthd.packing.segments import Segments
 
 GATHER_UP_TO = 8
@@ -44,6 +45,9 @@ def ssd(
     """
     nowhere = jnp.zeros(0, jnp.int32)
     return ssd_and_states(x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments, nowhere, chunk=chunk)[0]
+
+
+BACKEND = ScanBackend("xla", lambda shape, device: None, ssd)
 
 
 def ssd_and_states(

@@ -1,4 +1,4 @@
-"""A run's data: manifests mixed, faults listed once, positions refused for other data."""
+"""A run's data: manifests mixed, skipped items listed once, positions refused for other data."""
 
 import json
 import threading
@@ -9,14 +9,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import soundfile
 
 from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig, SpecAugmentConfig
-from jaxthd.data import dataset as loaders
+from jaxthd.data import dataset
 from jaxthd.data.dataset import SpeechData, whole_position
-from jaxthd.data.sources import named as sources
+from jaxthd.data.sources import synthetic
 from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
 
@@ -28,7 +29,7 @@ def write(path: Path, *lines: dict[str, Any] | str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """speech.jsonl: 4 utterances, 2 faults; chats.jsonl: 2 conversations, 1 fault."""
+    """speech.jsonl: 4 utterances, 2 unusable lines; chats.jsonl: 2 conversations, 1."""
     noise = np.random.default_rng(0).normal(0, 0.1, 8000)
     soundfile.write(tmp_path / "a.wav", noise, 16000)
     heard = {"audio_filepath": "a.wav", "text": "one"}
@@ -56,21 +57,21 @@ def skipped(folder: Path) -> list[tuple[str, str]]:
 
 
 def keys(reports: Any) -> list[str]:
-    return [key for _, report in reports for row in report["keys"] for key in row]
+    return [key for _, report in reports for row in report.keys for key in row]
 
 
-def test_manifests_are_one_data_set_and_every_fault_is_listed_once(folder: Path):
+def test_manifests_are_one_data_set_and_every_skipped_item_is_listed_once(folder: Path):
     data = SpeechData(config(folder, "speech.jsonl", "chats.jsonl"), folder)
     with data.training() as loader:
         found = keys(islice(loader, 12))
     assert sorted(found) == sorted([*(f"{n}:a.wav" for n in (1, 2, 3, 4)), "1/1:c", "1/2:c"] * 2)
-    faults = [("speech.jsonl", "6:"), ("chats.jsonl", "3:c"), ("speech.jsonl", "5:gone.wav")]
-    assert skipped(folder) == faults
+    listed = [("speech.jsonl", "6:"), ("chats.jsonl", "3:c"), ("speech.jsonl", "5:gone.wav")]
+    assert skipped(folder) == listed
     assert len(data.skipped) == 3
     again = SpeechData(config(folder, "speech.jsonl", "chats.jsonl"), folder)
     with again.training() as loader:
         list(islice(loader, 6))
-    assert skipped(folder) == faults
+    assert skipped(folder) == listed
 
 
 def test_weights_decide_how_often_a_manifest_is_drawn(folder: Path):
@@ -81,7 +82,7 @@ def test_weights_decide_how_often_a_manifest_is_drawn(folder: Path):
     assert skipped(folder) == [("chats.jsonl", "3:c")]
 
 
-def test_validation_is_one_pass_in_order_with_faults_of_its_own(folder: Path):
+def test_validation_is_one_pass_in_order_with_skipped_items_of_its_own(folder: Path):
     both = config(folder, "speech.jsonl", validation_manifest=str(folder / "chats.jsonl"))
     data = SpeechData(both, folder)
     assert data.has_validation
@@ -100,9 +101,9 @@ def test_validation_sets_are_read_each_by_itself_without_the_training_set(folder
         with data.validation(name=name) as loader:
             assert keys(loader) == want
         assert [x.key for x in data.validation_examples(name)][: len(want)] == want
-    assert data.is_left_out("5:gone.wav", "speech")
-    assert not data.is_left_out("5:gone.wav")
-    assert not data.is_left_out("1:a.wav", "speech")
+    assert data.is_skipped("5:gone.wav", "speech")
+    assert not data.is_skipped("5:gone.wav")
+    assert not data.is_skipped("1:a.wav", "speech")
     assert skipped(folder)[2:] == [("speech.jsonl", "5:gone.wav")]
 
 
@@ -118,7 +119,7 @@ def test_worker_processes_make_the_same_batches(folder: Path):
         data.close()
     for (batch, report), (other, other_report) in zip(*streams, strict=True):
         assert report == other_report
-        for x, y in zip(batch, other, strict=True):
+        for x, y in zip(*map(jax.tree.leaves, (batch, other)), strict=True):
             np.testing.assert_array_equal(x, y)
 
 
@@ -142,7 +143,7 @@ def as_processes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
             own.number = number
             return function(data[number], rows[number])
 
-        monkeypatch.setattr(loaders, "exchange", exchange)
+        monkeypatch.setattr(dataset, "exchange", exchange)
         with ThreadPoolExecutor(len(rows)) as threads:
             return list(threads.map(process, range(len(rows))))
 
@@ -164,10 +165,10 @@ def test_processes_have_as_many_batches_and_count_a_shared_row_once(
         assert len(steps) == len(whole) == 2
         for (size, report, keys), (_, one, all_keys) in zip(steps, whole, strict=True):
             assert size == 2
-            assert report | {"keys": one["keys"]} == one
-            assert [list(k) for k in report["keys"]] == [all_keys[row] for row in rows]
+            assert report._replace(keys=one.keys) == one
+            assert [list(k) for k in report.keys] == [all_keys[row] for row in rows]
             assert keys == all_keys
-    assert [report["documents"] for _, report, _ in whole] == [3, 1]
+    assert [report.documents for _, report, _ in whole] == [3, 1]
 
 
 @pytest.mark.parametrize("split", [[[0, 1, 2]], [[0, 2], [1]], [[0, 1], [1, 2], [0]]])
@@ -187,7 +188,7 @@ def test_a_position_saved_by_some_processes_is_continued_by_others(
             return [loader.keys(report) for _, report in islice(loader, 4)]
 
     with SpeechData(settings, folder).training() as loader:
-        want = [[list(row) for row in report["keys"]] for _, report in islice(loader, 7)]
+        want = [[list(row) for row in report.keys] for _, report in islice(loader, 7)]
     for position in as_processes(start, settings, *split):
         assert None not in position["streams"]
         assert as_processes(go_on, settings, *split) == [want[3:]] * len(split)
@@ -196,7 +197,7 @@ def test_a_position_saved_by_some_processes_is_continued_by_others(
 
 def test_synthetic_may_be_one_of_the_manifests(folder: Path, monkeypatch: pytest.MonkeyPatch):
     made = folder / "chats.jsonl", folder / "speech.jsonl"
-    monkeypatch.setattr(sources, "synthetic_manifests", lambda: made)
+    monkeypatch.setattr(synthetic, "synthetic_manifests", lambda: made)
     both = config(folder, "speech.jsonl", validation_manifest="synthetic")
     both = replace(both, data=replace(both.data, manifest=(*both.data.manifest, "synthetic")))
     data = SpeechData(both, folder)
@@ -251,7 +252,7 @@ def test_a_prompt_that_cannot_be_encoded_stops_the_run_before_anything_is_read(f
 
 def test_a_manifest_without_a_usable_line_stops_the_run(folder: Path):
     write(folder / "bad.jsonl", "{", {"audio_filepath": "a.wav", "text": ""})
-    with pytest.raises(UserError, match=r"bad\.jsonl \(data\.manifest\) has no usable line \(2 faulty\)"):
+    with pytest.raises(UserError, match=r"bad\.jsonl \(data\.manifest\) has no usable line \(2 skipped\)"):
         SpeechData(config(folder, "speech.jsonl", "bad.jsonl"), folder)
 
 

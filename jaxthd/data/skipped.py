@@ -1,27 +1,32 @@
-"""What is left out of a run, and why. Nothing here imports jax: worker processes do without it."""
+"""The items that a run skips, and why. Nothing here imports jax: worker processes do without it."""
 
+import re
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxthd.files.jsonl import append_line, keep_lines
 
 
-@dataclass(frozen=True)
-class Fault:
+class Skipped(NamedTuple):
     """An item that cannot be used, and why. Runs skip these, count them and list them."""
 
     key: str
     reason: str
 
 
-class SkipLog:
-    """Everything left out: one JSON object {"manifest", "key", "reason"} a line, each item once.
+def numbered_key(number: int, key: str) -> str:
+    """The key, in a run, of an item that data set number `number` calls `key`."""
+    return f"{number}/{key}" if number else key
 
-    The file keeps what earlier calls of the same run wrote; len() counts what this one left out.
-    Usable from several threads. writes: False in a process that has another one write: it hands over `news`.
+
+class SkipLog:
+    """Everything skipped: one JSON object {"manifest", "key", "reason"} a line, each item once.
+
+    The file keeps what earlier calls of the same run wrote; len() counts what this one skipped. Several
+    threads may use it. writes: False in a process for which another one writes: it hands over `news`.
     """
 
     def __init__(self, path: Path, *, writes: bool = True) -> None:
@@ -29,22 +34,22 @@ class SkipLog:
         self._lock = threading.Lock()
         before = keep_lines(path, lambda line: True) if writes else []
         self._listed = {(line["manifest"], line["key"]) for line in before}
-        self._left_out: set[tuple[str, str]] = set()
+        self._skipped: set[tuple[str, str]] = set()
         self._news: list[list[str]] = []
 
     def of(self, manifests: Sequence[str]) -> Callable[[str, str], None]:
-        """What to call with (key, reason) for an item of one of these manifests, in read_manifest's order."""
+        """What to call with (key, reason) for an item of one of these; keys as numbered_key makes them."""
         return partial(self._add, manifests)
 
     def _add(self, manifests: Sequence[str], key: str, reason: str) -> None:
-        line, _, name = key.partition(":")
-        number, prefixed, line = line.rpartition("/")
-        self.add(manifests[int(number) if prefixed else 0], f"{line}:{name}", reason)
+        numbered = re.match(r"(\d+)/", key)
+        number = int(numbered[1]) if numbered else 0
+        self.add(manifests[number], key[numbered.end() :] if numbered else key, reason)
 
     def add(self, manifest: str, key: str, reason: str) -> None:
         """An item, by the names that the file has for it."""
         with self._lock:
-            self._left_out.add((manifest, key))
+            self._skipped.add((manifest, key))
             if (manifest, key) not in self._listed:
                 self._listed.add((manifest, key))
                 if self._writes:
@@ -53,8 +58,8 @@ class SkipLog:
                     self._news.append([manifest, key, reason])
 
     def has(self, manifest: str, key: str) -> bool:
-        """Whether this item was left out, in this call."""
-        return (manifest, key) in self._left_out
+        """Whether this item was skipped, in this call."""
+        return (manifest, key) in self._skipped
 
     def news(self) -> list[list[str]]:
         """The arguments of every `add` since the last call, where another process writes them."""
@@ -63,4 +68,4 @@ class SkipLog:
         return news
 
     def __len__(self) -> int:
-        return len(self._left_out)
+        return len(self._skipped)

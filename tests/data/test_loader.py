@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
+from operator import itemgetter
 
 import grain
+import jax
 import numpy as np
 import pytest
 
 from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
-from jaxthd.data.pipeline import PackDocuments, make_loader
+from jaxthd.data.loader import make_loader
+from jaxthd.data.packer import PackDocuments
 from jaxthd.data.workers import Workers
 from jaxthd.packing.document import Document
 from tests.data.items import BROKEN, LONG, LOUD, SOURCE, WIDE, draw, fail, load
@@ -39,9 +42,7 @@ def settings(context: int = 1, tensor: int = 1, **data) -> Config:
 
 def keys_by_row(steps) -> list[list[str]]:
     steps = list(steps)
-    return [
-        [k for _, report in steps for k in report["keys"][row]] for row in range(len(steps[0][1]["keys"]))
-    ]
+    return [[k for _, report in steps for k in report.keys[row]] for row in range(len(steps[0][1].keys))]
 
 
 def flat(keys: list[list[str]]) -> list[str]:
@@ -66,17 +67,17 @@ def test_one_epoch_holds_every_document_once(packing, context, tensor):
     for item, reason in expected.items():
         assert reason in skipped[f"item-{item}"]
     for batch, report in steps:
-        most = max(len(keys) for keys in report["keys"])
+        most = max(len(keys) for keys in report.keys)
         assert most <= (1 if packing == "padded" else 5)
         assert batch.segment_ids.max() == most
         assert batch.tokens.shape == (3, 128)
         assert batch.mels.shape == (3, 512, MELS)
-        assert report["documents"] == sum(len(keys) for keys in report["keys"])
-        assert report["real_tokens"] == (batch.segment_ids > 0).sum()
-        assert report["supervised_tokens"] == batch.weights.sum()
-        assert report["audio_seconds"] == pytest.approx(batch.mel_mask.sum() / 100)
-        assert report["capacity_tokens"] == 3 * 128
-        assert report["imbalance"] >= 1.0
+        assert report.documents == sum(len(keys) for keys in report.keys)
+        assert report.real_tokens == (batch.segment_ids > 0).sum()
+        assert report.supervised_tokens == batch.weights.sum()
+        assert report.audio_seconds == pytest.approx(batch.mel_mask.sum() / 100)
+        assert report.capacity_tokens == 3 * 128
+        assert report.imbalance >= 1.0
     with pytest.raises(StopIteration):
         next(loader)
 
@@ -85,7 +86,7 @@ def test_rows_that_end_early_are_filled_with_empty_ones():
     steps = list(
         make_loader([range(4)], load, settings(rows=3, packing="padded"), repeat=False, shuffle=False)
     )
-    assert [r["keys"] for _, r in steps] == [
+    assert [r.keys for _, r in steps] == [
         (("item-0",), ("item-1",), ("item-2",)),
         (("item-3",), (), ()),
     ]
@@ -98,8 +99,8 @@ def test_packed_and_padded_supervise_the_same_pairs():
     def all_pairs(**data):
         total = Counter()
         for batch, report in make_loader([SOURCE], load, settings(2, **data), repeat=False, on_skip=quiet):
-            for row, keys in enumerate(report["keys"]):
-                total += supervision(type(batch)(*(x[row : row + 1] for x in batch)), keys)
+            for row, keys in enumerate(report.keys):
+                total += supervision(jax.tree.map(itemgetter(slice(row, row + 1)), batch), keys)
         return total
 
     packed = all_pairs(packing="first_fit", rows=2)
@@ -126,7 +127,7 @@ def test_a_row_reads_its_own_items_whatever_the_mesh():
 def test_buffers_hold_the_same_documents_under_every_mesh():
     def buffers(*mesh, **data):
         loader = make_loader([SOURCE], load, settings(*mesh, audio_capacity=2048, **data), on_skip=quiet)
-        return [[sorted(keys) for keys in report["keys"]] for _, report in islice(loader, 12)]
+        return [[sorted(keys) for keys in report.keys] for _, report in islice(loader, 12)]
 
     assert buffers() == buffers(2) == buffers(2, 2) == buffers(4)
     rounded = buffers(round_to=8)
@@ -138,7 +139,7 @@ def test_buffers_hold_the_same_documents_under_every_mesh():
 def assert_same_stream(found, expected):
     for (batch, report), (other, other_report) in zip(found, expected, strict=True):
         assert report == other_report
-        for x, y in zip(batch, other, strict=True):
+        for x, y in zip(*map(jax.tree.leaves, (batch, other)), strict=True):
             np.testing.assert_array_equal(x, y)
 
 
@@ -240,8 +241,8 @@ def test_text_alone_needs_no_audio_capacity():
     batch, report = next(make_loader([range(50)], text, config))
     assert not batch.has_audio
     assert batch.tokens.shape == (3, 128)
-    assert report["audio_seconds"] == 0.0
-    assert report["documents"] > 3
+    assert report.audio_seconds == 0.0
+    assert report.documents > 3
 
 
 def test_without_audio_capacity_documents_with_recordings_are_skipped():
@@ -258,8 +259,8 @@ def test_without_audio_capacity_documents_with_recordings_are_skipped():
 
 def test_the_packer_counts_rounded_slots():
     reports = [report for _, report in make_loader([range(30)], draw, settings(round_to=50), repeat=False)]
-    assert max(len(keys) for report in reports for keys in report["keys"]) == 2
-    assert sum(report["documents"] for report in reports) == 30
+    assert max(len(keys) for report in reports for keys in report.keys) == 2
+    assert sum(report.documents for report in reports) == 30
 
 
 @pytest.fixture(scope="module")
@@ -330,7 +331,7 @@ def test_what_goes_wrong_ahead_is_raised_and_closing_leaves_nothing(workers, rea
     config = settings(rows=1, packing="padded")
     loader = make_loader([range(30)], fail, config, shuffle=False, workers=workers, prefetch=2)
     with pytest.raises(error, match=message):
-        keys.extend(report["keys"][0][0] for _, report in loader)
+        keys.extend(report.keys[0][0] for _, report in loader)
     assert set(threading.enumerate()) > threads or not workers
     loader.close()
     loader.close()
@@ -373,7 +374,7 @@ def test_sources_are_drawn_by_weight_each_in_epochs_of_its_own():
     seen = [[[], []] for _ in sources]  # by source and row: (item, epoch)
     for batch, report in islice(make_loader(sources, draw, config, weights=weights), steps):
         for row in range(2):
-            item = int(report["keys"][row][0].removeprefix("item-"))
+            item = int(report.keys[row][0].removeprefix("item-"))
             seen[item // 100][row].append((item, int(batch.tokens[row, 0]) - 100))
     orders = set()
     for source, weight, rows in zip(sources, weights, seen, strict=True):

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from jaxthd.data.faults import SkipLog
+from jaxthd.data.skipped import SkipLog
 
 
 def test_each_item_is_listed_once_under_its_manifest(tmp_path: Path):

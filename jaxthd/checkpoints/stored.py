@@ -1,0 +1,153 @@
+"""One checkpoint on the disk: its record, and its arrays.
+
+FOLDER/STEP holds two items: "state", the arrays; "about", JSON: the data position, the validation's metrics,
+and each array's dtype, shape and checksum (checksum.py), all under one digest. Orbax restores most single
+flipped bits without an error, so nothing is used before it is compared with these.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from jaxthd.checkpoints.checksum import checksums, named_arrays
+from jaxthd.checkpoints.quiet import quiet_orbax
+from jaxthd.errors import UserError
+
+BEST_BY = ("validation_wer", "validation_loss")
+"""The metrics that decide which checkpoint is best, the lowest. The second one decides between equals, and
+where no checkpoint has the first one. With several validation sets they are means over the sets."""
+
+
+class SavedArray(NamedTuple):
+    """What a checkpoint's record says of an array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: int
+
+
+class About(NamedTuple):
+    """A checkpoint's record: the item "about".
+
+    position: the data loader's state. metrics: those of BEST_BY, measured at this step, that are finite.
+    arrays: by name, such as "params.embedding".
+    """
+
+    position: dict[str, Any]
+    metrics: dict[str, float]
+    arrays: dict[str, SavedArray]
+
+    @property
+    def digest(self) -> str:
+        # Through JSON first, which makes strings of the keys that are numbers: as it is when read back.
+        canonical = json.dumps(json.loads(json.dumps(self._asdict())), sort_keys=True)
+        return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        return {"content": self._asdict(), "blake2b": self.digest}
+
+
+def describe(state: Any, position: dict[str, Any], metrics: Mapping[str, float]) -> About:
+    """The record of a state that is about to be saved. Of several processes all call it."""
+    sums = checksums(state)
+    arrays = {
+        name: SavedArray(str(x.dtype), tuple(x.shape), sums[name]) for name, x in named_arrays(state).items()
+    }
+    finite = {k: v for k, v in metrics.items() if k in BEST_BY and math.isfinite(v)}
+    return About(position, finite, arrays)
+
+
+def read_about(folder: Path, step: int) -> About:
+    """A checkpoint's record. Raises ValueError where it does not match its digest, and what orbax raises."""
+    stored = ocp.JsonCheckpointHandler().restore(epath.Path((folder / str(step) / "about").absolute()))
+    content = stored["content"]
+    arrays = {
+        name: SavedArray(dtype, tuple(shape), checksum)
+        for name, (dtype, shape, checksum) in content["arrays"].items()
+    }
+    about = About(content["position"], content["metrics"], arrays)
+    if stored["blake2b"] != about.digest:
+        raise ValueError("the data position and the checksums do not match their digest")
+    return about
+
+
+def best_of(found: Mapping[int, About]) -> int | None:
+    """The step with the best metrics (BEST_BY), the newest of equals; None where none has any."""
+
+    def rank(step: int) -> tuple[float, ...]:
+        return *(found[step].metrics.get(name, math.inf) for name in BEST_BY), float(-step)
+
+    return min((step for step in found if found[step].metrics), key=rank, default=None)
+
+
+def find_checkpoint(folder: Path, which: str = "newest") -> tuple[int, dict[str, SavedArray]]:
+    """(a checkpoint's step, its arrays by name).
+
+    which: "newest", "best" (see BEST_BY), or a step. Raises UserError where no whole checkpoint is that one.
+    """
+    found = {}
+    steps = [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
+    for number in steps:
+        with suppress(Exception):
+            found[number] = read_about(folder, number)
+    named: dict[str, int | None] = {"newest": max(found, default=None), "best": best_of(found)}
+    step = named[which] if which in named else int(which)
+    if step is None or step not in found:
+        raise UserError(
+            f"{folder} has no whole checkpoint {which!r}; it has those of steps {sorted(found)}, and "
+            f"{len(steps) - len(found)} damaged ones: choose another (WORKDIR, WORKDIR@best or WORKDIR@STEP)"
+        )
+    return step, found[step].arrays
+
+
+def restore_arrays(folder: Path, step: int, wanted: Any, saved: Mapping[str, SavedArray]) -> Any:
+    """Some arrays of a checkpoint. Raises UserError where one is damaged.
+
+    wanted: a part of TrainState's dict, with shapes, dtypes and shardings in the places of arrays. saved: as
+    find_checkpoint returns them.
+    """
+    arrays, _ = handlers()
+    how = ocp.checkpoint_utils.construct_restore_args(wanted)
+    args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
+    try:
+        with quiet_orbax():
+            found = arrays.restore(epath.Path((folder / str(step) / "state").absolute()), args=args)
+    except Exception as error:
+        raise UserError(
+            f"the checkpoint of step {step} in {folder} cannot be read ({reason(error)}); expected a whole "
+            "one: copy it anew"
+        ) from error
+    damaged = [name for name, total in checksums(found).items() if saved[name].checksum != total]
+    if damaged:
+        raise UserError(
+            f"the checkpoint of step {step} in {folder} is damaged: {', '.join(damaged[:3])}; expected a "
+            "whole one: copy it anew"
+        )
+    return found
+
+
+def handlers() -> tuple[ocp.PyTreeCheckpointHandler, ocp.JsonCheckpointHandler]:
+    """Orbax's handlers of the two items, "state" and "about"."""
+    # A small array that lies on several devices is written by one of them. By default each of them writes a
+    # slice, and the program that takes it is compiled for every shape: seconds, at the first save.
+    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**26)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry), ocp.JsonCheckpointHandler()
+
+
+def kind(x: Any) -> str:
+    """An array's dtype and shape, such as "float32[40, 33]"."""
+    return f"{x.dtype}{list(x.shape)}"
+
+
+def reason(error: Exception) -> str:
+    """An error in one line: its type and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:500]}"

@@ -1,0 +1,299 @@
+"""The loader: the rows' streams as batches, each with a report and a position that a run can be resumed from.
+
+Positions are counted in items of the rows' streams and say nothing of processes or the mesh: one saved under
+one mesh is restored under another.
+"""
+
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
+
+import grain
+
+from jaxthd.config import Config
+from jaxthd.data.packer import OnSkip, PackedRow, log_skip, pack_documents
+from jaxthd.data.stream import Item, Load, row_streams
+from jaxthd.data.workers import Workers
+from jaxthd.errors import UserError
+from jaxthd.packing.batch import Batch, concatenate_rows
+from jaxthd.packing.pack import PackReport
+
+
+class RowReport(NamedTuple):
+    """What one row of a batch holds. row: its number in the batch.
+
+    The other fields are BatchReport's, of this row.
+    """
+
+    row: int
+    documents: int
+    real_tokens: int
+    supervised_tokens: int
+    capacity_tokens: int
+    audio_seconds: float
+    imbalance: float
+
+    @classmethod
+    def of(cls, row: int, packed: PackReport, capacity: int) -> "RowReport":
+        """capacity: token slots of the row."""
+        return cls(
+            row,
+            len(packed.keys),
+            packed.real_tokens,
+            packed.supervised_tokens,
+            capacity,
+            packed.audio_seconds,
+            packed.imbalance,
+        )
+
+
+class BatchReport(NamedTuple):
+    """What a batch holds.
+
+    rows: a report of each of its rows, by their numbers.
+    keys: for every row read in this process, its documents' keys: keys[row][s - 1] names segment s.
+    """
+
+    rows: tuple[RowReport, ...]
+    keys: tuple[tuple[str, ...], ...]
+
+    @property
+    def documents(self) -> int:
+        return sum(row.documents for row in self.rows)
+
+    @property
+    def real_tokens(self) -> int:
+        """Token slots that are not padding."""
+        return sum(row.real_tokens for row in self.rows)
+
+    @property
+    def supervised_tokens(self) -> int:
+        """Positions whose next token is predicted."""
+        return sum(row.supervised_tokens for row in self.rows)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """All token slots."""
+        return sum(row.capacity_tokens for row in self.rows)
+
+    @property
+    def audio_seconds(self) -> float:
+        return sum(row.audio_seconds for row in self.rows)
+
+    @property
+    def imbalance(self) -> float:
+        """Attention work of the worst context rank over the mean, of the worst row: it sets the pace."""
+        return max(row.imbalance for row in self.rows)
+
+
+BatchAndReport = tuple[Batch, BatchReport]
+Own = TypeVar("Own", bound="BatchIterator")
+
+
+class BatchIterator(Iterator[BatchAndReport]):
+    """Batches with their reports, from a position that can be saved and restored.
+
+    It passes everything on to `source`; what it is a part of overrides what differs. A context manager:
+    leaving it closes it.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def __next__(self) -> BatchAndReport:
+        return next(self._source)
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the next batch starts; JSON-serialisable."""
+        return self._source.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._source.set_state(state)
+
+    def close(self) -> None:
+        self._source.close()
+
+    def __enter__(self: Own) -> Own:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Loader(BatchIterator):
+    """Iterator of (Batch with R = rows, BatchReport), one stream a row. Made by make_loader.
+
+    It stops when every stream is exhausted; one that ends before the others gives empty rows. An error while
+    batches are prefetched is raised by next().
+    """
+
+    def __init__(
+        self, batches: "_Batches", prefetch: int, workers: Workers | None, identity: dict[str, Any]
+    ) -> None:
+        super().__init__(_Prefetch(batches, prefetch))
+        self.empty = batches.empty()
+        """A batch without a document, and its report."""
+        self._identity = identity
+        # Done once: by close(), when nobody holds this object any more, or as the interpreter exits.
+        self._end = weakref.finalize(self, _end, batches, self._source, workers)
+
+    def close(self) -> None:
+        """Stops the thread and the processes of this loader."""
+        self._end()
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the next batch starts, JSON-serialisable: what the streams depend on, and their states.
+
+        A row that is not read here has None for a state; set_state ignores it.
+        """
+        return {"identity": self._identity, **super().get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues exactly where get_state was called, under any mesh, with any workers.
+
+        Raises UserError when the state is of other data or other packing.
+        """
+        was, now = state["identity"], self._identity
+        changed = [
+            f"{k}: {was.get(k)!r} then, {now.get(k)!r} now"
+            for k in {**was, **now}
+            if was.get(k) != now.get(k)
+        ]
+        if changed:
+            raise UserError(
+                f"the saved data position belongs to another stream of documents ({'; '.join(changed)}); "
+                "restore these settings, or start from the weights only"
+            )
+        super().set_state({"streams": state["streams"]})
+
+
+class _Batches(BatchIterator):
+    """The rows' streams as batches, with the states of them all.
+
+    streams: for every row of the batch its stream, or None where another process reads it.
+    """
+
+    def __init__(self, streams: Sequence[grain.DatasetIterator | None], empty: PackedRow) -> None:
+        self._streams, self._empty = streams, empty
+        self._own = {row: stream for row, stream in enumerate(streams) if stream is not None}
+
+    def __next__(self) -> BatchAndReport:
+        rows: list[PackedRow | None] = [next(stream, None) for stream in self._own.values()]
+        if not any(rows):
+            raise StopIteration
+        return self._assembled(row or self._empty for row in rows)
+
+    def empty(self) -> BatchAndReport:
+        return self._assembled([self._empty] * len(self._own))
+
+    def _assembled(self, rows: Iterable[PackedRow]) -> BatchAndReport:
+        batches, packed = zip(*rows, strict=True)
+        batch = concatenate_rows(batches)
+        capacity = batch.tokens.shape[1]
+        reports = (RowReport.of(row, report, capacity) for row, report in zip(self._own, packed, strict=True))
+        return batch, BatchReport(tuple(reports), tuple(report.keys for report in packed))
+
+    def get_state(self) -> dict[str, Any]:
+        return {"streams": [stream and stream.get_state() for stream in self._streams]}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        for stream, stream_state in zip(self._streams, state["streams"], strict=True):
+            if stream:
+                stream.set_state(stream_state)
+
+    def close(self) -> None:
+        for stream in self._own.values():
+            stream.close()
+
+
+class _Prefetch(grain.experimental.ThreadPrefetchDatasetIterator):
+    """Batches made early in a thread, each with the state after it; 0 early: made when asked for."""
+
+    def __del__(self) -> None:
+        """Nothing: its Loader closes it. At exit grain's own __del__ comes when grain is half gone."""
+
+
+def _end(batches: _Batches, prefetch: _Prefetch, workers: Workers | None) -> None:
+    # A thread that is reading a batch raises at its next document; then it can be waited for.
+    if workers:
+        workers.close()
+    batches.close()
+    prefetch.close()
+
+
+def make_loader(
+    sources: Sequence[Sequence[Item]],
+    load: Load,
+    config: Config,
+    *,
+    rows: Collection[int] | None = None,
+    repeat: bool = True,
+    shuffle: bool | None = None,
+    depths: int = 0,
+    extras: Sequence[str] = (),
+    on_skip: OnSkip = log_skip,
+    identity: Mapping[str, Any] | None = None,
+    weights: Sequence[float] | None = None,
+    workers: int | Workers = 0,
+    prefetch: int = 0,
+) -> Loader:
+    """The loader of a run: row i reads items i, i + rows, ... of each epoch's order, whatever the mesh is.
+
+    sources: random access to the items (manifest lines) of one data set each.
+    load(item, epoch): the item's Document, or a Skipped that says why there is none; random draws in it must
+        come from the item and the epoch. With workers it is pickled.
+    config: data.*, mesh.context, mesh.audio_ranks, compute.context_layout and model.encoder.num_mels are
+        used. Epoch e's order is a function of (data.seed, e).
+    rows: those of the batch that are read here, the batch then having no others; None: all data.rows.
+    repeat: without end, a new order every epoch; False: one epoch, in which every document appears once.
+    shuffle: overrides data.shuffle. depths, extras: see PackDocuments; the stream does not depend on them.
+    on_skip: called for every Skipped, and see PackDocuments.
+    identity: what the documents depend on besides data.*; JSON values. A loader of another identity refuses
+        a saved position.
+    weights: how often to draw from each source, in proportion (to 1%, evenly spread); each has an order and
+        epochs of its own. None: the sources are one, every item once an epoch. Without repeat they are too.
+    workers: processes that compute load ahead of the stream, or Workers to share, which the caller closes; 0:
+        it is computed here. prefetch: batches made early, in a thread. Neither changes the stream.
+    Raises UserError for a source with fewer items than rows under repeat; while iterating, when two epochs
+    of a repeated stream held no document that fits.
+    """
+    data = config.data
+    shuffle = data.shuffle if shuffle is None else shuffle
+    if len(sources) == 1 or not repeat or not weights:
+        sources, weights = [sources[0] if len(sources) == 1 else list(chain(*sources))], None
+    fewest = min(map(len, sources))
+    if repeat and fewest < data.rows:
+        raise UserError(
+            f"{fewest} items cannot feed {data.rows} rows, each a stream of its own; add data, or lower "
+            f"data.rows to at most {fewest}"
+        )
+    seed = data.seed if shuffle else None
+    pack = pack_documents(config, shuffle_seed=seed, depths=depths, extras=extras, on_skip=on_skip)
+    own_workers = Workers(workers) if isinstance(workers, int) and workers > 0 else None
+    pool = workers if isinstance(workers, Workers) else own_workers
+    streams = row_streams(
+        sources, load, pack, rows=data.rows, own=rows, weights=weights, repeat=repeat, seed=seed, pool=pool
+    )
+    stream_identity = {
+        "items": [len(source) for source in sources] if weights else len(sources[0]),
+        **({"weights": list(weights)} if weights else {}),
+        "repeat": repeat,
+        "shuffle": shuffle,
+        **{name: getattr(data, name) for name in _STREAM_FIELDS},
+    }
+    batches = _Batches(streams, pack.row([]))
+    return Loader(batches, prefetch, own_workers, stream_identity | dict(identity or {}))
+
+
+_STREAM_FIELDS = (
+    "rows",
+    "capacity",
+    "audio_capacity",
+    "max_documents",
+    "packing",
+    "packing_bins",
+    "round_to",
+    "seed",
+)
+"""Fields of DataConfig that shape the rows' streams."""

@@ -1,0 +1,191 @@
+"""A row's stream of documents: which items it reads, in which order, and who computes their documents.
+
+Row i of n reads items i, i + n, ... of every epoch's order of every data set. All of a stream's state is one
+count of the items read. It says nothing of processes or the mesh.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import grain
+
+from jaxthd.data.packer import JudgedDocument, PackDocuments
+from jaxthd.data.skipped import Skipped
+from jaxthd.data.workers import Workers
+from jaxthd.errors import UserError
+from jaxthd.packing.document import Document
+
+Item = TypeVar("Item")
+Load = Callable[[Any, int], Document | Skipped]
+"""(item, epoch) -> its document, or why there is none. Workers get it pickled."""
+
+GROUP = 8
+"""Items that a worker process is asked for at a time."""
+
+
+class ItemRef(NamedTuple):
+    """Item number `item` of data set number `source`, which was read `epoch` times before."""
+
+    source: int
+    item: int
+    epoch: int
+
+
+class Loaded(NamedTuple):
+    """What an item of data set number `source` became."""
+
+    source: int
+    document: Document | Skipped
+
+
+def row_streams(
+    sources: Sequence[Sequence[Any]],
+    load: Load,
+    pack: PackDocuments,
+    *,
+    rows: int,
+    own: Collection[int] | None,
+    weights: Sequence[float] | None,
+    repeat: bool,
+    seed: int | None,
+    pool: Workers | None,
+) -> list[grain.DatasetIterator | None]:
+    """For every row of the batch, the iterator over its PackedRows.
+
+    sources: random access to the items of one data set each. load: makes their documents.
+    own: the rows that are read here; the others are None in the list. None: all are read here.
+    weights: how often to draw from each source, in proportion; None: there is one source.
+    repeat: without end, a new order every epoch; False: one epoch.
+    seed: source s is shuffled with seed + s; None: items keep their order.
+    pool: worker processes that compute load; None: it is computed in this process.
+    """
+    orders = [grain.MapDataset.range(len(source)) for source in sources]
+    if seed is not None:
+        orders = [order.shuffle(seed=seed + s) for s, order in enumerate(orders)]
+    streams: list[grain.DatasetIterator | None] = []
+    for row in range(rows):
+        if own is not None and row not in own:
+            streams.append(None)
+            continue
+        shares = [order[row::rows] for order in orders]
+        refs = [
+            (share.repeat() if repeat else share).map_with_index(partial(_ref, s, len(share)))
+            for s, share in enumerate(shares)
+        ]
+        mixed = grain.MapDataset.mix(refs, weights) if weights else refs[0]
+        loaded = (
+            _LoadedByWorkers(mixed, sources, load, pool) if pool else mixed.map(partial(_load, sources, load))
+        )
+        sift = _Sift(pack, [len(share) for share in shares] if repeat else None)
+        streams.append(iter(pack.pack_judged(loaded.map(sift))))
+    return streams
+
+
+def _ref(source: int, items: int, index: int, item: int) -> ItemRef:
+    return ItemRef(source, item, index // items)
+
+
+def _load(sources: Sequence[Sequence[Item]], load: Load, ref: ItemRef) -> Loaded:
+    return Loaded(ref.source, load(sources[ref.source][ref.item], ref.epoch))
+
+
+class _Sift:
+    """Loaded, in the stream's order -> JudgedDocument; None for a Skipped, which is reported.
+
+    It counts the items since the last document that fits: a repeated stream of which none fits would
+    otherwise be read for ever.
+    items: this row's number of items of each data set; None where nothing is repeated.
+    """
+
+    def __init__(self, pack: PackDocuments, items: Sequence[int] | None) -> None:
+        self._pack, self._items = pack, items
+        self._without_fit: Counter[int] = Counter()
+
+    def __call__(self, loaded: Loaded) -> JudgedDocument | None:
+        document, judged = loaded.document, None
+        if isinstance(document, Skipped):
+            self._pack.on_skip(document.key, document.reason)
+        else:
+            judged = self._pack.judge(document)
+            if judged and not judged.fit.misfit:
+                self._without_fit.clear()
+                return judged
+        self._without_fit[loaded.source] += 1
+        if self._items and all(self._without_fit[s] > 2 * items for s, items in enumerate(self._items)):
+            raise UserError(
+                f"none of this row's {sum(self._items)} items gave a document that fits, in two epochs; "
+                "the reports of skipped items (of a run: skipped.jsonl in its workdir) say why"
+            )
+        return judged
+
+
+class _LoadedByWorkers(grain.IterDataset):
+    """ItemRefs -> Loaded, in order, computed ahead of the stream by worker processes."""
+
+    def __init__(
+        self, refs: grain.MapDataset, sources: Sequence[Sequence[Item]], load: Load, workers: Workers
+    ) -> None:
+        super().__init__()
+        self._iterator = partial(_WorkersIterator, refs, sources, load, workers)
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return self._iterator()
+
+    def __str__(self) -> str:
+        return "LoadedByWorkers"
+
+
+class _WorkersIterator(grain.DatasetIterator):
+    """Its state: a count of the items handed out, as that of grain's own iterator over the refs."""
+
+    def __init__(
+        self, refs: grain.MapDataset, sources: Sequence[Sequence[Item]], load: Load, workers: Workers
+    ) -> None:
+        super().__init__()
+        self._refs, self._sources, self._load, self._workers = refs, sources, load, workers
+        self._asked: deque[tuple[list[ItemRef], Future[list[Document | Skipped]]]] = deque()
+        self._answered: Iterator[Loaded] = iter(())
+        self._next = self._next_asked = 0
+
+    def __next__(self) -> Loaded:
+        self._assert_not_closed()
+        loaded = next(self._answered, None)
+        if loaded is None:
+            self._ask()
+            if not self._asked:
+                raise StopIteration
+            refs, answer = self._asked.popleft()
+            found = zip(refs, answer.result(), strict=True)
+            self._answered = (Loaded(ref.source, document) for ref, document in found)
+            loaded = next(self._answered)
+        self._next += 1
+        return loaded
+
+    def _ask(self) -> None:
+        """Keeps twice as many groups under way as there are workers: each has one while the next waits."""
+        while len(self._asked) < 2 * self._workers.count and self._next_asked < len(self._refs):
+            end = min(self._next_asked + GROUP, len(self._refs))
+            refs = [self._refs[i] for i in range(self._next_asked, end)]
+            items = [(self._sources[ref.source][ref.item], ref.epoch) for ref in refs]
+            self._asked.append((refs, self._workers.submit(self._load, items)))
+            self._next_asked = end
+
+    def _forget(self) -> None:
+        for _, answer in list(self._asked):
+            answer.cancel()
+        self._asked.clear()
+        self._answered = iter(())
+
+    def get_state(self) -> dict[str, Any]:
+        return {"next_index": self._next}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._forget()
+        self._next = self._next_asked = state["next_index"]
+
+    def close(self) -> None:
+        super().close()
+        self._forget()

@@ -1,0 +1,126 @@
+"""Writes a model as a published checkpoint: config.json, safetensors files, a tokenizer's files."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Shaped
+
+from jaxthd.config import ModelConfig
+from jaxthd.errors import UserError
+from jaxthd.hf.checkpoint import open_checkpoint
+from jaxthd.hf.family import Family, Fields
+from jaxthd.hf.names import ArraySlice, Names, Shape, Tensor
+from jaxthd.hf.safetensors_files import SafetensorsWriter
+
+KEPT_FLOAT32 = ("*.A_log", "*.D", "*.dt_bias", "*.e_score_correction_bias", "*.running_mean", "*.running_var")
+"""Tensors that are never rounded."""
+
+TOKENIZER_FILES = ("*tokenizer*", "*.jinja", "special_tokens_map.json", "generation_config.json")
+_COPIED = (
+    *TOKENIZER_FILES,
+    "vocab.json",
+    "merges.txt",
+    "*processor_config.json",
+    "*.py",
+    "LICENSE*",
+    "NOTICE*",
+)
+"""Files of the original that are copied beside an export."""
+
+_VISION_FIELDS = (
+    "vision_config",
+    "vision_hidden_size",
+    "projector_hidden_size",
+    "video_temporal_patch_size",
+)
+
+
+def export(
+    model: ModelConfig,
+    shapes: Mapping[str, Shape],
+    take: Callable[[ArraySlice], Shaped[np.ndarray, "..."]],
+    family: Family,
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    like: Path | None = None,
+    settings: Fields | None = None,
+    beside: Path | None = None,
+    limit: int = 4 * 2**30,
+) -> list[str]:
+    """Writes a checkpoint into `folder`, one tensor at a time; returns the names of its tensors.
+
+    shapes: of our arrays, by name. take: (slice) -> its elements.
+    dtype: float32 or bfloat16, for all tensors but KEPT_FLOAT32.
+    like: the checkpoint that the model came from. Its settings, its tokenizer, and the tensors that a speech
+        LLM has no use for (a vision tower) are copied.
+    settings: fields for config.json, added to the model's. beside: a folder whose tokenizer is copied.
+    limit: most bytes of a file.
+    Raises UserError for a folder that holds a checkpoint already and for a model that the family cannot hold.
+    """
+    if (folder.exists() and any(folder.glob("*.safetensors"))) or (folder / "config.json").exists():
+        raise UserError(f"{folder} holds a checkpoint already; expected a new folder: choose another --out")
+    fields = _overlaid(family.fields(model), settings or {})
+    original = open_checkpoint(like) if like else None
+    if original is not None:
+        fields = _overlaid(original.fields, fields)
+    fields["dtype"] = dtype
+    names = Names(shapes)
+    family.write(model, fields, names)
+    kinds = {t.name: (t.shape, _dtype(t, dtype)) for t in names.tensors}
+    copied: list[str] = []
+    if original is not None:
+        copied = original.unread(kinds)
+        kinds |= {name: (original.reader.shapes[name], original.reader.dtype(name)) for name in copied}
+    with SafetensorsWriter(folder, kinds, limit) as writer:
+        for tensor in names.tensors:
+            writer.write(tensor.name, _elements(tensor, take))
+        for name in copied:
+            assert original is not None
+            writer.write(name, original.reader.read(name))
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    for source in (x for x in (like, beside) if x is not None):
+        copy_files(source, folder, _COPIED)
+    return list(kinds)
+
+
+def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
+    """Copies the files of the folder `source` whose names match into `folder`, but those it has already."""
+    for file in sorted(source.iterdir()):
+        is_wanted = file.is_file() and any(fnmatch(file.name, pattern) for pattern in patterns)
+        if is_wanted and not (folder / file.name).exists():
+            shutil.copyfile(file, folder / file.name)
+
+
+def _elements(
+    tensor: Tensor, take: Callable[[ArraySlice], Shaped[np.ndarray, "..."]]
+) -> Shaped[np.ndarray, "..."]:
+    if not tensor.slices:
+        return np.zeros((), np.int64)
+    return tensor.join([take(part) for part in tensor.slices])
+
+
+def _dtype(tensor: Tensor, dtype: str) -> str:
+    if not tensor.slices:
+        return "int64"
+    return "float32" if any(fnmatch(tensor.name, pattern) for pattern in KEPT_FLOAT32) else dtype
+
+
+def _overlaid(original: Fields, ours: Mapping[str, Any]) -> dict[str, Any]:
+    """The original's settings with ours over them, all but those of its vision tower."""
+    merged = dict(original)
+    for name, value in ours.items():
+        old = {"text_config": "llm_config", "audio_config": "sound_config"}.get(name, name)
+        key = name if name in original or old not in original else old
+        if key in _VISION_FIELDS:
+            merged.setdefault(key, value)
+        elif isinstance(value, Mapping) and isinstance(original.get(key), Mapping):
+            merged[key] = _overlaid(original[key], value)
+        else:
+            merged[key] = value
+    return merged

@@ -1,0 +1,62 @@
+"""The families of checkpoints that jaxthd reads and writes: one table, which import and export share."""
+
+from collections.abc import Sequence
+
+from jaxthd.config import ModelConfig
+from jaxthd.errors import UserError
+from jaxthd.hf import adapter, nemotron_h, nemotron_omni, parakeet
+from jaxthd.hf.family import ADAPTER, ENCODER, LLM, Family
+
+FAMILIES: tuple[Family, ...] = (
+    nemotron_h.FAMILY,
+    parakeet.FAMILY,
+    nemotron_omni.FAMILY,
+    adapter.FAMILY,
+)
+
+FORMATS = ("parts", *dict.fromkeys(family.format for family in FAMILIES))
+"""What an export can be: one folder in a family's format, or "parts", a folder for each part of the model."""
+
+
+def parts_of(model: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """The model's parts: what the names of each one's arrays begin with."""
+    return {"llm": LLM, **({"encoder": ENCODER, "adapter": ADAPTER} if model.encoder else {})}
+
+
+def export_families(model: ModelConfig, format: str | None = None) -> dict[str, Family]:
+    """The families in which an export of the model is written, by folder; "" is the export's own folder.
+
+    format: one of FORMATS. None: a family that holds the whole model, else "parts".
+    Raises UserError where the format cannot hold the model.
+    """
+    parts = parts_of(model)
+    if format is None:
+        whole = [f for f in FAMILIES if all(f.holds(name) for names in parts.values() for name in names)]
+        fitting = [family for family in whole if _refusal(family, model) is None]
+        if fitting:
+            return {"": fitting[0]}
+    if format is None or format == "parts":
+        return {
+            part: _first_fitting([family for family in FAMILIES if family.covers == names], model)
+            for part, names in parts.items()
+        }
+    if format not in FORMATS:
+        raise UserError(f"the format is {format!r}; expected one of {', '.join(FORMATS)}: choose one of them")
+    return {"": _first_fitting([family for family in FAMILIES if family.format == format], model)}
+
+
+def _first_fitting(families: Sequence[Family], model: ModelConfig) -> Family:
+    refusals = {family.title: _refusal(family, model) for family in families}
+    for family in families:
+        if refusals[family.title] is None:
+            return family
+    raise next(error for error in refusals.values() if error is not None)
+
+
+def _refusal(family: Family, model: ModelConfig) -> UserError | None:
+    """Why the family cannot hold the model; None if it can."""
+    try:
+        family.fields(model)
+    except UserError as error:
+        return error
+    return None

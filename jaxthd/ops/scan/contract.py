@@ -1,0 +1,51 @@
+"""What a back-end of the scan is: one function, differentiable, called inside the manual shard_map.
+
+Legend: N tokens, H heads, P head dim, G groups, S state dim.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jax import Array
+
+from jaxthd.ops.backend import Device
+
+
+@dataclass(frozen=True)
+class ScanShape:
+    """What a scan's kernels are compiled for.
+
+    dtype: of x, B and C. heads, groups, head_dim, state: of what one rank scans. chunk: tokens of a scan
+    chunk.
+    states_enter: states come from other context ranks and pass on to them.
+    """
+
+    dtype: str
+    heads: int
+    groups: int
+    head_dim: int
+    state: int
+    chunk: int
+    states_enter: bool = False
+
+    def __str__(self) -> str:
+        heads = f"{self.heads} heads of dim {self.head_dim} in {self.groups} groups"
+        ranks = ", states from other ranks" * self.states_enter
+        return f"{self.dtype}, {heads}, state {self.state}, chunks of {self.chunk}{ranks}"
+
+
+Scan = Callable[..., Array]
+"""(x [N, H, P], dt [N, H], a [H], B [N, G, S], C [N, G, S], segments, *, chunk) -> y [N, H, P] in
+promote(float32, x's dtype), as ops/scan/ssd.py defines it."""
+
+
+class ScanBackend(NamedTuple):
+    """unfit: the requirement (ops/backend.py). is_interpreted_on_cpu: a CPU interprets it, slowly, which says
+    nothing about its compiled form.
+    """
+
+    name: str
+    unfit: Callable[[ScanShape, Device], str | None]
+    scan: Scan
+    is_interpreted_on_cpu: bool = False

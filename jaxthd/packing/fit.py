@@ -1,0 +1,120 @@
+"""Whether documents fit a buffer. All code that packs asks here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxthd.packing.balance import assign_chunks
+from jaxthd.packing.document import SUBSAMPLING, Document
+
+
+class Fit(NamedTuple):
+    """What a document takes of a buffer, and why it may never be packed.
+
+    slots: token slots, those that round_to adds included.
+    chunk_frames: mel frames that each of its encoder chunks takes, multiples of 8.
+    too_large: why it exceeds the buffer, whatever the mesh is; "" if it does not.
+    unassignable: why its audio cannot be assigned to the ranks of this mesh; "" if it can.
+    """
+
+    slots: int
+    chunk_frames: tuple[int, ...]
+    too_large: str
+    unassignable: str
+
+    @property
+    def misfit(self) -> str:
+        """Why the document can never be packed; "" if it can."""
+        return self.too_large or self.unassignable
+
+
+@dataclass(frozen=True)
+class BufferLimits:
+    """The most that one buffer holds. The fields are PackDocuments'.
+
+    Raises ValueError on construction where audio_capacity does not divide over the audio ranks.
+    """
+
+    capacity: int
+    audio_capacity: int
+    max_documents: int
+    audio_ranks: int = 1
+    round_to: int = 1
+
+    def __post_init__(self) -> None:
+        if self.audio_ranks < 1 or self.audio_capacity % (SUBSAMPLING * self.audio_ranks):
+            raise ValueError(
+                f"audio_capacity {self.audio_capacity} does not divide into whole encoder frames over "
+                f"{self.audio_ranks} audio ranks; make it a multiple of {SUBSAMPLING} * "
+                f"{max(self.audio_ranks, 1)} mel frames"
+            )
+
+    @property
+    def rank_frames(self) -> int:
+        """Mel frames that one audio rank holds."""
+        return self.audio_capacity // self.audio_ranks
+
+    def slots(self, document: Document) -> int:
+        """Token slots that a document takes."""
+        return -(-len(document) // self.round_to) * self.round_to
+
+    def fit(self, document: Document) -> Fit:
+        """Judges one document by itself."""
+        slots, frames, too_large, unassignable = self.slots(document), document.chunk_frames, "", ""
+        if slots > self.capacity:
+            too_large = f"its {slots} token slots exceed the capacity of {self.capacity}"
+        elif frames and not self.audio_capacity:
+            too_large = "it holds a recording, and audio_capacity is 0"
+        elif sum(frames) > self.audio_capacity:
+            too_large = f"its {sum(frames)} mel frames exceed the audio_capacity of {self.audio_capacity}"
+        elif not self._assigned(frames):
+            unassignable = (
+                f"its encoder chunks of {list(frames)} mel frames do not fit {self.audio_ranks} audio ranks "
+                f"of {self.rank_frames} each; raise audio_capacity"
+            )
+        return Fit(slots, frames, too_large, unassignable)
+
+    def first_run(self, fits: Sequence[Fit]) -> int:
+        """How many of the first documents make a row: the most whose audio can be assigned to the ranks.
+
+        fits: of the documents of one of the packer's buffers. 0: the first is unassignable.
+        """
+        return longest_run([fit.chunk_frames for fit in fits], self.audio_ranks, self.rank_frames)
+
+    def assign(self, documents: Sequence[Document]) -> list[list[int]]:
+        """The audio rank of every encoder chunk of every document of a row.
+
+        Raises ValueError where the documents do not fit one row; the message says what to raise.
+        """
+        if len(documents) > self.max_documents:
+            raise ValueError(
+                f"{len(documents)} documents in a row, at most {self.max_documents} (max_documents)"
+            )
+        slots = sum(map(self.slots, documents))
+        if slots > self.capacity:
+            raise ValueError(f"documents take {slots} token slots, the buffer has {self.capacity} (capacity)")
+        frames = [frames for document in documents for frames in document.chunk_frames]
+        ranks = assign_chunks(frames, self.audio_ranks, self.rank_frames)
+        if ranks is None:
+            raise ValueError(
+                f"encoder chunks of {sorted(frames, reverse=True)} mel frames do not fit {self.audio_ranks} "
+                f"audio ranks of {self.rank_frames} each; raise audio_capacity, or pack fewer documents a row"
+            )
+        following = iter(ranks)
+        return [[next(following) for _ in document.chunks] for document in documents]
+
+    def _assigned(self, frames: Sequence[int]) -> bool:
+        return assign_chunks(frames, self.audio_ranks, self.rank_frames) is not None
+
+
+def longest_run(chunk_frames: Sequence[Sequence[int]], audio_ranks: int, rank_frames: int) -> int:
+    """How many documents, from the first on, have encoder chunks that can be assigned to the audio ranks.
+
+    chunk_frames: mel frames of each document's chunks, multiples of 8. rank_frames: mel frames a rank holds.
+    0: those of the first document alone cannot.
+    """
+    for count in range(len(chunk_frames), 0, -1):
+        frames = [f for of_document in chunk_frames[:count] for f in of_document]
+        if assign_chunks(frames, audio_ranks, rank_frames) is not None:
+            return count
+    return 0

@@ -1,0 +1,294 @@
+"""What a rank does in one tick of a pipeline schedule (parallel/schedule.py).
+
+In this order, each where the schedule asks for it: enter; a stage forward; leave and its gradient; a stage
+backward, which computes the stage again from its input; the gradient of enter. What all ranks compute
+together sits in branches that all ranks take alike. Stages that run one program sit in such branches too, so
+their collectives may name any rank. Where stages differ, an idle rank skips its stage.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxthd.parallel.mesh import PIPELINE
+from jaxthd.parallel.pipelined import PipelinedModel, PipelinedParams, Tree
+from jaxthd.parallel.schedule import Schedule
+
+
+class Pass(NamedTuple):
+    """A forward or backward pass of a stage, -1 where a rank idles: [ranks], or scalars for one rank.
+
+    slot: where the stage's input is kept from its forward to its backward.
+    """
+
+    microbatch: Array
+    chunk: Array
+    slot: Array
+
+
+class Tick(NamedTuple):
+    """One tick of the schedule. forward_busy, backward_busy: 1 where any rank works.
+
+    enter, leave, back: the microbatch that enters, leaves, or has come all the way back; -1 for none.
+    """
+
+    forward: Pass
+    backward: Pass
+    forward_busy: Array
+    backward_busy: Array
+    enter: Array
+    leave: Array
+    back: Array
+
+    @classmethod
+    def all_of(cls, schedule: Schedule) -> "Tick":
+        """Every tick of the schedule, for a scan over the first dim of the leaves."""
+        forward, backward = schedule.forward, schedule.backward
+
+        def table(x: np.ndarray) -> Array:
+            return jnp.asarray(x, jnp.int32)
+
+        return cls(
+            forward=Pass(*map(table, forward)),
+            backward=Pass(*map(table, backward)),
+            forward_busy=table(forward.busy),
+            backward_busy=table(backward.busy),
+            enter=table(schedule.enter),
+            leave=table(schedule.leave),
+            back=table(schedule.back),
+        )
+
+    def on(self, rank: Array | int) -> "Tick":
+        """With the passes of one rank alone."""
+        forward, backward = (Pass(*(x[rank] for x in of_all)) for of_all in (self.forward, self.backward))
+        return self._replace(forward=forward, backward=backward)
+
+
+class Carry(NamedTuple):
+    """What a rank holds between two ticks.
+
+    inputs: of its stages, kept from their forward to their backward, [slots, ...].
+    bypass: one slot for each microbatch in flight, leaves [in flight, ...]. Until the microbatch leaves, its
+        slot holds the bypass; after that, the gradient of it. The two are never needed at once: one buffer.
+    arrived: the activations that the rank before has sent. returned: the gradient from the rank after.
+    The rest are the fields of Accumulated, so far.
+    """
+
+    inputs: Array
+    bypass: Tree
+    arrived: Array
+    returned: Array
+    gradients: PipelinedParams
+    state: Tree
+    share: Array
+    extra: Tree
+    out: Tree
+
+
+def add(total: Tree, more: Tree) -> Tree:
+    return jax.tree.map(jnp.add, total, more)
+
+
+def zeros(like: Tree) -> Tree:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+
+
+def slots_of(count: int, like: Tree) -> Tree:
+    """Room for `count` of such trees, zeros."""
+    return jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), like)
+
+
+class RankTick:
+    """What happens in a tick: each function behind the schedule's decision whether it runs.
+
+    x_like, bypass_like, extra_like: shapes and dtypes of a stage's input, of the bypass, of a stage's second
+    result.
+    """
+
+    def __init__(
+        self,
+        model: PipelinedModel,
+        schedule: Schedule,
+        params: PipelinedParams,
+        state: Tree,
+        batches: Tree,
+        extra_share: Callable[[Tree], Array] = lambda extra: jnp.zeros(()),
+    ) -> None:
+        self._model, self._schedule, self._params, self._batches = model, schedule, params, batches
+        self._state, self._extra_share = state, extra_share
+        self.rank: Array | int = jax.lax.axis_index(PIPELINE) if schedule.ranks > 1 else 0
+        first = self.batch(0)
+        self.x_like, self.bypass_like, _ = jax.eval_shape(partial(model.enter, params.enter), state, first)
+        stage = partial(model.stage, model.stages.patterns[0], params.stage, 0)
+        self.extra_like: Tree = jax.eval_shape(stage, self.x_like, first)[1]
+
+    def batch(self, micro: Array | int) -> Tree:
+        return jax.tree.map(lambda x: x[jnp.maximum(micro, 0)], self._batches)
+
+    def is_first(self, chunk: Array) -> Array:
+        """Whether this rank's chunk is the first stage of all."""
+        return (self.rank == 0) & (chunk == 0)
+
+    def is_last(self, chunk: Array) -> Array:
+        return (self.rank == self._schedule.ranks - 1) & (chunk == self._schedule.chunks - 1)
+
+    def send(self, x: Array, distance: int) -> Array:
+        """Sends x to the rank `distance` further on, around the ring; returns what arrives here."""
+        ranks = self._schedule.ranks
+        if ranks == 1:
+            return x
+        return jax.lax.ppermute(x, PIPELINE, [(r, (r + distance) % ranks) for r in range(ranks)])
+
+    # --- the parts of a tick ---
+
+    def start(self) -> Carry:
+        schedule = self._schedule
+        share, out = jax.eval_shape(
+            partial(self._model.leave, self._params.leave), self.x_like, self.bypass_like, self.batch(0)
+        )
+        return Carry(
+            inputs=slots_of(schedule.slots, self.x_like),
+            bypass=slots_of(schedule.in_flight, self.bypass_like),
+            arrived=zeros(self.x_like),
+            returned=zeros(self.x_like),
+            gradients=jax.tree.map(jnp.zeros_like, self._params),
+            state=self._state,
+            share=zeros(share),
+            extra=slots_of(schedule.chunks, self.extra_like),
+            out=zeros(out),
+        )
+
+    def forward(self, carry: Carry, at: Tick) -> tuple[Carry, Array]:
+        """Enter, and a stage forward. Also returns the stage's output."""
+        x, bypass, state = self.enter_if(at.enter, carry.state)
+        bypass = self._put_bypass(carry.bypass, at.enter, bypass)
+        micro, chunk, slot = at.forward
+        x = jnp.where(self.is_first(chunk), x, carry.arrived)
+        slot = jnp.where(micro >= 0, slot, len(carry.inputs))
+        inputs = carry.inputs.at[slot].set(x, mode="drop")
+        y, extra = self.stage_if(at.forward_busy, at.forward, x)
+        share = carry.share + jnp.where(micro >= 0, self._extra_share(extra), 0)
+        extra = jax.tree.map(lambda e: jnp.where(micro >= 0, e, 0), extra)
+        extra = jax.tree.map(lambda all_, e: all_.at[chunk].add(e, mode="drop"), carry.extra, extra)
+        return carry._replace(inputs=inputs, bypass=bypass, state=state, share=share, extra=extra), y
+
+    def leave(self, carry: Carry, at: Tick, y: Array) -> tuple[Carry, Tree, Array]:
+        """Leave and its gradient. Also returns the gradients of leave's parameters and of y."""
+        y = jnp.where(self.is_last(at.forward.chunk), y, 0)
+        bypass = self._bypass_of(carry.bypass, at.leave)
+        share, out, dleave, dy, dbypass = self.leave_gradient_if(at.leave, y, bypass)
+        share, out = carry.share + share, add(carry.out, out)
+        bypass = self._put_bypass(carry.bypass, at.leave, dbypass)
+        return carry._replace(bypass=bypass, share=share, out=out), dleave, dy
+
+    def backward(self, carry: Carry, at: Tick, dy: Array) -> tuple[Tree, Array]:
+        """A stage backward: the gradients of its parameters and of its input. dy: of the last stage."""
+        dy = jnp.where(self.is_last(at.backward.chunk), dy, carry.returned)
+        x = carry.inputs[jnp.maximum(at.backward.slot, 0)]
+        return self.stage_gradient_if(at.backward_busy, at.backward, x, dy)
+
+    def enter_gradient(self, carry: Carry, at: Tick, dx: Array) -> Tree:
+        """The gradient of enter's parameters. dx: of this rank's stage input."""
+        dx = jnp.where(self.is_first(at.backward.chunk), dx, 0)
+        return self.enter_gradient_if(at.back, carry.state, dx, self._bypass_of(carry.bypass, at.back))
+
+    def _put_bypass(self, slots: Tree, micro: Array, bypass: Tree) -> Tree:
+        in_flight = self._schedule.in_flight
+        slot = jnp.where(micro >= 0, micro % in_flight, in_flight)
+        return jax.tree.map(lambda all_, b: all_.at[slot].set(b, mode="drop"), slots, bypass)
+
+    def _bypass_of(self, slots: Tree, micro: Array) -> Tree:
+        return jax.tree.map(lambda all_: all_[micro % self._schedule.in_flight], slots)
+
+    # --- the three functions, run where the schedule says so; zeros elsewhere ---
+
+    @jax.named_scope("enter")
+    def enter_if(self, micro: Array, state: Tree) -> tuple[Array, Tree, Tree]:
+        def run() -> tuple[Array, Tree, Tree]:
+            return self._model.enter(self._params.enter, state, self.batch(micro))
+
+        idle = zeros((self.x_like, self.bypass_like))
+        return jax.lax.cond(micro >= 0, run, lambda: (*idle, state))
+
+    @jax.named_scope("enter_gradient")
+    def enter_gradient_if(self, micro: Array, state: Tree, dx: Array, dbypass: Tree) -> Tree:
+        if not jax.tree.leaves(self._params.enter):
+            return self._params.enter
+
+        def run() -> Tree:
+            def enter(params: Tree) -> tuple[Array, Tree]:
+                return self._model.enter(params, state, self.batch(micro))[:2]
+
+            return jax.vjp(enter, self._params.enter)[1]((dx, dbypass))[0]
+
+        return jax.lax.cond(micro >= 0, run, lambda: jax.tree.map(jnp.zeros_like, self._params.enter))
+
+    def _if_busy(self, busy: Array, micro: Array, run: Callable[[], Tree], idle: Callable[[], Tree]) -> Tree:
+        """Ranks of a uniform program all run, or none; what an idle one computes is not used."""
+        return jax.lax.cond(busy > 0 if self._model.uniform_program else micro >= 0, run, idle)
+
+    @jax.named_scope("stage")
+    def stage_if(self, busy: Array, forward: Pass, x: Array) -> tuple[Array, Tree]:
+        micro, chunk = forward.microbatch, jnp.maximum(forward.chunk, 0)
+
+        def run() -> tuple[Array, Tree]:
+            def stage(pattern: str) -> tuple[Array, Tree]:
+                return self._model.stage(pattern, self._params.stage, chunk, x, self.batch(micro))
+
+            return self._model.stages.switch(stage, chunk)
+
+        idle = zeros((self.x_like, self.extra_like))
+        return self._if_busy(busy, micro, run, lambda: idle)
+
+    @jax.named_scope("stage_gradient")
+    def stage_gradient_if(self, busy: Array, backward: Pass, x: Array, dy: Array) -> tuple[Tree, Array]:
+        """Gradients of the parameters and of the input; 0 where the rank idles."""
+        micro, chunk = backward.microbatch, jnp.maximum(backward.chunk, 0)
+
+        def run() -> tuple[Tree, Array]:
+            def gradient(pattern: str) -> tuple[Tree, Array]:
+                def stage(params: Tree, x: Array) -> tuple[Array, Array]:
+                    y, extra = self._model.stage(pattern, params, chunk, x, self.batch(micro))
+                    return y, jnp.asarray(self._extra_share(extra), y.dtype)
+
+                (_, share), pull = jax.vjp(stage, self._params.stage, x)
+                return pull((dy, jnp.ones_like(share)))
+
+            found = self._model.stages.switch(gradient, chunk)
+            return jax.tree.map(lambda g: jnp.where(micro >= 0, g, 0), found)
+
+        def idle() -> tuple[Tree, Array]:
+            return jax.tree.map(jnp.zeros_like, self._params.stage), jnp.zeros_like(x)
+
+        return self._if_busy(busy, micro, run, idle)
+
+    def leave_if(self, micro: Array, y: Array, out_like: Tree) -> Tree:
+        idle = zeros(out_like)
+
+        def run() -> Tree:
+            return self._model.leave(self._params.leave, y, None, self.batch(micro))[1]
+
+        return jax.lax.cond(micro >= 0, run, lambda: idle)
+
+    @jax.named_scope("leave_gradient")
+    def leave_gradient_if(
+        self, micro: Array, y: Array, bypass: Tree
+    ) -> tuple[Array, Tree, Tree, Array, Tree]:
+        """This rank's share, leave's second result, and the gradients of its parameters, y and bypass."""
+
+        def run() -> tuple[Array, Tree, Tree, Array, Tree]:
+            def leave(params: Tree, y: Array, bypass: Tree) -> tuple[Array, Tree]:
+                return self._model.leave(params, y, bypass, self.batch(micro))
+
+            share, pull, out = jax.vjp(leave, self._params.leave, y, bypass, has_aux=True)
+            return share, out, *pull(jnp.ones_like(share))
+
+        def idle() -> Any:
+            return zeros(jax.eval_shape(run))
+
+        return jax.lax.cond(micro >= 0, run, idle)
