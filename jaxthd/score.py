@@ -101,7 +101,7 @@ def score(
             f"{len(documents)} documents have {len(number)} keys; expected a key of its own for each, by "
             "which its scores are known: rename some"
         )
-    check(config, tokenizer=False)
+    check(config, tokenizer=False, data_sets=False)
     config = _for_scoring(with_kernels(config), weights)
     mesh = make_mesh(config.mesh)
     loader = make_loader(
@@ -132,7 +132,8 @@ def score_manifest(
 
     Skipped documents are listed, with the reason, in folder/skipped.jsonl.
     """
-    config = replace(config, data=replace(config.data, validation_manifest=f"scored={manifest}"))
+    own: dict[str, Any] = {"manifest": (manifest,), "tarred_audio": (), "weights": ()}
+    config = replace(config, data=replace(config.data, validation_manifest=f"scored={manifest}", **own))
     config = _for_scoring(prepared(config), weights)
     mesh = make_mesh(config.mesh)
     scorer = Scorer(Blueprint(config), mesh, top_k=top_k, every_token=every_token)

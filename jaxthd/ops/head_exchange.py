@@ -13,7 +13,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Shaped
 
-from jaxthd.packing.segments import Segments, gather_places
+from jaxthd.packing.segments import Segments, gather_in_rows
 
 
 def head_ranks(segments: Segments) -> int:
@@ -35,7 +35,7 @@ def to_heads(x_NH: Shaped[Array, "N H *rest"], segments: Segments) -> Shaped[Arr
         return x_NH
     x_RTH = x_NH.reshape(segments.rows, -1, *x_NH.shape[1:])
     x_RSh = jax.lax.all_to_all(x_RTH, segments.axis, split_axis=2, concat_axis=1, tiled=True)
-    return jax.lax.collapse(gather_places(x_RSh, segments.in_order.slots), 0, 2)
+    return jax.lax.collapse(gather_in_rows(x_RSh, segments.in_order.slots), 0, 2)
 
 
 def to_tokens(
@@ -45,7 +45,7 @@ def to_tokens(
     if segments.in_order is None:
         return x_Mh
     x_RSh = x_Mh.astype(dtype).reshape(segments.rows, -1, *x_Mh.shape[1:])
-    x_RSh = gather_places(x_RSh, segments.in_order.places)
+    x_RSh = gather_in_rows(x_RSh, segments.in_order.indices)
     x_RTH = jax.lax.all_to_all(x_RSh, segments.axis, split_axis=1, concat_axis=2, tiled=True)
     return jax.lax.collapse(x_RTH, 0, 2).astype(x_Mh.dtype)
 

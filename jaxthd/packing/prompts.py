@@ -4,13 +4,13 @@ A packed batch holds whole documents: prompt and answer. What comes later never 
 earlier tokens, so one forward pass gives both the answer's log-probabilities and everything that decoding
 after the prompt needs: prompts stay packed in their buffer, and nothing is padded to the longest.
 
-Legend: R rows, D places for documents of a row (a multiple of the context axis), n documents whose decoding
+Legend: R rows, D documents of a row at most (a multiple of the context axis), n documents whose decoding
 this rank does: R * D over the context axis.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax import Array
 from jaxtyping import Bool, Int, Int32
 
 from jaxthd.packing.batch import Batch
-from jaxthd.packing.layout import inverse_permutation, row_permutation
+from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.segments import KeyIntervals, Segments, key_intervals
 
 DOCUMENTS_BLOCK = 8
@@ -37,23 +37,18 @@ class PromptEnds(NamedTuple):
 
 
 def find_prompts(
-    batch: Batch,
-    context: int,
-    max_documents: int,
-    *,
-    layout: Literal["buffer", "document"] = "buffer",
-    round_to: int = 1,
+    batch: Batch, layout: ContextLayout, max_documents: int
 ) -> tuple[PromptEnds, list[list[int]]]:
     """The prompts of a host batch, and the token ids of their answers (end mark included), R * D lists.
 
-    context, layout, round_to: as the batch was packed with. An answer is a run of supervised tokens; the last
+    layout: as the batch was packed with. An answer is a run of supervised tokens; the last
         one of a document counts.
     """
     rows = len(batch.tokens)
-    places = -(-max_documents // context) * context
+    places = -(-max_documents // layout.ranks) * layout.ranks
     ends = PromptEnds(*np.full((2, rows, places), -1, np.int32))
     answers: list[list[int]] = [[] for _ in range(rows * places)]
-    for row, document, order, slots in _documents(batch, context, layout, round_to):
+    for row, document, order, slots in _documents(batch, layout):
         supervised, targets = (x[row][order][slots] for x in (batch.weights, batch.targets))
         at = np.flatnonzero(supervised)
         if len(at):
@@ -63,27 +58,22 @@ def find_prompts(
     return ends, answers
 
 
-def whole_prompts(
-    batch: Batch,
-    context: int,
-    max_documents: int,
-    *,
-    layout: Literal["buffer", "document"] = "buffer",
-    round_to: int = 1,
-) -> PromptEnds:
+def whole_prompts(batch: Batch, layout: ContextLayout, max_documents: int) -> PromptEnds:
     """Every document of a host batch as a prompt. Arguments: as find_prompts."""
-    ends = PromptEnds(*np.full((2, len(batch.tokens), -(-max_documents // context) * context), -1, np.int32))
-    for row, document, _, slots in _documents(batch, context, layout, round_to):
+    ends = PromptEnds(
+        *np.full((2, len(batch.tokens), -(-max_documents // layout.ranks) * layout.ranks), -1, np.int32)
+    )
+    for row, document, _, slots in _documents(batch, layout):
         ends.first[row, document], ends.last[row, document] = slots[0], slots[-1]
     return ends
 
 
 def _documents(
-    batch: Batch, context: int, layout: Literal["buffer", "document"], round_to: int
+    batch: Batch, layout: ContextLayout
 ) -> Iterator[tuple[int, int, Int32[np.ndarray, " T"], Int[np.ndarray, " n"]]]:
     """(row, document, what puts the row into document order, the document's slots in that order)."""
     for row, segment_ids in enumerate(batch.segment_ids):
-        order = inverse_permutation(row_permutation(segment_ids, context, layout, round_to))
+        order = layout.inverse(segment_ids)
         ids = segment_ids[order]
         for document in range(ids.max()):
             yield row, document, order, np.flatnonzero(ids == document + 1)

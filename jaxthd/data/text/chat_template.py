@@ -11,14 +11,14 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from jaxthd.data.example import Turn
-from jaxthd.data.text.render import LEARNT, LEARNT_END, Renderer, RenderError
+from jaxthd.data.text.render import SUPERVISED, SUPERVISED_END, Renderer, RenderError
 from jaxthd.data.text.tokenizer import FileTokenizer
 from jaxthd.errors import UserError
 
 _SIGN, _RECORDING = "\ufdd3", "\ufdd0"
 """In a text's place; and for a recording, where the tokenizer has no token for it. Unicode assigns them to no
 character: no text has them."""
-_RESERVED = frozenset((_SIGN, _RECORDING, LEARNT, LEARNT_END))
+_RESERVED = frozenset((_SIGN, _RECORDING, SUPERVISED, SUPERVISED_END))
 _HEARD = {"type": "audio", "audio": ""}
 
 Span = tuple[int, int]
@@ -278,8 +278,8 @@ def _text(text: str) -> dict[str, str]:
 def _unmarked(text: str) -> _Rendered:
     """The text without the marks of generation tags."""
     pieces, learnt, at = [], [], 0
-    for number, piece in enumerate(text.split(LEARNT)):
-        inside, _, outside = piece.partition(LEARNT_END) if number else ("", "", piece)
+    for number, piece in enumerate(text.split(SUPERVISED)):
+        inside, _, outside = piece.partition(SUPERVISED_END) if number else ("", "", piece)
         if inside:
             learnt.append((at, at + len(inside)))
         pieces += [inside, outside]

@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import tokenizers
 
+from jaxthd.config import Config
 from jaxthd.data.text.special_tokens import SpecialTokens, read_special_tokens
 from jaxthd.errors import UserError
 
@@ -19,7 +20,8 @@ class Tokenizer(Protocol):
     of a prompt template, which may be special tokens. decode leaves out ids that stand for no text. Padding
     is told by segment id and supervision by the document's mask: pad_id never decides either, and may equal
     eos_id. eos_ids: all ids that end a text, eos_id first. recording: what is written for a recording:
-    audio_id once, and what the checkpoint has around it.
+    audio_id once, and what the checkpoint has around it. vocab_size: rows that a speech model's embedding
+    needs; text_vocab_size: a text-only model's, which never sees audio_id.
     """
 
     pad_id: int
@@ -29,6 +31,7 @@ class Tokenizer(Protocol):
     audio_id: int
     recording: tuple[int, ...]
     vocab_size: int
+    text_vocab_size: int
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -48,6 +51,7 @@ class ByteTokenizer:
     recording: tuple[int, ...] = (audio_id,)
     first_byte = 4
     vocab_size = 260
+    text_vocab_size = 260
 
     def encode(self, text: str) -> list[int]:
         return [byte + self.first_byte for byte in text.encode()]
@@ -131,6 +135,7 @@ class FileTokenizer:
         """What encode_marks turns into audio_id; None where the file has no such token."""
         self.recording = self._recording()
         self.vocab_size = max(file_size, self.audio_id + 1)
+        self.text_vocab_size = file_size
         for name, ids in (
             ("bos_token_id", [self.bos_id]),
             ("eos_token_id", self.eos_ids),
@@ -216,6 +221,12 @@ def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
     if path.is_dir():
         return FileTokenizer(path / "tokenizer.json", read_special_tokens(path))
     return FileTokenizer(path)
+
+
+def needed_vocabulary(config: Config) -> int:
+    """Rows that the model's embedding needs for data.tokenizer. Raises as load_tokenizer."""
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    return tokenizer.vocab_size if config.model.encoder else tokenizer.text_vocab_size
 
 
 class TextStream:

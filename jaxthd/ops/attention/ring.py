@@ -24,8 +24,8 @@ from jaxtyping import Float
 from jaxthd.ops.attention.backends import BACKENDS
 from jaxthd.ops.attention.contract import Call, calls
 from jaxthd.ops.backend import find_backend
-from jaxthd.packing.layout import context_permutation, inverse_permutation
-from jaxthd.packing.segments import Segments, gather_places
+from jaxthd.packing.layout import inverse_permutation
+from jaxthd.packing.segments import Segments, gather_in_rows
 
 Pair = tuple[Array, Array]
 """Keys and values, or their gradients."""
@@ -60,9 +60,9 @@ def gather_in_order(x_NKD: Float[Array, "N K D"], segments: Segments) -> Float[A
     x_RTKD = x_NKD.reshape(segments.rows, -1, *x_NKD.shape[1:])
     x_RTKD = jax.lax.all_gather(x_RTKD, segments.axis, axis=1, tiled=True)
     if segments.in_order is not None:
-        x_RTKD = gather_places(x_RTKD, segments.in_order.slots)
+        x_RTKD = gather_in_rows(x_RTKD, segments.in_order.slots)
     else:
-        x_RTKD = x_RTKD[:, inverse_permutation(context_permutation(x_RTKD.shape[1], segments.context))]
+        x_RTKD = x_RTKD[:, inverse_permutation(segments.swap.permutation(x_RTKD.shape[1]))]
     return x_RTKD.reshape(-1, *x_NKD.shape[1:])
 
 
