@@ -5,12 +5,13 @@ Derived once a step from (segment ids, positions); attention, convolution and sc
 Legend: R rows on this rank, T tokens of a row on this rank, N = R * T, QB query blocks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int32
 
@@ -230,6 +231,25 @@ def make_segments(
         documents=documents,
         uniform_program=uniform_program,
     )
+
+
+def segments_of(lengths: Sequence[int], capacity: int | None = None, *, block: int = 128) -> Segments:
+    """Segments of one row on one device: documents of these lengths, one after the other, then padding.
+
+    capacity: tokens of the row; None: as many as the documents have. block: see make_segments.
+    Raises ValueError for an empty document, and where the capacity is less than the documents' tokens.
+    """
+    tokens = sum(lengths)
+    capacity = tokens if capacity is None else capacity
+    if min(lengths, default=1) < 1 or tokens > capacity:
+        raise ValueError(
+            f"documents of {list(lengths)} tokens for a row of {capacity}; expected at least one token in each "
+            f"and at most {capacity} in all: change the lengths, or raise capacity"
+        )
+    ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    positions = np.concatenate([np.arange(length) for length in lengths] or [ids])
+    ids_T, positions_T = (jnp.asarray(np.pad(x, (0, capacity - tokens)), jnp.int32) for x in (ids, positions))
+    return make_segments(ids_T[None], positions_T[None], block=block, axis=None, documents=len(lengths))
 
 
 def _by_document(
