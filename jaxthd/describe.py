@@ -18,9 +18,9 @@ from flax import nnx
 from jaxthd.config import Config, MeshConfig
 from jaxthd.errors import readable_errors
 from jaxthd.models.adapt import dotted, projections, split, trained
+from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.parallel.mesh import bytes_of, on_device
 from jaxthd.parallel.params import Buffer
-from jaxthd.parallel.stages import KINDS
 from jaxthd.steps.blueprint import Blueprint, specs_of
 from jaxthd.steps.optimizer import make_optimizer
 from jaxthd.terminal.command_line import parse_command_line
@@ -98,7 +98,7 @@ def _group(path: Path, config: Config) -> tuple[str, str, int]:
     letters, layers = config.model.llm.letters, config.model.audio_encoder.layers
     match path:
         case ("decoder", "layers", str(kind), "mixer", str(name), *_):
-            letter = next(letter for letter, of_letter in KINDS.items() if of_letter == kind)
+            letter = next(k.letter for k in LAYER_KINDS.values() if k.name == kind)
             label = f"E {_EXPERTS.get(name, name)}" if letter == "E" else _LETTERS[letter]
             return "LLM", label, letters.count(letter)
         case ("mtp", "layers", "moe", "mixer", "up" | "down", *_):

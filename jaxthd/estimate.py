@@ -22,11 +22,11 @@ from jaxthd.config import Config
 from jaxthd.describe import state_bytes
 from jaxthd.errors import readable_errors
 from jaxthd.kernels.choose import using
+from jaxthd.models.stacks import to_stages
 from jaxthd.packing.batch import AUDIO_FIELDS, Batch
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.mesh import batch_specs, bytes_of, make_mesh, on_device
 from jaxthd.parallel.schedule import Schedule, make_schedule
-from jaxthd.parallel.stages import to_stages
 from jaxthd.planning.costs import Costs, Number, Traffic, stage_runs
 from jaxthd.planning.program import UNOPTIMIZED, received_bytes
 from jaxthd.steps.blueprint import Blueprint

@@ -46,7 +46,7 @@ from jaxthd.config import Config, DataConfig, MeshConfig
 from jaxthd.estimate import abstract_batch
 from jaxthd.kernels.choose import using
 from jaxthd.parallel.mesh import AXES, batch_specs
-from jaxthd.parallel.stages import to_stages
+from jaxthd.models.stacks import to_stages
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state, state_shardings
 from jaxthd.steps.training import make_train_step

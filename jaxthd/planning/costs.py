@@ -18,11 +18,12 @@ from jaxthd.config import Config
 from jaxthd.models.adapt import trained
 from jaxthd.models.fastconformer import PIECE
 from jaxthd.models.hybrid import repeated_units
+from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.experts import expert_sharding
 from jaxthd.parallel.mesh import AUDIO_AXES, AXES, CONTEXT, DATA, PIPELINE, TENSOR, ranks_of
 from jaxthd.parallel.schedule import Schedule, make_schedule
-from jaxthd.parallel.stages import KINDS, Stages
+from jaxthd.parallel.stages import Stages
 from jaxthd.planning.layouts import mamba_bytes
 from jaxthd.steps.blueprint import Blueprint
 
@@ -209,8 +210,10 @@ class Costs:
 
     def _unit(self, unit: str, module: str = "decoder") -> Number:
         """A turn of the scan in the backward pass."""
-        weights = {k: self._gathered(module, "layers", KINDS[k]) for k in set(unit)}
-        gradients = {k: self._gathered(module, "layers", KINDS[k], trained=True) for k in set(unit)}
+        weights = {k: self._gathered(module, "layers", LAYER_KINDS[k].name) for k in set(unit)}
+        gradients = {
+            k: self._gathered(module, "layers", LAYER_KINDS[k].name, trained=True) for k in set(unit)
+        }
         activations = {k: self._layer(k) for k in set(unit)}
         used = sum(weights[k] * self._a / self._itemsize for k in unit)
         recomputed = sum(activations[k] for k in unit) if self._config.compute.remat_llm else 0
@@ -338,7 +341,7 @@ class Costs:
         """Of a unit, `times` forward and backward."""
         remat = int(self._config.compute.remat_llm)
         for letter, count in Counter(unit).items():
-            for weight in self._of(module, "layers", KINDS[letter]):
+            for weight in self._of(module, "layers", LAYER_KINDS[letter].name):
                 found.gather(weight.fsdp, weight.size, times * count * (2 + again + weight.trained))
             self._mixer(letter, found, times * count, remat, again, apart=module == "decoder")
         recomputed = remat * (len(unit) - 1)
