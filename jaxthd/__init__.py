@@ -1,1 +1,170 @@
-"""jaxthd: packed, context-parallel training of speech language models in JAX."""
+"""jaxthd trains speech language models in JAX, on packed sequences, over a mesh of devices.
+
+The public names, for use from Python; docs/api.md shows them at work. Each is imported when it is first used:
+`import jaxthd` alone does not import jax.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxthd.checkpoints.checkpoint import Checkpoints as Checkpoints
+    from jaxthd.checkpoints.weights import Weights as Weights
+    from jaxthd.checkpoints.weights import load_model as load_model
+    from jaxthd.checkpoints.weights import load_weights as load_weights
+    from jaxthd.config import AdaptConfig as AdaptConfig
+    from jaxthd.config import ComputeConfig as ComputeConfig
+    from jaxthd.config import Config as Config
+    from jaxthd.config import DataConfig as DataConfig
+    from jaxthd.config import EncoderConfig as EncoderConfig
+    from jaxthd.config import LLMConfig as LLMConfig
+    from jaxthd.config import MeshConfig as MeshConfig
+    from jaxthd.config import ModelConfig as ModelConfig
+    from jaxthd.config import SpecAugmentConfig as SpecAugmentConfig
+    from jaxthd.config import TrainConfig as TrainConfig
+    from jaxthd.config import load_config as load_config
+    from jaxthd.data.example import Clip as Clip
+    from jaxthd.data.example import Example as Example
+    from jaxthd.data.example import Samples as Samples
+    from jaxthd.data.example import Turn as Turn
+    from jaxthd.data.example import utterance as utterance
+    from jaxthd.data.loader import Loader as Loader
+    from jaxthd.data.loader import make_loader as make_loader
+    from jaxthd.data.packer import PackDocuments as PackDocuments
+    from jaxthd.data.packer import PackedRow as PackedRow
+    from jaxthd.data.packer import pack_documents as pack_documents
+    from jaxthd.data.skipped import Skipped as Skipped
+    from jaxthd.data.sources.registry import SOURCES as SOURCES
+    from jaxthd.data.sources.registry import register_source as register_source
+    from jaxthd.data.sources.source import Source as Source
+    from jaxthd.data.speech import SpeechDocuments as SpeechDocuments
+    from jaxthd.data.text.tokenizer import load_tokenizer as load_tokenizer
+    from jaxthd.errors import UserError as UserError
+    from jaxthd.inference.generator import Generator as Generator
+    from jaxthd.inference.scorer import Scorer as Scorer
+    from jaxthd.models.fastconformer import FastConformer as FastConformer
+    from jaxthd.models.hybrid import HybridDecoder as HybridDecoder
+    from jaxthd.models.mixers import MLP as MLP
+    from jaxthd.models.mixers import Attention as Attention
+    from jaxthd.models.mixers import Mamba2 as Mamba2
+    from jaxthd.models.mixers import MoE as MoE
+    from jaxthd.models.speech_lm import SpeechLM as SpeechLM
+    from jaxthd.models.stacks import from_stages as from_stages
+    from jaxthd.models.stacks import to_stages as to_stages
+    from jaxthd.objectives import OBJECTIVES as OBJECTIVES
+    from jaxthd.objectives import Objective as Objective
+    from jaxthd.objectives import Tokens as Tokens
+    from jaxthd.objectives import register_objective as register_objective
+    from jaxthd.packing.batch import Batch as Batch
+    from jaxthd.packing.batch import concatenate_rows as concatenate_rows
+    from jaxthd.packing.document import Document as Document
+    from jaxthd.packing.pack import PackReport as PackReport
+    from jaxthd.packing.pack import pack_row as pack_row
+    from jaxthd.packing.segments import Segments as Segments
+    from jaxthd.packing.segments import make_segments as make_segments
+    from jaxthd.packing.segments import segments_of as segments_of
+    from jaxthd.packing.thd_view import ThdView as ThdView
+    from jaxthd.packing.thd_view import thd_view as thd_view
+    from jaxthd.parallel.mesh import make_mesh as make_mesh
+    from jaxthd.parallel.mesh import put_batch as put_batch
+    from jaxthd.parallel.params import Init as Init
+    from jaxthd.steps.blueprint import Blueprint as Blueprint
+    from jaxthd.steps.scoring import make_scoring_step as make_scoring_step
+    from jaxthd.steps.state import TrainState as TrainState
+    from jaxthd.steps.state import abstract_state as abstract_state
+    from jaxthd.steps.state import canonical_form as canonical_form
+    from jaxthd.steps.state import canonical_shardings as canonical_shardings
+    from jaxthd.steps.state import init_state as init_state
+    from jaxthd.steps.state import training_form as training_form
+    from jaxthd.steps.training import StepMetrics as StepMetrics
+    from jaxthd.steps.training import loss_and_gradient as loss_and_gradient
+    from jaxthd.steps.training import make_train_step as make_train_step
+
+_HOMES = {
+    "Checkpoints": "checkpoints.checkpoint",
+    "Weights": "checkpoints.weights",
+    "load_model": "checkpoints.weights",
+    "load_weights": "checkpoints.weights",
+    "AdaptConfig": "config",
+    "ComputeConfig": "config",
+    "Config": "config",
+    "DataConfig": "config",
+    "EncoderConfig": "config",
+    "LLMConfig": "config",
+    "MeshConfig": "config",
+    "ModelConfig": "config",
+    "SpecAugmentConfig": "config",
+    "TrainConfig": "config",
+    "load_config": "config",
+    "Clip": "data.example",
+    "Example": "data.example",
+    "Samples": "data.example",
+    "Turn": "data.example",
+    "utterance": "data.example",
+    "Loader": "data.loader",
+    "make_loader": "data.loader",
+    "PackDocuments": "data.packer",
+    "PackedRow": "data.packer",
+    "pack_documents": "data.packer",
+    "Skipped": "data.skipped",
+    "SOURCES": "data.sources.registry",
+    "register_source": "data.sources.registry",
+    "Source": "data.sources.source",
+    "SpeechDocuments": "data.speech",
+    "load_tokenizer": "data.text.tokenizer",
+    "UserError": "errors",
+    "Generator": "inference.generator",
+    "Scorer": "inference.scorer",
+    "FastConformer": "models.fastconformer",
+    "HybridDecoder": "models.hybrid",
+    "MLP": "models.mixers",
+    "Attention": "models.mixers",
+    "Mamba2": "models.mixers",
+    "MoE": "models.mixers",
+    "SpeechLM": "models.speech_lm",
+    "from_stages": "models.stacks",
+    "to_stages": "models.stacks",
+    "OBJECTIVES": "objectives",
+    "Objective": "objectives",
+    "Tokens": "objectives",
+    "register_objective": "objectives",
+    "Batch": "packing.batch",
+    "concatenate_rows": "packing.batch",
+    "Document": "packing.document",
+    "PackReport": "packing.pack",
+    "pack_row": "packing.pack",
+    "Segments": "packing.segments",
+    "make_segments": "packing.segments",
+    "segments_of": "packing.segments",
+    "ThdView": "packing.thd_view",
+    "thd_view": "packing.thd_view",
+    "make_mesh": "parallel.mesh",
+    "put_batch": "parallel.mesh",
+    "Init": "parallel.params",
+    "Blueprint": "steps.blueprint",
+    "make_scoring_step": "steps.scoring",
+    "TrainState": "steps.state",
+    "abstract_state": "steps.state",
+    "canonical_form": "steps.state",
+    "canonical_shardings": "steps.state",
+    "init_state": "steps.state",
+    "training_form": "steps.state",
+    "StepMetrics": "steps.training",
+    "loss_and_gradient": "steps.training",
+    "make_train_step": "steps.training",
+}
+"""Public names, and the module that each is defined in."""
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxthd' has no attribute {name!r}")
+    value = getattr(import_module(f"jaxthd.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

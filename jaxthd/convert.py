@@ -33,6 +33,7 @@ from jaxthd.checkpoints.weights import load_weights, named_weights, source_of
 from jaxthd.config import Config, DataConfig, MeshConfig, ModelConfig
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError, readable_errors
+from jaxthd.files.run_folder import is_run, read_config, write_config
 from jaxthd.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxthd.hf.export import TOKENIZER_FILES, copy_files, export
 from jaxthd.hf.families import FORMATS, export_families
@@ -40,7 +41,7 @@ from jaxthd.hf.family import Family
 from jaxthd.hf.names import ArraySlice
 from jaxthd.models.adapt import merge_lora
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.run.workdir import is_run, read_config, write_config
+from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState
 from jaxthd.terminal.tables import size_text
 
@@ -68,7 +69,7 @@ def import_weights(sources: Sequence[str], out: Path, *, adapter_dim: int = 0) -
     if folders:
         config = replace(config, data=DataConfig(tokenizer=str(out / "tokenizer")))
     mesh = make_mesh(config.mesh)
-    weights = load_weights(sources, config, mesh)
+    weights = load_weights(sources, Blueprint(config), mesh)
     zero = jnp.zeros((), jnp.int32)
     state = TrainState(zero, zero, zero, weights.params, weights.buffers, ())
     out.mkdir(parents=True)
@@ -102,7 +103,7 @@ def export_weights(
     config = replace(read_config(path), mesh=MeshConfig())
     folders = {out / name: family for name, family in export_families(config.model, form).items()}
     mesh = make_mesh(config.mesh)
-    weights = load_weights([source], config, mesh, partly=False)
+    weights = load_weights([source], Blueprint(config), mesh, partly=False)
     params, config = merge_lora(weights.params, config)
     arrays = named_weights(weights._replace(params=params))
     take = partial(_taken, arrays, _indexing(mesh))

@@ -1,4 +1,4 @@
-"""What this machine can run: its devices and versions, and each attention and scan back-end with its errors.
+"""Shows what this machine can run: devices, versions, and each attention and scan back-end.
 
     python -m jaxthd.doctor [--config configs/nemotron3_nano.py] [--json]
 
@@ -50,7 +50,7 @@ class Found(NamedTuple):
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxthd.doctor", description=(__doc__ or "").splitlines()[0]
+        prog="jaxthd doctor", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--config", type=Path, help="a config file: compare for its model's shapes and dtype")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")

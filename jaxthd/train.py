@@ -1,197 +1,178 @@
-"""The training run: config -> data -> step -> checkpoints and metrics.
+"""Trains a model, or continues the training in a workdir.
 
     python -m jaxthd.train --config configs/cp2.py --workdir runs/cp2
 
 A workdir that holds a checkpoint is continued. It receives
-    metrics.jsonl      one object a step; tensorboard/ the same for TensorBoard
-    curves.png         loss, word error rate, speed over the steps
-    hypotheses.jsonl   what the last validation decoded, next to what it should be
-    skipped.jsonl      every document skipped, with the reason
+    metrics.jsonl      a JSON object for each step; the same for TensorBoard in tensorboard/
+    curves.png         loss, word error rate and speed over the steps
+    hypotheses.jsonl   hypotheses and references of the last validation
+    skipped.jsonl      every document that was skipped, with the reason
     not_finite.jsonl   steps whose update was skipped, with their documents
-    checkpoints/       parameters, optimizer, batch statistics, data position
+    checkpoints/       parameters, optimizer state, batch statistics, data position
     config.json        the settings of the run
 
-Several processes train together: SLURM's srun starts them, or each is told --coordinator HOST:PORT
---processes N --process I. They share the workdir; all but the arrays of checkpoints is written by process 0.
+Several processes can train together: SLURM's srun starts them, or each is given --coordinator HOST:PORT
+--processes N --process I. They share the workdir; each writes its arrays of the checkpoints, and process 0
+everything else.
 """
 
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
-from itertools import islice
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.checkpoints.weights import start_state
 from jaxthd.config import Config
-from jaxthd.data.dataset import SpeechData, whole_position
-from jaxthd.errors import UserError, readable_errors
-from jaxthd.figures.curves import draw_batch, draw_curves
-from jaxthd.files.jsonl import append_line, keep_lines, write_lines
-from jaxthd.inference.evaluator import Evaluator, validation_metrics
+from jaxthd.data.dataset import SpeechData, SynchronizedLoader, whole_position
+from jaxthd.data.loader import BatchReport
+from jaxthd.errors import readable_errors
+from jaxthd.figures.batch import draw_batch
+from jaxthd.figures.curves import draw_curves
+from jaxthd.inference.validation import Validation
 from jaxthd.models.adapt import split
+from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import local_rows, make_mesh, put_batch
-from jaxthd.parallel.processes import exchange, is_first, require_same
-from jaxthd.run.metrics import Metrics, NoMetrics, metrics_line, read_metrics, summary
+from jaxthd.parallel.processes import is_first, require_same
+from jaxthd.run.metrics import StepFacts, metrics_line
+from jaxthd.run.metrics_file import open_metrics, read_metrics
+from jaxthd.run.nonfinite import NonFiniteSteps
+from jaxthd.run.outputs import OutputFolder
+from jaxthd.run.progress import summary
 from jaxthd.run.signals import stop_requested
+from jaxthd.run.startup import devices_ready, prepared
 from jaxthd.run.workdir import opened
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState, abstract_state, canonical_form, canonical_shardings, training_form
 from jaxthd.steps.training import make_train_step
-from jaxthd.terminal.command_line import PROCESS_OPTIONS, parse_command_line, ready
+from jaxthd.terminal.arguments import PROCESS_OPTIONS, parse_command_line
 
 
 def main(argv: list[str] | None = None) -> None:
-    config, config_path, options = parse_command_line("train", argv, PROCESS_OPTIONS)
-    workdir = options.workdir or Path("runs") / config_path.stem
-    with ready(config, options) as config:
-        train(config, workdir)
+    config, path, options = parse_command_line("train", argv, PROCESS_OPTIONS)
+    with devices_ready(config.mesh, options):
+        train(config, options.workdir or Path("runs") / path.stem)
 
 
 def train(config: Config, workdir: Path) -> None:
-    """Runs, or continues, the training of `workdir` up to config.train.steps, or until SIGTERM or Ctrl-C.
+    """Runs, or continues, the training in `workdir` up to config.train.steps, or until SIGTERM or Ctrl-C.
 
-    If there are several processes (jaxthd.parallel.processes), all call it; they share the workdir. The config is
-    taken as validated. Raises UserError for data that cannot be used, for a workdir of another config or in
-    use, where too many updates in a row are not finite, and where a checkpoint cannot be saved.
+    Of several processes (jaxthd.run.startup.devices_ready) all call it, with the same arguments.
+    Raises UserError for a config that cannot work on this machine, for data that cannot be used, for a
+    workdir that is in use or holds a run of another config, after too many updates in a row that are not
+    finite, and where a checkpoint cannot be saved.
     """
+    config = prepared(config)
     with ExitStack() as stack:
-        if is_first():
-            stack.enter_context(opened(workdir, config))
+        stack.enter_context(opened(workdir, config))
         require_same("the configuration", asdict(config))
+        outputs = OutputFolder(workdir)
         data = stack.enter_context(closing(SpeechData(config, workdir)))
         checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints))
-        first, steps = _train(config, workdir, data, checkpoints), config.train.steps
-    if first < steps and is_first():
+        steps_done = _train(config, outputs, data, checkpoints)
+    if steps_done and is_first():
         lines = read_metrics(workdir)
         draw_curves(lines, workdir / "curves.png")
         print(summary(lines))
         if len(data.skipped):
-            print(f"documents skipped are listed in {data.skipped.path}")
+            print(f"skipped documents are listed in {data.skipped.path}")
 
 
-def _train(config: Config, workdir: Path, data: SpeechData, checkpoints: Checkpoints) -> int:
-    """Returns the step at which the run was taken up."""
-    # --- model, on the mesh ---
-    mesh = make_mesh(config.mesh)
-    train_step = make_train_step(Blueprint(config), mesh)
-    evaluator = Evaluator(config, mesh, data.end_id)
-    abstract = abstract_state(Blueprint(config))
-    own, frozen = split(abstract.params, Blueprint(config).trained)
-    own_size, frozen_size = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (own, frozen))
-    parameters = f"{own_size:,} parameters" + f" to train and {frozen_size:,} frozen" * (frozen_size > 0)
-    print(f"{parameters}; mesh (data, context, pipeline, tensor) = {config.mesh.sizes}")
+def _train(config: Config, outputs: OutputFolder, data: SpeechData, checkpoints: Checkpoints) -> int:
+    """Returns the number of steps that it has trained."""
+    # --- the model on the mesh ---
+    blueprint, mesh = Blueprint(config), make_mesh(config.mesh)
+    train_step = make_train_step(blueprint, mesh)
+    validation = Validation(blueprint, mesh, data, outputs)
+    print(f"{_parameters(blueprint)}; mesh (data, context, pipeline, tensor) = {config.mesh.sizes}")
 
     with ExitStack() as stack:
-        # --- continue where a checkpoint stands ---
-        rows = local_rows(mesh, config.data.rows)
-        loader = stack.enter_context(closing(data.training(rows)))
-        restored = checkpoints.restore_latest(abstract, canonical_shardings(Blueprint(config), mesh))
-        if restored is None:
-            state = start_state(config, mesh)
-        else:
-            state, position = training_form(restored[0], Blueprint(config), mesh), restored[1]
-            loader.set_state(position)
-            print(f"continuing from step {int(state.step)} in {workdir}")
+        # --- the newest checkpoint, or a new run ---
+        loader = stack.enter_context(closing(data.training(local_rows(mesh, config.data.rows))))
+        state = _newest_state(blueprint, mesh, checkpoints, loader)
         first, steps = int(state.step), config.train.steps
+        if first:
+            print(f"continuing from step {first} in {outputs.path}")
         if first >= steps:
-            print(f"{workdir} already holds step {first} of {steps}: nothing to do")
-            return first
-        # What was written after the restored step is of a run that was cut off.
-        not_finite = workdir / "not_finite.jsonl"
-        if is_first():
-            keep_lines(not_finite, lambda line: line["step"] <= first)
-            metrics = Metrics(workdir, first, steps, tensorboard=config.train.tensorboard)
-        else:
-            metrics = NoMetrics()
-        stack.enter_context(metrics)
-        stopping = stack.enter_context(stop_requested())
-
-        def validation(state: TrainState) -> dict[str, float]:
-            sets, scores, heard = config.data.validation_sets, [], []
-            for each in sets:
-                with closing(data.validation(rows, each.name)) as batches:
-                    found = evaluator(state, islice(batches, config.train.validation_batches))
-                scores.append(found.scores)
-                of_set = {"set": each.name} if each.is_named else {}
-                heard += [of_set | h._asdict() for h in found.hypotheses]
-            if is_first():
-                write_lines(workdir / "hypotheses.jsonl", heard)
-            return validation_metrics(sets, scores)
+            print(f"{outputs.path} already holds step {first} of {steps}: nothing to do")
+            return 0
+        tensorboard = config.train.tensorboard
+        metrics = stack.enter_context(open_metrics(outputs.path, first, steps, tensorboard=tensorboard))
+        non_finite = NonFiniteSteps(outputs, first, config.train.max_skipped_steps, metrics.say)
+        stop_asked = stack.enter_context(stop_requested())
 
         # --- steps ---
-        every = config.train.validate_every if data.has_validation else 0
-        if every and first == 0:
+        if first == 0 and validation.is_due(0):
             metrics.step({"step": 0, **validation(state)})
         metrics.say("compiling the training step")
-        batch, report = next(loader)
-        on_mesh = put_batch(batch, mesh)
+        on_mesh, upcoming = _load(loader, mesh)
         for step in range(first + 1, steps + 1):
-            start = time.perf_counter()
+            start, current = time.perf_counter(), upcoming
             state, on_device = train_step(state, on_mesh)
-            # The data position after this step's batch; the next one is taken while the devices work.
-            position, this_batch, this_report = loader.get_state(), batch, report
-            if step < steps:
-                batch, report = next(loader)
-                on_mesh = put_batch(batch, mesh)
-            stop = any(exchange(stopping()))
-            measured = jax.tree.map(lambda x: x.item(), on_device)
-            scalars: dict[str, float | int] = {
-                "loss": measured.loss,
-                "grad_norm": measured.grad_norm,
-                "learning_rate": measured.learning_rate,
-                "skipped_updates": measured.skipped,
-                "compilations": compilations(train_step),
-                "skipped_documents": len(data.skipped),
-            }
-            if measured.mtp_loss is not None:
-                scalars["mtp_loss"] = measured.mtp_loss
-            if measured.max_expert_load is not None:
-                scalars |= {"max_expert_load": measured.max_expert_load, "aux_loss": measured.aux_loss}
-            line = metrics_line(step, scalars, this_report, time.perf_counter() - start)
-            last = step == steps or stop
-            validated = validation(state) if every and (step == steps or step % every == 0) else {}
+            if step < steps:  # the next batch is loaded while the devices work
+                on_mesh, upcoming = _load(loader, mesh)
+            last = stop_asked() or step == steps
+            results = jax.tree.map(lambda x: x.item(), on_device)
+            seconds, skipped = time.perf_counter() - start, len(data.skipped)
+            facts = StepFacts(step, results, current.report, seconds, compilations(train_step), skipped)
+            line, validated = metrics_line(facts), validation(state) if validation.is_due(step) else {}
             metrics.step(line | validated)
-            if measured.skipped_in_a_row:
-                documents = [key for row in loader.keys(this_report) for key in row]
-                what = {name: line[name] for name in ("step", "loss", "grad_norm")}
-                if is_first():
-                    append_line(not_finite, what | {"documents": documents})
-                metrics.say(f"warning: {_skipped(what, documents)}")
-                if measured.skipped_in_a_row >= config.train.max_skipped_steps:
-                    raise UserError(
-                        f"{_skipped(what, documents)}. So were {measured.skipped_in_a_row} in a row "
-                        "(train.max_skipped_steps); expected finite numbers. Lower train.learning_rate or "
-                        f"train.clip_norm, or look at the documents listed in {not_finite}. The checkpoints "
-                        "are of before"
-                    )
+            if results.skipped_in_a_row:
+                documents = list(chain(*loader.keys(current.report)))
+                non_finite.add(line, documents, results.skipped_in_a_row)
             if last or validated or step % config.train.checkpoint_every == 0:
-                saved = canonical_form(state, Blueprint(config), mesh)
-                checkpoints.save(step, saved, whole_position(position), validated)
+                position = whole_position(current.position)
+                checkpoints.save(step, canonical_form(state, blueprint, mesh), position, validated)
             if last:
                 break
         if step < steps:
             metrics.say(f"stopped by a signal after step {step}, which is saved: the same command continues")
-        if config.train.draw_last_batch and is_first():
-            draw_batch(this_batch, this_report, config, workdir / "last_batch.png")
-    return first
+        if config.train.draw_last_batch:
+            outputs.draw("last_batch.png", partial(draw_batch, current.batch, current.report, config))
+    return step - first
 
 
-def _skipped(what: Mapping[str, Any], documents: Sequence[str]) -> str:
-    """what: step, loss, grad_norm."""
-    others = f" and {len(documents) - 5} more" if len(documents) > 5 else ""
-    return (
-        f"step {what['step']}: loss {what['loss']}, gradient norm {what['grad_norm']}: its update is "
-        f"skipped. Documents: {', '.join(documents[:5])}{others}"
-    )
+class _Loaded(NamedTuple):
+    """A batch on the host. position: where the data goes on after it."""
+
+    batch: Batch
+    report: BatchReport
+    position: dict[str, Any]
+
+
+def _load(loader: SynchronizedLoader, mesh: Mesh) -> tuple[Batch, _Loaded]:
+    """(the next batch on the mesh, the same on the host)."""
+    batch, report = next(loader)
+    return put_batch(batch, mesh), _Loaded(batch, report, loader.get_state())
+
+
+def _newest_state(
+    blueprint: Blueprint, mesh: Mesh, checkpoints: Checkpoints, loader: SynchronizedLoader
+) -> TrainState:
+    """The newest checkpoint's state, with the loader set to where its data goes on; else a new run's."""
+    restored = checkpoints.restore_latest(abstract_state(blueprint), canonical_shardings(blueprint, mesh))
+    if restored is None:
+        return start_state(blueprint, mesh)
+    state, position = restored
+    loader.set_state(position)
+    return training_form(state, blueprint, mesh)
+
+
+def _parameters(blueprint: Blueprint) -> str:
+    """Their number, as text."""
+    own, frozen = split(abstract_state(blueprint).params, blueprint.trained)
+    own_size, frozen_size = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (own, frozen))
+    return f"{own_size:,} parameters" + f" to train and {frozen_size:,} frozen" * (frozen_size > 0)
 
 
 def compilations(step: Any) -> int:
-    """Executables that a jitted function has made so far."""
+    """Programs that a jitted function has compiled so far."""
     return step._cache_size()
 
 

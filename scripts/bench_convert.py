@@ -103,7 +103,9 @@ def measure(what: str, config: Config, folder: Path) -> dict[str, int]:
             import_weights([str(published)], imported)
         case "import":
             with peak(told):
-                weights = jax.block_until_ready(load_weights([published], config, mesh, partly=False))
+                weights = jax.block_until_ready(
+                    load_weights([published], Blueprint(config), mesh, partly=False)
+                )
             told["arrays"] = shard_bytes(weights)
         case "export":
             with peak(told):

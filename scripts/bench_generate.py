@@ -22,9 +22,9 @@ from jaxthd.data.example import Example, Samples, Turn
 from jaxthd.inference.generator import Generator
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.mesh import make_mesh
+from jaxthd.run.startup import simulate_devices
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import init_state
-from jaxthd.terminal.command_line import simulate_devices
 from jaxthd.terminal.tables import Claim, conclude, show
 
 ROOT = Path(__file__).parents[1]
@@ -73,9 +73,9 @@ def measure(generator: Generator, asked: list[Example]) -> Speed:
     def timed(every: int) -> tuple[float, float, int, int]:
         """(seconds to the first token, seconds in all, tokens, steps)."""
         start, first, tokens = time.perf_counter(), 0.0, Counter[int]()
-        for piece in generator.stream(asked, temperature=1.0, every=every):
+        for delta in generator.stream(asked, temperature=1.0, every=every):
             first = first or time.perf_counter() - start
-            tokens[piece.number] += len(piece.tokens)
+            tokens[delta.number] += len(delta.tokens)
         return first, time.perf_counter() - start, tokens.total(), max(tokens.values())
 
     first, seconds, tokens, steps = timed(1)

@@ -33,10 +33,10 @@ from jaxthd.config import Config, load_config
 from jaxthd.data.dataset import SpeechData, SynchronizedLoader
 from jaxthd.data.loader import BatchReport
 from jaxthd.parallel.mesh import make_mesh, put_batch
+from jaxthd.run.startup import simulate_devices
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import init_state
 from jaxthd.steps.training import make_train_step
-from jaxthd.terminal.command_line import simulate_devices
 
 WARM_UP = 16
 """Batches before anything is timed or weighed."""

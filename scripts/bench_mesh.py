@@ -36,11 +36,12 @@ from jaxthd.config import (
     ModelConfig,
     TrainConfig,
 )
-from jaxthd.estimate import bubble_formula, lowered_step
 from jaxthd.parallel.mesh import CONTEXT, TENSOR, bytes_of, on_device
 from jaxthd.parallel.params import weight_decay_mask
 from jaxthd.parallel.schedule import make_schedule
-from jaxthd.planning.costs import Costs
+from jaxthd.planning.bubble import bubble_formula
+from jaxthd.planning.compiled_step import lowered_step
+from jaxthd.planning.memory import temporary_memory
 from jaxthd.planning.program import UNOPTIMIZED
 from jaxthd.steps.blueprint import Blueprint, specs_of
 from jaxthd.terminal.tables import Claim, conclude, show
@@ -177,7 +178,7 @@ def axes_section(sizes: Sequence[int]) -> list[Claim]:
         for size, mesh in zip(sizes, of_axis, strict=True):
             config = tiny(mesh, tokens=1024)
             temporary.append(program(config).temporary)
-            closed = round(Costs(config).memory().most)
+            closed = round(temporary_memory(config).most)
             share = f"{temporary[-1] / temporary[0]:.3f}"
             off = f"{closed / temporary[-1] - 1:+.0%}"
             rows.append([axis, size, temporary[-1], share, closed, off])

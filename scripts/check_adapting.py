@@ -42,7 +42,7 @@ from jaxthd.hf.export import export
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.run.metrics import read_metrics
+from jaxthd.run.metrics_file import read_metrics
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.terminal.tables import Claim, conclude
 
@@ -233,9 +233,10 @@ def adapt(options: argparse.Namespace, work: Path) -> list[Claim]:
     config = replace(load_config(file), mesh=MeshConfig())
     plain = replace(config, adapt=type(config.adapt)())
     mesh = make_mesh(config.mesh)
-    adapted = load_weights([workdir], config, mesh, partly=False)
+    adapted = load_weights([workdir], Blueprint(config), mesh, partly=False)
     merged, original = (
-        load_weights([work / folder], plain, mesh, partly=False) for folder in ("exported", "published")
+        load_weights([work / folder], Blueprint(plain), mesh, partly=False)
+        for folder in ("exported", "published")
     )
     before, after = (named_weights(w) for w in (original, adapted))
     frozen = [n for n in before if n.startswith(("encoder.", "decoder.", "embedding", "head"))]

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from jaxthd.run.metrics import read_metrics
+from jaxthd.run.metrics_file import read_metrics
 from jaxthd.terminal.tables import Claim, conclude, show
 
 CONFIG = Path(__file__).parent.parent / "configs" / "single.py"

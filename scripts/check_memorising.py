@@ -16,8 +16,8 @@ from pathlib import Path
 from jaxthd.config import Config, load_config
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.inference.wer import make_normaliser
-from jaxthd.run.metrics import read_metrics
-from jaxthd.terminal.command_line import simulate_devices
+from jaxthd.run.metrics_file import read_metrics
+from jaxthd.run.startup import simulate_devices
 from jaxthd.train import train
 from jaxthd.validate import DeviceFacts, validate
 

@@ -35,7 +35,7 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("PJRT_NPROC", "32")  # threads; see jaxthd.terminal.command_line.simulate_devices
+os.environ.setdefault("PJRT_NPROC", "32")  # threads; see jaxthd.run.startup.simulate_devices
 if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = (
         "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
@@ -58,15 +58,15 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.models.adapt import split
+from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
-from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import Gradient, loss_and_gradient
 from jaxthd.terminal.tables import table
-from scripts.comparison.errors import relative_errors, root_mean_square_norm
+from scripts.comparison.errors import worst_error
 from scripts.comparison.weights import random_state
 
 Dtype = Literal["float32", "float64"]
@@ -299,32 +299,26 @@ def of_lora(gradients: Any, params: Any, scale: float) -> Any:
     return found
 
 
-def worst_error(got: Gradient, want: Gradient) -> tuple[float, str]:
-    """Of loss, gradients, statistics and routing, each on its own measure; and the tensor's name.
-
-    want: in float64. A gradient that is zero in truth (biases before BatchNorm) is, in float32, the rounding
-    of terms that cancel: it is measured against the typical norm, not 1e-3 of it.
+def worst_of(got: Gradient, want: Gradient) -> tuple[float, str]:
+    """(the largest error of a tensor, its name), over loss, gradients, statistics and routing. Each part has
+    its own typical norm. want: in float64.
     """
-    errors = {}
-    for part, g, w in zip(Gradient._fields, got, want, strict=True):
-        zero = 1e-9 * root_mean_square_norm(w)
-        for (name, error), truth in zip(relative_errors(g, w).items(), jax.tree.leaves(w), strict=True):
-            errors[f"{part}{name}"] = error * (1e-3 if np.linalg.norm(truth) <= zero else 1.0)
-    return max((error, name) for name, error in errors.items())
+    parts = zip(Gradient._fields, got, want, strict=True)
+    return max((error, f"{part}{name}") for part, g, w in parts for error, name in [worst_error(g, w)])
 
 
 @functools.cache
 def own_error(adapt: AdaptConfig, llm: LLMConfig) -> float:
     """What one device in float32 is off by itself: the worst of several orders of the same rows."""
     truth = one_device("float64", adapt, 0, llm)
-    return max(worst_error(one_device("float32", adapt, order, llm), truth)[0] for order in range(ORDERS))
+    return max(worst_of(one_device("float32", adapt, order, llm), truth)[0] for order in range(ORDERS))
 
 
 def check(config: Config) -> dict[str, Any]:
     """A row of the table."""
     got, seconds = evaluate(config)
     llm = replace(config.model.llm, pattern=config.model.llm.letters)
-    error, tensor = worst_error(got, one_device("float64", config.adapt, 0, llm))
+    error, tensor = worst_of(got, one_device("float64", config.adapt, 0, llm))
     allowed = 1e-10 if config.compute.dtype == "float64" else max(1e-5, 2 * own_error(config.adapt, llm))
     return {
         "mesh": "x".join(map(str, config.mesh.sizes)),

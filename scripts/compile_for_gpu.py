@@ -43,10 +43,10 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxthd.config import Config, DataConfig, MeshConfig
-from jaxthd.estimate import abstract_batch
 from jaxthd.kernels.choose import using
-from jaxthd.parallel.mesh import AXES, batch_specs
 from jaxthd.models.stacks import to_stages
+from jaxthd.parallel.mesh import AXES, batch_specs
+from jaxthd.planning.compiled_step import abstract_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state, state_shardings
 from jaxthd.steps.training import make_train_step

@@ -20,7 +20,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, Rectangle
 
-from jaxthd.figures.curves import (
+from jaxthd.figures.batch import stretches
+from jaxthd.figures.colors import (
     FAINT,
     HUES,
     INK,
@@ -29,7 +30,6 @@ from jaxthd.figures.curves import (
     light,
     slot_colors,
     slot_legend,
-    stretches,
     tint,
 )
 from scripts.guide_numbers import (

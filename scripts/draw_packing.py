@@ -21,13 +21,12 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 
 from jaxthd.config import Config, MeshConfig
-from jaxthd.figures.curves import (
+from jaxthd.figures.batch import Buffer, document_order
+from jaxthd.figures.colors import (
     FAINT,
     HUES,
     INK,
     PADDING,
-    Buffer,
-    document_order,
     hues,
     light,
     slot_colors,

@@ -13,14 +13,15 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxthd.config import ComputeConfig, Config, DataConfig, MeshConfig
-from jaxthd.figures.curves import Buffer, document_order
+from jaxthd.figures.batch import Buffer, document_order
 from jaxthd.ops.scan.ssd import initial_states, ssd_and_states
 from jaxthd.packing.balance import attention_work
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING, Document
 from jaxthd.packing.layout import context_permutation, inverse_permutation
-from jaxthd.packing.pack import PackReport, pack_row
+from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import make_segments
+from jaxthd.packing.thd_view import thd_view
 from jaxthd.parallel.mesh import CONTEXT, make_mesh
 from jaxthd.parallel.schedule import make_schedule
 
@@ -46,9 +47,9 @@ def document(key: int, prompt: Sequence[int], frames: int, answer: Sequence[int]
     return Document.splice(str(key), tokens, supervised, [[mels]], placeholder=0)
 
 
-def packed(layout: Any) -> tuple[Batch, PackReport, Buffer]:
+def packed(layout: Any) -> tuple[Batch, Buffer]:
     """DOCUMENTS, ordered so that attention is even over the ranks: as the loader lays them out over RANKS
-    context ranks, their report, and the same row in document order.
+    context ranks, and the same row in document order.
     """
     documents = [document(key, [1] * a, b, [2] * c) for key, (a, b, c) in enumerate(DOCUMENTS)]
     settings: dict[str, Any] = {
@@ -61,13 +62,13 @@ def packed(layout: Any) -> tuple[Batch, PackReport, Buffer]:
     _, report = pack_row(documents, **settings)
     documents = [documents[int(key)] for key in report.keys]
     round_to = 2 * RANKS if layout == "document" else 1
-    batch, report = pack_row(documents, **settings, layout=layout, round_to=round_to, order_seed=None)
+    batch, _ = pack_row(documents, **settings, layout=layout, round_to=round_to, order_seed=None)
     config = Config(
         mesh=MeshConfig(context=RANKS),
         data=DataConfig(round_to=round_to),
         compute=ComputeConfig(context_layout=layout),
     )
-    return batch, report, document_order(batch, 0, config)
+    return batch, document_order(batch, 0, config)
 
 
 def slots(ids: np.ndarray, audio_slots: np.ndarray) -> Numbers:
@@ -76,12 +77,12 @@ def slots(ids: np.ndarray, audio_slots: np.ndarray) -> Numbers:
 
 
 def buffer_numbers() -> Numbers:
-    _, report, buffer = packed("buffer")
+    batch, buffer = packed("buffer")
     return {
         **slots(buffer.ids, buffer.audio_slots),
         "positions": buffer.positions.tolist(),
         "supervised": (buffer.weights > 0).astype(int).tolist(),
-        "cu_seqlens": report.cu_seqlens.tolist(),
+        "cu_seqlens": thd_view(batch.segment_ids[0]).cu_seqlens.tolist(),
     }
 
 
@@ -109,7 +110,7 @@ def slot_numbers() -> Numbers:
 def layout_numbers() -> Numbers:
     found = {}
     for layout in LAYOUTS:
-        batch, _, buffer = packed(layout)
+        batch, buffer = packed(layout)
         ids, positions = batch.segment_ids[0], batch.positions[0]
         found[layout] = {
             "in order": slots(buffer.ids, buffer.audio_slots),
@@ -130,7 +131,7 @@ def ring_numbers() -> Numbers:
     row, ranks = PartitionSpec(None, CONTEXT), PartitionSpec(CONTEXT)
     found = {}
     for layout in LAYOUTS:
-        batch, _, _ = packed(layout)
+        batch, _ = packed(layout)
 
         mapped = jax.shard_map(
             partial(_ring_steps, layout),
@@ -162,7 +163,7 @@ def state_numbers() -> Numbers:
     """keeps, adds: what each context chunk does to the state. enters: what the exchange of these between the
     ranks gives. state: what one scan over the whole buffer gives.
     """
-    batch, _, buffer = packed("buffer")
+    batch, buffer = packed("buffer")
     inputs = (buffer.ids > 0).astype(float)
     parts = {name: np.split(x, 2 * RANKS) for name, x in (("x", inputs), ("positions", buffer.positions))}
     last = (np.arange(2 * RANKS) + 1) * CHUNK - 1

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["PJRT_NPROC"] = "32"  # threads; see jaxthd.terminal.command_line.simulate_devices
+os.environ["PJRT_NPROC"] = "32"  # threads; see jaxthd.run.startup.simulate_devices
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8 "
     # A deadlock aborts instead of hanging.

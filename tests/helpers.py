@@ -10,7 +10,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxthd.models.mixers import MoE
+from jaxthd.packing.batch import Batch
+from jaxthd.packing.document import Document
 from jaxthd.packing.layout import inverse_permutation, row_permutation
+from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import Segments, make_segments
 from scripts.comparison.errors import relative_errors
 
@@ -42,6 +45,21 @@ def spans(lengths: Sequence[int], round_to: int = 1) -> list[slice]:
     slots = [-(-n // round_to) * round_to for n in lengths]
     starts = np.cumsum(slots, dtype=int) - slots
     return [slice(int(s), int(s + n)) for s, n in zip(starts, lengths, strict=True)]
+
+
+def batch_of(lengths: Sequence[int], context: int) -> Batch:
+    """A row of documents with so many text tokens, all supervised. Every other one begins with a clip of as
+    many encoder frames; 16 mel bands.
+    """
+    rng = np.random.default_rng(0)
+    documents = []
+    for i, n in enumerate(lengths):
+        clips = [[rng.normal(size=(8 * n, 16)).astype(np.float32)]] if i % 2 == 0 else []
+        tokens = [*[3] * len(clips), *rng.integers(4, 260, n).tolist()]
+        supervised = [False] * len(clips) + [True] * n
+        documents.append(Document.splice(str(i), tokens, supervised, clips, 3))
+    sizes: dict[str, Any] = {"capacity": 128, "audio_capacity": 512, "num_mels": 16, "max_documents": 8}
+    return pack_row(documents, **sizes, context=context, audio_ranks=context)[0]
 
 
 def context_mesh(context: int) -> Mesh:

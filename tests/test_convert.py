@@ -123,12 +123,12 @@ def test_any_mesh_holds_the_same_weights(omni, mesh):
     published, imported = omni
     model = model_config(published, model=BASE)
     one = Config(model=model)
-    want = named_weights(load_weights([published], one, make_mesh(one.mesh)))
+    want = named_weights(load_weights([published], Blueprint(one), make_mesh(one.mesh)))
     config = Config(mesh=MeshConfig(*mesh), model=model)
     on = make_mesh(config.mesh)
     for source in (published, imported):
-        state = start_state(replace_init(config, source), on)
-        used = load_model([source], config, on)
+        state = start_state(Blueprint(replace_init(config, source)), on)
+        used = load_model([source], Blueprint(config), on)
         assert_trees_equal(used, Weights(state.params, state.buffers))
         canonical = canonical_form(state, Blueprint(config), on)
         found = named_weights(Weights(canonical.params, canonical.buffers))
@@ -158,20 +158,20 @@ def test_what_no_source_gives_is_drawn(tmp_path, capsys):
     mesh = make_mesh(config.mesh)
     fresh = init_state(Blueprint(config), mesh)
     drawn = named_weights(Weights(fresh.params, fresh.buffers))
-    found = named_weights(load_weights([llm], config, mesh))
+    found = named_weights(load_weights([llm], Blueprint(config), mesh))
     for name, x in found.items():
         is_drawn = name.startswith(("encoder.", "adapter."))
         assert is_drawn == bool(np.array_equal(x, drawn[name])) or not np.ptp(x), name
     assert "because no source holds them: adapter (1 array), encoder" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"no weights for adapter \(1 array\), encoder .* whole model"):
-        load_weights([llm], config, mesh, partly=False)
+        load_weights([llm], Blueprint(config), mesh, partly=False)
 
     weights = tensors(llm)
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text((llm / "config.json").read_text())
     save_file({k: x + 1 for k, x in weights.items()}, other / "model.safetensors")
-    both = named_weights(load_weights([other, llm], config, mesh))
+    both = named_weights(load_weights([other, llm], Blueprint(config), mesh))
     np.testing.assert_array_equal(both["head"], weights["lm_head.weight"])
 
 
@@ -249,11 +249,11 @@ def test_other_settings_are_named(omni):
     with pytest.raises(
         UserError, match=r"model.llm.q_heads: 4 there, 8 here\n.*router_scale: 2.5 there, 1.0"
     ):
-        load_weights([published], config, make_mesh(config.mesh))
+        load_weights([published], Blueprint(config), make_mesh(config.mesh))
     with pytest.raises(
         UserError, match=r"model.llm.q_heads: 4 there, 8 here\n.*router_scale: 2.5 there, 1.0"
     ):
-        load_weights([imported], config, make_mesh(config.mesh))
+        load_weights([imported], Blueprint(config), make_mesh(config.mesh))
 
 
 def test_export_writes_into_new_folders_only(omni, tmp_path):

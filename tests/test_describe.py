@@ -16,8 +16,9 @@ from jaxthd.config import (
     ModelConfig,
     load_config,
 )
-from jaxthd.describe import Group, describe, main, parameter_groups, state_bytes
+from jaxthd.describe import describe, main
 from jaxthd.parallel.mesh import make_mesh
+from jaxthd.planning.parameters import Group, parameter_groups, state_bytes
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state, init_state
 

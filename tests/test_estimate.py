@@ -16,9 +16,11 @@ from jaxthd.config import (
     ModelConfig,
     TrainConfig,
 )
-from jaxthd.describe import state_bytes
-from jaxthd.estimate import estimate, main, measure
-from jaxthd.planning.costs import Costs
+from jaxthd.estimate import estimate, main
+from jaxthd.planning.compiled_step import measure
+from jaxthd.planning.memory import temporary_memory
+from jaxthd.planning.parameters import state_bytes
+from jaxthd.planning.traffic import step_traffic
 
 NANO = Path(__file__).parents[1] / "configs" / "nemotron3_nano.py"
 SMALL = Config(
@@ -73,22 +75,22 @@ def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:
     """State exactly, bytes within 2%, whose rest are scalars; temporary memory within 40%: at so small a size
     a third of it are buffers that no formula has.
     """
-    measured, costs = measure(config), Costs(config)
+    measured = measure(config)
     state = state_bytes(config)
     assert measured.state == sum(state.values()) - state["gradients"] + 3 * 4
-    assert costs.memory().most == pytest.approx(measured.temporary, rel=0.4)
+    assert temporary_memory(config).most == pytest.approx(measured.temporary, rel=0.4)
     received = {axes: size for axes, size in measured.received.items() if size > 2000}
-    traffic = costs.traffic()
+    traffic = step_traffic(config)
     assert {axes: traffic[axes] for axes in received} == pytest.approx(received, rel=0.02)
     assert sum(traffic.values()) == pytest.approx(sum(measured.received.values()), rel=0.02)
 
 
 def test_recomputation_and_sharding_lower_what_the_closed_form_says() -> None:
     config = small("M*M*M*M*", MeshConfig())
-    most = Costs(config).memory().most
-    assert Costs(replace(config, compute=replace(config.compute, remat_llm=False))).memory().most > most
+    most = temporary_memory(config).most
+    assert temporary_memory(replace(config, compute=replace(config.compute, remat_llm=False))).most > most
     for mesh in (MeshConfig(context=2), MeshConfig(tensor=2), MeshConfig(data=2)):
-        assert Costs(replace(config, mesh=mesh)).memory().most < most
+        assert temporary_memory(replace(config, mesh=mesh)).most < most
 
 
 def test_the_text_of_nano_says_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from jaxthd.convert import export_weights
 from jaxthd.errors import UserError
 from jaxthd.evaluate import main
 from jaxthd.inference.wer import make_normaliser
-from jaxthd.terminal import command_line as cli
+from jaxthd.run import startup
 from tests import test_score, test_train
 
 manifest, run = test_train.manifest, test_score.run
@@ -46,21 +46,21 @@ def test_sets_are_evaluated_each_and_as_the_whole_is_on_another_mesh(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ):
-    monkeypatch.setattr(cli, "simulate_devices", lambda devices: True)
+    monkeypatch.setattr(startup, "simulate_devices", lambda devices: True)
     first, second = halves
     sets = ["--data.validation-manifest", first, f"other={second}"]
-    summary = evaluate(run, tmp_path / "sets", *sets, "--train.normaliser", "none", "--worst", 3)
+    summary = evaluate(run, tmp_path / "sets", *sets, "--train.normaliser", "none", "--gallery", 3)
     shown = capsys.readouterr().out
     assert list(summary["sets"]) == ["first", "other"]
     assert {file.name for file in (tmp_path / "sets").iterdir()} == {
         "first.jsonl",
         "other.jsonl",
         "summary.json",
-        "worst.png",
+        "error_gallery.png",
         "skipped.jsonl",
     }
     assert len(lines(tmp_path / "sets" / "skipped.jsonl")) == summary["skipped_documents"] == 2
-    assert "2 documents skipped are listed" in shown
+    assert "2 skipped documents are listed" in shown
     spoken, tokens = {}, {}
     for name, numbers in (("first", range(1, 8)), ("other", range(1, 14))):
         heard, figures = lines(tmp_path / "sets" / f"{name}.jsonl"), summary["sets"][name]
@@ -106,7 +106,7 @@ def test_sets_are_evaluated_each_and_as_the_whole_is_on_another_mesh(
 def test_what_cannot_be_evaluated_is_refused(
     run: tuple[Path, Path], halves: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(cli, "simulate_devices", lambda devices: True)
+    monkeypatch.setattr(startup, "simulate_devices", lambda devices: True)
     file, _ = run
     with pytest.raises(UserError, match="--weights is missing"):
         main(["--config", str(file)])
@@ -124,11 +124,11 @@ def test_training_manifests_are_not_read(
     run: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """With nothing decoded: loss and accuracy alone, and no picture."""
-    monkeypatch.setattr(cli, "simulate_devices", lambda devices: True)
+    monkeypatch.setattr(startup, "simulate_devices", lambda devices: True)
     figures = evaluate(run, tmp_path, "--data.manifest", "gone.jsonl", "--train.max-new-tokens", 0)
     (of_set,) = figures["sets"].values()
     assert of_set["wer"] is None
     assert of_set["documents"] == 20
     assert of_set["loss"] > 0
-    assert not (tmp_path / "worst.png").exists()
+    assert not (tmp_path / "error_gallery.png").exists()
     assert lines(tmp_path / "manifest.jsonl") == []

@@ -1,12 +1,13 @@
 """The whole speech model: on any mesh, packed or padded, it computes what each document alone defines.
 
 Encoder included, with batch statistics, on ragged documents with and without audio. Loss, every gradient,
-the new statistics and where the experts' tokens went are compared; in float64 but for one test.
+the new statistics and where the experts' tokens went are compared, in float64 except in one test.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,105 +16,20 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxthd.config import (
-    ComputeConfig,
-    Config,
-    EncoderConfig,
-    LLMConfig,
-    MeshConfig,
-    ModelConfig,
-    TrainConfig,
-)
-from jaxthd.packing.batch import Batch, concatenate_rows
-from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
-from jaxthd.packing.pack import pack_row
+from jaxthd.config import MeshConfig
+from jaxthd.packing.batch import Batch
 from jaxthd.packing.prompts import find_prompts
-from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.optimizer import make_optimizer
 from jaxthd.steps.state import TrainState, state_shardings
-from jaxthd.steps.training import Gradient, loss_and_gradient, make_train_step
+from jaxthd.steps.training import Gradient, make_train_step
 from jaxthd.steps.validation import make_validation_step
-from scripts.comparison.errors import relative_errors, root_mean_square_norm
-from scripts.comparison.weights import random_state
+from scripts.comparison.errors import worst_error
+from tests.alone import Parts, parts, states_of
 from tests.helpers import assert_same, spans, top_k_margins
+from tests.speech_model import CASES, MODEL, documents, evaluate, pack, program, run_config, state
 
-CAPACITY, AUDIO, MELS, VOCAB = 64, 256, 8, 50
-PLACEHOLDER = VOCAB - 1
-ROUND_TO = 8
-"""Slots of a document are a multiple of this where it is cut by itself."""
-Layout = Literal["buffer", "document"]
-CHUNK = 48
-"""Longer clips are encoded in chunks of this many mel frames."""
-MODEL = ModelConfig(
-    encoder=EncoderConfig(
-        num_mels=MELS, layers=2, dim=16, heads=2, ffn_dim=24, subsampling_channels=4, conv_kernel=5
-    ),
-    # Two repeats of one unit: stacked and scanned.
-    llm=LLMConfig(
-        pattern="ME*-ME*-",
-        vocab_size=VOCAB,
-        dim=32,
-        q_heads=4,
-        kv_heads=2,
-        head_dim=8,
-        ffn_dim=32,
-        mamba_heads=4,
-        mamba_head_dim=16,
-        mamba_state=8,
-        mamba_groups=2,
-        experts=4,
-        experts_per_token=2,
-        expert_dim=12,
-        shared_expert_dim=16,
-        router_scale=2.5,
-    ),
-    adapter_dim=24,
-)
-COMPUTE = ComputeConfig(scan_chunk=6, attention_block=8, loss_block=16, vocab_block=20, expert_block=8)
-
-
-class Spec(NamedTuple):
-    """A document: text tokens, mel frames of each clip, the share of its text that is supervised."""
-
-    text: int
-    clips: tuple[int, ...] = ()
-    supervised: float = 0.7
-
-
-CASES: dict[str, list[list[Spec]]] = {
-    "ragged": [
-        [Spec(5, (40,)), Spec(1), Spec(9, (17,)), Spec(20)],
-        [Spec(7, (64, 9)), Spec(12), Spec(2, (33,))],
-        [Spec(3), Spec(30, (8,)), Spec(4, (21, 40))],
-        [Spec(2, (1,)), Spec(2)],
-    ],
-    "documents of one token": [
-        [Spec(1)] * 5 + [Spec(9, (40,)), Spec(1), Spec(1), Spec(3)],
-        [Spec(1)] * 9,
-        [Spec(1)],
-        [Spec(0, (8,)), Spec(0, (5,)), Spec(12)],
-    ],
-    "one document fills the buffer": [
-        [Spec(53, (64, 24))],
-        [Spec(64)],
-        [Spec(1), Spec(55, (58,))],
-        [Spec(3, (9,))],
-    ],
-    "mostly padding": [[Spec(2, (5,))], [], [Spec(3)], []],
-    "all rows are padding": [[], [], [], []],
-    "text only": [[Spec(20), Spec(3), Spec(17)], [Spec(50)], [Spec(1), Spec(6)], []],
-    "nothing supervised": [[Spec(20, (30,), 0.0)], [Spec(1), Spec(1)], [Spec(8, (), 0.0)], []],
-    # For data 2, which takes two rows a rank: 113 supervised tokens against 1.
-    "unlike numbers of supervised tokens": [
-        [Spec(56, (60,), 1.0)],
-        [Spec(60, (), 1.0)],
-        [Spec(40, (64,), 0.0)],
-        [Spec(2, (64, 64), 1.0), Spec(30, (), 0.0)],
-    ],
-    "padded": [[Spec(14, (50,))], [Spec(40)], [Spec(3, (12,))], [Spec(9, (30, 20))]],
-}
 MESHES = [
     (1, 2, "ring", "buffer"),
     (1, 2, "all_gather", "buffer"),
@@ -129,97 +45,13 @@ MESHES = [
 """(data, context, exchange, layout)."""
 
 
-def document(key: str, spec: Spec, rng: np.random.Generator) -> Document:
-    text = rng.integers(1, PLACEHOLDER, spec.text).tolist()
-    supervised = (rng.random(spec.text) < spec.supervised).tolist()
-    for _ in spec.clips:
-        at = int(rng.integers(len(text) + 1))
-        text.insert(at, PLACEHOLDER)
-        supervised.insert(at, False)
-    mels = [rng.normal(size=(n, MELS)).astype(np.float32) for n in spec.clips]
-    clips = [np.split(clip, range(CHUNK, len(clip), CHUNK)) for clip in mels]
-    return Document.splice(key, text, supervised, clips, PLACEHOLDER)
+SEEDS = range(8)
+"""Of the documents, for the comparison of float32 with float64."""
 
 
 @functools.cache
-def documents(case: str) -> list[list[Document]]:
-    rng = np.random.default_rng([3, list(CASES).index(case)])
-    return [[document(f"{r}.{d}", s, rng) for d, s in enumerate(row)] for r, row in enumerate(CASES[case])]
-
-
-def pack(rows: list[list[Document]], context: int, layout: Layout = "buffer", *, audio: int = AUDIO) -> Batch:
-    """Documents cut by themselves take more slots."""
-    packed = [
-        pack_row(
-            row,
-            capacity=CAPACITY if layout == "buffer" else 2 * CAPACITY,
-            audio_capacity=audio,
-            num_mels=MELS,
-            max_documents=16,
-            context=context,
-            audio_ranks=context,
-            order_seed=None,
-            layout=layout,
-            round_to=1 if layout == "buffer" else ROUND_TO,
-        )[0]
-        for row in rows
-    ]
-    return concatenate_rows(packed)
-
-
-def run_config(
-    data: int, context: int, exchange: str, dtype: str, layout: Layout = "buffer", microbatches: int = 1
-) -> Config:
-    """One device keeps activations, the others recompute them: neither changes the result."""
-    alone = data == context == 1
-    compute = vars(COMPUTE) | {"context_exchange": exchange, "dtype": dtype, "context_layout": layout}
-    compute |= {"remat_encoder": not alone, "remat_llm": not alone}
-    return Config(
-        mesh=MeshConfig(data=data, context=context),
-        model=MODEL,
-        compute=ComputeConfig(**compute),
-        train=TrainConfig(steps=10, warmup_steps=0, learning_rate=1e-2, microbatches=microbatches),
-    )
-
-
-@functools.cache
-def state(dtype: str) -> tuple[Any, Any]:
-    """(parameters, buffers)."""
-    filled = random_state(Blueprint(run_config(1, 1, "ring", "float32")).model)[1:]
-    return jax.tree.map(lambda x: x.astype(dtype), filled)
-
-
-@functools.cache
-def program(
-    data: int,
-    context: int,
-    exchange: str,
-    dtype: str,
-    layout: Layout = "buffer",
-    microbatches: int = 1,
-) -> Callable[..., Gradient]:
-    config = run_config(data, context, exchange, dtype, layout, microbatches)
-    return jax.jit(loss_and_gradient(Blueprint(config), make_mesh(config.mesh)))
-
-
-def evaluate(
-    batch: Batch,
-    data: int = 1,
-    context: int = 1,
-    exchange: str = "ring",
-    dtype: str = "float64",
-    layout: Layout = "buffer",
-    microbatches: int = 1,
-) -> Gradient:
-    with jax.enable_x64(dtype == "float64"):
-        on_mesh = put_batch(batch, make_mesh(MeshConfig(data=data, context=context)))
-        results = program(data, context, exchange, dtype, layout, microbatches)(*state(dtype), on_mesh)
-        return jax.tree.map(np.asarray, results)
-
-
-@functools.cache
-def one_device(case: str) -> Gradient:
-    return evaluate(pack(documents(case), context=1))
+def one_device(case: str, seed: int = 3) -> Gradient:
+    return evaluate(pack(documents(case, seed), context=1))
 
 
 def assert_equal(got: Gradient, want: Gradient, tolerance: float = 1e-10) -> None:
@@ -234,40 +66,49 @@ def test_the_mesh_changes_nothing(data, context, exchange, layout):
         assert_equal(got, one_device(case))
 
 
-def test_float32_on_a_mesh_is_off_by_rounding_only():
-    """Against float64: 1e-5. The documents' seed was picked, out of 16, for this bound and the top-k margin
-    below: one device and four are off by 8e-6. With the others that have the margin four devices were off by
-    7e-6 to 2.4e-5, one alone by 7e-6 to 2.1e-5.
+@functools.cache
+def top_k_margins_by_seed() -> list[float]:
+    """The least top-k margin of a token in any MoE layer, over all cases, for each seed of documents.
 
-    A gradient that is zero in truth (biases of keys, biases before BatchNorm) is the rounding of terms that
-    cancel: 2e-7 of the other gradients' size, on one device as on four.
+    On the way: a model without a mesh has the same loss.
     """
-    for case in CASES:
-        got = evaluate(pack(documents(case), 2), 2, 2, "ring", "float32")
-        loss, gradients, buffers, routing, _ = one_device(case)
-        assert_same((got.loss, got.buffers, got.routing), (loss, buffers, routing), 1e-6)
-        typical = root_mean_square_norm(gradients)
-        negligible = [np.linalg.norm(g) <= 1e-9 * typical for g in jax.tree.leaves(gradients)]
-        errors = relative_errors(got.gradients, gradients)
-        for (name, error), zero in zip(errors.items(), negligible, strict=True):
-            # The relative error of a negligible tensor is relative to 1e-3 of the typical norm.
-            assert error <= (1e-6 / 1e-3 if zero else 1e-5), (case, name, error)
-
-
-def test_rounding_flips_no_choice_of_experts():
-    """The float32 comparison rests on it. And a model without a mesh has the same loss."""
-    losses = [one_device(case).loss for case in CASES]
+    least = []
     with top_k_margins() as margins, jax.enable_x64(True):
         graph = Blueprint(run_config(1, 1, "ring", "float64")).graph
         run = jax.jit(lambda *args: nnx.merge(graph, *args[:-1]).log_probs(args[-1], axes=(), train=True)[0])
-        for case, want in zip(CASES, losses, strict=True):
-            batch = pack(documents(case), context=1)
-            logp = np.asarray(run(*state("float64"), jax.tree.map(jnp.asarray, batch)))
-            loss = -(batch.weights * logp).sum() / max(batch.weights.sum(), 1)
-            np.testing.assert_allclose(loss, want, rtol=1e-12)
-        jax.effects_barrier()
-    assert len(margins) == MODEL.llm.pattern.count("E") * len(CASES)
-    assert min(margins) > 1e-4
+        for seed in SEEDS:
+            for case in CASES:
+                batch = pack(documents(case, seed), context=1)
+                logp = np.asarray(run(*state("float64"), jax.tree.map(jnp.asarray, batch)))
+                loss = -(batch.weights * logp).sum() / max(batch.weights.sum(), 1)
+                np.testing.assert_allclose(loss, one_device(case, seed).loss, rtol=1e-12)
+            jax.effects_barrier()
+            assert len(margins) == MODEL.llm.pattern.count("E") * len(CASES)
+            least.append(min(margins))
+            margins.clear()
+    return least
+
+
+def test_float32_on_a_mesh_is_off_by_rounding_only():
+    """Against float64, on four devices at most twice what one device is off by, over seeds and cases.
+
+    Of 16 seeds one device is off by 6e-6 to 2.2e-5, four by 6e-6 to 2.1e-5. Seeds are skipped whose top-k
+    margin would let rounding flip a choice of experts.
+    """
+    seeds = [seed for seed, margin in zip(SEEDS, top_k_margins_by_seed(), strict=True) if margin > 1e-4]
+    assert len(seeds) >= len(SEEDS) / 2
+    alone, on_mesh = {}, {}
+    for seed, case in itertools.product(seeds, CASES):
+        want = one_device(case, seed)
+        rows = documents(case, seed)
+        one, four = evaluate(pack(rows, 1), dtype="float32"), evaluate(pack(rows, 2), 2, 2, dtype="float32")
+        for got in (one, four):
+            assert_same(got._replace(gradients=None), want._replace(gradients=None), 1e-6)
+        alone[seed, case] = worst_error(one.gradients, want.gradients)
+        on_mesh[seed, case] = worst_error(four.gradients, want.gradients)
+    (own, _), (error, tensor) = max(alone.values()), max(on_mesh.values())
+    assert own <= 5e-5
+    assert error <= 2 * own, (tensor, on_mesh)
 
 
 @pytest.mark.parametrize(("data", "context", "exchange"), [(1, 1, "ring"), (1, 2, "ring"), (2, 2, "ring")])
@@ -282,61 +123,6 @@ def score_packed(model: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """(sum over supervised positions, log-probabilities [R, T]), with stored batch statistics."""
     logp_RT = model.log_probs(batch, axes=(), train=False)[0]
     return (batch.weights * logp_RT).sum(), logp_RT
-
-
-class Parts(NamedTuple):
-    """A document as its definition has it; arrays are filled up to fixed sizes.
-
-    tokens, supervised: of the document, length of them real.
-    slot: for an audio token its encoder frame, chunk * CHUNK / 8 + frame; -1 for text.
-    mels: [4, CHUNK, MELS], one chunk a row; frames: valid ones of each.
-    """
-
-    tokens: np.ndarray
-    supervised: np.ndarray
-    length: np.ndarray
-    slot: np.ndarray
-    mels: np.ndarray
-    frames: np.ndarray
-
-
-def parts(one: Document) -> Parts:
-    filled = Parts(
-        tokens=np.zeros(CAPACITY, np.int32),
-        supervised=np.zeros(CAPACITY, bool),
-        length=np.int32(len(one)),
-        slot=np.full(CAPACITY, -1, np.int32),
-        mels=np.zeros((4, CHUNK, MELS)),
-        frames=np.zeros(4, np.int32),
-    )
-    filled.tokens[: len(one)], filled.supervised[: len(one)] = one.tokens, one.supervised
-    slots = []
-    for c, chunk in enumerate(one.chunks):
-        filled.mels[c, : len(chunk)], filled.frames[c] = chunk, len(chunk)
-        slots += [c * CHUNK // SUBSAMPLING + f for f in range(encoder_frames(len(chunk)))]
-    filled.slot[: len(one)][one.is_audio] = slots
-    return filled
-
-
-def states_of(model: Any, one: Parts) -> tuple[jax.Array, jax.Array]:
-    """(embeddings, what the head takes) of one document, by the definitions: each audio chunk encoded by
-    itself and put in its place, the decoder."""
-
-    def one_document(length: jax.Array, size: int) -> Segments:
-        real_N = jnp.arange(size, dtype=jnp.int32) < length
-        positions_N = jnp.where(real_N, jnp.arange(size, dtype=jnp.int32), 0)
-        return make_segments(real_N.astype(jnp.int32)[None], positions_N[None], block=16, axis=None)
-
-    def encode(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
-        mels_AM, frames = chunk
-        segments = one_document(-(-frames // SUBSAMPLING), CHUNK // SUBSAMPLING)
-        mask_A = jnp.arange(CHUNK) < frames
-        y_ED, _ = model.encoder(mels_AM, mask_A, segments, train=False, axes=())
-        return model.adapter(y_ED)
-
-    audio_FD = jax.lax.map(encode, (one.mels, one.frames)).reshape(-1, MODEL.llm.dim)
-    x_TD = jnp.where(one.slot[:, None] >= 0, audio_FD[one.slot], model.embedding[...][one.tokens])
-    return x_TD, model.decoder.norm(model.decoder(x_TD, one_document(one.length, CAPACITY))[0])
 
 
 def score_parts(model: Any, one: Parts) -> tuple[jax.Array, jax.Array]:
@@ -438,7 +224,7 @@ def test_training_on_padded_batches_stays_equal_and_finite():
         update = jax.jit(lambda g, s, p: _applied(p, *optimizer.update(g, s, p)))
         for number, case in enumerate(cases, 1):
             batch = put_batch(pack(documents(case), 1), make_mesh(MeshConfig()))
-            loss, gradients, buffers, routing, _ = program(1, 1, "ring", "float64")(params, buffers, batch)
+            loss, gradients, buffers, routing, *_ = program(1, 1, "ring", "float64")(params, buffers, batch)
             buffers, highest, aux = _evened_out(buffers, routing, config.train.router_bias_rate)
             params, opt_state = update(gradients, opt_state, params)
             trained, metrics = train_step(trained, put_batch(pack(documents(case), 2), mesh))

@@ -20,9 +20,10 @@ from jaxthd.config import Config, DataConfig, load_config
 from jaxthd.data.example import Clip, Example, Turn
 from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
-from jaxthd.inference.generator import Generator, Piece
+from jaxthd.files.run_folder import write_config
+from jaxthd.inference import chat
+from jaxthd.inference.generator import AnswerDelta, Generator
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.run.workdir import write_config
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import init_state
 
@@ -78,7 +79,7 @@ def test_answers_go_to_the_terminal_and_to_a_file(run: Path):
     assert ran.returncode == 0, ran.stderr
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     assert [answer["key"] for answer in answers] == ["1:a.wav", "2:b.wav"]
-    assert ran.stdout == "".join(generate._printable(answer["text"]) + "\n" for answer in answers)
+    assert ran.stdout == "".join(chat.printable(answer["text"]) + "\n" for answer in answers)
     assert all(answer["text"] == ByteTokenizer().decode(answer["tokens"]) for answer in answers)
     assert any(answer["tokens"] for answer in answers)
     assert all((answer["end"] == "length") == (len(answer["tokens"]) == 6) for answer in answers)
@@ -114,8 +115,8 @@ def test_the_checkpoints_weights_answer(run: Path):
         ("--weights run --prompt hi --batch -1", "--batch is -1; expected 1 or more"),
         ("--weights run --prompt hi --chat x.jsonl", "--chat is given with --audio or --prompt"),
         ("--weights run --chat none.jsonl", "no file at none.jsonl"),
-        ("--weights run --prompt {audio}{audio} --audio a.wav", "1 recordings for 2 places"),
-        ("--weights run --prompt {audio}", "0 recordings for 1 places"),
+        ("--weights run --prompt {audio}{audio} --audio a.wav", "1 recordings for 2 placeholders"),
+        ("--weights run --prompt {audio}", "0 recordings for 1 placeholders"),
         ("--weights run --audio none.wav", "none.wav: no such file"),
         ("--weights run --prompt hi --top-p 2", "top_p is 2.0; expected more than 0, and at most 1"),
         ("--weights run --prompt " + 200 * "a", "token slots exceed the capacity of 128"),
@@ -208,20 +209,20 @@ def test_a_file_of_conversations_is_read_as_a_manifest_is(run: Path, monkeypatch
 def test_answers_are_shown_in_order_whichever_comes_first(capsys: pytest.CaptureFixture, tmp_path: Path):
     shown = []
 
-    def pieces() -> Iterator[Piece]:
+    def pieces() -> Iterator[AnswerDelta]:
         for piece in (
-            Piece(1, "B", (1,), None),
-            Piece(0, "A", (1,), None),
-            Piece(2, "C\x1b[2J\n", (1,), "stop"),
-            Piece(1, "b", (2,), "length"),
-            Piece(0, "", (), None),
-            Piece(0, "a", (2,), "stop"),
+            AnswerDelta(1, "B", (1,), None),
+            AnswerDelta(0, "A", (1,), None),
+            AnswerDelta(2, "C\x1b[2J\n", (1,), "stop"),
+            AnswerDelta(1, "b", (2,), "length"),
+            AnswerDelta(0, "", (), None),
+            AnswerDelta(0, "a", (2,), "stop"),
         ):
             shown.append(capsys.readouterr().out)
             yield piece
 
     examples = [Example(key, ()) for key in "xyz"]
-    answers = generate._show(pieces(), examples, tmp_path / "out.jsonl")
+    answers = chat.show_answers(pieces(), examples, tmp_path / "out.jsonl")
     assert "".join(shown) + capsys.readouterr().out == "Aa\nBb\nC\ufffd[2J\n\n"
     assert shown[:4] == ["", "", "A", ""], "as it comes"
     assert [(a.key, a.text, a.tokens, a.end) for a in answers] == [
@@ -240,7 +241,7 @@ def test_a_chat_goes_on_from_what_was_said(monkeypatch: pytest.MonkeyPatch, caps
         def __init__(self) -> None:
             self.config = Config()
 
-        def stream(self, conversations: Any, **settings: Any) -> Iterator[Piece]:
+        def stream(self, conversations: Any, **settings: Any) -> Iterator[AnswerDelta]:
             (example,) = conversations
             heard.append([turn.parts for turn in example.turns])
             assert settings == {"temperature": 0.5}
@@ -248,15 +249,15 @@ def test_a_chat_goes_on_from_what_was_said(monkeypatch: pytest.MonkeyPatch, caps
             if last == "fail":
                 raise UserError("no such thing")
             if last == "interrupt":
-                yield Piece(0, "so", (), None)
+                yield AnswerDelta(0, "so", (), None)
                 raise KeyboardInterrupt
-            yield Piece(0, "" if last == "silence" else f"<{len(example.turns)}>", (), "stop")
+            yield AnswerDelta(0, "" if last == "silence" else f"<{len(example.turns)}>", (), "stop")
 
     heard: list[Any] = []
     lines = ["one", "", "/audio a.wav", "two", "fail", "silence", "interrupt", "three", "/new"]
     lines += ["/audio b.wav", "/audio a.wav", "{audio} or {audio}?", "/quit", "never"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
-    generate._chat(Echo(), {"temperature": 0.5}, None)
+    chat.chat(Echo(), {"temperature": 0.5}, None)
     first = [("one",), ("<1>",), (A, "two"), ("<3>",)]
     assert heard == [
         [("one",)],

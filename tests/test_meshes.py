@@ -4,8 +4,8 @@ import jax
 import pytest
 
 from jaxthd.config import MeshConfig
-from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.models.stacks import to_stages
+from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
 from scripts.check_meshes import (
@@ -17,7 +17,7 @@ from scripts.check_meshes import (
     meshes,
     predicting,
     variants,
-    worst_error,
+    worst_of,
 )
 
 CHOSEN = [
@@ -65,7 +65,7 @@ def test_capacities_may_change_along_a_ladder():
         program = jax.jit(loss_and_gradient(Blueprint(config), mesh))
         short, long = (program(*held, put_batch(batch_for(config, n), mesh)) for n in (CAPACITY, 96))
         assert program._cache_size() == 2
-        assert worst_error(long, short)[0] <= 1e-10
+        assert worst_of(long, short)[0] <= 1e-10
 
 
 def test_the_script_checks_every_factorisation():

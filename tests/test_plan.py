@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import soundfile
 
-from jaxthd import plan
 from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.data.audio.recordings import load_audio
 from jaxthd.data.example import Example
@@ -17,8 +16,13 @@ from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
-from jaxthd.planning.simulate import Lengths, simulate
-from jaxthd.terminal.command_line import parse_command_line
+from jaxthd.plan import main
+from jaxthd.planning import lengths as lengths_module
+from jaxthd.planning.lengths import Lengths, clip_samples, draw, measure, read_examples
+from jaxthd.planning.report import describe_plan
+from jaxthd.planning.search import TOLERANCE, make_plan, percentiles
+from jaxthd.planning.simulate import simulate
+from jaxthd.terminal.arguments import parse_command_line
 from jaxthd.validate import DeviceFacts, findings
 
 MODEL = ModelConfig(
@@ -88,7 +92,7 @@ def test_lengths_are_those_of_the_loaders_documents(manifest):
     make = SpeechDocuments(config, load_tokenizer("bytes"), train=False)
     made = [make(example, 0) for example in examples]
     documents = [d for d in made if not isinstance(d, Skipped)]
-    lengths, unusable = plan.measure(examples, config)
+    lengths, unusable = measure(examples, config)
     assert (len(documents), unusable) == (50, 3)
     assert lengths.tokens.tolist() == [len(d) for d in documents]
     assert lengths.frames.tolist() == [d.mel_frames for d in documents]
@@ -97,18 +101,18 @@ def test_lengths_are_those_of_the_loaders_documents(manifest):
     assert max(map(len, lengths.chunks)) > 4
     whole = {clip for example in examples[:50] for clip in example.clips if clip.duration is None}
     for clip in whole:
-        assert plan.clip_samples(clip) == len(load_audio(clip.path, clip.offset))
+        assert clip_samples(clip) == len(load_audio(clip.path, clip.offset))
 
 
 def test_a_stream_holds_whole_epochs_or_follows_the_weights(monkeypatch):
-    monkeypatch.setattr(plan, "LEAST_DRAWN", 3000)
+    monkeypatch.setattr(lengths_module, "LEAST_DRAWN", 3000)
     few, many = random_lengths(7), random_lengths(13)
     few = few._replace(tokens=np.arange(7))
     many = many._replace(tokens=np.arange(7, 20))
-    whole = plan.draw([few, many], (), 0)
+    whole = draw([few, many], (), 0)
     assert np.bincount(whole.tokens).tolist() == [150] * 20
     assert whole.tokens[:20].tolist() != whole.tokens[20:40].tolist()
-    drawn = plan.draw([few, many], (3.0, 1.0), 0)
+    drawn = draw([few, many], (3.0, 1.0), 0)
     counts = np.bincount(drawn.tokens)
     assert counts[:7].sum() == pytest.approx(2250, rel=0.05)
     assert np.ptp(counts[:7]) <= 1
@@ -117,21 +121,21 @@ def test_a_stream_holds_whole_epochs_or_follows_the_weights(monkeypatch):
     assert drawn.frames.tolist() == frames[drawn.tokens].tolist()
     assert drawn.chunks == [[*few.chunks, *many.chunks][i] for i in drawn.tokens]
     with pytest.raises(UserError, match=r"\[7, 0\] usable documents"):
-        plan.draw([few, Lengths(np.zeros(0, int), np.zeros(0, int), np.zeros(0), [])], (), 0)
+        draw([few, Lengths(np.zeros(0, int), np.zeros(0, int), np.zeros(0), [])], (), 0)
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(context=2), MeshConfig(context=4, tensor=2)])
-def test_everything_proposed_is_valid_and_the_recommendation_leaves_nothing_out(mesh):
+def test_everything_proposed_is_valid_and_the_recommendation_skips_nothing(mesh):
     config = replace(CONFIG, mesh=mesh)
-    made = plan.make_plan(random_lengths(600), config, 200)
+    made = make_plan(random_lengths(600), config, 200)
     device = DeviceFacts(platform="cpu", devices=mesh.devices, kind="cpu")
     tried = [*made.by_capacity, *made.by_audio, *made.by_packer, made.recommended]
     for outcome in tried:
         found = [p for p in findings(outcome.config, device) if not p.is_warning and "data." in str(p)]
         assert not found, outcome.config
     best = made.recommended
-    assert best.left_out == 0
-    assert best.overhead <= min(o.overhead for o in made.by_packer) + plan.TOLERANCE
+    assert best.skipped == 0
+    assert best.overhead <= min(o.overhead for o in made.by_packer) + TOLERANCE
     assert best.overhead < made.in_order.overhead
     assert made.by_length.overhead < made.in_order.overhead
     again = simulate(made.stream, best.config, made.work)
@@ -141,22 +145,22 @@ def test_everything_proposed_is_valid_and_the_recommendation_leaves_nothing_out(
 
 def test_the_configured_capacity_is_kept_unless_it_costs():
     lengths = random_lengths(600)
-    kept = plan.make_plan(lengths, replace(CONFIG, data=replace(DATA, capacity=1024)), 200)
+    kept = make_plan(lengths, replace(CONFIG, data=replace(DATA, capacity=1024)), 200)
     assert kept.recommended.data.capacity == 1024
-    raised = plan.make_plan(lengths, replace(CONFIG, data=replace(DATA, capacity=32)), 200)
+    raised = make_plan(lengths, replace(CONFIG, data=replace(DATA, capacity=32)), 200)
     assert raised.recommended.data.capacity >= lengths.tokens.max() > 32 * 4
-    assert raised.configured.left_out > 0
+    assert raised.configured.skipped > 0
 
 
 def test_weights_are_as_many_as_manifests():
     with pytest.raises(UserError, match="1 manifests and 2 weights"):
-        plan.read_examples(replace(CONFIG, data=replace(DATA, weights=(1.0, 2.0))))
+        read_examples(replace(CONFIG, data=replace(DATA, weights=(1.0, 2.0))))
 
 
 def test_text_alone_needs_no_audio_capacity():
-    made = plan.make_plan(random_lengths(400, audio=False), CONFIG, 400)
+    made = make_plan(random_lengths(400, audio=False), CONFIG, 400)
     assert made.recommended.data.audio_capacity == 0
-    assert "Audio capacities" not in plan.describe_plan(made)
+    assert "Audio capacities" not in describe_plan(made)
 
 
 def test_a_long_tail_of_documents_a_buffer_is_bounded_where_that_is_cheap():
@@ -165,18 +169,18 @@ def test_a_long_tail_of_documents_a_buffer_is_bounded_where_that_is_cheap():
     tokens = np.where(rng.random(4000) < 0.5, 60, 3)
     tokens[2000:2020] = 1
     stream = Lengths(tokens, 0 * tokens, 0.0 * tokens, [[]] * 4000)
-    made = plan.make_plan(stream, replace(CONFIG, data=replace(DATA, capacity=240)), 4000)
-    *_, p99, most = plan.percentiles(made.by_maximum[-1].documents)
+    made = make_plan(stream, replace(CONFIG, data=replace(DATA, capacity=240)), 4000)
+    *_, p99, most = percentiles(made.by_maximum[-1].documents)
     assert p99 <= made.recommended.data.max_documents < most
 
 
 def test_the_command_prints_settings_that_can_be_pasted_and_draws(manifest, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(plan, "LEAST_DRAWN", 500)
-    monkeypatch.setattr(plan, "MOST_READ", 40)
+    monkeypatch.setattr(lengths_module, "LEAST_DRAWN", 500)
+    monkeypatch.setattr(lengths_module, "MOST_READ", 40)
     tiny, picture = tmp_path / "tiny.py", tmp_path / "plan.png"
     tiny.write_text("from tests.test_plan import CONFIG\n\n\ndef config():\n    return CONFIG\n")
     options = ["--config", str(tiny), "--data.manifest", str(manifest), "--mesh.context", "2"]
-    plan.main([*options, "--out", str(picture)])
+    main([*options, "--out", str(picture)])
     text = capsys.readouterr().out
     assert "53 documents, 1 faulty lines" in text
     assert "a random sample of 40 of 53 documents" in text

@@ -15,17 +15,18 @@ from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.checkpoints.weights import Weights
 from jaxthd.config import Config, DataConfig, MeshConfig
 from jaxthd.errors import UserError
+from jaxthd.files.run_folder import write_config
+from jaxthd.inference.scorer import DocumentScores, in_order
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.run.workdir import write_config
-from jaxthd.score import DocumentScores, in_order, main, score
+from jaxthd.run import startup
+from jaxthd.score import main, score
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.steps.state import canonical_form, init_state
-from jaxthd.terminal import command_line as cli
 from tests import test_train
-from tests.test_exactness import AUDIO, CAPACITY, MELS, MODEL, ROUND_TO, Spec, document, run_config, state
+from tests.speech_model import AUDIO, CAPACITY, MELS, MODEL, ROUND_TO, Spec, document, run_config, state
 from tests.test_train import tiny
 
 TOP = 4
@@ -144,20 +145,20 @@ def test_what_cannot_be_scored_is_named():
                 make_scoring_step(Blueprint(alone), make_mesh(alone.mesh), top_k)
 
 
-def test_scores_wait_for_those_before_them_and_not_for_what_is_left_out():
+def test_scores_wait_for_those_before_them_and_not_for_what_is_skipped():
     def scores(key: str) -> DocumentScores:
         ids, numbers = np.zeros(0, np.int32), np.zeros(0)
         return DocumentScores(key, ids, ids, numbers, ids.reshape(0, 0), numbers.reshape(0, 0))
 
-    left_out, told = set(), []
+    skipped, told = set(), []
 
     def found():
         for key in ("c", "a", "e", "d"):
             yield scores(key)
             told.append(key)
-            left_out.update({"b"} if key == "e" else ())
+            skipped.update({"b"} if key == "e" else ())
 
-    got = [(s.key, len(told)) for s in in_order("abcdefg", found(), left_out.__contains__)]
+    got = [(s.key, len(told)) for s in in_order("abcdefg", found(), skipped.__contains__)]
     # With c came nothing, with a it alone; b is known to be missing when d has come.
     assert got == [("a", 1), ("c", 3), ("d", 3), ("e", 3)]
 
@@ -196,7 +197,7 @@ def test_the_command_writes_a_line_a_document_in_the_manifests_order(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ):
-    monkeypatch.setattr(cli, "simulate_devices", lambda devices: True)
+    monkeypatch.setattr(startup, "simulate_devices", lambda devices: True)
     file, workdir = run
     out = tmp_path / "new" / "scores.jsonl"
     command = ["--config", file, "--weights", workdir, "--manifest", manifest, "--out", out, "--top-k", "3"]
@@ -219,7 +220,7 @@ def test_the_command_writes_a_line_a_document_in_the_manifests_order(
     shown = capsys.readouterr().out
     total = sum(len(line["positions"]) for line in lines)
     assert f"20 documents, {total} tokens scored" in shown
-    assert "2 documents skipped are listed" in shown
+    assert "2 skipped documents are listed" in shown
     skipped = (out.parent / "skipped.jsonl").read_text()
     assert "missing.wav" in skipped
     assert "not JSON" in skipped

@@ -27,7 +27,7 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.errors import UserError
-from jaxthd.run.metrics import Metrics, read_metrics
+from jaxthd.run.metrics_file import Metrics, read_metrics
 from jaxthd.train import train
 from jaxthd.validate import DeviceFacts, validate
 

@@ -22,10 +22,10 @@ from jaxthd.checkpoints.checksum import named_arrays
 from jaxthd.checkpoints.stored import find_checkpoint, restore_arrays
 from jaxthd.config import Config
 from jaxthd.errors import UserError
+from jaxthd.files.run_folder import compare_models, is_run, read_config
 from jaxthd.hf.checkpoint import open_checkpoint
 from jaxthd.models.stacks import to_stages
 from jaxthd.parallel.processes import is_first
-from jaxthd.run.workdir import compare_models, is_run, read_config
 from jaxthd.steps.blueprint import Blueprint, Tree
 from jaxthd.steps.state import TrainState, canonical_shardings, init_state, new_state, state_shardings
 
@@ -37,21 +37,21 @@ class Weights(NamedTuple):
     buffers: Tree
 
 
-def start_state(config: Config, mesh: Mesh) -> TrainState:
+def start_state(blueprint: Blueprint, mesh: Mesh) -> TrainState:
     """A new run's state on the mesh: the weights of train.init_from, the rest initialised from train.seed.
 
     Raises UserError where a source does not fit the model.
     """
-    blueprint = Blueprint(config)
+    config = blueprint.config
     if not config.train.init_from:
         return init_state(blueprint, mesh)
-    weights = load_weights(config.train.init_from, config, mesh, setting="--train.init-from")
+    weights = load_weights(config.train.init_from, blueprint, mesh, setting="--train.init-from")
     return new_state(weights, blueprint, mesh)
 
 
 def load_weights(
     sources: Sequence[str | Path],
-    config: Config,
+    blueprint: Blueprint,
     mesh: Mesh,
     *,
     partly: bool = True,
@@ -63,16 +63,18 @@ def load_weights(
     a UserError. setting: what the sources were given as, for messages.
     Raises UserError where a source is damaged, holds another model or nothing of this one.
     """
-    on = canonical_shardings(Blueprint(config), mesh)
+    on = canonical_shardings(blueprint, mesh)
     specs = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        jax.eval_shape(lambda: Weights(*Blueprint(config).initial_weights())),
+        jax.eval_shape(lambda: Weights(*blueprint.initial_weights())),
         Weights(on.params, on.buffers),
     )
     named = named_weights(specs)
     # All is compared before anything is read.
     readers = [
-        _Run(path, which, config, specs, setting) if is_run(path) else _Published(path, config, named)
+        _Run(path, which, blueprint.config, specs, setting)
+        if is_run(path)
+        else _Published(path, blueprint.config, named)
         for path, which in map(source_of, sources)
     ]
     missing = [name for name in named if not any(name in reader.gives for reader in readers)]
@@ -84,7 +86,7 @@ def load_weights(
         )
     if missing:
         _report(f"initialised at random, because no source holds them: {_groups(missing)}")
-        arrays = _made(lambda: named_weights(Weights(*Blueprint(config).initial_weights())), named, missing)
+        arrays = _made(lambda: named_weights(Weights(*blueprint.initial_weights())), named, missing)
     for reader in readers:
         arrays |= reader.read()
     return jax.tree.unflatten(jax.tree.structure(specs), [arrays[name] for name in named])
@@ -103,23 +105,23 @@ def _made(
     return jax.jit(some, out_shardings=shardings)()
 
 
-def load_model(sources: Sequence[str | Path], config: Config, mesh: Mesh) -> Weights:
+def load_model(sources: Sequence[str | Path], blueprint: Blueprint, mesh: Mesh) -> Weights:
     """A whole model, as the mesh's ranks compute with it: for evaluation, scoring and generation.
 
     Raises UserError as load_weights, and where no source holds some of its arrays.
     """
-    weights = load_weights(sources, config, mesh, partly=False, setting="--weights")
-    return training_weights(weights, config, mesh)
+    weights = load_weights(sources, blueprint, mesh, partly=False, setting="--weights")
+    return training_weights(weights, blueprint, mesh)
 
 
-def training_weights(weights: Weights, config: Config, mesh: Mesh) -> Weights:
+def training_weights(weights: Weights, blueprint: Blueprint, mesh: Mesh) -> Weights:
     """The weights in their training form (steps/state.py), on the mesh.
 
     weights: in the canonical form, on the mesh or on the host; they are not donated.
     """
-    on, stages = state_shardings(Blueprint(config), mesh), Blueprint(config).stages
+    on, stages = state_shardings(blueprint, mesh), blueprint.stages
     shardings = Weights(on.params, on.buffers)
-    if config.mesh.pipeline == 1:
+    if blueprint.config.mesh.pipeline == 1:
         return jax.device_put(weights, shardings)
     return jax.jit(lambda weights: to_stages(weights, stages), out_shardings=shardings)(weights)
 

@@ -16,6 +16,7 @@ from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.data.workers import Workers
+from jaxthd.objectives import make_objective
 from jaxthd.packing.document import Document
 from jaxthd.parallel.processes import exchange, is_first, require_same
 
@@ -98,7 +99,7 @@ class SpeechData:
     def is_skipped(self, key: str, name: str | None = None) -> bool:
         """Whether an item of a validation set (None: the first) was found to be unusable."""
         name = name or next(iter(self._validation))
-        return self.skipped.has(self._validation_sources[name].path, key)
+        return self.skipped.has(self._validation_sources[name].title, key)
 
     def validation_document(self, example: Example) -> Document | Skipped:
         """What a validation set's loader packs for this item."""
@@ -109,7 +110,7 @@ class SpeechData:
 
         Data sets are mixed by data.weights. rows: see make_loader. A position of other documents is refused.
         """
-        identity = self._identity()
+        identity, train = self._identity(), self._config.train
         require_same("what the training documents depend on", identity)
         loader = make_loader(
             self._training,
@@ -117,6 +118,7 @@ class SpeechData:
             self._config,
             rows=rows,
             depths=self._config.depths_trained,
+            extras=make_objective(train.objective, train.objective_options).extras,
             on_skip=self._on_skip(self._sources),
             identity=identity,
             weights=self._config.data.weights or None,
@@ -156,7 +158,7 @@ class SpeechData:
         return found
 
     def _on_skip(self, sources: Sequence[Source]) -> Callable[[str, str], None]:
-        return self.skipped.of([source.path for source in sources])
+        return self.skipped.of([source.title for source in sources])
 
     def _identity(self) -> dict[str, Any]:
         """What the training documents depend on besides what make_loader adds, as JSON gives it back."""

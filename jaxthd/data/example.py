@@ -97,7 +97,7 @@ class Example:
 
 
 def utterance(
-    clip: Clip, text: str, prompt: str, placeholder: str, system_prompt: str = ""
+    clip: Clip | Samples, text: str, prompt: str, placeholder: str, system_prompt: str = ""
 ) -> tuple[Turn, ...]:
     """The turns of a recording with its transcript: `prompt`, the clip for each placeholder, then the text.
 
@@ -108,7 +108,7 @@ def utterance(
     return (*asked(clip, prompt, placeholder, system_prompt), Turn("assistant", (text,)))
 
 
-def asked(clip: Clip, prompt: str, placeholder: str, system_prompt: str = "") -> tuple[Turn, ...]:
+def asked(clip: Clip | Samples, prompt: str, placeholder: str, system_prompt: str = "") -> tuple[Turn, ...]:
     """The turns before the answer; none for empty prompts."""
     before, *after = prompt.split(placeholder)
     parts = joined([before, *(part for piece in after for part in (clip, piece))])
@@ -116,9 +116,9 @@ def asked(clip: Clip, prompt: str, placeholder: str, system_prompt: str = "") ->
     return (*system, *((Turn("user", parts),) if parts else ()))
 
 
-def joined(parts: Iterable[str | Clip]) -> tuple[str | Clip, ...]:
+def joined(parts: Iterable[str | Clip | Samples]) -> tuple[str | Clip | Samples, ...]:
     """Texts in a row as one, empty ones left out."""
-    joined: list[str | Clip] = []
+    joined: list[str | Clip | Samples] = []
     for part in parts:
         if isinstance(part, str) and joined and isinstance(joined[-1], str):
             joined[-1] += part

@@ -231,6 +231,7 @@ def make_loader(
     repeat: bool = True,
     shuffle: bool | None = None,
     depths: int = 0,
+    extras: Sequence[str] = (),
     on_skip: OnSkip = log_skip,
     identity: Mapping[str, Any] | None = None,
     weights: Sequence[float] | None = None,
@@ -246,7 +247,7 @@ def make_loader(
         used. Epoch e's order is a function of (data.seed, e).
     rows: those of the batch that are read here, the batch then having no others; None: all data.rows.
     repeat: without end, a new order every epoch; False: one epoch, in which every document appears once.
-    shuffle: overrides data.shuffle. depths: see PackDocuments; they do not change the stream.
+    shuffle: overrides data.shuffle. depths, extras: see PackDocuments; the stream does not depend on them.
     on_skip: called for every Skipped, and see PackDocuments.
     identity: what the documents depend on besides data.*; JSON values. A loader of another identity refuses
         a saved position.
@@ -268,7 +269,7 @@ def make_loader(
             f"data.rows to at most {fewest}"
         )
     seed = data.seed if shuffle else None
-    pack = pack_documents(config, shuffle_seed=seed, depths=depths, on_skip=on_skip)
+    pack = pack_documents(config, shuffle_seed=seed, depths=depths, extras=extras, on_skip=on_skip)
     own_workers = Workers(workers) if isinstance(workers, int) and workers > 0 else None
     pool = workers if isinstance(workers, Workers) else own_workers
     streams = row_streams(

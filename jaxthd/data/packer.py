@@ -92,6 +92,8 @@ class PackDocuments:
     """Seed of grain's shuffle of the open buffers as they leave; None: in order, the emptiest last."""
     depths: int = 0
     """Depths of multi-token prediction that the batch has data for."""
+    extras: tuple[str, ...] = ()
+    """Names of Document.extras that the batch holds, for an objective that reads them."""
     on_skip: OnSkip = log_skip
     """Called with (document key, reason) for every document skipped."""
 
@@ -166,6 +168,7 @@ class PackDocuments:
                 round_to=self.round_to,
                 layout=self.layout,
                 depths=self.depths,
+                extras=self.extras,
             )
         )
 
@@ -188,7 +191,12 @@ class PackDocuments:
 
 
 def pack_documents(
-    config: Config, *, shuffle_seed: int | None = None, depths: int = 0, on_skip: OnSkip = log_skip
+    config: Config,
+    *,
+    shuffle_seed: int | None = None,
+    depths: int = 0,
+    extras: Sequence[str] = (),
+    on_skip: OnSkip = log_skip,
 ) -> PackDocuments:
     """The plugin with the sizes of a Config. A model without an encoder gets no room for audio."""
     data, encoder = config.data, config.model.encoder
@@ -205,6 +213,7 @@ def pack_documents(
         audio_ranks=config.mesh.audio_ranks,
         shuffle_seed=shuffle_seed,
         depths=depths,
+        extras=tuple(extras),
         on_skip=on_skip,
     )
 

@@ -1,4 +1,4 @@
-"""A picture of what went most wrong: spectrograms, and texts with the words that differ marked.
+"""The error gallery: spectrograms of documents, with hypothesis and reference, the differing words marked.
 
 Legend: F mel frames, M mel bands.
 """
@@ -13,33 +13,35 @@ from jaxtyping import Float32
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from jaxthd.figures.curves import FAINT, HUES, INK
+from jaxthd.figures.colors import FAINT, HUES, INK
 from jaxthd.files.jsonl import naming
 from jaxthd.inference.wer import aligned_words
 
 WIDTH, POINTS = 13.0, 72
-"""Of the picture, in inches; points an inch."""
+"""The picture's width in inches, and points an inch."""
 SIZE = 9
-"""Of the letters, in points."""
+"""Size of the letters, in points."""
 ADVANCE = 0.602 * SIZE
 """Width of a letter of DejaVu Sans Mono, which comes with matplotlib, in points."""
 DPI = 120
-"""Dots an inch, at which that is a whole number of them: else letters are drawn wider."""
-MARGIN = 7
-"""Letters to the left of the words, for what the line is."""
+"""Dots an inch. A letter's width is a whole number of them; otherwise letters are drawn wider."""
+MARGIN = 11
+"""Letters to the left of the words, for the line's label."""
 COLUMNS = int(0.94 * WIDTH * POINTS / ADVANCE) - MARGIN
 """Letters of a line of words."""
 MOST_LINES = 6
-"""Of a text; the rest is left out, and said so."""
+"""Lines of a text that are shown; a note counts the words of the rest."""
 LINE = 1.5 * SIZE / POINTS
 """Height of a line of text, in inches."""
 SPECTROGRAM, GAP = 1.1, 0.45
-"""Heights in inches: of a spectrogram; above it for its title, and below it for its seconds."""
+"""Heights in inches: a spectrogram; the room for its title above and for its seconds below."""
 
 
 class Case(NamedTuple):
-    """title: what it is. chunks: its log-mel features, an array for each piece that the encoder takes by
-    itself. reference, hypothesis: normalised, words with single spaces between them.
+    """A document of the gallery.
+
+    chunks: its log-mel features, an array for each encoder chunk. reference, hypothesis: after the
+    normaliser, words with single spaces between them.
     """
 
     title: str
@@ -49,17 +51,19 @@ class Case(NamedTuple):
 
 
 Line = list[tuple[str, str]]
-"""Pairs of words above one another, "" where there is none."""
+"""Pairs (reference's word, hypothesis's word), drawn one above the other; "" where there is none."""
 
 
-def draw_worst(cases: Sequence[Case], path: Path) -> None:
-    """A PNG, the cases below one another. Raises OSError, naming the file, when it cannot be written."""
+def draw_gallery(cases: Sequence[Case], path: Path) -> None:
+    """Draws the cases one below the other, as a PNG. Raises OSError, which names the file, when it cannot be
+    written.
+    """
     with naming(path), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph", UserWarning)  # a box stands for what the font has not
-        worst_figure(cases).savefig(path)
+        warnings.filterwarnings("ignore", "Glyph", UserWarning)  # a box stands for a letter the font lacks
+        gallery_figure(cases).savefig(path)
 
 
-def worst_figure(cases: Sequence[Case]) -> Figure:
+def gallery_figure(cases: Sequence[Case]) -> Figure:
     lines = [wrapped(aligned_words(case.reference, case.hypothesis)) for case in cases]
     heights = [SPECTROGRAM + 2 * GAP + LINE * (3 * len(found) + 1) for found in lines]
     figure = Figure(figsize=(WIDTH, sum(heights) + GAP), dpi=DPI)
@@ -77,22 +81,23 @@ def worst_figure(cases: Sequence[Case]) -> Figure:
 
 
 def wrapped(pairs: Line) -> list[Line]:
-    """Lines of at most COLUMNS letters. Words that have more are cut; what is beyond MOST_LINES is left out,
-    a note in its place.
+    """Breaks the pairs into lines of at most COLUMNS letters, and shortens words that are longer than a line.
+
+    Of more than MOST_LINES lines the last is a note that counts the remaining words.
     """
-    pairs = [(said[: COLUMNS - 1], heard[: COLUMNS - 1]) for said, heard in pairs]
+    pairs = [(reference[: COLUMNS - 1], hypothesis[: COLUMNS - 1]) for reference, hypothesis in pairs]
     lines: list[Line] = [[]]
     used = 0
-    for said, heard in pairs:
-        width = max(len(said), len(heard)) + 1
+    for pair in pairs:
+        width = max(map(len, pair)) + 1
         if used and used + width > COLUMNS:
             lines.append([])
             used = 0
-        lines[-1].append((said, heard))
+        lines[-1].append(pair)
         used += width
     if len(lines) > MOST_LINES:
-        left_out = sum(map(len, lines[MOST_LINES - 1 :]))
-        note = f"... and {left_out} words more"
+        remaining = sum(map(len, lines[MOST_LINES - 1 :]))
+        note = f"... and {remaining} words more"
         lines = [*lines[: MOST_LINES - 1], [(note, note)]]
     return lines
 
@@ -118,7 +123,7 @@ def _draw_words(axes: Axes, lines: Sequence[Line]) -> None:
     axes.axis("off")
     for number, line in enumerate(lines):
         at = 3 * number + 1.0
-        for row, (label, hue) in enumerate((("said", HUES[0]), ("heard", HUES[1]))):
+        for row, (label, hue) in enumerate((("reference", HUES[0]), ("hypothesis", HUES[1]))):
             _write(axes, 0, at + row, label, FAINT)
             column = MARGIN
             for pair in line:

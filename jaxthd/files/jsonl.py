@@ -1,16 +1,17 @@
-"""Files of one JSON object a line that a kill may have cut short."""
+"""JSONL files: one JSON object a line. A kill may have cut the last line short."""
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jaxthd.files.atomic import write_atomically
+
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The file's whole lines, none without a file. A line that is no JSON object was cut short."""
+    """The file's entries; none if there is no file. Lines that a kill cut short are skipped."""
     entries = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -21,7 +22,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Rewrites the file, if there is one, to its whole and wanted lines, and returns those."""
+    """Rewrites the file, if there is one, with only its whole and wanted lines. Returns their entries."""
     kept = [entry for entry in read_lines(path) if wanted(entry)]
     if path.exists():
         write_lines(path, kept)
@@ -29,18 +30,15 @@ def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> list[dic
 
 
 def write_lines(path: Path, entries: Iterable[dict[str, Any]]) -> None:
-    """Replaces the file in one go, when the last entry is there. Raises OSError, naming the file."""
-    scratch = path.with_suffix(".tmp")
+    """Replaces the file in one go, once the last entry is there. Raises OSError, which names the file."""
     with naming(path):
-        with scratch.open("w") as file:
-            file.writelines(map(_line, entries))
-        os.replace(scratch, path)
+        write_atomically(path, map(_line, entries))
 
 
 def append_line(path: Path, entry: dict[str, Any]) -> None:
-    """Appends one line, on its way to the disk when this returns.
+    """Appends one line and hands it to the operating system, so that a kill does not lose it.
 
-    A number that is not finite becomes null. Raises OSError, naming the file.
+    Numbers that are not finite become null. Raises OSError, which names the file.
     """
     with naming(path), path.open("a") as file:
         file.write(_line(entry))
@@ -51,7 +49,7 @@ def _line(entry: dict[str, Any]) -> str:
 
 
 def finite(value: Any) -> Any:
-    """A number that is not finite becomes None: JSON has no word for it. In lists and dicts too."""
+    """The value with None for numbers that are not finite, which JSON has not; inside lists and dicts too."""
     if isinstance(value, dict):
         return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -61,7 +59,7 @@ def finite(value: Any) -> Any:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError inside says which file it was about; one from writing (a full disk) does not by itself."""
+    """Adds the file's name to an OSError raised inside: one from writing, as on a full disk, has none."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,7 @@
 """How good a model is: loss, token accuracy and word error rate over a data set."""
 
-import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -11,7 +10,6 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxthd.checkpoints.weights import Weights
-from jaxthd.config import Config, ValidationSet
 from jaxthd.data.loader import BatchAndReport
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.inference.wer import Normaliser, errors_of, make_normaliser, summed
@@ -20,16 +18,17 @@ from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.prompts import PromptEnds, find_prompts
 from jaxthd.parallel.mesh import DATA, local_rows, put_batch, put_rows
 from jaxthd.parallel.processes import exchange
-from jaxthd.run.metrics import VALIDATION
+from jaxthd.run.metrics import VALIDATION_METRICS, ValidationFacts, measured
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState
 from jaxthd.steps.validation import make_validation_step
 
 
 class Hypothesis(NamedTuple):
-    """What was decoded for a document, next to what it should be.
+    """What was decoded for a document, and its reference.
 
-    audio_seconds: of its recordings. ended: by itself, not cut off at train.max_new_tokens.
+    audio_seconds: of its recordings. ended: whether the hypothesis ended by itself; else it was cut off at
+    train.max_new_tokens.
     """
 
     key: str
@@ -40,13 +39,12 @@ class Hypothesis(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """Over a data set.
+    """The results over a data set.
 
-    scores: "loss", natural log, a token; "accuracy", 0 to 1, given the true tokens before; "wer", see
-        word_error_rate, if anything was decoded that has words; "documents". None where nothing is
-        supervised.
-    hypotheses: each document's decoded last answer. audio_seconds: of all documents.
-    seconds: that the devices took, from a batch on the host to answers on the host, without compiling.
+    scores: the metrics of jaxthd.run.metrics.VALIDATION_METRICS by name; empty where nothing is supervised.
+    hypotheses: one for each document with an answer, in the data set's order of rows.
+    audio_seconds: of all documents.
+    seconds: the devices' time, from a batch on the host to answers on the host, without compiling.
     """
 
     scores: dict[str, float]
@@ -58,23 +56,25 @@ class Evaluation(NamedTuple):
 class Evaluator:
     """Evaluates states of one model on batches of a fixed shape; compiled once.
 
-    end_id: the token that ends an answer. config.train.max_new_tokens 0 decodes nothing.
+    end_id: the token that ends an answer. With train.max_new_tokens 0 nothing is decoded.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, end_id: int) -> None:
+    def __init__(self, blueprint: Blueprint, mesh: Mesh, end_id: int) -> None:
+        config = blueprint.config
         self._config, self._mesh, self._end_id = config, mesh, end_id
         new_tokens = config.train.max_new_tokens
-        self._step: Any = make_validation_step(Blueprint(config), mesh, end_id=end_id, new_tokens=new_tokens)
+        self._step: Any = make_validation_step(blueprint, mesh, end_id=end_id, new_tokens=new_tokens)
         self._compiled: Any = None
         self._tokenizer = load_tokenizer(config.data.tokenizer)
 
     def __call__(self, state: TrainState | Weights, batches: Iterable[BatchAndReport]) -> Evaluation:
-        """Over all supervised tokens of the Loader's batches. state: in its training form.
+        """Evaluates over all supervised tokens of a loader's batches. state: in its training form.
 
-        Of several processes all call it, with as many batches (SynchronizedLoader), and get the same.
+        All processes call it, with equally many batches (jaxthd.data.dataset.SynchronizedLoader), and get the
+        same result.
         """
         sums, documents, audio_seconds, seconds, decoded = np.zeros(3), 0, 0.0, 0.0, []
-        for at, (batch, report) in enumerate(batches):
+        for number, (batch, report) in enumerate(batches):
             ends, answers = find_prompts(
                 batch,
                 self._config.mesh.context,
@@ -87,31 +87,47 @@ class Evaluator:
             sums += np.array(scores, float)
             documents += report.documents
             audio_seconds += report.audio_seconds
-            places = ends.last.shape[1]
-            tokens_RDm = tokens.reshape(len(tokens) // places, places, tokens.shape[1])
-            rows = local_rows(self._mesh, len(tokens_RDm))
-            for own, keys in enumerate(report.keys if tokens.size else ()):
-                heard = seconds_of_documents(batch, own)
-                for number, key in enumerate(keys):
-                    if ends.last[own, number] >= 0:
-                        ids, said = tokens_RDm[rows[own], number].tolist(), answers[own * places + number]
-                        texts = map(self._tokenizer.decode, (said, ids))
-                        fields = key, *texts, heard[number], self._end_id in ids
-                        decoded.append((at, rows[own], number, *fields))
-        loss, correct, count = sums
+            if tokens.size:
+                texts = self._texts(batch, report.keys, ends, answers, tokens)
+                decoded += [(number, *rest) for rest in texts]
+        nll, correct, count = sums
         if not count:
             return Evaluation({}, [], audio_seconds, seconds)
         # A row that several processes hold was decoded by each.
         told = sorted({tuple(x) for x in chain(*exchange(decoded))})
         hypotheses = [Hypothesis(*fields) for _, _, _, *fields in told]
-        found = {"loss": loss / count, "accuracy": correct / count, "documents": float(documents)}
         wer = word_error_rate(hypotheses, self._config.train.normaliser)
-        if not math.isnan(wer):
-            found["wer"] = wer
-        return Evaluation(found, hypotheses, audio_seconds, seconds)
+        facts = ValidationFacts(nll, correct, count, documents, hypotheses, wer)
+        return Evaluation(measured(VALIDATION_METRICS, facts), hypotheses, audio_seconds, seconds)
+
+    def _texts(
+        self,
+        batch: Batch,
+        keys: Sequence[Sequence[str]],
+        ends: PromptEnds,
+        answers: Sequence[Sequence[int]],
+        tokens: np.ndarray,
+    ) -> Iterator[tuple[int, int, str, str, str, float, bool]]:
+        """(row, document's number in it, the fields of its Hypothesis) for each document with an answer.
+
+        keys: by row of this process, then by document. answers, tokens: token ids of references and
+        hypotheses, [rows * documents, ...].
+        """
+        documents = ends.last.shape[1]
+        tokens_RDm = tokens.reshape(len(tokens) // documents, documents, tokens.shape[1])
+        rows = local_rows(self._mesh, len(tokens_RDm))
+        for own, keys_of_row in enumerate(keys):
+            seconds = seconds_of_documents(batch, own)
+            for number, key in enumerate(keys_of_row):
+                if ends.last[own, number] >= 0:
+                    ids = tokens_RDm[rows[own], number].tolist()
+                    reference = self._tokenizer.decode(answers[own * documents + number])
+                    hypothesis = self._tokenizer.decode(ids)
+                    ended = self._end_id in ids
+                    yield rows[own], number, key, reference, hypothesis, seconds[number], ended
 
     def _run(self, state: TrainState | Weights, batch: Batch, ends: PromptEnds) -> tuple[Any, float]:
-        """What the step gives, on the host; and how long it took."""
+        """The step's results on the host, and the seconds that they took."""
 
         def arguments() -> tuple[Any, ...]:
             on_mesh = put_rows(ends, PromptEnds(*[PartitionSpec(DATA)] * 2), self._mesh)
@@ -125,7 +141,7 @@ class Evaluator:
 
 
 def seconds_of_documents(batch: Batch, row: int) -> list[float]:
-    """Of a row of a host batch: seconds of audio of each document."""
+    """Seconds of audio of each document in a row of a host batch."""
     if not batch.has_audio:
         return [0.0] * int(batch.segment_ids[row].max())
     valid_E = batch.mel_mask[row].reshape(-1, SUBSAMPLING).sum(-1)
@@ -135,26 +151,10 @@ def seconds_of_documents(batch: Batch, row: int) -> list[float]:
 
 
 def word_error_rate(hypotheses: Sequence[Hypothesis], normaliser: Normaliser = "basic") -> float:
-    """Substitutions, deletions and insertions over words of the references, after the normaliser, over all.
+    """Substitutions, deletions and insertions over the words of all references, after the normaliser.
 
-    References without a word are left out; NaN if no other is there.
+    References without a word do not count. NaN where there is no other.
     """
     normalise = make_normaliser(normaliser)
-    said = [normalise(h.reference) for h in hypotheses]
-    return summed(errors_of(said, [normalise(h.hypothesis) for h in hypotheses])).rate
-
-
-def validation_metrics(
-    sets: Sequence[ValidationSet], scores: Sequence[Mapping[str, float]]
-) -> dict[str, float]:
-    """As a metrics line has them: validation_loss, ..., the means over the sets that have one, each counting
-    as much (documents: their sum); and of sets with names validation_NAME_loss, ...
-    """
-    line = {}
-    for name in dict.fromkeys(chain(*scores)):
-        found = [of_set[name] for of_set in scores if name in of_set]
-        line[VALIDATION + name] = sum(found) / (1 if name == "documents" else len(found))
-    for each, of_set in zip(sets, scores, strict=True):
-        if each.is_named:
-            line |= {f"{VALIDATION}{each.name}_{name}": score for name, score in of_set.items()}
-    return line
+    references = [normalise(h.reference) for h in hypotheses]
+    return summed(errors_of(references, [normalise(h.hypothesis) for h in hypotheses])).rate

@@ -1,11 +1,11 @@
-"""Answers to conversations: prompts packed into buffers, answers decoded together, text as it comes.
+"""Answers to conversations: prompts are packed into buffers, and answers are decoded together and streamed.
 
     generator = Generator(config, mesh, params, buffers)
     turn = Turn("user", (Clip(Path("a.wav")), "What is said?"))
-    for piece in generator.stream([Example("a", (turn,))], temperature=0.7):
-        print(piece.text, end="", flush=True)
+    for delta in generator.stream([Example("a", (turn,))], temperature=0.7):
+        print(delta.text, end="", flush=True)
 
-Two programs of fixed shape serve conversations of every length up to the buffer's (step.py).
+Two programs of fixed shape serve conversations of every length up to the buffer's (steps/generation.py).
 """
 
 import hashlib
@@ -34,12 +34,14 @@ from jaxthd.steps.blueprint import Blueprint, Tree
 from jaxthd.steps.generation import Draws, make_generation_steps
 
 End = Literal["stop", "length"]
-"""Of an answer: by itself, or cut off."""
+"""How an answer ended: by itself, or cut off at the maximum length."""
 
 
-class Piece(NamedTuple):
-    """More of an answer. number: of the conversation. text: in whole characters; may be empty. tokens: new
-    ones, without what ends the answer. end: with the last piece.
+class AnswerDelta(NamedTuple):
+    """What came next of an answer.
+
+    number: the conversation's. text: whole characters; may be empty. tokens: without the one that ends the
+    answer. end: set in the last delta of an answer.
     """
 
     number: int
@@ -49,7 +51,7 @@ class Piece(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """key: of the conversation. tokens: without what ends it."""
+    """A whole answer. key: the conversation's. tokens: without the one that ends the answer."""
 
     key: str
     text: str
@@ -57,14 +59,14 @@ class Answer(NamedTuple):
     end: End
 
 
-def joined(key: str, pieces: Sequence[Piece]) -> Answer:
-    """The answer that these are all pieces of."""
-    tokens = tuple(chain(*(piece.tokens for piece in pieces)))
-    return Answer(key, "".join(piece.text for piece in pieces), tokens, pieces[-1].end or "length")
+def whole_answer(key: str, deltas: Sequence[AnswerDelta]) -> Answer:
+    """The answer from all its deltas, in order."""
+    tokens = tuple(chain(*(delta.tokens for delta in deltas)))
+    return Answer(key, "".join(delta.text for delta in deltas), tokens, deltas[-1].end or "length")
 
 
 def for_generation(config: Config, batch: int) -> Config:
-    """The configuration that answers up to `batch` conversations at a time: one buffer a data rank."""
+    """The config for answering up to `batch` conversations at a time: one buffer for each data rank."""
     rows = config.mesh.data
     data = replace(config.data, rows=rows, max_documents=-(-batch // rows), packing="first_fit")
     return replace(config, data=data, train=replace(config.train, microbatches=1))
@@ -73,10 +75,10 @@ def for_generation(config: Config, batch: int) -> Config:
 class Generator:
     """Answers with one model, on any mesh.
 
-    params, buffers: in their training form (state.state_shardings). batch: most conversations answered
-    together; decoding costs as if there were as many. max_new_tokens: most tokens of an answer.
-    config.data.capacity and config.data.audio_capacity are what a data rank holds of prompts.
-    Raises UserError as PromptTemplate and load_tokenizer.
+    params, buffers: in their training form (steps/state.py). batch: most conversations answered together;
+    decoding costs the same for fewer. max_new_tokens: most tokens of an answer.
+    The prompts of a data rank have to fit config.data.capacity token slots and audio_capacity mel frames.
+    Raises UserError as PromptTemplate and load_tokenizer do.
     """
 
     def __init__(
@@ -96,8 +98,8 @@ class Generator:
         self._mesh, self._params, self._buffers = mesh, params, buffers
         self._pack = pack_documents(self.config)
         context = config.mesh.context
-        self._places = -(-self.config.data.max_documents // context) * context
-        """Of a row, for documents."""
+        self._row_documents = -(-self.config.data.max_documents // context) * context
+        """Documents that a row has room for."""
         self._documents = SpeechDocuments(self.config, self.tokenizer, train=False)
         self._prefill, self._decode = make_generation_steps(
             Blueprint(self.config), mesh, stop_ids=self.stop_ids, new_tokens=max_new_tokens
@@ -119,14 +121,14 @@ class Generator:
         seed: int = 0,
         max_new_tokens: int | None = None,
         every: int = 1,
-    ) -> Iterator[Piece]:
-        """The answers as they come, those of conversations that are decoded together in turns.
+    ) -> Iterator[AnswerDelta]:
+        """Yields the answers as they come; conversations that are decoded together take turns.
 
-        temperature, top_k, top_p: see ops.sampling.Sampling. What is drawn depends on seed, on the
-        conversation's key and the token's number, and on nothing else. every: tokens that are decoded before
-        one looks at them.
-        Raises UserError for a conversation that cannot be used, or does not fit, before any is answered; and
-        for settings out of range.
+        temperature, top_k, top_p: see jaxthd.ops.sampling.Sampling. What is sampled depends on the seed, the
+        conversation's key and the token's number, and on nothing else.
+        every: tokens that are decoded before the host reads them.
+        Before any is answered, raises UserError for a conversation that cannot be used or does not fit, and
+        for a setting out of range.
         """
         most = self.max_new_tokens if max_new_tokens is None else max_new_tokens
         check_sampling(temperature, top_k, top_p)
@@ -136,25 +138,25 @@ class Generator:
         sampling = Sampling(np.float32(temperature), np.int32(top_k), np.float32(top_p))
         documents = [self._prompt(number, example) for number, example in enumerate(conversations)]
 
-        def pieces() -> Iterator[Piece]:
-            for batch, of_place in self._batches(documents):
-                keys = np.zeros((self.config.data.rows * self._places, 2), np.uint32)
-                for place, number in of_place.items():
-                    keys[place] = random_bits(seed, conversations[number].key)
+        def deltas() -> Iterator[AnswerDelta]:
+            for batch, numbers in self._batches(documents):
+                keys = np.zeros((self.config.data.rows * self._row_documents, 2), np.uint32)
+                for document, number in numbers.items():
+                    keys[document] = random_bits(seed, conversations[number].key)
                 draws = Draws(put_rows(keys, PartitionSpec(TOKEN_AXES), self._mesh), sampling)
-                yield from self._answers(batch, of_place, draws, most, every)
+                yield from self._answers(batch, numbers, draws, most, every)
 
-        return pieces()
+        return deltas()
 
     def generate(self, conversations: Sequence[Example], **settings: Any) -> list[Answer]:
-        """The answers, in the conversations' order. settings, errors: as stream."""
-        found: list[list[Piece]] = [[] for _ in conversations]
-        for piece in self.stream(conversations, **{"every": self.max_new_tokens} | settings):
-            found[piece.number].append(piece)
-        return [joined(example.key, pieces) for example, pieces in zip(conversations, found, strict=True)]
+        """The answers, in the conversations' order. settings: as for `stream`; raises what it raises."""
+        found: list[list[AnswerDelta]] = [[] for _ in conversations]
+        for delta in self.stream(conversations, **{"every": self.max_new_tokens} | settings):
+            found[delta.number].append(delta)
+        return [whole_answer(x.key, deltas) for x, deltas in zip(conversations, found, strict=True)]
 
     def _prompt(self, number: int, example: Example) -> Document:
-        """Its key is the conversation's number."""
+        """The conversation as a document to continue, whose key is the conversation's number."""
         if not example.turns or example.turns[-1].role == "assistant":
             raise UserError(
                 f"conversation {example.key!r} has no turn to answer; expected the user's at its end: add one"
@@ -172,22 +174,25 @@ class Generator:
         return document
 
     def _batches(self, documents: Sequence[Document]) -> Iterator[tuple[Batch, dict[int, int]]]:
-        """Batches, and by the place of a document in one its conversation's number."""
+        """Yields (a batch, the numbers of its documents' conversations).
+
+        The numbers are by the document's index in the batch: row * self._row_documents + number in the row.
+        """
         packed = iter(grain.MapDataset.source(documents).pipe(self._pack))
         while rows := list(islice(packed, self.config.data.rows)):
             rows += [self._pack.row([])] * (self.config.data.rows - len(rows))
             batches, reports = zip(*rows, strict=True)
-            of_place = {
-                row * self._places + document: int(key)
+            numbers = {
+                row * self._row_documents + document: int(key)
                 for row, report in enumerate(reports)
                 for document, key in enumerate(report.keys)
             }
-            yield concatenate_rows(batches), of_place
+            yield concatenate_rows(batches), numbers
 
     def _answers(
-        self, batch: Batch, of_place: Mapping[int, int], draws: Draws, most: int, every: int
-    ) -> Iterator[Piece]:
-        """Of one batch."""
+        self, batch: Batch, numbers: Mapping[int, int], draws: Draws, most: int, every: int
+    ) -> Iterator[AnswerDelta]:
+        """The answers of one batch. numbers: see _batches."""
         data, mesh = self.config.data, self._mesh
         ends = whole_prompts(
             batch,
@@ -199,25 +204,25 @@ class Generator:
         ends = put_rows(ends, PromptEnds(*[PartitionSpec(DATA)] * 2), mesh)
         weights = self._params, self._buffers
         decoding = self._prefill(*weights, put_batch(batch, mesh), ends, draws)
-        live = {place: TextStream(self.tokenizer) for place in of_place}
-        number = 0
-        while live:
-            decoding, found = self._decode(*weights, decoding, draws, np.int32(min(number + every, most)))
+        unfinished = {document: TextStream(self.tokenizer) for document in numbers}
+        decoded = 0
+        while unfinished:
+            decoding, found = self._decode(*weights, decoding, draws, np.int32(min(decoded + every, most)))
             tokens, reached = np.asarray(found.tokens), int(found.number)
-            for place, text in list(live.items()):
-                new = tokens[place, number:reached].tolist()
-                said = list(takewhile(lambda token: token not in self.stop_ids, new))
-                end: End | None = "stop" if len(said) < len(new) else "length" if reached == most else None
-                piece = "".join(map(text.push, said))
+            for document, stream in list(unfinished.items()):
+                new = tokens[document, decoded:reached].tolist()
+                kept = list(takewhile(lambda token: token not in self.stop_ids, new))
+                end: End | None = "stop" if len(kept) < len(new) else "length" if reached == most else None
+                text = "".join(map(stream.push, kept))
                 if end:
-                    piece += text.finish()
-                    del live[place]
-                yield Piece(of_place[place], piece, tuple(said), end)
-            number = reached
+                    text += stream.finish()
+                    del unfinished[document]
+                yield AnswerDelta(numbers[document], text, tuple(kept), end)
+            decoded = reached
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
-    """Raises UserError where one of these is out of range."""
+    """Raises UserError for a value out of range."""
     _require("temperature", temperature, 0 <= temperature < np.inf, "0 or more, and finite")
     _require("top_k", top_k, top_k >= 0, "0 (all tokens) or more")
     _require("top_p", top_p, 0 < top_p <= 1, "more than 0, and at most 1 (all tokens)")
@@ -229,5 +234,5 @@ def _require(name: str, value: float | int, holds: bool, expected: str) -> None:
 
 
 def random_bits(seed: int, key: str) -> np.ndarray:
-    """uint32 [2] that depends on these two alone. The hash is BLAKE2b, as in document_rng."""
+    """Random bits, uint32 [2], that depend only on the arguments: their BLAKE2b hash, as in document_rng."""
     return np.frombuffer(hashlib.blake2b(f"{seed}/{key}".encode(), digest_size=8).digest(), "<u4")

@@ -1,6 +1,6 @@
-"""Word and character errors between what was said and what was heard, after a text normaliser.
+"""Word and character errors of hypotheses against references, after a text normaliser.
 
-Normalisers are Whisper's (Radford et al., 2022, appendix C), by whisper_normalizer; alignments by jiwer.
+Normalisers are Whisper's (Radford et al., 2022, appendix C), from whisper_normalizer; jiwer aligns the texts.
 """
 
 import warnings
@@ -10,9 +10,8 @@ from typing import Literal, NamedTuple
 import jiwer
 
 with warnings.catch_warnings():
-    warnings.filterwarnings(
-        "ignore", "invalid escape sequence"
-    )  # in a docstring, where it is not compiled yet
+    # Of a docstring, where Python has not compiled the package yet.
+    warnings.filterwarnings("ignore", "invalid escape sequence")
     from whisper_normalizer.basic import BasicTextNormalizer
     from whisper_normalizer.english import EnglishTextNormalizer
 
@@ -21,10 +20,9 @@ Unit = Literal["words", "characters"]
 
 
 def make_normaliser(name: Normaliser) -> Callable[[str], str]:
-    """Text -> what is compared: words with single spaces between them.
+    """Returns the function from a text to what is compared: words with single spaces between them.
 
-    "basic" keeps combining marks, without which scripts that spell vowels with them lose these; for others it
-    is what Whisper's is.
+    "basic" is Whisper's, but keeps combining marks: scripts that spell vowels with them would lose these.
     """
     rules: dict[str, Callable[[str], str]] = {
         "basic": BasicTextNormalizer(preserve_marks=True),
@@ -36,7 +34,7 @@ def make_normaliser(name: Normaliser) -> Callable[[str], str]:
 
 
 class Errors(NamedTuple):
-    """Of words or characters. total: those of the reference."""
+    """Errors in words or in characters. total: words or characters of the reference."""
 
     substitutions: int
     deletions: int
@@ -49,23 +47,23 @@ class Errors(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Errors over the reference's units; NaN where it has none."""
+        """Errors over `total`; NaN where that is 0."""
         return self.wrong / self.total if self.total else float("nan")
 
 
 def summed(errors: Iterable[Errors]) -> Errors:
-    """Over all references that are not empty: what is heard in silence counts no word."""
+    """The sums over all references that are not empty: words inserted into silence do not count."""
     return Errors(*map(sum, zip(Errors(0, 0, 0, 0), *(e for e in errors if e.total), strict=True)))
 
 
 def errors_of(references: Sequence[str], hypotheses: Sequence[str], unit: Unit = "words") -> list[Errors]:
-    """Of each pair, both normalised, by the alignment with the fewest errors."""
+    """The errors of each pair by the alignment with the fewest errors. Texts: after the normaliser."""
     found = [Errors(0, 0, len(h.split()) if unit == "words" else len(h), 0) for h in hypotheses]
-    spoken = [i for i, reference in enumerate(references) if reference]
-    if spoken:
+    not_empty = [i for i, reference in enumerate(references) if reference]
+    if not_empty:
         process = jiwer.process_words if unit == "words" else jiwer.process_characters
-        aligned = process([references[i] for i in spoken], [hypotheses[i] for i in spoken]).alignments
-        for i, chunks in zip(spoken, aligned, strict=True):
+        aligned = process([references[i] for i in not_empty], [hypotheses[i] for i in not_empty]).alignments
+        for i, chunks in zip(not_empty, aligned, strict=True):
             found[i] = _counted(chunks)
     return found
 
@@ -80,15 +78,17 @@ def _counted(chunks: Sequence[jiwer.AlignmentChunk]) -> Errors:
 
 
 def aligned_words(reference: str, hypothesis: str) -> list[tuple[str, str]]:
-    """Pairs of words, "" where the other text has one more; both texts normalised."""
+    """Aligned pairs of words; "" stands where the other text has a word more. Texts: after the normaliser."""
     if not reference:
         return [("", word) for word in hypothesis.split()]
     found = jiwer.process_words(reference, hypothesis)
-    (said,), (heard,), (chunks,) = found.references, found.hypotheses, found.alignments
+    (of_reference,), (of_hypothesis,), (chunks,) = found.references, found.hypotheses, found.alignments
     pairs: list[tuple[str, str]] = []
     for chunk in chunks:
-        before = said[chunk.ref_start_idx : chunk.ref_end_idx]
-        after = heard[chunk.hyp_start_idx : chunk.hyp_end_idx]
-        longest = max(len(before), len(after))
-        pairs += zip(*(words + [""] * (longest - len(words)) for words in (before, after)), strict=True)
+        sides = (
+            of_reference[chunk.ref_start_idx : chunk.ref_end_idx],
+            of_hypothesis[chunk.hyp_start_idx : chunk.hyp_end_idx],
+        )
+        longest = max(map(len, sides))
+        pairs += zip(*(words + [""] * (longest - len(words)) for words in sides), strict=True)
     return pairs

@@ -11,9 +11,9 @@ This file is what attention (kernels/attention_probe.py) and the scan (kernels/s
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxthd.files.atomic import write_atomically
 from jaxthd.files.cache import user_cache
 from jaxthd.kernels.machine import Machine
 from jaxthd.parallel.mesh import AXES, on_ranks
@@ -146,10 +147,6 @@ def _read(file: Path, key: dict[str, Any], quantities: tuple[str, ...]) -> dict[
 
 def _write(file: Path, content: dict[str, Any]) -> None:
     """Writes the whole file or none of it. If the cache cannot be written, nothing is kept."""
-    scratch = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    try:
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(content, indent=2) + "\n")
-        os.replace(scratch, file)
-    except OSError:
-        return
+        write_atomically(file, json.dumps(content, indent=2) + "\n")

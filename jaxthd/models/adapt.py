@@ -1,9 +1,10 @@
-"""What of a model is chosen by name: which parameters train, which projections have low-rank matrices (LoRA)
-beside them or are computed in FP8.
+"""What patterns of names choose in a model: the parameters that train, the projections that get low-rank
+matrices (LoRA), the projections that are computed in FP8.
 
-The name of a parameter or of a projection (a Linear) is its path in the module tree, with dots:
-"decoder.layers.attention.mixer.q.w" is the matrix of the projection "decoder.layers.attention.mixer.q".
-Trees are nested dicts by these names. One that holds some of the parameters has None in the places of others.
+A projection is a Linear module. The name of a parameter or of a projection is its path in the module tree,
+joined by dots: "decoder.layers.attention.mixer.q.w" is the matrix of the projection
+"decoder.layers.attention.mixer.q". Trees of arrays are nested dicts by these names. A tree that holds only
+some of the parameters has None for the others.
 """
 
 import difflib
@@ -26,7 +27,7 @@ from jaxthd.models.mixers import MoE
 Tree = Any
 Path = tuple[Any, ...]
 PARTS = ("encoder", "adapter")
-"""Names of modules that are parts of their own; all others are the LLM."""
+"""Modules that are a part of the model by themselves. All other modules are the part "LLM"."""
 
 
 def dotted(path: Path) -> str:
@@ -42,19 +43,21 @@ def is_lora(path: Path) -> bool:
 
 
 def parameter_names(model: nnx.Module) -> list[str]:
-    """All that can be frozen: LoRA's matrices are not among them."""
+    """Names of all parameters that can be frozen. LoRA's matrices cannot."""
     return [dotted(path) for path in _parameter_paths(model) if not is_lora(path)]
 
 
 def projections(model: nnx.Module) -> dict[str, Linear]:
-    """Those that LoRA can adapt, by name."""
+    """The projections that LoRA can adapt, by name."""
     others = set(no_projections(model))
     found = {dotted(path): module for path, module in nnx.iter_modules(model) if isinstance(module, Linear)}
     return {name: found[name] for name in sorted(set(found) - others)}
 
 
 def no_projections(model: nnx.Module) -> list[str]:
-    """Names of what has neither LoRA nor FP8: routers, decided in float32, and routed experts' matrices."""
+    """Names of modules that get neither LoRA nor FP8: routers, which decide in float32, and the matrices of
+    routed experts.
+    """
     layers = [path for path, module in nnx.iter_modules(model) if isinstance(module, MoE)]
     return [dotted((*path, name)) for path in layers for name in ("router", "up", "down")]
 
@@ -64,7 +67,10 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def unmatched(patterns: Sequence[str], names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """(each pattern that matches no name, those most like it: names, or for "X.*" patterns of that depth)."""
+    """(pattern, suggestions) for each pattern that matches no name.
+
+    The suggestions are the names most like it; for a pattern "X.*" they are patterns of the same depth.
+    """
     for pattern in patterns:
         if not any(matches(name, [pattern]) for name in names):
             depth, paths = pattern.count("."), [name.split(".") for name in names]
@@ -78,8 +84,9 @@ def _parameter_paths(model: nnx.Module) -> list[Path]:
 
 
 def add_lora(model: nnx.Module, adapt: AdaptConfig, key: Array) -> None:
-    """Gives the projections that adapt names their low-rank matrices; each draws by its name, so that what
-    others there are does not change it.
+    """Gives the projections that adapt.lora_targets matches their low-rank matrices.
+
+    Each projection's random key depends on its name, so its matrices do not depend on which others there are.
     """
     if adapt.lora_rank:
         for name, linear in projections(model).items():
@@ -89,19 +96,19 @@ def add_lora(model: nnx.Module, adapt: AdaptConfig, key: Array) -> None:
 
 
 def fp8_projections(model: nnx.Module) -> dict[str, Linear]:
-    """Those that FP8 can compute, by name: not Mamba2's time steps, which are exponents."""
+    """The projections that FP8 can compute, by name: not Mamba2's time steps, which are exponents."""
     return {name: linear for name, linear in projections(model).items() if not name.endswith(".mixer.dt")}
 
 
 def use_fp8(model: nnx.Module, patterns: Sequence[str]) -> None:
-    """Has the projections that match computed in FP8."""
+    """Switches the projections that match to FP8."""
     if patterns:
         for name, linear in fp8_projections(model).items():
             linear.fp8 = matches(name, patterns)
 
 
 def trained(model: nnx.Module, adapt: AdaptConfig) -> Tree:
-    """Of every parameter whether it is trained: bools in the places of the arrays."""
+    """A bool for every parameter, in the place of its array: whether it trains."""
     paths = _parameter_paths(model)
     has_lora = {part_of(path) for path in paths if is_lora(path)}
 
@@ -114,19 +121,22 @@ def trained(model: nnx.Module, adapt: AdaptConfig) -> Tree:
 
 
 def keeps_statistics(is_trained: Tree) -> bool:
-    """Whether the encoder's BatchNorms are frozen: they normalise by their running statistics, which stay."""
+    """Whether the encoder's BatchNorms are frozen, or there is no encoder.
+
+    Frozen ones normalise by their running statistics, which do not change.
+    """
     encoder = is_trained.get("encoder")
     return encoder is None or not any(jax.tree.leaves(encoder["blocks"]["conv"]["norm"]))
 
 
 def keeps_router_biases(is_trained: Tree, module: str = "decoder") -> bool:
-    """Whether the routers of the module, if it has any, are frozen: the experts' correction biases stay."""
+    """Whether the module's routers are frozen, or it has none: experts' correction biases do not change."""
     moe = is_trained[module]["layers"].get("moe")
     return moe is None or not moe["mixer"]["router"]["w"]
 
 
 def split(tree: Tree, is_trained: Tree) -> tuple[Tree, Tree]:
-    """(what belongs to trained parameters, what belongs to frozen ones)."""
+    """(the part of the tree for trained parameters, the part for frozen ones), with None for the others."""
 
     def where(wanted: bool) -> Tree:
         return jax.tree.map(lambda mine, x: x if mine is wanted else None, is_trained, tree)
@@ -135,15 +145,15 @@ def split(tree: Tree, is_trained: Tree) -> tuple[Tree, Tree]:
 
 
 def join(some: Tree, rest: Tree) -> Tree:
-    """`some`, and from `rest` what it has None for."""
+    """`some`, with the leaves of `rest` where it has None."""
     return jax.tree.map(lambda x, y: y if x is None else x, some, rest, is_leaf=lambda x: x is None)
 
 
 def merge_lora(params: Tree, config: Config) -> tuple[Tree, Config]:
-    """The plain model that computes the same, w + alpha / rank a @ b in the place of w; and its config.
+    """A model without LoRA that computes the same: w becomes w + alpha / rank * a @ b. And its config.
 
-    params: arrays of any sharding, those of a pipeline's ranks too. The sum is computed in their own dtype
-    (float32, or float64), at full precision. Arrays that nothing is added to are returned as they are.
+    params: arrays of any sharding, in the training form too. The sum is computed in their own dtype (float32
+    or float64), at full precision. Arrays without LoRA are returned as they are.
     """
     adapt = config.adapt
     if not adapt.lora_rank:
@@ -163,5 +173,5 @@ def merge_lora(params: Tree, config: Config) -> tuple[Tree, Config]:
 
 @partial(jax.jit, static_argnums=3)
 def _sum(w_DF: Array, a_Dr: Array, b_rF: Array, scale: float) -> Array:
-    """For stacks too."""
+    """Works on stacked layers too."""
     return w_DF + scale * jnp.matmul(a_Dr, b_rF, precision=jax.lax.Precision.HIGHEST)

@@ -1,6 +1,6 @@
 """The speech LLM: encoder -> adapter -> embeddings in the sequence -> hybrid decoder -> log-probabilities.
 
-Runs inside the step's shard_map: arrays are this rank's share.
+It runs inside the step's shard_map, where every array is this rank's shard, or on one device without a mesh.
 
 Legend: R rows on this rank, T tokens of a row on this rank, N = R * T, n = N or this tensor rank's part of N
 (compute.sequence_sharded), V vocabulary entries of this rank, A mel frames of a row on this rank,
@@ -62,8 +62,10 @@ class Adapter(nnx.Module):
 
 
 class FutureScores(NamedTuple):
-    """What multi-token prediction found, by depth. log_probs: of every position's target at that depth, 0 where
-    its weight is 0. routing: rows for the depth's MoE layers; None without any.
+    """What multi-token prediction found, by depth.
+
+    log_probs: log-probability of every position's target at that depth, 0 where its weight is 0.
+    routing: rows for the depth's MoE layers; None without any.
     """
 
     log_probs: Float[Array, "K N"]
@@ -71,11 +73,14 @@ class FutureScores(NamedTuple):
 
 
 class SpeechLM(nnx.Module):
-    """One module tree for all parameters. The forward pass of training and validation comes in three parts,
-    so that a pipeline can run them where and when it likes: `enter`, the decoder's stages, `leave`.
+    """The speech LLM as one module tree.
 
-    stages: of the pipeline; None: one. decoder_fsdp: axes over which the decoder's matrices are FSDP-sharded.
-    max_documents: of a row; see Segments.documents.
+    The forward pass of training comes in three parts, which a pipeline runs on the ranks and at the times of
+    its schedule: `enter`, the decoder's stages, `leave`.
+
+    config.encoder None: a text-only model; encoder and adapter are None, and batches have no audio.
+    stages: of the pipeline; None for one stage. decoder_fsdp: axes over which the decoder's matrices are
+    FSDP-sharded. max_documents: the most of a row; see Segments.documents.
     """
 
     def __init__(
@@ -113,11 +118,11 @@ class SpeechLM(nnx.Module):
     def log_probs(
         self, batch: Batch, *, axes: tuple[str, ...], train: bool
     ) -> tuple[Float[Array, "R T"], dict[str, Any]]:
-        """Log-probability of every position's target (0 where weights is 0), and the encoder's new buffers:
-        where one rank has all layers.
+        """Log-probability of every position's target, 0 where weights is 0. And the encoder's new buffers.
 
+        For a rank that has all layers, so not in a pipeline.
         axes: the mesh axes' names, inside shard_map over all of them; () on one device without a mesh.
-        train: batch statistics in BatchNorm (over all valid frames of all ranks), else the stored ones.
+        train: BatchNorm uses statistics of the batch (over all valid frames of all ranks), else stored ones.
         """
         x_nD, buffers = self.enter(batch, axes=axes, train=train)
         x_nD, _ = self.decoder(x_nD, self.segments(batch, axes))
@@ -143,9 +148,10 @@ class SpeechLM(nnx.Module):
     def enter(
         self, batch: Batch, *, axes: tuple[str, ...], train: bool
     ) -> tuple[Float[Array, "n D"], dict[str, Any]]:
-        """What the decoder takes: the embeddings of text, with those of audio in the audio slots. This tensor
-        rank's tokens of the residual stream, on all pipeline ranks. And the encoder's new buffers, {} without
-        an encoder.
+        """The decoder's input: embeddings of text tokens, and encoded audio in the audio slots. And the
+        encoder's new buffers, {} without an encoder.
+
+        All pipeline ranks get this tensor rank's tokens of the residual stream. axes, train: see log_probs.
         """
         (x_nD,), buffers = self._embedded(batch, 0, axes=axes, train=train)
         return x_nD, buffers
@@ -153,8 +159,9 @@ class SpeechLM(nnx.Module):
     def enter_with_future(
         self, batch: Batch, *, axes: tuple[str, ...], train: bool
     ) -> tuple[list[Float[Array, "n D"]], dict[str, Any]]:
-        """As enter, with a list of embeddings: of the tokens, then of the future tokens of each depth. Where a
-        document has no token that far on, the embedding is of token 0 and is not used.
+        """As enter, with a list of embeddings: those of the tokens, then those of each depth's future tokens.
+
+        Where a document has no token that far on, the embedding is that of token 0, and is not used.
         """
         return self._embedded(batch, batch.future_tokens.shape[1], axes=axes, train=train)
 
@@ -179,8 +186,10 @@ class SpeechLM(nnx.Module):
         return each, buffers
 
     def embed_tokens(self, tokens_N: Int32[Array, " N"]) -> Float[Array, "N D"]:
-        """Each rank looks up what is in its part of the vocabulary. Rounded to the dtype after that, so that
-        a token's gradients, thousands for a frequent one, are summed in the parameters' dtype.
+        """Embeddings of tokens, on all ranks that share the vocabulary.
+
+        Each rank looks up the tokens of its shard. Rows are rounded to the compute dtype only afterwards, so
+        that the gradients of a token, thousands for a frequent one, are summed in the parameters' dtype.
         """
         embedding_VD, axes, dtype = gathered(self.embedding), self.vocabulary_axes, self.compute.dtype
         if not axes:
@@ -191,8 +200,9 @@ class SpeechLM(nnx.Module):
         return jax.lax.psum(jnp.where(here_N1, found_ND, 0), axes)
 
     def leave(self, x_nD: Float[Array, "n D"], batch: Batch) -> Float[Array, " N"]:
-        """Log-probability of every position's target, 0 where weights is 0. In a pipeline x is of the last
-        stage, and 0 on other ranks; the result is on all.
+        """Log-probability of every position's target, 0 where weights is 0.
+
+        x: the last stage's output; in a pipeline 0 on the ranks without that stage. All ranks get the result.
         """
         return supervised_log_probs(*self._scored(self._left(x_nD), batch))
 
@@ -229,19 +239,19 @@ class SpeechLM(nnx.Module):
         return own_N, FutureScores(jnp.stack(log_probs), routing)
 
     def leave_top_k(self, x_nD: Float[Array, "n D"], batch: Batch, top_k: int) -> TokenScores:
-        """As leave, and each position's top_k likeliest tokens. Not differentiable."""
+        """As leave, with each position's top_k likeliest tokens. Not differentiable."""
         return supervised_top_k(*self._scored(self._left(x_nD), batch), top_k=top_k)
 
     def scores(self, h_ND: Float[Array, "N D"], batch: Batch) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
-        """As leave, from what the head takes; and whether no token is likelier than the target."""
+        """As leave, from the head's input (`hidden`), and whether no token is likelier than the target."""
         return supervised_scores(*self._scored(h_ND, batch))
 
     def hidden(self, x_nD: Float[Array, "n D"]) -> Float[Array, "N D"]:
-        """What the head takes, from what the last stage returns."""
+        """The head's input, from the last stage's output."""
         return self.residual.whole(self.decoder.norm(x_nD))
 
     def _left(self, x_nD: Array) -> Array:
-        """What the head takes, on all ranks of a pipeline."""
+        """The head's input, on all ranks of a pipeline."""
         return self.residual.whole(self._normed(x_nD))
 
     def _normed(self, x_nD: Array) -> Array:
@@ -266,7 +276,7 @@ class SpeechLM(nnx.Module):
         )
 
     def likeliest(self, h_nD: Float[Array, "n D"]) -> Int32[Array, " n"]:
-        """The token of the highest logit, the first of equals."""
+        """The token with the highest logit; of equal ones the first."""
         return likeliest(self._logits(h_nD), self.vocabulary_axes)
 
     def draw(
@@ -276,22 +286,22 @@ class SpeechLM(nnx.Module):
         number: Array | int,
         sampling: Sampling,
     ) -> Int32[Array, " n"]:
-        """Each document's token number `number`: see ops.sampling.draw."""
+        """Draws token number `number` of each document: see ops.sampling.draw."""
         return draw(self._logits(h_nD), keys_n2, number, sampling, self.vocabulary_axes)
 
     def _logits(self, h_nD: Array) -> Array:
-        """Of this rank's part of the vocabulary, [n, V]."""
+        """Logits of this rank's shard of the vocabulary, [n, V]."""
         head_VD, acc = gathered(self.head).astype(h_nD.dtype), accumulation_dtype(h_nD)
         return jnp.einsum("nd,vd->nv", h_nD, head_VD, preferred_element_type=acc)
 
     def _encode(
         self, batch: Batch, *, axes: tuple[str, ...], train: bool
     ) -> tuple[Float[Array, "R E D"], dict[str, Any]]:
-        """This rank's clips through encoder and adapter, then every rank's embeddings, for the whole row."""
+        """Encodes this rank's encoder chunks, and gathers every rank's embeddings: those of the whole row."""
         if self.encoder is None or self.adapter is None:
             raise ValueError(
-                "the batch holds audio and the model has no encoder (model.encoder is None); expected a batch "
-                "without audio arrays: pack with audio_capacity 0, or give the model an encoder"
+                "the batch holds audio, and the model has no encoder (model.encoder is None); expected a "
+                "batch without audio arrays: pack with audio_capacity 0, or give the model an encoder"
             )
         rows, frames, mels = batch.mels.shape
         chunks: Segments = make_segments(

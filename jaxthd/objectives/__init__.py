@@ -1,4 +1,5 @@
-"""The objectives by name. A new one is a file like sft.py and a line here, or a call of register_objective."""
+"""The objectives by name. A new one is a file like sft.py and a line here, or a call of
+register_objective."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -12,7 +13,7 @@ from jaxthd.objectives.sft import SFT
 __all__ = ["LOSS", "OBJECTIVES", "SFT", "Objective", "Tokens", "make_objective", "register_objective"]
 
 OBJECTIVES: dict[str, Any] = {"sft": SFT}
-"""Names that train.objective takes -> classes of objectives: frozen dataclasses, their fields the settings."""
+"""Names that train.objective takes -> classes: frozen dataclasses, whose fields are the settings."""
 
 
 def register_objective(name: str, kind: Any) -> None:
@@ -34,8 +35,8 @@ def make_objective(name: str, options: Sequence[str] = ()) -> Objective:
     if name not in OBJECTIVES:
         like = get_close_matches(name, OBJECTIVES, n=1, cutoff=0.0)
         raise UserError(
-            f"train.objective is {name!r}; expected one of {', '.join(sorted(OBJECTIVES))}: perhaps you meant "
-            f"{like[0]!r}"
+            f"train.objective is {name!r}; expected one of {', '.join(sorted(OBJECTIVES))}: perhaps you "
+            f"meant {like[0]!r}"
         )
     kind = OBJECTIVES[name]
     settings = {field.name: field for field in fields(kind)}

@@ -7,12 +7,13 @@ microbatches nor on how documents share buffers. "loss" is what trains; all othe
 Three kinds of objectives fit:
 
 - of tokens: sums of a function of each position's log-probability (SFT, GRPO);
-- of documents: a function of each document's sum, which `Tokens.document_sums` gives on every context rank
-  (a sequence's mean, GSPO); the sum over documents goes through `Tokens.share`;
-- of pairs of documents: the same, with `Tokens.document_values` telling which documents belong together (DPO).
+- of documents: functions of each document's sum, which `Tokens.document_sums` gives on every context rank
+  (a sequence's mean, GSPO). Their sum over the documents goes through `Tokens.share`;
+- of pairs of documents: the same, where `Tokens.document_values` tells which documents belong together
+  (DPO).
 
-Legend: R rows (buffers) of a microbatch on this rank, T token slots of a row on this rank, D most documents of
-a row.
+Legend: R rows (buffers) of a microbatch on this rank, T token slots of a row on this rank, D most documents
+of a row.
 """
 
 from dataclasses import dataclass

@@ -36,8 +36,8 @@ class Batch(NamedTuple):
         in the same document; -1 where the document has ended.
     future_targets, future_weights: at depth k, targets and weights of that token; 0 where the document has
         ended.
-    extras: the objective's own numbers for each token, float32 [R, T], by name (objectives/objective.py), each
-        at the position that predicts the token; 0.0 in padding.
+    extras: the objective's own numbers for each token, float32 [R, T], by name (objectives/objective.py);
+        each lies at the position that predicts the token. 0.0 in padding.
     """
 
     tokens: Int32[Any, "R T"]

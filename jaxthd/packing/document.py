@@ -3,8 +3,8 @@
 Legend: n tokens of the document, F mel frames of an encoder chunk, M mel bands.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
@@ -31,6 +31,7 @@ class Document:
     chunks: the audio in order, as encoder chunks: float32 [F, M] log-mel features each. Chunk c fills
         encoder_frames(F_c) audio slots, so the sum of those equals is_audio.sum().
     key: names the document in reports and seeds its random draws.
+    extras: the objective's own numbers for each token (objectives/objective.py), by name: float32 [n].
     """
 
     key: str
@@ -38,6 +39,7 @@ class Document:
     is_audio: Bool[np.ndarray, " n"]
     supervised: Bool[np.ndarray, " n"]
     chunks: tuple[Float32[np.ndarray, "_ _"], ...] = ()
+    extras: Mapping[str, Float32[np.ndarray, " n"]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         slots = sum(encoder_frames(len(c)) for c in self.chunks)
@@ -56,6 +58,14 @@ class Document:
         if bool((self.supervised & self.is_audio).any()):
             raise ValueError(
                 f"document {self.key!r}: an audio slot is marked supervised; only text is predicted"
+            )
+        wrong = [
+            f"{name} {np.shape(x)}" for name, x in self.extras.items() if np.shape(x) != self.tokens.shape
+        ]
+        if wrong:
+            raise ValueError(
+                f"document {self.key!r}: extras have the shapes {', '.join(wrong)}; expected a number for "
+                f"each of the {len(self.tokens)} tokens"
             )
 
     def __len__(self) -> int:

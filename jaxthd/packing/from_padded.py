@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from jaxthd.packing.layout import document_chunk_indices
-
-ABSENT = -1000
-"""Fills seq_lens rows with fewer documents than others, and cu_seqlens rows of chunks with fewer."""
+from jaxthd.packing.thd_view import ABSENT, cumulative, stack_filled
 
 TOKEN_KEYS = ("input_ids", "labels", "position_ids", "padding_mask")
+OFFSET_KEYS = ("cu_seqlens", "cu_seqlens_padded")
 
 
 def packed_from_padded(
@@ -71,11 +70,10 @@ def packed_from_padded(
             k: batch[k][rows_of_chunk] for k in (*TOKEN_KEYS[:3], "seq_lens", "seq_lens_padded") if k in batch
         }
         chunks.append(_collapse(part, absent))
-    most = max(len(c["cu_seqlens"]) for c in chunks)
-    for chunk in chunks:
-        for key in ("cu_seqlens", "cu_seqlens_padded"):
-            chunk[key] = np.pad(chunk[key], (0, most - len(chunk[key])), constant_values=absent)
-    packed = {k: np.stack([c[k] for c in chunks]) if num_chunks > 1 else chunks[0][k] for k in chunks[0]}
+    if num_chunks == 1:
+        return {**chunks[0], "qkv_format": qkv_format}
+    of_key = {key: [chunk[key] for chunk in chunks] for key in chunks[0]}
+    packed = {k: stack_filled(x, absent) if k in OFFSET_KEYS else np.stack(x) for k, x in of_key.items()}
     return {**packed, "qkv_format": qkv_format}
 
 
@@ -130,7 +128,7 @@ def _collapse(part: Mapping[str, np.ndarray], absent: int) -> dict[str, np.ndarr
     """One packed buffer from some rows; the documents first, what no document covers behind them."""
     present = part["seq_lens_padded"] != absent
     real, padded = part["seq_lens"][present], part["seq_lens_padded"][present]
-    cu, cu_padded = (np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (real, padded))
+    cu, cu_padded = cumulative(real), cumulative(padded)
     rows, slots = part["labels"].shape
     covered = np.where(present, part["seq_lens_padded"], 0).sum(1)
     order = np.argsort((np.arange(slots) >= covered[:, None]).ravel(), kind="stable")

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int, Int32, Shaped
+from jaxtyping import Bool, Float32, Int32, Shaped
 
+from jaxthd.errors import UserError
 from jaxthd.packing.balance import attention_work, imbalance, order_documents
 from jaxthd.packing.batch import AUDIO_FIELDS, Batch
 from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
@@ -23,9 +24,6 @@ class PackReport(NamedTuple):
     keys: of the documents, in buffer order: keys[s - 1] names segment s.
     real_tokens: token slots that are not padding. supervised_tokens: positions with weight 1.
     audio_seconds: valid mel frames / 100. imbalance: attention work of the worst context rank / mean.
-    cu_seqlens, cu_seqlens_padded: int32 [max_documents + 1], sums of the documents' lengths in buffer order,
-        without and with round_to's padding; the latter are offsets in the buffer before the context layout.
-    supervised_slots: int32 [T], where in the laid-out row weights is 1, filled up with T.
     """
 
     keys: tuple[str, ...]
@@ -33,9 +31,6 @@ class PackReport(NamedTuple):
     supervised_tokens: int
     audio_seconds: float
     imbalance: float
-    cu_seqlens: Int32[np.ndarray, " D_plus_1"]
-    cu_seqlens_padded: Int32[np.ndarray, " D_plus_1"]
-    supervised_slots: Int32[np.ndarray, " T"]
 
 
 class _Tokens(NamedTuple):
@@ -71,6 +66,7 @@ def pack_row(
     order_seed: int | None = 0,
     layout: Literal["buffer", "document"] = "buffer",
     depths: int = 0,
+    extras: Sequence[str] = (),
 ) -> tuple[Batch, PackReport]:
     """Packs documents into one buffer (Batch with R = 1). Without documents the row is all padding.
 
@@ -82,7 +78,8 @@ def pack_row(
         given order.
     layout: what is divided over the context axis (packing/layout.py). "document" needs a round_to that is a
         multiple of 2 * context, and keeps the given order, which changes no rank's work there.
-    depths: of multi-token prediction, K.
+    depths: of multi-token prediction, K. extras: names of the Document.extras that the Batch gets; each
+        number lies at the position before its token.
     Position i is supervised (weight 1, target the next token) iff token i + 1 of the same document is:
     labels are masked first and shifted after, and never reach into another document.
     Raises ValueError when something does not fit; the message says what to raise.
@@ -106,11 +103,30 @@ def pack_row(
         supervised_tokens=int(row.weights.sum()),
         audio_seconds=int(audio.mel_mask.sum()) / 100 if audio else 0.0,
         imbalance=imbalance(attention_work(row.positions[perm], row.segment_ids[perm], context)),
-        cu_seqlens=cu_seqlens(row.segment_ids, max_documents),
-        cu_seqlens_padded=cu_seqlens(row.segment_ids, max_documents, round_to),
-        supervised_slots=supervised_slots(row.weights[perm]),
     )
-    return _as_batch(row, audio, _future(row, audio, depths), perm), report
+    batch = _as_batch(row, audio, _future(row, audio, depths), perm)
+    return batch._replace(extras=_write_extras(documents, starts, capacity, extras, perm)), report
+
+
+def _write_extras(
+    documents: Sequence[Document],
+    starts: Sequence[int],
+    capacity: int,
+    names: Sequence[str],
+    perm: Int32[np.ndarray, " T"],
+) -> dict[str, Float32[np.ndarray, "R T"]]:
+    """Batch.extras. Raises UserError for a document that lacks one."""
+    extras = {name: np.zeros(capacity, np.float32) for name in names}
+    for document, start in zip(documents, starts, strict=True):
+        missing = [name for name in names if name not in document.extras]
+        if missing:
+            raise UserError(
+                f"document {document.key!r} has no extras {', '.join(missing)}, which the objective reads; "
+                "expected a number for each token: give them in Document.extras"
+            )
+        for name, x in extras.items():
+            x[start : start + len(document) - 1] = document.extras[name][1:]
+    return {name: x[perm][None] for name, x in extras.items()}
 
 
 def _write_tokens(documents: Sequence[Document], starts: Sequence[int], capacity: int) -> _Tokens:
@@ -194,27 +210,3 @@ def _as_batch(
     fields: dict[str, Any] = of_audio | laid_out
     rows: dict[str, Any] = {name: x if x is None else x[None] for name, x in fields.items()}
     return Batch(**rows)
-
-
-def cu_seqlens(
-    segment_ids: Int[np.ndarray, " T"], max_documents: int, round_to: int = 1
-) -> Int32[np.ndarray, " max_documents_plus_1"]:
-    """Sums of the document lengths, from 0, int32 [max_documents + 1], filled up with the total.
-
-    segment_ids: of one row, its tokens in any order.
-    round_to: as the row was packed with: offsets of the documents in the buffer before the context layout.
-        1: sums of the real lengths.
-    Raises ValueError when a segment id exceeds max_documents.
-    """
-    counts = np.bincount(segment_ids[segment_ids > 0], minlength=max_documents + 1)
-    if len(counts) > max_documents + 1:
-        raise ValueError(f"segment id {len(counts) - 1} exceeds max_documents {max_documents}")
-    return np.cumsum(-(-counts // round_to) * round_to).astype(np.int32)
-
-
-def supervised_slots(weights: Float32[np.ndarray, " T"]) -> Int32[np.ndarray, " T"]:
-    """Indices of the supervised positions, rising, int32 [T], filled up with T."""
-    slots = np.full(len(weights), len(weights), np.int32)
-    found = np.flatnonzero(weights)
-    slots[: len(found)] = found
-    return slots

@@ -243,8 +243,8 @@ def segments_of(lengths: Sequence[int], capacity: int | None = None, *, block: i
     capacity = tokens if capacity is None else capacity
     if min(lengths, default=1) < 1 or tokens > capacity:
         raise ValueError(
-            f"documents of {list(lengths)} tokens for a row of {capacity}; expected at least one token in each "
-            f"and at most {capacity} in all: change the lengths, or raise capacity"
+            f"documents of {list(lengths)} tokens for a row of {capacity}; expected at least one token in "
+            f"each, and at most {capacity} in all: change the lengths, or raise capacity"
         )
     ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)
     positions = np.concatenate([np.arange(length) for length in lengths] or [ids])

@@ -96,8 +96,10 @@ def bytes_of(tree: Any) -> int:
 
 
 def batch_specs() -> Batch:
-    """PartitionSpecs of a batch's fields: rows over data; tokens over context; audio over all axes whose ranks
-    share the row. The spec of a field that is None, or a dict of arrays, stands for all that it holds
+    """PartitionSpecs of a batch's fields: rows over data, tokens over context, audio over all axes whose
+    ranks share a row.
+
+    The spec of a field that is None, or a dict of arrays, is meant for whatever the field holds: broadcast it
     (jax.tree.broadcast).
     """
     tokens, audio = PartitionSpec(DATA, CONTEXT), PartitionSpec(DATA, AUDIO_AXES)

@@ -1,33 +1,36 @@
-"""Which context layout costs less for a data set and a mesh, and why: from the documents' lengths alone.
+"""The costs of the context layouts for a data set and a mesh, from the documents' lengths alone.
 
-The whole-buffer layout pads nothing and passes Mamba2's states, but long documents load ranks unevenly. The
-per-document layout loads them evenly, pads every document, and moves Mamba2's activations. Attention
-exchanges the same keys and values under both.
+The whole-buffer layout needs no padding and passes Mamba2's states, but long documents load the ranks
+unevenly. The per-document layout loads them evenly, but pads every document and moves Mamba2's activations.
+Attention exchanges the same keys and values under both.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
 
 from jaxthd.config import Config, LLMConfig
 from jaxthd.ops.scan.ssd import GATHER_UP_TO
-from jaxthd.planning.simulate import Lengths, balance, simulate
+from jaxthd.planning.lengths import Lengths
+from jaxthd.planning.simulate import balance, simulate
 
 MULTIPLY_ADDS_PER_BYTE = 500
 """What a device computes while it receives a byte: an H100 at half its bfloat16 peak, NVLink at 450 GB/s."""
-LAYOUT_COSTS = "layout|padding|attention, worst / mean|Mamba2 bytes|slots|attention|exchange|together"
+LAYOUT_COSTS = "layout|padding|attention, busiest / mean|Mamba2 bytes|slots|attention|exchange|together"
 
 
 class LayoutCost(NamedTuple):
     """What a step costs under the layout of `config`.
 
-    padding: share of token slots. imbalance: attention work of the worst context rank / mean, on average.
-    mamba_bytes: that a rank receives in one Mamba2 layer in a step, forward and backward.
-    slots, attention, exchange: of the worst rank, in multiply-adds for each of its real tokens, forward: the
-    decoder's matrices, padding included; scores and weighted values; the bytes of all Mamba2 layers, of
-    MULTIPLY_ADDS_PER_BYTE each.
+    padding: share of token slots. imbalance: attention work of the busiest context rank over the mean, the
+    average over buffers. mamba_bytes: bytes that a rank receives in one Mamba2 layer in a step.
+    slots, attention, exchange: costs of the forward pass on the busiest rank, in multiply-adds for each of
+    its real tokens: the decoder's matrices, also on padding; attention's scores and weighted values; the
+    bytes of all Mamba2 layers, MULTIPLY_ADDS_PER_BYTE each.
     """
 
     config: Config
@@ -48,7 +51,7 @@ class LayoutCost(NamedTuple):
 
     @property
     def cells(self) -> list[str]:
-        """In the columns LAYOUT_COSTS."""
+        """Cells for the columns LAYOUT_COSTS."""
         terms = self.slots, self.attention, self.exchange, self.total
         return [
             self.layout,
@@ -60,72 +63,72 @@ class LayoutCost(NamedTuple):
 
 
 def compare_layouts(stream: Lengths, config: Config, work: tuple[float, float]) -> list[LayoutCost]:
-    """Both layouts, the cheaper first. stream: documents in an order of training. work: see slot_work.
+    """The costs of both layouts, the cheaper first.
 
-    The per-document layout rounds documents to the least multiple of data.round_to that it can cut; the
-    capacity is rounded up to what the layout can cut.
+    stream: documents in an order of training. work: see jaxthd.planning.search.slot_work.
+    The per-document layout rounds documents up to a multiple of 2 * context and of data.round_to. The
+    capacity is rounded up to what the layout can divide.
     """
-    mesh, unit, costs = config.mesh, 2 * config.mesh.context, []
-    for layout in ("buffer", "document"):
-        round_to = config.data.round_to
-        if layout == "document":
-            round_to = math.lcm(round_to, unit)
-        elif config.compute.context_layout == "document":
-            round_to = 1  # what is configured is for the other layout
-        step = math.lcm(round_to, unit)
-        capacity = -(-config.data.capacity // step) * step
-        laid_out = replace(
-            config,
-            data=replace(config.data, round_to=round_to, capacity=capacity),
-            compute=replace(config.compute, context_layout=layout),
-        )
-        outcome = simulate(stream, laid_out, work)
-        imbalance = balance(stream, outcome)[1]
-        tokens = stream.tokens[list(chain(*outcome.buffers))].astype(float)
-        keys_seen = (tokens * (tokens + 1)).sum() / 2 / tokens.sum()
-        llm, rows, received = config.model.llm, config.data.rows / mesh.data, mamba_bytes(laid_out)
-        letters = llm.letters + llm.mtp_pattern * config.depths_trained
-        real_tokens = rows * capacity / mesh.context * (1 - outcome.padding)
-        costs.append(
-            LayoutCost(
-                laid_out,
-                padding=outcome.padding,
-                imbalance=imbalance,
-                mamba_bytes=received,
-                slots=work[0] / mesh.tensor / (1 - outcome.padding),
-                attention=letters.count("*")
-                * keys_seen
-                * imbalance
-                * 2
-                * llm.q_heads
-                * llm.head_dim
-                / mesh.tensor,
-                exchange=letters.count("M") * received / 2 / real_tokens * MULTIPLY_ADDS_PER_BYTE,
-            )
-        )
-    return sorted(costs, key=lambda cost: cost.total)
+    found = (_layout_cost(stream, _laid_out(config, layout), work) for layout in ("buffer", "document"))
+    return sorted(found, key=lambda cost: cost.total)
+
+
+def _laid_out(config: Config, layout: Literal["buffer", "document"]) -> Config:
+    """The config under this layout."""
+    unit, round_to = 2 * config.mesh.context, config.data.round_to
+    if layout == "document":
+        round_to = math.lcm(round_to, unit)
+    elif config.compute.context_layout == "document":
+        round_to = 1  # the configured value is for the other layout
+    step = math.lcm(round_to, unit)
+    capacity = -(-config.data.capacity // step) * step
+    return replace(
+        config,
+        data=replace(config.data, round_to=round_to, capacity=capacity),
+        compute=replace(config.compute, context_layout=layout),
+    )
+
+
+def _layout_cost(stream: Lengths, config: Config, work: tuple[float, float]) -> LayoutCost:
+    mesh, llm, data = config.mesh, config.model.llm, config.data
+    outcome = simulate(stream, config, work)
+    imbalance = balance(stream, outcome)[1]
+    tokens = stream.tokens[list(chain(*outcome.buffers))].astype(float)
+    keys_seen = (tokens * (tokens + 1)).sum() / 2 / tokens.sum()
+    received, letters = mamba_bytes(config), llm.letters + llm.mtp_pattern * config.depths_trained
+    real_tokens = data.rows / mesh.data * data.capacity / mesh.context * (1 - outcome.padding)
+    attention = keys_seen * imbalance * 2 * llm.q_heads * llm.head_dim / mesh.tensor
+    return LayoutCost(
+        config,
+        padding=outcome.padding,
+        imbalance=imbalance,
+        mamba_bytes=received,
+        slots=work[0] / mesh.tensor / (1 - outcome.padding),
+        attention=letters.count("*") * attention,
+        exchange=letters.count("M") * received / 2 / real_tokens * MULTIPLY_ADDS_PER_BYTE,
+    )
 
 
 def mamba_bytes(config: Config) -> float:
-    """Bytes that a rank receives in one Mamba2 layer in a step, forward and backward, over all its rows.
+    """Bytes that a rank receives in one Mamba2 layer in a step, forward and backward, for all its rows.
 
-    Without the forward pass that remat_llm repeats.
+    The forward pass that remat_llm repeats is not counted.
     """
     mesh, llm, rows = config.mesh, config.model.llm, config.data.rows / config.mesh.data
     heads, groups = llm.mamba_heads // mesh.tensor, max(llm.mamba_groups // mesh.tensor, 1)
     llm = replace(llm, mamba_heads=heads, mamba_groups=groups)
-    activation = {"bfloat16": 2, "float32": 4, "float64": 8}[config.compute.dtype]
+    activation = jnp.dtype(config.compute.dtype).itemsize
     if config.compute.context_layout == "buffer":
         return rows * state_bytes(llm, mesh.context, activation)
     return exchange_bytes(llm, mesh.context, rows * config.data.capacity / mesh.context, activation)
 
 
 def state_bytes(llm: LLMConfig, context: int, activation: int) -> int:
-    """Under the whole-buffer layout, of one row: states and the convolution's halos.
+    """Bytes for one row under the whole-buffer layout: Mamba2's states and the convolution's halos.
 
-    Two stretches a rank, a float32 state and decay each: gathered from all ranks, or in log2 steps, two
-    shifts and a sum. The convolution's halo of `activation` bytes a number comes from both neighbours.
-    Backward sends as much again, the other way.
+    A rank has two context chunks, with a float32 state and decay each. They are gathered from all ranks; of
+    many ranks they come in log2 steps, two shifts and a sum. Halos of `activation` bytes a number come from
+    both neighbours. The backward pass sends as much in the other direction.
     """
     heads, inner = llm.mamba_heads, llm.mamba_heads * llm.mamba_head_dim
     pairs = 2 * (context - 1) if context <= GATHER_UP_TO else 2 * (math.ceil(math.log2(context)) + 2)
@@ -135,8 +138,11 @@ def state_bytes(llm: LLMConfig, context: int, activation: int) -> int:
 
 
 def exchange_bytes(llm: LLMConfig, context: int, tokens: float, activation: int) -> float:
-    """Under the per-document layout, with `tokens` on each rank: x, B, C and dt go, y comes back, all but the
-    share that stays. Groups whose heads lie on several ranks go to each of them; dt is in float32."""
+    """Bytes under the per-document layout, with `tokens` on each rank.
+
+    x, B, C and dt go to the ranks of their heads, and y comes back, all but the share that stays. Groups
+    whose heads lie on several ranks go to each of them; dt is in float32.
+    """
     inner = llm.mamba_heads * llm.mamba_head_dim
     channels = inner + 2 * math.lcm(llm.mamba_groups, context) * llm.mamba_state
     sent = (channels + inner) * activation + llm.mamba_heads * max(activation, 4)
@@ -144,7 +150,7 @@ def exchange_bytes(llm: LLMConfig, context: int, tokens: float, activation: int)
 
 
 def layout_recommendation(costs: Sequence[LayoutCost]) -> str:
-    """One sentence: the cheaper layout, by how much, and what decides. costs: see compare_layouts."""
+    """A sentence with the cheaper layout, the difference and the main reason. costs: compare_layouts."""
     best, other = costs
     reasons = {
         "slots": f"padding of {best.padding:.1%} against {other.padding:.1%}",
@@ -155,5 +161,5 @@ def layout_recommendation(costs: Sequence[LayoutCost]) -> str:
     rounding = f" --data.round-to {best.config.data.round_to}" if best.layout == "document" else ""
     return (
         f"Recommended: --compute.context-layout {best.layout}{rounding}; the other costs "
-        f"{other.total / best.total - 1:.1%} more; what decides is {reasons[decides]}"
+        f"{other.total / best.total - 1:.1%} more, mainly for {reasons[decides]}"
     )

@@ -1,4 +1,4 @@
-"""Compiled programs: made without optimization, and read for the bytes that devices send one another."""
+"""Compiled programs: compiled without optimization, and read for the bytes that devices send one another."""
 
 import math
 import re
@@ -16,10 +16,11 @@ UNOPTIMIZED: dict[str, str | bool] = {
     "xla_backend_optimization_level": "0",
     "xla_llvm_disable_expensive_passes": True,
 }
-"""Machine code is generated after memory and collectives are settled: half the time, the same figures."""
+"""Options that halve the time to compile. Memory and collectives are settled before machine code is made, so
+their figures stay the same."""
 
 Received = dict[tuple[str, ...], np.ndarray]
-"""By mesh axes that a group of ranks differs in: bytes each device receives, float64 [devices]."""
+"""Bytes that each device receives, float64 [devices], by the mesh axes in which a group's ranks differ."""
 
 
 def compiled(function: Any, *arguments: Any) -> Any:
@@ -36,13 +37,14 @@ _INSTRUCTION = re.compile(
 def received_bytes(
     program_text: str, mesh: MeshConfig, often: Callable[[str], float] | None = None
 ) -> Received:
-    """What devices receive in one run of a program compiled for `mesh`.
+    """Bytes that devices receive in one run of a program compiled for `mesh`.
 
-    Of a group of g: all-gather and all-to-all bring (g - 1) / g of the result, reduce-scatter g - 1 results,
-    all-reduce twice (g - 1) / g; a permutation brings the result to its targets: the usual ring algorithms.
-    often: how many times, by the name its operation has in the program, a conditional runs one of its
-        branches (the dearest is taken), or a loop whose count the text does not tell its body.
-    Raises RuntimeError for collectives in such places if it is None.
+    The usual ring algorithms are assumed: in a group of g, all-gather and all-to-all bring (g - 1) / g of the
+    result, reduce-scatter g - 1 results, all-reduce twice (g - 1) / g of the result; a permutation brings the
+    result to its targets.
+    often: takes the name of an operation in the program; returns how many times a conditional runs one of
+        its branches (the largest is counted), or a loop its body if the text does not say.
+    Raises RuntimeError for a collective in such a conditional or loop if `often` is None.
     """
     bodies, entry = _computations(program_text)
 
@@ -54,15 +56,15 @@ def received_bytes(
             if op not in ("while", "conditional", "call"):
                 size = _result_bytes(found["shape"], op, is_start=bool(found["start"]))
                 _add(total, [_received(op, size, rest, mesh)])
-            elif any(parts := [inside(name) for name in _called(op, rest)]):
-                _add(total, parts, 1.0 if op == "call" else _runs(op, rest, computation, often))
+            elif any(branches := [inside(name) for name in _called(op, rest)]):
+                _add(total, branches, 1.0 if op == "call" else _runs(op, rest, computation, often))
         return total
 
     return inside(entry)
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """(lines of each computation, name of the entry)."""
+    """(the lines of each computation by its name, the name of the entry)."""
     bodies: dict[str, list[str]] = {}
     name = entry = ""
     for line in text.splitlines():
@@ -76,7 +78,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _called(op: str, rest: str) -> list[str]:
-    """The computations that an instruction runs."""
+    """The names of the computations that an instruction runs."""
     if op == "conditional" and (found := re.search(r"branch_computations=\{([^}]*)\}", rest)):
         return re.findall(r"[\w.-]+", found[1])
     names = {"while": "body", "call": "to_apply", "conditional": "(?:true|false)_computation"}
@@ -87,16 +89,20 @@ def _runs(op: str, rest: str, computation: str, often: Callable[[str], float] | 
     if op == "while" and (found := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', rest)):
         return float(found[1])
     if often is None:
-        raise RuntimeError(f"collectives in a {op} of {computation}: how often it runs cannot be told")
+        raise RuntimeError(
+            f"a {op} of {computation} holds collectives, and the text does not say how often it runs"
+        )
     name = re.search(r'op_name="([^"]*)"', rest)
     return often(name[1] if name else "")
 
 
-def _add(total: Received, parts: Iterable[Mapping[tuple[str, ...], np.ndarray]], times: float = 1.0) -> None:
-    """Adds the largest of the parts."""
+def _add(
+    total: Received, branches: Iterable[Mapping[tuple[str, ...], np.ndarray]], times: float = 1.0
+) -> None:
+    """Adds the largest of the branches, for each axes and device, `times` times."""
     largest: Received = {}
-    for part in parts:
-        for axes, received in part.items():
+    for branch in branches:
+        for axes, received in branch.items():
             largest[axes] = np.maximum(largest.get(axes, 0), received)
     for axes, received in largest.items():
         total[axes] = total.get(axes, 0) + times * received
@@ -117,7 +123,7 @@ def _bytes_of(dtype: str, dims: str) -> float:
 
 
 def _received(op: str, size: float, rest: str, mesh: MeshConfig) -> Received:
-    """Of one run of a collective. size: of its result, in bytes."""
+    """Bytes received in one run of a collective. size: bytes of its result."""
     received = np.zeros(mesh.devices)
     if op == "collective-permute":
         pairs = rest.split("source_target_pairs=")[1].split("}}")[0]
@@ -128,8 +134,8 @@ def _received(op: str, size: float, rest: str, mesh: MeshConfig) -> Received:
         g = groups.shape[1]
         share = {"all-reduce": 2 * (g - 1) / g, "reduce-scatter": g - 1}.get(op, (g - 1) / g)
         received[groups] = size * share
-    place = np.array(np.unravel_index(groups, mesh.sizes))
-    differ = (place != place[:, :, :1]).any(axis=(1, 2))
+    coordinates = np.array(np.unravel_index(groups, mesh.sizes))
+    differ = (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
     return {tuple(axis for axis, differs in zip(AXES, differ, strict=True) if differs): received}
 
 
@@ -137,7 +143,7 @@ _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 
 
 def _groups(rest: str, devices: int) -> np.ndarray:
-    """A collective's replica_groups, in any of the ways XLA writes them: int [groups, members]."""
+    """A collective's replica_groups, in any of the forms that XLA writes: int [groups, members]."""
     if found := re.search(r"replica_groups=\{(\{[\d,{}]+\})\}", rest):
         return np.array([group.split(",") for group in re.findall(r"[\d,]+(?=\})", found[1])], int)
     if found := re.search(rf"replica_groups=\[(\d+),(\d+)\]<={_IOTA}", rest):
@@ -155,7 +161,7 @@ def _groups(rest: str, devices: int) -> np.ndarray:
 
 
 def _iota(dims: str, order: str | None) -> np.ndarray:
-    """Numbers from 0 on in the shape "2,4", its dims then in the order "1,0"."""
+    """Numbers from 0 in the shape `dims`, such as "2,4", transposed to `order`, such as "1,0"."""
     shape = [int(n) for n in dims.split(",")]
     return (
         np.arange(math.prod(shape))

@@ -1,4 +1,4 @@
-"""What packing makes of lengths alone: the buffers of the grain plugin without a document, for planning."""
+"""Packing simulated from lengths alone: the buffers that the loader would make, and what they cost."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -6,48 +6,37 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from jaxthd.config import Config, DataConfig
 from jaxthd.packing.balance import attention_work, imbalance, order_documents
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.fit import longest_run
 from jaxthd.packing.layout import row_permutation
+from jaxthd.planning.lengths import Lengths, slots_of
 
 BALANCED = 100
-"""Buffers whose attention is balanced, of all."""
+"""Buffers whose attention work is measured, taken evenly from all."""
 
 
-class Lengths(NamedTuple):
-    """Documents as the packer sees them, one entry each.
-
-    tokens: with audio slots. frames: mel frames in an audio buffer. seconds: of audio. chunks: mel frames of
-    each encoder chunk in the buffer, multiples of 8.
-    """
-
-    tokens: Int[np.ndarray, " n"]
-    frames: Int[np.ndarray, " n"]
-    seconds: Float[np.ndarray, " n"]
-    chunks: list[list[int]]
-
-
-COSTS = "padding|of mel frames|buffers cut|left out|overhead"
+COSTS = "padding|of mel frames|buffers split|skipped|overhead"
 
 
 class Outcome(NamedTuple):
     """What the settings of `config` make of a stream of documents.
 
     buffers: lists of documents. padding, audio_padding: shares of token slots and of mel frames.
-    cut: share of the packer's buffers whose audio did not spread over the ranks. left_out: of documents.
-    overhead: work on padding over work on documents; work as in slot_work.
+    split: share of the packer's buffers that become several, since no assignment of their audio to the ranks
+    fits. skipped: share of documents that fit no buffer.
+    overhead: work on padding over work on documents (see jaxthd.planning.search.slot_work).
     """
 
     config: Config
     buffers: list[list[int]]
     padding: float
     audio_padding: float
-    cut: float
-    left_out: float
+    split: float
+    skipped: float
     overhead: float
 
     @property
@@ -60,20 +49,16 @@ class Outcome(NamedTuple):
 
     @property
     def costs(self) -> list[str]:
-        """In the columns COSTS."""
-        shares = self.padding, self.audio_padding, self.cut, self.left_out, self.overhead
+        """Cells for the columns COSTS."""
+        shares = self.padding, self.audio_padding, self.split, self.skipped, self.overhead
         return [f"{share:.1%}" for share in shares]
-
-
-def slots_of(lengths: Lengths, config: Config) -> Int[np.ndarray, " n"]:
-    """Token slots that each document takes."""
-    return -(-lengths.tokens // config.data.round_to) * config.data.round_to
 
 
 def simulate(stream: Lengths, config: Config, work: tuple[float, float]) -> Outcome:
     """Packs the stream with the settings of config.data, for config.mesh.
 
-    The last group of buffers, which the stream's end leaves half empty, does not count: training goes on.
+    The last group of buffers does not count: they are half empty because the stream ends, and training goes
+    on. work: of a token slot and of a mel frame (jaxthd.planning.search.slot_work).
     """
     data, ranks = config.data, config.mesh.audio_ranks
     slots = slots_of(stream, config)
@@ -92,22 +77,22 @@ def simulate(stream: Lengths, config: Config, work: tuple[float, float]) -> Outc
     if len(groups) > 1:
         groups.pop()
     packed = [kept[buffer].tolist() for buffer in chain(*groups)]
-    runs = [spread_runs(buffer, stream.chunks, ranks, data.audio_capacity // ranks) for buffer in packed]
-    buffers = list(chain(*runs))
+    rows = [rows_of_buffer(buffer, stream.chunks, ranks, data.audio_capacity // ranks) for buffer in packed]
+    buffers = list(chain(*rows))
     slots_taken, frames_held = len(buffers) * data.capacity, len(buffers) * data.audio_capacity
-    fitting, spreading = len(kept) / len(slots), sum(map(len, buffers)) / max(sum(map(len, packed)), 1)
-    cut = sum(len(r) != 1 for r in runs) / max(len(runs), 1)
+    fitting, assigned = len(kept) / len(slots), sum(map(len, buffers)) / max(sum(map(len, packed)), 1)
+    split = sum(len(r) != 1 for r in rows) / max(len(rows), 1)
     return _outcome(stream, config, buffers, slots_taken, frames_held, work)._replace(
-        cut=cut, left_out=1 - fitting * spreading
+        split=split, skipped=1 - fitting * assigned
     )
 
 
 def padded(
     stream: Lengths, config: Config, rows: int, work: tuple[float, float], *, epoch: int = 0
 ) -> Outcome:
-    """Batches of `rows` documents, each padded to its own longest.
+    """Batches of `rows` documents, each batch padded to its longest document.
 
-    epoch: documents of an epoch, which are sorted by length first; 0: all are in the stream's order.
+    epoch: documents of an epoch, within which they are sorted by length; 0: the stream's order is kept.
     """
     batches, count = [], len(stream.tokens)
     for start in range(0, count, epoch or count):
@@ -127,24 +112,26 @@ def _outcome(
     frames: int,
     work: tuple[float, float],
 ) -> Outcome:
-    """Of buffers that take so many token slots and mel frames in all."""
+    """The outcome of buffers that have `slots` token slots and `frames` mel frames in all."""
     inside = np.array(list(chain(*buffers)), int)
-    tokens, heard = int(stream.tokens[inside].sum()), float(100 * stream.seconds[inside].sum())
-    useful = work[0] * tokens + work[1] * heard
+    tokens, mels = int(stream.tokens[inside].sum()), float(100 * stream.seconds[inside].sum())
+    useful = work[0] * tokens + work[1] * mels
     return Outcome(
         config,
         buffers,
         padding=1 - tokens / max(slots, 1),
-        audio_padding=1 - heard / frames if frames else 0.0,
-        cut=0.0,
-        left_out=0.0,
+        audio_padding=1 - mels / frames if frames else 0.0,
+        split=0.0,
+        skipped=0.0,
         overhead=(work[0] * slots + work[1] * frames) / useful - 1 if useful else math.inf,
     )
 
 
 def balance(stream: Lengths, outcome: Outcome) -> tuple[float, float]:
-    """Attention work of the worst context rank over the mean: documents as packed, and as the loader orders
-    them (where each is cut by itself it does not). Mean over BALANCED of the buffers."""
+    """Attention work of the busiest context rank over the mean: (as packed, as the loader orders documents).
+
+    Under the per-document layout the loader does not order them. Means over BALANCED buffers.
+    """
     capacity, context = outcome.config.data.capacity, outcome.config.mesh.context
     layout, slots = outcome.config.compute.context_layout, slots_of(stream, outcome.config)
     found = []
@@ -174,12 +161,12 @@ def pack_lengths(
     packing: Literal["first_fit", "best_fit", "padded"],
     packing_bins: int,
 ) -> Iterator[list[list[int]]]:
-    """The buffers that grain's packers fill, in the groups they leave in: lists of indices of documents.
+    """Fills buffers as grain's packers do; yields groups of buffers, each a list of indices of documents.
 
     slots, frames: token slots and mel frames (a multiple of 8) that each document takes; each must fit a
-        buffer. The rest is as in PackDocuments, without its shuffle of the buffers of a group.
-    A group of packing_bins buffers leaves when a document fits none of them; the last group may be smaller,
-    its buffers emptier. "padded": one document a buffer. About 2 us a document at 8 bins.
+        buffer. The other arguments are those of PackDocuments, which also shuffles the buffers of a group.
+    A group of packing_bins buffers is yielded when a document fits none of them; the last group may be
+    smaller. "padded": one document a buffer. Takes about 2 us a document at 8 bins.
     Source: the algorithms of grain.experimental.FirstFitPackIterDataset and BestFitPackIterDataset.
     """
     most = 1 if packing == "padded" else max_documents
@@ -193,29 +180,29 @@ def pack_lengths(
             if tokens + n <= capacity and audio + f <= audio_capacity and len(group[b]) < most
         )
         if packing == "best_fit":  # the fullest in tokens and encoder frames together, the first of equals
-            place = max(fitting, key=lambda b: used[b][0] + used[b][1] // SUBSAMPLING, default=None)
+            chosen = max(fitting, key=lambda b: used[b][0] + used[b][1] // SUBSAMPLING, default=None)
         else:
-            place = next(fitting, None)
-        if place is None:
+            chosen = next(fitting, None)
+        if chosen is None:
             if len(group) == bins:
                 yield group
                 group, used = [], []
-            place = len(group)
+            chosen = len(group)
             group.append([])
             used.append((0, 0))
-        group[place].append(i)
-        used[place] = used[place][0] + n, used[place][1] + f
+        group[chosen].append(i)
+        used[chosen] = used[chosen][0] + n, used[chosen][1] + f
     if group:
         yield group
 
 
-def spread_runs(
+def rows_of_buffer(
     buffer: Sequence[int], chunks: Sequence[Sequence[int]], audio_ranks: int, rank_frames: int
 ) -> list[list[int]]:
     """The rows that a buffer becomes: the longest runs of documents whose chunks can be assigned to ranks.
 
     buffer: indices of documents. chunks: mel frames of each document's encoder chunks, multiples of 8.
-    rank_frames: mel frames that a rank holds. A document that no assignment fits even alone is left out.
+    rank_frames: mel frames that a rank holds. A document that does not fit even alone is skipped.
     """
     runs, rest = [], list(buffer)
     while rest:

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C ask a run to stop where it can be continued."""
+"""SIGTERM and Ctrl-C ask a run to stop at a point from which it can be continued."""
 
 import signal
 import threading
@@ -7,16 +7,23 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from jaxthd.parallel.processes import exchange
+
 
 @contextmanager
 def stop_requested() -> Iterator[Callable[[], bool]]:
-    """Yields a function: whether SIGTERM or SIGINT has arrived. A second one acts as it does elsewhere.
+    """Yields a function that says whether SIGTERM or SIGINT has arrived in any process of the run.
 
-    Outside the main thread, where Python takes no signals, it never has.
+    All processes call that function, equally often. A second signal acts as it does without this.
+    Outside the main thread, where Python receives no signals, none arrives.
     """
     arrived = threading.Event()
+
+    def asked() -> bool:
+        return any(exchange(arrived.is_set()))
+
     if threading.current_thread() is not threading.main_thread():
-        yield arrived.is_set
+        yield asked
         return
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -25,7 +32,7 @@ def stop_requested() -> Iterator[Callable[[], bool]]:
 
     before: dict[int, Any] = {n: signal.signal(n, on_signal) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield arrived.is_set
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -46,8 +46,9 @@ class Counts(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What `leave` returns beside the share to differentiate: this rank's shares of the objective's quotients,
-    by name, and of FuturePrediction.
+    """What `leave` returns beside the share to differentiate.
+
+    objective: this rank's shares of the objective's quotients, by name. future: those of FuturePrediction.
     """
 
     objective: dict[str, Array]
@@ -97,11 +98,17 @@ class Forward:
     They take the parameters that are differentiated; where these are None (frozen), `params` fills them in.
     The pipeline's state is the encoder's buffers ({} without an encoder). The embeddings of future tokens
     bypass the stages.
-    batch_statistics: see SpeechLM.enter's train.
+    counts: None where `leave` is not called. batch_statistics: see SpeechLM.enter's train.
     """
 
     def __init__(
-        self, blueprint: Blueprint, params: Tree, buffers: Tree, counts: Counts, *, batch_statistics: bool
+        self,
+        blueprint: Blueprint,
+        params: Tree,
+        buffers: Tree,
+        counts: Counts | None,
+        *,
+        batch_statistics: bool,
     ) -> None:
         self._blueprint, self._config = blueprint, blueprint.config
         self._params, self._buffers, self._counts = divided(params), buffers, counts
@@ -141,6 +148,7 @@ class Forward:
             found = self._quotients(model.leave(x_nD, batch), batch)
             return found[LOSS], Left(found, None)
         logp_N, (logp_KN, routing) = model.leave_with_future(x_nD, bypass, batch, AXES)
+        assert self._counts is not None
         found = self._quotients(logp_N, batch)
         losses = [
             self._share(
@@ -157,6 +165,7 @@ class Forward:
         return share, Left(found, FuturePrediction(jnp.stack(losses), of_future))
 
     def _quotients(self, logp_N: Array, batch: Batch) -> dict[str, Array]:
+        assert self._counts is not None
         sums = self._objective.sums(logp_N.reshape(batch.tokens.shape), _tokens(batch, self._config))
         counts = self._counts.objective
         return {name: self._share(x, counts.get(name, counts[LOSS])) for name, x in sums.items()}

@@ -1,4 +1,4 @@
-"""The two programs of generation: prefill of packed prompts, and decoding of some tokens of every document."""
+"""The two programs of generation: prefill of packed prompts; decoding of some tokens of every document."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -13,7 +13,7 @@ from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import CONTEXT, DATA, batch_specs, on_ranks
 from jaxthd.parallel.pipeline import score
 from jaxthd.steps.blueprint import Blueprint, Tree
-from jaxthd.steps.forward import Forward, count, divided, microbatches
+from jaxthd.steps.forward import Forward, divided, microbatches
 
 
 def make_scoring_step(
@@ -31,8 +31,7 @@ def make_scoring_step(
         )
 
     def rank(params: Tree, buffers: Tree, batch: Batch) -> TokenScores:
-        counts = count(batch, config)
-        forward = Forward(blueprint, params, buffers, counts, batch_statistics=False)
+        forward = Forward(blueprint, params, buffers, None, batch_statistics=False)
 
         def leave(leave: Tree, x_nD: Array, bypass: None, batch: Batch) -> tuple[Array, TokenScores]:
             scores = forward.model(buffers, leave=leave).leave_top_k(x_nD, batch, top_k)

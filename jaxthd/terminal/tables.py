@@ -1,4 +1,4 @@
-"""What commands and benchmarks print: aligned tables, sizes, claims that hold or fail."""
+"""What commands and benchmarks print: tables, sizes, and claims that hold or fail."""
 
 import sys
 from collections.abc import Collection, Sequence
@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 
 class Claim(NamedTuple):
+    """What a benchmark or a check asserts, and whether it holds."""
+
     text: str
     holds: bool
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
-    """Rows of cells as lines, columns to the right but for those in `left`."""
+    """Rows of cells as lines of text; columns are right-aligned, but for those in `left`."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
 
     def cell(text: str, column: int) -> str:
@@ -21,7 +23,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
 
 
 def size_text(size: int | float) -> str:
-    """Bytes in GiB, MiB or KiB."""
+    """A number of bytes, in GiB, MiB or KiB."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
         if abs(size) >= unit:
             return f"{size / unit:,.2f} {name}"
@@ -29,19 +31,19 @@ def size_text(size: int | float) -> str:
 
 
 def table(title: str, columns: str, rows: Sequence[Sequence[Any]], left: Collection[int] = (0,)) -> str:
-    """A title and aligned rows. columns: their names, separated by |; left: as aligned takes it."""
+    """A title and aligned rows as text. columns: their names, separated by |; left: see `aligned`."""
     cells = [[f"{x:,}" if isinstance(x, int) else str(x) for x in row] for row in rows]
     lines = aligned([columns.split("|"), *cells], left).splitlines()
     return "\n".join([title, *(f"  {line}" for line in lines)])
 
 
 def show(title: str, columns: str, rows: Sequence[Sequence[Any]]) -> None:
-    """Prints a table of numbers."""
+    """Prints a table whose columns are all right-aligned."""
     print(f"\n{table(title, columns, rows, left=())}", flush=True)
 
 
 def conclude(claims: Sequence[Claim], *, check: bool) -> None:
-    """Prints the claims; exits 1 when `check` and one fails."""
+    """Prints the claims. With `check`, ends the process with status 1 if one fails."""
     print("\nClaims")
     for claim in claims:
         print(f"  {'holds' if claim.holds else 'FAILS'}  {claim.text}")

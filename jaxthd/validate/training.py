@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import jax
 
 from jaxthd.config import Config
+from jaxthd.errors import UserError
 from jaxthd.models.adapt import (
     fp8_projections,
     matches,
@@ -15,6 +16,7 @@ from jaxthd.models.adapt import (
     trained,
     unmatched,
 )
+from jaxthd.objectives import make_objective
 from jaxthd.ops.backend import version_numbers
 from jaxthd.ops.fp8 import is_installed
 from jaxthd.validate.rules import DeviceFacts, Finding, Group, multiples, shapes_of
@@ -23,6 +25,16 @@ RULES = Group()
 
 
 # --- what is trained ---
+
+
+@RULES.rule("train.objective", "train.objective_options")
+def _objective(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    try:
+        make_objective(config.train.objective, config.train.objective_options)
+    except UserError as error:
+        found, _, rest = str(error).partition("; expected ")
+        expected, _, change = rest.partition(": ")
+        yield Finding(found, expected, change)
 
 
 @RULES.rule("adapt", "model")

@@ -24,6 +24,19 @@ def relative_errors(got: Any, want: Any) -> dict[str, float]:
     return errors
 
 
+def worst_error(got: Any, want: Any) -> tuple[float, str]:
+    """(the largest relative error of a tensor, its name); (0, "") for trees without tensors.
+
+    want: in float64. A tensor that is zero in truth is, in float32, the rounding of terms that cancel: it is
+    measured against the typical norm, not 1e-3 of it.
+    """
+    zero = 1e-9 * root_mean_square_norm(want)
+    errors = [(0.0, "")]
+    for (name, error), truth in zip(relative_errors(got, want).items(), jax.tree.leaves(want), strict=True):
+        errors.append((error * (1e-3 if np.linalg.norm(truth) <= zero else 1.0), name))
+    return max(errors)
+
+
 def root_mean_square_norm(tree: Any) -> float:
     """The root of the mean square of the tensors' norms; 0 for an empty tree."""
     norms = [np.linalg.norm(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)]

@@ -75,7 +75,7 @@ class Published(NamedTuple):
     def of(cls, arrays: dict[str, np.ndarray], folder: Path) -> "Published":
         """arrays: the reference's. The checkpoint in `folder` is imported."""
         config = Config(model=model_config(folder, model=BASE), compute=COMPUTE)
-        weights = load_weights([folder], config, make_mesh(config.mesh))
+        weights = load_weights([folder], Blueprint(config), make_mesh(config.mesh))
         return cls(arrays, open_checkpoint(folder), config, weights)
 
     @property

@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import soundfile
@@ -110,7 +111,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
     assert len(found) == len(expected)
     for (batch, report), (other, other_report) in zip(found, expected, strict=True):
         assert report == other_report
-        for x, y in zip(batch, other, strict=True):
+        for x, y in zip(*map(jax.tree.leaves, (batch, other)), strict=True):
             np.testing.assert_array_equal(x, y)
 
 

@@ -63,7 +63,7 @@ def test_settings_that_a_page_names_exist(page: Path) -> None:
 @each_page
 def test_files_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text()
-    for link in re.findall(r"\]\(([^)#]*)", text):
+    for link in re.findall(r"\]\((?!https:)([^)#]*)", text):
         assert (page.parent / link).exists(), link
     for path in re.findall(r"(?<![\w./])((?:jaxthd|tests|scripts|configs|docs)/[\w/.]*\w)", code_of(text)):
         assert (ROOT / path).exists(), path

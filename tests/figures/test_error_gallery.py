@@ -1,19 +1,19 @@
-"""The picture of the worst cases: every word in its place, what differs marked."""
+"""The error gallery: every word under its counterpart, differing words marked."""
 
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from jaxthd.figures.curves import FAINT, INK
+from jaxthd.figures.colors import FAINT, INK
 from jaxthd.figures.error_gallery import (
     COLUMNS,
     DPI,
     MOST_LINES,
     WIDTH,
     Case,
-    draw_worst,
-    worst_figure,
+    draw_gallery,
+    gallery_figure,
     wrapped,
 )
 
@@ -34,7 +34,7 @@ def words(figure: Figure) -> list[list[tuple[str, bool]]]:
 
 
 def test_words_that_differ_are_marked():
-    figure = worst_figure([case("one two three", "one too three four", 130), case("$a_b^c$", "$a", 30, 70)])
+    figure = gallery_figure([case("one two three", "one too three four", 130), case("$a_b^c$", "$a", 30, 70)])
     same, other = words(figure)
     assert same == [
         ("one", False),
@@ -50,7 +50,7 @@ def test_words_that_differ_are_marked():
 
 
 def test_spectrograms_show_all_frames_by_seconds():
-    figure = worst_figure([case("a", "b", 130, 70), case("a", "b")])
+    figure = gallery_figure([case("a", "b", 130, 70), case("a", "b")])
     picture, silent = figure.axes[::2]
     assert picture.images[0].get_array().shape == (8, 200)
     assert picture.get_xlim() == (0, 2)
@@ -68,12 +68,12 @@ def test_lines_are_wrapped_and_what_is_too_much_is_counted():
     assert lines[-1][0][0] == f"... and {300 - len(shown)} words more"
     assert all(sum(max(map(len, pair)) + 1 for pair in line) <= COLUMNS for line in lines)
     assert wrapped([("a", "y" * 10_000)]) == [[("a", "y" * (COLUMNS - 1))]]
-    figure = worst_figure([case("", "y" * 10_000, 10)])
+    figure = gallery_figure([case("", "y" * 10_000, 10)])
     figure.draw_without_rendering()
     right = max(text.get_window_extent().x1 for text in figure.axes[1].texts)
     assert right <= WIDTH * DPI, "inside the picture"
 
 
 def test_any_text_is_drawn(tmp_path: Path):
-    draw_worst([case("日本語 ok", "", 20), case("", "", 5)], tmp_path / "worst.png")
-    assert (tmp_path / "worst.png").read_bytes().startswith(b"\x89PNG")
+    draw_gallery([case("日本語 ok", "", 20), case("", "", 5)], tmp_path / "gallery.png")
+    assert (tmp_path / "gallery.png").read_bytes().startswith(b"\x89PNG")

@@ -16,12 +16,16 @@ from matplotlib.patches import Rectangle
 
 from jaxthd.config import ComputeConfig, Config, DataConfig, MeshConfig
 from jaxthd.data.loader import BatchReport, RowReport
+from jaxthd.draw import main
 from jaxthd.errors import UserError
-from jaxthd.figures.curves import HUES, INK, MOST_ROWS, PADDING, batch_figure, curves_figure, draw_batch, main
+from jaxthd.figures.batch import MOST_ROWS, batch_figure, draw_batch
+from jaxthd.figures.colors import HUES, INK, PADDING
+from jaxthd.figures.curves import curves_figure
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
 from jaxthd.packing.layout import context_permutation, inverse_permutation, row_permutation
 from jaxthd.packing.pack import PackReport, pack_row
+from jaxthd.packing.thd_view import thd_view
 
 CAPACITY, AUDIO = 256, 2560
 
@@ -186,11 +190,12 @@ MESHES = pytest.mark.parametrize(
 def test_each_slot_has_the_colour_of_its_document(config: Config):
     batch, report, reports = packed(2, config)
     strips = batch_figure(batch, report, config).axes[::2]
-    for axes, of_row in zip(strips, reports, strict=True):
+    for axes, of_row, ids in zip(strips, reports, batch.segment_ids, strict=True):
         rgb = painted(axes, CAPACITY, 1.0, 1.0)
-        real = np.diff(of_row.cu_seqlens)
+        view = thd_view(ids, round_to=config.data.round_to)
         expected = np.tile(to_rgb(PADDING), (CAPACITY, 1))
-        for segment, (start, length) in enumerate(zip(of_row.cu_seqlens_padded, real, strict=False), 1):
+        starts, lengths = view.cu_seqlens_padded, np.diff(view.cu_seqlens)
+        for segment, (start, length) in enumerate(zip(starts, lengths, strict=False), 1):
             expected[start : start + length] = hue(segment)
         light = ~np.isclose(rgb, expected).all(1)
         np.testing.assert_allclose(rgb[light], 0.4 * expected[light] + 0.6)

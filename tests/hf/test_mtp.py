@@ -16,12 +16,12 @@ from jaxthd.checkpoints.weights import load_weights, named_weights
 from jaxthd.config import Config, LLMConfig, ModelConfig
 from jaxthd.convert import export_weights, import_weights
 from jaxthd.errors import UserError
+from jaxthd.files.run_folder import read_config
 from jaxthd.hf.checkpoint import model_config
 from jaxthd.hf.nemotron_h import llm_fields
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.run.workdir import read_config
 from jaxthd.steps.blueprint import Blueprint
 from scripts.comparison.published import BASE, COMPUTE
 from tests.helpers import assert_same, spans
@@ -93,7 +93,7 @@ def test_predictions_are_those_of_the_tensors(tmp_path):
     sizes = {"capacity": 32, "audio_capacity": 0, "num_mels": 8, "max_documents": 8, "order_seed": None}
     batch, _ = pack_row(documents, **sizes, depths=2)
     with jax.enable_x64(True):
-        weights = load_weights([folder], config, make_mesh(config.mesh))
+        weights = load_weights([folder], Blueprint(config), make_mesh(config.mesh))
         graph = Blueprint(config).graph
 
         def predicted(params: Any, buffers: Any, batch: Any) -> Any:
@@ -118,7 +118,7 @@ def test_predictions_are_those_of_the_tensors(tmp_path):
 
 def imported(folder: Path, model: ModelConfig) -> dict[str, np.ndarray]:
     config = Config(model=model)
-    weights = load_weights([folder], config, make_mesh(config.mesh))
+    weights = load_weights([folder], Blueprint(config), make_mesh(config.mesh))
     return jax.tree.map(np.asarray, named_weights(weights))
 
 

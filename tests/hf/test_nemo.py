@@ -20,6 +20,7 @@ from jaxthd.config import Config, EncoderConfig
 from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps.blueprint import Blueprint
 from scripts.comparison.published import BASE, COMPUTE, group, shapes_of
 from tests.hf.published import load_reference, write_published
 
@@ -144,7 +145,7 @@ def test_encoder_is_that_of_the_library(tmp_path, compressed):
         num_mels=16, layers=2, dim=32, heads=4, ffn_dim=64, subsampling_channels=16
     )
     mesh = make_mesh(config.mesh)
-    found, want = (named_weights(load_weights([x], config, mesh)) for x in (path, folder))
+    found, want = (named_weights(load_weights([x], Blueprint(config), mesh)) for x in (path, folder))
     for name in want:
         np.testing.assert_array_equal(found[name], want[name])
 

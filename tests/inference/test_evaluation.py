@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from jaxthd.config import DataConfig
-from jaxthd.inference.evaluator import Hypothesis, seconds_of_documents, validation_metrics, word_error_rate
+from jaxthd.inference.evaluator import Hypothesis, seconds_of_documents, word_error_rate
+from jaxthd.inference.validation import validation_metrics
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
-from tests.test_exactness import MELS, Spec, document
+from tests.speech_model import MELS, Spec, document
 
 
 def hypotheses(*pairs: tuple[str, str]) -> list[Hypothesis]:
@@ -26,7 +27,7 @@ def test_errors_are_counted_over_all_words_not_averaged_over_documents():
     assert word_error_rate(hypotheses(("one", ""))) == 1
 
 
-def test_references_without_a_word_are_left_out():
+def test_references_without_a_word_do_not_count():
     assert word_error_rate(hypotheses(("...", "noise"), ("one two", "one"))) == pytest.approx(1 / 2)
     assert math.isnan(word_error_rate(hypotheses(("...", "noise"))))
 

@@ -17,12 +17,19 @@ from jaxthd.data.example import Clip, Example, Samples, Turn
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
-from jaxthd.inference.generator import Answer, Generator, Piece, for_generation, joined, random_bits
+from jaxthd.inference.generator import (
+    Answer,
+    AnswerDelta,
+    Generator,
+    for_generation,
+    random_bits,
+    whole_answer,
+)
+from jaxthd.models.stacks import to_stages
 from jaxthd.ops.sampling import Sampling, draw
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.models.stacks import to_stages
 from jaxthd.steps.blueprint import Blueprint
 from scripts.comparison.weights import random_state
 
@@ -179,19 +186,21 @@ def test_answers_are_those_of_each_conversation_alone_on_any_mesh(conversations,
             assert [answer.end for answer in answers] == ["length" if len(t) == NEW else "stop" for t in want]
 
 
-def test_pieces_are_the_whole_answer_and_two_programs_serve_all(conversations):
+def test_deltas_are_the_whole_answer_and_two_programs_serve_all(conversations):
     """Whatever is asked, however long, and however often one looks: nothing is compiled anew."""
     with jax.enable_x64(True):
         own = generator()
         for settings in ({}, DRAWN, {"max_new_tokens": 4}, {"temperature": 0.3, "seed": 1}):
             whole = own.generate(conversations, **settings)
             for every in (1, 3):
-                found: list[list[Piece]] = [[] for _ in conversations]
-                for piece in own.stream(conversations, every=every, **settings):
-                    assert not (found[piece.number] and found[piece.number][-1].end), "after its end"
-                    assert len(piece.tokens) <= every
-                    found[piece.number].append(piece)
-                streamed = [joined(e.key, pieces) for e, pieces in zip(conversations, found, strict=True)]
+                found: list[list[AnswerDelta]] = [[] for _ in conversations]
+                for delta in own.stream(conversations, every=every, **settings):
+                    assert not (found[delta.number] and found[delta.number][-1].end), "after its end"
+                    assert len(delta.tokens) <= every
+                    found[delta.number].append(delta)
+                streamed = [
+                    whole_answer(e.key, deltas) for e, deltas in zip(conversations, found, strict=True)
+                ]
                 assert streamed == whole
             most = settings.get("max_new_tokens", NEW)
             assert all(len(a.tokens) == most for a in whole if a.end == "length")

@@ -1,6 +1,5 @@
 """What a run uses: the back-end that was asked for and is admitted, or an error, or the next one."""
 
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 
 from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.errors import UserError
-from jaxthd.estimate import abstract_batch
 from jaxthd.kernels.choose import attention_shape, scan_shape, using, with_admitted
 from jaxthd.kernels.machine import Machine
 from jaxthd.ops.attention import blockwise
@@ -23,10 +21,11 @@ from jaxthd.ops.scan.backends import scan
 from jaxthd.ops.scan.contract import ScanShape
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.mesh import make_mesh
+from jaxthd.planning.compiled_step import abstract_batch
+from jaxthd.run.startup import prepared
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state, state_shardings
 from jaxthd.steps.training import make_train_step
-from jaxthd.terminal.command_line import ready
 from tests.ops.test_scan import broken_decays
 
 XLA = blockwise.BACKEND
@@ -97,13 +96,8 @@ def test_the_blockwise_one_is_not_measured(lines: list[str], tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_command_settles_it_before_it_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr("jaxthd.terminal.command_line.simulate_devices", lambda devices: False)
-    nobody = Namespace(coordinator=None, processes=None, process=None)
-    with ready(asking(attention_backend="auto", scan_backend="auto"), nobody) as config:
-        assert config == asking()
+def test_a_command_settles_it_before_it_runs(capsys: pytest.CaptureFixture[str]):
+    assert prepared(asking(attention_backend="auto", scan_backend="auto")) == asking()
     told = capsys.readouterr().err
     assert "attention: xla; not te: it runs on NVIDIA GPUs" in told
     assert "scan: xla; not pallas: it runs on NVIDIA GPUs, and this is cpu\n" in told

@@ -29,9 +29,7 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.describe import main as describe_main
-from jaxthd.describe import state_bytes
 from jaxthd.errors import UserError
-from jaxthd.estimate import abstract_batch
 from jaxthd.models.adapt import add_lora, dotted, merge_lora, split, trained
 from jaxthd.models.layers import Linear
 from jaxthd.models.speech_lm import Adapter
@@ -39,13 +37,15 @@ from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.parallel.params import Buffer, Init
 from jaxthd.parallel.schedule import make_schedule
+from jaxthd.planning.compiled_step import abstract_batch
+from jaxthd.planning.parameters import state_bytes
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.optimizer import make_optimizer
 from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.steps.state import abstract_state, canonical_form, canonical_shardings, init_state, training_form
 from jaxthd.steps.training import loss_and_gradient, make_train_step
 from scripts.comparison.weights import random_state
-from tests.steps.test_step import batch_of
+from tests.helpers import batch_of
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(num_mels=16, layers=2, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),

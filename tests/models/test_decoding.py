@@ -19,7 +19,7 @@ from jaxthd.packing.prompts import find_prompts
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.validation import Scores, make_validation_step
-from tests.test_exactness import (
+from tests.speech_model import (
     AUDIO,
     CAPACITY,
     MELS,

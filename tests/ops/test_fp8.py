@@ -18,7 +18,7 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import init_state
 from jaxthd.steps.training import loss_and_gradient, make_train_step
 from scripts.comparison.errors import relative_errors
-from tests.steps.test_step import batch_of
+from tests.helpers import batch_of
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),

@@ -28,8 +28,7 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state, state_shardings
 from jaxthd.steps.training import make_train_step
 from scripts.comparison.weights import random_state
-from tests.helpers import assert_same, on_context, row_arrays
-from tests.steps.test_step import batch_of
+from tests.helpers import assert_same, batch_of, on_context, row_arrays
 
 TOKENS = 96
 CASES = {

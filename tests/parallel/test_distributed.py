@@ -22,7 +22,7 @@ from jaxthd.config import Config
 from jaxthd.errors import UserError
 from jaxthd.parallel import processes as distributed
 from jaxthd.parallel.processes import exchange, started
-from jaxthd.run.metrics import read_metrics
+from jaxthd.run.metrics_file import read_metrics
 from jaxthd.train import train
 from scripts.check_survival import write_recordings
 from tests.test_train import tiny

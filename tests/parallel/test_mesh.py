@@ -24,5 +24,6 @@ def test_what_has_no_elements_is_made_inside_with_a_rank_s_share_of_its_shape():
     np.testing.assert_array_equal(doubled, 3 * given[0]["x"])
     assert (empty.shape, empty.dtype) == ((4, 0, 3), jnp.int32)
     assert shapes == [((2, 2), (2, 0, 3), jnp.int32)]
+    # Some versions of jaxlib crash on a sharded argument without elements.
     (mapped,) = (e for e in jax.make_jaxpr(run)(*given).eqns if e.primitive.name == "shard_map")
-    assert sorted(x.aval.size for x in mapped.invars) == [1, 8]
+    assert all(x.aval.size for x in mapped.invars)

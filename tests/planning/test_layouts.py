@@ -16,7 +16,8 @@ from jaxthd.planning.layouts import (
     mamba_bytes,
     state_bytes,
 )
-from jaxthd.planning.simulate import Lengths, simulate
+from jaxthd.planning.lengths import Lengths
+from jaxthd.planning.simulate import simulate
 
 WORK = (1000.0, 0.0)
 

@@ -8,7 +8,8 @@ from jaxthd.config import Config, DataConfig, MeshConfig
 from jaxthd.data.packer import PackDocuments
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
-from jaxthd.planning.simulate import Lengths, balance, pack_lengths, padded, simulate, spread_runs
+from jaxthd.planning.lengths import Lengths
+from jaxthd.planning.simulate import balance, pack_lengths, padded, rows_of_buffer, simulate
 from tests.packing.test_pack import MELS, random_documents
 
 WORK = (3.0, 0.5)
@@ -59,7 +60,7 @@ def test_buffers_are_those_of_the_grain_plugin(packing, context, ranks, changes)
         run
         for group in groups
         for buffer in group
-        for run in spread_runs(buffer, lengths.chunks, ranks, 624 // ranks)
+        for run in rows_of_buffer(buffer, lengths.chunks, ranks, 624 // ranks)
     ]
     assert [sorted(fitting[i].key for i in buffer) for buffer in buffers] == rows
     assert len(rows) > 20
@@ -85,7 +86,7 @@ def test_a_group_that_the_end_of_the_stream_leaves_open_does_not_count():
 
     outcome = simulate(same(30), config(), WORK)
     assert outcome.documents.tolist() == [4] * 6
-    assert (outcome.padding, outcome.left_out) == (0.0, 0.0)
+    assert (outcome.padding, outcome.skipped) == (0.0, 0.0)
     assert simulate(same(5), config(), WORK).documents.tolist() == [4, 1], "the only group counts"
 
 
@@ -105,20 +106,20 @@ def test_figures_are_those_of_the_rows_packed():
     assert outcome.padding == pytest.approx(1 - real / slots)
     assert outcome.audio_padding == pytest.approx(1 - heard / frames)
     assert outcome.overhead == pytest.approx((3 * slots + 0.5 * frames) / (3 * real + 0.5 * heard) - 1)
-    assert 0 < outcome.cut < 1
-    assert 0 < outcome.left_out < 0.2, "audio that no buffer holds"
+    assert 0 < outcome.split < 1
+    assert 0 < outcome.skipped < 0.2, "audio that no buffer holds"
 
 
 def test_more_room_for_audio_means_fewer_buffers_cut():
     stream = lengths_of(random_documents(2, 300, chunk_frames=170))
     outcomes = [simulate(stream, config(2, 2, audio_capacity=a), WORK) for a in (832, 960, 1152)]
-    assert [o.left_out for o in outcomes] == [0, 0, 0]
-    assert outcomes[0].cut > outcomes[1].cut > outcomes[2].cut == 0
+    assert [o.skipped for o in outcomes] == [0, 0, 0]
+    assert outcomes[0].split > outcomes[1].split > outcomes[2].split == 0
 
 
 def test_settings_that_nothing_fits_leave_everything_out():
     outcome = simulate(lengths_of(random_documents(3, 20)), config(capacity=0), WORK)
-    assert (outcome.buffers, outcome.left_out, outcome.overhead) == ([], 1.0, float("inf"))
+    assert (outcome.buffers, outcome.skipped, outcome.overhead) == ([], 1.0, float("inf"))
 
 
 def test_padded_batches_take_their_longest_and_length_buckets_are_made_inside_an_epoch():

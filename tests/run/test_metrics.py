@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-import jaxthd.run.metrics as metrics_module
 from jaxthd.data.loader import BatchReport, RowReport
 from jaxthd.errors import UserError, readable_errors
-from jaxthd.run.metrics import EventFile, Metrics, metrics_line, read_metrics, summary, values
+from jaxthd.run import metrics_file, progress, tensorboard
+from jaxthd.run.metrics import StepFacts, metrics_line, values
+from jaxthd.run.metrics_file import Metrics, read_metrics
+from jaxthd.run.progress import summary
+from jaxthd.run.tensorboard import EventFile
 
 REPORT = BatchReport((RowReport(0, 7, 180, 40, 200, 12.5, 1.25),), (("a", "b"),))
 RESULTS = {
@@ -30,8 +33,11 @@ RESULTS = {
 
 
 def line(step: int, loss: float = 2.5, seconds: float = 0.5, **more: float | int) -> dict[str, Any]:
-    scalars = {"loss": loss, "grad_norm": 3.0, "learning_rate": 1e-3, "compilations": 1}
-    return metrics_line(step, scalars, REPORT, seconds) | more
+    optional = dict.fromkeys(("mtp_loss", "max_expert_load", "aux_loss"))
+    results = SimpleNamespace(
+        loss=loss, grad_norm=3.0, learning_rate=1e-3, skipped=0, objective={}, **optional
+    )
+    return metrics_line(StepFacts(step, results, REPORT, seconds, 1, 0)) | more
 
 
 def read_events(folder: Path) -> list[Event]:
@@ -58,7 +64,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A clock that stands still until its `now` is set."""
     fake = SimpleNamespace(now=1000.0)
     fake.time = fake.monotonic = lambda: fake.now
-    monkeypatch.setattr(metrics_module, "time", fake)
+    for module in (metrics_file, progress, tensorboard):
+        monkeypatch.setattr(module, "time", fake)
     return fake
 
 

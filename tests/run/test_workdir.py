@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,7 +14,8 @@ import pytest
 
 from jaxthd.config import Config, MeshConfig
 from jaxthd.errors import UserError
-from jaxthd.run.workdir import FREE, _flat, opened, write_atomically
+from jaxthd.files.run_folder import flat, read_config
+from jaxthd.run.workdir import FREE, opened
 
 
 def changed(config: Config, name: str, value: Any) -> Config:
@@ -89,7 +89,7 @@ def test_what_does_not_change_what_is_learned_may_change(tmp_path: Path):
 
 
 def test_every_free_field_exists():
-    names = _flat(asdict(Config()))
+    names = flat(asdict(Config()))
     assert [free for free in FREE if not any(fnmatch(name, free) for name in names)] == []
 
 
@@ -169,18 +169,38 @@ def test_a_file_system_without_locks_is_reported(
         assert "cannot be locked ([Errno 95] Operation not supported)" in capsys.readouterr().err
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    file = tmp_path / "file"
-    write_atomically(file, "before")
+def test_a_config_of_an_older_jaxthd_is_refused_with_the_names_that_its_fields_have_now(tmp_path: Path):
+    """How a model is computed was once said in model.* and train.*. To continue, and to read its weights."""
+    make_run(tmp_path, Config())
+    stored = json.loads((tmp_path / "config.json").read_text())
+    compute = stored.pop("compute")
+    stored["model"]["dtype"] = compute["dtype"]
+    stored["model"]["llm"]["mamba_chunk"] = compute["scan_chunk"]
+    stored["train"]["command_buffers"] = compute["command_buffers"]
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    for use in (lambda: opened(tmp_path, Config()).__enter__(), lambda: read_config(tmp_path)):
+        with pytest.raises(UserError, match="written by an older jaxthd") as raised:
+            use()
+        lines = str(raised.value).splitlines()
+        assert lines[1:4] == [
+            "  model.dtype is now compute.dtype",
+            "  model.llm.mamba_chunk is now compute.scan_chunk",
+            "  train.command_buffers is now compute.command_buffers",
+        ]
+    # Moved as the message says, they continue the run.
+    del stored["model"]["dtype"], stored["model"]["llm"]["mamba_chunk"], stored["train"]["command_buffers"]
+    (tmp_path / "config.json").write_text(json.dumps(stored | {"compute": compute}))
+    with opened(tmp_path, Config()):
+        assert read_config(tmp_path) == Config()
 
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="No space left"):
-            write_atomically(file, "after, which is longer")
-    assert file.read_text() == "before"
-    write_atomically(file, "after")
-    assert file.read_text() == "after"
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+def test_a_text_only_model_is_another_model(tmp_path: Path):
+    text_only = changed(Config(), "model.encoder", None)
+    make_run(tmp_path / "text", text_only)
+    assert read_config(tmp_path / "text") == text_only
+    with opened(tmp_path / "text", text_only):
+        pass
+    make_run(tmp_path / "speech", Config())
+    for folder, config in (("text", Config()), ("speech", text_only)):
+        with pytest.raises(UserError, match=r"model\.encoder"), opened(tmp_path / folder, config):
+            pass

@@ -100,7 +100,7 @@ def test_steps_on_a_pipeline_are_those_of_one_device():
         )
     (alone, buffers), (piped, piped_buffers) = results
     for a, b in zip(alone, piped, strict=True):
-        np.testing.assert_allclose(b, a, rtol=2e-4)
+        np.testing.assert_allclose(*(jax.tree.leaves(metrics) for metrics in (b, a)), rtol=2e-4)
     assert alone[2].loss < alone[0].loss
     assert alone[2].mtp_loss < alone[0].mtp_loss
     for module in ("decoder", "mtp"):

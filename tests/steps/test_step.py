@@ -1,5 +1,6 @@
 """The step's settings mean what config.py says, in every compute dtype."""
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.extend.core import jaxprs_in_params
 
 from jaxthd.config import (
     ComputeConfig,
@@ -21,8 +21,7 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.packing.batch import Batch
-from jaxthd.packing.document import Document
-from jaxthd.packing.pack import pack_row
+from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.parallel.params import Buffer, weight_decay_mask
 from jaxthd.steps.blueprint import Blueprint
@@ -30,6 +29,7 @@ from jaxthd.steps.optimizer import learning_rate_schedule
 from jaxthd.steps.state import init_state
 from jaxthd.steps.training import loss_and_gradient, make_train_step
 from scripts.comparison.weights import random_state
+from tests.helpers import batch_of
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),
@@ -63,19 +63,6 @@ def test_short_runs_have_a_learning_rate(steps: int, warmup: int):
         for i in range(steps)
     ]
     assert min(rates) > 0
-
-
-def batch_of(lengths: list[int], context: int) -> Batch:
-    """Ragged documents, the even ones with a clip."""
-    rng = np.random.default_rng(0)
-    documents = []
-    for i, n in enumerate(lengths):
-        clips = [[rng.normal(size=(8 * n, 16)).astype(np.float32)]] if i % 2 == 0 else []
-        tokens = [*[3] * len(clips), *rng.integers(4, 260, n).tolist()]
-        supervised = [False] * len(clips) + [True] * n
-        documents.append(Document.splice(str(i), tokens, supervised, clips, 3))
-    sizes = {"capacity": 128, "audio_capacity": 512, "num_mels": 16, "max_documents": 8}
-    return pack_row(documents, **sizes, context=context, audio_ranks=context)[0]
 
 
 def test_bfloat16_is_near_float32_and_everything_is_finite():
@@ -150,27 +137,28 @@ def test_an_update_that_is_not_finite_is_left_out_and_counted():
     assert step._cache_size() == 1
 
 
-def test_boundaries_are_derived_once_a_step_and_never_in_a_layer():
-    """Of all operations only deriving Segments takes a cumulative minimum: one for tokens, one for clips."""
-    config = Config(mesh=MeshConfig(context=2), model=MODEL)
-    mesh = make_mesh(config.mesh)
-    batch = put_batch(batch_of([5, 20, 11, 1, 17], 2), mesh)
-    params, buffers = (nnx.to_pure_dict(nnx.state(Blueprint(config).model, k)) for k in (nnx.Param, Buffer))
-    program = jax.make_jaxpr(loss_and_gradient(Blueprint(config), mesh))(params, buffers, batch)
+def test_boundaries_are_derived_once_a_step_and_never_in_a_layer(monkeypatch: pytest.MonkeyPatch):
+    """However many layers there are: once for the tokens, once for the clips."""
+    calls = []
 
-    def count(jaxpr: Any, inside_loop: bool) -> tuple[int, int]:
-        """(at the top, inside loops) occurrences of cummin."""
-        top = inside = 0
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "cummin":
-                top, inside = top + (not inside_loop), inside + inside_loop
-            loop = inside_loop or equation.primitive.name in ("scan", "while")
-            for sub in jaxprs_in_params(equation.params):
-                deeper = count(sub, loop)
-                top, inside = top + deeper[0], inside + deeper[1]
-        return top, inside
+    def counted(*given: Any, **options: Any) -> Segments:
+        calls.append(options)
+        return make_segments(*given, **options)
 
-    assert count(program.jaxpr, False) == (2, 0)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("jaxthd.") and getattr(module, "make_segments", None) is make_segments:
+            monkeypatch.setattr(module, "make_segments", counted)
+    sizes = MeshConfig(context=2)
+    mesh = make_mesh(sizes)
+    for pattern in ("ME*-", "ME*-M*-E"):
+        blueprint = Blueprint(
+            Config(mesh=sizes, model=replace(MODEL, llm=replace(MODEL.llm, pattern=pattern)))
+        )
+        batch = put_batch(batch_of([5, 20, 11, 1, 17], 2), mesh)
+        state = (nnx.to_pure_dict(nnx.state(blueprint.model, kind)) for kind in (nnx.Param, Buffer))
+        calls.clear()
+        jax.make_jaxpr(loss_and_gradient(blueprint, mesh))(*state, batch)
+        assert len(calls) == 2
 
 
 def test_a_step_reads_nothing_from_the_host_and_writes_nothing_to_it():

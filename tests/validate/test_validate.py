@@ -256,6 +256,8 @@ CASES = [
         DeviceFacts("gpu", 1, "T4", "7.5"),
     ),
     # What is trained.
+    Case({"train.objective": "stf"}, "train.objective is 'stf'"),
+    Case({"train.objective_options": ("beta=1",)}, "train.objective_options has 'beta=1'"),
     Case(
         {"adapt.freeze": ("encoder.*", "decoder.layers.mambo.*")},
         "adapt.freeze 'decoder.layers.mambo.*' matches nothing; expected a pattern of parameter names, such "

@@ -44,7 +44,7 @@ def open_source(setting: SourceSetting) -> Source:
     """The data set that a setting names. Raises UserError for the name of a source that is not registered."""
     name, colon, rest = setting.path.partition(":")
     if colon and name in SOURCES:
-        return SOURCES[name](setting._replace(path=rest))
+        return SOURCES[name](setting._replace(path=rest, source=name))
     source = next(source for source in reversed(SOURCES.values()) if source.recognises(setting.path))
     files = expand_braces(setting.path)
     if source is ManifestSource and re.match(r"\w+:", setting.path) and not any(map(os.path.exists, files)):
@@ -63,12 +63,12 @@ def read_source(source: Source, data: DataConfig, number: int = 0) -> tuple[list
     """
     examples, skipped = source.read(data)
     if not examples:
-        raise UserError(f"{source.path} holds nothing that can be used ({len(skipped)} items skipped)")
+        raise UserError(f"{source.title} holds nothing that can be used ({len(skipped)} items skipped)")
     items: list[Example | Skipped] = [*examples, *skipped]
     for item in items:
         if not re.match(r"\d+:", item.key):
             raise UserError(
-                f"{type(source).__name__} gives an item of {source.path} the key {item.key!r}; expected "
+                f"{type(source).__name__} gives an item of {source.title} the key {item.key!r}; expected "
                 '"NUMBER:NAME", the number of the item first: correct the source'
             )
     if number:

@@ -14,7 +14,7 @@ from jaxthd.data.skipped import Skipped
 class SourceSetting(NamedTuple):
     """A data set as the settings name it.
 
-    path: of a file or folder, or whatever the source makes of it; without the source's name before it.
+    path: of a file or folder, or whatever the source makes of it. source: the name that stood before it.
     field: of the configuration, that names it; for messages. tarred_audio: its tar files, see
         ManifestSource; "" for none. split: what the data set is read for.
     """
@@ -23,16 +23,18 @@ class SourceSetting(NamedTuple):
     field: str = "data.manifest"
     tarred_audio: str = ""
     split: Literal["training", "validation"] = "training"
+    source: str = ""
 
 
 class Source(ABC):
     """Reads one data set. A new one is a subclass, registered by jaxthd.data.sources.registry.
 
-    path: what skipped.jsonl calls the data set. setting: what it was named as.
+    path: where it lies, or what else the setting says of it. title: what skipped.jsonl calls it.
     """
 
     def __init__(self, setting: SourceSetting) -> None:
         self.path, self.setting = setting.path, setting
+        self.title = f"{setting.source}:{setting.path}" if setting.source else setting.path
 
     @staticmethod
     def recognises(path: str) -> bool:

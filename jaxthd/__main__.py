@@ -1,0 +1,52 @@
+"""jaxthd NAME, or python -m jaxthd NAME: runs a command. Without a name: lists the commands.
+
+A command is a file in this folder with a function main(argv). Listing them imports none, so it is fast.
+"""
+
+import ast
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+
+from jaxthd.errors import UserError, readable_errors
+
+OTHERS = ("__init__", "__main__", "config", "errors")
+"""Files in this folder that are no commands."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """argv: the command's name and its options; None for those of the process."""
+    name, *options = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
+    with readable_errors():
+        if name in ("-h", "--help"):
+            print(listing())
+            return
+        names = commands()
+        if name not in names:
+            close = get_close_matches(name, names)
+            meant = f"; did you mean {' or '.join(close)}?" if close else f": {', '.join(names)}"
+            raise UserError(f"there is no command {name!r}; expected one of those that `jaxthd` lists{meant}")
+        import_module(f"jaxthd.{name}").main(options)
+
+
+def commands() -> dict[str, str]:
+    """Name -> what the command does: the first line of its file's docstring."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return {file.stem: _first_line(file) for file in files if file.stem not in OTHERS}
+
+
+def listing() -> str:
+    found = commands()
+    width = max(map(len, found))
+    lines = [f"  {name:<{width}}  {does}" for name, does in found.items()]
+    return "\n".join(["jaxthd COMMAND [OPTIONS]; --help after a command lists its options.", "", *lines])
+
+
+def _first_line(file: Path) -> str:
+    return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
+
+
+if __name__ == "__main__":
+    main()

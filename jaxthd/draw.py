@@ -1,0 +1,26 @@
+"""Draws the curves of a run again, from its metrics.
+
+    python -m jaxthd.draw --workdir runs/cp2
+
+Reads metrics.jsonl in the workdir, and writes curves.png there.
+"""
+
+import argparse
+from pathlib import Path
+
+from jaxthd.errors import readable_errors
+from jaxthd.figures.curves import draw_curves
+from jaxthd.run.metrics_file import read_metrics
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="jaxthd draw", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--workdir", type=Path, required=True, help="folder of the run; receives curves.png")
+    workdir = parser.parse_args(argv).workdir
+    draw_curves(read_metrics(workdir), workdir / "curves.png")
+    print(workdir / "curves.png")
+
+
+if __name__ == "__main__":
+    with readable_errors():
+        main()

@@ -1,0 +1,170 @@
+"""The folder of a run, as other commands read it: its settings in config.json beside its checkpoints."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+from jaxthd.config import ComputeConfig, Config, LLMConfig, ModelConfig, TrainConfig
+from jaxthd.errors import UserError
+from jaxthd.files.atomic import write_atomically
+
+FILE = "config.json"
+_RENAMED = {"mamba_chunk": "scan_chunk"}
+"""Names that fields of an older jaxthd had before they moved to compute."""
+
+
+def is_run(folder: Path) -> bool:
+    """Whether the folder holds checkpoints of a run."""
+    return (folder / "checkpoints").is_dir()
+
+
+def write_config(folder: Path, config: Config) -> None:
+    write_atomically(folder / FILE, json.dumps(asdict(config), indent=2) + "\n")
+
+
+class DamagedConfigError(UserError):
+    """config.json is missing, or holds no JSON object."""
+
+
+class Difference(NamedTuple):
+    """A field in which two settings differ, by its dotted name. there, here: its values as JSON."""
+
+    name: str
+    there: str
+    here: str
+
+
+def read_config(folder: Path) -> Config:
+    """The settings that `write_config` has written into `folder`. A field added since then has its default.
+
+    Raises UserError as read_settings does, and where there are fields that Config does not have.
+    """
+    stored = read_settings(folder)
+    try:
+        return _built(Config, stored)
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{folder / FILE} cannot be used ({error}); expected the settings of a run: copy it anew"
+        ) from error
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The JSON object in config.json.
+
+    Raises DamagedConfigError where there is none, and UserError for one that an older jaxthd wrote.
+    """
+    file = folder / FILE
+    try:
+        stored = json.loads(file.read_text())
+        if not isinstance(stored, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError) as error:
+        raise DamagedConfigError(
+            f"{file} cannot be read ({error}); expected the settings of the run beside it: copy it anew"
+        ) from error
+    older = _older_fields(stored)
+    if older:
+        fields = "".join(f"\n  {name} is now {new}" for name, new in older.items())
+        raise UserError(
+            f"{file} was written by an older jaxthd; fields that have moved since:{fields}\n"
+            "To continue the run or use its weights, move these fields in config.json, or use the jaxthd "
+            "that wrote it. To start anew, choose another --workdir"
+        )
+    return stored
+
+
+def _older_fields(stored: Mapping[str, Any]) -> dict[str, str]:
+    """Old name -> new name of fields that moved to compute: those about how a model is computed."""
+    found = {}
+    for section, kind in (("model", ModelConfig), ("model.llm", LLMConfig), ("train", TrainConfig)):
+        fields: Any = stored
+        for part in section.split("."):
+            fields = fields.get(part) if isinstance(fields, dict) else None
+        for name in fields if isinstance(fields, dict) else ():
+            new = _RENAMED.get(name, name)
+            if name not in get_type_hints(kind) and new in get_type_hints(ComputeConfig):
+                found[f"{section}.{name}"] = f"compute.{new}"
+    return found
+
+
+def differences(stored: Mapping[str, Any], config: Config) -> list[Difference]:
+    """Where stored settings (read_settings) differ from `config`, fields that Config does not have included.
+
+    A field that was added since they were written had its default then.
+    """
+    then, now = flat(_completed(Config, stored)), flat(json.loads(json.dumps(asdict(config))))
+
+    def text(fields: Mapping[str, Any], name: str) -> str:
+        return json.dumps(fields[name]) if name in fields else "unknown"
+
+    names = [name for name in then | now if (name in then, then.get(name)) != (name in now, now.get(name))]
+    return [Difference(name, text(then, name), text(now, name)) for name in names]
+
+
+def _completed(kind: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """With the defaults of fields that are missing."""
+    kinds = get_type_hints(kind)
+    defaults = json.loads(json.dumps(asdict(kind())))
+    inner = {
+        name: _completed(_dataclass_in(kinds[name]), value)
+        for name, value in stored.items()
+        if isinstance(value, dict) and name in kinds and _dataclass_in(kinds[name])
+    }
+    return defaults | dict(stored) | inner
+
+
+def _built(kind: Any, stored: Mapping[str, Any]) -> Any:
+    """The dataclass that asdict and JSON have made `stored` of."""
+    kinds = get_type_hints(kind)
+    unknown = sorted(stored.keys() - kinds.keys())
+    if unknown:
+        raise ValueError(f"{kind.__name__} has no field {', '.join(unknown)}")
+
+    def value_of(name: str, value: Any) -> Any:
+        inner = _dataclass_in(kinds[name])
+        if inner and value is not None:
+            return _built(inner, value)
+        return tuple(value) if isinstance(value, list) else value
+
+    return kind(**{name: value_of(name, value) for name, value in stored.items()})
+
+
+def _dataclass_in(kind: Any) -> Any:
+    """The dataclass of a field's type, which may be "X | None"; None for other types."""
+    return next((x for x in (kind, *get_args(kind)) if is_dataclass(x)), None)
+
+
+def compare_models(path: Path, there: ModelConfig, here: ModelConfig) -> None:
+    """Raises UserError where weights in `path`, of the model `there`, do not fit the model `here`.
+
+    Multi-token prediction may be missing on one side. Weights that all depths share fit any number of depths.
+    """
+    then, now = (flat(asdict(model), "model.") for model in (there, here))
+    free = []
+    if not (there.llm.mtp_pattern and here.llm.mtp_pattern):
+        free.append("model.llm.mtp_*")
+    elif there.llm.mtp_shared and here.llm.mtp_shared:
+        free.append("model.llm.mtp_depths")
+    differing = [
+        f"\n  {name}: {then.get(name)} there, {now.get(name)} here"
+        for name in now | then
+        if now.get(name) != then.get(name) and not any(fnmatch(name, pattern) for pattern in free)
+    ]
+    if differing:
+        raise UserError(
+            f"{path} holds weights of another model:{''.join(differing)}\n"
+            "Set these fields as they are there (of published checkpoints jaxthd.hf.checkpoint.model_config "
+            "reads them), or choose other weights"
+        )
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested fields by dotted names. A block pattern loses its stage marks, which do not change the model."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        value = value.replace("|", "") if name == "pattern" and isinstance(value, str) else value
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found

@@ -1,0 +1,125 @@
+"""A chat on the terminal. Answers go to standard output, everything else to standard error."""
+
+import sys
+import unicodedata
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxthd.data.example import Clip, Example, Turn
+from jaxthd.errors import UserError
+from jaxthd.files.jsonl import append_line
+from jaxthd.inference.generator import Answer, AnswerDelta, Generator, whole_answer
+
+HELP = "A line is what you say. /audio FILE: a recording for what you say next; /new: start over; /quit"
+
+
+def chat(generator: Generator, settings: dict[str, Any], out: Path | None) -> None:
+    """Answers lines of standard input until it ends.
+
+    settings: keyword arguments of Generator.stream. out: JSONL that the answers are appended to.
+    """
+    say(HELP)
+    turns: list[Turn] = []
+    recordings: list[Path] = []
+    for number, line in enumerate(_lines()):
+        command, _, argument = line.strip().partition(" ")
+        if command == "/quit":
+            return
+        if command == "/new":
+            turns, recordings = [], []
+        elif command == "/audio":
+            recordings.append(Path(argument.strip()))
+        elif line.strip() or recordings:
+            try:
+                asked = [*turns, user_turn(line, recordings, generator.config.data.audio_placeholder)]
+                recordings = []
+                example = Example(f"{number}", tuple(asked))
+                deltas = _interruptible(generator.stream([example], **settings))
+                answer = show_answers(deltas, [example], out)
+            except UserError as error:
+                say(f"error: {error}")
+                continue
+            except KeyboardInterrupt:
+                answer = []
+            if answer and answer[0].text.strip():
+                turns = [*asked, Turn("assistant", (answer[0].text,))]
+            else:
+                say("(no answer: what you said is forgotten)")
+
+
+def user_turn(text: str, recordings: Sequence[Path], placeholder: str) -> Turn:
+    """The user's turn. Each placeholder in the text stands for a recording; without one, they come first.
+
+    Raises UserError for another number of placeholders than recordings, and for a turn without content.
+    """
+    if placeholder not in text:
+        text = placeholder * len(recordings) + text
+    before, *after = text.split(placeholder)
+    if len(after) != len(recordings):
+        raise UserError(
+            f"{len(recordings)} recordings for {len(after)} placeholders ({placeholder}) in {text!r}; "
+            "expected one for each: correct one of them"
+        )
+    parts: list[str | Clip] = [before]
+    for path, rest in zip(recordings, after, strict=True):
+        parts += [Clip(path), rest]
+    turn = Turn("user", tuple(part for part in parts if part != ""))
+    if not turn.parts:
+        raise UserError("the prompt is empty; expected text or a recording")
+    return turn
+
+
+def show_answers(
+    deltas: Iterator[AnswerDelta], conversations: Sequence[Example], out: Path | None
+) -> list[Answer]:
+    """Prints the answers in the conversations' order: the first that is unfinished as it comes.
+
+    out: JSONL that finished answers are appended to.
+    """
+    found: list[list[AnswerDelta]] = [[] for _ in conversations]
+    answers: list[Answer] = []
+    for delta in deltas:
+        shown = len(answers)
+        found[delta.number].append(delta)
+        if delta.number == shown:
+            print(printable(delta.text), end="", flush=True)
+        while shown < len(found) and found[shown] and found[shown][-1].end:
+            answer = whole_answer(conversations[shown].key, found[shown])
+            print(flush=True)
+            if out:
+                append_line(out, answer._asdict())
+            answers.append(answer)
+            shown += 1
+            if shown < len(found):
+                print(printable("".join(delta.text for delta in found[shown])), end="", flush=True)
+    return answers
+
+
+def printable(text: str) -> str:
+    """The text with replacement characters for those that would control the terminal."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _lines() -> Iterator[str]:
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        try:
+            line = sys.stdin.readline()
+        except KeyboardInterrupt:
+            return
+        if not line:
+            return
+        yield line.rstrip("\n")
+
+
+def _interruptible(deltas: Iterator[AnswerDelta]) -> Iterator[AnswerDelta]:
+    """The deltas; Ctrl-C ends the answer as if it were cut off."""
+    try:
+        yield from deltas
+    except KeyboardInterrupt:
+        yield AnswerDelta(0, "", (), "length")

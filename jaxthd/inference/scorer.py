@@ -1,0 +1,116 @@
+"""Log-probabilities of given documents' tokens, packed and on any mesh.
+
+Legend: R rows, T token slots of a row.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Float, Int, Int32
+
+from jaxthd.checkpoints.weights import Weights
+from jaxthd.config import Config
+from jaxthd.data.dataset import SynchronizedLoader
+from jaxthd.kernels.xla_options import jit_for
+from jaxthd.ops.cross_entropy import TokenScores
+from jaxthd.packing.batch import Batch
+from jaxthd.packing.layout import document_slots
+from jaxthd.parallel.mesh import put_batch
+from jaxthd.steps.blueprint import Blueprint, Tree
+from jaxthd.steps.scoring import make_scoring_step
+
+
+class DocumentScores(NamedTuple):
+    """The scores of a document of n tokens, s of which were scored.
+
+    tokens: the document's, with placeholders for its audio. positions: of the scored tokens, rising.
+    log_probs: of the scored tokens, natural log, given all tokens before.
+    top_ids, top_log_probs: the k likeliest tokens at each position, the likeliest first, of equals the lowest
+    id first.
+    """
+
+    key: str
+    tokens: Int32[np.ndarray, " n"]
+    positions: Int[np.ndarray, " s"]
+    log_probs: Float[np.ndarray, " s"]
+    top_ids: Int32[np.ndarray, "s k"]
+    top_log_probs: Float[np.ndarray, "s k"]
+
+
+class Scorer:
+    """Scores the documents of packed batches; compiled once.
+
+    top_k: likeliest tokens to find at each position, at most model.llm.vocab_size (else ValueError).
+    every_token: score every text token but each document's first; else the supervised ones.
+    """
+
+    def __init__(
+        self, blueprint: Blueprint, mesh: Mesh, *, top_k: int = 0, every_token: bool = False
+    ) -> None:
+        config = blueprint.config
+        self._config, self._mesh, self._every_token = config, mesh, every_token
+        scores = make_scoring_step(blueprint, mesh, top_k)
+
+        def run(params: Tree, buffers: Tree, batch: Batch) -> tuple[TokenScores, tuple[Any, ...]]:
+            return scores(params, buffers, batch), (batch.tokens, batch.weights, batch.segment_ids)
+
+        # Every process gets all rows' scores, and the tokens of rows that it did not read.
+        self._step = jit_for(config, mesh, run, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    def __call__(self, weights: Weights, batches: SynchronizedLoader) -> Iterator[DocumentScores]:
+        """The scores of all documents, as they were packed. weights: in their training form.
+
+        All processes call it, and get the same.
+        """
+        for batch, report in batches:
+            batch = supervising_every_token(batch, self._config) if self._every_token else batch
+            on_mesh = put_batch(batch, self._mesh)
+            found = jax.tree.map(np.asarray, self._step(weights.params, weights.buffers, on_mesh))
+            scores, (tokens_RT, weights_RT, ids_RT) = found
+            for row, keys in enumerate(batches.keys(report)):
+                slots_of_documents = _slots(ids_RT[row], self._config)
+                for key, slots in zip(keys, slots_of_documents, strict=True):
+                    at = np.flatnonzero(weights_RT[row][slots])
+                    of_document = (x[row][slots[at]] for x in scores)
+                    yield DocumentScores(key, tokens_RT[row][slots], at + 1, *of_document)
+
+
+def _slots(segment_ids: Int32[np.ndarray, " T"], config: Config) -> list[Int[np.ndarray, "..."]]:
+    """The slots of each document's tokens, in the laid-out row."""
+    context, layout = config.mesh.context, config.compute.context_layout
+    return document_slots(segment_ids, context, layout, config.data.round_to)
+
+
+def supervising_every_token(batch: Batch, config: Config) -> Batch:
+    """A host batch in which every position is supervised whose next token is text of the same document."""
+    targets, weights = np.zeros_like(batch.targets), np.zeros_like(batch.weights)
+    for row, ids in enumerate(batch.segment_ids):
+        for slots in _slots(ids, config):
+            at, after = slots[:-1], slots[1:]
+            is_text = ~batch.is_audio[row, after]
+            weights[row, at] = is_text
+            targets[row, at] = np.where(is_text, batch.tokens[row, after], 0)
+    return batch._replace(targets=targets, weights=weights)
+
+
+def in_order(
+    keys: Iterable[str], found: Iterable[DocumentScores], is_skipped: Callable[[str], bool]
+) -> Iterator[DocumentScores]:
+    """The scores, in the order of `keys`. is_skipped: whether there will be none for this key.
+
+    Packing changes the order within a few buffers; the scores of as many documents wait here.
+    """
+    rest = iter(keys)
+    wanted, waiting = next(rest, None), {}
+    for scores in found:
+        waiting[scores.key] = scores
+        while wanted is not None and (wanted in waiting or is_skipped(wanted)):
+            if wanted in waiting:
+                yield waiting.pop(wanted)
+            wanted = next(rest, None)
+    for key in (wanted, *rest):
+        if key in waiting:
+            yield waiting.pop(key)

@@ -1,0 +1,66 @@
+"""Validation during training: every set evaluated, its metrics named, its hypotheses written."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from itertools import chain, islice
+
+from jax.sharding import Mesh
+
+from jaxthd.config import ValidationSet
+from jaxthd.data.dataset import SpeechData
+from jaxthd.inference.evaluator import Evaluator
+from jaxthd.parallel.mesh import local_rows
+from jaxthd.run.metrics import VALIDATION
+from jaxthd.run.outputs import OutputFolder
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.state import TrainState
+
+
+class Validation:
+    """Evaluates a run's states on up to train.validation_batches batches of each validation set.
+
+    Calling it rewrites hypotheses.jsonl with the hypotheses and references of all sets. All processes call
+    it, and get the same.
+    """
+
+    def __init__(self, blueprint: Blueprint, mesh: Mesh, data: SpeechData, outputs: OutputFolder) -> None:
+        self._config, self._data, self._outputs = blueprint.config, data, outputs
+        self._rows = local_rows(mesh, blueprint.config.data.rows)
+        self._evaluate = Evaluator(blueprint, mesh, data.end_id)
+
+    def is_due(self, step: int) -> bool:
+        """Whether it is asked for after this step: every train.validate_every steps, and at the end."""
+        every = self._config.train.validate_every
+        return bool(every and self._data.has_validation) and (
+            step == self._config.train.steps or step % every == 0
+        )
+
+    def __call__(self, state: TrainState) -> dict[str, float]:
+        """The metrics, as a metrics line has them. state: in its training form."""
+        sets, scores, lines = self._config.data.validation_sets, [], []
+        for each in sets:
+            with closing(self._data.validation(self._rows, each.name)) as batches:
+                found = self._evaluate(state, islice(batches, self._config.train.validation_batches))
+            scores.append(found.scores)
+            name = {"set": each.name} if each.is_named else {}
+            lines += [name | hypothesis._asdict() for hypothesis in found.hypotheses]
+        self._outputs.write_lines("hypotheses.jsonl", lines)
+        return validation_metrics(sets, scores)
+
+
+def validation_metrics(
+    sets: Sequence[ValidationSet], scores: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
+    """The scores of all sets, as a metrics line has them.
+
+    validation_NAME is the mean over the sets that have it, each with the same weight; for documents the sum.
+    A set with a name of its own also has validation_SET_NAME.
+    """
+    line = {}
+    for name in dict.fromkeys(chain(*scores)):
+        found = [of_set[name] for of_set in scores if name in of_set]
+        line[VALIDATION + name] = sum(found) / (1 if name == "documents" else len(found))
+    for each, of_set in zip(sets, scores, strict=True):
+        if each.is_named:
+            line |= {f"{VALIDATION}{each.name}_{name}": score for name, score in of_set.items()}
+    return line

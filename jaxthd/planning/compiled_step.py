@@ -1,0 +1,133 @@
+"""The training step compiled for simulated CPU devices: its memory and traffic by the compiler's account."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from jaxthd.config import Config
+from jaxthd.kernels.choose import using
+from jaxthd.models.stacks import to_stages
+from jaxthd.packing.batch import AUDIO_FIELDS, Batch
+from jaxthd.packing.document import SUBSAMPLING
+from jaxthd.parallel.mesh import batch_specs, make_mesh
+from jaxthd.planning.program import UNOPTIMIZED, received_bytes
+from jaxthd.planning.sizes import Sizes
+from jaxthd.planning.traffic import ByAxes
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.forward import objective_of
+from jaxthd.steps.state import abstract_state, state_shardings
+from jaxthd.steps.training import make_train_step
+
+
+class Measured(NamedTuple):
+    """Figures of a device, from the compiled step.
+
+    state: bytes of the training state, which a step replaces in place. temporary: bytes besides state and
+    batch. received: bytes that the busiest device receives in a step. seconds: to compile it.
+    """
+
+    state: int
+    temporary: int
+    received: ByAxes
+    seconds: float
+
+
+def lowered_step(config: Config) -> Any:
+    """The training step for the config's shapes, lowered for the mesh's devices; nothing is allocated.
+
+    Attention is XLA's, which compiles anywhere; so is the scan if its back-end is "auto".
+    """
+    scan = config.compute.scan_backend.replace("auto", "xla")
+    config = using(config, attention_backend="xla", scan_backend=scan)
+    mesh = make_mesh(config.mesh)
+
+    def on_mesh(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    blueprint = Blueprint(config)
+    state = jax.eval_shape(lambda state: to_stages(state, blueprint.stages), abstract_state(blueprint))
+    state = jax.tree.map(on_mesh, state, state_shardings(blueprint, mesh))
+    batch = abstract_batch(config)
+    specs = jax.tree.broadcast(batch_specs(), batch)
+    batch = jax.tree.map(lambda x, spec: on_mesh(x, NamedSharding(mesh, spec)), batch, specs)
+    step: Any = make_train_step(blueprint, mesh)
+    return step.lower(state, batch)
+
+
+def abstract_batch(config: Config) -> Batch:
+    """A step's batch, with ShapeDtypeStructs for arrays."""
+    data, encoder = config.data, config.model.encoder
+    tokens, frames = (data.rows, data.capacity), (data.rows, data.audio_capacity // SUBSAMPLING)
+    future = (data.rows, config.depths_trained, data.capacity)
+
+    def ints(shape: tuple[int, ...]) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    audio: dict[str, Any] = dict.fromkeys(AUDIO_FIELDS)
+    if encoder is not None and data.audio_capacity:
+        mels = (data.rows, data.audio_capacity)
+        audio = {
+            "audio_slots": ints(tokens),
+            "mels": jax.ShapeDtypeStruct((*mels, encoder.num_mels), jnp.float32),
+            "mel_mask": jax.ShapeDtypeStruct(mels, jnp.bool_),
+            "chunk_ids": ints(frames),
+            "chunk_positions": ints(frames),
+            "future_audio_slots": ints(future),
+        }
+    of_objective = objective_of(config).extras
+    return Batch(
+        tokens=ints(tokens),
+        targets=ints(tokens),
+        weights=jax.ShapeDtypeStruct(tokens, jnp.float32),
+        segment_ids=ints(tokens),
+        positions=ints(tokens),
+        future_tokens=ints(future),
+        future_targets=ints(future),
+        future_weights=jax.ShapeDtypeStruct(future, jnp.float32),
+        extras={name: jax.ShapeDtypeStruct(tokens, jnp.float32) for name in of_objective},
+        **audio,
+    )
+
+
+def measure(config: Config) -> Measured:
+    """Compiles the step and reads its figures; bfloat16 as float32, in which CPUs compute it."""
+    start = time.perf_counter()
+    program = lowered_step(in_float32(config)).compile(compiler_options=UNOPTIMIZED)
+    memory = program.memory_analysis()
+    received = received_bytes(program.as_text(), config.mesh, runs_by_schedule(config))
+    return Measured(
+        memory.alias_size_in_bytes,
+        memory.temp_size_in_bytes,
+        {axes: float(of_device.max()) for axes, of_device in received.items() if of_device.any()},
+        time.perf_counter() - start,
+    )
+
+
+def in_float32(config: Config) -> Config:
+    """The config, with float32 for bfloat16."""
+    if config.compute.dtype != "bfloat16":
+        return config
+    return replace(config, compute=replace(config.compute, dtype="float32"))
+
+
+def runs_by_schedule(config: Config) -> Callable[[str], float]:
+    """The argument `often` of received_bytes for a training step.
+
+    A conditional around a part of the pipeline runs it in some ticks: on average over the ticks as often as
+    the schedule has it. Other conditionals choose among stages. A loop of unknown length is the experts'
+    exchange, which usually takes one round.
+    """
+    sizes = Sizes(config)
+    schedule, runs = sizes.schedule, dict.fromkeys(("stage", "stage_gradient"), sizes.stage_runs)
+    runs |= {part: schedule.microbatches for part in ("enter", "leave_gradient", "enter_gradient")}
+
+    def often(name: str) -> float:
+        _, scope, operation = ("", "", *name.split("/"))[-3:]
+        return float(runs[scope] / schedule.ticks) if operation == "cond" and scope in runs else 1.0
+
+    return often

@@ -1,0 +1,142 @@
+"""The lengths of a data set's documents: read from manifests and file headers, no recording decoded."""
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import soundfile
+from jaxtyping import Float, Int
+
+from jaxthd.config import Config
+from jaxthd.data.audio.features import HOP, SAMPLE_RATE
+from jaxthd.data.audio.recordings import MIN_SAMPLES, chunk_audio, open_recording
+from jaxthd.data.example import Clip, Example, Samples
+from jaxthd.data.sources.registry import read_source, training_sources
+from jaxthd.data.text.prompt import PromptTemplate
+from jaxthd.data.text.tokenizer import load_tokenizer
+from jaxthd.errors import UserError
+from jaxthd.packing.document import SUBSAMPLING, encoder_frames
+
+MOST_READ = 100_000
+"""Documents whose lengths are measured; of a larger data set a seeded sample."""
+LEAST_DRAWN = 20_000
+"""Documents of a stream to pack, at least: whole epochs, each in another order."""
+
+
+class Lengths(NamedTuple):
+    """Documents as the packer sees them, one entry each.
+
+    tokens: audio slots included. frames: mel frames that the document takes in an audio buffer. seconds: of
+    audio. chunks: mel frames that each encoder chunk takes in the buffer, multiples of 8.
+    """
+
+    tokens: Int[np.ndarray, " n"]
+    frames: Int[np.ndarray, " n"]
+    seconds: Float[np.ndarray, " n"]
+    chunks: list[list[int]]
+
+
+def read_examples(config: Config) -> list[list[Example]]:
+    """The usable lines of each training data set, or a sample of them if they are more than MOST_READ.
+
+    Raises UserError without a manifest, where data.weights has another length, and as reading the data does.
+    """
+    data, sources = config.data, []
+    if not data.manifest or len(data.weights) not in (0, len(data.manifest)):
+        raise UserError(
+            f"{len(data.manifest)} manifests and {len(data.weights)} weights; expected one manifest or more, "
+            "and no weights or one for each: correct data.manifest or data.weights"
+        )
+    for number, source in enumerate(training_sources(data)):
+        examples, skipped = read_source(source, data, number)
+        print(f"{source.title}: {len(examples):,} documents, {len(skipped):,} lines skipped")
+        sources.append(examples)
+    total = sum(map(len, sources))
+    if total <= MOST_READ:
+        return sources
+    print(f"measured: a random sample of {MOST_READ:,} of {total:,} documents (seed {data.seed})")
+    rng = np.random.default_rng(data.seed)
+    return [
+        [x[i] for i in rng.choice(len(x), math.ceil(MOST_READ * len(x) / total), replace=False)]
+        for x in sources
+    ]
+
+
+def measure(examples: Sequence[Example], config: Config) -> tuple[Lengths, int]:
+    """(The lengths of the documents that the loader makes of `examples`, the number of unusable examples).
+
+    Durations in a manifest that were rounded up may count an encoder frame too many; all else is exact. A
+    text-only model cannot use examples with recordings.
+    """
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    template = PromptTemplate(config.data, tokenizer)
+    encoder = config.model.encoder
+    chunk_samples = round(encoder.chunk_seconds * 100) * HOP if encoder else 0
+    clips = [clip for example in examples for clip in example.clips]
+    with ThreadPoolExecutor(16) as threads:
+        samples = iter(list(threads.map(clip_samples, clips)))
+    rows: list[tuple[int, float, list[int]]] = []
+    for example in examples:
+        found = [next(samples) for _ in example.clips]
+        try:
+            written, _ = template(example.turns)
+        except ValueError:
+            continue
+        if any(n < MIN_SAMPLES for n in found) or (found and not encoder):
+            continue
+        chunks = [chunk_audio(np.broadcast_to(np.float32(0), n), chunk_samples) for n in found]
+        mels = [len(chunk) // HOP for chunk in chain(*chunks)]
+        slots = [encoder_frames(f) for f in mels]
+        rows.append(
+            (len(written) - len(found) + sum(slots), sum(mels) / 100, [SUBSAMPLING * n for n in slots])
+        )
+    tokens, seconds, frames = (list(column) for column in zip(*rows, strict=True)) if rows else ([], [], [])
+    total_frames = np.array([sum(c) for c in frames], int)
+    lengths = Lengths(np.array(tokens, int), total_frames, np.array(seconds, float), frames)
+    return lengths, len(examples) - len(rows)
+
+
+def clip_samples(clip: Clip | Samples) -> int:
+    """Samples at 16 kHz of a recording, from the manifest or the file's header; 0 for an unreadable file."""
+    if clip.duration is not None:
+        return round(clip.duration * SAMPLE_RATE)
+    assert isinstance(clip, Clip)
+    try:
+        with open_recording(clip.path, clip.member) as header:
+            rate, frames = header.samplerate, header.frames
+    except (soundfile.SoundFileError, OSError, TypeError):
+        return 0
+    return max(round((frames - round(clip.offset * rate)) * SAMPLE_RATE / rate), 0)
+
+
+def draw(sources: Sequence[Lengths], weights: Sequence[float], seed: int) -> Lengths:
+    """A stream of documents to pack, in a random order like the loader's.
+
+    Without weights: whole epochs of all sources, at least LEAST_DRAWN documents. With weights: as many
+    documents, drawn from the sources in that proportion.
+    Raises UserError for a source without documents.
+    """
+    rng, sizes = np.random.default_rng(seed), [len(source.chunks) for source in sources]
+    if not all(sizes):
+        raise UserError(f"the manifests give {sizes} usable documents; expected at least one of each")
+    count = math.ceil(LEAST_DRAWN / sum(sizes)) * sum(sizes)
+    if not weights:
+        sizes, weights = [sum(sizes)], [1.0]
+    source_of = rng.choice(len(sizes), count, p=np.array(weights) / sum(weights))
+    drawn, first = np.zeros(count, int), 0
+    for source, size in enumerate(sizes):
+        at = np.flatnonzero(source_of == source)
+        epochs = [rng.permutation(size) for _ in range(0, len(at), size)]
+        drawn[at] = first + np.array(list(chain(*epochs)), int)[: len(at)]
+        first += size
+    tokens, frames, seconds = (np.concatenate([s[i] for s in sources])[drawn] for i in range(3))
+    chunks = list(chain(*(source.chunks for source in sources)))
+    return Lengths(tokens, frames, seconds, [chunks[i] for i in drawn])
+
+
+def slots_of(lengths: Lengths, config: Config) -> Int[np.ndarray, " n"]:
+    """Token slots that each document takes, data.round_to's padding included."""
+    return -(-lengths.tokens // config.data.round_to) * config.data.round_to

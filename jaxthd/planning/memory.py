@@ -1,0 +1,192 @@
+"""Temporary memory of a device in a training step, in closed form: to compare with what the compiler says.
+
+Legend: N tokens of a microbatch on a rank, n those of its residual stream, D model dim, a bytes of an
+activation, w bytes of a number that is accumulated (float32, or float64).
+"""
+
+from dataclasses import dataclass, field
+
+from jaxthd.config import Config, EncoderConfig
+from jaxthd.models.fastconformer import PIECE
+from jaxthd.models.hybrid import repeated_units
+from jaxthd.models.mixers import LAYER_KINDS
+from jaxthd.parallel.mesh import PIPELINE, TENSOR, ranks_of
+from jaxthd.planning.sizes import Number, Sizes
+
+
+@dataclass
+class Memory:
+    """Bytes by name. kept: in memory all through the step. phases: on top of it, one at a time."""
+
+    kept: dict[str, Number] = field(default_factory=dict)
+    phases: dict[str, Number] = field(default_factory=dict)
+
+    @property
+    def most(self) -> Number:
+        return sum(self.kept.values()) + max(self.phases.values())
+
+
+def temporary_memory(config: Config) -> Memory:
+    """Gradients and activations on the busiest device; a compiler may add to them, reuse memory, or copy.
+
+    Kept through the step:
+    - the gradients, and those of a microbatch beside their sum, with several microbatches or a pipeline;
+    - with a pipeline: the inputs in its slots (schedule.slots x n D a) and two on their way between ranks;
+    - without one: what layers keep for the backward pass, of decoder and encoder: with recomputation n D a
+      for each iteration of a scan over repeated units, without it all activations of every layer;
+    - with multi-token prediction: the embeddings of each depth, as many as inputs of stages.
+    On top come one at a time:
+    - a unit's activations, its gathered weights, and the largest gradients of one of its layers;
+    - a block of the loss; with multi-token prediction also its layers, and each depth's norms and states at
+      the head;
+    - an encoder block; a part of the subsampling.
+    """
+    sizes = Sizes(config)
+    return max((_of_rank(sizes, rank) for rank in range(sizes.stages.ranks)), key=lambda m: m.most)
+
+
+def _of_rank(sizes: Sizes, rank: int) -> Memory:
+    memory, encoder = Memory(), sizes.config.model.encoder
+    gradients = sum(w.size * w.layers for w in sizes.weights if w.trained)
+    memory.kept["gradients"] = gradients
+    if sizes.is_pipelined or sizes.schedule.microbatches > 1:
+        memory.kept["gradients of a microbatch"] = gradients
+    decoder, audio = _kept_by_decoder(sizes, rank), _kept_by_encoder(sizes, encoder)
+    if sizes.depths:
+        held = sizes.schedule.in_flight if sizes.is_pipelined else 1
+        memory.kept["embeddings of future tokens"] = held * sizes.depths * sizes.stream
+    if sizes.is_pipelined:
+        memory.kept["pipeline slots"] = (sizes.schedule.slots + 2) * sizes.stream
+    else:
+        memory.kept["decoder, between layers"] = decoder
+        if encoder:
+            memory.kept["encoder, between layers"] = audio
+        decoder = audio = 0
+    units = [_unit(sizes, unit.letters) for unit in sizes.units(rank)]
+    memory.phases["one unit of the decoder"] = decoder + max(units)
+    memory.phases["loss"] = _loss(sizes) + _mtp(sizes)
+    if encoder and sizes.frames:
+        passes = 1 + sizes.trains("encoder")
+        block = passes * _conformer(sizes, encoder) + _block_weights(sizes)
+        memory.phases["one block of the encoder"] = audio + block
+        memory.phases["subsampling"] = audio + _subsampling(sizes, encoder)
+    return memory
+
+
+def _kept_by_decoder(sizes: Sizes, rank: int) -> Number:
+    """What the layers of one stage keep, the largest of the rank's stages."""
+    remat = sizes.config.compute.remat_llm
+    stage, most = 0.0, 0.0
+    for unit in sizes.units(rank):
+        kept = sizes.stream if remat else sum(_layer(sizes, letter) for letter in unit.letters)
+        stage += unit.repeats * kept
+        if unit.ends_stage:
+            most, stage = max(most, stage), 0.0
+    return most
+
+
+def _kept_by_encoder(sizes: Sizes, encoder: EncoderConfig | None) -> Number:
+    """What its layers keep, and the gathered frames of all ranks of the row."""
+    if not encoder or not sizes.frames:
+        return 0.0
+    remat = sizes.config.compute.remat_encoder
+    kept = sizes.frames * encoder.dim * sizes.a if remat else _conformer(sizes, encoder)
+    gathered = sizes.frames * sizes.mesh.audio_ranks * sizes.config.model.llm.dim * sizes.a
+    return (encoder.layers * kept if sizes.trains("encoder") else 0.0) + gathered
+
+
+def _mtp(sizes: Sizes) -> Number:
+    """Multi-token prediction's layers, norms and states."""
+    if not sizes.depths:
+        return 0
+    llm, a, w = sizes.config.model.llm, sizes.a, sizes.w
+    units = repeated_units(llm.mtp_pattern)
+    around = sizes.stream / a * (4 * a + 3 * w) + sizes.tokens * llm.dim * (4 * a + w)
+    if sizes.config.compute.remat_llm:
+        layers = sizes.stream * sum(repeats for _, repeats in units)
+    else:
+        layers = sum(_layer(sizes, letter) for letter in llm.mtp_pattern)
+    return sizes.depths * (around + layers) + max(_unit(sizes, unit, "mtp") for unit, _ in units)
+
+
+def _unit(sizes: Sizes, letters: str, module: str = "decoder") -> Number:
+    """An iteration of the scan over repeated units, in the backward pass."""
+    kinds = set(letters)
+    weights = {k: sizes.gathered(module, "layers", LAYER_KINDS[k].name) for k in kinds}
+    gradients = {k: sizes.gathered(module, "layers", LAYER_KINDS[k].name, trained=True) for k in kinds}
+    activations = {k: _layer(sizes, k) for k in kinds}
+    used = sum(weights[k] * sizes.a / sizes.parameter for k in letters)
+    recomputed = sum(activations[k] for k in letters) if sizes.config.compute.remat_llm else 0
+    return used + recomputed + max(activations[k] + gradients[k] for k in letters)
+
+
+def _layer(sizes: Sizes, letter: str) -> Number:
+    """Activations that a layer's backward pass needs, those of its norm included."""
+    normed = sizes.tokens * sizes.config.model.llm.dim * (2 * sizes.a + sizes.w)
+    mixers = {"*": _attention, "M": _mamba, "-": _mlp, "E": _experts}
+    return normed + mixers[letter](sizes)
+
+
+def _attention(sizes: Sizes) -> Number:
+    llm = sizes.config.model.llm
+    q, kv = sizes.heads * llm.head_dim, 2 * sizes.kv_heads * llm.head_dim
+    gathers = sizes.config.compute.context_exchange == "all_gather"
+    keys = kv * (sizes.mesh.context if gathers else 1)
+    return sizes.tokens * (sizes.a * (2 * q + kv + keys) + sizes.w * (q + sizes.heads))
+
+
+def _mamba(sizes: Sizes) -> Number:
+    llm, compute, a, w = sizes.config.model.llm, sizes.config.compute, sizes.a, sizes.w
+    chunk = min(compute.scan_chunk, sizes.config.data.capacity)
+    states = 2 * sizes.inner * llm.mamba_state / chunk
+    inner = a * (4 * sizes.inner + 2 * sizes.channels) + w * 3 * sizes.inner
+    if compute.scan_backend == "pallas":
+        return sizes.tokens * (inner + a * (states + sizes.groups * chunk))
+    pairs = (2 * sizes.mamba_heads + sizes.groups) * chunk
+    return sizes.tokens * (inner + w * (states + pairs) + a * sizes.mamba_heads * chunk)
+
+
+def _mlp(sizes: Sizes) -> Number:
+    return sizes.tokens * sizes.a * 3 * sizes.config.model.llm.ffn_dim / sizes.mesh.tensor
+
+
+def _experts(sizes: Sizes) -> Number:
+    llm, a, t, n = sizes.config.model.llm, sizes.a, sizes.mesh.tensor, sizes.tokens
+    width = llm.latent_dim or llm.dim
+    own_experts = llm.experts / ranks_of(sizes.mesh, sizes.owners)
+    rounded = sizes.expert_slots + own_experts * sizes.config.compute.expert_block
+    routed = a * (rounded * (2 * width + 3 * llm.expert_dim / t) + sizes.expert_slots * 2 * width)
+    shared = n * a * 3 * llm.shared_expert_dim / t
+    return routed + shared + n * sizes.w * 3 * llm.experts
+
+
+def _loss(sizes: Sizes) -> Number:
+    """The head with its gradient, a block of logits, and the states that enter the head."""
+    llm, compute, a, w = sizes.config.model.llm, sizes.config.compute, sizes.a, sizes.w
+    entries = llm.vocab_size / ranks_of(sizes.mesh, (PIPELINE, TENSOR))
+    head = entries * llm.dim
+    logits = compute.loss_block * min(compute.vocab_block, entries)
+    states = sizes.tokens * llm.dim * (3 * a + w)
+    gradient = head * w if sizes.trains("head") else 0
+    return head * a + gradient + 3 * logits * w + states
+
+
+def _conformer(sizes: Sizes, encoder: EncoderConfig) -> Number:
+    """Activations of an encoder block."""
+    a, w = sizes.a, sizes.w
+    norms = 5 * encoder.dim * (a + w)
+    attention = a * (2 * encoder.heads + 6) * encoder.dim + 3 * w * encoder.heads * encoder.dim
+    others = a * (6 * encoder.ffn_dim + 8 * encoder.dim)
+    return sizes.frames * (norms + attention + others)
+
+
+def _block_weights(sizes: Sizes) -> Number:
+    """An encoder block's gathered weights and their gradients."""
+    blocks = ("encoder", "blocks")
+    return sizes.gathered(*blocks, trained=True) + sizes.gathered(*blocks) * sizes.a / sizes.parameter
+
+
+def _subsampling(sizes: Sizes, encoder: EncoderConfig) -> Number:
+    outputs = (min(PIECE, sizes.frames) + 1) * 2 * encoder.num_mels
+    # First convolution: its nine inputs and its outputs; the second and third have 1/4 and 1/16 as many.
+    return outputs * sizes.a * (9 + encoder.subsampling_channels * (2 + 12 * (1 / 4 + 1 / 16)))

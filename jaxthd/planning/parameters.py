@@ -1,0 +1,149 @@
+"""A model's parameters by group, and the bytes of its training state on a device: from shapes alone."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxthd.config import Config, MeshConfig
+from jaxthd.models.adapt import split
+from jaxthd.models.mixers import LAYER_KINDS
+from jaxthd.parallel.mesh import bytes_of, on_device
+from jaxthd.parallel.params import Buffer
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.optimizer import make_optimizer
+
+PARTS = ("LLM", "encoder", "adapter")
+
+_LETTERS = {"M": "M Mamba2", "*": "* attention", "-": "- MLP", "E": "E"}
+_EXPERTS = {
+    "up": "routed experts",
+    "down": "routed experts",
+    "router": "router",
+    "shared": "shared expert",
+    "latent_in": "latent projection",
+    "latent_out": "latent projection",
+}
+_CONFORMER = {"ffn1": "feed-forward", "ffn2": "feed-forward", "attention": "attention", "conv": "convolution"}
+_ORDER = (
+    "embedding",
+    *_LETTERS.values(),
+    "RMSNorms",
+    "head",
+    "MTP",
+    "subsampling",
+    *_CONFORMER.values(),
+    "LayerNorms",
+)
+
+Path = tuple[Any, ...]
+"""Names and numbers, from the root of the module tree to a parameter."""
+
+
+@dataclass
+class Group:
+    """Parameters that belong together.
+
+    part: one of PARTS. copies: blocks that have the group. parameters: over all copies, with LoRA's.
+    trained: how many of these are trained.
+    active: parameters that one token of the LLM meets: only those experts that it is sent to, and one row of
+        the embedding; all for encoder and adapter, which see frames.
+    largest: name and shape of the largest array, in one block.
+    """
+
+    part: str
+    name: str
+    copies: int
+    parameters: int = 0
+    trained: int = 0
+    active: int = 0
+    largest: tuple[str, tuple[int, ...]] = ("", ())
+
+
+def parameter_groups(config: Config) -> list[Group]:
+    """The model's parameters, part by part, counted from the shapes of the model that would be trained."""
+    groups: dict[tuple[str, str], Group] = {}
+    blueprint = Blueprint(replace(config, mesh=MeshConfig()))
+    is_trained = nnx.traversals.flatten_mapping(blueprint.trained)
+    for path, variable in nnx.to_flat_state(nnx.state(blueprint.model, nnx.Param)):
+        part, name, copies = _group(path, config)
+        group = groups.setdefault((part, name), Group(part, name, copies))
+        size, is_stacked = math.prod(variable.shape), bool({"layers", "blocks", "depths"} & set(path))
+        share = _active_share(name, config)
+        group.parameters += size
+        group.trained += size * is_trained[path]
+        group.active += round(size * share)
+        shape = tuple(variable.shape[1:] if is_stacked else variable.shape)
+        if math.prod(shape) > math.prod(group.largest[1]) or not group.largest[1]:
+            group.largest = (_array_name(path), shape)
+    return sorted(groups.values(), key=lambda g: (PARTS.index(g.part), _order(g.name)))
+
+
+def _group(path: Path, config: Config) -> tuple[str, str, int]:
+    """(part, name, copies) of the group of the parameter at `path` in the module tree."""
+    letters = config.model.llm.letters
+    layers = config.model.encoder.layers if config.model.encoder else 0
+    match path:
+        case ("decoder", "layers", str(kind), "mixer", str(name), *_):
+            letter = next(k.letter for k in LAYER_KINDS.values() if k.name == kind)
+            label = f"E {_EXPERTS.get(name, name)}" if letter == "E" else _LETTERS[letter]
+            return "LLM", label, letters.count(letter)
+        case ("mtp", "layers", "moe", "mixer", "up" | "down", *_):
+            return "LLM", "MTP routed experts", config.model.llm.mtp_modules
+        case ("mtp", *_):
+            return "LLM", "MTP", config.model.llm.mtp_modules
+        case ("decoder", *_):
+            return "LLM", "RMSNorms", len(letters) + 1
+        case ("encoder", "blocks", str(name), *_):
+            return "encoder", _CONFORMER.get(name, "LayerNorms" if name.startswith("norm") else name), layers
+        case ("encoder", str(name), *_):
+            return "encoder", name, 1
+        case _:
+            return ("adapter" if path[0] == "adapter" else "LLM"), str(path[0]), 1
+
+
+def _active_share(name: str, config: Config) -> float:
+    llm = config.model.llm
+    routed = llm.experts_per_token / llm.experts
+    shares = {
+        "embedding": 1 / llm.vocab_size,
+        "E routed experts": routed,
+        "MTP routed experts": routed,
+    }
+    return shares.get(name, 1.0)
+
+
+def _array_name(path: Path) -> str:
+    """A path without the modules around its group, and without the name of a Linear's matrix."""
+    if path[:2] in (("decoder", "layers"), ("mtp", "layers")):
+        path = path[3 + (path[3] == "mixer") :]
+    names = [str(p) for p in path if p not in ("blocks", "decoder", "encoder", "mtp", "depths")]
+    return ".".join(names[:-1] if names[-1] == "w" else names)
+
+
+def _order(name: str) -> int:
+    """Sorts the groups; those of the experts stay together."""
+    first = name if name in _ORDER else name.split()[0]
+    return _ORDER.index(first) if first in _ORDER else len(_ORDER)
+
+
+def state_bytes(config: Config) -> dict[str, int]:
+    """Bytes of the training state and of the gradients on each device of config.mesh; all hold the same.
+
+    Raises ValueError where the block pattern cannot be divided into the pipeline's stages.
+    """
+    blueprint = Blueprint(config)
+    params, buffers = (
+        on_device(nnx.to_pure_dict(nnx.state(blueprint.model, kind)), specs, config.mesh)
+        for kind, specs in zip((nnx.Param, Buffer), blueprint.specs, strict=True)
+    )
+    own, _ = split(params, blueprint.trained)
+    moments = jax.eval_shape(make_optimizer(blueprint).init, own)
+    return {
+        "parameters": bytes_of(params),
+        "gradients": bytes_of(own),
+        "AdamW moments": bytes_of(moments),
+        "batch statistics, router biases": bytes_of(buffers),
+    }

@@ -1,0 +1,168 @@
+"""The report of `jaxthd plan`: tables of what was tried, and the recommendation, as text."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxthd.packing.document import SUBSAMPLING
+from jaxthd.planning.layouts import LAYOUT_COSTS, MULTIPLY_ADDS_PER_BYTE, layout_recommendation
+from jaxthd.planning.search import Plan, audio_mean, percentiles
+from jaxthd.planning.simulate import COSTS, Outcome, balance
+from jaxthd.terminal.tables import table
+
+
+def describe_plan(plan: Plan) -> str:
+    """The tables and the recommendation."""
+    sections: list[Callable[[Plan], str]] = [_documents, _capacities, _work]
+    if plan.stream.frames.any():
+        sections.append(_audio_capacities)
+    sections += [_maxima, _packers]
+    if plan.layouts:
+        sections.append(_layouts)
+    return "\n\n".join(section(plan) for section in [*sections, _recommendation])
+
+
+def _at(plan: Plan) -> str:
+    return f"at capacity {plan.recommended.data.capacity:,}"
+
+
+def _share_within(outcome: Outcome, maximum: int) -> str:
+    """The share of buffers that hold at most `maximum` documents."""
+    return f"{np.mean(outcome.documents <= maximum):.1%}"
+
+
+def _documents(plan: Plan) -> str:
+    rows = [
+        [name, *(f"{x:,.{digits}f}" for x in (of.mean(), *np.percentile(of, (50, 90, 99, 100))))]
+        for name, of, digits in (
+            ("tokens", plan.stream.tokens, 0),
+            ("seconds of audio", plan.stream.seconds, 2),
+        )
+    ]
+    return table("Documents", "|mean|P50|P90|P99|max", rows)
+
+
+def _capacities(plan: Plan) -> str:
+    limit = plan.configured.data.max_documents
+    rows = [
+        [
+            o.data.capacity,
+            o.data.audio_capacity,
+            *percentiles(o.documents),
+            _share_within(o, limit),
+            *o.costs,
+        ]
+        for o in plan.by_capacity
+    ]
+    return table(
+        "Capacities with any number of documents, each with the audio capacity of least overhead",
+        f"capacity|audio_capacity|documents P50|P90|P99|max|{limit} or fewer|{COSTS}",
+        rows,
+    )
+
+
+def _work(plan: Plan) -> str:
+    slot, frame = plan.work
+    return (
+        "  Overhead is work on padding over work on documents. The work of a slot is the number of\n"
+        f"  parameters it meets: {slot:,.0f} for a token slot, {SUBSAMPLING * frame:,.0f} for an encoder\n"
+        "  frame (eight mel frames)."
+    )
+
+
+def _audio_capacities(plan: Plan) -> str:
+    mean, ranks = audio_mean(plan.stream, plan.recommended.config), plan.recommended.config.mesh.audio_ranks
+    rows = [
+        [o.data.audio_capacity, f"{o.data.audio_capacity / mean - 1:+.0%}", *o.costs] for o in plan.by_audio
+    ]
+    title = f"Audio capacities {_at(plan)} for {ranks} ranks, and their room over a full buffer's mean"
+    return table(title, f"audio_capacity|over it|{COSTS}", rows)
+
+
+def _maxima(plan: Plan) -> str:
+    unbounded = plan.by_maximum[-1]
+    rows = [
+        [o.data.max_documents, _share_within(unbounded, o.data.max_documents), *o.costs]
+        for o in plan.by_maximum
+    ]
+    title = f"Maxima of documents {_at(plan)}, and the share of buffers that would hold no more anyway"
+    return table(title, f"max_documents|no more|{COSTS}", rows)
+
+
+def _packers(plan: Plan) -> str:
+    rows: list[list[Any]] = [
+        [o.data.packing, o.data.packing_bins, f"{o.documents.mean():.1f}", *o.costs] for o in plan.by_packer
+    ]
+    for name, o in (("random", plan.in_order), ("by length", plan.by_length)):
+        rows.append([f"padded, {name}", "", plan.rows, *o.costs])
+    title = f"Packers {_at(plan)}, and batches of as many documents padded to their longest"
+    return (
+        table(title, f"packer|open buffers|documents|{COSTS}", rows)
+        + "\n\n  One open buffer is concatenation: a document that does not fit closes the buffer."
+    )
+
+
+def _layouts(plan: Plan) -> str:
+    context = plan.recommended.config.mesh.context
+    title = f"Context layouts over {context} ranks; the busiest rank in million multiply-adds a real token"
+    explained = (
+        "  Bytes are what a rank receives in a Mamba2 layer and step. An exchanged byte counts as\n"
+        f"  {MULTIPLY_ADDS_PER_BYTE} multiply-adds. Attention exchanges the same under both layouts."
+    )
+    rows = [cost.cells for cost in plan.layouts]
+    return "\n".join(
+        [table(title, LAYOUT_COSTS, rows), explained, f"  {layout_recommendation(plan.layouts)}"]
+    )
+
+
+def _recommendation(plan: Plan) -> str:
+    """The settings, for the command line and for a config file, why they are chosen, and what they cost."""
+    chosen, data, now = plan.recommended, plan.recommended.data, plan.configured
+    names = ("capacity", "audio_capacity", "max_documents", "packing", "packing_bins")
+    settings = ", ".join(f"{name}={getattr(data, name)!r}" for name in names)
+    reasons = _reasons(plan)
+    width = max(len(setting) for setting, _ in reasons)
+    lines = [
+        f"Recommended: overhead {chosen.overhead:.1%}, {chosen.skipped:.2%} of documents skipped",
+        *(f"  --data.{setting:<{width}}  {reason}" for setting, reason in reasons),
+        f"  DataConfig({settings})",
+        f"As configured: overhead {now.overhead:.1%}, {now.skipped:.2%} of documents skipped",
+    ]
+    if chosen.config.mesh.context > 1:
+        before, after = balance(plan.stream, chosen)
+        lines.append(
+            f"Attention work of the busiest of {chosen.config.mesh.context} context ranks over the mean: "
+            f"{before:.2f} as packed, {after:.2f} as the loader orders the documents"
+        )
+    return "\n".join(lines)
+
+
+def _reasons(plan: Plan) -> list[tuple[str, str]]:
+    """(option with its value, reason) for each recommended setting."""
+    chosen, data = plan.recommended, plan.recommended.data
+    mean = audio_mean(plan.stream, chosen.config)
+    tight = min(plan.by_audio, key=lambda o: abs(o.data.audio_capacity - mean))
+    one, least = plan.by_packer[0], min(plan.by_packer, key=lambda o: o.overhead)
+    _, _, p99, most = percentiles(plan.by_maximum[-1].documents)
+    return [
+        (
+            f"capacity {data.capacity}",
+            "overhead " + ", ".join(f"{o.overhead:.1%} at {o.data.capacity:,}" for o in plan.by_capacity),
+        ),
+        (
+            f"audio-capacity {data.audio_capacity}",
+            f"splits {chosen.split:.1%} of buffers, pads {chosen.audio_padding:.1%} of mel frames; "
+            f"{tight.data.audio_capacity} splits {tight.split:.1%}, pads {tight.audio_padding:.1%}",
+        ),
+        (
+            f"max-documents {data.max_documents}",
+            f"99% of buffers hold {p99} or fewer, none more than {most}; a training step does not pay for "
+            "it, decoding in validation reserves room for each document",
+        ),
+        (
+            f"packing {data.packing} --data.packing-bins {data.packing_bins}",
+            f"overhead {chosen.overhead:.1%}; {one.overhead:.1%} with one open buffer, {least.overhead:.1%} "
+            f"with {least.data.packing_bins} ({least.data.packing}), whose documents wait on the host",
+        ),
+    ]

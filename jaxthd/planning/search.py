@@ -1,0 +1,194 @@
+"""The search for buffer settings: what a range of settings costs for a data set, and which one is best."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxthd.config import Config
+from jaxthd.packing.document import SUBSAMPLING, encoder_frames
+from jaxthd.planning.layouts import LayoutCost, compare_layouts
+from jaxthd.planning.lengths import Lengths, slots_of
+from jaxthd.planning.parameters import parameter_groups
+from jaxthd.planning.simulate import Outcome, padded, simulate
+
+SLACKS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4)
+"""Room for audio beyond what a full buffer of tokens holds on average."""
+BINS = (2, 4, 8, 16, 32, 64)
+"""Numbers of buffers that the packer keeps open."""
+TOLERANCE = 0.005
+"""Overhead that is accepted for a smaller maximum of documents, or for fewer open buffers."""
+CAPACITY_TOLERANCE = 0.02
+"""Overhead that is accepted for keeping the configured capacity, or for a smaller one."""
+
+
+class Plan(NamedTuple):
+    """What was tried, and what is recommended; see make_plan.
+
+    work: see slot_work. configured: the settings as they are.
+    by_capacity: capacities with any number of documents, each with the audio capacity of least overhead.
+    by_audio, by_maximum: audio capacities and maxima of documents at the recommended capacity.
+    by_packer: packers, with all recommended sizes.
+    layouts: context layouts, where there are several context ranks.
+    rows: documents of a recommended buffer. in_order, by_length: padded batches of as many documents, see
+    jaxthd.planning.simulate.padded.
+    curves: for each way of batching, by its name, the outcome at each capacity of by_capacity.
+    """
+
+    stream: Lengths
+    work: tuple[float, float]
+    configured: Outcome
+    by_capacity: list[Outcome]
+    by_audio: list[Outcome]
+    by_maximum: list[Outcome]
+    by_packer: list[Outcome]
+    recommended: Outcome
+    layouts: list[LayoutCost]
+    rows: int
+    in_order: Outcome
+    by_length: Outcome
+    curves: dict[str, list[Outcome]]
+
+
+def make_plan(stream: Lengths, config: Config, epoch: int) -> Plan:
+    """Tries settings around the configured ones and recommends some.
+
+    stream: documents in an order of training. epoch: documents of an epoch, within which length buckets are
+        made.
+    Capacity: among those that skip the fewest documents at an overhead within CAPACITY_TOLERANCE of the best,
+    the configured one, else the smallest. Audio capacity: the one of least overhead. Maximum of documents:
+    what 99% of buffers hold, if that costs at most TOLERANCE, else what all hold. Packer: the fewest open
+    buffers within TOLERANCE of the best.
+    """
+    work = slot_work(config)
+
+    def run(base: Config, **settings: Any) -> Outcome:
+        return simulate(stream, with_data(base, **settings), work)
+
+    by_capacity = _by_capacity(stream, config, run)
+    skipped, overhead = min(map(preference, by_capacity))
+    good = [
+        o for o in by_capacity if preference(o)[0] == skipped and o.overhead <= overhead + CAPACITY_TOLERANCE
+    ]
+    chosen = next((o for o in good if o.data.capacity == config.data.capacity), good[0])
+    by_audio = [run(chosen.config, audio_capacity=a) for a in audio_sizes(stream, chosen.config)]
+    maxima = {*percentiles(chosen.documents), config.data.max_documents}
+    by_maximum = [run(chosen.config, max_documents=m) for m in sorted(maxima)]
+    bounded = with_data(chosen.config, max_documents=_maximum(chosen, by_maximum))
+    packers = [("first_fit", 1), *product(("first_fit", "best_fit"), BINS)]
+    by_packer = [run(bounded, packing=p, packing_bins=b) for p, b in packers]
+    overhead = min(o.overhead for o in by_packer)
+    fewest = sorted(by_packer, key=lambda o: o.data.packing_bins)
+    recommended = next(o for o in fewest if o.overhead <= overhead + TOLERANCE)
+    rows = round(recommended.documents.mean())
+    return Plan(
+        stream=stream,
+        work=work,
+        configured=run(config),
+        by_capacity=by_capacity,
+        by_audio=by_audio,
+        by_maximum=by_maximum,
+        by_packer=by_packer,
+        recommended=recommended,
+        layouts=compare_layouts(stream, recommended.config, work) if config.mesh.context > 1 else [],
+        rows=rows,
+        in_order=padded(stream, config, rows, work),
+        by_length=padded(stream, config, rows, work, epoch=epoch),
+        curves=_curves(stream, by_capacity, work, epoch, run),
+    )
+
+
+def _by_capacity(stream: Lengths, config: Config, run: Callable[..., Outcome]) -> list[Outcome]:
+    """See Plan.by_capacity; capacities that fill no buffer are not in it."""
+    packing = "first_fit" if config.data.packing == "padded" else config.data.packing
+    best = []
+    for capacity in capacities(stream, config):
+        base = with_data(config, capacity=capacity, max_documents=capacity, packing=packing)
+        outcomes = (run(base, audio_capacity=a) for a in audio_sizes(stream, base))
+        best.append(min(outcomes, key=preference))
+    return [outcome for outcome in best if outcome.buffers]
+
+
+def _maximum(chosen: Outcome, by_maximum: list[Outcome]) -> int:
+    """The recommended maximum of documents. chosen: the outcome without one."""
+    _, _, p99, most = percentiles(chosen.documents)
+    at_p99 = next(o for o in by_maximum if o.data.max_documents == p99)
+    enough = p99 if at_p99.overhead <= chosen.overhead + TOLERANCE else most
+    return min(_multiple(enough, 8), chosen.data.capacity)
+
+
+def _curves(
+    stream: Lengths,
+    by_capacity: list[Outcome],
+    work: tuple[float, float],
+    epoch: int,
+    run: Callable[..., Outcome],
+) -> dict[str, list[Outcome]]:
+    """See Plan.curves."""
+    curves = {
+        "concatenation": [run(o.config, packing="first_fit", packing_bins=1) for o in by_capacity],
+        "first fit": [run(o.config, packing="first_fit") for o in by_capacity],
+        "best fit": [run(o.config, packing="best_fit") for o in by_capacity],
+    }
+    for name, sort in (("padded, random", 0), ("padded, by length", epoch)):
+        counts = [(o.config, round(o.documents.mean())) for o in by_capacity]
+        curves[name] = [padded(stream, c, n, work, epoch=sort) for c, n in counts]
+    return curves
+
+
+def slot_work(config: Config) -> tuple[float, float]:
+    """(parameters that a token slot meets, that a mel frame meets): a measure of work, without attention."""
+    groups = parameter_groups(config)
+    decoder = sum(g.active for g in groups if g.part == "LLM")
+    return float(decoder), sum(g.parameters for g in groups if g.part != "LLM") / SUBSAMPLING
+
+
+def with_data(config: Config, **settings: Any) -> Config:
+    return replace(config, data=replace(config.data, **settings))
+
+
+def audio_mean(stream: Lengths, config: Config) -> float:
+    """Mean mel frames of the documents that fill a buffer's token slots."""
+    return float(config.data.capacity * stream.frames.sum() / slots_of(stream, config).sum())
+
+
+def audio_sizes(stream: Lengths, config: Config) -> list[int]:
+    """Audio capacities to try at the config's capacity; only 0 where there is no audio.
+
+    They are the mean with each of SLACKS on top, what the longest document needs, and eight frames a token
+    slot, which no buffer can exceed.
+    """
+    ranks, data = config.mesh.audio_ranks, config.data
+    if not stream.frames.any():
+        return [0]
+    chunk = SUBSAMPLING * encoder_frames(config.model.audio_encoder.chunk_frames)
+    longest = int(stream.frames[slots_of(stream, config) <= data.capacity].max(initial=0))
+    wanted = [audio_mean(stream, config) * (1 + slack) for slack in SLACKS]
+    wanted += [longest, SUBSAMPLING * data.capacity]
+    return sorted({max(_multiple(size, SUBSAMPLING * ranks), ranks * chunk) for size in wanted})
+
+
+def capacities(stream: Lengths, config: Config) -> list[int]:
+    """Capacities to try: a quarter of the configured one to four times it, or to the longest document."""
+    unit = math.lcm(2 * config.mesh.context if config.mesh.context > 1 else 1, config.data.round_to)
+    wanted = [config.data.capacity * times for times in (0.25, 0.5, 1, 2, 4)]
+    wanted[-1] = max(wanted[-1], int(slots_of(stream, config).max()))
+    return sorted({_multiple(size, unit) for size in wanted})
+
+
+def _multiple(size: float | int, unit: int) -> int:
+    return math.ceil(size / unit) * unit
+
+
+def preference(outcome: Outcome) -> tuple[float, float]:
+    """Sorts the best first: the fewest documents skipped, then the least overhead."""
+    return round(outcome.skipped, 4), outcome.overhead
+
+
+def percentiles(x: Int[np.ndarray, " n"]) -> list[int]:
+    """P50, P90, P99, max."""
+    return np.percentile(x, (50, 90, 99, 100)).astype(int).tolist()

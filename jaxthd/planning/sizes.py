@@ -1,0 +1,138 @@
+"""The sizes that the closed forms of memory and traffic are made of, for the ranks of one configuration.
+
+Legend: N tokens of a microbatch on a rank, D model dim, a bytes of an activation, w bytes of a number that is
+accumulated (float32, or float64).
+"""
+
+import math
+from collections.abc import Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxthd.config import Config
+from jaxthd.models.hybrid import repeated_units
+from jaxthd.packing.document import SUBSAMPLING
+from jaxthd.parallel.experts import expert_sharding
+from jaxthd.parallel.mesh import AXES, ranks_of
+from jaxthd.steps.blueprint import Blueprint
+
+Number = int | float
+
+
+class Weight(NamedTuple):
+    """A parameter as a rank holds it; of a stacked one a single layer.
+
+    size: its bytes, before it is gathered. layers: how many of them the rank holds. copies: mesh axes whose
+    ranks hold the same. fsdp: axes over which it is gathered when used. trained: whether it has a gradient.
+    """
+
+    path: tuple[str, ...]
+    size: int
+    layers: int
+    copies: tuple[str, ...]
+    fsdp: tuple[str, ...]
+    trained: bool
+
+
+class Unit(NamedTuple):
+    """Blocks that a stage repeats. ends_stage: whether the stage ends with it."""
+
+    letters: str
+    repeats: int
+    ends_stage: bool
+
+
+class Sizes:
+    """Sizes on a rank.
+
+    a, w: bytes, see the legend. parameter: bytes of a parameter's number.
+    rows, tokens, frames: of a microbatch (frames: of the encoder; 0 for a text-only model).
+    stream: bytes of the residual stream of a microbatch, N D a, over the tensor ranks if sequence-sharded.
+    heads, kv_heads, mamba_heads, groups, inner, channels: of a layer, on a tensor rank.
+    owners: axes that the experts are sharded over. expert_slots: room for tokens in a layer's exchange.
+    live: axes with several ranks.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.mesh = config, config.mesh
+        mesh, compute, llm = config.mesh, config.compute, config.model.llm
+        self.a = jnp.dtype(compute.dtype).itemsize
+        self.w = max(self.a, 4)
+        self.parameter = 8 if compute.dtype == "float64" else 4
+        self._blueprint = Blueprint(config)
+        self.stages, self.schedule = self._blueprint.stages, self._blueprint.schedule
+        self.is_pipelined = len(self.stages.patterns) > 1
+        self.live = tuple(axis for axis in AXES if ranks_of(mesh, (axis,)) > 1)
+        self.depths = config.depths_trained
+
+        self.rows = config.data.rows / mesh.data / config.train.microbatches
+        self.tokens = self.rows * config.data.capacity / mesh.context
+        self.is_sequence_sharded = compute.sequence_sharded and mesh.tensor > 1
+        shards = mesh.tensor if self.is_sequence_sharded else 1
+        self.stream = self.tokens / shards * llm.dim * self.a
+        audio = config.data.audio_capacity if config.model.encoder else 0
+        self.frames = self.rows * audio / SUBSAMPLING / mesh.audio_ranks
+
+        t = mesh.tensor
+        self.heads, self.kv_heads = llm.q_heads // t, max(llm.kv_heads // t, 1)
+        self.mamba_heads, self.groups = llm.mamba_heads // t, max(llm.mamba_groups // t, 1)
+        self.inner = self.mamba_heads * llm.mamba_head_dim
+        self.channels = self.inner + 2 * self.groups * llm.mamba_state
+
+        sharding = expert_sharding(llm.experts, mesh) if compute.expert_parallel else None
+        self.owners = sharding.axes if sharding else ()
+        self.expert_slots: Number = self.tokens * llm.experts_per_token
+        if self.owners:
+            r = ranks_of(mesh, self.owners)
+            most = self.tokens * min(llm.experts_per_token, llm.experts // r)
+            self.expert_slots = r * min(math.ceil(compute.expert_capacity * self.expert_slots / r), most)
+
+    @cached_property
+    def weights(self) -> list[Weight]:
+        found, model = [], self._blueprint.model
+        is_trained = nnx.traversals.flatten_mapping(self._blueprint.trained)
+        for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+            mesh_axes = variable.get_metadata("mesh_axes")
+            is_stacked = bool({"layers", "blocks", "depths"} & set(path))
+            layers = variable.shape[0] // ranks_of(self.mesh, mesh_axes[0]) if is_stacked else 1
+            shape = zip(variable.shape[is_stacked:], mesh_axes[is_stacked:], strict=False)
+            size = math.prod(n // ranks_of(self.mesh, axes) for n, axes in shape) * variable.dtype.itemsize
+            sharded = {axis for axes in mesh_axes for axis in axes}
+            copies = tuple(axis for axis in self.live if axis not in sharded)
+            fsdp = variable.get_metadata("fsdp")[1]
+            found.append(Weight(tuple(map(str, path)), size, layers, copies, fsdp, is_trained[path]))
+        return found
+
+    def weights_of(self, *path: str) -> list[Weight]:
+        """The weights whose paths begin with these names."""
+        return [w for w in self.weights if w.path[: len(path)] == path]
+
+    def trains(self, *path: str) -> bool:
+        """Whether any of weights_of(path) is trained."""
+        return any(weight.trained for weight in self.weights_of(*path))
+
+    def gathered(self, *path: str, trained: bool = False) -> Number:
+        """Bytes of weights_of(path) once they are gathered. trained: of the trained ones only."""
+        weights = (w for w in self.weights_of(*path) if w.trained or not trained)
+        return sum(w.size * ranks_of(self.mesh, w.fsdp) for w in weights)
+
+    def units(self, rank: int) -> Iterator[Unit]:
+        """The repeated units of the stages of a pipeline rank, in order."""
+        for pattern in self.stages.patterns[rank :: self.stages.ranks]:
+            *others, last = repeated_units(pattern)
+            yield from (Unit(*unit, ends_stage=False) for unit in others)
+            yield Unit(*last, ends_stage=True)
+
+    @property
+    def stage_runs(self) -> int:
+        """How often a rank runs the forward pass of a stage in a step; the backward pass as often.
+
+        Where all ranks run one uniform program, as a ring needs, idle ranks compute with the others.
+        """
+        is_ring = self.mesh.context > 1 and self.config.compute.context_exchange == "ring"
+        if is_ring and self.stages.are_equal:
+            return int(self.schedule.forward.busy.sum())
+        return self.schedule.microbatches * self.schedule.chunks

@@ -1,0 +1,188 @@
+"""Bytes that a device receives in a training step, by mesh axes, in closed form.
+
+The usual ring algorithms are assumed: in a group of g ranks, all-gather and reduce-scatter bring (g - 1) / g
+of the whole, all-reduce twice that, a send the whole.
+Legend: N tokens of a microbatch on a rank, n those of its residual stream, D model dim, a bytes of an
+activation, w bytes of a number that is accumulated (float32, or float64).
+"""
+
+from collections import Counter
+
+from jaxthd.config import Config, EncoderConfig
+from jaxthd.models.hybrid import repeated_units
+from jaxthd.models.mixers import LAYER_KINDS
+from jaxthd.parallel.mesh import AUDIO_AXES, AXES, CONTEXT, DATA, PIPELINE, TENSOR, ranks_of
+from jaxthd.planning.layouts import mamba_bytes
+from jaxthd.planning.sizes import Number, Sizes
+
+ByAxes = dict[tuple[str, ...], Number]
+"""Bytes received, by the mesh axes in which the senders differ from the receiver."""
+
+VOCABULARY = (PIPELINE, TENSOR)
+"""The axes that divide embedding and head."""
+
+
+def step_traffic(config: Config) -> ByAxes:
+    """Bytes that the busiest device receives in a step.
+
+    - FSDP, for each microbatch: a layer's weights are gathered for the forward and for the backward pass, and
+      in a pipeline once more for the forward pass that the backward pass begins with; gradients are scattered
+      once. Embedding and head are gathered once. Frozen weights have no gradients; an encoder that is frozen
+      whole has no backward pass.
+    - Gradients of what several ranks hold alike: all-reduced once a step.
+    - Tensor: a sum of N D a for every layer forward and backward; recomputed for all layers of a unit but the
+      last. Sequence-sharded: a gather and a scatter of as much.
+    - Context: keys and values go around forward and backward, their gradients (w) go home; Mamba2's exchange
+      is jaxthd.planning.layouts.mamba_bytes. Where stages differ, states and the convolution's halos of all
+      ranks are gathered. In a uniform program idle stages exchange too.
+    - Experts: expert slots x width go there and back forward, there twice and back once backward; one round.
+    - Vocabulary: the embeddings' sum and its gradient; three float32 numbers a token forward, one backward.
+      Pipeline: n D a sent up and down every tick; the last stage's output goes to all ranks.
+    - Multi-token prediction: each depth costs what a stage run by all pipeline ranks costs, and has its own
+      embeddings and targets, and a sum of N D a for the projection; its weights are FSDP-sharded over the
+      pipeline too. Weights that depths share are counted for each; a compiler may gather them once.
+    - Audio: every rank's frames go to all ranks of the row, and their gradients home.
+    """
+    sizes = Sizes(config)
+    ranks = [_of_rank(sizes, rank) for rank in range(sizes.stages.ranks)]
+    return {axes: max(r.get(axes, 0) for r in ranks) for axes in sorted({a for r in ranks for a in r})}
+
+
+class _Received:
+    """Adds up bytes by those axes that have several ranks."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self._mesh, self._live = sizes.mesh, sizes.live
+        self.by_axes: ByAxes = {}
+
+    def add(self, axes: tuple[str, ...], size: Number) -> None:
+        live = tuple(axis for axis in self._live if axis in axes)
+        if live and size:
+            self.by_axes[live] = self.by_axes.get(live, 0) + size
+
+    def gather(self, axes: tuple[str, ...], part: Number, times: Number) -> None:
+        """All-gathers of `part` bytes from each rank, or reduce-scatters that bring as much."""
+        self.add(axes, (ranks_of(self._mesh, axes) - 1) * part * times)
+
+    def sum(self, axes: tuple[str, ...], size: Number, times: Number) -> None:
+        """All-reduces of `size` bytes."""
+        g = ranks_of(self._mesh, axes)
+        self.add(axes, 2 * (g - 1) / g * size * times)
+
+
+def _of_rank(sizes: Sizes, rank: int) -> ByAxes:
+    received = _Received(sizes)
+    remat = sizes.config.compute.remat_llm
+    for unit in sizes.units(rank):
+        # A scan of one iteration is unrolled. Where it ends the stage, its output is not computed again.
+        unrolled_end = remat and unit.ends_stage and unit.repeats == 1
+        again = int(sizes.is_pipelined and not unrolled_end)
+        times = unit.repeats * sizes.stage_runs / sizes.schedule.chunks
+        _layers(sizes, received, unit.letters, times, again)
+    if sizes.depths:
+        _mtp(sizes, received)
+    _around_the_stages(sizes, received)
+    encoder = sizes.config.model.encoder
+    if encoder and sizes.frames:
+        _encoder(sizes, received, encoder)
+    for weight in sizes.weights:
+        received.sum(weight.copies, weight.size * weight.layers, int(weight.trained))
+    return received.by_axes
+
+
+def _around_the_stages(sizes: Sizes, received: _Received) -> None:
+    """Embedding, loss, and what pipeline ranks send one another."""
+    m, depths = sizes.schedule.microbatches, 1 + sizes.depths
+    for weight in (*sizes.weights_of("embedding"), *sizes.weights_of("head")):
+        received.gather(weight.fsdp, weight.size, (1 + weight.trained) * m)
+    embeddings = sizes.tokens * sizes.config.model.llm.dim * sizes.a
+    received.sum(VOCABULARY, embeddings, (1 + sizes.trains("embedding")) * m * depths)
+    received.sum(VOCABULARY, sizes.tokens * sizes.w, 4 * m * depths)
+    if sizes.is_pipelined:
+        received.sum((PIPELINE,), sizes.stream, 2 * m)
+        received.add((PIPELINE,), 2 * sizes.stream * sizes.schedule.ticks)
+    if sizes.is_sequence_sharded:
+        received.gather((TENSOR,), sizes.stream, 2 * m * depths)
+
+
+def _layers(
+    sizes: Sizes, received: _Received, letters: str, times: Number, again: int, module: str = "decoder"
+) -> None:
+    """A unit's layers, `times` forward and backward.
+
+    again: forward passes that the backward pass begins with, 0 or 1.
+    """
+    remat = int(sizes.config.compute.remat_llm)
+    for letter, count in Counter(letters).items():
+        for weight in sizes.weights_of(module, "layers", LAYER_KINDS[letter].name):
+            received.gather(weight.fsdp, weight.size, times * count * (2 + again + weight.trained))
+        is_stage = module == "decoder" and sizes.is_pipelined
+        _mixer(sizes, received, letter, times * count, 1 + again + remat, is_stage=is_stage)
+    recomputed = remat * (len(letters) - 1)
+    sums = (1 + again) * len(letters) + recomputed + len(letters)
+    if sizes.is_sequence_sharded:
+        gathers = sums + (1 + again + remat + 1) * len(letters)
+        received.gather((TENSOR,), sizes.stream, times * gathers)
+    else:
+        received.sum((TENSOR,), sizes.stream, times * sums)
+
+
+def _mixer(
+    sizes: Sizes, received: _Received, letter: str, times: Number, forward: int, *, is_stage: bool
+) -> None:
+    """What a layer's mixer exchanges, `times` backward with `forward` forward passes each.
+
+    is_stage: whether it is part of a pipeline stage, which other ranks may not run at the same time.
+    """
+    config, llm = sizes.config, sizes.config.model.llm
+    is_ring = config.compute.context_exchange == "ring"
+    match letter:
+        case "*":
+            kv = sizes.tokens * 2 * sizes.kv_heads * llm.head_dim
+            if is_ring:
+                backward = sizes.w + (0 if config.compute.remat_llm else sizes.a)
+                received.gather((CONTEXT,), kv * (forward * sizes.a + backward), times)
+            else:
+                received.gather((CONTEXT,), kv * sizes.a, times * (forward + 1))
+        case "M":
+            uniform_program = not is_stage or (sizes.stages.are_equal and is_ring)
+            if uniform_program or config.compute.context_layout == "document":
+                there_and_back = mamba_bytes(config) / sizes.schedule.microbatches
+                received.add((CONTEXT,), there_and_back / 2 * times * (forward + 1))
+            else:
+                state = (sizes.inner * llm.mamba_state + sizes.mamba_heads) * sizes.w
+                halo = (llm.mamba_conv - 1) * sizes.channels * sizes.a
+                received.gather((CONTEXT,), 2 * sizes.rows * (state + halo), times * (forward + 1))
+        case "E":
+            row = (llm.latent_dim or llm.dim) * sizes.a
+            share = 1 / ranks_of(sizes.mesh, sizes.owners)
+            passes = forward * (2 * row + 4) + 3 * row + 4
+            received.gather(sizes.owners, sizes.expert_slots * share * passes, times)
+            received.sum((DATA, CONTEXT), (llm.experts + 1) * sizes.w, times * forward)
+
+
+def _mtp(sizes: Sizes, received: _Received) -> None:
+    times = sizes.schedule.microbatches * sizes.depths
+    for letters, repeats in repeated_units(sizes.config.model.llm.mtp_pattern):
+        _layers(sizes, received, letters, times * repeats, 0, "mtp")
+    for weight in sizes.weights_of("mtp", "depths"):
+        received.gather(weight.fsdp, weight.size, times * (1 + weight.trained))
+    if sizes.is_sequence_sharded:
+        received.gather((TENSOR,), sizes.stream, times * 2 * (2 + 1))
+    else:
+        received.sum((TENSOR,), sizes.stream, times * 2)
+
+
+def _encoder(sizes: Sizes, received: _Received, encoder: EncoderConfig) -> None:
+    """Encoder and adapter."""
+    m, backward = sizes.schedule.microbatches, int(sizes.trains("encoder"))
+    is_differentiated = sizes.trains("encoder") or sizes.trains("adapter")
+    again = int(sizes.is_pipelined and is_differentiated)
+    for weight in (*sizes.weights_of("encoder"), *sizes.weights_of("adapter")):
+        passes = 1 + again + weight.trained + ("blocks" in weight.path) * backward
+        received.gather(weight.fsdp, weight.size * weight.layers, m * passes)
+    if sizes.trains("encoder", "blocks", "conv", "norm"):
+        statistics, remat = 2 * encoder.dim * sizes.w, int(sizes.config.compute.remat_encoder)
+        received.sum(AXES, statistics, m * encoder.layers * (2 + again + remat))
+    gathers = m * (1 + is_differentiated)
+    received.gather(AUDIO_AXES, sizes.frames * sizes.config.model.llm.dim * sizes.a, gathers)

@@ -1,0 +1,89 @@
+"""Metrics kept and shown: a line a step in metrics.jsonl, the same for TensorBoard, and the progress."""
+
+import math
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from jaxthd.errors import UserError
+from jaxthd.files.jsonl import append_line, keep_lines, read_lines
+from jaxthd.parallel.processes import is_first
+from jaxthd.run.metrics import values
+from jaxthd.run.progress import Progress
+from jaxthd.run.tensorboard import EventFile
+
+FILE = "metrics.jsonl"
+
+
+class NoMetrics(AbstractContextManager["NoMetrics"]):
+    """The interface of Metrics, doing nothing: for the processes other than process 0."""
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """Adds a line (metrics_line, with validation results if there are any)."""
+
+    def say(self, text: str) -> None:
+        """Prints a line of its own, which leaves the live progress line whole."""
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class Metrics(NoMetrics):
+    """Keeps the metrics of the run in `workdir`, and shows its progress. A context manager.
+
+    last_step: of the restored checkpoint. Later lines are of a run that was cut off, and are removed; where
+    it is 0, all are.
+    steps: the run's last step. tensorboard: write WORKDIR/tensorboard too.
+    Raises OSError, naming the file, when one cannot be written.
+    """
+
+    def __init__(self, workdir: Path, last_step: int, steps: int, *, tensorboard: bool = True) -> None:
+        self._path = workdir / FILE
+        kept = keep_lines(self._path, lambda line: last_step > 0 and line["step"] <= last_step)
+        kept = [_null_is_nan(line) for line in kept]
+        self._events = EventFile(workdir / "tensorboard", kept) if tensorboard else None
+        wer = [value for _, value in values(kept, "validation_wer")]
+        self._progress = Progress(steps, wer[-1] if wer else None)
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """Adds a line (metrics_line, with validation results if there are any) and its "time", Unix seconds.
+
+        The line of step 0 may hold validation results alone: those of the model before training.
+        """
+        timed = {**line, "time": round(time.time(), 3)}
+        append_line(self._path, timed)
+        if self._events:
+            self._events.write(timed)
+        self._progress.step(timed)
+
+    def say(self, text: str) -> None:
+        self._progress.say(text)
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.close()
+        if self._events:
+            self._events.close()
+
+
+def open_metrics(workdir: Path, last_step: int, steps: int, *, tensorboard: bool) -> NoMetrics:
+    """Metrics in process 0, NoMetrics in the others. Arguments: see Metrics."""
+    return Metrics(workdir, last_step, steps, tensorboard=tensorboard) if is_first() else NoMetrics()
+
+
+def read_metrics(workdir: Path) -> list[dict[str, Any]]:
+    """The metrics of a run, a dict a step. Numbers that were not finite are NaN.
+
+    Raises UserError where no run has left any.
+    """
+    path = workdir / FILE
+    lines = [_null_is_nan(line) for line in read_lines(path)]
+    if not lines:
+        found = "holds no line" if path.exists() else "does not exist"
+        raise UserError(f"{path} {found}; expected the metrics of a run: give the --workdir of jaxthd.train")
+    return lines
+
+
+def _null_is_nan(line: dict[str, Any]) -> dict[str, Any]:
+    return {k: math.nan if v is None else v for k, v in line.items()}

@@ -1,0 +1,74 @@
+"""What happens before a command computes anything: processes, devices, the config, the kernels."""
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+
+from jaxthd.config import Config, MeshConfig
+from jaxthd.data.text.tokenizer import load_tokenizer
+from jaxthd.kernels.choose import with_admitted
+from jaxthd.kernels.xla_options import prepare_compiler
+from jaxthd.parallel.processes import is_first, started
+from jaxthd.validate import DeviceFacts, validate
+
+
+def simulate_devices(devices: int) -> bool:
+    """Gives a machine without accelerators `devices` CPU devices; True where CPU devices are what will run.
+
+    Call it before anything touches a jax device.
+    """
+    jax.config.update("jax_num_cpu_devices", devices)
+    if devices > 1:
+        # A loop with collectives runs beside later loops that do not depend on it, so a device may wait in
+        # several at once. With XLA's default of one thread a device they can then wait for one another for
+        # ever.
+        os.environ.setdefault("PJRT_NPROC", str(max(4 * devices, os.cpu_count() or 1)))
+    return jax.default_backend() == "cpu"
+
+
+@contextmanager
+def devices_ready(mesh: MeshConfig, options: Namespace) -> Iterator[None]:
+    """The devices of the mesh: joins the processes of the run, if there are several, and simulates devices
+    where there is no accelerator.
+
+    options: parsed with PROCESS_OPTIONS. Raises UserError as jaxthd.parallel.processes.started does.
+    """
+    with started(options.coordinator, options.processes, options.process) as processes:
+        if simulate_devices(-(-mesh.devices // processes)):
+            by = f" by {processes} processes" if processes > 1 else ""
+            how = f"{mesh.devices} CPU devices are simulated{by}"
+            print(f"no accelerator found: {how if mesh.devices > 1 else 'running on the CPU'}")
+        yield
+
+
+def prepared(config: Config) -> Config:
+    """The config, checked on this machine, with the attention and scan back-ends that this machine admits.
+
+    Prints warnings to standard error. All processes of a run call it.
+    Raises ConfigError (a UserError) for a config that cannot work, and UserError for a back-end that is not
+    admitted, for a tokenizer that cannot be read, and for options that XLA does not take.
+    """
+    check(config)
+    return with_kernels(config)
+
+
+def check(config: Config, *, tokenizer: bool = True) -> None:
+    """Validates the config on this machine, and prints warnings. tokenizer: compare its vocabulary too."""
+    vocabulary = load_tokenizer(config.data.tokenizer).vocab_size if tokenizer else None
+    for warning in validate(config, DeviceFacts.of_this_machine(vocabulary)):
+        _say(f"warning: {warning}")
+
+
+def with_kernels(config: Config) -> Config:
+    """The config with the back-ends that this machine admits; the compiler is set up for it."""
+    prepare_compiler(config)
+    return with_admitted(config, _say)
+
+
+def _say(line: str) -> None:
+    if is_first():
+        print(line, file=sys.stderr)

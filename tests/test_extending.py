@@ -1,0 +1,272 @@
+"""What a user adds, an objective or a data source, is one class and one line outside jaxthd, and trains."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import Array
+
+import jaxthd
+from jaxthd.data.example import Example, Samples, utterance
+from jaxthd.data.skipped import Skipped
+from jaxthd.objectives import OBJECTIVES
+from jaxthd.run.metrics_file import read_metrics
+from jaxthd.train import train
+from scripts.comparison.weights import random_state
+from tests.helpers import assert_same
+
+LLM = jaxthd.LLMConfig(
+    pattern="M*-M*-",
+    vocab_size=300,
+    dim=16,
+    q_heads=2,
+    kv_heads=1,
+    head_dim=8,
+    ffn_dim=16,
+    mamba_heads=4,
+    mamba_head_dim=8,
+    mamba_state=8,
+    mamba_groups=2,
+)
+COMPUTE = jaxthd.ComputeConfig(attention_block=16, loss_block=16, vocab_block=128, scan_chunk=8)
+
+
+# --- an objective of tokens and a source of recordings in memory, in a run ---
+
+
+@dataclass(frozen=True)
+class Focal:
+    """Cross-entropy that weighs a token less the surer the model is of it (Lin et al., 2017)."""
+
+    gamma: float = 1.0
+    extras: ClassVar[tuple[str, ...]] = ()
+
+    def counts(self, tokens: jaxthd.Tokens) -> dict[str, Array]:
+        return {"loss": tokens.weights.sum()}
+
+    def sums(self, log_probs_RT: Array, tokens: jaxthd.Tokens) -> dict[str, Array]:
+        probs_RT = jnp.exp(log_probs_RT)
+        loss_RT = -((1 - probs_RT) ** self.gamma) * log_probs_RT
+        return {"loss": (tokens.weights * loss_RT).sum(), "confidence": (tokens.weights * probs_RT).sum()}
+
+
+class Tones(jaxthd.Source):
+    """ "tones:COUNT": recordings of a tone whose text says how high it is; every seventh has no samples."""
+
+    @staticmethod
+    def recognises(path: str) -> bool:
+        return path.startswith("tones:")
+
+    def read(self, data: jaxthd.DataConfig) -> tuple[list[Example], list[Skipped]]:
+        examples, skipped = [], []
+        for number in range(int(self.path)):
+            key, time = f"{number}:tone", np.arange(4800 + 480 * (number % 3)) / 16000
+            if number % 7 == 6:
+                skipped.append(Skipped(key, "it has no samples"))
+                continue
+            is_high = number % 2
+            wave = np.sin(2 * np.pi * (400 + 1200 * is_high) * time).astype(np.float32)
+            turns = utterance(
+                Samples(wave, 16000), "high" if is_high else "low", data.prompt, data.audio_placeholder
+            )
+            examples.append(Example(key, turns))
+        return examples, skipped
+
+    def digest(self) -> str:
+        return f"tones {self.path}"
+
+
+@pytest.fixture
+def registered() -> Any:
+    jaxthd.register_objective("focal", Focal)
+    jaxthd.register_source("tones", Tones)
+    yield
+    del OBJECTIVES["focal"], jaxthd.SOURCES["tones"]
+
+
+def test_a_toy_objective_and_a_toy_source_train(registered: None, tmp_path: Path):
+    config = jaxthd.Config(
+        data=jaxthd.DataConfig(
+            manifest=("tones:40",),
+            validation_manifest="",
+            capacity=128,
+            max_documents=16,
+            audio_capacity=512,
+            workers=0,
+        ),
+        model=jaxthd.ModelConfig(
+            encoder=jaxthd.EncoderConfig(
+                num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4, chunk_seconds=1.0
+            ),
+            llm=LLM,
+        ),
+        compute=COMPUTE,
+        train=jaxthd.TrainConfig(
+            steps=12,
+            warmup_steps=1,
+            learning_rate=2e-2,
+            objective="focal",
+            objective_options=("gamma=0.5",),
+            tensorboard=False,
+        ),
+    )
+    train(config, tmp_path)
+    lines = read_metrics(tmp_path)
+    assert len(lines) == 12
+    assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]
+    assert lines[-1]["confidence"] > 2 * lines[0]["confidence"]
+    assert lines[-1]["skipped_documents"] == 5
+    assert "it has no samples" in (tmp_path / "skipped.jsonl").read_text()
+
+
+# --- an objective of pairs of documents: DPO's form, with sums over the context axis ---
+
+LENGTHS = ((9, 21), (14, 3), (30, 12), (5, 16), (40, 7), (2, 2), (17, 33), (11, 8))
+"""Tokens of the chosen and of the rejected document of each pair."""
+ROWS = ((0, 1), (2,), (3, 4), (5, 6))
+"""The pairs of each row. The last pair is the fifth row's that pads the batch to the mesh, hence unused."""
+CAPACITY = 96
+BETA = 0.3
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """-log sigmoid(beta * (reward of the chosen - reward of the rejected)), the mean over pairs."""
+
+    beta: float = BETA
+    extras: ClassVar[tuple[str, ...]] = ("reference", "pair", "chosen")
+
+    def _masks(self, tokens: jaxthd.Tokens) -> Array:
+        """[R, D, D]: whether the first is the chosen and the second the rejected document of a pair."""
+        pair_RD = tokens.document_values(tokens.extras["pair"])
+        chosen_RD = tokens.document_values(tokens.extras["chosen"]) > 0
+        same_RDD = (pair_RD[:, :, None] == pair_RD[:, None, :]) & (pair_RD > 0)[:, :, None]
+        return same_RDD & chosen_RD[:, :, None] & ~chosen_RD[:, None, :]
+
+    def counts(self, tokens: jaxthd.Tokens) -> dict[str, Array]:
+        documents = tokens.supervised_documents().sum(dtype=tokens.weights.dtype)
+        pairs = self._masks(tokens).sum(dtype=tokens.weights.dtype)
+        return {"loss": tokens.share(pairs), "sequence_mean": tokens.share(documents)}
+
+    def sums(self, log_probs_RT: Array, tokens: jaxthd.Tokens) -> dict[str, Array]:
+        gained_RT = tokens.weights * (log_probs_RT - tokens.extras["reference"])
+        reward_RD = tokens.document_sums(gained_RT)
+        margin_RDD = reward_RD[:, :, None] - reward_RD[:, None, :]
+        loss_RDD = jnp.where(self._masks(tokens), -jax.nn.log_sigmoid(self.beta * margin_RDD), 0)
+        lengths_RD = tokens.document_sums(tokens.weights.astype(log_probs_RT.dtype))
+        means_RD = tokens.document_sums(tokens.weights * log_probs_RT) / jnp.maximum(lengths_RD, 1)
+        return {"loss": tokens.share(loss_RDD.sum()), "sequence_mean": tokens.share(means_RD.sum())}
+
+
+@functools.cache
+def pair_documents() -> list[tuple[jaxthd.Document, jaxthd.Document]]:
+    rng = np.random.default_rng(0)
+
+    def document(pair: int, chosen: bool, length: int) -> jaxthd.Document:
+        extras = {
+            "reference": -4 * rng.random(length),
+            "pair": np.full(length, pair + 1),
+            "chosen": np.full(length, chosen),
+        }
+        return jaxthd.Document(
+            key=f"{pair}{'+' if chosen else '-'}",
+            tokens=rng.integers(1, 300, length, dtype=np.int32),
+            is_audio=np.zeros(length, bool),
+            supervised=np.arange(length) > length // 3,
+            extras={name: x.astype(np.float32) for name, x in extras.items()},
+        )
+
+    return [(document(p, True, c), document(p, False, r)) for p, (c, r) in enumerate(LENGTHS)]
+
+
+def pair_config(mesh: jaxthd.MeshConfig, microbatches: int) -> jaxthd.Config:
+    return jaxthd.Config(
+        mesh=mesh,
+        data=jaxthd.DataConfig(rows=len(ROWS), capacity=CAPACITY, max_documents=6, audio_capacity=0),
+        model=jaxthd.ModelConfig(encoder=None, llm=LLM),
+        compute=replace(COMPUTE, dtype="float64"),
+        train=jaxthd.TrainConfig(objective="pairs", microbatches=microbatches),
+    )
+
+
+def packed(rows: list[list[jaxthd.Document]], capacity: int, context: int) -> jaxthd.Batch:
+    packer: Callable[..., Any] = functools.partial(
+        jaxthd.pack_row,
+        capacity=capacity,
+        audio_capacity=0,
+        num_mels=0,
+        max_documents=6,
+        context=context,
+        extras=Pairs.extras,
+    )
+    return jaxthd.concatenate_rows([packer(row)[0] for row in rows])
+
+
+@functools.cache
+def weights() -> tuple[Any, Any]:
+    with jax.enable_x64(True):
+        return random_state(jaxthd.Blueprint(pair_config(jaxthd.MeshConfig(), 1)).model)[1:]
+
+
+@functools.cache
+def each_pair_alone() -> tuple[float, float, Any]:
+    """(loss, mean of the documents' mean log-probabilities, gradients): every document is a row of its own,
+    and the sums are written out.
+    """
+    pairs = [pair_documents()[p] for row in ROWS for p in row]
+    documents = [document for pair in pairs for document in pair]
+    batch = packed([[document] for document in documents], 48, 1)
+    with jax.enable_x64(True):
+        graph = jaxthd.Blueprint(pair_config(jaxthd.MeshConfig(), 1)).graph
+        batch = jax.tree.map(jnp.asarray, batch)
+
+    def loss(params: Any, buffers: Any) -> tuple[Array, Array]:
+        logp_RT, _ = nnx.merge(graph, params, buffers).log_probs(batch, axes=(), train=False)
+        rewards, means = [], []
+        for logp_T, document in zip(logp_RT, documents, strict=True):
+            at = np.flatnonzero(document.supervised[1:])
+            rewards.append(sum(logp_T[i] - document.extras["reference"][i + 1] for i in at))
+            means.append(sum(logp_T[i] for i in at) / len(at))
+        margins = jnp.stack(rewards[::2]) - jnp.stack(rewards[1::2])
+        return jnp.mean(jnp.log1p(jnp.exp(-BETA * margins))), jnp.mean(jnp.stack(means))
+
+    with jax.enable_x64(True):
+        (value, mean), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(*weights())
+    return float(value), float(mean), jax.tree.map(np.asarray, gradients)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "microbatches"),
+    [
+        (jaxthd.MeshConfig(), 1),
+        (jaxthd.MeshConfig(context=4), 2),
+        (jaxthd.MeshConfig(context=2, pipeline=2, tensor=2), 4),
+    ],
+    ids=["one device", "context 4", "context 2, pipeline 2, tensor 2"],
+)
+def test_an_objective_of_pairs_is_exact_on_every_mesh(mesh: jaxthd.MeshConfig, microbatches: int):
+    """A text-only model, too. Pairs share rows with others; most lie on several context ranks."""
+    jaxthd.register_objective("pairs", Pairs)
+    try:
+        config = pair_config(mesh, microbatches)
+        rows = [[document for p in row for document in pair_documents()[p]] for row in ROWS]
+        with jax.enable_x64(True):
+            devices = jaxthd.make_mesh(mesh)
+            blueprint = jaxthd.Blueprint(config)
+            gradient = jax.jit(jaxthd.loss_and_gradient(blueprint, devices))
+            held = jaxthd.to_stages(weights(), blueprint.stages)
+            got = gradient(*held, jaxthd.put_batch(packed(rows, CAPACITY, mesh.context), devices))
+            gradients = jaxthd.from_stages(jax.device_get(got.gradients), blueprint.stages)
+        loss, mean, want = each_pair_alone()
+        np.testing.assert_allclose(got.loss, loss, rtol=1e-10)
+        np.testing.assert_allclose(got.objective["sequence_mean"], mean, rtol=1e-10)
+        assert_same(gradients, want, 1e-10)
+    finally:
+        del OBJECTIVES["pairs"]

@@ -1,0 +1,47 @@
+"""`import jaxthd`: the public names, each imported when it is first used."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxthd
+
+
+def test_every_name_is_there_and_documented():
+    for name in jaxthd.__all__:
+        value = getattr(jaxthd, name)
+        if callable(value):
+            assert value.__doc__, name
+            assert value.__module__.startswith("jaxthd."), name
+
+
+def test_type_checkers_see_the_same_names():
+    """They read the imports under TYPE_CHECKING; Python reads the table."""
+    tree = ast.parse(Path(jaxthd.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    typed = {
+        alias.name: (node.module or "").removeprefix("jaxthd.") for node in imports for alias in node.names
+    }
+    assert typed == jaxthd._HOMES
+    assert (Path(jaxthd.__file__).parent / "py.typed").exists()
+
+
+def test_the_import_alone_does_not_import_jax():
+    code = "import jaxthd, sys; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="PackDocument"):
+        _ = jaxthd.PackDocument  # type: ignore[attr-defined]
+
+
+def test_no_name_hides_a_module():
+    """Importing jaxthd.NAME would replace it."""
+    folder = Path(jaxthd.__file__).parent
+    modules = {path.stem for path in folder.glob("*.py")} | {path.name for path in folder.iterdir()}
+    assert not modules & set(jaxthd.__all__)
