@@ -52,8 +52,7 @@ class DualChunkSwap:
         return rank - distance, rank + distance
 
     def moves(self, half: int, distance: int = 1) -> list[tuple[int, int]]:
-        """(from, to) for ppermute: every rank receives from before(rank, distance)[half], where there is
-        one."""
+        """(from, to) for ppermute: every rank receives from before(rank, distance)[half], if there is one."""
         sources = ((self.before(rank, distance)[half], rank) for rank in range(self.ranks))
         return sorted((source, rank) for source, rank in sources if 0 <= source < self.ranks)
 
