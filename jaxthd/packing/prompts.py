@@ -23,13 +23,13 @@ from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.segments import KeyIntervals, Segments, key_intervals
 
 DOCUMENTS_BLOCK = 8
-"""Documents whose new tokens are attended from together, to the keys of all of their prompts."""
+"""Documents whose new tokens attend, as one block of queries, to the keys of all of their prompts."""
 
 
 class PromptEnds(NamedTuple):
-    """Places in the row, in document order, of each document's first token and of its prompt's last one.
+    """Slots, in document order, of each document's first token and of its prompt's last one.
 
-    The prompt is all before the document's last answer; -1 where there is no document, or no answer.
+    The prompt is all that precedes the document's last answer. -1 where there is no document, or no answer.
     """
 
     first: Int32[Any, "R D"]
@@ -59,7 +59,7 @@ def find_prompts(
 
 
 def whole_prompts(batch: Batch, layout: ContextLayout, max_documents: int) -> PromptEnds:
-    """Every document of a host batch as a prompt. Arguments: as find_prompts."""
+    """The ends of a host batch's documents, each taken as a prompt. Arguments: as find_prompts."""
     ends = PromptEnds(
         *np.full((2, len(batch.tokens), -(-max_documents // layout.ranks) * layout.ranks), -1, np.int32)
     )
@@ -83,7 +83,7 @@ def _documents(
 class Prompts:
     """A batch's prompts as a rank sees them.
 
-    ends: of this rank's rows. at: this rank's index of each prompt's last token, or -1; R * D places.
+    ends: of this rank's rows. at: this rank's index of each prompt's last token, or -1; [R * D].
     keys: what the new tokens of this rank's n documents see of the keys of all ranks in document order.
     documents, new_tokens, block: n, the most tokens that are decoded, the attention block.
     """
@@ -96,15 +96,15 @@ class Prompts:
     block: int
 
     def share(self, x: Array, segments: Segments) -> Array:
-        """[R * D, ...], zeros but on the rank that holds the prompt's end -> [n, ...], of this rank's n."""
+        """[R * D, ...], zeros except on the rank with the prompt's end -> [n, ...], this rank's share."""
         if segments.context == 1:
             return x
         return jax.lax.psum_scatter(x, segments.axis, scatter_dimension=0, tiled=True)
 
 
 class Now(NamedTuple):
-    """A step of decoding. keys, block: as Prompts. token: the new token's number, from 0. active: documents
-    not ended yet.
+    """A step of decoding. keys, block: as in Prompts. token: the new token's number, from 0. active: the
+    documents that have not ended.
     """
 
     keys: KeyIntervals

@@ -45,7 +45,7 @@ def load_audio(
     Raises AudioError for a file that is missing, unreadable, or ends before `offset` or more than 0.25 s
     before offset + duration; for more than `most_seconds`; for a rate outside 1 to 1,000 kHz; for samples
     that are not finite, or beyond 1e6; for fewer than 320 of them (two mel frames); for a number of channels
-    that `channels` does not speak of.
+    that differs from what `channels` says.
     """
     path = Path(path)
     name = f"{path}: {member.name}" if member else str(path)
@@ -86,8 +86,8 @@ def load_audio(
 
 
 def from_samples(found: Samples, most_seconds: float = math.inf) -> Float32[np.ndarray, " samples"]:
-    """As load_audio, of a recording in memory. Raises AudioError for samples that are not real numbers, or of
-    more than two dims, and as load_audio.
+    """A recording in memory, as load_audio returns one. Raises AudioError as that does, and for samples that
+    are not floating-point numbers or have more than two dims.
     """
     shape, kind = found.samples.shape, found.samples.dtype
     if found.samples.ndim > 2 or not shape[0] or kind.kind != "f":
@@ -104,7 +104,7 @@ def from_samples(found: Samples, most_seconds: float = math.inf) -> Float32[np.n
 
 
 def _resampled(samples: np.ndarray, rate: int, name: str) -> Float32[np.ndarray, " samples"]:
-    """Checked, and at 16 kHz. name: of the recording, for messages."""
+    """Checks the samples and resamples them to 16 kHz. name: of the recording, for messages."""
     if not np.isfinite(samples).all():
         raise AudioError(f"{name}: {int((~np.isfinite(samples)).sum())} samples are not finite")
     if np.abs(samples).max() > LOUDEST:
@@ -136,9 +136,9 @@ def open_recording(path: Path, member: Member | None = None) -> Iterator[soundfi
 
 
 class _Within:
-    """A member of a tar file as a file of its own, as soundfile takes one: reads what is asked for.
+    """A member of a tar file as a file object for soundfile. It reads no more than is asked for.
 
-    error: what went wrong in it; libsndfile sees no more than the end of the file.
+    error: the OSError that ended the reading; libsndfile notices only an end of the file.
     """
 
     def __init__(self, tar: BufferedReader, member: Member) -> None:
@@ -169,7 +169,7 @@ class _Within:
 
 
 def _used_channels(channels: Channels | None, there: int, name: str) -> slice | list[int]:
-    """Which of a file's channels are averaged."""
+    """The file's channels that are averaged."""
     if channels is None or there == len(channels.used):
         return slice(None)
     if there != channels.total:

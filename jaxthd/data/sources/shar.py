@@ -33,7 +33,7 @@ TEXTS = ("context", "system_prompt")
 
 
 class Shard(NamedTuple):
-    """Files that belong together. texts: those of TEXTS that there are."""
+    """The files of one shard. texts: by field of TEXTS, for those that have a file."""
 
     cuts: Path
     recording: Path
@@ -131,13 +131,13 @@ def read_shar(
 
 
 def _members_of_cuts(index: TarIndex) -> dict[str, str]:
-    """Names of the members by cut. After each follows one of metadata, which the cut has too."""
+    """By cut, the name of its recording. Members of metadata are passed over: the cut has the same."""
     names = (name for name in index.members if not name.endswith((".json", ".nometa")))
     return {name.rpartition(".")[0]: name for name in names}
 
 
 def _texts(shard: Shard) -> dict[str, dict[str, Any]]:
-    """By cut, its fields that lie in files of their own."""
+    """By cut, the fields of it that lie in files of their own."""
     found: dict[str, dict[str, Any]] = {}
     for field, path in shard.texts.items():
         read = 0
@@ -165,7 +165,7 @@ def _range(cut: dict[str, Any], clip: Clip) -> Clip:
 
 
 def _channels(cut: dict[str, Any]) -> Channels | None:
-    """None: all that there are."""
+    """The channels that a cut uses; None: all."""
     chosen, recording = cut.get("channel"), cut.get("recording")
     if chosen is None or recording is None:
         return None
@@ -200,7 +200,7 @@ def _text(cut: dict[str, Any]) -> str:
 
 
 def _start(supervision: dict[str, Any]) -> int | float:
-    """In seconds from the cut's; below 0 where it began before the cut."""
+    """Seconds from the start of the cut; below 0 where the supervision began before it."""
     start = supervision.get("start", 0.0)
     if isinstance(start, bool) or not isinstance(start, int | float):
         raise ValueError(f"start of a supervision is {reprlib.repr(start)}; expected a number of seconds")

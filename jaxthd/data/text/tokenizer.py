@@ -114,7 +114,7 @@ class FileTokenizer:
             raise UserError(f"{path} is not a tokenizer.json that tokenizers can read: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.post_processor = None  # else places leave out spaces; nothing is added anyway
+        self._tokenizer.post_processor = None  # else offsets skip spaces; no token is added in either case
         # Ids may have gaps, so the number of tokens would be too small.
         file_size = max(self._tokenizer.get_vocab().values()) + 1
         stated = self.special
@@ -167,16 +167,16 @@ class FileTokenizer:
         return self._tokenizer.encode(marks, add_special_tokens=False).ids
 
     def encode_places(self, marks: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """As encode_marks; and of every token the characters that it stands for, from and to."""
+        """The ids of encode_marks, and the characters (from, to) that each stands for."""
         encoding = self._tokenizer.encode(marks, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def is_special(self, token: int) -> bool:
-        """Whether text may not hold it."""
+        """Whether text must not contain this token."""
         return token in self._special
 
     def token_text(self, token: int) -> str:
-        """What the file calls it."""
+        """The file's text for a token id; "" for an id that it does not have."""
         return self._tokenizer.id_to_token(token) or ""
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -230,9 +230,9 @@ def needed_vocabulary(config: Config) -> int:
 
 
 class TextStream:
-    """Token ids as they come -> text as it is certain: characters are never cut, nor spaces lost.
+    """Token ids, one at a time -> the text that is certain so far: no partial characters, no lost spaces.
 
-    All pieces together are what decode makes of all ids, for tokenizers whose text does not change backwards.
+    All texts together are what decode makes of all ids, where later tokens do not change earlier text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -242,7 +242,7 @@ class TextStream:
         self._from = self._told = 0
 
     def push(self, token: int) -> str:
-        """The text that is certain with this token; often one token later than it."""
+        """The text that this token makes certain; it is often one token behind."""
         self._ids.append(token)
         piece = self._untold()
         if not piece or piece.endswith("\ufffd"):  # perhaps the first bytes of a character
