@@ -115,7 +115,7 @@ def spec_augment(
     """The encoder chunks of one recording with bands and spans of it set to 0, the mean after normalisation.
 
     freq_masks times: 0 to freq_width bands, anywhere. time_masks times: 0 to time_width of all frames (at
-    least one frame may be drawn), anywhere, across chunks too. All widths are equally likely, and all positions.
+    least one frame may be drawn), anywhere, across chunks too. Widths and positions are uniform.
     Source: Park et al., SpecAugment (2019); spans that grow with the recording: Park et al. (2020).
     """
     masked_FM = np.concatenate(chunks)

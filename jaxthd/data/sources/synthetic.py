@@ -30,7 +30,7 @@ from jaxthd.files.cache import user_cache
 VERSION = 2
 """Goes up with every change of the files made, so that an old cache is not used for a new one."""
 
-# An accent and a variant of the voice. Validation has variants of its own, so that none of its voices is in training.
+# An accent and a variant of the voice. Validation has variants of its own: all its voices are new.
 _ACCENTS = ("gmw/en-US", "gmw/en", "gmw/en-GB-scotland", "gmw/en-GB-x-rp")
 # Training has many, since a model that knows ten voices does not understand an eleventh. Excluded are robots,
 # whispers, and voices that espeak-ng does not say alike twice (Reed, caleb).
