@@ -53,7 +53,7 @@ def packed_from_padded(
     rows, slots = input_ids.shape[:2]
     if num_chunks < 1 or rows % num_chunks:
         raise ValueError(
-            f"{rows} rows cannot be cut into num_chunks = {num_chunks}; it must be at least 1 and divide them"
+            f"{rows} rows cannot be divided into num_chunks = {num_chunks}; expected a divisor of {rows}"
         )
     for key in ("labels", "position_ids"):
         if key in batch and batch[key].shape != (rows, slots):

@@ -52,8 +52,7 @@ class DualChunkSwap:
         return rank - distance, rank + distance
 
     def moves(self, half: int, distance: int = 1) -> list[tuple[int, int]]:
-        """(from, to) for ppermute: every rank receives from before(rank, distance)[half], where there is
-        one."""
+        """(from, to) for ppermute: every rank receives from before(rank, distance)[half], if there is one."""
         sources = ((self.before(rank, distance)[half], rank) for rank in range(self.ranks))
         return sorted((source, rank) for source, rank in sources if 0 <= source < self.ranks)
 
@@ -190,22 +189,3 @@ def padded_lengths(lengths: Sequence[int], context: int, tensor: int) -> list[in
     if padded:
         padded[-1] += -sum(padded) % lcm(unit, tensor)
     return padded
-
-
-def row_permutation(
-    segment_ids: Int[np.ndarray, " T"], context: int, layout: LayoutKind, round_to: int
-) -> Int32[np.ndarray, " T"]:
-    """ContextLayout.permutation, for callers that do not hold the value yet."""
-    return ContextLayout(layout, context, round_to).permutation(segment_ids)
-
-
-def context_permutation(length: int, context: int) -> Int32[np.ndarray, " length"]:
-    """DualChunkSwap.permutation, for callers that do not hold the value yet."""
-    return DualChunkSwap(context).permutation(length)
-
-
-def document_slots(
-    segment_ids: Int[np.ndarray, " T"], context: int, layout: LayoutKind, round_to: int
-) -> list[Int[np.ndarray, " _"]]:
-    """ContextLayout.document_slots, for callers that do not hold the value yet."""
-    return ContextLayout(layout, context, round_to).document_slots(segment_ids)

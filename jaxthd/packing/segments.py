@@ -5,8 +5,8 @@ Derived once a step from segment ids and positions; attention, convolution and s
 Words. A row's *index* counts its tokens in document order. A *slot* counts them as the context layout has
 them: here the slots of a row on this rank, in InOrder those of all ranks, rank-major.
 
-Legend: R rows on this rank, T tokens of a row on this rank, N = R * T, S tokens of a row on all ranks, QB
-query blocks.
+Legend: R rows on this rank, T tokens of a row on it, N = R * T, S tokens of a row on all ranks, QB query
+blocks.
 """
 
 from collections.abc import Iterable

@@ -7,7 +7,7 @@ import pytest
 
 from jaxthd.packing.batch import AUDIO_FIELDS, Batch, concatenate_rows
 from jaxthd.packing.document import Document, encoder_frames
-from jaxthd.packing.layout import inverse_permutation, row_permutation
+from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.pack import pack_row
 
 MELS = 3
@@ -44,7 +44,7 @@ def arrays(batch):
 
 def in_document_order(batch, context, layout="buffer", round_to=1):
     """The row's arrays with the context layout undone, R dropped."""
-    back = inverse_permutation(row_permutation(batch.segment_ids[0], context, layout, round_to))
+    back = ContextLayout(layout, context, round_to).inverse(batch.segment_ids[0])
     row = batch._replace(**{name: x[0] for name, x in arrays(batch).items()})
     return row._replace(**{name: getattr(row, name)[back] for name in Batch._fields[:6]})
 
