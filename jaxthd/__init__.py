@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from jaxthd.models.mixers import Mamba2 as Mamba2
     from jaxthd.models.mixers import MoE as MoE
     from jaxthd.models.speech_lm import SpeechLM as SpeechLM
+    from jaxthd.models.stacks import from_stages as from_stages
+    from jaxthd.models.stacks import to_stages as to_stages
     from jaxthd.objectives import OBJECTIVES as OBJECTIVES
     from jaxthd.objectives import Objective as Objective
     from jaxthd.objectives import Tokens as Tokens
@@ -60,13 +62,12 @@ if TYPE_CHECKING:
     from jaxthd.packing.pack import pack_row as pack_row
     from jaxthd.packing.segments import Segments as Segments
     from jaxthd.packing.segments import make_segments as make_segments
+    from jaxthd.packing.segments import segments_of as segments_of
     from jaxthd.packing.thd_view import ThdView as ThdView
     from jaxthd.packing.thd_view import thd_view as thd_view
     from jaxthd.parallel.mesh import make_mesh as make_mesh
     from jaxthd.parallel.mesh import put_batch as put_batch
     from jaxthd.parallel.params import Init as Init
-    from jaxthd.parallel.stages import from_stages as from_stages
-    from jaxthd.parallel.stages import to_stages as to_stages
     from jaxthd.steps.blueprint import Blueprint as Blueprint
     from jaxthd.steps.scoring import make_scoring_step as make_scoring_step
     from jaxthd.steps.state import TrainState as TrainState
@@ -121,6 +122,8 @@ _HOMES = {
     "Mamba2": "models.mixers",
     "MoE": "models.mixers",
     "SpeechLM": "models.speech_lm",
+    "from_stages": "models.stacks",
+    "to_stages": "models.stacks",
     "OBJECTIVES": "objectives",
     "Objective": "objectives",
     "Tokens": "objectives",
@@ -132,13 +135,12 @@ _HOMES = {
     "pack_row": "packing.pack",
     "Segments": "packing.segments",
     "make_segments": "packing.segments",
+    "segments_of": "packing.segments",
     "ThdView": "packing.thd_view",
     "thd_view": "packing.thd_view",
     "make_mesh": "parallel.mesh",
     "put_batch": "parallel.mesh",
     "Init": "parallel.params",
-    "from_stages": "parallel.stages",
-    "to_stages": "parallel.stages",
     "Blueprint": "steps.blueprint",
     "make_scoring_step": "steps.scoring",
     "TrainState": "steps.state",

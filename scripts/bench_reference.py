@@ -200,7 +200,7 @@ def decoder_parameters(theirs: dict[str, np.ndarray]) -> dict[str, Any]:
     """NemotronHForCausalLM's weights under jaxthd's names: embedding, decoder, head."""
     from jax import tree
 
-    from jaxthd.parallel.stages import KINDS
+    from jaxthd.models.mixers import LAYER_KINDS
 
     inner = SETTINGS["mamba_num_heads"] * SETTINGS["mamba_head_dim"]
     shared = SETTINGS["n_groups"] * SETTINGS["ssm_state_size"]
@@ -233,7 +233,7 @@ def decoder_parameters(theirs: dict[str, np.ndarray]) -> dict[str, Any]:
 
     blocks: dict[str, list[Any]] = {}
     for layer, kind in enumerate(SETTINGS["hybrid_override_pattern"]):
-        blocks.setdefault(KINDS[kind], []).append(block(layer, kind))
+        blocks.setdefault(LAYER_KINDS[kind].name, []).append(block(layer, kind))
     layers = {name: tree.map(lambda *same: np.stack(same), *of_kind) for name, of_kind in blocks.items()}
     return {
         "embedding": theirs["model.embeddings.weight"],

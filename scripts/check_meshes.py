@@ -58,11 +58,11 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.models.adapt import split
+from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
-from jaxthd.parallel.stages import from_stages, to_stages
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import Gradient, loss_and_gradient
 from jaxthd.terminal.tables import table

@@ -44,8 +44,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxthd.config import Config, DataConfig, MeshConfig
 from jaxthd.kernels.choose import using
+from jaxthd.models.stacks import to_stages
 from jaxthd.parallel.mesh import AXES, batch_specs
-from jaxthd.parallel.stages import to_stages
 from jaxthd.planning.compiled_step import abstract_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state, state_shardings

@@ -58,7 +58,7 @@ def states_of(model: Any, one: Parts) -> tuple[jax.Array, jax.Array]:
         mels_AM, frames = chunk
         segments = one_document(-(-frames // SUBSAMPLING), CHUNK // SUBSAMPLING)
         mask_A = jnp.arange(CHUNK) < frames
-        y_ED, _ = model.encoder(mels_AM, mask_A, segments, train=False, axes=(), remat=False)
+        y_ED, _ = model.encoder(mels_AM, mask_A, segments, train=False, axes=())
         return model.adapter(y_ED)
 
     audio_FD = jax.lax.map(encode, (one.mels, one.frames)).reshape(-1, MODEL.llm.dim)

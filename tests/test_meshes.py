@@ -4,8 +4,8 @@ import jax
 import pytest
 
 from jaxthd.config import MeshConfig
+from jaxthd.models.stacks import to_stages
 from jaxthd.parallel.mesh import make_mesh, put_batch
-from jaxthd.parallel.stages import to_stages
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
 from scripts.check_meshes import (

@@ -24,8 +24,8 @@ from jaxthd.config import Config
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import compare_models, is_run, read_config
 from jaxthd.hf.checkpoint import open_checkpoint
+from jaxthd.models.stacks import to_stages
 from jaxthd.parallel.processes import is_first
-from jaxthd.parallel.stages import to_stages
 from jaxthd.steps.blueprint import Blueprint, Tree
 from jaxthd.steps.state import TrainState, canonical_shardings, init_state, new_state, state_shardings
 

@@ -9,7 +9,8 @@ from jaxthd.config import LLMConfig
 from jaxthd.errors import UserError
 from jaxthd.hf.family import LLM, Family, Fields, SpecialTokens, must_be, required
 from jaxthd.hf.names import Names, Shape
-from jaxthd.parallel.stages import KINDS, SCAN_CHUNK
+from jaxthd.models.mixers import LAYER_KINDS
+from jaxthd.models.mixers.mamba2 import COST_CHUNK
 
 _BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _LETTERS = {name: letter for letter, name in _BLOCKS.items()} | {"mamba": "M", "attention": "*"}
@@ -126,7 +127,7 @@ def llm_fields(llm: LLMConfig) -> dict[str, Any]:
         "layers_block_type": [_BLOCKS[letter] for letter in llm.letters],
         "hybrid_override_pattern": llm.letters,
         "num_hidden_layers": len(llm.letters),
-        "chunk_size": SCAN_CHUNK,
+        "chunk_size": COST_CHUNK,
         "expand": max(1, llm.mamba_heads * llm.mamba_head_dim // llm.dim),
         "time_step_limit": [low, high if math.isfinite(high) else {"__float__": "Infinity"}],
         # The library's scan on CPUs clamps time steps to this and ignores time_step_limit.
@@ -157,9 +158,9 @@ def write_llm(llm: LLMConfig, fields: Fields, names: Names) -> None:
 
 
 def _write_layers(llm: LLMConfig, letters: str, names: Names) -> None:
-    done = dict.fromkeys(KINDS, 0)
+    done = dict.fromkeys(LAYER_KINDS, 0)
     for number, letter in enumerate(letters):
-        layer = names.within(f"layers.{number}.", f"layers.{KINDS[letter]}.", done[letter])
+        layer = names.within(f"layers.{number}.", f"layers.{LAYER_KINDS[letter].name}.", done[letter])
         layer.same("norm.weight", "norm.weight")
         _MIXERS[letter](layer.within("mixer.", "mixer."), llm)
         done[letter] += 1

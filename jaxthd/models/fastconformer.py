@@ -17,7 +17,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float
 
-from jaxthd.config import EncoderConfig
+from jaxthd.config import ComputeConfig, EncoderConfig
 from jaxthd.models.layers import Linear
 from jaxthd.ops.attention.blockwise import interval_attention
 from jaxthd.ops.conv import centered_conv
@@ -288,8 +288,11 @@ class ConformerBlock(nnx.Module):
 class FastConformer(nnx.Module):
     """Subsampling by 8, then conformer blocks, stacked and scanned."""
 
-    def __init__(self, config: EncoderConfig, init: Init) -> None:
+    def __init__(
+        self, config: EncoderConfig, init: Init | nnx.Rngs, compute: ComputeConfig = ComputeConfig()
+    ) -> None:
         """Raises ValueError when num_mels is not a multiple of 8, or heads does not divide dim."""
+        init = Init.of(init, compute)
         if config.dim % config.heads:
             raise ValueError(
                 f"encoder.dim {config.dim} is not a multiple of encoder.heads {config.heads}; change either"
@@ -297,6 +300,7 @@ class FastConformer(nnx.Module):
         self.subsampling = Subsampling(config, init)
         self.blocks = stack(lambda init: ConformerBlock(config, init), init, config.layers)
         self.scale = math.sqrt(config.dim) if config.scale_input else 1.0
+        self.remat = compute.remat_encoder
 
     def __call__(
         self,
@@ -304,9 +308,8 @@ class FastConformer(nnx.Module):
         mel_mask_A: Bool[Array, " A"],
         segments: Segments,
         *,
-        train: bool,
-        axes: tuple[str, ...],
-        remat: bool,
+        train: bool = False,
+        axes: tuple[str, ...] = (),
     ) -> tuple[Float[Array, "E D"], dict[str, Any]]:
         """Encodes every clip in the buffer: [E, D] in mels' dtype, 0 in padding; and the running statistics.
 
@@ -316,7 +319,6 @@ class FastConformer(nnx.Module):
         train: BatchNorm by the statistics of all ranks' valid frames, else by the running ones.
         axes: the mesh axes that spread clips; () on a single device. Every rank of them calls this, clips or
             none.
-        remat: recompute a block's activations in the backward pass.
 
         The second result has the structure of nnx.to_pure_dict(nnx.state(self, Buffer)): the running
         statistics, updated when train is True and any rank has a valid frame. self keeps the old ones.
@@ -338,5 +340,5 @@ class FastConformer(nnx.Module):
             x_ED = block(x_ED, clips, train=train, axes=axes)
             return x_ED, nnx.to_pure_dict(nnx.state(block, Buffer))
 
-        x_ED, buffers = scan_stack(self.blocks, body, x_ED, remat=remat)
+        x_ED, buffers = scan_stack(self.blocks, body, x_ED, remat=self.remat)
         return jnp.where(segments.valid[:, None], x_ED, 0), {"blocks": buffers}

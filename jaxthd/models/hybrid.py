@@ -1,15 +1,16 @@
-"""The hybrid decoder: blocks of RMSNorm, one mixer, residual, in the order of a pattern string.
+"""The hybrid decoder: blocks of RMSNorm, a mixer and a residual sum, in the order of a pattern string.
 
-Layers of one kind are stacked, in their order, whatever the pattern: a pipeline stage holds a stretch of each
-stack, and a repeated unit of the pattern is a scan over stretches.
+Layers of one kind are stacked, in their order, whatever the pattern. A pipeline stage holds some consecutive
+rows of each stack. Where the pattern repeats a unit, its layers are applied by a scan over the repeats.
 
-Legend: N tokens, D model dim; in decoding n documents of this rank.
+Legend: N tokens, n this rank's tokens of the residual stream, D model dim; in decoding n documents of this
+rank.
 """
 
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,22 +20,22 @@ from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.models.layers import RMSNorm
-from jaxthd.models.mixers import MLP, Attention, Mamba2, MoE, Prefilled, Routing
+from jaxthd.models.mixers import Prefilled, RoutedMixer, Routing, layer_kind
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.mesh import PIPELINE
 from jaxthd.parallel.params import Init, gathered_state, rematerialized, stack
-from jaxthd.parallel.stages import KINDS, Stages
+from jaxthd.parallel.stages import Stages
 from jaxthd.parallel.tensor import Residual
 
 Cache = dict[str, Any]
-"""By pattern letter what a stage's layers hold for decoding, stacked over the layers."""
+"""By pattern letter, what a stage's layers keep for decoding, stacked over the layers."""
 
 
 def repeated_units(pattern: str) -> list[tuple[str, int]]:
-    """Writes the pattern as (unit, repeats) pairs, in order, with the fewest letters in all units.
+    """The pattern as (unit, repeats) pairs, in order, with the fewest letters in all units together.
 
-    One copy of each unit is traced and compiled. "MEMEM*EMEMEM*EM" -> ("MEMEM*E", 2), ("M", 1).
+    A unit is traced and compiled once. "MEMEM*EMEMEM*EM" -> ("MEMEM*E", 2), ("M", 1).
     """
     best: list[tuple[int, list[tuple[str, int]]]] = [(0, [])]
     for end in range(1, len(pattern) + 1):
@@ -51,45 +52,56 @@ def repeated_units(pattern: str) -> list[tuple[str, int]]:
 
 
 class Block(nnx.Module):
-    """x + mixer(RMSNorm(x))."""
+    """x + mixer(RMSNorm(x)). letter: the kind of the mixer, as in model.llm.pattern.
 
-    def __init__(self, kind: str, llm: LLMConfig, init: Init, compute: ComputeConfig) -> None:
+    Raises ValueError for an unknown letter.
+    """
+
+    def __init__(
+        self,
+        letter: str,
+        llm: LLMConfig,
+        init: Init | nnx.Rngs,
+        compute: ComputeConfig = ComputeConfig(),
+    ) -> None:
+        init = Init.of(init, compute)
         self.norm = RMSNorm(llm.dim, llm.norm_eps, init)
         self.residual = Residual.of(init.mesh, compute.sequence_sharded)
-        self.mixer: MLP | Attention | Mamba2 | MoE
-        match kind:
-            case "M":
-                self.mixer = Mamba2(llm, init, compute)
-            case "*":
-                self.mixer = Attention(llm, init, compute)
-            case "-":
-                self.mixer = MLP(llm.dim, llm.ffn_dim, llm, init)
-            case "E":
-                self.mixer = MoE(llm, init, compute)
-            case _:
-                raise ValueError(
-                    f"unknown letter {kind!r} in model.llm.pattern; "
-                    "use M (Mamba2), * (attention), - (MLP), E (MoE)"
-                )
+        self.mixer = layer_kind(letter).mixer(llm, init, compute)
 
     def __call__(
         self, x_nD: Float[Array, "n D"], segments: Segments
     ) -> tuple[Float[Array, "n D"], Routing | None]:
-        """The second result is of an MoE block. n: this rank's tokens of the residual stream."""
+        """Also returns where the tokens went, of a mixer that routes them; else None."""
         h_ND, routing = self.residual.whole(self.norm(x_nD)), None
-        if isinstance(self.mixer, MoE):
+        if isinstance(self.mixer, RoutedMixer):
             y_ND, routing = self.mixer.routed(h_ND, segments)
         else:
             y_ND = self.mixer(h_ND, segments)
         return x_nD + self.residual.total(y_ND), routing
 
-    def prefill(self, x_nD: Array, segments: Segments, prompts: Prompts) -> Prefilled:
+    def prefill(self, x_nD: Float[Array, "n D"], segments: Segments, prompts: Prompts) -> Prefilled:
         y_ND, fixed, state = self.mixer.prefill(self.residual.whole(self.norm(x_nD)), segments, prompts)
-        return x_nD + self.residual.total(y_ND), fixed, state
+        return Prefilled(x_nD + self.residual.total(y_ND), fixed, state)
 
-    def step(self, x_nD: Array, fixed: Any, state: Any, now: Now) -> tuple[Array, Any]:
+    def step(
+        self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
+    ) -> tuple[Float[Array, "n D"], list[Array]]:
         y_nD, state = self.mixer.step(self.norm(x_nD), fixed, state, now)
         return x_nD + self.residual.decoding.total(y_nD), state
+
+
+class _Layers(NamedTuple):
+    """Layers of one kind, stacked. variables: their parameters and buffers. cache: what they keep for
+    decoding; None where they do not decode.
+    """
+
+    variables: Any
+    cache: Any
+
+
+ApplyBlock = Callable[[Block, Array, Any], tuple[Array, Any]]
+"""(block, x, its cache or None) -> (x, a result of the layer's own)."""
 
 
 class HybridLayers(nnx.Module):
@@ -102,7 +114,7 @@ class HybridLayers(nnx.Module):
         axes = (PIPELINE,) if stages.ranks > 1 else ()
         self.layers = nnx.Dict(
             {
-                KINDS.get(letter, letter): stack(
+                layer_kind(letter).name: stack(
                     partial(Block, letter, llm, compute=compute), init, stages.rows(letter), axes=axes
                 )
                 for letter in sorted(set(stages.letters))
@@ -114,15 +126,19 @@ class HybridLayers(nnx.Module):
     def stage(
         self, pattern: str, chunk: Array | int, x_nD: Float[Array, "n D"], segments: Segments
     ) -> tuple[Float[Array, "n D"], Routing | None]:
-        """The layers `pattern` of this rank's stage number `chunk`; Routing has as many rows as the stage
-        that has most MoE layers needs.
+        """Applies the layers of this rank's stage number `chunk`, whose pattern is given.
+
+        The Routing has a row for each layer that routes tokens, and is filled up to as many rows as the stage
+        with most such layers needs; None where no layer does. One kind of layer in a pattern may route.
         """
 
-        def apply(block: Block, x_nD: Array) -> tuple[Array, Routing | None]:
+        def apply(block: Block, x_nD: Array, _: None) -> tuple[Array, Routing | None]:
             return block(x_nD, segments)
 
-        x_nD, found = self._scan(pattern, chunk, apply, x_nD, self.remat)
-        return x_nD, found.get("E")
+        x_nD, found = self._apply_stage(pattern, chunk, apply, x_nD, remat=self.remat)
+        routed = [routing for routing in found.values() if routing is not None]
+        assert len(routed) <= 1
+        return x_nD, routed[0] if routed else None
 
     def prefill(
         self,
@@ -132,13 +148,13 @@ class HybridLayers(nnx.Module):
         segments: Segments,
         prompts: Prompts,
     ) -> tuple[Float[Array, "n D"], Cache]:
-        """As stage; and what decoding after the prompts goes on from, (fixed, state)."""
+        """As stage, with what decoding after the prompts goes on from: (fixed, state) by letter."""
 
-        def apply(block: Block, x_nD: Array) -> tuple[Array, Any]:
+        def apply(block: Block, x_nD: Array, _: None) -> tuple[Array, Any]:
             x_nD, fixed, state = block.prefill(x_nD, segments, prompts)
             return x_nD, (fixed, state)
 
-        return self._scan(pattern, chunk, apply, x_nD, remat=False)
+        return self._apply_stage(pattern, chunk, apply, x_nD, remat=False)
 
     def step(
         self,
@@ -149,96 +165,119 @@ class HybridLayers(nnx.Module):
         state: Cache,
         now: Now,
     ) -> tuple[Float[Array, "n D"], Cache]:
-        """The next token of every document; and the state after it."""
+        """The next token of every document, and the state after it."""
 
-        def apply(block: Block, x_nD: Array, held: tuple[Any, Any]) -> tuple[Array, Any]:
-            return block.step(x_nD, *held, now)
+        def apply(block: Block, x_nD: Array, cache: tuple[Any, Any]) -> tuple[Array, Any]:
+            return block.step(x_nD, *cache, now)
 
-        each = {letter: (fixed[letter], state[letter]) for letter in state}
-        return self._scan(pattern, chunk, apply, x_nD, remat=False, each=each)
+        cache = {letter: (fixed[letter], state[letter]) for letter in state}
+        return self._apply_stage(pattern, chunk, apply, x_nD, remat=False, cache=cache)
 
-    def _scan(
+    def _apply_stage(
         self,
         pattern: str,
         chunk: Array | int,
-        apply: Callable[..., tuple[Array, Any]],
+        apply: ApplyBlock,
         x_nD: Array,
+        *,
         remat: bool,
-        each: Cache | None = None,
+        cache: Cache | None = None,
     ) -> tuple[Array, Cache]:
-        """Applies `apply(block, x, ...)` to every block of a stage. Its second results, and what it takes
-        third (each): by letter, stacked over the layers and filled up to Stages.most.
+        """Applies `apply` to every block of a stage, in the pattern's order.
+
+        cache, and the results of the layers: by letter, stacked, filled up to Stages.most.
         """
-        stacks = {letter: nnx.split(self.layers[KINDS[letter]]) for letter in set(self.stages.letters)}
-        held_by = {letter: (each[letter],) if each else () for letter in stacks}
-
-        def apply_to(letter: str, variables: Any, x_nD: Array, held: tuple[Any, ...]) -> tuple[Array, Any]:
-            return apply(nnx.merge(stacks[letter][0], gathered_state(variables)), x_nD, *held)
-
+        graphs, stacks = {}, {}
+        for letter in sorted(set(self.stages.letters)):
+            graphs[letter], variables = nnx.split(self.layers[layer_kind(letter).name])
+            stacks[letter] = _Layers(variables, cache and cache[letter])
         done: Counter[str] = Counter()
         results: dict[str, list[Any]] = {letter: [] for letter in stacks}
         for unit, repeats in repeated_units(pattern):
-            layers = {}
-            for letter, count in Counter(unit).items():
-                variables = jax.tree.map(partial(self._of_chunk, letter, chunk), stacks[letter][1])
-                take = partial(_in_turns, done[letter], repeats, count)
-                layers[letter] = jax.tree.map(take, (variables, held_by[letter]))
-                done[letter] += count * repeats
-
-            def turn(x_nD: Array, layers: Any, unit: str = unit) -> tuple[Array, Any]:
-                found: dict[str, list[Any]] = {letter: [] for letter in layers}
-                for letter in unit:
-                    row = len(found[letter])
-                    variables, held = jax.tree.map(lambda w, row=row: w[row], layers[letter])
-                    x_nD, result = apply_to(letter, variables, x_nD, held)
-                    found[letter].append(result)
-                return x_nD, {k: jax.tree.map(lambda *r: jnp.stack(r), *f) for k, f in found.items()}
-
-            x_nD, found = jax.lax.scan(rematerialized(turn, remat, layers), x_nD, layers)
+            counts = Counter(unit)
+            layers = {
+                letter: _repeats(self._of_chunk(letter, chunk, stacks[letter]), done[letter], repeats, count)
+                for letter, count in counts.items()
+            }
+            done.update({letter: repeats * count for letter, count in counts.items()})
+            body = rematerialized(partial(_apply_unit, unit, graphs, apply), remat, layers)
+            x_nD, found = jax.lax.scan(body, x_nD, layers)
             for letter, result in found.items():
-                results[letter].append(
-                    jax.tree.map(partial(jax.lax.collapse, start_dimension=0, stop_dimension=2), result)
-                )
+                results[letter].append(jax.tree.map(lambda r: jax.lax.collapse(r, 0, 2), result))
+        for letter in stacks:
+            if missing := self.stages.most(letter) - done[letter]:
+                run = partial(_apply_row, 0, graphs[letter], apply)
+                like = jax.eval_shape(run, x_nD, stacks[letter])[1]
+                results[letter].append(_zeros(missing, like))
+        return x_nD, {letter: _concatenated(of_letter) for letter, of_letter in results.items()}
 
-        def one_layer(letter: str, x_nD: Array) -> Any:
-            variables, held = jax.tree.map(lambda w: w[0], (stacks[letter][1], held_by[letter]))
-            return apply_to(letter, variables, x_nD, held)[1]
-
-        filled = {}
-        for letter, parts in results.items():
-            missing = self.stages.most(letter) - done[letter]
-            if missing:
-                like = jax.eval_shape(partial(one_layer, letter), x_nD)
-                parts.append(jax.tree.map(lambda r, n=missing: jnp.zeros((n, *r.shape), r.dtype), like))
-            filled[letter] = jax.tree.map(lambda *r: jnp.concatenate(r) if len(r) > 1 else r[0], *parts)
-        return x_nD, filled
-
-    def _of_chunk(self, letter: str, chunk: Array | int, w: Array) -> Array:
-        """The rows of a stack that hold this stage's layers."""
+    def _of_chunk(self, letter: str, chunk: Array | int, layers: _Layers) -> _Layers:
+        """The rows of a stack that hold this stage's layers. (A cache is this stage's already.)"""
         if self.stages.chunks == 1:
-            return w
+            return layers
         most = self.stages.most(letter)
-        return jax.lax.dynamic_slice_in_dim(w, chunk * most, most)
+
+        def rows(w: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(w, chunk * most, most)
+
+        return layers._replace(variables=jax.tree.map(rows, layers.variables))
+
+
+def _repeats(layers: _Layers, first: int, repeats: int, count: int) -> _Layers:
+    """[rows, ...] -> [repeats, count, ...], from row `first` on."""
+
+    def taken(w: Array) -> Array:
+        return w[first : first + repeats * count].reshape(repeats, count, *w.shape[1:])
+
+    return jax.tree.map(taken, layers)
+
+
+def _apply_unit(
+    unit: str, graphs: dict[str, nnx.GraphDef], apply: ApplyBlock, x_nD: Array, layers: dict[str, _Layers]
+) -> tuple[Array, Cache]:
+    """One repeat of a unit: its layers in order. layers, and their results: by letter, stacked."""
+    found: dict[str, list[Any]] = {letter: [] for letter in layers}
+    for letter in unit:
+        x_nD, result = _apply_row(len(found[letter]), graphs[letter], apply, x_nD, layers[letter])
+        found[letter].append(result)
+    return x_nD, {k: jax.tree.map(lambda *r: jnp.stack(r), *results) for k, results in found.items()}
+
+
+def _apply_row(
+    row: int, graph: nnx.GraphDef, apply: ApplyBlock, x_nD: Array, layers: _Layers
+) -> tuple[Array, Any]:
+    """One layer of a stack. Its FSDP-sharded weights are gathered here, for its own use alone."""
+    variables, cache = jax.tree.map(lambda w: w[row], layers)
+    return apply(nnx.merge(graph, gathered_state(variables)), x_nD, cache)
+
+
+def _zeros(rows: int, like: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros((rows, *x.shape), x.dtype), like)
+
+
+def _concatenated(results: list[Any]) -> Any:
+    return jax.tree.map(lambda *r: jnp.concatenate(r) if len(r) > 1 else r[0], *results)
 
 
 class HybridDecoder(HybridLayers):
-    """All blocks and the final norm."""
+    """All blocks and the final norm. stages: of a pipeline; None: one stage."""
 
     def __init__(
-        self, llm: LLMConfig, init: Init, compute: ComputeConfig, stages: Stages | None = None
+        self,
+        llm: LLMConfig,
+        init: Init | nnx.Rngs,
+        compute: ComputeConfig = ComputeConfig(),
+        stages: Stages | None = None,
     ) -> None:
+        init = Init.of(init, compute)
         super().__init__(llm, init, stages or Stages.single(llm.letters), compute)
         self.norm = RMSNorm(llm.dim, llm.norm_eps, init)
 
     def __call__(
         self, x_nD: Float[Array, "n D"], segments: Segments
     ) -> tuple[Float[Array, "n D"], Routing | None]:
-        """All layers, where one rank has them all; not the final norm. And where the tokens went, with a row
-        for every MoE layer; None without any.
+        """All layers, where one rank has them all; without the final norm (self.norm).
+
+        Also returns where the tokens went, with a row for every layer that routes them; None without any.
         """
         return self.stage(self.stages.letters, 0, x_nD, segments)
-
-
-def _in_turns(first: int, turns: int, layers: int, w: Array) -> Array:
-    """[rows, ...] -> [turns, layers of a turn, ...], from row `first` on."""
-    return w[first : first + turns * layers].reshape(turns, layers, *w.shape[1:])

@@ -1,8 +1,8 @@
 """Multi-token prediction (Gloeckle et al., 2024; DeepSeek-V3, 2024; Nemotron 3, 2025).
 
-Depth k takes, at every position, what the depth before it made of the position (at depth 0: the decoder,
-behind its final norm) and the embedding of the token k + 1 places on. Its output goes to the model's own head
-and predicts the token k + 2 places on.
+At every position, depth k takes two vectors: the output of depth k - 1 there (at depth 0: the decoder's,
+after its final norm), and the embedding of the token k + 1 positions on. Its output goes to the model's own
+head and predicts the token k + 2 positions on.
 
 Legend: n tokens of this rank's residual stream, N tokens, D model dim.
 """
@@ -27,8 +27,8 @@ from jaxthd.parallel.tensor import Residual
 
 
 class Depth(nnx.Module):
-    """What surrounds a depth's blocks: norms of embedding and hidden state, the projection of both, the norm
-    behind the blocks. Named as in published checkpoints.
+    """What surrounds a depth's blocks: the norms of embedding and hidden state, the projection of the two,
+    and the norm after the blocks. Names are those of published checkpoints.
     """
 
     def __init__(self, llm: LLMConfig, init: Init, compute: ComputeConfig) -> None:
@@ -39,7 +39,7 @@ class Depth(nnx.Module):
         self.residual = Residual.of(init.mesh, compute.sequence_sharded)
 
     def fused(self, h_nD: Float[Array, "n D"], e_nD: Float[Array, "n D"]) -> Float[Array, "n D"]:
-        """Each tensor rank multiplies its part of the features."""
+        """The projection of hidden state h and embedding e; each tensor rank multiplies its own features."""
         eh_NF = self.residual.whole(jnp.concatenate([self.enorm(e_nD), self.hnorm(h_nD)], axis=1))
         if self.residual.ranks > 1:
             own = eh_NF.shape[1] // self.residual.ranks
@@ -48,12 +48,15 @@ class Depth(nnx.Module):
 
 
 class MultiTokenPrediction(HybridLayers):
-    """The blocks of all depths, stacked by kind, those of the first depth first. depths: the rest, stacked.
+    """The blocks of all depths, stacked by kind, the first depth's first. depths: the Depth modules, stacked.
 
-    With model.llm.mtp_shared all depths use the same.
+    With llm.mtp_shared all depths use one set of weights.
     """
 
-    def __init__(self, llm: LLMConfig, init: Init, compute: ComputeConfig) -> None:
+    def __init__(
+        self, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig = ComputeConfig()
+    ) -> None:
+        init = Init.of(init, compute)
         super().__init__(llm, init, Stages((llm.mtp_pattern,) * llm.mtp_modules, 1), compute)
         self.depths = stack(partial(Depth, llm, compute=compute), init, llm.mtp_modules)
         self.shared = llm.mtp_shared
@@ -61,9 +64,11 @@ class MultiTokenPrediction(HybridLayers):
     def __call__(
         self, depth: int, h_nD: Float[Array, "n D"], e_nD: Float[Array, "n D"], segments: Segments
     ) -> tuple[Float[Array, "n D"], Routing | None]:
-        """What head and next depth take; where the tokens went, with a row for every MoE layer of the depth.
+        """What the head and the next depth take; and where the tokens went, with a row for every layer of the
+        depth that routes them (None without any).
 
-        segments: in which tokens whose embedding is missing, being beyond the document's end, are padding.
+        h_nD: the output of the depth before, or of the decoder. e_nD: embeddings of the future tokens.
+        segments: here a token is padding where the document has no token that far on.
         """
         number = 0 if self.shared else depth
         graph, states = nnx.split(self.depths)
@@ -71,8 +76,11 @@ class MultiTokenPrediction(HybridLayers):
         x_nD, routing = self.stage(self.stages.patterns[number], number, of_depth.fused(h_nD, e_nD), segments)
         return of_depth.final_layernorm(x_nD), routing
 
-    def joined(self, routing: list[Routing]) -> Routing:
-        """Of the depths, in order: a row for every MoE layer of the stack."""
+    def routing_of_depths(self, routing: list[Routing]) -> Routing:
+        """The depths' routing as one: a row for every layer of the stack that routes tokens.
+
+        routing: of the depths, in order.
+        """
         if self.shared:
             return jax.tree.map(lambda *depths: sum(depths), *routing)
         return jax.tree.map(lambda *depths: jnp.concatenate(depths), *routing)

@@ -95,7 +95,7 @@ class SpeechLM(nnx.Module):
         vocabulary = (over_vocabulary(config.llm.vocab_size), None)
         shape, dim = (config.llm.vocab_size, config.llm.dim), config.llm.dim
         everywhere, decoder = init.with_fsdp(ENCODER_FSDP), init.with_fsdp(decoder_fsdp)
-        self.encoder = FastConformer(config.encoder, everywhere) if config.encoder else None
+        self.encoder = FastConformer(config.encoder, everywhere, compute) if config.encoder else None
         self.adapter = (
             Adapter(config.encoder.dim, config.adapter_dim, config.llm, everywhere)
             if config.encoder
@@ -313,7 +313,6 @@ class SpeechLM(nnx.Module):
             chunks,
             train=train,
             axes=axes,
-            remat=self.compute.remat_encoder,
         )
         y_RED = whole(self.adapter)(y_ED).reshape(rows, batch.chunk_ids.shape[1], -1)
         if axes:

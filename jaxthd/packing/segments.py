@@ -9,12 +9,13 @@ Legend: R rows on this rank, T tokens of a row on it, N = R * T, S tokens of a r
 blocks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int32
 
@@ -225,6 +226,25 @@ def make_segments(
     )
 
 
+def segments_of(lengths: Sequence[int], capacity: int | None = None, *, block: int = 128) -> Segments:
+    """Segments of one row on one device: documents of these lengths, one after the other, then padding.
+
+    capacity: tokens of the row; None: as many as the documents have. block: see make_segments.
+    Raises ValueError for an empty document, and where the capacity is less than the documents' tokens.
+    """
+    tokens = sum(lengths)
+    capacity = tokens if capacity is None else capacity
+    if min(lengths, default=1) < 1 or tokens > capacity:
+        raise ValueError(
+            f"documents of {list(lengths)} tokens for a row of {capacity}; expected at least one token in "
+            f"each, and at most {capacity} in all: change the lengths, or raise capacity"
+        )
+    ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    positions = np.concatenate([np.arange(length) for length in lengths] or [ids])
+    ids_T, positions_T = (jnp.asarray(np.pad(x, (0, capacity - tokens)), jnp.int32) for x in (ids, positions))
+    return make_segments(ids_T[None], positions_T[None], block=block, axis=None, documents=len(lengths))
+
+
 def _local_runs(ids_RT: Array) -> tuple[Array, Array]:
     """(first slot of the token's document on this rank, one past its last), [R, T]; of the run of padding
     there."""
@@ -257,9 +277,8 @@ def _causal_pairs(rank: Array | int, source: Array | int, chunk: Array | int) ->
     What is cut has chunks of `chunk` tokens. With n ranks, the chunks of r = rank and s = source lie in one
     of two orders:
 
-        s < r    s, r, ..., 2n-1-r, 2n-1-s    both of r's chunks come after the first of s, and before its
-        second s > r    r, s, ..., 2n-1-s, 2n-1-r    only r's second chunk comes after chunks of s, and after
-        both
+        s < r    s, r, ..., 2n-1-r, 2n-1-s    both chunks of r lie between those of s
+        s > r    r, s, ..., 2n-1-s, 2n-1-r    the second chunk of r comes after both of s
 
     So these queries come after all of these keys, and no other query comes after any key. Were there no
     documents, a remote step would be one dense rectangle; documents only shrink it.

@@ -22,7 +22,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jaxthd.config import MeshConfig
+from jaxthd.config import ComputeConfig, MeshConfig
 from jaxthd.parallel.mesh import AXES, CONTEXT, DATA, PIPELINE, TENSOR, ranks_of
 
 M = TypeVar("M", bound=nnx.Module)
@@ -64,10 +64,15 @@ class Buffer(nnx.Variable):
     """State that no gradient trains: BatchNorm's running statistics, the router's correction bias."""
 
 
+def parameter_dtype(compute: ComputeConfig) -> Any:
+    """float32, or float64 where the run computes in float64."""
+    return jnp.float64 if compute.dtype == "float64" else jnp.float32
+
+
 class Init:
     """Makes a module's parameters: one key stream, one dtype and one mesh for all of them.
 
-    dtype: of every parameter; float32 unless the run computes in float64.
+    dtype: of every parameter.
     mesh: the ranks that the modules will run on.
     fsdp: axes over which weight matrices are FSDP-sharded.
     """
@@ -83,6 +88,11 @@ class Init:
         self.dtype = dtype
         self.mesh = mesh or MeshConfig()
         self.fsdp = fsdp
+
+    @classmethod
+    def of(cls, init: "Init | nnx.Rngs", compute: ComputeConfig) -> "Init":
+        """init itself; for nnx.Rngs an Init for one device, with a key of the stream "params"."""
+        return init if isinstance(init, Init) else cls(init.params(), parameter_dtype(compute))
 
     def next_key(self) -> jax.Array:
         self._key, key = jax.random.split(self._key)

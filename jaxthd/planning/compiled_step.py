@@ -11,10 +11,10 @@ from jax.sharding import NamedSharding
 
 from jaxthd.config import Config
 from jaxthd.kernels.choose import using
+from jaxthd.models.stacks import to_stages
 from jaxthd.packing.batch import AUDIO_FIELDS, Batch
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.mesh import batch_specs, make_mesh
-from jaxthd.parallel.stages import to_stages
 from jaxthd.planning.program import UNOPTIMIZED, received_bytes
 from jaxthd.planning.sizes import Sizes
 from jaxthd.planning.traffic import ByAxes

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from jaxthd.config import Config, EncoderConfig
 from jaxthd.models.fastconformer import PIECE
 from jaxthd.models.hybrid import repeated_units
+from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.parallel.mesh import PIPELINE, TENSOR, ranks_of
-from jaxthd.parallel.stages import KINDS
 from jaxthd.planning.sizes import Number, Sizes
 
 
@@ -112,8 +112,8 @@ def _mtp(sizes: Sizes) -> Number:
 def _unit(sizes: Sizes, letters: str, module: str = "decoder") -> Number:
     """An iteration of the scan over repeated units, in the backward pass."""
     kinds = set(letters)
-    weights = {k: sizes.gathered(module, "layers", KINDS[k]) for k in kinds}
-    gradients = {k: sizes.gathered(module, "layers", KINDS[k], trained=True) for k in kinds}
+    weights = {k: sizes.gathered(module, "layers", LAYER_KINDS[k].name) for k in kinds}
+    gradients = {k: sizes.gathered(module, "layers", LAYER_KINDS[k].name, trained=True) for k in kinds}
     activations = {k: _layer(sizes, k) for k in kinds}
     used = sum(weights[k] * sizes.a / sizes.parameter for k in letters)
     recomputed = sum(activations[k] for k in letters) if sizes.config.compute.remat_llm else 0

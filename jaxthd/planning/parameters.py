@@ -9,9 +9,9 @@ from flax import nnx
 
 from jaxthd.config import Config, MeshConfig
 from jaxthd.models.adapt import split
+from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.parallel.mesh import bytes_of, on_device
 from jaxthd.parallel.params import Buffer
-from jaxthd.parallel.stages import KINDS
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.optimizer import make_optimizer
 
@@ -87,7 +87,7 @@ def _group(path: Path, config: Config) -> tuple[str, str, int]:
     layers = config.model.encoder.layers if config.model.encoder else 0
     match path:
         case ("decoder", "layers", str(kind), "mixer", str(name), *_):
-            letter = next(letter for letter, of_letter in KINDS.items() if of_letter == kind)
+            letter = next(k.letter for k in LAYER_KINDS.values() if k.name == kind)
             label = f"E {_EXPERTS.get(name, name)}" if letter == "E" else _LETTERS[letter]
             return "LLM", label, letters.count(letter)
         case ("mtp", "layers", "moe", "mixer", "up" | "down", *_):

@@ -10,8 +10,8 @@ from collections import Counter
 
 from jaxthd.config import Config, EncoderConfig
 from jaxthd.models.hybrid import repeated_units
+from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.parallel.mesh import AUDIO_AXES, AXES, CONTEXT, DATA, PIPELINE, TENSOR, ranks_of
-from jaxthd.parallel.stages import KINDS
 from jaxthd.planning.layouts import mamba_bytes
 from jaxthd.planning.sizes import Number, Sizes
 
@@ -114,7 +114,7 @@ def _layers(
     """
     remat = int(sizes.config.compute.remat_llm)
     for letter, count in Counter(letters).items():
-        for weight in sizes.weights_of(module, "layers", KINDS[letter]):
+        for weight in sizes.weights_of(module, "layers", LAYER_KINDS[letter].name):
             received.gather(weight.fsdp, weight.size, times * count * (2 + again + weight.trained))
         is_stage = module == "decoder" and sizes.is_pipelined
         _mixer(sizes, received, letter, times * count, 1 + again + remat, is_stage=is_stage)

@@ -58,16 +58,15 @@ def prepared(config: Config) -> Config:
     return with_kernels(config)
 
 
-def check(config: Config, *, tokenizer: bool = True, data_sets: bool = True) -> None:
-    """Validates the config on this machine, and prints warnings. tokenizer: compare its vocabulary too.
+def check(config: Config, *, data_sets: bool = True) -> None:
+    """Validates the config on this machine, and prints warnings. Raises UserError as `prepared` does.
 
-    data_sets: whether those that the config names are read; else what it says of them is not checked.
+    data_sets: whether the config's data sets are read; else what it says about them is not checked.
     """
     if not data_sets:
         unread: dict[str, Any] = {"manifest": ("unread",), "tarred_audio": (), "weights": ()}
         config = replace(config, data=replace(config.data, validation_manifest="", **unread))
-    vocabulary = needed_vocabulary(config) if tokenizer else None
-    for warning in validate(config, DeviceFacts.of_this_machine(vocabulary)):
+    for warning in validate(config, DeviceFacts.of_this_machine(needed_vocabulary(config))):
         _say(f"warning: {warning}")
 
 

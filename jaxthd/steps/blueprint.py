@@ -8,15 +8,15 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
 from jaxthd.config import Config, MeshConfig
 from jaxthd.models.adapt import add_lora, trained, use_fp8
 from jaxthd.models.speech_lm import SpeechLM
+from jaxthd.models.stacks import pipeline_stages
 from jaxthd.parallel.mesh import PIPELINE
-from jaxthd.parallel.params import DECODER_FSDP, Buffer, Init, partition_spec
+from jaxthd.parallel.params import DECODER_FSDP, Buffer, Init, parameter_dtype, partition_spec
 from jaxthd.parallel.schedule import Schedule, make_schedule
 from jaxthd.parallel.stages import Stages
 
@@ -67,7 +67,7 @@ class Blueprint:
     @cached_property
     def stages(self) -> Stages:
         """The pipeline's stages."""
-        return Stages.of(self.config.model.llm, self.config.mesh)
+        return pipeline_stages(self.config.model.llm, self.config.mesh)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -93,8 +93,8 @@ class Blueprint:
 
     def _make(self, key: Array, mesh: MeshConfig, stages: Stages | None = None, **options: Any) -> SpeechLM:
         config = self.config
-        dtype = jnp.float64 if config.compute.dtype == "float64" else jnp.float32
-        init, documents = Init(key, dtype, mesh), config.data.max_documents
+        init = Init(key, parameter_dtype(config.compute), mesh)
+        documents = config.data.max_documents
         model = SpeechLM(config.model, init, config.compute, stages, max_documents=documents, **options)
         add_lora(model, config.adapt, key)
         use_fp8(model, config.compute.fp8)

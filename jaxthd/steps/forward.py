@@ -161,7 +161,7 @@ class Forward:
         routed = [each for each in routing if each is not None]
         for each, real in zip(routed, self._counts.real_future, strict=False):
             share += auxiliary_share(self._config, each, real) / self._config.mesh.pipeline
-        of_future = model.mtp.joined(routed) if model.mtp and routed else None
+        of_future = model.mtp.routing_of_depths(routed) if model.mtp and routed else None
         return share, Left(found, FuturePrediction(jnp.stack(losses), of_future))
 
     def _quotients(self, logp_N: Array, batch: Batch) -> dict[str, Array]:

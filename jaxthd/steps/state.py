@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxthd.models.adapt import split
 from jaxthd.models.speech_lm import SpeechLM
-from jaxthd.parallel.stages import from_stages, to_stages
+from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.steps.blueprint import Blueprint, Tree, specs_of
 from jaxthd.steps.optimizer import make_optimizer
 

@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterator
 
 from jaxthd.config import Config
+from jaxthd.models.mixers import LAYER_KINDS
+from jaxthd.models.stacks import pipeline_stages
 from jaxthd.parallel.experts import expert_sharding
 from jaxthd.parallel.schedule import make_schedule
-from jaxthd.parallel.stages import Stages
 from jaxthd.validate.rules import DeviceFacts, Finding, Group, divisors, multiples
 
 RULES = Group()
@@ -145,10 +146,10 @@ def _pipeline(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         change = "set mesh.stages_per_rank to 1, or raise mesh.pipeline"
         yield Finding(found, "1, because there is no pipeline", change)
         return
-    if set(llm.pattern) - set("M*-E|"):
+    if set(llm.pattern) - {*LAYER_KINDS, "|"}:
         return
     try:
-        stages = Stages.of(llm, mesh)
+        stages = pipeline_stages(llm, mesh)
     except ValueError as error:
         count = mesh.pipeline * mesh.stages_per_rank
         change = f"put {count - 1} or no | into model.llm.pattern, or lower mesh.pipeline"

@@ -9,6 +9,7 @@ from jaxthd.config import Config
 from jaxthd.data.audio.features import mel_filterbank
 from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.models.adapt import trained
+from jaxthd.models.mixers import LAYER_KINDS, letters_and_titles
 from jaxthd.ops.attention import contract, te
 from jaxthd.ops.attention.thd import unfit_shape
 from jaxthd.ops.backend import version_numbers
@@ -93,23 +94,23 @@ def _adapter_without_encoder(config: Config, device: DeviceFacts) -> Iterator[Fi
 @RULES.rule("model.llm.pattern")
 def _pattern(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     pattern = config.model.llm.pattern
-    unknown = sorted(set(pattern) - set("M*-E|"))
+    unknown = sorted(set(pattern) - {*LAYER_KINDS, "|"})
     if unknown or not config.model.llm.letters:
         yield Finding(
             f"model.llm.pattern {pattern!r} " + (f"holds {', '.join(unknown)}" if unknown else "is empty"),
-            "one letter a block of M (Mamba2), * (attention), - (MLP), E (mixture of experts), and | between "
-            "pipeline stages",
+            f"one letter a block of {letters_and_titles()}, and | between pipeline stages",
             "correct model.llm.pattern",
         )
 
 
 @RULES.rule("model.llm.mtp_pattern")
 def _mtp_pattern(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    unknown = sorted(set(config.model.llm.mtp_pattern) - set("M*-E"))
+    unknown = sorted(set(config.model.llm.mtp_pattern) - set(LAYER_KINDS))
     if unknown:
         yield Finding(
             f"model.llm.mtp_pattern {config.model.llm.mtp_pattern!r} holds {', '.join(unknown)}",
-            "one letter a block of M, *, - and E, the blocks of one depth; pipeline stages do not divide it",
+            f"one letter a block of {letters_and_titles()}, the blocks of one depth; pipeline stages do not "
+            "divide it",
             'correct model.llm.mtp_pattern; "*E" is Nemotron-3\'s, "" means none',
         )
 

@@ -25,11 +25,11 @@ from jaxthd.inference.generator import (
     random_bits,
     whole_answer,
 )
+from jaxthd.models.stacks import to_stages
 from jaxthd.ops.sampling import Sampling, draw
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.parallel.stages import to_stages
 from jaxthd.steps.blueprint import Blueprint
 from scripts.comparison.weights import random_state
 

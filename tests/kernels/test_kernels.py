@@ -222,7 +222,7 @@ def test_the_scan_s_shape_is_what_a_rank_scans(
         scanned.add((x.shape[1], b.shape[1], chunk, segments.context > 1))
         return scan(*given, chunk=chunk, backend=backend)
 
-    monkeypatch.setattr("jaxthd.models.mixers.scan", recorded)
+    monkeypatch.setattr("jaxthd.models.mixers.mamba2.scan", recorded)
     mesh = make_mesh(sizes)
     state = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),

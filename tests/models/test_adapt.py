@@ -33,10 +33,10 @@ from jaxthd.errors import UserError
 from jaxthd.models.adapt import add_lora, dotted, merge_lora, split, trained
 from jaxthd.models.layers import Linear
 from jaxthd.models.speech_lm import Adapter
+from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.parallel.params import Buffer, Init
 from jaxthd.parallel.schedule import make_schedule
-from jaxthd.parallel.stages import from_stages, to_stages
 from jaxthd.planning.compiled_step import abstract_batch
 from jaxthd.planning.parameters import state_bytes
 from jaxthd.steps.blueprint import Blueprint

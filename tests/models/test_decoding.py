@@ -11,13 +11,13 @@ import pytest
 from flax import nnx
 
 from jaxthd.config import Config, MeshConfig
+from jaxthd.models.stacks import to_stages
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.prompts import find_prompts
 from jaxthd.parallel.mesh import make_mesh, put_batch
-from jaxthd.parallel.stages import to_stages
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.validation import Scores, make_validation_step
 from tests.speech_model import (

@@ -59,7 +59,7 @@ def models(exchange: str) -> dict[str, tuple[nnx.GraphDef, Any, Any]]:
     makers = {
         "M": lambda init: Mamba2(llm, init, compute),
         "*": lambda init: Attention(llm, init, compute),
-        "-": lambda init: MLP(DIM, LLM.ffn_dim, llm, init),
+        "-": lambda init: MLP(llm, init, compute),
         "E": lambda init: MoE(llm, init, compute),
         "E latent": lambda init: MoE(latent, init, compute),
         "ME*-M": lambda init: HybridDecoder(llm, init, compute),

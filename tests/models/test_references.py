@@ -13,10 +13,9 @@ from flax import nnx
 
 from jaxthd.config import Config
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
-from jaxthd.models.mixers import MLP, Attention, Mamba2, MoE
+from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.params import Buffer, Init
-from jaxthd.parallel.stages import KINDS
 from scripts.comparison.published import BASE, BLOCK, COMPUTE, arranged, group, nested, shapes_of
 from tests.helpers import CAPACITY, assert_same, row_arrays
 from tests.hf.published import LLMS, load_reference, write_published
@@ -29,19 +28,14 @@ def test_mixers_equal_transformers(variant, tmp_path):
     model = model_config(folder, model=BASE)
     llm, shapes = model.llm, shapes_of(Config(model=model))
     ours = arranged(open_checkpoint(folder).tensors(model, shapes), group(arrays, "weight"), shapes)
-    makers = {
-        "M": lambda init: Mamba2(llm, init, COMPUTE),
-        "*": lambda init: Attention(llm, init, COMPUTE),
-        "-": lambda init: MLP(llm.dim, llm.ffn_dim, llm, init),
-        "E": lambda init: MoE(llm, init, COMPUTE),
-    }
     length = len(arrays[f"tokens.{arrays['mixer.document']}"])
     mixers, inputs, done = {}, {}, Counter()
     for i, kind in enumerate(llm.letters):
-        layer = group(ours, f"decoder.layers.{KINDS[kind]}.mixer")
+        layer = group(ours, f"decoder.layers.{LAYER_KINDS[kind].name}.mixer")
         named = {name: jnp.asarray(x[done[kind]], jnp.float32) for name, x in layer.items()}
         done[kind] += 1
-        abstract = nnx.eval_shape(lambda kind=kind: makers[kind](Init(jax.random.key(0))))
+        make = LAYER_KINDS[kind].mixer
+        abstract = nnx.eval_shape(lambda make=make: make(llm, Init(jax.random.key(0)), COMPUTE))
         graph = nnx.split(abstract, nnx.Param, Buffer)[0]
         buffers = {name: named.pop(name) for name in ("correction_bias",) if name in named}
         mixers[i] = graph, nested(named), buffers

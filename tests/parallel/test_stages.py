@@ -8,20 +8,22 @@ import numpy as np
 import pytest
 
 from jaxthd.config import LLMConfig, MeshConfig, load_config
-from jaxthd.parallel.stages import KINDS, Stages, divide, from_stages, layer_cost, to_stages
+from jaxthd.models.mixers import LAYER_KINDS
+from jaxthd.models.stacks import from_stages, pipeline_stages, to_stages
+from jaxthd.parallel.stages import Stages, divide
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NANO_LLM = load_config(str(CONFIGS / "nemotron3_nano.py")).model.llm
 
 
 def stage_costs(patterns: tuple[str, ...], llm: LLMConfig) -> list[float]:
-    return [sum(layer_cost(letter, llm) for letter in pattern) for pattern in patterns]
+    return [sum(LAYER_KINDS[letter].cost(llm) for letter in pattern) for pattern in patterns]
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_nano_is_divided_into_stages_of_nearly_equal_cost(count: int):
     """52 layers do not divide evenly by 8, and cost is not by the layer."""
-    patterns = Stages.of(NANO_LLM, MeshConfig(pipeline=count)).patterns
+    patterns = pipeline_stages(NANO_LLM, MeshConfig(pipeline=count)).patterns
     assert "".join(patterns) == NANO_LLM.letters
     costs = stage_costs(patterns, NANO_LLM)
     assert max(costs) <= 1.1 * np.mean(costs)
@@ -45,20 +47,20 @@ def test_no_other_division_has_a_cheaper_dearest_stage():
 
 
 def test_a_pattern_of_equal_units_is_divided_into_equal_stages():
-    stages = Stages.of(LLMConfig(pattern="ME*-ME*-ME*-ME*-"), MeshConfig(pipeline=2, stages_per_rank=2))
+    stages = pipeline_stages(LLMConfig(pattern="ME*-ME*-ME*-ME*-"), MeshConfig(pipeline=2, stages_per_rank=2))
     assert stages.patterns == ("ME*-",) * 4
     assert stages.are_equal
 
 
 def test_marks_divide_as_they_say():
     mesh = MeshConfig(pipeline=2)
-    assert Stages.of(LLMConfig(pattern="M|E*-"), mesh).patterns == ("M", "E*-")
-    assert Stages.of(LLMConfig(pattern="M|E*-"), MeshConfig()).patterns == ("ME*-",)
+    assert pipeline_stages(LLMConfig(pattern="M|E*-"), mesh).patterns == ("M", "E*-")
+    assert pipeline_stages(LLMConfig(pattern="M|E*-"), MeshConfig()).patterns == ("ME*-",)
     for pattern in ("M|E|*", "M|", "|ME"):
         with pytest.raises(ValueError, match="stages"):
-            Stages.of(LLMConfig(pattern=pattern), mesh)
+            pipeline_stages(LLMConfig(pattern=pattern), mesh)
     with pytest.raises(ValueError, match="1 layers cannot be divided into 2"):
-        Stages.of(LLMConfig(pattern="M"), mesh)
+        pipeline_stages(LLMConfig(pattern="M"), mesh)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,9 @@ def test_layers_go_to_their_stages_and_back(stages: Stages):
     params = {
         "decoder": {
             "layers": {
-                KINDS[letter]: {"w": 1.0 + np.arange(3 * stages.letters.count(letter)).reshape(-1, 3)}
+                LAYER_KINDS[letter].name: {
+                    "w": 1.0 + np.arange(3 * stages.letters.count(letter)).reshape(-1, 3)
+                }
                 for letter in set(stages.letters)
             },
             "norm": np.ones(3),
@@ -82,14 +86,14 @@ def test_layers_go_to_their_stages_and_back(stages: Stages):
     }
     held = to_stages(params, stages)
     for letter in set(stages.letters):
-        w = np.asarray(held["decoder"]["layers"][KINDS[letter]]["w"])
+        w = np.asarray(held["decoder"]["layers"][LAYER_KINDS[letter].name]["w"])
         assert len(w) == stages.rows(letter)
         by_rank = w.reshape(stages.ranks, stages.chunks, stages.most(letter), 3)
         done = 0
         for stage, pattern in enumerate(stages.patterns):
             rows = by_rank[stage % stages.ranks, stage // stages.ranks]
             count = pattern.count(letter)
-            whole = params["decoder"]["layers"][KINDS[letter]]["w"]  # type: ignore[index]
+            whole = params["decoder"]["layers"][LAYER_KINDS[letter].name]["w"]  # type: ignore[index]
             np.testing.assert_array_equal(rows[:count], whole[done : done + count])
             assert not rows[count:].any()
             done += count

@@ -1,0 +1,97 @@
+"""Grouped-query attention (Nemotron-H, 2025; Nemotron 3, 2025).
+
+Legend: N tokens, D model dim, H query heads of this rank, K key and value heads, d head dim, G = H / K; in
+decoding n documents of this rank, m new tokens of each.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from jaxthd.config import ComputeConfig, LLMConfig
+from jaxthd.models.layers import Linear
+from jaxthd.models.mixers.interface import LayerKind, Prefilled, residual_std
+from jaxthd.ops.attention.blockwise import attention_forward
+from jaxthd.ops.attention.ring import gather_in_order, merge, packed_attention
+from jaxthd.ops.numerics import accumulation_dtype
+from jaxthd.packing.prompts import DOCUMENTS_BLOCK, Now, Prompts
+from jaxthd.packing.segments import Segments
+from jaxthd.parallel.params import Init, over_tensor
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention, no rotary embedding, no bias."""
+
+    def __init__(
+        self, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig = ComputeConfig()
+    ) -> None:
+        init = Init.of(init, compute)
+        heads, shared = over_tensor(llm.q_heads), over_tensor(llm.kv_heads)
+        inner = llm.q_heads * llm.head_dim
+        self.q = Linear(llm.dim, inner, init, sharded_out=heads)
+        self.k = Linear(llm.dim, llm.kv_heads * llm.head_dim, init, sharded_out=shared)
+        self.v = Linear(llm.dim, llm.kv_heads * llm.head_dim, init, sharded_out=shared)
+        self.out = Linear(inner, llm.dim, init, std=residual_std(inner, llm), sharded_in=heads)
+        self.head_dim = llm.head_dim
+        self.exchange, self.backend = compute.context_exchange, compute.attention_backend
+
+    def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
+        return self._attend(*self._project(x_ND), segments)
+
+    def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
+        """Fixed: the packed keys and values of all prompts. State: room for the new tokens' own."""
+        q_NHd, k_NKd, v_NKd = self._project(x_ND)
+        fixed = [gather_in_order(x, segments) for x in (k_NKd, v_NKd)]
+        room = jnp.zeros((prompts.documents, prompts.new_tokens, *k_NKd.shape[1:]), k_NKd.dtype)
+        return Prefilled(self._attend(q_NHd, k_NKd, v_NKd, segments), fixed, [room, room])
+
+    def step(
+        self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
+    ) -> tuple[Float[Array, "n D"], list[Array]]:
+        q_nHd, *new = self._project(x_nD)
+        k_nmKd, v_nmKd = state = [
+            jax.lax.dynamic_update_index_in_dim(old, x, now.token, axis=1)
+            for old, x in zip(state, new, strict=True)
+        ]
+        scale, kv_heads, acc = self.head_dim**-0.5, k_nmKd.shape[2], accumulation_dtype(x_nD)
+        prompt, prompt_lse = attention_forward(
+            q_nHd, fixed[0], fixed[1], now.keys, scale, now.block, DOCUMENTS_BLOCK
+        )
+        q_nKGd = q_nHd.reshape(len(q_nHd), kv_heads, -1, self.head_dim)
+        s_nKGm = scale * jnp.einsum("nkgd,nmkd->nkgm", q_nKGd, k_nmKd, preferred_element_type=acc)
+        s_nKGm = jnp.where(jnp.arange(k_nmKd.shape[1]) <= now.token, s_nKGm, -jnp.inf)
+        lse_nKG = jax.nn.logsumexp(s_nKGm, axis=-1)
+        p_nKGm = jnp.exp(s_nKGm - lse_nKG[..., None]).astype(v_nmKd.dtype)
+        own = jnp.einsum("nkgm,nmkd->nkgd", p_nKGm, v_nmKd, preferred_element_type=acc)
+        o_nHd, _ = merge(prompt, prompt_lse, own.reshape(q_nHd.shape), lse_nKG.reshape(q_nHd.shape[:2]))
+        return self.out(o_nHd.astype(x_nD.dtype).reshape(len(x_nD), -1)), state
+
+    def _project(self, x_ND: Array) -> tuple[Array, Array, Array]:
+        q, k, v = (f(x_ND).reshape(len(x_ND), -1, self.head_dim) for f in (self.q, self.k, self.v))
+        return q, k, v
+
+    def _attend(self, q_NHd: Array, k_NKd: Array, v_NKd: Array, segments: Segments) -> Array:
+        o_NHd = packed_attention(
+            q_NHd,
+            k_NKd,
+            v_NKd,
+            segments,
+            scale=self.head_dim**-0.5,
+            exchange=self.exchange,
+            backend=self.backend,
+        )
+        return self.out(o_NHd.reshape(len(q_NHd), -1))
+
+
+COST_KEYS = 1024
+"""Keys that a token sees, as the cost counts them."""
+
+
+def cost(llm: LLMConfig) -> float:
+    heads = 2 * llm.q_heads + 2 * llm.kv_heads
+    return float(llm.head_dim * (llm.dim * heads + 2 * COST_KEYS * llm.q_heads))
+
+
+KIND = LayerKind("*", "attention", "attention", Attention, cost)

@@ -1,0 +1,99 @@
+"""What a mixer offers: the part of a decoder layer between its norm and its residual sum.
+
+A kind of layer is a file of this package that ends in a LayerKind, and a line in LAYER_KINDS (__init__.py).
+
+Legend: N tokens of this rank, D model dim, E experts; in decoding n documents of this rank.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from jaxthd.config import ComputeConfig, LLMConfig
+from jaxthd.packing.prompts import Now, Prompts
+from jaxthd.packing.segments import Segments
+from jaxthd.parallel.params import Init
+
+
+class Prefilled(NamedTuple):
+    """A mixer's outputs, and what it keeps for decoding.
+
+    fixed: stays as it is while tokens are decoded. state: changes with every token; its shapes do not.
+    Where the layers hold these is said in models/decoding.py.
+    """
+
+    outputs: Float[Array, "N D"]
+    fixed: list[Array]
+    state: list[Array]
+
+
+class Routing(NamedTuple):
+    """Where an MoE layer's tokens went, over all data and context ranks.
+
+    load: tokens sent to each expert; a token counts once for each of its experts.
+    tokens: tokens that were routed.
+    aux: this rank's share of the auxiliary loss times tokens, differentiable. The loss is 1 for an even load
+        and more for an uneven one (Fedus et al., Switch Transformer, 2021, over normalised sigmoid scores).
+    """
+
+    load: Float[Array, "*layers E"]
+    tokens: Float[Array, "*layers"]
+    aux: Float[Array, "*layers"]
+
+
+@runtime_checkable
+class Mixer(Protocol):
+    """An nnx.Module. Dims are read from its parameters, which may be one rank's shards of them."""
+
+    def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
+        """A token's output depends only on its own document, up to that token.
+
+        With mesh.tensor > 1 the result is this rank's part of a sum.
+        """
+        ...
+
+    def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
+        """As a call, and what decoding after the prompts goes on from."""
+        ...
+
+    def step(
+        self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
+    ) -> tuple[Float[Array, "n D"], list[Array]]:
+        """One more token of every document of this rank: its outputs, and the state after it."""
+        ...
+
+
+@runtime_checkable
+class RoutedMixer(Mixer, Protocol):
+    """A mixer that sends tokens to experts."""
+
+    def routed(self, x_ND: Float[Array, "N D"], segments: Segments) -> tuple[Float[Array, "N D"], Routing]:
+        """As a call, and where the tokens went."""
+        ...
+
+
+class LayerKind(NamedTuple):
+    """A kind of decoder layer.
+
+    letter: in model.llm.pattern.
+    name: of the stack of such layers in the parameter tree: decoder.layers.NAME.
+    title: for people.
+    mixer: makes one.
+    cost: multiply-adds a token in the layer's matrices and in what runs along the tokens; pipeline stages are
+        divided by it.
+    """
+
+    letter: str
+    name: str
+    title: str
+    mixer: Callable[[LLMConfig, Init | nnx.Rngs, ComputeConfig], Mixer]
+    cost: Callable[[LLMConfig], float]
+
+
+def residual_std(fan_in: int, llm: LLMConfig) -> float:
+    """Projections back into the residual stream start smaller, against growth with depth."""
+    return 1 / math.sqrt(fan_in * len(llm.letters))

@@ -1,0 +1,191 @@
+"""Mamba2 (Dao and Gu, 2024), as in Nemotron-H (2025) and Nemotron 3 (2025).
+
+Legend: N tokens, D model dim, H heads, P head dim, G groups, S state, I inner dim (H * P), U = G S,
+C = I + 2 U channels of the convolution, K taps; in decoding n documents of this rank. What the scan takes: L
+tokens, h heads, c channels. These are N, H, C, or, where heads are sharded over R context ranks, all tokens
+of the rows, H / R and a share of the channels (ops/head_exchange.py).
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from jaxthd.config import ComputeConfig, LLMConfig
+from jaxthd.models.layers import Linear, RMSNorm
+from jaxthd.models.mixers.interface import LayerKind, Prefilled, residual_std
+from jaxthd.ops.conv import causal_conv, last_inputs
+from jaxthd.ops.head_exchange import head_ranks, own_heads, scan_segments, to_documents, to_heads, to_tokens
+from jaxthd.ops.numerics import accumulation_dtype
+from jaxthd.ops.scan.backends import scan
+from jaxthd.ops.scan.ssd import ssd_and_states
+from jaxthd.packing.prompts import Now, Prompts
+from jaxthd.packing.segments import Segments
+from jaxthd.parallel.params import Init, over_tensor, own_part
+
+
+class Convolved(NamedTuple):
+    """What the convolution runs over; side by side before it, apart again after it. leaves [N, ...]."""
+
+    x: Array
+    b: Array
+    c: Array
+
+
+class ScanInputs(NamedTuple):
+    """ops/scan/contract.py's arguments, for the heads that this rank scans."""
+
+    x: Float[Array, "L h P"]
+    dt: Float[Array, "L h"]
+    a: Float[Array, " h"]
+    b: Float[Array, "L G S"]
+    c: Float[Array, "L G S"]
+
+
+class Mamba2(nnx.Module):
+    """Mamba2 (Dao and Gu, 2024): convolution over x, B, C; scan; gate; grouped RMSNorm."""
+
+    def __init__(
+        self, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig = ComputeConfig()
+    ) -> None:
+        init = Init.of(init, compute)
+        inner, shared = llm.mamba_heads * llm.mamba_head_dim, llm.mamba_groups * llm.mamba_state
+        heads, groups = over_tensor(llm.mamba_heads), over_tensor(llm.mamba_groups)
+        self.z = Linear(llm.dim, inner, init, sharded_out=heads)
+        self.x = Linear(llm.dim, inner, init, sharded_out=heads)
+        self.b = Linear(llm.dim, shared, init, sharded_out=groups)
+        self.c = Linear(llm.dim, shared, init, sharded_out=groups)
+        self.dt = Linear(llm.dim, llm.mamba_heads, init, sharded_out=heads)
+        taps, std = llm.mamba_conv, 1 / math.sqrt(llm.mamba_conv)
+        convolved = ((inner, heads), (shared, groups), (shared, groups))
+        self.conv_x, self.conv_b, self.conv_c = (
+            init.normal((taps, dim), (None, sharded), std=std) for dim, sharded in convolved
+        )
+        self.conv_bias_x, self.conv_bias_b, self.conv_bias_c = (
+            init.zeros((dim,), (sharded,)) for dim, sharded in convolved
+        )
+        # Time steps start log-uniform in [0.001, 0.1], decay rates uniform in [1, 16].
+        uniform = jax.random.uniform(init.next_key(), (2, llm.mamba_heads))
+        step_H = jnp.exp(math.log(1e-3) + uniform[0] * math.log(100))
+        self.dt_bias = init.param(step_H + jnp.log(-jnp.expm1(-step_H)), (heads,))
+        self.a_log = init.param(jnp.log(1 + 15 * uniform[1]), (heads,))
+        self.d = init.ones((llm.mamba_heads,), (heads,))
+        self.norm = RMSNorm(inner, llm.norm_eps, init, groups=llm.mamba_groups, sharded=heads)
+        self.out = Linear(inner, llm.dim, init, std=residual_std(inner, llm), sharded_in=heads)
+        self.state = llm.mamba_state
+        self.groups, self.mesh = groups, init.mesh
+        self.chunk, self.backend = compute.scan_chunk, compute.scan_backend
+        self.dt_limit = llm.mamba_dt_limit
+
+    def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
+        inputs = self._scan_inputs(x_ND, self._project(x_ND), segments)
+        y_LhP = scan(*inputs, scan_segments(segments), chunk=self.chunk, backend=self.backend)
+        return self._scan_outputs(y_LhP, inputs.x, x_ND, segments)
+
+    def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
+        """State: the convolution's last inputs and the scan's state, at the end of each prompt."""
+        projected, rows = self._project(x_ND), scan_segments(segments)
+        inputs = self._scan_inputs(x_ND, projected, segments)
+        ends = rows.local_index(prompts.ends.last)
+        y_LhP, state_DhPS = ssd_and_states(*inputs, rows, ends, chunk=self.chunk)
+        inputs_NC = self._side_by_side(projected)[:, 0]
+        last_DkC = last_inputs(inputs_NC, *prompts.ends, self.conv_x.shape[0], segments)
+        share = prompts.share if segments.in_order is None else to_documents
+        state = [prompts.share(last_DkC, segments), share(state_DhPS, segments)]
+        return Prefilled(self._scan_outputs(y_LhP, inputs.x, x_ND, segments), [], state)
+
+    def step(
+        self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
+    ) -> tuple[Float[Array, "n D"], list[Array]]:
+        last_nkC, state_nHPS = state
+        window_nKC = jnp.concatenate([last_nkC, self._side_by_side(self._project(x_nD))], axis=1)
+        taps_K1C, bias_1C = self._taps(x_nD.dtype)
+        convolved_nC = jax.nn.silu(bias_1C[0] + (window_nKC * taps_K1C[:, 0]).sum(axis=1))
+        x_nHP, dt_nH, a_H, b_nGS, c_nGS = self._by_head(
+            convolved_nC, self._time_steps(x_nD), self._rates(x_nD)
+        )
+        b_nHS, c_nHS = (jnp.repeat(v, x_nHP.shape[1] // v.shape[1], axis=1) for v in (b_nGS, c_nGS))
+        added_nHPS = (dt_nH[..., None] * x_nHP)[..., None] * b_nHS[:, :, None]
+        state_nHPS = jnp.exp(dt_nH * a_H)[..., None, None] * state_nHPS + added_nHPS
+        y_nHP = jnp.einsum("nhps,nhs->nhp", state_nHPS, c_nHS.astype(state_nHPS.dtype))
+        y_nHP = y_nHP + self.d[...].astype(y_nHP.dtype)[:, None] * x_nHP
+        return self._finish(y_nHP, x_nD), [window_nKC[:, 1:], state_nHPS]
+
+    # --- before the scan ---
+
+    def _project(self, x_ND: Array) -> Convolved:
+        return Convolved(self.x(x_ND), self.b(x_ND), self.c(x_ND))
+
+    def _side_by_side(self, projected: Convolved, ranks: int = 1) -> Array:
+        """x, B and C of each rank's heads, [L, ranks, c]; a group whose heads lie on several is repeated."""
+        x_LI, *shared = projected
+        groups = shared[0].shape[1] // self.state
+        repeats = math.lcm(groups, ranks) // groups
+        b_LGS, c_LGS = (v.reshape(len(v), groups, -1).repeat(repeats, axis=1) for v in shared)
+        return jnp.concatenate([v.reshape(len(v), ranks, -1) for v in (x_LI, b_LGS, c_LGS)], axis=2)
+
+    def _taps(self, dtype: Any, ranks: int = 1) -> tuple[Array, Array]:
+        """This rank's taps [K, ranks, c] and biases [ranks, c] of the convolution."""
+        b_KC, c_KC = (own_part(w[...], 1, self.groups, self.mesh) for w in (self.conv_b, self.conv_c))
+        b_C, c_C = (own_part(b[...], 0, self.groups, self.mesh) for b in (self.conv_bias_b, self.conv_bias_c))
+        taps_KRc = self._side_by_side(Convolved(self.conv_x[...], b_KC, c_KC), ranks)
+        biases = Convolved(self.conv_bias_x[...][None], b_C[None], c_C[None])
+        return taps_KRc.astype(dtype), self._side_by_side(biases, ranks)[0].astype(dtype)
+
+    def _scan_inputs(self, x_ND: Array, projected: Convolved, segments: Segments) -> ScanInputs:
+        ranks = head_ranks(segments)
+        taps_KRc, bias_Rc = self._taps(x_ND.dtype, ranks)
+        inputs_Lc = to_heads(self._side_by_side(projected, ranks), segments)[:, 0]
+        convolved_Lc = causal_conv(
+            inputs_Lc,
+            own_heads(taps_KRc, segments, axis=1)[:, 0],
+            own_heads(bias_Rc, segments)[0],
+            scan_segments(segments),
+            silu=True,
+        )
+        dt_Lh = to_heads(self._time_steps(x_ND), segments)
+        return self._by_head(convolved_Lc, dt_Lh, own_heads(self._rates(x_ND), segments))
+
+    def _time_steps(self, x_ND: Array) -> Array:
+        acc = accumulation_dtype(x_ND)
+        dt_NH = jax.nn.softplus(self.dt(x_ND).astype(acc) + self.dt_bias[...].astype(acc))
+        return jnp.clip(dt_NH, *self.dt_limit)
+
+    def _rates(self, x_ND: Array) -> Array:
+        """Decay rates, negative, in promote(float32, x)."""
+        return -jnp.exp(self.a_log[...].astype(accumulation_dtype(x_ND)))
+
+    def _by_head(self, convolved_Lc: Array, dt_Lh: Array, a_h: Array) -> ScanInputs:
+        """convolved_Lc: x, B and C side by side."""
+        n, heads = dt_Lh.shape
+        inner = heads * (self.conv_x.shape[1] // len(self.a_log[...]))
+        x_LI, b_LU, c_LU = jnp.split(convolved_Lc, (inner, (inner + convolved_Lc.shape[1]) // 2), axis=1)
+        b_LGS, c_LGS = (v.reshape(n, -1, self.state) for v in (b_LU, c_LU))
+        return ScanInputs(x_LI.reshape(n, heads, -1), dt_Lh, a_h, b_LGS, c_LGS)
+
+    # --- after the scan ---
+
+    def _scan_outputs(self, y_LhP: Array, x_LhP: Array, x_ND: Array, segments: Segments) -> Array:
+        y_LhP = y_LhP + own_heads(self.d[...].astype(y_LhP.dtype), segments)[:, None] * x_LhP
+        return self._finish(to_tokens(y_LhP, segments, x_ND.dtype), x_ND)
+
+    def _finish(self, y_NHP: Array, x_ND: Array) -> Array:
+        gated_NI = y_NHP.reshape(len(x_ND), -1) * jax.nn.silu(self.z(x_ND).astype(y_NHP.dtype))
+        return self.out(self.norm(gated_NI).astype(x_ND.dtype))
+
+
+COST_CHUNK = 128
+"""Tokens of a scan chunk, as the cost counts them: pipeline stages do not depend on compute.scan_chunk."""
+
+
+def cost(llm: LLMConfig) -> float:
+    inner, shared = llm.mamba_heads * llm.mamba_head_dim, llm.mamba_groups * llm.mamba_state
+    scan = inner * (2 * llm.mamba_state + COST_CHUNK) + shared * COST_CHUNK
+    return float(llm.dim * (3 * inner + 2 * shared + llm.mamba_heads) + scan)
+
+
+KIND = LayerKind("M", "mamba", "Mamba2", Mamba2, cost)

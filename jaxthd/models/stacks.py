@@ -1,0 +1,63 @@
+"""The decoder's layers in memory: canonical stacks, and stacks as a pipeline's ranks hold them.
+
+parallel/stages.py says which row of a stack holds which layer.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxthd.config import LLMConfig, MeshConfig
+from jaxthd.models.mixers import LAYER_KINDS, layer_kind
+from jaxthd.parallel.stages import Stages
+
+
+def pipeline_stages(llm: LLMConfig, mesh: MeshConfig) -> Stages:
+    """The pipeline's stages: as the pattern's marks say, else divided by the layers' cost.
+
+    Raises ValueError as Stages.of, and for an unknown letter.
+    """
+    return Stages.of(llm.pattern, mesh, lambda letter: layer_kind(letter).cost(llm))
+
+
+def to_stages(tree: Any, stages: Stages) -> Any:
+    """Canonical stacks -> stacks as the pipeline's ranks hold them.
+
+    tree: any tree of arrays by the names of the module tree, such as parameters or an optimizer's moments.
+    """
+
+    def rows(letter: str, x: Any) -> Array:
+        layers = stages.layers(letter)
+        filled = (layers >= 0).reshape(-1, *(1,) * (x.ndim - 1))
+        return jnp.where(filled, jnp.take(x, jnp.maximum(layers, 0), axis=0), 0)
+
+    return _of_layers(rows, tree, stages)
+
+
+def from_stages(tree: Any, stages: Stages) -> Any:
+    """The inverse of to_stages."""
+
+    def canonical(letter: str, x: Any) -> Array:
+        layers = stages.layers(letter)
+        rows = np.flatnonzero(layers >= 0)
+        return jnp.take(x, rows[np.argsort(layers[rows])], axis=0)
+
+    return _of_layers(canonical, tree, stages)
+
+
+def _of_layers(change: Callable[[str, Any], Array], tree: Any, stages: Stages) -> Any:
+    if len(stages.patterns) == 1:
+        return tree
+    letters = {kind.name: letter for letter, kind in LAYER_KINDS.items()}
+
+    def leaf(path: tuple[Any, ...], x: Any) -> Any:
+        names = [str(getattr(key, "key", "")) for key in path]
+        if "layers" not in names or "mtp" in names:  # which all ranks hold whole
+            return x
+        return change(letters[names[names.index("layers") + 1]], x)
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)

@@ -1,0 +1,157 @@
+"""Modules used alone: made with nnx.Rngs, on one device, without a mesh, differentiated by nnx.grad."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxthd.config import ComputeConfig, EncoderConfig, LLMConfig
+from jaxthd.models.fastconformer import FastConformer
+from jaxthd.models.hybrid import Block, HybridDecoder
+from jaxthd.models.mixers import LAYER_KINDS, MLP, Attention, Mamba2, Mixer, MoE, RoutedMixer
+from jaxthd.models.mtp import MultiTokenPrediction
+from jaxthd.packing.document import SUBSAMPLING
+from jaxthd.packing.segments import Segments, segments_of
+from jaxthd.parallel.params import Init
+from tests.helpers import assert_same
+
+LENGTHS = (7, 1, 12, 3, 5)
+CAPACITY = 32
+DIM = 16
+BLOCK = 8
+LLM = LLMConfig(
+    pattern="ME*-M",
+    dim=DIM,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=6,
+    ffn_dim=24,
+    mamba_heads=4,
+    mamba_head_dim=8,
+    mamba_state=8,
+    mamba_groups=2,
+    experts=5,
+    expert_dim=7,
+    shared_expert_dim=9,
+    mtp_pattern="*E",
+)
+COMPUTE = ComputeConfig(dtype="float64", scan_chunk=6, attention_block=BLOCK, expert_block=4)
+PADDING = 30.0
+"""Size of what lies in padding, against 1 in documents: a leak shows."""
+
+
+def decoder_output(decoder: HybridDecoder, x_ND: Any, segments: Segments) -> Any:
+    return decoder.norm(decoder(x_ND, segments)[0])
+
+
+def depth_output(mtp: MultiTokenPrediction, x_ND: Any, segments: Segments) -> Any:
+    return mtp(0, x_ND, jnp.flip(x_ND, axis=1), segments)[0]
+
+
+MODULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "attention": (Attention, Attention.__call__),
+    "Mamba2": (Mamba2, Mamba2.__call__),
+    "MLP": (MLP, MLP.__call__),
+    "MoE": (MoE, MoE.__call__),
+    "block": (lambda *given: Block("M", *given), lambda block, x, segments: block(x, segments)[0]),
+    "decoder": (HybridDecoder, decoder_output),
+    "multi-token prediction": (MultiTokenPrediction, depth_output),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_packed_equals_each_document_alone(name: str):
+    """Outputs, and gradients of all parameters and of inputs, float64."""
+    make, apply = MODULES[name]
+    rng = np.random.default_rng(0)
+    x_ND, dy_ND = rng.normal(size=(2, CAPACITY, DIM))
+    real = sum(LENGTHS)
+    x_ND[real:] *= PADDING
+    dy_ND[real:] = 0
+    with jax.enable_x64(True):
+        module = make(LLM, nnx.Rngs(0), COMPUTE)
+
+        @nnx.jit
+        def run(module: Any, x_ND: Any, dy_ND: Any, segments: Segments) -> Any:
+            def total(module: Any, x_ND: Any) -> Any:
+                y_ND = apply(module, x_ND, segments)
+                return (y_ND * dy_ND).sum(), y_ND
+
+            gradients, y_ND = nnx.grad(total, argnums=(0, 1), has_aux=True)(module, x_ND)
+            return y_ND, nnx.to_pure_dict(gradients[0]), gradients[1]
+
+        y_ND, dparams, dx_ND = run(module, x_ND, dy_ND, segments_of(LENGTHS, CAPACITY, block=BLOCK))
+        assert y_ND.dtype == jnp.float64
+        assert not np.any(dx_ND[real:])
+        total = jax.tree.map(np.zeros_like, dparams)
+        start = 0
+        for length in LENGTHS:
+            mine = slice(start, start + length)
+            start += length
+            segments = replace(segments_of([length], CAPACITY, block=BLOCK), documents=len(LENGTHS))
+            alone = [np.full_like(x_ND, PADDING), np.zeros_like(dy_ND)]
+            alone[0][:length], alone[1][:length] = x_ND[mine], dy_ND[mine]
+            y, dparams_alone, dx = run(module, *alone, segments)
+            assert_same((y_ND[mine], dx_ND[mine]), (y[:length], dx[:length]), 1e-10)
+            total = jax.tree.map(np.add, total, dparams_alone)
+        assert_same(dparams, total, 1e-10)
+        assert all(np.any(g) for g in jax.tree.leaves(total))
+
+
+def test_clips_packed_equal_each_clip_alone():
+    config = EncoderConfig(num_mels=16, layers=1, dim=DIM, heads=2, ffn_dim=24, subsampling_channels=4)
+    rng = np.random.default_rng(0)
+    mels_AM = rng.normal(size=(CAPACITY * SUBSAMPLING, config.num_mels))
+    lengths = [SUBSAMPLING * n - 3 for n in LENGTHS]
+    mask_A = np.zeros(len(mels_AM), bool)
+    start, spans = 0, []
+    for length, frames in zip(lengths, LENGTHS, strict=True):
+        spans.append(slice(start, start + frames))
+        mask_A[SUBSAMPLING * start : SUBSAMPLING * start + length] = True
+        start += frames
+    with jax.enable_x64(True):
+        encoder = FastConformer(config, nnx.Rngs(0), COMPUTE)
+
+        @nnx.jit
+        def run(encoder: FastConformer, mels_AM: Any, mask_A: Any, segments: Segments) -> Any:
+            return encoder(mels_AM, mask_A, segments)[0]
+
+        y_ED = run(encoder, mels_AM, mask_A, segments_of(LENGTHS, CAPACITY, block=BLOCK))
+        for span, frames in zip(spans, LENGTHS, strict=True):
+            segments = replace(segments_of([frames], CAPACITY, block=BLOCK), documents=len(LENGTHS))
+            alone = [np.zeros_like(mels_AM), np.zeros_like(mask_A)]
+            mine = slice(SUBSAMPLING * span.start, SUBSAMPLING * span.stop)
+            for whole, part in zip(alone, (mels_AM, mask_A), strict=True):
+                whole[: SUBSAMPLING * frames] = part[mine]
+            assert_same(y_ED[span], run(encoder, *alone, segments)[:frames], 1e-10)
+
+
+def test_the_defaults_are_enough():
+    """As docs/api.md shows it."""
+    mixer = Mamba2(LLMConfig(dim=64), nnx.Rngs(0))
+    segments = segments_of([5, 3])
+    gradients = nnx.jit(nnx.grad(lambda m: m(jnp.ones((8, 64)), segments).sum()))(mixer)
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(gradients))
+
+
+def test_rngs_give_the_draws_of_their_key():
+    """Init holds a key stream; nnx.Rngs gives it its first key."""
+    with_rngs = nnx.state(MLP(LLM, nnx.Rngs(3)))
+    with_init = nnx.state(MLP(LLM, Init(nnx.Rngs(3).params())))
+    jax.tree.map(np.testing.assert_array_equal, with_rngs, with_init)
+
+
+@pytest.mark.parametrize("letter", LAYER_KINDS)
+def test_every_kind_of_layer_offers_a_mixer(letter: str):
+    kind = LAYER_KINDS[letter]
+    mixer = nnx.eval_shape(lambda: kind.mixer(LLM, Init(jax.random.key(0)), ComputeConfig()))
+    assert kind.letter == letter
+    assert isinstance(mixer, Mixer)
+    assert isinstance(mixer, RoutedMixer) == (letter == "E")
+    assert kind.cost(LLM) > 0
+    assert kind.cost(replace(LLM, dim=2 * DIM)) > kind.cost(LLM)
