@@ -276,5 +276,7 @@ def test_a_model_without_an_encoder_reads_no_audio_and_skips_documents_with_reco
         found = list(islice(loader, 6))
     assert set(keys(found)) == {"1:", "2:", "3:"}
     assert not any(batch.has_audio for batch, _ in found)
-    reasons = {x["key"]: x["reason"] for x in map(json.loads, (folder / "skipped.jsonl").open())}
+    reasons = {
+        x["key"]: x["reason"] for x in map(json.loads, (folder / "skipped.jsonl").read_text().splitlines())
+    }
     assert reasons["1:a.wav"] == "it holds a recording, and the model has no encoder"
