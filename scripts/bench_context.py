@@ -142,7 +142,7 @@ def layer_bytes(
 
 
 def all_to_all_bytes(llm: LLMConfig, context: int, activation: int, *, gate: bool) -> float:
-    """Bytes per token of the buffer when heads, not tokens, are spread during the scan; forward + backward.
+    """Bytes per token of the buffer when heads, not tokens, are sharded during the scan; forward + backward.
 
     x, B, C and dt go there (and the gate z where the whole in-projection does), y comes back.
     """

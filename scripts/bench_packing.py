@@ -109,7 +109,7 @@ def text_documents(count: int, longest: int = TEXT_LONGEST) -> list[Document]:
 
 
 def speech_documents(manifest: str, config: Config) -> list[Document]:
-    """At most MOST_RECORDINGS documents of a manifest, in a seeded random order; faulty ones are left out."""
+    """At most MOST_RECORDINGS documents of a manifest, in a seeded random order; faulty ones are skipped."""
     documents = SpeechDocuments(config, load_tokenizer(config.data.tokenizer), train=False)
     examples, _ = read_manifest(manifest)
     order = np.random.default_rng(0).permutation(len(examples))[:MOST_RECORDINGS]

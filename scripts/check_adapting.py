@@ -216,8 +216,8 @@ def adapt(options: argparse.Namespace, work: Path) -> list[Claim]:
     claims.append(Claim(f"training loss {losses[0]:.2f} -> {losses[-1]:.2f}", losses[-1] < 0.9 * losses[0]))
 
     print(run("evaluate", "--config", file, "--weights", workdir, "--out", work / "evaluated"))
-    heard = (work / "evaluated" / "validation.jsonl").read_text().splitlines()
-    claims.append(Claim(f"{len(heard)} of 8 hypotheses written", len(heard) == 8))
+    hypotheses = (work / "evaluated" / "validation.jsonl").read_text().splitlines()
+    claims.append(Claim(f"{len(hypotheses)} of 8 hypotheses written", len(hypotheses) == 8))
 
     audio = lines[0]["audio_filepath"]
     answered = work / "answers.jsonl"

@@ -7,7 +7,7 @@ Transformer Engine and jax check, convert and divide what they are given before 
 that runs on a CPU, and only the kernels are others: dense ones, which know of a call what a kernel knows,
 the pieces' lengths and where these start (tests/ops/dense_kernels.py). Transformer Engine's compiled part,
 which needs CUDA, is replaced by a stand-in; its Python part is the one that is installed, of version 2.18 or
-later. A back-end whose library is missing is left out, and said so.
+later. A back-end whose library is missing is skipped and reported.
 
 Each back-end then passes what admission measures it by, with as many key/value heads as query heads and
 fewer; and the whole model's loss and gradients on meshes of 8 simulated devices, in float32, are compared

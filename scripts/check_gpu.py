@@ -177,14 +177,14 @@ def model_flops(config: Config, documents: Sequence[Document]) -> float:
     supervised = sum(int(d.supervised.sum()) for d in documents)
     pairs = sum(len(d) * (len(d) + 1) / 2 for d in documents) * llm.letters.count("*")
     chunks = [-(-len(chunk) // 8) for d in documents for chunk in d.chunks]
-    heard = sum(n * n for n in chunks) * encoder.layers
+    attended = sum(n * n for n in chunks) * encoder.layers
     scan = llm.letters.count("M") * tokens * 2 * llm.mamba_heads * llm.mamba_head_dim * llm.mamba_state
     return 6 * (
         matrices["decoder"] * tokens
         + matrices["encoder"] * frames
         + llm.vocab_size * llm.dim * supervised
         + 2 * pairs * llm.q_heads * llm.head_dim
-        + 2 * heard * encoder.dim
+        + 2 * attended * encoder.dim
         + scan
     )
 

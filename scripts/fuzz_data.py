@@ -5,7 +5,7 @@
 Makes damaged inputs, a function of (seed, number of the input) each: lines of utterances and conversations,
 and cuts of Lhotse Shar, as bytes and as values; recordings, as files and as samples; tar files, as bytes and
 as headers. Reads them by the path of a training run: a data set, its documents made in worker processes,
-packed, what is left out in a skip log. Prints a table; exits 1 and lists what went wrong where
+packed, what is skipped in a skip log. Prints a table; exits 1 and lists what went wrong where
 
 - anything is raised but UserError for a data set without a usable line;
 - reading a line or a recording takes more than 5 s, or ends its process;

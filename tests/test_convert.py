@@ -119,7 +119,7 @@ def test_bfloat16_rounds_once(omni, tmp_path):
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1, 2), (1, 2, 2, 1), (2, 2, 1, 1)])
 def test_any_mesh_holds_the_same_weights(omni, mesh):
-    """Streamed into shards: cut, spread and divided into stages."""
+    """Streamed into shards: tensor-sharded, FSDP-sharded and divided into stages."""
     published, imported = omni
     model = model_config(published, model=BASE)
     one = Config(model=model)

@@ -63,28 +63,28 @@ def test_sets_are_evaluated_each_and_as_the_whole_is_on_another_mesh(
     assert "2 skipped documents are listed" in shown
     spoken, tokens = {}, {}
     for name, numbers in (("first", range(1, 8)), ("other", range(1, 14))):
-        heard, figures = lines(tmp_path / "sets" / f"{name}.jsonl"), summary["sets"][name]
-        assert [line["key"] for line in heard] == [
+        hypotheses, figures = lines(tmp_path / "sets" / f"{name}.jsonl"), summary["sets"][name]
+        assert [line["key"] for line in hypotheses] == [
             f"{n}:{n - 1 + 7 * (name == 'other')}.wav" for n in numbers
         ]
-        assert figures["documents"] == len(heard)
+        assert figures["documents"] == len(hypotheses)
         # Independently of how documents are counted: over all texts at once.
-        said, got = ([" ".join(line[k].split()) for line in heard] for k in ("reference", "hypothesis"))
+        said, got = ([" ".join(line[k].split()) for line in hypotheses] for k in ("reference", "hypothesis"))
         words = jiwer.process_words(said, got)
         assert figures["wer"] == pytest.approx(words.wer)
         assert figures["cer"] == pytest.approx(jiwer.cer(said, got))
         for kind in ("substitutions", "deletions", "insertions"):
-            assert figures[kind] == getattr(words, kind) == sum(line[kind] for line in heard)
-        for line, reference, hypothesis in zip(heard, said, got, strict=True):
+            assert figures[kind] == getattr(words, kind) == sum(line[kind] for line in hypotheses)
+        for line, reference, hypothesis in zip(hypotheses, said, got, strict=True):
             assert line["wer"] == pytest.approx(jiwer.wer(reference, hypothesis))
-        assert figures["audio_seconds"] == pytest.approx(sum(line["audio_seconds"] for line in heard))
-        assert figures["cut_off"] == sum(not line["ended"] for line in heard)
+        assert figures["audio_seconds"] == pytest.approx(sum(line["audio_seconds"] for line in hypotheses))
+        assert figures["cut_off"] == sum(not line["ended"] for line in hypotheses)
         assert figures["real_time_factor"] == pytest.approx(figures["seconds"] / figures["audio_seconds"])
         assert figures["real_time_factor"] > 0
         assert f"  {name} " in shown
         assert f"{figures['wer']:.2%}" in shown
-        spoken[name] = {line["reference"]: line["audio_seconds"] for line in heard}
-        tokens[name] = sum(len(line["reference"].encode()) + 1 for line in heard)
+        spoken[name] = {line["reference"]: line["audio_seconds"] for line in hypotheses}
+        tokens[name] = sum(len(line["reference"].encode()) + 1 for line in hypotheses)
     assert len({seconds for of_set in spoken.values() for seconds in of_set.values()}) > 15, "ragged"
 
     # All of it, on a pipeline, as one set without a name; the weights from Hugging Face folders.
@@ -95,12 +95,12 @@ def test_sets_are_evaluated_each_and_as_the_whole_is_on_another_mesh(
     for name in ("loss", "accuracy"):
         mean = sum(summary["sets"][s][name] * tokens[s] for s in tokens) / sum(tokens.values())
         assert whole[name] == pytest.approx(mean, rel=1e-5)
-    heard = {
+    hypotheses = {
         line["reference"]: line["audio_seconds"] for line in lines(tmp_path / "whole" / "manifest.jsonl")
     }
-    assert heard == spoken["first"] | spoken["other"]
+    assert hypotheses == spoken["first"] | spoken["other"]
     normalise = make_normaliser("basic")
-    assert whole["words"] == sum(len(normalise(reference).split()) for reference in heard)
+    assert whole["words"] == sum(len(normalise(reference).split()) for reference in hypotheses)
 
 
 def test_what_cannot_be_evaluated_is_refused(

@@ -95,8 +95,8 @@ def test_the_checkpoints_weights_answer(run: Path):
     for got, want in zip(*map(jax.tree.leaves, (loaded._params, saved.params)), strict=True):
         assert got.sharding == want.sharding
         np.testing.assert_array_equal(got, want)
-    heard = Turn("user", ("What? ", Clip(run / "b.wav")))
-    said = [Example("x", (heard,)), Example("y", (Turn("user", ("é",)),))]
+    question = Turn("user", ("What? ", Clip(run / "b.wav")))
+    said = [Example("x", (question,)), Example("y", (Turn("user", ("é",)),))]
     answers = generate.generate(said, config, [run / "run"], temperature=0.9, **settings)
     assert answers == loaded.generate(said, temperature=0.9)
     assert answers[0].tokens != answers[1].tokens
@@ -243,7 +243,7 @@ def test_a_chat_goes_on_from_what_was_said(monkeypatch: pytest.MonkeyPatch, caps
 
         def stream(self, conversations: Any, **settings: Any) -> Iterator[AnswerDelta]:
             (example,) = conversations
-            heard.append([turn.parts for turn in example.turns])
+            prompts.append([turn.parts for turn in example.turns])
             assert settings == {"temperature": 0.5}
             last = example.turns[-1].parts[-1]
             if last == "fail":
@@ -253,13 +253,13 @@ def test_a_chat_goes_on_from_what_was_said(monkeypatch: pytest.MonkeyPatch, caps
                 raise KeyboardInterrupt
             yield AnswerDelta(0, "" if last == "silence" else f"<{len(example.turns)}>", (), "stop")
 
-    heard: list[Any] = []
+    prompts: list[Any] = []
     lines = ["one", "", "/audio a.wav", "two", "fail", "silence", "interrupt", "three", "/new"]
     lines += ["/audio b.wav", "/audio a.wav", "{audio} or {audio}?", "/quit", "never"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
     chat.chat(Echo(), {"temperature": 0.5}, None)
     first = [("one",), ("<1>",), (A, "two"), ("<3>",)]
-    assert heard == [
+    assert prompts == [
         [("one",)],
         first[:3],
         [*first, ("fail",)],

@@ -141,11 +141,11 @@ def test_a_run_leaves_pictures_and_what_it_decoded(uninterrupted: Path):
     assert {"curves.png", "last_batch.png", "config.json", "tensorboard"} <= {
         path.name for path in uninterrupted.iterdir()
     }
-    heard = [json.loads(line) for line in (uninterrupted / "hypotheses.jsonl").read_text().splitlines()]
-    assert len(heard) == 20
+    written = [json.loads(line) for line in (uninterrupted / "hypotheses.jsonl").read_text().splitlines()]
+    assert len(written) == 20
     fields = {"key", "reference", "hypothesis", "audio_seconds", "ended"}
-    assert all(set(line) == fields for line in heard)
-    assert {"number 0", "number 7"} <= {" ".join(line["reference"].split()[:2]) for line in heard}
+    assert all(set(line) == fields for line in written)
+    assert {"number 0", "number 7"} <= {" ".join(line["reference"].split()[:2]) for line in written}
 
 
 def test_what_is_skipped_documents_is_listed_with_a_reason(uninterrupted: Path):

@@ -162,7 +162,7 @@ class SpeechData:
 
     def _identity(self) -> dict[str, Any]:
         """What the training documents depend on besides what make_loader adds, as JSON gives it back."""
-        data, encoder = self._config.data, self._config.model.audio_encoder
+        data, encoder = self._config.data, self._config.model.encoder
         names = ("tokenizer", "template", "system_prompt", "prompt", "audio_placeholder")
         return {
             "manifest": [source.digest() for source in self._sources],

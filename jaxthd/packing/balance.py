@@ -1,4 +1,4 @@
-"""Even work over ranks: attention over the context ranks, encoder chunks over the ranks that share a buffer.
+"""Divides work evenly: attention over the context ranks, encoder chunks over the audio ranks.
 
 Attention work of a token is position + 1, the keys it sees. Under whole-buffer DualChunkSwap the order of
 documents inside the buffer is free, and decides how even the work is.
@@ -74,7 +74,8 @@ def _rank_work(
 ) -> np.ndarray:
     """Attention work per rank of each candidate order [C, D], int64 [C, context], by prefix sums.
 
-    Work below a chunk boundary: that of the documents before the one the boundary cuts, plus a triangle.
+    Work below a context chunk's boundary: that of the documents before the one that it divides, plus a
+    triangle.
     """
     n, taken = lengths[orders], slots[orders]
     starts = np.cumsum(taken, 1) - taken

@@ -84,7 +84,7 @@ def shard_packed(
 
     packed: what packed_from_padded returns, with or without chunks. input_ids, labels, position_ids and
         padding_mask shrink to N / context; every other key stays as it is (lengths remain global, as
-        Transformer Engine wants them). Padding behind the last document is dealt out as one more document.
+        Transformer Engine wants them). Padding behind the last document is divided like one more document.
     [[1, 2, 3, 4], [5, 6, 7, 8]] in 2 chunks, context 2: rank 0 gets [[1, 4], [5, 8]], rank 1
     [[2, 3], [6, 7]].
     context 1 or None returns `packed` itself.

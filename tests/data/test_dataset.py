@@ -262,3 +262,21 @@ def test_end_id_is_what_ends_the_answers(folder: Path):
     with data.training() as loader:
         batch, _ = next(loader)
     assert batch.targets[batch.weights > 0][-1] == data.end_id
+
+
+def test_a_model_without_an_encoder_reads_no_audio_and_skips_documents_with_recordings(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("jaxthd.data.speech.load_audio", None)
+    lines = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x" * n}]}
+             for n in (1, 5, 9)]  # fmt: skip
+    write(folder / "text.jsonl", *lines)
+    settings = replace(config(folder, "text.jsonl", "speech.jsonl"), model=ModelConfig(encoder=None))
+    with SpeechData(settings, folder).training() as loader:
+        found = list(islice(loader, 6))
+    assert set(keys(found)) == {"1:", "2:", "3:"}
+    assert not any(batch.has_audio for batch, _ in found)
+    reasons = {
+        x["key"]: x["reason"] for x in map(json.loads, (folder / "skipped.jsonl").read_text().splitlines())
+    }
+    assert reasons["1:a.wav"] == "it holds a recording, and the model has no encoder"

@@ -33,9 +33,9 @@ def test_all_sides_hold_every_document_and_supervise_the_same_pairs():
     packed, audio = content(sides["packed"])
     assert packed.total() == sum(map(len, DOCUMENTS))
     for name in ("random", "sorted"):
-        tokens, heard = content(sides[name])
+        tokens, seconds = content(sides[name])
         assert tokens == packed
-        assert heard == pytest.approx(audio)
+        assert seconds == pytest.approx(audio)
     assert len({bench.shapes(b) for b in sides["packed"]}) == 1
 
 

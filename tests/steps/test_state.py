@@ -48,8 +48,8 @@ def test_a_device_holds_its_part_of_parameters_and_moments():
     alone = config(MeshConfig())
     whole = init_state(Blueprint(alone), make_mesh(alone.mesh))
     for mesh, most in ((MeshConfig(8), 0.16), (MESH, 0.26)):
-        spread = config(mesh)
-        state = init_state(Blueprint(spread), make_mesh(mesh))
+        sharded = config(mesh)
+        state = init_state(Blueprint(sharded), make_mesh(mesh))
         for name in ("params", "opt_state"):
             part = bytes_on_a_device(state, name) / bytes_on_a_device(whole, name)
             assert 0.124 < part < most, (mesh, name, part)

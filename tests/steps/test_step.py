@@ -105,7 +105,7 @@ def test_gradients_of_a_frequent_token_are_summed_in_float32():
     np.testing.assert_allclose(found[0], 2000, rtol=1e-6)
 
 
-def test_an_update_that_is_not_finite_is_left_out_and_counted():
+def test_an_update_that_is_not_finite_is_skipped_and_counted():
     """A batch with a NaN, then an infinity, between sound ones: as if they had never been seen."""
     config = Config(mesh=MeshConfig(context=2), model=MODEL)
     mesh = make_mesh(config.mesh)

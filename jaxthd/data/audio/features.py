@@ -1,4 +1,4 @@
-"""Log-mel features and their masks in NumPy: computed in the loader's workers, not on the device.
+"""Log-mel features and their masks, in NumPy: the loader's workers compute them, not the device.
 
 Legend: S samples at 16 kHz, F mel frames (10 ms), W window samples, B bins of the spectrum, M mel bands.
 """
@@ -65,8 +65,8 @@ def mel_filterbank(num_mels: int) -> Float64[np.ndarray, "B M"]:
 
 @functools.cache
 def _sparse_filterbank(num_mels: int) -> scipy.sparse.csr_array:
-    """[M, B]. A bin is in two bands at most. And BLAS puts threads on products this small: with it two
-    seconds of speech took 7 ms in all, so 0.5.
+    """The filters, sparse, [M, B]: a bin is in two bands at most. With a dense product, for which BLAS starts
+    threads, two seconds of speech took 7 ms in all; with this one 0.5 ms.
     """
     return scipy.sparse.csr_array(mel_filterbank(num_mels).T)
 
@@ -115,7 +115,7 @@ def spec_augment(
     """The encoder chunks of one recording with bands and spans of it set to 0, the mean after normalisation.
 
     freq_masks times: 0 to freq_width bands, anywhere. time_masks times: 0 to time_width of all frames (at
-    least one frame may be drawn), anywhere, across chunks too. Every width and every place is as likely.
+    least one frame may be drawn), anywhere, across chunks too. Widths and positions are uniform.
     Source: Park et al., SpecAugment (2019); spans that grow with the recording: Park et al. (2020).
     """
     masked_FM = np.concatenate(chunks)

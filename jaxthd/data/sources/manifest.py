@@ -75,7 +75,7 @@ class ManifestSource(Source):
 
 
 Locate = Callable[[str], Clip]
-"""Where the recording of that name lies; raises ValueError, with the reason, where there is none."""
+"""(name) -> where the recording lies. Raises ValueError, with the reason, where there is none."""
 
 
 def read_manifest(
@@ -146,7 +146,7 @@ def _is_conversation(entry: dict[str, Any]) -> bool:
 def read_chats(path: str | Path, *, prompt: str = "{audio}", placeholder: str = "{audio}") -> list[Example]:
     """Reads conversations to be answered, in the formats of a manifest: each ends with a turn of the user's.
 
-    An utterance needs no text, and one that it has is left aside. prompt, placeholder: as read_manifest.
+    An utterance needs no text; if it has one, that is ignored. prompt, placeholder: as read_manifest.
     Raises FileNotFoundError when there is no such file, UserError where a line cannot be used.
     """
     path = Path(path)
@@ -212,7 +212,7 @@ def _turns(entry: dict[str, Any], locate: Locate, placeholder: str) -> tuple[Tur
 def _messages(
     entry: dict[str, Any], locate: Locate, placeholder: str
 ) -> Iterator[tuple[Role, list[str | Clip | None]]]:
-    """(role, parts) of each entry; a part that is None is the next of the recordings listed beside them."""
+    """(role, parts) of each entry. None among the parts: the next of the recordings listed beside them."""
     nemo = "conversations" in entry
     field, speaker = ("conversations", "from") if nemo else ("messages", "role")
     for count, item in enumerate(json_list(entry[field], field), start=1):

@@ -28,11 +28,11 @@ from jaxthd.data.sources.source import SourceSetting
 from jaxthd.files.cache import user_cache
 
 VERSION = 2
-"""Goes up with every change of the files made, so that an old cache is not taken for a new one."""
+"""Goes up with every change of the files made, so that an old cache is not used for a new one."""
 
-# An accent and a variant of the voice. Validation holds out variants, so every one of its voices is unheard.
+# An accent and a variant of the voice. Validation has variants of its own: all its voices are new.
 _ACCENTS = ("gmw/en-US", "gmw/en", "gmw/en-GB-scotland", "gmw/en-GB-x-rp")
-# Training has many, since a model that knows ten voices does not understand an eleventh. Left out are robots,
+# Training has many, since a model that knows ten voices does not understand an eleventh. Excluded are robots,
 # whispers, and voices that espeak-ng does not say alike twice (Reed, caleb).
 # fmt: off
 _VARIANTS = {
@@ -129,7 +129,7 @@ def _utterance(folder: Path, name: str, split: str, seed: int, say: Say) -> str:
 def _text(rng: np.random.Generator) -> str:
     """Digit strings (six in ten), single words and commands; lengths fall off geometrically.
 
-    Many have a single word: from those a new model first learns to listen.
+    Many have a single word: a new model first learns to use the audio from those.
     """
     kind = rng.random()
     if kind < 0.6:

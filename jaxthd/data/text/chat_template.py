@@ -1,8 +1,9 @@
 """Turns written by a checkpoint's own chat template, and which of its tokens are the assistant's.
 
-A template gives text and does not say what is whose. Unless it does, by generation tags, it is asked: an
-answer, as any text, is where a sign put in its place comes out; what the template writes between the prompt
-for an answer and the answer is the answer's too; and so is all up to the token that ends it.
+A template gives text, but does not say which part of it is an answer, unless it has generation tags. Without
+them each text is replaced in turn by a sign, and the place where the sign comes out is the text's span. What
+the template writes between the prompt for an answer and the answer belongs to the answer, and so does all up
+to the token that ends it.
 """
 
 import reprlib
@@ -16,17 +17,17 @@ from jaxthd.data.text.tokenizer import FileTokenizer
 from jaxthd.errors import UserError
 
 _SIGN, _RECORDING = "\ufdd3", "\ufdd0"
-"""In a text's place; and for a recording, where the tokenizer has no token for it. Unicode assigns them to no
+"""For a text; and for a recording where the tokenizer has no token for one. Unicode assigns them to no
 character: no text has them."""
 _RESERVED = frozenset((_SIGN, _RECORDING, SUPERVISED, SUPERVISED_END))
-_HEARD = {"type": "audio", "audio": ""}
+_AUDIO_PART = {"type": "audio", "audio": ""}
 
 Span = tuple[int, int]
 """From and to, in characters."""
 
 
 class _Token(NamedTuple):
-    """start, end: of the characters that it stands for."""
+    """start, end: the characters that the token stands for."""
 
     id: int
     start: int
@@ -34,7 +35,7 @@ class _Token(NamedTuple):
 
 
 class _Rendered(NamedTuple):
-    """supervised: what the template's generation tags hold."""
+    """A template's text. supervised: the spans that its generation tags mark."""
 
     text: str
     supervised: list[Span]
@@ -48,9 +49,9 @@ class ChatTemplate:
     reads these, a list of {"type": "audio"} and {"type": "text"}. A recording becomes tokenizer.recording.
     end_id: the token that the template writes after an answer.
 
-    Raises UserError on construction, and when used, for a template that fails, and for one that leaves out
-    what is said or what ends an answer; when used, ValueError for text that holds a special token, alone or
-    with what the template writes beside it, and for an empty answer.
+    Raises UserError, on construction and when used, for a template that fails or that omits a text or the end
+    of an answer. When used, raises ValueError for a text that holds a special token, alone or together with
+    what the template writes beside it, and for an empty answer.
     """
 
     def __init__(self, tokenizer: FileTokenizer, options: Mapping[str, Any]) -> None:
@@ -68,17 +69,17 @@ class ChatTemplate:
         if not self._has_strings and not self._writes([_text(_SIGN)], 0):
             self._rendered([([{"role": "user", "content": _SIGN}], True)])  # it may say what is wrong
             raise UserError(self._complaint("leaves out what the user says"))
-        self._has_recordings = self._writes([_HEARD, _text(_SIGN)], 1)
+        self._has_recordings = self._writes([_AUDIO_PART, _text(_SIGN)], 1)
         self.end_id = tokenizer.eos_id
         self.end_id = self._find_end()
 
     def prompt(self, turns: Sequence[Turn]) -> list[int]:
-        """The turns, and what the template writes before the assistant's answer to them."""
+        """Token ids of the turns and of what the template writes before the assistant's answer to them."""
         self._check_texts(turns)
         signed = self._signed(turns).values()
         whole, *others = self._render([(turns, True), *((other, True) for other in signed)])
         tokens = self._encode(whole.text, turns)
-        self._check_specials(whole.text, tokens, [_place(whole, other) for other in others])
+        self._check_specials(whole.text, tokens, [_span_of(whole, other) for other in others])
         return self._expanded(tokens, [False] * len(tokens))[0]
 
     def written(self, turns: Sequence[Turn]) -> tuple[list[int], list[bool]]:
@@ -88,12 +89,12 @@ class ChatTemplate:
         asked = [k for k, turn in enumerate(turns) if turn.role == "assistant" and k]
         others = [*((other, False) for other in signed.values()), *((turns[:k], True) for k in asked)]
         whole, *rendered = self._render([(turns, False), *others])
-        places = {at: _place(whole, other) for at, other in zip(signed, rendered, strict=False)}
+        spans = {at: _span_of(whole, other) for at, other in zip(signed, rendered, strict=False)}
         prompts = {k: other.text for k, other in zip(asked, rendered[len(signed) :], strict=True)}
         tokens = self._encode(whole.text, turns)
-        self._check_specials(whole.text, tokens, places.values())
+        self._check_specials(whole.text, tokens, spans.values())
         supervised = [False] * len(tokens)
-        for start, end in whole.supervised or self._answers(whole.text, turns, places, prompts):
+        for start, end in whole.supervised or self._answers(whole.text, turns, spans, prompts):
             self._supervise(tokens, supervised, start, end)
         return self._expanded(tokens, supervised)
 
@@ -101,20 +102,20 @@ class ChatTemplate:
         self,
         text: str,
         turns: Sequence[Turn],
-        places: Mapping[tuple[int, int], Span | None],
+        spans: Mapping[tuple[int, int], Span | None],
         prompts: Mapping[int, str],
     ) -> Iterator[Span]:
-        """Where the answers are in the text, with what the template writes before them of its own."""
+        """The answers' spans in the text, with what the template writes before each as part of it."""
         for k, turn in enumerate(turns):
             if turn.role != "assistant":
                 continue
-            start, end = places[k, 0] or self._only_place(text, str(turn.parts[0]).strip())
+            start, end = spans[k, 0] or self._only_span(text, str(turn.parts[0]).strip())
             asked = prompts.get(k, text)
             # What follows the prompt is generated, before the answer or in it; other prompts say nothing.
             yield (len(asked) if text.startswith(asked) and len(asked) < end else start), end
 
-    def _only_place(self, text: str, answer: str) -> Span:
-        """For a template that writes other things around another answer."""
+    def _only_span(self, text: str, answer: str) -> Span:
+        """The answer's only occurrence, for a template that writes other text around another answer."""
         count = text.count(answer)
         if count != 1:
             raise UserError(
@@ -130,7 +131,7 @@ class ChatTemplate:
         """Marks the tokens of a span, and those up to the one that ends the answer, if one does."""
 
         def begins(token: _Token) -> bool:
-            """With its first character, or with a later one, as transformers' assistant_masks has it."""
+            """With its first character or a later one, as in transformers' assistant_masks."""
             return token.start >= start or (token.end > start and not self._is_mark(token))
 
         first = next((i for i, token in enumerate(tokens) if begins(token)), len(tokens))
@@ -153,7 +154,7 @@ class ChatTemplate:
         turns = (Turn("user", ("Is it?",)), Turn("assistant", ("It is so.",)))
         signed = (turns[0], Turn("assistant", (_SIGN,)))
         whole, other = self._render([(turns, False), (signed, False)])
-        _, answered = _place(whole, other) or self._only_place(whole.text, "It is so.")
+        _, answered = _span_of(whole, other) or self._only_span(whole.text, "It is so.")
         tokens = [token for token in self._encode(whole.text, turns) if token.start >= answered]
         end = next((token.id for token in tokens if self._is_mark(token)), None)
         if end is None:
@@ -184,14 +185,14 @@ class ChatTemplate:
         )
 
     def _message(self, turn: Turn) -> dict[str, Any]:
-        """As transformers has messages."""
+        """The turn as transformers writes messages."""
         texts = [part if isinstance(part, str) else None for part in turn.parts]
         if self._has_strings and not (self._has_recordings and None in texts):
             return {"role": turn.role, "content": "".join(self._mark if t is None else t for t in texts)}
-        return {"role": turn.role, "content": [_HEARD if t is None else _text(t) for t in texts]}
+        return {"role": turn.role, "content": [_AUDIO_PART if t is None else _text(t) for t in texts]}
 
     def _writes(self, content: Any, recordings: int) -> bool:
-        """Whether the sign in a message's content comes out once, and so many recordings."""
+        """Whether the text of a message with this content holds the sign once, and so many recordings."""
         try:
             (text,) = self._rendered([([{"role": "user", "content": content}], True)])
         except UserError:
@@ -199,7 +200,7 @@ class ChatTemplate:
         return text.count(_SIGN) == 1 and text.count(self._mark) == recordings
 
     def _signed(self, turns: Sequence[Turn]) -> dict[tuple[int, int], list[Turn]]:
-        """By the turn's number and the part's: the turns, with the sign for that text."""
+        """By the numbers of turn and part: the turns, with the sign in place of that text."""
 
         def sign(k: int, p: int) -> list[Turn]:
             parts = (*turns[k].parts[:p], _SIGN, *turns[k].parts[p + 1 :])
@@ -225,14 +226,14 @@ class ChatTemplate:
     # --- tokens ---
 
     def _encode(self, text: str, turns: Sequence[Turn]) -> list[_Token]:
-        """Raises UserError where the text has not as many recordings as the turns."""
+        """Raises UserError where the text does not have as many recordings as the turns."""
         tokens: list[_Token] = []
         at = 0
         for piece in text.split(_RECORDING):
             if at:
                 tokens.append(_Token(self._tokenizer.audio_id, at - 1, at))
-            ids, places = self._tokenizer.encode_places(piece)
-            tokens += [_Token(i, at + a, at + b) for i, (a, b) in zip(ids, places, strict=True)]
+            ids, spans = self._tokenizer.encode_spans(piece)
+            tokens += [_Token(i, at + a, at + b) for i, (a, b) in zip(ids, spans, strict=True)]
             at += len(piece) + 1
         found = sum(token.id == self._tokenizer.audio_id for token in tokens)
         wanted = sum(not isinstance(part, str) for part in chain(*(turn.parts for turn in turns)))
@@ -240,9 +241,9 @@ class ChatTemplate:
             raise UserError(self._complaint(f"writes {found} recordings; expected {wanted}"))
         return tokens
 
-    def _check_specials(self, text: str, tokens: Sequence[_Token], places: Iterable[Span | None]) -> None:
-        """Raises ValueError where a special token stands on what somebody says. What it swallows of spaces
-        beside it does not count.
+    def _check_specials(self, text: str, tokens: Sequence[_Token], spans: Iterable[Span | None]) -> None:
+        """Raises ValueError where a special token covers part of a turn's text. Spaces that the token takes
+        in beside its own text do not count.
         """
         marks = []
         for token in tokens:
@@ -250,16 +251,16 @@ class ChatTemplate:
                 name = self._tokenizer.token_text(token.id)
                 start = token.start + max(text[token.start : token.end].find(name), 0)
                 marks.append((start, start + len(name), name))
-        for place in filter(None, places):
+        for span in filter(None, spans):
             for start, end, name in marks:
-                if start < place[1] and place[0] < end:
+                if start < span[1] and span[0] < end:
                     raise ValueError(
-                        f"text {reprlib.repr(text[place[0] : place[1]])} makes the special token {name} with "
+                        f"text {reprlib.repr(text[span[0] : span[1]])} makes the special token {name} with "
                         "what the chat template writes beside it; change the text"
                     )
 
     def _expanded(self, tokens: Sequence[_Token], supervised: Sequence[bool]) -> tuple[list[int], list[bool]]:
-        """Ids, with what belongs around a recording where the template has not written it."""
+        """Ids and supervision, with the tokens around a recording that the template has not written."""
         ids: list[int] = []
         marks: list[bool] = []
         for token, is_supervised in zip(tokens, supervised, strict=True):
@@ -276,7 +277,7 @@ def _text(text: str) -> dict[str, str]:
 
 
 def _unmarked(text: str) -> _Rendered:
-    """The text without the marks of generation tags."""
+    """The text without the marks of generation tags, and what they held."""
     pieces, supervised, at = [], [], 0
     for number, piece in enumerate(text.split(SUPERVISED)):
         inside, _, outside = piece.partition(SUPERVISED_END) if number else ("", "", piece)
@@ -287,8 +288,8 @@ def _unmarked(text: str) -> _Rendered:
     return _Rendered("".join(pieces), supervised)
 
 
-def _place(whole: _Rendered, signed: _Rendered) -> Span | None:
-    """Where in the text is what the sign stands for in the other; None where more than that differs."""
+def _span_of(whole: _Rendered, signed: _Rendered) -> Span | None:
+    """The span in `whole` of the text that the sign replaces in `signed`; None where more differs."""
     before, found, after = signed.text.partition(_SIGN)
     end = len(whole.text) - len(after)
     same = _SIGN not in after and whole.text.startswith(before) and whole.text.endswith(after)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jaxthd.errors import UserError
 
 _AUDIO_ID = ("audio_token_id", "sound_context_token_id", "audio_token_index")
-"""As families call it: most; the first Nemotron-Omni; Qwen2-Audio."""
+"""Its names in config.json: of most families; of the first Nemotron-Omni; of Qwen2-Audio."""
 _TEXT_CONFIG = ("text_config", "llm_config")
 """Where the config.json of a model with an audio encoder keeps its language model's settings."""
 
@@ -34,7 +34,7 @@ def read_special_tokens(folder: Path) -> SpecialTokens:
     """Reads tokenizer_config.json (before it special_tokens_map.json, which is older), generation_config.json
     (before it config.json), and chat_template.jinja (before it the tokenizer_config's, chat_template.json).
 
-    Where two files say the same thing the first named counts; ids that end an answer are those of both.
+    Where two files disagree the first named counts; ids that end an answer are taken from both.
     Raises UserError for a file that is no JSON object, for an entry of another form than transformers
     writes, and where several chat templates have names but none is "default".
     """
@@ -64,7 +64,7 @@ def read_special_tokens(folder: Path) -> SpecialTokens:
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """Empty without a file."""
+    """The file's JSON object; empty without a file."""
     if not file.is_file():
         return {}
     try:

@@ -166,7 +166,7 @@ class FileTokenizer:
     def encode_marks(self, marks: str) -> list[int]:
         return self._tokenizer.encode(marks, add_special_tokens=False).ids
 
-    def encode_places(self, marks: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_spans(self, marks: str) -> tuple[list[int], list[tuple[int, int]]]:
         """The ids of encode_marks, and the characters (from, to) that each stands for."""
         encoding = self._tokenizer.encode(marks, add_special_tokens=False)
         return encoding.ids, encoding.offsets
