@@ -3,17 +3,13 @@
     python -m jaxthd.convert import nemotron_folder parakeet.nemo --out weights/speech
     python -m jaxthd.convert export runs/cp2 --out exported [--like nemotron_folder] [--dtype bfloat16]
 
-import reads Hugging Face folders (NemotronH, ParakeetEncoder, Nemotron-Omni) and .nemo archives (their
-encoder), and writes what a run's workdir holds, without an optimizer: config.json and checkpoints/. Train
-from it with --train.init-from, or without this step from the sources themselves.
+import reads Hugging Face folders of the families below and .nemo archives (their encoder), and writes what a
+run's workdir holds, without an optimizer: config.json and checkpoints/. Where no source has an encoder, the
+model is text-only. Train from the folder with --train.init-from, or from the sources themselves.
 
-export reads the workdir of a run (or what import wrote; RUN@best and RUN@STEP choose a checkpoint), merges
-its low-rank matrices (LoRA) into their projections, and writes
-    omni      one folder that transformers reads as NemotronH_Omni_Reasoning_V3: audio and text; weights of
-              the vision tower are those of --like, or absent
-    parts     llm/ (NemotronHForCausalLM), encoder/ (ParakeetEncoder), adapter/ (a format of our own)
-    llm, encoder, adapter
-              one of these
+export reads the workdir of a run, or what import wrote (RUN@best and RUN@STEP choose a checkpoint), merges
+its low-rank matrices (LoRA) into their projections, and writes one of the formats below. The default is the
+format that holds the whole model, else parts. Weights of a vision tower are those of --like, or absent.
 """
 
 import argparse
@@ -34,9 +30,9 @@ from jaxthd.config import Config, DataConfig, MeshConfig, ModelConfig
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.files.run_folder import is_run, read_config, write_config
-from jaxthd.hf.checkpoint import Checkpoint, open_checkpoint
+from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.hf.export import TOKENIZER_FILES, copy_files, export
-from jaxthd.hf.families import FORMATS, export_families
+from jaxthd.hf.families import FORMATS, export_families, formats_help
 from jaxthd.hf.family import Family
 from jaxthd.hf.names import ArraySlice
 from jaxthd.models.adapt import merge_lora
@@ -49,22 +45,25 @@ from jaxthd.terminal.tables import size_text
 def import_weights(sources: Sequence[str], out: Path, *, adapter_dim: int = 0) -> Config:
     """Writes the model made of these checkpoints into the new folder `out`; returns its settings.
 
-    adapter_dim: model.adapter_dim where no source has an adapter; its weights are drawn at random then.
-    Raises UserError where `out` exists, an encoder or an LLM is missing, or a source is damaged: then nothing
-    is written.
+    adapter_dim: model.adapter_dim where no source has an adapter, whose weights are then initialised at
+    random. Where no source has an encoder, the model is text-only.
+    Raises UserError, before it writes anything, where `out` exists, no source has an LLM, or one is damaged.
     """
     _is_new(out)
     found = [open_checkpoint(source) for source in sources]
-    missing = [what for what, name in (("encoder", "encoder.x"), ("LLM", "head")) if not _any(found, name)]
-    if missing:
+    if not any(checkpoint.covers("head") for checkpoint in found):
         raise UserError(
-            f"{', '.join(sources)}: no weights of an {' and no '.join(missing)}; expected those of a whole "
-            "speech model: name its other checkpoint too"
+            f"{', '.join(sources)}: no weights of an LLM; expected those of a whole model: name the LLM's "
+            "checkpoint too"
         )
-    model = ModelConfig(adapter_dim=adapter_dim)
-    for checkpoint in found:
-        model = checkpoint.configure(model)
-    config = Config(model=model)
+    has_encoder = any(checkpoint.covers("encoder.") for checkpoint in found)
+    if adapter_dim and not has_encoder:
+        raise UserError(
+            f"--adapter-dim is {adapter_dim} and no source has an encoder; expected 0 for a text-only model: "
+            "name an encoder's checkpoint too, or take --adapter-dim away"
+        )
+    start = ModelConfig(adapter_dim=adapter_dim) if has_encoder else ModelConfig(encoder=None)
+    config = Config(model=model_config(*sources, model=start))
     folders = [Path(source) for source in sources if (Path(source) / "tokenizer.json").is_file()]
     if folders:
         config = replace(config, data=DataConfig(tokenizer=str(out / "tokenizer")))
@@ -150,10 +149,6 @@ def _taken(arrays: dict[str, Any], index: Any, part: ArraySlice) -> np.ndarray:
     return np.asarray(index(arrays[part.name], part.at))
 
 
-def _any(found: Sequence[Checkpoint], name: str) -> bool:
-    return any(checkpoint.covers(name) for checkpoint in found)
-
-
 def _is_new(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already; expected a new folder: choose another --out, or remove it")
@@ -162,7 +157,7 @@ def _is_new(out: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m jaxthd.convert",
-        description=__doc__,
+        description=f"{__doc__}\n{formats_help()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -176,7 +171,7 @@ def main(argv: list[str] | None = None) -> None:
     writing = commands.add_parser("export", help="a run's weights -> Hugging Face folders")
     writing.add_argument("source", help="the workdir of a run, or what import wrote; @best or @STEP after it")
     writing.add_argument("--out", type=Path, required=True, help="a new folder")
-    writing.add_argument("--format", choices=FORMATS, help="default: omni, or parts where that cannot be")
+    writing.add_argument("--format", choices=FORMATS, help="one of the formats above")
     writing.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     writing.add_argument(
         "--like",
@@ -186,8 +181,9 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.command == "import":
         config = import_weights(options.sources, options.out, adapter_dim=options.adapter_dim)
-        llm, encoder = config.model.llm, config.model.audio_encoder
-        print(f"{options.out}: {llm.letters}, dim {llm.dim}; encoder {encoder.layers} x {encoder.dim}")
+        llm, encoder = config.model.llm, config.model.encoder
+        audio = f"encoder {encoder.layers} x {encoder.dim}" if encoder else "no encoder"
+        print(f"{options.out}: {llm.letters}, dim {llm.dim}; {audio}")
     else:
         folders = export_weights(
             options.source, options.out, form=options.format, dtype=options.dtype, like=options.like

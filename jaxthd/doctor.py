@@ -49,9 +49,7 @@ class Found(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="jaxthd doctor", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="jaxthd doctor", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", type=Path, help="a config file: compare for its model's shapes and dtype")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     options = parser.parse_args(argv)

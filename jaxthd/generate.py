@@ -84,7 +84,7 @@ def load(
     Raises UserError for a config that cannot work on this machine, and for a tokenizer or weights that cannot
     be used.
     """
-    check(for_generation(config, batch))
+    check(for_generation(config, batch), data_sets=False)
     config = with_kernels(config.without_mtp)
     mesh = make_mesh(config.mesh)
     params, buffers = load_model(weights, Blueprint(config), mesh)

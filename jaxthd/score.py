@@ -36,7 +36,7 @@ from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import local_rows, make_mesh
 from jaxthd.parallel.processes import is_first
 from jaxthd.run.outputs import OutputFolder
-from jaxthd.run.startup import check, devices_ready, prepared, with_kernels
+from jaxthd.run.startup import devices_ready, prepared, with_kernels
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.terminal.arguments import PROCESS_OPTIONS, parse_command_line
 
@@ -91,9 +91,9 @@ def score(
     """The scores of each document, in their order. Of several processes all call it, and get the same.
 
     weights: in the canonical form, or sources as jaxthd.checkpoints.weights.load_weights takes them.
-    top_k, every_token: see Scorer. The tokenizer of the config is not needed.
-    Raises UserError for a config that cannot work on this machine, where two documents have the same key, and
-    where one does not fit the config's buffers.
+    top_k, every_token: see Scorer. The config is taken as validated (jaxthd.validate): rules about its data
+    sets and tokenizer do not hold for documents that are already made.
+    Raises UserError where two documents have the same key, and where one does not fit the config's buffers.
     """
     number = {document.key: n for n, document in enumerate(documents)}
     if len(number) < len(documents):
@@ -101,7 +101,6 @@ def score(
             f"{len(documents)} documents have {len(number)} keys; expected a key of its own for each, by "
             "which its scores are known: rename some"
         )
-    check(config, tokenizer=False)
     config = _for_scoring(with_kernels(config), weights)
     mesh = make_mesh(config.mesh)
     loader = make_loader(
@@ -132,7 +131,8 @@ def score_manifest(
 
     Skipped documents are listed, with the reason, in folder/skipped.jsonl.
     """
-    config = replace(config, data=replace(config.data, validation_manifest=f"scored={manifest}"))
+    own: dict[str, Any] = {"manifest": (manifest,), "tarred_audio": (), "weights": ()}
+    config = replace(config, data=replace(config.data, validation_manifest=f"scored={manifest}", **own))
     config = _for_scoring(prepared(config), weights)
     mesh = make_mesh(config.mesh)
     scorer = Scorer(Blueprint(config), mesh, top_k=top_k, every_token=every_token)

@@ -39,7 +39,7 @@ from jaxthd.ops.grouped_matmul import expert_layout
 from jaxthd.packing.balance import attention_work, imbalance
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document, encoder_frames
-from jaxthd.packing.layout import context_permutation
+from jaxthd.packing.layout import DualChunkSwap
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import KeyIntervals, make_segments
 from jaxthd.parallel.mesh import CONTEXT, make_mesh
@@ -170,7 +170,7 @@ def executed_blocks(batch: Batch, context: int, block: int) -> np.ndarray:
 def least_blocks(batch: Batch, context: int, block: int) -> np.ndarray:
     """Blocks with at least one pair that the mask allows, as executed_blocks, by looking at every pair."""
     ids = batch.segment_ids[0].astype(np.int16).reshape(context, -1)
-    index = context_permutation(ids.size, context).reshape(context, -1)
+    index = DualChunkSwap(context).permutation(ids.size).reshape(context, -1)
     least = np.zeros((context, context), int)
     edges = np.arange(0, ids.shape[1], block)
     for rank in range(context):

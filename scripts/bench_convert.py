@@ -2,14 +2,16 @@
 
     python scripts/bench_convert.py [--check] [--layers N]
 
-Writes random MoE checkpoints of --layers and of twice as many layers of each kind (0.7 and 1.4 GB, in several
-files), reads them into the arrays of 1 and of 8 simulated devices (FSDP, tensor and pipeline parallel), and
-exports them again; each in a process of its own. Takes about four minutes. A peak is of anonymous memory,
-sampled every 2 ms, above what there was before (what jax compiles included, pages of mapped files not: the
-kernel drops those). "arrays": bytes of all devices' shards, which are in the same memory here. "besides": the
-peak without them. "largest": of the arrays of the run's checkpoint (all experts of all layers), of which
-orbax, for an export, reads one whole. --check exits 1 if for twice the layers more than 64 MB, two of the
-published checkpoint's largest tensors, come besides; for an export, on top of what "largest" grows by.
+Writes random MoE checkpoints with --layers and with twice as many layers of each kind (0.7 and 1.4 GB, in
+several files), reads them into the arrays of 1 and of 8 simulated devices (FSDP, tensor and pipeline
+parallel), and exports them again. Each step runs in a process of its own; all take about four minutes.
+
+"peak" is anonymous memory, sampled every 2 ms, above what was in use before. It includes what jax compiles,
+and not the pages of mapped files, which the kernel can drop. "arrays" are the bytes of all devices' shards,
+which lie in the same memory here. "besides" is the peak without them. "largest" is the largest array of the
+run's checkpoint (all experts of all layers); for an export orbax reads one such array whole. --check exits
+1 if "besides" grows by more than 64 MB when the layers double, which is two of the published checkpoint's
+largest tensors; for an export the growth of "largest" is allowed on top.
 """
 
 import argparse
@@ -57,14 +59,14 @@ def model_of(layers: int) -> ModelConfig:
 
 
 def anonymous() -> int:
-    """Bytes of this process's memory that no file backs."""
+    """Bytes of this process's memory that are not backed by a file."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
 
 @contextmanager
 def peak(told: dict[str, int]) -> Iterator[None]:
-    """Writes down, under "peak", the most that came on top while the block ran."""
+    """Stores under "peak" the most memory that was added while the block ran."""
     most, done, before = 0, threading.Event(), anonymous()
 
     def watch() -> None:

@@ -5,8 +5,8 @@
 A run on 2 x 2 x 1 x 1 (data x context x pipeline x tensor, simulated devices) is checkpointed half way,
 mid-epoch, and goes on. From that checkpoint it is taken up again on other meshes, of 1 to 8 devices. Compared
 with the uninterrupted run: the loss of the next step, to 1e-6; the losses of the --after next ones, to 1e-3
-(rounding grows: see README); and, exactly, the documents of every one of these steps, none read twice or left
-out.
+(rounding grows: see docs/benchmarks.md); and, exactly, the documents of every one of these steps, none read
+twice and none missing.
 
 The model has all four mixers, experts and an audio encoder; the data is the synthetic speech. Exits 1 when a
 claim fails.

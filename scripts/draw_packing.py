@@ -35,7 +35,7 @@ from jaxthd.figures.colors import (
 )
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING, Document
-from jaxthd.packing.layout import context_permutation
+from jaxthd.packing.layout import DualChunkSwap
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import KeyIntervals, make_segments
 from jaxthd.parallel.mesh import CONTEXT, make_mesh
@@ -135,7 +135,7 @@ def draw_layout(axes: Axes, rgb: np.ndarray) -> None:
         (0, CAPACITY),
         (-1, 1.1),
     )
-    order = context_permutation(CAPACITY, RANKS)
+    order = DualChunkSwap(RANKS).permutation(CAPACITY)
     strip(axes, rgb[order], 0, 0)
     for place in range(2 * RANKS):
         chunk = int(order[place * CHUNK]) // CHUNK

@@ -18,7 +18,7 @@ from jaxthd.ops.scan.ssd import initial_states, ssd_and_states
 from jaxthd.packing.balance import attention_work
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING, Document
-from jaxthd.packing.layout import context_permutation, inverse_permutation
+from jaxthd.packing.layout import DualChunkSwap, inverse_permutation
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import make_segments
 from jaxthd.packing.thd_view import thd_view
@@ -174,7 +174,7 @@ def state_numbers() -> Numbers:
     keeps = scan(probe, before, (np.arange(2 * RANKS) + 1) * (CHUNK + 1) - 1)
 
     row, chunks = PartitionSpec(None, CONTEXT), PartitionSpec(CONTEXT)
-    order = context_permutation(2 * RANKS, RANKS)
+    order = DualChunkSwap(RANKS).permutation(2 * RANKS)
 
     def of_rank(ids: Any, positions: Any, decay: Any, state: Any) -> Any:
         segments = make_segments(ids, positions, block=8, axis=CONTEXT)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxthd.models.mixers import MoE
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
-from jaxthd.packing.layout import inverse_permutation, row_permutation
+from jaxthd.packing.layout import ContextLayout, inverse_permutation
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import Segments, make_segments
 from scripts.comparison.errors import relative_errors
@@ -106,7 +106,7 @@ def on_context(
     )
 
     def run(params: Any, x: Any, ids: Any, positions: Any, cotangent: Any) -> tuple[Any, Any, Any]:
-        order = row_permutation(ids.reshape(-1, ids.shape[-1])[0], context, layout, round_to)
+        order = ContextLayout(layout, context, round_to).permutation(ids.reshape(-1, ids.shape[-1])[0])
         back = inverse_permutation(order)
 
         def in_layout(a: np.ndarray) -> np.ndarray:

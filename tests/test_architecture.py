@@ -36,15 +36,8 @@ BESIDE = {
     ("run", "validate"),
 }
 """(importer, imported) inside a layer."""
-TODAY = {
-    ("models", "kernels"),
-    ("ops", "kernels"),
-    ("ops", "terminal"),
-}
-"""Imports that are still to be mended."""
 NO_COMMANDS = {"__init__", "__main__", "config", "errors"}
 MOST_LINES = 80
-LONG_TODAY = {"packing.segments"}
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
@@ -85,7 +78,7 @@ COMMANDS = {path.stem for path in ROOT.glob("*.py")} - NO_COMMANDS
 
 def is_allowed(importer: str, package: str) -> bool:
     """importer, package: the first parts of modules' names."""
-    if importer == package or (importer, package) in BESIDE | TODAY:
+    if importer == package or (importer, package) in BESIDE:
         return True
     if importer in COMMANDS:
         return package in LAYER
@@ -138,8 +131,6 @@ def test_what_lies_beside_the_packages_is_a_command(name: str) -> None:
 
 @pytest.mark.parametrize("name", TREES)
 def test_functions_are_short(name: str) -> None:
-    if name in LONG_TODAY:
-        return
     functions = [n for n in ast.walk(TREES[name]) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     lines = {f"{f.name} at line {f.lineno}": (f.end_lineno or f.lineno) - f.lineno + 1 for f in functions}
     assert not {function: count for function, count in lines.items() if count > MOST_LINES}

@@ -263,9 +263,10 @@ def test_export_writes_into_new_folders_only(omni, tmp_path):
         export_weights(imported, tmp_path)
     with pytest.raises(UserError, match="holds no checkpoints"):
         export_weights(tmp_path, tmp_path / "out")
-    with pytest.raises(UserError, match="no weights of an encoder"):
-        import_weights([str(write_published("nemotron_h", tmp_path / "llm"))], tmp_path / "out")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["llm", "note.txt"]
+    encoder = str(write_published("fastconformer", tmp_path / "encoder"))
+    with pytest.raises(UserError, match="no weights of an LLM"):
+        import_weights([encoder], tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["encoder", "note.txt"]
 
 
 def test_commands(omni, tmp_path, capsys):

@@ -24,7 +24,7 @@ from jaxthd.planning.traffic import step_traffic
 
 NANO = Path(__file__).parents[1] / "configs" / "nemotron3_nano.py"
 SMALL = Config(
-    data=DataConfig(rows=4, capacity=256, audio_capacity=0),
+    data=DataConfig(rows=4, capacity=1024, audio_capacity=0),
     model=ModelConfig(
         encoder=EncoderConfig(num_mels=8, layers=1, dim=8, heads=1, ffn_dim=8, subsampling_channels=8),
         llm=LLMConfig(
@@ -69,20 +69,33 @@ def with_mtp(config: Config, pattern: str) -> Config:
             adapt=AdaptConfig(freeze=("encoder.*",), lora_rank=4),
         ),
     ],
-    ids=["all layers on every rank", "pipeline and experts", "stages in lockstep", "MTP", "LoRA"],
+    ids=["all layers on every rank", "pipeline and experts", "uniform program", "MTP", "LoRA"],
 )
 def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:
-    """State exactly, bytes within 2%, whose rest are scalars; temporary memory within 40%: at so small a size
-    a third of it are buffers that no formula has.
+    """State exactly; bytes within 2%, the rest being scalars; temporary memory within a third, since in the
+    closed form no activation of a unit overwrites another.
     """
     measured = measure(config)
     state = state_bytes(config)
     assert measured.state == sum(state.values()) - state["gradients"] + 3 * 4
-    assert temporary_memory(config).most == pytest.approx(measured.temporary, rel=0.4)
+    assert temporary_memory(config).most == pytest.approx(measured.temporary, rel=1 / 3)
     received = {axes: size for axes, size in measured.received.items() if size > 2000}
     traffic = step_traffic(config)
     assert {axes: traffic[axes] for axes in received} == pytest.approx(received, rel=0.02)
     assert sum(traffic.values()) == pytest.approx(sum(measured.received.values()), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("unit", "remat", "within"),
+    [("*-", True, 0.05), ("*-", False, 0.1), ("M-", True, 0.05), ("M-", False, 0.05), ("*E", True, 0.15)],
+)
+def test_four_units_more_need_what_the_closed_form_says(unit: str, remat: bool, within: float) -> None:
+    """Whatever else a step needs, it needs in both."""
+    four, eight = (small(unit * repeats, MeshConfig()) for repeats in (4, 8))
+    four, eight = (replace(c, compute=replace(c.compute, remat_llm=remat)) for c in (four, eight))
+    measured = measure(eight).temporary - measure(four).temporary
+    in_closed_form = temporary_memory(eight).most - temporary_memory(four).most
+    assert in_closed_form == pytest.approx(measured, rel=within)
 
 
 def test_recomputation_and_sharding_lower_what_the_closed_form_says() -> None:

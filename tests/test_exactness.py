@@ -18,6 +18,7 @@ from flax import nnx
 
 from jaxthd.config import MeshConfig
 from jaxthd.packing.batch import Batch
+from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.prompts import find_prompts
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
@@ -180,7 +181,7 @@ def test_the_loss_is_one_sum_over_one_count():
         total = sum(logp.sum() for row in each_document_alone(case) for logp, _ in row)
         with jax.enable_x64(True):
             validation = make_validation_step(Blueprint(config), mesh, end_id=0, new_tokens=0)
-            ends, _ = find_prompts(batch, context=2, max_documents=16)
+            ends, _ = find_prompts(batch, ContextLayout(ranks=2), max_documents=16)
             scores, _ = validation(*state("float64"), put_batch(batch, mesh), ends)
             nll, count = float(scores.loss), float(scores.tokens)
         assert count == batch.weights.sum()

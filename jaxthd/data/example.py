@@ -1,4 +1,4 @@
-"""What a data set's lines become: turns of text and recordings, whatever form they were read from."""
+"""What every data source makes of its items: conversations, as turns of text and recordings."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Role = Literal["system", "user", "assistant"]
 
 
 class Member(NamedTuple):
-    """A file inside a tar file: `size` bytes from byte `start` on, as they are."""
+    """A file inside a tar file: `size` bytes from byte `start` on, uncompressed."""
 
     name: str
     start: int
@@ -20,12 +20,12 @@ class Member(NamedTuple):
 
 
 class Channels(NamedTuple):
-    """The channels of a recording that are heard: places among the `total` it has.
+    """The channels of a recording that are used: their indices among the `total` that it has.
 
-    A file with as many channels as are heard holds those alone.
+    A file with as many channels as are used holds those alone.
     """
 
-    heard: tuple[int, ...]
+    used: tuple[int, ...]
     total: int
 
 
@@ -33,9 +33,9 @@ class Channels(NamedTuple):
 class Clip:
     """A recording, or a range of one.
 
-    path: absolute, or relative to the working directory if the data set's path was.
-    offset: seconds into the recording. duration: seconds from there; None means to its end.
-    member: where in the file it lies, if that is a tar file. channels: None means all.
+    path: absolute, or relative to the working directory if the data set's path is.
+    offset: seconds into the recording. duration: seconds from there; None: to its end.
+    member: where in the file the recording lies, if that is a tar file. channels: None: all.
     """
 
     path: Path
@@ -47,7 +47,9 @@ class Clip:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """A recording in memory: samples in [-1, 1], [samples] or [samples, channels]; rate: of them a second."""
+    """A recording in memory: samples in [-1, 1], of shape [samples] or [samples, channels]. rate: samples a
+    second.
+    """
 
     samples: Shaped[np.ndarray, " samples *channels"]
     rate: int
@@ -60,7 +62,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one speaker says before the other: texts and recordings in order, no two texts in a row."""
+    """One message of a conversation: texts and recordings in order, no two texts in a row."""
 
     role: Role
     parts: tuple[str | Clip | Samples, ...]
@@ -68,11 +70,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Example:
-    """A conversation: one usable line of a data set, its last turn then being the assistant's. No assistant's
-    turn has a recording.
+    """A conversation. In a data set its last turn is the assistant's. No assistant's turn has a recording.
 
-    key: of a data set, "<line number>:<name>", the name being audio_filepath or id as written: unique there,
-        the same wherever it lies; "<number of the data set>/" before it, unless that is 0.
+    key: in a data set, "NUMBER:NAME": the item's number and its name (of a line: audio_filepath or id, as
+        written). It is unique there, and the same wherever the data set lies. In a run, "SET/" precedes it,
+        the number of the data set, unless that is 0.
     """
 
     key: str
@@ -80,18 +82,18 @@ class Example:
 
     @property
     def clips(self) -> list[Clip | Samples]:
-        """Its recordings, in order."""
+        """The recordings, in order."""
         return [part for turn in self.turns for part in turn.parts if not isinstance(part, str)]
 
     @property
     def duration(self) -> float | None:
-        """Seconds of its recordings; None where the data set does not tell one of them."""
+        """Seconds of all recordings; None where the data set does not give the duration of one."""
         seconds = [clip.duration for clip in self.clips]
         return None if None in seconds else sum((s for s in seconds if s is not None), 0.0)
 
     @property
     def text(self) -> str:
-        """What the assistant says, its turns joined by a space."""
+        """The texts of the assistant's turns, joined by a space."""
         answers = (turn for turn in self.turns if turn.role == "assistant")
         return " ".join(str(part) for turn in answers for part in turn.parts)
 
@@ -105,23 +107,25 @@ def utterance(
     """
     if not text.strip():
         raise ValueError("text is empty; expected a transcript")
-    return (*asked(clip, prompt, placeholder, system_prompt), Turn("assistant", (text,)))
+    return (*question(clip, prompt, placeholder, system_prompt), Turn("assistant", (text,)))
 
 
-def asked(clip: Clip | Samples, prompt: str, placeholder: str, system_prompt: str = "") -> tuple[Turn, ...]:
-    """The turns before the answer; none for empty prompts."""
+def question(
+    clip: Clip | Samples, prompt: str, placeholder: str, system_prompt: str = ""
+) -> tuple[Turn, ...]:
+    """The system's turn and the user's of an utterance, without those that would be empty."""
     before, *after = prompt.split(placeholder)
-    parts = joined([before, *(part for piece in after for part in (clip, piece))])
+    parts = merge_texts([before, *(part for text_after in after for part in (clip, text_after))])
     system = (Turn("system", (system_prompt,)),) if system_prompt else ()
     return (*system, *((Turn("user", parts),) if parts else ()))
 
 
-def joined(parts: Iterable[str | Clip | Samples]) -> tuple[str | Clip | Samples, ...]:
-    """Texts in a row as one, empty ones left out."""
-    joined: list[str | Clip | Samples] = []
+def merge_texts(parts: Iterable[str | Clip | Samples]) -> tuple[str | Clip | Samples, ...]:
+    """Texts that follow one another become one; empty ones are dropped."""
+    merged: list[str | Clip | Samples] = []
     for part in parts:
-        if isinstance(part, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += part
+        if isinstance(part, str) and merged and isinstance(merged[-1], str):
+            merged[-1] += part
         elif part:
-            joined.append(part)
-    return tuple(joined)
+            merged.append(part)
+    return tuple(merged)

@@ -251,7 +251,7 @@ def make_loader(
     on_skip: called for every Skipped, and see PackDocuments.
     identity: what the documents depend on besides data.*; JSON values. A loader of another identity refuses
         a saved position.
-    weights: how often to draw from each source, in proportion (to 1%, evenly spread); each has an order and
+    weights: how often to draw from each source, in proportion (to 1%, evenly); each has an order and
         epochs of its own. None: the sources are one, every item once an epoch. Without repeat they are too.
     workers: processes that compute load ahead of the stream, or Workers to share, which the caller closes; 0:
         it is computed here. prefetch: batches made early, in a thread. Neither changes the stream.

@@ -38,7 +38,7 @@ class SkipLog:
         self._news: list[list[str]] = []
 
     def of(self, manifests: Sequence[str]) -> Callable[[str, str], None]:
-        """What to call with (key, reason) for an item of one of these; keys as numbered_key makes them."""
+        """A function (key, reason) that adds an item of one of these data sets. Keys: see numbered_key."""
         return partial(self._add, manifests)
 
     def _add(self, manifests: Sequence[str], key: str, reason: str) -> None:
@@ -47,7 +47,7 @@ class SkipLog:
         self.add(manifests[number], key[numbered.end() :] if numbered else key, reason)
 
     def add(self, manifest: str, key: str, reason: str) -> None:
-        """An item, by the names that the file has for it."""
+        """Adds an item under the names that the file uses."""
         with self._lock:
             self._skipped.add((manifest, key))
             if (manifest, key) not in self._listed:
@@ -58,7 +58,7 @@ class SkipLog:
                     self._news.append([manifest, key, reason])
 
     def has(self, manifest: str, key: str) -> bool:
-        """Whether this item was skipped, in this call."""
+        """Whether this item was skipped in this call of the run."""
         return (manifest, key) in self._skipped
 
     def news(self) -> list[list[str]]:

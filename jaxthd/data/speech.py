@@ -1,4 +1,4 @@
-"""Lines of data sets -> documents: turns written out, recordings decoded, features, SpecAugment.
+"""Examples -> documents: writes the turns, decodes the recordings, computes and masks their features.
 
 Worker processes import this: no jax, no grain.
 """
@@ -18,9 +18,9 @@ from jaxthd.packing.document import Document
 class SpeechDocuments:
     """Makes the Document of an Example, or says why it cannot. Call with (example, epoch).
 
-    Turns are written by PromptTemplate. Audio longer than the encoder's window becomes several chunks, each
-    normalized by itself. Audio that data.audio_capacity can never hold is not decoded to its end.
-    train: dither the audio and mask its features, drawn from (data.seed, epoch, key).
+    PromptTemplate writes the turns. Audio longer than model.encoder.chunk_seconds becomes several encoder
+    chunks, each normalised by itself. Audio that exceeds data.audio_capacity is not decoded to its end.
+    train: dithers the audio and masks its features; the draws depend on (data.seed, epoch, key) alone.
     Raises UserError on construction as PromptTemplate.
     """
 
@@ -35,8 +35,7 @@ class SpeechDocuments:
 
     def __call__(self, example: Example, epoch: int) -> Document | Skipped:
         try:
-            self._check_clips(example)
-            tokens, learnt = self._template(example.turns)
+            tokens, supervised = self._template(example.turns)
             dither_rng = document_rng(self._seed, epoch, example.key) if self._train else None
             clips = []
             for number, clip in enumerate(example.clips):
@@ -46,31 +45,26 @@ class SpeechDocuments:
                     clips[-1] = spec_augment(clips[-1], self._augment, rng)
         except ValueError as error:
             return Skipped(example.key, str(error))
-        return Document.splice(example.key, tokens, learnt, clips, self._audio_id)
+        return Document.splice(example.key, tokens, supervised, clips, self._audio_id)
 
     def prompt(self, example: Example) -> Document:
-        """Its turns up to where the assistant's next answer begins, without dither or masks; nothing in it is
-        supervised. Raises ValueError for what cannot be used.
+        """The example's turns up to where the assistant's next answer begins. Nothing is dithered, masked or
+        supervised. Raises ValueError for an example that cannot be used.
         """
-        self._check_clips(example)
         tokens = self._template.prompt(example.turns)
         clips = [self._features(clip, None) for clip in example.clips]
         return Document.splice(example.key, tokens, [False] * len(tokens), clips, self._audio_id)
 
-    def _check_clips(self, example: Example) -> None:
-        if self._encoder is None and example.clips:
-            raise ValueError("it holds a recording, and the model has no encoder")
-
     def _features(self, clip: Clip | Samples, rng: np.random.Generator | None) -> list[np.ndarray]:
         """The recording's encoder chunks, [frames, mels] each. Raises AudioError, a ValueError."""
+        if self._encoder is None:
+            raise ValueError("it holds a recording, and the model has no encoder")
         if isinstance(clip, Samples):
             samples = from_samples(clip, self._most_seconds)
         else:
             samples = load_audio(
                 clip.path, clip.offset, clip.duration, self._most_seconds, clip.member, clip.channels
             )
-        if self._encoder is None:
-            raise ValueError("a recording, and the model has no encoder")
         dither = 0.0 if rng is None else DITHER
         chunks = chunk_audio(samples, round(self._encoder.chunk_seconds * 100) * HOP)
         return [log_mel(chunk, self._encoder.num_mels, dither=dither, rng=rng) for chunk in chunks]

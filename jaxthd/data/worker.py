@@ -1,24 +1,26 @@
-"""A worker process of the loader, as jaxthd.data.workers starts it: computes documents until its pipe closes.
+"""The program of a worker process: it makes documents until its pipe closes. jaxthd.data.workers starts it.
 
 It imports what its work needs and no more: no jax, no grain.
 """
 
 import pickle
-import sys
 import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from jaxthd.data.child import parents_end
+
 
 def serve(parent: Connection) -> None:
     """Answers every (n, load, items) by ([load(*item) for item in items], "") or (None, what went wrong).
 
-    load: the process's function number n the first time, None from then on. The first answer, to no request,
-    says that the process has started. Raises EOFError or another OSError once the parent is gone.
+    load: the function number n the first time, None from then on. The first answer, to no request, says that
+    the process has started. Requests and answers are pickled. Raises EOFError or OSError once the parent is
+    gone.
     """
     loads: dict[int, Any] = {}
-    parent.send(None)
+    parent.send_bytes(b"")
     while True:
         request = parent.recv_bytes()
         item = None
@@ -36,4 +38,4 @@ def serve(parent: Connection) -> None:
 
 if __name__ == "__main__":
     with suppress(EOFError, OSError):  # the parent is gone, by a kill -9 too: its end of the pipe is closed
-        serve(Connection(int(sys.argv[1])))
+        serve(parents_end())

@@ -20,7 +20,7 @@ from jaxthd.figures.colors import INK, hues, slot_colors, slot_legend
 from jaxthd.files.jsonl import naming
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING
-from jaxthd.packing.layout import inverse_permutation, row_permutation
+from jaxthd.packing.layout import ContextLayout
 from jaxthd.run.metrics import Number
 
 MOST_ROWS = 4
@@ -53,9 +53,7 @@ class Buffer(NamedTuple):
 
 def document_order(batch: Batch, row: int, config: Config) -> Buffer:
     """A row of the batch, in the order before it was laid out over the context ranks of `config`."""
-    context, layout = config.mesh.context, config.compute.context_layout
-    ids = np.asarray(batch.segment_ids)[row]
-    back = inverse_permutation(row_permutation(ids, context, layout, config.data.round_to))
+    back = ContextLayout.of(config).inverse(np.asarray(batch.segment_ids)[row])
     audio_slots = batch.audio_slots if batch.has_audio else np.full_like(batch.segment_ids, -1)
     fields = batch.segment_ids, batch.positions, audio_slots, batch.weights
     return Buffer(*(np.asarray(x)[row][back] for x in fields))

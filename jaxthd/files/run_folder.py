@@ -140,10 +140,13 @@ def _dataclass_in(kind: Any) -> Any:
 def compare_models(path: Path, there: ModelConfig, here: ModelConfig) -> None:
     """Raises UserError where weights in `path`, of the model `there`, do not fit the model `here`.
 
-    Multi-token prediction may be missing on one side. Weights that all depths share fit any number of depths.
+    Encoder and adapter, or multi-token prediction, may be missing on one side. Weights that all depths share
+    fit any number of depths.
     """
     then, now = (flat(asdict(model), "model.") for model in (there, here))
     free = []
+    if there.encoder is None or here.encoder is None:
+        free += ["model.encoder*", "model.adapter_dim"]
     if not (there.llm.mtp_pattern and here.llm.mtp_pattern):
         free.append("model.llm.mtp_*")
     elif there.llm.mtp_shared and here.llm.mtp_shared:

@@ -18,6 +18,15 @@ FORMATS = ("parts", *dict.fromkeys(family.format for family in FAMILIES))
 """What an export can be: one folder in a family's format, or "parts", a folder for each part of the model."""
 
 
+def formats_help() -> str:
+    """FORMATS with what each of them is, a line each."""
+    lines = {"parts": "a folder for each part of the model, in the formats below that hold one part"}
+    for family in FAMILIES:
+        text = f"{family.title}: {family.gives}"
+        lines[family.format] = f"{lines[family.format]}; {text}" if family.format in lines else text
+    return "\n".join(f"    {name:9} {text}" for name, text in lines.items())
+
+
 def parts_of(model: ModelConfig) -> dict[str, tuple[str, ...]]:
     """The model's parts: what the names of each one's arrays begin with."""
     return {"llm": LLM, **({"encoder": ENCODER, "adapter": ADAPTER} if model.encoder else {})}

@@ -109,7 +109,7 @@ def _token_fields(tokens: SpecialTokens) -> dict[str, Any]:
 FAMILY = Family(
     format="omni",
     title="NemotronH_Omni_Reasoning_V3",
-    gives="encoder, adapter and LLM; its vision tower is not read",
+    gives="encoder, adapter and LLM, without its vision tower",
     model_types=("nemotron_h_omni", "NemotronH_Omni_Reasoning_V3", "NemotronH_Nano_Omni_Reasoning_V3"),
     covers=(*ENCODER, *ADAPTER, *LLM),
     configure=_configure,

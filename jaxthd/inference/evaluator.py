@@ -15,6 +15,7 @@ from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.inference.wer import Normaliser, errors_of, make_normaliser, summed
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING
+from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.prompts import PromptEnds, find_prompts
 from jaxthd.parallel.mesh import DATA, local_rows, put_batch, put_rows
 from jaxthd.parallel.processes import exchange
@@ -75,13 +76,8 @@ class Evaluator:
         """
         sums, documents, audio_seconds, seconds, decoded = np.zeros(3), 0, 0.0, 0.0, []
         for number, (batch, report) in enumerate(batches):
-            ends, answers = find_prompts(
-                batch,
-                self._config.mesh.context,
-                self._config.data.max_documents,
-                layout=self._config.compute.context_layout,
-                round_to=self._config.data.round_to,
-            )
+            layout, max_documents = ContextLayout.of(self._config), self._config.data.max_documents
+            ends, answers = find_prompts(batch, layout, max_documents)
             (scores, tokens), spent = self._run(state, batch, ends)
             seconds += spent
             sums += np.array(scores, float)

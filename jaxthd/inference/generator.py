@@ -28,6 +28,7 @@ from jaxthd.errors import UserError
 from jaxthd.ops.sampling import Sampling
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
+from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.prompts import PromptEnds, whole_prompts
 from jaxthd.parallel.mesh import DATA, TOKEN_AXES, put_batch, put_rows
 from jaxthd.steps.blueprint import Blueprint, Tree
@@ -193,14 +194,8 @@ class Generator:
         self, batch: Batch, numbers: Mapping[int, int], draws: Draws, most: int, every: int
     ) -> Iterator[AnswerDelta]:
         """The answers of one batch. numbers: see _batches."""
-        data, mesh = self.config.data, self._mesh
-        ends = whole_prompts(
-            batch,
-            self.config.mesh.context,
-            data.max_documents,
-            layout=self.config.compute.context_layout,
-            round_to=data.round_to,
-        )
+        mesh = self._mesh
+        ends = whole_prompts(batch, ContextLayout.of(self.config), self.config.data.max_documents)
         ends = put_rows(ends, PromptEnds(*[PartitionSpec(DATA)] * 2), mesh)
         weights = self._params, self._buffers
         decoding = self._prefill(*weights, put_batch(batch, mesh), ends, draws)

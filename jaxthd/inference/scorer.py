@@ -17,7 +17,7 @@ from jaxthd.data.dataset import SynchronizedLoader
 from jaxthd.kernels.xla_options import jit_for
 from jaxthd.ops.cross_entropy import TokenScores
 from jaxthd.packing.batch import Batch
-from jaxthd.packing.layout import document_slots
+from jaxthd.packing.layout import ContextLayout
 from jaxthd.parallel.mesh import put_batch
 from jaxthd.steps.blueprint import Blueprint, Tree
 from jaxthd.steps.scoring import make_scoring_step
@@ -80,8 +80,7 @@ class Scorer:
 
 def _slots(segment_ids: Int32[np.ndarray, " T"], config: Config) -> list[Int[np.ndarray, "..."]]:
     """The slots of each document's tokens, in the laid-out row."""
-    context, layout = config.mesh.context, config.compute.context_layout
-    return document_slots(segment_ids, context, layout, config.data.round_to)
+    return ContextLayout.of(config).document_slots(segment_ids)
 
 
 def supervising_every_token(batch: Batch, config: Config) -> Batch:

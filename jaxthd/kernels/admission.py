@@ -33,11 +33,11 @@ from jaxthd.parallel.processes import exchange
 class Kernel:
     """A back-end for one shape: all that admission needs to know of it.
 
-    kind: what it computes, "attention" or "scan". name: the back-end's. shape: an AttentionShape or
-    ScanShape.
-    unfit: its requirement for this shape: why it cannot run on a machine, in one line, or None. probe: finds
-    the error of each of `quantities` on the first device of this process. bound: on every error. sources: the
-    files whose change makes kept errors worthless.
+    kind: what it computes, "attention" or "scan". name: the back-end's.
+    shape: an AttentionShape or ScanShape.
+    unfit: the requirement for this shape: why the back-end cannot run on a machine, in one line, or None.
+    probe: finds the error of each of `quantities` on the first device of this process.
+    bound: on every error. sources: the files whose change makes kept errors worthless.
     """
 
     kind: str
@@ -121,8 +121,7 @@ def _too_far(kernel: Kernel, errors: dict[str, float]) -> str:
 
 
 def _key(kernel: Kernel, machine: Machine) -> dict[str, Any]:
-    """All that the errors hold for: a change of any of it asks for a new probe, as does a change of this
-    file."""
+    """All that the errors hold for. A change of any of it, or of this file, asks for a new probe."""
     sources = hashlib.sha256()
     for path in (Path(__file__), *sorted(kernel.sources)):
         sources.update(path.read_bytes())

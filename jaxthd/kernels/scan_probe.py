@@ -21,7 +21,7 @@ from jaxthd.ops.scan import ssd as ssd_module
 from jaxthd.ops.scan.backends import BACKENDS
 from jaxthd.ops.scan.contract import Scan, ScanBackend, ScanShape
 from jaxthd.ops.scan.ssd import ssd
-from jaxthd.packing.layout import context_permutation, inverse_permutation
+from jaxthd.packing.layout import DualChunkSwap, inverse_permutation
 from jaxthd.packing.segments import make_segments
 
 QUANTITIES = ("y", "dx", "ddt", "da", "dB", "dC")
@@ -111,7 +111,7 @@ def probe_program(scan: Scan, shape: ScanShape) -> Any:
         return (y * segments.valid[:, None, None], *pull(dy))
 
     def of_ranks(ids_RT: Array, positions_RT: Array, *inputs: Array) -> tuple[Array, ...]:
-        order_T = context_permutation(ids_RT.shape[1], RANKS)
+        order_T = DualChunkSwap(RANKS).permutation(ids_RT.shape[1])
         order_rt = order_T.reshape(RANKS, -1)
         rows = (x_RT[:, order_rt].swapaxes(0, 1) for x_RT in (ids_RT, positions_RT))
         x, dt, a, b, c, dy = inputs

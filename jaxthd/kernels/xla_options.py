@@ -1,8 +1,8 @@
-"""How programs are compiled for GPUs: XLA's options that matter to a training step, in one place.
+"""The options of XLA that matter to a training step on GPUs, in one place.
 
-Each goes to the compiler with the program (jax.jit's compiler_options), so that nothing needs to be in
-XLA_FLAGS before jax starts, and what this XLA does not know is an error that names it. On CPUs none is given.
-scripts/check_gpu.py measures the step without each of them; OPTIONS holds what it found.
+Each goes to the compiler with the program (jax.jit's compiler_options). So nothing needs to be in XLA_FLAGS
+before jax starts, and an option that this XLA does not know is an error that names it. On CPUs none is given.
+scripts/check_gpu.py times the step without each of them; OPTIONS holds what it found.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ Value = bool | int | str
 
 
 class Option(NamedTuple):
-    """effect: what was measured, with the machine; "not yet run on a GPU" where nothing was."""
+    """effect: what was measured, and on which machine; "not yet run on a GPU" if nothing was."""
 
     name: str
     value: Value
@@ -65,13 +65,14 @@ OPTIONS = (
         _NOT_RUN,
     ),
 )
-"""Given to every program of the model that runs on GPUs."""
+"""They are given to every program of the model that runs on GPUs."""
 
 
 def compiler_options(config: Config, platform: str) -> dict[str, Value]:
-    """For jax.jit. Empty on CPUs, but for compute.xla_options. Raises UserError as given_options.
+    """jax.jit's compiler_options: on GPUs OPTIONS, everywhere compute.xla_options. Raises UserError as
+    given_options.
 
-    platform: jax's name of the mesh's devices.
+    platform: jax's name for the mesh's devices.
     """
     options: dict[str, Value] = {}
     if platform == "gpu":
@@ -82,7 +83,7 @@ def compiler_options(config: Config, platform: str) -> dict[str, Value]:
 
 
 def given_options(config: Config) -> dict[str, Value]:
-    """compute.xla_options, read. Raises UserError for one that is not NAME=VALUE."""
+    """compute.xla_options as names and values. Raises UserError for one that is not NAME=VALUE."""
     options: dict[str, Value] = {}
     for text in config.compute.xla_options:
         name, mark, value = text.partition("=")
@@ -97,9 +98,9 @@ def given_options(config: Config) -> dict[str, Value]:
 
 
 def check_options(options: Mapping[str, Value]) -> None:
-    """Raises UserError for an option that this XLA does not have, or not with this value.
+    """Raises UserError for an option that this XLA does not have, or does not take with this value.
 
-    Compiles a program of one operation with it; all back-ends know the options of all.
+    It compiles a program of one operation with each. XLA for CPUs knows the options of GPUs too.
     """
     if not options:
         return
@@ -116,13 +117,13 @@ def check_options(options: Mapping[str, Value]) -> None:
 
 
 def prepare_compiler(config: Config) -> None:
-    """Before the first program. On GPUs programs are kept on the disk, and not compiled again at the next
-    start. Raises UserError as given_options and check_options.
+    """Call this before the first program. On GPUs compiled programs are kept on disk for the next start.
 
-    The folder is JAX_COMPILATION_CACHE_DIR, or $XDG_CACHE_HOME/jaxthd/compiled (~/.cache without it). Not
-    on CPUs: a program made for one does not always run on another that shares the home directory. With
-    several processes only the former, which all must share: process 0 writes it, and where others did not
-    find what it finds, they would wait for its part in choosing kernels.
+    The folder is JAX_COMPILATION_CACHE_DIR, else $XDG_CACHE_HOME/jaxthd/compiled (~/.cache without it). Not
+    on CPUs: a program compiled for one does not always run on another that shares the home directory. With
+    several processes only JAX_COMPILATION_CACHE_DIR is used, and all must share it: process 0 writes it, and
+    processes that did not find what it finds would wait for its part in choosing kernels.
+    Raises UserError as given_options and check_options.
     """
     check_options(given_options(config))
     if (

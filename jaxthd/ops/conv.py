@@ -1,7 +1,7 @@
 """Depthwise convolutions over packed tokens: no tap ever reaches another document.
 
-Legend: N tokens, K taps, C channels, R rows, S stretches of a row on a rank, L tokens of a stretch;
-D places for documents of a row, after whose prompts decoding goes on.
+Legend: N tokens, K taps, C channels, R rows, S context chunks of a row on a rank, L tokens of a context
+chunk, k = K - 1; D documents of a row after whose prompts decoding goes on.
 """
 
 from functools import partial
@@ -25,8 +25,8 @@ def causal_conv(
 ) -> Float[Array, "N C"]:
     """y[i] = bias + sum_j w[K - 1 - j] x[i - j] over the taps j that stay inside the document; or SiLU of it.
 
-    On the context axis a stretch needs the K - 1 tokens before it, its halo (ValueError when a stretch is
-    shorter than that). Differentiable.
+    On the context axis a context chunk needs the K - 1 tokens before it, its halo. Differentiable.
+    Raises ValueError when a context chunk is shorter than its halo.
     """
     reach = len(w_KC) - 1
     x_RSLC = segments.split(x_NC)
@@ -44,15 +44,15 @@ def causal_conv(
 def _convolved(
     silu: bool, x_RSLC: Array, halo_RSkC: Array, w_KC: Array, bias_C: Array, positions_RSL: Array
 ) -> Array:
-    """XLA makes one loop over elements of it; of the backward pass two, and the sums for w and bias. What is
-    kept between is x, where autodiff would keep what each tap saw.
+    """XLA compiles this to one loop over elements, and the backward pass to two and the sums for w and bias.
+    Only x is kept for the backward pass; autodiff would keep what each tap saw.
     """
     y_RSLC = _sum_of_taps(_seen(x_RSLC, halo_RSkC, positions_RSL), w_KC, bias_C)
     return (jax.nn.silu(y_RSLC) if silu else y_RSLC).astype(x_RSLC.dtype)
 
 
 def _seen(x_RSLC: Array, halo_RSkC: Array, positions_RSL: Array) -> list[Array]:
-    """For each j = 0 .. k the tokens j before, 0 where that is another document."""
+    """For each j = 0 .. k, the tokens j before each token; 0 where those belong to another document."""
     reach, length = halo_RSkC.shape[2], x_RSLC.shape[2]
     seen = []
     for j in range(reach + 1):
@@ -62,7 +62,7 @@ def _seen(x_RSLC: Array, halo_RSkC: Array, positions_RSL: Array) -> list[Array]:
 
 
 def _sum_of_taps(seen: list[Array], w_KC: Array, bias_C: Array) -> Array:
-    """In the accumulation dtype."""
+    """The convolution, in the accumulation dtype."""
     acc = accumulation_dtype(bias_C)
     return bias_C.astype(acc) + sum(w_C.astype(acc) * x for w_C, x in zip(w_KC[::-1], seen, strict=True))
 
@@ -79,12 +79,12 @@ def _convolved_backward(silu: bool, given: tuple[Array, ...], dy_RSLC: Array) ->
     if silu:
         gate_RSLC = jax.nn.sigmoid(z_RSLC := _sum_of_taps(seen, w_KC, bias_C))
         dz_RSLC = dz_RSLC * gate_RSLC * (1 + z_RSLC * (1 - gate_RSLC))
-    # Behind a barrier, lest what taps saw be kept for both uses, in k + 1 arrays.
+    # The barrier has what the taps saw computed again. Otherwise XLA keeps it for both uses, in k + 1 arrays.
     x_RSLC, halo_RSkC = jax.lax.optimization_barrier((x_RSLC, halo_RSkC))
     seen = _seen(x_RSLC, halo_RSkC, positions_RSL)
     dw_KC = jnp.stack([(dz_RSLC * x).sum((0, 1, 2)) for x in seen[::-1]])
     dbias_C = dz_RSLC.sum((0, 1, 2))
-    # What token i + j takes of token i, halo included.
+    # The gradient of token i that token i + j sends back, halo included.
     dpadded_RSMC = jnp.zeros((), acc)
     dz_RSLC = dz_RSLC.astype(x_RSLC.dtype)
     for j, w_C in enumerate(w_KC[::-1]):
@@ -103,10 +103,12 @@ def last_inputs(
     last_RD: Int32[Array, "R D"],
     taps: int,
     segments: Segments,
-) -> Float[Array, "places k C"]:
-    """What a causal convolution needs in order to go on after token `last` of the document that starts at
-    `first` (places in the row, in document order; -1 for none): its k = taps - 1 inputs up to there, newest
-    last; 0 before the document, and 0 for those that another rank holds.
+) -> Float[Array, "R_D k C"]:
+    """What a causal convolution needs to go on after a token: its k = taps - 1 inputs up to there, newest
+    last.
+
+    first, last: indices in the row of the document's first token, and of the token to go on after; -1 for
+    none. Inputs are 0 before the document, and 0 where another rank holds them.
     """
     index_RDk = last_RD[..., None] - jnp.arange(taps - 2, -1, -1, dtype=jnp.int32)
     index_RDk = jnp.where(index_RDk >= first_RD[..., None], index_RDk, -1)
@@ -116,24 +118,22 @@ def last_inputs(
 
 
 def _halo(x_RSLC: Array, reach: int, segments: Segments) -> Array:
-    """The `reach` tokens that precede each stretch, zeros before the row: [R, S, reach, C].
-
-    Rank r's first chunk follows rank r-1's first; its second follows rank r+1's second, except on the last
-    rank, whose second chunk follows its own first.
+    """The `reach` tokens before each context chunk, zeros before the row: [R, S, reach, C].
+    DualChunkSwap.before says which ranks hold them.
     """
     if segments.context == 1:
         return jnp.zeros((*x_RSLC.shape[:2], reach, x_RSLC.shape[-1]), x_RSLC.dtype)
     tail_RSkC = x_RSLC[:, :, x_RSLC.shape[2] - reach :]
     context, rank = segments.context, jax.lax.axis_index(segments.axis)
     if segments.uniform_program:
-        up = [(r, r + 1) for r in range(context - 1)]
-        down = [(r + 1, r) for r in range(context - 1)]
-        first_RkC = jax.lax.ppermute(tail_RSkC[:, 0], segments.axis, up)
-        second_RkC = jax.lax.ppermute(tail_RSkC[:, 1], segments.axis, down)
+        first_RkC = jax.lax.ppermute(tail_RSkC[:, 0], segments.axis, segments.swap.moves(0))
+        second_RkC = jax.lax.ppermute(tail_RSkC[:, 1], segments.axis, segments.swap.moves(1))
     else:
         tail_cRSkC = jax.lax.all_gather(tail_RSkC, segments.axis)
-        first_RkC = jnp.where(rank > 0, tail_cRSkC[rank - 1, :, 0], 0)
-        second_RkC = tail_cRSkC[(rank + 1) % context, :, 1]
+        before_first, before_second = segments.swap.before(rank)
+        first_RkC = jnp.where(rank > 0, tail_cRSkC[before_first, :, 0], 0)
+        second_RkC = tail_cRSkC[before_second % context, :, 1]
+    # The last rank's second chunk follows its own first one.
     is_last = rank == context - 1
     return jnp.stack([first_RkC, jnp.where(is_last, tail_RSkC[:, 0], second_RkC)], axis=1)
 
@@ -143,7 +143,7 @@ def centered_conv(
 ) -> Float[Array, "N C"]:
     """y[i] = sum_d w[d + K // 2] x[i + d], |d| <= K // 2, over the taps that stay inside the document.
 
-    K is odd. Documents lie whole on this rank (the encoder's case).
+    K is odd. Documents lie whole on this rank, as in the encoder.
     """
     assert segments.context == 1
     half = len(w_KC) // 2

@@ -1,12 +1,12 @@
 """Log-probabilities of the supervised tokens, without ever holding the logits.
 
-Only supervised positions reach the vocabulary, a block of them at a time, over blocks of the vocabulary with
-an online log-sum-exp, and the likeliest entries so far where these are asked for; the backward pass computes
-the blocks again. The cost follows the number of supervised positions on the rank; nothing is bounded, hence
-nothing dropped.
+Only supervised positions reach the vocabulary, a block of them at a time. An online log-sum-exp runs over
+blocks of the vocabulary, and keeps the likeliest entries so far if asked to. The backward pass computes the
+blocks again. The cost follows the number of supervised positions on the rank; that number has no bound, so
+none is dropped.
 
-The vocabulary may be cut over ranks that hold the same tokens: each finds (maximum, sum of exponentials,
-target's logit, its likeliest entries) over its entries, and one exchange of these merges them.
+The vocabulary may be sharded over ranks that hold the same tokens. Each finds (maximum, sum of exponentials,
+target's logit, likeliest entries) over its entries, and one exchange merges these.
 
 Legend: N tokens, D model dim, V vocabulary entries of this rank, b blocks of positions, r rows of a block,
 v vocabulary entries of a block, k likeliest entries.
@@ -36,7 +36,7 @@ def supervised_log_probs(
 ) -> Float[Array, " N"]:
     """log softmax(h head^T)[target] at supervised positions, 0 elsewhere; promote(float32, h's dtype).
 
-    axes: mesh axes over which the vocabulary is cut, rank-major. Differentiable in h and head.
+    axes: mesh axes over which the vocabulary is sharded, rank-major. Differentiable in h and head.
     """
     return _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes)[0]
 
@@ -77,7 +77,7 @@ def supervised_top_k(
     *,
     top_k: int,
 ) -> TokenScores:
-    """As supervised_log_probs, and the top_k likeliest entries: at most as many as all ranks hold."""
+    """As supervised_log_probs, and the top_k likeliest entries. top_k: at most as many as all ranks hold."""
     logp_N, _, lse_br, top = _forward_scores(
         h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes, top_k
     )
@@ -96,7 +96,7 @@ Entries = tuple[Array, Array]
 
 
 def _rows(supervised_N: Array, row_block: int) -> tuple[Array, Array]:
-    """Supervised positions, packed to the front and filled up with N; and the number of blocks in use."""
+    """(the supervised positions, filled up with N [b, r], the number of blocks in use)."""
     n = len(supervised_N)
     rows = jnp.nonzero(supervised_N, size=n + -n % row_block, fill_value=n)[0]
     return rows.reshape(-1, row_block), -(-supervised_N.sum() // row_block)
@@ -107,13 +107,14 @@ def _take(x_ND: Array, rows_r: Array) -> Array:
 
 
 def _vocab_blocks(vocab: int, vocab_block: int) -> tuple[Array, int]:
-    """First entry that each block is to count, and the block size. The last block reaches back."""
+    """(the first entry that each block counts, the block size). The last block reaches back to be full."""
     size = min(vocab_block, vocab)
     return jnp.arange(0, vocab, size), size
 
 
 def _logits(h_rD: Array, head_VD: Array, first: Array, size: int) -> tuple[Array, Array, Array]:
-    """A block's logits (-inf for entries an earlier block counted), its entries' ids, and its head rows."""
+    """(a block's logits, -inf for entries that an earlier block counted; its entries' ids; its rows of the
+    head)."""
     acc = accumulation_dtype(h_rD)
     start = jnp.minimum(first, len(head_VD) - size)
     head_vD = jax.lax.dynamic_slice_in_dim(head_VD, start, size)
@@ -123,12 +124,12 @@ def _logits(h_rD: Array, head_VD: Array, first: Array, size: int) -> tuple[Array
 
 
 def _local(targets_N: Array, head_VD: Array, axes: tuple[str, ...]) -> Array:
-    """Targets as this rank's entries; outside 0 to V - 1 where another rank has them."""
+    """The targets as numbers of this rank's entries; outside 0 .. V - 1 where another rank has them."""
     return targets_N - jax.lax.axis_index(axes) * len(head_VD) if axes else targets_N
 
 
 def _forward(h, head, targets, supervised, row_block, vocab_block, axes):
-    # What a frozen head's gradient needs is left out here: out of nested loops the compiler does not take it.
+    # A frozen head's gradient is skipped here: the compiler would not remove it from nested loops.
     wants_head = () if head.perturbed else None
     h_ND, head_VD, targets_N, supervised_N = (x.value for x in (h, head, targets, supervised))
     logp_N, _, lse_br, _ = _forward_scores(
@@ -185,8 +186,8 @@ def _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_blo
 
 
 def _likeliest(found: Sequence[Entries], k: int) -> Entries:
-    """The k highest of all, the highest first, of equals the lowest id. Each of `found` has ids above those
-    of the one before it, and equals in the order of their ids.
+    """The k highest entries, the highest first, of equals the lowest id. Each of `found` has higher ids than
+    the one before it, and its equals in the order of their ids.
     """
     logits, ids = (jnp.concatenate(x, axis=-1) for x in zip(*found, strict=True))
     top, at = jax.lax.top_k(logits, k)  # of equals the first
@@ -199,7 +200,7 @@ def _backward(row_block, vocab_block, axes, residuals, dlogp_N):
     rows_br, used = _rows(supervised_N, row_block)
     firsts, size = _vocab_blocks(len(head_VD), vocab_block)
     local_N = _local(targets_N, head_VD, axes)
-    # Every rank got a part of what the whole result's cotangent is.
+    # Every rank's cotangent of the replicated result is a partial sum.
     dlogp_N = jax.lax.psum(dlogp_N, axes) if axes else dlogp_N
 
     def row_step(b: Array, carry: tuple[Array, Array | None]) -> tuple[Array, Array | None]:

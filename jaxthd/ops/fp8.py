@@ -3,8 +3,8 @@
 Operands are rounded to 8 bits for each of the three products of a projection: activations and weights to
 e4m3 (3 bits of mantissa), gradients of the output to e5m2 (2 bits, more range). Each row or column that a
 product sums over is scaled by its own largest element, in this step ("dynamic" scaling: no state, nothing
-to restore). A mesh that cuts a sum (tensor ranks, or the tokens of a weight's gradient) scales each part of
-it by itself, so that results differ between meshes by the rounding to 8 bits.
+to restore). Where a mesh divides a sum over ranks (tensor ranks, or the tokens of a weight's gradient), each
+part is scaled by itself. So results differ between meshes by the rounding to 8 bits.
 
 Legend: N tokens, D features in, F features out.
 """
@@ -29,7 +29,7 @@ def is_installed() -> bool:
 
 @jax.custom_vjp
 def fp8_product(x_ND: Float[Array, "N D"], w_DF: Float[Array, "D F"]) -> Float[Array, "N F"]:
-    """x @ w in x's dtype; so are the two products of its gradient."""
+    """x @ w in x's dtype. The two products of its gradient are computed in the same way."""
     return _product(x_ND, 1, ACTIVATIONS, w_DF, 0, ACTIVATIONS)
 
 
@@ -48,12 +48,12 @@ fp8_product.defvjp(_forward, _backward)
 
 
 def _product(a: Array, a_sum: int, a_dtype: Any, b: Array, b_sum: int, b_dtype: Any) -> Array:
-    """Sums over dim a_sum of a and b_sum of b; both are matrices."""
+    """The product of two matrices, summed over dim a_sum of a and b_sum of b."""
     import qwix
 
     if not a.size or not b.size:  # no tokens: qwix would divide by their number
         return jnp.zeros((a.shape[1 - a_sum], b.shape[1 - b_sum]), a.dtype)
-    # A row of zeros is scaled by something, not 0.
+    # qwix does not scale a row of zeros by 0.
     a8 = qwix.quantize(a, a_dtype, channelwise_axes=(1 - a_sum,), scale_dtype=jnp.float32)
     b8 = qwix.quantize(b, b_dtype, channelwise_axes=(1 - b_sum,), scale_dtype=jnp.float32)
     summed = (((a_sum,), (b_sum,)), ((), ()))

@@ -1,7 +1,7 @@
 """Expert matrix products whose cost follows the tokens routed, not the number of experts.
 
-Assignments (token, expert) are sorted by expert and laid out in blocks of one expert each; a loop multiplies
-just the blocks in use. (jax.lax.ragged_dot on CPU multiplies every row by every expert.)
+Assignments (token, expert) are sorted by expert and laid out in blocks of one expert each. A loop multiplies
+only the blocks in use. (jax.lax.ragged_dot on CPU multiplies every row by every expert.)
 
 Legend: N tokens, k experts a token, E experts, D in, F out, M rows of the layout, B rows of a block.
 """
@@ -17,7 +17,7 @@ from jaxthd.ops.numerics import accumulation_dtype
 
 
 class ExpertLayout(NamedTuple):
-    """Where each assignment's row is. M is fixed: N * k rows, plus one block an expert.
+    """Which row each assignment has. M is fixed: N * k rows, plus one block for each expert.
 
     rows: row of token n's j-th assignment (M where the token is not routed).
     tokens: token of each row (N where the row is not used).
@@ -36,7 +36,7 @@ class ExpertLayout(NamedTuple):
 def expert_layout(
     chosen_Nk: Int32[Array, "N k"], routed_N: Bool[Array, " N"], experts: int, block: int
 ) -> ExpertLayout:
-    """Lays the routed assignments out in blocks of `block` rows; tokens with routed False take no row."""
+    """Lays out the routed assignments in blocks of `block` rows. Tokens with routed False take no row."""
     n, k = chosen_Nk.shape
     chosen_A = jnp.where(routed_N[:, None], chosen_Nk, experts).reshape(-1)
     load_E1 = jnp.bincount(chosen_A, length=experts + 1)
@@ -67,7 +67,8 @@ def grouped_matmul(
     expert: Int32[Array, " blocks"],
     used: Int32[Array, ""],
 ) -> Float[Array, "M F"]:
-    """Rows of block b times w[expert[b]], for the first `used` blocks; 0 in the others. Differentiable."""
+    """The rows of block b times w[expert[b]], for the first `used` blocks; 0 in the others.
+    Differentiable."""
     return _loop_blocks(x_MD, w_EDF, expert, used)
 
 
@@ -104,7 +105,7 @@ grouped_matmul.defvjp(_grouped_forward, _grouped_backward)
 
 
 def dispatch(x_ND: Float[Array, "N D"], layout: ExpertLayout) -> Float[Array, "M D"]:
-    """Token rows in the layout's order; 0 in rows not used."""
+    """The tokens in the order of the layout's rows; 0 in unused rows."""
     return jnp.take(x_ND, layout.tokens, axis=0, mode="fill", fill_value=0)
 
 

@@ -1,8 +1,8 @@
-"""Heads in place of tokens over the context axis, for a scan that takes tokens one after the other.
+"""An all-to-all of heads for tokens over the context axis, for a scan that takes tokens one after the other.
 
-Under the per-document layout a rank holds two pieces of every document, too many to pass states between. So
-Mamba2's inputs travel: by an all-to-all every rank gets all tokens of its rows, in document order, for its
-share of the heads; outputs travel back. Under the whole-buffer layout, and on one rank, nothing moves.
+Under the per-document layout a rank holds two chunks of every document, too many to pass states between. So
+Mamba2's inputs travel: an all-to-all gives every rank all tokens of its rows, in document order, for its
+share of the heads. Outputs travel back. Under the whole-buffer layout, and on one rank, nothing moves.
 
 Legend: N tokens of this rank, R rows, S tokens of a row on all ranks, M = R * S, H heads, h = H / context;
 D documents of the rows.
@@ -13,16 +13,16 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Shaped
 
-from jaxthd.packing.segments import Segments, gather_places
+from jaxthd.packing.segments import Segments, gather_in_rows
 
 
 def head_ranks(segments: Segments) -> int:
-    """Ranks that the heads are spread over: all of the context axis, or 1."""
+    """How many ranks share the heads: all of the context axis, or 1."""
     return 1 if segments.in_order is None else segments.context
 
 
 def scan_segments(segments: Segments) -> Segments:
-    """Segments of the tokens as to_heads gives them."""
+    """The Segments of the tokens that to_heads returns."""
     return segments if segments.in_order is None else segments.in_order.segments
 
 
@@ -35,23 +35,24 @@ def to_heads(x_NH: Shaped[Array, "N H *rest"], segments: Segments) -> Shaped[Arr
         return x_NH
     x_RTH = x_NH.reshape(segments.rows, -1, *x_NH.shape[1:])
     x_RSh = jax.lax.all_to_all(x_RTH, segments.axis, split_axis=2, concat_axis=1, tiled=True)
-    return jax.lax.collapse(gather_places(x_RSh, segments.in_order.slots), 0, 2)
+    return jax.lax.collapse(gather_in_rows(x_RSh, segments.in_order.slots), 0, 2)
 
 
 def to_tokens(
     x_Mh: Shaped[Array, "M h *rest"], segments: Segments, dtype: DTypeLike
 ) -> Shaped[Array, "N H *rest"]:
-    """The way back, sent in `dtype`: this rank's tokens, for all heads; 0 in padding. Differentiable."""
+    """The inverse of to_heads, sent in `dtype`: this rank's tokens, for all heads; 0 in padding.
+    Differentiable."""
     if segments.in_order is None:
         return x_Mh
     x_RSh = x_Mh.astype(dtype).reshape(segments.rows, -1, *x_Mh.shape[1:])
-    x_RSh = gather_places(x_RSh, segments.in_order.places)
+    x_RSh = gather_in_rows(x_RSh, segments.in_order.indices)
     x_RTH = jax.lax.all_to_all(x_RSh, segments.axis, split_axis=1, concat_axis=2, tiled=True)
     return jax.lax.collapse(x_RTH, 0, 2).astype(x_Mh.dtype)
 
 
 def own_heads(x_H: Shaped[Array, "..."], segments: Segments, axis: int = 0) -> Shaped[Array, "..."]:
-    """This rank's heads, along `axis`, of a parameter that all context ranks hold."""
+    """This rank's heads, along dim `axis`, of a parameter that all context ranks hold whole."""
     if segments.in_order is None:
         return x_H
     share = x_H.shape[axis] // segments.context
@@ -59,5 +60,6 @@ def own_heads(x_H: Shaped[Array, "..."], segments: Segments, axis: int = 0) -> S
 
 
 def to_documents(x_Dh: Shaped[Array, "D h *rest"], segments: Segments) -> Shaped[Array, "n H *rest"]:
-    """What this rank has of all documents for its heads -> 1 / context of the documents, all heads."""
+    """Values of all documents for this rank's heads -> those of 1 / context of the documents, for all
+    heads."""
     return jax.lax.all_to_all(x_Dh, segments.axis, split_axis=0, concat_axis=1, tiled=True)

@@ -1,9 +1,9 @@
-"""Tokens drawn from logits whose vocabulary may be cut over ranks, the same on any mesh.
+"""Tokens drawn from logits whose vocabulary may be sharded; the draws are the same on any mesh.
 
 A draw is the highest of logit / temperature plus Gumbel noise, which is distributed as the softmax (Gumbel,
-1954). The noise of a vocabulary entry is a function of (document, token number, entry), so that each rank
-makes that of its own part. What top-k and top-p leave is all from some logit upwards; that threshold is found
-by halving, bit by bit, from counts and sums over the ranks: a few numbers a document, whatever k and p are.
+1954). The noise of a vocabulary entry is a function of (document, token number, entry), so each rank makes
+the noise of its own shard. top-k and top-p keep all logits from some threshold up. It is found bit by bit, by
+halving, from counts and sums over the ranks: a few numbers for each document, whatever k and p are.
 
 Legend: n documents, V vocabulary entries of this rank.
 """
@@ -18,10 +18,10 @@ from jaxtyping import Bool, Float, Float32, Int32, UInt32
 
 
 class Sampling(NamedTuple):
-    """temperature: of the softmax; 0: the likeliest token, and nothing is drawn.
-    top_k: only the k likeliest, and what is as likely as the last of them; 0: all.
-    top_p: of these the likeliest that have together a share of p of the probability, and what is as likely as
-        the last of them; 1: all.
+    """temperature: of the softmax; 0 takes the likeliest token, without a draw.
+    top_k: keeps the k likeliest tokens, and those as likely as the last of these; 0 keeps all.
+    top_p: of these keeps the likeliest that together have a share p of the probability, and those as likely
+        as the last of these; 1 keeps all.
     """
 
     temperature: Float32[Any, ""]
@@ -30,7 +30,7 @@ class Sampling(NamedTuple):
 
 
 def likeliest(scores_nV: Float[Array, "n V"], axes: tuple[str, ...]) -> Int32[Array, " n"]:
-    """The entry of the highest score, the first of equals. axes: over which the vocabulary is cut."""
+    """The entry with the highest score; the first of equals. axes: over which the vocabulary is sharded."""
     best_n = jnp.argmax(scores_nV, axis=-1).astype(jnp.int32)
     if not axes:
         return best_n
@@ -46,13 +46,13 @@ def draw(
     sampling: Sampling,
     axes: tuple[str, ...],
 ) -> Int32[Array, " n"]:
-    """A token for each document. keys_n2: of the documents, 64 random bits each; number: of the token.
+    """A token for each document. keys_n2: 64 random bits for each document. number: the token's, from 0.
 
-    The order of restrictions is transformers': temperature, top-k, top-p.
+    The order is that of transformers: temperature, then top-k, then top-p.
     """
 
     def drawn() -> Array:
-        # Less the highest, so that a small temperature makes no infinity of it.
+        # The highest is subtracted first, so that a small temperature makes no infinity.
         below_nV = logits_nV - _pmax(logits_nV.max(-1), axes)[:, None]
         scaled_nV = (below_nV / sampling.temperature).astype(jnp.float32)
         noise_nV = _noise(keys_n2, number, scaled_nV.shape[1], axes)
@@ -62,7 +62,7 @@ def draw(
 
 
 def kept(scaled_nV: Float32[Array, "n V"], sampling: Sampling, axes: tuple[str, ...]) -> Bool[Array, "n V"]:
-    """What top_k and top_p leave. scaled_nV: logits over temperature, the highest being 0."""
+    """Which entries top_k and top_p keep. scaled_nV: logits / temperature, where the highest is 0."""
     order_nV = _order(scaled_nV)
     none_n = jnp.zeros(len(order_nV), jnp.uint32)
 
@@ -86,13 +86,14 @@ def kept(scaled_nV: Float32[Array, "n V"], sampling: Sampling, axes: tuple[str, 
 
 
 def _order(x: Array) -> Array:
-    """float32 -> uint32 of the same order; equals stay equal."""
+    """float32 -> uint32 in the same order; equal values stay equal."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0, x), jnp.uint32)
     return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def _highest(holds: Callable[[Array], Array], none_n: Array) -> Array:
-    """The highest uint32 [n] for which `holds`, which holds of 0 and of all below one of which it holds."""
+    """The highest uint32 [n] for which `holds` is True. It must be True for 0, and for all below one for
+    which it is."""
 
     def one(step: Array, found_n: Array) -> Array:
         tried_n = found_n | (jnp.uint32(1) << (31 - step).astype(jnp.uint32))

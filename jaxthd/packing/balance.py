@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int, Shaped
 
+from jaxthd.packing.layout import DualChunkSwap
+
 ROUNDS = 12
 """Rounds of 32 candidate orders that order_documents tries."""
 
@@ -84,7 +86,8 @@ def _rank_work(
     inside = np.clip(np.tile(bounds, len(orders)) - starts.ravel()[cut], 0, n.ravel()[cut])
     below = (before.ravel()[cut] + inside * (inside + 1) // 2).reshape(len(orders), -1)
     chunk = np.diff(below, axis=1)
-    return chunk[:, :context] + chunk[:, : context - 1 : -1]
+    first, second = DualChunkSwap(context).chunks(np.arange(context))
+    return chunk[:, first] + chunk[:, second]
 
 
 def assign_chunks(frames: Sequence[int], ranks: int, capacity_per_rank: int) -> list[int] | None:

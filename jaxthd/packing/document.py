@@ -23,7 +23,7 @@ def encoder_frames(mel_frames: int) -> int:
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens in order, audio already spread over one token slot per encoder frame.
+    """Tokens in order, with one token slot per encoder frame for audio.
 
     tokens: int32 [n]; an audio slot holds the tokenizer's audio placeholder id.
     is_audio: bool [n]; True where the embedding comes from the encoder.

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxthd.packing.layout import document_chunk_indices
+from jaxthd.packing.layout import DualChunkSwap
 from jaxthd.packing.thd_view import ABSENT, cumulative, stack_filled
 
 TOKEN_KEYS = ("input_ids", "labels", "position_ids", "padding_mask")
@@ -53,7 +53,7 @@ def packed_from_padded(
     rows, slots = input_ids.shape[:2]
     if num_chunks < 1 or rows % num_chunks:
         raise ValueError(
-            f"{rows} rows cannot be cut into num_chunks = {num_chunks}; it must be at least 1 and divide them"
+            f"{rows} rows cannot be divided into num_chunks = {num_chunks}; expected a divisor of {rows}"
         )
     for key in ("labels", "position_ids"):
         if key in batch and batch[key].shape != (rows, slots):
@@ -97,7 +97,7 @@ def shard_packed(
 
     def indices(cu: np.ndarray) -> np.ndarray:
         cu = cu[cu != absent]
-        return document_chunk_indices(np.append(cu, tokens) if cu[-1] < tokens else cu, context, rank)
+        return DualChunkSwap(context).tokens_of_rank(np.append(cu, tokens) if cu[-1] < tokens else cu, rank)
 
     shard = dict(packed)
     for key in TOKEN_KEYS:

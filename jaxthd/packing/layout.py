@@ -1,67 +1,170 @@
 """Where tokens live over the context axis: DualChunkSwap, of the whole buffer or of each document.
 
-A stretch of tokens is cut into 2 * context equal chunks; rank r holds chunk r and chunk 2 * context - 1 - r.
+What is laid out is cut into 2 * ranks equal context chunks; rank r holds chunk r and chunk 2 * ranks - 1 - r:
+
+    chunk   0  1  2  3  4  5  6  7
+    rank    0  1  2  3  3  2  1  0
+
 Under causal attention an early chunk is cheap and a late one dear, so each rank gets one of both. The default
-is the whole-buffer layout, which asks nothing of document lengths; the per-document one is what Transformer
-Engine's THD ring expects (its `thd_get_partitioned_indices`) and needs every length to be a multiple of
-2 * context.
+is the whole-buffer layout, which asks nothing of document lengths. The per-document layout is what
+Transformer Engine's THD ring expects (its `thd_get_partitioned_indices`); it needs every length to be a
+multiple of 2 * ranks.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import lcm
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Int, Int32
 
+from jaxthd.config import Config
 
-def row_permutation(
-    segment_ids: Int[np.ndarray, " T"], context: int, layout: Literal["buffer", "document"], round_to: int
-) -> Int32[np.ndarray, " T"]:
-    """How a row is laid out over the context axis, rank-major: permuted[i] = original[perm[i]], int32 [T].
+LayoutKind = Literal["buffer", "document"]
 
-    segment_ids: of the row, in any order. layout: of the whole buffer, or of each document, whose padding
-        behind the last document is cut as one document more. round_to: as the row was packed with.
-    Raises ValueError where the layout cannot cut the buffer, or a document.
+
+@dataclass(frozen=True)
+class DualChunkSwap:
+    """Which rank holds which of 2 * ranks equal chunks: the arithmetic, for NumPy and for jax.
+
+    Ranks and chunks may be ints or arrays of either, traced ones too. Every rank's first chunk is in the
+    first half of the chunks, in the order of the ranks; every rank's second chunk is in the second half, in
+    the reverse order. So the chunk before a rank's first one is the first chunk of rank - 1, and the chunk
+    before its second one is the second chunk of rank + 1. The last rank holds the two in the middle: its
+    second follows its first.
     """
-    if layout == "buffer" or context == 1:
-        return context_permutation(len(segment_ids), context)
-    lengths = np.bincount(segment_ids)[1:]
-    ends = np.cumsum(-(-lengths // round_to) * round_to)
-    cu_seqlens = np.concatenate([[0], ends, [len(segment_ids)]]).astype(int)
-    return np.concatenate([document_chunk_indices(cu_seqlens, context, rank) for rank in range(context)])
+
+    ranks: int
+
+    def chunks(self, rank: Any) -> tuple[Any, Any]:
+        """A rank's first and second chunk."""
+        return rank, 2 * self.ranks - 1 - rank
+
+    def holder(self, chunk: Any) -> Any:
+        """The rank that holds a chunk (not traced)."""
+        return np.minimum(chunk, 2 * self.ranks - 1 - chunk)
+
+    def before(self, rank: Any, distance: int = 1) -> tuple[Any, Any]:
+        """The ranks whose first chunk lies `distance` before this one's first, and whose second before its
+        second; outside 0 .. ranks - 1 where that half of the chunks has none.
+        """
+        return rank - distance, rank + distance
+
+    def moves(self, half: int, distance: int = 1) -> list[tuple[int, int]]:
+        """(from, to) for ppermute: every rank receives from before(rank, distance)[half], if there is one."""
+        sources = ((self.before(rank, distance)[half], rank) for rank in range(self.ranks))
+        return sorted((source, rank) for source, rank in sources if 0 <= source < self.ranks)
+
+    def permutation(self, length: int) -> Int32[np.ndarray, " length"]:
+        """A buffer of `length` tokens in rank-major order: permuted[i] = original[perm[i]], int32 [length].
+
+        Rank r's tokens are permuted[r * length / ranks : (r + 1) * length / ranks], so a plain PartitionSpec
+        over "context" hands them out. ranks 1 is the identity.
+        Raises ValueError when length is not a multiple of 2 * ranks (ranks 1: any length), or ranks is 0.
+        """
+        if self.ranks < 1:
+            raise ValueError(f"context must be at least 1, got {self.ranks}")
+        if self.ranks == 1:
+            return np.arange(length, dtype=np.int32)
+        if length % (2 * self.ranks):
+            raise ValueError(
+                f"a buffer of {length} tokens cannot be cut into 2 * context = {2 * self.ranks} equal "
+                f"chunks; make the capacity a multiple of {2 * self.ranks}"
+            )
+        tokens = np.arange(length, dtype=np.int32).reshape(2 * self.ranks, -1)
+        return tokens[[chunk for rank in range(self.ranks) for chunk in self.chunks(rank)]].ravel()
+
+    def tokens_of_rank(
+        self, cu_seqlens: Int[np.ndarray, " documents_plus_1"], rank: int
+    ) -> Int32[np.ndarray, " tokens_of_rank"]:
+        """The tokens that a rank holds if each document is cut by itself, document by document.
+
+        cu_seqlens: offsets of the documents in the buffer, from 0, padding included.
+        Returns int32 [cu_seqlens[-1] / ranks]. cu_seqlens [0, 8, 12], ranks 2: rank 0 holds
+        [0, 1, 6, 7, 8, 11], rank 1 [2, 3, 4, 5, 9, 10]. ranks 1 returns every index, whatever the lengths.
+        Raises ValueError when a document's length is not a multiple of 2 * ranks, or rank is not below ranks.
+        """
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank must lie in 0..{self.ranks - 1} (context {self.ranks}), got {rank}")
+        lengths = np.diff(cu_seqlens)
+        if len(cu_seqlens) == 0 or cu_seqlens[0] != 0 or (lengths < 0).any():
+            raise ValueError(f"cu_seqlens must start at 0 and never fall, got {list(map(int, cu_seqlens))}")
+        if self.ranks == 1:
+            return np.arange(cu_seqlens[-1], dtype=np.int32)
+        unit = 2 * self.ranks
+        if (lengths % unit).any():
+            bad = int(np.flatnonzero(lengths % unit)[0])
+            raise ValueError(
+                f"document {bad} takes {int(lengths[bad])} tokens, not a multiple of 2 * context = {unit}; "
+                "round every document up (padded_lengths)"
+            )
+        held = [np.empty(0, np.int32)]
+        for start, tokens in zip(cu_seqlens[:-1], lengths // unit, strict=True):
+            for chunk in self.chunks(rank):
+                held.append(np.arange(start + chunk * tokens, start + (chunk + 1) * tokens, dtype=np.int32))
+        return np.concatenate(held)
 
 
-def context_permutation(length: int, context: int) -> Int32[np.ndarray, " length"]:
-    """The whole-buffer layout: permuted[i] = original[perm[i]], int32 [length].
+@dataclass(frozen=True)
+class ContextLayout:
+    """How a row of a batch is laid out over the context axis.
 
-    Rank-major: rank r's tokens are permuted[r * length / context : (r + 1) * length / context], so a plain
-    PartitionSpec over "context" hands them out. context 1 is the identity.
-    Raises ValueError when length is not a multiple of 2 * context (context 1: any length).
+    kind: "buffer" cuts the whole buffer, "document" each document; then the padding behind the last document
+        is cut like one more document. ranks: of the context axis; 1 cuts nothing.
+    round_to: each document's slots in the row are rounded up to a multiple of this, under either kind. For
+        "document" on several ranks it must be a multiple of 2 * ranks.
     """
-    if context < 1:
-        raise ValueError(f"context must be at least 1, got {context}")
-    if context == 1:
-        return np.arange(length, dtype=np.int32)
-    if length % (2 * context):
-        raise ValueError(
-            f"a buffer of {length} tokens cannot be cut into 2 * context = {2 * context} equal chunks; "
-            f"make the capacity a multiple of {2 * context}"
-        )
-    chunks = np.arange(length, dtype=np.int32).reshape(2 * context, -1)
-    return chunks[[c for r in range(context) for c in (r, 2 * context - 1 - r)]].ravel()
 
+    kind: LayoutKind = "buffer"
+    ranks: int = 1
+    round_to: int = 1
 
-def document_slots(
-    segment_ids: Int[np.ndarray, " T"], context: int, layout: Literal["buffer", "document"], round_to: int
-) -> list[Int[np.ndarray, " _"]]:
-    """Where each document's tokens lie in a laid-out row, in their order; documents by segment id.
+    @classmethod
+    def of(cls, config: Config) -> "ContextLayout":
+        return cls(config.compute.context_layout, config.mesh.context, config.data.round_to)
 
-    Arguments and errors: as row_permutation.
-    """
-    order = inverse_permutation(row_permutation(segment_ids, context, layout, round_to))
-    ids = segment_ids[order]
-    return [order[ids == segment] for segment in range(1, ids.max() + 1)]
+    @property
+    def swap(self) -> DualChunkSwap:
+        return DualChunkSwap(self.ranks)
+
+    @property
+    def cuts_documents(self) -> bool:
+        """Each document is cut over the ranks."""
+        return self.kind == "document" and self.ranks > 1
+
+    def slots(self, length: Any) -> Any:
+        """The token slots that a document takes, or documents: an int, or an array of ints."""
+        return -(-length // self.round_to) * self.round_to
+
+    def permutation(self, segment_ids: Int[np.ndarray, " T"]) -> Int32[np.ndarray, " T"]:
+        """Document order to rank-major order: permuted[i] = original[perm[i]], int32 [T].
+
+        segment_ids: the row's, in any order.
+        Raises ValueError when the buffer, or a document, cannot be cut into 2 * ranks equal chunks.
+        """
+        if not self.cuts_documents:
+            return self.swap.permutation(len(segment_ids))
+        ends = np.cumsum(self.slots(np.bincount(segment_ids)[1:]))
+        cu_seqlens = np.concatenate([[0], ends, [len(segment_ids)]]).astype(int)
+        return np.concatenate([self.swap.tokens_of_rank(cu_seqlens, rank) for rank in range(self.ranks)])
+
+    def inverse(self, segment_ids: Int[np.ndarray, " T"]) -> Int32[np.ndarray, " T"]:
+        """Rank-major order back to document order: original = permuted[inverse]. Otherwise as permutation."""
+        return inverse_permutation(self.permutation(segment_ids))
+
+    def document_slots(self, segment_ids: Int[np.ndarray, " T"]) -> list[Int[np.ndarray, " _"]]:
+        """Where the tokens of each document lie in a laid-out row, in their order; documents by segment id.
+
+        segment_ids: of the laid-out row. Raises ValueError as permutation.
+        """
+        order = self.inverse(segment_ids)
+        ids = segment_ids[order]
+        return [order[ids == segment] for segment in range(1, ids.max() + 1)]
+
+    def owners(self, segment_ids: Int[np.ndarray, " T"]) -> Int[np.ndarray, " T"]:
+        """The rank that holds each token of a row in document order. Otherwise as permutation."""
+        return self.inverse(segment_ids) * self.ranks // len(segment_ids)
 
 
 def inverse_permutation(perm: Int[np.ndarray, " length"]) -> Int32[np.ndarray, " length"]:
@@ -69,38 +172,6 @@ def inverse_permutation(perm: Int[np.ndarray, " length"]) -> Int32[np.ndarray, "
     inverse = np.empty(len(perm), np.int32)
     inverse[perm] = np.arange(len(perm), dtype=np.int32)
     return inverse
-
-
-def document_chunk_indices(
-    cu_seqlens: Int[np.ndarray, " documents_plus_1"], context: int, rank: int
-) -> Int32[np.ndarray, " tokens_of_rank"]:
-    """The per-document layout: the tokens that context rank `rank` holds, document by document.
-
-    cu_seqlens: offsets of the documents in the buffer, from 0, padding included.
-    Returns int32 [cu_seqlens[-1] / context]. cu_seqlens [0, 8, 12], context 2: rank 0 holds
-    [0, 1, 6, 7, 8, 11], rank 1 [2, 3, 4, 5, 9, 10]. context 1 returns every index, whatever the lengths.
-    Raises ValueError when a document's length is not a multiple of 2 * context, or rank is not below context.
-    """
-    if not 0 <= rank < context:
-        raise ValueError(f"rank must lie in 0..{context - 1} (context {context}), got {rank}")
-    lengths = np.diff(cu_seqlens)
-    if len(cu_seqlens) == 0 or cu_seqlens[0] != 0 or (lengths < 0).any():
-        raise ValueError(f"cu_seqlens must start at 0 and never fall, got {list(map(int, cu_seqlens))}")
-    if context == 1:
-        return np.arange(cu_seqlens[-1], dtype=np.int32)
-    unit = 2 * context
-    if (lengths % unit).any():
-        bad = int(np.flatnonzero(lengths % unit)[0])
-        raise ValueError(
-            f"document {bad} takes {int(lengths[bad])} tokens, not a multiple of 2 * context = {unit}; "
-            "round every document up (padded_lengths)"
-        )
-    pieces = [np.empty(0, np.int32)]
-    for start, length in zip(cu_seqlens[:-1], lengths, strict=True):
-        chunk = length // unit
-        for c in (rank, unit - 1 - rank):
-            pieces.append(np.arange(start + c * chunk, start + (c + 1) * chunk, dtype=np.int32))
-    return np.concatenate(pieces)
 
 
 def padded_lengths(lengths: Sequence[int], context: int, tensor: int) -> list[int]:

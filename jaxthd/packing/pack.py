@@ -15,7 +15,7 @@ from jaxthd.packing.balance import attention_work, imbalance, order_documents
 from jaxthd.packing.batch import AUDIO_FIELDS, Batch
 from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
 from jaxthd.packing.fit import BufferLimits
-from jaxthd.packing.layout import row_permutation
+from jaxthd.packing.layout import ContextLayout
 
 
 class PackReport(NamedTuple):
@@ -96,7 +96,7 @@ def pack_row(
     audio = None
     if audio_capacity:
         audio = _write_audio(documents, starts, ranks, limits, num_mels)
-    perm = row_permutation(row.segment_ids, context, layout, round_to)
+    perm = ContextLayout(layout, context, round_to).permutation(row.segment_ids)
     report = PackReport(
         keys=tuple(d.key for d in documents),
         real_tokens=sum(len(d) for d in documents),

@@ -4,13 +4,13 @@ A packed batch holds whole documents: prompt and answer. What comes later never 
 earlier tokens, so one forward pass gives both the answer's log-probabilities and everything that decoding
 after the prompt needs: prompts stay packed in their buffer, and nothing is padded to the longest.
 
-Legend: R rows, D places for documents of a row (a multiple of the context axis), n documents whose decoding
+Legend: R rows, D documents of a row at most (a multiple of the context axis), n documents whose decoding
 this rank does: R * D over the context axis.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +19,17 @@ from jax import Array
 from jaxtyping import Bool, Int, Int32
 
 from jaxthd.packing.batch import Batch
-from jaxthd.packing.layout import inverse_permutation, row_permutation
+from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.segments import KeyIntervals, Segments, key_intervals
 
 DOCUMENTS_BLOCK = 8
-"""Documents whose new tokens are attended from together, to the keys of all of their prompts."""
+"""Documents whose new tokens attend, as one block of queries, to the keys of all of their prompts."""
 
 
 class PromptEnds(NamedTuple):
-    """Places in the row, in document order, of each document's first token and of its prompt's last one.
+    """Slots, in document order, of each document's first token and of its prompt's last one.
 
-    The prompt is all before the document's last answer; -1 where there is no document, or no answer.
+    The prompt is all that precedes the document's last answer. -1 where there is no document, or no answer.
     """
 
     first: Int32[Any, "R D"]
@@ -37,23 +37,18 @@ class PromptEnds(NamedTuple):
 
 
 def find_prompts(
-    batch: Batch,
-    context: int,
-    max_documents: int,
-    *,
-    layout: Literal["buffer", "document"] = "buffer",
-    round_to: int = 1,
+    batch: Batch, layout: ContextLayout, max_documents: int
 ) -> tuple[PromptEnds, list[list[int]]]:
     """The prompts of a host batch, and the token ids of their answers (end mark included), R * D lists.
 
-    context, layout, round_to: as the batch was packed with. An answer is a run of supervised tokens; the last
+    layout: as the batch was packed with. An answer is a run of supervised tokens; the last
         one of a document counts.
     """
     rows = len(batch.tokens)
-    places = -(-max_documents // context) * context
+    places = -(-max_documents // layout.ranks) * layout.ranks
     ends = PromptEnds(*np.full((2, rows, places), -1, np.int32))
     answers: list[list[int]] = [[] for _ in range(rows * places)]
-    for row, document, order, slots in _documents(batch, context, layout, round_to):
+    for row, document, order, slots in _documents(batch, layout):
         supervised, targets = (x[row][order][slots] for x in (batch.weights, batch.targets))
         at = np.flatnonzero(supervised)
         if len(at):
@@ -63,27 +58,22 @@ def find_prompts(
     return ends, answers
 
 
-def whole_prompts(
-    batch: Batch,
-    context: int,
-    max_documents: int,
-    *,
-    layout: Literal["buffer", "document"] = "buffer",
-    round_to: int = 1,
-) -> PromptEnds:
-    """Every document of a host batch as a prompt. Arguments: as find_prompts."""
-    ends = PromptEnds(*np.full((2, len(batch.tokens), -(-max_documents // context) * context), -1, np.int32))
-    for row, document, _, slots in _documents(batch, context, layout, round_to):
+def whole_prompts(batch: Batch, layout: ContextLayout, max_documents: int) -> PromptEnds:
+    """The ends of a host batch's documents, each taken as a prompt. Arguments: as find_prompts."""
+    ends = PromptEnds(
+        *np.full((2, len(batch.tokens), -(-max_documents // layout.ranks) * layout.ranks), -1, np.int32)
+    )
+    for row, document, _, slots in _documents(batch, layout):
         ends.first[row, document], ends.last[row, document] = slots[0], slots[-1]
     return ends
 
 
 def _documents(
-    batch: Batch, context: int, layout: Literal["buffer", "document"], round_to: int
+    batch: Batch, layout: ContextLayout
 ) -> Iterator[tuple[int, int, Int32[np.ndarray, " T"], Int[np.ndarray, " n"]]]:
     """(row, document, what puts the row into document order, the document's slots in that order)."""
     for row, segment_ids in enumerate(batch.segment_ids):
-        order = inverse_permutation(row_permutation(segment_ids, context, layout, round_to))
+        order = layout.inverse(segment_ids)
         ids = segment_ids[order]
         for document in range(ids.max()):
             yield row, document, order, np.flatnonzero(ids == document + 1)
@@ -93,7 +83,7 @@ def _documents(
 class Prompts:
     """A batch's prompts as a rank sees them.
 
-    ends: of this rank's rows. at: this rank's index of each prompt's last token, or -1; R * D places.
+    ends: of this rank's rows. at: this rank's index of each prompt's last token, or -1; [R * D].
     keys: what the new tokens of this rank's n documents see of the keys of all ranks in document order.
     documents, new_tokens, block: n, the most tokens that are decoded, the attention block.
     """
@@ -106,15 +96,15 @@ class Prompts:
     block: int
 
     def share(self, x: Array, segments: Segments) -> Array:
-        """[R * D, ...], zeros but on the rank that holds the prompt's end -> [n, ...], of this rank's n."""
+        """[R * D, ...], zeros except on the rank with the prompt's end -> [n, ...], this rank's share."""
         if segments.context == 1:
             return x
         return jax.lax.psum_scatter(x, segments.axis, scatter_dimension=0, tiled=True)
 
 
 class Now(NamedTuple):
-    """A step of decoding. keys, block: as Prompts. token: the new token's number, from 0. active: documents
-    not ended yet.
+    """A step of decoding. keys, block: as in Prompts. token: the new token's number, from 0. active: the
+    documents that have not ended.
     """
 
     keys: KeyIntervals

@@ -1,19 +1,25 @@
 """Segments: where documents begin and end, as one value that every mixer requires.
 
-Derived once a step from (segment ids, positions); attention, convolution and scan only read it.
+Derived once a step from segment ids and positions; attention, convolution and scan only read it.
 
-Legend: R rows on this rank, T tokens of a row on this rank, N = R * T, QB query blocks.
+Words. A row's *index* counts its tokens in document order. A *slot* counts them as the context layout has
+them: here the slots of a row on this rank, in InOrder those of all ranks, rank-major.
+
+Legend: R rows on this rank, T tokens of a row on it, N = R * T, S tokens of a row on all ranks, QB query
+blocks.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int32
+
+from jaxthd.packing.layout import DualChunkSwap, LayoutKind
 
 
 class KeyIntervals(NamedTuple):
@@ -29,10 +35,10 @@ def key_intervals(
 ) -> KeyIntervals:
     """Adds the block ranges to the intervals. A query with hi <= lo sees nothing: output 0, lse -inf.
 
-    block: of keys, and of queries where query_block says nothing else.
+    block: keys in a block; queries too, unless query_block says otherwise.
 
-    A query block's range runs from its first to its last touched key block. The blocks between are touched
-    too, because documents lie in order: nothing is executed that could be skipped.
+    A query block's range runs from the first to the last key block that one of its queries touches. Those
+    between are touched too, because documents lie in order: no block is executed that could be skipped.
     """
     some = hi > lo
     lo, hi = jnp.where(some, lo, 0), jnp.where(some, hi, 0)
@@ -43,39 +49,40 @@ def key_intervals(
 
 
 def blocked(x: Array, block: int, fill: float | int) -> Array:
-    """[N, ...] -> [ceil(N / block), block, ...], the last block filled up."""
+    """[N, ...] -> [ceil(N / block), block, ...]; the last block is filled up with `fill`."""
     padded = jnp.pad(x, [(0, -len(x) % block)] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
     return padded.reshape(-1, block, *x.shape[1:])
 
 
 class InOrder(NamedTuple):
-    """Under the per-document layout: this rank's rows as they are with all ranks' tokens in document order.
+    """The per-document layout undone: how rank-major rows of all ranks and rows in document order correspond.
 
-    slots: for each of a row's S places in document order, the slot of the rank-major row that holds its
-    token, S in padding. places: for each of those slots its place, S in padding. segments: of the whole rows.
+    slots: for each index of a row, the rank-major slot that holds its token; S where that is padding.
+    indices: for each rank-major slot, its token's index in the row; S in padding. segments: of whole rows.
     """
 
     slots: Int32[Array, "R S"]
-    places: Int32[Array, "R S"]
+    indices: Int32[Array, "R S"]
     segments: "Segments"
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Documents in this rank's tokens: rows one after the other, each in the context layout's order.
+    """The documents in this rank's tokens: rows one after the other, each in the context layout's order.
 
     ids: 0 in padding, else the document's number in its row.
-    positions: index of the token in its document, 0 in padding. A token that is j or more tokens into its
-        document may look j tokens back; that is all that convolution and scan need.
-    local: keys on this rank that each token's attention sees (causal).
-    remote: the same for the keys of context rank (this - 1 - t) % context, at index t.
-    whole: keys of the token's whole document on this rank (bidirectional; for the encoder).
+    positions: the token's index in its document; 0 in padding. A token of position j or more may look j
+        tokens back; that is all that convolution and scan need.
     remaining: tokens of the document after this one, on this rank.
-    in_order: None under the whole-buffer layout, and where one rank has it all.
+    local: the keys on this rank that each token's attention sees (causal).
+    remote: the same for the keys of context rank (this - 1 - t) % context, at index t.
+    whole: the keys of the token's whole document on this rank (bidirectional; for the encoder).
+    in_order: None under the whole-buffer layout, and where one rank holds whole rows.
     rows, axis, context, block: R, the context axis (None outside a mesh), its size, the attention block.
-    documents: most documents of a row; None where that is not known, which fused attention asks for.
-    uniform_program: all ranks of the mesh run this program at the same time. Else, in pipeline stages that differ,
-        no collective may name ranks of other stages: ppermute names all, and is not used.
+    documents: the most documents in a row; None where that is not known. Fused attention needs it.
+    uniform_program: all ranks of the mesh run this program at the same time. Where they do not, in pipeline
+        stages that differ, no collective may name ranks of other stages. ppermute names all ranks, so it is
+        not used.
     """
 
     ids: Int32[Array, " N"]
@@ -97,21 +104,26 @@ class Segments:
         return self.ids > 0
 
     @property
-    def stretches(self) -> int:
-        """Contiguous stretches of a row on one rank: its two context chunks, or the whole row.
+    def swap(self) -> DualChunkSwap:
+        """Which context rank holds which chunks."""
+        return DualChunkSwap(self.context)
 
-        Not under the per-document layout, where every document brings two of its own.
+    @property
+    def context_chunks(self) -> int:
+        """Context chunks of a row on this rank: two, or the whole row as one. Each is contiguous.
+
+        Not under the per-document layout, where every document has two chunks of its own.
         """
         assert self.in_order is None
         return 2 if self.context > 1 else 1
 
     def split(self, x: Array) -> Array:
-        """[N, ...] -> [R, stretches, tokens of a stretch, ...]."""
-        return x.reshape(self.rows, self.stretches, -1, *x.shape[1:])
+        """[N, ...] -> [R, context chunks, tokens of a context chunk, ...]."""
+        return x.reshape(self.rows, self.context_chunks, -1, *x.shape[1:])
 
-    def local_index(self, index_RD: Int32[Array, "R D"]) -> Int32[Array, " places"]:
-        """Where this rank holds tokens given by their row and place in document order; -1 for -1 and where
-        another rank does.
+    def local_index(self, index_RD: Int32[Array, "R D"]) -> Int32[Array, " R_D"]:
+        """Which of this rank's N tokens have the given indices in their rows, [R * D]; -1 for -1, and for
+        tokens of other ranks.
         """
         tokens = len(self.ids) // self.rows
         local_RD, here_RD = index_RD, index_RD >= 0
@@ -120,10 +132,11 @@ class Segments:
             here_RD = slot_RD // tokens == jax.lax.axis_index(self.axis)
             local_RD = slot_RD % tokens
         elif self.axis is not None and self.context > 1:
-            chunk, rank = tokens // 2, jax.lax.axis_index(self.axis)
-            number_RD = index_RD // chunk
-            here_RD = (number_RD == rank) | (number_RD == 2 * self.context - 1 - rank)
-            local_RD = index_RD % chunk + jnp.where(number_RD == rank, 0, chunk)
+            length = tokens // 2
+            first, second = self.swap.chunks(jax.lax.axis_index(self.axis))
+            chunk_RD = index_RD // length
+            here_RD = (chunk_RD == first) | (chunk_RD == second)
+            local_RD = index_RD % length + jnp.where(chunk_RD == first, 0, length)
         local_RD = local_RD + tokens * jnp.arange(self.rows, dtype=jnp.int32)[:, None]
         return jnp.where(here_RD & (index_RD >= 0), local_RD, -1).reshape(-1)
 
@@ -137,7 +150,9 @@ def _flatten(segments: Segments) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def _unflatten(static: tuple[Any, ...], traced: Iterable[Any]) -> Segments:
-    """Without __init__: jax rebuilds pytrees around placeholders that are no arrays."""
+    """Without __init__, which register_dataclass would call: its type checks refuse the placeholders that jax
+    puts in the place of arrays.
+    """
     segments = object.__new__(Segments)
     for name, value in (*zip(_TRACED, traced, strict=True), *zip(_STATIC, static, strict=True)):
         object.__setattr__(segments, name, value)
@@ -153,80 +168,58 @@ def make_segments(
     *,
     block: int,
     axis: str | None,
-    layout: Literal["buffer", "document"] = "buffer",
+    layout: LayoutKind = "buffer",
     documents: int | None = None,
     uniform_program: bool = True,
 ) -> Segments:
     """Derives a step's Segments from this rank's share of the batch.
 
-    axis: name of the context mesh axis, inside shard_map; None when the rows are whole.
-    layout: over that axis, of the whole buffer or of each document. documents, uniform_program: as there.
+    axis: name of the context mesh axis, inside shard_map; None when the rows are whole. layout: how they are
+    laid out over that axis. block, documents, uniform_program: as in Segments.
+    Raises ValueError when the context axis has several ranks and T is odd.
 
-    Every key interval follows from one fact: under DualChunkSwap the local order of tokens is their global
-    order, so a query's global interval [first token of its document, itself] is also an interval of any
-    rank's keys, found by counting that rank's tokens below either end. Under the whole-buffer layout the
-    intervals between two ranks are equal over a prefix of the queries' document: one dense rectangle, or
-    nothing. Under the per-document one all ranks hold a document at the same slots, and what a query sees of
-    another rank is a prefix of it there.
+    Under either layout the local order of tokens is their document order. So a document's tokens on one rank
+    are one run, and what a token sees of a rank is an interval of the document's run there. On this rank the
+    run is where the id stays the same; on another rank it is told by the Rectangle.
     """
     rows, tokens = ids_RT.shape
-    context = jax.lax.axis_size(axis) if axis else 1
+    ranks = jax.lax.axis_size(axis) if axis else 1
     rank = jax.lax.axis_index(axis) if axis else 0
-    if context > 1 and tokens % 2:
+    if ranks > 1 and tokens % 2:
         raise ValueError(f"{tokens} tokens of a row on a rank; context > 1 needs an even number (two chunks)")
-    in_order, index_T = None, jnp.arange(tokens)
-
-    def below(source: Array | int, x: Array, chunk: Array | int) -> Array:
-        """How many of rank `source`'s tokens come before index x of what is cut into such chunks."""
-        first, second = source * chunk, (2 * context - 1 - source) * chunk
-        return jnp.clip(x - first, 0, chunk) + jnp.clip(x - second, 0, chunk)
-
-    if context > 1 and layout == "document":
-        start_RT, chunk_RT, in_order = _by_document(ids_RT, positions_RT, axis, block)
-        begin_RT = context * start_RT
-
-        def tokens_below(source: Array | int, x: Array) -> Array:
-            """How many of rank `source`'s slots of the row come before place x of the token's document."""
-            return start_RT + below(source, x - begin_RT, chunk_RT)
-
-    else:
-        if context > 1:
-            chunk = tokens // 2
-            second_T = (2 * context - 1 - rank) * chunk + index_T - chunk
-            index_T = jnp.where(index_T < chunk, rank * chunk + index_T, second_T)
-        begin_RT = index_T - positions_RT
-
-        def tokens_below(source: Array | int, x: Array) -> Array:
-            """How many of rank `source`'s tokens of the row come before global index x."""
-            return x if context == 1 else below(source, x, tokens // 2)
-
-    end_RT = begin_RT + positions_RT + 1
-    row_R1 = jnp.arange(rows)[:, None]
-    real_N = (ids_RT > 0).reshape(-1)
+    slot_T = jnp.arange(tokens, dtype=jnp.int32)
+    first_RT, stop_RT = _local_runs(ids_RT)
+    sources = [(rank - 1 - step) % ranks for step in range(ranks - 1)]
+    in_order, rectangles = None, []
+    if ranks > 1 and layout == "document":
+        cut, in_order = _document_cuts(ids_RT, positions_RT, axis, block)
+        rectangles = [document_rectangle(cut, rank, source, stop_RT) for source in sources]
+    elif ranks > 1:
+        swap = DualChunkSwap(ranks)
+        begin_RT = _row_index(swap, rank, tokens // 2) - positions_RT
+        rectangles = [buffer_rectangle(swap, rank, source, begin_RT, stop_RT) for source in sources]
 
     def intervals(lo_RT: Array, hi_RT: Array) -> KeyIntervals:
-        lo_N, hi_N = (jnp.where(real_N, x.reshape(-1), 0).astype(jnp.int32) for x in (lo_RT, hi_RT))
+        """None for padding. lo, hi: keys of the row, made keys of all rows."""
+        real_N, row_R1 = (ids_RT > 0).reshape(-1), tokens * jnp.arange(rows, dtype=jnp.int32)[:, None]
+        lo_N, hi_N = (jnp.where(real_N, (row_R1 + x).reshape(-1), 0) for x in (lo_RT, hi_RT))
         return key_intervals(lo_N, hi_N, block)
 
-    def of_rank(source: Array | int) -> KeyIntervals:
-        return intervals(*(row_R1 * tokens + tokens_below(source, x) for x in (begin_RT, end_RT)))
+    def of_rectangle(rectangle: Rectangle) -> KeyIntervals:
+        inside_RT = (slot_T >= rectangle.q_start) & (slot_T < rectangle.q_end)
+        return intervals(*(jnp.where(inside_RT, x, 0) for x in (rectangle.k_start, rectangle.k_end)))
 
-    # One past the last local token of the document: the nearest change of id at or after the next token.
-    change_RT = jnp.pad(ids_RT[:, 1:] != ids_RT[:, :-1], ((0, 0), (0, 1)), constant_values=True)
-    stop_RT = jnp.where(change_RT, jnp.arange(1, tokens + 1), tokens)
-    stop_RT = jax.lax.cummin(stop_RT, axis=1, reverse=True)
-    whole_lo_RT = row_R1 * tokens + tokens_below(rank, begin_RT)
     return Segments(
         ids=ids_RT.reshape(-1),
         positions=positions_RT.reshape(-1),
-        remaining=(stop_RT - 1 - jnp.arange(tokens)).reshape(-1).astype(jnp.int32),
-        local=of_rank(rank),
-        remote=tuple(of_rank((rank - 1 - t) % context) for t in range(context - 1)),
-        whole=intervals(whole_lo_RT, row_R1 * tokens + stop_RT),
+        remaining=(stop_RT - 1 - slot_T).reshape(-1),
+        local=intervals(first_RT, slot_T + 1),
+        remote=tuple(map(of_rectangle, rectangles)),
+        whole=intervals(first_RT, stop_RT),
         in_order=in_order,
         rows=rows,
         axis=axis,
-        context=context,
+        context=ranks,
         block=block,
         documents=documents,
         uniform_program=uniform_program,
@@ -252,36 +245,126 @@ def segments_of(lengths: Sequence[int], capacity: int | None = None, *, block: i
     return make_segments(ids_T[None], positions_T[None], block=block, axis=None, documents=len(lengths))
 
 
-def _by_document(
-    ids_RT: Array, positions_RT: Array, axis: str | None, block: int
-) -> tuple[Array, Array, InOrder]:
-    """Under the per-document layout, for each token of this rank: the slot where its document starts on every
-    rank, and the length of the document's chunks; and all ranks' rows in document order.
+def _local_runs(ids_RT: Array) -> tuple[Array, Array]:
+    """(first slot of the token's document on this rank, one past its last), [R, T]; of the run of padding
+    there."""
+    tokens = ids_RT.shape[1]
+    slot_T = jnp.arange(tokens, dtype=jnp.int32)
+    change_RT = ids_RT[:, 1:] != ids_RT[:, :-1]
+    begins_RT = jnp.pad(change_RT, ((0, 0), (1, 0)), constant_values=True)
+    ends_RT = jnp.pad(change_RT, ((0, 0), (0, 1)), constant_values=True)
+    first_RT = jax.lax.cummax(jnp.where(begins_RT, slot_T, 0), axis=1)
+    stop_RT = jax.lax.cummin(jnp.where(ends_RT, slot_T + 1, tokens), axis=1, reverse=True)
+    return first_RT, stop_RT
 
-    Where a document starts is where rank 0 has its first token. Rank 1 starts with its second chunk, hence at
-    a position that is the chunk's length; if it has nothing, the first chunk holds all: any length will do.
+
+class Rectangle(NamedTuple):
+    """What this rank's queries see of another rank's keys: queries q_start <= i < q_end see keys k_start <= j
+    < k_end, every query every key. Empty where an end is not above its start.
+
+    Slots of a row on the two ranks: [R, 1], or [R, T] where each token's document has a rectangle of its own.
+    """
+
+    q_start: Int32[Array, "R _"]
+    q_end: Int32[Array, "R _"]
+    k_start: Int32[Array, "R _"]
+    k_end: Int32[Array, "R _"]
+
+
+def _causal_pairs(rank: Array | int, source: Array | int, chunk: Array | int) -> tuple[Array, Array]:
+    """(first query slot, end of the key slots): the pairs of a remote step in which the query comes later.
+
+    What is cut has chunks of `chunk` tokens. With n ranks, the chunks of r = rank and s = source lie in one
+    of two orders:
+
+        s < r    s, r, ..., 2n-1-r, 2n-1-s    both chunks of r lie between those of s
+        s > r    r, s, ..., 2n-1-s, 2n-1-r    the second chunk of r comes after both of s
+
+    So these queries come after all of these keys, and no other query comes after any key. Were there no
+    documents, a remote step would be one dense rectangle; documents only shrink it.
+    """
+    is_earlier = source < rank
+    return jnp.where(is_earlier, 0, chunk), jnp.where(is_earlier, chunk, 2 * chunk)
+
+
+def buffer_rectangle(
+    swap: DualChunkSwap, rank: Array | int, source: Array | int, begin_RT: Array, stop_RT: Array
+) -> Rectangle:
+    """The rectangle of a remote step under the whole-buffer layout: one a row.
+
+    A document with a key on the source and a later query here holds all tokens between the two, and so the
+    first query of the causal pairs. Hence only one document has any: that query's. Its queries end where it
+    ends here; its keys begin where it begins on the source.
+
+    begin_RT: the index in the row at which each token's document begins. stop_RT: from _local_runs.
+    """
+    chunk = begin_RT.shape[1] // 2
+    q_start, k_end = _causal_pairs(rank, source, chunk)
+    begin_R1, stop_R1 = (jax.lax.dynamic_slice_in_dim(x, q_start, 1, axis=1) for x in (begin_RT, stop_RT))
+    # How many of the source's tokens have an index below begin.
+    first, second = (number * chunk for number in swap.chunks(source))
+    before_R1 = jnp.clip(begin_R1 - first, 0, chunk) + jnp.clip(begin_R1 - second, 0, chunk)
+    return Rectangle(
+        jnp.broadcast_to(q_start, stop_R1.shape), stop_R1, before_R1, jnp.broadcast_to(k_end, stop_R1.shape)
+    )
+
+
+def document_rectangle(
+    cut: "DocumentCut", rank: Array | int, source: Array | int, stop_RT: Array
+) -> Rectangle:
+    """The rectangles under the per-document layout: one for each token's document, which meets only itself.
+
+    All ranks hold a document from the same slot on. stop_RT: from _local_runs.
+    """
+    q_start, k_end = _causal_pairs(rank, source, cut.chunk)
+    return Rectangle(cut.start + q_start, stop_RT, cut.start, cut.start + k_end)
+
+
+def _row_index(swap: DualChunkSwap, rank: Array | int, chunk: int) -> Array:
+    """The index in the row of each slot of a rank under the whole-buffer layout, [T]."""
+    slot_T = jnp.arange(2 * chunk, dtype=jnp.int32)
+    first, second = swap.chunks(rank)
+    return jnp.where(slot_T < chunk, first * chunk + slot_T, second * chunk + slot_T - chunk)
+
+
+class DocumentCut(NamedTuple):
+    """Under the per-document layout, for each token: the slot at which its document begins, on every rank;
+    and the length of the document's chunks.
+    """
+
+    start: Int32[Array, "R T"]
+    chunk: Int32[Array, "R T"]
+
+
+def _document_cuts(
+    ids_RT: Array, positions_RT: Array, axis: str | None, block: int
+) -> tuple[DocumentCut, InOrder]:
+    """A document begins where rank 0 has its first token. Rank 1's first token of it begins the second chunk,
+    so its position is the chunk's length. If rank 1 has none, the first chunk holds the whole document, no
+    rank but the first has queries, and any length will do.
     """
     rows, tokens = ids_RT.shape
-    ids, positions = (jax.lax.all_gather(x, axis, axis=0) for x in (ids_RT, positions_RT))
-    starts_RT = jnp.where((ids[0] > 0) & (positions[0] == 0), jnp.arange(tokens), 0)
+    ids_rRT, positions_rRT = (jax.lax.all_gather(x, axis, axis=0) for x in (ids_RT, positions_RT))
+    slot_T = jnp.arange(tokens, dtype=jnp.int32)
+    starts_RT = jnp.where((ids_rRT[0] > 0) & (positions_rRT[0] == 0), slot_T, 0)
     start_RT = jax.lax.cummax(starts_RT, axis=1)
-    chunk_RT = jnp.take_along_axis(jnp.where(ids[1] > 0, positions[1], tokens), start_RT, axis=1)
+    chunk_RT = jnp.take_along_axis(jnp.where(ids_rRT[1] > 0, positions_rRT[1], tokens), start_RT, axis=1)
 
     def whole_rows(x_rRT: Array) -> Array:
         return x_rRT.swapaxes(0, 1).reshape(rows, -1)
 
-    size = len(ids) * tokens
-    places_RS = whole_rows(jnp.where(ids > 0, len(ids) * start_RT + positions, size)).astype(jnp.int32)
+    size = len(ids_rRT) * tokens
+    indices_RS = whole_rows(jnp.where(ids_rRT > 0, len(ids_rRT) * start_RT + positions_rRT, size))
     slots_RS = jnp.full((rows, size), size, jnp.int32)
-    slots_RS = slots_RS.at[jnp.arange(rows)[:, None], places_RS].set(
+    slots_RS = slots_RS.at[jnp.arange(rows)[:, None], indices_RS].set(
         jnp.arange(size, dtype=jnp.int32), mode="drop"
     )
-    ids_RS, positions_RS = (gather_places(whole_rows(x), slots_RS) for x in (ids, positions))
+    ids_RS, positions_RS = (gather_in_rows(whole_rows(x), slots_RS) for x in (ids_rRT, positions_rRT))
     segments = make_segments(ids_RS, positions_RS, block=block, axis=None)
-    return start_RT, chunk_RT, InOrder(slots_RS, places_RS, segments)
+    return DocumentCut(start_RT, chunk_RT), InOrder(slots_RS, indices_RS, segments)
 
 
-def gather_places(x_RS: Array, index_RS: Array) -> Array:
-    """x[r, index[r, s]], 0 where the index is S; x may have dims more, [R, S, ...]."""
+def gather_in_rows(x_RS: Array, index_RS: Array) -> Array:
+    """x[r, index[r, s]]; 0 where the index is S. x may have more dims, [R, S, ...]."""
     index = index_RS.reshape(*index_RS.shape, *[1] * (x_RS.ndim - 2))
     return jnp.take_along_axis(x_RS, index, axis=1, mode="fill", fill_value=0)

@@ -12,7 +12,7 @@ from jaxthd.config import Config, DataConfig
 from jaxthd.packing.balance import attention_work, imbalance, order_documents
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.fit import longest_run
-from jaxthd.packing.layout import row_permutation
+from jaxthd.packing.layout import ContextLayout
 from jaxthd.planning.lengths import Lengths, slots_of
 
 BALANCED = 100
@@ -133,7 +133,7 @@ def balance(stream: Lengths, outcome: Outcome) -> tuple[float, float]:
     Under the per-document layout the loader does not order them. Means over BALANCED buffers.
     """
     capacity, context = outcome.config.data.capacity, outcome.config.mesh.context
-    layout, slots = outcome.config.compute.context_layout, slots_of(stream, outcome.config)
+    layout, slots = ContextLayout.of(outcome.config), slots_of(stream, outcome.config)
     found = []
     for buffer in outcome.buffers[:: max(len(outcome.buffers) // BALANCED, 1)]:
         ids, positions, start = np.zeros(capacity, int), np.zeros(capacity, int), 0
@@ -141,9 +141,9 @@ def balance(stream: Lengths, outcome: Outcome) -> tuple[float, float]:
             end = start + stream.tokens[document]
             ids[start:end], positions[start:end] = segment, np.arange(end - start)
             start += slots[document]
-        perm = row_permutation(ids, context, layout, outcome.config.data.round_to)
+        perm = layout.permutation(ids)
         given = ordered = imbalance(attention_work(positions[perm], ids[perm], context))
-        if layout == "buffer":
+        if layout.kind == "buffer":
             lengths, taken = stream.tokens[buffer].tolist(), slots[buffer].tolist()
             ordered = order_documents(lengths, capacity, context, 0, taken)[1]
         found.append((given, ordered))

@@ -5,11 +5,13 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import jax
 
 from jaxthd.config import Config, MeshConfig
-from jaxthd.data.text.tokenizer import load_tokenizer
+from jaxthd.data.text.tokenizer import needed_vocabulary
 from jaxthd.kernels.choose import with_admitted
 from jaxthd.kernels.xla_options import prepare_compiler
 from jaxthd.parallel.processes import is_first, started
@@ -56,10 +58,15 @@ def prepared(config: Config) -> Config:
     return with_kernels(config)
 
 
-def check(config: Config, *, tokenizer: bool = True) -> None:
-    """Validates the config on this machine, and prints warnings. tokenizer: compare its vocabulary too."""
-    vocabulary = load_tokenizer(config.data.tokenizer).vocab_size if tokenizer else None
-    for warning in validate(config, DeviceFacts.of_this_machine(vocabulary)):
+def check(config: Config, *, data_sets: bool = True) -> None:
+    """Validates the config on this machine, and prints warnings. Raises UserError as `prepared` does.
+
+    data_sets: whether the config's data sets are read; else what it says about them is not checked.
+    """
+    if not data_sets:
+        unread: dict[str, Any] = {"manifest": ("unread",), "tarred_audio": (), "weights": ()}
+        config = replace(config, data=replace(config.data, validation_manifest="", **unread))
+    for warning in validate(config, DeviceFacts.of_this_machine(needed_vocabulary(config))):
         _say(f"warning: {warning}")
 
 

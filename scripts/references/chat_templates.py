@@ -1,11 +1,12 @@
-"""Writes tests/references/chat/expected.json: what transformers makes of chat templates.
+"""Writes tests/references/chat/expected.json: how transformers renders chat templates.
 
     python scripts/references/chat_templates.py     # with transformers (made with 5.23); a few seconds
 
-Of every template and conversation: the ids of the text without and with a generation prompt ("whole",
-"prompt"), encoded as apply_chat_template encodes them; for a template with generation tags also which are the
-assistant's ("learnt"). A recording is what NemotronH_Omni_Reasoning_V3Processor writes for one embedding.
-The tokenizer, beside it, is a byte-level BPE trained here on a few lines, so that text has merges.
+For every template and conversation the file holds the ids of the text without and with a generation prompt
+("whole", "prompt"), encoded as apply_chat_template encodes them. For a template with generation tags it
+also says which tokens are the assistant's, the supervised ones ("learnt"). A recording is written as
+NemotronH_Omni_Reasoning_V3Processor writes one embedding. The tokenizer beside it is a byte-level BPE,
+trained here on a few lines so that text has merges.
 """
 
 import json
@@ -34,7 +35,7 @@ LINES = [
     "You listen, and you answer in a sentence.\n",
     "system\nuser\nassistant\nToday: unknown\n\n",
 ]
-HEARD = {"type": "audio", "audio": ""}
+RECORDING = {"type": "audio", "audio": ""}
 
 
 def text(said: str) -> dict[str, str]:
@@ -60,9 +61,9 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         {"role": "assistant", "content": "<think>\nSo?\n</think>\nIt is so."},
     ],
     "recordings": [
-        {"role": "user", "content": [HEARD, text(" What is said?")]},
+        {"role": "user", "content": [RECORDING, text(" What is said?")]},
         {"role": "assistant", "content": "one"},
-        {"role": "user", "content": [text("And: "), HEARD, HEARD]},
+        {"role": "user", "content": [text("And: "), RECORDING, RECORDING]},
         {"role": "assistant", "content": "two three"},
     ],
 }

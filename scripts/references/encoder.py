@@ -2,8 +2,8 @@
 
     python scripts/references/encoder.py [--checkpoints FOLDER]     # needs torch and transformers; about 5 s
 
-FOLDER: save_pretrained's checkpoint is left there. Float32; clips are given one at a time, unpadded, without
-a mask. Keys (c is a clip's number):
+save_pretrained's checkpoint stays in FOLDER. Float32; the model is given one clip at a time, unpadded,
+without a mask. Keys (c is a clip's number):
     config                      config.json, as save_pretrained writes it
     weight.NAME                 every parameter and BatchNorm statistic (random too) under its library name
     mels.c                      [mel frames, mels], lengths LENGTHS
@@ -38,7 +38,7 @@ NO_DROPOUT = dict.fromkeys(("dropout", "layerdrop", "activation_dropout", "atten
 
 
 def randomize(model: torch.nn.Module) -> None:
-    """Gives every weight, bias and statistic a value that an error in its use would show."""
+    """Gives every weight, bias and statistic a value with which an error in its use shows."""
     with torch.no_grad():
         for name, x in model.state_dict().items():
             if name.endswith("num_batches_tracked"):

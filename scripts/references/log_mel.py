@@ -2,9 +2,10 @@
 
     python scripts/references/log_mel.py
 
-Needs torch and transformers (made with 2.13 and 5.23), not jaxthd. Each waveform is featurised twice: as the
-extractor ships, in float32 ("shipped"), and with its FFT, filters and statistics in float64 ("exact"). The
-printed difference between the two is the extractor's own rounding, and bounds what a comparison can tell.
+Needs torch and transformers (made with 2.13 and 5.23), not jaxthd. Features are computed twice for each
+waveform: by the extractor as it is, in float32 ("shipped"), and with its FFT, filters and statistics in
+float64 ("exact"). The printed difference between the two is the extractor's own rounding error, which
+limits how closely anything can be compared with it.
 """
 
 from pathlib import Path

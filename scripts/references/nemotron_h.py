@@ -2,15 +2,14 @@
 
     python scripts/references/nemotron_h.py [--checkpoints FOLDER]
 
-Needs torch and transformers; takes about 20 s. Float32, eval mode; documents of LENGTHS tokens are given one
-at a time, unpadded. The scan's chunk is 16, so the documents are shorter than, equal to and longer than a
-chunk. Two models: one with experts on the model dim, one with a latent projection around them (VARIANTS).
-Names are those of checkpoints on disk: prefix "backbone.", experts one by one.
+Needs torch and transformers; takes about 20 s. Float32, eval mode; the model is given one document of LENGTHS
+tokens at a time, unpadded. The scan chunk is 16, so documents are shorter than, equal to and longer than it.
+There are two models: one with experts on the model dim, one with a latent projection around them
+(VARIANTS). Names are those of checkpoints on disk: prefix "backbone.", experts one by one.
 
 The library's CPU scan clamps dt to [time_step_min, inf) and ignores time_step_limit. The first model has
-time_step_min = 1e-30, which no dt here goes below: no clamp. The second has 0.05, which a third of its dt go
-below, and says so in time_step_limit too. FOLDER: save_pretrained's checkpoints
-are left there, by name.
+time_step_min = 1e-30, so nothing is clamped. The second has 0.05, which clamps a third of its dt, and says so
+in time_step_limit too. save_pretrained's checkpoints stay in FOLDER, by name.
 
 Keys (c a document's number, i a layer's):
     config              config.json, as save_pretrained writes it
@@ -78,7 +77,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def randomize(model: torch.nn.Module) -> None:
-    """Gives every weight a value that an error in its use would show."""
+    """Gives every weight a value with which an error in its use shows."""
     with torch.no_grad():
         for name, x in model.state_dict().items():
             if not x.is_floating_point():
@@ -111,7 +110,7 @@ def on_disk(named: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
 
 
 def reference(fields: dict[str, Any], seed: int, folder: Path) -> dict[str, np.ndarray]:
-    """Everything one file holds. folder: the checkpoint goes there."""
+    """All arrays of one archive. folder: where the checkpoint is saved."""
     torch.manual_seed(seed)
     config = transformers.NemotronHConfig(**fields, attn_implementation="eager")
     model = transformers.NemotronHForCausalLM(config).eval()

@@ -2,12 +2,12 @@
 
     python scripts/references/nemotron_omni.py [--checkpoints FOLDER]
 
-Needs torch and transformers; takes about 20 s. Float32, eval mode, no vision input; documents are given one
-at a time, unpadded: a prompt, a recording's frames, a text. FOLDER: save_pretrained's checkpoint is left
-there, by name.
+Needs torch and transformers; takes about 20 s. Float32, eval mode, no vision input. The model is given one
+document at a time, unpadded: a prompt, a recording's frames, a text. save_pretrained's checkpoint stays in
+FOLDER, by name.
 
-Clips have lengths that are no multiples of 8 mel frames: at those the library inserts one embedding more, of
-a frame that its encoder masks. Keys (c is a document's number):
+No clip is a multiple of 8 mel frames long: for such clips the library inserts one more embedding, of a frame
+that its encoder masks. Keys (c is a document's number):
     config              config.json, as save_pretrained writes it
     weight.NAME         every tensor on disk but the vision tower's
     mels.c              [mel frames, mels]
@@ -68,7 +68,7 @@ VISION: dict[str, Any] = {
     "projector_hidden_size": 16,
 }
 MARGIN = 1e-3
-LEFT_OUT = ("vision_model.", "mlp1.", "vision_final_layernorm.")
+VISION_TENSORS = ("vision_model.", "mlp1.", "vision_final_layernorm.")
 
 
 def on_disk(named: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
@@ -99,7 +99,7 @@ def randomize(model: torch.nn.Module) -> None:
 
 
 def reference(seed: int, folder: Path) -> tuple[dict[str, np.ndarray], float]:
-    """(everything the file holds, the least margin of a choice of experts)."""
+    """(all arrays of the archive, the least margin of a choice of experts)."""
     torch.manual_seed(seed)
     config = transformers.NemotronH_Omni_Reasoning_V3_Config(
         text_config=TEXT,
@@ -112,7 +112,7 @@ def reference(seed: int, folder: Path) -> tuple[dict[str, np.ndarray], float]:
     randomize(model)
     model.save_pretrained(folder)
     saved = load_file(folder / "model.safetensors")
-    saved = {k: v for k, v in saved.items() if not k.startswith(LEFT_OUT) and v.ndim}
+    saved = {k: v for k, v in saved.items() if not k.startswith(VISION_TENSORS) and v.ndim}
     weights = {k: v for k, v in on_disk(dict(model.state_dict())).items() if v.ndim}
     assert saved.keys() == weights.keys(), saved.keys() ^ weights.keys()
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 
 def arguments(doc: str | None) -> argparse.Namespace:
-    """out: where the .npz files go. checkpoints: where save_pretrained's folders stay, or None. seed: the
-    first to try.
+    """out: the folder for references. checkpoints: where save_pretrained's folders stay, or None. seed: the
+    first one to try.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "tests" / "references")

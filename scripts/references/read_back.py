@@ -3,8 +3,8 @@
     python scripts/references/read_back.py EXPORTED REFERENCE.npz    # needs torch and transformers
 
 Prints JSON: the largest relative error of a document's logits, |x - x'| / |x'|, against REFERENCE's (written
-by the other scripts here), and the tensors that the library found missing or unexpected; a vision tower's
-apart.
+by the other scripts here), and the tensors that the library found missing or unexpected. Those of a vision
+tower are not counted.
 """
 
 import json

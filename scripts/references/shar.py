@@ -2,12 +2,12 @@
 
     python scripts/references/shar.py
 
-Needs lhotse, which brings torch (made with 1.33.0), not jaxthd. Recordings are tones, so that the files
-stay small; three cuts a shard. In order: a range of a recording, with a context and a system prompt of
-its own; two supervisions, the later one first; channel 1 of two; both channels of two; no text; no recording.
-The second shard has a context in a file of its own. expected.npz, for every cut ID with a recording: ID.audio
-[channels, samples] float32, from CutSet.from_shar and cut.load_audio; ID.texts, those of its supervisions by
-their starts.
+Needs lhotse, which installs torch (made with 1.33.0), not jaxthd. Recordings are tones, so that the files
+stay small; a shard holds three cuts. The cuts, in order: a range of a recording, with a context and a
+system prompt of its own; two supervisions, the later one first; channel 1 of two; both channels of two; no
+text; no recording. The second shard has a context in a file of its own. For every cut ID with a recording,
+expected.npz holds ID.audio [channels, samples] float32, from CutSet.from_shar and cut.load_audio, and
+ID.texts, the texts of its supervisions in the order of their starts.
 """
 
 import shutil
@@ -25,7 +25,7 @@ RATE = 16_000
 
 
 def recording(folder: Path, name: str, seconds: float, *hertz: float) -> Recording:
-    """Of one tone a channel."""
+    """A recording with one tone in each channel."""
     time = np.arange(round(seconds * RATE)) / RATE
     wave = np.stack([0.3 * np.sin(2 * np.pi * h * time) for h in hertz], axis=1)
     soundfile.write(folder / f"{name}.wav", wave, RATE)
@@ -33,7 +33,7 @@ def recording(folder: Path, name: str, seconds: float, *hertz: float) -> Recordi
 
 
 def supervisions(cut: str, *texts: tuple[float, str | None]) -> list[SupervisionSegment]:
-    """One for each (start, text)."""
+    """One supervision for each (start, text)."""
     return [SupervisionSegment(f"{cut}-{s}", cut, s, 0.1, text=text) for s, text in texts]
 
 

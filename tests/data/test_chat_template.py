@@ -87,7 +87,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, name: str):
         # The template's own thoughts are of the prompt, or are not what it would have gone on with.
         ("thinking", "one", {"enable_thinking": False}, ["It says: one two.<|im_end|>"]),
         ("thinking", "one", {}, ["It says: one two.<|im_end|>"]),
-        # Of a prompt that ends in <think>, a line break, what follows is learnt; earlier thoughts are gone.
+        # Of a prompt that ends in <think>, a line break, the rest is supervised; earlier thoughts are gone.
         ("thinking", "thoughts", {}, ["It is.<|im_end|>", "So?\n</think>\nIt is so.<|im_end|>"]),
         ("thinking", "recordings", {"enable_thinking": False}, ["one<|im_end|>", "two three<|im_end|>"]),
     ],
@@ -243,7 +243,7 @@ def test_an_empty_answer_and_an_unwritten_recording_are_refused(tmp_path: Path):
     deaf = ChatTemplate(
         checkpoint(tmp_path, CHATML.replace("m.content", "m.content | replace('<so_embedding>', '')")), {}
     )
-    with pytest.raises(UserError, match="writes 0 recordings where 1 are said"):
+    with pytest.raises(UserError, match="writes 0 recordings; expected 1"):
         deaf.written((Turn("user", ("A", CLIP)), ASKED[1]))
 
 

@@ -223,7 +223,7 @@ for _ in range(300):
         ),
         (nemo(HEARD | {"duration": 0}, ANSWER), "2:c", "conversations 1: duration is 0"),
         (nemo(HEARD | {"value": ""}, ANSWER), "2:c", "conversations 1: path is empty"),
-        (nemo(HEARD, ANSWER | {"value": " "}), "2:c", "conversations 2: nothing is said (assistant)"),
+        (nemo(HEARD, ANSWER | {"value": " "}), "2:c", "conversations 2: an empty turn (assistant)"),
         (nemo(HEARD), "2:c", "no turn of the assistant"),
         (nemo(HEARD, ANSWER, HEARD), "2:c", "the last turn is the user's; expected the assistant's"),
         (nemo(HEARD, HEARD | {"from": "gpt"}), "2:c", "a recording in a turn of the assistant"),

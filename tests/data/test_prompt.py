@@ -1,4 +1,4 @@
-"""Templates: what is written, what is learnt, and that no text passes for a mark."""
+"""Templates: what is written, what is supervised, and that no text passes for a mark."""
 
 from itertools import groupby
 from pathlib import Path

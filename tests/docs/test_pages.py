@@ -5,6 +5,8 @@ import json
 import re
 from dataclasses import is_dataclass
 from importlib import import_module
+from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
@@ -42,13 +44,23 @@ def code_of(text: str) -> str:
     return "\n".join([*re.findall(r"`([^`\n]+)`", rest), *re.findall(r"^    (.*)$", rest, re.M), *fenced])
 
 
-def exists(name: str) -> bool:
-    """Whether a dotted name is a module, or something that a module has."""
-    *parents, last = name.split(".")
+def found(module: str) -> bool:
     try:
-        return bool(import_module(name))
-    except ModuleNotFoundError:
-        return hasattr(import_module(".".join(parents)), last)
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent is no package
+        return False
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name is a module, or something inside one."""
+    module, rest = name, ""
+    while not found(module):
+        module, _, last = module.rpartition(".")
+        rest = f"{last}.{rest}".rstrip(".")
+    try:
+        return bool(attrgetter(rest)(import_module(module)) if rest else True)
+    except AttributeError:
+        return False
 
 
 @each_page

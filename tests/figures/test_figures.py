@@ -23,7 +23,7 @@ from jaxthd.figures.colors import HUES, INK, PADDING
 from jaxthd.figures.curves import curves_figure
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
-from jaxthd.packing.layout import context_permutation, inverse_permutation, row_permutation
+from jaxthd.packing.layout import ContextLayout, DualChunkSwap, inverse_permutation
 from jaxthd.packing.pack import PackReport, pack_row
 from jaxthd.packing.thd_view import thd_view
 
@@ -213,7 +213,7 @@ def test_supervised_slots_are_marked_and_no_others(config: Config):
     for row, axes in enumerate(batch_figure(batch, report, config).axes[::2]):
         marked = (painted(axes, CAPACITY, 1.0, 0.2) == to_rgb(INK)).all(1)
         ids, mesh, layout = batch.segment_ids[row], config.mesh, config.compute.context_layout
-        back = inverse_permutation(row_permutation(ids, mesh.context, layout, config.data.round_to))
+        back = ContextLayout(layout, mesh.context, config.data.round_to).inverse(ids)
         np.testing.assert_array_equal(marked, batch.weights[row][back] > 0)
         assert 0 < marked.sum() < CAPACITY
 
@@ -245,7 +245,7 @@ def test_each_share_names_the_rank_that_holds_it(context: int):
     config = Config(MeshConfig(context=context))
     batch, report, _ = packed(1, config)
     tokens, audio = batch_figure(batch, report, config).axes
-    back = inverse_permutation(context_permutation(CAPACITY, context))
+    back = inverse_permutation(DualChunkSwap(context).permutation(CAPACITY))
     named = [
         (x.get_position()[0], int(x.get_text().split()[-1])) for x in tokens.texts if x.get_position()[1] > 1
     ]

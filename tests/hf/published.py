@@ -26,5 +26,5 @@ def write_published(name: str, folder: Path) -> Path:
 
 
 def published(name: str, folder: Path) -> Published:
-    """Written to `folder`, and imported from there."""
+    """The reference, written to `folder` and imported from there."""
     return Published.of(load_reference(name), write_published(name, folder))

@@ -218,7 +218,7 @@ def test_the_scan_s_shape_is_what_a_rank_scans(
     def recorded(*given: Any, chunk: int, backend: str) -> Any:
         """Keeps the shape of each call, but for the dtype."""
         x, _, _, b, _, segments = given
-        chunk = scan_pallas.chunk_of(chunk, len(x) // segments.rows // segments.stretches)
+        chunk = scan_pallas.chunk_of(chunk, len(x) // segments.rows // segments.context_chunks)
         scanned.add((x.shape[1], b.shape[1], chunk, segments.context > 1))
         return scan(*given, chunk=chunk, backend=backend)
 

@@ -14,6 +14,7 @@ from jaxthd.config import Config, MeshConfig
 from jaxthd.models.stacks import to_stages
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
+from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.prompts import find_prompts
 from jaxthd.parallel.mesh import make_mesh, put_batch
@@ -110,7 +111,7 @@ def decoded(
 def decoded_by(config: Config, host: Batch, end_id: int) -> tuple[Scores, dict[str, list[int]]]:
     mesh, layout = make_mesh(config.mesh), config.compute.context_layout
     round_to = 1 if layout == "buffer" else ROUND_TO
-    ends, _ = find_prompts(host, config.mesh.context, max_documents=5, layout=layout, round_to=round_to)
+    ends, _ = find_prompts(host, ContextLayout(layout, config.mesh.context, round_to), max_documents=5)
     step = make_validation_step(Blueprint(config), mesh, end_id=end_id, new_tokens=NEW)
     held = to_stages(state("float64"), Blueprint(config).stages)
     scores, tokens = step(*held, put_batch(host, mesh), ends)

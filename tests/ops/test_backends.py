@@ -18,7 +18,7 @@ from jaxthd.ops.attention.backends import BACKENDS
 from jaxthd.ops.attention.contract import AttentionBackend, AttentionShape, Call, calls
 from jaxthd.ops.attention.thd import packed_segments
 from jaxthd.ops.backend import version_numbers
-from jaxthd.packing.layout import row_permutation
+from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.segments import Segments, make_segments
 from scripts.comparison import dense_kernels
 from tests.helpers import row_arrays
@@ -59,7 +59,9 @@ def test_the_packed_segments_of_a_call_are_exactly_what_the_mask_allows(context:
             ):
                 lengths.append(int(rng.integers(1, min(room, 4 * round_to) + 1)))
             packed.append(row_arrays(lengths, capacity, round_to if layout == "document" else 1))
-            orders.append(row_permutation(packed[-1][0], context, layout, round_to).reshape(context, -1))
+            orders.append(
+                ContextLayout(layout, context, round_to).permutation(packed[-1][0]).reshape(context, -1)
+            )
         ids, positions = (
             np.stack([x[order] for x, order in zip(column, orders, strict=True)], axis=1)
             for column in zip(*packed, strict=True)
@@ -182,7 +184,7 @@ def test_no_block_is_executed_that_could_be_skipped(context: int, monkeypatch: p
     for _ in range(4):
         cuts = np.sort(rng.choice(np.arange(1, length), size=3, replace=False))
         ids, positions = row_arrays(np.diff([0, *cuts, length - 3]).clip(1), length)
-        order = row_permutation(ids, context, "buffer", 1).reshape(context, 1, -1)
+        order = ContextLayout("buffer", context, 1).permutation(ids).reshape(context, 1, -1)
         segments = derive(ids[order], positions[order], "buffer", block)
         for rank in range(context):
             for step, call in enumerate(calls(jax.tree.map(lambda x, rank=rank: x[rank], segments))):

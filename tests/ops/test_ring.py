@@ -10,7 +10,7 @@ import pytest
 from jaxthd.ops.attention.cudnn import GROUPED_LEAST
 from jaxthd.ops.attention.ring import packed_attention
 from jaxthd.ops.backend import version_numbers
-from jaxthd.packing.layout import context_permutation
+from jaxthd.packing.layout import DualChunkSwap
 from jaxthd.packing.segments import make_segments
 from scripts.comparison import dense_kernels
 from tests.helpers import CAPACITY, CASES, assert_same, context_mesh, on_context, row_arrays, spans
@@ -134,7 +134,7 @@ def test_a_remote_step_is_one_rectangle_and_nothing_else_is_executed(context):
         cuts = np.sort(rng.choice(np.arange(1, length), size=rng.integers(0, 8), replace=False))
         lengths = np.diff([0, *cuts, length])[: None if rng.random() < 0.5 else -1]
         ids, positions = row_arrays(lengths, length)
-        order = context_permutation(length, context).reshape(context, -1)
+        order = DualChunkSwap(context).permutation(length).reshape(context, -1)
         allowed = (ids[:, None] == ids) & (ids > 0) & np.tril(np.ones((length, length), bool))
         for rank in range(context):
             intervals = mesh_free(ids[order[rank]], positions[order[rank]], rank, context, block)

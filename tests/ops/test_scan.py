@@ -119,7 +119,7 @@ def broken_decays(sizes: Any, sums: Any, positions_N: Any) -> Any:
 
 
 def lost_carry(sizes: Any, total_HC: Any) -> Any:
-    """As if nothing entered a rank's stretches from other ranks."""
+    """As if nothing entered a rank's context chunks from other ranks."""
     before, after, whole = over_chunks(sizes, total_HC)
     return 0 * before, 0 * after, whole
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 import jaxthd.ops.scan.ssd as ssd_module
 from jaxthd.ops.conv import causal_conv, last_inputs
 from jaxthd.ops.scan.ssd import ssd
-from jaxthd.packing.layout import row_permutation
+from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.segments import make_segments
 from tests.helpers import CAPACITY, CASES, assert_same, context_mesh, on_context, row_arrays, spans
 
@@ -141,7 +141,7 @@ def test_the_last_inputs_of_a_prompt_are_its_documents_alone(
             first[0, d], last[0, d] = span.start, rng.integers(span.start, span.stop)
             seen = x[span.start : last[0, d] + 1][1 - TAPS :]
             want[d, TAPS - 1 - len(seen) :] = seen
-        order = row_permutation(ids, context, layout, round_to)
+        order = ContextLayout(layout, context, round_to).permutation(ids)
         found = run((first, last), x[order], ids[order], positions[order])
         np.testing.assert_array_equal(found, want)
 

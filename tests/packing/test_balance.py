@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from jaxthd.packing.balance import assign_chunks, attention_work, imbalance, order_documents
-from jaxthd.packing.layout import context_permutation
+from jaxthd.packing.layout import DualChunkSwap
 
 
 def work_by_hand(lengths, slots, capacity, context):
     work = np.zeros(context, int)
     rank_of = np.empty(capacity, int)
-    rank_of[context_permutation(capacity, context)] = np.repeat(np.arange(context), capacity // context)
+    rank_of[DualChunkSwap(context).permutation(capacity)] = np.repeat(np.arange(context), capacity // context)
     start = 0
     for length, taken in zip(lengths, slots, strict=True):
         for position in range(length):
@@ -67,7 +67,7 @@ def test_attention_work_counts_documents_only():
             np.int32
         )
         positions[ids == 0] = rng.integers(0, 100)
-        perm = context_permutation(capacity, context)
+        perm = DualChunkSwap(context).permutation(capacity)
         np.testing.assert_array_equal(
             attention_work(positions[perm], ids[perm], context),
             work_by_hand(lengths, lengths, capacity, context),

@@ -3,19 +3,13 @@
 import numpy as np
 import pytest
 
-from jaxthd.packing.layout import (
-    context_permutation,
-    document_chunk_indices,
-    inverse_permutation,
-    padded_lengths,
-    row_permutation,
-)
+from jaxthd.packing.layout import ContextLayout, DualChunkSwap, inverse_permutation, padded_lengths
 
 
 @pytest.mark.parametrize("context", [1, 2, 3, 4, 8])
 def test_rank_holds_chunk_r_and_its_mirror(context):
     length = 48 * context
-    perm = context_permutation(length, context)
+    perm = DualChunkSwap(context).permutation(length)
     assert perm.dtype == np.int32
     original = np.random.default_rng(0).permutation(length)
     chunks = original.reshape(2 * context, -1)
@@ -25,11 +19,11 @@ def test_rank_holds_chunk_r_and_its_mirror(context):
 
 
 def test_context_1_takes_any_length_and_others_refuse():
-    np.testing.assert_array_equal(context_permutation(7, 1), np.arange(7))
+    np.testing.assert_array_equal(DualChunkSwap(1).permutation(7), np.arange(7))
     with pytest.raises(ValueError, match="multiple of 4"):
-        context_permutation(10, 2)
+        DualChunkSwap(2).permutation(10)
     with pytest.raises(ValueError, match="at least 1"):
-        context_permutation(10, 0)
+        DualChunkSwap(0).permutation(10)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +37,7 @@ def test_context_1_takes_any_length_and_others_refuse():
 )
 def test_document_chunks_of_the_examples(cu, context, ranks):
     for rank, expected in enumerate(ranks):
-        found = document_chunk_indices(np.array(cu), context, rank)
+        found = DualChunkSwap(context).tokens_of_rank(np.array(cu), rank)
         assert found.dtype == np.int32
         assert found.tolist() == expected
 
@@ -52,31 +46,64 @@ def test_document_chunks_cut_the_buffer_evenly():
     rng = np.random.default_rng(1)
     for context in (2, 3, 4):
         cu = np.concatenate([[0], np.cumsum(2 * context * rng.integers(0, 6, size=9))])
-        shards = [document_chunk_indices(cu, context, rank) for rank in range(context)]
+        shards = [DualChunkSwap(context).tokens_of_rank(cu, rank) for rank in range(context)]
         assert len({len(s) for s in shards}) == 1
         np.testing.assert_array_equal(np.sort(np.concatenate(shards)), np.arange(cu[-1]))
 
 
 def test_document_chunks_refuse_what_they_cannot_cut():
     with pytest.raises(ValueError, match=r"document 1 takes 6 tokens.*multiple of 2 \* context = 4"):
-        document_chunk_indices(np.array([0, 8, 14]), 2, 0)
+        DualChunkSwap(2).tokens_of_rank(np.array([0, 8, 14]), 0)
     with pytest.raises(ValueError, match=r"rank must lie in 0\.\.1"):
-        document_chunk_indices(np.array([0, 8]), 2, 2)
+        DualChunkSwap(2).tokens_of_rank(np.array([0, 8]), 2)
     with pytest.raises(ValueError, match="start at 0 and never fall"):
-        document_chunk_indices(np.array([0, 8, -1000]), 2, 0)
+        DualChunkSwap(2).tokens_of_rank(np.array([0, 8, -1000]), 0)
 
 
 def test_a_row_is_laid_out_as_a_whole_or_document_by_document():
     ids = np.array([1] * 7 + [0] + [2] * 3 + [0] * 5)
-    whole, cut = (row_permutation(ids, 2, layout, 4) for layout in ("buffer", "document"))
-    np.testing.assert_array_equal(whole, context_permutation(16, 2))
+    whole, cut = (ContextLayout(layout, 2, 4).permutation(ids) for layout in ("buffer", "document"))
+    np.testing.assert_array_equal(whole, DualChunkSwap(2).permutation(16))
     assert cut.dtype == np.int32
     assert cut.tolist() == [0, 1, 6, 7, 8, 11, 12, 15, 2, 3, 4, 5, 9, 10, 13, 14]
-    np.testing.assert_array_equal(row_permutation(ids[cut], 2, "document", 4), cut)
-    assert row_permutation(ids, 1, "document", 4).tolist() == list(range(16))
-    assert row_permutation(0 * ids, 4, "document", 1).tolist() == context_permutation(16, 4).tolist()
+    np.testing.assert_array_equal(ContextLayout("document", 2, 4).permutation(ids[cut]), cut)
+    assert ContextLayout("document", 1, 4).permutation(ids).tolist() == list(range(16))
+    empty = ContextLayout("document", 4, 1).permutation(0 * ids)
+    assert empty.tolist() == DualChunkSwap(4).permutation(16).tolist()
     with pytest.raises(ValueError, match=r"document 0 takes 7 tokens.*multiple of 2 \* context = 4"):
-        row_permutation(ids, 2, "document", 1)
+        ContextLayout("document", 2, 1).permutation(ids)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_the_chunk_before_is_where_the_arithmetic_says(ranks: int):
+    """For every chunk of every rank, at every distance, against the list of chunks."""
+    swap = DualChunkSwap(ranks)
+    held = {chunk: (rank, half) for rank in range(ranks) for half, chunk in enumerate(swap.chunks(rank))}
+    assert sorted(held) == list(range(2 * ranks))
+    assert [held[chunk][0] for chunk in range(2 * ranks)] == swap.holder(np.arange(2 * ranks)).tolist()
+    for half in range(2):
+        for distance in range(1, ranks):
+            moves = []
+            for chunk, (rank, its_half) in held.items():
+                source, half_before = held.get(chunk - distance, (None, None))
+                if its_half == half == half_before:
+                    assert swap.before(rank, distance)[half] == source
+                    moves.append((source, rank))
+            assert swap.moves(half, distance) == sorted(moves)
+    assert [second - first for first, second in map(swap.chunks, range(ranks))].index(1) == ranks - 1
+
+
+@pytest.mark.parametrize("kind", ["buffer", "document"])
+def test_owners_and_slots_agree_with_what_each_rank_is_given(kind):
+    layout = ContextLayout(kind, 3, 6)
+    ids = np.repeat([1, 0, 2, 3, 0], [7, 5, 12, 2, 10])
+    laid_out = ids[layout.permutation(ids)]
+    for rank, of_rank in enumerate(laid_out.reshape(3, -1)):
+        assert sorted(ids[layout.owners(ids) == rank]) == sorted(of_rank)
+    tokens = np.arange(36)[layout.permutation(ids)]
+    for document, slots in enumerate(layout.document_slots(laid_out), 1):
+        assert tokens[slots].tolist() == np.flatnonzero(ids == document).tolist()
+    assert layout.slots(np.array([1, 6, 7])).tolist() == [6, 6, 12]
 
 
 @pytest.mark.parametrize(

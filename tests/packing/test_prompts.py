@@ -7,6 +7,7 @@ import pytest
 
 from jaxthd.packing.batch import concatenate_rows
 from jaxthd.packing.document import Document
+from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.prompts import find_prompts, whole_prompts
 
@@ -42,7 +43,7 @@ def test_the_prompt_is_all_before_the_last_answer(context: int, layout: Literal[
         for row in rows
     ]
     batch = concatenate_rows(packed)
-    ends, answers = find_prompts(batch, context, max_documents=5, layout=layout, round_to=4)
+    ends, answers = find_prompts(batch, ContextLayout(layout, context, 4), max_documents=5)
     places = ends.first.shape[1]
     assert places % context == 0
     assert places >= 5
@@ -51,7 +52,7 @@ def test_the_prompt_is_all_before_the_last_answer(context: int, layout: Literal[
     for place in np.ndindex(ends.first.shape):
         first, last = want.get(place, (-1, -1))
         assert (ends.first[place], ends.last[place]) == (first, last)
-    whole = whole_prompts(batch, context, max_documents=5, layout=layout, round_to=4)
+    whole = whole_prompts(batch, ContextLayout(layout, context, 4), max_documents=5)
     spans = {(0, 0): (0, 6), (0, 1): (8, 16), (0, 2): (20, 22), (1, 0): (0, 3), (1, 1): (4, 8)}
     for place in np.ndindex(ends.first.shape):
         assert (whole.first[place], whole.last[place]) == spans.get(place, (-1, -1))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxthd.packing.layout import inverse_permutation, row_permutation
+from jaxthd.packing.layout import ContextLayout, inverse_permutation
 from jaxthd.packing.segments import make_segments, segments_of
 from tests.helpers import row_arrays
 
@@ -23,7 +23,7 @@ def test_documents_cut_by_themselves_see_exactly_what_the_mask_allows(context: i
                 break
             lengths.append(int(rng.integers(1, min(room, 3 * round_to) + 1)))
         ids, positions = row_arrays(lengths, capacity, round_to)
-        order = row_permutation(ids, context, "document", round_to)
+        order = ContextLayout("document", context, round_to).permutation(ids)
         place_of = inverse_permutation(order)
         order = order.reshape(context, -1)
         same = (ids[:, None] == ids) & (ids > 0)

@@ -1,4 +1,4 @@
-"""Recordings: any file libsndfile reads -> 16 kHz mono samples -> pieces of the encoder's window."""
+"""Recordings: any file libsndfile reads -> 16 kHz mono samples -> encoder chunks."""
 
 import math
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def load_audio(
     Raises AudioError for a file that is missing, unreadable, or ends before `offset` or more than 0.25 s
     before offset + duration; for more than `most_seconds`; for a rate outside 1 to 1,000 kHz; for samples
     that are not finite, or beyond 1e6; for fewer than 320 of them (two mel frames); for a number of channels
-    that `channels` does not speak of.
+    that differs from what `channels` says.
     """
     path = Path(path)
     name = f"{path}: {member.name}" if member else str(path)
@@ -66,10 +66,10 @@ def load_audio(
                 raise AudioError(f"{name}: {rate} samples a second; expected {RATES[0]} to {RATES[-1]}")
             if 0 < length <= offset * rate:
                 raise AudioError(f"{name}: offset {offset} s is past the end at {length / rate:.3f} s")
-            heard = _heard(channels, file.channels, name)
+            used = _used_channels(channels, file.channels, name)
             file.seek(round(offset * rate))
             seconds = math.inf if duration is None else duration
-            samples = _read_mono(file, round(min(seconds * rate, most_seconds * rate + 1, length)), heard)
+            samples = _read_mono(file, round(min(seconds * rate, most_seconds * rate + 1, length)), used)
     except (soundfile.SoundFileError, OSError, TypeError) as error:
         # A TypeError is a file without a header, such as .raw: its rate would have to be given.
         raise AudioError(f"{name}: libsndfile cannot read it ({error})") from error
@@ -86,8 +86,8 @@ def load_audio(
 
 
 def from_samples(found: Samples, most_seconds: float = math.inf) -> Float32[np.ndarray, " samples"]:
-    """As load_audio, of a recording in memory. Raises AudioError for samples that are not real numbers, or of
-    more than two dims, and as load_audio.
+    """A recording in memory, as load_audio returns one. Raises AudioError as that does, and for samples that
+    are not floating-point numbers or have more than two dims.
     """
     shape, kind = found.samples.shape, found.samples.dtype
     if found.samples.ndim > 2 or not shape[0] or kind.kind != "f":
@@ -104,7 +104,7 @@ def from_samples(found: Samples, most_seconds: float = math.inf) -> Float32[np.n
 
 
 def _resampled(samples: np.ndarray, rate: int, name: str) -> Float32[np.ndarray, " samples"]:
-    """Checked, and at 16 kHz. name: of the recording, for messages."""
+    """Checks the samples and resamples them to 16 kHz. name: of the recording, for messages."""
     if not np.isfinite(samples).all():
         raise AudioError(f"{name}: {int((~np.isfinite(samples)).sum())} samples are not finite")
     if np.abs(samples).max() > LOUDEST:
@@ -136,9 +136,9 @@ def open_recording(path: Path, member: Member | None = None) -> Iterator[soundfi
 
 
 class _Within:
-    """A member of a tar file as a file of its own, as soundfile takes one: reads what is asked for.
+    """A member of a tar file as a file object for soundfile. It reads no more than is asked for.
 
-    error: what went wrong in it; libsndfile sees no more than the end of the file.
+    error: the OSError that ended the reading; libsndfile notices only an end of the file.
     """
 
     def __init__(self, tar: BufferedReader, member: Member) -> None:
@@ -168,43 +168,43 @@ class _Within:
         return found
 
 
-def _heard(channels: Channels | None, there: int, name: str) -> slice | list[int]:
-    """Which of a file's channels are averaged."""
-    if channels is None or there == len(channels.heard):
+def _used_channels(channels: Channels | None, there: int, name: str) -> slice | list[int]:
+    """The file's channels that are averaged."""
+    if channels is None or there == len(channels.used):
         return slice(None)
     if there != channels.total:
         raise AudioError(
             f"{name}: {there} channels; expected {channels.total}, as its recording says, or the "
-            f"{len(channels.heard)} that its cut hears"
+            f"{len(channels.used)} that its cut uses"
         )
-    return list(channels.heard)
+    return list(channels.used)
 
 
 def _read_mono(
-    file: soundfile.SoundFile, wanted: int, heard: slice | list[int]
+    file: soundfile.SoundFile, wanted: int, used: slice | list[int]
 ) -> Float32[np.ndarray, " samples"]:
     """At most `wanted` samples from where the file stands, channels averaged; as many as there are.
 
     In blocks of 4 MB: a header may claim any number of them.
     """
     block = max(1, (1 << 20) // file.channels)
-    pieces = [np.zeros(0, np.float32)]
+    blocks = [np.zeros(0, np.float32)]
     while wanted > 0:
         channels = file.read(min(block, wanted), dtype="float32", always_2d=True)
         if not len(channels):
             break
         with np.errstate(over="ignore", invalid="ignore"):  # of what is not finite; the caller looks at that
-            pieces.append(channels[:, heard].mean(axis=1, dtype=np.float32))
+            blocks.append(channels[:, used].mean(axis=1, dtype=np.float32))
         wanted -= len(channels)
-    return np.concatenate(pieces)
+    return np.concatenate(blocks)
 
 
 def chunk_audio(
     samples: Float32[np.ndarray, " samples"], chunk_samples: int
 ) -> list[Float32[np.ndarray, " _"]]:
-    """Cuts audio longer than the encoder's window in pieces of `chunk_samples`: views, in order, none lost.
+    """Divides audio into encoder chunks of `chunk_samples`: views, in order, none lost.
 
-    A tail of under two mel frames (320 samples) joins its neighbour, so the last piece has at least 320
+    A tail of under two mel frames (320 samples) joins its neighbour, so the last chunk has at least 320
     samples (if the audio has) and at most chunk_samples + 319: one mel frame more than the others.
     Raises ValueError where chunk_samples is not a multiple of 160, or under 320.
     """

@@ -1,4 +1,4 @@
-"""Data sets as lines: JSONL files, one or many as one, each line an Example or a Skipped; fields checked."""
+"""Data sets in JSONL files, one or many read as one. Each line becomes an Example or is skipped."""
 
 import gzip
 import json
@@ -19,9 +19,9 @@ MOST_SHARDS = 1_000_000
 
 
 def expand_braces(text: str) -> list[str]:
-    """Every text that one with braces stands for, as in a shell: "{0..3}" ("{00..15}" keeps its zeros) and
+    """Every text that a text with braces stands for, as in a shell: "{0..3}" ("{00..15}" keeps its zeros) and
     "{a,b}", the last ones changing fastest. _OP_ and _CL_ are braces too, as NeMo writes them for a command
-    line. Other braces are themselves.
+    line. Other braces are plain text.
 
     Raises UserError for a range that runs down, or of more than a million.
     """

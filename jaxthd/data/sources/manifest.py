@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxthd.config import DataConfig
-from jaxthd.data.example import Clip, Example, Role, Turn, asked, joined, utterance
+from jaxthd.data.example import Clip, Example, Role, Turn, merge_texts, question, utterance
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.lines import (
     expand_braces,
@@ -162,7 +162,7 @@ def read_chats(path: str | Path, *, prompt: str = "{audio}", placeholder: str = 
                 turns = _turns(entry, locate, placeholder)
             else:
                 own, system = own_prompt(entry, prompt, placeholder)
-                turns = asked(_clip(entry, "audio_filepath", locate), own, placeholder, system)
+                turns = question(_clip(entry, "audio_filepath", locate), own, placeholder, system)
             if not turns or turns[-1].role != "user":
                 found = f"the {turns[-1].role}'s" if turns else "none, data.prompt being empty"
                 raise ValueError(f"the last turn is {found}; expected the user's, to be answered")
@@ -177,30 +177,35 @@ def read_chats(path: str | Path, *, prompt: str = "{audio}", placeholder: str = 
 def _conversation(entry: dict[str, Any], locate: Locate, placeholder: str) -> tuple[Turn, ...]:
     turns = _turns(entry, locate, placeholder)
     if all(turn.role != "assistant" for turn in turns):
-        raise ValueError("no turn of the assistant; expected one, because nothing else is learnt")
+        raise ValueError("no turn of the assistant; expected one, because nothing else is supervised")
     if turns[-1].role != "assistant":
-        raise ValueError(f"the last turn is the {turns[-1].role}'s; expected the assistant's, to be learnt")
+        raise ValueError(
+            f"the last turn is the {turns[-1].role}'s; expected the assistant's, which is supervised"
+        )
     return turns
 
 
 def _turns(entry: dict[str, Any], locate: Locate, placeholder: str) -> tuple[Turn, ...]:
     messages, listed = list(_messages(entry, locate, placeholder)), _listed(entry, locate)
-    places = sum(part is None for _, parts in messages for part in parts)
-    if places != len(listed):
+    placeholders = sum(part is None for _, parts in messages for part in parts)
+    if placeholders != len(listed):
         raise ValueError(
-            f"{places} audio placeholders ({placeholder}) but {len(listed)} clips listed in audio; "
+            f"{placeholders} audio placeholders ({placeholder}) but {len(listed)} clips listed in audio; "
             "expected one clip for each placeholder"
         )
     clips = iter(listed)
     turns = []
     for role, group in groupby(messages, lambda message: message[0]):
-        said: list[str | Clip] = []
+        turn_parts: list[str | Clip] = []
         for _, parts in group:
-            said += [*([" "] if said else []), *(next(clips) if part is None else part for part in parts)]
-        turns.append(Turn(role, joined(said)))
+            turn_parts += [
+                *([" "] if turn_parts else []),
+                *(next(clips) if part is None else part for part in parts),
+            ]
+        turns.append(Turn(role, merge_texts(turn_parts)))
     answers = (turn for turn in turns if turn.role == "assistant")
     if any(isinstance(part, Clip) for turn in answers for part in turn.parts):
-        raise ValueError("a recording in a turn of the assistant; expected text alone, to be learnt")
+        raise ValueError("a recording in a turn of the assistant; expected text alone")
     return tuple(turns)
 
 
@@ -220,7 +225,7 @@ def _messages(
             contents = _nemo_contents(message) if nemo else _chat_contents(message)
             parts = [part for content in contents for part in _parts(content, locate, placeholder)]
             if all(isinstance(part, str) and not part.strip() for part in parts):
-                raise ValueError(f"nothing is said ({role}); expected text or a recording")
+                raise ValueError(f"an empty turn ({role}); expected text or a recording")
         except ValueError as error:
             raise ValueError(f"{field} {count}: {error}") from error
         yield role, parts

@@ -33,7 +33,7 @@ TEXTS = ("context", "system_prompt")
 
 
 class Shard(NamedTuple):
-    """Files that belong together. texts: those of TEXTS that there are."""
+    """The files of one shard. texts: by field of TEXTS, for those that have a file."""
 
     cuts: Path
     recording: Path
@@ -103,7 +103,7 @@ def read_shar(
 
     A cut is an utterance: the user's turn is `prompt`, unless the cut has a custom `context`, a custom
     `system_prompt` comes first, and the assistant says the texts of its supervisions, in the order of their
-    starts, joined by a space. Of the recording it hears its own channel or channels, from its start, for its
+    starts, joined by a space. It takes its own channel or channels of the recording, from its start, for its
     duration. The key's name is the cut's id. Of the tar files headers are read; recordings are not opened.
     The other arguments, and what raises, are read_manifest's.
     Source: lhotse.shar and lhotse.cut (MonoCut, MultiCut).
@@ -117,9 +117,9 @@ def read_shar(
         name = string(cut, "id")
         refuse_marked(cut)
         custom = json_object(cut.get("custom") or {}, "custom") | texts[shard].get(name, {})
-        asked, system = own_prompt(custom, prompt, placeholder)
+        question, system = own_prompt(custom, prompt, placeholder)
         clip = indexes[shard].clip(recordings[shard].get(name, name))
-        return utterance(_range(cut, clip), _text(cut), asked, placeholder, system)
+        return utterance(_range(cut, clip), _text(cut), question, placeholder, system)
 
     return read_examples(
         [shard.cuts for shard in shards],
@@ -131,13 +131,13 @@ def read_shar(
 
 
 def _members_of_cuts(index: TarIndex) -> dict[str, str]:
-    """Names of the members by cut. After each follows one of metadata, which the cut has too."""
+    """By cut, the name of its recording. Members of metadata are passed over: the cut has the same."""
     names = (name for name in index.members if not name.endswith((".json", ".nometa")))
     return {name.rpartition(".")[0]: name for name in names}
 
 
 def _texts(shard: Shard) -> dict[str, dict[str, Any]]:
-    """By cut, its fields that lie in files of their own."""
+    """By cut, the fields of it that lie in files of their own."""
     found: dict[str, dict[str, Any]] = {}
     for field, path in shard.texts.items():
         read = 0
@@ -165,16 +165,18 @@ def _range(cut: dict[str, Any], clip: Clip) -> Clip:
 
 
 def _channels(cut: dict[str, Any]) -> Channels | None:
-    """None: all that there are."""
+    """The channels that a cut uses; None: all."""
     chosen, recording = cut.get("channel"), cut.get("recording")
     if chosen is None or recording is None:
         return None
-    heard = _numbers(chosen if isinstance(chosen, list) else [chosen], "channel")
+    chosen_ids = _numbers(chosen if isinstance(chosen, list) else [chosen], "channel")
     recording = json_object(recording, "recording")
     there = _numbers(recording.get("channel_ids") or _sourced(recording), "channels of the recording")
-    if not set(heard) <= set(there):
+    if not set(chosen_ids) <= set(there):
         raise ValueError(f"channel is {chosen}; expected channels of its recording, {there}")
-    return None if set(heard) == set(there) else Channels(tuple(map(there.index, heard)), len(there))
+    if set(chosen_ids) == set(there):
+        return None
+    return Channels(tuple(map(there.index, chosen_ids)), len(there))
 
 
 def _sourced(recording: dict[str, Any]) -> list[Any]:
@@ -192,13 +194,13 @@ def _numbers(value: Any, what: str) -> list[int]:
 
 def _text(cut: dict[str, Any]) -> str:
     supervisions = cut.get("supervisions")
-    said = [json_object(item, "a supervision") for item in json_list(supervisions, "supervisions")]
-    said = [supervision for supervision in said if supervision.get("text") is not None]
-    return " ".join(text for text in (string(s, "text") for s in sorted(said, key=_start)) if text.strip())
+    spoken = [json_object(item, "a supervision") for item in json_list(supervisions, "supervisions")]
+    spoken = [supervision for supervision in spoken if supervision.get("text") is not None]
+    return " ".join(text for text in (string(s, "text") for s in sorted(spoken, key=_start)) if text.strip())
 
 
 def _start(supervision: dict[str, Any]) -> int | float:
-    """In seconds from the cut's; below 0 where it began before the cut."""
+    """Seconds from the start of the cut; below 0 where the supervision began before it."""
     start = supervision.get("start", 0.0)
     if isinstance(start, bool) or not isinstance(start, int | float):
         raise ValueError(f"start of a supervision is {reprlib.repr(start)}; expected a number of seconds")

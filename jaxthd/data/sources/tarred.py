@@ -1,6 +1,6 @@
-"""Tar files as folders of recordings: an index of what lies where, so that each is read by itself.
+"""Tar files as folders of recordings: an index says where each lies, so that each is read by itself.
 
-The index is made of the headers, once. Nothing is extracted, and no member's name is ever used as a path.
+The index is made once, from the headers. Nothing is extracted, and no member's name is ever used as a path.
 """
 
 import re
@@ -24,9 +24,9 @@ _TWICE = "is in it more than once"
 
 @dataclass(frozen=True)
 class TarIndex:
-    """What a tar file holds. members: by name, each a file, or why it is none that can be read.
+    """What a tar file holds. members: by name, a file, or the reason why it cannot be read.
 
-    damage: why what comes after is unknown; "" where the file was read to its end.
+    damage: why the rest of the file could not be read; "" where it was read to its end.
     """
 
     path: Path
@@ -48,7 +48,7 @@ class TarIndex:
 
 
 def index_tar(path: Path) -> TarIndex:
-    """Reads the headers of an uncompressed tar file. Damage is no error: what comes before it can be read.
+    """Reads the headers of an uncompressed tar file. Damage is no error: the members before it are indexed.
 
     A link, a name that occurs twice or leads out of the archive, and data beyond the end of the file are
     members with a reason.
@@ -78,8 +78,8 @@ def index_tar(path: Path) -> TarIndex:
 
 
 class _Headers(BufferedReader):
-    """A tar file as tarfile reads it: headers alone. One that says it is a megabyte, or less than nothing, is
-    refused, where tarfile would take as much memory as it says.
+    """A tar file for tarfile to read headers from. A header that claims a size below 0 or of a megabyte is
+    refused: tarfile would allocate as much.
     """
 
     def read(self, size: int | None = -1) -> bytes:
@@ -150,7 +150,7 @@ class TarredAudio:
         self._indexes = dict(zip(known if self._by_number else range(len(paths)), indexes, strict=True))
 
     def locate(self, entry: dict[str, Any], file: int) -> Callable[[str], Clip]:
-        """Name -> Clip for a line of file number `file`. Raises ValueError, and so does what is returned."""
+        """A function name -> Clip, for a line of file number `file`. Both raise ValueError, with reasons."""
         shard = entry.get("shard_id") if self._by_number else file
         if isinstance(shard, bool) or not isinstance(shard, int) or shard not in self._indexes:
             raise ValueError(
@@ -169,6 +169,6 @@ class TarredAudio:
 
 
 def shard_number(path: Path) -> int | None:
-    """Of a shard's file: the last number between the "_", "-" and "." of its name."""
+    """The last number between the "_", "-" and "." of a shard's file name; None without one."""
     numbers = re.findall(r"[_-](\d+)(?=[_.-])", path.name)
     return int(numbers[-1]) if numbers else None

@@ -11,14 +11,14 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from jaxthd.data.example import Turn
-from jaxthd.data.text.render import LEARNT, LEARNT_END, Renderer, RenderError
+from jaxthd.data.text.render import SUPERVISED, SUPERVISED_END, Renderer, RenderError
 from jaxthd.data.text.tokenizer import FileTokenizer
 from jaxthd.errors import UserError
 
 _SIGN, _RECORDING = "\ufdd3", "\ufdd0"
 """In a text's place; and for a recording, where the tokenizer has no token for it. Unicode assigns them to no
 character: no text has them."""
-_RESERVED = frozenset((_SIGN, _RECORDING, LEARNT, LEARNT_END))
+_RESERVED = frozenset((_SIGN, _RECORDING, SUPERVISED, SUPERVISED_END))
 _HEARD = {"type": "audio", "audio": ""}
 
 Span = tuple[int, int]
@@ -34,10 +34,10 @@ class _Token(NamedTuple):
 
 
 class _Rendered(NamedTuple):
-    """learnt: what the template's generation tags hold."""
+    """supervised: what the template's generation tags hold."""
 
     text: str
-    learnt: list[Span]
+    supervised: list[Span]
 
 
 class ChatTemplate:
@@ -82,7 +82,7 @@ class ChatTemplate:
         return self._expanded(tokens, [False] * len(tokens))[0]
 
     def written(self, turns: Sequence[Turn]) -> tuple[list[int], list[bool]]:
-        """The whole conversation; and which of its tokens are learnt: every answer and what ends it."""
+        """The whole conversation, and which of its tokens are supervised: every answer and what ends it."""
         self._check_texts(turns)
         signed = self._signed(turns)
         asked = [k for k, turn in enumerate(turns) if turn.role == "assistant" and k]
@@ -92,10 +92,10 @@ class ChatTemplate:
         prompts = {k: other.text for k, other in zip(asked, rendered[len(signed) :], strict=True)}
         tokens = self._encode(whole.text, turns)
         self._check_specials(whole.text, tokens, places.values())
-        learnt = [False] * len(tokens)
-        for start, end in whole.learnt or self._answers(whole.text, turns, places, prompts):
-            self._learn(tokens, learnt, start, end)
-        return self._expanded(tokens, learnt)
+        supervised = [False] * len(tokens)
+        for start, end in whole.supervised or self._answers(whole.text, turns, places, prompts):
+            self._supervise(tokens, supervised, start, end)
+        return self._expanded(tokens, supervised)
 
     def _answers(
         self,
@@ -126,7 +126,7 @@ class ChatTemplate:
         start = text.index(answer)
         return start, start + len(answer)
 
-    def _learn(self, tokens: Sequence[_Token], learnt: list[bool], start: int, end: int) -> None:
+    def _supervise(self, tokens: Sequence[_Token], supervised: list[bool], start: int, end: int) -> None:
         """Marks the tokens of a span, and those up to the one that ends the answer, if one does."""
 
         def begins(token: _Token) -> bool:
@@ -141,7 +141,7 @@ class ChatTemplate:
             after = next((i for i in range(last, len(tokens)) if self._is_mark(tokens[i])), None)
             if after is not None and self._ends(tokens[after]):
                 last = after + 1
-        learnt[first:last] = [True] * (last - first)
+        supervised[first:last] = [True] * (last - first)
 
     def _is_mark(self, token: _Token) -> bool:
         return self._tokenizer.is_special(token.id) or self._ends(token)
@@ -237,7 +237,7 @@ class ChatTemplate:
         found = sum(token.id == self._tokenizer.audio_id for token in tokens)
         wanted = sum(not isinstance(part, str) for part in chain(*(turn.parts for turn in turns)))
         if found != wanted:
-            raise UserError(self._complaint(f"writes {found} recordings where {wanted} are said"))
+            raise UserError(self._complaint(f"writes {found} recordings; expected {wanted}"))
         return tokens
 
     def _check_specials(self, text: str, tokens: Sequence[_Token], places: Iterable[Span | None]) -> None:
@@ -258,16 +258,16 @@ class ChatTemplate:
                         "what the chat template writes beside it; change the text"
                     )
 
-    def _expanded(self, tokens: Sequence[_Token], learnt: Sequence[bool]) -> tuple[list[int], list[bool]]:
+    def _expanded(self, tokens: Sequence[_Token], supervised: Sequence[bool]) -> tuple[list[int], list[bool]]:
         """Ids, with what belongs around a recording where the template has not written it."""
         ids: list[int] = []
         marks: list[bool] = []
-        for token, is_learnt in zip(tokens, learnt, strict=True):
+        for token, is_supervised in zip(tokens, supervised, strict=True):
             recording = self._tokenizer.recording
             if token.id != self._tokenizer.audio_id or ids[-1:] == list(recording[:1]):
                 recording = (token.id,)
             ids += recording
-            marks += [is_learnt] * len(recording)
+            marks += [is_supervised] * len(recording)
         return ids, marks
 
 
@@ -277,14 +277,14 @@ def _text(text: str) -> dict[str, str]:
 
 def _unmarked(text: str) -> _Rendered:
     """The text without the marks of generation tags."""
-    pieces, learnt, at = [], [], 0
-    for number, piece in enumerate(text.split(LEARNT)):
-        inside, _, outside = piece.partition(LEARNT_END) if number else ("", "", piece)
+    pieces, supervised, at = [], [], 0
+    for number, piece in enumerate(text.split(SUPERVISED)):
+        inside, _, outside = piece.partition(SUPERVISED_END) if number else ("", "", piece)
         if inside:
-            learnt.append((at, at + len(inside)))
+            supervised.append((at, at + len(inside)))
         pieces += [inside, outside]
         at += len(inside) + len(outside)
-    return _Rendered("".join(pieces), learnt)
+    return _Rendered("".join(pieces), supervised)
 
 
 def _place(whole: _Rendered, signed: _Rendered) -> Span | None:

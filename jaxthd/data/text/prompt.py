@@ -1,4 +1,4 @@
-"""How turns are written: text and recordings -> token ids, and which of them are learnt."""
+"""How turns are written: text and recordings -> token ids, and which of these are supervised."""
 
 import reprlib
 from collections.abc import Sequence
@@ -13,14 +13,15 @@ IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 
 
 class PromptTemplate:
-    """Turns -> (token ids with one audio_id for each recording, True where a token is learnt).
+    """Turns -> (token ids with one audio_id for each recording, True where a token is supervised).
 
     "plain": bos; the turns' texts as they are; end_id after each of the assistant's.
     "chatml": each turn as <|im_start|>role, a line break, the text, end_id, a line break.
     "chat_template": the checkpoint's own (data/text/chat_template.py), with data.template_options.
-    Learnt is what the assistant says, and its end_id: one token, so that decoding knows where to stop. It is
-    <|im_end|> in chatml if the tokenizer has that token, else end-of-text. A mark <|im_start|> that it does
-    not have is written as text. data.system_prompt comes first where the turns have none of the system's.
+    The assistant's text is supervised, and so is the end_id behind it: one token, so that decoding knows
+    where to stop. It is <|im_end|> in chatml if the tokenizer has that token, else end-of-text. A mark
+    <|im_start|> that the tokenizer does not have is written as text. data.system_prompt comes first where the
+    turns have no system turn.
 
     Raises UserError on construction for a data.prompt or data.system_prompt that cannot be encoded, and for
     a chat template that cannot be used; when called, ValueError for text that holds a special token or a mark
@@ -65,11 +66,11 @@ class PromptTemplate:
 
     def _written(self, turns: Sequence[Turn]) -> tuple[list[int], list[bool]]:
         tokens = [] if self._chatml else [self._tokenizer.bos_id]
-        learnt = [False] * len(tokens)
+        supervised = [False] * len(tokens)
 
-        def write(ids: Sequence[int], *, is_learnt: bool = False) -> None:
+        def write(ids: Sequence[int], *, is_supervised: bool = False) -> None:
             tokens.extend(ids)
-            learnt.extend([is_learnt] * len(ids))
+            supervised.extend([is_supervised] * len(ids))
 
         for turn in turns:
             is_answer = turn.role == "assistant"
@@ -78,14 +79,14 @@ class PromptTemplate:
             start = len(tokens)
             for part in turn.parts:
                 ids = self._encode(part) if isinstance(part, str) else self._tokenizer.recording
-                write(ids, is_learnt=is_answer)
+                write(ids, is_supervised=is_answer)
             if is_answer and len(tokens) == start:
                 raise ValueError("an answer of the assistant is empty: the tokenizer makes no token of it")
             if is_answer or self._chatml:
-                write([self.end_id], is_learnt=is_answer)
+                write([self.end_id], is_supervised=is_answer)
             if self._chatml:
                 write(self._tokenizer.encode_marks("\n"))
-        return tokens, learnt
+        return tokens, supervised
 
     def _encode(self, text: str) -> list[int]:
         for mark in self._marks:

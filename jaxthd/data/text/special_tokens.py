@@ -13,7 +13,7 @@ from jaxthd.errors import UserError
 _AUDIO_ID = ("audio_token_id", "sound_context_token_id", "audio_token_index")
 """As families call it: most; the first Nemotron-Omni; Qwen2-Audio."""
 _TEXT_CONFIG = ("text_config", "llm_config")
-"""Where the config.json of a model that also hears keeps its language model's."""
+"""Where the config.json of a model with an audio encoder keeps its language model's settings."""
 
 
 class SpecialTokens(NamedTuple):

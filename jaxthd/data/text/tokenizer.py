@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import tokenizers
 
+from jaxthd.config import Config
 from jaxthd.data.text.special_tokens import SpecialTokens, read_special_tokens
 from jaxthd.errors import UserError
 
@@ -19,7 +20,8 @@ class Tokenizer(Protocol):
     of a prompt template, which may be special tokens. decode leaves out ids that stand for no text. Padding
     is told by segment id and supervision by the document's mask: pad_id never decides either, and may equal
     eos_id. eos_ids: all ids that end a text, eos_id first. recording: what is written for a recording:
-    audio_id once, and what the checkpoint has around it.
+    audio_id once, and what the checkpoint has around it. vocab_size: rows that a speech model's embedding
+    needs; text_vocab_size: a text-only model's, which never sees audio_id.
     """
 
     pad_id: int
@@ -29,6 +31,7 @@ class Tokenizer(Protocol):
     audio_id: int
     recording: tuple[int, ...]
     vocab_size: int
+    text_vocab_size: int
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -48,6 +51,7 @@ class ByteTokenizer:
     recording: tuple[int, ...] = (audio_id,)
     first_byte = 4
     vocab_size = 260
+    text_vocab_size = 260
 
     def encode(self, text: str) -> list[int]:
         return [byte + self.first_byte for byte in text.encode()]
@@ -110,20 +114,20 @@ class FileTokenizer:
             raise UserError(f"{path} is not a tokenizer.json that tokenizers can read: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.post_processor = None  # else places leave out spaces; nothing is added anyway
+        self._tokenizer.post_processor = None  # else offsets skip spaces; no token is added in either case
         # Ids may have gaps, so the number of tokens would be too small.
         file_size = max(self._tokenizer.get_vocab().values()) + 1
-        said = self.special
-        (self.bos_id,) = self._required("start-of-text", _BOS, self._said("bos_token", said.bos_id)[:1])
-        self.eos_ids = tuple(self._required("end-of-text", _EOS, self._said("eos_token", *said.eos_ids)))
+        stated = self.special
+        (self.bos_id,) = self._required("start-of-text", _BOS, self._stated("bos_token", stated.bos_id)[:1])
+        self.eos_ids = tuple(self._required("end-of-text", _EOS, self._stated("eos_token", *stated.eos_ids)))
         self.eos_id = self.eos_ids[0]
-        pad = self._said("pad_token", said.pad_id) or self._find(_PAD)
-        audio = self._said("audio_token", said.audio_id) or self._find(_AUDIO)
+        pad = self._stated("pad_token", stated.pad_id) or self._find(_PAD)
+        audio = self._stated("audio_token", stated.audio_id) or self._find(_AUDIO)
         if len(audio) > 1:
             raise UserError(
-                f"the files beside {path} say that the audio token is {said.tokens['audio_token']!r}, its id "
-                f"{audio[0]}, and that its id is {audio[1]}: they are of different checkpoints; put those of "
-                "one there"
+                f"the files beside {path} say that the audio token is {stated.tokens['audio_token']!r}, its "
+                f"id {audio[0]}, and that its id is {audio[1]}: they are of different checkpoints; put those "
+                "of one there"
             )
         self.pad_id = pad[0] if pad else self.eos_id
         self.audio_id = audio[0] if audio else file_size
@@ -131,6 +135,7 @@ class FileTokenizer:
         """What encode_marks turns into audio_id; None where the file has no such token."""
         self.recording = self._recording()
         self.vocab_size = max(file_size, self.audio_id + 1)
+        self.text_vocab_size = file_size
         for name, ids in (
             ("bos_token_id", [self.bos_id]),
             ("eos_token_id", self.eos_ids),
@@ -162,16 +167,16 @@ class FileTokenizer:
         return self._tokenizer.encode(marks, add_special_tokens=False).ids
 
     def encode_places(self, marks: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """As encode_marks; and of every token the characters that it stands for, from and to."""
+        """The ids of encode_marks, and the characters (from, to) that each stands for."""
         encoding = self._tokenizer.encode(marks, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def is_special(self, token: int) -> bool:
-        """Whether text may not hold it."""
+        """Whether text must not contain this token."""
         return token in self._special
 
     def token_text(self, token: int) -> str:
-        """What the file calls it."""
+        """The file's text for a token id; "" for an id that it does not have."""
         return self._tokenizer.id_to_token(token) or ""
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -182,7 +187,7 @@ class FileTokenizer:
         ids = (self._tokenizer.token_to_id(name) for name in names)
         return [i for i in ids if i is not None][:1]
 
-    def _said(self, name: str, *ids: int | None) -> list[int]:
+    def _stated(self, name: str, *ids: int | None) -> list[int]:
         """What the other files say: the token of that name, then these ids, each once."""
         text = self.special.tokens.get(name)
         named = self._find([text]) if text else []
@@ -193,8 +198,8 @@ class FileTokenizer:
             )
         return list(dict.fromkeys(i for i in (*named, *ids) if i is not None))
 
-    def _required(self, what: str, names: tuple[str, ...], said: list[int]) -> list[int]:
-        found = said or self._find(names)
+    def _required(self, what: str, names: tuple[str, ...], stated: list[int]) -> list[int]:
+        found = stated or self._find(names)
         if not found:
             raise UserError(
                 f"{self.path} has no {what} token: looked for {', '.join(names)}; add one to its added_tokens"
@@ -218,10 +223,16 @@ def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
     return FileTokenizer(path)
 
 
-class TextStream:
-    """Token ids as they come -> text as it is certain: characters are never cut, nor spaces lost.
+def needed_vocabulary(config: Config) -> int:
+    """Rows that the model's embedding needs for data.tokenizer. Raises as load_tokenizer."""
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    return tokenizer.vocab_size if config.model.encoder else tokenizer.text_vocab_size
 
-    All pieces together are what decode makes of all ids, for tokenizers whose text does not change backwards.
+
+class TextStream:
+    """Token ids, one at a time -> the text that is certain so far: no partial characters, no lost spaces.
+
+    All texts together are what decode makes of all ids, where later tokens do not change earlier text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -231,7 +242,7 @@ class TextStream:
         self._from = self._told = 0
 
     def push(self, token: int) -> str:
-        """The text that is certain with this token; often one token later than it."""
+        """The text that this token makes certain; it is often one token behind."""
         self._ids.append(token)
         piece = self._untold()
         if not piece or piece.endswith("\ufffd"):  # perhaps the first bytes of a character

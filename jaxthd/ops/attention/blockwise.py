@@ -116,7 +116,8 @@ def attention_backward(
 ) -> tuple[Float[Array, "N H D"], Float[Array, "S K D"], Float[Array, "S K V"]]:
     """Gradients of queries, keys and values in promote(float32, input dtype).
 
-    lse_NH: log-sum-exp over all keys a query sees, also those of other calls: then calls over parts add up.
+    lse_NH: log-sum-exp over all keys that a query sees, in other calls too; so the gradients of all calls add
+    up.
     dot_NH: sum over V of dout * out.
     """
     (n, s), kv_heads, acc = (len(q_NHD), len(k_SKD)), k_SKD.shape[1], accumulation_dtype(q_NHD)

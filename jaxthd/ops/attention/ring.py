@@ -1,12 +1,12 @@
-"""Packed causal attention over the context axis: by a ring of rectangles, or with gathered keys.
+"""Packed causal attention over the context axis: a ring of rectangles, or gathered keys.
 
 Under whole-buffer DualChunkSwap a rank's queries see one dense rectangle of another rank's keys, or nothing;
 under the per-document layout, a prefix of each document (packing/segments.py). So all attention is the two
-calls of ops/attention/contract.py: one local, and one for the keys of each other rank, skipped when empty;
-parts are merged by their log-sum-exp in float32 (Liu et al., Ring Attention, 2023). The ring sends keys and
-values on first, then computes the step; its backward pass sends (k, v) around again, (dk, dv) of other ranks
-after them and home. With all-gather every rank's keys and values are there from the start. Backward calls
-take the output and the log-sum-exp over all ranks' keys.
+calls of ops/attention/contract.py: one local, and one for the keys of each other rank, skipped when empty.
+Their parts are merged by log-sum-exp in float32 (Liu et al., Ring Attention, 2023). The ring first sends keys
+and values on, then computes the step. Its backward pass sends (k, v) around again, followed by (dk, dv),
+which end on the rank of their keys. With all-gather every rank has all keys and values from the start.
+Backward calls take the output and the log-sum-exp over all ranks' keys.
 
 Legend: N queries and keys of a rank, H query heads, K key/value heads, D query/key dim, V value dim, C
 context ranks.
@@ -24,8 +24,8 @@ from jaxtyping import Float
 from jaxthd.ops.attention.backends import BACKENDS
 from jaxthd.ops.attention.contract import Call, calls
 from jaxthd.ops.backend import find_backend
-from jaxthd.packing.layout import context_permutation, inverse_permutation
-from jaxthd.packing.segments import Segments, gather_places
+from jaxthd.packing.layout import inverse_permutation
+from jaxthd.packing.segments import Segments, gather_in_rows
 
 Pair = tuple[Array, Array]
 """Keys and values, or their gradients."""
@@ -60,9 +60,9 @@ def gather_in_order(x_NKD: Float[Array, "N K D"], segments: Segments) -> Float[A
     x_RTKD = x_NKD.reshape(segments.rows, -1, *x_NKD.shape[1:])
     x_RTKD = jax.lax.all_gather(x_RTKD, segments.axis, axis=1, tiled=True)
     if segments.in_order is not None:
-        x_RTKD = gather_places(x_RTKD, segments.in_order.slots)
+        x_RTKD = gather_in_rows(x_RTKD, segments.in_order.slots)
     else:
-        x_RTKD = x_RTKD[:, inverse_permutation(context_permutation(x_RTKD.shape[1], segments.context))]
+        x_RTKD = x_RTKD[:, inverse_permutation(segments.swap.permutation(x_RTKD.shape[1]))]
     return x_RTKD.reshape(-1, *x_NKD.shape[1:])
 
 
@@ -80,7 +80,7 @@ def merge(
 
 
 def _send(pair: Pair, segments: Segments) -> Pair:
-    """To the next rank of the ring; with a single rank nothing moves."""
+    """Sends to the next rank of the ring. With a single rank nothing moves."""
     if segments.context == 1:
         return pair
     ring = [(r, (r + 1) % segments.context) for r in range(segments.context)]
@@ -89,7 +89,9 @@ def _send(pair: Pair, segments: Segments) -> Pair:
 
 
 def _around(pair: Pair, segments: Segments) -> Iterator[Pair]:
-    """This rank's keys and values, then the other ranks' as they arrive, each sent on before it is used."""
+    """Yields this rank's keys and values, then those of other ranks as they arrive; each is sent on before it
+    is used.
+    """
     for _ in segments.remote:
         following = _send(pair, segments)
         yield pair
@@ -98,12 +100,12 @@ def _around(pair: Pair, segments: Segments) -> Iterator[Pair]:
 
 
 def _source(step: int, segments: Segments) -> Array:
-    """The rank whose keys call number `step` is about; 0 is the local one."""
+    """The rank whose keys ring step `step` is about; step 0 is the local one."""
     return (jax.lax.axis_index(segments.axis) - step) % segments.context
 
 
 def _there(pair: Pair, segments: Segments) -> Iterator[Pair]:
-    """As _around, of gathered keys and values [C, N, ...]."""
+    """As _around, for gathered keys and values [C, N, ...]."""
     for step in range(segments.context):
         source = _source(step, segments)
         yield pair[0][source], pair[1][source]
@@ -143,7 +145,7 @@ def _ring_backward(scale, backend, residuals, dout):
         return BACKENDS[backend].backward(q, *pair, out, lse, dout, call, scale)
 
     dq, dk, dv = part(next(arriving), local)
-    # Gradients of keys and values travel with them, one hop behind, and home at the end.
+    # Gradients of keys and values follow them one hop behind, and end on the rank of their keys.
     away = (jnp.zeros_like(dk), jnp.zeros_like(dv))
     for step, (call, pair) in enumerate(zip(remote, arriving, strict=True)):
         away = _send(away, segments) if step else away

@@ -1,41 +1,46 @@
-"""The scan of ops/scan/ssd.py by Pallas kernels (scan_kernels.py, launched by scan_launches.py), forward and
-backward.
+"""The scan of ops/scan/ssd.py by Pallas kernels, forward and backward: the back-end "pallas".
 
-What is where. Device memory holds x, B, C, dt, the states between chunks (in the compute dtype) and, in the
-backward pass, the gradient of C B^T summed over the heads of a group. Decays and scores of heads stay in
-registers. A launch of each:
+The kernels are in pallas_kernels.py, their launches in pallas_launches.py.
 
-    states        s before each chunk, one program a (stretch, head, part of the state), in order over chunks
-    outputs       y, one program a (chunk, head, tile)
-    states        reversed, from C and dy: the gradient of the states after each chunk
-    inputs_grad   dx, ddt, one program a (chunk, head, tile)
-    scores_grad   d(C B^T), one program a (chunk, group, pair of tiles), its heads one after the other
-    shared_grad   dC, then dB, one program a (chunk, group, tile), its heads one after the other
+What is where. Device memory holds x, B, C, dt, the states between scan chunks (in the compute dtype) and, in
+the backward pass, the gradient of C B^T summed over the heads of a group. Decays and scores of heads stay in
+registers. There is one launch of each:
 
-so that nothing is summed in an order that could change. XLA has what is small: sums of decays, and what
-context ranks exchange between `states` and the rest; a stretch's state from other ranks is added where states
-are read, times what is left of it in that chunk.
+    states        s before each scan chunk; a program for each (context chunk, head, part of the state), in
+    order
+                  over its scan chunks
+    outputs       y; a program for each (scan chunk, head, tile)
+    states        reversed, from C and dy: the gradient of the states after each scan chunk
+    inputs_grad   dx, ddt; a program for each (scan chunk, head, tile)
+    scores_grad   d(C B^T); a program for each (scan chunk, group, pair of tiles), its heads one after the
+    other shared_grad   dC, then dB; a program for each (scan chunk, group, tile), its heads one after the
+    other
 
-Sizes. A tile is 64 tokens, one warpgroup's matrix instruction: its float32 arrays are 32 registers a thread
-with 4 warps at [64, 64], 64 at [64, 128] (state 128); shared_grad holds two of the latter, scores_grad four
-of the former. Compiled for an H100 (by Triton 3.6, without one), heads of 64, state 128, bfloat16: 66 to 255
-registers, at most 60 bytes spilled, 45 to 87 KB of shared memory, all products on the warpgroup instructions;
-so two programs or more share a multiprocessor. At 8k tokens of 64 heads, chunks of 128, `outputs` has 8192
-programs for 132 multiprocessors and `states`, which cannot be cut along the tokens, 256. States are what
-larger chunks save: a chunk's are as many bytes as x of 128 tokens (state 128), written and read; 256 tokens a
-chunk halve that for twice the pairs of tokens. In float32 products are exact, hence not on the tensor cores:
-for comparisons, not for training.
+so that nothing is summed in an order that could change. XLA computes what is small: sums of decays, and what
+context ranks exchange between `states` and the rest. The state that enters a context chunk from other ranks
+is added where states are read, times what is left of it in that scan chunk.
 
-What is left to XLA. The convolution and its SiLU, the gate and the grouped norm are one loop over elements,
-or one and a reduction of a row: XLA fuses such, and a kernel of ours would move the same bytes.
+Sizes. A tile is 64 tokens, one warpgroup's matrix instruction: its float32 arrays take 32 registers a thread
+with 4 warps at [64, 64], and 64 at [64, 128] (state 128); shared_grad holds two of the latter, scores_grad
+four of the former. Compiled for an H100 (by Triton 3.6, without one), with heads of 64, state 128, bfloat16:
+66 to 255 registers, at most 60 bytes spilled, 45 to 87 KB of shared memory, all products on the warpgroup
+instructions; so two programs or more share a multiprocessor. At 8k tokens of 64 heads, in scan chunks of 128,
+`outputs` has 8192 programs for 132 multiprocessors. `states`, which cannot be divided along the tokens, has
+256. Larger scan chunks save states: those of a chunk are as many bytes as x of 128 tokens (state 128),
+written and read. 256 tokens a chunk halve that, for twice the pairs of tokens. Products in float32 are exact,
+hence not on the tensor cores: they are for comparisons, not for training.
+
+What is left to XLA. The convolution and its SiLU, the gate and the grouped norm are one loop over elements
+each, or one and a reduction of a row. XLA fuses these, and a kernel of ours would move the same bytes.
 
 Which lowering: Triton. It lowers on a machine without a GPU, its kernels are traced and interpreted like any
-JAX program, it runs on every NVIDIA GPU since Ampere; Mosaic GPU's matrix instructions are one generation's
-each. jax 0.11 and 0.12 lower the same kernels, and announce its removal in a later version.
+JAX program, and it runs on every NVIDIA GPU since Ampere. The matrix instructions of Mosaic GPU are those of
+one generation each. jax 0.11 and 0.12 lower the same kernels, and announce that a later version will not.
 
 Not yet run on a GPU.
 
-Legend: as ops/scan/ssd.py; n tiles of a chunk, q tokens of a tile. Tokens N are filled up to whole chunks.
+Legend: as ops/scan/ssd.py; n tiles of a scan chunk, q tokens of a tile. Tokens N are filled up to whole scan
+chunks.
 """
 
 from functools import partial
@@ -70,11 +75,11 @@ CAPABILITY_LEAST = (8, 0)
 
 
 class Sums(NamedTuple):
-    """Sums of log decay la <= 0, of terms of one sign; or their exponentials, decays.
+    """Sums of log decay la <= 0, of terms of one sign; or the decays, their exponentials.
 
-    within: from the start of a token's tile up to and with it [H, N]. to_tile: from after it to the start of
-    tile n of its chunk [H, n, N]. start, end: from its chunk's start up to and with it, from after it to the
-    chunk's end [H, N]. total: over a chunk [H, C].
+    within: from the start of a token's tile to the token, included [H, N]. to_tile: from after the token to
+    the start of tile n of its scan chunk [H, n, N]. start, end: from the scan chunk's start to the token,
+    included, and from after it to the chunk's end [H, N]. total: over a scan chunk [H, C].
     """
 
     within: Array
@@ -95,42 +100,43 @@ def ssd_pallas(
     chunk: int,
     tile: int = TILE,
 ) -> Float[Array, "N H P"]:
-    """As ops.ssd.ssd, x in float32 or bfloat16; chunk, P, S powers of two, at least 16. Float32.
+    """As ops.scan.ssd.ssd, for x in float32 or bfloat16, and chunk, P and S powers of two of 16 or more.
+    Float32.
 
-    On a CPU the kernels are interpreted. Raises ValueError for what they do not take.
+    On a CPU the kernels are interpreted. Raises ValueError for other dtypes and sizes.
     """
-    stretches = segments.rows * segments.stretches
-    length = len(x_NHP) // stretches
+    context_chunks = segments.rows * segments.context_chunks
+    length = len(x_NHP) // context_chunks
     chunk = chunk_of(chunk, length)
     unfit = why_unfit(chunk, x_NHP.shape[2], b_NGS.shape[2], str(x_NHP.dtype))
     if unfit:
         raise ValueError(f"the scan kernels cannot take this: {'; '.join(unfit)}; use the xla scan")
     padding = -length % chunk
-    sizes = Sizes(stretches, (length + padding) // chunk, chunk, min(tile, chunk))
+    sizes = Sizes(context_chunks, (length + padding) // chunk, chunk, min(tile, chunk))
 
     def filled(x: Array) -> Array:
         if not padding:
             return x
-        x = x.reshape(stretches, length, *x.shape[1:])
+        x = x.reshape(context_chunks, length, *x.shape[1:])
         return jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)).reshape(-1, *x.shape[2:])
 
-    # Filling goes on with the last token's document at dt = 0: it leaves the state as it is.
-    positions_ZL = segments.positions.reshape(stretches, length)
+    # The filling continues the last token's document with dt = 0, which leaves the state as it is.
+    positions_ZL = segments.positions.reshape(context_chunks, length)
     filling_Zp = positions_ZL[:, -1:] + jnp.arange(1, padding + 1, dtype=jnp.int32)
     positions_N = jnp.concatenate([positions_ZL, filling_Zp], axis=1).reshape(-1)
     dt_HN = filled(dt_NH.astype(jnp.float32)).T
     la_HN = dt_HN * a_H.astype(jnp.float32)[:, None]
     y_NHP = _scan(sizes, filled(x_NHP), dt_HN, la_HN, filled(b_NGS), filled(c_NGS), positions_N, segments)
-    return y_NHP.reshape(stretches, -1, *y_NHP.shape[1:])[:, :length].reshape(x_NHP.shape)
+    return y_NHP.reshape(context_chunks, -1, *y_NHP.shape[1:])[:, :length].reshape(x_NHP.shape)
 
 
 def chunk_of(chunk: int, length: int) -> int:
-    """The chunks that stretches of so many tokens are cut into."""
+    """The scan chunk's size in a context chunk of `length` tokens, where `chunk` is asked for."""
     return min(chunk, max(SMALLEST, pl.next_power_of_2(length)))
 
 
 def why_unfit(chunk: int, head_dim: int, state: int, dtype: str) -> list[str]:
-    """What of a scan the kernels do not take, in words; empty if they take it."""
+    """What of a scan's shape the kernels do not take, in words; empty if they take it."""
     sizes = {"chunk": chunk, "head dim": head_dim, "state": state}
     unfit = [
         f"{name} {size} is no power of two from {SMALLEST} up"
@@ -182,8 +188,8 @@ def _scan_forward(
         before_HC, _, whole_HZ = _over_chunks(sizes, decays.total)
 
         def exchange(whole_HZ: Array, last_ZHSP: Array) -> Array:
-            """In initial_states' dims: one group, whose heads' states are one dim."""
-            flat = last_ZHSP.reshape(sizes.stretches, 1, 1, len(whole_HZ), -1)
+            """Gives initial_states one group, with each head's state as one dim."""
+            flat = last_ZHSP.reshape(sizes.context_chunks, 1, 1, len(whole_HZ), -1)
             return initial_states(whole_HZ.T[:, None], flat, segments).reshape(last_ZHSP.shape)
 
         first_ZHSP, pull = jax.vjp(exchange, whole_HZ, last_ZHSP)
@@ -207,14 +213,14 @@ def _scan_backward(sizes: Sizes, residuals: Any, dy_NHP: Array) -> tuple[Any, ..
         before_HC, after_HC, _ = _over_chunks(sizes, decays.total)
         dwhole_HZ, dlast_ZHSP = pull(dfirst_ZHSP)
         dcarried = Carried(after_HC, dlast_ZHSP)
-        own_ZcHSP = states_CHSP.reshape(sizes.stretches, sizes.chunks, *states_CHSP.shape[1:])
+        own_ZcHSP = states_CHSP.reshape(sizes.context_chunks, sizes.scan_chunks, *states_CHSP.shape[1:])
         kept_HZc = jnp.einsum(
             "zhsp,zchsp->hzc",
             dlast_ZHSP,
             own_ZcHSP,
             precision=jax.lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
-        ) + dwhole_HZ[..., None] * before_HC.reshape(-1, sizes.stretches, sizes.chunks)
+        ) + dwhole_HZ[..., None] * before_HC.reshape(-1, sizes.context_chunks, sizes.scan_chunks)
         dtotal_HC += after_HC * kept_HZc.reshape(dtotal_HC.shape)
 
     tokens = Tokens(positions_N, dt_HN, la_HN, decays.within, decays.to_tile)
@@ -246,7 +252,7 @@ _scan.defvjp(_scan_forward, _scan_backward)
 
 
 def _sums(sizes: Sizes, la_HN: Array) -> Sums:
-    """A suffix is a cumulative sum from the end, shifted: nothing is subtracted."""
+    """Suffixes are cumulative sums from the end, shifted, so that nothing is subtracted."""
     tiles = sizes.chunk // sizes.tile
     la_HCnq = la_HN.reshape(len(la_HN), -1, tiles, sizes.tile)
     within_HCnq = jnp.cumsum(la_HCnq, axis=3)
@@ -255,7 +261,7 @@ def _sums(sizes: Sizes, la_HN: Array) -> Sums:
     tile_HCn = within_HCnq[..., -1]
 
     def of_tiles(counted_nk: Array) -> Array:
-        """Sums over the tiles k that counted [..., k] names: [H, C, ...]."""
+        """Sums over the tiles k where counted [..., k] is True: [H, C, ...]."""
         return jnp.where(counted_nk, jnp.expand_dims(tile_HCn, tuple(range(2, counted_nk.ndim + 1))), 0).sum(
             -1
         )
@@ -273,27 +279,27 @@ def _sums(sizes: Sizes, la_HN: Array) -> Sums:
 
 
 def _decays(sizes: Sizes, sums: Sums, positions_N: Array) -> Sums:
-    """exp of the sums; 0 where a document begins between: from the chunk's start, to its end, over all of it.
-
-    Inside the chunk the kernels see to that.
+    """The exponentials of the sums. start, end and total are 0 where a document begins between their ends;
+    for within and to_tile the kernels mask that.
     """
-    place_N = jnp.arange(len(positions_N)) % sizes.chunk
+    offset_N = jnp.arange(len(positions_N)) % sizes.chunk
     last_C = positions_N.reshape(-1, sizes.chunk)[:, -1]
-    to_last_N = jnp.repeat(last_C, sizes.chunk) >= sizes.chunk - 1 - place_N
+    to_last_N = jnp.repeat(last_C, sizes.chunk) >= sizes.chunk - 1 - offset_N
     within, to_tile, start, end, total = (jnp.exp(x) for x in sums)
     return Sums(
         within,
         to_tile,
-        jnp.where(positions_N > place_N, start, 0),
+        jnp.where(positions_N > offset_N, start, 0),
         jnp.where(to_last_N, end, 0),
         jnp.where(last_C >= sizes.chunk, total, 0),
     )
 
 
 def _over_chunks(sizes: Sizes, total_HC: Array) -> tuple[Array, Array, Array]:
-    """Products of chunks' decays: over those of the stretch before a chunk, over those after it [H, C], over
-    all [H, Z]."""
-    total_HZc = total_HC.reshape(-1, sizes.stretches, sizes.chunks)
+    """Products of the scan chunks' decays in a context chunk: of those before each, of those after it [H, C],
+    and of all [H, Z].
+    """
+    total_HZc = total_HC.reshape(-1, sizes.context_chunks, sizes.scan_chunks)
 
     def before(x_HZc: Array) -> Array:
         one = jnp.ones_like(x_HZc[..., :1])

@@ -1,13 +1,16 @@
-"""Pallas kernels of the chunked scan: what ops/scan/pallas.py launches, one program a tile.
+"""Pallas kernels of the chunked scan, which pallas_launches.py launches: most have one program for each tile.
 
-A chunk is cut into tiles of q tokens. Between two tiles the decay is a product of two vectors, exp(sum up to
-the later token) exp(sum from the earlier one), both <= 1; inside a tile it is the exp of masked sums, taken
-on the tensor cores. No [chunk, chunk] array of a head leaves the registers.
+A chunk is always a scan chunk here. It is divided into tiles of q tokens. Between two tiles the decay is a
+product of two vectors, exp(sum up to the later token) exp(sum from the earlier one), both <= 1. Inside a tile
+it is the exp of masked sums, taken on the tensor cores. No [chunk, chunk] array of a head leaves the
+registers.
 
-Every kernel reads whole chunks of its operands by tiles (pl.ds), so a program's registers hold tiles only.
+Every kernel sees whole chunks of its operands and reads them by tiles (pl.ds), so a program's registers hold
+only tiles.
 
-Legend: Q tokens of a chunk, q of a tile, n = Q / q tiles; S state dim, P head dim, k heads of a group.
-`first`: place in the chunk of a token's document's first token, negative where an earlier chunk holds it.
+Legend: Q tokens of a chunk, q of a tile, n = Q / q tiles; S state dim, P head dim, k heads of a group. A
+token's offset is its number in the chunk. `first`: the offset of the first token of a token's document,
+negative where an earlier chunk holds it.
 """
 
 from typing import Any
@@ -29,57 +32,60 @@ def _dot(a: Array, b: Array, dims: Any = ROWS) -> Array:
     return jax.lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
 
 
-def _pieces(x: Array, count: int) -> list[Array]:
-    """bfloat16 arrays that sum up to float32 x, to 8 bits each. Cut off, not rounded: XLA may skip a rounding
-    that is undone at once."""
-    pieces = []
+def _bfloat16_terms(x: Array, count: int) -> list[Array]:
+    """bfloat16 arrays whose sum is float32 x, to 8 bits each. They are truncated, not rounded: XLA may skip a
+    rounding that is undone at once.
+    """
+    terms = []
     for _ in range(count):
         bits = jax.lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(1 << 16))
-        piece = jax.lax.bitcast_convert_type(bits, jnp.float32)
-        pieces.append(piece.astype(jnp.bfloat16))
-        x = x - piece
-    return pieces
+        term = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        terms.append(term.astype(jnp.bfloat16))
+        x = x - term
+    return terms
 
 
 def _tile_decays(la_q: Array, first_q: Array, base: Any, transposed: bool = False) -> Array:
     """exp(sum of la over j < k <= i), 0 where token i does not see j: [i, j], or [j, i] if transposed.
 
-    base: the tile's first place in the chunk. Sums are products with ones and zeros, of terms of one sign.
+    base: the offset of the tile's first token. Sums are products with ones and zeros, of terms of one sign.
     """
-    place = jnp.arange(len(la_q), dtype=jnp.int32)
-    row, column = place[:, None], place[None, :]
+    i = jnp.arange(len(la_q), dtype=jnp.int32)
+    row, column = i[:, None], i[None, :]
     if transposed:
         counted, rest, i, j, first = column > row, row <= column, column, row, first_q[None, :]
     else:
         counted, rest, i, j, first = column <= row, row > column, row, column, first_q[:, None]
     sums = jnp.zeros((len(la_q), len(la_q)), jnp.float32)
-    for piece_q in _pieces(la_q, 3):
-        sums += _dot(jnp.where(counted, piece_q[None, :], 0).astype(jnp.bfloat16), rest.astype(jnp.bfloat16))
+    for term_q in _bfloat16_terms(la_q, 3):
+        sums += _dot(jnp.where(counted, term_q[None, :], 0).astype(jnp.bfloat16), rest.astype(jnp.bfloat16))
     return jnp.where((j <= i) & (first <= base + j), jnp.exp(sums), 0.0)
 
 
-def _tile_decays_grad(w_qq: Array, pieces: int) -> Array:
-    """Gradient of the sums' terms: for each k the sum of w [i, j] over j < k <= i."""
-    place = jnp.arange(len(w_qq), dtype=jnp.int32)
-    row, column = place[:, None], place[None, :]
+def _tile_decays_grad(w_qq: Array, terms: int) -> Array:
+    """Gradient of the sums' terms: for each k the sum of w [i, j] over j < k <= i. terms: bfloat16 arrays
+    that stand for w.
+    """
+    i = jnp.arange(len(w_qq), dtype=jnp.int32)
+    row, column = i[:, None], i[None, :]
     before = (row < column).astype(jnp.bfloat16)
     up_to = jnp.zeros(w_qq.shape, jnp.float32)
-    for piece_qq in _pieces(w_qq, pieces):
-        up_to += _dot(piece_qq, before)
+    for term_qq in _bfloat16_terms(w_qq, terms):
+        up_to += _dot(term_qq, before)
     return jnp.where(column <= row, up_to, 0.0).sum(0)
 
 
 def _first(positions_ref: Ref, tile: Any, q: int) -> Array:
-    place = tile * q + jnp.arange(q, dtype=jnp.int32)
-    return place - positions_ref[pl.ds(tile * q, q)]
+    offset = tile * q + jnp.arange(q, dtype=jnp.int32)
+    return offset - positions_ref[pl.ds(tile * q, q)]
 
 
-def _places(tile: Any, q: int) -> Array:
+def _offsets(tile: Any, q: int) -> Array:
     return tile * q + jnp.arange(q, dtype=jnp.int32)
 
 
 def _state(state_ref: Ref, carried: tuple[Ref, ...], dtype: Any, at: Any = ...) -> Array:
-    """A chunk's state; with what is left in this chunk of the stretch's own, where that is given."""
+    """A chunk's state; if carried: plus what is left here of the state that entered the context chunk."""
     if not carried:
         return state_ref[at]
     fade_ref, first_ref = carried
@@ -89,12 +95,13 @@ def _state(state_ref: Ref, carried: tuple[Ref, ...], dtype: Any, at: Any = ...) 
 def states_kernel(
     k_ref: Ref, v_ref: Ref, weight_ref: Ref, total_ref: Ref, *refs: Ref, q: int, reverse: bool, read: int
 ) -> None:
-    """s <- total s + k^T (weight v), over the chunks of a stretch from s = 0; reverse: from the last.
+    """s <- total s + k^T (weight v), over the chunks of a context chunk from s = 0; reverse: from the last
+    one.
 
-    k [tokens, S'], v [tokens, P'], weight [tokens], total [chunks] (decay of a whole chunk). read: how many
-    of refs are (others [chunks, S', P'], and with it maybe fade [chunks] and first [S', P']), whose state's
-    inner product with s is written. Out: s before each chunk (reverse: after it) [chunks, S', P'], the last
-    s, and the products [chunks] if read.
+    k [tokens, S'], v [tokens, P'], weight [tokens], total [chunks], the decay over a chunk. read: how many of
+    refs are read: none, others [chunks, S', P'], or these, fade [chunks] and first [S', P'].
+    Writes s before each chunk (reverse: after it) [chunks, S', P'] and the last s; if any refs are read, also
+    the inner products [chunks] of s and the states that they give.
     """
     others, (states_ref, last_ref, *products) = refs[:read], refs[read:]
     chunks = total_ref.shape[0]
@@ -133,7 +140,7 @@ def outputs_kernel(
     *refs: Ref,
     q: int,
 ) -> None:
-    """A tile's outputs [q, P] of one head, float32."""
+    """Writes a tile's outputs [q, P] of one head, float32."""
     *carried, y_ref = refs
     i = pl.program_id(0)
     rows = pl.ds(i * q, q)
@@ -144,7 +151,7 @@ def outputs_kernel(
         columns = pl.ds(j * q, q)
         decay = within_ref[rows][:, None] * (to_tile_ref[i, columns] * dt_ref[columns])[None, :]
         scores = _dot(c, b_ref[columns, :], ROWS_BY_ROWS) * decay
-        scores = jnp.where(first[:, None] <= _places(j, q)[None, :], scores, 0.0)
+        scores = jnp.where(first[:, None] <= _offsets(j, q)[None, :], scores, 0.0)
         return y + _dot(scores.astype(c.dtype), x_ref[columns, :])
 
     y = jax.lax.fori_loop(0, i, earlier, y)
@@ -168,20 +175,21 @@ def inputs_grad_kernel(
     *refs: Ref,
     q: int,
 ) -> None:
-    """Gradients of a tile's x [q, P] and of dt as x's factor [q], of one head; and those of the logarithms of
-    to_tile's rows [n, q], of which row i is written for the tiles i after this one."""
+    """Writes, of one head, the gradients of a tile's x [q, P], of dt as x's factor [q], and of the logarithms
+    of to_tile's rows [n, q]: row i for the tiles i after this one.
+    """
     *carried, dx_ref, ddt_ref, dto_tile_ref = refs
     j, tiles = pl.program_id(0), c_ref.shape[0] // q
     columns = pl.ds(j * q, q)
     b, x, dt = b_ref[columns, :], x_ref[columns, :], dt_ref[columns]
-    place = _places(j, q)[:, None]
+    offset = _offsets(j, q)[:, None]
     dx = end_ref[columns][:, None] * _dot(b, _state(dstate_ref, tuple(carried), b.dtype))
 
     def later(i: Array, dx: Array) -> Array:
         rows = pl.ds(i * q, q)
         decay = to_tile_ref[i, columns][:, None] * within_ref[rows][None, :]
         scores = _dot(b, c_ref[rows, :], ROWS_BY_ROWS) * decay
-        scores = jnp.where(_first(positions_ref, i, q)[None, :] <= place, scores, 0.0)
+        scores = jnp.where(_first(positions_ref, i, q)[None, :] <= offset, scores, 0.0)
         part = _dot(scores.astype(b.dtype), dy_ref[rows, :])
         dto_tile_ref[i, :] = dt * (x * part).sum(1)
         return dx + part
@@ -210,18 +218,19 @@ def scores_grad_kernel(
     *,
     q: int,
 ) -> None:
-    """Gradient of a pair of tiles' C B^T [q, q], summed over the heads of a group in their order; of the
-    logarithm of `within` [k, q] for pairs of different tiles, of la inside a tile [k, q] for the same.
+    """Writes the gradient of a pair of tiles' C B^T [q, q], summed over the heads of a group in their order.
+    For two different tiles also that of the logarithm of `within` [k, q], for twice the same that of la [k,
+    q].
 
-    c, dy: the later tile's; b, x: the earlier one's; the rest the whole chunk's. Nothing is written where the
-    second tile is the later one.
+    c, dy: the later tile's. b, x: the earlier one's. The rest: the whole chunk's. Nothing is written where
+    the second tile is the later one.
     """
     tiles, heads = to_tile_ref.shape[1], x_ref.shape[1]
     i, j = pl.program_id(0) // tiles, pl.program_id(0) % tiles
     rows, columns = pl.ds(i * q, q), pl.ds(j * q, q)
 
     def over_heads(one: Any) -> None:
-        """one: (head, C B^T, gradient of a head's decayed scores) -> that of its C B^T."""
+        """one: (head, C B^T, gradient of the head's decayed scores) -> gradient of its C B^T."""
         cb = _dot(c_ref[...], b_ref[...], ROWS_BY_ROWS)
 
         def head(h: Array, dcb: Array) -> Array:
@@ -233,7 +242,7 @@ def scores_grad_kernel(
 
     @pl.when(j < i)
     def of_two_tiles() -> None:
-        seen = _first(positions_ref, i, q)[:, None] <= _places(j, q)[None, :]
+        seen = _first(positions_ref, i, q)[:, None] <= _offsets(j, q)[None, :]
 
         def one(h: Array, cb: Array, d: Array) -> Array:
             decay = within_ref[h, rows][:, None] * to_tile_ref[h, i, columns][None, :]
@@ -246,11 +255,11 @@ def scores_grad_kernel(
     @pl.when(j == i)
     def of_one_tile() -> None:
         first = _first(positions_ref, i, q)
-        pieces = 3 if c_ref.dtype == jnp.float32 else 2
+        terms = 3 if c_ref.dtype == jnp.float32 else 2
 
         def one(h: Array, cb: Array, d: Array) -> Array:
             d *= _tile_decays(la_ref[h, rows], first, i * q)
-            dla_ref[h, :] = _tile_decays_grad(d * cb, pieces)
+            dla_ref[h, :] = _tile_decays_grad(d * cb, terms)
             return d
 
         over_heads(one)
@@ -267,12 +276,12 @@ def shared_grad_kernel(
     q: int,
     reverse: bool,
 ) -> None:
-    """Gradient of a tile of C (reverse: of B) [q, S], summed over the heads of a group in their order, and
-    that of the logarithm of `weight` [k, q].
+    """Writes the gradient of a tile of C (reverse: of B) [q, S], summed over the heads of a group in their
+    order, and that of the logarithm of `weight` [k, q].
 
-    own: the tile's C (B) [q, S]; other: the chunk's B (C) [Q, S]; v: dy (x) [q, k, P], weight: decay from the
-    chunk's start (decay to its end, times dt) [k, q]; dcb: rows of this tile [q, Q] (columns [Q, q]);
-    state: [k, S, P], C's states (their gradients).
+    In parentheses: with reverse. own: the tile's C (B) [q, S]. other: the chunk's B (C) [Q, S]. v: dy (x)
+    [q, k, P]. weight: the decay from the chunk's start (to its end, times dt) [k, q]. dcb: rows of this tile
+    [q, Q] (columns [Q, q]). state: the states (their gradients) [k, S, P].
     """
     *carried, out_ref, dweight_ref = refs
     tile, tiles = pl.program_id(0), other_ref.shape[0] // q

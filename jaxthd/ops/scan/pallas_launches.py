@@ -1,6 +1,6 @@
-"""Launches of the scan kernels: grids, and which block of each array a program sees.
+"""Launches of the scan kernels: their grids, and which block of each array a program sees.
 
-Legend: as ops/scan/ssd.py; N tokens in whole chunks; n tiles of a chunk, q tokens of a tile.
+Legend: as ops/scan/ssd.py; N tokens in whole scan chunks; n tiles of a scan chunk, q tokens of a tile.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxthd.ops.scan import pallas_kernels as kernels
 
 STATE_PART, HEAD_PART = 64, 32
-"""Of a head's state, what one program carries over the chunks."""
+"""The part of a head's state [S, P] that one program carries over the scan chunks."""
 
 WARPS_AND_STAGES = {
     "states": (4, 2),
@@ -25,17 +25,20 @@ WARPS_AND_STAGES = {
     "scores_grad": (4, 2),
     "shared_grad": (4, 2),
 }
-"""Of each kernel's programs: warps, and how many loads ahead of a loop's matrix products (2: one)."""
+"""For each kernel: warps of a program, and stages of its loops; with 2, loads run one matrix product
+early."""
 
 Inputs = list[tuple[Array, pl.BlockSpec]]
 Outputs = list[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]
 
 
 class Sizes(NamedTuple):
-    """Of a scan: stretches, chunks of one, tokens of a chunk and of a tile."""
+    """context_chunks: of all rows on this rank. scan_chunks: of a context chunk. chunk, tile: tokens of a
+    scan chunk, of a tile.
+    """
 
-    stretches: int
-    chunks: int
+    context_chunks: int
+    scan_chunks: int
     chunk: int
     tile: int
 
@@ -45,8 +48,9 @@ class Sizes(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Per token: place in its document [N], time step and log decay [H, N]; and decays, from its tile's start
-    [H, N] and to the starts of the later tiles n of its chunk [H, n, N]."""
+    """For each token: its position in its document [N], time step dt and log decay la [H, N]; the decays from
+    its tile's start [H, N], and to the starts of the later tiles n of its scan chunk [H, n, N].
+    """
 
     positions: Array
     dt: Array
@@ -56,8 +60,9 @@ class Tokens(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What is left before each chunk (backward: after it) [H, C] of what enters its stretch from other ranks
-    [Z, H, S, P], float32."""
+    """What enters each context chunk from other ranks: state [Z, H, S, P], float32. fade: how much of it is
+    left before each scan chunk (backward: after it) [H, C].
+    """
 
     fade: Array
     state: Array
@@ -97,14 +102,15 @@ def states(
     total_HC: Array,
     other: tuple[Array, Carried | None] | None = None,
 ) -> tuple[Array, ...]:
-    """s before each chunk [C, H, S, P] in v's dtype, and the last s [Z, H, S, P] in float32, of
-    s <- total s + k^T (weight v) from s = 0.
+    """The recurrence s <- total s + k^T (weight v) over the scan chunks of a context chunk, from s = 0.
 
-    other: states; then from the last chunk, s after each chunk, and third the inner products [H, C] of s and
-    the chunk's state.
+    Returns s before each scan chunk [C, H, S, P] in v's dtype, and the last s [Z, H, S, P] in float32.
+    other: states of the scan chunks. Then the recurrence runs from the last scan chunk to the first, s is the
+        one after each scan chunk, and a third result is the inner products [H, C] of s and the chunk's state
+        in other.
     """
     (tokens, heads, p), (_, groups, s) = v_NHP.shape, k_NGS.shape
-    length, per, c = tokens // sizes.stretches, heads // groups, sizes.chunks
+    length, per, c = tokens // sizes.context_chunks, heads // groups, sizes.scan_chunks
     s_part, p_part = min(s, STATE_PART), min(p, HEAD_PART)
     p_parts = p // p_part
     parts = s // s_part * p_parts
@@ -123,7 +129,7 @@ def states(
     ]
     outputs = [
         (jax.ShapeDtypeStruct((total_HC.shape[1], heads, s, p), v_NHP.dtype), all_states),
-        (_float32(sizes.stretches, heads, s, p), one_state),
+        (_float32(sizes.context_chunks, heads, s, p), one_state),
     ]
     given = len(inputs)
     if other is not None:
@@ -134,12 +140,12 @@ def states(
         product = pl.BlockSpec((None, None, c), lambda i, h, z: (i, h, z))
         outputs.append((_float32(parts, *total_HC.shape), product))
     kernel = partial(kernels.states_kernel, q=sizes.tile, reverse=other is not None, read=len(inputs) - given)
-    found = _launch("states", kernel, (parts, heads, sizes.stretches), inputs, outputs)
+    found = _launch("states", kernel, (parts, heads, sizes.context_chunks), inputs, outputs)
     return found if other is None else (*found[:2], found[2].sum(0))
 
 
 class _Head:
-    """Blocks of the kernels with one program a (tile, head, chunk)."""
+    """Blocks of the kernels that have a program for each (tile, head, scan chunk)."""
 
     def __init__(self, sizes: Sizes, x_NHP: Array, b_NGS: Array) -> None:
         (n, heads, p), (_, groups, s) = x_NHP.shape, b_NGS.shape
@@ -156,7 +162,7 @@ class _Head:
         self._tokens = (positions, self.vector, self.vector, self.vector, to_tile)
         self._state = pl.BlockSpec((None, None, s, p), lambda i, h, c: (c, h, 0, 0))
         self._fade = pl.BlockSpec((None, None), lambda i, h, c: (h, c))
-        self._first = pl.BlockSpec((None, None, s, p), lambda i, h, c: (c // sizes.chunks, h, 0, 0))
+        self._first = pl.BlockSpec((None, None, s, p), lambda i, h, c: (c // sizes.scan_chunks, h, 0, 0))
 
     def tokens(self, tokens: Tokens) -> Inputs:
         return list(zip(tokens, self._tokens, strict=True))
@@ -175,7 +181,8 @@ def outputs(
     states_CHSP: Array,
     carried: Carried | None,
 ) -> Array:
-    """y [N, H, P] in float32. start: decay from the chunk's start. carried: what states are without it."""
+    """y [N, H, P] in float32. start: the decay from the scan chunk's start. states: without what `carried`
+    adds."""
     block = _Head(sizes, x_NHP, b_NGS)
     inputs = [
         (c_NGS, block.group),
@@ -201,7 +208,8 @@ def inputs_grad(
     carried: Carried | None,
 ) -> tuple[Array, ...]:
     """Gradients of x, of dt as x's factor [H, N], and of log to_tile [H, n, N], written for tiles n after a
-    token's own. end: decay to the chunk's end; dstates: gradients of the states after chunks."""
+    token's own. end: the decay to the scan chunk's end. dstates: gradients of the states after scan chunks.
+    """
     block = _Head(sizes, x_NHP, b_NGS)
     inputs = [
         (c_NGS, block.group),
@@ -224,9 +232,9 @@ def inputs_grad(
 def scores_grad(
     sizes: Sizes, c_NGS: Array, b_NGS: Array, x_NHP: Array, dy_NHP: Array, tokens: Tokens
 ) -> tuple[Array, ...]:
-    """Those of C B^T [C, G, Q, Q] in x's dtype, written where the row's tile is not before the column's; of
-    log within [H, n, N], in parts by the earlier tile n, written where it is earlier; of la [H, N] inside
-    tiles.
+    """Three gradients: of C B^T [C, G, Q, Q] in x's dtype, written where the row's tile is not before the
+    column's; of log within [H, n, N], a part for each earlier tile n, and written only for these; of la [H,
+    N] inside tiles.
     """
     (n, heads, p), (_, groups, s) = x_NHP.shape, b_NGS.shape
     q, chunk, tiles, per = sizes.tile, sizes.chunk, sizes.tiles, heads // groups
@@ -272,8 +280,9 @@ def shared_grad(
     *,
     reverse: bool,
 ) -> tuple[Array, ...]:
-    """Gradient of C from B, dy, decays from the chunk's start, and states; or, reverse, that of B from C, x,
-    decays to the chunk's end times dt, and the states' gradients. And that of log weight [H, N].
+    """The gradient of C from B, dy, the decays from the scan chunk's start, and the states. With reverse:
+    that of B from C, x, the decays to the scan chunk's end times dt, and the states' gradients. And that of
+    log weight [H, N].
     """
     (n, heads, p), (_, groups, s) = v_NHP.shape, own_NGS.shape
     q, chunk, tiles, per = sizes.tile, sizes.chunk, sizes.tiles, heads // groups
@@ -282,7 +291,7 @@ def shared_grad(
     columns = pl.BlockSpec((None, None, chunk, q), lambda i, g, c: (c, g, 0, i))
     rows = pl.BlockSpec((None, None, q, chunk), lambda i, g, c: (c, g, i, 0))
     fade = pl.BlockSpec((per, None), lambda i, g, c: (g, c))
-    first = pl.BlockSpec((None, per, s, p), lambda i, g, c: (c // sizes.chunks, g, 0, 0))
+    first = pl.BlockSpec((None, per, s, p), lambda i, g, c: (c // sizes.scan_chunks, g, 0, 0))
     inputs = [
         (own_NGS, own),
         (other_NGS, pl.BlockSpec((chunk, None, s), lambda i, g, c: (c, g, 0))),

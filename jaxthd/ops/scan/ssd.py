@@ -1,16 +1,19 @@
 """The Mamba2 scan over packed tokens, and its state passing over the context axis.
 
-Chunked state-space duality (Dao and Gu, 2024) with document resets: inside a chunk a masked quadratic form,
-between chunks a recurrence of states. All decay is summed in float32 over terms of one sign, never as a
-difference of two cumulative sums (which rounding can push above 0 before exp).
+Chunked state-space duality (Dao and Gu, 2024) with document resets: inside a scan chunk a masked quadratic
+form, between scan chunks a recurrence of states. All decay is summed in float32 over terms of one sign, never
+as a difference of two cumulative sums, which rounding can push above 0 before exp.
 
-Over the context axis each stretch is scanned from a zero state; ranks exchange (total decay, final state) of
-their stretches and each derives its true initial states: traffic does not depend on the number of tokens.
+Over the context axis each rank scans its context chunks from a zero state. The ranks exchange the (total
+decay, final state) of their context chunks, and each derives its true initial states. This traffic does not
+depend on the number of tokens.
 
-Legend: N tokens, H heads, P head dim, G groups, S state dim; Z stretches on this rank (rows * stretches of a
-row), c chunks of a stretch, C = Z * c, Q tokens of a chunk, h heads of a group (H = G * h);
-D tokens whose state is asked for.
+Legend: N tokens, H heads, P head dim, G groups, S state dim, h heads of a group (H = G * h); Z context chunks
+on this rank (R rows * context chunks of a row), L tokens of one, c scan chunks of one; C = Z * c scan chunks,
+Q tokens of a scan chunk; D tokens whose state is asked for.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +27,12 @@ from jaxthd.packing.segments import Segments
 GATHER_UP_TO = 8
 """Largest context size whose states are all-gathered; beyond it they travel in log2(context) steps."""
 
-Pair = tuple[Array, Array]
-"""(decay, state) of consecutive tokens: how much of an incoming state is left, and what they add."""
+
+class StateMap(NamedTuple):
+    """What consecutive tokens do to the state that enters them: state -> decay state + added."""
+
+    decay: Float[Array, "*chunks G h"]
+    added: Float[Array, "*chunks G S h P"]
 
 
 def ssd(
@@ -41,7 +48,7 @@ def ssd(
     """y_i = C_i . h_i with h_i = exp(dt_i a) h_{i-1} + dt_i x_i B_i^T, h = 0 before each document.
 
     dt_NH >= 0 and a_H < 0 in the accumulation dtype promote(float32, x's); x, B, C in the compute dtype.
-    chunk: tokens of a chunk; speed and memory only. Returns the accumulation dtype.
+    chunk: tokens of a scan chunk; it changes speed and memory only. Returns the accumulation dtype.
     """
     nowhere = jnp.zeros(0, jnp.int32)
     return ssd_and_states(x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments, nowhere, chunk=chunk)[0]
@@ -61,81 +68,131 @@ def ssd_and_states(
     *,
     chunk: int,
 ) -> tuple[Float[Array, "N H P"], Float[Array, "D H P S"]]:
-    """As ssd; and the state h after the tokens at_D of this rank (0 where at_D is -1), for decoding on.
+    """As ssd; and the state h after each of this rank's tokens at_D, 0 where at_D is -1, to decode on from
+    there.
 
-    Both in the accumulation dtype.
+    Both are in the accumulation dtype.
     """
-    acc = accumulation_dtype(x_NHP)
+    length = len(x_NHP) // (segments.rows * segments.context_chunks)
+    chunks = _in_scan_chunks(x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments, min(chunk, length))
+    decays = _decays(chunks)
+    state_CGShP = _states_before(chunks, decays, segments)
+    y_CGQhP = _outputs(chunks, decays, state_CGShP)
+    y_ZLHP = y_CGQhP.swapaxes(1, 2).reshape(len(x_NHP) // length, -1, *x_NHP.shape[1:])
+    state_DGShP = _states_after(chunks, decays, state_CGShP, at_D, length)
+    state_DHPS = jnp.moveaxis(state_DGShP, 2, -1).reshape(len(at_D), *x_NHP.shape[1:], b_NGS.shape[-1])
+    return y_ZLHP[:, :length].reshape(x_NHP.shape), state_DHPS
+
+
+class _ScanChunks(NamedTuple):
+    """The scan's inputs by scan chunk. decay: its logarithm, dt a. xdt: x times dt."""
+
+    decay_CGhQ: Array
+    xdt_CGQhP: Array
+    b_CGQS: Array
+    c_CGQS: Array
+    positions_CQ: Array
+
+
+def _in_scan_chunks(
+    x_NHP: Array, dt_NH: Array, a_H: Array, b_NGS: Array, c_NGS: Array, segments: Segments, chunk: int
+) -> _ScanChunks:
+    """Each context chunk is filled up to whole scan chunks."""
     n, groups = len(x_NHP), b_NGS.shape[1]
-    stretches = segments.rows * segments.stretches
-    length = n // stretches
-    chunk = min(chunk, length)
+    context_chunks = segments.rows * segments.context_chunks
+    length = n // context_chunks
     padding = -length % chunk
 
     def chunked(x: Array) -> Array:
-        """[N, G, ...] -> [C, G, Q, ...]; a stretch is filled up to whole chunks."""
-        x = x.reshape(stretches, length, *x.shape[1:])
+        """[N, G, ...] -> [C, G, Q, ...]."""
+        x = x.reshape(context_chunks, length, *x.shape[1:])
         x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
         return x.reshape(-1, chunk, *x.shape[2:]).swapaxes(1, 2)
 
     def by_group(x_NH: Array) -> Array:
         return x_NH.reshape(n, groups, -1, *x_NH.shape[2:])
 
-    # Filling goes on with the last token's document at dt = 0: it leaves the state as it is.
-    positions_ZL = segments.positions.reshape(stretches, length)
+    # The filling continues the last token's document with dt = 0, which leaves the state as it is.
+    positions_ZL = segments.positions.reshape(context_chunks, length)
     filling_Zp = positions_ZL[:, -1:] + jnp.arange(1, padding + 1, dtype=jnp.int32)
     positions_CQ = jnp.concatenate([positions_ZL, filling_Zp], axis=1).reshape(-1, chunk)
-    decay_CGhQ = chunked(by_group((dt_NH * a_H).astype(acc))).swapaxes(2, 3)
+    decay_CGhQ = chunked(by_group((dt_NH * a_H).astype(accumulation_dtype(x_NHP)))).swapaxes(2, 3)
     xdt_CGQhP = chunked(by_group(x_NHP * dt_NH[..., None].astype(x_NHP.dtype)))
-    b_CGQS, c_CGQS = chunked(b_NGS), chunked(c_NGS)
+    return _ScanChunks(decay_CGhQ, xdt_CGQhP, chunked(b_NGS), chunked(c_NGS), positions_CQ)
 
-    # Phase 1, in every chunk: decay between any two of its tokens, and the state it adds.
-    i = jnp.arange(chunk)
+
+class _Decays(NamedTuple):
+    """Inside each scan chunk, 0 across documents: between any two tokens, from a token to the chunk's end,
+    from the chunk's start to a token.
+    """
+
+    between_CGhQQ: Array
+    to_end_CGhQ: Array
+    from_start_CGhQ: Array
+
+
+def _decays(chunks: _ScanChunks) -> _Decays:
+    i, positions_CQ = jnp.arange(chunks.positions_CQ.shape[1]), chunks.positions_CQ
     same_CQQ = (i[:, None] >= i) & (i[:, None] - i <= positions_CQ[..., None])
-    between_CGhQQ = _decay_over((i[:, None] < i) & (i <= i[:, None, None]), decay_CGhQ, same_CQQ)
-    to_end_CGhQ = _decay_over(i[:, None] < i, decay_CGhQ, same_CQQ[:, -1])
-    from_start_CGhQ = _decay_over(i <= i[:, None], decay_CGhQ, positions_CQ > i)
-    added_CGShP = _state(b_CGQS, xdt_CGQhP, to_end_CGhQ)
+    return _Decays(
+        _decay_over((i[:, None] < i) & (i <= i[:, None, None]), chunks.decay_CGhQ, same_CQQ),
+        _decay_over(i[:, None] < i, chunks.decay_CGhQ, same_CQQ[:, -1]),
+        _decay_over(i <= i[:, None], chunks.decay_CGhQ, positions_CQ > i),
+    )
 
-    # Between chunks, then between ranks.
-    def next_chunk(before: Pair, chunk: Pair) -> tuple[Pair, Pair]:
-        return _then(before, chunk), before
 
-    def by_stretch(x: Array) -> Array:
-        """[C, ...] -> [chunks of a stretch, Z, ...]."""
-        return x.reshape(stretches, -1, *x.shape[1:]).swapaxes(0, 1)
+def _states_before(chunks: _ScanChunks, decays: _Decays, segments: Segments) -> Array:
+    """The state before each scan chunk [C, G, S, h, P]: over the scan chunks of a context chunk, then over
+    ranks."""
+    added_CGShP = _state(chunks.b_CGQS, chunks.xdt_CGQhP, decays.to_end_CGhQ)
 
-    chunks = by_stretch(from_start_CGhQ[..., -1]), by_stretch(added_CGShP)
-    start = jnp.ones_like(chunks[0][0]), jnp.zeros_like(chunks[1][0])
-    total, (decay_cZGh, state_cZGShP) = jax.lax.scan(next_chunk, start, chunks)
+    def next_chunk(before: StateMap, of_chunk: StateMap) -> tuple[StateMap, StateMap]:
+        return _then(before, of_chunk), before
+
+    def by_context_chunk(x: Array) -> Array:
+        """[C, ...] -> [c, Z, ...]."""
+        return x.reshape(segments.rows * segments.context_chunks, -1, *x.shape[1:]).swapaxes(0, 1)
+
+    maps = StateMap(by_context_chunk(decays.from_start_CGhQ[..., -1]), by_context_chunk(added_CGShP))
+    identity = StateMap(jnp.ones_like(maps.decay[0]), jnp.zeros_like(maps.added[0]))
+    total, (decay_cZGh, state_cZGShP) = jax.lax.scan(next_chunk, identity, maps)
     if segments.context > 1:
         state_cZGShP = state_cZGShP + _faded(initial_states(*total, segments), decay_cZGh)
-    state_CGShP = state_cZGShP.swapaxes(0, 1).reshape(added_CGShP.shape)
+    return state_cZGShP.swapaxes(0, 1).reshape(added_CGShP.shape)
 
-    # Phase 2, in every chunk: outputs.
-    cb_CGQQ = _matmul(c_CGQS, b_CGQS.swapaxes(2, 3))
-    scores_CGhQQ = (cb_CGQQ[:, :, None] * between_CGhQQ).astype(x_NHP.dtype)
-    y_CGhQP = _matmul(scores_CGhQQ, xdt_CGQhP.swapaxes(2, 3))
-    from_state = _matmul(c_CGQS, jax.lax.collapse(state_CGShP.astype(c_CGQS.dtype), 3))
-    from_state_CGQhP = from_state.reshape(xdt_CGQhP.shape) * _per_token(from_start_CGhQ)
-    y_CGQhP = y_CGhQP.swapaxes(2, 3) + from_state_CGQhP
-    y_ZLHP = y_CGQhP.swapaxes(1, 2).reshape(stretches, -1, *x_NHP.shape[1:])
 
-    # The state after a token: what its chunk added up to there, and what is left of the chunk's first state.
+def _outputs(chunks: _ScanChunks, decays: _Decays, state_CGShP: Array) -> Array:
+    """[C, G, Q, h, P]: from the tokens of the scan chunk, and from the state before it."""
+    cb_CGQQ = _matmul(chunks.c_CGQS, chunks.b_CGQS.swapaxes(2, 3))
+    scores_CGhQQ = (cb_CGQQ[:, :, None] * decays.between_CGhQQ).astype(chunks.xdt_CGQhP.dtype)
+    y_CGhQP = _matmul(scores_CGhQQ, chunks.xdt_CGQhP.swapaxes(2, 3))
+    from_state = _matmul(chunks.c_CGQS, jax.lax.collapse(state_CGShP.astype(chunks.c_CGQS.dtype), 3))
+    from_state_CGQhP = from_state.reshape(chunks.xdt_CGQhP.shape) * _per_token(decays.from_start_CGhQ)
+    return y_CGhQP.swapaxes(2, 3) + from_state_CGQhP
+
+
+def _states_after(
+    chunks: _ScanChunks, decays: _Decays, state_CGShP: Array, at_D: Array, length: int
+) -> Array:
+    """[D, G, S, h, P]: what a token's scan chunk added up to the token, and what is left of the state before
+    it.
+
+    at_D: of this rank's tokens; -1 gives 0. length: tokens of a context chunk.
+    """
+    chunk = chunks.positions_CQ.shape[1]
     c_D, q_D = jnp.divmod(at_D % length, chunk)
-    c_D = c_D + at_D // length * (len(positions_CQ) // stretches)
-    state_DGShP = _state(b_CGQS[c_D], xdt_CGQhP[c_D], between_CGhQQ[c_D, :, :, q_D])
-    state_DGShP = state_DGShP + _faded(state_CGShP[c_D], from_start_CGhQ[c_D, :, :, q_D])
-    state_DGShP = jnp.where((at_D >= 0)[:, None, None, None, None], state_DGShP, 0)
-    state_DHPS = jnp.moveaxis(state_DGShP, 2, -1).reshape(len(at_D), *x_NHP.shape[1:], b_NGS.shape[-1])
-    return y_ZLHP[:, :length].reshape(x_NHP.shape), state_DHPS
+    c_D = c_D + at_D // length * -(-length // chunk)
+    state_DGShP = _state(chunks.b_CGQS[c_D], chunks.xdt_CGQhP[c_D], decays.between_CGhQQ[c_D, :, :, q_D])
+    state_DGShP = state_DGShP + _faded(state_CGShP[c_D], decays.from_start_CGhQ[c_D, :, :, q_D])
+    return jnp.where((at_D >= 0)[:, None, None, None, None], state_DGShP, 0)
 
 
 def _decay_over(counted: Array, decay_CGhQ: Array, seen: Array) -> Array:
-    """exp(sum of decay over the tokens of a chunk that `counted` [..., Q] names), 0 where `seen` [C, ...] is
-    False: [C, G, h, ...].
+    """exp(sum of decay over the tokens of a scan chunk that `counted` [..., Q] names): [C, G, h, ...]. 0
+    where `seen` [C, ...] is False.
 
-    A matrix product with ones and zeros: the sums are of terms of one sign, and cumulative sums are slow.
+    The sums are a matrix product with ones and zeros: all terms are of one sign, and cumulative sums are
+    slow.
     """
     sums = jnp.einsum(
         "cghk,...k->cgh...", decay_CGhQ, counted.astype(decay_CGhQ.dtype), precision=jax.lax.Precision.HIGHEST
@@ -144,7 +201,7 @@ def _decay_over(counted: Array, decay_CGhQ: Array, seen: Array) -> Array:
 
 
 def _per_token(x_CGhQ: Array) -> Array:
-    """To multiply [C, G, Q, h, P] with."""
+    """A factor for [C, G, Q, h, P]."""
     return x_CGhQ.swapaxes(2, 3)[..., None]
 
 
@@ -164,7 +221,7 @@ def _faded(state: Array, decay: Array) -> Array:
 def _matmul(a: Array, b: Array) -> Array:
     """a @ b over leading dims, in the accumulation dtype.
 
-    Gradients are taken in the forms that need no transposed copy of the larger operand, unlike autodiff's.
+    Its gradients are products that need no transposed copy of the larger operand; autodiff's would.
     """
     return _product(a, b)
 
@@ -190,11 +247,12 @@ _matmul.defvjp(_matmul_forward, _matmul_backward)
 def initial_states(
     decay_ZGh: Float[Array, "Z G h"], state_ZGShP: Float[Array, "Z G S h P"], segments: Segments
 ) -> Float[Array, "Z G S h P"]:
-    """The state that enters each of this rank's stretches, from every stretch's (total decay, final state).
+    """The state that enters each of this rank's context chunks, from the (total decay, final state) of every
+    one.
 
-    Stretches compose as (d1, s1) then (d2, s2) = (d1 d2, s1 d2 + s2): an exclusive prefix over the
-    2 * context chunks of each row. All-gather up to GATHER_UP_TO ranks (or where ranks are not in lockstep),
-    else log2 steps.
+    These are maps of the state. They compose as (d1, s1) then (d2, s2) = (d1 d2, s1 d2 + s2), and what enters
+    a chunk is an exclusive prefix over the 2 * context chunks of its row. All-gather up to GATHER_UP_TO
+    ranks, or where not all ranks run this program; else log2 steps.
     """
     decay, state = (x.reshape(segments.rows, 2, *x.shape[1:]) for x in (decay_ZGh, state_ZGShP))
     gathers = segments.context <= GATHER_UP_TO or not segments.uniform_program
@@ -202,41 +260,44 @@ def initial_states(
     return prefix(decay, state, segments).reshape(state_ZGShP.shape)
 
 
-def _then(first: Pair, second: Pair) -> Pair:
-    return first[0] * second[0], _faded(first[1], second[0]) + second[1]
+def _then(first: StateMap, second: StateMap) -> StateMap:
+    return StateMap(first.decay * second.decay, _faded(first.added, second.decay) + second.added)
 
 
 def _prefix_gathered(decay_R2Gh: Array, state_R2GShP: Array, segments: Segments) -> Array:
-    context, rank = segments.context, jax.lax.axis_index(segments.axis)
     everything = (jax.lax.all_gather(x, segments.axis, axis=0) for x in (decay_R2Gh, state_R2GShP))
-    # Document order: first chunks of ranks 0, 1, ..., then second chunks of ranks ..., 1, 0.
-    decay, state = (jnp.concatenate([x[:, :, 0], x[::-1, :, 1]]) for x in everything)
+    # In the chunks' order: first chunks of ranks 0, 1, ..., then second chunks of ranks ..., 1, 0.
+    maps = StateMap(*(jnp.concatenate([x[:, :, 0], x[::-1, :, 1]]) for x in everything))
 
-    def step(state: Array, x: tuple[Array, Array]) -> tuple[Array, Array]:
-        return _faded(state, x[0]) + x[1], state
+    def step(state: Array, of_chunk: StateMap) -> tuple[Array, Array]:
+        return _faded(state, of_chunk.decay) + of_chunk.added, state
 
-    _, before = jax.lax.scan(step, jnp.zeros_like(state_R2GShP[:, 0]), (decay, state))
-    return jnp.stack([before[rank], before[2 * context - 1 - rank]], axis=1)
+    _, before = jax.lax.scan(step, jnp.zeros_like(state_R2GShP[:, 0]), maps)
+    first, second = segments.swap.chunks(jax.lax.axis_index(segments.axis))
+    return jnp.stack([before[first], before[second]], axis=1)
 
 
 def _prefix_in_steps(decay_R2Gh: Array, state_R2GShP: Array, segments: Segments) -> Array:
-    """Hillis-Steele prefixes, up the ranks for first chunks and down for second ones."""
-    context, axis = segments.context, segments.axis
+    """Hillis-Steele prefixes: over first chunks up the ranks, over second chunks down."""
+    context, axis, swap = segments.context, segments.axis, segments.swap
     rank = jax.lax.axis_index(axis)
 
-    def shifted(pair: Pair, distance: int) -> Pair:
-        """From `distance` ranks before (negative: after); the identity (1, 0) where there is none."""
-        moves = [(r, r + distance) for r in range(context) if 0 <= r + distance < context]
-        decay, state = (jax.lax.ppermute(x, axis, moves) for x in pair)
-        arrived = (rank - distance >= 0) & (rank - distance < context)
-        return jnp.where(arrived, decay, 1), state
+    def shifted(maps: StateMap, half: int, distance: int) -> StateMap:
+        """Those `distance` chunks before, of the same half (0: first chunks, 1: second); the identity where
+        there is none.
+        """
+        moves, source = swap.moves(half, distance), swap.before(rank, distance)[half]
+        decay, added = (jax.lax.ppermute(x, axis, moves) for x in maps)
+        return StateMap(jnp.where((source >= 0) & (source < context), decay, 1), added)
 
-    up, down = ((decay_R2Gh[:, i], state_R2GShP[:, i]) for i in (0, 1))
+    firsts, seconds = (StateMap(decay_R2Gh[:, half], state_R2GShP[:, half]) for half in (0, 1))
     distance = 1
     while distance < context:
-        up, down = _then(shifted(up, distance), up), _then(shifted(down, -distance), down)
+        firsts = _then(shifted(firsts, 0, distance), firsts)
+        seconds = _then(shifted(seconds, 1, distance), seconds)
         distance *= 2
-    # `up` on the last rank covers all first chunks; every rank's second chunk comes after them.
+    # The last rank's covers all first chunks; every rank's second chunk comes after them.
     is_last = rank == context - 1
-    first_half = tuple(jax.lax.psum(jnp.where(is_last, x, 0), axis) for x in up)
-    return jnp.stack([shifted(up, 1)[1], _then(first_half, shifted(down, -1))[1]], axis=1)
+    all_firsts = StateMap(*(jax.lax.psum(jnp.where(is_last, x, 0), axis) for x in firsts))
+    before_second = _then(all_firsts, shifted(seconds, 1, 1)).added
+    return jnp.stack([shifted(firsts, 0, 1).added, before_second], axis=1)
