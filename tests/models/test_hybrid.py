@@ -272,5 +272,5 @@ def test_stacked_units_apply_their_blocks_in_the_order_of_the_pattern():
 
 def test_an_unknown_letter_is_refused():
     llm, compute = settings("ring", pattern="MX")
-    with pytest.raises(ValueError, match=r"unknown letter 'X' in model\.llm\.pattern; use M"):
+    with pytest.raises(ValueError, match=r"'X' in model\.llm\.pattern"):
         nnx.eval_shape(lambda: HybridDecoder(llm, Init(jax.random.key(0)), compute))
