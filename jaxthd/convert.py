@@ -32,9 +32,9 @@ from jaxthd.errors import UserError, readable_errors
 from jaxthd.files.run_folder import is_run, read_config, write_config
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.hf.export import TOKENIZER_FILES, copy_files, export
-from jaxthd.hf.families import FORMATS, export_families, formats_help
 from jaxthd.hf.family import Family
 from jaxthd.hf.names import ArraySlice
+from jaxthd.hf.registry import FORMATS, export_families, formats_help
 from jaxthd.models.adapt import merge_lora
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint

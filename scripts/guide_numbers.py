@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec
 
 from jaxthd.config import ComputeConfig, Config, DataConfig, MeshConfig
 from jaxthd.figures.batch import Buffer, document_order
-from jaxthd.ops.scan.ssd import initial_states, ssd_and_states
+from jaxthd.ops.scan.ssd import ssd_and_states
+from jaxthd.ops.scan.state_passing import initial_states
 from jaxthd.packing.balance import attention_work
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING, Document

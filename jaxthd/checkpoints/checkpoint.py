@@ -21,7 +21,7 @@ from jax.sharding import Sharding
 from orbax.checkpoint import checkpoint_managers as managers
 
 from jaxthd.checkpoints.checksum import checksums, named_arrays
-from jaxthd.checkpoints.quiet import quiet_orbax
+from jaxthd.checkpoints.quiet_errors import quiet_orbax
 from jaxthd.checkpoints.stored import About, best_of, describe, handlers, kind, read_about, reason
 from jaxthd.errors import UserError
 from jaxthd.parallel.processes import exchange, is_first

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxthd.checkpoints.checksum import checksums, named_arrays
-from jaxthd.checkpoints.quiet import quiet_orbax
+from jaxthd.checkpoints.quiet_errors import quiet_orbax
 from jaxthd.errors import UserError
 
 BEST_BY = ("validation_wer", "validation_loss")

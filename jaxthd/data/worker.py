@@ -9,7 +9,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from jaxthd.data.child import parents_end
+from jaxthd.data.child_process import parents_end
 
 
 def serve(parent: Connection) -> None:

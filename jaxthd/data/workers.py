@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from jaxthd.data.child import Child, LostError
+from jaxthd.data.child_process import Child, LostError
 from jaxthd.data.skipped import Skipped
 from jaxthd.errors import UserError
 

@@ -14,10 +14,10 @@ from jaxthd.config import ModelConfig
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import compare_models
 from jaxthd.hf import parakeet
-from jaxthd.hf.families import FAMILIES, parts_of
 from jaxthd.hf.family import Family, Fields
 from jaxthd.hf.names import ArraySlice, Names, Shape, Tensor
 from jaxthd.hf.nemo import NemoArchive
+from jaxthd.hf.registry import FAMILIES, parts_of
 from jaxthd.hf.safetensors_files import SafetensorsFolder
 
 

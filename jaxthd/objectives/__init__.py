@@ -1,65 +1,7 @@
-"""The objectives by name. A new one is a file like sft.py and a line here, or a call of
-register_objective."""
+"""What a run trains for: the contract of an objective, the objectives, and their registry."""
 
-from collections.abc import Sequence
-from dataclasses import fields
-from difflib import get_close_matches
-from typing import Any
-
-from jaxthd.errors import UserError
 from jaxthd.objectives.objective import LOSS, Objective, Tokens
+from jaxthd.objectives.registry import OBJECTIVES, make_objective, register_objective
 from jaxthd.objectives.sft import SFT
 
 __all__ = ["LOSS", "OBJECTIVES", "SFT", "Objective", "Tokens", "make_objective", "register_objective"]
-
-OBJECTIVES: dict[str, Any] = {"sft": SFT}
-"""Names that train.objective takes -> classes: frozen dataclasses, whose fields are the settings."""
-
-
-def register_objective(name: str, kind: Any) -> None:
-    """Makes `kind`, a frozen dataclass with Objective's methods, what train.objective NAME means.
-
-    Call it where the config is made: every process of a run makes its own config. Raises ValueError for a
-    name that another objective has.
-    """
-    if OBJECTIVES.get(name, kind) is not kind:
-        raise ValueError(f"an objective is already called {name!r}; expected a new name: choose another")
-    OBJECTIVES[name] = kind
-
-
-def make_objective(name: str, options: Sequence[str] = ()) -> Objective:
-    """The objective that train.objective names, with train.objective_options (NAME=VALUE).
-
-    Raises UserError for an unknown name, an unknown option, and a value of another type.
-    """
-    if name not in OBJECTIVES:
-        like = get_close_matches(name, OBJECTIVES, n=1, cutoff=0.0)
-        raise UserError(
-            f"train.objective is {name!r}; expected one of {', '.join(sorted(OBJECTIVES))}: perhaps you "
-            f"meant {like[0]!r}"
-        )
-    kind = OBJECTIVES[name]
-    settings = {field.name: field for field in fields(kind)}
-    given: dict[str, Any] = {}
-    for option in options:
-        key, mark, text = option.partition("=")
-        if not mark or key not in settings:
-            known = ", ".join(f"{n}={f.default}" for n, f in settings.items()) or "none"
-            raise UserError(
-                f"train.objective_options has {option!r}; expected NAME=VALUE of the objective {name!r} "
-                f"({known}): correct train.objective_options"
-            )
-        given[key] = _read(option, text, settings[key].default)
-    return kind(**given)
-
-
-def _read(option: str, text: str, default: Any) -> Any:
-    """The value of an option, of the type that its default has."""
-    booleans = {"true": True, "false": False}
-    try:
-        return booleans[text.lower()] if isinstance(default, bool) else type(default)(text)
-    except (ValueError, KeyError) as error:
-        raise UserError(
-            f"train.objective_options has {option!r}; expected a value such as {default!r}: correct "
-            "train.objective_options"
-        ) from error

@@ -1,8 +1,8 @@
 """Runs a pipeline schedule: one program for all ranks, a scan over ticks.
 
-The model is three functions (parallel/pipelined.py); a tick is parallel/tick.py. Gradients are of the sum of
-all ranks' shares of the objective (parallel/tensor.py gives the convention), for the parameters that each
-function is given. A function given no parameters (all None) gets no gradient computed.
+The model is three functions (parallel/pipeline_model.py); a tick is parallel/pipeline_tick.py. Gradients are
+of the sum of all ranks' shares of the objective (parallel/tensor.py gives the convention), for the parameters
+that each function is given. A function given no parameters (all None) gets no gradient computed.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxthd.parallel.pipelined import PipelinedModel, PipelinedParams, Tree
+from jaxthd.parallel.pipeline_model import PipelinedModel, PipelinedParams, Tree
+from jaxthd.parallel.pipeline_tick import Carry, RankTick, Tick, add, slots_of, zeros
 from jaxthd.parallel.schedule import Schedule
-from jaxthd.parallel.tick import Carry, RankTick, Tick, add, slots_of, zeros
 
 
 class Accumulated(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 
 from jaxthd.config import Config, LLMConfig
-from jaxthd.ops.scan.ssd import GATHER_UP_TO
+from jaxthd.ops.scan.state_passing import GATHER_UP_TO
 from jaxthd.planning.lengths import Lengths
 from jaxthd.planning.simulate import balance, simulate
 

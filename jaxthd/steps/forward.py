@@ -21,7 +21,7 @@ from jaxthd.objectives import LOSS, Objective, Tokens, make_objective
 from jaxthd.objectives.sft import negative_log_likelihood
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import AXES, CONTEXT, PIPELINE, TENSOR, TOKEN_AXES, ranks_of
-from jaxthd.parallel.pipelined import PipelinedModel, PipelinedParams
+from jaxthd.parallel.pipeline_model import PipelinedModel, PipelinedParams
 from jaxthd.steps.blueprint import Blueprint, Tree
 
 

@@ -15,7 +15,7 @@ from jaxthd.config import Config, EncoderConfig, ModelConfig
 from jaxthd.convert import export_weights, import_weights
 from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
-from jaxthd.hf.families import FAMILIES, export_families
+from jaxthd.hf.registry import FAMILIES, export_families
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.score import main
 from jaxthd.steps.blueprint import Blueprint

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-import jaxthd.ops.scan.ssd as ssd_module
 from jaxthd.ops.conv import causal_conv, last_inputs
+from jaxthd.ops.scan import state_passing
 from jaxthd.ops.scan.ssd import ssd
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.segments import make_segments
@@ -60,7 +60,7 @@ def each_document_alone(a, inputs, lengths, dy):
 @pytest.mark.parametrize(("context", "gather_up_to"), [(1, 8), (2, 8), (4, 8), (4, 1)])
 def test_scan_equals_the_recurrence_of_each_document_alone(context, gather_up_to, dtype, monkeypatch):
     """|A| from 1e-3 to 1000: everything finite and exact. (4, 1) passes states in log2 steps."""
-    monkeypatch.setattr(ssd_module, "GATHER_UP_TO", gather_up_to)
+    monkeypatch.setattr(state_passing, "GATHER_UP_TO", gather_up_to)
     rng = np.random.default_rng(1)
     with jax.enable_x64(True):
         run = on_context(

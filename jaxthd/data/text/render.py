@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxthd.data.child import Child, LostError
+from jaxthd.data.child_process import Child, LostError
 
 SECONDS = 10.0
 """Most that the renders of one request take: a thousand times what those of a long conversation do."""

@@ -21,7 +21,7 @@ from jinja2.ext import loopcontrols as loop_controls
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from jaxthd.data.child import parents_end
+from jaxthd.data.child_process import parents_end
 from jaxthd.data.text.render import SUPERVISED, SUPERVISED_END
 
 MEMORY = 1 << 30

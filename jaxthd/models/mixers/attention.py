@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.models.layers import Linear
-from jaxthd.models.mixers.interface import LayerKind, Prefilled, residual_std
+from jaxthd.models.mixers.contract import LayerKind, Prefilled, residual_std
 from jaxthd.ops.attention.blockwise import attention_forward
 from jaxthd.ops.attention.ring import gather_in_order, merge, packed_attention
 from jaxthd.ops.numerics import accumulation_dtype

@@ -17,7 +17,7 @@ from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.models.layers import Linear, RMSNorm
-from jaxthd.models.mixers.interface import LayerKind, Prefilled, residual_std
+from jaxthd.models.mixers.contract import LayerKind, Prefilled, residual_std
 from jaxthd.ops.conv import causal_conv, last_inputs
 from jaxthd.ops.head_exchange import head_ranks, own_heads, scan_segments, to_documents, to_heads, to_tokens
 from jaxthd.ops.numerics import accumulation_dtype

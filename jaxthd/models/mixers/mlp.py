@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.models.layers import Linear, relu_squared
-from jaxthd.models.mixers.interface import LayerKind, Prefilled, residual_std
+from jaxthd.models.mixers.contract import LayerKind, Prefilled, residual_std
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init, over_tensor

@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.models.layers import Linear
-from jaxthd.models.mixers.interface import LayerKind, Prefilled, Routing, residual_std
+from jaxthd.models.mixers.contract import LayerKind, Prefilled, Routing, residual_std
 from jaxthd.models.mixers.mlp import MLP
 from jaxthd.ops.grouped_matmul import combine, dispatch, expert_layout
 from jaxthd.ops.numerics import accumulation_dtype

@@ -64,7 +64,7 @@ from jaxthd.ops.scan.pallas_launches import (
     shared_grad,
     states,
 )
-from jaxthd.ops.scan.ssd import initial_states
+from jaxthd.ops.scan.state_passing import initial_states
 from jaxthd.packing.segments import Segments
 
 TILE = 64

@@ -1,12 +1,11 @@
-"""The Mamba2 scan over packed tokens, and its state passing over the context axis.
+"""The Mamba2 scan over packed tokens.
 
 Chunked state-space duality (Dao and Gu, 2024) with document resets: inside a scan chunk a masked quadratic
 form, between scan chunks a recurrence of states. All decay is summed in float32 over terms of one sign, never
 as a difference of two cumulative sums, which rounding can push above 0 before exp.
 
-Over the context axis each rank scans its context chunks from a zero state. The ranks exchange the (total
-decay, final state) of their context chunks, and each derives its true initial states. This traffic does not
-depend on the number of tokens.
+Over the context axis each rank scans its context chunks from a zero state, and gets its true initial states
+by state passing (state_passing.py).
 
 Legend: N tokens, H heads, P head dim, G groups, S state dim, h heads of a group (H = G * h); Z context chunks
 on this rank (R rows * context chunks of a row), L tokens of one, c scan chunks of one; C = Z * c scan chunks,
@@ -22,17 +21,8 @@ from jaxtyping import Float, Int32
 
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.contract import ScanBackend
+from jaxthd.ops.scan.state_passing import StateMap, faded, initial_states, then
 from jaxthd.packing.segments import Segments
-
-GATHER_UP_TO = 8
-"""Largest context size whose states are all-gathered; beyond it they travel in log2(context) steps."""
-
-
-class StateMap(NamedTuple):
-    """What consecutive tokens do to the state that enters them: state -> decay state + added."""
-
-    decay: Float[Array, "*chunks G h"]
-    added: Float[Array, "*chunks G S h P"]
 
 
 def ssd(
@@ -147,7 +137,7 @@ def _states_before(chunks: _ScanChunks, decays: _Decays, segments: Segments) -> 
     added_CGShP = _state(chunks.b_CGQS, chunks.xdt_CGQhP, decays.to_end_CGhQ)
 
     def next_chunk(before: StateMap, of_chunk: StateMap) -> tuple[StateMap, StateMap]:
-        return _then(before, of_chunk), before
+        return then(before, of_chunk), before
 
     def by_context_chunk(x: Array) -> Array:
         """[C, ...] -> [c, Z, ...]."""
@@ -157,7 +147,7 @@ def _states_before(chunks: _ScanChunks, decays: _Decays, segments: Segments) -> 
     identity = StateMap(jnp.ones_like(maps.decay[0]), jnp.zeros_like(maps.added[0]))
     total, (decay_cZGh, state_cZGShP) = jax.lax.scan(next_chunk, identity, maps)
     if segments.context > 1:
-        state_cZGShP = state_cZGShP + _faded(initial_states(*total, segments), decay_cZGh)
+        state_cZGShP = state_cZGShP + faded(initial_states(*total, segments), decay_cZGh)
     return state_cZGShP.swapaxes(0, 1).reshape(added_CGShP.shape)
 
 
@@ -183,7 +173,7 @@ def _states_after(
     c_D, q_D = jnp.divmod(at_D % length, chunk)
     c_D = c_D + at_D // length * -(-length // chunk)
     state_DGShP = _state(chunks.b_CGQS[c_D], chunks.xdt_CGQhP[c_D], decays.between_CGhQQ[c_D, :, :, q_D])
-    state_DGShP = state_DGShP + _faded(state_CGShP[c_D], decays.from_start_CGhQ[c_D, :, :, q_D])
+    state_DGShP = state_DGShP + faded(state_CGShP[c_D], decays.from_start_CGhQ[c_D, :, :, q_D])
     return jnp.where((at_D >= 0)[:, None, None, None, None], state_DGShP, 0)
 
 
@@ -212,11 +202,6 @@ def _state(b_CGQS: Array, xdt_CGQhP: Array, decay_CGhQ: Array) -> Array:
     return state.reshape(*state.shape[:3], *xdt_CGQhP.shape[3:])
 
 
-def _faded(state: Array, decay: Array) -> Array:
-    """[..., S, h, P] times [..., h]."""
-    return state * decay[..., None, :, None]
-
-
 @jax.custom_vjp
 def _matmul(a: Array, b: Array) -> Array:
     """a @ b over leading dims, in the accumulation dtype.
@@ -242,62 +227,3 @@ def _matmul_backward(residuals, dy):
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)
-
-
-def initial_states(
-    decay_ZGh: Float[Array, "Z G h"], state_ZGShP: Float[Array, "Z G S h P"], segments: Segments
-) -> Float[Array, "Z G S h P"]:
-    """The state that enters each of this rank's context chunks, from the (total decay, final state) of every
-    one.
-
-    These are maps of the state. They compose as (d1, s1) then (d2, s2) = (d1 d2, s1 d2 + s2), and what enters
-    a chunk is an exclusive prefix over the 2 * context chunks of its row. All-gather up to GATHER_UP_TO
-    ranks, or where not all ranks run this program; else log2 steps.
-    """
-    decay, state = (x.reshape(segments.rows, 2, *x.shape[1:]) for x in (decay_ZGh, state_ZGShP))
-    gathers = segments.context <= GATHER_UP_TO or not segments.uniform_program
-    prefix = _prefix_gathered if gathers else _prefix_in_steps
-    return prefix(decay, state, segments).reshape(state_ZGShP.shape)
-
-
-def _then(first: StateMap, second: StateMap) -> StateMap:
-    return StateMap(first.decay * second.decay, _faded(first.added, second.decay) + second.added)
-
-
-def _prefix_gathered(decay_R2Gh: Array, state_R2GShP: Array, segments: Segments) -> Array:
-    everything = (jax.lax.all_gather(x, segments.axis, axis=0) for x in (decay_R2Gh, state_R2GShP))
-    # In the chunks' order: first chunks of ranks 0, 1, ..., then second chunks of ranks ..., 1, 0.
-    maps = StateMap(*(jnp.concatenate([x[:, :, 0], x[::-1, :, 1]]) for x in everything))
-
-    def step(state: Array, of_chunk: StateMap) -> tuple[Array, Array]:
-        return _faded(state, of_chunk.decay) + of_chunk.added, state
-
-    _, before = jax.lax.scan(step, jnp.zeros_like(state_R2GShP[:, 0]), maps)
-    first, second = segments.swap.chunks(jax.lax.axis_index(segments.axis))
-    return jnp.stack([before[first], before[second]], axis=1)
-
-
-def _prefix_in_steps(decay_R2Gh: Array, state_R2GShP: Array, segments: Segments) -> Array:
-    """Hillis-Steele prefixes: over first chunks up the ranks, over second chunks down."""
-    context, axis, swap = segments.context, segments.axis, segments.swap
-    rank = jax.lax.axis_index(axis)
-
-    def shifted(maps: StateMap, half: int, distance: int) -> StateMap:
-        """Those `distance` chunks before, of the same half (0: first chunks, 1: second); the identity where
-        there is none.
-        """
-        moves, source = swap.moves(half, distance), swap.before(rank, distance)[half]
-        decay, added = (jax.lax.ppermute(x, axis, moves) for x in maps)
-        return StateMap(jnp.where((source >= 0) & (source < context), decay, 1), added)
-
-    firsts, seconds = (StateMap(decay_R2Gh[:, half], state_R2GShP[:, half]) for half in (0, 1))
-    distance = 1
-    while distance < context:
-        firsts = _then(shifted(firsts, 0, distance), firsts)
-        seconds = _then(shifted(seconds, 1, distance), seconds)
-        distance *= 2
-    # The last rank's covers all first chunks; every rank's second chunk comes after them.
-    is_last = rank == context - 1
-    all_firsts = StateMap(*(jax.lax.psum(jnp.where(is_last, x, 0), axis) for x in firsts))
-    before_second = _then(all_firsts, shifted(seconds, 1, 1)).added
-    return jnp.stack([shifted(firsts, 0, 1).added, before_second], axis=1)

@@ -1,6 +1,6 @@
 """What a mixer offers: the part of a decoder layer between its norm and its residual sum.
 
-A kind of layer is a file of this package that ends in a LayerKind, and a line in LAYER_KINDS (__init__.py).
+A kind of layer is a file of this package that ends in a LayerKind, and a name in LAYER_KINDS (registry.py).
 
 Legend: N tokens of this rank, D model dim, E experts; in decoding n documents of this rank.
 """

@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 
 from jaxthd.parallel.mesh import PIPELINE
-from jaxthd.parallel.pipelined import PipelinedModel, PipelinedParams, Tree
+from jaxthd.parallel.pipeline_model import PipelinedModel, PipelinedParams, Tree
 from jaxthd.parallel.schedule import Schedule
 
 
