@@ -73,7 +73,7 @@ class FutureScores(NamedTuple):
 
 
 class SpeechLM(nnx.Module):
-    """The speech LLM as one module tree.
+    """The speech LLM as one module tree. With nnx.Rngs for init it is made for one device, without a mesh.
 
     The forward pass of training comes in three parts, which a pipeline runs on the ranks and at the times of
     its schedule: `enter`, the decoder's stages, `leave`.
@@ -86,12 +86,13 @@ class SpeechLM(nnx.Module):
     def __init__(
         self,
         config: ModelConfig,
-        init: Init,
-        compute: ComputeConfig,
+        init: Init | nnx.Rngs,
+        compute: ComputeConfig = ComputeConfig(),
         stages: Stages | None = None,
         decoder_fsdp: tuple[str, ...] = DECODER_FSDP,
         max_documents: int | None = None,
     ) -> None:
+        init = Init.of(init, compute)
         vocabulary = (over_vocabulary(config.llm.vocab_size), None)
         shape, dim = (config.llm.vocab_size, config.llm.dim), config.llm.dim
         everywhere, decoder = init.with_fsdp(ENCODER_FSDP), init.with_fsdp(decoder_fsdp)
