@@ -311,12 +311,12 @@ class ComputeConfig:
     expert_capacity: float = 1.5
     """Slots for tokens in one send to another rank, relative to the mean number of tokens. Tokens that do
     not fit go with the next send."""
-    attention_backend: Literal["xla", "te", "cudnn", "auto"] = "xla"
+    attention_backend: str = "xla"
     """What computes the decoder's attention. "xla": blockwise, on every device. "te": Transformer Engine's
     fused kernels; "cudnn": jax's own cuDNN call. Both need an NVIDIA GPU and bfloat16, and a measurement
     as the run starts must admit them. "auto": the first of te, cudnn, xla that is admitted. See python -m
     jaxthd.doctor."""
-    scan_backend: Literal["xla", "pallas", "auto"] = "xla"
+    scan_backend: str = "xla"
     """What computes Mamba2's scan in training and evaluation. "xla": on every device. "pallas": kernels
     for NVIDIA GPUs, for chunks, head dims and states that are powers of two from 16 up; a measurement as
     the run starts must admit them. On a CPU they are interpreted, for tests; they have not yet run on a

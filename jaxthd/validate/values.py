@@ -1,12 +1,14 @@
 """Single values: each must have the annotated type, and not be too small."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jaxthd.config import Config
+from jaxthd.ops.attention import backends as attention_backends
+from jaxthd.ops.scan import backends as scan_backends
 from jaxthd.validate.rules import Finding
 
 _MINIMUM: dict[str, float] = {
@@ -27,6 +29,11 @@ _MINIMUM: dict[str, float] = {
     "train.max_new_tokens": 0,
 }
 """Least values of numbers, where they are not 1 (integers) or 0 (real numbers)."""
+_NAMES: dict[str, Callable[[], Iterable[str]]] = {
+    "compute.attention_backend": lambda: (*attention_backends.BACKENDS, "auto"),
+    "compute.scan_backend": lambda: (*scan_backends.BACKENDS, "auto"),
+}
+"""Settings that take the name of something registered, with the names."""
 
 
 def faulty_values(config: Config) -> dict[str, Finding]:
@@ -50,6 +57,10 @@ def _check(path: str, hint: Any, value: Any) -> Iterator[Finding]:
         name = hint.__name__ if isinstance(hint, type) else str(hint)
         expected = f"one of {', '.join(map(repr, choices))}" if choices else f"a value of type {name}"
         yield Finding(f"{path} is {value!r}", expected, f"correct {path}")
+    elif path in _NAMES:
+        names = tuple(_NAMES[path]())
+        if value not in names:
+            yield Finding(f"{path} is {value!r}", f"one of {', '.join(map(repr, names))}", f"correct {path}")
     elif hint in (int, float):
         least = _MINIMUM.get(path, 1 if hint is int else 0)
         if not least <= value < math.inf:

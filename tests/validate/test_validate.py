@@ -237,6 +237,8 @@ CASES = [
         True,
     ),
     Case({"compute.dtype": "bfloat16"}, "compute.dtype is bfloat16 on cpu", is_warning=True),
+    Case({"compute.attention_backend": "flash"}, "compute.attention_backend is 'flash'"),
+    Case({"compute.scan_backend": "triton"}, "compute.scan_backend is 'triton'"),
     Case({"compute.attention_backend": "te"}, 'compute.attention_backend is "te", but', GPU),
     Case({"compute.attention_backend": "cudnn"}, 'compute.attention_backend is "cudnn", but'),
     Case(
