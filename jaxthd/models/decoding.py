@@ -1,10 +1,11 @@
-"""Decoding after the prompts of a packed batch, in programs of fixed shape.
+"""Decodes an answer to every prompt of a packed batch, in programs of fixed shape.
 
-Prefill is the model's own forward pass over the packed buffer; prompts' keys and values stay in it. Each
-context rank then decodes its share of the documents. A pipeline's stages take turns, token by token.
+Prefill is the model's own forward pass over the packed buffer. The prompts' keys and values stay packed. Each
+context rank then decodes its share of the documents. The stages of a pipeline run one after the other for
+each token.
 
-Legend: R rows on this rank, T tokens of a row on this rank, N = R * T, n documents of this rank, m most new
-tokens, D model dim.
+Legend: R rows on this rank, T tokens of a row on this rank, N = R * T, n documents of this rank, m the most
+new tokens of a document, D model dim.
 """
 
 from collections.abc import Callable
@@ -26,15 +27,18 @@ from jaxthd.parallel.stages import Stages
 from jaxthd.parallel.tensor import psum_live
 
 Pick = Callable[[Array, Array | int], Array]
-"""(what the head takes [n, D], the number of the token from 0) -> a token for each document [n]."""
+"""(the head's input [n, D], the index of the new token, from 0) -> a token for each document [n]."""
 
 
 class Decoding(NamedTuple):
-    """How far a rank's documents are decoded.
+    """The state of decoding a rank's documents.
 
-    number: tokens decoded of each. active: which have not ended. next: the token that each goes on with.
-    tokens: the decoded ones, with the one that ends an answer; filled up. keys: what new tokens see of the
-    prompts' keys. fixed, state: what the layers of this rank's stages hold, leaves [stages, layers, ...].
+    number: how many tokens of each document are decoded.
+    active: the documents that have not ended.
+    next: the next token of each document.
+    tokens: the decoded tokens, including the one that ends an answer; the rest is padding.
+    keys: which of the prompts' keys new tokens attend to.
+    fixed, state: what the layers of this rank's stages keep (see Prefilled), leaves [stages, layers, ...].
     """
 
     number: Int32[Array, ""]
@@ -47,9 +51,11 @@ class Decoding(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """log_probs: of every position's target, 0 where weights is 0. correct: no token was likelier.
+    """The scores of a batch and the answers to its prompts.
 
-    tokens: what was decoded for each document, its end mark included, filled up with the end mark.
+    log_probs: the log-probability of every position's target, 0 where weights is 0.
+    correct: whether no token was likelier than the target.
+    tokens: the tokens decoded for each document, including the end token, padded with the end token.
     """
 
     log_probs: Float[Array, "R T"]
@@ -60,9 +66,10 @@ class Answered(NamedTuple):
 def answer(
     model: SpeechLM, batch: Batch, ends: PromptEnds, *, end_id: int, new_tokens: int, axes: tuple[str, ...]
 ) -> Answered:
-    """Scores the batch as it is, and decodes an answer to every prompt: the likeliest token, one by one.
+    """Scores the batch as it is, and decodes an answer to every prompt, always taking the likeliest token.
 
-    ends: rows of this rank. end_id: the token that ends an answer. axes: as SpeechLM.log_probs.
+    ends: the prompts' ends in this rank's rows. end_id: the token that ends an answer.
+    axes: as in SpeechLM.log_probs.
     """
 
     def pick(h_nD: Array, number: Array | int) -> Array:
@@ -86,9 +93,10 @@ def begin(
     fill: int,
     axes: tuple[str, ...],
 ) -> tuple[Float[Array, "N D"], Decoding]:
-    """Prefill: what the head takes at every position; and where decoding begins.
+    """Prefill. Returns the head's input at every position, and the state in which decoding begins.
 
-    ends: rows of this rank. fill: what tokens are filled up with. axes: as SpeechLM.log_probs.
+    ends: the prompts' ends in this rank's rows. fill: the token that pads `tokens`.
+    axes: as in SpeechLM.log_probs.
     """
     stages = model.decoder.stages
     x_nD, _ = model.enter(batch, axes=axes, train=False)
@@ -115,10 +123,13 @@ def begin(
 def advance(
     model: SpeechLM, decoding: Decoding, pick: Pick, *, stop_ids: tuple[int, ...], until: Array | int
 ) -> Decoding:
-    """Decodes up to `until` tokens of every document; fewer where all have ended. stop_ids: that end one."""
+    """Decodes up to `until` tokens of every document; it stops early if all documents have ended.
+
+    stop_ids: the tokens that end a document.
+    """
 
     def any_active(active_n: Array) -> Array:
-        """Layers and experts that lie over ranks are used by all of these as long as one has use for them."""
+        """Whether any rank has an active document: ranks that share weights go on until all have finished."""
         return psum_live(active_n.sum(), DECODER_FSDP, model.mesh) > 0
 
     def step(carry: tuple[Array, Decoding]) -> tuple[Array, Decoding]:
@@ -150,9 +161,10 @@ def _through_all_stages(
     fixed: Any = None,
     state: Any = None,
 ) -> tuple[Array, Cache]:
-    """run(pattern, chunk, x, fixed, state) -> (x, state) for one stage after the other; x ends on all ranks.
+    """Calls run(pattern, chunk, x, fixed, state) -> (x, state) for one stage after the other.
 
-    fixed, state: of this rank's stages, leaves [stages, ...]; None before there are any.
+    The last x is returned on all ranks.
+    fixed, state: those of this rank's stages, leaves [stages, ...]; None in prefill, which makes them.
     """
     if len(stages.patterns) == 1:
         x_nD, state = run(stages.patterns[0], 0, x_nD, *jax.tree.map(lambda c: c[0], (fixed, state)))

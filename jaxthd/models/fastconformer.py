@@ -1,11 +1,11 @@
-"""FastConformer over packed log-mel frames: no clip's frames reach another clip, no compute on padded rows.
+"""FastConformer over packed log-mel frames: no clip reads another clip's frames, no compute on padded rows.
 
-Architecture: Rekesh et al., Fast Conformer (2023), after Gulati et al., Conformer (2020), in the form of the
-transformers library's ParakeetEncoder, which it equals in eval mode.
+Architecture: Rekesh et al., Fast Conformer (2023), after Gulati et al., Conformer (2020). It has the form of
+the transformers library's ParakeetEncoder and gives the same outputs in eval mode.
 
 Legend: A mel frames on this rank, M mel bands, E = A / 8 encoder frames, D model dim, H heads, d head dim,
-F = D / 2 frequencies of the position encoding; in the subsampling N frames in, n = N / 2 frames out, B bands
-in, b = B / 2 bands out, C channels.
+F = D / 2 frequencies of the position encoding. In the subsampling: N frames in, n = N / 2 frames out, B
+bands in, b = B / 2 bands out, C channels.
 """
 
 import math
@@ -29,7 +29,7 @@ from jaxthd.parallel.params import Buffer, Init, scan_stack, stack, whole
 _EPS = 1e-5
 _MOMENTUM = 0.1
 PIECE = 128
-"""Encoder frames (10 s) that the subsampling works on at a time."""
+"""The subsampling works on this many encoder frames (10 s) at a time."""
 
 
 class LayerNorm(nnx.Module):
@@ -48,9 +48,10 @@ class LayerNorm(nnx.Module):
 class BatchNorm(nnx.Module):
     """Normalises each channel over the valid frames of all ranks (Ioffe and Szegedy, 2015).
 
-    Training takes the batch's mean, then its centred variance, in two sums over ranks and in
-    promote(float32, x); the running statistics move a tenth of the way to the batch's mean and unbiased
-    variance, or stay if no rank has a valid frame. Outside training the running statistics normalise.
+    In training, it computes the batch's mean and then its centred variance, in promote(float32, x), with one
+    sum over ranks for each. The running statistics move a tenth of the way to the batch's mean and unbiased
+    variance; they stay unchanged if no rank has a valid frame. Outside training, it normalises with the
+    running statistics.
     """
 
     def __init__(self, dim: int, init: Init) -> None:
@@ -66,7 +67,7 @@ class BatchNorm(nnx.Module):
         train: bool,
         axes: tuple[str, ...],
     ) -> Float[Array, "E D"]:
-        """frames: valid ones of all ranks. In training the running statistics are replaced in place."""
+        """frames: valid frames of all ranks, a count. Training updates the running statistics in place."""
         wide, valid_E1 = x_ED.astype(accumulation_dtype(x_ED)), valid_E[:, None]
         mean_D, variance_D = self.mean[...], self.variance[...]
         if train:
@@ -85,7 +86,7 @@ class BatchNorm(nnx.Module):
 def _neighbours(x_NBC: Array, start_n: Array) -> list[Array]:
     """The nine [n, b, C] inputs of a 3x3 convolution of stride 2 and padding 1, frames before bands.
 
-    start_n: outputs before whose first input nothing is to be seen.
+    start_n: True where a clip starts. There the output reads 0 in place of the frame before its own two.
     """
     n, _, channels = x_NBC.shape
     pairs_n2BC = x_NBC.reshape(n // 2, 2, -1, channels)
@@ -101,7 +102,8 @@ def _neighbours(x_NBC: Array, start_n: Array) -> list[Array]:
 class SeparableConv(nnx.Module):
     """3x3 depthwise convolution of stride 2, then a pointwise one.
 
-    Nine multiply-adds on shifted inputs: XLA's grouped convolution takes 7 times as long on a CPU.
+    The depthwise convolution is nine multiply-adds on shifted inputs, because XLA's grouped convolution takes
+    7 times as long on a CPU.
     """
 
     def __init__(self, channels: int, init: Init) -> None:
@@ -116,17 +118,18 @@ class SeparableConv(nnx.Module):
 
 
 class Subsampling(nnx.Module):
-    """Three 3x3 convolutions of stride 2 over (frames, bands), each with ReLU; a linear layer: A -> A / 8.
+    """Three 3x3 convolutions of stride 2 over (frames, bands), each with ReLU; then a linear layer: A -> E.
 
-    A clip starts at a multiple of 8 frames. So at every level output n reads inputs 2n - 1, 2n and 2n + 1,
-    and only the first of them can belong to the clip before: it is 0 where a clip starts. Everything beyond a
-    clip's valid frames is 0 at every level too. That is the zero padding that each clip has alone.
+    A clip starts at a multiple of 8 frames. At every level, output n reads inputs 2n - 1, 2n and 2n + 1. Only
+    the first of them can belong to the previous clip, and it is set to 0 where a clip starts. All frames
+    after a clip's valid ones are also set to 0 at every level. So each clip sees the zero padding that it
+    would have alone.
 
-    Encoder frame e reads mel frames 8e - 7 to 8e + 7 only. So the buffer is cut into pieces of PIECE encoder
-    frames, each with the 8 mel frames before it, worked through one after the other and recomputed in the
-    backward pass. The activations (of the first convolution alone 64 times the mels, at 256 channels) exist
-    for one piece only: at 16,000 frames, 80 mels and 64 channels on a CPU 27 MB instead of 400, in two thirds
-    of the time.
+    Encoder frame e reads only mel frames 8e - 7 to 8e + 7. So the buffer is divided into pieces of PIECE
+    encoder frames, each with the 8 mel frames before it. The pieces are computed one after the other, and
+    recomputed in the backward pass. Activations exist for one piece at a time (those of the first convolution
+    alone have 64 times the size of the mels, at 256 channels). With 16,000 frames, 80 mels and 64 channels on
+    a CPU, they take 27 MB instead of 400 MB, in two thirds of the time.
     """
 
     def __init__(self, config: EncoderConfig, init: Init) -> None:
@@ -143,12 +146,12 @@ class Subsampling(nnx.Module):
     def __call__(
         self, mels_AM: Float[Array, "A M"], mask_A: Bool[Array, " A"], start_E: Bool[Array, " E"]
     ) -> Float[Array, "E D"]:
-        """start_E: first frames of clips. The values of frames that mask_A excludes do not matter."""
+        """start_E: True on the first frame of a clip. Frames that mask_A excludes may hold any values."""
         frames = len(start_E)
         per_piece = min(PIECE, frames)
 
         def pieces(x: Array, per_frame: int) -> Array:
-            """[E * per_frame, ...] -> [pieces, (1 + per_piece) * per_frame, ...], zeros beyond both ends."""
+            """[E * per_frame, ...] -> [pieces, (1 + per_piece) * per_frame, ...]; 0 beyond both ends of x."""
             x = jnp.pad(x, [(0, -frames % per_piece * per_frame)] + [(0, 0)] * (x.ndim - 1))
             x = x.reshape(-1, per_piece * per_frame, *x.shape[1:])
             halo = jnp.pad(x[:-1, -per_frame:], [(1, 0)] + [(0, 0)] * (x.ndim - 1))
@@ -160,7 +163,7 @@ class Subsampling(nnx.Module):
 
     def _piece(self, mels_AM: Array, mask_A: Array, start_E: Array) -> Array:
         def starts(per_frame: int) -> Array:
-            """start_E among `per_frame` entries for each encoder frame."""
+            """start_E with `per_frame` entries for each encoder frame, of which the first may be True."""
             return jnp.pad(start_E[:, None], ((0, 0), (0, per_frame - 1))).reshape(-1)
 
         x_NBC = jnp.where(mask_A[:, None], mels_AM, 0)[..., None]
@@ -185,10 +188,10 @@ class FeedForward(nnx.Module):
 
 
 class Clips(NamedTuple):
-    """What every block is told about the clips, derived once.
+    """The description of the clips that every block uses, computed once.
 
-    frames: valid frames of all ranks.
-    cos, sin: of p w_f, for a frame's position p in its clip and every frequency w_f.
+    frames: the number of valid frames on all ranks.
+    cos, sin: cos(p w_f) and sin(p w_f), for a frame's position p in its clip and every frequency w_f.
     """
 
     segments: Segments
@@ -207,9 +210,9 @@ class RelativeAttention(nnx.Module):
 
         sum_f (s_f sin a_f + c_f cos a_f) cos b_f + (c_f sin a_f - s_f cos a_f) sin b_f,
 
-    a = p_i w and b = p_j w: a dot product of something of the query (s, c, rotated) with something of the key
-    (its cosines and sines, the same for every head). So it is plain attention with query and key dim d + D,
-    and nothing of size clip x clip exists. The angles are computed in promote(float32, x).
+    a = p_i w and b = p_j w: the dot product of a query vector (s and c, rotated) and a key vector (its
+    cosines and sines, the same for every head). So this is plain attention with query and key dim d + D,
+    and no array of size clip x clip is made. The angles are computed in promote(float32, x).
 
     position: W transposed, [D, D]: rows sin and cos of f = 0, then of f = 1, ...; columns heads x d.
     """
@@ -265,7 +268,7 @@ class ConvModule(nnx.Module):
 
 
 class ConformerBlock(nnx.Module):
-    """Half a feed-forward step, attention, convolution, half a feed-forward step, LayerNorm; all residual."""
+    """Half a feed-forward step, attention, convolution, half a feed-forward step, all residual; LayerNorm."""
 
     def __init__(self, config: EncoderConfig, init: Init) -> None:
         self.ffn1, self.ffn2 = FeedForward(config, init), FeedForward(config, init)
@@ -311,17 +314,18 @@ class FastConformer(nnx.Module):
         train: bool = False,
         axes: tuple[str, ...] = (),
     ) -> tuple[Float[Array, "E D"], dict[str, Any]]:
-        """Encodes every clip in the buffer: [E, D] in mels' dtype, 0 in padding; and the running statistics.
+        """Encodes every clip in the buffer. Returns [E, D] in mels' dtype, 0 in padding, and the running
+        statistics.
 
         mels_AM: log-mel features in the compute dtype; every clip starts at a multiple of 8 frames.
-        mel_mask_A: True on valid frames; what lies in the others does not matter.
-        segments: of the E encoder frames, from batch.chunk_ids and chunk_positions: a clip is a document.
-        train: BatchNorm by the statistics of all ranks' valid frames, else by the running ones.
-        axes: the mesh axes that spread clips; () on a single device. Every rank of them calls this, clips or
-            none.
+        mel_mask_A: True on valid frames. Other frames may hold any values.
+        segments: of the E encoder frames, from batch.chunk_ids and chunk_positions; a clip is a document.
+        train: BatchNorm uses the statistics of all ranks' valid frames if True, else the running statistics.
+        axes: the mesh axes over which clips are sharded; () on a single device. Every rank of these axes must
+            call this, even without clips.
 
-        The second result has the structure of nnx.to_pure_dict(nnx.state(self, Buffer)): the running
-        statistics, updated when train is True and any rank has a valid frame. self keeps the old ones.
+        The second result has the structure of nnx.to_pure_dict(nnx.state(self, Buffer)). The running
+        statistics in it are updated if train is True and any rank has a valid frame. self keeps the old ones.
         Raises ValueError when A is not 8 E.
         """
         if len(mels_AM) != SUBSAMPLING * len(segments.ids):

@@ -1,10 +1,10 @@
 """The hybrid decoder: blocks of RMSNorm, a mixer and a residual sum, in the order of a pattern string.
 
-Layers of one kind are stacked, in their order, whatever the pattern. A pipeline stage holds some consecutive
-rows of each stack. Where the pattern repeats a unit, its layers are applied by a scan over the repeats.
+Layers of one kind are stacked in their order, whatever the pattern. A pipeline stage holds consecutive rows
+of each stack. Where the pattern repeats a unit, a scan over the repeats applies the unit's layers.
 
-Legend: N tokens, n this rank's tokens of the residual stream, D model dim; in decoding n documents of this
-rank.
+Legend: N tokens, n tokens of the residual stream on this rank (in decoding: documents of this rank), D model
+dim.
 """
 
 from collections import Counter
@@ -29,11 +29,11 @@ from jaxthd.parallel.stages import Stages
 from jaxthd.parallel.tensor import Residual
 
 Cache = dict[str, Any]
-"""By pattern letter, what a stage's layers keep for decoding, stacked over the layers."""
+"""What a stage's layers keep for decoding, stacked over the layers, by pattern letter."""
 
 
 def repeated_units(pattern: str) -> list[tuple[str, int]]:
-    """The pattern as (unit, repeats) pairs, in order, with the fewest letters in all units together.
+    """Writes the pattern as (unit, repeats) pairs, in order, with the fewest letters in all units together.
 
     A unit is traced and compiled once. "MEMEM*EMEMEM*EM" -> ("MEMEM*E", 2), ("M", 1).
     """
@@ -52,7 +52,7 @@ def repeated_units(pattern: str) -> list[tuple[str, int]]:
 
 
 class Block(nnx.Module):
-    """x + mixer(RMSNorm(x)). letter: the kind of the mixer, as in model.llm.pattern.
+    """x + mixer(RMSNorm(x)). letter: the kind of mixer, as in model.llm.pattern.
 
     Raises ValueError for an unknown letter.
     """
@@ -72,7 +72,7 @@ class Block(nnx.Module):
     def __call__(
         self, x_nD: Float[Array, "n D"], segments: Segments
     ) -> tuple[Float[Array, "n D"], Routing | None]:
-        """Also returns where the tokens went, of a mixer that routes them; else None."""
+        """Also returns the Routing if the mixer routes tokens, else None."""
         h_ND, routing = self.residual.whole(self.norm(x_nD)), None
         if isinstance(self.mixer, RoutedMixer):
             y_ND, routing = self.mixer.routed(h_ND, segments)
@@ -92,8 +92,9 @@ class Block(nnx.Module):
 
 
 class _Layers(NamedTuple):
-    """Layers of one kind, stacked. variables: their parameters and buffers. cache: what they keep for
-    decoding; None where they do not decode.
+    """Layers of one kind, stacked.
+
+    variables: their parameters and buffers. cache: what they keep for decoding; None outside decoding.
     """
 
     variables: Any
@@ -101,13 +102,13 @@ class _Layers(NamedTuple):
 
 
 ApplyBlock = Callable[[Block, Array, Any], tuple[Array, Any]]
-"""(block, x, its cache or None) -> (x, a result of the layer's own)."""
+"""(block, x, the block's cache or None) -> (x, the block's second result)."""
 
 
 class HybridLayers(nnx.Module):
     """Blocks in stages.
 
-    layers: by kind, the blocks of this rank's stages, stacked: for each stage as many as the largest has.
+    layers: the blocks of this rank's stages, stacked by kind. Each stage is padded to the largest one's size.
     """
 
     def __init__(self, llm: LLMConfig, init: Init, stages: Stages, compute: ComputeConfig) -> None:
@@ -128,8 +129,8 @@ class HybridLayers(nnx.Module):
     ) -> tuple[Float[Array, "n D"], Routing | None]:
         """Applies the layers of this rank's stage number `chunk`, whose pattern is given.
 
-        The Routing has a row for each layer that routes tokens, and is filled up to as many rows as the stage
-        with most such layers needs; None where no layer does. One kind of layer in a pattern may route.
+        The Routing has a row for each layer that routes tokens. It is padded to the rows of the stage with
+        the most such layers, and None if no layer routes. At most one kind of layer in a pattern may route.
         """
 
         def apply(block: Block, x_nD: Array, _: None) -> tuple[Array, Routing | None]:
@@ -148,7 +149,7 @@ class HybridLayers(nnx.Module):
         segments: Segments,
         prompts: Prompts,
     ) -> tuple[Float[Array, "n D"], Cache]:
-        """As stage, with what decoding after the prompts goes on from: (fixed, state) by letter."""
+        """As `stage`, but also returns the cache that decoding continues from: (fixed, state) by letter."""
 
         def apply(block: Block, x_nD: Array, _: None) -> tuple[Array, Any]:
             x_nD, fixed, state = block.prefill(x_nD, segments, prompts)
@@ -165,7 +166,7 @@ class HybridLayers(nnx.Module):
         state: Cache,
         now: Now,
     ) -> tuple[Float[Array, "n D"], Cache]:
-        """The next token of every document, and the state after it."""
+        """Applies the layers to the newest token of every document. Also returns the state after it."""
 
         def apply(block: Block, x_nD: Array, cache: tuple[Any, Any]) -> tuple[Array, Any]:
             return block.step(x_nD, *cache, now)
@@ -185,7 +186,7 @@ class HybridLayers(nnx.Module):
     ) -> tuple[Array, Cache]:
         """Applies `apply` to every block of a stage, in the pattern's order.
 
-        cache, and the results of the layers: by letter, stacked, filled up to Stages.most.
+        Both cache and the layers' results are stacked by letter and padded to Stages.most.
         """
         graphs, stacks = {}, {}
         for letter in sorted(set(self.stages.letters)):
@@ -212,7 +213,7 @@ class HybridLayers(nnx.Module):
         return x_nD, {letter: _concatenated(of_letter) for letter, of_letter in results.items()}
 
     def _of_chunk(self, letter: str, chunk: Array | int, layers: _Layers) -> _Layers:
-        """The rows of a stack that hold this stage's layers. (A cache is this stage's already.)"""
+        """The rows of a stack that hold this stage's layers. (The cache already holds only this stage's.)"""
         if self.stages.chunks == 1:
             return layers
         most = self.stages.most(letter)
@@ -224,7 +225,7 @@ class HybridLayers(nnx.Module):
 
 
 def _repeats(layers: _Layers, first: int, repeats: int, count: int) -> _Layers:
-    """[rows, ...] -> [repeats, count, ...], from row `first` on."""
+    """[rows, ...] -> [repeats, count, ...], starting at row `first`."""
 
     def taken(w: Array) -> Array:
         return w[first : first + repeats * count].reshape(repeats, count, *w.shape[1:])
@@ -235,7 +236,7 @@ def _repeats(layers: _Layers, first: int, repeats: int, count: int) -> _Layers:
 def _apply_unit(
     unit: str, graphs: dict[str, nnx.GraphDef], apply: ApplyBlock, x_nD: Array, layers: dict[str, _Layers]
 ) -> tuple[Array, Cache]:
-    """One repeat of a unit: its layers in order. layers, and their results: by letter, stacked."""
+    """Applies the layers of one repeat of a unit, in order. Layers and results are stacked by letter."""
     found: dict[str, list[Any]] = {letter: [] for letter in layers}
     for letter in unit:
         x_nD, result = _apply_row(len(found[letter]), graphs[letter], apply, x_nD, layers[letter])
@@ -246,7 +247,7 @@ def _apply_unit(
 def _apply_row(
     row: int, graph: nnx.GraphDef, apply: ApplyBlock, x_nD: Array, layers: _Layers
 ) -> tuple[Array, Any]:
-    """One layer of a stack. Its FSDP-sharded weights are gathered here, for its own use alone."""
+    """Applies one layer of a stack. Its FSDP-sharded weights are gathered here, for this layer only."""
     variables, cache = jax.tree.map(lambda w: w[row], layers)
     return apply(nnx.merge(graph, gathered_state(variables)), x_nD, cache)
 
@@ -260,7 +261,7 @@ def _concatenated(results: list[Any]) -> Any:
 
 
 class HybridDecoder(HybridLayers):
-    """All blocks and the final norm. stages: of a pipeline; None: one stage."""
+    """All blocks and the final norm. stages: those of a pipeline; None for a single stage."""
 
     def __init__(
         self,
@@ -276,8 +277,8 @@ class HybridDecoder(HybridLayers):
     def __call__(
         self, x_nD: Float[Array, "n D"], segments: Segments
     ) -> tuple[Float[Array, "n D"], Routing | None]:
-        """All layers, where one rank has them all; without the final norm (self.norm).
+        """Applies all layers, but not the final norm (self.norm). One rank must hold all layers.
 
-        Also returns where the tokens went, with a row for every layer that routes them; None without any.
+        Also returns the Routing, with a row for every layer that routes tokens; None without such layers.
         """
         return self.stage(self.stages.letters, 0, x_nD, segments)

@@ -18,9 +18,10 @@ from jaxthd.parallel.params import Init, ShardedDim, own_part, stack
 
 
 class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, over groups of the last dim; statistics in promote(float32, x).
+    """x / sqrt(mean(x^2) + eps) * weight, with a mean for each group of the last dim.
 
-    sharded: how the last dim is sharded over tensor ranks; a group may span several of them.
+    The statistics are computed in promote(float32, x).
+    sharded: how the last dim is sharded over tensor ranks. A group may span several ranks.
     """
 
     def __init__(
@@ -44,10 +45,10 @@ class RMSNorm(nnx.Module):
 
 
 class LoRA(nnx.Module):
-    """scale (x @ a) @ b (Hu et al., LoRA, 2021). a is [D, r], b is [r, F] and 0 at first.
+    """scale (x @ a) @ b (Hu et al., LoRA, 2021). a is [D, r], b is [r, F].
 
-    a starts normal with std 1 / sqrt(3 D), that of peft's kaiming_uniform_(a=sqrt(5)).
-    sharded_in, sharded_out: see Linear; a is sharded like x, b like the result.
+    b starts as zeros. a starts normal with std 1 / sqrt(3 D), the std of peft's kaiming_uniform_(a=sqrt(5)).
+    sharded_in, sharded_out: see Linear. a is sharded like x, b like the result.
     """
 
     def __init__(
@@ -70,11 +71,13 @@ class LoRA(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """x @ w (+ bias), computed in x's dtype. w is [D, F]. With add_lora, low-rank matrices beside w; with
-    `fp8` set, x @ w and its gradients are computed in FP8 (ops/fp8.py).
+    """x @ w (+ bias), computed in x's dtype. w is [D, F].
 
-    sharded_in: x is this rank's part of the features, and so is w; the ranks' results are to be summed.
-    sharded_out: the result is this rank's part.
+    add_lora adds low-rank matrices beside w. If `fp8` is set, x @ w and its gradients are computed in FP8
+    (ops/fp8.py).
+
+    sharded_in: x and w hold this rank's input features; the caller sums the ranks' results.
+    sharded_out: the result holds this rank's output features.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class Linear(nnx.Module):
         return y_NF + own_part(self.bias[...], 0, self.sharded_out, self.mesh).astype(x_ND.dtype)
 
     def add_lora(self, rank: int, scale: float, key: Array) -> None:
-        """For a stack of layers (parallel/params.py) too."""
+        """Adds low-rank matrices beside w. This Linear may also be a stack of layers (parallel/params.py)."""
         *repeats, dim, out = self.w.shape
         init = Init(key, self.w.dtype, self.mesh, self.fsdp)
 

@@ -1,8 +1,8 @@
 """Multi-token prediction (Gloeckle et al., 2024; DeepSeek-V3, 2024; Nemotron 3, 2025).
 
-At every position, depth k takes two vectors: the output of depth k - 1 there (at depth 0: the decoder's,
-after its final norm), and the embedding of the token k + 1 positions on. Its output goes to the model's own
-head and predicts the token k + 2 positions on.
+At every position, depth k takes two vectors: the output of depth k - 1 at that position (for depth 0, the
+decoder's output after its final norm), and the embedding of the future token k + 1 positions later. The
+model's own head takes the depth's output and predicts the future token k + 2 positions later.
 
 Legend: n tokens of this rank's residual stream, N tokens, D model dim.
 """
@@ -27,8 +27,8 @@ from jaxthd.parallel.tensor import Residual
 
 
 class Depth(nnx.Module):
-    """What surrounds a depth's blocks: the norms of embedding and hidden state, the projection of the two,
-    and the norm after the blocks. Names are those of published checkpoints.
+    """The layers around a depth's blocks: the norms of embedding and hidden state, the projection of the two,
+    and the norm after the blocks. The names are those of published checkpoints.
     """
 
     def __init__(self, llm: LLMConfig, init: Init, compute: ComputeConfig) -> None:
@@ -39,7 +39,7 @@ class Depth(nnx.Module):
         self.residual = Residual.of(init.mesh, compute.sequence_sharded)
 
     def fused(self, h_nD: Float[Array, "n D"], e_nD: Float[Array, "n D"]) -> Float[Array, "n D"]:
-        """The projection of hidden state h and embedding e; each tensor rank multiplies its own features."""
+        """Projects the hidden state h and the embedding e. Each tensor rank multiplies its own features."""
         eh_NF = self.residual.whole(jnp.concatenate([self.enorm(e_nD), self.hnorm(h_nD)], axis=1))
         if self.residual.ranks > 1:
             own = eh_NF.shape[1] // self.residual.ranks
@@ -48,9 +48,9 @@ class Depth(nnx.Module):
 
 
 class MultiTokenPrediction(HybridLayers):
-    """The blocks of all depths, stacked by kind, the first depth's first. depths: the Depth modules, stacked.
+    """The blocks of all depths, stacked by kind in order of depth. depths: the Depth modules, stacked.
 
-    With llm.mtp_shared all depths use one set of weights.
+    With llm.mtp_shared, all depths use one set of weights.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class MultiTokenPrediction(HybridLayers):
     def __call__(
         self, depth: int, h_nD: Float[Array, "n D"], e_nD: Float[Array, "n D"], segments: Segments
     ) -> tuple[Float[Array, "n D"], Routing | None]:
-        """What the head and the next depth take; and where the tokens went, with a row for every layer of the
-        depth that routes them (None without any).
+        """Returns the input of the head and of the next depth, and the depth's Routing.
 
-        h_nD: the output of the depth before, or of the decoder. e_nD: embeddings of the future tokens.
-        segments: here a token is padding where the document has no token that far on.
+        The Routing has a row for every layer of the depth that routes tokens; it is None without such layers.
+        h_nD: the output of the previous depth, or of the decoder. e_nD: embeddings of the future tokens.
+        segments: here a position is padding if its document has no token that far in the future.
         """
         number = 0 if self.shared else depth
         graph, states = nnx.split(self.depths)
@@ -77,9 +77,9 @@ class MultiTokenPrediction(HybridLayers):
         return of_depth.final_layernorm(x_nD), routing
 
     def routing_of_depths(self, routing: list[Routing]) -> Routing:
-        """The depths' routing as one: a row for every layer of the stack that routes tokens.
+        """Combines the depths' Routings into one, with a row for every layer of the stack that routes tokens.
 
-        routing: of the depths, in order.
+        routing: the Routings of the depths, in order.
         """
         if self.shared:
             return jax.tree.map(lambda *depths: sum(depths), *routing)

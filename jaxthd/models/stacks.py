@@ -1,4 +1,4 @@
-"""The decoder's layers in memory: canonical stacks, and stacks as a pipeline's ranks hold them.
+"""Converts the decoder's layers between canonical stacks and the stacks of a pipeline's ranks.
 
 parallel/stages.py says which row of a stack holds which layer.
 """
@@ -17,17 +17,17 @@ from jaxthd.parallel.stages import Stages
 
 
 def pipeline_stages(llm: LLMConfig, mesh: MeshConfig) -> Stages:
-    """The pipeline's stages: as the pattern's marks say, else divided by the layers' cost.
+    """The pipeline's stages: divided at the pattern's marks if it has any, else by the layers' cost.
 
-    Raises ValueError as Stages.of, and for an unknown letter.
+    Raises ValueError as Stages.of does, and for an unknown letter.
     """
     return Stages.of(llm.pattern, mesh, lambda letter: layer_kind(letter).cost(llm))
 
 
 def to_stages(tree: Any, stages: Stages) -> Any:
-    """Canonical stacks -> stacks as the pipeline's ranks hold them.
+    """Converts canonical stacks to the stacks of a pipeline's ranks.
 
-    tree: any tree of arrays by the names of the module tree, such as parameters or an optimizer's moments.
+    tree: any tree of arrays with the names of the module tree, such as parameters or an optimizer's moments.
     """
 
     def rows(letter: str, x: Any) -> Array:
@@ -56,7 +56,7 @@ def _of_layers(change: Callable[[str, Any], Array], tree: Any, stages: Stages) -
 
     def leaf(path: tuple[Any, ...], x: Any) -> Any:
         names = [str(getattr(key, "key", "")) for key in path]
-        if "layers" not in names or "mtp" in names:  # which all ranks hold whole
+        if "layers" not in names or "mtp" in names:  # all ranks hold the mtp layers whole
             return x
         return change(letters[names[names.index("layers") + 1]], x)
 

@@ -1,11 +1,11 @@
 """Expert parallelism: experts sharded over ranks, tokens sent to them and back. No token is dropped.
 
-Assignments (token, expert) travel by all-to-all in rounds. A round has `places` for each pair of ranks, some
-more than an even load needs; what finds no place goes with the next round, and there are as many rounds as
-the fullest pair needs: usually one. Nothing is bounded but a round's memory.
+Assignments (token, expert) are exchanged by all-to-all in rounds. A round has C slots (`places` in the code)
+for each pair of ranks, somewhat more than an even load needs. Assignments without a slot go with the next
+round. There are as many rounds as the fullest pair needs: usually one. Only the memory of a round is bounded.
 
-Legend: N tokens, k experts a token, A = N * k assignments, r ranks, E experts, e = E / r of this rank, C
-places, D token dim, F inner dim.
+Legend: N tokens, k experts for each token, A = N * k assignments, r ranks, E experts, e = E / r experts of
+this rank, C slots of a pair of ranks, S = r * C slots of a round, D token dim, F inner dim.
 """
 
 import math
@@ -24,7 +24,10 @@ from jaxthd.parallel.params import ShardedDim
 
 
 def expert_sharding(experts: int, mesh: MeshConfig) -> ShardedDim | None:
-    """Over data and context, or over one of them where the experts do not divide by both."""
+    """Shards experts over data and context, or over one of them if both do not divide their number.
+
+    None if no choice divides it, or if neither axis has several ranks.
+    """
     dims = [ShardedDim(axes, experts) for axes in ((DATA, CONTEXT), (DATA,), (CONTEXT,))]
     return max((d for d in dims if d.is_sharded(mesh)), key=lambda d: ranks_of(mesh, d.axes), default=None)
 
@@ -35,7 +38,7 @@ def expert_mlp(
     down_EFD: Float[Array, "E F D"],
     layout: ExpertLayout,
 ) -> Float[Array, "M D"]:
-    """Every row through its expert: up, relu^2, down."""
+    """Applies its expert to every row: up, relu^2, down."""
     inner_MF = grouped_matmul(x_MD, up_EDF, layout.expert, layout.used)
     return grouped_matmul(jnp.square(jax.nn.relu(inner_MF)), down_EFD, layout.expert, layout.used)
 
@@ -51,14 +54,15 @@ def exchanged_experts(
     capacity: float,
     block: int,
 ) -> Float[Array, "N D"]:
-    """The weighted sum of each token's experts, wherever they are; 0 for tokens that are not routed.
+    """The weighted sum of each token's expert outputs, on whichever ranks; 0 for tokens that are not routed.
 
-    up, down: this rank's experts, rank-major over `axes`. capacity: a round's places over the mean load of a
-    pair of ranks. Differentiable in x, up, down and weight. Every rank of `axes` calls it at the same time.
+    up, down: this rank's experts, rank-major over `axes`.
+    capacity: the slots of a pair of ranks in a round, divided by the pair's mean load.
+    Differentiable in x, up, down and weight. Every rank of `axes` must call it at the same time.
     """
     (n, k), experts, ranks = chosen_Nk.shape, len(up_eDF), jax.lax.axis_size(axes)
     places = min(math.ceil(capacity * n * k / ranks), n * min(k, experts))
-    # Assignments by rank, and each one's number among those of its rank.
+    # Sort the assignments by destination rank; number those of each rank.
     rank_A = jnp.where(routed_N[:, None], chosen_Nk // experts, ranks).reshape(-1)
     order_A = jnp.argsort(rank_A, stable=True)
     load_r1 = jnp.bincount(rank_A, length=ranks + 1)
@@ -73,7 +77,7 @@ def exchanged_experts(
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _all_rounds(x_ND, up, down, where, rounds, axes, places, block):
-    """Each assignment's result [A, D]; 0 for those that are not sent."""
+    """The result of each assignment [A, D]; 0 for assignments that are not sent."""
     return _all_rounds_forward(x_ND, up, down, where, rounds, axes, places, block)[0]
 
 
@@ -110,36 +114,36 @@ _all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)
 
 
 def _rows_through_experts(x_SD: Array, up: Array, down: Array, layout: ExpertLayout) -> Array:
-    """Received rows [S, D] through the one expert each is for; 0 for places not in use."""
+    """Applies to each received row [S, D] the one expert that it is for; 0 for unused slots."""
     ones_S1 = jnp.ones((len(x_SD), 1), x_SD.dtype)
     return combine(expert_mlp(dispatch(x_SD, layout), up, down, layout), ones_S1, layout)
 
 
 class _Round:
-    """Which assignments travel in a round, and to where. S = r * C places, to as in from other ranks."""
+    """One round: which assignments are exchanged, in which slots. S = r * C slots are sent and received."""
 
     def __init__(self, where: Any, i: Array, tokens: int, axes: tuple[str, ...], places: int) -> None:
         slot_A, round_A, self._expert_A = where
         self._axes, self._size, self._tokens = axes, jax.lax.axis_size(axes) * places, tokens
-        # Place of each assignment, S where it does not travel; assignment of each place, A where it is empty.
+        # The slot of each assignment, S if it is not in this round; the assignment of each slot, A if none.
         self._slot_A = jnp.where(round_A == i, slot_A, self._size)
         a = len(slot_A)
         self._sent_S = jnp.full(self._size, a).at[self._slot_A].set(jnp.arange(a), mode="drop")
         self._of_token = a // tokens
 
     def exchanged(self, x_S: Array) -> Array:
-        """Places for rank j become places from rank j, and the other way round."""
+        """All-to-all: slots for rank j become slots from rank j. It is its own inverse."""
         return jax.lax.all_to_all(x_S, self._axes, 0, 0, tiled=True)
 
     back = exchanged
 
     def there(self, x_ND: Array) -> Array:
-        """The tokens' rows, as they arrive."""
+        """Sends the tokens' rows to their experts' ranks; returns the rows that arrive here."""
         sent = jnp.take(x_ND, self._sent_S // self._of_token, axis=0, mode="fill", fill_value=0)
         return self.exchanged(sent)
 
     def layout(self, experts: int, block: int) -> ExpertLayout:
-        """Of the rows that arrive."""
+        """The expert layout of the rows that arrive here."""
         expert_S = jnp.take(self._expert_A, self._sent_S, mode="fill", fill_value=-1).astype(jnp.int32)
         arrived_S = self.exchanged(expert_S)
         return expert_layout(jnp.maximum(arrived_S, 0)[:, None], arrived_S >= 0, experts, block)
@@ -148,7 +152,7 @@ class _Round:
         return jnp.take(x_AD, self._sent_S, axis=0, mode="fill", fill_value=0)
 
     def results(self, y_SD: Array) -> Array:
-        """[S, D] -> [A, D], 0 for assignments of other rounds."""
+        """[S, D] -> [A, D]; 0 for assignments of other rounds."""
         return jnp.take(y_SD, self._slot_A, axis=0, mode="fill", fill_value=0)
 
     def to_tokens(self, dx_SD: Array) -> Array:

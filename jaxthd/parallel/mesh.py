@@ -1,4 +1,4 @@
-"""The mesh: its axes, and how a batch lies on it."""
+"""The mesh: its axes, and the layout of a batch on it."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,19 +16,20 @@ from jaxthd.packing.batch import Batch
 DATA, CONTEXT, PIPELINE, TENSOR = AXES = ("data", "context", "pipeline", "tensor")
 Rows = TypeVar("Rows")
 AUDIO_AXES = (CONTEXT, PIPELINE, TENSOR)
-"""Axes whose ranks share a buffer, hence its audio."""
+"""The axes whose ranks share a buffer. They encode the audio of that buffer together."""
 TOKEN_AXES = (DATA, CONTEXT)
-"""Axes that divide a batch's tokens; the others hold the same ones."""
+"""The axes over which a batch's tokens are sharded; over the other axes they are replicated."""
 
 
 def ranks_of(config: MeshConfig, axes: Sequence[str]) -> int:
-    """Ranks that these axes have together."""
+    """The number of ranks that these axes have together."""
     return math.prod(getattr(config, axis) for axis in axes)
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
-    """A mesh over the first `config.devices` devices. Raises UserError when there are fewer; of several
-    processes, when there are others.
+    """A mesh over the first `config.devices` devices.
+
+    Raises UserError when there are fewer devices, or when there are more and several processes.
     """
     if jax.device_count() < config.devices:
         raise UserError(
@@ -46,10 +47,11 @@ def make_mesh(config: MeshConfig) -> Mesh:
 
 
 def on_ranks(rank: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`rank` on every device of the mesh, inside shard_map, all axes manual. in_specs, out_specs: as there.
+    """A function that runs `rank` on every device of the mesh, inside shard_map, with all axes manual.
 
-    Arguments without elements (no audio, no depths) are made inside: compiling for several devices, jaxlib
-    0.11.2 crashes on them.
+    in_specs, out_specs: as in shard_map.
+    Arguments without elements (no audio, no depths) do not enter shard_map but are made inside it, because
+    jaxlib 0.11.2 crashes on them when it compiles for several devices.
     """
 
     def run(*given: Any) -> Any:
@@ -80,8 +82,9 @@ def on_ranks(rank: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any
 
 
 def on_device(tree: Any, specs: Any, config: MeshConfig) -> Any:
-    """Shapes and dtypes of what each device of the mesh holds of a tree of arrays; all hold as much. specs:
-    PartitionSpecs in the places of the arrays. None of the devices need exist.
+    """Shapes and dtypes of each device's shards of a tree of arrays. They are the same on all devices.
+
+    specs: the PartitionSpecs, a tree of the same structure or a prefix of it. The devices need not exist.
     """
     mesh = AbstractMesh(config.sizes, AXES)
 
@@ -96,10 +99,10 @@ def bytes_of(tree: Any) -> int:
 
 
 def batch_specs() -> Batch:
-    """PartitionSpecs of a batch's fields: rows over data, tokens over context, audio over all axes whose
-    ranks share a row.
+    """PartitionSpecs of a batch's fields.
 
-    The spec of a field that is None, or a dict of arrays, is meant for whatever the field holds: broadcast it
+    Rows are sharded over data, tokens over context, audio over all axes whose ranks share a row.
+    A field may be None or a dict of arrays. Its one spec is meant for all that the field holds: broadcast it
     (jax.tree.broadcast).
     """
     tokens, audio = PartitionSpec(DATA, CONTEXT), PartitionSpec(DATA, AUDIO_AXES)
@@ -124,7 +127,7 @@ def batch_specs() -> Batch:
 
 
 def local_rows(mesh: Mesh, rows: int) -> list[int]:
-    """Of the batch's rows, those of the data ranks that have a device in this process."""
+    """The batch's rows that belong to data ranks with a device in this process."""
     share = rows // mesh.shape[DATA]
     return [row for rank in _local_data_ranks(mesh) for row in range(rank * share, (rank + 1) * share)]
 
@@ -136,9 +139,10 @@ def _local_data_ranks(mesh: Mesh) -> list[int]:
 
 
 def put_rows(rows: Rows, specs: Rows, mesh: Mesh) -> Rows:
-    """Arrays of this process's local_rows, their other dims whole, as global arrays on the mesh.
+    """Makes global arrays on the mesh from this process's local_rows.
 
-    specs: their PartitionSpecs, in the places of the arrays.
+    rows: a tree of arrays that hold these rows, all other dims unsharded.
+    specs: the PartitionSpecs, a tree of the same structure or a prefix of it.
     """
     processes_share = mesh.shape[DATA] / len(_local_data_ranks(mesh))
 
@@ -150,5 +154,5 @@ def put_rows(rows: Rows, specs: Rows, mesh: Mesh) -> Rows:
 
 
 def put_batch(batch: Batch, mesh: Mesh) -> Batch:
-    """The host's batch, of this process's local_rows, on the mesh."""
+    """Puts a batch on the mesh. On the host it holds this process's local_rows."""
     return put_rows(batch, batch_specs(), mesh)

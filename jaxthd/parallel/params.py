@@ -1,12 +1,12 @@
-"""One description of a parameter: its variable in the module tree carries shape, dtype and where it lies.
+"""One description of a parameter: its variable in the module tree carries shape, dtype and sharding.
 
-Modules are Flax NNX, built through `Init` with the shapes of the whole model; initialization, sharding, the
-parameter table and weight import all read the variables it makes. On the mesh a rank holds its part:
+Modules are Flax NNX, built through `Init` with the shapes of the whole model. Initialization, sharding, the
+parameter table and weight import all read the variables that it makes. On the mesh a rank holds a shard:
 
-- A sharded dim is divided in whole units (heads, experts, vocabulary entries); each rank computes with its
-  own.
-- An FSDP-sharded weight matrix is divided over ranks that all use the whole of it. It is gathered just before
-  its use (`gathered`) and freed after; its gradient comes back scattered.
+- A sharded dim is divided into whole units (heads, experts, vocabulary entries). Each rank computes with its
+  own units.
+- An FSDP-sharded weight matrix is divided over ranks that all use the whole matrix. It is gathered just
+  before its use (`gathered`) and freed after it. Its gradient is scattered again.
 
 Repeated blocks are stacked (`stack`) and scanned (`scan_stack`), so that compile time and program size do not
 grow with the number of repeats.
@@ -30,14 +30,15 @@ V = TypeVar("V", bound=nnx.Variable)
 Carry = TypeVar("Carry")
 
 DECODER_FSDP = (DATA, CONTEXT)
-"""FSDP axes of the decoder: their ranks all use a layer whole. The other two axes divide it."""
+"""The decoder's FSDP axes: their ranks all use whole layers. The other two axes divide the layers."""
 ENCODER_FSDP = AXES
-"""FSDP axes of the encoder: all, because every rank encodes audio of its own."""
+"""The encoder's FSDP axes: all of them, because every rank encodes audio of its own."""
 
 
 class ShardedDim(NamedTuple):
-    """A dim of `units` that must stay whole, divided over mesh axes. Where the ranks do not divide the units,
-    every rank holds all of them and uses one (own_part).
+    """A dim of `units`, divided over mesh axes. A unit is never divided.
+
+    If the number of units is not a multiple of the ranks, every rank holds all units and uses one (own_part).
     """
 
     axes: tuple[str, ...]
@@ -52,16 +53,16 @@ def over_tensor(units: int) -> ShardedDim:
 
 
 def over_vocabulary(entries: int) -> ShardedDim:
-    """The vocabulary's work is shared by the pipeline ranks too."""
+    """The vocabulary is sharded over the pipeline ranks too, so that they share its work."""
     return ShardedDim((PIPELINE, TENSOR), entries)
 
 
 Dims = tuple[ShardedDim | None, ...]
-"""For every dim of a parameter, how it is sharded, or None. (): no dim is."""
+"""The sharding of every dim of a parameter, or None. (): no dim is sharded."""
 
 
 class Buffer(nnx.Variable):
-    """State that no gradient trains: BatchNorm's running statistics, the router's correction bias."""
+    """State without a gradient: BatchNorm's running statistics, the router's correction bias."""
 
 
 def parameter_dtype(compute: ComputeConfig) -> Any:
@@ -72,7 +73,7 @@ def parameter_dtype(compute: ComputeConfig) -> Any:
 class Init:
     """Makes a module's parameters: one key stream, one dtype and one mesh for all of them.
 
-    dtype: of every parameter.
+    dtype: the dtype of every parameter.
     mesh: the ranks that the modules will run on.
     fsdp: axes over which weight matrices are FSDP-sharded.
     """
@@ -91,7 +92,7 @@ class Init:
 
     @classmethod
     def of(cls, init: "Init | nnx.Rngs", compute: ComputeConfig) -> "Init":
-        """init itself; for nnx.Rngs an Init for one device, with a key of the stream "params"."""
+        """Returns init itself. For nnx.Rngs: an Init for one device, with a key of the stream "params"."""
         return init if isinstance(init, Init) else cls(init.params(), parameter_dtype(compute))
 
     def next_key(self) -> jax.Array:
@@ -103,7 +104,10 @@ class Init:
         return Init(self.next_key(), self.dtype, self.mesh, axes)
 
     def normal(self, shape: tuple[int, ...], dims: Dims = (), std: float | None = None) -> nnx.Param:
-        """A weight matrix whose second to last dim is its fan-in: normal, std 1 / sqrt(fan-in) by default."""
+        """A weight matrix, initially normal. Its fan-in is the second to last dim.
+
+        std: 1 / sqrt(fan-in) by default.
+        """
         std = 1 / math.sqrt(shape[-2]) if std is None else std
         return self.matrix(std * jax.random.normal(self.next_key(), shape, self.dtype), dims)
 
@@ -117,7 +121,7 @@ class Init:
         return self.param(jnp.ones(shape), dims)
 
     def param(self, value: jax.Array, dims: Dims = ()) -> nnx.Param:
-        """A bias, a norm's weight or another parameter that weight decay leaves alone."""
+        """A parameter without weight decay, such as a bias or a norm's weight."""
         return self._make(nnx.Param, value, dims, False)
 
     def buffer(self, value: jax.Array, dims: Dims = ()) -> Buffer:
@@ -136,7 +140,10 @@ class Init:
     def _fsdp_dim(
         self, shape: tuple[int, ...], sharded: list[tuple[str, ...]]
     ) -> tuple[int, tuple[str, ...]]:
-        """The dim that most ranks divide, the largest of equals, and these ranks' axes."""
+        """The dim to FSDP-shard, and the axes to shard it over.
+
+        It is the dim that the most ranks can divide; among equals, the largest one.
+        """
         fsdp = self.fsdp if self.mesh.fsdp else ()
         free = [a for a in fsdp if a not in sum(sharded, ()) and ranks_of(self.mesh, (a,)) > 1]
         best: tuple[int, int, int, tuple[str, ...]] = (1, 0, 0, ())
@@ -151,18 +158,18 @@ class Init:
 
 
 def partition_spec(variable: nnx.Variable) -> PartitionSpec:
-    """Where the variable lies on the mesh."""
+    """The variable's sharding on the mesh."""
     return PartitionSpec(*(axes or None for axes in variable.get_metadata("mesh_axes")))
 
 
 def gathered(variable: nnx.Variable) -> Array:
-    """This rank's part of a variable as computation takes it: gathered where it is FSDP-sharded."""
+    """This rank's part of a variable, ready for computation: gathered if it is FSDP-sharded."""
     (dim, axes), value = variable.get_metadata("fsdp"), variable[...]
     return jax.lax.all_gather(value, axes, axis=value.ndim + dim, tiled=True) if axes else value
 
 
 def whole(module: M) -> M:
-    """A module with all its variables gathered: inside shard_map, where it is about to be used."""
+    """A module with all its variables gathered. Call it inside shard_map, just before the module's use."""
     graph, state = nnx.split(module)
     return nnx.merge(graph, gathered_state(state))
 
@@ -177,9 +184,10 @@ def _is_variable(x: Any) -> bool:
 
 
 def own_part(x: Array, dim: int, sharded: ShardedDim | None, mesh: MeshConfig) -> Array:
-    """The unit that this rank computes with, where the units are fewer than the ranks; else x as it is.
+    """The unit that this rank computes with, if there are more ranks than units; otherwise x unchanged.
 
-    Several ranks share a unit then. Its gradient is summed over the ranks that hold it, as of any other copy.
+    Several ranks then share a unit. Its gradient is summed over the ranks that hold x, as for every
+    replicated parameter.
     """
     if sharded is None or ranks_of(mesh, sharded.axes) == 1 or sharded.is_sharded(mesh):
         return x
@@ -189,9 +197,9 @@ def own_part(x: Array, dim: int, sharded: ShardedDim | None, mesh: MeshConfig) -
 
 
 def stack(make: Callable[[Init], M], init: Init, repeats: int, *, axes: tuple[str, ...] = ()) -> M:
-    """`repeats` modules as one: every variable gets a leading dim, initialized from keys of its own.
+    """Stacks `repeats` modules into one: every variable gets a leading dim. Each module has a key of its own.
 
-    axes: mesh axes over which that dim is sharded.
+    axes: the mesh axes over which the leading dim is sharded.
     """
 
     def again(key: jax.Array) -> M:
@@ -214,8 +222,8 @@ def scan_stack(
     """Applies `body(layer, carry)` for every layer of a stack, first to last.
 
     remat: recompute a layer's activations in the backward pass; only the carry between layers is kept.
-    Returns the last carry and the layers' second results, stacked. A layer's parameters are gathered for its
-    turn, and again for its backward pass: never kept.
+    Returns the last carry and the layers' second results, stacked.
+    A layer's parameters are gathered for its forward pass, freed, and gathered again for its backward pass.
     """
     graphdef, state = nnx.split(module)
 
@@ -226,7 +234,7 @@ def scan_stack(
 
 
 def rematerialized(step: Callable[..., Any], remat: bool, state: Any) -> Callable[..., Any]:
-    """`step` as a scan over layers takes it (see scan_stack). state: what it scans, variables and others."""
+    """`step`, rematerialized as scan_stack says. state: what the scan goes over, variables and others."""
     if remat:
         return jax.checkpoint(step)
     variables = filter(_is_variable, jax.tree.leaves(state, is_leaf=_is_variable))
@@ -235,10 +243,10 @@ def rematerialized(step: Callable[..., Any], remat: bool, state: Any) -> Callabl
 
 
 def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Whether the backward pass keeps a result. (What is gathered may be cast before its use.)"""
+    """Whether a result is kept for the backward pass. (Gathered weights may be cast before their use.)"""
     return primitive.name not in ("all_gather", "convert_element_type")
 
 
 def weight_decay_mask(state: Any) -> Any:
-    """A nested dict of bools: weight decay applies to the weight matrices (Init.normal, Init.matrix)."""
+    """A nested dict of bools, True for weight matrices (Init.normal, Init.matrix): these get weight decay."""
     return nnx.to_pure_dict(jax.tree.map(lambda v: v.get_metadata("decayed"), state, is_leaf=_is_variable))

@@ -1,8 +1,8 @@
 """Runs a pipeline schedule: one program for all ranks, a scan over ticks.
 
-The model is three functions (parallel/pipeline_model.py); a tick is parallel/pipeline_tick.py. Gradients are
-of the sum of all ranks' shares of the objective (parallel/tensor.py gives the convention), for the parameters
-that each function is given. A function given no parameters (all None) gets no gradient computed.
+The model is three functions (parallel/pipeline_model.py); parallel/pipeline_tick.py runs one tick. The
+objective is the sum of all ranks' shares (parallel/tensor.py gives the convention). Gradients are computed
+for the parameters that each function is given. If it is given none (all None), its gradient is skipped.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,10 @@ from jaxthd.parallel.schedule import Schedule
 class Accumulated(NamedTuple):
     """Sums over a step's microbatches.
 
-    share: this rank's share of the objective, the stages' (extra_share) included.
-    state: as the last microbatch left it.
+    share: this rank's share of the objective, including that of its stages (extra_share).
+    state: the state after the last microbatch (not a sum).
     extra: the stages' second results, leaves [chunks, ...].
-    out: leave's second results.
+    out: the second results of `leave`.
     """
 
     share: Array
@@ -34,7 +34,7 @@ class Accumulated(NamedTuple):
 
 
 class _ScoreCarry(NamedTuple):
-    """Forward passes only. out: leave's second results, leaves [microbatches, ...]."""
+    """The carry of `score`. out: the second results of `leave`, leaves [microbatches, ...]."""
 
     arrived: Array
     out: Tree
@@ -48,10 +48,10 @@ def accumulate(
     batches: Tree,
     extra_share: Callable[[Tree], Array],
 ) -> Accumulated:
-    """Shares of the objective and their gradients, over a step's microbatches; inside shard_map.
+    """Sums the objective's shares and their gradients over a step's microbatches. Call it inside shard_map.
 
     batches: leaves [microbatches, ...].
-    extra_share: what a stage's second result adds to this rank's share of the objective.
+    extra_share: takes a stage's second result; returns what it adds to this rank's share of the objective.
     """
     if schedule.ranks * schedule.chunks == 1:
         return _one_stage(model, params, state, batches, extra_share)
@@ -74,9 +74,9 @@ def accumulate(
 def score(
     model: PipelinedModel, schedule: Schedule, params: PipelinedParams, state: Tree, batches: Tree
 ) -> Tree:
-    """Leave's second result for every microbatch, leaves [microbatches, ...], on all ranks; no gradients.
+    """The second result of `leave` for every microbatch, on all ranks: leaves [microbatches, ...].
 
-    schedule: made with backward=False. leave gets None as its bypass.
+    schedule: made with backward=False. No gradients are computed, and `leave` gets None as its bypass.
     """
     run = RankTick(model, schedule, params, state, batches)
     out_like = jax.eval_shape(lambda x: model.leave(params.leave, x, None, run.batch(0))[1], run.x_like)
@@ -102,7 +102,7 @@ def _one_stage(
     batches: Tree,
     extra_share: Callable[[Tree], Array],
 ) -> Accumulated:
-    """Plain gradient accumulation: nothing is computed twice but what remat asks for."""
+    """Plain gradient accumulation. Only remat recomputes anything."""
 
     def share(params: PipelinedParams, state: Tree, batch: Tree) -> tuple[Array, tuple[Tree, Tree, Tree]]:
         x, bypass, state = model.enter(params.enter, state, batch)

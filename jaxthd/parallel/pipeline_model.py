@@ -1,10 +1,10 @@
-"""A model as a pipeline runs it: three differentiable functions.
+"""The form in which a pipeline runs a model: three differentiable functions.
 
-    enter(params, state, batch) -> (x, bypass, state)   the embeddings; all ranks compute them together
-    stage(params, chunk, x, batch) -> (x, extra)        one stage's layers, on the rank that holds them
-    leave(params, x, bypass, batch) -> (share, out)     the objective; all ranks compute it together
+    enter(params, state, batch) -> (x, bypass, state)       the embeddings; all ranks compute them together
+    stage(pattern, params, chunk, x, batch) -> (x, extra)   one stage's layers, on the rank that holds them
+    leave(params, x, bypass, batch) -> (share, out)         the objective; all ranks compute it together
 
-bypass: what goes from a microbatch's enter straight to its leave, around the stages; a tree, maybe empty.
+bypass: a tree, maybe empty, that goes from a microbatch's enter directly to its leave, past the stages.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,10 @@ Tree = Any
 
 
 class PipelinedModel(NamedTuple):
-    """The three functions for one microbatch; `stage` also takes its stage's pattern, first.
+    """The three functions for one microbatch.
 
-    uniform_program: all ranks run one stage program, at the same time.
+    stages: how the layers are divided into stages.
+    uniform_program: whether all ranks run one stage program, at the same time.
     """
 
     enter: Callable[[Tree, Tree, Tree], tuple[Array, Tree, Tree]]

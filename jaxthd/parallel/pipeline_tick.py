@@ -1,9 +1,12 @@
 """What a rank does in one tick of a pipeline schedule (parallel/schedule.py).
 
-In this order, each where the schedule asks for it: enter; a stage forward; leave and its gradient; a stage
-backward, which computes the stage again from its input; the gradient of enter. What all ranks compute
-together sits in branches that all ranks take alike. Stages that run one program sit in such branches too, so
-their collectives may name any rank. Where stages differ, an idle rank skips its stage.
+A tick has five parts, in this order, each of which runs only where the schedule asks for it: enter; a stage's
+forward pass; leave and its gradient; a stage's backward pass, which recomputes the stage from its input; the
+gradient of enter.
+
+All ranks compute enter and leave together, so all take the same branch there. If all stages run one program,
+the same holds for stages, and their collectives may name any rank. If stages differ, an idle rank skips its
+stage.
 """
 
 from collections.abc import Callable
@@ -21,9 +24,9 @@ from jaxthd.parallel.schedule import Schedule
 
 
 class Pass(NamedTuple):
-    """A forward or backward pass of a stage, -1 where a rank idles: [ranks], or scalars for one rank.
+    """A forward or backward pass of a stage: arrays [ranks], or scalars for one rank; -1 where a rank idles.
 
-    slot: where the stage's input is kept from its forward to its backward.
+    slot: where the stage's input is kept from its forward pass to its backward pass.
     """
 
     microbatch: Array
@@ -34,7 +37,8 @@ class Pass(NamedTuple):
 class Tick(NamedTuple):
     """One tick of the schedule. forward_busy, backward_busy: 1 where any rank works.
 
-    enter, leave, back: the microbatch that enters, leaves, or has come all the way back; -1 for none.
+    enter, leave, back: the microbatch that enters the first stage, leaves the last stage, or finishes its
+        backward pass through the first stage; -1 for none.
     """
 
     forward: Pass
@@ -64,7 +68,7 @@ class Tick(NamedTuple):
         )
 
     def on(self, rank: Array | int) -> "Tick":
-        """With the passes of one rank alone."""
+        """This tick with the passes of one rank only."""
         forward, backward = (Pass(*(x[rank] for x in of_all)) for of_all in (self.forward, self.backward))
         return self._replace(forward=forward, backward=backward)
 
@@ -72,11 +76,12 @@ class Tick(NamedTuple):
 class Carry(NamedTuple):
     """What a rank holds between two ticks.
 
-    inputs: of its stages, kept from their forward to their backward, [slots, ...].
+    inputs: its stages' inputs, kept from their forward to their backward passes, [slots, ...].
     bypass: one slot for each microbatch in flight, leaves [in flight, ...]. Until the microbatch leaves, its
-        slot holds the bypass; after that, the gradient of it. The two are never needed at once: one buffer.
-    arrived: the activations that the rank before has sent. returned: the gradient from the rank after.
-    The rest are the fields of Accumulated, so far.
+        slot holds the bypass; after that, the bypass's gradient. The two are never needed at the same time.
+    arrived: the activations that the previous rank has sent.
+    returned: the gradient that the next rank has sent.
+    The other fields are those of Accumulated, as accumulated so far.
     """
 
     inputs: Array
@@ -99,15 +104,15 @@ def zeros(like: Tree) -> Tree:
 
 
 def slots_of(count: int, like: Tree) -> Tree:
-    """Room for `count` of such trees, zeros."""
+    """Zeros with room for `count` trees like this one: leaves [count, ...]."""
     return jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), like)
 
 
 class RankTick:
-    """What happens in a tick: each function behind the schedule's decision whether it runs.
+    """The parts of a tick on one rank. Each runs only where the schedule asks for it.
 
-    x_like, bypass_like, extra_like: shapes and dtypes of a stage's input, of the bypass, of a stage's second
-    result.
+    x_like: the shape and dtype of a stage's input.
+    bypass_like, extra_like: shapes and dtypes of the bypass, and of a stage's second result.
     """
 
     def __init__(
@@ -131,14 +136,14 @@ class RankTick:
         return jax.tree.map(lambda x: x[jnp.maximum(micro, 0)], self._batches)
 
     def is_first(self, chunk: Array) -> Array:
-        """Whether this rank's chunk is the first stage of all."""
+        """Whether this rank's chunk is the first of all stages."""
         return (self.rank == 0) & (chunk == 0)
 
     def is_last(self, chunk: Array) -> Array:
         return (self.rank == self._schedule.ranks - 1) & (chunk == self._schedule.chunks - 1)
 
     def send(self, x: Array, distance: int) -> Array:
-        """Sends x to the rank `distance` further on, around the ring; returns what arrives here."""
+        """Sends x `distance` ranks further around the ring; returns what arrives here."""
         ranks = self._schedule.ranks
         if ranks == 1:
             return x
@@ -164,7 +169,7 @@ class RankTick:
         )
 
     def forward(self, carry: Carry, at: Tick) -> tuple[Carry, Array]:
-        """Enter, and a stage forward. Also returns the stage's output."""
+        """Runs enter and a stage's forward pass. Also returns the stage's output."""
         x, bypass, state = self.enter_if(at.enter, carry.state)
         bypass = self._put_bypass(carry.bypass, at.enter, bypass)
         micro, chunk, slot = at.forward
@@ -178,7 +183,7 @@ class RankTick:
         return carry._replace(inputs=inputs, bypass=bypass, state=state, share=share, extra=extra), y
 
     def leave(self, carry: Carry, at: Tick, y: Array) -> tuple[Carry, Tree, Array]:
-        """Leave and its gradient. Also returns the gradients of leave's parameters and of y."""
+        """Runs leave and its gradient. Also returns the gradients of leave's parameters and of y."""
         y = jnp.where(self.is_last(at.forward.chunk), y, 0)
         bypass = self._bypass_of(carry.bypass, at.leave)
         share, out, dleave, dy, dbypass = self.leave_gradient_if(at.leave, y, bypass)
@@ -187,13 +192,16 @@ class RankTick:
         return carry._replace(bypass=bypass, share=share, out=out), dleave, dy
 
     def backward(self, carry: Carry, at: Tick, dy: Array) -> tuple[Tree, Array]:
-        """A stage backward: the gradients of its parameters and of its input. dy: of the last stage."""
+        """A stage's backward pass: the gradients of its parameters and of its input.
+
+        dy: the gradient of the last stage's output, which only the last stage uses.
+        """
         dy = jnp.where(self.is_last(at.backward.chunk), dy, carry.returned)
         x = carry.inputs[jnp.maximum(at.backward.slot, 0)]
         return self.stage_gradient_if(at.backward_busy, at.backward, x, dy)
 
     def enter_gradient(self, carry: Carry, at: Tick, dx: Array) -> Tree:
-        """The gradient of enter's parameters. dx: of this rank's stage input."""
+        """The gradient of enter's parameters. dx: the gradient of the input of this rank's stage."""
         dx = jnp.where(self.is_first(at.backward.chunk), dx, 0)
         return self.enter_gradient_if(at.back, carry.state, dx, self._bypass_of(carry.bypass, at.back))
 
@@ -205,7 +213,7 @@ class RankTick:
     def _bypass_of(self, slots: Tree, micro: Array) -> Tree:
         return jax.tree.map(lambda all_: all_[micro % self._schedule.in_flight], slots)
 
-    # --- the three functions, run where the schedule says so; zeros elsewhere ---
+    # --- the three functions, which run where the schedule asks for them and give zeros elsewhere ---
 
     @jax.named_scope("enter")
     def enter_if(self, micro: Array, state: Tree) -> tuple[Array, Tree, Tree]:
@@ -229,7 +237,7 @@ class RankTick:
         return jax.lax.cond(micro >= 0, run, lambda: jax.tree.map(jnp.zeros_like, self._params.enter))
 
     def _if_busy(self, busy: Array, micro: Array, run: Callable[[], Tree], idle: Callable[[], Tree]) -> Tree:
-        """Ranks of a uniform program all run, or none; what an idle one computes is not used."""
+        """In a uniform program all ranks run, or none; the result of an idle rank is not used."""
         return jax.lax.cond(busy > 0 if self._model.uniform_program else micro >= 0, run, idle)
 
     @jax.named_scope("stage")
@@ -247,7 +255,7 @@ class RankTick:
 
     @jax.named_scope("stage_gradient")
     def stage_gradient_if(self, busy: Array, backward: Pass, x: Array, dy: Array) -> tuple[Tree, Array]:
-        """Gradients of the parameters and of the input; 0 where the rank idles."""
+        """The gradients of the parameters and of the input; 0 where the rank idles."""
         micro, chunk = backward.microbatch, jnp.maximum(backward.chunk, 0)
 
         def run() -> tuple[Tree, Array]:
@@ -279,7 +287,7 @@ class RankTick:
     def leave_gradient_if(
         self, micro: Array, y: Array, bypass: Tree
     ) -> tuple[Array, Tree, Tree, Array, Tree]:
-        """This rank's share, leave's second result, and the gradients of its parameters, y and bypass."""
+        """This rank's share, leave's second result, and the gradients of leave's parameters, y and bypass."""
 
         def run() -> tuple[Array, Tree, Tree, Array, Tree]:
             def leave(params: Tree, y: Array, bypass: Tree) -> tuple[Array, Tree]:

@@ -1,11 +1,13 @@
-"""Several processes of one run: started together, kept in step, ended together.
+"""Several processes of one run: they start together, stay in step, and end together.
 
-jax.distributed connects them. What they tell each other goes through its key-value store, not through the
-devices: a process that does not come is named, and leaves nobody in a collective. Each has a connection to
-process 0, which the kernel closes when the process ends, however that happens: the others hear of it at once,
-and end. Where a machine or the network is gone nothing is closed: then jax's heartbeats end the others.
+jax.distributed connects them. They exchange values through its key-value store, not through the devices. So a
+missing process can be named, and the others do not hang in a collective.
 
-With one process nothing here does anything.
+Each process has a connection to process 0. The operating system closes it when the process ends, for whatever
+reason: the others notice at once, and end. If a machine or the network fails, nothing closes the connection;
+then jax's heartbeats end the others.
+
+With one process, nothing here has any effect.
 """
 
 import json
@@ -26,39 +28,43 @@ from unittest.mock import patch
 
 import jax
 
-# The public interface has neither the key-value store nor barriers that say who is missing.
+# jax's public interface has no key-value store, and no barrier that names the missing processes.
 from jax._src.distributed import _jax, global_state
 
 from jaxthd.errors import UserError
 
 HEARTBEAT_SECONDS = 30
-"""A process of which nothing is heard for so long is gone."""
+"""A process whose heartbeats stop for this long is considered gone."""
 START_SECONDS = 300
-"""Most seconds that processes wait for the others to be started."""
+"""How long processes wait for the others to start."""
 PATIENCE_SECONDS = 600
-"""Most seconds that processes wait at an exchange for one that is alive: more than compiling takes."""
+"""How long processes wait at an exchange for one that is alive: longer than compiling takes."""
 NOTICE_SECONDS = 5
-"""Within so long every process has heard that one is gone."""
+"""Every process has been told within this time that another one is gone."""
 
 _numbers = count()
 _names: list[str] = []
 _connections: list[socket.socket] = []
-"""Process 0's to all others; that of any other to process 0."""
+"""In process 0, the connections to all others; in any other process, the one to process 0."""
 _ending = threading.Lock()
 """Held by the thread that ends this process."""
 
 
 @contextmanager
 def started(coordinator: str | None, processes: int | None, process: int | None) -> Iterator[int]:
-    """Joins the processes of this run, if there are several; yields their number.
+    """Joins the processes of this run, if there are several; yields how many there are.
 
-    coordinator: HOST:PORT, where process 0 listens; processes: their number; process: this one's, from 0. All
-        None: as SLURM's srun says, where it has started several tasks; else there is one process.
-    Comes before any jax device is used.
-    What is raised inside ends this process, and the others, with exit status 1 and a message that names it.
-    Only process 0 writes to standard output.
-    Where not all have come after START_SECONDS, all end, saying which are missing. Raises UserError where
-    only some of the three are given, and where process 0 cannot listen.
+    coordinator: HOST:PORT, where process 0 listens.
+    processes: how many processes there are.
+    process: the index of this process, from 0.
+    If all three are None, SLURM's variables give them where srun has started several tasks; otherwise there
+    is one process.
+
+    Call it before any jax device is used. Inside, only process 0 writes to standard output.
+    An exception raised inside ends this process and the others, with exit status 1 and a message that names
+    this process. If some processes are missing after START_SECONDS, the others name them and end.
+    Raises UserError if only some of the three are given, if they are malformed, or if process 0 cannot
+    listen.
     """
     if not _join(coordinator, processes, process):
         yield 1
@@ -78,14 +84,14 @@ def started(coordinator: str | None, processes: int | None, process: int | None)
 
 
 def _join(coordinator: str | None, processes: int | None, process: int | None) -> bool:
-    """False where there is only one process."""
+    """Connects this process to the others. Returns False if there is only one process."""
     given = [x is not None for x in (coordinator, processes, process)]
     if any(given) and not all(given):
         raise UserError(
             f"--coordinator is {coordinator}, --processes {processes} and --process {process}; expected all "
             "three, or none: name process 0's HOST:PORT, the number of processes, and this one's from 0"
         )
-    # Of the variables that SLURM sets, this one is only in tasks that srun has started.
+    # SLURM sets this variable only in tasks that srun has started, unlike its other variables.
     if not any(given) and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) < 2:
         return False
     if all(given) and not (re.fullmatch(r".+:\d+", str(coordinator)) and process in range(processes or 0)):
@@ -95,12 +101,13 @@ def _join(coordinator: str | None, processes: int | None, process: int | None) -
         )
     if processes == 1:
         return False
-    # It would keep SIGTERM to itself; the run answers it, see jaxthd.run.signals.
+    # jax's preemption service would take SIGTERM for itself; the run handles it (jaxthd.run.signals).
     jax.config.update("jax_enable_preemption_service", False)
-    # A process whose process 0 is not there learns nothing from jax.
+    # If process 0 is missing, jax does not tell this process.
     alone = threading.Timer(START_SECONDS + NOTICE_SECONDS, _give_up)
     alone.start()
-    # With this limit, which jax.distributed does not pass on, the service tells all which process is missing.
+    # jax.distributed.initialize has no public way to pass cluster_register_timeout, which names the missing
+    # process: hence the patch of jax's private module.
     service = partial(_jax.get_distributed_runtime_service, cluster_register_timeout=START_SECONDS)
     try:
         with patch.object(_jax, "get_distributed_runtime_service", service):
@@ -135,14 +142,15 @@ def _give_up() -> NoReturn:
 
 
 def is_first() -> bool:
-    """Whether this is process 0, which writes what is written once."""
+    """Whether this is process 0, which writes whatever the run writes only once."""
     return global_state.process_id == 0
 
 
 def exchange(value: Any) -> list[Any]:
-    """What every process has given, in their order, as JSON gives it back. All call it, the same times.
+    """Returns the values of all processes, in order of process, after a round trip through JSON.
 
-    Raises UserError naming the processes that have not come after PATIENCE_SECONDS.
+    All processes must call it, equally often.
+    Raises UserError that names the processes that have not called it after PATIENCE_SECONDS.
     """
     text, client = json.dumps(value), global_state.client
     if client is None:
@@ -162,13 +170,13 @@ def exchange(value: Any) -> list[Any]:
             "expected all in step: see what it is doing (its output, its disk), and start the run again"
         ) from error
     found = dict(client.key_value_dir_get(f"jaxthd/{number}/"))
-    if number and is_first():  # all have read the one before
+    if number and is_first():  # all have read the exchange before
         client.key_value_delete(f"jaxthd/{number - 1}/")
     return [json.loads(found[key]) for key in keys]
 
 
 def require_same(what: str, value: Any) -> None:
-    """Raises UserError where processes have different values, naming those that differ from process 0."""
+    """Raises UserError if values differ; it names the processes whose value is not that of process 0."""
     first, *_ = values = exchange(value)
     others = [name for name, other in zip(_names, values, strict=False) if other != first]
     if others:
@@ -179,7 +187,7 @@ def require_same(what: str, value: Any) -> None:
 
 
 def _watch(me: int, number: int) -> None:
-    """Connects every process to process 0, and listens in threads for which is gone."""
+    """Connects every process to process 0. Threads then wait for the end of any process."""
     if is_first():
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         server = socket.create_server(("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6)
@@ -190,7 +198,7 @@ def _watch(me: int, number: int) -> None:
             connection, _ = server.accept()
             connection.settimeout(START_SECONDS)
             said = connection.makefile("r")
-            if said.readline() == f"{token}\n":  # else it is none of ours
+            if said.readline() == f"{token}\n":  # otherwise it is not a process of this run
                 _listen(connection, said, int(said.readline()))
         server.close()
     else:
@@ -202,7 +210,7 @@ def _watch(me: int, number: int) -> None:
 
 
 def _listen(connection: socket.socket, said: TextIO, process: int) -> None:
-    """Takes up the connection to `process`. What comes is _say's; nothing, where the process was killed."""
+    """Waits in a thread for the message of _say from `process`. None comes if that process was killed."""
 
     def wait() -> None:
         text = ""
@@ -221,7 +229,7 @@ def _listen(connection: socket.socket, said: TextIO, process: int) -> None:
 
 
 def _say(text: Any) -> None:
-    """The last words on every connection: [process that is gone, reason], or None for an orderly end."""
+    """Sends the last message on every connection: [process that is gone, reason]; None for a normal end."""
     for connection in _connections:
         with suppress(OSError):
             connection.sendall(json.dumps(text).encode())
@@ -229,17 +237,17 @@ def _say(text: Any) -> None:
 
 
 def _end(gone: int, reason: str) -> NoReturn:
-    """Without waiting for anything: what is open is of no use, and others may be gone."""
+    """Ends this process without cleaning up: open resources are useless now, and others may be gone."""
     _say([gone, reason])
     if is_first():
-        time.sleep(1)  # with process 0 goes jax's service, and then jax aborts the others
+        time.sleep(1)  # jax's service ends with process 0, and jax then aborts the others
     os._exit(1)
 
 
 def _fail(error: BaseException) -> NoReturn:
     readable = isinstance(error, UserError | OSError | ImportError)
     if not readable:
-        time.sleep(NOTICE_SECONDS)  # mostly another process is gone: meanwhile _listen hears which
+        time.sleep(NOTICE_SECONDS)  # usually another process is gone: _listen finds out which
     _ending.acquire()
     if readable:
         print(f"error: {error}", file=sys.stderr, flush=True)

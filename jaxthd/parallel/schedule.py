@@ -1,14 +1,16 @@
 """Pipeline schedules as tables: what each rank does at each tick.
 
-A tick has room for one forward and one backward of a stage on every rank. What a rank sends at the end of a
-tick is used by the next rank in the next tick, so nothing waits in between.
+In a tick, every rank can run one forward pass and one backward pass of a stage. A rank sends its results at
+the end of a tick, and the next rank uses them in the next tick. Nothing waits in between.
 
-1F1B: microbatch m goes forward on rank r at tick m + r, backward at m + 2 (P - 1) - r: rank r holds the
-inputs of at most 2 (P - 1 - r) + 1 microbatches, however many there are. Interleaved (Narayanan et al.,
-2021): a rank has V stages (chunks) and works on groups of P microbatches, one chunk after the other.
+Legend: M microbatches, P pipeline ranks, V pipeline chunks (stages) of a rank.
 
-Ticks in which no rank goes forward, or none backward, cost only the other. So a step takes
-(M V + P - 1) times a forward and a backward of one stage, of which M V are work: the bubble of the formula.
+1F1B: rank r runs microbatch m forward at tick m + r and backward at tick m + 2 (P - 1) - r. So rank r holds
+the inputs of at most 2 (P - 1 - r) + 1 microbatches, for any M. Interleaved (Narayanan et al., 2021): a rank
+has V chunks and works on groups of P microbatches, one chunk after the other.
+
+A tick without any forward pass costs only the backward passes, and the reverse. So a step takes M V + P - 1
+times a forward and a backward pass of one stage. M V of them are work; the other P - 1 are the bubble.
 """
 
 from typing import NamedTuple
@@ -18,8 +20,9 @@ from jaxtyping import Int
 
 
 class Work(NamedTuple):
-    """For every tick and rank, -1 where it idles: the microbatch, the rank's chunk, the slot that its input
-    is kept in.
+    """The microbatch, the rank's pipeline chunk and the slot that holds its input, for every tick and rank.
+
+    All three are -1 where the rank idles.
     """
 
     microbatch: Int[np.ndarray, "ticks ranks"]
@@ -33,8 +36,11 @@ class Work(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """slots: inputs a rank keeps at most. enter, leave, back: the microbatch, or -1, that in a tick goes into
-    the first stage, comes out of the last one, and has gone all the way back.
+    """What every rank does in every tick.
+
+    slots: the most inputs that a rank keeps at once.
+    enter, leave, back: the microbatch that, in a tick, enters the first stage, leaves the last stage, or
+        finishes its backward pass through the first stage; -1 for none.
     """
 
     ranks: int
@@ -53,22 +59,23 @@ class Schedule(NamedTuple):
 
     @property
     def in_flight(self) -> int:
-        """Most microbatches that have gone in and not all the way back: consecutive ones."""
+        """The most microbatches that have entered but not finished their backward pass: consecutive ones."""
         entered, gone = (np.cumsum(ticks >= 0) for ticks in (self.enter, self.back))
         return int((entered - np.append(0, gone[:-1])).max())
 
     @property
     def bubble(self) -> float:
-        """Share of the step's time in which a rank idles, if all stages cost the same."""
+        """The share of the step's time in which a rank idles, if all stages cost the same."""
         busy = self.forward.busy.sum() + self.backward.busy.sum()
         work = 2 * self.microbatches * self.chunks
         return float(1 - work / busy)
 
 
 def make_schedule(microbatches: int, ranks: int, chunks: int = 1, *, backward: bool = True) -> Schedule:
-    """1F1B for one chunk a rank, interleaved for several. backward False: forward passes only (evaluation).
+    """1F1B if a rank has one chunk, interleaved if it has several.
 
-    Any number of microbatches; interleaved wastes ticks where it is no multiple of the ranks.
+    microbatches: any number. An interleaved schedule wastes ticks where it is not a multiple of the ranks.
+    backward: False makes a schedule of forward passes only (evaluation).
     """
     m, p, v = microbatches, ranks, chunks
     group = p if v > 1 else m
@@ -106,7 +113,7 @@ def make_schedule(microbatches: int, ranks: int, chunks: int = 1, *, backward: b
 
 
 def _assign_slots(forward: Work, back: Work, rank: int) -> int:
-    """Gives each input a slot from its forward to its backward; returns how many that takes."""
+    """Gives each input a slot from its forward pass to its backward pass; returns the number of slots."""
     free: list[int] = []
     held: dict[tuple[int, int], int] = {}
     count = 0

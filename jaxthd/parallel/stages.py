@@ -1,9 +1,9 @@
 """Pipeline stages: how the decoder's layers are divided over ranks.
 
-A stage is a pattern, a string with a letter for each layer. Layers of one letter lie in one stack of arrays.
-On disk and on one rank a stack is *canonical*: it holds all such layers, in order. In a pipeline a rank's
-shard of it holds the layers of the rank's stages; each stage is filled up to as many layers as any stage has,
-so that one shape serves all ranks (models/stacks.py goes from one form to the other).
+A stage is a pattern: a string with a letter for each layer. Layers with the same letter are in one stack of
+arrays. On disk and on one rank a stack is *canonical*: it holds all such layers, in order. In a pipeline a
+rank's shard of the stack holds the layers of the rank's stages. Each stage is padded to the number of layers
+of the largest stage, so that all ranks have the same shape. models/stacks.py converts between the two forms.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Stages:
-    """patterns: one for each stage, in order. Stage s is pipeline chunk s // ranks of rank s % ranks."""
+    """The patterns of all stages, in order. Stage s is pipeline chunk s // ranks of rank s % ranks."""
 
     patterns: tuple[str, ...]
     ranks: int
@@ -37,10 +37,11 @@ class Stages:
 
     @classmethod
     def of(cls, pattern: str, mesh: MeshConfig, cost: Callable[[str], float]) -> "Stages":
-        """The stages that the pattern's marks (|) say; without marks, the layers divided by cost.
+        """Divides a pattern into stages at its marks (|); without marks, by the layers' cost.
 
-        cost: of a layer, by its letter, in any unit.
-        Raises ValueError when the marks make another number of stages, or there are more stages than layers.
+        cost: the cost of a layer with a given letter, in any unit.
+        Raises ValueError when the marks make a number of stages that the mesh does not have, or when there
+        are more stages than layers.
         """
         count, letters = mesh.pipeline * mesh.stages_per_rank, pattern.replace("|", "")
         if count == 1:
@@ -63,7 +64,7 @@ class Stages:
 
     @property
     def chunks(self) -> int:
-        """Stages of a rank."""
+        """The number of stages of a rank."""
         return len(self.patterns) // self.ranks
 
     @property
@@ -72,15 +73,15 @@ class Stages:
         return len(set(self.patterns)) == 1
 
     def most(self, letter: str) -> int:
-        """Layers of this letter in the stage that has most of them."""
+        """The number of layers with this letter in the stage that has the most of them."""
         return max(pattern.count(letter) for pattern in self.patterns)
 
     def rows(self, letter: str) -> int:
-        """Rows of the stack over all ranks."""
+        """The number of rows of this letter's stack, over all ranks."""
         return self.most(letter) * len(self.patterns)
 
     def layers(self, letter: str) -> Int[np.ndarray, " rows"]:
-        """The canonical layer that each row of the stack holds, rank-major; -1 in rows that fill up."""
+        """The canonical layer that each row of the stack holds, rank-major; -1 in rows of padding."""
         rows = np.full((len(self.patterns), self.most(letter)), -1)
         done = 0
         for stage, pattern in enumerate(self.patterns):
@@ -90,9 +91,9 @@ class Stages:
         return rows.reshape(self.chunks, self.ranks, -1).swapaxes(0, 1).reshape(-1)
 
     def switch(self, run: Callable[..., Result], chunk: Array | int, *args: Any) -> Result:
-        """run(pattern, *args) for this rank's stage number `chunk`, inside shard_map.
+        """Calls run(pattern, *args) with the pattern of this rank's stage number `chunk`, inside shard_map.
 
-        Where stages differ, ranks run different programs at the same time. Then no collective in `run` may
+        If the stages differ, ranks run different programs at the same time. Then no collective in `run` may
         name ranks of other stages (ppermute names all ranks).
         """
         kinds = sorted(set(self.patterns))
@@ -105,8 +106,8 @@ class Stages:
 
 
 def divide(letters: str, costs: Sequence[float], count: int) -> tuple[str, ...]:
-    """Divides the layers into `count` consecutive stages so that the most expensive stage is as cheap as can
-    be. Among such divisions it takes one whose costs have the least sum of squares.
+    """Divides the layers into `count` consecutive stages so that the most expensive stage is as cheap as
+    possible. Among such divisions it takes one whose stage costs have the least sum of squares.
     """
     ends = np.concatenate([[0.0], np.cumsum(costs)])
 

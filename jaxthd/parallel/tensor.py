@@ -1,10 +1,11 @@
-"""Tensor parallelism: a layer's width over ranks.
+"""Tensor parallelism: a layer's width is sharded over ranks.
 
-Each rank computes with its heads, columns or experts' columns and gets a part of a sum. The residual stream
-is whole on every rank, or, sharded, 1/tensor of its tokens. Cotangents follow one convention everywhere: of
-what is whole on several ranks each holds a part, and the parts add up. Then psum transposes to psum,
-all_gather to psum_scatter, and gradients of parameters that several ranks hold are summed once, at the end
-(step.py).
+Each rank computes with its own heads, columns or experts' columns and gets a partial sum. The residual stream
+is replicated on every rank, or sharded: then a rank holds 1/tensor of its tokens.
+
+Cotangents follow one convention everywhere: the cotangents of a replicated value are partial sums, and adding
+them over the ranks gives the gradient. Then psum transposes to psum and all_gather to psum_scatter. Gradients
+of parameters that several ranks hold are summed once, at the end (steps/training.py).
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from jaxthd.parallel.mesh import TENSOR, ranks_of
 
 
 class Residual(NamedTuple):
-    """How the residual stream lies over the tensor ranks. N tokens, n on this rank."""
+    """The layout of the residual stream over the tensor ranks. N tokens, n of them on this rank."""
 
     ranks: int
     sharded: bool
@@ -28,11 +29,11 @@ class Residual(NamedTuple):
         return cls(mesh.tensor, sharded and mesh.tensor > 1)
 
     def whole(self, x_nD: Float[Array, "n D"]) -> Float[Array, "N D"]:
-        """What a mixer takes."""
+        """All N tokens, which is what a mixer takes."""
         return jax.lax.all_gather(x_nD, TENSOR, axis=0, tiled=True) if self.sharded else x_nD
 
     def total(self, part_ND: Float[Array, "N D"]) -> Float[Array, "n D"]:
-        """The sum of what the ranks' mixers return."""
+        """The sum of the ranks' mixer outputs, for this rank's tokens."""
         if self.sharded:
             return jax.lax.psum_scatter(part_ND, TENSOR, scatter_dimension=0, tiled=True)
         return jax.lax.psum(part_ND, TENSOR) if self.ranks > 1 else part_ND
@@ -46,11 +47,11 @@ class Residual(NamedTuple):
 
     @property
     def decoding(self) -> "Residual":
-        """In decoding every rank holds its few tokens whole."""
+        """The layout in decoding: every rank holds all of the few tokens."""
         return self._replace(sharded=False)
 
 
 def psum_live(x: Any, axes: tuple[str, ...], mesh: MeshConfig) -> Any:
-    """psum over those of the axes that have several ranks; so that one device needs no mesh."""
+    """psum over those of `axes` that have several ranks. So a single device needs no mesh."""
     live = tuple(a for a in axes if ranks_of(mesh, (a,)) > 1)
     return jax.lax.psum(x, live) if live else x
