@@ -38,7 +38,7 @@ class Difference(NamedTuple):
 
 
 def read_config(folder: Path) -> Config:
-    """The settings that `write_config` has written into `folder`. Fields added since have defaults.
+    """The settings that `write_config` has written into `folder`. Newer fields have their defaults.
 
     Raises UserError as read_settings does, and for fields that Config does not have.
     """

@@ -26,8 +26,8 @@ class Outcome(NamedTuple):
     """The result of packing a stream of documents with the settings of `config`.
 
     buffers: lists of documents. padding, audio_padding: shares of token slots and of mel frames.
-    split: share of the packer's buffers that are divided, because their audio cannot be assigned to the ranks.
-    skipped: share of documents that fit no buffer.
+    split: share of the packer's buffers that are divided, because their audio cannot be assigned to the
+    ranks. skipped: share of documents that fit no buffer.
     overhead: work on padding over work on documents (see jaxthd.planning.search.slot_work).
     """
 

@@ -1,7 +1,7 @@
 """Bytes that a device receives in a training step, by mesh axes, in closed form.
 
-The usual ring algorithms are assumed: in a group of g ranks, a rank receives (g - 1) / g of the whole array in
-all-gather and reduce-scatter, twice that in all-reduce, and the whole array in a send.
+The usual ring algorithms are assumed: in a group of g ranks, a rank receives (g - 1) / g of the whole array
+in all-gather and reduce-scatter, twice that in all-reduce, and the whole array in a send.
 Legend: N tokens of a microbatch on a rank, n those of its residual stream, D model dim, a bytes of an
 activation, w bytes of a number that is accumulated (float32, or float64).
 """
@@ -32,8 +32,8 @@ def step_traffic(config: Config) -> ByAxes:
     - Gradients of replicated weights: all-reduced once a step.
     - Tensor: a sum of N D a for every layer, forward and backward; it is recomputed for all layers of a unit
       but the last. If sequence-sharded: a gather and a scatter of the same size instead.
-    - Context: keys and values go around the ring forward and backward, and their gradients (w) return to their
-      ranks; Mamba2's exchange is jaxthd.planning.layouts.mamba_bytes. If stages differ, states and the
+    - Context: keys and values go around the ring forward and backward, and their gradients (w) return to
+      their ranks; Mamba2's exchange is jaxthd.planning.layouts.mamba_bytes. If stages differ, states and the
       convolution's halos of all ranks are gathered. In a uniform program idle stages exchange too.
     - Experts: expert slots x width are sent to the experts and back in the forward pass, and twice there and
       once back in the backward pass; one round.
