@@ -3,8 +3,9 @@
     python -m jaxthd.convert import nemotron_folder parakeet.nemo --out weights/speech
     python -m jaxthd.convert export runs/cp2 --out exported [--like nemotron_folder] [--dtype bfloat16]
 
-import reads Hugging Face folders of the families below and .nemo archives (their encoder). It writes a workdir
-without an optimizer: config.json and checkpoints/. If no source has an encoder, the model is text-only. Train from the folder with --train.init-from, or from the sources themselves.
+import reads Hugging Face folders of the families below and .nemo archives (their encoder). It writes a
+workdir without an optimizer: config.json and checkpoints/. If no source has an encoder, the model is
+text-only. Train from the folder with --train.init-from, or from the sources themselves.
 
 export reads the workdir of a run, or what import wrote (RUN@best and RUN@STEP choose a checkpoint), merges
 its low-rank matrices (LoRA) into their projections, and writes one of the formats below. The default is a

@@ -5,9 +5,9 @@
     python -m jaxthd.generate --config my.py --weights runs/my --chat chats.jsonl --out answers.jsonl
     python -m jaxthd.generate --config my.py --weights runs/my
 
-The last command starts a chat: you type a line at a time. /audio FILE adds a recording to your next line, /new
-starts over, /quit or Ctrl-D ends the chat, Ctrl-C ends an answer. Answers go to standard output as they come,
-everything else to standard error.
+The last command starts a chat: you type a line at a time. /audio FILE adds a recording to your next line,
+/new starts over, /quit or Ctrl-D ends the chat, Ctrl-C ends an answer. Answers go to standard output as they
+come, everything else to standard error.
 """
 
 import time

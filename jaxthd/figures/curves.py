@@ -95,8 +95,8 @@ def _titled(axes: Axes, title: str, y: str, color: str = INK) -> None:
 def _log_scale(axes: Axes) -> None:
     """Makes the y axis logarithmic, with few labels.
 
-    Over less than a factor of 5 the labels are evenly spaced. Over more they are at 1, 2 and 5 times each power
-    of ten, and over more than three powers of ten at powers only, or some of them.
+    Over less than a factor of 5 the labels are evenly spaced. Over more they are at 1, 2 and 5 times each
+    power of ten, and over more than three powers of ten at powers only, or some of them.
     """
     axes.set_yscale("log")
     low, high = axes.get_ylim()

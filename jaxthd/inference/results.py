@@ -10,7 +10,8 @@ from jaxthd.inference.wer import Errors, Normaliser, errors_of, make_normaliser,
 class ScoredDocument(NamedTuple):
     """A document's hypothesis with its errors.
 
-    reference, hypothesis: after the normaliser. words, characters: errors of the hypothesis against the reference.
+    reference, hypothesis: after the normaliser. words, characters: errors of
+    the hypothesis against the reference.
     """
 
     decoded: Hypothesis
