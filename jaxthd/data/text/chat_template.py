@@ -135,7 +135,7 @@ class ChatTemplate:
         """Marks as supervised the tokens of a span, and those up to the token that ends the answer."""
 
         def begins(token: _Token) -> bool:
-            """Whether the token starts in the span or, as in transformers' assistant_masks, ends in it."""
+            """Whether it starts in the span or reaches into it, as in transformers' assistant_masks."""
             return token.start >= start or (token.end > start and not self._is_mark(token))
 
         first = next((i for i, token in enumerate(tokens) if begins(token)), len(tokens))
