@@ -3,13 +3,14 @@
     python -m jaxthd.convert import nemotron_folder parakeet.nemo --out weights/speech
     python -m jaxthd.convert export runs/cp2 --out exported [--like nemotron_folder] [--dtype bfloat16]
 
-import reads Hugging Face folders of the families below and .nemo archives (their encoder), and writes what a
-run's workdir holds, without an optimizer: config.json and checkpoints/. Where no source has an encoder, the
-model is text-only. Train from the folder with --train.init-from, or from the sources themselves.
+import reads Hugging Face folders of the families below and .nemo archives (their encoder). It writes a
+workdir without an optimizer: config.json and checkpoints/. If no source has an encoder, the model is
+text-only. Train from the folder with --train.init-from, or from the sources themselves.
 
 export reads the workdir of a run, or what import wrote (RUN@best and RUN@STEP choose a checkpoint), merges
-its low-rank matrices (LoRA) into their projections, and writes one of the formats below. The default is the
-format that holds the whole model, else parts. Weights of a vision tower are those of --like, or absent.
+its low-rank matrices (LoRA) into their projections, and writes one of the formats below. The default is a
+format that holds the whole model or, if there is none, formats that hold parts. Weights of a vision tower are
+copied from --like, or absent.
 """
 
 import argparse
@@ -45,9 +46,9 @@ from jaxthd.terminal.tables import size_text
 def import_weights(sources: Sequence[str], out: Path, *, adapter_dim: int = 0) -> Config:
     """Writes the model made of these checkpoints into the new folder `out`; returns its settings.
 
-    adapter_dim: model.adapter_dim where no source has an adapter, whose weights are then initialised at
-    random. Where no source has an encoder, the model is text-only.
-    Raises UserError, before it writes anything, where `out` exists, no source has an LLM, or one is damaged.
+    adapter_dim: model.adapter_dim if no source has an adapter, whose weights are then randomly initialised.
+    If no source has an encoder, the model is text-only.
+    Raises UserError, before it writes anything, if `out` exists, no source has an LLM, or one is damaged.
     """
     _is_new(out)
     found = [open_checkpoint(source) for source in sources]
@@ -93,7 +94,7 @@ def export_weights(
     """Writes the run's weights as published checkpoints; returns their folders.
 
     form: one of FORMATS; None: see export_families. dtype, like, limit: see jaxthd.hf.export.export.
-    Raises UserError where `out` exists, the run cannot be read, or the format cannot hold the model.
+    Raises UserError if `out` exists, the run cannot be read, or the format cannot hold the model.
     """
     _is_new(out)
     path, _ = source_of(source)
@@ -130,7 +131,7 @@ def _tokenizer_folder(config: Config) -> Path | None:
 
 
 def _token_ids(config: Config, family: Family) -> dict[str, Any]:
-    """The run's special tokens, for config.json; none where its tokenizer is gone."""
+    """The run's special tokens, for config.json; none if its tokenizer is missing."""
     if family.token_fields is None:
         return {}
     try:

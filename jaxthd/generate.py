@@ -5,9 +5,9 @@
     python -m jaxthd.generate --config my.py --weights runs/my --chat chats.jsonl --out answers.jsonl
     python -m jaxthd.generate --config my.py --weights runs/my
 
-The last starts a chat: you say a line at a time; /audio FILE adds a recording to what you say next, /new
-starts over, /quit or Ctrl-D ends the chat, Ctrl-C ends an answer. Answers go to standard output as they come,
-everything else to standard error.
+The last command starts a chat: you type a line at a time. /audio FILE adds a recording to your next line,
+/new starts over, /quit or Ctrl-D ends the chat, Ctrl-C ends an answer. Answers go to standard output as they
+come, everything else to standard error.
 """
 
 import time
@@ -102,7 +102,7 @@ def generate(
 ) -> list[Answer]:
     """The answers to these conversations, in their order.
 
-    config, weights, batch, max_new_tokens: as for `load`; settings: as for Generator.stream; raises what they
+    config, weights, batch, max_new_tokens: as in `load`; settings: as in Generator.stream. Raises what these
     raise. To answer more than once, `load` a Generator.
     """
     generator = load(config, weights, batch=batch, max_new_tokens=max_new_tokens)

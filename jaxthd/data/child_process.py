@@ -1,8 +1,8 @@
-"""A Python process of the loader's own, with a pipe to it.
+"""A child process that runs a Python program, with a pipe to it.
 
-It is started as a command, not by multiprocessing: it imports what its program needs and not the script that
-trains, hence no jax. It ends by itself when this process is gone, however that ended: its program reads from
-the pipe, which then is closed.
+It is started as a command, not by multiprocessing. So it imports only what its program needs, not the
+training script and not jax. It ends by itself once this process has ended in any way: its program reads from
+the pipe, which is then closed.
 """
 
 import os
@@ -14,13 +14,13 @@ from multiprocessing.connection import Connection, Pipe
 
 
 class LostError(Exception):
-    """The process ended, or gave no answer in time; the message says how."""
+    """The process ended or did not answer in time; the message says which."""
 
 
 class Child:
-    """Runs `python PROGRAM... FD`, where FD is the number of its end of the pipe.
+    """Runs `python PROGRAM... FD`, where FD is the file descriptor of the child's end of the pipe.
 
-    program: arguments of the interpreter. environment: variables besides those of this process.
+    program: arguments of the interpreter. environment: variables added to those of this process.
     """
 
     def __init__(self, *program: str, **environment: str) -> None:
@@ -32,18 +32,21 @@ class Child:
                 pass_fds=[fd],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
-                start_new_session=True,  # Ctrl-C is for this process, which ends the other
+                start_new_session=True,  # Ctrl-C reaches this process only, which ends the child
             )
 
     def send(self, message: bytes) -> None:
-        """Raises LostError where the process is gone."""
+        """Sends a message. Raises LostError if the process has ended."""
         try:
             self._pipe.send_bytes(message)
         except OSError as gone:
             raise LostError(self.kill()) from gone
 
     def receive(self, seconds: float) -> bytes:
-        """Its next message. Raises LostError where it is gone, or sends none for so long and is killed."""
+        """Returns the next message. Raises LostError if the process has ended.
+
+        After `seconds` without a message it kills the process and raises LostError too.
+        """
         try:
             if self._pipe.poll(seconds):
                 return self._pipe.recv_bytes()
@@ -53,24 +56,24 @@ class Child:
         raise LostError(f"no answer in {seconds:g} s")
 
     def kill(self) -> str:
-        """Kills the process and returns how it ended, which may have been earlier."""
+        """Kills the process, unless it has ended already. Returns how it ended."""
         self._process.kill()
         status = self._process.wait()
         return signal.Signals(-status).name if status < 0 else f"exit status {status}"
 
     @property
     def status(self) -> int | None:
-        """How the process ended: its exit status, or the signal's number below 0. None while it runs."""
+        """The exit status, or minus the number of the signal that ended the process. None while it runs."""
         return self._process.returncode
 
     def end(self) -> None:
         """Lets the process end, within a second."""
-        self._pipe.close()  # it has nothing to do then
+        self._pipe.close()  # its program ends when the pipe is closed
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         self.kill()
 
 
 def parents_end() -> Connection:
-    """In a program that Child runs: its end of the pipe."""
+    """Returns the child's end of the pipe. Called by a program that Child runs."""
     return Connection(int(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""What train.py opens: the data sets of a run, read, made into documents, packed and laid out."""
+"""The data sets of a run as train.py uses them: read, made into documents, packed and laid out."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
@@ -22,11 +22,11 @@ from jaxthd.parallel.processes import exchange, is_first, require_same
 
 
 class SynchronizedLoader(BatchIterator):
-    """A Loader of this process's rows in step with those of the other processes: next() waits for all.
+    """A Loader of this process's rows, synchronised with the other processes: next() waits for all of them.
 
-    The report has all rows, but `keys` only of this process's. It ends when all processes have ended; one
-    that has no row left gives empty ones until then. With one process it gives what the Loader gives.
-    get_state is of this process's rows; see whole_position.
+    The report covers all rows, but `keys` only those of this process. Iteration ends when the loaders of all
+    processes have ended; until then a process without rows left yields empty ones. With one process it yields
+    what the Loader yields. get_state covers this process's rows; see whole_position.
     """
 
     def __init__(self, loader: Loader, skipped: SkipLog) -> None:
@@ -47,25 +47,25 @@ class SynchronizedLoader(BatchIterator):
         return batch, report._replace(rows=tuple(sorted(rows)))
 
     def keys(self, report: BatchReport) -> list[list[str]]:
-        """The documents' keys of all rows; the report has this process's. All processes call it."""
+        """The documents' keys of all rows; `report` has only this process's. All processes call it."""
         _, empty = self._empty
         own = [(row.row, keys) for row, keys in zip(empty.rows, report.keys, strict=True)]
         return [keys for _, keys in sorted(dict(map(tuple, chain(*exchange(own)))).items())]
 
 
 def whole_position(position: dict[str, Any]) -> dict[str, Any]:
-    """The state of all rows, from states that have it of each process's own rows. All processes call it.
+    """Merges the processes' states, each of its own rows, into the state of all rows. All processes call it.
 
-    The result depends neither on the number of processes nor on the mesh: any other may restore it.
+    The result depends neither on the number of processes nor on the mesh, so it can be restored under others.
     """
     streams = zip(*exchange(position["streams"]), strict=True)
     return position | {"streams": [next(s for s in states if s is not None) for states in streams]}
 
 
 class SpeechData:
-    """The run's data sets as loaders. Items that cannot be used go to the skip log, WORKDIR/skipped.jsonl.
+    """The run's data sets as loaders. Unusable items are listed in the skip log, WORKDIR/skipped.jsonl.
 
-    training: False leaves data.manifest unread. end_id: the token that ends an answer.
+    training: False: data.manifest is not read. end_id: the token that ends an answer.
     Raises UserError for prompts that cannot be encoded and for a data set without a usable item.
     """
 
@@ -74,7 +74,7 @@ class SpeechData:
         self._config = config
         tokenizer = load_tokenizer(data.tokenizer)
         self.end_id = PromptTemplate(data, tokenizer).end_id
-        # One of each for all loaders: workers take a second to start, and keep what they are sent.
+        # All loaders share these: workers take a second to start, and keep the functions that they are sent.
         self._workers = Workers(data.workers) if data.workers else 0
         self._train_documents = SpeechDocuments(config, tokenizer, train=True)
         self._validation_documents = SpeechDocuments(config, tokenizer, train=False)
@@ -97,18 +97,19 @@ class SpeechData:
         return self._validation[name]
 
     def is_skipped(self, key: str, name: str | None = None) -> bool:
-        """Whether an item of a validation set (None: the first) was found to be unusable."""
+        """Whether an item of a validation set (None: the first) was skipped as unusable."""
         name = name or next(iter(self._validation))
         return self.skipped.has(self._validation_sources[name].title, key)
 
     def validation_document(self, example: Example) -> Document | Skipped:
-        """What a validation set's loader packs for this item."""
+        """The document that a validation set's loader packs for this item."""
         return self._validation_documents(example, 0)
 
     def training(self, rows: Collection[int] | None = None) -> SynchronizedLoader:
-        """The training documents without end: dithered and masked, shuffled anew every epoch.
+        """An endless loader of the training documents: dithered and masked, reshuffled every epoch.
 
-        Data sets are mixed by data.weights. rows: see make_loader. A position of other documents is refused.
+        Data sets are mixed by data.weights. rows: see make_loader. A position saved for other documents is
+        refused.
         """
         identity, train = self._identity(), self._config.train
         require_same("what the training documents depend on", identity)
@@ -144,7 +145,7 @@ class SpeechData:
         return SynchronizedLoader(loader, self.skipped)
 
     def close(self) -> None:
-        """Ends the worker processes. Whoever holds a loader closes it before."""
+        """Ends the worker processes. Close the loaders before."""
         if isinstance(self._workers, Workers):
             self._workers.close()
 
@@ -161,7 +162,7 @@ class SpeechData:
         return self.skipped.of([source.title for source in sources])
 
     def _identity(self) -> dict[str, Any]:
-        """What the training documents depend on besides what make_loader adds, as JSON gives it back."""
+        """What the training documents depend on besides what make_loader adds, as JSON decodes it."""
         data, encoder = self._config.data, self._config.model.encoder
         names = ("tokenizer", "template", "system_prompt", "prompt", "audio_placeholder")
         return {

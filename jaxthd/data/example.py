@@ -1,4 +1,4 @@
-"""What every data source makes of its items: conversations, as turns of text and recordings."""
+"""Conversations as turns of text and recordings: what every data source makes of its items."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Member(NamedTuple):
 class Channels(NamedTuple):
     """The channels of a recording that are used: their indices among the `total` that it has.
 
-    A file with as many channels as are used holds those alone.
+    A file that has exactly as many channels as are used holds only those.
     """
 
     used: tuple[int, ...]
@@ -33,9 +33,9 @@ class Channels(NamedTuple):
 class Clip:
     """A recording, or a range of one.
 
-    path: absolute, or relative to the working directory if the data set's path is.
+    path: absolute; relative to the working directory if the data set's path is relative.
     offset: seconds into the recording. duration: seconds from there; None: to its end.
-    member: where in the file the recording lies, if that is a tar file. channels: None: all.
+    member: where the recording lies in the file, if that is a tar file. channels: those used; None: all.
     """
 
     path: Path
@@ -47,9 +47,7 @@ class Clip:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """A recording in memory: samples in [-1, 1], of shape [samples] or [samples, channels]. rate: samples a
-    second.
-    """
+    """A recording in memory: samples in [-1, 1], of shape [samples] or [samples, channels]. rate: in Hz."""
 
     samples: Shaped[np.ndarray, " samples *channels"]
     rate: int
@@ -70,11 +68,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Example:
-    """A conversation. In a data set its last turn is the assistant's. No assistant's turn has a recording.
+    """A conversation. In a data set its last turn is the assistant's. Assistant turns have no recordings.
 
-    key: in a data set, "NUMBER:NAME": the item's number and its name (of a line: audio_filepath or id, as
-        written). It is unique there, and the same wherever the data set lies. In a run, "SET/" precedes it,
-        the number of the data set, unless that is 0.
+    key: "NUMBER:NAME", the item's number and name (for a manifest line its audio_filepath or id, as written).
+        It is unique in the data set and does not depend on where the data set lies. In a run "SET/", the
+        number of the data set, precedes it unless that number is 0.
     """
 
     key: str
@@ -87,7 +85,7 @@ class Example:
 
     @property
     def duration(self) -> float | None:
-        """Seconds of all recordings; None where the data set does not give the duration of one."""
+        """Seconds of all recordings; None if the data set does not give the duration of one of them."""
         seconds = [clip.duration for clip in self.clips]
         return None if None in seconds else sum((s for s in seconds if s is not None), 0.0)
 
@@ -101,7 +99,9 @@ class Example:
 def utterance(
     clip: Clip | Samples, text: str, prompt: str, placeholder: str, system_prompt: str = ""
 ) -> tuple[Turn, ...]:
-    """The turns of a recording with its transcript: `prompt`, the clip for each placeholder, then the text.
+    """The turns of a recording with its transcript: the user's turn is `prompt`, the assistant's is `text`.
+
+    The clip replaces each placeholder of the prompt.
 
     Raises ValueError for an empty text.
     """
@@ -113,7 +113,7 @@ def utterance(
 def question(
     clip: Clip | Samples, prompt: str, placeholder: str, system_prompt: str = ""
 ) -> tuple[Turn, ...]:
-    """The system's turn and the user's of an utterance, without those that would be empty."""
+    """The system turn and the user turn of an utterance; empty ones are dropped."""
     before, *after = prompt.split(placeholder)
     parts = merge_texts([before, *(part for text_after in after for part in (clip, text_after))])
     system = (Turn("system", (system_prompt,)),) if system_prompt else ()
@@ -121,7 +121,7 @@ def question(
 
 
 def merge_texts(parts: Iterable[str | Clip | Samples]) -> tuple[str | Clip | Samples, ...]:
-    """Texts that follow one another become one; empty ones are dropped."""
+    """Joins consecutive texts into one and drops empty ones."""
     merged: list[str | Clip | Samples] = []
     for part in parts:
         if isinstance(part, str) and merged and isinstance(merged[-1], str):

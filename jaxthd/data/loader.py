@@ -1,7 +1,7 @@
-"""The loader: the rows' streams as batches, each with a report and a position that a run can be resumed from.
+"""The loader: batches of the rows' streams, each with a report and a position from which a run can resume.
 
-Positions are counted in items of the rows' streams and say nothing of processes or the mesh: one saved under
-one mesh is restored under another.
+Positions count the items of the rows' streams. They do not depend on processes or the mesh, so a position
+saved under one mesh can be restored under another.
 """
 
 import weakref
@@ -21,9 +21,9 @@ from jaxthd.packing.pack import PackReport
 
 
 class RowReport(NamedTuple):
-    """What one row of a batch holds. row: its number in the batch.
+    """Statistics of one row of a batch. row: its number in the batch.
 
-    The other fields are BatchReport's, of this row.
+    The other fields are those of BatchReport, for this row alone.
     """
 
     row: int
@@ -49,9 +49,9 @@ class RowReport(NamedTuple):
 
 
 class BatchReport(NamedTuple):
-    """What a batch holds.
+    """Statistics of a batch.
 
-    rows: a report of each of its rows, by their numbers.
+    rows: a report of each of its rows, in the order of their numbers.
     keys: for every row read in this process, its documents' keys: keys[row][s - 1] names segment s.
     """
 
@@ -83,7 +83,7 @@ class BatchReport(NamedTuple):
 
     @property
     def imbalance(self) -> float:
-        """Attention work of the worst context rank over the mean, of the worst row: it sets the pace."""
+        """Attention work of the busiest context rank over the mean, in the worst row, which sets the pace."""
         return max(row.imbalance for row in self.rows)
 
 
@@ -94,8 +94,8 @@ Own = TypeVar("Own", bound="BatchIterator")
 class BatchIterator(Iterator[BatchAndReport]):
     """Batches with their reports, from a position that can be saved and restored.
 
-    It passes everything on to `source`; what it is a part of overrides what differs. A context manager:
-    leaving it closes it.
+    Every method delegates to `source`; subclasses override what differs. It is a context manager that closes
+    itself on exit.
     """
 
     def __init__(self, source: Any) -> None:
@@ -122,10 +122,10 @@ class BatchIterator(Iterator[BatchAndReport]):
 
 
 class Loader(BatchIterator):
-    """Iterator of (Batch with R = rows, BatchReport), one stream a row. Made by make_loader.
+    """Iterator of (Batch with R = rows, BatchReport), with one stream for each row. make_loader makes it.
 
-    It stops when every stream is exhausted; one that ends before the others gives empty rows. An error while
-    batches are prefetched is raised by next().
+    It stops when every stream is exhausted; a stream that ends earlier yields empty rows. An error during
+    prefetch is raised by next().
     """
 
     def __init__(
@@ -139,20 +139,20 @@ class Loader(BatchIterator):
         self._end = weakref.finalize(self, _end, batches, self._source, workers)
 
     def close(self) -> None:
-        """Stops the thread and the processes of this loader."""
+        """Stops this loader's prefetch thread and its worker processes."""
         self._end()
 
     def get_state(self) -> dict[str, Any]:
         """Where the next batch starts, JSON-serialisable: what the streams depend on, and their states.
 
-        A row that is not read here has None for a state; set_state ignores it.
+        The state of a row that this process does not read is None; set_state ignores it.
         """
         return {"identity": self._identity, **super().get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continues exactly where get_state was called, under any mesh, with any workers.
 
-        Raises UserError when the state is of other data or other packing.
+        Raises UserError if the state was saved for other data or other packing.
         """
         was, now = state["identity"], self._identity
         changed = [
@@ -169,9 +169,9 @@ class Loader(BatchIterator):
 
 
 class _Batches(BatchIterator):
-    """The rows' streams as batches, with the states of them all.
+    """Assembles batches from the rows' streams and collects the states of all streams.
 
-    streams: for every row of the batch its stream, or None where another process reads it.
+    streams: the stream of every row of the batch, or None for a row that another process reads.
     """
 
     def __init__(self, streams: Sequence[grain.DatasetIterator | None], empty: PackedRow) -> None:
@@ -208,14 +208,14 @@ class _Batches(BatchIterator):
 
 
 class _Prefetch(grain.experimental.ThreadPrefetchDatasetIterator):
-    """Batches made early in a thread, each with the state after it; 0 early: made when asked for."""
+    """Prefetches batches in a thread, each with the state after it. With prefetch 0, next() makes them."""
 
     def __del__(self) -> None:
-        """Nothing: its Loader closes it. At exit grain's own __del__ comes when grain is half gone."""
+        """Does nothing: the Loader closes it. At exit grain's own __del__ would find grain half torn down."""
 
 
 def _end(batches: _Batches, prefetch: _Prefetch, workers: Workers | None) -> None:
-    # A thread that is reading a batch raises at its next document; then it can be waited for.
+    # A thread that is reading a batch raises at its next document, so that it can be joined.
     if workers:
         workers.close()
     batches.close()
@@ -241,22 +241,24 @@ def make_loader(
     """The loader of a run: row i reads items i, i + rows, ... of each epoch's order, whatever the mesh is.
 
     sources: random access to the items (manifest lines) of one data set each.
-    load(item, epoch): the item's Document, or a Skipped that says why there is none; random draws in it must
-        come from the item and the epoch. With workers it is pickled.
+    load(item, epoch): returns the item's Document, or a Skipped that says why there is none. Its random
+        draws must depend only on the item and the epoch. With workers it is pickled.
     config: data.*, mesh.context, mesh.audio_ranks, compute.context_layout and model.encoder.num_mels are
-        used. Epoch e's order is a function of (data.seed, e).
-    rows: those of the batch that are read here, the batch then having no others; None: all data.rows.
-    repeat: without end, a new order every epoch; False: one epoch, in which every document appears once.
+        used. The order of epoch e is a function of (data.seed, e).
+    rows: the rows that this process reads; its batches hold only these. None: all data.rows.
+    repeat: True: endless, with a new order every epoch. False: one epoch, with every document once.
     shuffle: overrides data.shuffle. depths, extras: see PackDocuments; the stream does not depend on them.
-    on_skip: called for every Skipped, and see PackDocuments.
-    identity: what the documents depend on besides data.*; JSON values. A loader of another identity refuses
-        a saved position.
-    weights: how often to draw from each source, in proportion (to 1%, evenly); each has an order and
-        epochs of its own. None: the sources are one, every item once an epoch. Without repeat they are too.
-    workers: processes that compute load ahead of the stream, or Workers to share, which the caller closes; 0:
-        it is computed here. prefetch: batches made early, in a thread. Neither changes the stream.
-    Raises UserError for a source with fewer items than rows under repeat; while iterating, when two epochs
-    of a repeated stream held no document that fits.
+    on_skip: called for every Skipped, and for the documents that PackDocuments skips.
+    identity: what the documents depend on besides data.*, as JSON values. A position saved under one identity
+        is refused under another.
+    weights: proportions in which the sources are drawn from (rounded to 1%, evenly interleaved); each source
+        has its own order and epochs. None, or repeat False: the sources are read as one, every item once an
+        epoch.
+    workers: number of processes that run `load` ahead of the stream, or Workers to share, which the caller
+        closes. 0: this process runs it. prefetch: batches that a thread makes in advance. Neither changes
+        the stream.
+    Raises UserError for a source with fewer items than rows if repeat; while iterating, if two epochs of a
+    repeated stream held no document that fits.
     """
     data = config.data
     shuffle = data.shuffle if shuffle is None else shuffle

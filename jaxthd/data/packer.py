@@ -40,7 +40,7 @@ class PackedRow(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class JudgedDocument:
-    """A document, and how it fits the buffers. No NamedTuple: grain's packer would take that apart."""
+    """A document, and how it fits the buffers. It is no NamedTuple, which grain's packer would flatten."""
 
     document: Document
     fit: Fit
@@ -50,20 +50,21 @@ class JudgedDocument:
 class PackDocuments:
     """Grain transformation: MapDataset or IterDataset of Documents (or None) -> IterDataset of PackedRow.
 
-    Apply it with ds.pipe(PackDocuments(...)). Elements that are None are dropped: whoever made them has
-    reported them. Documents that can never fit are skipped and reported by on_skip(key, reason): every time
-    that one is met, so in each epoch, and once more when a restored iterator reads it again.
+    Apply it with ds.pipe(PackDocuments(...)). Elements that are None are dropped: the code that made
+    them has reported them. Documents that can never fit are skipped and reported by on_skip(key, reason) each
+    time they are read: in every epoch, and again when a restored iterator reads them once more.
 
-    Grain's own packer fills buffers by tokens and mel frames jointly. Where a buffer's encoder chunks cannot
-    be assigned whole to the audio ranks, the buffer is divided into consecutive runs of documents whose
-    chunks can.
+    Grain's own packer fills buffers by tokens and mel frames jointly. If a buffer's encoder chunks cannot be
+    assigned whole to the audio ranks, the buffer is divided into consecutive runs of documents whose chunks
+    can.
 
-    The iterator's state is (the packer's state before the buffer, the number of the buffer's documents that
-    were handed out). It is exact, JSON-serialisable and the same under every mesh. For that, a document that
-    no mesh can take (too many tokens, too much audio) is skipped before the packer, and one that this mesh
-    cannot take (its audio cannot be assigned to the ranks) behind it, where buffers are divided.
+    The iterator's state is (the packer's state before the buffer, how many of the buffer's documents were
+    yielded). It is exact, JSON-serialisable and the same under every mesh. That is why documents are skipped
+    at two points. A document that fits no mesh (too many tokens, too much audio) is skipped before the
+    packer. One that does not fit this mesh (its audio cannot be assigned to the ranks) is skipped after the
+    packer, where buffers are divided.
 
-    Raises ValueError on construction when the sizes contradict each other.
+    Raises ValueError on construction if the sizes contradict each other.
     """
 
     capacity: int
@@ -76,7 +77,7 @@ class PackDocuments:
     num_mels: int = 0
     """Mel bands of the documents' audio."""
     packing: Literal["first_fit", "best_fit", "padded"] = "first_fit"
-    """Grain's first-fit or best-fit packer, or "padded": one document a row."""
+    """Grain's first-fit or best-fit packer; "padded" puts one document in each row."""
     packing_bins: int = 8
     """Buffers that the packer keeps open at a time."""
     round_to: int = 1
@@ -84,18 +85,18 @@ class PackDocuments:
     context: int = 1
     """Context ranks that the buffer is laid out for."""
     layout: Literal["buffer", "document"] = "buffer"
-    """What is divided over the context ranks: the whole buffer, or each document by itself; round_to is then
-    a multiple of 2 * context."""
+    """What is divided over the context ranks: the whole buffer, or each document by itself. "document"
+    needs a round_to that is a multiple of 2 * context."""
     audio_ranks: int = 1
     """Ranks that share a buffer's audio."""
     shuffle_seed: int | None = None
-    """Seed of grain's shuffle of the open buffers as they leave; None: in order, the emptiest last."""
+    """Seed of grain's shuffle of the open buffers when it yields them; None: in order, the emptiest last."""
     depths: int = 0
     """Depths of multi-token prediction that the batch has data for."""
     extras: tuple[str, ...] = ()
     """Names of Document.extras that the batch holds, for an objective that reads them."""
     on_skip: OnSkip = log_skip
-    """Called with (document key, reason) for every document skipped."""
+    """Called with (document key, reason) for every skipped document."""
 
     def __post_init__(self) -> None:
         _ = self.limits
@@ -115,7 +116,7 @@ class PackDocuments:
 
     @property
     def limits(self) -> BufferLimits:
-        """What one buffer holds."""
+        """The most that one buffer holds."""
         return BufferLimits(
             self.capacity, self.audio_capacity, self.max_documents, self.audio_ranks, self.round_to
         )
@@ -129,7 +130,7 @@ class PackDocuments:
         return None if document is None else JudgedDocument(document, self.limits.fit(document))
 
     def pack_judged(self, documents: grain.MapDataset | grain.IterDataset) -> grain.IterDataset:
-        """As a call, for a dataset of what `judge` returns."""
+        """Like __call__, for a dataset of what `judge` returns."""
         if isinstance(documents, grain.MapDataset):
             documents = documents.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         packable = documents.filter(self._keep)
@@ -140,9 +141,9 @@ class PackDocuments:
                 "first_fit": grain.experimental.FirstFitPackIterDataset,
                 "best_fit": grain.experimental.BestFitPackIterDataset,
             }
-            # Grain copies what it packs into buffers, so it packs markers of the right lengths and carries
-            # the documents along. It would round lengths itself (pack_alignment), but its datasets do not
-            # take the option.
+            # Grain copies what it packs into buffers. So it packs markers of the right lengths, and the
+            # documents travel beside them. Grain could round lengths itself (pack_alignment), but its
+            # datasets do not accept that option.
             buffers = packers[self.packing](
                 packable.map(_markers),
                 length_struct={"tokens": self.capacity, "frames": self.audio_capacity // SUBSAMPLING},
@@ -180,9 +181,9 @@ class PackDocuments:
         return not judged.fit.too_large
 
     def _first_run(self, buffer: Sequence[JudgedDocument]) -> tuple[int, list[Document]]:
-        """(documents taken, the row that they make): the longest run whose audio can be assigned.
+        """Takes the longest run of documents whose audio can be assigned; returns (number taken, row).
 
-        (1, []) where the first document's audio cannot: it is skipped.
+        Returns (1, []) if the audio of the first document cannot be assigned: that document is skipped.
         """
         taken = self.limits.first_run([judged.fit for judged in buffer])
         if not taken:
@@ -198,7 +199,7 @@ def pack_documents(
     extras: Sequence[str] = (),
     on_skip: OnSkip = log_skip,
 ) -> PackDocuments:
-    """The plugin with the sizes of a Config. A model without an encoder gets no room for audio."""
+    """Returns PackDocuments with the sizes of a Config; without an encoder, audio_capacity is 0."""
     data, encoder = config.data, config.model.encoder
     return PackDocuments(
         capacity=data.capacity,
@@ -219,7 +220,7 @@ def pack_documents(
 
 
 def _markers(judged: JudgedDocument) -> dict[str, Any]:
-    """What grain's packer sees: arrays as long as what the document takes of a buffer."""
+    """What grain's packer packs: arrays as long as the slots and frames that the document takes."""
     return {
         "tokens": np.zeros(judged.fit.slots, np.int8),
         "frames": np.zeros(sum(judged.fit.chunk_frames) // SUBSAMPLING, np.int8),
@@ -231,7 +232,7 @@ FirstRun = Callable[[Sequence[JudgedDocument]], tuple[int, list[Document]]]
 
 
 class _Runs(grain.IterDataset):
-    """Buffers -> consecutive runs of their documents, as `first_run` divides them."""
+    """Divides buffers into consecutive runs of their documents with `first_run`."""
 
     def __init__(self, buffers: grain.IterDataset, first_run: FirstRun) -> None:
         super().__init__(buffers)
@@ -245,7 +246,7 @@ class _Runs(grain.IterDataset):
 
 
 class _RunsIterator(grain.DatasetIterator):
-    """Its state: the parent's state before the buffer, and how many of the buffer's documents are done."""
+    """State: the parent's state before the buffer, and how many of the buffer's documents were yielded."""
 
     def __init__(self, buffers: grain.DatasetIterator, first_run: FirstRun) -> None:
         super().__init__(buffers)

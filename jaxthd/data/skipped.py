@@ -1,4 +1,4 @@
-"""The items that a run skips, and why. Nothing here imports jax: worker processes do without it."""
+"""The items that a run skips, and why. It imports no jax, since worker processes use it."""
 
 import re
 import threading
@@ -18,15 +18,16 @@ class Skipped(NamedTuple):
 
 
 def numbered_key(number: int, key: str) -> str:
-    """The key, in a run, of an item that data set number `number` calls `key`."""
+    """The key that an item has in a run; `key` is its key in data set number `number`."""
     return f"{number}/{key}" if number else key
 
 
 class SkipLog:
-    """Everything skipped: one JSON object {"manifest", "key", "reason"} a line, each item once.
+    """Lists every skipped item once, as one JSON object {"manifest", "key", "reason"} a line.
 
-    The file keeps what earlier calls of the same run wrote; len() counts what this one skipped. Several
-    threads may use it. writes: False in a process for which another one writes: it hands over `news`.
+    The file keeps what earlier calls of the same run wrote; len() counts what this call skipped. Several
+    threads may use it. writes: False in a process whose items another process writes, which gets them from
+    `news`.
     """
 
     def __init__(self, path: Path, *, writes: bool = True) -> None:
@@ -38,7 +39,7 @@ class SkipLog:
         self._news: list[list[str]] = []
 
     def of(self, manifests: Sequence[str]) -> Callable[[str, str], None]:
-        """A function (key, reason) that adds an item of one of these data sets. Keys: see numbered_key."""
+        """Returns a function (key, reason) that adds an item of one of these data sets (see numbered_key)."""
         return partial(self._add, manifests)
 
     def _add(self, manifests: Sequence[str], key: str, reason: str) -> None:
@@ -47,7 +48,7 @@ class SkipLog:
         self.add(manifests[number], key[numbered.end() :] if numbered else key, reason)
 
     def add(self, manifest: str, key: str, reason: str) -> None:
-        """Adds an item under the names that the file uses."""
+        """Adds an item. manifest, key: as the file names them."""
         with self._lock:
             self._skipped.add((manifest, key))
             if (manifest, key) not in self._listed:
@@ -58,11 +59,11 @@ class SkipLog:
                     self._news.append([manifest, key, reason])
 
     def has(self, manifest: str, key: str) -> bool:
-        """Whether this item was skipped in this call of the run."""
+        """Whether this call of the run has skipped the item."""
         return (manifest, key) in self._skipped
 
     def news(self) -> list[list[str]]:
-        """The arguments of every `add` since the last call, where another process writes them."""
+        """The arguments of every `add` since the last call, for the process that writes them."""
         with self._lock:
             news, self._news = self._news, []
         return news

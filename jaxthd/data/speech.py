@@ -1,6 +1,6 @@
-"""Examples -> documents: writes the turns, decodes the recordings, computes and masks their features.
+"""Makes documents from examples: tokenizes the turns, decodes recordings, computes and masks features.
 
-Worker processes import this: no jax, no grain.
+Worker processes import it, so it imports neither jax nor grain.
 """
 
 import numpy as np
@@ -16,12 +16,12 @@ from jaxthd.packing.document import Document
 
 
 class SpeechDocuments:
-    """Makes the Document of an Example, or says why it cannot. Call with (example, epoch).
+    """Makes the Document of an Example, or a Skipped with the reason. Call it with (example, epoch).
 
     PromptTemplate writes the turns. Audio longer than model.encoder.chunk_seconds becomes several encoder
     chunks, each normalised by itself. Audio that exceeds data.audio_capacity is not decoded to its end.
     train: dithers the audio and masks its features; the draws depend on (data.seed, epoch, key) alone.
-    Raises UserError on construction as PromptTemplate.
+    Raises UserError on construction, as PromptTemplate does.
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer, *, train: bool) -> None:
@@ -48,8 +48,9 @@ class SpeechDocuments:
         return Document.splice(example.key, tokens, supervised, clips, self._audio_id)
 
     def prompt(self, example: Example) -> Document:
-        """The example's turns up to where the assistant's next answer begins. Nothing is dithered, masked or
-        supervised. Raises ValueError for an example that cannot be used.
+        """The document of a prompt: the example's turns up to where the assistant's next answer begins.
+
+        Nothing is dithered, masked or supervised. Raises ValueError for an example that cannot be used.
         """
         tokens = self._template.prompt(example.turns)
         clips = [self._features(clip, None) for clip in example.clips]

@@ -1,7 +1,7 @@
 """A row's stream of documents: which items it reads, in which order, and who computes their documents.
 
-Row i of n reads items i, i + n, ... of every epoch's order of every data set. All of a stream's state is one
-count of the items read. It says nothing of processes or the mesh.
+In every epoch, row i of n reads items i, i + n, ... of each data set's order. A stream's state is one number,
+the count of items read. It does not depend on processes or the mesh.
 """
 
 from collections import Counter, deque
@@ -20,14 +20,14 @@ from jaxthd.packing.document import Document
 
 Item = TypeVar("Item")
 Load = Callable[[Any, int], Document | Skipped]
-"""(item, epoch) -> its document, or why there is none. Workers get it pickled."""
+"""(item, epoch) -> the item's document, or a Skipped with the reason. It is pickled for workers."""
 
 GROUP = 8
-"""Items that a worker process is asked for at a time."""
+"""Items in one request to a worker process."""
 
 
 class ItemRef(NamedTuple):
-    """Item number `item` of data set number `source`, which was read `epoch` times before."""
+    """Item number `item` of data set number `source`, in epoch `epoch` (from 0) of that data set."""
 
     source: int
     item: int
@@ -35,7 +35,7 @@ class ItemRef(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What an item of data set number `source` became."""
+    """What `load` returned for an item of data set number `source`."""
 
     source: int
     document: Document | Skipped
@@ -53,14 +53,14 @@ def row_streams(
     seed: int | None,
     pool: Workers | None,
 ) -> list[grain.DatasetIterator | None]:
-    """For every row of the batch, the iterator over its PackedRows.
+    """The iterators over the PackedRows of every row of the batch.
 
     sources: random access to the items of one data set each. load: makes their documents.
-    own: the rows that are read here; the others are None in the list. None: all are read here.
-    weights: how often to draw from each source, in proportion; None: there is one source.
-    repeat: without end, a new order every epoch; False: one epoch.
+    own: the rows that this process reads (None: all); for the others the list has None.
+    weights: proportions in which the sources are drawn from; None: there is one source.
+    repeat: True: endless, with a new order every epoch. False: one epoch.
     seed: source s is shuffled with seed + s; None: items keep their order.
-    pool: worker processes that compute load; None: it is computed in this process.
+    pool: worker processes that run `load`; None: this process runs it.
     """
     orders = [grain.MapDataset.range(len(source)) for source in sources]
     if seed is not None:
@@ -93,11 +93,11 @@ def _load(sources: Sequence[Sequence[Item]], load: Load, ref: ItemRef) -> Loaded
 
 
 class _Sift:
-    """Loaded, in the stream's order -> JudgedDocument; None for a Skipped, which is reported.
+    """Judges loaded items in the stream's order. Returns None for a Skipped, which it reports.
 
-    It counts the items since the last document that fits: a repeated stream of which none fits would
-    otherwise be read for ever.
-    items: this row's number of items of each data set; None where nothing is repeated.
+    It counts the items since the last document that fits. Otherwise a repeated stream without any document
+    that fits would be read for ever.
+    items: number of this row's items in each data set; None for a stream that is not repeated.
     """
 
     def __init__(self, pack: PackDocuments, items: Sequence[int] | None) -> None:
@@ -123,7 +123,7 @@ class _Sift:
 
 
 class _LoadedByWorkers(grain.IterDataset):
-    """ItemRefs -> Loaded, in order, computed ahead of the stream by worker processes."""
+    """Loads the items of ItemRefs in order. Worker processes compute them ahead of the stream."""
 
     def __init__(
         self, refs: grain.MapDataset, sources: Sequence[Sequence[Item]], load: Load, workers: Workers
@@ -139,7 +139,7 @@ class _LoadedByWorkers(grain.IterDataset):
 
 
 class _WorkersIterator(grain.DatasetIterator):
-    """Its state: a count of the items handed out, as that of grain's own iterator over the refs."""
+    """State: a count of the items yielded, like that of grain's own iterator over the refs."""
 
     def __init__(
         self, refs: grain.MapDataset, sources: Sequence[Sequence[Item]], load: Load, workers: Workers
@@ -165,7 +165,7 @@ class _WorkersIterator(grain.DatasetIterator):
         return loaded
 
     def _ask(self) -> None:
-        """Keeps twice as many groups under way as there are workers: each has one while the next waits."""
+        """Keeps two requests in flight for each worker: it computes one while the next waits."""
         while len(self._asked) < 2 * self._workers.count and self._next_asked < len(self._refs):
             end = min(self._next_asked + GROUP, len(self._refs))
             refs = [self._refs[i] for i in range(self._next_asked, end)]

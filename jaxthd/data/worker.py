@@ -1,6 +1,6 @@
-"""The program of a worker process: it makes documents until its pipe closes. jaxthd.data.workers starts it.
+"""The program of a worker process, which makes documents until its pipe closes.
 
-It imports what its work needs and no more: no jax, no grain.
+jaxthd.data.workers starts it. It imports only what it needs: neither jax nor grain.
 """
 
 import pickle
@@ -13,11 +13,11 @@ from jaxthd.data.child_process import parents_end
 
 
 def serve(parent: Connection) -> None:
-    """Answers every (n, load, items) by ([load(*item) for item in items], "") or (None, what went wrong).
+    """Answers each request (n, load, items) with ([load(*item) for item in items], "") or (None, the error).
 
-    load: the function number n the first time, None from then on. The first answer, to no request, says that
-    the process has started. Requests and answers are pickled. Raises EOFError or OSError once the parent is
-    gone.
+    load: function number n in the first request that uses it, None afterwards. Before any request, one answer
+    is sent to say that the process has started. Requests and answers are pickled. Raises EOFError or OSError
+    once the parent has ended.
     """
     loads: dict[int, Any] = {}
     parent.send_bytes(b"")
@@ -37,5 +37,5 @@ def serve(parent: Connection) -> None:
 
 
 if __name__ == "__main__":
-    with suppress(EOFError, OSError):  # the parent is gone, by a kill -9 too: its end of the pipe is closed
+    with suppress(EOFError, OSError):  # the parent has ended, perhaps by kill -9: the pipe is closed
         serve(parents_end())

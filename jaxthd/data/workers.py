@@ -1,7 +1,7 @@
 """Worker processes of the loader: they decode audio and compute features beside the training process.
 
-What a worker was reading when it died is read again item by item. Only an item that kills a second worker,
-alone this time, is skipped.
+If a worker dies, the items of its request are computed again one at a time. An item is skipped only if a
+second worker dies while it computes that item alone.
 """
 
 import pickle
@@ -16,13 +16,13 @@ from jaxthd.data.skipped import Skipped
 from jaxthd.errors import UserError
 
 ANSWER_SECONDS = 60.0
-"""A worker that gives no answer for so long hangs."""
+"""A worker that gives no answer for so long is taken to hang."""
 
 
 class Workers:
     """`count` worker processes, started when they are needed. Loaders may share them.
 
-    Make each `load` once: a worker keeps every one that it was sent.
+    Make each `load` once: a worker keeps every function that it is sent.
     answer_seconds: a worker that gives no answer for so long is killed.
     """
 
@@ -36,16 +36,16 @@ class Workers:
         self._end = weakref.finalize(self, _end, self._threads, self._running)
 
     def close(self) -> None:
-        """Kills the processes. What is not computed yet raises, and so does submit."""
+        """Kills the processes. Unfinished futures raise, and so does submit from then on."""
         self._end()
         self._threads.shutdown()
 
     def submit(self, load: Callable[[Any, int], Any], items: Sequence[tuple[Any, int]]) -> Future[list[Any]]:
-        """load(item, epoch) of every (item, epoch), computed in a worker; load and items are pickled.
+        """Computes load(item, epoch) of every (item, epoch) in a worker; load and items are pickled.
 
-        An item that two workers died of, or hung over, gives a Skipped with its attribute `key`.
-        The future raises RuntimeError with the worker's traceback where load raised; UserError where no
-        worker starts.
+        For an item on which two workers died or hung, the result is a Skipped with the item's `key`.
+        The future raises RuntimeError with the worker's traceback if load raised, and UserError if no worker
+        starts.
         """
         return self._threads.submit(self._compute, load, items)
 
@@ -87,7 +87,7 @@ class _Worker:
     """One process; its program is jaxthd.data.worker."""
 
     def __init__(self) -> None:
-        # One thread a process: there are as many processes as cores are to be used.
+        # One thread a process: the number of processes is the number of cores to use.
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._child = Child("-m", "jaxthd.data.worker", **one_thread)
         self._sent: dict[int, Any] = {}
@@ -100,10 +100,10 @@ class _Worker:
             ) from lost
 
     def ask(self, load: Any, items: Sequence[tuple[Any, int]], seconds: float) -> list[Any]:
-        """[load(*item) for item in items]. Raises RuntimeError for what load raised, LostError."""
+        """Returns [load(*item) for item in items]. Raises RuntimeError if load raised, and LostError."""
         n = id(load)
         if n not in self._sent:
-            self._request((n, load, []), ANSWER_SECONDS)  # it imports what load needs
+            self._request((n, load, []), ANSWER_SECONDS)  # the worker imports what load needs
             self._sent[n] = load  # kept, so that no other object gets this id
         return self._request((n, None, items), seconds)
 

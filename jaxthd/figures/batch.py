@@ -1,4 +1,4 @@
-"""The documents of a batch: what every buffer holds, and which rank has it.
+"""The figure of a batch: the documents in every buffer, and the ranks that hold them.
 
 Legend: T token slots of a buffer, A mel frame slots of a row over all its audio ranks, E = A / 8.
 """
@@ -24,13 +24,13 @@ from jaxthd.packing.layout import ContextLayout
 from jaxthd.run.metrics import Number
 
 MOST_ROWS = 4
-"""Buffers of a batch that are drawn."""
+"""Most buffers of a batch that are drawn."""
 NUMBERED = 0.015
 """A document's number is written where it takes at least this share of the width."""
 
 
 def draw_batch(batch: Batch, report: BatchReport, config: Config, path: Path) -> None:
-    """Draws the documents of a batch as a PNG: what every buffer holds, and which rank has it.
+    """Draws a batch as a PNG: the documents in every buffer, and the ranks that hold them.
 
     batch, report: from a loader of `config`. Raises OSError, which names the file, when it cannot be written.
     """
@@ -154,6 +154,6 @@ def _shares(axes: Axes, ranks: Sequence[int], width: Number) -> None:
 
 
 def stretches(*rows: Shaped[np.ndarray, " n"]) -> list[tuple[int, int]]:
-    """(start, stop) of the longest stretches in which none of the rows changes."""
+    """(start, stop) of the longest stretches in which all rows are constant."""
     changes = np.any([row[1:] != row[:-1] for row in rows], axis=0)
     return list(pairwise([0, *(np.flatnonzero(changes) + 1).tolist(), len(rows[0])]))

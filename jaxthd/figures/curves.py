@@ -95,8 +95,8 @@ def _titled(axes: Axes, title: str, y: str, color: str = INK) -> None:
 def _log_scale(axes: Axes) -> None:
     """Makes the y axis logarithmic, with few labels.
 
-    Labels are in even steps over less than a factor of 5, else at 1, 2 and 5 times each power of ten; over
-    more than three powers of ten at the powers alone, or at some of them.
+    Over less than a factor of 5 the labels are evenly spaced. Over more they are at 1, 2 and 5 times each
+    power of ten, and over more than three powers of ten at powers only, or some of them.
     """
     axes.set_yscale("log")
     low, high = axes.get_ylim()
@@ -127,9 +127,9 @@ def _curve(
     middle: Callable[[np.ndarray], Any],
     label: str = "",
 ) -> None:
-    """Draws every step, faint, and over it a smoothed curve.
+    """Draws every step faintly, and over it a smoothed curve.
 
-    middle: of the values in each of at most SMOOTHED_POINTS stretches of the run, such as np.mean.
+    middle: averages the values in each of at most SMOOTHED_POINTS stretches of the run, as np.mean does.
     """
     steps, found = _xy(lines, name)
     axes.plot(steps, found, color=color, alpha=0.3, linewidth=0.8)
@@ -144,7 +144,7 @@ def _curve(
 def _points(
     axes: Axes, lines: Sequence[Mapping[str, Any]], name: str, color: str, label: str, form: str
 ) -> None:
-    """Draws what is measured now and then, with markers; the legend gives the first and the last value."""
+    """Draws occasional measurements with markers; the legend gives the first and the last value."""
     steps, found = _xy(lines, name)
     if found:
         ends = f"{form.format(found[0])} \N{RIGHTWARDS ARROW} {form.format(found[-1])}"

@@ -40,8 +40,8 @@ SPECTROGRAM, GAP = 1.1, 0.45
 class Case(NamedTuple):
     """A document of the gallery.
 
-    chunks: its log-mel features, an array for each encoder chunk. reference, hypothesis: after the
-    normaliser, words with single spaces between them.
+    chunks: its log-mel features, an array for each encoder chunk. reference, hypothesis: normalised, words
+    with single spaces between them.
     """
 
     title: str
@@ -51,7 +51,7 @@ class Case(NamedTuple):
 
 
 Line = list[tuple[str, str]]
-"""Pairs (reference's word, hypothesis's word), drawn one above the other; "" where there is none."""
+"""Pairs (reference word, hypothesis word), drawn one above the other; "" for a missing word."""
 
 
 def draw_gallery(cases: Sequence[Case], path: Path) -> None:
@@ -83,7 +83,7 @@ def gallery_figure(cases: Sequence[Case]) -> Figure:
 def wrapped(pairs: Line) -> list[Line]:
     """Breaks the pairs into lines of at most COLUMNS letters, and shortens words that are longer than a line.
 
-    Of more than MOST_LINES lines the last is a note that counts the remaining words.
+    If there are more than MOST_LINES lines, the last one is a note that counts the remaining words.
     """
     pairs = [(reference[: COLUMNS - 1], hypothesis[: COLUMNS - 1]) for reference, hypothesis in pairs]
     lines: list[Line] = [[]]

@@ -65,7 +65,7 @@ def _titled(axes: Axes, title: str, x: str, y: str) -> None:
 
 
 def _histogram(axes: Axes, x: np.ndarray, edges: np.ndarray, bound: str, at: int) -> None:
-    """Shares of x, with lines at its percentiles and at the bound; their names step down to stay legible."""
+    """Draws shares of x, with lines at its percentiles and the bound; labels step down to stay legible."""
     axes.hist(x, edges.tolist(), weights=np.full(len(x), 1 / len(x)), color=HUES[0])
     axes.set_ylim(top=1.35 * axes.get_ylim()[1])
     marks = [*zip(("P50", "P90", "P99", "max"), percentiles(x), strict=True), (bound, at)]

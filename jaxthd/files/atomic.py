@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, lines: Iterable[str]) -> None:
-    """Writes the file: it holds all of `lines`, or what it held before, whenever process or machine stops.
+    """Replaces the file atomically: if process or machine stop, it holds all of `lines` or its old text.
 
     lines: text, or an iterable of texts (a generator may take its time; the file is replaced at the end).
     Several processes may write the same file at once: the last one's text stays. Raises OSError.

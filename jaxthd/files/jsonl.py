@@ -22,7 +22,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Rewrites the file, if there is one, with only its whole and wanted lines. Returns their entries."""
+    """Rewrites the file, if there is one, without truncated and unwanted lines. Returns the kept entries."""
     kept = [entry for entry in read_lines(path) if wanted(entry)]
     if path.exists():
         write_lines(path, kept)
@@ -49,7 +49,7 @@ def _line(entry: dict[str, Any]) -> str:
 
 
 def finite(value: Any) -> Any:
-    """The value with None for numbers that are not finite, which JSON has not; inside lists and dicts too."""
+    """Replaces numbers that are not finite, which JSON lacks, with None; also inside lists and dicts."""
     if isinstance(value, dict):
         return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -13,7 +13,7 @@ from jaxthd.files.atomic import write_atomically
 
 FILE = "config.json"
 _RENAMED = {"mamba_chunk": "scan_chunk"}
-"""Names that fields of an older jaxthd had before they moved to compute."""
+"""Names of fields in an older jaxthd, before the fields moved to compute."""
 
 
 def is_run(folder: Path) -> bool:
@@ -38,9 +38,9 @@ class Difference(NamedTuple):
 
 
 def read_config(folder: Path) -> Config:
-    """The settings that `write_config` has written into `folder`. A field added since then has its default.
+    """The settings that `write_config` has written into `folder`. Newer fields have their defaults.
 
-    Raises UserError as read_settings does, and where there are fields that Config does not have.
+    Raises UserError as read_settings does, and for fields that Config does not have.
     """
     stored = read_settings(folder)
     try:
@@ -54,7 +54,7 @@ def read_config(folder: Path) -> Config:
 def read_settings(folder: Path) -> dict[str, Any]:
     """The JSON object in config.json.
 
-    Raises DamagedConfigError where there is none, and UserError for one that an older jaxthd wrote.
+    Raises DamagedConfigError if there is none, and UserError for one that an older jaxthd wrote.
     """
     file = folder / FILE
     try:
@@ -91,9 +91,9 @@ def _older_fields(stored: Mapping[str, Any]) -> dict[str, str]:
 
 
 def differences(stored: Mapping[str, Any], config: Config) -> list[Difference]:
-    """Where stored settings (read_settings) differ from `config`, fields that Config does not have included.
+    """The fields in which stored settings (read_settings) differ from `config`, or that Config does not have.
 
-    A field that was added since they were written had its default then.
+    A field that was added after they were written counts as stored with its default.
     """
     then, now = flat(_completed(Config, stored)), flat(json.loads(json.dumps(asdict(config))))
 
@@ -105,7 +105,7 @@ def differences(stored: Mapping[str, Any], config: Config) -> list[Difference]:
 
 
 def _completed(kind: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """With the defaults of fields that are missing."""
+    """The stored settings, with defaults for missing fields."""
     kinds = get_type_hints(kind)
     defaults = json.loads(json.dumps(asdict(kind())))
     inner = {
@@ -117,7 +117,7 @@ def _completed(kind: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _built(kind: Any, stored: Mapping[str, Any]) -> Any:
-    """The dataclass that asdict and JSON have made `stored` of."""
+    """Rebuilds the dataclass from `stored`, its asdict form read from JSON."""
     kinds = get_type_hints(kind)
     unknown = sorted(stored.keys() - kinds.keys())
     if unknown:
@@ -138,7 +138,7 @@ def _dataclass_in(kind: Any) -> Any:
 
 
 def compare_models(path: Path, there: ModelConfig, here: ModelConfig) -> None:
-    """Raises UserError where weights in `path`, of the model `there`, do not fit the model `here`.
+    """Raises UserError if the weights in `path`, of the model `there`, do not fit the model `here`.
 
     Encoder and adapter, or multi-token prediction, may be missing on one side. Weights that all depths share
     fit any number of depths.
@@ -165,7 +165,7 @@ def compare_models(path: Path, there: ModelConfig, here: ModelConfig) -> None:
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested fields by dotted names. A block pattern loses its stage marks, which do not change the model."""
+    """Flattens nested fields to dotted names. Stage marks, which do not change the model, are removed."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         value = value.replace("|", "") if name == "pattern" and isinstance(value, str) else value

@@ -17,7 +17,7 @@ HELP = "A line is what you say. /audio FILE: a recording for what you say next; 
 def chat(generator: Generator, settings: dict[str, Any], out: Path | None) -> None:
     """Answers lines of standard input until it ends.
 
-    settings: keyword arguments of Generator.stream. out: JSONL that the answers are appended to.
+    settings: keyword arguments of Generator.stream. out: JSONL to which the answers are appended.
     """
     say(HELP)
     turns: list[Turn] = []
@@ -49,9 +49,9 @@ def chat(generator: Generator, settings: dict[str, Any], out: Path | None) -> No
 
 
 def user_turn(text: str, recordings: Sequence[Path], placeholder: str) -> Turn:
-    """The user's turn. Each placeholder in the text stands for a recording; without one, they come first.
+    """The user's turn. Each placeholder stands for a recording; without placeholders, recordings come first.
 
-    Raises UserError for another number of placeholders than recordings, and for a turn without content.
+    Raises UserError if placeholders and recordings differ in number, and for a turn without content.
     """
     if placeholder not in text:
         text = placeholder * len(recordings) + text
@@ -73,9 +73,9 @@ def user_turn(text: str, recordings: Sequence[Path], placeholder: str) -> Turn:
 def show_answers(
     deltas: Iterator[AnswerDelta], conversations: Sequence[Example], out: Path | None
 ) -> list[Answer]:
-    """Prints the answers in the conversations' order: the first that is unfinished as it comes.
+    """Prints the answers in the conversations' order, streaming the first unfinished one.
 
-    out: JSONL that finished answers are appended to.
+    out: JSONL to which finished answers are appended.
     """
     found: list[list[AnswerDelta]] = [[] for _ in conversations]
     answers: list[Answer] = []
@@ -97,7 +97,7 @@ def show_answers(
 
 
 def printable(text: str) -> str:
-    """The text with replacement characters for those that would control the terminal."""
+    """The text with replacement characters in place of terminal control characters."""
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
 
 
@@ -118,7 +118,7 @@ def _lines() -> Iterator[str]:
 
 
 def _interruptible(deltas: Iterator[AnswerDelta]) -> Iterator[AnswerDelta]:
-    """The deltas; Ctrl-C ends the answer as if it were cut off."""
+    """Yields the deltas. Ctrl-C ends the answer as if it were cut off."""
     try:
         yield from deltas
     except KeyboardInterrupt:

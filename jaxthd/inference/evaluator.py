@@ -1,4 +1,4 @@
-"""How good a model is: loss, token accuracy and word error rate over a data set."""
+"""Evaluates a model: loss, token accuracy and word error rate over a data set."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,10 +26,10 @@ from jaxthd.steps.validation import make_validation_step
 
 
 class Hypothesis(NamedTuple):
-    """What was decoded for a document, and its reference.
+    """A document's hypothesis and reference.
 
-    audio_seconds: of its recordings. ended: whether the hypothesis ended by itself; else it was cut off at
-    train.max_new_tokens.
+    audio_seconds: seconds of its recordings. ended: whether the hypothesis ended by itself; otherwise it was
+    cut off at train.max_new_tokens.
     """
 
     key: str
@@ -42,10 +42,10 @@ class Hypothesis(NamedTuple):
 class Evaluation(NamedTuple):
     """The results over a data set.
 
-    scores: the metrics of jaxthd.run.metrics.VALIDATION_METRICS by name; empty where nothing is supervised.
+    scores: the metrics of jaxthd.run.metrics.VALIDATION_METRICS by name; empty if nothing is supervised.
     hypotheses: one for each document with an answer, in the data set's order of rows.
-    audio_seconds: of all documents.
-    seconds: the devices' time, from a batch on the host to answers on the host, without compiling.
+    audio_seconds: seconds of all documents.
+    seconds: the devices' time from batches on the host to answers on the host, without compilation.
     """
 
     scores: dict[str, float]
@@ -89,7 +89,7 @@ class Evaluator:
         nll, correct, count = sums
         if not count:
             return Evaluation({}, [], audio_seconds, seconds)
-        # A row that several processes hold was decoded by each.
+        # A row that several processes hold was decoded by each of them.
         told = sorted({tuple(x) for x in chain(*exchange(decoded))})
         hypotheses = [Hypothesis(*fields) for _, _, _, *fields in told]
         wer = word_error_rate(hypotheses, self._config.train.normaliser)
@@ -104,7 +104,7 @@ class Evaluator:
         answers: Sequence[Sequence[int]],
         tokens: np.ndarray,
     ) -> Iterator[tuple[int, int, str, str, str, float, bool]]:
-        """(row, document's number in it, the fields of its Hypothesis) for each document with an answer.
+        """Yields (row, document's number in it, *fields of its Hypothesis) for each document with an answer.
 
         keys: by row of this process, then by document. answers, tokens: token ids of references and
         hypotheses, [rows * documents, ...].
@@ -149,7 +149,7 @@ def seconds_of_documents(batch: Batch, row: int) -> list[float]:
 def word_error_rate(hypotheses: Sequence[Hypothesis], normaliser: Normaliser = "basic") -> float:
     """Substitutions, deletions and insertions over the words of all references, after the normaliser.
 
-    References without a word do not count. NaN where there is no other.
+    References without words are not counted. The rate is NaN if there are no others.
     """
     normalise = make_normaliser(normaliser)
     references = [normalise(h.reference) for h in hypotheses]

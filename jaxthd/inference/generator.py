@@ -39,7 +39,7 @@ End = Literal["stop", "length"]
 
 
 class AnswerDelta(NamedTuple):
-    """What came next of an answer.
+    """The next part of an answer.
 
     number: the conversation's. text: whole characters; may be empty. tokens: without the one that ends the
     answer. end: set in the last delta of an answer.
@@ -77,8 +77,8 @@ class Generator:
     """Answers with one model, on any mesh.
 
     params, buffers: in their training form (steps/state.py). batch: most conversations answered together;
-    decoding costs the same for fewer. max_new_tokens: most tokens of an answer.
-    The prompts of a data rank have to fit config.data.capacity token slots and audio_capacity mel frames.
+    decoding fewer costs the same. max_new_tokens: most tokens of an answer.
+    The prompts of a data rank must fit config.data.capacity token slots and audio_capacity mel frames.
     Raises UserError as PromptTemplate and load_tokenizer do.
     """
 
@@ -100,7 +100,7 @@ class Generator:
         self._pack = pack_documents(self.config)
         context = config.mesh.context
         self._row_documents = -(-self.config.data.max_documents // context) * context
-        """Documents that a row has room for."""
+        """Most documents in a row."""
         self._documents = SpeechDocuments(self.config, self.tokenizer, train=False)
         self._prefill, self._decode = make_generation_steps(
             Blueprint(self.config), mesh, stop_ids=self.stop_ids, new_tokens=max_new_tokens
@@ -108,7 +108,7 @@ class Generator:
 
     @property
     def compilations(self) -> int:
-        """Programs compiled so far: two, whatever was asked."""
+        """Number of programs compiled so far: two for any use."""
         steps: Any = (self._prefill, self._decode)
         return sum(step._cache_size() for step in steps)
 
@@ -123,12 +123,12 @@ class Generator:
         max_new_tokens: int | None = None,
         every: int = 1,
     ) -> Iterator[AnswerDelta]:
-        """Yields the answers as they come; conversations that are decoded together take turns.
+        """Yields the answers as they are decoded; deltas of conversations decoded together are interleaved.
 
         temperature, top_k, top_p: see jaxthd.ops.sampling.Sampling. What is sampled depends on the seed, the
-        conversation's key and the token's number, and on nothing else.
-        every: tokens that are decoded before the host reads them.
-        Before any is answered, raises UserError for a conversation that cannot be used or does not fit, and
+        conversation's key and the token's number alone.
+        every: number of tokens decoded before the host reads them.
+        Before it answers any, it raises UserError for a conversation that cannot be used or does not fit, and
         for a setting out of range.
         """
         most = self.max_new_tokens if max_new_tokens is None else max_new_tokens

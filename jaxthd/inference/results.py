@@ -1,4 +1,4 @@
-"""What an evaluation finds of a set: its documents with their errors, and its figures."""
+"""The results of an evaluated set: its documents with their errors, and its figures."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,8 @@ from jaxthd.inference.wer import Errors, Normaliser, errors_of, make_normaliser,
 class ScoredDocument(NamedTuple):
     """A document's hypothesis with its errors.
 
-    reference, hypothesis: after the normaliser. words, characters: errors of the one against the other.
+    reference, hypothesis: after the normaliser. words, characters: errors of
+    the hypothesis against the reference.
     """
 
     decoded: Hypothesis
@@ -31,7 +32,7 @@ class SetResult(NamedTuple):
 def scored(
     hypotheses: Sequence[Hypothesis], normaliser: Normaliser, order: Mapping[str, int]
 ) -> list[ScoredDocument]:
-    """The hypotheses with their errors. order: by document key, its number in the set."""
+    """The hypotheses with their errors. order: each document's number in the set, by key."""
     decoded = sorted(hypotheses, key=lambda h: order[h.key])
     normalise = make_normaliser(normaliser)
     references, texts = (
@@ -43,9 +44,7 @@ def scored(
 
 
 def most_wrong(results: Sequence[SetResult], most: int) -> list[tuple[str, ScoredDocument]]:
-    """(set's name, document) of the documents with the highest word error rates; of equals those with more
-    errors come first.
-    """
+    """(set's name, document) of the documents with the highest word error rates; ties by number of errors."""
     wrong = [(r.name, d) for r in results for d in r.documents if d.words.total and d.words.wrong]
     wrong.sort(key=lambda x: (-x[1].words.rate, -x[1].words.wrong, x[0], x[1].decoded.key))
     return wrong[:most]
@@ -64,7 +63,7 @@ def document_line(document: ScoredDocument) -> dict[str, Any]:
 
 
 def set_figures(result: SetResult) -> dict[str, Any]:
-    """A set's figures, for the table and for summary.json; None where there is nothing to measure."""
+    """A set's figures, for the table and for summary.json; None if there is nothing to measure."""
     words, characters = (
         summed(getattr(d, unit) for d in result.documents) for unit in ("words", "characters")
     )

@@ -26,10 +26,9 @@ from jaxthd.steps.scoring import make_scoring_step
 class DocumentScores(NamedTuple):
     """The scores of a document of n tokens, s of which were scored.
 
-    tokens: the document's, with placeholders for its audio. positions: of the scored tokens, rising.
-    log_probs: of the scored tokens, natural log, given all tokens before.
-    top_ids, top_log_probs: the k likeliest tokens at each position, the likeliest first, of equals the lowest
-    id first.
+    tokens: the document's tokens, with placeholders for its audio. positions: those of the scored tokens,
+    ascending. log_probs: natural log-probabilities of the scored tokens, given all tokens before.
+    top_ids, top_log_probs: the k likeliest tokens at each position, the likeliest first; ties by lowest id.
     """
 
     key: str
@@ -44,7 +43,7 @@ class Scorer:
     """Scores the documents of packed batches; compiled once.
 
     top_k: likeliest tokens to find at each position, at most model.llm.vocab_size (else ValueError).
-    every_token: score every text token but each document's first; else the supervised ones.
+    every_token: score every text token but each document's first; otherwise the supervised ones.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Scorer:
         self._step = jit_for(config, mesh, run, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def __call__(self, weights: Weights, batches: SynchronizedLoader) -> Iterator[DocumentScores]:
-        """The scores of all documents, as they were packed. weights: in their training form.
+        """Yields the scores of all documents, in packed order. weights: in their training form.
 
         All processes call it, and get the same.
         """
@@ -84,7 +83,7 @@ def _slots(segment_ids: Int32[np.ndarray, " T"], config: Config) -> list[Int[np.
 
 
 def supervising_every_token(batch: Batch, config: Config) -> Batch:
-    """A host batch in which every position is supervised whose next token is text of the same document."""
+    """The host batch, with every position supervised whose next token is text of the same document."""
     targets, weights = np.zeros_like(batch.targets), np.zeros_like(batch.weights)
     for row, ids in enumerate(batch.segment_ids):
         for slots in _slots(ids, config):
@@ -98,9 +97,9 @@ def supervising_every_token(batch: Batch, config: Config) -> Batch:
 def in_order(
     keys: Iterable[str], found: Iterable[DocumentScores], is_skipped: Callable[[str], bool]
 ) -> Iterator[DocumentScores]:
-    """The scores, in the order of `keys`. is_skipped: whether there will be none for this key.
+    """Yields the scores in the order of `keys`. is_skipped: whether this key has no scores.
 
-    Packing changes the order within a few buffers; the scores of as many documents wait here.
+    Packing changes the order within a few buffers, so the scores of that many documents are held back here.
     """
     rest = iter(keys)
     wanted, waiting = next(rest, None), {}

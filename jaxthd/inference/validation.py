@@ -29,14 +29,14 @@ class Validation:
         self._evaluate = Evaluator(blueprint, mesh, data.end_id)
 
     def is_due(self, step: int) -> bool:
-        """Whether it is asked for after this step: every train.validate_every steps, and at the end."""
+        """Whether to validate after this step: every train.validate_every steps, and at the end."""
         every = self._config.train.validate_every
         return bool(every and self._data.has_validation) and (
             step == self._config.train.steps or step % every == 0
         )
 
     def __call__(self, state: TrainState) -> dict[str, float]:
-        """The metrics, as a metrics line has them. state: in its training form."""
+        """Returns the metrics in the form of a metrics line. state: in its training form."""
         sets, scores, lines = self._config.data.validation_sets, [], []
         for each in sets:
             with closing(self._data.validation(self._rows, each.name)) as batches:
@@ -51,9 +51,9 @@ class Validation:
 def validation_metrics(
     sets: Sequence[ValidationSet], scores: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
-    """The scores of all sets, as a metrics line has them.
+    """The scores of all sets in the form of a metrics line.
 
-    validation_NAME is the mean over the sets that have it, each with the same weight; for documents the sum.
+    validation_NAME is the unweighted mean over the sets that have NAME; for documents it is the sum.
     A set with a name of its own also has validation_SET_NAME.
     """
     line = {}

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import jiwer
 
 with warnings.catch_warnings():
-    # Of a docstring, where Python has not compiled the package yet.
+    # A docstring of the package causes this warning when Python compiles it.
     warnings.filterwarnings("ignore", "invalid escape sequence")
     from whisper_normalizer.basic import BasicTextNormalizer
     from whisper_normalizer.english import EnglishTextNormalizer
@@ -20,9 +20,9 @@ Unit = Literal["words", "characters"]
 
 
 def make_normaliser(name: Normaliser) -> Callable[[str], str]:
-    """Returns the function from a text to what is compared: words with single spaces between them.
+    """Returns the function that normalises a text to words with single spaces between them.
 
-    "basic" is Whisper's, but keeps combining marks: scripts that spell vowels with them would lose these.
+    "basic" is Whisper's, but keeps combining marks, with which some scripts spell vowels.
     """
     rules: dict[str, Callable[[str], str]] = {
         "basic": BasicTextNormalizer(preserve_marks=True),
@@ -47,17 +47,17 @@ class Errors(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Errors over `total`; NaN where that is 0."""
+        """Errors over `total`; NaN if that is 0."""
         return self.wrong / self.total if self.total else float("nan")
 
 
 def summed(errors: Iterable[Errors]) -> Errors:
-    """The sums over all references that are not empty: words inserted into silence do not count."""
+    """The sums over all non-empty references: words inserted into silence are not counted."""
     return Errors(*map(sum, zip(Errors(0, 0, 0, 0), *(e for e in errors if e.total), strict=True)))
 
 
 def errors_of(references: Sequence[str], hypotheses: Sequence[str], unit: Unit = "words") -> list[Errors]:
-    """The errors of each pair by the alignment with the fewest errors. Texts: after the normaliser."""
+    """The errors of each pair, from the alignment with the fewest errors. Texts are normalised already."""
     found = [Errors(0, 0, len(h.split()) if unit == "words" else len(h), 0) for h in hypotheses]
     not_empty = [i for i, reference in enumerate(references) if reference]
     if not_empty:
@@ -78,7 +78,7 @@ def _counted(chunks: Sequence[jiwer.AlignmentChunk]) -> Errors:
 
 
 def aligned_words(reference: str, hypothesis: str) -> list[tuple[str, str]]:
-    """Aligned pairs of words; "" stands where the other text has a word more. Texts: after the normaliser."""
+    """Aligned pairs of words; "" if the other text has an extra word. Texts are normalised already."""
     if not reference:
         return [("", word) for word in hypothesis.split()]
     found = jiwer.process_words(reference, hypothesis)

@@ -1,7 +1,7 @@
 """Divides work evenly: attention over the context ranks, encoder chunks over the audio ranks.
 
-Attention work of a token is position + 1, the keys it sees. Under whole-buffer DualChunkSwap the order of
-documents inside the buffer is free, and decides how even the work is.
+The attention work of a token is position + 1, the number of keys it attends to. Under whole-buffer
+DualChunkSwap the documents may have any order in the buffer, and the order decides how even the work is.
 """
 
 from collections.abc import Sequence
@@ -27,22 +27,23 @@ def attention_work(
 
 
 def imbalance(work: Shaped[np.ndarray, " ranks"]) -> float:
-    """Worst rank / mean, at least 1.0; 1.0 where there is no work."""
+    """Work of the busiest rank / mean, at least 1.0; 1.0 if there is no work."""
     return float(work.max() * len(work) / work.sum()) if work.sum() else 1.0
 
 
 def order_documents(
     lengths: Sequence[int], capacity: int, context: int, seed: int, slots: Sequence[int] | None = None
 ) -> tuple[list[int], float]:
-    """The order of documents in a buffer that evens out attention work over context ranks.
+    """Finds an order of the documents in a buffer that balances attention work over context ranks.
 
-    lengths: tokens of each document. slots: what each takes in the buffer, when more than its length.
-    capacity: token slots of the buffer, a multiple of 2 * context. seed: of the random candidates; same
-        arguments, same order.
-    Returns (order, imbalance): order[i] is the document at place i. Never worse than the given order;
-    context 1 keeps it. Tries the given order, longest first, longest dealt to 2, context and 2 * context
-    piles, and random shuffles, then swaps pairs of the best: ROUNDS x 32 candidates, 1 ms for 64 documents.
-    Raises ValueError when the documents do not fit the capacity.
+    lengths: tokens of each document. slots: slots that each takes in the buffer, if more than its length.
+    capacity: token slots of the buffer, a multiple of 2 * context. seed: seeds the random candidates;
+        the same arguments give the same order.
+    Returns (order, imbalance): order[i] is the i-th document of the buffer. The result is never worse
+    than the given order; context 1 keeps that. Candidates are the given order, longest first, longest dealt
+    to 2, context and 2 * context piles, and random shuffles; then pairs of the best are swapped. ROUNDS x 32
+    candidates take 1 ms for 64 documents.
+    Raises ValueError if the documents do not fit the capacity.
     """
     n = np.asarray(lengths, np.int64)
     taken = n if slots is None else np.asarray(slots, np.int64)
@@ -74,8 +75,8 @@ def _rank_work(
 ) -> np.ndarray:
     """Attention work per rank of each candidate order [C, D], int64 [C, context], by prefix sums.
 
-    Work below a context chunk's boundary: that of the documents before the one that it divides, plus a
-    triangle.
+    The work before the boundary of a context chunk is that of the documents before the one that the boundary
+    divides, plus the triangle of that document's tokens before the boundary.
     """
     n, taken = lengths[orders], slots[orders]
     starts = np.cumsum(taken, 1) - taken
@@ -92,10 +93,11 @@ def _rank_work(
 
 
 def assign_chunks(frames: Sequence[int], ranks: int, capacity_per_rank: int) -> list[int] | None:
-    """Whole encoder chunks to ranks, evenly by mel frames: the rank of each chunk; None when no way is found.
+    """Assigns whole encoder chunks to ranks, evenly by mel frames. Returns each chunk's rank, or None.
 
     frames: mel frames of each chunk, multiples of 8. capacity_per_rank: mel frames a rank holds.
-    Longest first to the least loaded rank; if that overflows, longest first to the fullest rank it fits.
+    The longest chunk goes first, to the least loaded rank. If that overflows, the longest goes first to the
+    fullest rank that has room for it.
     Whether it succeeds does not depend on the order of `frames`.
     """
     longest_first = sorted(range(len(frames)), key=lambda i: -frames[i])

@@ -1,4 +1,4 @@
-"""Whether documents fit a buffer. All code that packs asks here."""
+"""Decides whether documents fit a buffer, for all code that packs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from jaxthd.packing.document import SUBSAMPLING, Document
 
 
 class Fit(NamedTuple):
-    """What a document takes of a buffer, and why it may never be packed.
+    """How much of a buffer a document takes, and why it can never be packed, if so.
 
-    slots: token slots, those that round_to adds included.
+    slots: token slots, including those that round_to adds.
     chunk_frames: mel frames that each of its encoder chunks takes, multiples of 8.
-    too_large: why it exceeds the buffer, whatever the mesh is; "" if it does not.
+    too_large: why it exceeds the buffer on any mesh; "" if it does not.
     unassignable: why its audio cannot be assigned to the ranks of this mesh; "" if it can.
     """
 
@@ -32,7 +32,7 @@ class Fit(NamedTuple):
 class BufferLimits:
     """The most that one buffer holds. The fields are PackDocuments'.
 
-    Raises ValueError on construction where audio_capacity does not divide over the audio ranks.
+    Raises ValueError on construction if audio_capacity cannot be divided over the audio ranks.
     """
 
     capacity: int
@@ -77,14 +77,14 @@ class BufferLimits:
     def first_run(self, fits: Sequence[Fit]) -> int:
         """How many of the first documents make a row: the most whose audio can be assigned to the ranks.
 
-        fits: of the documents of one of the packer's buffers. 0: the first is unassignable.
+        fits: the Fit of each document of a buffer from the packer. Returns 0 if the first is unassignable.
         """
         return longest_run([fit.chunk_frames for fit in fits], self.audio_ranks, self.rank_frames)
 
     def assign(self, documents: Sequence[Document]) -> list[list[int]]:
         """The audio rank of every encoder chunk of every document of a row.
 
-        Raises ValueError where the documents do not fit one row; the message says what to raise.
+        Raises ValueError if the documents do not fit one row; the message says which setting to increase.
         """
         if len(documents) > self.max_documents:
             raise ValueError(
@@ -108,10 +108,10 @@ class BufferLimits:
 
 
 def longest_run(chunk_frames: Sequence[Sequence[int]], audio_ranks: int, rank_frames: int) -> int:
-    """How many documents, from the first on, have encoder chunks that can be assigned to the audio ranks.
+    """Counts the documents, from the first on, whose encoder chunks can be assigned to the audio ranks.
 
     chunk_frames: mel frames of each document's chunks, multiples of 8. rank_frames: mel frames a rank holds.
-    0: those of the first document alone cannot.
+    Returns 0 if those of the first document alone cannot.
     """
     for count in range(len(chunk_frames), 0, -1):
         frames = [f for of_document in chunk_frames[:count] for f in of_document]

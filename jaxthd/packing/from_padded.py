@@ -1,8 +1,8 @@
-"""Padded rows of other toolkits -> one packed ("thd") buffer, and a context rank's share of it.
+"""Converts padded rows of other toolkits to one packed ("thd") buffer, and shards it over context ranks.
 
-The key names and shapes are those of NeMo Automodel's context-parallel batches (its cp_utils and thd_utils),
-read for their behaviour. One thing differs: what is padding follows from the lengths alone. There it was once
-token == pad id, which hid real tokens wherever a tokenizer's pad id is its end-of-sequence id.
+The key names and shapes are those of NeMo Automodel's context-parallel batches (behaviour of its cp_utils and
+thd_utils). One thing differs: here the lengths alone decide what is padding. Automodel once used
+token == pad id, which masks real tokens if a tokenizer's pad id is its end-of-sequence id.
 
 Legend: B rows, S slots of a row, P packs of a row, H embedding dim, D documents, N tokens of the result
 (B * S, or B * S / num_chunks).
@@ -38,7 +38,7 @@ def packed_from_padded(
         qkv_format: "thd".
     Slots of a row beyond its padded lengths move behind the chunk's last document, as padding, so that
     cu_seqlens_padded are true offsets.
-    seq_lens [[3, 2], [6, -1000]], padded [[4, 2], [6, -1000]] give cu_seqlens [0, 3, 5, 11],
+    Example: seq_lens [[3, 2], [6, -1000]], padded [[4, 2], [6, -1000]] give cu_seqlens [0, 3, 5, 11],
     padded [0, 4, 6, 12].
     Raises KeyError naming a missing key; ValueError for another qkv_format, for B not divisible by num_chunks
     and for shapes or lengths that contradict each other.
@@ -85,7 +85,7 @@ def shard_packed(
     packed: what packed_from_padded returns, with or without chunks. input_ids, labels, position_ids and
         padding_mask shrink to N / context; every other key stays as it is (lengths remain global, as
         Transformer Engine wants them). Padding behind the last document is divided like one more document.
-    [[1, 2, 3, 4], [5, 6, 7, 8]] in 2 chunks, context 2: rank 0 gets [[1, 4], [5, 8]], rank 1
+    Example: of [[1, 2, 3, 4], [5, 6, 7, 8]] in 2 chunks, with context 2, rank 0 gets [[1, 4], [5, 8]], rank 1
     [[2, 3], [6, 7]].
     context 1 or None returns `packed` itself.
     Raises ValueError when a padded length is not a multiple of 2 * context.
@@ -125,7 +125,7 @@ def _check_lengths(seq_lens: np.ndarray, seq_lens_padded: np.ndarray, slots: int
 
 
 def _collapse(part: Mapping[str, np.ndarray], absent: int) -> dict[str, np.ndarray]:
-    """One packed buffer from some rows; the documents first, what no document covers behind them."""
+    """Packs some rows into one buffer: first the documents, then the slots that no document covers."""
     present = part["seq_lens_padded"] != absent
     real, padded = part["seq_lens"][present], part["seq_lens_padded"][present]
     cu, cu_padded = cumulative(real), cumulative(padded)

@@ -1,4 +1,4 @@
-"""Documents -> one row of a Batch, laid out over the context axis and over the ranks that encode its audio.
+"""Packs documents into one row of a Batch, laid out over the context ranks and the audio ranks.
 
 Legend: T token slots, A mel frame slots, E = A / 8, M mel bands, R = 1 row, K depths of multi-token
 prediction.
@@ -19,11 +19,11 @@ from jaxthd.packing.layout import ContextLayout
 
 
 class PackReport(NamedTuple):
-    """What a row holds.
+    """Statistics of a row.
 
-    keys: of the documents, in buffer order: keys[s - 1] names segment s.
+    keys: the documents' keys, in buffer order: keys[s - 1] names segment s.
     real_tokens: token slots that are not padding. supervised_tokens: positions with weight 1.
-    audio_seconds: valid mel frames / 100. imbalance: attention work of the worst context rank / mean.
+    audio_seconds: valid mel frames / 100. imbalance: attention work of the busiest context rank / mean.
     """
 
     keys: tuple[str, ...]
@@ -74,15 +74,15 @@ def pack_row(
         ranks that share the row's audio; each rank's share A / audio_ranks is a multiple of 8 and holds whole
         encoder chunks. 0: the Batch's audio fields are None.
     round_to: each document's slots are rounded up to a multiple of this, with padding slots behind it.
-    order_seed: seeds the search for the order that evens out attention (order_documents); None keeps the
+    order_seed: seeds the search for the order that balances attention (order_documents); None keeps the
         given order.
     layout: what is divided over the context axis (packing/layout.py). "document" needs a round_to that is a
         multiple of 2 * context, and keeps the given order, which changes no rank's work there.
-    depths: of multi-token prediction, K. extras: names of the Document.extras that the Batch gets; each
-        number lies at the position before its token.
+    depths: depths of multi-token prediction, K. extras: names of the Document.extras that the Batch gets;
+        each number is stored at the position before its token.
     Position i is supervised (weight 1, target the next token) iff token i + 1 of the same document is:
     labels are masked first and shifted after, and never reach into another document.
-    Raises ValueError when something does not fit; the message says what to raise.
+    Raises ValueError if something does not fit; the message says which setting to increase.
     """
     limits = BufferLimits(capacity, audio_capacity, max_documents, audio_ranks, round_to)
     ranks, slots = limits.assign(documents), list(map(limits.slots, documents))
@@ -181,7 +181,7 @@ def _write_audio(
 
 
 def _future(row: _Tokens, audio: _Audio | None, depths: int) -> dict[str, Shaped[np.ndarray, "K T"]]:
-    """The batch's fields for multi-token prediction, of a row in document order."""
+    """The batch's fields for multi-token prediction, from a row in document order."""
     sources = [("tokens", row.tokens, -1), ("targets", row.targets, 0), ("weights", row.weights, 0)]
     if audio:
         sources.append(("audio_slots", audio.audio_slots, -1))
@@ -201,7 +201,7 @@ def _as_batch(
     future: dict[str, Shaped[np.ndarray, "K T"]],
     perm: Int32[np.ndarray, " T"],
 ) -> Batch:
-    """The arrays in document order, laid out by `perm`, with a dim for the row."""
+    """Lays out the arrays, given in document order, by `perm`, and adds a dim for the row."""
     of_tokens = row._asdict() | future
     of_audio = audio._asdict() if audio else dict.fromkeys(AUDIO_FIELDS)
     if audio:

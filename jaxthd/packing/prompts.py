@@ -1,11 +1,11 @@
-"""Where the prompts of packed documents end, so that decoding goes on from there.
+"""Finds where the prompts of packed documents end, so that decoding starts from there.
 
-A packed batch holds whole documents: prompt and answer. What comes later never reaches a causal model's
-earlier tokens, so one forward pass gives both the answer's log-probabilities and everything that decoding
-after the prompt needs: prompts stay packed in their buffer, and nothing is padded to the longest.
+A packed batch holds whole documents: prompt and answer. In a causal model later tokens do not affect earlier
+ones. So one forward pass gives both the log-probabilities of the answer and all that decoding after the
+prompt needs. Prompts stay packed in their buffer, and nothing is padded to the longest.
 
-Legend: R rows, D documents of a row at most (a multiple of the context axis), n documents whose decoding
-this rank does: R * D over the context axis.
+Legend: R rows, D most documents of a row (a multiple of the context axis), n documents that this rank
+decodes: R * D over the context axis.
 """
 
 from collections.abc import Iterator
@@ -23,13 +23,13 @@ from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.segments import KeyIntervals, Segments, key_intervals
 
 DOCUMENTS_BLOCK = 8
-"""Documents whose new tokens attend, as one block of queries, to the keys of all of their prompts."""
+"""Documents in a block: their new tokens are one block of queries to the keys of all of their prompts."""
 
 
 class PromptEnds(NamedTuple):
     """Slots, in document order, of each document's first token and of its prompt's last one.
 
-    The prompt is all that precedes the document's last answer. -1 where there is no document, or no answer.
+    The prompt is all that precedes the document's last answer. The slot is -1 without a document or answer.
     """
 
     first: Int32[Any, "R D"]
@@ -39,10 +39,10 @@ class PromptEnds(NamedTuple):
 def find_prompts(
     batch: Batch, layout: ContextLayout, max_documents: int
 ) -> tuple[PromptEnds, list[list[int]]]:
-    """The prompts of a host batch, and the token ids of their answers (end mark included), R * D lists.
+    """Finds the prompts of a host batch and the token ids of their answers (end mark included), R * D lists.
 
-    layout: as the batch was packed with. An answer is a run of supervised tokens; the last
-        one of a document counts.
+    layout: the layout that the batch was packed with. An answer is a run of supervised tokens; the last one
+        of a document counts.
     """
     rows = len(batch.tokens)
     places = -(-max_documents // layout.ranks) * layout.ranks
@@ -59,7 +59,7 @@ def find_prompts(
 
 
 def whole_prompts(batch: Batch, layout: ContextLayout, max_documents: int) -> PromptEnds:
-    """The ends of a host batch's documents, each taken as a prompt. Arguments: as find_prompts."""
+    """The ends of a host batch's documents, each taken as a prompt. Arguments: as in find_prompts."""
     ends = PromptEnds(
         *np.full((2, len(batch.tokens), -(-max_documents // layout.ranks) * layout.ranks), -1, np.int32)
     )
@@ -71,7 +71,7 @@ def whole_prompts(batch: Batch, layout: ContextLayout, max_documents: int) -> Pr
 def _documents(
     batch: Batch, layout: ContextLayout
 ) -> Iterator[tuple[int, int, Int32[np.ndarray, " T"], Int[np.ndarray, " n"]]]:
-    """(row, document, what puts the row into document order, the document's slots in that order)."""
+    """Yields (row, document, the permutation to document order, the document's slots in that order)."""
     for row, segment_ids in enumerate(batch.segment_ids):
         order = layout.inverse(segment_ids)
         ids = segment_ids[order]
@@ -83,9 +83,9 @@ def _documents(
 class Prompts:
     """A batch's prompts as a rank sees them.
 
-    ends: of this rank's rows. at: this rank's index of each prompt's last token, or -1; [R * D].
-    keys: what the new tokens of this rank's n documents see of the keys of all ranks in document order.
-    documents, new_tokens, block: n, the most tokens that are decoded, the attention block.
+    ends: the ends in this rank's rows. at: this rank's index of each prompt's last token, or -1; [R * D].
+    keys: which keys of all ranks, in document order, the new tokens of this rank's n documents attend to.
+    documents: n. new_tokens: most tokens to decode. block: the attention block.
     """
 
     ends: PromptEnds
@@ -96,15 +96,16 @@ class Prompts:
     block: int
 
     def share(self, x: Array, segments: Segments) -> Array:
-        """[R * D, ...], zeros except on the rank with the prompt's end -> [n, ...], this rank's share."""
+        """Takes [R * D, ...], zero except on the rank with the prompt's end; returns this rank's [n, ...]."""
         if segments.context == 1:
             return x
         return jax.lax.psum_scatter(x, segments.axis, scatter_dimension=0, tiled=True)
 
 
 class Now(NamedTuple):
-    """A step of decoding. keys, block: as in Prompts. token: the new token's number, from 0. active: the
-    documents that have not ended.
+    """A step of decoding.
+
+    keys, block: as in Prompts. token: the new token's number, from 0. active: documents that have not ended.
     """
 
     keys: KeyIntervals
@@ -114,7 +115,7 @@ class Now(NamedTuple):
 
 
 def make_prompts(ends: PromptEnds, segments: Segments, new_tokens: int) -> Prompts:
-    """Inside the step's shard_map: ends are this data rank's rows, equal on all its context ranks."""
+    """Called inside the step's shard_map. ends: for this data rank's rows, equal on all its context ranks."""
     rows, places = ends.first.shape
     tokens = len(segments.ids) // rows * segments.context
     documents = rows * places // segments.context

@@ -4,9 +4,9 @@ from jaxthd.steps.blueprint import Blueprint
 
 
 def bubble_formula(ranks: int, stages_per_rank: int, microbatches: int) -> float:
-    """The bubble if forward and backward pass of every stage take the same time on all ranks.
+    """The bubble if every stage's forward and backward pass take the same time on all ranks.
 
-    Source: Narayanan et al., 2021, whose formula is of the time that is idle over the time that is not.
+    Source: Narayanan et al., 2021, whose formula gives idle time over busy time instead.
     """
     return (ranks - 1) / (stages_per_rank * microbatches + ranks - 1)
 

@@ -1,4 +1,4 @@
-"""The training step compiled for simulated CPU devices: its memory and traffic by the compiler's account."""
+"""Compiles the training step for simulated CPU devices and reads its memory and traffic from the result."""
 
 import time
 from collections.abc import Callable
@@ -25,10 +25,10 @@ from jaxthd.steps.training import make_train_step
 
 
 class Measured(NamedTuple):
-    """Figures of a device, from the compiled step.
+    """Figures for one device, from the compiled step.
 
     state: bytes of the training state, which a step replaces in place. temporary: bytes besides state and
-    batch. received: bytes that the busiest device receives in a step. seconds: to compile it.
+    batch. received: bytes that the busiest device receives in a step. seconds: compilation time.
     """
 
     state: int
@@ -40,7 +40,7 @@ class Measured(NamedTuple):
 def lowered_step(config: Config) -> Any:
     """The training step for the config's shapes, lowered for the mesh's devices; nothing is allocated.
 
-    Attention is XLA's, which compiles anywhere; so is the scan if its back-end is "auto".
+    Attention uses the XLA back-end, which compiles anywhere; so does the scan if its back-end is "auto".
     """
     scan = config.compute.scan_backend.replace("auto", "xla")
     config = using(config, attention_backend="xla", scan_backend=scan)
@@ -95,7 +95,7 @@ def abstract_batch(config: Config) -> Batch:
 
 
 def measure(config: Config) -> Measured:
-    """Compiles the step and reads its figures; bfloat16 as float32, in which CPUs compute it."""
+    """Compiles the step and reads its figures. bfloat16 becomes float32, in which CPUs compute it."""
     start = time.perf_counter()
     program = lowered_step(in_float32(config)).compile(compiler_options=UNOPTIMIZED)
     memory = program.memory_analysis()
@@ -116,10 +116,10 @@ def in_float32(config: Config) -> Config:
 
 
 def runs_by_schedule(config: Config) -> Callable[[str], float]:
-    """The argument `often` of received_bytes for a training step.
+    """Returns the argument `often` of received_bytes for a training step.
 
-    A conditional around a part of the pipeline runs it in some ticks: on average over the ticks as often as
-    the schedule has it. Other conditionals choose among stages. A loop of unknown length is the experts'
+    A conditional around a part of the pipeline runs that part in some ticks; the schedule gives the average
+    number of runs in a tick. Other conditionals choose among stages. A loop of unknown length is the experts'
     exchange, which usually takes one round.
     """
     sizes = Sizes(config)

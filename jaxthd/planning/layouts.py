@@ -1,7 +1,8 @@
 """The costs of the context layouts for a data set and a mesh, from the documents' lengths alone.
 
-The whole-buffer layout needs no padding and passes Mamba2's states, but long documents load the ranks
-unevenly. The per-document layout loads them evenly, but pads every document and moves Mamba2's activations.
+The whole-buffer layout needs no padding and exchanges only Mamba2's states, but long documents load the ranks
+unevenly. The per-document layout loads them evenly, but pads every document and exchanges Mamba2's
+activations.
 Attention exchanges the same keys and values under both.
 """
 
@@ -19,18 +20,18 @@ from jaxthd.planning.lengths import Lengths
 from jaxthd.planning.simulate import balance, simulate
 
 MULTIPLY_ADDS_PER_BYTE = 500
-"""What a device computes while it receives a byte: an H100 at half its bfloat16 peak, NVLink at 450 GB/s."""
+"""Multiply-adds in the time to receive a byte: an H100 at half its bfloat16 peak, NVLink at 450 GB/s."""
 LAYOUT_COSTS = "layout|padding|attention, busiest / mean|Mamba2 bytes|slots|attention|exchange|together"
 
 
 class LayoutCost(NamedTuple):
-    """What a step costs under the layout of `config`.
+    """The costs of a step under the layout of `config`.
 
-    padding: share of token slots. imbalance: attention work of the busiest context rank over the mean, the
-    average over buffers. mamba_bytes: bytes that a rank receives in one Mamba2 layer in a step.
-    slots, attention, exchange: costs of the forward pass on the busiest rank, in multiply-adds for each of
-    its real tokens: the decoder's matrices, also on padding; attention's scores and weighted values; the
-    bytes of all Mamba2 layers, MULTIPLY_ADDS_PER_BYTE each.
+    padding: share of token slots. imbalance: attention work of the busiest context rank over the mean,
+    averaged over buffers. mamba_bytes: bytes that a rank receives in one Mamba2 layer in a step.
+    The other fields are costs of the forward pass on the busiest rank, in multiply-adds for each of its real
+    tokens. slots: the decoder's matrices, on padding too. attention: scores and weighted values. exchange:
+    the bytes of all Mamba2 layers, at MULTIPLY_ADDS_PER_BYTE each.
     """
 
     config: Config
@@ -63,11 +64,11 @@ class LayoutCost(NamedTuple):
 
 
 def compare_layouts(stream: Lengths, config: Config, work: tuple[float, float]) -> list[LayoutCost]:
-    """The costs of both layouts, the cheaper first.
+    """The costs of both layouts, the cheaper one first.
 
     stream: documents in an order of training. work: see jaxthd.planning.search.slot_work.
-    The per-document layout rounds documents up to a multiple of 2 * context and of data.round_to. The
-    capacity is rounded up to what the layout can divide.
+    The per-document layout rounds documents up to a multiple of both 2 * context and data.round_to. The
+    capacity is rounded up to a size that the layout can divide.
     """
     found = (_layout_cost(stream, _laid_out(config, layout), work) for layout in ("buffer", "document"))
     return sorted(found, key=lambda cost: cost.total)
@@ -79,7 +80,7 @@ def _laid_out(config: Config, layout: Literal["buffer", "document"]) -> Config:
     if layout == "document":
         round_to = math.lcm(round_to, unit)
     elif config.compute.context_layout == "document":
-        round_to = 1  # the configured value is for the other layout
+        round_to = 1  # the configured value applies to the other layout
     step = math.lcm(round_to, unit)
     capacity = -(-config.data.capacity // step) * step
     return replace(
@@ -126,9 +127,9 @@ def mamba_bytes(config: Config) -> float:
 def state_bytes(llm: LLMConfig, context: int, activation: int) -> int:
     """Bytes for one row under the whole-buffer layout: Mamba2's states and the convolution's halos.
 
-    A rank has two context chunks, with a float32 state and decay each. They are gathered from all ranks; of
-    many ranks they come in log2 steps, two shifts and a sum. Halos of `activation` bytes a number come from
-    both neighbours. The backward pass sends as much in the other direction.
+    A rank has two context chunks, each with a float32 state and decay. They are gathered from all ranks; with
+    many ranks they are passed in log2 steps, two shifts and a sum. Halos, with `activation` bytes a number,
+    come from both neighbours. The backward pass sends as much in the other direction.
     """
     heads, inner = llm.mamba_heads, llm.mamba_heads * llm.mamba_head_dim
     pairs = 2 * (context - 1) if context <= GATHER_UP_TO else 2 * (math.ceil(math.log2(context)) + 2)
@@ -140,8 +141,8 @@ def state_bytes(llm: LLMConfig, context: int, activation: int) -> int:
 def exchange_bytes(llm: LLMConfig, context: int, tokens: float, activation: int) -> float:
     """Bytes under the per-document layout, with `tokens` on each rank.
 
-    x, B, C and dt go to the ranks of their heads, and y comes back, all but the share that stays. Groups
-    whose heads lie on several ranks go to each of them; dt is in float32.
+    x, B, C and dt are sent to the ranks of their heads, and y is sent back, except for the share that stays
+    on the rank. Groups whose heads are on several ranks are sent to each of them. dt is in float32.
     """
     inner = llm.mamba_heads * llm.mamba_head_dim
     channels = inner + 2 * math.lcm(llm.mamba_groups, context) * llm.mamba_state

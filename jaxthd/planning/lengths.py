@@ -1,4 +1,4 @@
-"""The lengths of a data set's documents: read from manifests and file headers, no recording decoded."""
+"""The lengths of a data set's documents, from manifests and file headers. No recording is decoded."""
 
 import math
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ from jaxthd.errors import UserError
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 
 MOST_READ = 100_000
-"""Documents whose lengths are measured; of a larger data set a seeded sample."""
+"""Most documents whose lengths are measured; a larger data set is sampled with a seed."""
 LEAST_DRAWN = 20_000
-"""Documents of a stream to pack, at least: whole epochs, each in another order."""
+"""Fewest documents of a stream to pack. A stream is whole epochs, each in another order."""
 
 
 class Lengths(NamedTuple):
@@ -40,9 +40,9 @@ class Lengths(NamedTuple):
 
 
 def read_examples(config: Config) -> list[list[Example]]:
-    """The usable lines of each training data set, or a sample of them if they are more than MOST_READ.
+    """The usable examples of each training data set, or a sample if there are more than MOST_READ.
 
-    Raises UserError without a manifest, where data.weights has another length, and as reading the data does.
+    Raises UserError without a manifest, if data.weights has another length, and as reading the data does.
     """
     data, sources = config.data, []
     if not data.manifest or len(data.weights) not in (0, len(data.manifest)):
@@ -66,10 +66,10 @@ def read_examples(config: Config) -> list[list[Example]]:
 
 
 def measure(examples: Sequence[Example], config: Config) -> tuple[Lengths, int]:
-    """(The lengths of the documents that the loader makes of `examples`, the number of unusable examples).
+    """Returns (lengths of the documents that the loader makes of `examples`, number of unusable examples).
 
-    Durations in a manifest that were rounded up may count an encoder frame too many; all else is exact. A
-    text-only model cannot use examples with recordings.
+    A duration that the manifest rounds up may give one encoder frame too many; all else is exact. A text-only
+    model cannot use examples with recordings.
     """
     tokenizer = load_tokenizer(config.data.tokenizer)
     template = PromptTemplate(config.data, tokenizer)
@@ -115,8 +115,8 @@ def clip_samples(clip: Clip | Samples) -> int:
 def draw(sources: Sequence[Lengths], weights: Sequence[float], seed: int) -> Lengths:
     """A stream of documents to pack, in a random order like the loader's.
 
-    Without weights: whole epochs of all sources, at least LEAST_DRAWN documents. With weights: as many
-    documents, drawn from the sources in that proportion.
+    Without weights: whole epochs of all sources, at least LEAST_DRAWN documents. With weights: the same
+    number of documents, drawn from the sources in that proportion.
     Raises UserError for a source without documents.
     """
     rng, sizes = np.random.default_rng(seed), [len(source.chunks) for source in sources]

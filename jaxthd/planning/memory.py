@@ -1,4 +1,4 @@
-"""Temporary memory of a device in a training step, in closed form: to compare with what the compiler says.
+"""Temporary memory of a device in a training step, in closed form, to compare with the compiler's figures.
 
 Legend: N tokens of a microbatch on a rank, n those of its residual stream, D model dim, a bytes of an
 activation, w bytes of a number that is accumulated (float32, or float64).
@@ -16,7 +16,7 @@ from jaxthd.planning.sizes import Number, Sizes
 
 @dataclass
 class Memory:
-    """Bytes by name. kept: in memory all through the step. phases: on top of it, one at a time."""
+    """Bytes by name. kept: in memory during the whole step. phases: added to it, one phase at a time."""
 
     kept: dict[str, Number] = field(default_factory=dict)
     phases: dict[str, Number] = field(default_factory=dict)
@@ -30,12 +30,12 @@ def temporary_memory(config: Config) -> Memory:
     """Gradients and activations on the busiest device; a compiler may add to them, reuse memory, or copy.
 
     Kept through the step:
-    - the gradients, and those of a microbatch beside their sum, with several microbatches or a pipeline;
-    - with a pipeline: the inputs in its slots (schedule.slots x n D a) and two on their way between ranks;
-    - without one: what layers keep for the backward pass, of decoder and encoder: with recomputation n D a
+    - the gradients; with several microbatches or a pipeline also those of one microbatch beside their sum;
+    - with a pipeline: the inputs in its slots (schedule.slots x n D a) and two in transit between ranks;
+    - without one: what the layers of decoder and encoder keep for the backward pass: with recomputation n D a
       for each iteration of a scan over repeated units, without it all activations of every layer;
     - with multi-token prediction: the embeddings of each depth, as many as inputs of stages.
-    On top come one at a time:
+    These are added one at a time:
     - a unit's activations, its gathered weights, and the largest gradients of one of its layers;
     - a block of the loss; with multi-token prediction also its layers, and each depth's norms and states at
       the head;
@@ -74,7 +74,7 @@ def _of_rank(sizes: Sizes, rank: int) -> Memory:
 
 
 def _kept_by_decoder(sizes: Sizes, rank: int) -> Number:
-    """What the layers of one stage keep, the largest of the rank's stages."""
+    """Bytes that the layers of a stage keep, for the rank's largest stage."""
     remat = sizes.config.compute.remat_llm
     stage, most = 0.0, 0.0
     for unit in sizes.units(rank):
@@ -86,7 +86,7 @@ def _kept_by_decoder(sizes: Sizes, rank: int) -> Number:
 
 
 def _kept_by_encoder(sizes: Sizes, encoder: EncoderConfig | None) -> Number:
-    """What its layers keep, and the gathered frames of all ranks of the row."""
+    """Bytes that its layers keep, and the gathered frames of all ranks of the row."""
     if not encoder or not sizes.frames:
         return 0.0
     remat = sizes.config.compute.remat_encoder
@@ -121,7 +121,7 @@ def _unit(sizes: Sizes, letters: str, module: str = "decoder") -> Number:
 
 
 def _layer(sizes: Sizes, letter: str) -> Number:
-    """Activations that a layer's backward pass needs, those of its norm included."""
+    """Activations that a layer's backward pass needs, including those of its norm."""
     normed = sizes.tokens * sizes.config.model.llm.dim * (2 * sizes.a + sizes.w)
     mixers = {"*": _attention, "M": _mamba, "-": _mlp, "E": _experts}
     return normed + mixers[letter](sizes)
@@ -188,5 +188,5 @@ def _block_weights(sizes: Sizes) -> Number:
 
 def _subsampling(sizes: Sizes, encoder: EncoderConfig) -> Number:
     outputs = (min(PIECE, sizes.frames) + 1) * 2 * encoder.num_mels
-    # First convolution: its nine inputs and its outputs; the second and third have 1/4 and 1/16 as many.
+    # The first convolution: nine inputs for each output, and the outputs. The others have 1/4 and 1/16.
     return outputs * sizes.a * (9 + encoder.subsampling_channels * (2 + 12 * (1 / 4 + 1 / 16)))

@@ -1,4 +1,4 @@
-"""A model's parameters by group, and the bytes of its training state on a device: from shapes alone."""
+"""Counts a model's parameters by group, and its training state's bytes on a device, from shapes alone."""
 
 import math
 from dataclasses import dataclass, replace
@@ -46,10 +46,10 @@ Path = tuple[Any, ...]
 class Group:
     """Parameters that belong together.
 
-    part: one of PARTS. copies: blocks that have the group. parameters: over all copies, with LoRA's.
+    part: one of PARTS. copies: blocks that have the group. parameters: over all copies, including LoRA.
     trained: how many of these are trained.
-    active: parameters that one token of the LLM meets: only those experts that it is sent to, and one row of
-        the embedding; all for encoder and adapter, which see frames.
+    active: parameters used for one token of the LLM: only the experts that it is routed to, and one row of
+        the embedding. For encoder and adapter, which process frames, all.
     largest: name and shape of the largest array, in one block.
     """
 
@@ -132,7 +132,7 @@ def _order(name: str) -> int:
 def state_bytes(config: Config) -> dict[str, int]:
     """Bytes of the training state and of the gradients on each device of config.mesh; all hold the same.
 
-    Raises ValueError where the block pattern cannot be divided into the pipeline's stages.
+    Raises ValueError if the block pattern cannot be divided into the pipeline's stages.
     """
     blueprint = Blueprint(config)
     params, buffers = (

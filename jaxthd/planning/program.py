@@ -1,4 +1,4 @@
-"""Compiled programs: compiled without optimization, and read for the bytes that devices send one another."""
+"""Compiles programs without optimization and reads how many bytes devices send one another."""
 
 import math
 import re
@@ -16,8 +16,8 @@ UNOPTIMIZED: dict[str, str | bool] = {
     "xla_backend_optimization_level": "0",
     "xla_llvm_disable_expensive_passes": True,
 }
-"""Options that halve the time to compile. Memory and collectives are settled before machine code is made, so
-their figures stay the same."""
+"""Options that halve the compilation time. Memory and collectives are fixed before code generation, so their
+figures stay the same."""
 
 Received = dict[tuple[str, ...], np.ndarray]
 """Bytes that each device receives, float64 [devices], by the mesh axes in which a group's ranks differ."""
@@ -39,11 +39,11 @@ def received_bytes(
 ) -> Received:
     """Bytes that devices receive in one run of a program compiled for `mesh`.
 
-    The usual ring algorithms are assumed: in a group of g, all-gather and all-to-all bring (g - 1) / g of the
-    result, reduce-scatter g - 1 results, all-reduce twice (g - 1) / g of the result; a permutation brings the
-    result to its targets.
-    often: takes the name of an operation in the program; returns how many times a conditional runs one of
-        its branches (the largest is counted), or a loop its body if the text does not say.
+    The usual ring algorithms are assumed. In a group of g, a device receives (g - 1) / g of the result in
+    all-gather and all-to-all, g - 1 results in reduce-scatter, and twice (g - 1) / g of the result in
+    all-reduce. In a permutation the targets receive the result.
+    often: takes the name of an operation in the program. Returns how many times a conditional runs one of its
+        branches (the one with the most bytes is counted), or a loop its body, if the text does not say.
     Raises RuntimeError for a collective in such a conditional or loop if `often` is None.
     """
     bodies, entry = _computations(program_text)
@@ -99,7 +99,7 @@ def _runs(op: str, rest: str, computation: str, often: Callable[[str], float] | 
 def _add(
     total: Received, branches: Iterable[Mapping[tuple[str, ...], np.ndarray]], times: float = 1.0
 ) -> None:
-    """Adds the largest of the branches, for each axes and device, `times` times."""
+    """Adds `times` times the largest of the branches, for each tuple of axes and each device."""
     largest: Received = {}
     for branch in branches:
         for axes, received in branch.items():

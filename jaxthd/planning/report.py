@@ -117,7 +117,7 @@ def _layouts(plan: Plan) -> str:
 
 
 def _recommendation(plan: Plan) -> str:
-    """The settings, for the command line and for a config file, why they are chosen, and what they cost."""
+    """The settings for the command line and for a config file, the reasons for them, and their costs."""
     chosen, data, now = plan.recommended, plan.recommended.data, plan.configured
     names = ("capacity", "audio_capacity", "max_documents", "packing", "packing_bins")
     settings = ", ".join(f"{name}={getattr(data, name)!r}" for name in names)

@@ -1,4 +1,4 @@
-"""The search for buffer settings: what a range of settings costs for a data set, and which one is best."""
+"""Searches for buffer settings: compares the costs of a range of settings for a data set."""
 
 import math
 from collections.abc import Callable
@@ -17,25 +17,25 @@ from jaxthd.planning.parameters import parameter_groups
 from jaxthd.planning.simulate import Outcome, padded, simulate
 
 SLACKS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4)
-"""Room for audio beyond what a full buffer of tokens holds on average."""
+"""Extra audio capacity to try, as a share of the mean audio of a buffer whose token slots are full."""
 BINS = (2, 4, 8, 16, 32, 64)
 """Numbers of buffers that the packer keeps open."""
 TOLERANCE = 0.005
-"""Overhead that is accepted for a smaller maximum of documents, or for fewer open buffers."""
+"""Extra overhead accepted for a smaller maximum of documents, or for fewer open buffers."""
 CAPACITY_TOLERANCE = 0.02
-"""Overhead that is accepted for keeping the configured capacity, or for a smaller one."""
+"""Extra overhead accepted for the configured capacity, or for a smaller one."""
 
 
 class Plan(NamedTuple):
-    """What was tried, and what is recommended; see make_plan.
+    """The settings tried and recommended; see make_plan.
 
-    work: see slot_work. configured: the settings as they are.
-    by_capacity: capacities with any number of documents, each with the audio capacity of least overhead.
-    by_audio, by_maximum: audio capacities and maxima of documents at the recommended capacity.
-    by_packer: packers, with all recommended sizes.
-    layouts: context layouts, where there are several context ranks.
-    rows: documents of a recommended buffer. in_order, by_length: padded batches of as many documents, see
-    jaxthd.planning.simulate.padded.
+    work: see slot_work. configured: the outcome of the configured settings.
+    by_capacity: outcomes of capacities without a maximum of documents, each with its best audio capacity.
+    by_audio, by_maximum: outcomes of audio capacities and maxima of documents at the recommended capacity.
+    by_packer: outcomes of packers with all recommended sizes.
+    layouts: costs of the context layouts, if there are several context ranks.
+    rows: documents of a recommended buffer. in_order, by_length: outcomes of padded batches of as many
+    documents, see jaxthd.planning.simulate.padded.
     curves: for each way of batching, by its name, the outcome at each capacity of by_capacity.
     """
 
@@ -55,14 +55,14 @@ class Plan(NamedTuple):
 
 
 def make_plan(stream: Lengths, config: Config, epoch: int) -> Plan:
-    """Tries settings around the configured ones and recommends some.
+    """Tries settings around the configured ones and recommends the best.
 
-    stream: documents in an order of training. epoch: documents of an epoch, within which length buckets are
-        made.
-    Capacity: among those that skip the fewest documents at an overhead within CAPACITY_TOLERANCE of the best,
-    the configured one, else the smallest. Audio capacity: the one of least overhead. Maximum of documents:
-    what 99% of buffers hold, if that costs at most TOLERANCE, else what all hold. Packer: the fewest open
-    buffers within TOLERANCE of the best.
+    stream: documents in an order of training. epoch: number of documents of an epoch, within which length
+        buckets are made.
+    Capacity: candidates skip the fewest documents, with an overhead within CAPACITY_TOLERANCE of the best;
+    the configured capacity is chosen if it is one of them, else the smallest. Audio capacity: that of least
+    overhead. Maximum of documents: the number that suffices for 99% of buffers if that costs at most
+    TOLERANCE, else for all. Packer: the fewest open buffers within TOLERANCE of the best.
     """
     work = slot_work(config)
 
@@ -103,7 +103,7 @@ def make_plan(stream: Lengths, config: Config, epoch: int) -> Plan:
 
 
 def _by_capacity(stream: Lengths, config: Config, run: Callable[..., Outcome]) -> list[Outcome]:
-    """See Plan.by_capacity; capacities that fill no buffer are not in it."""
+    """Plan.by_capacity, without capacities that fill no buffer."""
     packing = "first_fit" if config.data.packing == "padded" else config.data.packing
     best = []
     for capacity in capacities(stream, config):
@@ -141,7 +141,7 @@ def _curves(
 
 
 def slot_work(config: Config) -> tuple[float, float]:
-    """(parameters that a token slot meets, that a mel frame meets): a measure of work, without attention."""
+    """(active parameters of a token slot, of a mel frame): a measure of work without attention."""
     groups = parameter_groups(config)
     decoder = sum(g.active for g in groups if g.part == "LLM")
     return float(decoder), sum(g.parameters for g in groups if g.part != "LLM") / SUBSAMPLING
@@ -159,7 +159,7 @@ def audio_mean(stream: Lengths, config: Config) -> float:
 def audio_sizes(stream: Lengths, config: Config) -> list[int]:
     """Audio capacities to try at the config's capacity; only 0 where there is no audio.
 
-    They are the mean with each of SLACKS on top, what the longest document needs, and eight frames a token
+    They are the mean times 1 + each of SLACKS, the need of the longest document, and eight frames a token
     slot, which no buffer can exceed.
     """
     ranks, data = config.mesh.audio_ranks, config.data
@@ -173,7 +173,7 @@ def audio_sizes(stream: Lengths, config: Config) -> list[int]:
 
 
 def capacities(stream: Lengths, config: Config) -> list[int]:
-    """Capacities to try: a quarter of the configured one to four times it, or to the longest document."""
+    """Capacities to try: from a quarter of the configured one to four times it or the longest document."""
     unit = math.lcm(2 * config.mesh.context if config.mesh.context > 1 else 1, config.data.round_to)
     wanted = [config.data.capacity * times for times in (0.25, 0.5, 1, 2, 4)]
     wanted[-1] = max(wanted[-1], int(slots_of(stream, config).max()))
@@ -185,7 +185,7 @@ def _multiple(size: float | int, unit: int) -> int:
 
 
 def preference(outcome: Outcome) -> tuple[float, float]:
-    """Sorts the best first: the fewest documents skipped, then the least overhead."""
+    """Sort key, best first: the fewest skipped documents, then the least overhead."""
     return round(outcome.skipped, 4), outcome.overhead
 
 

@@ -1,4 +1,4 @@
-"""Packing simulated from lengths alone: the buffers that the loader would make, and what they cost."""
+"""Simulates packing from lengths alone: the buffers that the loader would make, and their costs."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,18 +16,18 @@ from jaxthd.packing.layout import ContextLayout
 from jaxthd.planning.lengths import Lengths, slots_of
 
 BALANCED = 100
-"""Buffers whose attention work is measured, taken evenly from all."""
+"""Number of buffers, evenly spaced, whose attention work is computed."""
 
 
 COSTS = "padding|of mel frames|buffers split|skipped|overhead"
 
 
 class Outcome(NamedTuple):
-    """What the settings of `config` make of a stream of documents.
+    """The result of packing a stream of documents with the settings of `config`.
 
     buffers: lists of documents. padding, audio_padding: shares of token slots and of mel frames.
-    split: share of the packer's buffers that become several, since no assignment of their audio to the ranks
-    fits. skipped: share of documents that fit no buffer.
+    split: share of the packer's buffers that are divided, because their audio cannot be assigned to the
+    ranks. skipped: share of documents that fit no buffer.
     overhead: work on padding over work on documents (see jaxthd.planning.search.slot_work).
     """
 
@@ -57,8 +57,8 @@ class Outcome(NamedTuple):
 def simulate(stream: Lengths, config: Config, work: tuple[float, float]) -> Outcome:
     """Packs the stream with the settings of config.data, for config.mesh.
 
-    The last group of buffers does not count: they are half empty because the stream ends, and training goes
-    on. work: of a token slot and of a mel frame (jaxthd.planning.search.slot_work).
+    The last group of buffers is not counted: they are half empty only because the stream ends, and training
+    goes on. work: work of a token slot and of a mel frame (jaxthd.planning.search.slot_work).
     """
     data, ranks = config.data, config.mesh.audio_ranks
     slots = slots_of(stream, config)
@@ -92,7 +92,7 @@ def padded(
 ) -> Outcome:
     """Batches of `rows` documents, each batch padded to its longest document.
 
-    epoch: documents of an epoch, within which they are sorted by length; 0: the stream's order is kept.
+    epoch: number of documents of an epoch, which are sorted by length; 0: the stream's order is kept.
     """
     batches, count = [], len(stream.tokens)
     for start in range(0, count, epoch or count):
@@ -130,7 +130,7 @@ def _outcome(
 def balance(stream: Lengths, outcome: Outcome) -> tuple[float, float]:
     """Attention work of the busiest context rank over the mean: (as packed, as the loader orders documents).
 
-    Under the per-document layout the loader does not order them. Means over BALANCED buffers.
+    Under the per-document layout the loader does not order them. The results are means over BALANCED buffers.
     """
     capacity, context = outcome.config.data.capacity, outcome.config.mesh.context
     layout, slots = ContextLayout.of(outcome.config), slots_of(stream, outcome.config)
@@ -166,7 +166,7 @@ def pack_lengths(
     slots, frames: token slots and mel frames (a multiple of 8) that each document takes; each must fit a
         buffer. The other arguments are those of PackDocuments, which also shuffles the buffers of a group.
     A group of packing_bins buffers is yielded when a document fits none of them; the last group may be
-    smaller. "padded": one document a buffer. Takes about 2 us a document at 8 bins.
+    smaller. "padded" puts one document in each buffer. It takes about 2 us a document at 8 bins.
     Source: the algorithms of grain.experimental.FirstFitPackIterDataset and BestFitPackIterDataset.
     """
     most = 1 if packing == "padded" else max_documents
@@ -179,7 +179,7 @@ def pack_lengths(
             for b, (tokens, audio) in enumerate(used)
             if tokens + n <= capacity and audio + f <= audio_capacity and len(group[b]) < most
         )
-        if packing == "best_fit":  # the fullest in tokens and encoder frames together, the first of equals
+        if packing == "best_fit":  # fullest in tokens and encoder frames together; first of equals
             chosen = max(fitting, key=lambda b: used[b][0] + used[b][1] // SUBSAMPLING, default=None)
         else:
             chosen = next(fitting, None)

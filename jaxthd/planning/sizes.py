@@ -1,4 +1,4 @@
-"""The sizes that the closed forms of memory and traffic are made of, for the ranks of one configuration.
+"""Sizes on the ranks of one configuration, from which memory and traffic are computed in closed form.
 
 Legend: N tokens of a microbatch on a rank, D model dim, a bytes of an activation, w bytes of a number that is
 accumulated (float32, or float64).
@@ -23,10 +23,10 @@ Number = int | float
 
 
 class Weight(NamedTuple):
-    """A parameter as a rank holds it; of a stacked one a single layer.
+    """A parameter as a rank holds it. If it is stacked over layers, one layer of it.
 
-    size: its bytes, before it is gathered. layers: how many of them the rank holds. copies: mesh axes whose
-    ranks hold the same. fsdp: axes over which it is gathered when used. trained: whether it has a gradient.
+    size: bytes before it is gathered. layers: number of its layers on the rank. copies: mesh axes over which
+    it is replicated. fsdp: axes over which it is gathered when used. trained: whether it has a gradient.
     """
 
     path: tuple[str, ...]
@@ -48,11 +48,11 @@ class Unit(NamedTuple):
 class Sizes:
     """Sizes on a rank.
 
-    a, w: bytes, see the legend. parameter: bytes of a parameter's number.
-    rows, tokens, frames: of a microbatch (frames: of the encoder; 0 for a text-only model).
-    stream: bytes of the residual stream of a microbatch, N D a, over the tensor ranks if sequence-sharded.
-    heads, kv_heads, mamba_heads, groups, inner, channels: of a layer, on a tensor rank.
-    owners: axes that the experts are sharded over. expert_slots: room for tokens in a layer's exchange.
+    a, w: bytes, see the legend. parameter: bytes of one number of a parameter.
+    rows, tokens, frames: counts in a microbatch (frames of the encoder; 0 for a text-only model).
+    stream: bytes of a microbatch's residual stream: N D a, divided by the tensor ranks if sequence-sharded.
+    heads, kv_heads, mamba_heads, groups, inner, channels: counts in a layer, on a tensor rank.
+    owners: axes that the experts are sharded over. expert_slots: token slots in a layer's expert exchange.
     live: axes with several ranks.
     """
 
@@ -128,9 +128,9 @@ class Sizes:
 
     @property
     def stage_runs(self) -> int:
-        """How often a rank runs the forward pass of a stage in a step; the backward pass as often.
+        """How often a rank runs a stage's forward pass in a step, and equally often the backward pass.
 
-        Where all ranks run one uniform program, as a ring needs, idle ranks compute with the others.
+        If all ranks run one uniform program, as a ring needs, idle ranks compute along with the others.
         """
         is_ring = self.mesh.context > 1 and self.config.compute.context_exchange == "ring"
         if is_ring and self.stages.are_equal:

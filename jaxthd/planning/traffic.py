@@ -1,7 +1,7 @@
 """Bytes that a device receives in a training step, by mesh axes, in closed form.
 
-The usual ring algorithms are assumed: in a group of g ranks, all-gather and reduce-scatter bring (g - 1) / g
-of the whole, all-reduce twice that, a send the whole.
+The usual ring algorithms are assumed: in a group of g ranks, a rank receives (g - 1) / g of the whole array
+in all-gather and reduce-scatter, twice that in all-reduce, and the whole array in a send.
 Legend: N tokens of a microbatch on a rank, n those of its residual stream, D model dim, a bytes of an
 activation, w bytes of a number that is accumulated (float32, or float64).
 """
@@ -26,22 +26,23 @@ def step_traffic(config: Config) -> ByAxes:
     """Bytes that the busiest device receives in a step.
 
     - FSDP, for each microbatch: a layer's weights are gathered for the forward and for the backward pass, and
-      in a pipeline once more for the forward pass that the backward pass begins with; gradients are scattered
-      once. Embedding and head are gathered once. Frozen weights have no gradients; an encoder that is frozen
-      whole has no backward pass.
-    - Gradients of what several ranks hold alike: all-reduced once a step.
-    - Tensor: a sum of N D a for every layer forward and backward; recomputed for all layers of a unit but the
-      last. Sequence-sharded: a gather and a scatter of as much.
-    - Context: keys and values go around forward and backward, their gradients (w) go home; Mamba2's exchange
-      is jaxthd.planning.layouts.mamba_bytes. Where stages differ, states and the convolution's halos of all
-      ranks are gathered. In a uniform program idle stages exchange too.
-    - Experts: expert slots x width go there and back forward, there twice and back once backward; one round.
+      in a pipeline once more for the forward pass that the backward pass begins with; gradients are
+      reduce-scattered once. Embedding and head are gathered once. Frozen weights have no gradients; a wholly
+      frozen encoder has no backward pass.
+    - Gradients of replicated weights: all-reduced once a step.
+    - Tensor: a sum of N D a for every layer, forward and backward; it is recomputed for all layers of a unit
+      but the last. If sequence-sharded: a gather and a scatter of the same size instead.
+    - Context: keys and values go around the ring forward and backward, and their gradients (w) return to
+      their ranks; Mamba2's exchange is jaxthd.planning.layouts.mamba_bytes. If stages differ, states and the
+      convolution's halos of all ranks are gathered. In a uniform program idle stages exchange too.
+    - Experts: expert slots x width are sent to the experts and back in the forward pass, and twice there and
+      once back in the backward pass; one round.
     - Vocabulary: the embeddings' sum and its gradient; three float32 numbers a token forward, one backward.
-      Pipeline: n D a sent up and down every tick; the last stage's output goes to all ranks.
-    - Multi-token prediction: each depth costs what a stage run by all pipeline ranks costs, and has its own
+    - Pipeline: n D a sent up and down every tick; the last stage's output goes to all ranks.
+    - Multi-token prediction: each depth costs as much as a stage run by all pipeline ranks, and adds its own
       embeddings and targets, and a sum of N D a for the projection; its weights are FSDP-sharded over the
       pipeline too. Weights that depths share are counted for each; a compiler may gather them once.
-    - Audio: every rank's frames go to all ranks of the row, and their gradients home.
+    - Audio: every rank's frames are sent to all ranks of the row, and their gradients are sent back.
     """
     sizes = Sizes(config)
     ranks = [_of_rank(sizes, rank) for rank in range(sizes.stages.ranks)]
@@ -49,7 +50,7 @@ def step_traffic(config: Config) -> ByAxes:
 
 
 class _Received:
-    """Adds up bytes by those axes that have several ranks."""
+    """Adds up bytes by mesh axes, ignoring axes with a single rank."""
 
     def __init__(self, sizes: Sizes) -> None:
         self._mesh, self._live = sizes.mesh, sizes.live
@@ -61,11 +62,11 @@ class _Received:
             self.by_axes[live] = self.by_axes.get(live, 0) + size
 
     def gather(self, axes: tuple[str, ...], part: Number, times: Number) -> None:
-        """All-gathers of `part` bytes from each rank, or reduce-scatters that bring as much."""
+        """Adds all-gathers of `part` bytes from each rank, or reduce-scatters of the same size."""
         self.add(axes, (ranks_of(self._mesh, axes) - 1) * part * times)
 
     def sum(self, axes: tuple[str, ...], size: Number, times: Number) -> None:
-        """All-reduces of `size` bytes."""
+        """Adds all-reduces of `size` bytes."""
         g = ranks_of(self._mesh, axes)
         self.add(axes, 2 * (g - 1) / g * size * times)
 
@@ -108,7 +109,7 @@ def _around_the_stages(sizes: Sizes, received: _Received) -> None:
 def _layers(
     sizes: Sizes, received: _Received, letters: str, times: Number, again: int, module: str = "decoder"
 ) -> None:
-    """A unit's layers, `times` forward and backward.
+    """Traffic of a unit's layers, `times` forward and backward.
 
     again: forward passes that the backward pass begins with, 0 or 1.
     """
@@ -130,9 +131,9 @@ def _layers(
 def _mixer(
     sizes: Sizes, received: _Received, letter: str, times: Number, forward: int, *, is_stage: bool
 ) -> None:
-    """What a layer's mixer exchanges, `times` backward with `forward` forward passes each.
+    """Traffic of a layer's mixer, for `times` backward passes with `forward` forward passes each.
 
-    is_stage: whether it is part of a pipeline stage, which other ranks may not run at the same time.
+    is_stage: whether it is in a pipeline stage, which other ranks may not run at the same time.
     """
     config, llm = sizes.config, sizes.config.model.llm
     is_ring = config.compute.context_exchange == "ring"

@@ -1,4 +1,4 @@
-"""Log-mel features and their masks, in NumPy: the loader's workers compute them, not the device.
+"""Log-mel features and their masks, in NumPy. The loader's workers compute them on the host.
 
 Legend: S samples at 16 kHz, F mel frames (10 ms), W window samples, B bins of the spectrum, M mel bands.
 """
@@ -14,9 +14,9 @@ from jaxtyping import Float32, Float64
 from jaxthd.config import SpecAugmentConfig
 
 SAMPLE_RATE = 16_000
-"""Hz. The only rate the front end takes."""
+"""Sampling rate in Hz, the only one that the front end accepts."""
 HOP = 160
-"""Samples from one mel frame to the next: 10 ms."""
+"""Hop: samples from one mel frame to the next (10 ms)."""
 DITHER = 1e-5
 """Amplitude of the training dither."""
 
@@ -28,9 +28,9 @@ _STD_FLOOR = 1e-5
 
 
 def document_rng(seed: int, epoch: int, key: str) -> np.random.Generator:
-    """A generator that depends on these three alone, so any worker, rank or slot draws the same.
+    """Returns a generator seeded by the three arguments alone: every worker, rank or slot draws the same.
 
-    The hash is BLAKE2b: Python's own changes with every process.
+    The seed is their BLAKE2b hash. Python's own hash changes with every process.
     """
     digest = hashlib.blake2b(f"{seed}/{epoch}/{key}".encode(), digest_size=16).digest()
     return np.random.default_rng(int.from_bytes(digest, "little"))
@@ -41,7 +41,7 @@ def mel_filterbank(num_mels: int) -> Float64[np.ndarray, "B M"]:
     """Triangular filters of unit area (per Hz) from 0 to 8000 Hz, B = 257 bins, read-only.
 
     The scale is linear below 1000 Hz (200/3 Hz a mel) and logarithmic above (a factor of 6.4 every 27 mels).
-    Raises ValueError where bands are so narrow that one falls between two bins and would always be empty.
+    Raises ValueError for so many bands that one falls between two bins and would always be empty.
     Source: M. Slaney, Auditory Toolbox, version 2 (1998).
     """
     knee_mel, step = 1000 * 3 / 200, np.log(6.4) / 27
@@ -65,8 +65,10 @@ def mel_filterbank(num_mels: int) -> Float64[np.ndarray, "B M"]:
 
 @functools.cache
 def _sparse_filterbank(num_mels: int) -> scipy.sparse.csr_array:
-    """The filters, sparse, [M, B]: a bin is in two bands at most. With a dense product, for which BLAS starts
-    threads, two seconds of speech took 7 ms in all; with this one 0.5 ms.
+    """Returns the filters as a sparse matrix [M, B]: a bin is in two bands at most.
+
+    The features of two seconds of speech take 0.5 ms with it. They took 7 ms with a dense product, for which
+    BLAS starts threads.
     """
     return scipy.sparse.csr_array(mel_filterbank(num_mels).T)
 
@@ -79,13 +81,15 @@ def log_mel(
 ) -> Float32[np.ndarray, "F M"]:
     """Normalised log-mel features of one utterance, F = S // 160 frames; frame f is centred on sample 160 f.
 
-    Pre-emphasis 0.97, symmetric Hann window of 400 samples every 160 (zeros beyond either end), power of a
-    512-point FFT, `num_mels` Slaney bands, log(x + 2^-24); then per band, over the F frames, minus the mean
-    and divided by (standard deviation with F - 1, plus 1e-5). In float64 from the FFT on.
-    dither: amplitude of Gaussian noise added to the samples, drawn from `rng` (document_rng); in training.
-    Raises ValueError below 320 samples (one frame has no deviation), and for dither without rng.
-    Source: NeMo's AudioToMelSpectrogramPreprocessor. Within 1e-6 of transformers' ParakeetFeatureExtractor
-    with its FFT in float64; as it ships, in float32, its rounding shifts values of quiet bands by up to 6e-4.
+    The steps: pre-emphasis 0.97; a symmetric Hann window of 400 samples every 160, with zeros beyond either
+    end; power of a 512-point FFT; `num_mels` Slaney bands; log(x + 2^-24). Then each band is normalised over
+    the F frames: minus the mean, divided by the standard deviation (with F - 1) plus 1e-5. All steps from the
+    FFT on are in float64.
+    dither: amplitude of Gaussian noise that training adds to the samples, drawn from `rng` (document_rng).
+    Raises ValueError for fewer than 320 samples (one frame has no deviation), and for dither without rng.
+    Source: NeMo's AudioToMelSpectrogramPreprocessor. The result is within 1e-6 of transformers'
+    ParakeetFeatureExtractor with its FFT in float64. As shipped, that computes in float32, and its rounding
+    shifts values of quiet bands by up to 6e-4.
     """
     frames = len(samples) // HOP
     if frames < 2:
@@ -97,8 +101,8 @@ def log_mel(
         if rng is None:
             raise ValueError(f"dither={dither} without rng; pass rng=document_rng(seed, epoch, key)")
         signal += dither * rng.standard_normal(len(signal), dtype=np.float32)
-    signal[1:] -= _PREEMPHASIS * signal[:-1]  # in float32: its rounding, 4e-8, moves quiet bands by 1e-4
-    # Where the window sits among the 512 points turns phases only: 400 points, padded by rfft, do.
+    signal[1:] -= _PREEMPHASIS * signal[:-1]  # in float32; rounding by 4e-8 shifts quiet bands by 1e-4
+    # rfft pads the 400 points to 512. Where the window lies among them changes only phases.
     padded = np.pad(signal, _WINDOW // 2)
     frames_FW = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::HOP][:frames]
     spectrum_FB = np.fft.rfft(frames_FW * np.hanning(_WINDOW), _FFT)
@@ -112,10 +116,11 @@ def log_mel(
 def spec_augment(
     chunks: Sequence[Float32[np.ndarray, "_ M"]], masks: SpecAugmentConfig, rng: np.random.Generator
 ) -> list[Float32[np.ndarray, "_ M"]]:
-    """The encoder chunks of one recording with bands and spans of it set to 0, the mean after normalisation.
+    """Masks bands and time spans of one recording: sets them to 0, the mean after normalisation.
 
-    freq_masks times: 0 to freq_width bands, anywhere. time_masks times: 0 to time_width of all frames (at
-    least one frame may be drawn), anywhere, across chunks too. Widths and positions are uniform.
+    chunks: the recording's encoder chunks; returned masked. A mask of 0 to freq_width bands is drawn
+    freq_masks times; one of 0 to the share time_width of all frames (or 1 frame if that is less) is drawn
+    time_masks times. Time masks may cross chunks. Widths and positions are uniform.
     Source: Park et al., SpecAugment (2019); spans that grow with the recording: Park et al. (2020).
     """
     masked_FM = np.concatenate(chunks)

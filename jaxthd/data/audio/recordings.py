@@ -16,13 +16,13 @@ from jaxthd.data.audio.features import HOP, SAMPLE_RATE
 from jaxthd.data.example import Channels, Member, Samples
 
 MIN_SAMPLES = 2 * HOP
-"""Two mel frames: the deviation over the frames divides by their number less one."""
+"""Fewest samples: two mel frames, since the standard deviation divides by their number less one."""
 DURATION_SLACK = 0.25
 """Seconds by which a file may end before the duration its manifest gives (rounding, codec padding)."""
 RATES = range(1_000, 1_000_001)
-"""Samples a second that a file may have; others are headers gone wrong."""
+"""Accepted sampling rates in Hz; others come from damaged headers."""
 LOUDEST = 1e6
-"""Largest sample of a file of floats: beyond any scale in use, and features stay finite in float32."""
+"""Largest sample accepted in a file of floats. No scale in use exceeds it; float32 features stay finite."""
 
 
 class AudioError(ValueError):
@@ -39,13 +39,14 @@ def load_audio(
 ) -> Float32[np.ndarray, " samples"]:
     """Reads `duration` seconds from `offset` seconds (None: to the end), as 16 kHz mono in [-1, 1].
 
-    Only that range is read, and no more memory is taken than it needs, whatever length the header claims.
+    Only that range is read. It takes no more memory than its samples need, whatever length the header claims.
     Channels are averaged; other rates are resampled (soxr, HQ).
-    member: of the tar file `path`; None: the file is the recording. channels: those that are averaged.
+    member: the recording inside the tar file `path`; None: the file is the recording. channels: those that
+    are averaged; None: all.
     Raises AudioError for a file that is missing, unreadable, or ends before `offset` or more than 0.25 s
     before offset + duration; for more than `most_seconds`; for a rate outside 1 to 1,000 kHz; for samples
-    that are not finite, or beyond 1e6; for fewer than 320 of them (two mel frames); for a number of channels
-    that differs from what `channels` says.
+    that are not finite, or beyond 1e6; for fewer than 320 of them (two mel frames); for channels that do not
+    match `channels`.
     """
     path = Path(path)
     name = f"{path}: {member.name}" if member else str(path)
@@ -71,7 +72,7 @@ def load_audio(
             seconds = math.inf if duration is None else duration
             samples = _read_mono(file, round(min(seconds * rate, most_seconds * rate + 1, length)), used)
     except (soundfile.SoundFileError, OSError, TypeError) as error:
-        # A TypeError is a file without a header, such as .raw: its rate would have to be given.
+        # A file without a header, such as .raw, raises TypeError: its rate would have to be given.
         raise AudioError(f"{name}: libsndfile cannot read it ({error})") from error
     if not len(samples):
         raise AudioError(f"{name}: no samples; the file is empty or cut short")
@@ -86,8 +87,10 @@ def load_audio(
 
 
 def from_samples(found: Samples, most_seconds: float = math.inf) -> Float32[np.ndarray, " samples"]:
-    """A recording in memory, as load_audio returns one. Raises AudioError as that does, and for samples that
-    are not floating-point numbers or have more than two dims.
+    """Returns a recording in memory in the form that load_audio returns.
+
+    Raises AudioError as load_audio does, and for samples that are not floating-point numbers or have more
+    than two dims.
     """
     shape, kind = found.samples.shape, found.samples.dtype
     if found.samples.ndim > 2 or not shape[0] or kind.kind != "f":
@@ -104,7 +107,7 @@ def from_samples(found: Samples, most_seconds: float = math.inf) -> Float32[np.n
 
 
 def _resampled(samples: np.ndarray, rate: int, name: str) -> Float32[np.ndarray, " samples"]:
-    """Checks the samples and resamples them to 16 kHz. name: of the recording, for messages."""
+    """Checks the samples and resamples them to 16 kHz. name: the recording's, for messages."""
     if not np.isfinite(samples).all():
         raise AudioError(f"{name}: {int((~np.isfinite(samples)).sum())} samples are not finite")
     if np.abs(samples).max() > LOUDEST:
@@ -120,7 +123,10 @@ def _resampled(samples: np.ndarray, rate: int, name: str) -> Float32[np.ndarray,
 
 @contextmanager
 def open_recording(path: Path, member: Member | None = None) -> Iterator[soundfile.SoundFile]:
-    """The sound file at `path`, or in the tar file there. Raises what soundfile does, or OSError."""
+    """Opens the sound file at `path`, or `member` of the tar file there.
+
+    Raises what soundfile raises, or OSError.
+    """
     if member is None:
         with soundfile.SoundFile(path) as file:
             yield file
@@ -136,9 +142,9 @@ def open_recording(path: Path, member: Member | None = None) -> Iterator[soundfi
 
 
 class _Within:
-    """A member of a tar file as a file object for soundfile. It reads no more than is asked for.
+    """A member of a tar file as a file object for soundfile. It reads no more than requested.
 
-    error: the OSError that ended the reading; libsndfile notices only an end of the file.
+    error: the OSError that ended the reading; libsndfile itself sees only an end of file.
     """
 
     def __init__(self, tar: BufferedReader, member: Member) -> None:
@@ -147,7 +153,7 @@ class _Within:
 
     def seek(self, offset: int, whence: int = 0) -> int:
         at = offset + (0, self._at, self._member.size)[whence]
-        if at >= 0:  # otherwise it stays, which libsndfile notices
+        if at >= 0:  # otherwise the position stays, which libsndfile notices
             self._at = at
         return self._at
 
@@ -169,7 +175,7 @@ class _Within:
 
 
 def _used_channels(channels: Channels | None, there: int, name: str) -> slice | list[int]:
-    """The file's channels that are averaged."""
+    """Returns the indices of the channels to average."""
     if channels is None or there == len(channels.used):
         return slice(None)
     if there != channels.total:
@@ -183,9 +189,9 @@ def _used_channels(channels: Channels | None, there: int, name: str) -> slice | 
 def _read_mono(
     file: soundfile.SoundFile, wanted: int, used: slice | list[int]
 ) -> Float32[np.ndarray, " samples"]:
-    """At most `wanted` samples from where the file stands, channels averaged; as many as there are.
+    """Reads up to `wanted` samples from the file's position and averages the channels.
 
-    In blocks of 4 MB: a header may claim any number of them.
+    It reads in blocks of 4 MB, since a header may claim any number of samples.
     """
     block = max(1, (1 << 20) // file.channels)
     blocks = [np.zeros(0, np.float32)]
@@ -193,7 +199,7 @@ def _read_mono(
         channels = file.read(min(block, wanted), dtype="float32", always_2d=True)
         if not len(channels):
             break
-        with np.errstate(over="ignore", invalid="ignore"):  # of what is not finite; the caller looks at that
+        with np.errstate(over="ignore", invalid="ignore"):  # not finite: the caller checks
             blocks.append(channels[:, used].mean(axis=1, dtype=np.float32))
         wanted -= len(channels)
     return np.concatenate(blocks)
@@ -202,11 +208,11 @@ def _read_mono(
 def chunk_audio(
     samples: Float32[np.ndarray, " samples"], chunk_samples: int
 ) -> list[Float32[np.ndarray, " _"]]:
-    """Divides audio into encoder chunks of `chunk_samples`: views, in order, none lost.
+    """Divides audio into encoder chunks of `chunk_samples`: views, in order, together all samples.
 
-    A tail of under two mel frames (320 samples) joins its neighbour, so the last chunk has at least 320
-    samples (if the audio has) and at most chunk_samples + 319: one mel frame more than the others.
-    Raises ValueError where chunk_samples is not a multiple of 160, or under 320.
+    A tail of less than two mel frames (320 samples) is added to the chunk before it. So the last chunk has at
+    least 320 samples (if the audio has) and at most chunk_samples + 319: one mel frame more than the others.
+    Raises ValueError for a chunk_samples that is not a multiple of 160 or is under 320.
     """
     if chunk_samples % HOP or chunk_samples < MIN_SAMPLES:
         raise ValueError(

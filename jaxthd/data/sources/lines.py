@@ -1,4 +1,4 @@
-"""Data sets in JSONL files, one or many read as one. Each line becomes an Example or is skipped."""
+"""Data sets in one JSONL file or several read as one. Each line becomes an Example or is skipped."""
 
 import gzip
 import json
@@ -19,11 +19,11 @@ MOST_SHARDS = 1_000_000
 
 
 def expand_braces(text: str) -> list[str]:
-    """Every text that a text with braces stands for, as in a shell: "{0..3}" ("{00..15}" keeps its zeros) and
-    "{a,b}", the last ones changing fastest. _OP_ and _CL_ are braces too, as NeMo writes them for a command
-    line. Other braces are plain text.
+    """Expands braces as a shell does: "{0..3}" ("{00..15}" keeps its zeros) and "{a,b}".
 
-    Raises UserError for a range that runs down, or of more than a million.
+    The last braces change fastest. _OP_ and _CL_ are read as braces too, as NeMo writes them on a command
+    line. Other braces are plain text.
+    Raises UserError for a descending range, or one of more than a million numbers.
     """
     pieces = split(r"(\{(?:\d+\.\.\d+|[^{}]*,[^{}]*)\})", text.replace("_OP_", "{").replace("_CL_", "}"))
     choices: list[list[str]] = []
@@ -54,13 +54,14 @@ def read_examples(
     title: str,
     expected: str,
 ) -> tuple[list[Example], list[Skipped]]:
-    """The lines of all files as one data set: every line that is not blank an Example or a Skipped, in order.
+    """Reads all files as one data set. Each line that is not blank becomes an Example or a Skipped, in order.
 
-    name_of(entry): the name in the key. turns_of(entry, number of its file). Both raise ValueError with the
-    reason for an entry that cannot be used. Lines are counted through all files, so that keys do not depend
-    on how they are cut. Files that end in .gz are decompressed; where that fails the rest is one Skipped.
+    name_of(entry): the name in the key. turns_of(entry, number of its file): the turns. Both raise ValueError
+    with the reason for an entry that cannot be used. Lines are numbered through all files, so keys do not
+    depend on how the lines are divided into files. Files that end in .gz are decompressed; if that fails, the
+    rest of the file is one Skipped.
     title, expected: what messages call the data set and its lines.
-    Raises UserError where there is no usable line.
+    Raises UserError if there is no usable line.
     """
     examples: list[Example] = []
     skipped: list[Skipped] = []
@@ -84,7 +85,7 @@ def read_examples(
 
 
 def _numbered(files: Sequence[Path]) -> Iterator[tuple[int, int, str, bytes | ValueError]]:
-    """(number of the line among all, that of its file, where for messages, the line or why there is none)."""
+    """Yields (line number among all, file number, position for messages, the line or the error)."""
     before = 0
     for file, path in enumerate(files):
         line_number = 0
@@ -100,9 +101,9 @@ def _numbered(files: Sequence[Path]) -> Iterator[tuple[int, int, str, bytes | Va
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """As bytes, so that one badly encoded line is one skipped line; those of a .gz file decompressed.
+    """Yields lines as bytes, so that a badly encoded line costs only that line. A .gz file is decompressed.
 
-    Raises ValueError where that fails.
+    Raises ValueError if decompression fails.
     """
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
         try:
@@ -128,9 +129,10 @@ def refuse_marked(entry: Entry) -> None:
 
 
 def own_prompt(entry: Entry, prompt: str, placeholder: str) -> tuple[str, str]:
-    """(the user's turn, the system's turn) of an utterance that may bring its own, as NeMo's speechlm2 reads
-    them: `context` is what the user says before the recording, or around it where it has the placeholder, in
-    place of `prompt`; `system_prompt` the system's turn. "" for none. Raises ValueError for other than texts.
+    """Returns (user turn, system turn) of an utterance, which may have its own, as in NeMo's speechlm2.
+
+    `context` replaces `prompt`: the user's text before the recording, or around it if it has the placeholder.
+    `system_prompt` is the system turn; "" for none. Raises ValueError if a field is no text.
     """
     context, system = (
         string(entry, n) if entry.get(n) is not None else "" for n in ("context", "system_prompt")
@@ -158,17 +160,17 @@ def string(entry: Entry, name: str) -> str:
     value = entry[name]
     if not isinstance(value, str):
         raise ValueError(f"{name} is {reprlib.repr(value)}; expected a string")
-    value.encode()  # half a surrogate pair is valid JSON and no text: a UnicodeEncodeError, a ValueError
+    value.encode()  # half a surrogate pair is valid JSON but no text; raises a ValueError
     return value
 
 
 def seconds(entry: Entry, name: str) -> float | None:
-    """A finite number of seconds >= 0; None where the field is absent or null."""
+    """Reads a finite number of seconds >= 0; None if the field is absent or null."""
     value = entry.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} is {reprlib.repr(value)}; expected a number of seconds")
-    if not 0 <= value < 1e9:  # NaN too; and an integer may be too large for a float
+    if not 0 <= value < 1e9:  # also false for NaN; an integer may be too large for a float
         raise ValueError(f"{name} is {reprlib.repr(value)}; expected a number of seconds from 0 to 1e9")
     return float(value)

@@ -2,13 +2,13 @@
 
 An utterance, as NeMo's speech recognition writes it:
     {"audio_filepath": "a.wav", "text": "one two", "offset": 0.5, "duration": 1.5}
-A conversation, as NeMo's speechlm2 writes it; its entries of type text may also hold placeholders:
+A conversation, as NeMo's speechlm2 writes it; entries of type text may also contain placeholders:
     {"id": "c", "conversations": [{"from": "User", "type": "text", "value": "What is said?"},
         {"from": "User", "type": "audio", "value": "a.wav", "offset": 0.5, "duration": 1.5},
         {"from": "Assistant", "type": "text", "value": "One two."}]}
-Texts with a placeholder for each recording listed beside them (roles of ShareGPT: human, gpt):
+A list of recordings, with a placeholder for each in the texts (roles as in ShareGPT: human, gpt):
     {"audio": ["a.wav"], "conversations": [{"from": "human", "value": "{audio} What is said?"}, ...]}
-Chat messages, as OpenAI and Hugging Face write them; content may be a string, with placeholders or without:
+Chat messages, as OpenAI and Hugging Face write them; content may be a string, with or without placeholders:
     {"messages": [{"role": "user", "content": [{"type": "audio", "path": "a.wav"},
         {"type": "text", "text": "What is said?"}]}, {"role": "assistant", "content": "One two."}]}
 """
@@ -48,9 +48,8 @@ _ROLES: dict[str, Role] = {
 
 
 class ManifestSource(Source):
-    """A manifest: one file, or its shards in braces; with tarred_audio its recordings lie in tar files.
-
-    Reads as read_manifest, and raises as that does.
+    """A manifest: one file, or shards written with braces. With tarred_audio, recordings are in tar
+    files. It reads and raises as read_manifest does.
     """
 
     @staticmethod
@@ -75,7 +74,7 @@ class ManifestSource(Source):
 
 
 Locate = Callable[[str], Clip]
-"""(name) -> where the recording lies. Raises ValueError, with the reason, where there is none."""
+"""(name) -> where the recording lies. Raises ValueError with the reason if there is no such recording."""
 
 
 def read_manifest(
@@ -88,17 +87,18 @@ def read_manifest(
 ) -> tuple[list[Example], list[Skipped]]:
     """Reads a manifest of utterances and conversations, in any mixture of the formats above.
 
-    path: one file, or its shards in braces (see expand_braces), read as one; .gz is decompressed.
-    tarred_audio: the tar files that hold its recordings, in braces too: one for each shard in their order, or
-    those that `shard_id` of the lines tells apart. Without any, recordings are files; a relative path is
-    taken from the manifest's folder. Of tar files the headers are read; recordings are not opened.
-    Every line that is not blank becomes an Example or a Skipped, in order. An utterance is a conversation:
-    the user's turn is `prompt`, unless the line has a `context` of its own, and the assistant's is its text;
-    a `system_prompt` of its own comes first. Entries of one role in a row are one turn, joined by a space.
-    setting: what the path was given as, for the messages.
+    path: one file, or shards written with braces (see expand_braces) and read as one; .gz is decompressed.
+    tarred_audio: the tar files with the recordings, also with braces: one for each shard in order, or several
+    that the lines choose by `shard_id`. Without it, recordings are files, and a relative path is taken from
+    the manifest's folder. Only the headers of tar files are read; recordings are not opened.
+    Every line that is not blank becomes an Example or a Skipped, in order. An utterance becomes a
+    conversation: the system turn is the line's `system_prompt`, if any; the user turn is the line's `context`
+    or else `prompt`; the assistant turn is the line's text. Consecutive entries of one role become one turn,
+    joined by a space.
+    setting: the name of the setting that gave the path, for messages.
     placeholder: stands for a recording in the prompt and in the texts of conversations, not in transcripts.
-    Raises FileNotFoundError when there is no such file, UserError when it holds no usable line, when
-    manifests and tar files do not go together, or cannot be expanded.
+    Raises FileNotFoundError if there is no such file; UserError if it holds no usable line, if manifests and
+    tar files do not match, or if braces cannot be expanded.
     Source: NeMo's documentation (ASR and speechlm2 datasets), transformers' (chat templates).
     """
     files = [Path(name) for name in expand_braces(str(path))]
@@ -129,7 +129,7 @@ def read_manifest(
 
 
 def _in_folder(folder: Path) -> Locate:
-    return lambda name: Clip(folder / name)  # absolute: replaces the folder
+    return lambda name: Clip(folder / name)  # an absolute name replaces the folder
 
 
 def _name(entry: dict[str, Any]) -> str:
@@ -144,10 +144,10 @@ def _is_conversation(entry: dict[str, Any]) -> bool:
 
 
 def read_chats(path: str | Path, *, prompt: str = "{audio}", placeholder: str = "{audio}") -> list[Example]:
-    """Reads conversations to be answered, in the formats of a manifest: each ends with a turn of the user's.
+    """Reads conversations to answer, in the formats of a manifest. Each must end with a user turn.
 
-    An utterance needs no text; if it has one, that is ignored. prompt, placeholder: as read_manifest.
-    Raises FileNotFoundError when there is no such file, UserError where a line cannot be used.
+    An utterance needs no text; if it has one, the text is ignored. prompt, placeholder: as in read_manifest.
+    Raises FileNotFoundError if there is no such file, and UserError if a line cannot be used.
     """
     path = Path(path)
     if not path.is_file():
@@ -212,7 +212,7 @@ def _turns(entry: dict[str, Any], locate: Locate, placeholder: str) -> tuple[Tur
 def _messages(
     entry: dict[str, Any], locate: Locate, placeholder: str
 ) -> Iterator[tuple[Role, list[str | Clip | None]]]:
-    """(role, parts) of each entry. None among the parts: the next of the recordings listed beside them."""
+    """Yields (role, parts) of each entry. A part None stands for the next recording of the entry's list."""
     nemo = "conversations" in entry
     field, speaker = ("conversations", "from") if nemo else ("messages", "role")
     for count, item in enumerate(json_list(entry[field], field), start=1):
@@ -254,7 +254,7 @@ def _parts(content: dict[str, Any], locate: Locate, placeholder: str) -> list[st
 
 
 def _listed(entry: dict[str, Any], locate: Locate) -> list[Clip]:
-    """The recordings beside the texts: "audio", or "sound" as NeMo's ShareGPT reader has it."""
+    """The recordings of the field "audio", or "sound" as NeMo's ShareGPT reader calls it."""
     listed = entry.get("audio", entry.get("sound"))
     items = listed if isinstance(listed, list) else [] if listed is None else [listed]
     clips = []

@@ -1,7 +1,7 @@
-"""The data sources by name, and the data sets of a run as its settings name them.
+"""The registry of data sources, and the data sets of a run as its settings name them.
 
-A new source is a class as jaxthd.data.sources.source.Source describes it, in a file beside this one and in
-SOURCES; or anywhere else and registered with register_source, for example in the Python file of a config:
+A new source is a subclass of jaxthd.data.sources.source.Source. Put it in a file beside this one and list it
+in SOURCES; or put it anywhere and register it with register_source, for example in a config's Python file:
 
     jaxthd.register_source("mine", MySource)
     Config(data=DataConfig(manifest=("mine:what MySource makes of it", "speech.jsonl")))
@@ -22,18 +22,18 @@ from jaxthd.data.sources.synthetic import SyntheticSource
 from jaxthd.errors import UserError
 
 SOURCES: dict[str, type[Source]] = {
-    "manifest": ManifestSource,  # recognises everything
+    "manifest": ManifestSource,  # recognises every path
     "shar": SharSource,
     "synthetic": SyntheticSource,
 }
-"""By name. A path without a name goes to the last one that recognises it."""
+"""Sources by name. A path without a name goes to the last source that recognises it."""
 
 
 def register_source(name: str, source: type[Source]) -> None:
-    """Makes a data source known: settings name its data sets "NAME:PATH", or any path that it recognises.
+    """Registers a data source. Settings name its data sets as "NAME:PATH", or as a path that it recognises.
 
-    A source registered before under that name is replaced. Raises ValueError for a name that is not letters,
-    digits and underscores.
+    It replaces a source registered earlier under that name. Raises ValueError for a name with other
+    characters than letters, digits and underscores.
     """
     if not re.fullmatch(r"\w+", name):
         raise ValueError(f"a data source of the name {name!r}; expected letters, digits and underscores")
@@ -41,7 +41,7 @@ def register_source(name: str, source: type[Source]) -> None:
 
 
 def open_source(setting: SourceSetting) -> Source:
-    """The data set that a setting names. Raises UserError for the name of a source that is not registered."""
+    """Opens the data set that a setting names. Raises UserError if the source it names is not registered."""
     name, colon, rest = setting.path.partition(":")
     if colon and name in SOURCES:
         return SOURCES[name](setting._replace(path=rest, source=name))
@@ -57,9 +57,9 @@ def open_source(setting: SourceSetting) -> Source:
 
 
 def read_source(source: Source, data: DataConfig, number: int = 0) -> tuple[list[Example], list[Skipped]]:
-    """What source.read gives, with keys that are unique in the run. number: the data set's, among several.
+    """Calls source.read and makes the keys unique in the run. number: the data set's number among the run's.
 
-    Raises UserError where no item can be used, and for a key that is not of the form of Source.read.
+    Raises UserError if no item can be used, and for a key that does not have the form Source.read describes.
     """
     examples, skipped = source.read(data)
     if not examples:
@@ -78,7 +78,7 @@ def read_source(source: Source, data: DataConfig, number: int = 0) -> tuple[list
 
 
 def training_sources(data: DataConfig) -> list[Source]:
-    """The data sets of data.manifest, with data.tarred_audio. Raises UserError where they are not as many."""
+    """The data sets of data.manifest and data.tarred_audio. Raises UserError if their numbers differ."""
     tars = data.tarred_audio or ("",) * len(data.manifest)
     if len(tars) != len(data.manifest):
         raise UserError(
@@ -94,7 +94,7 @@ def training_sources(data: DataConfig) -> list[Source]:
 def validation_sources(data: DataConfig) -> dict[str, Source]:
     """The data sets of data.validation_manifest by name, with data.validation_tarred_audio.
 
-    Raises UserError where they are not as many.
+    Raises UserError if their numbers differ.
     """
     sets, tars = data.validation_sets, data.validation_tarred_audio
     tars = (tars,) if isinstance(tars, str) else tars

@@ -1,7 +1,7 @@
 """Lhotse Shar directories: cuts.*.jsonl(.gz) with recording.*.tar beside them, read in any order.
 
-The cuts' lines are plain JSON and are read as such. Lhotse itself would bring PyTorch along, and stops at the
-first line that is wrong.
+The lines of cuts are plain JSON and are read without Lhotse, which depends on PyTorch and stops at the first
+invalid line.
 """
 
 import re
@@ -29,11 +29,11 @@ from jaxthd.data.sources.tarred import TarIndex, index_tars
 from jaxthd.errors import UserError
 
 TEXTS = ("context", "system_prompt")
-"""Fields of a cut that may lie in files of their own, beside the cuts."""
+"""Fields of a cut that may be in separate files beside the cuts."""
 
 
 class Shard(NamedTuple):
-    """The files of one shard. texts: by field of TEXTS, for those that have a file."""
+    """The files of one shard. texts: the files of those fields of TEXTS that have one, by field."""
 
     cuts: Path
     recording: Path
@@ -41,7 +41,7 @@ class Shard(NamedTuple):
 
 
 def shar_shards(folder: Path, setting: str) -> list[Shard]:
-    """The shards of a directory, by name. Raises UserError where it has none, or one without recordings."""
+    """The shards of a directory, by name. Raises UserError if it has none, or one without recordings."""
     found: dict[str, dict[str, Path]] = {}
     for path in sorted(folder.iterdir()):
         named = re.fullmatch(r"([^.]+)((?:\..+)?)\.(jsonl|jsonl\.gz|tar)", path.name)
@@ -71,7 +71,7 @@ def shar_shards(folder: Path, setting: str) -> list[Shard]:
 
 
 class SharSource(Source):
-    """A Lhotse Shar directory. Reads as read_shar, and raises as that does."""
+    """A Lhotse Shar directory. It reads and raises as read_shar does."""
 
     @staticmethod
     def recognises(path: str) -> bool:
@@ -101,11 +101,11 @@ def read_shar(
 ) -> tuple[list[Example], list[Skipped]]:
     """Reads a Lhotse Shar directory: every cut becomes an Example or a Skipped, in the order of shards.
 
-    A cut is an utterance: the user's turn is `prompt`, unless the cut has a custom `context`, a custom
-    `system_prompt` comes first, and the assistant says the texts of its supervisions, in the order of their
-    starts, joined by a space. It takes its own channel or channels of the recording, from its start, for its
-    duration. The key's name is the cut's id. Of the tar files headers are read; recordings are not opened.
-    The other arguments, and what raises, are read_manifest's.
+    A cut is an utterance. The system turn is its custom `system_prompt`, if any; the user turn is its custom
+    `context` or else `prompt`; the assistant turn is the texts of its supervisions, in the order of their
+    starts, joined by a space. A cut uses its own channel or channels of the recording, from its start, for
+    its duration. The key's name is the cut's id. Only the headers of tar files are read; recordings are not
+    opened. The other arguments and the errors are those of read_manifest.
     Source: lhotse.shar and lhotse.cut (MonoCut, MultiCut).
     """
     shards = shar_shards(folder, setting)
@@ -131,13 +131,13 @@ def read_shar(
 
 
 def _members_of_cuts(index: TarIndex) -> dict[str, str]:
-    """By cut, the name of its recording. Members of metadata are passed over: the cut has the same."""
+    """The name of each cut's recording, by cut. Metadata members are ignored: the cut has the same data."""
     names = (name for name in index.members if not name.endswith((".json", ".nometa")))
     return {name.rpartition(".")[0]: name for name in names}
 
 
 def _texts(shard: Shard) -> dict[str, dict[str, Any]]:
-    """By cut, the fields of it that lie in files of their own."""
+    """The fields of each cut that are in separate files, by cut."""
     found: dict[str, dict[str, Any]] = {}
     for field, path in shard.texts.items():
         read = 0
@@ -180,7 +180,7 @@ def _channels(cut: dict[str, Any]) -> Channels | None:
 
 
 def _sourced(recording: dict[str, Any]) -> list[Any]:
-    """The channels of all sources of a recording that does not list its own."""
+    """The channels of all sources, for a recording that does not list its channels."""
     sources = (json_object(source, "a source") for source in json_list(recording.get("sources"), "sources"))
     return [channel for source in sources for channel in json_list(source.get("channels"), "channels")]
 
@@ -200,7 +200,7 @@ def _text(cut: dict[str, Any]) -> str:
 
 
 def _start(supervision: dict[str, Any]) -> int | float:
-    """Seconds from the start of the cut; below 0 where the supervision began before it."""
+    """Seconds from the start of the cut; negative if the supervision began before it."""
     start = supervision.get("start", 0.0)
     if isinstance(start, bool) or not isinstance(start, int | float):
         raise ValueError(f"start of a supervision is {reprlib.repr(start)}; expected a number of seconds")

@@ -1,4 +1,4 @@
-"""What a data source is: it reads one data set, as a setting names it, into Examples."""
+"""The interface of data sources. A source reads one data set, named by a setting, into Examples."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -14,9 +14,9 @@ from jaxthd.data.skipped import Skipped
 class SourceSetting(NamedTuple):
     """A data set as the settings name it.
 
-    path: of a file or folder, or whatever the source makes of it. source: the name that stood before it.
-    field: of the configuration, that names it; for messages. tarred_audio: its tar files, see
-        ManifestSource; "" for none. split: what the data set is read for.
+    path: a file or folder, or whatever the source takes it for. source: the name written before the path.
+    field: the configuration field that names the data set, for messages. tarred_audio: its tar files, see
+        ManifestSource; "" for none. split: whether it is read for training or for validation.
     """
 
     path: str
@@ -27,9 +27,9 @@ class SourceSetting(NamedTuple):
 
 
 class Source(ABC):
-    """Reads one data set. A new one is a subclass, registered by jaxthd.data.sources.registry.
+    """Reads one data set. A new source is a subclass, registered in jaxthd.data.sources.registry.
 
-    path: where it lies, or what else the setting says of it. title: what skipped.jsonl calls it.
+    path: the setting's path. title: the data set's name in skipped.jsonl.
     """
 
     def __init__(self, setting: SourceSetting) -> None:
@@ -38,30 +38,31 @@ class Source(ABC):
 
     @staticmethod
     def recognises(path: str) -> bool:
-        """Whether this source reads a path that bears no source's name."""
+        """Whether this source reads a path that is written without a source's name."""
         return False
 
     @abstractmethod
     def read(self, data: DataConfig) -> tuple[list[Example], list[Skipped]]:
-        """The items that can be used and those that cannot, each in the order of the data set.
+        """Returns the usable items and the skipped ones, each in the order of the data set.
 
-        Keys are "NUMBER:NAME": the item's number in the data set, a colon, any text; each once, the same
-        wherever the data set lies. Recordings are named (Clip) or in memory (Samples); none is decoded here.
-        data: its prompt and audio_placeholder say how a recording with its transcript becomes a conversation
-            (jaxthd.data.example.utterance).
+        Keys are "NUMBER:NAME": the item's number in the data set, a colon, any text. They are unique and do
+        not depend on where the data set lies. Recordings are given by path (Clip) or in memory (Samples);
+        none is decoded here.
+        data: data.prompt and data.audio_placeholder say how a recording with its transcript becomes a
+            conversation (jaxthd.data.example.utterance).
         Raises UserError for a data set that cannot be read.
         """
 
     @abstractmethod
     def digest(self) -> str:
-        """A short text that changes whenever the items or their order do, and is the same wherever they lie.
+        """A short text that changes if the items or their order change, but not if the data set is moved.
 
-        A saved data position is refused for a data set with another digest. No recording is read for it.
+        A data position saved under another digest is refused. No recording is read.
         """
 
 
 def digest_of_files(files: Iterable[Path], tars: Sequence[Path]) -> str:
-    """A digest of what the files hold, in order, and of the sizes of the tar files that they refer to."""
+    """A digest of the files' contents, in order, and of the sizes of the tar files that they refer to."""
     digest = hashlib.blake2b()
     for path in files:
         with path.open("rb") as file:

@@ -1,7 +1,7 @@
 """The default data set: spoken digits and short commands, made by espeak-ng on first use and cached.
 
-A fresh machine has speech, transcripts and a held-out set without a download. espeak-ng (GPL-3) comes in a
-wheel, as the extra `demo`; it is loaded here only, and only to make the files.
+It gives a fresh machine speech, transcripts and a held-out set without a download. espeak-ng (GPL-3) is a
+wheel of the extra `demo`. Only this module loads it, and only to make the files.
 """
 
 import ctypes
@@ -28,12 +28,12 @@ from jaxthd.data.sources.source import SourceSetting
 from jaxthd.files.cache import user_cache
 
 VERSION = 2
-"""Goes up with every change of the files made, so that an old cache is not used for a new one."""
+"""Increased with every change of the generated files, so that an old cache is not used for them."""
 
-# An accent and a variant of the voice. Validation has variants of its own: all its voices are new.
+# A voice is an accent and a variant. Validation has its own variants, so all its voices are new.
 _ACCENTS = ("gmw/en-US", "gmw/en", "gmw/en-GB-scotland", "gmw/en-GB-x-rp")
-# Training has many, since a model that knows ten voices does not understand an eleventh. Excluded are robots,
-# whispers, and voices that espeak-ng does not say alike twice (Reed, caleb).
+# Training has many variants: a model trained on ten voices does not understand an eleventh. Robots, whispers
+# and voices that espeak-ng does not reproduce exactly (Reed, caleb) are excluded.
 # fmt: off
 _VARIANTS = {
     "train": (
@@ -57,7 +57,7 @@ Say = Callable[[str, str, int, int], Float32[np.ndarray, " samples"]]
 
 
 class SyntheticSource(ManifestSource):
-    """The setting "synthetic": a manifest of the default data set, which is made on first use."""
+    """The source of the setting "synthetic": a manifest of the default data set, made on first use."""
 
     def __init__(self, setting: SourceSetting) -> None:
         train, validation = synthetic_manifests()
@@ -72,11 +72,11 @@ class SyntheticSource(ManifestSource):
 def synthetic_manifests(
     train: int = 10000, validation: int = 200, seed: int = 0, cache_dir: str | Path | None = None
 ) -> tuple[Path, Path]:
-    """Paths of the training and the validation manifest, made if they are not in the cache yet.
+    """Returns the paths of the training and the validation manifest; makes them if they are not cached.
 
     train, validation: numbers of utterances, 0.5 to about 8 s each, most of them short. No voice and no text
-    of the validation set occurs in the training set. The same arguments make the same files again.
-    cache_dir: where the data set's folder goes; default $XDG_CACHE_HOME/jaxthd, or ~/.cache/jaxthd.
+    of the validation set occurs in the training set. The same arguments always make the same files.
+    cache_dir: the parent of the data set's folder; default $XDG_CACHE_HOME/jaxthd, or ~/.cache/jaxthd.
     Raises ImportError without the extra `demo`, ValueError for a number below 1.
     """
     if train < 1 or validation < 1:
@@ -88,7 +88,7 @@ def synthetic_manifests(
 
 
 def _make(folder: Path, counts: dict[str, int], seed: int) -> None:
-    """Fills a temporary folder, then renames it: an interrupted run leaves no half data set behind."""
+    """Fills a temporary folder, then renames it, so that an interrupted run leaves no partial data set."""
     temporary = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
     try:
         progress = tqdm(total=sum(counts.values()), desc="making synthetic speech", unit="clip", disable=None)
@@ -110,7 +110,7 @@ def _make(folder: Path, counts: dict[str, int], seed: int) -> None:
 
 
 def _utterance(folder: Path, name: str, split: str, seed: int, say: Say) -> str:
-    """Writes one recording, returns its line of the manifest."""
+    """Writes one recording and returns its manifest line."""
     rng = document_rng(seed, 0, f"{split}/{name}")
     text = _text(rng)
     while _held_out(text) != (split == "validation"):
@@ -127,9 +127,9 @@ def _utterance(folder: Path, name: str, split: str, seed: int, say: Say) -> str:
 
 
 def _text(rng: np.random.Generator) -> str:
-    """Digit strings (six in ten), single words and commands; lengths fall off geometrically.
+    """Draws a text: digit strings (six in ten), single words and commands, with geometric lengths.
 
-    Many have a single word: a new model first learns to use the audio from those.
+    Many texts have a single word: from those a new model first learns to use the audio.
     """
     kind = rng.random()
     if kind < 0.6:
@@ -145,16 +145,16 @@ def _command(rng: np.random.Generator) -> str:
 
 
 def _held_out(text: str) -> bool:
-    """A tenth of all texts, whatever the sizes and the seed."""
+    """Whether the text is in the held-out tenth of all texts, which depends on neither sizes nor seed."""
     return hashlib.blake2b(text.encode(), digest_size=8).digest()[0] % 10 == 0
 
 
 @contextmanager
 def _espeak() -> Iterator[Say]:
-    """A function (text, voice, words a minute, pitch 0..100) -> float32 speech at 16 kHz, by espeak-ng.
+    """Yields espeak-ng as a function (text, voice, words a minute, pitch 0..100) -> float32 speech at 16 kHz.
 
-    The library is loaded from a fresh copy: noise and flutter go on from one utterance to the next in static
-    variables, which a second data set made by the same process would otherwise inherit.
+    The library is loaded from a fresh copy. Its static variables carry noise and flutter from one utterance
+    to the next, so otherwise a second data set of the same process would start from the state of the first.
     Source: speak_lib.h of espeak-ng 1.52.
     """
     try:
@@ -172,7 +172,7 @@ def _espeak() -> Iterator[Say]:
     rate = library.espeak_Initialize(synchronous, 0, os.fsencode(data), keep_going)
     if rate <= 0:
         raise RuntimeError(f"espeak-ng did not start with the voices in {data}: reinstall espeakng-loader")
-    library.espeak_ng_SetRandSeed(0)  # the start took the time of day
+    library.espeak_ng_SetRandSeed(0)  # initialisation seeds it with the time of day
     pieces: list[bytes] = []
 
     @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
@@ -182,7 +182,7 @@ def _espeak() -> Iterator[Say]:
         return 0
 
     def say(text: str, voice: str, words_a_minute: int, pitch: int) -> Float32[np.ndarray, " samples"]:
-        # espeak-ng reports an unknown accent but takes no notice of an unknown variant.
+        # espeak-ng reports an unknown accent but ignores an unknown variant.
         variant = data / "voices" / "!v" / voice.partition("+")[2]
         if not variant.is_file() or library.espeak_SetVoiceByName(voice.encode()):
             raise RuntimeError(f"espeak-ng has no voice {voice!r} in {data}: reinstall espeakng-loader")

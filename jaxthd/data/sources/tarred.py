@@ -1,4 +1,4 @@
-"""Tar files as folders of recordings: an index says where each lies, so that each is read by itself.
+"""Recordings in tar files: an index says where each recording lies, so that each can be read by itself.
 
 The index is made once, from the headers. Nothing is extracted, and no member's name is ever used as a path.
 """
@@ -18,15 +18,15 @@ from jaxthd.data.sources.lines import expand_braces
 from jaxthd.errors import UserError
 
 _SEGMENT = re.compile(r"(.+)-sub\d+(\.\w+)?")
-"""How NeMo names the second and further lines of one recording, which the tar file holds once."""
+"""The suffix that NeMo adds to names when several lines use one recording, which the tar file holds once."""
 _TWICE = "is in it more than once"
 
 
 @dataclass(frozen=True)
 class TarIndex:
-    """What a tar file holds. members: by name, a file, or the reason why it cannot be read.
+    """The index of a tar file. members: by name, the file or the reason why it cannot be read.
 
-    damage: why the rest of the file could not be read; "" where it was read to its end.
+    damage: why the rest of the tar file could not be read; "" if it was read to its end.
     """
 
     path: Path
@@ -34,7 +34,7 @@ class TarIndex:
     damage: str = ""
 
     def clip(self, name: str) -> Clip:
-        """The recording of that name. Raises ValueError, with the reason, where there is none."""
+        """The recording of that name. Raises ValueError with the reason if there is none."""
         found = self.members.get(_plain(name))
         if isinstance(found, Member):
             return Clip(self.path, member=found)
@@ -48,10 +48,10 @@ class TarIndex:
 
 
 def index_tar(path: Path) -> TarIndex:
-    """Reads the headers of an uncompressed tar file. Damage is no error: the members before it are indexed.
+    """Reads the headers of an uncompressed tar file. Damage raises no error: members before it are indexed.
 
-    A link, a name that occurs twice or leads out of the archive, and data beyond the end of the file are
-    members with a reason.
+    The index gives a reason in place of a link, of a name that occurs twice or leads out of the archive, and
+    of data beyond the end of the file.
     """
     members: dict[str, Member | str] = {}
     try:
@@ -59,17 +59,17 @@ def index_tar(path: Path) -> TarIndex:
         with _Headers(FileIO(path)) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             at = -1
             while (info := tar.next()) is not None:
-                if info.size < 0 or info.offset <= at:  # tarfile itself would go round in circles
+                if info.size < 0 or info.offset <= at:  # tarfile itself would loop for ever
                     return TarIndex(path, members, f"damaged, at byte {info.offset}")
                 at = info.offset
                 name = _plain(info.name)
                 members[name] = _TWICE if name in members else _member(info, name, size)
-                tar.members.clear()  # type: ignore[attr-defined]  # tarfile would keep a kilobyte of each
+                tar.members.clear()  # type: ignore[attr-defined]  # tarfile would keep a kilobyte for each
             file.seek(tar.offset)
-            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes it for the end
+            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes a damaged header for the end
                 return TarIndex(path, members, f"damaged, at byte {tar.offset}")
     except (tarfile.TarError, OSError, ValueError, OverflowError) as error:
-        # A header gone wrong may say anything.
+        # A damaged header may say anything.
         with path.open("rb") as start:
             is_gzip = start.read(2) == b"\x1f\x8b"
         reason = "compressed: decompress it" if is_gzip else f"damaged, or cut short ({error})"
@@ -78,8 +78,10 @@ def index_tar(path: Path) -> TarIndex:
 
 
 class _Headers(BufferedReader):
-    """A tar file for tarfile to read headers from. A header that claims a size below 0 or of a megabyte is
-    refused: tarfile would allocate as much.
+    """A tar file from which tarfile reads headers.
+
+    It refuses reads of negative size or of a megabyte and more, which damaged headers cause: tarfile would
+    allocate that much.
     """
 
     def read(self, size: int | None = -1) -> bytes:
@@ -103,7 +105,7 @@ def _plain(name: str) -> str:
 
 
 def index_tars(paths: Sequence[Path]) -> list[TarIndex]:
-    """index_tar of each."""
+    """The index of each tar file, see index_tar."""
     with ThreadPoolExecutor(16) as threads:
         return list(threads.map(index_tar, paths))
 
@@ -111,10 +113,10 @@ def index_tars(paths: Sequence[Path]) -> list[TarIndex]:
 class TarredAudio:
     """The tar files that hold the recordings of a manifest's lines.
 
-    files: of the manifest. tars: paths in braces, for the messages those of `setting`. As many as files: one
-    for each, in their order; for one file several, by the numbers in their names ("audio_3.tar"), which its
-    lines have as shard_id.
-    Raises UserError where they are not as many, or not there, or where numbers contradict the order.
+    files: the manifest's files. tars: the tar files, with braces. setting: the setting that named them, for
+    messages. Either there is one tar file for each file, in order; or one file has several tar files, and the
+    shard_id of its lines is the number in a tar file's name ("audio_3.tar").
+    Raises UserError if the counts do not match, a tar file is missing, or numbers contradict the order.
     """
 
     def __init__(self, tars: str, files: Sequence[Path], setting: str) -> None:
@@ -150,7 +152,7 @@ class TarredAudio:
         self._indexes = dict(zip(known if self._by_number else range(len(paths)), indexes, strict=True))
 
     def locate(self, entry: dict[str, Any], file: int) -> Callable[[str], Clip]:
-        """A function name -> Clip, for a line of file number `file`. Both raise ValueError, with reasons."""
+        """Returns the function name -> Clip for a line of file number `file`. Both raise ValueError."""
         shard = entry.get("shard_id") if self._by_number else file
         if isinstance(shard, bool) or not isinstance(shard, int) or shard not in self._indexes:
             raise ValueError(
@@ -169,6 +171,6 @@ class TarredAudio:
 
 
 def shard_number(path: Path) -> int | None:
-    """The last number between the "_", "-" and "." of a shard's file name; None without one."""
+    """The last number that stands between "_", "-" or "." in a shard's file name; None without one."""
     numbers = re.findall(r"[_-](\d+)(?=[_.-])", path.name)
     return int(numbers[-1]) if numbers else None

@@ -1,9 +1,9 @@
 """Turns written by a checkpoint's own chat template, and which of its tokens are the assistant's.
 
-A template gives text, but does not say which part of it is an answer, unless it has generation tags. Without
-them each text is replaced in turn by a sign, and the place where the sign comes out is the text's span. What
-the template writes between the prompt for an answer and the answer belongs to the answer, and so does all up
-to the token that ends it.
+A template returns text. Unless it has generation tags, it does not say which part of the text is an answer.
+Without them, each text of the turns is replaced by a sign, one at a time, and the span where the sign appears
+is the span of the text. An answer begins where the prompt for it ends, so it includes what the template
+writes before the answer's text. It ends with the token that ends the answer.
 """
 
 import reprlib
@@ -17,17 +17,17 @@ from jaxthd.data.text.tokenizer import FileTokenizer
 from jaxthd.errors import UserError
 
 _SIGN, _RECORDING = "\ufdd3", "\ufdd0"
-"""For a text; and for a recording where the tokenizer has no token for one. Unicode assigns them to no
-character: no text has them."""
+"""Signs for a text, and for a recording if the tokenizer has no token for one. Unicode assigns them to no
+character, so no text has them."""
 _RESERVED = frozenset((_SIGN, _RECORDING, SUPERVISED, SUPERVISED_END))
 _AUDIO_PART = {"type": "audio", "audio": ""}
 
 Span = tuple[int, int]
-"""From and to, in characters."""
+"""(start, end), in characters."""
 
 
 class _Token(NamedTuple):
-    """start, end: the characters that the token stands for."""
+    """A token and the characters, start to end, that it stands for."""
 
     id: int
     start: int
@@ -35,23 +35,23 @@ class _Token(NamedTuple):
 
 
 class _Rendered(NamedTuple):
-    """A template's text. supervised: the spans that its generation tags mark."""
+    """The text that a template returns. supervised: the spans that its generation tags mark."""
 
     text: str
     supervised: list[Span]
 
 
 class ChatTemplate:
-    """Turns -> token ids, as transformers' apply_chat_template writes and encodes them: the text as a whole.
+    """Turns -> token ids as transformers' apply_chat_template gives them: the whole text is encoded at once.
 
     options: variables of the template, such as enable_thinking, besides the checkpoint's special tokens.
-    A turn's content is a string, with the placeholder of a recording in its place; or, where the template
-    reads these, a list of {"type": "audio"} and {"type": "text"}. A recording becomes tokenizer.recording.
+    The template gets a turn's content as a string with placeholders for recordings; or, if it reads these, as
+    a list of {"type": "audio"} and {"type": "text"}. A recording becomes tokenizer.recording.
     end_id: the token that the template writes after an answer.
 
-    Raises UserError, on construction and when used, for a template that fails or that omits a text or the end
-    of an answer. When used, raises ValueError for a text that holds a special token, alone or together with
-    what the template writes beside it, and for an empty answer.
+    Raises UserError, on construction and when used, for a template that fails, or that omits a text or the
+    end of an answer. When used, raises ValueError for an empty answer, and for a text that makes a special
+    token, alone or together with what the template writes beside it.
     """
 
     def __init__(self, tokenizer: FileTokenizer, options: Mapping[str, Any]) -> None:
@@ -67,14 +67,14 @@ class ChatTemplate:
         self._mark = tokenizer.audio_text or _RECORDING
         self._has_strings = self._writes(_SIGN, 0)
         if not self._has_strings and not self._writes([_text(_SIGN)], 0):
-            self._rendered([([{"role": "user", "content": _SIGN}], True)])  # it may say what is wrong
+            self._rendered([([{"role": "user", "content": _SIGN}], True)])  # may raise the reason
             raise UserError(self._complaint("leaves out what the user says"))
         self._has_recordings = self._writes([_AUDIO_PART, _text(_SIGN)], 1)
         self.end_id = tokenizer.eos_id
         self.end_id = self._find_end()
 
     def prompt(self, turns: Sequence[Turn]) -> list[int]:
-        """Token ids of the turns and of what the template writes before the assistant's answer to them."""
+        """Token ids of the turns, and of what the template writes before the assistant's answer to them."""
         self._check_texts(turns)
         signed = self._signed(turns).values()
         whole, *others = self._render([(turns, True), *((other, True) for other in signed)])
@@ -83,7 +83,7 @@ class ChatTemplate:
         return self._expanded(tokens, [False] * len(tokens))[0]
 
     def written(self, turns: Sequence[Turn]) -> tuple[list[int], list[bool]]:
-        """The whole conversation, and which of its tokens are supervised: every answer and what ends it."""
+        """Returns (token ids of the conversation, whether each is supervised). Answers and their ends are."""
         self._check_texts(turns)
         signed = self._signed(turns)
         asked = [k for k, turn in enumerate(turns) if turn.role == "assistant" and k]
@@ -105,17 +105,21 @@ class ChatTemplate:
         spans: Mapping[tuple[int, int], Span | None],
         prompts: Mapping[int, str],
     ) -> Iterator[Span]:
-        """The answers' spans in the text, with what the template writes before each as part of it."""
+        """Yields the answers' spans in the text. They include what the template writes before each answer."""
         for k, turn in enumerate(turns):
             if turn.role != "assistant":
                 continue
             start, end = spans[k, 0] or self._only_span(text, str(turn.parts[0]).strip())
             asked = prompts.get(k, text)
-            # What follows the prompt is generated, before the answer or in it; other prompts say nothing.
+            # If the text starts with the prompt, all that follows it is generated. Otherwise the prompt
+            # does not say where the answer begins.
             yield (len(asked) if text.startswith(asked) and len(asked) < end else start), end
 
     def _only_span(self, text: str, answer: str) -> Span:
-        """The answer's only occurrence, for a template that writes other text around another answer."""
+        """The span of the answer's only occurrence.
+
+        For templates whose text around an answer depends on the answer.
+        """
         count = text.count(answer)
         if count != 1:
             raise UserError(
@@ -128,10 +132,10 @@ class ChatTemplate:
         return start, start + len(answer)
 
     def _supervise(self, tokens: Sequence[_Token], supervised: list[bool], start: int, end: int) -> None:
-        """Marks the tokens of a span, and those up to the one that ends the answer, if one does."""
+        """Marks as supervised the tokens of a span, and those up to the token that ends the answer."""
 
         def begins(token: _Token) -> bool:
-            """With its first character or a later one, as in transformers' assistant_masks."""
+            """Whether it starts in the span or reaches into it, as in transformers' assistant_masks."""
             return token.start >= start or (token.end > start and not self._is_mark(token))
 
         first = next((i for i, token in enumerate(tokens) if begins(token)), len(tokens))
@@ -166,7 +170,7 @@ class ChatTemplate:
     # --- text ---
 
     def _render(self, conversations: Sequence[tuple[Sequence[Turn], bool]]) -> list[_Rendered]:
-        """The template's text of each (turns, whether an answer of the assistant is to follow)."""
+        """Renders each (turns, whether the prompt for the assistant's answer is added)."""
         texts = self._rendered([(list(map(self._message, turns)), ask) for turns, ask in conversations])
         return list(map(_unmarked, texts))
 
@@ -185,14 +189,14 @@ class ChatTemplate:
         )
 
     def _message(self, turn: Turn) -> dict[str, Any]:
-        """The turn as transformers writes messages."""
+        """The turn as a message in the form of transformers."""
         texts = [part if isinstance(part, str) else None for part in turn.parts]
         if self._has_strings and not (self._has_recordings and None in texts):
             return {"role": turn.role, "content": "".join(self._mark if t is None else t for t in texts)}
         return {"role": turn.role, "content": [_AUDIO_PART if t is None else _text(t) for t in texts]}
 
     def _writes(self, content: Any, recordings: int) -> bool:
-        """Whether the text of a message with this content holds the sign once, and so many recordings."""
+        """Whether a message with this content becomes a text with one sign and so many recordings."""
         try:
             (text,) = self._rendered([([{"role": "user", "content": content}], True)])
         except UserError:
@@ -200,7 +204,7 @@ class ChatTemplate:
         return text.count(_SIGN) == 1 and text.count(self._mark) == recordings
 
     def _signed(self, turns: Sequence[Turn]) -> dict[tuple[int, int], list[Turn]]:
-        """By the numbers of turn and part: the turns, with the sign in place of that text."""
+        """For each text, by (turn, part) numbers: the turns with the sign in place of that text."""
 
         def sign(k: int, p: int) -> list[Turn]:
             parts = (*turns[k].parts[:p], _SIGN, *turns[k].parts[p + 1 :])
@@ -226,7 +230,7 @@ class ChatTemplate:
     # --- tokens ---
 
     def _encode(self, text: str, turns: Sequence[Turn]) -> list[_Token]:
-        """Raises UserError where the text does not have as many recordings as the turns."""
+        """Encodes the template's text. Raises UserError if its number of recordings is not the turns'."""
         tokens: list[_Token] = []
         at = 0
         for piece in text.split(_RECORDING):
@@ -242,8 +246,9 @@ class ChatTemplate:
         return tokens
 
     def _check_specials(self, text: str, tokens: Sequence[_Token], spans: Iterable[Span | None]) -> None:
-        """Raises ValueError where a special token covers part of a turn's text. Spaces that the token takes
-        in beside its own text do not count.
+        """Raises ValueError if a special token covers part of a turn's text.
+
+        Spaces that the token absorbs around its own text do not count.
         """
         marks = []
         for token in tokens:
@@ -260,7 +265,7 @@ class ChatTemplate:
                     )
 
     def _expanded(self, tokens: Sequence[_Token], supervised: Sequence[bool]) -> tuple[list[int], list[bool]]:
-        """Ids and supervision, with the tokens around a recording that the template has not written."""
+        """Token ids and supervision; adds the tokens around a recording that the template has not written."""
         ids: list[int] = []
         marks: list[bool] = []
         for token, is_supervised in zip(tokens, supervised, strict=True):
@@ -277,7 +282,7 @@ def _text(text: str) -> dict[str, str]:
 
 
 def _unmarked(text: str) -> _Rendered:
-    """The text without the marks of generation tags, and what they held."""
+    """The text without the marks of generation tags, and the spans between the marks."""
     pieces, supervised, at = [], [], 0
     for number, piece in enumerate(text.split(SUPERVISED)):
         inside, _, outside = piece.partition(SUPERVISED_END) if number else ("", "", piece)
@@ -289,7 +294,7 @@ def _unmarked(text: str) -> _Rendered:
 
 
 def _span_of(whole: _Rendered, signed: _Rendered) -> Span | None:
-    """The span in `whole` of the text that the sign replaces in `signed`; None where more differs."""
+    """The span in `whole` of the text that the sign replaces in `signed`; None if they differ elsewhere."""
     before, found, after = signed.text.partition(_SIGN)
     end = len(whole.text) - len(after)
     same = _SIGN not in after and whole.text.startswith(before) and whole.text.endswith(after)

@@ -1,4 +1,4 @@
-"""How turns are written: text and recordings -> token ids, and which of these are supervised."""
+"""Prompt templates: turns of text and recordings -> token ids, and which of these are supervised."""
 
 import reprlib
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 class PromptTemplate:
     """Turns -> (token ids with one audio_id for each recording, True where a token is supervised).
 
-    "plain": bos; the turns' texts as they are; end_id after each of the assistant's.
+    "plain": bos, then the turns' texts unchanged, with end_id after each assistant turn.
     "chatml": each turn as <|im_start|>role, a line break, the text, end_id, a line break.
     "chat_template": the checkpoint's own (data/text/chat_template.py), with data.template_options.
-    The assistant's text is supervised, and so is the end_id behind it: one token, so that decoding knows
-    where to stop. It is <|im_end|> in chatml if the tokenizer has that token, else end-of-text. A mark
-    <|im_start|> that the tokenizer does not have is written as text. data.system_prompt comes first where the
-    turns have no system turn.
+    The assistant's text and the end_id after it are supervised. end_id is one token, so that decoding can
+    stop at it: in chatml <|im_end|> if the tokenizer has that token, else end-of-text. If the tokenizer has
+    no token <|im_start|>, the mark is written as text. If the turns have no system turn, data.system_prompt
+    comes first.
 
     Raises UserError on construction for a data.prompt or data.system_prompt that cannot be encoded, and for
     a chat template that cannot be used; when called, ValueError for text that holds a special token or a mark
@@ -35,11 +35,11 @@ class PromptTemplate:
         self._chat = _chat_template(data, tokenizer) if data.template == "chat_template" else None
         end = tokenizer.encode_marks(IM_END) if self._chatml else []
         self.end_id = end[0] if len(end) == 1 else tokenizer.eos_id
-        """Ends every turn of the assistant."""
+        """The token that ends every assistant turn."""
         if self._chat:
             self.end_id = self._chat.end_id
         self.stop_ids = tuple(dict.fromkeys((self.end_id, *tokenizer.eos_ids)))
-        """All that end an answer: end_id first."""
+        """All tokens that end an answer, end_id first."""
         self._system = Turn("system", (data.system_prompt,)) if data.system_prompt else None
         pieces = [("data.prompt", piece) for piece in data.prompt.split(data.audio_placeholder)]
         for setting, piece in [("data.system_prompt", data.system_prompt), *pieces]:
@@ -53,7 +53,7 @@ class PromptTemplate:
         return self._chat.written(turns) if self._chat else self._written(turns)
 
     def prompt(self, turns: Sequence[Turn]) -> list[int]:
-        """Token ids of the turns up to where the assistant's next answer begins. Raises as a call."""
+        """Token ids of the turns up to where the assistant's next answer begins. Raises as __call__ does."""
         turns = self._with_system(turns)
         if self._chat:
             return self._chat.prompt(turns)

@@ -1,4 +1,4 @@
-"""Chat templates are programs that strangers wrote: rendered in a process with limits (sandbox.py)."""
+"""Renders chat templates in a process with limits (sandbox.py), since they are untrusted programs."""
 
 import json
 import signal
@@ -10,20 +10,22 @@ from typing import Any
 from jaxthd.data.child_process import Child, LostError
 
 SECONDS = 10.0
-"""Most that the renders of one request take: a thousand times what those of a long conversation do."""
+"""Time limit for one request: a thousand times what a long conversation takes."""
 START_SECONDS = 60.0
-"""Most that the process takes to start."""
+"""Time limit for the start of the process."""
 SUPERVISED, SUPERVISED_END = "\ufdd1", "\ufdd2"
-"""Around what a template's generation tags hold, in its text: Unicode assigns them to no character."""
+"""Marks around the text inside generation tags. Unicode assigns them to no character."""
 
 
 class RenderError(ValueError):
-    """What a template raised, or which limit it passed."""
+    """A template raised an error or exceeded a limit. The message says which."""
 
 
 class Renderer:
-    """Renders one template. Its process starts when needed, serves until nobody holds this object, and may be
-    used by several threads. Pickled, it is the template alone.
+    """Renders one template in a process of its own.
+
+    The process starts when it is needed and ends when this object is no longer referenced. Several threads
+    may use it. Only the template and its time limit are pickled.
     """
 
     def __init__(self, source: str, seconds: float = SECONDS) -> None:
@@ -43,13 +45,13 @@ class Renderer:
         self._open()
 
     def __call__(self, requests: Sequence[Mapping[str, Any]]) -> list[str]:
-        """The template's text for each set of variables, which are JSON values.
+        """Returns the template's text for each set of variables, which are JSON values.
 
-        Raises RenderError for a template that is none, that raises, or that passes a limit.
+        Raises RenderError for a template that is invalid, raises an error, or exceeds a limit.
         """
         with self._lock:
             child = self._child or self._start()
-            # The process ends itself, earlier.
+            # The process ends itself before this time is over.
             return self._ask(child, list(requests), self._seconds + START_SECONDS)["texts"]
 
     def close(self) -> None:

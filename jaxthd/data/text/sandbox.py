@@ -1,7 +1,7 @@
 """The program of a process that renders one chat template; jaxthd.data.text.render starts it.
 
-jinja2's sandbox keeps a template from Python's objects, but neither from loops without end nor from strings
-without bounds. Here a render has a few seconds and a gigabyte; what takes more ends the process.
+jinja2's sandbox keeps a template from Python's objects, but prevents neither endless loops nor unbounded
+strings. Here a render may take a few seconds and a gigabyte; if it takes more, the process ends.
 """
 
 import json
@@ -25,22 +25,22 @@ from jaxthd.data.child_process import parents_end
 from jaxthd.data.text.render import SUPERVISED, SUPERVISED_END
 
 MEMORY = 1 << 30
-"""Most bytes of the process's address space."""
+"""Limit of the process's address space, in bytes."""
 LONGEST = 1 << 24
-"""Most characters of a text."""
+"""Most characters of a rendered text."""
 
 
 def serve(parent: Connection) -> None:
-    """Answers [source, seconds] by {} or {"error"}, then lists of variables by {"texts"} or {"error"}.
+    """Answers a first request [source, seconds] with {} or {"error"}, later ones with {"texts"} or {"error"}.
 
-    Raises EOFError or another OSError once the parent is gone.
+    Later requests are lists of variables. Raises EOFError or an OSError once the parent has ended.
     """
     environment, (source, seconds) = make_environment(), json.loads(parent.recv_bytes())
-    # The sandbox has no way to a file; nor is this process allowed to write one.
+    # The sandbox gives no access to files. Besides, this process may not write any.
     for limit, most in ((resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_FSIZE, 0)):
         with suppress(ValueError, OSError):
             resource.setrlimit(limit, (most, most))
-    # It computes what is constant in the template.
+    # Parsing is timed too, since it evaluates constant expressions.
     template, error = timed(partial(environment.from_string, source), seconds)
     parent.send_bytes(error or b"{}")
     while True:
@@ -49,8 +49,9 @@ def serve(parent: Connection) -> None:
 
 
 def timed(compute: Callable[[], Any], seconds: float) -> tuple[Any, bytes]:
-    """(its result, b"") or (None, the JSON object of its error). Takes no longer than `seconds`: SIGALRM then
-    ends the process, whatever it is doing.
+    """Returns (the result, b"") or (None, the error as a JSON object).
+
+    After `seconds` SIGALRM ends the process, whatever it is doing.
     """
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
@@ -62,7 +63,7 @@ def timed(compute: Callable[[], Any], seconds: float) -> tuple[Any, bytes]:
 
 
 def rendered(template: Any, requests: Sequence[Mapping[str, Any]]) -> bytes:
-    """The JSON object of the template's texts."""
+    """The template's texts as a JSON object."""
     texts = [template.render(**variables) for variables in requests]
     longest = max(map(len, texts), default=0)
     if longest > LONGEST:
@@ -71,7 +72,7 @@ def rendered(template: Any, requests: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """jinja2's sandbox with what transformers gives chat templates (utils/chat_template_utils.py)."""
+    """jinja2's sandbox with the extensions of transformers (utils/chat_template_utils.py)."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loop_controls]
     )
@@ -85,7 +86,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
 
 
 class Generation(Extension):
-    """{% generation %} ... {% endgeneration %}: what the assistant says."""
+    """The tags {% generation %} ... {% endgeneration %} around the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012  (as jinja2 has it)
 
@@ -99,7 +100,7 @@ class Generation(Extension):
 
 
 class GuardedNamespace(Namespace):
-    """Without names that begin with an underscore, by which some have left the sandbox."""
+    """A namespace that refuses names with a leading underscore, which have served to escape the sandbox."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # a variable may be called self
         self, *rest = args
@@ -129,12 +130,12 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the escapes of jinja2's own filter, which are for HTML."""
+    """Returns JSON without the HTML escapes of jinja2's own filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 if __name__ == "__main__":
-    with suppress(EOFError, OSError):  # the parent is gone: its end of the pipe is closed
+    with suppress(EOFError, OSError):  # the parent has ended, so its end of the pipe is closed
         serve(parents_end())

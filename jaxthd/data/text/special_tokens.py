@@ -1,6 +1,6 @@
-"""What a Hugging Face checkpoint's files say about its tokenizer besides tokenizer.json.
+"""Special tokens of a Hugging Face checkpoint, from its files other than tokenizer.json. Any may be absent.
 
-Source: transformers' tokenization_utils_base and configuration_utils; a file that is absent says nothing.
+Source: transformers' tokenization_utils_base and configuration_utils.
 """
 
 import json
@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 from jaxthd.errors import UserError
 
 _AUDIO_ID = ("audio_token_id", "sound_context_token_id", "audio_token_index")
-"""Its names in config.json: of most families; of the first Nemotron-Omni; of Qwen2-Audio."""
+"""Names of audio_id in config.json: in most families; in the first Nemotron-Omni; in Qwen2-Audio."""
 _TEXT_CONFIG = ("text_config", "llm_config")
-"""Where the config.json of a model with an audio encoder keeps its language model's settings."""
+"""Keys under which the config.json of a model with an audio encoder has its language model's settings."""
 
 
 class SpecialTokens(NamedTuple):
-    """tokens: texts by name, "bos_token" and others; chat templates read them under these names.
-    bos_id, eos_ids, pad_id, audio_id: of the model's own files; eos_ids: all that end an answer.
+    """The special tokens and the chat template of a checkpoint.
+
+    tokens: texts by name ("bos_token" and others), under which chat templates read them.
+    bos_id, eos_ids, pad_id, audio_id: from the model's files; eos_ids: all ids that end an answer.
     chat_template: its source; None without one.
     """
 
@@ -31,12 +33,14 @@ class SpecialTokens(NamedTuple):
 
 
 def read_special_tokens(folder: Path) -> SpecialTokens:
-    """Reads tokenizer_config.json (before it special_tokens_map.json, which is older), generation_config.json
-    (before it config.json), and chat_template.jinja (before it the tokenizer_config's, chat_template.json).
+    """Reads the checkpoint's files.
 
-    Where two files disagree the first named counts; ids that end an answer are taken from both.
-    Raises UserError for a file that is no JSON object, for an entry of another form than transformers
-    writes, and where several chat templates have names but none is "default".
+    Tokens: tokenizer_config.json, then the older special_tokens_map.json. Ids: generation_config.json, then
+    config.json. Chat template: chat_template.jinja, then chat_template in
+    tokenizer_config.json, then chat_template.json. If files disagree, the one named first here counts; ids
+    that end an answer are taken from both.
+    Raises UserError for a file that is no JSON object, for an entry that does not have the form transformers
+    writes, and for several named chat templates without a "default".
     """
     of_tokenizer, of_map = (
         _object(folder / name) for name in ("tokenizer_config.json", "special_tokens_map.json")
@@ -64,7 +68,7 @@ def read_special_tokens(folder: Path) -> SpecialTokens:
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """The file's JSON object; empty without a file."""
+    """The file's JSON object; {} without a file."""
     if not file.is_file():
         return {}
     try:
@@ -80,7 +84,7 @@ def _object(file: Path) -> dict[str, Any]:
 
 
 def _tokens(entries: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name, text) of every entry that names a token; those of extra_special_tokens, where it names any."""
+    """Yields (name, text) of every entry that names a token, and of those in extra_special_tokens."""
     extra = entries.get("extra_special_tokens")
     for name, token in (*(extra.items() if isinstance(extra, dict) else ()), *entries.items()):
         text = token.get("content") if isinstance(token, dict) else token

@@ -14,14 +14,14 @@ from jaxthd.errors import UserError
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What data and evaluation ask of a tokenizer.
+    """The interface of tokenizers.
 
-    encode takes text: it adds no special tokens of its own and never makes any. encode_marks takes the marks
-    of a prompt template, which may be special tokens. decode leaves out ids that stand for no text. Padding
-    is told by segment id and supervision by the document's mask: pad_id never decides either, and may equal
-    eos_id. eos_ids: all ids that end a text, eos_id first. recording: what is written for a recording:
-    audio_id once, and what the checkpoint has around it. vocab_size: rows that a speech model's embedding
-    needs; text_vocab_size: a text-only model's, which never sees audio_id.
+    encode takes text: it never returns special tokens. encode_marks takes the marks of a prompt template,
+    which may be special tokens. decode skips ids that stand for no text.
+    Segment ids mark padding and the document's mask marks supervision. pad_id decides neither and may equal
+    eos_id. eos_ids: all ids that end a text, eos_id first. recording: the ids written for a recording:
+    audio_id once, and the checkpoint's tokens around it. vocab_size: rows that a speech model's embedding
+    needs; text_vocab_size: rows for a text-only model, which never sees audio_id.
     """
 
     pad_id: int
@@ -41,7 +41,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes after four special ids. Needs no file."""
+    """A tokenizer of UTF-8 bytes, with ids after four special ones. It needs no file."""
 
     pad_id = 0
     bos_id = 1
@@ -64,7 +64,8 @@ class ByteTokenizer:
         return bytes_.decode(errors="replace")
 
 
-# Llama and Nemotron; Gemma; Llama 3; GPT-OSS; DeepSeek; the rest. Qwen and GPT-2 begin with what ends a text.
+# Llama and Nemotron; Gemma; Llama 3; GPT-OSS; DeepSeek; others. Qwen and GPT-2 begin a text with the token
+# that ends one.
 _BOS = (
     "<s>",
     "<bos>",
@@ -87,17 +88,17 @@ _PAD = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<｜▁pad▁
 _UNKNOWN = ("<unk>", "[UNK]", "<|unk|>")
 _AUDIO = ("<audio>", "<|audio|>", "<so_embedding>", "<|AUDIO|>", "<|audioplaceholder|>")
 _AROUND = {"<so_embedding>": ("<so_start>", "<so_end>")}
-"""What a family's processor, not its chat template, writes around the placeholder."""
+"""Tokens that a family's processor, not its chat template, writes around the placeholder."""
 
 
 class FileTokenizer:
     """A tokenizer.json, with its truncation and padding switched off.
 
-    special: what the checkpoint's other files say about its special tokens; what they leave out is found by
-    its usual names. Without a padding token pad_id is eos_id; without an audio placeholder audio_id is an
-    extra id past the file's last, and vocab_size counts it.
-    Raises FileNotFoundError, or UserError for a file that is no tokenizer, names no start or end of text, or
-    is not the one that the other files are about.
+    special: the special tokens given by the checkpoint's other files. Those that the files do not give are
+    found by their usual names. Without a padding token, pad_id is eos_id. Without an audio placeholder,
+    audio_id is an extra id after the file's last, and vocab_size counts it.
+    Raises FileNotFoundError; UserError for a file that is no tokenizer, that has no token for start or end of
+    text, or that does not match the other files.
     """
 
     def __init__(self, path: str | Path, special: SpecialTokens | None = None) -> None:
@@ -114,8 +115,8 @@ class FileTokenizer:
             raise UserError(f"{path} is not a tokenizer.json that tokenizers can read: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.post_processor = None  # else offsets skip spaces; no token is added in either case
-        # Ids may have gaps, so the number of tokens would be too small.
+        self._tokenizer.post_processor = None  # otherwise offsets skip spaces; either way no token is added
+        # Ids may have gaps, so the number of tokens may be too small.
         file_size = max(self._tokenizer.get_vocab().values()) + 1
         stated = self.special
         (self.bos_id,) = self._required("start-of-text", _BOS, self._stated("bos_token", stated.bos_id)[:1])
@@ -132,7 +133,7 @@ class FileTokenizer:
         self.pad_id = pad[0] if pad else self.eos_id
         self.audio_id = audio[0] if audio else file_size
         self.audio_text: str | None = self._tokenizer.id_to_token(self.audio_id)
-        """What encode_marks turns into audio_id; None where the file has no such token."""
+        """The text that encode_marks turns into audio_id; None if the file has no such token."""
         self.recording = self._recording()
         self.vocab_size = max(file_size, self.audio_id + 1)
         self.text_vocab_size = file_size
@@ -147,12 +148,12 @@ class FileTokenizer:
                     f"{file_size - 1}: they are of different checkpoints; put those of one there"
                 )
         added = self._tokenizer.get_added_tokens_decoder()
-        # Strange characters become the unknown token too.
+        # The unknown token is not listed: characters outside the vocabulary become it.
         self._special = {i for i, t in added.items() if t.special and t.content not in _UNKNOWN}
         self._special |= {*self.recording, self.bos_id, *self.eos_ids, self.pad_id}
 
     def encode(self, text: str) -> list[int]:
-        """Raises ValueError for text that holds a special token: as text it would steer the model."""
+        """Raises ValueError for text that contains a special token, which could steer the model."""
         ids = self.encode_marks(text)
         special = self._special & set(ids)
         if special:
@@ -167,7 +168,7 @@ class FileTokenizer:
         return self._tokenizer.encode(marks, add_special_tokens=False).ids
 
     def encode_spans(self, marks: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids of encode_marks, and the characters (from, to) that each stands for."""
+        """The ids of encode_marks, and the span of characters (start, end) of each."""
         encoding = self._tokenizer.encode(marks, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
@@ -183,12 +184,12 @@ class FileTokenizer:
         return self._tokenizer.decode([i for i in ids if i != self.audio_id], skip_special_tokens=True)
 
     def _find(self, names: Iterable[str]) -> list[int]:
-        """The first of these tokens that the file has; none where it has none of them."""
+        """[id] of the first of these tokens that the file has; [] if it has none of them."""
         ids = (self._tokenizer.token_to_id(name) for name in names)
         return [i for i in ids if i is not None][:1]
 
     def _stated(self, name: str, *ids: int | None) -> list[int]:
-        """What the other files say: the token of that name, then these ids, each once."""
+        """The ids that the other files give: of the token with that name, then `ids`; each once."""
         text = self.special.tokens.get(name)
         named = self._find([text]) if text else []
         if text and not named:
@@ -212,8 +213,10 @@ class FileTokenizer:
 
 
 def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
-    """Takes "bytes", the path of a tokenizer.json, or a folder with one, whose other files then say which
-    tokens are special. Raises as FileTokenizer and read_special_tokens.
+    """Loads a tokenizer: "bytes", the path of a tokenizer.json, or a folder with one.
+
+    The other files of a folder say which tokens are special. Raises as FileTokenizer and read_special_tokens
+    do.
     """
     if name_or_path == "bytes":
         return ByteTokenizer()
@@ -224,25 +227,26 @@ def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
 
 
 def needed_vocabulary(config: Config) -> int:
-    """Rows that the model's embedding needs for data.tokenizer. Raises as load_tokenizer."""
+    """Rows that the model's embedding needs for data.tokenizer. Raises as load_tokenizer does."""
     tokenizer = load_tokenizer(config.data.tokenizer)
     return tokenizer.vocab_size if config.model.encoder else tokenizer.text_vocab_size
 
 
 class TextStream:
-    """Token ids, one at a time -> the text that is certain so far: no partial characters, no lost spaces.
+    """Decodes token ids one at a time into text without partial characters or lost spaces.
 
-    All texts together are what decode makes of all ids, where later tokens do not change earlier text.
+    All returned texts together equal decode of all ids, if later tokens do not change earlier text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        # Text is told up to `_told`; it is decoded from `_from` on, which is where the piece before began.
+        # The text of tokens before `_told` has been returned. Decoding starts at `_from`, where the text
+        # returned last begins.
         self._from = self._told = 0
 
     def push(self, token: int) -> str:
-        """The text that this token makes certain; it is often one token behind."""
+        """Adds a token and returns the text that is now certain, often one token behind."""
         self._ids.append(token)
         piece = self._untold()
         if not piece or piece.endswith("\ufffd"):  # perhaps the first bytes of a character
@@ -251,7 +255,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """The rest, after the last token."""
+        """Returns the remaining text after the last token."""
         piece = self._untold()
         self._from = self._told = len(self._ids)
         return piece
