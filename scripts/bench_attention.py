@@ -52,8 +52,7 @@ class Shape(NamedTuple):
 
 
 def measure(tiny: bool, peak: float, tell: Callable[[dict[str, Any]], Any]) -> None:
-    """Shows a table. peak: FLOP/s that shares refer to. tell: is called with each row as soon as it is
-    known."""
+    """Shows a table. peak: FLOP/s that shares refer to. tell: is called with each row at once."""
     shape = Shape(4, 2, 32) if tiny else Shape(32, 8, 128)
     sizes, long = ((128, 512), 256) if tiny else ((8192, 32768), 16384)
     cases = {f"recordings, {size} tokens": recordings(size) for size in sizes}

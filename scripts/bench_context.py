@@ -90,8 +90,7 @@ def temporary_memory(
 
 
 def growing_part(at: dict[int, int]) -> float:
-    """The part of the longer length's bytes that is proportional to tokens. at: {tokens: bytes}, two
-    lengths."""
+    """The part of the longer length's bytes that grows with tokens. at: {tokens: bytes} at two lengths."""
     (short, least), (long, most) = sorted(at.items())
     return (most - least) / (long - short) * long
 

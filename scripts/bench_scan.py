@@ -88,8 +88,7 @@ def both(backend: Any, chunk: int, ids: Any, positions: Any, *given: Any) -> Any
 
 
 def seconds(call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int, calls: int = CALLS) -> float:
-    """Median time of one call among `calls` back-to-back ones. wait: blocks until a call's result is
-    ready."""
+    """Median time of one call among `calls` back-to-back ones. wait: blocks until a result is ready."""
     wait(call())
     times = []
     for _ in range(repeats):
@@ -222,8 +221,7 @@ def rival_timed(run: Callable[..., Any], tokens: int, repeats: int) -> None:
 
 
 def rival_errors(run: Callable[..., Any], shape: ScanShape) -> dict[str, float]:
-    """The errors that probe_errors gives. Outputs in padding, which it treats as one document, are set to
-    0."""
+    """As probe_errors. Outputs in padding, which mamba_ssm treats as one document, are set to 0."""
     *given, dy = probe_inputs(shape)
     ids, _ = row_of(probe_lengths(shape), PROBE_PADDING)
     found = rival_run(run, ids, tuple(given), dy, shape.chunk)[1]()

@@ -73,8 +73,7 @@ class _Member(int, metaclass=_Names):
 
 
 class _Compiled(ModuleType):
-    """Stands in for Transformer Engine's compiled module: names, sizes and versions that its Python part
-    reads."""
+    """Stands in for Transformer Engine's compiled module: the names, sizes and versions it must offer."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_ep_" in name:  # optional features are absent

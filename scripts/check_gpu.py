@@ -1,7 +1,7 @@
 """Checks everything on this machine's GPU: correctness, speed and memory. Tables.
 
     python scripts/check_gpu.py [--only SECTION ...] [--minutes 9.5] [--out FOLDER] [--check]
-        python scripts/check_gpu.py --tiny           # a small version, to try the script on a CPU
+    python scripts/check_gpu.py --tiny           # a small version, to try the script on a CPU
 
 Each section runs in its own process, so one that fails or hangs does not affect the others:
     machine      devices, versions; the rate of a large bf16 matrix product and of a copy
@@ -13,15 +13,15 @@ Each section runs in its own process, so one that fails or hangs does not affect
     scan         scripts/bench_scan.py: the scan kernel, XLA's, and mamba_ssm's where it can be imported
     attention    scripts/bench_attention.py: packed attention of recordings and of long documents, by
                  admitted back-end; FlexAttention where torch can be imported
-        options      the step without each option of jaxthd/kernels/xla_options.py; in FP8 (fp8_products:
-                     those cuBLASLt or Triton compute in 8 bits); with loops unrolled into one CUDA graph;
-                     with larger blocks in blockwise attention
-        conditionals what a skipped `lax.cond` costs
-    Admission chooses the back-ends; each run names them. Time is a median, synchronized. Model FLOPs: 6 for
-    each parameter and each token (or frame) that it is multiplied with, and attention over allowed pairs
-    only; recomputation does not count. Needs neither grain nor tyro nor Transformer Engine; a part that needs
-    one of them is reported as not run. --out keeps each section's output and results.json.
-    --check exits 1 where a section fails.
+    options      the step without each option of jaxthd/kernels/xla_options.py; in FP8 (fp8_products: those
+                 cuBLASLt or Triton compute in 8 bits); with loops unrolled into one CUDA graph; with
+                 larger blocks in blockwise attention
+    conditionals what a skipped `lax.cond` costs
+Admission chooses the back-ends; each run names them. Time is a median, synchronized. Model FLOPs: 6 for each
+parameter and each token (or frame) that it is multiplied with, and attention over allowed pairs only;
+recomputation does not count. Needs neither grain nor tyro nor Transformer Engine; a part that needs one of
+them is reported as not run. --out keeps each section's output and results.json.
+--check exits 1 where a section fails.
 """
 
 import argparse

@@ -114,7 +114,7 @@ PREDICTING: tuple[dict[str, Any], ...] = (
 )
 """Decoders with multi-token prediction."""
 LONGEST_UNIT = 16
-"""The data settings; the layout by documents rounds lengths up to multiples of 2 * context."""
+"""The longest unit, 2 * context: the layout by documents rounds lengths up to multiples of it."""
 
 
 def meshes(devices: Sequence[int] = (1, 2, 4, 8)) -> list[MeshConfig]:

@@ -47,8 +47,7 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
 
 
 def compare(name: str, folder: Path, npz: Path) -> tuple[float, float]:
-    """(the worst error of a document's logits, of a parameter's gradient), over documents alone and
-    packed."""
+    """(worst error of a document's logits, of a parameter's gradient), over alone and packed."""
     family = Published.of(dict(np.load(npz)), folder)
     numbers = family.numbers
     want = family.gradients()

@@ -202,8 +202,7 @@ def draw_mask(axes: Axes, ids: np.ndarray, ranges: np.ndarray) -> None:
 
 
 def draw_states(axes: Axes, buffer: Buffer, rgb: np.ndarray) -> None:
-    """Draws the context chunks on their ranks; an arrow is solid where the next chunk continues a
-    document."""
+    """Draws context chunks on their ranks; an arrow is solid where the next chunk continues a document."""
     canvas(axes, "Mamba2: one state enters each chunk", (0, RANKS), (-1.25, 2))
     left, size, height, rows = 0.13, 0.74, 0.4, (1.15, 0.3)
 

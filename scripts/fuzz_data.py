@@ -157,7 +157,7 @@ def damaged_bytes(rng: np.random.Generator, data: bytes) -> bytes:
 
 
 RAW = {f"raw {depth}": b"[" * depth + b"]" * depth for depth in (100, 900, 2000)} | {"raw 9": b"9" * 5000}
-"""Markers that are replaced by text which json does not write."""
+"""Marker -> the text that replaces it, which json would not write."""
 VALUES: list[Any] = [
     *(None, True, 0, -1, 1e-300, 1e308, -0.0, 10**400, float("nan"), float("inf"), float("-inf")),
     *("", " ", "\x00", "\ud800", "a" * 100_000, "{audio}", "<|im_end|>", ".", "/", "..", "ä" * 300, "0.5"),

@@ -10,9 +10,9 @@ without a mask. Keys (c is a clip's number):
     output.c                    [encoder frames, dim], eval mode
     cotangent.c                 [encoder frames, dim], random
     grad.NAME                   gradient of sum over clips of sum(output * cotangent), eval mode, by parameter
-        train.clip                  number of the one clip that is run in training mode (every dropout 0)
-        train.output                its output with batch statistics
-        train.NAME                  running_mean and running_var after that run
+    train.clip                  number of the one clip that is run in training mode (every dropout 0)
+    train.output                its output with batch statistics
+    train.NAME                  running_mean and running_var after that run
 """
 
 import tempfile

@@ -17,15 +17,15 @@ Keys (c a document's number, i a layer's):
     tokens.c            int64 [tokens]
     logits.c            [tokens, vocabulary]
     loss                sum of -log p(tokens.c[t + 1] | tokens.c[: t + 1]) over all t and c
-        grad.NAME           gradient of loss, by parameter; zeros for experts that no token chose
-        mixer.document      number of the document that the mixer.i entries belong to
-        mixer.i.input       [tokens, dim], input of layer i's mixer (after its norm)
-        mixer.i.output      [tokens, dim], its output (before the residual)
-        mixer.i.experts     int64 [tokens, experts per token], in rising order; MoE layers only
-        mixer.i.weights     [tokens, experts per token], their weights, times the scale; MoE layers only
-        margin              smallest difference, over all documents and MoE layers, between the biased score
-                            of the last expert chosen and of the first not chosen; at least MARGIN (seeds are
-                            tried until it is)
+    grad.NAME           gradient of loss, by parameter; zeros for experts that no token chose
+    mixer.document      number of the document that the mixer.i entries belong to
+    mixer.i.input       [tokens, dim], input of layer i's mixer (after its norm)
+    mixer.i.output      [tokens, dim], its output (before the residual)
+    mixer.i.experts     int64 [tokens, experts per token], in rising order; MoE layers only
+    mixer.i.weights     [tokens, experts per token], their weights, times the scale; MoE layers only
+    margin              smallest difference, over all documents and MoE layers, between the biased score of
+                        the last expert chosen and that of the first not chosen; at least MARGIN (seeds are
+                        tried until it is)
 """
 
 import tempfile

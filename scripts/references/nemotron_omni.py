@@ -9,9 +9,9 @@ FOLDER, by name.
 No clip is a multiple of 8 mel frames long: for such clips the library inserts one embedding more, for a frame
 that its encoder masks. Keys (c is a document's number):
     config              config.json, as save_pretrained writes it
-        weight.NAME         every tensor on disk except the vision tower's
-        mels.c              [mel frames, mels]
-        tokens.c            int64 [tokens], with one placeholder for every encoder frame
+    weight.NAME         every tensor on disk except the vision tower's
+    mels.c              [mel frames, mels]
+    tokens.c            int64 [tokens], with one placeholder for every encoder frame
     logits.c            [tokens, vocabulary]
     loss                sum of -log p(tokens.c[t + 1] | tokens.c[: t + 1]) over the text tokens after the clip
     grad.NAME           gradient of loss, by tensor on disk

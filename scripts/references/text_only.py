@@ -57,8 +57,7 @@ FIELDS: dict[str, Any] = {
 
 
 def conversations() -> list[list[dict[str, str]]]:
-    """Ragged conversations: an answer alone, short ones, several turns, one longer than two context
-    chunks."""
+    """Ragged: an answer alone, short ones, several turns, and one longer than two context chunks."""
 
     def turns(*texts: str) -> list[dict[str, str]]:
         roles = ("user", "assistant")
