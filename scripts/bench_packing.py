@@ -20,8 +20,7 @@ it. In padded batches too, attention, vocabulary and their backward pass skip pa
 (15 to 35 ms here) weighs more on the smaller step, hence --capacity. One thing raises packing above it:
 padded batches need so much memory that allocating it slows the machine (6 GB at --capacity 2048, 12 GB at
 4096). Attention is one narrow head: its share of the work is small, as in real models. --check exits 1 when a
-claim
-fails: packed must be at least 0.9 of the ideal times as fast as random, and on the mix 3.8 times.
+claim fails: packed must be at least 0.9 of the ideal times as fast as random, and on the mix 3.8 times.
 """
 
 import argparse

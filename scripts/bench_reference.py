@@ -9,18 +9,18 @@ The same model (SETTINGS) with the same weights on both sides, float32, 2 thread
 audio frames a second of its recording, 8 tokens of prompt and a token for every 4 bytes of its text; token
 ids are random, and every token but the first is predicted. Neither side computes audio: embeddings are looked
 up.
-- jaxthd: buffers of --capacity tokens, by the product's packer and its loss and gradient; with the layers'
-  - jaxthd: buffers of --capacity tokens, by the product's packer and its loss and gradient; with the layers'
-    activations kept (as the reference keeps them) and with compute.remat_llm.
-  - transformers: batches of 16, each padded on the right to its longest, labels masked on padding, in random
-    order and sorted by length; the scan in chunks of 128 tokens (the library's default) and of 32 (the
-    fastest here). No attention mask is given: with padding on the right the model needs none, and is faster.
 
-  Each side is its own process. Programs are compiled and run once before the clock starts. Then all ways
-  alternate, batch by batch, so that other load on the machine affects them alike. The time of a way is the
-  sum over its batches of each batch's median over the rounds. CPU s is the same sum for the process's CPU
-  time: with two threads it is at most twice the wall time, and other load disturbs it less. --check exits 1
-  unless both sides have the same loss and gradient norm, and jaxthd is the fastest.
+- jaxthd: buffers of --capacity tokens, by the product's packer and its loss and gradient; with the layers'
+  activations kept (as the reference keeps them) and with compute.remat_llm.
+- transformers: batches of 16, each padded on the right to its longest, labels masked on padding, in random
+  order and sorted by length; the scan in chunks of 128 tokens (the library's default) and of 32 (the fastest
+  here). No attention mask is given: with padding on the right the model needs none, and is faster.
+
+Each side is its own process. Programs are compiled and run once before the clock starts. Then all ways
+alternate, batch by batch, so that other load on the machine affects them alike. The time of a way is the sum
+over its batches of each batch's median over the rounds. CPU s is the same sum for the process's CPU time:
+with two threads it is at most twice the wall time, and other load disturbs it less. --check exits 1 unless
+both sides have the same loss and gradient norm, and jaxthd is the fastest.
 """
 
 import argparse

@@ -353,8 +353,7 @@ def check(
     manifest: Path, load: Callable[..., Any], workers: Workers | int, outcome: Outcome, tars: str = ""
 ) -> None:
     """Reads one manifest, or the Shar directory of cuts, once as a training run does, and adds to the
-    outcome.
-    tars: the tar files of the manifest.
+    outcome. tars: the tar files of the manifest.
     """
     lines = {str(n) for n, line in enumerate(manifest.read_bytes().split(b"\n"), 1) if line.strip()}
     outcome.lines += len(lines)
