@@ -6,8 +6,8 @@ Needs torch and transformers; takes about 20 s. Float32, eval mode, no vision in
 document at a time, unpadded: a prompt, a recording's frames, a text. save_pretrained's checkpoint stays in
 FOLDER, by name.
 
-No clip is a multiple of 8 mel frames long: for such clips the library inserts one embedding more, for a frame
-that its encoder masks. Keys (c is a document's number):
+No clip is a multiple of 8 mel frames long: if one were, the library would insert one more embedding, for a
+frame that its encoder masks. Keys (c is a document's number):
     config              config.json, as save_pretrained writes it
     weight.NAME         every tensor on disk except the vision tower's
     mels.c              [mel frames, mels]

@@ -1,4 +1,4 @@
-"""Schedules, by brute force: each stage runs each microbatch once, in order, and keeps few inputs."""
+"""Schedules, by brute force: each stage runs each microbatch once, in order, in the promised slots."""
 
 import numpy as np
 import pytest
