@@ -2,10 +2,11 @@
 
     python scripts/bench_attention.py [--tiny]
 
-bfloat16, 32 query heads over 8 of 128 dims; documents as long as recordings in 8k and 32k tokens, and two of
-16k. TFLOP/s count allowed pairs only (2 products forward, 5 backward); the share is of what a large bfloat16
-matrix product reaches here. Times as bench_scan's. FlexAttention runs compiled, with the documents as its
-block mask, where torch sees a GPU; its output is compared with xla's first. What is not run says why.
+bfloat16, 32 query heads over 8 key/value heads of dim 128; documents as long as recordings in 8k and 32k
+tokens, and two of 16k. TFLOP/s count allowed pairs only (2 products forward, 5 backward); the share is of the
+rate of a large bfloat16 matrix product here. Times are measured as in bench_scan. FlexAttention runs
+compiled, with the documents as its block mask, where torch sees a GPU; its output is first compared with
+xla's. The reason is printed for everything that is not run.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from jaxthd.terminal.tables import show
 from scripts.bench_scan import CALLS, recordings, row_of, seconds
 
 MOST = 0.03
-"""That FlexAttention's output may be off by, over the largest value."""
+"""How far FlexAttention's output may be off, relative to the largest value."""
 
 
 def matrix_rate(n: int) -> float:
@@ -43,7 +44,7 @@ def matrix_rate(n: int) -> float:
 
 
 class Shape(NamedTuple):
-    """Of attention: query heads, key/value heads and their dim."""
+    """The attention shape: query heads, key/value heads and their dim."""
 
     q_heads: int
     kv_heads: int
@@ -51,7 +52,7 @@ class Shape(NamedTuple):
 
 
 def measure(tiny: bool, peak: float, tell: Callable[[dict[str, Any]], Any]) -> None:
-    """Shows a table. peak: FLOP/s that shares are of. tell: is given each row at once."""
+    """Shows a table. peak: FLOP/s that shares refer to. tell: is called with each row at once."""
     shape = Shape(4, 2, 32) if tiny else Shape(32, 8, 128)
     sizes, long = ((128, 512), 256) if tiny else ((8192, 32768), 16384)
     cases = {f"recordings, {size} tokens": recordings(size) for size in sizes}
@@ -68,7 +69,7 @@ def measure(tiny: bool, peak: float, tell: Callable[[dict[str, Any]], Any]) -> N
             runs += flex(given, lengths, jax_call("xla", False)(*given))
         pairs = sum(n * (n + 1) / 2 for n in lengths)
         for name, both, call, wait in runs:
-            slow = name == "xla"  # its blocks are turns of a loop, thousands in long documents
+            slow = name == "xla"  # a loop over blocks, thousands in long documents
             try:
                 took = seconds(call, wait, 3 if tiny or slow else 10, 1 if slow else CALLS)
             except Exception as fault:
@@ -91,7 +92,7 @@ def measure(tiny: bool, peak: float, tell: Callable[[dict[str, Any]], Any]) -> N
 
 
 def backends(shape: Shape) -> Iterator[str]:
-    """Those that are admitted here; prints why others are not."""
+    """The back-ends admitted here; prints why others are not."""
     for kernel in attention_kernels(AttentionShape("bfloat16", *shape)):
         refusal = admit(kernel, Machine.of_this()).refusal
         print(f"{kernel.name}: {f'not run, {refusal}' if refusal else 'admitted'}", flush=True)
@@ -100,7 +101,7 @@ def backends(shape: Shape) -> Iterator[str]:
 
 
 def inputs(lengths: Sequence[int], shape: Shape) -> tuple[Any, ...]:
-    """Segments of one row without padding, q, k, v and the output's cotangent."""
+    """(segments of one row without padding, q, k, v, the output's cotangent)."""
     rng, tokens = np.random.default_rng(0), sum(lengths)
 
     def normal(heads: int) -> Array:
@@ -113,7 +114,7 @@ def inputs(lengths: Sequence[int], shape: Shape) -> tuple[Any, ...]:
 
 
 def jax_call(backend: str, both: bool) -> Callable[..., Any]:
-    """(segments, q, k, v, dout) -> output, or output and gradients; compiled."""
+    """A compiled (segments, q, k, v, dout) -> output, or output and gradients."""
 
     def forward(segments: Segments, q: Array, k: Array, v: Array) -> Array:
         scale = q.shape[-1] ** -0.5
@@ -129,8 +130,8 @@ def jax_call(backend: str, both: bool) -> Callable[..., Any]:
 
 
 def flex_attention() -> Callable[..., Any] | None:
-    """(inputs, lengths, what their output must be) -> its runs: (name, with the backward pass, call, wait);
-    none of them where it fails. None where it cannot be run at all.
+    """(inputs, lengths, expected output) -> its runs: (name, with the backward pass, call, wait). There are
+    no runs where it fails. None where it cannot be run at all.
     """
     try:
         import torch

@@ -1,18 +1,18 @@
-"""What context parallelism costs: memory, bytes on the wire and work, without a clock.
+"""What context parallelism costs: memory, bytes exchanged and work, without timing anything.
 
     python scripts/bench_context.py [--check] [--quick] [--manifest MANIFEST]
 
 Everything is read from programs compiled for 8 simulated CPU devices (set up here) or counted in packed
 batches. --check exits 1 and lists the claims that fail:
 
-- memory of loss + gradient on one rank grows at most 2.2 times from 16k to 32k tokens, and what of it grows
-  is on each of 4 ranks at most 0.3 of that;
-- a Mamba layer exchanges the same bytes at 8k and 64k tokens, and those a formula gives;
-- attention executes the least number of blocks that the mask allows;
+- memory of loss + gradient on one rank grows at most 2.2 times from 16k to 32k tokens, and the part of it
+  that grows is, on each of 4 ranks, at most 0.3 of that on one rank;
+- a Mamba layer exchanges the same bytes at 8k and 64k tokens, and as many as a formula gives;
+- attention executes the smallest number of blocks that the mask allows;
 - 64 experts cost at most 1.3 times the flops of 8.
 
-Bytes are those the busiest device receives with the usual ring algorithms, in float32; collectives inside a
-branch, or a loop of unknown length, are refused, since the program's text does not tell how often they run.
+Bytes are those the busiest device receives with the usual ring algorithms, in float32. Collectives inside a
+branch, or a loop of unknown length, are refused: the program's text does not tell how often they run.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def temporary_memory(
 
 
 def growing_part(at: dict[int, int]) -> float:
-    """{tokens: bytes} at two lengths -> the part of the longer one's bytes that is proportional to tokens."""
+    """The part of the longer length's bytes that grows with tokens. at: {tokens: bytes} at two lengths."""
     (short, least), (long, most) = sorted(at.items())
     return (most - least) / (long - short) * long
 
@@ -106,9 +106,9 @@ def layer_bytes(
 ) -> int:
     """Bytes the busiest device receives in one block of the decoder, forward and backward.
 
-    Every rank holds all parameters. Backward gives the gradients of input and parameters, before the sum of
-    the latter over the ranks.
-    recompute: as in training, the forward pass runs again before the backward one (compute.remat_llm).
+    Every rank holds all parameters. Backward gives the gradients of input and parameters; summing the latter
+    over the ranks is not included.
+    recompute: the forward pass runs again before the backward one, as in training (compute.remat_llm).
     """
     sizes = MeshConfig(context=context)
     mesh = make_mesh(sizes)
@@ -142,9 +142,9 @@ def layer_bytes(
 
 
 def all_to_all_bytes(llm: LLMConfig, context: int, activation: int, *, gate: bool) -> float:
-    """Bytes per token of the buffer when heads, not tokens, are sharded during the scan; forward + backward.
+    """Bytes per token of the buffer if the scan were sharded by heads, not by tokens; forward + backward.
 
-    x, B, C and dt go there (and the gate z where the whole in-projection does), y comes back.
+    x, B, C and dt are sent (and the gate z where the whole in-projection is), and y comes back.
     """
     inner = llm.mamba_heads * llm.mamba_head_dim
     width = (3 if gate else 2) * inner + 2 * llm.mamba_groups * llm.mamba_state + llm.mamba_heads
@@ -168,7 +168,7 @@ def executed_blocks(batch: Batch, context: int, block: int) -> np.ndarray:
 
 
 def least_blocks(batch: Batch, context: int, block: int) -> np.ndarray:
-    """Blocks with at least one pair that the mask allows, as executed_blocks, by looking at every pair."""
+    """Blocks with at least one allowed pair, in executed_blocks' form, found by checking every pair."""
     ids = batch.segment_ids[0].astype(np.int16).reshape(context, -1)
     index = DualChunkSwap(context).permutation(ids.size).reshape(context, -1)
     least = np.zeros((context, context), int)
@@ -184,7 +184,7 @@ def least_blocks(batch: Batch, context: int, block: int) -> np.ndarray:
 
 
 def token_lengths(manifest: str) -> list[int]:
-    """Tokens of each document: encoder frames + bytes of text + end, or 1,000 seeded log-normal lengths."""
+    """Tokens of each document: encoder frames + bytes of text + end; or 1,000 seeded log-normal lengths."""
     if not manifest:
         return np.random.default_rng(0).lognormal(math.log(300), 1.2, 1000).astype(int).clip(1).tolist()
     utterances, _ = read_manifest(manifest)
@@ -220,14 +220,14 @@ def layout_row(documents: Sequence[Document], capacity: int, context: int, *, or
 
 
 def expert_flops(experts: int, per_token: int, *, tokens: int, block: int, dim: int, inner: int) -> int:
-    """Forward flops of the routed experts on randomly routed tokens: two products per executed block."""
+    """Forward flops of the experts with random routing: two products per executed block."""
     chosen = np.random.default_rng(0).random((tokens, experts)).argsort(axis=1)[:, :per_token]
     layout = expert_layout(jnp.asarray(chosen, jnp.int32), jnp.ones(tokens, bool), experts, block)
     return int(layout.used) * block * 2 * dim * inner * 2
 
 
 def ragged_dot_flops(experts: int, rows: int, dim: int, inner: int) -> float:
-    """The same of jax.lax.ragged_dot on this backend, as the compiler counts them."""
+    """The same for jax.lax.ragged_dot on this backend, as the compiler counts them."""
     shapes = ((rows, dim), jnp.float32), ((experts, dim, inner), jnp.float32), ((experts,), jnp.int32)
     program = compiled(jax.lax.ragged_dot, *(jax.ShapeDtypeStruct(*s) for s in shapes))
     return 2 * program.cost_analysis()["flops"]

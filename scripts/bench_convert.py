@@ -1,4 +1,4 @@
-"""Host memory of import and export: the devices' arrays and about one tensor. A table.
+"""Host memory of import and export: it should be the devices' arrays and about one tensor. A table.
 
     python scripts/bench_convert.py [--check] [--layers N]
 
@@ -6,12 +6,12 @@ Writes random MoE checkpoints with --layers and with twice as many layers of eac
 several files), reads them into the arrays of 1 and of 8 simulated devices (FSDP, tensor and pipeline
 parallel), and exports them again. Each step runs in a process of its own; all take about four minutes.
 
-"peak" is anonymous memory, sampled every 2 ms, above what was in use before. It includes what jax compiles,
-and not the pages of mapped files, which the kernel can drop. "arrays" are the bytes of all devices' shards,
-which lie in the same memory here. "besides" is the peak without them. "largest" is the largest array of the
-run's checkpoint (all experts of all layers); for an export orbax reads one such array whole. --check exits
-1 if "besides" grows by more than 64 MB when the layers double, which is two of the published checkpoint's
-largest tensors; for an export the growth of "largest" is allowed on top.
+"peak" is anonymous memory, sampled every 2 ms, above what was in use before. It includes what jax compiles
+but not the pages of mapped files, which the kernel can drop. "arrays" are the bytes of all devices' shards,
+which are in the same memory here. "besides" is the peak without them. "largest" is the largest array of the
+run's checkpoint (all experts of all layers); in an export orbax reads one such array whole. --check exits 1
+if "besides" grows by more than 64 MB when the layers double, which is two of the published checkpoint's
+largest tensors; an export may also grow by the growth of "largest".
 """
 
 import argparse
@@ -66,7 +66,7 @@ def anonymous() -> int:
 
 @contextmanager
 def peak(told: dict[str, int]) -> Iterator[None]:
-    """Stores under "peak" the most memory that was added while the block ran."""
+    """Stores under "peak" the most memory added while the block ran."""
     most, done, before = 0, threading.Event(), anonymous()
 
     def watch() -> None:

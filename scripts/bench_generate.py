@@ -1,9 +1,10 @@
-"""Tokens a second against the batch size, and the programs compiled for prompts of every length.
+"""Generation speed by batch size, and the number of programs compiled for prompts of all lengths.
 
     python scripts/bench_generate.py [--config configs/single.py] [--batches 1 4 16] [--check]
 
-Random weights; half of the prompts are recordings of noise. The first token comes after features, encoder and
-prefill; a step is a token of every answer. The median of three runs, after one that compiles.
+Weights are random; half of the prompts are recordings of noise. The time to the first token includes
+features, encoder and prefill; a step decodes one token of every answer. Times are the median of three runs,
+after one that compiles.
 """
 
 import argparse
@@ -32,8 +33,8 @@ RUNS = 3
 
 
 class Speed(NamedTuple):
-    """first: seconds to the first token. step: seconds a step, after the first, streamed. streamed, whole:
-    tokens a second, looked at one by one or at the end.
+    """first: seconds to the first token. step: seconds a step after the first, streamed. streamed, whole:
+    tokens a second, fetched one by one or all at the end.
     """
 
     first: float
@@ -43,7 +44,7 @@ class Speed(NamedTuple):
 
 
 def made(config: Config, batch: int, new_tokens: int) -> Generator:
-    """Buffers that hold `batch` short prompts."""
+    """A generator whose buffers hold `batch` short prompts."""
     mesh, share = config.mesh, -(-batch // config.mesh.data)
     unit = SUBSAMPLING * mesh.audio_ranks
     frames = unit * -(-max(config.model.audio_encoder.chunk_frames * mesh.audio_ranks, 104 * share) // unit)
@@ -55,7 +56,7 @@ def made(config: Config, batch: int, new_tokens: int) -> Generator:
 
 
 def conversations(count: int) -> list[Example]:
-    """Of ragged lengths; every other one is a recording of up to a second."""
+    """Prompts of ragged lengths; every other one is a recording of up to a second."""
     rng = np.random.default_rng(count)
 
     def said(number: int) -> str | Samples:
@@ -68,7 +69,7 @@ def conversations(count: int) -> list[Example]:
 
 
 def measure(generator: Generator, asked: list[Example]) -> Speed:
-    """Of all together; drawn, so that answers seldom end early."""
+    """Times all prompts together; tokens are sampled, so that answers seldom end early."""
 
     def timed(every: int) -> tuple[float, float, int, int]:
         """(seconds to the first token, seconds in all, tokens, steps)."""

@@ -1,16 +1,16 @@
-"""How fast the loader alone is against the step that consumes it, and whether its memory stays flat.
+"""Whether the loader alone is fast enough for the step that consumes it, and whether its memory stays flat.
 
     python scripts/bench_loader.py --config configs/cp2.py [--check] [--batches 48] [--long 2000]
 
-For 0, 1 and 2 worker processes: seconds a batch of the run's own training loader with nothing else going on,
-and how often that goes into a step. The step (forward, backward, update) is the run's too; it is timed on
-batches made before, while no batch is, and takes turns with the loaders, --rounds times, so that what else
-the machine does hits all alike. A packer hands out data.packing_bins buffers in one burst: means are over
-whole bursts, and the median says little without prefetching.
+For 0, 1 and 2 worker processes: seconds a batch of the run's own training loader with nothing else running,
+and how often that goes into a step. The step (forward, backward, update) is the run's too. It is timed on
+batches made before, while no batch is being made. Step and loaders are timed alternately, --rounds times, so
+that other load on the machine affects all alike. A packer emits data.packing_bins buffers in one burst: means
+are over whole bursts, and the median means little without prefetching.
 
-Before that a loader with data.workers makes --long batches: the most resident memory of this process and its
-workers over the first tenth of the batches, after 16 to warm up, and over the last. A document kept per batch
-would add a fifth; the allocator's own growth levels off within 3%.
+Before that, a loader with data.workers makes --long batches. Compared is the highest resident memory of this
+process and its workers over the first tenth of the batches, after 16 to warm up, and over the last tenth.
+Keeping one document a batch would add a fifth; the allocator's own growth levels off within 3%.
 
 --check exits 1 unless a step takes at least 10 times as long as a batch with data.workers, and memory grows
 by at most 5%.
@@ -39,13 +39,13 @@ from jaxthd.steps.state import init_state
 from jaxthd.steps.training import make_train_step
 
 WARM_UP = 16
-"""Batches before anything is timed or weighed."""
+"""Batches before any measurement of time or memory."""
 STEPS = 6
-"""Steps a round."""
+"""Steps in a round."""
 
 
 class Step:
-    """The run's training step, on batches that are on the mesh already."""
+    """The run's training step, on batches that are already on the mesh."""
 
     def __init__(self, config: Config, loader: SynchronizedLoader) -> None:
         mesh = make_mesh(config.mesh)
@@ -55,7 +55,7 @@ class Step:
         self.seconds()
 
     def seconds(self) -> list[float]:
-        """Of each of STEPS steps."""
+        """Seconds of each of STEPS steps."""
         found = []
         for batch in self._batches:
             start = time.perf_counter()
@@ -65,7 +65,7 @@ class Step:
 
 
 def opened(config: Config, workers: int, stack: ExitStack) -> SynchronizedLoader:
-    """The run's training loader with so many workers, warm."""
+    """The run's training loader with that many workers, warmed up."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     config = replace(config, data=replace(config.data, workers=workers))
     data = stack.enter_context(closing(SpeechData(config, folder)))
@@ -75,7 +75,7 @@ def opened(config: Config, workers: int, stack: ExitStack) -> SynchronizedLoader
 
 
 def timed(loader: SynchronizedLoader, batches: int) -> list[tuple[float, BatchReport]]:
-    """(seconds, report) of each of the next batches, after those that lie ready."""
+    """(seconds, report) of each of the next batches, after the prefetched ones."""
     list(islice(loader, 2))
     found = []
     for _ in range(batches):

@@ -1,15 +1,15 @@
-"""What the mesh buys: memory of a device, pipeline bubble, size of the program, without a clock.
+"""What the mesh gains: memory of a device, pipeline bubble and program size, without timing anything.
 
     python scripts/bench_mesh.py [--check] [--quick]
 
 Everything is read from training steps of a tiny text model, compiled for 8 simulated CPU devices (set up
 here), or from schedules. --check exits 1 and lists the claims that fail:
 
-- in a pipeline of 4, temporary memory grows at most 5% from 8 to 16 microbatches, and by no more than the
-  inputs in the schedule's slots (and 5%) from 2 to 16, with 1F1B and interleaved;
-- parameters and optimizer state of a device are 1 / data of the whole, within 5%; weight matrices exactly;
+- in a pipeline of 4, temporary memory grows at most 5% from 8 to 16 microbatches; from 2 to 16 it grows by at
+  most the inputs in the schedule's slots (and 5%); with 1F1B and interleaved;
+- parameters and optimizer state of a device are 1 / data of the total, within 5%; weight matrices exactly;
 - temporary memory falls with the tensor and the context size;
-- the schedules' bubble is that of the formula;
+- each schedule's bubble equals the formula's;
 - the program for 32 or 64 layers of a repeating pattern is at most 10% larger than for 8, with one pipeline
   rank and with two.
 
@@ -68,7 +68,7 @@ COMPUTE = ComputeConfig(attention_block=64, loss_block=64)
 
 
 class Program(NamedTuple):
-    """A compiled step: bytes on a device, bytes of its text, seconds to compile it."""
+    """A compiled step: bytes on a device, bytes of its program text, seconds to compile it."""
 
     temporary: int
     state: int
@@ -84,7 +84,7 @@ def tiny(
     microbatches: int = 1,
     tokens: int = 256,
 ) -> Config:
-    """Text only."""
+    """The config of a tiny text-only model."""
     return Config(
         mesh=mesh,
         data=DataConfig(rows=rows, capacity=tokens, audio_capacity=0),
@@ -100,19 +100,19 @@ def program(config: Config) -> Program:
     compiled = lowered.compile(compiler_options=UNOPTIMIZED)
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
-    # The new state takes the old one's place: what is aliased is the state.
+    # The new state is written over the old one, so the aliased bytes are the state.
     text = len(lowered.as_text())
     return Program(memory.temp_size_in_bytes, memory.alias_size_in_bytes, text, seconds)
 
 
 def slots_bytes(config: Config) -> int:
-    """Of the stages' inputs that the schedule keeps on a rank, in a pipeline of one row a microbatch."""
+    """Bytes of the stage inputs that the schedule keeps on a rank, with one row a microbatch."""
     schedule = make_schedule(config.train.microbatches, config.mesh.pipeline, config.mesh.stages_per_rank)
     return schedule.slots * config.data.capacity * config.model.llm.dim * 4
 
 
 def matrix_bytes(config: Config) -> int:
-    """Of the weight matrices on a device."""
+    """Bytes of the weight matrices on a device."""
     model = Blueprint(config).model
     state = nnx.state(model, nnx.Param)
     parts = on_device(nnx.to_pure_dict(state), specs_of(model)[0], config.mesh)
@@ -123,7 +123,7 @@ def matrix_bytes(config: Config) -> int:
 
 
 def pipeline_section(counts: Sequence[int], pattern: str = "*-*-*-*-", ranks: int = 4) -> list[Claim]:
-    """counts: of microbatches, one row each; of the last two the schedule keeps as many inputs."""
+    """counts: numbers of microbatches, one row each; the schedule keeps as many inputs for the last two."""
     rows, claims = [], []
     for chunks, name in ((1, "1F1B"), (2, "interleaved")):
         mesh = MeshConfig(pipeline=ranks, stages_per_rank=chunks)

@@ -2,25 +2,25 @@
 
     python scripts/bench_packing.py [--check] [--manifest MANIFEST] [--capacity 4096] [--rounds 2]
 
-Two data sets: the recordings of a manifest (without one, the synthetic speech; at most 600), and a text-like
-mix of documents of up to 4,096 tokens. One model is trained by the real step (forward, backward, update) on
-all the documents of each, in three ways:
+There are two data sets: the recordings of a manifest (without one, the synthetic speech; at most 600), and a
+text-like mix of documents of up to 4,096 tokens. One model is trained by the real step (forward, backward,
+update) on all the documents of each, in three ways:
 
 - packed: one buffer a step;
-- random: one document a row in random order, as many rows as a buffer holds documents on average;
-- sorted: the same by length, as length buckets do: the order that pads least.
+- random: one document a row in random order; a batch has as many rows as a buffer holds documents on average;
+- sorted: the same, sorted by length as length buckets do: the order with the least padding.
 
-A padded batch is as long as its longest document needs, on a ladder of at most 6 lengths, the one that pads
-these batches least. Batches are made, programs compiled and run once before the clock starts; then the three
-take turns, batch by batch, so that what else the machine does hits them alike. The time of one is the sum
-over its batches of each batch's median over the rounds.
+A padded batch is as long as its longest document needs, rounded up to one of at most 6 lengths, chosen for
+the least padding of these batches. Batches are made, and programs compiled and run once, before the clock
+starts. Then the three ways alternate, batch by batch, so that other load on the machine affects them alike.
+The time of a way is the sum over its batches of each batch's median over the rounds.
 
 The ideal is padded slots / real tokens: the gain if every slot cost the same. Two things keep packing below
-it: on the padded sides too, attention, vocabulary and their backward pass skip padding; and what a step costs
-whatever its size (15 to 35 ms here) weighs more on the smaller one, hence --capacity. One thing lifts it
-above: padded batches take so much memory that the machine is slowed by finding it (6 GB at --capacity 2048,
-12 GB at 4096). Attention is one narrow head: its share of the work is small, as in real models. --check exits
-1 when a claim fails: packed is at least 0.9 of the ideal times as fast as random, and on the mix 3.8 times.
+it. In padded batches too, attention, vocabulary and their backward pass skip padding. And a step's fixed cost
+(15 to 35 ms here) weighs more on the smaller step, hence --capacity. One thing raises packing above it:
+padded batches need so much memory that allocating it slows the machine (6 GB at --capacity 2048, 12 GB at
+4096). Attention is one narrow head: its share of the work is small, as in real models. --check exits 1 when a
+claim fails: packed must be at least 0.9 of the ideal times as fast as random, and on the mix 3.8 times.
 """
 
 import argparse
@@ -53,9 +53,9 @@ from jaxthd.steps.training import make_train_step
 from jaxthd.terminal.tables import Claim, conclude, table
 
 RUNGS = 6
-"""Most lengths of the ladder."""
+"""The most lengths a padded batch can have."""
 STEP = 16
-"""Lengths of the ladder are multiples of this."""
+"""These lengths are multiples of this."""
 TEXT_LONGEST, TEXT_DOCUMENTS, MOST_RECORDINGS = 4096, 140, 600
 MODEL = ModelConfig(
     encoder=EncoderConfig(layers=2, dim=64, ffn_dim=256, subsampling_channels=16),
@@ -69,14 +69,14 @@ MODEL = ModelConfig(
         mamba_head_dim=96,
     ),
 )
-"""Small enough for two cores."""
+"""A model small enough for two cores."""
 
 
 class Side(NamedTuple):
-    """How one way of batching did over all documents.
+    """The result of one way of batching over all documents.
 
     slots, frames: token slots and mel frames of its batches; real_tokens, real_frames: those in use.
-    seconds: of one pass. memory: bytes of the largest program: arguments, results and temporaries.
+    seconds: time of one pass. memory: bytes of the largest program: arguments, results and temporaries.
     """
 
     steps: int
@@ -96,8 +96,8 @@ class Side(NamedTuple):
 def text_documents(count: int, longest: int = TEXT_LONGEST) -> list[Document]:
     """Documents of random tokens in a seeded random order; the last two thirds of each are supervised.
 
-    Their lengths are the quantiles of a log-normal distribution of median 200 and sigma 1.2, cut at
-    `longest`: as of instruction data, many short and a few as long as is allowed.
+    Their lengths are the quantiles of a log-normal distribution of median 200 and sigma 1.2, clipped at
+    `longest`. This resembles instruction data: many are short, a few reach the limit.
     """
     normal = statistics.NormalDist(math.log(200), 1.2)
     lengths = [min(round(math.exp(normal.inv_cdf((i + 0.5) / count))), longest) for i in range(count)]
@@ -118,7 +118,8 @@ def speech_documents(manifest: str, config: Config) -> list[Document]:
 
 
 def ladder(needed: Sequence[tuple[int, float]], rungs: int = RUNGS, step: int = STEP) -> tuple[int, ...]:
-    """At most `rungs` lengths, multiples of `step`, that pad least: of (longest document, weight) a batch."""
+    """At most `rungs` lengths, multiples of `step`, with the least padding. needed: (longest document,
+    weight) of each batch."""
     weights: dict[int, float] = {}
     for length, weight in needed:
         rung = multiple(length, step)
@@ -141,10 +142,10 @@ def ladder(needed: Sequence[tuple[int, float]], rungs: int = RUNGS, step: int = 
 
 
 def packed_batches(documents: Sequence[Document], wanted: int, num_mels: int) -> list[Batch]:
-    """As many buffers as `wanted` token slots each would make, filled best-fit, all open at a time.
+    """As many buffers as `wanted` token slots each would make, filled best-fit with all of them open.
 
-    They have 1% more slots and 5% more mel frames than the documents take, and room for the longest: training
-    goes on, so that the end of a small data set must not leave half a buffer empty here.
+    They have 1% more slots and 5% more mel frames than the documents need, and room for the longest document.
+    In real training the stream goes on; here the end of a small data set must not leave half a buffer empty.
     """
     tokens, frames = [len(d) for d in documents], [d.mel_frames for d in documents]
     buffers = math.ceil(sum(tokens) / wanted)
@@ -166,10 +167,10 @@ def multiple(size: float, unit: int) -> int:
 def padded_batches(
     documents: Sequence[Document], rows: int, num_mels: int
 ) -> tuple[list[Batch], list[Batch]]:
-    """(batches in the given order, batches by length), one document a row, on one ladder that suits both.
+    """(batches in the given order, batches sorted by length), one document a row; both use the same lengths.
 
-    A length's mel frames are the most that any document needs in a batch of that length. The last batch of a
-    side is filled up with empty rows.
+    The mel frames of a length are the most that any document needs in a batch of that length. The last batch
+    of each order is filled up with empty rows.
     """
     orders = documents, sorted(documents, key=len)
     sides = [[x[i : i + rows] for i in range(0, len(x), rows)] for x in orders]
@@ -199,14 +200,14 @@ def padded_batches(
 
 
 def batches_of(documents: Sequence[Document], capacity: int, num_mels: int) -> dict[str, list[Batch]]:
-    """The three sides. A padded batch has as many rows as a packed buffer holds documents on average."""
+    """The three ways. A padded batch has as many rows as a packed buffer holds documents on average."""
     packed = packed_batches(documents, capacity, num_mels)
     in_order, by_length = padded_batches(documents, round(len(documents) / len(packed)), num_mels)
     return {"packed": packed, "random": in_order, "sorted": by_length}
 
 
 def measure(sides: Mapping[str, Sequence[Batch]], config: Config, rounds: int) -> dict[str, Side]:
-    """Trains one model on all batches of all sides, `rounds` times, side by side."""
+    """Trains one model on all batches of all ways, `rounds` times, alternating between the ways."""
     mesh = make_mesh(config.mesh)
     step: Any = make_train_step(Blueprint(config), mesh)
     state = init_state(Blueprint(config), mesh)
@@ -244,14 +245,14 @@ def shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
 
 
 def memory(program: Any) -> int:
-    """Bytes; the old state's are given to the new one and count once."""
+    """Bytes of a program; the new state reuses the old one's memory, which counts once."""
     m = program.memory_analysis()
     taken = m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes
     return taken - m.alias_size_in_bytes
 
 
 def report(title: str, sides: Mapping[str, Side], least: float) -> list[Claim]:
-    """Prints a data set's table and its ratios. least: times as fast as random that packed must be."""
+    """Prints a data set's table and ratios. least: how many times as fast as random packed must be."""
     rows = []
     for name, side in sides.items():
         frames = f"{1 - side.real_frames / side.frames:.1%}" if side.frames else "-"

@@ -7,7 +7,8 @@ names. Takes about five minutes on two idle cores.
 
 The same model (SETTINGS) with the same weights on both sides, float32, 2 threads each. A document is 12.5
 audio frames a second of its recording, 8 tokens of prompt and a token for every 4 bytes of its text; token
-ids are random, and every token but the first is predicted. Neither side gets audio: embeddings are looked up.
+ids are random, and every token but the first is predicted. Neither side computes audio: embeddings are looked
+up.
 
 - jaxthd: buffers of --capacity tokens, by the product's packer and its loss and gradient; with the layers'
   activations kept (as the reference keeps them) and with compute.remat_llm.
@@ -15,11 +16,11 @@ ids are random, and every token but the first is predicted. Neither side gets au
   order and sorted by length; the scan in chunks of 128 tokens (the library's default) and of 32 (the fastest
   here). No attention mask is given: with padding on the right the model needs none, and is faster.
 
-Each side is a process of its own. Programs are compiled and have run once before the clock starts; then all
-ways take turns, batch by batch, so that what else the machine does hits them alike. The time of a way is the
-sum over its batches of each batch's median over the rounds. CPU s is the same of the process's CPU time: with
-two threads twice the wall time at best, and less disturbed by others. --check exits 1 unless both sides have
-the same loss and gradient norm, and jaxthd is the fastest.
+Each side is its own process. Programs are compiled and run once before the clock starts. Then all ways
+alternate, batch by batch, so that other load on the machine affects them alike. The time of a way is the sum
+over its batches of each batch's median over the rounds. CPU s is the same sum for the process's CPU time:
+with two threads it is at most twice the wall time, and other load disturbs it less. --check exits 1 unless
+both sides have the same loss and gradient norm, and jaxthd is the fastest.
 """
 
 import argparse
@@ -55,19 +56,19 @@ SETTINGS: dict[str, Any] = {
     "conv_kernel": 4,
     "time_step_min": 0.001,
 }
-"""NemotronHConfig's fields."""
+"""The fields of NemotronHConfig."""
 ROWS, CHUNKS = 16, (128, 32)
 THREADS = 2
 CHECKED = 4
-"""Documents whose loss and gradient norm are compared."""
+"""The number of documents whose loss and gradient norm are compared."""
 MATRIX = 2048
-"""The matrix rate is that of a product of two square matrices of this size."""
+"""The matrix rate is measured on a product of two square matrices of this size."""
 
 
 class Way(NamedTuple):
-    """One way of working through all documents.
+    """One way of processing all documents.
 
-    batches: each runs forward and backward on a batch. slots: token slots of all batches.
+    batches: each call runs forward and backward on a batch. slots: token slots of all batches.
     """
 
     batches: Sequence[Callable[[], Any]]
@@ -75,7 +76,7 @@ class Way(NamedTuple):
 
 
 class Side(NamedTuple):
-    """What a process offers. checked: loss and gradient norm of the first CHECKED documents."""
+    """What a side's process can run. checked: loss and gradient norm of the first CHECKED documents."""
 
     ways: dict[str, Way]
     matrix: Callable[[], Any]
@@ -83,7 +84,7 @@ class Side(NamedTuple):
 
 
 def transformers_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) -> Side:
-    """Writes the weights that the other side reads."""
+    """The reference side; it writes the weights that the other side reads."""
     import torch
     import transformers
 
@@ -172,7 +173,7 @@ def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) ->
     packed = [spliced(i, tokens) for i, tokens in enumerate(documents)]
     batches = [put_batch(row.batch, mesh) for row in grain.MapDataset.source(packed).pipe(pack)]
     abstract = abstract_state(Blueprint(Config(model=ModelConfig(llm=llm))))
-    # Encoder and adapter take no part: their weights are zeros.
+    # Encoder and adapter are not used: their weights are zeros.
     params, buffers = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (abstract.params, abstract.buffers))
     params |= decoder_parameters(dict(np.load(folder / "weights.npz")))
     params, buffers = jax.device_put((params, buffers))
@@ -197,7 +198,7 @@ def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) ->
 
 
 def decoder_parameters(theirs: dict[str, np.ndarray]) -> dict[str, Any]:
-    """NemotronHForCausalLM's weights under jaxthd's names: embedding, decoder, head."""
+    """Renames NemotronHForCausalLM's weights to jaxthd's names: embedding, decoder, head."""
     from jax import tree
 
     from jaxthd.models.mixers import LAYER_KINDS
@@ -246,7 +247,7 @@ SIDES = {"transformers": transformers_side, "jaxthd": jaxthd_side}
 
 
 def serve(name: str, folder: Path, capacity: int) -> None:
-    """A side's process: says what it offers, then runs what it is asked for and says how long that took."""
+    """A side's process: prints its ways, then runs the batches it is asked for and prints their times."""
     documents = np.load(folder / "documents.npz")
     side = SIDES[name](folder, [documents[str(i)] for i in range(len(documents))], capacity)
     for way in side.ways.values():
@@ -296,7 +297,7 @@ def main() -> None:
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    # Threads as many as cores: both libraries follow the cores a process may use.
+    # As many threads as cores: both libraries follow the cores a process may use.
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
     if options.side:

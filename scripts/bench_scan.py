@@ -4,13 +4,13 @@
     python scripts/bench_scan.py --interpret     # without a GPU: errors only, the kernels interpreted
 
 The shapes are Nemotron-3-Nano's (64 heads of 64, state 128, 8 groups, bfloat16), the documents as long as
-recordings. Times are medians over repeats of calls that follow one another without a pause; what compiles is
-not in them. GB/s count the bytes that must move (each argument read once, each result written once), TFLOP/s
-the products of the chunked scan at chunks of 128 over pairs that the causal mask allows, so that both compare
-back-ends and chunks fairly. `memory`: what the program needs besides arguments and results.
+recordings. Times are medians over repeats of back-to-back calls, without compilation. GB/s count the bytes
+that must move (each argument read once, each result written once), TFLOP/s the products of the chunked scan
+with scan chunks of 128 over pairs that the causal mask allows, so that back-ends and chunk sizes are compared
+fairly. `memory`: what the program needs besides arguments and results.
 
---sweep times each kernel by itself with other numbers of warps and stages. --check exits 1 where an error is
-above its bound. Where torch and mamba_ssm can be imported, the latter's Triton kernels run beside.
+--sweep times each kernel alone with other numbers of warps and stages. --check exits 1 where an error is
+above its bound. Where torch and mamba_ssm can be imported, mamba_ssm's Triton kernels are timed too.
 Needs none of jaxthd's other dependencies.
 """
 
@@ -49,11 +49,11 @@ from jaxthd.packing.segments import make_segments
 NANO = ScanShape("bfloat16", heads=64, groups=8, head_dim=64, state=128, chunk=128)
 SMALL = ScanShape("bfloat16", heads=4, groups=2, head_dim=16, state=16, chunk=128)
 CALLS = 5
-"""Calls that a repeat times together."""
+"""Calls timed together in one repeat."""
 
 
 def recordings(tokens: int, seed: int = 0) -> list[int]:
-    """Lengths in tokens of 12.5 a second and some text: 1 s to a minute, half of them under 10 s."""
+    """Document lengths in tokens, 12.5 a second and some text: 1 s to a minute, half of them under 10 s."""
     rng = np.random.default_rng(seed)
     lengths: list[int] = []
     while sum(lengths) < tokens:
@@ -63,7 +63,7 @@ def recordings(tokens: int, seed: int = 0) -> list[int]:
 
 
 def inputs(shape: ScanShape, tokens: int) -> tuple[Any, ...]:
-    """ids, positions, x, dt, a, B, C, dy."""
+    """(ids, positions, x, dt, a, B, C, dy)."""
     rng = np.random.default_rng(0)
 
     def normal(*size: int, dtype: Any = shape.dtype) -> jax.Array:
@@ -88,7 +88,7 @@ def both(backend: Any, chunk: int, ids: Any, positions: Any, *given: Any) -> Any
 
 
 def seconds(call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int, calls: int = CALLS) -> float:
-    """Median time of one call, of so many without a pause. wait: until what a call returned is there."""
+    """Median time of one call among `calls` back-to-back ones. wait: blocks until a result is ready."""
     wait(call())
     times = []
     for _ in range(repeats):
@@ -105,7 +105,7 @@ def work(shape: ScanShape, tokens: int, backward: bool) -> tuple[float, float]:
     h, g, p, s, pairs = shape.heads, shape.groups, shape.head_dim, shape.state, 129 / 2
     flops = 2 * tokens * (g * pairs * s + h * (pairs * p + 2 * s * p))
     given = 2 * (h * p + 2 * g * s) + 4 * h
-    # y in float32; backward: all arguments again, its cotangent, and their gradients.
+    # y is float32; backward moves all arguments again, y's cotangent, and their gradients.
     moved = given + 4 * h * p + (2 * given + 4 * h * p if backward else 0)
     return flops * (3 if backward else 1), float(tokens * moved)
 
@@ -141,7 +141,7 @@ def timed(tokens: int, chunks: list[int], repeats: int) -> None:
 
 
 def sweep(tokens: int, chunks: list[int], repeats: int) -> None:
-    """Each kernel by itself, in milliseconds, by (warps, stages)."""
+    """Times each kernel alone, in milliseconds, by (warps, stages)."""
     _, positions, x, dt, a, b, c, dy = inputs(NANO, tokens)
     dy = dy.astype(x.dtype)
     for chunk in chunks:
@@ -178,7 +178,7 @@ def sweep(tokens: int, chunks: list[int], repeats: int) -> None:
 
 
 def rival() -> Callable[..., Any] | None:
-    """The scan of mamba_ssm, with documents, on torch tensors [1, tokens, ...]; None if it cannot be had."""
+    """mamba_ssm's scan with documents, on torch tensors [1, tokens, ...]; None if it is not available."""
     try:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
     except ImportError as missing:
@@ -190,7 +190,7 @@ def rival() -> Callable[..., Any] | None:
 
 
 def rival_run(run: Callable[..., Any], ids: Any, given: tuple[Any, ...], dy: Any, chunk: int) -> Any:
-    """(forward, forward+backward) on torch tensors made of jax arrays."""
+    """(forward, forward+backward) on torch tensors made from jax arrays."""
     import torch
 
     def tensor(array: Any) -> Any:
@@ -221,7 +221,7 @@ def rival_timed(run: Callable[..., Any], tokens: int, repeats: int) -> None:
 
 
 def rival_errors(run: Callable[..., Any], shape: ScanShape) -> dict[str, float]:
-    """As probe_errors. Its outputs in padding, which it takes for one document, are set to 0."""
+    """As probe_errors. Outputs in padding, which mamba_ssm treats as one document, are set to 0."""
     *given, dy = probe_inputs(shape)
     ids, _ = row_of(probe_lengths(shape), PROBE_PADDING)
     found = rival_run(run, ids, tuple(given), dy, shape.chunk)[1]()

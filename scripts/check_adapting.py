@@ -1,17 +1,17 @@
-"""From a published checkpoint to an adapted one and back: every command a user would run, in turn.
+"""Adapts a published checkpoint and exports it: every command a user would run, one after the other.
 
     python scripts/check_adapting.py --manifest recordings/manifest.jsonl [--python-reference PYTHON]
 
-1. A published checkpoint: a tiny random Nemotron-Omni folder, with a tokenizer made from the manifest's texts
-   and a chat template.
-2. jaxthd.train from it: the encoder frozen, LoRA on the LLM's attention and Mamba2 projections, the
-   adapter trained; on --data x --tensor simulated devices.
-3. jaxthd.evaluate, and jaxthd.generate for a recording.
-4. jaxthd.convert export; read again it gives the same logits of a recording with its text; where
-   --python-reference names an interpreter with torch and transformers, so does the library.
+1. A published checkpoint is made: a tiny random Nemotron-Omni folder, with a tokenizer made from the
+   manifest's texts and a chat template.
+2. jaxthd.train adapts it: the encoder is frozen, the LLM's attention and Mamba2 projections have LoRA, the
+   adapter is trained; on --data x --tensor simulated devices.
+3. jaxthd.evaluate runs, and jaxthd.generate for one recording.
+4. jaxthd.convert exports; the export, read again, gives the same logits of a recording with its text. Where
+   --python-reference names an interpreter with torch and transformers, the library must agree too.
 
-Exits 1 unless the loss falls, what is frozen stays bit-identical, evaluation and generation end with what
-they should write, and the comparisons hold (1e-4 of the logits' norm). Takes about three minutes.
+Exits 1 unless the loss falls, frozen parameters stay bit-identical, evaluation and generation write the
+expected output, and the comparisons hold (1e-4 of the logits' norm). Takes about three minutes.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def config() -> Config:
 
 
 def write_published(folder: Path, texts: Sequence[str]) -> None:
-    """A tiny random checkpoint with a tokenizer of its own."""
+    """Writes a tiny random checkpoint with its own tokenizer."""
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=320, special_tokens=list(SPECIAL), show_progress=False
     )
@@ -138,7 +138,7 @@ def write_published(folder: Path, texts: Sequence[str]) -> None:
 
 
 def run(module: str, *options: Any) -> str:
-    """A command, as a user runs it; what it printed to standard output."""
+    """Runs a command as a user does; returns its standard output."""
     command = [sys.executable, "-m", f"jaxthd.{module}", *map(str, options)]
     done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
     if done.returncode:
@@ -147,7 +147,7 @@ def run(module: str, *options: Any) -> str:
 
 
 def logits(config: Config, weights: Weights, document: Document) -> np.ndarray:
-    """[tokens, vocabulary] of one document alone, on one device."""
+    """Logits [tokens, vocabulary] of one document alone, on one device."""
     batch, _ = pack_row(
         [document],
         capacity=-(-len(document) // 8) * 8,
@@ -168,7 +168,9 @@ def logits(config: Config, weights: Weights, document: Document) -> np.ndarray:
 
 
 def first_document(config: Config) -> Document:
-    """A training document whose clip inserts as many embeddings in the library: no multiple of 8 frames."""
+    """A training document for whose clips the library inserts as many embeddings as jaxthd: no chunk is a
+    multiple of 8 mel frames long.
+    """
     examples, _ = read_manifest(config.data.manifest[0], "data.manifest", prompt=config.data.prompt)
     make = SpeechDocuments(config, load_tokenizer(config.data.tokenizer), train=False)
     for example in examples:
@@ -229,7 +231,7 @@ def adapt(options: argparse.Namespace, work: Path) -> list[Claim]:
     exported = work / "exported"
     print(run("convert", "export", workdir, "--out", exported, "--like", work / "published"))
 
-    # --- what came of it ---
+    # --- compare the results ---
     config = replace(load_config(file), mesh=MeshConfig())
     plain = replace(config, adapt=type(config.adapt)())
     mesh = make_mesh(config.mesh)

@@ -1,11 +1,11 @@
-"""What FP8 costs in loss: the default job in float32, bfloat16 and FP8, each from the same start. A table.
+"""What FP8 costs in loss: trains the default job in float32, bfloat16 and FP8 from the same start. A table.
 
     python scripts/check_fp8.py [--steps N] [--seeds N] [--check]
 
-Trains configs/single.py for --steps steps (default 300) in each, on the same batches: "fp8" is bfloat16 with
-the matrix products of all projections of encoder and decoder in 8 bits (compute.fp8), which CPUs compute as
-slowly as exactly. Loss: mean of the last quarter of the steps; validation loss: at the end. Two minutes a run
-on two cores. --check exits 1 if FP8's loss is more than 3% above bfloat16's, averaged over seeds.
+Trains configs/single.py for --steps steps (default 300) in each, on the same batches. "fp8" is bfloat16 with
+the matrix products of all encoder and decoder projections in 8 bits (compute.fp8); CPUs compute these slowly
+but exactly. Loss: mean of the last quarter of the steps; validation loss: at the end. Two minutes a run on
+two cores. --check exits 1 if FP8's loss is more than 3% above bfloat16's, averaged over seeds.
 """
 
 import argparse
@@ -29,7 +29,7 @@ MOST = 1.03
 
 
 def train(name: str, seed: int, steps: int, workdir: Path) -> tuple[float, float]:
-    """(training loss, validation loss)."""
+    """Trains one run; returns (training loss, validation loss)."""
     fixed = {"steps": steps, "validate-every": steps, "max-new-tokens": 0, "seed": seed}
     options = [text for field, value in fixed.items() for text in (f"--train.{field}", str(value))]
     command = [sys.executable, "-m", "jaxthd.train", "--config", str(CONFIG), "--workdir", str(workdir)]

@@ -1,20 +1,20 @@
-"""The fused attention back-ends through their libraries' own Python code, without a GPU.
+"""Runs the fused attention back-ends through their libraries' own Python code, without a GPU.
 
     pip install --no-deps transformer-engine pydantic pydantic-core annotated-types typing-inspection
     python scripts/check_fused_calls.py
 
-Transformer Engine and jax check, convert and divide what they are given before a kernel sees it. Here all of
-that runs on a CPU, and only the kernels are others: dense ones, which know of a call what a kernel knows,
-the pieces' lengths and where these start (tests/ops/dense_kernels.py). Transformer Engine's compiled part,
-which needs CUDA, is replaced by a stand-in; its Python part is the one that is installed, of version 2.18 or
-later. A back-end whose library is missing is skipped and reported.
+Transformer Engine and jax check, convert and shard their arguments before a kernel sees them. Here all of
+that code runs on a CPU. Only the kernels are replaced, by dense references given the same arguments: the
+lengths of the segments and where they start (scripts/comparison/dense_kernels.py). Transformer Engine's
+compiled part, which needs CUDA, is replaced by a stand-in; its Python part is the installed one, version 2.18
+or later. A back-end whose library is missing is skipped and reported.
 
-Each back-end then passes what admission measures it by, with as many key/value heads as query heads and
-fewer; and the whole model's loss and gradients on meshes of 8 simulated devices, in float32, are compared
-with one device in float64, as in scripts/check_meshes.py. Exits 1 when one is off.
+Each back-end must then pass the admission probe, once with as many key/value heads as query heads and once
+with fewer. The whole model's loss and gradients on meshes of 8 simulated devices, in float32, are compared
+with one device in float64, as in scripts/check_meshes.py. Exits 1 if any comparison fails.
 
-It takes minutes. What it does not show: that the kernels compute what they should, or run at all. That is
-admission's part, on a GPU.
+It takes minutes. It does not show that the real kernels run, or that their results are right: admission tests
+that, on a GPU.
 """
 
 import os
@@ -53,7 +53,7 @@ HEADS = ((8, 8), (8, 2))
 
 
 class _Names(type):
-    """Of a compiled enumeration, whose members come to be when they are asked for."""
+    """A compiled enumeration: a member is created when it is first asked for."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -73,10 +73,10 @@ class _Member(int, metaclass=_Names):
 
 
 class _Compiled(ModuleType):
-    """What Transformer Engine's Python part asks of the compiled one: names, sizes and versions."""
+    """Stands in for Transformer Engine's compiled module: the names, sizes and versions it must offer."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_ep_" in name:  # what is optional is absent
+        if name.startswith("__") or "_ep_" in name:  # optional features are absent
             raise AttributeError(name)
         made: Any = lambda *given: 0  # noqa: E731
         if name.startswith(("NVTE_", "JAXX_", "DType", "CommOverlap")):
@@ -86,8 +86,8 @@ class _Compiled(ModuleType):
 
 
 def with_stand_in() -> str | None:
-    """Transformer Engine's Python part, imported over the stand-in and the dense kernels; None where it is
-    not installed.
+    """Imports Transformer Engine's Python part over the stand-in and the dense kernels, and returns its
+    version; None if it is not installed.
     """
     if not (found := installed("transformer-engine")):
         return None
@@ -97,7 +97,7 @@ def with_stand_in() -> str | None:
     compiled.get_cudnn_version = lambda: 91400
     compiled.get_device_compute_capability = lambda device: 90
     fused = compiled.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
-    # Since 2.19 with a message, from one argument.
+    # Since 2.19 it takes one argument and also returns a message.
     compiled.get_fused_attn_backend = lambda *given: (fused, "") if len(given) == 1 else fused
     compiled.nvte_get_qkv_format = lambda layout: getattr(
         compiled.NVTE_QKV_Format, "NVTE_BSHD" if "BS" in layout.name else "NVTE_THD"
@@ -122,7 +122,7 @@ def with_stand_in() -> str | None:
 
 
 def _like(primitive: Any, kernel: Any) -> Any:
-    """The kernel, its results held against the primitive's, and 0 for those that it does not give."""
+    """The kernel with its results checked against the primitive's shapes; results it lacks are zeros."""
 
     def run(*given: Any, config: Any) -> list[Any]:
         results = list(kernel(*given, config=config))
@@ -135,21 +135,23 @@ def _like(primitive: Any, kernel: Any) -> Any:
 
 
 def _pairs(q: Any, k: Any, ends: tuple[Any, Any], starts: tuple[Any, Any], config: Any) -> Any:
-    """ends: cumulative lengths, from 0."""
+    """The allowed query/key pairs of a call. ends: cumulative lengths, starting at 0."""
     lengths, starts = [jnp.diff(x) for x in ends], tuple(x.reshape(-1)[:-1] for x in starts)
     causal = config.attn_mask_type.is_causal()
     return dense_kernels.pairs_of(q.shape[1], k.shape[1], lengths, starts, causal)
 
 
 def _forward(q: Any, k: Any, v: Any, *more: Any, config: Any) -> Any:
-    """After bias, softmax offset and seed: cumulative lengths and offsets."""
+    """Forward kernel. more: bias, softmax offset, seed, then cumulative lengths and offsets."""
     pairs = _pairs(q, k, more[3:5], more[5:7], config)
     out, lse = dense_kernels.forward(q[0], k[0], v[0], pairs, config.scaling_factor)
     return out[None], lse[None, :, :, None]
 
 
 def _backward(q: Any, k: Any, v: Any, *more: Any, config: Any) -> Any:
-    """After bias and softmax offset: log-sum-exp, random state, output and its gradient, then as above."""
+    """Backward kernel. more: bias, softmax offset, log-sum-exp, random state, output and its gradient, then
+    cumulative lengths and offsets.
+    """
     lse, _, out, dout = more[2:6]
     pairs = _pairs(q, k, more[6:8], more[8:10], config)
     gradients = dense_kernels.backward(
@@ -159,7 +161,7 @@ def _backward(q: Any, k: Any, v: Any, *more: Any, config: Any) -> Any:
 
 
 def probes(name: str) -> list[list[str]]:
-    """Rows of the table: admission's errors."""
+    """Table rows: the errors of the admission probe."""
     rows = []
     for heads, kv_heads in HEADS:
         if name == "cudnn" and heads != kv_heads and version_numbers(jax.__version__) < GROUPED_LEAST:
@@ -171,7 +173,7 @@ def probes(name: str) -> list[list[str]]:
 
 
 def steps(name: str) -> list[list[str]]:
-    """Rows of the table: the model's loss and gradients on meshes."""
+    """Table rows: errors of the model's loss and gradients on meshes."""
     rows = []
     for config in (config for mesh in MESHES for config in variants(mesh)):
         if name == "cudnn" and version_numbers(jax.__version__) < GROUPED_LEAST:
@@ -184,7 +186,7 @@ def steps(name: str) -> list[list[str]]:
 
 
 def with_all_heads(config: Config) -> Config:
-    """As many key/value heads as query heads."""
+    """The same config with as many key/value heads as query heads."""
     llm = config.model.llm
     return replace(config, model=replace(config.model, llm=replace(llm, kv_heads=llm.q_heads)))
 

@@ -1,9 +1,9 @@
-"""Everything that is there, on the GPU of this machine: is it right, how fast, how much memory. Tables.
+"""Checks everything on this machine's GPU: correctness, speed and memory. Tables.
 
     python scripts/check_gpu.py [--only SECTION ...] [--minutes 9.5] [--out FOLDER] [--check]
-    python scripts/check_gpu.py --tiny           # the same in small, to try the script on a CPU
+    python scripts/check_gpu.py --tiny           # a small version, to try the script on a CPU
 
-Sections, each in a process of its own, so that one that fails or hangs takes no other along:
+Each section runs in its own process, so one that fails or hangs does not affect the others:
     machine      devices, versions; the rate of a large bf16 matrix product and of a copy
     kernels      python -m jaxthd.doctor: which attention and scan kernels are admitted, with their errors
     exact        loss and every gradient of packed ragged documents on the GPU, against float64 on the CPU
@@ -15,12 +15,12 @@ Sections, each in a process of its own, so that one that fails or hangs takes no
                  admitted back-end; FlexAttention where torch can be imported
     options      the step without each option of jaxthd/kernels/xla_options.py; in FP8 (fp8_products: those
                  cuBLASLt or Triton compute in 8 bits); with loops unrolled into one CUDA graph; with
-                 larger blocks in attention that is blockwise
-    conditionals what a `lax.cond` costs that is skipped
-Back-ends are those that admission chooses; each run says which. Time is a median, synchronized. Model FLOPs:
-6 a parameter and token (or frame) that is multiplied with it, and attention over allowed pairs only; nothing
-that is computed again counts. Needs neither grain nor tyro nor Transformer Engine; what does is reported as
-not run. --out keeps each section's output and results.json.
+                 larger blocks in blockwise attention
+    conditionals what a skipped `lax.cond` costs
+Admission chooses the back-ends; each run names them. Time is a median, synchronized. Model FLOPs: 6 for each
+parameter and each token (or frame) that it is multiplied with, and attention over allowed pairs only;
+recomputation does not count. Needs neither grain nor tyro nor Transformer Engine; a part that needs one of
+them is reported as not run. --out keeps each section's output and results.json.
 --check exits 1 where a section fails.
 """
 
@@ -71,7 +71,7 @@ from scripts.comparison.errors import relative_errors
 
 ROOT = Path(__file__).parent.parent
 RESULT = "RESULT "
-"""Begins a line of a section's output that goes into results.json."""
+"""Marks a line of a section's output that goes into results.json."""
 
 ONE_BILLION = ModelConfig(
     encoder=EncoderConfig(layers=17, dim=512, heads=8, ffn_dim=2048, subsampling_channels=256),
@@ -108,12 +108,12 @@ TINY = ModelConfig(
 
 
 def told(section: str, **found: Any) -> None:
-    """One line of results.json."""
+    """Prints one line of results.json."""
     print(RESULT + json.dumps({"section": section, **found}), flush=True)
 
 
 def seconds(call: Callable[[], Any], repeats: int = 10) -> float:
-    """Median time of a call, after two that do not count."""
+    """Median time of a call, after two warm-up calls."""
     jax.block_until_ready(call())
     return bench_scan.seconds(call, jax.block_until_ready, repeats, calls=1)
 
@@ -122,8 +122,8 @@ def seconds(call: Callable[[], Any], repeats: int = 10) -> float:
 
 
 def recordings(slots: int, model: ModelConfig, most_seconds: float = 60.0, seed: int = 0) -> list[Document]:
-    """Documents of one recording and its transcript, as long as recordings are: 1 s to a minute, half of
-    them under 8 s, in all at most `slots` token slots.
+    """Documents of one recording and its transcript, with the lengths of real recordings: 1 s to a minute,
+    half of them under 8 s. Together they take at most `slots` token slots.
     """
     rng = np.random.default_rng(seed)
     documents: list[Document] = []
@@ -143,7 +143,7 @@ def recordings(slots: int, model: ModelConfig, most_seconds: float = 60.0, seed:
 
 
 def rows_of(groups: Sequence[Sequence[Document]], model: ModelConfig) -> tuple[Batch, DataConfig]:
-    """A row of each group, all as long as the longest needs."""
+    """One row for each group; all rows are as long as the longest needs."""
 
     def multiple(n: int, of: int) -> int:
         return -(-n // of) * of
@@ -161,7 +161,7 @@ def rows_of(groups: Sequence[Sequence[Document]], model: ModelConfig) -> tuple[B
 
 
 def parameters(config: Config) -> dict[str, int]:
-    """Numbers of matrix elements that a token, or an encoder frame, is multiplied with."""
+    """Numbers of matrix elements that one token, or one encoder frame, is multiplied with."""
     found = {"encoder": 0, "decoder": 0}
     for path, variable in nnx.to_flat_state(nnx.state(Blueprint(config).model, nnx.Param)):
         if variable.get_metadata("decayed") and path[0] not in ("embedding", "head"):
@@ -170,7 +170,7 @@ def parameters(config: Config) -> dict[str, int]:
 
 
 def model_flops(config: Config, documents: Sequence[Document]) -> float:
-    """Of a step, forward and backward, without what is computed again and without padding."""
+    """FLOPs of a step, forward and backward, without recomputation and padding."""
     llm, encoder, matrices = config.model.llm, config.model.audio_encoder, parameters(config)
     tokens = sum(map(len, documents))
     frames = sum(d.mel_frames for d in documents) / 8
@@ -192,7 +192,7 @@ def model_flops(config: Config, documents: Sequence[Document]) -> float:
 def run_step(
     name: str, config: Config, groups: Sequence[Sequence[Document]], peak: float, repeats: int
 ) -> dict[str, Any]:
-    """Compiles and times a training step, with the back-ends that are admitted; a row of a table."""
+    """Compiles and times a training step with the admitted back-ends; returns a row of a table."""
     documents = [d for group in groups for d in group]
     batch, data = rows_of(groups, config.model)
     config = with_admitted(replace(config, data=data), lambda line: print(f"{name}: {line}", flush=True))
@@ -236,7 +236,7 @@ def run_step(
 
 
 def fp8_products(program: str) -> int:
-    """Of a compiled program: cuBLASLt's, and those in Triton's fusions."""
+    """The number of FP8 products in a compiled program: cuBLASLt's, and those in Triton's fusions."""
     in_triton = re.findall(r"= \S+ dot\(.*", program)
     types = dict(re.findall(r"%(\S+) = (f8e\w+)\[", program))
     fused = sum(any(x in types for x in re.findall(r"%([\w.-]+)", line)) for line in in_triton)
@@ -251,7 +251,7 @@ def show_steps(title: str, found: Sequence[dict[str, Any]]) -> None:
 
 
 def variations(config: Config, changes: dict[str, Config], *arguments: Any) -> list[dict[str, Any]]:
-    """What can be run of them; what cannot says why."""
+    """Runs every variation; prints the reason for each that cannot run."""
     found = []
     for name, changed in changes.items():
         try:
@@ -267,7 +267,7 @@ def variations(config: Config, changes: dict[str, Config], *arguments: Any) -> l
 
 
 def machine(tiny: bool) -> float:
-    """Also the rate of a large matrix product, which shares are taken of."""
+    """Shows the machine; returns the rate of a large matrix product, to which shares refer."""
     device, rate = jax.devices()[0], bench_attention.matrix_rate(256 if tiny else 8192)
     x = jnp.ones(2**20 if tiny else 2**30, jnp.float32)
     copied = 2 * x.nbytes / seconds(lambda: x.copy(), 20)
@@ -286,7 +286,7 @@ def machine(tiny: bool) -> float:
 
 
 def become(*arguments: str) -> None:
-    """This process goes on as another Python program: one beside it would outlive its end."""
+    """Replaces this process by another Python program; a child process would outlive this one's end."""
     sys.stdout.flush()
     os.chdir(ROOT)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -298,7 +298,7 @@ def kernels(tiny: bool) -> None:
 
 
 def exact(tiny: bool) -> None:
-    """float64 on the CPU is the reference; the GPU in float32 with exact products, then in bfloat16."""
+    """Compares the GPU, in float32 with exact products and then in bfloat16, with float64 on the CPU."""
     jax.config.update("jax_enable_x64", True)
     model = replace(TINY, encoder=replace(TINY.audio_encoder, chunk_seconds=2.0))
     documents = recordings(600, model, most_seconds=6.0)
@@ -401,7 +401,7 @@ def options(tiny: bool) -> None:
 
 
 def conditionals(tiny: bool) -> None:
-    """A loop of many turns, each with a branch that is not taken, against the loop without."""
+    """Times a loop of many iterations, each with a branch that is not taken, against the loop without it."""
     turns, x = 100 if tiny else 2000, jnp.ones((256, 256), jnp.bfloat16)
 
     def loop(branches: int, taken: Array, x: Array) -> Array:
@@ -456,7 +456,7 @@ def main() -> None:
     if given.section:
         SECTIONS[given.section](given.tiny)
         return
-    # Sections share programs, and XLA's choice of kernels.
+    # Sections share compiled programs and XLA's kernel choices.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="check-gpu-"))
     end, results, failed = time.monotonic() + 60 * given.minutes, [], []
     for name in given.only:
@@ -479,10 +479,10 @@ def main() -> None:
 
 
 def run_section(command: Sequence[str], left: float) -> tuple[str, str]:
-    """(what it printed, why it failed or "")."""
+    """Runs a section; returns (its output, the reason it failed or "")."""
     if left < 5:
         return "", "not run, no time left"
-    # What is printed comes at once, so that a section that is stopped loses nothing.
+    # Output is shown at once, so a section that is stopped loses none.
     env = os.environ | {"PYTHONUNBUFFERED": "1"}
     try:
         done = subprocess.run(

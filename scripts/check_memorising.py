@@ -1,10 +1,10 @@
-"""From sound to words: can the model learn 100 short real recordings by heart?
+"""Whether the model can memorise 100 short real recordings, from sound to words.
 
     python scripts/check_memorising.py --manifest recordings/manifest.jsonl
 
 Takes the shortest recordings with different texts, trains on them alone, and decodes them. Without the sound
-the texts are not to be told apart, so a low word error rate says that the whole path works: features,
-packing, encoder, embeddings in their places, decoder, decoding. Prints a table; exits 1 above --target.
+the texts cannot be told apart, so a low word error rate shows that the whole path works: features, packing,
+encoder, insertion of embeddings, decoder, decoding. Prints a table; exits 1 above --target.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from jaxthd.validate import DeviceFacts, validate
 
 
 def shortest(manifest: Path, count: int) -> list[dict]:
-    """Lines of the manifest, shortest duration first, a text once; paths made absolute."""
+    """Lines of the manifest, shortest duration first, each text once; paths are made absolute."""
     lines = [json.loads(line) for line in manifest.read_text().splitlines()]
     found: dict[str, dict] = {}
     normalise = make_normaliser("basic")

@@ -1,4 +1,4 @@
-"""Every mesh gives one loss: loss and every gradient on it against one device.
+"""Every mesh gives the same loss: compares the loss and every gradient on each mesh with one device.
 
     python scripts/check_meshes.py [--sample N] [--dtype float64] [--out results.jsonl]
 
@@ -6,19 +6,19 @@ The meshes are all ways to write 1, 2, 4 and 8 simulated devices as data x conte
 are run in two variants. The first has 1F1B, the ring where stages are equal, and whole residuals. The second
 has interleaved or unevenly divided stages, all-gather, sequence-sharded residuals, sends to experts in
 several rounds, and the layout by documents. A few more runs adapt the model by LoRA and frozen parameters.
-They are compared with a dense model, which knows neither: the gradient dW of the dense w + s a b gives those
+They are compared with a dense model, which has neither: the gradient dW of the dense w + s a b gives those
 of a and b as s dW b^T and s a^T dW. The last few runs have multi-token prediction.
 
 The model has all four mixers (two such units), experts over the data and context ranks, and audio. A batch is
-32 ragged rows in 4 microbatches, one of which is nothing but padding. A microbatch holds the same rows on
-every mesh, so batch statistics and the auxiliary loss are the same too.
+32 ragged rows in 4 microbatches, one of which is all padding. A microbatch holds the same rows on every mesh,
+so batch statistics and the auxiliary loss are the same too.
 
-A row's error is the largest over all tensors, by the measure in scripts/comparison/errors.py. In float64 it
-is taken against one device and may be 1e-10. In float32 it is taken against float64 on one device and may be
-1e-5, or twice the error of one device in float32 where that is more. One device is off by 7e-6 to 2.4e-5,
-over ORDERS orders of the same rows; the worst tensor is a bias of the tiny random encoder's attention.
+A row's error is the largest over all tensors, as scripts/comparison/errors.py defines it. Float64 runs are
+compared with one device; the limit is 1e-10. Float32 runs are compared with float64 on one device; the limit
+is 1e-5, or twice the error of one device in float32 where that is more. That error is 7e-6 to 2.4e-5, over
+ORDERS orders of the same rows; the worst tensor is a bias of the tiny random encoder's attention.
 
-Rows are appended to --out as they are done, and are not done again: a check that was interrupted goes on.
+Each row is appended to --out when it is done and is not repeated, so an interrupted check continues.
 Exits 1 when a row fails. A row takes about 20 s on two cores, mostly compilation.
 """
 
@@ -98,7 +98,7 @@ MODEL = ModelConfig(
 )
 COMPUTE = ComputeConfig(scan_chunk=6, attention_block=8, loss_block=16, vocab_block=20, expert_block=8)
 UNEVEN = {2: "ME*|-ME*-", 4: "M|E*-M|E*|-", 8: "M|E|*|-|M|E|*|-"}
-"""Divided unevenly, by the number of stages."""
+"""Uneven divisions into stages, by the number of stages."""
 PLAIN = AdaptConfig()
 ORDERS = 6
 ADAPTED = AdaptConfig(
@@ -114,11 +114,11 @@ PREDICTING: tuple[dict[str, Any], ...] = (
 )
 """Decoders with multi-token prediction."""
 LONGEST_UNIT = 16
-"""The layout by documents rounds lengths up to multiples of 2 * context."""
+"""The longest unit, 2 * context: the layout by documents rounds lengths up to multiples of it."""
 
 
 def meshes(devices: Sequence[int] = (1, 2, 4, 8)) -> list[MeshConfig]:
-    """All ordered factorisations into four sizes."""
+    """All ordered factorisations of each device count into four sizes."""
     sizes = [1, 2, 4, 8]
     return [
         MeshConfig(d, c, p, t)
@@ -132,7 +132,7 @@ def meshes(devices: Sequence[int] = (1, 2, 4, 8)) -> list[MeshConfig]:
 
 
 def variants(mesh: MeshConfig, dtype: Dtype = "float32") -> list[Config]:
-    """The runs on a mesh: one, or two where there is a choice."""
+    """The runs on a mesh: one, or two where the mesh allows a second variant."""
     train = TrainConfig(microbatches=MICROBATCHES, aux_loss=0.1)
     plain = Config(mesh=mesh, model=MODEL, compute=replace(COMPUTE, dtype=dtype), train=train)
     if mesh.context > 1 and not Blueprint(plain).stages.are_equal:
@@ -158,15 +158,15 @@ def variants(mesh: MeshConfig, dtype: Dtype = "float32") -> list[Config]:
 
 
 def adapted(dtype: Dtype = "float32") -> list[Config]:
-    """Runs that adapt the model: interleaved stages, experts over data; 1F1B with a ring; sequence-sharded
-    residuals, and fewer key heads than ranks."""
+    """Runs that adapt the model. They cover interleaved stages with experts over data; 1F1B with a ring;
+    sequence-sharded residuals with fewer key heads than ranks."""
     chosen = ((MeshConfig(2, 1, 2, 1), 1), (MeshConfig(1, 2, 2, 2), 0), (MeshConfig(1, 2, 1, 4), 1))
     return [replace(variants(mesh, dtype)[variant], adapt=ADAPTED) for mesh, variant in chosen]
 
 
 def predicting(dtype: Dtype = "float32") -> list[Config]:
-    """Runs with multi-token prediction: interleaved stages, sequence-sharded, experts over data; 1F1B with a
-    ring; the layout by documents."""
+    """Runs with multi-token prediction. They cover interleaved, sequence-sharded stages with experts over
+    data; 1F1B with a ring; the layout by documents."""
     chosen = ((MeshConfig(2, 1, 2, 2), 1, 0), (MeshConfig(1, 2, 2, 1), 0, 0), (MeshConfig(1, 2, 1, 2), 1, 1))
     runs = [(variants(mesh, dtype)[variant], PREDICTING[number]) for mesh, variant, number in chosen]
     return [
@@ -177,7 +177,8 @@ def predicting(dtype: Dtype = "float32") -> list[Config]:
 
 @functools.cache
 def documents(seed: int = 0) -> list[list[Document]]:
-    """Of each row: ragged, some with audio, half of their text supervised. The last microbatch is empty."""
+    """Ragged documents of each row; some have audio, half of their text is supervised. The last microbatch is
+    empty."""
     rng = np.random.default_rng(seed)
     rows: list[list[Document]] = []
     for row in range(ROWS - ROWS // MICROBATCHES):
@@ -200,9 +201,9 @@ def documents(seed: int = 0) -> list[list[Document]]:
 
 
 def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch:
-    """Rows in such an order that each microbatch, over all data ranks, has the same ones on every mesh.
+    """Orders the rows so that each microbatch, over all data ranks, holds the same rows on every mesh.
 
-    order: another one of them inside the microbatches, for each number but 0.
+    order: any number but 0 also permutes the rows inside the microbatches.
     """
     mesh, layout, rows = config.mesh, config.compute.context_layout, documents()
     microbatches = np.arange(ROWS).reshape(MICROBATCHES, -1)
@@ -229,19 +230,19 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
 
 @functools.cache
 def canonical_state(dtype: str, adapt: AdaptConfig = PLAIN, llm: LLMConfig = MODEL.llm) -> tuple[Any, Any]:
-    """(parameters, buffers), none of them at a value that would hide an error."""
+    """(parameters, buffers); no value would hide an error."""
     filled = random_state(Blueprint(Config(model=replace(MODEL, llm=llm), adapt=adapt)).model)[1:]
     return jax.tree.map(lambda x: x.astype(dtype), filled)
 
 
 @functools.lru_cache(maxsize=1)
 def program(config: Config) -> Any:
-    """Of the row at hand: compiled once for several batches."""
+    """The jitted loss and gradient of one config; the last one is cached, for several batches."""
     return jax.jit(loss_and_gradient(Blueprint(config), make_mesh(config.mesh)))
 
 
 def evaluate(config: Config, state: tuple[Any, Any] | None = None, order: int = 0) -> tuple[Gradient, float]:
-    """(loss, gradients and the rest in canonical form, seconds to compile and run). order: batch_for's."""
+    """(loss, gradients and the rest in canonical form, seconds to compile and run). order: see batch_for."""
     dtype = config.compute.dtype
     with jax.enable_x64(dtype == "float64"):
         mesh, stages = make_mesh(config.mesh), Blueprint(config).stages
@@ -251,7 +252,7 @@ def evaluate(config: Config, state: tuple[Any, Any] | None = None, order: int = 
         params, buffers = to_stages(canonical, stages)
         batch = put_batch(batch_for(config, order=order), mesh)
         start = time.perf_counter()
-        # On the host first: what follows is no work for all devices.
+        # Moved to the host first: the rest is no work for all devices.
         found: Gradient = jax.tree.map(np.asarray, program(config)(params, buffers, batch))
         seconds = time.perf_counter() - start
         routing = from_stages({"layers": {"moe": found.routing}}, stages)["layers"]["moe"]
@@ -264,7 +265,7 @@ def evaluate(config: Config, state: tuple[Any, Any] | None = None, order: int = 
 def one_device(
     dtype: Dtype, adapt: AdaptConfig = PLAIN, order: int = 0, llm: LLMConfig = MODEL.llm
 ) -> Gradient:
-    """Of an adapted model: the dense one's, from which follow those of low-rank matrices."""
+    """One device's results. For an adapted model, LoRA's gradients are derived from the dense model's."""
     config = variants(MeshConfig(), dtype)[0]
     config = replace(config, model=replace(config.model, llm=llm))
     if adapt == PLAIN:
@@ -279,7 +280,7 @@ def one_device(
 
 
 def without_lora(params: Any, scale: float) -> Any:
-    """Each w with its low-rank matrices in it."""
+    """The parameters with each pair of low-rank matrices merged into its w."""
     if not isinstance(params, dict):
         return params
     plain = {name: without_lora(child, scale) for name, child in params.items() if name != "lora"}
@@ -289,7 +290,7 @@ def without_lora(params: Any, scale: float) -> Any:
 
 
 def of_lora(gradients: Any, params: Any, scale: float) -> Any:
-    """Gradients for params with low-rank matrices, from those of the dense model."""
+    """Gradients of parameters with low-rank matrices, derived from those of the dense model."""
     if not isinstance(params, dict):
         return gradients
     found = {name: of_lora(gradients[name], child, scale) for name, child in params.items() if name != "lora"}
@@ -300,8 +301,8 @@ def of_lora(gradients: Any, params: Any, scale: float) -> Any:
 
 
 def worst_of(got: Gradient, want: Gradient) -> tuple[float, str]:
-    """(the largest error of a tensor, its name), over loss, gradients, statistics and routing. Each part has
-    its own typical norm. want: in float64.
+    """(the largest error of a tensor, its name), over loss, gradients, statistics and routing. Each of these
+    has its own typical norm. want: in float64.
     """
     parts = zip(Gradient._fields, got, want, strict=True)
     return max((error, f"{part}{name}") for part, g, w in parts for error, name in [worst_error(g, w)])
@@ -309,13 +310,13 @@ def worst_of(got: Gradient, want: Gradient) -> tuple[float, str]:
 
 @functools.cache
 def own_error(adapt: AdaptConfig, llm: LLMConfig) -> float:
-    """What one device in float32 is off by itself: the worst of several orders of the same rows."""
+    """The error of one device in float32: the worst over several orders of the same rows."""
     truth = one_device("float64", adapt, 0, llm)
     return max(worst_of(one_device("float32", adapt, order, llm), truth)[0] for order in range(ORDERS))
 
 
 def check(config: Config) -> dict[str, Any]:
-    """A row of the table."""
+    """Runs one config; returns its row of the table."""
     got, seconds = evaluate(config)
     llm = replace(config.model.llm, pattern=config.model.llm.letters)
     error, tensor = worst_of(got, one_device("float64", config.adapt, 0, llm))

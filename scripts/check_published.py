@@ -1,17 +1,17 @@
-"""Import and export against the transformers library, live: a table.
+"""Compares import and export with the transformers library, run live: a table.
 
     python scripts/check_published.py [--python-reference PYTHON] [--seed N]
 
 Needs torch and transformers: in this environment, or in another one, whose interpreter --python-reference
 names. Takes about three minutes on two idle cores. For each family the library makes a tiny random checkpoint
-and computes logits, loss and gradients with it (scripts/references); jaxthd imports the folder, computes the
-same, documents alone and packed, and exports; the library reads the export. Exits 1 unless
+and computes its logits, loss and gradients (scripts/references). jaxthd imports the folder, computes the same
+with documents alone and packed, and exports; the library reads the export. Exits 1 unless
 
-- every document's logits are within 1e-4 of the library's, relative to their norm, and so are those that it
-  computes with the export;
+- every document's logits are within 1e-4 of the library's, relative to their norm, and so are those that the
+  library computes from the export;
 - every parameter's gradient is within 1e-3 (see scripts/comparison/errors.py);
-- the export's tensors, and those of the export of its import, are the original's, bit by bit, and the library
-  finds none missing or unexpected.
+- the export's tensors, and those of an export of the imported export, equal the original's bit by bit, and
+  the library finds none missing or unexpected.
 """
 
 import argparse
@@ -39,7 +39,7 @@ FAMILIES = {
     "fastconformer": "encoder",
     "nemotron_omni": "omni",
 }
-"""References, and in which form they are exported."""
+"""The references, each with the form in which it is exported."""
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:
@@ -47,7 +47,7 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
 
 
 def compare(name: str, folder: Path, npz: Path) -> tuple[float, float]:
-    """(the worst document's logits, the worst parameter's gradient), alone and packed."""
+    """(worst error of a document's logits, of a parameter's gradient), over alone and packed."""
     family = Published.of(dict(np.load(npz)), folder)
     numbers = family.numbers
     want = family.gradients()
@@ -101,7 +101,7 @@ def main() -> None:
             back = json.loads(reference("read_back.py", work / f"{name}-0", npz).splitlines()[-1])
             lost = len(back["missing_keys"]) + len(back["unexpected_keys"]) + back["mismatched"]
             shown = ["see tests"] * 2
-            if form != "encoder":  # whose outputs and gradients tests/models/test_fastconformer.py compares
+            if form != "encoder":  # tests/models/test_fastconformer.py compares the encoder's
                 logits, gradients = compare(name, folder, npz)
                 shown = [f"{logits:.1e}", f"{gradients:.1e}"]
                 claims += [

@@ -1,11 +1,11 @@
-"""A run goes on under any mesh: saved on one, restored on others, with the same losses and documents.
+"""A run continues on any mesh: saved on one, restored on others, with the same losses and documents.
 
     python scripts/check_restore.py [--after 20] [--meshes 8x1x1x1 1x1x1x1 ...]
 
 A run on 2 x 2 x 1 x 1 (data x context x pipeline x tensor, simulated devices) is checkpointed half way,
-mid-epoch, and goes on. From that checkpoint it is taken up again on other meshes, of 1 to 8 devices. Compared
-with the uninterrupted run: the loss of the next step, to 1e-6; the losses of the --after next ones, to 1e-3
-(rounding grows: see docs/benchmarks.md); and, exactly, the documents of every one of these steps, none read
+mid-epoch, and goes on. From that checkpoint it is continued on other meshes, of 1 to 8 devices. Each is
+compared with the uninterrupted run: the loss of the next step, to 1e-6; the losses of the --after next ones,
+to 1e-3 (rounding grows: see docs/benchmarks.md); and the documents of each of these steps exactly, none read
 twice and none missing.
 
 The model has all four mixers, experts and an audio encoder; the data is the synthetic speech. Exits 1 when a
@@ -52,7 +52,7 @@ MESHES = ("8x1x1x1", "1x1x1x1", "1x2x2x2", "2x1x4x1", "1x8x1x1")
 
 
 def config_for(mesh: MeshConfig, after: int) -> Config:
-    """Rows for 8 data ranks; room for each row's audio on 8 ranks, so that no mesh cuts a buffer short."""
+    """8 rows for 8 data ranks, with audio room for 8 ranks, so that every mesh packs the same buffers."""
     return Config(
         mesh=mesh,
         data=DataConfig(rows=8, capacity=128, max_documents=16, audio_capacity=8 * 640, workers=0),
@@ -73,7 +73,7 @@ def config_for(mesh: MeshConfig, after: int) -> Config:
                 shared_expert_dim=16,
             ),
         ),
-        # Stages of 2 x 1 x 4 x 1 differ.
+        # A mesh of 2 x 1 x 4 x 1 has unequal stages.
         compute=ComputeConfig(context_exchange="ring" if mesh.pipeline < 4 else "all_gather"),
         train=TrainConfig(
             steps=2 * after,
@@ -86,7 +86,7 @@ def config_for(mesh: MeshConfig, after: int) -> Config:
 
 
 def run(config: Config, workdir: Path) -> dict[int, float]:
-    """Trains, or goes on; the loss of every step it wrote."""
+    """Trains or continues the run; returns the loss of every step it wrote."""
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         validate(config, DeviceFacts.of_this_machine(260))
         train(config, workdir)

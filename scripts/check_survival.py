@@ -1,12 +1,12 @@
-"""Whether a run survives: kill -9 and SIGTERM at random moments, and damage to its newest checkpoint.
+"""Whether a run survives kill -9 and SIGTERM at random moments, and damage to its newest checkpoint.
 
     python scripts/check_survival.py [--kills 10] [--damages 20] [--seed 0]
 
 Runs `python -m jaxthd.train` on a tiny model and noise, on four simulated devices: once uninterrupted; once
-killed again and again and restarted by the same command; once stopped by SIGTERM and continued. Every line of
+killed repeatedly and restarted by the same command; once stopped by SIGTERM and continued. Every line of
 metrics that any of them ever wrote must equal the uninterrupted run's, to the bit. Then checkpoints are
-damaged: each time the damaged one must be reported and the one before restored, or what is restored must be
-the same to the bit. Prints a table; exits 1 where something does not hold. Takes about 5 minutes on 2 cores.
+damaged: each time, either the damage is reported and the previous checkpoint is restored, or the restored
+state is the same to the bit. Prints a table; exits 1 if a check fails. Takes about 5 minutes on 2 cores.
 
 The runs' config is this file: config() below.
 """
@@ -48,7 +48,7 @@ from jaxthd.steps.state import TrainState, abstract_state
 
 STEPS = 48
 TIMED = {"time", "tokens_per_second", "step_seconds", "compilations"}
-"""What a metrics line says about this process and its clock."""
+"""Fields of a metrics line that depend on the process and its clock."""
 
 
 def config() -> Config:
@@ -101,14 +101,14 @@ def write_recordings(folder: Path) -> None:
 
 
 class Run:
-    """A training run in `folder`/NAME, started as often as it takes, always by the same command."""
+    """A training run in `folder`/NAME, restarted by the same command as often as needed."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.workdir = folder / name
         options = {"config": __file__, "data.manifest": folder / "manifest.jsonl", "workdir": self.workdir}
         self._command = [sys.executable, "-m", "jaxthd.train"]
         self._command += [text for option, value in options.items() for text in (f"--{option}", str(value))]
-        # Compiled once, so that a restart takes seconds.
+        # The compilation is cached, so that a restart takes seconds.
         cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
         everything = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         self._environment = os.environ | {"JAX_PLATFORMS": "cpu"} | cache | everything
@@ -121,7 +121,7 @@ class Run:
             )
 
     def lines(self) -> list[dict[str, Any]]:
-        """The metrics lines on disk, without TIMED; one that is not whole is left out."""
+        """The metrics lines on disk, without TIMED; an incomplete line is skipped."""
         file = self.workdir / "metrics.jsonl"
         entries = []
         for line in file.read_text().splitlines() if file.exists() else ():
@@ -140,7 +140,7 @@ class Run:
 
 
 def wait(process: subprocess.Popen[bytes], until: Callable[[], bool], seconds: float = 300) -> None:
-    """Until the condition holds, the process ends, or so many seconds are over."""
+    """Waits until the condition holds, the process ends, or the time is over."""
     end = time.monotonic() + seconds
     while process.poll() is None and time.monotonic() < end and not until():
         time.sleep(0.001)
@@ -154,12 +154,12 @@ def finish(run: Run) -> int:
 
 
 def differing(lines: list[dict[str, Any]], want: dict[int, dict[str, Any]]) -> list[int]:
-    """Steps of the lines that are not the uninterrupted run's."""
+    """Steps whose lines differ from the uninterrupted run's."""
     return [line["step"] for line in lines if line != want[line["step"]]]
 
 
 def killed(run: Run, kills: int, want: dict[int, dict[str, Any]], rng: np.random.Generator) -> Row:
-    """Killed while starting, while saving and at a random moment after a random step, in turn."""
+    """Kills the run in rotation: while starting, while saving, and at a random moment after a random step."""
     saving, lost, wrong, at = 0, [], [], []
     for number in range(kills):
         process, before = run.start(), run.step()
@@ -167,7 +167,7 @@ def killed(run: Run, kills: int, want: dict[int, dict[str, Any]], rng: np.random
             wait(process, lambda: False, rng.uniform(0, 10))
         else:
             target = before + int(rng.integers(1, 2 + 2 * STEPS // kills))
-            wait(process, lambda: run.step() >= target)  # noqa: B023  (called in this turn only)
+            wait(process, lambda: run.step() >= target)  # noqa: B023  (called in this iteration only)
             if number % 2:
                 wait(process, run.is_saving)
             else:
@@ -207,9 +207,9 @@ def terminated(run: Run, want: dict[int, dict[str, Any]], rng: np.random.Generat
 
 
 def damage(checkpoint: Path, rng: np.random.Generator) -> str:
-    """Does one random damage to one file of a checkpoint; what it did.
+    """Damages one file of a checkpoint at random; returns what it did.
 
-    Half of the time any file is as likely as any other, half of the time a byte is.
+    Half of the time every file is equally likely, half of the time every byte is.
     """
     files = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.stat().st_size)
     sizes = np.array([p.stat().st_size for p in files])
@@ -242,7 +242,7 @@ def bits(state: TrainState) -> list[bytes]:
 def damaged(
     folder: Path, abstract: TrainState, sharding: Sharding, times: int, rng: np.random.Generator
 ) -> list[Row]:
-    """Damages the newest of the checkpoints in `folder`, in a copy each time, and restores."""
+    """Damages the newest of the checkpoints in `folder`, in a new copy each time, and restores."""
     copy = folder.with_name("damaged")
     steps = sorted((int(p.name) for p in folder.iterdir() if p.name.isdecimal()), reverse=True)[:2]
     want = {}
@@ -272,7 +272,7 @@ def damaged(
 
 
 def restore(folder: Path, abstract: TrainState, sharding: Sharding) -> tuple[list[bytes], Any, str]:
-    """(the newest restored state's bits, its data position, what was said on stderr)."""
+    """(the bits of the restored state, its data position, what was printed on stderr)."""
     with contextlib.redirect_stderr(io.StringIO()) as said, Checkpoints(folder, keep=3) as checkpoints:
         restored = checkpoints.restore_latest(abstract, sharding)
     if restored is None:

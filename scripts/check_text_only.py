@@ -1,17 +1,17 @@
-"""A text-only NemotronH, made by the transformers library, scored from its folder: token by token, a table.
+"""Scores documents with a text-only NemotronH made by the transformers library, token by token: a table.
 
     python scripts/check_text_only.py [--python-reference PYTHON] [--seed N] [--meshes 1x2x2x2 ...]
 
 Needs torch and transformers: in this environment, or in another one, whose interpreter --python-reference
 names. Takes about two minutes on two idle cores. The library makes a tiny random model of odd sizes with a
 tokenizer, and computes log-probabilities of documents, each alone (scripts/references/text_only.py). A config
-of three lines reads that folder, and `jaxthd.score --every-token` scores the documents, packed, on each mesh
+of three lines names that folder, and `jaxthd.score --every-token` scores the documents, packed, on each mesh
 (data x context x pipeline x tensor) of simulated devices. Exits 1 unless
 
-- every document's tokens are those that transformers encodes, and every log-probability is within 2e-5 of the
+- every document has the tokens that transformers encodes, and every log-probability is within 2e-5 of the
   library's;
 - `jaxthd.convert` imports the folder without initialising a parameter, and exports a folder of the same
-  files, whose tensors are the original's bit by bit.
+  files, whose tensors equal the original's bit by bit.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def score(folder: Path, work: Path, mesh: str) -> list[dict[str, Any]]:
 
 
 def differences(scores: list[dict[str, Any]], expected: list[dict[str, Any]]) -> np.ndarray:
-    """|log-probability - the library's| of every token but each document's first; inf where tokens differ."""
+    """|log-probability - the library's| of all tokens but each document's first; inf where tokens differ."""
     found = []
     for got, want in zip(scores, expected, strict=True):
         is_same = got["tokens"] == want["tokens"] and got["positions"] == [*range(1, len(want["tokens"]))]
@@ -71,7 +71,7 @@ def differences(scores: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 
 
 def converts(folder: Path, work: Path) -> list[Claim]:
-    """Imports the folder and exports what was imported."""
+    """Imports the folder, exports the result, and compares the two folders."""
     convert = [sys.executable, "-m", "jaxthd.convert"]
     printed = run(*convert, "import", folder, "--out", work / "imported")
     run(*convert, "export", work / "imported", "--out", work / "exported")

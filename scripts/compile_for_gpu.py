@@ -1,18 +1,18 @@
-"""A training step compiled for an H100 on a machine without a GPU: all that needs no clock.
+"""Compiles a training step for an H100 on a machine without a GPU: everything that needs no timing.
 
     pip install --no-deps jax-cuda13-pjrt==VERSION jax-cuda13-plugin==VERSION nvidia-cudnn-cu13
     python scripts/compile_for_gpu.py [--model 1b] [--tokens 8192] [--mesh 1 1 1 1] [--set NAME=VALUE ...]
 
 VERSION: jax's own, 0.11 or later. CUDA's ptxas must be on the PATH. XLA's GPU compiler needs no device if it
-is told what the device is like; it then chooses no kernels by measuring, and asks cuDNN for no plans.
+is given a description of one; it then does not autotune kernels and asks cuDNN for no plans.
 
 The step is that of scripts/check_gpu.py: a tiny or a 1B hybrid with packed audio, bfloat16, the scan by
-Pallas kernels. Printed are its memory, what of it is recorded in CUDA graphs and what the host still runs
-between them (loops whose turns are not recorded, kernels), and where collectives lie: those in a loop or
-conditional inside a graph are nodes that CUDA is reported to refuse. Exits 1 where there are any.
+Pallas kernels. Printed are its memory, the operations that are recorded in CUDA graphs, those the host still
+launches between them (loops driven by the host, kernels), and where collectives are: CUDA is reported to
+refuse those that are nodes of a loop or conditional inside a graph. Exits 1 where there are any.
 
---set NAME=VALUE, any number: of compute.xla_options if NAME begins with xla_, else a setting such as
-compute.attention_block or mesh.fsdp.
+--set NAME=VALUE may be repeated: an option of compute.xla_options if NAME begins with xla_, else a setting
+such as compute.attention_block or mesh.fsdp.
 """
 
 import argparse
@@ -38,7 +38,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import numpy as np
-from jax._src import xla_bridge  # the public interface looks for plugins only as a back-end starts
+from jax._src import xla_bridge  # the public interface finds plugins only when a back-end starts
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 
@@ -55,7 +55,7 @@ from jaxthd.validate import DeviceFacts, validate
 from scripts.check_gpu import base_config
 
 FRAMES = 6.25
-"""Mel frames a token slot, of recordings with their transcripts."""
+"""Mel frames for each token slot, from recordings with their transcripts."""
 H100 = """
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 19 patch: 0 }
@@ -92,7 +92,7 @@ gpu_device_info {
   dnn_version: "9.19.0"
 }
 """
-"""The device, as XLA describes one."""
+"""The device, in XLA's own form of description."""
 COLLECTIVES = (
     "kAllGather",
     "kAllReduce",
@@ -105,9 +105,9 @@ COLLECTIVES = (
 
 
 def devices(count: int) -> list[Any]:
-    logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)  # there is no GPU, it says
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)  # it reports that there is no GPU
     xla_bridge.discover_pjrt_plugins()
-    # What Pallas asks the device that is there.
+    # What Pallas would ask the device.
     gpu_info = importlib.import_module("jax._src.pallas.triton.gpu_info")
     for name, answer in {"get_device_kind": "NVIDIA H100 80GB HBM3", "get_device_platform": "gpu"}.items():
         if hasattr(gpu_info, name):
@@ -131,7 +131,7 @@ def changed(config: Config, settings: list[str]) -> Config:
 
 
 def thunks(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(what is launched, what it is launched in, from the outside in) of XLA's list."""
+    """(what is launched, its enclosing operations from the outside in) of each entry in XLA's list."""
     stack: list[tuple[int, str]] = []
     for indent, kind in re.findall(r"^( *)\d+: (k\w+)", text, re.MULTILINE):
         while stack and stack[-1][0] >= len(indent):
@@ -191,7 +191,7 @@ def main() -> None:
     program: Any = make_train_step(Blueprint(config), mesh)
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        # Choosing kernels by measuring needs the device.
+        # Autotuning needs the device.
         unmeasured = {"xla_gpu_autotune_level": 0, "xla_dump_to": folder}
         compiled = program.lower(state, batch).compile(compiler_options=unmeasured)
         took = time.perf_counter() - start
@@ -220,7 +220,7 @@ def main() -> None:
 
 
 def lying(found: Counter[tuple[str, tuple[str, ...]]]) -> Counter[str]:
-    """By name and what they lie in."""
+    """Counts by name and enclosing operations."""
     return Counter({" in ".join([kind, *reversed(outer)]): n for (kind, outer), n in found.items()})
 
 

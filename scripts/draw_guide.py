@@ -3,7 +3,7 @@
     python -m scripts.draw_guide [--out docs/figures]
 
 No number is written by hand: scripts/guide_numbers.py computes them with jaxthd's own code. Each file also
-holds its numbers (as its Description), so that a test can tell whether the figures are of the present code.
+holds its numbers (as its Description), so that a test can tell whether the figures match the present code.
 """
 
 import argparse
@@ -51,14 +51,14 @@ OUT = Path(__file__).parents[1] / "docs" / "figures"
 
 
 class Drawing(NamedTuple):
-    """numbers: computes what the figure shows, as JSON. draw: makes the figure of it."""
+    """numbers: computes what the figure shows, as JSON. draw: draws the figure from them."""
 
     numbers: Callable[[], Numbers]
     draw: Callable[[Numbers], Figure]
 
 
 def strip(axes: Axes, held: Numbers, y: float = 0.0, height: float = 1.0) -> None:
-    """Draws slots from left to right: each document in its hue, text in a tint of it."""
+    """Draws slots from left to right: each document has a hue, its text a tint of it."""
     ids, audio = np.array(held["ids"]), np.array(held["audio"], bool)
     rgb = slot_colors(ids, audio)
     for start, stop in stretches(ids, audio):
@@ -175,7 +175,7 @@ def draw_layouts(numbers: Numbers) -> Figure:
 
 
 def draw_ring(numbers: Numbers) -> Figure:
-    """A row of panels for each layout, a panel for each ring step: what all ranks compute in it."""
+    """Draws a row for each layout and a panel for each ring step, with what all ranks compute in it."""
     n = CAPACITY // RANKS
     figure = Figure(figsize=(11, 6.6), layout="constrained")
     panels = figure.subplots(2, RANKS)
@@ -304,7 +304,7 @@ DRAWINGS = {
 
 
 def svg(name: str, numbers: Numbers) -> str:
-    """The figure of that name as SVG text that holds its numbers; the same text at every call."""
+    """The named figure as SVG text with its numbers; every call gives the same text."""
     look: Any = {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 9}
     with matplotlib.style.context("default"), matplotlib.rc_context(look):
         file = io.StringIO()

@@ -2,10 +2,10 @@
 
     python scripts/draw_packing.py [--out docs/packing.png]
 
-Nothing is drawn by hand: the packer places the documents, and make_segments gives the key intervals, on as
+Nothing is drawn by hand: the packer packs the documents, and make_segments gives the key intervals, on as
 many simulated devices as there are context ranks.
 
-Legend: T token slots of the buffer, n of a rank; rank-major: rank 0's tokens, then rank 1's, ...
+Legend: T token slots of the buffer, n slots of a rank; rank-major: rank 0's tokens, then rank 1's, ...
 """
 
 import argparse
@@ -69,7 +69,7 @@ def packed() -> tuple[Batch, Buffer]:
 
 
 def key_ranges(batch: Batch) -> np.ndarray:
-    """The interval of each rank's keys that each query sees: int [query rank, key rank, n, (lo, hi)]."""
+    """The interval of keys on each rank that each query sees: int [query rank, key rank, n, (lo, hi)]."""
     row, ranks = PartitionSpec(None, CONTEXT), PartitionSpec(CONTEXT)
 
     def of_rank(ids: Any, positions: Any) -> Any:
@@ -158,7 +158,7 @@ def draw_layout(axes: Axes, rgb: np.ndarray) -> None:
 
 
 def draw_mask(axes: Axes, ids: np.ndarray, ranges: np.ndarray) -> None:
-    """Draws the causal mask, rank-major: a triangle for each document, a rectangle for a ring step."""
+    """Draws the causal mask in rank-major order: triangles for documents, rectangles for ring steps."""
     n = CAPACITY // RANKS
     picture = np.ones((RANKS, n, RANKS, n, 3))
     middle: dict[str, Any] = {"fontsize": 13, "ha": "center", "va": "center", "color": FAINT}
@@ -202,12 +202,12 @@ def draw_mask(axes: Axes, ids: np.ndarray, ranges: np.ndarray) -> None:
 
 
 def draw_states(axes: Axes, buffer: Buffer, rgb: np.ndarray) -> None:
-    """Draws the chunks on their ranks; an arrow is solid where the next chunk continues a document."""
+    """Draws context chunks on their ranks; an arrow is solid where the next chunk continues a document."""
     canvas(axes, "Mamba2: one state enters each chunk", (0, RANKS), (-1.25, 2))
     left, size, height, rows = 0.13, 0.74, 0.4, (1.15, 0.3)
 
     def corner(chunk: int) -> tuple[float, float]:
-        """The lower left one. A rank is a column: first chunks go right above, second ones back below."""
+        """The chunk's lower left corner. A rank is a column; its first chunk is above, its second below."""
         place = min(chunk, 2 * RANKS - 1 - chunk)
         return place + left, rows[chunk >= RANKS]
 

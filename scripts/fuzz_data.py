@@ -1,11 +1,11 @@
-"""Whether data that is damaged anyhow is either trained on or listed: never a traceback, never a hang.
+"""Whether damaged data is always either trained on or listed: never a traceback, never a hang.
 
     python scripts/fuzz_data.py [--count 1000] [--seed 0]
 
-Makes damaged inputs, a function of (seed, number of the input) each: lines of utterances and conversations,
-and cuts of Lhotse Shar, as bytes and as values; recordings, as files and as samples; tar files, as bytes and
-as headers. Reads them by the path of a training run: a data set, its documents made in worker processes,
-packed, what is skipped in a skip log. Prints a table; exits 1 and lists what went wrong where
+Makes damaged inputs, each a function of (seed, number of the input): lines of utterances and conversations,
+and cuts of Lhotse Shar, damaged as bytes and as values; recordings, as files and as samples; tar files, as
+bytes and as headers. Reads them through the code of a training run: a data set, documents made in worker
+processes, packing, skipped items in a skip log. Prints a table; exits 1 and lists the violations where
 
 - anything is raised but UserError for a data set without a usable line;
 - reading a line or a recording takes more than 5 s, or ends its process;
@@ -115,7 +115,7 @@ CONVERSATIONS: list[dict[str, Any]] = [
 
 
 def make_recordings(folder: Path) -> None:
-    """The undamaged ones: 0.8 s of noise in every format, two channels in some."""
+    """Writes the undamaged recordings: 0.8 s of noise in every format, two channels in some."""
     rng = np.random.default_rng(0)
     for number, (name, options) in enumerate(FORMATS.items()):
         rate = (16_000, 44_100, 48_000, 8_000)[number % 4]
@@ -126,7 +126,8 @@ def make_recordings(folder: Path) -> None:
 
 
 def damaged_bytes(rng: np.random.Generator, data: bytes) -> bytes:
-    """Once, or a few times: cut, bits flipped, a stretch removed, repeated, overwritten, or put in."""
+    """Damages the bytes one or more times: truncates them, flips bits, or removes, repeats, overwrites or
+    inserts a range."""
     for _ in range(rng.choice([1, 1, 1, 3])):
         start, stop = sorted(int(x) for x in rng.integers(0, len(data) + 1, 2))
         stop = min(stop, start + int(rng.choice([1, 8, 10_000])))
@@ -136,7 +137,7 @@ def damaged_bytes(rng: np.random.Generator, data: bytes) -> bytes:
                 del out[start:]
             case 1:
                 for _ in range(rng.choice([1, 2, 20]) if data else 0):
-                    # Half of them in what may be a header.
+                    # Half of the positions are in a possible header.
                     at = int(rng.integers(min(len(out), 64) if rng.random() < 0.5 else len(out)))
                     out[at] ^= 1 << int(rng.integers(8))
             case 2:
@@ -156,17 +157,17 @@ def damaged_bytes(rng: np.random.Generator, data: bytes) -> bytes:
 
 
 RAW = {f"raw {depth}": b"[" * depth + b"]" * depth for depth in (100, 900, 2000)} | {"raw 9": b"9" * 5000}
-"""Strings that stand for text which json does not write."""
+"""Marker -> the text that replaces it, which json would not write."""
 VALUES: list[Any] = [
     *(None, True, 0, -1, 1e-300, 1e308, -0.0, 10**400, float("nan"), float("inf"), float("-inf")),
     *("", " ", "\x00", "\ud800", "a" * 100_000, "{audio}", "<|im_end|>", ".", "/", "..", "ä" * 300, "0.5"),
     *([], {}, [None], ["s16.wav"], {"path": "s16.wav"}, {"type": "audio"}, *RAW),
 ]
-"""What a field may hold instead. NaN and infinities are valid to Python's json."""
+"""Values that replace a field's. Python's json accepts NaN and infinities."""
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """(container, key or index) of everything inside."""
+    """(container, key or index) of every value inside, at any depth."""
     if isinstance(value, dict | list):
         for key in list(value) if isinstance(value, dict) else range(len(value)):
             yield value, key
@@ -174,7 +175,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def damaged_entry(rng: np.random.Generator, entry: dict[str, Any]) -> bytes:
-    """One to three values replaced, removed, renamed, repeated or exchanged, anywhere in the object."""
+    """Replaces, removes, renames, repeats or exchanges one to three values anywhere in the object."""
     entry = copy.deepcopy(entry)
     twice = b""
     for _ in range(rng.integers(1, 4)):
@@ -203,7 +204,7 @@ def damaged_entry(rng: np.random.Generator, entry: dict[str, Any]) -> bytes:
 
 
 def damaged_file(rng: np.random.Generator, folder: Path, name: str) -> str:
-    """A damaged file, or no file, under the name that is returned."""
+    """Writes a damaged file, or none; returns its name."""
     source = folder / str(rng.choice(list(FORMATS)))
     path = (
         folder / f"{name}{source.suffix if rng.random() < 0.8 else rng.choice(['.raw', '.wav', '.flac', ''])}"
@@ -238,7 +239,7 @@ def write_tar(path: Path, files: dict[str, bytes]) -> None:
 
 
 def damaged_tar(rng: np.random.Generator, folder: Path, path: Path) -> None:
-    """Writes a tar file of the recordings, one under a long name, damaged in its headers or anywhere."""
+    """Writes a tar file of the recordings, one with a long name, damaged in its headers or anywhere."""
     files = {name: (folder / name).read_bytes() for name in FORMATS} | {"long" * 40: b"x"}
     names = list(files)
     rng.shuffle(names)
@@ -249,7 +250,7 @@ def damaged_tar(rng: np.random.Generator, folder: Path, path: Path) -> None:
     data = bytearray(path.read_bytes())
     with tarfile.open(path) as tar:
         at = int(rng.choice([info.offset for info in tar.getmembers()]))
-    # Name, size, checksum, type, name of what is linked, magic.
+    # Name, size, checksum, type, name of the link's target, magic.
     start, size = ((0, 100), (124, 12), (148, 8), (156, 1), (157, 100), (257, 8))[rng.integers(6)]
     number = int(rng.choice([-1, -512, 0, 1, 2**20, 2**33, 2**40, 2**62])).to_bytes(12, "big", signed=True)
     signed = (b"\xff" if number[0] else b"\x80") + number[1:]
@@ -265,7 +266,7 @@ def damaged_tar(rng: np.random.Generator, folder: Path, path: Path) -> None:
 
 
 def strange_samples(rng: np.random.Generator, folder: Path, name: str) -> str:
-    """A sound file that is whole and holds what no recording should."""
+    """Writes a sound file in a valid format whose samples no recording should have."""
     channels = int(rng.choice([1, 2, 255, 1024]))
     rate = int(rng.choice([1, 999, 1001, 11_025, 16_000, 16_000, 44_100, 655_350, 2**31 - 1]))
     wave = rng.normal(0, 0.1, (int(rng.choice([0, 1, 159, 320, 4000])), channels)).astype(np.float32)
@@ -277,7 +278,7 @@ def strange_samples(rng: np.random.Generator, folder: Path, name: str) -> str:
 
 
 def damaged_line(rng: np.random.Generator, kind: str, folder: Path, name: str) -> bytes:
-    """One line of a manifest (more, where damage breaks it), with its recording beside it."""
+    """One line of a manifest (more, if damage breaks it); its recording is written beside it."""
     conversation = CONVERSATIONS[rng.integers(len(CONVERSATIONS))]
     match kind:
         case "utterance: bytes":
@@ -321,7 +322,7 @@ KINDS = (
 
 @dataclass
 class Outcome:
-    """Of one kind of damage. refused: lines of manifests that UserError refused as a whole."""
+    """Counts for one kind of damage. refused: lines of manifests that UserError refused as a whole."""
 
     inputs: int = 0
     lines: int = 0
@@ -334,7 +335,7 @@ class Outcome:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError inside after so long."""
+    """Raises TimeoutError in the block after that many seconds."""
 
     def ring(*_: object) -> None:
         raise TimeoutError(f"no end after {seconds:g} s")
@@ -351,7 +352,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 def check(
     manifest: Path, load: Callable[..., Any], workers: Workers | int, outcome: Outcome, tars: str = ""
 ) -> None:
-    """Reads one manifest, or the Shar directory of cuts, as a training run does, once through; adds to the
+    """Reads one manifest, or the Shar directory of cuts, once as a training run does, and adds to the
     outcome. tars: the tar files of the manifest.
     """
     lines = {str(n) for n, line in enumerate(manifest.read_bytes().split(b"\n"), 1) if line.strip()}
@@ -390,7 +391,7 @@ def check(
 
 
 def fuzz(folder: Path, count: int, seed: int, workers: Workers | int) -> dict[str, Outcome]:
-    """`count` damaged inputs in manifests of 1 to 30, most with a sound line, checked; by kind."""
+    """Checks `count` damaged inputs in manifests of 1 to 30 lines, most with an undamaged line; by kind."""
     make_recordings(folder)
     load = SpeechDocuments(CONFIG, ByteTokenizer(), train=True)
     outcomes = {kind: Outcome() for kind in KINDS}

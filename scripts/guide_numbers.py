@@ -31,10 +31,10 @@ CHUNK = CAPACITY // (2 * RANKS)
 DOCUMENTS = ((2, 37, 8), (1, 5, 2), (2, 9, 4), (2, 16, 5), (1, 4, 2), (2, 10, 4), (1, 4, 3))
 """For each document: tokens of the prompt, encoder frames, tokens of the answer."""
 SENTENCES = ((("Write:",), 4, ("one", "two", "<end>")), (("Say:",), 3, ("go", "<end>")))
-"""The same for the documents that are drawn slot by slot, with their words."""
+"""The same for the documents that are drawn slot by slot, and their words."""
 AUDIO = "audio"
 DECAY = 0.08
-"""exp(-DECAY) of the state is left from token to token."""
+"""The state decays by exp(-DECAY) from token to token."""
 LAYOUTS = {"buffer": "the whole buffer is divided", "document": "each document is divided"}
 
 Numbers = dict[str, Any]
@@ -49,8 +49,8 @@ def document(key: int, prompt: Sequence[int], frames: int, answer: Sequence[int]
 
 
 def packed(layout: Any) -> tuple[Batch, Buffer]:
-    """DOCUMENTS, ordered so that attention is even over the ranks: as the loader lays them out over RANKS
-    context ranks, and the same row in document order.
+    """(DOCUMENTS as the loader lays them out over RANKS context ranks, the same row in document order).
+    Documents are ordered so that attention is balanced over the ranks.
     """
     documents = [document(key, [1] * a, b, [2] * c) for key, (a, b, c) in enumerate(DOCUMENTS)]
     settings: dict[str, Any] = {
@@ -73,7 +73,7 @@ def packed(layout: Any) -> tuple[Batch, Buffer]:
 
 
 def slots(ids: np.ndarray, audio_slots: np.ndarray) -> Numbers:
-    """The document that each slot belongs to, and whether it holds audio."""
+    """The document of each slot, and whether the slot holds audio."""
     return {"ids": ids.tolist(), "audio": (audio_slots >= 0).astype(int).tolist()}
 
 
@@ -122,13 +122,13 @@ def layout_numbers() -> Numbers:
 
 
 def _ring_steps(layout: Any, ids: Any, positions: Any) -> Any:
-    """Runs on one rank: int [1, ring steps, (lo, hi), queries]."""
+    """Key intervals on one rank, as int [1, ring steps, (lo, hi), queries]; runs inside shard_map."""
     segments = make_segments(ids, positions, block=8, axis=CONTEXT, layout=layout)
     return jnp.stack([jnp.stack([x.lo, x.hi]) for x in (segments.local, *segments.remote)])[None]
 
 
 def ring_numbers() -> Numbers:
-    """By ring step, rank and local query: the keys [lo, hi) that it sees on the rank of that step."""
+    """By ring step, rank and local query: the interval [lo, hi) of keys that it sees at that step."""
     row, ranks = PartitionSpec(None, CONTEXT), PartitionSpec(CONTEXT)
     found = {}
     for layout in LAYOUTS:
@@ -148,7 +148,7 @@ def ring_numbers() -> Numbers:
 
 
 def scan(x_RT: np.ndarray, positions_RT: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """The state of a head with one number, dt, B and C being 1, after each of the slots `at` of the rows."""
+    """The state of one head with one number, where dt, B and C are 1, after each of the rows' slots `at`."""
 
     def run(x_RT: Any, positions_RT: Any, at: Any) -> Any:
         segments = make_segments(jnp.ones_like(positions_RT), positions_RT, block=8, axis=None)
@@ -161,15 +161,16 @@ def scan(x_RT: np.ndarray, positions_RT: np.ndarray, at: np.ndarray) -> np.ndarr
 
 
 def state_numbers() -> Numbers:
-    """keeps, adds: what each context chunk does to the state. enters: what the exchange of these between the
-    ranks gives. state: what one scan over the whole buffer gives.
+    """keeps, adds: what each context chunk multiplies the state by and adds to it. enters: the state at the
+    start of each chunk, after the exchange between ranks. state: the result of one scan over the whole
+    buffer.
     """
     batch, buffer = packed("buffer")
     inputs = (buffer.ids > 0).astype(float)
     parts = {name: np.split(x, 2 * RANKS) for name, x in (("x", inputs), ("positions", buffer.positions))}
     last = (np.arange(2 * RANKS) + 1) * CHUNK - 1
     adds = scan(np.stack(parts["x"]), np.stack(parts["positions"]), last)
-    # One token before the chunk adds 1, and no other does: the chunk keeps what is left of it at the end.
+    # Only the token before the chunk adds 1, so the state at the chunk's end is the part that it keeps.
     probe = np.tile([1.0] + [0.0] * CHUNK, (2 * RANKS, 1))
     before = np.stack([np.append([0], p) for p in parts["positions"]])
     keeps = scan(probe, before, (np.arange(2 * RANKS) + 1) * (CHUNK + 1) - 1)

@@ -1,11 +1,11 @@
-"""Several processes of one command on this machine, as on several machines.
+"""Runs several processes of one command on this machine, as if on several machines.
 
     python scripts/launch_local.py 2 -- python -m jaxthd.train --config configs/cp2.py
 
-The command finds where process 0 listens, the number of processes and its own in the environment, in the
-variables that jaxthd.train takes for --coordinator, --processes and --process. Every line of output gets the
-process's number in front. Ctrl-C and SIGTERM reach every process. When one ends badly, the others are given
-time to notice, and then killed. Exits with the status of the first that ended badly, or 0.
+The command finds the address of process 0, the number of processes and its own number in the environment
+variables that jaxthd.train reads for --coordinator, --processes and --process. Every line of output is
+prefixed with the process's number. Ctrl-C and SIGTERM reach every process. When one process fails, the others
+are given time to notice, and are then killed. Exits with the status of the first that failed, or 0.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 
 GRACE_SECONDS = 60.0
-"""Processes that still run so long after one has ended badly are killed."""
+"""Seconds after a failure until the processes that still run are killed."""
 
 
 def launch(count: int, command: Sequence[str]) -> int:
@@ -32,14 +32,14 @@ def launch(count: int, command: Sequence[str]) -> int:
             "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
             "JAX_NUM_PROCESSES": str(count),
             "JAX_PROCESS_ID": str(number),
-            "JAX_LOCAL_DEVICE_IDS": str(number),  # of GPUs; each process would take all
+            "JAX_LOCAL_DEVICE_IDS": str(number),  # one GPU each; a process would take all
         }
         process = subprocess.Popen(
             command, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         print(f"[{number}] pid {process.pid}", flush=True)
         processes.append(process)
-    # Ctrl-C reaches them by itself, since they are of the terminal's group.
+    # The processes get Ctrl-C themselves, since they belong to the terminal's group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, _: _signal_all(processes, number))
     bad: list[int] = []
@@ -63,7 +63,7 @@ def _signal_all(processes: Sequence[subprocess.Popen[str]], number: int) -> None
 
 
 def _follow(number: int, process: subprocess.Popen[str], bad: list[int]) -> None:
-    """Shows what the process writes, to its end; adds its exit status if that is not 0."""
+    """Shows a process's output until it ends; adds its exit status to `bad` if that is not 0."""
     for line in process.stdout or ():
         print(f"[{number}] {line}", end="", flush=True)
     if process.wait():

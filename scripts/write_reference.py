@@ -30,7 +30,7 @@ that cannot work are refused before anything is loaded, with what to change (`ja
 
 
 class Setting(NamedTuple):
-    """One field. name: as on the command line. All are Markdown."""
+    """One field. name: as on the command line. Every string is Markdown."""
 
     name: str
     type: str
@@ -39,7 +39,7 @@ class Setting(NamedTuple):
 
 
 class Group(NamedTuple):
-    """One dataclass. path: where the Config holds it. kind: its name. text: its docstring, in Markdown."""
+    """One dataclass. path: its attribute path in Config. kind: its name. text: its docstring, in Markdown."""
 
     path: str
     kind: str
@@ -50,8 +50,8 @@ class Group(NamedTuple):
 def groups(kind: Any = config.Config, path: str = "", text: str = "") -> Iterator[Group]:
     """Every dataclass below `kind`, each before those that it holds.
 
-    path: where the Config holds `kind`. text: what is said about that place, after the docstring of `kind`.
-    Raises ValueError for a field without a docstring under it.
+    path: the attribute path of `kind` in Config. text: the docstring of that field, put after the docstring
+    of `kind`. Raises ValueError for a field without a docstring under it.
     """
     defaults, hints, sources = kind(), get_type_hints(kind), _field_sources(kind)
     settings, nested = [], []
@@ -80,7 +80,7 @@ def groups(kind: Any = config.Config, path: str = "", text: str = "") -> Iterato
 
 
 def _field_sources(kind: type) -> dict[str, tuple[str, str]]:
-    """By field: its annotation as it is written, and the docstring under it ("" for none)."""
+    """Field name -> (its annotation as written, the docstring under it or "")."""
     (definition,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(definition, ast.ClassDef)
     found = {}
@@ -97,7 +97,7 @@ def _choices(hint: Any) -> list[str]:
 
 
 def _code(text: str) -> str:
-    """Code in a table, where a bare | would end the cell."""
+    """Code in a table cell, with | escaped because a bare one would end the cell."""
     return f"`{text.replace('|', chr(92) + '|')}`"
 
 

@@ -1,4 +1,4 @@
-"""A document by itself, computed as the definitions have it: nothing packed, no mesh."""
+"""A document computed alone, by the definitions: nothing packed, no mesh."""
 
 from typing import Any, NamedTuple
 
@@ -12,11 +12,11 @@ from tests.speech_model import CAPACITY, CHUNK, MELS, MODEL
 
 
 class Parts(NamedTuple):
-    """A document as its definition has it; arrays are filled up to fixed sizes.
+    """One document; arrays are padded to fixed sizes.
 
-    tokens, supervised: of the document, length of them real.
+    tokens, supervised: of the document; the first `length` are real.
     slot: for an audio token its encoder frame, chunk * CHUNK / 8 + frame; -1 for text.
-    mels: [4, CHUNK, MELS], one chunk a row; frames: valid ones of each.
+    mels: [4, CHUNK, MELS], one encoder chunk a row; frames: valid ones of each.
     """
 
     tokens: np.ndarray
@@ -46,8 +46,8 @@ def parts(one: Document) -> Parts:
 
 
 def states_of(model: Any, one: Parts) -> tuple[jax.Array, jax.Array]:
-    """(embeddings, what the head takes) of one document, by the definitions: each audio chunk encoded by
-    itself and put in its place, the decoder."""
+    """(embeddings, input of the head) of one document, by the definitions: each audio chunk is encoded alone
+    and inserted at its slots, then the decoder runs."""
 
     def one_document(length: jax.Array, size: int) -> Segments:
         real_N = jnp.arange(size, dtype=jnp.int32) < length

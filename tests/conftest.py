@@ -13,11 +13,11 @@ os.environ["XLA_FLAGS"] = (
     # A deadlock aborts instead of hanging.
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=60 "
     "--xla_cpu_collective_call_terminate_timeout_seconds=120 "
-    # Programs here are compiled once and run a few times: no optimization compiles in 60% of the time.
+    # Programs here are compiled once and run few times; without optimization compiling takes 60% of the time.
     "--xla_backend_optimization_level=0"
 )
 if version("jaxlib").startswith("0.10."):
-    # And without the MLIR emitters in 35%. Later versions have no others, and abort on an unknown flag.
+    # Without the MLIR emitters too it takes 35%. Later versions have no others, and abort on an unknown flag.
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 from jaxtyping import install_import_hook
@@ -27,7 +27,7 @@ install_import_hook("jaxthd", "beartype.beartype")
 import jax  # noqa: E402  (after its environment is set)
 import pytest  # noqa: E402
 
-# The same program compiled by two tests is compiled once.
+# A program that two tests compile is compiled only once.
 _CACHE = tempfile.TemporaryDirectory(prefix="jaxthd-test-cache-")
 jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR", _CACHE.name))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
@@ -37,8 +37,8 @@ _MAPS, _MOST_MAPS = Path("/proc/self/maps"), 20_000
 
 @pytest.fixture(autouse=True)
 def programs_make_room() -> Iterator[None]:
-    """Compiled programs are dropped before they are too many: each maps 16 regions of memory or more, a
-    process may map 65,530 (vm.max_map_count), and past that XLA ends in a segmentation fault.
+    """Drops compiled programs before there are too many: each maps 16 regions of memory or more, a process
+    may map 65,530 (vm.max_map_count), and beyond that XLA crashes with a segmentation fault.
     """
     yield
     if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MOST_MAPS:

@@ -1,4 +1,4 @@
-"""Ragged documents, their rows on context ranks, and how results are compared."""
+"""Ragged documents, their rows on context ranks, and the comparison of results."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ CASES: dict[str, list[int]] = {
 def row_arrays(
     lengths: Sequence[int], capacity: int = CAPACITY, round_to: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(segment ids, positions) [capacity] of documents back to back, padding at the end."""
+    """(segment ids, positions) [capacity] of documents packed back to back, with padding at the end."""
     ids, positions = np.zeros(capacity, np.int32), np.zeros(capacity, np.int32)
     for number, span in enumerate(spans(lengths, round_to), 1):
         ids[span] = number
@@ -41,15 +41,15 @@ def row_arrays(
 
 
 def spans(lengths: Sequence[int], round_to: int = 1) -> list[slice]:
-    """Where each document lies in its row, its slots rounded up to a multiple of round_to."""
+    """The slots of each document in its row; its length is rounded up to a multiple of round_to."""
     slots = [-(-n // round_to) * round_to for n in lengths]
     starts = np.cumsum(slots, dtype=int) - slots
     return [slice(int(s), int(s + n)) for s, n in zip(starts, lengths, strict=True)]
 
 
 def batch_of(lengths: Sequence[int], context: int) -> Batch:
-    """A row of documents with so many text tokens, all supervised. Every other one begins with a clip of as
-    many encoder frames; 16 mel bands.
+    """A row of documents with those numbers of text tokens, all supervised. Every other document begins with
+    a clip of as many encoder frames; 16 mel bands.
     """
     rng = np.random.default_rng(0)
     documents = []
@@ -80,8 +80,8 @@ def on_context(
     """A jitted (params, x [T, ...], ids [T], positions [T], cotangent) -> (y, dparams, dx) in document order.
 
     mixer: (params, x_N.., segments) -> y_N... The row is laid out over `context` simulated devices. x, y and
-    the cotangent may be trees of such arrays; all may have a leading dim of rows, as ids [R, T] then has,
-    whose rows then have documents of the same lengths where the layout is "document". documents: as Segments.
+    the cotangent may be trees of such arrays. All may have a leading dim of rows if ids [R, T] has it; in the
+    layout "document" all rows must then have documents of the same lengths. documents: as in Segments.
     """
     spec = PartitionSpec(None, "context")
 
@@ -123,8 +123,9 @@ def on_context(
 
 @contextmanager
 def top_k_margins() -> Iterator[list[float]]:
-    """Lists, for every run of an MoE layer in programs traced inside, its real tokens' least gap between the
-    biased score of the last chosen expert and that of the first not chosen."""
+    """Yields a list to which every run of an MoE layer in programs traced inside appends its smallest top-k
+    margin: the least gap, over real tokens, between the biased scores of the last chosen and the first other
+    expert."""
     original, margins = MoE._experts, []
 
     def experts(self: MoE, x: Any, routed: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Multi-token prediction of one document, written out: every head, expert and depth by itself.
+"""Multi-token prediction of one document, written out: each head, expert and depth is computed separately.
 
-From tensors by the names that published checkpoints have (vLLM's nemotron_h_mtp.py, Megatron-LM's
+Works on tensors by the names of published checkpoints (vLLM's nemotron_h_mtp.py, Megatron-LM's
 multi_token_prediction.py), for patterns of * and E. xp: numpy, or jax.numpy to differentiate it.
 """
 
@@ -52,10 +52,10 @@ def experts(x: Any, tensors: Mapping[str, Any], llm: LLMConfig, xp: Any) -> Any:
 def mtp_logits(
     tensors: Mapping[str, Any], llm: LLMConfig, depths: int, h_TD: Any, e_TD: Any, head_VD: Any, xp: Any = np
 ) -> list[Any]:
-    """Of each depth [T - k - 1, V]: at position t for the token t + k + 2.
+    """Logits of each depth k, [T - k - 1, V]: position t predicts token t + k + 2.
 
-    h_TD: what the decoder's final norm returns. e_TD: the tokens' embeddings. Fewer sets of weights than
-    depths: one for all.
+    h_TD: output of the decoder's final norm. e_TD: the tokens' embeddings. If there are fewer sets of weights
+    than depths, all depths share one.
     """
     size, found, eps = len(llm.mtp_pattern), [], llm.norm_eps
     modules = 1 + max(int(name.split(".")[2]) for name in tensors if name.startswith("mtp.")) // size
@@ -67,7 +67,7 @@ def mtp_logits(
             if name.startswith("mtp.")
             for number in [int(name.split(".")[2]) - first]
         }
-        # Tokens that have one depth + 1 places on; the embedding comes first.
+        # Only tokens with another token depth + 1 positions later; the embedding comes first.
         count = len(e_TD) - depth - 1
         if count < 1:
             found.append(xp.zeros((0, len(head_VD))))

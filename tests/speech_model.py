@@ -27,7 +27,7 @@ from scripts.comparison.weights import random_state
 CAPACITY, AUDIO, MELS, VOCAB = 64, 256, 8, 50
 PLACEHOLDER = VOCAB - 1
 ROUND_TO = 8
-"""Slots of a document are a multiple of this where it is cut by itself."""
+"""In the layout by documents a document's slots are a multiple of this."""
 Layout = Literal["buffer", "document"]
 CHUNK = 48
 """Longer clips are encoded in chunks of this many mel frames."""
@@ -60,7 +60,7 @@ COMPUTE = ComputeConfig(scan_chunk=6, attention_block=8, loss_block=16, vocab_bl
 
 
 class Spec(NamedTuple):
-    """A document: text tokens, mel frames of each clip, the share of its text that is supervised."""
+    """A document: text tokens, mel frames of each clip, the fraction of its text that is supervised."""
 
     text: int
     clips: tuple[int, ...] = ()
@@ -90,7 +90,7 @@ CASES: dict[str, list[list[Spec]]] = {
     "all rows are padding": [[], [], [], []],
     "text only": [[Spec(20), Spec(3), Spec(17)], [Spec(50)], [Spec(1), Spec(6)], []],
     "nothing supervised": [[Spec(20, (30,), 0.0)], [Spec(1), Spec(1)], [Spec(8, (), 0.0)], []],
-    # For data 2, which takes two rows a rank: 113 supervised tokens against 1.
+    # For data 2, with two rows a rank: 113 supervised tokens against 1.
     "unlike numbers of supervised tokens": [
         [Spec(56, (60,), 1.0)],
         [Spec(60, (), 1.0)],
@@ -120,7 +120,7 @@ def documents(case: str, seed: int = 3) -> list[list[Document]]:
 
 
 def pack(rows: list[list[Document]], context: int, layout: Layout = "buffer", *, audio: int = AUDIO) -> Batch:
-    """Documents cut by themselves take more slots."""
+    """Packs the rows. In the layout by documents they take more slots."""
     packed = [
         pack_row(
             row,
@@ -142,7 +142,7 @@ def pack(rows: list[list[Document]], context: int, layout: Layout = "buffer", *,
 def run_config(
     data: int, context: int, exchange: str, dtype: str, layout: Layout = "buffer", microbatches: int = 1
 ) -> Config:
-    """One device keeps activations, the others recompute them: neither changes the result."""
+    """The config of a run. One device keeps activations, more recompute them: the result is the same."""
     alone = data == context == 1
     compute = vars(COMPUTE) | {"context_exchange": exchange, "dtype": dtype, "context_layout": layout}
     compute |= {"remat_encoder": not alone, "remat_llm": not alone}

@@ -1,4 +1,4 @@
-"""Which package may import which, in one table; what lies beside the packages; how long functions may be."""
+"""Which package may import which, in one table; which files lie outside packages; function lengths."""
 
 import ast
 from collections.abc import Iterator
@@ -35,14 +35,14 @@ BESIDE = {
     ("planning", "terminal"),
     ("run", "validate"),
 }
-"""(importer, imported) inside a layer."""
+"""Allowed (importer, imported) inside a layer."""
 NO_COMMANDS = {"__init__", "__main__", "config", "errors"}
 MOST_LINES = 80
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
-    """(dotted name below jaxthd, its syntax tree) of every module. A package's __init__ has its package's
-    name, that of jaxthd itself none."""
+    """(dotted name below jaxthd, its syntax tree) of every module. A package's __init__ has the package's
+    name; that of jaxthd itself has an empty name."""
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), ast.parse(path.read_text())
@@ -65,7 +65,7 @@ def imported(tree: ast.Module) -> set[str]:
         for name in names:
             if name.partition(".")[0] == "jaxthd":
                 below = name.partition(".")[2]
-                while below not in TREES:  # what is imported from a module is no module
+                while below not in TREES:  # a name imported from a module is no module
                     below = below.rpartition(".")[0]
                 found.add(below)
     return found
@@ -77,12 +77,12 @@ COMMANDS = {path.stem for path in ROOT.glob("*.py")} - NO_COMMANDS
 
 
 def is_allowed(importer: str, package: str) -> bool:
-    """importer, package: the first parts of modules' names."""
+    """Whether the import is allowed. importer, package: the first components of modules' names."""
     if importer == package or (importer, package) in BESIDE:
         return True
     if importer in COMMANDS:
         return package in LAYER
-    if importer in ("", "__main__"):  # of jaxthd: its public names, and the list of commands
+    if importer in ("", "__main__"):  # jaxthd's public names, and the list of commands
         return True
     return package in LAYER and LAYER[package] < LAYER[importer]
 
@@ -105,7 +105,7 @@ def test_the_table_allows_nothing_that_is_not_used() -> None:
 
 
 def test_there_is_no_cycle_of_imports() -> None:
-    """Of modules; and of packages of one layer, as the layers have none among each other."""
+    """Neither between modules nor between packages of one layer; layers have none between each other."""
     done: set[str] = set()
 
     def follow(name: str, above: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The commands: `jaxthd` lists them without importing jax, and runs each by its name."""
+"""`jaxthd` lists the commands without importing jax, and runs each by its name."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def test_every_command_is_listed_with_what_it_does_on_a_line():
 
 
 def test_listing_imports_no_jax():
-    """Without a name, and as the public names' module is imported too."""
+    """Holds without a name too, and when the module of the public names is imported as well."""
     code = (
         "import sys; from jaxthd.__main__ import main; main([]); print(sorted(sys.modules), file=sys.stderr)"
     )
@@ -50,7 +50,7 @@ def test_an_unknown_name_is_refused_with_what_may_be_meant(name: str, meant: str
 
 
 def test_a_command_runs_by_its_name(tmp_path: Path):
-    """As `python -m jaxthd NAME` and `python -m jaxthd.NAME`; errors end in one message both ways."""
+    """Runs `python -m jaxthd NAME` and `python -m jaxthd.NAME`; both report an error as one message."""
     line = {"step": 1, "loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.1, "tokens_per_second": 9.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line | {"padding_ratio": 0.5}) + "\n")
     for form in (("jaxthd", "draw"), ("jaxthd.draw",)):

@@ -1,4 +1,4 @@
-"""Config files: loading, its errors, and what the runs that are compared with each other share."""
+"""Config files: loading, errors, and the settings shared by runs that are compared with each other."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_nano_is_the_model_of_its_table() -> None:
 
 
 def test_a_config_file_may_vary_its_neighbour(tmp_path: Path) -> None:
-    """Two folders hold files of the same names: each finds its own neighbour, also when loaded in turn."""
+    """Two folders have files of the same names: each imports its own neighbour, also if both are loaded."""
     base = "from jaxthd.config import *\ndef config(): return Config(data=DataConfig(rows={}))\n"
     variant = (
         "from dataclasses import replace\nfrom pathlib import Path\nfrom jaxthd.config import *\n"

@@ -1,4 +1,4 @@
-"""Import and export are each other's inverse; what does not fit is named, and nothing is written."""
+"""Import and export are inverses; a mismatch is reported by name, and nothing is written."""
 
 import json
 import shutil
@@ -36,10 +36,10 @@ def assert_identical(found: dict[str, np.ndarray], want: dict[str, np.ndarray]) 
 
 @pytest.fixture(scope="module")
 def omni(tmp_path_factory) -> tuple[Path, Path]:
-    """(the published folder, what import made of it)."""
+    """(the published folder, the result of importing it)."""
     folder = tmp_path_factory.mktemp("omni")
     published = write_published("nemotron_omni", folder / "published")
-    # A vision tower and a tokenizer, which go along.
+    # A vision tower and a tokenizer, which are passed through.
     vision = {"vision_model.a": np.arange(6, dtype=np.float16), "mlp1.0.weight": np.ones((2, 3), np.float32)}
     save_file(tensors(published) | vision, published / "model.safetensors", metadata={"format": "pt"})
     shutil.copyfile(REFERENCES / "chat" / "tokenizer.json", published / "tokenizer.json")
@@ -48,7 +48,7 @@ def omni(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def counters(model: ModelConfig) -> dict[str, np.ndarray]:
-    """Written on export; the references leave them out."""
+    """BatchNorm counters, which export writes and the references omit."""
     names = (
         f"sound_encoder.encoder.layers.{i}.conv.norm.num_batches_tracked"
         for i in range(model.audio_encoder.layers)
@@ -57,7 +57,7 @@ def counters(model: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def test_export_of_an_import_is_bit_identical(omni, tmp_path):
-    """In one file and in several; with the vision tower, the tokenizer and the settings of the original."""
+    """Tested in one file and in several; with the vision tower, the tokenizer and the original's settings."""
     published, imported = omni
     want = tensors(published) | counters(model_config(published))
     for number, limit in enumerate((4 * 2**30, 20_000)):
@@ -86,7 +86,7 @@ def test_parts_make_the_whole_again(omni, tmp_path):
 
 @pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h_latent"])
 def test_llms_come_back_bit_identical(name, tmp_path):
-    """Beside an encoder of another checkpoint; the adapter is drawn, and a single linear layer."""
+    """The encoder is another checkpoint's; the adapter is randomly initialised, and one linear layer."""
     published = write_published(name, tmp_path / "llm")
     encoder = write_published("fastconformer", tmp_path / "encoder")
     config = import_weights([str(published), str(encoder)], tmp_path / "imported")
@@ -96,7 +96,7 @@ def test_llms_come_back_bit_identical(name, tmp_path):
 
 
 def test_bfloat16_rounds_once(omni, tmp_path):
-    """Scan rates, time steps and statistics stay float32; what was rounded comes back as it is."""
+    """Scan rates, time steps and statistics stay float32; values already rounded come back unchanged."""
     _, imported = omni
     export_weights(imported, tmp_path / "bf16", dtype="bfloat16")
     export_weights(imported, tmp_path / "f32")
@@ -119,7 +119,7 @@ def test_bfloat16_rounds_once(omni, tmp_path):
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1, 2), (1, 2, 2, 1), (2, 2, 1, 1)])
 def test_any_mesh_holds_the_same_weights(omni, mesh):
-    """Streamed into shards: tensor-sharded, FSDP-sharded and divided into stages."""
+    """Weights are streamed into shards: tensor-sharded, FSDP-sharded and divided into stages."""
     published, imported = omni
     model = model_config(published, model=BASE)
     one = Config(model=model)
@@ -138,7 +138,7 @@ def test_any_mesh_holds_the_same_weights(omni, mesh):
 
 
 def assert_trees_equal(found: Any, want: Any) -> None:
-    """Values, and where they lie."""
+    """Compares values and their sharding."""
 
     def same(x: Any, y: Any) -> None:
         np.testing.assert_array_equal(x, y)
@@ -152,7 +152,7 @@ def replace_init(config: Config, *sources: Path) -> Config:
 
 
 def test_what_no_source_gives_is_drawn(tmp_path, capsys):
-    """The same draws as without sources; a later source replaces what an earlier one gave."""
+    """The random values are the same as without sources; a later source overrides an earlier one."""
     llm = write_published("nemotron_h", tmp_path / "llm")
     config = Config(model=model_config(llm, model=BASE), compute=COMPUTE)
     mesh = make_mesh(config.mesh)
@@ -176,7 +176,7 @@ def test_what_no_source_gives_is_drawn(tmp_path, capsys):
 
 
 def damaged(name: str, folder: Path) -> str:
-    """Damages the checkpoint in `folder`; returns what the message says."""
+    """Damages the checkpoint in `folder`; returns the expected message."""
     file = folder / "model.safetensors"
     named = load_file(file)
     one = "backbone.layers.0.mixer.A_log"
@@ -233,7 +233,7 @@ def damaged(name: str, folder: Path) -> str:
     ],
 )
 def test_damaged_checkpoints_are_refused(case, tmp_path):
-    """By name, and nothing is written."""
+    """The message names the damage, and nothing is written."""
     llm = write_published("nemotron_h", tmp_path / "llm")
     encoder = write_published("fastconformer", tmp_path / "encoder")
     message = damaged(case, llm)

@@ -37,7 +37,7 @@ def nano_groups() -> tuple[Group, ...]:
 
 
 def test_nano_has_the_published_size_by_group() -> None:
-    """By hand from the table of the architecture: 52 blocks, dim 2688, vocabulary 131072."""
+    """Expected sizes are by hand from the architecture's table: 52 blocks, dim 2688, vocabulary 131072."""
     dim, vocab, inner, shared = 2688, 131072, 64 * 64, 8 * 128
     conv = inner + 2 * shared
     mamba = dim * (2 * inner + 2 * shared + 64) + 4 * conv + conv + 3 * 64 + inner + inner * dim
@@ -61,7 +61,7 @@ def test_nano_has_the_published_size_by_group() -> None:
 
 
 def test_multi_token_prediction_is_counted() -> None:
-    """By hand: of each depth three norms, the projection, and an attention and an MoE block."""
+    """By hand: each depth has three norms, the projection, and an attention and an MoE block."""
     config = load_config(NANO)
     llm = replace(config.model.llm, mtp_pattern="*E", mtp_depths=2, mtp_shared=False)
     groups = parameter_groups(replace(config, model=replace(config.model, llm=llm)))
@@ -95,7 +95,7 @@ def test_the_table_of_nano_in_text() -> None:
     [MeshConfig(), MeshConfig(data=2, context=2, tensor=2), MeshConfig(data=2, pipeline=2, fsdp=False)],
 )
 def test_groups_and_bytes_are_those_of_the_state_that_training_makes(mesh: MeshConfig) -> None:
-    """A pattern with every letter and a latent projection; counted on real arrays, on every device."""
+    """The pattern has every letter and a latent projection; counted on real arrays, on every device."""
     config = replace(SMALL, mesh=mesh)
     state = init_state(Blueprint(config), make_mesh(mesh))
     groups = parameter_groups(config)

@@ -32,7 +32,7 @@ doctor.main(["--json"])
 def test_the_doctor_tells_the_truth_with_little_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """In a process that can import jax, NumPy and little else; then from what was measured there."""
+    """Runs in a process that can import jax, NumPy and little else; then again from the kept measurements."""
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     found = subprocess.run(
         [sys.executable, "-c", BARE], env=environment, cwd=ROOT, capture_output=True, text=True, check=True
@@ -88,7 +88,7 @@ def test_a_config_s_problem_is_what_is_measured(tmp_path: Path, monkeypatch, cap
 
 
 def test_the_documentation_says_where_each_back_end_ran():
-    """In a table for each setting, whose rows are exactly the back-ends that there are."""
+    """There is a table for each setting; its rows are exactly the existing back-ends."""
     text = TABLES.read_text()
     for kind, backends, verified in KINDS:
         assert list(verified) == list(backends)

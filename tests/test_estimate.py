@@ -1,4 +1,4 @@
-"""The estimate against the state that training makes, and closed forms against compiled steps."""
+"""Compares the estimate with the state that training makes, and closed forms with compiled steps."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +51,7 @@ def small(pattern: str, mesh: MeshConfig, microbatches: int = 1) -> Config:
 
 
 def with_mtp(config: Config, pattern: str) -> Config:
-    """Two depths of multi-token prediction."""
+    """Adds two depths of multi-token prediction."""
     return replace(
         config, model=replace(config.model, llm=replace(config.model.llm, mtp_pattern=pattern, mtp_depths=2))
     )
@@ -72,8 +72,8 @@ def with_mtp(config: Config, pattern: str) -> Config:
     ids=["all layers on every rank", "pipeline and experts", "uniform program", "MTP", "LoRA"],
 )
 def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:
-    """State exactly; bytes within 2%, the rest being scalars; temporary memory within a third, since in the
-    closed form no activation of a unit overwrites another.
+    """State must be exact and bytes within 2% (the rest is scalars). Temporary memory must be within a third:
+    in the closed form no activation of a unit overwrites another.
     """
     measured = measure(config)
     state = state_bytes(config)
@@ -90,7 +90,7 @@ def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:
     [("*-", True, 0.05), ("*-", False, 0.1), ("M-", True, 0.05), ("M-", False, 0.05), ("*E", True, 0.15)],
 )
 def test_four_units_more_need_what_the_closed_form_says(unit: str, remat: bool, within: float) -> None:
-    """Whatever else a step needs, it needs in both."""
+    """Everything else that a step needs is the same in both, and cancels."""
     four, eight = (small(unit * repeats, MeshConfig()) for repeats in (4, 8))
     four, eight = (replace(c, compute=replace(c.compute, remat_llm=remat)) for c in (four, eight))
     measured = measure(eight).temporary - measure(four).temporary

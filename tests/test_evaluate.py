@@ -1,4 +1,4 @@
-"""The evaluate command: figures that follow from the texts it writes, on any mesh, for each set."""
+"""The evaluate command: its figures follow from the texts it writes, on any mesh, for each set."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def halves(manifest: Path) -> tuple[Path, Path]:
-    """The manifest in two, beside it; the second has the lines that cannot be used."""
+    """The manifest split in two files beside it; the second has the unusable lines."""
     text = manifest.read_text().splitlines(keepends=True)
     files = manifest.with_name("first.jsonl"), manifest.with_name("second.jsonl")
     for file, part in zip(files, (text[:7], text[7:]), strict=True):
@@ -68,7 +68,7 @@ def test_sets_are_evaluated_each_and_as_the_whole_is_on_another_mesh(
             f"{n}:{n - 1 + 7 * (name == 'other')}.wav" for n in numbers
         ]
         assert figures["documents"] == len(hypotheses)
-        # Independently of how documents are counted: over all texts at once.
+        # Computed over all texts at once, independently of how documents are counted.
         said, got = ([" ".join(line[k].split()) for line in hypotheses] for k in ("reference", "hypothesis"))
         words = jiwer.process_words(said, got)
         assert figures["wer"] == pytest.approx(words.wer)
@@ -87,7 +87,7 @@ def test_sets_are_evaluated_each_and_as_the_whole_is_on_another_mesh(
         tokens[name] = sum(len(line["reference"].encode()) + 1 for line in hypotheses)
     assert len({seconds for of_set in spoken.values() for seconds in of_set.values()}) > 15, "ragged"
 
-    # All of it, on a pipeline, as one set without a name; the weights from Hugging Face folders.
+    # The whole manifest, on a pipeline, as one set without a name; weights from Hugging Face folders.
     parts = export_weights(run[1], tmp_path / "parts", form="parts")
     mesh = ["--mesh.data", 1, "--mesh.context", 1, "--mesh.pipeline", 2, "--data.rows", 2]
     whole = evaluate(run, tmp_path / "whole", *mesh, "--weights", *parts)["sets"]["manifest"]
@@ -123,7 +123,7 @@ def test_what_cannot_be_evaluated_is_refused(
 def test_training_manifests_are_not_read(
     run: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """With nothing decoded: loss and accuracy alone, and no picture."""
+    """Nothing is decoded: there are only loss and accuracy, and no picture."""
     monkeypatch.setattr(startup, "simulate_devices", lambda devices: True)
     figures = evaluate(run, tmp_path, "--data.manifest", "gone.jsonl", "--train.max-new-tokens", 0)
     (of_set,) = figures["sets"].values()

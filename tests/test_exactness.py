@@ -1,7 +1,7 @@
-"""The whole speech model: on any mesh, packed or padded, it computes what each document alone defines.
+"""The whole speech model, packed or padded, on any mesh, computes what is defined for each document alone.
 
-Encoder included, with batch statistics, on ragged documents with and without audio. Loss, every gradient,
-the new statistics and where the experts' tokens went are compared, in float64 except in one test.
+The encoder is included, with batch statistics; documents are ragged, with and without audio. Loss, every
+gradient, the new statistics and the experts' routing are compared, in float64 except in one test.
 """
 
 import functools
@@ -47,7 +47,7 @@ MESHES = [
 
 
 SEEDS = range(8)
-"""Of the documents, for the comparison of float32 with float64."""
+"""Seeds of the documents, for the comparison of float32 with float64."""
 
 
 @functools.cache
@@ -69,9 +69,9 @@ def test_the_mesh_changes_nothing(data, context, exchange, layout):
 
 @functools.cache
 def top_k_margins_by_seed() -> list[float]:
-    """The least top-k margin of a token in any MoE layer, over all cases, for each seed of documents.
+    """The smallest top-k margin of a token in any MoE layer, over all cases, for each seed of documents.
 
-    On the way: a model without a mesh has the same loss.
+    Also checks that a model without a mesh has the same loss.
     """
     least = []
     with top_k_margins() as margins, jax.enable_x64(True):
@@ -91,10 +91,10 @@ def top_k_margins_by_seed() -> list[float]:
 
 
 def test_float32_on_a_mesh_is_off_by_rounding_only():
-    """Against float64, on four devices at most twice what one device is off by, over seeds and cases.
+    """Compared with float64, the error on four devices is at most twice that of one, over seeds and cases.
 
-    Of 16 seeds one device is off by 6e-6 to 2.2e-5, four by 6e-6 to 2.1e-5. Seeds are skipped whose top-k
-    margin would let rounding flip a choice of experts.
+    Over 16 seeds one device is off by 6e-6 to 2.2e-5, four by 6e-6 to 2.1e-5. Seeds are skipped if their
+    top-k margin would let rounding flip a choice of experts.
     """
     seeds = [seed for seed, margin in zip(SEEDS, top_k_margins_by_seed(), strict=True) if margin > 1e-4]
     assert len(seeds) >= len(SEEDS) / 2
@@ -114,7 +114,7 @@ def test_float32_on_a_mesh_is_off_by_rounding_only():
 
 @pytest.mark.parametrize(("data", "context", "exchange"), [(1, 1, "ring"), (1, 2, "ring"), (2, 2, "ring")])
 def test_packed_equals_padded(data, context, exchange):
-    """The same documents in two rows and in four, one each: batch statistics too see no padding."""
+    """The same documents in two packed rows and in four padded ones; batch statistics too skip padding."""
     one, two, three, four = (row[0] for row in documents("padded"))
     packed = evaluate(pack([[one, four], [two, three], [], []], context), data, context, exchange)
     assert_equal(packed, one_device("padded"))
@@ -127,8 +127,8 @@ def score_packed(model: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
 
 
 def score_parts(model: Any, one: Parts) -> tuple[jax.Array, jax.Array]:
-    """As score_packed for one document: the softmax over all logits; position i is scored if token i + 1 is
-    supervised."""
+    """As score_packed for one document: the softmax is over all logits; position i is scored if token i + 1
+    is supervised."""
     _, h_TD = states_of(model, one)
     logp_TV = jax.nn.log_softmax(h_TD @ model.head[...].T)
     next_T, score_next_T = jnp.append(one.tokens[1:], 0), jnp.append(one.supervised[1:], False)
@@ -138,7 +138,7 @@ def score_parts(model: Any, one: Parts) -> tuple[jax.Array, jax.Array]:
 
 @functools.cache
 def scorer(score: Callable[[Any, Any], Any]) -> Callable[[Any], tuple[np.ndarray, Any]]:
-    """On one device in float64: (score's log-probabilities, gradients of its sum) for an argument."""
+    """Jits score on one device in float64: argument -> (log-probabilities, gradients of their sum)."""
     with jax.enable_x64(True):
         graph = Blueprint(run_config(1, 1, "ring", "float64")).graph
 
@@ -163,7 +163,7 @@ def each_document_alone(case: str) -> list[list[tuple[np.ndarray, Any]]]:
 
 @pytest.mark.parametrize("case", ["ragged", "documents of one token", "one document fills the buffer"])
 def test_packed_equals_each_document_alone(case):
-    """With stored statistics: every token's log-probability, and the gradients of all parameters."""
+    """With stored statistics; compares every token's log-probability and the gradients of all parameters."""
     for row, alone in zip(documents(case), each_document_alone(case), strict=True):
         logp, gradients = scorer(score_packed)(pack([row], context=1))
         for span, one, (want, _) in zip(spans([len(d) for d in row]), row, alone, strict=True):
@@ -172,8 +172,9 @@ def test_packed_equals_each_document_alone(case):
 
 
 def test_the_loss_is_one_sum_over_one_count():
-    """Of the tokens of all documents, each computed alone: validation on 2 x 2 devices, and, without audio
-    (hence without batch statistics), training's loss and gradients. No rank, row or document is averaged."""
+    """Sum and count are over the tokens of all documents, each computed alone. Tested are validation on 2 x 2
+    devices and, without audio (hence without batch statistics), training's loss and gradients. Nothing is
+    averaged by rank, row or document."""
     config = run_config(2, 2, "ring", "float64")
     mesh = make_mesh(config.mesh)
     for case in ("unlike numbers of supervised tokens", "text only"):
@@ -193,8 +194,8 @@ def test_the_loss_is_one_sum_over_one_count():
 
 
 def test_a_batch_without_audio_trains():
-    """Audio buffers that lie empty, or that are not there: the same loss and gradients, the encoder's
-    statistics untouched (with audio all of them move)."""
+    """The audio buffers are empty or absent: loss and gradients are the same, and the encoder's statistics do
+    not change (with audio all of them do)."""
     absent = evaluate(pack(documents("text only"), 2, audio=0), context=2)
     assert_equal(absent, one_device("text only"))
     loss, gradients, buffers, *_ = absent
@@ -208,7 +209,7 @@ def test_a_batch_without_audio_trains():
 
 
 def test_training_on_padded_batches_stays_equal_and_finite():
-    """Four optimizer steps on padded batches under context 2, by the train step, against one device, by hand.
+    """Four optimizer steps on padded batches under context 2, by the train step, compared with one device.
 
     (Elsewhere such batches lost their padding mask, and gradients were NaN after one step.)
     """
@@ -240,8 +241,8 @@ def test_training_on_padded_batches_stays_equal_and_finite():
 
 @pytest.mark.parametrize(("data", "context", "microbatches"), [(1, 2, 4), (2, 2, 2)])
 def test_microbatches_change_no_loss_and_no_gradient(data: int, context: int, microbatches: int):
-    """Rows with 113 supervised tokens and rows with 1, or with nothing. The encoder works on the statistics
-    of a microbatch, so it has no audio here; the auxiliary loss is of a microbatch too."""
+    """Rows have 113 supervised tokens, or 1, or are empty. There is no audio, since the encoder's statistics
+    are those of a microbatch; the auxiliary loss is computed for each microbatch too."""
     for case in ("text only", "nothing supervised"):
         rows = [[d for d in row if not d.chunks] for row in documents(case)]
         got = evaluate(pack(rows, context), data, context, microbatches=microbatches)
@@ -249,7 +250,7 @@ def test_microbatches_change_no_loss_and_no_gradient(data: int, context: int, mi
 
 
 def test_microbatches_pass_on_batch_statistics():
-    """Four rows one after the other move the running statistics as four batches of a row do."""
+    """Four rows in sequence move the running statistics as four batches of one row each do."""
     mesh = make_mesh(MeshConfig())
     params, buffers = state("float64")
     rows = documents("ragged")
@@ -267,7 +268,7 @@ def without_aux(found: Gradient) -> Gradient:
 
 
 def _evened_out(buffers: Any, routing: Any, rate: float) -> tuple[Any, float, float]:
-    """(buffers with the experts' biases moved, the highest load over its layer's mean, auxiliary loss)."""
+    """(buffers with the experts' biases updated, the highest load over its layer's mean, auxiliary loss)."""
     load_LE = np.asarray(routing.load)
     mean_L1 = load_LE.mean(1, keepdims=True)
     moved = jax.tree.map(np.array, buffers)

@@ -1,4 +1,4 @@
-"""What a user adds, an objective or a data source, is one class and one line outside jaxthd, and trains."""
+"""A user's objective or data source is one class and one line outside jaxthd, and a run trains with it."""
 
 import functools
 from collections.abc import Callable
@@ -38,12 +38,12 @@ LLM = jaxthd.LLMConfig(
 COMPUTE = jaxthd.ComputeConfig(attention_block=16, loss_block=16, vocab_block=128, scan_chunk=8)
 
 
-# --- an objective of tokens and a source of recordings in memory, in a run ---
+# --- an objective over tokens, and a source of recordings in memory, in a run ---
 
 
 @dataclass(frozen=True)
 class Focal:
-    """Cross-entropy that weighs a token less the surer the model is of it (Lin et al., 2017)."""
+    """Cross-entropy with a lower weight for a token the more confident the model is (Lin et al., 2017)."""
 
     gamma: float = 1.0
     extras: ClassVar[tuple[str, ...]] = ()
@@ -58,7 +58,7 @@ class Focal:
 
 
 class Tones(jaxthd.Source):
-    """ "tones:COUNT": recordings of a tone whose text says how high it is; every seventh has no samples."""
+    """ "tones:COUNT": recordings of a tone whose text gives its pitch; every seventh has no samples."""
 
     @staticmethod
     def recognises(path: str) -> bool:
@@ -126,25 +126,26 @@ def test_a_toy_objective_and_a_toy_source_train(registered: None, tmp_path: Path
     assert "it has no samples" in (tmp_path / "skipped.jsonl").read_text()
 
 
-# --- an objective of pairs of documents: DPO's form, with sums over the context axis ---
+# --- an objective over pairs of documents: the form of DPO, with sums over the context axis ---
 
 LENGTHS = ((9, 21), (14, 3), (30, 12), (5, 16), (40, 7), (2, 2), (17, 33), (11, 8))
 """Tokens of the chosen and of the rejected document of each pair."""
 ROWS = ((0, 1), (2,), (3, 4), (5, 6))
-"""The pairs of each row. The last pair is the fifth row's that pads the batch to the mesh, hence unused."""
+"""The pairs in each row. The last is in the fifth row, which only pads the batch to the mesh: it is
+unused."""
 CAPACITY = 96
 BETA = 0.3
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """-log sigmoid(beta * (reward of the chosen - reward of the rejected)), the mean over pairs."""
+    """Mean over pairs of -log sigmoid(beta * (reward of the chosen - reward of the rejected))."""
 
     beta: float = BETA
     extras: ClassVar[tuple[str, ...]] = ("reference", "pair", "chosen")
 
     def _masks(self, tokens: jaxthd.Tokens) -> Array:
-        """[R, D, D]: whether the first is the chosen and the second the rejected document of a pair."""
+        """[R, D, D]: whether document i is the chosen and document j the rejected one of a pair."""
         pair_RD = tokens.document_values(tokens.extras["pair"])
         chosen_RD = tokens.document_values(tokens.extras["chosen"]) > 0
         same_RDD = (pair_RD[:, :, None] == pair_RD[:, None, :]) & (pair_RD > 0)[:, :, None]
@@ -217,8 +218,8 @@ def weights() -> tuple[Any, Any]:
 
 @functools.cache
 def each_pair_alone() -> tuple[float, float, Any]:
-    """(loss, mean of the documents' mean log-probabilities, gradients): every document is a row of its own,
-    and the sums are written out.
+    """(loss, mean of the documents' mean log-probabilities, gradients). Every document is in its own row, and
+    the sums are written out.
     """
     pairs = [pair_documents()[p] for row in ROWS for p in row]
     documents = [document for pair in pairs for document in pair]
@@ -252,7 +253,7 @@ def each_pair_alone() -> tuple[float, float, Any]:
     ids=["one device", "context 4", "context 2, pipeline 2, tensor 2"],
 )
 def test_an_objective_of_pairs_is_exact_on_every_mesh(mesh: jaxthd.MeshConfig, microbatches: int):
-    """A text-only model, too. Pairs share rows with others; most lie on several context ranks."""
+    """The model is text-only. Pairs share rows with others; most are on several context ranks."""
     jaxthd.register_objective("pairs", Pairs)
     try:
         config = pair_config(mesh, microbatches)

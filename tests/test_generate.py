@@ -1,4 +1,4 @@
-"""The command: what is asked by which options, answers printed in order as they come, a chat, errors."""
+"""The generate command: prompts from options, answers printed in order as they come, chat, errors."""
 
 import io
 import json
@@ -48,7 +48,7 @@ def config():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with tiny.py, a checkpoint of it in its workdir run, and two recordings."""
+    """A folder with tiny.py, two recordings, and a checkpoint of that config in its workdir `run`."""
     folder = tmp_path_factory.mktemp("generate")
     (folder / "tiny.py").write_text(CONFIG)
     rng = np.random.default_rng(0)
@@ -63,7 +63,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_answers_go_to_the_terminal_and_to_a_file(run: Path):
-    """End to end, as a user runs it: two recordings, an answer to each."""
+    """End to end, as a user runs it: two recordings get an answer each."""
     out = run / "answers.jsonl"
     options = (
         "--config tiny.py --weights run --audio a.wav b.wav --temperature 0.8 --seed 5 --max-new-tokens 6"
@@ -131,7 +131,7 @@ def test_what_cannot_work_is_said(run: Path, monkeypatch: pytest.MonkeyPatch, ar
 
 
 def asked(run: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> list[Example]:
-    """The conversations that the command would have answered."""
+    """The conversations that the command would pass to the generator."""
     found: list[Example] = []
 
     class AskedError(Exception):
@@ -236,7 +236,7 @@ def test_answers_are_shown_in_order_whichever_comes_first(capsys: pytest.Capture
 
 def test_a_chat_goes_on_from_what_was_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     class Echo(Generator):
-        """Answers with the number of turns; fails and falls silent where told to."""
+        """Answers with the number of turns; fails, or gives an empty answer, when told to."""
 
         def __init__(self) -> None:
             self.config = Config()

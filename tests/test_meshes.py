@@ -1,4 +1,4 @@
-"""Every axis, every combination, one loss: sixteen rows of scripts/check_meshes.py, in float64."""
+"""The loss is the same for every axis and combination: sixteen rows of scripts/check_meshes.py, float64."""
 
 import jax
 import pytest
@@ -44,20 +44,20 @@ def test_the_mesh_changes_neither_loss_nor_gradients(mesh: MeshConfig, variant: 
 
 @pytest.mark.parametrize("number", range(3))
 def test_the_mesh_does_not_change_what_an_adapted_model_learns(number: int):
-    """LoRA's gradients against those by hand from the dense model's; nothing for frozen parameters."""
+    """LoRA's gradients equal those derived from the dense model's; frozen parameters have none."""
     row = check(adapted("float64")[number])
     assert row["error"] <= 1e-10, row
 
 
 @pytest.mark.parametrize("number", range(2))
 def test_the_mesh_does_not_change_multi_token_prediction(number: int):
-    """Nor all else: data 2, pipeline 2 and tensor 2 together come only here."""
+    """Nor any other result. Only here are data 2, pipeline 2 and tensor 2 combined."""
     row = check(predicting("float64")[number])
     assert row["error"] <= 1e-10, row
 
 
 def test_capacities_may_change_along_a_ladder():
-    """The same documents in longer buffers, on a pipeline: the same gradients, by a second program."""
+    """The same documents in longer buffers, on a pipeline, give the same gradients, by a second program."""
     config = variants(MeshConfig(1, 1, 2, 1), "float64")[0]
     with jax.enable_x64(True):
         mesh = make_mesh(config.mesh)

@@ -1,4 +1,4 @@
-"""The planner: lengths are the loader's, recommendations hold, and the report can be pasted."""
+"""The planner: its lengths are the loader's, its recommendations hold, and its report can be pasted."""
 
 import json
 from dataclasses import replace
@@ -45,8 +45,8 @@ RATES = (16000, 8000, 11025, 44100)
 
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """50 lines: utterances, ranges of files and conversations; every rate; with and without durations. And
-    six that cannot be used."""
+    """50 lines: utterances, ranges of files and conversations; every sample rate; with and without durations.
+    Six more lines cannot be used."""
     folder, rng = tmp_path_factory.mktemp("speech"), np.random.default_rng(0)
     for i in range(25):
         rate = RATES[i % len(RATES)]
@@ -164,7 +164,7 @@ def test_text_alone_needs_no_audio_capacity():
 
 
 def test_a_long_tail_of_documents_a_buffer_is_bounded_where_that_is_cheap():
-    """One buffer in five hundred holds a run of the shortest documents."""
+    """One buffer in five hundred holds a series of the shortest documents."""
     rng = np.random.default_rng(0)
     tokens = np.where(rng.random(4000) < 0.5, 60, 3)
     tokens[2000:2020] = 1

@@ -1,4 +1,4 @@
-"""`import jaxthd`: the public names, each imported when it is first used."""
+"""`import jaxthd`: each public name is imported when it is first used."""
 
 import ast
 import subprocess
@@ -19,7 +19,7 @@ def test_every_name_is_there_and_documented():
 
 
 def test_type_checkers_see_the_same_names():
-    """They read the imports under TYPE_CHECKING; Python reads the table."""
+    """Type checkers read the imports under TYPE_CHECKING; Python reads the table."""
     tree = ast.parse(Path(jaxthd.__file__).read_text())
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
@@ -41,7 +41,7 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 def test_no_name_hides_a_module():
-    """Importing jaxthd.NAME would replace it."""
+    """Otherwise importing jaxthd.NAME would replace the name by the module."""
     folder = Path(jaxthd.__file__).parent
     modules = {path.stem for path in folder.glob("*.py")} | {path.name for path in folder.iterdir()}
     assert not modules & set(jaxthd.__all__)

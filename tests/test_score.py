@@ -44,7 +44,7 @@ SPECS = [
     Spec(53, (64, 24)),
     Spec(2, (1,)),
 ]
-"""Of one token; with nothing supervised; with several clips; as long as a buffer."""
+"""Documents of one token; with nothing supervised; with several clips; as long as a buffer."""
 
 
 @functools.cache
@@ -60,7 +60,7 @@ def weights() -> Weights:
 
 @functools.cache
 def log_probs_alone() -> dict[str, np.ndarray]:
-    """By document: log softmax over the whole vocabulary at each position. Nothing packed, no mesh."""
+    """Log softmax over the whole vocabulary at each position, by document. Nothing is packed, no mesh."""
     graph = Blueprint(run_config(1, 1, "ring", "float64")).graph
 
     @jax.jit
@@ -113,7 +113,7 @@ def config_for(mesh: MeshConfig, layout: str = "buffer", rows: int = 4, microbat
             MeshConfig(1, 1, 2, 1, stages_per_rank=2),
             "buffer",
             False,
-        ),  # stages that differ, two of them a rank
+        ),  # two unequal stages on each rank
         (MeshConfig(2, 1, 1, 2), "buffer", True),
     ],
     ids=str,
@@ -159,17 +159,17 @@ def test_scores_wait_for_those_before_them_and_not_for_what_is_skipped():
             skipped.update({"b"} if key == "e" else ())
 
     got = [(s.key, len(told)) for s in in_order("abcdefg", found(), skipped.__contains__)]
-    # With c came nothing, with a it alone; b is known to be missing when d has come.
+    # After c nothing can be given, after a only a; once d has come, b is known to be missing.
     assert got == [("a", 1), ("c", 3), ("d", 3), ("e", 3)]
 
 
 manifest = test_train.manifest
-"""The fixture: 20 ragged recordings, and two lines that cannot be used."""
+"""A fixture: 20 ragged recordings, and two lines that cannot be used."""
 
 
 @pytest.fixture(scope="module")
 def run(manifest: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(a config file, the workdir of a run of it that has random weights)."""
+    """(a config file, the workdir of a run of it with random weights)."""
     folder = tmp_path_factory.mktemp("run")
     save_run(tiny(manifest), folder / "run")
     (folder / "tiny.py").write_text(
@@ -180,7 +180,7 @@ def run(manifest: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 
 def save_run(config: Config, workdir: Path) -> None:
-    """A run's workdir, its newest checkpoint the random initial weights."""
+    """Makes a run's workdir whose newest checkpoint holds the random initial weights."""
     mesh = make_mesh(config.mesh)
     workdir.mkdir()
     write_config(workdir, config)

@@ -1,4 +1,4 @@
-"""The run as a user sees it: metrics, one compilation, nothing lost silently, resumed bit for bit."""
+"""The run as a user sees it: metrics, one compilation, no silent loss, bit-identical resumption."""
 
 import json
 import os
@@ -53,7 +53,7 @@ FIELDS = {
 
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """20 ragged recordings, one of them longer than the encoder's window; two more lines cannot be used."""
+    """20 ragged recordings, one longer than the encoder's window, and two more lines that cannot be used."""
     folder = tmp_path_factory.mktemp("recordings")
     rng = np.random.default_rng(0)
     lines = []
@@ -157,7 +157,7 @@ def test_what_is_skipped_documents_is_listed_with_a_reason(uninterrupted: Path):
 
 
 def cut(monkeypatch: pytest.MonkeyPatch, at: int, how: Callable[[], None]) -> None:
-    """Does `how` once the line of step `at` is written."""
+    """Calls `how` once the metrics line of step `at` is written."""
     step = Metrics.step
 
     def stepped(self: Metrics, line: Mapping[str, Any]) -> None:
@@ -182,7 +182,7 @@ def assert_same_run(workdir: Path, other: Path) -> None:
 def test_interrupted_and_resumed_losses_are_bit_identical(
     cut_after: int, manifest: Path, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Cut before the checkpoint of step 2 exists, and one step after that of step 3."""
+    """Interrupted before the checkpoint of step 2 exists, and one step after that of step 3."""
     with monkeypatch.context() as patch:
         cut(patch, cut_after, kill)
         with pytest.raises(KeyboardInterrupt):
@@ -201,7 +201,7 @@ def test_a_signal_saves_and_ends_the_run_which_then_continues(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ):
-    """The signal comes while step 4 is written down: step 5 is the last. The restart has no worker."""
+    """The signal comes while step 4's metrics are written: step 5 is the last. The restart has no worker."""
     with monkeypatch.context() as patch:
         cut(patch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
         train(tiny(manifest), tmp_path)
@@ -217,7 +217,7 @@ def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(
     manifest: Path, uninterrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ):
     shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
-    (index,) = (tmp_path / "checkpoints" / "6" / "state" / "d").iterdir()  # of what is in all other files
+    (index,) = (tmp_path / "checkpoints" / "6" / "state" / "d").iterdir()  # the index of all other files
     content = bytearray(index.read_bytes())
     content[len(content) // 2] ^= 4
     index.write_bytes(content)
@@ -245,7 +245,7 @@ def test_a_workdir_of_other_data_or_another_model_is_refused(
     ):
         with pytest.raises(UserError, match=field):
             train(other, uninterrupted)
-    # Settings the same, the file's content not.
+    # The settings are the same, the content of the file is not.
     copy = tmp_path / "recordings"
     shutil.copytree(manifest.parent, copy)
     text = (copy / "manifest.jsonl").read_text()
@@ -261,7 +261,7 @@ def test_a_workdir_of_other_data_or_another_model_is_refused(
 def test_updates_that_are_not_finite_are_skipped_and_named_until_there_are_too_many(
     manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ):
-    """A learning rate that ruins the parameters at the first update. Before it two sets, the same, are
+    """The learning rate ruins the parameters at the first update. Before it, two identical sets are
     validated."""
     config = tiny(manifest)
     wild = replace(

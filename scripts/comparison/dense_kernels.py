@@ -1,10 +1,10 @@
 """Fused attention's kernels, computed densely on a CPU.
 
-Of a call they know the pieces' lengths and where these start, as a kernel does: M pieces, those that are not
-used of length 0, behind the others. What is in no piece is NaN, in results as in the log-sum-exp, so that
-nothing may rely on it.
+They are given what a kernel is given: the lengths of M segments and where these start. Unused segments have
+length 0 and come last. Results and log-sum-exp are NaN outside all segments, so that no caller can rely on
+values there.
 
-Legend: N queries, S keys, H query heads, K key/value heads, M pieces, D head dim.
+Legend: N queries, S keys, H query heads, K key/value heads, M segments, D head dim.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from jax.interpreters import mlir
 
 
 class Pairs(NamedTuple):
-    """allowed: pairs [N, S]. piece: of each query [N], -1 for none. place: in it [N]."""
+    """allowed: pairs [N, S]. piece: each query's segment [N], -1 for none. place: its position in it [N]."""
 
     allowed: Any
     piece: Any
@@ -24,10 +24,10 @@ class Pairs(NamedTuple):
 
 
 def pairs_of(n: int, s: int, lengths: Any, starts: Any, causal: bool) -> Pairs:
-    """lengths, starts: (of queries [M], of keys [M])."""
+    """The allowed pairs. lengths, starts: (queries' [M], keys' [M])."""
 
     def places(tokens: int, start: Any, length: Any) -> Any:
-        """In each piece [tokens, M]; -1 outside."""
+        """Positions in each segment [tokens, M]; -1 outside."""
         found = jnp.arange(tokens)[:, None] - start
         return jnp.where((found >= 0) & (found < length), found, -1)
 
@@ -75,21 +75,22 @@ def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, pairs: Pairs
 
 
 def to_rows(lse: Any, pairs: Pairs, pieces: int) -> Any:
-    """[N, H] as cuDNN gives it to jax: [M, H, N], row m holding piece m's queries from 0 on, then NaN."""
+    """[N, H] -> [M, H, N], cuDNN's form in jax: row m holds segment m's queries from 0 on, then NaN."""
     rows = jnp.full((pieces + 1, lse.shape[1], len(lse)), jnp.nan, jnp.float32)
     at = jnp.where(pairs.piece >= 0, pairs.piece, pieces)
     return rows.at[at, :, jnp.maximum(pairs.place, 0)].set(lse)[:pieces]
 
 
 def from_rows(rows: Any, pairs: Pairs) -> Any:
-    """The inverse."""
+    """The inverse of to_rows."""
     return rows[jnp.maximum(pairs.piece, 0), :, jnp.maximum(pairs.place, 0)]
 
 
 def under_jax(patch: Callable[[Any, str, Any], None]) -> None:
-    """Jax's own code of fused attention, to where it calls cuDNN, runs on a CPU, in float32 too.
+    """Replaces cuDNN under jax: jax's own code of fused attention runs on a CPU up to the cuDNN call, in
+    float32 too.
 
-    patch: setattr, or a test's. The lowerings stay; without these there are none for a CPU.
+    patch: setattr, or a test's. The new lowerings stay registered; jax itself has none for a CPU.
     """
     module = fused_attention_stablehlo
     patch(module, "check_cudnn_version", lambda: 91400)
@@ -102,7 +103,7 @@ def under_jax(patch: Callable[[Any, str, Any], None]) -> None:
 
 
 def _cudnn_pairs(q: Any, k: Any, lengths: Any, offsets: Any, mask: Any) -> Pairs:
-    """offsets: in elements, of tensors whose tokens are as many apart as their heads and dims make."""
+    """The allowed pairs. offsets: in elements, where tokens are heads x dim elements apart."""
     strides = (x.shape[2] * x.shape[3] for x in (q, k))
     starts = [x.reshape(-1)[:-1] // stride for x, stride in zip(offsets, strides, strict=True)]
     causal = mask is fused_attention_stablehlo.MaskType.PADDING_CAUSAL

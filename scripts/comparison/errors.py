@@ -1,4 +1,4 @@
-"""How far two trees of tensors lie apart: the measure that every check and test of gradients uses."""
+"""The distance between two trees of tensors, as every check and test of gradients measures it."""
 
 import math
 from typing import Any
@@ -8,11 +8,11 @@ import numpy as np
 
 
 def relative_errors(got: Any, want: Any) -> dict[str, float]:
-    """Each tensor's |g - g'| / max(|g'|, 1e-3 * t), by name; g' is what is wanted.
+    """Each tensor's |g - g'| / max(|g'|, 1e-3 * t), by name; g' is the expected value.
 
-    t is the typical norm, root_mean_square_norm(want). The floor keeps tensors whose true value is zero, such
-    as gradients of biases before BatchNorm, from being measured against rounding. Raises AssertionError for
-    a value that is not finite.
+    t is the typical norm, root_mean_square_norm(want). Some tensors are zero in truth, such as gradients of
+    biases before BatchNorm; the floor keeps their errors from being divided by mere rounding. Raises
+    AssertionError for a value that is not finite.
     """
     got_leaves, want_leaves = ([np.asarray(x, np.float64) for x in jax.tree.leaves(t)] for t in (got, want))
     floor = 1e-3 * root_mean_square_norm(want)
@@ -27,8 +27,8 @@ def relative_errors(got: Any, want: Any) -> dict[str, float]:
 def worst_error(got: Any, want: Any) -> tuple[float, str]:
     """(the largest relative error of a tensor, its name); (0, "") for trees without tensors.
 
-    want: in float64. A tensor that is zero in truth is, in float32, the rounding of terms that cancel: it is
-    measured against the typical norm, not 1e-3 of it.
+    want: in float64. A tensor that is zero in truth is, in float32, the rounding of terms that cancel: its
+    error is divided by the typical norm, not by 1e-3 of it.
     """
     zero = 1e-9 * root_mean_square_norm(want)
     errors = [(0.0, "")]
@@ -38,6 +38,6 @@ def worst_error(got: Any, want: Any) -> tuple[float, str]:
 
 
 def root_mean_square_norm(tree: Any) -> float:
-    """The root of the mean square of the tensors' norms; 0 for an empty tree."""
+    """The root mean square of the tensors' norms; 0 for an empty tree."""
     norms = [np.linalg.norm(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)]
     return math.sqrt(np.mean(np.square(norms))) if norms else 0.0

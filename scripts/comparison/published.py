@@ -1,7 +1,7 @@
-"""What the transformers library computes with a checkpoint, and what the model that is made of it computes.
+"""Compares the transformers library's results for a checkpoint with those of the model imported from it.
 
-An archive NAME.npz that scripts/references makes holds config.json, weights by their names on disk,
-documents, logits, loss, and gradients by the same names.
+An archive NAME.npz made by scripts/references holds config.json, weights by their names on disk, documents,
+logits, loss, and gradients by the same names.
 """
 
 import functools
@@ -25,7 +25,7 @@ from jaxthd.steps.blueprint import Blueprint
 
 CAPACITY, AUDIO, BLOCK = 96, 320, 16
 BASE = ModelConfig(
-    # Where the checkpoint has no encoder.
+    # Used where the checkpoint has no encoder.
     encoder=EncoderConfig(num_mels=8, layers=1, dim=8, heads=2, ffn_dim=8, subsampling_channels=4),
 )
 COMPUTE = ComputeConfig(attention_block=BLOCK, loss_block=BLOCK, vocab_block=20, expert_block=4)
@@ -43,7 +43,7 @@ def shapes_of(config: Config) -> dict[str, tuple[int, ...]]:
 def arranged(
     tensors: Sequence[Tensor], named: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, np.ndarray]:
-    """Our arrays made of a checkpoint's tensors, or of gradients by the same names."""
+    """jaxthd's arrays made from a checkpoint's tensors, or from gradients of the same names."""
     found = {part.name: np.zeros(shapes[part.name]) for tensor in tensors for part in tensor.slices}
     for tensor in tensors:
         for part, x in zip(tensor.slices, tensor.split(named[tensor.name]), strict=True):
@@ -52,7 +52,7 @@ def arranged(
 
 
 def nested(named: Mapping[str, Any]) -> dict[Any, Any]:
-    """Dotted names -> nested dicts, as a module's pure dict has them."""
+    """Converts dotted names to nested dicts, the form of a module's pure dict."""
     tree: dict[Any, Any] = {}
     for name, x in named.items():
         *above, last = (int(key) if key.isdecimal() else key for key in name.split("."))
@@ -64,7 +64,7 @@ def nested(named: Mapping[str, Any]) -> dict[Any, Any]:
 
 
 class Published(NamedTuple):
-    """A reference, and the model that was made of its checkpoint."""
+    """A reference, and the model imported from its checkpoint."""
 
     arrays: dict[str, np.ndarray]
     checkpoint: Checkpoint
@@ -73,14 +73,14 @@ class Published(NamedTuple):
 
     @classmethod
     def of(cls, arrays: dict[str, np.ndarray], folder: Path) -> "Published":
-        """arrays: the reference's. The checkpoint in `folder` is imported."""
+        """Imports the checkpoint in `folder`. arrays: the reference's."""
         config = Config(model=model_config(folder, model=BASE), compute=COMPUTE)
         weights = load_weights([folder], Blueprint(config), make_mesh(config.mesh))
         return cls(arrays, open_checkpoint(folder), config, weights)
 
     @property
     def numbers(self) -> list[int]:
-        """Of its documents."""
+        """The numbers of its documents."""
         return list(range(len(group(self.arrays, "tokens"))))
 
     def document(self, number: int) -> Document:
@@ -93,7 +93,7 @@ class Published(NamedTuple):
         return Document(str(number), tokens, is_audio, supervised, chunks)
 
     def gradients(self) -> dict[str, np.ndarray]:
-        """The library's, by our names."""
+        """The library's gradients by jaxthd's names."""
         shapes = shapes_of(self.config)
         theirs = group(self.arrays, "grad")
         tensors = [
@@ -103,7 +103,7 @@ class Published(NamedTuple):
         return arranged([t for t in tensors if t.slices], theirs, shapes)
 
     def run(self, numbers: Sequence[int]) -> tuple[float, list[np.ndarray], dict[str, np.ndarray]]:
-        """The documents in one buffer: (loss, logits of each, gradients by our names)."""
+        """Runs the documents in one buffer: (loss, logits of each, gradients by jaxthd's names)."""
         documents = [self.document(n) for n in numbers]
         batch, _ = pack_row(
             documents,
@@ -122,7 +122,8 @@ class Published(NamedTuple):
 
 @functools.cache
 def _compiled(config: Config) -> Any:
-    """(params, buffers, batch) -> ((summed loss, logits), gradients), stored batch statistics, one device."""
+    """A program (params, buffers, batch) -> ((summed loss, logits), gradients), with stored batch statistics,
+    on one device."""
     graph = Blueprint(config).graph
 
     def loss(params: Any, buffers: Any, batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Random weights that hide no error."""
+"""Random weights whose values hide no error."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ def random_state(module: nnx.Module, seed: int = 0) -> tuple[nnx.GraphDef, Any, 
     """(structure, parameters, buffers) of a module made with Init: float64 NumPy arrays in nested dicts.
 
     module: may be abstract (nnx.eval_shape); then nothing is computed or compiled.
-    No value would hide an error, as a bias of 0 or a norm's weight of 1 would. Mamba's decay rates |A| reach
+    No value would hide an error, as a bias of 0 or a norm's weight of 1 would. Mamba's decay rates |A| range
     from 0.05 to 1000, its time steps from 0.007 to 0.3.
     """
     rng = np.random.default_rng(seed)

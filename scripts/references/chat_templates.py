@@ -4,7 +4,7 @@
 
 For every template and conversation the file holds the ids of the text without and with a generation prompt
 ("whole", "prompt"), encoded as apply_chat_template encodes them. For a template with generation tags it
-also says which tokens are the assistant's, the supervised ones ("learnt"). A recording is written as
+also marks the assistant's tokens, which are the supervised ones ("learnt"). A recording is written the way
 NemotronH_Omni_Reasoning_V3Processor writes one embedding. The tokenizer beside it is a byte-level BPE,
 trained here on a few lines so that text has merges.
 """
@@ -73,14 +73,14 @@ TEMPLATES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "thinking": (tuple(CONVERSATIONS), {}),
     "tagged": (("one", "two"), {}),
 }
-"""Conversations, and variables of the template."""
+"""Conversations, each with variables of the template."""
 
 
 def main() -> None:
     file = tokenizers.Tokenizer(models.BPE())
     file.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     file.decoder = decoders.ByteLevel()
-    file.post_processor = processors.ByteLevel()  # its offsets leave out spaces
+    file.post_processor = processors.ByteLevel()  # its offsets exclude spaces
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     file.train_from_iterator(LINES * 9, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
     file.add_special_tokens(list(SPECIAL))

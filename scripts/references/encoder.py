@@ -10,7 +10,7 @@ without a mask. Keys (c is a clip's number):
     output.c                    [encoder frames, dim], eval mode
     cotangent.c                 [encoder frames, dim], random
     grad.NAME                   gradient of sum over clips of sum(output * cotangent), eval mode, by parameter
-    train.clip                  number of the one clip run in training mode (every dropout 0)
+    train.clip                  number of the one clip that is run in training mode (every dropout 0)
     train.output                its output with batch statistics
     train.NAME                  running_mean and running_var after that run
 """
@@ -38,7 +38,7 @@ NO_DROPOUT = dict.fromkeys(("dropout", "layerdrop", "activation_dropout", "atten
 
 
 def randomize(model: torch.nn.Module) -> None:
-    """Gives every weight, bias and statistic a value with which an error in its use shows."""
+    """Gives every weight, bias and statistic a value at which an error in its use would show."""
     with torch.no_grad():
         for name, x in model.state_dict().items():
             if name.endswith("num_batches_tracked"):

@@ -19,7 +19,7 @@ OUT = Path(__file__).parents[2] / "tests" / "references" / "log_mel.npz"
 
 
 class ExactExtractor(ParakeetFeatureExtractor):
-    """The same steps, from the FFT on, in float64 (needs float64 as torch's default dtype for the window)."""
+    """The same steps in float64 from the FFT on (its window needs float64 as torch's default dtype)."""
 
     def __init__(self, feature_size: int) -> None:
         super().__init__(feature_size=feature_size)
@@ -30,7 +30,7 @@ class ExactExtractor(ParakeetFeatureExtractor):
 
 
 def waveforms() -> dict[str, np.ndarray]:
-    """int16 waveforms at 16 kHz of ragged lengths, from the shortest that has statistics (320 samples)."""
+    """Ragged int16 waveforms at 16 kHz; the shortest has 320 samples, the fewest that give statistics."""
     rng = np.random.default_rng(0)
     out: dict[str, np.ndarray] = {}
     for name, length in {

@@ -5,11 +5,11 @@
 Needs torch and transformers; takes about 20 s. Float32, eval mode; the model is given one document of LENGTHS
 tokens at a time, unpadded. The scan chunk is 16, so documents are shorter than, equal to and longer than it.
 There are two models: one with experts on the model dim, one with a latent projection around them
-(VARIANTS). Names are those of checkpoints on disk: prefix "backbone.", experts one by one.
+(VARIANTS). Names are those of checkpoints on disk: prefix "backbone.", one entry for each expert.
 
 The library's CPU scan clamps dt to [time_step_min, inf) and ignores time_step_limit. The first model has
-time_step_min = 1e-30, so nothing is clamped. The second has 0.05, which clamps a third of its dt, and says so
-in time_step_limit too. save_pretrained's checkpoints stay in FOLDER, by name.
+time_step_min = 1e-30, so nothing is clamped. The second has 0.05, which clamps a third of its dt; its
+time_step_limit has the same lower bound. save_pretrained's checkpoints stay in FOLDER, by name.
 
 Keys (c a document's number, i a layer's):
     config              config.json, as save_pretrained writes it
@@ -17,14 +17,15 @@ Keys (c a document's number, i a layer's):
     tokens.c            int64 [tokens]
     logits.c            [tokens, vocabulary]
     loss                sum of -log p(tokens.c[t + 1] | tokens.c[: t + 1]) over all t and c
-    grad.NAME           gradient of loss, by parameter; experts that no token chose have zeros
-    mixer.document      number of the document that the following are of
-    mixer.i.input       [tokens, dim], what layer i's mixer is given (after its norm)
-    mixer.i.output      [tokens, dim], what it returns (before the residual)
+    grad.NAME           gradient of loss, by parameter; zeros for experts that no token chose
+    mixer.document      number of the document that the mixer.i entries belong to
+    mixer.i.input       [tokens, dim], input of layer i's mixer (after its norm)
+    mixer.i.output      [tokens, dim], its output (before the residual)
     mixer.i.experts     int64 [tokens, experts per token], in rising order; MoE layers only
     mixer.i.weights     [tokens, experts per token], their weights, times the scale; MoE layers only
-    margin              least difference, over all documents and MoE layers, between the last chosen expert's
-                        biased score and the first not chosen; at least MARGIN (seeds are tried until it is)
+    margin              smallest difference, over all documents and MoE layers, between the biased score of
+                        the last expert chosen and that of the first not chosen; at least MARGIN (seeds are
+                        tried until it is)
 """
 
 import tempfile
@@ -77,7 +78,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def randomize(model: torch.nn.Module) -> None:
-    """Gives every weight a value with which an error in its use shows."""
+    """Gives every weight a value at which an error in its use would show."""
     with torch.no_grad():
         for name, x in model.state_dict().items():
             if not x.is_floating_point():
@@ -97,7 +98,7 @@ def randomize(model: torch.nn.Module) -> None:
 
 
 def on_disk(named: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """The library's names in memory -> names of checkpoints on disk."""
+    """Renames the library's names in memory to the names of checkpoints on disk."""
     out: dict[str, np.ndarray] = {}
     for name, x in named.items():
         name, array = name.replace("model.", "backbone.", 1), x.detach().numpy().copy()

@@ -6,12 +6,12 @@ Needs torch and transformers; takes about 20 s. Float32, eval mode, no vision in
 document at a time, unpadded: a prompt, a recording's frames, a text. save_pretrained's checkpoint stays in
 FOLDER, by name.
 
-No clip is a multiple of 8 mel frames long: for such clips the library inserts one more embedding, of a frame
-that its encoder masks. Keys (c is a document's number):
+No clip is a multiple of 8 mel frames long: if one were, the library would insert one more embedding, for a
+frame that its encoder masks. Keys (c is a document's number):
     config              config.json, as save_pretrained writes it
-    weight.NAME         every tensor on disk but the vision tower's
+    weight.NAME         every tensor on disk except the vision tower's
     mels.c              [mel frames, mels]
-    tokens.c            int64 [tokens], the placeholder once for every encoder frame
+    tokens.c            int64 [tokens], with one placeholder for every encoder frame
     logits.c            [tokens, vocabulary]
     loss                sum of -log p(tokens.c[t + 1] | tokens.c[: t + 1]) over the text tokens after the clip
     grad.NAME           gradient of loss, by tensor on disk
@@ -30,7 +30,7 @@ from safetensors.numpy import load_file
 
 AUDIO_TOKEN, VOCABULARY = 47, 48
 DOCUMENTS = ((3, 61, 5), (1, 203, 9), (2, 20, 1))
-"""Prompt tokens, mel frames, text tokens."""
+"""(prompt tokens, mel frames, text tokens) of each document."""
 TEXT: dict[str, Any] = {
     **nemotron_h.SHARED,
     "model_type": "nemotron_h",
@@ -72,7 +72,7 @@ VISION_TENSORS = ("vision_model.", "mlp1.", "vision_final_layernorm.")
 
 
 def on_disk(named: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """The library's names in memory -> names of checkpoints on disk."""
+    """Renames the library's names in memory to the names of checkpoints on disk."""
     renamed = {
         name.replace("audio_tower.", "sound_encoder.encoder.", 1)
         .replace("embed_audio.layer_norm.", "sound_projection.norm.")
@@ -99,7 +99,7 @@ def randomize(model: torch.nn.Module) -> None:
 
 
 def reference(seed: int, folder: Path) -> tuple[dict[str, np.ndarray], float]:
-    """(all arrays of the archive, the least margin of a choice of experts)."""
+    """(all arrays of the archive, the smallest margin of any expert choice)."""
     torch.manual_seed(seed)
     config = transformers.NemotronH_Omni_Reasoning_V3_Config(
         text_config=TEXT,

@@ -1,12 +1,12 @@
-"""The command line that the scripts beside this one share."""
+"""The command line that the scripts in this folder share."""
 
 import argparse
 from pathlib import Path
 
 
 def arguments(doc: str | None) -> argparse.Namespace:
-    """out: the folder for references. checkpoints: where save_pretrained's folders stay, or None. seed: the
-    first one to try.
+    """Parses the options. out: the folder for references. checkpoints: where save_pretrained's folders are
+    kept, or None. seed: the first seed to try.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "tests" / "references")

@@ -1,12 +1,12 @@
-"""Writes tests/references/text_only: a tiny random NemotronHForCausalLM, and what it says of documents.
+"""Writes tests/references/text_only: a tiny random NemotronHForCausalLM and its scores of documents.
 
     python scripts/references/text_only.py [--out FOLDER]     # needs torch and transformers; about 5 s
 
-The sizes are odd: heads of 24, one key and value head, 4 groups, 6 experts of which a token takes 3. The two
-halves of the pattern are equal, so that two pipeline stages can form a ring. FOLDER/text_only holds
+The sizes are odd: heads of 24, one key and value head, 4 groups, 6 experts of which each token uses 3. The
+two halves of the pattern are equal, so two pipeline stages can form a ring. FOLDER/text_only holds
 
     config.json, model.safetensors, tokenizer.json, tokenizer_config.json     as transformers writes them
-    documents.jsonl     conversations in text, ragged, as jaxthd reads them
+    documents.jsonl     text conversations of ragged lengths, in the format that jaxthd reads
     expected.json       for every document: "tokens", its ids, encoded by transformers; "log_probs",
                         log p(tokens[t + 1] | tokens[: t + 1]) over all t, the document alone, unpadded
 
@@ -52,12 +52,12 @@ FIELDS: dict[str, Any] = {
     "moe_intermediate_size": 12,
     "moe_shared_expert_intermediate_size": 14,
     "routed_scaling_factor": 2.5,
-    "time_step_min": 1e-30,  # the library's scan on CPUs clamps to it
+    "time_step_min": 1e-30,  # the library's CPU scan clamps dt to it
 }
 
 
 def conversations() -> list[list[dict[str, str]]]:
-    """Ragged: an answer alone, short ones, several turns, and one that is longer than two context chunks."""
+    """Ragged: an answer alone, short ones, several turns, and one longer than two context chunks."""
 
     def turns(*texts: str) -> list[dict[str, str]]:
         roles = ("user", "assistant")
@@ -76,7 +76,7 @@ def conversations() -> list[list[dict[str, str]]]:
 
 
 def write_tokenizer(folder: Path) -> transformers.PreTrainedTokenizerFast:
-    """A BPE of characters; its ids fill the vocabulary."""
+    """A BPE of characters whose ids fill the vocabulary."""
     file = tokenizers.Tokenizer(models.BPE())
     file.pre_tokenizer = pre_tokenizers.Metaspace()
     file.decoder = decoders.Metaspace()
@@ -93,7 +93,7 @@ def write_tokenizer(folder: Path) -> transformers.PreTrainedTokenizerFast:
 
 
 def encode(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    """As data.template "plain": a bos token, the turns' texts, an eos token after each answer."""
+    """Token ids as data.template "plain" makes them: bos, the turns' texts, an eos after each answer."""
     tokens = [tokenizer.bos_token_id]
     for turn in messages:
         tokens += tokenizer(turn["content"], add_special_tokens=False)["input_ids"]
@@ -102,7 +102,7 @@ def encode(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
 
 
 def log_probs(model: Any, tokens: list[int]) -> tuple[list[float], float]:
-    """(log-probabilities of all tokens but the first, the least margin of a choice of experts)."""
+    """(log-probabilities of all tokens but the first, the smallest margin of any expert choice)."""
     margins: list[float] = []
 
     def gate_hook(gate: Any, _args: Any, result: Any) -> None:

@@ -1,4 +1,4 @@
-"""Admission: what is broken on purpose is refused; measurements are kept by all that they hold for."""
+"""Admission refuses kernels broken on purpose; measurements are cached by everything they depend on."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def gradients_eight_times_too_large(*given: Any) -> Any:
 
 
 def backward_with_its_own_log_sum_exp(q: Any, k: Any, v: Any, out: Any, lse: Any, *given: Any) -> Any:
-    """Not the one over all calls: right on one device, wrong in a ring."""
+    """Uses its own log-sum-exp, not the one over all calls: right on one device, wrong in a ring."""
     return XLA.backward(q, k, v, out, XLA.forward(q, k, v, *given[1:])[1], *given)
 
 
@@ -49,7 +49,7 @@ def log_sum_exp_in_base_two(*given: Any) -> Any:
 
 
 def documents_run_together(q: Any, k: Any, v: Any, call: Call, scale: float) -> Any:
-    """The local call sees all that comes before, other documents too."""
+    """The local call sees everything before a token, other documents too."""
     old = call.intervals
     lo = jnp.where(call.causal, 0, old.lo)
     intervals = key_intervals(jnp.where(old.hi > old.lo, lo, 0), old.hi, call.block)
@@ -79,7 +79,7 @@ def test_a_broken_back_end_is_refused_with_the_numbers(forward, backward, wrong,
     assert "\n" not in verdict.refusal
     if backward is gradients_eight_times_too_large:
         assert all(verdict.errors[name] == pytest.approx(7) for name in wrong)
-    # Refused again without measuring; what was measured is kept, not the word of it.
+    # Refused again without measuring: the errors are cached, not the verdict.
     again = admit(attention_kernel(broken, SHAPE), CPU, tmp_path)
     assert again.is_cached
     assert again.refusal == verdict.refusal
@@ -89,7 +89,7 @@ def test_a_broken_back_end_is_refused_with_the_numbers(forward, backward, wrong,
     ("dtype", "off"), [("float32", 2e-4), ("bfloat16", 0.05), ("float16", 0.01)], ids=str
 )
 def test_what_is_a_little_off_is_refused(dtype: str, off: float, tmp_path: Path):
-    """By a few roundings of the dtype, which no tensor shows by itself."""
+    """Off by a few roundings of the dtype; no single tensor shows it."""
 
     def scaled(*given: Any) -> Any:
         out, lse = XLA.forward(*given)
@@ -131,7 +131,7 @@ def test_one_that_does_not_run_is_refused_and_tried_again(tmp_path: Path):
 
 
 def test_the_probe_runs_under_the_axes_of_a_step(tmp_path: Path):
-    """Where libraries ask which mesh they are under, and some then fail."""
+    """Under these axes libraries ask for the current mesh, and some then fail."""
 
     def asking(*given: Any) -> Any:
         under = jax.sharding.get_abstract_mesh()
@@ -204,8 +204,8 @@ def test_measurements_are_kept_by_all_that_they_hold_for(
         assert not is_measured(changed), field
     assert is_measured(replace(kernel, name="other"))
     assert is_measured(replace(kernel, kind="other"))
-    # A change of the code that is measured, or that measures; a damaged file; one that says it is of
-    # something else.
+    # A change to the measured code or to the probe; a damaged file; a file that names another
+    # measurement.
     source = tmp_path / "source.py"
     source.write_text("changed")
     assert is_measured(replace(kernel, sources=(*kernel.sources, source)))
@@ -217,12 +217,12 @@ def test_measurements_are_kept_by_all_that_they_hold_for(
         for file in tmp_path.glob(f"{kernel.kind}-{kernel.name}-*.json"):
             file.write_text(damage)
         assert is_measured()
-    # A folder that cannot be written keeps nothing, and stops nothing.
+    # If the folder cannot be written, nothing is cached, and admission still works.
     assert admit(replace(kernel, probe=counted), CPU, source).refusal is None
 
 
 def test_a_measurement_is_of_the_sources_that_compute():
-    """The code that is compared, and the probe that compares it."""
+    """It depends on the code that is compared, and on the probe that compares it."""
     attention, scans = (kernel for kernel, _ in KERNELS)
     names = {path.name for path in attention.sources}
     assert names >= {"cudnn.py", "te.py", "blockwise.py", "thd.py", "attention_probe.py"}

@@ -64,7 +64,7 @@ def test_what_xla_does_not_know_is_named(option: str):
 
 @pytest.fixture
 def cache_dir() -> Iterator[Callable[[], str | None]]:
-    """None as a run begins."""
+    """Returns the cache folder, which is None when a run begins."""
     kept = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     yield lambda: jax.config.jax_compilation_cache_dir
@@ -80,7 +80,7 @@ def test_programs_are_kept_on_gpus(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Of several processes only where they share a folder, which the user says."""
+    """With several processes only where they share a folder that the user names."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     monkeypatch.setattr(jax, "process_count", lambda: processes)

@@ -1,4 +1,4 @@
-"""What a run uses: the back-end that was asked for and is admitted, or an error, or the next one."""
+"""The back-end of a run: the one asked for if it is admitted, otherwise an error or the next one."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ def asking(llm: LLMConfig | None = None, **compute: Any) -> Config:
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Here "te" can run and is wrong, "cudnn" cannot run."""
+    """In these tests "te" can run and is wrong, and "cudnn" cannot run."""
     monkeypatch.setitem(BACKENDS, "te", AttentionBackend("te", XLA.unfit, XLA.forward, eight_times))
     return []
 
@@ -134,7 +134,7 @@ SMALL = LLMConfig(mamba_heads=2, mamba_groups=1, mamba_head_dim=16, mamba_state=
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Admission believes so; the kernels are interpreted all the same."""
+    """Makes admission believe there is a GPU; the kernels are still interpreted."""
     monkeypatch.setattr(Machine, "of_this", lambda: GPU)
 
 
@@ -152,7 +152,7 @@ def test_the_scan_kernels_are_measured_and_used(lines: list[str], tmp_path: Path
 def test_a_broken_scan_is_an_error_with_the_numbers(
     lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """As if no document began between chunks: refused, left out by auto, used where the flag says so."""
+    """As if no document began between chunks: refused, skipped by auto, used where the flag says so."""
     monkeypatch.setattr(scan_pallas, "_decays", broken_decays)
     with pytest.raises(UserError) as caught:
         with_admitted(asking(scan_backend="pallas", llm=SMALL), lines.append, tmp_path)
@@ -207,7 +207,7 @@ LAYOUTS = [
 def test_the_scan_s_shape_is_what_a_rank_scans(
     sizes: MeshConfig, layout: Any, want: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    """As the mixer hands it to the scan when a step is traced."""
+    """The shape is what the mixer passes to the scan when a step is traced."""
     llm = replace(SMALL, pattern="M", dim=32, vocab_size=264, mamba_heads=16, mamba_groups=4)
     encoder = EncoderConfig(num_mels=16, layers=1, dim=16, heads=8, ffn_dim=16, subsampling_channels=8)
     model = replace(Config().model, encoder=encoder, llm=llm)
@@ -216,7 +216,7 @@ def test_the_scan_s_shape_is_what_a_rank_scans(
     scanned = set()
 
     def recorded(*given: Any, chunk: int, backend: str) -> Any:
-        """Keeps the shape of each call, but for the dtype."""
+        """Keeps the shape of each call, without the dtype."""
         x, _, _, b, _, segments = given
         chunk = scan_pallas.chunk_of(chunk, len(x) // segments.rows // segments.context_chunks)
         scanned.add((x.shape[1], b.shape[1], chunk, segments.context > 1))

@@ -1,4 +1,4 @@
-"""Facts about the machine that are read from texts."""
+"""Facts about the machine that are parsed from text."""
 
 from pathlib import Path
 

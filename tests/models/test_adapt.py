@@ -1,6 +1,6 @@
-"""What is frozen stays, what adapts learns: patterns, LoRA, learning rates of parts, merging, checkpoints.
+"""Frozen parameters stay, the others train: patterns, LoRA, learning rates, merging, checkpoints.
 
-LoRA's gradients on meshes, against the dense model's: tests/test_meshes.py.
+LoRA's gradients on meshes are compared with the dense model's in tests/test_meshes.py.
 """
 
 import math
@@ -142,7 +142,7 @@ def test_a_target_starts_as_without_the_others():
 
 
 def test_frozen_parameters_statistics_and_routers_stay_to_the_bit():
-    """Two steps on data 2; all else moves. The first loss is that of the stored statistics."""
+    """Two steps on data 2; everything else changes. The first loss uses the stored statistics."""
     config = run(LORA, MeshConfig(data=2), pattern="ME")
     mesh = make_mesh(config.mesh)
     rows = jax.tree.map(lambda *x: np.concatenate(x), batch_of([5, 20, 11], 1), batch_of([17, 3], 1))
@@ -164,7 +164,7 @@ def test_frozen_parameters_statistics_and_routers_stay_to_the_bit():
     for name, x in named_arrays(state.params).items():
         assert np.array_equal(x, before[name]) == (name not in own), name
     jax.tree.map(np.testing.assert_array_equal, state.buffers, was.buffers)
-    # The optimizer holds two moments of what trains, and a count, each in its part of the mesh.
+    # The optimizer holds two moments of each trained parameter, and a count, each sharded on the mesh.
     sizes = {name: x.shape for name, x in named_arrays(state.params).items()}
     moments = named_arrays(state.opt_state)
     shapes = [x.shape for name, x in moments.items() if not name.endswith("count")]
@@ -175,7 +175,8 @@ def test_frozen_parameters_statistics_and_routers_stay_to_the_bit():
 
 
 def test_each_part_moves_at_its_learning_rate():
-    """AdamW's first update by hand: -rate (g / (|g| + eps) + decay w), g clipped by what trains alone."""
+    """AdamW's first update by hand: -rate (g / (|g| + eps) + decay w); g is clipped by the trained norm
+    alone."""
     factors = {"encoder_lr_factor": 0.25, "adapter_lr_factor": 3.0, "llm_lr_factor": 0.5}
     adapt = replace(LORA, freeze=("encoder.sub*",), **factors)
     config = run(adapt)
@@ -199,7 +200,7 @@ def test_each_part_moves_at_its_learning_rate():
 
 
 def test_the_merged_model_computes_the_same():
-    """Every token's log-probability, in float64; LoRA in all parts."""
+    """Compares every token's log-probability, in float64; LoRA is in all parts of the model."""
     adapt = AdaptConfig(lora_rank=3, lora_alpha=2.0, lora_targets=("*",))
     config = run(adapt, dtype="float64")
     with jax.enable_x64(True):
@@ -228,7 +229,7 @@ def test_a_pipelines_stacks_merge_too():
 
 
 def multiply_adds(function: Callable[..., Any], config: Config) -> int:
-    """Of all matrix products of a function of (params, buffers, batch), loops of known length counted."""
+    """Multiply-adds of all matrix products of a function of (params, buffers, batch), over all scan steps."""
 
     def count(jaxpr: Any, times: int) -> int:
         total = 0
@@ -248,7 +249,7 @@ def multiply_adds(function: Callable[..., Any], config: Config) -> int:
 
 
 def audio_multiply_adds(function: Callable[..., Any], adapt: AdaptConfig, mesh: MeshConfig) -> int:
-    """What audio adds to those."""
+    """The multiply-adds that audio adds."""
     config = run(adapt, mesh, pattern="--")
     audio, text = (
         replace(config, data=DataConfig(capacity=64, audio_capacity=frames)) for frames in (512, 0)
@@ -258,8 +259,9 @@ def audio_multiply_adds(function: Callable[..., Any], adapt: AdaptConfig, mesh: 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(pipeline=2)], ids=["one device", "pipeline"])
 def test_no_backward_pass_goes_through_a_frozen_encoder(mesh: MeshConfig):
-    """A step's products over audio are those of the forward pass alone, in every tick of the schedule. Else
-    about four times as many: the blocks are computed again, then each product has two gradients."""
+    """In every tick of the schedule a step's products over audio are those of the forward pass alone. With a
+    trained encoder they are about four times as many: blocks are recomputed, then each product has two
+    gradients."""
     backward, forward = (make_schedule(1, mesh.pipeline, 1, backward=b).ticks for b in (True, False))
     scored = audio_multiply_adds(make_scoring_step, AdaptConfig(), mesh) / forward
     frozen = replace(LORA, freeze=("encoder.*", "adapter.*"))
@@ -268,7 +270,7 @@ def test_no_backward_pass_goes_through_a_frozen_encoder(mesh: MeshConfig):
 
 
 def test_a_frozen_head_has_no_gradient_to_compute():
-    """The difference is one product: of a block's logits' gradients and hidden states."""
+    """The difference is one product: the gradients of a block's logits times the hidden states."""
     data = DataConfig(capacity=64, audio_capacity=0)
     whole, frozen = (
         multiply_adds(loss_and_gradient, replace(run(AdaptConfig(freeze=freeze), pattern="-"), data=data))
@@ -278,7 +280,7 @@ def test_a_frozen_head_has_no_gradient_to_compute():
 
 
 def test_a_checkpoint_holds_what_trains_and_returns_on_any_mesh(tmp_path: Path):
-    """Saved on a pipeline, restored on data 2 x tensor 2; a run that trains something else is refused."""
+    """Saved on a pipeline, restored on data 2 x tensor 2; a run that trains other parameters is refused."""
     sizes = MeshConfig(2, 1, 2, 1), MeshConfig(data=2, tensor=2)
     piped, other = (run(LORA, mesh, "*-") for mesh in sizes)
     meshes = make_mesh(piped.mesh), make_mesh(other.mesh)

@@ -42,7 +42,7 @@ LLM = LLMConfig(
 )
 COMPUTE = ComputeConfig(dtype="float64", scan_chunk=6, attention_block=BLOCK, expert_block=4)
 PADDING = 30.0
-"""Size of what lies in padding, against 1 in documents: a leak shows."""
+"""Size of values in padding, against 1 in documents, so that a leak shows."""
 
 
 def decoder_output(decoder: HybridDecoder, x_ND: Any, segments: Segments) -> Any:
@@ -66,7 +66,7 @@ MODULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("name", MODULES)
 def test_packed_equals_each_document_alone(name: str):
-    """Outputs, and gradients of all parameters and of inputs, float64."""
+    """Compares outputs, and gradients of all parameters and of inputs, in float64."""
     make, apply = MODULES[name]
     rng = np.random.default_rng(0)
     x_ND, dy_ND = rng.normal(size=(2, CAPACITY, DIM))
@@ -132,7 +132,7 @@ def test_clips_packed_equal_each_clip_alone():
 
 
 def test_the_defaults_are_enough():
-    """As docs/api.md shows it."""
+    """Makes the modules as docs/api.md shows."""
     mixer = Mamba2(LLMConfig(dim=64), nnx.Rngs(0))
     segments = segments_of([5, 3])
     gradients = nnx.jit(nnx.grad(lambda m: m(jnp.ones((8, 64)), segments).sum()))(mixer)

@@ -1,4 +1,4 @@
-"""Greedy decoding after packed prompts gives what computing every document anew, alone, gives."""
+"""Greedy decoding after packed prompts gives the same as computing every document alone from scratch."""
 
 import functools
 from dataclasses import replace
@@ -34,7 +34,7 @@ from tests.speech_model import (
 )
 
 NEW = 6
-"""Most tokens decoded."""
+"""The most tokens decoded for an answer."""
 ROWS = [
     [Spec(5, (40,)), Spec(1), Spec(9, (17,)), Spec(14)],
     [Spec(7, (64, 9)), Spec(12), Spec(2, (33,))],
@@ -45,14 +45,14 @@ ROWS = [
 
 @functools.cache
 def documents() -> list[list[Document]]:
-    """Prompts of every kind, the last third of the text (at least a token) being the answer."""
+    """Prompts of every kind; the last third of the text (at least a token) is the answer."""
     rng = np.random.default_rng(3)
     rows = [[document(f"{r}.{d}", s, rng) for d, s in enumerate(row)] for r, row in enumerate(ROWS)]
     return [[_with_answer(d) for d in row] for row in rows]
 
 
 def _with_answer(document: Document) -> Document:
-    """Its audio slots first, then its text, of which the last third is supervised."""
+    """The document's audio slots, then its text; the last third of the text is supervised."""
     order = np.argsort(~document.is_audio, kind="stable")
     text = int((~document.is_audio).sum())
     supervised = np.arange(len(document)) >= len(document) - max(1, text // 3)
@@ -76,11 +76,11 @@ def next_token_program() -> Any:
 
 @functools.cache
 def alone(end_id: int) -> dict[str, list[int]]:
-    """Every document's answer by a whole forward pass for each token, nothing cached, nothing packed."""
+    """Every document's answer by one full forward pass for each token; nothing is cached or packed."""
     answers = {}
     for one in (d for row in documents() for d in row):
         prompt = int(np.flatnonzero(one.supervised)[0])
-        if prompt == 0:  # its only token is the first, which nobody predicts
+        if prompt == 0:  # its only token is the first, which is never predicted
             continue
         tokens, is_audio = one.tokens[:prompt], one.is_audio[:prompt]
         answer: list[int] = []
@@ -145,7 +145,7 @@ def test_decoding_goes_on_from_packed_prompts_as_from_each_alone(data: int, cont
     "mesh",
     [
         MeshConfig(1, 2, 2, 1),
-        MeshConfig(1, 1, 2, 1, stages_per_rank=2),  # stages that differ, two of them a rank
+        MeshConfig(1, 1, 2, 1, stages_per_rank=2),  # two unequal stages on each rank
         MeshConfig(2, 1, 1, 2),
     ],
 )
@@ -173,7 +173,7 @@ def test_pipeline_and_tensor_ranks_decode_together(mesh: MeshConfig):
 
 
 def test_accuracy_counts_supervised_tokens_that_are_the_likeliest():
-    """Against the whole distribution at every supervised position, from each row alone."""
+    """Compared with the whole distribution at every supervised position, computed from each row alone."""
     with jax.enable_x64(True):
         correct = tokens = 0
         for row in documents():

@@ -27,13 +27,13 @@ CONFIG = EncoderConfig(num_mels=16, layers=2, dim=32, heads=4, ffn_dim=64, subsa
 LENGTHS = (8, 16, 17, 9, 100, 203)
 BLOCK = 16
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""Gradient programs compile in 3 s instead of 9; their sizes are tiny."""
+"""Compiler options with which gradient programs compile in 3 s instead of 9; their sizes are tiny."""
 FRAMES, LARGE = 64, 180
-"""Encoder frames of the buffers; LENGTHS need 47, and 173 with 1003 mel frames more."""
+"""Encoder frames of the buffers: LENGTHS need 47; with a clip of 1003 mel frames more they need 173."""
 
 
 class Packed(NamedTuple):
-    """A buffer, and where each clip's encoder frames lie in it."""
+    """A buffer, and the encoder frames of each clip in it."""
 
     mels: np.ndarray
     mask: np.ndarray
@@ -50,7 +50,7 @@ class Packed(NamedTuple):
 def pack(clips: dict[int, tuple[np.ndarray, np.ndarray]], frames: int, *, gap: int = 0) -> Packed:
     """Clips (mels, cotangent of their encoder frames) in the dict's order, each after `gap` padding frames.
 
-    What lies in padding is 1000, so that a leak shows.
+    Padding holds 1000, so that a leak shows.
     """
     mels = np.full((frames * SUBSAMPLING, CONFIG.num_mels), 1000.0)
     mask = np.zeros(len(mels), bool)
@@ -83,7 +83,7 @@ def shuffled(clips: dict, seed: int = 0) -> dict:
 
 @functools.cache
 def encoder64() -> tuple[Any, Any, Any]:
-    """(graphdef, parameters, buffers) in float64, none of them at a value that would hide an error."""
+    """(graphdef, parameters, buffers) in float64; no value would hide an error."""
     with jax.enable_x64(True):
         encoder = FastConformer(CONFIG, Init(jax.random.key(0), jnp.float64))
         graphdef, params, buffers = nnx.split(encoder, nnx.Param, Buffer)
@@ -101,7 +101,7 @@ def parakeet() -> dict[str, np.ndarray]:
 
 
 def from_parakeet(named: dict[str, np.ndarray]) -> tuple[Any, Any]:
-    """(parameters, buffers), or gradients or statistics alone, from what has the library's names."""
+    """(parameters, buffers) from arrays by the library's names; also for gradients or statistics alone."""
     shapes = shapes_of(Config(model=replace(BASE, encoder=CONFIG)))
     names = Names(shapes)
     write_encoder(CONFIG, names)
@@ -154,7 +154,7 @@ def one_device(train: bool, remat: bool = True):
 
 
 def split_clips(packed: Packed, y: Any, dmels: Any) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Every clip's output and gradient of mels; padding must be 0."""
+    """Every clip's output and gradient of mels; checks that padding's are 0."""
     y, dmels = np.asarray(y), np.asarray(dmels)
     assert not y[packed.ids == 0].any()
     assert not dmels[~packed.mask].any()
@@ -177,7 +177,7 @@ def test_outputs_equal_parakeet(dtype, tolerance):
 
 
 def test_gradients_equal_parakeet():
-    """Every parameter's. The reference's float32 rounding shows in the key biases', which are 0 in truth."""
+    """Every parameter's. The key biases' are 0 in truth, where the reference's float32 rounding shows."""
     packed = pack(shuffled(parakeet_clips(), seed=1), frames=LARGE)
     with jax.enable_x64(True):
         _, _, dparams, _ = one_device(False)(*parakeet_encoder(jnp.float64), *packed.arrays)
@@ -185,7 +185,7 @@ def test_gradients_equal_parakeet():
 
 
 def test_training_mode_equals_parakeet():
-    """One clip, by batch statistics; the running ones after it."""
+    """One clip with batch statistics; also compares the running statistics after it."""
     clip = int(parakeet()["train.clip"])
     packed = pack({clip: parakeet_clips()[clip]}, frames=FRAMES, gap=3)
     with jax.enable_x64(True):
@@ -195,7 +195,7 @@ def test_training_mode_equals_parakeet():
 
 
 def test_packed_equals_each_clip_alone():
-    """Float64, eval mode: outputs, gradients of parameters and mels; 1003 mel frames cross two pieces."""
+    """Float64, eval mode: outputs, gradients of parameters and mels; 1003 mel frames cross two chunks."""
     clips = random_clips((1003, *LENGTHS))
     packed = pack(shuffled(clips), frames=LARGE)
     with jax.enable_x64(True):
@@ -204,7 +204,7 @@ def test_packed_equals_each_clip_alone():
         assert_same(new, nnx.to_pure_dict(encoder64()[2]), 0)
         total = jax.tree.map(np.zeros_like, dparams)
         for c, clip in clips.items():
-            # Nothing but the clip, at the start: remat off too, so that the programs share less.
+            # The clip is alone, at the start. Remat is off too, so that the programs share less code.
             alone = pack({c: clip}, frames=126)
             y, _, dparams_alone, dmels = one_device(False, remat=False)(*encoder64(), *alone.arrays)
             assert_same(together[c], split_clips(alone, y, dmels)[c], 1e-10)
@@ -234,7 +234,7 @@ def test_padding_and_order_do_not_move_batch_statistics(trained):
 
 @pytest.mark.parametrize("ranks", [{"context": 2}, {"data": 2, "context": 2}], ids=["2", "2x2"])
 def test_sharded_clips_equal_one_device(ranks, trained):
-    """Each rank has clips of its own, one of four has none: the same statistics, outputs, gradients."""
+    """Each rank has its own clips, one of four has none: statistics, outputs and gradients are the same."""
     axes, count = tuple(ranks), int(np.prod(list(ranks.values())))
     clips = random_clips(LENGTHS)
     shares = {2: [(5, 0), (3, 1, 4, 2)], 4: [(1, 0), (), (5,), (2, 4, 3)]}[count]
@@ -277,7 +277,7 @@ def test_a_batch_without_audio_is_finite_and_leaves_the_statistics():
 
 
 def test_memory_grows_linearly():
-    """Temporary memory of the compiled gradient at twice the mel frames is at most 2.2 times as much."""
+    """At twice the mel frames the compiled gradient takes at most 2.2 times as much temporary memory."""
     graphdef, *state = encoder64()
     state = jax.tree.map(lambda x: np.asarray(x, np.float32), state)
 

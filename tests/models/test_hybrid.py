@@ -39,11 +39,11 @@ LLM = LLMConfig(
 LATENT = {"latent_dim": 10, "experts_per_token": 3}
 MESHES = [(1, "ring"), (2, "ring"), (2, "all_gather"), (4, "ring"), (4, "all_gather")]
 PADDING = 30.0
-"""Size of what lies in padding, against 1 in documents: a leak shows."""
+"""Size of values in padding, against 1 in documents, so that a leak shows."""
 
 
 def settings(exchange: str, **llm: Any) -> tuple[LLMConfig, ComputeConfig]:
-    """(the decoder, how it is computed)."""
+    """(the decoder's config, how it is computed)."""
     return LLMConfig(**(vars(LLM) | llm)), ComputeConfig(
         context_exchange=exchange,  # type: ignore[arg-type]
         scan_chunk=6,
@@ -75,13 +75,13 @@ NAMES = tuple(models("ring"))
 
 
 def output(model: nnx.Module, x: Any, segments: Any) -> Any:
-    """A mixer's; a decoder's, its final norm included."""
+    """The output of a mixer, or of a decoder with its final norm."""
     return model.norm(model(x, segments)[0]) if isinstance(model, HybridDecoder) else model(x, segments)
 
 
 @functools.cache
 def packed(context: int, exchange: str, dtype: str, names: tuple[str, ...] = NAMES) -> Any:
-    """All models in one program, each on an input of its own; called like on_context's, without params."""
+    """All models in one program, each with its own input; called like on_context's, without params."""
     made = models(exchange)
     state = {name: jax.tree.map(lambda x: x.astype(dtype), made[name][1:]) for name in names}
 
@@ -95,7 +95,8 @@ def packed(context: int, exchange: str, dtype: str, names: tuple[str, ...] = NAM
 
 @functools.cache
 def inputs(case: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """(x, cotangent) for every model; float32 numbers in float64, so that both dtypes mean the same."""
+    """(x, cotangent) for every model: float32 numbers stored in float64, so both dtypes get the same
+    values."""
     rng = np.random.default_rng([1, list(CASES).index(case)])
     x, dy = ({n: rng.normal(size=(CAPACITY, DIM)).astype(np.float32) for n in NAMES} for _ in range(2))
     real = sum(CASES[case])
@@ -111,7 +112,7 @@ def cast(tree: Any, dtype: str) -> Any:
 
 @functools.cache
 def each_document_alone(case: str) -> tuple[Any, Any, Any]:
-    """Float64: (y, dparams, dx), every document computed alone in a buffer that is padding otherwise."""
+    """(y, dparams, dx) in float64; every document is computed alone in a buffer that is otherwise padding."""
     x, dy = inputs(case)
     y, dx = ({n: np.zeros((CAPACITY, DIM)) for n in NAMES} for _ in range(2))
     total = None
@@ -140,7 +141,7 @@ def each_document_alone(case: str) -> tuple[Any, Any, Any]:
 def test_packed_equals_each_document_alone(context, exchange, dtype):
     """Outputs and gradients of inputs and of all parameters, for M * - E and the decoder; |A| up to 1000.
 
-    Both dtypes against float64.
+    Both dtypes are compared with float64.
     """
     for case, lengths in CASES.items():
         x, dy = inputs(case)
@@ -159,7 +160,7 @@ def test_packed_equals_each_document_alone(context, exchange, dtype):
 
 @pytest.mark.parametrize(("context", "exchange"), [(1, "ring"), (2, "all_gather"), (4, "ring")])
 def test_two_rows_equal_two_separate_rows(context, exchange):
-    """Rows of unlike documents on the same ranks; Mamba and attention are the ones that know of rows."""
+    """The rows hold different documents on the same ranks; only Mamba and attention depend on rows."""
     names = ("M", "*")
     for cases in zip(CASES, reversed(CASES), strict=True):
         given = [tuple({n: t[n] for n in names} for t in inputs(case)) for case in cases]
@@ -177,7 +178,7 @@ def test_two_rows_equal_two_separate_rows(context, exchange):
 
 
 def test_rounding_flips_no_choice_of_experts():
-    """The float32 comparison above rests on it: a top-k margin above 1e-4 in every layer for every token."""
+    """The float32 comparison above needs this: a top-k margin above 1e-4 in every layer for every token."""
     names = ("E", "E latent", "ME*-M")
     run = packed.__wrapped__(1, "ring", "float64", names)
     with top_k_margins() as margins, jax.enable_x64(True):
@@ -191,7 +192,7 @@ def test_rounding_flips_no_choice_of_experts():
 
 @pytest.mark.parametrize("context", [1, 4])
 def test_padding_reaches_no_expert(context):
-    """Whatever gradient comes back to padding's outputs, router and routed experts get none of it."""
+    """For any cotangent of padding's outputs, router and routed experts get no gradient from it."""
     case = "mostly padding"
     x, dy = cast(inputs(case), "float64")
     noisy = {n: d + np.where(row_arrays(CASES[case])[0] == 0, PADDING, 0)[:, None] for n, d in dy.items()}
@@ -205,13 +206,13 @@ def test_padding_reaches_no_expert(context):
 
 
 def test_nano_is_traced_as_few_letters():
-    """14 of its 52 letters; what has no repeat stays one unit."""
+    """14 of its 52 letters are traced; what does not repeat stays one unit."""
     assert repeated_units(NANO) == [("MEMEM*E", 5), ("ME", 3), ("M*E", 1), ("ME", 4)]
     assert repeated_units("ME*-M") == [("ME*-M", 1)]
 
 
 def test_units_are_the_pattern_in_the_fewest_letters():
-    """Against exhaustive search, for random patterns."""
+    """Compared with exhaustive search, for random patterns."""
 
     @functools.cache
     def fewest(pattern: str) -> int:
@@ -235,7 +236,7 @@ def test_units_are_the_pattern_in_the_fewest_letters():
 
 
 def test_stacked_units_apply_their_blocks_in_the_order_of_the_pattern():
-    """Against block after block by hand; outputs and gradients, float64."""
+    """Compared with applying block after block by hand; outputs and gradients, float64."""
     pattern = "*-*----"
     assert repeated_units(pattern) == [("*-", 2), ("-", 3)]
     llm, compute = settings("ring", pattern=pattern)

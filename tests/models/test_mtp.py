@@ -1,4 +1,4 @@
-"""Multi-token prediction: packed, on any mesh, it computes what each document alone defines."""
+"""Multi-token prediction, packed, on any mesh, computes what is defined for each document alone."""
 
 import functools
 from dataclasses import replace
@@ -46,7 +46,7 @@ def state() -> tuple[Any, Any]:
 
 @functools.cache
 def documents() -> tuple[list[Document], ...]:
-    """Some too short for any depth, some for the second; audio where a text token's next token is."""
+    """Some are too short for any depth, some for the second; some have audio after a text token."""
     rows = (
         [Spec(5, (40,)), Spec(1), Spec(9, (17,)), Spec(2), Spec(20), Spec(3)],
         [Spec(7, (24, 9)), Spec(1), Spec(1), Spec(12, (), 1.0), Spec(2, (13,), 1.0)],
@@ -86,7 +86,7 @@ def evaluate(config: Config) -> Gradient:
 
 
 def on_disk(params: Any, buffers: Any) -> dict[str, Any]:
-    """The parameters of multi-token prediction by the names of checkpoints: of "*E" at every depth."""
+    """The parameters of multi-token prediction by checkpoint names; every depth has "*E"."""
     found, mtp = {}, params["mtp"]
     attention, moe, depths = mtp["layers"]["attention"], mtp["layers"]["moe"], mtp["depths"]
     bias = buffers["mtp"]["layers"]["moe"]["mixer"]["correction_bias"]
@@ -113,7 +113,7 @@ def on_disk(params: Any, buffers: Any) -> dict[str, Any]:
 
 
 def losses_of(params: Any, buffers: Any, graph: Any, one: Parts) -> jax.Array:
-    """Sums of -log p over the supervised tokens of a document: of the next token, and of each depth."""
+    """Sums of -log p over a document's supervised tokens: for the next token, and for each depth."""
     x_TD, h_TD = states_of(nnx.merge(graph, params, buffers), one)
     tensors, head_VD, sums = on_disk(params, buffers), params["head"], []
     logits = [h_TD @ head_VD.T, *mtp_logits(tensors, LLM, LLM.mtp_depths, h_TD, x_TD, head_VD, jnp)]
@@ -144,12 +144,12 @@ def each_document_alone() -> tuple[np.ndarray, Any]:
 
 
 def only_trained(gradients: Any, got: Any) -> Any:
-    """Gradients without those of what is frozen, in which got has None."""
+    """The gradients without those of frozen parameters, which are None in `got`."""
     return jax.tree.map(lambda g, w: None if g is None else w, got, gradients, is_leaf=lambda x: x is None)
 
 
 def test_packed_equals_each_document_alone():
-    """Values of shared weights are compared in tests/hf/test_mtp.py, their gradients in test_meshes.py."""
+    """Shared weights: tests/hf/test_mtp.py compares values, test_meshes.py gradients."""
     got = evaluate(run_config())
     (loss, *future), gradients = each_document_alone()
     np.testing.assert_allclose(got.loss, loss, rtol=1e-12)
@@ -165,7 +165,7 @@ def test_packed_equals_each_document_alone():
 
 
 def test_each_document_may_be_cut_over_ranks():
-    """The layout by documents; the other layouts and axes are in test_meshes.py."""
+    """Tests the layout by documents; test_meshes.py covers the other layouts and axes."""
     compute = {"context_exchange": "all_gather", "context_layout": "document"}
     got, want = evaluate(run_config(MeshConfig(context=2), **compute)), evaluate(run_config())
     for part, reference in zip(got, want, strict=True):

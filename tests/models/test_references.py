@@ -1,6 +1,6 @@
 """Each mixer equals the transformers library's NemotronH (scripts/references/nemotron_h.py).
 
-The whole model, gradients too: tests/hf/test_families.py.
+The whole model is compared, gradients too, in tests/hf/test_families.py.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from tests.hf.published import LLMS, load_reference, write_published
 
 @pytest.mark.parametrize("variant", LLMS)
 def test_mixers_equal_transformers(variant, tmp_path):
-    """Each layer's mixer on the input it has there; what lies in padding is large."""
+    """Each layer's mixer gets the input it has in the model; padding holds large values."""
     arrays, folder = load_reference(variant), write_published(variant, tmp_path)
     model = model_config(folder, model=BASE)
     llm, shapes = model.llm, shapes_of(Config(model=model))

@@ -1,5 +1,5 @@
-"""Stand-ins for the calls of libraries: Transformer Engine's, computed by dense_kernels, since it is not
-installed; and jax's backward rule, under the arguments of other versions."""
+"""Stand-ins for library calls: Transformer Engine's, computed by dense_kernels because it is not installed;
+and jax's backward rule, with the arguments of other versions."""
 
 import inspect
 import sys
@@ -32,11 +32,11 @@ class _Descriptor:
 
 
 _GUARDS: list[Any] = []
-"""Transformer Engine's mesh resources that are in force."""
+"""Transformer Engine's mesh resources that are active."""
 
 
 class _MeshResource:
-    """None of its axes is given."""
+    """A mesh resource with no axis set."""
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def _global_shard_guard(resource: _MeshResource) -> Iterator[None]:
 
 
 def _te_settings(settings: dict[str, Any], descriptor: Any) -> bool:
-    """Whether the mask is causal; the rest must be as it should."""
+    """Whether the mask is causal; asserts that the other settings are right."""
     assert _GUARDS or jax.sharding.get_abstract_mesh().empty, "Global mesh resource is not set"
     assert settings["qkv_layout"] is _Kind.THD_THD_THD
     assert settings["is_training"]
@@ -58,7 +58,7 @@ def _te_settings(settings: dict[str, Any], descriptor: Any) -> bool:
 
 
 def _shifted(x: Any, unused: int) -> Any:
-    """[1, M] without its -1s, which become `unused` behind the rest."""
+    """[1, M] without its -1s; `unused` fills up the end."""
     (at,) = jnp.nonzero(x[0] >= 0, size=x.shape[1], fill_value=x.shape[1])
     return jnp.take(x[0], at, fill_value=unused)
 
@@ -98,7 +98,7 @@ def _te_backward(
 
 
 def install_te(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformer Engine's modules are these."""
+    """Installs these stand-ins as Transformer Engine's modules."""
     package, attention, extensions, sharding = (
         ModuleType(f"transformer_engine.jax{x}")
         for x in ("", ".attention", ".cpp_extensions.attention", ".sharding")
@@ -114,8 +114,8 @@ def install_te(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def other_backward_rule() -> Any:
-    """Jax's own backward rule under the arguments that it has in the versions that are not installed: those
-    of 0.12, or those before.
+    """Jax's own backward rule, with the arguments of the versions that are not installed: those of 0.12, or
+    those before it.
     """
     rule: Any = fused_attention_stablehlo._dot_product_attention_bwd_rule
 

@@ -1,4 +1,4 @@
-"""Attention over intervals of keys, queries in blocks of another size than keys."""
+"""Attention over intervals of keys, with query blocks of another size than key blocks."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +9,7 @@ from jaxthd.packing.segments import key_intervals
 
 BLOCK = 8
 INTERVALS = [(0, 5), (5, 6), (6, 30), (0, 0), (30, 41), (41, 50), (40, 50), (3, 3), (7, 9), (49, 50), (0, 50)]
-"""Of 50 keys, what each of 11 queries sees."""
+"""The interval of 50 keys that each of 11 queries sees."""
 
 
 @pytest.mark.parametrize("query_block", [None, 1, 3, 11, 16])

@@ -1,4 +1,4 @@
-"""Attention back-ends: what fused kernels are told, against the mask by brute force; blocks executed."""
+"""Attention back-ends: the arguments of fused kernels against the mask by brute force; executed blocks."""
 
 import re
 from dataclasses import replace
@@ -29,7 +29,7 @@ BF16 = AttentionShape("bfloat16", 32, 8, 128)
 
 
 def on_ranks(ids: np.ndarray, positions: np.ndarray, layout: Any, block: int) -> Segments:
-    """The Segments of all ranks, [ranks, rows, tokens] given, without devices: vmap names the axis."""
+    """The Segments of all ranks, from [ranks, rows, tokens], without devices: vmap names the axis."""
     rows = ids.shape[1]
 
     def of_rank(ids: Any, positions: Any) -> Segments:
@@ -45,7 +45,7 @@ def on_ranks(ids: np.ndarray, positions: np.ndarray, layout: Any, block: int) ->
     ("context", "layout"), [(2, "buffer"), (4, "buffer"), (2, "document"), (4, "document")]
 )
 def test_the_packed_segments_of_a_call_are_exactly_what_the_mask_allows(context: int, layout: str):
-    """Two rows a rank, random documents; local and remote calls. No segment has queries without keys."""
+    """Two rows a rank, random documents; local and remote calls. No segment has queries but no keys."""
     rng = np.random.default_rng(context)
     round_to, rows = 2 * context, 2
     capacity = 12 * round_to
@@ -109,13 +109,13 @@ def cudnn_of_another_jax(
     module, rule = fused_attention_stablehlo, fake_kernels.other_backward_rule()
     monkeypatch.setattr(module, "_dot_product_attention_bwd_rule", rule)
     assert cudnn.changed() is None
-    # Programs are kept by back-end, not by what its library is replaced with.
+    # Compiled programs are cached by back-end, whatever replaces its library.
     return cudnn_on_a_cpu._replace(name="cudnn of another jax")
 
 
 @pytest.mark.parametrize("fixture", ["te", "cudnn_on_a_cpu", "cudnn_of_another_jax"])
 def test_fused_calls_agree_with_the_blockwise_one(fixture: str, request: pytest.FixtureRequest):
-    """The probe, with kernels that compute from the lengths and offsets given, and leave NaN elsewhere."""
+    """Runs the probe with kernels that use the given lengths and offsets, and leave NaN elsewhere."""
     backend: AttentionBackend = request.getfixturevalue(fixture)
     grouped = fixture == "te" or version_numbers(jax.__version__) >= cudnn.GROUPED_LEAST
     errors = probe_errors(backend, AttentionShape("float32", 4, 2 if grouped else 4, 8))
@@ -124,13 +124,13 @@ def test_fused_calls_agree_with_the_blockwise_one(fixture: str, request: pytest.
 
 @pytest.mark.skipif(version_numbers(jax.__version__) >= cudnn.GROUPED_LEAST, reason="jax is right since")
 def test_grouped_queries_are_wrong_before_the_version_that_is_asked_for(cudnn_on_a_cpu: AttentionBackend):
-    """The kernel begins where jax's offset says, in elements of the keys."""
+    """The kernel starts at jax's offset, counted in elements of the keys."""
     errors = probe_errors(cudnn_on_a_cpu, AttentionShape("float32", 4, 2, 8))
     assert min(errors.values()) > 0.1, errors
 
 
 def test_the_cudnn_calls_lower_for_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch):
-    """Forward and backward, both calls, in a CPU process; with no host callback."""
+    """Forward and backward, both calls, in a CPU process, without a host callback."""
     assert cudnn.changed() is None
     module = fused_attention_stablehlo
     monkeypatch.setattr(module, "check_cudnn_version", lambda: 91400)
@@ -159,7 +159,7 @@ def test_the_cudnn_calls_lower_for_cuda_without_a_gpu(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("context", [1, 2, 4])
 def test_no_block_is_executed_that_could_be_skipped(context: int, monkeypatch: pytest.MonkeyPatch):
-    """Blocks are counted as they are executed, forward and backward, against those with an allowed pair."""
+    """Executed blocks, forward and backward, are compared with those that hold an allowed pair."""
     executed: list[int] = []
     scores = blockwise._scores
 
@@ -247,7 +247,7 @@ def test_what_a_back_end_cannot_compute_is_said():
 
 
 def test_cudnn_is_refused_where_its_backward_pass_would_take_too_much_memory():
-    """A float32 gradient of the queries for each document, as long as the buffer."""
+    """It holds a float32 gradient of the queries for each document, as long as the buffer."""
     backend = BACKENDS["cudnn"]
     fits, too_many = (replace(BF16, tokens=8192, documents=n) for n in (31, 32))  # 128 MiB each, and one more
     assert backend.unfit(fits, H100) is None

@@ -1,4 +1,4 @@
-"""Log-probabilities of supervised tokens: equal to log_softmax, at the cost of the supervised positions."""
+"""Log-probabilities of supervised tokens equal log_softmax, at the cost of the supervised positions alone."""
 
 from functools import partial
 
@@ -15,11 +15,11 @@ from tests.helpers import assert_same
 N, D, V = 37, 6, 29
 ROWS = 8
 COUNTS = (0, 1, 7, 8, 9, 24, 36, N)
-"""Supervised positions: none, in part-filled and in whole blocks of 8 rows, all."""
+"""Numbers of supervised positions: none, partly filled and full blocks of 8 rows, all."""
 
 
 def problem(count: int, dtype=np.float64):
-    """(h, head, targets, supervised, cotangent); logits up to several hundreds: exp alone overflows."""
+    """(h, head, targets, supervised, cotangent); logits reach several hundreds, where exp alone overflows."""
     rng = np.random.default_rng(count)
     h, head, dlogp = (rng.normal(size=s).astype(dtype) for s in ((N, D), (V, D), (N,)))
     h[::3] *= 50
@@ -50,7 +50,7 @@ def reference(h, head, targets, supervised, dlogp):
 
 @pytest.mark.parametrize("vocab_block", [10, V, V + 1, 1])
 def test_equals_log_softmax(vocab_block):
-    """29 entries in blocks of 10 (the last reaches back), of 29, of more than there are, and of one."""
+    """29 entries in blocks of 10 (the last block overlaps), of 29, of more than 29, and of one."""
     with jax.enable_x64(True):
         for count in COUNTS:
             got = value_and_gradients(*problem(count), vocab_block)
@@ -73,7 +73,7 @@ def test_float32_equals_float64():
 
 
 def test_positions_not_supervised_reach_nothing():
-    """Not even NaN in them, or in their cotangent."""
+    """Not even NaN in those positions, or in their cotangent."""
     for count in COUNTS:
         h, head, targets, supervised, dlogp = problem(count, np.float32)
         h[~supervised], dlogp[~supervised] = np.nan, np.nan
@@ -100,13 +100,13 @@ def test_executed_blocks_follow_the_supervised_positions(monkeypatch):
 
 
 def with_ties(count: int):
-    """As problem, but a few small whole numbers: most logits have several equals, at any distance."""
+    """As problem, but values are small integers: most logits have several equals, at any distance."""
     h, head, targets, supervised, _ = problem(count)
     return np.sign(h), np.round(head), targets, supervised
 
 
 def reference_top_k(h, head, targets, supervised, k: int) -> TokenScores:
-    """By sorting all entries; the lowest id of equals first."""
+    """The top k by sorting all entries; among equals the lowest id comes first."""
     logits = h @ head.T
     high = logits.max(-1, keepdims=True)
     logp = logits - high - np.log(np.exp(logits - high).sum(-1, keepdims=True))
@@ -118,7 +118,7 @@ def reference_top_k(h, head, targets, supervised, k: int) -> TokenScores:
 
 @pytest.mark.parametrize(("k", "vocab_block"), [(1, 10), (5, 10), (V, 10), (12, V), (3, 1), (0, 10)])
 def test_the_likeliest_entries_are_those_of_a_sort(k, vocab_block):
-    """Also more than a block holds, and all there are."""
+    """k may also exceed a block, or be the whole vocabulary."""
 
     @jax.jit
     def run(h, head, targets, supervised):
@@ -135,7 +135,7 @@ def test_the_likeliest_entries_are_those_of_a_sort(k, vocab_block):
 
 @pytest.mark.parametrize("k", [4, 27])
 def test_ranks_that_share_the_vocabulary_find_the_same_entries(k):
-    """Over 2 x 2 ranks of 7 entries each: fewer than are asked for; ties between ranks and inside them."""
+    """2 x 2 ranks have 7 entries each, fewer than k; ties are between ranks and inside them."""
     axes, entries = ("pipeline", "tensor"), 28
     mesh = jax.make_mesh((2, 2), axes, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
 

@@ -1,4 +1,4 @@
-"""FP8 products are those of numbers rounded to 8 bits, row by row; a model uses them where it is told to."""
+"""FP8 products equal those of numbers rounded to 8 bits, row by row; a model uses them where configured."""
 
 from collections import Counter
 from dataclasses import replace
@@ -30,7 +30,7 @@ MLP = ("decoder.layers.mlp.*",)
 
 
 def rounded(x: np.ndarray, summed: int, dtype: Any) -> np.ndarray:
-    """float64 of the numbers that 8 bits hold of x, scaled along `summed` so that the largest is dtype's."""
+    """x rounded to 8 bits, as float64; scaled along `summed` so that the largest value is dtype's."""
     largest = np.abs(x).max(axis=summed, keepdims=True)
     scale = np.where(largest > 0, largest / float(ml_dtypes.finfo(dtype).max), 1).astype(np.float32)
     return (x / scale).astype(dtype).astype(np.float64) * scale.astype(np.float64)
@@ -60,7 +60,7 @@ def test_products_are_of_rounded_numbers():
 
 @pytest.mark.parametrize("tokens", [4, 0])
 def test_zeros_stay_zeros_and_the_dtype_stays(tokens: int):
-    """No tokens at all: a batch without room for audio."""
+    """Also with no tokens at all, as in a batch without room for audio."""
     x, w = jnp.zeros((tokens, 16), jnp.bfloat16), jnp.zeros((16, 32), jnp.bfloat16)
     y, pull = jax.vjp(fp8_product, x, w)
     for result, shape in zip((y, *pull(y)), ((tokens, 32), x.shape, w.shape), strict=True):
@@ -70,7 +70,7 @@ def test_zeros_stay_zeros_and_the_dtype_stays(tokens: int):
 
 
 def products_of(jaxpr: Any) -> Counter[str]:
-    """Matrix products in a program, loops and branches included, by the types of their operands."""
+    """Matrix products in a program, including loops and branches, by their operands' types."""
     found: Counter[str] = Counter()
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
@@ -92,7 +92,7 @@ def test_projections_that_match_are_computed_in_8_bits():
         return Config(model=MODEL, compute=ComputeConfig(remat_llm=False, fp8=patterns))
 
     assert not of_step(config())
-    # up and down: a product forward, one for each gradient.
+    # The up and down projections: one product forward, and one for each gradient.
     e4m3, e5m2 = "float8_e4m3fn", "float8_e5m2"
     each = {f"{e4m3}-{e4m3}": 1, f"{e5m2}-{e4m3}": 1, f"{e4m3}-{e5m2}": 1}
     assert of_step(config(*MLP)) == Counter({types: 2 * n for types, n in each.items()})

@@ -1,4 +1,4 @@
-"""Grouped matrix products: equal to every token times its experts, at the cost of the blocks in use."""
+"""Grouped matrix products equal every token times its experts, at the cost of the blocks in use."""
 
 from functools import partial
 
@@ -40,7 +40,7 @@ def through_experts(x_ND, w_EDF, weights_Nk, chosen_Nk, routed_N, block):
 
 
 def dense(x_ND, w_EDF, weights_Nk, chosen_Nk, routed_N):
-    """Token by token: the sum of weight times x times the matrix of each of its experts."""
+    """Token by token: the sum over its experts of weight times x times the expert's matrix."""
     y_NkF = jnp.einsum("nd,nkdf->nkf", x_ND, w_EDF[chosen_Nk])
     return jnp.where(routed_N[:, None], jnp.einsum("nk,nkf->nf", weights_Nk, y_NkF), 0)
 
@@ -65,7 +65,7 @@ def test_equals_every_token_times_its_experts(k, block):
 
 @pytest.mark.parametrize(("k", "block"), SHAPES)
 def test_layout_takes_as_few_blocks_as_the_tokens_of_each_expert_need(k, block):
-    """And every assignment has a row of its own, in a block of its expert."""
+    """Every assignment also has its own row, in a block of its expert."""
     for chosen, routed in cases(k).values():
         layout = jax.tree.map(np.asarray, expert_layout(jnp.asarray(chosen), jnp.asarray(routed), E, block))
         load = np.bincount(chosen[routed].ravel(), minlength=E)
@@ -82,7 +82,7 @@ def test_layout_takes_as_few_blocks_as_the_tokens_of_each_expert_need(k, block):
 
 
 def test_the_largest_number_of_blocks_fits():
-    """Loads of one more than whole blocks: no other load of as many assignments takes more blocks."""
+    """Each load is one more than whole blocks: no other load with as many assignments takes more blocks."""
     chosen = np.repeat(np.arange(3, dtype=np.int32), [5, 1, 9])[:, None]
     layout = expert_layout(jnp.asarray(chosen), jnp.ones(15, bool), 3, 4)
     assert layout.used == 2 + 1 + 3 <= len(layout.expert)
@@ -90,7 +90,7 @@ def test_the_largest_number_of_blocks_fits():
 
 @pytest.mark.parametrize(("k", "block"), SHAPES)
 def test_blocks_not_in_use_are_not_executed(k, block):
-    """NaN in their rows, and in the matrices of experts that have no token, reaches nothing."""
+    """NaN in their rows, and in the matrices of experts without tokens, changes no result."""
     chosen, routed = cases(k)["most experts have no token"]
     layout = expert_layout(jnp.asarray(chosen), jnp.asarray(routed), E, block)
     used = int(layout.used) * block

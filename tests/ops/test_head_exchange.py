@@ -1,4 +1,4 @@
-"""Tokens sent for heads: all tokens of a head in document order, and back; sums in between are exact."""
+"""The exchange of tokens for heads: all tokens of a head in document order, and back; sums are exact."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ CAPACITY, ROUND_TO, HEADS = 128, 8, 8
 
 
 def running_sums(x_MhP: jax.Array, segments: Segments) -> jax.Array:
-    """At each token the sum over its document up to there, which needs the tokens in order."""
+    """At each token the sum over its document up to that token, which needs the tokens in order."""
 
     def step(sum_hP, token):
         x_hP, position = token

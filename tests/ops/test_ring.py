@@ -21,7 +21,7 @@ SCALE = D**-0.5
 
 
 def dense_document(q, k, v):
-    """Causal attention of one document by the definition, NumPy float64."""
+    """Causal attention of one document by the definition, in NumPy float64."""
     n = len(q)
     k, v = (np.repeat(x, H // K, axis=1) for x in (k, v))
     s = np.where(np.tril(np.ones((n, n), bool)), SCALE * np.einsum("ihd,jhd->hij", q, k), -np.inf)
@@ -31,7 +31,7 @@ def dense_document(q, k, v):
 
 
 def dense_gradients(q, k, v, dout):
-    """Gradients of the same, by the textbook formulas."""
+    """Its gradients, by the textbook formulas."""
     _, p = dense_document(q, k, v)
     kk, vv = (np.repeat(x, H // K, axis=1) for x in (k, v))
     dp = np.einsum("ihv,jhv->hij", dout, vv)
@@ -45,7 +45,7 @@ def dense_gradients(q, k, v, dout):
 
 
 def dense_documents(lengths, round_to, q, k, v, dout):
-    """Outputs and gradients of a packed buffer, each document alone."""
+    """Outputs and gradients of a packed buffer, with each document computed alone."""
     want = [np.zeros_like(x, np.float64) for x in (dout, q, k, v)]
     for span in spans(lengths, round_to):
         one = [x[span].astype(np.float64) for x in (q, k, v)]
@@ -94,11 +94,11 @@ def test_packed_equals_each_document_alone(context, exchange, layout, dtype):
     ],
 )
 def test_fused_back_ends_get_the_same_calls(backend, context, exchange, layout, monkeypatch):
-    """As above, the kernels replaced by dense ones that leave NaN outside the lengths they are given."""
+    """As above, with dense kernels that leave NaN outside the segment lengths they are given."""
     fake_kernels.install_te(monkeypatch)
     dense_kernels.under_jax(monkeypatch.setattr)
     rng = np.random.default_rng(1)
-    # Jax's grouped queries are wrong before some version: then every query head gets its own keys.
+    # Jax's grouped queries are wrong before some version: there every query head gets its own keys.
     grouped = backend == "te" or version_numbers(jax.__version__) >= GROUPED_LEAST
     capacity, round_to = (CAPACITY, 1) if layout == "buffer" else (2 * CAPACITY, 8)
 
@@ -125,8 +125,8 @@ def test_fused_back_ends_get_the_same_calls(backend, context, exchange, layout, 
 
 @pytest.mark.parametrize("context", [2, 3, 4, 8])
 def test_a_remote_step_is_one_rectangle_and_nothing_else_is_executed(context):
-    """Brute force over the mask: the intervals are exactly the allowed pairs, every remote step's pairs are a
-    run of queries times a run of keys, and every executed block holds an allowed pair."""
+    """Checked by brute force over the mask. The intervals are exactly the allowed pairs; every remote step's
+    pairs are a range of queries times a range of keys; every executed block holds an allowed pair."""
     rng = np.random.default_rng(context)
     length, block = 16 * context, 4
     mesh_free = jax.jit(_intervals_of_rank, static_argnums=(3, 4))
@@ -154,7 +154,7 @@ def test_a_remote_step_is_one_rectangle_and_nothing_else_is_executed(context):
 
 
 def _intervals_of_rank(ids, positions, rank, context, block):
-    """Segments of one rank of a context axis, without devices: vmap names the axis."""
+    """The Segments of one rank of a context axis, without devices: vmap names the axis."""
 
     def one(i):
         segments = make_segments(ids[None], positions[None], block=block, axis="context")
@@ -166,7 +166,7 @@ def _intervals_of_rank(ids, positions, rank, context, block):
 
 @pytest.mark.parametrize("exchange", ["ring", "all_gather"])
 def test_the_exchange_is_the_one_asked_for(exchange):
-    """Both give the same numbers; the compiled program tells which collective moved the keys and values."""
+    """Both give the same numbers; the compiled program shows which collective moved the keys and values."""
 
     def rank(qkv, ids, positions):
         segments = make_segments(ids[None], positions[None], block=8, axis="context")

@@ -1,4 +1,4 @@
-"""Tokens are drawn from what top-k and top-p leave of the softmax, alike however the vocabulary is cut."""
+"""Tokens are sampled from the softmax after top-k and top-p, alike however the vocabulary is sharded."""
 
 import functools
 from typing import Any
@@ -19,7 +19,7 @@ CUTS = [(1, 1), (1, 2), (2, 2)]
 
 @functools.cache
 def on_ranks(cut: tuple[int, int]) -> Any:
-    """(logits [n, V], keys [n, 2], number, sampling) -> (kept, drawn), jitted, over so many ranks."""
+    """A jitted (logits [n, V], keys [n, 2], number, sampling) -> (kept, drawn), over that many ranks."""
     axis_types = (AxisType.Auto,) * 2
     mesh = jax.make_mesh(cut, AXES, axis_types=axis_types, devices=jax.devices()[: cut[0] * cut[1]])
     everywhere, by_rank = PartitionSpec(), PartitionSpec(None, AXES)
@@ -49,8 +49,8 @@ def random_keys(n: int, seed: int = 0) -> np.ndarray:
 
 
 def allowed(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """One document's [V] in float64, as transformers restricts: sorted, then the k first, then the least
-    number that reach p; what equals the last one stays too.
+    """The allowed tokens of one document [V], in float64, by the rule of transformers: sorted; the first k;
+    then the fewest whose sum reaches p. Tokens equal to the last one are kept too.
     """
     scaled = logits.astype(np.float64) / temperature
     order = np.argsort(-scaled, kind="stable")
@@ -65,7 +65,7 @@ def allowed(logits: np.ndarray, temperature: float, top_k: int, top_p: float) ->
 
 
 def ragged_logits() -> np.ndarray:
-    """Flat, peaked, of equals, negative, with entries that nothing can draw; V = 40."""
+    """Flat, peaked, with ties, negative, with entries that cannot be drawn; V = 40."""
     rng = np.random.default_rng(1)
     rows = [rng.normal(0, s, 40) for s in (0.1, 1, 3, 30)]
     rows += [rng.integers(-2, 3, 40).astype(float) for _ in range(4)]
@@ -90,7 +90,7 @@ def test_top_k_and_top_p_leave_what_sorting_leaves(cut: tuple[int, int]):
 
 
 def test_draws_have_the_probabilities_of_the_restricted_softmax():
-    """Chi-square over 40,000 documents, against every token's probability written out."""
+    """Chi-square test over 40,000 documents, against every token's probability written out."""
     logits = np.array([0.0, 1.0, -1.0, 2.5, 0.5, -8.0, 1.5, 1.2], np.float32)
     n = 40_000
     for settings in ((1.0, 0, 1.0), (0.6, 0, 1.0), (2.0, 5, 1.0), (1.0, 0, 0.8), (1.5, 6, 0.7)):
@@ -102,7 +102,7 @@ def test_draws_have_the_probabilities_of_the_restricted_softmax():
         assert counts[~possible].sum() == 0
         expected = n * p[possible]
         chi_square = ((counts[possible] - expected) ** 2 / expected).sum()
-        # Of 7 degrees of freedom at most, 24.3 is passed once in a thousand.
+        # With at most 7 degrees of freedom, 24.3 is exceeded once in a thousand.
         assert chi_square < 24.3, (settings, counts, expected)
 
 

@@ -1,4 +1,4 @@
-"""The scan kernels, interpreted: equal to the XLA scan in float64, lowered for CUDA, refused where wrong."""
+"""The scan kernels, interpreted: equal to the XLA scan in float64, lowered for CUDA, refused if wrong."""
 
 from dataclasses import replace
 from functools import partial
@@ -44,7 +44,7 @@ SIZES = [(1, 32, 16, "float32"), (1, 64, 16, "float32"), (2, 16, 16, "float32"),
 
 
 def scan_inputs(case: str) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
-    """a, (x, dt, B, C) and y's cotangent, 0 in padding; x, B and C in numbers that bfloat16 has."""
+    """(a, (x, dt, B, C), y's cotangent, which is 0 in padding); x, B and C are exact in bfloat16."""
     rng = np.random.default_rng([2, list(CASES).index(case)])
     x, b, c = (
         np.asarray(jnp.asarray(rng.normal(size=(TOKENS, *s)), jnp.bfloat16), np.float32)
@@ -58,8 +58,9 @@ def scan_inputs(case: str) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarr
 
 @pytest.mark.parametrize(("context", "chunk", "tile", "dtype"), SIZES)
 def test_the_kernels_equal_the_scan_in_float64(context: int, chunk: int, tile: int, dtype: str) -> None:
-    """Outputs and all gradients: several tiles a chunk, a last chunk that is filled up, and on two context
-    ranks states that enter from the other. In bfloat16 within what its roundings (2^-9 each) add up to.
+    """Compares outputs and all gradients, with several tiles a scan chunk, a last chunk that is padded, and,
+    on two context ranks, initial states from the other rank. The bfloat16 tolerance is the sum of its
+    roundings (2^-9 each).
     """
 
     def kernels(a: Any, inputs: Any, segments: Segments) -> Any:
@@ -84,7 +85,7 @@ def test_the_kernels_equal_the_scan_in_float64(context: int, chunk: int, tile: i
 
 
 def test_mamba2_on_two_ranks_with_the_kernels() -> None:
-    """Outputs and gradients of all its parameters are those of the XLA scan in float64."""
+    """Compares outputs and gradients of all its parameters with the XLA scan's in float64."""
     dim, lengths = 16, CASES["ragged, one token documents, padding"]
     llm = LLMConfig(dim=dim, mamba_heads=4, mamba_head_dim=16, mamba_state=16)
     rng = np.random.default_rng(3)
@@ -109,17 +110,17 @@ def test_mamba2_on_two_ranks_with_the_kernels() -> None:
 
 
 def broken_first(positions_ref: Any, tile: Any, q: int) -> Any:
-    """As if no document began in a chunk."""
+    """Broken: as if no document began inside a chunk."""
     return jnp.zeros(q, jnp.int32)
 
 
 def broken_decays(sizes: Any, sums: Any, positions_N: Any) -> Any:
-    """As if no document began between chunks."""
+    """Broken: as if no document began between chunks."""
     return scan_pallas.Sums(*map(jnp.exp, sums))
 
 
 def lost_carry(sizes: Any, total_HC: Any) -> Any:
-    """As if nothing entered a rank's context chunks from other ranks."""
+    """Broken: as if no state entered a rank's context chunks from other ranks."""
     before, after, whole = over_chunks(sizes, total_HC)
     return 0 * before, 0 * after, whole
 
@@ -150,7 +151,7 @@ def test_the_probe_on_ranks_refuses_kernels_that_lose_other_ranks_states(
 def test_the_probe_refuses_kernels_without_boundaries(
     module: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every output and every gradient shows it."""
+    """Every output and every gradient shows the fault."""
     monkeypatch.setattr(module, name, wrong)
     assert min(probe_errors(ssd_pallas, SHAPE).values()) > error_bound(SHAPE.dtype)
 
@@ -161,7 +162,7 @@ def test_the_probe_refuses_what_is_not_finite() -> None:
 
 @pytest.fixture
 def h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later versions of jax ask which GPU they lower for, and inside a shard_map see the CPU devices only."""
+    """Later versions of jax ask which GPU they lower for; in a shard_map they see only the CPU devices."""
     if hasattr(pltriton, "GpuVersion"):
         info = pltriton.get_gpu_info_from_version(pltriton.GpuVersion.H100)
         monkeypatch.setattr("jax._src.pallas.triton.gpu_info.get_gpu_info", lambda: info)
@@ -174,7 +175,7 @@ CALL = "__gpu$xla.gpu.triton"
 @pytest.mark.usefixtures("h100")
 @pytest.mark.parametrize("chunk", [128, 256])
 def test_the_kernels_lower_for_cuda(chunk: int) -> None:
-    """Nemotron-3-Nano's scan, forward and backward: two kernels and five."""
+    """Nemotron-3-Nano's scan has two kernels forward and five backward."""
     n, dims = 512, {"x": (64, 64), "dt": (64,), "b": (8, 128), "c": (8, 128)}
     shapes = {k: jax.ShapeDtypeStruct((n, *s), jnp.bfloat16) for k, s in dims.items()}
     shapes["dt"] = jax.ShapeDtypeStruct((n, 64), jnp.float32)
@@ -195,7 +196,7 @@ def test_the_kernels_lower_for_cuda(chunk: int) -> None:
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.usefixtures("h100")
 def test_the_probe_on_ranks_lowers_for_cuda() -> None:
-    """Its ranks are one dim more of programs, of the same seven kernels."""
+    """Its ranks add one dim to the programs of the same seven kernels."""
     shape = ScanShape("bfloat16", heads=8, groups=1, head_dim=64, state=128, chunk=128, states_enter=True)
     row = jax.ShapeDtypeStruct((1, len(probe_inputs(shape)[0])), jnp.int32)
     program = probe_program(ssd_pallas, shape).trace(row, row, *probe_inputs(shape))

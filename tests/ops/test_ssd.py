@@ -34,10 +34,10 @@ def recurrence(a_H, x_LHP, dt_LH, b_LGS, c_LGS, reset_L):
 
 
 def each_document_alone(a, inputs, lengths, dy):
-    """Outputs and gradients of the recurrence run on each document by itself, in float64."""
+    """Outputs and gradients of the recurrence, run on each document alone, in float64."""
     y, da, dinputs = np.zeros(dy.shape), np.zeros(H), [np.zeros(x.shape) for x in inputs]
     for span in spans(lengths):
-        # One compiled length for all documents: what comes after the document cannot reach back into it.
+        # One compiled length for all documents: tokens after the document cannot affect it.
         length = span.stop - span.start
         padded = [np.zeros(x.shape) for x in (*inputs, dy)]
         for whole, part in zip(padded, (*inputs, dy), strict=True):
@@ -59,7 +59,7 @@ def each_document_alone(a, inputs, lengths, dy):
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize(("context", "gather_up_to"), [(1, 8), (2, 8), (4, 8), (4, 1)])
 def test_scan_equals_the_recurrence_of_each_document_alone(context, gather_up_to, dtype, monkeypatch):
-    """|A| from 1e-3 to 1000: everything finite and exact. (4, 1) passes states in log2 steps."""
+    """|A| is from 1e-3 to 1000: everything is finite and exact. (4, 1) passes states in log2 steps."""
     monkeypatch.setattr(state_passing, "GATHER_UP_TO", gather_up_to)
     rng = np.random.default_rng(1)
     with jax.enable_x64(True):
@@ -75,7 +75,7 @@ def test_scan_equals_the_recurrence_of_each_document_alone(context, gather_up_to
             y, da, dinputs = run(a, inputs, *row_arrays(lengths), dy)
             real = sum(lengths)
             want_y, want_da, want_dinputs = each_document_alone(a, inputs, lengths, dy)
-            # Padding's outputs mean nothing: nothing reads them, so they get no cotangent in a model.
+            # Padding's outputs are meaningless: a model never reads them, so they get no cotangent.
             dy_real = dy.copy()
             dy_real[real:] = 0
             _, da, dinputs = run(a, inputs, *row_arrays(lengths), dy_real)
@@ -122,7 +122,7 @@ def test_convolution_equals_each_document_alone(context, silu):
 def test_the_last_inputs_of_a_prompt_are_its_documents_alone(
     context: int, layout: Literal["buffer", "document"]
 ):
-    """Prompts of any length, shorter than the taps too; ranks' parts add up to it."""
+    """Prompts have any length, also shorter than the taps; the ranks' results are summed."""
     rng, round_to, capacity = np.random.default_rng(3), 8, 2 * CAPACITY
 
     def rank(ends, x, ids, positions):

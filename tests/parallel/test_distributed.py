@@ -1,4 +1,4 @@
-"""Two processes are one run: the same numbers, one set of files, one end; and their number may change."""
+"""Two processes are one run: the same numbers, one set of files, one end. Their number may change."""
 
 import json
 import os
@@ -33,11 +33,11 @@ FLAGS = "--xla_backend_optimization_level=0 " + " ".join(
 )
 PLAIN = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
 CLOCK = {"time", "tokens_per_second", "step_seconds", "compilations", "skipped_documents", "imbalance"}
-"""What a metrics line says of its own call (skipped_documents: items that it met), and of the mesh."""
+"""Fields of a metrics line that depend on the call (skipped_documents: items that it met) and on the mesh."""
 
 
 def config(manifest: Path) -> Config:
-    """Room for every buffer's audio on two ranks and on four, so that none is cut: any mesh has the same."""
+    """Every buffer's audio fits on two ranks and on four, so all meshes pack the same buffers."""
     small = tiny(manifest)
     return replace(
         small,
@@ -59,7 +59,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recordings")
     write_recordings(folder)
     lines = (folder / "manifest.jsonl").read_text().splitlines(keepends=True)
-    # Of rows 1 and 2 of 4, hence met by different processes.
+    # In rows 1 and 2 of 4, so that different processes meet them.
     for place in (2, 5):
         lines.insert(place, json.dumps({"audio_filepath": f"missing{place}.wav", "text": "not there"}) + "\n")
     (folder / "manifest.jsonl").write_text("".join(lines))
@@ -116,7 +116,7 @@ def two(manifest: Path, workdir: Path, *overrides: str) -> Iterator[subprocess.P
 
 
 def until(process: subprocess.Popen[str], pattern: str) -> list[str]:
-    """The output's lines up to the one that matches, or all."""
+    """The output's lines up to the first that matches, or all lines."""
     lines = []
     for line in process.stdout or ():
         lines.append(line)
@@ -146,7 +146,7 @@ class Ended(NamedTuple):
 
 @pytest.fixture(scope="module")
 def killed(manifest: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """Two processes, of which the second was killed."""
+    """Two processes; the second was killed."""
     workdir = tmp_path_factory.mktemp("two")
     with two(manifest, workdir) as processes:
         output = end(processes, 1, signal.SIGKILL)
@@ -162,7 +162,7 @@ def stopped(manifest: Path, killed: Ended) -> Ended:
 
 
 def assert_same(workdir: Path, one: Path) -> int:
-    """Metrics, validations included, are the one process's but for rounding; returns the last step."""
+    """Metrics, including validations, equal the one process's up to rounding; returns the last step."""
     lines, all_of_one = read_metrics(workdir), read_metrics(one)
     for got, want in zip(lines, all_of_one[: len(lines)], strict=True):
         assert got.keys() == want.keys()
@@ -207,7 +207,7 @@ def test_one_process_continues_what_two_began(stopped: Ended, manifest: Path, on
 def test_two_processes_that_share_every_row_continue_what_one_began(
     manifest: Path, one: Path, tmp_path: Path
 ):
-    """On (data, context) = (1, 4) in place of (2, 2): both processes load all rows, which count once."""
+    """On (data, context) = (1, 4) instead of (2, 2): both processes load all rows, which count once."""
     shutil.copytree(one, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))
     (tmp_path / "hypotheses.jsonl").unlink()
@@ -245,12 +245,12 @@ with started(*((address[0], 3, int(address[1])) if address else (None,) * 3)) as
 def three(
     what: str, *, slurm: bool = False, present: Sequence[int] = (0, 1, 2)
 ) -> list[tuple[int, str, str]]:
-    """(exit status, standard output, errors) of those present of three processes that run PROCESS."""
+    """(exit status, standard output, errors) of three processes, or of some of them, that run PROCESS."""
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     processes = []
     for i in present:
-        # As srun tells its tasks.
+        # The variables that srun gives its tasks.
         told = {"STEP_NODELIST": "localhost", "NTASKS": 3, "STEP_NUM_TASKS": 3, "PROCID": i, "LOCALID": i}
         told = {f"SLURM_{k}": str(v) for k, v in told.items()} if slurm else {}
         environment = PLAIN | told | {"SLURM_JOB_ID": "1", "JAX_COORDINATOR_PORT": str(port)}

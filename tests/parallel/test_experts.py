@@ -1,4 +1,4 @@
-"""Experts on other ranks: the same sums and gradients as on one, however uneven the load, nothing dropped."""
+"""Experts on other ranks: sums and gradients are as on one, for any load, and no token is dropped."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def inputs(load: str) -> tuple[Any, ...]:
     chosen = np.stack([rng.permutation(choices)[:CHOSEN] for _ in range(n)]).astype(np.int32)
     routed = rng.random(n) < 0.67
     if load == "one expert more than it can":
-        routed[:TOKENS] = False  # a rank that sends nothing
+        routed[:TOKENS] = False  # one rank sends nothing
     return (
         rng.normal(size=(n, DIM)),
         rng.normal(size=(EXPERTS, DIM, INNER)),

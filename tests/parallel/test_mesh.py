@@ -1,4 +1,4 @@
-"""The shard_map of every step."""
+"""The shard_map that every step uses."""
 
 import jax
 import jax.numpy as jnp

@@ -32,7 +32,7 @@ def init(mesh: MeshConfig, fsdp: tuple[str, ...] = ("data", "context")) -> Init:
     [
         (MeshConfig(), (8, 6), (), P(None, None)),
         (MeshConfig(2, 2), (8, 6), (), P(("data", "context"), None)),
-        (MeshConfig(2, 2), (6, 12), (), P(None, ("data", "context"))),  # the larger of those that divide
+        (MeshConfig(2, 2), (6, 12), (), P(None, ("data", "context"))),  # the larger dim that divides
         (MeshConfig(4, 2), (6, 4), (), P(None, ("data",))),  # 8 divides neither, 4 divides one
         (MeshConfig(4), (6, 9), (), P(None, None)),
         (MeshConfig(2, tensor=2), (6, 8), (None, over_tensor(4)), P(("data",), ("tensor",))),
@@ -40,7 +40,7 @@ def init(mesh: MeshConfig, fsdp: tuple[str, ...] = ("data", "context")) -> Init:
         (MeshConfig(2, tensor=2), (5, 8), (None, over_tensor(4)), P(None, ("tensor", "data"))),
         # Two key heads for four ranks: every rank holds both.
         (MeshConfig(tensor=4), (6, 8), (None, over_tensor(2)), P(None, None)),
-        # Experts over data and context leave nothing for FSDP over these.
+        # Experts over data and context leave nothing for FSDP over these axes.
         (
             MeshConfig(2, 2),
             (8, 6, 4),
@@ -80,7 +80,7 @@ class Layer(nnx.Module):
 
 @pytest.mark.parametrize("remat", [True, False])
 def test_a_stack_is_whole_for_its_turn_and_its_gradient_comes_back_scattered(remat: bool):
-    """Against the same layers unrolled on one device; no whole matrix is kept for the backward pass."""
+    """Compared with the same layers unrolled on one device; backward keeps no whole matrix."""
     mesh = MeshConfig(2, 2)
 
     def layers(mesh: MeshConfig) -> Layer:
@@ -123,6 +123,6 @@ def test_a_stack_is_whole_for_its_turn_and_its_gradient_comes_back_scattered(rem
 
 
 def test_what_is_not_fsdp_sharded_is_not_gathered():
-    """So that one device needs no mesh."""
+    """One device therefore needs no mesh."""
     w = init(MeshConfig()).normal((4, 4))
     np.testing.assert_array_equal(jax.jit(lambda: gathered(w))(), w[...])

@@ -1,4 +1,4 @@
-"""Schedules, by brute force: every piece of work once, after what it needs, no more kept than promised."""
+"""Schedules, by brute force: each stage runs each microbatch once, in order, in the promised slots."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_all_work_is_done_once_and_when_its_input_has_just_come(microbatches: in
     for m, s in everything:
         tick = forward[m, s][0]
         if s:
-            assert tick == forward[m, s - 1][0] + 1  # what was sent at the end of the tick before
+            assert tick == forward[m, s - 1][0] + 1  # sent at the end of the previous tick
         else:
             assert schedule.enter[tick] == m
         back = backward[m, s][0]

@@ -1,4 +1,4 @@
-"""Pipeline stages: every layer once, in order, divided by cost; storage goes there and back."""
+"""Pipeline stages: every layer once, in order, divided by cost; parameters convert to stages and back."""
 
 from itertools import combinations
 from pathlib import Path
@@ -22,7 +22,7 @@ def stage_costs(patterns: tuple[str, ...], llm: LLMConfig) -> list[float]:
 
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_nano_is_divided_into_stages_of_nearly_equal_cost(count: int):
-    """52 layers do not divide evenly by 8, and cost is not by the layer."""
+    """52 layers do not divide evenly by 8, and layers differ in cost."""
     patterns = pipeline_stages(NANO_LLM, MeshConfig(pipeline=count)).patterns
     assert "".join(patterns) == NANO_LLM.letters
     costs = stage_costs(patterns, NANO_LLM)
@@ -72,7 +72,7 @@ def test_marks_divide_as_they_say():
     ],
 )
 def test_layers_go_to_their_stages_and_back(stages: Stages):
-    """Each rank finds its stages' layers, in order, where it looks for them; the rest is zero."""
+    """Each rank finds its stages' layers, in order, where it expects them; the rest is zero."""
     params = {
         "decoder": {
             "layers": {

@@ -1,4 +1,4 @@
-"""The training state on the mesh: a rank holds its part; saved, it is the same for every mesh."""
+"""The training state on the mesh: each rank holds its shard; a saved state is the same for every mesh."""
 
 from dataclasses import replace
 
@@ -26,13 +26,13 @@ MESH = MeshConfig(2, 1, 2, 2)
 
 
 def config(mesh: MeshConfig, **train: float) -> Config:
-    """The uneven or interleaved variant of check_meshes."""
+    """The config of the second variant of check_meshes: uneven or interleaved stages."""
     chosen = variants(mesh)[-1]
     return replace(chosen, train=TrainConfig(**(vars(chosen.train) | {"warmup_steps": 0} | train)))
 
 
 def with_mtp(config: Config) -> Config:
-    """Two depths of multi-token prediction, with weights of their own."""
+    """Adds two depths of multi-token prediction, with their own weights."""
     llm = replace(config.model.llm, mtp_pattern="E", mtp_depths=2, mtp_shared=False)
     return replace(config, model=replace(config.model, llm=llm))
 
@@ -43,8 +43,8 @@ def bytes_on_a_device(state: TrainState, name: str) -> int:
 
 
 def test_a_device_holds_its_part_of_parameters_and_moments():
-    """Of 8 devices nearly an eighth; twice that where two stages of a rank each have half the kinds of
-    layers, and are filled up."""
+    """Each of 8 devices holds nearly an eighth. It is twice that where each of a rank's two stages has half
+    of the layer kinds: the stages are padded."""
     alone = config(MeshConfig())
     whole = init_state(Blueprint(alone), make_mesh(alone.mesh))
     for mesh, most in ((MeshConfig(8), 0.16), (MESH, 0.26)):
@@ -108,13 +108,13 @@ def test_steps_on_a_pipeline_are_those_of_one_device():
             b[module]["layers"]["moe"]["mixer"]["correction_bias"] for b in (buffers, piped_buffers)
         )
         np.testing.assert_allclose(piped_biases, biases, atol=1e-6)
-        # Each moved by a hundredth a step, up or down, and not all the same way.
+        # Each bias moved by a hundredth a step, up or down, and not all in the same direction.
         assert biases.max() > 0 > biases.min()
         assert np.abs(biases).max() <= 0.03 + 1e-6
 
 
 def test_the_biases_even_out_the_experts_load():
-    """Training nothing else: the fullest expert's load falls towards the mean."""
+    """Nothing else is trained: the fullest expert's load falls towards the mean."""
     mesh_config = MeshConfig()
     chosen = config(
         mesh_config, learning_rate=0.0, min_learning_rate=0.0, router_bias_rate=2e-3, aux_loss=0.0
@@ -133,7 +133,7 @@ def test_the_biases_even_out_the_experts_load():
 
 
 def test_the_auxiliary_loss_evens_out_the_experts_load():
-    """Its gradient reaches the router: with it the loss of the load falls, without it it need not."""
+    """Its gradient reaches the router: with it the load's loss falls, without it it need not."""
     found = {}
     for weight in (0.0, 1.0):
         mesh_config = MeshConfig()

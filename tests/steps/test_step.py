@@ -66,8 +66,8 @@ def test_short_runs_have_a_learning_rate(steps: int, warmup: int):
 
 
 def test_bfloat16_is_near_float32_and_everything_is_finite():
-    """Without experts, whose choice rounding flips. Gradients are compared in the decoder only: those of the
-    tiny random encoder change by 170% when just weights and features are rounded to bfloat16.
+    """Without experts, whose choice rounding can flip. Gradients are compared in the decoder only: those of
+    the tiny random encoder change by 170% when only weights and features are rounded to bfloat16.
     """
     sizes = MeshConfig(context=2)
     mesh = make_mesh(sizes)
@@ -90,7 +90,7 @@ def test_bfloat16_is_near_float32_and_everything_is_finite():
 
 
 def test_gradients_of_a_frequent_token_are_summed_in_float32():
-    """In bfloat16 a sum stops growing at 256 times its terms."""
+    """A bfloat16 sum would stop growing at 256 times its terms."""
     config = Config(model=MODEL, compute=ComputeConfig(dtype="bfloat16"))
     graph, params, buffers = random_state(Blueprint(config).model)
     params = jax.tree.map(np.float32, params)
@@ -106,7 +106,7 @@ def test_gradients_of_a_frequent_token_are_summed_in_float32():
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_counted():
-    """A batch with a NaN, then an infinity, between sound ones: as if they had never been seen."""
+    """A batch with a NaN, then one with an infinity, come between sound ones; they change nothing."""
     config = Config(mesh=MeshConfig(context=2), model=MODEL)
     mesh = make_mesh(config.mesh)
     step = make_train_step(Blueprint(config), mesh)
@@ -138,7 +138,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted():
 
 
 def test_boundaries_are_derived_once_a_step_and_never_in_a_layer(monkeypatch: pytest.MonkeyPatch):
-    """However many layers there are: once for the tokens, once for the clips."""
+    """Once for the tokens and once for the clips, however many layers there are."""
     calls = []
 
     def counted(*given: Any, **options: Any) -> Segments:
