@@ -45,16 +45,16 @@ def find_prompts(
         of a document counts.
     """
     rows = len(batch.tokens)
-    places = -(-max_documents // layout.ranks) * layout.ranks
-    ends = PromptEnds(*np.full((2, rows, places), -1, np.int32))
-    answers: list[list[int]] = [[] for _ in range(rows * places)]
+    entries = -(-max_documents // layout.ranks) * layout.ranks
+    ends = PromptEnds(*np.full((2, rows, entries), -1, np.int32))
+    answers: list[list[int]] = [[] for _ in range(rows * entries)]
     for row, document, order, slots in _documents(batch, layout):
         supervised, targets = (x[row][order][slots] for x in (batch.weights, batch.targets))
         at = np.flatnonzero(supervised)
         if len(at):
             answer = at[np.flatnonzero(np.diff(at, prepend=-2) > 1)[-1] :]
             ends.first[row, document], ends.last[row, document] = slots[0], slots[answer[0]]
-            answers[row * places + document] = targets[answer].tolist()
+            answers[row * entries + document] = targets[answer].tolist()
     return ends, answers
 
 
@@ -89,7 +89,7 @@ class Prompts:
     """
 
     ends: PromptEnds
-    at: Int32[Array, " places"]
+    at: Int32[Array, " entries"]
     keys: KeyIntervals
     documents: int
     new_tokens: int
@@ -116,9 +116,9 @@ class Now(NamedTuple):
 
 def make_prompts(ends: PromptEnds, segments: Segments, new_tokens: int) -> Prompts:
     """Called inside the step's shard_map. ends: for this data rank's rows, equal on all its context ranks."""
-    rows, places = ends.first.shape
+    rows, entries = ends.first.shape
     tokens = len(segments.ids) // rows * segments.context
-    documents = rows * places // segments.context
+    documents = rows * entries // segments.context
     start_R1 = tokens * jnp.arange(rows, dtype=jnp.int32)[:, None]
     exists_RD = ends.last >= 0
     lo, hi = (jnp.where(exists_RD, start_R1 + x, 0).reshape(-1) for x in (ends.first, ends.last + 1))

@@ -1,6 +1,6 @@
 """Expert parallelism: experts sharded over ranks, tokens sent to them and back. No token is dropped.
 
-Assignments (token, expert) are exchanged by all-to-all in rounds. A round has C slots (`places` in the code)
+Assignments (token, expert) are exchanged by all-to-all in rounds. A round has C slots
 for each pair of ranks, somewhat more than an even load needs. Assignments without a slot go with the next
 round. There are as many rounds as the fullest pair needs: usually one. Only the memory of a round is bounded.
 
@@ -61,31 +61,31 @@ def exchanged_experts(
     Differentiable in x, up, down and weight. Every rank of `axes` must call it at the same time.
     """
     (n, k), experts, ranks = chosen_Nk.shape, len(up_eDF), jax.lax.axis_size(axes)
-    places = min(math.ceil(capacity * n * k / ranks), n * min(k, experts))
+    slots = min(math.ceil(capacity * n * k / ranks), n * min(k, experts))
     # Sort the assignments by destination rank; number those of each rank.
     rank_A = jnp.where(routed_N[:, None], chosen_Nk // experts, ranks).reshape(-1)
     order_A = jnp.argsort(rank_A, stable=True)
     load_r1 = jnp.bincount(rank_A, length=ranks + 1)
     number_A = jnp.arange(n * k) - (jnp.cumsum(load_r1) - load_r1)[rank_A[order_A]]
     number_A = jnp.zeros_like(number_A).at[order_A].set(number_A)
-    rounds = jax.lax.pmax(-(-load_r1[:ranks].max() // places), axes)
-    slot_A = jnp.where(rank_A < ranks, rank_A * places + number_A % places, ranks * places)
-    where = (slot_A, jnp.where(rank_A < ranks, number_A // places, -1), chosen_Nk.reshape(-1) % experts)
-    out_AD = _all_rounds(x_ND, up_eDF, down_eFD, where, rounds, axes, places, block)
+    rounds = jax.lax.pmax(-(-load_r1[:ranks].max() // slots), axes)
+    slot_A = jnp.where(rank_A < ranks, rank_A * slots + number_A % slots, ranks * slots)
+    where = (slot_A, jnp.where(rank_A < ranks, number_A // slots, -1), chosen_Nk.reshape(-1) % experts)
+    out_AD = _all_rounds(x_ND, up_eDF, down_eFD, where, rounds, axes, slots, block)
     return jnp.einsum("nkd,nk->nd", out_AD.reshape(n, k, -1), weight_Nk.astype(out_AD.dtype))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _all_rounds(x_ND, up, down, where, rounds, axes, places, block):
+def _all_rounds(x_ND, up, down, where, rounds, axes, slots, block):
     """The result of each assignment [A, D]; 0 for assignments that are not sent."""
-    return _all_rounds_forward(x_ND, up, down, where, rounds, axes, places, block)[0]
+    return _all_rounds_forward(x_ND, up, down, where, rounds, axes, slots, block)[0]
 
 
-def _all_rounds_forward(x_ND, up, down, where, rounds, axes, places, block):
+def _all_rounds_forward(x_ND, up, down, where, rounds, axes, slots, block):
     a = len(where[0])
 
     def one(i: Array, out_AD: Array) -> Array:
-        send = _Round(where, i, len(x_ND), axes, places)
+        send = _Round(where, i, len(x_ND), axes, slots)
         layout = send.layout(len(up), block)
         y_SD = _rows_through_experts(send.there(x_ND), up, down, layout)
         return out_AD + send.results(send.back(y_SD))
@@ -94,11 +94,11 @@ def _all_rounds_forward(x_ND, up, down, where, rounds, axes, places, block):
     return out_AD, (x_ND, up, down, where, rounds)
 
 
-def _all_rounds_backward(axes, places, block, residuals, dout_AD):
+def _all_rounds_backward(axes, slots, block, residuals, dout_AD):
     x_ND, up, down, where, rounds = residuals
 
     def one(i: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        send = _Round(where, i, len(x_ND), axes, places)
+        send = _Round(where, i, len(x_ND), axes, slots)
         layout = send.layout(len(up), block)
         through = partial(_rows_through_experts, layout=layout)
         _, pull = jax.vjp(through, send.there(x_ND), up, down)
@@ -122,9 +122,9 @@ def _rows_through_experts(x_SD: Array, up: Array, down: Array, layout: ExpertLay
 class _Round:
     """One round: which assignments are exchanged, in which slots. S = r * C slots are sent and received."""
 
-    def __init__(self, where: Any, i: Array, tokens: int, axes: tuple[str, ...], places: int) -> None:
+    def __init__(self, where: Any, i: Array, tokens: int, axes: tuple[str, ...], slots: int) -> None:
         slot_A, round_A, self._expert_A = where
-        self._axes, self._size, self._tokens = axes, jax.lax.axis_size(axes) * places, tokens
+        self._axes, self._size, self._tokens = axes, jax.lax.axis_size(axes) * slots, tokens
         # The slot of each assignment, S if it is not in this round; the assignment of each slot, A if none.
         self._slot_A = jnp.where(round_A == i, slot_A, self._size)
         a = len(slot_A)
