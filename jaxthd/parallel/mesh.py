@@ -39,8 +39,8 @@ def make_mesh(config: MeshConfig) -> Mesh:
     if jax.process_count() > 1 and jax.device_count() > config.devices:
         raise UserError(
             f"the mesh {config.sizes} (data, context, pipeline, tensor) is for {config.devices} devices, not "
-            f"for the {jax.device_count()} of {jax.process_count()} processes; expected a mesh over all of them: "
-            "raise a mesh size, or start fewer processes"
+            f"for the {jax.device_count()} of {jax.process_count()} processes; expected a mesh over all of "
+            "them: raise a mesh size, or start fewer processes"
         )
     axis_types = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(config.sizes, AXES, axis_types=axis_types, devices=jax.devices()[: config.devices])
