@@ -182,7 +182,7 @@ def test_the_command_prints_settings_that_can_be_pasted_and_draws(manifest, tmp_
     options = ["--config", str(tiny), "--data.manifest", str(manifest), "--mesh.context", "2"]
     main([*options, "--out", str(picture)])
     text = capsys.readouterr().out
-    assert "53 documents, 1 faulty lines" in text
+    assert "53 documents, 1 lines skipped" in text
     assert "a random sample of 40 of 53 documents" in text
     assert "context ranks over the mean" in text
     lines = text.splitlines()

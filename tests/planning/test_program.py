@@ -82,7 +82,7 @@ def test_a_branch_counts_as_often_as_told_and_the_dearest_is_taken():
     )
     runs = {"step/stage/cond": 0.5, "": 3.0}
     assert received_bytes(program, CONTEXT, runs.__getitem__)["context",].tolist() == [12 + 36 + 36] * 4
-    with pytest.raises(RuntimeError, match=r"conditional of main: how often it runs cannot be told"):
+    with pytest.raises(RuntimeError, match=r"conditional of main holds collectives"):
         received_bytes(program, CONTEXT)
 
 
