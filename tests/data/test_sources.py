@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import soundfile
 
-from jaxthd import plan
 from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig, SpecAugmentConfig
 from jaxthd.data import speech
 from jaxthd.data.dataset import SpeechData
 from jaxthd.data.sources.registry import training_sources, validation_sources
 from jaxthd.errors import UserError
+from jaxthd.planning import lengths as planned
 from tests.data.sets import sound, write_tar
 
 KINDS = ("plain", "tarred", "shar")
@@ -192,8 +192,8 @@ def test_the_planner_measures_the_same_lengths_and_decodes_nothing(folder, tmp_p
     monkeypatch.setattr(soundfile.SoundFile, "read", None)
     lengths = []
     for kind in KINDS:
-        (examples,) = plan.read_examples(config(folder, kind))
-        lengths.append(plan.measure(examples, config(folder, kind)))
+        (examples,) = planned.read_examples(config(folder, kind))
+        lengths.append(planned.measure(examples, config(folder, kind)))
     for found, unusable in lengths:
         assert unusable == lengths[0][1]
         assert len(found.tokens) == LINES
@@ -203,9 +203,9 @@ def test_the_planner_measures_the_same_lengths_and_decodes_nothing(folder, tmp_p
     names = ("4.wav", "4-sub1.wav", "7.wav")
     write(bare, [{"audio_filepath": name, "text": "x", "offset": 0.25} for name in names])
     settings = config(folder, "plain", manifest=(str(bare),), tarred_audio=(f"{folder}/tarred/audio_1.tar",))
-    (examples,) = plan.read_examples(settings)
+    (examples,) = planned.read_examples(settings)
     seconds = soundfile.info(folder / "plain" / "4.wav").duration - 0.25
-    samples = [plan.clip_samples(clip) for example in examples for clip in example.clips]
+    samples = [planned.clip_samples(clip) for example in examples for clip in example.clips]
     assert samples == [pytest.approx(16_000 * seconds, abs=1)] * 2 + [0]
 
 

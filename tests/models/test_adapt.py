@@ -133,7 +133,9 @@ def test_lora_starts_as_nothing_with_pefts_spread():
 def test_a_target_starts_as_without_the_others():
     adapters = []
     for targets in (("*",), ("out",)):
-        adapters.append(Adapter(MODEL, Init(jax.random.key(0))))
+        adapters.append(
+            Adapter(MODEL.audio_encoder.dim, MODEL.adapter_dim, MODEL.llm, Init(jax.random.key(0)))
+        )
         add_lora(adapters[-1], replace(LORA, lora_targets=targets), jax.random.key(1))
     both, one = adapters
     assert one.up.lora is None
@@ -244,7 +246,9 @@ def multiply_adds(function: Callable[..., Any], config: Config) -> int:
 
     model = Blueprint(config).model
     state = (nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, Buffer))
-    program = jax.make_jaxpr(function(config, make_mesh(config.mesh)))(*state, abstract_batch(config))
+    program = jax.make_jaxpr(function(Blueprint(config), make_mesh(config.mesh)))(
+        *state, abstract_batch(config)
+    )
     return count(program.jaxpr, 1)
 
 
