@@ -1,6 +1,6 @@
 """Every mesh gives the same loss: compares the loss and every gradient on each mesh with one device.
 
-    python scripts/check_meshes.py [--sample N] [--dtype float64] [--out results.jsonl]
+    python scripts/check_meshes.py [--only mtp] [--sample N] [--dtype float64] [--out results.jsonl]
 
 The meshes are all ways to write 1, 2, 4 and 8 simulated devices as data x context x pipeline x tensor. Most
 are run in two variants. The first has 1F1B, the ring where stages are equal, and whole residuals. The second
@@ -30,6 +30,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -309,10 +310,10 @@ def worst_of(got: Gradient, want: Gradient) -> tuple[float, str]:
 
 
 @functools.cache
-def own_error(adapt: AdaptConfig, llm: LLMConfig) -> float:
-    """The error of one device in float32: the worst over several orders of the same rows."""
+def own_errors(adapt: AdaptConfig, llm: LLMConfig) -> list[float]:
+    """The errors of one device in float32, over several orders of the same rows."""
     truth = one_device("float64", adapt, 0, llm)
-    return max(worst_of(one_device("float32", adapt, order, llm), truth)[0] for order in range(ORDERS))
+    return [worst_of(one_device("float32", adapt, order, llm), truth)[0] for order in range(ORDERS)]
 
 
 def check(config: Config) -> dict[str, Any]:
@@ -320,7 +321,7 @@ def check(config: Config) -> dict[str, Any]:
     got, seconds = evaluate(config)
     llm = replace(config.model.llm, pattern=config.model.llm.letters)
     error, tensor = worst_of(got, one_device("float64", config.adapt, 0, llm))
-    allowed = 1e-10 if config.compute.dtype == "float64" else max(1e-5, 2 * own_error(config.adapt, llm))
+    allowed = 1e-10 if config.compute.dtype == "float64" else max(1e-5, 2 * max(own_errors(config.adapt, llm)))
     return {
         "mesh": "x".join(map(str, config.mesh.sizes)),
         "stages": "|".join(Blueprint(config).stages.patterns),
@@ -363,13 +364,18 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--only", choices=("plain", "lora", "mtp"), help="one kind of rows")
     parser.add_argument("--sample", type=int, default=0, help="only as many rows, drawn at random (seed 0)")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--out", type=Path, default=Path("runs/check_meshes.jsonl"))
     options = parser.parse_args(argv)
 
-    runs = [config for mesh in meshes() for config in variants(mesh, options.dtype)]
-    runs += adapted(options.dtype) + predicting(options.dtype)
+    kinds = {
+        "plain": [config for mesh in meshes() for config in variants(mesh, options.dtype)],
+        "lora": adapted(options.dtype),
+        "mtp": predicting(options.dtype),
+    }
+    runs = kinds[options.only] if options.only else list(chain(*kinds.values()))
     if options.sample:
         chosen = np.random.default_rng(0).permutation(len(runs))[: options.sample]
         runs = [runs[i] for i in sorted(chosen)]
@@ -390,6 +396,9 @@ def main(argv: list[str] | None = None) -> None:
             flush=True,
         )
     print(f"\n{show(rows)}")
+    if options.dtype == "float32" and not options.only:
+        own = own_errors(PLAIN, MODEL.llm)
+        print(f"\none device, {ORDERS} orders of its rows: {min(own):.1e} to {max(own):.1e}")
     failed = sum(row["error"] > row["allowed"] for row in rows)
     print(f"\n{len(rows) - failed} of {len(rows)} hold")
     if failed:
