@@ -321,7 +321,9 @@ def check(config: Config) -> dict[str, Any]:
     got, seconds = evaluate(config)
     llm = replace(config.model.llm, pattern=config.model.llm.letters)
     error, tensor = worst_of(got, one_device("float64", config.adapt, 0, llm))
-    allowed = 1e-10 if config.compute.dtype == "float64" else max(1e-5, 2 * max(own_errors(config.adapt, llm)))
+    allowed = (
+        1e-10 if config.compute.dtype == "float64" else max(1e-5, 2 * max(own_errors(config.adapt, llm)))
+    )
     return {
         "mesh": "x".join(map(str, config.mesh.sizes)),
         "stages": "|".join(Blueprint(config).stages.patterns),

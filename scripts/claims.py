@@ -6,11 +6,11 @@
     python scripts/claims.py --run all --read runs/claims/X     reads the logs of an earlier run instead
     python scripts/claims.py --render                           writes the figures into the pages
 
-The claims are docs/claims/claims.toml; the texts that hold their figures are docs/claims/texts.md. --run needs
-an idle machine, runs one command after the other, and keeps what each prints in runs/claims. A claim holds if
-its command ends with status 0 and every value is within its bound. --write puts the new values of the claims
-that hold into the file, with date, commit, machine and versions, and renders the pages. Exits 1 if a claim
-does not hold or a command fails; the others are measured and written all the same.
+The claims are docs/claims/claims.toml; the texts that hold their figures are docs/claims/texts.md. --run
+needs an idle machine, runs one command after the other, and keeps what each prints in runs/claims. A claim
+holds if its command ends with status 0 and every value is within its bound. --write puts the new values of
+the claims that hold into the file, with date, commit, machine and versions, and renders the pages. Exits 1 if
+a claim does not hold or a command fails; the others are measured and written all the same.
 """
 
 import argparse
@@ -43,7 +43,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--render", action="store_true", help="write the figures into README and docs")
     parser.add_argument("--read", type=Path, metavar="FOLDER", help="logs to read instead of running")
     parser.add_argument("--input", action="append", default=[], metavar="NAME=VALUE", help="for commands")
-    parser.add_argument("--limit", type=float, help="minutes a command may take; default 3 times its usual + 5")
+    parser.add_argument(
+        "--limit", type=float, help="minutes a command may take; default 3 times its usual + 5"
+    )
     parser.add_argument("--machine", default="", help="what to say of this machine; default: its processor")
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -88,7 +90,8 @@ def commits_since(commit: str, root: Path) -> str:
 def run_again(claims: Claims, options: argparse.Namespace) -> bool:
     """Measures the chosen claims again, one after the other, and says what holds. Returns whether all do."""
     if changed := [] if options.read else changed_files(options.root):
-        print(f"The work tree has changes that are not committed: {len(changed)} files, {changed[0].strip()} ...")
+        first = changed[0].strip()
+        print(f"The work tree has changes that are not committed: {len(changed)} files, {first} ...")
     rows: list[list[str]] = []
     problems: dict[str, list[str]] = {}
     chosen = claims.chosen(options.run)
@@ -156,7 +159,15 @@ def compared(claim: Claim, result: Outcome) -> Iterator[list[str]]:
             continue
         change = f"{found / value.value - 1:+.0%}" if value.value else ""
         holds = "holds" if value.holds(found) else "FAILS"
-        yield [f"{claim.name}.{name}", f"{found:,.6g}", shown(value.value), change, value.unit, value.bound, holds]
+        yield [
+            f"{claim.name}.{name}",
+            f"{found:,.6g}",
+            shown(value.value),
+            change,
+            value.unit,
+            value.bound,
+            holds,
+        ]
 
 
 if __name__ == "__main__":

@@ -80,7 +80,8 @@ class Value:
         return COMPARISONS[sign](found, float(limit))
 
     def find(self, text: str) -> Number | None:
-        """The number in what a command has printed; None where it is not there."""
+        """The number in what a command has printed; None where it is not there. Raises ValueError where
+        something else is there."""
         found = re.findall(self.read, text, re.M)
         if not found:
             return 0 if self.take == "count" else None
@@ -118,14 +119,20 @@ class Claims(NamedTuple):
 
 
 def number(text: str, unit: str) -> Number:
-    """A number as commands print it: 4,096 or 1.2e-07, or a size such as 12.50 MiB, in `unit`."""
+    """A number as commands print it: 4,096 or 1.2e-07, or a size such as 12.50 MiB, in `unit`.
+
+    Raises ValueError for other text."""
     digits, _, printed = text.replace(",", "").partition(" ")
     found = float(digits) if re.search(r"[.e]", digits) else int(digits)
-    return found * SIZES[printed] / SIZES[unit] if printed else found
+    if not printed:
+        return found
+    if {printed, unit} - SIZES.keys():
+        raise ValueError(f"{text!r} is no number of {unit}")
+    return found * SIZES[printed] / SIZES[unit]
 
 
 def load(file: Path) -> Claims:
-    """The claims of a file. Raises UserError, naming what is wrong, for a file that does not have the form."""
+    """The claims of a file. Raises UserError, naming what is wrong, for a file that has not the form."""
     try:
         tables = tomllib.loads(file.read_text())
     except tomllib.TOMLDecodeError as error:
@@ -137,11 +144,13 @@ def load(file: Path) -> Claims:
         try:
             claims[name] = _claim(name, table)
         except (KeyError, TypeError, ValueError, re.error) as error:
-            raise UserError(f"{file}, [{name}]: {error}; expected the form that {__file__} describes") from error
+            raise UserError(
+                f"{file}, [{name}]: {error}; expected the form that {__file__} describes"
+            ) from error
     if (count := sum(len(claim.values) for claim in claims.values())) != len(lines):
         raise UserError(
-            f"{file} has {count} values, and {len(lines)} different lines that begin with NAME = {{ value = X,; "
-            "expected one such line for each value"
+            f"{file} has {count} values, and {len(lines)} different lines that begin with "
+            "NAME = { value = X,; expected one such line for each value"
         )
     return Claims(inputs, claims)
 
@@ -180,7 +189,8 @@ def write_measured(
         lines.append(line)
     write_atomically(file, "\n".join(lines) + "\n")
     again = load(file).claims[name]
-    assert again.measured == measured and all(again.values[key].value == x for key, x in values.items())
+    assert again.measured == measured
+    assert all(again.values[key].value == x for key, x in values.items())
 
 
 def toml_text(text: str) -> str:
@@ -190,5 +200,7 @@ def toml_text(text: str) -> str:
 
 def shown(value: Number, spec: str = "", *, plain: bool = False) -> str:
     """A number as the pages print it: 4,096 and 1.2e-7. spec: of str.format. plain: as TOML reads it."""
-    text = format(value, spec) if spec else f"{value:,}" if isinstance(value, int) and not plain else str(value)
+    text = (
+        format(value, spec) if spec else f"{value:,}" if isinstance(value, int) and not plain else str(value)
+    )
     return re.sub(r"e-0(\d)", r"e-\1", text)

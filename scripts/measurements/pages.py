@@ -28,7 +28,9 @@ def parts(page: Path) -> dict[str, str]:
     """The marked parts of a page, or of the texts, by name."""
     found = PART.findall(page.read_text())
     if len(found) != len(dict(found)) or len(found) != page.read_text().count("<!-- claims:"):
-        raise UserError(f"{page} has a mark twice, or one without its end; expected each once, with <!-- end -->")
+        raise UserError(
+            f"{page} has a mark twice, or one without its end; expected each once, with <!-- end -->"
+        )
     return dict(found)
 
 
@@ -54,7 +56,9 @@ def measured_text(claims: list[Claim]) -> str:
     """When, where and with which jax some claims were measured, as a sentence."""
     dates = sorted({claim.measured.date.isoformat() for claim in claims})
     machines = dict.fromkeys(claim.measured.machine for claim in claims)
-    versions = dict.fromkeys(x for claim in claims for x in re.findall(r"jax [\d.]+", claim.measured.versions))
+    versions = dict.fromkeys(
+        x for claim in claims for x in re.findall(r"jax [\d.]+", claim.measured.versions)
+    )
     days = " and ".join(dates) if len(dates) < 3 else f"{dates[0]} to {dates[-1]}"
     return f"Measured on {days} ({'; '.join([*machines, *versions])})."
 
@@ -68,7 +72,9 @@ def render(page: Path, texts: Mapping[str, str], claims: Mapping[str, Claim]) ->
 
     def part(match: re.Match[str]) -> str:
         if match[1] not in texts:
-            raise UserError(f"{page} has a part {match[1]!r} that the texts lack; expected {', '.join(texts)}")
+            raise UserError(
+                f"{page} has a part {match[1]!r} that the texts lack; expected {', '.join(texts)}"
+            )
         return f"<!-- claims: {match[1]} -->\n{rendered(texts[match[1]], claims)}<!-- end -->"
 
     return PART.sub(part, page.read_text())

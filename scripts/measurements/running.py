@@ -74,7 +74,9 @@ def resolved(command: str, inputs: Mapping[str, str], work: Path, root: Path) ->
     return re.sub(rf"\b({'|'.join(words)})\b", lambda word: shlex.quote(words[word[0]]), command)
 
 
-def run(claim: Claim, inputs: Mapping[str, str], measured: Measured, log: Path, root: Path, limit: Number) -> None:
+def run(
+    claim: Claim, inputs: Mapping[str, str], measured: Measured, log: Path, root: Path, limit: Number
+) -> None:
     """Runs a claim's command and writes its log. limit: minutes, after which the command is ended."""
     work = log.with_suffix(".work")
     command = resolved(claim.command, inputs, work, root)
@@ -105,7 +107,10 @@ def run(claim: Claim, inputs: Mapping[str, str], measured: Measured, log: Path, 
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     with log.open("a") as file:
-        print(f"\n{END}{ended or 'interrupted'} after {(time.monotonic() - started) / 60:.2f} minutes", file=file)
+        print(
+            f"\n{END}{ended or 'interrupted'} after {(time.monotonic() - started) / 60:.2f} minutes",
+            file=file,
+        )
     if ended == "exit status 0":
         shutil.rmtree(work)
 
@@ -116,13 +121,18 @@ def outcome(claim: Claim, log: Path) -> Outcome:
     end = re.search(rf"^{END}(.*) after ([\d.]+) minutes\n\Z", text, re.M)
     if not text.startswith(HEAD) or not end:
         raise UserError(f"{log} is not a whole log of a claim; expected what --run writes: run it again")
-    told = json.loads(text[len(HEAD) : text.index("\n")])
+    head, printed = text[len(HEAD) :].split("\n", 1)
+    told = json.loads(head)
     del told["command"]
     measured = Measured(**told | {"date": datetime.date.fromisoformat(told["date"])})
     problems = [] if end[1] == "exit status 0" else [f"{end[1]} after {end[2]} minutes: see {log}"]
     values = {}
     for name, value in claim.values.items():
-        found = value.find(text)
+        try:
+            found = value.find(printed)
+        except ValueError as error:
+            problems.append(f"{name}: {error}, found by {value.read!r} in {log}")
+            continue
         if found is None:
             problems.append(f"{name} was not printed: {value.read!r} is not in {log}")
             continue
