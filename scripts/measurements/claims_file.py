@@ -128,7 +128,7 @@ def number(text: str, unit: str) -> Number:
         return found
     if {printed, unit} - SIZES.keys():
         raise ValueError(f"{text!r} is no number of {unit}")
-    return found * SIZES[printed] / SIZES[unit]
+    return float(f"{found * SIZES[printed] / SIZES[unit]:.4g}")
 
 
 def load(file: Path) -> Claims:

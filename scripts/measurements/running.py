@@ -85,7 +85,7 @@ def run(
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
-    started, ended = time.monotonic(), ""
+    started = time.monotonic()
     told = measured._asdict() | {"date": measured.date.isoformat(), "command": command}
     with log.open("w") as file:
         print(HEAD + json.dumps(told), file=file, flush=True)
@@ -108,7 +108,7 @@ def run(
                 process.wait()
     with log.open("a") as file:
         print(
-            f"\n{END}{ended or 'interrupted'} after {(time.monotonic() - started) / 60:.2f} minutes",
+            f"\n{END}{ended} after {(time.monotonic() - started) / 60:.2f} minutes",
             file=file,
         )
     if ended == "exit status 0":
@@ -125,7 +125,11 @@ def outcome(claim: Claim, log: Path) -> Outcome:
     told = json.loads(head)
     del told["command"]
     measured = Measured(**told | {"date": datetime.date.fromisoformat(told["date"])})
-    problems = [] if end[1] == "exit status 0" else [f"{end[1]} after {end[2]} minutes: see {log}"]
+    problems = []
+    if end[1] != "exit status 0":
+        said = printed[: printed.rindex(END)].split("\n")
+        last = next((line.strip() for line in reversed(said) if line.strip()), "it printed nothing")
+        problems.append(f"{end[1]} after {end[2]} minutes: {last}")
     values = {}
     for name, value in claim.values.items():
         try:
