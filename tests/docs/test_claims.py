@@ -138,7 +138,7 @@ def test_what_fails_is_said_and_loses_nothing_of_the_others(
     said = capsys.readouterr().out
     assert "no longer holds: fast: speed is 1234.5, expected <= 1100" in said
     assert "no longer holds: slow: no end after" in said
-    assert "late was not printed" in said
+    assert "not printed: late" in said
     assert "no longer holds: broken: exit status 3" in said
     assert "broken.size" in said
     assert "3,072" in said
