@@ -17,6 +17,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32, UInt32
 
 from jaxthd.config import ComputeConfig, LLMConfig, ModelConfig
+from jaxthd.models.ctc import Transcripts, document_numbers, label_log_probs
 from jaxthd.models.fastconformer import FastConformer
 from jaxthd.models.hybrid import HybridDecoder
 from jaxthd.models.layers import Linear, RMSNorm, relu_squared
@@ -28,6 +29,7 @@ from jaxthd.ops.cross_entropy import (
     supervised_scores,
     supervised_top_k,
 )
+from jaxthd.ops.ctc import ctc_log_probs
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.sampling import Sampling, draw, likeliest
 from jaxthd.packing.batch import Batch
@@ -192,12 +194,16 @@ class SpeechLM(nnx.Module):
         Each rank looks up the tokens of its shard. Rows are rounded to the compute dtype only afterwards, so
         that the gradients of a token, thousands for a frequent one, are summed in the parameters' dtype.
         """
-        embedding_VD, axes, dtype = gathered(self.embedding), self.vocabulary_axes, self.compute.dtype
+        return self._rows_of(gathered(self.embedding), tokens_N)
+
+    def _rows_of(self, matrix_VD: Array, tokens_N: Array) -> Array:
+        """Rows of the embedding or the head, as embed_tokens returns them."""
+        axes, dtype = self.vocabulary_axes, self.compute.dtype
         if not axes:
-            return jnp.take(embedding_VD, tokens_N, axis=0).astype(dtype)
-        local_N = tokens_N - jax.lax.axis_index(axes) * len(embedding_VD)
-        here_N1 = ((local_N >= 0) & (local_N < len(embedding_VD)))[:, None]
-        found_ND = jnp.take(embedding_VD, jnp.clip(local_N, 0, len(embedding_VD) - 1), axis=0).astype(dtype)
+            return jnp.take(matrix_VD, tokens_N, axis=0).astype(dtype)
+        local_N = tokens_N - jax.lax.axis_index(axes) * len(matrix_VD)
+        here_N1 = ((local_N >= 0) & (local_N < len(matrix_VD)))[:, None]
+        found_ND = jnp.take(matrix_VD, jnp.clip(local_N, 0, len(matrix_VD) - 1), axis=0).astype(dtype)
         return jax.lax.psum(jnp.where(here_N1, found_ND, 0), axes)
 
     def leave(self, x_nD: Float[Array, "n D"], batch: Batch) -> Float[Array, " N"]:
@@ -238,6 +244,37 @@ class SpeechLM(nnx.Module):
             log_probs.append(scored(h_nD, batch.future_targets[:, depth], batch.future_weights[:, depth]))
             routing.append(of_depth)
         return own_N, FutureScores(jnp.stack(log_probs), routing)
+
+    def leave_ctc(
+        self, embedded_nD: Float[Array, "n D"], batch: Batch, found: Transcripts, axis: str | None
+    ) -> Float[Array, " documents"]:
+        """log p(labels) of each document (models/ctc.py), 0 for one that the loss does not cover.
+
+        The same on all context ranks, and on all ranks of a pipeline. embedded: from enter. found: of this
+        batch. axis: see models.ctc.transcripts.
+        """
+        h_ND, head_VD = self.residual.whole(self.decoder.norm(embedded_nD)), gathered(self.head)
+        documents, (d, most) = found.documents, found.label_ids.shape
+        document_N = document_numbers(batch.segment_ids, d // len(batch.tokens))
+        is_frame_N = batch.is_audio.reshape(-1) & found.is_covered[document_N]
+        blank_N = supervised_log_probs(
+            h_ND,
+            head_VD.astype(h_ND.dtype),
+            jnp.full_like(document_N, found.blank),
+            is_frame_N,
+            self.compute.loss_block,
+            self.compute.vocab_block,
+            self.vocabulary_axes,
+        )
+        rows_LD = self._rows_of(head_VD, jnp.append(found.label_ids.reshape(-1), found.blank))
+        label_NL = label_log_probs(
+            h_ND, blank_N, rows_LD[:-1].reshape(d, most, -1), rows_LD[-1], document_N, is_frame_N
+        )
+        log_probs = jnp.concatenate([blank_N[:, None], label_NL], axis=1).reshape(*batch.tokens.shape, -1)
+        if axis is not None:
+            log_probs = jax.lax.all_gather(log_probs, axis, axis=1, tiled=True)
+        log_probs = log_probs.reshape(-1, 1 + most)
+        return ctc_log_probs(log_probs[:, 0], log_probs[:, 1:], documents)
 
     def leave_top_k(self, x_nD: Float[Array, "n D"], batch: Batch, top_k: int) -> TokenScores:
         """As leave, with each position's top_k likeliest tokens. Not differentiable."""

@@ -15,6 +15,7 @@ from jax import Array
 
 from jaxthd.config import Config
 from jaxthd.models.adapt import join
+from jaxthd.models.ctc import Transcripts, transcripts
 from jaxthd.models.mixers import Routing
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.objectives import LOSS, Objective, Tokens, make_objective
@@ -32,27 +33,50 @@ class FuturePrediction(NamedTuple):
     routing: Routing | None
 
 
+class CTC(NamedTuple):
+    """The CTC loss. uncovered: the share of the documents with audio that it does not cover."""
+
+    loss: Array
+    uncovered: Array
+
+
 class Counts(NamedTuple):
     """Denominators over all microbatches and ranks, 1 where there is nothing to count.
 
     objective: by name. real: tokens that are not padding. supervised_future, real_future: for each depth of
     multi-token prediction its supervised tokens, and those whose document has a token that far on, [K].
+    ctc_labels: labels that the CTC loss covers; None without it. with_audio: documents with audio, counted
+    for the CTC loss.
     """
 
     objective: dict[str, Array]
     real: Array
     supervised_future: Array
     real_future: Array
+    ctc_labels: Array | None
+    with_audio: Array | None
+
+
+class Bypass(NamedTuple):
+    """What goes from `enter` to `leave`, past the stages: embeddings of this rank's residual stream, [n, D].
+
+    future: of each depth's future tokens. own: of the tokens themselves, for the CTC loss; else None.
+    """
+
+    future: list[Array]
+    own: Array | None
 
 
 class Left(NamedTuple):
     """What `leave` returns beside the share to differentiate.
 
     objective: this rank's shares of the objective's quotients, by name. future: those of FuturePrediction.
+    ctc: of the CTC loss; None without it.
     """
 
     objective: dict[str, Array]
     future: FuturePrediction | None
+    ctc: CTC | None
 
 
 def objective_of(config: Config) -> Objective:
@@ -63,12 +87,28 @@ def objective_of(config: Config) -> Objective:
 def count(batch: Batch, config: Config) -> Counts:
     """The counts of a whole step's batch. Not to be differentiated."""
     future = batch.future_weights.swapaxes(0, 1), (batch.future_tokens >= 0).swapaxes(0, 1)
+    ctc: tuple[Array | None, Array | None] = (None, None)
+    if trains_ctc(batch, config):
+        found = _transcripts(batch, config)
+        # All context ranks find the same; the first one counts.
+        first = jax.lax.axis_index(CONTEXT) == 0
+        ctc = jnp.where(first, found.documents.labels.sum(), 0), jnp.where(first, found.has_audio.sum(), 0)
     own = Counts(
         objective_of(config).counts(_tokens(batch, config)),
         (batch.segment_ids > 0).sum(),
         *(x_KRT.sum((1, 2)) for x_KRT in future),
+        *ctc,
     )
     return jax.tree.map(lambda x: jnp.maximum(x, 1), jax.lax.psum(own, TOKEN_AXES))
+
+
+def trains_ctc(batch: Batch, config: Config) -> bool:
+    """Whether a step computes the CTC loss: a batch without audio arrays has none."""
+    return config.train.ctc_loss > 0 and batch.has_audio
+
+
+def _transcripts(batch: Batch, config: Config) -> Transcripts:
+    return transcripts(batch, config.data.max_documents, config.train.ctc_max_labels, CONTEXT)
 
 
 def _tokens(batch: Batch, config: Config) -> Tokens:
@@ -96,8 +136,8 @@ class Forward:
     """The three functions for one microbatch.
 
     They take the parameters that are differentiated; where these are None (frozen), `params` fills them in.
-    The pipeline's state is the encoder's buffers ({} without an encoder). The embeddings of future tokens
-    bypass the stages.
+    The pipeline's state is the encoder's buffers ({} without an encoder). Bypass says what goes past
+    the stages.
     counts: None where `leave` is not called. batch_statistics: see SpeechLM.enter's train.
     """
 
@@ -132,37 +172,59 @@ class Forward:
         filled = {name: join(some, getattr(self._params, name)) for name, some in given.items()}
         return nnx.merge(self._blueprint.graph, joined(self._params._replace(**filled)), buffers)
 
-    def enter(self, enter: Tree, state: Tree, batch: Batch) -> tuple[Array, list[Array], Tree]:
+    def enter(self, enter: Tree, state: Tree, batch: Batch) -> tuple[Array, Bypass, Tree]:
         model = self.model(with_encoder(self._buffers, state), enter=enter)
         (x_nD, *future), state = model.enter_with_future(batch, axes=AXES, train=self._batch_statistics)
-        return x_nD, future, state
+        return x_nD, Bypass(future, x_nD if trains_ctc(batch, self._config) else None), state
 
     def stage(self, pattern: str, stage: Tree, chunk: Array | int, x_nD: Array, batch: Batch) -> Any:
         model = self.model(self._buffers, stage=stage)
         segments = model.segments(batch, AXES, uniform_program=self._uniform_program)
         return model.decoder.stage(pattern, chunk, x_nD, segments)
 
-    def leave(self, leave: Tree, x_nD: Array, bypass: list[Array], batch: Batch) -> tuple[Array, Left]:
+    def leave(self, leave: Tree, x_nD: Array, bypass: Bypass, batch: Batch) -> tuple[Array, Left]:
         model = self.model(self._buffers, leave=leave)
-        if not bypass:
-            found = self._quotients(model.leave(x_nD, batch), batch)
-            return found[LOSS], Left(found, None)
-        logp_N, (logp_KN, routing) = model.leave_with_future(x_nD, bypass, batch, AXES)
-        assert self._counts is not None
+        logp_N, future, future_share = self._next_and_future(model, x_nD, bypass.future, batch)
         found = self._quotients(logp_N, batch)
+        share, ctc = found[LOSS] + future_share, None
+        if bypass.own is not None:
+            ctc = self._ctc(model, bypass.own, batch)
+            share += self._config.train.ctc_loss * ctc.loss
+        return share, Left(found, future, ctc)
+
+    def _ctc(self, model: SpeechLM, embedded_nD: Array, batch: Batch) -> CTC:
+        """This rank's shares of the CTC loss."""
+        assert self._counts is not None
+        found = _transcripts(batch, self._config)
+        logp_G = model.leave_ctc(embedded_nD, batch, found, CONTEXT)
+        uncovered = (found.has_audio & ~found.is_covered).sum()
+        ranks = self._config.mesh.context  # All of them compute the same.
+        return CTC(
+            self._share(-logp_G.sum(), self._counts.ctc_labels) / ranks,
+            self._share(uncovered, self._counts.with_audio) / ranks,
+        )
+
+    def _next_and_future(
+        self, model: SpeechLM, x_nD: Array, future: list[Array], batch: Batch
+    ) -> tuple[Array, FuturePrediction | None, Array | float]:
+        """(log-probabilities of the targets, and of multi-token prediction its losses and the share)."""
+        if not future:
+            return model.leave(x_nD, batch), None, 0.0
+        logp_N, (logp_KN, routing) = model.leave_with_future(x_nD, future, batch, AXES)
+        assert self._counts is not None
         losses = [
             self._share(
                 negative_log_likelihood(logp_KN[k], batch.future_weights[:, k].reshape(-1)),
                 self._counts.supervised_future[k],
             )
-            for k in range(len(bypass))
+            for k in range(len(future))
         ]
-        share = found[LOSS] + self._config.train.mtp_loss * sum(losses) / len(bypass)
+        share = self._config.train.mtp_loss * sum(losses) / len(future)
         routed = [each for each in routing if each is not None]
         for each, real in zip(routed, self._counts.real_future, strict=False):
             share += auxiliary_share(self._config, each, real) / self._config.mesh.pipeline
         of_future = model.mtp.routing_of_depths(routed) if model.mtp and routed else None
-        return share, Left(found, FuturePrediction(jnp.stack(losses), of_future))
+        return logp_N, FuturePrediction(jnp.stack(losses), of_future), share
 
     def _quotients(self, logp_N: Array, batch: Batch) -> dict[str, Array]:
         assert self._counts is not None
