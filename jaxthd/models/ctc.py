@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
-from jaxthd.ops.ctc import Alignable
+from jaxthd.ops.ctc import Alignable, ctc_log_probs
 from jaxthd.ops.grouped_matmul import dispatch, expert_layout, grouped_matmul
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.batch import Batch
@@ -43,11 +43,11 @@ class Transcripts(NamedTuple):
 
 
 class _Runs(NamedTuple):
-    """Slots by document: document g's are slots[first[g] : first[g] + count[g]], in its order."""
+    """Slots by document: document g's are slots[first[g] : first[g] + number[g]], in its order."""
 
     slots: Array
     first: Array
-    count: Array
+    number: Array
 
 
 def _runs(chosen_M: Array, document_M: Array, positions_M: Array, documents: int) -> _Runs:
@@ -73,7 +73,7 @@ def transcripts(batch: Batch, max_documents: int, max_labels: int, axis: str | N
         whole = jax.lax.all_gather(whole, axis, axis=2, tiled=True)
     rows = whole.shape[1]
     ids_M, positions_M, is_audio_M, supervised_M, targets_M, tokens_M = whole.reshape(len(whole), -1)
-    document_M = document_numbers(whole[0], max_documents)
+    document_M = _document_numbers(whole[0], max_documents)
     documents = rows * max_documents
 
     def runs_of(flags_M: Array) -> _Runs:
@@ -81,50 +81,80 @@ def transcripts(batch: Batch, max_documents: int, max_labels: int, axis: str | N
 
     frames, labels = runs_of(is_audio_M), runs_of(supervised_M)
     k_L = jnp.arange(max_labels, dtype=jnp.int32)
-    is_label_GL = k_L < labels.count[:, None]
+    is_label_GL = k_L < labels.number[:, None]
     slots_GL = labels.slots.at[labels.first[:, None] + k_L].get(mode="clip")
     ids_GL = jnp.where(is_label_GL, targets_M.at[slots_GL].get(mode="clip"), 0)
     repeats_GL = jnp.pad(ids_GL[:, 1:] == ids_GL[:, :-1], ((0, 0), (1, 0))) & is_label_GL
     is_covered_G = (
-        (labels.count > 0) & (labels.count <= max_labels) & (labels.count + repeats_GL.sum(1) <= frames.count)
+        (labels.number > 0)
+        & (labels.number <= max_labels)
+        & (labels.number + repeats_GL.sum(1) <= frames.number)
     )
     return Transcripts(
         Alignable(
             slots=frames.slots,
             first=frames.first,
-            frames=jnp.where(is_covered_G, frames.count, 0),
-            labels=jnp.where(is_covered_G, labels.count, 0),
+            frames=jnp.where(is_covered_G, frames.number, 0),
+            labels=jnp.where(is_covered_G, labels.number, 0),
             repeats=repeats_GL,
             document=document_M,
         ),
         label_ids=ids_GL,
         blank=jnp.where(is_audio_M > 0, tokens_M, 0).max(),
-        has_audio=frames.count > 0,
+        has_audio=frames.number > 0,
         is_covered=is_covered_G,
     )
 
 
-def document_numbers(ids_RT: Int32[Array, "R T"], max_documents: int) -> Int32[Array, " N"]:
+def _document_numbers(ids_RT: Array, max_documents: int) -> Array:
     """The document of each slot, 0 to G - 1; any number in padding."""
     row_R1 = jnp.arange(len(ids_RT), dtype=jnp.int32)[:, None]
     return (row_R1 * max_documents + jnp.maximum(ids_RT - 1, 0)).reshape(-1)
 
 
-def label_log_probs(
+def _of_slots(batch: Batch, found: Transcripts) -> Array:
+    return _document_numbers(batch.segment_ids, len(found.is_covered) // len(batch.tokens))
+
+
+def covered_frames(batch: Batch, found: Transcripts) -> Bool[Array, "R T"]:
+    """Which of this rank's slots have a frame of a document that the loss covers."""
+    return batch.is_audio & found.is_covered[_of_slots(batch, found)].reshape(batch.tokens.shape)
+
+
+def document_log_probs(
     h_NH: Float[Array, "N H"],
     blank_N: Float[Array, " N"],
-    rows_GLH: Float[Array, "G L H"],
-    blank_row_H: Float[Array, " H"],
-    document_N: Int32[Array, " N"],
-    is_frame_N: Bool[Array, " N"],
-) -> Float[Array, "N L"]:
-    """Log-probabilities of the labels of each frame's document.
+    head_rows_LH: Float[Array, "labels H"],
+    batch: Batch,
+    found: Transcripts,
+    axis: str | None,
+) -> Float[Array, " G"]:
+    """log p(labels) of each document, 0 for one that is not covered; the same on all context ranks.
 
-    blank: log-probability of the blank. rows, blank_row: the rows of the head for each document's labels and
-    for the blank. Blocks of one document's frames are multiplied with its labels' rows.
+    h: the head's inputs. blank: log-probabilities of the blank where covered_frames says so, else 0.
+    head_rows: the head's rows for all of found.label_ids, flat, then for the blank. found, axis: see
+    transcripts.
     """
-    acc = accumulation_dtype(h_NH)
-    layout = expert_layout(document_N[:, None], is_frame_N, len(rows_GLH), FRAME_BLOCK)
+    rows_GLH = head_rows_LH[:-1].reshape(*found.label_ids.shape, -1)
+    label_NL = _label_log_probs(h_NH, blank_N, rows_GLH, head_rows_LH[-1], batch, found)
+    each_RTK = jnp.concatenate([blank_N[:, None], label_NL], axis=1).reshape(*batch.tokens.shape, -1)
+    if axis is not None:
+        each_RTK = jax.lax.all_gather(each_RTK, axis, axis=1, tiled=True)
+    blank_M, label_ML = each_RTK[..., 0].reshape(-1), each_RTK[..., 1:].reshape(-1, label_NL.shape[1])
+    return ctc_log_probs(blank_M, label_ML, found.documents)
+
+
+def _label_log_probs(
+    h_NH: Array, blank_N: Array, rows_GLH: Array, blank_row_H: Array, batch: Batch, found: Transcripts
+) -> Array:
+    """Log-probabilities of the labels of each frame's document, [N, L].
+
+    rows, blank_row: the head's, for each document's labels and for the blank. A block of one document's
+    frames is multiplied with its labels' rows.
+    """
+    acc, is_frame_N = accumulation_dtype(h_NH), covered_frames(batch, found).reshape(-1)
+    document_N1 = _of_slots(batch, found)[:, None]
+    layout = expert_layout(document_N1, is_frame_N, len(rows_GLH), FRAME_BLOCK)
     # Not rounded to the compute dtype: these are logits.
     x_BH, w_GHL = dispatch(h_NH, layout).astype(acc), rows_GLH.swapaxes(1, 2).astype(acc)
     logits_BL = grouped_matmul(x_BH, w_GHL, layout.expert, layout.used)

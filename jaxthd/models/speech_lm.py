@@ -17,7 +17,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32, UInt32
 
 from jaxthd.config import ComputeConfig, LLMConfig, ModelConfig
-from jaxthd.models.ctc import Transcripts, document_numbers, label_log_probs
+from jaxthd.models.ctc import Transcripts, covered_frames, document_log_probs
 from jaxthd.models.fastconformer import FastConformer
 from jaxthd.models.hybrid import HybridDecoder
 from jaxthd.models.layers import Linear, RMSNorm, relu_squared
@@ -29,7 +29,6 @@ from jaxthd.ops.cross_entropy import (
     supervised_scores,
     supervised_top_k,
 )
-from jaxthd.ops.ctc import ctc_log_probs
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.sampling import Sampling, draw, likeliest
 from jaxthd.packing.batch import Batch
@@ -248,33 +247,15 @@ class SpeechLM(nnx.Module):
     def leave_ctc(
         self, embedded_nD: Float[Array, "n D"], batch: Batch, found: Transcripts, axis: str | None
     ) -> Float[Array, " documents"]:
-        """log p(labels) of each document (models/ctc.py), 0 for one that the loss does not cover.
+        """log p(labels) of the documents of this batch: see models.ctc.document_log_probs.
 
-        The same on all context ranks, and on all ranks of a pipeline. embedded: from enter. found: of this
-        batch. axis: see models.ctc.transcripts.
+        All ranks of a pipeline run it alike. embedded: from enter. found, axis: see models.ctc.transcripts.
         """
         h_ND, head_VD = self.residual.whole(self.decoder.norm(embedded_nD)), gathered(self.head)
-        documents, (d, most) = found.documents, found.label_ids.shape
-        document_N = document_numbers(batch.segment_ids, d // len(batch.tokens))
-        is_frame_N = batch.is_audio.reshape(-1) & found.is_covered[document_N]
-        blank_N = supervised_log_probs(
-            h_ND,
-            head_VD.astype(h_ND.dtype),
-            jnp.full_like(document_N, found.blank),
-            is_frame_N,
-            self.compute.loss_block,
-            self.compute.vocab_block,
-            self.vocabulary_axes,
-        )
+        blanks_RT, is_frame_RT = jnp.full_like(batch.targets, found.blank), covered_frames(batch, found)
+        scored = self._scored_at(h_ND, head_VD.astype(h_ND.dtype), blanks_RT, is_frame_RT)
         rows_LD = self._rows_of(head_VD, jnp.append(found.label_ids.reshape(-1), found.blank))
-        label_NL = label_log_probs(
-            h_ND, blank_N, rows_LD[:-1].reshape(d, most, -1), rows_LD[-1], document_N, is_frame_N
-        )
-        log_probs = jnp.concatenate([blank_N[:, None], label_NL], axis=1).reshape(*batch.tokens.shape, -1)
-        if axis is not None:
-            log_probs = jax.lax.all_gather(log_probs, axis, axis=1, tiled=True)
-        log_probs = log_probs.reshape(-1, 1 + most)
-        return ctc_log_probs(log_probs[:, 0], log_probs[:, 1:], documents)
+        return document_log_probs(h_ND, supervised_log_probs(*scored), rows_LD, batch, found, axis)
 
     def leave_top_k(self, x_nD: Float[Array, "n D"], batch: Batch, top_k: int) -> TokenScores:
         """As leave, with each position's top_k likeliest tokens. Not differentiable."""

@@ -40,21 +40,26 @@ class CTC(NamedTuple):
     uncovered: Array
 
 
+class CTCCounts(NamedTuple):
+    """labels: those that the CTC loss covers. documents: those with audio, which it covers or not."""
+
+    labels: Array
+    documents: Array
+
+
 class Counts(NamedTuple):
     """Denominators over all microbatches and ranks, 1 where there is nothing to count.
 
     objective: by name. real: tokens that are not padding. supervised_future, real_future: for each depth of
     multi-token prediction its supervised tokens, and those whose document has a token that far on, [K].
-    ctc_labels: labels that the CTC loss covers; None without it. with_audio: documents with audio, counted
-    for the CTC loss.
+    ctc: None without the CTC loss.
     """
 
     objective: dict[str, Array]
     real: Array
     supervised_future: Array
     real_future: Array
-    ctc_labels: Array | None
-    with_audio: Array | None
+    ctc: CTCCounts | None
 
 
 class Bypass(NamedTuple):
@@ -87,19 +92,21 @@ def objective_of(config: Config) -> Objective:
 def count(batch: Batch, config: Config) -> Counts:
     """The counts of a whole step's batch. Not to be differentiated."""
     future = batch.future_weights.swapaxes(0, 1), (batch.future_tokens >= 0).swapaxes(0, 1)
-    ctc: tuple[Array | None, Array | None] = (None, None)
-    if trains_ctc(batch, config):
-        found = _transcripts(batch, config)
-        # All context ranks find the same; the first one counts.
-        first = jax.lax.axis_index(CONTEXT) == 0
-        ctc = jnp.where(first, found.documents.labels.sum(), 0), jnp.where(first, found.has_audio.sum(), 0)
+    supervised_future, real_future = (x_KRT.sum((1, 2)) for x_KRT in future)
     own = Counts(
         objective_of(config).counts(_tokens(batch, config)),
         (batch.segment_ids > 0).sum(),
-        *(x_KRT.sum((1, 2)) for x_KRT in future),
-        *ctc,
+        supervised_future,
+        real_future,
+        _count_ctc(batch, config) if trains_ctc(batch, config) else None,
     )
     return jax.tree.map(lambda x: jnp.maximum(x, 1), jax.lax.psum(own, TOKEN_AXES))
+
+
+def _count_ctc(batch: Batch, config: Config) -> CTCCounts:
+    """All context ranks find the same; the first one counts."""
+    found, is_first = _transcripts(batch, config), jax.lax.axis_index(CONTEXT) == 0
+    return CTCCounts(*(jnp.where(is_first, x.sum(), 0) for x in (found.documents.labels, found.has_audio)))
 
 
 def trains_ctc(batch: Batch, config: Config) -> bool:
@@ -184,34 +191,22 @@ class Forward:
 
     def leave(self, leave: Tree, x_nD: Array, bypass: Bypass, batch: Batch) -> tuple[Array, Left]:
         model = self.model(self._buffers, leave=leave)
-        logp_N, future, future_share = self._next_and_future(model, x_nD, bypass.future, batch)
-        found = self._quotients(logp_N, batch)
-        share, ctc = found[LOSS] + future_share, None
-        if bypass.own is not None:
-            ctc = self._ctc(model, bypass.own, batch)
-            share += self._config.train.ctc_loss * ctc.loss
-        return share, Left(found, future, ctc)
+        if bypass.future:
+            share, left = self._leave_with_future(model, x_nD, bypass.future, batch)
+        else:
+            found = self._quotients(model.leave(x_nD, batch), batch)
+            share, left = found[LOSS], Left(found, None, None)
+        if bypass.own is None:
+            return share, left
+        ctc = self._ctc(model, bypass.own, batch)
+        return share + self._config.train.ctc_loss * ctc.loss, left._replace(ctc=ctc)
 
-    def _ctc(self, model: SpeechLM, embedded_nD: Array, batch: Batch) -> CTC:
-        """This rank's shares of the CTC loss."""
-        assert self._counts is not None
-        found = _transcripts(batch, self._config)
-        logp_G = model.leave_ctc(embedded_nD, batch, found, CONTEXT)
-        uncovered = (found.has_audio & ~found.is_covered).sum()
-        ranks = self._config.mesh.context  # All of them compute the same.
-        return CTC(
-            self._share(-logp_G.sum(), self._counts.ctc_labels) / ranks,
-            self._share(uncovered, self._counts.with_audio) / ranks,
-        )
-
-    def _next_and_future(
+    def _leave_with_future(
         self, model: SpeechLM, x_nD: Array, future: list[Array], batch: Batch
-    ) -> tuple[Array, FuturePrediction | None, Array | float]:
-        """(log-probabilities of the targets, and of multi-token prediction its losses and the share)."""
-        if not future:
-            return model.leave(x_nD, batch), None, 0.0
+    ) -> tuple[Array, Left]:
         logp_N, (logp_KN, routing) = model.leave_with_future(x_nD, future, batch, AXES)
         assert self._counts is not None
+        found = self._quotients(logp_N, batch)
         losses = [
             self._share(
                 negative_log_likelihood(logp_KN[k], batch.future_weights[:, k].reshape(-1)),
@@ -219,12 +214,25 @@ class Forward:
             )
             for k in range(len(future))
         ]
-        share = self._config.train.mtp_loss * sum(losses) / len(future)
+        share = found[LOSS] + self._config.train.mtp_loss * sum(losses) / len(future)
         routed = [each for each in routing if each is not None]
         for each, real in zip(routed, self._counts.real_future, strict=False):
             share += auxiliary_share(self._config, each, real) / self._config.mesh.pipeline
         of_future = model.mtp.routing_of_depths(routed) if model.mtp and routed else None
-        return logp_N, FuturePrediction(jnp.stack(losses), of_future), share
+        return share, Left(found, FuturePrediction(jnp.stack(losses), of_future), None)
+
+    def _ctc(self, model: SpeechLM, embedded_nD: Array, batch: Batch) -> CTC:
+        """This rank's shares of the CTC loss."""
+        counts = self._counts and self._counts.ctc
+        assert counts is not None
+        found = _transcripts(batch, self._config)
+        logp_G = model.leave_ctc(embedded_nD, batch, found, CONTEXT)
+        uncovered = (found.has_audio & ~found.is_covered).sum()
+        ranks = self._config.mesh.context  # All of them compute the same.
+        return CTC(
+            loss=self._share(-logp_G.sum(), counts.labels) / ranks,
+            uncovered=self._share(uncovered, counts.documents) / ranks,
+        )
 
     def _quotients(self, logp_N: Array, batch: Batch) -> dict[str, Array]:
         assert self._counts is not None

@@ -122,19 +122,18 @@ def loss_and_gradient(blueprint: Blueprint, mesh: Mesh) -> Callable[[Tree, Tree,
 
 
 def _gradient_specs(blueprint: Blueprint, trained_specs: Tree, buffer_specs: Tree) -> Gradient:
-    config, everywhere = blueprint.config, PartitionSpec()
+    config = blueprint.config
     llm = config.model.llm
+    everywhere: Any = PartitionSpec()
 
     def routing_specs(pattern: str, spec: Any) -> Routing | None:
         return Routing(spec, spec, spec) if "E" in pattern else None
 
-    future: Any = None
+    future = None
     if config.depths_trained:
-        future = FuturePrediction(everywhere, routing_specs(llm.mtp_pattern, everywhere))  # type: ignore[arg-type]
+        future = FuturePrediction(everywhere, routing_specs(llm.mtp_pattern, everywhere))
     by_stage = routing_specs(llm.letters, PartitionSpec(PIPELINE))
-    return Gradient(  # type: ignore[arg-type]
-        everywhere, trained_specs, buffer_specs, by_stage, future, everywhere, everywhere
-    )
+    return Gradient(everywhere, trained_specs, buffer_specs, by_stage, future, everywhere, everywhere)
 
 
 def _with_whole_aux(routing: Routing | None) -> Routing | None:
@@ -193,8 +192,8 @@ def make_train_step(
         rate = jnp.asarray(schedule(state.step - state.skipped))
         mtp_loss = future and future.loss.mean()
         load = _load([each for each in by_module.values() if each is not None])
-        of_ctc = ctc or (None, None)
-        metrics = StepMetrics(loss, grad_norm, rate, skipped, in_a_row, objective, mtp_loss, *of_ctc, *load)
+        auxiliary = mtp_loss, ctc and ctc.loss, ctc and ctc.uncovered
+        metrics = StepMetrics(loss, grad_norm, rate, skipped, in_a_row, objective, *auxiliary, *load)
         params = join(own, frozen)
         return TrainState(state.step + 1, skipped, in_a_row, params, buffers, opt_state), metrics
 

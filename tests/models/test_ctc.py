@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -24,8 +25,8 @@ from tests.alone import Parts, parts, states_of
 from tests.helpers import assert_same
 from tests.speech_model import AUDIO, CAPACITY, CHUNK, COMPUTE, MELS, MODEL, PLACEHOLDER
 
-WEIGHT, LABELS, MOST = 0.7, 6, 16
-"""The loss's weight, its most labels, the most documents of a row."""
+WEIGHT, LABELS, MOST, VOCAB = 0.7, 6, 16, 52
+"""The loss's weight, its most labels, the most documents of a row, the entries of the vocabulary."""
 ROWS: list[list[tuple[tuple[int, ...], str]]] = [
     # Clips in mel frames, and the document: "." stands for the next clip, capitals are supervised.
     [((40,), "ab.cABC"), ((8,), ".A"), ((60, 17), ".ab.ABBA"), ((), "abAB"), ((64,), "AB.CD")],
@@ -34,7 +35,7 @@ ROWS: list[list[tuple[tuple[int, ...], str]]] = [
     [((5,), ".a")],
 ]
 UNCOVERED = 5
-"""Documents of these with audio and fewer frames than an alignment needs, more labels than LABELS, or none."""
+"""Documents with audio and no labels, more than LABELS, or more than their frames can be aligned with."""
 
 
 def run_config(mesh: MeshConfig | None = None, microbatches: int = 1, **compute: Any) -> Config:
@@ -103,7 +104,7 @@ def labels_of(one: Document) -> list[int]:
 
 def is_covered(one: Document) -> bool:
     labels = labels_of(one)
-    needed = len(labels) + sum(a == b for a, b in zip(labels, labels[1:], strict=False))
+    needed = len(labels) + sum(a == b for a, b in pairwise(labels))
     return 0 < len(labels) <= LABELS and needed <= one.is_audio.sum()
 
 
@@ -166,3 +167,30 @@ def test_packed_equals_each_document_alone():
     assert sum(not is_covered(one) for one in with_audio) == UNCOVERED
     np.testing.assert_allclose(got.ctc.uncovered, UNCOVERED / len(with_audio), rtol=1e-12)
     assert_same(got.gradients, only_trained(gradients, got.gradients), 1e-10)
+
+
+BY_DOCUMENT = {"context_layout": "document", "context_exchange": "all_gather"}
+MESHES = [
+    (MeshConfig(data=2), {}),
+    (MeshConfig(context=2), {}),
+    (MeshConfig(context=2), BY_DOCUMENT),
+    (MeshConfig(context=4), {}),
+    (MeshConfig(context=4), BY_DOCUMENT),
+    (MeshConfig(pipeline=2), {"microbatches": 4}),
+    (MeshConfig(tensor=2), {}),
+    (MeshConfig(tensor=2), {"sequence_sharded": True}),
+    (
+        MeshConfig(context=2, pipeline=2, tensor=2),
+        {"microbatches": 2, "sequence_sharded": True, **BY_DOCUMENT},
+    ),
+]
+"""(mesh, settings of run_config)."""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("mesh", "settings"), MESHES, ids=str)
+def test_the_mesh_changes_neither_loss_nor_gradients(mesh: MeshConfig, settings: dict[str, Any]):
+    """tests/test_meshes.py has two combined meshes, with multi-token prediction beside the CTC loss."""
+    got, want = evaluate(run_config(mesh, **settings)), evaluate(run_config())
+    for part in ("loss", "ctc", "gradients"):
+        assert_same(getattr(got, part), getattr(want, part), 1e-10)
