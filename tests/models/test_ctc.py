@@ -39,9 +39,10 @@ UNCOVERED = 5
 
 
 def run_config(mesh: MeshConfig | None = None, microbatches: int = 1, **compute: Any) -> Config:
+    llm, encoder = replace(MODEL.llm, pattern="-*", vocab_size=VOCAB), replace(MODEL.encoder, layers=1)
     return Config(
         mesh=mesh or MeshConfig(),
-        model=replace(MODEL, llm=replace(MODEL.llm, pattern="-*"), encoder=replace(MODEL.encoder, layers=1)),
+        model=replace(MODEL, llm=llm, encoder=encoder),
         data=DataConfig(max_documents=MOST),
         compute=replace(COMPUTE, dtype="float64", **compute),
         train=TrainConfig(ctc_loss=WEIGHT, ctc_max_labels=LABELS, microbatches=microbatches),
