@@ -97,7 +97,7 @@ def transcripts(batch: Batch, max_documents: int, max_labels: int, axis: str | N
             frames=jnp.where(is_covered_G, frames.number, 0),
             labels=jnp.where(is_covered_G, labels.number, 0),
             repeats=repeats_GL,
-            document=document_M,
+            document=jnp.where((is_audio_M > 0) & is_covered_G[document_M], document_M, documents),
         ),
         label_ids=ids_GL,
         blank=jnp.where(is_audio_M > 0, tokens_M, 0).max(),
