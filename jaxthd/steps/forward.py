@@ -91,14 +91,14 @@ def objective_of(config: Config) -> Objective:
 
 def count(batch: Batch, config: Config) -> Counts:
     """The counts of a whole step's batch. Not to be differentiated."""
-    future = batch.future_weights.swapaxes(0, 1), (batch.future_tokens >= 0).swapaxes(0, 1)
-    supervised_future, real_future = (x_KRT.sum((1, 2)) for x_KRT in future)
+    weights_KRT = batch.future_weights.swapaxes(0, 1)
+    has_token_KRT = (batch.future_tokens >= 0).swapaxes(0, 1)
     own = Counts(
-        objective_of(config).counts(_tokens(batch, config)),
-        (batch.segment_ids > 0).sum(),
-        supervised_future,
-        real_future,
-        _count_ctc(batch, config) if trains_ctc(batch, config) else None,
+        objective=objective_of(config).counts(_tokens(batch, config)),
+        real=(batch.segment_ids > 0).sum(),
+        supervised_future=weights_KRT.sum((1, 2)),
+        real_future=has_token_KRT.sum((1, 2)),
+        ctc=_count_ctc(batch, config) if trains_ctc(batch, config) else None,
     )
     return jax.tree.map(lambda x: jnp.maximum(x, 1), jax.lax.psum(own, TOKEN_AXES))
 

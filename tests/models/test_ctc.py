@@ -170,6 +170,21 @@ def test_packed_equals_each_document_alone():
     assert_same(got.gradients, only_trained(gradients, got.gradients), 1e-10)
 
 
+def test_without_it_nothing_of_it_is_computed():
+    """The gradient's program is then the same whatever the other setting, and has none of its sorts."""
+
+    def traced(**train: Any) -> str:
+        config = replace(run_config(), train=TrainConfig(**train))
+        with jax.enable_x64(True):
+            program = loss_and_gradient(Blueprint(config), make_mesh(config.mesh))
+            return str(jax.make_jaxpr(program)(*state(), pack(config)))
+
+    without = traced()
+    assert traced(ctc_max_labels=LABELS) == without
+    assert " sort[" not in without
+    assert " sort[" in traced(ctc_loss=WEIGHT, ctc_max_labels=LABELS)
+
+
 BY_DOCUMENT = {"context_layout": "document", "context_exchange": "all_gather"}
 MESHES = [
     (MeshConfig(data=2), {}),
