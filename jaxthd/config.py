@@ -408,6 +408,11 @@ class TrainConfig:
     mtp_loss: float = 0.1
     """Weight of the loss of multi-token prediction, which is the mean over its depths; 0: it is not
     computed. It is used where model.llm.mtp_pattern is set."""
+    ctc_loss: float = 0.0
+    """Weight of an auxiliary CTC loss on the encoder, for its frames and each document's supervised tokens;
+    0: it is not computed."""
+    ctc_max_labels: int = 128
+    """Most supervised tokens of a document that the CTC loss covers. It sizes arrays."""
     clip_norm: float = 1.0
     """Gradients of a larger global norm are scaled down to this norm."""
     microbatches: int = 1

@@ -7,7 +7,8 @@ are run in two variants. The first has 1F1B, the ring where stages are equal, an
 has interleaved or unevenly divided stages, all-gather, sequence-sharded residuals, sends to experts in
 several rounds, and the layout by documents. A few more runs adapt the model by LoRA and frozen parameters.
 They are compared with a dense model, which has neither: the gradient dW of the dense w + s a b gives those
-of a and b as s dW b^T and s a^T dW. The last few runs have multi-token prediction.
+of a and b as s dW b^T and s a^T dW. The last few runs have multi-token prediction and a CTC
+loss.
 
 The model has all four mixers (two such units), experts over the data and context ranks, and audio. A batch is
 32 ragged rows in 4 microbatches, one of which is all padding. A microbatch holds the same rows on every mesh,
@@ -52,6 +53,7 @@ from jaxthd.config import (
     AdaptConfig,
     ComputeConfig,
     Config,
+    DataConfig,
     EncoderConfig,
     LLMConfig,
     MeshConfig,
@@ -72,7 +74,7 @@ from scripts.comparison.weights import random_state
 
 Dtype = Literal["float32", "float64"]
 
-ROWS, MICROBATCHES, CAPACITY, AUDIO, MELS, VOCAB = 32, 4, 64, 512, 8, 56
+ROWS, MICROBATCHES, CAPACITY, AUDIO, MELS, VOCAB, MOST_DOCUMENTS = 32, 4, 64, 512, 8, 56, 16
 MODEL = ModelConfig(
     encoder=EncoderConfig(
         num_mels=MELS, layers=1, dim=16, heads=2, ffn_dim=24, subsampling_channels=4, conv_kernel=5
@@ -166,14 +168,20 @@ def adapted(dtype: Dtype = "float32") -> list[Config]:
 
 
 def predicting(dtype: Dtype = "float32") -> list[Config]:
-    """Runs with multi-token prediction. They cover interleaved, sequence-sharded stages with experts over
-    data; 1F1B with a ring; the layout by documents."""
+    """Runs with multi-token prediction and a CTC loss. They cover interleaved, sequence-sharded stages with
+    experts over data; 1F1B with a ring; the layout by documents."""
     chosen = ((MeshConfig(2, 1, 2, 2), 1, 0), (MeshConfig(1, 2, 2, 1), 0, 0), (MeshConfig(1, 2, 1, 2), 1, 1))
     runs = [(variants(mesh, dtype)[variant], PREDICTING[number]) for mesh, variant, number in chosen]
     return [
-        replace(run, model=replace(run.model, llm=replace(run.model.llm, **settings)))
+        with_ctc(replace(run, model=replace(run.model, llm=replace(run.model.llm, **settings))))
         for run, settings in runs
     ]
+
+
+def with_ctc(config: Config) -> Config:
+    """Adds a CTC loss. It covers 16 of the 37 documents with audio."""
+    train = replace(config.train, ctc_loss=0.3, ctc_max_labels=5)
+    return replace(config, train=train, data=DataConfig(max_documents=MOST_DOCUMENTS))
 
 
 @functools.cache
@@ -217,7 +225,7 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
             capacity=capacity,
             audio_capacity=AUDIO,
             num_mels=MELS,
-            max_documents=16,
+            max_documents=MOST_DOCUMENTS,
             context=mesh.context,
             audio_ranks=mesh.audio_ranks,
             layout=layout,
@@ -258,7 +266,7 @@ def evaluate(config: Config, state: tuple[Any, Any] | None = None, order: int = 
         seconds = time.perf_counter() - start
         routing = from_stages({"layers": {"moe": found.routing}}, stages)["layers"]["moe"]
         gradients, buffers = from_stages((found.gradients, found.buffers), stages)
-        found = Gradient(found.loss, gradients, buffers, routing, found.future)
+        found = found._replace(gradients=gradients, buffers=buffers, routing=routing)
         return jax.tree.map(np.asarray, found), seconds
 
 
@@ -269,6 +277,7 @@ def one_device(
     """One device's results. For an adapted model, LoRA's gradients are derived from the dense model's."""
     config = variants(MeshConfig(), dtype)[0]
     config = replace(config, model=replace(config.model, llm=llm))
+    config = with_ctc(config) if llm.mtp_pattern else config
     if adapt == PLAIN:
         return evaluate(config, order=order)[0]
     params, buffers = canonical_state(dtype, adapt)

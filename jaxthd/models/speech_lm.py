@@ -17,6 +17,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32, UInt32
 
 from jaxthd.config import ComputeConfig, LLMConfig, ModelConfig
+from jaxthd.models.ctc import Transcripts, covered_frames, document_log_probs
 from jaxthd.models.fastconformer import FastConformer
 from jaxthd.models.hybrid import HybridDecoder
 from jaxthd.models.layers import Linear, RMSNorm, relu_squared
@@ -192,12 +193,16 @@ class SpeechLM(nnx.Module):
         Each rank looks up the tokens of its shard. Rows are rounded to the compute dtype only afterwards, so
         that the gradients of a token, thousands for a frequent one, are summed in the parameters' dtype.
         """
-        embedding_VD, axes, dtype = gathered(self.embedding), self.vocabulary_axes, self.compute.dtype
+        return self._rows_of(gathered(self.embedding), tokens_N)
+
+    def _rows_of(self, matrix_VD: Array, tokens_N: Array) -> Array:
+        """Rows of the embedding or the head, as embed_tokens returns them."""
+        axes, dtype = self.vocabulary_axes, self.compute.dtype
         if not axes:
-            return jnp.take(embedding_VD, tokens_N, axis=0).astype(dtype)
-        local_N = tokens_N - jax.lax.axis_index(axes) * len(embedding_VD)
-        here_N1 = ((local_N >= 0) & (local_N < len(embedding_VD)))[:, None]
-        found_ND = jnp.take(embedding_VD, jnp.clip(local_N, 0, len(embedding_VD) - 1), axis=0).astype(dtype)
+            return jnp.take(matrix_VD, tokens_N, axis=0).astype(dtype)
+        local_N = tokens_N - jax.lax.axis_index(axes) * len(matrix_VD)
+        here_N1 = ((local_N >= 0) & (local_N < len(matrix_VD)))[:, None]
+        found_ND = jnp.take(matrix_VD, jnp.clip(local_N, 0, len(matrix_VD) - 1), axis=0).astype(dtype)
         return jax.lax.psum(jnp.where(here_N1, found_ND, 0), axes)
 
     def leave(self, x_nD: Float[Array, "n D"], batch: Batch) -> Float[Array, " N"]:
@@ -238,6 +243,19 @@ class SpeechLM(nnx.Module):
             log_probs.append(scored(h_nD, batch.future_targets[:, depth], batch.future_weights[:, depth]))
             routing.append(of_depth)
         return own_N, FutureScores(jnp.stack(log_probs), routing)
+
+    def leave_ctc(
+        self, embedded_nD: Float[Array, "n D"], batch: Batch, found: Transcripts, axis: str | None
+    ) -> Float[Array, " documents"]:
+        """log p(labels) of the documents of this batch: see models.ctc.document_log_probs.
+
+        All ranks of a pipeline run it alike. embedded: from enter. found, axis: see models.ctc.transcripts.
+        """
+        h_ND, head_VD = self.residual.whole(self.decoder.norm(embedded_nD)), gathered(self.head)
+        blanks_RT, is_frame_RT = jnp.full_like(batch.targets, found.blank), covered_frames(batch, found)
+        scored = self._scored_at(h_ND, head_VD.astype(h_ND.dtype), blanks_RT, is_frame_RT)
+        rows_LD = self._rows_of(head_VD, jnp.append(found.label_ids.reshape(-1), found.blank))
+        return document_log_probs(h_ND, supervised_log_probs(*scored), rows_LD, batch, found, axis)
 
     def leave_top_k(self, x_nD: Float[Array, "n D"], batch: Batch, top_k: int) -> TokenScores:
         """As leave, with each position's top_k likeliest tokens. Not differentiable."""
