@@ -91,8 +91,9 @@ class DataConfig:
     validation_tarred_audio: str | tuple[str, ...] = ""
     """Tar files of the validation manifest, or of each one; "" for none."""
     tokenizer: str = "bytes"
-    """"bytes" (UTF-8 bytes, needs no file), the path of a tokenizer.json, or the folder of a checkpoint in
-    Hugging Face's format, whose other files then say which tokens are special."""
+    """"bytes" (UTF-8 bytes, needs no file), "synthetic" (a small BPE of the words in the synthetic data), the
+    path of a tokenizer.json, or the folder of a checkpoint in Hugging Face's format, whose other files then
+    say which tokens are special."""
     template: Literal["plain", "chatml", "chat_template"] = "plain"
     """How turns are written: "plain" (the text, and an end-of-text token after an answer), "chatml"
     (<|im_start|>), or "chat_template" (the template of the checkpoint in data.tokenizer)."""

@@ -34,7 +34,7 @@ from jaxthd.steps.forward import (
     objective_of,
     with_encoder,
 )
-from jaxthd.steps.optimizer import learning_rate_schedule, make_optimizer
+from jaxthd.steps.optimizer import clipped, learning_rate_schedule, make_optimizer
 from jaxthd.steps.state import TrainState, state_shardings
 
 
@@ -181,11 +181,10 @@ def make_train_step(
         grad_norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         own, frozen = split(state.params, is_trained)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, own)
-        buffers = _balanced(buffers, by_module, bias_rates)
-        new = (optax.apply_updates(own, updates), buffers, opt_state)
-        old = (own, state.buffers, state.opt_state)
-        own, buffers, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+        gradients = clipped(gradients, config.train.clip_norm)
+        own, opt_state = _updated_if(finite, optimizer, gradients, own, state.opt_state)
+        new_buffers = _balanced(buffers, by_module, bias_rates)
+        buffers = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_buffers, state.buffers)
         skipped = state.skipped + ~finite
         in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
         # The schedule counts updates, as the optimizer does.
@@ -200,6 +199,25 @@ def make_train_step(
     everywhere = NamedSharding(mesh, PartitionSpec())
     shardings = state_shardings(blueprint, mesh), everywhere
     return jit_for(config, mesh, train_step, donate_argnums=0, out_shardings=shardings)
+
+
+def _updated_if(
+    finite: Array, optimizer: optax.GradientTransformation, gradients: Tree, params: Tree, opt_state: Tree
+) -> tuple[Tree, Tree]:
+    """The parameters and the optimizer's state after an update; where `finite` is False, as they were.
+
+    A conditional, because choosing between old and new arrays afterwards keeps both: it copies every moment.
+    It holds no collective: the gradients are clipped before it.
+    """
+
+    def update(gradients: Tree, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def keep(_: Tree, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
+        return params, opt_state
+
+    return jax.lax.cond(finite, update, keep, gradients, params, opt_state)
 
 
 def _balanced(buffers: Tree, routing: dict[str, Routing | None], rates: dict[str, float]) -> Tree:
