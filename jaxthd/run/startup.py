@@ -35,8 +35,8 @@ def simulate_devices(devices: int) -> bool:
 
 @contextmanager
 def devices_ready(mesh: MeshConfig, options: Namespace) -> Iterator[None]:
-    """The devices of the mesh: joins the processes of the run, if there are several, and simulates CPU devices
-    where there is no accelerator. A single process simulates them also where there are too few accelerators.
+    """The devices of the mesh: joins the processes of the run, if there are several, and simulates CPU
+    devices where there is no accelerator. A single process does so too where there are too few accelerators.
 
     options: parsed with PROCESS_OPTIONS. Raises UserError as jaxthd.parallel.processes.started does.
     """
@@ -46,8 +46,8 @@ def devices_ready(mesh: MeshConfig, options: Namespace) -> Iterator[None]:
         if not on_cpu and processes == 1 and jax.device_count() < mesh.devices:
             found = (
                 f"{jax.device_count()} accelerator(s) ({jax.devices()[0].device_kind}) for a mesh of "
-                f"{mesh.devices} devices, which need one each; to use what is there, choose a smaller mesh, such as "
-                "that of configs/single.py"
+                f"{mesh.devices} devices, which need one each; to use what is there, choose a smaller mesh, "
+                "such as that of configs/single.py"
             )
             _leave_accelerators()
             on_cpu = True
@@ -59,8 +59,8 @@ def devices_ready(mesh: MeshConfig, options: Namespace) -> Iterator[None]:
 
 
 def _leave_accelerators() -> None:
-    """Makes this process forget the accelerators that it has found, and use CPU devices. Arrays and programs that
-    it had are lost.
+    """Makes this process forget the accelerators that it has found, and use CPU devices. Arrays and programs
+    that it had are lost.
     """
     jax.extend.backend.clear_backends()
     jax.config.update("jax_platforms", "cpu")

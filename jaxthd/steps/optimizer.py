@@ -28,8 +28,8 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
 
 
 def make_optimizer(blueprint: Blueprint) -> optax.GradientTransformation:
-    """AdamW for the trained parameters, each part of the model at its learning rate, weight decay on the weight
-    matrices. It takes gradients that are clipped already (see `clipped`).
+    """AdamW for the trained parameters: each part of the model at its learning rate, weight decay on the
+    weight matrices. It takes gradients that are clipped already (see `clipped`).
     """
     train = blueprint.config.train
     decayed = weight_decay_mask(nnx.state(blueprint.model, nnx.Param))
