@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float
 from jaxthd.config import ComputeConfig, EncoderConfig
 from jaxthd.models.layers import Linear
 from jaxthd.ops.attention.blockwise import interval_attention
+from jaxthd.ops.attention.dense import dense_attention
 from jaxthd.ops.conv import centered_conv
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.document import SUBSAMPLING
@@ -168,13 +169,17 @@ class Subsampling(nnx.Module):
             """start_E with `per_frame` entries for each encoder frame, of which the first may be True."""
             return jnp.pad(start_E[:, None], ((0, 0), (0, per_frame - 1))).reshape(-1)
 
+        def mask(stride: int) -> Array:
+            """1 on the valid frames of a level, else 0. (A product costs a CPU half as much as a choice.)"""
+            return mask_A[::stride, None, None].astype(mels_AM.dtype)
+
         x_NBC = jnp.where(mask_A[:, None], mels_AM, 0)[..., None]
         taps_nb9 = jnp.concatenate(_neighbours(x_NBC, starts(4)), axis=-1)
         y_nbC = self.first(taps_nb9.reshape(-1, 9)).reshape(*taps_nb9.shape[:2], -1)
-        x_NBC = jnp.where(mask_A[::2, None, None], jax.nn.relu(y_nbC), 0)
+        x_NBC = jax.nn.relu(y_nbC) * mask(2)
         for conv, stride, per_frame in zip(self.later, (4, 8), (2, 1), strict=True):
             y_nbC = conv(x_NBC, starts(per_frame))
-            x_NBC = jnp.where(mask_A[::stride, None, None], jax.nn.relu(y_nbC), 0)
+            x_NBC = jax.nn.relu(y_nbC) * mask(stride)
         return self.out(x_NBC.reshape(len(start_E), -1))
 
 
@@ -217,17 +222,12 @@ def _dense_attention(
     All heads meet the same waves, so the position term is one product, and the waves are not copied for each.
     Unused frames see each other, and nothing reads what they get.
     """
-    rows, acc = segments.rows, accumulation_dtype(v_EHd)
 
     def by_row(x: Array) -> Array:
-        return x.reshape(rows, -1, *x.shape[1:])
+        return x.reshape(segments.rows, -1, *x.shape[1:])
 
-    content, position, k, waves, v, ids_RE = map(by_row, (*query, k_EHd, waves_EX, v_EHd, segments.ids))
-    scores = jnp.einsum("rehd,rjhd->rhej", content, k, preferred_element_type=acc)
-    scores += jnp.einsum("rehx,rjx->rhej", position, waves, preferred_element_type=acc)
-    same_REE = ids_RE[:, :, None] == ids_RE[:, None]
-    weights = jax.nn.softmax(jnp.where(same_REE[:, None], scale * scores, -jnp.inf))
-    return jnp.einsum("rhej,rjhd->rehd", weights.astype(v.dtype), v).reshape(v_EHd.shape)
+    arrays = map(by_row, (query.content, k_EHd, query.position, waves_EX, v_EHd))
+    return dense_attention(*arrays, by_row(segments.ids), scale).reshape(v_EHd.shape)
 
 
 def _blockwise_attention(
