@@ -410,10 +410,11 @@ class TrainConfig:
     """Weight of the loss of multi-token prediction, which is the mean over its depths; 0: it is not
     computed. It is used where model.llm.mtp_pattern is set."""
     ctc_loss: float = 0.0
-    """Weight of an auxiliary CTC loss on the encoder, for its frames and each document's supervised tokens;
-    0: it is not computed."""
+    """Weight of an auxiliary CTC loss on the encoder; 0: it is not computed. A document needs an encoder
+    frame (80 ms) for each supervised token; the metric ctc_uncovered says how many have fewer."""
     ctc_max_labels: int = 128
-    """Most supervised tokens of a document that the CTC loss covers. It sizes arrays."""
+    """Most supervised tokens of a document that the CTC loss covers. It sizes arrays: tokens of a buffer, and
+    documents of a buffer, times this."""
     clip_norm: float = 1.0
     """Gradients of a larger global norm are scaled down to this norm."""
     microbatches: int = 1

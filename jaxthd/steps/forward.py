@@ -191,20 +191,22 @@ class Forward:
 
     def leave(self, leave: Tree, x_nD: Array, bypass: Bypass, batch: Batch) -> tuple[Array, Left]:
         model = self.model(self._buffers, leave=leave)
+        # Gathered once for both losses.
+        head_VD = None if bypass.own is None else model.gathered_head()
         if bypass.future:
-            share, left = self._leave_with_future(model, x_nD, bypass.future, batch)
+            share, left = self._leave_with_future(model, x_nD, bypass.future, batch, head_VD)
         else:
-            found = self._quotients(model.leave(x_nD, batch), batch)
+            found = self._quotients(model.leave(x_nD, batch, head_VD), batch)
             share, left = found[LOSS], Left(found, None, None)
-        if bypass.own is None:
+        if bypass.own is None or head_VD is None:
             return share, left
-        ctc = self._ctc(model, bypass.own, batch)
+        ctc = self._ctc(model, bypass.own, batch, head_VD)
         return share + self._config.train.ctc_loss * ctc.loss, left._replace(ctc=ctc)
 
     def _leave_with_future(
-        self, model: SpeechLM, x_nD: Array, future: list[Array], batch: Batch
+        self, model: SpeechLM, x_nD: Array, future: list[Array], batch: Batch, head_VD: Array | None
     ) -> tuple[Array, Left]:
-        logp_N, (logp_KN, routing) = model.leave_with_future(x_nD, future, batch, AXES)
+        logp_N, (logp_KN, routing) = model.leave_with_future(x_nD, future, batch, AXES, head_VD)
         assert self._counts is not None
         found = self._quotients(logp_N, batch)
         losses = [
@@ -221,12 +223,12 @@ class Forward:
         of_future = model.mtp.routing_of_depths(routed) if model.mtp and routed else None
         return share, Left(found, FuturePrediction(jnp.stack(losses), of_future), None)
 
-    def _ctc(self, model: SpeechLM, embedded_nD: Array, batch: Batch) -> CTC:
+    def _ctc(self, model: SpeechLM, embedded_nD: Array, batch: Batch, head_VD: Array) -> CTC:
         """This rank's shares of the CTC loss."""
         counts = self._counts and self._counts.ctc
         assert counts is not None
         found = _transcripts(batch, self._config)
-        logp_G = model.leave_ctc(embedded_nD, batch, found, CONTEXT)
+        logp_G = model.leave_ctc(embedded_nD, batch, found, CONTEXT, head_VD)
         uncovered = (found.has_audio & ~found.is_covered).sum()
         ranks = self._config.mesh.context  # All of them compute the same.
         return CTC(

@@ -11,8 +11,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jaxthd.config import AdaptConfig, Config, DataConfig, MeshConfig, TrainConfig
+from jaxthd.models.ctc import Transcripts, transcripts
 from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
@@ -22,7 +24,7 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import Gradient, loss_and_gradient
 from scripts.comparison.weights import random_state
 from tests.alone import Parts, parts, states_of
-from tests.helpers import assert_same
+from tests.helpers import assert_same, context_mesh
 from tests.speech_model import AUDIO, CAPACITY, CHUNK, COMPUTE, MELS, MODEL, PLACEHOLDER
 
 WEIGHT, LABELS, MOST, VOCAB = 0.7, 6, 16, 52
@@ -186,6 +188,37 @@ def test_without_it_nothing_of_it_is_computed():
 
 
 BY_DOCUMENT = {"context_layout": "document", "context_exchange": "all_gather"}
+
+
+def transcripts_on(context: int, **compute: Any) -> tuple[Transcripts, list[np.ndarray]]:
+    """Of all rows; and segment ids and positions of the slots with frames, in their order."""
+    config = run_config(MeshConfig(context=context), **compute)
+    mesh, batch = context_mesh(context), pack(config)
+    # Audio does not matter here.
+    batch = batch._replace(mels=batch.tokens, mel_mask=batch.tokens, chunk_ids=None, chunk_positions=None)
+    of_tokens, spec = jax.tree.map(jnp.asarray, batch), PartitionSpec(None, "context")
+
+    def rank(batch: Batch) -> Transcripts:
+        return transcripts(batch, MOST, LABELS, "context")
+
+    mapped = jax.shard_map(rank, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False)
+    found = jax.tree.map(np.asarray, jax.jit(mapped)(of_tokens))
+    frames = found.documents.slots[: batch.is_audio.sum()]
+    return found, [x.reshape(-1)[frames] for x in (batch.segment_ids, batch.positions)]
+
+
+@pytest.mark.parametrize("context", [2, 4])
+@pytest.mark.parametrize("compute", [{}, BY_DOCUMENT], ids=["buffer", "document"])
+def test_context_ranks_find_frames_and_labels_in_the_order_of_documents(context: int, compute: dict):
+    (got, frames), (want, alone) = transcripts_on(context, **compute), transcripts_on(1)
+    for name in ("label_ids", "blank", "has_audio", "is_covered"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+    for name in ("first", "frames", "labels", "repeats"):
+        np.testing.assert_array_equal(getattr(got.documents, name), getattr(want.documents, name))
+    np.testing.assert_array_equal(frames, alone)
+    assert got.blank == PLACEHOLDER
+
+
 MESHES = [
     (MeshConfig(data=2), {}),
     (MeshConfig(context=2), {}),

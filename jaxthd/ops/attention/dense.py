@@ -29,8 +29,8 @@ def dense_attention(
     """softmax(scale * (q . k + position . waves)) v over the tokens with the query's id, in v's dtype.
 
     waves: what all heads share of the keys. ids: documents by number; tokens of padding share one number, and
-    see each other. Differentiable in all but waves and ids. The weights are computed again in the backward pass, as in
-    FlashAttention (Dao et al., 2022): keeping them would cost more than a matrix product.
+    see each other. Differentiable in all but waves and ids. The weights are computed again in the backward
+    pass, as in FlashAttention (Dao et al., 2022): keeping them would cost more than a matrix product.
     """
     return _forward(q_REHd, k_REHd, position_REHX, waves_REX, v_REHV, ids_RE, scale)[0]
 
