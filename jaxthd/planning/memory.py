@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from jaxthd.config import Config, EncoderConfig
 from jaxthd.models.ctc import FRAME_BLOCK
-from jaxthd.models.fastconformer import PIECE
+from jaxthd.models.fastconformer import DENSE_FRAMES, PIECE
 from jaxthd.models.hybrid import repeated_units
 from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.parallel.mesh import PIPELINE, TENSOR, ranks_of
@@ -196,7 +196,11 @@ def _conformer(sizes: Sizes, encoder: EncoderConfig) -> Number:
     """Activations of an encoder block."""
     a, w = sizes.a, sizes.w
     norms = 5 * encoder.dim * (a + w)
-    attention = a * (2 * encoder.heads + 6) * encoder.dim + 3 * w * encoder.heads * encoder.dim
+    rotated, row = 3 * w * encoder.heads * encoder.dim, sizes.frames / max(sizes.rows, 1)
+    if row <= DENSE_FRAMES:  # the pairs of frames: weights, and their gradients before and after the softmax
+        attention = a * (encoder.heads + 7) * encoder.dim + rotated + 3 * w * encoder.heads * row
+    else:
+        attention = a * (2 * encoder.heads + 6) * encoder.dim + rotated
     others = a * (6 * encoder.ffn_dim + 8 * encoder.dim)
     return sizes.frames * (norms + attention + others)
 

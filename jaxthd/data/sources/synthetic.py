@@ -65,7 +65,7 @@ class SyntheticSource(ManifestSource):
 
 
 def synthetic_manifests(
-    train: int = 10000, validation: int = 500, seed: int = 0, cache_dir: str | Path | None = None
+    train: int = 10000, validation: int = 200, seed: int = 0, cache_dir: str | Path | None = None
 ) -> tuple[Path, Path]:
     """Returns the paths of the training and the validation manifest; makes them if they are not cached.
 
