@@ -9,8 +9,9 @@ A call takes one packed buffer of queries and one of keys, inside the manual sha
 Both are KeyIntervals, with `causal` on or off. Several calls give parts of one softmax, which are merged by
 their log-sum-exp. The backward pass of each part takes the output and the log-sum-exp of the whole.
 
-Two kinds of attention are not such calls, and are always blockwise: the encoder's, which is bidirectional and
-has query heads of d + D dims against value heads of d; and that of decoding, with one query a document.
+Two kinds of attention are not such calls. The encoder's is bidirectional, and its queries and keys are wider
+than its values; it is dense in short rows (dense.py), else blockwise. That of decoding, with one query a
+document, is always blockwise.
 
 Legend: N queries, S keys, H query heads, K key/value heads, D query/key dim, V value dim.
 """
