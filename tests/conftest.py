@@ -69,6 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
 
+
 _MAPS, _MOST_MAPS = Path("/proc/self/maps"), 20_000
 
 

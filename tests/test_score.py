@@ -108,7 +108,7 @@ def config_for(mesh: MeshConfig, layout: str = "buffer", rows: int = 4, microbat
     ("mesh", "layout", "every_token"),
     [
         (MeshConfig(2, 2, 1, 1), "document", True),
-        (MeshConfig(1, 2, 2, 1), "buffer", True),
+        pytest.param(MeshConfig(1, 2, 2, 1), "buffer", True, marks=pytest.mark.exhaustive),
         (
             MeshConfig(1, 1, 2, 1, stages_per_rank=2),
             "buffer",
