@@ -1,6 +1,6 @@
 """The loss is the same for every axis and combination: sixteen rows of scripts/check_meshes.py, float64.
 
-Five of them are typical: each axis in one or more, in both variants, adapted, and with multi-token prediction.
+Five are typical: they have each axis, both variants, an adapted model and multi-token prediction.
 """
 
 import jax

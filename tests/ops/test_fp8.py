@@ -15,10 +15,10 @@ from jaxthd.config import ComputeConfig, Config, EncoderConfig, LLMConfig, MeshC
 from jaxthd.ops.fp8 import fp8_product
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
-from jaxthd.steps.state import abstract_state, init_state
+from jaxthd.steps.state import abstract_state
 from jaxthd.steps.training import loss_and_gradient, make_train_step
 from scripts.comparison.errors import relative_errors
-from tests.helpers import batch_of
+from tests.helpers import batch_of, filled_state
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),
@@ -106,7 +106,7 @@ def test_gradients_are_near_those_of_the_plain_model(sizes: MeshConfig):
     mesh = make_mesh(sizes)
     plain = Config(mesh=sizes, model=MODEL)
     state, batch = (
-        init_state(Blueprint(plain), mesh),
+        filled_state(Blueprint(plain), mesh),
         put_batch(batch_of([5, 20, 11, 1, 17], sizes.context), mesh),
     )
     results = []
