@@ -102,9 +102,7 @@ def alone(end_id: int) -> dict[str, list[int]]:
 
 
 @functools.cache
-def decoded(
-    data: int, context: int, end_id: int, layout: Layout = "buffer"
-) -> tuple[Scores, dict[str, list[int]]]:
+def decoded(data: int, context: int, end_id: int, layout: Layout) -> tuple[Scores, dict[str, list[int]]]:
     config = run_config(data, context, "ring", "float64", layout)
     return decoded_by(config, pack(documents(), context, layout), end_id)
 
@@ -173,7 +171,7 @@ def test_pipeline_and_tensor_ranks_decode_together(mesh: MeshConfig):
     config = replace(run_config(mesh.data, mesh.context, "ring", "float64"), mesh=mesh)
     with jax.enable_x64(True):
         scores, answers = decoded_by(config, host, -1)
-        want, _ = decoded(1, 1, -1)
+        want, _ = decoded(1, 1, -1, "buffer")
         assert answers == alone(-1)
         np.testing.assert_allclose(scores, want, rtol=1e-10)
 
@@ -187,6 +185,6 @@ def test_accuracy_counts_supervised_tokens_that_are_the_likeliest():
             best = np.argmax(next_token_program()(*state("float64"), batch), axis=-1)
             correct += int(((best == batch.targets[0]) & (batch.weights[0] > 0)).sum())
             tokens += int(batch.weights.sum())
-        scores, _ = decoded(2, 2, -1)
+        scores, _ = decoded(2, 2, -1, "document")
     assert (int(scores.tokens), int(scores.correct)) == (tokens, correct)
     assert 0 < correct < tokens
