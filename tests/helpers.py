@@ -10,12 +10,16 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxthd.models.mixers import MoE
+from jaxthd.models.stacks import to_stages
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.layout import ContextLayout, inverse_permutation
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import Segments, make_segments
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.state import TrainState, abstract_state, state_shardings
 from scripts.comparison.errors import relative_errors
+from scripts.comparison.weights import random_state
 
 CAPACITY = 64
 CASES: dict[str, list[int]] = {
@@ -60,6 +64,21 @@ def batch_of(lengths: Sequence[int], context: int) -> Batch:
         documents.append(Document.splice(str(i), tokens, supervised, clips, 3))
     sizes: dict[str, Any] = {"capacity": 128, "audio_capacity": 512, "num_mels": 16, "max_documents": 8}
     return pack_row(documents, **sizes, context=context, audio_ranks=context)[0]
+
+
+def filled_state(blueprint: Blueprint, mesh: Mesh) -> TrainState:
+    """A state before the first step, with random weights, on the placement that training has. Unlike
+    init_state's program, which takes as long as a small step's, nothing is compiled.
+    """
+
+    def value(path: tuple[Any, ...], x: np.ndarray, zero: np.ndarray) -> np.ndarray:
+        return zero if "correction_bias" in jax.tree_util.keystr(path) else x.astype(zero.dtype)
+
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract_state(blueprint))
+    weights = random_state(blueprint.canonical_model)[1:]
+    params, buffers = jax.tree_util.tree_map_with_path(value, weights, (zeros.params, zeros.buffers))
+    filled = to_stages(zeros._replace(params=params, buffers=buffers), blueprint.stages)
+    return jax.device_put(filled, state_shardings(blueprint, mesh))
 
 
 def context_mesh(context: int) -> Mesh:

@@ -92,7 +92,11 @@ def test_the_table_of_nano_in_text() -> None:
 
 @pytest.mark.parametrize(
     "mesh",
-    [MeshConfig(), MeshConfig(data=2, context=2, tensor=2), MeshConfig(data=2, pipeline=2, fsdp=False)],
+    [
+        MeshConfig(data=2, context=2, tensor=2),
+        MeshConfig(data=2, pipeline=2, fsdp=False),
+        pytest.param(MeshConfig(), marks=pytest.mark.exhaustive),
+    ],
 )
 def test_groups_and_bytes_are_those_of_the_state_that_training_makes(mesh: MeshConfig) -> None:
     """The pattern has every letter and a latent projection; counted on real arrays, on every device."""

@@ -67,7 +67,9 @@ def with_ctc(config: Config) -> Config:
     [
         small("M*M*", MeshConfig(data=2, context=2, tensor=2)),
         small("*-E*-E", MeshConfig(data=2, pipeline=2), microbatches=2),
-        small("*-*-", MeshConfig(context=2, pipeline=2), microbatches=2),
+        pytest.param(
+            small("*-*-", MeshConfig(context=2, pipeline=2), microbatches=2), marks=pytest.mark.exhaustive
+        ),
         with_mtp(small("*-*-", MeshConfig(context=2, pipeline=2, tensor=2, fsdp=False)), "*E"),
         replace(
             small("*-*-", MeshConfig(data=2, context=2, tensor=2)),
@@ -96,7 +98,13 @@ def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:
 
 @pytest.mark.parametrize(
     ("unit", "remat", "within"),
-    [("*-", True, 0.05), ("*-", False, 0.1), ("M-", True, 0.05), ("M-", False, 0.05), ("*E", True, 0.15)],
+    [
+        ("*-", True, 0.05),
+        ("M-", False, 0.05),
+        ("*E", True, 0.15),
+        pytest.param("*-", False, 0.1, marks=pytest.mark.exhaustive),
+        pytest.param("M-", True, 0.05, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_four_units_more_need_what_the_closed_form_says(unit: str, remat: bool, within: float) -> None:
     """Everything else that a step needs is the same in both, and cancels."""

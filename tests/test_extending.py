@@ -247,7 +247,7 @@ def each_pair_alone() -> tuple[float, float, Any]:
     ("mesh", "microbatches"),
     [
         (jaxthd.MeshConfig(), 1),
-        (jaxthd.MeshConfig(context=4), 2),
+        pytest.param(jaxthd.MeshConfig(context=4), 2, marks=pytest.mark.exhaustive),
         (jaxthd.MeshConfig(context=2, pipeline=2, tensor=2), 4),
     ],
     ids=["one device", "context 4", "context 2, pipeline 2, tensor 2"],

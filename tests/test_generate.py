@@ -25,7 +25,7 @@ from jaxthd.inference import chat
 from jaxthd.inference.generator import AnswerDelta, Generator
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
-from jaxthd.steps.state import init_state
+from tests.helpers import filled_state
 
 ROOT = Path(__file__).parents[1]
 CONFIG = '''"""A tiny model."""
@@ -58,7 +58,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "run").mkdir()
     write_config(folder / "run", config)
     with Checkpoints(folder / "run" / "checkpoints", keep=1) as checkpoints:
-        checkpoints.save(3, init_state(Blueprint(config), make_mesh(config.mesh)), {})
+        checkpoints.save(3, filled_state(Blueprint(config), make_mesh(config.mesh)), {})
     return folder
 
 
@@ -91,7 +91,7 @@ def test_the_checkpoints_weights_answer(run: Path):
     config = load_config(run / "tiny.py")
     settings: dict[str, Any] = {"batch": 2, "max_new_tokens": 5}
     loaded = generate.load(config, [run / "run"], **settings)
-    saved = init_state(Blueprint(config), make_mesh(config.mesh))
+    saved = filled_state(Blueprint(config), make_mesh(config.mesh))
     for got, want in zip(*map(jax.tree.leaves, (loaded._params, saved.params)), strict=True):
         assert got.sharding == want.sharding
         np.testing.assert_array_equal(got, want)

@@ -167,10 +167,10 @@ def _alone(conversations: list[Example], settings: dict[str, Any]) -> list[list[
     "mesh",
     [
         MeshConfig(),
-        MeshConfig(data=2),
-        MeshConfig(tensor=2),
         MeshConfig(pipeline=2),
         MeshConfig(context=2),
+        pytest.param(MeshConfig(data=2), marks=pytest.mark.exhaustive),
+        pytest.param(MeshConfig(tensor=2), marks=pytest.mark.exhaustive),
     ],
 )
 def test_answers_are_those_of_each_conversation_alone_on_any_mesh(conversations, mesh: MeshConfig):

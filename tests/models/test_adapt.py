@@ -42,10 +42,10 @@ from jaxthd.planning.parameters import state_bytes
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.optimizer import clipped, make_optimizer
 from jaxthd.steps.scoring import make_scoring_step
-from jaxthd.steps.state import abstract_state, canonical_form, canonical_shardings, init_state, training_form
+from jaxthd.steps.state import abstract_state, canonical_form, canonical_shardings, training_form
 from jaxthd.steps.training import loss_and_gradient, make_train_step
 from scripts.comparison.weights import random_state
-from tests.helpers import batch_of
+from tests.helpers import batch_of, filled_state
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(num_mels=16, layers=2, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),
@@ -149,7 +149,7 @@ def test_frozen_parameters_statistics_and_routers_stay_to_the_bit():
     mesh = make_mesh(config.mesh)
     rows = jax.tree.map(lambda *x: np.concatenate(x), batch_of([5, 20, 11], 1), batch_of([17, 3], 1))
     batch = put_batch(rows, mesh)
-    state, step = init_state(Blueprint(config), mesh), make_train_step(Blueprint(config), mesh)
+    state, step = filled_state(Blueprint(config), mesh), make_train_step(Blueprint(config), mesh)
     was = jax.tree.map(np.asarray, state)
     logp = np.asarray(
         make_scoring_step(Blueprint(config), mesh)(state.params, state.buffers, batch).log_probs

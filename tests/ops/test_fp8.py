@@ -15,10 +15,10 @@ from jaxthd.config import ComputeConfig, Config, EncoderConfig, LLMConfig, MeshC
 from jaxthd.ops.fp8 import fp8_product
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
-from jaxthd.steps.state import init_state
+from jaxthd.steps.state import abstract_state
 from jaxthd.steps.training import loss_and_gradient, make_train_step
 from scripts.comparison.errors import relative_errors
-from tests.helpers import batch_of
+from tests.helpers import batch_of, filled_state
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),
@@ -82,7 +82,7 @@ def products_of(jaxpr: Any) -> Counter[str]:
 
 def of_step(config: Config) -> Counter[str]:
     mesh = make_mesh(config.mesh)
-    state, batch = init_state(Blueprint(config), mesh), put_batch(batch_of([5, 20, 11], 1), mesh)
+    state, batch = abstract_state(Blueprint(config)), put_batch(batch_of([5, 20, 11], 1), mesh)
     found = products_of(jax.make_jaxpr(make_train_step(Blueprint(config), mesh))(state, batch).jaxpr)
     return Counter({types: n for types, n in found.items() if "float8" in types})
 
@@ -99,12 +99,14 @@ def test_projections_that_match_are_computed_in_8_bits():
     assert of_step(config("*.mixer.q", "*.mixer.k")) == Counter({types: 2 * n for types, n in each.items()})
 
 
-@pytest.mark.parametrize("sizes", [MeshConfig(), MeshConfig(context=2)])
+@pytest.mark.parametrize(
+    "sizes", [MeshConfig(context=2), pytest.param(MeshConfig(), marks=pytest.mark.exhaustive)], ids=str
+)
 def test_gradients_are_near_those_of_the_plain_model(sizes: MeshConfig):
     mesh = make_mesh(sizes)
     plain = Config(mesh=sizes, model=MODEL)
     state, batch = (
-        init_state(Blueprint(plain), mesh),
+        filled_state(Blueprint(plain), mesh),
         put_batch(batch_of([5, 20, 11, 1, 17], sizes.context), mesh),
     )
     results = []

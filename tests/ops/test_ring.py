@@ -55,12 +55,20 @@ def dense_documents(lengths, round_to, q, k, v, dout):
     return tuple(want)
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+MESHES = [(1, "ring", "buffer"), *product((2, 4), ("ring", "all_gather"), ("buffer", "document"))]
+TYPICAL_IN_FLOAT32 = [(1, "ring", "buffer"), (4, "ring", "buffer"), (2, "all_gather", "document")]
+
+
 @pytest.mark.parametrize(
-    ("context", "exchange", "layout"),
+    ("context", "exchange", "layout", "dtype"),
     [
-        (1, "ring", "buffer"),
-        *product((2, 4), ("ring", "all_gather"), ("buffer", "document")),
+        *((*mesh, np.float64) for mesh in MESHES),
+        *((*mesh, np.float32) for mesh in TYPICAL_IN_FLOAT32),
+        *(
+            pytest.param(*mesh, np.float32, marks=pytest.mark.exhaustive)
+            for mesh in MESHES
+            if mesh not in TYPICAL_IN_FLOAT32
+        ),
     ],
 )
 def test_packed_equals_each_document_alone(context, exchange, layout, dtype):

@@ -10,6 +10,7 @@ import soundfile
 from scripts import check_adapting
 
 
+@pytest.mark.exhaustive
 def test_a_published_checkpoint_is_adapted_and_handed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Tensor parallel; the script exits 1 where a claim fails."""
     rng = np.random.default_rng(0)

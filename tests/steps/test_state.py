@@ -1,13 +1,15 @@
 """The training state on the mesh: each rank holds its shard; a saved state is the same for every mesh."""
 
+import functools
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
-from jaxthd.config import Config, MeshConfig, TrainConfig
-from jaxthd.packing.batch import Batch
+from jaxthd.config import Config, MeshConfig, ModelConfig, TrainConfig
+from jaxthd.packing.batch import Batch, concatenate_rows
+from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import (
@@ -20,7 +22,8 @@ from jaxthd.steps.state import (
     training_form,
 )
 from jaxthd.steps.training import make_train_step
-from scripts.check_meshes import batch_for, variants
+from scripts.check_meshes import CAPACITY, batch_for, documents, variants
+from tests.helpers import filled_state
 
 MESH = MeshConfig(2, 1, 2, 2)
 
@@ -29,6 +32,11 @@ def config(mesh: MeshConfig, **train: float) -> Config:
     """The config of the second variant of check_meshes: uneven or interleaved stages."""
     chosen = variants(mesh)[-1]
     return replace(chosen, train=TrainConfig(**(vars(chosen.train) | {"warmup_steps": 0} | train)))
+
+
+@functools.cache
+def new_state(config: Config) -> TrainState:
+    return init_state(Blueprint(config), make_mesh(config.mesh))
 
 
 def with_mtp(config: Config) -> Config:
@@ -46,10 +54,9 @@ def test_a_device_holds_its_part_of_parameters_and_moments():
     """Each of 8 devices holds nearly an eighth. It is twice that where each of a rank's two stages has half
     of the layer kinds: the stages are padded."""
     alone = config(MeshConfig())
-    whole = init_state(Blueprint(alone), make_mesh(alone.mesh))
+    whole = new_state(alone)
     for mesh, most in ((MeshConfig(8), 0.16), (MESH, 0.26)):
-        sharded = config(mesh)
-        state = init_state(Blueprint(sharded), make_mesh(mesh))
+        state = new_state(config(mesh))
         for name in ("params", "opt_state"):
             part = bytes_on_a_device(state, name) / bytes_on_a_device(whole, name)
             assert 0.124 < part < most, (mesh, name, part)
@@ -57,16 +64,14 @@ def test_a_device_holds_its_part_of_parameters_and_moments():
 
 def test_a_new_run_has_the_same_parameters_on_every_mesh():
     alone, piped = (config(mesh) for mesh in (MeshConfig(), MESH))
-    want = init_state(Blueprint(alone), make_mesh(alone.mesh))
-    mesh = make_mesh(MESH)
-    got = canonical_form(init_state(Blueprint(piped), mesh), Blueprint(piped), mesh)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    got = canonical_form(new_state(piped), Blueprint(piped), make_mesh(MESH))
+    jax.tree.map(np.testing.assert_array_equal, got, new_state(alone))
 
 
 @pytest.mark.parametrize("mesh_config", [MESH, MeshConfig(1, 2, 4, 1)])
 def test_the_saved_form_goes_there_and_back_and_takes_no_more_room(mesh_config: MeshConfig):
     chosen, mesh = with_mtp(config(mesh_config)), make_mesh(mesh_config)
-    state = init_state(Blueprint(chosen), mesh)
+    state = filled_state(Blueprint(chosen), mesh)
     saved = canonical_form(state, Blueprint(chosen), mesh)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), saved) == jax.tree.map(
         lambda x: (x.shape, x.dtype), abstract_state(Blueprint(chosen))
@@ -90,7 +95,7 @@ def test_steps_on_a_pipeline_are_those_of_one_device():
         chosen = with_mtp(config(mesh_config, **settings))
         mesh = make_mesh(mesh_config)
         step = make_train_step(Blueprint(chosen), mesh)
-        state, metrics = init_state(Blueprint(chosen), mesh), []
+        state, metrics = filled_state(Blueprint(chosen), mesh), []
         for _ in range(3):
             state, measured = step(state, batch(chosen))
             metrics.append(jax.tree.map(float, measured))
@@ -115,37 +120,37 @@ def test_steps_on_a_pipeline_are_those_of_one_device():
         assert np.abs(biases).max() <= 0.03 + 1e-6
 
 
+def experts_alone(**train: float) -> tuple[Config, Batch]:
+    """(a text-only model of one Mamba2 and one MoE layer, the documents without audio)."""
+    chosen = config(MeshConfig(), **train)
+    llm = replace(chosen.model.llm, pattern="ME")
+    chosen = replace(chosen, model=ModelConfig(encoder=None, llm=llm))
+    sizes: dict[str, int] = {"capacity": CAPACITY, "audio_capacity": 0, "num_mels": 0, "max_documents": 16}
+    rows = [[one for one in row if not one.chunks] for row in documents()]
+    return chosen, concatenate_rows([pack_row(row, **sizes)[0] for row in rows])
+
+
 def test_the_biases_even_out_the_experts_load():
     """Nothing else is trained: the fullest expert's load falls towards the mean."""
-    mesh_config = MeshConfig()
-    chosen = config(
-        mesh_config, learning_rate=0.0, min_learning_rate=0.0, router_bias_rate=2e-3, aux_loss=0.0
-    )
-    mesh = make_mesh(mesh_config)
-    step, state, sound = (
-        make_train_step(Blueprint(chosen), mesh),
-        init_state(Blueprint(chosen), mesh),
-        batch(chosen),
-    )
-    loads = []
+    rates = {"learning_rate": 0.0, "min_learning_rate": 0.0, "router_bias_rate": 2e-3}
+    chosen, host = experts_alone(**rates, aux_loss=0.0)
+    mesh = make_mesh(chosen.mesh)
+    step, state = make_train_step(Blueprint(chosen), mesh), filled_state(Blueprint(chosen), mesh)
+    sound, loads = put_batch(host, mesh), []
     for _ in range(40):
         state, measured = step(state, sound)
         loads.append(float(measured.max_expert_load))
-    assert np.mean(loads[-5:]) < 1 + 0.7 * (loads[0] - 1)
+    assert np.mean(loads[-5:]) < 1 + 0.7 * (loads[0] - 1), loads
 
 
 def test_the_auxiliary_loss_evens_out_the_experts_load():
     """Its gradient reaches the router: with it the load's loss falls, without it it need not."""
     found = {}
     for weight in (0.0, 1.0):
-        mesh_config = MeshConfig()
-        chosen = config(mesh_config, learning_rate=3e-3, router_bias_rate=0.0, aux_loss=weight)
-        mesh = make_mesh(mesh_config)
-        step, state, sound = (
-            make_train_step(Blueprint(chosen), mesh),
-            init_state(Blueprint(chosen), mesh),
-            batch(chosen),
-        )
+        chosen, host = experts_alone(learning_rate=3e-3, router_bias_rate=0.0, aux_loss=weight)
+        mesh = make_mesh(chosen.mesh)
+        step, state = make_train_step(Blueprint(chosen), mesh), filled_state(Blueprint(chosen), mesh)
+        sound = put_batch(host, mesh)
         for _ in range(10):
             state, measured = step(state, sound)
         found[weight] = float(measured.aux_loss)

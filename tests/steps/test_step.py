@@ -29,7 +29,7 @@ from jaxthd.steps.optimizer import learning_rate_schedule
 from jaxthd.steps.state import init_state
 from jaxthd.steps.training import loss_and_gradient, make_train_step
 from scripts.comparison.weights import random_state
-from tests.helpers import batch_of
+from tests.helpers import batch_of, filled_state
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),
@@ -113,7 +113,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted():
     sound = batch_of([5, 20, 11, 1, 17], 2)
 
     def run(batches: list[Batch]) -> tuple[Any, list[Any]]:
-        state, metrics = init_state(Blueprint(config), mesh), []
+        state, metrics = filled_state(Blueprint(config), mesh), []
         for batch in batches:
             state, measured = step(state, put_batch(batch, mesh))
             metrics.append(jax.tree.map(float, measured))
@@ -164,7 +164,7 @@ def test_boundaries_are_derived_once_a_step_and_never_in_a_layer(monkeypatch: py
 def test_a_step_reads_nothing_from_the_host_and_writes_nothing_to_it():
     sizes = MeshConfig(context=2)
     mesh, config = make_mesh(sizes), Config(mesh=sizes, model=MODEL)
-    state, step = init_state(Blueprint(config), mesh), make_train_step(Blueprint(config), mesh)
+    state, step = filled_state(Blueprint(config), mesh), make_train_step(Blueprint(config), mesh)
     batch = put_batch(batch_of([5, 20, 11, 1, 17], 2), mesh)
     with jax.transfer_guard("disallow"):
         for _ in range(2):
