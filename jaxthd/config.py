@@ -91,8 +91,9 @@ class DataConfig:
     validation_tarred_audio: str | tuple[str, ...] = ""
     """Tar files of the validation manifest, or of each one; "" for none."""
     tokenizer: str = "bytes"
-    """"bytes" (UTF-8 bytes, needs no file), the path of a tokenizer.json, or the folder of a checkpoint in
-    Hugging Face's format, whose other files then say which tokens are special."""
+    """"bytes" (UTF-8 bytes, needs no file), "synthetic" (a small BPE of the words in the synthetic data), the
+    path of a tokenizer.json, or the folder of a checkpoint in Hugging Face's format, whose other files then
+    say which tokens are special."""
     template: Literal["plain", "chatml", "chat_template"] = "plain"
     """How turns are written: "plain" (the text, and an end-of-text token after an answer), "chatml"
     (<|im_start|>), or "chat_template" (the template of the checkpoint in data.tokenizer)."""
@@ -408,6 +409,12 @@ class TrainConfig:
     mtp_loss: float = 0.1
     """Weight of the loss of multi-token prediction, which is the mean over its depths; 0: it is not
     computed. It is used where model.llm.mtp_pattern is set."""
+    ctc_loss: float = 0.0
+    """Weight of an auxiliary CTC loss on the encoder; 0: it is not computed. A document needs an encoder
+    frame (80 ms) for each supervised token; the metric ctc_uncovered says how many have fewer."""
+    ctc_max_labels: int = 128
+    """Most supervised tokens of a document that the CTC loss covers. It sizes arrays: tokens of a buffer, and
+    documents of a buffer, times this."""
     clip_norm: float = 1.0
     """Gradients of a larger global norm are scaled down to this norm."""
     microbatches: int = 1

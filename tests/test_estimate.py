@@ -57,6 +57,11 @@ def with_mtp(config: Config, pattern: str) -> Config:
     )
 
 
+def with_ctc(config: Config) -> Config:
+    data = replace(config.data, audio_capacity=4096, max_documents=8)
+    return replace(config, data=data, train=replace(config.train, ctc_loss=0.3, ctc_max_labels=16))
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -70,8 +75,12 @@ def with_mtp(config: Config, pattern: str) -> Config:
             small("*-*-", MeshConfig(data=2, context=2, tensor=2)),
             adapt=AdaptConfig(freeze=("encoder.*",), lora_rank=4),
         ),
+        pytest.param(
+            with_ctc(small("*-*-", MeshConfig(context=2, pipeline=2, tensor=2), microbatches=2)),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
-    ids=["all layers on every rank", "pipeline and experts", "uniform program", "MTP", "LoRA"],
+    ids=["all layers on every rank", "pipeline and experts", "uniform program", "MTP", "LoRA", "CTC"],
 )
 def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:
     """State must be exact and bytes within 2% (the rest is scalars). Temporary memory must be within a third:

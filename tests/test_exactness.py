@@ -22,7 +22,7 @@ from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.prompts import find_prompts
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
-from jaxthd.steps.optimizer import make_optimizer
+from jaxthd.steps.optimizer import clipped, make_optimizer
 from jaxthd.steps.state import TrainState, state_shardings
 from jaxthd.steps.training import Gradient, make_train_step
 from jaxthd.steps.validation import make_validation_step
@@ -227,7 +227,8 @@ def test_training_on_padded_batches_stays_equal_and_finite():
         start = TrainState(*np.zeros(3, np.int32), params, buffers, opt_state)
         trained = jax.device_put(start, state_shardings(Blueprint(config), mesh))
         train_step = make_train_step(Blueprint(config), mesh)
-        update = jax.jit(lambda g, s, p: _applied(p, *optimizer.update(g, s, p)))
+        most = config.train.clip_norm
+        update = jax.jit(lambda g, s, p: _applied(p, *optimizer.update(clipped(g, most), s, p)))
         for number, case in enumerate(cases, 1):
             batch = put_batch(pack(documents(case), 1), make_mesh(MeshConfig()))
             loss, gradients, buffers, routing, *_ = program(1, 1, "ring", "float64")(params, buffers, batch)

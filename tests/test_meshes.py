@@ -59,7 +59,7 @@ def test_the_mesh_does_not_change_what_an_adapted_model_learns(number: int):
 
 
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_the_mesh_does_not_change_multi_token_prediction(number: int):
+def test_the_mesh_changes_neither_multi_token_prediction_nor_ctc(number: int):
     """Nor any other result. Only here are data 2, pipeline 2 and tensor 2 combined."""
     row = check(predicting("float64")[number])
     assert row["error"] <= 1e-10, row

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float
 from jaxthd.config import ComputeConfig, EncoderConfig
 from jaxthd.models.layers import Linear
 from jaxthd.ops.attention.blockwise import interval_attention
+from jaxthd.ops.attention.dense import dense_attention
 from jaxthd.ops.conv import centered_conv
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.document import SUBSAMPLING
@@ -30,6 +31,8 @@ _EPS = 1e-5
 _MOMENTUM = 0.1
 PIECE = 128
 """The subsampling works on this many encoder frames (10 s) at a time."""
+DENSE_FRAMES = 512
+"""Attention over this many encoder frames of a row on a rank (41 s), or fewer, is one dense product."""
 
 
 class LayerNorm(nnx.Module):
@@ -166,13 +169,17 @@ class Subsampling(nnx.Module):
             """start_E with `per_frame` entries for each encoder frame, of which the first may be True."""
             return jnp.pad(start_E[:, None], ((0, 0), (0, per_frame - 1))).reshape(-1)
 
+        def mask(stride: int) -> Array:
+            """1 on the valid frames of a level, else 0. (A product costs a CPU half as much as a choice.)"""
+            return mask_A[::stride, None, None].astype(mels_AM.dtype)
+
         x_NBC = jnp.where(mask_A[:, None], mels_AM, 0)[..., None]
         taps_nb9 = jnp.concatenate(_neighbours(x_NBC, starts(4)), axis=-1)
         y_nbC = self.first(taps_nb9.reshape(-1, 9)).reshape(*taps_nb9.shape[:2], -1)
-        x_NBC = jnp.where(mask_A[::2, None, None], jax.nn.relu(y_nbC), 0)
+        x_NBC = jax.nn.relu(y_nbC) * mask(2)
         for conv, stride, per_frame in zip(self.later, (4, 8), (2, 1), strict=True):
             y_nbC = conv(x_NBC, starts(per_frame))
-            x_NBC = jnp.where(mask_A[::stride, None, None], jax.nn.relu(y_nbC), 0)
+            x_NBC = jax.nn.relu(y_nbC) * mask(stride)
         return self.out(x_NBC.reshape(len(start_E), -1))
 
 
@@ -200,6 +207,38 @@ class Clips(NamedTuple):
     sin: Float[Array, "E F"]
 
 
+class _Query(NamedTuple):
+    """The query's parts: its product with a key's content, and with the key's waves (RelativeAttention)."""
+
+    content: Float[Array, "E H d"]
+    position: Float[Array, "E H X"]
+
+
+def _dense_attention(
+    query: _Query, k_EHd: Array, waves_EX: Array, v_EHd: Array, segments: Segments, scale: float
+) -> Array:
+    """All pairs of frames in a row, those of different clips masked: a few large matrix products, no loop.
+
+    All heads meet the same waves, so the position term is one product, and the waves are not copied for each.
+    Unused frames see each other, and nothing reads what they get.
+    """
+
+    def by_row(x: Array) -> Array:
+        return x.reshape(segments.rows, -1, *x.shape[1:])
+
+    arrays = map(by_row, (query.content, k_EHd, query.position, waves_EX, v_EHd))
+    return dense_attention(*arrays, by_row(segments.ids), scale).reshape(v_EHd.shape)
+
+
+def _blockwise_attention(
+    query: _Query, k_EHd: Array, waves_EX: Array, v_EHd: Array, segments: Segments, scale: float
+) -> Array:
+    """In memory linear in the frames: blocks of frames whose clips do not meet are skipped."""
+    waves_EHX = jnp.broadcast_to(waves_EX[:, None], query.position.shape)
+    q_EHX, k_EHX = jnp.concatenate(query, axis=-1), jnp.concatenate([k_EHd, waves_EHX], axis=-1)
+    return interval_attention(q_EHX, k_EHX, v_EHd, segments.whole, scale, segments.block)
+
+
 class RelativeAttention(nnx.Module):
     """Bidirectional attention in a clip, with Transformer-XL's relative positions (Dai et al., 2019, 3.3).
 
@@ -211,8 +250,8 @@ class RelativeAttention(nnx.Module):
         sum_f (s_f sin a_f + c_f cos a_f) cos b_f + (c_f sin a_f - s_f cos a_f) sin b_f,
 
     a = p_i w and b = p_j w: the dot product of a query vector (s and c, rotated) and a key vector (its
-    cosines and sines, the same for every head). So this is plain attention with query and key dim d + D,
-    and no array of size clip x clip is made. The angles are computed in promote(float32, x).
+    cosines and sines, the same for every head). So this is plain attention with query and key dim d + D;
+    nothing is gathered by the difference of two positions. The angles are computed in promote(float32, x).
 
     position: W transposed, [D, D]: rows sin and cos of f = 0, then of f = 1, ...; columns heads x d.
     """
@@ -236,11 +275,11 @@ class RelativeAttention(nnx.Module):
         )
         cos_E1F, sin_E1F = clips.cos[:, None], clips.sin[:, None]
         rotated = (s_EHF * sin_E1F + c_EHF * cos_E1F, c_EHF * sin_E1F - s_EHF * cos_E1F)
-        waves = (jnp.broadcast_to(x, s_EHF.shape) for x in (cos_E1F, sin_E1F))
-        q_EHX = jnp.concatenate([q_EHd + u_Hd, *(x.astype(dtype) for x in rotated)], axis=-1)
-        k_EHX = jnp.concatenate([k_EHd, *(x.astype(dtype) for x in waves)], axis=-1)
-        intervals, block = clips.segments.whole, clips.segments.block
-        o_EHd = interval_attention(q_EHX, k_EHX, v_EHd, intervals, 1 / math.sqrt(dim), block)
+        position = jnp.concatenate(rotated, axis=-1).astype(dtype)
+        waves_EX = jnp.concatenate([clips.cos, clips.sin], axis=-1).astype(dtype)
+        attend = _dense_attention if clips.segments.row_length <= DENSE_FRAMES else _blockwise_attention
+        query = _Query(q_EHd + u_Hd, position)
+        o_EHd = attend(query, k_EHd, waves_EX, v_EHd, clips.segments, 1 / math.sqrt(dim))
         return self.out(o_EHd.reshape(x_ED.shape))
 
 

@@ -17,6 +17,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32, UInt32
 
 from jaxthd.config import ComputeConfig, LLMConfig, ModelConfig
+from jaxthd.models.ctc import Transcripts, covered_frames, document_log_probs
 from jaxthd.models.fastconformer import FastConformer
 from jaxthd.models.hybrid import HybridDecoder
 from jaxthd.models.layers import Linear, RMSNorm, relu_squared
@@ -43,7 +44,7 @@ from jaxthd.parallel.params import (
     whole,
 )
 from jaxthd.parallel.stages import Stages
-from jaxthd.parallel.tensor import Residual
+from jaxthd.parallel.tensor import Residual, vocabulary_rows
 
 
 class Adapter(nnx.Module):
@@ -187,25 +188,26 @@ class SpeechLM(nnx.Module):
         return each, buffers
 
     def embed_tokens(self, tokens_N: Int32[Array, " N"]) -> Float[Array, "N D"]:
-        """Embeddings of tokens, on all ranks that share the vocabulary.
+        """Embeddings of tokens, on all ranks that share the vocabulary."""
+        return self._rows_of(gathered(self.embedding), tokens_N)
 
-        Each rank looks up the tokens of its shard. Rows are rounded to the compute dtype only afterwards, so
-        that the gradients of a token, thousands for a frequent one, are summed in the parameters' dtype.
-        """
-        embedding_VD, axes, dtype = gathered(self.embedding), self.vocabulary_axes, self.compute.dtype
-        if not axes:
-            return jnp.take(embedding_VD, tokens_N, axis=0).astype(dtype)
-        local_N = tokens_N - jax.lax.axis_index(axes) * len(embedding_VD)
-        here_N1 = ((local_N >= 0) & (local_N < len(embedding_VD)))[:, None]
-        found_ND = jnp.take(embedding_VD, jnp.clip(local_N, 0, len(embedding_VD) - 1), axis=0).astype(dtype)
-        return jax.lax.psum(jnp.where(here_N1, found_ND, 0), axes)
+    def _rows_of(self, matrix_VD: Array, tokens_N: Array) -> Array:
+        """matrix: the gathered embedding or head."""
+        return vocabulary_rows(matrix_VD, tokens_N, self.vocabulary_axes, self.compute.dtype)
 
-    def leave(self, x_nD: Float[Array, "n D"], batch: Batch) -> Float[Array, " N"]:
+    def leave(
+        self, x_nD: Float[Array, "n D"], batch: Batch, head_VD: Float[Array, "V D"] | None = None
+    ) -> Float[Array, " N"]:
         """Log-probability of every position's target, 0 where weights is 0.
 
         x: the last stage's output; in a pipeline 0 on the ranks without that stage. All ranks get the result.
+        head: as gathered_head returns it, for a caller with several uses of it.
         """
-        return supervised_log_probs(*self._scored(self._left(x_nD), batch))
+        return supervised_log_probs(*self._scored(self._left(x_nD), batch, head_VD))
+
+    def gathered_head(self) -> Float[Array, "V D"]:
+        """This rank's shard of the head's vocabulary, in the parameters' dtype."""
+        return gathered(self.head)
 
     def leave_with_future(
         self,
@@ -213,13 +215,14 @@ class SpeechLM(nnx.Module):
         future: list[Float[Array, "n D"]],
         batch: Batch,
         axes: tuple[str, ...],
+        head_VD: Float[Array, "V D"] | None = None,
     ) -> tuple[Float[Array, " N"], FutureScores]:
         """As leave, with multi-token prediction. future: embeddings of future tokens, from enter_with_future.
 
         All ranks of a pipeline run it alike. axes: see log_probs.
         """
         assert self.mtp is not None
-        h_nD, head_VD = self._normed(x_nD), gathered(self.head).astype(x_nD.dtype)
+        h_nD, head_VD = self._normed(x_nD), self._head_for(x_nD, head_VD)
         log_probs, routing = [], []
 
         def scored(h_nD: Array, targets_RT: Array, weights_RT: Array) -> Array:
@@ -238,6 +241,25 @@ class SpeechLM(nnx.Module):
             log_probs.append(scored(h_nD, batch.future_targets[:, depth], batch.future_weights[:, depth]))
             routing.append(of_depth)
         return own_N, FutureScores(jnp.stack(log_probs), routing)
+
+    def leave_ctc(
+        self,
+        embedded_nD: Float[Array, "n D"],
+        batch: Batch,
+        found: Transcripts,
+        axis: str | None,
+        head_VD: Float[Array, "V D"],
+    ) -> Float[Array, " documents"]:
+        """log p(labels) of the documents of this batch: see models.ctc.document_log_probs.
+
+        All ranks of a pipeline run it alike. embedded: from enter. found, axis: see models.ctc.transcripts.
+        head: see leave.
+        """
+        h_ND = self.residual.whole(self.decoder.norm(embedded_nD))
+        blanks_RT, is_frame_RT = jnp.full_like(batch.targets, found.blank), covered_frames(batch, found)
+        scored = self._scored_at(h_ND, self._head_for(h_ND, head_VD), blanks_RT, is_frame_RT)
+        rows_LD = self._rows_of(head_VD, jnp.append(found.label_ids.reshape(-1), found.blank))
+        return document_log_probs(h_ND, supervised_log_probs(*scored), rows_LD, batch, found, axis)
 
     def leave_top_k(self, x_nD: Float[Array, "n D"], batch: Batch, top_k: int) -> TokenScores:
         """As leave, with each position's top_k likeliest tokens. Not differentiable."""
@@ -258,9 +280,11 @@ class SpeechLM(nnx.Module):
     def _normed(self, x_nD: Array) -> Array:
         return self.decoder.norm(jax.lax.psum(x_nD, PIPELINE) if self.has_pipeline else x_nD)
 
-    def _scored(self, h_ND: Array, batch: Batch) -> tuple[Any, ...]:
-        head_VD = gathered(self.head).astype(h_ND.dtype)
-        return self._scored_at(h_ND, head_VD, batch.targets, batch.weights)
+    def _head_for(self, h_ND: Array, head_VD: Array | None = None) -> Array:
+        return (self.gathered_head() if head_VD is None else head_VD).astype(h_ND.dtype)
+
+    def _scored(self, h_ND: Array, batch: Batch, head_VD: Array | None = None) -> tuple[Any, ...]:
+        return self._scored_at(h_ND, self._head_for(h_ND, head_VD), batch.targets, batch.weights)
 
     def _scored_at(
         self, h_ND: Array, head_VD: Array, targets_RT: Array, weights_RT: Array
@@ -292,7 +316,7 @@ class SpeechLM(nnx.Module):
 
     def _logits(self, h_nD: Array) -> Array:
         """Logits of this rank's shard of the vocabulary, [n, V]."""
-        head_VD, acc = gathered(self.head).astype(h_nD.dtype), accumulation_dtype(h_nD)
+        head_VD, acc = self._head_for(h_nD), accumulation_dtype(h_nD)
         return jnp.einsum("nd,vd->nv", h_nD, head_VD, preferred_element_type=acc)
 
     def _encode(

@@ -104,6 +104,11 @@ class Segments:
         return self.ids > 0
 
     @property
+    def row_length(self) -> int:
+        """Tokens of a row on this rank."""
+        return len(self.ids) // self.rows
+
+    @property
     def swap(self) -> DualChunkSwap:
         """Which context rank holds which chunks."""
         return DualChunkSwap(self.context)

@@ -11,8 +11,9 @@ of parameters that several ranks hold are summed once, at the end (steps/trainin
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 
 from jaxthd.config import MeshConfig
 from jaxthd.parallel.mesh import TENSOR, ranks_of
@@ -49,6 +50,22 @@ class Residual(NamedTuple):
     def decoding(self) -> "Residual":
         """The layout in decoding: every rank holds all of the few tokens."""
         return self._replace(sharded=False)
+
+
+def vocabulary_rows(
+    matrix_VD: Float[Array, "V D"], tokens_N: Int32[Array, " N"], axes: tuple[str, ...], dtype: str
+) -> Float[Array, "N D"]:
+    """The tokens' rows of the embedding or the head, on all ranks of `axes`, which share the vocabulary.
+
+    Each rank looks up the tokens of its shard. Rows are rounded to dtype, the compute dtype, only afterwards,
+    so that the gradients of a token, thousands for a frequent one, are summed in the parameters' dtype.
+    """
+    if not axes:
+        return jnp.take(matrix_VD, tokens_N, axis=0).astype(dtype)
+    local_N = tokens_N - jax.lax.axis_index(axes) * len(matrix_VD)
+    here_N1 = ((local_N >= 0) & (local_N < len(matrix_VD)))[:, None]
+    found_ND = jnp.take(matrix_VD, jnp.clip(local_N, 0, len(matrix_VD) - 1), axis=0).astype(dtype)
+    return jax.lax.psum(jnp.where(here_N1, found_ND, 0), axes)
 
 
 def psum_live(x: Any, axes: tuple[str, ...], mesh: MeshConfig) -> Any:

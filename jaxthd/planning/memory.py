@@ -7,7 +7,8 @@ activation, w bytes of a number that is accumulated (float32, or float64).
 from dataclasses import dataclass, field
 
 from jaxthd.config import Config, EncoderConfig
-from jaxthd.models.fastconformer import PIECE
+from jaxthd.models.ctc import FRAME_BLOCK
+from jaxthd.models.fastconformer import DENSE_FRAMES, PIECE
 from jaxthd.models.hybrid import repeated_units
 from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.parallel.mesh import PIPELINE, TENSOR, ranks_of
@@ -34,11 +35,14 @@ def temporary_memory(config: Config) -> Memory:
     - with a pipeline: the inputs in its slots (schedule.slots x n D a) and two in transit between ranks;
     - without one: what the layers of decoder and encoder keep for the backward pass: with recomputation n D a
       for each iteration of a scan over repeated units, without it all activations of every layer;
-    - with multi-token prediction: the embeddings of each depth, as many as inputs of stages.
+    - with multi-token prediction: the embeddings of each depth, as many as inputs of stages; with a pipeline
+      and the CTC loss the tokens' own embeddings too.
     These are added one at a time:
     - a unit's activations, its gathered weights, and the largest gradients of one of its layers;
     - a block of the loss; with multi-token prediction also its layers, and each depth's norms and states at
       the head;
+    - the CTC loss: the head with its gradient, its labels' rows, states that enter the head, frames laid out
+      by document, emissions and the states of its recursion;
     - an encoder block; a part of the subsampling.
     """
     sizes = Sizes(config)
@@ -55,6 +59,10 @@ def _of_rank(sizes: Sizes, rank: int) -> Memory:
     if sizes.depths:
         held = sizes.schedule.in_flight if sizes.is_pipelined else 1
         memory.kept["embeddings of future tokens"] = held * sizes.depths * sizes.stream
+    if sizes.ctc_labels:
+        memory.phases["CTC loss"] = _ctc(sizes)
+        if sizes.is_pipelined:
+            memory.kept["embeddings for the CTC loss"] = sizes.schedule.in_flight * sizes.stream
     if sizes.is_pipelined:
         memory.kept["pipeline slots"] = (sizes.schedule.slots + 2) * sizes.stream
     else:
@@ -171,11 +179,28 @@ def _loss(sizes: Sizes) -> Number:
     return head * a + gradient + 3 * logits * w + states
 
 
+def _ctc(sizes: Sizes) -> Number:
+    """The head, states, rows and blocks of the loss; and for each slot of whole rows its labels' emissions,
+    passed to all context ranks, the posteriors and the recursion's states in both directions.
+    """
+    w, dim, most = sizes.w, sizes.config.model.llm.dim, sizes.config.train.ctc_max_labels
+    documents = sizes.ctc_labels / most
+    laid_out = (sizes.tokens + FRAME_BLOCK * documents) * dim * 2 * w
+    rows = sizes.ctc_labels * dim * 2 * (sizes.a + w)
+    emissions = (sizes.tokens + sizes.mesh.context * sizes.tokens) * (1 + most) * 2 * w
+    recursion = sizes.mesh.context * sizes.tokens * most * 3 * w
+    return _loss(sizes) + laid_out + rows + emissions + recursion
+
+
 def _conformer(sizes: Sizes, encoder: EncoderConfig) -> Number:
     """Activations of an encoder block."""
     a, w = sizes.a, sizes.w
     norms = 5 * encoder.dim * (a + w)
-    attention = a * (2 * encoder.heads + 6) * encoder.dim + 3 * w * encoder.heads * encoder.dim
+    rotated, row = 3 * w * encoder.heads * encoder.dim, sizes.frames / max(sizes.rows, 1)
+    if row <= DENSE_FRAMES:  # the pairs of frames: weights, and their gradients before and after the softmax
+        attention = a * (encoder.heads + 7) * encoder.dim + rotated + 3 * w * encoder.heads * row
+    else:
+        attention = a * (2 * encoder.heads + 6) * encoder.dim + rotated
     others = a * (6 * encoder.ffn_dim + 8 * encoder.dim)
     return sizes.frames * (norms + attention + others)
 

@@ -50,6 +50,7 @@ class Sizes:
 
     a, w: bytes, see the legend. parameter: bytes of one number of a parameter.
     rows, tokens, frames: counts in a microbatch (frames of the encoder; 0 for a text-only model).
+    ctc_labels: labels of a microbatch that the CTC loss has room for; 0 without it.
     stream: bytes of a microbatch's residual stream: N D a, divided by the tensor ranks if sequence-sharded.
     heads, kv_heads, mamba_heads, groups, inner, channels: counts in a layer, on a tensor rank.
     owners: axes that the experts are sharded over. expert_slots: token slots in a layer's expert exchange.
@@ -75,6 +76,9 @@ class Sizes:
         self.stream = self.tokens / shards * llm.dim * self.a
         audio = config.data.audio_capacity if config.model.encoder else 0
         self.frames = self.rows * audio / SUBSAMPLING / mesh.audio_ranks
+
+        documents = self.rows * config.data.max_documents if config.train.ctc_loss and audio else 0
+        self.ctc_labels = documents * config.train.ctc_max_labels
 
         t = mesh.tensor
         self.heads, self.kv_heads = llm.q_heads // t, max(llm.kv_heads // t, 1)

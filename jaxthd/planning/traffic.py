@@ -42,6 +42,9 @@ def step_traffic(config: Config) -> ByAxes:
     - Multi-token prediction: each depth costs as much as a stage run by all pipeline ranks, and adds its own
       embeddings and targets, and a sum of N D a for the projection; its weights are FSDP-sharded over the
       pipeline too. Weights that depths share are counted for each; a compiler may gather them once.
+    - CTC loss: the head's rows for the labels of all documents are summed like embeddings, and the blank's
+      scores like a target's. Six integers a token and the labels' log-probabilities of each frame go to all
+      context ranks, the integers twice: they are counted before the microbatches.
     - Audio: every rank's frames are sent to all ranks of the row, and their gradients are sent back.
     """
     sizes = Sizes(config)
@@ -83,6 +86,8 @@ def _of_rank(sizes: Sizes, rank: int) -> ByAxes:
     if sizes.depths:
         _mtp(sizes, received)
     _around_the_stages(sizes, received)
+    if sizes.ctc_labels:
+        _ctc(sizes, received)
     encoder = sizes.config.model.encoder
     if encoder and sizes.frames:
         _encoder(sizes, received, encoder)
@@ -172,6 +177,18 @@ def _mtp(sizes: Sizes, received: _Received) -> None:
         received.gather((TENSOR,), sizes.stream, times * 2 * (2 + 1))
     else:
         received.sum((TENSOR,), sizes.stream, times * 2)
+
+
+def _ctc(sizes: Sizes, received: _Received) -> None:
+    m, dim = sizes.schedule.microbatches, sizes.config.model.llm.dim
+    received.sum(VOCABULARY, (sizes.ctc_labels + 1) * dim * sizes.a, (1 + sizes.trains("head")) * m)
+    received.sum(VOCABULARY, sizes.tokens * sizes.w, 4 * m)
+    if sizes.is_sequence_sharded:
+        received.gather((TENSOR,), sizes.stream, 2 * m)
+    received.gather((CONTEXT,), sizes.tokens * (1 + sizes.config.train.ctc_max_labels) * sizes.w, 2 * m)
+    # A compiler finds that one microbatch is the whole batch.
+    counted_again = int(sizes.is_pipelined or m > 1)
+    received.gather((CONTEXT,), sizes.tokens * 6 * 4, (1 + counted_again) * m)
 
 
 def _encoder(sizes: Sizes, received: _Received, encoder: EncoderConfig) -> None:

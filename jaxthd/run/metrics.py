@@ -101,6 +101,21 @@ STEP_METRICS: list[Metric] = [
         "{:.4f}",
     ),
     Metric(
+        "ctc_loss",
+        "nats a label",
+        "mean negative log-likelihood of CTC over the labels that it covers",
+        lambda x: x.results.ctc_loss,
+        "{:.4f}",
+    ),
+    Metric(
+        "ctc_uncovered",
+        "share",
+        "documents with audio that the CTC loss does not cover: without labels, with more than "
+        "train.ctc_max_labels, or with more than their encoder frames can be aligned with",
+        lambda x: x.results.ctc_uncovered,
+        "{:.1%}",
+    ),
+    Metric(
         "max_expert_load",
         "ratio",
         "tokens of the busiest expert over the mean of its layer; the largest of all layers",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.extend.backend
 
 from jaxthd.config import Config, MeshConfig
 from jaxthd.data.text.tokenizer import needed_vocabulary
@@ -34,17 +35,35 @@ def simulate_devices(devices: int) -> bool:
 
 @contextmanager
 def devices_ready(mesh: MeshConfig, options: Namespace) -> Iterator[None]:
-    """The devices of the mesh: joins the processes of the run, if there are several, and simulates devices
-    where there is no accelerator.
+    """The devices of the mesh: joins the processes of the run, if there are several, and simulates CPU
+    devices where there is no accelerator. A single process does so too where there are too few accelerators.
 
     options: parsed with PROCESS_OPTIONS. Raises UserError as jaxthd.parallel.processes.started does.
     """
     with started(options.coordinator, options.processes, options.process) as processes:
-        if simulate_devices(-(-mesh.devices // processes)):
+        on_cpu = simulate_devices(-(-mesh.devices // processes))
+        found = "no accelerator found"
+        if not on_cpu and processes == 1 and jax.device_count() < mesh.devices:
+            found = (
+                f"{jax.device_count()} accelerator(s) ({jax.devices()[0].device_kind}) for a mesh of "
+                f"{mesh.devices} devices, which need one each; to use what is there, choose a smaller mesh, "
+                "such as that of configs/single.py"
+            )
+            _leave_accelerators()
+            on_cpu = True
+        if on_cpu:
             by = f" by {processes} processes" if processes > 1 else ""
             how = f"{mesh.devices} CPU devices are simulated{by}"
-            print(f"no accelerator found: {how if mesh.devices > 1 else 'running on the CPU'}")
+            print(f"{found}: {how if mesh.devices > 1 else 'running on the CPU'}")
         yield
+
+
+def _leave_accelerators() -> None:
+    """Makes this process forget the accelerators that it has found, and use CPU devices. Arrays and programs
+    that it had are lost.
+    """
+    jax.extend.backend.clear_backends()
+    jax.config.update("jax_platforms", "cpu")
 
 
 def prepared(config: Config) -> Config:

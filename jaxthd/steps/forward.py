@@ -15,6 +15,7 @@ from jax import Array
 
 from jaxthd.config import Config
 from jaxthd.models.adapt import join
+from jaxthd.models.ctc import Transcripts, transcripts
 from jaxthd.models.mixers import Routing
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.objectives import LOSS, Objective, Tokens, make_objective
@@ -32,27 +33,55 @@ class FuturePrediction(NamedTuple):
     routing: Routing | None
 
 
+class CTC(NamedTuple):
+    """The CTC loss. uncovered: the share of the documents with audio that it does not cover."""
+
+    loss: Array
+    uncovered: Array
+
+
+class CTCCounts(NamedTuple):
+    """labels: those that the CTC loss covers. documents: those with audio, which it covers or not."""
+
+    labels: Array
+    documents: Array
+
+
 class Counts(NamedTuple):
     """Denominators over all microbatches and ranks, 1 where there is nothing to count.
 
     objective: by name. real: tokens that are not padding. supervised_future, real_future: for each depth of
     multi-token prediction its supervised tokens, and those whose document has a token that far on, [K].
+    ctc: None without the CTC loss.
     """
 
     objective: dict[str, Array]
     real: Array
     supervised_future: Array
     real_future: Array
+    ctc: CTCCounts | None
+
+
+class Bypass(NamedTuple):
+    """What goes from `enter` to `leave`, past the stages: embeddings of this rank's residual stream, [n, D].
+
+    future: of each depth's future tokens. own: of the tokens themselves, for the CTC loss; else None.
+    """
+
+    future: list[Array]
+    own: Array | None
 
 
 class Left(NamedTuple):
     """What `leave` returns beside the share to differentiate.
 
     objective: this rank's shares of the objective's quotients, by name. future: those of FuturePrediction.
+    ctc: of the CTC loss; None without it.
     """
 
     objective: dict[str, Array]
     future: FuturePrediction | None
+    ctc: CTC | None
 
 
 def objective_of(config: Config) -> Objective:
@@ -62,13 +91,31 @@ def objective_of(config: Config) -> Objective:
 
 def count(batch: Batch, config: Config) -> Counts:
     """The counts of a whole step's batch. Not to be differentiated."""
-    future = batch.future_weights.swapaxes(0, 1), (batch.future_tokens >= 0).swapaxes(0, 1)
+    weights_KRT = batch.future_weights.swapaxes(0, 1)
+    has_token_KRT = (batch.future_tokens >= 0).swapaxes(0, 1)
     own = Counts(
-        objective_of(config).counts(_tokens(batch, config)),
-        (batch.segment_ids > 0).sum(),
-        *(x_KRT.sum((1, 2)) for x_KRT in future),
+        objective=objective_of(config).counts(_tokens(batch, config)),
+        real=(batch.segment_ids > 0).sum(),
+        supervised_future=weights_KRT.sum((1, 2)),
+        real_future=has_token_KRT.sum((1, 2)),
+        ctc=_count_ctc(batch, config) if trains_ctc(batch, config) else None,
     )
     return jax.tree.map(lambda x: jnp.maximum(x, 1), jax.lax.psum(own, TOKEN_AXES))
+
+
+def _count_ctc(batch: Batch, config: Config) -> CTCCounts:
+    """All context ranks find the same; the first one counts."""
+    found, is_first = _transcripts(batch, config), jax.lax.axis_index(CONTEXT) == 0
+    return CTCCounts(*(jnp.where(is_first, x.sum(), 0) for x in (found.documents.labels, found.has_audio)))
+
+
+def trains_ctc(batch: Batch, config: Config) -> bool:
+    """Whether a step computes the CTC loss: a batch without audio arrays has none."""
+    return config.train.ctc_loss > 0 and batch.has_audio
+
+
+def _transcripts(batch: Batch, config: Config) -> Transcripts:
+    return transcripts(batch, config.data.max_documents, config.train.ctc_max_labels, CONTEXT)
 
 
 def _tokens(batch: Batch, config: Config) -> Tokens:
@@ -96,8 +143,8 @@ class Forward:
     """The three functions for one microbatch.
 
     They take the parameters that are differentiated; where these are None (frozen), `params` fills them in.
-    The pipeline's state is the encoder's buffers ({} without an encoder). The embeddings of future tokens
-    bypass the stages.
+    The pipeline's state is the encoder's buffers ({} without an encoder). Bypass says what goes past
+    the stages.
     counts: None where `leave` is not called. batch_statistics: see SpeechLM.enter's train.
     """
 
@@ -132,22 +179,34 @@ class Forward:
         filled = {name: join(some, getattr(self._params, name)) for name, some in given.items()}
         return nnx.merge(self._blueprint.graph, joined(self._params._replace(**filled)), buffers)
 
-    def enter(self, enter: Tree, state: Tree, batch: Batch) -> tuple[Array, list[Array], Tree]:
+    def enter(self, enter: Tree, state: Tree, batch: Batch) -> tuple[Array, Bypass, Tree]:
         model = self.model(with_encoder(self._buffers, state), enter=enter)
         (x_nD, *future), state = model.enter_with_future(batch, axes=AXES, train=self._batch_statistics)
-        return x_nD, future, state
+        return x_nD, Bypass(future, x_nD if trains_ctc(batch, self._config) else None), state
 
     def stage(self, pattern: str, stage: Tree, chunk: Array | int, x_nD: Array, batch: Batch) -> Any:
         model = self.model(self._buffers, stage=stage)
         segments = model.segments(batch, AXES, uniform_program=self._uniform_program)
         return model.decoder.stage(pattern, chunk, x_nD, segments)
 
-    def leave(self, leave: Tree, x_nD: Array, bypass: list[Array], batch: Batch) -> tuple[Array, Left]:
+    def leave(self, leave: Tree, x_nD: Array, bypass: Bypass, batch: Batch) -> tuple[Array, Left]:
         model = self.model(self._buffers, leave=leave)
-        if not bypass:
-            found = self._quotients(model.leave(x_nD, batch), batch)
-            return found[LOSS], Left(found, None)
-        logp_N, (logp_KN, routing) = model.leave_with_future(x_nD, bypass, batch, AXES)
+        # Gathered once for both losses.
+        head_VD = None if bypass.own is None else model.gathered_head()
+        if bypass.future:
+            share, left = self._leave_with_future(model, x_nD, bypass.future, batch, head_VD)
+        else:
+            found = self._quotients(model.leave(x_nD, batch, head_VD), batch)
+            share, left = found[LOSS], Left(found, None, None)
+        if bypass.own is None or head_VD is None:
+            return share, left
+        ctc = self._ctc(model, bypass.own, batch, head_VD)
+        return share + self._config.train.ctc_loss * ctc.loss, left._replace(ctc=ctc)
+
+    def _leave_with_future(
+        self, model: SpeechLM, x_nD: Array, future: list[Array], batch: Batch, head_VD: Array | None
+    ) -> tuple[Array, Left]:
+        logp_N, (logp_KN, routing) = model.leave_with_future(x_nD, future, batch, AXES, head_VD)
         assert self._counts is not None
         found = self._quotients(logp_N, batch)
         losses = [
@@ -155,14 +214,27 @@ class Forward:
                 negative_log_likelihood(logp_KN[k], batch.future_weights[:, k].reshape(-1)),
                 self._counts.supervised_future[k],
             )
-            for k in range(len(bypass))
+            for k in range(len(future))
         ]
-        share = found[LOSS] + self._config.train.mtp_loss * sum(losses) / len(bypass)
+        share = found[LOSS] + self._config.train.mtp_loss * sum(losses) / len(future)
         routed = [each for each in routing if each is not None]
         for each, real in zip(routed, self._counts.real_future, strict=False):
             share += auxiliary_share(self._config, each, real) / self._config.mesh.pipeline
         of_future = model.mtp.routing_of_depths(routed) if model.mtp and routed else None
-        return share, Left(found, FuturePrediction(jnp.stack(losses), of_future))
+        return share, Left(found, FuturePrediction(jnp.stack(losses), of_future), None)
+
+    def _ctc(self, model: SpeechLM, embedded_nD: Array, batch: Batch, head_VD: Array) -> CTC:
+        """This rank's shares of the CTC loss."""
+        counts = self._counts and self._counts.ctc
+        assert counts is not None
+        found = _transcripts(batch, self._config)
+        logp_G = model.leave_ctc(embedded_nD, batch, found, CONTEXT, head_VD)
+        uncovered = (found.has_audio & ~found.is_covered).sum()
+        ranks = self._config.mesh.context  # All of them compute the same.
+        return CTC(
+            loss=self._share(-logp_G.sum(), counts.labels) / ranks,
+            uncovered=self._share(uncovered, counts.documents) / ranks,
+        )
 
     def _quotients(self, logp_N: Array, batch: Batch) -> dict[str, Array]:
         assert self._counts is not None

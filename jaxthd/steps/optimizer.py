@@ -1,4 +1,4 @@
-"""The optimizer: clipping by global norm, AdamW, a learning rate for each part of the model."""
+"""The optimizer: AdamW, a learning rate for each part of the model; and clipping by global norm before it."""
 
 from typing import Any
 
@@ -28,13 +28,13 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
 
 
 def make_optimizer(blueprint: Blueprint) -> optax.GradientTransformation:
-    """For the trained parameters: clipping by global norm, then AdamW with each part of the model at its
-    learning rate. Weight decay is on the weight matrices.
+    """AdamW for the trained parameters: each part of the model at its learning rate, weight decay on the
+    weight matrices. It takes gradients that are clipped already (see `clipped`).
     """
     train = blueprint.config.train
     decayed = weight_decay_mask(nnx.state(blueprint.model, nnx.Param))
     transformations = [
-        optax.clip_by_global_norm(train.clip_norm),
+        optax.identity(),  # where clipping was, so that the state has the same tree in older checkpoints
         optax.adamw(
             learning_rate_schedule(train),
             b1=train.beta1,
@@ -44,6 +44,11 @@ def make_optimizer(blueprint: Blueprint) -> optax.GradientTransformation:
         ),
     ]
     return optax.chain(*transformations, *_scaled_by_part(blueprint.config.adapt))
+
+
+def clipped(gradients: Tree, most: float) -> Tree:
+    """The gradients, scaled down to the global norm `most` if theirs is larger."""
+    return optax.clip_by_global_norm(most).update(gradients, optax.EmptyState())[0]
 
 
 def _scaled_by_part(adapt: AdaptConfig) -> list[optax.GradientTransformation]:

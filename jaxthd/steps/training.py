@@ -22,6 +22,7 @@ from jaxthd.parallel.mesh import AXES, PIPELINE, TENSOR, TOKEN_AXES, batch_specs
 from jaxthd.parallel.pipeline import accumulate
 from jaxthd.steps.blueprint import Blueprint, Tree
 from jaxthd.steps.forward import (
+    CTC,
     Forward,
     FuturePrediction,
     Left,
@@ -33,7 +34,7 @@ from jaxthd.steps.forward import (
     objective_of,
     with_encoder,
 )
-from jaxthd.steps.optimizer import learning_rate_schedule, make_optimizer
+from jaxthd.steps.optimizer import clipped, learning_rate_schedule, make_optimizer
 from jaxthd.steps.state import TrainState, state_shardings
 
 
@@ -43,7 +44,9 @@ class StepMetrics(NamedTuple):
     loss: the objective's; for SFT the mean negative log-likelihood over the supervised tokens, natural log.
     grad_norm: before clipping. learning_rate: of this step. skipped, skipped_in_a_row: the state's counts,
     this step included. objective: the objective's other quotients, by name. mtp_loss: as loss, of the targets
-    of multi-token prediction, the mean over its depths; None without. max_expert_load: the most tokens that
+    of multi-token prediction, the mean over its depths; None without. ctc_loss: as loss, of the labels that
+    the CTC loss covers; ctc_uncovered: the share of documents with audio that it does not; None without it.
+    max_expert_load: the most tokens that
     an expert got, over the mean of its layer; aux_loss: the auxiliary loss, 1 for an even load; None without
     experts.
     """
@@ -55,6 +58,8 @@ class StepMetrics(NamedTuple):
     skipped_in_a_row: Array
     objective: dict[str, Array]
     mtp_loss: Array | None
+    ctc_loss: Array | None
+    ctc_uncovered: Array | None
     max_expert_load: Array | None
     aux_loss: Array | None
 
@@ -63,7 +68,7 @@ class Gradient(NamedTuple):
     """loss: of the next tokens. gradients: of the whole objective for the trained parameters, None for others
     (models/adapt.py). buffers: after the step. routing: of the decoder's MoE layers in the order of their
     stack, summed over microbatches; None without any. future: None without multi-token prediction.
-    objective: the quotients other than the loss, by name.
+    objective: the quotients other than the loss, by name. ctc: None without the CTC loss.
     """
 
     loss: Array
@@ -72,6 +77,7 @@ class Gradient(NamedTuple):
     routing: Routing | None
     future: FuturePrediction | None
     objective: dict[str, Array] = {}  # noqa: RUF012 (nobody changes it)
+    ctc: CTC | None = None
 
 
 def loss_and_gradient(blueprint: Blueprint, mesh: Mesh) -> Callable[[Tree, Tree, Batch], Gradient]:
@@ -104,28 +110,30 @@ def loss_and_gradient(blueprint: Blueprint, mesh: Mesh) -> Callable[[Tree, Tree,
         routing = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), step.extra)
         gradients = _sum_copies(joined(step.gradients), trained_specs)
         left: Left = step.out
-        objective, future = jax.lax.psum(left.objective, AXES), left.future
+        objective, ctc = jax.lax.psum((left.objective, left.ctc), AXES)
+        future = left.future
         if future is not None:
             future = FuturePrediction(jax.lax.psum(future.loss, AXES), _with_whole_aux(future.routing))
         loss, buffers = objective.pop(LOSS), with_encoder(buffers, step.state)
-        return Gradient(loss, gradients, buffers, _with_whole_aux(routing), future, objective)
+        return Gradient(loss, gradients, buffers, _with_whole_aux(routing), future, objective, ctc)
 
     out_specs = _gradient_specs(blueprint, trained_specs, buffer_specs)
     return on_ranks(rank, mesh, (specs, buffer_specs, batch_specs()), out_specs)
 
 
 def _gradient_specs(blueprint: Blueprint, trained_specs: Tree, buffer_specs: Tree) -> Gradient:
-    config, everywhere = blueprint.config, PartitionSpec()
+    config = blueprint.config
     llm = config.model.llm
+    everywhere: Any = PartitionSpec()
 
     def routing_specs(pattern: str, spec: Any) -> Routing | None:
         return Routing(spec, spec, spec) if "E" in pattern else None
 
-    future: Any = None
+    future = None
     if config.depths_trained:
-        future = FuturePrediction(everywhere, routing_specs(llm.mtp_pattern, everywhere))  # type: ignore[arg-type]
+        future = FuturePrediction(everywhere, routing_specs(llm.mtp_pattern, everywhere))
     by_stage = routing_specs(llm.letters, PartitionSpec(PIPELINE))
-    return Gradient(everywhere, trained_specs, buffer_specs, by_stage, future, everywhere)  # type: ignore[arg-type]
+    return Gradient(everywhere, trained_specs, buffer_specs, by_stage, future, everywhere, everywhere)
 
 
 def _with_whole_aux(routing: Routing | None) -> Routing | None:
@@ -166,29 +174,50 @@ def make_train_step(
     schedule = learning_rate_schedule(config.train)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        loss, gradients, buffers, routing, future, objective = gradient(state.params, state.buffers, batch)
+        loss, gradients, buffers, routing, future, objective, ctc = gradient(
+            state.params, state.buffers, batch
+        )
         by_module = {"decoder": routing, "mtp": future and future.routing}
         grad_norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         own, frozen = split(state.params, is_trained)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, own)
-        buffers = _balanced(buffers, by_module, bias_rates)
-        new = (optax.apply_updates(own, updates), buffers, opt_state)
-        old = (own, state.buffers, state.opt_state)
-        own, buffers, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+        gradients = clipped(gradients, config.train.clip_norm)
+        own, opt_state = _updated_if(finite, optimizer, gradients, own, state.opt_state)
+        new_buffers = _balanced(buffers, by_module, bias_rates)
+        buffers = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_buffers, state.buffers)
         skipped = state.skipped + ~finite
         in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
         # The schedule counts updates, as the optimizer does.
         rate = jnp.asarray(schedule(state.step - state.skipped))
         mtp_loss = future and future.loss.mean()
         load = _load([each for each in by_module.values() if each is not None])
-        metrics = StepMetrics(loss, grad_norm, rate, skipped, in_a_row, objective, mtp_loss, *load)
+        auxiliary = mtp_loss, ctc and ctc.loss, ctc and ctc.uncovered
+        metrics = StepMetrics(loss, grad_norm, rate, skipped, in_a_row, objective, *auxiliary, *load)
         params = join(own, frozen)
         return TrainState(state.step + 1, skipped, in_a_row, params, buffers, opt_state), metrics
 
     everywhere = NamedSharding(mesh, PartitionSpec())
     shardings = state_shardings(blueprint, mesh), everywhere
     return jit_for(config, mesh, train_step, donate_argnums=0, out_shardings=shardings)
+
+
+def _updated_if(
+    finite: Array, optimizer: optax.GradientTransformation, gradients: Tree, params: Tree, opt_state: Tree
+) -> tuple[Tree, Tree]:
+    """The parameters and the optimizer's state after an update; where `finite` is False, as they were.
+
+    A conditional, because choosing between old and new arrays afterwards keeps both: it copies every moment.
+    It holds no collective: the gradients are clipped before it.
+    """
+
+    def update(gradients: Tree, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def keep(_: Tree, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
+        return params, opt_state
+
+    return jax.lax.cond(finite, update, keep, gradients, params, opt_state)
 
 
 def _balanced(buffers: Tree, routing: dict[str, Routing | None], rates: dict[str, float]) -> Tree:

@@ -130,6 +130,18 @@ def _lr_factors(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             )
 
 
+@RULES.rule("train.ctc_loss", "model.encoder", "data.audio_capacity")
+def _ctc_loss(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    if not config.train.ctc_loss:
+        return
+    if config.model.encoder is None:
+        change = "set train.ctc_loss to 0.0, or give model.encoder"
+        yield Finding(f"train.ctc_loss is {config.train.ctc_loss} with model.encoder None", "0", change)
+    elif not config.data.audio_capacity:
+        change = "set train.ctc_loss to 0.0, or raise data.audio_capacity"
+        yield Finding(f"train.ctc_loss is {config.train.ctc_loss} with data.audio_capacity 0", "0", change)
+
+
 # --- the optimization ---
 
 

@@ -33,7 +33,7 @@ RESULTS = {
 
 
 def line(step: int, loss: float = 2.5, seconds: float = 0.5, **more: float | int) -> dict[str, Any]:
-    optional = dict.fromkeys(("mtp_loss", "max_expert_load", "aux_loss"))
+    optional = dict.fromkeys(("mtp_loss", "ctc_loss", "ctc_uncovered", "max_expert_load", "aux_loss"))
     results = SimpleNamespace(
         loss=loss, grad_norm=3.0, learning_rate=1e-3, skipped=0, objective={}, **optional
     )

@@ -88,11 +88,11 @@ def batch(chosen: Config) -> Batch:
 
 
 def test_steps_on_a_pipeline_are_those_of_one_device():
-    """Three steps with clipping, AdamW, the router's biases, the auxiliary loss and multi-token prediction;
-    one compilation."""
+    """Three steps with clipping, AdamW, the router's biases and every auxiliary loss; one compilation."""
+    settings = {"learning_rate": 1e-2, "router_bias_rate": 1e-2, "ctc_loss": 0.3, "ctc_max_labels": 5}
     results = []
     for mesh_config in (MeshConfig(), MESH):
-        chosen = with_mtp(config(mesh_config, learning_rate=1e-2, router_bias_rate=1e-2))
+        chosen = with_mtp(config(mesh_config, **settings))
         mesh = make_mesh(mesh_config)
         step = make_train_step(Blueprint(chosen), mesh)
         state, metrics = filled_state(Blueprint(chosen), mesh), []
@@ -108,6 +108,8 @@ def test_steps_on_a_pipeline_are_those_of_one_device():
         np.testing.assert_allclose(*(jax.tree.leaves(metrics) for metrics in (b, a)), rtol=2e-4)
     assert alone[2].loss < alone[0].loss
     assert alone[2].mtp_loss < alone[0].mtp_loss
+    assert alone[2].ctc_loss < alone[0].ctc_loss
+    assert alone[0].ctc_uncovered == pytest.approx(21 / 37)
     for module in ("decoder", "mtp"):
         biases, piped_biases = (
             b[module]["layers"]["moe"]["mixer"]["correction_bias"] for b in (buffers, piped_buffers)

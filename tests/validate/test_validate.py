@@ -312,7 +312,14 @@ CASES = [
     Case(TEXT | {"adapt.freeze": ("encoder.*",)}, "adapt.freeze 'encoder.*' matches nothing"),
     Case(TEXT | {"compute.fp8": ("encoder.*",)}, "compute.fp8 'encoder.*' matches no projection"),
     Case(TEXT | {"data.audio_placeholder": ""}, "data.audio_placeholder is empty"),
+    Case(TEXT | {"train.ctc_loss": 0.1}, "train.ctc_loss is 0.1 with model.encoder None"),
     # The optimization.
+    Case(
+        {"train.ctc_loss": 0.1, "data.audio_capacity": 0, "data.prompt": ""},
+        "train.ctc_loss is 0.1 with data.audio_capacity 0",
+    ),
+    Case({"train.ctc_loss": -0.1}, "train.ctc_loss is -0.1; expected 0 or more"),
+    Case({"train.ctc_max_labels": 0}, "train.ctc_max_labels is 0; expected 1 or more"),
     Case({"train.warmup_steps": 201}, "train.warmup_steps is 201 in a run of 200 steps", is_warning=True),
     Case(
         {"train.min_learning_rate": 0.1},

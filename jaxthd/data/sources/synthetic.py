@@ -25,6 +25,7 @@ from tqdm import tqdm
 from jaxthd.data.audio.features import SAMPLE_RATE, document_rng
 from jaxthd.data.sources.manifest import ManifestSource
 from jaxthd.data.sources.source import SourceSetting
+from jaxthd.data.text.synthetic import draw_text
 from jaxthd.files.cache import user_cache
 
 VERSION = 2
@@ -47,12 +48,6 @@ _VARIANTS = {
     "validation": ("m2", "m5", "f3", "f5"),
 }
 # fmt: on
-_DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-_WORDS = ["stop", "go", "yes", "no", "wait", "help", "left", "right", "up", "down", "back", "again"]
-_VERBS = ["start", "stop", "open", "close", "turn on", "turn off", "find", "move", "check", "bring", "clean"]
-_THINGS = ["music", "door", "window", "light", "radio", "kitchen", "garden", "heater", "camera", "phone"]
-_ENDINGS = ["now", "please", "again", "for me", "in the morning", "at night", "before lunch", "after six"]
-
 Say = Callable[[str, str, int, int], Float32[np.ndarray, " samples"]]
 
 
@@ -112,9 +107,9 @@ def _make(folder: Path, counts: dict[str, int], seed: int) -> None:
 def _utterance(folder: Path, name: str, split: str, seed: int, say: Say) -> str:
     """Writes one recording and returns its manifest line."""
     rng = document_rng(seed, 0, f"{split}/{name}")
-    text = _text(rng)
+    text = draw_text(rng)
     while _held_out(text) != (split == "validation"):
-        text = _text(rng)
+        text = draw_text(rng)
     voice = f"{rng.choice(_ACCENTS)}+{rng.choice(_VARIANTS[split])}"
     speech = say(text, voice, int(rng.integers(120, 200)), int(rng.integers(30, 70)))
     lead, tail = rng.integers(SAMPLE_RATE // 8, SAMPLE_RATE // 4, 2)
@@ -124,24 +119,6 @@ def _utterance(folder: Path, name: str, split: str, seed: int, say: Say) -> str:
     soundfile.write(path, samples, SAMPLE_RATE, subtype="PCM_16")
     entry = {"audio_filepath": name, "duration": len(samples) / SAMPLE_RATE, "text": text, "voice": voice}
     return json.dumps(entry) + "\n"
-
-
-def _text(rng: np.random.Generator) -> str:
-    """Draws a text: digit strings (six in ten), single words and commands, with geometric lengths.
-
-    Many texts have a single word: from those a new model first learns to use the audio.
-    """
-    kind = rng.random()
-    if kind < 0.6:
-        return " ".join(rng.choice(_DIGITS, min(rng.geometric(0.35), 20)))
-    if kind < 0.75:
-        return str(rng.choice(_WORDS))
-    return " then ".join(_command(rng) for _ in range(min(rng.geometric(0.85), 4)))
-
-
-def _command(rng: np.random.Generator) -> str:
-    command = f"{rng.choice(_VERBS)} the {rng.choice(_THINGS)}"
-    return f"{command} {rng.choice(_ENDINGS)}" if rng.random() < 0.3 else command
 
 
 def _held_out(text: str) -> bool:

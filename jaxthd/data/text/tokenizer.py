@@ -9,6 +9,7 @@ import tokenizers
 
 from jaxthd.config import Config
 from jaxthd.data.text.special_tokens import SpecialTokens, read_special_tokens
+from jaxthd.data.text.synthetic import tokenizer_file
 from jaxthd.errors import UserError
 
 
@@ -213,13 +214,15 @@ class FileTokenizer:
 
 
 def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
-    """Loads a tokenizer: "bytes", the path of a tokenizer.json, or a folder with one.
+    """Loads a tokenizer: "bytes", "synthetic", the path of a tokenizer.json, or a folder with one.
 
     The other files of a folder say which tokens are special. Raises as FileTokenizer and read_special_tokens
     do.
     """
     if name_or_path == "bytes":
         return ByteTokenizer()
+    if name_or_path == "synthetic":
+        return FileTokenizer(tokenizer_file())
     path = Path(name_or_path)
     if path.is_dir():
         return FileTokenizer(path / "tokenizer.json", read_special_tokens(path))

@@ -1,0 +1,78 @@
+"""The texts of the default data set, and a tokenizer trained on their words.
+
+Each of their 56 words is one token. So no target can be predicted from the letters before it, and a new model
+learns early to use the audio.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from jaxthd.files.atomic import write_atomically
+from jaxthd.files.cache import user_cache
+
+VERSION = 1
+"""Increased with every change of the tokenizer, so that an old file is not used for it."""
+
+_DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+_WORDS = ["stop", "go", "yes", "no", "wait", "help", "left", "right", "up", "down", "back", "again"]
+_VERBS = ["start", "stop", "open", "close", "turn on", "turn off", "find", "move", "check", "bring", "clean"]
+_THINGS = ["music", "door", "window", "light", "radio", "kitchen", "garden", "heater", "camera", "phone"]
+_ENDINGS = ["now", "please", "again", "for me", "in the morning", "at night", "before lunch", "after six"]
+
+
+def draw_text(rng: np.random.Generator) -> str:
+    """Draws a text: digit strings (six in ten), single words and commands, with geometric lengths.
+
+    Many texts have a single word: from those a new model first learns to use the audio.
+    """
+    kind = rng.random()
+    if kind < 0.6:
+        return " ".join(rng.choice(_DIGITS, min(rng.geometric(0.35), 20)))
+    if kind < 0.75:
+        return str(rng.choice(_WORDS))
+    return " then ".join(_command(rng) for _ in range(min(rng.geometric(0.85), 4)))
+
+
+def _command(rng: np.random.Generator) -> str:
+    command = f"{rng.choice(_VERBS)} the {rng.choice(_THINGS)}"
+    return f"{command} {rng.choice(_ENDINGS)}" if rng.random() < 0.3 else command
+
+
+def all_words() -> list[str]:
+    """Every word that a text can hold, sorted."""
+    phrases = [*_DIGITS, *_WORDS, *_VERBS, *_THINGS, *_ENDINGS, "the", "then"]
+    return sorted({word for phrase in phrases for word in phrase.split()})
+
+
+def make_tokenizer() -> tokenizers.Tokenizer:
+    """Trains a byte-level BPE on the words: special tokens, all bytes, then merges up to whole words.
+
+    Text of other words is encoded too, in smaller tokens. Decoding gives any text back, but for spaces at its
+    start.
+    """
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024,  # more than the words need: merging ends when each is one token
+        special_tokens=["<pad>", "<s>", "</s>", "<audio>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(all_words(), trainer)
+    return tokenizer
+
+
+def tokenizer_file(cache_dir: str | Path | None = None) -> Path:
+    """The path of the tokenizer's tokenizer.json, which is made on first use.
+
+    cache_dir: its folder; default $XDG_CACHE_HOME/jaxthd, or ~/.cache/jaxthd.
+    """
+    path = Path(cache_dir or user_cache()) / f"synthetic-tokenizer-{VERSION}.json"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, [make_tokenizer().to_str(pretty=True)])
+    return path
