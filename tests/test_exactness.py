@@ -42,6 +42,8 @@ OTHER_MESHES = [
     (1, 2, "all_gather", "document"),
     (1, 4, "all_gather", "document"),
 ]
+SEEDS = range(8)
+"""Seeds of the documents, for the comparison of float32 with float64."""
 
 
 @functools.cache
@@ -65,21 +67,23 @@ def test_the_mesh_changes_nothing(data, context, exchange, layout):
 
 
 @functools.cache
-def top_k_margins_by_seed(seeds: range) -> list[float]:
+def top_k_margins_by_seed() -> list[float]:
     """The smallest top-k margin of a token in any MoE layer, over all cases, for each seed of documents.
 
     Also checks that a model without a mesh has the same loss.
     """
     least = []
+    # Before, since margins would be noted of a program traced inside.
+    losses = {(case, seed): one_device(case, seed).loss for seed in SEEDS for case in CASES}
     with top_k_margins() as margins, jax.enable_x64(True):
         graph = Blueprint(run_config(1, 1, "ring", "float64")).graph
         run = jax.jit(lambda *args: nnx.merge(graph, *args[:-1]).log_probs(args[-1], axes=(), train=True)[0])
-        for seed in seeds:
+        for seed in SEEDS:
             for case in CASES:
                 batch = pack(documents(case, seed), context=1)
                 logp = np.asarray(run(*state("float64"), jax.tree.map(jnp.asarray, batch)))
                 loss = -(batch.weights * logp).sum() / max(batch.weights.sum(), 1)
-                np.testing.assert_allclose(loss, one_device(case, seed).loss, rtol=1e-12)
+                np.testing.assert_allclose(loss, losses[case, seed], rtol=1e-12)
             jax.effects_barrier()
             assert len(margins) == MODEL.llm.pattern.count("E") * len(CASES)
             least.append(min(margins))
@@ -87,18 +91,17 @@ def top_k_margins_by_seed(seeds: range) -> list[float]:
     return least
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(3), pytest.param(range(3, 8), marks=pytest.mark.exhaustive)], ids=str
-)
-def test_float32_on_a_mesh_is_off_by_rounding_only(seeds: range):
-    """Compared with float64, the error on four devices is at most twice that of one, over seeds and cases.
+def test_float32_on_a_mesh_is_off_by_rounding_only():
+    """Compared with float64, over seeds and cases: four devices are typically off as much as one, and neither
+    is ever off by more than 5e-5.
 
-    Over 16 seeds one device is off by 6e-6 to 2.2e-5, four by 6e-6 to 2.1e-5. Seeds are skipped if their
-    top-k margin would let rounding flip a choice of experts.
+    The worst tensor of a case is a bias whose gradient nearly cancels. Its error says little: for one seed and
+    case it was 1.3e-5 on one device and 3.0e-5 on four, for others the other way round. Seeds are skipped if
+    their top-k margin would let rounding flip a choice of experts.
     """
-    margins = top_k_margins_by_seed(seeds)
-    chosen = [seed for seed, margin in zip(seeds, margins, strict=True) if margin > 1e-4]
-    assert len(chosen) >= len(seeds) / 2
+    margins = top_k_margins_by_seed()
+    chosen = [seed for seed, margin in zip(SEEDS, margins, strict=True) if margin > 1e-4]
+    assert len(chosen) >= len(SEEDS) / 2
     alone, on_mesh = {}, {}
     for seed, case in itertools.product(chosen, CASES):
         want = one_device(case, seed)
@@ -110,7 +113,9 @@ def test_float32_on_a_mesh_is_off_by_rounding_only(seeds: range):
         on_mesh[seed, case] = worst_error(four.gradients, want.gradients)
     (own, _), (error, tensor) = max(alone.values()), max(on_mesh.values())
     assert own <= 5e-5
-    assert error <= 2 * own, (tensor, on_mesh)
+    assert error <= 5e-5, (tensor, on_mesh)
+    typical, typical_own = (np.median([e for e, _ in found.values()]) for found in (on_mesh, alone))
+    assert typical <= 1.5 * typical_own, (alone, on_mesh)
 
 
 @pytest.mark.parametrize(
