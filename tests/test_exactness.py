@@ -95,9 +95,9 @@ def test_float32_on_a_mesh_is_off_by_rounding_only():
     """Compared with float64, over seeds and cases: four devices are typically off as much as one, and neither
     is ever off by more than 5e-5.
 
-    The worst tensor of a case is a bias whose gradient nearly cancels. Its error says little: for one seed and
-    case it was 1.3e-5 on one device and 3.0e-5 on four, for others the other way round. Seeds are skipped if
-    their top-k margin would let rounding flip a choice of experts.
+    The worst tensor of a case is often a bias whose gradient nearly cancels. Its error says little: for one
+    seed and case it was 1.3e-5 on one device and 3.0e-5 on four, for others the other way round. Seeds are
+    skipped if their top-k margin would let rounding flip a choice of experts.
     """
     margins = top_k_margins_by_seed()
     chosen = [seed for seed, margin in zip(SEEDS, margins, strict=True) if margin > 1e-4]
