@@ -45,10 +45,9 @@ class StepMetrics(NamedTuple):
     grad_norm: before clipping. learning_rate: of this step. skipped, skipped_in_a_row: the state's counts,
     this step included. objective: the objective's other quotients, by name. mtp_loss: as loss, of the targets
     of multi-token prediction, the mean over its depths; None without. ctc_loss: as loss, of the labels that
-    the CTC loss covers; ctc_uncovered: the share of documents with audio that it does not; None without it.
-    max_expert_load: the most tokens that
-    an expert got, over the mean of its layer; aux_loss: the auxiliary loss, 1 for an even load; None without
-    experts.
+    the CTC loss covers; ctc_uncovered: the share of documents with audio that it does not cover; None without
+    it. max_expert_load: the most tokens that an expert got, over the mean of its layer; aux_loss: the
+    auxiliary loss, 1 for an even load; None without experts.
     """
 
     loss: Array
