@@ -170,7 +170,7 @@ class Subsampling(nnx.Module):
             return jnp.pad(start_E[:, None], ((0, 0), (0, per_frame - 1))).reshape(-1)
 
         def mask(stride: int) -> Array:
-            """1 on the valid frames of a level, else 0. (A product costs a CPU half as much as a choice.)"""
+            """1 on the valid frames of a level, else 0. (For a choice, XLA fills an array with the zeros.)"""
             return mask_A[::stride, None, None].astype(mels_AM.dtype)
 
         x_NBC = jnp.where(mask_A[:, None], mels_AM, 0)[..., None]

@@ -31,8 +31,8 @@ class Alignable(NamedTuple):
 
     slots: those with frames, document after document, each document's in order; M where there are no more.
     first: each document's first index into `slots`. frames, labels: their numbers; 0 for a document that is
-        left out. repeats: whether label k is label k - 1 again.
-    document: of each slot; G where the slot has no frame, or that of a document that is left out.
+        skipped. repeats: whether label k is label k - 1 again.
+    document: of each slot; G where the slot has no frame, or that of a document that is skipped.
     """
 
     slots: Int32[Array, " M"]
@@ -46,7 +46,7 @@ class Alignable(NamedTuple):
 def ctc_log_probs(
     blank_M: Float[Array, " M"], label_ML: Float[Array, "M L"], documents: Alignable
 ) -> Float[Array, " G"]:
-    """log p(labels) of each document, 0 for one that is left out. Differentiable in blank and label.
+    """log p(labels) of each document, 0 for one that is skipped. Differentiable in blank and label.
 
     blank, label: log-probabilities, at each slot with a frame, of the blank and of label k of its document.
     """
@@ -56,7 +56,7 @@ def ctc_log_probs(
 
 @jax.custom_vjp
 def _log_odds(odds_ML: Array, documents: Alignable) -> Array:
-    """The log of the sum over all paths of p(path) / p(path of blanks alone), [G]; 0 for documents left out.
+    """The log of the sum over all paths of p(path) / p(path of blanks alone), [G]; 0 for skipped documents.
 
     odds: log p(label) / p(blank).
     """

@@ -130,7 +130,7 @@ class Segments:
         """Which of this rank's N tokens have the given indices in their rows, [R * D]; -1 for -1, and for
         tokens of other ranks.
         """
-        tokens = len(self.ids) // self.rows
+        tokens = self.row_length
         local_RD, here_RD = index_RD, index_RD >= 0
         if self.in_order is not None:
             slot_RD = jnp.take_along_axis(self.in_order.slots, jnp.maximum(index_RD, 0), axis=1)
