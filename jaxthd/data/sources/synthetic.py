@@ -12,8 +12,10 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +32,9 @@ from jaxthd.files.cache import user_cache
 
 VERSION = 3
 """Increased with every change of the generated files, so that an old cache is not used for them."""
+
+PART = 500
+"""Utterances that one thread makes in one go. Not by the number of cores: the files would depend on it."""
 
 # A voice is an accent and a variant. Validation has its own variants, so all its voices are new.
 _ACCENTS = ("gmw/en-US", "gmw/en", "gmw/en-GB-scotland", "gmw/en-GB-x-rp")
@@ -87,14 +92,12 @@ def _make(folder: Path, counts: dict[str, int], seed: int) -> None:
     temporary = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
     try:
         progress = tqdm(total=sum(counts.values()), desc="making synthetic speech", unit="clip", disable=None)
-        with _espeak() as say, progress:
+        with progress, ThreadPoolExecutor(os.cpu_count()) as pool:
             for split, count in counts.items():
-                lines = []
-                for number in range(count):
-                    name = f"audio/{number:05d}.flac"
-                    lines.append(_utterance(temporary / split, name, split, seed, say))
-                    progress.update()
-                (temporary / split / "manifest.jsonl").write_text("".join(lines))
+                part = partial(_utterances, temporary / split, split, seed, progress)
+                numbers = [range(count)[start : start + PART] for start in range(0, count, PART)]
+                lines = "".join(pool.map(part, numbers))
+                (temporary / split / "manifest.jsonl").write_text(lines)
         try:
             temporary.rename(folder)
         except OSError as error:
@@ -102,6 +105,16 @@ def _make(folder: Path, counts: dict[str, int], seed: int) -> None:
                 raise  # otherwise another process made the same files first: use those
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _utterances(folder: Path, split: str, seed: int, progress: tqdm, numbers: Iterable[int]) -> str:
+    """Writes these recordings, with an espeak-ng of their own, and returns their manifest lines."""
+    lines = []
+    with _espeak() as say:
+        for number in numbers:
+            lines.append(_utterance(folder, f"audio/{number:05d}.flac", split, seed, say))
+            progress.update()
+    return "".join(lines)
 
 
 def _utterance(folder: Path, name: str, split: str, seed: int, say: Say) -> str:
@@ -134,8 +147,9 @@ def _held_out(text: str) -> bool:
 def _espeak() -> Iterator[Say]:
     """Yields espeak-ng as a function (text, voice, words a minute, pitch 0..100) -> float32 speech at 16 kHz.
 
-    The library is loaded from a fresh copy. Its static variables carry noise and flutter from one utterance
-    to the next, so otherwise a second data set of the same process would start from the state of the first.
+    The library is loaded from a fresh copy, so that each thread has its own. Its static variables carry noise
+    and flutter from one utterance to the next, so otherwise a second data set of the same process would start
+    from the state of the first.
     Source: speak_lib.h of espeak-ng 1.52.
     """
     try:
@@ -149,8 +163,9 @@ def _espeak() -> Iterator[Say]:
     data = Path(espeakng_loader.get_data_path())
     with tempfile.TemporaryDirectory() as folder:
         library = ctypes.CDLL(shutil.copy(espeakng_loader.get_library_path(), folder))
+    buffer_milliseconds = 2000  # each full buffer is a call into Python, which one thread at a time may make
     synchronous, keep_going, utf8, parameter_rate, parameter_pitch = 2, 0x8000, 1, 1, 3
-    rate = library.espeak_Initialize(synchronous, 0, os.fsencode(data), keep_going)
+    rate = library.espeak_Initialize(synchronous, buffer_milliseconds, os.fsencode(data), keep_going)
     if rate <= 0:
         raise RuntimeError(f"espeak-ng did not start with the voices in {data}: reinstall espeakng-loader")
     library.espeak_ng_SetRandSeed(0)  # initialisation seeds it with the time of day
