@@ -33,14 +33,14 @@ def config() -> Config:
             llm=LLMConfig(pattern="M*M*-", vocab_size=448),
         ),
         train=TrainConfig(
-            steps=800,
+            steps=900,
             learning_rate=1.5e-3,
             warmup_steps=100,
             # Teaches the encoder from the first step, while the decoder still learns what a text looks like.
             ctc_loss=0.5,
-            validate_every=400,
+            validate_every=450,
             validation_batches=64,  # more than the 500 documents fill: each is measured
-            max_new_tokens=40,  # the longest text has 20 words
-            checkpoint_every=400,
+            max_new_tokens=24,  # the longest text has 20 words
+            checkpoint_every=450,
         ),
     )
