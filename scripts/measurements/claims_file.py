@@ -138,7 +138,7 @@ def load(file: Path) -> Claims:
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{file} is not TOML: {error}") from error
     inputs = tables.pop(INPUTS, {})
-    lines = {line for line in file.read_text().splitlines() if VALUE_LINE.match(line)}
+    lines = [line for line in file.read_text().splitlines() if VALUE_LINE.match(line)]
     claims = {}
     for name, table in tables.items():
         try:
@@ -149,7 +149,7 @@ def load(file: Path) -> Claims:
             ) from error
     if (count := sum(len(claim.values) for claim in claims.values())) != len(lines):
         raise UserError(
-            f"{file} has {count} values, and {len(lines)} different lines that begin with "
+            f"{file} has {count} values, and {len(lines)} lines that begin with "
             "NAME = { value = X,; expected one such line for each value"
         )
     return Claims(inputs, claims)
