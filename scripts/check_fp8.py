@@ -1,4 +1,4 @@
-"""What FP8 costs in loss: trains the default job in float32, bfloat16 and FP8 from the same start. A table.
+"""What FP8 costs in loss: trains configs/single.py in float32, bfloat16 and FP8 from the same start. A table.
 
     python scripts/check_fp8.py [--steps N] [--seeds N] [--check]
 

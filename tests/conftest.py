@@ -1,5 +1,6 @@
 """Tests run on 8 simulated CPU devices; public signatures' shapes and dtypes are checked at run time."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +21,9 @@ if version("jaxlib").startswith("0.10."):
     # Without the MLIR emitters too it takes 35%, in one part a few percent less again. Later versions have no
     # other emitters, and abort on an unknown flag.
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+
+# Tracing makes millions of objects that stay: looking through them again and again costs a tenth of the time.
+gc.set_threshold(100_000, 50, 1000)
 
 from jaxtyping import install_import_hook
 

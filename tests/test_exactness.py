@@ -91,6 +91,7 @@ def top_k_margins_by_seed() -> list[float]:
     return least
 
 
+@pytest.mark.exhaustive
 def test_float32_on_a_mesh_is_off_by_rounding_only():
     """Compared with float64, over seeds and cases: four devices are typically off as much as one, and neither
     is ever off by more than 5e-5.
@@ -262,6 +263,7 @@ def test_microbatches_change_no_loss_and_no_gradient(data: int, context: int, mi
         assert_equal(*(without_aux(found) for found in (got, evaluate(pack(rows, 1)))))
 
 
+@pytest.mark.exhaustive
 def test_microbatches_pass_on_batch_statistics():
     """Four rows in sequence move the running statistics as four batches of one row each do."""
     mesh = make_mesh(MeshConfig())

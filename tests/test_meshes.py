@@ -24,7 +24,6 @@ from scripts.check_meshes import (
 )
 
 CHOSEN = [
-    (MeshConfig(1, 2, 2, 2), 1),
     (MeshConfig(2, 2, 2, 1), 0),
     (MeshConfig(2, 2, 1, 2), 1),
 ]
@@ -37,6 +36,7 @@ OTHERS = [
     (MeshConfig(1, 1, 1, 8), 1),
     (MeshConfig(1, 1, 4, 1), 1),
     (MeshConfig(1, 2, 2, 2), 0),
+    (MeshConfig(1, 2, 2, 2), 1),
     (MeshConfig(1, 1, 8, 1), 1),
 ]
 
@@ -58,7 +58,8 @@ def test_the_mesh_does_not_change_what_an_adapted_model_learns(number: int):
     assert row["error"] <= 1e-10, row
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [0, 1])
 def test_the_mesh_changes_neither_multi_token_prediction_nor_ctc(number: int):
     """Nor any other result. Only here are data 2, pipeline 2 and tensor 2 combined."""
     row = check(predicting("float64")[number])

@@ -182,7 +182,7 @@ def assert_same_run(workdir: Path, other: Path) -> None:
     assert got == want
 
 
-@pytest.mark.parametrize("cut_after", [2, 4])
+@pytest.mark.parametrize("cut_after", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_interrupted_and_resumed_losses_are_bit_identical(
     cut_after: int, manifest: Path, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -201,6 +201,7 @@ def test_one_process_continues_what_two_began(stopped: Ended, manifest: Path, on
     assert len(lines_of(one / "skipped.jsonl")) == 2
 
 
+@pytest.mark.exhaustive
 def test_two_processes_that_share_every_row_continue_what_one_began(
     manifest: Path, one: Path, tmp_path: Path
 ):

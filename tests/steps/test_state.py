@@ -87,6 +87,7 @@ def batch(chosen: Config) -> Batch:
     return put_batch(batch_for(chosen), make_mesh(chosen.mesh))
 
 
+@pytest.mark.exhaustive
 def test_steps_on_a_pipeline_are_those_of_one_device():
     """Three steps with clipping, AdamW, the router's biases and every auxiliary loss; one compilation."""
     settings = {"learning_rate": 1e-2, "router_bias_rate": 1e-2, "ctc_loss": 0.3, "ctc_max_labels": 5}

@@ -368,7 +368,7 @@ def test_every_rule_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     without = [findings(*case) for case in cases]
     for rule in rules:
         monkeypatch.setattr("jaxthd.validate.RULES", [rule])
-        assert [findings(*case) for case in cases] != without, rule
+        assert any(findings(*case) != other for case, other in zip(cases, without, strict=True)), rule
 
 
 def test_all_errors_are_listed_at_once_and_numbered() -> None:
