@@ -88,7 +88,7 @@ def losses(config: Config, steps: int, every: int) -> dict[int, Loss]:
     )
     found: dict[int, Loss] = {}
     with tempfile.TemporaryDirectory() as folder, closing(SpeechData(config, Path(folder))) as data:
-        own = list(data.validation_examples("validation"))
+        own = list(data.validation_examples(config.data.validation_sets[0].name))
         sets = [
             [data.validation_document(e) for e in examples] for examples in (own, with_next_recording(own))
         ]
