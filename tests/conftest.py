@@ -22,12 +22,11 @@ if version("jaxlib").startswith("0.10."):
     # other emitters, and abort on an unknown flag.
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
-# Tracing makes millions of objects that stay: looking through them again and again costs a tenth of the time.
-gc.set_threshold(100_000, 50, 1000)
-
 from jaxtyping import install_import_hook
 
 install_import_hook("jaxthd", "beartype.beartype")
+# Tracing makes millions of objects that stay: looking through them again and again costs a tenth of the time.
+gc.set_threshold(100_000, 50, 1000)
 
 import jax  # noqa: E402  (after its environment is set)
 import pytest  # noqa: E402
