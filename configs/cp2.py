@@ -5,7 +5,7 @@
 It needs no download and no accelerator: 10,000 utterances of synthetic speech are made on first use (20 s),
 and a machine without GPUs simulates the two devices. Expect a word error rate below 10% after 14 minutes on
 two cores, on 500 utterances whose voices and texts are not in the training set. configs/first_run.py is the
-shorter run; this one's targets are bytes, so it learns to listen later. Expect the losses of
+shorter run: two encoder blocks in place of four, words in place of bytes. Expect the losses of
 configs/single.py, to 1e-6 for the first 50 steps: the mesh never changes the model, and no buffer of this
 data set has to be divided because its audio does not fit the ranks.
 """

@@ -7,8 +7,8 @@ The word error rate is measured on 500 utterances whose voices and texts are not
 less than 10% after the last step. `--mesh.context 2` trains the same model on two devices, which a machine
 without accelerators simulates: the losses stay the same, each step takes half as long again.
 
-configs/cp2.py is the longer run. Its model writes any text, letter by letter; this one knows the 56 words of
-the synthetic texts. docs/training.md shows why that makes it learn to listen so much sooner.
+configs/cp2.py is the longer run. Its model writes any text, letter by letter; for this one each of the 56
+words of the synthetic texts is a token. docs/training.md shows when a new model begins to listen.
 """
 
 from jaxthd.config import (

@@ -1,7 +1,7 @@
 """The texts of the default data set, and a tokenizer trained on their words.
 
-Each of their 56 words is one token. So no target can be predicted from the letters before it, and a new model
-learns early to use the audio.
+Each of their 56 words is one token. So a document has fewer slots than in bytes, an answer takes fewer steps,
+and every target but the end must be heard or guessed: none is spelling.
 """
 
 from pathlib import Path
