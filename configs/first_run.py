@@ -5,7 +5,8 @@
 It needs no download and no accelerator. 10,000 utterances of synthetic speech are made on first use (20 s).
 The word error rate is measured on 500 utterances whose voices and texts are not in the training set. Expect
 less than 10% after the last step. `--mesh.context 2` trains the same model on two devices, which a machine
-without accelerators simulates: the losses stay the same, each step takes half as long again.
+without accelerators simulates. Its buffers hold other documents, because the audio of a rank's documents must
+fit on that rank, so its losses are others too.
 
 configs/cp2.py is the longer run. Its model writes any text, letter by letter; for this one each of the 56
 words of the synthetic texts is a token. docs/training.md shows when a new model begins to listen.

@@ -59,9 +59,8 @@ def with_next_recording(examples: list[Example]) -> list[Example]:
     """Each text with the recording of the next; the last with that of the first."""
     shifted = [*examples[1:], examples[0]]
     return [
-        replace(example, turns=tuple(of_next if turn.role == "user" else turn for turn, of_next in both))
-        for example, next_one in zip(examples, shifted, strict=True)
-        for both in [zip(example.turns, next_one.turns, strict=True)]
+        replace(example, turns=(*after.turns[:-1], example.turns[-1]))
+        for example, after in zip(examples, shifted, strict=True)
     ]
 
 
@@ -79,13 +78,9 @@ def losses(config: Config, steps: int, every: int) -> dict[int, Loss]:
     """Trains, and returns the losses by step."""
     config = prepared(config)
     blueprint, mesh = Blueprint(config), make_mesh(config.mesh)
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    space = tokenizer.encode(" ")[0] if config.data.tokenizer == "bytes" else None
-    train_step, scorer, state = (
-        make_train_step(blueprint, mesh),
-        Scorer(blueprint, mesh),
-        start_state(blueprint, mesh),
-    )
+    space = load_tokenizer("bytes").encode(" ")[0] if config.data.tokenizer == "bytes" else None
+    train_step, scorer = make_train_step(blueprint, mesh), Scorer(blueprint, mesh)
+    state = start_state(blueprint, mesh)
     found: dict[int, Loss] = {}
     with tempfile.TemporaryDirectory() as folder, closing(SpeechData(config, Path(folder))) as data:
         own = list(data.validation_examples(config.data.validation_sets[0].name))
@@ -126,8 +121,8 @@ def main() -> None:
         for step, (own, other, choosing) in found.items():
             gain, spelling = other - own, own - choosing
             print(f"{step} | {own:.2f} | {other:.2f} | {gain:.2f} | {choosing:.2f} | {spelling:.2f}")
-        heard = next((step for step, loss in found.items() if loss.other - loss.own >= 1), None)
-        print(f"{name}: listening gains 1 nat a word from step {heard} on", flush=True)
+        first = next((step for step, loss in found.items() if loss.other - loss.own >= 1), "later")
+        print(f"{name}: first step at which listening gains 1 nat a word: {first}", flush=True)
 
 
 if __name__ == "__main__":
