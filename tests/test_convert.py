@@ -118,7 +118,11 @@ def test_bfloat16_rounds_once(omni, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "mesh", [(2, 1, 1, 2), (1, 2, 2, 1), pytest.param((2, 2, 1, 1), marks=pytest.mark.exhaustive)]
+    "mesh",
+    [
+        (1, 2, 2, 1),
+        *(pytest.param(mesh, marks=pytest.mark.exhaustive) for mesh in [(2, 1, 1, 2), (2, 2, 1, 1)]),
+    ],
 )
 def test_any_mesh_holds_the_same_weights(omni, mesh):
     """Weights are streamed into shards: tensor-sharded, FSDP-sharded and divided into stages."""

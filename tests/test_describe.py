@@ -94,7 +94,7 @@ def test_the_table_of_nano_in_text() -> None:
     "mesh",
     [
         MeshConfig(data=2, context=2, tensor=2),
-        MeshConfig(data=2, pipeline=2, fsdp=False),
+        pytest.param(MeshConfig(data=2, pipeline=2, fsdp=False), marks=pytest.mark.exhaustive),
         pytest.param(MeshConfig(), marks=pytest.mark.exhaustive),
     ],
 )

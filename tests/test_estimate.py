@@ -66,11 +66,16 @@ def with_ctc(config: Config) -> Config:
     "config",
     [
         small("M*M*", MeshConfig(data=2, context=2, tensor=2)),
-        small("*-E*-E", MeshConfig(data=2, pipeline=2), microbatches=2),
+        pytest.param(
+            small("*-E*-E", MeshConfig(data=2, pipeline=2), microbatches=2), marks=pytest.mark.exhaustive
+        ),
         pytest.param(
             small("*-*-", MeshConfig(context=2, pipeline=2), microbatches=2), marks=pytest.mark.exhaustive
         ),
-        with_mtp(small("*-*-", MeshConfig(context=2, pipeline=2, tensor=2, fsdp=False)), "*E"),
+        pytest.param(
+            with_mtp(small("*-*-", MeshConfig(context=2, pipeline=2, tensor=2, fsdp=False)), "*E"),
+            marks=pytest.mark.exhaustive,
+        ),
         replace(
             small("*-*-", MeshConfig(data=2, context=2, tensor=2)),
             adapt=AdaptConfig(freeze=("encoder.*",), lora_rank=4),
@@ -99,9 +104,9 @@ def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:
 @pytest.mark.parametrize(
     ("unit", "remat", "within"),
     [
-        ("*-", True, 0.05),
+        pytest.param("*-", True, 0.05, marks=pytest.mark.exhaustive),
         ("M-", False, 0.05),
-        ("*E", True, 0.15),
+        pytest.param("*E", True, 0.15, marks=pytest.mark.exhaustive),
         pytest.param("*-", False, 0.1, marks=pytest.mark.exhaustive),
         pytest.param("M-", True, 0.05, marks=pytest.mark.exhaustive),
     ],

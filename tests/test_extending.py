@@ -246,7 +246,7 @@ def each_pair_alone() -> tuple[float, float, Any]:
 @pytest.mark.parametrize(
     ("mesh", "microbatches"),
     [
-        (jaxthd.MeshConfig(), 1),
+        pytest.param(jaxthd.MeshConfig(), 1, marks=pytest.mark.exhaustive),
         pytest.param(jaxthd.MeshConfig(context=4), 2, marks=pytest.mark.exhaustive),
         (jaxthd.MeshConfig(context=2, pipeline=2, tensor=2), 4),
     ],

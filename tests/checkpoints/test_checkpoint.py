@@ -145,12 +145,16 @@ def exchange_arrays(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (empty, "about"),
         (move_the_position, "do not match their digest"),
-        (cut_about_short, "JSONDecodeError"),
+        pytest.param(empty, "about", marks=pytest.mark.exhaustive),
+        pytest.param(cut_about_short, "JSONDecodeError", marks=pytest.mark.exhaustive),
         (exchange_arrays, "7 of 9 arrays changed: step, params.b, params.w, ..."),
-        (lambda checkpoint: shutil.rmtree(checkpoint / "state"), "state"),
-        (lambda checkpoint: shutil.rmtree(checkpoint / "about"), "about"),
+        pytest.param(
+            lambda checkpoint: shutil.rmtree(checkpoint / "state"), "state", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            lambda checkpoint: shutil.rmtree(checkpoint / "about"), "about", marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_a_damaged_checkpoint_is_reported_and_set_aside_and_the_one_before_used(
@@ -175,9 +179,10 @@ def test_a_damaged_checkpoint_is_reported_and_set_aside_and_the_one_before_used(
     assert names(tmp_path) == ["2", "4.damaged", "4.damaged-again"]
 
 
-def test_random_damage_is_detected_or_harmless(tmp_path: Path):
+@pytest.mark.parametrize("times", [4, pytest.param(12, marks=pytest.mark.exhaustive)])
+def test_random_damage_is_detected_or_harmless(times: int, tmp_path: Path):
     save(tmp_path / "checkpoints", {1: None, 2: None})
-    rows = damaged(tmp_path / "checkpoints", ABSTRACT, EVERYWHERE, 12, np.random.default_rng(0))
+    rows = damaged(tmp_path / "checkpoints", ABSTRACT, EVERYWHERE, times, np.random.default_rng(0))
     assert [row for row in rows if not row.holds] == []
     assert {row.found for row in rows} == {"harmless", "the one before restored"}
 

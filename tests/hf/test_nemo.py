@@ -132,7 +132,7 @@ def nemo_weights() -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("compressed", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_encoder_is_that_of_the_library(tmp_path, compressed):
     """The same arrays as from transformers' folder of the same weights."""
     path = write_nemo(tmp_path / "a.nemo", checkpoint(nemo_weights()))

@@ -166,9 +166,9 @@ def _alone(conversations: list[Example], settings: dict[str, Any]) -> list[list[
 @pytest.mark.parametrize(
     "mesh",
     [
-        MeshConfig(),
-        MeshConfig(pipeline=2),
         MeshConfig(context=2),
+        pytest.param(MeshConfig(), marks=pytest.mark.exhaustive),
+        pytest.param(MeshConfig(pipeline=2), marks=pytest.mark.exhaustive),
         pytest.param(MeshConfig(data=2), marks=pytest.mark.exhaustive),
         pytest.param(MeshConfig(tensor=2), marks=pytest.mark.exhaustive),
     ],

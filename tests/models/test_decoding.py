@@ -127,9 +127,11 @@ def decoded_by(config: Config, host: Batch, end_id: int) -> tuple[Scores, dict[s
 @pytest.mark.parametrize(
     ("data", "context", "layout"),
     [
-        (1, 1, "buffer"),
         (2, 2, "document"),
-        *(pytest.param(*mesh, "buffer", marks=pytest.mark.exhaustive) for mesh in [(1, 2), (1, 4), (2, 2)]),
+        *(
+            pytest.param(*mesh, "buffer", marks=pytest.mark.exhaustive)
+            for mesh in [(1, 1), (1, 2), (1, 4), (2, 2)]
+        ),
     ],
 )
 def test_decoding_goes_on_from_packed_prompts_as_from_each_alone(data: int, context: int, layout: Layout):

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from jaxthd.config import AdaptConfig, Config, MeshConfig, TrainConfig
@@ -148,9 +149,17 @@ def only_trained(gradients: Any, got: Any) -> Any:
     return jax.tree.map(lambda g, w: None if g is None else w, got, gradients, is_leaf=lambda x: x is None)
 
 
-def test_packed_equals_each_document_alone():
-    """Shared weights: tests/hf/test_mtp.py compares values, test_meshes.py gradients."""
-    got = evaluate(run_config())
+@pytest.mark.parametrize(
+    "config",
+    [
+        run_config(MeshConfig(context=2), context_exchange="all_gather", context_layout="document"),
+        pytest.param(run_config(), marks=pytest.mark.exhaustive),
+    ],
+    ids=["each document cut over two ranks", "one device"],
+)
+def test_packed_equals_each_document_alone(config: Config):
+    """Shared weights: tests/hf/test_mtp.py compares values, test_meshes.py gradients and other meshes."""
+    got = evaluate(config)
     (loss, *future), gradients = each_document_alone()
     np.testing.assert_allclose(got.loss, loss, rtol=1e-12)
     np.testing.assert_allclose(got.future.loss, future, rtol=1e-12)
@@ -162,11 +171,3 @@ def test_packed_equals_each_document_alone():
     np.testing.assert_array_equal(
         got.future.routing.load.sum(1), np.multiply(have_token, LLM.experts_per_token)
     )
-
-
-def test_each_document_may_be_cut_over_ranks():
-    """Tests the layout by documents; test_meshes.py covers the other layouts and axes."""
-    compute = {"context_exchange": "all_gather", "context_layout": "document"}
-    got, want = evaluate(run_config(MeshConfig(context=2), **compute)), evaluate(run_config())
-    for part, reference in zip(got, want, strict=True):
-        assert_same(part, reference, 1e-10)

@@ -13,13 +13,14 @@ MODEL = replace(bench.TINY, llm=replace(bench.TINY.llm, pattern="M*"))
 COMPUTE = ComputeConfig(attention_block=32, scan_chunk=32)
 
 
+@pytest.mark.exhaustive
 def test_temporary_memory_grows_with_the_tokens_and_is_shared_by_the_context_ranks():
     short, long = (bench.temporary_memory(1, tokens, MODEL, COMPUTE) for tokens in (2048, 4096))
     assert long <= 2.2 * short
     assert bench.temporary_memory(4, 4096, MODEL, COMPUTE) <= 0.3 * long
 
 
-@pytest.mark.parametrize("context", [2, 4])
+@pytest.mark.parametrize("context", [4, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_mamba_exchanges_the_same_bytes_at_every_length(context):
     formula = state_bytes(MODEL.llm, context, 4)
     found = [bench.layer_bytes("M", context, tokens, MODEL.llm, COMPUTE) for tokens in (512, 2048)]

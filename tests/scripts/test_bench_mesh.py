@@ -7,6 +7,7 @@ from jaxthd.terminal.tables import Claim, conclude
 from scripts import bench_mesh as bench
 
 
+@pytest.mark.exhaustive
 def test_memory_of_a_pipeline_does_not_grow_with_the_microbatches() -> None:
     mesh = MeshConfig(pipeline=2, stages_per_rank=2)
     few, many = (bench.tiny(mesh, "----", rows=m, microbatches=m) for m in (4, 8))
@@ -25,7 +26,7 @@ def test_bubbles_are_those_of_the_formula(capsys: pytest.CaptureFixture[str]) ->
     assert " 0.2727 " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize("pipeline", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_the_program_does_not_grow_with_the_layers(pipeline: int) -> None:
     configs = (bench.tiny(MeshConfig(pipeline=pipeline), "*-" * n, rows=2, microbatches=2) for n in (2, 6))
     few, many = (len(bench.lowered_step(config).as_text()) for config in configs)

@@ -68,7 +68,9 @@ def test_a_new_run_has_the_same_parameters_on_every_mesh():
     jax.tree.map(np.testing.assert_array_equal, got, new_state(alone))
 
 
-@pytest.mark.parametrize("mesh_config", [MESH, MeshConfig(1, 2, 4, 1)])
+@pytest.mark.parametrize(
+    "mesh_config", [MESH, pytest.param(MeshConfig(1, 2, 4, 1), marks=pytest.mark.exhaustive)]
+)
 def test_the_saved_form_goes_there_and_back_and_takes_no_more_room(mesh_config: MeshConfig):
     chosen, mesh = with_mtp(config(mesh_config)), make_mesh(mesh_config)
     state = filled_state(Blueprint(chosen), mesh)
@@ -144,6 +146,7 @@ def test_the_biases_even_out_the_experts_load():
     assert np.mean(loads[-5:]) < 1 + 0.7 * (loads[0] - 1), loads
 
 
+@pytest.mark.exhaustive
 def test_the_auxiliary_loss_evens_out_the_experts_load():
     """Its gradient reaches the router: with it the load's loss falls, without it it need not."""
     found = {}

@@ -26,7 +26,6 @@ from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.parallel.params import Buffer, weight_decay_mask
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.optimizer import learning_rate_schedule
-from jaxthd.steps.state import init_state
 from jaxthd.steps.training import loss_and_gradient, make_train_step
 from scripts.comparison.weights import random_state
 from tests.helpers import batch_of, filled_state
@@ -73,7 +72,7 @@ def test_bfloat16_is_near_float32_and_everything_is_finite():
     mesh = make_mesh(sizes)
     batch = put_batch(batch_of([5, 20, 11, 1, 17], 2), mesh)
     model = replace(MODEL, llm=replace(MODEL.llm, pattern="M*-"))
-    state = init_state(Blueprint(Config(mesh=sizes, model=model)), mesh)
+    state = filled_state(Blueprint(Config(mesh=sizes, model=model)), mesh)
     results = []
     for dtype in ("float32", "bfloat16"):
         config = Config(mesh=sizes, model=model, compute=ComputeConfig(dtype=dtype))
