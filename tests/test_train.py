@@ -303,6 +303,7 @@ def test_updates_that_are_not_finite_are_skipped_and_named_until_there_are_too_m
     assert max(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()) == 3
 
 
+@pytest.mark.exhaustive
 def test_the_command_simulates_the_devices_it_needs(manifest: Path, tmp_path: Path):
     """As on a fresh machine: no environment variable tells of devices, and the mesh needs four."""
     (tmp_path / "tiny.py").write_text(

@@ -152,7 +152,7 @@ def test_decoding_goes_on_from_packed_prompts_as_from_each_alone(data: int, cont
         MeshConfig(1, 2, 2, 1),
         # Two unequal stages on each rank.
         pytest.param(MeshConfig(1, 1, 2, 1, stages_per_rank=2), marks=pytest.mark.exhaustive),
-        MeshConfig(2, 1, 1, 2),
+        pytest.param(MeshConfig(2, 1, 1, 2), marks=pytest.mark.exhaustive),
     ],
 )
 def test_pipeline_and_tensor_ranks_decode_together(mesh: MeshConfig):

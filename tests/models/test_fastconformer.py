@@ -286,6 +286,7 @@ def test_a_batch_without_audio_is_finite_and_leaves_the_statistics():
     assert_same(new, nnx.to_pure_dict(encoder64()[2]), 0)
 
 
+@pytest.mark.exhaustive
 def test_memory_grows_linearly():
     """At twice the mel frames the compiled gradient takes at most 2.2 times as much temporary memory."""
     graphdef, *state = encoder64()

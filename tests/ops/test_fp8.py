@@ -99,9 +99,8 @@ def test_projections_that_match_are_computed_in_8_bits():
     assert of_step(config("*.mixer.q", "*.mixer.k")) == Counter({types: 2 * n for types, n in each.items()})
 
 
-@pytest.mark.parametrize(
-    "sizes", [MeshConfig(context=2), pytest.param(MeshConfig(), marks=pytest.mark.exhaustive)], ids=str
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sizes", [MeshConfig(context=2), MeshConfig()], ids=str)
 def test_gradients_are_near_those_of_the_plain_model(sizes: MeshConfig):
     mesh = make_mesh(sizes)
     plain = Config(mesh=sizes, model=MODEL)

@@ -56,7 +56,7 @@ def each_document_alone(a, inputs, lengths, dy):
     return y, da, tuple(dinputs)
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("dtype", [np.float64, pytest.param(np.float32, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("context", "gather_up_to"), [(1, 8), (2, 8), (4, 8), (4, 1)])
 def test_scan_equals_the_recurrence_of_each_document_alone(context, gather_up_to, dtype, monkeypatch):
     """|A| is from 1e-3 to 1000: everything is finite and exact. (4, 1) passes states in log2 steps."""

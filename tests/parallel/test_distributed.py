@@ -174,6 +174,7 @@ def lines_of(file: Path) -> list[str]:
     return sorted(file.read_text().splitlines())
 
 
+@pytest.mark.exhaustive
 def test_two_processes_measure_what_one_does_until_one_is_killed_and_named(killed: Ended, one: Path):
     assert assert_same(killed.workdir, one) >= 5
     assert killed.status == 128 + signal.SIGKILL
