@@ -10,7 +10,8 @@ frames are padding. On two devices: --mesh.context 2 --data.audio_capacity 2016.
 from dataclasses import replace
 from pathlib import Path
 
-from jaxthd.config import Config, load_config
+from jaxthd import load_config
+from jaxthd.config import Config
 
 
 def config() -> Config:

@@ -9,7 +9,8 @@ grows.
 from dataclasses import replace
 from pathlib import Path
 
-from jaxthd.config import Config, MeshConfig, load_config
+from jaxthd import load_config
+from jaxthd.config import Config, MeshConfig
 
 
 def config() -> Config:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from jaxthd.config import ModelConfig as ModelConfig
     from jaxthd.config import SpecAugmentConfig as SpecAugmentConfig
     from jaxthd.config import TrainConfig as TrainConfig
-    from jaxthd.config import load_config as load_config
     from jaxthd.data.example import Clip as Clip
     from jaxthd.data.example import Example as Example
     from jaxthd.data.example import Samples as Samples
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from jaxthd.data.speech import SpeechDocuments as SpeechDocuments
     from jaxthd.data.text.tokenizer import load_tokenizer as load_tokenizer
     from jaxthd.errors import UserError as UserError
+    from jaxthd.files.config_file import load_config as load_config
     from jaxthd.inference.generator import Generator as Generator
     from jaxthd.inference.scorer import Scorer as Scorer
     from jaxthd.models.fastconformer import FastConformer as FastConformer
@@ -95,7 +95,7 @@ _HOMES = {
     "ModelConfig": "config",
     "SpecAugmentConfig": "config",
     "TrainConfig": "config",
-    "load_config": "config",
+    "load_config": "files.config_file",
     "Clip": "data.example",
     "Example": "data.example",
     "Samples": "data.example",

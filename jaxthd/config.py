@@ -3,7 +3,6 @@
 The docstring under a field is its text in --help and in docs/configuration.md.
 """
 
-import importlib.util
 import json
 import re
 from dataclasses import dataclass, field, replace
@@ -467,33 +466,3 @@ class Config:
         """This config without multi-token prediction, for work that needs only the next token. The
         parameters of multi-token prediction are then not read from a checkpoint."""
         return replace(self, model=replace(self.model, llm=replace(self.model.llm, mtp_pattern="")))
-
-
-def load_config(path: str | Path) -> Config:
-    """Runs the Python file at `path` and returns what its function config() returns.
-
-    The file runs as a fresh module at every call; nothing is added to sys.path. A file that varies another
-    one in its folder loads that: replace(load_config(Path(__file__).with_name("cp2.py")), mesh=MeshConfig()).
-    Raises FileNotFoundError where there is no such file; UserError where the file is not Python, defines no
-    config(), or its config() does not return a Config.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"no config at {path}; expected a Python file with a function config() -> Config, "
-            "such as configs/cp2.py: correct the path"
-        )
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{path} is no Python file; expected a name that ends in .py: rename it")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    make = getattr(module, "config", None)
-    if not callable(make):
-        raise UserError(f"{path} defines no function config(); expected one that returns a Config: add it")
-    config = make()
-    if not isinstance(config, Config):
-        raise UserError(
-            f"config() in {path} returns {type(config).__name__}; expected jaxthd.config.Config: return that"
-        )
-    return config

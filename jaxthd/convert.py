@@ -26,13 +26,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxthd.checkpoints.checkpoint import Checkpoints
-from jaxthd.checkpoints.weights import load_weights, named_weights, source_of
+from jaxthd.checkpoints.weights import load_weights, named_weights
 from jaxthd.config import Config, DataConfig, MeshConfig, ModelConfig
+from jaxthd.data.text.published_tokenizer import write_tokenizer
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError, readable_errors
-from jaxthd.files.run_folder import is_run, read_config, write_config
+from jaxthd.files.run_folder import is_run, read_config, source_of, write_config
+from jaxthd.files.tokenizer_files import BUILT_IN
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
-from jaxthd.hf.export import TOKENIZER_FILES, copy_files, export
+from jaxthd.hf.export import export
 from jaxthd.hf.family import Family
 from jaxthd.hf.names import ArraySlice
 from jaxthd.hf.registry import FORMATS, export_families, formats_help
@@ -67,19 +69,16 @@ def import_weights(sources: Sequence[str], out: Path, *, adapter_dim: int = 0) -
     config = Config(model=model_config(*sources, model=start))
     folders = [Path(source) for source in sources if (Path(source) / "tokenizer.json").is_file()]
     if folders:
-        config = replace(config, data=DataConfig(tokenizer=str(out / "tokenizer")))
+        config = replace(config, data=DataConfig(tokenizer=str(folders[-1])))
     mesh = make_mesh(config.mesh)
     weights = load_weights(sources, Blueprint(config), mesh)
     zero = jnp.zeros((), jnp.int32)
     state = TrainState(zero, zero, zero, weights.params, weights.buffers, ())
     out.mkdir(parents=True)
-    for folder in folders[-1:]:
-        (out / "tokenizer").mkdir()
-        copy_files(folder, out / "tokenizer", TOKENIZER_FILES)
     write_config(out, config)
     with Checkpoints(out / "checkpoints", keep=1) as checkpoints:
         checkpoints.save(0, state, position={})
-    return config
+    return read_config(out)
 
 
 def export_weights(
@@ -122,6 +121,12 @@ def export_weights(
             beside=None if like or not family.token_fields else _tokenizer_folder(config),
             limit=limit,
         )
+        if (
+            family.token_fields
+            and config.data.tokenizer in BUILT_IN
+            and not (folder / "tokenizer.json").exists()
+        ):
+            write_tokenizer(config.data.tokenizer, folder)
     return list(folders)
 
 

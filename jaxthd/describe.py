@@ -24,7 +24,7 @@ from jaxthd.validate import DeviceFacts, findings
 
 def main(argv: list[str] | None = None) -> None:
     names_only = {"action": "store_true", "help": "names of parameters and projections"}
-    config, path, options = parse_command_line("describe", argv, {"names": names_only})
+    config, path, _, options, _ = parse_command_line("describe", argv, {"names": names_only}, __doc__)
     facts = DeviceFacts(platform="gpu", devices=config.mesh.devices, kind="as many as the mesh needs")
     for finding in findings(config, facts):
         print(f"warning: {finding}", file=sys.stderr)

@@ -13,11 +13,10 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import NamedTuple
 
-from jaxthd.config import load_config
 from jaxthd.errors import readable_errors
+from jaxthd.files.run_folder import open_settings
 from jaxthd.kernels.admission import Kernel, Verdict, admit
 from jaxthd.kernels.attention_probe import attention_kernels
 from jaxthd.kernels.choose import CHOICES
@@ -50,10 +49,14 @@ class Found(NamedTuple):
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="jaxthd doctor", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--config", type=Path, help="a config file: compare for its model's shapes and dtype")
+    parser.add_argument(
+        "source", nargs="?", metavar="SOURCE", help="a config file or a workdir: compare for its model"
+    )
+    parser.add_argument("--config", metavar="SOURCE", help="the same as SOURCE in the first place")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     options = parser.parse_args(argv)
-    machine, config = Machine.of_this(), load_config(options.config) if options.config else None
+    source = options.source or options.config
+    machine, config = Machine.of_this(), open_settings(source).config if source else None
     kinds = [choice.kernels(config) for choice in CHOICES] if config else COMMON
     found = [Found(kernels, [admit(kernel, machine) for kernel in kernels]) for kernels in kinds]
     print(as_json(machine, found) if options.json else as_tables(machine, found))

@@ -1,6 +1,6 @@
 """Draws the curves of a run again, from its metrics.
 
-    python -m jaxthd.draw --workdir runs/cp2
+    jaxthd draw runs/cp2
 
 Reads metrics.jsonl in the workdir, and writes curves.png there.
 """
@@ -15,7 +15,7 @@ from jaxthd.run.metrics_file import read_metrics
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="jaxthd draw", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--workdir", type=Path, required=True, help="folder of the run; receives curves.png")
+    parser.add_argument("workdir", type=Path, help="folder of the run; receives curves.png")
     workdir = parser.parse_args(argv).workdir
     draw_curves(read_metrics(workdir), workdir / "curves.png")
     print(workdir / "curves.png")

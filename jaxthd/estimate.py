@@ -32,7 +32,7 @@ from jaxthd.validate import DeviceFacts, validate
 
 def main(argv: list[str] | None = None) -> None:
     no_compile = {"action": "store_true", "help": "closed forms only"}
-    config, path, options = parse_command_line("estimate", argv, {"no-compile": no_compile})
+    config, path, _, options, _ = parse_command_line("estimate", argv, {"no-compile": no_compile}, __doc__)
     jax.config.update("jax_platforms", "cpu")
     if not options.no_compile:
         simulate_devices(config.mesh.devices)

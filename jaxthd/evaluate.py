@@ -1,13 +1,13 @@
 """Evaluates a model on validation sets: loss, accuracy, word and character error rate, speed.
 
-    python -m jaxthd.evaluate --config configs/cp2.py --weights runs/cp2
-    python -m jaxthd.evaluate --config my.py --weights runs/my@best --train.normaliser english \\
-        --data.validation-manifest clean=clean.jsonl other=other.jsonl
+    jaxthd evaluate runs/my
+    jaxthd evaluate runs/my@best --data.validation-manifest clean=clean.jsonl other=other.jsonl
+    jaxthd evaluate my.py --weights published_folder --train.normaliser english
 
-Weights: the workdir of a run (its newest checkpoint; @best or @STEP after it: another one), or published
-checkpoints, as in train.init_from. All documents of data.validation_manifest are read. Their last answers are
-decoded greedily, up to train.max_new_tokens. The folder --out (default runs/NAME/evaluation, NAME being the
-config file's) receives
+All documents of data.validation_manifest are read. Their last answers are decoded greedily, up to
+train.max_new_tokens. The results lie beside the run's weights, by checkpoint and set, in
+runs/my/evaluations/2400/clean+other; those of published weights in runs/NAME/evaluations, NAME being the
+config file's. The folder receives
     SET.jsonl           for each set: hypotheses, references and errors
     summary.json        the figures of the printed table
     error_gallery.png   spectrograms and texts of the documents with the highest word error rates
@@ -17,6 +17,7 @@ Several processes evaluate together as they train together (jaxthd.train).
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -42,20 +43,19 @@ from jaxthd.inference.results import (
 )
 from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import local_rows, make_mesh
+from jaxthd.run.evaluations import SUMMARY, checkpoint_of, evaluation_folder, require_free
 from jaxthd.run.outputs import OutputFolder
 from jaxthd.run.startup import devices_ready, prepared
 from jaxthd.steps.blueprint import Blueprint
-from jaxthd.terminal.arguments import PROCESS_OPTIONS, parse_command_line
+from jaxthd.terminal.arguments import PROCESS_OPTIONS, WEIGHTS, parse_command_line
 from jaxthd.terminal.tables import table
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "weights": {
-        "nargs": "+",
-        "help": "the workdir of a run, or published checkpoints (as in train.init_from)",
-    },
-    "out": {"type": Path, "help": "folder for the results (default runs/NAME/evaluation)"},
+    "weights": WEIGHTS,
+    "out": {"type": Path, "metavar": "FOLDER", "help": "another folder for the results"},
     "gallery": {
         "type": int,
+        "metavar": "N",
         "default": 8,
         "help": "documents in error_gallery.png, 8 by default; 0: no picture",
     },
@@ -64,43 +64,77 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    config, path, options = parse_command_line("evaluate", argv, OPTIONS)
-    if not options.weights:
+    line = parse_command_line("evaluate", argv, OPTIONS, __doc__)
+    weights, options = line.weights(), line.options
+    if not weights:
         raise UserError("--weights is missing; expected the workdir of a run, or checkpoints: name them")
-    out = options.out or Path("runs") / path.stem / "evaluation"
-    with devices_ready(config.mesh, options):
-        evaluate(config, options.weights, out, gallery=options.gallery)
+    beside = Path("runs") / line.path.stem / "evaluations"
+    with devices_ready(line.config.mesh, options):
+        evaluate(line.config, weights, options.out, beside=beside, gallery=options.gallery)
 
 
-def evaluate(config: Config, weights: Sequence[str | Path], out: Path, *, gallery: int = 8) -> dict[str, Any]:
-    """Writes the results into the folder `out` and prints their table; returns what summary.json holds.
+def evaluate(
+    config: Config,
+    weights: Sequence[str | Path],
+    out: Path | None = None,
+    *,
+    beside: Path = Path("evaluations"),
+    gallery: int = 8,
+) -> dict[str, Any]:
+    """Writes the results into a folder and prints their table; returns what summary.json holds.
 
-    weights: as jaxthd.checkpoints.weights.load_weights. gallery: most documents in error_gallery.png.
+    weights: as jaxthd.checkpoints.weights.load_weights. out: the folder; None: one of the run's evaluations
+    (jaxthd.run.evaluations), or of `beside` for weights that are not those of one run. gallery: most
+    documents in error_gallery.png.
     Of several processes (jaxthd.run.startup.devices_ready) all call it.
     Raises UserError for a config that cannot work on this machine, and for data or weights that cannot be
-    used.
+    used, and where `out` holds the results of another evaluation.
     """
     if not config.data.validation_sets:
         raise UserError("data.validation_manifest is empty; expected one set or more: name them")
-    config, outputs = prepared(config).without_mtp, OutputFolder(out)
+    config = prepared(config).without_mtp
+    out, evaluated = _folder(config, weights, out, beside)
+    outputs = OutputFolder(out)
     mesh = make_mesh(config.mesh)
     with closing(SpeechData(config, out, training=False)) as data:
         results = _evaluated(config, mesh, data, weights)
         summary = {
-            "weights": [str(source) for source in weights],
-            "normaliser": config.train.normaliser,
+            "evaluated": evaluated,
             "measured_on": _devices(config, mesh),
             "skipped_documents": len(data.skipped),
             "sets": {result.name: set_figures(result) for result in results},
         }
         for result in results:
             outputs.write_lines(f"{result.name}.jsonl", map(document_line, result.documents))
-        outputs.write_text("summary.json", json.dumps(finite(summary), indent=2) + "\n")
+        outputs.write_text(SUMMARY, json.dumps(finite(summary), indent=2) + "\n")
         outputs.draw("error_gallery.png", partial(_draw_gallery, results, data, gallery))
         print(_table(summary))
         if summary["skipped_documents"]:
             print(f"{summary['skipped_documents']} skipped documents are listed in {data.skipped.path}")
+        print(out)
     return summary
+
+
+def _folder(
+    config: Config, weights: Sequence[str | Path], out: Path | None, beside: Path
+) -> tuple[Path, dict[str, Any]]:
+    """(the folder for the results, what they depend on)."""
+    sets, of_run = config.data.validation_sets, checkpoint_of(weights)
+    evaluated = {
+        "weights": [os.path.abspath(source) for source in weights],
+        "checkpoint": of_run and of_run[1],
+        "sets": {each.name: each.path for each in sets},
+        "normaliser": config.train.normaliser,
+        "max_new_tokens": config.train.max_new_tokens,
+    }
+    if out:
+        require_free(out, evaluated)
+        return out, evaluated
+    if of_run:
+        workdir, step = of_run
+        beside = workdir / "evaluations" / str(step)
+        evaluated["weights"] = [str(workdir.absolute())]
+    return evaluation_folder(beside, [each.name for each in sets], evaluated), evaluated
 
 
 def _evaluated(

@@ -1,13 +1,15 @@
 """Answers from a model to recordings, to text and to conversations; without any of these, a chat.
 
-    python -m jaxthd.generate --config configs/cp2.py --weights runs/cp2 --audio a.wav b.wav
-    python -m jaxthd.generate --config my.py --weights runs/my --prompt "{audio} What is said?" --audio a.wav
-    python -m jaxthd.generate --config my.py --weights runs/my --chat chats.jsonl --out answers.jsonl
-    python -m jaxthd.generate --config my.py --weights runs/my
+    jaxthd generate runs/my --audio a.wav b.wav
+    jaxthd generate runs/my@best --audio a.wav --prompt "{audio} What is said?"
+    jaxthd generate runs/my --chat chats.jsonl --out answers.jsonl
+    jaxthd generate runs/my
+    jaxthd generate my.py --weights published_folder
 
-The last command starts a chat: you type a line at a time. /audio FILE adds a recording to your next line,
-/new starts over, /quit or Ctrl-D ends the chat, Ctrl-C ends an answer. Answers go to standard output as they
-come, everything else to standard error.
+The fourth command starts a chat: you type a line at a time, and /help lists what else you can do. Answers go
+to standard output as they come, everything else to standard error. Several answers begin with the names of
+their recordings or conversations; those that are empty or cut off say so. --json writes a JSON object for
+each instead.
 """
 
 import time
@@ -26,21 +28,24 @@ from jaxthd.inference.generator import Answer, Generator, check_sampling, for_ge
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.run.startup import check, simulate_devices, with_kernels
 from jaxthd.steps.blueprint import Blueprint
-from jaxthd.terminal.arguments import parse_command_line
+from jaxthd.terminal.arguments import WEIGHTS, parse_command_line
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "weights": {
+    "weights": WEIGHTS,
+    "audio": {
+        "type": Path,
         "nargs": "+",
-        "help": "the workdir of a run (its newest checkpoint; @best or @STEP after it: another one), or "
-        "Hugging Face folders",
+        "metavar": "FILE",
+        "default": [],
+        "help": "recordings, each of which gets an answer",
     },
-    "audio": {"type": Path, "nargs": "+", "default": [], "help": "recordings, each of which gets an answer"},
     "prompt": {
         "help": "text of the user's turn, by default data.prompt; data.audio_placeholder in it stands for a "
         "recording. With as many placeholders as recordings, one answer to all of them"
     },
     "chat": {"type": Path, "help": "JSONL of conversations to answer, in the formats of a manifest"},
-    "out": {"type": Path, "help": "JSONL file that the answers are appended to"},
+    "out": {"type": Path, "metavar": "FILE", "help": "JSONL file that the answers are appended to"},
+    "json": {"action": "store_true", "help": "write a JSON object for each answer, when it is whole"},
     "temperature": {
         "type": float,
         "default": 0.0,
@@ -59,16 +64,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    config, _, options = parse_command_line("generate", argv, OPTIONS)
-    _check(options)
+    line = parse_command_line("generate", argv, OPTIONS, __doc__)
+    config, options, weights = line.config, line.options, line.weights()
+    _check(options, weights)
     conversations = _conversations(options, config.data)
     batch = options.batch or (min(len(conversations), 8) if conversations else 1)
     simulate_devices(config.mesh.devices)
-    generator = load(config, options.weights, batch=batch, max_new_tokens=options.max_new_tokens)
+    generator = load(config, weights, batch=batch, max_new_tokens=options.max_new_tokens)
     settings = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "seed")}
     if conversations:
         start = time.perf_counter()
-        answers = show_answers(generator.stream(conversations, **settings), conversations, options.out)
+        answers = show_answers(
+            generator.stream(conversations, **settings),
+            conversations,
+            options.out,
+            named=len(conversations) > 1,
+            as_json=options.json,
+        )
         say(_summary(answers, time.perf_counter() - start, generator))
     else:
         chat(generator, settings, options.out)
@@ -109,8 +121,8 @@ def generate(
     return generator.generate(conversations, **settings)
 
 
-def _check(options: Namespace) -> None:
-    if options.weights is None:
+def _check(options: Namespace, weights: Sequence[str]) -> None:
+    if not weights:
         raise UserError(
             "--weights is missing; expected the workdir of a run, or Hugging Face folders: name it"
         )

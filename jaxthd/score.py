@@ -1,28 +1,33 @@
 """Log-probabilities of given documents' tokens, and of the likeliest tokens at their positions.
 
-    python -m jaxthd.score --config configs/cp2.py --weights runs/cp2 --manifest dev.jsonl \\
-        --out scores.jsonl [--top-k 5] [--every-token]
+    jaxthd score runs/my --manifest dev.jsonl --out scores.jsonl
+    jaxthd score runs/my@best --manifest dev.jsonl --out scores.jsonl --top-k 5 --every-token
 
 Documents are packed and scored on the config's mesh; neither changes a document's scores. Scored are the
 tokens that training would supervise (the assistant's turns), or with --every-token all text tokens but the
-first. Weights: as in jaxthd.evaluate. --out receives a line for each document, in the manifest's order:
+first. --out receives a line for each document, in the manifest's order:
     key             its line number and name
+    text            that of the scored tokens
     log_prob        natural log, summed over the scored tokens
     tokens          ids of all its tokens; a recording is as many placeholders as the encoder makes frames
     positions       the scored tokens, as indices of `tokens`
+    texts           their texts, each token's by itself
     log_probs       their log-probabilities, given all tokens before
-    top_ids, top_log_probs    the --top-k likeliest tokens at each position, of equals the lowest id first
+    top_ids         the --top-k likeliest tokens at each position, of equals the lowest id first
+    top_texts, top_log_probs    their texts and log-probabilities
+
+The terminal gets a table of the documents that are least likely for each token.
 
 Several processes score together as they train together (jaxthd.train).
 """
 
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxthd.checkpoints.weights import Weights, load_model, training_weights
@@ -30,7 +35,9 @@ from jaxthd.config import Config
 from jaxthd.data.dataset import SpeechData, SynchronizedLoader
 from jaxthd.data.loader import make_loader
 from jaxthd.data.skipped import SkipLog
+from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError, readable_errors
+from jaxthd.inference.score_lines import Summary, score_line
 from jaxthd.inference.scorer import DocumentScores, Scorer, in_order
 from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import local_rows, make_mesh
@@ -38,24 +45,28 @@ from jaxthd.parallel.processes import is_first
 from jaxthd.run.outputs import OutputFolder
 from jaxthd.run.startup import devices_ready, prepared, with_kernels
 from jaxthd.steps.blueprint import Blueprint
-from jaxthd.terminal.arguments import PROCESS_OPTIONS, parse_command_line
+from jaxthd.terminal.arguments import PROCESS_OPTIONS, WEIGHTS, parse_command_line
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "weights": {
-        "nargs": "+",
-        "help": "the workdir of a run, or published checkpoints (as in train.init_from)",
+    "weights": WEIGHTS,
+    "manifest": {"metavar": "FILE", "help": "the documents to score, as in data.manifest"},
+    "out": {"type": Path, "metavar": "FILE", "help": "JSONL file for the scores"},
+    "top-k": {
+        "type": int,
+        "metavar": "K",
+        "default": 0,
+        "help": "likeliest tokens given for each position, 0 by default",
     },
-    "manifest": {"help": "the documents to score, as in data.manifest"},
-    "out": {"type": Path, "help": "JSONL file for the scores"},
-    "top-k": {"type": int, "default": 0, "help": "likeliest tokens given for each position, 0 by default"},
     "every-token": {"action": "store_true", "help": "score every text token, not only the supervised ones"},
     **PROCESS_OPTIONS,
 }
 
 
 def main(argv: list[str] | None = None) -> None:
-    config, _, options = parse_command_line("score", argv, OPTIONS)
-    missing = [f"--{name}" for name in ("weights", "manifest", "out") if not getattr(options, name)]
+    line = parse_command_line("score", argv, OPTIONS, __doc__)
+    config, options, weights = line.config, line.options, line.weights()
+    given = {"weights": weights, "manifest": options.manifest, "out": options.out}
+    missing = [f"--{name}" for name, value in given.items() if not value]
     if missing:
         raise UserError(
             f"{', '.join(missing)} missing; expected --weights SOURCE --manifest FILE --out FILE: add them"
@@ -64,19 +75,19 @@ def main(argv: list[str] | None = None) -> None:
     if not 0 <= options.top_k <= entries:
         raise UserError(f"--top-k is {options.top_k}; expected 0 to {entries} (model.llm.vocab_size)")
     with devices_ready(config.mesh, options):
-        outputs, totals = OutputFolder(options.out.parent), np.zeros(3)
+        outputs, summary = OutputFolder(options.out.parent), Summary()
+        tokenizer = load_tokenizer(config.data.tokenizer)
         scores = score_manifest(
             config,
-            options.weights,
+            weights,
             options.manifest,
             outputs.path,
             top_k=options.top_k,
             every_token=options.every_token,
         )
-        outputs.write_lines(options.out.name, (_line(of_document, totals) for of_document in scores))
-        documents, tokens, log_prob = totals
-        mean = f"{log_prob / tokens:.4f}" if tokens else "-"
-        print(f"{documents:,.0f} documents, {tokens:,.0f} tokens scored, mean log-probability {mean}")
+        lines = (score_line(of_document, tokenizer) for of_document in scores)
+        outputs.write_lines(options.out.name, map(summary.noted, lines))
+        print(summary.text(shutil.get_terminal_size().columns))
         print(options.out)
 
 
@@ -162,27 +173,6 @@ def _on_mesh(weights: Weights | Sequence[str | Path], config: Config, mesh: Mesh
     if isinstance(weights, Weights):
         return training_weights(weights, Blueprint(config), mesh)
     return load_model(weights, Blueprint(config), mesh)
-
-
-def _line(scores: DocumentScores, totals: np.ndarray) -> dict[str, Any]:
-    """A document's line of --out. Adds to totals: documents, tokens, log-probability."""
-    log_prob = float(scores.log_probs.sum(dtype=np.float64))
-    totals += 1, len(scores.positions), log_prob
-    line = {
-        "key": scores.key,
-        "log_prob": round(log_prob, 6),
-        "tokens": scores.tokens.tolist(),
-        "positions": scores.positions.tolist(),
-        "log_probs": _rounded(scores.log_probs),
-    }
-    if scores.top_ids.shape[1]:
-        line |= {"top_ids": scores.top_ids.tolist(), "top_log_probs": _rounded(scores.top_log_probs)}
-    return line
-
-
-def _rounded(x: np.ndarray) -> list[Any]:
-    """To seven decimals, which is what float32 holds of numbers about 1."""
-    return np.round(x.astype(np.float64), 7).tolist()
 
 
 if __name__ == "__main__":

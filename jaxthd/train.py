@@ -1,15 +1,17 @@
 """Trains a model, or continues the training in a workdir.
 
-    python -m jaxthd.train --config configs/cp2.py --workdir runs/cp2
+    jaxthd train configs/cp2.py                         starts runs/cp2, or continues it
+    jaxthd train runs/cp2 --train.steps 4000            continues it with its own settings but that
 
-A workdir that holds a checkpoint is continued. It receives
+A workdir that holds a checkpoint is continued, on any mesh. It receives
     metrics.jsonl      a JSON object for each step; the same for TensorBoard in tensorboard/
     curves.png         loss, word error rate and speed over the steps
     hypotheses.jsonl   hypotheses and references of the last validation
     skipped.jsonl      every document that was skipped, with the reason
     not_finite.jsonl   steps whose update was skipped, with their documents
     checkpoints/       parameters, optimizer state, batch statistics, data position
-    config.json        the settings of the run
+    config.json        the settings of the run; tokenizer/ a copy of its tokenizer
+    changes.jsonl      settings that changed when the run was continued
 
 Several processes can train together: SLURM's srun starts them, or each is given --coordinator HOST:PORT
 --processes N --process I. They share the workdir; each writes its arrays of the checkpoints, and process 0
@@ -17,6 +19,7 @@ everything else.
 """
 
 import time
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
@@ -35,6 +38,7 @@ from jaxthd.data.loader import BatchReport
 from jaxthd.errors import readable_errors
 from jaxthd.figures.batch import draw_batch
 from jaxthd.figures.curves import draw_curves
+from jaxthd.files.run_folder import Difference
 from jaxthd.inference.validation import Validation
 from jaxthd.models.adapt import split
 from jaxthd.packing.batch import Batch
@@ -47,22 +51,35 @@ from jaxthd.run.outputs import OutputFolder
 from jaxthd.run.progress import summary
 from jaxthd.run.signals import stop_requested
 from jaxthd.run.startup import devices_ready, prepared
-from jaxthd.run.workdir import opened
+from jaxthd.run.workdir import OpenedRun, opened
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState, abstract_state, canonical_form, canonical_shardings, training_form
 from jaxthd.steps.training import make_train_step
 from jaxthd.terminal.arguments import PROCESS_OPTIONS, parse_command_line
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "workdir": {
+        "type": Path,
+        "metavar": "FOLDER",
+        "help": "where the run is kept and continued; by default the workdir in SOURCE, or runs/NAME, NAME "
+        "being the config file's",
+    },
+    **PROCESS_OPTIONS,
+}
+
 
 def main(argv: list[str] | None = None) -> None:
-    config, path, options = parse_command_line("train", argv, PROCESS_OPTIONS)
-    with devices_ready(config.mesh, options):
-        train(config, options.workdir or Path("runs") / path.stem)
+    line = parse_command_line("train", argv, OPTIONS, __doc__)
+    workdir = line.options.workdir or (line.path if line.run else Path("runs") / line.path.stem)
+    with devices_ready(line.config.mesh, line.options):
+        train(line.config, workdir, changes=line.given)
 
 
-def train(config: Config, workdir: Path) -> None:
+def train(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
     """Runs, or continues, the training in `workdir` up to config.train.steps, or until SIGTERM or Ctrl-C.
 
+    changes: dotted names of settings of the optimization, such as "train.steps", that may differ from those
+    of the run that is continued (jaxthd.run.workdir.OPTIMIZATION).
     Of several processes (jaxthd.run.startup.devices_ready) all call it, with the same arguments.
     Raises UserError for a config that cannot work on this machine, for data that cannot be used, for a
     workdir that is in use or holds a run of another config, after too many updates in a row that are not
@@ -70,12 +87,12 @@ def train(config: Config, workdir: Path) -> None:
     """
     config = prepared(config)
     with ExitStack() as stack:
-        stack.enter_context(opened(workdir, config))
+        held = stack.enter_context(opened(workdir, config, changes))
         require_same("the configuration", asdict(config))
         outputs = OutputFolder(workdir)
         data = stack.enter_context(closing(SpeechData(config, workdir)))
         checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints))
-        steps_done = _train(config, outputs, data, checkpoints)
+        steps_done = _train(config, held, outputs, data, checkpoints)
     if steps_done and is_first():
         lines = read_metrics(workdir)
         draw_curves(lines, workdir / "curves.png")
@@ -84,7 +101,9 @@ def train(config: Config, workdir: Path) -> None:
             print(f"skipped documents are listed in {data.skipped.path}")
 
 
-def _train(config: Config, outputs: OutputFolder, data: SpeechData, checkpoints: Checkpoints) -> int:
+def _train(
+    config: Config, held: OpenedRun, outputs: OutputFolder, data: SpeechData, checkpoints: Checkpoints
+) -> int:
     """Returns the number of steps that it has trained."""
     # --- the model on the mesh ---
     blueprint, mesh = Blueprint(config), make_mesh(config.mesh)
@@ -102,6 +121,7 @@ def _train(config: Config, outputs: OutputFolder, data: SpeechData, checkpoints:
         if first >= steps:
             print(f"{outputs.path} already holds step {first} of {steps}: nothing to do")
             return 0
+        changed = _changed(held.keep(first), first)
         tensorboard = config.train.tensorboard
         metrics = stack.enter_context(open_metrics(outputs.path, first, steps, tensorboard=tensorboard))
         non_finite = NonFiniteSteps(outputs, first, config.train.max_skipped_steps, metrics.say)
@@ -122,7 +142,7 @@ def _train(config: Config, outputs: OutputFolder, data: SpeechData, checkpoints:
             seconds, skipped = time.perf_counter() - start, len(data.skipped)
             facts = StepFacts(step, results, current.report, seconds, compilations(train_step), skipped)
             line, validated = metrics_line(facts), validation(state) if validation.is_due(step) else {}
-            metrics.step(line | validated)
+            metrics.step(line | validated | (changed if step == first + 1 else {}))
             if results.skipped_in_a_row:
                 documents = list(chain(*loader.keys(current.report)))
                 non_finite.add(line, documents, results.skipped_in_a_row)
@@ -162,6 +182,15 @@ def _newest_state(
     state, position = restored
     loader.set_state(position)
     return training_form(state, blueprint, mesh)
+
+
+def _changed(changes: Sequence[Difference], step: int) -> dict[str, str]:
+    """Says what has changed since the steps before; returns it as a field of the next step's metrics line."""
+    if not changes:
+        return {}
+    text = ", ".join(f"{x.name} {x.there} -> {x.here}" for x in changes)
+    print(f"from step {step + 1} on: {text}")
+    return {"changed": text}
 
 
 def _parameters(blueprint: Blueprint) -> str:

@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxthd.config import Config, load_config
+from jaxthd.config import Config
 from jaxthd.data.audio.features import SAMPLE_RATE
 from jaxthd.data.example import Example, Samples, Turn
+from jaxthd.files.config_file import load_config
 from jaxthd.inference.generator import Generator
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.mesh import make_mesh

@@ -19,12 +19,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxthd.checkpoints.weights import Weights, start_state
-from jaxthd.config import Config, load_config
+from jaxthd.config import Config
 from jaxthd.data.dataset import SpeechData, SynchronizedLoader
 from jaxthd.data.example import Example
 from jaxthd.data.loader import make_loader
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.text.tokenizer import load_tokenizer
+from jaxthd.files.config_file import load_config
 from jaxthd.inference.scorer import DocumentScores, Scorer
 from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import make_mesh, put_batch

@@ -29,9 +29,10 @@ from pathlib import Path
 
 import jax
 
-from jaxthd.config import Config, load_config
+from jaxthd.config import Config
 from jaxthd.data.dataset import SpeechData, SynchronizedLoader
 from jaxthd.data.loader import BatchReport
+from jaxthd.files.config_file import load_config
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.run.startup import simulate_devices
 from jaxthd.steps.blueprint import Blueprint

@@ -32,10 +32,11 @@ import tokenizers
 from flax import nnx
 
 from jaxthd.checkpoints.weights import Weights, load_weights, named_weights
-from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, load_config
+from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
+from jaxthd.files.config_file import load_config
 from jaxthd.files.jsonl import write_lines
 from jaxthd.hf import nemotron_omni
 from jaxthd.hf.export import export

@@ -13,8 +13,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from jaxthd.config import Config, load_config
+from jaxthd.config import Config
 from jaxthd.errors import UserError, readable_errors
+from jaxthd.files.config_file import load_config
 from jaxthd.inference.wer import make_normaliser
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.run.startup import simulate_devices

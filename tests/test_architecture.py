@@ -29,6 +29,7 @@ BESIDE = {
     ("files", "errors"),
     ("checkpoints", "hf"),
     ("inference", "run"),
+    ("inference", "terminal"),
     ("figures", "run"),
     ("figures", "inference"),
     ("figures", "planning"),

@@ -54,9 +54,9 @@ def test_a_command_runs_by_its_name(tmp_path: Path):
     line = {"step": 1, "loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.1, "tokens_per_second": 9.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line | {"padding_ratio": 0.5}) + "\n")
     for form in (("jaxthd", "draw"), ("jaxthd.draw",)):
-        ran = run("-m", *form, "--workdir", str(tmp_path))
+        ran = run("-m", *form, str(tmp_path))
         assert ran.stdout == f"{tmp_path / 'curves.png'}\n", ran.stderr
-        failed = run("-m", *form, "--workdir", str(tmp_path / "none"))
+        failed = run("-m", *form, str(tmp_path / "none"))
         assert failed.returncode == 1
         assert failed.stderr.startswith("error: ")
         assert "Traceback" not in failed.stderr

@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxthd.config import Config, EncoderConfig, MeshConfig, load_config
+from jaxthd.config import Config, EncoderConfig, MeshConfig
 from jaxthd.data.audio.features import HOP
 from jaxthd.data.audio.recordings import chunk_audio
+from jaxthd.files.config_file import load_config, with_absolute_paths
 from jaxthd.validate import DeviceFacts, validate
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+IMPORT = "from jaxthd.config import *\n\n"
 CPU = DeviceFacts("cpu", 2, "cpu")
 GPUS = DeviceFacts("gpu", 32, "NVIDIA H100", "9.0", vocabulary=131072)
 
@@ -58,7 +60,8 @@ def test_a_config_file_may_vary_its_neighbour(tmp_path: Path) -> None:
     """Two folders have files of the same names: each imports its own neighbour, also if both are loaded."""
     base = "from jaxthd.config import *\ndef config(): return Config(data=DataConfig(rows={}))\n"
     variant = (
-        "from dataclasses import replace\nfrom pathlib import Path\nfrom jaxthd.config import *\n"
+        "from dataclasses import replace\nfrom pathlib import Path\n"
+        "from jaxthd import MeshConfig, load_config\n"
         "def config():\n"
         "    base = load_config(Path(__file__).with_name('base.py'))\n"
         "    return replace(base, mesh=MeshConfig(context=2))\n"
@@ -81,7 +84,27 @@ def test_a_config_file_may_vary_its_neighbour(tmp_path: Path) -> None:
         ("value.py", "config = 3", ValueError, "defines no function config()"),
         ("dict.py", "def config(): return {}", ValueError, "returns dict; expected jaxthd.config.Config"),
         ("run.yaml", "data: {}", ValueError, "ends in .py"),
-        ("broken.py", "def config(): return undefined", NameError, "undefined"),
+        ("broken.py", "\ndef config(): return undefined", ValueError, "broken.py, line 2: NameError"),
+        ("syntax.py", "def config(:", ValueError, "syntax.py, line 1: "),
+        ("below.py", f"{IMPORT}1 / 0", ValueError, "below.py, line 3: ZeroDivisionError"),
+        (
+            "typo.py",
+            f"{IMPORT}def config():\n    return Config(\n        adapt=AdaptConfig(lora_rnak=8))",
+            ValueError,
+            "line 5: AdaptConfig has no field 'lora_rnak'; perhaps you meant lora_rank",
+        ),
+        (
+            "moved.py",
+            f"{IMPORT}def config(): return Config(train=TrainConfig(lora_rank=8))",
+            ValueError,
+            "TrainConfig has no field 'lora_rank'; it is a field of AdaptConfig: move it there",
+        ),
+        (
+            "unknown.py",
+            f"{IMPORT}def config(): return Config(train=SpecAugmentConfig(qwertyuiop=8))",
+            ValueError,
+            "its fields are ",
+        ),
     ],
 )
 def test_errors_of_loading_say_what_to_change(
@@ -92,6 +115,34 @@ def test_errors_of_loading_say_what_to_change(
     with pytest.raises(error) as caught:
         load_config(tmp_path / name)
     assert fragment in str(caught.value)
+
+
+def test_relative_paths_are_of_the_files_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the command is started. Names that are no paths stay as they are."""
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "my.py").write_text(
+        f"{IMPORT}def config(): return Config(\n"
+        "    data=DataConfig(manifest=('a_{0..3}.jsonl', 'synthetic', 'mine:x', 'shar:b', '/c.jsonl'),\n"
+        "        tarred_audio=('', '../t.tar', '', '', ''), validation_manifest='dev=d.jsonl',\n"
+        "        tokenizer='tok'),\n"
+        "    train=TrainConfig(init_from=('runs/a@best',)))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = load_config("configs/my.py")
+    data, folder = config.data, tmp_path / "configs"
+    assert data.manifest == (
+        f"{folder}/a_{{0..3}}.jsonl",
+        "synthetic",
+        "mine:x",
+        f"shar:{folder}/b",
+        "/c.jsonl",
+    )
+    assert data.tarred_audio == ("", f"{tmp_path}/t.tar", "", "", "")
+    assert data.validation_manifest == f"dev={folder}/d.jsonl"
+    assert data.tokenizer == f"{folder}/tok"
+    assert config.train.init_from == (f"{folder}/runs/a@best",)
+    assert with_absolute_paths(config, "/elsewhere") == config
+    assert with_absolute_paths(Config(), "/elsewhere") == Config()
 
 
 @pytest.mark.parametrize("seconds", [0.02, 0.29, 1.15, 10.0])

@@ -14,9 +14,9 @@ from jaxthd.config import (
     LLMConfig,
     MeshConfig,
     ModelConfig,
-    load_config,
 )
 from jaxthd.describe import describe, main
+from jaxthd.files.config_file import load_config
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.planning.parameters import Group, parameter_groups, state_bytes
 from jaxthd.steps.blueprint import Blueprint

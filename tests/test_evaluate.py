@@ -1,6 +1,7 @@
 """The evaluate command: its figures follow from the texts it writes, on any mesh, for each set."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from jaxthd.errors import UserError
 from jaxthd.evaluate import main
 from jaxthd.inference.wer import make_normaliser
 from jaxthd.run import startup
+from jaxthd.run.evaluations import evaluation_folder, require_free
 from tests import test_score, test_train
 
 manifest, run = test_train.manifest, test_score.run
@@ -116,19 +118,42 @@ def test_what_cannot_be_evaluated_is_refused(
         evaluate(run, tmp_path, "--data.validation-manifest", f"a={halves[0]}", f"a={halves[1]}")
     with pytest.raises(UserError, match="of another model"):
         evaluate(run, tmp_path, "--model.llm.dim", 32)
-    with pytest.raises(FileNotFoundError, match=r"no manifest at gone.jsonl.*data.validation_manifest"):
+    with pytest.raises(FileNotFoundError, match=r"no manifest at .*gone.jsonl.*data.validation_manifest"):
         evaluate(run, tmp_path, "--data.validation-manifest", "gone.jsonl")
 
 
 def test_training_manifests_are_not_read(
     run: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Nothing is decoded: there are only loss and accuracy, and no picture."""
+    """Nothing is decoded: there are only loss and accuracy, and no picture. The workdir alone is given; the
+    results lie there."""
     monkeypatch.setattr(startup, "simulate_devices", lambda devices: True)
-    figures = evaluate(run, tmp_path, "--data.manifest", "gone.jsonl", "--train.max-new-tokens", 0)
-    (of_set,) = figures["sets"].values()
+    workdir = tmp_path / "run"
+    shutil.copytree(run[1], workdir)
+    main([f"{workdir}@newest", "--data.manifest", "gone.jsonl", "--train.max-new-tokens", "0"])
+    out = workdir / "evaluations" / "0" / "manifest"
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["evaluated"]["checkpoint"] == 0
+    assert summary["evaluated"]["weights"] == [str(workdir)]
+    (of_set,) = summary["sets"].values()
     assert of_set["wer"] is None
     assert of_set["documents"] == 20
     assert of_set["loss"] > 0
-    assert not (tmp_path / "error_gallery.png").exists()
-    assert lines(tmp_path / "manifest.jsonl") == []
+    assert not (out / "error_gallery.png").exists()
+    assert lines(out / "manifest.jsonl") == []
+
+
+def test_results_are_overwritten_by_the_same_evaluation_only(tmp_path: Path):
+    one, other = ({"checkpoint": 3, "normaliser": name} for name in ("basic", "none"))
+    first = evaluation_folder(tmp_path, ["clean", "other"], one)
+    assert first == tmp_path / "clean+other"
+    for folder, evaluated in ((first, one), (tmp_path / "clean+other-2", other)):
+        assert evaluation_folder(tmp_path, ["clean", "other"], evaluated) == folder
+        folder.mkdir()
+        (folder / "summary.json").write_text(json.dumps({"evaluated": evaluated}))
+        assert evaluation_folder(tmp_path, ["clean", "other"], evaluated) == folder
+        require_free(folder, evaluated)
+    with pytest.raises(UserError, match=r"(?s)normaliser: basic there, none now.*choose another --out"):
+        require_free(first, other)
+    (first / "summary.json").write_text("{")
+    assert evaluation_folder(tmp_path, ["clean", "other"], one) == tmp_path / "clean+other-3"

@@ -16,10 +16,11 @@ import soundfile
 
 from jaxthd import generate
 from jaxthd.checkpoints.checkpoint import Checkpoints
-from jaxthd.config import Config, DataConfig, load_config
+from jaxthd.config import Config, DataConfig
 from jaxthd.data.example import Clip, Example, Turn
 from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
+from jaxthd.files.config_file import load_config
 from jaxthd.files.run_folder import write_config
 from jaxthd.inference import chat
 from jaxthd.inference.generator import AnswerDelta, Generator
@@ -79,7 +80,13 @@ def test_answers_go_to_the_terminal_and_to_a_file(run: Path):
     assert ran.returncode == 0, ran.stderr
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     assert [answer["key"] for answer in answers] == ["1:a.wav", "2:b.wav"]
-    assert ran.stdout == "".join(chat.printable(answer["text"]) + "\n" for answer in answers)
+    assert [answer["audio"] for answer in answers] == [["a.wav"], ["b.wav"]]
+    shown = [
+        f"{name}: {chat.printable(x['text'])}" for name, x in zip(("a.wav", "b.wav"), answers, strict=True)
+    ]
+    for line, text, answer in zip(ran.stdout.splitlines(), shown, answers, strict=True):
+        assert line.startswith(text)
+        assert line.endswith("[cut off at 6 tokens]") == (answer["end"] == "length")
     assert all(answer["text"] == ByteTokenizer().decode(answer["tokens"]) for answer in answers)
     assert any(answer["tokens"] for answer in answers)
     assert all((answer["end"] == "length") == (len(answer["tokens"]) == 6) for answer in answers)
@@ -206,18 +213,47 @@ def test_a_file_of_conversations_is_read_as_a_manifest_is(run: Path, monkeypatch
         generate.read_chats(run / "bad.jsonl")
 
 
+DELTAS = (
+    AnswerDelta(1, "B", (1,), None),
+    AnswerDelta(0, "A", (1,), None),
+    AnswerDelta(2, "C\x1b[2J\n", (1,), "stop"),
+    AnswerDelta(1, "b", (2,), "length"),
+    AnswerDelta(0, "", (), None),
+    AnswerDelta(0, "a", (2,), "stop"),
+)
+
+
+def test_several_answers_have_names_and_say_what_is_no_whole_answer(capsys: pytest.CaptureFixture):
+    examples = [Example(key, ()) for key in ("1:a.wav", "2:b.wav", "chat")]
+    chat.show_answers(iter(DELTAS), examples, None, named=True)
+    assert capsys.readouterr().out == "a.wav: Aa\nb.wav: Bb [cut off at 2 tokens]\nchat: C\ufffd[2J\n\n"
+    nothing = (AnswerDelta(1, "", (), "stop"), AnswerDelta(0, " ", (1,), "stop"))
+    chat.show_answers(iter(nothing), examples[:2], None, named=True)
+    assert capsys.readouterr().out == "a.wav:  [empty]\nb.wav: [empty]\n"
+
+
+def test_json_is_a_line_for_each_answer_with_its_recordings(capsys: pytest.CaptureFixture, tmp_path: Path):
+    turns = (Turn("user", (A, "or", B)), Turn("assistant", ("yes",)), Turn("user", ("why",)))
+    examples = [Example("1:x", turns), Example("2:y", ()), Example("3:z", ())]
+    chat.show_answers(iter(DELTAS), examples, tmp_path / "out.jsonl", named=True, as_json=True)
+    shown = capsys.readouterr().out
+    assert shown == (tmp_path / "out.jsonl").read_text()
+    lines = [json.loads(line) for line in shown.splitlines()]
+    assert lines[0] == {
+        "key": "1:x",
+        "audio": ["a.wav", "b.wav"],
+        "text": "Aa",
+        "tokens": [1, 2],
+        "end": "stop",
+    }
+    assert [(line["audio"], line["end"]) for line in lines[1:]] == [([], "length"), ([], "stop")]
+
+
 def test_answers_are_shown_in_order_whichever_comes_first(capsys: pytest.CaptureFixture, tmp_path: Path):
     shown = []
 
     def pieces() -> Iterator[AnswerDelta]:
-        for piece in (
-            AnswerDelta(1, "B", (1,), None),
-            AnswerDelta(0, "A", (1,), None),
-            AnswerDelta(2, "C\x1b[2J\n", (1,), "stop"),
-            AnswerDelta(1, "b", (2,), "length"),
-            AnswerDelta(0, "", (), None),
-            AnswerDelta(0, "a", (2,), "stop"),
-        ):
+        for piece in DELTAS:
             shown.append(capsys.readouterr().out)
             yield piece
 
@@ -234,7 +270,9 @@ def test_answers_are_shown_in_order_whichever_comes_first(capsys: pytest.Capture
     assert [json.loads(line)["key"] for line in lines] == ["x", "y", "z"]
 
 
-def test_a_chat_goes_on_from_what_was_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+def test_a_chat_goes_on_from_what_was_said(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
     class Echo(Generator):
         """Answers with the number of turns; fails, or gives an empty answer, when told to."""
 
@@ -248,14 +286,19 @@ def test_a_chat_goes_on_from_what_was_said(monkeypatch: pytest.MonkeyPatch, caps
             last = example.turns[-1].parts[-1]
             if last == "fail":
                 raise UserError("no such thing")
-            if last == "interrupt":
-                yield AnswerDelta(0, "so", (), None)
+            if last in ("interrupt", "interrupt at once"):
+                yield AnswerDelta(0, "so" if last == "interrupt" else "", (), None)
                 raise KeyboardInterrupt
-            yield AnswerDelta(0, "" if last == "silence" else f"<{len(example.turns)}>", (), "stop")
+            if last in ("silence", "noise"):
+                yield AnswerDelta(0, "", (7,) if last == "noise" else (), "stop")
+            else:
+                yield AnswerDelta(0, f"<{len(example.turns)}>", (), "stop")
 
     prompts: list[Any] = []
-    lines = ["one", "", "/audio a.wav", "two", "fail", "silence", "interrupt", "three", "/new"]
+    lines = ["one", "", "/audio a.wav", "/audio none.wav", "two", "/foo", "/help", "fail", "silence", "noise"]
+    lines += ["interrupt at once", "interrupt", "three", "/reset"]
     lines += ["/audio b.wav", "/audio a.wav", "{audio} or {audio}?", "/quit", "never"]
+    monkeypatch.chdir(run)
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
     chat.chat(Echo(), {"temperature": 0.5}, None)
     first = [("one",), ("<1>",), (A, "two"), ("<3>",)]
@@ -264,11 +307,17 @@ def test_a_chat_goes_on_from_what_was_said(monkeypatch: pytest.MonkeyPatch, caps
         first[:3],
         [*first, ("fail",)],
         [*first, ("silence",)],
+        [*first, ("noise",)],
+        [*first, ("interrupt at once",)],
         [*first, ("interrupt",)],
         [*first, ("interrupt",), ("so",), ("three",)],
         [(B, " or ", A, "?")],
     ]
     printed = capsys.readouterr()
-    assert printed.out == "<1>\n<3>\n\nso\n<7>\n<1>\n"
+    assert printed.out == "<1>\n<3>\n\n\n\nso\n<7>\n<1>\n"
     assert "error: no such thing" in printed.err
-    assert "no answer" in printed.err
+    assert "error: no file 'none.wav'" in printed.err
+    assert "error: there is no command /foo; /help lists them" in printed.err
+    assert printed.err.count("/reset        starts over") == 2
+    for why in ("the model ended it at once", "its 1 tokens are no text", "you ended it"):
+        assert printed.err.count(f"(no answer, since {why}; what you said is forgotten)") == 1

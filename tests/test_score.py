@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -198,14 +199,18 @@ def test_the_command_writes_a_line_a_document_in_the_manifests_order(
     capsys: pytest.CaptureFixture,
 ):
     monkeypatch.setattr(startup, "simulate_devices", lambda devices: True)
-    file, workdir = run
+    monkeypatch.setenv("COLUMNS", "60")
+    _, workdir = run
     out = tmp_path / "new" / "scores.jsonl"
-    command = ["--config", file, "--weights", workdir, "--manifest", manifest, "--out", out, "--top-k", "3"]
+    command = [workdir, "--manifest", manifest, "--out", out, "--top-k", "3"]
     main(list(map(str, command)))
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["key"].partition(":")[0] for line in lines] == [str(n) for n in range(1, 21)]
     for line in lines:
         assert len(line["positions"]) == len(line["log_probs"]) == len(line["top_ids"])
+        assert re.match(r"number \d+", line["text"])
+        assert "".join(line["texts"]) == line["text"]
+        assert [len(texts) for texts in line["top_texts"]] == [3] * len(line["texts"])
         np.testing.assert_allclose(line["log_prob"], sum(line["log_probs"]), rtol=1e-5)
         for token, logp, ids, top in zip(
             [line["tokens"][p] for p in line["positions"]],
@@ -220,6 +225,11 @@ def test_the_command_writes_a_line_a_document_in_the_manifests_order(
     shown = capsys.readouterr().out
     total = sum(len(line["positions"]) for line in lines)
     assert f"20 documents, {total} tokens scored" in shown
+    least = min(lines, key=lambda line: line["log_prob"] / len(line["positions"]))
+    _, _, first, *_ = (line for line in shown.splitlines() if "documents" not in line)
+    assert first.split()[:2] == [least["key"], str(len(least["positions"]))]
+    assert least["text"][:8] in first
+    assert all(len(line) <= 60 for line in shown.splitlines() if line.startswith("  "))
     assert "2 skipped documents are listed" in shown
     skipped = (out.parent / "skipped.jsonl").read_text()
     assert "missing.wav" in skipped

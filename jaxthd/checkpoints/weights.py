@@ -22,7 +22,7 @@ from jaxthd.checkpoints.checksum import named_arrays
 from jaxthd.checkpoints.stored import find_checkpoint, restore_arrays
 from jaxthd.config import Config
 from jaxthd.errors import UserError
-from jaxthd.files.run_folder import compare_models, is_run, read_config
+from jaxthd.files.run_folder import compare_models, is_run, read_config, source_of
 from jaxthd.hf.checkpoint import open_checkpoint
 from jaxthd.models.stacks import to_stages
 from jaxthd.parallel.processes import is_first
@@ -124,14 +124,6 @@ def training_weights(weights: Weights, blueprint: Blueprint, mesh: Mesh) -> Weig
     if blueprint.config.mesh.pipeline == 1:
         return jax.device_put(weights, shardings)
     return jax.jit(lambda weights: to_stages(weights, stages), out_shardings=shardings)(weights)
-
-
-def source_of(source: str | Path) -> tuple[Path, str]:
-    """(a source's path, which of a run's checkpoints is meant: "newest", "best" or a step)."""
-    path, mark, which = str(source).rpartition("@")
-    if mark and (which in ("newest", "best") or which.isdecimal()):
-        return Path(path), which
-    return Path(source), "newest"
 
 
 def named_weights(weights: Weights) -> dict[str, Any]:

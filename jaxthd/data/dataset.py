@@ -16,6 +16,7 @@ from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.data.workers import Workers
+from jaxthd.files.tokenizer_files import tokenizer_digest
 from jaxthd.objectives import make_objective
 from jaxthd.packing.document import Document
 from jaxthd.parallel.processes import exchange, is_first, require_same
@@ -164,9 +165,10 @@ class SpeechData:
     def _identity(self) -> dict[str, Any]:
         """What the training documents depend on besides what make_loader adds, as JSON decodes it."""
         data, encoder = self._config.data, self._config.model.encoder
-        names = ("tokenizer", "template", "system_prompt", "prompt", "audio_placeholder")
+        names = ("template", "system_prompt", "prompt", "audio_placeholder")
         return {
             "manifest": [source.digest() for source in self._sources],
+            "tokenizer": tokenizer_digest(data.tokenizer),
             **{name: getattr(data, name) for name in names},
             **({"template_options": data.template_options} if data.template_options else {}),
             "spec_augment": asdict(data.spec_augment),

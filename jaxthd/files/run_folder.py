@@ -1,8 +1,13 @@
-"""The folder of a run, as other commands read it: its settings in config.json beside its checkpoints."""
+"""The folder of a run, as other commands read it: its settings and its tokenizer beside its checkpoints.
+
+config.json holds the settings, with absolute paths; the tokenizer, if it has files, is in tokenizer/. So the
+folder may be moved, and a command needs nothing else to use the run's weights.
+"""
 
 import json
+import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -10,6 +15,8 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 from jaxthd.config import ComputeConfig, Config, LLMConfig, ModelConfig, TrainConfig
 from jaxthd.errors import UserError
 from jaxthd.files.atomic import write_atomically
+from jaxthd.files.config_file import load_config, with_absolute_paths
+from jaxthd.files.tokenizer_files import BUILT_IN, FOLDER, copy_tokenizer, tokenizer_digest
 
 FILE = "config.json"
 _RENAMED = {"mamba_chunk": "scan_chunk"}
@@ -21,7 +28,61 @@ def is_run(folder: Path) -> bool:
     return (folder / "checkpoints").is_dir()
 
 
+def source_of(source: str | Path) -> tuple[Path, str]:
+    """(a source's path, which of a run's checkpoints is meant: "newest", "best" or a step)."""
+    path, mark, which = str(source).rpartition("@")
+    if mark and (which in ("newest", "best") or which.isdecimal()):
+        return Path(path), which
+    return Path(source), "newest"
+
+
+class Settings(NamedTuple):
+    """What a command is told to work with.
+
+    path: the config file or the run's folder. run: the run whose settings they are, with the @ that it was
+    given with; None for a config file.
+    """
+
+    config: Config
+    path: Path
+    run: str | None
+
+
+def open_settings(source: str | Path) -> Settings:
+    """Reads a config file (Python), the workdir of a run (also with @best or @STEP), or its config.json.
+
+    Raises FileNotFoundError where there is neither; UserError as load_config and read_config do.
+    """
+    folder, _ = source_of(source)
+    if folder.is_dir():
+        if not is_run(folder) and not (folder / FILE).is_file():
+            raise UserError(
+                f"{folder} holds no run; expected the workdir of one, or a config file: correct the "
+                "path, or make a run of published checkpoints with jaxthd convert import"
+            )
+        return Settings(read_config(folder), folder, str(source))
+    path = Path(source)
+    if path.name == FILE and is_run(path.parent):
+        return Settings(read_config(path.parent), path.parent, str(path.parent))
+    if path.suffix == ".json" and path.is_file():
+        return Settings(_read_config(path), path, None)
+    if "@" in path.name and not path.exists():
+        raise FileNotFoundError(f"no run at {folder}; expected the workdir of one: correct the path")
+    return Settings(load_config(path), path, None)
+
+
 def write_config(folder: Path, config: Config) -> None:
+    """Writes config.json, and a copy of the tokenizer's files, unless they are there already.
+
+    Paths that are relative are taken as relative to the working directory.
+    """
+    config = with_absolute_paths(config, Path.cwd())
+    tokenizer, copy = config.data.tokenizer, folder / FOLDER
+    if tokenizer not in BUILT_IN and Path(tokenizer).exists():
+        if not copy.is_dir() or tokenizer_digest(copy) != tokenizer_digest(tokenizer):
+            shutil.rmtree(copy, ignore_errors=True)
+            copy_tokenizer(Path(tokenizer), copy)
+        config = replace(config, data=replace(config.data, tokenizer=FOLDER))
     write_atomically(folder / FILE, json.dumps(asdict(config), indent=2) + "\n")
 
 
@@ -42,12 +103,16 @@ def read_config(folder: Path) -> Config:
 
     Raises UserError as read_settings does, and for fields that Config does not have.
     """
-    stored = read_settings(folder)
+    return _read_config(folder / FILE)
+
+
+def _read_config(file: Path) -> Config:
+    stored = _read_settings(file)
     try:
-        return _built(Config, stored)
+        return with_absolute_paths(_built(Config, stored), file.parent.absolute())
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"{folder / FILE} cannot be used ({error}); expected the settings of a run: copy it anew"
+            f"{file} cannot be used ({error}); expected the settings of a run: copy it anew"
         ) from error
 
 
@@ -56,7 +121,10 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
     Raises DamagedConfigError if there is none, and UserError for one that an older jaxthd wrote.
     """
-    file = folder / FILE
+    return _read_settings(folder / FILE)
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
     try:
         stored = json.loads(file.read_text())
         if not isinstance(stored, dict):
@@ -90,18 +158,36 @@ def _older_fields(stored: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def differences(stored: Mapping[str, Any], config: Config) -> list[Difference]:
-    """The fields in which stored settings (read_settings) differ from `config`, or that Config does not have.
+def differences(folder: Path, config: Config) -> list[Difference]:
+    """The fields in which the settings of the run in `folder` differ from `config`.
 
-    A field that was added after they were written counts as stored with its default.
+    Fields that Config does not have differ too. A field that was added after they were written counts as
+    stored with its default. Paths differ if they lead elsewhere; tokenizers differ if their files do. Raises
+    as read_settings does.
     """
-    then, now = flat(_completed(Config, stored)), flat(json.loads(json.dumps(asdict(config))))
+    then = flat(_completed(Config, read_settings(folder)))
+    config = with_absolute_paths(config, Path.cwd())
+    now = flat(json.loads(json.dumps(asdict(config))))
+    if _same_tokenizer(folder, then["data.tokenizer"], config.data.tokenizer):
+        now["data.tokenizer"] = then["data.tokenizer"]
 
     def text(fields: Mapping[str, Any], name: str) -> str:
         return json.dumps(fields[name]) if name in fields else "unknown"
 
     names = [name for name in then | now if (name in then, then.get(name)) != (name in now, now.get(name))]
     return [Difference(name, text(then, name), text(now, name)) for name in names]
+
+
+def _same_tokenizer(folder: Path, stored: str, given: str) -> bool:
+    there: str | Path = stored
+    if (
+        stored not in BUILT_IN and (folder / stored).exists()
+    ):  # an older run's path is of the working directory
+        there = folder / stored
+    try:
+        return tokenizer_digest(there) == tokenizer_digest(given)
+    except OSError:
+        return stored == given
 
 
 def _completed(kind: Any, stored: Mapping[str, Any]) -> dict[str, Any]:

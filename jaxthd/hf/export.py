@@ -1,8 +1,7 @@
 """Writes a model as a published checkpoint: config.json, safetensors files, a tokenizer's files."""
 
 import json
-import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from jaxtyping import Shaped
 
 from jaxthd.config import ModelConfig
 from jaxthd.errors import UserError
+from jaxthd.files.tokenizer_files import PATTERNS, copy_files
 from jaxthd.hf.checkpoint import open_checkpoint
 from jaxthd.hf.family import Family, Fields
 from jaxthd.hf.names import ArraySlice, Names, Shape, Tensor
@@ -20,9 +20,8 @@ from jaxthd.hf.safetensors_files import SafetensorsWriter
 KEPT_FLOAT32 = ("*.A_log", "*.D", "*.dt_bias", "*.e_score_correction_bias", "*.running_mean", "*.running_var")
 """Tensors that are never rounded."""
 
-TOKENIZER_FILES = ("*tokenizer*", "*.jinja", "special_tokens_map.json", "generation_config.json")
 _COPIED = (
-    *TOKENIZER_FILES,
+    *PATTERNS,
     "vocab.json",
     "merges.txt",
     "*processor_config.json",
@@ -87,14 +86,6 @@ def export(
     for source in (x for x in (like, beside) if x is not None):
         copy_files(source, folder, _COPIED)
     return list(kinds)
-
-
-def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
-    """Copies the files of the folder `source` whose names match into `folder`, but those it has already."""
-    for file in sorted(source.iterdir()):
-        is_wanted = file.is_file() and any(fnmatch(file.name, pattern) for pattern in patterns)
-        if is_wanted and not (folder / file.name).exists():
-            shutil.copyfile(file, folder / file.name)
 
 
 def _elements(

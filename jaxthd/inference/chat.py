@@ -1,5 +1,7 @@
 """A chat on the terminal. Answers go to standard output, everything else to standard error."""
 
+import json
+import re
 import sys
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -11,7 +13,12 @@ from jaxthd.errors import UserError
 from jaxthd.files.jsonl import append_line
 from jaxthd.inference.generator import Answer, AnswerDelta, Generator, whole_answer
 
-HELP = "A line is what you say. /audio FILE: a recording for what you say next; /new: start over; /quit"
+HELP = """\
+A line is what you say.
+/audio FILE   a recording for what you say next
+/reset        starts over: what was said is forgotten
+/help         these lines
+/quit         ends the chat, as Ctrl-D does; Ctrl-C ends an answer"""
 
 
 def chat(generator: Generator, settings: dict[str, Any], out: Path | None) -> None:
@@ -26,10 +33,14 @@ def chat(generator: Generator, settings: dict[str, Any], out: Path | None) -> No
         command, _, argument = line.strip().partition(" ")
         if command == "/quit":
             return
-        if command == "/new":
+        if command == "/help":
+            say(HELP)
+        elif command in ("/reset", "/new"):
             turns, recordings = [], []
         elif command == "/audio":
-            recordings.append(Path(argument.strip()))
+            _add_recording(recordings, argument.strip())
+        elif re.fullmatch(r"/[a-z]+", command):
+            say(f"error: there is no command {command}; /help lists them")
         elif line.strip() or recordings:
             try:
                 asked = [*turns, user_turn(line, recordings, generator.config.data.audio_placeholder)]
@@ -45,7 +56,25 @@ def chat(generator: Generator, settings: dict[str, Any], out: Path | None) -> No
             if answer and answer[0].text.strip():
                 turns = [*asked, Turn("assistant", (answer[0].text,))]
             else:
-                say("(no answer: what you said is forgotten)")
+                say(f"(no answer, since {_why_none(answer)}; what you said is forgotten)")
+
+
+def _add_recording(recordings: list[Path], name: str) -> None:
+    path = Path(name)
+    if path.is_file():
+        recordings.append(path)
+        say(f"({len(recordings)} recording{'s' * (len(recordings) > 1)} for what you say next)")
+    else:
+        say(f"error: no file {name!r}; expected a recording: /audio FILE")
+
+
+def _why_none(answers: Sequence[Answer]) -> str:
+    if not answers or answers[0].end == "interrupted":
+        return "you ended it"
+    answer = answers[0]
+    if not answer.tokens:
+        return "the model ended it at once"
+    return f"its {len(answer.tokens)} tokens are no text"
 
 
 def user_turn(text: str, recordings: Sequence[Path], placeholder: str) -> Turn:
@@ -71,29 +100,58 @@ def user_turn(text: str, recordings: Sequence[Path], placeholder: str) -> Turn:
 
 
 def show_answers(
-    deltas: Iterator[AnswerDelta], conversations: Sequence[Example], out: Path | None
+    deltas: Iterator[AnswerDelta],
+    conversations: Sequence[Example],
+    out: Path | None,
+    *,
+    named: bool = False,
+    as_json: bool = False,
 ) -> list[Answer]:
     """Prints the answers in the conversations' order, streaming the first unfinished one.
 
-    out: JSONL to which finished answers are appended.
+    out: JSONL to which finished answers are appended. named: each begins with the name of its conversation;
+    then, what is no whole answer is marked. as_json: prints the lines that `out` gets, and nothing else.
     """
     found: list[list[AnswerDelta]] = [[] for _ in conversations]
     answers: list[Answer] = []
     for delta in deltas:
         shown = len(answers)
         found[delta.number].append(delta)
-        if delta.number == shown:
+        if delta.number == shown and not as_json:
+            _begin(conversations[shown], named=named and len(found[shown]) == 1)
             print(printable(delta.text), end="", flush=True)
         while shown < len(found) and found[shown] and found[shown][-1].end:
             answer = whole_answer(conversations[shown].key, found[shown])
-            print(flush=True)
+            line = answer_line(answer, conversations[shown])
+            print(json.dumps(line) if as_json else _mark(answer) if named else "", flush=True)
             if out:
-                append_line(out, answer._asdict())
+                append_line(out, line)
             answers.append(answer)
             shown += 1
-            if shown < len(found):
+            if shown < len(found) and found[shown] and not as_json:
+                _begin(conversations[shown], named=named)
                 print(printable("".join(delta.text for delta in found[shown])), end="", flush=True)
     return answers
+
+
+def answer_line(answer: Answer, conversation: Example) -> dict[str, Any]:
+    """An answer as JSON: its key, the recordings of its conversation, text, tokens, and how it ended."""
+    recordings = [
+        str(part.path) for turn in conversation.turns for part in turn.parts if isinstance(part, Clip)
+    ]
+    return {"key": answer.key, "audio": recordings, **answer._asdict()}
+
+
+def _begin(conversation: Example, *, named: bool) -> None:
+    if named:
+        print(f"{printable(conversation.key.partition(':')[2] or conversation.key)}: ", end="")
+
+
+def _mark(answer: Answer) -> str:
+    """What is printed after a named answer."""
+    if answer.end == "length":
+        return f" [cut off at {len(answer.tokens)} tokens]"
+    return "" if answer.text.strip() else "[empty]"
 
 
 def printable(text: str) -> str:
@@ -122,4 +180,4 @@ def _interruptible(deltas: Iterator[AnswerDelta]) -> Iterator[AnswerDelta]:
     try:
         yield from deltas
     except KeyboardInterrupt:
-        yield AnswerDelta(0, "", (), "length")
+        yield AnswerDelta(0, "", (), "interrupted")

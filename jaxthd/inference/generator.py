@@ -34,8 +34,8 @@ from jaxthd.parallel.mesh import DATA, TOKEN_AXES, put_batch, put_rows
 from jaxthd.steps.blueprint import Blueprint, Tree
 from jaxthd.steps.generation import Draws, make_generation_steps
 
-End = Literal["stop", "length"]
-"""How an answer ended: by itself, or cut off at the maximum length."""
+End = Literal["stop", "length", "interrupted"]
+"""How an answer ended: by itself, cut off at the maximum length, or by who asked."""
 
 
 class AnswerDelta(NamedTuple):

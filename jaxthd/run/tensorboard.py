@@ -46,7 +46,7 @@ class EventFile:
         tags = {
             (f"validation/{k.removeprefix(VALIDATION)}" if k.startswith(VALIDATION) else f"train/{k}"): v
             for k, v in line.items()
-            if k not in ("step", "time")
+            if k not in ("step", "time") and not isinstance(v, str)
         }
         scalars = Summary(value=[Summary.Value(tag=k, simple_value=v) for k, v in tags.items()])
         event = Event(wall_time=line.get("time", time.time()), step=line["step"], summary=scalars)

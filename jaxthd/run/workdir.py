@@ -1,22 +1,26 @@
 """The workdir of a run: one run at a time, with one config.
 
-WORKDIR/lock           locked while a process trains there
-WORKDIR/config.json    the settings of the run
+WORKDIR/lock            locked while a process trains there
+WORKDIR/config.json     the settings of the run, as they were last continued with
+WORKDIR/tokenizer/      a copy of its tokenizer, if that has files
+WORKDIR/changes.jsonl   settings that changed when the run was continued, and their first steps
 """
 
 import fcntl
+import json
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TextIO
+from typing import Any, NamedTuple, TextIO
 
 from jaxthd.config import Config
 from jaxthd.errors import UserError
-from jaxthd.files.run_folder import DamagedConfigError, differences, read_settings, write_config
+from jaxthd.files.jsonl import read_lines, write_lines
+from jaxthd.files.run_folder import DamagedConfigError, Difference, differences, write_config
 from jaxthd.parallel.processes import is_first
 
 FREE = (
@@ -28,7 +32,6 @@ FREE = (
     "data.validation_tarred_audio",
     "data.workers",
     "data.prefetch",
-    "train.steps",
     "train.validate_every",
     "train.validation_batches",
     "train.max_new_tokens",
@@ -42,27 +45,63 @@ FREE = (
 """Fields that may differ when a run is continued: they do not change what is learned."""
 HELD = ("compute.dtype", "compute.fp8")
 """Fields that FREE matches and that may not differ all the same: they change every number."""
+OPTIMIZATION = (
+    "train.steps",
+    "train.learning_rate",
+    "train.warmup_steps",
+    "train.min_learning_rate",
+    "train.beta?",
+    "train.weight_decay",
+    "train.router_bias_rate",
+    "train.aux_loss",
+    "train.mtp_loss",
+    "train.ctc_loss",
+    "train.ctc_max_labels",
+    "train.clip_norm",
+    "train.microbatches",
+    "adapt.*_lr_factor",
+)
+"""Fields that may differ where that is asked for: they change what is learned from then on."""
+CHANGES = "changes.jsonl"
+
+
+class OpenedRun(NamedTuple):
+    """A workdir that is held. changes: the fields in which its run's config differs from this one.
+
+    keep: (last step done) -> the fields that count from the next step on for the first time. It writes
+    config.json and changes.jsonl; call it once there is a step to do.
+    """
+
+    changes: Sequence[Difference]
+    keep: Callable[[int], Sequence[Difference]]
 
 
 @contextmanager
-def opened(workdir: Path, config: Config) -> Iterator[None]:
+def opened(workdir: Path, config: Config, asked: Collection[str] = ()) -> Iterator[OpenedRun]:
     """Holds the workdir, which is made where it is missing, for this run until the end, however it ends.
 
-    Process 0 does so; in other processes nothing happens. Writes config.json.
-    Raises UserError where another run holds the workdir, where it holds a run of another config (one that
-    differs in a field that is not FREE), and where its config.json is one of an older jaxthd. A config.json
-    that is missing or damaged beside a run is reported and left as it is: this config may not be the run's.
+    Process 0 does so; in other processes nothing happens.
+    asked: dotted names of fields of the OPTIMIZATION that may differ from the run's.
+    Raises UserError where another run holds the workdir, where it holds a run of another config, and where
+    its config.json is one of an older jaxthd. A config.json that is missing or damaged beside a run is
+    reported and left as it is: this config may not be the run's.
     """
     if not is_first():
-        yield
+        yield OpenedRun((), lambda step: ())
         return
     workdir.mkdir(parents=True, exist_ok=True)
     # The kernel's lock ends with the process, after a kill -9 too. Child processes do not inherit the file.
     with (workdir / "lock").open("a+") as file:
         _lock(file, workdir)
-        if not _holds_a_run(workdir) or _is_of(workdir, config):
+        found = _changes(workdir, config, asked) if _holds_a_run(workdir) else []
+
+        def keep(step: int) -> Sequence[Difference]:
+            if found is None:  # its config.json cannot be read
+                return ()
             write_config(workdir, config)
-        yield
+            return _noted(workdir / CHANGES, found, step)
+
+        yield OpenedRun(found or (), keep)
 
 
 def _lock(file: TextIO, workdir: Path) -> None:
@@ -90,25 +129,63 @@ def _holds_a_run(workdir: Path) -> bool:
     return (metrics.exists() and metrics.stat().st_size > 0) or any(checkpoints)
 
 
-def _is_of(workdir: Path, config: Config) -> bool:
-    """Whether the run there has this config; False where its config.json cannot be read.
+def _changes(workdir: Path, config: Config, asked: Collection[str]) -> list[Difference] | None:
+    """The fields that differ from those of the run there; None where its config.json cannot be read.
 
-    Raises UserError where it has another config.
+    Raises UserError where one of them may not differ.
     """
     try:
-        stored = read_settings(workdir)
+        found = differences(workdir, config)
     except DamagedConfigError as error:
         print(f"warning: {error}. Until then they are not compared with these", file=sys.stderr)
-        return False
-    differing = [x for x in differences(stored, config) if not _is_free(x.name)]
-    if differing:
-        lines = "".join(f"\n  {x.name}: {x.there} in the run, {x.here} now" for x in differing)
+        return None
+    unasked = [x for x in found if _is_any(x.name, OPTIMIZATION) and x.name not in asked]
+    held = [x for x in found if not _is_free(x.name) and not _is_any(x.name, OPTIMIZATION)]
+    if held or unasked:
+        both = [*held, *unasked]
+        lines = "".join(f"\n  {x.name}: {x.there} in the run, {x.here} now" for x in both)
+        how = []
+        if unasked:
+            flags = " ".join(f"--{x.name.replace('_', '-')} {_word(x.here)}" for x in unasked)
+            how.append(f"to go on with another optimization, say so: jaxthd train {workdir} {flags}")
+        if held:
+            how += [
+                f"to continue the run, let its settings be those it has: jaxthd train {workdir}",
+                f"to start a new run from its weights: --workdir NEW --train.init-from {workdir}",
+            ]
         raise UserError(
-            f"{workdir} holds a run of another config; fields that differ:{lines}\n"
-            "Restore these settings to continue it, or choose another --workdir"
+            f"{workdir} holds a run of another config; fields that differ:{lines}\n" + "\n".join(how)
         )
-    return True
+    return found
+
+
+def _noted(file: Path, found: Sequence[Difference], step: int) -> list[Difference]:
+    """Writes the changes into changes.jsonl; returns those that count from the step after `step` on.
+
+    Of a change whose steps are lost, since the run continues from an earlier one, the first step is now this.
+    """
+    stored: list[dict[str, Any]] = read_lines(file)
+    earlier = [x for x in stored if x["first_step"] <= step]
+    new: dict[str, Difference] = {}
+    for change in [*(Difference(x["field"], x["from"], x["to"]) for x in stored if x not in earlier), *found]:
+        before = new.get(change.name, change)
+        new[change.name] = change._replace(there=before.there)
+    changed = [x for x in new.values() if x.there != x.here]
+    lines = [{"first_step": step + 1, "field": x.name, "from": x.there, "to": x.here} for x in changed]
+    if stored or lines:
+        write_lines(file, [*earlier, *lines])
+    return changed
+
+
+def _word(value: str) -> str:
+    """A value in JSON as a word of the command line."""
+    parsed = json.loads(value)
+    return " ".join(map(str, parsed)) if isinstance(parsed, list) else str(parsed)
 
 
 def _is_free(name: str) -> bool:
-    return name not in HELD and any(fnmatch(name, pattern) for pattern in FREE)
+    return name not in HELD and _is_any(name, FREE)
+
+
+def _is_any(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)

@@ -22,6 +22,11 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
     return "\n".join("  ".join(cell(text, i) for i, text in enumerate(row)).rstrip() for row in rows)
 
 
+def clipped(text: str, width: int) -> str:
+    """The text, or as much of it as fits with an ellipsis at its end."""
+    return text if len(text) <= width else f"{text[: max(width - 1, 0)]}\u2026"
+
+
 def size_text(size: int | float) -> str:
     """A number of bytes, in GiB, MiB or KiB."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB")):

@@ -9,7 +9,8 @@ import pytest
 import tyro
 
 from jaxthd.config import Config
-from scripts.write_reference import REFERENCE, groups, reference
+from jaxthd.terminal.settings import all_groups, groups
+from scripts.write_reference import REFERENCE, reference
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ def test_the_reference_is_of_the_present_settings():
 
 def test_every_setting_is_set_by_the_name_that_the_reference_gives():
     """All settings get a value other than their default, in one command line."""
-    names = [setting.name.strip("`") for group in groups() for setting in group.settings]
+    names = [setting.option for group in all_groups() for setting in group.settings]
     expected, args = {}, []
     for path, hint, default in leaves_of(Config()):
         option = names.pop(names.index(f"--{path.replace('_', '-')}"))

@@ -116,10 +116,10 @@ def test_a_run_without_validation_or_without_a_finite_step_can_be_drawn(tmp_path
 
 def test_the_command_draws_the_curves_of_a_workdir(tmp_path: Path):
     with pytest.raises(UserError, match=r"metrics\.jsonl does not exist"):
-        main(["--workdir", str(tmp_path)])
+        main([str(tmp_path)])
     lines = "".join(json.dumps(line) + "\n" for line in run_lines(5))
     (tmp_path / "metrics.jsonl").write_text(lines)
-    main(["--workdir", str(tmp_path)])
+    main([str(tmp_path)])
     assert imread(tmp_path / "curves.png").shape[:2] == (800, 1200)
 
 

@@ -15,7 +15,7 @@ import pytest
 from jaxthd.config import Config, MeshConfig
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import flat, read_config
-from jaxthd.run.workdir import FREE, opened
+from jaxthd.run.workdir import FREE, OPTIMIZATION, opened
 
 
 def changed(config: Config, name: str, value: Any) -> Config:
@@ -29,7 +29,8 @@ def changed(config: Config, name: str, value: Any) -> Config:
 
 
 def make_run(workdir: Path, config: Config) -> None:
-    with opened(workdir, config):
+    with opened(workdir, config) as run:
+        run.keep(0)
         (workdir / "checkpoints" / "5").mkdir(parents=True)
 
 
@@ -37,13 +38,14 @@ def test_a_run_of_another_config_is_refused_field_by_field(tmp_path: Path):
     make_run(tmp_path, Config())
     other = changed(changed(Config(), "data.capacity", 256), "model.llm.mamba_dt_limit", (0.0, 1.0))
     for _ in range(2):
-        with pytest.raises(UserError) as raised, opened(tmp_path, changed(other, "train.steps", 7)):
+        with pytest.raises(UserError) as raised, opened(tmp_path, changed(other, "train.validate_every", 7)):
             pass
         lines = str(raised.value).splitlines()
         assert lines[0] == f"{tmp_path} holds a run of another config; fields that differ:"
         assert lines[1] == "  data.capacity: 2048 in the run, 256 now"
         assert lines[2] == "  model.llm.mamba_dt_limit: [0.0, Infinity] in the run, [0.0, 1.0] now"
-        assert "choose another --workdir" in lines[3]
+        assert lines[3].endswith(f"jaxthd train {tmp_path}")
+        assert lines[4].endswith(f"--workdir NEW --train.init-from {tmp_path}")
 
 
 @pytest.mark.parametrize("holds", ["checkpoints", "metrics.jsonl"])
@@ -55,8 +57,8 @@ def test_a_checkpoint_or_a_line_of_metrics_makes_it_a_run(holds: str, tmp_path: 
     with opened(tmp_path, Config()):
         pass
     other = changed(Config(), "train.seed", 1)
-    with opened(tmp_path, other):
-        pass
+    with opened(tmp_path, other) as run:
+        run.keep(0)
     if holds == "checkpoints":
         (tmp_path / holds / "10").mkdir()
     else:
@@ -77,20 +79,86 @@ def test_what_does_not_change_what_is_learned_may_change(tmp_path: Path):
         "compute.context_exchange": "all_gather",
         "compute.remat_llm": False,
         "compute.scan_chunk": 32,
-        "train.steps": 10_000,
         "train.keep_checkpoints": 1,
     }
     config = Config()
     for name, value in others.items():
         config = changed(config, name, value)
-    with opened(tmp_path, config):
+    with opened(tmp_path, config) as run:
+        assert {x.name.partition(".")[2] for x in run.changes} >= {"context", "workers", "keep_checkpoints"}
+        assert read_config(tmp_path) == Config(), "nothing is written before there is a step to do"
+        run.keep(5)
+    assert read_config(tmp_path).data.workers == 7
+
+
+def test_the_optimization_may_change_where_that_is_asked_for(tmp_path: Path):
+    """Each change is kept with the first step that it counts for, also where later steps are lost."""
+    make_run(tmp_path, Config())
+    other = changed(changed(Config(), "train.steps", 90), "train.learning_rate", 1e-4)
+    with pytest.raises(UserError) as raised, opened(tmp_path, other, ["train.steps"]):
         pass
-    assert json.loads((tmp_path / "config.json").read_text())["train"]["steps"] == 10_000
+    assert "train.steps" not in str(raised.value)
+    assert f"jaxthd train {tmp_path} --train.learning-rate 0.0001" in str(raised.value)
+    asked = ["train.steps", "train.learning_rate"]
+
+    def continued(config: Config, step: int) -> list[tuple[str, str, str]]:
+        with opened(tmp_path, config, asked) as run:
+            return [tuple(x) for x in run.keep(step)]
+
+    first = [("train.steps", "200", "90"), ("train.learning_rate", "0.001", "0.0001")]
+    assert continued(other, 30) == first
+    # The run was killed before it saved a step: what it changed still counts from there on.
+    assert continued(other, 30) == first
+    assert continued(other, 40) == []
+    more = changed(other, "train.steps", 300)
+    assert continued(more, 50) == [("train.steps", "90", "300")]
+    stored = [json.loads(line) for line in (tmp_path / "changes.jsonl").read_text().splitlines()]
+    assert [(x["first_step"], x["field"], x["to"]) for x in stored] == [
+        (31, "train.steps", "90"),
+        (31, "train.learning_rate", "0.0001"),
+        (51, "train.steps", "300"),
+    ]
+    # The checkpoints after step 20 are damaged: all of it counts from step 21 on, each field once.
+    assert continued(more, 20) == [("train.steps", "200", "300"), first[1]]
+    # What is changed back has not changed.
+    assert continued(Config(), 20) == []
+    assert (tmp_path / "changes.jsonl").read_text() == ""
 
 
-def test_every_free_field_exists():
+def test_what_has_no_part_in_the_optimization_may_not_change_even_if_asked(tmp_path: Path):
+    make_run(tmp_path, Config())
+    for name, value in (("train.seed", 1), ("data.capacity", 256), ("adapt.lora_rank", 4)):
+        with pytest.raises(UserError, match=name), opened(tmp_path, changed(Config(), name, value), [name]):
+            pass
+
+
+def test_a_run_keeps_a_copy_of_its_tokenizer(tmp_path: Path):
+    """It may then be moved, and the original too; another tokenizer is refused."""
+    folder = tmp_path / "tokenizers"
+    folder.mkdir()
+    (folder / "a.json").write_text("{}")
+    (folder / "b.json").write_text("{ }")
+    config = changed(Config(), "data.tokenizer", str(folder / "a.json"))
+    make_run(tmp_path / "run", config)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    (folder / "a.json").rename(folder / "c.json")
+    found = read_config(tmp_path / "moved")
+    assert found.data.tokenizer == str(tmp_path / "moved" / "tokenizer")
+    assert Path(found.data.tokenizer, "tokenizer.json").read_text() == "{}"
+    for same in (found, changed(Config(), "data.tokenizer", str(folder / "c.json"))):
+        with opened(tmp_path / "moved", same) as run:
+            assert not run.changes
+            run.keep(5)
+        assert read_config(tmp_path / "moved") == found
+    other = changed(Config(), "data.tokenizer", str(folder / "b.json"))
+    with pytest.raises(UserError, match=r"data\.tokenizer"), opened(tmp_path / "moved", other):
+        pass
+
+
+def test_every_listed_field_exists():
     names = flat(asdict(Config()))
-    assert [free for free in FREE if not any(fnmatch(name, free) for name in names)] == []
+    listed = (*FREE, *OPTIMIZATION)
+    assert [x for x in listed if not any(fnmatch(name, x) for name in names)] == []
 
 
 def test_a_field_added_since_had_its_default_and_one_gone_is_refused(tmp_path: Path):

@@ -1,0 +1,134 @@
+"""Config files: Python files that make a Config, and the mistakes in them."""
+
+import ast
+import dataclasses
+import importlib.util
+import os
+import re
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from jaxthd import config as settings
+from jaxthd.config import Config
+from jaxthd.errors import UserError
+
+KINDS: dict[str, Any] = {
+    name: kind for name, kind in vars(settings).items() if name.endswith("Config") and isinstance(kind, type)
+}
+"""The dataclasses of settings, by name."""
+
+
+def load_config(path: str | Path) -> Config:
+    """Runs the Python file at `path` and returns what its function config() returns.
+
+    Relative paths in the Config are relative to the file's folder, wherever the command is started. The file
+    runs as a fresh module at every call; nothing is added to sys.path. A file that varies another one in its
+    folder loads that: replace(load_config(Path(__file__).with_name("cp2.py")), mesh=MeshConfig()).
+    Raises FileNotFoundError where there is no such file; UserError where the file is not Python, fails,
+    defines no config(), or its config() does not return a Config.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no config at {path}; expected a Python file with a function config() -> Config, "
+            "such as configs/cp2.py: correct the path"
+        )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path} is no Python file; expected a name that ends in .py: rename it")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise _mistake(path, error) from error
+    make = getattr(module, "config", None)
+    if not callable(make):
+        raise UserError(f"{path} defines no function config(); expected one that returns a Config: add it")
+    try:
+        config = make()
+    except Exception as error:
+        raise _mistake(path, error) from error
+    if not isinstance(config, Config):
+        raise UserError(
+            f"config() in {path} returns {type(config).__name__}; expected jaxthd.config.Config: return that"
+        )
+    return with_absolute_paths(config, path.parent)
+
+
+def _mistake(path: Path, error: Exception) -> Exception:
+    """The error of a failed config file: its line, the reason, and for an unknown field what may be meant."""
+    if isinstance(error, UserError | OSError):
+        return error
+    if isinstance(error, SyntaxError):
+        return UserError(f"{path}, line {error.lineno}: {error.msg}; expected Python: correct the file")
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
+    ]
+    where = f"{path}, line {lines[-1]}" if lines else str(path)
+    unknown = re.search(r"got an unexpected keyword argument '(\w+)'", str(error))
+    kind = _called_with(path, unknown[1]) if unknown else None
+    if not unknown or not kind:
+        return UserError(f"{where}: {type(error).__name__}: {error}; correct the file")
+    fields = [field.name for field in dataclasses.fields(KINDS[kind])]
+    close = get_close_matches(unknown[1], fields)
+    others = [
+        name
+        for name, other in KINDS.items()
+        if unknown[1] in (field.name for field in dataclasses.fields(other))
+    ]
+    if close:
+        meant = f"perhaps you meant {' or '.join(close)}"
+    elif others:
+        meant = f"it is a field of {' and '.join(others)}: move it there"
+    else:
+        meant = f"its fields are {', '.join(fields)}"
+    return UserError(f"{where}: {kind} has no field {unknown[1]!r}; {meant}")
+
+
+def _called_with(path: Path, keyword: str) -> str | None:
+    """The settings' class that the file calls with this keyword."""
+    calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    names = (
+        ast.unparse(call.func).rpartition(".")[2]
+        for call in calls
+        if keyword in (given.arg for given in call.keywords)
+    )
+    return next((name for name in names if name in KINDS), None)
+
+
+def with_absolute_paths(config: Config, folder: str | Path) -> Config:
+    """The config with absolute paths: relative ones are taken as relative to `folder`.
+
+    They are those of data sets, tokenizer and train.init_from. Built-in data and tokenizers ("synthetic",
+    "bytes") and "NAME:..." of a registered source stay as they are.
+    """
+
+    def absolute(path: str) -> str:
+        source, colon, rest = path.partition(":")
+        if colon and source in ("manifest", "shar"):
+            return f"{source}:{absolute(rest)}"
+        if path in ("", "synthetic", "bytes") or re.match(r"\w\w+:", path):
+            return path
+        return os.path.abspath(os.path.join(folder, path))
+
+    def of_set(manifest: str) -> str:
+        name, mark, path = manifest.partition("=")
+        return f"{name}={absolute(path)}" if mark else absolute(manifest)
+
+    def each(paths: Any, change: Callable[[str], str]) -> Any:
+        return change(paths) if isinstance(paths, str) else tuple(map(change, paths))
+
+    data, train = config.data, config.train
+    data = replace(
+        data,
+        manifest=each(data.manifest, absolute),
+        tarred_audio=each(data.tarred_audio, absolute),
+        validation_manifest=each(data.validation_manifest, of_set),
+        validation_tarred_audio=each(data.validation_tarred_audio, absolute),
+        tokenizer=absolute(data.tokenizer),
+    )
+    return replace(config, data=data, train=replace(train, init_from=each(train.init_from, absolute)))

@@ -1,0 +1,51 @@
+"""The files of a tokenizer: a copy of them, and a digest of what they say."""
+
+import hashlib
+import shutil
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from pathlib import Path
+
+BUILT_IN = ("bytes", "synthetic")
+"""Tokenizers that need no file."""
+FOLDER = "tokenizer"
+"""Where a run keeps its tokenizer, in its workdir."""
+PATTERNS = ("*tokenizer*", "*.jinja", "special_tokens_map.json", "generation_config.json")
+_SETTINGS = ("config.json", "chat_template.json")
+"""Further files that may say which tokens are special, and how turns are written."""
+
+
+def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
+    """Copies a tokenizer.json, or the tokenizer's files of a checkpoint's folder, into the new folder."""
+    folder.mkdir(parents=True)
+    if tokenizer.is_dir():
+        copy_files(tokenizer, folder, (*PATTERNS, *_SETTINGS))
+    else:
+        shutil.copyfile(tokenizer, folder / "tokenizer.json")
+
+
+def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
+    """Copies the files of the folder `source` whose names match into `folder`, but those it has already."""
+    for file in sorted(source.iterdir()):
+        is_wanted = file.is_file() and any(fnmatch(file.name, pattern) for pattern in patterns)
+        if is_wanted and not (folder / file.name).exists():
+            shutil.copyfile(file, folder / file.name)
+
+
+def tokenizer_digest(tokenizer: str | Path) -> str:
+    """What a tokenizer is, wherever its files lie: the name of a built-in one, else a digest of its files.
+
+    Raises OSError where they cannot be read.
+    """
+    if tokenizer in BUILT_IN:
+        return str(tokenizer)
+    path, digest = Path(tokenizer), hashlib.sha256()
+    files = {"tokenizer.json": path}
+    if path.is_dir():
+        names = (*PATTERNS, *_SETTINGS)
+        found = (f for f in path.iterdir() if f.is_file() and any(fnmatch(f.name, x) for x in names))
+        files = {file.name: file for file in found}
+    for name, file in sorted(files.items()):
+        content = file.read_bytes()
+        digest.update(f"{name} {len(content)} ".encode() + content)
+    return digest.hexdigest()

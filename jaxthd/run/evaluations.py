@@ -1,0 +1,60 @@
+"""Where the results of an evaluation lie: beside the weights they are of, by checkpoint and set.
+
+RUN/evaluations/STEP/SETS, such as runs/my/evaluations/2400/clean+other. Results under other settings get a
+folder of their own (clean+other-2): nothing is overwritten but by the same evaluation done again.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from jaxthd.checkpoints.stored import find_checkpoint
+from jaxthd.errors import UserError
+from jaxthd.files.run_folder import is_run, source_of
+
+SUMMARY = "summary.json"
+
+
+def checkpoint_of(weights: Sequence[str | Path]) -> tuple[Path, int] | None:
+    """(the workdir, the checkpoint's step) where the weights are those of one run; else None.
+
+    Raises UserError where the run has no such checkpoint.
+    """
+    if len(weights) != 1:
+        return None
+    path, which = source_of(weights[0])
+    return (path, find_checkpoint(path / "checkpoints", which)[0]) if is_run(path) else None
+
+
+def evaluation_folder(beside: Path, sets: Sequence[str], evaluated: Mapping[str, Any]) -> Path:
+    """The folder for results in the folder `beside`. evaluated: what the results depend on, as JSON.
+
+    It is the first that holds no results, or those of the same evaluation.
+    """
+    name = "+".join(sets)
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    return next(beside / each for each in names if holds(beside / each) in (None, evaluated))
+
+
+def holds(folder: Path) -> dict[str, Any] | None:
+    """What the results in the folder depend on; None where it holds none."""
+    try:
+        return json.loads((folder / SUMMARY).read_text()).get("evaluated", {})
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {}
+
+
+def require_free(folder: Path, evaluated: Mapping[str, Any]) -> None:
+    """Raises UserError where the folder holds results of another evaluation."""
+    found = holds(folder)
+    if found not in (None, evaluated):
+        names = [name for name in {**found, **evaluated} if found.get(name) != evaluated.get(name)]
+        lines = (f"\n  {x}: {found.get(x)} there, {evaluated.get(x)} now" for x in names)
+        raise UserError(
+            f"{folder} holds the results of another evaluation:{''.join(lines)}\n"
+            "Nothing is overwritten; expected a new folder: choose another --out, or leave it out"
+        )

@@ -1,0 +1,135 @@
+"""The settings as people read them: every field of Config with its type, its value and its docstring."""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Collection, Iterator
+from dataclasses import is_dataclass
+from functools import cache
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from jaxthd.config import Config
+
+INDENT = 6
+
+
+class Setting(NamedTuple):
+    """One field. path: its attribute path in Config. types: as written, or the values that it may have.
+
+    text: the docstring under it, on one line.
+    """
+
+    path: str
+    types: tuple[str, ...]
+    default: Any
+    text: str
+
+    @property
+    def option(self) -> str:
+        """Its name on the command line."""
+        return f"--{self.path.replace('_', '-')}"
+
+
+class Group(NamedTuple):
+    """One dataclass. path: its attribute path in Config. kind: its name. text: its docstring."""
+
+    path: str
+    kind: str
+    text: str
+    settings: tuple[Setting, ...]
+
+
+def groups(kind: Any = Config, path: str = "", text: str = "") -> Iterator[Group]:
+    """Every dataclass below `kind`, each before those that it holds.
+
+    path: the attribute path of `kind` in Config. text: the docstring of that field, put after the docstring
+    of `kind`. Raises ValueError for a field without a docstring under it.
+    """
+    defaults, hints, sources = kind(), get_type_hints(kind), _field_sources(kind)
+    settings, nested = [], []
+    for name, hint in hints.items():
+        where = f"{path}.{name}" if path else name
+        annotation, docstring = sources[name]
+        inner = [each for each in (*get_args(hint), hint) if is_dataclass(each)]
+        if inner:
+            nested.append((inner[0], where, docstring))
+        elif not docstring:
+            raise ValueError(
+                f"jaxthd/config.py: {kind.__name__}.{name} has no docstring; expected what it means, in a "
+                "string under the field: write it"
+            )
+        else:
+            types = tuple(_choices(hint) or [annotation])
+            settings.append(Setting(where, types, getattr(defaults, name), " ".join(docstring.split())))
+    if settings:
+        of_kind = " ".join(f"{inspect.getdoc(kind) or ''} {text}".split())
+        yield Group(path, kind.__name__, of_kind, tuple(settings))
+    for each in nested:
+        yield from groups(*each)
+
+
+@cache
+def all_groups() -> tuple[Group, ...]:
+    """The groups of Config."""
+    return tuple(groups())
+
+
+def group_names() -> list[str]:
+    """The names that help takes: "mesh", "data", ..., each with the groups inside it."""
+    return list(dict.fromkeys(group.path.partition(".")[0] for group in all_groups()))
+
+
+def settings_help(config: Config, names: Collection[str], width: int) -> str:
+    """The settings of these groups (group_names) with the values that they have in `config`, as text.
+
+    width: columns of the longest line; a word that is longer stays whole.
+    """
+    lines = []
+    for group in all_groups():
+        if group.path.partition(".")[0] in names:
+            lines += [group.path, *_wrapped(group.text, width, 2), ""]
+            for setting in group.settings:
+                lines += [*_heading(setting, config, width), *_wrapped(setting.text, width, INDENT)]
+            lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _heading(setting: Setting, config: Config, width: int) -> list[str]:
+    """The option, what it takes and its value: in a line, or in two where that is too long."""
+    now: Any = config
+    for name in setting.path.split("."):
+        now = getattr(now, name, None)
+    takes, value = " or ".join(setting.types), f"now {now!r}"
+    whole = f"  {setting.option} {takes} ({value})"
+    if len(whole) <= width:
+        return [whole]
+    return [f"  {setting.option}", *_wrapped(f"{takes} ({value})", width, INDENT)]
+
+
+def _wrapped(text: str, width: int, indent: int) -> list[str]:
+    space = " " * indent
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=space,
+        subsequent_indent=space,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _field_sources(kind: type) -> dict[str, tuple[str, str]]:
+    """Field name -> (its annotation as written, the docstring under it or "")."""
+    (definition,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for statement, below in zip(definition.body, [*definition.body[1:], None], strict=True):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            has_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            text = below.value.value if has_text else ""  # type: ignore[union-attr]
+            found[statement.target.id] = ast.unparse(statement.annotation), str(text)
+    return found
+
+
+def _choices(hint: Any) -> list[str]:
+    return [repr(choice) for choice in get_args(hint)] if get_origin(hint) is Literal else []

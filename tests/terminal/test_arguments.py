@@ -1,0 +1,102 @@
+"""The command line that most commands share: where settings come from, and what --help shows."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxthd.config import AdaptConfig, Config, TrainConfig
+from jaxthd.errors import UserError
+from jaxthd.files.run_folder import write_config
+from jaxthd.terminal.arguments import WEIGHTS, CommandLine, parse_command_line
+from jaxthd.terminal.settings import all_groups
+
+OPTIONS = {"weights": WEIGHTS, "top-k": {"type": int, "default": 0, "help": "so many"}}
+FILE = "from jaxthd.config import *\ndef config(): return Config(train=TrainConfig(steps=7))\n"
+
+
+def parse(*words: str) -> CommandLine:
+    return parse_command_line("score", list(words), OPTIONS, "What it does.\n\n    jaxthd score runs/my\n")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    write_config(tmp_path / "run", Config(adapt=AdaptConfig(lora_rank=4), train=TrainConfig(steps=9)))
+    return tmp_path / "run"
+
+
+def test_settings_are_those_of_the_run_and_flags_override_them(run: Path):
+    for source in (run, f"{run}@best", f"{run}@6", run / "config.json"):
+        for words in ([str(source)], ["--config", str(source)]):
+            line = parse(*words, "--train.learning-rate", "0.5", "--mesh.no-fsdp", "--top-k", "3")
+            assert (line.config.adapt.lora_rank, line.config.train.steps) == (4, 9)
+            assert (line.config.train.learning_rate, line.config.mesh.fsdp) == (0.5, False)
+            assert (line.path, line.options.top_k) == (run, 3)
+            assert line.weights() == [str(run if source == run / "config.json" else source)]
+            assert line.given == ("train.learning_rate", "mesh.fsdp")
+            assert parse(*words, "--weights", "a", "b").weights() == ["a", "b"]
+
+
+def test_settings_of_a_file_have_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my.py").write_text(FILE)
+    line = parse("my.py", "--data.manifest", "a.jsonl", "b.jsonl")
+    assert (line.config.train.steps, line.run, line.weights()) == (7, None, [])
+    assert line.config.data.manifest == (f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl")
+
+
+def test_what_is_no_source_is_refused(run: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(UserError, match=r"holds no run; expected the workdir"):
+        parse(str(run.parent))
+    with pytest.raises(FileNotFoundError, match="no run at"):
+        parse(f"{run.parent / 'none'}@best")
+    with pytest.raises(FileNotFoundError, match="no config at"):
+        parse(str(run.parent / "none.py"))
+    for words in ((), (str(run), "--config", str(run)), (str(run), "--data.capcity", "1")):
+        with pytest.raises(SystemExit) as ended:
+            parse(*words)
+        assert ended.value.code not in (0, None)
+    shown = "".join(capsys.readouterr())
+    assert "SOURCE is missing" in shown
+    assert "drop one" in shown
+    assert "data.capacity" in shown, "what may be meant"
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_help_shows_the_commands_own_options_and_settings_by_group(
+    columns: int, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Nothing is cut; lines fit the terminal, but for single words that do not."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+
+    def shown(*words: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            parse(*words)
+        assert ended.value.code == 0
+        text = capsys.readouterr().out
+        long = [line for line in text.splitlines() if len(line) > columns and len(line.split()) > 1]
+        assert not long
+        assert "…" not in text
+        return text
+
+    own = shown("--help")
+    assert own.index("--top-k") < own.index("Settings: --help GROUP")
+    assert "What it does." in own
+    assert "    jaxthd score runs/my" in own
+    assert "--train.steps" not in own
+    of_train = shown(str(run), "-h", "train")
+    assert "--train.steps int (now 9)" in of_train
+    assert "--mesh.context" not in of_train
+    assert "--adapt.lora-rank int (now 4)" in shown("--config", str(run), "--help", "adapt")
+    every = re.sub(r"\s+", " ", shown(str(run), "--help-all"))
+    for group in all_groups():
+        for setting in group.settings:
+            assert f"{setting.option} " in every
+            assert setting.text in every
+
+
+def test_help_of_no_group_names_the_groups(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        parse("--help", "trian")
+    assert "mesh, data, model, compute, adapt, train" in capsys.readouterr().err
