@@ -4,7 +4,7 @@
 
 Model and optimization are those of configs/single.py, and a step has as many documents (15 on average).
 Expect losses that fall in the same way, in more seconds per step: 84% of the token slots and 86% of the mel
-frames are padding. On two devices: --mesh.context 2 --data.audio_capacity 2016.
+frames are padding. On two devices: --mesh.context 2.
 """
 
 from dataclasses import replace

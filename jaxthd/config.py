@@ -117,7 +117,8 @@ class DataConfig:
     max_documents: int = 64
     """Most documents in a buffer; the packer never exceeds it."""
     audio_capacity: int = 16000
-    """Mel frames (10 ms) that a buffer holds, over all its ranks."""
+    """Most mel frames (10 ms) of the documents in a buffer. It shapes the stream of buffers. The audio arrays
+    are as long as the mesh needs: each rank also has room for the longest encoder chunk."""
     packing_bins: int = 8
     """Buffers that the packer keeps open at a time. More of them pack tighter and shuffle more."""
     round_to: int = 1

@@ -70,8 +70,8 @@ class PackDocuments:
     capacity: int
     """Token slots of a buffer; a multiple of 2 * context."""
     audio_capacity: int
-    """Mel frames of a buffer over all its audio ranks; a multiple of 8 * audio_ranks. 0: documents with
-    recordings are skipped, and batches have no audio arrays."""
+    """Most mel frames of the documents in a buffer. 0: documents with recordings are skipped, and batches
+    have no audio arrays."""
     max_documents: int
     """Most documents in a buffer."""
     num_mels: int = 0
@@ -89,6 +89,9 @@ class PackDocuments:
     needs a round_to that is a multiple of 2 * context."""
     audio_ranks: int = 1
     """Ranks that share a buffer's audio."""
+    longest_chunk: int = 0
+    """Mel frames of the longest encoder chunk: each audio rank has room for one, even if that is more than
+    its share of audio_capacity."""
     shuffle_seed: int | None = None
     """Seed of grain's shuffle of the open buffers when it yields them; None: in order, the emptiest last."""
     depths: int = 0
@@ -99,7 +102,6 @@ class PackDocuments:
     """Called with (document key, reason) for every skipped document."""
 
     def __post_init__(self) -> None:
-        _ = self.limits
         if self.context > 1 and self.capacity % (2 * self.context):
             raise ValueError(
                 f"capacity {self.capacity} must be a multiple of 2 * context = {2 * self.context}"
@@ -113,12 +115,19 @@ class PackDocuments:
             raise ValueError(f'packing is {self.packing!r}; choose "first_fit", "best_fit" or "padded"')
         if self.capacity < 1 or self.max_documents < 1 or self.packing_bins < 1 or self.round_to < 1:
             raise ValueError(f"capacity, max_documents, packing_bins and round_to must be at least 1: {self}")
+        if self.audio_capacity < 0 or self.audio_ranks < 1:
+            raise ValueError(f"audio_capacity must be at least 0, and audio_ranks at least 1: {self}")
 
     @property
     def limits(self) -> BufferLimits:
         """The most that one buffer holds."""
         return BufferLimits(
-            self.capacity, self.audio_capacity, self.max_documents, self.audio_ranks, self.round_to
+            self.capacity,
+            self.audio_capacity,
+            self.max_documents,
+            self.audio_ranks,
+            self.round_to,
+            self.longest_chunk,
         )
 
     def __call__(self, documents: grain.MapDataset | grain.IterDataset) -> grain.IterDataset:
@@ -167,6 +176,7 @@ class PackDocuments:
                 context=self.context,
                 audio_ranks=self.audio_ranks,
                 round_to=self.round_to,
+                longest_chunk=self.longest_chunk,
                 layout=self.layout,
                 depths=self.depths,
                 extras=self.extras,
@@ -212,6 +222,7 @@ def pack_documents(
         context=config.mesh.context,
         layout=config.compute.context_layout,
         audio_ranks=config.mesh.audio_ranks,
+        longest_chunk=encoder.chunk_frames if encoder else 0,
         shuffle_seed=shuffle_seed,
         depths=depths,
         extras=tuple(extras),

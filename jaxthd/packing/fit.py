@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jaxthd.config import Config
 from jaxthd.packing.balance import assign_chunks
 from jaxthd.packing.document import SUBSAMPLING, Document
 
@@ -30,9 +31,11 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True)
 class BufferLimits:
-    """The most that one buffer holds. The fields are PackDocuments'.
+    """The most that one buffer holds, and the size of its audio arrays. The fields are PackDocuments'.
 
-    Raises ValueError on construction if audio_capacity cannot be divided over the audio ranks.
+    capacity, audio_capacity and max_documents say which documents share a buffer, under every mesh. The audio
+    arrays are as long as the mesh needs: each rank has an even share of audio_capacity, and room for the
+    longest encoder chunk.
     """
 
     capacity: int
@@ -40,19 +43,32 @@ class BufferLimits:
     max_documents: int
     audio_ranks: int = 1
     round_to: int = 1
+    longest_chunk: int = 0
 
-    def __post_init__(self) -> None:
-        if self.audio_ranks < 1 or self.audio_capacity % (SUBSAMPLING * self.audio_ranks):
-            raise ValueError(
-                f"audio_capacity {self.audio_capacity} does not divide into whole encoder frames over "
-                f"{self.audio_ranks} audio ranks; make it a multiple of {SUBSAMPLING} * "
-                f"{max(self.audio_ranks, 1)} mel frames"
-            )
+    @classmethod
+    def of(cls, config: Config) -> "BufferLimits":
+        """Those of a config, on its mesh."""
+        data, encoder = config.data, config.model.encoder
+        return cls(
+            data.capacity,
+            data.audio_capacity if encoder else 0,
+            data.max_documents,
+            config.mesh.audio_ranks,
+            data.round_to,
+            encoder.chunk_frames if encoder else 0,
+        )
 
     @property
     def rank_frames(self) -> int:
-        """Mel frames that one audio rank holds."""
-        return self.audio_capacity // self.audio_ranks
+        """Mel frames that one audio rank holds; a multiple of 8."""
+        least = min(self.longest_chunk, self.audio_capacity)
+        share = max(-(-self.audio_capacity // self.audio_ranks), least)
+        return -(-share // SUBSAMPLING) * SUBSAMPLING
+
+    @property
+    def array_frames(self) -> int:
+        """Mel frames that the audio arrays have room for, over all ranks."""
+        return self.rank_frames * self.audio_ranks
 
     def slots(self, document: Document) -> int:
         """Token slots that a document takes."""

@@ -1,7 +1,7 @@
 """Packs documents into one row of a Batch, laid out over the context ranks and the audio ranks.
 
-Legend: T token slots, A mel frame slots, E = A / 8, M mel bands, R = 1 row, K depths of multi-token
-prediction.
+Legend: T token slots, A mel frame slots (BufferLimits.array_frames), E = A / 8, M mel bands, R = 1 row, K
+depths of multi-token prediction.
 """
 
 from collections.abc import Sequence
@@ -63,6 +63,7 @@ def pack_row(
     context: int = 1,
     audio_ranks: int = 1,
     round_to: int = 1,
+    longest_chunk: int = 0,
     order_seed: int | None = 0,
     layout: Literal["buffer", "document"] = "buffer",
     depths: int = 0,
@@ -70,9 +71,9 @@ def pack_row(
 ) -> tuple[Batch, PackReport]:
     """Packs documents into one buffer (Batch with R = 1). Without documents the row is all padding.
 
-    capacity: token slots T, a multiple of 2 * context. audio_capacity: mel frames A over all `audio_ranks`
-        ranks that share the row's audio; each rank's share A / audio_ranks is a multiple of 8 and holds whole
-        encoder chunks. 0: the Batch's audio fields are None.
+    capacity: token slots T, a multiple of 2 * context. audio_capacity: the most mel frames of the documents.
+        `audio_ranks` ranks share them; each holds whole encoder chunks. 0: the Batch's audio fields are None.
+    longest_chunk: mel frames that each rank has room for, where that is more than its even share.
     round_to: each document's slots are rounded up to a multiple of this, with padding slots behind it.
     order_seed: seeds the search for the order that balances attention (order_documents); None keeps the
         given order.
@@ -84,7 +85,7 @@ def pack_row(
     labels are masked first and shifted after, and never reach into another document.
     Raises ValueError if something does not fit; the message says which setting to increase.
     """
-    limits = BufferLimits(capacity, audio_capacity, max_documents, audio_ranks, round_to)
+    limits = BufferLimits(capacity, audio_capacity, max_documents, audio_ranks, round_to, longest_chunk)
     ranks, slots = limits.assign(documents), list(map(limits.slots, documents))
     order = list(range(len(documents)))
     if order_seed is not None and layout == "buffer":
@@ -155,7 +156,7 @@ def _write_audio(
     starts: the first token slot of each document. ranks: the audio rank of each of its chunks.
     Raises ValueError for a chunk with another number of mel bands.
     """
-    frames = limits.audio_capacity
+    frames = limits.array_frames
     audio_slots = np.full(limits.capacity, -1, np.int32)
     mels, mel_mask = np.zeros((frames, num_mels), np.float32), np.zeros(frames, bool)
     chunk_ids, chunk_positions = np.zeros((2, frames // SUBSAMPLING), np.int32)

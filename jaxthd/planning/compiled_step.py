@@ -14,6 +14,7 @@ from jaxthd.kernels.choose import using
 from jaxthd.models.stacks import to_stages
 from jaxthd.packing.batch import AUDIO_FIELDS, Batch
 from jaxthd.packing.document import SUBSAMPLING
+from jaxthd.packing.fit import BufferLimits
 from jaxthd.parallel.mesh import batch_specs, make_mesh
 from jaxthd.planning.program import UNOPTIMIZED, received_bytes
 from jaxthd.planning.sizes import Sizes
@@ -62,15 +63,16 @@ def lowered_step(config: Config) -> Any:
 def abstract_batch(config: Config) -> Batch:
     """A step's batch, with ShapeDtypeStructs for arrays."""
     data, encoder = config.data, config.model.encoder
-    tokens, frames = (data.rows, data.capacity), (data.rows, data.audio_capacity // SUBSAMPLING)
+    audio_frames = BufferLimits.of(config).array_frames
+    tokens, frames = (data.rows, data.capacity), (data.rows, audio_frames // SUBSAMPLING)
     future = (data.rows, config.depths_trained, data.capacity)
 
     def ints(shape: tuple[int, ...]) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     audio: dict[str, Any] = dict.fromkeys(AUDIO_FIELDS)
-    if encoder is not None and data.audio_capacity:
-        mels = (data.rows, data.audio_capacity)
+    if encoder is not None and audio_frames:
+        mels = (data.rows, audio_frames)
         audio = {
             "audio_slots": ints(tokens),
             "mels": jax.ShapeDtypeStruct((*mels, encoder.num_mels), jnp.float32),

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from jaxthd.config import Config, DataConfig
 from jaxthd.packing.balance import attention_work, imbalance, order_documents
 from jaxthd.packing.document import SUBSAMPLING
-from jaxthd.packing.fit import longest_run
+from jaxthd.packing.fit import BufferLimits, longest_run
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.planning.lengths import Lengths, slots_of
 
@@ -60,7 +60,7 @@ def simulate(stream: Lengths, config: Config, work: tuple[float, float]) -> Outc
     The last group of buffers is not counted: they are half empty only because the stream ends, and training
     goes on. work: work of a token slot and of a mel frame (jaxthd.planning.search.slot_work).
     """
-    data, ranks = config.data, config.mesh.audio_ranks
+    data, ranks, limits = config.data, config.mesh.audio_ranks, BufferLimits.of(config)
     slots = slots_of(stream, config)
     kept = np.flatnonzero((slots <= data.capacity) & (stream.frames <= data.audio_capacity))
     groups = list(
@@ -77,9 +77,9 @@ def simulate(stream: Lengths, config: Config, work: tuple[float, float]) -> Outc
     if len(groups) > 1:
         groups.pop()
     packed = [kept[buffer].tolist() for buffer in chain(*groups)]
-    rows = [rows_of_buffer(buffer, stream.chunks, ranks, data.audio_capacity // ranks) for buffer in packed]
+    rows = [rows_of_buffer(buffer, stream.chunks, ranks, limits.rank_frames) for buffer in packed]
     buffers = list(chain(*rows))
-    slots_taken, frames_held = len(buffers) * data.capacity, len(buffers) * data.audio_capacity
+    slots_taken, frames_held = len(buffers) * data.capacity, len(buffers) * limits.array_frames
     fitting, assigned = len(kept) / len(slots), sum(map(len, buffers)) / max(sum(map(len, packed)), 1)
     split = sum(len(r) != 1 for r in rows) / max(len(rows), 1)
     return _outcome(stream, config, buffers, slots_taken, frames_held, work)._replace(

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxthd.config import Config
 from jaxthd.models.hybrid import repeated_units
 from jaxthd.packing.document import SUBSAMPLING
+from jaxthd.packing.fit import BufferLimits
 from jaxthd.parallel.experts import expert_sharding
 from jaxthd.parallel.mesh import AXES, ranks_of
 from jaxthd.steps.blueprint import Blueprint
@@ -74,7 +75,7 @@ class Sizes:
         self.is_sequence_sharded = compute.sequence_sharded and mesh.tensor > 1
         shards = mesh.tensor if self.is_sequence_sharded else 1
         self.stream = self.tokens / shards * llm.dim * self.a
-        audio = config.data.audio_capacity if config.model.encoder else 0
+        audio = BufferLimits.of(config).array_frames
         self.frames = self.rows * audio / SUBSAMPLING / mesh.audio_ranks
 
         documents = self.rows * config.data.max_documents if config.train.ctc_loss and audio else 0

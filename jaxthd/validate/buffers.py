@@ -34,26 +34,18 @@ def _max_documents(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("mesh", "data.audio_capacity", "model.encoder.chunk_seconds")
-def _audio_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    frames, ranks, encoder = config.data.audio_capacity, config.mesh.audio_ranks, config.model.encoder
+@RULES.rule("data.audio_capacity", "model.encoder.chunk_seconds")
+def _audio_holds_a_chunk(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    frames, encoder = config.data.audio_capacity, config.model.encoder
     if encoder is None or not frames:
         return
     longest = -(-encoder.chunk_frames // SUBSAMPLING) * SUBSAMPLING
-    unit, share = SUBSAMPLING * ranks, frames // ranks // SUBSAMPLING * SUBSAMPLING
-    if share < longest:
-        seconds = (share - 1) / 100
-        shorter = f", or model.encoder.chunk_seconds to {seconds} or less" if seconds >= 0.02 else ""
+    if frames < longest:
         yield Finding(
-            f"data.audio_capacity {frames} gives each of {ranks} audio ranks {share} mel frames",
+            f"data.audio_capacity is {frames}: recordings over {frames / 100} s are skipped",
             f"{longest} or more, an encoder chunk of {encoder.chunk_seconds} s (model.encoder.chunk_seconds)",
-            f"set data.audio_capacity to {ranks * longest} or more{shorter}",
-        )
-    elif frames % unit:
-        yield Finding(
-            f"data.audio_capacity is {frames} for {ranks} audio ranks",
-            f"a multiple of {SUBSAMPLING} * {ranks} = {unit}, because each rank holds whole encoder frames",
-            f"set data.audio_capacity to {multiples(frames, unit)}",
+            "raise data.audio_capacity if there are such recordings",
+            is_warning=True,
         )
 
 

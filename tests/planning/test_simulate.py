@@ -4,7 +4,7 @@ import grain
 import numpy as np
 import pytest
 
-from jaxthd.config import Config, DataConfig, MeshConfig
+from jaxthd.config import Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
 from jaxthd.data.packer import PackDocuments
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
@@ -24,7 +24,11 @@ def lengths_of(documents: list[Document]) -> Lengths:
 
 def config(context: int = 1, tensor: int = 1, **data) -> Config:
     sizes = {"capacity": 160, "audio_capacity": 640, "max_documents": 7, "packing_bins": 3}
-    return Config(mesh=MeshConfig(context=context, tensor=tensor), data=DataConfig(**{**sizes, **data}))
+    return Config(
+        mesh=MeshConfig(context=context, tensor=tensor),
+        data=DataConfig(**{**sizes, **data}),
+        model=ModelConfig(encoder=EncoderConfig(chunk_seconds=1.0)),
+    )
 
 
 @pytest.mark.parametrize("packing", ["first_fit", "best_fit", "padded"])
