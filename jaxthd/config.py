@@ -121,6 +121,9 @@ class DataConfig:
     are as long as the mesh needs: each rank also has room for the longest encoder chunk."""
     packing_bins: int = 8
     """Buffers that the packer keeps open at a time. More of them pack tighter and shuffle more."""
+    max_skipped_share: float = 0.1
+    """The run stops where more than this share of the training items cannot be used: unreadable, faulty, or
+    larger than a buffer."""
     round_to: int = 1
     """Each document's slots are rounded up to a multiple of this (1: no rounding). It shapes the stream of
     buffers. With compute.context_layout "document" it must be a multiple of 2 * context, for every context

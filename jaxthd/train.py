@@ -97,8 +97,8 @@ def train(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
         lines = read_metrics(workdir)
         draw_curves(lines, workdir / "curves.png")
         print(summary(lines))
-        if len(data.skipped):
-            print(f"skipped documents are listed in {data.skipped.path}")
+        if data.skipped.reasons():
+            print(f"  skipped: {data.skipped_text()}; listed in {data.skipped.path}")
 
 
 def _train(
@@ -139,7 +139,8 @@ def _train(
                 on_mesh, upcoming = _load(loader, mesh)
             last = stop_asked() or step == steps
             results = jax.tree.map(lambda x: x.item(), on_device)
-            seconds, skipped = time.perf_counter() - start, len(data.skipped)
+            seconds, skipped = time.perf_counter() - start, len(data.skipped.reasons())
+            data.require_few_skipped()
             facts = StepFacts(step, results, current.report, seconds, compilations(train_step), skipped)
             line, validated = metrics_line(facts), validation(state) if validation.is_due(step) else {}
             metrics.step(line | validated | (changed if step == first + 1 else {}))

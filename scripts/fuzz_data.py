@@ -50,6 +50,7 @@ from jaxthd.files.jsonl import read_lines
 
 CONFIG = Config(
     data=DataConfig(
+        max_skipped_share=1.0,
         template="chatml",
         system_prompt="Listen.",
         capacity=256,

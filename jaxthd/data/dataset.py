@@ -9,13 +9,14 @@ from typing import Any
 from jaxthd.config import Config
 from jaxthd.data.example import Example
 from jaxthd.data.loader import BatchAndReport, BatchIterator, BatchReport, Loader, RowReport, make_loader
-from jaxthd.data.skipped import SkipLog, Skipped
+from jaxthd.data.skipped import SkipLog, Skipped, main_reasons
 from jaxthd.data.sources.registry import read_source, training_sources, validation_sources
 from jaxthd.data.sources.source import Source
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.data.workers import Workers
+from jaxthd.errors import UserError
 from jaxthd.files.tokenizer_files import tokenizer_digest
 from jaxthd.objectives import make_objective
 from jaxthd.packing.document import Document
@@ -67,7 +68,8 @@ class SpeechData:
     """The run's data sets as loaders. Unusable items are listed in the skip log, WORKDIR/skipped.jsonl.
 
     training: False: data.manifest is not read. end_id: the token that ends an answer.
-    Raises UserError for prompts that cannot be encoded and for a data set without a usable item.
+    Raises UserError for prompts that cannot be encoded, for a data set without a usable item, and where more
+    than data.max_skipped_share of the training items cannot be used.
     """
 
     def __init__(self, config: Config, workdir: Path, *, training: bool = True) -> None:
@@ -83,15 +85,43 @@ class SpeechData:
         self._validation_sources = validation_sources(data)
         self.skipped = SkipLog(workdir / "skipped.jsonl", writes=is_first())
         self._training = self._read(self._sources)
+        self._items = sum(map(len, self._training)) + len(self.skipped)
         self._validation = {
             name: self._read([source])[0] for name, source in self._validation_sources.items()
         }
         read, held_out = (sum(map(len, x)) for x in (self._training, self._validation.values()))
         print(f"{read} training and {held_out} validation documents" if training else f"{held_out} documents")
+        if self.skipped.reasons():
+            print(f"skipped so far: {self.skipped_text()}; listed in {self.skipped.path}")
+        self.require_few_skipped()
 
     @property
     def has_validation(self) -> bool:
         return bool(self._validation)
+
+    def skipped_text(self) -> str:
+        """How many items the run has skipped, resumptions included, their share and the main reasons."""
+        own, every = self._skipped_in_training(), self.skipped.reasons()
+        parts = []
+        if own:
+            share = f"{len(own)} of {self._items} training items ({len(own) / self._items:.1%})"
+            parts.append(f"{share}: {main_reasons(own)}")
+        if len(every) > len(own):
+            parts.append(f"{len(every) - len(own)} validation items")
+        return "; ".join(parts)
+
+    def require_few_skipped(self) -> None:
+        """Raises UserError where more than data.max_skipped_share of the training items were skipped."""
+        most = self._config.data.max_skipped_share
+        if len(self._skipped_in_training()) > most * self._items:
+            raise UserError(
+                f"more than data.max_skipped_share {most:g} of the training data cannot be used: "
+                f"{self.skipped_text()}; {self.skipped.path} lists them. Raise the capacity that the reasons "
+                "name, correct the data, or raise data.max_skipped_share"
+            )
+
+    def _skipped_in_training(self) -> list[str]:
+        return self.skipped.reasons([source.title for source in self._sources])
 
     def validation_examples(self, name: str) -> Sequence[Example]:
         """The items of a validation set, in its order."""

@@ -2,7 +2,8 @@
 
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -25,16 +26,16 @@ def numbered_key(number: int, key: str) -> str:
 class SkipLog:
     """Lists every skipped item once, as one JSON object {"manifest", "key", "reason"} a line.
 
-    The file keeps what earlier calls of the same run wrote; len() counts what this call skipped. Several
-    threads may use it. writes: False in a process whose items another process writes, which gets them from
-    `news`.
+    The file keeps what earlier calls of the same run wrote; len() counts what this call skipped, `reasons`
+    has those of the whole run. Several threads may use it. writes: False in a process whose items another
+    process writes, which gets them from `news`.
     """
 
     def __init__(self, path: Path, *, writes: bool = True) -> None:
         self.path, self._writes = path, writes
         self._lock = threading.Lock()
         before = keep_lines(path, lambda line: True) if writes else []
-        self._listed = {(line["manifest"], line["key"]) for line in before}
+        self._listed = {(line["manifest"], line["key"]): str(line["reason"]) for line in before}
         self._skipped: set[tuple[str, str]] = set()
         self._news: list[list[str]] = []
 
@@ -52,7 +53,7 @@ class SkipLog:
         with self._lock:
             self._skipped.add((manifest, key))
             if (manifest, key) not in self._listed:
-                self._listed.add((manifest, key))
+                self._listed[manifest, key] = reason
                 if self._writes:
                     append_line(self.path, {"manifest": manifest, "key": key, "reason": reason})
                 else:
@@ -62,6 +63,15 @@ class SkipLog:
         """Whether this call of the run has skipped the item."""
         return (manifest, key) in self._skipped
 
+    def reasons(self, manifests: Collection[str] | None = None) -> list[str]:
+        """Why each item of these data sets (None: of all) was skipped, in the whole run."""
+        with self._lock:
+            return [
+                why
+                for (manifest, _), why in self._listed.items()
+                if manifests is None or manifest in manifests
+            ]
+
     def news(self) -> list[list[str]]:
         """The arguments of every `add` since the last call, for the process that writes them."""
         with self._lock:
@@ -70,3 +80,21 @@ class SkipLog:
 
     def __len__(self) -> int:
         return len(self._skipped)
+
+
+def main_reasons(reasons: Sequence[str], most: int = 3) -> str:
+    """The most frequent reasons with their numbers, as text: "more than 25.6 s ... (4); no such file (2)".
+
+    Reasons are alike if they differ in numbers and names only; where they differ, there is an ellipsis.
+    """
+    groups: dict[tuple[str, ...], list[list[str]]] = defaultdict(list)
+    for reason in reasons:
+        words = reason.split()
+        groups[tuple(re.sub(r"\S*[\d/.'\"]\S*", "_", word) for word in words)].append(words)
+    ordered = sorted(groups.values(), key=len, reverse=True)
+    texts = []
+    for alike in ordered[:most]:
+        words = [each[0] if len(set(each)) == 1 else "\u2026" for each in zip(*alike, strict=True)]
+        texts.append(f"{' '.join(words)} ({len(alike)})")
+    others = sum(map(len, ordered[most:]))
+    return "; ".join([*texts, *([f"other reasons ({others})"] if others else [])])

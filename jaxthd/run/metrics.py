@@ -20,7 +20,7 @@ class StepFacts(NamedTuple):
     results: StepMetrics (jaxthd.steps.training) of Python numbers. report: what its batch held.
     seconds: wall time of the step.
     compilations: programs compiled so far for the training step.
-    skipped_documents: so far in this call.
+    skipped_documents: so far in the run.
     """
 
     step: int
@@ -90,7 +90,7 @@ STEP_METRICS: list[Metric] = [
     Metric(
         "skipped_documents",
         "documents",
-        "documents and manifest lines skipped since the command started; skipped.jsonl lists them",
+        "documents and manifest lines skipped so far in the run; skipped.jsonl lists them",
         lambda x: x.skipped_documents,
     ),
     Metric(

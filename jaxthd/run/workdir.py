@@ -32,6 +32,7 @@ FREE = (
     "data.validation_tarred_audio",
     "data.workers",
     "data.prefetch",
+    "data.max_skipped_share",
     "train.validate_every",
     "train.validation_batches",
     "train.max_new_tokens",

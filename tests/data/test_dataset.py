@@ -45,6 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 def config(folder: Path, *names: str, **data: Any) -> Config:
     defaults = {"validation_manifest": "", "workers": 0, "prefetch": 0, "packing": "padded", "capacity": 64}
+    defaults["max_skipped_share"] = 1.0
     return Config(
         data=DataConfig(manifest=tuple(str(folder / n) for n in names), **{**defaults, **data}),
         model=ModelConfig(encoder=EncoderConfig(num_mels=16, chunk_seconds=1.0)),
@@ -72,6 +73,25 @@ def test_manifests_are_one_data_set_and_every_skipped_item_is_listed_once(folder
     with again.training() as loader:
         list(islice(loader, 6))
     assert skipped(folder) == listed
+
+
+def test_what_is_skipped_is_counted_over_the_whole_run_and_too_much_stops_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Of 9 items two lines are faulty, and one recording is missing: that is seen only when it is read."""
+    some = config(folder, "speech.jsonl", "chats.jsonl", max_skipped_share=0.3)
+    data = SpeechData(some, folder)
+    assert "skipped so far: 2 of 9 training items (22.2%): not JSON" in capsys.readouterr().out
+    with data.training() as loader:
+        list(islice(loader, 6))
+    with pytest.raises(UserError, match=r"(?s)0\.3 of .*3 of 9 training items \(33\.3%\).*no such file"):
+        data.require_few_skipped()
+    with pytest.raises(UserError, match="3 of 9"):
+        SpeechData(some, folder)  # the run knows what it has skipped before
+    SpeechData(config(folder, "speech.jsonl", "chats.jsonl", max_skipped_share=0.34), folder)
+    (folder / "other").mkdir()
+    with pytest.raises(UserError, match=r"1 of 6 training items \(16\.7%\): not JSON"):
+        SpeechData(config(folder, "speech.jsonl", max_skipped_share=0.1), folder / "other")
 
 
 def test_weights_decide_how_often_a_manifest_is_drawn(folder: Path):

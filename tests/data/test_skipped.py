@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from jaxthd.data.skipped import SkipLog
+from jaxthd.data.skipped import SkipLog, main_reasons
 
 
 def test_each_item_is_listed_once_under_its_manifest(tmp_path: Path):
@@ -33,7 +33,12 @@ def test_the_log_survives_a_kill_and_counts_what_this_run_left_out(tmp_path: Pat
         assert len(log) == 2
         with path.open("a") as file:
             file.write('{"manifest": "train", "key": "2:b')
-    assert len(SkipLog(path)) == 0
+    later = SkipLog(path)
+    assert len(later) == 0
+    later.of(["train"])("3:c.wav", "other")
+    assert later.reasons() == ["broken", "broken", "other"], "of the whole run"
+    assert later.reasons(["train"]) == ["broken", "other"]
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
     assert len(path.read_text().splitlines()) == 2
 
 
@@ -51,3 +56,15 @@ def test_a_log_that_does_not_write_hands_over_what_another_lists(tmp_path: Path)
         listing.add(*item)
     assert [json.loads(line)["key"] for line in path.read_text().splitlines()] == ["1:x", "2:y"]
     assert len(listing) == 2
+
+
+def test_alike_reasons_are_counted_together():
+    long = [f"a/{n}.wav: more than 25.6 s, which is all that data.audio_capacity holds" for n in range(4)]
+    slots = [f"its {n} token slots exceed the capacity of 128" for n in (130, 200)]
+    reasons = ["not JSON", *slots, *long, "a line without text"]
+    assert main_reasons(reasons) == (
+        "… more than 25.6 s, which is all that data.audio_capacity holds (4); "
+        "its … token slots exceed the capacity of 128 (2); not JSON (1); other reasons (1)"
+    )
+    assert main_reasons(long[:1]) == f"{long[0]} (1)"
+    assert main_reasons([]) == ""
