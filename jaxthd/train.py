@@ -6,6 +6,7 @@
 A workdir that holds a checkpoint is continued, on any mesh. It receives
     metrics.jsonl      a JSON object for each step; the same for TensorBoard in tensorboard/
     curves.png         loss, word error rate and speed over the steps
+    report.txt         what was trained, the figures, answers right and wrong
     hypotheses.jsonl   hypotheses and references of the last validation
     skipped.jsonl      every document that was skipped, with the reason
     not_finite.jsonl   steps whose update was skipped, with their documents
@@ -38,6 +39,7 @@ from jaxthd.data.loader import BatchReport
 from jaxthd.errors import readable_errors
 from jaxthd.figures.batch import draw_batch
 from jaxthd.figures.curves import draw_curves
+from jaxthd.files.jsonl import read_lines
 from jaxthd.files.run_folder import Difference
 from jaxthd.inference.validation import Validation
 from jaxthd.models.adapt import split
@@ -48,7 +50,8 @@ from jaxthd.run.metrics import StepFacts, metrics_line
 from jaxthd.run.metrics_file import open_metrics, read_metrics
 from jaxthd.run.nonfinite import NonFiniteSteps
 from jaxthd.run.outputs import OutputFolder
-from jaxthd.run.progress import summary
+from jaxthd.run.padding import PaddingWatch
+from jaxthd.run.report import end_report
 from jaxthd.run.signals import stop_requested
 from jaxthd.run.startup import devices_ready, prepared
 from jaxthd.run.workdir import OpenedRun, opened
@@ -96,9 +99,17 @@ def train(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
     if steps_done and is_first():
         lines = read_metrics(workdir)
         draw_curves(lines, workdir / "curves.png")
-        print(summary(lines))
-        if data.skipped.reasons():
-            print(f"  skipped: {data.skipped_text()}; listed in {data.skipped.path}")
+        hypotheses = read_lines(workdir / "hypotheses.jsonl")
+        text = end_report(
+            workdir,
+            config,
+            lines,
+            hypotheses,
+            parameters=_parameters(Blueprint(config)),
+            skipped=data.skipped_text(),
+        )
+        outputs.write_text("report.txt", text + "\n")
+        print(text)
 
 
 def _train(
@@ -125,6 +136,7 @@ def _train(
         tensorboard = config.train.tensorboard
         metrics = stack.enter_context(open_metrics(outputs.path, first, steps, tensorboard=tensorboard))
         non_finite = NonFiniteSteps(outputs, first, config.train.max_skipped_steps, metrics.say)
+        watch_padding = PaddingWatch(config, metrics.say)
         stop_asked = stack.enter_context(stop_requested())
 
         # --- steps ---
@@ -141,6 +153,7 @@ def _train(
             results = jax.tree.map(lambda x: x.item(), on_device)
             seconds, skipped = time.perf_counter() - start, len(data.skipped.reasons())
             data.require_few_skipped()
+            watch_padding(step, current.report)
             facts = StepFacts(step, results, current.report, seconds, compilations(train_step), skipped)
             line, validated = metrics_line(facts), validation(state) if validation.is_due(step) else {}
             metrics.step(line | validated | (changed if step == first + 1 else {}))

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md, the reference of every setting, from the dataclasses in jaxthd/config.py.
+"""Writes docs/configuration.md, from jaxthd/config.py, and docs/metrics.md, from jaxthd/run/metrics.py.
 
 python scripts/write_reference.py
 """
@@ -6,9 +6,11 @@ python scripts/write_reference.py
 import re
 from pathlib import Path
 
+from jaxthd.run.metrics import STEP_METRICS, VALIDATION, VALIDATION_METRICS
 from jaxthd.terminal.settings import Setting, all_groups
 
-REFERENCE = Path(__file__).parents[1] / "docs" / "configuration.md"
+DOCS = Path(__file__).parents[1] / "docs"
+REFERENCE, METRICS = DOCS / "configuration.md", DOCS / "metrics.md"
 HEAD = """\
 # Configuration
 
@@ -24,6 +26,27 @@ The defaults are those of the dataclasses. `jaxthd train configs/cp2.py --help d
 values that the file gives; `--help-all` lists all groups. Settings that cannot work are refused before
 anything is loaded, with what to change (`jaxthd/validate/`).
 """
+METRICS_HEAD = """\
+# Metrics
+
+<!-- Written by scripts/write_reference.py from jaxthd/run/metrics.py: change it there, and run that. -->
+
+A run writes a line of JSON for each step to `metrics.jsonl`; TensorBoard has the same numbers under `train/`
+and `validation/`. The line on the terminal shows the time left, `loss`, `grad_norm` ("gradient"), the median
+of recent `tokens_per_second` ("real tokens/s"), `padding_ratio` and `learning_rate`, as many as it has room
+for. A metric that was not measured is absent; one that was not finite is `null`.
+"""
+OTHER_FIELDS = (
+    ("step", "", "the optimizer's step; 0: a validation before training", ""),
+    ("time", "s", "when the line was written, since 1970", ""),
+    (
+        "changed",
+        "text",
+        "settings that count from this step on, because the run was continued with others",
+        "changes.jsonl has all of them.",
+    ),
+)
+"""Fields of a line that are no metrics: name, unit, meaning, what to do where it is odd."""
 
 
 def reference() -> str:
@@ -43,6 +66,29 @@ def reference() -> str:
     return "\n".join(lines)
 
 
+def metrics_reference() -> str:
+    """The text of docs/metrics.md."""
+    sections = {
+        "Of every line": OTHER_FIELDS,
+        "Of every step": [(x.name, x.unit, x.meaning, x.odd) for x in STEP_METRICS],
+        "Of every validation set": [
+            (f"{VALIDATION}{x.name}", x.unit, x.meaning, x.odd) for x in VALIDATION_METRICS
+        ],
+    }
+    lines = [METRICS_HEAD]
+    for title, rows in sections.items():
+        cells = [[_code(name), *map(_markdown, (unit, meaning, odd))] for name, unit, meaning, odd in rows]
+        head = ["| field | unit | meaning | when it is odd |", "|---|---|---|---|"]
+        lines += [f"## {title}", "", *head, *(f"| {' | '.join(row)} |" for row in cells), ""]
+    lines += [
+        "With several sets, those of the set `clean` are `validation_clean_loss` and so on; without a name",
+        "they are means over the sets, and the sum for documents. An objective of one's own adds its",
+        "quotients by their names.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
 def _row(setting: Setting) -> str:
     types, default = " or ".join(map(_code, setting.types)), _code(repr(setting.default))
     return f"| {_code(setting.option)} | {types} | {default} | {_markdown(setting.text)} |"
@@ -59,5 +105,6 @@ def _markdown(text: str) -> str:
 
 
 if __name__ == "__main__":
-    REFERENCE.write_text(reference())
-    print(REFERENCE)
+    for file, text in ((REFERENCE, reference()), (METRICS, metrics_reference())):
+        file.write_text(text)
+        print(file)

@@ -35,6 +35,7 @@ BESIDE = {
     ("figures", "planning"),
     ("planning", "terminal"),
     ("run", "validate"),
+    ("run", "terminal"),
 }
 """Allowed (importer, imported) inside a layer."""
 NO_COMMANDS = {"__init__", "__main__", "config", "errors"}

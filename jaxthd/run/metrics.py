@@ -50,7 +50,8 @@ class ValidationFacts(NamedTuple):
 class Metric(NamedTuple):
     """value: derives it from StepFacts or ValidationFacts; None where it was not measured.
 
-    text: how it is written for people, in str.format's language.
+    text: how it is written for people, in str.format's language. odd: what to do where it is not as it should
+    be. docs/metrics.md is made of these (scripts/write_reference.py).
     """
 
     name: str
@@ -58,6 +59,7 @@ class Metric(NamedTuple):
     meaning: str
     value: Callable[[Any], Number | None]
     text: str = "{:,.6g}"
+    odd: str = ""
 
 
 STEP_METRICS: list[Metric] = [
@@ -67,31 +69,48 @@ STEP_METRICS: list[Metric] = [
         "mean negative log-likelihood of the step's supervised tokens",
         lambda x: x.results.loss,
         "{:.4f}",
+        odd="If it does not fall in the first hundred steps, compare with configs/first_run.py; if it "
+        "jumps, look at grad_norm and lower train.learning_rate.",
     ),
     Metric(
         "grad_norm",
         "",
         "norm of the gradient over all trained parameters, before clipping",
         lambda x: x.results.grad_norm,
+        odd="Far over train.clip_norm for long: lower train.learning_rate or raise "
+        "train.warmup_steps. 0: nothing is supervised, or everything is frozen (jaxthd describe "
+        "--names).",
     ),
-    Metric("learning_rate", "", "AdamW's learning rate in this step", lambda x: x.results.learning_rate),
+    Metric(
+        "learning_rate",
+        "",
+        "AdamW's learning rate in this step",
+        lambda x: x.results.learning_rate,
+        odd="It is AdamW's base rate, before the factors of adapt.*_lr_factor. It follows "
+        "train.steps: changes of that change it at once.",
+    ),
     Metric(
         "skipped_updates",
         "steps",
         "updates skipped so far, since loss or gradient was not finite",
         lambda x: x.results.skipped,
+        odd="More than a few: not_finite.jsonl lists their documents. Look for faulty audio; lower "
+        "train.learning_rate.",
     ),
     Metric(
         "compilations",
         "programs",
         "programs compiled for the training step since the command started; 1 is expected",
         lambda x: x.compilations,
+        odd="More than 1: batches have more than one shape, which costs a compilation each.",
     ),
     Metric(
         "skipped_documents",
         "documents",
         "documents and manifest lines skipped so far in the run; skipped.jsonl lists them",
         lambda x: x.skipped_documents,
+        odd="skipped.jsonl has each with its reason. Raise the capacity that the reasons name, or "
+        "correct the data.",
     ),
     Metric(
         "mtp_loss",
@@ -99,6 +118,7 @@ STEP_METRICS: list[Metric] = [
         "the same loss of multi-token prediction, the mean over its depths",
         lambda x: x.results.mtp_loss,
         "{:.4f}",
+        odd="Above loss, and it falls more slowly: each depth has one more token to guess.",
     ),
     Metric(
         "ctc_loss",
@@ -106,6 +126,7 @@ STEP_METRICS: list[Metric] = [
         "mean negative log-likelihood of CTC over the labels that it covers",
         lambda x: x.results.ctc_loss,
         "{:.4f}",
+        odd="If it stays where it began, look at ctc_uncovered: too few documents are aligned.",
     ),
     Metric(
         "ctc_uncovered",
@@ -114,18 +135,22 @@ STEP_METRICS: list[Metric] = [
         "train.ctc_max_labels, or with more than their encoder frames can be aligned with",
         lambda x: x.results.ctc_uncovered,
         "{:.1%}",
+        odd="Large: use a tokenizer with longer tokens, or raise train.ctc_max_labels.",
     ),
     Metric(
         "max_expert_load",
         "ratio",
         "tokens of the busiest expert over the mean of its layer; the largest of all layers",
         lambda x: x.results.max_expert_load,
+        odd="Over 2 for long: raise train.router_bias_rate or train.aux_loss, or "
+        "compute.expert_capacity for speed.",
     ),
     Metric(
         "aux_loss",
         "",
         "auxiliary loss that evens out the experts' load; 1 for an even load",
         lambda x: x.results.aux_loss,
+        odd="Far over 1: experts are used unevenly; raise train.aux_loss.",
     ),
     Metric(
         "real_tokens",
@@ -138,6 +163,7 @@ STEP_METRICS: list[Metric] = [
         "slots",
         "token slots that hold padding",
         lambda x: x.report.capacity_tokens - x.report.real_tokens,
+        odd="See padding_ratio.",
     ),
     Metric(
         "capacity_tokens",
@@ -150,14 +176,28 @@ STEP_METRICS: list[Metric] = [
         "tokens",
         "tokens that the loss is over",
         lambda x: x.report.supervised_tokens,
+        odd="0 in a step: no document there has an answer. Its loss is 0 and it teaches nothing.",
     ),
-    Metric("documents", "documents", "documents of the step", lambda x: x.report.documents),
-    Metric("audio_seconds", "s", "audio of the step", lambda x: x.report.audio_seconds),
+    Metric(
+        "documents",
+        "documents",
+        "documents of the step",
+        lambda x: x.report.documents,
+        odd="At data.max_documents in every buffer: raise that.",
+    ),
+    Metric(
+        "audio_seconds",
+        "s",
+        "audio of the step",
+        lambda x: x.report.audio_seconds,
+    ),
     Metric(
         "imbalance",
         "ratio",
         "attention work of the busiest context rank over the mean; the largest of the step's buffers",
         lambda x: x.report.imbalance,
+        odd="Over 1.2 with context ranks: raise data.max_documents, or compare compute.context_layout "
+        "with jaxthd plan.",
     ),
     Metric(
         "padding_ratio",
@@ -165,6 +205,8 @@ STEP_METRICS: list[Metric] = [
         "padding_tokens over capacity_tokens",
         lambda x: 1 - x.report.real_tokens / x.report.capacity_tokens,
         "{:.1%}",
+        odd="Over 0.1: a line on the terminal says what fills the buffers instead; jaxthd plan "
+        "proposes capacities.",
     ),
     Metric(
         "target_to_input_ratio",
@@ -172,6 +214,7 @@ STEP_METRICS: list[Metric] = [
         "supervised_tokens over capacity_tokens, as NeMo's speechlm2 reports it",
         lambda x: x.report.supervised_tokens / x.report.capacity_tokens,
         "{:.1%}",
+        odd="Low is normal for speech: a word is one or two tokens, and its sound five frames.",
     ),
     Metric(
         "tokens_per_second",
@@ -179,9 +222,14 @@ STEP_METRICS: list[Metric] = [
         "real_tokens over step_seconds",
         lambda x: x.report.real_tokens / x.seconds,
         "{:,.0f}",
+        odd="Compare runs by this at equal padding only.",
     ),
     Metric(
-        "step_seconds", "s", "wall time of the step, its wait for the batch included", lambda x: x.seconds
+        "step_seconds",
+        "s",
+        "wall time of the step, its wait for the batch included",
+        lambda x: x.seconds,
+        odd="Uneven: the step waits for data. Raise data.workers or data.prefetch (scripts/bench_loader.py).",
     ),
 ]
 """Of every training step."""
@@ -193,6 +241,8 @@ VALIDATION_METRICS: list[Metric] = [
         "mean negative log-likelihood of the set's supervised tokens",
         lambda x: x.nll / x.tokens,
         "{:.4f}",
+        odd="It rises while the training loss falls: the model learns the training set by heart. "
+        "Stop, or use more data, data.spec_augment, or a lower rate.",
     ),
     Metric(
         "accuracy",
@@ -200,8 +250,17 @@ VALIDATION_METRICS: list[Metric] = [
         "supervised tokens that are the likeliest given the true tokens before them",
         lambda x: x.correct / x.tokens,
         "{:.1%}",
+        odd="It is given the true tokens before, so it can be high while wer is bad: answers drift or "
+        "do not end.",
     ),
-    Metric("documents", "documents", "documents of the set", lambda x: float(x.documents), "{:,.0f}"),
+    Metric(
+        "documents",
+        "documents",
+        "documents of the set",
+        lambda x: float(x.documents),
+        "{:,.0f}",
+        odd="Fewer than the set has: train.validation_batches bounds them, or some are skipped.",
+    ),
     Metric(
         "wer",
         "share of words",
@@ -209,6 +268,8 @@ VALIDATION_METRICS: list[Metric] = [
         "references, after train.normaliser",
         lambda x: None if math.isnan(x.word_error_rate) else x.word_error_rate,
         "{:.1%}",
+        odd="Over 1: answers are longer than the references; see hypotheses.jsonl. Cut off answers: "
+        "raise train.max_new_tokens.",
     ),
 ]
 """Of every validation set, and of all of them: means over the sets, for documents the sum."""

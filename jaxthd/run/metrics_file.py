@@ -10,7 +10,6 @@ from typing import Any
 from jaxthd.errors import UserError
 from jaxthd.files.jsonl import append_line, keep_lines, read_lines
 from jaxthd.parallel.processes import is_first
-from jaxthd.run.metrics import values
 from jaxthd.run.progress import Progress
 from jaxthd.run.tensorboard import EventFile
 
@@ -44,8 +43,7 @@ class Metrics(NoMetrics):
         kept = keep_lines(self._path, lambda line: last_step > 0 and line["step"] <= last_step)
         kept = [_null_is_nan(line) for line in kept]
         self._events = EventFile(workdir / "tensorboard", kept) if tensorboard else None
-        wer = [value for _, value in values(kept, "validation_wer")]
-        self._progress = Progress(steps, wer[-1] if wer else None)
+        self._progress = Progress(steps)
 
     def step(self, line: Mapping[str, Any]) -> None:
         """Adds a line (metrics_line, with validation results if there are any) and its "time", Unix seconds.

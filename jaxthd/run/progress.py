@@ -1,6 +1,10 @@
-"""A run's progress on standard output, and its summary."""
+"""A run's progress on standard output, and its summary.
+
+The line of a step has as much as the terminal has room for. Validations get a small table of their own.
+"""
 
 import math
+import shutil
 import sys
 import time
 from collections import deque
@@ -10,12 +14,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxthd.run.metrics import VALIDATION, Number, label, shown, values
+from jaxthd.run.metrics import VALIDATION, VALIDATION_METRICS, Number, label, shown, values
+from jaxthd.terminal.tables import aligned, clipped
 
 PLAIN_SECONDS = 5.0
 """Most seconds between plain progress lines."""
 EVERY_STEP = 10
 """First steps of a command that each get a plain progress line."""
+BAR = 12
+"""Least columns of the live line's bar."""
 RECENT = 50
 """Steps whose median rate is shown."""
 
@@ -25,11 +32,11 @@ class Progress:
 
     The time left is extrapolated from all steps of this command but the first, which compiles; validations
     and checkpoints between them count. Real tokens/s is the median of recent steps.
-    steps: the run's last step. wer: the last word error rate, None if there is none yet.
+    steps: the run's last step.
     """
 
-    def __init__(self, steps: int, wer: Number | None) -> None:
-        self._steps, self._wer = steps, wer
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
         self._rates: deque[Number] = deque(maxlen=RECENT)
         self._first: tuple[int, float] | None = None  # number and end of this command's first step
         self._last_plain = -math.inf  # when the last plain line was written
@@ -37,11 +44,10 @@ class Progress:
 
     def step(self, line: Mapping[str, Any]) -> None:
         step, results = line["step"], {k: v for k, v in line.items() if k.startswith(VALIDATION)}
-        self._wer = results.get("validation_wer", self._wer)
         if "loss" in line:
-            self._show(step, self._text(line), now=bool(results))
+            self._show(step, self._parts(line), now=bool(results))
         if results:
-            self.say(f"validation at step {step}: {validation_text(results)}")
+            self.say(validation_table(step, results, _columns()))
 
     def say(self, text: str) -> None:
         """Prints a line of its own, which leaves the live line whole."""
@@ -55,7 +61,8 @@ class Progress:
             self._bar.close()
             self._bar = None
 
-    def _text(self, line: Mapping[str, Any]) -> str:
+    def _parts(self, line: Mapping[str, Any]) -> list[str]:
+        """What the line says, the most important first."""
         step, now = line["step"], time.monotonic()
         self._rates.append(line["tokens_per_second"])
         # The first step, which compiles, counts only as long as there is no other.
@@ -65,21 +72,25 @@ class Progress:
         else:
             first, start = self._first
             left = tqdm.format_interval((now - start) / (step - first) * (self._steps - step))
-        wer = "" if self._wer is None else f"  WER {self._wer:.1%}"
-        return (
-            f"ETA {left}  loss {line['loss']:.3f}{wer}  {rate:,.0f} real tokens/s  "
-            f"padding {line['padding_ratio']:.1%}"
-        )
+        return [
+            f"ETA {left}",
+            f"loss {line['loss']:.3f}",
+            f"gradient {line['grad_norm']:.3g}",
+            f"{rate:,.0f} real tokens/s",
+            f"padding {line['padding_ratio']:.1%}",
+            f"learning rate {line['learning_rate']:.2e}",
+        ]
 
-    def _show(self, step: int, text: str, *, now: bool) -> None:
+    def _show(self, step: int, parts: Sequence[str], *, now: bool) -> None:
         if sys.stdout.isatty():
-            self._show_live(step, text)
+            used = BAR + len(f" {self._steps}/{self._steps}  ")
+            self._show_live(step, fitting(parts, _columns() - used))
             return
         ended = time.monotonic()
         early = self._first is not None and step < self._first[0] + EVERY_STEP
         if now or early or step == self._steps or ended - self._last_plain >= PLAIN_SECONDS:
             self._last_plain = ended
-            self.say(f"step {step}/{self._steps}  {text}")
+            self.say(f"step {step}/{self._steps}  {'  '.join(parts)}")
 
     def _show_live(self, step: int, text: str) -> None:
         if self._bar is None:
@@ -96,9 +107,36 @@ class Progress:
         self._bar.update(step - self._bar.n)
 
 
-def validation_text(results: Mapping[str, Any]) -> str:
-    """Validation results, by their names in a metrics line, for people."""
-    return ", ".join(f"{label(name)} {shown(name, value)}" for name, value in results.items())
+def fitting(parts: Sequence[str], columns: int) -> str:
+    """The parts, as many from the first on as fit."""
+    text = parts[0]
+    for part in parts[1:]:
+        if len(text) + 2 + len(part) > columns:
+            break
+        text += f"  {part}"
+    return text
+
+
+def validation_table(step: int, results: Mapping[str, Any], columns: int) -> str:
+    """Validation results of a metrics line as a table, a row for each set, at most so many columns wide."""
+    names = [metric.name for metric in VALIDATION_METRICS]
+    rows: dict[str, dict[str, str]] = {}
+    for key, value in results.items():
+        own = key.removeprefix(VALIDATION)
+        name = next((name for name in names if f"_{own}".endswith(f"_{name}")), own)
+        of_set = own.removesuffix(name).rstrip("_") or "all sets"
+        rows.setdefault(of_set, {})[name] = shown(key, value)
+    used = [name for name in names if any(name in row for row in rows.values())]
+    cells = [[clipped(of_set, 24), *(row.get(name, "-") for name in used)] for of_set, row in rows.items()]
+    heads = ["set", *("WER" if name == "wer" else name for name in used)]
+    if len(rows) == 1:
+        heads, cells = heads[1:], [row[1:] for row in cells]
+    lines = aligned([heads, *cells], left=(0,) if len(rows) > 1 else ()).splitlines()
+    return "\n".join([f"validation at step {step}", *(clipped(f"  {line}", columns) for line in lines)])
+
+
+def _columns() -> int:
+    return shutil.get_terminal_size().columns
 
 
 def summary(lines: Sequence[Mapping[str, Any]]) -> str:

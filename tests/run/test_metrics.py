@@ -153,6 +153,7 @@ def test_a_terminal_shows_one_live_line_and_results_on_lines_of_their_own(
 ):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "200")
     with Metrics(tmp_path, 0, 3) as metrics:
         metrics.step(line(1))
         metrics.step(line(2, **RESULTS))
@@ -160,11 +161,48 @@ def test_a_terminal_shows_one_live_line_and_results_on_lines_of_their_own(
         metrics.step(line(3, loss=0.75))
     written = terminal.getvalue()
     live = [x.split("\n")[0].strip() for x in written.split("\r") if "real tokens/s" in x]
-    assert "1/3  ETA ?  loss 2.500  360 real tokens/s  padding 10.0%" in live[0]
-    assert "3/3  ETA 00:00  loss 0.750  WER 112.5%  360 real tokens/s  padding 10.0%" in live[-1]
+    parts = "gradient 3  360 real tokens/s  padding 10.0%  learning rate 1.00e-03"
+    assert f"1/3  ETA ?  loss 2.500  {parts}" in live[0]
+    assert f"3/3  ETA 00:00  loss 0.750  {parts}" in live[-1]
     lines = [x.split("\r")[-1] for x in written.split("\n")]
-    assert "validation at step 2: loss 1.5000, accuracy 62.5%, WER 112.5%, documents 9" in lines
+    at = lines.index("validation at step 2")
+    assert lines[at + 1].split() == ["loss", "accuracy", "documents", "WER"]
+    assert lines[at + 2].split() == ["1.5000", "62.5%", "9", "112.5%"]
     assert "a warning" in lines
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_the_live_line_has_what_fits_and_is_never_cut(
+    columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with Metrics(tmp_path, 0, 90_000) as metrics:
+        for step in (1, 2):
+            metrics.step(line(step))
+    live = [x.split("\n")[0] for x in terminal.getvalue().split("\r") if "ETA" in x]
+    assert all(len(x) <= columns for x in live)
+    assert all("2.500" in x for x in live)
+    assert "gradient 3" in live[-1]
+    assert ("real tokens/s" in live[-1]) == (columns > 60)
+    assert ("learning rate 1.00e-03" in live[-1]) == (columns == 200)
+
+
+def test_validation_sets_are_rows_of_one_table():
+    sets = {"clean": 0.25, "a-set-of-a-very-long-name-indeed": 0.5}
+    results = {"validation_loss": 1.0, "validation_wer": 0.375, "validation_documents": 12.0}
+    for name, wer in sets.items():
+        results |= {f"validation_{name}_wer": wer, f"validation_{name}_documents": 6.0}
+    title, heads, *rows = progress.validation_table(7, results, 60).splitlines()
+    assert title == "validation at step 7"
+    assert heads.split() == ["set", "loss", "documents", "WER"]
+    assert [row.split() for row in rows] == [
+        ["all", "sets", "1.0000", "12", "37.5%"],
+        ["clean", "-", "6", "25.0%"],
+        ["a-set-of-a-very-long-na…", "-", "6", "50.0%"],
+    ]
+    assert all(len(row) <= 60 for row in rows)
 
 
 def test_elsewhere_progress_is_plain_lines_and_not_of_every_step(
@@ -197,17 +235,6 @@ def test_the_step_that_compiles_distorts_neither_the_time_left_nor_the_rate(
     assert "90 real tokens/s" in second
     assert "ETA 03:12" in last
     assert "90 real tokens/s" in last
-
-
-def test_a_continued_run_shows_the_word_error_rate_measured_before(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    with Metrics(tmp_path, 0, 3) as metrics:
-        metrics.step(line(1, **RESULTS))
-    capsys.readouterr()
-    with Metrics(tmp_path, 1, 3) as metrics:
-        metrics.step(line(2))
-    assert "WER 112.5%" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "tfevents"])

@@ -1,0 +1,69 @@
+"""The report of a run that has ended: what was trained, its figures, some answers, what comes next."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxthd.config import Config
+from jaxthd.run.progress import summary
+from jaxthd.terminal.tables import clipped
+
+SAMPLES = 3
+"""Answers of each kind that are shown."""
+PICTURES = {
+    "curves.png": "loss, word error rate and speed over the steps",
+    "last_batch.png": "the last batch",
+}
+
+
+def end_report(
+    workdir: Path,
+    config: Config,
+    lines: Sequence[Mapping[str, Any]],
+    hypotheses: Sequence[Mapping[str, Any]],
+    *,
+    parameters: str,
+    skipped: str,
+) -> str:
+    """The report as text, a few lines for each part.
+
+    lines: of metrics.jsonl. hypotheses: of hypotheses.jsonl. parameters, skipped: as text; "" for none.
+    """
+    parts = [summary(lines)]
+    if skipped:
+        parts.append(f"  skipped: {skipped}")
+    parts.append(f"\nTrained: {parameters}, on {', '.join(config.data.manifest)}")
+    parts += _samples(hypotheses)
+    pictures = [f"  {workdir / name}: {what}" for name, what in PICTURES.items() if (workdir / name).exists()]
+    parts += ["\nPictures", *pictures] if pictures else []
+    parts += [
+        "\nNext",
+        f"  jaxthd evaluate {workdir}",
+        f"  jaxthd generate {workdir}" + " --audio FILE" * (config.model.encoder is not None),
+        f"  jaxthd train {workdir} --train.steps {2 * config.train.steps}",
+        f"  jaxthd convert export {workdir} --out FOLDER",
+    ]
+    return "\n".join(parts)
+
+
+def _samples(hypotheses: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Answers that are right and that are wrong, from the first on."""
+
+    def words(text: str) -> list[str]:
+        return text.lower().split()
+
+    right = [
+        x for x in hypotheses if words(x["reference"]) and words(x["hypothesis"]) == words(x["reference"])
+    ]
+    wrong = [x for x in hypotheses if words(x["hypothesis"]) != words(x["reference"])]
+    found = []
+    if right:
+        found += ["\nRight", *(f"  {clipped(x['reference'], 90)}" for x in right[:SAMPLES])]
+    if wrong:
+        found.append("\nWrong (what was said, what was written)")
+        for x in wrong[:SAMPLES]:
+            found += [
+                f"  {clipped(x['reference'], 90)}",
+                f"    {clipped(x['hypothesis'], 88) or '(nothing)'}",
+            ]
+    return found
