@@ -184,8 +184,8 @@ def _table(summary: Mapping[str, Any]) -> str:
     ]
     columns = "set|documents|hours|loss|accuracy|WER|substituted|deleted|inserted|CER|RTF"
     notes = [
-        f"Texts are compared after the normaliser {summary['normaliser']!r}. RTF: seconds of scoring and "
-        "decoding for a second of audio, without reading and compiling; measured on "
+        f"Texts are compared after the normaliser {summary['evaluated']['normaliser']!r}. RTF: seconds of "
+        "scoring and decoding for a second of audio, without reading and compiling; measured on "
         f"{summary['measured_on']}."
     ]
     for what, text in (
