@@ -353,7 +353,7 @@ class ComputeConfig:
 class AdaptConfig:
     """Which parts of the model train, and how fast. The parts are encoder, adapter and LLM (all the rest).
 
-    Patterns match names, and * matches anything: python -m jaxthd.describe --names lists the names.
+    Patterns match names, and * matches anything: jaxthd describe runs/my --names lists the names.
     """
 
     freeze: tuple[str, ...] = ()
@@ -426,6 +426,9 @@ class TrainConfig:
     max_skipped_steps: int = 10
     """The run stops after this many steps in a row whose update was skipped because loss or gradient was
     not finite."""
+    max_seconds: float = 0.0
+    """The command stops after this many seconds, saves, and may be started again: for queues with a time
+    limit. 0: never."""
     seed: int = 0
     """Seed of the initial parameters."""
     validate_every: int = 50

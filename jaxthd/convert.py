@@ -1,7 +1,7 @@
 """Published checkpoints in, published checkpoints out.
 
-    python -m jaxthd.convert import nemotron_folder parakeet.nemo --out weights/speech
-    python -m jaxthd.convert export runs/cp2 --out exported [--like nemotron_folder] [--dtype bfloat16]
+    jaxthd convert import nemotron_folder parakeet.nemo --out weights/speech
+    jaxthd convert export runs/cp2 --out exported --like nemotron_folder --dtype bfloat16
 
 import reads Hugging Face folders of the families below and .nemo archives (their encoder). It writes a
 workdir without an optimizer: config.json and checkpoints/. If no source has an encoder, the model is
@@ -162,7 +162,7 @@ def _is_new(out: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxthd.convert",
+        prog="jaxthd convert",
         description=f"{__doc__}\n{formats_help()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

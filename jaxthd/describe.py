@@ -1,6 +1,7 @@
 """Shows what a configuration amounts to: parameters by group, and bytes of state on a device.
 
-    python -m jaxthd.describe --config configs/nemotron3_nano.py [--mesh.data 16 ...] [--names]
+    jaxthd describe configs/nemotron3_nano.py --mesh.data 16
+    jaxthd describe runs/my --names
 
 --names lists every parameter by the name that adapt.freeze takes, and whether it trains. Only shapes are
 computed: no parameter is made, and no device of the mesh is needed.

@@ -1,6 +1,7 @@
 """Shows what this machine can run: devices, versions, and each attention and scan back-end.
 
-    python -m jaxthd.doctor [--config configs/nemotron3_nano.py] [--json]
+    jaxthd doctor
+    jaxthd doctor configs/nemotron3_nano.py --json
 
 Every back-end that can run here is compared with XLA's own in float32, unless an earlier comparison is kept;
 shown is the largest error of each output and gradient, over the largest value. --config FILE: compare for the

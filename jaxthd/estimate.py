@@ -1,6 +1,7 @@
 """Estimates what a run will cost: memory of a device, bytes on the wire, pipeline bubble.
 
-    python -m jaxthd.estimate --config configs/nemotron3_nano.py [--mesh.data 16 ...] [--no-compile]
+    jaxthd estimate configs/nemotron3_nano.py --mesh.data 16
+    jaxthd estimate runs/my --no-compile
 
 Bytes of the state are exact. Temporary memory and bytes on the wire are given twice: by closed forms
 (jaxthd/planning/memory.py and traffic.py), and from the training step, compiled for as many simulated CPU

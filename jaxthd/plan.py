@@ -1,6 +1,7 @@
 """Recommends buffer sizes for a data set, and shows what each choice costs, from its lengths alone.
 
-    python -m jaxthd.plan --config configs/cp2.py [--out plan.png] [--data.capacity 4096 ...]
+    jaxthd plan configs/cp2.py
+    jaxthd plan runs/my --data.capacity 4096
 
 Reads the training manifests. Recordings are not decoded: a duration comes from the manifest, else from the
 file's header. The lengths are packed as the loader would pack them, for a range of settings. Of more than
@@ -17,12 +18,16 @@ from jaxthd.planning.search import make_plan
 from jaxthd.terminal.arguments import parse_command_line
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "out": {"type": Path, "help": "a picture of the lengths, the buffers and their padding"}
+    "out": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "where the picture of lengths, buffers and padding goes; by default plan.png in the workdir",
+    }
 }
 
 
 def main(argv: list[str] | None = None) -> None:
-    config, path, _, options, _ = parse_command_line("plan", argv, OPTIONS, __doc__)
+    config, path, run, options, _ = parse_command_line("plan", argv, OPTIONS, __doc__)
     print(f"{path}: mesh (data, context, pipeline, tensor) = {config.mesh.sizes}")
     found, unusable = zip(*(measure(examples, config) for examples in read_examples(config)), strict=True)
     if sum(unusable):
@@ -30,11 +35,12 @@ def main(argv: list[str] | None = None) -> None:
     stream = draw(found, config.data.weights, config.data.seed)
     plan = make_plan(stream, config, epoch=sum(len(lengths.tokens) for lengths in found))
     print(f"\n{describe_plan(plan)}")
-    if options.out:
-        from jaxthd.figures.plan import draw_plan  # matplotlib takes a while to load
+    from jaxthd.figures.plan import draw_plan  # matplotlib takes a while to load
 
-        draw_plan(plan, options.out)
-        print(f"\n{options.out}")
+    out = options.out or (path if run else Path("runs") / path.stem) / "plan.png"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draw_plan(plan, out)
+    print(f"\n{out}")
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ def _train(
         metrics = stack.enter_context(open_metrics(outputs.path, first, steps, tensorboard=tensorboard))
         non_finite = NonFiniteSteps(outputs, first, config.train.max_skipped_steps, metrics.say)
         watch_padding = PaddingWatch(config, metrics.say)
-        stop_asked = stack.enter_context(stop_requested())
+        stop_asked = stack.enter_context(stop_requested(config.train.max_seconds))
 
         # --- steps ---
         if first == 0 and validation.is_due(0):
@@ -149,7 +149,8 @@ def _train(
             state, on_device = train_step(state, on_mesh)
             if step < steps:  # the next batch is loaded while the devices work
                 on_mesh, upcoming = _load(loader, mesh)
-            last = stop_asked() or step == steps
+            stopped = stop_asked()
+            last = bool(stopped) or step == steps
             results = jax.tree.map(lambda x: x.item(), on_device)
             seconds, skipped = time.perf_counter() - start, len(data.skipped.reasons())
             data.require_few_skipped()
@@ -166,7 +167,7 @@ def _train(
             if last:
                 break
         if step < steps:
-            metrics.say(f"stopped by a signal after step {step}, which is saved: the same command continues")
+            metrics.say(f"stopped {stopped} after step {step}, which is saved: the same command continues")
         if config.train.draw_last_batch:
             outputs.draw("last_batch.png", partial(draw_batch, current.batch, current.report, config))
     return step - first

@@ -85,7 +85,11 @@ def load_weights(
             f"model: add the checkpoints of its other parts to {setting}"
         )
     if missing:
-        _report(f"initialised at random, because no source holds them: {_groups(missing)}")
+        others = [name for name in missing if "lora" not in name.split(".")]
+        if len(missing) > len(others):
+            _report(f"new: LoRA matrices ({len(missing) - len(others)} arrays)")
+        if others:
+            _report(f"initialised at random, because no source holds them: {_groups(others)}")
         arrays = _made(lambda: named_weights(Weights(*blueprint.initial_weights())), named, missing)
     for reader in readers:
         arrays |= reader.read()
@@ -138,7 +142,8 @@ class _Run:
     """
 
     def __init__(self, path: Path, which: str, config: Config, specs: Weights, setting: str) -> None:
-        compare_models(path, read_config(path).model, config.model)
+        there = read_config(path)
+        compare_models(path, there.model, config.model)
         self._folder = path / "checkpoints"
         self._step, self._saved = find_checkpoint(self._folder, which)
         shapes = {name: spec.shape for name, spec in named_weights(specs).items()}
@@ -151,11 +156,13 @@ class _Run:
         }
         differing = [name for name, shape in found.items() if shapes.get(name) != shape]
         if differing:
-            name = differing[0]
+            name, ranks = differing[0], (there.adapt.lora_rank, config.adapt.lora_rank)
+            lora = f"adapt.lora_rank is {ranks[0]} there and {ranks[1]} here. " * (ranks[0] != ranks[1])
             raise UserError(
                 f"the checkpoint of step {self._step} in {path} is of another model: {len(differing)} arrays "
-                f"differ, {name} is {list(found[name])} there and {shapes.get(name, 'absent')} here. Choose "
-                f"other weights in {setting}, or the settings of that run's model"
+                f"differ, {name} is {list(found[name])} there and {shapes.get(name, 'absent')} here. {lora}"
+                f"Take the settings of that run (jaxthd COMMAND {path}), merge its LoRA matrices (jaxthd "
+                f"convert export), or choose other weights in {setting}"
             )
         self.gives = set(found)
         self._specs = specs

@@ -155,15 +155,16 @@ class Loader(BatchIterator):
         Raises UserError if the state was saved for other data or other packing.
         """
         was, now = state["identity"], self._identity
+        hashes = {"manifest": "content of the data sets", "tokenizer": "tokenizer"}
         changed = [
-            f"{k}: {was.get(k)!r} then, {now.get(k)!r} now"
+            f"{k}: another {hashes[k]}" if k in hashes else f"{k}: {was.get(k)!r} then, {now.get(k)!r} now"
             for k in {**was, **now}
             if was.get(k) != now.get(k)
         ]
         if changed:
             raise UserError(
                 f"the saved data position belongs to another stream of documents ({'; '.join(changed)}); "
-                "restore these settings, or start from the weights only"
+                "restore these, or start a new run from the weights (--train.init-from WORKDIR)"
             )
         super().set_state({"streams": state["streams"]})
 

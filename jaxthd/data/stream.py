@@ -116,8 +116,9 @@ class _Sift:
         self._without_fit[loaded.source] += 1
         if self._items and all(self._without_fit[s] > 2 * items for s, items in enumerate(self._items)):
             raise UserError(
-                f"none of this row's {sum(self._items)} items gave a document that fits, in two epochs; "
-                "the reports of skipped items (of a run: skipped.jsonl in its workdir) say why"
+                f"none of {sum(self._items)} items could be used: all were skipped, in two epochs; expected "
+                "documents that fit a buffer: raise the capacities that the reasons name, or correct the "
+                "data (skipped.jsonl in a run's workdir lists them)"
             )
         return judged
 

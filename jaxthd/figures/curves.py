@@ -57,7 +57,9 @@ def curves_figure(lines: Sequence[Mapping[str, Any]]) -> Figure:
     errors.yaxis.set_major_formatter(PercentFormatter(1))
     if errors.lines:
         # The word error rate of an untrained model can be many times 1.
-        errors.set_ylim(0, max(1.05, min(1.5, max(max(line.get_ydata()) for line in errors.lines))))
+        top = max(1.05, min(1.5, max(max(line.get_ydata()) for line in errors.lines)))
+        errors.set_ylim(0, top)
+        _mark_above(errors, lines, "validation_wer", top, HUES[1])
         errors.legend(frameon=False)
     else:
         errors.text(0.5, 0.5, "not measured", ha="center", color=FAINT, transform=errors.transAxes)
@@ -80,6 +82,22 @@ def curves_figure(lines: Sequence[Mapping[str, Any]]) -> Figure:
     padding.set_ylim(0, max(0.1, 1.1 * max(shares, default=0)))
     padding.yaxis.set_major_formatter(PercentFormatter(1))
     return figure
+
+
+def _mark_above(axes: Axes, lines: Sequence[Mapping[str, Any]], name: str, top: float, color: str) -> None:
+    """Marks the values above the top of the axes there, and writes them beside the marks."""
+    for step, value in values(lines, name):
+        if value > top:
+            axes.plot(step, top, "^", color=color, clip_on=False)
+            axes.annotate(
+                f"{value:.0%}",
+                (step, top),
+                (6, -4),
+                textcoords="offset points",
+                va="top",
+                color=color,
+                annotation_clip=False,
+            )
 
 
 def _titled(axes: Axes, title: str, y: str, color: str = INK) -> None:

@@ -1,4 +1,4 @@
-"""Where each back-end ran, with which versions and when. `python -m jaxthd.doctor` prints it."""
+"""Where each back-end ran, with which versions and when. `jaxthd doctor` prints it."""
 
 _ON_CPU = "CPU, jax 0.10.2, 0.11.2 and 0.12.0.1, 2026-11-22"
 _EVERYWHERE = f"{_ON_CPU}; not yet run on a GPU"

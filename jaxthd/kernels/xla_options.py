@@ -5,7 +5,9 @@ before jax starts, and an option that this XLA does not know is an error that na
 scripts/check_gpu.py times the step without each of them; OPTIONS holds what it found.
 """
 
+import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -117,21 +119,32 @@ def check_options(options: Mapping[str, Value]) -> None:
 
 
 def prepare_compiler(config: Config) -> None:
-    """Call this before the first program. On GPUs compiled programs are kept on disk for the next start.
+    """Call this before the first program. Compiled programs are kept on disk for the next start.
 
-    The folder is JAX_COMPILATION_CACHE_DIR, else $XDG_CACHE_HOME/jaxthd/compiled (~/.cache without it). Not
-    on CPUs: a program compiled for one does not always run on another that shares the home directory. With
-    several processes only JAX_COMPILATION_CACHE_DIR is used, and all must share it: process 0 writes it, and
-    processes that did not find what it finds would wait for its part in choosing kernels.
+    The folder is JAX_COMPILATION_CACHE_DIR, else $XDG_CACHE_HOME/jaxthd/compiled (~/.cache without it). In it
+    each kind of CPU has a folder of its own: a program compiled for one does not always run on another that
+    shares the home directory. With several processes only JAX_COMPILATION_CACHE_DIR is used, and all must
+    share it: process 0 writes it, and processes that did not find what it finds would wait for its part in
+    choosing kernels.
     Raises UserError as given_options and check_options.
     """
     check_options(given_options(config))
-    if (
-        jax.default_backend() == "gpu"
-        and jax.process_count() == 1
-        and not jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    ):
-        jax.config.update("jax_compilation_cache_dir", str(user_cache() / "compiled"))
+    kind = _cpu_kind() if jax.default_backend() == "cpu" else "."
+    has_folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if kind and jax.process_count() == 1 and not has_folder:
+        jax.config.update("jax_compilation_cache_dir", str(user_cache() / "compiled" / kind))
+
+
+def _cpu_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """This kind of CPU: a digest of its model and its instructions; "" where they are not known."""
+    try:
+        first, *_ = cpuinfo.read_text().split("\n\n")
+    except OSError:
+        return ""
+    names = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    facts = [line for line in first.splitlines() if line.partition(":")[0].strip() in names]
+    digest = hashlib.blake2b("".join(facts).encode(), digest_size=8).hexdigest()
+    return f"cpu-{digest}" if facts else ""
 
 
 def jit_for(config: Config, mesh: Mesh, function: Any, **options: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -11,16 +12,21 @@ from jaxthd.parallel.processes import exchange
 
 
 @contextmanager
-def stop_requested() -> Iterator[Callable[[], bool]]:
-    """Yields a function that says whether SIGTERM or SIGINT has arrived in any process of the run.
+def stop_requested(max_seconds: float = 0.0) -> Iterator[Callable[[], str]]:
+    """Yields a function that says why the run should stop, "" if it should not.
 
-    All processes call that function, equally often. A second signal acts as it does without this.
+    It should once SIGTERM or SIGINT has arrived in any process of the run, and after max_seconds (0: never)
+    in any. All processes call the function, equally often. A second signal acts as it does without this.
     Outside the main thread, where Python receives no signals, none arrives.
     """
-    arrived = threading.Event()
+    arrived, start = threading.Event(), time.monotonic()
 
-    def asked() -> bool:
-        return any(exchange(arrived.is_set()))
+    def asked() -> str:
+        is_late = bool(max_seconds) and time.monotonic() - start >= max_seconds
+        reason = (
+            "by a signal" if arrived.is_set() else f"by train.max_seconds {max_seconds:g}" if is_late else ""
+        )
+        return next((reason for reason in exchange(reason) if reason), "")
 
     if threading.current_thread() is not threading.main_thread():
         yield asked

@@ -38,6 +38,7 @@ FREE = (
     "train.max_new_tokens",
     "train.normaliser",
     "train.max_skipped_steps",
+    "train.max_seconds",
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.tensorboard",

@@ -56,7 +56,7 @@ def _adaptation(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             yield Finding(
                 found,
                 f"a pattern of {what} names, such as {', '.join(near)}",
-                "correct it; python -m jaxthd.describe --names lists the names",
+                "correct it; jaxthd describe runs/my --names lists the names",
             )
     if not any(jax.tree.leaves(trained(model, adapt))):
         change = "freeze less, or set adapt.lora_rank to train low-rank matrices"
@@ -84,7 +84,7 @@ def _fp8(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if model is None:
         return
     found = fp8_projections(model)
-    lists = "python -m jaxthd.describe --names lists the names"
+    lists = "jaxthd describe runs/my --names lists the names"
     for pattern, near in unmatched(patterns, list(found)):
         what = f"compute.fp8 {pattern!r} matches no projection"
         yield Finding(what, f"a pattern such as {', '.join(near)}", f"correct it; {lists}")

@@ -8,6 +8,7 @@ import pytest
 
 from jaxthd.config import ComputeConfig, Config
 from jaxthd.errors import UserError
+from jaxthd.kernels import xla_options
 from jaxthd.kernels.xla_options import (
     OPTIONS,
     check_options,
@@ -71,24 +72,41 @@ def cache_dir() -> Iterator[Callable[[], str | None]]:
     jax.config.update("jax_compilation_cache_dir", kept)
 
 
-@pytest.mark.parametrize(("platform", "processes", "is_kept"), [("gpu", 1, 1), ("gpu", 2, 0), ("cpu", 1, 0)])
-def test_programs_are_kept_on_gpus(
+@pytest.mark.parametrize(
+    ("platform", "processes", "folder"),
+    [("gpu", 1, ""), ("gpu", 2, None), ("cpu", 1, "cpu-here"), ("cpu", 2, None), ("cpu", 1, None)],
+)
+def test_programs_are_kept(
     platform: str,
     processes: int,
-    is_kept: bool,
+    folder: str | None,
     cache_dir: Callable[[], str | None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """With several processes only where they share a folder that the user names."""
+    """With several processes only in a folder that the user names. Each kind of CPU has its own."""
+    monkeypatch.setattr(xla_options, "_cpu_kind", lambda: folder or "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     prepare_compiler(Config())
-    assert cache_dir() == (str(tmp_path / "jaxthd" / "compiled") if is_kept else None)
+    assert cache_dir() == (None if folder is None else str(tmp_path / "jaxthd" / "compiled" / folder))
     jax.config.update("jax_compilation_cache_dir", "elsewhere")
     prepare_compiler(Config())
     assert cache_dir() == "elsewhere"
+
+
+def test_a_kind_of_cpu_is_its_model_and_instructions(tmp_path: Path):
+    first = "processor : 0\nmodel name : A\nflags : x y\ncpu MHz : 1\n\nprocessor : 1\n"
+    kinds = []
+    for text in (first, first.replace("MHz : 1", "MHz : 2"), first.replace("x y", "x z"), "nothing", None):
+        file = tmp_path / "cpuinfo"
+        file.unlink(missing_ok=True)
+        if text is not None:
+            file.write_text(text)
+        kinds.append(xla_options._cpu_kind(file))
+    assert kinds[0] == kinds[1] != kinds[2]
+    assert kinds[3:] == ["", ""]
 
 
 def test_no_collective_is_recorded_in_a_graph():
