@@ -94,6 +94,7 @@ def registered() -> Any:
 def test_a_toy_objective_and_a_toy_source_train(registered: None, tmp_path: Path):
     config = jaxthd.Config(
         data=jaxthd.DataConfig(
+            max_skipped_share=1.0,
             manifest=("tones:40",),
             validation_manifest="",
             capacity=128,

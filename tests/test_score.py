@@ -226,7 +226,7 @@ def test_the_command_writes_a_line_a_document_in_the_manifests_order(
     total = sum(len(line["positions"]) for line in lines)
     assert f"20 documents, {total} tokens scored" in shown
     least = min(lines, key=lambda line: line["log_prob"] / len(line["positions"]))
-    _, _, first, *_ = (line for line in shown.splitlines() if "documents" not in line)
+    _, first, *_ = (line for line in shown.splitlines() if line.startswith("  "))
     assert first.split()[:2] == [least["key"], str(len(least["positions"]))]
     assert least["text"][:8] in first
     assert all(len(line) <= 60 for line in shown.splitlines() if line.startswith("  "))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from jaxthd.errors import UserError
 from jaxthd.run.metrics_file import Metrics, read_metrics
 from jaxthd.train import main, train
 from jaxthd.validate import DeviceFacts, validate
+from scripts.write_reference import METRICS
 
 UNOPTIMISED = "--xla_backend_optimization_level=0 " + " ".join(
     flag for flag in os.environ["XLA_FLAGS"].split() if "emitters" in flag or "split_count" in flag
@@ -127,6 +129,8 @@ def test_a_run_writes_a_line_a_step_and_compiles_once(uninterrupted: Path, manif
     assert before["step"] == 0
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert all(set(line) >= FIELDS for line in lines)
+    documented = set(re.findall(r"^\| `(\w+)` \|", METRICS.read_text(), re.M))
+    assert set().union(*map(set, (before, *lines))) <= documented
     assert {line["compilations"] for line in lines} == {1}
     assert all(np.isfinite(line["loss"]) and np.isfinite(line["grad_norm"]) for line in lines)
     assert len({line["real_tokens"] for line in lines}) > 1, "batches should be ragged"
@@ -256,7 +260,7 @@ def test_a_workdir_of_other_data_or_another_model_is_refused(
         ),
     ):
         with pytest.raises(UserError, match=field):
-            train(other, uninterrupted)
+            train(other, uninterrupted, ["train.steps"])
     # The settings are the same, the content of the file is not.
     copy = tmp_path / "recordings"
     shutil.copytree(manifest.parent, copy)
@@ -266,6 +270,7 @@ def test_a_workdir_of_other_data_or_another_model_is_refused(
         train(
             replace(config, data=replace(config.data, manifest=(str(copy / "manifest.jsonl"),))),
             uninterrupted,
+            ["train.steps"],
         )
     assert read_metrics(uninterrupted) == before
 
@@ -330,7 +335,7 @@ def test_the_command_simulates_the_devices_it_needs(manifest: Path, tmp_path: Pa
 
 def test_help_lists_every_field_and_a_bad_field_is_refused(capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit) as ended:
-        main(["--help"])
+        main(["--help-all"])
     assert ended.value.code in (0, None)
     shown = capsys.readouterr().out
     for name in (

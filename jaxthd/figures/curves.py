@@ -88,7 +88,7 @@ def _mark_above(axes: Axes, lines: Sequence[Mapping[str, Any]], name: str, top: 
     """Marks the values above the top of the axes there, and writes them beside the marks."""
     for step, value in values(lines, name):
         if value > top:
-            axes.plot(step, top, "^", color=color, clip_on=False)
+            axes.scatter(step, top, marker="^", color=color, clip_on=False)
             axes.annotate(
                 f"{value:.0%}",
                 (step, top),
