@@ -6,7 +6,7 @@
 The first command prints the parameters (31.58B in the decoder, 3.23B of them active per token; 0.61B in the
 encoder) and the bytes of the training state: 480 GiB, 15 GiB of it on each device. jaxthd.estimate says what
 a step needs and sends besides. The second command reads train.jsonl and validation.jsonl (NeMo manifests) and
-the model's tokenizer.json from the working directory. It has not yet run on a GPU.
+the model's tokenizer.json from this file's folder. It has not yet run on a GPU.
 
 Decoder: NVIDIA, Nemotron 3 (2025). Encoder: sizes of Parakeet-TDT-0.6B.
 """

@@ -318,8 +318,8 @@ class ComputeConfig:
     attention_backend: str = "xla"
     """What computes the decoder's attention. "xla": blockwise, on every device. "te": Transformer Engine's
     fused kernels; "cudnn": jax's own cuDNN call. Both need an NVIDIA GPU and bfloat16, and a measurement
-    as the run starts must admit them. "auto": the first of te, cudnn, xla that is admitted. See python -m
-    jaxthd.doctor."""
+    as the run starts must admit them. "auto": the first of te, cudnn, xla that is admitted. See jaxthd
+    doctor."""
     scan_backend: str = "xla"
     """What computes Mamba2's scan in training and evaluation. "xla": on every device. "pallas": kernels
     for NVIDIA GPUs, for chunks, head dims and states that are powers of two from 16 up; a measurement as

@@ -26,6 +26,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxthd.checkpoints.checkpoint import Checkpoints
+from jaxthd.checkpoints.stored import find_checkpoint
 from jaxthd.checkpoints.weights import load_weights, named_weights
 from jaxthd.config import Config, DataConfig, MeshConfig, ModelConfig
 from jaxthd.data.text.published_tokenizer import write_tokenizer
@@ -96,7 +97,7 @@ def export_weights(
     Raises UserError if `out` exists, the run cannot be read, or the format cannot hold the model.
     """
     _is_new(out)
-    path, _ = source_of(source)
+    path, which = source_of(source)
     if not is_run(path):
         raise UserError(f"{path} holds no checkpoints; expected the workdir of a run, or what import wrote")
     config = replace(read_config(path), mesh=MeshConfig())
@@ -121,11 +122,10 @@ def export_weights(
             beside=None if like or not family.token_fields else _tokenizer_folder(config),
             limit=limit,
         )
-        if (
-            family.token_fields
-            and config.data.tokenizer in BUILT_IN
-            and not (folder / "tokenizer.json").exists()
-        ):
+        # What import wrote (step 0) has "bytes" where no source had a tokenizer.
+        is_trained = find_checkpoint(path / "checkpoints", which)[0] > 0
+        is_missing = config.data.tokenizer in BUILT_IN and not (folder / "tokenizer.json").exists()
+        if family.token_fields and is_trained and is_missing:
             write_tokenizer(config.data.tokenizer, folder)
     return list(folders)
 

@@ -4,10 +4,10 @@
     jaxthd doctor configs/nemotron3_nano.py --json
 
 Every back-end that can run here is compared with XLA's own in float32, unless an earlier comparison is kept;
-shown is the largest error of each output and gradient, over the largest value. --config FILE: compare for the
-shapes and dtype that a rank of that model has. The default is bfloat16, attention of 32 query heads over 8
-key/value heads, and Nemotron-3-Nano's scan. Needs neither data nor weights, nor grain, tyro or Transformer
-Engine.
+shown is the largest error of each output and gradient, over the largest value. With a config file or a
+workdir they are compared for the shapes and dtype that a rank of that model has. The default is bfloat16,
+attention of 32 query heads over 8 key/value heads, and Nemotron-3-Nano's scan. Needs neither data nor
+weights, nor grain, tyro or Transformer Engine.
 """
 
 import argparse

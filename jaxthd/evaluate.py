@@ -17,7 +17,6 @@ Several processes evaluate together as they train together (jaxthd.train).
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -43,7 +42,14 @@ from jaxthd.inference.results import (
 )
 from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import local_rows, make_mesh
-from jaxthd.run.evaluations import SUMMARY, checkpoint_of, evaluation_folder, require_free
+from jaxthd.parallel.processes import exchange
+from jaxthd.run.evaluations import (
+    SUMMARY,
+    checkpoint_of,
+    evaluated_settings,
+    evaluation_folder,
+    require_free,
+)
 from jaxthd.run.outputs import OutputFolder
 from jaxthd.run.startup import devices_ready, prepared
 from jaxthd.steps.blueprint import Blueprint
@@ -68,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     weights, options = line.weights(), line.options
     if not weights:
         raise UserError("--weights is missing; expected the workdir of a run, or checkpoints: name them")
-    beside = Path("runs") / line.path.stem / "evaluations"
+    beside = (line.path if line.run else Path("runs") / line.path.stem) / "evaluations"
     with devices_ready(line.config.mesh, options):
         evaluate(line.config, weights, options.out, beside=beside, gallery=options.gallery)
 
@@ -93,8 +99,11 @@ def evaluate(
     if not config.data.validation_sets:
         raise UserError("data.validation_manifest is empty; expected one set or more: name them")
     config = prepared(config).without_mtp
-    out, evaluated = _folder(config, weights, out, beside)
+    is_chosen = out is None
+    weights, out, evaluated = _folder(config, weights, out, beside)
     outputs = OutputFolder(out)
+    if is_chosen:  # another evaluation at the same time then takes another folder
+        outputs.write_text(SUMMARY, json.dumps({"evaluated": evaluated}) + "\n")
     mesh = make_mesh(config.mesh)
     with closing(SpeechData(config, out, training=False)) as data:
         results = _evaluated(config, mesh, data, weights)
@@ -117,24 +126,23 @@ def evaluate(
 
 def _folder(
     config: Config, weights: Sequence[str | Path], out: Path | None, beside: Path
-) -> tuple[Path, dict[str, Any]]:
-    """(the folder for the results, what they depend on)."""
-    sets, of_run = config.data.validation_sets, checkpoint_of(weights)
-    evaluated = {
-        "weights": [os.path.abspath(source) for source in weights],
-        "checkpoint": of_run and of_run[1],
-        "sets": {each.name: each.path for each in sets},
-        "normaliser": config.train.normaliser,
-        "max_new_tokens": config.train.max_new_tokens,
-    }
+) -> tuple[Sequence[str | Path], Path, dict[str, Any]]:
+    """(the weights, of a run those of one checkpoint; the folder for the results; what they depend on)."""
+    of_run = checkpoint_of(weights)
+    evaluated = evaluated_settings(config, weights)
+    if of_run:
+        # A run that goes on may save another checkpoint meanwhile.
+        workdir, step = of_run[0], exchange(of_run[1])[0]
+        weights, beside = [f"{workdir}@{step}"], workdir / "evaluations" / str(step)
+        evaluated |= {"weights": "the run's", "checkpoint": step}
     if out:
         require_free(out, evaluated)
-        return out, evaluated
-    if of_run:
-        workdir, step = of_run
-        beside = workdir / "evaluations" / str(step)
-        evaluated["weights"] = [str(workdir.absolute())]
-    return evaluation_folder(beside, [each.name for each in sets], evaluated), evaluated
+        return weights, out, evaluated
+    return (
+        weights,
+        evaluation_folder(beside, [x.name for x in config.data.validation_sets], evaluated),
+        evaluated,
+    )
 
 
 def _evaluated(

@@ -122,6 +122,8 @@ def generate(
 
 
 def _check(options: Namespace, weights: Sequence[str]) -> None:
+    if options.json and not (options.audio or options.prompt is not None or options.chat):
+        raise UserError("--json is given for a chat; expected --audio, --prompt or --chat with it: add one")
     if not weights:
         raise UserError(
             "--weights is missing; expected the workdir of a run, or Hugging Face folders: name it"

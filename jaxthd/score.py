@@ -16,7 +16,8 @@ first. --out receives a line for each document, in the manifest's order:
     top_ids         the --top-k likeliest tokens at each position, of equals the lowest id first
     top_texts, top_log_probs    their texts and log-probabilities
 
-The terminal gets a table of the documents that are least likely for each token.
+The terminal gets a table of the documents that are least likely for each token. Documents that were skipped
+are listed beside --out, in OUT.skipped.jsonl.
 
 Several processes score together as they train together (jaxthd.train).
 """
@@ -81,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
             config,
             weights,
             options.manifest,
-            outputs.path,
+            options.out.with_suffix(".skipped.jsonl"),
             top_k=options.top_k,
             every_token=options.every_token,
         )
@@ -133,21 +134,21 @@ def score_manifest(
     config: Config,
     weights: Weights | Sequence[str | Path],
     manifest: str,
-    folder: Path,
+    skipped: Path,
     *,
     top_k: int = 0,
     every_token: bool = False,
 ) -> Iterator[DocumentScores]:
     """The scores of a manifest's documents one by one, in its order; otherwise as `score`.
 
-    Skipped documents are listed, with the reason, in folder/skipped.jsonl.
+    skipped: JSONL file that lists the skipped documents, with the reasons.
     """
     own: dict[str, Any] = {"manifest": (manifest,), "tarred_audio": (), "weights": ()}
     config = replace(config, data=replace(config.data, validation_manifest=f"scored={manifest}", **own))
     config = _for_scoring(prepared(config), weights)
     mesh = make_mesh(config.mesh)
     scorer = Scorer(Blueprint(config), mesh, top_k=top_k, every_token=every_token)
-    with closing(SpeechData(config, folder, training=False)) as data:
+    with closing(SpeechData(config, skipped.parent, training=False, skip_list=skipped.name)) as data:
         on_mesh = _on_mesh(weights, config, mesh)
         keys = [example.key for example in data.validation_examples("scored")]
         with closing(data.validation(local_rows(mesh, config.data.rows))) as batches:

@@ -36,12 +36,13 @@ from jaxthd.checkpoints.weights import start_state
 from jaxthd.config import Config
 from jaxthd.data.dataset import SpeechData, SynchronizedLoader, whole_position
 from jaxthd.data.loader import BatchReport
-from jaxthd.errors import readable_errors
+from jaxthd.errors import UserError, readable_errors
 from jaxthd.figures.batch import draw_batch
 from jaxthd.figures.curves import draw_curves
 from jaxthd.files.jsonl import read_lines
-from jaxthd.files.run_folder import Difference
+from jaxthd.files.run_folder import Difference, source_of
 from jaxthd.inference.validation import Validation
+from jaxthd.inference.wer import make_normaliser
 from jaxthd.models.adapt import split
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import local_rows, make_mesh, put_batch
@@ -73,6 +74,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def main(argv: list[str] | None = None) -> None:
     line = parse_command_line("train", argv, OPTIONS, __doc__)
+    if line.run and source_of(line.run)[1] != "newest" and not line.options.workdir:
+        raise UserError(
+            f"{line.run} names a checkpoint; expected a workdir, which is continued from its newest one. To "
+            f"start a new run from this one: --workdir NEW --train.init-from {line.run}"
+        )
     workdir = line.options.workdir or (line.path if line.run else Path("runs") / line.path.stem)
     with devices_ready(line.config.mesh, line.options):
         train(line.config, workdir, changes=line.given)
@@ -88,14 +94,15 @@ def train(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
     workdir that is in use or holds a run of another config, after too many updates in a row that are not
     finite, and where a checkpoint cannot be saved.
     """
-    config = prepared(config)
+    # The workdir keeps the config as it was given: another machine may admit other kernels.
+    given, config, start = config, prepared(config), time.monotonic()
     with ExitStack() as stack:
-        held = stack.enter_context(opened(workdir, config, changes))
+        held = stack.enter_context(opened(workdir, given, changes))
         require_same("the configuration", asdict(config))
         outputs = OutputFolder(workdir)
         data = stack.enter_context(closing(SpeechData(config, workdir)))
         checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints))
-        steps_done = _train(config, held, outputs, data, checkpoints)
+        steps_done = _train(config, held, outputs, data, checkpoints, start)
     if steps_done and is_first():
         lines = read_metrics(workdir)
         draw_curves(lines, workdir / "curves.png")
@@ -107,15 +114,21 @@ def train(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
             hypotheses,
             parameters=_parameters(Blueprint(config)),
             skipped=data.skipped_text(),
+            normalise=make_normaliser(config.train.normaliser),
         )
         outputs.write_text("report.txt", text + "\n")
         print(text)
 
 
 def _train(
-    config: Config, held: OpenedRun, outputs: OutputFolder, data: SpeechData, checkpoints: Checkpoints
+    config: Config,
+    held: OpenedRun,
+    outputs: OutputFolder,
+    data: SpeechData,
+    checkpoints: Checkpoints,
+    start: float,
 ) -> int:
-    """Returns the number of steps that it has trained."""
+    """Returns the number of steps that it has trained. start: time.monotonic() when the command began."""
     # --- the model on the mesh ---
     blueprint, mesh = Blueprint(config), make_mesh(config.mesh)
     train_step = make_train_step(blueprint, mesh)
@@ -137,7 +150,7 @@ def _train(
         metrics = stack.enter_context(open_metrics(outputs.path, first, steps, tensorboard=tensorboard))
         non_finite = NonFiniteSteps(outputs, first, config.train.max_skipped_steps, metrics.say)
         watch_padding = PaddingWatch(config, metrics.say)
-        stop_asked = stack.enter_context(stop_requested(config.train.max_seconds))
+        stop_asked = stack.enter_context(stop_requested(config.train.max_seconds, start))
 
         # --- steps ---
         if first == 0 and validation.is_due(0):
@@ -145,14 +158,14 @@ def _train(
         metrics.say("compiling the training step")
         on_mesh, upcoming = _load(loader, mesh)
         for step in range(first + 1, steps + 1):
-            start, current = time.perf_counter(), upcoming
+            began, current = time.perf_counter(), upcoming
             state, on_device = train_step(state, on_mesh)
             if step < steps:  # the next batch is loaded while the devices work
                 on_mesh, upcoming = _load(loader, mesh)
             stopped = stop_asked()
             last = bool(stopped) or step == steps
             results = jax.tree.map(lambda x: x.item(), on_device)
-            seconds, skipped = time.perf_counter() - start, len(data.skipped.reasons())
+            seconds, skipped = time.perf_counter() - began, data.skipped.total
             data.require_few_skipped()
             watch_padding(step, current.report)
             facts = StepFacts(step, results, current.report, seconds, compilations(train_step), skipped)

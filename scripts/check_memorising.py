@@ -64,7 +64,7 @@ def main() -> None:
     config = run_config(subset, options.steps)
     simulate_devices(config.mesh.devices)
     validate(config, DeviceFacts.of_this_machine())
-    train(config, options.workdir)
+    train(config, options.workdir, ["train.steps"])
     measured = [line for line in read_metrics(options.workdir) if "validation_wer" in line]
     print("\n| step | loss a token | accuracy | word error rate |\n|---|---|---|---|")
     for line in measured:

@@ -145,6 +145,15 @@ def test_relative_paths_are_of_the_files_folder(tmp_path: Path, monkeypatch: pyt
     assert with_absolute_paths(Config(), "/elsewhere") == Config()
 
 
+def test_a_mistake_has_its_line_also_in_a_file_given_by_a_relative_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.py").write_text("\n\nundefined\n")
+    with pytest.raises(ValueError, match=r"^my\.py, line 3: NameError"):
+        load_config("my.py")
+
+
 @pytest.mark.parametrize("seconds", [0.02, 0.29, 1.15, 10.0])
 def test_chunk_frames_is_the_longest_chunk_that_audio_is_cut_into(seconds: float) -> None:
     chunk_samples = round(seconds * 100) * HOP

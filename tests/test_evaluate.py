@@ -2,18 +2,20 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jiwer
 import pytest
 
+from jaxthd.config import Config
 from jaxthd.convert import export_weights
 from jaxthd.errors import UserError
 from jaxthd.evaluate import main
 from jaxthd.inference.wer import make_normaliser
 from jaxthd.run import startup
-from jaxthd.run.evaluations import evaluation_folder, require_free
+from jaxthd.run.evaluations import evaluated_settings, evaluation_folder, require_free
 from tests import test_score, test_train
 
 manifest, run = test_train.manifest, test_score.run
@@ -134,13 +136,29 @@ def test_training_manifests_are_not_read(
     out = workdir / "evaluations" / "0" / "manifest"
     summary = json.loads((out / "summary.json").read_text())
     assert summary["evaluated"]["checkpoint"] == 0
-    assert summary["evaluated"]["weights"] == [str(workdir)]
+    assert summary["evaluated"]["weights"] == "the run's"
     (of_set,) = summary["sets"].values()
     assert of_set["wer"] is None
     assert of_set["documents"] == 20
     assert of_set["loss"] > 0
     assert not (out / "error_gallery.png").exists()
     assert lines(out / "manifest.jsonl") == []
+
+
+def test_results_depend_on_what_documents_are_made_of_and_not_on_the_mesh(tmp_path: Path):
+    plain = evaluated_settings(Config(), ["a"])
+    for path, value, is_same in (
+        ("data.prompt", "Write: {audio}", False),
+        ("data.capacity", 64, False),
+        ("compute.dtype", "bfloat16", False),
+        ("train.max_new_tokens", 7, False),
+        ("mesh.context", 4, True),
+        ("compute.scan_chunk", 32, True),
+        ("train.learning_rate", 1.0, True),
+    ):
+        group, name = path.split(".")
+        config = replace(Config(), **{group: replace(getattr(Config(), group), **{name: value})})
+        assert (evaluated_settings(config, ["a"]) == plain) == is_same, path
 
 
 def test_results_are_overwritten_by_the_same_evaluation_only(tmp_path: Path):
@@ -153,6 +171,8 @@ def test_results_are_overwritten_by_the_same_evaluation_only(tmp_path: Path):
         (folder / "summary.json").write_text(json.dumps({"evaluated": evaluated}))
         assert evaluation_folder(tmp_path, ["clean", "other"], evaluated) == folder
         require_free(folder, evaluated)
+    many = [f"set{number}" for number in range(40)]
+    assert evaluation_folder(tmp_path, many, one) == tmp_path / "40-sets"
     with pytest.raises(UserError, match=r"(?s)normaliser: basic there, none now.*choose another --out"):
         require_free(first, other)
     (first / "summary.json").write_text("{")

@@ -231,7 +231,7 @@ def test_the_command_writes_a_line_a_document_in_the_manifests_order(
     assert least["text"][:8] in first
     assert all(len(line) <= 60 for line in shown.splitlines() if line.startswith("  "))
     assert "2 skipped documents are listed" in shown
-    skipped = (out.parent / "skipped.jsonl").read_text()
+    skipped = (out.parent / "scores.skipped.jsonl").read_text()
     assert "missing.wav" in skipped
     assert "not JSON" in skipped
 

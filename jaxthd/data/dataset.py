@@ -65,14 +65,16 @@ def whole_position(position: dict[str, Any]) -> dict[str, Any]:
 
 
 class SpeechData:
-    """The run's data sets as loaders. Unusable items are listed in the skip log, WORKDIR/skipped.jsonl.
+    """The run's data sets as loaders. Unusable items are listed in WORKDIR/skipped.jsonl, or `skip_list`.
 
     training: False: data.manifest is not read. end_id: the token that ends an answer.
     Raises UserError for prompts that cannot be encoded, for a data set without a usable item, and where more
     than data.max_skipped_share of the training items cannot be used.
     """
 
-    def __init__(self, config: Config, workdir: Path, *, training: bool = True) -> None:
+    def __init__(
+        self, config: Config, workdir: Path, *, training: bool = True, skip_list: str = "skipped.jsonl"
+    ) -> None:
         data = config.data
         self._config = config
         tokenizer = load_tokenizer(data.tokenizer)
@@ -82,8 +84,9 @@ class SpeechData:
         self._train_documents = SpeechDocuments(config, tokenizer, train=True)
         self._validation_documents = SpeechDocuments(config, tokenizer, train=False)
         self._sources = training_sources(data) if training else []
+        self._titles = {source.title for source in self._sources}
         self._validation_sources = validation_sources(data)
-        self.skipped = SkipLog(workdir / "skipped.jsonl", writes=is_first())
+        self.skipped = SkipLog(workdir / skip_list, writes=is_first())
         self._training = self._read(self._sources)
         self._items = sum(map(len, self._training)) + len(self.skipped)
         self._validation = {
@@ -91,7 +94,7 @@ class SpeechData:
         }
         read, held_out = (sum(map(len, x)) for x in (self._training, self._validation.values()))
         print(f"{read} training and {held_out} validation documents" if training else f"{held_out} documents")
-        if self.skipped.reasons():
+        if training and self.skipped_text():
             print(f"skipped so far: {self.skipped_text()}; listed in {self.skipped.path}")
         self.require_few_skipped()
 
@@ -99,29 +102,32 @@ class SpeechData:
     def has_validation(self) -> bool:
         return bool(self._validation)
 
-    def skipped_text(self) -> str:
-        """How many items the run has skipped, resumptions included, their share and the main reasons."""
-        own, every = self._skipped_in_training(), self.skipped.reasons()
+    def skipped_text(self, *, this_call: bool = False) -> str:
+        """How many items the run has skipped, resumptions included, their share and the main reasons.
+
+        this_call: without what earlier calls skipped, which may have been mended since.
+        """
+        own, held_out = (
+            self.skipped.reasons(titles, this_call=this_call)
+            for titles in (self._titles, {x.title for x in self._validation_sources.values()} - self._titles)
+        )
         parts = []
         if own:
             share = f"{len(own)} of {self._items} training items ({len(own) / self._items:.1%})"
             parts.append(f"{share}: {main_reasons(own)}")
-        if len(every) > len(own):
-            parts.append(f"{len(every) - len(own)} validation items")
+        if held_out:
+            parts.append(f"{len(held_out)} validation items: {main_reasons(held_out)}")
         return "; ".join(parts)
 
     def require_few_skipped(self) -> None:
-        """Raises UserError where more than data.max_skipped_share of the training items were skipped."""
+        """Raises UserError where this call has skipped too large a share (data.max_skipped_share)."""
         most = self._config.data.max_skipped_share
-        if len(self._skipped_in_training()) > most * self._items:
+        if self.skipped.count(self._titles) > most * self._items:
             raise UserError(
                 f"more than data.max_skipped_share {most:g} of the training data cannot be used: "
-                f"{self.skipped_text()}; {self.skipped.path} lists them. Raise the capacity that the reasons "
-                "name, correct the data, or raise data.max_skipped_share"
+                f"{self.skipped_text(this_call=True)}; {self.skipped.path} lists them. Correct the data, "
+                "raise data.max_skipped_share, or start a new run with the capacity raised that the reasons name"
             )
-
-    def _skipped_in_training(self) -> list[str]:
-        return self.skipped.reasons([source.title for source in self._sources])
 
     def validation_examples(self, name: str) -> Sequence[Example]:
         """The items of a validation set, in its order."""

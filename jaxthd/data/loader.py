@@ -16,6 +16,7 @@ from jaxthd.data.packer import OnSkip, PackedRow, log_skip, pack_documents
 from jaxthd.data.stream import Item, Load, row_streams
 from jaxthd.data.workers import Workers
 from jaxthd.errors import UserError
+from jaxthd.files.tokenizer_files import BUILT_IN
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.pack import PackReport
 
@@ -155,11 +156,10 @@ class Loader(BatchIterator):
         Raises UserError if the state was saved for other data or other packing.
         """
         was, now = state["identity"], self._identity
-        hashes = {"manifest": "content of the data sets", "tokenizer": "tokenizer"}
         changed = [
-            f"{k}: another {hashes[k]}" if k in hashes else f"{k}: {was.get(k)!r} then, {now.get(k)!r} now"
+            _changed(k, was.get(k), now.get(k))
             for k in {**was, **now}
-            if was.get(k) != now.get(k)
+            if not _is_same(k, was.get(k), now.get(k))
         ]
         if changed:
             raise UserError(
@@ -167,6 +167,22 @@ class Loader(BatchIterator):
                 "restore these, or start a new run from the weights (--train.init-from WORKDIR)"
             )
         super().set_state({"streams": state["streams"]})
+
+
+def _is_same(name: str, was: Any, now: Any) -> bool:
+    """Whether an entry of an identity is the same. An older jaxthd kept a tokenizer's path for its digest."""
+    was_path = name == "tokenizer" and isinstance(was, str) and was not in BUILT_IN and len(was) != 64
+    return was == now or (was_path and now not in BUILT_IN)
+
+
+def _changed(name: str, was: Any, now: Any) -> str:
+    """Says what of an identity has changed. Digests, which tell a reader nothing, are not shown."""
+    if name == "manifest" and was and now and len(was) == len(now):
+        numbers = [str(n) for n, (x, y) in enumerate(zip(was, now, strict=True), 1) if x != y]
+        return f"manifest: other content in data set {', '.join(numbers)} of {len(now)}"
+    if name == "manifest":
+        return f"manifest: {len(was or ())} data sets then, {len(now or ())} now"
+    return "tokenizer: another one" if name == "tokenizer" else f"{name}: {was!r} then, {now!r} now"
 
 
 class _Batches(BatchIterator):

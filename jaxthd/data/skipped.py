@@ -2,7 +2,7 @@
 
 import re
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,8 @@ class SkipLog:
         self._lock = threading.Lock()
         before = keep_lines(path, lambda line: True) if writes else []
         self._listed = {(line["manifest"], line["key"]): str(line["reason"]) for line in before}
-        self._skipped: set[tuple[str, str]] = set()
+        self._skipped: dict[tuple[str, str], str] = {}
+        self._counts: Counter[str] = Counter()
         self._news: list[list[str]] = []
 
     def of(self, manifests: Sequence[str]) -> Callable[[str, str], None]:
@@ -51,7 +52,9 @@ class SkipLog:
     def add(self, manifest: str, key: str, reason: str) -> None:
         """Adds an item. manifest, key: as the file names them."""
         with self._lock:
-            self._skipped.add((manifest, key))
+            if (manifest, key) not in self._skipped:
+                self._skipped[manifest, key] = reason
+                self._counts[manifest] += 1
             if (manifest, key) not in self._listed:
                 self._listed[manifest, key] = reason
                 if self._writes:
@@ -63,14 +66,20 @@ class SkipLog:
         """Whether this call of the run has skipped the item."""
         return (manifest, key) in self._skipped
 
-    def reasons(self, manifests: Collection[str] | None = None) -> list[str]:
-        """Why each item of these data sets (None: of all) was skipped, in the whole run."""
+    @property
+    def total(self) -> int:
+        """Number of items skipped in the whole run."""
+        return len(self._listed)
+
+    def count(self, manifests: Collection[str]) -> int:
+        """Number of items of these data sets that this call has skipped."""
+        return sum(self._counts[manifest] for manifest in set(manifests))
+
+    def reasons(self, manifests: Collection[str], *, this_call: bool = False) -> list[str]:
+        """Why each item of these data sets was skipped, in the whole run or in this call alone."""
         with self._lock:
-            return [
-                why
-                for (manifest, _), why in self._listed.items()
-                if manifests is None or manifest in manifests
-            ]
+            found = self._skipped if this_call else self._listed
+            return [why for (manifest, _), why in found.items() if manifest in manifests]
 
     def news(self) -> list[list[str]]:
         """The arguments of every `add` since the last call, for the process that writes them."""

@@ -65,9 +65,9 @@ def _mistake(path: Path, error: Exception) -> Exception:
         return error
     if isinstance(error, SyntaxError):
         return UserError(f"{path}, line {error.lineno}: {error.msg}; expected Python: correct the file")
-    lines = [
-        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
-    ]
+    name = os.path.abspath(path)
+    frames, name = traceback.extract_tb(error.__traceback__), os.path.abspath(path)
+    lines = [frame.lineno for frame in frames if os.path.abspath(frame.filename) == name]
     where = f"{path}, line {lines[-1]}" if lines else str(path)
     unknown = re.search(r"got an unexpected keyword argument '(\w+)'", str(error))
     kind = _called_with(path, unknown[1]) if unknown else None
@@ -100,9 +100,10 @@ def _called_with(path: Path, keyword: str) -> str | None:
     return next((name for name in names if name in KINDS), None)
 
 
-def with_absolute_paths(config: Config, folder: str | Path) -> Config:
+def with_absolute_paths(config: Config, folder: str | Path, *others: str | Path) -> Config:
     """The config with absolute paths: relative ones are taken as relative to `folder`.
 
+    others: folders for what is not in the first one and is in one of these.
     They are those of data sets, tokenizer and train.init_from. Built-in data and tokenizers ("synthetic",
     "bytes") and "NAME:..." of a registered source stay as they are.
     """
@@ -111,9 +112,10 @@ def with_absolute_paths(config: Config, folder: str | Path) -> Config:
         source, colon, rest = path.partition(":")
         if colon and source in ("manifest", "shar"):
             return f"{source}:{absolute(rest)}"
-        if path in ("", "synthetic", "bytes") or re.match(r"\w\w+:", path):
+        if path in ("", "synthetic", "bytes") or re.match(r"\w+:", path):
             return path
-        return os.path.abspath(os.path.join(folder, path))
+        places = [os.path.abspath(os.path.join(place, path)) for place in (folder, *others)]
+        return next((place for place in places if os.path.exists(place)), places[0])
 
     def of_set(manifest: str) -> str:
         name, mark, path = manifest.partition("=")

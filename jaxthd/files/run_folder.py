@@ -62,12 +62,15 @@ def open_settings(source: str | Path) -> Settings:
             )
         return Settings(read_config(folder), folder, str(source))
     path = Path(source)
-    if path.name == FILE and is_run(path.parent):
+    if path.name == FILE and path.is_file():
         return Settings(read_config(path.parent), path.parent, str(path.parent))
     if path.suffix == ".json" and path.is_file():
         return Settings(_read_config(path), path, None)
-    if "@" in path.name and not path.exists():
-        raise FileNotFoundError(f"no run at {folder}; expected the workdir of one: correct the path")
+    if not path.exists() and path.suffix != ".py":
+        raise FileNotFoundError(
+            f"no run at {folder}, and no config file; expected a workdir, or a file such as configs/cp2.py: "
+            "correct the path"
+        )
     return Settings(load_config(path), path, None)
 
 
@@ -109,7 +112,8 @@ def read_config(folder: Path) -> Config:
 def _read_config(file: Path) -> Config:
     stored = _read_settings(file)
     try:
-        return with_absolute_paths(_built(Config, stored), file.parent.absolute())
+        # An older jaxthd wrote relative paths, which were of the working directory.
+        return with_absolute_paths(_built(Config, stored), file.parent.absolute(), Path.cwd())
     except (ValueError, TypeError) as error:
         raise UserError(
             f"{file} cannot be used ({error}); expected the settings of a run: copy it anew"

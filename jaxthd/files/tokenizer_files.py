@@ -13,13 +13,23 @@ FOLDER = "tokenizer"
 PATTERNS = ("*tokenizer*", "*.jinja", "special_tokens_map.json", "generation_config.json")
 _SETTINGS = ("config.json", "chat_template.json")
 """Further files that may say which tokens are special, and how turns are written."""
+BESIDE = (
+    *PATTERNS,
+    "vocab.json",
+    "merges.txt",
+    "*processor_config.json",
+    "*.py",
+    "LICENSE*",
+    "NOTICE*",
+)
+"""Files of a published checkpoint that are handed on beside its weights."""
 
 
 def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
     """Copies a tokenizer.json, or the tokenizer's files of a checkpoint's folder, into the new folder."""
     folder.mkdir(parents=True)
     if tokenizer.is_dir():
-        copy_files(tokenizer, folder, (*PATTERNS, *_SETTINGS))
+        copy_files(tokenizer, folder, (*BESIDE, *_SETTINGS))
     else:
         shutil.copyfile(tokenizer, folder / "tokenizer.json")
 

@@ -11,7 +11,7 @@ from jaxtyping import Shaped
 
 from jaxthd.config import ModelConfig
 from jaxthd.errors import UserError
-from jaxthd.files.tokenizer_files import PATTERNS, copy_files
+from jaxthd.files.tokenizer_files import BESIDE, copy_files
 from jaxthd.hf.checkpoint import open_checkpoint
 from jaxthd.hf.family import Family, Fields
 from jaxthd.hf.names import ArraySlice, Names, Shape, Tensor
@@ -19,17 +19,6 @@ from jaxthd.hf.safetensors_files import SafetensorsWriter
 
 KEPT_FLOAT32 = ("*.A_log", "*.D", "*.dt_bias", "*.e_score_correction_bias", "*.running_mean", "*.running_var")
 """Tensors that are never rounded."""
-
-_COPIED = (
-    *PATTERNS,
-    "vocab.json",
-    "merges.txt",
-    "*processor_config.json",
-    "*.py",
-    "LICENSE*",
-    "NOTICE*",
-)
-"""Files of the original that are copied beside an export."""
 
 _VISION_FIELDS = (
     "vision_config",
@@ -84,7 +73,7 @@ def export(
             writer.write(name, original.reader.read(name))
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
     for source in (x for x in (like, beside) if x is not None):
-        copy_files(source, folder, _COPIED)
+        copy_files(source, folder, BESIDE)
     return list(kinds)
 
 

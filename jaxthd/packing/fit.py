@@ -33,9 +33,10 @@ class Fit(NamedTuple):
 class BufferLimits:
     """The most that one buffer holds, and the size of its audio arrays. The fields are PackDocuments'.
 
-    capacity, audio_capacity and max_documents say which documents share a buffer, under every mesh. The audio
-    arrays are as long as the mesh needs: each rank has an even share of audio_capacity, and room for the
-    longest encoder chunk.
+    capacity, audio_capacity and max_documents say which documents share a buffer, whatever the mesh. The
+    audio arrays are as long as the mesh needs: each rank has an even share of audio_capacity, and room for
+    the longest encoder chunk. Chunks that ranks cannot share in this way divide the buffer; a document of
+    several chunks may then be skipped on many ranks and not on few.
     """
 
     capacity: int

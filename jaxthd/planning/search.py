@@ -162,14 +162,14 @@ def audio_sizes(stream: Lengths, config: Config) -> list[int]:
     They are the mean times 1 + each of SLACKS, the need of the longest document, and eight frames a token
     slot, which no buffer can exceed.
     """
-    ranks, data = config.mesh.audio_ranks, config.data
+    data = config.data
     if not stream.frames.any():
         return [0]
     chunk = SUBSAMPLING * encoder_frames(config.model.audio_encoder.chunk_frames)
     longest = int(stream.frames[slots_of(stream, config) <= data.capacity].max(initial=0))
     wanted = [audio_mean(stream, config) * (1 + slack) for slack in SLACKS]
     wanted += [longest, SUBSAMPLING * data.capacity]
-    return sorted({max(_multiple(size, SUBSAMPLING * ranks), ranks * chunk) for size in wanted})
+    return sorted({max(_multiple(size, SUBSAMPLING), chunk) for size in wanted})
 
 
 def capacities(stream: Lengths, config: Config) -> list[int]:

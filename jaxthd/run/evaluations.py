@@ -5,16 +5,49 @@ folder of their own (clean+other-2): nothing is overwritten but by the same eval
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from jaxthd.checkpoints.stored import find_checkpoint
+from jaxthd.config import Config
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import is_run, source_of
+from jaxthd.files.tokenizer_files import tokenizer_digest
 
 SUMMARY = "summary.json"
+MOST_NAME = 100
+"""Longest name of a folder; of more sets it has their number."""
+_SETTINGS = (
+    "template",
+    "template_options",
+    "system_prompt",
+    "prompt",
+    "audio_placeholder",
+    "capacity",
+    "audio_capacity",
+    "round_to",
+)
+"""Fields of data that documents depend on, or which of them fit."""
+
+
+def evaluated_settings(config: Config, weights: Sequence[str | Path]) -> dict[str, Any]:
+    """What results depend on, as JSON. The mesh, the kernels and the optimization are no part of it."""
+    data, train = config.data, config.train
+    return {
+        "weights": [os.path.abspath(source) for source in weights],
+        "checkpoint": None,
+        "sets": {each.name: each.path for each in data.validation_sets},
+        "tarred_audio": data.validation_tarred_audio,
+        "tokenizer": tokenizer_digest(data.tokenizer),
+        **{name: getattr(data, name) for name in _SETTINGS},
+        "dtype": config.compute.dtype,
+        "fp8": list(config.compute.fp8),
+        "normaliser": train.normaliser,
+        "max_new_tokens": train.max_new_tokens,
+    }
 
 
 def checkpoint_of(weights: Sequence[str | Path]) -> tuple[Path, int] | None:
@@ -34,6 +67,8 @@ def evaluation_folder(beside: Path, sets: Sequence[str], evaluated: Mapping[str,
     It is the first that holds no results, or those of the same evaluation.
     """
     name = "+".join(sets)
+    name = name if len(name) <= MOST_NAME else f"{len(sets)}-sets"
+    evaluated = json.loads(json.dumps(evaluated))
     names = (name if number == 1 else f"{name}-{number}" for number in count(1))
     return next(beside / each for each in names if holds(beside / each) in (None, evaluated))
 
@@ -50,7 +85,7 @@ def holds(folder: Path) -> dict[str, Any] | None:
 
 def require_free(folder: Path, evaluated: Mapping[str, Any]) -> None:
     """Raises UserError where the folder holds results of another evaluation."""
-    found = holds(folder)
+    found, evaluated = holds(folder), json.loads(json.dumps(evaluated))
     if found not in (None, evaluated):
         names = [name for name in {**found, **evaluated} if found.get(name) != evaluated.get(name)]
         lines = (f"\n  {x}: {found.get(x)} there, {evaluated.get(x)} now" for x in names)

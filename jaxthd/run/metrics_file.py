@@ -79,7 +79,7 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
     lines = [_null_is_nan(line) for line in read_lines(path)]
     if not lines:
         found = "holds no line" if path.exists() else "does not exist"
-        raise UserError(f"{path} {found}; expected the metrics of a run: give the --workdir of jaxthd.train")
+        raise UserError(f"{path} {found}; expected the metrics of a run: give its workdir")
     return lines
 
 

@@ -1,6 +1,6 @@
 """The report of a run that has ended: what was trained, its figures, some answers, what comes next."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +24,35 @@ def end_report(
     *,
     parameters: str,
     skipped: str,
+    normalise: Callable[[str], str] = str.lower,
 ) -> str:
     """The report as text, a few lines for each part.
 
     lines: of metrics.jsonl. hypotheses: of hypotheses.jsonl. parameters, skipped: as text; "" for none.
+    normalise: what texts go through before they are compared.
     """
-    parts = [summary(lines)]
+    parts, is_done = [summary(lines)], lines[-1]["step"] >= config.train.steps
     if skipped:
         parts.append(f"  skipped: {skipped}")
     parts.append(f"\nTrained: {parameters}, on {', '.join(config.data.manifest)}")
-    parts += _samples(hypotheses)
+    parts += _samples(hypotheses, normalise)
     pictures = [f"  {workdir / name}: {what}" for name, what in PICTURES.items() if (workdir / name).exists()]
     parts += ["\nPictures", *pictures] if pictures else []
     parts += [
         "\nNext",
         f"  jaxthd evaluate {workdir}",
         f"  jaxthd generate {workdir}" + " --audio FILE" * (config.model.encoder is not None),
-        f"  jaxthd train {workdir} --train.steps {2 * config.train.steps}",
+        f"  jaxthd train {workdir}" + f" --train.steps {2 * config.train.steps}" * is_done,
         f"  jaxthd convert export {workdir} --out FOLDER",
     ]
     return "\n".join(parts)
 
 
-def _samples(hypotheses: Sequence[Mapping[str, Any]]) -> list[str]:
+def _samples(hypotheses: Sequence[Mapping[str, Any]], normalise: Callable[[str], str]) -> list[str]:
     """Answers that are right and that are wrong, from the first on."""
 
     def words(text: str) -> list[str]:
-        return text.lower().split()
+        return normalise(text).split()
 
     right = [
         x for x in hypotheses if words(x["reference"]) and words(x["hypothesis"]) == words(x["reference"])

@@ -12,17 +12,18 @@ from jaxthd.parallel.processes import exchange
 
 
 @contextmanager
-def stop_requested(max_seconds: float = 0.0) -> Iterator[Callable[[], str]]:
+def stop_requested(max_seconds: float = 0.0, start: float | None = None) -> Iterator[Callable[[], str]]:
     """Yields a function that says why the run should stop, "" if it should not.
 
-    It should once SIGTERM or SIGINT has arrived in any process of the run, and after max_seconds (0: never)
-    in any. All processes call the function, equally often. A second signal acts as it does without this.
+    It should once SIGTERM or SIGINT has arrived in any process of the run, and max_seconds (0: never) after
+    `start` (time.monotonic(); None: now) in any. All processes call the function, equally often. A second
+    signal acts as it does without this.
     Outside the main thread, where Python receives no signals, none arrives.
     """
-    arrived, start = threading.Event(), time.monotonic()
+    arrived, began = threading.Event(), time.monotonic() if start is None else start
 
     def asked() -> str:
-        is_late = bool(max_seconds) and time.monotonic() - start >= max_seconds
+        is_late = bool(max_seconds) and time.monotonic() - began >= max_seconds
         reason = (
             "by a signal" if arrived.is_set() else f"by train.max_seconds {max_seconds:g}" if is_late else ""
         )

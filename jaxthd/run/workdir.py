@@ -33,6 +33,7 @@ FREE = (
     "data.workers",
     "data.prefetch",
     "data.max_skipped_share",
+    "train.init_from",  # it counts when a run starts
     "train.validate_every",
     "train.validation_batches",
     "train.max_new_tokens",
@@ -150,9 +151,9 @@ def _changes(workdir: Path, config: Config, asked: Collection[str]) -> list[Diff
         if unasked:
             flags = " ".join(f"--{x.name.replace('_', '-')} {_word(x.here)}" for x in unasked)
             how.append(f"to go on with another optimization, say so: jaxthd train {workdir} {flags}")
+        how.append(f"to continue the run with the settings that it has: jaxthd train {workdir}")
         if held:
             how += [
-                f"to continue the run, let its settings be those it has: jaxthd train {workdir}",
                 f"to start a new run from its weights: --workdir NEW --train.init-from {workdir}",
             ]
         raise UserError(

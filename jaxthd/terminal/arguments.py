@@ -95,7 +95,8 @@ def parse_command_line(
         _show_help(parser, open_settings(source).config if source else Config(), wanted)
     if source is None:
         parser.error(
-            f"SOURCE is missing; expected a config file or a workdir: jaxthd {command} configs/cp2.py"
+            "SOURCE is missing; expected a config file or a workdir in the first place: "
+            f"jaxthd {command} configs/cp2.py"
         )
     settings = open_settings(source)
     config = tyro.cli(

@@ -30,7 +30,7 @@ from tests.test_train import UNOPTIMISED, tiny
 STEPS = 10
 PLAIN = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
 CLOCK = {"time", "tokens_per_second", "step_seconds", "compilations", "skipped_documents", "imbalance"}
-"""Fields of a metrics line that depend on the call (skipped_documents: items that it met) and on the mesh."""
+"""Fields of a metrics line that depend on the call (skipped_documents: items met so far) and on the mesh."""
 
 
 def config(manifest: Path) -> Config:

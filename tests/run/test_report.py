@@ -77,8 +77,8 @@ def test_the_report_shows_figures_answers_and_what_comes_next(tmp_path: Path):
     (tmp_path / "curves.png").touch()
     lines = [
         {"step": 0, "validation_wer": 2.0},
-        {"step": 1, "loss": 3.0},
-        {"step": 2, "loss": 1.0, "validation_wer": 0.5},
+        {"step": 100, "loss": 3.0},
+        {"step": 200, "loss": 1.0, "validation_wer": 0.5},
     ]
     said = [
         ("one two", "One two"),
@@ -99,7 +99,7 @@ def test_the_report_shows_figures_answers_and_what_comes_next(tmp_path: Path):
         skipped="1 of 9 training items (11.1%): gone (1)",
     )
     shown = text.splitlines()
-    assert shown[0].startswith("2 steps")
+    assert shown[0].startswith("200 steps")
     assert "  loss 3.0000 -> 1.0000" in shown
     assert "  validation WER 200.0% -> 50.0%" in shown
     assert "  skipped: 1 of 9 training items (11.1%): gone (1)" in shown
@@ -122,5 +122,11 @@ def test_the_report_shows_figures_answers_and_what_comes_next(tmp_path: Path):
         f"  jaxthd train {tmp_path} --train.steps 400",
         f"  jaxthd convert export {tmp_path} --out FOLDER",
     ]
+    # Stopped early: the same command continues. Texts are compared as word error rates compare them.
+    early = end_report(
+        tmp_path, CONFIG, lines[:2], hypotheses[2:3], parameters="7", skipped="", normalise=lambda text: ""
+    )
+    assert f"  jaxthd train {tmp_path}" in early.splitlines()
+    assert "Wrong" not in early
     bare = end_report(tmp_path / "none", CONFIG, lines, [], parameters="7", skipped="")
     assert not any(word in bare for word in ("Right", "Wrong", "Pictures", "skipped"))

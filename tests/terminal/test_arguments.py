@@ -53,6 +53,8 @@ def test_what_is_no_source_is_refused(run: Path, capsys: pytest.CaptureFixture[s
         parse(f"{run.parent / 'none'}@best")
     with pytest.raises(FileNotFoundError, match="no config at"):
         parse(str(run.parent / "none.py"))
+    with pytest.raises(FileNotFoundError, match=r"no run at .*, and no config file"):
+        parse(str(run.parent / "none"))
     for words in ((), (str(run), "--config", str(run)), (str(run), "--data.capcity", "1")):
         with pytest.raises(SystemExit) as ended:
             parse(*words)
