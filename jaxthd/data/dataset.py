@@ -126,7 +126,7 @@ class SpeechData:
             raise UserError(
                 f"more than data.max_skipped_share {most:g} of the training data cannot be used: "
                 f"{self.skipped_text(this_call=True)}; {self.skipped.path} lists them. Correct the data, "
-                "raise data.max_skipped_share, or start a new run with the capacity raised that the reasons name"
+                "raise data.max_skipped_share, or start a new run with a larger capacity"
             )
 
     def validation_examples(self, name: str) -> Sequence[Example]:
