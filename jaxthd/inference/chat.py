@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from jaxthd.data.example import Clip, Example, Turn
 from jaxthd.errors import UserError
 from jaxthd.files.jsonl import append_line
 from jaxthd.inference.generator import Answer, AnswerDelta, Generator, whole_answer
+from jaxthd.terminal.tables import printable
 
 HELP = """\
 A line is what you say.
@@ -152,11 +152,6 @@ def _mark(answer: Answer) -> str:
     if answer.end == "length":
         return f" [cut off at {len(answer.tokens)} tokens]"
     return "" if answer.text.strip() else "[empty]"
-
-
-def printable(text: str) -> str:
-    """The text with replacement characters in place of terminal control characters."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
 
 
 def say(text: str) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxthd.data.text.tokenizer import Tokenizer
 from jaxthd.inference.scorer import DocumentScores
-from jaxthd.terminal.tables import clipped, table
+from jaxthd.terminal.tables import clipped, printable, table
 
 ROWS = 10
 """Most documents in the table."""
@@ -68,7 +68,9 @@ class Summary:
             self.log_prob + log_prob,
         )
         if tokens:
-            row = _Row(log_prob / tokens, line["key"], tokens, log_prob, " ".join(line["text"].split()))
+            row = _Row(
+                log_prob / tokens, line["key"], tokens, log_prob, printable(" ".join(line["text"].split()))
+            )
             self._least = sorted([*self._least, row])[:ROWS]
         return line
 

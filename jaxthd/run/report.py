@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxthd.config import Config
 from jaxthd.run.progress import summary
-from jaxthd.terminal.tables import clipped
+from jaxthd.terminal.tables import clipped, printable
 
 SAMPLES = 3
 """Answers of each kind that are shown."""
@@ -58,14 +58,18 @@ def _samples(hypotheses: Sequence[Mapping[str, Any]], normalise: Callable[[str],
         x for x in hypotheses if words(x["reference"]) and words(x["hypothesis"]) == words(x["reference"])
     ]
     wrong = [x for x in hypotheses if words(x["hypothesis"]) != words(x["reference"])]
+
+    def text(words: str, width: int) -> str:
+        return clipped(printable(" ".join(words.split())), width)
+
     found = []
     if right:
-        found += ["\nRight", *(f"  {clipped(x['reference'], 90)}" for x in right[:SAMPLES])]
+        found += ["\nRight", *(f"  {text(x['reference'], 90)}" for x in right[:SAMPLES])]
     if wrong:
         found.append("\nWrong (what was said, what was written)")
         for x in wrong[:SAMPLES]:
             found += [
-                f"  {clipped(x['reference'], 90)}",
-                f"    {clipped(x['hypothesis'], 88) or '(nothing)'}",
+                f"  {text(x['reference'], 90)}",
+                f"    {text(x['hypothesis'], 88) or '(nothing)'}",
             ]
     return found

@@ -1,6 +1,7 @@
 """What commands and benchmarks print: tables, sizes, and claims that hold or fail."""
 
 import sys
+import unicodedata
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,11 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
         return text.ljust(widths[column]) if column in left else text.rjust(widths[column])
 
     return "\n".join("  ".join(cell(text, i) for i, text in enumerate(row)).rstrip() for row in rows)
+
+
+def printable(text: str) -> str:
+    """The text with replacement characters in place of terminal control characters."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
 
 
 def clipped(text: str, width: int) -> str:

@@ -82,7 +82,7 @@ def test_the_report_shows_figures_answers_and_what_comes_next(tmp_path: Path):
     ]
     said = [
         ("one two", "One two"),
-        ("three", "tree"),
+        ("three", "tr\x1bee"),
         ("four", ""),
         ("five", "five"),
         ("six", "seven"),
@@ -108,7 +108,7 @@ def test_the_report_shows_figures_answers_and_what_comes_next(tmp_path: Path):
     assert shown[right + 1 : right + 4] == ["  one two", "  five", ""]
     assert shown[wrong + 1 : wrong + 8] == [
         "  three",
-        "    tree",
+        "    tr\ufffdee",
         "  four",
         "    (nothing)",
         "  six",
