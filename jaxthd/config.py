@@ -378,6 +378,64 @@ class AdaptConfig:
 
 
 @dataclass(frozen=True)
+class PostTrainingConfig:
+    """Objectives that compare answers to one prompt: preferences (DPO, KTO) and rewards (GRPO)."""
+
+    share_prompts: bool = True
+    """Whether answers to one prompt share its token slots. If not, each has a copy of the prompt; its
+    recordings are encoded once in either case."""
+    reference: Literal["auto", "copy", "cached"] = "auto"
+    """Where the reference policy's weights are. "auto": with LoRA the base weights, else as "copy": a copy of
+    the first weights in the compute dtype. "cached": nowhere; the log-probabilities of all preference data
+    are computed when the run starts, and kept in the workdir."""
+    reference_every: int = 0
+    """Steps after which the policy becomes the reference; 0: never."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """What jaxthd grpo draws, rewards and trains on in each step."""
+
+    prompts: int = 16
+    """Prompts of a step."""
+    group_size: int = 8
+    """Answers drawn to each prompt."""
+    answers_at_once: int = 64
+    """Answers that are decoded together, over all data ranks. An ended one makes room for the next group."""
+    tokens_at_once: int = 8
+    """Tokens that are decoded before the host looks for answers that have ended."""
+    max_new_tokens: int = 64
+    """Most tokens of an answer, its end token included."""
+    temperature: float = 1.0
+    """Of the softmax that answers are drawn from, and whose log-probabilities train."""
+    top_k: int = 0
+    """Answers are drawn from the k likeliest tokens; 0: from all."""
+    top_p: float = 1.0
+    """Answers are drawn from the likeliest tokens that together have this share of the probability."""
+    rewards: tuple[str, ...] = ("wer",)
+    """Reward functions, as NAME or NAME=WEIGHT; NAME is one of jaxthd.rewards, or the dotted path of a Python
+    function."""
+    reward_options: tuple[str, ...] = ()
+    """Settings of reward functions, as NAME.SETTING=VALUE."""
+    reward_seconds: float = 10.0
+    """Longest time that a reward function may take for the answers to one prompt."""
+    reward_workers: int = 1
+    """Processes that compute rewards."""
+    leave_one_out: bool = False
+    """Whether an answer's advantage is over the mean reward of the group's other answers, in place of all."""
+    normalise_advantages: bool = True
+    """Whether advantages are divided by the standard deviation of the group's rewards."""
+    dynamic_sampling: int = 1
+    """Most times that a step draws prompts anew in place of groups whose rewards are all equal; such groups
+    teach nothing. 1: it draws once, and they stay."""
+    epochs: int = 1
+    """How often a step trains on what it drew."""
+    max_logprob_difference: float = 0.0
+    """The run stops where the log-probability of a token differs by more than this between drawing and
+    training; 0: by more than the compute dtype explains."""
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Optimization, validation and checkpoints."""
 
@@ -461,6 +519,8 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     adapt: AdaptConfig = field(default_factory=AdaptConfig)
+    posttraining: PostTrainingConfig = field(default_factory=PostTrainingConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
     @property

@@ -23,8 +23,9 @@ class Batch(NamedTuple):
     tokens: token ids; 0 in padding.
     targets: the id to predict at each position; 0 where weights is 0.
     weights: 1.0 where the next token of the same document is a supervised text token, else 0.0.
-    segment_ids: 0 in padding, else the document's number in the row, from 1, rising along the row.
-    positions: index of the token in its document (0 in padding).
+    segment_ids: 0 in padding, else the segment's number in the row, from 1, rising along the row. A segment
+        is a document, or one of the parts of a document with several answers.
+    positions: index of the token in its segment (0 in padding).
     audio_slots: index into the row's E encoder frames (rank-major: rank * E / ranks + frame in the rank's
         buffer), or -1 where the embedding is the token's.
     mels: log-mel features; every encoder chunk starts at a multiple of 8 frames within its rank's share of A;
@@ -38,6 +39,14 @@ class Batch(NamedTuple):
         ended.
     extras: the objective's own numbers for each token, float32 [R, T], by name (objectives/objective.py);
         each lies at the position that predicts the token. 0.0 in padding.
+    document_ids: 0 in padding, else the document's number in the row, from 1, rising along the row. None
+        where every document is one segment, and so has the number of its segment.
+    prefixes: the id of the segment that the token's segment continues, as an answer continues its prompt; 0
+        for a segment that stands alone. None where all do.
+
+    A document with several answers (Document.answers) is several segments. Where its prompt is shared, one
+    segment holds the prompt without its last token, and each answer's segment begins with that token again,
+    which predicts the answer's first one. Else each answer's segment holds the whole prompt.
     """
 
     tokens: Int32[Any, "R T"]
@@ -55,6 +64,8 @@ class Batch(NamedTuple):
     future_targets: Int32[Any, "R K T"]
     future_weights: Float32[Any, "R K T"]
     extras: dict[str, Any] = {}  # noqa: RUF012 (nobody changes it)
+    document_ids: Int32[Any, "R T"] | None = None
+    prefixes: Int32[Any, "R T"] | None = None
 
     @property
     def has_audio(self) -> bool:

@@ -32,6 +32,9 @@ class Document:
         encoder_frames(F_c) audio slots, so the sum of those equals is_audio.sum().
     key: names the document in reports and seeds its random draws.
     extras: the objective's own numbers for each token (objectives/objective.py), by name: float32 [n].
+    answers: tokens of each of the answers to one prompt, in order. They are the document's last tokens, and
+        each continues the prompt, which is all before them, as if it were the only one. (): the tokens are
+        one sequence.
     """
 
     key: str
@@ -40,6 +43,7 @@ class Document:
     supervised: Bool[np.ndarray, " n"]
     chunks: tuple[Float32[np.ndarray, "_ _"], ...] = ()
     extras: Mapping[str, Float32[np.ndarray, " n"]] = field(default_factory=dict)
+    answers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         slots = sum(encoder_frames(len(c)) for c in self.chunks)
@@ -68,8 +72,28 @@ class Document:
                 f"each of the {len(self.tokens)} tokens"
             )
 
+        if self.answers:
+            self._check_answers()
+
+    def _check_answers(self) -> None:
+        if min(self.answers) < 1 or self.prompt_length < 1:
+            raise ValueError(
+                f"document {self.key!r} has {len(self)} tokens and answers of {list(self.answers)}; expected "
+                "at least one token in each answer, and in the prompt before them"
+            )
+        if bool(self.supervised[: self.prompt_length].any() or self.is_audio[self.prompt_length :].any()):
+            raise ValueError(
+                f"document {self.key!r}: its prompt is supervised, or an answer holds audio; of a document "
+                "with several answers only these are supervised, and they are text"
+            )
+
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first of the answers; all tokens of a document that is one sequence."""
+        return len(self) - sum(self.answers)
 
     @property
     def chunk_frames(self) -> tuple[int, ...]:

@@ -123,6 +123,8 @@ def batch_specs() -> Batch:
         future_targets=future,
         future_weights=future,
         extras=tokens,  # type: ignore[arg-type]
+        document_ids=tokens,
+        prefixes=tokens,
     )
 
 
