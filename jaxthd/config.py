@@ -430,6 +430,9 @@ class RolloutConfig:
     teach nothing. 1: it draws once, and they stay."""
     epochs: int = 1
     """How often a step trains on what it drew."""
+    updates: int = 1
+    """Updates in each of these, each from the same number of prompts. The number of buffers does not matter:
+    an update adds up the gradients of as many as its answers fill."""
     max_logprob_difference: float = 0.0
     """The run stops where the log-probability of a token differs by more than this between drawing and
     training; 0: by more than the compute dtype explains."""
@@ -527,6 +530,11 @@ class Config:
     def depths_trained(self) -> int:
         """Depths of multi-token prediction that a training step computes."""
         return self.model.llm.mtp_depths if self.model.llm.mtp_pattern and self.train.mtp_loss else 0
+
+    @property
+    def updates_of_a_step(self) -> int:
+        """Optimizer updates of a training step: more than 1 only for jaxthd grpo."""
+        return self.rollout.epochs * self.rollout.updates
 
     @property
     def without_mtp(self) -> "Config":

@@ -112,7 +112,7 @@ class Checkpoints:
         self._delete_removed()
         self._about[step] = about = describe(state, position, metrics or {})
         args = ocp.args.Composite(
-            state=ocp.args.PyTreeSave(state._asdict()), about=ocp.args.JsonSave(about.to_json())
+            state=ocp.args.PyTreeSave(_present(state)), about=ocp.args.JsonSave(about.to_json())
         )
         self._saving = step
         with self._readable_errors():
@@ -176,9 +176,11 @@ class Checkpoints:
         self._compare(step, abstract)
         if isinstance(sharding, Sharding):
             sharding = jax.tree.map(lambda _: sharding, abstract)
-        target = jax.tree.map(
-            lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), abstract, sharding
-        )._asdict()
+        target = _present(
+            jax.tree.map(
+                lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), abstract, sharding
+            )
+        )
         how = ocp.checkpoint_utils.construct_restore_args(target)
         args = ocp.args.PyTreeRestore(target, restore_args=how)
         failed: Exception | None = None
@@ -263,6 +265,11 @@ class Checkpoints:
     def _delete_removed(self) -> None:
         if is_first():
             shutil.rmtree(self._folder / _REMOVED, ignore_errors=True)
+
+
+def _present(state: TrainState) -> dict[str, Any]:
+    """The state's fields that there are: a run without a reference policy has none of its arrays."""
+    return {name: value for name, value in state._asdict().items() if value is not None}
 
 
 class _Best:

@@ -48,7 +48,7 @@ class CTCCounts(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Denominators over all microbatches and ranks, 1 where there is nothing to count.
+    """Denominators over all microbatches and ranks.
 
     objective: by name. real: tokens that are not padding. supervised_future, real_future: for each depth of
     multi-token prediction its supervised tokens, and those whose document has a token that far on, [K].
@@ -90,7 +90,7 @@ def objective_of(config: Config) -> Objective:
 
 
 def count(batch: Batch, config: Config) -> Counts:
-    """The counts of a whole step's batch. Not to be differentiated."""
+    """The counts of a whole step's batch, over all ranks. Not to be differentiated."""
     weights_KRT = batch.future_weights.swapaxes(0, 1)
     has_token_KRT = (batch.future_tokens >= 0).swapaxes(0, 1)
     own = Counts(
@@ -100,7 +100,12 @@ def count(batch: Batch, config: Config) -> Counts:
         real_future=has_token_KRT.sum((1, 2)),
         ctc=_count_ctc(batch, config) if trains_ctc(batch, config) else None,
     )
-    return jax.tree.map(lambda x: jnp.maximum(x, 1), jax.lax.psum(own, TOKEN_AXES))
+    return jax.lax.psum(own, TOKEN_AXES)
+
+
+def at_least_one(counts: Counts) -> Counts:
+    """The counts as denominators: 1 where there is nothing to count."""
+    return jax.tree.map(lambda x: jnp.maximum(x, 1), counts)
 
 
 def _count_ctc(batch: Batch, config: Config) -> CTCCounts:

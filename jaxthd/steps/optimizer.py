@@ -6,25 +6,27 @@ import jax
 import optax
 from flax import nnx
 
-from jaxthd.config import AdaptConfig, TrainConfig
+from jaxthd.config import AdaptConfig, Config
 from jaxthd.models.adapt import split
 from jaxthd.parallel.params import weight_decay_mask
 from jaxthd.steps.blueprint import Blueprint, Tree
 
 
-def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
-    """Steps done before -> learning rate: linear warm-up, the peak, a cosine to the minimum at the last step.
+def learning_rate_schedule(config: Config) -> optax.Schedule:
+    """Updates done before -> learning rate: linear warm-up, the peak, a cosine to the minimum at the end.
 
-    The first step has one warm-up step's learning rate, not 0, so that no step is wasted.
+    The first step has one warm-up step's learning rate, not 0, so that no step is wasted. The updates of one
+    step have one rate.
     """
+    train, updates = config.train, config.updates_of_a_step
     schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0 if config.warmup_steps else config.learning_rate,
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=max(config.steps, config.warmup_steps + 1),
-        end_value=config.min_learning_rate,
+        init_value=0.0 if train.warmup_steps else train.learning_rate,
+        peak_value=train.learning_rate,
+        warmup_steps=train.warmup_steps,
+        decay_steps=max(train.steps, train.warmup_steps + 1),
+        end_value=train.min_learning_rate,
     )
-    return lambda steps_done: schedule(steps_done + 1)
+    return lambda done: schedule((done if updates == 1 else done // updates) + 1)
 
 
 def make_optimizer(blueprint: Blueprint) -> optax.GradientTransformation:
@@ -36,7 +38,7 @@ def make_optimizer(blueprint: Blueprint) -> optax.GradientTransformation:
     transformations = [
         optax.identity(),  # where clipping was, so that the state has the same tree in older checkpoints
         optax.adamw(
-            learning_rate_schedule(train),
+            learning_rate_schedule(blueprint.config),
             b1=train.beta1,
             b2=train.beta2,
             weight_decay=train.weight_decay,

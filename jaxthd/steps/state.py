@@ -20,6 +20,7 @@ from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.steps.blueprint import Blueprint, Tree, specs_of
 from jaxthd.steps.optimizer import make_optimizer
+from jaxthd.steps.reference import copied, reference_of
 
 
 class TrainState(NamedTuple):
@@ -28,7 +29,7 @@ class TrainState(NamedTuple):
     step: steps done, skipped ones included; int32 []. skipped, skipped_in_a_row: steps whose update was
     skipped because loss or gradient was not finite: in the whole run, and the latest ones without a break.
     params: of the whole model. buffers: state that no gradient trains. opt_state: of the parameters that
-    train (models/adapt.py).
+    train (models/adapt.py). reference: what the reference policy has of its own (steps/reference.py).
     """
 
     step: Array
@@ -37,13 +38,15 @@ class TrainState(NamedTuple):
     params: Tree
     buffers: Tree
     opt_state: Any
+    reference: Tree = None
 
 
 def _fresh(blueprint: Blueprint, params: Tree, buffers: Tree) -> TrainState:
     """The state before the first step."""
     own, _ = split(params, blueprint.trained)
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, zero, zero, params, buffers, make_optimizer(blueprint).init(own))
+    opt_state = make_optimizer(blueprint).init(own)
+    return TrainState(zero, zero, zero, params, buffers, opt_state, reference_of(blueprint, params))
 
 
 def _canonical_state(blueprint: Blueprint) -> TrainState:
@@ -75,7 +78,9 @@ def _shardings(blueprint: Blueprint, mesh: Mesh, model: SpeechLM) -> TrainState:
         split(params, blueprint.trained)[0],
         transform_non_params=lambda _: everywhere,
     )
-    specs = TrainState(everywhere, everywhere, everywhere, params, buffers, moments)
+    is_copied = copied(blueprint)
+    reference = split(params, is_copied)[0] if any(jax.tree.leaves(is_copied)) else None
+    specs = TrainState(everywhere, everywhere, everywhere, params, buffers, moments, reference)
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )

@@ -23,9 +23,11 @@ from jaxthd.parallel.pipeline import accumulate
 from jaxthd.steps.blueprint import Blueprint, Tree
 from jaxthd.steps.forward import (
     CTC,
+    Counts,
     Forward,
     FuturePrediction,
     Left,
+    at_least_one,
     auxiliary_share,
     count,
     divided,
@@ -79,8 +81,11 @@ class Gradient(NamedTuple):
     ctc: CTC | None = None
 
 
-def loss_and_gradient(blueprint: Blueprint, mesh: Mesh) -> Callable[[Tree, Tree, Batch], Gradient]:
+def loss_and_gradient(blueprint: Blueprint, mesh: Mesh, *, counted: bool = False) -> Callable[..., Gradient]:
     """(params, buffers, batch) -> Gradient, each on its sharding. Frozen parameters are constants.
+
+    counted: the function takes the counts of all batches of an update as a fourth argument, and returns this
+    batch's share of its Gradient (steps/accumulation.py).
 
     Every rank divides its rows into train.microbatches equal parts and adds up their gradients, on a pipeline
     by its schedule. Loss and gradients do not depend on the number of microbatches, up to rounding, but for
@@ -90,11 +95,11 @@ def loss_and_gradient(blueprint: Blueprint, mesh: Mesh) -> Callable[[Tree, Tree,
     config = blueprint.config
     specs, buffer_specs = blueprint.specs
     trained_specs, _ = split(specs, blueprint.trained)
-    objective_of(config)
+    is_policy = getattr(objective_of(config), "is_policy", False)
 
-    def rank(params: Tree, buffers: Tree, batch: Batch) -> Gradient:
-        counts = count(batch, config)
-        batch_statistics = not keeps_statistics(blueprint.trained)
+    def rank(params: Tree, buffers: Tree, batch: Batch, counts: Counts | None = None) -> Gradient:
+        counts = at_least_one(count(batch, config) if counts is None else counts)
+        batch_statistics = not keeps_statistics(blueprint.trained) and not is_policy
         forward = Forward(blueprint, params, buffers, counts, batch_statistics=batch_statistics)
         own, _ = split(params, blueprint.trained)
 
@@ -116,12 +121,15 @@ def loss_and_gradient(blueprint: Blueprint, mesh: Mesh) -> Callable[[Tree, Tree,
         loss, buffers = objective.pop(LOSS), with_encoder(buffers, step.state)
         return Gradient(loss, gradients, buffers, _with_whole_aux(routing), future, objective, ctc)
 
-    out_specs = _gradient_specs(blueprint, trained_specs, buffer_specs)
-    return on_ranks(rank, mesh, (specs, buffer_specs, batch_specs()), out_specs)
+    in_specs = (specs, buffer_specs, batch_specs(), *[PartitionSpec()] * counted)
+    return on_ranks(rank, mesh, in_specs, gradient_specs(blueprint))
 
 
-def _gradient_specs(blueprint: Blueprint, trained_specs: Tree, buffer_specs: Tree) -> Gradient:
+def gradient_specs(blueprint: Blueprint) -> Gradient:
+    """PartitionSpecs of a Gradient; one may stand for a whole part of the tree."""
     config = blueprint.config
+    specs, buffer_specs = blueprint.specs
+    trained_specs, _ = split(specs, blueprint.trained)
     llm = config.model.llm
     everywhere: Any = PartitionSpec()
 
@@ -162,20 +170,31 @@ def make_train_step(
     The batch must be on the mesh (parallel.mesh.put_batch). Where loss or gradient is not finite, parameters,
     optimizer and statistics stay as they were. Frozen parameters always do.
     """
+    config = blueprint.config
+    gradient, update = loss_and_gradient(blueprint, mesh), make_update(blueprint)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        return update(state, gradient(state.params, state.buffers, batch))
+
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    shardings = state_shardings(blueprint, mesh), everywhere
+    return jit_for(config, mesh, train_step, donate_argnums=0, out_shardings=shardings)
+
+
+def make_update(blueprint: Blueprint) -> Callable[[TrainState, Gradient], tuple[TrainState, StepMetrics]]:
+    """An optimizer step from its gradient, not jitted. See make_train_step."""
     config, is_trained = blueprint.config, blueprint.trained
-    gradient = loss_and_gradient(blueprint, mesh)
+    is_policy = getattr(objective_of(config), "is_policy", False)
     bias_rates = {
-        module: 0.0 if keeps_router_biases(is_trained, module) else config.train.router_bias_rate
+        module: 0.0 if is_policy or keeps_router_biases(is_trained, module) else config.train.router_bias_rate
         for module in ("decoder", "mtp")
         if module in is_trained
     }
     optimizer = make_optimizer(blueprint)
-    schedule = learning_rate_schedule(config.train)
+    schedule = learning_rate_schedule(config)
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        loss, gradients, buffers, routing, future, objective, ctc = gradient(
-            state.params, state.buffers, batch
-        )
+    def update(state: TrainState, found: Gradient) -> tuple[TrainState, StepMetrics]:
+        loss, gradients, buffers, routing, future, objective, ctc = found
         by_module = {"decoder": routing, "mtp": future and future.routing}
         grad_norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -192,12 +211,10 @@ def make_train_step(
         load = _load([each for each in by_module.values() if each is not None])
         auxiliary = mtp_loss, ctc and ctc.loss, ctc and ctc.uncovered
         metrics = StepMetrics(loss, grad_norm, rate, skipped, in_a_row, objective, *auxiliary, *load)
-        params = join(own, frozen)
-        return TrainState(state.step + 1, skipped, in_a_row, params, buffers, opt_state), metrics
+        new = TrainState(state.step + 1, skipped, in_a_row, join(own, frozen), buffers, opt_state)
+        return new._replace(reference=state.reference), metrics
 
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    shardings = state_shardings(blueprint, mesh), everywhere
-    return jit_for(config, mesh, train_step, donate_argnums=0, out_shardings=shardings)
+    return update
 
 
 def _updated_if(

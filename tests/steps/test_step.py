@@ -18,6 +18,7 @@ from jaxthd.config import (
     LLMConfig,
     MeshConfig,
     ModelConfig,
+    RolloutConfig,
     TrainConfig,
 )
 from jaxthd.packing.batch import Batch
@@ -49,16 +50,27 @@ def test_weight_decay_is_on_weight_matrices_only():
 
 
 def test_learning_rate_warms_up_peaks_and_ends_at_the_minimum():
-    config = TrainConfig(steps=100, warmup_steps=10, learning_rate=1e-3, min_learning_rate=1e-5)
+    train = TrainConfig(steps=100, warmup_steps=10, learning_rate=1e-3, min_learning_rate=1e-5)
+    config = Config(train=train)
     rates = np.array([learning_rate_schedule(config)(i) for i in range(100)])
     np.testing.assert_allclose(rates[[0, 4, 9, 99]], [1e-4, 5e-4, 1e-3, 1e-5], rtol=1e-5)
     assert (np.diff(rates[9:]) < 0).all()
 
 
+def test_the_updates_of_a_step_have_one_learning_rate():
+    train = TrainConfig(steps=20, warmup_steps=5)
+    once, thrice = (Config(train=train, rollout=RolloutConfig(updates=n)) for n in (1, 3))
+    rates = [
+        [float(learning_rate_schedule(config)(i)) for i in range(20 * n)]
+        for config, n in ((once, 1), (thrice, 3))
+    ]
+    assert rates[1] == np.repeat(rates[0], 3).tolist()
+
+
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (10, 10)])
 def test_short_runs_have_a_learning_rate(steps: int, warmup: int):
     rates = [
-        learning_rate_schedule(replace(TrainConfig(), steps=steps, warmup_steps=warmup))(i)
+        learning_rate_schedule(Config(train=TrainConfig(steps=steps, warmup_steps=warmup)))(i)
         for i in range(steps)
     ]
     assert min(rates) > 0

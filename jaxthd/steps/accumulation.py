@@ -1,0 +1,78 @@
+"""An update whose batch fills as many buffers as it needs: gradients are added up, batch by batch.
+
+The counts of all batches come first, so every gradient is a share of the whole and the result does not depend
+on how the documents lie in buffers.
+"""
+
+from collections.abc import Callable
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxthd.kernels.xla_options import jit_for
+from jaxthd.packing.batch import Batch
+from jaxthd.parallel.mesh import batch_specs, on_ranks
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.forward import Counts, count
+from jaxthd.steps.state import TrainState, state_shardings
+from jaxthd.steps.training import (
+    Gradient,
+    StepMetrics,
+    gradient_specs,
+    loss_and_gradient,
+    make_update,
+)
+
+
+class AccumulatedStep:
+    """(state, batches) -> (state, StepMetrics): one update from several batches on the mesh.
+
+    Three programs, whatever the number of batches. The state is donated; the batches are not.
+    """
+
+    def __init__(self, blueprint: Blueprint, mesh: Mesh) -> None:
+        config = blueprint.config
+        everywhere: Any = PartitionSpec()
+        counts = on_ranks(partial(count, config=config), mesh, (batch_specs(),), everywhere)
+        gradient, update = loss_and_gradient(blueprint, mesh, counted=True), make_update(blueprint)
+        on = jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec),
+            gradient_specs(blueprint),
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
+
+        def add(total: Gradient | None, state: TrainState, batch: Batch, counts: Counts) -> Gradient:
+            found = gradient(state.params, state.buffers, batch, counts)
+            if total is None:
+                return found
+            added = jax.tree.map(jnp.add, total, found)
+            # Statistics are no sums: they stay as they are where an objective may be accumulated.
+            return added._replace(buffers=found.buffers)
+
+        def zeros(state: TrainState, batch: Batch, counts: Counts) -> Gradient:
+            like = jax.eval_shape(partial(add, None), state, batch, counts)
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+
+        self._count = jit_for(config, mesh, counts)
+        self._zeros = jit_for(config, mesh, zeros, out_shardings=on)
+        self._add: Callable[..., Gradient] = jit_for(config, mesh, add, donate_argnums=0, out_shardings=on)
+        after = state_shardings(blueprint, mesh), NamedSharding(mesh, everywhere)
+        self._update: Callable[..., tuple[TrainState, StepMetrics]] = jit_for(
+            config, mesh, update, donate_argnums=0, out_shardings=after
+        )
+
+    def __call__(self, state: TrainState, batches: list[Batch]) -> tuple[TrainState, StepMetrics]:
+        counts = reduce(partial(jax.tree.map, jnp.add), map(self._count, batches))
+        total = self._zeros(state, batches[0], counts)
+        for batch in batches:
+            total = self._add(total, state, batch, counts)
+        return self._update(state, total)
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far."""
+        programs: tuple[Any, ...] = (self._count, self._zeros, self._add, self._update)
+        return sum(program._cache_size() for program in programs)

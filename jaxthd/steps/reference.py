@@ -1,0 +1,52 @@
+"""The reference policy of a run: which weights it has of its own.
+
+A post-training objective compares the policy with a reference. What the policy does not train, both share. Of
+what it trains the state holds a copy in the compute dtype (TrainState.reference), sharded as the policy is.
+LoRA's matrices need none: the reference is the model without them, as long as it is never refreshed.
+"""
+
+from typing import Any
+
+import jax
+
+from jaxthd.config import Config
+from jaxthd.models.adapt import is_lora
+from jaxthd.steps.blueprint import Blueprint, Tree
+from jaxthd.steps.forward import objective_of
+
+REFERENCE = "reference"
+"""The name of the reference's log-probabilities in Batch.extras."""
+
+
+def has_reference(config: Config) -> bool:
+    """Whether the run's objective compares with a reference policy whose weights the run holds."""
+    return (
+        REFERENCE in getattr(objective_of(config), "scored", ()) and config.posttraining.reference != "cached"
+    )
+
+
+def is_base(config: Config) -> bool:
+    """Whether the reference is the model without LoRA."""
+    post = config.posttraining
+    return bool(config.adapt.lora_rank) and post.reference == "auto" and not post.reference_every
+
+
+def copied(blueprint: Blueprint) -> Tree:
+    """A bool for every parameter, in the place of its array: whether the reference has a copy of it."""
+    config = blueprint.config
+    wanted, without_lora = has_reference(config), is_base(config)
+
+    def is_copied(path: tuple[Any, ...], is_trained: bool) -> bool:
+        return wanted and is_trained and not (without_lora and is_lora(tuple(key.key for key in path)))
+
+    return jax.tree_util.tree_map_with_path(is_copied, blueprint.trained)
+
+
+def reference_of(blueprint: Blueprint, params: Tree) -> Tree:
+    """TrainState.reference for a reference that is the policy with these parameters: copies in the compute
+    dtype, None for what it shares; None where nothing is copied.
+    """
+    is_copied, dtype = copied(blueprint), blueprint.config.compute.dtype
+    if not any(jax.tree.leaves(is_copied)):
+        return None
+    return jax.tree.map(lambda mine, x: x.astype(dtype) if mine else None, is_copied, params)

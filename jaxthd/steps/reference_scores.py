@@ -1,0 +1,62 @@
+"""The programs of the reference policy: the log-probabilities that it gives, and a new copy of the policy.
+
+steps/reference.py says what the reference is.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import jax
+from jax import Array
+from jax.sharding import Mesh
+
+from jaxthd.models.adapt import join
+from jaxthd.packing.batch import Batch
+from jaxthd.steps.blueprint import Blueprint, Tree
+from jaxthd.steps.reference import REFERENCE, has_reference, is_base, reference_of
+from jaxthd.steps.scoring import make_scoring_step
+from jaxthd.steps.state import TrainState, state_shardings
+
+
+def make_reference_scores(blueprint: Blueprint, mesh: Mesh) -> Callable[[Tree, Tree, Tree, Batch], Array]:
+    """(params, TrainState.reference, buffers, batch) -> the reference's log-probability of every supervised
+    position's target, [R, T], 0 elsewhere. One compiled program. The arrays are in their training form.
+    """
+    config = blueprint.config
+    without_lora = is_base(config)
+    if without_lora:
+        blueprint = Blueprint(replace(config, adapt=replace(config.adapt, lora_rank=0)))
+    scores = make_scoring_step(blueprint, mesh)
+
+    def run(params: Tree, reference: Tree, buffers: Tree, batch: Batch) -> Array:
+        own = params if reference is None else join(reference, params)
+        return scores(_without_lora(own) if without_lora else own, buffers, batch).log_probs
+
+    return run
+
+
+def make_with_reference(blueprint: Blueprint, mesh: Mesh) -> Callable[[TrainState, Batch], Batch]:
+    """(state, batch) -> the batch with the reference's log-probabilities, if the objective reads them."""
+    if not has_reference(blueprint.config):
+        return lambda state, batch: batch
+    scores = make_reference_scores(blueprint, mesh)
+
+    def with_reference(state: TrainState, batch: Batch) -> Batch:
+        found = scores(state.params, state.reference, state.buffers, batch)
+        return batch._replace(extras={**batch.extras, REFERENCE: found})
+
+    return with_reference
+
+
+def make_refresh(blueprint: Blueprint, mesh: Mesh) -> Callable[[TrainState], TrainState]:
+    """(state) -> the state whose reference policy is its policy."""
+    on = state_shardings(blueprint, mesh).reference
+    copy = jax.jit(partial(reference_of, blueprint), out_shardings=on)
+    return lambda state: state._replace(reference=copy(state.params))
+
+
+def _without_lora(tree: Tree) -> Tree:
+    if not isinstance(tree, dict):
+        return tree
+    return {name: _without_lora(child) for name, child in tree.items() if name != "lora"}
