@@ -155,18 +155,20 @@ class Loader(BatchIterator):
 
         Raises UserError if the state was saved for other data or other packing.
         """
-        was, now = state["identity"], self._identity
-        changed = [
-            _changed(k, was.get(k), now.get(k))
-            for k in {**was, **now}
-            if not _is_same(k, was.get(k), now.get(k))
-        ]
-        if changed:
+        differing = differing_identity(state["identity"], self._identity)
+        if differing:
             raise UserError(
-                f"the saved data position belongs to another stream of documents ({'; '.join(changed)}); "
+                f"the saved data position belongs to another stream of documents ({differing}); "
                 "restore these, or start a new run from the weights (--train.init-from WORKDIR)"
             )
         super().set_state({"streams": state["streams"]})
+
+
+def differing_identity(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Says in what two identities of streams differ; "" if in nothing."""
+    return "; ".join(
+        _changed(k, was.get(k), now.get(k)) for k in {**was, **now} if not _is_same(k, was.get(k), now.get(k))
+    )
 
 
 def _is_same(name: str, was: Any, now: Any) -> bool:

@@ -62,26 +62,37 @@ def row_streams(
     seed: source s is shuffled with seed + s; None: items keep their order.
     pool: worker processes that run `load`; None: this process runs it.
     """
-    orders = [grain.MapDataset.range(len(source)) for source in sources]
-    if seed is not None:
-        orders = [order.shuffle(seed=seed + s) for s, order in enumerate(orders)]
+    orders = item_orders(list(map(len, sources)), seed)
     streams: list[grain.DatasetIterator | None] = []
     for row in range(rows):
         if own is not None and row not in own:
             streams.append(None)
             continue
         shares = [order[row::rows] for order in orders]
-        refs = [
-            (share.repeat() if repeat else share).map_with_index(partial(_ref, s, len(share)))
-            for s, share in enumerate(shares)
-        ]
-        mixed = grain.MapDataset.mix(refs, weights) if weights else refs[0]
+        mixed = item_refs(shares, weights, repeat=repeat)
         loaded = (
             _LoadedByWorkers(mixed, sources, load, pool) if pool else mixed.map(partial(_load, sources, load))
         )
         sift = _Sift(pack, [len(share) for share in shares] if repeat else None)
         streams.append(iter(pack.pack_judged(loaded.map(sift))))
     return streams
+
+
+def item_orders(lengths: Sequence[int], seed: int | None) -> list[grain.MapDataset]:
+    """The order of each data set's items, by their numbers. seed: as for row_streams."""
+    orders = [grain.MapDataset.range(length) for length in lengths]
+    return orders if seed is None else [order.shuffle(seed=seed + s) for s, order in enumerate(orders)]
+
+
+def item_refs(
+    orders: Sequence[grain.MapDataset], weights: Sequence[float] | None, *, repeat: bool
+) -> grain.MapDataset:
+    """The ItemRefs of the data sets with these orders, mixed. weights, repeat: as for row_streams."""
+    refs = [
+        (order.repeat() if repeat else order).map_with_index(partial(_ref, s, len(order)))
+        for s, order in enumerate(orders)
+    ]
+    return grain.MapDataset.mix(refs, weights) if weights else refs[0]
 
 
 def _ref(source: int, items: int, index: int, item: int) -> ItemRef:

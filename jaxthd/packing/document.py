@@ -105,6 +105,28 @@ class Document:
         """Mel frames that the document takes in an audio buffer."""
         return sum(self.chunk_frames)
 
+    def with_answers(
+        self, answers: Sequence[Sequence[int]], extras: Mapping[str, Sequence[Sequence[float]]] | None = None
+    ) -> "Document":
+        """This document as the prompt of several answers, whose tokens are supervised.
+
+        answers: token ids of each. extras: by name, numbers for the tokens of each answer; the prompt's are 0.
+        """
+        added = np.concatenate([np.asarray(answer, np.int32) for answer in answers])
+        none = np.zeros(len(self), np.float32)
+        return Document(
+            key=self.key,
+            tokens=np.concatenate([self.tokens, added]),
+            is_audio=np.concatenate([self.is_audio, np.zeros(len(added), bool)]),
+            supervised=np.concatenate([np.zeros(len(self), bool), np.ones(len(added), bool)]),
+            chunks=self.chunks,
+            extras={
+                name: np.concatenate([none, *(np.asarray(x, np.float32) for x in of_answers)])
+                for name, of_answers in (extras or {}).items()
+            },
+            answers=tuple(map(len, answers)),
+        )
+
     @classmethod
     def splice(
         cls,

@@ -1,0 +1,110 @@
+"""The training items as prompts to answer: an endless stream whose position is the count of items read."""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+from jaxthd.config import Config
+from jaxthd.data.example import Example
+from jaxthd.data.loader import differing_identity
+from jaxthd.data.packer import OnSkip
+from jaxthd.data.speech import SpeechDocuments
+from jaxthd.data.stream import item_orders, item_refs
+from jaxthd.errors import UserError
+from jaxthd.packing.document import Document
+from jaxthd.packing.fit import BufferLimits
+
+
+class Prompt(NamedTuple):
+    """An item to answer. example: with the reference as its last turn. document: what comes before that."""
+
+    example: Example
+    document: Document
+
+
+class PromptStream:
+    """The items of the training sets, mixed by data.weights, in a new order every epoch.
+
+    Items that cannot be used, or whose group of answers could exceed a buffer, are reported to on_skip and
+    passed over. identity: what the prompts depend on besides data.*, as JSON values.
+    The stream depends neither on the mesh nor on data.rows.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Sequence[Example]],
+        documents: SpeechDocuments,
+        config: Config,
+        *,
+        on_skip: OnSkip,
+        identity: Mapping[str, Any],
+    ) -> None:
+        data = config.data
+        weights = list(data.weights) if len(sources) > 1 and data.weights else None
+        self._sources = sources if weights else [list(chain(*sources))]
+        self._documents, self._config, self._on_skip = documents, config, on_skip
+        seed = data.seed if data.shuffle else None
+        self._refs = item_refs(item_orders(list(map(len, self._sources)), seed), weights, repeat=True)
+        self._limits = BufferLimits.of(config)
+        self._next = 0
+        self._identity = {
+            "items": list(map(len, self._sources)),
+            "weights": weights,
+            "shuffle": data.shuffle,
+            "seed": data.seed,
+            **identity,
+        }
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next prompts that can be used. Raises UserError where two epochs hold none."""
+        found: list[Prompt] = []
+        without = 0
+        while len(found) < count:
+            ref = self._refs[self._next]
+            self._next += 1
+            prompt = self._load(self._sources[ref.source][ref.item])
+            if prompt:
+                found.append(prompt)
+            without = 0 if prompt else without + 1
+            if without > 2 * sum(map(len, self._sources)):
+                raise UserError(
+                    f"none of {sum(map(len, self._sources))} items could be used as prompts, in two epochs; "
+                    "expected prompts that fit a buffer together with a group of answers: raise data.capacity "
+                    "or lower rollout.group_size (skipped.jsonl in the workdir has the reasons)"
+                )
+        return found
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the stream goes on; JSON-serialisable."""
+        return {"identity": self._identity, "next": self._next}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Raises UserError for a state that was saved for other data."""
+        differing = differing_identity(state["identity"], self._identity)
+        if differing:
+            raise UserError(
+                f"the saved data position belongs to another stream of prompts ({differing}); restore these, "
+                "or start a new run from the weights (--train.init-from WORKDIR)"
+            )
+        self._next = state["next"]
+
+    def _load(self, example: Example) -> Prompt | None:
+        *asked, _ = example.turns
+        try:
+            document = self._documents.prompt(Example(example.key, tuple(asked)))
+        except ValueError as error:
+            self._on_skip(example.key, str(error))
+            return None
+        misfit = self._limits.fit(document).misfit or self._group_misfit(document)
+        if misfit:
+            self._on_skip(example.key, misfit)
+            return None
+        return Prompt(example, document)
+
+    def _group_misfit(self, prompt: Document) -> str:
+        """Why a group of the longest answers would not fit a buffer; "" if it would."""
+        rollout, most = self._config.rollout, self._config.rollout.max_new_tokens
+        misfit = self._limits.fit(prompt.with_answers([[0] * most] * rollout.group_size)).misfit
+        if not misfit:
+            return ""
+        return f"with {rollout.group_size} answers of up to {most} tokens, {misfit}"
