@@ -36,6 +36,7 @@ from jaxthd.checkpoints.weights import start_state
 from jaxthd.config import Config
 from jaxthd.data.dataset import SpeechData, SynchronizedLoader, whole_position
 from jaxthd.data.loader import BatchReport
+from jaxthd.data.prompts import PromptStream
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.figures.batch import draw_batch
 from jaxthd.figures.curves import draw_curves
@@ -60,7 +61,7 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.reference_scores import make_refresh, make_with_reference
 from jaxthd.steps.state import TrainState, abstract_state, canonical_form, canonical_shardings, training_form
 from jaxthd.steps.training import make_train_step
-from jaxthd.terminal.arguments import PROCESS_OPTIONS, parse_command_line
+from jaxthd.terminal.arguments import PROCESS_OPTIONS, CommandLine, parse_command_line
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "workdir": {
@@ -75,14 +76,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def main(argv: list[str] | None = None) -> None:
     line = parse_command_line("train", argv, OPTIONS, __doc__)
+    workdir = workdir_of(line)
+    with devices_ready(line.config.mesh, line.options):
+        train(line.config, workdir, changes=line.given)
+
+
+def workdir_of(line: CommandLine) -> Path:
+    """The workdir that a training command starts or continues. Raises UserError for a checkpoint of a run."""
     if line.run and source_of(line.run)[1] != "newest" and not line.options.workdir:
         raise UserError(
             f"{line.run} names a checkpoint; expected a workdir, which is continued from its newest one. To "
             f"start a new run from this one: --workdir NEW --train.init-from {line.run}"
         )
-    workdir = line.options.workdir or (line.path if line.run else Path("runs") / line.path.stem)
-    with devices_ready(line.config.mesh, line.options):
-        train(line.config, workdir, changes=line.given)
+    return line.options.workdir or (line.path if line.run else Path("runs") / line.path.stem)
 
 
 def train(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
@@ -140,14 +146,14 @@ def _train(
     with ExitStack() as stack:
         # --- the newest checkpoint, or a new run ---
         loader = stack.enter_context(closing(data.training(local_rows(mesh, config.data.rows))))
-        state = _newest_state(blueprint, mesh, checkpoints, loader)
+        state = newest_state(blueprint, mesh, checkpoints, loader)
         first, steps = int(state.step), config.train.steps
         if first:
             print(f"continuing from step {first} in {outputs.path}")
         if first >= steps:
             print(f"{outputs.path} already holds step {first} of {steps}: nothing to do")
             return 0
-        changed = _changed(held.keep(first), first)
+        changed = changed_settings(held.keep(first), first)
         tensorboard = config.train.tensorboard
         metrics = stack.enter_context(open_metrics(outputs.path, first, steps, tensorboard=tensorboard))
         non_finite = NonFiniteSteps(outputs, first, config.train.max_skipped_steps, metrics.say)
@@ -204,8 +210,8 @@ def _load(loader: SynchronizedLoader, mesh: Mesh) -> tuple[Batch, _Loaded]:
     return put_batch(batch, mesh), _Loaded(batch, report, loader.get_state())
 
 
-def _newest_state(
-    blueprint: Blueprint, mesh: Mesh, checkpoints: Checkpoints, loader: SynchronizedLoader
+def newest_state(
+    blueprint: Blueprint, mesh: Mesh, checkpoints: Checkpoints, loader: SynchronizedLoader | PromptStream
 ) -> TrainState:
     """The newest checkpoint's state, with the loader set to where its data goes on; else a new run's."""
     restored = checkpoints.restore_latest(abstract_state(blueprint), canonical_shardings(blueprint, mesh))
@@ -216,7 +222,7 @@ def _newest_state(
     return training_form(state, blueprint, mesh)
 
 
-def _changed(changes: Sequence[Difference], step: int) -> dict[str, str]:
+def changed_settings(changes: Sequence[Difference], step: int) -> dict[str, str]:
     """Says what has changed since the steps before; returns it as a field of the next step's metrics line."""
     if not changes:
         return {}

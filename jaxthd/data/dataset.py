@@ -9,6 +9,7 @@ from typing import Any
 from jaxthd.config import Config
 from jaxthd.data.example import Example
 from jaxthd.data.loader import BatchAndReport, BatchIterator, BatchReport, Loader, RowReport, make_loader
+from jaxthd.data.prompts import PromptStream
 from jaxthd.data.skipped import SkipLog, Skipped, main_reasons
 from jaxthd.data.sources.registry import read_source, training_sources, validation_sources
 from jaxthd.data.sources.source import Source
@@ -164,6 +165,16 @@ class SpeechData:
             prefetch=self._config.data.prefetch,
         )
         return SynchronizedLoader(loader, self.skipped)
+
+    def prompts(self) -> PromptStream:
+        """The training items as prompts, which are neither dithered nor masked."""
+        return PromptStream(
+            self._training,
+            self._validation_documents,
+            self._config,
+            on_skip=self._on_skip(self._sources),
+            identity=self._identity(),
+        )
 
     def validation(self, rows: Collection[int] | None = None, name: str | None = None) -> SynchronizedLoader:
         """One pass over a validation set (None: the first), in its order. rows: see make_loader."""

@@ -68,9 +68,9 @@ class PromptStream:
             without = 0 if prompt else without + 1
             if without > 2 * sum(map(len, self._sources)):
                 raise UserError(
-                    f"none of {sum(map(len, self._sources))} items could be used as prompts, in two epochs; "
-                    "expected prompts that fit a buffer together with a group of answers: raise data.capacity "
-                    "or lower rollout.group_size (skipped.jsonl in the workdir has the reasons)"
+                    f"none of {without} items could be used as prompts, in two epochs; expected prompts that "
+                    "fit a buffer with a group of answers: raise data.capacity, or lower rollout.group_size "
+                    "(skipped.jsonl in the workdir has the reasons)"
                 )
         return found
 

@@ -110,7 +110,7 @@ class Document:
     ) -> "Document":
         """This document as the prompt of several answers, whose tokens are supervised.
 
-        answers: token ids of each. extras: by name, numbers for the tokens of each answer; the prompt's are 0.
+        answers: token ids of each. extras: by name, numbers for the tokens of each answer; 0 for the prompt.
         """
         added = np.concatenate([np.asarray(answer, np.int32) for answer in answers])
         none = np.zeros(len(self), np.float32)

@@ -1,0 +1,194 @@
+"""Trains a model by reinforcement learning: draws answers, rewards them, and trains on both (GRPO).
+
+    jaxthd grpo configs/grpo.py                      starts runs/grpo, or continues it
+    jaxthd grpo runs/grpo --train.steps 400          continues it with its own settings but that
+
+Each step draws rollout.group_size answers to each of rollout.prompts prompts of the training data, rewards
+them with rollout.rewards, and makes rollout.epochs x rollout.updates updates from them. A workdir that holds
+a checkpoint is continued, on any mesh. It receives
+    metrics.jsonl      a JSON object for each step; the same for TensorBoard in tensorboard/
+    rollouts.jsonl     every answer that was drawn, with its rewards
+    curves.png         reward, length, KL, word error rate over the steps
+    hypotheses.jsonl   hypotheses and references of the last validation
+    skipped.jsonl      every prompt that was skipped, with the reason
+    failures.jsonl     every reward that a function failed to give, with its prompt
+    checkpoints/       parameters, optimizer state, reference policy, position in the prompts
+    config.json        the settings of the run; changes.jsonl, tokenizer/ as for jaxthd train
+"""
+
+import time
+from collections.abc import Collection
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import jax
+
+from jaxthd.checkpoints.checkpoint import Checkpoints
+from jaxthd.config import Config
+from jaxthd.data.dataset import SpeechData
+from jaxthd.data.packer import pack_documents
+from jaxthd.data.text.prompt import PromptTemplate
+from jaxthd.data.text.tokenizer import load_tokenizer
+from jaxthd.errors import readable_errors
+from jaxthd.figures.curves import draw_curves
+from jaxthd.inference.rollouts import Rollouts
+from jaxthd.inference.validation import Validation
+from jaxthd.parallel.mesh import make_mesh
+from jaxthd.parallel.processes import require_one_process
+from jaxthd.posttraining.groups import ADVANTAGE, DRAWN, FULL, Collector
+from jaxthd.posttraining.metrics import GRPOFacts, grpo_line
+from jaxthd.posttraining.updates import pack_updates, require_agreement, with_old
+from jaxthd.rewards.rewarder import Rewarder
+from jaxthd.run.metrics_file import open_metrics, read_metrics
+from jaxthd.run.outputs import OutputFolder
+from jaxthd.run.signals import stop_requested
+from jaxthd.run.startup import devices_ready, prepared
+from jaxthd.run.workdir import OpenedRun, opened
+from jaxthd.steps.accumulation import AccumulatedStep
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.reference_scores import make_refresh, make_with_reference
+from jaxthd.steps.scoring import make_scoring_step
+from jaxthd.steps.state import canonical_form
+from jaxthd.terminal.arguments import parse_command_line
+from jaxthd.train import OPTIONS, changed_settings, newest_state, workdir_of
+
+DRAWN_EXTRAS = (ADVANTAGE, DRAWN, FULL)
+
+
+def main(argv: list[str] | None = None) -> None:
+    line = parse_command_line("grpo", argv, OPTIONS, __doc__)
+    with devices_ready(line.config.mesh, line.options):
+        grpo(line.config, workdir_of(line), changes=line.given)
+
+
+def grpo(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
+    """Runs, or continues, the training in `workdir` up to config.train.steps, or until SIGTERM or Ctrl-C.
+
+    changes: as for jaxthd.train.train. Raises UserError as that does, for reward functions that cannot be
+    used or fail too often, and where drawing and training disagree (rollout.max_logprob_difference).
+    """
+    require_one_process("jaxthd grpo")
+    given, config, start = config, prepared(config), time.monotonic()
+    with ExitStack() as stack:
+        held = stack.enter_context(opened(workdir, given, changes))
+        outputs = OutputFolder(workdir)
+        data = stack.enter_context(closing(SpeechData(config, workdir)))
+        rewarder = stack.enter_context(
+            Rewarder.of(config, on_failure=lambda x: outputs.append_line("failures.jsonl", x._asdict()))
+        )
+        checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints))
+        steps_done = _train(config, held, outputs, data, rewarder, checkpoints, start)
+    if steps_done:
+        draw_curves(read_metrics(workdir), workdir / "curves.png")
+
+
+def _train(
+    config: Config,
+    held: OpenedRun,
+    outputs: OutputFolder,
+    data: SpeechData,
+    rewarder: Rewarder,
+    checkpoints: Checkpoints,
+    start: float,
+) -> int:
+    """Returns the number of steps that it has trained. start: time.monotonic() when the command began."""
+    # --- the model on the mesh, and the programs ---
+    blueprint, mesh, rollout = Blueprint(config), make_mesh(config.mesh), config.rollout
+    update = AccumulatedStep(blueprint, mesh)
+    scores = make_scoring_step(blueprint, mesh, temperature=rollout.temperature)
+    with_reference, refresh = make_with_reference(blueprint, mesh), make_refresh(blueprint, mesh)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    stop_ids = PromptTemplate(config.data, tokenizer).stop_ids
+    rollouts = Rollouts(config, mesh, stop_ids=stop_ids)
+    validation = Validation(blueprint, mesh, data, outputs)
+    pack = pack_documents(config, extras=DRAWN_EXTRAS, answers=True)
+    prompts = data.prompts()
+    collect = Collector(config, prompts, rollouts, rewarder, tokenizer, stop_ids)
+
+    with ExitStack() as stack:
+        # --- the newest checkpoint, or a new run ---
+        state = newest_state(blueprint, mesh, checkpoints, prompts)
+        first, steps = int(state.step) // config.updates_of_a_step, config.train.steps
+        if first:
+            print(f"continuing from step {first} in {outputs.path}")
+        if first >= steps:
+            print(f"{outputs.path} already holds step {first} of {steps}: nothing to do")
+            return 0
+        changed = changed_settings(held.keep(first), first)
+        outputs.keep_lines("rollouts.jsonl", lambda line: line["step"] <= first)
+        metrics = stack.enter_context(
+            open_metrics(outputs.path, first, steps, tensorboard=config.train.tensorboard)
+        )
+        stop_asked = stack.enter_context(stop_requested(config.train.max_seconds, start))
+        if first == 0 and validation.is_due(0):
+            metrics.step({"step": 0, **validation(state)})
+
+        for step in range(first + 1, steps + 1):
+            began = time.perf_counter()
+            # --- draw and reward ---
+            collected = collect(state.params, state.buffers, step)
+            for group in collected.drawn:
+                for line in group.lines(step):
+                    outputs.append_line("rollouts.jsonl", line)
+
+            # --- what the updates compare with: the policy that drew, and the reference ---
+            scoring = time.perf_counter()
+            documents = [group.document for group in collected.groups]
+            updates, agreements = [], []
+            for packed in pack_updates(documents, pack, config.data.rows, rollout.updates, mesh):
+                batches, agreement = with_old(
+                    packed.batches,
+                    lambda batch, state=state: scores(state.params, state.buffers, batch).log_probs,
+                )
+                require_agreement(agreement, rollout.max_logprob_difference, config.compute.dtype)
+                batches = [with_reference(state, batch) for batch in batches]
+                updates.append(packed._replace(batches=batches))
+                agreements.append(agreement)
+
+            # --- train ---
+            training, results = time.perf_counter(), []
+            for _ in range(rollout.epochs):
+                for packed in updates:
+                    state, on_device = update(state, packed.batches)
+                    results.append(jax.tree.map(lambda x: x.item(), on_device))
+            if config.posttraining.reference_every and step % config.posttraining.reference_every == 0:
+                state = refresh(state)
+
+            # --- measure, validate, save ---
+            ended = time.perf_counter()
+            seconds = {
+                **collected.seconds,
+                "scoring": training - scoring,
+                "training": ended - training,
+                "step": ended - began,
+            }
+            programs = update.compilations + rollouts.compilations + scores._cache_size()
+            facts = GRPOFacts(
+                step,
+                collected,
+                results,
+                [x.report for x in updates],
+                agreements,
+                seconds,
+                programs,
+                data.skipped.total,
+            )
+            stopped = stop_asked()
+            last, validated = (
+                bool(stopped) or step == steps,
+                validation(state) if validation.is_due(step) else {},
+            )
+            metrics.step(grpo_line(facts) | validated | (changed if step == first + 1 else {}))
+            data.require_few_skipped()
+            if last or validated or step % config.train.checkpoint_every == 0:
+                checkpoints.save(step, canonical_form(state, blueprint, mesh), prompts.get_state(), validated)
+            if last:
+                break
+        if step < steps:
+            metrics.say(f"stopped {stopped} after step {step}, which is saved: the same command continues")
+    return step - first
+
+
+if __name__ == "__main__":
+    with readable_errors():
+        main()

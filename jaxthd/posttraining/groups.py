@@ -1,0 +1,152 @@
+"""The groups of a step: prompts, the answers drawn to them, their rewards and advantages."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float64
+
+from jaxthd.config import Config
+from jaxthd.data.example import Example
+from jaxthd.data.prompts import Prompt, PromptStream
+from jaxthd.data.text.tokenizer import Tokenizer
+from jaxthd.inference.rollouts import Rollout, Rollouts
+from jaxthd.packing.document import Document
+from jaxthd.rewards.advantages import advantages, has_spread
+from jaxthd.rewards.group import Group, Rewarded
+from jaxthd.rewards.rewarder import Rewarder
+from jaxthd.steps.blueprint import Tree
+
+ADVANTAGE, DRAWN, FULL = "advantage", "drawn", "drawn_full"
+"""Document.extras of an answer's tokens: its advantage; the log-probability of each token under what drew it;
+the same over the whole vocabulary at the temperature, which training computes too."""
+
+
+class TrainedGroup(NamedTuple):
+    """A prompt with its answers. advantages: of the answers; None where a reward function failed."""
+
+    prompt: Prompt
+    answers: tuple[Rollout, ...]
+    rewarded: Rewarded
+    advantages: Float64[np.ndarray, " G"] | None
+
+    @property
+    def document(self) -> Document:
+        """The prompt with its answers, to be trained on."""
+        assert self.advantages is not None
+        lengths = [len(answer.tokens) for answer in self.answers]
+        extras = {
+            ADVANTAGE: [np.full(n, a) for n, a in zip(lengths, self.advantages, strict=True)],
+            DRAWN: [answer.drawn_log_probs for answer in self.answers],
+            FULL: [answer.log_probs for answer in self.answers],
+        }
+        return self.prompt.document.with_answers([answer.tokens for answer in self.answers], extras)
+
+    def lines(self, step: int) -> list[dict[str, Any]]:
+        """Lines of rollouts.jsonl, one for each answer."""
+        rewarded = self.rewarded
+        found = []
+        for number, (answer, text) in enumerate(zip(self.answers, rewarded.group.answers, strict=True)):
+            line: dict[str, Any] = {"step": step, "key": rewarded.group.key, "answer": text}
+            line |= {"reference": rewarded.group.reference, "tokens": len(answer.tokens)}
+            line |= {"ended": answer.ended, "log_prob": float(np.sum(answer.log_probs))}
+            if rewarded.rewards is not None and self.advantages is not None:
+                own = {name: values[number] for name, values in rewarded.by_function.items()}
+                line |= {"reward": rewarded.rewards[number], "rewards": own}
+                line |= {"advantage": float(self.advantages[number])}
+            else:
+                line |= {"reward": None, "failure": rewarded.failure and rewarded.failure.reason}
+            found.append(line)
+        return found
+
+
+class Collected(NamedTuple):
+    """What a step drew. groups: those to train on. drawn: all of them. rounds: how often it drew.
+
+    seconds: of "rollout" and of "reward", the waiting for rewards after the last answer.
+    """
+
+    groups: list[TrainedGroup]
+    drawn: list[TrainedGroup]
+    rounds: int
+    seconds: Mapping[str, float]
+
+
+class Collector:
+    """Draws, rewards and keeps the groups of a step."""
+
+    def __init__(
+        self,
+        config: Config,
+        prompts: PromptStream,
+        rollouts: Rollouts,
+        rewarder: Rewarder,
+        tokenizer: Tokenizer,
+        stop_ids: Sequence[int],
+    ) -> None:
+        """stop_ids: the tokens that end an answer; its text is without them."""
+        self._settings, self._seed = config.rollout, config.train.seed
+        self._prompts, self._rollouts = prompts, rollouts
+        self._rewarder, self._tokenizer, self._stop_ids = rewarder, tokenizer, stop_ids
+
+    def __call__(self, params: Tree, buffers: Tree, step: int) -> Collected:
+        """The groups of a step. Draws depend on (train.seed, step, the prompt's key, the answer's number).
+
+        With dynamic sampling, groups whose rewards are all equal are replaced by others, drawn to the next
+        prompts, at most rollout.dynamic_sampling - 1 times.
+        """
+        wanted, most = self._settings.prompts, self._settings.dynamic_sampling
+        kept: list[TrainedGroup] = []
+        drawn: list[TrainedGroup] = []
+        seconds = dict.fromkeys(("rollout", "reward"), 0.0)
+        rounds = 0
+        while len(kept) < wanted and rounds < most:
+            found = self._draw(params, buffers, step, wanted - len(kept), seconds)
+            rounds += 1
+            drawn += found
+            kept += [
+                each
+                for each in found
+                if each.advantages is not None and (most == 1 or has_spread(each.rewarded.rewards))
+            ]
+        return Collected(kept, drawn, rounds, seconds)
+
+    def _draw(
+        self, params: Tree, buffers: Tree, step: int, count: int, seconds: dict[str, float]
+    ) -> list[TrainedGroup]:
+        start = time.perf_counter()
+        prompts = self._prompts.take(count)
+        documents = [prompt.document for prompt in prompts]
+        answers = self._rollouts.draw(params, buffers, documents, seed=self._seed, step=step)
+        ended = time.perf_counter()
+        groups = [
+            self._group(prompt.example, of_prompt) for prompt, of_prompt in zip(prompts, answers, strict=True)
+        ]
+        rewarded = self._rewarder.collect([self._rewarder.submit(group) for group in groups])
+        found = advantages(
+            [each.rewards for each in rewarded],
+            leave_one_out=self._settings.leave_one_out,
+            normalise=self._settings.normalise_advantages,
+        )
+        seconds["rollout"] += ended - start
+        seconds["reward"] += time.perf_counter() - ended
+        return [
+            TrainedGroup(*each) for each in zip(prompts, map(tuple, answers), rewarded, found, strict=True)
+        ]
+
+    def _group(self, example: Example, answers: Sequence[Rollout]) -> Group:
+        """What reward functions get to see of a prompt's answers."""
+        *asked, last = example.turns
+        texts = [part if isinstance(part, str) else "{audio}" for turn in asked for part in turn.parts]
+        return Group(
+            key=example.key,
+            prompt=" ".join(texts),
+            reference=" ".join(str(part) for part in last.parts),
+            answers=tuple(self._text(answer) for answer in answers),
+            tokens=tuple(len(answer.tokens) for answer in answers),
+            ended=tuple(answer.ended for answer in answers),
+        )
+
+    def _text(self, answer: Rollout) -> str:
+        return self._tokenizer.decode([t for t in answer.tokens.tolist() if t not in self._stop_ids])

@@ -1,0 +1,137 @@
+"""The metrics of a step of jaxthd grpo. Those of its updates are the same as in any training."""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxthd.data.loader import BatchReport
+from jaxthd.posttraining.groups import Collected
+from jaxthd.posttraining.updates import Agreement
+from jaxthd.rewards.advantages import reward_metrics
+from jaxthd.run.metrics import Metric, StepFacts, measured, metrics_line
+
+
+class GRPOFacts(NamedTuple):
+    """What is known when a step is done.
+
+    results: StepMetrics (jaxthd.steps.training) of Python numbers, of each update. reports: what each of the
+    updates of one pass held. agreements: of drawing and training, of each of these. seconds: of "rollout",
+    "reward", "scoring", "training", and of the whole "step". compilations: of all programs of the loop.
+    """
+
+    step: int
+    collected: Collected
+    results: Sequence[Any]
+    reports: Sequence[BatchReport]
+    agreements: Sequence[Agreement]
+    seconds: Mapping[str, float]
+    compilations: int
+    skipped_documents: int
+
+
+def _drawn_tokens(facts: GRPOFacts) -> int:
+    return sum(len(answer.tokens) for group in facts.collected.drawn for answer in group.answers)
+
+
+def _entropy(facts: GRPOFacts) -> float | None:
+    found = [x for group in facts.collected.drawn for answer in group.answers for x in answer.entropies]
+    return float(np.mean(found)) if found else None
+
+
+def _mean_difference(facts: GRPOFacts) -> float:
+    tokens = sum(each.tokens for each in facts.agreements)
+    return sum(each.mean * each.tokens for each in facts.agreements) / max(tokens, 1)
+
+
+GRPO_METRICS: list[Metric] = [
+    Metric(
+        "logprob_difference",
+        "nats",
+        "largest difference of a token's log-probability between drawing and training, with the same weights",
+        lambda x: max(each.largest for each in x.agreements),
+        odd="It should be rounding: 1e-5 in float32. rollout.max_logprob_difference ends the run.",
+    ),
+    Metric(
+        "logprob_difference_mean",
+        "nats",
+        "the mean of these differences over the drawn tokens",
+        _mean_difference,
+    ),
+    Metric(
+        "entropy",
+        "nats a token",
+        "entropy of the policy at the temperature, the mean over the drawn tokens",
+        _entropy,
+        odd="If it falls to 0, all answers to a prompt are alike and teach nothing: lower "
+        "train.learning_rate, raise clip_high.",
+    ),
+    Metric(
+        "draws",
+        "",
+        "how often the step drew prompts; more than 1 with dynamic sampling",
+        lambda x: x.collected.rounds,
+        odd="At rollout.dynamic_sampling: most prompts are too easy or too hard.",
+    ),
+    Metric(
+        "trained_groups",
+        "prompts",
+        "prompts whose answers were trained on",
+        lambda x: len(x.collected.groups),
+        odd="Under rollout.prompts: see no_spread and reward_failures.",
+    ),
+    Metric(
+        "rollout_tokens_per_second",
+        "tokens/s",
+        "tokens drawn over rollout_seconds",
+        lambda x: _drawn_tokens(x) / x.seconds["rollout"],
+        "{:,.0f}",
+        odd="Low: raise rollout.answers_at_once.",
+    ),
+    *(
+        Metric(f"{name}_seconds", "s", meaning, lambda x, name=name: x.seconds[name])  # type: ignore[misc]
+        for name, meaning in (
+            ("rollout", "time of reading prompts and drawing answers"),
+            ("reward", "time of waiting for rewards"),
+            ("scoring", "time of packing, and of the log-probabilities that the updates compare with"),
+            ("training", "time of the updates"),
+        )
+    ),
+]
+"""Of every step of jaxthd grpo, besides those of its updates and of its rewards."""
+
+
+def grpo_line(facts: GRPOFacts) -> dict[str, Any]:
+    """A step's line of metrics.jsonl."""
+    combined = BatchReport(
+        tuple(chain(*(report.rows for report in facts.reports))),
+        tuple(chain(*(report.keys for report in facts.reports))),
+    )
+    step = StepFacts(
+        facts.step,
+        _mean(facts.results),
+        combined,
+        facts.seconds["step"],
+        facts.compilations,
+        facts.skipped_documents,
+    )
+    rewards = reward_metrics([group.rewarded for group in facts.collected.drawn])
+    return metrics_line(step) | rewards | measured(GRPO_METRICS, facts)
+
+
+def _mean(results: Sequence[Any]) -> Any:
+    """The mean of the updates' metrics; counts are the last one's."""
+    first, last = results[0], results[-1]
+
+    def mean(values: Sequence[Any]) -> Any:
+        return None if values[0] is None else math.fsum(values) / len(values)
+
+    means = {
+        name: mean([getattr(each, name) for each in results])
+        for name in first._fields
+        if name not in ("objective", "skipped", "skipped_in_a_row")
+    }
+    objective = {name: mean([each.objective[name] for each in results]) for name in first.objective}
+    return last._replace(**means, objective=objective)
