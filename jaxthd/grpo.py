@@ -33,9 +33,10 @@ from jaxthd.errors import readable_errors
 from jaxthd.figures.curves import draw_curves
 from jaxthd.inference.rollouts import Rollouts
 from jaxthd.inference.validation import Validation
+from jaxthd.objectives.grpo import ADVANTAGE, DRAWN, RECORDED
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.processes import require_one_process
-from jaxthd.posttraining.groups import ADVANTAGE, DRAWN, FULL, Collector
+from jaxthd.posttraining.groups import Collector
 from jaxthd.posttraining.metrics import GRPOFacts, grpo_line
 from jaxthd.posttraining.updates import pack_updates, require_agreement, with_old
 from jaxthd.rewards.rewarder import Rewarder
@@ -52,7 +53,7 @@ from jaxthd.steps.state import canonical_form
 from jaxthd.terminal.arguments import parse_command_line
 from jaxthd.train import OPTIONS, changed_settings, newest_state, workdir_of
 
-DRAWN_EXTRAS = (ADVANTAGE, DRAWN, FULL)
+DRAWN_EXTRAS = (ADVANTAGE, RECORDED, DRAWN)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -12,15 +12,12 @@ from jaxthd.data.example import Example
 from jaxthd.data.prompts import Prompt, PromptStream
 from jaxthd.data.text.tokenizer import Tokenizer
 from jaxthd.inference.rollouts import Rollout, Rollouts
+from jaxthd.objectives.grpo import ADVANTAGE, DRAWN, RECORDED
 from jaxthd.packing.document import Document
 from jaxthd.rewards.advantages import advantages, has_spread
 from jaxthd.rewards.group import Group, Rewarded
 from jaxthd.rewards.rewarder import Rewarder
 from jaxthd.steps.blueprint import Tree
-
-ADVANTAGE, DRAWN, FULL = "advantage", "drawn", "drawn_full"
-"""Document.extras of an answer's tokens: its advantage; the log-probability of each token under what drew it;
-the same over the whole vocabulary at the temperature, which training computes too."""
 
 
 class TrainedGroup(NamedTuple):
@@ -39,7 +36,7 @@ class TrainedGroup(NamedTuple):
         extras = {
             ADVANTAGE: [np.full(n, a) for n, a in zip(lengths, self.advantages, strict=True)],
             DRAWN: [answer.drawn_log_probs for answer in self.answers],
-            FULL: [answer.log_probs for answer in self.answers],
+            RECORDED: [answer.log_probs for answer in self.answers],
         }
         return self.prompt.document.with_answers([answer.tokens for answer in self.answers], extras)
 

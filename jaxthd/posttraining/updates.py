@@ -11,13 +11,12 @@ from jax.sharding import Mesh
 from jaxthd.data.loader import BatchReport, RowReport
 from jaxthd.data.packer import PackDocuments
 from jaxthd.errors import UserError
+from jaxthd.objectives.grpo import RECORDED
+from jaxthd.objectives.objective import OLD
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import put_batch
-from jaxthd.posttraining.groups import FULL
 
-OLD = "old"
-"""The name of the trainer's log-probabilities before a step's updates, in Batch.extras."""
 BOUNDS = {"float64": 1e-5, "float32": 1e-2, "bfloat16": 1.0}
 """Largest difference of a log-probability between drawing and training, by compute dtype, where
 rollout.max_logprob_difference is 0. The numbers that are compared are stored in float32."""
@@ -71,7 +70,7 @@ def with_old(
     found, largest, total, tokens = [], [], [], []
     for batch in batches:
         old = scores(batch)
-        difference = jnp.where(batch.weights > 0, jnp.abs(old - batch.extras[FULL]), 0)
+        difference = jnp.where(batch.weights > 0, jnp.abs(old - batch.extras[RECORDED]), 0)
         largest.append(difference.max())
         total.append(difference.sum())
         tokens.append((batch.weights > 0).sum())

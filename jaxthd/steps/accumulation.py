@@ -48,13 +48,14 @@ class AccumulatedStep:
             found = gradient(state.params, state.buffers, batch, counts)
             if total is None:
                 return found
-            added = jax.tree.map(jnp.add, total, found)
             # Statistics are no sums: they stay as they are where an objective may be accumulated.
-            return added._replace(buffers=found.buffers)
+            largest = jax.tree.map(jnp.maximum, total.extremes, found.extremes)
+            return jax.tree.map(jnp.add, total, found)._replace(buffers=found.buffers, extremes=largest)
 
         def zeros(state: TrainState, batch: Batch, counts: Counts) -> Gradient:
             like = jax.eval_shape(partial(add, None), state, batch, counts)
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+            none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+            return none._replace(extremes=jax.tree.map(lambda x: x - jnp.inf, none.extremes))
 
         self._count = jit_for(config, mesh, counts)
         self._zeros = jit_for(config, mesh, zeros, out_shardings=on)

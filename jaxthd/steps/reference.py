@@ -11,18 +11,14 @@ import jax
 
 from jaxthd.config import Config
 from jaxthd.models.adapt import is_lora
+from jaxthd.objectives.objective import REFERENCE
 from jaxthd.steps.blueprint import Blueprint, Tree
 from jaxthd.steps.forward import objective_of
-
-REFERENCE = "reference"
-"""The name of the reference's log-probabilities in Batch.extras."""
 
 
 def has_reference(config: Config) -> bool:
     """Whether the run's objective compares with a reference policy whose weights the run holds."""
-    return (
-        REFERENCE in getattr(objective_of(config), "scored", ()) and config.posttraining.reference != "cached"
-    )
+    return REFERENCE in objective_of(config).scored and config.posttraining.reference != "cached"
 
 
 def is_base(config: Config) -> bool:

@@ -12,9 +12,10 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxthd.models.adapt import join
+from jaxthd.objectives.objective import REFERENCE
 from jaxthd.packing.batch import Batch
 from jaxthd.steps.blueprint import Blueprint, Tree
-from jaxthd.steps.reference import REFERENCE, has_reference, is_base, reference_of
+from jaxthd.steps.reference import has_reference, is_base, reference_of
 from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.steps.state import TrainState, state_shardings
 

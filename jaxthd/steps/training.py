@@ -20,6 +20,7 @@ from jaxthd.objectives import LOSS
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import AXES, PIPELINE, TENSOR, TOKEN_AXES, batch_specs, on_ranks
 from jaxthd.parallel.pipeline import accumulate
+from jaxthd.parallel.pipeline_tick import Largest
 from jaxthd.steps.blueprint import Blueprint, Tree
 from jaxthd.steps.forward import (
     CTC,
@@ -45,11 +46,11 @@ class StepMetrics(NamedTuple):
 
     loss: the objective's; for SFT the mean negative log-likelihood over the supervised tokens, natural log.
     grad_norm: before clipping. learning_rate: of this step. skipped, skipped_in_a_row: the state's counts,
-    this step included. objective: the objective's other quotients, by name. mtp_loss: as loss, of the targets
-    of multi-token prediction, the mean over its depths; None without. ctc_loss: as loss, of the labels that
-    the CTC loss covers; ctc_uncovered: the share of documents with audio that it does not cover; None without
-    it. max_expert_load: the most tokens that an expert got, over the mean of its layer; aux_loss: the
-    auxiliary loss, 1 for an even load; None without experts.
+    this step included. objective: the objective's other quotients and extremes, by name. mtp_loss: as loss,
+    of the targets of multi-token prediction, the mean over its depths; None without. ctc_loss: as loss, of
+    the labels that the CTC loss covers; ctc_uncovered: the share of documents with audio that it does not
+    cover; None without it. max_expert_load: the most tokens that an expert got, over the mean of its layer;
+    aux_loss: the auxiliary loss, 1 for an even load; None without experts.
     """
 
     loss: Array
@@ -69,7 +70,8 @@ class Gradient(NamedTuple):
     """loss: of the next tokens. gradients: of the whole objective for the trained parameters, None for others
     (models/adapt.py). buffers: after the step. routing: of the decoder's MoE layers in the order of their
     stack, summed over microbatches; None without any. future: None without multi-token prediction.
-    objective: the quotients other than the loss, by name. ctc: None without the CTC loss.
+    objective: the quotients other than the loss, by name. ctc: None without the CTC loss. extremes: those of
+    the objective.
     """
 
     loss: Array
@@ -79,6 +81,7 @@ class Gradient(NamedTuple):
     future: FuturePrediction | None
     objective: dict[str, Array] = {}  # noqa: RUF012 (nobody changes it)
     ctc: CTC | None = None
+    extremes: Largest = Largest({})
 
 
 def loss_and_gradient(blueprint: Blueprint, mesh: Mesh, *, counted: bool = False) -> Callable[..., Gradient]:
@@ -95,7 +98,7 @@ def loss_and_gradient(blueprint: Blueprint, mesh: Mesh, *, counted: bool = False
     config = blueprint.config
     specs, buffer_specs = blueprint.specs
     trained_specs, _ = split(specs, blueprint.trained)
-    is_policy = getattr(objective_of(config), "is_policy", False)
+    is_policy = objective_of(config).is_policy
 
     def rank(params: Tree, buffers: Tree, batch: Batch, counts: Counts | None = None) -> Gradient:
         counts = at_least_one(count(batch, config) if counts is None else counts)
@@ -119,7 +122,8 @@ def loss_and_gradient(blueprint: Blueprint, mesh: Mesh, *, counted: bool = False
         if future is not None:
             future = FuturePrediction(jax.lax.psum(future.loss, AXES), _with_whole_aux(future.routing))
         loss, buffers = objective.pop(LOSS), with_encoder(buffers, step.state)
-        return Gradient(loss, gradients, buffers, _with_whole_aux(routing), future, objective, ctc)
+        extremes = Largest(jax.lax.pmax(left.extremes.numbers, AXES))
+        return Gradient(loss, gradients, buffers, _with_whole_aux(routing), future, objective, ctc, extremes)
 
     in_specs = (specs, buffer_specs, batch_specs(), *[PartitionSpec()] * counted)
     return on_ranks(rank, mesh, in_specs, gradient_specs(blueprint))
@@ -140,7 +144,8 @@ def gradient_specs(blueprint: Blueprint) -> Gradient:
     if config.depths_trained:
         future = FuturePrediction(everywhere, routing_specs(llm.mtp_pattern, everywhere))
     by_stage = routing_specs(llm.letters, PartitionSpec(PIPELINE))
-    return Gradient(everywhere, trained_specs, buffer_specs, by_stage, future, everywhere, everywhere)
+    own = everywhere, trained_specs, buffer_specs, by_stage, future
+    return Gradient(*own, objective=everywhere, ctc=everywhere, extremes=everywhere)
 
 
 def _with_whole_aux(routing: Routing | None) -> Routing | None:
@@ -184,7 +189,7 @@ def make_train_step(
 def make_update(blueprint: Blueprint) -> Callable[[TrainState, Gradient], tuple[TrainState, StepMetrics]]:
     """An optimizer step from its gradient, not jitted. See make_train_step."""
     config, is_trained = blueprint.config, blueprint.trained
-    is_policy = getattr(objective_of(config), "is_policy", False)
+    is_policy = objective_of(config).is_policy
     bias_rates = {
         module: 0.0 if is_policy or keeps_router_biases(is_trained, module) else config.train.router_bias_rate
         for module in ("decoder", "mtp")
@@ -194,7 +199,7 @@ def make_update(blueprint: Blueprint) -> Callable[[TrainState, Gradient], tuple[
     schedule = learning_rate_schedule(config)
 
     def update(state: TrainState, found: Gradient) -> tuple[TrainState, StepMetrics]:
-        loss, gradients, buffers, routing, future, objective, ctc = found
+        loss, gradients, buffers, routing, future, objective, ctc, extremes = found
         by_module = {"decoder": routing, "mtp": future and future.routing}
         grad_norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -210,7 +215,8 @@ def make_update(blueprint: Blueprint) -> Callable[[TrainState, Gradient], tuple[
         mtp_loss = future and future.loss.mean()
         load = _load([each for each in by_module.values() if each is not None])
         auxiliary = mtp_loss, ctc and ctc.loss, ctc and ctc.uncovered
-        metrics = StepMetrics(loss, grad_norm, rate, skipped, in_a_row, objective, *auxiliary, *load)
+        of_objective = objective | extremes.numbers
+        metrics = StepMetrics(loss, grad_norm, rate, skipped, in_a_row, of_objective, *auxiliary, *load)
         new = TrainState(state.step + 1, skipped, in_a_row, join(own, frozen), buffers, opt_state)
         return new._replace(reference=state.reference), metrics
 
