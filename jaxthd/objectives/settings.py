@@ -20,12 +20,12 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 def check_number(
     name: str,
-    value: float,
+    value: float | int,
     *,
-    least: float = -math.inf,
-    above: float = -math.inf,
-    most: float = math.inf,
-    below: float = math.inf,
+    least: float | int = -math.inf,
+    above: float | int = -math.inf,
+    most: float | int = math.inf,
+    below: float | int = math.inf,
 ) -> None:
     """Raises UserError unless the value is finite, from `least` to `most`, more than `above`, less than
     `below`.
