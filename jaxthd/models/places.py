@@ -5,8 +5,7 @@ token slots, for every layer that keeps any. An answer has a place: its own keys
 and which interval of the pages' keys is its prompt. Several places may name one prompt, which is encoded and
 prefilled once. A page is free when no active place names a prompt in it.
 
-Legend: n places of this rank, P pages, R rows of a page on this rank, D prompts of a row, m the most tokens of
-an answer; S token slots of a page on all context ranks, of all its rows.
+Legend: n places of this rank, D prompts of a row of a page.
 """
 
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.prompts import DOCUMENTS_BLOCK, PromptEnds
 from jaxthd.packing.segments import key_intervals
+from jaxthd.parallel.mesh import CONTEXT
 
 PAGES = 4
 """Pages of prompts. Few places with long answers then keep no others waiting; half of the pages would do if
@@ -29,7 +29,7 @@ all answers were equally long."""
 
 
 class Admitted(NamedTuple):
-    """Prompts that take places.
+    """Prompts that take places. The first dim is one of data ranks: 1 on a rank.
 
     ends: the prompts' ends in the page's rows. page: the page that they take; PAGES for none.
     prompts: for each place the prompt that it takes, row * D + its number in the row; -1 if it keeps its own.
@@ -37,16 +37,16 @@ class Admitted(NamedTuple):
     """
 
     ends: PromptEnds
-    page: Int32[Any, "1"]
-    prompts: Int32[Any, " n"]
-    keys: UInt32[Any, "n 2"]
+    page: Int32[Any, " ranks"]
+    prompts: Int32[Any, "ranks n"]
+    keys: UInt32[Any, "ranks n 2"]
 
 
 class Places(NamedTuple):
     """The places of a rank.
 
-    lo, hi: their prompts' keys in all pages. keys: 64 random bits for each. decoding: of all places; the first
-    dim of its `fixed` leaves, behind stages and layers, is the token slots of all pages.
+    lo, hi: their prompts' keys in all pages. keys: 64 random bits for each. decoding: of all places; its
+    `fixed` leaves are [stages, layers, token slots of all pages, ...].
     """
 
     lo: Int32[Any, " n"]
@@ -60,12 +60,19 @@ PickFor = Callable[[SpeechLM, Array], Pick]
 
 
 def empty_places(
-    model: SpeechLM, batch: Batch, admitted: Admitted, pick_for: PickFor, *, new_tokens: int, fill: int, axes: Any
+    model: SpeechLM,
+    batch: Batch,
+    admitted: Admitted,
+    pick_for: PickFor,
+    *,
+    new_tokens: int,
+    fill: int,
+    axes: tuple[str, ...],
 ) -> Places:
-    """Places without answers. Only the shapes of `batch` and `admitted` count."""
+    """Places without answers. Only the shapes of `batch` and `admitted` count. Otherwise as `admit`."""
 
     def first(keys_n2: Array) -> Places:
-        return _begun(model, batch, admitted, pick_for(model, keys_n2), new_tokens, fill, axes)
+        return _begun(model, batch, admitted._replace(keys=keys_n2), pick_for, new_tokens, fill, axes)
 
     like = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(first, admitted.keys))
 
@@ -77,13 +84,21 @@ def empty_places(
 
 
 def _begun(
-    model: SpeechLM, batch: Batch, admitted: Admitted, pick: Pick, new_tokens: int, fill: int, axes: Any
+    model: SpeechLM,
+    batch: Batch,
+    admitted: Admitted,
+    pick_for: PickFor,
+    new_tokens: int,
+    fill: int,
+    axes: tuple[str, ...],
 ) -> Places:
-    """The prompts' places alone, in pages of which there is one."""
+    """The new prompts' places, with one page."""
+    keys_n2, prompts_n = admitted.keys[0], admitted.prompts[0]
+    pick = pick_for(model, keys_n2)
     _, decoding = begin(
-        model, batch, admitted.ends, pick, new_tokens=new_tokens, fill=fill, axes=axes, places=admitted.prompts
+        model, batch, admitted.ends, pick, new_tokens=new_tokens, fill=fill, axes=axes, places=prompts_n
     )
-    return Places(decoding.keys.lo, decoding.keys.hi, admitted.keys, decoding)
+    return Places(decoding.keys.lo, decoding.keys.hi, keys_n2, decoding)
 
 
 def admit(
@@ -97,35 +112,40 @@ def admit(
     fill: int,
     axes: tuple[str, ...],
 ) -> Places:
-    """Prefills a page of prompts, and gives them their places. Arguments: as for `begin`."""
-    new = _begun(model, batch, admitted, pick_for(model, admitted.keys), new_tokens, fill, axes)
-    page, is_new_n, old = admitted.page[0], admitted.prompts >= 0, places.decoding
+    """Prefills a page of prompts, and gives them their places.
+
+    new_tokens, fill, axes: as for models.decoding.begin.
+    """
+    new = _begun(model, batch, admitted, pick_for, new_tokens, fill, axes)
+    page, is_new_n, old = admitted.page[0], admitted.prompts[0] >= 0, places.decoding
 
     def of_page(pages: Array, x: Array) -> Array:
         by_page = pages.reshape(*x.shape[:2], -1, *x.shape[2:])
         return by_page.at[:, :, page].set(x, mode="drop").reshape(pages.shape)
 
-    def of_place(axis: int) -> Callable[[Array, Array], Array]:
+    def of_places(x: Any, y: Any, axis: int = 0) -> Any:
+        """x in the new places, y in the others: leaves whose dim `axis` is n."""
+
         def chosen(x: Array, y: Array) -> Array:
             return jnp.where(is_new_n.reshape(-1, *[1] * (x.ndim - axis - 1)), x, y)
 
-        return chosen
+        return jax.tree.map(chosen, x, y)
 
-    slots = batch.tokens.size * (jax.lax.axis_size("context") if axes else 1)
-    lo_n, hi_n = new.lo + page * slots, new.hi + page * slots
-    lo_n, hi_n, keys_n2 = jax.tree.map(of_place(0), (lo_n, hi_n, new.keys), (places.lo, places.hi, places.keys))
-    begun = new.decoding._replace(start=jnp.full_like(old.start, old.steps))
-    each = jax.tree.map(
-        of_place(0),
-        (begun.start, begun.active, begun.next, begun.drawn),
-        (old.start, old.active, old.next, old.drawn),
+    first_key = page * batch.tokens.size * (jax.lax.axis_size(CONTEXT) if axes else 1)
+    begun = new.decoding
+    return Places(
+        lo=of_places(new.lo + first_key, places.lo),
+        hi=of_places(new.hi + first_key, places.hi),
+        keys=of_places(new.keys, places.keys),
+        decoding=old._replace(
+            start=of_places(jnp.full_like(old.start, old.steps), old.start),
+            active=of_places(begun.active, old.active),
+            next=of_places(begun.next, old.next),
+            drawn=of_places(begun.drawn, old.drawn),
+            fixed=jax.tree.map(of_page, old.fixed, begun.fixed),
+            state=of_places(begun.state, old.state, axis=2),
+        ),
     )
-    decoding = old._replace(
-        **dict(zip(("start", "active", "next", "drawn"), each, strict=True)),
-        fixed=jax.tree.map(of_page, old.fixed, begun.fixed),
-        state=jax.tree.map(of_place(2), begun.state, old.state),
-    )
-    return Places(lo_n, hi_n, keys_n2, decoding)
 
 
 def decode(

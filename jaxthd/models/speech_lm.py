@@ -280,13 +280,15 @@ class SpeechLM(nnx.Module):
 
         drawn_by: what the targets were drawn by; adds drawn_log_probs.
         """
-        scored = self._scored(self._left(x_nD), batch)
-        scores = supervised_top_k(*scored, temperature, top_k=top_k)
-        if drawn_by is None:
-            return scores
-        block, axes = self.compute.loss_block, self.vocabulary_axes
-        drawn_N = supervised_drawn_log_probs(*scored[:4], block, drawn_by, axes)
-        return scores._replace(drawn_log_probs=drawn_N)
+        h_ND, head_VD, targets_N, supervised_N, block, vocab_block, axes = self._scored(
+            self._left(x_nD), batch
+        )
+        tokens = h_ND, head_VD, targets_N, supervised_N, block
+        scores = supervised_top_k(*tokens, vocab_block, axes, temperature, top_k=top_k)
+        if drawn_by is not None:
+            drawn_N = supervised_drawn_log_probs(*tokens, drawn_by, axes)
+            scores = scores._replace(drawn_log_probs=drawn_N)
+        return scores
 
     def scores(self, h_ND: Float[Array, "N D"], batch: Batch) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
         """As leave, from the head's input (`hidden`), and whether no token is likelier than the target."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int32, UInt32
 
@@ -29,6 +30,12 @@ class Sampling(NamedTuple):
     temperature: Float[Any, ""]
     top_k: Int32[Any, ""]
     top_p: Float[Any, ""]
+
+
+def make_sampling(temperature: float, top_k: int, top_p: float, dtype: str) -> Sampling:
+    """For a model that computes in `dtype`: exact in float64, else float32."""
+    real: Any = np.float64 if dtype == "float64" else np.float32
+    return Sampling(real(temperature), np.int32(top_k), real(top_p))
 
 
 class Drawn(NamedTuple):
@@ -72,7 +79,10 @@ def draw(
     def drawn() -> Array:
         scaled_nV = _scaled(logits_nV, sampling.temperature, axes)
         return _highest_with_noise(
-            scaled_nV, kept(scaled_nV, sampling, axes), _noise(keys_n2, number, scaled_nV.shape[1], axes), axes
+            scaled_nV,
+            kept(scaled_nV, sampling, axes),
+            _noise(keys_n2, number, scaled_nV.shape[1], axes),
+            axes,
         )
 
     return jax.lax.cond(sampling.temperature > 0, drawn, lambda: likeliest(logits_nV, axes))
@@ -98,7 +108,9 @@ def draw_with_log_probs(
     def likeliest_ones() -> Drawn:
         below_nV = _scaled(logits_nV, 1, axes)
         lse_n = _log_sum(below_nV, axes)
-        return Drawn(likeliest(logits_nV, axes), -lse_n, jnp.zeros_like(lse_n), _entropy(below_nV, lse_n, axes))
+        return Drawn(
+            likeliest(logits_nV, axes), -lse_n, jnp.zeros_like(lse_n), _entropy(below_nV, lse_n, axes)
+        )
 
     return jax.lax.cond(sampling.temperature > 0, drawn, likeliest_ones)
 

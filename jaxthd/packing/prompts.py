@@ -4,8 +4,8 @@ A packed batch holds whole documents: prompt and answer. In a causal model later
 ones. So one forward pass gives both the log-probabilities of the answer and all that decoding after the
 prompt needs. Prompts stay packed in their buffer, and nothing is padded to the longest.
 
-Several answers can be decoded to one prompt: then each of the rank's n places names the prompt that it answers,
-and what a place needs of its prompt is computed once for the prompt.
+Several answers can be decoded to one prompt. Then each of the rank's n places names the prompt that it
+answers, and what a place needs of its prompt is computed once for the prompt.
 
 Legend: R rows, D most documents of a row (a multiple of the context axis), n documents that this rank
 decodes: R * D over the context axis, or as many as there are places.
@@ -110,7 +110,7 @@ class Prompts:
         return x if self.places is None else self._of_places(x)
 
     def share_heads(self, x_Dh: Array, segments: Segments) -> Array:
-        """Takes [R * D, h, ...], each context rank's heads of all prompts; returns this rank's [n, H, ...]."""
+        """Takes [R * D, h, ...], a context rank's heads of all prompts; returns this rank's [n, H, ...]."""
         assert segments.axis is not None
         if self.places is None:
             return jax.lax.all_to_all(x_Dh, segments.axis, split_axis=0, concat_axis=1, tiled=True)

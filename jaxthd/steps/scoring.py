@@ -29,7 +29,7 @@ def make_scoring_step(
 
     In the batch's layout and sharding, with stored batch statistics, by the pipeline's schedule.
     top_k: number of likeliest tokens. temperature: of the softmax. drawn_by: how the targets were drawn, at a
-    temperature above 0 (inference/rollouts.py, sampling_of); adds TokenScores.drawn_log_probs.
+    temperature above 0 (ops.sampling.make_sampling); adds TokenScores.drawn_log_probs.
     Raises ValueError unless top_k lies in 0..model.llm.vocab_size.
     """
     config, schedule = blueprint.config, blueprint.forward_schedule
