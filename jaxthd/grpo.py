@@ -19,7 +19,9 @@ a checkpoint is continued, on any mesh. It receives
 import time
 from collections.abc import Collection
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -96,7 +98,7 @@ def _train(
     # --- the model on the mesh, and the programs ---
     blueprint, mesh, rollout = Blueprint(config), make_mesh(config.mesh), config.rollout
     update = AccumulatedStep(blueprint, mesh)
-    scores = make_scoring_step(blueprint, mesh, temperature=rollout.temperature)
+    scores: Any = make_scoring_step(blueprint, mesh, temperature=rollout.temperature)
     with_reference, refresh = make_with_reference(blueprint, mesh), make_refresh(blueprint, mesh)
     tokenizer = load_tokenizer(config.data.tokenizer)
     stop_ids = PromptTemplate(config.data, tokenizer).stop_ids
@@ -137,10 +139,7 @@ def _train(
             documents = [group.document for group in collected.groups]
             updates, agreements = [], []
             for packed in pack_updates(documents, pack, config.data.rows, rollout.updates, mesh):
-                batches, agreement = with_old(
-                    packed.batches,
-                    lambda batch, state=state: scores(state.params, state.buffers, batch).log_probs,
-                )
+                batches, agreement = with_old(packed.batches, partial(scores, state.params, state.buffers))
                 require_agreement(agreement, rollout.max_logprob_difference, config.compute.dtype)
                 batches = [with_reference(state, batch) for batch in batches]
                 updates.append(packed._replace(batches=batches))

@@ -82,7 +82,8 @@ class SpeechData:
         self.end_id = PromptTemplate(data, tokenizer).end_id
         # All loaders share these: workers take a second to start, and keep the functions that they are sent.
         self._workers = Workers(data.workers) if data.workers else 0
-        self._train_documents = SpeechDocuments(config, tokenizer, train=True)
+        objective = make_objective(config.train.objective, config.train.objective_options)
+        self._train_documents = SpeechDocuments(config, tokenizer, train=not objective.is_policy)
         self._validation_documents = SpeechDocuments(config, tokenizer, train=False)
         self._sources = training_sources(data) if training else []
         self._titles = {source.title for source in self._sources}

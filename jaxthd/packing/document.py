@@ -5,6 +5,7 @@ Legend: n tokens of the document, F mel frames of an encoder chunk, M mel bands.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
@@ -106,11 +107,12 @@ class Document:
         return sum(self.chunk_frames)
 
     def with_answers(
-        self, answers: Sequence[Sequence[int]], extras: Mapping[str, Sequence[Sequence[float]]] | None = None
+        self, answers: Sequence[Any], extras: Mapping[str, Sequence[Any]] | None = None
     ) -> "Document":
         """This document as the prompt of several answers, whose tokens are supervised.
 
-        answers: token ids of each. extras: by name, numbers for the tokens of each answer; 0 for the prompt.
+        answers: token ids of each, a sequence or an array. extras: by name, numbers for the tokens of each
+            answer; the prompt's are 0.
         """
         added = np.concatenate([np.asarray(answer, np.int32) for answer in answers])
         none = np.zeros(len(self), np.float32)

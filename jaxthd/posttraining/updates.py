@@ -13,6 +13,7 @@ from jaxthd.data.packer import PackDocuments
 from jaxthd.errors import UserError
 from jaxthd.objectives.grpo import RECORDED
 from jaxthd.objectives.objective import OLD
+from jaxthd.ops.cross_entropy import TokenScores
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import put_batch
@@ -62,14 +63,14 @@ class Agreement(NamedTuple):
 
 
 def with_old(
-    batches: Sequence[Batch], scores: Callable[[Batch], jnp.ndarray]
+    batches: Sequence[Batch], scores: Callable[[Batch], TokenScores]
 ) -> tuple[list[Batch], Agreement]:
     """The batches with the trainer's log-probabilities before the updates, and how these agree with what was
-    recorded while drawing. scores: (batch) -> log-probability of each target, [R, T].
+    recorded while drawing. scores: of the policy, at the temperature that draws.
     """
     found, largest, total, tokens = [], [], [], []
     for batch in batches:
-        old = scores(batch)
+        old = scores(batch).log_probs
         difference = jnp.where(batch.weights > 0, jnp.abs(old - batch.extras[RECORDED]), 0)
         largest.append(difference.max())
         total.append(difference.sum())

@@ -275,8 +275,8 @@ VALIDATION_METRICS: list[Metric] = [
 """Of every validation set, and of all of them: means over the sets, for documents the sum."""
 
 
-def measured(metrics: Iterable[Metric], facts: StepFacts | ValidationFacts) -> dict[str, Number]:
-    """The metrics that have a value, by name."""
+def measured(metrics: Iterable[Metric], facts: Any) -> dict[str, Number]:
+    """The metrics that have a value, by name. facts: what their functions take."""
     found = ((metric.name, metric.value(facts)) for metric in metrics)
     return {name: value for name, value in found if value is not None}
 

@@ -93,6 +93,11 @@ def objective_of(config: Config) -> Objective:
     return make_objective(config.train.objective, config.train.objective_options)
 
 
+def policy_temperature(config: Config) -> float:
+    """Of the softmax that trains, and that a policy is compared with others by."""
+    return config.rollout.temperature if objective_of(config).is_policy else 1.0
+
+
 def count(batch: Batch, config: Config) -> Counts:
     """The counts of a whole step's batch, over all ranks. Not to be differentiated."""
     weights_KRT = batch.future_weights.swapaxes(0, 1)
@@ -207,7 +212,8 @@ class Forward:
         if bypass.future:
             share, left = self._leave_with_future(model, x_nD, bypass.future, batch, head_VD)
         else:
-            left = self._left(model.leave(x_nD, batch, head_VD), batch)
+            logp_N = model.leave(x_nD, batch, head_VD, temperature=policy_temperature(self._config))
+            left = self._left(logp_N, batch)
             share = left.objective[LOSS]
         if bypass.own is None or head_VD is None:
             return share, left

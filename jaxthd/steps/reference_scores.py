@@ -15,6 +15,7 @@ from jaxthd.models.adapt import join
 from jaxthd.objectives.objective import REFERENCE
 from jaxthd.packing.batch import Batch
 from jaxthd.steps.blueprint import Blueprint, Tree
+from jaxthd.steps.forward import policy_temperature
 from jaxthd.steps.reference import has_reference, is_base, reference_of
 from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.steps.state import TrainState, state_shardings
@@ -28,7 +29,7 @@ def make_reference_scores(blueprint: Blueprint, mesh: Mesh) -> Callable[[Tree, T
     without_lora = is_base(config)
     if without_lora:
         blueprint = Blueprint(replace(config, adapt=replace(config.adapt, lora_rank=0)))
-    scores = make_scoring_step(blueprint, mesh)
+    scores = make_scoring_step(blueprint, mesh, temperature=policy_temperature(config))
 
     def run(params: Tree, reference: Tree, buffers: Tree, batch: Batch) -> Array:
         own = params if reference is None else join(reference, params)
