@@ -528,6 +528,9 @@ class Config:
     posttraining: PostTrainingConfig = field(default_factory=PostTrainingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    before: tuple[str, ...] = ()
+    """Commands of jaxthd that a new run needs to be done, such as "train first_run.py". They are started
+    before it in the config file's folder, and should find nothing to do where they were done before."""
 
     @property
     def depths_trained(self) -> int:

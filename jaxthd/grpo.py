@@ -42,6 +42,7 @@ from jaxthd.posttraining.groups import Collector
 from jaxthd.posttraining.metrics import GRPOFacts, grpo_line
 from jaxthd.posttraining.updates import pack_updates, require_agreement, with_old
 from jaxthd.rewards.rewarder import Rewarder
+from jaxthd.run.before import run_before
 from jaxthd.run.metrics_file import open_metrics, read_metrics
 from jaxthd.run.outputs import OutputFolder
 from jaxthd.run.signals import stop_requested
@@ -60,8 +61,10 @@ DRAWN_EXTRAS = (ADVANTAGE, RECORDED, DRAWN)
 
 def main(argv: list[str] | None = None) -> None:
     line = parse_command_line("grpo", argv, OPTIONS, __doc__)
+    workdir = workdir_of(line)
+    run_before(line, workdir)
     with devices_ready(line.config.mesh, line.options):
-        grpo(line.config, workdir_of(line), changes=line.given)
+        grpo(line.config, workdir, changes=line.given)
 
 
 def grpo(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:

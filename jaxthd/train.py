@@ -48,6 +48,7 @@ from jaxthd.models.adapt import split
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import local_rows, make_mesh, put_batch
 from jaxthd.parallel.processes import is_first, require_same
+from jaxthd.run.before import run_before
 from jaxthd.run.metrics import StepFacts, metrics_line
 from jaxthd.run.metrics_file import open_metrics, read_metrics
 from jaxthd.run.nonfinite import NonFiniteSteps
@@ -77,6 +78,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def main(argv: list[str] | None = None) -> None:
     line = parse_command_line("train", argv, OPTIONS, __doc__)
     workdir = workdir_of(line)
+    run_before(line, workdir)
     with devices_ready(line.config.mesh, line.options):
         train(line.config, workdir, changes=line.given)
 

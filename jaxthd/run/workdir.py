@@ -24,6 +24,7 @@ from jaxthd.files.run_folder import DamagedConfigError, Difference, differences,
 from jaxthd.parallel.processes import is_first
 
 FREE = (
+    "before",
     "mesh.*",
     "compute.*",
     "data.manifest",  # a data set may have moved; the data position checks its content

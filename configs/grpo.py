@@ -1,0 +1,39 @@
+"""Reinforcement learning from the first run's weights: fewer words wrong, by a reward alone.
+
+    python -m jaxthd.grpo --config configs/grpo.py
+
+It starts from runs/first_run, which is trained first if it is missing (configs/first_run.py, four minutes).
+Each step draws 8 answers to each of 16 recordings, and rewards each with minus its word error rate.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from jaxthd.config import Config, RolloutConfig, TrainConfig
+from jaxthd.files.config_file import load_config
+
+
+def config() -> Config:
+    return replace(
+        load_config(Path(__file__).with_name("first_run.py")),
+        before=("train first_run.py --workdir ../runs/first_run",),
+        rollout=RolloutConfig(
+            prompts=16,
+            group_size=8,
+            answers_at_once=128,
+            max_new_tokens=24,
+            temperature=1.0,
+            rewards=("wer",),
+        ),
+        train=TrainConfig(
+            objective="grpo",
+            init_from=("../runs/first_run",),
+            steps=100,
+            learning_rate=1e-4,
+            warmup_steps=5,
+            validate_every=50,
+            validation_batches=64,
+            max_new_tokens=24,
+            checkpoint_every=25,
+        ),
+    )
