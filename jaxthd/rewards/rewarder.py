@@ -177,8 +177,8 @@ class Rewarder:
             ) from lost
         kind = answer.get("kind")
         if kind == "settings":
-            raise UserError(f"the reward function {setting.name}: {answer['error']}")
-        if kind == "result":
+            raise UserError(answer["error"])
+        if kind in ("call", "result"):
             raise UserError(
                 f"the reward function {setting.name} was called with {example.key!r}: {answer['error']}: "
                 "correct it"
