@@ -31,7 +31,7 @@ from jaxthd.data.dataset import SpeechData
 from jaxthd.data.packer import pack_documents
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import load_tokenizer
-from jaxthd.errors import readable_errors
+from jaxthd.errors import UserError, readable_errors
 from jaxthd.figures.curves import draw_curves
 from jaxthd.inference.rollouts import Rollouts
 from jaxthd.inference.validation import Validation
@@ -50,6 +50,7 @@ from jaxthd.run.startup import devices_ready, prepared
 from jaxthd.run.workdir import OpenedRun, opened
 from jaxthd.steps.accumulation import AccumulatedStep
 from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.forward import objective_of
 from jaxthd.steps.reference_scores import make_refresh, make_with_reference
 from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.steps.state import canonical_form
@@ -74,6 +75,11 @@ def grpo(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
     used or fail too often, and where drawing and training disagree (rollout.max_logprob_difference).
     """
     require_one_process("jaxthd grpo")
+    if ADVANTAGE not in objective_of(config).extras:
+        raise UserError(
+            f"train.objective is {config.train.objective!r}; expected one that trains on drawn answers: set "
+            "train.objective to grpo, or use jaxthd train"
+        )
     given, config, start = config, prepared(config), time.monotonic()
     with ExitStack() as stack:
         held = stack.enter_context(opened(workdir, given, changes))

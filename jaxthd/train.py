@@ -45,6 +45,7 @@ from jaxthd.files.run_folder import Difference, source_of
 from jaxthd.inference.validation import Validation
 from jaxthd.inference.wer import make_normaliser
 from jaxthd.models.adapt import split
+from jaxthd.objectives.grpo import ADVANTAGE
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import local_rows, make_mesh, put_batch
 from jaxthd.parallel.processes import is_first, require_same
@@ -59,6 +60,7 @@ from jaxthd.run.signals import stop_requested
 from jaxthd.run.startup import devices_ready, prepared
 from jaxthd.run.workdir import OpenedRun, opened
 from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.forward import objective_of
 from jaxthd.steps.reference_scores import make_refresh, make_with_reference
 from jaxthd.steps.state import TrainState, abstract_state, canonical_form, canonical_shardings, training_form
 from jaxthd.steps.training import make_train_step
@@ -103,6 +105,11 @@ def train(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
     workdir that is in use or holds a run of another config, after too many updates in a row that are not
     finite, and where a checkpoint cannot be saved.
     """
+    if ADVANTAGE in objective_of(config).extras:
+        raise UserError(
+            f"train.objective is {config.train.objective!r}, which trains on drawn answers; expected one that "
+            "trains on data: use jaxthd grpo, or another objective"
+        )
     # The workdir keeps the config as it was given: another machine may admit other kernels.
     given, config, start = config, prepared(config), time.monotonic()
     with ExitStack() as stack:

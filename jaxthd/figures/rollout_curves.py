@@ -31,7 +31,7 @@ def rollout_figure(lines: Lines) -> Figure:
     titled(answers, "Answers", "tokens of an answer", HUES[0])
     curve(answers, lines, "answer_tokens", HUES[0], np.mean)
     answers.set_ylim(bottom=0)
-    _shares(second_axis(answers, "share of answers cut off, of groups without spread", HUES[1]), lines)
+    _shares(second_axis(answers, "cut off; without spread (dotted)", HUES[1]), lines)
 
     titled(divergence, "Policy", "nats a token")
     curve(divergence, lines, "kl", HUES[0], np.mean, "KL to the reference")
@@ -55,8 +55,10 @@ def rollout_figure(lines: Lines) -> Figure:
     agreement.legend(frameon=False)
 
     titled(time, "Time", "seconds of a step")
-    steps = xy(lines, "step_seconds")[0]
+    steps, seconds = xy(lines, "step_seconds")
     time.stackplot(steps, *(xy(lines, f"{part}_seconds")[1] for part in PARTS), labels=PARTS, alpha=0.7)
+    # The first steps of a command compile for minutes.
+    time.set_ylim(0, 3 * float(np.median(seconds)) if seconds else 1)
     time.legend(frameon=False, loc="upper right")
     return figure
 
