@@ -107,8 +107,8 @@ def train(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
     """
     if ADVANTAGE in objective_of(config).extras:
         raise UserError(
-            f"train.objective is {config.train.objective!r}, which trains on drawn answers; expected one that "
-            "trains on data: use jaxthd grpo, or another objective"
+            f"train.objective is {config.train.objective!r}, which trains on drawn answers; expected one "
+            "that trains on data: use jaxthd grpo, or another objective"
         )
     # The workdir keeps the config as it was given: another machine may admit other kernels.
     given, config, start = config, prepared(config), time.monotonic()

@@ -1,0 +1,155 @@
+"""jaxthd grpo as a user sees it: what it writes, how it continues, what it refuses."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from jaxthd.config import (
+    AdaptConfig,
+    Config,
+    DataConfig,
+    EncoderConfig,
+    LLMConfig,
+    MeshConfig,
+    ModelConfig,
+    PostTrainingConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from jaxthd.errors import UserError
+from jaxthd.files.jsonl import read_lines
+from jaxthd.grpo import grpo
+from jaxthd.run.metrics_file import read_metrics
+from jaxthd.train import train
+
+CLOCK = ("time", "step_seconds", "tokens_per_second", "rollout_tokens_per_second", "compilations")
+STEPS, EVERY = 4, 2
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    folder = tmp_path_factory.mktemp("recordings")
+    rng, lines = np.random.default_rng(0), []
+    for i, seconds in enumerate(rng.uniform(0.1, 0.8, 12)):
+        soundfile.write(folder / f"{i}.wav", rng.normal(0, 0.1, int(seconds * 16000)), 16000)
+        lines.append({"audio_filepath": f"{i}.wav", "text": "la " * int(rng.integers(1, 5))})
+    lines.append({"audio_filepath": "missing.wav", "text": "not there"})
+    manifest = folder / "manifest.jsonl"
+    manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Config(
+        data=DataConfig(
+            manifest=(str(manifest),),
+            validation_manifest=str(manifest),
+            capacity=96,
+            audio_capacity=512,
+            max_documents=8,
+        ),
+        model=ModelConfig(
+            encoder=EncoderConfig(
+                num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4, chunk_seconds=1.0
+            ),
+            llm=LLMConfig(
+                pattern="M*-", dim=16, q_heads=2, kv_heads=1, head_dim=8, mamba_heads=4, mamba_head_dim=8
+            ),
+        ),
+        posttraining=PostTrainingConfig(reference_every=3),
+        rollout=RolloutConfig(
+            prompts=4,
+            group_size=3,
+            answers_at_once=6,
+            tokens_at_once=2,
+            max_new_tokens=6,
+            top_p=0.9,
+            temperature=0.8,
+            rewards=("length", "wer=0.5"),
+            updates=2,
+            dynamic_sampling=2,
+        ),
+        train=TrainConfig(
+            objective="grpo",
+            steps=STEPS,
+            learning_rate=1e-2,
+            warmup_steps=0,
+            checkpoint_every=EVERY,
+            validate_every=STEPS,
+            validation_batches=1,
+            max_new_tokens=4,
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workdir = tmp_path_factory.mktemp("whole")
+    grpo(config, workdir)
+    return workdir
+
+
+def without_clock(lines: list[dict[str, object]]) -> list[dict[str, object]]:
+    return [
+        {name: value for name, value in line.items() if name not in CLOCK and not name.endswith("_seconds")}
+        for line in lines
+    ]
+
+
+def test_a_step_says_what_it_drew_and_how_drawing_and_training_agree(whole: Path, config: Config):
+    lines = [line for line in read_metrics(whole) if line["step"]]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line in lines:
+        assert line["logprob_difference"] < 3e-5
+        assert {"reward", "reward_length", "reward_wer", "kl", "entropy", "cut_off"} <= line.keys()
+    assert len({line["compilations"] for line in lines}) == 1, "nothing is compiled after the first step"
+    assert abs(lines[0]["kl"]) < 1e-6 < abs(lines[2]["kl"]), "the reference is the first policy"
+    assert lines[3]["kl"] < lines[2]["kl"], "the reference was refreshed after step 3"
+    drawn = read_lines(whole / "rollouts.jsonl")
+    for line in lines:
+        of_step = [x for x in drawn if x["step"] == line["step"]]
+        assert len(of_step) % config.rollout.group_size == 0
+        assert line["reward"] == pytest.approx(np.mean([x["reward"] for x in of_step]))
+        assert all(
+            x["reward"] == pytest.approx(x["rewards"]["length"] + 0.5 * x["rewards"]["wer"]) for x in of_step
+        )
+    assert len({x["answer"] for x in drawn}) > len(drawn) // 2, "answers differ"
+    assert read_lines(whole / "skipped.jsonl")[0]["key"].endswith("missing.wav")
+    assert (whole / "curves.png").exists()
+
+
+def test_a_run_that_was_killed_continues_bit_identically(whole: Path, config: Config, tmp_path: Path):
+    """What a kill leaves: the checkpoint of step 2, and lines of steps after it."""
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))
+    grpo(config, tmp_path)
+    assert without_clock(read_metrics(tmp_path)) == without_clock(read_metrics(whole))
+    assert read_lines(tmp_path / "rollouts.jsonl") == read_lines(whole / "rollouts.jsonl")
+
+
+@pytest.mark.exhaustive
+def test_a_run_continues_on_another_mesh(whole: Path, config: Config, tmp_path: Path):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))
+    mesh = MeshConfig(data=2, context=2)
+    grpo(replace(config, mesh=mesh, data=replace(config.data, rows=2)), tmp_path)
+    drawn = [
+        [(x["key"], x["answer"]) for x in read_lines(folder / "rollouts.jsonl")]
+        for folder in (tmp_path, whole)
+    ]
+    assert drawn[0] == drawn[1]
+    for got, want in zip(read_metrics(tmp_path), read_metrics(whole), strict=True):
+        assert got["reward"] == want["reward"]
+        assert got["loss"] == pytest.approx(want["loss"], rel=1e-4, abs=1e-6)
+
+
+def test_objectives_of_the_other_command_are_refused(config: Config, tmp_path: Path):
+    with pytest.raises(UserError, match="jaxthd grpo"):
+        train(config, tmp_path)
+    sft = replace(config, train=replace(config.train, objective="sft"))
+    with pytest.raises(UserError, match="jaxthd train"):
+        grpo(sft, tmp_path)
+    small = replace(config, data=replace(config.data, max_documents=3), adapt=AdaptConfig())
+    with pytest.raises(UserError, match="max_documents"):
+        grpo(small, tmp_path)
