@@ -135,7 +135,7 @@ def test_a_shared_prefix_equals_a_copy_before_each_segment(name, context, layout
         sizes: Any = {"block": 8, "documents": SEGMENTS}
         run = on_context(mixer, context, layout=layout, round_to=round_to, **sizes)
         reference = on_context(alone, 1, **sizes)
-        for case, groups in CASES.items():
+        for groups in CASES.values():
             row = shared(groups)
             ids, positions = row_arrays(row.lengths, capacity, round_to)
             prefixes = np.array([0, *row.prefixes], np.int32)[ids]
