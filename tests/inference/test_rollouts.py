@@ -103,19 +103,20 @@ def prompts() -> tuple[Document, ...]:
 @functools.cache
 def weights(dtype: str) -> tuple[Any, Any]:
     """In the canonical form. Small embeddings, so that more than the last token tells what comes next."""
-    _, params, buffers = random_state(Blueprint(CONFIG).model)
+    _, params, buffers = random_state(Blueprint(config_on(MeshConfig(), dtype="float32")).model)
     filled = {**params, "embedding": 0.1 * params["embedding"]}, buffers
     return jax.tree.map(lambda x: x.astype(dtype), filled)
 
 
 def config_on(mesh: MeshConfig, layout: str = "buffer", dtype: str = "float64") -> Config:
-    """Its pages have room for the same recordings on every mesh."""
+    """Its pages have room for the same recordings on every mesh. Unlike stages cannot exchange by a ring."""
     data = replace(
         CONFIG.data,
         audio_capacity=CONFIG.data.audio_capacity * mesh.audio_ranks,
         round_to=2 * mesh.context if layout == "document" else 1,
     )
-    compute = replace(CONFIG.compute, dtype=dtype, context_layout=layout)
+    exchange = "all_gather" if mesh.pipeline > 1 else "ring"
+    compute = replace(CONFIG.compute, dtype=dtype, context_layout=layout, context_exchange=exchange)
     return replace(CONFIG, mesh=mesh, data=data, compute=compute)
 
 
@@ -278,7 +279,8 @@ def test_in_float32_drawing_and_scoring_agree_to_rounding():
 
 
 def test_what_cannot_be_drawn_is_refused_before_anything_is():
-    own, none = engine(), np.zeros(300, bool)
+    with jax.enable_x64(True):
+        own, none = engine(), np.zeros(300, bool)
     long = Document("long", np.zeros(300, np.int32), none, none)
     recording = np.zeros((100, 16), np.float32)
     loud = Document.splice("loud", [7], [False], [[recording] * 5], placeholder=7)
