@@ -34,6 +34,7 @@ class RowReport(NamedTuple):
     capacity_tokens: int
     audio_seconds: float
     imbalance: float
+    segments: int
 
     @classmethod
     def of(cls, row: int, packed: PackReport, capacity: int) -> "RowReport":
@@ -46,6 +47,7 @@ class RowReport(NamedTuple):
             capacity,
             packed.audio_seconds,
             packed.imbalance,
+            packed.segments,
         )
 
 
@@ -53,7 +55,8 @@ class BatchReport(NamedTuple):
     """Statistics of a batch.
 
     rows: a report of each of its rows, in the order of their numbers.
-    keys: for every row read in this process, its documents' keys: keys[row][s - 1] names segment s.
+    keys: for every row read in this process, its documents' keys: keys[row][d - 1] names document d
+        (Batch.documents).
     """
 
     rows: tuple[RowReport, ...]
@@ -249,6 +252,7 @@ def make_loader(
     shuffle: bool | None = None,
     depths: int = 0,
     extras: Sequence[str] = (),
+    answers: bool = False,
     on_skip: OnSkip = log_skip,
     identity: Mapping[str, Any] | None = None,
     weights: Sequence[float] | None = None,
@@ -265,6 +269,7 @@ def make_loader(
     rows: the rows that this process reads; its batches hold only these. None: all data.rows.
     repeat: True: endless, with a new order every epoch. False: one epoch, with every document once.
     shuffle: overrides data.shuffle. depths, extras: see PackDocuments; the stream does not depend on them.
+    answers: whether documents may have several answers; see PackDocuments.
     on_skip: called for every Skipped, and for the documents that PackDocuments skips.
     identity: what the documents depend on besides data.*, as JSON values. A position saved under one identity
         is refused under another.
@@ -288,7 +293,9 @@ def make_loader(
             f"data.rows to at most {fewest}"
         )
     seed = data.seed if shuffle else None
-    pack = pack_documents(config, shuffle_seed=seed, depths=depths, extras=extras, on_skip=on_skip)
+    pack = pack_documents(
+        config, shuffle_seed=seed, depths=depths, extras=extras, answers=answers, on_skip=on_skip
+    )
     own_workers = Workers(workers) if isinstance(workers, int) and workers > 0 else None
     pool = workers if isinstance(workers, Workers) else own_workers
     streams = row_streams(
@@ -300,6 +307,7 @@ def make_loader(
         "repeat": repeat,
         "shuffle": shuffle,
         **{name: getattr(data, name) for name in _STREAM_FIELDS},
+        **({"share_prompts": pack.share_prompts} if answers else {}),
     }
     batches = _Batches(streams, pack.row([]))
     return Loader(batches, prefetch, own_workers, stream_identity | dict(identity or {}))

@@ -9,8 +9,9 @@ PackDocuments drops into anybody's grain pipeline of Documents:
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import grain
@@ -73,7 +74,7 @@ class PackDocuments:
     """Most mel frames of the documents in a buffer. 0: documents with recordings are skipped, and batches
     have no audio arrays."""
     max_documents: int
-    """Most documents in a buffer."""
+    """Most documents in a buffer. Each answer of a document with several counts, and a shared prompt."""
     num_mels: int = 0
     """Mel bands of the documents' audio."""
     packing: Literal["first_fit", "best_fit", "padded"] = "first_fit"
@@ -100,6 +101,10 @@ class PackDocuments:
     """Names of Document.extras that the batch holds, for an objective that reads them."""
     on_skip: OnSkip = log_skip
     """Called with (document key, reason) for every skipped document."""
+    answers: bool = False
+    """Whether documents may have several answers (Document.answers). All batches then have document_ids."""
+    share_prompts: bool = True
+    """Whether the answers to a prompt share its token slots; all batches then have prefixes."""
 
     def __post_init__(self) -> None:
         if self.context > 1 and self.capacity % (2 * self.context):
@@ -117,6 +122,8 @@ class PackDocuments:
             raise ValueError(f"capacity, max_documents, packing_bins and round_to must be at least 1: {self}")
         if self.audio_capacity < 0 or self.audio_ranks < 1:
             raise ValueError(f"audio_capacity must be at least 0, and audio_ranks at least 1: {self}")
+        if self.answers and self.depths:
+            raise ValueError(f"depths is {self.depths} with answers; expected 0, no multi-token prediction")
 
     @property
     def limits(self) -> BufferLimits:
@@ -128,6 +135,7 @@ class PackDocuments:
             self.audio_ranks,
             self.round_to,
             self.longest_chunk,
+            self.share_prompts,
         )
 
     def __call__(self, documents: grain.MapDataset | grain.IterDataset) -> grain.IterDataset:
@@ -153,9 +161,12 @@ class PackDocuments:
             # Grain copies what it packs into buffers. So it packs markers of the right lengths, and the
             # documents travel beside them. Grain could round lengths itself (pack_alignment), but its
             # datasets do not accept that option.
+            lengths = {"tokens": self.capacity, "frames": self.audio_capacity // SUBSAMPLING}
+            if self.answers:
+                lengths["segments"] = self.max_documents
             buffers = packers[self.packing](
-                packable.map(_markers),
-                length_struct={"tokens": self.capacity, "frames": self.audio_capacity // SUBSAMPLING},
+                packable.map(partial(_markers, lengths)),
+                length_struct=lengths,
                 meta_features=("judged",),
                 num_packing_bins=self.packing_bins,
                 max_sequences_per_bin=self.max_documents,
@@ -180,6 +191,8 @@ class PackDocuments:
                 layout=self.layout,
                 depths=self.depths,
                 extras=self.extras,
+                answers=self.answers,
+                share_prompts=self.share_prompts,
             )
         )
 
@@ -208,6 +221,7 @@ def pack_documents(
     depths: int = 0,
     extras: Sequence[str] = (),
     on_skip: OnSkip = log_skip,
+    answers: bool = False,
 ) -> PackDocuments:
     """Returns PackDocuments with the sizes of a Config; without an encoder, audio_capacity is 0."""
     data, encoder = config.data, config.model.encoder
@@ -227,16 +241,20 @@ def pack_documents(
         depths=depths,
         extras=tuple(extras),
         on_skip=on_skip,
+        answers=answers,
+        share_prompts=config.posttraining.share_prompts,
     )
 
 
-def _markers(judged: JudgedDocument) -> dict[str, Any]:
-    """What grain's packer packs: arrays as long as the slots and frames that the document takes."""
-    return {
-        "tokens": np.zeros(judged.fit.slots, np.int8),
-        "frames": np.zeros(sum(judged.fit.chunk_frames) // SUBSAMPLING, np.int8),
-        "judged": judged,
+def _markers(names: Collection[str], judged: JudgedDocument) -> dict[str, Any]:
+    """What grain's packer packs: arrays as long as what the document takes of each of `names`."""
+    fit = judged.fit
+    takes = {
+        "tokens": fit.slots,
+        "frames": sum(fit.chunk_frames) // SUBSAMPLING,
+        "segments": fit.segments,
     }
+    return {"judged": judged, **{name: np.zeros(takes[name], np.int8) for name in names}}
 
 
 FirstRun = Callable[[Sequence[JudgedDocument]], tuple[int, list[Document]]]

@@ -5,6 +5,7 @@ DualChunkSwap the documents may have any order in the buffer, and the order deci
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int, Shaped
@@ -20,7 +21,8 @@ def attention_work(
 ) -> Int[np.ndarray, " context"]:
     """Attention work of each context rank: the sum over its document tokens of position + 1, int64 [context].
 
-    positions, segment_ids: in context-layout order (rank-major); segment 0 is padding and costs nothing.
+    positions, segment_ids: in context-layout order (rank-major); segment 0 is padding and costs nothing. The
+    position of a token in a segment that continues a prompt counts from the prompt's beginning.
     """
     work = np.where(segment_ids > 0, positions.astype(np.int64) + 1, 0)
     return work.reshape(context, -1).sum(1)
@@ -32,11 +34,17 @@ def imbalance(work: Shaped[np.ndarray, " ranks"]) -> float:
 
 
 def order_documents(
-    lengths: Sequence[int], capacity: int, context: int, seed: int, slots: Sequence[int] | None = None
+    lengths: Sequence[int],
+    capacity: int,
+    context: int,
+    seed: int,
+    slots: Sequence[int] | None = None,
+    work: Sequence[Int[np.ndarray, " _"]] | None = None,
 ) -> tuple[list[int], float]:
     """Finds an order of the documents in a buffer that balances attention work over context ranks.
 
     lengths: tokens of each document. slots: slots that each takes in the buffer, if more than its length.
+    work: attention work of each document's slots, where it is not 1, 2, 3, ... as of one sequence.
     capacity: token slots of the buffer, a multiple of 2 * context. seed: seeds the random candidates;
         the same arguments give the same order.
     Returns (order, imbalance): order[i] is the i-th document of the buffer. The result is never worse
@@ -58,35 +66,59 @@ def order_documents(
     shuffled = rng.permuted(np.tile(given, (27, 1)), axis=1)
     candidates = np.concatenate([np.stack([given, falling, *dealt]), shuffled])
     best, best_cost = given, np.inf
+    of_slots = [np.arange(1, length + 1) for length in n] if work is None else work
+    below = _WorkBelow.of(of_slots, taken)
     for _ in range(ROUNDS):
-        work = _rank_work(candidates, n, taken, capacity, context)
-        cost = work.max(1) * context / max(int(work[0].sum()), 1)
+        of_ranks = _rank_work(candidates, below, taken, capacity, context)
+        cost = of_ranks.max(1) * context / max(int(of_ranks[0].sum()), 1)
         if cost.min() < best_cost:
             best, best_cost = candidates[np.argmin(cost)], cost.min()
         candidates = np.tile(best, (len(candidates), 1))
         pairs = rng.integers(len(n), size=(len(candidates), 2))
         each = np.arange(len(candidates))[:, None]
         candidates[each, pairs] = candidates[each, pairs[:, ::-1]]
-    return best.tolist(), float(best_cost) if n.sum() else 1.0
+    return best.tolist(), float(best_cost) if below.whole.sum() else 1.0
+
+
+class _WorkBelow(NamedTuple):
+    """The work of each document's first slots. table: by the number of slots, document after document.
+
+    first: where each document begins in the table. whole: the work of each document.
+    """
+
+    table: Int[np.ndarray, " _"]
+    first: Int[np.ndarray, " D"]
+    whole: Int[np.ndarray, " D"]
+
+    @classmethod
+    def of(cls, work: Sequence[Int[np.ndarray, " _"]], slots: Int[np.ndarray, " D"]) -> "_WorkBelow":
+        first = np.cumsum(slots + 1) - (slots + 1)
+        table = np.zeros(int((slots + 1).sum()), np.int64)
+        for start, of_document in zip(first, work, strict=True):
+            table[start + 1 : start + 1 + len(of_document)] = of_document
+        # Summed over all documents; a document's own sums begin at the table's value at its start.
+        table = np.cumsum(table)
+        return cls(table, first, table[first + slots] - table[first])
 
 
 def _rank_work(
-    orders: np.ndarray, lengths: np.ndarray, slots: np.ndarray, capacity: int, context: int
+    orders: np.ndarray, work: _WorkBelow, slots: np.ndarray, capacity: int, context: int
 ) -> np.ndarray:
     """Attention work per rank of each candidate order [C, D], int64 [C, context], by prefix sums.
 
     The work before the boundary of a context chunk is that of the documents before the one that the boundary
-    divides, plus the triangle of that document's tokens before the boundary.
+    divides, plus that of this document's slots before the boundary.
     """
-    n, taken = lengths[orders], slots[orders]
+    whole, taken = work.whole[orders], slots[orders]
     starts = np.cumsum(taken, 1) - taken
-    whole = n * (n + 1) // 2
     before = np.cumsum(whole, 1) - whole
     bounds = np.arange(2 * context + 1) * (capacity // (2 * context))
     row = np.arange(len(orders))[:, None] * (capacity + 1)  # one search over all candidates
     cut = np.searchsorted((starts + row).ravel(), (bounds + row).ravel(), side="right") - 1
-    inside = np.clip(np.tile(bounds, len(orders)) - starts.ravel()[cut], 0, n.ravel()[cut])
-    below = (before.ravel()[cut] + inside * (inside + 1) // 2).reshape(len(orders), -1)
+    inside = np.clip(np.tile(bounds, len(orders)) - starts.ravel()[cut], 0, taken.ravel()[cut])
+    first = work.first[orders].ravel()[cut]
+    within = work.table[first + inside] - work.table[first]
+    below = (before.ravel()[cut] + within).reshape(len(orders), -1)
     chunk = np.diff(below, axis=1)
     first, second = DualChunkSwap(context).chunks(np.arange(context))
     return chunk[:, first] + chunk[:, second]

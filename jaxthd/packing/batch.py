@@ -77,13 +77,27 @@ class Batch(NamedTuple):
         """True where the embedding comes from the encoder."""
         return self.tokens < 0 if self.audio_slots is None else self.audio_slots >= 0
 
+    @property
+    def documents(self) -> Int32[Any, "R T"]:
+        """The number of the token's document in the row, from 1; 0 in padding."""
+        return self.segment_ids if self.document_ids is None else self.document_ids
+
 
 def concatenate_rows(batches: Sequence[Batch]) -> Batch:
-    """One host batch with the rows of all of these, in order."""
+    """One host batch with the rows of all of these, in order.
+
+    Raises ValueError where a field is None in some of them only: they were packed with different settings.
+    """
 
     def joined(values: tuple[Any, ...]) -> Any:
-        if values[0] is None:
+        absent = sum(value is None for value in values)
+        if absent == len(values):
             return None
+        if absent:
+            raise ValueError(
+                f"a field is None in {absent} of {len(values)} batches; expected batches that were packed "
+                "with the same settings: pack all of them with room for audio, for answers, or none"
+            )
         if isinstance(values[0], dict):
             return {name: np.concatenate([each[name] for each in values]) for name in values[0]}
         return np.concatenate(values)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxthd.config import Config
+from jaxthd.packing.answers import segment_lengths
 from jaxthd.packing.balance import assign_chunks
 from jaxthd.packing.document import SUBSAMPLING, Document
 
@@ -12,13 +13,14 @@ from jaxthd.packing.document import SUBSAMPLING, Document
 class Fit(NamedTuple):
     """How much of a buffer a document takes, and why it can never be packed, if so.
 
-    slots: token slots, including those that round_to adds.
+    slots: token slots, including those that round_to adds. segments: its segments in a buffer.
     chunk_frames: mel frames that each of its encoder chunks takes, multiples of 8.
     too_large: why it exceeds the buffer on any mesh; "" if it does not.
     unassignable: why its audio cannot be assigned to the ranks of this mesh; "" if it can.
     """
 
     slots: int
+    segments: int
     chunk_frames: tuple[int, ...]
     too_large: str
     unassignable: str
@@ -33,7 +35,8 @@ class Fit(NamedTuple):
 class BufferLimits:
     """The most that one buffer holds, and the size of its audio arrays. The fields are PackDocuments'.
 
-    capacity, audio_capacity and max_documents say which documents share a buffer, whatever the mesh. The
+    capacity, audio_capacity, max_documents and share_prompts say which documents share a buffer, whatever the
+    mesh. Each answer of a document with several counts as a document, and so does a shared prompt. The
     audio arrays are as long as the mesh needs: each rank has an even share of audio_capacity, and room for
     the longest encoder chunk. Chunks that ranks cannot share in this way divide the buffer; a document of
     several chunks may then be skipped on many ranks and not on few.
@@ -45,6 +48,7 @@ class BufferLimits:
     audio_ranks: int = 1
     round_to: int = 1
     longest_chunk: int = 0
+    share_prompts: bool = True
 
     @classmethod
     def of(cls, config: Config) -> "BufferLimits":
@@ -57,6 +61,7 @@ class BufferLimits:
             config.mesh.audio_ranks,
             data.round_to,
             encoder.chunk_frames if encoder else 0,
+            config.posttraining.share_prompts,
         )
 
     @property
@@ -72,14 +77,25 @@ class BufferLimits:
         return self.rank_frames * self.audio_ranks
 
     def slots(self, document: Document) -> int:
-        """Token slots that a document takes."""
-        return -(-len(document) // self.round_to) * self.round_to
+        """Token slots that a document takes: each of its segments is rounded up."""
+        lengths = segment_lengths(document, self.share_prompts)
+        return sum(-(-length // self.round_to) * self.round_to for length in lengths)
+
+    def segments(self, document: Document) -> int:
+        """Segments that a document becomes."""
+        return len(segment_lengths(document, self.share_prompts))
 
     def fit(self, document: Document) -> Fit:
         """Judges one document by itself."""
-        slots, frames, too_large, unassignable = self.slots(document), document.chunk_frames, "", ""
+        slots, segments, frames = self.slots(document), self.segments(document), document.chunk_frames
+        too_large = unassignable = ""
         if slots > self.capacity:
             too_large = f"its {slots} token slots exceed the capacity of {self.capacity}"
+        elif segments > self.max_documents:
+            too_large = (
+                f"its {len(document.answers)} answers make {segments} segments, which exceed the "
+                f"max_documents of {self.max_documents}"
+            )
         elif frames and not self.audio_capacity:
             too_large = "it holds a recording, and audio_capacity is 0"
         elif sum(frames) > self.audio_capacity:
@@ -89,7 +105,7 @@ class BufferLimits:
                 f"its encoder chunks of {list(frames)} mel frames do not fit {self.audio_ranks} audio ranks "
                 f"of {self.rank_frames} each; raise audio_capacity"
             )
-        return Fit(slots, frames, too_large, unassignable)
+        return Fit(slots, segments, frames, too_large, unassignable)
 
     def first_run(self, fits: Sequence[Fit]) -> int:
         """How many of the first documents make a row: the most whose audio can be assigned to the ranks.
@@ -103,9 +119,11 @@ class BufferLimits:
 
         Raises ValueError if the documents do not fit one row; the message says which setting to increase.
         """
-        if len(documents) > self.max_documents:
+        segments = sum(map(self.segments, documents))
+        if segments > self.max_documents:
+            several = f" of {segments} segments" if segments > len(documents) else ""
             raise ValueError(
-                f"{len(documents)} documents in a row, at most {self.max_documents} (max_documents)"
+                f"{len(documents)} documents{several} in a row, at most {self.max_documents} (max_documents)"
             )
         slots = sum(map(self.slots, documents))
         if slots > self.capacity:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int32, Shaped
+from jaxtyping import Bool, Float32, Int, Int32, Shaped
 
 from jaxthd.errors import UserError
+from jaxthd.packing.answers import document_segments
 from jaxthd.packing.balance import attention_work, imbalance, order_documents
 from jaxthd.packing.batch import AUDIO_FIELDS, Batch
 from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
@@ -21,9 +22,10 @@ from jaxthd.packing.layout import ContextLayout
 class PackReport(NamedTuple):
     """Statistics of a row.
 
-    keys: the documents' keys, in buffer order: keys[s - 1] names segment s.
+    keys: the documents' keys, in buffer order: keys[d - 1] names document d (Batch.documents).
     real_tokens: token slots that are not padding. supervised_tokens: positions with weight 1.
     audio_seconds: valid mel frames / 100. imbalance: attention work of the busiest context rank / mean.
+    segments: number of segments; without answers, that of the documents.
     """
 
     keys: tuple[str, ...]
@@ -31,6 +33,24 @@ class PackReport(NamedTuple):
     supervised_tokens: int
     audio_seconds: float
     imbalance: float
+    segments: int
+
+
+class _Placed(NamedTuple):
+    """A segment in its row.
+
+    document: the number of its document in the row, from 1. start: its first slot. indices: the tokens of its
+    document that it holds. prefix: the id of the segment that it continues, or 0.
+    """
+
+    document: int
+    start: int
+    indices: Int[np.ndarray, " n"]
+    prefix: int
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.indices)
 
 
 class _Tokens(NamedTuple):
@@ -41,6 +61,8 @@ class _Tokens(NamedTuple):
     weights: Float32[np.ndarray, " T"]
     segment_ids: Int32[np.ndarray, " T"]
     positions: Int32[np.ndarray, " T"]
+    document_ids: Int32[np.ndarray, " T"]
+    prefixes: Int32[np.ndarray, " T"]
 
 
 class _Audio(NamedTuple):
@@ -68,6 +90,8 @@ def pack_row(
     layout: Literal["buffer", "document"] = "buffer",
     depths: int = 0,
     extras: Sequence[str] = (),
+    answers: bool = False,
+    share_prompts: bool = True,
 ) -> tuple[Batch, PackReport]:
     """Packs documents into one buffer (Batch with R = 1). Without documents the row is all padding.
 
@@ -81,79 +105,132 @@ def pack_row(
         multiple of 2 * context, and keeps the given order, which changes no rank's work there.
     depths: depths of multi-token prediction, K. extras: names of the Document.extras that the Batch gets;
         each number is stored at the position before its token.
+    answers: documents may have several answers, so that the Batch has document_ids; and prefixes, if
+    share_prompts: the slots of a prompt hold for all of its answers (packing/answers.py).
     Position i is supervised (weight 1, target the next token) iff token i + 1 of the same document is:
     labels are masked first and shifted after, and never reach into another document.
-    Raises ValueError if something does not fit; the message says which setting to increase.
+    Raises ValueError if something does not fit; the message says which setting to increase. And for a
+    document with several answers without `answers`.
     """
-    limits = BufferLimits(capacity, audio_capacity, max_documents, audio_ranks, round_to, longest_chunk)
-    ranks, slots = limits.assign(documents), list(map(limits.slots, documents))
-    order = list(range(len(documents)))
+    limits = BufferLimits(
+        capacity, audio_capacity, max_documents, audio_ranks, round_to, longest_chunk, share_prompts
+    )
+    if not answers:
+        _require_single(documents)
+    ranks = limits.assign(documents)
     if order_seed is not None and layout == "buffer":
-        order, _ = order_documents([len(d) for d in documents], capacity, context, order_seed, slots)
-
-    documents, ranks = [documents[d] for d in order], [ranks[d] for d in order]
-    starts = np.cumsum([0, *(slots[d] for d in order)])[:-1].tolist()
-    row = _write_tokens(documents, starts, capacity)
-    audio = None
-    if audio_capacity:
-        audio = _write_audio(documents, starts, ranks, limits, num_mels)
+        order = _balanced_order(documents, limits, context, order_seed)
+        documents, ranks = [documents[d] for d in order], [ranks[d] for d in order]
+    placed = _place(documents, limits)
+    row = _write_tokens(documents, placed, capacity)
+    audio = _write_audio(documents, placed, ranks, limits, num_mels) if audio_capacity else None
     perm = ContextLayout(layout, context, round_to).permutation(row.segment_ids)
+    work = attention_work(_keys_before(row)[perm], row.segment_ids[perm], context)
     report = PackReport(
         keys=tuple(d.key for d in documents),
-        real_tokens=sum(len(d) for d in documents),
+        real_tokens=sum(len(segment.indices) for segment in placed),
         supervised_tokens=int(row.weights.sum()),
         audio_seconds=int(audio.mel_mask.sum()) / 100 if audio else 0.0,
-        imbalance=imbalance(attention_work(row.positions[perm], row.segment_ids[perm], context)),
+        imbalance=imbalance(work),
+        segments=len(placed),
     )
     batch = _as_batch(row, audio, _future(row, audio, depths), perm)
-    return batch._replace(extras=_write_extras(documents, starts, capacity, extras, perm)), report
+    batch = batch._replace(
+        extras=_write_extras(documents, placed, capacity, extras, perm),
+        document_ids=batch.document_ids if answers else None,
+        prefixes=batch.prefixes if answers and share_prompts else None,
+    )
+    return batch, report
+
+
+def _require_single(documents: Sequence[Document]) -> None:
+    for document in documents:
+        if document.answers:
+            raise ValueError(
+                f"document {document.key!r} has {len(document.answers)} answers; expected documents of one "
+                "sequence: pack with answers=True"
+            )
+
+
+def _balanced_order(
+    documents: Sequence[Document], limits: BufferLimits, context: int, seed: int
+) -> list[int]:
+    """The order of the documents that balances attention over the context ranks."""
+    slots, work = list(map(limits.slots, documents)), None
+    if context > 1 and any(document.answers for document in documents):
+        rows = (_write_tokens([d], _place([d], limits), n) for d, n in zip(documents, slots, strict=True))
+        work = [np.where(row.segment_ids > 0, _keys_before(row) + 1, 0) for row in rows]
+    lengths = [len(document) for document in documents]
+    return order_documents(lengths, limits.capacity, context, seed, slots, work)[0]
+
+
+def _place(documents: Sequence[Document], limits: BufferLimits) -> list[_Placed]:
+    """The segments of a row, in document order: the segment with id s is the (s - 1)-th."""
+    placed: list[_Placed] = []
+    start = 0
+    for number, document in enumerate(documents, 1):
+        first = len(placed) + 1
+        for indices, is_continuation in document_segments(document, limits.share_prompts):
+            placed.append(_Placed(number, start, indices, first if is_continuation else 0))
+            start += -(-len(indices) // limits.round_to) * limits.round_to
+    return placed
+
+
+def _keys_before(row: _Tokens) -> Int[np.ndarray, " T"]:
+    """How many tokens precede each one, those of the segment that its own continues included."""
+    lengths = np.bincount(row.segment_ids, minlength=1)
+    lengths[0] = 0
+    return row.positions + lengths[row.prefixes]
 
 
 def _write_extras(
     documents: Sequence[Document],
-    starts: Sequence[int],
+    placed: Sequence[_Placed],
     capacity: int,
     names: Sequence[str],
     perm: Int32[np.ndarray, " T"],
 ) -> dict[str, Float32[np.ndarray, "R T"]]:
     """Batch.extras. Raises UserError for a document that lacks one."""
     extras = {name: np.zeros(capacity, np.float32) for name in names}
-    for document, start in zip(documents, starts, strict=True):
+    for document in documents:
         missing = [name for name in names if name not in document.extras]
         if missing:
             raise UserError(
                 f"document {document.key!r} has no extras {', '.join(missing)}, which the objective reads; "
                 "expected a number for each token: give them in Document.extras"
             )
+    for segment in placed:
         for name, x in extras.items():
-            x[start : start + len(document) - 1] = document.extras[name][1:]
+            of_document = documents[segment.document - 1].extras[name]
+            x[segment.start : segment.end - 1] = of_document[segment.indices[1:]]
     return {name: x[perm][None] for name, x in extras.items()}
 
 
-def _write_tokens(documents: Sequence[Document], starts: Sequence[int], capacity: int) -> _Tokens:
-    """starts: the first slot of each document."""
-    tokens, targets, segment_ids, positions = np.zeros((4, capacity), np.int32)
+def _write_tokens(documents: Sequence[Document], placed: Sequence[_Placed], capacity: int) -> _Tokens:
+    tokens, targets, segment_ids, positions, document_ids, prefixes = np.zeros((6, capacity), np.int32)
     weights = np.zeros(capacity, np.float32)
-    for segment, (document, start) in enumerate(zip(documents, starts, strict=True), 1):
-        end = start + len(document)
-        tokens[start:end] = document.tokens
-        segment_ids[start:end] = segment
-        positions[start:end] = np.arange(len(document))
-        weights[start : end - 1] = document.supervised[1:]
-        targets[start : end - 1] = np.where(document.supervised[1:], document.tokens[1:], 0)
-    return _Tokens(tokens, targets, weights, segment_ids, positions)
+    for number, (d, start, indices, prefix) in enumerate(placed, 1):
+        end, document = start + len(indices), documents[d - 1]
+        tokens[start:end] = document.tokens[indices]
+        segment_ids[start:end] = number
+        positions[start:end] = np.arange(len(indices))
+        document_ids[start:end], prefixes[start:end] = d, prefix
+        supervised, after = document.supervised[indices[1:]], document.tokens[indices[1:]]
+        weights[start : end - 1] = supervised
+        targets[start : end - 1] = np.where(supervised, after, 0)
+    return _Tokens(tokens, targets, weights, segment_ids, positions, document_ids, prefixes)
 
 
 def _write_audio(
     documents: Sequence[Document],
-    starts: Sequence[int],
+    placed: Sequence[_Placed],
     ranks: Sequence[Sequence[int]],
     limits: BufferLimits,
     num_mels: int,
 ) -> _Audio:
-    """Writes every encoder chunk behind the ones that its rank already holds.
+    """Writes every encoder chunk, once, behind the ones that its rank already holds.
 
-    starts: the first token slot of each document. ranks: the audio rank of each of its chunks.
+    ranks: the audio rank of each chunk of each document.
     Raises ValueError for a chunk with another number of mel bands.
     """
     frames = limits.array_frames
@@ -162,7 +239,8 @@ def _write_audio(
     chunk_ids, chunk_positions = np.zeros((2, frames // SUBSAMPLING), np.int32)
     next_frame = [rank * limits.rank_frames for rank in range(limits.audio_ranks)]
     chunks_of_rank = [0] * limits.audio_ranks
-    for document, start, ranks_of_document in zip(documents, starts, ranks, strict=True):
+    slots_of_tokens = [np.full(len(document), -1, np.int32) for document in documents]
+    for document, of_tokens, ranks_of_document in zip(documents, slots_of_tokens, ranks, strict=True):
         slots = [np.empty(0, np.int32)]
         for chunk, rank in zip(document.chunks, ranks_of_document, strict=True):
             if chunk.shape[1] != num_mels:
@@ -177,7 +255,9 @@ def _write_audio(
             chunk_ids[at], chunk_positions[at] = chunks_of_rank[rank], np.arange(count)
             next_frame[rank] += SUBSAMPLING * count
             slots.append(at)
-        audio_slots[start : start + len(document)][document.is_audio] = np.concatenate(slots)
+        of_tokens[document.is_audio] = np.concatenate(slots)
+    for segment in placed:
+        audio_slots[segment.start : segment.end] = slots_of_tokens[segment.document - 1][segment.indices]
     return _Audio(audio_slots, mels, mel_mask, chunk_ids, chunk_positions)
 
 

@@ -40,7 +40,7 @@ def padding_reason(report: BatchReport, config: Config) -> str:
     if not rows:
         return "no document was left for it"
     empty = len(report.rows) - len(rows)
-    full = sum(row.documents >= data.max_documents for row in rows)
+    full = sum(row.segments >= data.max_documents for row in rows)
     most = 0.9 * data.audio_capacity if limits.array_frames else float("inf")
     heard = sum(100 * row.audio_seconds >= most for row in rows)
     if data.packing == "padded":

@@ -23,7 +23,7 @@ from jaxthd.run.metrics_file import Metrics, read_metrics
 from jaxthd.run.progress import summary
 from jaxthd.run.tensorboard import EventFile
 
-REPORT = BatchReport((RowReport(0, 7, 180, 40, 200, 12.5, 1.25),), (("a", "b"),))
+REPORT = BatchReport((RowReport(0, 7, 180, 40, 200, 12.5, 1.25, 7),), (("a", "b"),))
 RESULTS = {
     "validation_loss": 1.5,
     "validation_accuracy": 0.625,

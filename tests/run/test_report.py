@@ -15,7 +15,7 @@ CONFIG = Config(data=DataConfig(capacity=100, max_documents=8, audio_capacity=10
 
 def report(*rows: tuple[int, int, float]) -> BatchReport:
     """rows: (documents, real tokens, seconds of audio) of buffers of 100 slots."""
-    every = tuple(RowReport(n, d, t, t, 100, s, 1.0) for n, (d, t, s) in enumerate(rows))
+    every = tuple(RowReport(n, d, t, t, 100, s, 1.0, d) for n, (d, t, s) in enumerate(rows))
     return BatchReport(every, tuple((("x",) * row.documents) for row in every))
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from jaxthd.config import Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
 from jaxthd.data.packer import pack_documents
+from jaxthd.objectives import OBJECTIVES, SFT
 from jaxthd.packing.document import Document, encoder_frames
 from jaxthd.validate import RULES, ConfigError, DeviceFacts, Finding, findings, validate
 from jaxthd.validate.rules import Rule
@@ -329,7 +330,21 @@ CASES = [
     ),
     Case({"train.beta2": 1.0}, "train.beta2 is 1.0"),
     Case({"train.clip_norm": 0.0}, "train.clip_norm is 0"),
+    # Objectives that compare answers.
+    Case(
+        {"train.objective": "dpo", "model.llm.mtp_pattern": "*"},
+        "train.objective is 'dpo' with model.llm.mtp_pattern '*'",
+    ),
+    Case(
+        {"train.objective": "dpo", "train.ctc_loss": 0.1}, "train.objective is 'dpo' with train.ctc_loss 0.1"
+    ),
 ]
+
+
+@pytest.fixture(autouse=True)
+def dpo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An objective of that name, whatever it computes."""
+    monkeypatch.setitem(OBJECTIVES, "dpo", OBJECTIVES.get("dpo", SFT))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.fragment[:60])

@@ -1,0 +1,54 @@
+"""Ragged documents with several answers to one prompt, and what each answer is if it stands alone."""
+
+import numpy as np
+
+from jaxthd.packing.document import Document
+
+AUDIO = 3
+"""The placeholder of a recording."""
+
+
+def document_with_answers(
+    rng: np.random.Generator,
+    key: str,
+    *,
+    answers: int = 2,
+    mels: int = 16,
+    most: int = 9,
+    vocabulary: int = 260,
+    extras: tuple[str, ...] = (),
+) -> Document:
+    """A prompt of 1 to `most` text tokens with up to two recordings among them, perhaps at its end, then
+    `answers` answers of 1 to `most` tokens. Only answers are supervised, all but some 10% of their tokens.
+    """
+    prompt = rng.integers(4, vocabulary, rng.integers(1, most + 1)).tolist()
+    clips = []
+    for _ in range(rng.integers(0, 3)):
+        prompt.insert(int(rng.integers(0, len(prompt) + 1)), AUDIO)
+        lengths = rng.integers(1, 33, rng.integers(1, 3))
+        clips.append([rng.normal(size=(n, mels)).astype(np.float32) for n in lengths])
+    lengths = rng.integers(1, most + 1, answers)
+    text = rng.integers(4, vocabulary, lengths.sum())
+    supervised = [False] * len(prompt) + (rng.random(len(text)) < 0.9).tolist()
+    spliced = Document.splice(key, [*prompt, *text.tolist()], supervised, clips, AUDIO)
+    numbers = {name: rng.normal(size=len(spliced)).astype(np.float32) for name in extras}
+    return Document(**vars(spliced) | {"extras": numbers, "answers": tuple(lengths.tolist())})
+
+
+def alone(document: Document) -> list[Document]:
+    """Each answer as a document of its own, with the whole prompt before it: "KEY/0", "KEY/1", ..."""
+    prompt, found, start = document.prompt_length, [], document.prompt_length
+    for number, length in enumerate(document.answers):
+        at = np.r_[0:prompt, start : start + length]
+        start += length
+        found.append(
+            Document(
+                key=f"{document.key}/{number}",
+                tokens=document.tokens[at],
+                is_audio=document.is_audio[at],
+                supervised=document.supervised[at],
+                chunks=document.chunks,
+                extras={name: x[at] for name, x in document.extras.items()},
+            )
+        )
+    return found or [document]
