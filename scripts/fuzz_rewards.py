@@ -128,7 +128,7 @@ def check_settings() -> list[str]:
         given = " ".join([f"rewards={list(rewards)}", *([f"options={list(options)}"] if options else [])])
         try:
             config = Config(rollout=RolloutConfig(rewards=rewards, reward_options=options))
-            Rewarder.of(config, ["."]).close()
+            Rewarder.of(config).close()
             violations.append(f"{given} is accepted")
         except UserError as error:
             print(f"{given}\n    {error}")
