@@ -10,7 +10,7 @@ from pathlib import Path
 from re import fullmatch, split
 from typing import Any
 
-from jaxthd.data.example import Example, Turn
+from jaxthd.data.example import Alternative, Example, Turn
 from jaxthd.data.skipped import Skipped
 from jaxthd.errors import UserError
 
@@ -50,16 +50,17 @@ def read_examples(
     files: Sequence[Path],
     name_of: Callable[[Entry], str],
     turns_of: Callable[[Entry, int], tuple[Turn, ...]],
+    alternatives: Callable[[Entry], tuple[Alternative, ...]] = lambda entry: (),
     *,
     title: str,
     expected: str,
 ) -> tuple[list[Example], list[Skipped]]:
     """Reads all files as one data set. Each line that is not blank becomes an Example or a Skipped, in order.
 
-    name_of(entry): the name in the key. turns_of(entry, number of its file): the turns. Both raise ValueError
-    with the reason for an entry that cannot be used. Lines are numbered through all files, so keys do not
-    depend on how the lines are divided into files. Files that end in .gz are decompressed; if that fails, the
-    rest of the file is one Skipped.
+    name_of(entry): the name in the key. turns_of(entry, number of its file): the turns. alternatives(entry):
+    the answers to them, if it is about preferences. All raise ValueError with the reason for an entry that
+    cannot be used. Lines are numbered through all files, so keys do not depend on how the lines are divided
+    into files. Files that end in .gz are decompressed; if that fails, the rest of the file is one Skipped.
     title, expected: what messages call the data set and its lines.
     Raises UserError if there is no usable line.
     """
@@ -72,7 +73,8 @@ def read_examples(
                 raise line
             entry = parse(line)
             key += name_of(entry)
-            examples.append(Example(key, turns_of(entry, file)))
+            answers = alternatives(entry)
+            examples.append(Example(key, turns_of(entry, file), answers))
         except ValueError as error:
             skipped.append(Skipped(key, where + str(error)))
     if not examples:
