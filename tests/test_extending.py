@@ -42,11 +42,10 @@ COMPUTE = jaxthd.ComputeConfig(attention_block=16, loss_block=16, vocab_block=12
 
 
 @dataclass(frozen=True)
-class Focal:
+class Focal(jaxthd.Objective):
     """Cross-entropy with a lower weight for a token the more confident the model is (Lin et al., 2017)."""
 
     gamma: float = 1.0
-    extras: ClassVar[tuple[str, ...]] = ()
 
     def counts(self, tokens: jaxthd.Tokens) -> dict[str, Array]:
         return {"loss": tokens.weights.sum()}
@@ -139,7 +138,7 @@ BETA = 0.3
 
 
 @dataclass(frozen=True)
-class Pairs:
+class Pairs(jaxthd.Objective):
     """Mean over pairs of -log sigmoid(beta * (reward of the chosen - reward of the rejected))."""
 
     beta: float = BETA

@@ -8,19 +8,27 @@ from difflib import get_close_matches
 from typing import Any
 
 from jaxthd.errors import UserError
+from jaxthd.objectives.dpo import DPO
+from jaxthd.objectives.grpo import GRPO
+from jaxthd.objectives.kto import KTO
 from jaxthd.objectives.objective import Objective
 from jaxthd.objectives.sft import SFT
 
-OBJECTIVES: dict[str, Any] = {"sft": SFT}
+OBJECTIVES: dict[str, type[Objective]] = {"sft": SFT, "dpo": DPO, "kto": KTO, "grpo": GRPO}
 """Names that train.objective takes -> classes: frozen dataclasses, whose fields are the settings."""
 
 
-def register_objective(name: str, kind: Any) -> None:
-    """Makes `kind`, a frozen dataclass with Objective's methods, what train.objective NAME means.
+def register_objective(name: str, kind: type[Objective]) -> None:
+    """Makes `kind`, a frozen dataclass that inherits Objective, what train.objective NAME means.
 
     Call it where the config is made: every process of a run makes its own config. Raises ValueError for a
-    name that another objective has.
+    name that another objective has, and for a class that does not inherit Objective.
     """
+    if not issubclass(kind, Objective):
+        raise ValueError(
+            f"{kind.__name__} does not inherit jaxthd.Objective; expected a class that does, for what an "
+            f"objective may leave out: write class {kind.__name__}(jaxthd.Objective)"
+        )
     if OBJECTIVES.get(name, kind) is not kind:
         raise ValueError(f"an objective is already called {name!r}; expected a new name: choose another")
     OBJECTIVES[name] = kind
@@ -29,7 +37,8 @@ def register_objective(name: str, kind: Any) -> None:
 def make_objective(name: str, options: Sequence[str] = ()) -> Objective:
     """The objective that train.objective names, with train.objective_options (NAME=VALUE).
 
-    Raises UserError for an unknown name, an unknown option, and a value of another type.
+    Raises UserError for an unknown name, an unknown option, a value of another type, and what the objective
+    itself refuses.
     """
     if name not in OBJECTIVES:
         like = get_close_matches(name, OBJECTIVES, n=1, cutoff=0.0)
@@ -38,7 +47,7 @@ def make_objective(name: str, options: Sequence[str] = ()) -> Objective:
             f"meant {like[0]!r}"
         )
     kind = OBJECTIVES[name]
-    settings = {field.name: field for field in fields(kind)}
+    settings: dict[str, Any] = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     given: dict[str, Any] = {}
     for option in options:
         key, mark, text = option.partition("=")

@@ -1,13 +1,12 @@
 """Supervised fine-tuning: cross-entropy over the supervised tokens."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jaxthd.objectives.objective import LOSS, Tokens
+from jaxthd.objectives.objective import LOSS, Objective, Tokens
 
 
 def negative_log_likelihood(logp_N: Float[Array, " N"], weights_N: Float[Array, " N"]) -> Float[Array, ""]:
@@ -19,10 +18,8 @@ def negative_log_likelihood(logp_N: Float[Array, " N"], weights_N: Float[Array, 
 
 
 @dataclass(frozen=True)
-class SFT:
+class SFT(Objective):
     """Cross-entropy: the mean over all supervised tokens of the batch."""
-
-    extras: ClassVar[tuple[str, ...]] = ()
 
     def counts(self, tokens: Tokens) -> dict[str, Float[Array, ""]]:
         return {LOSS: tokens.weights.reshape(-1).sum()}

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxthd.parallel.pipeline_model import PipelinedModel, PipelinedParams, Tree
-from jaxthd.parallel.pipeline_tick import Carry, RankTick, Tick, add, slots_of, zeros
+from jaxthd.parallel.pipeline_tick import Carry, RankTick, Tick, add, over_first_dim, slots_of, zeros
 from jaxthd.parallel.schedule import Schedule
 
 
@@ -23,7 +23,7 @@ class Accumulated(NamedTuple):
     share: this rank's share of the objective, including that of its stages (extra_share).
     state: the state after the last microbatch (not a sum).
     extra: the stages' second results, leaves [chunks, ...].
-    out: the second results of `leave`.
+    out: the second results of `leave`; of what is Largest in them, the largest.
     """
 
     share: Array
@@ -126,5 +126,5 @@ def _one_stage(
         return Accumulated(total, gradients, state, jax.tree.map(lambda e: e[None], extra), out)
     start = (jax.tree.map(jnp.zeros_like, params), state)
     (gradients, state), (shares, extras, outs) = jax.lax.scan(one, start, batches)
-    extra, out = jax.tree.map(lambda x: x.sum(0), (extras, outs))
+    extra, out = over_first_dim((extras, outs))
     return Accumulated(shares.sum(), gradients, state, jax.tree.map(lambda e: e[None], extra), out)

@@ -95,8 +95,30 @@ class Carry(NamedTuple):
     out: Tree
 
 
+class Largest(NamedTuple):
+    """Numbers of at least 0, by name, of which `add` keeps the larger in the place of the sum."""
+
+    numbers: dict[str, Array]
+
+
+def _is_largest(x: Any) -> bool:
+    return isinstance(x, Largest)
+
+
 def add(total: Tree, more: Tree) -> Tree:
-    return jax.tree.map(jnp.add, total, more)
+    def added(x: Any, y: Any) -> Any:
+        return jax.tree.map(jnp.maximum, x, y) if _is_largest(x) else jnp.add(x, y)
+
+    return jax.tree.map(added, total, more, is_leaf=_is_largest)
+
+
+def over_first_dim(trees: Tree) -> Tree:
+    """The trees along the leaves' first dim, added up by `add`."""
+
+    def over(x: Any) -> Any:
+        return jax.tree.map(lambda each: each.max(0), x) if _is_largest(x) else x.sum(0)
+
+    return jax.tree.map(over, trees, is_leaf=_is_largest)
 
 
 def zeros(like: Tree) -> Tree:

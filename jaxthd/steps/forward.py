@@ -23,6 +23,7 @@ from jaxthd.objectives.sft import negative_log_likelihood
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import AXES, CONTEXT, PIPELINE, TENSOR, TOKEN_AXES, ranks_of
 from jaxthd.parallel.pipeline_model import PipelinedModel, PipelinedParams
+from jaxthd.parallel.pipeline_tick import Largest
 from jaxthd.steps.blueprint import Blueprint, Tree
 
 
@@ -50,12 +51,14 @@ class CTCCounts(NamedTuple):
 class Counts(NamedTuple):
     """Denominators over all microbatches and ranks, 1 where there is nothing to count.
 
-    objective: by name. real: tokens that are not padding. supervised_future, real_future: for each depth of
-    multi-token prediction its supervised tokens, and those whose document has a token that far on, [K].
+    objective: by name. totals: Objective.totals, as they are. real: tokens that are not padding.
+    supervised_future, real_future: for each depth of multi-token prediction its supervised tokens, and those
+    whose document has a token that far on, [K].
     ctc: None without the CTC loss.
     """
 
     objective: dict[str, Array]
+    totals: dict[str, Array]
     real: Array
     supervised_future: Array
     real_future: Array
@@ -75,13 +78,14 @@ class Bypass(NamedTuple):
 class Left(NamedTuple):
     """What `leave` returns beside the share to differentiate.
 
-    objective: this rank's shares of the objective's quotients, by name. future: those of FuturePrediction.
-    ctc: of the CTC loss; None without it.
+    objective: this rank's shares of the objective's quotients, by name. extremes: this rank's
+    Objective.extremes. future: shares of those of FuturePrediction. ctc: of the CTC loss; None without it.
     """
 
     objective: dict[str, Array]
-    future: FuturePrediction | None
-    ctc: CTC | None
+    extremes: Largest
+    future: FuturePrediction | None = None
+    ctc: CTC | None = None
 
 
 def objective_of(config: Config) -> Objective:
@@ -93,14 +97,17 @@ def count(batch: Batch, config: Config) -> Counts:
     """The counts of a whole step's batch. Not to be differentiated."""
     weights_KRT = batch.future_weights.swapaxes(0, 1)
     has_token_KRT = (batch.future_tokens >= 0).swapaxes(0, 1)
+    objective, tokens = objective_of(config), _tokens(batch, config)
     own = Counts(
-        objective=objective_of(config).counts(_tokens(batch, config)),
+        objective=objective.counts(tokens),
+        totals=objective.totals(tokens),
         real=(batch.segment_ids > 0).sum(),
         supervised_future=weights_KRT.sum((1, 2)),
         real_future=has_token_KRT.sum((1, 2)),
         ctc=_count_ctc(batch, config) if trains_ctc(batch, config) else None,
     )
-    return jax.tree.map(lambda x: jnp.maximum(x, 1), jax.lax.psum(own, TOKEN_AXES))
+    counts = jax.lax.psum(own, TOKEN_AXES)
+    return jax.tree.map(lambda x: jnp.maximum(x, 1), counts)._replace(totals=counts.totals)
 
 
 def _count_ctc(batch: Batch, config: Config) -> CTCCounts:
@@ -118,8 +125,8 @@ def _transcripts(batch: Batch, config: Config) -> Transcripts:
     return transcripts(batch, config.data.max_documents, config.train.ctc_max_labels, CONTEXT)
 
 
-def _tokens(batch: Batch, config: Config) -> Tokens:
-    return Tokens.of(batch, config.data.max_documents, CONTEXT)
+def _tokens(batch: Batch, config: Config, totals: dict[str, Array] | None = None) -> Tokens:
+    return Tokens.of(batch, config.data.max_documents, CONTEXT, totals)
 
 
 def divided(params: Tree) -> PipelinedParams:
@@ -196,8 +203,8 @@ class Forward:
         if bypass.future:
             share, left = self._leave_with_future(model, x_nD, bypass.future, batch, head_VD)
         else:
-            found = self._quotients(model.leave(x_nD, batch, head_VD), batch)
-            share, left = found[LOSS], Left(found, None, None)
+            left = self._left(model.leave(x_nD, batch, head_VD), batch)
+            share = left.objective[LOSS]
         if bypass.own is None or head_VD is None:
             return share, left
         ctc = self._ctc(model, bypass.own, batch, head_VD)
@@ -208,7 +215,7 @@ class Forward:
     ) -> tuple[Array, Left]:
         logp_N, (logp_KN, routing) = model.leave_with_future(x_nD, future, batch, AXES, head_VD)
         assert self._counts is not None
-        found = self._quotients(logp_N, batch)
+        left = self._left(logp_N, batch)
         losses = [
             self._share(
                 negative_log_likelihood(logp_KN[k], batch.future_weights[:, k].reshape(-1)),
@@ -216,12 +223,12 @@ class Forward:
             )
             for k in range(len(future))
         ]
-        share = found[LOSS] + self._config.train.mtp_loss * sum(losses) / len(future)
+        share = left.objective[LOSS] + self._config.train.mtp_loss * sum(losses) / len(future)
         routed = [each for each in routing if each is not None]
         for each, real in zip(routed, self._counts.real_future, strict=False):
             share += auxiliary_share(self._config, each, real) / self._config.mesh.pipeline
         of_future = model.mtp.routing_of_depths(routed) if model.mtp and routed else None
-        return share, Left(found, FuturePrediction(jnp.stack(losses), of_future), None)
+        return share, left._replace(future=FuturePrediction(jnp.stack(losses), of_future))
 
     def _ctc(self, model: SpeechLM, embedded_nD: Array, batch: Batch, head_VD: Array) -> CTC:
         """This rank's shares of the CTC loss."""
@@ -236,11 +243,16 @@ class Forward:
             uncovered=self._share(uncovered, counts.documents) / ranks,
         )
 
-    def _quotients(self, logp_N: Array, batch: Batch) -> dict[str, Array]:
+    def _left(self, logp_N: Array, batch: Batch) -> Left:
+        """What the objective makes of the next tokens' log-probabilities."""
         assert self._counts is not None
-        sums = self._objective.sums(logp_N.reshape(batch.tokens.shape), _tokens(batch, self._config))
-        counts = self._counts.objective
-        return {name: self._share(x, counts.get(name, counts[LOSS])) for name, x in sums.items()}
+        logp_RT, tokens = (
+            logp_N.reshape(batch.tokens.shape),
+            _tokens(batch, self._config, self._counts.totals),
+        )
+        sums, counts = self._objective.sums(logp_RT, tokens), self._counts.objective
+        shares = {name: self._share(x, counts.get(name, counts[LOSS])) for name, x in sums.items()}
+        return Left(shares, Largest(self._objective.extremes(logp_RT, tokens)))
 
     def _share(self, total: Array, count: Array) -> Array:
         return total / count / self._copies

@@ -20,6 +20,7 @@ from jaxthd.objectives import LOSS
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import AXES, PIPELINE, TENSOR, TOKEN_AXES, batch_specs, on_ranks
 from jaxthd.parallel.pipeline import accumulate
+from jaxthd.parallel.pipeline_tick import Largest
 from jaxthd.steps.blueprint import Blueprint, Tree
 from jaxthd.steps.forward import (
     CTC,
@@ -43,11 +44,11 @@ class StepMetrics(NamedTuple):
 
     loss: the objective's; for SFT the mean negative log-likelihood over the supervised tokens, natural log.
     grad_norm: before clipping. learning_rate: of this step. skipped, skipped_in_a_row: the state's counts,
-    this step included. objective: the objective's other quotients, by name. mtp_loss: as loss, of the targets
-    of multi-token prediction, the mean over its depths; None without. ctc_loss: as loss, of the labels that
-    the CTC loss covers; ctc_uncovered: the share of documents with audio that it does not cover; None without
-    it. max_expert_load: the most tokens that an expert got, over the mean of its layer; aux_loss: the
-    auxiliary loss, 1 for an even load; None without experts.
+    this step included. objective: the objective's other quotients and extremes, by name. mtp_loss: as loss,
+    of the targets of multi-token prediction, the mean over its depths; None without. ctc_loss: as loss, of
+    the labels that the CTC loss covers; ctc_uncovered: the share of documents with audio that it does not
+    cover; None without it. max_expert_load: the most tokens that an expert got, over the mean of its layer;
+    aux_loss: the auxiliary loss, 1 for an even load; None without experts.
     """
 
     loss: Array
@@ -67,7 +68,8 @@ class Gradient(NamedTuple):
     """loss: of the next tokens. gradients: of the whole objective for the trained parameters, None for others
     (models/adapt.py). buffers: after the step. routing: of the decoder's MoE layers in the order of their
     stack, summed over microbatches; None without any. future: None without multi-token prediction.
-    objective: the quotients other than the loss, by name. ctc: None without the CTC loss.
+    objective: the quotients other than the loss, by name. ctc: None without the CTC loss. extremes: those of
+    the objective.
     """
 
     loss: Array
@@ -77,6 +79,7 @@ class Gradient(NamedTuple):
     future: FuturePrediction | None
     objective: dict[str, Array] = {}  # noqa: RUF012 (nobody changes it)
     ctc: CTC | None = None
+    extremes: Largest = Largest({})
 
 
 def loss_and_gradient(blueprint: Blueprint, mesh: Mesh) -> Callable[[Tree, Tree, Batch], Gradient]:
@@ -114,7 +117,8 @@ def loss_and_gradient(blueprint: Blueprint, mesh: Mesh) -> Callable[[Tree, Tree,
         if future is not None:
             future = FuturePrediction(jax.lax.psum(future.loss, AXES), _with_whole_aux(future.routing))
         loss, buffers = objective.pop(LOSS), with_encoder(buffers, step.state)
-        return Gradient(loss, gradients, buffers, _with_whole_aux(routing), future, objective, ctc)
+        extremes = Largest(jax.lax.pmax(left.extremes.numbers, AXES))
+        return Gradient(loss, gradients, buffers, _with_whole_aux(routing), future, objective, ctc, extremes)
 
     out_specs = _gradient_specs(blueprint, trained_specs, buffer_specs)
     return on_ranks(rank, mesh, (specs, buffer_specs, batch_specs()), out_specs)
@@ -132,7 +136,8 @@ def _gradient_specs(blueprint: Blueprint, trained_specs: Tree, buffer_specs: Tre
     if config.depths_trained:
         future = FuturePrediction(everywhere, routing_specs(llm.mtp_pattern, everywhere))
     by_stage = routing_specs(llm.letters, PartitionSpec(PIPELINE))
-    return Gradient(everywhere, trained_specs, buffer_specs, by_stage, future, everywhere, everywhere)
+    own = everywhere, trained_specs, buffer_specs, by_stage, future
+    return Gradient(*own, objective=everywhere, ctc=everywhere, extremes=everywhere)
 
 
 def _with_whole_aux(routing: Routing | None) -> Routing | None:
@@ -173,7 +178,7 @@ def make_train_step(
     schedule = learning_rate_schedule(config.train)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        loss, gradients, buffers, routing, future, objective, ctc = gradient(
+        loss, gradients, buffers, routing, future, objective, ctc, extremes = gradient(
             state.params, state.buffers, batch
         )
         by_module = {"decoder": routing, "mtp": future and future.routing}
@@ -191,7 +196,8 @@ def make_train_step(
         mtp_loss = future and future.loss.mean()
         load = _load([each for each in by_module.values() if each is not None])
         auxiliary = mtp_loss, ctc and ctc.loss, ctc and ctc.uncovered
-        metrics = StepMetrics(loss, grad_norm, rate, skipped, in_a_row, objective, *auxiliary, *load)
+        of_objective = objective | extremes.numbers
+        metrics = StepMetrics(loss, grad_norm, rate, skipped, in_a_row, of_objective, *auxiliary, *load)
         params = join(own, frozen)
         return TrainState(state.step + 1, skipped, in_a_row, params, buffers, opt_state), metrics
 

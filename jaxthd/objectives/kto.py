@@ -1,0 +1,116 @@
+"""Kahneman-Tversky optimization (Ethayarajh et al., 2024): a loss of single answers, desired or undesired.
+
+Legend: R rows of a microbatch on this rank, T token slots of a row on this rank, D most segments of a row.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from jaxthd.objectives.dpo import PREFERENCE
+from jaxthd.objectives.objective import LOSS, OLD, REFERENCE, Objective, Tokens
+from jaxthd.objectives.settings import check_choice, check_number
+
+KLOf = Literal["answers", "mismatched", "none"]
+_KL, _KL_ANSWERS = "kl", "answers of kl"
+
+
+@dataclass(frozen=True)
+class KTO(Objective):
+    """The mean over labelled answers of w (1 - sigmoid(beta (r - z))) for a desired answer and of
+    w (1 - sigmoid(beta (z - r))) for an undesired one.
+
+    r is the sum over the answer's tokens of log p - log p_reference. PREFERENCE labels an answer: 1.0
+    desired, -1.0 undesired.
+
+    z is max(0, mean of r over the answers that estimate the divergence of the policy from the reference), and
+    no gradient goes through it. It is a mean over the whole batch, so no microbatch can compute it: it is
+    computed before the gradient, from the log-probabilities of the policy before the update (OLD), which are
+    the same numbers. The step scores the batch with the policy once more for that.
+
+    Metrics: kl, that is z; rewards_desired, rewards_undesired, beta r; log_probs_desired and
+    log_probs_undesired, sums of log p. Each is a mean over the answers it names.
+    """
+
+    is_policy: ClassVar[bool] = True
+
+    beta: float = 0.1
+    desired_weight: float = 1.0
+    """w of desired answers. Where there are fewer of these than of the others, their shares of the loss are
+    alike with the ratio of the numbers (the paper advises 1 to 4/3 times that)."""
+    undesired_weight: float = 1.0
+    """w of undesired answers."""
+    kl: KLOf = "answers"
+    """What estimates z. "answers": the labelled answers themselves. "mismatched": answers that belong to
+    other prompts, which the data adds to a document and labels 0.0 (the paper, and TRL, which pairs each
+    prompt of a batch with the answer before); where a batch has none, z is 0. "none": z is 0, and nothing is
+    scored with the policy."""
+
+    def __post_init__(self) -> None:
+        check_choice("kl", self.kl, get_args(KLOf))
+        check_number("beta", self.beta, above=0)
+        check_number("desired_weight", self.desired_weight, least=0)
+        check_number("undesired_weight", self.undesired_weight, least=0)
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        return (PREFERENCE,)
+
+    @property
+    def scored(self) -> tuple[str, ...]:
+        return (REFERENCE,) if self.kl == "none" else (REFERENCE, OLD)
+
+    def _rewards(self, log_probs_RT: Array, tokens: Tokens) -> Float[Array, "R D"]:
+        gained_RT = log_probs_RT - tokens.extras[REFERENCE]
+        return tokens.answer_sums(jnp.where(tokens.weights > 0, gained_RT, 0))
+
+    def totals(self, tokens: Tokens) -> dict[str, Float[Array, ""]]:
+        if self.kl == "none":
+            return {}
+        label_RD = tokens.answer_values(tokens.extras[PREFERENCE])
+        estimates_RD = tokens.supervised_answers() & ((label_RD == 0) == (self.kl == "mismatched"))
+        rewards_RD = self._rewards(tokens.extras[OLD], tokens)
+        return {
+            _KL: tokens.share(jnp.where(estimates_RD, rewards_RD, 0).sum()),
+            _KL_ANSWERS: tokens.share(estimates_RD.sum(dtype=tokens.weights.dtype)),
+        }
+
+    def counts(self, tokens: Tokens) -> dict[str, Float[Array, ""]]:
+        label_RD = tokens.answer_values(tokens.extras[PREFERENCE])
+        desired, undesired = (
+            tokens.share((sign * label_RD > 0).sum(dtype=tokens.weights.dtype)) for sign in (1, -1)
+        )
+        of_side = {
+            f"{metric}_{side}": count
+            for side, count in (("desired", desired), ("undesired", undesired))
+            for metric in ("rewards", "log_probs")
+        }
+        return {LOSS: desired + undesired, **of_side}
+
+    def sums(self, log_probs_RT: Float[Array, "R T"], tokens: Tokens) -> dict[str, Float[Array, ""]]:
+        label_RD = tokens.answer_values(tokens.extras[PREFERENCE])
+        rewards_RD = self._rewards(log_probs_RT, tokens)
+        log_probs_RD = tokens.answer_sums(jnp.where(tokens.weights > 0, log_probs_RT, 0))
+        z = jnp.zeros((), rewards_RD.dtype)
+        if self.kl != "none":
+            mean = tokens.totals[_KL] / jnp.maximum(tokens.totals[_KL_ANSWERS], 1)
+            z = jax.lax.stop_gradient(jnp.maximum(mean, 0)).astype(rewards_RD.dtype)
+        weight_RD = jnp.where(label_RD > 0, self.desired_weight, self.undesired_weight)
+        losses_RD = weight_RD * jax.nn.sigmoid(-self.beta * jnp.sign(label_RD) * (rewards_RD - z))
+
+        def over(sign: int, x_RD: Array) -> Array:
+            return tokens.share(jnp.where(sign * label_RD > 0, x_RD, 0).sum())
+
+        ones_RD = jnp.ones_like(rewards_RD)
+        return {
+            LOSS: over(1, losses_RD) + over(-1, losses_RD),
+            "kl": z * (over(1, ones_RD) + over(-1, ones_RD)),
+            "rewards_desired": over(1, self.beta * rewards_RD),
+            "rewards_undesired": over(-1, self.beta * rewards_RD),
+            "log_probs_desired": over(1, log_probs_RD),
+            "log_probs_undesired": over(-1, log_probs_RD),
+        }

@@ -1,0 +1,42 @@
+"""Checks of an objective's settings, which are train.objective_options."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxthd.errors import UserError
+
+
+def refuse(found: str, expected: str, change: str = "correct train.objective_options") -> None:
+    """Raises UserError: what train.objective_options has, what was expected, what to change."""
+    raise UserError(f"train.objective_options has {found}; expected {expected}: {change}")
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raises UserError unless the value is one of these."""
+    if value not in choices:
+        refuse(f"{name}={value}", f"one of {', '.join(choices)}")
+
+
+def check_number(
+    name: str,
+    value: float,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
+) -> None:
+    """Raises UserError unless the value is finite, from `least` to `most`, more than `above`, less than
+    `below`.
+    """
+    if math.isfinite(value) and least <= value <= most and above < value < below:
+        return
+    bounds: list[tuple[str, Any]] = [
+        ("at least", least),
+        ("more than", above),
+        ("at most", most),
+        ("less than", below),
+    ]
+    known = [f"{words} {bound:g}" for words, bound in bounds if math.isfinite(bound)]
+    refuse(f"{name}={value}", " and ".join(known) or "a finite number")

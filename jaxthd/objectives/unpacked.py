@@ -1,0 +1,77 @@
+"""Losses that are written for one unpacked answer, on every answer of a packed buffer.
+
+Legend: R rows of a microbatch on this rank, T token slots of a row on this rank, D most segments of a row, L
+most tokens of an answer.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from jaxthd.objectives.objective import LOSS, Objective, Tokens
+
+OfAnswer = Callable[[Array, Array, Mapping[str, Array]], Array]
+"""(log_probs_L, weights_L, extras) -> a number. All begin with the answer's first supervised token. weights_L
+is 1.0 where a token is supervised; where it is 0.0, and behind the answer's end, all numbers are 0."""
+
+
+def by_answer(
+    of_answer: OfAnswer, log_probs_RT: Float[Array, "R T"], tokens: Tokens, longest: int
+) -> Float[Array, "R D"]:
+    """The function's result for each answer, on whatever context ranks its tokens lie; 0 where a row has no
+    such answer. The same on all context ranks; differentiable with respect to log_probs_RT.
+
+    longest: L, from an answer's first supervised token to its last. The result is NaN for a longer answer. It
+        sizes arrays: [R, D, L] for the log-probabilities, the weights and each of the extras.
+    """
+    is_supervised_RT = tokens.weights > 0
+    # Negative, because answer_values takes the largest. Exact: buffers are shorter than 2^24 tokens.
+    first_RD = -tokens.answer_values(-tokens.positions.astype(tokens.weights.dtype))
+    at_RT = tokens.positions - tokens.at_tokens(first_RD).astype(jnp.int32)
+    # Positions without a target, and those behind L, fall outside.
+    at_RT = jnp.where(is_supervised_RT & (at_RT < longest), at_RT, longest)
+    rows_RT = jnp.arange(len(at_RT))[:, None]
+
+    def unpacked(x_RT: Array) -> Array:
+        empty_RDL = jnp.zeros((len(x_RT), tokens.max_documents + 1, longest), x_RT.dtype)
+        found_RDL = empty_RDL.at[rows_RT, tokens.segment_ids, at_RT].add(x_RT, mode="drop")[:, 1:]
+        return found_RDL if tokens.axis is None else jax.lax.psum(found_RDL, tokens.axis)
+
+    weights_RDL = unpacked(tokens.weights)
+    supervised_RD = tokens.answer_sums(tokens.weights)
+    is_answer_RD = supervised_RD > 0
+    # Places without an answer get one token of probability 1/e: no gradient that is NaN arises there.
+    one_L = (jnp.arange(longest) == 0).astype(log_probs_RT.dtype)
+    log_probs_RDL = jnp.where(is_answer_RD[..., None], unpacked(log_probs_RT), -one_L)
+    weights_RDL = jnp.where(is_answer_RD[..., None], weights_RDL, one_L.astype(weights_RDL.dtype))
+    extras_RDL = {name: unpacked(x_RT) for name, x_RT in tokens.extras.items()}
+    result_RD = jax.vmap(jax.vmap(of_answer))(log_probs_RDL, weights_RDL, extras_RDL)
+    is_whole_RD = weights_RDL.sum(-1) >= supervised_RD
+    return jnp.where(is_answer_RD, jnp.where(is_whole_RD, result_RD, jnp.nan), 0)
+
+
+@dataclass(frozen=True)
+class UnpackedObjective(Objective):
+    """The mean over answers of a loss that a subclass writes for one unpacked answer.
+
+    longest: see by_answer.
+    """
+
+    longest: int = 512
+
+    @abstractmethod
+    def loss(
+        self, log_probs_L: Float[Array, " L"], weights_L: Float[Array, " L"], extras: Mapping[str, Array]
+    ) -> Float[Array, ""]:
+        """The loss of one answer. See OfAnswer for the arguments."""
+
+    def counts(self, tokens: Tokens) -> dict[str, Float[Array, ""]]:
+        return {LOSS: tokens.share(tokens.supervised_answers().sum(dtype=tokens.weights.dtype))}
+
+    def sums(self, log_probs_RT: Float[Array, "R T"], tokens: Tokens) -> dict[str, Float[Array, ""]]:
+        return {LOSS: tokens.share(by_answer(self.loss, log_probs_RT, tokens, self.longest).sum())}
