@@ -1,41 +1,33 @@
-"""Which objectives compare answers to one prompt, and which examples they are trained on."""
+"""What objectives that compare answers to one prompt are trained on."""
 
-ALTERNATIVES: dict[str, tuple[int, ...]] = {"dpo": (2,), "kto": (1, 2)}
-"""Objectives trained on preferences: how many alternatives an example may have."""
-
-WITH_ANSWERS = ("dpo", "kto", "grpo")
-"""Objectives whose documents have answers (Document.answers), and whose forward pass is that of an
-evaluation: stored batch statistics, audio that is neither dithered nor masked."""
+from jaxthd.objectives.dpo import DPO, PREFERENCE
+from jaxthd.objectives.objective import Objective
 
 
-def compares_answers(objective: str) -> bool:
-    """Whether the objective that train.objective names trains on documents with answers."""
-    return objective in WITH_ANSWERS
+def compares_answers(objective: Objective) -> bool:
+    """Whether it trains on documents with answers (Document.answers)."""
+    return objective.is_policy or PREFERENCE in objective.extras
 
 
-def why_unusable(alternatives: int, objective: str) -> str:
-    """Why the objective cannot be trained on an example with so many alternatives; "" if it can.
+def why_unusable(alternatives: int, name: str, objective: Objective | None) -> str:
+    """Why an example with so many alternatives cannot be used for an objective; "" if it can.
 
-    objective: "" for validation, which takes transcripts.
+    name: of the objective. None: for validation, which takes transcripts as training without preferences.
     """
-    wanted = ALTERNATIVES.get(objective, (0,))
-    if alternatives in wanted:
+    pairs, preferences = isinstance(objective, DPO), objective is not None and PREFERENCE in objective.extras
+    if alternatives in ((2,) if pairs else (1, 2) if preferences else (0,)):
         return ""
-    if not alternatives:
-        fields = "completion and label" if 1 in wanted else "chosen and rejected"
-        return (
-            f"it has no answers to compare, and train.objective is {objective!r}; expected {fields}: jaxthd "
-            "preferences makes such lines of transcripts; or set train.objective to sft"
-        )
-    if wanted == (0,):
-        found, fit = ("chosen and rejected", "dpo") if alternatives == 2 else ("a label", "kto")
-        if not objective:
-            return f"it has {found}; expected a transcript or a conversation, because it is for validation"
-        return (
-            f"it has {found}, and train.objective is {objective!r}; expected a transcript or a conversation: "
-            f"set train.objective to {fit}, or name other data"
-        )
+    found = ("no answers to compare", "one answer with a label", "chosen and rejected answers")[alternatives]
+    expected = "chosen and rejected" if pairs else "completion and label, or chosen and rejected"
+    if objective is None:
+        return f"it has {found}; expected a transcript or a conversation, which validation needs"
+    found = f"it has {found}, and train.objective is {name!r}"
+    if not preferences:
+        fit = "dpo or kto" if alternatives == 2 else "kto"
+        return f"{found}; expected a transcript or a conversation: set train.objective to {fit}"
+    if alternatives:
+        return f"{found}; expected {expected}: set train.objective to kto"
     return (
-        f"it has one answer with a label, and train.objective is {objective!r}; expected chosen and "
-        "rejected: set train.objective to kto, or name other data"
+        f"{found}; expected {expected}: jaxthd preferences makes such lines from transcripts; or set "
+        "train.objective to sft"
     )

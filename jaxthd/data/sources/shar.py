@@ -105,9 +105,10 @@ def read_shar(
     A cut is an utterance. The system turn is its custom `system_prompt`, if any; the user turn is its custom
     `context` or else `prompt`; the assistant turn is the texts of its supervisions, in the order of their
     starts, joined by a space. A custom `chosen` and `rejected`, or `completion` and `label`, are
-    alternatives, as in a manifest; the supervisions are then not used. A cut uses its own channel or channels of the
-    recording, from its start, for its duration. The key's name is the cut's id. Only the headers of tar files
-    are read; recordings are not opened. The other arguments and the errors are those of read_manifest.
+    alternatives, as in a manifest; the supervisions are then not used. A cut uses its own channel or channels
+    of the recording, from its start, for its duration. The key's name is the cut's id. Only the headers of
+    tar files are read; recordings are not opened. The other arguments and the errors are those of
+    read_manifest.
     Source: lhotse.shar and lhotse.cut (MonoCut, MultiCut).
     """
     shards = shar_shards(folder, setting)
