@@ -421,6 +421,9 @@ class RolloutConfig:
     """Longest time that a reward function may take for the answers to one prompt."""
     reward_workers: int = 1
     """Processes that compute rewards."""
+    max_failed_rewards: float = 0.1
+    """The run stops where the rewards of more than this share of the last 100 groups could not be computed.
+    Such groups are not trained on."""
     leave_one_out: bool = False
     """Whether an answer's advantage is over the mean reward of the group's other answers, in place of all."""
     normalise_advantages: bool = True
