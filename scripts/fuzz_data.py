@@ -6,6 +6,7 @@ Makes damaged inputs, each a function of (seed, number of the input): lines of u
 preferences, and cuts of Lhotse Shar, damaged as bytes and as values; recordings, as files and as samples; tar
 files, as bytes and as headers. Reads them through the code of a training run: a data set, documents made in
 worker processes, packing, skipped items in a skip log. Prints a table; exits 1 and lists the violations where
+
 - anything is raised but UserError for a data set without a usable line;
 - reading a line or a recording takes more than 5 s, or ends its process;
 - a line is neither a document nor in the skip log, or is both;

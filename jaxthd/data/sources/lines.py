@@ -5,6 +5,7 @@ import json
 import reprlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from re import fullmatch, split
@@ -100,6 +101,19 @@ def _numbered(files: Sequence[Path]) -> Iterator[tuple[int, int, str, bytes | Va
             line_number += 1
             yield before + line_number, file, "", error
         before += line_number
+
+
+def entries_of(path: str) -> dict[int, tuple[Entry, Path]]:
+    """The objects of a manifest by line number, as read_examples numbers lines, each with its file's folder.
+
+    path: with braces, as in expand_braces. Lines that are no objects are left out.
+    """
+    files = [Path(name) for name in expand_braces(path)]
+    found = {}
+    for number, file, _, line in _numbered(files):
+        with suppress(ValueError):
+            found[number] = (parse(b"" if isinstance(line, ValueError) else line), files[file].parent)
+    return found
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
