@@ -19,8 +19,8 @@ from jaxtyping import Bool, Float, Int32
 from jaxthd.models.hybrid import Cache
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.packing.batch import Batch
+from jaxthd.packing.intervals import KeyIntervals
 from jaxthd.packing.prompts import Now, PromptEnds, make_prompts
-from jaxthd.packing.segments import KeyIntervals
 from jaxthd.parallel.mesh import PIPELINE
 from jaxthd.parallel.params import DECODER_FSDP
 from jaxthd.parallel.stages import Stages

@@ -132,14 +132,20 @@ class SpeechLM(nnx.Module):
 
     def segments(self, batch: Batch, axes: tuple[str, ...], *, uniform_program: bool = True) -> Segments:
         """uniform_program: see Segments."""
-        return self._segments(batch.segment_ids, batch.positions, axes, uniform_program)
+        return self._segments(batch.segment_ids, batch.positions, axes, batch.prefixes, uniform_program)
 
     def _segments(
-        self, ids_RT: Array, positions_RT: Array, axes: tuple[str, ...], uniform_program: bool = True
+        self,
+        ids_RT: Array,
+        positions_RT: Array,
+        axes: tuple[str, ...],
+        prefixes_RT: Array | None = None,
+        uniform_program: bool = True,
     ) -> Segments:
         return make_segments(
             ids_RT,
             positions_RT,
+            prefixes_RT,
             block=self.compute.attention_block,
             axis=CONTEXT if axes else None,
             layout=self.compute.context_layout,

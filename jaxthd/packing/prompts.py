@@ -19,8 +19,9 @@ from jax import Array
 from jaxtyping import Bool, Int, Int32
 
 from jaxthd.packing.batch import Batch
+from jaxthd.packing.intervals import KeyIntervals, key_intervals
 from jaxthd.packing.layout import ContextLayout
-from jaxthd.packing.segments import KeyIntervals, Segments, key_intervals
+from jaxthd.packing.segments import Segments
 
 DOCUMENTS_BLOCK = 8
 """Documents in a block: their new tokens are one block of queries to the keys of all of their prompts."""
