@@ -70,14 +70,15 @@ def _imported(name: str, folders: Sequence[str]) -> Any:
             stems = [path.stem for folder in folders for path in Path(folder).glob("*.py")]
             raise UserError(
                 f"rollout.rewards names {name!r}, but there is no module {missing.name!r}; expected "
-                f"{missing.name}.py in {' or '.join(folders)}, or an installed package"
+                f"{missing.name.replace('.', '/')}.py in {' or '.join(folders)}, or an installed package"
                 + _perhaps(missing.name, stems)
             ) from missing
         raise _not_importable(name, missing) from missing
     except BaseException as error:  # also SystemExit: users' modules may do anything
         raise _not_importable(name, error) from error
     if not hasattr(module, attribute):
-        functions = [each for each, value in vars(module).items() if callable(value) and each[0] != "_"]
+        own = [each for each, f in vars(module).items() if getattr(f, "__module__", "") == module_name]
+        functions = [each for each in own if callable(vars(module)[each]) and each[0] != "_"]
         raise UserError(
             f"rollout.rewards names {name!r}, but {module.__file__} has no {attribute!r}; expected one of "
             f"its functions ({', '.join(functions) or 'it has none'})" + _perhaps(attribute, functions)

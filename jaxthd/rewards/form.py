@@ -20,8 +20,8 @@ def form(group: Group, *, pattern: str) -> list[float]:
         expression = re.compile(pattern)
     except re.error as error:
         raise UserError(
-            f"format.pattern {pattern!r} is no regular expression ({error}); expected one of Python's re: "
-            "correct rollout.reward_options"
+            f"format.pattern {pattern!r} is no regular expression ({error}); expected one of Python's re in "
+            "rollout.reward_options"
         ) from error
     return [float(expression.fullmatch(answer.strip()) is not None) for answer in group.answers]
 
@@ -36,7 +36,7 @@ def length(group: Group, *, target: int = 0, unit: str = "words", lowest: float 
     if unit not in get_args(LengthUnit) or target < 0 or (unit == "tokens" and not target):
         raise UserError(
             f"length.unit is {unit!r} and length.target {target}; expected words, characters or tokens, and "
-            "a target of at least 1 for tokens, which a reference has not: correct rollout.reward_options"
+            "a target of at least 1 for tokens, which a reference has not, in rollout.reward_options"
         )
 
     def measured(text: str) -> int:
@@ -59,7 +59,7 @@ def overlong(
     if not 0 < buffer_tokens <= max_tokens:
         raise UserError(
             f"overlong.buffer_tokens is {buffer_tokens} and overlong.max_tokens {max_tokens}; expected a "
-            "buffer of 1 to max_tokens tokens: correct rollout.reward_options"
+            "buffer of 1 to max_tokens tokens in rollout.reward_options"
         )
     over = [count - (max_tokens - buffer_tokens) for count in group.tokens]
     return [-penalty * min(max(count, 0), buffer_tokens) / buffer_tokens for count in over]

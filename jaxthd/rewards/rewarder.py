@@ -8,6 +8,7 @@ stops.
 
 import json
 import math
+import os
 import pickle
 import weakref
 from collections import deque
@@ -83,14 +84,14 @@ class Rewarder:
             self._idle.put(worker)
 
     @classmethod
-    def of(cls, config: Config, folders: Sequence[str] = (), **more: Any) -> "Rewarder":
-        """The functions of rollout.rewards. more: on_failure, example. Raises UserError."""
+    def of(cls, config: Config, **more: Any) -> "Rewarder":
+        """The functions of rollout.rewards. more: on_failure, example. Raises UserError as the class does."""
         rollout = config.rollout
         return cls(
             reward_settings(config),
             seconds=rollout.reward_seconds,
             workers=rollout.reward_workers,
-            folders=folders,
+            folders=(os.getcwd(), *rollout.reward_folders),
             max_failed_share=rollout.max_failed_rewards,
             **more,
         )
@@ -177,8 +178,8 @@ class Rewarder:
             ) from lost
         kind = answer.get("kind")
         if kind == "settings":
-            raise UserError(f"the reward function {setting.name}: {answer['error']}")
-        if kind == "result":
+            raise UserError(answer["error"])
+        if kind in ("call", "result"):
             raise UserError(
                 f"the reward function {setting.name} was called with {example.key!r}: {answer['error']}: "
                 "correct it"

@@ -46,7 +46,7 @@ def normaliser_of(name: str) -> Callable[[str], str]:
     """The function that normalises a text, made once. Raises UserError for an unknown name."""
     if name not in get_args(Normaliser):
         raise UserError(
-            f"the setting normaliser is {name!r}; expected one of {', '.join(get_args(Normaliser))}: correct "
+            f"its setting normaliser is {name!r}; expected one of {', '.join(get_args(Normaliser))} in "
             "rollout.reward_options"
         )
     return _make_normaliser(cast(Normaliser, name))
@@ -62,8 +62,8 @@ def reference_of(group: Group) -> str:
 def _errors(group: Group, normaliser: str, lowest: float, unit: Unit) -> list[Errors]:
     if not lowest < 0:
         raise UserError(
-            f"the setting lowest is {lowest:g}; expected a number below 0, which all answers without errors "
-            "exceed: correct rollout.reward_options"
+            f"its setting lowest is {lowest:g}; expected a number below 0, the reward of an answer without "
+            "errors, in rollout.reward_options"
         )
     normalise = normaliser_of(normaliser)
     answers = [normalise(answer) for answer in group.answers]

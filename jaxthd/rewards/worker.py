@@ -35,10 +35,12 @@ def serve(parent: Connection, receive: Callable[[], bytes]) -> None:
 
     (n, setting, folders, seconds) finds function number n; the answer is {}. (n, group, seconds) computes its
     rewards for the group; the answer is {"values"}, one for each answer. Where that fails it is {"error",
-    "kind"}, where kind is "settings" for what a user must change before a run, "result" for a result of the
-    wrong type or number, and "raised" for anything else. Requests are pickled, answers are JSON.
+    "kind"}. kind is "settings" for a function that cannot be had so, "call" for one that can never work so,
+    "result" for a result of the wrong type or number, and "raised" for anything else. Requests are pickled,
+    answers are JSON.
     """
     functions: dict[int, Callable[[Group], Any]] = {}
+    process = os.getpid()
     parent.send_bytes(b"{}")
     while True:
         n, what, *rest = pickle.loads(receive())
@@ -52,13 +54,15 @@ def serve(parent: Connection, receive: Callable[[], bytes]) -> None:
             else:
                 functions[n] = bound(what, rest[0])
         except UserError as error:
-            answer = {"error": str(error), "kind": "settings"}
+            answer = {"error": str(error), "kind": "call" if isinstance(what, Group) else "settings"}
         except WrongRewardsError as error:
             answer = {"error": str(error), "kind": "result"}
         except BaseException as error:  # also SystemExit and KeyboardInterrupt
-            is_settings = isinstance(error, NameError | ImportError) or is_about_group(error)
-            answer = {"error": reason_of(error), "kind": "settings" if is_settings else "raised"}
+            is_mistake = isinstance(error, NameError | ImportError) or is_about_group(error)
+            answer = {"error": reason_of(error), "kind": "call" if is_mistake else "raised"}
         signal.setitimer(signal.ITIMER_REAL, 0.0)
+        if os.getpid() != process:  # a function forked, and this copy would answer a second time
+            os._exit(1)
         parent.send_bytes(json.dumps(answer).encode())
 
 
@@ -73,17 +77,17 @@ def numbers_in(result: Any, count: int) -> list[float]:
         raise WrongRewardsError(f"it returned {_shown(result)}; expected a list of {count} numbers")
     values = list(islice(result, count + 1))
     if len(values) != count:
-        more = "more" if len(values) > count else str(len(values))
-        raise WrongRewardsError(f"it returned {more} values; expected one for each of the {count} answers")
-    found = []
+        found = f"more than {count}" if len(values) > count else str(len(values))
+        raise WrongRewardsError(f"it returned {found} values; expected one for each of the {count} answers")
+    numbers = []
     for number, value in enumerate(values):
         is_number = hasattr(value, "__float__") and not isinstance(value, str | bytes)
         if not is_number or getattr(value, "shape", ()) != ():
             raise WrongRewardsError(f"for answer {number} it returned {_shown(value)}; expected a number")
-        found.append(float(value))
-        if not math.isfinite(found[-1]):
-            raise WrongRewardsError(f"for answer {number} it returned {found[-1]}; expected a finite number")
-    return found
+        numbers.append(float(value))
+        if not math.isfinite(numbers[-1]):
+            raise WrongRewardsError(f"for answer {number} it returned {value}; expected a finite number")
+    return numbers
 
 
 def _shown(value: Any) -> str:

@@ -9,8 +9,10 @@ import pytest
 
 from jaxthd.config import Config, RolloutConfig, TrainConfig
 from jaxthd.errors import UserError
+from jaxthd.files.config_file import load_config
 from jaxthd.rewards.find import bound
 from jaxthd.rewards.registry import BUILT_IN, reward_settings
+from jaxthd.rewards.rewarder import Rewarder
 from tests.rewards.groups import group
 
 HERE = "tests.rewards.functions"
@@ -106,7 +108,7 @@ def test_settings_have_the_type_that_the_function_says(tmp_path: Path):
         (("format",), (), r"needs the setting 'pattern'; expected format\.pattern=VALUE"),
         (("equals",), (), "needs the setting 'field'"),
         ((f"{HERE}.word",), (), r"functions\.py has no 'word'; .*perhaps you meant 'words'"),
-        ((f"{HERE}.WAYS",), (), "is of type dict; expected a function"),
+        (("scripts.misbehaving_rewards.WAYS",), (), "is of type dict; expected a function"),
         ((f"{HERE}.where",), (f"{HERE}.where.scale=1",), "where has no settings"),
         (
             ("my_reward.f",),
@@ -136,6 +138,29 @@ def test_bad_settings_are_a_users_matter(
     (tmp_path / "needing_rewards.py").write_text("import not_there\n")
     with pytest.raises(UserError, match=message):
         _ = [bound(setting, (str(tmp_path),)) for setting in reward_settings(config(rewards, *options))]
+
+
+def test_a_function_beside_the_config_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also where the run is continued from its workdir alone: the folder is a setting."""
+    for folder in ("configs", "more", "here"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{folder}_rewards.py").write_text(
+            "def f(group): return [1 for _ in group.answers]"
+        )
+    file = tmp_path / "configs" / "mine.py"
+    file.write_text(
+        "from jaxthd.config import Config, RolloutConfig\n"
+        "def config():\n"
+        "    names = ('configs_rewards.f=2', 'more_rewards.f', 'here_rewards.f')\n"
+        "    return Config(rollout=RolloutConfig(rewards=names, reward_folders=('../more',)))\n"
+    )
+    monkeypatch.chdir(tmp_path / "here")
+    loaded = load_config(file)
+    assert loaded.rollout.reward_folders == (f"{tmp_path}/more", f"{tmp_path}/configs")
+    with Rewarder.of(loaded) as rewards:
+        (found,) = rewards.collect([rewards.submit(group("a"))])
+    assert found.rewards == (4,)
+    assert load_config(Path(__file__).parents[2] / "configs" / "single.py").rollout.reward_folders == ()
 
 
 def test_every_built_in_function_is_documented():
