@@ -1,4 +1,4 @@
-"""Preference lines from hypotheses that a model samples: chosen and rejected by word error rate.
+"""Preference lines from sampled hypotheses: chosen and rejected by word error rate.
 
     jaxthd preferences runs/my --manifest train.jsonl --out pairs.jsonl
     jaxthd preferences runs/my@best --manifest train.jsonl --out pairs.jsonl --samples 16 --temperature 1.2
