@@ -15,8 +15,9 @@ THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}\b)")
 def equals(group: Group, *, field: str, tolerance: float = 0.0) -> list[float]:
     """1 for an answer that is the number in the field of the manifest's line, else 0.
 
-    field: its name; "text" is the reference. A list of numbers there stands for their sum. tolerance: the largest difference that
-    counts as equal. Raises ValueError where the line has no number there. How an answer is read: number_in.
+    field: its name; "text" is the reference. A list of numbers there stands for their sum. tolerance: the
+    largest difference that counts as equal. Raises ValueError where the line has no number there. How an
+    answer is read: number_in.
     """
     wanted = _wanted(group, field)
     found = [number_in(answer) for answer in group.answers]
