@@ -413,14 +413,20 @@ class RolloutConfig:
     top_p: float = 1.0
     """Answers are drawn from the likeliest tokens that together have this share of the probability."""
     rewards: tuple[str, ...] = ("wer",)
-    """Reward functions, as NAME or NAME=WEIGHT; NAME is one of jaxthd.rewards, or the dotted path of a Python
-    function."""
+    """Reward functions, as NAME or NAME=WEIGHT. NAME is "wer", "cer", "insertions", "exact", "format",
+    "length", "overlong", "equals", or the dotted path of a Python function: "my_rewards.politeness"."""
     reward_options: tuple[str, ...] = ()
     """Settings of reward functions, as NAME.SETTING=VALUE."""
+    reward_folders: tuple[str, ...] = ()
+    """Folders where the modules of reward functions are looked for, after the installed ones and the working
+    directory. A config file that names such a function adds its own folder."""
     reward_seconds: float = 10.0
     """Longest time that a reward function may take for the answers to one prompt."""
     reward_workers: int = 1
     """Processes that compute rewards."""
+    max_failed_rewards: float = 0.1
+    """The run stops where the rewards of more than this share of the last 100 groups could not be computed.
+    Such groups are not trained on."""
     leave_one_out: bool = False
     """Whether an answer's advantage is over the mean reward of the group's other answers, in place of all."""
     normalise_advantages: bool = True

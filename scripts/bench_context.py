@@ -39,9 +39,10 @@ from jaxthd.ops.grouped_matmul import expert_layout
 from jaxthd.packing.balance import attention_work, imbalance
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document, encoder_frames
+from jaxthd.packing.intervals import KeyIntervals
 from jaxthd.packing.layout import DualChunkSwap
 from jaxthd.packing.pack import pack_row
-from jaxthd.packing.segments import KeyIntervals, make_segments
+from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.mesh import CONTEXT, make_mesh
 from jaxthd.parallel.params import Buffer, Init
 from jaxthd.planning.layouts import state_bytes

@@ -35,9 +35,10 @@ from jaxthd.figures.colors import (
 )
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING, Document
+from jaxthd.packing.intervals import KeyIntervals
 from jaxthd.packing.layout import DualChunkSwap
 from jaxthd.packing.pack import pack_row
-from jaxthd.packing.segments import KeyIntervals, make_segments
+from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.mesh import CONTEXT, make_mesh
 
 CAPACITY, RANKS = 128, 4

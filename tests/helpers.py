@@ -95,8 +95,9 @@ def on_context(
     layout: Literal["buffer", "document"] = "buffer",
     round_to: int = 1,
     documents: int | None = None,
-) -> Callable[[Any, Any, np.ndarray, np.ndarray, Any], tuple[Any, Any, Any]]:
-    """A jitted (params, x [T, ...], ids [T], positions [T], cotangent) -> (y, dparams, dx) in document order.
+) -> Callable[..., tuple[Any, Any, Any]]:
+    """A jitted (params, x [T, ...], ids [T], positions [T], cotangent, prefixes [T] or None) -> (y, dparams,
+    dx) in document order.
 
     mixer: (params, x_N.., segments) -> y_N... The row is laid out over `context` simulated devices. x, y and
     the cotangent may be trees of such arrays. All may have a leading dim of rows if ids [R, T] has it; in the
@@ -104,9 +105,11 @@ def on_context(
     """
     spec = PartitionSpec(None, "context")
 
-    def rank(params: Any, x: Any, ids: Any, positions: Any, cotangent: Any) -> tuple[Any, Any, Any]:
+    def rank(
+        params: Any, x: Any, ids: Any, positions: Any, cotangent: Any, prefixes: Any
+    ) -> tuple[Any, Any, Any]:
         segments: Segments = make_segments(
-            ids, positions, block=block, axis="context", layout=layout, documents=documents
+            ids, positions, prefixes, block=block, axis="context", layout=layout, documents=documents
         )
         flat_x, flat_cotangent = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), (x, cotangent))
         y, pull = jax.vjp(lambda params, x: mixer(params, x, segments), params, flat_x)
@@ -118,13 +121,15 @@ def on_context(
         jax.shard_map(
             rank,
             mesh=context_mesh(context),
-            in_specs=(PartitionSpec(), spec, spec, spec, spec),
+            in_specs=(PartitionSpec(), spec, spec, spec, spec, spec),
             out_specs=(spec, PartitionSpec(), spec),
             check_vma=False,
         )
     )
 
-    def run(params: Any, x: Any, ids: Any, positions: Any, cotangent: Any) -> tuple[Any, Any, Any]:
+    def run(
+        params: Any, x: Any, ids: Any, positions: Any, cotangent: Any, prefixes: Any = None
+    ) -> tuple[Any, Any, Any]:
         order = ContextLayout(layout, context, round_to).permutation(ids.reshape(-1, ids.shape[-1])[0])
         back = inverse_permutation(order)
 
@@ -134,7 +139,7 @@ def on_context(
         def in_document_order(a: jax.Array) -> np.ndarray:
             return np.asarray(a)[:, back].reshape(*ids.shape, *a.shape[2:])
 
-        y, dparams, dx = mapped(params, *jax.tree.map(in_layout, (x, ids, positions, cotangent)))
+        y, dparams, dx = mapped(params, *jax.tree.map(in_layout, (x, ids, positions, cotangent, prefixes)))
         return jax.tree.map(in_document_order, y), dparams, jax.tree.map(in_document_order, dx)
 
     return run

@@ -19,7 +19,7 @@ LAYERS = (
     {"kernels"},
     {"steps"},
     {"hf", "checkpoints", "data"},
-    {"inference", "planning", "figures", "run", "validate", "terminal"},
+    {"inference", "rewards", "planning", "figures", "run", "validate", "terminal"},
 )
 """All packages, with config and errors, from the bottom up: each imports itself and lower layers. Commands
 (the other files beside the packages) import all packages, but no command."""
@@ -30,6 +30,7 @@ BESIDE = {
     ("checkpoints", "hf"),
     ("inference", "run"),
     ("inference", "terminal"),
+    ("rewards", "inference"),
     ("figures", "run"),
     ("figures", "inference"),
     ("figures", "planning"),

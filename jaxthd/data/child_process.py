@@ -56,7 +56,10 @@ class Child:
         raise LostError(f"no answer in {seconds:g} s")
 
     def kill(self) -> str:
-        """Kills the process, unless it has ended already. Returns how it ended."""
+        """Kills the process and those that it started, unless it has ended. Returns how it ended."""
+        if self._process.returncode is None:  # not waited for, so its number is still its own
+            with suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         status = self._process.wait()
         return signal.Signals(-status).name if status < 0 else f"exit status {status}"

@@ -56,6 +56,9 @@ def load_config(path: str | Path) -> Config:
         raise UserError(
             f"config() in {path} returns {type(config).__name__}; expected jaxthd.config.Config: return that"
         )
+    if any("." in name.partition("=")[0] for name in config.rollout.rewards):
+        folders = (*config.rollout.reward_folders, ".")
+        config = replace(config, rollout=replace(config.rollout, reward_folders=folders))
     return with_absolute_paths(config, path.parent)
 
 
@@ -104,8 +107,8 @@ def with_absolute_paths(config: Config, folder: str | Path, *others: str | Path)
     """The config with absolute paths: relative ones are taken as relative to `folder`.
 
     others: folders for what is not in the first one and is in one of these.
-    They are those of data sets, tokenizer and train.init_from. Built-in data and tokenizers ("synthetic",
-    "bytes") and "NAME:..." of a registered source stay as they are.
+    They are those of data sets, tokenizer, train.init_from and rollout.reward_folders. Built-in data and
+    tokenizers ("synthetic", "bytes") and "NAME:..." of a registered source stay as they are.
     """
 
     def absolute(path: str) -> str:
@@ -133,4 +136,6 @@ def with_absolute_paths(config: Config, folder: str | Path, *others: str | Path)
         validation_tarred_audio=each(data.validation_tarred_audio, absolute),
         tokenizer=absolute(data.tokenizer),
     )
-    return replace(config, data=data, train=replace(train, init_from=each(train.init_from, absolute)))
+    train = replace(train, init_from=each(train.init_from, absolute))
+    folders = tuple(dict.fromkeys(each(config.rollout.reward_folders, absolute)))
+    return replace(config, data=data, train=train, rollout=replace(config.rollout, reward_folders=folders))

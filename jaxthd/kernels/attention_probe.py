@@ -20,7 +20,7 @@ from jaxthd.ops.attention import blockwise
 from jaxthd.ops.attention.backends import BACKENDS
 from jaxthd.ops.attention.contract import AttentionBackend, AttentionShape, Call
 from jaxthd.ops.attention.ring import merge
-from jaxthd.packing.segments import KeyIntervals, key_intervals
+from jaxthd.packing.intervals import KeyIntervals, key_intervals
 
 TOKENS = 384
 DOCUMENTS = (1, 150, 64, 97)

@@ -1,10 +1,12 @@
-"""Depthwise convolutions over packed tokens: no tap ever reaches another document.
+"""Depthwise convolutions over packed tokens: no tap ever reaches another document, but for a document that
+continues another one (packing/prefixes.py) its prefix.
 
 Legend: N tokens, K taps, C channels, R rows, S context chunks of a row on a rank, L tokens of a context
-chunk, k = K - 1; D documents of a row after whose prompts decoding goes on.
+chunk, k = K - 1; D documents of a row, after whose prompts decoding goes on; P prefixes of a row; F = R D k.
 """
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,8 @@ def causal_conv(
 ) -> Float[Array, "N C"]:
     """y[i] = bias + sum_j w[K - 1 - j] x[i - j] over the taps j that stay inside the document; or SiLU of it.
 
-    On the context axis a context chunk needs the K - 1 tokens before it, its halo. Differentiable.
+    Where a document continues a prefix, its first taps reach the prefix's last tokens. On the context axis a
+    context chunk needs the K - 1 tokens before it, its halo. Differentiable.
     Raises ValueError when a context chunk is shorter than its halo.
     """
     reach = len(w_KC) - 1
@@ -36,18 +39,67 @@ def causal_conv(
             f"{reach} from the chunk before; raise data.capacity or lower mesh.context"
         )
     halo_RSkC = _halo(x_RSLC, reach, segments)
-    y_RSLC = _convolved(silu, x_RSLC, halo_RSkC, w_KC, bias_C, segments.split(segments.positions))
+    more = _from_prefixes(x_NC, w_KC, segments)
+    y_RSLC = _convolved(silu, x_RSLC, halo_RSkC, w_KC, bias_C, more, segments.split(segments.positions))
     return y_RSLC.reshape(x_NC.shape)
+
+
+class _More(NamedTuple):
+    """What is added to the sums of some tokens. at: the tokens of this rank; N for none."""
+
+    at: Int32[Array, " F"]
+    values: Float[Array, "F C"]
+
+    def to(self, y_RSLC: Array) -> Array:
+        y_NC = (
+            y_RSLC.reshape(-1, y_RSLC.shape[-1])
+            .at[self.at]
+            .add(self.values.astype(y_RSLC.dtype), mode="drop")
+        )
+        return y_NC.reshape(y_RSLC.shape)
+
+    def back(self, dy_RSLC: Array) -> "_More":
+        """The gradients of the fields; None for `at`."""
+        dy_NC = dy_RSLC.reshape(-1, dy_RSLC.shape[-1])
+        dvalues_FC = dy_NC.at[self.at].get(mode="fill", fill_value=0)
+        return _More(None, dvalues_FC.astype(self.values.dtype))  # type: ignore[arg-type]
+
+
+def _from_prefixes(x_NC: Array, w_KC: Array, segments: Segments) -> _More | None:
+    """What the prefixes' last tokens add to the first k tokens of the documents that continue them; None
+    without prefixes. Documents that continue the same one get the same, so it is computed once for each
+    prefix.
+    """
+    prefixes, (taps, channels) = segments.prefixes, w_KC.shape
+    if prefixes is None or taps == 1:
+        return None
+    reach, acc = taps - 1, accumulation_dtype(x_NC)
+    last_EkC = last_inputs(x_NC, prefixes.first, prefixes.last, taps, segments)
+    if segments.context > 1:
+        last_EkC = jax.lax.psum(last_EkC, segments.axis)
+    added_EkC = jnp.stack(
+        [(w_KC[: reach - i].astype(acc) * last_EkC[:, i:].astype(acc)).sum(1) for i in range(reach)],
+        axis=1,
+    )
+    here_F = segments.local_index(prefixes.first_tokens(reach))
+    values_FC = added_EkC[prefixes.of_segment.reshape(-1)].reshape(-1, channels)
+    return _More(jnp.where(here_F >= 0, here_F, len(x_NC)), values_FC)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _convolved(
-    silu: bool, x_RSLC: Array, halo_RSkC: Array, w_KC: Array, bias_C: Array, positions_RSL: Array
+    silu: bool,
+    x_RSLC: Array,
+    halo_RSkC: Array,
+    w_KC: Array,
+    bias_C: Array,
+    more: _More | None,
+    positions_RSL: Array,
 ) -> Array:
     """XLA compiles this to one loop over elements, and the backward pass to two and the sums for w and bias.
     Only x is kept for the backward pass; autodiff would keep what each tap saw.
     """
-    y_RSLC = _sum_of_taps(_seen(x_RSLC, halo_RSkC, positions_RSL), w_KC, bias_C)
+    y_RSLC = _sum_of_taps(_seen(x_RSLC, halo_RSkC, positions_RSL), w_KC, bias_C, more)
     return (jax.nn.silu(y_RSLC) if silu else y_RSLC).astype(x_RSLC.dtype)
 
 
@@ -61,29 +113,31 @@ def _seen(x_RSLC: Array, halo_RSkC: Array, positions_RSL: Array) -> list[Array]:
     return seen
 
 
-def _sum_of_taps(seen: list[Array], w_KC: Array, bias_C: Array) -> Array:
+def _sum_of_taps(seen: list[Array], w_KC: Array, bias_C: Array, more: _More | None) -> Array:
     """The convolution, in the accumulation dtype."""
     acc = accumulation_dtype(bias_C)
-    return bias_C.astype(acc) + sum(w_C.astype(acc) * x for w_C, x in zip(w_KC[::-1], seen, strict=True))
+    y = bias_C.astype(acc) + sum(w_C.astype(acc) * x for w_C, x in zip(w_KC[::-1], seen, strict=True))
+    return y if more is None else more.to(y)
 
 
-def _convolved_forward(silu: bool, *given: Array) -> tuple[Array, tuple[Array, ...]]:
+def _convolved_forward(silu: bool, *given: Any) -> tuple[Array, tuple[Any, ...]]:
     return _convolved(silu, *given), given
 
 
-def _convolved_backward(silu: bool, given: tuple[Array, ...], dy_RSLC: Array) -> tuple[Array | None, ...]:
-    x_RSLC, halo_RSkC, w_KC, bias_C, positions_RSL = given
+def _convolved_backward(silu: bool, given: tuple[Any, ...], dy_RSLC: Array) -> tuple[Any, ...]:
+    x_RSLC, halo_RSkC, w_KC, bias_C, more, positions_RSL = given
     seen = _seen(x_RSLC, halo_RSkC, positions_RSL)
     acc, reach = accumulation_dtype(x_RSLC), len(seen) - 1
     dz_RSLC = dy_RSLC.astype(acc)
     if silu:
-        gate_RSLC = jax.nn.sigmoid(z_RSLC := _sum_of_taps(seen, w_KC, bias_C))
+        gate_RSLC = jax.nn.sigmoid(z_RSLC := _sum_of_taps(seen, w_KC, bias_C, more))
         dz_RSLC = dz_RSLC * gate_RSLC * (1 + z_RSLC * (1 - gate_RSLC))
     # The barrier has what the taps saw computed again. Otherwise XLA keeps it for both uses, in k + 1 arrays.
     x_RSLC, halo_RSkC = jax.lax.optimization_barrier((x_RSLC, halo_RSkC))
     seen = _seen(x_RSLC, halo_RSkC, positions_RSL)
     dw_KC = jnp.stack([(dz_RSLC * x).sum((0, 1, 2)) for x in seen[::-1]])
     dbias_C = dz_RSLC.sum((0, 1, 2))
+    dmore = more and more.back(dz_RSLC)
     # The gradient of token i that token i + j sends back, halo included.
     dpadded_RSMC = jnp.zeros((), acc)
     dz_RSLC = dz_RSLC.astype(x_RSLC.dtype)
@@ -91,7 +145,7 @@ def _convolved_backward(silu: bool, given: tuple[Array, ...], dy_RSLC: Array) ->
         taken_RSLC = jnp.where(positions_RSL[..., None] >= j, w_C.astype(acc) * dz_RSLC, 0)
         dpadded_RSMC += jnp.pad(taken_RSLC, [(0, 0), (0, 0), (reach - j, j), (0, 0)])
     dhalo_RSkC, dx_RSLC = jnp.split(dpadded_RSMC.astype(x_RSLC.dtype), [reach], axis=2)
-    return dx_RSLC, dhalo_RSkC, dw_KC.astype(w_KC.dtype), dbias_C.astype(bias_C.dtype), None
+    return dx_RSLC, dhalo_RSkC, dw_KC.astype(w_KC.dtype), dbias_C.astype(bias_C.dtype), dmore, None
 
 
 _convolved.defvjp(_convolved_forward, _convolved_backward)

@@ -5,8 +5,7 @@ Derived once a step from segment ids and positions; attention, convolution and s
 Words. A row's *index* counts its tokens in document order. A *slot* counts them as the context layout has
 them: here the slots of a row on this rank, in InOrder those of all ranks, rank-major.
 
-Legend: R rows on this rank, T tokens of a row on it, N = R * T, S tokens of a row on all ranks, QB query
-blocks.
+Legend: R rows on this rank, T tokens of a row on it, N = R * T, S tokens of a row on all ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,39 +18,9 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int32
 
+from jaxthd.packing.intervals import KeyIntervals, intervals_of_rows
 from jaxthd.packing.layout import DualChunkSwap, LayoutKind
-
-
-class KeyIntervals(NamedTuple):
-    """Query i sees keys lo[i] <= j < hi[i]; query block b touches the key blocks blocks[b]: first, end."""
-
-    lo: Int32[Array, " N"]
-    hi: Int32[Array, " N"]
-    blocks: Int32[Array, "QB 2"]
-
-
-def key_intervals(
-    lo: Int32[Array, " N"], hi: Int32[Array, " N"], block: int, query_block: int | None = None
-) -> KeyIntervals:
-    """Adds the block ranges to the intervals. A query with hi <= lo sees nothing: output 0, lse -inf.
-
-    block: keys in a block; queries too, unless query_block says otherwise.
-
-    A query block's range runs from the first to the last key block that one of its queries touches. Those
-    between are touched too, because documents lie in order: no block is executed that could be skipped.
-    """
-    some = hi > lo
-    lo, hi = jnp.where(some, lo, 0), jnp.where(some, hi, 0)
-    far, queries = jnp.iinfo(jnp.int32).max, query_block or block
-    first = blocked(jnp.where(some, lo, far), queries, far).min(axis=1) // block
-    last = -(-blocked(hi, queries, 0).max(axis=1) // block)
-    return KeyIntervals(lo, hi, jnp.stack([jnp.minimum(first, last), last], axis=1))
-
-
-def blocked(x: Array, block: int, fill: float | int) -> Array:
-    """[N, ...] -> [ceil(N / block), block, ...]; the last block is filled up with `fill`."""
-    padded = jnp.pad(x, [(0, -len(x) % block)] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
-    return padded.reshape(-1, block, *x.shape[1:])
+from jaxthd.packing.prefixes import Prefixes, make_prefixes
 
 
 class InOrder(NamedTuple):
@@ -78,6 +47,7 @@ class Segments:
     remote: the same for the keys of context rank (this - 1 - t) % context, at index t.
     whole: the keys of the token's whole document on this rank (bidirectional; for the encoder).
     in_order: None under the whole-buffer layout, and where one rank holds whole rows.
+    prefixes: which documents continue others; None where all stand alone.
     rows, axis, context, block: R, the context axis (None outside a mesh), its size, the attention block.
     documents: the most documents in a row; None where that is not known. Fused attention needs it.
     uniform_program: all ranks of the mesh run this program at the same time. Where they do not, in pipeline
@@ -92,6 +62,7 @@ class Segments:
     remote: tuple[KeyIntervals, ...]
     whole: KeyIntervals
     in_order: InOrder | None
+    prefixes: Prefixes | None
     rows: int
     axis: str | None
     context: int
@@ -170,6 +141,7 @@ jax.tree_util.register_pytree_node(Segments, _flatten, _unflatten)
 def make_segments(
     ids_RT: Int32[Array, "R T"],
     positions_RT: Int32[Array, "R T"],
+    prefixes_RT: Int32[Array, "R T"] | None = None,
     *,
     block: int,
     axis: str | None,
@@ -179,9 +151,12 @@ def make_segments(
 ) -> Segments:
     """Derives a step's Segments from this rank's share of the batch.
 
+    prefixes: as in Batch; then `documents` must be known.
+
     axis: name of the context mesh axis, inside shard_map; None when the rows are whole. layout: how they are
     laid out over that axis. block, documents, uniform_program: as in Segments.
-    Raises ValueError when the context axis has several ranks and T is odd.
+    Raises ValueError when the context axis has several ranks and T is odd, and for prefixes without
+    `documents`.
 
     Under either layout the local order of tokens is their document order. So a document's tokens on one rank
     are one run, and what a token sees of a rank is an interval of the document's run there. On this rank the
@@ -192,12 +167,16 @@ def make_segments(
     rank = jax.lax.axis_index(axis) if axis else 0
     if ranks > 1 and tokens % 2:
         raise ValueError(f"{tokens} tokens of a row on a rank; context > 1 needs an even number (two chunks)")
+    if prefixes_RT is not None and documents is None:
+        raise ValueError(
+            "documents is None; expected the most segments of a row with prefixes: give documents"
+        )
     slot_T = jnp.arange(tokens, dtype=jnp.int32)
     first_RT, stop_RT = _local_runs(ids_RT)
     sources = [(rank - 1 - step) % ranks for step in range(ranks - 1)]
     in_order, rectangles = None, []
     if ranks > 1 and layout == "document":
-        cut, in_order = _document_cuts(ids_RT, positions_RT, axis, block)
+        cut, in_order = _document_cuts(ids_RT, positions_RT, prefixes_RT, axis, block, documents)
         rectangles = [document_rectangle(cut, rank, source, stop_RT) for source in sources]
     elif ranks > 1:
         swap = DualChunkSwap(ranks)
@@ -205,15 +184,18 @@ def make_segments(
         rectangles = [buffer_rectangle(swap, rank, source, begin_RT, stop_RT) for source in sources]
 
     def intervals(lo_RT: Array, hi_RT: Array) -> KeyIntervals:
-        """None for padding. lo, hi: keys of the row, made keys of all rows."""
-        real_N, row_R1 = (ids_RT > 0).reshape(-1), tokens * jnp.arange(rows, dtype=jnp.int32)[:, None]
-        lo_N, hi_N = (jnp.where(real_N, (row_R1 + x).reshape(-1), 0) for x in (lo_RT, hi_RT))
-        return key_intervals(lo_N, hi_N, block)
+        return intervals_of_rows(lo_RT, hi_RT, ids_RT > 0, block)
 
     def of_rectangle(rectangle: Rectangle) -> KeyIntervals:
         inside_RT = (slot_T >= rectangle.q_start) & (slot_T < rectangle.q_end)
         return intervals(*(jnp.where(inside_RT, x, 0) for x in (rectangle.k_start, rectangle.k_end)))
 
+    prefixes = None
+    if prefixes_RT is not None and documents is not None:
+        index_RT = _indices(ids_RT.shape, in_order, ranks, rank)
+        given = ids_RT, positions_RT, prefixes_RT, index_RT
+        context_axis = axis if ranks > 1 else None
+        prefixes = make_prefixes(*given, sources, block=block, axis=context_axis, documents=documents)
     return Segments(
         ids=ids_RT.reshape(-1),
         positions=positions_RT.reshape(-1),
@@ -222,6 +204,7 @@ def make_segments(
         remote=tuple(map(of_rectangle, rectangles)),
         whole=intervals(first_RT, stop_RT),
         in_order=in_order,
+        prefixes=prefixes,
         rows=rows,
         axis=axis,
         context=ranks,
@@ -325,6 +308,18 @@ def document_rectangle(
     return Rectangle(cut.start + q_start, stop_RT, cut.start, cut.start + k_end)
 
 
+def _indices(
+    shape: tuple[int, ...], in_order: InOrder | None, ranks: int, rank: Array | int
+) -> Int32[Array, "R T"]:
+    """The index in the row of each of this rank's tokens. shape: (R, T)."""
+    tokens = shape[1]
+    if in_order is not None:
+        return jax.lax.dynamic_slice_in_dim(in_order.indices, rank * tokens, tokens, axis=1)
+    swap = DualChunkSwap(ranks)
+    index_T = _row_index(swap, rank, tokens // 2) if ranks > 1 else jnp.arange(tokens, dtype=jnp.int32)
+    return jnp.broadcast_to(index_T, shape)
+
+
 def _row_index(swap: DualChunkSwap, rank: Array | int, chunk: int) -> Array:
     """The index in the row of each slot of a rank under the whole-buffer layout, [T]."""
     slot_T = jnp.arange(2 * chunk, dtype=jnp.int32)
@@ -342,7 +337,12 @@ class DocumentCut(NamedTuple):
 
 
 def _document_cuts(
-    ids_RT: Array, positions_RT: Array, axis: str | None, block: int
+    ids_RT: Array,
+    positions_RT: Array,
+    prefixes_RT: Array | None,
+    axis: str | None,
+    block: int,
+    documents: int | None,
 ) -> tuple[DocumentCut, InOrder]:
     """A document begins where rank 0 has its first token. Rank 1's first token of it begins the second chunk,
     so its position is the chunk's length. If rank 1 has none, the first chunk holds the whole document, no
@@ -365,7 +365,11 @@ def _document_cuts(
         jnp.arange(size, dtype=jnp.int32), mode="drop"
     )
     ids_RS, positions_RS = (gather_in_rows(whole_rows(x), slots_RS) for x in (ids_rRT, positions_rRT))
-    segments = make_segments(ids_RS, positions_RS, block=block, axis=None)
+    prefixes_RS = None
+    if prefixes_RT is not None:
+        prefixes_rRT = jax.lax.all_gather(prefixes_RT, axis, axis=0)
+        prefixes_RS = gather_in_rows(whole_rows(prefixes_rRT), slots_RS)
+    segments = make_segments(ids_RS, positions_RS, prefixes_RS, block=block, axis=None, documents=documents)
     return DocumentCut(start_RT, chunk_RT), InOrder(slots_RS, indices_RS, segments)
 
 

@@ -20,7 +20,7 @@ from jaxthd.ops.scan import pallas as scan_pallas
 from jaxthd.ops.scan import ssd as scan_ssd
 from jaxthd.ops.scan.contract import ScanShape
 from jaxthd.ops.scan.ssd import ssd
-from jaxthd.packing.segments import key_intervals
+from jaxthd.packing.intervals import key_intervals
 from jaxthd.parallel.mesh import AXES
 from tests.ops.test_scan import broken_decays
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxthd.ops.attention.blockwise import attention_forward
-from jaxthd.packing.segments import key_intervals
+from jaxthd.packing.intervals import key_intervals
 
 BLOCK = 8
 INTERVALS = [(0, 5), (5, 6), (6, 30), (0, 0), (30, 41), (41, 50), (40, 50), (3, 3), (7, 9), (49, 50), (0, 50)]

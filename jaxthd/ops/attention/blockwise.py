@@ -18,7 +18,7 @@ from jaxtyping import Float
 
 from jaxthd.ops.attention.contract import AttentionBackend, Call
 from jaxthd.ops.numerics import accumulation_dtype
-from jaxthd.packing.segments import KeyIntervals, blocked
+from jaxthd.packing.intervals import KeyIntervals, blocked
 
 
 def _head_blocks(x_NHD: Array, kv_heads: int, block: int, fill: float | int = 0.0) -> Array:

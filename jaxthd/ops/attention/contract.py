@@ -6,8 +6,14 @@ A call takes one packed buffer of queries and one of keys, inside the manual sha
     remote    a run of queries sees a run of another rank's keys, all of it: one dense rectangle a row under
               the whole-buffer layout, one a document under the per-document layout (packing/segments.py)
 
-Both are KeyIntervals, with `causal` on or off. Several calls give parts of one softmax, which are merged by
-their log-sum-exp. The backward pass of each part takes the output and the log-sum-exp of the whole.
+Where segments continue others (packing/prefixes.py) there is one more for the keys of every rank:
+
+    prefix    a query sees all keys of its segment's prefix on that rank; segments may see the same keys
+
+All are KeyIntervals, with `causal` on or off. Several calls give parts of one softmax, which are merged by
+their log-sum-exp. The backward pass of each part takes the output and the log-sum-exp of the whole. So
+back-ends can be mixed: prefix calls always go to the blockwise one, since to the others a key belongs to one
+run of queries.
 
 Two kinds of attention are not such calls. The encoder's is bidirectional, and its queries and keys are wider
 than its values; it is dense in short rows (dense.py), else blockwise. That of decoding, with one query a
@@ -24,13 +30,14 @@ import jax
 from jax import Array
 
 from jaxthd.ops.backend import Device
-from jaxthd.packing.segments import KeyIntervals, Segments
+from jaxthd.packing.intervals import KeyIntervals
+from jaxthd.packing.segments import Segments
 
 
 class Call(NamedTuple):
     """Which keys the queries see.
 
-    causal: True for the local call, False for a remote one. block: the blockwise back-end's block size.
+    causal: True for the local call, False for others. block: the blockwise back-end's block size.
     documents: the most runs of queries that the intervals can hold. None where that is not known; then only
         the blockwise back-end can be called.
     """
@@ -52,6 +59,15 @@ def calls(segments: Segments) -> list[Call]:
     rectangles = segments.rows if segments.in_order is None else documents
     remote = (Call(x, False, segments.block, documents and rectangles) for x in segments.remote)
     return [Call(segments.local, True, segments.block, documents), *remote]
+
+
+def prefix_calls(segments: Segments) -> list[Call]:
+    """The prefix call for the keys of each context rank, in the order of `calls`; [] where no segment
+    continues another."""
+    if segments.prefixes is None:
+        return []
+    keys = segments.prefixes.local, *segments.prefixes.remote
+    return [Call(intervals, False, segments.block, None) for intervals in keys]
 
 
 @dataclass(frozen=True)

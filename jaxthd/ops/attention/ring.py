@@ -2,7 +2,8 @@
 
 Under whole-buffer DualChunkSwap a rank's queries see one dense rectangle of another rank's keys, or nothing;
 under the per-document layout, a prefix of each document (packing/segments.py). So all attention is the two
-calls of ops/attention/contract.py: one local, and one for the keys of each other rank, skipped when empty.
+calls of ops/attention/contract.py: one local, and one for the keys of each other rank, skipped when empty;
+where segments continue others, one more for the keys of every rank.
 Their parts are merged by log-sum-exp in float32 (Liu et al., Ring Attention, 2023). The ring first sends keys
 and values on, then computes the step. Its backward pass sends (k, v) around again, followed by (dk, dv),
 which end on the rank of their keys. With all-gather every rank has all keys and values from the start.
@@ -14,15 +15,16 @@ context ranks.
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from jaxthd.ops.attention import blockwise
 from jaxthd.ops.attention.backends import BACKENDS
-from jaxthd.ops.attention.contract import Call, calls
+from jaxthd.ops.attention.contract import AttentionBackend, Call, calls, prefix_calls
 from jaxthd.ops.backend import find_backend
 from jaxthd.packing.layout import inverse_permutation
 from jaxthd.packing.segments import Segments, gather_in_rows
@@ -41,7 +43,8 @@ def packed_attention(
     exchange: str,
     backend: str,
 ) -> Float[Array, "N H V"]:
-    """Causal attention inside each document, wherever on the context axis its tokens lie; q's dtype.
+    """Causal attention inside each document, and to all of its prefix (segments.prefixes), wherever on the
+    context axis their tokens lie; q's dtype.
 
     exchange: "ring" or "all_gather"; the same result, up to rounding. backend: of BACKENDS.
     Padding gives 0 and receives no gradient. Raises ValueError for another back-end.
@@ -111,18 +114,39 @@ def _there(pair: Pair, segments: Segments) -> Iterator[Pair]:
         yield pair[0][source], pair[1][source]
 
 
+class _Part(NamedTuple):
+    """A call, and the back-end that computes it."""
+
+    backend: AttentionBackend
+    call: Call
+
+
+def _parts(segments: Segments, backend: str) -> list[list[_Part]]:
+    """What to compute of the keys of each rank, in the order in which they arrive."""
+    parts = [[_Part(BACKENDS[backend], call)] for call in calls(segments)]
+    for of_rank, call in zip(parts, prefix_calls(segments), strict=False):
+        of_rank.append(_Part(blockwise.BACKEND, call))
+    return parts
+
+
 def _forward_parts(
     q: Array, arriving: Iterator[Pair], segments: Segments, scale: float, backend: str
 ) -> tuple[Array, Array]:
-    local, *remote = calls(segments)
-    forward = BACKENDS[backend].forward
-    out, lse = forward(q, *next(arriving), local, scale)
-    for call, pair in zip(remote, arriving, strict=True):
+    (local, *more), *remote = _parts(segments, backend)
+    pair = next(arriving)
+    out, lse = local.backend.forward(q, *pair, local.call, scale)
 
-        def visit(out: Array, lse: Array, pair: Pair = pair, call: Call = call) -> Any:
-            return merge(out, lse, *forward(q, *pair, call, scale))
+    def merged(out: Array, lse: Array, pair: Pair, part: _Part) -> Any:
+        def visit(out: Array, lse: Array) -> Any:
+            return merge(out, lse, *part.backend.forward(q, *pair, part.call, scale))
 
-        out, lse = jax.lax.cond(call.is_empty, lambda out, lse: (out, lse), visit, out, lse)
+        return jax.lax.cond(part.call.is_empty, lambda out, lse: (out, lse), visit, out, lse)
+
+    for part in more:
+        out, lse = merged(out, lse, pair, part)
+    for parts, pair in zip(remote, arriving, strict=True):
+        for part in parts:
+            out, lse = merged(out, lse, pair, part)
     return out, lse
 
 
@@ -138,23 +162,29 @@ def _ring_forward(q, k, v, segments, scale, backend):
 
 def _ring_backward(scale, backend, residuals, dout):
     q, k, v, segments, out, lse = residuals
-    local, *remote = calls(segments)
+    (local, *more), *remote = _parts(segments, backend)
     arriving = _around((k, v), segments)
 
-    def part(pair: Pair, call: Call) -> tuple[Array, Array, Array]:
-        return BACKENDS[backend].backward(q, *pair, out, lse, dout, call, scale)
+    def gradients(pair: Pair, part: _Part) -> tuple[Array, Array, Array]:
+        return part.backend.backward(q, *pair, out, lse, dout, part.call, scale)
 
-    dq, dk, dv = part(next(arriving), local)
+    def added(sums: tuple[Array, ...], pair: Pair, part: _Part) -> tuple[Array, ...]:
+        def visit(*sums: Array) -> tuple[Array, ...]:
+            return tuple(a + b for a, b in zip(sums, gradients(pair, part), strict=True))
+
+        return jax.lax.cond(part.call.is_empty, lambda *sums: sums, visit, *sums)
+
+    own = next(arriving)
+    dq, dk, dv = gradients(own, local)
+    for part in more:
+        dq, dk, dv = added((dq, dk, dv), own, part)
     # Gradients of keys and values follow them one hop behind, and end on the rank of their keys.
     away = (jnp.zeros_like(dk), jnp.zeros_like(dv))
-    for step, (call, pair) in enumerate(zip(remote, arriving, strict=True)):
+    for step, (parts, pair) in enumerate(zip(remote, arriving, strict=True)):
         away = _send(away, segments) if step else away
-
-        def visit(*sums: Array, pair: Pair = pair, call: Call = call) -> tuple[Array, ...]:
-            return tuple(a + b for a, b in zip(sums, part(pair, call), strict=True))
-
-        dq, *grown = jax.lax.cond(call.is_empty, lambda *sums: sums, visit, dq, *away)
-        away = (grown[0], grown[1])
+        for part in parts:
+            dq, *grown = added((dq, *away), pair, part)
+            away = (grown[0], grown[1])
     if segments.remote:
         away = _send(away, segments)
     dk, dv = dk + away[0], dv + away[1]
@@ -178,20 +208,20 @@ def _gathered_forward(q, k, v, segments, scale, backend):
 def _gathered_backward(scale, backend, residuals, dout):
     q, k, v, segments, out, lse = residuals
     dq, dk, dv = jnp.zeros_like(out, shape=q.shape), jnp.zeros_like(k), jnp.zeros_like(v)
-    for step, (call, pair) in enumerate(zip(calls(segments), _there((k, v), segments), strict=True)):
+    steps = zip(_parts(segments, backend), _there((k, v), segments), strict=True)
+    for step, (parts, pair) in enumerate(steps):
         source = _source(step, segments)
 
         def visit(
-            dq: Array, dk: Array, dv: Array, pair: Pair = pair, call: Call = call, source: Array = source
+            dq: Array, dk: Array, dv: Array, part: _Part, first: bool, pair: Pair = pair, at: Array = source
         ) -> Any:
-            more, dk_source, dv_source = BACKENDS[backend].backward(q, *pair, out, lse, dout, call, scale)
-            return (
-                dq + more,
-                dk.at[source].set(dk_source.astype(dk.dtype)),
-                dv.at[source].set(dv_source.astype(dv.dtype)),
-            )
+            more, *of_pair = part.backend.backward(q, *pair, out, lse, dout, part.call, scale)
+            put = [(x.at[at], y.astype(x.dtype)) for x, y in zip((dk, dv), of_pair, strict=True)]
+            return (dq + more, *(at.set(y) if first else at.add(y) for at, y in put))
 
-        dq, dk, dv = jax.lax.cond(call.is_empty, lambda *grads: grads, visit, dq, dk, dv)
+        for part in parts:
+            grown = partial(visit, part=part, first=part is parts[0])
+            dq, dk, dv = jax.lax.cond(part.call.is_empty, lambda *grads: grads, grown, dq, dk, dv)
     return dq.astype(q.dtype), dk, dv, None
 
 

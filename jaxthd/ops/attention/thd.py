@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int32
 
 from jaxthd.ops.attention.contract import AttentionShape, Call
 from jaxthd.ops.backend import Device, not_nvidia
-from jaxthd.packing.segments import KeyIntervals
+from jaxthd.packing.intervals import KeyIntervals
 
 CUDNN_LEAST = 90600
 """The first with packed grouped-query attention and a log-sum-exp without padding."""

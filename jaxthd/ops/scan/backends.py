@@ -6,6 +6,7 @@ from jaxtyping import Float
 from jaxthd.ops.backend import find_backend
 from jaxthd.ops.scan import pallas, ssd
 from jaxthd.ops.scan.contract import ScanBackend
+from jaxthd.ops.scan.prefixes import ssd_and_prefix_outputs
 from jaxthd.packing.segments import Segments
 
 BACKENDS: dict[str, ScanBackend] = {b.name: b for b in (pallas.BACKEND, ssd.BACKEND)}
@@ -23,7 +24,11 @@ def scan(
     chunk: int,
     backend: str,
 ) -> Float[Array, "N H P"]:
-    """ops/scan/ssd.py's scan by the back-end called `backend`. Raises ValueError for one that is not
+    """ops/scan/ssd.py's scan by the back-end called `backend`. A document that continues another one
+    (segments.prefixes) starts from the state at that one's end. Raises ValueError for a back-end that is not
     there."""
-    run = find_backend(BACKENDS, "scan", backend).scan
-    return run(x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments, chunk=chunk)
+    run, inputs = find_backend(BACKENDS, "scan", backend).scan, (x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments)
+    if segments.prefixes is None:
+        return run(*inputs, chunk=chunk)
+    alone_NHP, more_NHP = ssd_and_prefix_outputs(*inputs, chunk=chunk)
+    return more_NHP + (alone_NHP if backend == ssd.BACKEND.name else run(*inputs, chunk=chunk))

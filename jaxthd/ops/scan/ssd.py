@@ -64,7 +64,7 @@ def ssd_and_states(
     Both are in the accumulation dtype.
     """
     length = len(x_NHP) // (segments.rows * segments.context_chunks)
-    chunks = _in_scan_chunks(x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments, min(chunk, length))
+    chunks = in_scan_chunks(x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments, min(chunk, length))
     decays = _decays(chunks)
     state_CGShP = _states_before(chunks, decays, segments)
     y_CGQhP = _outputs(chunks, decays, state_CGShP)
@@ -74,7 +74,7 @@ def ssd_and_states(
     return y_ZLHP[:, :length].reshape(x_NHP.shape), state_DHPS
 
 
-class _ScanChunks(NamedTuple):
+class ScanChunks(NamedTuple):
     """The scan's inputs by scan chunk. decay: its logarithm, dt a. xdt: x times dt."""
 
     decay_CGhQ: Array
@@ -84,9 +84,9 @@ class _ScanChunks(NamedTuple):
     positions_CQ: Array
 
 
-def _in_scan_chunks(
+def in_scan_chunks(
     x_NHP: Array, dt_NH: Array, a_H: Array, b_NGS: Array, c_NGS: Array, segments: Segments, chunk: int
-) -> _ScanChunks:
+) -> ScanChunks:
     """Each context chunk is filled up to whole scan chunks."""
     n, groups = len(x_NHP), b_NGS.shape[1]
     context_chunks = segments.rows * segments.context_chunks
@@ -94,10 +94,7 @@ def _in_scan_chunks(
     padding = -length % chunk
 
     def chunked(x: Array) -> Array:
-        """[N, G, ...] -> [C, G, Q, ...]."""
-        x = x.reshape(context_chunks, length, *x.shape[1:])
-        x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
-        return x.reshape(-1, chunk, *x.shape[2:]).swapaxes(1, 2)
+        return by_scan_chunk(x, context_chunks, chunk)
 
     def by_group(x_NH: Array) -> Array:
         return x_NH.reshape(n, groups, -1, *x_NH.shape[2:])
@@ -108,7 +105,14 @@ def _in_scan_chunks(
     positions_CQ = jnp.concatenate([positions_ZL, filling_Zp], axis=1).reshape(-1, chunk)
     decay_CGhQ = chunked(by_group((dt_NH * a_H).astype(accumulation_dtype(x_NHP)))).swapaxes(2, 3)
     xdt_CGQhP = chunked(by_group(x_NHP * dt_NH[..., None].astype(x_NHP.dtype)))
-    return _ScanChunks(decay_CGhQ, xdt_CGQhP, chunked(b_NGS), chunked(c_NGS), positions_CQ)
+    return ScanChunks(decay_CGhQ, xdt_CGQhP, chunked(b_NGS), chunked(c_NGS), positions_CQ)
+
+
+def by_scan_chunk(x: Array, context_chunks: int, chunk: int) -> Array:
+    """[N, G, ...] -> [C, G, Q, ...]; each context chunk is filled up with zeros."""
+    x = x.reshape(context_chunks, len(x) // context_chunks, *x.shape[1:])
+    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk)] + [(0, 0)] * (x.ndim - 2))
+    return x.reshape(-1, chunk, *x.shape[2:]).swapaxes(1, 2)
 
 
 class _Decays(NamedTuple):
@@ -121,7 +125,7 @@ class _Decays(NamedTuple):
     from_start_CGhQ: Array
 
 
-def _decays(chunks: _ScanChunks) -> _Decays:
+def _decays(chunks: ScanChunks) -> _Decays:
     i, positions_CQ = jnp.arange(chunks.positions_CQ.shape[1]), chunks.positions_CQ
     same_CQQ = (i[:, None] >= i) & (i[:, None] - i <= positions_CQ[..., None])
     return _Decays(
@@ -131,10 +135,17 @@ def _decays(chunks: _ScanChunks) -> _Decays:
     )
 
 
-def _states_before(chunks: _ScanChunks, decays: _Decays, segments: Segments) -> Array:
-    """The state before each scan chunk [C, G, S, h, P]: over the scan chunks of a context chunk, then over
-    ranks."""
+def _states_before(chunks: ScanChunks, decays: _Decays, segments: Segments) -> Array:
+    """The state before each scan chunk, [C, G, S, h, P]."""
     added_CGShP = _state(chunks.b_CGQS, chunks.xdt_CGQhP, decays.to_end_CGhQ)
+    return states_between(StateMap(decays.from_start_CGhQ[..., -1], added_CGShP), segments)
+
+
+def states_between(maps: StateMap, segments: Segments) -> Float[Array, "C G S h P"]:
+    """The state before each scan chunk: over the scan chunks of a context chunk, then over ranks.
+
+    maps: what each scan chunk does to the state, leaves [C, ...].
+    """
 
     def next_chunk(before: StateMap, of_chunk: StateMap) -> tuple[StateMap, StateMap]:
         return then(before, of_chunk), before
@@ -143,27 +154,25 @@ def _states_before(chunks: _ScanChunks, decays: _Decays, segments: Segments) -> 
         """[C, ...] -> [c, Z, ...]."""
         return x.reshape(segments.rows * segments.context_chunks, -1, *x.shape[1:]).swapaxes(0, 1)
 
-    maps = StateMap(by_context_chunk(decays.from_start_CGhQ[..., -1]), by_context_chunk(added_CGShP))
-    identity = StateMap(jnp.ones_like(maps.decay[0]), jnp.zeros_like(maps.added[0]))
-    total, (decay_cZGh, state_cZGShP) = jax.lax.scan(next_chunk, identity, maps)
+    by_chunk = StateMap(*map(by_context_chunk, maps))
+    identity = StateMap(jnp.ones_like(by_chunk.decay[0]), jnp.zeros_like(by_chunk.added[0]))
+    total, (decay_cZGh, state_cZGShP) = jax.lax.scan(next_chunk, identity, by_chunk)
     if segments.context > 1:
         state_cZGShP = state_cZGShP + faded(initial_states(*total, segments), decay_cZGh)
-    return state_cZGShP.swapaxes(0, 1).reshape(added_CGShP.shape)
+    return state_cZGShP.swapaxes(0, 1).reshape(maps.added.shape)
 
 
-def _outputs(chunks: _ScanChunks, decays: _Decays, state_CGShP: Array) -> Array:
+def _outputs(chunks: ScanChunks, decays: _Decays, state_CGShP: Array) -> Array:
     """[C, G, Q, h, P]: from the tokens of the scan chunk, and from the state before it."""
-    cb_CGQQ = _matmul(chunks.c_CGQS, chunks.b_CGQS.swapaxes(2, 3))
+    cb_CGQQ = matmul(chunks.c_CGQS, chunks.b_CGQS.swapaxes(2, 3))
     scores_CGhQQ = (cb_CGQQ[:, :, None] * decays.between_CGhQQ).astype(chunks.xdt_CGQhP.dtype)
-    y_CGhQP = _matmul(scores_CGhQQ, chunks.xdt_CGQhP.swapaxes(2, 3))
-    from_state = _matmul(chunks.c_CGQS, jax.lax.collapse(state_CGShP.astype(chunks.c_CGQS.dtype), 3))
+    y_CGhQP = matmul(scores_CGhQQ, chunks.xdt_CGQhP.swapaxes(2, 3))
+    from_state = matmul(chunks.c_CGQS, jax.lax.collapse(state_CGShP.astype(chunks.c_CGQS.dtype), 3))
     from_state_CGQhP = from_state.reshape(chunks.xdt_CGQhP.shape) * _per_token(decays.from_start_CGhQ)
     return y_CGhQP.swapaxes(2, 3) + from_state_CGQhP
 
 
-def _states_after(
-    chunks: _ScanChunks, decays: _Decays, state_CGShP: Array, at_D: Array, length: int
-) -> Array:
+def _states_after(chunks: ScanChunks, decays: _Decays, state_CGShP: Array, at_D: Array, length: int) -> Array:
     """[D, G, S, h, P]: what a token's scan chunk added up to the token, and what is left of the state before
     it.
 
@@ -198,12 +207,12 @@ def _per_token(x_CGhQ: Array) -> Array:
 def _state(b_CGQS: Array, xdt_CGQhP: Array, decay_CGhQ: Array) -> Array:
     """sum over Q of B_q (decay_q dt_q x_q)^T: [C, G, S, h, P]."""
     decayed_CGQhP = xdt_CGQhP * _per_token(decay_CGhQ).astype(xdt_CGQhP.dtype)
-    state = _matmul(b_CGQS.swapaxes(2, 3), jax.lax.collapse(decayed_CGQhP, 3))
+    state = matmul(b_CGQS.swapaxes(2, 3), jax.lax.collapse(decayed_CGQhP, 3))
     return state.reshape(*state.shape[:3], *xdt_CGQhP.shape[3:])
 
 
 @jax.custom_vjp
-def _matmul(a: Array, b: Array) -> Array:
+def matmul(a: Array, b: Array) -> Array:
     """a @ b over leading dims, in the accumulation dtype.
 
     Its gradients are products that need no transposed copy of the larger operand; autodiff's would.
@@ -226,4 +235,4 @@ def _matmul_backward(residuals, dy):
     return da.astype(a.dtype), db.astype(b.dtype)
 
 
-_matmul.defvjp(_matmul_forward, _matmul_backward)
+matmul.defvjp(_matmul_forward, _matmul_backward)

@@ -1,0 +1,111 @@
+"""The scan of documents that continue others (packing/prefixes.py): what a prefix's state adds to them.
+
+The scan is linear in the state that a document starts from. So documents and their prefixes are scanned as if
+all stood alone, by any back-end, and a token t of a document that continues a prefix gets
+
+    exp(sum of dt a from the document's first token to t) C_t . H
+
+more, where H is the state at the prefix's end. Context ranks exchange the H of all prefixes; how much that is
+does not depend on the number of tokens. The decay from a document's start is itself the state of a scan, of
+one number a head, and crosses scan chunks and context ranks as states do.
+
+Legend: as ops/scan/ssd.py; E prefixes of all rows; M pairs of a scan chunk and a prefix that some of its
+tokens continue.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from jaxthd.ops.scan.ssd import (
+    ScanChunks,
+    by_scan_chunk,
+    in_scan_chunks,
+    matmul,
+    ssd_and_states,
+    states_between,
+)
+from jaxthd.ops.scan.state_passing import StateMap
+from jaxthd.packing.segments import Segments
+
+
+def ssd_and_prefix_outputs(
+    x_NHP: Float[Array, "N H P"],
+    dt_NH: Float[Array, "N H"],
+    a_H: Float[Array, " H"],
+    b_NGS: Float[Array, "N G S"],
+    c_NGS: Float[Array, "N G S"],
+    segments: Segments,
+    *,
+    chunk: int,
+) -> tuple[Float[Array, "N H P"], Float[Array, "N H P"]]:
+    """What ssd gives where every document stands alone; and what documents get from their prefixes.
+
+    Arguments and dtypes: as ssd's; segments.prefixes is not None.
+    """
+    assert segments.prefixes is not None
+    ends = segments.local_index(segments.prefixes.last)
+    y_NHP, state_EHPS = ssd_and_states(x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments, ends, chunk=chunk)
+    if segments.context > 1:
+        state_EHPS = jax.lax.psum(state_EHPS, segments.axis)
+    context_chunks = segments.rows * segments.context_chunks
+    length = len(x_NHP) // context_chunks
+    chunk = min(chunk, length)
+    chunks = in_scan_chunks(x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments, chunk)
+    # From 1, because the filling has 0.
+    prefix_CQ = by_scan_chunk(segments.prefixes.of_token[:, None] + 1, context_chunks, chunk)[:, 0]
+    more_CGQhP = _of_states(chunks.c_CGQS, state_EHPS, prefix_CQ)
+    more_CGQhP = more_CGQhP * _decays_since_start(chunks, segments).swapaxes(2, 3)[..., None]
+    more_ZLHP = more_CGQhP.swapaxes(1, 2).reshape(context_chunks, -1, *x_NHP.shape[1:])
+    return y_NHP, more_ZLHP[:, :length].reshape(x_NHP.shape)
+
+
+def _of_states(c_CGQS: Array, state_EHPS: Array, prefix_CQ: Array) -> Array:
+    """C_t . H of the token's prefix, [C, G, Q, h, P]; 0 for tokens without one.
+
+    The tokens that continue a prefix are one run, so there are at most as many pairs of a scan chunk and a
+    prefix as scan chunks and prefixes.
+    prefix: the number of each token's prefix, from 1; or 0.
+    """
+    (scan_chunks, groups, tokens, state), prefixes = c_CGQS.shape, len(state_EHPS)
+    heads = state_EHPS.shape[1] // groups, state_EHPS.shape[2]
+    state_EGShP = jnp.moveaxis(state_EHPS.reshape(prefixes, groups, *heads, state), -1, 2)
+    i = jnp.arange(tokens)
+    is_repeated_CQ = ((prefix_CQ[:, :, None] == prefix_CQ[:, None]) & (i < i[:, None])).any(-1)
+    pairs = min(scan_chunks + prefixes, prefix_CQ.size)
+    is_first_CQ = (prefix_CQ > 0) & ~is_repeated_CQ
+    chunk_M, token_M = jnp.nonzero(is_first_CQ, size=pairs, fill_value=(scan_chunks, 0))
+    here_M = jnp.minimum(chunk_M, scan_chunks - 1)
+    prefix_M = prefix_CQ[here_M, token_M]
+    entering_MGSI = jax.lax.collapse(state_EGShP[prefix_M - 1].astype(c_CGQS.dtype), 3)
+    y_MGQI = matmul(c_CGQS[here_M], entering_MGSI)
+    continues_MQ = prefix_CQ[here_M] == prefix_M[:, None]
+    y_MGQI = jnp.where(continues_MQ[:, None, :, None], y_MGQI, 0)
+    y_CGQI = jnp.zeros((scan_chunks, *y_MGQI.shape[1:]), y_MGQI.dtype).at[chunk_M].add(y_MGQI, mode="drop")
+    return jnp.where((prefix_CQ > 0)[:, None, :, None], y_CGQI, 0).reshape(*y_CGQI.shape[:3], *heads)
+
+
+def _decays_since_start(chunks: ScanChunks, segments: Segments) -> Array:
+    """exp(sum of decay from the first token of the token's document to the token), [C, G, h, Q].
+
+    Sums are over terms of one sign, as in ssd.py.
+    """
+    i = jnp.arange(chunks.positions_CQ.shape[1])
+    counted_CQQ = (i[:, None] >= i) & (i[:, None] - i <= chunks.positions_CQ[..., None])
+    here_CGhQ = jnp.exp(
+        jnp.einsum(
+            "cghk,cqk->cghq",
+            chunks.decay_CGhQ,
+            counted_CQQ.astype(chunks.decay_CGhQ.dtype),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+    )
+    began_before_CQ = chunks.positions_CQ > i
+    passes_C11 = began_before_CQ[:, -1, None, None]
+    to_end_CGh = here_CGhQ[..., -1]
+    maps = StateMap(
+        jnp.where(passes_C11, to_end_CGh, 0), jnp.where(passes_C11, 0, to_end_CGh)[:, :, None, :, None]
+    )
+    before_CGh = states_between(maps, segments)[:, :, 0, :, 0]
+    return here_CGhQ * jnp.where(began_before_CQ[:, None, None], before_CGh[..., None], 1)

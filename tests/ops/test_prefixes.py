@@ -1,0 +1,161 @@
+"""Segments that continue others: every mixer computes what it computes for each one behind its own copy of
+the prefix, forward and backward, on every context size."""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from jaxthd.ops.attention.ring import packed_attention
+from jaxthd.ops.conv import causal_conv
+from jaxthd.ops.head_exchange import own_heads, scan_segments, to_heads, to_tokens
+from jaxthd.ops.scan import state_passing
+from jaxthd.ops.scan.backends import scan
+from tests.helpers import assert_same, on_context, row_arrays, spans
+
+H, K, D, V, G, S, TAPS = 4, 2, 8, 6, 4, 5, 4
+CAPACITY, SEGMENTS = 64, 16
+DECAYS = np.array([1e-3, 0.5, 20.0, 1000.0])
+
+
+class Group(NamedTuple):
+    """Tokens of a prefix and of the segments that continue it. 0: the segments stand alone."""
+
+    prefix: int
+    segments: tuple[int, ...]
+
+
+CASES: dict[str, list[Group]] = {
+    "ragged": [Group(9, (3, 1, 4)), Group(0, (6,)), Group(1, (2, 5)), Group(2, (1,)), Group(3, (1, 7))],
+    "a prefix on several ranks": [Group(0, (5,)), Group(30, (10, 12, 3))],
+    "segments on several ranks": [Group(4, (38, 9)), Group(0, (1,)), Group(2, (8, 2))],
+    "the row is full": [Group(20, (1, 2, 3)), Group(3, (17, 18))],
+    "nothing continues": [Group(0, (20, 13))],
+}
+
+
+class Row(NamedTuple):
+    """A shared row: lengths of its segments, and which of them (from 1) each continues; 0 for none."""
+
+    lengths: list[int]
+    prefixes: list[int]
+
+
+def shared(groups: list[Group]) -> Row:
+    row = Row([], [])
+    for prefix, segments in groups:
+        if prefix:
+            row.lengths.append(prefix)
+            row.prefixes.append(0)
+        number = len(row.lengths) * bool(prefix)
+        row.lengths.extend(segments)
+        row.prefixes.extend([number] * len(segments))
+    return row
+
+
+def written_out(row: Row, round_to: int) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """(lengths of documents, the slot of the shared row that each token is a copy of, whether it is the first
+    copy): every segment is a document, with a copy of its prefix before it."""
+    slots, sources, is_own = spans(row.lengths, round_to), [], []
+    for own, prefix in zip(slots, row.prefixes, strict=True):
+        copied = [*range(slots[prefix - 1].start, slots[prefix - 1].stop)] if prefix else []
+        sources.append([*copied, *range(own.start, own.stop)])
+        is_own += [False] * len(copied) + [True] * (own.stop - own.start)
+    return [len(x) for x in sources], np.concatenate(sources), np.array(is_own)
+
+
+def attend(exchange: str, backend: str = "xla") -> Callable[..., Any]:
+    def mixer(_: Any, qkv: Any, segments: Any) -> Any:
+        return packed_attention(*qkv, segments, scale=D**-0.5, exchange=exchange, backend=backend)
+
+    return mixer
+
+
+def convolved(params: Any, x_NHP: Any, segments: Any) -> Any:
+    taps_KHP, bias_HP = (own_heads(w, segments, axis) for w, axis in zip(params, (1, 0), strict=True))
+    x_MhP = to_heads(x_NHP, segments)
+    given = (v.reshape(len(v), -1) for v in (x_MhP, taps_KHP))
+    y_MC = causal_conv(*given, bias_HP.reshape(-1), scan_segments(segments), silu=True)
+    return to_tokens(y_MC.reshape(x_MhP.shape), segments, np.float64)
+
+
+def scanned(a: Any, inputs: Any, segments: Any) -> Any:
+    x, dt, b, c = (to_heads(x, segments) for x in inputs)
+    y = scan(x, dt, own_heads(a, segments), b, c, scan_segments(segments), chunk=6, backend="xla")
+    return to_tokens(y, segments, np.float64)
+
+
+def inputs_of(name: str, rng: np.random.Generator, capacity: int) -> tuple[Any, Any, np.ndarray]:
+    """(parameters, inputs, the outputs' cotangent)."""
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=(capacity, *shape))
+
+    if name == "attention":
+        return None, (normal(H, D), normal(K, D), normal(K, V)), normal(H, V)
+    if name == "convolution":
+        return (rng.normal(size=(TAPS, H, 3)), rng.normal(size=(H, 3))), normal(H, 3), normal(H, 3)
+    dt = rng.uniform(0.001, 1.0, size=(capacity, H))
+    return -DECAYS, (normal(H, 3), dt, normal(G, S), normal(G, S)), normal(H, 3)
+
+
+MIXERS = {"attention": attend("ring"), "convolution": convolved, "scan": scanned}
+LAYOUTS = [(1, "buffer"), *product((2, 4), ("buffer", "document"))]
+MESHES = [
+    *(("attention", *mesh, "ring") for mesh in LAYOUTS),
+    *(("attention", *mesh, "all_gather") for mesh in LAYOUTS[1:]),
+    *(("convolution", *mesh, "") for mesh in LAYOUTS),
+    *(("scan", *mesh, "") for mesh in LAYOUTS),
+    ("scan", 4, "buffer", "in steps"),
+]
+TYPICAL = [
+    ("attention", 1, "buffer", "ring"),
+    ("attention", 4, "document", "ring"),
+    ("attention", 2, "buffer", "all_gather"),
+    ("convolution", 4, "buffer", ""),
+    ("scan", 2, "buffer", ""),
+    ("scan", 2, "document", ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "context", "layout", "exchange"),
+    [mesh if mesh in TYPICAL else pytest.param(*mesh, marks=pytest.mark.exhaustive) for mesh in MESHES],
+)
+def test_a_shared_prefix_equals_a_copy_before_each_segment(name, context, layout, exchange, monkeypatch):
+    rng, alone = np.random.default_rng(0), MIXERS[name]
+    capacity, round_to = (CAPACITY, 1) if layout == "buffer" else (2 * CAPACITY, 8)
+    if exchange == "in steps":
+        monkeypatch.setattr(state_passing, "GATHER_UP_TO", 1)
+    mixer = attend(exchange) if name == "attention" else alone
+    with jax.enable_x64(True):
+        sizes: Any = {"block": 8, "documents": SEGMENTS}
+        run = on_context(mixer, context, layout=layout, round_to=round_to, **sizes)
+        reference = on_context(alone, 1, **sizes)
+        for groups in CASES.values():
+            row = shared(groups)
+            ids, positions = row_arrays(row.lengths, capacity, round_to)
+            prefixes = np.array([0, *row.prefixes], np.int32)[ids]
+            params, x, dy = inputs_of(name, rng, capacity)
+            dy[ids == 0] = 0
+            y, dparams, dx = run(params, x, ids, positions, dy, prefixes)
+            lengths, sources, is_own = written_out(row, round_to)
+            room = 4 * CAPACITY - len(sources)
+            taken = np.pad(sources, (0, room))
+            copies = jax.tree.map(lambda x, taken=taken: x[taken], x)
+            own_dy = np.where(np.pad(is_own, (0, room)).reshape(-1, *[1] * (dy.ndim - 1)), dy[taken], 0)
+            want, want_dparams, d_copies = reference(
+                params, copies, *row_arrays(lengths, 4 * CAPACITY), own_dy
+            )
+
+            def summed(d: np.ndarray, sources: np.ndarray = sources) -> np.ndarray:
+                total = np.zeros((capacity, *d.shape[1:]))
+                np.add.at(total, sources, d[: len(sources)])
+                return total
+
+            want_y = summed(np.where(own_dy.any(tuple(range(1, dy.ndim)), keepdims=True), want, 0))
+            got_y = np.where((ids > 0).reshape(-1, *[1] * (dy.ndim - 1)), y, 0)
+            assert_same((got_y, dparams, dx), (want_y, want_dparams, jax.tree.map(summed, d_copies)), 1e-10)
