@@ -89,6 +89,10 @@ def test_a_number_equals_a_field_or_the_sum_of_its_list():
         assert rewards("equals", spoken, field="total", tolerance=0.5) == [1, 1, 0, 1, 0, 1, 0, 1]
 
 
+def test_the_field_text_is_the_reference():
+    assert rewards("equals", group("7", "8", reference="seven"), field="text") == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("text", "number"),
     [("-3", -3), (" 4.50! ", 4.5), ("minus forty-two", -42), ("three point five", 3.5), ("-1,000", -1000)]
