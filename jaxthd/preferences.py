@@ -36,9 +36,9 @@ from jaxthd.data.sources.manifest import ManifestSource
 from jaxthd.data.sources.registry import open_source, read_source
 from jaxthd.data.sources.source import SourceSetting
 from jaxthd.errors import UserError, readable_errors
-from jaxthd.generate import load
 from jaxthd.inference.chat import say
 from jaxthd.inference.generator import Generator, check_sampling
+from jaxthd.inference.loading import load
 from jaxthd.inference.preference_files import PreferenceFiles
 from jaxthd.inference.preference_lines import Item, measured
 from jaxthd.inference.wer import make_normaliser

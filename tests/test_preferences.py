@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from jaxthd import generate, preferences
+from jaxthd import preferences
 from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.config import Config
 from jaxthd.data.example import Example
@@ -17,6 +17,7 @@ from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.errors import UserError
 from jaxthd.files.config_file import load_config
 from jaxthd.files.run_folder import write_config
+from jaxthd.inference import loading
 from jaxthd.inference.generator import Answer, Generator
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
@@ -215,7 +216,7 @@ def test_a_models_hypotheses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     loaded: list[Generator] = []
 
     def load(*arguments: Any, **options: Any) -> Generator:
-        loaded[:] = loaded or [generate.load(*arguments, **options)]
+        loaded[:] = loaded or [loading.load(*arguments, **options)]
         return loaded[0]
 
     monkeypatch.setattr(preferences, "load", load)
