@@ -96,8 +96,13 @@ def begin(
     """Prefill. Returns the head's input at every position, and the state in which decoding begins.
 
     ends: the prompts' ends in this rank's rows. fill: the token that pads `tokens`.
-    axes: as in SpeechLM.log_probs.
+    axes: as in SpeechLM.log_probs. Raises ValueError for a batch with answers that share prompts.
     """
+    if batch.prefixes is not None:
+        raise ValueError(
+            "the batch has answers that share their prompt, and decoding does not go on from them; expected "
+            "a batch of prompts: pack with share_prompts False"
+        )
     stages = model.decoder.stages
     x_nD, _ = model.enter(batch, axes=axes, train=False)
     segments = model.segments(batch, axes, uniform_program=stages.are_equal)
