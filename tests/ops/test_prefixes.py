@@ -117,12 +117,9 @@ MESHES = [
     ("scan", 4, "buffer", "in steps"),
 ]
 TYPICAL = [
-    ("attention", 1, "buffer", "ring"),
     ("attention", 4, "document", "ring"),
-    ("attention", 2, "buffer", "all_gather"),
     ("convolution", 4, "buffer", ""),
     ("scan", 2, "buffer", ""),
-    ("scan", 2, "document", ""),
 ]
 
 
