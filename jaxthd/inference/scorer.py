@@ -73,7 +73,7 @@ class Scorer:
                 slots_of_documents = _slots(ids_RT[row], self._config)
                 for key, slots in zip(keys, slots_of_documents, strict=True):
                     at = np.flatnonzero(weights_RT[row][slots])
-                    of_document = (x[row][slots[at]] for x in scores)
+                    of_document = [x[row][slots[at]] for x in jax.tree.leaves(scores)]
                     yield DocumentScores(key, tokens_RT[row][slots], at + 1, *of_document)
 
 

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int32
 
 from jaxthd.models.hybrid import Cache
 from jaxthd.models.speech_lm import SpeechLM
+from jaxthd.ops.sampling import Drawn, likeliest
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.intervals import KeyIntervals
 from jaxthd.packing.prompts import Now, PromptEnds, make_prompts
@@ -26,26 +27,30 @@ from jaxthd.parallel.params import DECODER_FSDP
 from jaxthd.parallel.stages import Stages
 from jaxthd.parallel.tensor import psum_live
 
-Pick = Callable[[Array, Array | int], Array]
-"""(the head's input [n, D], the index of the new token, from 0) -> a token for each document [n]."""
+Pick = Callable[[Array, Array | int], Drawn]
+"""(the head's input [n, D], the number of each document's new token, from 0) -> a token for each document,
+leaves [n]."""
 
 
 class Decoding(NamedTuple):
     """The state of decoding a rank's documents.
 
-    number: how many tokens of each document are decoded.
+    steps: the tokens that every document would have if it had begun with the first and not ended.
+    start: the step at which each document began.
     active: the documents that have not ended.
-    next: the next token of each document.
-    tokens: the decoded tokens, including the one that ends an answer; the rest is padding.
-    keys: which of the prompts' keys new tokens attend to.
+    next: the next token of each document, leaves [n].
+    drawn: the decoded tokens, including the one that ends an answer, leaves [n, m]; the rest is padding.
+    keys: which of the prompts' keys new tokens attend to. order: see Now.
     fixed, state: what the layers of this rank's stages keep (see Prefilled), leaves [stages, layers, ...].
     """
 
-    number: Int32[Array, ""]
+    steps: Int32[Array, ""]
+    start: Int32[Array, " n"]
     active: Bool[Array, " n"]
-    next: Int32[Array, " n"]
-    tokens: Int32[Array, "n m"]
+    next: Drawn
+    drawn: Drawn
     keys: KeyIntervals
+    order: Int32[Array, " n"] | None
     fixed: Cache
     state: Cache
 
@@ -72,15 +77,15 @@ def answer(
     axes: as in SpeechLM.log_probs.
     """
 
-    def pick(h_nD: Array, number: Array | int) -> Array:
-        return model.likeliest(h_nD)
+    def pick(h_nD: Array, number: Array | int) -> Drawn:
+        return Drawn(likeliest(model.logits(h_nD), model.vocabulary_axes))
 
     h_ND, decoding = begin(model, batch, ends, pick, new_tokens=new_tokens, fill=end_id, axes=axes)
     log_probs_N, correct_N = model.scores(h_ND, batch)
     if new_tokens:
         decoding = advance(model, decoding, pick, stop_ids=(end_id,), until=new_tokens)
     shape = batch.tokens.shape
-    return Answered(log_probs_N.reshape(shape), correct_N.reshape(shape), decoding.tokens)
+    return Answered(log_probs_N.reshape(shape), correct_N.reshape(shape), decoding.drawn.tokens)
 
 
 def begin(
@@ -92,21 +97,17 @@ def begin(
     new_tokens: int,
     fill: int,
     axes: tuple[str, ...],
+    places: Int32[Array, " n"] | None = None,
 ) -> tuple[Float[Array, "N D"], Decoding]:
     """Prefill. Returns the head's input at every position, and the state in which decoding begins.
 
-    ends: the prompts' ends in this rank's rows. fill: the token that pads `tokens`.
-    axes: as in SpeechLM.log_probs. Raises ValueError for a batch with answers that share prompts.
+    ends: the prompts' ends in this rank's rows. fill: the token that pads the drawn ones.
+    axes: as in SpeechLM.log_probs. places: see Prompts.
     """
-    if batch.prefixes is not None:
-        raise ValueError(
-            "the batch has answers that share their prompt, and decoding does not go on from them; expected "
-            "a batch of prompts: pack with share_prompts False"
-        )
     stages = model.decoder.stages
     x_nD, _ = model.enter(batch, axes=axes, train=False)
     segments = model.segments(batch, axes, uniform_program=stages.are_equal)
-    prompts = make_prompts(ends, segments, new_tokens)
+    prompts = make_prompts(ends, segments, new_tokens, places)
 
     def prefill(pattern: str, chunk: Array | int, x_nD: Array, _: Any, __: Any) -> tuple[Array, Cache]:
         return model.decoder.prefill(pattern, chunk, x_nD, segments, prompts)
@@ -114,24 +115,37 @@ def begin(
     x_nD, caches = _through_all_stages(stages, prefill, x_nD)
     h_ND = model.hidden(x_nD)
     last_nD = prompts.share(jnp.where((prompts.at >= 0)[:, None], h_ND[prompts.at], 0), segments)
+    first = pick(last_nD, 0)
     return h_ND, Decoding(
-        number=jnp.int32(0),
+        steps=jnp.int32(0),
+        start=jnp.zeros(prompts.documents, jnp.int32),
         active=prompts.keys.hi > 0,
-        next=pick(last_nD, 0),
-        tokens=jnp.full((prompts.documents, new_tokens), fill, jnp.int32),
+        next=first,
+        drawn=_padding(first, new_tokens, fill),
         keys=prompts.keys,
+        order=None,
         fixed={letter: fixed for letter, (fixed, _) in caches.items()},
         state={letter: state for letter, (_, state) in caches.items()},
     )
 
 
+def _padding(first: Drawn, new_tokens: int, fill: int) -> Drawn:
+    """[n] -> [n, m]."""
+
+    def filled(x_n: Array) -> Array:
+        return jnp.full((len(x_n), new_tokens), fill if x_n.dtype == jnp.int32 else 0, x_n.dtype)
+
+    return jax.tree.map(filled, first)
+
+
 def advance(
     model: SpeechLM, decoding: Decoding, pick: Pick, *, stop_ids: tuple[int, ...], until: Array | int
 ) -> Decoding:
-    """Decodes up to `until` tokens of every document; it stops early if all documents have ended.
+    """Decodes up to the step `until`; it stops early if all documents have ended.
 
-    stop_ids: the tokens that end a document.
+    stop_ids: the tokens that end a document. One with m tokens has ended too.
     """
+    most = decoding.drawn.tokens.shape[1]
 
     def any_active(active_n: Array) -> Array:
         """Whether any rank has an active document: ranks that share weights go on until all have finished."""
@@ -139,10 +153,12 @@ def advance(
 
     def step(carry: tuple[Array, Decoding]) -> tuple[Array, Decoding]:
         _, d = carry
-        old_n = jax.lax.dynamic_index_in_dim(d.tokens, d.number, axis=1, keepdims=False)
-        tokens_nm = d.tokens.at[:, d.number].set(jnp.where(d.active, d.next, old_n))
-        active_n = d.active & (d.next[:, None] != jnp.array(stop_ids)).all(-1)
-        now = Now(d.keys, model.compute.attention_block, d.number, active_n)
+        number_n = d.steps - d.start
+        is_new_nm = d.active[:, None] & (jnp.arange(most, dtype=jnp.int32) == number_n[:, None])
+        drawn = jax.tree.map(lambda x_n, x_nm: jnp.where(is_new_nm, x_n[:, None], x_nm), d.next, d.drawn)
+        token_n = d.next.tokens
+        active_n = d.active & (token_n[:, None] != jnp.array(stop_ids)).all(-1) & (number_n < most - 1)
+        now = Now(d.keys, model.compute.attention_block, number_n, active_n, d.order)
 
         def through(
             pattern: str, chunk: Array | int, x_nD: Array, fixed: Cache, state: Cache
@@ -150,13 +166,13 @@ def advance(
             return model.decoder.step(pattern, chunk, x_nD, fixed, state, now)
 
         stages = model.decoder.stages
-        x_nD, state = _through_all_stages(stages, through, model.embed_tokens(d.next), d.fixed, d.state)
-        next_n = pick(model.decoder.norm(x_nD), d.number + 1)
-        after = Decoding(d.number + 1, active_n, next_n, tokens_nm, d.keys, d.fixed, state)
+        x_nD, state = _through_all_stages(stages, through, model.embed_tokens(token_n), d.fixed, d.state)
+        following = pick(model.decoder.norm(x_nD), number_n + 1)
+        after = d._replace(steps=d.steps + 1, active=active_n, next=following, drawn=drawn, state=state)
         return any_active(active_n), after
 
     start = (any_active(decoding.active), decoding)
-    return jax.lax.while_loop(lambda carry: carry[0] & (carry[1].number < until), step, start)[1]
+    return jax.lax.while_loop(lambda carry: carry[0] & (carry[1].steps < until), step, start)[1]
 
 
 def _through_all_stages(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Bool, Float, Int32, UInt32
+from jaxtyping import Bool, Float, Int32
 
 from jaxthd.config import ComputeConfig, LLMConfig, ModelConfig
 from jaxthd.models.ctc import Transcripts, covered_frames, document_log_probs
@@ -25,12 +25,13 @@ from jaxthd.models.mixers import Routing
 from jaxthd.models.mtp import MultiTokenPrediction
 from jaxthd.ops.cross_entropy import (
     TokenScores,
+    supervised_drawn_log_probs,
     supervised_log_probs,
     supervised_scores,
     supervised_top_k,
 )
 from jaxthd.ops.numerics import accumulation_dtype
-from jaxthd.ops.sampling import Sampling, draw, likeliest
+from jaxthd.ops.sampling import Sampling
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.parallel.mesh import AUDIO_AXES, CONTEXT, PIPELINE, TENSOR, ranks_of
@@ -202,14 +203,19 @@ class SpeechLM(nnx.Module):
         return vocabulary_rows(matrix_VD, tokens_N, self.vocabulary_axes, self.compute.dtype)
 
     def leave(
-        self, x_nD: Float[Array, "n D"], batch: Batch, head_VD: Float[Array, "V D"] | None = None
+        self,
+        x_nD: Float[Array, "n D"],
+        batch: Batch,
+        head_VD: Float[Array, "V D"] | None = None,
+        *,
+        temperature: float = 1.0,
     ) -> Float[Array, " N"]:
         """Log-probability of every position's target, 0 where weights is 0.
 
         x: the last stage's output; in a pipeline 0 on the ranks without that stage. All ranks get the result.
-        head: as gathered_head returns it, for a caller with several uses of it.
+        head: as gathered_head returns it, for a caller with several uses of it. temperature: of the softmax.
         """
-        return supervised_log_probs(*self._scored(self._left(x_nD), batch, head_VD))
+        return supervised_log_probs(*self._scored(self._left(x_nD), batch, head_VD), temperature)
 
     def gathered_head(self) -> Float[Array, "V D"]:
         """This rank's shard of the head's vocabulary, in the parameters' dtype."""
@@ -267,9 +273,28 @@ class SpeechLM(nnx.Module):
         rows_LD = self._rows_of(head_VD, jnp.append(found.label_ids.reshape(-1), found.blank))
         return document_log_probs(h_ND, supervised_log_probs(*scored), rows_LD, batch, found, axis)
 
-    def leave_top_k(self, x_nD: Float[Array, "n D"], batch: Batch, top_k: int) -> TokenScores:
-        """As leave, with each position's top_k likeliest tokens. Not differentiable."""
-        return supervised_top_k(*self._scored(self._left(x_nD), batch), top_k=top_k)
+    def leave_top_k(
+        self,
+        x_nD: Float[Array, "n D"],
+        batch: Batch,
+        top_k: int,
+        *,
+        temperature: float = 1.0,
+        drawn_by: Sampling | None = None,
+    ) -> TokenScores:
+        """As leave, with each position's top_k likeliest tokens. Not differentiable.
+
+        drawn_by: what the targets were drawn by; adds drawn_log_probs.
+        """
+        h_ND, head_VD, targets_N, supervised_N, block, vocab_block, axes = self._scored(
+            self._left(x_nD), batch
+        )
+        tokens = h_ND, head_VD, targets_N, supervised_N, block
+        scores = supervised_top_k(*tokens, vocab_block, axes, temperature, top_k=top_k)
+        if drawn_by is not None:
+            drawn_N = supervised_drawn_log_probs(*tokens, drawn_by, axes)
+            scores = scores._replace(drawn_log_probs=drawn_N)
+        return scores
 
     def scores(self, h_ND: Float[Array, "N D"], batch: Batch) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
         """As leave, from the head's input (`hidden`), and whether no token is likelier than the target."""
@@ -306,22 +331,11 @@ class SpeechLM(nnx.Module):
             self.vocabulary_axes,
         )
 
-    def likeliest(self, h_nD: Float[Array, "n D"]) -> Int32[Array, " n"]:
-        """The token with the highest logit; of equal ones the first."""
-        return likeliest(self._logits(h_nD), self.vocabulary_axes)
+    def logits(self, h_nD: Float[Array, "n D"]) -> Float[Array, "n V"]:
+        """Logits of this rank's shard of the vocabulary, from the head's input; promote(float32, its dtype).
 
-    def draw(
-        self,
-        h_nD: Float[Array, "n D"],
-        keys_n2: UInt32[Array, "n 2"],
-        number: Array | int,
-        sampling: Sampling,
-    ) -> Int32[Array, " n"]:
-        """Draws token number `number` of each document: see ops.sampling.draw."""
-        return draw(self._logits(h_nD), keys_n2, number, sampling, self.vocabulary_axes)
-
-    def _logits(self, h_nD: Array) -> Array:
-        """Logits of this rank's shard of the vocabulary, [n, V]."""
+        ops/sampling.py draws from them; vocabulary_axes are the axes over which they are sharded.
+        """
         head_VD, acc = self._head_for(h_nD), accumulation_dtype(h_nD)
         return jnp.einsum("nd,vd->nv", h_nD, head_VD, preferred_element_type=acc)
 

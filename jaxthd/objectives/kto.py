@@ -4,7 +4,7 @@ Legend: R rows of a microbatch on this rank, T token slots of a row on this rank
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from jaxthd.objectives.dpo import PREFERENCE
 from jaxthd.objectives.objective import LOSS, OLD, REFERENCE, Objective, Tokens
-from jaxthd.objectives.settings import check_choice, check_number
+from jaxthd.objectives.settings import check_number
 
 KLOf = Literal["answers", "mismatched", "none"]
 _KL, _KL_ANSWERS = "kl", "answers of kl"
@@ -51,10 +51,9 @@ class KTO(Objective):
     scored with the policy."""
 
     def __post_init__(self) -> None:
-        check_choice("kl", self.kl, get_args(KLOf))
-        check_number("beta", self.beta, above=0)
-        check_number("desired_weight", self.desired_weight, least=0)
-        check_number("undesired_weight", self.undesired_weight, least=0)
+        check_number("beta", self.beta, above=0.0)
+        check_number("desired_weight", self.desired_weight, least=0.0)
+        check_number("undesired_weight", self.undesired_weight, least=0.0)
 
     @property
     def extras(self) -> tuple[str, ...]:

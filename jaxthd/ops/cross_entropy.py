@@ -22,9 +22,10 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32
 
 from jaxthd.ops.numerics import accumulation_dtype
+from jaxthd.ops.sampling import Sampling, drawn_log_probs
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def supervised_log_probs(
     h_ND: Float[Array, "N D"],
     head_VD: Float[Array, "V D"],
@@ -33,12 +34,17 @@ def supervised_log_probs(
     row_block: int,
     vocab_block: int,
     axes: tuple[str, ...] = (),
+    temperature: float = 1.0,
 ) -> Float[Array, " N"]:
-    """log softmax(h head^T)[target] at supervised positions, 0 elsewhere; promote(float32, h's dtype).
+    """log softmax(h head^T / temperature)[target] at supervised positions, 0 elsewhere; promote(float32, h's
+    dtype).
 
     axes: mesh axes over which the vocabulary is sharded, rank-major. Differentiable in h and head.
     """
-    return _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes)[0]
+    scores = _forward_scores(
+        h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes, temperature
+    )
+    return scores[0]
 
 
 def supervised_scores(
@@ -58,12 +64,15 @@ def supervised_scores(
 class TokenScores(NamedTuple):
     """log_probs: of the targets. top_ids, top_log_probs: the k likeliest entries of the vocabulary, the
     likeliest first, of equals the lowest id. promote(float32, the hidden states' dtype); 0 where nothing is
-    supervised.
+    supervised. All are of the softmax at the temperature.
+
+    drawn_log_probs: of the targets, under what draws tokens (ops/sampling.py); None where nobody asked.
     """
 
     log_probs: Float[Array, "*tokens"]
     top_ids: Int32[Array, "*tokens k"]
     top_log_probs: Float[Array, "*tokens k"]
+    drawn_log_probs: Float[Array, "*tokens"] | None = None
 
 
 def supervised_top_k(
@@ -74,12 +83,13 @@ def supervised_top_k(
     row_block: int,
     vocab_block: int,
     axes: tuple[str, ...] = (),
+    temperature: float = 1.0,
     *,
     top_k: int,
 ) -> TokenScores:
     """As supervised_log_probs, and the top_k likeliest entries. top_k: at most as many as all ranks hold."""
     logp_N, _, lse_br, top = _forward_scores(
-        h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes, top_k
+        h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes, temperature, top_k
     )
     rows_br, _ = _rows(supervised_N, row_block)
     ids_Nk = jnp.zeros((len(h_ND), top_k), jnp.int32)
@@ -89,6 +99,30 @@ def supervised_top_k(
         ids_Nk = ids_Nk.at[rows_br].set(ids_brk, mode="drop")
         top_Nk = top_Nk.at[rows_br].set(logits_brk - lse_br[..., None], mode="drop")
     return TokenScores(logp_N, ids_Nk, top_Nk)
+
+
+def supervised_drawn_log_probs(
+    h_ND: Float[Array, "N D"],
+    head_VD: Float[Array, "V D"],
+    targets_N: Int32[Array, " N"],
+    supervised_N: Bool[Array, " N"],
+    row_block: int,
+    sampling: Sampling,
+    axes: tuple[str, ...] = (),
+) -> Float[Array, " N"]:
+    """Log-probabilities of the targets under what draws tokens, as ops.sampling.drawn_log_probs finds them,
+    at supervised positions; 0 elsewhere. Not differentiable.
+
+    The logits of row_block positions are held at a time.
+    """
+    rows_br, used = _rows(supervised_N, row_block)
+
+    def row_step(b: Array, found_N: Array) -> Array:
+        h_rD, target_r = _take(h_ND, rows_br[b]), _take(targets_N, rows_br[b])
+        logits_rV, _, _ = _logits(h_rD, head_VD, jnp.int32(0), len(head_VD), 1.0)
+        return found_N.at[rows_br[b]].set(drawn_log_probs(logits_rV, target_r, sampling, axes), mode="drop")
+
+    return jax.lax.fori_loop(0, used, row_step, jnp.zeros(len(h_ND), accumulation_dtype(h_ND)))
 
 
 Entries = tuple[Array, Array]
@@ -112,14 +146,18 @@ def _vocab_blocks(vocab: int, vocab_block: int) -> tuple[Array, int]:
     return jnp.arange(0, vocab, size), size
 
 
-def _logits(h_rD: Array, head_VD: Array, first: Array, size: int) -> tuple[Array, Array, Array]:
-    """(a block's logits, -inf for entries that an earlier block counted; its entries' ids; its rows of the
-    head)."""
+def _logits(
+    h_rD: Array, head_VD: Array, first: Array, size: int, temperature: float
+) -> tuple[Array, Array, Array]:
+    """(a block's logits over the temperature, -inf for entries that an earlier block counted; its entries'
+    ids; its rows of the head)."""
     acc = accumulation_dtype(h_rD)
     start = jnp.minimum(first, len(head_VD) - size)
     head_vD = jax.lax.dynamic_slice_in_dim(head_VD, start, size)
     ids_v = start + jnp.arange(size)
     logits_rv = jnp.einsum("rd,vd->rv", h_rD, head_vD, preferred_element_type=acc)
+    if temperature != 1:
+        logits_rv /= temperature
     return jnp.where(ids_v >= first, logits_rv, -jnp.inf), ids_v, head_vD
 
 
@@ -128,17 +166,19 @@ def _local(targets_N: Array, head_VD: Array, axes: tuple[str, ...]) -> Array:
     return targets_N - jax.lax.axis_index(axes) * len(head_VD) if axes else targets_N
 
 
-def _forward(h, head, targets, supervised, row_block, vocab_block, axes):
+def _forward(h, head, targets, supervised, row_block, vocab_block, axes, temperature):
     # A frozen head's gradient is skipped here: the compiler would not remove it from nested loops.
     wants_head = () if head.perturbed else None
     h_ND, head_VD, targets_N, supervised_N = (x.value for x in (h, head, targets, supervised))
     logp_N, _, lse_br, _ = _forward_scores(
-        h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes
+        h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes, temperature
     )
     return logp_N, (h_ND, head_VD, targets_N, supervised_N, lse_br, wants_head)
 
 
-def _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes, top_k=0):
+def _forward_scores(
+    h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes, temperature=1.0, top_k=0
+):
     acc = accumulation_dtype(h_ND)
     rows_br, used = _rows(supervised_N, row_block)
     firsts, size = _vocab_blocks(len(head_VD), vocab_block)
@@ -152,7 +192,7 @@ def _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_blo
 
         def vocab_step(carry: tuple, first: Array) -> tuple[tuple, None]:
             max_r, sum_r, target_logit_r, top = carry
-            logits_rv, ids_v, _ = _logits(h_rD, head_VD, first, size)
+            logits_rv, ids_v, _ = _logits(h_rD, head_VD, first, size, temperature)
             new_max_r = jnp.maximum(max_r, logits_rv.max(-1))
             sum_r = sum_r * jnp.exp(max_r - new_max_r) + jnp.exp(logits_rv - new_max_r[:, None]).sum(-1)
             hit_rv = (ids_v == target_r[:, None]) & (ids_v >= first)
@@ -194,7 +234,7 @@ def _likeliest(found: Sequence[Entries], k: int) -> Entries:
     return top, jnp.take_along_axis(ids, at, axis=-1)
 
 
-def _backward(row_block, vocab_block, axes, residuals, dlogp_N):
+def _backward(row_block, vocab_block, axes, temperature, residuals, dlogp_N):
     h_ND, head_VD, targets_N, supervised_N, lse_br, wants_head = residuals
     acc = accumulation_dtype(h_ND)
     rows_br, used = _rows(supervised_N, row_block)
@@ -202,6 +242,8 @@ def _backward(row_block, vocab_block, axes, residuals, dlogp_N):
     local_N = _local(targets_N, head_VD, axes)
     # Every rank's cotangent of the replicated result is a partial sum.
     dlogp_N = jax.lax.psum(dlogp_N, axes) if axes else dlogp_N
+    if temperature != 1:
+        dlogp_N /= temperature
 
     def row_step(b: Array, carry: tuple[Array, Array | None]) -> tuple[Array, Array | None]:
         dh_ND, dhead_VD = carry
@@ -209,7 +251,7 @@ def _backward(row_block, vocab_block, axes, residuals, dlogp_N):
 
         def vocab_step(carry: tuple[Array, Array | None], first: Array) -> tuple[Any, None]:
             dh_rD, dhead_VD = carry
-            logits_rv, ids_v, head_vD = _logits(h_rD, head_VD, first, size)
+            logits_rv, ids_v, head_vD = _logits(h_rD, head_VD, first, size, temperature)
             hit_rv = (ids_v == target_r[:, None]) & (ids_v >= first)
             dlogits_rv = (dlogp_r1 * (hit_rv - jnp.exp(logits_rv - lse_br[b][:, None]))).astype(h_ND.dtype)
             dh_rD += jnp.einsum("rv,vd->rd", dlogits_rv, head_vD, preferred_element_type=acc)

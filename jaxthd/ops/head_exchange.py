@@ -4,8 +4,7 @@ Under the per-document layout a rank holds two chunks of every document, too man
 Mamba2's inputs travel: an all-to-all gives every rank all tokens of its rows, in document order, for its
 share of the heads. Outputs travel back. Under the whole-buffer layout, and on one rank, nothing moves.
 
-Legend: N tokens of this rank, R rows, S tokens of a row on all ranks, M = R * S, H heads, h = H / context;
-D documents of the rows.
+Legend: N tokens of this rank, R rows, S tokens of a row on all ranks, M = R * S, H heads, h = H / context.
 """
 
 import jax
@@ -57,9 +56,3 @@ def own_heads(x_H: Shaped[Array, "..."], segments: Segments, axis: int = 0) -> S
         return x_H
     share = x_H.shape[axis] // segments.context
     return jax.lax.dynamic_slice_in_dim(x_H, jax.lax.axis_index(segments.axis) * share, share, axis)
-
-
-def to_documents(x_Dh: Shaped[Array, "D h *rest"], segments: Segments) -> Shaped[Array, "n H *rest"]:
-    """Values of all documents for this rank's heads -> those of 1 / context of the documents, for all
-    heads."""
-    return jax.lax.all_to_all(x_Dh, segments.axis, split_axis=0, concat_axis=1, tiled=True)

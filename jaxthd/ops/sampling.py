@@ -5,6 +5,8 @@ A draw is the highest of logit / temperature plus Gumbel noise, which is distrib
 the noise of its own shard. top-k and top-p keep all logits from some threshold up. It is found bit by bit, by
 halving, from counts and sums over the ranks: a few numbers for each document, whatever k and p are.
 
+Noise and order are float32. Probabilities are of the logits' own dtype.
+
 Legend: n documents, V vocabulary entries of this rank.
 """
 
@@ -13,8 +15,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float, Float32, Int32, UInt32
+from jaxtyping import Bool, Float, Int32, UInt32
 
 
 class Sampling(NamedTuple):
@@ -24,9 +27,30 @@ class Sampling(NamedTuple):
         as the last of these; 1 keeps all.
     """
 
-    temperature: Float32[Any, ""]
+    temperature: Float[Any, ""]
     top_k: Int32[Any, ""]
-    top_p: Float32[Any, ""]
+    top_p: Float[Any, ""]
+
+
+def make_sampling(temperature: float, top_k: int, top_p: float, dtype: str) -> Sampling:
+    """For a model that computes in `dtype`: exact in float64, else float32."""
+    real: Any = np.float64 if dtype == "float64" else np.float32
+    return Sampling(real(temperature), np.int32(top_k), real(top_p))
+
+
+class Drawn(NamedTuple):
+    """Drawn tokens, and how probable they were; None where nobody asked.
+
+    log_probs: under the softmax at the temperature, over the whole vocabulary.
+    drawn_log_probs: under what drew the token: temperature, top_k and top_p; 1 over all entries kept.
+    entropies: of the softmax at the temperature, in nats.
+    At temperature 0 log_probs and entropies are those of temperature 1, and drawn_log_probs is 0.
+    """
+
+    tokens: Int32[Any, "*tokens"]
+    log_probs: Float[Any, "*tokens"] | None = None
+    drawn_log_probs: Float[Any, "*tokens"] | None = None
+    entropies: Float[Any, "*tokens"] | None = None
 
 
 def likeliest(scores_nV: Float[Array, "n V"], axes: tuple[str, ...]) -> Int32[Array, " n"]:
@@ -42,28 +66,69 @@ def likeliest(scores_nV: Float[Array, "n V"], axes: tuple[str, ...]) -> Int32[Ar
 def draw(
     logits_nV: Float[Array, "n V"],
     keys_n2: UInt32[Array, "n 2"],
-    number: Array | int,
+    number: Int32[Array, " n"] | Array | int,
     sampling: Sampling,
     axes: tuple[str, ...],
 ) -> Int32[Array, " n"]:
-    """A token for each document. keys_n2: 64 random bits for each document. number: the token's, from 0.
+    """A token for each document. keys_n2: 64 random bits for each document. number: the token's, from 0; one
+    for all documents, or one for each.
 
     The order is that of transformers: temperature, then top-k, then top-p.
     """
 
     def drawn() -> Array:
-        # The highest is subtracted first, so that a small temperature makes no infinity.
-        below_nV = logits_nV - _pmax(logits_nV.max(-1), axes)[:, None]
-        scaled_nV = (below_nV / sampling.temperature).astype(jnp.float32)
-        noise_nV = _noise(keys_n2, number, scaled_nV.shape[1], axes)
-        return likeliest(jnp.where(kept(scaled_nV, sampling, axes), scaled_nV + noise_nV, -jnp.inf), axes)
+        scaled_nV = _scaled(logits_nV, sampling.temperature, axes)
+        return _highest_with_noise(
+            scaled_nV,
+            kept(scaled_nV, sampling, axes),
+            _noise(keys_n2, number, scaled_nV.shape[1], axes),
+            axes,
+        )
 
     return jax.lax.cond(sampling.temperature > 0, drawn, lambda: likeliest(logits_nV, axes))
 
 
-def kept(scaled_nV: Float32[Array, "n V"], sampling: Sampling, axes: tuple[str, ...]) -> Bool[Array, "n V"]:
+def draw_with_log_probs(
+    logits_nV: Float[Array, "n V"],
+    keys_n2: UInt32[Array, "n 2"],
+    number: Int32[Array, " n"] | Array | int,
+    sampling: Sampling,
+    axes: tuple[str, ...],
+) -> Drawn:
+    """The tokens of `draw`, with their log-probabilities and the entropies, in the logits' dtype."""
+
+    def drawn() -> Drawn:
+        scaled_nV = _scaled(logits_nV, sampling.temperature, axes)
+        kept_nV, noise_nV = kept(scaled_nV, sampling, axes), _noise(keys_n2, number, scaled_nV.shape[1], axes)
+        tokens_n = _highest_with_noise(scaled_nV, kept_nV, noise_nV, axes)
+        score_n, lse_n = _entry(scaled_nV, tokens_n, axes), _log_sum(scaled_nV, axes)
+        drawn_n = score_n - _log_sum(jnp.where(kept_nV, scaled_nV, -jnp.inf), axes)
+        return Drawn(tokens_n, score_n - lse_n, drawn_n, _entropy(scaled_nV, lse_n, axes))
+
+    def likeliest_ones() -> Drawn:
+        below_nV = _scaled(logits_nV, 1, axes)
+        lse_n = _log_sum(below_nV, axes)
+        return Drawn(
+            likeliest(logits_nV, axes), -lse_n, jnp.zeros_like(lse_n), _entropy(below_nV, lse_n, axes)
+        )
+
+    return jax.lax.cond(sampling.temperature > 0, drawn, likeliest_ones)
+
+
+def drawn_log_probs(
+    logits_nV: Float[Array, "n V"], tokens_n: Int32[Array, " n"], sampling: Sampling, axes: tuple[str, ...]
+) -> Float[Array, " n"]:
+    """The log-probabilities of given tokens under what draws them (Drawn.drawn_log_probs), in the logits'
+    dtype; -inf for a token that is not kept. The temperature is above 0.
+    """
+    scaled_nV = _scaled(logits_nV, sampling.temperature, axes)
+    kept_nV = jnp.where(kept(scaled_nV, sampling, axes), scaled_nV, -jnp.inf)
+    return _entry(kept_nV, tokens_n, axes) - _log_sum(kept_nV, axes)
+
+
+def kept(scaled_nV: Float[Array, "n V"], sampling: Sampling, axes: tuple[str, ...]) -> Bool[Array, "n V"]:
     """Which entries top_k and top_p keep. scaled_nV: logits / temperature, where the highest is 0."""
-    order_nV = _order(scaled_nV)
+    order_nV = _order(scaled_nV.astype(jnp.float32))
     none_n = jnp.zeros(len(order_nV), jnp.uint32)
 
     def total(x_nV: Array) -> Array:
@@ -83,6 +148,36 @@ def kept(scaled_nV: Float32[Array, "n V"], sampling: Sampling, axes: tuple[str, 
 
     threshold_n = jnp.maximum(least_n, jax.lax.cond(sampling.top_p < 1, share_p, lambda: none_n))
     return order_nV >= threshold_n[:, None]
+
+
+def _scaled(logits_nV: Array, temperature: Any, axes: tuple[str, ...]) -> Array:
+    """logits / temperature, where the highest is 0, in the logits' dtype."""
+    # The highest is subtracted first, so that a small temperature makes no infinity.
+    below_nV = logits_nV - _pmax(logits_nV.max(-1), axes)[:, None]
+    return below_nV / jnp.asarray(temperature, below_nV.dtype)
+
+
+def _highest_with_noise(scaled_nV: Array, kept_nV: Array, noise_nV: Array, axes: tuple[str, ...]) -> Array:
+    return likeliest(jnp.where(kept_nV, scaled_nV.astype(jnp.float32) + noise_nV, -jnp.inf), axes)
+
+
+def _entry(x_nV: Array, tokens_n: Array, axes: tuple[str, ...]) -> Array:
+    """The tokens' entries, on all ranks."""
+    local_n1 = tokens_n[:, None] - (jax.lax.axis_index(axes) * x_nV.shape[1] if axes else 0)
+    is_here_n1 = (local_n1 >= 0) & (local_n1 < x_nV.shape[1])
+    found_n1 = jnp.take_along_axis(x_nV, jnp.clip(local_n1, 0, x_nV.shape[1] - 1), axis=1)
+    return _psum(jnp.where(is_here_n1, found_n1, 0)[:, 0], axes)
+
+
+def _log_sum(scaled_nV: Array, axes: tuple[str, ...]) -> Array:
+    """The log-sum-exp of entries whose highest is 0."""
+    return jnp.log(_psum(jnp.exp(scaled_nV).sum(-1), axes))
+
+
+def _entropy(scaled_nV: Array, lse_n: Array, axes: tuple[str, ...]) -> Array:
+    log_p_nV = scaled_nV - lse_n[:, None]
+    p_nV = jnp.exp(log_p_nV)
+    return _psum(jnp.where(p_nV > 0, -p_nV * log_p_nV, 0).sum(-1), axes)
 
 
 def _order(x: Array) -> Array:
@@ -106,11 +201,12 @@ def _noise(keys_n2: Array, number: Array | int, size: int, axes: tuple[str, ...]
     """Gumbel noise for this rank's entries, [n, size]."""
     ranks = jax.lax.axis_size(axes) if axes else 1
 
-    def of_document(key: Array) -> Array:
+    def of_document(key: Array, number: Array) -> Array:
         own = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), number)
         return jax.random.gumbel(own, (ranks * size,), jnp.float32, mode="high")
 
-    noise_nW = jax.vmap(of_document)(keys_n2)
+    numbers_n = jnp.broadcast_to(jnp.asarray(number, jnp.int32), len(keys_n2))
+    noise_nW = jax.vmap(of_document)(keys_n2, numbers_n)
     first = jax.lax.axis_index(axes) * size if axes else 0
     return jax.lax.dynamic_slice_in_dim(noise_nW, first, size, axis=1)
 

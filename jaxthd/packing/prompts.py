@@ -4,8 +4,11 @@ A packed batch holds whole documents: prompt and answer. In a causal model later
 ones. So one forward pass gives both the log-probabilities of the answer and all that decoding after the
 prompt needs. Prompts stay packed in their buffer, and nothing is padded to the longest.
 
+Several answers can be decoded to one prompt. Then each of the rank's n places names the prompt that it
+answers, and what a place needs of its prompt is computed once for the prompt.
+
 Legend: R rows, D most documents of a row (a multiple of the context axis), n documents that this rank
-decodes: R * D over the context axis.
+decodes: R * D over the context axis, or as many as there are places.
 """
 
 from collections.abc import Iterator
@@ -44,6 +47,7 @@ def find_prompts(
 
     layout: the layout that the batch was packed with. An answer is a run of supervised tokens; the last one
         of a document counts.
+    Raises ValueError for answers that share their prompt's slots: decoding does not go on from these.
     """
     rows = len(batch.tokens)
     entries = -(-max_documents // layout.ranks) * layout.ranks
@@ -60,7 +64,7 @@ def find_prompts(
 
 
 def whole_prompts(batch: Batch, layout: ContextLayout, max_documents: int) -> PromptEnds:
-    """The ends of a host batch's documents, each taken as a prompt. Arguments: as in find_prompts."""
+    """The ends of a host batch's documents, each taken as a prompt. Arguments, errors: as in find_prompts."""
     ends = PromptEnds(
         *np.full((2, len(batch.tokens), -(-max_documents // layout.ranks) * layout.ranks), -1, np.int32)
     )
@@ -73,6 +77,11 @@ def _documents(
     batch: Batch, layout: ContextLayout
 ) -> Iterator[tuple[int, int, Int32[np.ndarray, " T"], Int[np.ndarray, " n"]]]:
     """Yields (row, document, the permutation to document order, the document's slots in that order)."""
+    if batch.prefixes is not None and batch.prefixes.any():
+        raise ValueError(
+            "the batch to decode from has answers that share their prompts' slots; expected whole documents: "
+            "pack with share_prompts=False, or pack the prompts alone"
+        )
     for row, segment_ids in enumerate(batch.segment_ids):
         order = layout.inverse(segment_ids)
         ids = segment_ids[order]
@@ -86,50 +95,78 @@ class Prompts:
 
     ends: the ends in this rank's rows. at: this rank's index of each prompt's last token, or -1; [R * D].
     keys: which keys of all ranks, in document order, the new tokens of this rank's n documents attend to.
+    places: the prompt that each of this rank's n places answers, of R * D, or -1; None where this rank's
+        documents are its share of the prompts.
     documents: n. new_tokens: most tokens to decode. block: the attention block.
     """
 
     ends: PromptEnds
     at: Int32[Array, " entries"]
     keys: KeyIntervals
+    places: Int32[Array, " n"] | None
     documents: int
     new_tokens: int
     block: int
 
     def share(self, x: Array, segments: Segments) -> Array:
         """Takes [R * D, ...], zero except on the rank with the prompt's end; returns this rank's [n, ...]."""
-        if segments.context == 1:
-            return x
-        return jax.lax.psum_scatter(x, segments.axis, scatter_dimension=0, tiled=True)
+        if segments.context > 1 and self.places is None:
+            return jax.lax.psum_scatter(x, segments.axis, scatter_dimension=0, tiled=True)
+        if segments.context > 1:
+            x = jax.lax.psum(x, segments.axis)
+        return x if self.places is None else self._of_places(x)
+
+    def share_heads(self, x_Dh: Array, segments: Segments) -> Array:
+        """Takes [R * D, h, ...], a context rank's heads of all prompts; returns this rank's [n, H, ...]."""
+        assert segments.axis is not None
+        if self.places is None:
+            return jax.lax.all_to_all(x_Dh, segments.axis, split_axis=0, concat_axis=1, tiled=True)
+        return self._of_places(jax.lax.all_gather(x_Dh, segments.axis, axis=1, tiled=True))
+
+    def _of_places(self, x: Array) -> Array:
+        assert self.places is not None
+        is_some = (self.places >= 0).reshape(-1, *[1] * (x.ndim - 1))
+        return jnp.where(is_some, x[self.places], 0)
 
 
 class Now(NamedTuple):
     """A step of decoding.
 
-    keys, block: as in Prompts. token: the new token's number, from 0. active: documents that have not ended.
+    keys, block: as in Prompts. token: the number of each document's new token, from 0. active: documents that
+    have not ended.
+    order: the documents in the order of their prompts' keys, which is the order of `keys`; None where they
+        have it.
     """
 
     keys: KeyIntervals
     block: int
-    token: Int32[Array, ""]
+    token: Int32[Array, " n"]
     active: Bool[Array, " n"]
+    order: Int32[Array, " n"] | None
 
 
-def make_prompts(ends: PromptEnds, segments: Segments, new_tokens: int) -> Prompts:
-    """Called inside the step's shard_map. ends: for this data rank's rows, equal on all its context ranks."""
+def make_prompts(
+    ends: PromptEnds, segments: Segments, new_tokens: int, places: Int32[Array, " n"] | None = None
+) -> Prompts:
+    """Called inside the step's shard_map. ends: for this data rank's rows, equal on all its context ranks.
+    places: see Prompts.
+    """
     rows, entries = ends.first.shape
     tokens = len(segments.ids) // rows * segments.context
-    documents = rows * entries // segments.context
+    documents = rows * entries // segments.context if places is None else len(places)
     start_R1 = tokens * jnp.arange(rows, dtype=jnp.int32)[:, None]
     exists_RD = ends.last >= 0
     lo, hi = (jnp.where(exists_RD, start_R1 + x, 0).reshape(-1) for x in (ends.first, ends.last + 1))
-    if segments.axis is not None:
+    if places is not None:
+        lo, hi = (jnp.where(places >= 0, x[places], 0) for x in (lo, hi))
+    elif segments.axis is not None:
         mine = jax.lax.axis_index(segments.axis) * documents
         lo, hi = (jax.lax.dynamic_slice_in_dim(x, mine, documents) for x in (lo, hi))
     return Prompts(
         ends=ends,
         at=segments.local_index(ends.last),
         keys=key_intervals(lo, hi, segments.block, DOCUMENTS_BLOCK),
+        places=places,
         documents=documents,
         new_tokens=new_tokens,
         block=segments.block,

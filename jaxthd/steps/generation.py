@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int32, UInt32
 from jaxthd.kernels.xla_options import jit_for
 from jaxthd.models.decoding import Pick, advance, begin
 from jaxthd.models.speech_lm import SpeechLM
-from jaxthd.ops.sampling import Sampling
+from jaxthd.ops.sampling import Drawn, Sampling, draw
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.prompts import PromptEnds
 from jaxthd.parallel.mesh import AXES, DATA, TOKEN_AXES, batch_specs, on_ranks
@@ -52,7 +52,11 @@ def make_generation_steps(
     graph, specs, config = blueprint.graph, blueprint.specs, blueprint.config
 
     def pick_from(model: SpeechLM, draws: Draws) -> Pick:
-        return lambda h_nD, number: model.draw(h_nD, draws.keys, number, draws.sampling)
+        def pick(h_nD: Array, number: Array | int) -> Drawn:
+            logits_nV, axes = model.logits(h_nD), model.vocabulary_axes
+            return Drawn(draw(logits_nV, draws.keys, number, draws.sampling, axes))
+
+        return pick
 
     def prefill(params: Tree, buffers: Tree, batch: Batch, ends: PromptEnds, draws: Draws) -> Tree:
         model = nnx.merge(graph, params, buffers)
@@ -66,7 +70,7 @@ def make_generation_steps(
         model = nnx.merge(graph, params, buffers)
         own = jax.tree.map(lambda x: x[0], decoding)
         own = advance(model, own, pick_from(model, draws), stop_ids=stop_ids, until=until)
-        answers = Answers(own.number, own.tokens, own.active)
+        answers = Answers(own.steps, own.drawn.tokens, own.active)
         return jax.tree.map(lambda x: x[None], own), answers
 
     # Each rank holds its own decoding: a row of a leading dim that all axes shard.

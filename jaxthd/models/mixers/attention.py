@@ -51,17 +51,22 @@ class Attention(nnx.Module):
         self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
     ) -> tuple[Float[Array, "n D"], list[Array]]:
         q_nHd, *new = self._project(x_nD)
+        number_m, token_n1 = jnp.arange(state[0].shape[1], dtype=jnp.int32), now.token[:, None]
         k_nmKd, v_nmKd = state = [
-            jax.lax.dynamic_update_index_in_dim(old, x, now.token, axis=1)
+            jnp.where((number_m == token_n1)[..., None, None], x[:, None], old)
             for old, x in zip(state, new, strict=True)
         ]
         scale, kv_heads, acc = self.head_dim**-0.5, k_nmKd.shape[2], accumulation_dtype(x_nD)
+        q_in_order = q_nHd if now.order is None else q_nHd[now.order]
         prompt, prompt_lse = attention_forward(
-            q_nHd, fixed[0], fixed[1], now.keys, scale, now.block, DOCUMENTS_BLOCK
+            q_in_order, fixed[0], fixed[1], now.keys, scale, now.block, DOCUMENTS_BLOCK
         )
+        if now.order is not None:
+            back_n = jnp.argsort(now.order)
+            prompt, prompt_lse = prompt[back_n], prompt_lse[back_n]
         q_nKGd = q_nHd.reshape(len(q_nHd), kv_heads, -1, self.head_dim)
         s_nKGm = scale * jnp.einsum("nkgd,nmkd->nkgm", q_nKGd, k_nmKd, preferred_element_type=acc)
-        s_nKGm = jnp.where(jnp.arange(k_nmKd.shape[1]) <= now.token, s_nKGm, -jnp.inf)
+        s_nKGm = jnp.where((number_m <= token_n1)[:, None, None], s_nKGm, -jnp.inf)
         lse_nKG = jax.nn.logsumexp(s_nKGm, axis=-1)
         p_nKGm = jnp.exp(s_nKGm - lse_nKG[..., None]).astype(v_nmKd.dtype)
         own = jnp.einsum("nkgm,nmkd->nkgd", p_nKGm, v_nmKd, preferred_element_type=acc)

@@ -19,7 +19,7 @@ from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.models.layers import Linear, RMSNorm
 from jaxthd.models.mixers.contract import LayerKind, Prefilled, residual_std
 from jaxthd.ops.conv import causal_conv, last_inputs
-from jaxthd.ops.head_exchange import head_ranks, own_heads, scan_segments, to_documents, to_heads, to_tokens
+from jaxthd.ops.head_exchange import head_ranks, own_heads, scan_segments, to_heads, to_tokens
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.backends import scan
 from jaxthd.ops.scan.ssd import ssd_and_states
@@ -94,7 +94,7 @@ class Mamba2(nnx.Module):
         y_LhP, state_DhPS = ssd_and_states(*inputs, rows, ends, chunk=self.chunk)
         inputs_NC = self._side_by_side(projected)[:, 0]
         last_DkC = last_inputs(inputs_NC, *prompts.ends, self.conv_x.shape[0], segments)
-        share = prompts.share if segments.in_order is None else to_documents
+        share = prompts.share if segments.in_order is None else prompts.share_heads
         state = [prompts.share(last_DkC, segments), share(state_DhPS, segments)]
         return Prefilled(self._scan_outputs(y_LhP, inputs.x, x_ND, segments), [], state)
 
