@@ -156,6 +156,14 @@ class Generator:
             found[delta.number].append(delta)
         return [whole_answer(x.key, deltas) for x, deltas in zip(conversations, found, strict=True)]
 
+    def why_unusable(self, conversation: Example) -> str:
+        """Why the conversation cannot be answered; "" if it can."""
+        try:
+            self._prompt(0, conversation)
+        except UserError as error:
+            return str(error)
+        return ""
+
     def _prompt(self, number: int, example: Example) -> Document:
         """The conversation as a document to continue, whose key is the conversation's number."""
         if not example.turns or example.turns[-1].role == "assistant":
