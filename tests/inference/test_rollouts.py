@@ -259,12 +259,12 @@ def test_draws_depend_on_their_keys_and_on_no_company(expected: list[list[Rollou
         assert own.compilations == 3
 
 
-def test_greedy_answers_are_the_generators(monkeypatch: pytest.MonkeyPatch):
+def test_greedy_answers_are_the_generators():
     """With the log-probabilities of temperature 1, and drawn for certain."""
-    monkeypatch.setattr(ByteTokenizer, "eos_ids", STOPS)
     with jax.enable_x64(True):
         greedy = drawn(engine(), temperature=0.0, group_size=1)
-        own = Generator(CONFIG, make_mesh(MeshConfig()), *weights("float64"), batch=4, max_new_tokens=NEW)
+        sizes = {"batch": 4, "max_new_tokens": NEW}
+        own = Generator(CONFIG, make_mesh(MeshConfig()), *weights("float64"), **sizes, stop_ids=STOPS)
         for group, wanted in zip(greedy, own.generate(conversations()), strict=True):
             tokens = group[0].tokens.tolist()
             assert tuple(tokens[: len(tokens) - group[0].ended]) == wanted.tokens
