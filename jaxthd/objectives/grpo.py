@@ -67,7 +67,7 @@ class GRPO(Objective):
     loss: Surrogate = "clip"
     ratio: Ratio = "token"
     """"answer": one ratio for an answer, exp of the mean over its tokens of log rho (GSPO, Zheng et al.,
-    2025; with mean=answers, as there)."""
+    2025); only with mean=answers."""
     mean: Mean = "tokens"
     """What the loss is a mean of: all "tokens" of the batch (DAPO); "answers", each the mean over its tokens
     (GRPO); "max_length": the sum over answers and tokens / (answers * max_length) (Dr. GRPO, Liu et al.,
@@ -113,6 +113,8 @@ class GRPO(Objective):
                 "it with mean=max_length",
                 "leave max_length out",
             )
+        if self.ratio == "answer" and self.mean != "answers":
+            refuse(f"ratio=answer with mean={self.mean}", "it with mean=answers", "add mean=answers")
         if self.dual_clip:
             check_number("dual_clip", self.dual_clip, above=1 + self.clip_high)
             if self.loss != "clip":
