@@ -39,7 +39,7 @@ from jaxthd.data.skipped import SkipLog
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.inference.score_lines import Summary, score_line
-from jaxthd.inference.scorer import DocumentScores, Scorer, in_order
+from jaxthd.inference.scorer import DocumentScores, Scorer, in_order, of_document
 from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import local_rows, make_mesh
 from jaxthd.parallel.processes import is_first
@@ -102,6 +102,8 @@ def score(
 ) -> list[DocumentScores]:
     """The scores of each document, in their order. Of several processes all call it, and get the same.
 
+    Each answer of a document with several (Document.answers) is scored as if it were the only one; of such
+    documents only the answers are.
     weights: in the canonical form, or sources as jaxthd.checkpoints.weights.load_weights takes them.
     top_k, every_token: see Scorer. The config is taken as validated (jaxthd.validate): rules about its data
     sets and tokenizer do not hold for documents that are already made.
@@ -113,6 +115,12 @@ def score(
             f"{len(documents)} documents have {len(number)} keys; expected a key of its own for each, by "
             "which its scores are known: rename some"
         )
+    has_answers = any(document.answers for document in documents)
+    if has_answers and every_token:
+        raise UserError(
+            "every token is to be scored, and documents have several answers; expected documents of one "
+            "sequence each, or every_token=False: score each answer as a document of its own"
+        )
     config = _for_scoring(with_kernels(config), weights)
     mesh = make_mesh(config.mesh)
     loader = make_loader(
@@ -122,12 +130,14 @@ def score(
         rows=local_rows(mesh, config.data.rows),
         repeat=False,
         shuffle=False,
+        answers=has_answers,
         on_skip=_refuse,
     )
     with SynchronizedLoader(loader, SkipLog(Path(), writes=False)) as batches:
         scorer = Scorer(Blueprint(config), mesh, top_k=top_k, every_token=every_token)
-        found = scorer(_on_mesh(weights, config, mesh), batches)
-        return sorted(found, key=lambda scores: number[scores.key])
+        found = sorted(scorer(_on_mesh(weights, config, mesh), batches), key=lambda x: number[x.key])
+        shares = config.posttraining.share_prompts
+        return [of_document(x, d, shares) for x, d in zip(found, documents, strict=True)]
 
 
 def score_manifest(

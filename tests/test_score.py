@@ -27,6 +27,7 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.steps.state import canonical_form
 from tests import test_train
+from tests.answers import alone, document_with_answers
 from tests.helpers import filled_state
 from tests.speech_model import AUDIO, CAPACITY, MELS, MODEL, ROUND_TO, Spec, document, run_config, state
 from tests.test_train import tiny
@@ -131,6 +132,39 @@ def test_packed_documents_on_any_mesh_get_the_scores_they_get_alone(mesh, layout
                 np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-10, atol=1e-10)
     assert sum(len(scores.positions) for scores in found) > 60
     assert any(not len(scores.positions) for scores in found)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout", "share_prompts"),
+    [
+        (MeshConfig(1, 2, 1, 1), "document", True),
+        pytest.param(MeshConfig(2, 1, 2, 1), "buffer", True, marks=pytest.mark.exhaustive),
+        pytest.param(MeshConfig(1, 2, 1, 1), "buffer", False, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_each_of_several_answers_gets_the_scores_it_gets_alone(mesh, layout, share_prompts):
+    rng = np.random.default_rng(1)
+    settings = {"mels": MELS, "most": 6, "vocabulary": 48}
+    grouped = [document_with_answers(rng, f"{n}", answers=n % 3 + 1, **settings) for n in range(7)]
+    grouped += [*documents()[:2]]
+    with jax.enable_x64(True):
+        config = config_for(mesh, layout, rows=2, microbatches=1)
+        config = replace(config, posttraining=replace(config.posttraining, share_prompts=share_prompts))
+        found = score(config, weights(), grouped)
+        single = score(
+            config_for(MeshConfig(), rows=1, microbatches=1),
+            weights(),
+            [x for d in grouped for x in alone(d)],
+        )
+        by_key = {scores.key: scores for scores in single}
+        for got, document in zip(found, grouped, strict=True):
+            np.testing.assert_array_equal(got.tokens, document.tokens)
+            np.testing.assert_array_equal(np.flatnonzero(document.supervised[1:]) + 1, got.positions)
+            want = np.concatenate([by_key[one.key].log_probs for one in alone(document)])
+            np.testing.assert_allclose(got.log_probs, want, rtol=1e-10, atol=1e-10)
+        with pytest.raises(UserError, match="every_token=False"):
+            score(config, weights(), grouped, every_token=True)
 
 
 def test_what_cannot_be_scored_is_named():

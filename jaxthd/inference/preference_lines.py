@@ -98,10 +98,7 @@ def _prompt_fields(item: Item, folder: Path) -> Line:
     """The entry's fields, a conversation without its answer as the field prompt."""
     entry = dict(item.entry)
     if "audio_filepath" in entry:
-        path = Path(entry["audio_filepath"])
-        return entry | {
-            "audio_filepath": str(path if path.is_absolute() else _from(item.folder / path, folder))
-        }
+        return entry | {"audio_filepath": _from(item.folder / entry["audio_filepath"], folder)}
     for name in ("conversations", "messages", "audio", "sound"):
         entry.pop(name, None)
     messages = [
@@ -120,5 +117,5 @@ def _content(part: Any, folder: Path) -> Line:
 
 
 def _from(path: Path, folder: Path) -> str:
-    """A path as it is written in a file of that folder."""
-    return os.path.relpath(path, folder)
+    """A path as it is written in a file of that folder. An absolute one stays."""
+    return str(path) if path.is_absolute() else os.path.relpath(path, folder)

@@ -5,7 +5,7 @@ Legend: R rows of a microbatch on this rank, T token slots of a row on this rank
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ class GRPO(Objective):
     loss: Surrogate = "clip"
     ratio: Ratio = "token"
     """"answer": one ratio for an answer, exp of the mean over its tokens of log rho (GSPO, Zheng et al.,
-    2025; with mean=answers, as there)."""
+    2025); only with mean=answers."""
     mean: Mean = "tokens"
     """What the loss is a mean of: all "tokens" of the batch (DAPO); "answers", each the mean over its tokens
     (GRPO); "max_length": the sum over answers and tokens / (answers * max_length) (Dr. GRPO, Liu et al.,
@@ -113,6 +113,8 @@ class GRPO(Objective):
                 "it with mean=max_length",
                 "leave max_length out",
             )
+        if self.ratio == "answer" and self.mean != "answers":
+            refuse(f"ratio=answer with mean={self.mean}", "it with mean=answers", "add mean=answers")
         if self.dual_clip:
             check_number("dual_clip", self.dual_clip, above=1 + self.clip_high)
             if self.loss != "clip":
@@ -134,7 +136,7 @@ class GRPO(Objective):
 
     def sums(self, log_probs_RT: Float[Array, "R T"], tokens: Tokens) -> dict[str, Float[Array, ""]]:
         is_drawn_RT = tokens.weights > 0
-        advantage_RT = jnp.where(is_drawn_RT, tokens.extras[ADVANTAGE], 0)
+        advantage_RT = jnp.where(is_drawn_RT, tokens.extras[ADVANTAGE], 0).astype(log_probs_RT.dtype)
         ratio_RT = jnp.exp(self._log_ratio(log_probs_RT, tokens))
         correction_RT = self._corrections(log_probs_RT, tokens)
         loss_RT = correction_RT * self._policy_loss(advantage_RT, ratio_RT, log_probs_RT)
@@ -156,7 +158,7 @@ class GRPO(Objective):
         if self.correction != "none":
             metrics["correction"] = correction_RT
         sums = {name: jnp.where(is_drawn_RT, x_RT, 0).sum() for name, x_RT in metrics.items()}
-        return {LOSS: (self._token_weights(tokens) * loss_RT).sum(), **sums}
+        return {LOSS: (self._token_weights(tokens, loss_RT.dtype) * loss_RT).sum(), **sums}
 
     def extremes(self, log_probs_RT: Float[Array, "R T"], tokens: Tokens) -> dict[str, Float[Array, ""]]:
         log_ratio_RT = self._log_ratio(log_probs_RT, tokens)
@@ -174,7 +176,7 @@ class GRPO(Objective):
         """log p_old; without a gradient."""
         if self.old == "current":
             return jax.lax.stop_gradient(log_probs_RT)
-        return tokens.extras[OLD if self.old == "scored" else RECORDED]
+        return tokens.extras[OLD if self.old == "scored" else RECORDED].astype(log_probs_RT.dtype)
 
     def _log_ratio(self, log_probs_RT: Array, tokens: Tokens) -> Float[Array, "R T"]:
         """log rho, or its mean over the answer; 0 where nothing was drawn."""
@@ -217,9 +219,9 @@ class GRPO(Objective):
         difference_RT = jnp.abs(jax.lax.stop_gradient(ours_RT) - tokens.extras[RECORDED])
         return jnp.where(tokens.weights > 0, difference_RT, 0)
 
-    def _token_weights(self, tokens: Tokens) -> Float[Array, "R T"]:
+    def _token_weights(self, tokens: Tokens, dtype: Any) -> Float[Array, "R T"]:
         """What a token's loss counts in the sum."""
+        weights_RT = tokens.weights.astype(dtype)
         if self.mean != "answers":
-            return tokens.weights
-        lengths_RD = jnp.maximum(tokens.answer_sums(tokens.weights), 1)
-        return tokens.weights * tokens.at_tokens(1 / lengths_RD)
+            return weights_RT
+        return weights_RT * tokens.at_tokens(1 / jnp.maximum(tokens.answer_sums(weights_RT), 1))

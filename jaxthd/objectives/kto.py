@@ -72,7 +72,7 @@ class KTO(Objective):
             return {}
         label_RD = tokens.answer_values(tokens.extras[PREFERENCE])
         estimates_RD = tokens.supervised_answers() & ((label_RD == 0) == (self.kl == "mismatched"))
-        rewards_RD = self._rewards(tokens.extras[OLD], tokens)
+        rewards_RD = self._rewards(tokens.extras[OLD].astype(float), tokens)
         return {
             _KL: tokens.share(jnp.where(estimates_RD, rewards_RD, 0).sum()),
             _KL_ANSWERS: tokens.share(estimates_RD.sum(dtype=tokens.weights.dtype)),
@@ -99,7 +99,7 @@ class KTO(Objective):
             mean = tokens.totals[_KL] / jnp.maximum(tokens.totals[_KL_ANSWERS], 1)
             z = jax.lax.stop_gradient(jnp.maximum(mean, 0)).astype(rewards_RD.dtype)
         weight_RD = jnp.where(label_RD > 0, self.desired_weight, self.undesired_weight)
-        losses_RD = weight_RD * jax.nn.sigmoid(-self.beta * jnp.sign(label_RD) * (rewards_RD - z))
+        losses_RD = weight_RD * jax.nn.sigmoid(self.beta * (jnp.sign(label_RD) * (z - rewards_RD)))
 
         def over(sign: int, x_RD: Array) -> Array:
             return tokens.share(jnp.where(sign * label_RD > 0, x_RD, 0).sum())

@@ -297,6 +297,7 @@ def test_an_answer_longer_than_the_longest_gives_nan() -> None:
         ("grpo", "dual_clip=3 loss=cispo", "dual_clip with loss=cispo; expected"),
         ("grpo", "mean=max_length", "mean=max_length with max_length=0; expected"),
         ("grpo", "max_length=9", "max_length=9 with mean=tokens; expected"),
+        ("grpo", "ratio=answer", "ratio=answer with mean=tokens; expected it with mean=answers"),
         ("grpo", "clip=0.2", "'clip=0.2'; expected NAME=VALUE"),
     ],
 )
