@@ -285,9 +285,11 @@ def test_what_cannot_be_drawn_is_refused_before_anything_is():
     recording = np.zeros((100, 16), np.float32)
     loud = Document.splice("loud", [7], [False], [[recording] * 5], placeholder=7)
     ok = prompts()[:1]
+    has_answers = Document("both", np.zeros(3, np.int32), none[:3], none[:3], answers=(1, 1))
     for asked, settings, message in (
         ([*ok, long], {}, "'long' does not fit: its 300 token slots exceed the capacity of 256"),
         ([*ok, loud], {}, "'loud' does not fit: its 520 mel frames exceed the audio_capacity of 480"),
+        ([has_answers], {}, "'both' has 2 answers already"),
         (ok, {"temperature": -1.0}, "temperature is -1"),
         (ok, {"group_size": 9}, "a group of 9 answers; expected 1 to 8"),
         (ok, {"group_size": 0}, "a group of 0 answers"),
