@@ -78,12 +78,13 @@ class Scorer:
                 slots_of_documents = _slots(ids_RT[row], self._config, documents_RT[row])
                 for key, slots in zip(keys, slots_of_documents, strict=True):
                     at = np.flatnonzero(weights_RT[row][slots])
-                    of_document = [x[row][slots[at]] for x in jax.tree.leaves(scores)]
+                    here = [x[row][slots[at]] for x in jax.tree.leaves(scores)]
                     answers: tuple[int, ...] = ()
                     if batch.document_ids is not None:
                         segments = ids_RT[row][slots[at]]
                         answers = tuple(np.unique(segments, return_counts=True)[1].tolist())
-                    yield DocumentScores(key, tokens_RT[row][slots], at + 1, *of_document, answers=answers)
+                    of_tokens = DocumentScores(key, tokens_RT[row][slots], at + 1, *here)
+                    yield of_tokens._replace(answers=answers)
 
 
 def _whose(batch: Batch) -> tuple[Any, ...]:
