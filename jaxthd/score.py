@@ -15,6 +15,7 @@ first. --out receives a line for each document, in the manifest's order:
     log_probs       their log-probabilities, given all tokens before
     top_ids         the --top-k likeliest tokens at each position, of equals the lowest id first
     top_texts, top_log_probs    their texts and log-probabilities
+    answers         of a preference line: text, log_prob and number of tokens of each of its answers
 
 The terminal gets a table of the documents that are least likely for each token. Documents that were skipped
 are listed beside --out, in OUT.skipped.jsonl.
@@ -116,11 +117,7 @@ def score(
             "which its scores are known: rename some"
         )
     has_answers = any(document.answers for document in documents)
-    if has_answers and every_token:
-        raise UserError(
-            "every token is to be scored, and documents have several answers; expected documents of one "
-            "sequence each, or every_token=False: score each answer as a document of its own"
-        )
+    _check_scored(has_answers, every_token)
     config = _for_scoring(with_kernels(config), weights)
     mesh = make_mesh(config.mesh)
     loader = make_loader(
@@ -158,13 +155,25 @@ def score_manifest(
     config = _for_scoring(prepared(config), weights)
     mesh = make_mesh(config.mesh)
     scorer = Scorer(Blueprint(config), mesh, top_k=top_k, every_token=every_token)
-    with closing(SpeechData(config, skipped.parent, training=False, skip_list=skipped.name)) as data:
+    options: dict[str, Any] = {"training": False, "skip_list": skipped.name, "preferences": True}
+    with closing(SpeechData(config, skipped.parent, **options)) as data:
+        has_answers = any(example.alternatives for example in data.validation_examples("scored"))
+        _check_scored(has_answers, every_token)
         on_mesh = _on_mesh(weights, config, mesh)
         keys = [example.key for example in data.validation_examples("scored")]
         with closing(data.validation(local_rows(mesh, config.data.rows))) as batches:
             yield from in_order(keys, scorer(on_mesh, batches), data.is_skipped)
         if is_first() and len(data.skipped):
             print(f"{len(data.skipped)} skipped documents are listed in {data.skipped.path}")
+
+
+def _check_scored(has_answers: bool, every_token: bool) -> None:
+    if has_answers and every_token:
+        raise UserError(
+            "every token is to be scored, and documents have several answers, of which these alone can be; "
+            "expected documents of one sequence each, or scores of the supervised tokens: leave out "
+            "--every-token (every_token)"
+        )
 
 
 def _refuse(key: str, reason: str) -> NoReturn:

@@ -163,7 +163,7 @@ def test_each_of_several_answers_gets_the_scores_it_gets_alone(mesh, layout, sha
             np.testing.assert_array_equal(np.flatnonzero(document.supervised[1:]) + 1, got.positions)
             want = np.concatenate([by_key[one.key].log_probs for one in alone(document)])
             np.testing.assert_allclose(got.log_probs, want, rtol=1e-10, atol=1e-10)
-        with pytest.raises(UserError, match="every_token=False"):
+        with pytest.raises(UserError, match="leave out --every-token"):
             score(config, weights(), grouped, every_token=True)
 
 
@@ -268,6 +268,32 @@ def test_the_command_writes_a_line_a_document_in_the_manifests_order(
     skipped = (out.parent / "scores.skipped.jsonl").read_text()
     assert "missing.wav" in skipped
     assert "not JSON" in skipped
+
+
+def test_the_answers_of_preference_lines_are_scored(
+    run, manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A pair has the scores of the two transcripts."""
+    monkeypatch.setattr(startup, "simulate_devices", lambda devices: True)
+    heard = {
+        name: x for name, x in json.loads(manifest.read_text().splitlines()[0]).items() if name != "text"
+    }
+    texts = ("number one", "number eleven")
+    lines = [heard | dict(zip(("chosen", "rejected"), texts, strict=True)), heard | {"text": texts[1]}]
+    lines.append(heard | {"completion": texts[0], "label": True})
+    pairs = manifest.parent / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "scores.jsonl"
+    command = list(map(str, [run[1], "--manifest", pairs, "--out", out]))
+    main(command)
+    pair, transcript, labelled = map(json.loads, out.read_text().splitlines())
+    assert [answer["text"] for answer in pair["answers"]] == list(texts)
+    assert sum(answer["tokens"] for answer in pair["answers"]) == len(pair["positions"])
+    (of_transcript,), (of_label,) = transcript["answers"], labelled["answers"]
+    wanted = [of_label["log_prob"], of_transcript["log_prob"]]
+    np.testing.assert_allclose([a["log_prob"] for a in pair["answers"]], wanted, rtol=1e-5)
+    with pytest.raises(UserError, match="leave out --every-token"):
+        main([*command, "--every-token"])
 
 
 def test_the_commands_options_are_checked(run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

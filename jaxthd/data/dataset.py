@@ -80,16 +80,23 @@ def usable_examples(
 class SpeechData:
     """The run's data sets as loaders. Unusable items are listed in WORKDIR/skipped.jsonl, or `skip_list`.
 
-    training: False: data.manifest is not read. end_id: the token that ends an answer.
+    training: False: data.manifest is not read. preferences: validation sets may hold preference lines, as for
+    scores. end_id: the token that ends an answer.
     Raises UserError for prompts that cannot be encoded, for a data set without a usable item, and where more
     than data.max_skipped_share of the training items cannot be used.
     """
 
     def __init__(
-        self, config: Config, workdir: Path, *, training: bool = True, skip_list: str = "skipped.jsonl"
+        self,
+        config: Config,
+        workdir: Path,
+        *,
+        training: bool = True,
+        skip_list: str = "skipped.jsonl",
+        preferences: bool = False,
     ) -> None:
         data = config.data
-        self._config = config
+        self._config, self._preferences = config, preferences
         tokenizer = load_tokenizer(data.tokenizer)
         self.end_id = PromptTemplate(data, tokenizer).end_id
         # All loaders share these: workers take a second to start, and keep the functions that they are sent.
@@ -192,6 +199,7 @@ class SpeechData:
             rows=rows,
             repeat=False,
             shuffle=False,
+            answers=any(example.alternatives for example in self._validation[name]),
             on_skip=self._on_skip([self._validation_sources[name]]),
             workers=self._workers,
             prefetch=self._config.data.prefetch,
@@ -209,6 +217,8 @@ class SpeechData:
         for number, source in enumerate(sources):
             examples, skipped = read_source(source, self._config.data, number)
             usable, others = usable_examples(examples, name, objective)
+            if objective is None and self._preferences:
+                usable, others = examples, []
             if not usable:
                 raise UserError(
                     f"{source.title} ({source.setting.field}) holds nothing that can be used; its first "

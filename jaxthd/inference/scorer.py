@@ -31,6 +31,8 @@ class DocumentScores(NamedTuple):
     tokens: the document's tokens, with placeholders for its audio. positions: those of the scored tokens,
     ascending. log_probs: natural log-probabilities of the scored tokens, given all tokens before.
     top_ids, top_log_probs: the k likeliest tokens at each position, the likeliest first; ties by lowest id.
+    answers: how many of the scored tokens each of several answers has, in order; () for one sequence. A
+        Scorer gives the tokens of such a document segment by segment (packing/answers.py).
     """
 
     key: str
@@ -39,6 +41,7 @@ class DocumentScores(NamedTuple):
     log_probs: Float[np.ndarray, " s"]
     top_ids: Int32[np.ndarray, "s k"]
     top_log_probs: Float[np.ndarray, "s k"]
+    answers: tuple[int, ...] = ()
 
 
 class Scorer:
@@ -75,8 +78,13 @@ class Scorer:
                 slots_of_documents = _slots(ids_RT[row], self._config, documents_RT[row])
                 for key, slots in zip(keys, slots_of_documents, strict=True):
                     at = np.flatnonzero(weights_RT[row][slots])
-                    of_document = [x[row][slots[at]] for x in jax.tree.leaves(scores)]
-                    yield DocumentScores(key, tokens_RT[row][slots], at + 1, *of_document)
+                    here = [x[row][slots[at]] for x in jax.tree.leaves(scores)]
+                    answers: tuple[int, ...] = ()
+                    if batch.document_ids is not None:
+                        segments = ids_RT[row][slots[at]]
+                        answers = tuple(np.unique(segments, return_counts=True)[1].tolist())
+                    of_tokens = DocumentScores(key, tokens_RT[row][slots], at + 1, *here)
+                    yield of_tokens._replace(answers=answers)
 
 
 def _whose(batch: Batch) -> tuple[Any, ...]:
