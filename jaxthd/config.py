@@ -449,8 +449,9 @@ class TrainConfig:
     """Optimization, validation and checkpoints."""
 
     objective: str = "sft"
-    """What is trained for: "sft" (cross-entropy over the supervised tokens), or the name of an objective that
-    was registered (jaxthd.register_objective)."""
+    """What is trained for: "sft" (cross-entropy over the supervised tokens), "dpo" (pairs of a chosen and a
+    rejected answer), "kto" (answers that are desired or not), "grpo" (answers drawn from the model, with
+    rewards), or the name of an objective that was registered (jaxthd.register_objective)."""
     objective_options: tuple[str, ...] = ()
     """Settings of the objective, as NAME=VALUE."""
     init_from: tuple[str, ...] = ()

@@ -18,16 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxthd.checkpoints.weights import load_model
 from jaxthd.config import Config, DataConfig
 from jaxthd.data.example import Example
 from jaxthd.data.sources.manifest import read_chats
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.inference.chat import chat, say, show_answers, user_turn
-from jaxthd.inference.generator import Answer, Generator, check_sampling, for_generation
-from jaxthd.parallel.mesh import make_mesh
-from jaxthd.run.startup import check, simulate_devices, with_kernels
-from jaxthd.steps.blueprint import Blueprint
+from jaxthd.inference.generator import Answer, Generator, check_sampling
+from jaxthd.inference.loading import load
+from jaxthd.run.startup import simulate_devices
 from jaxthd.terminal.arguments import WEIGHTS, parse_command_line
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -84,23 +82,6 @@ def main(argv: list[str] | None = None) -> None:
         say(_summary(answers, time.perf_counter() - start, generator))
     else:
         chat(generator, settings, options.out)
-
-
-def load(
-    config: Config, weights: Sequence[str | Path], *, batch: int = 8, max_new_tokens: int = 256
-) -> Generator:
-    """A Generator on config.mesh.
-
-    weights: workdirs of runs, Hugging Face folders (jaxthd.checkpoints.weights.load_weights). batch: most
-    conversations answered together. max_new_tokens: most tokens of an answer.
-    Raises UserError for a config that cannot work on this machine, and for a tokenizer or weights that cannot
-    be used.
-    """
-    check(for_generation(config, batch), data_sets=False)
-    config = with_kernels(config.without_mtp)
-    mesh = make_mesh(config.mesh)
-    params, buffers = load_model(weights, Blueprint(config), mesh)
-    return Generator(config, mesh, params, buffers, batch=batch, max_new_tokens=max_new_tokens)
 
 
 def generate(

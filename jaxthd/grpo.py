@@ -51,7 +51,7 @@ from jaxthd.run.workdir import OpenedRun, opened
 from jaxthd.steps.accumulation import AccumulatedStep
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.forward import objective_of
-from jaxthd.steps.reference_scores import make_refresh, make_with_reference
+from jaxthd.steps.reference_scores import make_refresh, make_with_scores
 from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.steps.state import canonical_form
 from jaxthd.terminal.arguments import parse_command_line
@@ -88,6 +88,8 @@ def grpo(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
         rewarder = stack.enter_context(
             Rewarder.of(config, on_failure=lambda x: outputs.append_line("failures.jsonl", x._asdict()))
         )
+        for warning in rewarder.warnings:
+            print(f"warning: the reward function {warning.function}, {warning.key}: {warning.reason}")
         checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints))
         steps_done = _train(config, held, outputs, data, rewarder, checkpoints, start)
     if steps_done:
@@ -108,7 +110,7 @@ def _train(
     blueprint, mesh, rollout = Blueprint(config), make_mesh(config.mesh), config.rollout
     update = AccumulatedStep(blueprint, mesh)
     scores: Any = make_scoring_step(blueprint, mesh, temperature=rollout.temperature)
-    with_reference, refresh = make_with_reference(blueprint, mesh), make_refresh(blueprint, mesh)
+    with_scores, refresh = make_with_scores(blueprint, mesh), make_refresh(blueprint, mesh)
     tokenizer = load_tokenizer(config.data.tokenizer)
     stop_ids = PromptTemplate(config.data, tokenizer).stop_ids
     rollouts = Rollouts(config, mesh, stop_ids=stop_ids)
@@ -150,7 +152,7 @@ def _train(
             for packed in pack_updates(documents, pack, config.data.rows, rollout.updates, mesh):
                 batches, agreement = with_old(packed.batches, partial(scores, state.params, state.buffers))
                 require_agreement(agreement, rollout.max_logprob_difference, config.compute.dtype)
-                batches = [with_reference(state, batch) for batch in batches]
+                batches = [with_scores(state, batch) for batch in batches]
                 updates.append(packed._replace(batches=batches))
                 agreements.append(agreement)
 

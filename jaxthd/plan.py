@@ -1,4 +1,4 @@
-"""Recommends buffer sizes for a data set, and shows what each choice costs, from its lengths alone.
+"""Recommends buffer sizes for a data set, from its lengths, and shows what each choice costs.
 
     jaxthd plan configs/cp2.py
     jaxthd plan runs/my --data.capacity 4096

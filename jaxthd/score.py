@@ -15,6 +15,7 @@ first. --out receives a line for each document, in the manifest's order:
     log_probs       their log-probabilities, given all tokens before
     top_ids         the --top-k likeliest tokens at each position, of equals the lowest id first
     top_texts, top_log_probs    their texts and log-probabilities
+    answers         of a preference line: text, log_prob and number of tokens of each of its answers
 
 The terminal gets a table of the documents that are least likely for each token. Documents that were skipped
 are listed beside --out, in OUT.skipped.jsonl.
@@ -39,7 +40,7 @@ from jaxthd.data.skipped import SkipLog
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.inference.score_lines import Summary, score_line
-from jaxthd.inference.scorer import DocumentScores, Scorer, in_order
+from jaxthd.inference.scorer import DocumentScores, Scorer, in_order, of_document
 from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import local_rows, make_mesh
 from jaxthd.parallel.processes import is_first
@@ -102,6 +103,8 @@ def score(
 ) -> list[DocumentScores]:
     """The scores of each document, in their order. Of several processes all call it, and get the same.
 
+    Each answer of a document with several (Document.answers) is scored as if it were the only one; of such
+    documents only the answers are.
     weights: in the canonical form, or sources as jaxthd.checkpoints.weights.load_weights takes them.
     top_k, every_token: see Scorer. The config is taken as validated (jaxthd.validate): rules about its data
     sets and tokenizer do not hold for documents that are already made.
@@ -113,6 +116,8 @@ def score(
             f"{len(documents)} documents have {len(number)} keys; expected a key of its own for each, by "
             "which its scores are known: rename some"
         )
+    has_answers = any(document.answers for document in documents)
+    _check_scored(has_answers, every_token)
     config = _for_scoring(with_kernels(config), weights)
     mesh = make_mesh(config.mesh)
     loader = make_loader(
@@ -122,12 +127,14 @@ def score(
         rows=local_rows(mesh, config.data.rows),
         repeat=False,
         shuffle=False,
+        answers=has_answers,
         on_skip=_refuse,
     )
     with SynchronizedLoader(loader, SkipLog(Path(), writes=False)) as batches:
         scorer = Scorer(Blueprint(config), mesh, top_k=top_k, every_token=every_token)
-        found = scorer(_on_mesh(weights, config, mesh), batches)
-        return sorted(found, key=lambda scores: number[scores.key])
+        found = sorted(scorer(_on_mesh(weights, config, mesh), batches), key=lambda x: number[x.key])
+        shares = config.posttraining.share_prompts
+        return [of_document(x, d, shares) for x, d in zip(found, documents, strict=True)]
 
 
 def score_manifest(
@@ -148,13 +155,25 @@ def score_manifest(
     config = _for_scoring(prepared(config), weights)
     mesh = make_mesh(config.mesh)
     scorer = Scorer(Blueprint(config), mesh, top_k=top_k, every_token=every_token)
-    with closing(SpeechData(config, skipped.parent, training=False, skip_list=skipped.name)) as data:
+    options: dict[str, Any] = {"training": False, "skip_list": skipped.name, "preferences": True}
+    with closing(SpeechData(config, skipped.parent, **options)) as data:
+        has_answers = any(example.alternatives for example in data.validation_examples("scored"))
+        _check_scored(has_answers, every_token)
         on_mesh = _on_mesh(weights, config, mesh)
         keys = [example.key for example in data.validation_examples("scored")]
         with closing(data.validation(local_rows(mesh, config.data.rows))) as batches:
             yield from in_order(keys, scorer(on_mesh, batches), data.is_skipped)
         if is_first() and len(data.skipped):
             print(f"{len(data.skipped)} skipped documents are listed in {data.skipped.path}")
+
+
+def _check_scored(has_answers: bool, every_token: bool) -> None:
+    if has_answers and every_token:
+        raise UserError(
+            "every token is to be scored, and documents have several answers, of which these alone can be; "
+            "expected documents of one sequence each, or scores of the supervised tokens: leave out "
+            "--every-token (every_token)"
+        )
 
 
 def _refuse(key: str, reason: str) -> NoReturn:

@@ -61,7 +61,7 @@ from jaxthd.run.startup import devices_ready, prepared
 from jaxthd.run.workdir import OpenedRun, opened
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.forward import objective_of
-from jaxthd.steps.reference_scores import make_refresh, make_with_reference
+from jaxthd.steps.reference_scores import make_refresh, make_with_scores
 from jaxthd.steps.state import TrainState, abstract_state, canonical_form, canonical_shardings, training_form
 from jaxthd.steps.training import make_train_step
 from jaxthd.terminal.arguments import PROCESS_OPTIONS, CommandLine, parse_command_line
@@ -147,7 +147,7 @@ def _train(
     """Returns the number of steps that it has trained. start: time.monotonic() when the command began."""
     # --- the model on the mesh ---
     blueprint, mesh = Blueprint(config), make_mesh(config.mesh)
-    train_step, with_reference = make_train_step(blueprint, mesh), make_with_reference(blueprint, mesh)
+    train_step, with_scores = make_train_step(blueprint, mesh), make_with_scores(blueprint, mesh)
     refresh, refresh_every = make_refresh(blueprint, mesh), config.posttraining.reference_every
     validation = Validation(blueprint, mesh, data, outputs)
     print(f"{_parameters(blueprint)}; mesh (data, context, pipeline, tensor) = {config.mesh.sizes}")
@@ -176,7 +176,7 @@ def _train(
         on_mesh, upcoming = _load(loader, mesh)
         for step in range(first + 1, steps + 1):
             began, current = time.perf_counter(), upcoming
-            state, on_device = train_step(state, with_reference(state, on_mesh))
+            state, on_device = train_step(state, with_scores(state, on_mesh))
             if refresh_every and step % refresh_every == 0:
                 state = refresh(state)
             if step < steps:  # the next batch is loaded while the devices work

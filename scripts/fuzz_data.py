@@ -2,10 +2,10 @@
 
     python scripts/fuzz_data.py [--count 1000] [--seed 0]
 
-Makes damaged inputs, each a function of (seed, number of the input): lines of utterances and conversations,
-and cuts of Lhotse Shar, damaged as bytes and as values; recordings, as files and as samples; tar files, as
-bytes and as headers. Reads them through the code of a training run: a data set, documents made in worker
-processes, packing, skipped items in a skip log. Prints a table; exits 1 and lists the violations where
+Makes damaged inputs, each a function of (seed, number of the input): lines of utterances, conversations and
+preferences, and cuts of Lhotse Shar, damaged as bytes and as values; recordings, as files and as samples; tar
+files, as bytes and as headers. Reads them through the code of a training run: a data set, documents made in
+worker processes, packing, skipped items in a skip log. Prints a table; exits 1 and lists the violations where
 
 - anything is raised but UserError for a data set without a usable line;
 - reading a line or a recording takes more than 5 s, or ends its process;
@@ -111,6 +111,23 @@ CONVERSATIONS: list[dict[str, Any]] = [
             },
             {"role": "assistant", "content": "Three."},
         ]
+    },
+]
+
+HEARD = {"audio_filepath": "s16.wav", "duration": 0.5}
+PREFERENCES: list[dict[str, Any]] = [
+    HEARD | {"chosen": "one two", "rejected": "won too", "text": "one two", "context": "What is said?"},
+    HEARD | {"completion": "one two", "label": True},
+    {
+        "audio": ["f32.wav"],
+        "prompt": [{"role": "user", "content": "{audio} Is it?"}],
+        "chosen": [{"role": "assistant", "content": "Yes."}],
+        "rejected": [{"role": "assistant", "content": [{"type": "text", "text": "No."}]}],
+    },
+    {
+        "id": "implicit",
+        "chosen": [{"from": "human", "value": "Is it?"}, {"from": "gpt", "value": "Yes."}],
+        "rejected": [{"from": "human", "value": "Is it?"}, {"from": "gpt", "value": "No."}],
     },
 ]
 
@@ -281,6 +298,7 @@ def strange_samples(rng: np.random.Generator, folder: Path, name: str) -> str:
 def damaged_line(rng: np.random.Generator, kind: str, folder: Path, name: str) -> bytes:
     """One line of a manifest (more, if damage breaks it); its recording is written beside it."""
     conversation = CONVERSATIONS[rng.integers(len(CONVERSATIONS))]
+    preference = PREFERENCES[rng.integers(len(PREFERENCES))]
     match kind:
         case "utterance: bytes":
             return damaged_bytes(rng, json.dumps(UTTERANCE).encode())
@@ -290,6 +308,10 @@ def damaged_line(rng: np.random.Generator, kind: str, folder: Path, name: str) -
             return damaged_bytes(rng, json.dumps(conversation, ensure_ascii=False).encode())
         case "conversation: values":
             return damaged_entry(rng, conversation)
+        case "preference: bytes":
+            return damaged_bytes(rng, json.dumps(preference).encode())
+        case "preference: values":
+            return damaged_entry(rng, preference)
         case "cut: bytes":
             return damaged_bytes(rng, json.dumps(CUT).encode())
         case "cut: values":
@@ -311,6 +333,8 @@ KINDS = (
     "utterance: values",
     "conversation: bytes",
     "conversation: values",
+    "preference: bytes",
+    "preference: values",
     "recording: file",
     "recording: samples",
     "cut: bytes",
@@ -368,7 +392,8 @@ def check(
             examples, skipped = read_source(source, CONFIG.data)
         for item in skipped:
             on_skip(item.key, item.reason)
-        with make_loader([examples], load, CONFIG, repeat=False, on_skip=on_skip, workers=workers) as loader:
+        options: dict[str, Any] = {"repeat": False, "answers": True, "on_skip": on_skip, "workers": workers}
+        with make_loader([examples], load, CONFIG, **options) as loader:
             for batch, report in loader:
                 documents += [key.partition(":")[0] for row in report.keys for key in row]
                 if not np.isfinite(batch.mels).all():
@@ -406,6 +431,8 @@ def fuzz(folder: Path, count: int, seed: int, workers: Workers | int) -> dict[st
             rngs = [np.random.default_rng([seed, i]) for i in inputs]
             damaged = [damaged_line(r, kind, folder, f"{i}") for i, r in zip(inputs, rngs, strict=True)]
             manifest, tars, sound = folder / f"{kind.replace(': ', '-')}-{inputs[0]}.jsonl", "", UTTERANCE
+            if kind.startswith("preference"):
+                sound = PREFERENCES[0]
             if kind.startswith("cut"):
                 manifest, sound = manifest.with_suffix("") / "cuts.jsonl", CUT
                 manifest.parent.mkdir()

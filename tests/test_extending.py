@@ -156,6 +156,12 @@ class Pairs(jaxthd.Objective):
         pairs = self._masks(tokens).sum(dtype=tokens.weights.dtype)
         return {"loss": tokens.share(pairs), "sequence_mean": tokens.share(documents)}
 
+    def totals(self, tokens: jaxthd.Tokens) -> dict[str, Array]:
+        return {"pairs": self.counts(tokens)["loss"], "tokens": tokens.weights.sum()}
+
+    def extremes(self, log_probs_RT: Array, tokens: jaxthd.Tokens) -> dict[str, Array]:
+        return {"largest": (-tokens.weights * log_probs_RT).max()}
+
     def sums(self, log_probs_RT: Array, tokens: jaxthd.Tokens) -> dict[str, Array]:
         gained_RT = tokens.weights * (log_probs_RT - tokens.extras["reference"])
         reward_RD = tokens.document_sums(gained_RT)
@@ -163,7 +169,10 @@ class Pairs(jaxthd.Objective):
         loss_RDD = jnp.where(self._masks(tokens), -jax.nn.log_sigmoid(self.beta * margin_RDD), 0)
         lengths_RD = tokens.document_sums(tokens.weights.astype(log_probs_RT.dtype))
         means_RD = tokens.document_sums(tokens.weights * log_probs_RT) / jnp.maximum(lengths_RD, 1)
-        return {"loss": tokens.share(loss_RDD.sum()), "sequence_mean": tokens.share(means_RD.sum())}
+        # Divided by the pairs, as it has no count of its name.
+        token_sum = (tokens.weights * log_probs_RT).sum() * tokens.totals["pairs"] / tokens.totals["tokens"]
+        of_documents = {"sequence_mean": tokens.share(means_RD.sum()), "token_mean": token_sum}
+        return {"loss": tokens.share(loss_RDD.sum()), **of_documents}
 
 
 @functools.cache
@@ -217,10 +226,8 @@ def weights() -> tuple[Any, Any]:
 
 
 @functools.cache
-def each_pair_alone() -> tuple[float, float, Any]:
-    """(loss, mean of the documents' mean log-probabilities, gradients). Every document is in its own row, and
-    the sums are written out.
-    """
+def each_pair_alone() -> tuple[float, dict[str, Any], Any]:
+    """(loss, metrics, gradients). Every document is in its own row, and the sums are written out."""
     pairs = [pair_documents()[p] for row in ROWS for p in row]
     documents = [document for pair in pairs for document in pair]
     batch = packed([[document] for document in documents], 48, 1)
@@ -228,19 +235,22 @@ def each_pair_alone() -> tuple[float, float, Any]:
         graph = jaxthd.Blueprint(pair_config(jaxthd.MeshConfig(), 1)).graph
         batch = jax.tree.map(jnp.asarray, batch)
 
-    def loss(params: Any, buffers: Any) -> tuple[Array, Array]:
+    def loss(params: Any, buffers: Any) -> tuple[Array, dict[str, Array]]:
         logp_RT, _ = nnx.merge(graph, params, buffers).log_probs(batch, axes=(), train=False)
-        rewards, means = [], []
+        rewards, means, every = [], [], []
         for logp_T, document in zip(logp_RT, documents, strict=True):
             at = np.flatnonzero(document.supervised[1:])
             rewards.append(sum(logp_T[i] - document.extras["reference"][i + 1] for i in at))
             means.append(sum(logp_T[i] for i in at) / len(at))
+            every.extend(logp_T[i] for i in at)
         margins = jnp.stack(rewards[::2]) - jnp.stack(rewards[1::2])
-        return jnp.mean(jnp.log1p(jnp.exp(-BETA * margins))), jnp.mean(jnp.stack(means))
+        metrics = {"sequence_mean": jnp.mean(jnp.stack(means)), "token_mean": jnp.mean(jnp.stack(every))}
+        metrics["largest"] = -jnp.min(jnp.stack(every))
+        return jnp.mean(jnp.log1p(jnp.exp(-BETA * margins))), metrics
 
     with jax.enable_x64(True):
-        (value, mean), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(*weights())
-    return float(value), float(mean), jax.tree.map(np.asarray, gradients)
+        (value, metrics), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(*weights())
+    return float(value), jax.device_get(metrics), jax.tree.map(np.asarray, gradients)
 
 
 @pytest.mark.parametrize(
@@ -265,9 +275,12 @@ def test_an_objective_of_pairs_is_exact_on_every_mesh(mesh: jaxthd.MeshConfig, m
             held = jaxthd.to_stages(weights(), blueprint.stages)
             got = gradient(*held, jaxthd.put_batch(packed(rows, CAPACITY, mesh.context), devices))
             gradients = jaxthd.from_stages(jax.device_get(got.gradients), blueprint.stages)
-        loss, mean, want = each_pair_alone()
+        loss, metrics, want = each_pair_alone()
         np.testing.assert_allclose(got.loss, loss, rtol=1e-10)
-        np.testing.assert_allclose(got.objective["sequence_mean"], mean, rtol=1e-10)
+        found = jax.device_get(got.objective | got.extremes.numbers)
+        assert found.keys() == metrics.keys()
+        for name, x in metrics.items():
+            np.testing.assert_allclose(found[name], x, rtol=1e-10, err_msg=name)
         assert_same(gradients, want, 1e-10)
     finally:
         del OBJECTIVES["pairs"]

@@ -27,6 +27,7 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.steps.state import canonical_form
 from tests import test_train
+from tests.answers import alone, document_with_answers
 from tests.helpers import filled_state
 from tests.speech_model import AUDIO, CAPACITY, MELS, MODEL, ROUND_TO, Spec, document, run_config, state
 from tests.test_train import tiny
@@ -133,6 +134,39 @@ def test_packed_documents_on_any_mesh_get_the_scores_they_get_alone(mesh, layout
     assert any(not len(scores.positions) for scores in found)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "layout", "share_prompts"),
+    [
+        (MeshConfig(1, 2, 1, 1), "document", True),
+        pytest.param(MeshConfig(2, 1, 2, 1), "buffer", True, marks=pytest.mark.exhaustive),
+        pytest.param(MeshConfig(1, 2, 1, 1), "buffer", False, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_each_of_several_answers_gets_the_scores_it_gets_alone(mesh, layout, share_prompts):
+    rng = np.random.default_rng(1)
+    settings = {"mels": MELS, "most": 6, "vocabulary": 48}
+    grouped = [document_with_answers(rng, f"{n}", answers=n % 3 + 1, **settings) for n in range(7)]
+    grouped += [*documents()[:2]]
+    with jax.enable_x64(True):
+        config = config_for(mesh, layout, rows=2, microbatches=1)
+        config = replace(config, posttraining=replace(config.posttraining, share_prompts=share_prompts))
+        found = score(config, weights(), grouped)
+        single = score(
+            config_for(MeshConfig(), rows=1, microbatches=1),
+            weights(),
+            [x for d in grouped for x in alone(d)],
+        )
+        by_key = {scores.key: scores for scores in single}
+        for got, document in zip(found, grouped, strict=True):
+            np.testing.assert_array_equal(got.tokens, document.tokens)
+            np.testing.assert_array_equal(np.flatnonzero(document.supervised[1:]) + 1, got.positions)
+            want = np.concatenate([by_key[one.key].log_probs for one in alone(document)])
+            np.testing.assert_allclose(got.log_probs, want, rtol=1e-10, atol=1e-10)
+        with pytest.raises(UserError, match="leave out --every-token"):
+            score(config, weights(), grouped, every_token=True)
+
+
 def test_what_cannot_be_scored_is_named():
     alone = config_for(MeshConfig(), rows=1, microbatches=1)
     long = document("long", Spec(65), np.random.default_rng(0))
@@ -234,6 +268,32 @@ def test_the_command_writes_a_line_a_document_in_the_manifests_order(
     skipped = (out.parent / "scores.skipped.jsonl").read_text()
     assert "missing.wav" in skipped
     assert "not JSON" in skipped
+
+
+def test_the_answers_of_preference_lines_are_scored(
+    run, manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A pair has the scores of the two transcripts."""
+    monkeypatch.setattr(startup, "simulate_devices", lambda devices: True)
+    heard = {
+        name: x for name, x in json.loads(manifest.read_text().splitlines()[0]).items() if name != "text"
+    }
+    texts = ("number one", "number eleven")
+    lines = [heard | dict(zip(("chosen", "rejected"), texts, strict=True)), heard | {"text": texts[1]}]
+    lines.append(heard | {"completion": texts[0], "label": True})
+    pairs = manifest.parent / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "scores.jsonl"
+    command = list(map(str, [run[1], "--manifest", pairs, "--out", out]))
+    main(command)
+    pair, transcript, labelled = map(json.loads, out.read_text().splitlines())
+    assert [answer["text"] for answer in pair["answers"]] == list(texts)
+    assert sum(answer["tokens"] for answer in pair["answers"]) == len(pair["positions"])
+    (of_transcript,), (of_label,) = transcript["answers"], labelled["answers"]
+    wanted = [of_label["log_prob"], of_transcript["log_prob"]]
+    np.testing.assert_allclose([a["log_prob"] for a in pair["answers"]], wanted, rtol=1e-5)
+    with pytest.raises(UserError, match="leave out --every-token"):
+        main([*command, "--every-token"])
 
 
 def test_the_commands_options_are_checked(run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -19,7 +19,8 @@ from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.data.workers import Workers
 from jaxthd.errors import UserError
 from jaxthd.files.tokenizer_files import tokenizer_digest
-from jaxthd.objectives import make_objective
+from jaxthd.objectives import Objective, make_objective
+from jaxthd.objectives.answers import compares_answers, why_unusable
 from jaxthd.packing.document import Document
 from jaxthd.parallel.processes import exchange, is_first, require_same
 
@@ -65,34 +66,54 @@ def whole_position(position: dict[str, Any]) -> dict[str, Any]:
     return position | {"streams": [next(s for s in states if s is not None) for states in streams]}
 
 
+def usable_examples(
+    examples: Sequence[Example], name: str, objective: Objective | None
+) -> tuple[list[Example], list[Skipped]]:
+    """The examples that an objective can be trained on, and the others.
+
+    name: of the objective. None: those that can be validated on.
+    """
+    reasons = [why_unusable(len(example.alternatives), name, objective) for example in examples]
+    judged = list(zip(examples, reasons, strict=True))
+    return [e for e, why in judged if not why], [Skipped(e.key, why) for e, why in judged if why]
+
+
 class SpeechData:
     """The run's data sets as loaders. Unusable items are listed in WORKDIR/skipped.jsonl, or `skip_list`.
 
-    training: False: data.manifest is not read. end_id: the token that ends an answer.
+    training: False: data.manifest is not read. preferences: validation sets may hold preference lines, as for
+    scores. end_id: the token that ends an answer.
     Raises UserError for prompts that cannot be encoded, for a data set without a usable item, and where more
     than data.max_skipped_share of the training items cannot be used.
     """
 
     def __init__(
-        self, config: Config, workdir: Path, *, training: bool = True, skip_list: str = "skipped.jsonl"
+        self,
+        config: Config,
+        workdir: Path,
+        *,
+        training: bool = True,
+        skip_list: str = "skipped.jsonl",
+        preferences: bool = False,
     ) -> None:
         data = config.data
-        self._config = config
+        self._config, self._preferences = config, preferences
         tokenizer = load_tokenizer(data.tokenizer)
         self.end_id = PromptTemplate(data, tokenizer).end_id
         # All loaders share these: workers take a second to start, and keep the functions that they are sent.
         self._workers = Workers(data.workers) if data.workers else 0
-        objective = make_objective(config.train.objective, config.train.objective_options)
-        self._train_documents = SpeechDocuments(config, tokenizer, train=not objective.is_policy)
+        self._objective = make_objective(config.train.objective, config.train.objective_options)
+        # A policy's forward pass is that of an evaluation: nothing is dithered or masked.
+        self._train_documents = SpeechDocuments(config, tokenizer, train=not self._objective.is_policy)
         self._validation_documents = SpeechDocuments(config, tokenizer, train=False)
         self._sources = training_sources(data) if training else []
         self._titles = {source.title for source in self._sources}
         self._validation_sources = validation_sources(data)
         self.skipped = SkipLog(workdir / skip_list, writes=is_first())
-        self._training = self._read(self._sources)
+        self._training = self._read(self._sources, self._objective)
         self._items = sum(map(len, self._training)) + len(self.skipped)
         self._validation = {
-            name: self._read([source])[0] for name, source in self._validation_sources.items()
+            name: self._read([source], None)[0] for name, source in self._validation_sources.items()
         }
         read, held_out = (sum(map(len, x)) for x in (self._training, self._validation.values()))
         print(f"{read} training and {held_out} validation documents" if training else f"{held_out} documents")
@@ -145,12 +166,13 @@ class SpeechData:
         return self._validation_documents(example, 0)
 
     def training(self, rows: Collection[int] | None = None) -> SynchronizedLoader:
-        """An endless loader of the training documents: dithered and masked, reshuffled every epoch.
+        """An endless loader of the training documents: dithered and masked (not those of a policy),
+        reshuffled every epoch.
 
         Data sets are mixed by data.weights. rows: see make_loader. A position saved for other documents is
         refused.
         """
-        identity, train = self._identity(), self._config.train
+        identity = self._identity()
         require_same("what the training documents depend on", identity)
         loader = make_loader(
             self._training,
@@ -158,7 +180,8 @@ class SpeechData:
             self._config,
             rows=rows,
             depths=self._config.depths_trained,
-            extras=make_objective(train.objective, train.objective_options).extras,
+            extras=self._objective.extras,
+            answers=compares_answers(self._objective),
             on_skip=self._on_skip(self._sources),
             identity=identity,
             weights=self._config.data.weights or None,
@@ -187,6 +210,7 @@ class SpeechData:
             rows=rows,
             repeat=False,
             shuffle=False,
+            answers=any(example.alternatives for example in self._validation[name]),
             on_skip=self._on_skip([self._validation_sources[name]]),
             workers=self._workers,
             prefetch=self._config.data.prefetch,
@@ -198,13 +222,22 @@ class SpeechData:
         if isinstance(self._workers, Workers):
             self._workers.close()
 
-    def _read(self, sources: Sequence[Source]) -> list[list[Example]]:
-        found = []
+    def _read(self, sources: Sequence[Source], objective: Objective | None) -> list[list[Example]]:
+        """The examples of each source. objective: what trains on them; None for validation."""
+        found, name = [], self._config.train.objective
         for number, source in enumerate(sources):
             examples, skipped = read_source(source, self._config.data, number)
-            for item in skipped:
+            usable, others = usable_examples(examples, name, objective)
+            if objective is None and self._preferences:
+                usable, others = examples, []
+            if not usable:
+                raise UserError(
+                    f"{source.title} ({source.setting.field}) holds nothing that can be used; its first "
+                    f"item is {others[0].key}: {others[0].reason}"
+                )
+            for item in [*skipped, *others]:
                 self._on_skip(sources)(item.key, item.reason)
-            found.append(examples)
+            found.append(usable)
         return found
 
     def _on_skip(self, sources: Sequence[Source]) -> Callable[[str, str], None]:

@@ -1,9 +1,9 @@
 """Conversations as turns of text and recordings: what every data source makes of its items."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Shaped
@@ -66,17 +66,29 @@ class Turn:
     parts: tuple[str | Clip | Samples, ...]
 
 
+class Alternative(NamedTuple):
+    """One of the answers to a conversation. preference: 1.0 if it is preferred, -1.0 if not."""
+
+    text: str
+    preference: float
+
+
 @dataclass(frozen=True)
 class Example:
     """A conversation. In a data set its last turn is the assistant's. Assistant turns have no recordings.
 
+    alternatives: answers to the conversation, whose last turn is then the user's: two, the preferred one
+        first, or one that is preferred or not.
     key: "NUMBER:NAME", the item's number and name (for a manifest line its audio_filepath or id, as written).
         It is unique in the data set and does not depend on where the data set lies. In a run "SET/", the
         number of the data set, precedes it unless that number is 0.
+    fields: of the manifest's line, those that are not read as turns or recordings; for reward functions.
     """
 
     key: str
     turns: tuple[Turn, ...]
+    alternatives: tuple[Alternative, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def clips(self) -> list[Clip | Samples]:

@@ -3,6 +3,9 @@
 Worker processes import it, so it imports neither jax nor grain.
 """
 
+from dataclasses import replace
+from typing import NamedTuple
+
 import numpy as np
 
 from jaxthd.config import Config
@@ -15,9 +18,19 @@ from jaxthd.data.text.tokenizer import Tokenizer
 from jaxthd.packing.document import Document
 
 
+class _Written(NamedTuple):
+    """An example as text: token ids with one audio_id for each recording, which of them are supervised, and
+    the lengths of its answers (Document.answers)."""
+
+    tokens: list[int]
+    supervised: list[bool]
+    answers: tuple[int, ...] = ()
+
+
 class SpeechDocuments:
     """Makes the Document of an Example, or a Skipped with the reason. Call it with (example, epoch).
 
+    Alternatives become the document's answers, and their preferences the extras "preference" of their tokens.
     PromptTemplate writes the turns. Audio longer than model.encoder.chunk_seconds becomes several encoder
     chunks, each normalised by itself. Audio that exceeds data.audio_capacity is not decoded to its end.
     train: dithers the audio and masks its features; the draws depend on (data.seed, epoch, key) alone.
@@ -35,7 +48,7 @@ class SpeechDocuments:
 
     def __call__(self, example: Example, epoch: int) -> Document | Skipped:
         try:
-            tokens, supervised = self._template(example.turns)
+            written = self._written(example)
             dither_rng = document_rng(self._seed, epoch, example.key) if self._train else None
             clips = []
             for number, clip in enumerate(example.clips):
@@ -45,7 +58,26 @@ class SpeechDocuments:
                     clips[-1] = spec_augment(clips[-1], self._augment, rng)
         except ValueError as error:
             return Skipped(example.key, str(error))
-        return Document.splice(example.key, tokens, supervised, clips, self._audio_id)
+        document = Document.splice(example.key, written.tokens, written.supervised, clips, self._audio_id)
+        if not example.alternatives:
+            return document
+        of_text = np.repeat([np.float32(x.preference) for x in example.alternatives], written.answers)
+        preference = np.pad(of_text, (len(document) - len(of_text), 0))
+        return replace(document, extras={"preference": preference}, answers=written.answers)
+
+    def _written(self, example: Example) -> _Written:
+        """Raises ValueError for an example that cannot be used."""
+        if not example.alternatives:
+            return _Written(*self._template(example.turns))
+        texts = [alternative.text for alternative in example.alternatives]
+        prompt, answers = self._template.answers(example.turns, texts)
+        tokens, supervised = list(prompt), [False] * len(prompt)
+        for ids, of_answer in answers:
+            tokens += ids
+            supervised += of_answer
+        if len(answers) > len({tuple(ids) for ids, _ in answers}):
+            raise ValueError("chosen and rejected are the same tokens; expected two answers")
+        return _Written(tokens, supervised, tuple(len(ids) for ids, _ in answers))
 
     def prompt(self, example: Example) -> Document:
         """The document of a prompt: the example's turns up to where the assistant's next answer begins.

@@ -39,9 +39,13 @@ def draw_batch(batch: Batch, report: BatchReport, config: Config, path: Path) ->
 
 
 class Buffer(NamedTuple):
-    """A row of a batch in document order, with the fields of Batch; the context layout is undone."""
+    """A row of a batch in document order, with the fields of Batch; the context layout is undone.
+
+    ids: the number of the token's document. segments: Batch.segment_ids.
+    """
 
     ids: Int[np.ndarray, " T"]
+    segments: Int[np.ndarray, " T"]
     positions: Int[np.ndarray, " T"]
     audio_slots: Int[np.ndarray, " T"]
     weights: Float[np.ndarray, " T"]
@@ -55,14 +59,15 @@ def document_order(batch: Batch, row: int, config: Config) -> Buffer:
     """A row of the batch, in the order before it was laid out over the context ranks of `config`."""
     back = ContextLayout.of(config).inverse(np.asarray(batch.segment_ids)[row])
     audio_slots = batch.audio_slots if batch.has_audio else np.full_like(batch.segment_ids, -1)
-    fields = batch.segment_ids, batch.positions, audio_slots, batch.weights
+    fields = batch.documents, batch.segment_ids, batch.positions, audio_slots, batch.weights
     return Buffer(*(np.asarray(x)[row][back] for x in fields))
 
 
 def batch_figure(batch: Batch, report: BatchReport, config: Config) -> Figure:
     """Two strips for each buffer: its token slots in document order, and its audio as the ranks hold it.
 
-    A document has the same colour in both. Where there is room, its segment id is written on it.
+    A document has the same colour in both. Where there is room, its number is written on it. White lines
+    divide a document with several answers into its segments.
     """
     rows, capacity = batch.tokens.shape
     drawn = min(rows, MOST_ROWS)
@@ -101,6 +106,9 @@ def _draw_tokens(axes: Axes, buffer: Buffer, row: int, config: Config) -> None:
         axes.add_patch(Rectangle((start, 0), stop - start, 1, facecolor=rgb[start], linewidth=0))
     for start, stop in stretches(buffer.ids):
         _number(axes, start, stop, int(buffer.ids[start]))
+    for start, _ in stretches(buffer.segments, buffer.ids)[1:]:
+        if buffer.ids[start] and buffer.ids[start] == buffer.ids[start - 1]:
+            axes.plot([start] * 2, [0, 1], color="white", linewidth=1.2)
     for start, stop in stretches(buffer.weights):
         if buffer.weights[start]:
             axes.add_patch(Rectangle((start, -0.3), stop - start, 0.2, facecolor=INK, linewidth=0))

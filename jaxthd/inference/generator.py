@@ -78,6 +78,7 @@ class Generator:
 
     params, buffers: in their training form (steps/state.py). batch: most conversations answered together;
     decoding fewer costs the same. max_new_tokens: most tokens of an answer.
+    stop_ids: the tokens that end an answer; None for those of the prompt template and the tokenizer.
     The prompts of a data rank must fit config.data.capacity token slots and audio_capacity mel frames.
     Raises UserError as PromptTemplate and load_tokenizer do.
     """
@@ -91,10 +92,11 @@ class Generator:
         *,
         batch: int = 8,
         max_new_tokens: int = 256,
+        stop_ids: tuple[int, ...] | None = None,
     ) -> None:
         self.config = for_generation(config, batch)
         self.tokenizer = load_tokenizer(config.data.tokenizer)
-        self.stop_ids = PromptTemplate(config.data, self.tokenizer).stop_ids
+        self.stop_ids = stop_ids or PromptTemplate(config.data, self.tokenizer).stop_ids
         self.max_new_tokens = max_new_tokens
         self._mesh, self._params, self._buffers = mesh, params, buffers
         self._pack = pack_documents(self.config)
@@ -155,6 +157,14 @@ class Generator:
         for delta in self.stream(conversations, **{"every": self.max_new_tokens} | settings):
             found[delta.number].append(delta)
         return [whole_answer(x.key, deltas) for x, deltas in zip(conversations, found, strict=True)]
+
+    def why_unusable(self, conversation: Example) -> str:
+        """Why the conversation cannot be answered; "" if it can."""
+        try:
+            self._prompt(0, conversation)
+        except UserError as error:
+            return str(error)
+        return ""
 
     def _prompt(self, number: int, example: Example) -> Document:
         """The conversation as a document to continue, whose key is the conversation's number."""

@@ -232,9 +232,14 @@ class Rollouts:
 
 
 def check_prompts(prompts: Sequence[Document], limits: BufferLimits) -> list[Fit]:
-    """How the prompts fit a page. Raises UserError for one that does not."""
+    """How the prompts fit a page. Raises UserError for one that does not, or that has answers already."""
     fits = [limits.fit(prompt) for prompt in prompts]
     for prompt, fit in zip(prompts, fits, strict=True):
+        if prompt.answers:
+            raise UserError(
+                f"prompt {prompt.key!r} has {len(prompt.answers)} answers already; expected a document of a "
+                "prompt alone: leave its answers out (SpeechDocuments.prompt)"
+            )
         if fit.misfit:
             raise UserError(
                 f"prompt {prompt.key!r} does not fit: {fit.misfit}; shorten it, or raise data.capacity or "

@@ -29,6 +29,8 @@ def score_line(scores: DocumentScores, tokenizer: Tokenizer) -> dict[str, Any]:
         "texts": [tokenizer.decode([token]) for token in scored],
         "log_probs": _rounded(scores.log_probs),
     }
+    if scores.answers:
+        line["answers"] = _of_answers(scores, tokenizer)
     if scores.top_ids.shape[1]:
         top = scores.top_ids.tolist()
         line |= {
@@ -37,6 +39,19 @@ def score_line(scores: DocumentScores, tokenizer: Tokenizer) -> dict[str, Any]:
             "top_log_probs": _rounded(scores.top_log_probs),
         }
     return line
+
+
+def _of_answers(scores: DocumentScores, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Text, log-probability and number of tokens of each answer."""
+    ids, ends = scores.tokens[scores.positions], np.cumsum(scores.answers)[:-1]
+    return [
+        {
+            "text": tokenizer.decode(of_answer.tolist()),
+            "log_prob": round(float(log_probs.sum(dtype=np.float64)), 6),
+            "tokens": len(of_answer),
+        }
+        for of_answer, log_probs in zip(np.split(ids, ends), np.split(scores.log_probs, ends), strict=True)
+    ]
 
 
 def _rounded(x: np.ndarray) -> list[Any]:

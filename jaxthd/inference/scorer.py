@@ -16,7 +16,9 @@ from jaxthd.config import Config
 from jaxthd.data.dataset import SynchronizedLoader
 from jaxthd.kernels.xla_options import jit_for
 from jaxthd.ops.cross_entropy import TokenScores
+from jaxthd.packing.answers import document_segments
 from jaxthd.packing.batch import Batch
+from jaxthd.packing.document import Document
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.parallel.mesh import put_batch
 from jaxthd.steps.blueprint import Blueprint, Tree
@@ -29,6 +31,8 @@ class DocumentScores(NamedTuple):
     tokens: the document's tokens, with placeholders for its audio. positions: those of the scored tokens,
     ascending. log_probs: natural log-probabilities of the scored tokens, given all tokens before.
     top_ids, top_log_probs: the k likeliest tokens at each position, the likeliest first; ties by lowest id.
+    answers: how many of the scored tokens each of several answers has, in order; () for one sequence. A
+        Scorer gives the tokens of such a document segment by segment (packing/answers.py).
     """
 
     key: str
@@ -37,6 +41,7 @@ class DocumentScores(NamedTuple):
     log_probs: Float[np.ndarray, " s"]
     top_ids: Int32[np.ndarray, "s k"]
     top_log_probs: Float[np.ndarray, "s k"]
+    answers: tuple[int, ...] = ()
 
 
 class Scorer:
@@ -54,7 +59,7 @@ class Scorer:
         scores = make_scoring_step(blueprint, mesh, top_k)
 
         def run(params: Tree, buffers: Tree, batch: Batch) -> tuple[TokenScores, tuple[Any, ...]]:
-            return scores(params, buffers, batch), (batch.tokens, batch.weights, batch.segment_ids)
+            return scores(params, buffers, batch), _whose(batch)
 
         # Every process gets all rows' scores, and the tokens of rows that it did not read.
         self._step = jit_for(config, mesh, run, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -68,18 +73,38 @@ class Scorer:
             batch = supervising_every_token(batch, self._config) if self._every_token else batch
             on_mesh = put_batch(batch, self._mesh)
             found = jax.tree.map(np.asarray, self._step(weights.params, weights.buffers, on_mesh))
-            scores, (tokens_RT, weights_RT, ids_RT) = found
+            scores, (tokens_RT, weights_RT, ids_RT, documents_RT) = found
             for row, keys in enumerate(batches.keys(report)):
-                slots_of_documents = _slots(ids_RT[row], self._config)
+                slots_of_documents = _slots(ids_RT[row], self._config, documents_RT[row])
                 for key, slots in zip(keys, slots_of_documents, strict=True):
                     at = np.flatnonzero(weights_RT[row][slots])
-                    of_document = [x[row][slots[at]] for x in jax.tree.leaves(scores)]
-                    yield DocumentScores(key, tokens_RT[row][slots], at + 1, *of_document)
+                    here = [x[row][slots[at]] for x in jax.tree.leaves(scores)]
+                    answers: tuple[int, ...] = ()
+                    if batch.document_ids is not None:
+                        segments = ids_RT[row][slots[at]]
+                        answers = tuple(np.unique(segments, return_counts=True)[1].tolist())
+                    of_tokens = DocumentScores(key, tokens_RT[row][slots], at + 1, *here)
+                    yield of_tokens._replace(answers=answers)
 
 
-def _slots(segment_ids: Int32[np.ndarray, " T"], config: Config) -> list[Int[np.ndarray, "..."]]:
-    """The slots of each document's tokens, in the laid-out row."""
-    return ContextLayout.of(config).document_slots(segment_ids)
+def _whose(batch: Batch) -> tuple[Any, ...]:
+    return batch.tokens, batch.weights, batch.segment_ids, batch.documents
+
+
+def _slots(
+    segment_ids: Int32[np.ndarray, " T"], config: Config, document_ids: Int32[np.ndarray, " T"] | None = None
+) -> list[Int[np.ndarray, "..."]]:
+    """The slots of each document's tokens, or of each segment's, in the laid-out row."""
+    return ContextLayout.of(config).document_slots(segment_ids, document_ids)
+
+
+def of_document(scores: DocumentScores, document: Document, share_prompts: bool) -> DocumentScores:
+    """The scores of a document with several answers, whose tokens a Scorer gives segment by segment: by the
+    document's own tokens.
+    """
+    segments = document_segments(document, share_prompts)
+    indices = np.concatenate([segment.indices for segment in segments])
+    return scores._replace(tokens=document.tokens, positions=indices[scores.positions])
 
 
 def supervising_every_token(batch: Batch, config: Config) -> Batch:

@@ -19,8 +19,8 @@ from jaxtyping import Int32, UInt32
 from jaxthd.models.decoding import Decoding, Pick, advance, begin
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.packing.batch import Batch
+from jaxthd.packing.intervals import key_intervals
 from jaxthd.packing.prompts import DOCUMENTS_BLOCK, PromptEnds
-from jaxthd.packing.segments import key_intervals
 from jaxthd.parallel.mesh import CONTEXT
 
 PAGES = 4

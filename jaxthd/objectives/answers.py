@@ -1,10 +1,33 @@
-"""Which objectives compare answers to one prompt."""
+"""What objectives that compare answers to one prompt are trained on."""
 
-WITH_ANSWERS = ("dpo", "kto", "grpo")
-"""Objectives whose documents have answers (Document.answers), and whose forward pass is that of an
-evaluation: stored batch statistics, audio that is neither dithered nor masked."""
+from jaxthd.objectives.dpo import DPO, PREFERENCE
+from jaxthd.objectives.objective import Objective
 
 
-def compares_answers(objective: str) -> bool:
-    """Whether the objective that train.objective names trains on documents with answers."""
-    return objective in WITH_ANSWERS
+def compares_answers(objective: Objective) -> bool:
+    """Whether it trains on documents with answers (Document.answers)."""
+    return objective.is_policy or PREFERENCE in objective.extras
+
+
+def why_unusable(alternatives: int, name: str, objective: Objective | None) -> str:
+    """Why an example with so many alternatives cannot be used for an objective; "" if it can.
+
+    name: of the objective. None: for validation, which takes transcripts as training without preferences.
+    """
+    pairs, preferences = isinstance(objective, DPO), objective is not None and PREFERENCE in objective.extras
+    if alternatives in ((2,) if pairs else (1, 2) if preferences else (0,)):
+        return ""
+    found = ("no answers to compare", "one answer with a label", "chosen and rejected answers")[alternatives]
+    expected = "chosen and rejected" if pairs else "completion and label, or chosen and rejected"
+    if objective is None:
+        return f"it has {found}; expected a transcript or a conversation, which validation needs"
+    found = f"it has {found}, and train.objective is {name!r}"
+    if not preferences:
+        fit = "dpo or kto" if alternatives == 2 else "kto"
+        return f"{found}; expected a transcript or a conversation: set train.objective to {fit}"
+    if alternatives:
+        return f"{found}; expected {expected}: set train.objective to kto"
+    return (
+        f"{found}; expected {expected}: jaxthd preferences makes such lines from transcripts; or set "
+        "train.objective to sft"
+    )

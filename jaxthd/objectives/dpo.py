@@ -4,7 +4,7 @@ Legend: R rows of a microbatch on this rank, T token slots of a row on this rank
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax import Array
 from jaxtyping import Bool, Float
 
 from jaxthd.objectives.objective import LOSS, REFERENCE, Objective, Tokens
-from jaxthd.objectives.settings import check_choice, check_number, refuse
+from jaxthd.objectives.settings import check_number, refuse
 
 PREFERENCE = "preference"
 """Extra: 1.0 at the tokens of a chosen or desired answer, -1.0 at those of a rejected or undesired one."""
@@ -67,11 +67,10 @@ class DPO(Objective):
     loss."""
 
     def __post_init__(self) -> None:
-        check_choice("loss", self.loss, get_args(DPOLoss))
-        check_number("beta", self.beta, above=0)
-        check_number("label_smoothing", self.label_smoothing, least=0, below=0.5)
-        check_number("gamma", self.gamma, least=0)
-        check_number("sft_weight", self.sft_weight, least=0)
+        check_number("beta", self.beta, above=0.0)
+        check_number("label_smoothing", self.label_smoothing, least=0.0, below=0.5)
+        check_number("gamma", self.gamma, least=0.0)
+        check_number("sft_weight", self.sft_weight, least=0.0)
         if self.gamma and self.loss != "simpo":
             refuse(f"gamma={self.gamma} with loss={self.loss}", "it with loss=simpo", "leave gamma out")
         if self.label_smoothing and self.loss in ("hinge", "ipo"):

@@ -5,7 +5,7 @@ Legend: R rows of a microbatch on this rank, T token slots of a row on this rank
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.objectives.objective import LOSS, OLD, REFERENCE, Objective, Tokens
-from jaxthd.objectives.settings import check_choice, check_number, refuse
+from jaxthd.objectives.settings import check_number, refuse
 
 ADVANTAGE = "advantage"
 """Extra: by how much the token's answer is better than its group's."""
@@ -67,7 +67,7 @@ class GRPO(Objective):
     loss: Surrogate = "clip"
     ratio: Ratio = "token"
     """"answer": one ratio for an answer, exp of the mean over its tokens of log rho (GSPO, Zheng et al.,
-    2025; with mean=answers, as there)."""
+    2025); only with mean=answers."""
     mean: Mean = "tokens"
     """What the loss is a mean of: all "tokens" of the batch (DAPO); "answers", each the mean over its tokens
     (GRPO); "max_length": the sum over answers and tokens / (answers * max_length) (Dr. GRPO, Liu et al.,
@@ -96,20 +96,11 @@ class GRPO(Objective):
     correction_max: float = 2.0
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("loss", Surrogate),
-            ("ratio", Ratio),
-            ("mean", Mean),
-            ("kl", KL),
-            ("old", Old),
-            ("correction", Correction),
-        ):
-            check_choice(name, getattr(self, name), get_args(choices))
-        check_number("clip_low", self.clip_low, above=0, most=1)
-        check_number("clip_high", self.clip_high, above=0)
-        check_number("beta_kl", self.beta_kl, least=0)
-        check_number("correction_min", self.correction_min, least=0, below=1)
-        check_number("correction_max", self.correction_max, least=1)
+        check_number("clip_low", self.clip_low, above=0.0, most=1.0)
+        check_number("clip_high", self.clip_high, above=0.0)
+        check_number("beta_kl", self.beta_kl, least=0.0)
+        check_number("correction_min", self.correction_min, least=0.0, below=1.0)
+        check_number("correction_max", self.correction_max, least=1.0)
         if self.mean == "max_length" and self.max_length < 1:
             refuse(
                 f"mean=max_length with max_length={self.max_length}",
@@ -122,6 +113,8 @@ class GRPO(Objective):
                 "it with mean=max_length",
                 "leave max_length out",
             )
+        if self.ratio == "answer" and self.mean != "answers":
+            refuse(f"ratio=answer with mean={self.mean}", "it with mean=answers", "add mean=answers")
         if self.dual_clip:
             check_number("dual_clip", self.dual_clip, above=1 + self.clip_high)
             if self.loss != "clip":
@@ -143,7 +136,7 @@ class GRPO(Objective):
 
     def sums(self, log_probs_RT: Float[Array, "R T"], tokens: Tokens) -> dict[str, Float[Array, ""]]:
         is_drawn_RT = tokens.weights > 0
-        advantage_RT = jnp.where(is_drawn_RT, tokens.extras[ADVANTAGE], 0)
+        advantage_RT = jnp.where(is_drawn_RT, tokens.extras[ADVANTAGE], 0).astype(log_probs_RT.dtype)
         ratio_RT = jnp.exp(self._log_ratio(log_probs_RT, tokens))
         correction_RT = self._corrections(log_probs_RT, tokens)
         loss_RT = correction_RT * self._policy_loss(advantage_RT, ratio_RT, log_probs_RT)
@@ -165,7 +158,7 @@ class GRPO(Objective):
         if self.correction != "none":
             metrics["correction"] = correction_RT
         sums = {name: jnp.where(is_drawn_RT, x_RT, 0).sum() for name, x_RT in metrics.items()}
-        return {LOSS: (self._token_weights(tokens) * loss_RT).sum(), **sums}
+        return {LOSS: (self._token_weights(tokens, loss_RT.dtype) * loss_RT).sum(), **sums}
 
     def extremes(self, log_probs_RT: Float[Array, "R T"], tokens: Tokens) -> dict[str, Float[Array, ""]]:
         log_ratio_RT = self._log_ratio(log_probs_RT, tokens)
@@ -183,7 +176,7 @@ class GRPO(Objective):
         """log p_old; without a gradient."""
         if self.old == "current":
             return jax.lax.stop_gradient(log_probs_RT)
-        return tokens.extras[OLD if self.old == "scored" else RECORDED]
+        return tokens.extras[OLD if self.old == "scored" else RECORDED].astype(log_probs_RT.dtype)
 
     def _log_ratio(self, log_probs_RT: Array, tokens: Tokens) -> Float[Array, "R T"]:
         """log rho, or its mean over the answer; 0 where nothing was drawn."""
@@ -226,9 +219,9 @@ class GRPO(Objective):
         difference_RT = jnp.abs(jax.lax.stop_gradient(ours_RT) - tokens.extras[RECORDED])
         return jnp.where(tokens.weights > 0, difference_RT, 0)
 
-    def _token_weights(self, tokens: Tokens) -> Float[Array, "R T"]:
+    def _token_weights(self, tokens: Tokens, dtype: Any) -> Float[Array, "R T"]:
         """What a token's loss counts in the sum."""
+        weights_RT = tokens.weights.astype(dtype)
         if self.mean != "answers":
-            return tokens.weights
-        lengths_RD = jnp.maximum(tokens.answer_sums(tokens.weights), 1)
-        return tokens.weights * tokens.at_tokens(1 / lengths_RD)
+            return weights_RT
+        return weights_RT * tokens.at_tokens(1 / jnp.maximum(tokens.answer_sums(weights_RT), 1))

@@ -4,7 +4,7 @@ Legend: R rows of a microbatch on this rank, T token slots of a row on this rank
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from jaxthd.objectives.dpo import PREFERENCE
 from jaxthd.objectives.objective import LOSS, OLD, REFERENCE, Objective, Tokens
-from jaxthd.objectives.settings import check_choice, check_number
+from jaxthd.objectives.settings import check_number
 
 KLOf = Literal["answers", "mismatched", "none"]
 _KL, _KL_ANSWERS = "kl", "answers of kl"
@@ -51,10 +51,9 @@ class KTO(Objective):
     scored with the policy."""
 
     def __post_init__(self) -> None:
-        check_choice("kl", self.kl, get_args(KLOf))
-        check_number("beta", self.beta, above=0)
-        check_number("desired_weight", self.desired_weight, least=0)
-        check_number("undesired_weight", self.undesired_weight, least=0)
+        check_number("beta", self.beta, above=0.0)
+        check_number("desired_weight", self.desired_weight, least=0.0)
+        check_number("undesired_weight", self.undesired_weight, least=0.0)
 
     @property
     def extras(self) -> tuple[str, ...]:
@@ -73,7 +72,7 @@ class KTO(Objective):
             return {}
         label_RD = tokens.answer_values(tokens.extras[PREFERENCE])
         estimates_RD = tokens.supervised_answers() & ((label_RD == 0) == (self.kl == "mismatched"))
-        rewards_RD = self._rewards(tokens.extras[OLD], tokens)
+        rewards_RD = self._rewards(tokens.extras[OLD].astype(float), tokens)
         return {
             _KL: tokens.share(jnp.where(estimates_RD, rewards_RD, 0).sum()),
             _KL_ANSWERS: tokens.share(estimates_RD.sum(dtype=tokens.weights.dtype)),
@@ -100,7 +99,7 @@ class KTO(Objective):
             mean = tokens.totals[_KL] / jnp.maximum(tokens.totals[_KL_ANSWERS], 1)
             z = jax.lax.stop_gradient(jnp.maximum(mean, 0)).astype(rewards_RD.dtype)
         weight_RD = jnp.where(label_RD > 0, self.desired_weight, self.undesired_weight)
-        losses_RD = weight_RD * jax.nn.sigmoid(-self.beta * jnp.sign(label_RD) * (rewards_RD - z))
+        losses_RD = weight_RD * jax.nn.sigmoid(self.beta * (jnp.sign(label_RD) * (z - rewards_RD)))
 
         def over(sign: int, x_RD: Array) -> Array:
             return tokens.share(jnp.where(sign * label_RD > 0, x_RD, 0).sum())

@@ -5,20 +5,21 @@ register_objective.
 from collections.abc import Sequence
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from jaxthd.errors import UserError
 from jaxthd.objectives.dpo import DPO
 from jaxthd.objectives.grpo import GRPO
 from jaxthd.objectives.kto import KTO
 from jaxthd.objectives.objective import Objective
+from jaxthd.objectives.settings import refuse
 from jaxthd.objectives.sft import SFT
 
 OBJECTIVES: dict[str, type[Objective]] = {"sft": SFT, "dpo": DPO, "kto": KTO, "grpo": GRPO}
 """Names that train.objective takes -> classes: frozen dataclasses, whose fields are the settings."""
 
 
-def register_objective(name: str, kind: type[Objective]) -> None:
+def register_objective(name: str, kind: type) -> None:
     """Makes `kind`, a frozen dataclass that inherits Objective, what train.objective NAME means.
 
     Call it where the config is made: every process of a run makes its own config. Raises ValueError for a
@@ -57,6 +58,9 @@ def make_objective(name: str, options: Sequence[str] = ()) -> Objective:
                 f"train.objective_options has {option!r}; expected NAME=VALUE of the objective {name!r} "
                 f"({known}): correct train.objective_options"
             )
+        choices = get_args(settings[key].type)
+        if get_origin(settings[key].type) is Literal and text not in choices:
+            refuse(option, f"one of {', '.join(choices)}")
         given[key] = _read(option, text, settings[key].default)
     return kind(**given)
 

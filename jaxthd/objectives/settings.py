@@ -1,7 +1,6 @@
 """Checks of an objective's settings, which are train.objective_options."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from jaxthd.errors import UserError
@@ -10,12 +9,6 @@ from jaxthd.errors import UserError
 def refuse(found: str, expected: str, change: str = "correct train.objective_options") -> None:
     """Raises UserError: what train.objective_options has, what was expected, what to change."""
     raise UserError(f"train.objective_options has {found}; expected {expected}: {change}")
-
-
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raises UserError unless the value is one of these."""
-    if value not in choices:
-        refuse(f"{name}={value}", f"one of {', '.join(choices)}")
 
 
 def check_number(

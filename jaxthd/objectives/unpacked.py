@@ -42,17 +42,12 @@ def by_answer(
         found_RDL = empty_RDL.at[rows_RT, tokens.segment_ids, at_RT].add(x_RT, mode="drop")[:, 1:]
         return found_RDL if tokens.axis is None else jax.lax.psum(found_RDL, tokens.axis)
 
-    weights_RDL = unpacked(tokens.weights)
-    supervised_RD = tokens.answer_sums(tokens.weights)
-    is_answer_RD = supervised_RD > 0
-    # Places without an answer get one token of probability 1/e: no gradient that is NaN arises there.
-    one_L = (jnp.arange(longest) == 0).astype(log_probs_RT.dtype)
-    log_probs_RDL = jnp.where(is_answer_RD[..., None], unpacked(log_probs_RT), -one_L)
-    weights_RDL = jnp.where(is_answer_RD[..., None], weights_RDL, one_L.astype(weights_RDL.dtype))
+    weights_RDL, supervised_RD = unpacked(tokens.weights), tokens.answer_sums(tokens.weights)
     extras_RDL = {name: unpacked(x_RT) for name, x_RT in tokens.extras.items()}
-    result_RD = jax.vmap(jax.vmap(of_answer))(log_probs_RDL, weights_RDL, extras_RDL)
+    result_RD = jax.vmap(jax.vmap(of_answer))(unpacked(log_probs_RT), weights_RDL, extras_RDL)
     is_whole_RD = weights_RDL.sum(-1) >= supervised_RD
-    return jnp.where(is_answer_RD, jnp.where(is_whole_RD, result_RD, jnp.nan), 0)
+    # What the function makes of a place without an answer, NaN perhaps, reaches neither result nor gradient.
+    return jnp.where(supervised_RD > 0, jnp.where(is_whole_RD, result_RD, jnp.nan), 0)
 
 
 @dataclass(frozen=True)

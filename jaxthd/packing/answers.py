@@ -11,6 +11,7 @@ has a slot of its own.
 Legend: n tokens of a segment, N tokens of the document.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -48,14 +49,13 @@ def document_segments(document: Document, share_prompts: bool) -> list[DocumentS
     return [DocumentSegment(prompt[:-1]), *answers] if shares else answers
 
 
-def segment_lengths(document: Document, share_prompts: bool) -> list[int]:
-    """Tokens of each of document_segments."""
-    if not document.answers:
-        return [len(document)]
-    prompt = document.prompt_length
+def segment_lengths(prompt: int, answers: Sequence[int], share_prompts: bool) -> list[int]:
+    """Tokens of each of document_segments. prompt, answers: Document.prompt_length and Document.answers."""
+    if not answers:
+        return [prompt]
     if share_prompts and prompt > 1:
-        return [prompt - 1, *(1 + length for length in document.answers)]
-    return [prompt + length for length in document.answers]
+        return [prompt - 1, *(1 + length for length in answers)]
+    return [prompt + length for length in answers]
 
 
 def of_tokens(

@@ -78,12 +78,14 @@ class BufferLimits:
 
     def slots(self, document: Document) -> int:
         """Token slots that a document takes: each of its segments is rounded up."""
-        lengths = segment_lengths(document, self.share_prompts)
-        return sum(-(-length // self.round_to) * self.round_to for length in lengths)
+        return sum(-(-length // self.round_to) * self.round_to for length in self._lengths(document))
 
     def segments(self, document: Document) -> int:
         """Segments that a document becomes."""
-        return len(segment_lengths(document, self.share_prompts))
+        return len(self._lengths(document))
+
+    def _lengths(self, document: Document) -> list[int]:
+        return segment_lengths(document.prompt_length, document.answers, self.share_prompts)
 
     def fit(self, document: Document) -> Fit:
         """Judges one document by itself."""

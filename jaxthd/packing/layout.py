@@ -153,14 +153,18 @@ class ContextLayout:
         """Rank-major order back to document order: original = permuted[inverse]. Otherwise as permutation."""
         return inverse_permutation(self.permutation(segment_ids))
 
-    def document_slots(self, segment_ids: Int[np.ndarray, " T"]) -> list[Int[np.ndarray, " _"]]:
-        """Where the tokens of each document lie in a laid-out row, in their order; documents by segment id.
+    def document_slots(
+        self, segment_ids: Int[np.ndarray, " T"], document_ids: Int[np.ndarray, " T"] | None = None
+    ) -> list[Int[np.ndarray, " _"]]:
+        """Where the tokens of each document lie in a laid-out row, in their order; of a document with several
+        answers, segment by segment.
 
-        segment_ids: of the laid-out row. Raises ValueError as permutation.
+        segment_ids, document_ids: of the laid-out row; None: every document is one segment. Raises ValueError
+        as permutation.
         """
         order = self.inverse(segment_ids)
-        ids = segment_ids[order]
-        return [order[ids == segment] for segment in range(1, ids.max() + 1)]
+        ids = (segment_ids if document_ids is None else document_ids)[order]
+        return [order[ids == document] for document in range(1, ids.max() + 1)]
 
     def owners(self, segment_ids: Int[np.ndarray, " T"]) -> Int[np.ndarray, " T"]:
         """The rank that holds each token of a row in document order. Otherwise as permutation."""

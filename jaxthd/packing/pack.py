@@ -125,22 +125,27 @@ def pack_row(
     row = _write_tokens(documents, placed, capacity)
     audio = _write_audio(documents, placed, ranks, limits, num_mels) if audio_capacity else None
     perm = ContextLayout(layout, context, round_to).permutation(row.segment_ids)
-    work = attention_work(_keys_before(row)[perm], row.segment_ids[perm], context)
-    report = PackReport(
-        keys=tuple(d.key for d in documents),
-        real_tokens=sum(len(segment.indices) for segment in placed),
-        supervised_tokens=int(row.weights.sum()),
-        audio_seconds=int(audio.mel_mask.sum()) / 100 if audio else 0.0,
-        imbalance=imbalance(work),
-        segments=len(placed),
-    )
     batch = _as_batch(row, audio, _future(row, audio, depths), perm)
     batch = batch._replace(
         extras=_write_extras(documents, placed, capacity, extras, perm),
         document_ids=batch.document_ids if answers else None,
         prefixes=batch.prefixes if answers and share_prompts else None,
     )
-    return batch, report
+    work = attention_work(_keys_before(row)[perm], row.segment_ids[perm], context)
+    return batch, _report(documents, row, audio, work)
+
+
+def _report(
+    documents: Sequence[Document], row: _Tokens, audio: _Audio | None, work: Int[np.ndarray, " context"]
+) -> PackReport:
+    return PackReport(
+        keys=tuple(d.key for d in documents),
+        real_tokens=int((row.segment_ids > 0).sum()),
+        supervised_tokens=int(row.weights.sum()),
+        audio_seconds=int(audio.mel_mask.sum()) / 100 if audio else 0.0,
+        imbalance=imbalance(work),
+        segments=int(row.segment_ids.max(initial=0)),
+    )
 
 
 def _require_single(documents: Sequence[Document]) -> None:

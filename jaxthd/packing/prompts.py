@@ -47,6 +47,7 @@ def find_prompts(
 
     layout: the layout that the batch was packed with. An answer is a run of supervised tokens; the last one
         of a document counts.
+    Raises ValueError for answers that share their prompt's slots: decoding does not go on from these.
     """
     rows = len(batch.tokens)
     entries = -(-max_documents // layout.ranks) * layout.ranks
@@ -63,7 +64,7 @@ def find_prompts(
 
 
 def whole_prompts(batch: Batch, layout: ContextLayout, max_documents: int) -> PromptEnds:
-    """The ends of a host batch's documents, each taken as a prompt. Arguments: as in find_prompts."""
+    """The ends of a host batch's documents, each taken as a prompt. Arguments, errors: as in find_prompts."""
     ends = PromptEnds(
         *np.full((2, len(batch.tokens), -(-max_documents // layout.ranks) * layout.ranks), -1, np.int32)
     )
@@ -76,6 +77,11 @@ def _documents(
     batch: Batch, layout: ContextLayout
 ) -> Iterator[tuple[int, int, Int32[np.ndarray, " T"], Int[np.ndarray, " n"]]]:
     """Yields (row, document, the permutation to document order, the document's slots in that order)."""
+    if batch.prefixes is not None and batch.prefixes.any():
+        raise ValueError(
+            "the batch to decode from has answers that share their prompts' slots; expected whole documents: "
+            "pack with share_prompts=False, or pack the prompts alone"
+        )
     for row, segment_ids in enumerate(batch.segment_ids):
         order = layout.inverse(segment_ids)
         ids = segment_ids[order]

@@ -45,8 +45,14 @@ def thd_view(
         the padded lengths sum to a multiple of this: 2 * context * tensor, where a kernel divides the buffer.
     Lengths [11, 5] give cu_seqlens [0, 11, 16]; padded [0, 12, 20] with round_to 4, [0, 11, 18] with
     total_multiple 3. [5, 5] with round_to 4 and total_multiple 24 are padded [0, 8, 24].
-    Raises ValueError where the padded lengths exceed the row.
+    Of a batch with answers, its segments are viewed. Raises ValueError where the padded lengths exceed the
+    row, and where answers share a prompt: variable-length kernels know no segments that continue others.
     """
+    if isinstance(batch, Batch) and batch.prefixes is not None and np.any(batch.prefixes):
+        raise ValueError(
+            "segments of the batch continue others, which variable-length kernels cannot; expected segments "
+            "that stand alone: pack with share_prompts=False"
+        )
     ids = np.asarray(batch.segment_ids if isinstance(batch, Batch) else batch)
     if ids.ndim == 1:
         return _view_of_row(ids, round_to, total_multiple)

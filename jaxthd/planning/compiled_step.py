@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jaxthd.config import Config
 from jaxthd.kernels.choose import using
 from jaxthd.models.stacks import to_stages
+from jaxthd.objectives.answers import compares_answers
 from jaxthd.packing.batch import AUDIO_FIELDS, Batch
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.fit import BufferLimits
@@ -81,7 +82,9 @@ def abstract_batch(config: Config) -> Batch:
             "chunk_positions": ints(frames),
             "future_audio_slots": ints(future),
         }
-    of_objective = objective_of(config).extras
+    objective = objective_of(config)
+    has_answers = compares_answers(objective)
+    of_tokens = *objective.extras, *objective.scored
     return Batch(
         tokens=ints(tokens),
         targets=ints(tokens),
@@ -91,7 +94,9 @@ def abstract_batch(config: Config) -> Batch:
         future_tokens=ints(future),
         future_targets=ints(future),
         future_weights=jax.ShapeDtypeStruct(future, jnp.float32),
-        extras={name: jax.ShapeDtypeStruct(tokens, jnp.float32) for name in of_objective},
+        extras={name: jax.ShapeDtypeStruct(tokens, jnp.float32) for name in of_tokens},
+        document_ids=ints(tokens) if has_answers else None,
+        prefixes=ints(tokens) if has_answers and config.posttraining.share_prompts else None,
         **audio,
     )
 

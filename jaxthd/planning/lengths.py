@@ -18,6 +18,7 @@ from jaxthd.data.sources.registry import read_source, training_sources
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
+from jaxthd.packing.answers import segment_lengths
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 
 MOST_READ = 100_000
@@ -29,8 +30,9 @@ LEAST_DRAWN = 20_000
 class Lengths(NamedTuple):
     """Documents as the packer sees them, one entry each.
 
-    tokens: audio slots included. frames: mel frames that the document takes in an audio buffer. seconds: of
-    audio. chunks: mel frames that each encoder chunk takes in the buffer, multiples of 8.
+    tokens: audio slots included; with answers, those of all segments (posttraining.share_prompts).
+    frames: mel frames that the document takes in an audio buffer. seconds: of audio. chunks: mel frames that
+    each encoder chunk takes in the buffer, multiples of 8.
     """
 
     tokens: Int[np.ndarray, " n"]
@@ -73,7 +75,7 @@ def measure(examples: Sequence[Example], config: Config) -> tuple[Lengths, int]:
     """
     tokenizer = load_tokenizer(config.data.tokenizer)
     template = PromptTemplate(config.data, tokenizer)
-    encoder = config.model.encoder
+    encoder, share_prompts = config.model.encoder, config.posttraining.share_prompts
     chunk_samples = round(encoder.chunk_seconds * 100) * HOP if encoder else 0
     clips = [clip for example in examples for clip in example.clips]
     with ThreadPoolExecutor(16) as threads:
@@ -82,7 +84,7 @@ def measure(examples: Sequence[Example], config: Config) -> tuple[Lengths, int]:
     for example in examples:
         found = [next(samples) for _ in example.clips]
         try:
-            written, _ = template(example.turns)
+            prompt, answers = _written(template, example)
         except ValueError:
             continue
         if any(n < MIN_SAMPLES for n in found) or (found and not encoder):
@@ -91,12 +93,25 @@ def measure(examples: Sequence[Example], config: Config) -> tuple[Lengths, int]:
         mels = [len(chunk) // HOP for chunk in chain(*chunks)]
         slots = [encoder_frames(f) for f in mels]
         rows.append(
-            (len(written) - len(found) + sum(slots), sum(mels) / 100, [SUBSAMPLING * n for n in slots])
+            (
+                sum(segment_lengths(prompt - len(found) + sum(slots), answers, share_prompts)),
+                sum(mels) / 100,
+                [SUBSAMPLING * n for n in slots],
+            )
         )
     tokens, seconds, frames = (list(column) for column in zip(*rows, strict=True)) if rows else ([], [], [])
     total_frames = np.array([sum(c) for c in frames], int)
     lengths = Lengths(np.array(tokens, int), total_frames, np.array(seconds, float), frames)
     return lengths, len(examples) - len(rows)
+
+
+def _written(template: PromptTemplate, example: Example) -> tuple[int, list[int]]:
+    """Tokens of the prompt and of each answer; of all turns and none, where there are no alternatives."""
+    if not example.alternatives:
+        return len(template(example.turns)[0]), []
+    texts = [alternative.text for alternative in example.alternatives]
+    prompt, answers = template.answers(example.turns, texts)
+    return len(prompt), [len(ids) for ids, _ in answers]
 
 
 def clip_samples(clip: Clip | Samples) -> int:

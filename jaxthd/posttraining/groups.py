@@ -84,6 +84,7 @@ class Collector:
     ) -> None:
         """stop_ids: the tokens that end an answer; its text is without them."""
         self._settings, self._seed = config.rollout, config.train.seed
+        self._placeholder = config.data.audio_placeholder
         self._prompts, self._rollouts = prompts, rollouts
         self._rewarder, self._tokenizer, self._stop_ids = rewarder, tokenizer, stop_ids
 
@@ -135,7 +136,9 @@ class Collector:
     def _group(self, example: Example, answers: Sequence[Rollout]) -> Group:
         """What reward functions get to see of a prompt's answers."""
         *asked, last = example.turns
-        texts = [part if isinstance(part, str) else "{audio}" for turn in asked for part in turn.parts]
+        texts = [
+            part if isinstance(part, str) else self._placeholder for turn in asked for part in turn.parts
+        ]
         return Group(
             key=example.key,
             prompt=" ".join(texts),

@@ -32,6 +32,10 @@ class GRPOFacts(NamedTuple):
     skipped_documents: int
 
 
+EXTREMES = ("ratio_max", "inverse_ratio_max", "logprob_difference")
+"""The objective's metrics that are the largest of all tokens (Objective.extremes)."""
+
+
 def _drawn_tokens(facts: GRPOFacts) -> int:
     return sum(len(answer.tokens) for group in facts.collected.drawn for answer in group.answers)
 
@@ -122,7 +126,7 @@ def grpo_line(facts: GRPOFacts) -> dict[str, Any]:
 
 
 def _mean(results: Sequence[Any]) -> Any:
-    """The mean of the updates' metrics; counts are the last one's."""
+    """The mean of the updates' metrics; counts are the last one's, extremes the largest."""
     first, last = results[0], results[-1]
 
     def mean(values: Sequence[Any]) -> Any:
@@ -133,5 +137,8 @@ def _mean(results: Sequence[Any]) -> Any:
         for name in first._fields
         if name not in ("objective", "skipped", "skipped_in_a_row")
     }
-    objective = {name: mean([each.objective[name] for each in results]) for name in first.objective}
+    objective = {
+        name: (max if name in EXTREMES else mean)([each.objective[name] for each in results])
+        for name in first.objective
+    }
     return last._replace(**means, objective=objective)

@@ -12,7 +12,8 @@ class Group:
     key: names the prompt, as in reports.
     prompt: its text. A recording stands there as data.audio_placeholder.
     reference: the text of the manifest's line; None where the line has none.
-    fields: all fields of that line, by name, as JSON gave them.
+    fields: the line's other fields, by name, as JSON gave them: all that say neither what the turns are nor
+        where recordings lie (READ in jaxthd.data.sources.lines).
     answers: the texts, without the token that ends an answer.
     tokens: of each answer, with the token that ends it.
     ended: whether each answer ended by itself; False: it was cut off at rollout.max_new_tokens.

@@ -15,8 +15,9 @@ THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}\b)")
 def equals(group: Group, *, field: str, tolerance: float = 0.0) -> list[float]:
     """1 for an answer that is the number in the field of the manifest's line, else 0.
 
-    field: its name; a list of numbers there stands for their sum. tolerance: the largest difference that
-    counts as equal. Raises ValueError where the line has no number there. How an answer is read: number_in.
+    field: its name; "text" is the reference. A list of numbers there stands for their sum. tolerance: the
+    largest difference that counts as equal. Raises ValueError where the line has no number there. How an
+    answer is read: number_in.
     """
     wanted = _wanted(group, field)
     found = [number_in(answer) for answer in group.answers]
@@ -35,15 +36,17 @@ def number_in(text: str) -> float | None:
 
 
 def _wanted(group: Group, field: str) -> float:
-    value: Any = group.fields.get(field)
+    fields: dict[str, Any] = {"text": group.reference} if group.reference is not None else {}
+    fields |= group.fields
+    value: Any = fields.get(field)
     if isinstance(value, str):
         value = number_in(value)
     if isinstance(value, Sequence) and value and all(_is_number(each) for each in value):
         value = sum(value)
     if not _is_number(value):
         raise ValueError(
-            f"the line's field {field!r} is {group.fields.get(field)!r}; expected a number, or a list of "
-            f"numbers; its fields are {', '.join(map(repr, group.fields)) or 'none'}"
+            f"the line's field {field!r} is {fields.get(field)!r}; expected a number, or a list of numbers; "
+            f"its fields are {', '.join(map(repr, fields)) or 'none'}"
         )
     return float(value)
 

@@ -12,10 +12,10 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxthd.models.adapt import join
-from jaxthd.objectives.objective import REFERENCE
+from jaxthd.objectives.objective import OLD, REFERENCE
 from jaxthd.packing.batch import Batch
 from jaxthd.steps.blueprint import Blueprint, Tree
-from jaxthd.steps.forward import policy_temperature
+from jaxthd.steps.forward import objective_of, policy_temperature
 from jaxthd.steps.reference import has_reference, is_base, reference_of
 from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.steps.state import TrainState, state_shardings
@@ -38,17 +38,27 @@ def make_reference_scores(blueprint: Blueprint, mesh: Mesh) -> Callable[[Tree, T
     return run
 
 
-def make_with_reference(blueprint: Blueprint, mesh: Mesh) -> Callable[[TrainState, Batch], Batch]:
-    """(state, batch) -> the batch with the reference's log-probabilities, if the objective reads them."""
-    if not has_reference(blueprint.config):
-        return lambda state, batch: batch
-    scores = make_reference_scores(blueprint, mesh)
+def make_with_scores(blueprint: Blueprint, mesh: Mesh) -> Callable[[TrainState, Batch], Batch]:
+    """(state, batch) -> the batch with the log-probabilities that the objective reads: those of the
+    reference, and those of the policy before the update (Objective.scored).
+    """
+    config, scored = blueprint.config, objective_of(blueprint.config).scored
+    programs: dict[str, Callable[[TrainState, Batch], Array]] = {}
+    if has_reference(config):
+        reference = make_reference_scores(blueprint, mesh)
+        programs[REFERENCE] = lambda state, batch: reference(
+            state.params, state.reference, state.buffers, batch
+        )
+    if OLD in scored:
+        own = make_scoring_step(blueprint, mesh, temperature=policy_temperature(config))
+        programs[OLD] = lambda state, batch: own(state.params, state.buffers, batch).log_probs
 
-    def with_reference(state: TrainState, batch: Batch) -> Batch:
-        found = scores(state.params, state.reference, state.buffers, batch)
-        return batch._replace(extras={**batch.extras, REFERENCE: found})
+    def with_scores(state: TrainState, batch: Batch) -> Batch:
+        missing = [name for name in programs if name not in batch.extras]
+        found = {name: programs[name](state, batch) for name in missing}
+        return batch._replace(extras={**batch.extras, **found}) if found else batch
 
-    return with_reference
+    return with_scores
 
 
 def make_refresh(blueprint: Blueprint, mesh: Mesh) -> Callable[[TrainState], TrainState]:

@@ -4,17 +4,20 @@ from collections.abc import Iterator
 
 from jaxthd.config import Config
 from jaxthd.errors import UserError
-from jaxthd.objectives import make_objective
-from jaxthd.objectives.answers import compares_answers
-from jaxthd.objectives.grpo import ADVANTAGE
+from jaxthd.objectives import OBJECTIVES, Objective, make_objective
+from jaxthd.objectives.grpo import ADVANTAGE, GRPO
 from jaxthd.validate.rules import DeviceFacts, Finding, Group
 
 RULES = Group()
 
 
+def _is_policy(config: Config) -> bool:
+    return config.train.objective in OBJECTIVES and OBJECTIVES[config.train.objective].is_policy
+
+
 @RULES.rule("train.objective", "train.mtp_loss", "model.llm.mtp_pattern")
 def _mtp_with_answers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    if compares_answers(config.train.objective) and config.depths_trained:
+    if _is_policy(config) and config.depths_trained:
         yield Finding(
             f"train.objective is {config.train.objective!r} with model.llm.mtp_pattern "
             f"{config.model.llm.mtp_pattern!r}",
@@ -25,7 +28,7 @@ def _mtp_with_answers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 
 @RULES.rule("train.objective", "train.ctc_loss")
 def _ctc_with_answers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    if compares_answers(config.train.objective) and config.train.ctc_loss:
+    if _is_policy(config) and config.train.ctc_loss:
         yield Finding(
             f"train.objective is {config.train.objective!r} with train.ctc_loss {config.train.ctc_loss}",
             "0, because a recording with several answers has no one transcript to align with",
@@ -36,12 +39,17 @@ def _ctc_with_answers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 # --- jaxthd grpo ---
 
 
-def _draws(config: Config) -> bool:
-    """Whether the objective trains on answers that are drawn. False for one that cannot be made."""
+def _drawing_objective(config: Config) -> Objective | None:
+    """The objective, if it trains on answers that are drawn. None for one that cannot be made."""
     try:
-        return ADVANTAGE in make_objective(config.train.objective, config.train.objective_options).extras
+        objective = make_objective(config.train.objective, config.train.objective_options)
     except UserError:
-        return False
+        return None
+    return objective if ADVANTAGE in objective.extras else None
+
+
+def _draws(config: Config) -> bool:
+    return _drawing_objective(config) is not None
 
 
 @RULES.rule("train.objective", "rollout", "data.max_documents", "posttraining.share_prompts")
@@ -80,8 +88,15 @@ def _temperature(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding("rollout.temperature is 0, which draws equal answers", "more than 0", change)
 
 
-@RULES.rule("train.objective", "rollout.epochs", "rollout.updates")
+@RULES.rule("train.objective", "train.objective_options", "rollout.epochs", "rollout.updates")
 def _updates(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    objective = _drawing_objective(config)
+    if isinstance(objective, GRPO) and objective.old == "current" and config.updates_of_a_step > 1:
+        yield Finding(
+            f"old=current with rollout.epochs x rollout.updates = {config.updates_of_a_step}",
+            "one update a step, because after the first one the policy is no longer the one that drew",
+            "set old=scored in train.objective_options, or both to 1",
+        )
     if not _draws(config) and config.updates_of_a_step > 1:
         yield Finding(
             f"rollout.epochs x rollout.updates is {config.updates_of_a_step} with train.objective "

@@ -26,6 +26,7 @@ from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
 from jaxthd.packing.layout import ContextLayout, DualChunkSwap, inverse_permutation
 from jaxthd.packing.pack import PackReport, pack_row
 from jaxthd.packing.thd_view import thd_view
+from tests.answers import document_with_answers
 
 CAPACITY, AUDIO = 256, 2560
 
@@ -230,6 +231,25 @@ def test_each_clip_has_the_colour_of_its_document_where_its_rank_holds_it(config
         assert sum(x.get_facecolor()[:3] != to_rgb(PADDING) for x in axes.patches) == len(clips)
         used = sum(SUBSAMPLING * encoder_frames(n) for n in clips)
         assert (rgb == to_rgb(PADDING)).all(1).sum() == AUDIO - used
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_a_document_with_answers_has_one_colour(share_prompts: bool):
+    """In its tokens and its audio, however many segments it is."""
+    rng = np.random.default_rng(0)
+    documents = [document_with_answers(rng, str(n), answers=3, mels=2) for n in range(3)]
+    sizes = {"capacity": CAPACITY, "audio_capacity": AUDIO, "num_mels": 2, "max_documents": 12}
+    batch, report = pack_row(documents, **sizes, answers=True, share_prompts=share_prompts)
+    tokens, audio = batch_figure(batch, batch_report([report]), Config()).axes
+    rgb, ids = painted(tokens, CAPACITY, 1.0, 1.0), batch.document_ids[0]
+    for number in (1, 2, 3):
+        dark = rgb[(ids == number) & batch.is_audio[0]]
+        np.testing.assert_allclose(dark, np.tile(hue(number), (len(dark), 1)))
+    heard = {tuple(c) for c in painted(audio, AUDIO, 0.01, 1.0)} - {to_rgb(PADDING)}
+    with_audio = [number for number in (1, 2, 3) if (batch.is_audio[0] & (ids == number)).any()]
+    assert heard == {tuple(hue(number)) for number in with_audio}
+    lines = [line for line in tokens.lines if line.get_color() == "white"]
+    assert len(lines) == report.segments - 3
 
 
 def clip_lengths(batch: Batch, row: int, mesh: MeshConfig) -> list[int]:

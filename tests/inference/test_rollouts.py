@@ -103,19 +103,20 @@ def prompts() -> tuple[Document, ...]:
 @functools.cache
 def weights(dtype: str) -> tuple[Any, Any]:
     """In the canonical form. Small embeddings, so that more than the last token tells what comes next."""
-    _, params, buffers = random_state(Blueprint(CONFIG).model)
+    _, params, buffers = random_state(Blueprint(config_on(MeshConfig(), dtype="float32")).model)
     filled = {**params, "embedding": 0.1 * params["embedding"]}, buffers
     return jax.tree.map(lambda x: x.astype(dtype), filled)
 
 
 def config_on(mesh: MeshConfig, layout: str = "buffer", dtype: str = "float64") -> Config:
-    """Its pages have room for the same recordings on every mesh."""
+    """Its pages have room for the same recordings on every mesh. Unlike stages cannot exchange by a ring."""
     data = replace(
         CONFIG.data,
         audio_capacity=CONFIG.data.audio_capacity * mesh.audio_ranks,
         round_to=2 * mesh.context if layout == "document" else 1,
     )
-    compute = replace(CONFIG.compute, dtype=dtype, context_layout=layout)
+    exchange = "all_gather" if mesh.pipeline > 1 else "ring"
+    compute = replace(CONFIG.compute, dtype=dtype, context_layout=layout, context_exchange=exchange)
     return replace(CONFIG, mesh=mesh, data=data, compute=compute)
 
 
@@ -258,12 +259,12 @@ def test_draws_depend_on_their_keys_and_on_no_company(expected: list[list[Rollou
         assert own.compilations == 3
 
 
-def test_greedy_answers_are_the_generators(monkeypatch: pytest.MonkeyPatch):
+def test_greedy_answers_are_the_generators():
     """With the log-probabilities of temperature 1, and drawn for certain."""
-    monkeypatch.setattr(ByteTokenizer, "eos_ids", STOPS)
     with jax.enable_x64(True):
         greedy = drawn(engine(), temperature=0.0, group_size=1)
-        own = Generator(CONFIG, make_mesh(MeshConfig()), *weights("float64"), batch=4, max_new_tokens=NEW)
+        sizes = {"batch": 4, "max_new_tokens": NEW}
+        own = Generator(CONFIG, make_mesh(MeshConfig()), *weights("float64"), **sizes, stop_ids=STOPS)
         for group, wanted in zip(greedy, own.generate(conversations()), strict=True):
             tokens = group[0].tokens.tolist()
             assert tuple(tokens[: len(tokens) - group[0].ended]) == wanted.tokens
@@ -278,14 +279,17 @@ def test_in_float32_drawing_and_scoring_agree_to_rounding():
 
 
 def test_what_cannot_be_drawn_is_refused_before_anything_is():
-    own, none = engine(), np.zeros(300, bool)
+    with jax.enable_x64(True):
+        own, none = engine(), np.zeros(300, bool)
     long = Document("long", np.zeros(300, np.int32), none, none)
     recording = np.zeros((100, 16), np.float32)
     loud = Document.splice("loud", [7], [False], [[recording] * 5], placeholder=7)
     ok = prompts()[:1]
+    has_answers = Document("both", np.zeros(3, np.int32), none[:3], none[:3], answers=(1, 1))
     for asked, settings, message in (
         ([*ok, long], {}, "'long' does not fit: its 300 token slots exceed the capacity of 256"),
         ([*ok, loud], {}, "'loud' does not fit: its 520 mel frames exceed the audio_capacity of 480"),
+        ([has_answers], {}, "'both' has 2 answers already"),
         (ok, {"temperature": -1.0}, "temperature is -1"),
         (ok, {"group_size": 9}, "a group of 9 answers; expected 1 to 8"),
         (ok, {"group_size": 0}, "a group of 0 answers"),

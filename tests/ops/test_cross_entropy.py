@@ -9,7 +9,13 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxthd.ops.cross_entropy as module
-from jaxthd.ops.cross_entropy import TokenScores, supervised_log_probs, supervised_top_k
+from jaxthd.ops.cross_entropy import (
+    TokenScores,
+    supervised_drawn_log_probs,
+    supervised_log_probs,
+    supervised_top_k,
+)
+from jaxthd.ops.sampling import make_sampling
 from tests.helpers import assert_same
 
 N, D, V = 37, 6, 29
@@ -59,6 +65,37 @@ def test_equals_log_softmax(vocab_block):
             supervised = problem(count)[3]
             assert not np.asarray(got[0])[~supervised].any()
             assert not np.asarray(got[1])[~supervised].any()
+
+
+def test_logits_over_a_temperature_and_their_gradients():
+    """Against log_softmax of divided logits, also of the likeliest entries and of what top-p keeps."""
+    temperature, top_p = 0.7, 0.6
+    with jax.enable_x64(True):
+        h, head, targets, supervised, dlogp = problem(24)
+        h[::3] /= 50
+        targets[:9] = np.argmax(h @ head.T, axis=1)[:9]
+        given = *map(jnp.asarray, (h, head, targets, supervised)), ROWS, 10, ()
+        logp, pull = jax.vjp(
+            lambda h, head: supervised_log_probs(h, head, *given[2:], temperature), *given[:2]
+        )
+        want, want_pull = jax.vjp(
+            lambda h, head: reference(h / temperature, head, *given[2:4], dlogp)[0], h, head
+        )
+        for got, part in zip((logp, *pull(jnp.asarray(dlogp))), (want, *want_pull(dlogp)), strict=True):
+            assert_same(got, part, 1e-10)
+        np.testing.assert_allclose(supervised_top_k(*given, temperature, top_k=3).log_probs, logp, atol=1e-10)
+        sampling = make_sampling(temperature, 0, top_p, "float64")
+        drawn = np.asarray(supervised_drawn_log_probs(*given[:5], sampling))
+        all_NV = np.exp(np.asarray(jax.nn.log_softmax(h @ head.T / temperature)))
+    for n in np.flatnonzero(supervised):
+        # The fewest of the likeliest that reach top_p are those with less than top_p before them.
+        before = all_NV[n][all_NV[n] > all_NV[n, targets[n]]].sum()
+        kept = [p for p in all_NV[n] if all_NV[n][all_NV[n] > p].sum() < top_p]
+        own = np.log(all_NV[n, targets[n]] / sum(kept)) if before < top_p else -np.inf
+        np.testing.assert_allclose(drawn[n], own, atol=1e-10)
+    assert np.isfinite(drawn[supervised]).any()
+    assert np.isneginf(drawn[supervised]).any()
+    assert not drawn[~supervised].any()
 
 
 def test_float32_equals_float64():

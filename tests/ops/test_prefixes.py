@@ -2,6 +2,7 @@
 the prefix, forward and backward, on every context size."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from jaxthd.ops.head_exchange import own_heads, scan_segments, to_heads, to_toke
 from jaxthd.ops.scan import state_passing
 from jaxthd.ops.scan.backends import scan
 from tests.helpers import assert_same, on_context, row_arrays, spans
+from tests.ops import fake_kernels
 
 H, K, D, V, G, S, TAPS = 4, 2, 8, 6, 4, 5, 4
 CAPACITY, SEGMENTS = 64, 16
@@ -82,14 +84,16 @@ def convolved(params: Any, x_NHP: Any, segments: Any) -> Any:
     return to_tokens(y_MC.reshape(x_MhP.shape), segments, np.float64)
 
 
-def scanned(a: Any, inputs: Any, segments: Any) -> Any:
+def scanned(a: Any, inputs: Any, segments: Any, chunk: int = 6, backend: str = "xla") -> Any:
     x, dt, b, c = (to_heads(x, segments) for x in inputs)
-    y = scan(x, dt, own_heads(a, segments), b, c, scan_segments(segments), chunk=6, backend="xla")
-    return to_tokens(y, segments, np.float64)
+    y = scan(x, dt, own_heads(a, segments), b, c, scan_segments(segments), chunk=chunk, backend=backend)
+    return to_tokens(y, segments, y.dtype)
 
 
-def inputs_of(name: str, rng: np.random.Generator, capacity: int) -> tuple[Any, Any, np.ndarray]:
-    """(parameters, inputs, the outputs' cotangent)."""
+def inputs_of(
+    name: str, rng: np.random.Generator, capacity: int, dim: int = 3
+) -> tuple[Any, Any, np.ndarray]:
+    """(parameters, inputs, the outputs' cotangent). dim: of the scan's heads, and the least of its state."""
 
     def normal(*shape: int) -> np.ndarray:
         return rng.normal(size=(capacity, *shape))
@@ -99,7 +103,8 @@ def inputs_of(name: str, rng: np.random.Generator, capacity: int) -> tuple[Any, 
     if name == "convolution":
         return (rng.normal(size=(TAPS, H, 3)), rng.normal(size=(H, 3))), normal(H, 3), normal(H, 3)
     dt = rng.uniform(0.001, 1.0, size=(capacity, H))
-    return -DECAYS, (normal(H, 3), dt, normal(G, S), normal(G, S)), normal(H, 3)
+    state = max(S, dim)
+    return -DECAYS, (normal(H, dim), dt, normal(G, state), normal(G, state)), normal(H, dim)
 
 
 MIXERS = {"attention": attend("ring"), "convolution": convolved, "scan": scanned}
@@ -112,12 +117,9 @@ MESHES = [
     ("scan", 4, "buffer", "in steps"),
 ]
 TYPICAL = [
-    ("attention", 1, "buffer", "ring"),
     ("attention", 4, "document", "ring"),
-    ("attention", 2, "buffer", "all_gather"),
     ("convolution", 4, "buffer", ""),
     ("scan", 2, "buffer", ""),
-    ("scan", 2, "document", ""),
 ]
 
 
@@ -159,3 +161,34 @@ def test_a_shared_prefix_equals_a_copy_before_each_segment(name, context, layout
             want_y = summed(np.where(own_dy.any(tuple(range(1, dy.ndim)), keepdims=True), want, 0))
             got_y = np.where((ids > 0).reshape(-1, *[1] * (dy.ndim - 1)), y, 0)
             assert_same((got_y, dparams, dx), (want_y, want_dparams, jax.tree.map(summed, d_copies)), 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("context", "layout"), [(2, "document"), pytest.param(4, "buffer", marks=pytest.mark.exhaustive)]
+)
+def test_fused_attention_may_compute_what_segments_see_of_themselves(context, layout, monkeypatch):
+    """The blockwise back-end adds what they see of their prefixes."""
+    fake_kernels.install_te(monkeypatch)
+    compare(lambda backend: attend("ring", backend), "attention", "te", context, layout)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("context", [1, 2])
+def test_the_scan_kernels_may_compute_segments_alone(context):
+    compare(lambda backend: partial(scanned, chunk=16, backend=backend), "scan", "pallas", context, "buffer")
+
+
+def compare(mixer: Callable[[str], Any], name: str, backend: str, context: int, layout: Any) -> None:
+    """The back-end with "xla", in float32, on shared rows."""
+    rng = np.random.default_rng(1)
+    capacity, round_to = (CAPACITY, 1) if layout == "buffer" else (2 * CAPACITY, 8)
+    sizes: Any = {"block": 8, "documents": SEGMENTS, "layout": layout, "round_to": round_to}
+    runs = [on_context(mixer(each), context, **sizes) for each in (backend, "xla")]
+    for groups in CASES.values():
+        row = shared(groups)
+        ids, positions = row_arrays(row.lengths, capacity, round_to)
+        params, x, dy = jax.tree.map(np.float32, inputs_of(name, rng, capacity, 16 if name == "scan" else 3))
+        dy[ids == 0] = 0
+        given = params, x, ids, positions, dy, np.array([0, *row.prefixes], np.int32)[ids]
+        (y, *gradients), (want, *wanted) = (run(*given) for run in runs)
+        assert_same((y[ids > 0], *gradients), (want[ids > 0], *wanted), 1e-5)

@@ -13,6 +13,7 @@ from jaxthd.packing.document import Document
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.pack import pack_row
+from jaxthd.packing.thd_view import thd_view
 from tests.answers import AUDIO, alone, document_with_answers
 
 MELS = 4
@@ -135,6 +136,10 @@ def test_a_shared_prompt_saves_its_slots():
     assert few.misfit == "its 8 answers make 9 segments, which exceed the max_documents of 8"
     with pytest.raises(ValueError, match="1 documents of 9 segments in a row, at most 8"):
         pack_row([group], **SIZES | {"max_documents": 8})
+    rows = [pack_row([group], **SIZES | {"capacity": 1360, "share_prompts": s})[0] for s in (True, False)]
+    assert np.diff(thd_view(rows[1]).cu_seqlens[0]).tolist() == [170] * 8
+    with pytest.raises(ValueError, match="share_prompts=False"):
+        thd_view(rows[0])
 
 
 def test_batches_of_documents_without_answers_stay_as_they_were():

@@ -1,5 +1,6 @@
 """Prompts are found where documents' last answers begin, in any layout."""
 
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -62,3 +63,12 @@ def test_the_prompt_is_all_before_the_last_answer(context: int, layout: Literal[
     assert held.pop((1, 0)) == [11, 12, 13]
     assert held.pop((1, 1)) == [11, 12]
     assert not any(held.values())
+
+
+def test_answers_that_share_a_prompt_are_no_prompts():
+    pair = replace(document("pair", "....xx"), answers=(1, 1))
+    sizes = {"capacity": 16, "audio_capacity": 0, "num_mels": 8, "max_documents": 4, "answers": True}
+    with pytest.raises(ValueError, match="share_prompts=False"):
+        find_prompts(pack_row([pair], **sizes)[0], ContextLayout(), 4)
+    batch, _ = pack_row([document("one", "..xx")], **sizes)
+    assert find_prompts(batch, ContextLayout(), 4)[1][0] == [12, 13]

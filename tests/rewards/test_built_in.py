@@ -61,7 +61,7 @@ def test_rates_are_bounded_unless_a_user_wants_them_unbounded():
 def test_a_reference_without_words_rewards_silence(reference: str):
     silence = group("", "a word", "...", reference=reference)
     assert rewards("wer", silence, lowest=-5.0) == [0, -2, 0]
-    assert rewards("insertions", silence) == [0, -1, 0]
+    assert rewards("insertions", silence, lowest=-5.0) == [0, -2, 0]
     assert rewards("exact", silence) == [1, 0, 1]
     assert rewards("cer", silence) == [0, -1, 0]
 
@@ -87,6 +87,10 @@ def test_a_number_equals_a_field_or_the_sum_of_its_list():
         spoken = group(*answers, total=field)
         assert rewards("equals", spoken, field="total") == [1, 1, 0, 1, 0, 0, 0, 1]
         assert rewards("equals", spoken, field="total", tolerance=0.5) == [1, 1, 0, 1, 0, 1, 0, 1]
+
+
+def test_the_field_text_is_the_reference():
+    assert rewards("equals", group("7", "8", reference="seven"), field="text") == [1, 0]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_damaged_data_is_trained_on_or_listed_and_the_seed_decides_all(tmp_path:
     found = []
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
-        outcomes = fuzz(tmp_path / name, 90, 7, workers if name == "here" else 0)
+        outcomes = fuzz(tmp_path / name, 110, 7, workers if name == "here" else 0)
         assert [text for outcome in outcomes.values() for text in outcome.violations] == []
         files = {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.jsonl")}
         counts = {k: (o.inputs, o.lines, o.documents, o.listed, o.refused) for k, o in outcomes.items()}

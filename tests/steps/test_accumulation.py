@@ -16,7 +16,7 @@ from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.accumulation import AccumulatedStep
 from jaxthd.steps.blueprint import Blueprint
-from jaxthd.steps.reference_scores import make_refresh, make_with_reference
+from jaxthd.steps.reference_scores import make_refresh, make_with_scores
 from jaxthd.steps.state import TrainState
 from jaxthd.steps.training import make_train_step
 from tests.answers import document_with_answers
@@ -73,14 +73,14 @@ def copied(state: TrainState) -> TrainState:
 def test_an_update_depends_neither_on_its_buffers_nor_on_padding(start: TrainState):
     documents, mesh, blueprint = pairs(7), make_mesh(CONFIG.mesh), Blueprint(CONFIG)
     together = rows_of([documents[:2], documents[2:4], documents[4:6], documents[6:]], CONFIG)
-    with_reference = make_with_reference(blueprint, mesh)
-    whole = with_reference(start, put_batch(together, mesh))
+    with_scores = make_with_scores(blueprint, mesh)
+    whole = with_scores(start, put_batch(together, mesh))
     want, measured = make_train_step(blueprint, mesh)(copied(start), whole)
     apart = replace(CONFIG, data=replace(CONFIG.data, rows=1))
     step, blueprint = AccumulatedStep(Blueprint(apart), mesh), Blueprint(apart)
-    with_reference = make_with_reference(blueprint, mesh)
+    with_scores = make_with_scores(blueprint, mesh)
     rows = [[documents[6], documents[0]], [documents[3]], [], documents[1:3], documents[4:6]]
-    batches = [with_reference(start, put_batch(rows_of([row], apart), mesh)) for row in rows]
+    batches = [with_scores(start, put_batch(rows_of([row], apart), mesh)) for row in rows]
     got, results = step(copied(start), batches)
     close(got, want)
     # The metric of the experts' balance is of what is computed together.
@@ -108,6 +108,6 @@ def test_the_first_loss_is_ln_2_and_lora_needs_no_copy(adapt: AdaptConfig):
         state = make_refresh(blueprint, mesh)(state)
         close(state.reference, state.params, 0)
     batch = put_batch(rows_of([pairs(2), pairs(4)[2:], [], []], config), mesh)
-    batch = make_with_reference(blueprint, mesh)(state, batch)
+    batch = make_with_scores(blueprint, mesh)(state, batch)
     _, results = make_train_step(blueprint, mesh)(state, batch)
     assert float(results.loss) == pytest.approx(math.log(2), abs=1e-6)

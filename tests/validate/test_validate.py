@@ -11,7 +11,6 @@ import pytest
 
 from jaxthd.config import Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
 from jaxthd.data.packer import pack_documents
-from jaxthd.objectives import OBJECTIVES, SFT
 from jaxthd.packing.document import Document, encoder_frames
 from jaxthd.validate import RULES, ConfigError, DeviceFacts, Finding, findings, validate
 from jaxthd.validate.rules import Rule
@@ -339,12 +338,6 @@ CASES = [
         {"train.objective": "dpo", "train.ctc_loss": 0.1}, "train.objective is 'dpo' with train.ctc_loss 0.1"
     ),
 ]
-
-
-@pytest.fixture(autouse=True)
-def dpo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An objective of that name, whatever it computes."""
-    monkeypatch.setitem(OBJECTIVES, "dpo", OBJECTIVES.get("dpo", SFT))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.fragment[:60])

@@ -5,12 +5,13 @@ import json
 import reprlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from re import fullmatch, split
 from typing import Any
 
-from jaxthd.data.example import Example, Turn
+from jaxthd.data.example import Alternative, Example, Turn
 from jaxthd.data.skipped import Skipped
 from jaxthd.errors import UserError
 
@@ -46,20 +47,47 @@ def expand_braces(text: str) -> list[str]:
     return ["".join(chosen) for chosen in product(*choices)]
 
 
+READ = frozenset(
+    [
+        "audio_filepath",
+        "text",
+        "offset",
+        "duration",
+        "channels",
+        "lang",
+        "id",
+        "shard_id",
+        "audio",
+        "sound",
+        "conversations",
+        "messages",
+        "context",
+        "prompt",
+        "system_prompt",
+        "chosen",
+        "rejected",
+        "completion",
+        "label",
+    ]
+)
+"""Fields of lines that become turns and recordings, or that say where these lie. Examples keep the others."""
+
+
 def read_examples(
     files: Sequence[Path],
     name_of: Callable[[Entry], str],
     turns_of: Callable[[Entry, int], tuple[Turn, ...]],
+    alternatives: Callable[[Entry], tuple[Alternative, ...]] = lambda entry: (),
     *,
     title: str,
     expected: str,
 ) -> tuple[list[Example], list[Skipped]]:
     """Reads all files as one data set. Each line that is not blank becomes an Example or a Skipped, in order.
 
-    name_of(entry): the name in the key. turns_of(entry, number of its file): the turns. Both raise ValueError
-    with the reason for an entry that cannot be used. Lines are numbered through all files, so keys do not
-    depend on how the lines are divided into files. Files that end in .gz are decompressed; if that fails, the
-    rest of the file is one Skipped.
+    name_of(entry): the name in the key. turns_of(entry, number of its file): the turns. alternatives(entry):
+    the answers to them, if it is about preferences. All raise ValueError with the reason for an entry that
+    cannot be used. Lines are numbered through all files, so keys do not depend on how the lines are divided
+    into files. Files that end in .gz are decompressed; if that fails, the rest of the file is one Skipped.
     title, expected: what messages call the data set and its lines.
     Raises UserError if there is no usable line.
     """
@@ -72,7 +100,9 @@ def read_examples(
                 raise line
             entry = parse(line)
             key += name_of(entry)
-            examples.append(Example(key, turns_of(entry, file)))
+            answers = alternatives(entry)
+            more = {name: value for name, value in entry.items() if name not in READ}
+            examples.append(Example(key, turns_of(entry, file), answers, more))
         except ValueError as error:
             skipped.append(Skipped(key, where + str(error)))
     if not examples:
@@ -98,6 +128,19 @@ def _numbered(files: Sequence[Path]) -> Iterator[tuple[int, int, str, bytes | Va
             line_number += 1
             yield before + line_number, file, "", error
         before += line_number
+
+
+def entries_of(path: str) -> dict[int, tuple[Entry, Path]]:
+    """The objects of a manifest by line number, as read_examples numbers lines, each with its file's folder.
+
+    path: with braces, as in expand_braces. Lines that are no objects are left out.
+    """
+    files = [Path(name) for name in expand_braces(path)]
+    found = {}
+    for number, file, _, line in _numbered(files):
+        with suppress(ValueError):
+            found[number] = (parse(b"" if isinstance(line, ValueError) else line), files[file].parent)
+    return found
 
 
 def lines_of(path: Path) -> Iterator[bytes]:

@@ -11,6 +11,8 @@ A list of recordings, with a placeholder for each in the texts (roles as in Shar
 Chat messages, as OpenAI and Hugging Face write them; content may be a string, with or without placeholders:
     {"messages": [{"role": "user", "content": [{"type": "audio", "path": "a.wav"},
         {"type": "text", "text": "What is said?"}]}, {"role": "assistant", "content": "One two."}]}
+Answers to a prompt, and which of them are preferred: preferences.py. The prompt is one of the above without
+its last answer, or the field prompt: a user's text, or messages.
 """
 
 import reprlib
@@ -34,6 +36,7 @@ from jaxthd.data.sources.lines import (
     seconds,
     string,
 )
+from jaxthd.data.sources.preferences import PAIR, alternatives_of, history_of, is_preference
 from jaxthd.data.sources.source import Source, digest_of_files
 from jaxthd.data.sources.tarred import TarredAudio
 from jaxthd.errors import UserError
@@ -91,7 +94,8 @@ def read_manifest(
     tarred_audio: the tar files with the recordings, also with braces: one for each shard in order, or several
     that the lines choose by `shard_id`. Without it, recordings are files, and a relative path is taken from
     the manifest's folder. Only the headers of tar files are read; recordings are not opened.
-    Every line that is not blank becomes an Example or a Skipped, in order. An utterance becomes a
+    Every line that is not blank becomes an Example or a Skipped, in order. One about preferences is a
+    conversation that ends with the user's turn, and alternatives. An utterance becomes a
     conversation: the system turn is the line's `system_prompt`, if any; the user turn is the line's `context`
     or else `prompt`; the assistant turn is the line's text. Consecutive entries of one role become one turn,
     joined by a space.
@@ -113,6 +117,8 @@ def read_manifest(
     def turns(entry: dict[str, Any], file: int) -> tuple[Turn, ...]:
         refuse_marked(entry)
         locate = tars.locate(entry, file) if tars else _in_folder(files[file].parent)
+        if is_preference(entry):
+            return _prompt(entry, locate, prompt, placeholder)
         if _is_conversation(entry):
             return _conversation(entry, locate, placeholder)
         own, system = own_prompt(entry, prompt, placeholder)
@@ -123,6 +129,7 @@ def read_manifest(
         files,
         _name,
         turns,
+        alternatives_of,
         title=f"{path} ({setting})",
         expected="one JSON object a line with audio_filepath and text, conversations or messages",
     )
@@ -133,7 +140,8 @@ def _in_folder(folder: Path) -> Locate:
 
 
 def _name(entry: dict[str, Any]) -> str:
-    if not _is_conversation(entry):
+    has_prompt = "audio_filepath" not in entry and is_preference(entry)
+    if not _is_conversation(entry) and not has_prompt:
         return string(entry, "audio_filepath")
     name = entry.get("id")
     return "" if name is None else str(name) if isinstance(name, int) else string(entry, "id")
@@ -163,15 +171,50 @@ def read_chats(path: str | Path, *, prompt: str = "{audio}", placeholder: str = 
             else:
                 own, system = own_prompt(entry, prompt, placeholder)
                 turns = question(_clip(entry, "audio_filepath", locate), own, placeholder, system)
-            if not turns or turns[-1].role != "user":
-                found = f"the {turns[-1].role}'s" if turns else "none, data.prompt being empty"
-                raise ValueError(f"the last turn is {found}; expected the user's, to be answered")
+            _require_question(turns)
             chats.append(Example(f"{line_number}:{_name(entry)}", turns))
         except ValueError as error:
             raise UserError(f"{path}, line {line_number}: {error}; correct the line") from error
     if not chats:
         raise UserError(f"{path} is empty; expected a conversation a line: correct --chat")
     return chats
+
+
+def _require_question(turns: tuple[Turn, ...]) -> None:
+    if not turns or turns[-1].role != "user":
+        found = f"the {turns[-1].role}'s" if turns else "none, data.prompt being empty"
+        raise ValueError(f"the last turn is {found}; expected the user's, to be answered")
+
+
+def _prompt(entry: dict[str, Any], locate: Locate, prompt: str, placeholder: str) -> tuple[Turn, ...]:
+    """The turns before the answers of a preference line. prompt: the user's turn of an utterance."""
+    given = [n for n in ("prompt", "conversations", "messages", "audio_filepath") if entry.get(n) is not None]
+    histories = [h for h in (history_of(entry, name) for name in (*PAIR, "completion")) if h]
+    if len(given) > 1 or (given and histories):
+        other = given[1] if given[1:] else "messages before the answer"
+        raise ValueError(f"{given[0]} and {other} are given; expected one of them, as the prompt")
+    if given == ["audio_filepath"]:
+        own, system = own_prompt(entry, prompt, placeholder)
+        turns = question(_clip(entry, "audio_filepath", locate), own, placeholder, system)
+    elif given and given != ["prompt"]:
+        turns = _turns(entry, locate, placeholder)
+    else:
+        prompts = [entry["prompt"]] if given else histories
+        if not prompts:
+            raise ValueError(f"prompt is missing; found {reprlib.repr(sorted(entry))}")
+        turns, *others = (_turns(_with_messages(entry, each), locate, placeholder) for each in prompts)
+        if any(other != turns for other in others):
+            raise ValueError("the messages before chosen and rejected differ; expected one prompt")
+    _require_question(turns)
+    return turns
+
+
+def _with_messages(entry: dict[str, Any], prompt: Any) -> dict[str, Any]:
+    """A conversation of a prompt, which is the user's text or messages, and the entry's recordings."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    has_speakers = isinstance(messages, list) and any("from" in m for m in messages if isinstance(m, dict))
+    listed: dict[str, Any] = {name: entry[name] for name in ("audio", "sound") if name in entry}
+    return {"conversations" if has_speakers else "messages": messages, **listed}
 
 
 def _conversation(entry: dict[str, Any], locate: Locate, placeholder: str) -> tuple[Turn, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxthd.config import DataConfig
-from jaxthd.data.example import Channels, Clip, Example, Turn, utterance
+from jaxthd.data.example import Channels, Clip, Example, Turn, question, utterance
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.lines import (
     json_list,
@@ -24,6 +24,7 @@ from jaxthd.data.sources.lines import (
     seconds,
     string,
 )
+from jaxthd.data.sources.preferences import alternatives_of, is_preference
 from jaxthd.data.sources.source import Source, digest_of_files
 from jaxthd.data.sources.tarred import TarIndex, index_tars
 from jaxthd.errors import UserError
@@ -103,9 +104,11 @@ def read_shar(
 
     A cut is an utterance. The system turn is its custom `system_prompt`, if any; the user turn is its custom
     `context` or else `prompt`; the assistant turn is the texts of its supervisions, in the order of their
-    starts, joined by a space. A cut uses its own channel or channels of the recording, from its start, for
-    its duration. The key's name is the cut's id. Only the headers of tar files are read; recordings are not
-    opened. The other arguments and the errors are those of read_manifest.
+    starts, joined by a space. A custom `chosen` and `rejected`, or `completion` and `label`, are
+    alternatives, as in a manifest; the supervisions are then not used. A cut uses its own channel or channels
+    of the recording, from its start, for its duration. The key's name is the cut's id. Only the headers of
+    tar files are read; recordings are not opened. The other arguments and the errors are those of
+    read_manifest.
     Source: lhotse.shar and lhotse.cut (MonoCut, MultiCut).
     """
     shards = shar_shards(folder, setting)
@@ -117,14 +120,17 @@ def read_shar(
         name = string(cut, "id")
         refuse_marked(cut)
         custom = json_object(cut.get("custom") or {}, "custom") | texts[shard].get(name, {})
-        question, system = own_prompt(custom, prompt, placeholder)
-        clip = indexes[shard].clip(recordings[shard].get(name, name))
-        return utterance(_range(cut, clip), _text(cut), question, placeholder, system)
+        prompt_of_cut, system = own_prompt(custom, prompt, placeholder)
+        clip = _range(cut, indexes[shard].clip(recordings[shard].get(name, name)))
+        if is_preference(custom):
+            return question(clip, prompt_of_cut, placeholder, system)
+        return utterance(clip, _text(cut), prompt_of_cut, placeholder, system)
 
     return read_examples(
         [shard.cuts for shard in shards],
         lambda cut: string(cut, "id"),
         turns,
+        lambda cut: alternatives_of(json_object(cut.get("custom") or {}, "custom")),
         title=f"{folder} ({setting})",
         expected="one cut a line, with supervisions that have text",
     )

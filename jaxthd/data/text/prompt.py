@@ -3,6 +3,8 @@
 import reprlib
 from collections.abc import Sequence
 
+import numpy as np
+
 from jaxthd.config import DataConfig
 from jaxthd.data.example import Turn
 from jaxthd.data.text.chat_template import ChatTemplate
@@ -59,6 +61,28 @@ class PromptTemplate:
             return self._chat.prompt(turns)
         start = self._tokenizer.encode_marks(f"{IM_START}assistant\n") if self._chatml else []
         return self._written(turns)[0] + start
+
+    def answers(
+        self, turns: Sequence[Turn], texts: Sequence[str]
+    ) -> tuple[list[int], list[tuple[list[int], list[bool]]]]:
+        """Returns (token ids of the prompt, for each text: token ids of it as the assistant's answer, its end
+        included, and which of them are supervised).
+
+        Raises as __call__ does, and ValueError where the template writes the turns otherwise before an answer
+        than where one begins.
+        """
+        prompt, found = self.prompt(turns), []
+        for text in texts:
+            tokens, supervised = self([*turns, Turn("assistant", (text,))])
+            end = max(np.flatnonzero(supervised), default=-1) + 1
+            if tokens[: len(prompt)] != prompt or end <= len(prompt):
+                raise ValueError(
+                    f"the template writes the prompt otherwise before the answer {reprlib.repr(text)} than "
+                    "before one that is to be generated; expected the same tokens: change the text, or "
+                    "data.template"
+                )
+            found.append((tokens[len(prompt) : end], supervised[len(prompt) : end]))
+        return prompt, found
 
     def _with_system(self, turns: Sequence[Turn]) -> Sequence[Turn]:
         has_none = all(turn.role != "system" for turn in turns)

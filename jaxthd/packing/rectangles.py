@@ -1,0 +1,82 @@
+"""The rectangles of attention over the context axis: what queries see of the keys of another rank.
+
+Legend: R rows on this rank, T tokens of a row on it.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Int32
+
+from jaxthd.packing.layout import DualChunkSwap
+
+
+class DocumentCut(NamedTuple):
+    """Under the per-document layout, for each token: the slot at which its document begins, on every rank;
+    and the length of the document's chunks.
+    """
+
+    start: Int32[Array, "R T"]
+    chunk: Int32[Array, "R T"]
+
+
+class Rectangle(NamedTuple):
+    """What this rank's queries see of another rank's keys: queries q_start <= i < q_end see keys k_start <= j
+    < k_end, every query every key. Empty where an end is not above its start.
+
+    Slots of a row on the two ranks: [R, 1], or [R, T] where each token's document has a rectangle of its own.
+    """
+
+    q_start: Int32[Array, "R _"]
+    q_end: Int32[Array, "R _"]
+    k_start: Int32[Array, "R _"]
+    k_end: Int32[Array, "R _"]
+
+
+def _causal_pairs(rank: Array | int, source: Array | int, chunk: Array | int) -> tuple[Array, Array]:
+    """(first query slot, end of the key slots): the pairs of a remote step in which the query comes later.
+
+    What is cut has chunks of `chunk` tokens. With n ranks, the chunks of r = rank and s = source lie in one
+    of two orders:
+
+        s < r    s, r, ..., 2n-1-r, 2n-1-s    both chunks of r lie between those of s
+        s > r    r, s, ..., 2n-1-s, 2n-1-r    the second chunk of r comes after both of s
+
+    So these queries come after all of these keys, and no other query comes after any key. Were there no
+    documents, a remote step would be one dense rectangle; documents only shrink it.
+    """
+    is_earlier = source < rank
+    return jnp.where(is_earlier, 0, chunk), jnp.where(is_earlier, chunk, 2 * chunk)
+
+
+def buffer_rectangle(
+    swap: DualChunkSwap, rank: Array | int, source: Array | int, begin_RT: Array, stop_RT: Array
+) -> Rectangle:
+    """The rectangle of a remote step under the whole-buffer layout: one a row.
+
+    A document with a key on the source and a later query here holds all tokens between the two, and so the
+    first query of the causal pairs. Hence only one document has any: that query's. Its queries end where it
+    ends here; its keys begin where it begins on the source.
+
+    begin_RT: the index in the row at which each token's document begins. stop_RT: from _local_runs.
+    """
+    chunk = begin_RT.shape[1] // 2
+    q_start, k_end = _causal_pairs(rank, source, chunk)
+    begin_R1, stop_R1 = (jax.lax.dynamic_slice_in_dim(x, q_start, 1, axis=1) for x in (begin_RT, stop_RT))
+    # How many of the source's tokens have an index below begin.
+    first, second = (number * chunk for number in swap.chunks(source))
+    before_R1 = jnp.clip(begin_R1 - first, 0, chunk) + jnp.clip(begin_R1 - second, 0, chunk)
+    return Rectangle(
+        jnp.broadcast_to(q_start, stop_R1.shape), stop_R1, before_R1, jnp.broadcast_to(k_end, stop_R1.shape)
+    )
+
+
+def document_rectangle(cut: DocumentCut, rank: Array | int, source: Array | int, stop_RT: Array) -> Rectangle:
+    """The rectangles under the per-document layout: one for each token's document, which meets only itself.
+
+    All ranks hold a document from the same slot on. stop_RT: from _local_runs.
+    """
+    q_start, k_end = _causal_pairs(rank, source, cut.chunk)
+    return Rectangle(cut.start + q_start, stop_RT, cut.start, cut.start + k_end)

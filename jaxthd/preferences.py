@@ -1,0 +1,183 @@
+"""Preference lines from sampled hypotheses: chosen and rejected by word error rate.
+
+    jaxthd preferences runs/my --manifest train.jsonl --out pairs.jsonl
+    jaxthd preferences runs/my@best --manifest train.jsonl --out pairs.jsonl --samples 16 --temperature 1.2
+
+For each item of the manifest, several hypotheses are sampled. Of those that ended by themselves, the one with
+the lowest word error rate becomes chosen, the one with the highest rejected. --out receives a line for each
+item where these differ, in the manifest's order: the fields of its own line, and
+    item                        its line number and name
+    chosen, rejected            the two hypotheses
+    chosen_wer, rejected_wer    their word error rates, after train.normaliser
+    hypotheses                  all of them: text, wer, and whether it ended by itself
+
+jaxthd train takes these lines with --train.objective dpo or kto (docs/data.md). Beside --out lie
+    OUT.without_spread.jsonl    items whose hypotheses are all equally good: reference and hypotheses
+    OUT.skipped.jsonl           items that cannot be used, with the reason
+    OUT.settings.json           what the lines depend on
+
+Killed, the same command continues; what is in the files is not sampled again. What is sampled depends on
+--seed, the item and the number of the hypothesis alone.
+"""
+
+import os
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxthd.config import Config
+from jaxthd.data.example import Example
+from jaxthd.data.packer import OnSkip
+from jaxthd.data.skipped import Skipped
+from jaxthd.data.sources.lines import entries_of
+from jaxthd.data.sources.manifest import ManifestSource
+from jaxthd.data.sources.registry import open_source, read_source
+from jaxthd.data.sources.source import SourceSetting
+from jaxthd.errors import UserError, readable_errors
+from jaxthd.inference.chat import say
+from jaxthd.inference.generator import Generator, check_sampling
+from jaxthd.inference.loading import load
+from jaxthd.inference.preference_files import PreferenceFiles
+from jaxthd.inference.preference_lines import Item, measured
+from jaxthd.inference.wer import make_normaliser
+from jaxthd.run.evaluations import checkpoint_of, evaluated_settings
+from jaxthd.run.startup import simulate_devices
+from jaxthd.terminal.arguments import WEIGHTS, parse_command_line
+
+SECONDS = 30.0
+"""Time between two lines on progress."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "weights": WEIGHTS,
+    "manifest": {"metavar": "FILE", "help": "items with transcripts, as in data.manifest"},
+    "out": {"type": Path, "metavar": "FILE", "help": "JSONL file for the preference lines"},
+    "items": {"type": int, "metavar": "N", "help": "only the first N items of the manifest"},
+    "samples": {"type": int, "default": 8, "help": "hypotheses of each item, 8 by default"},
+    "temperature": {"type": float, "default": 1.0, "help": "temperature of sampling, 1 by default"},
+    "top-k": {"type": int, "default": 0, "help": "sample among the k likeliest tokens; 0 for all"},
+    "top-p": {
+        "type": float,
+        "default": 1.0,
+        "help": "sample among the likeliest tokens whose probabilities add up to this",
+    },
+    "seed": {"type": int, "default": 0, "help": "seed of sampling"},
+    "max-new-tokens": {"type": int, "default": 256, "help": "most tokens of a hypothesis, 256 by default"},
+    "batch": {"type": int, "default": 32, "help": "most hypotheses decoded together, 32 by default"},
+}
+SAMPLING = ("temperature", "top_k", "top_p", "seed")
+
+
+def main(argv: list[str] | None = None) -> None:
+    line = parse_command_line("preferences", argv, OPTIONS, __doc__)
+    config, options, weights = line.config, line.options, line.weights()
+    _check(options, weights)
+    items, skipped, digest = _items(config, options)
+    sources, settings = _settings(config, weights, options, digest)
+    out = PreferenceFiles(options.out, options.manifest, settings)
+    for item in skipped:
+        out.skip(*item)
+    simulate_devices(config.mesh.devices)
+    rest = [item for item in items if item.example.key not in out.done]
+    if out.done:
+        say(f"{len(items) - len(rest)} of {len(items)} items are done already")
+    if rest:
+        generator = load(config, sources, batch=options.batch, max_new_tokens=options.max_new_tokens)
+        make_preferences(generator, rest, out, options)
+    print(out.summary())
+
+
+def make_preferences(
+    generator: Generator, items: Sequence[Item], out: PreferenceFiles, options: Namespace
+) -> None:
+    """Samples hypotheses of the items, and writes the lines. options: the command's."""
+    normalise = make_normaliser(generator.config.train.normaliser)
+    sampling = {name: getattr(options, name) for name in SAMPLING}
+    at_once = max(1, 4 * options.batch // options.samples)
+    told = time.perf_counter()
+    for start in range(0, len(items), at_once):
+        usable = list(_usable(generator, items[start : start + at_once], out.skip, normalise))
+        asked = [
+            Example(f"{item.example.key}/{number}", item.prompt.turns)
+            for item in usable
+            for number in range(options.samples)
+        ]
+        answers = generator.generate(asked, **sampling)
+        for number, item in enumerate(usable):
+            own = answers[number * options.samples : (number + 1) * options.samples]
+            out.add(item, measured(item.reference, own, normalise))
+        if time.perf_counter() - told > SECONDS:
+            told = time.perf_counter()
+            say(f"{min(start + at_once, len(items)):,} of {len(items):,} items, {out.pairs:,} pairs")
+
+
+def _check(options: Namespace, weights: Sequence[str]) -> None:
+    given = {"weights": weights, "manifest": options.manifest, "out": options.out}
+    missing = [f"--{name}" for name, value in given.items() if not value]
+    if missing:
+        raise UserError(
+            f"{', '.join(missing)} missing; expected --weights SOURCE --manifest FILE --out FILE: add them"
+        )
+    for name, least in (("items", 1), ("samples", 2), ("batch", 1), ("max_new_tokens", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; expected {least} or more: correct it")
+    check_sampling(options.temperature, options.top_k, options.top_p)
+    if not options.temperature:
+        raise UserError(
+            "--temperature is 0, with which all hypotheses are the same; expected more: leave it out, or 0.8"
+        )
+
+
+def _items(config: Config, options: Namespace) -> tuple[list[Item], list[Skipped], str]:
+    """The items to sample hypotheses of, those that cannot be used, and a digest of the manifest."""
+    source = open_source(SourceSetting(options.manifest, "--manifest"))
+    if not isinstance(source, ManifestSource):
+        raise UserError(
+            f"--manifest {options.manifest} is no manifest; expected one with recordings in files: correct it"
+        )
+    examples, skipped = read_source(source, config.data)
+    entries, items = entries_of(source.path), []
+    for example in examples:
+        if example.alternatives:
+            skipped.append(Skipped(example.key, "it is a preference line; expected a transcript"))
+        else:
+            entry, folder = entries[int(example.key.partition(":")[0])]
+            items.append(Item(example, entry, folder))
+    return items[: options.items], skipped, source.digest()
+
+
+def _settings(
+    config: Config, weights: Sequence[str], options: Namespace, digest: str
+) -> tuple[Sequence[str], dict[str, Any]]:
+    """(the weights, of a run those of one checkpoint; what the lines depend on, as JSON)."""
+    settings = evaluated_settings(config, weights)
+    for name in ("sets", "tarred_audio"):
+        del settings[name]
+    names = (*SAMPLING, "samples", "max_new_tokens")
+    settings |= {"manifest": digest, **{name: getattr(options, name) for name in names}}
+    of_run = checkpoint_of(weights)
+    if of_run:  # a run that goes on may save another checkpoint meanwhile
+        workdir, step = of_run
+        weights = [f"{workdir}@{step}"]
+        settings |= {"weights": [os.path.abspath(workdir)], "checkpoint": step}
+    return weights, settings
+
+
+def _usable(
+    generator: Generator, items: Sequence[Item], skipped: OnSkip, normalise: Callable[[str], str]
+) -> Iterator[Item]:
+    """The items that can be used; the others are skipped."""
+    for item in items:
+        reason = generator.why_unusable(item.prompt)
+        if not reason and not normalise(item.reference):
+            reason = "its transcript has no words after train.normaliser; expected some, to count errors in"
+        if reason:
+            skipped(item.example.key, reason)
+        else:
+            yield item
+
+
+if __name__ == "__main__":
+    with readable_errors():
+        main()
