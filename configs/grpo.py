@@ -30,6 +30,7 @@ def config() -> Config:
             init_from=("../runs/first_run",),
             steps=100,
             learning_rate=1e-4,
+            min_learning_rate=1e-5,
             warmup_steps=5,
             validate_every=50,
             validation_batches=64,

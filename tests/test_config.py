@@ -40,7 +40,8 @@ def changed(config: Config, base: Config) -> set[str]:
 def test_every_config_is_valid_without_a_warning_and_names_its_command(path: Path) -> None:
     config = load_config(path)
     assert validate(config, CPU if config.mesh.devices <= 2 else GPUS) == []
-    assert f"python -m jaxthd.train --config configs/{path.name}" in path.read_text()
+    command = "grpo" if config.train.objective == "grpo" else "train"
+    assert f"python -m jaxthd.{command} --config configs/{path.name}" in path.read_text()
 
 
 def test_runs_that_are_compared_differ_in_what_they_compare_only() -> None:

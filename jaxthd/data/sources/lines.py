@@ -48,9 +48,8 @@ def expand_braces(text: str) -> list[str]:
 
 
 READ = frozenset(
-    ("audio_filepath", "text", "offset", "duration", "channels", "lang", "id", "shard_id", "audio", "sound")
-    + ("conversations", "messages", "context", "prompt", "system_prompt")
-    + ("chosen", "rejected", "completion", "label")
+    "audio_filepath text offset duration channels lang id shard_id audio sound conversations messages "  # noqa: SIM905
+    "context prompt system_prompt chosen rejected completion label".split()
 )
 """Fields of lines that become turns and recordings, or that say where these lie. Examples keep the others."""
 

@@ -1,0 +1,44 @@
+"""Preferences (DPO) from the first run's own mistakes: of 8 answers to a recording, the best and the worst.
+
+    python -m jaxthd.train --config configs/dpo.py
+
+It starts from runs/first_run, which is trained first if it is missing (configs/first_run.py, four minutes),
+and from 2,000 pairs that are sampled from that model (runs/pairs.jsonl, some five minutes).
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from jaxthd.config import Config, TrainConfig
+from jaxthd.files.config_file import load_config
+
+
+def config() -> Config:
+    base = load_config(Path(__file__).with_name("first_run.py"))
+    return replace(
+        base,
+        before=(
+            "train first_run.py --workdir ../runs/first_run",
+            "preferences ../runs/first_run --manifest synthetic --out ../runs/pairs.jsonl --items 2000 "
+            "--max-new-tokens 24",
+        ),
+        data=replace(
+            base.data,
+            manifest=("../runs/pairs.jsonl",),
+            # A pair is three segments: the prompt, and two answers that share it.
+            max_documents=72,
+        ),
+        train=TrainConfig(
+            objective="dpo",
+            objective_options=("beta=0.1",),
+            init_from=("../runs/first_run",),
+            steps=100,
+            learning_rate=1e-5,
+            min_learning_rate=1e-6,
+            warmup_steps=10,
+            validate_every=50,
+            validation_batches=64,
+            max_new_tokens=24,
+            checkpoint_every=50,
+        ),
+    )
