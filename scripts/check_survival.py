@@ -47,8 +47,9 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState, abstract_state
 
 STEPS = 48
-TIMED = {"time", "tokens_per_second", "step_seconds", "compilations"}
-"""Fields of a metrics line that depend on the process and its clock."""
+TIMED = ("time", "tokens_per_second", "_seconds", "compilations")
+"""How the names of fields of a metrics line end that depend on the process and its clock."""
+AUDIO = "audio_seconds"
 
 
 def config() -> Config:
@@ -101,12 +102,15 @@ def write_recordings(folder: Path) -> None:
 
 
 class Run:
-    """A training run in `folder`/NAME, restarted by the same command as often as needed."""
+    """A training run in `folder`/NAME, restarted by the same command as often as needed.
 
-    def __init__(self, folder: Path, name: str) -> None:
+    command: of jaxthd. config: its config file.
+    """
+
+    def __init__(self, folder: Path, name: str, command: str = "train", config: str = __file__) -> None:
         self.workdir = folder / name
-        options = {"config": __file__, "data.manifest": folder / "manifest.jsonl", "workdir": self.workdir}
-        self._command = [sys.executable, "-m", "jaxthd.train"]
+        options = {"config": config, "data.manifest": folder / "manifest.jsonl", "workdir": self.workdir}
+        self._command = [sys.executable, "-m", f"jaxthd.{command}"]
         self._command += [text for option, value in options.items() for text in (f"--{option}", str(value))]
         # The compilation is cached, so that a restart takes seconds.
         cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
@@ -126,7 +130,9 @@ class Run:
         entries = []
         for line in file.read_text().splitlines() if file.exists() else ():
             with contextlib.suppress(json.JSONDecodeError):
-                entries.append({k: v for k, v in json.loads(line).items() if k not in TIMED})
+                entries.append(
+                    {k: v for k, v in json.loads(line).items() if k == AUDIO or not k.endswith(TIMED)}
+                )
         return entries
 
     def step(self) -> int:
@@ -158,20 +164,23 @@ def differing(lines: list[dict[str, Any]], want: dict[int, dict[str, Any]]) -> l
     return [line["step"] for line in lines if line != want[line["step"]]]
 
 
-def killed(run: Run, kills: int, want: dict[int, dict[str, Any]], rng: np.random.Generator) -> Row:
+def killed(
+    run: Run, kills: int, want: dict[int, dict[str, Any]], rng: np.random.Generator, step_seconds: float = 0.1
+) -> Row:
     """Kills the run in rotation: while starting, while saving, and at a random moment after a random step."""
+    steps = max(want)
     saving, lost, wrong, at = 0, [], [], []
     for number in range(kills):
         process, before = run.start(), run.step()
         if number % 5 == 4:
             wait(process, lambda: False, rng.uniform(0, 10))
         else:
-            target = before + int(rng.integers(1, 2 + 2 * STEPS // kills))
+            target = before + int(rng.integers(1, 2 + 2 * steps // kills))
             wait(process, lambda: run.step() >= target)  # noqa: B023  (called in this iteration only)
             if number % 2:
                 wait(process, run.is_saving)
             else:
-                time.sleep(rng.uniform(0, 0.1))
+                time.sleep(rng.uniform(0, step_seconds))
         process.kill()
         process.wait()
         saving += run.is_saving()
