@@ -19,30 +19,25 @@ a checkpoint is continued, on any mesh. It receives
 import time
 from collections.abc import Collection
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.config import Config
 from jaxthd.data.dataset import SpeechData
-from jaxthd.data.packer import pack_documents
-from jaxthd.data.text.prompt import PromptTemplate
-from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.figures.curves import draw_curves
-from jaxthd.inference.rollouts import Rollouts
 from jaxthd.inference.validation import Validation
-from jaxthd.objectives.grpo import ADVANTAGE, DRAWN, RECORDED
+from jaxthd.objectives.grpo import ADVANTAGE
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.processes import require_one_process
 from jaxthd.posttraining.groups import Collector
 from jaxthd.posttraining.metrics import GRPOFacts, grpo_line
-from jaxthd.posttraining.updates import pack_updates, require_agreement, with_old
+from jaxthd.posttraining.updates import UpdateMaker
 from jaxthd.rewards.rewarder import Rewarder
 from jaxthd.run.before import run_before
+from jaxthd.run.continuing import OPTIONS, changed_settings, newest_state, workdir_of
 from jaxthd.run.metrics_file import open_metrics, read_metrics
 from jaxthd.run.outputs import OutputFolder
 from jaxthd.run.signals import stop_requested
@@ -51,13 +46,9 @@ from jaxthd.run.workdir import OpenedRun, opened
 from jaxthd.steps.accumulation import AccumulatedStep
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.forward import objective_of
-from jaxthd.steps.reference_scores import make_refresh, make_with_scores
-from jaxthd.steps.scoring import make_scoring_step
+from jaxthd.steps.reference_scores import make_refresh
 from jaxthd.steps.state import canonical_form
 from jaxthd.terminal.arguments import parse_command_line
-from jaxthd.train import OPTIONS, changed_settings, newest_state, workdir_of
-
-DRAWN_EXTRAS = (ADVANTAGE, RECORDED, DRAWN)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -107,17 +98,12 @@ def _train(
 ) -> int:
     """Returns the number of steps that it has trained. start: time.monotonic() when the command began."""
     # --- the model on the mesh, and the programs ---
-    blueprint, mesh, rollout = Blueprint(config), make_mesh(config.mesh), config.rollout
-    update = AccumulatedStep(blueprint, mesh)
-    scores: Any = make_scoring_step(blueprint, mesh, temperature=rollout.temperature)
-    with_scores, refresh = make_with_scores(blueprint, mesh), make_refresh(blueprint, mesh)
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    stop_ids = PromptTemplate(config.data, tokenizer).stop_ids
-    rollouts = Rollouts(config, mesh, stop_ids=stop_ids)
+    blueprint, mesh = Blueprint(config), make_mesh(config.mesh)
+    make_updates, update = UpdateMaker(blueprint, mesh), AccumulatedStep(blueprint, mesh)
+    refresh, refresh_every = make_refresh(blueprint, mesh), config.posttraining.reference_every
     validation = Validation(blueprint, mesh, data, outputs)
-    pack = pack_documents(config, extras=DRAWN_EXTRAS, answers=True)
     prompts = data.prompts()
-    collect = Collector(config, prompts, rollouts, rewarder, tokenizer, stop_ids)
+    collect = Collector(config, mesh, prompts, rewarder)
 
     with ExitStack() as stack:
         # --- the newest checkpoint, or a new run ---
@@ -141,54 +127,39 @@ def _train(
             began = time.perf_counter()
             # --- draw and reward ---
             collected = collect(state.params, state.buffers, step)
-            for group in collected.drawn:
-                for line in group.lines(step):
-                    outputs.append_line("rollouts.jsonl", line)
+            outputs.append_lines(
+                "rollouts.jsonl", (x for group in collected.drawn for x in group.lines(step))
+            )
 
-            # --- what the updates compare with: the policy that drew, and the reference ---
+            # --- pack, with the log-probabilities of the policy that drew, and of the reference ---
             scoring = time.perf_counter()
-            documents = [group.document for group in collected.groups]
-            updates, agreements = [], []
-            for packed in pack_updates(documents, pack, config.data.rows, rollout.updates, mesh):
-                batches, agreement = with_old(packed.batches, partial(scores, state.params, state.buffers))
-                require_agreement(agreement, rollout.max_logprob_difference, config.compute.dtype)
-                batches = [with_scores(state, batch) for batch in batches]
-                updates.append(packed._replace(batches=batches))
-                agreements.append(agreement)
+            updates = make_updates(state, [group.document for group in collected.groups])
 
             # --- train ---
             training, results = time.perf_counter(), []
-            for _ in range(rollout.epochs):
+            for _ in range(config.rollout.epochs):
                 for packed in updates:
                     state, on_device = update(state, packed.batches)
                     results.append(jax.tree.map(lambda x: x.item(), on_device))
-            if config.posttraining.reference_every and step % config.posttraining.reference_every == 0:
+            if refresh_every and step % refresh_every == 0:
                 state = refresh(state)
 
             # --- measure, validate, save ---
             ended = time.perf_counter()
-            seconds = {
-                **collected.seconds,
-                "scoring": training - scoring,
-                "training": ended - training,
-                "step": ended - began,
-            }
-            programs = update.compilations + rollouts.compilations + scores._cache_size()
+            seconds = {"scoring": training - scoring, "training": ended - training, "step": ended - began}
+            programs = sum(x.compilations for x in (collect, make_updates, update))
             facts = GRPOFacts(
                 step,
                 collected,
+                updates,
                 results,
-                [x.report for x in updates],
-                agreements,
-                seconds,
+                {**collected.seconds, **seconds},
                 programs,
                 data.skipped.total,
             )
             stopped = stop_asked()
-            last, validated = (
-                bool(stopped) or step == steps,
-                validation(state) if validation.is_due(step) else {},
-            )
+            last = bool(stopped) or step == steps
+            validated = validation(state) if validation.is_due(step) else {}
             metrics.step(grpo_line(facts) | validated | (changed if step == first + 1 else {}))
             data.require_few_skipped()
             if last or validated or step % config.train.checkpoint_every == 0:

@@ -20,7 +20,7 @@ everything else.
 """
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
@@ -32,16 +32,13 @@ import jax
 from jax.sharding import Mesh
 
 from jaxthd.checkpoints.checkpoint import Checkpoints
-from jaxthd.checkpoints.weights import start_state
 from jaxthd.config import Config
 from jaxthd.data.dataset import SpeechData, SynchronizedLoader, whole_position
 from jaxthd.data.loader import BatchReport
-from jaxthd.data.prompts import PromptStream
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.figures.batch import draw_batch
 from jaxthd.figures.curves import draw_curves
 from jaxthd.files.jsonl import read_lines
-from jaxthd.files.run_folder import Difference, source_of
 from jaxthd.inference.validation import Validation
 from jaxthd.inference.wer import make_normaliser
 from jaxthd.models.adapt import split
@@ -50,6 +47,7 @@ from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import local_rows, make_mesh, put_batch
 from jaxthd.parallel.processes import is_first, require_same
 from jaxthd.run.before import run_before
+from jaxthd.run.continuing import OPTIONS, changed_settings, newest_state, workdir_of
 from jaxthd.run.metrics import StepFacts, metrics_line
 from jaxthd.run.metrics_file import open_metrics, read_metrics
 from jaxthd.run.nonfinite import NonFiniteSteps
@@ -62,19 +60,9 @@ from jaxthd.run.workdir import OpenedRun, opened
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.forward import objective_of
 from jaxthd.steps.reference_scores import make_refresh, make_with_scores
-from jaxthd.steps.state import TrainState, abstract_state, canonical_form, canonical_shardings, training_form
+from jaxthd.steps.state import abstract_state, canonical_form
 from jaxthd.steps.training import make_train_step
-from jaxthd.terminal.arguments import PROCESS_OPTIONS, CommandLine, parse_command_line
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "workdir": {
-        "type": Path,
-        "metavar": "FOLDER",
-        "help": "where the run is kept and continued; by default the workdir in SOURCE, or runs/NAME, NAME "
-        "being the config file's",
-    },
-    **PROCESS_OPTIONS,
-}
+from jaxthd.terminal.arguments import parse_command_line
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -83,16 +71,6 @@ def main(argv: list[str] | None = None) -> None:
     run_before(line, workdir)
     with devices_ready(line.config.mesh, line.options):
         train(line.config, workdir, changes=line.given)
-
-
-def workdir_of(line: CommandLine) -> Path:
-    """The workdir that a training command starts or continues. Raises UserError for a checkpoint of a run."""
-    if line.run and source_of(line.run)[1] != "newest" and not line.options.workdir:
-        raise UserError(
-            f"{line.run} names a checkpoint; expected a workdir, which is continued from its newest one. To "
-            f"start a new run from this one: --workdir NEW --train.init-from {line.run}"
-        )
-    return line.options.workdir or (line.path if line.run else Path("runs") / line.path.stem)
 
 
 def train(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
@@ -217,27 +195,6 @@ def _load(loader: SynchronizedLoader, mesh: Mesh) -> tuple[Batch, _Loaded]:
     """(the next batch on the mesh, the same on the host)."""
     batch, report = next(loader)
     return put_batch(batch, mesh), _Loaded(batch, report, loader.get_state())
-
-
-def newest_state(
-    blueprint: Blueprint, mesh: Mesh, checkpoints: Checkpoints, loader: SynchronizedLoader | PromptStream
-) -> TrainState:
-    """The newest checkpoint's state, with the loader set to where its data goes on; else a new run's."""
-    restored = checkpoints.restore_latest(abstract_state(blueprint), canonical_shardings(blueprint, mesh))
-    if restored is None:
-        return start_state(blueprint, mesh)
-    state, position = restored
-    loader.set_state(position)
-    return training_form(state, blueprint, mesh)
-
-
-def changed_settings(changes: Sequence[Difference], step: int) -> dict[str, str]:
-    """Says what has changed since the steps before; returns it as a field of the next step's metrics line."""
-    if not changes:
-        return {}
-    text = ", ".join(f"{x.name} {x.there} -> {x.here}" for x in changes)
-    print(f"from step {step + 1} on: {text}")
-    return {"changed": text}
 
 
 def _parameters(blueprint: Blueprint) -> str:

@@ -19,7 +19,7 @@ LAYERS = (
     {"kernels"},
     {"steps"},
     {"hf", "checkpoints", "data"},
-    {"inference", "rewards", "planning", "figures", "run", "validate", "terminal"},
+    {"inference", "rewards", "posttraining", "planning", "figures", "run", "validate", "terminal"},
 )
 """All packages, with config and errors, from the bottom up: each imports itself and lower layers. Commands
 (the other files beside the packages) import all packages, but no command."""
@@ -31,6 +31,9 @@ BESIDE = {
     ("inference", "run"),
     ("inference", "terminal"),
     ("rewards", "inference"),
+    ("posttraining", "inference"),
+    ("posttraining", "rewards"),
+    ("posttraining", "run"),
     ("figures", "run"),
     ("figures", "inference"),
     ("figures", "planning"),

@@ -48,6 +48,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
             capacity=96,
             audio_capacity=512,
             max_documents=8,
+            rows=2,
         ),
         model=ModelConfig(
             encoder=EncoderConfig(
@@ -133,7 +134,7 @@ def test_a_run_continues_on_another_mesh(whole: Path, config: Config, tmp_path: 
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))
     mesh = MeshConfig(data=2, context=2)
-    grpo(replace(config, mesh=mesh, data=replace(config.data, rows=2)), tmp_path)
+    grpo(replace(config, mesh=mesh), tmp_path)
     drawn = [
         [(x["key"], x["answer"]) for x in read_lines(folder / "rollouts.jsonl")]
         for folder in (tmp_path, whole)

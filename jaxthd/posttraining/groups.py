@@ -1,16 +1,18 @@
 """The groups of a step: prompts, the answers drawn to them, their rewards and advantages."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Float64
 
 from jaxthd.config import Config
 from jaxthd.data.example import Example
 from jaxthd.data.prompts import Prompt, PromptStream
-from jaxthd.data.text.tokenizer import Tokenizer
+from jaxthd.data.text.prompt import PromptTemplate
+from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.inference.rollouts import Rollout, Rollouts
 from jaxthd.objectives.grpo import ADVANTAGE, DRAWN, RECORDED
 from jaxthd.packing.document import Document
@@ -67,26 +69,24 @@ class Collected(NamedTuple):
     groups: list[TrainedGroup]
     drawn: list[TrainedGroup]
     rounds: int
-    seconds: Mapping[str, float]
+    seconds: dict[str, float]
 
 
 class Collector:
     """Draws, rewards and keeps the groups of a step."""
 
-    def __init__(
-        self,
-        config: Config,
-        prompts: PromptStream,
-        rollouts: Rollouts,
-        rewarder: Rewarder,
-        tokenizer: Tokenizer,
-        stop_ids: Sequence[int],
-    ) -> None:
-        """stop_ids: the tokens that end an answer; its text is without them."""
+    def __init__(self, config: Config, mesh: Mesh, prompts: PromptStream, rewarder: Rewarder) -> None:
         self._settings, self._seed = config.rollout, config.train.seed
         self._placeholder = config.data.audio_placeholder
-        self._prompts, self._rollouts = prompts, rollouts
-        self._rewarder, self._tokenizer, self._stop_ids = rewarder, tokenizer, stop_ids
+        self._prompts, self._rewarder = prompts, rewarder
+        self._tokenizer = load_tokenizer(config.data.tokenizer)
+        self._stop_ids = PromptTemplate(config.data, self._tokenizer).stop_ids
+        self._rollouts = Rollouts(config, mesh, stop_ids=self._stop_ids)
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far for drawing."""
+        return self._rollouts.compilations
 
     def __call__(self, params: Tree, buffers: Tree, step: int) -> Collected:
         """The groups of a step. Draws depend on (train.seed, step, the prompt's key, the answer's number).

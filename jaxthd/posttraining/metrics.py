@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxthd.data.loader import BatchReport
 from jaxthd.posttraining.groups import Collected
-from jaxthd.posttraining.updates import Agreement
+from jaxthd.posttraining.updates import Update
 from jaxthd.rewards.advantages import reward_metrics
 from jaxthd.run.metrics import Metric, StepFacts, measured, metrics_line
 
@@ -17,16 +17,15 @@ from jaxthd.run.metrics import Metric, StepFacts, measured, metrics_line
 class GRPOFacts(NamedTuple):
     """What is known when a step is done.
 
-    results: StepMetrics (jaxthd.steps.training) of Python numbers, of each update. reports: what each of the
-    updates of one pass held. agreements: of drawing and training, of each of these. seconds: of "rollout",
-    "reward", "scoring", "training", and of the whole "step". compilations: of all programs of the loop.
+    updates: of one pass over what was drawn. results: StepMetrics (jaxthd.steps.training) of Python numbers,
+    of each update of all passes. seconds: of "rollout", "reward", "scoring", "training", and of the whole
+    "step". compilations: of all programs of the loop.
     """
 
     step: int
     collected: Collected
+    updates: Sequence[Update]
     results: Sequence[Any]
-    reports: Sequence[BatchReport]
-    agreements: Sequence[Agreement]
     seconds: Mapping[str, float]
     compilations: int
     skipped_documents: int
@@ -46,8 +45,8 @@ def _entropy(facts: GRPOFacts) -> float | None:
 
 
 def _mean_difference(facts: GRPOFacts) -> float:
-    tokens = sum(each.tokens for each in facts.agreements)
-    return sum(each.mean * each.tokens for each in facts.agreements) / max(tokens, 1)
+    found = [update.agreement for update in facts.updates]
+    return sum(each.mean * each.tokens for each in found) / max(sum(each.tokens for each in found), 1)
 
 
 GRPO_METRICS: list[Metric] = [
@@ -55,7 +54,7 @@ GRPO_METRICS: list[Metric] = [
         "logprob_difference",
         "nats",
         "largest difference of a token's log-probability between drawing and training, with the same weights",
-        lambda x: max(each.largest for each in x.agreements),
+        lambda x: max(update.agreement.largest for update in x.updates),
         odd="It should be rounding: 1e-5 in float32. rollout.max_logprob_difference ends the run.",
     ),
     Metric(
@@ -110,8 +109,8 @@ GRPO_METRICS: list[Metric] = [
 def grpo_line(facts: GRPOFacts) -> dict[str, Any]:
     """A step's line of metrics.jsonl."""
     combined = BatchReport(
-        tuple(chain(*(report.rows for report in facts.reports))),
-        tuple(chain(*(report.keys for report in facts.reports))),
+        tuple(chain(*(update.report.rows for update in facts.updates))),
+        tuple(chain(*(update.report.keys for update in facts.updates))),
     )
     step = StepFacts(
         facts.step,

@@ -1,54 +1,33 @@
 """From the groups of a step to the batches of its updates, with the log-probabilities that these need."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import grain
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh
 
 from jaxthd.data.loader import BatchReport, RowReport
-from jaxthd.data.packer import PackDocuments
+from jaxthd.data.packer import pack_documents
 from jaxthd.errors import UserError
-from jaxthd.objectives.grpo import RECORDED
+from jaxthd.objectives.grpo import ADVANTAGE, DRAWN, RECORDED
 from jaxthd.objectives.objective import OLD
-from jaxthd.ops.cross_entropy import TokenScores
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import put_batch
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.reference_scores import make_with_scores
+from jaxthd.steps.scoring import make_scoring_step
+from jaxthd.steps.state import TrainState
 
+EXTRAS = (ADVANTAGE, RECORDED, DRAWN)
+"""What a group's documents bring."""
 BOUNDS = {"float64": 1e-5, "float32": 1e-2, "bfloat16": 0.5}
 """Largest difference of a log-probability between drawing and training, by compute dtype, where
 rollout.max_logprob_difference is 0. The numbers that are compared are stored in float32."""
-
-
-class Packed(NamedTuple):
-    """The batches of an update on the mesh, and what they hold."""
-
-    batches: list[Batch]
-    report: BatchReport
-
-
-def pack_updates(
-    documents: Sequence[Document], pack: PackDocuments, rows: int, updates: int, mesh: Mesh
-) -> list[Packed]:
-    """Divides the documents evenly into updates, in their order, and packs each into as many batches of
-    `rows` rows as it fills. An update without documents has one batch of padding.
-    """
-    parts = np.array_split(np.arange(len(documents)), updates)
-    return [_pack([documents[i] for i in part], pack, rows, mesh) for part in parts]
-
-
-def _pack(documents: Sequence[Document], pack: PackDocuments, rows: int, mesh: Mesh) -> Packed:
-    packed = list(grain.MapDataset.source(documents).pipe(pack)) if documents else []
-    packed += [pack.row([])] * (-len(packed) % rows if packed else rows)
-    reports = tuple(RowReport.of(number, row.report, pack.capacity) for number, row in enumerate(packed))
-    batches = [
-        put_batch(concatenate_rows([row.batch for row in packed[first : first + rows]]), mesh)
-        for first in range(0, len(packed), rows)
-    ]
-    return Packed(batches, BatchReport(reports, tuple(row.report.keys for row in packed)))
 
 
 class Agreement(NamedTuple):
@@ -62,22 +41,73 @@ class Agreement(NamedTuple):
     tokens: int
 
 
-def with_old(
-    batches: Sequence[Batch], scores: Callable[[Batch], TokenScores]
-) -> tuple[list[Batch], Agreement]:
-    """The batches with the trainer's log-probabilities before the updates, and how these agree with what was
-    recorded while drawing. scores: of the policy, at the temperature that draws.
+class Update(NamedTuple):
+    """The batches of an update on the mesh, what they hold, and how drawing and training agree on them."""
+
+    batches: list[Batch]
+    report: BatchReport
+    agreement: Agreement
+
+
+class UpdateMaker:
+    """(state, documents) -> the updates of a step: the documents, evenly divided in their order, each part in
+    as many batches of data.rows rows as it fills, with the log-probabilities that they are compared with.
+
+    Raises UserError where the policy's log-probabilities are not those recorded while drawing, by more than
+    rollout.max_logprob_difference. An update without documents has one batch of padding.
     """
-    found, largest, total, tokens = [], [], [], []
-    for batch in batches:
-        old = scores(batch).log_probs
-        difference = jnp.where(batch.weights > 0, jnp.abs(old - batch.extras[RECORDED]), 0)
-        largest.append(difference.max())
-        total.append(difference.sum())
-        tokens.append((batch.weights > 0).sum())
-        found.append(batch._replace(extras={**batch.extras, OLD: old}))
-    count = int(sum(map(int, tokens)))
-    return found, Agreement(max(map(float, largest)), sum(map(float, total)) / max(count, 1), count)
+
+    def __init__(self, blueprint: Blueprint, mesh: Mesh) -> None:
+        self._config, self._mesh = blueprint.config, mesh
+        self._pack = pack_documents(self._config, extras=EXTRAS, answers=True)
+        self._scores: Any = make_scoring_step(blueprint, mesh, temperature=self._config.rollout.temperature)
+        self._with_scores = make_with_scores(blueprint, mesh)
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far for the policy's log-probabilities."""
+        return self._scores._cache_size()
+
+    def __call__(self, state: TrainState, documents: Sequence[Document]) -> list[Update]:
+        rollout = self._config.rollout
+        made = []
+        for part in np.array_split(np.arange(len(documents)), rollout.updates):
+            packed, report = self._packed([documents[i] for i in part])
+            batches, agreement = self._with_old(state, packed)
+            require_agreement(agreement, rollout.max_logprob_difference, self._config.compute.dtype)
+            made.append(Update([self._with_scores(state, batch) for batch in batches], report, agreement))
+        return made
+
+    def _packed(self, documents: Sequence[Document]) -> tuple[list[Batch], BatchReport]:
+        pack, count = self._pack, self._config.data.rows
+        rows = list(grain.MapDataset.source(documents).pipe(pack)) if documents else []
+        rows += [pack.row([])] * (-len(rows) % count if rows else count)
+        reports = tuple(RowReport.of(number, row.report, pack.capacity) for number, row in enumerate(rows))
+        batches = [
+            put_batch(concatenate_rows([row.batch for row in rows[first : first + count]]), self._mesh)
+            for first in range(0, len(rows), count)
+        ]
+        return batches, BatchReport(reports, tuple(row.report.keys for row in rows))
+
+    def _with_old(self, state: TrainState, batches: Sequence[Batch]) -> tuple[list[Batch], Agreement]:
+        """The batches with the policy's log-probabilities before the updates, and how these agree with what
+        was recorded while drawing.
+        """
+        found, differences = [], []
+        for batch in batches:
+            old = self._scores(state.params, state.buffers, batch).log_probs
+            differences.append(_difference(old, batch.extras[RECORDED], batch.weights))
+            found.append(batch._replace(extras={**batch.extras, OLD: old}))
+        largest, total, tokens = np.array(differences, float).T
+        count = int(tokens.sum())
+        return found, Agreement(float(largest.max()), float(total.sum()) / max(count, 1), count)
+
+
+@jax.jit
+def _difference(old: Array, recorded: Array, weights: Array) -> tuple[Array, Array, Array]:
+    """(largest, sum, number) of the absolute differences where weights is not 0."""
+    difference = jnp.where(weights > 0, jnp.abs(old - recorded), 0)
+    return difference.max(), difference.sum(), (weights > 0).sum()
 
 
 def require_agreement(found: Agreement, bound: float, dtype: str) -> None:

@@ -44,6 +44,10 @@ class OutputFolder:
         if self._writes:
             append_line(self / name, line)
 
+    def append_lines(self, name: str, lines: Iterable[Line]) -> None:
+        for line in lines:
+            self.append_line(name, line)
+
     def keep_lines(self, name: str, wanted: Callable[[Line], bool]) -> None:
         """Removes the unwanted lines of a JSONL file, if there is one."""
         if self._writes:
