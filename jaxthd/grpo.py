@@ -17,9 +17,10 @@ a checkpoint is continued, on any mesh. It receives
 """
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -34,11 +35,12 @@ from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.processes import require_one_process
 from jaxthd.posttraining.groups import Collector
 from jaxthd.posttraining.metrics import GRPOFacts, grpo_line
-from jaxthd.posttraining.updates import UpdateMaker
+from jaxthd.posttraining.updates import Update, UpdateMaker
 from jaxthd.rewards.rewarder import Rewarder
 from jaxthd.run.before import run_before
 from jaxthd.run.continuing import OPTIONS, changed_settings, newest_state, workdir_of
 from jaxthd.run.metrics_file import open_metrics, read_metrics
+from jaxthd.run.nonfinite import NonFiniteSteps
 from jaxthd.run.outputs import OutputFolder
 from jaxthd.run.signals import stop_requested
 from jaxthd.run.startup import devices_ready, prepared
@@ -47,7 +49,7 @@ from jaxthd.steps.accumulation import AccumulatedStep
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.forward import objective_of
 from jaxthd.steps.reference_scores import make_refresh
-from jaxthd.steps.state import canonical_form
+from jaxthd.steps.state import TrainState, canonical_form
 from jaxthd.terminal.arguments import parse_command_line
 
 
@@ -119,6 +121,7 @@ def _train(
         metrics = stack.enter_context(
             open_metrics(outputs.path, first, steps, tensorboard=config.train.tensorboard)
         )
+        non_finite = NonFiniteSteps(outputs, first, config.train.max_skipped_steps, metrics.say)
         stop_asked = stack.enter_context(stop_requested(config.train.max_seconds, start))
         if first == 0 and validation.is_due(0):
             metrics.step({"step": 0, **validation(state)})
@@ -136,11 +139,8 @@ def _train(
             updates = make_updates(state, [group.document for group in collected.groups])
 
             # --- train ---
-            training, results = time.perf_counter(), []
-            for _ in range(config.rollout.epochs):
-                for packed in updates:
-                    state, on_device = update(state, packed.batches)
-                    results.append(jax.tree.map(lambda x: x.item(), on_device))
+            training = time.perf_counter()
+            state, results = _updated(state, update, updates * config.rollout.epochs)
             if refresh_every and step % refresh_every == 0:
                 state = refresh(state)
 
@@ -148,20 +148,17 @@ def _train(
             ended = time.perf_counter()
             seconds = {"scoring": training - scoring, "training": ended - training, "step": ended - began}
             programs = sum(x.compilations for x in (collect, make_updates, update))
-            facts = GRPOFacts(
-                step,
-                collected,
-                updates,
-                results,
-                {**collected.seconds, **seconds},
-                programs,
-                data.skipped.total,
-            )
+            times, skipped = collected.seconds | seconds, data.skipped.total
+            facts = GRPOFacts(step, collected, updates, results, times, programs, skipped)
             stopped = stop_asked()
             last = bool(stopped) or step == steps
             validated = validation(state) if validation.is_due(step) else {}
-            metrics.step(grpo_line(facts) | validated | (changed if step == first + 1 else {}))
+            line = grpo_line(facts)
+            metrics.step(line | validated | (changed if step == first + 1 else {}))
             data.require_few_skipped()
+            if results[-1].skipped_in_a_row:
+                prompts_of_step = [group.prompt.example.key for group in collected.groups]
+                non_finite.add(line, prompts_of_step, results[-1].skipped_in_a_row)
             if last or validated or step % config.train.checkpoint_every == 0:
                 checkpoints.save(step, canonical_form(state, blueprint, mesh), prompts.get_state(), validated)
             if last:
@@ -169,6 +166,17 @@ def _train(
         if step < steps:
             metrics.say(f"stopped {stopped} after step {step}, which is saved: the same command continues")
     return step - first
+
+
+def _updated(
+    state: TrainState, update: AccumulatedStep, updates: Sequence[Update]
+) -> tuple[TrainState, list[Any]]:
+    """The state after the updates, and the StepMetrics of each as Python numbers."""
+    results = []
+    for each in updates:
+        state, on_device = update(state, each.batches)
+        results.append(jax.tree.map(lambda x: x.item(), on_device))
+    return state, results
 
 
 if __name__ == "__main__":
