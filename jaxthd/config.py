@@ -384,10 +384,9 @@ class PostTrainingConfig:
     share_prompts: bool = True
     """Whether answers to one prompt share its token slots. If not, each has a copy of the prompt; its
     recordings are encoded once in either case."""
-    reference: Literal["auto", "copy", "cached"] = "auto"
-    """Where the reference policy's weights are. "auto": with LoRA the base weights, else as "copy": a copy of
-    the first weights in the compute dtype. "cached": nowhere; the log-probabilities of all preference data
-    are computed when the run starts, and kept in the workdir."""
+    reference: Literal["auto", "copy"] = "auto"
+    """Where the reference policy's weights are: "copy": a copy of the first weights in the compute dtype, of
+    what trains; "auto": the same, but with LoRA the base weights, if reference_every is 0."""
     reference_every: int = 0
     """Steps after which the policy becomes the reference; 0: never."""
 

@@ -6,6 +6,7 @@ python scripts/write_reference.py
 import re
 from pathlib import Path
 
+from jaxthd.posttraining.metrics import GRPO_METRICS
 from jaxthd.run.metrics import STEP_METRICS, VALIDATION, VALIDATION_METRICS
 from jaxthd.terminal.settings import Setting, all_groups
 
@@ -49,6 +50,36 @@ OTHER_FIELDS = (
 """Fields of a line that are no metrics: name, unit, meaning, what to do where it is odd."""
 
 
+REWARD_FIELDS = (
+    ("reward", "", "mean of the rewards of all answers drawn, each the weighted sum of all functions", ""),
+    ("reward_NAME", "", "mean of one function, not weighted", ""),
+    ("reward_std", "", "standard deviation of the rewards of all answers", ""),
+    (
+        "reward_spread",
+        "",
+        "mean over the groups of the standard deviation inside a group",
+        "Near 0: the answers to a prompt are all as good; nothing is learned from them.",
+    ),
+    (
+        "no_spread",
+        "share",
+        "groups whose rewards are all equal",
+        "Over 0.7: prompts are too easy or too hard. Raise rollout.dynamic_sampling, the temperature or "
+        "rollout.group_size.",
+    ),
+    ("reward_failures", "prompts", "groups without rewards", "failures.jsonl lists them with their reasons."),
+    ("answer_tokens", "tokens", "mean length of an answer, its end included", ""),
+    ("answer_tokens_max", "tokens", "the longest answer", ""),
+    (
+        "cut_off",
+        "share",
+        "answers that did not end by themselves",
+        "Raise rollout.max_new_tokens, or punish length (the reward overlong).",
+    ),
+)
+"""Metrics of a step's rewards (jaxthd/rewards/advantages.py): name, unit, meaning, what to do."""
+
+
 def reference() -> str:
     """The text of docs/configuration.md."""
     lines = [HEAD]
@@ -71,6 +102,10 @@ def metrics_reference() -> str:
     sections = {
         "Of every line": OTHER_FIELDS,
         "Of every step": [(x.name, x.unit, x.meaning, x.odd) for x in STEP_METRICS],
+        "Of every step of jaxthd grpo": [
+            *((x.name, x.unit, x.meaning, x.odd) for x in GRPO_METRICS),
+            *REWARD_FIELDS,
+        ],
         "Of every validation set": [
             (f"{VALIDATION}{x.name}", x.unit, x.meaning, x.odd) for x in VALIDATION_METRICS
         ],

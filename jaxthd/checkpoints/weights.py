@@ -27,6 +27,7 @@ from jaxthd.hf.checkpoint import open_checkpoint
 from jaxthd.models.stacks import to_stages
 from jaxthd.parallel.processes import is_first
 from jaxthd.steps.blueprint import Blueprint, Tree
+from jaxthd.steps.reference import has_reference, is_base
 from jaxthd.steps.state import TrainState, canonical_shardings, init_state, new_state, state_shardings
 
 
@@ -45,8 +46,21 @@ def start_state(blueprint: Blueprint, mesh: Mesh) -> TrainState:
     config = blueprint.config
     if not config.train.init_from:
         return init_state(blueprint, mesh)
+    if has_reference(config) and is_base(config):
+        _require_base_alone(config.train.init_from)
     weights = load_weights(config.train.init_from, blueprint, mesh, setting="--train.init-from")
     return new_state(weights, blueprint, mesh)
+
+
+def _require_base_alone(sources: Sequence[str]) -> None:
+    """Raises UserError where a run with LoRA starts a run whose reference is the model without LoRA."""
+    for path, _ in map(source_of, sources):
+        if is_run(path) and read_config(path).adapt.lora_rank:
+            raise UserError(
+                f"{path} has LoRA matrices, and the reference policy would be the model without them "
+                "(posttraining.reference auto); expected the model that this run starts from: set "
+                "--posttraining.reference copy, or merge them (jaxthd convert export)"
+            )
 
 
 def load_weights(

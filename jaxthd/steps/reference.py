@@ -18,7 +18,7 @@ from jaxthd.steps.forward import objective_of
 
 def has_reference(config: Config) -> bool:
     """Whether the run's objective compares with a reference policy whose weights the run holds."""
-    return REFERENCE in objective_of(config).scored and config.posttraining.reference != "cached"
+    return REFERENCE in objective_of(config).scored
 
 
 def is_base(config: Config) -> bool:
