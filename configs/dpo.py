@@ -17,11 +17,6 @@ def config() -> Config:
     base = load_config(Path(__file__).with_name("first_run.py"))
     return replace(
         base,
-        before=(
-            "train first_run.py --workdir ../runs/first_run",
-            "preferences ../runs/first_run --manifest synthetic --out ../runs/pairs.jsonl --items 2000 "
-            "--max-new-tokens 24",
-        ),
         data=replace(
             base.data,
             manifest=("../runs/pairs.jsonl",),
@@ -29,8 +24,15 @@ def config() -> Config:
             max_documents=72,
         ),
         train=TrainConfig(
+            before=(
+                "train first_run.py --workdir ../runs/first_run",
+                "preferences ../runs/first_run --manifest synthetic --out ../runs/pairs.jsonl --items 2000 "
+                "--max-new-tokens 24",
+            ),
             objective="dpo",
-            objective_options=("beta=0.1",),
+            # Without a share of the likelihood of chosen answers, these became less likely too: 4.9% in place
+            # of 3.7% of the words wrong.
+            objective_options=("beta=0.1", "sft_weight=1.0"),
             init_from=("../runs/first_run",),
             steps=100,
             learning_rate=1e-5,

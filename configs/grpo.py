@@ -16,21 +16,15 @@ from jaxthd.files.config_file import load_config
 def config() -> Config:
     return replace(
         load_config(Path(__file__).with_name("first_run.py")),
-        before=("train first_run.py --workdir ../runs/first_run",),
         rollout=RolloutConfig(
-            prompts=16,
-            group_size=8,
-            answers_at_once=128,
-            max_new_tokens=24,
-            temperature=1.0,
-            rewards=("wer",),
+            prompts=16, group_size=8, answers_at_once=128, max_new_tokens=24, rewards=("wer",)
         ),
         train=TrainConfig(
+            before=("train first_run.py --workdir ../runs/first_run",),
             objective="grpo",
             init_from=("../runs/first_run",),
             steps=100,
             learning_rate=1e-4,
-            min_learning_rate=1e-5,
             warmup_steps=5,
             validate_every=50,
             validation_batches=64,

@@ -457,6 +457,9 @@ class TrainConfig:
     """Weights that a new run starts from: Hugging Face folders, .nemo archives, and workdirs of runs (the
     newest checkpoint, or another with @best or @STEP). Each source gives what it holds, and a later one
     replaces what an earlier one gave. The rest of the model is randomly initialised."""
+    before: tuple[str, ...] = ()
+    """Commands of jaxthd that a new run needs to be done, such as "train first_run.py". They are started
+    before it in the config file's folder, and should find nothing to do where they were done before."""
     steps: int = 200
     """Optimizer steps of the run."""
     learning_rate: float = 1e-3
@@ -531,9 +534,6 @@ class Config:
     posttraining: PostTrainingConfig = field(default_factory=PostTrainingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    before: tuple[str, ...] = ()
-    """Commands of jaxthd that a new run needs to be done, such as "train first_run.py". They are started
-    before it in the config file's folder, and should find nothing to do where they were done before."""
 
     @property
     def depths_trained(self) -> int:

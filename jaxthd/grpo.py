@@ -1,4 +1,4 @@
-"""Trains a model by reinforcement learning: draws answers, rewards them, and trains on both (GRPO).
+"""Trains by reinforcement learning: draws answers, rewards them, and trains on both (GRPO).
 
     jaxthd grpo configs/grpo.py                      starts runs/grpo, or continues it
     jaxthd grpo runs/grpo --train.steps 400          continues it with its own settings but that

@@ -10,18 +10,18 @@ from jaxthd.terminal.arguments import CommandLine
 
 
 def run_before(line: CommandLine, workdir: Path) -> None:
-    """Runs the commands of Config.before, one after the other, if the workdir holds no run yet.
+    """Runs the commands of train.before, one after the other, if the workdir holds no run yet.
 
     Of several processes, process 0 does. Raises UserError where one fails.
     """
     if line.run or (workdir / "checkpoints").is_dir() or line.options.process not in (None, 0):
         return
-    for command in line.config.before:
+    for command in line.config.train.before:
         print(f"before this run: jaxthd {command}", flush=True)
         words = [sys.executable, "-m", "jaxthd", *shlex.split(command)]
         status = subprocess.run(words, cwd=line.path.parent, check=False).returncode
         if status:
             raise UserError(
-                f"`jaxthd {command}`, which this run needs (before in {line.path}), ended with status "
+                f"`jaxthd {command}`, which this run needs (train.before in {line.path}), ended with status "
                 f"{status}; expected 0: see above, and correct its cause"
             )

@@ -24,7 +24,6 @@ from jaxthd.files.run_folder import DamagedConfigError, Difference, differences,
 from jaxthd.parallel.processes import is_first
 
 FREE = (
-    "before",
     "mesh.*",
     "compute.*",
     "data.manifest",  # a data set may have moved; the data position checks its content
@@ -34,6 +33,14 @@ FREE = (
     "data.workers",
     "data.prefetch",
     "data.max_skipped_share",
+    "rollout.answers_at_once",
+    "rollout.tokens_at_once",
+    "rollout.reward_seconds",
+    "rollout.reward_workers",
+    "rollout.reward_folders",
+    "rollout.max_failed_rewards",
+    "rollout.max_logprob_difference",
+    "train.before",
     "train.init_from",  # it counts when a run starts
     "train.validate_every",
     "train.validation_batches",
@@ -50,6 +57,17 @@ FREE = (
 HELD = ("compute.dtype", "compute.fp8")
 """Fields that FREE matches and that may not differ all the same: they change every number."""
 OPTIMIZATION = (
+    "rollout.prompts",
+    "rollout.group_size",
+    "rollout.max_new_tokens",
+    "rollout.temperature",
+    "rollout.top_?",
+    "rollout.rewards",
+    "rollout.reward_options",
+    "rollout.leave_one_out",
+    "rollout.normalise_advantages",
+    "rollout.dynamic_sampling",
+    "train.objective_options",
     "train.steps",
     "train.learning_rate",
     "train.warmup_steps",

@@ -101,4 +101,4 @@ def test_help_shows_the_commands_own_options_and_settings_by_group(
 def test_help_of_no_group_names_the_groups(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         parse("--help", "trian")
-    assert "mesh, data, model, compute, adapt, train" in capsys.readouterr().err
+    assert "mesh, data, model, compute, adapt, posttraining, rollout, train" in capsys.readouterr().err

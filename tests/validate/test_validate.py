@@ -337,6 +337,25 @@ CASES = [
     Case(
         {"train.objective": "dpo", "train.ctc_loss": 0.1}, "train.objective is 'dpo' with train.ctc_loss 0.1"
     ),
+    # Answers that are drawn.
+    Case(
+        {"train.objective": "grpo", "data.max_documents": 8},
+        "data.max_documents is 8 with rollout.group_size 8",
+    ),
+    Case(
+        {"train.objective": "grpo", "rollout.answers_at_once": 7},
+        "rollout.answers_at_once is 7, 7 for each of 1 data ranks, with rollout.group_size 8",
+    ),
+    Case({"train.objective": "grpo", "rollout.updates": 17}, "rollout.updates is 17 with rollout.prompts 16"),
+    Case({"train.objective": "grpo", "rollout.temperature": 0.0}, "rollout.temperature is 0"),
+    Case(
+        {"train.objective": "grpo", "train.objective_options": ("old=current",), "rollout.epochs": 2},
+        "old=current with rollout.epochs x rollout.updates = 2",
+    ),
+    Case(
+        {"train.objective": "dpo", "rollout.epochs": 2},
+        "rollout.epochs x rollout.updates is 2 with train.objective 'dpo'",
+    ),
 ]
 
 
