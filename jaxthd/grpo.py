@@ -35,6 +35,7 @@ from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.processes import require_one_process
 from jaxthd.posttraining.groups import Collector
 from jaxthd.posttraining.metrics import GRPOFacts, grpo_line
+from jaxthd.posttraining.pass_at_k import PassAtK
 from jaxthd.posttraining.updates import Update, UpdateMaker
 from jaxthd.rewards.rewarder import Rewarder
 from jaxthd.run.before import run_before
@@ -106,6 +107,7 @@ def _train(
     validation = Validation(blueprint, mesh, data, outputs)
     prompts = data.prompts()
     collect = Collector(config, mesh, prompts, rewarder)
+    pass_at_k = PassAtK(config, data, collect.rollouts)
 
     with ExitStack() as stack:
         # --- the newest checkpoint, or a new run ---
@@ -124,7 +126,7 @@ def _train(
         non_finite = NonFiniteSteps(outputs, first, config.train.max_skipped_steps, metrics.say)
         stop_asked = stack.enter_context(stop_requested(config.train.max_seconds, start))
         if first == 0 and validation.is_due(0):
-            metrics.step({"step": 0, **validation(state)})
+            metrics.step({"step": 0, **validation(state), **pass_at_k(state)})
 
         for step in range(first + 1, steps + 1):
             began = time.perf_counter()
@@ -147,12 +149,12 @@ def _train(
             # --- measure, validate, save ---
             ended = time.perf_counter()
             seconds = {"scoring": training - scoring, "training": ended - training, "step": ended - began}
-            programs = sum(x.compilations for x in (collect, make_updates, update))
+            programs = sum(x.compilations for x in (collect.rollouts, make_updates, update))
             times, skipped = collected.seconds | seconds, data.skipped.total
             facts = GRPOFacts(step, collected, updates, results, times, programs, skipped)
             stopped = stop_asked()
             last = bool(stopped) or step == steps
-            validated = validation(state) if validation.is_due(step) else {}
+            validated = validation(state) | pass_at_k(state) if validation.is_due(step) else {}
             line = grpo_line(facts)
             metrics.step(line | validated | (changed if step == first + 1 else {}))
             data.require_few_skipped()

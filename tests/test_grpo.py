@@ -70,6 +70,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
             rewards=("length", "wer=0.5"),
             updates=2,
             dynamic_sampling=2,
+            validation_prompts=3,
         ),
         train=TrainConfig(
             objective="grpo",
@@ -118,6 +119,10 @@ def test_a_step_says_what_it_drew_and_how_drawing_and_training_agree(whole: Path
     assert len({x["answer"] for x in drawn}) > len(drawn) // 2, "answers differ"
     assert read_lines(whole / "skipped.jsonl")[0]["key"].endswith("missing.wav")
     assert (whole / "curves.png").exists()
+    first, last = (line for line in read_metrics(whole) if "validation_pass_at_k" in line)
+    assert (first["step"], last["step"]) == (0, STEPS)
+    for line in (first, last):
+        assert 0 <= line["validation_pass_at_1"] <= line["validation_pass_at_k"] <= 1
 
 
 def test_a_run_that_was_killed_continues_bit_identically(whole: Path, config: Config, tmp_path: Path):

@@ -1,6 +1,7 @@
 """The data sets of a run as train.py uses them: read, made into documents, packed and laid out."""
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 from jaxthd.config import Config
 from jaxthd.data.example import Example
 from jaxthd.data.loader import BatchAndReport, BatchIterator, BatchReport, Loader, RowReport, make_loader
-from jaxthd.data.prompts import PromptStream
+from jaxthd.data.prompts import Prompt, PromptStream
 from jaxthd.data.skipped import SkipLog, Skipped, main_reasons
 from jaxthd.data.sources.registry import read_source, training_sources, validation_sources
 from jaxthd.data.sources.source import Source
@@ -22,6 +23,7 @@ from jaxthd.files.tokenizer_files import tokenizer_digest
 from jaxthd.objectives import Objective, make_objective
 from jaxthd.objectives.answers import compares_answers, why_unusable
 from jaxthd.packing.document import Document
+from jaxthd.packing.fit import BufferLimits
 from jaxthd.parallel.processes import exchange, is_first, require_same
 
 
@@ -199,6 +201,18 @@ class SpeechData:
             on_skip=self._on_skip(self._sources),
             identity=self._identity(),
         )
+
+    def validation_prompts(self, count: int) -> list[Prompt]:
+        """The first items of the first validation set as prompts, without those that cannot be used."""
+        found: list[Prompt] = []
+        limits = BufferLimits.of(self._config)
+        for example in chain(*list(self._validation.values())[:1]):
+            if len(found) == count:
+                break
+            with suppress(ValueError):  # the validation itself reports it
+                prompt = Prompt.of(example, self._validation_documents)
+                found += [prompt] * (not limits.fit(prompt.document).misfit)
+        return found
 
     def validation(self, rows: Collection[int] | None = None, name: str | None = None) -> SynchronizedLoader:
         """One pass over a validation set (None: the first), in its order. rows: see make_loader."""

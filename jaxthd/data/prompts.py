@@ -21,6 +21,16 @@ class Prompt(NamedTuple):
     example: Example
     document: Document
 
+    @classmethod
+    def of(cls, example: Example, documents: SpeechDocuments) -> "Prompt":
+        """Raises ValueError with the reason for an item that cannot be used."""
+        return cls(example, documents.prompt(Example(example.key, example.turns[:-1])))
+
+    @property
+    def reference(self) -> str:
+        """The text of the item's last turn."""
+        return " ".join(str(part) for part in self.example.turns[-1].parts)
+
 
 class PromptStream:
     """The items of the training sets, mixed by data.weights, in a new order every epoch.
@@ -89,17 +99,16 @@ class PromptStream:
         self._next = state["next"]
 
     def _load(self, example: Example) -> Prompt | None:
-        *asked, _ = example.turns
         try:
-            document = self._documents.prompt(Example(example.key, tuple(asked)))
+            prompt = Prompt.of(example, self._documents)
         except ValueError as error:
             self._on_skip(example.key, str(error))
             return None
-        misfit = self._limits.fit(document).misfit or self._group_misfit(document)
+        misfit = self._limits.fit(prompt.document).misfit or self._group_misfit(prompt.document)
         if misfit:
             self._on_skip(example.key, misfit)
             return None
-        return Prompt(example, document)
+        return prompt
 
     def _group_misfit(self, prompt: Document) -> str:
         """Why a group of the longest answers would not fit a buffer; "" if it would."""

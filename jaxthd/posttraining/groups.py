@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +10,6 @@ from jax.sharding import Mesh
 from jaxtyping import Float64
 
 from jaxthd.config import Config
-from jaxthd.data.example import Example
 from jaxthd.data.prompts import Prompt, PromptStream
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import load_tokenizer
@@ -73,7 +73,7 @@ class Collected(NamedTuple):
 
 
 class Collector:
-    """Draws, rewards and keeps the groups of a step."""
+    """Draws, rewards and keeps the groups of a step. rollouts: what it draws with."""
 
     def __init__(self, config: Config, mesh: Mesh, prompts: PromptStream, rewarder: Rewarder) -> None:
         self._settings, self._seed = config.rollout, config.train.seed
@@ -81,12 +81,7 @@ class Collector:
         self._prompts, self._rewarder = prompts, rewarder
         self._tokenizer = load_tokenizer(config.data.tokenizer)
         self._stop_ids = PromptTemplate(config.data, self._tokenizer).stop_ids
-        self._rollouts = Rollouts(config, mesh, stop_ids=self._stop_ids)
-
-    @property
-    def compilations(self) -> int:
-        """Programs compiled so far for drawing."""
-        return self._rollouts.compilations
+        self.rollouts = Rollouts(config, mesh, stop_ids=self._stop_ids)
 
     def __call__(self, params: Tree, buffers: Tree, step: int) -> Collected:
         """The groups of a step. Draws depend on (train.seed, step, the prompt's key, the answer's number).
@@ -116,12 +111,14 @@ class Collector:
         start = time.perf_counter()
         prompts = self._prompts.take(count)
         documents = [prompt.document for prompt in prompts]
-        answers = self._rollouts.draw(params, buffers, documents, seed=self._seed, step=step)
+        answers: dict[int, tuple[Rollout, ...]] = {}
+        submitted: dict[int, Future[Rewarded]] = {}
+        stream = self.rollouts.stream(params, buffers, documents, seed=self._seed, step=step)
+        for number, of_prompt in stream:  # rewards are computed while others are drawn
+            answers[number] = tuple(of_prompt)
+            submitted[number] = self._rewarder.submit(self._group(prompts[number], of_prompt))
         ended = time.perf_counter()
-        groups = [
-            self._group(prompt.example, of_prompt) for prompt, of_prompt in zip(prompts, answers, strict=True)
-        ]
-        rewarded = self._rewarder.collect([self._rewarder.submit(group) for group in groups])
+        rewarded = self._rewarder.collect(submitted[number] for number in range(count))
         found = advantages(
             [each.rewards for each in rewarded],
             leave_one_out=self._settings.leave_one_out,
@@ -130,19 +127,18 @@ class Collector:
         seconds["rollout"] += ended - start
         seconds["reward"] += time.perf_counter() - ended
         return [
-            TrainedGroup(*each) for each in zip(prompts, map(tuple, answers), rewarded, found, strict=True)
+            TrainedGroup(prompt, answers[number], rewarded[number], found[number])
+            for number, prompt in enumerate(prompts)
         ]
 
-    def _group(self, example: Example, answers: Sequence[Rollout]) -> Group:
+    def _group(self, prompt: Prompt, answers: Sequence[Rollout]) -> Group:
         """What reward functions get to see of a prompt's answers."""
-        *asked, last = example.turns
-        texts = [
-            part if isinstance(part, str) else self._placeholder for turn in asked for part in turn.parts
-        ]
+        parts = [part for turn in prompt.example.turns[:-1] for part in turn.parts]
         return Group(
-            key=example.key,
-            prompt=" ".join(texts),
-            reference=" ".join(str(part) for part in last.parts),
+            key=prompt.example.key,
+            prompt=" ".join(part if isinstance(part, str) else self._placeholder for part in parts),
+            reference=prompt.reference,
+            fields=prompt.example.fields,
             answers=tuple(self._text(answer) for answer in answers),
             tokens=tuple(len(answer.tokens) for answer in answers),
             ended=tuple(answer.ended for answer in answers),

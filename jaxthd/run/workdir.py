@@ -35,6 +35,7 @@ FREE = (
     "data.max_skipped_share",
     "rollout.answers_at_once",
     "rollout.tokens_at_once",
+    "rollout.validation_prompts",
     "rollout.reward_seconds",
     "rollout.reward_workers",
     "rollout.reward_folders",

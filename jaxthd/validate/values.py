@@ -26,6 +26,7 @@ _MINIMUM: dict[str, float] = {
     "posttraining.reference_every": 0,
     "rollout.group_size": 2,
     "rollout.top_k": 0,
+    "rollout.validation_prompts": 0,
     "train.warmup_steps": 0,
     "train.seed": 0,
     "train.validate_every": 0,
