@@ -37,7 +37,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     rng, lines = np.random.default_rng(0), []
     for i, seconds in enumerate(rng.uniform(0.1, 0.8, 12)):
         soundfile.write(folder / f"{i}.wav", rng.normal(0, 0.1, int(seconds * 16000)), 16000)
-        lines.append({"audio_filepath": f"{i}.wav", "text": "la " * int(rng.integers(1, 5))})
+        lines.append({"audio_filepath": f"{i}.wav", "text": "la " * int(rng.integers(1, 5)), "total": i})
     lines.append({"audio_filepath": "missing.wav", "text": "not there"})
     manifest = folder / "manifest.jsonl"
     manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -67,7 +67,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
             max_new_tokens=6,
             top_p=0.9,
             temperature=0.8,
-            rewards=("length", "wer=0.5"),
+            rewards=("length", "wer=0.5", "equals=0"),
+            reward_options=("equals.field=total",),
             updates=2,
             dynamic_sampling=2,
             validation_prompts=3,
@@ -104,7 +105,8 @@ def test_a_step_says_what_it_drew_and_how_drawing_and_training_agree(whole: Path
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line in lines:
         assert line["logprob_difference"] < 3e-5
-        assert {"reward", "reward_length", "reward_wer", "kl", "entropy", "cut_off"} <= line.keys()
+        assert {"reward", "reward_length", "reward_wer", "reward_equals", "kl", "entropy"} <= line.keys()
+        assert line["reward_failures"] == 0
     assert len({line["compilations"] for line in lines}) == 1, "nothing is compiled after the first step"
     assert abs(lines[0]["kl"]) < 1e-6 < abs(lines[2]["kl"]), "the reference is the first policy"
     assert lines[3]["kl"] < lines[2]["kl"], "the reference was refreshed after step 3"
