@@ -27,19 +27,18 @@ import jax
 from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.config import Config
 from jaxthd.data.dataset import SpeechData
-from jaxthd.errors import UserError, readable_errors
+from jaxthd.errors import readable_errors
 from jaxthd.figures.curves import draw_curves
 from jaxthd.inference.validation import Validation
-from jaxthd.objectives.grpo import ADVANTAGE
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.processes import require_one_process
-from jaxthd.posttraining.groups import Collector
+from jaxthd.posttraining.groups import Collected, Collector
 from jaxthd.posttraining.metrics import GRPOFacts, grpo_line
 from jaxthd.posttraining.pass_at_k import PassAtK
 from jaxthd.posttraining.updates import Update, UpdateMaker
 from jaxthd.rewards.rewarder import Rewarder
 from jaxthd.run.before import run_before
-from jaxthd.run.continuing import OPTIONS, changed_settings, newest_state, workdir_of
+from jaxthd.run.continuing import OPTIONS, changed_settings, newest_state, require_objective, workdir_of
 from jaxthd.run.metrics_file import open_metrics, read_metrics
 from jaxthd.run.nonfinite import NonFiniteSteps
 from jaxthd.run.outputs import OutputFolder
@@ -48,7 +47,6 @@ from jaxthd.run.startup import devices_ready, prepared
 from jaxthd.run.workdir import OpenedRun, opened
 from jaxthd.steps.accumulation import AccumulatedStep
 from jaxthd.steps.blueprint import Blueprint
-from jaxthd.steps.forward import objective_of
 from jaxthd.steps.reference_scores import make_refresh
 from jaxthd.steps.state import TrainState, canonical_form
 from jaxthd.terminal.arguments import parse_command_line
@@ -57,6 +55,7 @@ from jaxthd.terminal.arguments import parse_command_line
 def main(argv: list[str] | None = None) -> None:
     line = parse_command_line("grpo", argv, OPTIONS, __doc__)
     workdir = workdir_of(line)
+    require_objective(line.config, draws=True)
     run_before(line, workdir)
     with devices_ready(line.config.mesh, line.options):
         grpo(line.config, workdir, changes=line.given)
@@ -69,19 +68,13 @@ def grpo(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
     used or fail too often, and where drawing and training disagree (rollout.max_logprob_difference).
     """
     require_one_process("jaxthd grpo")
-    if ADVANTAGE not in objective_of(config).extras:
-        raise UserError(
-            f"train.objective is {config.train.objective!r}; expected one that trains on drawn answers: set "
-            "train.objective to grpo, or use jaxthd train"
-        )
+    require_objective(config, draws=True)
     given, config, start = config, prepared(config), time.monotonic()
     with ExitStack() as stack:
         held = stack.enter_context(opened(workdir, given, changes))
         outputs = OutputFolder(workdir)
         data = stack.enter_context(closing(SpeechData(config, workdir)))
-        rewarder = stack.enter_context(
-            Rewarder.of(config, on_failure=lambda x: outputs.append_line("failures.jsonl", x._asdict()))
-        )
+        rewarder = stack.enter_context(Rewarder.of(config))
         for warning in rewarder.warnings:
             print(f"warning: the reward function {warning.function}, {warning.key}: {warning.reason}")
         checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints))
@@ -119,11 +112,13 @@ def _train(
             print(f"{outputs.path} already holds step {first} of {steps}: nothing to do")
             return 0
         changed = changed_settings(held.keep(first), first)
-        outputs.keep_lines("rollouts.jsonl", lambda line: line["step"] <= first)
+        for name in ("rollouts.jsonl", "failures.jsonl"):
+            outputs.keep_lines(name, lambda line: line["step"] <= first)
         metrics = stack.enter_context(
             open_metrics(outputs.path, first, steps, tensorboard=config.train.tensorboard)
         )
-        non_finite = NonFiniteSteps(outputs, first, config.train.max_skipped_steps, metrics.say)
+        most = config.train.max_skipped_steps * config.updates_of_a_step
+        non_finite = NonFiniteSteps(outputs, first, most, metrics.say)
         stop_asked = stack.enter_context(stop_requested(config.train.max_seconds, start))
         if first == 0 and validation.is_due(0):
             metrics.step({"step": 0, **validation(state), **pass_at_k(state)})
@@ -132,9 +127,7 @@ def _train(
             began = time.perf_counter()
             # --- draw and reward ---
             collected = collect(state.params, state.buffers, step)
-            outputs.append_lines(
-                "rollouts.jsonl", (x for group in collected.drawn for x in group.lines(step))
-            )
+            _record(outputs, collected, step)
 
             # --- pack, with the log-probabilities of the policy that drew, and of the reference ---
             scoring = time.perf_counter()
@@ -158,9 +151,9 @@ def _train(
             line = grpo_line(facts)
             metrics.step(line | validated | (changed if step == first + 1 else {}))
             data.require_few_skipped()
-            if results[-1].skipped_in_a_row:
-                prompts_of_step = [group.prompt.example.key for group in collected.groups]
-                non_finite.add(line, prompts_of_step, results[-1].skipped_in_a_row)
+            in_a_row = max((x.skipped_in_a_row for x in results), default=0)
+            if in_a_row:
+                non_finite.add(line, [group.prompt.example.key for group in collected.groups], in_a_row)
             if last or validated or step % config.train.checkpoint_every == 0:
                 checkpoints.save(step, canonical_form(state, blueprint, mesh), prompts.get_state(), validated)
             if last:
@@ -170,12 +163,21 @@ def _train(
     return step - first
 
 
+def _record(outputs: OutputFolder, collected: Collected, step: int) -> None:
+    """Appends what a step drew, and the rewards that it did not get."""
+    outputs.append_lines("rollouts.jsonl", (x for group in collected.drawn for x in group.lines(step)))
+    outputs.append_lines("failures.jsonl", (group.failure_line(step) for group in collected.failed))
+
+
 def _updated(
     state: TrainState, update: AccumulatedStep, updates: Sequence[Update]
 ) -> tuple[TrainState, list[Any]]:
-    """The state after the updates, and the StepMetrics of each as Python numbers."""
+    """The state after the updates, and the StepMetrics of each as Python numbers; of those that train."""
     results = []
     for each in updates:
+        if each.is_empty:
+            state = update.nothing(state)
+            continue
         state, on_device = update(state, each.batches)
         results.append(jax.tree.map(lambda x: x.item(), on_device))
     return state, results

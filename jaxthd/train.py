@@ -35,19 +35,18 @@ from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.config import Config
 from jaxthd.data.dataset import SpeechData, SynchronizedLoader, whole_position
 from jaxthd.data.loader import BatchReport
-from jaxthd.errors import UserError, readable_errors
+from jaxthd.errors import readable_errors
 from jaxthd.figures.batch import draw_batch
 from jaxthd.figures.curves import draw_curves
 from jaxthd.files.jsonl import read_lines
 from jaxthd.inference.validation import Validation
 from jaxthd.inference.wer import make_normaliser
 from jaxthd.models.adapt import split
-from jaxthd.objectives.grpo import ADVANTAGE
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import local_rows, make_mesh, put_batch
 from jaxthd.parallel.processes import is_first, require_same
 from jaxthd.run.before import run_before
-from jaxthd.run.continuing import OPTIONS, changed_settings, newest_state, workdir_of
+from jaxthd.run.continuing import OPTIONS, changed_settings, newest_state, require_objective, workdir_of
 from jaxthd.run.metrics import StepFacts, metrics_line
 from jaxthd.run.metrics_file import open_metrics, read_metrics
 from jaxthd.run.nonfinite import NonFiniteSteps
@@ -58,7 +57,6 @@ from jaxthd.run.signals import stop_requested
 from jaxthd.run.startup import devices_ready, prepared
 from jaxthd.run.workdir import OpenedRun, opened
 from jaxthd.steps.blueprint import Blueprint
-from jaxthd.steps.forward import objective_of
 from jaxthd.steps.reference_scores import make_refresh, make_with_scores
 from jaxthd.steps.state import abstract_state, canonical_form
 from jaxthd.steps.training import make_train_step
@@ -68,6 +66,7 @@ from jaxthd.terminal.arguments import parse_command_line
 def main(argv: list[str] | None = None) -> None:
     line = parse_command_line("train", argv, OPTIONS, __doc__)
     workdir = workdir_of(line)
+    require_objective(line.config, draws=False)
     run_before(line, workdir)
     with devices_ready(line.config.mesh, line.options):
         train(line.config, workdir, changes=line.given)
@@ -83,11 +82,7 @@ def train(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
     workdir that is in use or holds a run of another config, after too many updates in a row that are not
     finite, and where a checkpoint cannot be saved.
     """
-    if ADVANTAGE in objective_of(config).extras:
-        raise UserError(
-            f"train.objective is {config.train.objective!r}, which trains on drawn answers; expected one "
-            "that trains on data: use jaxthd grpo, or another objective"
-        )
+    require_objective(config, draws=False)
     # The workdir keeps the config as it was given: another machine may admit other kernels.
     given, config, start = config, prepared(config), time.monotonic()
     with ExitStack() as stack:

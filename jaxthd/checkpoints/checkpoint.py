@@ -211,6 +211,13 @@ class Checkpoints:
                 "--train.init-from, and choose another --workdir"
             )
         name = differing[0]
+        if all(each.startswith("reference") for each in differing):
+            raise UserError(
+                f"the run in {self._folder.parent} {'has a' if name in saved else 'has no'} copy of a "
+                "reference policy, and with these settings it would be the other way round; expected the "
+                "settings of train.objective_options and posttraining that it began with: restore them, "
+                "or start a new run (--train.init-from)"
+            )
         raise UserError(
             f"the checkpoint of step {step} in {self._folder} is of another model: {len(differing)} arrays "
             f"differ, {name} is {saved.get(name, 'absent')} there and {wanted.get(name, 'absent')} here. "

@@ -1,8 +1,10 @@
 """The groups of a step: prompts, the answers drawn to them, their rewards and advantages."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +44,11 @@ class TrainedGroup(NamedTuple):
         }
         return self.prompt.document.with_answers([answer.tokens for answer in self.answers], extras)
 
+    def failure_line(self, step: int) -> dict[str, Any]:
+        """The line of failures.jsonl, for a group without rewards."""
+        failure = self.rewarded.failure
+        return {"step": step, **(failure._asdict() if failure else {})}
+
     def lines(self, step: int) -> list[dict[str, Any]]:
         """Lines of rollouts.jsonl, one for each answer."""
         rewarded = self.rewarded
@@ -71,6 +78,10 @@ class Collected(NamedTuple):
     rounds: int
     seconds: dict[str, float]
 
+    @property
+    def failed(self) -> list[TrainedGroup]:
+        return [group for group in self.drawn if group.rewarded.failure]
+
 
 class Collector:
     """Draws, rewards and keeps the groups of a step. rollouts: what it draws with."""
@@ -94,8 +105,9 @@ class Collector:
         drawn: list[TrainedGroup] = []
         seconds = dict.fromkeys(("rollout", "reward"), 0.0)
         rounds = 0
+        times: Counter[str] = Counter()
         while len(kept) < wanted and rounds < most:
-            found = self._draw(params, buffers, step, wanted - len(kept), seconds)
+            found = self._draw(params, buffers, step, wanted - len(kept), times, seconds)
             rounds += 1
             drawn += found
             kept += [
@@ -106,11 +118,18 @@ class Collector:
         return Collected(kept, drawn, rounds, seconds)
 
     def _draw(
-        self, params: Tree, buffers: Tree, step: int, count: int, seconds: dict[str, float]
+        self,
+        params: Tree,
+        buffers: Tree,
+        step: int,
+        count: int,
+        times: Counter[str],
+        seconds: dict[str, float],
     ) -> list[TrainedGroup]:
+        """times: how often each prompt has been drawn to in this step. seconds: added to."""
         start = time.perf_counter()
         prompts = self._prompts.take(count)
-        documents = [prompt.document for prompt in prompts]
+        documents = [_again(prompt.document, times) for prompt in prompts]
         answers: dict[int, tuple[Rollout, ...]] = {}
         submitted: dict[int, Future[Rewarded]] = {}
         stream = self.rollouts.stream(params, buffers, documents, seed=self._seed, step=step)
@@ -146,3 +165,10 @@ class Collector:
 
     def _text(self, answer: Rollout) -> str:
         return self._tokenizer.decode([t for t in answer.tokens.tolist() if t not in self._stop_ids])
+
+
+def _again(prompt: Document, times: Counter[str]) -> Document:
+    """The prompt, with another key where its step has drawn to it before: its draws depend on the key."""
+    times[prompt.key] += 1
+    number = times[prompt.key]
+    return prompt if number == 1 else replace(prompt, key=f"{prompt.key}#{number}")

@@ -1,6 +1,5 @@
 """The metrics of a step of jaxthd grpo. Those of its updates are the same as in any training."""
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -18,8 +17,8 @@ class GRPOFacts(NamedTuple):
     """What is known when a step is done.
 
     updates: of one pass over what was drawn. results: StepMetrics (jaxthd.steps.training) of Python numbers,
-    of each update of all passes. seconds: of "rollout", "reward", "scoring", "training", and of the whole
-    "step". compilations: of all programs of the loop.
+    of each update of all passes that has documents. seconds: of "rollout", "reward", "scoring", "training",
+    and of the whole "step". compilations: of all programs of the loop but the reference's.
     """
 
     step: int
@@ -107,29 +106,39 @@ GRPO_METRICS: list[Metric] = [
 
 
 def grpo_line(facts: GRPOFacts) -> dict[str, Any]:
-    """A step's line of metrics.jsonl."""
+    """A step's line of metrics.jsonl; without metrics of updates where nothing was left to train on."""
+    rewards = reward_metrics([group.rewarded for group in facts.collected.drawn])
+    own = rewards | measured(GRPO_METRICS, facts)
+    if not facts.results:
+        return {"step": facts.step, "step_seconds": facts.seconds["step"], **own}
     combined = BatchReport(
         tuple(chain(*(update.report.rows for update in facts.updates))),
         tuple(chain(*(update.report.keys for update in facts.updates))),
     )
     step = StepFacts(
         facts.step,
-        _mean(facts.results),
+        _mean(facts),
         combined,
         facts.seconds["step"],
         facts.compilations,
         facts.skipped_documents,
     )
-    rewards = reward_metrics([group.rewarded for group in facts.collected.drawn])
-    return metrics_line(step) | rewards | measured(GRPO_METRICS, facts)
+    return metrics_line(step) | own
 
 
-def _mean(results: Sequence[Any]) -> Any:
-    """The mean of the updates' metrics; counts are the last one's, extremes the largest."""
+def _mean(facts: GRPOFacts) -> Any:
+    """The mean of the updates' metrics over their supervised tokens; counts are the last one's, extremes the
+    largest.
+    """
+    results = facts.results
+    tokens = [x.report.supervised_tokens for x in facts.updates if not x.is_empty]
+    weights = tokens * (len(results) // len(tokens))
     first, last = results[0], results[-1]
 
     def mean(values: Sequence[Any]) -> Any:
-        return None if values[0] is None else math.fsum(values) / len(values)
+        if values[0] is None:
+            return None
+        return sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights)
 
     means = {
         name: mean([getattr(each, name) for each in results])

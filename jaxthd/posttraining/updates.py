@@ -48,6 +48,11 @@ class Update(NamedTuple):
     report: BatchReport
     agreement: Agreement
 
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is trained on, because too few groups are left of what the step drew."""
+        return not self.report.supervised_tokens
+
 
 class UpdateMaker:
     """(state, documents) -> the updates of a step: the documents, evenly divided in their order, each part in

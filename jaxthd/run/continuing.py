@@ -8,11 +8,14 @@ from jax.sharding import Mesh
 
 from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.checkpoints.weights import start_state
+from jaxthd.config import Config
 from jaxthd.data.dataset import SynchronizedLoader
 from jaxthd.data.prompts import PromptStream
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import Difference, source_of
+from jaxthd.objectives.grpo import ADVANTAGE
 from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.forward import objective_of
 from jaxthd.steps.state import TrainState, abstract_state, canonical_shardings, training_form
 from jaxthd.terminal.arguments import PROCESS_OPTIONS, CommandLine
 
@@ -35,6 +38,17 @@ def workdir_of(line: CommandLine) -> Path:
             f"start a new run from this one: --workdir NEW --train.init-from {line.run}"
         )
     return line.options.workdir or (line.path if line.run else Path("runs") / line.path.stem)
+
+
+def require_objective(config: Config, *, draws: bool) -> None:
+    """Raises UserError for an objective of the other command. draws: it trains on answers that are drawn."""
+    if (ADVANTAGE in objective_of(config).extras) == draws:
+        return
+    expected, other = ("drawn answers", "jaxthd train") if draws else ("data", "jaxthd grpo")
+    raise UserError(
+        f"train.objective is {config.train.objective!r}; expected one that trains on {expected}: use "
+        f"{other}, or another objective"
+    )
 
 
 def newest_state(

@@ -168,10 +168,12 @@ def _changes(workdir: Path, config: Config, asked: Collection[str]) -> list[Diff
         both = [*held, *unasked]
         lines = "".join(f"\n  {x.name}: {x.there} in the run, {x.here} now" for x in both)
         how = []
+        # A run is continued by the command that makes it.
+        command = "grpo" if config.train.objective == "grpo" else "train"
         if unasked:
             flags = " ".join(f"--{x.name.replace('_', '-')} {_word(x.here)}" for x in unasked)
-            how.append(f"to go on with another optimization, say so: jaxthd train {workdir} {flags}")
-        how.append(f"to continue the run with the settings that it has: jaxthd train {workdir}")
+            how.append(f"to go on with another optimization, say so: jaxthd {command} {workdir} {flags}")
+        how.append(f"to continue the run with the settings that it has: jaxthd {command} {workdir}")
         if held:
             how += [
                 f"to start a new run from its weights: --workdir NEW --train.init-from {workdir}",

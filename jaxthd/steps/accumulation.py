@@ -60,6 +60,7 @@ class AccumulatedStep:
         self._count = jit_for(config, mesh, counts)
         self._zeros = jit_for(config, mesh, zeros, out_shardings=on)
         self._add: Callable[..., Gradient] = jit_for(config, mesh, add, donate_argnums=0, out_shardings=on)
+        self._next = jax.jit(lambda step: step + 1, out_shardings=NamedSharding(mesh, everywhere))
         after = state_shardings(blueprint, mesh), NamedSharding(mesh, everywhere)
         self._update: Callable[..., tuple[TrainState, StepMetrics]] = jit_for(
             config, mesh, update, donate_argnums=0, out_shardings=after
@@ -71,6 +72,10 @@ class AccumulatedStep:
         for batch in batches:
             total = self._add(total, state, batch, counts)
         return self._update(state, total)
+
+    def nothing(self, state: TrainState) -> TrainState:
+        """The state after an update without a document: its step is counted, and no weight moves."""
+        return state._replace(step=self._next(state.step))
 
     @property
     def compilations(self) -> int:

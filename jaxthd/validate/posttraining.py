@@ -83,9 +83,35 @@ def _groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 
 @RULES.rule("train.objective", "rollout.temperature")
 def _temperature(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    if _draws(config) and not config.rollout.temperature:
+    if _is_policy(config) and not config.rollout.temperature:
         change = "raise rollout.temperature, such as to 1.0"
-        yield Finding("rollout.temperature is 0, which draws equal answers", "more than 0", change)
+        found = "rollout.temperature is 0, by which a policy's logits are divided"
+        yield Finding(found, "more than 0", change)
+
+
+@RULES.rule("rollout.top_p", "rollout.max_failed_rewards", "rollout.reward_seconds")
+def _shares(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    rollout = config.rollout
+    if not 0 < rollout.top_p <= 1:
+        change = "set rollout.top_p to 1.0 for all tokens"
+        yield Finding(f"rollout.top_p is {rollout.top_p}", "more than 0, and at most 1", change)
+    if rollout.max_failed_rewards > 1:
+        change = "set rollout.max_failed_rewards to 1.0 to go on whatever fails"
+        yield Finding(
+            f"rollout.max_failed_rewards is {rollout.max_failed_rewards}", "a share, 0 to 1", change
+        )
+    if not rollout.reward_seconds:
+        yield Finding("rollout.reward_seconds is 0", "more than 0", "raise rollout.reward_seconds")
+
+
+@RULES.rule("rollout.validation_prompts", "data.validation_manifest")
+def _pass_at_k(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    if config.rollout.validation_prompts and not config.data.validation_sets:
+        yield Finding(
+            f"rollout.validation_prompts is {config.rollout.validation_prompts} without a validation set",
+            "0, or data.validation_manifest",
+            "give data.validation_manifest, or set rollout.validation_prompts to 0",
+        )
 
 
 @RULES.rule("train.objective", "train.objective_options", "rollout.epochs", "rollout.updates")

@@ -347,7 +347,14 @@ CASES = [
         "rollout.answers_at_once is 7, 7 for each of 1 data ranks, with rollout.group_size 8",
     ),
     Case({"train.objective": "grpo", "rollout.updates": 17}, "rollout.updates is 17 with rollout.prompts 16"),
-    Case({"train.objective": "grpo", "rollout.temperature": 0.0}, "rollout.temperature is 0"),
+    Case({"train.objective": "kto", "rollout.temperature": 0.0}, "rollout.temperature is 0"),
+    Case({"rollout.top_p": 1.5}, "rollout.top_p is 1.5"),
+    Case({"rollout.max_failed_rewards": 5.0}, "rollout.max_failed_rewards is 5.0"),
+    Case({"rollout.reward_seconds": 0.0}, "rollout.reward_seconds is 0"),
+    Case(
+        {"rollout.validation_prompts": 8, "data.validation_manifest": ""},
+        "rollout.validation_prompts is 8 without a validation set",
+    ),
     Case(
         {"train.objective": "grpo", "train.objective_options": ("old=current",), "rollout.epochs": 2},
         "old=current with rollout.epochs x rollout.updates = 2",
