@@ -46,7 +46,8 @@ def test_an_utterance_is_a_prompt_with_its_recording_and_a_transcript(tmp_path):
     line = {"audio_filepath": "clips/a.wav", "text": "né {audio}", "duration": 2, "offset": 0.25, "n": [1]}
     example = read_one(tmp_path, line)
     clip = Clip(tmp_path / "clips" / "a.wav", 0.25, 2.0)
-    assert example == Example("1:clips/a.wav", (Turn("user", (clip,)), Turn("assistant", ("né {audio}",))))
+    turns = (Turn("user", (clip,)), Turn("assistant", ("né {audio}",)))
+    assert example == Example("1:clips/a.wav", turns, fields={"n": [1]})
     assert (example.clips, example.duration, example.text) == ([clip], 2.0, "né {audio}")
     asked, _ = turns_of(
         tmp_path, {"audio_filepath": "a.wav", "text": "b"}, prompt="Hear <a>!", placeholder="<a>"
