@@ -18,8 +18,10 @@ slots and flops are to be at most 0.35 of prompts written out.
 
 import argparse
 import statistics
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +41,8 @@ from jaxthd.planning.program import compiled
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
 from jaxthd.terminal.tables import Claim, conclude, show
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from scripts.comparison.weights import random_state
 
 WIDE = LLMConfig(

@@ -23,6 +23,9 @@ from jaxthd.config import Config, PostTrainingConfig, RolloutConfig, TrainConfig
 from jaxthd.files.config_file import load_config
 from jaxthd.files.jsonl import read_lines
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from scripts.check_survival import Row, Run, finish, killed, write_recordings
+
 STEPS = 24
 
 
@@ -55,8 +58,6 @@ def config() -> Config:
 
 
 def main(argv: list[str] | None = None) -> int:
-    from scripts.check_survival import Row, Run, finish, killed, write_recordings
-
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

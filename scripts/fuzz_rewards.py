@@ -19,6 +19,7 @@ import math
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ from jaxthd.errors import UserError
 from jaxthd.rewards import Group
 from jaxthd.rewards.registry import BUILT_IN
 from jaxthd.rewards.rewarder import Rewarder
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from scripts.misbehaving_rewards import GOOD, WAYS
 
 FUNCTION = "scripts.misbehaving_rewards.misbehave"
