@@ -37,7 +37,8 @@ class PromptStream:
 
     Items that cannot be used, or whose group of answers could exceed a buffer, are reported to on_skip and
     passed over. identity: what the prompts depend on besides data.*, as JSON values.
-    The stream depends neither on the mesh nor on data.rows.
+    The stream does not depend on data.rows, nor on the mesh, but for documents whose audio cannot be assigned
+    to its audio ranks (packing/fit.py).
     """
 
     def __init__(

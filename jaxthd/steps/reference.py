@@ -1,7 +1,7 @@
 """The reference policy of a run: which weights it has of its own.
 
 A post-training objective compares the policy with a reference. What the policy does not train, both share. Of
-what it trains the state holds a copy in the compute dtype (TrainState.reference), sharded as the policy is.
+what it trains the state holds a copy (TrainState.reference), sharded as the policy is; see reference_of.
 LoRA's matrices need none: the reference is the model without them, as long as it is never refreshed.
 """
 

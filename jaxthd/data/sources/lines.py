@@ -114,7 +114,7 @@ def _numbered(files: Sequence[Path]) -> Iterator[tuple[int, int, str, bytes | Va
 def entries_of(path: str) -> dict[int, tuple[Entry, Path]]:
     """The objects of a manifest by line number, as read_examples numbers lines, each with its file's folder.
 
-    path: with braces, as in expand_braces. Lines that are no objects are left out.
+    path: with braces, as in expand_braces. Lines that are no objects are skipped.
     """
     files = [Path(name) for name in expand_braces(path)]
     found = {}
