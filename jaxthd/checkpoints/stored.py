@@ -25,6 +25,9 @@ BEST_BY = ("validation_wer", "validation_loss")
 """The metrics that decide which checkpoint is best, the lowest. The second one decides between equals, and
 where no checkpoint has the first one. With several validation sets they are means over the sets."""
 
+_KEPT = 240
+"""Characters of each end of a long error message that are kept."""
+
 
 class SavedArray(NamedTuple):
     """What a checkpoint's record says of an array."""
@@ -149,5 +152,11 @@ def kind(x: Any) -> str:
 
 
 def reason(error: Exception) -> str:
-    """An error in one line: its type and the first line of its message."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:500]}"
+    """An error in one line: its type and the first line of its message.
+
+    A long line loses its middle. Its end stays: tensorstore names the file first, twice, and the cause last.
+    """
+    line = str(error).strip().partition("\n")[0]
+    if len(line) > 2 * _KEPT:
+        line = f"{line[:_KEPT]} ... {line[-_KEPT:]}"
+    return f"{type(error).__name__}: {line}"
