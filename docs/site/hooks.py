@@ -31,9 +31,9 @@ TOPICS = {
 API_HEAD = """\
 # Python API: every name
 
-What `import jaxthd` gives, from the docstrings. [Python API, by example](../api.md) shows the names at work. A
-suffix such as `_RT` names the dimensions of an array; [architecture](../architecture.md) has the words. The fields
-of the config classes are on [a page of their own](../configuration.md).
+What `import jaxthd` gives, from the docstrings. [Python API, by example](../api.md) shows the names at work.
+A suffix such as `_RT` names the dimensions of an array; [architecture](../architecture.md) has the words.
+The fields of the config classes are on [a page of their own](../configuration.md).
 """
 SETTINGS = {"members": "false", "separate_signature": "false", "show_signature": "false"}
 """How a config is shown: its fields have a page of their own."""
