@@ -4,7 +4,8 @@
 
 Needs datasets (made with 5.2.0), not jaxthd. Recordings are tones, which keeps the files small: 0.5 s at
 8 kHz, at 16 kHz in two channels, and at 16 kHz by its path alone, which save_to_disk replaces by the bytes
-and to_parquet does not. saved/ is from save_to_disk, in two shards, parquet/ from to_parquet; the wav files lie beside them.
+and to_parquet does not. saved/ is from save_to_disk, in two shards, parquet/ from to_parquet; the wav
+files lie beside them.
 """
 
 import io
