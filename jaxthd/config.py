@@ -75,9 +75,9 @@ class DataConfig:
 
     manifest: tuple[str, ...] = ("synthetic",)
     """NeMo JSONL manifests, with shards in braces ("manifest_{0..15}.json" or
-    "manifest__OP_0..15_CL_.json"); Lhotse Shar directories; or "synthetic": spoken digits and commands,
-    made on first use and cached. Also Hugging Face data sets on disk: parquet or arrow files, with shards in
-    braces, or a folder of them (pip install 'jaxthd[parquet]')."""
+    "manifest__OP_0..15_CL_.json"); Lhotse Shar directories and manifests of cuts (cuts.jsonl.gz); or
+    "synthetic": spoken digits and commands, made on first use and cached. Also Hugging Face data sets on
+    disk: parquet or arrow files, with shards in braces, or a folder (pip install 'jaxthd[parquet]')."""
     columns: tuple[str, ...] = ()
     """What columns of parquet and arrow files are called, as FIELD=COLUMN: "audio=speech text=utterance".
     Without this, audio is "audio", text is "text", "sentence", "transcription" or "transcript", and the other
