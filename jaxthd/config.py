@@ -400,6 +400,10 @@ class PostTrainingConfig:
 class RolloutConfig:
     """What jaxthd grpo draws, rewards and trains on in each step."""
 
+    mesh: MeshConfig | None = None
+    """The mesh on which answers are drawn, over as many devices as `mesh` has; None: that one. The weights
+    are copied to it in each step, in the compute dtype. The command line makes one of what it gives, with the
+    defaults for the rest."""
     prompts: int = 16
     """Prompts of a step."""
     group_size: int = 8
@@ -547,6 +551,11 @@ class Config:
     def depths_trained(self) -> int:
         """Depths of multi-token prediction that a training step computes."""
         return self.model.llm.mtp_depths if self.model.llm.mtp_pattern and self.train.mtp_loss else 0
+
+    @property
+    def rollout_mesh(self) -> MeshConfig:
+        """The mesh on which answers are drawn."""
+        return self.rollout.mesh or self.mesh
 
     @property
     def updates_of_a_step(self) -> int:
