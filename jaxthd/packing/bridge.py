@@ -130,7 +130,7 @@ def thd_batch(
         "cu_seqlens_padded": stack_filled([cumulative(lengths) for lengths in padded]),
         "max_seqlen": np.array([lengths.max(initial=0) for lengths in padded], np.int32),
     }
-    return {**{name: x[0] if len(x) == 1 else x for name, x in out.items()}, "qkv_format": "thd"}
+    return {**{name: np.asarray(x[0]) if len(x) == 1 else x for name, x in out.items()}, "qkv_format": "thd"}
 
 
 def _given(batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
