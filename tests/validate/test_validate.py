@@ -78,6 +78,12 @@ CASES = [
     Case({"data.validation_manifest": ("a", 3)}, "expected a value of type str | tuple"),
     # Columns of tables.
     Case({"data.columns": ("audio=speech", "sound")}, "data.columns has 'sound'; expected FIELD=COLUMN"),
+    # Filters.
+    Case(
+        {"data.filter.min_seconds": 2.0, "data.filter.max_seconds": 1.0},
+        "data.filter.min_seconds is 2, and max_seconds 1; expected",
+    ),
+    Case({"data.filter.min_tokens_per_second": -1.0}, "min_tokens_per_second is -1.0; expected 0 or more"),
     # Validation sets.
     Case({"data.validation_manifest": ("dev/x.json", "test/x.json")}, "2 sets of the name 'x'"),
     Case(
@@ -303,6 +309,7 @@ CASES = [
         TEXT | {"data.validation_manifest": ("a=a", "b=synthetic")},
         'data.validation_manifest has "synthetic"',
     ),
+    Case(TEXT | {"data.filter.max_seconds": 20.0}, "data.filter bounds seconds with model.encoder None"),
     Case(TEXT | {"data.spec_augment.freq_masks": 2}, "set data.spec_augment.freq_masks to 0"),
     Case(TEXT | {"data.spec_augment.time_masks": 1}, "set data.spec_augment.time_masks to 0"),
     Case(TEXT | {"model.adapter_dim": 64}, "set model.adapter_dim to 0"),
