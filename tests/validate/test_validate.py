@@ -63,6 +63,7 @@ CASES = [
     Case({"train.learning_rate": -1e-3}, "train.learning_rate is -0.001; expected 0 or more"),
     Case({"train.learning_rate": math.nan}, "train.learning_rate is nan; expected a value of type float"),
     Case({"train.beta1": -0.1}, "train.beta1 is -0.1; expected 0 or more"),
+    Case({"train.trackers": ("comet",)}, "train.trackers is ('comet',); expected a value of type tuple"),
     Case({"data.rows": "4"}, "data.rows is '4'; expected a value of type int"),
     Case({"data.rows": True}, "data.rows is True; expected a value of type int"),
     Case(
