@@ -60,6 +60,25 @@ class SpecAugmentConfig:
     """Longest mask over time, as a fraction of the recording."""
 
 
+@dataclass(frozen=True)
+class FilterConfig:
+    """Which training items are used. What is dropped is listed in skipped.jsonl, and does not count towards
+    data.max_skipped_share. Items without a recording are kept; preferences and prompts have no rates."""
+
+    min_seconds: float = 0.0
+    """Shortest: seconds of all recordings of the item."""
+    max_seconds: float = 0.0
+    """Longest; 0: no bound."""
+    min_tokens_per_second: float = 0.0
+    """Least: tokens of the answers' texts a second of the recordings."""
+    max_tokens_per_second: float = 0.0
+    """Most; 0: no bound. A transcript that is too long for its recording seldom belongs to it."""
+    min_characters_per_second: float = 0.0
+    """Least: characters of the answers' texts a second of the recordings."""
+    max_characters_per_second: float = 0.0
+    """Most; 0: no bound."""
+
+
 class ValidationSet(NamedTuple):
     """One validation set. is_named: its results carry its name, because it was given one or because there
     are several."""
@@ -75,8 +94,13 @@ class DataConfig:
 
     manifest: tuple[str, ...] = ("synthetic",)
     """NeMo JSONL manifests, with shards in braces ("manifest_{0..15}.json" or
-    "manifest__OP_0..15_CL_.json"); Lhotse Shar directories; or "synthetic": spoken digits and commands,
-    made on first use and cached."""
+    "manifest__OP_0..15_CL_.json"); Lhotse Shar directories and manifests of cuts (cuts.jsonl.gz); or
+    "synthetic": spoken digits and commands, made on first use and cached. Also Hugging Face data sets on
+    disk: parquet or arrow files, with shards in braces, or a folder (pip install 'jaxthd[parquet]')."""
+    columns: tuple[str, ...] = ()
+    """What columns of parquet and arrow files are called, as FIELD=COLUMN: "audio=speech text=utterance".
+    Without this, audio is "audio", text is "text", "sentence", "transcription" or "transcript", and the other
+    fields of a manifest's lines have columns of their names. FIELD= leaves a field out."""
     tarred_audio: tuple[str, ...] = ()
     """The tar files of each manifest, as in NeMo's tarred_audio_filepaths ("audio_{0..15}.tar"); "" for a
     manifest with plain files and for a Shar directory. Empty: no manifest has tar files."""
@@ -105,6 +129,7 @@ class DataConfig:
     stands."""
     audio_placeholder: str = "{audio}"
     """What stands for a recording in data.prompt and in the texts of conversations."""
+    filter: FilterConfig = field(default_factory=FilterConfig)
     spec_augment: SpecAugmentConfig = field(default_factory=SpecAugmentConfig)
     packing: Literal["first_fit", "best_fit", "padded"] = "first_fit"
     """How documents fill buffers: "first_fit" and "best_fit" are grain's packers; "padded" puts one
@@ -395,6 +420,10 @@ class PostTrainingConfig:
 class RolloutConfig:
     """What jaxthd grpo draws, rewards and trains on in each step."""
 
+    mesh: MeshConfig | None = None
+    """The mesh on which answers are drawn, over as many devices as `mesh` has; None: that one. The weights
+    are copied to it in each step, in the compute dtype. The command line makes one of what it gives, with the
+    defaults for the rest."""
     prompts: int = 16
     """Prompts of a step."""
     group_size: int = 8
@@ -519,8 +548,10 @@ class TrainConfig:
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int = 3
     """Newest checkpoints that are kept, besides the one with the best validation."""
-    tensorboard: bool = True
-    """Also write the metrics as TensorBoard files."""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    """What gets the metrics besides metrics.jsonl: "tensorboard" (files in WORKDIR/tensorboard), "wandb"
+    (pip install 'jaxthd[wandb]'), "mlflow" (pip install 'jaxthd[mlflow]'). One that fails never stops a
+    run."""
     draw_last_batch: bool = False
     """Draw the documents of the last batch as a picture: buffers, ranks, audio, padding."""
 
@@ -542,6 +573,11 @@ class Config:
     def depths_trained(self) -> int:
         """Depths of multi-token prediction that a training step computes."""
         return self.model.llm.mtp_depths if self.model.llm.mtp_pattern and self.train.mtp_loss else 0
+
+    @property
+    def rollout_mesh(self) -> MeshConfig:
+        """The mesh on which answers are drawn."""
+        return self.rollout.mesh or self.mesh
 
     @property
     def updates_of_a_step(self) -> int:

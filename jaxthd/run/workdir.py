@@ -33,6 +33,7 @@ FREE = (
     "data.workers",
     "data.prefetch",
     "data.max_skipped_share",
+    "rollout.mesh*",
     "rollout.answers_at_once",
     "rollout.tokens_at_once",
     "rollout.validation_prompts",
@@ -51,7 +52,7 @@ FREE = (
     "train.max_seconds",
     "train.checkpoint_every",
     "train.keep_checkpoints",
-    "train.tensorboard",
+    "train.trackers",
     "train.draw_last_batch",
 )
 """Fields that may differ when a run is continued: they do not change what is learned."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from jaxthd.config import Config
+from jaxthd.data.sources.huggingface import FIELDS
 from jaxthd.errors import UserError
 from jaxthd.validate.rules import DeviceFacts, Finding, Group
 
@@ -28,6 +29,17 @@ def _manifests(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if not all(0 < weight < math.inf for weight in weights):
         change = "take a manifest that is not to be read out of data.manifest"
         yield Finding(f"data.weights is {weights}", "finite numbers above 0", change)
+
+
+@RULES.rule("data.columns")
+def _columns(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """Which columns there are is not known before the data is read."""
+    for setting in config.data.columns:
+        field, mark, _ = setting.partition("=")
+        if not mark or field not in FIELDS:
+            fields = ", ".join(sorted(FIELDS))
+            expected = f"FIELD=COLUMN, with one of the fields {fields}"
+            yield Finding(f"data.columns has {setting!r}", expected, "correct data.columns")
 
 
 @RULES.rule("data.validation_manifest")
@@ -118,6 +130,24 @@ def _chat_template(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             '"chat_template", which alone reads them',
             'set data.template to "chat_template", or data.template_options to ""',
         )
+
+
+@RULES.rule("data.filter", "model.encoder")
+def _filter(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    for name in ("seconds", "tokens_per_second", "characters_per_second"):
+        least, most = (getattr(config.data.filter, f"{bound}_{name}") for bound in ("min", "max"))
+        if 0 < most < least:
+            yield Finding(
+                f"data.filter.min_{name} is {least:g}, and max_{name} {most:g}",
+                "the most above the least, because no item is used otherwise",
+                f"correct data.filter.min_{name} or data.filter.max_{name}",
+            )
+        if config.model.encoder is None and (least > 0 or most > 0):
+            yield Finding(
+                f"data.filter bounds {name} with model.encoder None",
+                "no bounds, because a model without an encoder takes no recordings",
+                f"set data.filter.min_{name} and max_{name} to 0",
+            )
 
 
 @RULES.rule("data.spec_augment", "model.encoder.num_mels")
