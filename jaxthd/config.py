@@ -465,18 +465,27 @@ class TrainConfig:
     before it in the config file's folder, and should find nothing to do where they were done before."""
     steps: int = 200
     """Optimizer steps of the run."""
+    optimizer: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
+    """How gradients become updates. "muon" is for weight matrices, with AdamW for the rest."""
+    optimizer_options: tuple[str, ...] = ()
+    """Settings of the optimizer, as NAME=VALUE."""
     learning_rate: float = 1e-3
-    """Peak learning rate (AdamW)."""
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = "cosine"
+    """How the learning rate goes on after the warm-up: down to min_learning_rate at the last step in a cosine
+    or in a line; constant; or constant and down in a line in the last decay_steps."""
     warmup_steps: int = 20
-    """Steps of linear warm-up. A cosine down to min_learning_rate follows."""
+    """Steps of linear warm-up, before the schedule."""
+    decay_steps: int = 20
+    """Steps at the end in which "warmup_stable_decay" lowers the learning rate."""
     min_learning_rate: float = 1e-5
-    """Learning rate at the last step."""
+    """Learning rate at the last step, but for the schedule "constant"."""
     beta1: float = 0.9
     """AdamW's first moment decay."""
     beta2: float = 0.95
     """AdamW's second moment decay."""
     weight_decay: float = 0.01
-    """AdamW's weight decay. It applies to weight matrices, not to biases, norms and per-head scalars."""
+    """Decoupled weight decay. It applies to weight matrices, not to biases, norms and per-head scalars."""
     router_bias_rate: float = 1e-3
     """Change of an expert's correction bias in a step: up where the expert gets fewer tokens than the
     average, down where it gets more."""

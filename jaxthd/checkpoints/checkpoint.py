@@ -218,6 +218,13 @@ class Checkpoints:
                 "settings of train.objective_options and posttraining that it began with: restore them, "
                 "or start a new run (--train.init-from)"
             )
+        if all(each.startswith("opt_state") for each in differing):
+            raise UserError(
+                f"the run in {self._folder.parent} has the moments of another optimizer, or of other options "
+                f"of it ({len(differing)} arrays differ, such as {name}); expected train.optimizer and "
+                "train.optimizer_options as the run began with: restore them, or start a new run from its "
+                f"weights: --workdir NEW --train.init-from {self._folder.parent}"
+            )
         raise UserError(
             f"the checkpoint of step {step} in {self._folder} is of another model: {len(differing)} arrays "
             f"differ, {name} is {saved.get(name, 'absent')} there and {wanted.get(name, 'absent')} here. "

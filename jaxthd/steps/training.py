@@ -176,7 +176,7 @@ def make_train_step(
     optimizer and statistics stay as they were. Frozen parameters always do.
     """
     config = blueprint.config
-    gradient, update = loss_and_gradient(blueprint, mesh), make_update(blueprint)
+    gradient, update = loss_and_gradient(blueprint, mesh), make_update(blueprint, mesh)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         return update(state, gradient(state.params, state.buffers, batch))
@@ -186,7 +186,9 @@ def make_train_step(
     return jit_for(config, mesh, train_step, donate_argnums=0, out_shardings=shardings)
 
 
-def make_update(blueprint: Blueprint) -> Callable[[TrainState, Gradient], tuple[TrainState, StepMetrics]]:
+def make_update(
+    blueprint: Blueprint, mesh: Mesh
+) -> Callable[[TrainState, Gradient], tuple[TrainState, StepMetrics]]:
     """An optimizer step from its gradient, not jitted. See make_train_step."""
     config, is_trained = blueprint.config, blueprint.trained
     is_policy = objective_of(config).is_policy
@@ -195,7 +197,7 @@ def make_update(blueprint: Blueprint) -> Callable[[TrainState, Gradient], tuple[
         for module in ("decoder", "mtp")
         if module in is_trained
     }
-    optimizer = make_optimizer(blueprint)
+    optimizer = make_optimizer(blueprint, mesh)
     schedule = learning_rate_schedule(config)
 
     def update(state: TrainState, found: Gradient) -> tuple[TrainState, StepMetrics]:
@@ -229,7 +231,7 @@ def _updated_if(
     """The parameters and the optimizer's state after an update; where `finite` is False, as they were.
 
     A conditional, because choosing between old and new arrays afterwards keeps both: it copies every moment.
-    It holds no collective: the gradients are clipped before it.
+    All devices take the same branch, because they agree on `finite`: the optimizer may hold collectives.
     """
 
     def update(gradients: Tree, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
