@@ -463,8 +463,9 @@ class TrainConfig:
     """Settings of the objective, as NAME=VALUE."""
     init_from: tuple[str, ...] = ()
     """Weights that a new run starts from: Hugging Face folders, .nemo archives, and workdirs of runs (the
-    newest checkpoint, or another with @best or @STEP). Each source gives what it holds, and a later one
-    replaces what an earlier one gave. The rest of the model is randomly initialised."""
+    newest checkpoint, or another with @best or @STEP; its averaged parameters with @ema, @best+ema or
+    @STEP+ema). Each source gives what it holds, and a later one replaces what an earlier one gave. The rest
+    of the model is randomly initialised."""
     before: tuple[str, ...] = ()
     """Commands of jaxthd that a new run needs to be done, such as "train first_run.py". They are started
     before it in the config file's folder, and should find nothing to do where they were done before."""
@@ -491,6 +492,11 @@ class TrainConfig:
     """AdamW's second moment decay."""
     weight_decay: float = 0.01
     """Decoupled weight decay. It applies to weight matrices, not to biases, norms and per-head scalars."""
+    ema_decay: float = 0.0
+    """Decay of an exponential moving average of the trained parameters, which the run keeps beside them
+    (RUN@ema); lower in the first steps. 0: none is kept."""
+    validate_ema: bool = False
+    """Validate the averaged parameters, in place of those that train."""
     router_bias_rate: float = 1e-3
     """Change of an expert's correction bias in a step: up where the expert gets fewer tokens than the
     average, down where it gets more."""

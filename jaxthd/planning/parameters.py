@@ -144,8 +144,10 @@ def state_bytes(config: Config) -> dict[str, int]:
     params, buffers = on_device(whole, specs, config.mesh), on_device(buffers, buffer_specs, config.mesh)
     own, _ = split(params, blueprint.trained)
     optimizer = optimizer_kind(config.train.optimizer, config.train.optimizer_options)
+    average = {"averaged parameters": bytes_of(own)} if config.train.ema_decay else {}
     return {
         "parameters": bytes_of(params),
+        **average,
         "gradients": bytes_of(own),
         f"{type(optimizer).__name__} moments": bytes_of(moments),
         "batch statistics, router biases": bytes_of(buffers),

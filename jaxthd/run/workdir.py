@@ -44,6 +44,7 @@ FREE = (
     "train.before",
     "train.init_from",  # it counts when a run starts
     "train.validate_every",
+    "train.validate_ema",
     "train.validation_batches",
     "train.max_new_tokens",
     "train.normaliser",

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxthd.models.adapt import split
+from jaxthd.models.adapt import join, split
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.steps.blueprint import Blueprint, Tree, specs_of
@@ -29,6 +29,7 @@ class TrainState(NamedTuple):
     skipped because loss or gradient was not finite: in the whole run, and the latest ones without a break.
     params: of the whole model. buffers: state that no gradient trains. opt_state: of the parameters that
     train (models/adapt.py). reference: what the reference policy has of its own (steps/reference.py).
+    ema: averages of the parameters that train, None for the others; None without train.ema_decay.
     """
 
     step: Array
@@ -38,6 +39,7 @@ class TrainState(NamedTuple):
     buffers: Tree
     opt_state: Any
     reference: Tree = None
+    ema: Tree = None
 
 
 def _fresh(blueprint: Blueprint, params: Tree, buffers: Tree) -> TrainState:
@@ -45,7 +47,13 @@ def _fresh(blueprint: Blueprint, params: Tree, buffers: Tree) -> TrainState:
     own, _ = split(params, blueprint.trained)
     zero = jnp.zeros((), jnp.int32)
     opt_state = make_optimizer(blueprint).init(own)
-    return TrainState(zero, zero, zero, params, buffers, opt_state, reference_of(blueprint, params))
+    ema = own if blueprint.config.train.ema_decay else None
+    return TrainState(zero, zero, zero, params, buffers, opt_state, reference_of(blueprint, params), ema)
+
+
+def averaged(state: TrainState) -> TrainState:
+    """The state with the averages in place of the parameters that train."""
+    return state._replace(params=join(state.ema, state.params))
 
 
 def _canonical_state(blueprint: Blueprint) -> TrainState:
@@ -74,7 +82,8 @@ def _shardings(blueprint: Blueprint, mesh: Mesh, model: SpeechLM) -> TrainState:
     moments = moment_specs(state.opt_state, state.params, params)
     is_copied = copied(blueprint)
     reference = split(params, is_copied)[0] if any(jax.tree.leaves(is_copied)) else None
-    specs = TrainState(everywhere, everywhere, everywhere, params, buffers, moments, reference)
+    ema = split(params, blueprint.trained)[0] if blueprint.config.train.ema_decay else None
+    specs = TrainState(everywhere, everywhere, everywhere, params, buffers, moments, reference, ema)
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )

@@ -220,7 +220,8 @@ def make_update(
         of_objective = objective | extremes.numbers
         metrics = StepMetrics(loss, grad_norm, rate, skipped, in_a_row, of_objective, *auxiliary, *load)
         new = TrainState(state.step + 1, skipped, in_a_row, join(own, frozen), buffers, opt_state)
-        return new._replace(reference=state.reference), metrics
+        ema = _averaged(state.ema, own, finite, state.step + 1 - skipped, config.train.ema_decay)
+        return new._replace(reference=state.reference, ema=ema), metrics
 
     return update
 
@@ -242,6 +243,17 @@ def _updated_if(
         return params, opt_state
 
     return jax.lax.cond(finite, update, keep, gradients, params, opt_state)
+
+
+def _averaged(ema: Tree, params: Tree, finite: Array, updates: Array, decay: float) -> Tree:
+    """The averages of the trained parameters after an update, the `updates`-th; None without them.
+
+    The first updates weigh more, so that the initial parameters are soon forgotten.
+    """
+    if ema is None:
+        return None
+    step = 1 - jnp.minimum(decay, (1 + updates) / (10 + updates))
+    return optax.incremental_update(params, ema, jnp.where(finite, step, 0))
 
 
 def _balanced(buffers: Tree, routing: dict[str, Routing | None], rates: dict[str, float]) -> Tree:

@@ -170,6 +170,17 @@ def _optimizer(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield _finding(error)
 
 
+@RULES.rule("train.ema_decay", "train.validate_ema")
+def _ema(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    decay = config.train.ema_decay
+    if decay >= 1:
+        change = "set train.ema_decay to 0.999, for example"
+        yield Finding(f"train.ema_decay is {decay}", "less than 1", change)
+    if config.train.validate_ema and not decay:
+        change = "set train.ema_decay to 0.999, for example, or train.validate_ema to False"
+        yield Finding("train.validate_ema is set with train.ema_decay 0", "more than 0", change)
+
+
 @RULES.rule("train.steps", "train.warmup_steps")
 def _warmup(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     steps, warmup = config.train.steps, config.train.warmup_steps
