@@ -32,7 +32,7 @@ class PassAtK:
         if not self._prompts:
             return {}
         documents = [prompt.document for prompt in self._prompts]
-        weights = state.params, state.buffers
+        weights = self._rollouts.on_own_mesh(state.params, state.buffers)
         groups = self._rollouts.draw(*weights, documents, seed=self._seed, step=VALIDATION_STEP)
         right = np.array(
             [
