@@ -439,8 +439,8 @@ class RolloutConfig:
     """Updates in each of these, each from the same number of prompts. The number of buffers does not matter:
     an update adds up the gradients of as many as its answers fill."""
     validation_prompts: int = 0
-    """Prompts of the first validation set to which a group is drawn at each validation, for pass@1 and
-    pass@k (k is group_size); 0: none."""
+    """Prompts of the first validation set that are answered and rewarded at each validation: once by the
+    likeliest tokens, and by a group of drawn answers, for pass@1 and pass@k (k is group_size). 0: none."""
     max_logprob_difference: float = 0.0
     """The run stops where the log-probability of a token differs by more than this between drawing and
     training; 0: by more than the compute dtype explains."""

@@ -85,7 +85,13 @@ class SharSource(Source):
                 f"{self.path} ({setting}) is a folder, and {tars} its tar files; expected a manifest with "
                 "tar files, or a Shar directory alone, which has its own: correct one"
             )
-        return read_shar(Path(self.path), setting, prompt=data.prompt, placeholder=data.audio_placeholder)
+        return read_shar(
+            Path(self.path),
+            setting,
+            prompt=data.prompt,
+            placeholder=data.audio_placeholder,
+            prompts=self.setting.prompts,
+        )
 
     def digest(self) -> str:
         shards = shar_shards(Path(self.path), self.setting.field)
@@ -99,6 +105,7 @@ def read_shar(
     *,
     prompt: str = "{audio}",
     placeholder: str = "{audio}",
+    prompts: bool = False,
 ) -> tuple[list[Example], list[Skipped]]:
     """Reads a Lhotse Shar directory: every cut becomes an Example or a Skipped, in the order of shards.
 
@@ -122,9 +129,10 @@ def read_shar(
         custom = json_object(cut.get("custom") or {}, "custom") | texts[shard].get(name, {})
         prompt_of_cut, system = own_prompt(custom, prompt, placeholder)
         clip = _range(cut, indexes[shard].clip(recordings[shard].get(name, name)))
-        if is_preference(custom):
+        text = "" if is_preference(custom) or (prompts and not cut.get("supervisions")) else _text(cut)
+        if is_preference(custom) or (prompts and not text):
             return question(clip, prompt_of_cut, placeholder, system)
-        return utterance(clip, _text(cut), prompt_of_cut, placeholder, system)
+        return utterance(clip, text, prompt_of_cut, placeholder, system)
 
     return read_examples(
         [shard.cuts for shard in shards],
