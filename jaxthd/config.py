@@ -76,7 +76,7 @@ class DataConfig:
     manifest: tuple[str, ...] = ("synthetic",)
     """NeMo JSONL manifests, with shards in braces ("manifest_{0..15}.json" or
     "manifest__OP_0..15_CL_.json"); Lhotse Shar directories; or "synthetic": spoken digits and commands,
-    made on first use and cached."""
+    made on first use and cached. "synthetic:sums" are spoken sums without transcripts, for jaxthd grpo."""
     tarred_audio: tuple[str, ...] = ()
     """The tar files of each manifest, as in NeMo's tarred_audio_filepaths ("audio_{0..15}.tar"); "" for a
     manifest with plain files and for a Shar directory. Empty: no manifest has tar files."""
