@@ -1,4 +1,4 @@
-"""Reinforcement learning without a transcript: recordings such as "three plus five", and a reward for their sum.
+"""Reinforcement learning without transcripts: recordings such as "three plus five", rewarded for their sum.
 
     python -m jaxthd.grpo --config configs/sums.py
 
@@ -6,9 +6,8 @@ No line of the training data says what is spoken or what to answer: each has a r
 number that only the reward function `equals` reads (docs/post_training.md).
 
 A reward teaches what a policy sometimes does right already. So the start is supervised: runs/first_run hears
-digits (configs/first_run.py, four minutes), and runs/sums_start (a minute) continues it on its transcripts and
-on 100 sums with their answers in words, which hold about two thirds of the hundred possible ones. Both are made
-if they are missing.
+digits (configs/first_run.py, four minutes), and runs/sums_start (a minute) continues it on its transcripts
+and on 300 sums with their answers in words. Both are made if they are missing.
 """
 
 from dataclasses import replace
