@@ -27,7 +27,12 @@ def config() -> Config:
     base = load_config(Path(__file__).with_name("first_run.py"))
     return replace(
         base,
-        data=replace(base.data, manifest=("synthetic:sums",), validation_manifest="synthetic:sums"),
+        data=replace(
+            base.data,
+            manifest=("synthetic:sums",),
+            validation_manifest="synthetic:sums",
+            max_documents=96,  # a group is nine segments of some 55 slots together
+        ),
         rollout=RolloutConfig(
             prompts=32,
             group_size=8,

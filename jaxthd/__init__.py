@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jaxthd.data.packer import PackDocuments as PackDocuments
     from jaxthd.data.packer import PackedRow as PackedRow
     from jaxthd.data.packer import pack_documents as pack_documents
+    from jaxthd.data.shards import data_shard as data_shard
     from jaxthd.data.skipped import Skipped as Skipped
     from jaxthd.data.sources.registry import SOURCES as SOURCES
     from jaxthd.data.sources.registry import register_source as register_source
@@ -106,6 +107,7 @@ _HOMES = {
     "PackDocuments": "data.packer",
     "PackedRow": "data.packer",
     "pack_documents": "data.packer",
+    "data_shard": "data.shards",
     "Skipped": "data.skipped",
     "SOURCES": "data.sources.registry",
     "register_source": "data.sources.registry",

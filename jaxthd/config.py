@@ -76,7 +76,13 @@ class DataConfig:
     manifest: tuple[str, ...] = ("synthetic",)
     """NeMo JSONL manifests, with shards in braces ("manifest_{0..15}.json" or
     "manifest__OP_0..15_CL_.json"); Lhotse Shar directories; or "synthetic": spoken digits and commands,
-    made on first use and cached. "synthetic:sums" are spoken sums without transcripts, for jaxthd grpo."""
+    made on first use and cached; "synthetic:sums": spoken sums without transcripts, for jaxthd grpo. Also
+    Hugging Face data sets on disk: parquet or arrow files, with shards in braces, or a folder of them (pip
+    install 'jaxthd[parquet]')."""
+    columns: tuple[str, ...] = ()
+    """What columns of parquet and arrow files are called, as FIELD=COLUMN: "audio=speech text=utterance".
+    Without this, audio is "audio", text is "text", "sentence", "transcription" or "transcript", and the other
+    fields of a manifest's lines have columns of their names. FIELD= leaves a field out."""
     tarred_audio: tuple[str, ...] = ()
     """The tar files of each manifest, as in NeMo's tarred_audio_filepaths ("audio_{0..15}.tar"); "" for a
     manifest with plain files and for a Shar directory. Empty: no manifest has tar files."""

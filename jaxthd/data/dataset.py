@@ -278,6 +278,7 @@ class SpeechData:
             "tokenizer": tokenizer_digest(data.tokenizer),
             **{name: getattr(data, name) for name in names},
             **({"template_options": data.template_options} if data.template_options else {}),
+            **({"columns": list(data.columns)} if data.columns else {}),
             "spec_augment": asdict(data.spec_augment),
             **({"chunk_seconds": encoder.chunk_seconds, "num_mels": encoder.num_mels} if encoder else {}),
         }

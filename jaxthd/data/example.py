@@ -19,6 +19,20 @@ class Member(NamedTuple):
     size: int
 
 
+class Cell(NamedTuple):
+    """A recording in a table: row `row` of row group (record batch) `group` of a parquet or arrow file.
+
+    column: what holds the recording. rate_column: what holds its sampling rate; "" if the recording itself
+    does. name: for messages.
+    """
+
+    name: str
+    column: str
+    group: int
+    row: int
+    rate_column: str = ""
+
+
 class Channels(NamedTuple):
     """The channels of a recording that are used: their indices among the `total` that it has.
 
@@ -35,13 +49,14 @@ class Clip:
 
     path: absolute; relative to the working directory if the data set's path is relative.
     offset: seconds into the recording. duration: seconds from there; None: to its end.
-    member: where the recording lies in the file, if that is a tar file. channels: those used; None: all.
+    member: where the recording lies in the file, if that is a tar file or a table. channels: those used;
+        None: all.
     """
 
     path: Path
     offset: float = 0.0
     duration: float | None = None
-    member: Member | None = None
+    member: Member | Cell | None = None
     channels: Channels | None = None
 
 

@@ -46,7 +46,7 @@ class SpeechDocuments:
         self._augment = config.data.spec_augment
         self._train = train
 
-    def __call__(self, example: Example, epoch: int) -> Document | Skipped:
+    def __call__(self, example: Example, epoch: int = 0) -> Document | Skipped:
         try:
             written = self._written(example)
             dither_rng = document_rng(self._seed, epoch, example.key) if self._train else None

@@ -5,7 +5,7 @@ in context-layout order), K depths of multi-token prediction (0: none, and no da
 row over all its audio ranks, M mel bands, E = A / 8 encoder frames.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,8 @@ AUDIO_FIELDS = ("audio_slots", "mels", "mel_mask", "chunk_ids", "chunk_positions
 
 class Batch(NamedTuple):
     """One step's data: NumPy arrays on the host, jax arrays (sharded) on devices. A pytree.
+
+    A row by itself, as PackDocuments yields it, has no dim R, and None for fields without depths.
 
     AUDIO_FIELDS are None in a batch packed without room for audio, as for a model without an encoder.
 
@@ -83,8 +85,44 @@ class Batch(NamedTuple):
         return self.segment_ids if self.document_ids is None else self.document_ids
 
 
+def with_rows(batch: Batch) -> Batch:
+    """The batch as the step takes it, from rows that grain has batched, or from a row by itself.
+
+    Adds the dim of rows where there is none, and arrays for no depths of multi-token prediction.
+    """
+    if np.ndim(batch.tokens) == 1:
+        batch = _of_arrays(batch, lambda x: x[None])
+    if batch.future_tokens is not None:
+        return batch
+    rows, tokens = batch.tokens.shape
+    ids = np.zeros((rows, 0, tokens), np.int32)
+    slots = ids if batch.has_audio else None
+    weights = ids.astype(np.float32)
+    return batch._replace(
+        future_tokens=ids, future_audio_slots=slots, future_targets=ids, future_weights=weights
+    )
+
+
+def without_rows(batch: Batch) -> Batch:
+    """The only row of a batch, by itself: arrays without the dim R, and None for those without an element,
+    which grain cannot share between processes.
+    """
+    return _of_arrays(batch, lambda x: x[0] if x.size else None)
+
+
+def _of_arrays(batch: Batch, change: Callable[[Any], Any]) -> Batch:
+    """Changes every array. Without jax, which worker processes do not import."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: change(x) for name, x in value.items()}
+        return None if value is None else change(value)
+
+    return Batch(*map(changed, batch))
+
+
 def concatenate_rows(batches: Sequence[Batch]) -> Batch:
-    """One host batch with the rows of all of these, in order.
+    """One host batch with the rows of all of these, in order; each is a batch, or a row by itself.
 
     Raises ValueError where a field is None in some of them only: they were packed with different settings.
     """
@@ -102,4 +140,4 @@ def concatenate_rows(batches: Sequence[Batch]) -> Batch:
             return {name: np.concatenate([each[name] for each in values]) for name in values[0]}
         return np.concatenate(values)
 
-    return Batch(*map(joined, zip(*batches, strict=True)))
+    return Batch(*map(joined, zip(*map(with_rows, batches), strict=True)))

@@ -5,6 +5,7 @@ depths of multi-token prediction.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -19,8 +20,9 @@ from jaxthd.packing.fit import BufferLimits
 from jaxthd.packing.layout import ContextLayout
 
 
-class PackReport(NamedTuple):
-    """Statistics of a row.
+@dataclass(frozen=True)
+class PackReport:
+    """Statistics of a row. It is no NamedTuple, which grain would take for a tree of arrays.
 
     keys: the documents' keys, in buffer order: keys[d - 1] names document d (Batch.documents).
     real_tokens: token slots that are not padding. supervised_tokens: positions with weight 1.

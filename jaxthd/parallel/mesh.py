@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxthd.config import MeshConfig
 from jaxthd.errors import UserError
-from jaxthd.packing.batch import Batch
+from jaxthd.packing.batch import Batch, with_rows
 
 DATA, CONTEXT, PIPELINE, TENSOR = AXES = ("data", "context", "pipeline", "tensor")
 Rows = TypeVar("Rows")
@@ -156,5 +156,5 @@ def put_rows(rows: Rows, specs: Rows, mesh: Mesh) -> Rows:
 
 
 def put_batch(batch: Batch, mesh: Mesh) -> Batch:
-    """Puts a batch on the mesh. On the host it holds this process's local_rows."""
-    return put_rows(batch, batch_specs(), mesh)
+    """Puts a batch, or a row by itself, on the mesh. On the host it holds this process's local_rows."""
+    return put_rows(with_rows(batch), batch_specs(), mesh)

@@ -11,6 +11,7 @@ import soundfile
 from jaxtyping import Float, Int
 
 from jaxthd.config import Config
+from jaxthd.data.audio.cells import CellError
 from jaxthd.data.audio.features import HOP, SAMPLE_RATE
 from jaxthd.data.audio.recordings import MIN_SAMPLES, chunk_audio, open_recording
 from jaxthd.data.example import Clip, Example, Samples
@@ -125,7 +126,7 @@ def clip_samples(clip: Clip | Samples) -> int:
     try:
         with open_recording(clip.path, clip.member) as header:
             rate, frames = header.samplerate, header.frames
-    except (soundfile.SoundFileError, OSError, TypeError):
+    except (soundfile.SoundFileError, OSError, TypeError, CellError):
         return 0
     return max(round((frames - round(clip.offset * rate)) * SAMPLE_RATE / rate), 0)
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from jaxthd.config import Config
+from jaxthd.data.sources.huggingface import FIELDS
 from jaxthd.errors import UserError
 from jaxthd.validate.rules import DeviceFacts, Finding, Group
 
@@ -28,6 +29,17 @@ def _manifests(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if not all(0 < weight < math.inf for weight in weights):
         change = "take a manifest that is not to be read out of data.manifest"
         yield Finding(f"data.weights is {weights}", "finite numbers above 0", change)
+
+
+@RULES.rule("data.columns")
+def _columns(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """Which columns there are is not known before the data is read."""
+    for setting in config.data.columns:
+        field, mark, _ = setting.partition("=")
+        if not mark or field not in FIELDS:
+            fields = ", ".join(sorted(FIELDS))
+            expected = f"FIELD=COLUMN, with one of the fields {fields}"
+            yield Finding(f"data.columns has {setting!r}", expected, "correct data.columns")
 
 
 @RULES.rule("data.validation_manifest")

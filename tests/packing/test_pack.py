@@ -9,7 +9,7 @@ from jaxthd.packing.batch import AUDIO_FIELDS, Batch, concatenate_rows
 from jaxthd.packing.document import Document, encoder_frames
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.packing.layout import ContextLayout
-from jaxthd.packing.pack import pack_row
+from jaxthd.packing.pack import PackReport, pack_row
 
 MELS = 3
 AUDIO = 7  # the placeholder id
@@ -216,7 +216,7 @@ def test_rows_without_documents_or_without_audio():
     batch, report = pack_row([], **SIZES, context=2, audio_ranks=4)
     assert not any(x.any() for name, x in arrays(batch).items() if name != "audio_slots")
     assert (batch.audio_slots == -1).all()
-    assert report == ((), 0, 0, 0.0, 1.0, 0)
+    assert report == PackReport((), 0, 0, 0.0, 1.0, 0)
     with pytest.raises(ValueError, match="has no token"):
         Document.splice("empty", [], [], [], AUDIO)
     text = Document.splice("text", [1, 2, 3], [False, True, True], [], AUDIO)

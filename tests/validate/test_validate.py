@@ -75,6 +75,8 @@ CASES = [
         {"data.validation_manifest": 3}, "data.validation_manifest is 3; expected a value of type str | tuple"
     ),
     Case({"data.validation_manifest": ("a", 3)}, "expected a value of type str | tuple"),
+    # Columns of tables.
+    Case({"data.columns": ("audio=speech", "sound")}, "data.columns has 'sound'; expected FIELD=COLUMN"),
     # Validation sets.
     Case({"data.validation_manifest": ("dev/x.json", "test/x.json")}, "2 sets of the name 'x'"),
     Case(

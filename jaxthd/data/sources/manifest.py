@@ -122,20 +122,12 @@ def read_manifest(
     tars = TarredAudio(tarred_audio, files, setting) if tarred_audio else None
 
     def turns(entry: dict[str, Any], file: int) -> tuple[Turn, ...]:
-        refuse_marked(entry)
         locate = tars.locate(entry, file) if tars else _in_folder(files[file].parent)
-        is_prompt = prompts and not _is_conversation(entry) and not has_text(entry)
-        if is_prompt or is_preference(entry):
-            return _prompt(entry, locate, prompt, placeholder)
-        if _is_conversation(entry):
-            return _conversation(entry, locate, placeholder, prompts)
-        own, system = own_prompt(entry, prompt, placeholder)
-        clip = _clip(entry, "audio_filepath", locate)
-        return utterance(clip, string(entry, "text"), own, placeholder, system)
+        return turns_of_entry(entry, locate, prompt, placeholder, prompts=prompts)
 
     return read_examples(
         files,
-        partial(_name, prompts=prompts),
+        partial(name_of_entry, prompts=prompts),
         turns,
         alternatives_of,
         title=f"{path} ({setting})",
@@ -143,11 +135,32 @@ def read_manifest(
     )
 
 
+def turns_of_entry(
+    entry: dict[str, Any], locate: Locate, prompt: str, placeholder: str, *, prompts: bool = False
+) -> tuple[Turn, ...]:
+    """The turns of an entry in any of the formats above. prompts: as in read_manifest.
+
+    Raises ValueError for an entry that cannot be used.
+    """
+    refuse_marked(entry)
+    is_prompt = prompts and not _is_conversation(entry) and not has_text(entry)
+    if is_prompt or is_preference(entry):
+        return _prompt(entry, locate, prompt, placeholder)
+    if _is_conversation(entry):
+        return _conversation(entry, locate, placeholder, prompts)
+    own, system = own_prompt(entry, prompt, placeholder)
+    clip = _clip(entry, "audio_filepath", locate)
+    return utterance(clip, string(entry, "text"), own, placeholder, system)
+
+
 def _in_folder(folder: Path) -> Locate:
     return lambda name: Clip(folder / name)  # an absolute name replaces the folder
 
 
-def _name(entry: dict[str, Any], prompts: bool = False) -> str:
+def name_of_entry(entry: dict[str, Any], *, prompts: bool = False) -> str:
+    """The name in an item's key: its audio_filepath, or the id of a conversation ("" without one). prompts:
+    as in read_manifest.
+    """
     has_prompt = "audio_filepath" not in entry and ((prompts and "prompt" in entry) or is_preference(entry))
     if not _is_conversation(entry) and not has_prompt:
         return string(entry, "audio_filepath")
@@ -180,7 +193,7 @@ def read_chats(path: str | Path, *, prompt: str = "{audio}", placeholder: str = 
                 own, system = own_prompt(entry, prompt, placeholder)
                 turns = question(_clip(entry, "audio_filepath", locate), own, placeholder, system)
             _require_question(turns)
-            chats.append(Example(f"{line_number}:{_name(entry)}", turns))
+            chats.append(Example(f"{line_number}:{name_of_entry(entry)}", turns))
         except ValueError as error:
             raise UserError(f"{path}, line {line_number}: {error}; correct the line") from error
     if not chats:

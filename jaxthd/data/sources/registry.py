@@ -14,6 +14,7 @@ from dataclasses import replace
 from jaxthd.config import DataConfig
 from jaxthd.data.example import Example
 from jaxthd.data.skipped import Skipped, numbered_key
+from jaxthd.data.sources.huggingface import HuggingFaceSource
 from jaxthd.data.sources.lines import expand_braces
 from jaxthd.data.sources.manifest import ManifestSource
 from jaxthd.data.sources.shar import SharSource
@@ -24,6 +25,7 @@ from jaxthd.errors import UserError
 SOURCES: dict[str, type[Source]] = {
     "manifest": ManifestSource,  # recognises every path
     "shar": SharSource,
+    "huggingface": HuggingFaceSource,
     "synthetic": SyntheticSource,
 }
 """Sources by name. A path without a name goes to the last source that recognises it."""
