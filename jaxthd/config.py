@@ -75,10 +75,10 @@ class DataConfig:
 
     manifest: tuple[str, ...] = ("synthetic",)
     """NeMo JSONL manifests, with shards in braces ("manifest_{0..15}.json" or
-    "manifest__OP_0..15_CL_.json"); Lhotse Shar directories; or "synthetic": spoken digits and commands,
-    made on first use and cached; "synthetic:sums": spoken sums without transcripts, for jaxthd grpo. Also
-    Hugging Face data sets on disk: parquet or arrow files, with shards in braces, or a folder of them (pip
-    install 'jaxthd[parquet]')."""
+    "manifest__OP_0..15_CL_.json"); Lhotse Shar directories and manifests of cuts (cuts.jsonl.gz); or
+    "synthetic": spoken digits and commands, made on first use and cached. Also Hugging Face data sets on
+    disk: parquet or arrow files, with shards in braces, or a folder (pip install 'jaxthd[parquet]').
+    "synthetic:sums": spoken sums without transcripts, for jaxthd grpo."""
     columns: tuple[str, ...] = ()
     """What columns of parquet and arrow files are called, as FIELD=COLUMN: "audio=speech text=utterance".
     Without this, audio is "audio", text is "text", "sentence", "transcription" or "transcript", and the other
@@ -401,6 +401,10 @@ class PostTrainingConfig:
 class RolloutConfig:
     """What jaxthd grpo draws, rewards and trains on in each step."""
 
+    mesh: MeshConfig | None = None
+    """The mesh on which answers are drawn, over as many devices as `mesh` has; None: that one. The weights
+    are copied to it in each step, in the compute dtype. The command line makes one of what it gives, with the
+    defaults for the rest."""
     prompts: int = 16
     """Prompts of a step."""
     group_size: int = 8
@@ -548,6 +552,11 @@ class Config:
     def depths_trained(self) -> int:
         """Depths of multi-token prediction that a training step computes."""
         return self.model.llm.mtp_depths if self.model.llm.mtp_pattern and self.train.mtp_loss else 0
+
+    @property
+    def rollout_mesh(self) -> MeshConfig:
+        """The mesh on which answers are drawn."""
+        return self.rollout.mesh or self.mesh
 
     @property
     def updates_of_a_step(self) -> int:

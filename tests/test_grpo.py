@@ -138,11 +138,12 @@ def test_a_run_that_was_killed_continues_bit_identically(whole: Path, config: Co
 
 
 @pytest.mark.exhaustive
-def test_a_run_continues_on_another_mesh(whole: Path, config: Config, tmp_path: Path):
+def test_a_run_continues_on_another_mesh_and_draws_on_a_third(whole: Path, config: Config, tmp_path: Path):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))
-    mesh = MeshConfig(data=2, context=2)
-    grpo(replace(config, mesh=mesh), tmp_path)
+    mesh, of_rollouts = MeshConfig(data=2, context=2), MeshConfig(context=2, tensor=2)
+    grpo(replace(config, mesh=mesh, rollout=replace(config.rollout, mesh=of_rollouts)), tmp_path)
+    assert all(line["resharding_seconds"] > 0 for line in read_metrics(tmp_path)[STEPS // 2 + 1 :])
     drawn = [
         [(x["key"], x["answer"]) for x in read_lines(folder / "rollouts.jsonl")]
         for folder in (tmp_path, whole)

@@ -95,7 +95,8 @@ class GroupMaker:
 class Collected(NamedTuple):
     """What a step drew. groups: those to train on. drawn: all of them. rounds: how often it drew.
 
-    seconds: of "rollout" and of "reward", the waiting for rewards after the last answer.
+    seconds: of "resharding" the weights for another mesh, of "rollout", and of "reward", the waiting for
+    rewards after the last answer.
     """
 
     groups: list[TrainedGroup]
@@ -129,6 +130,10 @@ class Collector:
         kept: list[TrainedGroup] = []
         drawn: list[TrainedGroup] = []
         seconds = dict.fromkeys(("rollout", "reward"), 0.0)
+        if self.rollouts.has_own_mesh:
+            start = time.perf_counter()
+            params, buffers = self.rollouts.on_own_mesh(params, buffers)
+            seconds["resharding"] = time.perf_counter() - start
         rounds = 0
         times: Counter[str] = Counter()
         while len(kept) < wanted and rounds < most:

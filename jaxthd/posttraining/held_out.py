@@ -14,6 +14,7 @@ from jaxthd.rewards.group import Rewarded
 from jaxthd.rewards.rewarder import Rewarder
 from jaxthd.run.metrics import VALIDATION, Metric, measured
 from jaxthd.run.outputs import OutputFolder
+from jaxthd.steps.blueprint import Tree
 from jaxthd.steps.state import TrainState
 
 VALIDATION_STEP = 0
@@ -112,8 +113,9 @@ class HeldOut:
         """
         if not self._prompts:
             return {}
-        greedy = self._rewarded(state, group_size=1, temperature=0.0)
-        drawn = self._rewarded(state)
+        weights = self._collector.rollouts.on_own_mesh(state.params, state.buffers)
+        greedy = self._rewarded(*weights, group_size=1, temperature=0.0)
+        drawn = self._rewarded(*weights)
         failures = [each.failure for each in (*greedy, *drawn) if each.failure]
         self._outputs.append_lines(
             "failures.jsonl", ({"step": step, "validation": True, **x._asdict()} for x in failures)
@@ -127,11 +129,11 @@ class HeldOut:
         found = measured(HELD_OUT_METRICS, HeldOutFacts(greedy, drawn, right))
         return {VALIDATION + name: float(value) for name, value in found.items()}
 
-    def _rewarded(self, state: TrainState, **how: Any) -> list[Rewarded]:
+    def _rewarded(self, params: Tree, buffers: Tree, **how: Any) -> list[Rewarded]:
         """how: as for Rollouts.stream."""
         documents = [prompt.document for prompt in self._prompts]
         groups = self._collector.rollouts.draw(
-            state.params, state.buffers, documents, seed=self._seed, step=VALIDATION_STEP, **how
+            params, buffers, documents, seed=self._seed, step=VALIDATION_STEP, **how
         )
         submitted = [
             self._rewarder.submit(self._collector.as_group(prompt, answers))

@@ -33,6 +33,7 @@ FREE = (
     "data.workers",
     "data.prefetch",
     "data.max_skipped_share",
+    "rollout.mesh*",
     "rollout.answers_at_once",
     "rollout.tokens_at_once",
     "rollout.validation_prompts",

@@ -8,13 +8,11 @@ LoRA's matrices need none: the reference is the model without them, as long as i
 from typing import Any
 
 import jax
-from flax import nnx
 from jax import Array
 
 from jaxthd.config import Config
 from jaxthd.models.adapt import is_lora
 from jaxthd.objectives.objective import REFERENCE
-from jaxthd.parallel.params import weight_decay_mask
 from jaxthd.steps.blueprint import Blueprint, Tree
 from jaxthd.steps.forward import objective_of
 
@@ -45,16 +43,13 @@ def reference_of(blueprint: Blueprint, params: Tree) -> Tree:
     """TrainState.reference for a reference that is the policy with these parameters: copies of what trains,
     None for what it shares; None where nothing is copied.
 
-    Weight matrices are copied in the compute dtype, in which the model uses them. What it uses in the
-    parameters' own dtype (norms, biases, Mamba2's numbers for each head, routers) keeps that.
+    Each is copied in the dtype in which the model uses it (Blueprint.used_dtypes).
     """
-    is_copied, dtype = copied(blueprint), blueprint.config.compute.dtype
+    is_copied = copied(blueprint)
     if not any(jax.tree.leaves(is_copied)):
         return None
-    is_matrix = weight_decay_mask(nnx.state(blueprint.model, nnx.Param))
 
-    def copy(path: tuple[Any, ...], mine: bool, matrix: bool, x: Array) -> Array | None:
-        is_cast = matrix and not any(key.key == "router" for key in path)
-        return (x.astype(dtype) if is_cast else x) if mine else None
+    def copy(mine: bool, dtype: Any, x: Array) -> Array | None:
+        return x.astype(dtype) if mine else None
 
-    return jax.tree_util.tree_map_with_path(copy, is_copied, is_matrix, params)
+    return jax.tree.map(copy, is_copied, blueprint.used_dtypes, params)

@@ -7,13 +7,14 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import tyro
 
-from jaxthd.config import Config
+from jaxthd.config import Config, MeshConfig
 from jaxthd.files.config_file import with_absolute_paths
 from jaxthd.files.run_folder import open_settings
 from jaxthd.terminal.settings import all_groups, group_names, settings_help
@@ -101,7 +102,7 @@ def parse_command_line(
     settings = open_settings(source)
     config = tyro.cli(
         Config,
-        default=settings.config,
+        default=_with_mesh_of_rollouts(settings.config, overrides),
         args=overrides,
         prog=f"jaxthd {command} SOURCE",
         # Whether there is an encoder is the config file's choice; its fields are options like all others.
@@ -109,6 +110,13 @@ def parse_command_line(
     )
     config = with_absolute_paths(config, Path.cwd())
     return CommandLine(config, settings.path, settings.run, found, _given(overrides))
+
+
+def _with_mesh_of_rollouts(config: Config, overrides: Sequence[str]) -> Config:
+    """The config with a mesh for rollouts where the command line gives a part of one."""
+    if config.rollout.mesh or not any(word.startswith("--rollout.mesh.") for word in overrides):
+        return config
+    return replace(config, rollout=replace(config.rollout, mesh=MeshConfig()))
 
 
 def _parser(

@@ -30,7 +30,7 @@ def with_changes(changes: dict[str, Any]) -> Config:
         node: Any = config
         for group in groups:
             node = getattr(node, group)
-        object.__setattr__(node, name, value)
+        object.__setattr__(node, name, copy.deepcopy(value))
     return config
 
 
@@ -350,6 +350,15 @@ CASES = [
     ),
     Case({"train.objective": "grpo", "rollout.updates": 17}, "rollout.updates is 17 with rollout.prompts 16"),
     Case({"train.objective": "kto", "rollout.temperature": 0.0}, "rollout.temperature is 0"),
+    Case(
+        {"train.objective": "grpo", "rollout.mesh": MeshConfig(data=2)},
+        "rollout.mesh (2, 1, 1, 1) is for 2 devices, mesh (1, 1, 1, 1) for 1",
+    ),
+    Case(
+        {"train.objective": "grpo", "mesh.data": 2, "data.rows": 2, "rollout.mesh": MeshConfig(tensor=2)}
+        | {"model.llm.vocab_size": 263},
+        "for rollouts on (1, 1, 1, 2), model.llm.vocab_size is 263 with 2 pipeline and tensor ranks",
+    ),
     Case({"rollout.top_p": 1.5}, "rollout.top_p is 1.5"),
     Case({"rollout.max_failed_rewards": 5.0}, "rollout.max_failed_rewards is 5.0"),
     Case({"rollout.reward_seconds": 0.0}, "rollout.reward_seconds is 0"),
