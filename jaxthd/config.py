@@ -60,6 +60,25 @@ class SpecAugmentConfig:
     """Longest mask over time, as a fraction of the recording."""
 
 
+@dataclass(frozen=True)
+class FilterConfig:
+    """Which training items are used. What is dropped is listed in skipped.jsonl, and does not count towards
+    data.max_skipped_share. Items without a recording are kept; preferences and prompts have no rates."""
+
+    min_seconds: float = 0.0
+    """Shortest: seconds of all recordings of the item."""
+    max_seconds: float = 0.0
+    """Longest; 0: no bound."""
+    min_tokens_per_second: float = 0.0
+    """Least: tokens of the answers' texts a second of the recordings."""
+    max_tokens_per_second: float = 0.0
+    """Most; 0: no bound. A transcript that is too long for its recording seldom belongs to it."""
+    min_characters_per_second: float = 0.0
+    """Least: characters of the answers' texts a second of the recordings."""
+    max_characters_per_second: float = 0.0
+    """Most; 0: no bound."""
+
+
 class ValidationSet(NamedTuple):
     """One validation set. is_named: its results carry its name, because it was given one or because there
     are several."""
@@ -111,6 +130,7 @@ class DataConfig:
     stands."""
     audio_placeholder: str = "{audio}"
     """What stands for a recording in data.prompt and in the texts of conversations."""
+    filter: FilterConfig = field(default_factory=FilterConfig)
     spec_augment: SpecAugmentConfig = field(default_factory=SpecAugmentConfig)
     packing: Literal["first_fit", "best_fit", "padded"] = "first_fit"
     """How documents fill buffers: "first_fit" and "best_fit" are grain's packers; "padded" puts one
@@ -529,8 +549,10 @@ class TrainConfig:
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int = 3
     """Newest checkpoints that are kept, besides the one with the best validation."""
-    tensorboard: bool = True
-    """Also write the metrics as TensorBoard files."""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    """What gets the metrics besides metrics.jsonl: "tensorboard" (files in WORKDIR/tensorboard), "wandb"
+    (pip install 'jaxthd[wandb]'), "mlflow" (pip install 'jaxthd[mlflow]'). One that fails never stops a
+    run."""
     draw_last_batch: bool = False
     """Draw the documents of the last batch as a picture: buffers, ranks, audio, padding."""
 

@@ -137,6 +137,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
         raise DamagedConfigError(
             f"{file} cannot be read ({error}); expected the settings of the run beside it: copy it anew"
         ) from error
+    _with_trackers(stored)
     older = _older_fields(stored)
     if older:
         fields = "".join(f"\n  {name} is now {new}" for name, new in older.items())
@@ -146,6 +147,14 @@ def _read_settings(file: Path) -> dict[str, Any]:
             "that wrote it. To start anew, choose another --workdir"
         )
     return stored
+
+
+def _with_trackers(stored: dict[str, Any]) -> None:
+    """Replaces train.tensorboard, which older runs have, by train.trackers."""
+    train = stored.get("train")
+    if isinstance(train, dict) and "tensorboard" in train:
+        wanted = train.pop("tensorboard")
+        train.setdefault("trackers", ["tensorboard"] if wanted else [])
 
 
 def _older_fields(stored: Mapping[str, Any]) -> dict[str, str]:

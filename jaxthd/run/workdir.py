@@ -52,7 +52,7 @@ FREE = (
     "train.max_seconds",
     "train.checkpoint_every",
     "train.keep_checkpoints",
-    "train.tensorboard",
+    "train.trackers",
     "train.draw_last_batch",
 )
 """Fields that may differ when a run is continued: they do not change what is learned."""
