@@ -488,25 +488,40 @@ class TrainConfig:
     """Settings of the objective, as NAME=VALUE."""
     init_from: tuple[str, ...] = ()
     """Weights that a new run starts from: Hugging Face folders, .nemo archives, and workdirs of runs (the
-    newest checkpoint, or another with @best or @STEP). Each source gives what it holds, and a later one
-    replaces what an earlier one gave. The rest of the model is randomly initialised."""
+    newest checkpoint, or another with @best or @STEP; its averaged parameters with @ema, @best+ema or
+    @STEP+ema). Each source gives what it holds, and a later one replaces what an earlier one gave. The rest
+    of the model is randomly initialised."""
     before: tuple[str, ...] = ()
     """Commands of jaxthd that a new run needs to be done, such as "train first_run.py". They are started
     before it in the config file's folder, and should find nothing to do where they were done before."""
     steps: int = 200
     """Optimizer steps of the run."""
+    optimizer: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
+    """How gradients become updates. "muon" is for weight matrices, with AdamW for the rest."""
+    optimizer_options: tuple[str, ...] = ()
+    """Settings of the optimizer, as NAME=VALUE."""
     learning_rate: float = 1e-3
-    """Peak learning rate (AdamW)."""
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = "cosine"
+    """How the learning rate goes on after the warm-up: down to min_learning_rate at the last step in a cosine
+    or in a line; constant; or constant and down in a line in the last decay_steps."""
     warmup_steps: int = 20
-    """Steps of linear warm-up. A cosine down to min_learning_rate follows."""
+    """Steps of linear warm-up, before the schedule."""
+    decay_steps: int = 20
+    """Steps at the end in which "warmup_stable_decay" lowers the learning rate."""
     min_learning_rate: float = 1e-5
-    """Learning rate at the last step."""
+    """Learning rate at the last step, but for the schedule "constant"."""
     beta1: float = 0.9
     """AdamW's first moment decay."""
     beta2: float = 0.95
     """AdamW's second moment decay."""
     weight_decay: float = 0.01
-    """AdamW's weight decay. It applies to weight matrices, not to biases, norms and per-head scalars."""
+    """Decoupled weight decay. It applies to weight matrices, not to biases, norms and per-head scalars."""
+    ema_decay: float = 0.0
+    """Decay of an exponential moving average of the trained parameters, which the run keeps beside them
+    (RUN@ema); lower in the first steps. 0: none is kept."""
+    validate_ema: bool = False
+    """Validate the averaged parameters, in place of those that train."""
     router_bias_rate: float = 1e-3
     """Change of an expert's correction bias in a step: up where the expert gets fewer tokens than the
     average, down where it gets more."""

@@ -326,6 +326,19 @@ CASES = [
     ),
     Case({"train.ctc_loss": -0.1}, "train.ctc_loss is -0.1; expected 0 or more"),
     Case({"train.ctc_max_labels": 0}, "train.ctc_max_labels is 0; expected 1 or more"),
+    Case({"train.ema_decay": 1.0}, "train.ema_decay is 1.0; expected less than 1"),
+    Case({"train.validate_ema": True}, "train.validate_ema is set with train.ema_decay 0"),
+    Case({"train.optimizer": "sgd"}, "train.optimizer is 'sgd'"),
+    Case({"train.optimizer_options": ("beta=0.9",)}, "train.optimizer_options has 'beta=0.9'"),
+    Case(
+        {"train.optimizer": "muon", "train.optimizer_options": ("beta=1",)},
+        "train.optimizer_options has beta=1",
+    ),
+    Case(
+        {"train.schedule": "warmup_stable_decay", "train.decay_steps": 181},
+        "train.decay_steps is 181 in a run of 200 steps",
+        is_warning=True,
+    ),
     Case({"train.warmup_steps": 201}, "train.warmup_steps is 201 in a run of 200 steps", is_warning=True),
     Case(
         {"train.min_learning_rate": 0.1},
