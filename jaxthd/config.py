@@ -96,7 +96,8 @@ class DataConfig:
     """NeMo JSONL manifests, with shards in braces ("manifest_{0..15}.json" or
     "manifest__OP_0..15_CL_.json"); Lhotse Shar directories and manifests of cuts (cuts.jsonl.gz); or
     "synthetic": spoken digits and commands, made on first use and cached. Also Hugging Face data sets on
-    disk: parquet or arrow files, with shards in braces, or a folder (pip install 'jaxthd[parquet]')."""
+    disk: parquet or arrow files, with shards in braces, or a folder (pip install 'jaxthd[parquet]').
+    "synthetic:sums": spoken sums without transcripts, for jaxthd grpo."""
     columns: tuple[str, ...] = ()
     """What columns of parquet and arrow files are called, as FIELD=COLUMN: "audio=speech text=utterance".
     Without this, audio is "audio", text is "text", "sentence", "transcription" or "transcript", and the other
@@ -470,8 +471,8 @@ class RolloutConfig:
     """Updates in each of these, each from the same number of prompts. The number of buffers does not matter:
     an update adds up the gradients of as many as its answers fill."""
     validation_prompts: int = 0
-    """Prompts of the first validation set to which a group is drawn at each validation, for pass@1 and
-    pass@k (k is group_size); 0: none."""
+    """Prompts of the first validation set that are answered and rewarded at each validation: once by the
+    likeliest tokens, and by a group of drawn answers, for pass@1 and pass@k (k is group_size). 0: none."""
     max_logprob_difference: float = 0.0
     """The run stops where the log-probability of a token differs by more than this between drawing and
     training; 0: by more than the compute dtype explains."""

@@ -22,10 +22,16 @@ from jaxthd.data.workers import Workers
 from jaxthd.errors import UserError
 from jaxthd.files.tokenizer_files import tokenizer_digest
 from jaxthd.objectives import Objective, make_objective
-from jaxthd.objectives.answers import compares_answers, why_unusable
+from jaxthd.objectives.answers import compares_answers, draws_answers, why_unusable
 from jaxthd.packing.document import Document
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.parallel.processes import exchange, is_first, require_same
+
+UNANSWERED = (
+    "the last turn is not the assistant's; expected an answer, which is supervised: prompts alone are for "
+    "objectives that draw answers (grpo)"
+)
+"""Why an item without an answer is skipped."""
 
 
 class SynchronizedLoader(BatchIterator):
@@ -70,13 +76,18 @@ def whole_position(position: dict[str, Any]) -> dict[str, Any]:
 
 
 def usable_examples(
-    examples: Sequence[Example], name: str, objective: Objective | None
+    examples: Sequence[Example], name: str, objective: Objective | None, *, prompts: bool = False
 ) -> tuple[list[Example], list[Skipped]]:
     """The examples that an objective can be trained on, and the others.
 
-    name: of the objective. None: those that can be validated on.
+    name: of the objective. None: those that can be validated on. prompts: whether examples without an answer
+    can be used too.
     """
-    reasons = [why_unusable(len(example.alternatives), name, objective) for example in examples]
+    reasons = [
+        why_unusable(len(example.alternatives), name, objective)
+        or ("" if prompts or not example.is_unanswered else UNANSWERED)
+        for example in examples
+    ]
     judged = list(zip(examples, reasons, strict=True))
     return [e for e, why in judged if not why], [Skipped(e.key, why) for e, why in judged if why]
 
@@ -113,9 +124,10 @@ class SpeechData:
         )
         self._prompt_documents = SpeechDocuments(config, tokenizer, train=False, filtered=True)
         self._validation_documents = SpeechDocuments(config, tokenizer, train=False)
-        self._sources = training_sources(data) if training else []
+        self._draws = training and draws_answers(self._objective)
+        self._sources = training_sources(data, prompts=self._draws) if training else []
         self._titles = {source.title for source in self._sources}
-        self._validation_sources = validation_sources(data)
+        self._validation_sources = validation_sources(data, prompts=self._draws)
         self.skipped = SkipLog(workdir / skip_list, writes=is_first())
         self._training = self._read(self._sources, self._objective)
         self._items = sum(map(len, self._training)) + len(self.skipped)
@@ -250,7 +262,7 @@ class SpeechData:
         found, name = [], self._config.train.objective
         for number, source in enumerate(sources):
             examples, skipped = read_source(source, self._config.data, number)
-            usable, others = usable_examples(examples, name, objective)
+            usable, others = usable_examples(examples, name, objective, prompts=self._draws)
             if objective is not None:
                 usable, dropped = self._filter.sift(usable)
                 others += dropped

@@ -73,18 +73,22 @@ def _speech_without_encoder(config: Config, device: DeviceFacts) -> Iterator[Fin
     if config.model.encoder is not None:
         return
     expected = "text alone, because a model without an encoder takes no recordings"
-    if "synthetic" in config.data.manifest:
+    if any(_is_synthetic(path) for path in config.data.manifest):
         yield Finding(
             'data.manifest has "synthetic", which is speech, with model.encoder None',
             expected,
             "name a manifest of conversations in text in data.manifest, or give the model an encoder",
         )
-    if any(path == "synthetic" for _, path, _ in config.data.validation_sets):
+    if any(_is_synthetic(path) for _, path, _ in config.data.validation_sets):
         yield Finding(
             'data.validation_manifest has "synthetic", which is speech, with model.encoder None',
             expected,
             'name a manifest of conversations in text in data.validation_manifest, or "" for no validation',
         )
+
+
+def _is_synthetic(path: str) -> bool:
+    return path.partition(":")[0] == "synthetic"
 
 
 @RULES.rule("data.prompt", "data.audio_placeholder", "data.audio_capacity", "model.encoder")

@@ -166,6 +166,11 @@ def own_prompt(entry: Entry, prompt: str, placeholder: str) -> tuple[str, str]:
     return prompt, system
 
 
+def has_text(entry: Entry) -> bool:
+    """Whether an utterance has a transcript. A text that is null or blank is none."""
+    return entry.get("text") is not None and bool(string(entry, "text").strip())
+
+
 def json_object(value: Any, what: str) -> Entry:
     if not isinstance(value, dict):
         raise ValueError(f"{what} is a JSON {type(value).__name__}; expected an object")

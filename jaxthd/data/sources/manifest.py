@@ -13,11 +13,13 @@ Chat messages, as OpenAI and Hugging Face write them; content may be a string, w
         {"type": "text", "text": "What is said?"}]}, {"role": "assistant", "content": "One two."}]}
 Answers to a prompt, and which of them are preferred: preferences.py. The prompt is one of the above without
 its last answer, or the field prompt: a user's text, or messages.
+A prompt alone, for answers that are drawn to it: the same without the answers.
 """
 
 import reprlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from jaxthd.data.example import Clip, Example, Role, Turn, merge_texts, question
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.lines import (
     expand_braces,
+    has_text,
     json_list,
     json_object,
     own_prompt,
@@ -66,6 +69,7 @@ class ManifestSource(Source):
             tarred_audio=self.setting.tarred_audio,
             prompt=data.prompt,
             placeholder=data.audio_placeholder,
+            prompts=self.setting.prompts,
         )
 
     def digest(self) -> str:
@@ -87,6 +91,7 @@ def read_manifest(
     tarred_audio: str = "",
     prompt: str = "{audio}",
     placeholder: str = "{audio}",
+    prompts: bool = False,
 ) -> tuple[list[Example], list[Skipped]]:
     """Reads a manifest of utterances and conversations, in any mixture of the formats above.
 
@@ -101,6 +106,8 @@ def read_manifest(
     joined by a space.
     setting: the name of the setting that gave the path, for messages.
     placeholder: stands for a recording in the prompt and in the texts of conversations, not in transcripts.
+    prompts: whether lines without an answer are read too, as examples whose last turn is the user's:
+        utterances without a text, conversations, and the field prompt.
     Raises FileNotFoundError if there is no such file; UserError if it holds no usable line, if manifests and
     tar files do not match, or if braces cannot be expanded.
     Source: NeMo's documentation (ASR and speechlm2 datasets), transformers' (chat templates).
@@ -116,11 +123,11 @@ def read_manifest(
 
     def turns(entry: dict[str, Any], file: int) -> tuple[Turn, ...]:
         locate = tars.locate(entry, file) if tars else _in_folder(files[file].parent)
-        return turns_of_entry(entry, locate, prompt, placeholder)
+        return turns_of_entry(entry, locate, prompt, placeholder, prompts=prompts)
 
     return read_examples(
         files,
-        name_of_entry,
+        partial(name_of_entry, prompts=prompts),
         turns,
         alternatives_of,
         title=f"{path} ({setting})",
@@ -128,13 +135,19 @@ def read_manifest(
     )
 
 
-def turns_of_entry(entry: dict[str, Any], locate: Locate, prompt: str, placeholder: str) -> tuple[Turn, ...]:
-    """The turns of an entry in any of the formats above. Raises ValueError for one that cannot be used."""
+def turns_of_entry(
+    entry: dict[str, Any], locate: Locate, prompt: str, placeholder: str, *, prompts: bool = False
+) -> tuple[Turn, ...]:
+    """The turns of an entry in any of the formats above. prompts: as in read_manifest.
+
+    Raises ValueError for an entry that cannot be used.
+    """
     refuse_marked(entry)
-    if is_preference(entry):
+    is_prompt = prompts and not _is_conversation(entry) and not has_text(entry)
+    if is_prompt or is_preference(entry):
         return _prompt(entry, locate, prompt, placeholder)
     if _is_conversation(entry):
-        return _conversation(entry, locate, placeholder)
+        return _conversation(entry, locate, placeholder, prompts)
     own, system = own_prompt(entry, prompt, placeholder)
     clip = _clip(entry, "audio_filepath", locate)
     return utterance(clip, string(entry, "text"), own, placeholder, system)
@@ -144,9 +157,11 @@ def _in_folder(folder: Path) -> Locate:
     return lambda name: Clip(folder / name)  # an absolute name replaces the folder
 
 
-def name_of_entry(entry: dict[str, Any]) -> str:
-    """The name in an item's key: its audio_filepath, or the id of a conversation ("" without one)."""
-    has_prompt = "audio_filepath" not in entry and is_preference(entry)
+def name_of_entry(entry: dict[str, Any], *, prompts: bool = False) -> str:
+    """The name in an item's key: its audio_filepath, or the id of a conversation ("" without one). prompts:
+    as in read_manifest.
+    """
+    has_prompt = "audio_filepath" not in entry and ((prompts and "prompt" in entry) or is_preference(entry))
     if not _is_conversation(entry) and not has_prompt:
         return string(entry, "audio_filepath")
     name = entry.get("id")
@@ -193,7 +208,8 @@ def _require_question(turns: tuple[Turn, ...]) -> None:
 
 
 def _prompt(entry: dict[str, Any], locate: Locate, prompt: str, placeholder: str) -> tuple[Turn, ...]:
-    """The turns before the answers of a preference line. prompt: the user's turn of an utterance."""
+    """The turns before the answers of a preference line, or of a prompt. prompt: the user's turn of an
+    utterance."""
     given = [n for n in ("prompt", "conversations", "messages", "audio_filepath") if entry.get(n) is not None]
     histories = [h for h in (history_of(entry, name) for name in (*PAIR, "completion")) if h]
     if len(given) > 1 or (given and histories):
@@ -223,8 +239,10 @@ def _with_messages(entry: dict[str, Any], prompt: Any) -> dict[str, Any]:
     return {"conversations" if has_speakers else "messages": messages, **listed}
 
 
-def _conversation(entry: dict[str, Any], locate: Locate, placeholder: str) -> tuple[Turn, ...]:
+def _conversation(entry: dict[str, Any], locate: Locate, placeholder: str, prompts: bool) -> tuple[Turn, ...]:
     turns = _turns(entry, locate, placeholder)
+    if prompts and turns[-1].role == "user":
+        return turns
     if all(turn.role != "assistant" for turn in turns):
         raise ValueError("no turn of the assistant; expected one, because nothing else is supervised")
     if turns[-1].role != "assistant":
