@@ -420,6 +420,8 @@ class AdaptConfig:
     """The product of the low-rank matrices is scaled by lora_alpha / lora_rank."""
     lora_targets: tuple[str, ...] = ("decoder.layers.*",)
     """Patterns of the projections that get LoRA, such as "*.q". Routers and routed experts never do."""
+    dora: bool = False
+    """Also train the magnitude of each column of the projections that get LoRA (DoRA)."""
     encoder_lr_factor: float = 1.0
     """Factor on the encoder's learning rate."""
     adapter_lr_factor: float = 1.0
