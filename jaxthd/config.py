@@ -132,6 +132,9 @@ class DataConfig:
     weights: tuple[float, ...] = ()
     """How often documents of each manifest are drawn, in proportion. Empty: in proportion to their numbers
     of documents."""
+    weights_temperature: float = 1.0
+    """Weights are raised to the power 1 / this: 1 keeps them, more draws small data sets more often, up to
+    all alike. Without data.weights it is applied to the numbers of documents."""
     validation_manifest: str | tuple[str, ...] = "synthetic"
     """Manifest or Shar directory for validation; "" for none. Several sets each have a name: NAME=PATH, or
     the name of the file. The results of each set are logged as validation_NAME_loss and so on, and the

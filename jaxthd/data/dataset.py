@@ -11,6 +11,7 @@ from jaxthd.config import AugmentConfig, Config
 from jaxthd.data.example import Example
 from jaxthd.data.filters import Filter, bounds_of, by_setting
 from jaxthd.data.loader import BatchAndReport, BatchIterator, BatchReport, Loader, RowReport, make_loader
+from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.prompts import Prompt, PromptStream
 from jaxthd.data.skipped import SkipLog, Skipped, main_reasons
 from jaxthd.data.sources.noises import AugmentationData, read_augmentation
@@ -200,7 +201,7 @@ class SpeechData:
         """An endless loader of the training documents: dithered and masked (not those of a policy),
         reshuffled every epoch.
 
-        Data sets are mixed by data.weights. rows: see make_loader. A position saved for other documents is
+        Data sets are mixed by mixing_weights. rows: see make_loader. A position saved for other documents is
         refused.
         """
         identity = self._identity()
@@ -215,7 +216,7 @@ class SpeechData:
             answers=compares_answers(self._objective),
             on_skip=self._on_skip(self._sources),
             identity=identity,
-            weights=self._config.data.weights or None,
+            weights=mixing_weights(self._config.data, list(map(len, self._training))),
             workers=self._workers,
             prefetch=self._config.data.prefetch,
         )
