@@ -60,6 +60,25 @@ class SpecAugmentConfig:
     """Longest mask over time, as a fraction of the recording."""
 
 
+@dataclass(frozen=True)
+class FilterConfig:
+    """Which training items are used. What is dropped is listed in skipped.jsonl, and does not count towards
+    data.max_skipped_share. Items without a recording are kept; preferences and prompts have no rates."""
+
+    min_seconds: float = 0.0
+    """Shortest: seconds of all recordings of the item."""
+    max_seconds: float = 0.0
+    """Longest; 0: no bound."""
+    min_tokens_per_second: float = 0.0
+    """Least: tokens of the answers' texts a second of the recordings."""
+    max_tokens_per_second: float = 0.0
+    """Most; 0: no bound. A transcript that is too long for its recording seldom belongs to it."""
+    min_characters_per_second: float = 0.0
+    """Least: characters of the answers' texts a second of the recordings."""
+    max_characters_per_second: float = 0.0
+    """Most; 0: no bound."""
+
+
 class ValidationSet(NamedTuple):
     """One validation set. is_named: its results carry its name, because it was given one or because there
     are several."""
@@ -75,9 +94,9 @@ class DataConfig:
 
     manifest: tuple[str, ...] = ("synthetic",)
     """NeMo JSONL manifests, with shards in braces ("manifest_{0..15}.json" or
-    "manifest__OP_0..15_CL_.json"); Lhotse Shar directories; or "synthetic": spoken digits and commands,
-    made on first use and cached. Also Hugging Face data sets on disk: parquet or arrow files, with shards in
-    braces, or a folder of them (pip install 'jaxthd[parquet]')."""
+    "manifest__OP_0..15_CL_.json"); Lhotse Shar directories and manifests of cuts (cuts.jsonl.gz); or
+    "synthetic": spoken digits and commands, made on first use and cached. Also Hugging Face data sets on
+    disk: parquet or arrow files, with shards in braces, or a folder (pip install 'jaxthd[parquet]')."""
     columns: tuple[str, ...] = ()
     """What columns of parquet and arrow files are called, as FIELD=COLUMN: "audio=speech text=utterance".
     Without this, audio is "audio", text is "text", "sentence", "transcription" or "transcript", and the other
@@ -110,6 +129,7 @@ class DataConfig:
     stands."""
     audio_placeholder: str = "{audio}"
     """What stands for a recording in data.prompt and in the texts of conversations."""
+    filter: FilterConfig = field(default_factory=FilterConfig)
     spec_augment: SpecAugmentConfig = field(default_factory=SpecAugmentConfig)
     packing: Literal["first_fit", "best_fit", "padded"] = "first_fit"
     """How documents fill buffers: "first_fit" and "best_fit" are grain's packers; "padded" puts one
@@ -469,25 +489,40 @@ class TrainConfig:
     """Settings of the objective, as NAME=VALUE."""
     init_from: tuple[str, ...] = ()
     """Weights that a new run starts from: Hugging Face folders, .nemo archives, and workdirs of runs (the
-    newest checkpoint, or another with @best or @STEP). Each source gives what it holds, and a later one
-    replaces what an earlier one gave. The rest of the model is randomly initialised."""
+    newest checkpoint, or another with @best or @STEP; its averaged parameters with @ema, @best+ema or
+    @STEP+ema). Each source gives what it holds, and a later one replaces what an earlier one gave. The rest
+    of the model is randomly initialised."""
     before: tuple[str, ...] = ()
     """Commands of jaxthd that a new run needs to be done, such as "train first_run.py". They are started
     before it in the config file's folder, and should find nothing to do where they were done before."""
     steps: int = 200
     """Optimizer steps of the run."""
+    optimizer: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
+    """How gradients become updates. "muon" is for weight matrices, with AdamW for the rest."""
+    optimizer_options: tuple[str, ...] = ()
+    """Settings of the optimizer, as NAME=VALUE."""
     learning_rate: float = 1e-3
-    """Peak learning rate (AdamW)."""
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = "cosine"
+    """How the learning rate goes on after the warm-up: down to min_learning_rate at the last step in a cosine
+    or in a line; constant; or constant and down in a line in the last decay_steps."""
     warmup_steps: int = 20
-    """Steps of linear warm-up. A cosine down to min_learning_rate follows."""
+    """Steps of linear warm-up, before the schedule."""
+    decay_steps: int = 20
+    """Steps at the end in which "warmup_stable_decay" lowers the learning rate."""
     min_learning_rate: float = 1e-5
-    """Learning rate at the last step."""
+    """Learning rate at the last step, but for the schedule "constant"."""
     beta1: float = 0.9
     """AdamW's first moment decay."""
     beta2: float = 0.95
     """AdamW's second moment decay."""
     weight_decay: float = 0.01
-    """AdamW's weight decay. It applies to weight matrices, not to biases, norms and per-head scalars."""
+    """Decoupled weight decay. It applies to weight matrices, not to biases, norms and per-head scalars."""
+    ema_decay: float = 0.0
+    """Decay of an exponential moving average of the trained parameters, which the run keeps beside them
+    (RUN@ema); lower in the first steps. 0: none is kept."""
+    validate_ema: bool = False
+    """Validate the averaged parameters, in place of those that train."""
     router_bias_rate: float = 1e-3
     """Change of an expert's correction bias in a step: up where the expert gets fewer tokens than the
     average, down where it gets more."""
@@ -530,8 +565,10 @@ class TrainConfig:
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int = 3
     """Newest checkpoints that are kept, besides the one with the best validation."""
-    tensorboard: bool = True
-    """Also write the metrics as TensorBoard files."""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    """What gets the metrics besides metrics.jsonl: "tensorboard" (files in WORKDIR/tensorboard), "wandb"
+    (pip install 'jaxthd[wandb]'), "mlflow" (pip install 'jaxthd[mlflow]'). One that fails never stops a
+    run."""
     draw_last_batch: bool = False
     """Draw the documents of the last batch as a picture: buffers, ranks, audio, padding."""
 

@@ -6,7 +6,7 @@
 Each step draws rollout.group_size answers to each of rollout.prompts prompts of the training data, rewards
 them with rollout.rewards, and makes rollout.epochs x rollout.updates updates from them. A workdir that holds
 a checkpoint is continued, on any mesh. It receives
-    metrics.jsonl      a JSON object for each step; the same for TensorBoard in tensorboard/
+    metrics.jsonl      a JSON object for each step; the same for the trackers: TensorBoard in tensorboard/
     rollouts.jsonl     every answer that was drawn, with its rewards
     curves.png         reward, length, KL, word error rate over the steps
     hypotheses.jsonl   hypotheses and references of the last validation
@@ -114,9 +114,7 @@ def _train(
         changed = changed_settings(held.keep(first), first)
         for name in ("rollouts.jsonl", "failures.jsonl"):
             outputs.keep_lines(name, lambda line: line["step"] <= first)
-        metrics = stack.enter_context(
-            open_metrics(outputs.path, first, steps, tensorboard=config.train.tensorboard)
-        )
+        metrics = stack.enter_context(open_metrics(outputs.path, first, config))
         most = config.train.max_skipped_steps * config.updates_of_a_step
         non_finite = NonFiniteSteps(outputs, first, most, metrics.say)
         stop_asked = stack.enter_context(stop_requested(config.train.max_seconds, start))

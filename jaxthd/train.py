@@ -4,7 +4,7 @@
     jaxthd train runs/cp2 --train.steps 4000            continues it with its own settings but that
 
 A workdir that holds a checkpoint is continued, on any mesh. It receives
-    metrics.jsonl      a JSON object for each step; the same for TensorBoard in tensorboard/
+    metrics.jsonl      a JSON object for each step; the same for the trackers: TensorBoard in tensorboard/
     curves.png         loss, word error rate and speed over the steps
     report.txt         what was trained, the figures, answers right and wrong
     hypotheses.jsonl   hypotheses and references of the last validation
@@ -138,8 +138,7 @@ def _train(
             print(f"{outputs.path} already holds step {first} of {steps}: nothing to do")
             return 0
         changed = changed_settings(held.keep(first), first)
-        tensorboard = config.train.tensorboard
-        metrics = stack.enter_context(open_metrics(outputs.path, first, steps, tensorboard=tensorboard))
+        metrics = stack.enter_context(open_metrics(outputs.path, first, config))
         non_finite = NonFiniteSteps(outputs, first, config.train.max_skipped_steps, metrics.say)
         watch_padding = PaddingWatch(config, metrics.say)
         stop_asked = stack.enter_context(stop_requested(config.train.max_seconds, start))

@@ -32,7 +32,7 @@ METRICS_HEAD = """\
 
 <!-- Written by scripts/write_reference.py from jaxthd/run/metrics.py: change it there, and run that. -->
 
-A run writes a line of JSON for each step to `metrics.jsonl`; TensorBoard has the same numbers under `train/`
+A run writes a line of JSON for each step to `metrics.jsonl`; trackers have the same numbers under `train/`
 and `validation/`. The line on the terminal shows the time left, `loss`, `grad_norm` ("gradient"), the median
 of recent `tokens_per_second` ("real tokens/s"), `padding_ratio` and `learning_rate`, as many as it has room
 for. A metric that was not measured is absent; one that was not finite is `null`.

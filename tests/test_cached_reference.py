@@ -73,7 +73,7 @@ CONFIG = Config(
         warmup_steps=0,
         checkpoint_every=2,
         mtp_loss=0.0,
-        tensorboard=False,
+        trackers=(),
     ),
 )
 

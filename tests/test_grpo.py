@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,9 +27,16 @@ from jaxthd.files.jsonl import read_lines
 from jaxthd.grpo import grpo
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.train import train
+from tests.shared_programs import shared_programs
 
 CLOCK = ("time", "step_seconds", "tokens_per_second", "rollout_tokens_per_second", "compilations")
 STEPS, EVERY = 4, 2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs() -> Iterator[None]:
+    with shared_programs():
+        yield
 
 
 @pytest.fixture(scope="module")

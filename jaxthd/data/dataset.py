@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxthd.config import Config
 from jaxthd.data.example import Example
+from jaxthd.data.filters import Filter, bounds_of, by_setting
 from jaxthd.data.loader import BatchAndReport, BatchIterator, BatchReport, Loader, RowReport, make_loader
 from jaxthd.data.prompts import Prompt, PromptStream
 from jaxthd.data.skipped import SkipLog, Skipped, main_reasons
@@ -108,7 +109,11 @@ class SpeechData:
         self._workers = Workers(data.workers) if data.workers else 0
         self._objective = make_objective(config.train.objective, config.train.objective_options)
         # A policy's forward pass is that of an evaluation: nothing is dithered or masked.
-        self._train_documents = SpeechDocuments(config, tokenizer, train=not self._objective.is_policy)
+        self._filter = Filter(data.filter, tokenizer)
+        self._train_documents = SpeechDocuments(
+            config, tokenizer, train=not self._objective.is_policy, filtered=True
+        )
+        self._prompt_documents = SpeechDocuments(config, tokenizer, train=False, filtered=True)
         self._validation_documents = SpeechDocuments(config, tokenizer, train=False)
         self._sources = training_sources(data) if training else []
         self._titles = {source.title for source in self._sources}
@@ -142,6 +147,10 @@ class SpeechData:
         if own:
             share = f"{len(own)} of {self._items} training items ({len(own) / self._items:.1%})"
             parts.append(f"{share}: {main_reasons(own)}")
+        dropped = self.skipped.reasons(self._titles, this_call=this_call, filtered=True)
+        if dropped:
+            share = f"{len(dropped):,} of {self._items:,} training items ({len(dropped) / self._items:.1%})"
+            parts.append(f"data.filter drops {share}: {by_setting(dropped)}")
         if held_out:
             parts.append(f"{len(held_out)} validation items: {main_reasons(held_out)}")
         return "; ".join(parts)
@@ -220,7 +229,7 @@ class SpeechData:
         """The training items as prompts, which are neither dithered nor masked."""
         return PromptStream(
             self._training,
-            self._validation_documents,
+            self._prompt_documents,
             self._config,
             on_skip=self._on_skip(self._sources),
             identity=self._identity(),
@@ -266,6 +275,9 @@ class SpeechData:
         for number, source in enumerate(sources):
             examples, skipped = read_source(source, self._config.data, number)
             usable, others = usable_examples(examples, name, objective)
+            if objective is not None:
+                usable, dropped = self._filter.sift(usable)
+                others += dropped
             if objective is None and self._preferences:
                 usable, others = examples, []
             if not usable:
@@ -291,6 +303,7 @@ class SpeechData:
             **{name: getattr(data, name) for name in names},
             **({"template_options": data.template_options} if data.template_options else {}),
             **({"columns": list(data.columns)} if data.columns else {}),
+            **({"filter": bounds} if (bounds := bounds_of(data.filter)) else {}),
             "spec_augment": asdict(data.spec_augment),
             **({"chunk_seconds": encoder.chunk_seconds, "num_mels": encoder.num_mels} if encoder else {}),
         }

@@ -43,7 +43,8 @@ def rollout_figure(lines: Lines) -> Figure:
     points(validation, lines, "validation_pass_at_1", HUES[2], "right in one draw", "{:.1%}")
     points(validation, lines, "validation_pass_at_k", HUES[0], "right in one of a group", "{:.1%}")
     validation.yaxis.set_major_formatter(PercentFormatter(1))
-    validation.set_ylim(0, min(1.5, max([1.05, *(y for line in validation.lines for y in line.get_ydata())])))
+    shares = [float(y) for line in validation.lines for y in line.get_ydata()]
+    validation.set_ylim(0, min(1.5, 1.25 * max(shares, default=1.0) or 1.0))  # room for the legend
     if validation.lines:
         validation.legend(frameon=False)
 

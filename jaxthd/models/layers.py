@@ -61,8 +61,8 @@ class LoRA(nnx.Module):
         sharded_in: ShardedDim | None,
         sharded_out: ShardedDim | None,
     ) -> None:
-        self.a = init.normal((dim, rank), (sharded_in, None), 1 / math.sqrt(3 * dim))
-        self.b = init.matrix(jnp.zeros((rank, out)), (None, sharded_out))
+        self.a = init.normal((dim, rank), (sharded_in, None), 1 / math.sqrt(3 * dim), projects=True)
+        self.b = init.matrix(jnp.zeros((rank, out)), (None, sharded_out), projects=True)
         self.scale, self.sharded_out, self.mesh = scale, sharded_out, init.mesh
 
     def __call__(self, x_ND: Float[Array, "N D"]) -> Float[Array, "N F"]:
@@ -78,6 +78,7 @@ class Linear(nnx.Module):
 
     sharded_in: x and w hold this rank's input features; the caller sums the ranks' results.
     sharded_out: the result holds this rank's output features.
+    projects: False for taps of a convolution (Init.matrix).
     """
 
     def __init__(
@@ -90,8 +91,9 @@ class Linear(nnx.Module):
         std: float | None = None,
         sharded_in: ShardedDim | None = None,
         sharded_out: ShardedDim | None = None,
+        projects: bool = True,
     ) -> None:
-        self.w = init.normal((dim, out), (sharded_in, sharded_out), std)
+        self.w = init.normal((dim, out), (sharded_in, sharded_out), std, projects=projects)
         self.bias = init.zeros((out,), (sharded_out,)) if bias else None
         self.lora: LoRA | None = None
         self.fp8 = False

@@ -1,15 +1,15 @@
 """The batch: what the loader hands to the step. Every array has a fixed shape; its first dim is rows.
 
 Legend: R rows (buffers, sharded over the data axis), T token slots of a row (sharded over the context axis,
-in context-layout order), K depths of multi-token prediction (0: none, and no data), A mel frame slots of a
-row over all its audio ranks, M mel bands, E = A / 8 encoder frames.
+in context-layout order), K depths of multi-token prediction (0: none, and no data), D model dim, A mel frame
+slots of a row over all its audio ranks, M mel bands, E = A / 8 encoder frames.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int32
+from jaxtyping import Bool, Float, Float32, Int32
 
 AUDIO_FIELDS = ("audio_slots", "mels", "mel_mask", "chunk_ids", "chunk_positions", "future_audio_slots")
 """Fields of Batch that are None in a batch packed without room for audio."""
@@ -45,6 +45,8 @@ class Batch(NamedTuple):
         where every document is one segment, and so has the number of its segment.
     prefixes: the id of the segment that the token's segment continues, as an answer continues its prompt; 0
         for a segment that stands alone. None where all do.
+    embeddings: of the tokens, in place of those that the model has for their ids; 0.0 in padding. None where
+        the ids are embedded.
 
     A document with several answers (Document.answers) is several segments. Where its prompt is shared, one
     segment holds the prompt without its last token, and each answer's segment begins with that token again,
@@ -68,6 +70,7 @@ class Batch(NamedTuple):
     extras: dict[str, Any] = {}  # noqa: RUF012 (nobody changes it)
     document_ids: Int32[Any, "R T"] | None = None
     prefixes: Int32[Any, "R T"] | None = None
+    embeddings: Float[Any, "R T D"] | None = None
 
     @property
     def has_audio(self) -> bool:

@@ -15,6 +15,7 @@ from jaxthd.data.audio.cells import CellError
 from jaxthd.data.audio.features import HOP, SAMPLE_RATE
 from jaxthd.data.audio.recordings import MIN_SAMPLES, chunk_audio, open_recording
 from jaxthd.data.example import Clip, Example, Samples
+from jaxthd.data.filters import Filter
 from jaxthd.data.sources.registry import read_source, training_sources
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import load_tokenizer
@@ -75,7 +76,7 @@ def measure(examples: Sequence[Example], config: Config) -> tuple[Lengths, int]:
     model cannot use examples with recordings.
     """
     tokenizer = load_tokenizer(config.data.tokenizer)
-    template = PromptTemplate(config.data, tokenizer)
+    template, kept = PromptTemplate(config.data, tokenizer), Filter(config.data.filter, tokenizer)
     encoder, share_prompts = config.model.encoder, config.posttraining.share_prompts
     chunk_samples = round(encoder.chunk_seconds * 100) * HOP if encoder else 0
     clips = [clip for example in examples for clip in example.clips]
@@ -89,6 +90,8 @@ def measure(examples: Sequence[Example], config: Config) -> tuple[Lengths, int]:
         except ValueError:
             continue
         if any(n < MIN_SAMPLES for n in found) or (found and not encoder):
+            continue
+        if kept.why_dropped(example, sum(found) / SAMPLE_RATE):
             continue
         chunks = [chunk_audio(np.broadcast_to(np.float32(0), n), chunk_samples) for n in found]
         mels = [len(chunk) // HOP for chunk in chain(*chunks)]

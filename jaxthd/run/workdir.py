@@ -45,6 +45,7 @@ FREE = (
     "train.before",
     "train.init_from",  # it counts when a run starts
     "train.validate_every",
+    "train.validate_ema",
     "train.validation_batches",
     "train.max_new_tokens",
     "train.normaliser",
@@ -52,7 +53,7 @@ FREE = (
     "train.max_seconds",
     "train.checkpoint_every",
     "train.keep_checkpoints",
-    "train.tensorboard",
+    "train.trackers",
     "train.draw_last_batch",
 )
 """Fields that may differ when a run is continued: they do not change what is learned."""
@@ -72,7 +73,9 @@ OPTIMIZATION = (
     "train.objective_options",
     "train.steps",
     "train.learning_rate",
+    "train.schedule",
     "train.warmup_steps",
+    "train.decay_steps",
     "train.min_learning_rate",
     "train.beta?",
     "train.weight_decay",

@@ -132,6 +132,24 @@ def _chat_template(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
+@RULES.rule("data.filter", "model.encoder")
+def _filter(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    for name in ("seconds", "tokens_per_second", "characters_per_second"):
+        least, most = (getattr(config.data.filter, f"{bound}_{name}") for bound in ("min", "max"))
+        if 0 < most < least:
+            yield Finding(
+                f"data.filter.min_{name} is {least:g}, and max_{name} {most:g}",
+                "the most above the least, because no item is used otherwise",
+                f"correct data.filter.min_{name} or data.filter.max_{name}",
+            )
+        if config.model.encoder is None and (least > 0 or most > 0):
+            yield Finding(
+                f"data.filter bounds {name} with model.encoder None",
+                "no bounds, because a model without an encoder takes no recordings",
+                f"set data.filter.min_{name} and max_{name} to 0",
+            )
+
+
 @RULES.rule("data.spec_augment", "model.encoder.num_mels")
 def _spec_augment(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     masks, encoder = config.data.spec_augment, config.model.encoder

@@ -23,7 +23,7 @@ from jaxthd.planning import lengths as planned
 from tests.data.sets import sound, write_arrow, write_parquet, write_tar
 
 TABLES = ("parquet", "arrow") if find_spec("pyarrow") else ()
-KINDS = ("plain", "tarred", "shar", *TABLES)
+KINDS = ("plain", "tarred", "shar", "cuts", *TABLES)
 LINES = 12
 
 
@@ -61,11 +61,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write(made / "shar" / f"cuts.00000{shard}.jsonl", [cut(line) for line in own])
         held = {f"{line['audio_filepath']}.wav": audio[line["audio_filepath"]] for line in own}
         write_tar(made / "shar" / f"recording.00000{shard}.tar", held)
+    for shard, own in enumerate((lines[:5], lines[5:])):
+        filed = [cut(line) | {"recording": of_file(line)} for line in own]
+        write(made / "cuts" / f"cuts_{shard}.jsonl", filed)
+    shutil.copytree(made / "plain", made / "cuts" / "audio")
     rows = [{**line, "audio": audio[line["audio_filepath"]]} for line in lines]
     for shard, own in enumerate((rows[:7], rows[7:]) if TABLES else ()):
         write_parquet(made / "parquet" / f"train-0000{shard}-of-00002.parquet", hugging_face(own), group=3)
         write_arrow(made / "arrow" / f"data-0000{shard}-of-00002.arrow", hugging_face(own), group=2)
     return made
+
+
+def of_file(line: dict[str, Any]) -> dict[str, Any]:
+    """The recording of a cut."""
+    source = {"type": "file", "channels": [0], "source": f"audio/{line['audio_filepath']}"}
+    return {"id": "r", "sources": [source], "channel_ids": [0]}
 
 
 def hugging_face(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -92,7 +102,11 @@ def cut(line: dict[str, Any]) -> dict[str, Any]:
 def named(folder: Path, *kinds: str) -> dict[str, Any]:
     """The fields of DataConfig that name the sets of these kinds."""
     paths = {"plain": "plain/m.jsonl", "tarred": "tarred/manifest__OP_0..2_CL_.json", "shar": "shar"}
-    paths |= {"parquet": "parquet", "arrow": "arrow/data-{00000..00001}-of-00002.arrow"}
+    paths |= {
+        "cuts": "cuts/cuts_{0..1}.jsonl",
+        "parquet": "parquet",
+        "arrow": "arrow/data-{00000..00001}-of-00002.arrow",
+    }
     tars = tuple(f"{folder}/tarred/audio__OP_0..2_CL_.tar" if k == "tarred" else "" for k in kinds)
     return {
         "manifest": tuple(f"{folder}/{paths[k]}" for k in kinds),
@@ -149,7 +163,7 @@ def test_the_same_recordings_make_the_same_batches_bit_for_bit(folder, tmp_path,
     assert "libsndfile cannot read it" in listed[1][0][1]
 
 
-WEIGHTS = (1.0, 2.0, 3.0, 1.0, 2.0)[: len(KINDS)]
+WEIGHTS = (1.0, 2.0, 3.0, 2.0, 1.0, 2.0)[: len(KINDS)]
 
 
 def test_a_mixture_stopped_in_mid_epoch_goes_on_as_if_it_had_not_been(folder, tmp_path):

@@ -67,6 +67,9 @@ def other(hint: Any, default: Any) -> tuple[Any, list[str]]:
         return other(get_args(hint)[-1], default)
     if get_origin(hint) is tuple:
         of = get_args(hint)[0]
+        if get_origin(of) is Literal:
+            choices = get_args(of)[-2:]
+            return choices, [*choices]
         return (of(8), of(9)), ["8", "9"]
     value = f"{default}x" if hint is str else default + 1
     return value, [str(value)]

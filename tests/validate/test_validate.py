@@ -63,6 +63,7 @@ CASES = [
     Case({"train.learning_rate": -1e-3}, "train.learning_rate is -0.001; expected 0 or more"),
     Case({"train.learning_rate": math.nan}, "train.learning_rate is nan; expected a value of type float"),
     Case({"train.beta1": -0.1}, "train.beta1 is -0.1; expected 0 or more"),
+    Case({"train.trackers": ("comet",)}, "train.trackers is ('comet',); expected a value of type tuple"),
     Case({"data.rows": "4"}, "data.rows is '4'; expected a value of type int"),
     Case({"data.rows": True}, "data.rows is True; expected a value of type int"),
     Case(
@@ -77,6 +78,12 @@ CASES = [
     Case({"data.validation_manifest": ("a", 3)}, "expected a value of type str | tuple"),
     # Columns of tables.
     Case({"data.columns": ("audio=speech", "sound")}, "data.columns has 'sound'; expected FIELD=COLUMN"),
+    # Filters.
+    Case(
+        {"data.filter.min_seconds": 2.0, "data.filter.max_seconds": 1.0},
+        "data.filter.min_seconds is 2, and max_seconds 1; expected",
+    ),
+    Case({"data.filter.min_tokens_per_second": -1.0}, "min_tokens_per_second is -1.0; expected 0 or more"),
     # Validation sets.
     Case({"data.validation_manifest": ("dev/x.json", "test/x.json")}, "2 sets of the name 'x'"),
     Case(
@@ -302,6 +309,7 @@ CASES = [
         TEXT | {"data.validation_manifest": ("a=a", "b=synthetic")},
         'data.validation_manifest has "synthetic"',
     ),
+    Case(TEXT | {"data.filter.max_seconds": 20.0}, "data.filter bounds seconds with model.encoder None"),
     Case(TEXT | {"data.spec_augment.freq_masks": 2}, "set data.spec_augment.freq_masks to 0"),
     Case(TEXT | {"data.spec_augment.time_masks": 1}, "set data.spec_augment.time_masks to 0"),
     Case(TEXT | {"model.adapter_dim": 64}, "set model.adapter_dim to 0"),
@@ -318,6 +326,19 @@ CASES = [
     ),
     Case({"train.ctc_loss": -0.1}, "train.ctc_loss is -0.1; expected 0 or more"),
     Case({"train.ctc_max_labels": 0}, "train.ctc_max_labels is 0; expected 1 or more"),
+    Case({"train.ema_decay": 1.0}, "train.ema_decay is 1.0; expected less than 1"),
+    Case({"train.validate_ema": True}, "train.validate_ema is set with train.ema_decay 0"),
+    Case({"train.optimizer": "sgd"}, "train.optimizer is 'sgd'"),
+    Case({"train.optimizer_options": ("beta=0.9",)}, "train.optimizer_options has 'beta=0.9'"),
+    Case(
+        {"train.optimizer": "muon", "train.optimizer_options": ("beta=1",)},
+        "train.optimizer_options has beta=1",
+    ),
+    Case(
+        {"train.schedule": "warmup_stable_decay", "train.decay_steps": 181},
+        "train.decay_steps is 181 in a run of 200 steps",
+        is_warning=True,
+    ),
     Case({"train.warmup_steps": 201}, "train.warmup_steps is 201 in a run of 200 steps", is_warning=True),
     Case(
         {"train.min_learning_rate": 0.1},

@@ -14,6 +14,7 @@ from dataclasses import replace
 from jaxthd.config import DataConfig
 from jaxthd.data.example import Example
 from jaxthd.data.skipped import Skipped, numbered_key
+from jaxthd.data.sources.cuts import CutSource
 from jaxthd.data.sources.huggingface import HuggingFaceSource
 from jaxthd.data.sources.lines import expand_braces
 from jaxthd.data.sources.manifest import ManifestSource
@@ -24,6 +25,7 @@ from jaxthd.errors import UserError
 
 SOURCES: dict[str, type[Source]] = {
     "manifest": ManifestSource,  # recognises every path
+    "cuts": CutSource,
     "shar": SharSource,
     "huggingface": HuggingFaceSource,
     "synthetic": SyntheticSource,
