@@ -44,7 +44,7 @@ class ScoreFiles:
         """Reads all files, those that other processes have written since too."""
         for path in sorted(self.folder.glob("*.npz")):
             try:
-                with np.load(path, allow_pickle=False) as stored:
+                with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                     digests, lengths = stored["digests"], stored["lengths"]
                     scores = np.split(stored["log_probs"], np.cumsum(lengths)[:-1])
             except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
