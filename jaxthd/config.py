@@ -61,6 +61,30 @@ class SpecAugmentConfig:
 
 
 @dataclass(frozen=True)
+class AugmentConfig:
+    """Changes to training recordings, drawn anew every epoch, each by itself: speed, then room, noise and
+    low-pass. All are off by default. Validation is never changed."""
+
+    speed: tuple[float, ...] = ()
+    """Speeds, one of which is drawn for each recording, such as 0.9 1.0 1.1. The pitch changes with them."""
+    room_manifest: str = ""
+    """Manifest of rooms' impulse responses ({"audio_filepath": "room.wav"} a line); "" for none."""
+    room_probability: float = 0.5
+    """Share of the recordings that are heard in one of these rooms."""
+    noise_manifest: str = ""
+    """Manifest of noises ({"audio_filepath": "noise.wav"} a line, with offset and duration if wanted); ""
+    for none."""
+    noise_probability: float = 0.5
+    """Share of the recordings to which one of these noises is added."""
+    noise_snr: tuple[float, float] = (5.0, 20.0)
+    """Least and most ratio of signal to noise, in dB; drawn uniformly."""
+    low_pass_probability: float = 0.0
+    """Share of the recordings that lose what lies above a cut-off, as in a narrow channel."""
+    low_pass_hz: tuple[float, float] = (2000.0, 4000.0)
+    """Least and most cut-off, in Hz; drawn uniformly."""
+
+
+@dataclass(frozen=True)
 class FilterConfig:
     """Which training items are used. What is dropped is listed in skipped.jsonl, and does not count towards
     data.max_skipped_share. Items without a recording are kept; preferences and prompts have no rates."""
@@ -131,6 +155,7 @@ class DataConfig:
     audio_placeholder: str = "{audio}"
     """What stands for a recording in data.prompt and in the texts of conversations."""
     filter: FilterConfig = field(default_factory=FilterConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
     spec_augment: SpecAugmentConfig = field(default_factory=SpecAugmentConfig)
     packing: Literal["first_fit", "best_fit", "padded"] = "first_fit"
     """How documents fill buffers: "first_fit" and "best_fit" are grain's packers; "padded" puts one
@@ -157,7 +182,7 @@ class DataConfig:
     shuffle: bool = True
     """Shuffle the documents anew every epoch."""
     seed: int = 0
-    """Seed of the shuffle, of dither and of SpecAugment."""
+    """Seed of the shuffle, of dither, of augmentation and of SpecAugment."""
     workers: int = 2
     """Processes that decode audio and compute features before the step needs them; 0: the loader does it."""
     prefetch: int = 2

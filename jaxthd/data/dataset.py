@@ -7,12 +7,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from jaxthd.config import Config
+from jaxthd.config import AugmentConfig, Config
 from jaxthd.data.example import Example
 from jaxthd.data.filters import Filter, bounds_of, by_setting
 from jaxthd.data.loader import BatchAndReport, BatchIterator, BatchReport, Loader, RowReport, make_loader
 from jaxthd.data.prompts import Prompt, PromptStream
 from jaxthd.data.skipped import SkipLog, Skipped, main_reasons
+from jaxthd.data.sources.noises import AugmentationData, read_augmentation
 from jaxthd.data.sources.registry import read_source, training_sources, validation_sources
 from jaxthd.data.sources.source import Source
 from jaxthd.data.speech import SpeechDocuments
@@ -119,8 +120,15 @@ class SpeechData:
         self._objective = make_objective(config.train.objective, config.train.objective_options)
         # A policy's forward pass is that of an evaluation: nothing is dithered or masked.
         self._filter = Filter(data.filter, tokenizer)
+        self.skipped = SkipLog(workdir / skip_list, writes=is_first())
+        is_changed = training and not self._objective.is_policy
+        self._augmentation = self._read_augmentation() if is_changed else None
         self._train_documents = SpeechDocuments(
-            config, tokenizer, train=not self._objective.is_policy, filtered=True
+            config,
+            tokenizer,
+            train=not self._objective.is_policy,
+            filtered=True,
+            augmentation=self._augmentation and self._augmentation.augmentation,
         )
         self._prompt_documents = SpeechDocuments(config, tokenizer, train=False, filtered=True)
         self._validation_documents = SpeechDocuments(config, tokenizer, train=False)
@@ -128,9 +136,9 @@ class SpeechData:
         self._sources = training_sources(data, prompts=self._draws) if training else []
         self._titles = {source.title for source in self._sources}
         self._validation_sources = validation_sources(data, prompts=self._draws)
-        self.skipped = SkipLog(workdir / skip_list, writes=is_first())
+        before = len(self.skipped)
         self._training = self._read(self._sources, self._objective)
-        self._items = sum(map(len, self._training)) + len(self.skipped)
+        self._items = sum(map(len, self._training)) + len(self.skipped) - before
         self._validation = {
             name: self._read([source], None)[0] for name, source in self._validation_sources.items()
         }
@@ -278,6 +286,16 @@ class SpeechData:
             found.append(usable)
         return found
 
+    def _read_augmentation(self) -> AugmentationData | None:
+        """What data.augment says; None where it changes nothing."""
+        if self._config.data.augment == AugmentConfig():
+            return None
+        read = read_augmentation(self._config.data.augment)
+        for manifest, skipped in read.skipped.items():
+            for item in skipped:
+                self.skipped.add(manifest, *item)
+        return read
+
     def _on_skip(self, sources: Sequence[Source]) -> Callable[[str, str], None]:
         return self.skipped.of([source.title for source in sources])
 
@@ -292,6 +310,7 @@ class SpeechData:
             **({"template_options": data.template_options} if data.template_options else {}),
             **({"columns": list(data.columns)} if data.columns else {}),
             **({"filter": bounds} if (bounds := bounds_of(data.filter)) else {}),
+            **({"augment": self._augmentation.identity} if self._augmentation else {}),
             "spec_augment": asdict(data.spec_augment),
             **({"chunk_seconds": encoder.chunk_seconds, "num_mels": encoder.num_mels} if encoder else {}),
         }
