@@ -61,6 +61,30 @@ class SpecAugmentConfig:
 
 
 @dataclass(frozen=True)
+class AugmentConfig:
+    """Changes to training recordings, drawn anew every epoch, each by itself: speed, then room, noise and
+    low-pass. All are off by default. Validation is never changed."""
+
+    speed: tuple[float, ...] = ()
+    """Speeds, one of which is drawn for each recording, such as 0.9 1.0 1.1. The pitch changes with them."""
+    room_manifest: str = ""
+    """Manifest of rooms' impulse responses ({"audio_filepath": "room.wav"} a line); "" for none."""
+    room_probability: float = 0.5
+    """Share of the recordings that are heard in one of these rooms."""
+    noise_manifest: str = ""
+    """Manifest of noises ({"audio_filepath": "noise.wav"} a line, with offset and duration if wanted); ""
+    for none."""
+    noise_probability: float = 0.5
+    """Share of the recordings to which one of these noises is added."""
+    noise_snr: tuple[float, float] = (5.0, 20.0)
+    """Least and most ratio of signal to noise, in dB; drawn uniformly."""
+    low_pass_probability: float = 0.0
+    """Share of the recordings that lose what lies above a cut-off, as in a narrow channel."""
+    low_pass_hz: tuple[float, float] = (2000.0, 4000.0)
+    """Least and most cut-off, in Hz; drawn uniformly."""
+
+
+@dataclass(frozen=True)
 class FilterConfig:
     """Which training items are used. What is dropped is listed in skipped.jsonl, and does not count towards
     data.max_skipped_share. Items without a recording are kept; preferences and prompts have no rates."""
@@ -96,7 +120,8 @@ class DataConfig:
     """NeMo JSONL manifests, with shards in braces ("manifest_{0..15}.json" or
     "manifest__OP_0..15_CL_.json"); Lhotse Shar directories and manifests of cuts (cuts.jsonl.gz); or
     "synthetic": spoken digits and commands, made on first use and cached. Also Hugging Face data sets on
-    disk: parquet or arrow files, with shards in braces, or a folder (pip install 'jaxthd[parquet]')."""
+    disk: parquet or arrow files, with shards in braces, or a folder (pip install 'jaxthd[parquet]').
+    "synthetic:sums": spoken sums without transcripts, for jaxthd grpo."""
     columns: tuple[str, ...] = ()
     """What columns of parquet and arrow files are called, as FIELD=COLUMN: "audio=speech text=utterance".
     Without this, audio is "audio", text is "text", "sentence", "transcription" or "transcript", and the other
@@ -130,6 +155,7 @@ class DataConfig:
     audio_placeholder: str = "{audio}"
     """What stands for a recording in data.prompt and in the texts of conversations."""
     filter: FilterConfig = field(default_factory=FilterConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
     spec_augment: SpecAugmentConfig = field(default_factory=SpecAugmentConfig)
     packing: Literal["first_fit", "best_fit", "padded"] = "first_fit"
     """How documents fill buffers: "first_fit" and "best_fit" are grain's packers; "padded" puts one
@@ -156,7 +182,7 @@ class DataConfig:
     shuffle: bool = True
     """Shuffle the documents anew every epoch."""
     seed: int = 0
-    """Seed of the shuffle, of dither and of SpecAugment."""
+    """Seed of the shuffle, of dither, of augmentation and of SpecAugment."""
     workers: int = 2
     """Processes that decode audio and compute features before the step needs them; 0: the loader does it."""
     prefetch: int = 2
@@ -394,6 +420,8 @@ class AdaptConfig:
     """The product of the low-rank matrices is scaled by lora_alpha / lora_rank."""
     lora_targets: tuple[str, ...] = ("decoder.layers.*",)
     """Patterns of the projections that get LoRA, such as "*.q". Routers and routed experts never do."""
+    dora: bool = False
+    """Also train the magnitude of each column of the projections that get LoRA (DoRA)."""
     encoder_lr_factor: float = 1.0
     """Factor on the encoder's learning rate."""
     adapter_lr_factor: float = 1.0
@@ -470,8 +498,8 @@ class RolloutConfig:
     """Updates in each of these, each from the same number of prompts. The number of buffers does not matter:
     an update adds up the gradients of as many as its answers fill."""
     validation_prompts: int = 0
-    """Prompts of the first validation set to which a group is drawn at each validation, for pass@1 and
-    pass@k (k is group_size); 0: none."""
+    """Prompts of the first validation set that are answered and rewarded at each validation: once by the
+    likeliest tokens, and by a group of drawn answers, for pass@1 and pass@k (k is group_size). 0: none."""
     max_logprob_difference: float = 0.0
     """The run stops where the log-probability of a token differs by more than this between drawing and
     training; 0: by more than the compute dtype explains."""

@@ -5,7 +5,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from jaxthd.config import Config
-from jaxthd.data.example import Example
+from jaxthd.data.example import Example, Turn
 from jaxthd.data.loader import differing_identity
 from jaxthd.data.packer import OnSkip
 from jaxthd.data.speech import SpeechDocuments
@@ -16,7 +16,8 @@ from jaxthd.packing.fit import BufferLimits
 
 
 class Prompt(NamedTuple):
-    """An item to answer. example: with the reference as its last turn. document: what comes before that."""
+    """An item to answer. example: with the reference as its last turn, if it has one. document: what comes
+    before that."""
 
     example: Example
     document: Document
@@ -24,11 +25,19 @@ class Prompt(NamedTuple):
     @classmethod
     def of(cls, example: Example, documents: SpeechDocuments) -> "Prompt":
         """Raises ValueError with the reason for an item that cannot be used."""
-        return cls(example, documents.prompt(Example(example.key, example.turns[:-1])))
+        turns = example.turns if example.is_unanswered else example.turns[:-1]
+        return cls(example, documents.prompt(Example(example.key, turns)))
 
     @property
-    def reference(self) -> str:
-        """The text of the item's last turn."""
+    def question(self) -> tuple[Turn, ...]:
+        """The turns to be answered."""
+        return self.example.turns if self.example.is_unanswered else self.example.turns[:-1]
+
+    @property
+    def reference(self) -> str | None:
+        """The text of the item's answer; None where it has none."""
+        if self.example.is_unanswered:
+            return None
         return " ".join(str(part) for part in self.example.turns[-1].parts)
 
 

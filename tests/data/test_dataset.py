@@ -222,7 +222,7 @@ def test_a_position_saved_by_some_processes_is_continued_by_others(
 
 def test_synthetic_may_be_one_of_the_manifests(folder: Path, monkeypatch: pytest.MonkeyPatch):
     made = folder / "chats.jsonl", folder / "speech.jsonl"
-    monkeypatch.setattr(synthetic, "synthetic_manifests", lambda: made)
+    monkeypatch.setattr(synthetic, "synthetic_manifests", lambda *sizes, **kind: made)
     both = config(folder, "speech.jsonl", validation_manifest="synthetic")
     both = replace(both, data=replace(both.data, manifest=(*both.data.manifest, "synthetic")))
     data = SpeechData(both, folder)
