@@ -440,9 +440,11 @@ class PostTrainingConfig:
     share_prompts: bool = True
     """Whether answers to one prompt share its token slots. If not, each has a copy of the prompt; its
     recordings are encoded once in either case."""
-    reference: Literal["auto", "copy"] = "auto"
-    """Where the reference policy's weights are: "copy": a copy of the first weights in the compute dtype, of
-    what trains; "auto": the same, but with LoRA the base weights, if reference_every is 0."""
+    reference: Literal["auto", "copy", "cached"] = "auto"
+    """Where the reference policy is: "copy": a copy of the first weights in the compute dtype, of what
+    trains; "auto": the same, but with LoRA the base weights, if reference_every is 0; "cached": nowhere. It
+    scores all training documents before the first step, and WORKDIR/reference keeps the
+    log-probabilities."""
     reference_every: int = 0
     """Steps after which the policy becomes the reference; 0: never."""
 

@@ -1,5 +1,7 @@
 """The data sets of a run as train.py uses them: read, made into documents, packed and laid out."""
 
+import hashlib
+import json
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -221,6 +223,28 @@ class SpeechData:
             prefetch=self._config.data.prefetch,
         )
         return SynchronizedLoader(loader, self.skipped)
+
+    def training_once(self, rows: Collection[int] | None = None) -> SynchronizedLoader:
+        """One pass over the training documents of a policy, in their order, as `training` packs them."""
+        loader = make_loader(
+            self._training,
+            self._train_documents,
+            self._config,
+            rows=rows,
+            repeat=False,
+            shuffle=False,
+            extras=self._objective.extras,
+            answers=compares_answers(self._objective),
+            on_skip=self._on_skip(self._sources),
+            workers=self._workers,
+            prefetch=self._config.data.prefetch,
+        )
+        return SynchronizedLoader(loader, self.skipped)
+
+    def digest(self) -> str:
+        """Of what the training documents depend on."""
+        text = json.dumps([self._identity(), self._config.data.audio_capacity, self._config.data.capacity])
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def prompts(self) -> PromptStream:
         """The training items as prompts, which are neither dithered nor masked."""

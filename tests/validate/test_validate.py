@@ -369,6 +369,14 @@ CASES = [
     Case(
         {"train.objective": "dpo", "train.ctc_loss": 0.1}, "train.objective is 'dpo' with train.ctc_loss 0.1"
     ),
+    Case(
+        {"train.objective": "dpo", "posttraining.reference": "cached", "posttraining.reference_every": 5},
+        'posttraining.reference is "cached" with posttraining.reference_every 5',
+    ),
+    Case(
+        {"train.objective": "grpo", "posttraining.reference": "cached"},
+        "posttraining.reference is \"cached\" with train.objective 'grpo'",
+    ),
     # Answers that are drawn.
     Case(
         {"train.objective": "grpo", "data.max_documents": 8},
