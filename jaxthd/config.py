@@ -132,6 +132,9 @@ class DataConfig:
     weights: tuple[float, ...] = ()
     """How often documents of each manifest are drawn, in proportion. Empty: in proportion to their numbers
     of documents."""
+    weights_temperature: float = 1.0
+    """Weights are raised to the power 1 / this: 1 keeps them, more draws small data sets more often, up to
+    all alike. Without data.weights it is applied to the numbers of documents."""
     validation_manifest: str | tuple[str, ...] = "synthetic"
     """Manifest or Shar directory for validation; "" for none. Several sets each have a name: NAME=PATH, or
     the name of the file. The results of each set are logged as validation_NAME_loss and so on, and the
@@ -437,9 +440,11 @@ class PostTrainingConfig:
     share_prompts: bool = True
     """Whether answers to one prompt share its token slots. If not, each has a copy of the prompt; its
     recordings are encoded once in either case."""
-    reference: Literal["auto", "copy"] = "auto"
-    """Where the reference policy's weights are: "copy": a copy of the first weights in the compute dtype, of
-    what trains; "auto": the same, but with LoRA the base weights, if reference_every is 0."""
+    reference: Literal["auto", "copy", "cached"] = "auto"
+    """Where the reference policy is: "copy": a copy of the first weights in the compute dtype, of what
+    trains; "auto": the same, but with LoRA the base weights, if reference_every is 0; "cached": nowhere. It
+    scores all training documents before the first step, and WORKDIR/reference keeps the
+    log-probabilities."""
     reference_every: int = 0
     """Steps after which the policy becomes the reference; 0: never."""
 

@@ -1,5 +1,7 @@
 """The data sets of a run as train.py uses them: read, made into documents, packed and laid out."""
 
+import hashlib
+import json
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -11,6 +13,7 @@ from jaxthd.config import AugmentConfig, Config
 from jaxthd.data.example import Example
 from jaxthd.data.filters import Filter, bounds_of, by_setting
 from jaxthd.data.loader import BatchAndReport, BatchIterator, BatchReport, Loader, RowReport, make_loader
+from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.prompts import Prompt, PromptStream
 from jaxthd.data.skipped import SkipLog, Skipped, main_reasons
 from jaxthd.data.sources.noises import AugmentationData, read_augmentation
@@ -200,7 +203,7 @@ class SpeechData:
         """An endless loader of the training documents: dithered and masked (not those of a policy),
         reshuffled every epoch.
 
-        Data sets are mixed by data.weights. rows: see make_loader. A position saved for other documents is
+        Data sets are mixed by mixing_weights. rows: see make_loader. A position saved for other documents is
         refused.
         """
         identity = self._identity()
@@ -215,11 +218,33 @@ class SpeechData:
             answers=compares_answers(self._objective),
             on_skip=self._on_skip(self._sources),
             identity=identity,
-            weights=self._config.data.weights or None,
+            weights=mixing_weights(self._config.data, list(map(len, self._training))),
             workers=self._workers,
             prefetch=self._config.data.prefetch,
         )
         return SynchronizedLoader(loader, self.skipped)
+
+    def training_once(self, rows: Collection[int] | None = None) -> SynchronizedLoader:
+        """One pass over the training documents of a policy, in their order, as `training` packs them."""
+        loader = make_loader(
+            self._training,
+            self._train_documents,
+            self._config,
+            rows=rows,
+            repeat=False,
+            shuffle=False,
+            extras=self._objective.extras,
+            answers=compares_answers(self._objective),
+            on_skip=self._on_skip(self._sources),
+            workers=self._workers,
+            prefetch=self._config.data.prefetch,
+        )
+        return SynchronizedLoader(loader, self.skipped)
+
+    def digest(self) -> str:
+        """Of what the training documents depend on."""
+        text = json.dumps([self._identity(), self._config.data.audio_capacity, self._config.data.capacity])
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def prompts(self) -> PromptStream:
         """The training items as prompts, which are neither dithered nor masked."""

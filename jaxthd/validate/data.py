@@ -32,6 +32,14 @@ def _manifests(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding(f"data.weights is {weights}", "finite numbers above 0", change)
 
 
+@RULES.rule("data.weights_temperature")
+def _temperature(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    temperature = config.data.weights_temperature
+    if temperature < 0.1:
+        found = f"data.weights_temperature is {temperature:g}"
+        yield Finding(found, "0.1 or more; 1 keeps the weights", "set it to 1, or 3 for more of small sets")
+
+
 @RULES.rule("data.columns")
 def _columns(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """Which columns there are is not known before the data is read."""

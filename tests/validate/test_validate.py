@@ -76,6 +76,8 @@ CASES = [
         {"data.validation_manifest": 3}, "data.validation_manifest is 3; expected a value of type str | tuple"
     ),
     Case({"data.validation_manifest": ("a", 3)}, "expected a value of type str | tuple"),
+    # Mixing.
+    Case({"data.weights_temperature": 0.0}, "data.weights_temperature is 0; expected 0.1 or more"),
     # Columns of tables.
     Case({"data.columns": ("audio=speech", "sound")}, "data.columns has 'sound'; expected FIELD=COLUMN"),
     # Filters.
@@ -366,6 +368,14 @@ CASES = [
     ),
     Case(
         {"train.objective": "dpo", "train.ctc_loss": 0.1}, "train.objective is 'dpo' with train.ctc_loss 0.1"
+    ),
+    Case(
+        {"train.objective": "dpo", "posttraining.reference": "cached", "posttraining.reference_every": 5},
+        'posttraining.reference is "cached" with posttraining.reference_every 5',
+    ),
+    Case(
+        {"train.objective": "grpo", "posttraining.reference": "cached"},
+        "posttraining.reference is \"cached\" with train.objective 'grpo'",
     ),
     # Answers that are drawn.
     Case(
