@@ -1,9 +1,9 @@
 """Whether post-training helps: GRPO, DPO and more supervised training from one trained model, side by side.
 
-    python scripts/compare_posttraining.py [--seeds 3] [--steps 150] [--folder runs/compare_posttraining]
+    python scripts/compare_posttraining.py [--seeds 3] [--steps 80] [--folder runs/compare_posttraining]
 
 All arms start from runs/first_run (configs/first_run.py, trained first if it is missing):
-    grpo      configs/grpo.py with dynamic sampling: the reward is minus the word error rate
+    grpo      configs/grpo.py: the reward is minus the word error rate
     shuffled  the same, but each prompt's answers get the rewards of another prompt's answers
     sft       supervised training goes on, for as long as grpo takes
     dpo       configs/dpo.py: pairs of the best and the worst of 8 answers
@@ -14,7 +14,7 @@ over its seeds. For `dpo`, pairs that the start sampled on the held-out utteranc
 between chosen and rejected grew there too.
 
 Prints two tables. What is done already in --folder is not done again, so an interrupted comparison goes on.
-Takes about 90 minutes on two cores with the defaults.
+Takes about 60 minutes on two cores with the defaults.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--seeds", type=int, default=3)
-    options.add_argument("--steps", type=int, default=150, help="steps of the arms grpo and shuffled")
+    options.add_argument("--steps", type=int, default=80, help="steps of the arms grpo and shuffled")
     options.add_argument("--folder", type=Path, default=ROOT / "runs" / "compare_posttraining")
     chosen = options.parse_args(argv)
     comparison = Comparison(chosen.folder.resolve(), range(chosen.seeds), chosen.steps)
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def grpo_arm(workdir: Path, seed: int, steps: int, *, shuffled: bool = False) -> None:
     settings = ["--train.seed", seed, "--train.steps", steps, "--train.validate-every", steps]
-    settings += ["--rollout.dynamic-sampling", 3, "--workdir", workdir]
+    settings += ["--workdir", workdir]
     if shuffled:
         call(sys.executable, __file__, SHUFFLED, seed, CONFIGS / "grpo.py", *settings)
     else:
