@@ -9,9 +9,9 @@ All arms start from runs/first_run (configs/first_run.py, trained first if it is
     dpo       configs/dpo.py: pairs of the best and the worst of 8 answers
 `sft` gets its number of steps from the processor time of a step of both, measured in this run. Each arm is
 trained with --seeds seeds, and decodes 2,000 held-out utterances greedily (new voices, new texts). The
-intervals are from a bootstrap over utterances, paired (both arms on the same ones), 10,000 draws, the arm's errors averaged
-over its seeds. For `dpo`, pairs that the start sampled on the held-out utterances tell whether the margin
-between chosen and rejected grew there too.
+intervals are from a bootstrap over utterances, paired (both arms on the same ones), 10,000 draws, the arm's
+errors averaged over its seeds. For `dpo`, pairs that the start sampled on the held-out utterances tell
+whether the margin between chosen and rejected grew there too.
 
 Prints two tables. What is done already in --folder is not done again, so an interrupted comparison goes on.
 Takes about 60 minutes on two cores with the defaults.
