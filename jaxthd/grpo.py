@@ -33,8 +33,8 @@ from jaxthd.inference.validation import Validation
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.processes import require_one_process
 from jaxthd.posttraining.groups import Collected, Collector
+from jaxthd.posttraining.held_out import HeldOut
 from jaxthd.posttraining.metrics import GRPOFacts, grpo_line
-from jaxthd.posttraining.pass_at_k import PassAtK
 from jaxthd.posttraining.updates import Update, UpdateMaker
 from jaxthd.rewards.rewarder import Rewarder
 from jaxthd.run.before import run_before
@@ -100,7 +100,7 @@ def _train(
     validation = Validation(blueprint, mesh, data, outputs)
     prompts = data.prompts()
     collect = Collector(config, mesh, prompts, rewarder)
-    pass_at_k = PassAtK(config, data, collect.rollouts)
+    held_out = HeldOut(config, data, collect, rewarder, outputs)
 
     with ExitStack() as stack:
         # --- the newest checkpoint, or a new run ---
@@ -119,7 +119,7 @@ def _train(
         non_finite = NonFiniteSteps(outputs, first, most, metrics.say)
         stop_asked = stack.enter_context(stop_requested(config.train.max_seconds, start))
         if first == 0 and validation.is_due(0):
-            metrics.step({"step": 0, **validation(state), **pass_at_k(state)})
+            metrics.step({"step": 0, **validation(state), **held_out(state, 0)})
 
         for step in range(first + 1, steps + 1):
             began = time.perf_counter()
@@ -145,7 +145,7 @@ def _train(
             facts = GRPOFacts(step, collected, updates, results, times, programs, skipped)
             stopped = stop_asked()
             last = bool(stopped) or step == steps
-            validated = validation(state) | pass_at_k(state) if validation.is_due(step) else {}
+            validated = validation(state) | held_out(state, step) if validation.is_due(step) else {}
             line = grpo_line(facts)
             metrics.step(line | validated | (changed if step == first + 1 else {}))
             data.require_few_skipped()

@@ -26,6 +26,7 @@ def rollout_figure(lines: Lines) -> Figure:
     parts = [name for name in named if name not in _NO_FUNCTIONS]
     for name, color in zip(parts[:3] * (len(parts) > 1), HUES[1:], strict=False):
         curve(rewards, lines, name, color, np.mean, name.removeprefix("reward_"))
+    points(rewards, lines, "validation_reward", HUES[4], "validation, likeliest answers", "{:.3g}")
     rewards.legend(frameon=False)
 
     titled(answers, "Answers", "tokens of an answer", HUES[0])
