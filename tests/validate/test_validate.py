@@ -3,7 +3,7 @@
 import copy
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,8 @@ import pytest
 from jaxthd.config import Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
 from jaxthd.data.packer import pack_documents
 from jaxthd.packing.document import Document, encoder_frames
-from jaxthd.validate import RULES, ConfigError, DeviceFacts, Finding, findings, validate
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.validate import RULES, ConfigError, DeviceFacts, Finding, findings, rules, validate
 from jaxthd.validate.rules import Rule
 
 CPU = DeviceFacts("cpu", 8, "cpu")
@@ -20,6 +21,25 @@ GPU = DeviceFacts("gpu", 1, "NVIDIA H100", "9.0")
 BLACKWELL = DeviceFacts("gpu", 1, "NVIDIA RTX 5090", "12.0")
 AMPERE = DeviceFacts("gpu", 1, "NVIDIA A100", "8.0")
 UNKNOWN = DeviceFacts("gpu", 1, "some GPU")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def models_made_once() -> Iterator[None]:
+    """Rules that read the model's shapes trace it; cases with the same model share it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rules, "Blueprint", shared_blueprint)
+        yield
+
+
+MADE: dict[Any, Blueprint] = {}
+
+
+def shared_blueprint(config: Config) -> Blueprint:
+    of_model = (config.model, config.compute, config.adapt, config.mesh, config.data.max_documents)
+    try:
+        return MADE.setdefault(of_model, Blueprint(config))
+    except TypeError:  # a value of a faulty type has no hash
+        return Blueprint(config)
 
 
 def with_changes(changes: dict[str, Any]) -> Config:
