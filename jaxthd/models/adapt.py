@@ -90,9 +90,15 @@ def add_lora(model: nnx.Module, adapt: AdaptConfig, key: Array) -> None:
     if adapt.lora_rank:
         for name, linear in projections(model).items():
             if matches(name, adapt.lora_targets):
-                own_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-                scale = adapt.lora_alpha / adapt.lora_rank
-                linear.add_lora(adapt.lora_rank, scale, own_key, dora=adapt.dora)
+                number = zlib.crc32(name.encode())
+                linear.add_lora(
+                    adapt.lora_rank,
+                    adapt.lora_alpha / adapt.lora_rank,
+                    jax.random.fold_in(key, number),
+                    dora=adapt.dora,
+                    dropout=adapt.lora_dropout,
+                    number=number,
+                )
 
 
 def fp8_projections(model: nnx.Module) -> dict[str, Linear]:
@@ -169,7 +175,7 @@ def merge_lora(params: Tree, config: Config) -> tuple[Tree, Config]:
             plain["w"] = _sum(plain["w"], node["lora"], scale)
         return plain
 
-    return merged(params), replace(config, adapt=replace(adapt, lora_rank=0, dora=False))
+    return merged(params), replace(config, adapt=replace(adapt, lora_rank=0, lora_dropout=0.0, dora=False))
 
 
 @partial(jax.jit, static_argnums=2)
