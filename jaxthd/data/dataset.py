@@ -1,5 +1,7 @@
 """The data sets of a run as train.py uses them: read, made into documents, packed and laid out."""
 
+import hashlib
+import json
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -7,12 +9,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from jaxthd.config import Config
+from jaxthd.config import AugmentConfig, Config
 from jaxthd.data.example import Example
 from jaxthd.data.filters import Filter, bounds_of, by_setting
 from jaxthd.data.loader import BatchAndReport, BatchIterator, BatchReport, Loader, RowReport, make_loader
+from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.prompts import Prompt, PromptStream
 from jaxthd.data.skipped import SkipLog, Skipped, main_reasons
+from jaxthd.data.sources.noises import AugmentationData, read_augmentation
 from jaxthd.data.sources.registry import read_source, training_sources, validation_sources
 from jaxthd.data.sources.source import Source
 from jaxthd.data.speech import SpeechDocuments
@@ -119,8 +123,15 @@ class SpeechData:
         self._objective = make_objective(config.train.objective, config.train.objective_options)
         # A policy's forward pass is that of an evaluation: nothing is dithered or masked.
         self._filter = Filter(data.filter, tokenizer)
+        self.skipped = SkipLog(workdir / skip_list, writes=is_first())
+        is_changed = training and not self._objective.is_policy
+        self._augmentation = self._read_augmentation() if is_changed else None
         self._train_documents = SpeechDocuments(
-            config, tokenizer, train=not self._objective.is_policy, filtered=True
+            config,
+            tokenizer,
+            train=not self._objective.is_policy,
+            filtered=True,
+            augmentation=self._augmentation and self._augmentation.augmentation,
         )
         self._prompt_documents = SpeechDocuments(config, tokenizer, train=False, filtered=True)
         self._validation_documents = SpeechDocuments(config, tokenizer, train=False)
@@ -128,9 +139,9 @@ class SpeechData:
         self._sources = training_sources(data, prompts=self._draws) if training else []
         self._titles = {source.title for source in self._sources}
         self._validation_sources = validation_sources(data, prompts=self._draws)
-        self.skipped = SkipLog(workdir / skip_list, writes=is_first())
+        before = len(self.skipped)
         self._training = self._read(self._sources, self._objective)
-        self._items = sum(map(len, self._training)) + len(self.skipped)
+        self._items = sum(map(len, self._training)) + len(self.skipped) - before
         self._validation = {
             name: self._read([source], None)[0] for name, source in self._validation_sources.items()
         }
@@ -192,7 +203,7 @@ class SpeechData:
         """An endless loader of the training documents: dithered and masked (not those of a policy),
         reshuffled every epoch.
 
-        Data sets are mixed by data.weights. rows: see make_loader. A position saved for other documents is
+        Data sets are mixed by mixing_weights. rows: see make_loader. A position saved for other documents is
         refused.
         """
         identity = self._identity()
@@ -207,11 +218,33 @@ class SpeechData:
             answers=compares_answers(self._objective),
             on_skip=self._on_skip(self._sources),
             identity=identity,
-            weights=self._config.data.weights or None,
+            weights=mixing_weights(self._config.data, list(map(len, self._training))),
             workers=self._workers,
             prefetch=self._config.data.prefetch,
         )
         return SynchronizedLoader(loader, self.skipped)
+
+    def training_once(self, rows: Collection[int] | None = None) -> SynchronizedLoader:
+        """One pass over the training documents of a policy, in their order, as `training` packs them."""
+        loader = make_loader(
+            self._training,
+            self._train_documents,
+            self._config,
+            rows=rows,
+            repeat=False,
+            shuffle=False,
+            extras=self._objective.extras,
+            answers=compares_answers(self._objective),
+            on_skip=self._on_skip(self._sources),
+            workers=self._workers,
+            prefetch=self._config.data.prefetch,
+        )
+        return SynchronizedLoader(loader, self.skipped)
+
+    def digest(self) -> str:
+        """Of what the training documents depend on."""
+        text = json.dumps([self._identity(), self._config.data.audio_capacity, self._config.data.capacity])
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def prompts(self) -> PromptStream:
         """The training items as prompts, which are neither dithered nor masked."""
@@ -278,6 +311,16 @@ class SpeechData:
             found.append(usable)
         return found
 
+    def _read_augmentation(self) -> AugmentationData | None:
+        """What data.augment says; None where it changes nothing."""
+        if self._config.data.augment == AugmentConfig():
+            return None
+        read = read_augmentation(self._config.data.augment)
+        for manifest, skipped in read.skipped.items():
+            for item in skipped:
+                self.skipped.add(manifest, *item)
+        return read
+
     def _on_skip(self, sources: Sequence[Source]) -> Callable[[str, str], None]:
         return self.skipped.of([source.title for source in sources])
 
@@ -292,6 +335,7 @@ class SpeechData:
             **({"template_options": data.template_options} if data.template_options else {}),
             **({"columns": list(data.columns)} if data.columns else {}),
             **({"filter": bounds} if (bounds := bounds_of(data.filter)) else {}),
+            **({"augment": self._augmentation.identity} if self._augmentation else {}),
             "spec_augment": asdict(data.spec_augment),
             **({"chunk_seconds": encoder.chunk_seconds, "num_mels": encoder.num_mels} if encoder else {}),
         }
