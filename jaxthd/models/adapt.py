@@ -170,10 +170,8 @@ def merge_lora(params: Tree, config: Config) -> tuple[Tree, Config]:
     def merged(w: Array, lora: Tree) -> Array:
         return _sum(w, lora, scale)
 
-<<<<<<< HEAD
-    return merged(params), replace(config, adapt=replace(adapt, lora_rank=0, lora_dropout=0.0, dora=False))
-=======
-    return without_lora(params, merged), replace(config, adapt=replace(adapt, lora_rank=0, dora=False))
+    plain_config = replace(config, adapt=replace(adapt, lora_rank=0, lora_dropout=0.0, dora=False))
+    return without_lora(params, merged), plain_config
 
 
 def without_lora(params: Tree, merged: Callable[[Array, Tree], Array] | None = None) -> Tree:
@@ -185,7 +183,6 @@ def without_lora(params: Tree, merged: Callable[[Array, Tree], Array] | None = N
     if "lora" in params and merged:
         plain["w"] = merged(plain["w"], params["lora"])
     return plain
->>>>>>> next
 
 
 @partial(jax.jit, static_argnums=2)
