@@ -111,9 +111,9 @@ class PackDocuments(Sequence[Any]):
     """Whether documents may have several answers (Document.answers). All batches then have document_ids."""
     share_prompts: bool = True
     """Whether the answers to a prompt share its token slots; all batches then have prefixes."""
-    window: int = 64
-    """Documents of a window, where windows are packed. A MapDataset reads a window anew for each of as many
-    places: make an IterDataset of it before (to_iter_dataset)."""
+    window: int = 256
+    """Documents of a window, where windows are packed: the more, the fuller the rows. A MapDataset reads a
+    window anew for each of as many places: make an IterDataset of it before (to_iter_dataset)."""
 
     def __post_init__(self) -> None:
         if self.context > 1 and self.capacity % (2 * self.context):
