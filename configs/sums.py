@@ -51,6 +51,7 @@ def config() -> Config:
             steps=100,
             learning_rate=1e-4,
             warmup_steps=5,
+            best_by="reward",
             validate_every=25,
             validation_batches=1,  # there is no transcript to compare with
             max_new_tokens=0,

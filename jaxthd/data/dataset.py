@@ -22,7 +22,7 @@ from jaxthd.data.workers import Workers
 from jaxthd.errors import UserError
 from jaxthd.files.tokenizer_files import tokenizer_digest
 from jaxthd.objectives import Objective, make_objective
-from jaxthd.objectives.answers import compares_answers, draws_answers, why_unusable
+from jaxthd.objectives.answers import compares_answers, draws_answers, needs_mismatched, why_unusable
 from jaxthd.packing.document import Document
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.parallel.processes import exchange, is_first, require_same
@@ -131,10 +131,10 @@ class SpeechData:
         self.skipped = SkipLog(workdir / skip_list, writes=is_first())
         self._training = self._read(self._sources, self._objective)
         self._items = sum(map(len, self._training)) + len(self.skipped)
-        self._validation = {
-            name: self._read([source], None)[0] for name, source in self._validation_sources.items()
-        }
-        read, held_out = (sum(map(len, x)) for x in (self._training, self._validation.values()))
+        self._held_out_preferences: dict[str, list[Example]] = {}
+        self._validation = {name: self._read_validation(name) for name in self._validation_sources}
+        all_held_out = chain(self._validation.values(), self._held_out_preferences.values())
+        read, held_out = (sum(map(len, x)) for x in (self._training, all_held_out))
         print(f"{read} training and {held_out} validation documents" if training else f"{held_out} documents")
         if training and self.skipped_text():
             print(f"skipped so far: {self.skipped_text()}; listed in {self.skipped.path}")
@@ -205,6 +205,7 @@ class SpeechData:
             depths=self._config.depths_trained,
             extras=self._objective.extras,
             answers=compares_answers(self._objective),
+            mismatched=needs_mismatched(self._objective),
             on_skip=self._on_skip(self._sources),
             identity=identity,
             weights=self._config.data.weights or None,
@@ -252,10 +253,41 @@ class SpeechData:
         )
         return SynchronizedLoader(loader, self.skipped)
 
+    def validation_preferences(
+        self, rows: Collection[int] | None = None, name: str | None = None
+    ) -> SynchronizedLoader | None:
+        """As `validation`, for the answers of a set that the objective compares; None where it has none."""
+        name = name or next(iter(self._validation))
+        if not self._held_out_preferences.get(name):
+            return None
+        loader = make_loader(
+            [self._held_out_preferences[name]],
+            self._validation_documents,
+            self._config,
+            rows=rows,
+            repeat=False,
+            shuffle=False,
+            extras=self._objective.extras,
+            answers=True,
+            mismatched=needs_mismatched(self._objective),
+            on_skip=self._on_skip([self._validation_sources[name]]),
+            workers=self._workers,
+            prefetch=self._config.data.prefetch,
+        )
+        return SynchronizedLoader(loader, self.skipped)
+
     def close(self) -> None:
         """Ends the worker processes. Close the loaders before."""
         if isinstance(self._workers, Workers):
             self._workers.close()
+
+    def _read_validation(self, name: str) -> list[Example]:
+        """A validation set without its preferences, which are kept apart if the objective compares them."""
+        (examples,) = self._read([self._validation_sources[name]], None)
+        if self._preferences:
+            return examples
+        self._held_out_preferences[name] = [each for each in examples if each.alternatives]
+        return [each for each in examples if not each.alternatives]
 
     def _read(self, sources: Sequence[Source], objective: Objective | None) -> list[list[Example]]:
         """The examples of each source. objective: what trains on them; None for validation."""
@@ -268,6 +300,11 @@ class SpeechData:
                 others += dropped
             if objective is None and self._preferences:
                 usable, others = examples, []
+            elif objective is None and compares_answers(self._objective):
+                # A run that compares answers is validated on transcripts and on preferences.
+                compared, _ = usable_examples(examples, name, self._objective)
+                usable += [example for example in compared if example.alternatives]
+                others = [item for item in others if item.key not in {example.key for example in usable}]
             if not usable:
                 raise UserError(
                     f"{source.title} ({source.setting.field}) holds nothing that can be used; its first "
