@@ -66,7 +66,6 @@ def test_held_out_pairs_are_measured_as_their_scores_say(tmp_path: Path, objecti
             validate_every=2,
             max_new_tokens=0,
             best_by="preferences",
-            tensorboard=False,
         ),
     )
     train(config, tmp_path / "run")
