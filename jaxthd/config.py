@@ -61,6 +61,30 @@ class SpecAugmentConfig:
 
 
 @dataclass(frozen=True)
+class AugmentConfig:
+    """Changes to training recordings, drawn anew every epoch, each by itself: speed, then room, noise and
+    low-pass. All are off by default. Validation is never changed."""
+
+    speed: tuple[float, ...] = ()
+    """Speeds, one of which is drawn for each recording, such as 0.9 1.0 1.1. The pitch changes with them."""
+    room_manifest: str = ""
+    """Manifest of rooms' impulse responses ({"audio_filepath": "room.wav"} a line); "" for none."""
+    room_probability: float = 0.5
+    """Share of the recordings that are heard in one of these rooms."""
+    noise_manifest: str = ""
+    """Manifest of noises ({"audio_filepath": "noise.wav"} a line, with offset and duration if wanted); ""
+    for none."""
+    noise_probability: float = 0.5
+    """Share of the recordings to which one of these noises is added."""
+    noise_snr: tuple[float, float] = (5.0, 20.0)
+    """Least and most ratio of signal to noise, in dB; drawn uniformly."""
+    low_pass_probability: float = 0.0
+    """Share of the recordings that lose what lies above a cut-off, as in a narrow channel."""
+    low_pass_hz: tuple[float, float] = (2000.0, 4000.0)
+    """Least and most cut-off, in Hz; drawn uniformly."""
+
+
+@dataclass(frozen=True)
 class FilterConfig:
     """Which training items are used. What is dropped is listed in skipped.jsonl, and does not count towards
     data.max_skipped_share. Items without a recording are kept; preferences and prompts have no rates."""
@@ -108,6 +132,9 @@ class DataConfig:
     weights: tuple[float, ...] = ()
     """How often documents of each manifest are drawn, in proportion. Empty: in proportion to their numbers
     of documents."""
+    weights_temperature: float = 1.0
+    """Weights are raised to the power 1 / this: 1 keeps them, more draws small data sets more often, up to
+    all alike. Without data.weights it is applied to the numbers of documents."""
     validation_manifest: str | tuple[str, ...] = "synthetic"
     """Manifest or Shar directory for validation; "" for none. Several sets each have a name: NAME=PATH, or
     the name of the file. The results of each set are logged as validation_NAME_loss and so on, and the
@@ -131,6 +158,7 @@ class DataConfig:
     audio_placeholder: str = "{audio}"
     """What stands for a recording in data.prompt and in the texts of conversations."""
     filter: FilterConfig = field(default_factory=FilterConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
     spec_augment: SpecAugmentConfig = field(default_factory=SpecAugmentConfig)
     packing: Literal["first_fit", "best_fit", "padded"] = "first_fit"
     """How documents fill buffers: "first_fit" and "best_fit" are grain's packers; "padded" puts one
@@ -157,7 +185,7 @@ class DataConfig:
     shuffle: bool = True
     """Shuffle the documents anew every epoch."""
     seed: int = 0
-    """Seed of the shuffle, of dither and of SpecAugment."""
+    """Seed of the shuffle, of dither, of augmentation and of SpecAugment."""
     workers: int = 2
     """Processes that decode audio and compute features before the step needs them; 0: the loader does it."""
     prefetch: int = 2
@@ -395,6 +423,8 @@ class AdaptConfig:
     """The product of the low-rank matrices is scaled by lora_alpha / lora_rank."""
     lora_targets: tuple[str, ...] = ("decoder.layers.*",)
     """Patterns of the projections that get LoRA, such as "*.q". Routers and routed experts never do."""
+    dora: bool = False
+    """Also train the magnitude of each column of the projections that get LoRA (DoRA)."""
     encoder_lr_factor: float = 1.0
     """Factor on the encoder's learning rate."""
     adapter_lr_factor: float = 1.0
@@ -410,9 +440,11 @@ class PostTrainingConfig:
     share_prompts: bool = True
     """Whether answers to one prompt share its token slots. If not, each has a copy of the prompt; its
     recordings are encoded once in either case."""
-    reference: Literal["auto", "copy"] = "auto"
-    """Where the reference policy's weights are: "copy": a copy of the first weights in the compute dtype, of
-    what trains; "auto": the same, but with LoRA the base weights, if reference_every is 0."""
+    reference: Literal["auto", "copy", "cached"] = "auto"
+    """Where the reference policy is: "copy": a copy of the first weights in the compute dtype, of what
+    trains; "auto": the same, but with LoRA the base weights, if reference_every is 0; "cached": nowhere. It
+    scores all training documents before the first step, and WORKDIR/reference keeps the
+    log-probabilities."""
     reference_every: int = 0
     """Steps after which the policy becomes the reference; 0: never."""
 

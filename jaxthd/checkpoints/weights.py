@@ -53,6 +53,19 @@ def start_state(blueprint: Blueprint, mesh: Mesh) -> TrainState:
     return new_state(weights, blueprint, mesh)
 
 
+def start_weights(blueprint: Blueprint, mesh: Mesh) -> Weights:
+    """The weights of start_state, without the rest of it. Raises UserError as that does."""
+    if not blueprint.config.train.init_from:
+        on, stages = state_shardings(blueprint, mesh), blueprint.stages
+        made = jax.jit(
+            lambda: to_stages(Weights(*blueprint.initial_weights()), stages),
+            out_shardings=Weights(on.params, on.buffers),
+        )
+        return made()
+    weights = load_weights(blueprint.config.train.init_from, blueprint, mesh, setting="--train.init-from")
+    return training_weights(weights, blueprint, mesh)
+
+
 def _require_base_alone(sources: Sequence[str]) -> None:
     """Raises UserError where a run with LoRA starts a run whose reference is the model without LoRA."""
     for path, _ in map(source_of, sources):

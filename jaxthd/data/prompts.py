@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from jaxthd.config import Config
 from jaxthd.data.example import Example, Turn
 from jaxthd.data.loader import differing_identity
+from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.packer import OnSkip
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.stream import item_orders, item_refs
@@ -42,7 +43,7 @@ class Prompt(NamedTuple):
 
 
 class PromptStream:
-    """The items of the training sets, mixed by data.weights, in a new order every epoch.
+    """The items of the training sets, mixed by mixing_weights, in a new order every epoch.
 
     Items that cannot be used, or whose group of answers could exceed a buffer, are reported to on_skip and
     passed over. identity: what the prompts depend on besides data.*, as JSON values.
@@ -60,7 +61,7 @@ class PromptStream:
         identity: Mapping[str, Any],
     ) -> None:
         data = config.data
-        weights = list(data.weights) if len(sources) > 1 and data.weights else None
+        weights = mixing_weights(data, list(map(len, sources)))
         self._sources = sources if weights else [list(chain(*sources))]
         self._documents, self._config, self._on_skip = documents, config, on_skip
         seed = data.seed if data.shuffle else None

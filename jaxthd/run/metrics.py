@@ -250,12 +250,10 @@ PREFERENCE_METRICS: list[Metric] = [
     Metric(
         "preference_loss",
         "",
-        "the objective's loss of the set's preferences: DPO's of pairs without its sft_weight, or KTO's of "
-        "answers",
+        "the objective's loss of the set's preferences, DPO's without its sft_weight",
         lambda x: x.loss,
         "{:.4f}",
-        odd="It rises while loss falls: the policy learns the training pairs by heart. train.best_by "
-        "preferences keeps the best checkpoint.",
+        odd="It rises while loss falls: the training pairs are learned by heart. See train.best_by.",
     ),
     Metric(
         "preference_accuracy",

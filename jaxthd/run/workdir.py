@@ -30,6 +30,8 @@ FREE = (
     "data.tarred_audio",
     "data.validation_manifest",
     "data.validation_tarred_audio",
+    "data.augment.noise_manifest",  # as the manifest
+    "data.augment.room_manifest",
     "data.workers",
     "data.prefetch",
     "data.max_skipped_share",

@@ -16,7 +16,7 @@ from jaxthd.objectives.objective import OLD, REFERENCE
 from jaxthd.packing.batch import Batch
 from jaxthd.steps.blueprint import Blueprint, Tree
 from jaxthd.steps.forward import objective_of, policy_temperature
-from jaxthd.steps.reference import has_reference, is_base, reference_of
+from jaxthd.steps.reference import has_reference, is_base, is_cached, reference_of
 from jaxthd.steps.scoring import shared_scoring_step
 from jaxthd.steps.state import TrainState, state_shardings
 
@@ -40,11 +40,11 @@ def make_reference_scores(blueprint: Blueprint, mesh: Mesh) -> Callable[[Tree, T
 
 def make_with_scores(blueprint: Blueprint, mesh: Mesh) -> Callable[[TrainState, Batch], Batch]:
     """(state, batch) -> the batch with the log-probabilities that the objective reads: those of the
-    reference, and those of the policy before the update (Objective.scored).
+    reference, unless it is cached, and those of the policy before the update (Objective.scored).
     """
     config, scored = blueprint.config, objective_of(blueprint.config).scored
     programs: dict[str, Callable[[TrainState, Batch], Array]] = {}
-    if has_reference(config):
+    if has_reference(config) and not is_cached(config):
         reference = make_reference_scores(blueprint, mesh)
         programs[REFERENCE] = lambda state, batch: reference(
             state.params, state.reference, state.buffers, batch

@@ -109,12 +109,15 @@ def _fp8(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding(f"{what} ({some} on a rank)", "multiples of 16", change)
 
 
-@RULES.rule("adapt.lora_rank", "adapt.lora_targets", "adapt.lora_alpha")
+@RULES.rule("adapt.lora_rank", "adapt.lora_targets", "adapt.lora_alpha", "adapt.dora")
 def _lora(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     adapt = config.adapt
     if adapt.lora_rank and not adapt.lora_targets:
         change = "name projections, or set adapt.lora_rank to 0"
         yield Finding("adapt.lora_targets is empty with adapt.lora_rank", "a pattern or more", change)
+    if adapt.dora and not adapt.lora_rank:
+        change = "set adapt.lora_rank to 16, for example, or adapt.dora to False"
+        yield Finding("adapt.dora is set with adapt.lora_rank 0", "1 or more", change)
     if adapt.lora_rank and not adapt.lora_alpha:
         change = "set adapt.lora_alpha to the rank, for example"
         yield Finding("adapt.lora_alpha is 0, which scales LoRA's product to 0", "more than 0", change)

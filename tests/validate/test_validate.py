@@ -3,7 +3,7 @@
 import copy
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,8 @@ import pytest
 from jaxthd.config import Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
 from jaxthd.data.packer import pack_documents
 from jaxthd.packing.document import Document, encoder_frames
-from jaxthd.validate import RULES, ConfigError, DeviceFacts, Finding, findings, validate
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.validate import RULES, ConfigError, DeviceFacts, Finding, findings, rules, validate
 from jaxthd.validate.rules import Rule
 
 CPU = DeviceFacts("cpu", 8, "cpu")
@@ -20,6 +21,25 @@ GPU = DeviceFacts("gpu", 1, "NVIDIA H100", "9.0")
 BLACKWELL = DeviceFacts("gpu", 1, "NVIDIA RTX 5090", "12.0")
 AMPERE = DeviceFacts("gpu", 1, "NVIDIA A100", "8.0")
 UNKNOWN = DeviceFacts("gpu", 1, "some GPU")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def models_made_once() -> Iterator[None]:
+    """Rules that read the model's shapes trace it; cases with the same model share it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rules, "Blueprint", shared_blueprint)
+        yield
+
+
+MADE: dict[Any, Blueprint] = {}
+
+
+def shared_blueprint(config: Config) -> Blueprint:
+    of_model = (config.model, config.compute, config.adapt, config.mesh, config.data.max_documents)
+    try:
+        return MADE.setdefault(of_model, Blueprint(config))
+    except TypeError:  # a value of a faulty type has no hash
+        return Blueprint(config)
 
 
 def with_changes(changes: dict[str, Any]) -> Config:
@@ -76,6 +96,8 @@ CASES = [
         {"data.validation_manifest": 3}, "data.validation_manifest is 3; expected a value of type str | tuple"
     ),
     Case({"data.validation_manifest": ("a", 3)}, "expected a value of type str | tuple"),
+    # Mixing.
+    Case({"data.weights_temperature": 0.0}, "data.weights_temperature is 0; expected 0.1 or more"),
     # Columns of tables.
     Case({"data.columns": ("audio=speech", "sound")}, "data.columns has 'sound'; expected FIELD=COLUMN"),
     # Filters.
@@ -84,6 +106,11 @@ CASES = [
         "data.filter.min_seconds is 2, and max_seconds 1; expected",
     ),
     Case({"data.filter.min_tokens_per_second": -1.0}, "min_tokens_per_second is -1.0; expected 0 or more"),
+    # Augmentation.
+    Case({"data.augment.speed": (0.1, 1.0)}, "data.augment.speed is (0.1, 1.0); expected speeds from 0.5"),
+    Case({"data.augment.noise_probability": 1.5}, "data.augment.noise_probability is 1.5; expected from 0"),
+    Case({"data.augment.noise_snr": (20.0, 5.0)}, "data.augment.noise_snr is (20.0, 5.0)"),
+    Case({"data.augment.low_pass_hz": (4000.0, 8000.0)}, "data.augment.low_pass_hz is (4000.0, 8000.0)"),
     # Validation sets.
     Case({"data.validation_manifest": ("dev/x.json", "test/x.json")}, "2 sets of the name 'x'"),
     Case(
@@ -310,6 +337,7 @@ CASES = [
         'data.validation_manifest has "synthetic"',
     ),
     Case(TEXT | {"data.filter.max_seconds": 20.0}, "data.filter bounds seconds with model.encoder None"),
+    Case(TEXT | {"data.augment.low_pass_probability": 0.5}, "data.augment is set with model.encoder None"),
     Case(TEXT | {"data.spec_augment.freq_masks": 2}, "set data.spec_augment.freq_masks to 0"),
     Case(TEXT | {"data.spec_augment.time_masks": 1}, "set data.spec_augment.time_masks to 0"),
     Case(TEXT | {"model.adapter_dim": 64}, "set model.adapter_dim to 0"),
@@ -326,6 +354,7 @@ CASES = [
     ),
     Case({"train.ctc_loss": -0.1}, "train.ctc_loss is -0.1; expected 0 or more"),
     Case({"train.ctc_max_labels": 0}, "train.ctc_max_labels is 0; expected 1 or more"),
+    Case({"adapt.dora": True}, "adapt.dora is set with adapt.lora_rank 0"),
     Case({"train.ema_decay": 1.0}, "train.ema_decay is 1.0; expected less than 1"),
     Case({"train.validate_ema": True}, "train.validate_ema is set with train.ema_decay 0"),
     Case({"train.optimizer": "sgd"}, "train.optimizer is 'sgd'"),
@@ -359,6 +388,14 @@ CASES = [
     ),
     Case(
         {"train.objective": "dpo", "train.ctc_loss": 0.1}, "train.objective is 'dpo' with train.ctc_loss 0.1"
+    ),
+    Case(
+        {"train.objective": "dpo", "posttraining.reference": "cached", "posttraining.reference_every": 5},
+        'posttraining.reference is "cached" with posttraining.reference_every 5',
+    ),
+    Case(
+        {"train.objective": "grpo", "posttraining.reference": "cached"},
+        "posttraining.reference is \"cached\" with train.objective 'grpo'",
     ),
     # Answers that are drawn.
     Case(

@@ -122,7 +122,7 @@ def read_manifest(
     tars = TarredAudio(tarred_audio, files, setting) if tarred_audio else None
 
     def turns(entry: dict[str, Any], file: int) -> tuple[Turn, ...]:
-        locate = tars.locate(entry, file) if tars else _in_folder(files[file].parent)
+        locate = tars.locate(entry, file) if tars else in_folder(files[file].parent)
         return turns_of_entry(entry, locate, prompt, placeholder, prompts=prompts)
 
     return read_examples(
@@ -149,11 +149,12 @@ def turns_of_entry(
     if _is_conversation(entry):
         return _conversation(entry, locate, placeholder, prompts)
     own, system = own_prompt(entry, prompt, placeholder)
-    clip = _clip(entry, "audio_filepath", locate)
+    clip = clip_of(entry, "audio_filepath", locate)
     return utterance(clip, string(entry, "text"), own, placeholder, system)
 
 
-def _in_folder(folder: Path) -> Locate:
+def in_folder(folder: Path) -> Locate:
+    """Recordings are files, by paths from the folder."""
     return lambda name: Clip(folder / name)  # an absolute name replaces the folder
 
 
@@ -181,7 +182,7 @@ def read_chats(path: str | Path, *, prompt: str = "{audio}", placeholder: str = 
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file at {path}; expected a JSONL file of conversations: correct --chat")
-    chats, locate = [], _in_folder(path.parent)
+    chats, locate = [], in_folder(path.parent)
     for line_number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line.strip():
             continue
@@ -191,7 +192,7 @@ def read_chats(path: str | Path, *, prompt: str = "{audio}", placeholder: str = 
                 turns = _turns(entry, locate, placeholder)
             else:
                 own, system = own_prompt(entry, prompt, placeholder)
-                turns = question(_clip(entry, "audio_filepath", locate), own, placeholder, system)
+                turns = question(clip_of(entry, "audio_filepath", locate), own, placeholder, system)
             _require_question(turns)
             chats.append(Example(f"{line_number}:{name_of_entry(entry)}", turns))
         except ValueError as error:
@@ -217,7 +218,7 @@ def _prompt(entry: dict[str, Any], locate: Locate, prompt: str, placeholder: str
         raise ValueError(f"{given[0]} and {other} are given; expected one of them, as the prompt")
     if given == ["audio_filepath"]:
         own, system = own_prompt(entry, prompt, placeholder)
-        turns = question(_clip(entry, "audio_filepath", locate), own, placeholder, system)
+        turns = question(clip_of(entry, "audio_filepath", locate), own, placeholder, system)
     elif given and given != ["prompt"]:
         turns = _turns(entry, locate, placeholder)
     else:
@@ -316,7 +317,7 @@ def _parts(content: dict[str, Any], locate: Locate, placeholder: str) -> list[st
         return [before, *(part for piece in after for part in (None, piece))]
     if content.get("type") == "audio":
         path = _path_field(content)
-        return [_clip(content, path, locate) if path else None]
+        return [clip_of(content, path, locate) if path else None]
     raise ValueError(f"type is {reprlib.repr(content.get('type'))}; expected text or audio")
 
 
@@ -327,7 +328,7 @@ def _listed(entry: dict[str, Any], locate: Locate) -> list[Clip]:
     clips = []
     for item in items:
         named = {"path": item} if isinstance(item, str) else json_object(item, "an entry of audio")
-        clips.append(_clip(named, _path_field(named) or "path", locate))
+        clips.append(clip_of(named, _path_field(named) or "path", locate))
     return clips
 
 
@@ -335,7 +336,8 @@ def _path_field(entry: dict[str, Any]) -> str | None:
     return next((name for name in ("path", "audio_filepath", "audio") if name in entry), None)
 
 
-def _clip(entry: dict[str, Any], name: str, locate: Locate) -> Clip:
+def clip_of(entry: dict[str, Any], name: str, locate: Locate) -> Clip:
+    """The recording that a field names, with the entry's offset and duration. Raises ValueError."""
     path = string(entry, name)
     if not path:
         raise ValueError(f"{name} is empty; expected the path of a recording")
