@@ -7,9 +7,9 @@ number that only the reward function `equals` reads (docs/post_training.md).
 
 A reward teaches what a policy sometimes does right already. So the start is supervised: runs/first_run hears
 digits (configs/first_run.py, four minutes), and runs/sums_start (two minutes) continues it on its transcripts
-and on 500 sums with their answers in words. Both are made if they are missing. The greedy answer to a third of
-the held-out recordings is then right, and 100 steps of rewards raise that to half. The recordings
-are in voices that no training data has; the hundred sums are the same.
+and on 500 sums with their answers in words. Both are made if they are missing. The greedy answer to a third
+of the held-out recordings is then right, and 100 steps of rewards raise that to about a half. These
+recordings are in voices that no training data has; the hundred sums are the same.
 """
 
 from dataclasses import replace

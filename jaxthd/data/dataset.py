@@ -250,40 +250,34 @@ class SpeechData:
     def validation(self, rows: Collection[int] | None = None, name: str | None = None) -> SynchronizedLoader:
         """One pass over a validation set (None: the first), in its order. rows: see make_loader."""
         name = name or next(iter(self._validation))
-        loader = make_loader(
-            [self._validation[name]],
-            self._validation_documents,
-            self._config,
-            rows=rows,
-            repeat=False,
-            shuffle=False,
-            answers=any(example.alternatives for example in self._validation[name]),
-            on_skip=self._on_skip([self._validation_sources[name]]),
-            workers=self._workers,
-            prefetch=self._config.data.prefetch,
-        )
-        return SynchronizedLoader(loader, self.skipped)
+        examples = self._validation[name]
+        return self._one_pass(examples, name, rows, answers=any(each.alternatives for each in examples))
 
     def validation_preferences(
         self, rows: Collection[int] | None = None, name: str | None = None
     ) -> SynchronizedLoader | None:
         """As `validation`, for the answers of a set that the objective compares; None where it has none."""
         name = name or next(iter(self._validation))
-        if not self._held_out_preferences.get(name):
+        examples, mismatched = self._held_out_preferences.get(name), needs_mismatched(self._objective)
+        if not examples:
             return None
+        extras = self._objective.extras
+        return self._one_pass(examples, name, rows, extras=extras, answers=True, mismatched=mismatched)
+
+    def _one_pass(
+        self, examples: Sequence[Example], name: str, rows: Collection[int] | None, **more: Any
+    ) -> SynchronizedLoader:
         loader = make_loader(
-            [self._held_out_preferences[name]],
+            [examples],
             self._validation_documents,
             self._config,
             rows=rows,
             repeat=False,
             shuffle=False,
-            extras=self._objective.extras,
-            answers=True,
-            mismatched=needs_mismatched(self._objective),
             on_skip=self._on_skip([self._validation_sources[name]]),
             workers=self._workers,
             prefetch=self._config.data.prefetch,
+            **more,
         )
         return SynchronizedLoader(loader, self.skipped)
 
