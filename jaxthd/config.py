@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 from jaxthd.errors import UserError
 
+Packing = Literal["first_fit", "best_fit", "best_fit_decreasing", "padded"]
+
 
 @dataclass(frozen=True)
 class MeshConfig:
@@ -160,9 +162,10 @@ class DataConfig:
     filter: FilterConfig = field(default_factory=FilterConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     spec_augment: SpecAugmentConfig = field(default_factory=SpecAugmentConfig)
-    packing: Literal["first_fit", "best_fit", "padded"] = "first_fit"
-    """How documents fill buffers: "first_fit" and "best_fit" are grain's packers; "padded" puts one
-    document in a row."""
+    packing: Packing = "first_fit"
+    """How documents fill buffers: "first_fit" and "best_fit" are grain's packers; "best_fit_decreasing" packs
+    windows of about data.packing_bins buffers, the largest documents first, which pads least; "padded" puts
+    one document in a row."""
     rows: int = 1
     """Buffers in a step, over all data ranks. Each row is a stream of its own, so the mesh never changes
     the data."""

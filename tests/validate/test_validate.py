@@ -87,7 +87,8 @@ CASES = [
     Case({"data.rows": "4"}, "data.rows is '4'; expected a value of type int"),
     Case({"data.rows": True}, "data.rows is True; expected a value of type int"),
     Case(
-        {"data.packing": "best"}, "data.packing is 'best'; expected one of 'first_fit', 'best_fit', 'padded'"
+        {"data.packing": "best"},
+        "data.packing is 'best'; expected one of 'first_fit', 'best_fit', 'best_fit_decreasing', 'padded'",
     ),
     Case({"compute.dtype": "float16"}, "expected one of 'float32', 'bfloat16', 'float64'"),
     Case({"model.llm.mamba_dt_limit": (0.0,)}, "mamba_dt_limit is (0.0,); expected a value of type tuple"),
