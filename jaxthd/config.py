@@ -426,6 +426,9 @@ class AdaptConfig:
     """The product of the low-rank matrices is scaled by lora_alpha / lora_rank."""
     lora_targets: tuple[str, ...] = ("decoder.layers.*",)
     """Patterns of the projections that get LoRA, such as "*.q". Routers and routed experts never do."""
+    lora_dropout: float = 0.0
+    """Share of the features that do not enter the low-rank matrices of the decoder's projections in a
+    training step. The draws are the same on every mesh; encoder and adapter have none."""
     dora: bool = False
     """Also train the magnitude of each column of the projections that get LoRA (DoRA)."""
     encoder_lr_factor: float = 1.0
