@@ -21,6 +21,7 @@ _LETTERS = {"M": "M Mamba2", "*": "* attention", "-": "- MLP", "E": "E"}
 _EXPERTS = {
     "up": "routed experts",
     "down": "routed experts",
+    "gate": "routed experts",
     "router": "router",
     "shared": "shared expert",
     "latent_in": "latent projection",
@@ -90,7 +91,7 @@ def _group(path: Path, config: Config) -> tuple[str, str, int]:
             letter = next(k.letter for k in LAYER_KINDS.values() if k.name == kind)
             label = f"E {_EXPERTS.get(name, name)}" if letter == "E" else _LETTERS[letter]
             return "LLM", label, letters.count(letter)
-        case ("mtp", "layers", "moe", "mixer", "up" | "down", *_):
+        case ("mtp", "layers", "moe", "mixer", "up" | "down" | "gate", *_):
             return "LLM", "MTP routed experts", config.model.llm.mtp_modules
         case ("mtp", *_):
             return "LLM", "MTP", config.model.llm.mtp_modules
