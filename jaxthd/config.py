@@ -254,7 +254,7 @@ class LLMConfig:
     """Dim of the latent projection around the routed experts; 0 for none."""
     router: Literal["sigmoid", "softmax"] = "sigmoid"
     """The router's scores: "sigmoid", of each expert by itself, with a correction bias in the choice that
-    evens out the load (Nemotron-3); "softmax", over all experts, whose load train.aux_loss evens out (Qwen3)."""
+    evens out the load (Nemotron-3); "softmax", over all experts (Qwen3), to be used with train.aux_loss."""
     router_normalised: bool = True
     """Whether the weights of a token's experts are their scores over their sum; otherwise their scores."""
     router_scale: float = 1.0

@@ -48,6 +48,7 @@ def _configure(fields: Fields, model: ModelConfig) -> ModelConfig:
 
 def llm_config(fields: Fields, llm: LLMConfig) -> LLMConfig:
     """`llm` with the checkpoint's settings. The stage marks of its pattern stay."""
+    fields = {**fields, "num_experts": fields.get("num_experts") or fields.get("num_local_experts")}
     must_be(fields, _EXPECTED)
     letters = _letters(fields)
     has_experts = "E" in letters
@@ -121,6 +122,7 @@ def llm_fields(llm: LLMConfig, *, moe: bool) -> dict[str, Any]:
 
 def _moe_fields(llm: LLMConfig, layers: list[str]) -> dict[str, Any]:
     return {
+        "num_local_experts": llm.experts,  # what newer versions of the library write
         "norm_topk_prob": llm.router_normalised,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [number for number, layer in enumerate(layers) if layer == "*-"],

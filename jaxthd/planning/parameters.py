@@ -50,7 +50,7 @@ class Group:
     part: one of PARTS. copies: blocks that have the group. parameters: over all copies, including LoRA.
     trained: how many of these are trained.
     active: parameters used for one token of the LLM: only the experts that it is routed to, and one row of
-        the embedding. For encoder and adapter, which process frames, all.
+        an embedding that is not the head too. For encoder and adapter, which process frames, all.
     largest: name and shape of the largest array, in one block.
     """
 
@@ -109,7 +109,7 @@ def _active_share(name: str, config: Config) -> float:
     llm = config.model.llm
     routed = llm.experts_per_token / llm.experts
     shares = {
-        "embedding": 1 / llm.vocab_size,
+        "embedding": 1.0 if llm.tied_embedding else 1 / llm.vocab_size,
         "E routed experts": routed,
         "MTP routed experts": routed,
     }
