@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jaxthd.data.packer import PackDocuments as PackDocuments
     from jaxthd.data.packer import PackedRow as PackedRow
     from jaxthd.data.packer import pack_documents as pack_documents
+    from jaxthd.data.shards import data_shard as data_shard
     from jaxthd.data.skipped import Skipped as Skipped
     from jaxthd.data.sources.registry import SOURCES as SOURCES
     from jaxthd.data.sources.registry import register_source as register_source
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
     from jaxthd.objectives import register_objective as register_objective
     from jaxthd.packing.batch import Batch as Batch
     from jaxthd.packing.batch import concatenate_rows as concatenate_rows
+    from jaxthd.packing.bridge import thd_batch as thd_batch
+    from jaxthd.packing.bridge import to_batch as to_batch
     from jaxthd.packing.document import Document as Document
     from jaxthd.packing.pack import PackReport as PackReport
     from jaxthd.packing.pack import pack_row as pack_row
@@ -65,8 +68,10 @@ if TYPE_CHECKING:
     from jaxthd.packing.segments import segments_of as segments_of
     from jaxthd.packing.thd_view import ThdView as ThdView
     from jaxthd.packing.thd_view import thd_view as thd_view
+    from jaxthd.parallel.mesh import adopt_mesh as adopt_mesh
     from jaxthd.parallel.mesh import make_mesh as make_mesh
     from jaxthd.parallel.mesh import put_batch as put_batch
+    from jaxthd.parallel.mesh import with_mesh as with_mesh
     from jaxthd.parallel.params import Init as Init
     from jaxthd.steps.blueprint import Blueprint as Blueprint
     from jaxthd.steps.scoring import make_scoring_step as make_scoring_step
@@ -106,6 +111,7 @@ _HOMES = {
     "PackDocuments": "data.packer",
     "PackedRow": "data.packer",
     "pack_documents": "data.packer",
+    "data_shard": "data.shards",
     "Skipped": "data.skipped",
     "SOURCES": "data.sources.registry",
     "register_source": "data.sources.registry",
@@ -128,6 +134,8 @@ _HOMES = {
     "register_objective": "objectives",
     "Batch": "packing.batch",
     "concatenate_rows": "packing.batch",
+    "thd_batch": "packing.bridge",
+    "to_batch": "packing.bridge",
     "Document": "packing.document",
     "PackReport": "packing.pack",
     "pack_row": "packing.pack",
@@ -136,8 +144,10 @@ _HOMES = {
     "segments_of": "packing.segments",
     "ThdView": "packing.thd_view",
     "thd_view": "packing.thd_view",
+    "adopt_mesh": "parallel.mesh",
     "make_mesh": "parallel.mesh",
     "put_batch": "parallel.mesh",
+    "with_mesh": "parallel.mesh",
     "Init": "parallel.params",
     "from_stages": "models.stacks",
     "to_stages": "models.stacks",

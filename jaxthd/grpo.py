@@ -6,7 +6,7 @@
 Each step draws rollout.group_size answers to each of rollout.prompts prompts of the training data, rewards
 them with rollout.rewards, and makes rollout.epochs x rollout.updates updates from them. A workdir that holds
 a checkpoint is continued, on any mesh. It receives
-    metrics.jsonl      a JSON object for each step; the same for TensorBoard in tensorboard/
+    metrics.jsonl      a JSON object for each step; the same for the trackers: TensorBoard in tensorboard/
     rollouts.jsonl     every answer that was drawn, with its rewards
     curves.png         reward, length, KL, word error rate over the steps
     hypotheses.jsonl   hypotheses and references of the last validation
@@ -33,8 +33,8 @@ from jaxthd.inference.validation import Validation
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.processes import require_one_process
 from jaxthd.posttraining.groups import Collected, Collector
+from jaxthd.posttraining.held_out import HeldOut
 from jaxthd.posttraining.metrics import GRPOFacts, grpo_line
-from jaxthd.posttraining.pass_at_k import PassAtK
 from jaxthd.posttraining.updates import Update, UpdateMaker
 from jaxthd.rewards.rewarder import Rewarder
 from jaxthd.run.before import run_before
@@ -100,7 +100,7 @@ def _train(
     validation = Validation(blueprint, mesh, data, outputs)
     prompts = data.prompts()
     collect = Collector(config, mesh, prompts, rewarder)
-    pass_at_k = PassAtK(config, data, collect.rollouts)
+    held_out = HeldOut(config, data, collect, rewarder, outputs)
 
     with ExitStack() as stack:
         # --- the newest checkpoint, or a new run ---
@@ -114,14 +114,12 @@ def _train(
         changed = changed_settings(held.keep(first), first)
         for name in ("rollouts.jsonl", "failures.jsonl"):
             outputs.keep_lines(name, lambda line: line["step"] <= first)
-        metrics = stack.enter_context(
-            open_metrics(outputs.path, first, steps, tensorboard=config.train.tensorboard)
-        )
+        metrics = stack.enter_context(open_metrics(outputs.path, first, config))
         most = config.train.max_skipped_steps * config.updates_of_a_step
         non_finite = NonFiniteSteps(outputs, first, most, metrics.say)
         stop_asked = stack.enter_context(stop_requested(config.train.max_seconds, start))
         if first == 0 and validation.is_due(0):
-            metrics.step({"step": 0, **validation(state), **pass_at_k(state)})
+            metrics.step({"step": 0, **validation(state), **held_out(state, 0)})
 
         for step in range(first + 1, steps + 1):
             began = time.perf_counter()
@@ -147,7 +145,7 @@ def _train(
             facts = GRPOFacts(step, collected, updates, results, times, programs, skipped)
             stopped = stop_asked()
             last = bool(stopped) or step == steps
-            validated = validation(state) | pass_at_k(state) if validation.is_due(step) else {}
+            validated = validation(state) | held_out(state, step) if validation.is_due(step) else {}
             line = grpo_line(facts)
             metrics.step(line | validated | (changed if step == first + 1 else {}))
             data.require_few_skipped()

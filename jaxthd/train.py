@@ -4,13 +4,14 @@
     jaxthd train runs/cp2 --train.steps 4000            continues it with its own settings but that
 
 A workdir that holds a checkpoint is continued, on any mesh. It receives
-    metrics.jsonl      a JSON object for each step; the same for TensorBoard in tensorboard/
+    metrics.jsonl      a JSON object for each step; the same for the trackers: TensorBoard in tensorboard/
     curves.png         loss, word error rate and speed over the steps
     report.txt         what was trained, the figures, answers right and wrong
     hypotheses.jsonl   hypotheses and references of the last validation
     skipped.jsonl      every document that was skipped, with the reason
     not_finite.jsonl   steps whose update was skipped, with their documents
     checkpoints/       parameters, optimizer state, batch statistics, data position
+    reference/         the reference policy's log-probabilities, with posttraining.reference cached
     config.json        the settings of the run; tokenizer/ a copy of its tokenizer
     changes.jsonl      settings that changed when the run was continued
 
@@ -45,6 +46,7 @@ from jaxthd.models.adapt import split
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import local_rows, make_mesh, put_batch
 from jaxthd.parallel.processes import is_first, require_same
+from jaxthd.posttraining.cached_reference import WithReference, cached_reference
 from jaxthd.run.before import run_before
 from jaxthd.run.continuing import OPTIONS, changed_settings, newest_state, require_objective, workdir_of
 from jaxthd.run.metrics import StepFacts, metrics_line
@@ -136,24 +138,25 @@ def _train(
             print(f"{outputs.path} already holds step {first} of {steps}: nothing to do")
             return 0
         changed = changed_settings(held.keep(first), first)
-        tensorboard = config.train.tensorboard
-        metrics = stack.enter_context(open_metrics(outputs.path, first, steps, tensorboard=tensorboard))
+        metrics = stack.enter_context(open_metrics(outputs.path, first, config))
         non_finite = NonFiniteSteps(outputs, first, config.train.max_skipped_steps, metrics.say)
         watch_padding = PaddingWatch(config, metrics.say)
         stop_asked = stack.enter_context(stop_requested(config.train.max_seconds, start))
+
+        with_reference = cached_reference(blueprint, mesh, data, outputs.path, state)
 
         # --- steps ---
         if first == 0 and validation.is_due(0):
             metrics.step({"step": 0, **validation(state)})
         metrics.say("compiling the training step")
-        on_mesh, upcoming = _load(loader, mesh)
+        on_mesh, upcoming = _load(loader, mesh, with_reference)
         for step in range(first + 1, steps + 1):
             began, current = time.perf_counter(), upcoming
             state, on_device = train_step(state, with_scores(state, on_mesh))
             if refresh_every and step % refresh_every == 0:
                 state = refresh(state)
             if step < steps:  # the next batch is loaded while the devices work
-                on_mesh, upcoming = _load(loader, mesh)
+                on_mesh, upcoming = _load(loader, mesh, with_reference)
             stopped = stop_asked()
             last = bool(stopped) or step == steps
             results = jax.tree.map(lambda x: x.item(), on_device)
@@ -186,9 +189,10 @@ class _Loaded(NamedTuple):
     position: dict[str, Any]
 
 
-def _load(loader: SynchronizedLoader, mesh: Mesh) -> tuple[Batch, _Loaded]:
+def _load(loader: SynchronizedLoader, mesh: Mesh, with_reference: WithReference) -> tuple[Batch, _Loaded]:
     """(the next batch on the mesh, the same on the host)."""
     batch, report = next(loader)
+    batch = with_reference(batch)
     return put_batch(batch, mesh), _Loaded(batch, report, loader.get_state())
 
 

@@ -44,7 +44,7 @@ from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.sources.synthetic import synthetic_manifests
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
-from jaxthd.packing.batch import Batch, concatenate_rows
+from jaxthd.packing.batch import Batch, concatenate_rows, with_rows
 from jaxthd.packing.document import SUBSAMPLING, Document
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
@@ -157,7 +157,7 @@ def packed_batches(documents: Sequence[Document], wanted: int, num_mels: int) ->
         packing="best_fit",
         packing_bins=2 * buffers,
     )
-    return [row.batch for row in grain.MapDataset.source(documents).pipe(pack)]
+    return [with_rows(row.batch) for row in grain.MapDataset.source(documents).pipe(pack)]
 
 
 def multiple(size: float, unit: int) -> int:

@@ -96,7 +96,7 @@ def config() -> Config:
             validation_batches=2,
             max_new_tokens=24,
             checkpoint_every={steps},
-            tensorboard=False,
+            trackers=(),
         ),
     )
 '''

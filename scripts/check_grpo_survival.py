@@ -52,7 +52,7 @@ def config() -> Config:
             learning_rate=1e-2,
             warmup_steps=2,
             checkpoint_every=3,
-            tensorboard=False,
+            trackers=(),
         ),
     )
 

@@ -42,7 +42,7 @@ def run_config(subset: Path, steps: int) -> Config:
     base = load_config(Path(__file__).parents[1] / "configs" / "single.py")
     data = replace(base.data, manifest=(str(subset),), validation_manifest=str(subset))
     training = replace(
-        base.train, steps=steps, warmup_steps=20, validate_every=50, checkpoint_every=steps, tensorboard=False
+        base.train, steps=steps, warmup_steps=20, validate_every=50, checkpoint_every=steps, trackers=()
     )
     return replace(base, data=data, train=training)
 

@@ -80,7 +80,7 @@ def config_for(mesh: MeshConfig, after: int) -> Config:
             warmup_steps=4,
             checkpoint_every=after,
             validate_every=0,
-            tensorboard=False,
+            trackers=(),
         ),
     )
 

@@ -81,7 +81,7 @@ def config() -> Config:
             ),
         ),
         compute=ComputeConfig(attention_block=32, loss_block=32),
-        train=TrainConfig(steps=STEPS, warmup_steps=2, checkpoint_every=3, tensorboard=False),
+        train=TrainConfig(steps=STEPS, warmup_steps=2, checkpoint_every=3, trackers=()),
     )
 
 

@@ -6,6 +6,7 @@ python scripts/write_reference.py
 import re
 from pathlib import Path
 
+from jaxthd.posttraining.held_out import HELD_OUT_METRICS
 from jaxthd.posttraining.metrics import GRPO_METRICS
 from jaxthd.run.metrics import STEP_METRICS, VALIDATION, VALIDATION_METRICS
 from jaxthd.terminal.settings import Setting, all_groups
@@ -32,7 +33,7 @@ METRICS_HEAD = """\
 
 <!-- Written by scripts/write_reference.py from jaxthd/run/metrics.py: change it there, and run that. -->
 
-A run writes a line of JSON for each step to `metrics.jsonl`; TensorBoard has the same numbers under `train/`
+A run writes a line of JSON for each step to `metrics.jsonl`; trackers have the same numbers under `train/`
 and `validation/`. The line on the terminal shows the time left, `loss`, `grad_norm` ("gradient"), the median
 of recent `tokens_per_second` ("real tokens/s"), `padding_ratio` and `learning_rate`, as many as it has room
 for. A metric that was not measured is absent; one that was not finite is `null`.
@@ -108,6 +109,9 @@ def metrics_reference() -> str:
         ],
         "Of every validation set": [
             (f"{VALIDATION}{x.name}", x.unit, x.meaning, x.odd) for x in VALIDATION_METRICS
+        ],
+        "Of held-out prompts, in jaxthd grpo": [
+            (f"{VALIDATION}{x.name}", x.unit, x.meaning, x.odd) for x in HELD_OUT_METRICS
         ],
     }
     lines = [METRICS_HEAD]

@@ -114,7 +114,7 @@ def test_a_toy_objective_and_a_toy_source_train(registered: None, tmp_path: Path
             learning_rate=2e-2,
             objective="focal",
             objective_options=("gamma=0.5",),
-            tensorboard=False,
+            trackers=(),
         ),
     )
     train(config, tmp_path)

@@ -19,6 +19,20 @@ class Member(NamedTuple):
     size: int
 
 
+class Cell(NamedTuple):
+    """A recording in a table: row `row` of row group (record batch) `group` of a parquet or arrow file.
+
+    column: what holds the recording. rate_column: what holds its sampling rate; "" if the recording itself
+    does. name: for messages.
+    """
+
+    name: str
+    column: str
+    group: int
+    row: int
+    rate_column: str = ""
+
+
 class Channels(NamedTuple):
     """The channels of a recording that are used: their indices among the `total` that it has.
 
@@ -35,13 +49,14 @@ class Clip:
 
     path: absolute; relative to the working directory if the data set's path is relative.
     offset: seconds into the recording. duration: seconds from there; None: to its end.
-    member: where the recording lies in the file, if that is a tar file. channels: those used; None: all.
+    member: where the recording lies in the file, if that is a tar file or a table. channels: those used;
+        None: all.
     """
 
     path: Path
     offset: float = 0.0
     duration: float | None = None
-    member: Member | None = None
+    member: Member | Cell | None = None
     channels: Channels | None = None
 
 
@@ -75,7 +90,8 @@ class Alternative(NamedTuple):
 
 @dataclass(frozen=True)
 class Example:
-    """A conversation. In a data set its last turn is the assistant's. Assistant turns have no recordings.
+    """A conversation. In a data set its last turn is the assistant's, or the user's if it is to be answered
+    alone (is_unanswered). Assistant turns have no recordings.
 
     alternatives: answers to the conversation, whose last turn is then the user's: two, the preferred one
         first, or one that is preferred or not.
@@ -94,6 +110,11 @@ class Example:
     def clips(self) -> list[Clip | Samples]:
         """The recordings, in order."""
         return [part for turn in self.turns for part in turn.parts if not isinstance(part, str)]
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether it has no answer: a prompt, to which answers can be drawn and nothing else."""
+        return not self.alternatives and (not self.turns or self.turns[-1].role != "assistant")
 
     @property
     def duration(self) -> float | None:

@@ -4,23 +4,27 @@ PackDocuments drops into anybody's grain pipeline of Documents:
 
     documents = grain.MapDataset.source(recordings).shuffle(seed=0).map(to_document)  # None: skipped
     pack = PackDocuments(capacity=8192, audio_capacity=48000, max_documents=64, num_mels=80, context=2)
-    for row in documents.pipe(pack):
-        row.batch, row.report
+    for rows in documents.pipe(pack).batch(4):
+        rows.batch, rows.report
 """
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import grain
 import numpy as np
 
-from jaxthd.config import Config
-from jaxthd.packing.batch import Batch
+from jaxthd.config import Config, Packing
+from jaxthd.data.decreasing import BestFitDecreasing
+from jaxthd.data.runs import JudgedDocument, Runs
+from jaxthd.data.skipped import Skipped
+from jaxthd.errors import UserError
+from jaxthd.packing.batch import Batch, without_rows
 from jaxthd.packing.document import SUBSAMPLING, Document
-from jaxthd.packing.fit import BufferLimits, Fit
+from jaxthd.packing.fit import BufferLimits
 from jaxthd.packing.pack import PackReport, pack_row
 
 OnSkip = Callable[[str, str], None]
@@ -33,33 +37,34 @@ def log_skip(key: str, reason: str) -> None:
 
 
 class PackedRow(NamedTuple):
-    """One packed, laid-out buffer: arrays with R = 1, and a report of what it holds."""
+    """One packed, laid-out buffer, and a report of what it holds.
+
+    The arrays of a row have no dim R, as elements of a grain data set have none: batch(R) adds it. The report
+    of R rows is an array of R reports. put_batch and concatenate_rows take either.
+    """
 
     batch: Batch
     report: PackReport
 
 
-@dataclass(frozen=True, eq=False)
-class JudgedDocument:
-    """A document, and how it fits the buffers. It is no NamedTuple, which grain's packer would flatten."""
-
-    document: Document
-    fit: Fit
-
-
 @dataclass(frozen=True)
-class PackDocuments:
-    """Grain transformation: MapDataset or IterDataset of Documents (or None) -> IterDataset of PackedRow.
+class PackDocuments(Sequence[Any]):
+    """Grain transformation: MapDataset or IterDataset of Documents -> data set of PackedRow.
 
-    Apply it with ds.pipe(PackDocuments(...)). Elements that are None are dropped: the code that made
-    them has reported them. Documents that can never fit are skipped and reported by on_skip(key, reason) each
-    time they are read: in every epoch, and again when a restored iterator reads them once more.
+    ds.pipe(PackDocuments(...)) packs a stream of documents. ds.apply(PackDocuments(...)) packs windows of it,
+    each by itself: a window is grain's Batch, its rows are grain's FlatMap, and PackDocuments is the sequence
+    of these two. So it stands among other operations as [to_document, *PackDocuments(...)], in ds.apply and
+    in grain.DataLoader. It leaves the last row of every window half empty, and needs no state of its own.
+
+    Elements may also be Skipped, which is reported by on_skip(key, reason), or None: the code that made it
+    has reported it. Documents that can never fit are skipped and reported each time they are read: in every
+    epoch, and again when a restored iterator reads them once more.
 
     Grain's own packer fills buffers by tokens and mel frames jointly. If a buffer's encoder chunks cannot be
     assigned whole to the audio ranks, the buffer is divided into consecutive runs of documents whose chunks
     can.
 
-    The iterator's state is (the packer's state before the buffer, how many of the buffer's documents were
+    The state of a stream is (the packer's state before the buffer, how many of the buffer's documents were
     yielded). It is exact, JSON-serialisable and the same under every mesh. That is why documents are skipped
     at two points. A document that fits no mesh (too many tokens, too much audio) is skipped before the
     packer. One that does not fit this mesh (its audio cannot be assigned to the ranks) is skipped after the
@@ -77,10 +82,11 @@ class PackDocuments:
     """Most documents in a buffer. Each answer of a document with several counts, and a shared prompt."""
     num_mels: int = 0
     """Mel bands of the documents' audio."""
-    packing: Literal["first_fit", "best_fit", "padded"] = "first_fit"
-    """Grain's first-fit or best-fit packer; "padded" puts one document in each row."""
+    packing: Packing = "first_fit"
+    """Grain's first-fit or best-fit packer; "best_fit_decreasing", which packs windows of documents, the
+    largest first; "padded" puts one document in each row."""
     packing_bins: int = 8
-    """Buffers that the packer keeps open at a time."""
+    """Buffers that the packer keeps open at a time; of "best_fit_decreasing", those of a window, about."""
     round_to: int = 1
     """Each document's slots are rounded up to a multiple of this."""
     context: int = 1
@@ -105,6 +111,9 @@ class PackDocuments:
     """Whether documents may have several answers (Document.answers). All batches then have document_ids."""
     share_prompts: bool = True
     """Whether the answers to a prompt share its token slots; all batches then have prefixes."""
+    window: int = 256
+    """Documents of a window, where windows are packed: the more, the fuller the rows. A MapDataset reads a
+    window anew for each of as many places: make an IterDataset of it before (to_iter_dataset)."""
 
     def __post_init__(self) -> None:
         if self.context > 1 and self.capacity % (2 * self.context):
@@ -116,10 +125,13 @@ class PackDocuments:
                 f"round_to {self.round_to} must be a multiple of 2 * context = {2 * self.context} for the "
                 'layout "document", which divides each document over the context ranks'
             )
-        if self.packing not in ("first_fit", "best_fit", "padded"):
-            raise ValueError(f'packing is {self.packing!r}; choose "first_fit", "best_fit" or "padded"')
-        if self.capacity < 1 or self.max_documents < 1 or self.packing_bins < 1 or self.round_to < 1:
-            raise ValueError(f"capacity, max_documents, packing_bins and round_to must be at least 1: {self}")
+        if self.packing not in get_args(Packing):
+            raise ValueError(f"packing is {self.packing!r}; choose one of {', '.join(get_args(Packing))}")
+        if min(self.capacity, self.max_documents, self.packing_bins, self.round_to, self.window) < 1:
+            raise ValueError(
+                "capacity, max_documents, packing_bins, round_to and window must be at least 1: "
+                f"{self.capacity}, {self.max_documents}, {self.packing_bins}, {self.round_to}, {self.window}"
+            )
         if self.audio_capacity < 0 or self.audio_ranks < 1:
             raise ValueError(f"audio_capacity must be at least 0, and audio_ranks at least 1: {self}")
         if self.answers and self.depths:
@@ -138,21 +150,59 @@ class PackDocuments:
             self.share_prompts,
         )
 
-    def __call__(self, documents: grain.MapDataset | grain.IterDataset) -> grain.IterDataset:
-        """The dataset of PackedRow. A MapDataset is read without threads; convert it first for others."""
-        return self.pack_judged(documents.map(self.judge))
+    def __call__(self, documents: Any) -> grain.IterDataset:
+        """The dataset of PackedRow. A MapDataset is read without threads; convert it first for others.
 
-    def judge(self, document: Document | None) -> JudgedDocument | None:
-        """The document and how it fits; None for None."""
-        return None if document is None else JudgedDocument(document, self.limits.fit(document))
+        Raises UserError for what is no data set, as where grain.DataLoader is given this as one operation.
+        """
+        if not isinstance(documents, grain.MapDataset | grain.IterDataset):
+            raise UserError(
+                f"PackDocuments was called with a {type(documents).__name__}; expected a grain data set of "
+                "documents: use ds.pipe(pack); or unpack it among a DataLoader's operations, as in "
+                "operations=[to_document, *pack]"
+            )
+        return self.pack_judged(documents.map(self._judge_element))
+
+    def __len__(self) -> int:
+        return len(self._operations)
+
+    def __getitem__(self, index: Any) -> Any:
+        """The operations that pack windows: grain's Batch of documents, and the rows of a window."""
+        return self._operations[index]
+
+    @property
+    def _operations(self) -> tuple[grain.transforms.Batch, grain.experimental.FlatMapTransform]:
+        return grain.transforms.Batch(self.window, batch_fn=self.pack_window), _Rows(self.window)
+
+    def pack_window(self, documents: Sequence[Document | Skipped | None]) -> list[PackedRow]:
+        """The rows of some documents, packed by themselves."""
+        whole = replace(self, packing_bins=len(documents))  # none is closed before the window ends
+        return list(grain.MapDataset.source(documents).pipe(whole))
+
+    def judge(self, document: Document) -> JudgedDocument:
+        """The document and how it fits."""
+        return JudgedDocument(document, self.limits.fit(document))
+
+    def _judge_element(self, element: Any) -> JudgedDocument | Skipped | None:
+        if element is None or isinstance(element, Skipped):
+            return element
+        if not isinstance(element, Document):
+            raise UserError(
+                f"PackDocuments was given a {type(element).__name__}; expected jaxthd.Documents: map the "
+                "elements before (jaxthd.SpeechDocuments, jaxthd.Document.splice)"
+            )
+        return self.judge(element)
 
     def pack_judged(self, documents: grain.MapDataset | grain.IterDataset) -> grain.IterDataset:
-        """Like __call__, for a dataset of what `judge` returns."""
+        """Like __call__, for a dataset of what `judge` returns, of Skipped and None."""
         if isinstance(documents, grain.MapDataset):
             documents = documents.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         packable = documents.filter(self._keep)
         if self.packing == "padded":
             buffers = packable.map(lambda judged: [judged])
+        elif self.packing == "best_fit_decreasing":
+            most = (self.capacity, self.audio_capacity // SUBSAMPLING, self.max_documents)
+            buffers = BestFitDecreasing(packable, most, self.packing_bins, self.shuffle_seed)
         else:
             packers = {
                 "first_fit": grain.experimental.FirstFitPackIterDataset,
@@ -173,31 +223,33 @@ class PackDocuments:
                 shuffle_bins=self.shuffle_seed is not None,
                 seed=self.shuffle_seed or 0,
             ).map(lambda buffer: buffer["judged"])
-        return _Runs(buffers, self._first_run).map(self.row)
+        return Runs(buffers, self._first_run).map(self.row)
 
     def row(self, documents: Sequence[Document]) -> PackedRow:
         """Packs and lays out documents that fit. Without documents the row is all padding."""
-        return PackedRow(
-            *pack_row(
-                documents,
-                capacity=self.capacity,
-                audio_capacity=self.audio_capacity,
-                num_mels=self.num_mels,
-                max_documents=self.max_documents,
-                context=self.context,
-                audio_ranks=self.audio_ranks,
-                round_to=self.round_to,
-                longest_chunk=self.longest_chunk,
-                layout=self.layout,
-                depths=self.depths,
-                extras=self.extras,
-                answers=self.answers,
-                share_prompts=self.share_prompts,
-            )
+        batch, report = pack_row(
+            documents,
+            capacity=self.capacity,
+            audio_capacity=self.audio_capacity,
+            num_mels=self.num_mels,
+            max_documents=self.max_documents,
+            context=self.context,
+            audio_ranks=self.audio_ranks,
+            round_to=self.round_to,
+            longest_chunk=self.longest_chunk,
+            layout=self.layout,
+            depths=self.depths,
+            extras=self.extras,
+            answers=self.answers,
+            share_prompts=self.share_prompts,
         )
+        return PackedRow(without_rows(batch), report)
 
-    def _keep(self, judged: JudgedDocument | None) -> bool:
+    def _keep(self, judged: JudgedDocument | Skipped | None) -> bool:
         if judged is None:
+            return False
+        if isinstance(judged, Skipped):
+            self.on_skip(judged.key, judged.reason)
             return False
         if judged.fit.too_large:
             self.on_skip(judged.document.key, judged.fit.too_large)
@@ -246,6 +298,16 @@ def pack_documents(
     )
 
 
+class _Rows(grain.experimental.FlatMapTransform):
+    """Yields the rows of a window. max_fan_out: the most there may be, one for each document."""
+
+    def __init__(self, max_fan_out: int) -> None:
+        self.max_fan_out = max_fan_out
+
+    def flat_map(self, element: list[PackedRow]) -> list[PackedRow]:
+        return element
+
+
 def _markers(names: Collection[str], judged: JudgedDocument) -> dict[str, Any]:
     """What grain's packer packs: arrays as long as what the document takes of each of `names`."""
     fit = judged.fit
@@ -255,58 +317,3 @@ def _markers(names: Collection[str], judged: JudgedDocument) -> dict[str, Any]:
         "segments": fit.segments,
     }
     return {"judged": judged, **{name: np.zeros(takes[name], np.int8) for name in names}}
-
-
-FirstRun = Callable[[Sequence[JudgedDocument]], tuple[int, list[Document]]]
-
-
-class _Runs(grain.IterDataset):
-    """Divides buffers into consecutive runs of their documents with `first_run`."""
-
-    def __init__(self, buffers: grain.IterDataset, first_run: FirstRun) -> None:
-        super().__init__(buffers)
-        self._first_run = first_run
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _RunsIterator(iter(self.parents[0]), self._first_run)
-
-    def __str__(self) -> str:
-        return "Runs"
-
-
-class _RunsIterator(grain.DatasetIterator):
-    """State: the parent's state before the buffer, and how many of the buffer's documents were yielded."""
-
-    def __init__(self, buffers: grain.DatasetIterator, first_run: FirstRun) -> None:
-        super().__init__(buffers)
-        self._buffers = buffers
-        self._first_run = first_run
-        self._start(buffers.get_state(), 0)
-
-    def _start(self, before: dict[str, Any], emitted: int) -> None:
-        self._before, self._emitted = before, emitted
-        self._buffer: Sequence[JudgedDocument] | None = None  # None: not read yet
-
-    def __next__(self) -> list[Document]:
-        while True:
-            if self._buffer is None:
-                self._buffer = next(self._buffers)
-            rest = self._buffer[self._emitted :]
-            if not rest:
-                raise ValueError(
-                    f"the state says {self._emitted} documents of a buffer were handed out, but it holds "
-                    f"{len(self._buffer)}; restore with the data and packing settings it was saved with"
-                )
-            taken, run = self._first_run(rest)
-            self._emitted += taken
-            if self._emitted == len(self._buffer):
-                self._start(self._buffers.get_state(), 0)
-            if run:
-                return run
-
-    def get_state(self) -> dict[str, Any]:
-        return {"packer": self._before, "emitted": self._emitted}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._buffers.set_state(state["packer"])
-        self._start(state["packer"], state["emitted"])

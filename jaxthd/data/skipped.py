@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 from jaxthd.files.jsonl import append_line, keep_lines
 
+FILTERED = "data.filter."
+"""How the reason begins where a filter has dropped an item."""
+
 
 class Skipped(NamedTuple):
     """An item that cannot be used, and why. Runs skip these, count them and list them."""
@@ -54,7 +57,7 @@ class SkipLog:
         with self._lock:
             if (manifest, key) not in self._skipped:
                 self._skipped[manifest, key] = reason
-                self._counts[manifest] += 1
+                self._counts[manifest] += not reason.startswith(FILTERED)
             if (manifest, key) not in self._listed:
                 self._listed[manifest, key] = reason
                 if self._writes:
@@ -72,14 +75,20 @@ class SkipLog:
         return len(self._listed)
 
     def count(self, manifests: Collection[str]) -> int:
-        """Number of items of these data sets that this call has skipped."""
+        """Number of items of these data sets that this call has skipped, without those filtered."""
         return sum(self._counts[manifest] for manifest in set(manifests))
 
-    def reasons(self, manifests: Collection[str], *, this_call: bool = False) -> list[str]:
-        """Why each item of these data sets was skipped, in the whole run or in this call alone."""
+    def reasons(
+        self, manifests: Collection[str], *, this_call: bool = False, filtered: bool = False
+    ) -> list[str]:
+        """Why each item of these data sets was skipped, in the whole run or in this call alone.
+
+        filtered: those that a filter has dropped; else the others.
+        """
         with self._lock:
             found = self._skipped if this_call else self._listed
-            return [why for (manifest, _), why in found.items() if manifest in manifests]
+            reasons = [why for (manifest, _), why in found.items() if manifest in manifests]
+        return [why for why in reasons if why.startswith(FILTERED) == filtered]
 
     def news(self) -> list[list[str]]:
         """The arguments of every `add` since the last call, for the process that writes them."""

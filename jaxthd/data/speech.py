@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxthd.config import Config
-from jaxthd.data.audio.features import DITHER, HOP, document_rng, log_mel, spec_augment
+from jaxthd.config import Config, FilterConfig
+from jaxthd.data.audio.augment import Augmentation
+from jaxthd.data.audio.features import DITHER, HOP, SAMPLE_RATE, document_rng, log_mel, spec_augment
 from jaxthd.data.audio.recordings import chunk_audio, from_samples, load_audio
 from jaxthd.data.example import Clip, Example, Samples
+from jaxthd.data.filters import Filter
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import Tokenizer
@@ -34,28 +36,42 @@ class SpeechDocuments:
     PromptTemplate writes the turns. Audio longer than model.encoder.chunk_seconds becomes several encoder
     chunks, each normalised by itself. Audio that exceeds data.audio_capacity is not decoded to its end.
     train: dithers the audio and masks its features; the draws depend on (data.seed, epoch, key) alone.
+    filtered: items whose duration the data set does not give are judged by data.filter here; the others have
+    been before (Filter.sift). augmentation: how recordings are changed, if `train`.
     Raises UserError on construction, as PromptTemplate does.
     """
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, *, train: bool) -> None:
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        *,
+        train: bool,
+        filtered: bool = False,
+        augmentation: Augmentation | None = None,
+    ) -> None:
         self._template = PromptTemplate(config.data, tokenizer)
         self._audio_id = tokenizer.audio_id
         self._encoder = config.model.encoder
         self._most_seconds = config.data.audio_capacity / 100 + 0.01
         self._seed = config.data.seed
-        self._augment = config.data.spec_augment
-        self._train = train
+        self._spec_augment = config.data.spec_augment
+        self._train, self._augmentation = train, augmentation if train else None
+        self._filter = Filter(config.data.filter if filtered else FilterConfig(), tokenizer)
 
-    def __call__(self, example: Example, epoch: int) -> Document | Skipped:
+    def __call__(self, example: Example, epoch: int = 0) -> Document | Skipped:
         try:
             written = self._written(example)
             dither_rng = document_rng(self._seed, epoch, example.key) if self._train else None
             clips = []
-            for number, clip in enumerate(example.clips):
-                clips.append(self._features(clip, dither_rng))
+            for number, samples in enumerate(self._samples(example)):
+                if self._augmentation:
+                    key = f"{example.key}/augment/{number}"
+                    samples = self._augmentation(samples, self._seed, epoch, key, self._most_seconds)
+                clips.append(self._features(samples, dither_rng))
                 if self._train:
                     rng = document_rng(self._seed, epoch, f"{example.key}/spec_augment/{number}")
-                    clips[-1] = spec_augment(clips[-1], self._augment, rng)
+                    clips[-1] = spec_augment(clips[-1], self._spec_augment, rng)
         except ValueError as error:
             return Skipped(example.key, str(error))
         document = Document.splice(example.key, written.tokens, written.supervised, clips, self._audio_id)
@@ -85,19 +101,30 @@ class SpeechDocuments:
         Nothing is dithered, masked or supervised. Raises ValueError for an example that cannot be used.
         """
         tokens = self._template.prompt(example.turns)
-        clips = [self._features(clip, None) for clip in example.clips]
+        clips = [self._features(samples, None) for samples in self._samples(example)]
         return Document.splice(example.key, tokens, [False] * len(tokens), clips, self._audio_id)
 
-    def _features(self, clip: Clip | Samples, rng: np.random.Generator | None) -> list[np.ndarray]:
-        """The recording's encoder chunks, [frames, mels] each. Raises AudioError, a ValueError."""
+    def _samples(self, example: Example) -> list[np.ndarray]:
+        """The recordings as 16 kHz mono. Raises AudioError, and ValueError for an item that is dropped."""
+        found = [self._decoded(clip) for clip in example.clips]
+        if self._filter and example.duration is None:
+            why = self._filter.why_dropped(example, sum(map(len, found)) / SAMPLE_RATE)
+            if why:
+                raise ValueError(why)
+        return found
+
+    def _decoded(self, clip: Clip | Samples) -> np.ndarray:
         if self._encoder is None:
             raise ValueError("it holds a recording, and the model has no encoder")
         if isinstance(clip, Samples):
-            samples = from_samples(clip, self._most_seconds)
-        else:
-            samples = load_audio(
-                clip.path, clip.offset, clip.duration, self._most_seconds, clip.member, clip.channels
-            )
+            return from_samples(clip, self._most_seconds)
+        return load_audio(
+            clip.path, clip.offset, clip.duration, self._most_seconds, clip.member, clip.channels
+        )
+
+    def _features(self, samples: np.ndarray, rng: np.random.Generator | None) -> list[np.ndarray]:
+        """The recording's encoder chunks, [frames, mels] each."""
+        assert self._encoder is not None
         dither = 0.0 if rng is None else DITHER
         chunks = chunk_audio(samples, round(self._encoder.chunk_seconds * 100) * HOP)
         return [log_mel(chunk, self._encoder.num_mels, dither=dither, rng=rng) for chunk in chunks]

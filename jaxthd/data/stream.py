@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import grain
 
-from jaxthd.data.packer import JudgedDocument, PackDocuments
+from jaxthd.data.packer import PackDocuments
+from jaxthd.data.runs import JudgedDocument
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.workers import Workers
 from jaxthd.errors import UserError
@@ -121,7 +122,7 @@ class _Sift:
             self._pack.on_skip(document.key, document.reason)
         else:
             judged = self._pack.judge(document)
-            if judged and not judged.fit.misfit:
+            if not judged.fit.misfit:
                 self._without_fit.clear()
                 return judged
         self._without_fit[loaded.source] += 1

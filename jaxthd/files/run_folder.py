@@ -23,15 +23,23 @@ _RENAMED = {"mamba_chunk": "scan_chunk"}
 """Names of fields in an older jaxthd, before the fields moved to compute."""
 
 
+EMA = "+ema"
+
+
 def is_run(folder: Path) -> bool:
     """Whether the folder holds checkpoints of a run."""
     return (folder / "checkpoints").is_dir()
 
 
 def source_of(source: str | Path) -> tuple[Path, str]:
-    """(a source's path, which of a run's checkpoints is meant: "newest", "best" or a step)."""
+    """(a source's path, which of a run's checkpoints is meant: "newest", "best" or a step).
+
+    With EMA after it ("best+ema"), the averaged parameters of that checkpoint are meant.
+    """
     path, mark, which = str(source).rpartition("@")
-    if mark and (which in ("newest", "best") or which.isdecimal()):
+    which = f"newest{EMA}" if which == "ema" else which
+    number = which.removesuffix(EMA)
+    if mark and (number in ("newest", "best") or number.isdecimal()):
         return Path(path), which
     return Path(source), "newest"
 
@@ -137,6 +145,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
         raise DamagedConfigError(
             f"{file} cannot be read ({error}); expected the settings of the run beside it: copy it anew"
         ) from error
+    _with_trackers(stored)
     older = _older_fields(stored)
     if older:
         fields = "".join(f"\n  {name} is now {new}" for name, new in older.items())
@@ -146,6 +155,14 @@ def _read_settings(file: Path) -> dict[str, Any]:
             "that wrote it. To start anew, choose another --workdir"
         )
     return stored
+
+
+def _with_trackers(stored: dict[str, Any]) -> None:
+    """Replaces train.tensorboard, which older runs have, by train.trackers."""
+    train = stored.get("train")
+    if isinstance(train, dict) and "tensorboard" in train:
+        wanted = train.pop("tensorboard")
+        train.setdefault("trackers", ["tensorboard"] if wanted else [])
 
 
 def _older_fields(stored: Mapping[str, Any]) -> dict[str, str]:

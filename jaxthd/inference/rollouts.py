@@ -1,7 +1,8 @@
 """Rollouts: groups of answers drawn to prompts, each token with its log-probability.
 
     rollouts = Rollouts(config, mesh, stop_ids=PromptTemplate(config.data, tokenizer).stop_ids)
-    for group in rollouts.draw(params, buffers, prompts, seed=0, step=12):
+    weights = rollouts.on_own_mesh(params, buffers)
+    for group in rollouts.draw(*weights, prompts, seed=0, step=12):
         for answer in group:
             answer.tokens, answer.log_probs, answer.ended
 
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int32
 
 from jaxthd.config import Config
@@ -30,8 +31,9 @@ from jaxthd.packing.document import Document
 from jaxthd.packing.fit import BufferLimits, Fit
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.prompts import whole_prompts
-from jaxthd.parallel.mesh import local_rows, put_batch, put_rows
+from jaxthd.parallel.mesh import AXES, local_rows, put_batch, put_rows
 from jaxthd.steps.blueprint import Blueprint, Tree
+from jaxthd.steps.resharding import Resharding, same_devices
 from jaxthd.steps.rollout import admitted_specs, make_rollout_steps
 
 
@@ -65,23 +67,26 @@ class RolloutCounts(NamedTuple):
 
 
 def for_rollouts(config: Config) -> Config:
-    """The config whose buffers are pages of prompts: a row for each data rank."""
+    """The config of drawing: on rollout.mesh, with pages of prompts as buffers, a row for each data rank."""
+    mesh = config.rollout_mesh
     most = places_of_rank(config) // config.rollout.group_size
-    data = replace(config.data, rows=config.mesh.data, max_documents=most, packing="first_fit")
-    return replace(config, data=data, train=replace(config.train, microbatches=1))
+    data = replace(config.data, rows=mesh.data, max_documents=most, packing="first_fit")
+    return replace(config, mesh=mesh, data=data, train=replace(config.train, microbatches=1))
 
 
 def places_of_rank(config: Config) -> int:
     """Places of a data rank: its share of rollout.answers_at_once, and room for a group at least; a multiple
     of the context ranks, which share them."""
-    rollout, mesh = config.rollout, config.mesh
+    rollout, mesh = config.rollout, config.rollout_mesh
     share = max(-(-rollout.answers_at_once // mesh.data), rollout.group_size)
     return -(-share // mesh.context) * mesh.context
 
 
 class Rollouts:
-    """Draws answers, on any mesh. config.rollout gives the settings.
+    """Draws answers. config.rollout gives the settings.
 
+    mesh: that of config.mesh, where the weights are. rollout.mesh may name another one over its devices, on
+    which answers are drawn (on_own_mesh).
     stop_ids: the tokens that end an answer; the first one is padding.
     The prompts of a page fit config.data.capacity token slots and audio_capacity mel frames.
     counts: of the last groups drawn.
@@ -90,10 +95,56 @@ class Rollouts:
     def __init__(self, config: Config, mesh: Mesh, *, stop_ids: tuple[int, ...]) -> None:
         self.config, self.stop_ids = for_rollouts(config), stop_ids
         self.counts = RolloutCounts()
-        self._mesh, self._pack, self._places = mesh, pack_documents(self.config), places_of_rank(config)
+        self._pack, self._places = pack_documents(self.config), places_of_rank(config)
+        blueprint, self._mesh = Blueprint(self.config), mesh
+        self._resharding: Resharding | None = None
+        if config.rollout_mesh != config.mesh:
+            self._mesh = same_devices(mesh, config.rollout_mesh)
+            self._resharding = Resharding(Blueprint(config), mesh, blueprint, self._mesh)
         self._steps = make_rollout_steps(
-            Blueprint(self.config), mesh, stop_ids=stop_ids, new_tokens=config.rollout.max_new_tokens
+            blueprint, self._mesh, stop_ids=stop_ids, new_tokens=config.rollout.max_new_tokens
         )
+
+    @property
+    def has_own_mesh(self) -> bool:
+        """Whether answers are drawn on another mesh than the one where the weights are."""
+        return self._resharding is not None
+
+    def on_own_mesh(self, params: Tree, buffers: Tree) -> tuple[Tree, Tree]:
+        """The weights, which are in their training form, for `draw` and `stream`: copied to rollout.mesh
+        (steps/resharding.py), or themselves where that is the mesh on which they are.
+        """
+        return self._resharding(params, buffers) if self._resharding else (params, buffers)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh on which answers are drawn."""
+        return self._mesh
+
+    def lowered(self, params: Tree, buffers: Tree) -> dict[str, Any]:
+        """The programs "empty", "prefill" and "decode", lowered for weights of these shapes and shardings on
+        rollout.mesh. Nothing is allocated but a page without prompts.
+        """
+        steps: Any = self._steps
+        rollout, ranks = self.config.rollout, self.config.mesh.data
+        occupancy = Occupancy(
+            [], self._pack.limits, ranks=ranks, places=self._places, group_size=rollout.group_size
+        )
+        nothing = self._inputs(occupancy.nothing(), [], [])
+        how = rollout.temperature, rollout.top_k, rollout.top_p
+        sampling = make_sampling(*how, self.config.compute.dtype)
+        weights = params, buffers
+        on = NamedSharding(self._mesh, PartitionSpec(AXES))
+        places = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on),
+            jax.eval_shape(steps.empty, *weights, *nothing, sampling),
+        )
+        every = np.int32(rollout.tokens_at_once)
+        return {
+            "empty": steps.empty.lower(*weights, *nothing, sampling),
+            "prefill": steps.prefill.lower(*weights, places, *nothing, sampling),
+            "decode": steps.decode.lower(*weights, places, sampling, every),
+        }
 
     @property
     def compilations(self) -> int:
@@ -125,7 +176,7 @@ class Rollouts:
     ) -> Iterator[tuple[int, list[Rollout]]]:
         """Yields (the prompt's number, its answers), each group as soon as all of it has ended.
 
-        params, buffers: in their training form (steps/state.py). prompts: documents without answers.
+        params, buffers: of on_own_mesh. prompts: documents without answers.
         A draw depends on (seed, step, the prompt's key, the sample's number, the token's number) alone.
         first_sample: the number of a group's first sample. What is None is as in config.rollout.
         All processes call it with the same arguments, and get the same.

@@ -9,19 +9,18 @@ some of the parameters has None for the others.
 
 import difflib
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
 from jaxthd.config import AdaptConfig, Config
-from jaxthd.models.layers import Linear
+from jaxthd.models.layers import Linear, column_squares, norm_ratio
 from jaxthd.models.mixers import MoE
 
 Tree = Any
@@ -91,8 +90,15 @@ def add_lora(model: nnx.Module, adapt: AdaptConfig, key: Array) -> None:
     if adapt.lora_rank:
         for name, linear in projections(model).items():
             if matches(name, adapt.lora_targets):
-                own_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-                linear.add_lora(adapt.lora_rank, adapt.lora_alpha / adapt.lora_rank, own_key)
+                number = zlib.crc32(name.encode())
+                linear.add_lora(
+                    adapt.lora_rank,
+                    adapt.lora_alpha / adapt.lora_rank,
+                    jax.random.fold_in(key, number),
+                    dora=adapt.dora,
+                    dropout=adapt.lora_dropout,
+                    number=number,
+                )
 
 
 def fp8_projections(model: nnx.Module) -> dict[str, Linear]:
@@ -150,7 +156,8 @@ def join(some: Tree, rest: Tree) -> Tree:
 
 
 def merge_lora(params: Tree, config: Config) -> tuple[Tree, Config]:
-    """A model without LoRA that computes the same: w becomes w + alpha / rank * a @ b. And its config.
+    """A model without LoRA that computes the same: w becomes w + alpha / rank * a @ b, with DoRA's
+    magnitudes. And its config.
 
     params: arrays of any sharding, in the training form too. The sum is computed in their own dtype (float32
     or float64), at full precision. Arrays without LoRA are returned as they are.
@@ -160,18 +167,30 @@ def merge_lora(params: Tree, config: Config) -> tuple[Tree, Config]:
         return params, config
     scale = adapt.lora_alpha / adapt.lora_rank
 
-    def merged(node: Tree) -> Tree:
-        if not isinstance(node, dict):
-            return node
-        plain = {name: merged(child) for name, child in node.items() if name != "lora"}
-        if "lora" in node:
-            plain["w"] = _sum(plain["w"], node["lora"]["a"], node["lora"]["b"], scale)
-        return plain
+    def merged(w: Any, lora: Tree) -> Array:
+        return _sum(w, lora, scale)
 
-    return merged(params), replace(config, adapt=replace(adapt, lora_rank=0))
+    plain_config = replace(config, adapt=replace(adapt, lora_rank=0, lora_dropout=0.0, dora=False))
+    return without_lora(params, merged), plain_config
 
 
-@partial(jax.jit, static_argnums=3)
-def _sum(w_DF: Array, a_Dr: Array, b_rF: Array, scale: float) -> Array:
+def without_lora(params: Tree, merged: Callable[[Any, Tree], Any] | None = None) -> Tree:
+    """The tree without LoRA's matrices. merged: (w, its matrices by name) -> what becomes of w; None: it
+    stays."""
+    if not isinstance(params, dict):
+        return params
+    plain = {name: without_lora(child, merged) for name, child in params.items() if name != "lora"}
+    if "lora" in params and merged:
+        plain["w"] = merged(plain["w"], params["lora"])
+    return plain
+
+
+@partial(jax.jit, static_argnums=2)
+def _sum(w_DF: Array, lora: dict[str, Array], scale: float) -> Array:
     """Works on stacked layers too."""
-    return w_DF + scale * jnp.matmul(a_Dr, b_rF, precision=jax.lax.Precision.HIGHEST)
+    with jax.default_matmul_precision("highest"):
+        sum_DF = w_DF + scale * (lora["a"] @ lora["b"])
+        if "m" not in lora:
+            return sum_DF
+        ratio_F = norm_ratio(column_squares(w_DF, lora["a"], lora["b"], scale))
+    return sum_DF * (lora["m"] * ratio_F)[..., None, :]

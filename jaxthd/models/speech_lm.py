@@ -179,13 +179,16 @@ class SpeechLM(nnx.Module):
         self, batch: Batch, depths: int, *, axes: tuple[str, ...], train: bool
     ) -> tuple[list[Array], dict[str, Any]]:
         rows, tokens = batch.tokens.shape
+        if batch.embeddings is not None:
+            alone = not (batch.has_audio or depths)
+            return [self._given(batch.embeddings, alone=alone)], self._encoder_buffers()
 
         def with_future(own_RT: Array, future_RKT: Array) -> Array:
             return jnp.concatenate([own_RT[:, None], future_RKT[:, :depths]], axis=1).reshape(rows, -1)
 
         tokens_RL = with_future(batch.tokens, batch.future_tokens)
         x_RLD = self.embed_tokens(jnp.maximum(tokens_RL, 0).reshape(-1)).reshape(*tokens_RL.shape, -1)
-        buffers: dict[str, Any] = nnx.to_pure_dict(nnx.state(self.encoder, Buffer)) if self.encoder else {}
+        buffers = self._encoder_buffers()
         if batch.has_audio:
             audio_RED, buffers = self._encode(batch, axes=axes, train=train)
             slots_RL1 = with_future(batch.audio_slots, batch.future_audio_slots)[..., None]
@@ -194,6 +197,19 @@ class SpeechLM(nnx.Module):
         x_RJTD = x_RLD.reshape(rows, 1 + depths, tokens, -1)
         each = [self.residual.own(x_RJTD[:, j].reshape(rows * tokens, -1)) for j in range(1 + depths)]
         return each, buffers
+
+    def _given(self, embeddings_RTD: Array, *, alone: bool) -> Float[Array, "n D"]:
+        """Embeddings that the batch brings along. alone: without audio, and without future tokens."""
+        dim = self.config.llm.dim
+        if embeddings_RTD.shape[-1] != dim or not alone:
+            raise ValueError(
+                f"the batch brings embeddings of {embeddings_RTD.shape[-1]} dims, {'no' * alone or 'and'} "
+                f"audio or future tokens; expected {dim} dims (model.llm.dim), and neither of these"
+            )
+        return self.residual.own(embeddings_RTD.reshape(-1, dim).astype(self.compute.dtype))
+
+    def _encoder_buffers(self) -> dict[str, Any]:
+        return nnx.to_pure_dict(nnx.state(self.encoder, Buffer)) if self.encoder else {}
 
     def embed_tokens(self, tokens_N: Int32[Array, " N"]) -> Float[Array, "N D"]:
         """Embeddings of tokens, on all ranks that share the vocabulary."""

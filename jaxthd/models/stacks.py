@@ -52,12 +52,20 @@ def from_stages(tree: Any, stages: Stages) -> Any:
 def _of_layers(change: Callable[[str, Any], Array], tree: Any, stages: Stages) -> Any:
     if len(stages.patterns) == 1:
         return tree
-    letters = {kind.name: letter for letter, kind in LAYER_KINDS.items()}
 
     def leaf(path: tuple[Any, ...], x: Any) -> Any:
-        names = [str(getattr(key, "key", "")) for key in path]
-        if "layers" not in names or "mtp" in names:  # all ranks hold the mtp layers whole
-            return x
-        return change(letters[names[names.index("layers") + 1]], x)
+        letter = letter_of(path)
+        return x if letter is None else change(letter, x)
 
     return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def letter_of(path: tuple[Any, ...]) -> str | None:
+    """The letter of the stack of layers that an array belongs to; None for one of no stack that a pipeline
+    divides. path: jax's, in a tree with the names of the module tree.
+    """
+    names = [str(getattr(key, "key", "")) for key in path]
+    if "layers" not in names or "mtp" in names:  # all ranks hold the mtp layers whole
+        return None
+    kind = names[names.index("layers") + 1]
+    return next(letter for letter, each in LAYER_KINDS.items() if each.name == kind)

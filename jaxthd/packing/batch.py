@@ -1,15 +1,15 @@
 """The batch: what the loader hands to the step. Every array has a fixed shape; its first dim is rows.
 
 Legend: R rows (buffers, sharded over the data axis), T token slots of a row (sharded over the context axis,
-in context-layout order), K depths of multi-token prediction (0: none, and no data), A mel frame slots of a
-row over all its audio ranks, M mel bands, E = A / 8 encoder frames.
+in context-layout order), K depths of multi-token prediction (0: none, and no data), D model dim, A mel frame
+slots of a row over all its audio ranks, M mel bands, E = A / 8 encoder frames.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int32
+from jaxtyping import Bool, Float, Float32, Int32, UInt32
 
 AUDIO_FIELDS = ("audio_slots", "mels", "mel_mask", "chunk_ids", "chunk_positions", "future_audio_slots")
 """Fields of Batch that are None in a batch packed without room for audio."""
@@ -17,6 +17,8 @@ AUDIO_FIELDS = ("audio_slots", "mels", "mel_mask", "chunk_ids", "chunk_positions
 
 class Batch(NamedTuple):
     """One step's data: NumPy arrays on the host, jax arrays (sharded) on devices. A pytree.
+
+    A row by itself, as PackDocuments yields it, has no dim R, and None for fields without depths.
 
     AUDIO_FIELDS are None in a batch packed without room for audio, as for a model without an encoder.
 
@@ -43,6 +45,9 @@ class Batch(NamedTuple):
         where every document is one segment, and so has the number of its segment.
     prefixes: the id of the segment that the token's segment continues, as an answer continues its prompt; 0
         for a segment that stands alone. None where all do.
+    embeddings: of the tokens, in place of those that the model has for their ids; 0.0 in padding. None where
+        the ids are embedded.
+    draws: what dropout draws for the token (ops/dropout.py). None where nothing is dropped; the step adds it.
 
     A document with several answers (Document.answers) is several segments. Where its prompt is shared, one
     segment holds the prompt without its last token, and each answer's segment begins with that token again,
@@ -66,6 +71,8 @@ class Batch(NamedTuple):
     extras: dict[str, Any] = {}  # noqa: RUF012 (nobody changes it)
     document_ids: Int32[Any, "R T"] | None = None
     prefixes: Int32[Any, "R T"] | None = None
+    embeddings: Float[Any, "R T D"] | None = None
+    draws: UInt32[Any, "R T"] | None = None
 
     @property
     def has_audio(self) -> bool:
@@ -83,8 +90,44 @@ class Batch(NamedTuple):
         return self.segment_ids if self.document_ids is None else self.document_ids
 
 
+def with_rows(batch: Batch) -> Batch:
+    """The batch as the step takes it, from rows that grain has batched, or from a row by itself.
+
+    Adds the dim of rows where there is none, and arrays for no depths of multi-token prediction.
+    """
+    if np.ndim(batch.tokens) == 1:
+        batch = _of_arrays(batch, lambda x: x[None])
+    if batch.future_tokens is not None:
+        return batch
+    rows, tokens = batch.tokens.shape
+    ids = np.zeros((rows, 0, tokens), np.int32)
+    slots = ids if batch.has_audio else None
+    weights = ids.astype(np.float32)
+    return batch._replace(
+        future_tokens=ids, future_audio_slots=slots, future_targets=ids, future_weights=weights
+    )
+
+
+def without_rows(batch: Batch) -> Batch:
+    """The only row of a batch, by itself: arrays without the dim R, and None for those without an element,
+    which grain cannot share between processes.
+    """
+    return _of_arrays(batch, lambda x: x[0] if x.size else None)
+
+
+def _of_arrays(batch: Batch, change: Callable[[Any], Any]) -> Batch:
+    """Changes every array. Without jax, which worker processes do not import."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: change(x) for name, x in value.items()}
+        return None if value is None else change(value)
+
+    return Batch(*map(changed, batch))
+
+
 def concatenate_rows(batches: Sequence[Batch]) -> Batch:
-    """One host batch with the rows of all of these, in order.
+    """One host batch with the rows of all of these, in order; each is a batch, or a row by itself.
 
     Raises ValueError where a field is None in some of them only: they were packed with different settings.
     """
@@ -102,4 +145,4 @@ def concatenate_rows(batches: Sequence[Batch]) -> Batch:
             return {name: np.concatenate([each[name] for each in values]) for name in values[0]}
         return np.concatenate(values)
 
-    return Batch(*map(joined, zip(*batches, strict=True)))
+    return Batch(*map(joined, zip(*map(with_rows, batches), strict=True)))

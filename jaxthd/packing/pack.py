@@ -5,6 +5,7 @@ depths of multi-token prediction.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -19,8 +20,9 @@ from jaxthd.packing.fit import BufferLimits
 from jaxthd.packing.layout import ContextLayout
 
 
-class PackReport(NamedTuple):
-    """Statistics of a row.
+@dataclass(frozen=True)
+class PackReport:
+    """Statistics of a row. It is no NamedTuple, which grain would take for a tree of arrays.
 
     keys: the documents' keys, in buffer order: keys[d - 1] names document d (Batch.documents).
     real_tokens: token slots that are not padding. supervised_tokens: positions with weight 1.
@@ -53,7 +55,7 @@ class _Placed(NamedTuple):
         return self.start + len(self.indices)
 
 
-class _Tokens(NamedTuple):
+class TokenArrays(NamedTuple):
     """A row's token arrays in document order, named as in Batch."""
 
     tokens: Int32[np.ndarray, " T"]
@@ -63,6 +65,13 @@ class _Tokens(NamedTuple):
     positions: Int32[np.ndarray, " T"]
     document_ids: Int32[np.ndarray, " T"]
     prefixes: Int32[np.ndarray, " T"]
+
+    @classmethod
+    def empty(cls, capacity: int) -> "TokenArrays":
+        """Those of a row that is all padding, to be written to."""
+        tokens, targets, segment_ids, positions, document_ids, prefixes = np.zeros((6, capacity), np.int32)
+        weights = np.zeros(capacity, np.float32)
+        return cls(tokens, targets, weights, segment_ids, positions, document_ids, prefixes)
 
 
 class _Audio(NamedTuple):
@@ -136,7 +145,7 @@ def pack_row(
 
 
 def _report(
-    documents: Sequence[Document], row: _Tokens, audio: _Audio | None, work: Int[np.ndarray, " context"]
+    documents: Sequence[Document], row: TokenArrays, audio: _Audio | None, work: Int[np.ndarray, " context"]
 ) -> PackReport:
     return PackReport(
         keys=tuple(d.key for d in documents),
@@ -181,7 +190,7 @@ def _place(documents: Sequence[Document], limits: BufferLimits) -> list[_Placed]
     return placed
 
 
-def _keys_before(row: _Tokens) -> Int[np.ndarray, " T"]:
+def _keys_before(row: TokenArrays) -> Int[np.ndarray, " T"]:
     """How many tokens precede each one, those of the segment that its own continues included."""
     lengths = np.bincount(row.segment_ids, minlength=1)
     lengths[0] = 0
@@ -211,19 +220,18 @@ def _write_extras(
     return {name: x[perm][None] for name, x in extras.items()}
 
 
-def _write_tokens(documents: Sequence[Document], placed: Sequence[_Placed], capacity: int) -> _Tokens:
-    tokens, targets, segment_ids, positions, document_ids, prefixes = np.zeros((6, capacity), np.int32)
-    weights = np.zeros(capacity, np.float32)
+def _write_tokens(documents: Sequence[Document], placed: Sequence[_Placed], capacity: int) -> TokenArrays:
+    row = TokenArrays.empty(capacity)
     for number, (d, start, indices, prefix) in enumerate(placed, 1):
         end, document = start + len(indices), documents[d - 1]
-        tokens[start:end] = document.tokens[indices]
-        segment_ids[start:end] = number
-        positions[start:end] = np.arange(len(indices))
-        document_ids[start:end], prefixes[start:end] = d, prefix
+        row.tokens[start:end] = document.tokens[indices]
+        row.segment_ids[start:end] = number
+        row.positions[start:end] = np.arange(len(indices))
+        row.document_ids[start:end], row.prefixes[start:end] = d, prefix
         supervised, after = document.supervised[indices[1:]], document.tokens[indices[1:]]
-        weights[start : end - 1] = supervised
-        targets[start : end - 1] = np.where(supervised, after, 0)
-    return _Tokens(tokens, targets, weights, segment_ids, positions, document_ids, prefixes)
+        row.weights[start : end - 1] = supervised
+        row.targets[start : end - 1] = np.where(supervised, after, 0)
+    return row
 
 
 def _write_audio(
@@ -266,7 +274,14 @@ def _write_audio(
     return _Audio(audio_slots, mels, mel_mask, chunk_ids, chunk_positions)
 
 
-def _future(row: _Tokens, audio: _Audio | None, depths: int) -> dict[str, Shaped[np.ndarray, "K T"]]:
+def laid_out(row: TokenArrays, perm: Int32[np.ndarray, " T"], depths: int) -> Batch:
+    """The batch of a row of tokens alone, one segment a document. row: in document order. perm, depths: as in
+    pack_row."""
+    batch = _as_batch(row, None, _future(row, None, depths), perm)
+    return batch._replace(document_ids=None, prefixes=None)
+
+
+def _future(row: TokenArrays, audio: _Audio | None, depths: int) -> dict[str, Shaped[np.ndarray, "K T"]]:
     """The batch's fields for multi-token prediction, from a row in document order."""
     sources = [("tokens", row.tokens, -1), ("targets", row.targets, 0), ("weights", row.weights, 0)]
     if audio:
@@ -282,7 +297,7 @@ def _future(row: _Tokens, audio: _Audio | None, depths: int) -> dict[str, Shaped
 
 
 def _as_batch(
-    row: _Tokens,
+    row: TokenArrays,
     audio: _Audio | None,
     future: dict[str, Shaped[np.ndarray, "K T"]],
     perm: Int32[np.ndarray, " T"],

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
@@ -9,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxthd.config import MeshConfig
+from jaxthd.config import Config, MeshConfig
 from jaxthd.errors import UserError
-from jaxthd.packing.batch import Batch
+from jaxthd.packing.batch import Batch, with_rows
 
 DATA, CONTEXT, PIPELINE, TENSOR = AXES = ("data", "context", "pipeline", "tensor")
 Rows = TypeVar("Rows")
@@ -44,6 +45,46 @@ def make_mesh(config: MeshConfig) -> Mesh:
         )
     axis_types = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(config.sizes, AXES, axis_types=axis_types, devices=jax.devices()[: config.devices])
+
+
+def adopt_mesh(
+    mesh: Mesh,
+    *,
+    data: str | Sequence[str] | None = None,
+    context: str | Sequence[str] | None = None,
+    pipeline: str | Sequence[str] | None = None,
+    tensor: str | Sequence[str] | None = None,
+) -> Mesh:
+    """A mesh that was made elsewhere, with the axes that are used here; the same devices.
+
+    Each argument names the axes of `mesh` that become ours, the outer one first; None: the one of our name,
+    if there is one. Axes that are not there have one rank. with_mesh gives a config these sizes.
+    Raises UserError for names that the mesh lacks, and for axes of several ranks that are not named.
+    """
+    named = dict(zip(AXES, (data, context, pipeline, tensor), strict=True))
+    of_axes = {
+        axis: [axis] * (axis in mesh.axis_names)
+        if names is None
+        else [names] * isinstance(names, str) or names
+        for axis, names in named.items()
+    }
+    order = [name for names in of_axes.values() for name in names]
+    missing = [name for name in order if name not in mesh.axis_names]
+    left = [name for name in mesh.axis_names if name not in order and mesh.shape[name] > 1]
+    if missing or left or len(set(order)) < len(order):
+        raise UserError(
+            f"the mesh has the axes {dict(mesh.shape)}, and {order} were named; expected each axis of "
+            'several ranks once: name them, as in adopt_mesh(mesh, data=("replica", "fsdp"), tensor="model")'
+        )
+    unused = [name for name in mesh.axis_names if name not in order]
+    devices = mesh.devices.transpose([mesh.axis_names.index(name) for name in (*order, *unused)])
+    sizes = [math.prod(mesh.shape[name] for name in names) for names in of_axes.values()]
+    return Mesh(devices.reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def with_mesh(config: Config, mesh: Mesh) -> Config:
+    """The config with the sizes of a mesh that make_mesh or adopt_mesh has made."""
+    return replace(config, mesh=replace(config.mesh, **{axis: mesh.shape[axis] for axis in AXES}))
 
 
 def on_ranks(rank: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -125,6 +166,8 @@ def batch_specs() -> Batch:
         extras=tokens,  # type: ignore[arg-type]
         document_ids=tokens,
         prefixes=tokens,
+        embeddings=tokens,
+        draws=tokens,
     )
 
 
@@ -156,5 +199,5 @@ def put_rows(rows: Rows, specs: Rows, mesh: Mesh) -> Rows:
 
 
 def put_batch(batch: Batch, mesh: Mesh) -> Batch:
-    """Puts a batch on the mesh. On the host it holds this process's local_rows."""
-    return put_rows(batch, batch_specs(), mesh)
+    """Puts a batch, or a row by itself, on the mesh. On the host it holds this process's local_rows."""
+    return put_rows(with_rows(batch), batch_specs(), mesh)

@@ -11,13 +11,17 @@ import soundfile
 from jaxtyping import Float, Int
 
 from jaxthd.config import Config
+from jaxthd.data.audio.cells import CellError
 from jaxthd.data.audio.features import HOP, SAMPLE_RATE
 from jaxthd.data.audio.recordings import MIN_SAMPLES, chunk_audio, open_recording
 from jaxthd.data.example import Clip, Example, Samples
+from jaxthd.data.filters import Filter
 from jaxthd.data.sources.registry import read_source, training_sources
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
+from jaxthd.objectives import make_objective
+from jaxthd.objectives.answers import draws_answers
 from jaxthd.packing.answers import segment_lengths
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 
@@ -52,7 +56,8 @@ def read_examples(config: Config) -> list[list[Example]]:
             f"{len(data.manifest)} manifests and {len(data.weights)} weights; expected one manifest or more, "
             "and no weights or one for each: correct data.manifest or data.weights"
         )
-    for number, source in enumerate(training_sources(data)):
+    objective = make_objective(config.train.objective, config.train.objective_options)
+    for number, source in enumerate(training_sources(data, prompts=draws_answers(objective))):
         examples, skipped = read_source(source, data, number)
         print(f"{source.title}: {len(examples):,} documents, {len(skipped):,} lines skipped")
         sources.append(examples)
@@ -74,7 +79,7 @@ def measure(examples: Sequence[Example], config: Config) -> tuple[Lengths, int]:
     model cannot use examples with recordings.
     """
     tokenizer = load_tokenizer(config.data.tokenizer)
-    template = PromptTemplate(config.data, tokenizer)
+    template, kept = PromptTemplate(config.data, tokenizer), Filter(config.data.filter, tokenizer)
     encoder, share_prompts = config.model.encoder, config.posttraining.share_prompts
     chunk_samples = round(encoder.chunk_seconds * 100) * HOP if encoder else 0
     clips = [clip for example in examples for clip in example.clips]
@@ -88,6 +93,8 @@ def measure(examples: Sequence[Example], config: Config) -> tuple[Lengths, int]:
         except ValueError:
             continue
         if any(n < MIN_SAMPLES for n in found) or (found and not encoder):
+            continue
+        if kept.why_dropped(example, sum(found) / SAMPLE_RATE):
             continue
         chunks = [chunk_audio(np.broadcast_to(np.float32(0), n), chunk_samples) for n in found]
         mels = [len(chunk) // HOP for chunk in chain(*chunks)]
@@ -122,7 +129,7 @@ def clip_samples(clip: Clip | Samples) -> int:
     try:
         with open_recording(clip.path, clip.member) as header:
             rate, frames = header.samplerate, header.frames
-    except (soundfile.SoundFileError, OSError, TypeError):
+    except (soundfile.SoundFileError, OSError, TypeError, CellError):
         return 0
     return max(round((frames - round(clip.offset * rate)) * SAMPLE_RATE / rate), 0)
 

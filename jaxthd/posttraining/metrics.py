@@ -18,7 +18,8 @@ class GRPOFacts(NamedTuple):
 
     updates: of one pass over what was drawn. results: StepMetrics (jaxthd.steps.training) of Python numbers,
     of each update of all passes that has documents. seconds: of "rollout", "reward", "scoring", "training",
-    and of the whole "step". compilations: of all programs of the loop but the reference's.
+    of the whole "step", and of "resharding" where that happens. compilations: of all programs of the loop but
+    the reference's.
     """
 
     step: int
@@ -93,8 +94,9 @@ GRPO_METRICS: list[Metric] = [
         odd="Low: raise rollout.answers_at_once.",
     ),
     *(
-        Metric(f"{name}_seconds", "s", meaning, lambda x, name=name: x.seconds[name])  # type: ignore[misc]
+        Metric(f"{name}_seconds", "s", meaning, lambda x, name=name: x.seconds.get(name))  # type: ignore[misc]
         for name, meaning in (
+            ("resharding", "time of copying the weights to rollout.mesh, where that is another mesh"),
             ("rollout", "time of reading prompts and drawing answers"),
             ("reward", "time of waiting for rewards"),
             ("scoring", "time of packing, and of the log-probabilities that the updates compare with"),

@@ -1,17 +1,23 @@
-"""Metrics kept and shown: a line a step in metrics.jsonl, the same for TensorBoard, and the progress."""
+"""Metrics kept and shown: a line a step in metrics.jsonl, the same for trackers, and the progress."""
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from jaxthd.config import Config
 from jaxthd.errors import UserError
 from jaxthd.files.jsonl import append_line, keep_lines, read_lines
+from jaxthd.files.run_folder import flat
 from jaxthd.parallel.processes import is_first
 from jaxthd.run.progress import Progress
-from jaxthd.run.tensorboard import EventFile
+from jaxthd.run.trackers.background import BackgroundTracker
+from jaxthd.run.trackers.registry import TRACKERS
+from jaxthd.run.trackers.tracker import TrackedRun
 
 FILE = "metrics.jsonl"
 
@@ -34,16 +40,28 @@ class Metrics(NoMetrics):
 
     last_step: of the restored checkpoint. Later lines are of a run that was cut off, and are removed; where
     it is 0, all are.
-    steps: the run's last step. tensorboard: write WORKDIR/tensorboard too.
-    Raises OSError, naming the file, when one cannot be written.
+    steps: the run's last step. trackers: names in TRACKERS (jaxthd.run.trackers.registry) of what shows the
+    metrics too. settings: those of the run, for trackers, by their dotted names.
+    Raises OSError, naming the file, when metrics.jsonl cannot be written. A tracker never raises.
     """
 
-    def __init__(self, workdir: Path, last_step: int, steps: int, *, tensorboard: bool = True) -> None:
+    def __init__(
+        self,
+        workdir: Path,
+        last_step: int,
+        steps: int,
+        *,
+        trackers: Sequence[str] = ("tensorboard",),
+        settings: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._path = workdir / FILE
+        is_new = not self._path.exists()
         kept = keep_lines(self._path, lambda line: last_step > 0 and line["step"] <= last_step)
-        kept = [_null_is_nan(line) for line in kept]
-        self._events = EventFile(workdir / "tensorboard", kept) if tensorboard else None
         self._progress = Progress(steps)
+        run = TrackedRun(workdir, settings, [_null_is_nan(line) for line in kept], is_new)
+        self._trackers = [
+            BackgroundTracker(name, TRACKERS[name], run, self.say) for name in dict.fromkeys(trackers)
+        ]
 
     def step(self, line: Mapping[str, Any]) -> None:
         """Adds a line (metrics_line, with validation results if there are any) and its "time", Unix seconds.
@@ -52,22 +70,25 @@ class Metrics(NoMetrics):
         """
         timed = {**line, "time": round(time.time(), 3)}
         append_line(self._path, timed)
-        if self._events:
-            self._events.write(timed)
+        for tracker in self._trackers:
+            tracker.write(timed)
         self._progress.step(timed)
 
     def say(self, text: str) -> None:
         self._progress.say(text)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.close()
-        if self._events:
-            self._events.close()
+        for tracker in self._trackers:
+            tracker.close(failed=error[0] is not None)
 
 
-def open_metrics(workdir: Path, last_step: int, steps: int, *, tensorboard: bool) -> NoMetrics:
+def open_metrics(workdir: Path, last_step: int, config: Config) -> NoMetrics:
     """Metrics in process 0, NoMetrics in the others. Arguments: see Metrics."""
-    return Metrics(workdir, last_step, steps, tensorboard=tensorboard) if is_first() else NoMetrics()
+    if not is_first():
+        return NoMetrics()
+    train, settings = config.train, flat(asdict(config))
+    return Metrics(workdir, last_step, train.steps, trackers=train.trackers, settings=settings)
 
 
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:

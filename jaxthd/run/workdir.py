@@ -30,9 +30,12 @@ FREE = (
     "data.tarred_audio",
     "data.validation_manifest",
     "data.validation_tarred_audio",
+    "data.augment.noise_manifest",  # as the manifest
+    "data.augment.room_manifest",
     "data.workers",
     "data.prefetch",
     "data.max_skipped_share",
+    "rollout.mesh*",
     "rollout.answers_at_once",
     "rollout.tokens_at_once",
     "rollout.validation_prompts",
@@ -44,6 +47,7 @@ FREE = (
     "train.before",
     "train.init_from",  # it counts when a run starts
     "train.validate_every",
+    "train.validate_ema",
     "train.validation_batches",
     "train.max_new_tokens",
     "train.normaliser",
@@ -51,7 +55,7 @@ FREE = (
     "train.max_seconds",
     "train.checkpoint_every",
     "train.keep_checkpoints",
-    "train.tensorboard",
+    "train.trackers",
     "train.draw_last_batch",
 )
 """Fields that may differ when a run is continued: they do not change what is learned."""
@@ -71,7 +75,9 @@ OPTIMIZATION = (
     "train.objective_options",
     "train.steps",
     "train.learning_rate",
+    "train.schedule",
     "train.warmup_steps",
+    "train.decay_steps",
     "train.min_learning_rate",
     "train.beta?",
     "train.weight_decay",

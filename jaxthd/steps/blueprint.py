@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
@@ -16,7 +17,14 @@ from jaxthd.models.adapt import add_lora, trained, use_fp8
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.models.stacks import pipeline_stages
 from jaxthd.parallel.mesh import PIPELINE
-from jaxthd.parallel.params import DECODER_FSDP, Buffer, Init, parameter_dtype, partition_spec
+from jaxthd.parallel.params import (
+    DECODER_FSDP,
+    Buffer,
+    Init,
+    parameter_dtype,
+    partition_spec,
+    weight_decay_mask,
+)
 from jaxthd.parallel.schedule import Schedule, make_schedule
 from jaxthd.parallel.stages import Stages
 
@@ -63,6 +71,19 @@ class Blueprint:
     def trained(self) -> Tree:
         """A bool for every parameter: whether it trains (models/adapt.py)."""
         return trained(self.model, self.config.adapt)
+
+    @cached_property
+    def used_dtypes(self) -> Tree:
+        """For every parameter the dtype in which the model uses it: the compute dtype for weight matrices,
+        the parameter's own for all others (norms, biases, Mamba2's numbers for each head) and for routers.
+        """
+        params, dtype = nnx.state(self.model, nnx.Param), jnp.dtype(self.config.compute.dtype)
+
+        def used(path: tuple[Any, ...], is_matrix: bool, x: Any) -> Any:
+            is_router = any(getattr(key, "key", None) == "router" for key in path)
+            return dtype if is_matrix and not is_router else x.dtype
+
+        return jax.tree_util.tree_map_with_path(used, weight_decay_mask(params), nnx.to_pure_dict(params))
 
     @cached_property
     def stages(self) -> Stages:

@@ -2,26 +2,30 @@
 
 A post-training objective compares the policy with a reference. What the policy does not train, both share. Of
 what it trains the state holds a copy (TrainState.reference), sharded as the policy is; see reference_of.
-LoRA's matrices need none: the reference is the model without them, as long as it is never refreshed.
+LoRA's matrices need none: the reference is the model without them, as long as it is never refreshed. And none
+is needed where the reference has scored all documents before (jaxthd/posttraining/cached_reference.py).
 """
 
 from typing import Any
 
 import jax
-from flax import nnx
 from jax import Array
 
 from jaxthd.config import Config
 from jaxthd.models.adapt import is_lora
 from jaxthd.objectives.objective import REFERENCE
-from jaxthd.parallel.params import weight_decay_mask
 from jaxthd.steps.blueprint import Blueprint, Tree
 from jaxthd.steps.forward import objective_of
 
 
 def has_reference(config: Config) -> bool:
-    """Whether the run's objective compares with a reference policy whose weights the run holds."""
+    """Whether the run's objective compares with a reference policy."""
     return REFERENCE in objective_of(config).scored
+
+
+def is_cached(config: Config) -> bool:
+    """Whether the reference's log-probabilities are kept in place of the reference."""
+    return has_reference(config) and config.posttraining.reference == "cached"
 
 
 def is_base(config: Config) -> bool:
@@ -33,7 +37,7 @@ def is_base(config: Config) -> bool:
 def copied(blueprint: Blueprint) -> Tree:
     """A bool for every parameter, in the place of its array: whether the reference has a copy of it."""
     config = blueprint.config
-    wanted, without_lora = has_reference(config), is_base(config)
+    wanted, without_lora = has_reference(config) and not is_cached(config), is_base(config)
 
     def is_copied(path: tuple[Any, ...], is_trained: bool) -> bool:
         return wanted and is_trained and not (without_lora and is_lora(tuple(key.key for key in path)))
@@ -45,16 +49,13 @@ def reference_of(blueprint: Blueprint, params: Tree) -> Tree:
     """TrainState.reference for a reference that is the policy with these parameters: copies of what trains,
     None for what it shares; None where nothing is copied.
 
-    Weight matrices are copied in the compute dtype, in which the model uses them. What it uses in the
-    parameters' own dtype (norms, biases, Mamba2's numbers for each head, routers) keeps that.
+    Each is copied in the dtype in which the model uses it (Blueprint.used_dtypes).
     """
-    is_copied, dtype = copied(blueprint), blueprint.config.compute.dtype
+    is_copied = copied(blueprint)
     if not any(jax.tree.leaves(is_copied)):
         return None
-    is_matrix = weight_decay_mask(nnx.state(blueprint.model, nnx.Param))
 
-    def copy(path: tuple[Any, ...], mine: bool, matrix: bool, x: Array) -> Array | None:
-        is_cast = matrix and not any(key.key == "router" for key in path)
-        return (x.astype(dtype) if is_cast else x) if mine else None
+    def copy(mine: bool, dtype: Any, x: Array) -> Array | None:
+        return x.astype(dtype) if mine else None
 
-    return jax.tree_util.tree_map_with_path(copy, is_copied, is_matrix, params)
+    return jax.tree.map(copy, is_copied, blueprint.used_dtypes, params)

@@ -7,13 +7,14 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import tyro
 
-from jaxthd.config import Config
+from jaxthd.config import Config, MeshConfig
 from jaxthd.files.config_file import with_absolute_paths
 from jaxthd.files.run_folder import open_settings
 from jaxthd.terminal.settings import all_groups, group_names, settings_help
@@ -41,12 +42,13 @@ PROCESS_OPTIONS: dict[str, dict[str, Any]] = {
 WEIGHTS: dict[str, Any] = {
     "nargs": "+",
     "metavar": "WEIGHTS",
-    "help": "workdirs of runs (@best or @STEP after one: that checkpoint) or published checkpoints, as in "
+    "help": "workdirs of runs (@best or @STEP after one: that checkpoint; @ema, @best+ema, @STEP+ema: its "
+    "averaged parameters) or published checkpoints, as in "
     "train.init_from; by default those of the run in SOURCE",
 }
 SOURCE = (
-    "the workdir of a run (runs/my; runs/my@best, runs/my@2400), whose settings are then used; its "
-    "config.json; or a Python file with a function config() -> Config, such as configs/cp2.py"
+    "the workdir of a run (runs/my; runs/my@best, runs/my@2400, runs/my@ema), whose settings are then used; "
+    "its config.json; or a Python file with a function config() -> Config, such as configs/cp2.py"
 )
 
 
@@ -101,7 +103,7 @@ def parse_command_line(
     settings = open_settings(source)
     config = tyro.cli(
         Config,
-        default=settings.config,
+        default=_with_mesh_of_rollouts(settings.config, overrides),
         args=overrides,
         prog=f"jaxthd {command} SOURCE",
         # Whether there is an encoder is the config file's choice; its fields are options like all others.
@@ -109,6 +111,13 @@ def parse_command_line(
     )
     config = with_absolute_paths(config, Path.cwd())
     return CommandLine(config, settings.path, settings.run, found, _given(overrides))
+
+
+def _with_mesh_of_rollouts(config: Config, overrides: Sequence[str]) -> Config:
+    """The config with a mesh for rollouts where the command line gives a part of one."""
+    if config.rollout.mesh or not any(word.startswith("--rollout.mesh.") for word in overrides):
+        return config
+    return replace(config, rollout=replace(config.rollout, mesh=MeshConfig()))
 
 
 def _parser(

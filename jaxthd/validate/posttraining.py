@@ -1,11 +1,14 @@
 """Objectives that compare answers to one prompt: what cannot be had with them."""
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from jaxthd.config import Config
 from jaxthd.errors import UserError
 from jaxthd.objectives import OBJECTIVES, Objective, make_objective
 from jaxthd.objectives.grpo import ADVANTAGE, GRPO
+from jaxthd.validate import mesh
 from jaxthd.validate.rules import DeviceFacts, Finding, Group
 
 RULES = Group()
@@ -36,6 +39,25 @@ def _ctc_with_answers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
+@RULES.rule("train.objective", "train.objective_options", "posttraining")
+def _cached_reference(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    post = config.posttraining
+    if post.reference != "cached":
+        return
+    if post.reference_every:
+        yield Finding(
+            f'posttraining.reference is "cached" with posttraining.reference_every {post.reference_every}',
+            "a reference that stays the same, because its log-probabilities are computed once",
+            "set posttraining.reference_every to 0, or posttraining.reference to copy",
+        )
+    if _draws(config):
+        yield Finding(
+            f'posttraining.reference is "cached" with train.objective {config.train.objective!r}',
+            "documents that come again: answers that are drawn do not",
+            "set posttraining.reference to auto",
+        )
+
+
 # --- jaxthd grpo ---
 
 
@@ -52,7 +74,7 @@ def _draws(config: Config) -> bool:
     return _drawing_objective(config) is not None
 
 
-@RULES.rule("train.objective", "rollout", "data.max_documents", "posttraining.share_prompts")
+@RULES.rule("train.objective", "rollout", "mesh", "data.max_documents", "posttraining.share_prompts")
 def _groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if not _draws(config):
         return
@@ -65,13 +87,14 @@ def _groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             f"set data.max_documents to {4 * segments}, for four groups in a buffer, or lower "
             "rollout.group_size",
         )
-    places = rollout.answers_at_once // config.mesh.data
+    ranks = config.rollout_mesh.data
+    places = rollout.answers_at_once // ranks
     if places < size:
         yield Finding(
-            f"rollout.answers_at_once is {rollout.answers_at_once}, {places} for each of {config.mesh.data} "
+            f"rollout.answers_at_once is {rollout.answers_at_once}, {places} for each of {ranks} "
             f"data ranks, with rollout.group_size {size}",
             "a whole group at least, which shares a prompt",
-            f"set rollout.answers_at_once to {size * config.mesh.data} or more",
+            f"set rollout.answers_at_once to {size * ranks} or more",
         )
     if rollout.updates > rollout.prompts:
         yield Finding(
@@ -79,6 +102,30 @@ def _groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             "at most one update for each prompt",
             f"set rollout.updates to {rollout.prompts} or less",
         )
+
+
+@RULES.rule("train.objective", "train.objective_options", "rollout.mesh", "mesh", "data", "compute", "model")
+def _mesh_of_rollouts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """The rules of a mesh hold for that of rollouts too, whose data ranks each have one row."""
+    own = config.rollout.mesh
+    if own is None or not _draws(config):
+        return
+    if own.devices != config.mesh.devices:
+        yield Finding(
+            f"rollout.mesh {own.sizes} is for {own.devices} devices, mesh {config.mesh.sizes} for "
+            f"{config.mesh.devices}",
+            "the same number, because the same devices draw and train",
+            "change a size of rollout.mesh, or leave it out",
+        )
+        return
+    data, train = replace(config.data, rows=own.data), replace(config.train, microbatches=1)
+    there = replace(config, mesh=own, data=data, train=train)
+    unchecked = replace(device, platform="cpu")  # the devices are those of `mesh`, where they are checked
+    for finding in (each for rule in mesh.RULES for each in rule.check(there, unchecked)):
+        if not finding.is_warning:
+            texts = (re.sub(r"\bmesh\.", "rollout.mesh.", text) for text in finding[:3])
+            found, expected, change = texts
+            yield Finding(f"for rollouts on {own.sizes}, {found}", expected, change)
 
 
 @RULES.rule("train.objective", "rollout.temperature")

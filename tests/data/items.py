@@ -30,6 +30,14 @@ def load(item: int, epoch: int) -> Document | Skipped:
     return random_document(np.random.default_rng(item), f"item-{item}", chunk_frames=100)
 
 
+def to_document(item: int) -> Document | Skipped:
+    return load(item, 0)
+
+
+def quiet(key: str, reason: str) -> None:
+    pass
+
+
 def draw(item: int, epoch: int) -> Document:
     """A document whose token, less 100, is the epoch it was loaded in."""
     return Document.splice(f"item-{item}", [100 + epoch], [False], [], AUDIO)

@@ -1,9 +1,10 @@
-"""Data sets that tests make: recordings in tar files."""
+"""Data sets that tests make: recordings in tar files and tables."""
 
 import io
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import soundfile
@@ -28,3 +29,22 @@ def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     info = tarfile.TarInfo(name)
     info.size = len(data)
     tar.addfile(info, io.BytesIO(data))
+
+
+def write_parquet(path: Path, rows: Sequence[dict[str, Any]], group: int = 3) -> Path:
+    """group: rows of a row group."""
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path, row_group_size=group)
+    return path
+
+
+def write_arrow(path: Path, rows: Sequence[dict[str, Any]], group: int = 3, *, stream: bool = True) -> Path:
+    """stream: in the format of streams, as datasets writes it; else in that of files."""
+    import pyarrow.ipc
+
+    table = pyarrow.Table.from_pylist(list(rows))
+    make = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
+    with make(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=group)
+    return path

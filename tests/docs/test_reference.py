@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import tyro
 
-from jaxthd.config import Config
+from jaxthd.config import Config, MeshConfig, RolloutConfig
 from jaxthd.terminal.settings import all_groups, groups
 from scripts.write_reference import METRICS, REFERENCE, metrics_reference, reference
 
@@ -34,7 +34,8 @@ def test_every_setting_is_set_by_the_name_that_the_reference_gives():
     """All settings get a value other than their default, in one command line."""
     names = [setting.option for group in all_groups() for setting in group.settings]
     expected, args = {}, []
-    for path, hint, default in leaves_of(Config()):
+    base = Config(rollout=RolloutConfig(mesh=MeshConfig()))
+    for path, hint, default in leaves_of(base):
         option = names.pop(names.index(f"--{path.replace('_', '-')}"))
         expected[path], words = other(hint, default)
         if hint is bool and default:
@@ -42,7 +43,7 @@ def test_every_setting_is_set_by_the_name_that_the_reference_gives():
             option = f"{group}.no-{name}"
         args += [option, *words]
     assert not names
-    found = tyro.cli(Config, args=args, config=(tyro.conf.AvoidSubcommands,))
+    found = tyro.cli(Config, default=base, args=args, config=(tyro.conf.AvoidSubcommands,))
     assert {path: value for path, _, value in leaves_of(found)} == expected
 
 
@@ -66,6 +67,9 @@ def other(hint: Any, default: Any) -> tuple[Any, list[str]]:
         return other(get_args(hint)[-1], default)
     if get_origin(hint) is tuple:
         of = get_args(hint)[0]
+        if get_origin(of) is Literal:
+            choices = get_args(of)[-2:]
+            return choices, [*choices]
         return (of(8), of(9)), ["8", "9"]
     value = f"{default}x" if hint is str else default + 1
     return value, [str(value)]

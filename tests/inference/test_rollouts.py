@@ -32,6 +32,7 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.scoring import make_scoring_step
+from jaxthd.steps.state import state_shardings
 from scripts.comparison.weights import random_state
 
 NEW, GROUP, VOCAB, ALONE = 16, 3, 264, 160
@@ -233,6 +234,20 @@ def test_draws_are_the_same_on_any_mesh(mesh: MeshConfig, layout: str, expected:
         assert_same_answers(drawn(own), expected)
         assert own.counts.refills > 0
         assert own.compilations == 3
+
+
+@pytest.mark.exhaustive
+def test_answers_are_drawn_on_another_mesh_than_the_one_of_the_weights(expected: list[list[Rollout]]):
+    mesh, of_rollouts = MeshConfig(pipeline=2, tensor=2), MeshConfig(data=2, context=2)
+    with jax.enable_x64(True):
+        config = config_on(of_rollouts, "document")
+        config = replace(config, mesh=mesh, rollout=replace(config.rollout, mesh=of_rollouts))
+        blueprint, devices = Blueprint(config), make_mesh(mesh)
+        on = state_shardings(blueprint, devices)
+        held = jax.device_put(to_stages(weights("float64"), blueprint.stages), (on.params, on.buffers))
+        own = Rollouts(config, devices, stop_ids=STOPS)
+        found = own.draw(*own.on_own_mesh(*held), prompts(), seed=5, step=2)
+        assert_same_answers(found, expected)
 
 
 def assert_same_answers(found: list[list[Rollout]], expected: list[list[Rollout]]) -> None:

@@ -9,7 +9,7 @@ from jaxthd.packing.batch import AUDIO_FIELDS, Batch, concatenate_rows
 from jaxthd.packing.document import Document, encoder_frames
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.packing.layout import ContextLayout
-from jaxthd.packing.pack import pack_row
+from jaxthd.packing.pack import PackReport, pack_row
 
 MELS = 3
 AUDIO = 7  # the placeholder id
@@ -146,7 +146,7 @@ def test_batch_has_the_contracts_shapes_and_dtypes():
     }  # fmt: skip
     fields = batch._asdict()
     assert fields.pop("extras") == {}
-    assert (fields.pop("document_ids"), fields.pop("prefixes")) == (None, None)
+    assert {fields.pop(name) for name in ("document_ids", "prefixes", "embeddings")} == {None}
     assert {k: (v.shape, v.dtype) for k, v in fields.items()} == expected
 
 
@@ -216,7 +216,7 @@ def test_rows_without_documents_or_without_audio():
     batch, report = pack_row([], **SIZES, context=2, audio_ranks=4)
     assert not any(x.any() for name, x in arrays(batch).items() if name != "audio_slots")
     assert (batch.audio_slots == -1).all()
-    assert report == ((), 0, 0, 0.0, 1.0, 0)
+    assert report == PackReport((), 0, 0, 0.0, 1.0, 0)
     with pytest.raises(ValueError, match="has no token"):
         Document.splice("empty", [], [], [], AUDIO)
     text = Document.splice("text", [1, 2, 3], [False, True, True], [], AUDIO)
@@ -237,15 +237,15 @@ def test_without_room_for_audio_its_arrays_are_none_and_all_others_the_same(cont
     with_room, report = pack_row(documents, **SIZES, **sizes)
     without, other_report = pack_row(documents, **{**SIZES, "audio_capacity": 0, "num_mels": 0}, **sizes)
     assert report == other_report
-    of_answers = {"document_ids", "prefixes"}
-    absent = {name for name, x in without._asdict().items() if x is None} - of_answers
+    optional = {"document_ids", "prefixes", "embeddings"}
+    absent = {name for name, x in without._asdict().items() if x is None} - optional
     assert absent == set(AUDIO_FIELDS) == {
         "audio_slots", "mels", "mel_mask", "chunk_ids", "chunk_positions", "future_audio_slots",
     }  # fmt: skip
     assert with_room.has_audio
     assert not without.has_audio
     np.testing.assert_array_equal(without.is_audio, with_room.is_audio)
-    for name in set(Batch._fields) - absent - of_answers:
+    for name in set(Batch._fields) - absent - optional:
         np.testing.assert_array_equal(getattr(without, name), getattr(with_room, name))
     two = concatenate_rows([without, without])
     assert two.mels is None

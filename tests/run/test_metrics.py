@@ -17,11 +17,12 @@ from tensorboardX.proto.event_pb2 import Event
 
 from jaxthd.data.loader import BatchReport, RowReport
 from jaxthd.errors import UserError, readable_errors
-from jaxthd.run import metrics_file, progress, tensorboard
+from jaxthd.run import metrics_file, progress
 from jaxthd.run.metrics import StepFacts, metrics_line, values
 from jaxthd.run.metrics_file import Metrics, read_metrics
 from jaxthd.run.progress import summary
-from jaxthd.run.tensorboard import EventFile
+from jaxthd.run.trackers import tensorboard
+from jaxthd.run.trackers.tensorboard import EventFile
 
 REPORT = BatchReport((RowReport(0, 7, 180, 40, 200, 12.5, 1.25, 7),), (("a", "b"),))
 RESULTS = {
@@ -143,7 +144,7 @@ def test_numbers_that_are_not_finite_stay_valid_json_and_come_back_as_nan(tmp_pa
 
 
 def test_without_tensorboard_no_folder_is_made(tmp_path: Path):
-    with Metrics(tmp_path, 0, 1, tensorboard=False) as metrics:
+    with Metrics(tmp_path, 0, 1, trackers=()) as metrics:
         metrics.step(line(1))
     assert [x.name for x in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -242,7 +243,7 @@ def test_a_full_disk_ends_in_one_message_that_names_the_file(tmp_path: Path, nam
     def fill() -> None:
         with readable_errors(), largest_file(20_000):
             if name == "metrics.jsonl":
-                with Metrics(tmp_path, 0, 100, tensorboard=False) as metrics:
+                with Metrics(tmp_path, 0, 100, trackers=()) as metrics:
                     for step in range(1, 101):
                         metrics.step(line(step))
             with closing(EventFile(tmp_path, [])) as events:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxthd.config import AdaptConfig, Config, TrainConfig
+from jaxthd.config import AdaptConfig, Config, MeshConfig, TrainConfig
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import write_config
 from jaxthd.terminal.arguments import WEIGHTS, CommandLine, parse_command_line
@@ -44,6 +44,10 @@ def test_settings_of_a_file_have_no_weights(tmp_path: Path, monkeypatch: pytest.
     line = parse("my.py", "--data.manifest", "a.jsonl", "b.jsonl")
     assert (line.config.train.steps, line.run, line.weights()) == (7, None, [])
     assert line.config.data.manifest == (f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl")
+    assert line.config.rollout.mesh is None
+    line = parse("my.py", "--mesh.data", "4", "--rollout.mesh.data", "2", "--rollout.mesh.tensor=2")
+    assert line.config.rollout.mesh == MeshConfig(data=2, tensor=2)
+    assert parse("my.py", "--rollout.mesh.no-fsdp").config.rollout.mesh == MeshConfig(fsdp=False)
 
 
 def test_what_is_no_source_is_refused(run: Path, capsys: pytest.CaptureFixture[str]):

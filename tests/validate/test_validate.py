@@ -3,7 +3,7 @@
 import copy
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,8 @@ import pytest
 from jaxthd.config import Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
 from jaxthd.data.packer import pack_documents
 from jaxthd.packing.document import Document, encoder_frames
-from jaxthd.validate import RULES, ConfigError, DeviceFacts, Finding, findings, validate
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.validate import RULES, ConfigError, DeviceFacts, Finding, findings, rules, validate
 from jaxthd.validate.rules import Rule
 
 CPU = DeviceFacts("cpu", 8, "cpu")
@@ -20,6 +21,25 @@ GPU = DeviceFacts("gpu", 1, "NVIDIA H100", "9.0")
 BLACKWELL = DeviceFacts("gpu", 1, "NVIDIA RTX 5090", "12.0")
 AMPERE = DeviceFacts("gpu", 1, "NVIDIA A100", "8.0")
 UNKNOWN = DeviceFacts("gpu", 1, "some GPU")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def models_made_once() -> Iterator[None]:
+    """Rules that read the model's shapes trace it; cases with the same model share it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rules, "Blueprint", shared_blueprint)
+        yield
+
+
+MADE: dict[Any, Blueprint] = {}
+
+
+def shared_blueprint(config: Config) -> Blueprint:
+    of_model = (config.model, config.compute, config.adapt, config.mesh, config.data.max_documents)
+    try:
+        return MADE.setdefault(of_model, Blueprint(config))
+    except TypeError:  # a value of a faulty type has no hash
+        return Blueprint(config)
 
 
 def with_changes(changes: dict[str, Any]) -> Config:
@@ -30,7 +50,7 @@ def with_changes(changes: dict[str, Any]) -> Config:
         node: Any = config
         for group in groups:
             node = getattr(node, group)
-        object.__setattr__(node, name, value)
+        object.__setattr__(node, name, copy.deepcopy(value))
     return config
 
 
@@ -63,10 +83,12 @@ CASES = [
     Case({"train.learning_rate": -1e-3}, "train.learning_rate is -0.001; expected 0 or more"),
     Case({"train.learning_rate": math.nan}, "train.learning_rate is nan; expected a value of type float"),
     Case({"train.beta1": -0.1}, "train.beta1 is -0.1; expected 0 or more"),
+    Case({"train.trackers": ("comet",)}, "train.trackers is ('comet',); expected a value of type tuple"),
     Case({"data.rows": "4"}, "data.rows is '4'; expected a value of type int"),
     Case({"data.rows": True}, "data.rows is True; expected a value of type int"),
     Case(
-        {"data.packing": "best"}, "data.packing is 'best'; expected one of 'first_fit', 'best_fit', 'padded'"
+        {"data.packing": "best"},
+        "data.packing is 'best'; expected one of 'first_fit', 'best_fit', 'best_fit_decreasing', 'padded'",
     ),
     Case({"compute.dtype": "float16"}, "expected one of 'float32', 'bfloat16', 'float64'"),
     Case({"model.llm.mamba_dt_limit": (0.0,)}, "mamba_dt_limit is (0.0,); expected a value of type tuple"),
@@ -75,6 +97,21 @@ CASES = [
         {"data.validation_manifest": 3}, "data.validation_manifest is 3; expected a value of type str | tuple"
     ),
     Case({"data.validation_manifest": ("a", 3)}, "expected a value of type str | tuple"),
+    # Mixing.
+    Case({"data.weights_temperature": 0.0}, "data.weights_temperature is 0; expected 0.1 or more"),
+    # Columns of tables.
+    Case({"data.columns": ("audio=speech", "sound")}, "data.columns has 'sound'; expected FIELD=COLUMN"),
+    # Filters.
+    Case(
+        {"data.filter.min_seconds": 2.0, "data.filter.max_seconds": 1.0},
+        "data.filter.min_seconds is 2, and max_seconds 1; expected",
+    ),
+    Case({"data.filter.min_tokens_per_second": -1.0}, "min_tokens_per_second is -1.0; expected 0 or more"),
+    # Augmentation.
+    Case({"data.augment.speed": (0.1, 1.0)}, "data.augment.speed is (0.1, 1.0); expected speeds from 0.5"),
+    Case({"data.augment.noise_probability": 1.5}, "data.augment.noise_probability is 1.5; expected from 0"),
+    Case({"data.augment.noise_snr": (20.0, 5.0)}, "data.augment.noise_snr is (20.0, 5.0)"),
+    Case({"data.augment.low_pass_hz": (4000.0, 8000.0)}, "data.augment.low_pass_hz is (4000.0, 8000.0)"),
     # Validation sets.
     Case({"data.validation_manifest": ("dev/x.json", "test/x.json")}, "2 sets of the name 'x'"),
     Case(
@@ -300,6 +337,8 @@ CASES = [
         TEXT | {"data.validation_manifest": ("a=a", "b=synthetic")},
         'data.validation_manifest has "synthetic"',
     ),
+    Case(TEXT | {"data.filter.max_seconds": 20.0}, "data.filter bounds seconds with model.encoder None"),
+    Case(TEXT | {"data.augment.low_pass_probability": 0.5}, "data.augment is set with model.encoder None"),
     Case(TEXT | {"data.spec_augment.freq_masks": 2}, "set data.spec_augment.freq_masks to 0"),
     Case(TEXT | {"data.spec_augment.time_masks": 1}, "set data.spec_augment.time_masks to 0"),
     Case(TEXT | {"model.adapter_dim": 64}, "set model.adapter_dim to 0"),
@@ -316,6 +355,26 @@ CASES = [
     ),
     Case({"train.ctc_loss": -0.1}, "train.ctc_loss is -0.1; expected 0 or more"),
     Case({"train.ctc_max_labels": 0}, "train.ctc_max_labels is 0; expected 1 or more"),
+    Case({"adapt.lora_dropout": 0.1}, "adapt.lora_dropout is 0.1 with adapt.lora_rank 0"),
+    Case({"adapt.lora_rank": 2, "adapt.lora_dropout": 1.0}, "adapt.lora_dropout is 1.0; expected less"),
+    Case(
+        {"adapt.lora_rank": 2, "adapt.lora_dropout": 0.1, "train.objective": "grpo"},
+        "adapt.lora_dropout is 0.1 with train.objective 'grpo'",
+    ),
+    Case({"adapt.dora": True}, "adapt.dora is set with adapt.lora_rank 0"),
+    Case({"train.ema_decay": 1.0}, "train.ema_decay is 1.0; expected less than 1"),
+    Case({"train.validate_ema": True}, "train.validate_ema is set with train.ema_decay 0"),
+    Case({"train.optimizer": "sgd"}, "train.optimizer is 'sgd'"),
+    Case({"train.optimizer_options": ("beta=0.9",)}, "train.optimizer_options has 'beta=0.9'"),
+    Case(
+        {"train.optimizer": "muon", "train.optimizer_options": ("beta=1",)},
+        "train.optimizer_options has beta=1",
+    ),
+    Case(
+        {"train.schedule": "warmup_stable_decay", "train.decay_steps": 181},
+        "train.decay_steps is 181 in a run of 200 steps",
+        is_warning=True,
+    ),
     Case({"train.warmup_steps": 201}, "train.warmup_steps is 201 in a run of 200 steps", is_warning=True),
     Case(
         {"train.min_learning_rate": 0.1},
@@ -337,6 +396,14 @@ CASES = [
     Case(
         {"train.objective": "dpo", "train.ctc_loss": 0.1}, "train.objective is 'dpo' with train.ctc_loss 0.1"
     ),
+    Case(
+        {"train.objective": "dpo", "posttraining.reference": "cached", "posttraining.reference_every": 5},
+        'posttraining.reference is "cached" with posttraining.reference_every 5',
+    ),
+    Case(
+        {"train.objective": "grpo", "posttraining.reference": "cached"},
+        "posttraining.reference is \"cached\" with train.objective 'grpo'",
+    ),
     # Answers that are drawn.
     Case(
         {"train.objective": "grpo", "data.max_documents": 8},
@@ -348,6 +415,15 @@ CASES = [
     ),
     Case({"train.objective": "grpo", "rollout.updates": 17}, "rollout.updates is 17 with rollout.prompts 16"),
     Case({"train.objective": "kto", "rollout.temperature": 0.0}, "rollout.temperature is 0"),
+    Case(
+        {"train.objective": "grpo", "rollout.mesh": MeshConfig(data=2)},
+        "rollout.mesh (2, 1, 1, 1) is for 2 devices, mesh (1, 1, 1, 1) for 1",
+    ),
+    Case(
+        {"train.objective": "grpo", "mesh.data": 2, "data.rows": 2, "rollout.mesh": MeshConfig(tensor=2)}
+        | {"model.llm.vocab_size": 263},
+        "for rollouts on (1, 1, 1, 2), model.llm.vocab_size is 263 with 2 pipeline and tensor ranks",
+    ),
     Case({"rollout.top_p": 1.5}, "rollout.top_p is 1.5"),
     Case({"rollout.max_failed_rewards": 5.0}, "rollout.max_failed_rewards is 5.0"),
     Case({"rollout.reward_seconds": 0.0}, "rollout.reward_seconds is 0"),

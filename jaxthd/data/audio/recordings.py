@@ -12,8 +12,9 @@ import soundfile
 import soxr
 from jaxtyping import Float32
 
+from jaxthd.data.audio.cells import CellError, open_cell
 from jaxthd.data.audio.features import HOP, SAMPLE_RATE
-from jaxthd.data.example import Channels, Member, Samples
+from jaxthd.data.example import Cell, Channels, Member, Samples
 
 MIN_SAMPLES = 2 * HOP
 """Fewest samples: two mel frames, since the standard deviation divides by their number less one."""
@@ -34,15 +35,15 @@ def load_audio(
     offset: float = 0.0,
     duration: float | None = None,
     most_seconds: float = math.inf,
-    member: Member | None = None,
+    member: Member | Cell | None = None,
     channels: Channels | None = None,
 ) -> Float32[np.ndarray, " samples"]:
     """Reads `duration` seconds from `offset` seconds (None: to the end), as 16 kHz mono in [-1, 1].
 
     Only that range is read. It takes no more memory than its samples need, whatever length the header claims.
     Channels are averaged; other rates are resampled (soxr, HQ).
-    member: the recording inside the tar file `path`; None: the file is the recording. channels: those that
-    are averaged; None: all.
+    member: the recording inside the tar file or the table `path`; None: the file is the recording. channels:
+    those that are averaged; None: all.
     Raises AudioError for a file that is missing, unreadable, or ends before `offset` or more than 0.25 s
     before offset + duration; for more than `most_seconds`; for a rate outside 1 to 1,000 kHz; for samples
     that are not finite, or beyond 1e6; for fewer than 320 of them (two mel frames); for channels that do not
@@ -74,6 +75,8 @@ def load_audio(
     except (soundfile.SoundFileError, OSError, TypeError) as error:
         # A file without a header, such as .raw, raises TypeError: its rate would have to be given.
         raise AudioError(f"{name}: libsndfile cannot read it ({error})") from error
+    except CellError as error:
+        raise AudioError(f"{name}: {error}") from error
     if not len(samples):
         raise AudioError(f"{name}: no samples; the file is empty or cut short")
     if len(samples) > most_seconds * rate:
@@ -122,11 +125,15 @@ def _resampled(samples: np.ndarray, rate: int, name: str) -> Float32[np.ndarray,
 
 
 @contextmanager
-def open_recording(path: Path, member: Member | None = None) -> Iterator[soundfile.SoundFile]:
-    """Opens the sound file at `path`, or `member` of the tar file there.
+def open_recording(path: Path, member: Member | Cell | None = None) -> Iterator[soundfile.SoundFile]:
+    """Opens the sound file at `path`, or `member` of the tar file or table there.
 
-    Raises what soundfile raises, or OSError.
+    Raises what soundfile raises, OSError, or CellError.
     """
+    if isinstance(member, Cell):
+        with open_cell(path, member) as data, soundfile.SoundFile(data) as file:
+            yield file
+        return
     if member is None:
         with soundfile.SoundFile(path) as file:
             yield file

@@ -5,26 +5,14 @@ invalid line.
 """
 
 import re
-import reprlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxthd.config import DataConfig
-from jaxthd.data.example import Channels, Clip, Example, Turn, question, utterance
+from jaxthd.data.example import Example, Turn
 from jaxthd.data.skipped import Skipped
-from jaxthd.data.sources.lines import (
-    json_list,
-    json_object,
-    lines_of,
-    own_prompt,
-    parse,
-    read_examples,
-    refuse_marked,
-    seconds,
-    string,
-)
-from jaxthd.data.sources.preferences import alternatives_of, is_preference
+from jaxthd.data.sources.cuts import alternatives_of_cut, name_of_cut, turns_of_cut
+from jaxthd.data.sources.lines import lines_of, parse, read_examples, refuse_marked, string
 from jaxthd.data.sources.source import Source, digest_of_files
 from jaxthd.data.sources.tarred import TarIndex, index_tars
 from jaxthd.errors import UserError
@@ -85,7 +73,13 @@ class SharSource(Source):
                 f"{self.path} ({setting}) is a folder, and {tars} its tar files; expected a manifest with "
                 "tar files, or a Shar directory alone, which has its own: correct one"
             )
-        return read_shar(Path(self.path), setting, prompt=data.prompt, placeholder=data.audio_placeholder)
+        return read_shar(
+            Path(self.path),
+            setting,
+            prompt=data.prompt,
+            placeholder=data.audio_placeholder,
+            prompts=self.setting.prompts,
+        )
 
     def digest(self) -> str:
         shards = shar_shards(Path(self.path), self.setting.field)
@@ -99,17 +93,13 @@ def read_shar(
     *,
     prompt: str = "{audio}",
     placeholder: str = "{audio}",
+    prompts: bool = False,
 ) -> tuple[list[Example], list[Skipped]]:
     """Reads a Lhotse Shar directory: every cut becomes an Example or a Skipped, in the order of shards.
 
-    A cut is an utterance. The system turn is its custom `system_prompt`, if any; the user turn is its custom
-    `context` or else `prompt`; the assistant turn is the texts of its supervisions, in the order of their
-    starts, joined by a space. A custom `chosen` and `rejected`, or `completion` and `label`, are
-    alternatives, as in a manifest; the supervisions are then not used. A cut uses its own channel or channels
-    of the recording, from its start, for its duration. The key's name is the cut's id. Only the headers of
-    tar files are read; recordings are not opened. The other arguments and the errors are those of
-    read_manifest.
-    Source: lhotse.shar and lhotse.cut (MonoCut, MultiCut).
+    See turns_of_cut. The key's name is the cut's id. Only the headers of tar files are read; recordings are
+    not opened. The other arguments and the errors are those of read_manifest.
+    Source: lhotse.shar.
     """
     shards = shar_shards(folder, setting)
     indexes = index_tars([shard.recording for shard in shards])
@@ -119,18 +109,16 @@ def read_shar(
     def turns(cut: dict[str, Any], shard: int) -> tuple[Turn, ...]:
         name = string(cut, "id")
         refuse_marked(cut)
-        custom = json_object(cut.get("custom") or {}, "custom") | texts[shard].get(name, {})
-        prompt_of_cut, system = own_prompt(custom, prompt, placeholder)
-        clip = _range(cut, indexes[shard].clip(recordings[shard].get(name, name)))
-        if is_preference(custom):
-            return question(clip, prompt_of_cut, placeholder, system)
-        return utterance(clip, _text(cut), prompt_of_cut, placeholder, system)
+        clip = indexes[shard].clip(recordings[shard].get(name, name))
+        if clip.member and clip.member.name.endswith(".nodata"):
+            raise ValueError("the cut has no recording")
+        return turns_of_cut(cut, clip, prompt, placeholder, texts[shard].get(name, {}), prompts=prompts)
 
     return read_examples(
         [shard.cuts for shard in shards],
-        lambda cut: string(cut, "id"),
+        name_of_cut,
         turns,
-        lambda cut: alternatives_of(json_object(cut.get("custom") or {}, "custom")),
+        alternatives_of_cut,
         title=f"{folder} ({setting})",
         expected="one cut a line, with supervisions that have text",
     )
@@ -157,57 +145,3 @@ def _texts(shard: Shard) -> dict[str, dict[str, Any]]:
             message = f"{path} line {read}: {error}; expected a cut_id and {field}: write the file anew"
             raise UserError(message) from error
     return found
-
-
-def _range(cut: dict[str, Any], clip: Clip) -> Clip:
-    kind, duration = cut.get("type", "MonoCut"), seconds(cut, "duration")
-    if kind not in ("MonoCut", "MultiCut"):
-        raise ValueError(f"type is {reprlib.repr(kind)}; expected a MonoCut or a MultiCut, of one recording")
-    if not duration:
-        raise ValueError(f"duration is {duration}; expected more than 0 seconds")
-    if clip.member and clip.member.name.endswith(".nodata"):
-        raise ValueError("the cut has no recording")
-    return replace(clip, offset=seconds(cut, "start") or 0.0, duration=duration, channels=_channels(cut))
-
-
-def _channels(cut: dict[str, Any]) -> Channels | None:
-    """The channels that a cut uses; None: all."""
-    chosen, recording = cut.get("channel"), cut.get("recording")
-    if chosen is None or recording is None:
-        return None
-    chosen_ids = _numbers(chosen if isinstance(chosen, list) else [chosen], "channel")
-    recording = json_object(recording, "recording")
-    there = _numbers(recording.get("channel_ids") or _sourced(recording), "channels of the recording")
-    if not set(chosen_ids) <= set(there):
-        raise ValueError(f"channel is {chosen}; expected channels of its recording, {there}")
-    if set(chosen_ids) == set(there):
-        return None
-    return Channels(tuple(map(there.index, chosen_ids)), len(there))
-
-
-def _sourced(recording: dict[str, Any]) -> list[Any]:
-    """The channels of all sources, for a recording that does not list its channels."""
-    sources = (json_object(source, "a source") for source in json_list(recording.get("sources"), "sources"))
-    return [channel for source in sources for channel in json_list(source.get("channels"), "channels")]
-
-
-def _numbers(value: Any, what: str) -> list[int]:
-    numbers = json_list(value, what)
-    if not all(type(number) is int for number in numbers):
-        raise ValueError(f"{what} is {reprlib.repr(value)}; expected numbers of channels")
-    return numbers
-
-
-def _text(cut: dict[str, Any]) -> str:
-    supervisions = cut.get("supervisions")
-    spoken = [json_object(item, "a supervision") for item in json_list(supervisions, "supervisions")]
-    spoken = [supervision for supervision in spoken if supervision.get("text") is not None]
-    return " ".join(text for text in (string(s, "text") for s in sorted(spoken, key=_start)) if text.strip())
-
-
-def _start(supervision: dict[str, Any]) -> int | float:
-    """Seconds from the start of the cut; negative if the supervision began before it."""
-    start = supervision.get("start", 0.0)
-    if isinstance(start, bool) or not isinstance(start, int | float):
-        raise ValueError(f"start of a supervision is {reprlib.repr(start)}; expected a number of seconds")
-    return start

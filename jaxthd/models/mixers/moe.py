@@ -40,14 +40,15 @@ class MoE(nnx.Module):
         is_sigmoid = llm.router == "sigmoid"
         self.correction_bias = init.buffer(jnp.zeros(llm.experts)) if is_sigmoid else None
         inward = (llm.experts, width, llm.expert_dim), (owners, None, columns)
-        self.up = init.normal(*inward)
+        self.up = init.normal(*inward, projects=True)
         std = residual_std(llm.expert_dim, llm)
-        self.down = init.normal((llm.experts, llm.expert_dim, width), (owners, columns, None), std)
+        shape = llm.experts, llm.expert_dim, width
+        self.down = init.normal(shape, (owners, columns, None), std, projects=True)
         self.latent_in = Linear(llm.dim, width, init) if llm.latent_dim else None
         self.latent_out = Linear(width, llm.dim, init) if llm.latent_dim else None
         has_shared = llm.shared_expert_dim > 0
         self.shared = MLP(llm, init, compute, inner=llm.shared_expert_dim) if has_shared else None
-        self.gate = init.normal(*inward) if llm.is_gated else None
+        self.gate = init.normal(*inward, projects=True) if llm.is_gated else None
         self.per_token = llm.experts_per_token
         self.scale, self.is_normalised = llm.router_scale, llm.router_normalised
         self.block, self.capacity = compute.expert_block, compute.expert_capacity

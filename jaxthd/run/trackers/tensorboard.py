@@ -12,7 +12,7 @@ from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import RecordWriter
 
 from jaxthd.files.jsonl import naming
-from jaxthd.run.metrics import VALIDATION
+from jaxthd.run.trackers.tracker import scalars
 
 FLUSH_SECONDS = 5.0
 """Most seconds that TensorBoard waits for a written step."""
@@ -42,20 +42,15 @@ class EventFile:
             self.write(line)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Adds a step. "validation_loss" gets the tag validation/loss; other metrics get train/NAME."""
-        tags = {
-            (f"validation/{k.removeprefix(VALIDATION)}" if k.startswith(VALIDATION) else f"train/{k}"): v
-            for k, v in line.items()
-            if k not in ("step", "time") and not isinstance(v, str)
-        }
-        scalars = Summary(value=[Summary.Value(tag=k, simple_value=v) for k, v in tags.items()])
-        event = Event(wall_time=line.get("time", time.time()), step=line["step"], summary=scalars)
+        """Adds a step."""
+        summary = Summary(value=[Summary.Value(tag=k, simple_value=v) for k, v in scalars(line).items()])
+        event = Event(wall_time=line.get("time", time.time()), step=line["step"], summary=summary)
         with naming(self._path):
             self._file.write(event.SerializeToString())
             if time.monotonic() - self._flushed > FLUSH_SECONDS:
                 self._file.flush()
                 self._flushed = time.monotonic()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         with naming(self._path):
             self._file.close()

@@ -1,0 +1,99 @@
+"""Filters: which training items are used, by their seconds and by how much is said in them.
+
+Worker processes import it, so it imports neither jax nor grain.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from jaxthd.config import FilterConfig
+from jaxthd.data.example import Example
+from jaxthd.data.skipped import FILTERED, Skipped
+from jaxthd.data.text.tokenizer import Tokenizer
+
+
+class _Measure(NamedTuple):
+    """What is bounded. name: that of its settings, after min_ and max_. per_second: whether it is a rate."""
+
+    name: str
+    least: float
+    most: float
+
+    def why(self, value: float, unit: str) -> str:
+        """Why a value is dropped; "" if it is not."""
+        if value < self.least:
+            return f"{FILTERED}min_{self.name} is {self.least:g}, and this has {value:.4g}{unit}"
+        if value > self.most:
+            return f"{FILTERED}max_{self.name} is {self.most:g}, and this has {value:.4g}{unit}"
+        return ""
+
+
+class Filter:
+    """Decides which items a run trains on (data.filter). It is false where nothing is filtered.
+
+    An item without a recording is kept. Rates are of the answers' texts to all recordings of the item; items
+    with alternatives, and prompts whose answer is not there, have none.
+    """
+
+    def __init__(self, config: FilterConfig, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._seconds, self._tokens, self._characters = (
+            _Measure(name, getattr(config, f"min_{name}"), getattr(config, f"max_{name}") or math.inf)
+            for name in ("seconds", "tokens_per_second", "characters_per_second")
+        )
+
+    def __bool__(self) -> bool:
+        return any(map(_bounds, (self._seconds, self._tokens, self._characters)))
+
+    def why_dropped(self, example: Example, seconds: float) -> str:
+        """Why an item is dropped, which names the setting; "" if it is kept. seconds: of its recordings."""
+        if not self or not example.clips:
+            return ""
+        if (why := self._seconds.why(seconds, "")) or not seconds:
+            return why
+        if example.alternatives or example.turns[-1].role != "assistant":
+            return ""
+        text = example.text
+        if why := self._characters.why(len(text) / seconds, f": {len(text)} in {seconds:.4g} s"):
+            return why
+        if not _bounds(self._tokens):
+            return ""
+        try:
+            count = len(self._tokenizer.encode(text))
+        except ValueError:
+            return ""  # the document is skipped for it
+        return self._tokens.why(count / seconds, f": {count} in {seconds:.4g} s")
+
+    def sift(self, examples: Sequence[Example]) -> tuple[list[Example], list[Skipped]]:
+        """The items that are kept, and the others, as far as the data set says how long they are."""
+        kept, dropped = [], []
+        for example in examples:
+            seconds = example.duration if self else None
+            why = "" if seconds is None else self.why_dropped(example, seconds)
+            if why:
+                dropped.append(Skipped(example.key, why))
+            else:
+                kept.append(example)
+        return kept, dropped
+
+
+def _bounds(measure: _Measure) -> bool:
+    return measure.least > 0 or measure.most < math.inf
+
+
+def bounds_of(config: FilterConfig) -> dict[str, Any]:
+    """The settings that bound something."""
+    usual = asdict(FilterConfig())
+    return {name: value for name, value in asdict(config).items() if value != usual[name]}
+
+
+def by_setting(reasons: Sequence[str]) -> str:
+    """How many items each setting has dropped, as text: "max_seconds (12), min_characters_per_second (3)".
+
+    reasons: why items were dropped, from why_dropped.
+    """
+    counts = Counter(reason.removeprefix(FILTERED).partition(" ")[0] for reason in reasons)
+    return ", ".join(f"{name} ({count:,})" for name, count in counts.most_common())

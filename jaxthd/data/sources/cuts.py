@@ -1,0 +1,236 @@
+"""Lhotse cuts: lines of a manifest cuts.jsonl(.gz) with recordings in files, and of a Shar directory.
+
+The lines are plain JSON and are read without Lhotse, which depends on PyTorch and stops at the first invalid
+line.
+"""
+
+import reprlib
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from jaxthd.config import DataConfig
+from jaxthd.data.example import Alternative, Channels, Clip, Example, Turn, question, utterance
+from jaxthd.data.skipped import Skipped
+from jaxthd.data.sources.lines import (
+    expand_braces,
+    json_list,
+    json_object,
+    lines_of,
+    own_prompt,
+    parse,
+    read_examples,
+    refuse_marked,
+    seconds,
+    string,
+)
+from jaxthd.data.sources.preferences import alternatives_of, is_preference
+from jaxthd.data.sources.source import Source, digest_of_files
+from jaxthd.errors import UserError
+
+KINDS = ("MonoCut", "MultiCut", "MixedCut", "PaddingCut")
+LOOKED_AT = 20
+"""Lines of a file that are looked at to tell cuts from a manifest's lines."""
+
+
+class CutSource(Source):
+    """A manifest of Lhotse cuts whose recordings are files: one, or shards written with braces.
+
+    A cut's recording has sources of type file; a relative path is taken from the manifest's folder, or from
+    the working directory if there is such a file. What is not read is skipped: cuts that are mixed or padded,
+    or have features alone; recordings with transforms, of other types, and with a cut's channels in several
+    files.
+    """
+
+    @staticmethod
+    def recognises(path: str) -> bool:
+        """Whether one of the first lines is a cut."""
+        if not path.endswith((".jsonl", ".jsonl.gz")):
+            return False
+        file = Path(expand_braces(path)[0])
+        try:
+            return any(_is_cut(line) for line in islice(lines_of(file), LOOKED_AT))
+        except (ValueError, OSError):
+            return False
+
+    def read(self, data: DataConfig) -> tuple[list[Example], list[Skipped]]:
+        files, setting, tars = self._files(), self.setting.field, self.setting.tarred_audio
+        missing = [str(file) for file in files if not file.is_file()]
+        if missing:
+            raise UserError(f"there is no {missing[0]}; expected a manifest of cuts: correct {setting}")
+        if tars:
+            raise UserError(
+                f"{self.path} ({setting}) is of cuts, and {tars} its tar files; expected recordings in "
+                "files, or a Shar directory: correct one"
+            )
+
+        def turns(cut: dict[str, Any], file: int) -> tuple[Turn, ...]:
+            refuse_marked(cut)
+            path, channels = _file_of(cut)
+            named = Path(path)
+            clip = Clip(named if _is_here(named, files[file].parent) else files[file].parent / named)
+            own = data.prompt, data.audio_placeholder
+            return turns_of_cut(cut | channels, clip, *own, prompts=self.setting.prompts)
+
+        return read_examples(
+            files,
+            name_of_cut,
+            turns,
+            alternatives_of_cut,
+            title=f"{self.path} ({setting})",
+            expected="one cut a line, with a recording and supervisions that have text",
+        )
+
+    def digest(self) -> str:
+        return digest_of_files(self._files(), [])
+
+    def _files(self) -> list[Path]:
+        return [Path(name) for name in expand_braces(self.path)]
+
+
+def _is_cut(line: bytes) -> bool:
+    try:
+        entry = parse(line)
+    except ValueError:
+        return False
+    return entry.get("type") in KINDS and not {"audio_filepath", "conversations", "messages"} & set(entry)
+
+
+def _is_here(path: Path, folder: Path) -> bool:
+    """Whether a relative path is that of a file from the working directory and of none from the folder."""
+    try:
+        return not path.is_absolute() and not (folder / path).is_file() and path.is_file()
+    except OSError:  # a name too long; the reader says so
+        return False
+
+
+def _require_one_recording(cut: dict[str, Any]) -> None:
+    kind = cut.get("type", "MonoCut")
+    if kind not in ("MonoCut", "MultiCut"):
+        raise ValueError(f"type is {reprlib.repr(kind)}; expected a MonoCut or a MultiCut, of one recording")
+
+
+def _file_of(cut: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The file of a cut's recording, and the fields of the cut that say which of the file's channels it has.
+
+    Raises ValueError for a recording that is not read.
+    """
+    _require_one_recording(cut)
+    if cut.get("recording") is None:
+        found = "features alone" if cut.get("features") is not None else "no recording"
+        raise ValueError(f"the cut has {found}; expected a recording in a file")
+    recording = json_object(cut["recording"], "recording")
+    if recording.get("transforms"):
+        raise ValueError(
+            f"transforms is {reprlib.repr(recording['transforms'])}; expected a recording as its file has "
+            "it: drop them (data.augment has speed and others), or save the cuts with their audio as Shar"
+        )
+    sources = [json_object(x, "a source") for x in json_list(recording.get("sources"), "sources")]
+    chosen = cut.get("channel")
+    wanted = (
+        set(_numbers(chosen if isinstance(chosen, list) else [chosen], "channel"))
+        if chosen is not None
+        else set()
+    )
+    held = [set(_numbers(source.get("channels"), "channels of a source")) for source in sources]
+    fitting = [n for n, channels in enumerate(held) if wanted <= channels]
+    if len(sources) > 1 and (not wanted or len(fitting) != 1):
+        raise ValueError(f"channel is {chosen} of {len(sources)} files; expected channels of one file")
+    source = sources[fitting[0] if fitting else 0]
+    if source.get("type") != "file":
+        kind = reprlib.repr(source.get("type"))
+        raise ValueError(
+            f"its recording is of type {kind}; expected file: save the cuts with their audio as Shar"
+        )
+    path = string(source, "source")
+    if not path:
+        raise ValueError("source is empty; expected the path of a recording")
+    return path, {"recording": {"channel_ids": source["channels"]}}
+
+
+def name_of_cut(cut: dict[str, Any]) -> str:
+    return string(cut, "id")
+
+
+def alternatives_of_cut(cut: dict[str, Any]) -> tuple[Alternative, ...]:
+    return alternatives_of(json_object(cut.get("custom") or {}, "custom"))
+
+
+def turns_of_cut(
+    cut: dict[str, Any],
+    recording: Clip,
+    prompt: str,
+    placeholder: str,
+    more: dict[str, Any] | None = None,
+    *,
+    prompts: bool = False,
+) -> tuple[Turn, ...]:
+    """The turns of a cut. recording: the whole of it. more: fields that replace those of `custom`.
+
+    A cut is an utterance. The system turn is its custom `system_prompt`, if any; the user turn is its custom
+    `context` or else `prompt`; the assistant turn is the texts of its supervisions, in the order of their
+    starts, joined by a space. A custom `chosen` and `rejected`, or `completion` and `label`, are
+    alternatives, as in a manifest; the supervisions are then not used. A cut uses its own channel or channels
+    of the recording, from its start, for its duration. prompts: whether a cut without such texts is used too,
+    as a prompt alone.
+    Raises ValueError for a cut that cannot be used.
+    Source: lhotse.cut (MonoCut, MultiCut).
+    """
+    custom = json_object(cut.get("custom") or {}, "custom") | (more or {})
+    prompt_of_cut, system = own_prompt(custom, prompt, placeholder)
+    clip = _range(cut, recording)
+    if is_preference(custom) or (prompts and not (cut.get("supervisions") and _text(cut))):
+        return question(clip, prompt_of_cut, placeholder, system)
+    return utterance(clip, _text(cut), prompt_of_cut, placeholder, system)
+
+
+def _range(cut: dict[str, Any], clip: Clip) -> Clip:
+    _require_one_recording(cut)
+    duration = seconds(cut, "duration")
+    if not duration:
+        raise ValueError(f"duration is {duration}; expected more than 0 seconds")
+    return replace(clip, offset=seconds(cut, "start") or 0.0, duration=duration, channels=_channels(cut))
+
+
+def _channels(cut: dict[str, Any]) -> Channels | None:
+    """The channels that a cut uses; None: all."""
+    chosen, recording = cut.get("channel"), cut.get("recording")
+    if chosen is None or recording is None:
+        return None
+    chosen_ids = _numbers(chosen if isinstance(chosen, list) else [chosen], "channel")
+    recording = json_object(recording, "recording")
+    there = _numbers(recording.get("channel_ids") or _sourced(recording), "channels of the recording")
+    if not set(chosen_ids) <= set(there):
+        raise ValueError(f"channel is {chosen}; expected channels of its recording, {there}")
+    if set(chosen_ids) == set(there):
+        return None
+    return Channels(tuple(map(there.index, chosen_ids)), len(there))
+
+
+def _sourced(recording: dict[str, Any]) -> list[Any]:
+    """The channels of all sources, for a recording that does not list its channels."""
+    sources = (json_object(source, "a source") for source in json_list(recording.get("sources"), "sources"))
+    return [channel for source in sources for channel in json_list(source.get("channels"), "channels")]
+
+
+def _numbers(value: Any, what: str) -> list[int]:
+    numbers = json_list(value, what)
+    if not all(type(number) is int for number in numbers):
+        raise ValueError(f"{what} is {reprlib.repr(value)}; expected numbers of channels")
+    return numbers
+
+
+def _text(cut: dict[str, Any]) -> str:
+    supervisions = cut.get("supervisions")
+    spoken = [json_object(item, "a supervision") for item in json_list(supervisions, "supervisions")]
+    spoken = [supervision for supervision in spoken if supervision.get("text") is not None]
+    return " ".join(text for text in (string(s, "text") for s in sorted(spoken, key=_start)) if text.strip())
+
+
+def _start(supervision: dict[str, Any]) -> int | float:
+    """Seconds from the start of the cut; negative if the supervision began before it."""
+    start = supervision.get("start", 0.0)
+    if isinstance(start, bool) or not isinstance(start, int | float):
+        raise ValueError(f"start of a supervision is {reprlib.repr(start)}; expected a number of seconds")
+    return start

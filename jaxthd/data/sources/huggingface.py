@@ -1,0 +1,298 @@
+"""Hugging Face data sets on disk: the rows of parquet and arrow files, read without datasets and PyTorch.
+
+A row is like a line of a manifest, with its recording inside: columns are the line's fields.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxthd.config import DataConfig
+from jaxthd.data.audio.cells import is_list, is_struct
+from jaxthd.data.example import Cell, Clip, Example
+from jaxthd.data.skipped import Skipped
+from jaxthd.data.sources.lines import READ, Entry, expand_braces, parse
+from jaxthd.data.sources.manifest import name_of_entry, turns_of_entry
+from jaxthd.data.sources.preferences import PAIR, alternatives_of, history_of, is_preference
+from jaxthd.data.sources.source import Source
+from jaxthd.data.tables import SUFFIXES, Table, errors_of_tables, import_pyarrow, open_table
+from jaxthd.errors import UserError
+
+NAMES = {"text": ("text", "sentence", "transcription", "transcript")}
+"""The columns that may hold a field, the first that is there. Other fields have columns of their names."""
+FIELDS = (READ - {"audio_filepath", "sound", "shard_id"}) | {"sampling_rate"}
+"""The fields that data.columns may name."""
+ANSWERS = (*PAIR, "completion")
+MOST_ROWS = 1_000_000
+"""The most rows of a group that cannot be read which are listed each by itself."""
+_SHARD = re.compile(r"-\d+-of-\d+$")
+_READABLE = re.compile(r"(large_)?string|bool|u?int\d+|float|double|halffloat|null|dictionary<.*string.*>")
+
+
+class HuggingFaceSource(Source):
+    """Parquet or arrow files: one, shards written with braces, or a folder as datasets writes it.
+
+    A row has the fields of a manifest's line: an utterance, a conversation, or preferences. Its recording is
+    in the column `audio` (see open_cell). data.columns names other columns. Only columns of texts, numbers
+    and truth values are read, and lists and structs of texts. A row that cannot be read is skipped; so are
+    all rows of a group that cannot be. Recordings are not read here.
+    """
+
+    @staticmethod
+    def recognises(path: str) -> bool:
+        folder = Path(path)
+        if folder.is_dir():
+            marks = ("state.json", "dataset_dict.json")
+            return any((folder / name).is_file() for name in marks) or bool(_files_in(folder))
+        return path.endswith(SUFFIXES)
+
+    def read(self, data: DataConfig) -> tuple[list[Example], list[Skipped]]:
+        examples, skipped = [], []
+        for number, row in enumerate(self._rows(data.columns), 1):
+            key = f"{number}:"
+            try:
+                if isinstance(row.entry, str):
+                    raise ValueError(row.entry)
+                key += name_of_entry(row.entry, prompts=self.setting.prompts)
+                answers = alternatives_of(row.entry)
+                turns = turns_of_entry(
+                    row.entry,
+                    row.locate,
+                    data.prompt,
+                    data.audio_placeholder,
+                    prompts=self.setting.prompts,
+                )
+                more = {name: value for name, value in row.entry.items() if name not in READ}
+                examples.append(Example(key, turns, answers, more))
+            except ValueError as error:
+                skipped.append(Skipped(key, str(error)))
+        if not examples:
+            listed = "".join(f"\n  row {key} {reason}" for key, reason in skipped[:5])
+            raise UserError(
+                f"{self.path} ({self.setting.field}) has no usable row ({len(skipped)} skipped); expected "
+                "columns audio and text, or others that data.columns names: correct data.columns, or the "
+                f"files{listed}"
+            )
+        return examples, skipped
+
+    def digest(self) -> str:
+        digest = hashlib.blake2b(repr([path.stat().st_size for path in self._files()]).encode())
+        for row in self._rows(()):
+            digest.update(json.dumps(row.entry, sort_keys=True).encode() + b"\n")
+        return digest.hexdigest()[:16]
+
+    def _rows(self, columns: tuple[str, ...]) -> Iterator["_Row"]:
+        import_pyarrow(self.path)
+        setting, tars = self.setting.field, self.setting.tarred_audio
+        if tars:
+            raise UserError(
+                f"{self.path} ({setting}) is of parquet or arrow files, and {tars} its tar files; expected "
+                "no tar files, because the recordings are in the tables: correct one"
+            )
+        named = columns_of(columns)
+        for path in self._files():
+            yield from _rows_of(path, named, self.path, setting)
+
+    def _files(self) -> list[Path]:
+        path, setting = Path(self.path), self.setting.field
+        files = _listed_files(path, setting) if path.is_dir() else list(map(Path, expand_braces(self.path)))
+        missing = [str(file) for file in files if not file.is_file()]
+        if missing:
+            raise UserError(
+                f"{len(missing)} of the {len(files)} files of {self.path} ({setting}) are not there, "
+                f"{missing[0]} first; expected all of them: correct {setting}"
+            )
+        return files
+
+
+class _Row(NamedTuple):
+    """A row as a manifest's entry, or why it cannot be read. cell: its recording; None for text alone."""
+
+    entry: Entry | str
+    path: Path
+    cell: Cell | None = None
+
+    def locate(self, name: str) -> Clip:
+        if self.cell is None:
+            raise ValueError(f"{name} is not in the table; expected a recording in a column of its own")
+        return Clip(self.path, member=self.cell)
+
+
+def columns_of(settings: tuple[str, ...]) -> dict[str, str]:
+    """data.columns as {field: column}; "" for a field that is left out.
+
+    Raises UserError for a setting that is not FIELD=COLUMN, and for an unknown field.
+    """
+    pairs = [setting.partition("=") for setting in settings]
+    for field, mark, _ in pairs:
+        if not mark or field not in FIELDS:
+            raise UserError(
+                f"data.columns has {field + mark!r}; expected FIELD=COLUMN, with one of the fields "
+                f"{', '.join(sorted(FIELDS))}: correct data.columns"
+            )
+    return {field: column for field, _, column in pairs}
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """The tables of a folder, or of the folder `data` in it, by name, without what datasets has cached."""
+    for within in (folder, folder / "data"):
+        found = [path for suffix in SUFFIXES for path in sorted(within.glob(f"*{suffix}"))]
+        found = [path for path in found if not path.name.startswith("cache-")]
+        if found:
+            return found
+    return []
+
+
+def _listed_files(folder: Path, setting: str) -> list[Path]:
+    """The files of a folder, in order. Raises UserError where they are of several data sets, or none."""
+    state, splits = folder / "state.json", sorted(x.parent.name for x in folder.glob("*/state.json"))
+    if state.is_file():
+        return _files_of_state(folder, state)
+    if not (files := _files_in(folder)):
+        raise UserError(
+            f"{folder} ({setting}) holds the splits {', '.join(splits) or 'of a data set'}; expected one of "
+            f"them: name {folder / (splits or ['train'])[0]}, for example"
+        )
+    parts = sorted({_SHARD.sub("", path.stem) + path.suffix for path in files})
+    if len(parts) > 1 and all(_SHARD.search(path.stem) or path.suffix != files[0].suffix for path in files):
+        raise UserError(
+            f"{folder} ({setting}) holds {', '.join(parts)}, in shards; expected one split, of one kind: "
+            f"name its files, such as {files[0].parent}/train-{{00000..00003}}-of-00004.parquet"
+        )
+    return files
+
+
+def _files_of_state(folder: Path, state: Path) -> list[Path]:
+    """The files that save_to_disk of datasets has written."""
+    try:
+        found = parse(state.read_bytes())
+        files = [folder / str(file["filename"]) for file in found["_data_files"]]
+        if found.get("_indices_data_files") or not files:
+            raise ValueError("the rows are chosen by indices, or there are none")
+    except (ValueError, LookupError, TypeError, OSError) as error:
+        raise UserError(
+            f"{state} cannot be used ({error!r}); expected what save_to_disk of datasets writes: call "
+            "flatten_indices and save the data set anew, or name its files"
+        ) from error
+    return files
+
+
+def _rows_of(path: Path, named: dict[str, str], title: str, setting: str) -> Iterator[_Row]:
+    """The rows of one file, in order. A file that cannot be opened is one row."""
+    broken = errors_of_tables()
+    try:
+        table = open_table(path)
+        columns = _Columns.of(table, named)
+    except UserError:
+        raise
+    except broken as error:
+        yield _Row(f"{path} cannot be read ({_brief(error)})", path)
+        return
+    for group in range(table.groups):
+        where = f"{path.name}, group {group}"
+        try:
+            rows = table.read(group, columns.wanted)
+        except broken as error:
+            count = table.count(group)
+            reason = f"{where}: {count} rows cannot be read ({_brief(error)})"
+            yield from (_Row(reason, path) for _ in range(count if 0 < count <= MOST_ROWS else 1))
+            continue
+        for at, values in enumerate(_values(rows, broken)):
+            if isinstance(values, str):
+                yield _Row(f"{where}, row {at} cannot be read ({values})", path)
+            else:
+                yield columns.row(path, group, at, values)
+
+
+def _values(rows: Any, broken: tuple[type[Exception], ...]) -> Iterator[Entry | str]:
+    """The values of each row by column, or why they cannot be read."""
+    try:
+        rows.validate(full=True)
+        yield from rows.to_pylist()
+        return
+    except broken:
+        pass  # one by one
+    for at in range(rows.num_rows):
+        try:
+            row = rows.slice(at, 1)
+            row.validate(full=True)
+            yield row.to_pylist()[0]
+        except broken as error:
+            yield _brief(error)
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+class _Columns(NamedTuple):
+    """What columns of a table are read.
+
+    fields: {field: column}, of those that are read here. audio: the column of recordings; "" for none.
+    rate: that of their sampling rates; "" for none. name: what is read of `audio` for its path; "" for
+    nothing.
+    """
+
+    fields: dict[str, str]
+    audio: str
+    rate: str
+    name: str
+
+    @classmethod
+    def of(cls, table: Table, named: dict[str, str]) -> "_Columns":
+        """Raises UserError for a column of data.columns that is not there."""
+        there = table.schema.names
+        absent = [column for column in named.values() if column and column not in there]
+        if absent:
+            raise UserError(
+                f"data.columns names {absent[0]!r}, and the columns are {', '.join(there)}; expected one of "
+                "them: correct data.columns"
+            )
+        found = {f: next((n for n in (f, *NAMES.get(f, ())) if n in there), "") for f in FIELDS} | named
+        audio, rate = found.pop("audio"), found.pop("sampling_rate")
+        kinds = {name: table.schema.field(name).type for name in there}
+        taken = {audio, rate, *named.values(), *found.values()}
+        fields = {field: column for field, column in found.items() if column}
+        fields |= {name: name for name in there if name not in taken and name not in FIELDS}
+        name = audio if audio and str(kinds[audio]) in ("string", "large_string") else ""
+        if audio and is_struct(kinds[audio]) and "path" in {field.name for field in kinds[audio]}:
+            name = f"{audio}.path"
+        return cls({f: c for f, c in fields.items() if _is_readable(kinds[c])}, audio, rate, name)
+
+    @property
+    def wanted(self) -> list[str]:
+        return [*self.fields.values(), *([self.name] if self.name else [])]
+
+    def row(self, path: Path, group: int, at: int, values: Entry) -> _Row:
+        entry = {field: _without_nulls(values[column]) for field, column in self.fields.items()}
+        entry = {field: value for field, value in entry.items() if value is not None}
+        if not self.audio:
+            return _Row(entry, path)
+        held = values.get(self.audio)
+        named = held.get("path") if isinstance(held, dict) else held
+        name = Path(named).name if isinstance(named, str) and named else str(entry.get("id", "audio"))
+        is_chat = any(field in entry for field in ("conversations", "messages")) or (
+            is_preference(entry) and ("prompt" in entry or any(history_of(entry, x) for x in ANSWERS))
+        )
+        entry |= {"audio": [name]} if is_chat else {"audio_filepath": name}
+        return _Row(entry, path, Cell(f"{name} (group {group}, row {at})", self.audio, group, at, self.rate))
+
+
+def _is_readable(kind: Any) -> bool:
+    if is_list(kind):
+        return not re.fullmatch(r"(half)?float|double|u?int\d+", str(kind.value_type)) and _is_readable(
+            kind.value_type
+        )
+    if is_struct(kind):
+        return all(_is_readable(field.type) for field in kind)
+    return bool(_READABLE.fullmatch(str(kind)))
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without null fields: every struct of a column has all fields, lines of a manifest do not."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(x) for name, x in value.items() if x is not None}
+    return [_without_nulls(x) for x in value] if isinstance(value, list) else value

@@ -1,0 +1,165 @@
+"""Trackers get every step once, whatever cut the run off; and no failure of theirs reaches the run."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxthd.config import Config
+from jaxthd.files.run_folder import read_config, write_config
+from jaxthd.run.metrics_file import Metrics, read_metrics
+from jaxthd.run.trackers import background
+from jaxthd.run.trackers.sent import Sent
+from jaxthd.run.trackers.tracker import Line, TrackedRun, scalars
+
+
+class Service:
+    """Stands for W&B: its runs outlive the process; each keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, list[dict[str, Any]]] = {}
+        self.closed: list[bool] = []
+        self.settings: list[Any] = []
+        self.fails_at: Callable[[str, int], BaseException | None] = lambda call, step: None
+
+    def open(self, run: TrackedRun) -> "Service.Tracker":
+        return self.Tracker(self, run)
+
+    class Tracker:
+        def __init__(self, service: "Service", run: TrackedRun) -> None:
+            self._service = service
+            self._may("open", 0)
+            self._sent = Sent("fake", run)
+            if not self._sent.id:
+                self._sent.started(f"run{len(service.runs)}")
+            service.runs.setdefault(self._sent.id, [])
+            service.settings.append(run.settings)
+            for line in run.lines:
+                self.write(line)
+
+        def write(self, line: Line) -> None:
+            if self._sent.is_news(line["step"]):
+                self._may("write", line["step"])
+                self._service.runs[self._sent.id].append({"step": line["step"], **scalars(line)})
+                self._sent.add(line["step"])
+
+        def close(self, *, failed: bool) -> None:
+            self._may("close", 0)
+            self._service.closed.append(failed)
+
+        def _may(self, call: str, step: int) -> None:
+            if error := self._service.fails_at(call, step):
+                raise error
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    fake = Service()
+    monkeypatch.setattr("jaxthd.run.metrics_file.TRACKERS", {"fake": fake.open})
+    yield fake
+    assert not [x for x in threading.enumerate() if x.name == "tracker fake"]
+
+
+def line(step: int, loss: float) -> dict[str, Any]:
+    fields = dict.fromkeys(("grad_norm", "tokens_per_second", "padding_ratio", "learning_rate"), 1.0)
+    return {"step": step, "loss": loss, **fields}
+
+
+def steps_of(run: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    return [(x["step"], x["train/loss"]) for x in run]
+
+
+def test_a_continued_run_goes_on_in_the_trackers_run_without_a_repeated_step(
+    tmp_path: Path, service: Service
+):
+    cut = Metrics(tmp_path, 0, 9, trackers=("fake",))
+    for step in range(1, 7):
+        cut.step(line(step, float(step)))
+    cut.__exit__(RuntimeError, RuntimeError(), None)
+    with Metrics(tmp_path, 4, 9, trackers=("fake", "fake"), settings={"a.b": 1}) as continued:
+        for step in range(5, 10):
+            continued.step(line(step, float(step)))
+    assert {name: steps_of(run) for name, run in service.runs.items()} == {
+        "run0": [(step, float(step)) for step in range(1, 10)]
+    }
+    assert service.closed == [True, False]
+    assert service.settings == [{}, {"a.b": 1}]
+
+
+def test_a_tracker_that_is_added_later_gets_the_steps_so_far(tmp_path: Path, service: Service):
+    with Metrics(tmp_path, 0, 4, trackers=()) as before:
+        for step in range(1, 4):
+            before.step(line(step, float(step)))
+    with Metrics(tmp_path, 3, 4, trackers=("fake",)) as after:
+        after.step(line(4, 4.0))
+    assert steps_of(service.runs["run0"]) == [(step, float(step)) for step in range(1, 5)]
+
+
+def test_a_new_run_in_an_emptied_workdir_is_a_new_run_of_the_tracker(tmp_path: Path, service: Service):
+    for _ in range(2):
+        with Metrics(tmp_path, 0, 1, trackers=("fake",)) as metrics:
+            metrics.step(line(1, 1.0))
+        (tmp_path / "metrics.jsonl").unlink()
+    assert [*map(steps_of, service.runs.values())] == [[(1, 1.0)], [(1, 1.0)]]
+
+
+@pytest.mark.parametrize("call", ["open", "write", "close"])
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), SystemExit(1), ImportError("No module named 'fake'")],
+    ids=lambda x: type(x).__name__,
+)
+def test_a_failure_anywhere_is_reported_once_and_the_run_has_every_step(
+    tmp_path: Path, service: Service, call: str, error: BaseException, capsys: pytest.CaptureFixture[str]
+):
+    service.fails_at = lambda where, step: error if where == call and step in (0, 2) else None
+    with Metrics(tmp_path, 0, 5, trackers=("fake",)) as metrics:
+        for step in range(1, 6):
+            metrics.step(line(step, float(step)))
+    assert [x["step"] for x in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    printed = capsys.readouterr().out
+    assert printed.count("the tracker fake has failed") == 1
+    assert str(error) in printed
+    assert ("pip install 'jaxthd[fake]'" in printed) == isinstance(error, ImportError)
+    # When the run is continued, the tracker gets what it lacks.
+    service.fails_at = lambda where, step: None
+    with Metrics(tmp_path, 5, 6, trackers=("fake",)) as metrics:
+        metrics.step(line(6, 6.0))
+    [run] = service.runs.values()
+    assert [x["step"] for x in run] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_tracker_that_hangs_neither_delays_a_step_nor_the_end(
+    tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    released = threading.Event()
+
+    def hang(call: str, step: int) -> None:
+        if call == "write":
+            released.wait(30)
+
+    service.fails_at = hang  # type: ignore[assignment]
+    monkeypatch.setattr(background, "CLOSE_SECONDS", 0.1)
+    with Metrics(tmp_path, 0, 5, trackers=("fake",)) as metrics:
+        for step in range(1, 6):
+            metrics.step(line(step, float(step)))
+    assert "it has not ended within 0.1 s" in capsys.readouterr().out
+    released.set()
+    for thread in threading.enumerate():
+        if thread.name == "tracker fake":
+            thread.join()
+
+
+@pytest.mark.parametrize(("wanted", "trackers"), [(True, ("tensorboard",)), (False, ())])
+def test_a_run_from_before_there_was_a_list_keeps_its_trackers(
+    tmp_path: Path, wanted: bool, trackers: tuple[str, ...]
+):
+    write_config(tmp_path, Config())
+    stored = json.loads((tmp_path / "config.json").read_text())
+    del stored["train"]["trackers"]
+    stored["train"]["tensorboard"] = wanted
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    assert read_config(tmp_path).train.trackers == trackers
