@@ -27,7 +27,8 @@ from jaxthd.grpo import grpo
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.train import train
 
-CLOCK = ("time", "step_seconds", "tokens_per_second", "rollout_tokens_per_second", "compilations")
+CLOCK = ("time", "tokens_per_second", "rollout_tokens_per_second", "compilations")
+CLOCK += ("device_tokens_per_second", "goodput")
 STEPS, EVERY = 4, 2
 
 
