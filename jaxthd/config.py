@@ -61,6 +61,30 @@ class SpecAugmentConfig:
 
 
 @dataclass(frozen=True)
+class AugmentConfig:
+    """Changes to training recordings, drawn anew every epoch, each by itself: speed, then room, noise and
+    low-pass. All are off by default. Validation is never changed."""
+
+    speed: tuple[float, ...] = ()
+    """Speeds, one of which is drawn for each recording, such as 0.9 1.0 1.1. The pitch changes with them."""
+    room_manifest: str = ""
+    """Manifest of rooms' impulse responses ({"audio_filepath": "room.wav"} a line); "" for none."""
+    room_probability: float = 0.5
+    """Share of the recordings that are heard in one of these rooms."""
+    noise_manifest: str = ""
+    """Manifest of noises ({"audio_filepath": "noise.wav"} a line, with offset and duration if wanted); ""
+    for none."""
+    noise_probability: float = 0.5
+    """Share of the recordings to which one of these noises is added."""
+    noise_snr: tuple[float, float] = (5.0, 20.0)
+    """Least and most ratio of signal to noise, in dB; drawn uniformly."""
+    low_pass_probability: float = 0.0
+    """Share of the recordings that lose what lies above a cut-off, as in a narrow channel."""
+    low_pass_hz: tuple[float, float] = (2000.0, 4000.0)
+    """Least and most cut-off, in Hz; drawn uniformly."""
+
+
+@dataclass(frozen=True)
 class FilterConfig:
     """Which training items are used. What is dropped is listed in skipped.jsonl, and does not count towards
     data.max_skipped_share. Items without a recording are kept; preferences and prompts have no rates."""
@@ -96,7 +120,8 @@ class DataConfig:
     """NeMo JSONL manifests, with shards in braces ("manifest_{0..15}.json" or
     "manifest__OP_0..15_CL_.json"); Lhotse Shar directories and manifests of cuts (cuts.jsonl.gz); or
     "synthetic": spoken digits and commands, made on first use and cached. Also Hugging Face data sets on
-    disk: parquet or arrow files, with shards in braces, or a folder (pip install 'jaxthd[parquet]')."""
+    disk: parquet or arrow files, with shards in braces, or a folder (pip install 'jaxthd[parquet]').
+    "synthetic:sums": spoken sums without transcripts, for jaxthd grpo."""
     columns: tuple[str, ...] = ()
     """What columns of parquet and arrow files are called, as FIELD=COLUMN: "audio=speech text=utterance".
     Without this, audio is "audio", text is "text", "sentence", "transcription" or "transcript", and the other
@@ -107,6 +132,9 @@ class DataConfig:
     weights: tuple[float, ...] = ()
     """How often documents of each manifest are drawn, in proportion. Empty: in proportion to their numbers
     of documents."""
+    weights_temperature: float = 1.0
+    """Weights are raised to the power 1 / this: 1 keeps them, more draws small data sets more often, up to
+    all alike. Without data.weights it is applied to the numbers of documents."""
     validation_manifest: str | tuple[str, ...] = "synthetic"
     """Manifest or Shar directory for validation; "" for none. Several sets each have a name: NAME=PATH, or
     the name of the file. The results of each set are logged as validation_NAME_loss and so on, and the
@@ -130,6 +158,7 @@ class DataConfig:
     audio_placeholder: str = "{audio}"
     """What stands for a recording in data.prompt and in the texts of conversations."""
     filter: FilterConfig = field(default_factory=FilterConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
     spec_augment: SpecAugmentConfig = field(default_factory=SpecAugmentConfig)
     packing: Literal["first_fit", "best_fit", "padded"] = "first_fit"
     """How documents fill buffers: "first_fit" and "best_fit" are grain's packers; "padded" puts one
@@ -156,7 +185,7 @@ class DataConfig:
     shuffle: bool = True
     """Shuffle the documents anew every epoch."""
     seed: int = 0
-    """Seed of the shuffle, of dither and of SpecAugment."""
+    """Seed of the shuffle, of dither, of augmentation and of SpecAugment."""
     workers: int = 2
     """Processes that decode audio and compute features before the step needs them; 0: the loader does it."""
     prefetch: int = 2
@@ -394,6 +423,8 @@ class AdaptConfig:
     """The product of the low-rank matrices is scaled by lora_alpha / lora_rank."""
     lora_targets: tuple[str, ...] = ("decoder.layers.*",)
     """Patterns of the projections that get LoRA, such as "*.q". Routers and routed experts never do."""
+    dora: bool = False
+    """Also train the magnitude of each column of the projections that get LoRA (DoRA)."""
     encoder_lr_factor: float = 1.0
     """Factor on the encoder's learning rate."""
     adapter_lr_factor: float = 1.0
@@ -409,9 +440,11 @@ class PostTrainingConfig:
     share_prompts: bool = True
     """Whether answers to one prompt share its token slots. If not, each has a copy of the prompt; its
     recordings are encoded once in either case."""
-    reference: Literal["auto", "copy"] = "auto"
-    """Where the reference policy's weights are: "copy": a copy of the first weights in the compute dtype, of
-    what trains; "auto": the same, but with LoRA the base weights, if reference_every is 0."""
+    reference: Literal["auto", "copy", "cached"] = "auto"
+    """Where the reference policy is: "copy": a copy of the first weights in the compute dtype, of what
+    trains; "auto": the same, but with LoRA the base weights, if reference_every is 0; "cached": nowhere. It
+    scores all training documents before the first step, and WORKDIR/reference keeps the
+    log-probabilities."""
     reference_every: int = 0
     """Steps after which the policy becomes the reference; 0: never."""
 
@@ -468,8 +501,8 @@ class RolloutConfig:
     """Updates in each of these, each from the same number of prompts. The number of buffers does not matter:
     an update adds up the gradients of as many as its answers fill."""
     validation_prompts: int = 0
-    """Prompts of the first validation set to which a group is drawn at each validation, for pass@1 and
-    pass@k (k is group_size); 0: none."""
+    """Prompts of the first validation set that are answered and rewarded at each validation: once by the
+    likeliest tokens, and by a group of drawn answers, for pass@1 and pass@k (k is group_size). 0: none."""
     max_logprob_difference: float = 0.0
     """The run stops where the log-probability of a token differs by more than this between drawing and
     training; 0: by more than the compute dtype explains."""
@@ -487,25 +520,40 @@ class TrainConfig:
     """Settings of the objective, as NAME=VALUE."""
     init_from: tuple[str, ...] = ()
     """Weights that a new run starts from: Hugging Face folders, .nemo archives, and workdirs of runs (the
-    newest checkpoint, or another with @best or @STEP). Each source gives what it holds, and a later one
-    replaces what an earlier one gave. The rest of the model is randomly initialised."""
+    newest checkpoint, or another with @best or @STEP; its averaged parameters with @ema, @best+ema or
+    @STEP+ema). Each source gives what it holds, and a later one replaces what an earlier one gave. The rest
+    of the model is randomly initialised."""
     before: tuple[str, ...] = ()
     """Commands of jaxthd that a new run needs to be done, such as "train first_run.py". They are started
     before it in the config file's folder, and should find nothing to do where they were done before."""
     steps: int = 200
     """Optimizer steps of the run."""
+    optimizer: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
+    """How gradients become updates. "muon" is for weight matrices, with AdamW for the rest."""
+    optimizer_options: tuple[str, ...] = ()
+    """Settings of the optimizer, as NAME=VALUE."""
     learning_rate: float = 1e-3
-    """Peak learning rate (AdamW)."""
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = "cosine"
+    """How the learning rate goes on after the warm-up: down to min_learning_rate at the last step in a cosine
+    or in a line; constant; or constant and down in a line in the last decay_steps."""
     warmup_steps: int = 20
-    """Steps of linear warm-up. A cosine down to min_learning_rate follows."""
+    """Steps of linear warm-up, before the schedule."""
+    decay_steps: int = 20
+    """Steps at the end in which "warmup_stable_decay" lowers the learning rate."""
     min_learning_rate: float = 1e-5
-    """Learning rate at the last step."""
+    """Learning rate at the last step, but for the schedule "constant"."""
     beta1: float = 0.9
     """AdamW's first moment decay."""
     beta2: float = 0.95
     """AdamW's second moment decay."""
     weight_decay: float = 0.01
-    """AdamW's weight decay. It applies to weight matrices, not to biases, norms and per-head scalars."""
+    """Decoupled weight decay. It applies to weight matrices, not to biases, norms and per-head scalars."""
+    ema_decay: float = 0.0
+    """Decay of an exponential moving average of the trained parameters, which the run keeps beside them
+    (RUN@ema); lower in the first steps. 0: none is kept."""
+    validate_ema: bool = False
+    """Validate the averaged parameters, in place of those that train."""
     router_bias_rate: float = 1e-3
     """Change of an expert's correction bias in a step: up where the expert gets fewer tokens than the
     average, down where it gets more."""

@@ -7,10 +7,10 @@ import reads Hugging Face folders of the families below and .nemo archives (thei
 workdir without an optimizer: config.json and checkpoints/. If no source has an encoder, the model is
 text-only. Train from the folder with --train.init-from, or from the sources themselves.
 
-export reads the workdir of a run, or what import wrote (RUN@best and RUN@STEP choose a checkpoint), merges
-its low-rank matrices (LoRA) into their projections, and writes one of the formats below. The default is a
-format that holds the whole model or, if there is none, formats that hold parts. Weights of a vision tower are
-copied from --like, or absent.
+export reads the workdir of a run, or what import wrote (RUN@best and RUN@STEP choose a checkpoint, RUN@ema
+the averaged parameters), merges its low-rank matrices (LoRA) into their projections, and writes one of the
+formats below. The default is a format that holds the whole model or, if there is none, formats that hold
+parts. Weights of a vision tower are copied from --like, or absent.
 """
 
 import argparse
@@ -175,7 +175,9 @@ def main(argv: list[str] | None = None) -> None:
         "--adapter-dim", type=int, default=0, help="model.adapter_dim, where no source has an adapter"
     )
     writing = commands.add_parser("export", help="a run's weights -> Hugging Face folders")
-    writing.add_argument("source", help="the workdir of a run, or what import wrote; @best or @STEP after it")
+    writing.add_argument(
+        "source", help="the workdir of a run, or what import wrote; @best, @STEP or @ema after it"
+    )
     writing.add_argument("--out", type=Path, required=True, help="a new folder")
     writing.add_argument("--format", choices=FORMATS, help="one of the formats above")
     writing.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")

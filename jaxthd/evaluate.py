@@ -32,6 +32,7 @@ from jaxthd.data.dataset import SpeechData
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.figures.error_gallery import Case, draw_gallery
 from jaxthd.files.jsonl import finite
+from jaxthd.files.run_folder import EMA, source_of
 from jaxthd.inference.evaluator import Evaluator
 from jaxthd.inference.results import (
     SetResult,
@@ -133,8 +134,9 @@ def _folder(
     if of_run:
         # A run that goes on may save another checkpoint meanwhile.
         workdir, step = of_run[0], exchange(of_run[1])[0]
-        weights, beside = [f"{workdir}@{step}"], workdir / "evaluations" / str(step)
-        evaluated |= {"weights": "the run's", "checkpoint": step}
+        which = str(step) + EMA * source_of(weights[0])[1].endswith(EMA)
+        weights, beside = [f"{workdir}@{which}"], workdir / "evaluations" / which
+        evaluated |= {"weights": "the run's", "checkpoint": int(which) if which.isdecimal() else which}
     if out:
         require_free(out, evaluated)
         return weights, out, evaluated

@@ -33,8 +33,8 @@ from jaxthd.inference.validation import Validation
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.processes import require_one_process
 from jaxthd.posttraining.groups import Collected, Collector
+from jaxthd.posttraining.held_out import HeldOut
 from jaxthd.posttraining.metrics import GRPOFacts, grpo_line
-from jaxthd.posttraining.pass_at_k import PassAtK
 from jaxthd.posttraining.updates import Update, UpdateMaker
 from jaxthd.rewards.rewarder import Rewarder
 from jaxthd.run.before import run_before
@@ -105,8 +105,8 @@ def _train(
     validation = Validation(blueprint, mesh, data, outputs)
     prompts = data.prompts()
     collect = Collector(config, mesh, prompts, rewarder)
-    pass_at_k = PassAtK(config, data, collect.rollouts)
-    validate = account.timed("validating", lambda state: validation(state) | pass_at_k(state))
+    held_out = HeldOut(config, data, collect, rewarder, outputs)
+    validate = account.timed("validating", lambda state, step: validation(state) | held_out(state, step))
     save = account.timed("saving", checkpoints.save)
 
     with ExitStack() as stack:
@@ -126,7 +126,7 @@ def _train(
         non_finite = NonFiniteSteps(outputs, first, most, metrics.say)
         stop_asked = stack.enter_context(stop_requested(config.train.max_seconds, account.began))
         if first == 0 and validation.is_due(0):
-            metrics.step({"step": 0, **validate(state), **time_line(account.seconds)})
+            metrics.step({"step": 0, **validate(state, 0), **time_line(account.seconds)})
         account.switch("stepping")
         numbers = profiled(range(first + 1, steps + 1), config.train, outputs.path, metrics.say)
         for step in stack.enter_context(numbers):
@@ -154,7 +154,7 @@ def _train(
             facts = GRPOFacts(step, collected, updates, results, times, programs, skipped, mesh.size)
             stopped = stop_asked()
             last = bool(stopped) or step == steps
-            validated = validate(state) if validation.is_due(step) else {}
+            validated = validate(state, step) if validation.is_due(step) else {}
             line = grpo_line(facts) | time_line(account.seconds)
             metrics.step(line | validated | (changed if step == first + 1 else {}))
             data.require_few_skipped()

@@ -11,6 +11,7 @@ A workdir that holds a checkpoint is continued, on any mesh. It receives
     skipped.jsonl      every document that was skipped, with the reason
     not_finite.jsonl   steps whose update was skipped, with their documents
     checkpoints/       parameters, optimizer state, batch statistics, data position
+    reference/         the reference policy's log-probabilities, with posttraining.reference cached
     config.json        the settings of the run; tokenizer/ a copy of its tokenizer
     changes.jsonl      settings that changed when the run was continued
 
@@ -47,6 +48,7 @@ from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import local_rows, make_mesh, put_batch
 from jaxthd.parallel.processes import is_first, require_same
 from jaxthd.planning.model_flops import model_flops
+from jaxthd.posttraining.cached_reference import WithReference, cached_reference
 from jaxthd.run.before import run_before
 from jaxthd.run.continuing import OPTIONS, changed_settings, newest_state, require_objective, workdir_of
 from jaxthd.run.goodput import TimeAccount, stored_seconds
@@ -150,12 +152,14 @@ def _train(
         watch_padding = PaddingWatch(config, metrics.say)
         stop_asked = stack.enter_context(stop_requested(config.train.max_seconds, account.began))
 
+        with_reference = cached_reference(blueprint, mesh, data, outputs.path, state)
+
         # --- steps ---
         if first == 0 and validation.is_due(0):
             metrics.step({"step": 0, **validate(state), **time_line(account.seconds)})
         metrics.say("compiling the training step")
         with account.during("data_wait"):
-            on_mesh, upcoming = _load(loader, mesh)
+            on_mesh, upcoming = _load(loader, mesh, with_reference)
         account.switch("stepping")
         numbers = profiled(range(first + 1, steps + 1), config.train, outputs.path, metrics.say)
         for step in stack.enter_context(numbers):
@@ -165,7 +169,7 @@ def _train(
                 state = refresh(state)
             if step < steps:  # the next batch is loaded while the devices work
                 with account.loading(on_device):
-                    on_mesh, upcoming = _load(loader, mesh)
+                    on_mesh, upcoming = _load(loader, mesh, with_reference)
             stopped = stop_asked()
             last = bool(stopped) or step == steps
             results = jax.tree.map(lambda x: x.item(), on_device)
@@ -202,9 +206,10 @@ class _Loaded(NamedTuple):
     position: dict[str, Any]
 
 
-def _load(loader: SynchronizedLoader, mesh: Mesh) -> tuple[Batch, _Loaded]:
+def _load(loader: SynchronizedLoader, mesh: Mesh, with_reference: WithReference) -> tuple[Batch, _Loaded]:
     """(the next batch on the mesh, the same on the host)."""
     batch, report = next(loader)
+    batch = with_reference(batch)
     return put_batch(batch, mesh), _Loaded(batch, report, loader.get_state())
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,10 +27,17 @@ from jaxthd.files.jsonl import read_lines
 from jaxthd.grpo import grpo
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.train import train
+from tests.shared_programs import shared_programs
 
 CLOCK = ("time", "tokens_per_second", "rollout_tokens_per_second", "compilations")
 CLOCK += ("device_tokens_per_second", "goodput")
 STEPS, EVERY = 4, 2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs() -> Iterator[None]:
+    with shared_programs():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +134,7 @@ def test_a_step_says_what_it_drew_and_how_drawing_and_training_agree(whole: Path
     assert (first["step"], last["step"]) == (0, STEPS)
     for line in (first, last):
         assert 0 <= line["validation_pass_at_1"] <= line["validation_pass_at_k"] <= 1
+        assert line["validation_reward_drawn"] <= line["validation_reward_best"]
 
 
 def test_a_run_that_was_killed_continues_bit_identically(whole: Path, config: Config, tmp_path: Path):
@@ -152,6 +161,50 @@ def test_a_run_continues_on_another_mesh_and_draws_on_a_third(whole: Path, confi
     for got, want in zip(read_metrics(tmp_path)[1:], read_metrics(whole)[1:], strict=True):
         assert got["reward"] == want["reward"]
         assert got["loss"] == pytest.approx(want["loss"], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("wants_text", [False, True])
+def test_prompts_without_transcripts_are_rewarded_by_their_fields(
+    config: Config, tmp_path: Path, wants_text: bool
+):
+    """Half of the lines have no text, and as many are conversations that end with the user's turn."""
+    lines = read_lines(Path(config.data.manifest[0]))[:12]
+    for number, line in enumerate(lines):
+        line["audio_filepath"] = str(Path(config.data.manifest[0]).parent / line["audio_filepath"])
+        if number % 2:
+            del line["text"]
+        if number % 4 == 1:
+            turn = {"role": "user", "content": [{"type": "audio", "path": line.pop("audio_filepath")}]}
+            line |= {"id": f"c{number}", "messages": [turn]}
+    manifest = tmp_path / "prompts.jsonl"
+    manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    own = replace(config.data, manifest=(str(manifest),), validation_manifest=str(manifest))
+    rewards = ("equals", "format", *(["wer"] if wants_text else []))
+    options = ("equals.field=total", "format.pattern=[a-z ].*")
+    rollout = replace(config.rollout, rewards=rewards, reward_options=options, max_failed_rewards=1.0)
+    rollout = replace(rollout, prompts=6, dynamic_sampling=1, updates=1, validation_prompts=12)
+    prompts = replace(config, data=own, rollout=rollout, train=replace(config.train, steps=2))
+    grpo(prompts, tmp_path / "run")
+    drawn, without = read_lines(tmp_path / "run" / "rollouts.jsonl"), 0
+    for line in drawn:
+        number = int(line["key"].split(":")[0]) - 1
+        assert (line["reference"] is None) == bool(number % 2)
+        failed = line["reward"] is None
+        assert failed == (wants_text and line["reference"] is None), "wer has nothing to compare with"
+        without += failed
+    failures = read_lines(tmp_path / "run" / "failures.jsonl")
+    training = [x for x in failures if "validation" not in x]
+    assert len(training) * rollout.group_size == without
+    assert all(x["function"] == "wer" and "no reference" in x["reason"] for x in failures)
+    assert bool(failures) == wants_text
+    lines_of_run = read_metrics(tmp_path / "run")
+    assert [x["step"] for x in lines_of_run if "validation_reward" in x] == [0, 2]
+    for line in lines_of_run:
+        if "validation_reward" in line:
+            assert line["validation_reward_best"] >= line["validation_reward_drawn"]
+            assert line["validation_reward_failures"] == 6 * wants_text
+            assert "validation_pass_at_k" in line, "of the prompts that have a reference"
+    assert len({x["compilations"] for x in lines_of_run if x["step"]}) == 1
 
 
 def test_objectives_of_the_other_command_are_refused(config: Config, tmp_path: Path):

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from jaxthd.run.metrics_file import Metrics, read_metrics
 from jaxthd.train import main, train
 from jaxthd.validate import DeviceFacts, validate
 from scripts.write_reference import METRICS
+from tests.shared_programs import shared_programs
 
 UNOPTIMISED = "--xla_backend_optimization_level=0 " + " ".join(
     flag for flag in os.environ["XLA_FLAGS"].split() if "emitters" in flag or "split_count" in flag
@@ -58,6 +59,12 @@ FIELDS = {
     "skipped_updates",
     "skipped_documents",
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs() -> Iterator[None]:
+    with shared_programs():
+        yield
 
 
 @pytest.fixture(scope="module")

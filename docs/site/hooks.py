@@ -3,17 +3,20 @@
 mkdocs calls the functions that begin with on_; docs/site/mkdocs.yml names this file.
 """
 
+import ast
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from escaping import escaped  # noqa: E402
 
 import jaxthd  # noqa: E402
 
-API, CONFIGS = "reference/api.md", "reference/configs.md"
+API, COMMANDS, CONFIGS = "reference/api.md", "reference/commands.md", "reference/configs.md"
 TOPICS = {
     "config": "Configuration",
     "files": "Configuration",
@@ -37,6 +40,12 @@ The fields of the config classes are on [a page of their own](../configuration.m
 """
 SETTINGS = {"members": "false", "separate_signature": "false", "show_signature": "false"}
 """How a config is shown: its fields have a page of their own."""
+COMMANDS_HEAD = """\
+# Commands
+
+`jaxthd NAME` and `python -m jaxthd.NAME` are the same. `--help` after a name lists its options,
+`--help data` a group of [settings](../configuration.md).
+"""
 CONFIGS_HEAD = """\
 # Config files
 
@@ -49,7 +58,8 @@ def on_files(files: Any, config: Any) -> Any:
     """Adds the pages that docs/ does not hold."""
     from mkdocs.structure.files import File
 
-    pages = {"index.md": home((ROOT / "README.md").read_text()), API: api_page(), CONFIGS: configs_page()}
+    pages = {API: api_page(), COMMANDS: commands_page(), CONFIGS: configs_page()}
+    pages["index.md"] = home((ROOT / "README.md").read_text())
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files
@@ -90,6 +100,16 @@ def api_page() -> str:
         topics.setdefault(topic, []).append("\n".join(lines) + "\n")
     sections = [f"## {topic}\n\n" + "\n".join(entries) for topic, entries in topics.items() if entries]
     return "\n".join([API_HEAD, *sections])
+
+
+def commands_page() -> str:
+    """What the file of each command says of it: a file directly in jaxthd/ with a main()."""
+    sections = []
+    for path in sorted((ROOT / "jaxthd").glob("[!_]*.py")):
+        module = ast.parse(path.read_text())
+        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in module.body):
+            sections.append(f"## jaxthd {path.stem}\n\n{escaped(ast.get_docstring(module) or '')}\n")
+    return "\n".join([COMMANDS_HEAD, *sections])
 
 
 def configs_page() -> str:

@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -218,6 +218,19 @@ class Checkpoints:
                 "settings of train.objective_options and posttraining that it began with: restore them, "
                 "or start a new run (--train.init-from)"
             )
+        if all(each.startswith("ema") for each in differing):
+            raise UserError(
+                f"the run in {self._folder.parent} keeps {'an' if name in saved else 'no'} average of its "
+                "parameters, and with these settings it would be the other way round; expected "
+                "train.ema_decay as the run began with: restore it, or start a new run (--train.init-from)"
+            )
+        if _is_of_another_optimizer(saved, wanted, differing):
+            raise UserError(
+                f"the run in {self._folder.parent} has the moments of another optimizer, or of other options "
+                f"of it ({len(differing)} arrays differ, such as {name}); expected train.optimizer and "
+                "train.optimizer_options as the run began with: restore them, or start a new run from its "
+                f"weights: --workdir NEW --train.init-from {self._folder.parent}"
+            )
         raise UserError(
             f"the checkpoint of step {step} in {self._folder} is of another model: {len(differing)} arrays "
             f"differ, {name} is {saved.get(name, 'absent')} there and {wanted.get(name, 'absent')} here. "
@@ -277,6 +290,21 @@ class Checkpoints:
 def _present(state: TrainState) -> dict[str, Any]:
     """The state's fields that there are: a run without a reference policy has none of its arrays."""
     return {name: value for name, value in state._asdict().items() if value is not None}
+
+
+def _is_of_another_optimizer(
+    saved: Mapping[str, str], wanted: Mapping[str, str], differing: Sequence[str]
+) -> bool:
+    """Whether states differ in kind or shape of their moments alone, and not in the parameters that train."""
+    if not all(name.startswith("opt_state.") for name in differing):
+        return False
+    modules = {name.split(".")[1] for name in wanted if name.startswith("params.")}
+
+    def kinds(names: Mapping[str, str]) -> set[tuple[str, ...]]:
+        moments = (name.split(".") for name in names if name.startswith("opt_state."))
+        return {tuple(takewhile(lambda part: part not in modules, parts)) for parts in moments}
+
+    return kinds(saved) != kinds(wanted) or saved.keys() == wanted.keys()
 
 
 class _Best:

@@ -20,6 +20,7 @@ from etils import epath
 from jaxthd.checkpoints.checksum import checksums, named_arrays
 from jaxthd.checkpoints.quiet_errors import quiet_orbax
 from jaxthd.errors import UserError
+from jaxthd.files.run_folder import EMA
 
 BEST_BY = ("validation_wer", "validation_loss")
 """The metrics that decide which checkpoint is best, the lowest. The second one decides between equals, and
@@ -94,8 +95,10 @@ def best_of(found: Mapping[int, About]) -> int | None:
 def find_checkpoint(folder: Path, which: str = "newest") -> tuple[int, dict[str, SavedArray]]:
     """(a checkpoint's step, its arrays by name).
 
-    which: "newest", "best" (see BEST_BY), or a step. Raises UserError where no whole checkpoint is that one.
+    which: "newest", "best" (see BEST_BY), or a step; as source_of gives it. Raises UserError where no whole
+    checkpoint is that one, and where averages are asked for that it does not have.
     """
+    which, average, _ = which.partition(EMA)
     found = {}
     steps = [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
     for number in steps:
@@ -108,7 +111,12 @@ def find_checkpoint(folder: Path, which: str = "newest") -> tuple[int, dict[str,
             f"{folder} has no whole checkpoint {which!r}; it has those of steps {sorted(found)}, and "
             f"{len(steps) - len(found)} damaged ones: choose another (WORKDIR, WORKDIR@best or WORKDIR@STEP)"
         )
-    return step, found[step].arrays
+    arrays = found[step].arrays
+    if average and not any(name.startswith("ema.") for name in arrays):
+        raise UserError(
+            f"{folder} has no averaged parameters; expected a run with train.ema_decay: leave {EMA} out"
+        )
+    return step, arrays
 
 
 def restore_arrays(folder: Path, step: int, wanted: Any, saved: Mapping[str, SavedArray]) -> Any:

@@ -1,8 +1,9 @@
 """Weights of published checkpoints and of runs, read straight into the mesh's arrays.
 
 A source is a Hugging Face folder, a .nemo archive, or the workdir of a run; there the newest checkpoint is
-read, or the one that @best or @STEP names. Each source gives the parts of the model that it holds; a later
-one replaces what an earlier one gave. The host never holds more than one tensor of a published checkpoint.
+read, or the one that @best or @STEP names (its averaged parameters: @ema, @best+ema, @STEP+ema). Each source
+gives the parts of the model that it holds; a later one replaces what an earlier one gave. The host never
+holds more than one tensor of a published checkpoint.
 """
 
 import math
@@ -22,7 +23,7 @@ from jaxthd.checkpoints.checksum import named_arrays
 from jaxthd.checkpoints.stored import find_checkpoint, restore_arrays
 from jaxthd.config import Config
 from jaxthd.errors import UserError
-from jaxthd.files.run_folder import compare_models, is_run, read_config, source_of
+from jaxthd.files.run_folder import EMA, compare_models, is_run, read_config, source_of
 from jaxthd.hf.checkpoint import open_checkpoint
 from jaxthd.models.stacks import to_stages
 from jaxthd.parallel.processes import is_first
@@ -50,6 +51,19 @@ def start_state(blueprint: Blueprint, mesh: Mesh) -> TrainState:
         _require_base_alone(config.train.init_from)
     weights = load_weights(config.train.init_from, blueprint, mesh, setting="--train.init-from")
     return new_state(weights, blueprint, mesh)
+
+
+def start_weights(blueprint: Blueprint, mesh: Mesh) -> Weights:
+    """The weights of start_state, without the rest of it. Raises UserError as that does."""
+    if not blueprint.config.train.init_from:
+        on, stages = state_shardings(blueprint, mesh), blueprint.stages
+        made = jax.jit(
+            lambda: to_stages(Weights(*blueprint.initial_weights()), stages),
+            out_shardings=Weights(on.params, on.buffers),
+        )
+        return made()
+    weights = load_weights(blueprint.config.train.init_from, blueprint, mesh, setting="--train.init-from")
+    return training_weights(weights, blueprint, mesh)
 
 
 def _require_base_alone(sources: Sequence[str]) -> None:
@@ -160,6 +174,7 @@ class _Run:
         compare_models(path, there.model, config.model)
         self._folder = path / "checkpoints"
         self._step, self._saved = find_checkpoint(self._folder, which)
+        self._averages = {name[4:] for name in self._saved if name[:4] == "ema."} if EMA in which else set()
         shapes = {name: spec.shape for name, spec in named_weights(specs).items()}
         optional = ("mtp.",) if config.model.encoder else ("mtp.", "encoder.", "adapter.")
         found = {
@@ -186,10 +201,14 @@ class _Run:
         found: dict[str, Array] = {}
         structure, named = jax.tree.structure(self._specs), named_weights(self._specs)
         for names in _by_size(named, self.gives):
-            some = [spec if name in names else None for name, spec in named.items()]
-            wanted = _pruned(jax.tree.unflatten(structure, some)._asdict())
+            own, averages = (
+                jax.tree.unflatten(structure, [spec if n in chosen else None for n, spec in named.items()])
+                for chosen in (names - self._averages, names & self._averages)
+            )
+            wanted = _pruned(own._asdict() | {"ema": averages.params})
             restored = restore_arrays(self._folder, self._step, wanted, self._saved)
             found |= named_weights(Weights(restored.get("params", {}), restored.get("buffers", {})))
+            found |= named_weights(Weights(restored.get("ema", {}), {}))
         return found
 
 

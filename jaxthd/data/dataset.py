@@ -1,5 +1,7 @@
 """The data sets of a run as train.py uses them: read, made into documents, packed and laid out."""
 
+import hashlib
+import json
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -7,12 +9,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from jaxthd.config import Config
+from jaxthd.config import AugmentConfig, Config
 from jaxthd.data.example import Example
 from jaxthd.data.filters import Filter, bounds_of, by_setting
 from jaxthd.data.loader import BatchAndReport, BatchIterator, BatchReport, Loader, RowReport, make_loader
+from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.prompts import Prompt, PromptStream
 from jaxthd.data.skipped import SkipLog, Skipped, main_reasons
+from jaxthd.data.sources.noises import AugmentationData, read_augmentation
 from jaxthd.data.sources.registry import read_source, training_sources, validation_sources
 from jaxthd.data.sources.source import Source
 from jaxthd.data.speech import SpeechDocuments
@@ -22,10 +26,16 @@ from jaxthd.data.workers import Workers
 from jaxthd.errors import UserError
 from jaxthd.files.tokenizer_files import tokenizer_digest
 from jaxthd.objectives import Objective, make_objective
-from jaxthd.objectives.answers import compares_answers, why_unusable
+from jaxthd.objectives.answers import compares_answers, draws_answers, why_unusable
 from jaxthd.packing.document import Document
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.parallel.processes import exchange, is_first, require_same
+
+UNANSWERED = (
+    "the last turn is not the assistant's; expected an answer, which is supervised: prompts alone are for "
+    "objectives that draw answers (grpo)"
+)
+"""Why an item without an answer is skipped."""
 
 
 class SynchronizedLoader(BatchIterator):
@@ -70,13 +80,18 @@ def whole_position(position: dict[str, Any]) -> dict[str, Any]:
 
 
 def usable_examples(
-    examples: Sequence[Example], name: str, objective: Objective | None
+    examples: Sequence[Example], name: str, objective: Objective | None, *, prompts: bool = False
 ) -> tuple[list[Example], list[Skipped]]:
     """The examples that an objective can be trained on, and the others.
 
-    name: of the objective. None: those that can be validated on.
+    name: of the objective. None: those that can be validated on. prompts: whether examples without an answer
+    can be used too.
     """
-    reasons = [why_unusable(len(example.alternatives), name, objective) for example in examples]
+    reasons = [
+        why_unusable(len(example.alternatives), name, objective)
+        or ("" if prompts or not example.is_unanswered else UNANSWERED)
+        for example in examples
+    ]
     judged = list(zip(examples, reasons, strict=True))
     return [e for e, why in judged if not why], [Skipped(e.key, why) for e, why in judged if why]
 
@@ -108,17 +123,25 @@ class SpeechData:
         self._objective = make_objective(config.train.objective, config.train.objective_options)
         # A policy's forward pass is that of an evaluation: nothing is dithered or masked.
         self._filter = Filter(data.filter, tokenizer)
+        self.skipped = SkipLog(workdir / skip_list, writes=is_first())
+        is_changed = training and not self._objective.is_policy
+        self._augmentation = self._read_augmentation() if is_changed else None
         self._train_documents = SpeechDocuments(
-            config, tokenizer, train=not self._objective.is_policy, filtered=True
+            config,
+            tokenizer,
+            train=not self._objective.is_policy,
+            filtered=True,
+            augmentation=self._augmentation and self._augmentation.augmentation,
         )
         self._prompt_documents = SpeechDocuments(config, tokenizer, train=False, filtered=True)
         self._validation_documents = SpeechDocuments(config, tokenizer, train=False)
-        self._sources = training_sources(data) if training else []
+        self._draws = training and draws_answers(self._objective)
+        self._sources = training_sources(data, prompts=self._draws) if training else []
         self._titles = {source.title for source in self._sources}
-        self._validation_sources = validation_sources(data)
-        self.skipped = SkipLog(workdir / skip_list, writes=is_first())
+        self._validation_sources = validation_sources(data, prompts=self._draws)
+        before = len(self.skipped)
         self._training = self._read(self._sources, self._objective)
-        self._items = sum(map(len, self._training)) + len(self.skipped)
+        self._items = sum(map(len, self._training)) + len(self.skipped) - before
         self._validation = {
             name: self._read([source], None)[0] for name, source in self._validation_sources.items()
         }
@@ -180,7 +203,7 @@ class SpeechData:
         """An endless loader of the training documents: dithered and masked (not those of a policy),
         reshuffled every epoch.
 
-        Data sets are mixed by data.weights. rows: see make_loader. A position saved for other documents is
+        Data sets are mixed by mixing_weights. rows: see make_loader. A position saved for other documents is
         refused.
         """
         identity = self._identity()
@@ -195,11 +218,33 @@ class SpeechData:
             answers=compares_answers(self._objective),
             on_skip=self._on_skip(self._sources),
             identity=identity,
-            weights=self._config.data.weights or None,
+            weights=mixing_weights(self._config.data, list(map(len, self._training))),
             workers=self._workers,
             prefetch=self._config.data.prefetch,
         )
         return SynchronizedLoader(loader, self.skipped)
+
+    def training_once(self, rows: Collection[int] | None = None) -> SynchronizedLoader:
+        """One pass over the training documents of a policy, in their order, as `training` packs them."""
+        loader = make_loader(
+            self._training,
+            self._train_documents,
+            self._config,
+            rows=rows,
+            repeat=False,
+            shuffle=False,
+            extras=self._objective.extras,
+            answers=compares_answers(self._objective),
+            on_skip=self._on_skip(self._sources),
+            workers=self._workers,
+            prefetch=self._config.data.prefetch,
+        )
+        return SynchronizedLoader(loader, self.skipped)
+
+    def digest(self) -> str:
+        """Of what the training documents depend on."""
+        text = json.dumps([self._identity(), self._config.data.audio_capacity, self._config.data.capacity])
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def prompts(self) -> PromptStream:
         """The training items as prompts, which are neither dithered nor masked."""
@@ -250,7 +295,7 @@ class SpeechData:
         found, name = [], self._config.train.objective
         for number, source in enumerate(sources):
             examples, skipped = read_source(source, self._config.data, number)
-            usable, others = usable_examples(examples, name, objective)
+            usable, others = usable_examples(examples, name, objective, prompts=self._draws)
             if objective is not None:
                 usable, dropped = self._filter.sift(usable)
                 others += dropped
@@ -266,6 +311,16 @@ class SpeechData:
             found.append(usable)
         return found
 
+    def _read_augmentation(self) -> AugmentationData | None:
+        """What data.augment says; None where it changes nothing."""
+        if self._config.data.augment == AugmentConfig():
+            return None
+        read = read_augmentation(self._config.data.augment)
+        for manifest, skipped in read.skipped.items():
+            for item in skipped:
+                self.skipped.add(manifest, *item)
+        return read
+
     def _on_skip(self, sources: Sequence[Source]) -> Callable[[str, str], None]:
         return self.skipped.of([source.title for source in sources])
 
@@ -280,6 +335,7 @@ class SpeechData:
             **({"template_options": data.template_options} if data.template_options else {}),
             **({"columns": list(data.columns)} if data.columns else {}),
             **({"filter": bounds} if (bounds := bounds_of(data.filter)) else {}),
+            **({"augment": self._augmentation.identity} if self._augmentation else {}),
             "spec_augment": asdict(data.spec_augment),
             **({"chunk_seconds": encoder.chunk_seconds, "num_mels": encoder.num_mels} if encoder else {}),
         }

@@ -90,7 +90,8 @@ class Alternative(NamedTuple):
 
 @dataclass(frozen=True)
 class Example:
-    """A conversation. In a data set its last turn is the assistant's. Assistant turns have no recordings.
+    """A conversation. In a data set its last turn is the assistant's, or the user's if it is to be answered
+    alone (is_unanswered). Assistant turns have no recordings.
 
     alternatives: answers to the conversation, whose last turn is then the user's: two, the preferred one
         first, or one that is preferred or not.
@@ -109,6 +110,11 @@ class Example:
     def clips(self) -> list[Clip | Samples]:
         """The recordings, in order."""
         return [part for turn in self.turns for part in turn.parts if not isinstance(part, str)]
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether it has no answer: a prompt, to which answers can be drawn and nothing else."""
+        return not self.alternatives and (not self.turns or self.turns[-1].role != "assistant")
 
     @property
     def duration(self) -> float | None:

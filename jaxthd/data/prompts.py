@@ -5,8 +5,9 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from jaxthd.config import Config
-from jaxthd.data.example import Example
+from jaxthd.data.example import Example, Turn
 from jaxthd.data.loader import differing_identity
+from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.packer import OnSkip
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.stream import item_orders, item_refs
@@ -16,7 +17,8 @@ from jaxthd.packing.fit import BufferLimits
 
 
 class Prompt(NamedTuple):
-    """An item to answer. example: with the reference as its last turn. document: what comes before that."""
+    """An item to answer. example: with the reference as its last turn, if it has one. document: what comes
+    before that."""
 
     example: Example
     document: Document
@@ -24,16 +26,24 @@ class Prompt(NamedTuple):
     @classmethod
     def of(cls, example: Example, documents: SpeechDocuments) -> "Prompt":
         """Raises ValueError with the reason for an item that cannot be used."""
-        return cls(example, documents.prompt(Example(example.key, example.turns[:-1])))
+        turns = example.turns if example.is_unanswered else example.turns[:-1]
+        return cls(example, documents.prompt(Example(example.key, turns)))
 
     @property
-    def reference(self) -> str:
-        """The text of the item's last turn."""
+    def question(self) -> tuple[Turn, ...]:
+        """The turns to be answered."""
+        return self.example.turns if self.example.is_unanswered else self.example.turns[:-1]
+
+    @property
+    def reference(self) -> str | None:
+        """The text of the item's answer; None where it has none."""
+        if self.example.is_unanswered:
+            return None
         return " ".join(str(part) for part in self.example.turns[-1].parts)
 
 
 class PromptStream:
-    """The items of the training sets, mixed by data.weights, in a new order every epoch.
+    """The items of the training sets, mixed by mixing_weights, in a new order every epoch.
 
     Items that cannot be used, or whose group of answers could exceed a buffer, are reported to on_skip and
     passed over. identity: what the prompts depend on besides data.*, as JSON values.
@@ -51,7 +61,7 @@ class PromptStream:
         identity: Mapping[str, Any],
     ) -> None:
         data = config.data
-        weights = list(data.weights) if len(sources) > 1 and data.weights else None
+        weights = mixing_weights(data, list(map(len, sources)))
         self._sources = sources if weights else [list(chain(*sources))]
         self._documents, self._config, self._on_skip = documents, config, on_skip
         seed = data.seed if data.shuffle else None

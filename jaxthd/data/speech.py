@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxthd.config import Config, FilterConfig
+from jaxthd.data.audio.augment import Augmentation
 from jaxthd.data.audio.features import DITHER, HOP, SAMPLE_RATE, document_rng, log_mel, spec_augment
 from jaxthd.data.audio.recordings import chunk_audio, from_samples, load_audio
 from jaxthd.data.example import Clip, Example, Samples
@@ -36,18 +37,26 @@ class SpeechDocuments:
     chunks, each normalised by itself. Audio that exceeds data.audio_capacity is not decoded to its end.
     train: dithers the audio and masks its features; the draws depend on (data.seed, epoch, key) alone.
     filtered: items whose duration the data set does not give are judged by data.filter here; the others have
-    been before (Filter.sift).
+    been before (Filter.sift). augmentation: how recordings are changed, if `train`.
     Raises UserError on construction, as PromptTemplate does.
     """
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, *, train: bool, filtered: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        *,
+        train: bool,
+        filtered: bool = False,
+        augmentation: Augmentation | None = None,
+    ) -> None:
         self._template = PromptTemplate(config.data, tokenizer)
         self._audio_id = tokenizer.audio_id
         self._encoder = config.model.encoder
         self._most_seconds = config.data.audio_capacity / 100 + 0.01
         self._seed = config.data.seed
-        self._augment = config.data.spec_augment
-        self._train = train
+        self._spec_augment = config.data.spec_augment
+        self._train, self._augmentation = train, augmentation if train else None
         self._filter = Filter(config.data.filter if filtered else FilterConfig(), tokenizer)
 
     def __call__(self, example: Example, epoch: int = 0) -> Document | Skipped:
@@ -56,10 +65,13 @@ class SpeechDocuments:
             dither_rng = document_rng(self._seed, epoch, example.key) if self._train else None
             clips = []
             for number, samples in enumerate(self._samples(example)):
+                if self._augmentation:
+                    key = f"{example.key}/augment/{number}"
+                    samples = self._augmentation(samples, self._seed, epoch, key, self._most_seconds)
                 clips.append(self._features(samples, dither_rng))
                 if self._train:
                     rng = document_rng(self._seed, epoch, f"{example.key}/spec_augment/{number}")
-                    clips[-1] = spec_augment(clips[-1], self._augment, rng)
+                    clips[-1] = spec_augment(clips[-1], self._spec_augment, rng)
         except ValueError as error:
             return Skipped(example.key, str(error))
         document = Document.splice(example.key, written.tokens, written.supervised, clips, self._audio_id)

@@ -31,6 +31,7 @@ def rollout_figure(lines: Lines, spent: Mapping[str, float] | None = None) -> Fi
     parts = [name for name in named if name not in _NO_FUNCTIONS]
     for name, color in zip(parts[:3] * (len(parts) > 1), HUES[1:], strict=False):
         curve(rewards, lines, name, color, np.mean, name.removeprefix("reward_"))
+    points(rewards, lines, "validation_reward", HUES[4], "validation, likeliest answers", "{:.3g}")
     rewards.legend(frameon=False)
 
     titled(answers, "Answers", "tokens of an answer", HUES[0])
@@ -48,7 +49,8 @@ def rollout_figure(lines: Lines, spent: Mapping[str, float] | None = None) -> Fi
     points(validation, lines, "validation_pass_at_1", HUES[2], "right in one draw", "{:.1%}")
     points(validation, lines, "validation_pass_at_k", HUES[0], "right in one of a group", "{:.1%}")
     validation.yaxis.set_major_formatter(PercentFormatter(1))
-    validation.set_ylim(0, min(1.5, max([1.05, *(y for line in validation.lines for y in line.get_ydata())])))
+    shares = [float(y) for line in validation.lines for y in line.get_ydata()]
+    validation.set_ylim(0, min(1.5, 1.25 * max(shares, default=1.0) or 1.0))  # room for the legend
     if validation.lines:
         validation.legend(frameon=False)
 

@@ -23,15 +23,23 @@ _RENAMED = {"mamba_chunk": "scan_chunk"}
 """Names of fields in an older jaxthd, before the fields moved to compute."""
 
 
+EMA = "+ema"
+
+
 def is_run(folder: Path) -> bool:
     """Whether the folder holds checkpoints of a run."""
     return (folder / "checkpoints").is_dir()
 
 
 def source_of(source: str | Path) -> tuple[Path, str]:
-    """(a source's path, which of a run's checkpoints is meant: "newest", "best" or a step)."""
+    """(a source's path, which of a run's checkpoints is meant: "newest", "best" or a step).
+
+    With EMA after it ("best+ema"), the averaged parameters of that checkpoint are meant.
+    """
     path, mark, which = str(source).rpartition("@")
-    if mark and (which in ("newest", "best") or which.isdecimal()):
+    which = f"newest{EMA}" if which == "ema" else which
+    number = which.removesuffix(EMA)
+    if mark and (number in ("newest", "best") or number.isdecimal()):
         return Path(path), which
     return Path(source), "newest"
 

@@ -13,7 +13,7 @@ from jaxthd.parallel.mesh import local_rows
 from jaxthd.run.metrics import VALIDATION
 from jaxthd.run.outputs import OutputFolder
 from jaxthd.steps.blueprint import Blueprint
-from jaxthd.steps.state import TrainState
+from jaxthd.steps.state import TrainState, averaged
 
 
 class Validation:
@@ -37,6 +37,7 @@ class Validation:
 
     def __call__(self, state: TrainState) -> dict[str, float]:
         """Returns the metrics in the form of a metrics line. state: in its training form."""
+        state = averaged(state) if self._config.train.validate_ema else state
         sets, scores, lines = self._config.data.validation_sets, [], []
         for each in sets:
             with closing(self._data.validation(self._rows, each.name)) as batches:

@@ -16,12 +16,11 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
 from jaxthd.config import AdaptConfig, Config
-from jaxthd.models.layers import Linear
+from jaxthd.models.layers import Linear, column_squares, norm_ratio
 from jaxthd.models.mixers import MoE
 
 Tree = Any
@@ -92,7 +91,8 @@ def add_lora(model: nnx.Module, adapt: AdaptConfig, key: Array) -> None:
         for name, linear in projections(model).items():
             if matches(name, adapt.lora_targets):
                 own_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-                linear.add_lora(adapt.lora_rank, adapt.lora_alpha / adapt.lora_rank, own_key)
+                scale = adapt.lora_alpha / adapt.lora_rank
+                linear.add_lora(adapt.lora_rank, scale, own_key, dora=adapt.dora)
 
 
 def fp8_projections(model: nnx.Module) -> dict[str, Linear]:
@@ -150,7 +150,8 @@ def join(some: Tree, rest: Tree) -> Tree:
 
 
 def merge_lora(params: Tree, config: Config) -> tuple[Tree, Config]:
-    """A model without LoRA that computes the same: w becomes w + alpha / rank * a @ b. And its config.
+    """A model without LoRA that computes the same: w becomes w + alpha / rank * a @ b, with DoRA's
+    magnitudes. And its config.
 
     params: arrays of any sharding, in the training form too. The sum is computed in their own dtype (float32
     or float64), at full precision. Arrays without LoRA are returned as they are.
@@ -165,13 +166,18 @@ def merge_lora(params: Tree, config: Config) -> tuple[Tree, Config]:
             return node
         plain = {name: merged(child) for name, child in node.items() if name != "lora"}
         if "lora" in node:
-            plain["w"] = _sum(plain["w"], node["lora"]["a"], node["lora"]["b"], scale)
+            plain["w"] = _sum(plain["w"], node["lora"], scale)
         return plain
 
-    return merged(params), replace(config, adapt=replace(adapt, lora_rank=0))
+    return merged(params), replace(config, adapt=replace(adapt, lora_rank=0, dora=False))
 
 
-@partial(jax.jit, static_argnums=3)
-def _sum(w_DF: Array, a_Dr: Array, b_rF: Array, scale: float) -> Array:
+@partial(jax.jit, static_argnums=2)
+def _sum(w_DF: Array, lora: dict[str, Array], scale: float) -> Array:
     """Works on stacked layers too."""
-    return w_DF + scale * jnp.matmul(a_Dr, b_rF, precision=jax.lax.Precision.HIGHEST)
+    with jax.default_matmul_precision("highest"):
+        sum_DF = w_DF + scale * (lora["a"] @ lora["b"])
+        if "m" not in lora:
+            return sum_DF
+        ratio_F = norm_ratio(column_squares(w_DF, lora["a"], lora["b"], scale))
+    return sum_DF * (lora["m"] * ratio_F)[..., None, :]

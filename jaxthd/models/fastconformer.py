@@ -142,7 +142,7 @@ class Subsampling(nnx.Module):
                 "because three convolutions halve the bands; use 80 or 128"
             )
         channels = config.subsampling_channels
-        self.first = Linear(9, channels, init, bias=True)
+        self.first = Linear(9, channels, init, bias=True, projects=False)
         self.later = nnx.List([SeparableConv(channels, init) for _ in range(2)])
         self.out = Linear(config.num_mels // SUBSAMPLING * channels, config.dim, init, bias=True)
 
@@ -260,7 +260,7 @@ class RelativeAttention(nnx.Module):
         self.q, self.k, self.v, self.out = (
             Linear(config.dim, config.dim, init, bias=config.linear_bias) for _ in range(4)
         )
-        self.position = init.normal((config.dim, config.dim))
+        self.position = init.normal((config.dim, config.dim), projects=True)
         self.content_bias, self.position_bias = (
             init.zeros((config.heads, config.dim // config.heads)) for _ in range(2)
         )

@@ -49,6 +49,9 @@ class LoRA(nnx.Module):
 
     b starts as zeros. a starts normal with std 1 / sqrt(3 D), the std of peft's kaiming_uniform_(a=sqrt(5)).
     sharded_in, sharded_out: see Linear. a is sharded like x, b like the result.
+
+    dora: the adapted matrix w + scale a @ b also gets magnitudes (Liu et al., DoRA, 2024), which start as
+    those of w: each of its columns has the norm of w's column times m. m is [F] and starts as ones.
     """
 
     def __init__(
@@ -60,14 +63,44 @@ class LoRA(nnx.Module):
         init: Init,
         sharded_in: ShardedDim | None,
         sharded_out: ShardedDim | None,
+        dora: bool = False,
     ) -> None:
-        self.a = init.normal((dim, rank), (sharded_in, None), 1 / math.sqrt(3 * dim))
-        self.b = init.matrix(jnp.zeros((rank, out)), (None, sharded_out))
+        self.a = init.normal((dim, rank), (sharded_in, None), 1 / math.sqrt(3 * dim), projects=True)
+        self.b = init.matrix(jnp.zeros((rank, out)), (None, sharded_out), projects=True)
+        self.m = init.ones((out,), (sharded_out,)) if dora else None
         self.scale, self.sharded_out, self.mesh = scale, sharded_out, init.mesh
+        self.sums = sharded_in is not None and sharded_in.is_sharded(init.mesh)
 
     def __call__(self, x_ND: Float[Array, "N D"]) -> Float[Array, "N F"]:
         b_rF = own_part(self.b[...], 1, self.sharded_out, self.mesh)
         return self.scale * (x_ND @ self.a[...].astype(x_ND.dtype)) @ b_rF.astype(x_ND.dtype)
+
+    def magnitude(self, w_DF: Float[Array, "D F"]) -> Float[Array, " F"] | None:
+        """The factor of each output feature; None without DoRA. w: in the parameters' dtype.
+
+        As in the paper, the norm of the adapted columns counts as a constant in the backward pass.
+        """
+        if self.m is None:
+            return None
+        a_Dr, b_rF, m_F = self.a[...], self.b[...], self.m[...]
+        b_rF, m_F = (own_part(x, x.ndim - 1, self.sharded_out, self.mesh) for x in (b_rF, m_F))
+        with jax.default_matmul_precision("highest"):
+            squares_2F = column_squares(w_DF, a_Dr, b_rF, self.scale)
+        if self.sums:
+            squares_2F = jax.lax.psum(squares_2F, TENSOR)
+        return m_F * norm_ratio(squares_2F)
+
+
+def column_squares(w: Array, a: Array, b: Array, scale: float) -> Float[Array, "2 ... F"]:
+    """Sums over the inputs of the squares of w [.., D, F] and of w + scale a @ b. Without a gradient."""
+    w, a, b = (jax.lax.stop_gradient(x) for x in (w, a, b))
+    return jnp.stack([jnp.square(x).sum(-2) for x in (w, w + scale * (a @ b))])
+
+
+def norm_ratio(squares_2F: Float[Array, "2 ... F"]) -> Float[Array, "... F"]:
+    """The norm of w's columns over that of the adapted ones; 1 where both are 0."""
+    own, adapted = squares_2F
+    return jnp.sqrt(jnp.where(adapted > 0, own, 1) / jnp.where(adapted > 0, adapted, 1))
 
 
 class Linear(nnx.Module):
@@ -78,6 +111,7 @@ class Linear(nnx.Module):
 
     sharded_in: x and w hold this rank's input features; the caller sums the ranks' results.
     sharded_out: the result holds this rank's output features.
+    projects: False for taps of a convolution (Init.matrix).
     """
 
     def __init__(
@@ -90,8 +124,9 @@ class Linear(nnx.Module):
         std: float | None = None,
         sharded_in: ShardedDim | None = None,
         sharded_out: ShardedDim | None = None,
+        projects: bool = True,
     ) -> None:
-        self.w = init.normal((dim, out), (sharded_in, sharded_out), std)
+        self.w = init.normal((dim, out), (sharded_in, sharded_out), std, projects=projects)
         self.bias = init.zeros((out,), (sharded_out,)) if bias else None
         self.lora: LoRA | None = None
         self.fp8 = False
@@ -99,21 +134,26 @@ class Linear(nnx.Module):
         self.mesh, self.fsdp = init.mesh, init.fsdp
 
     def __call__(self, x_ND: Float[Array, "N D"]) -> Float[Array, "N F"]:
-        w_DF = own_part(self.w[...], 1, self.sharded_out, self.mesh).astype(x_ND.dtype)
+        own_DF = own_part(self.w[...], 1, self.sharded_out, self.mesh)
+        w_DF = own_DF.astype(x_ND.dtype)
         y_NF = fp8_product(x_ND, w_DF) if self.fp8 else x_ND @ w_DF
         if self.lora is not None:
             y_NF = y_NF + self.lora(x_ND)
+            magnitude_F = self.lora.magnitude(own_DF)
+            y_NF = y_NF if magnitude_F is None else y_NF * magnitude_F.astype(x_ND.dtype)
         if self.bias is None:
             return y_NF
         return y_NF + own_part(self.bias[...], 0, self.sharded_out, self.mesh).astype(x_ND.dtype)
 
-    def add_lora(self, rank: int, scale: float, key: Array) -> None:
-        """Adds low-rank matrices beside w. This Linear may also be a stack of layers (parallel/params.py)."""
+    def add_lora(self, rank: int, scale: float, key: Array, *, dora: bool = False) -> None:
+        """Adds low-rank matrices beside w, and with dora magnitudes. This Linear may also be a stack of
+        layers (parallel/params.py).
+        """
         *repeats, dim, out = self.w.shape
         init = Init(key, self.w.dtype, self.mesh, self.fsdp)
 
         def make(init: Init) -> LoRA:
-            return LoRA(dim, out, rank, scale, init, self.sharded_in, self.sharded_out)
+            return LoRA(dim, out, rank, scale, init, self.sharded_in, self.sharded_out, dora)
 
         axes = self.w.get_metadata("mesh_axes")[0]
         self.lora = nnx.data(stack(make, init, *repeats, axes=axes) if repeats else make(init))

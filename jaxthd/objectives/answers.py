@@ -1,12 +1,18 @@
 """What objectives that compare answers to one prompt are trained on."""
 
 from jaxthd.objectives.dpo import DPO, PREFERENCE
+from jaxthd.objectives.grpo import ADVANTAGE
 from jaxthd.objectives.objective import Objective
 
 
 def compares_answers(objective: Objective) -> bool:
     """Whether it trains on documents with answers (Document.answers)."""
     return objective.is_policy or PREFERENCE in objective.extras
+
+
+def draws_answers(objective: Objective) -> bool:
+    """Whether it trains on answers that are drawn, so that prompts are all that the data must give."""
+    return ADVANTAGE in objective.extras
 
 
 def why_unusable(alternatives: int, name: str, objective: Objective | None) -> str:

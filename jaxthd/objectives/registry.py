@@ -3,16 +3,14 @@ register_objective.
 """
 
 from collections.abc import Sequence
-from dataclasses import fields
 from difflib import get_close_matches
-from typing import Any, Literal, get_args, get_origin
 
 from jaxthd.errors import UserError
+from jaxthd.files.options import from_options
 from jaxthd.objectives.dpo import DPO
 from jaxthd.objectives.grpo import GRPO
 from jaxthd.objectives.kto import KTO
 from jaxthd.objectives.objective import Objective
-from jaxthd.objectives.settings import refuse
 from jaxthd.objectives.sft import SFT
 
 OBJECTIVES: dict[str, type[Objective]] = {"sft": SFT, "dpo": DPO, "kto": KTO, "grpo": GRPO}
@@ -47,31 +45,4 @@ def make_objective(name: str, options: Sequence[str] = ()) -> Objective:
             f"train.objective is {name!r}; expected one of {', '.join(sorted(OBJECTIVES))}: perhaps you "
             f"meant {like[0]!r}"
         )
-    kind = OBJECTIVES[name]
-    settings: dict[str, Any] = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
-    given: dict[str, Any] = {}
-    for option in options:
-        key, mark, text = option.partition("=")
-        if not mark or key not in settings:
-            known = ", ".join(f"{n}={f.default}" for n, f in settings.items()) or "none"
-            raise UserError(
-                f"train.objective_options has {option!r}; expected NAME=VALUE of the objective {name!r} "
-                f"({known}): correct train.objective_options"
-            )
-        choices = get_args(settings[key].type)
-        if get_origin(settings[key].type) is Literal and text not in choices:
-            refuse(option, f"one of {', '.join(choices)}")
-        given[key] = _read(option, text, settings[key].default)
-    return kind(**given)
-
-
-def _read(option: str, text: str, default: Any) -> Any:
-    """The value of an option, of the type that its default has."""
-    booleans = {"true": True, "false": False}
-    try:
-        return booleans[text.lower()] if isinstance(default, bool) else type(default)(text)
-    except (ValueError, KeyError) as error:
-        raise UserError(
-            f"train.objective_options has {option!r}; expected a value such as {default!r}: correct "
-            "train.objective_options"
-        ) from error
+    return from_options(OBJECTIVES[name], options, f"objective {name!r}", "train.objective_options")

@@ -1,14 +1,16 @@
-"""Checks of an objective's settings, which are train.objective_options."""
+"""Checks of settings that are given as NAME=VALUE: an objective's, an optimizer's (files/options.py)."""
 
 import math
 from typing import Any
 
 from jaxthd.errors import UserError
 
+OPTIONS = "train.objective_options"
 
-def refuse(found: str, expected: str, change: str = "correct train.objective_options") -> None:
-    """Raises UserError: what train.objective_options has, what was expected, what to change."""
-    raise UserError(f"train.objective_options has {found}; expected {expected}: {change}")
+
+def refuse(found: str, expected: str, change: str = "", setting: str = OPTIONS) -> None:
+    """Raises UserError: what the setting has, what was expected, what to change."""
+    raise UserError(f"{setting} has {found}; expected {expected}: {change or f'correct {setting}'}")
 
 
 def check_number(
@@ -19,6 +21,7 @@ def check_number(
     above: float | int = -math.inf,
     most: float | int = math.inf,
     below: float | int = math.inf,
+    setting: str = OPTIONS,
 ) -> None:
     """Raises UserError unless the value is finite, from `least` to `most`, more than `above`, less than
     `below`.
@@ -32,4 +35,4 @@ def check_number(
         ("less than", below),
     ]
     known = [f"{words} {bound:g}" for words, bound in bounds if math.isfinite(bound)]
-    refuse(f"{name}={value}", " and ".join(known) or "a finite number")
+    refuse(f"{name}={value}", " and ".join(known) or "a finite number", setting=setting)

@@ -103,16 +103,22 @@ class Init:
         """An Init for a part of the model, with a key of its own."""
         return Init(self.next_key(), self.dtype, self.mesh, axes)
 
-    def normal(self, shape: tuple[int, ...], dims: Dims = (), std: float | None = None) -> nnx.Param:
+    def normal(
+        self, shape: tuple[int, ...], dims: Dims = (), std: float | None = None, *, projects: bool = False
+    ) -> nnx.Param:
         """A weight matrix, initially normal. Its fan-in is the second to last dim.
 
-        std: 1 / sqrt(fan-in) by default.
+        std: 1 / sqrt(fan-in) by default. projects: as in `matrix`.
         """
         std = 1 / math.sqrt(shape[-2]) if std is None else std
-        return self.matrix(std * jax.random.normal(self.next_key(), shape, self.dtype), dims)
+        value = std * jax.random.normal(self.next_key(), shape, self.dtype)
+        return self.matrix(value, dims, projects=projects)
 
-    def matrix(self, value: jax.Array, dims: Dims = ()) -> nnx.Param:
-        return self._make(nnx.Param, value, dims, True)
+    def matrix(self, value: jax.Array, dims: Dims = (), *, projects: bool = False) -> nnx.Param:
+        """A weight matrix. projects: the model multiplies activations by it, [.., inputs, outputs], with one
+        matrix for each index of the leading dims. Tables and the taps of convolutions do not.
+        """
+        return self._make(nnx.Param, value, dims, True, projects)
 
     def zeros(self, shape: tuple[int, ...], dims: Dims = ()) -> nnx.Param:
         return self.param(jnp.zeros(shape), dims)
@@ -127,7 +133,7 @@ class Init:
     def buffer(self, value: jax.Array, dims: Dims = ()) -> Buffer:
         return self._make(Buffer, value, dims, False)
 
-    def _make(self, kind: type[V], value: jax.Array, dims: Dims, matrix: bool) -> V:
+    def _make(self, kind: type[V], value: jax.Array, dims: Dims, matrix: bool, projects: bool = False) -> V:
         by_dim = [d.axes if d and d.is_sharded(self.mesh) else () for d in dims or (None,) * value.ndim]
         fsdp_dim, fsdp_axes = self._fsdp_dim(value.shape, by_dim) if matrix else (0, ())
         return kind(
@@ -135,6 +141,8 @@ class Init:
             mesh_axes=tuple(axes + fsdp_axes if i == fsdp_dim else axes for i, axes in enumerate(by_dim)),
             fsdp=(fsdp_dim - value.ndim, fsdp_axes),
             decayed=matrix,
+            projects=projects,
+            stacked=value.ndim - 2 if projects else 0,
         )
 
     def _fsdp_dim(
@@ -208,7 +216,10 @@ def stack(make: Callable[[Init], M], init: Init, repeats: int, *, axes: tuple[st
     abstract = nnx.eval_shape(lambda: again(jax.random.key(0)))
     stacked = jax.vmap(lambda key: nnx.state(again(key)))(jax.random.split(init.next_key(), repeats))
     for _, variable in nnx.to_flat_state(stacked):
-        variable.set_metadata(mesh_axes=(axes, *variable.get_metadata("mesh_axes")))
+        variable.set_metadata(
+            mesh_axes=(axes, *variable.get_metadata("mesh_axes")),
+            stacked=variable.get_metadata("stacked") + 1,
+        )
     return nnx.merge(nnx.graphdef(abstract), stacked)
 
 
@@ -249,4 +260,20 @@ def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
 
 def weight_decay_mask(state: Any) -> Any:
     """A nested dict of bools, True for weight matrices (Init.normal, Init.matrix): these get weight decay."""
-    return nnx.to_pure_dict(jax.tree.map(lambda v: v.get_metadata("decayed"), state, is_leaf=_is_variable))
+    return _metadata(state, "decayed")
+
+
+def projection_mask(state: Any) -> Any:
+    """A nested dict of bools, True for matrices that the model multiplies activations by (Init.matrix)."""
+    return _metadata(state, "projects")
+
+
+def stacked_dims(state: Any) -> Any:
+    """A nested dict of the number of leading dims that stack parameters of layers, depths or experts: each
+    index of these dims is a parameter by itself.
+    """
+    return _metadata(state, "stacked")
+
+
+def _metadata(state: Any, name: str) -> Any:
+    return nnx.to_pure_dict(jax.tree.map(lambda v: v.get_metadata(name), state, is_leaf=_is_variable))

@@ -20,6 +20,8 @@ from jaxthd.data.sources.registry import read_source, training_sources
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
+from jaxthd.objectives import make_objective
+from jaxthd.objectives.answers import draws_answers
 from jaxthd.packing.answers import segment_lengths
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 
@@ -54,7 +56,8 @@ def read_examples(config: Config) -> list[list[Example]]:
             f"{len(data.manifest)} manifests and {len(data.weights)} weights; expected one manifest or more, "
             "and no weights or one for each: correct data.manifest or data.weights"
         )
-    for number, source in enumerate(training_sources(data)):
+    objective = make_objective(config.train.objective, config.train.objective_options)
+    for number, source in enumerate(training_sources(data, prompts=draws_answers(objective))):
         examples, skipped = read_source(source, data, number)
         print(f"{source.title}: {len(examples):,} documents, {len(skipped):,} lines skipped")
         sources.append(examples)

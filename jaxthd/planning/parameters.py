@@ -14,6 +14,8 @@ from jaxthd.parallel.mesh import bytes_of, on_device
 from jaxthd.parallel.params import Buffer
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.optimizer import make_optimizer
+from jaxthd.steps.optimizer_kinds import optimizer_kind
+from jaxthd.steps.state import moment_specs
 
 PARTS = ("LLM", "encoder", "adapter")
 
@@ -135,15 +137,18 @@ def state_bytes(config: Config) -> dict[str, int]:
     Raises ValueError if the block pattern cannot be divided into the pipeline's stages.
     """
     blueprint = Blueprint(config)
-    params, buffers = (
-        on_device(nnx.to_pure_dict(nnx.state(blueprint.model, kind)), specs, config.mesh)
-        for kind, specs in zip((nnx.Param, Buffer), blueprint.specs, strict=True)
-    )
+    whole, buffers = (nnx.to_pure_dict(nnx.state(blueprint.model, kind)) for kind in (nnx.Param, Buffer))
+    specs, buffer_specs = blueprint.specs
+    moments = jax.eval_shape(make_optimizer(blueprint).init, split(whole, blueprint.trained)[0])
+    moments = on_device(moments, moment_specs(moments, whole, specs), config.mesh)
+    params, buffers = on_device(whole, specs, config.mesh), on_device(buffers, buffer_specs, config.mesh)
     own, _ = split(params, blueprint.trained)
-    moments = jax.eval_shape(make_optimizer(blueprint).init, own)
+    optimizer = optimizer_kind(config.train.optimizer, config.train.optimizer_options)
+    average = {"averaged parameters": bytes_of(own)} if config.train.ema_decay else {}
     return {
         "parameters": bytes_of(params),
+        **average,
         "gradients": bytes_of(own),
-        "AdamW moments": bytes_of(moments),
+        f"{type(optimizer).__name__} moments": bytes_of(moments),
         "batch statistics, router biases": bytes_of(buffers),
     }

@@ -67,6 +67,31 @@ class TrainedGroup(NamedTuple):
         return found
 
 
+class GroupMaker:
+    """Makes of a prompt and answers drawn to it what reward functions get to see."""
+
+    def __init__(self, config: Config) -> None:
+        self._placeholder = config.data.audio_placeholder
+        self._tokenizer = load_tokenizer(config.data.tokenizer)
+        self.stop_ids = PromptTemplate(config.data, self._tokenizer).stop_ids
+        """The tokens that end an answer."""
+
+    def __call__(self, prompt: Prompt, answers: Sequence[Rollout]) -> Group:
+        parts = [part for turn in prompt.question for part in turn.parts]
+        return Group(
+            key=prompt.example.key,
+            prompt=" ".join(part if isinstance(part, str) else self._placeholder for part in parts),
+            reference=prompt.reference,
+            fields=prompt.example.fields,
+            answers=tuple(self._text(answer) for answer in answers),
+            tokens=tuple(len(answer.tokens) for answer in answers),
+            ended=tuple(answer.ended for answer in answers),
+        )
+
+    def _text(self, answer: Rollout) -> str:
+        return self._tokenizer.decode([t for t in answer.tokens.tolist() if t not in self.stop_ids])
+
+
 class Collected(NamedTuple):
     """What a step drew. groups: those to train on. drawn: all of them. rounds: how often it drew.
 
@@ -85,15 +110,15 @@ class Collected(NamedTuple):
 
 
 class Collector:
-    """Draws, rewards and keeps the groups of a step. rollouts: what it draws with."""
+    """Draws, rewards and keeps the groups of a step. rollouts: what it draws with. as_group: makes what
+    reward functions get.
+    """
 
     def __init__(self, config: Config, mesh: Mesh, prompts: PromptStream, rewarder: Rewarder) -> None:
         self._settings, self._seed = config.rollout, config.train.seed
-        self._placeholder = config.data.audio_placeholder
         self._prompts, self._rewarder = prompts, rewarder
-        self._tokenizer = load_tokenizer(config.data.tokenizer)
-        self._stop_ids = PromptTemplate(config.data, self._tokenizer).stop_ids
-        self.rollouts = Rollouts(config, mesh, stop_ids=self._stop_ids)
+        self.as_group = GroupMaker(config)
+        self.rollouts = Rollouts(config, mesh, stop_ids=self.as_group.stop_ids)
 
     def __call__(self, params: Tree, buffers: Tree, step: int) -> Collected:
         """The groups of a step. Draws depend on (train.seed, step, the prompt's key, the answer's number).
@@ -141,7 +166,7 @@ class Collector:
         stream = self.rollouts.stream(params, buffers, documents, seed=self._seed, step=step)
         for number, of_prompt in stream:  # rewards are computed while others are drawn
             answers[number] = tuple(of_prompt)
-            submitted[number] = self._rewarder.submit(self._group(prompts[number], of_prompt))
+            submitted[number] = self._rewarder.submit(self.as_group(prompts[number], of_prompt))
         ended = time.perf_counter()
         rewarded = self._rewarder.collect(submitted[number] for number in range(count))
         found = advantages(
@@ -155,22 +180,6 @@ class Collector:
             TrainedGroup(prompt, answers[number], rewarded[number], found[number])
             for number, prompt in enumerate(prompts)
         ]
-
-    def _group(self, prompt: Prompt, answers: Sequence[Rollout]) -> Group:
-        """What reward functions get to see of a prompt's answers."""
-        parts = [part for turn in prompt.example.turns[:-1] for part in turn.parts]
-        return Group(
-            key=prompt.example.key,
-            prompt=" ".join(part if isinstance(part, str) else self._placeholder for part in parts),
-            reference=prompt.reference,
-            fields=prompt.example.fields,
-            answers=tuple(self._text(answer) for answer in answers),
-            tokens=tuple(len(answer.tokens) for answer in answers),
-            ended=tuple(answer.ended for answer in answers),
-        )
-
-    def _text(self, answer: Rollout) -> str:
-        return self._tokenizer.decode([t for t in answer.tokens.tolist() if t not in self._stop_ids])
 
 
 def _again(prompt: Document, times: Counter[str]) -> Document:

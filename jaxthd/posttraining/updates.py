@@ -20,7 +20,7 @@ from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.reference_scores import make_with_scores
-from jaxthd.steps.scoring import make_scoring_step
+from jaxthd.steps.scoring import shared_scoring_step
 from jaxthd.steps.state import TrainState
 
 EXTRAS = (ADVANTAGE, RECORDED, DRAWN)
@@ -65,7 +65,7 @@ class UpdateMaker:
     def __init__(self, blueprint: Blueprint, mesh: Mesh) -> None:
         self._config, self._mesh = blueprint.config, mesh
         self._pack = pack_documents(self._config, extras=EXTRAS, answers=True)
-        self._scores: Any = make_scoring_step(blueprint, mesh, temperature=self._config.rollout.temperature)
+        self._scores: Any = shared_scoring_step(blueprint, mesh, self._config.rollout.temperature)
         self._with_scores = make_with_scores(blueprint, mesh)
 
     @property

@@ -95,10 +95,10 @@ STEP_METRICS: list[Metric] = [
     Metric(
         "learning_rate",
         "",
-        "AdamW's learning rate in this step",
+        "the optimizer's learning rate in this step",
         lambda x: x.results.learning_rate,
-        odd="It is AdamW's base rate, before the factors of adapt.*_lr_factor. It follows "
-        "train.steps: changes of that change it at once.",
+        odd="It is the base rate, before the factors of adapt.*_lr_factor. It follows train.schedule "
+        "and train.steps: changes of these change it at once.",
     ),
     Metric(
         "skipped_updates",

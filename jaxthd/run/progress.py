@@ -9,6 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -126,9 +127,10 @@ def validation_table(step: int, results: Mapping[str, Any], columns: int) -> str
         name = next((name for name in names if f"_{own}".endswith(f"_{name}")), own)
         of_set = own.removesuffix(name).rstrip("_") or "all sets"
         rows.setdefault(of_set, {})[name] = shown(key, value)
-    used = [name for name in names if any(name in row for row in rows.values())]
+    found = dict.fromkeys(chain(*rows.values()))
+    used = [name for name in names if name in found] + [name for name in found if name not in names]
     cells = [[clipped(of_set, 24), *(row.get(name, "-") for name in used)] for of_set, row in rows.items()]
-    heads = ["set", *("WER" if name == "wer" else name for name in used)]
+    heads = ["set", *map(label, used)]
     if len(rows) == 1:
         heads, cells = heads[1:], [row[1:] for row in cells]
     lines = aligned([heads, *cells], left=(0,) if len(rows) > 1 else ()).splitlines()

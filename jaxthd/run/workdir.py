@@ -30,6 +30,8 @@ FREE = (
     "data.tarred_audio",
     "data.validation_manifest",
     "data.validation_tarred_audio",
+    "data.augment.noise_manifest",  # as the manifest
+    "data.augment.room_manifest",
     "data.workers",
     "data.prefetch",
     "data.max_skipped_share",
@@ -45,6 +47,7 @@ FREE = (
     "train.before",
     "train.init_from",  # it counts when a run starts
     "train.validate_every",
+    "train.validate_ema",
     "train.validation_batches",
     "train.max_new_tokens",
     "train.normaliser",
@@ -73,7 +76,9 @@ OPTIMIZATION = (
     "train.objective_options",
     "train.steps",
     "train.learning_rate",
+    "train.schedule",
     "train.warmup_steps",
+    "train.decay_steps",
     "train.min_learning_rate",
     "train.beta?",
     "train.weight_decay",

@@ -1,51 +1,100 @@
-"""The optimizer: AdamW, a learning rate for each part of the model; and clipping by global norm before it."""
+"""The optimizer, a learning rate for each part of the model; and clipping by global norm before it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
-from jaxthd.config import AdaptConfig, Config
+from jaxthd.config import AdaptConfig, Config, TrainConfig
 from jaxthd.models.adapt import split
-from jaxthd.parallel.params import weight_decay_mask
+from jaxthd.parallel.params import projection_mask, stacked_dims, weight_decay_mask
 from jaxthd.steps.blueprint import Blueprint, Tree
+from jaxthd.steps.optimizer_kinds import Trained, optimizer_kind
 
 
 def learning_rate_schedule(config: Config) -> optax.Schedule:
-    """Updates done before -> learning rate: linear warm-up, the peak, a cosine to the minimum at the end.
+    """Updates done before -> learning rate: linear warm-up, then train.schedule.
 
     The first step has one warm-up step's learning rate, not 0, so that no step is wasted. The updates of one
     step have one rate.
     """
-    train, updates = config.train, config.updates_of_a_step
-    schedule = optax.warmup_cosine_decay_schedule(
+    updates, schedule = config.updates_of_a_step, _SCHEDULES[config.train.schedule](config.train)
+    return lambda done: schedule((done if updates == 1 else done // updates) + 1)
+
+
+def _cosine(train: TrainConfig) -> optax.Schedule:
+    return optax.warmup_cosine_decay_schedule(
         init_value=0.0 if train.warmup_steps else train.learning_rate,
         peak_value=train.learning_rate,
         warmup_steps=train.warmup_steps,
         decay_steps=max(train.steps, train.warmup_steps + 1),
         end_value=train.min_learning_rate,
     )
-    return lambda done: schedule((done if updates == 1 else done // updates) + 1)
 
 
-def make_optimizer(blueprint: Blueprint) -> optax.GradientTransformation:
-    """AdamW for the trained parameters: each part of the model at its learning rate, weight decay on the
-    weight matrices. It takes gradients that are clipped already (see `clipped`).
+def _linear(train: TrainConfig) -> optax.Schedule:
+    return _warm_up_stable_decay(train, train.steps)
+
+
+def _constant(train: TrainConfig) -> optax.Schedule:
+    return _warm_up_stable_decay(train, 0)
+
+
+def _stable(train: TrainConfig) -> optax.Schedule:
+    return _warm_up_stable_decay(train, train.decay_steps)
+
+
+def _warm_up_stable_decay(train: TrainConfig, decay_steps: int) -> optax.Schedule:
+    """Ends with a line of decay_steps from the peak to the minimum, or of those that the warm-up leaves."""
+    peak, warmup = train.learning_rate, train.warmup_steps
+    decay = min(decay_steps, max(train.steps - warmup, 1))
+    rising = optax.linear_schedule(0.0, peak, warmup) if warmup else optax.constant_schedule(peak)
+    falling = optax.linear_schedule(peak, train.min_learning_rate, decay)
+    flat = optax.constant_schedule(peak)
+    return optax.join_schedules(
+        [rising, flat, falling if decay else flat], [warmup, max(train.steps - decay, warmup)]
+    )
+
+
+_SCHEDULES: dict[str, Callable[[TrainConfig], optax.Schedule]] = {
+    "cosine": _cosine,
+    "linear": _linear,
+    "constant": _constant,
+    "warmup_stable_decay": _stable,
+}
+
+
+def make_optimizer(blueprint: Blueprint, mesh: Mesh | None = None) -> optax.GradientTransformation:
+    """The optimizer of the trained parameters: each part of the model at its learning rate, weight decay on
+    the weight matrices. It takes gradients that are clipped already (see `clipped`).
+
+    mesh: the one that the parameters lie on; None where only its state's form is asked for (`init`).
+    Raises UserError for settings that the optimizer does not have.
     """
-    train = blueprint.config.train
-    decayed = weight_decay_mask(nnx.state(blueprint.model, nnx.Param))
-    transformations = [
+    config = blueprint.config
+    params = nnx.state(blueprint.model, nnx.Param)
+
+    def of_trained(tree: Tree) -> Tree:
+        return split(tree, blueprint.trained)[0]
+
+    trained = Trained(
+        config.train,
+        learning_rate_schedule(config),
+        of_trained(weight_decay_mask(params)),
+        of_trained(projection_mask(params)),
+        of_trained(stacked_dims(params)),
+        blueprint.specs[0],
+        mesh,
+    )
+    kind = optimizer_kind(config.train.optimizer, config.train.optimizer_options)
+    return optax.chain(
         optax.identity(),  # where clipping was, so that the state has the same tree in older checkpoints
-        optax.adamw(
-            learning_rate_schedule(blueprint.config),
-            b1=train.beta1,
-            b2=train.beta2,
-            weight_decay=train.weight_decay,
-            mask=split(decayed, blueprint.trained)[0],
-        ),
-    ]
-    return optax.chain(*transformations, *_scaled_by_part(blueprint.config.adapt))
+        kind.transformation(trained),
+        *_scaled_by_part(config.adapt),
+    )
 
 
 def clipped(gradients: Tree, most: float) -> Tree:
@@ -54,7 +103,7 @@ def clipped(gradients: Tree, most: float) -> Tree:
 
 
 def _scaled_by_part(adapt: AdaptConfig) -> list[optax.GradientTransformation]:
-    """Comes after AdamW, whose update is proportional to the learning rate."""
+    """Comes after the optimizer, whose update is proportional to the learning rate."""
     factors = {"encoder": adapt.encoder_lr_factor, "adapter": adapt.adapter_lr_factor}
 
     def scaled(updates: Tree, _: Tree) -> Tree:

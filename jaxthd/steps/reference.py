@@ -2,7 +2,8 @@
 
 A post-training objective compares the policy with a reference. What the policy does not train, both share. Of
 what it trains the state holds a copy (TrainState.reference), sharded as the policy is; see reference_of.
-LoRA's matrices need none: the reference is the model without them, as long as it is never refreshed.
+LoRA's matrices need none: the reference is the model without them, as long as it is never refreshed. And none
+is needed where the reference has scored all documents before (jaxthd/posttraining/cached_reference.py).
 """
 
 from typing import Any
@@ -18,8 +19,13 @@ from jaxthd.steps.forward import objective_of
 
 
 def has_reference(config: Config) -> bool:
-    """Whether the run's objective compares with a reference policy whose weights the run holds."""
+    """Whether the run's objective compares with a reference policy."""
     return REFERENCE in objective_of(config).scored
+
+
+def is_cached(config: Config) -> bool:
+    """Whether the reference's log-probabilities are kept in place of the reference."""
+    return has_reference(config) and config.posttraining.reference == "cached"
 
 
 def is_base(config: Config) -> bool:
@@ -31,7 +37,7 @@ def is_base(config: Config) -> bool:
 def copied(blueprint: Blueprint) -> Tree:
     """A bool for every parameter, in the place of its array: whether the reference has a copy of it."""
     config = blueprint.config
-    wanted, without_lora = has_reference(config), is_base(config)
+    wanted, without_lora = has_reference(config) and not is_cached(config), is_base(config)
 
     def is_copied(path: tuple[Any, ...], is_trained: bool) -> bool:
         return wanted and is_trained and not (without_lora and is_lora(tuple(key.key for key in path)))

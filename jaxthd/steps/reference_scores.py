@@ -16,8 +16,8 @@ from jaxthd.objectives.objective import OLD, REFERENCE
 from jaxthd.packing.batch import Batch
 from jaxthd.steps.blueprint import Blueprint, Tree
 from jaxthd.steps.forward import objective_of, policy_temperature
-from jaxthd.steps.reference import has_reference, is_base, reference_of
-from jaxthd.steps.scoring import make_scoring_step
+from jaxthd.steps.reference import has_reference, is_base, is_cached, reference_of
+from jaxthd.steps.scoring import shared_scoring_step
 from jaxthd.steps.state import TrainState, state_shardings
 
 
@@ -29,7 +29,7 @@ def make_reference_scores(blueprint: Blueprint, mesh: Mesh) -> Callable[[Tree, T
     without_lora = is_base(config)
     if without_lora:
         blueprint = Blueprint(replace(config, adapt=replace(config.adapt, lora_rank=0)))
-    scores = make_scoring_step(blueprint, mesh, temperature=policy_temperature(config))
+    scores = shared_scoring_step(blueprint, mesh, policy_temperature(config))
 
     def run(params: Tree, reference: Tree, buffers: Tree, batch: Batch) -> Array:
         own = params if reference is None else join(reference, params)
@@ -40,17 +40,17 @@ def make_reference_scores(blueprint: Blueprint, mesh: Mesh) -> Callable[[Tree, T
 
 def make_with_scores(blueprint: Blueprint, mesh: Mesh) -> Callable[[TrainState, Batch], Batch]:
     """(state, batch) -> the batch with the log-probabilities that the objective reads: those of the
-    reference, and those of the policy before the update (Objective.scored).
+    reference, unless it is cached, and those of the policy before the update (Objective.scored).
     """
     config, scored = blueprint.config, objective_of(blueprint.config).scored
     programs: dict[str, Callable[[TrainState, Batch], Array]] = {}
-    if has_reference(config):
+    if has_reference(config) and not is_cached(config):
         reference = make_reference_scores(blueprint, mesh)
         programs[REFERENCE] = lambda state, batch: reference(
             state.params, state.reference, state.buffers, batch
         )
     if OLD in scored:
-        own = make_scoring_step(blueprint, mesh, temperature=policy_temperature(config))
+        own = shared_scoring_step(blueprint, mesh, policy_temperature(config))
         programs[OLD] = lambda state, batch: own(state.params, state.buffers, batch).log_probs
 
     def with_scores(state: TrainState, batch: Batch) -> Batch:

@@ -1,5 +1,6 @@
 """The scoring step: log-probabilities of given tokens, and the likeliest tokens at each position."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,3 +55,11 @@ def make_scoring_step(
     by_token: Any = PartitionSpec(DATA, CONTEXT)
     out_specs = TokenScores(by_token, by_token, by_token, by_token if drawn_by else None)
     return jax.jit(on_ranks(rank, mesh, (*blueprint.specs, batch_specs()), out_specs))
+
+
+@functools.lru_cache(maxsize=4)
+def shared_scoring_step(
+    blueprint: Blueprint, mesh: Mesh, temperature: float
+) -> Callable[[Tree, Tree, Batch], TokenScores]:
+    """make_scoring_step, made once: the policy and a reference of the same shapes share one program."""
+    return make_scoring_step(blueprint, mesh, temperature=temperature)

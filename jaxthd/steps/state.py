@@ -6,16 +6,15 @@ arrays, names and shapes whatever the mesh is.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxthd.models.adapt import split
+from jaxthd.models.adapt import join, split
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.steps.blueprint import Blueprint, Tree, specs_of
@@ -30,6 +29,7 @@ class TrainState(NamedTuple):
     skipped because loss or gradient was not finite: in the whole run, and the latest ones without a break.
     params: of the whole model. buffers: state that no gradient trains. opt_state: of the parameters that
     train (models/adapt.py). reference: what the reference policy has of its own (steps/reference.py).
+    ema: averages of the parameters that train, None for the others; None without train.ema_decay.
     """
 
     step: Array
@@ -39,6 +39,7 @@ class TrainState(NamedTuple):
     buffers: Tree
     opt_state: Any
     reference: Tree = None
+    ema: Tree = None
 
 
 def _fresh(blueprint: Blueprint, params: Tree, buffers: Tree) -> TrainState:
@@ -46,7 +47,13 @@ def _fresh(blueprint: Blueprint, params: Tree, buffers: Tree) -> TrainState:
     own, _ = split(params, blueprint.trained)
     zero = jnp.zeros((), jnp.int32)
     opt_state = make_optimizer(blueprint).init(own)
-    return TrainState(zero, zero, zero, params, buffers, opt_state, reference_of(blueprint, params))
+    ema = own if blueprint.config.train.ema_decay else None
+    return TrainState(zero, zero, zero, params, buffers, opt_state, reference_of(blueprint, params), ema)
+
+
+def averaged(state: TrainState) -> TrainState:
+    """The state with the averages in place of the parameters that train."""
+    return state._replace(params=join(state.ema, state.params))
 
 
 def _canonical_state(blueprint: Blueprint) -> TrainState:
@@ -71,19 +78,51 @@ def canonical_shardings(blueprint: Blueprint, mesh: Mesh) -> TrainState:
 def _shardings(blueprint: Blueprint, mesh: Mesh, model: SpeechLM) -> TrainState:
     params, buffers = specs_of(model)
     everywhere: Any = PartitionSpec()
-    moments = optax.tree.map_params(
-        make_optimizer(blueprint),
-        lambda _, spec: spec,
-        abstract_state(blueprint).opt_state,
-        split(params, blueprint.trained)[0],
-        transform_non_params=lambda _: everywhere,
-    )
+    state = abstract_state(blueprint)
+    moments = moment_specs(state.opt_state, state.params, params)
     is_copied = copied(blueprint)
     reference = split(params, is_copied)[0] if any(jax.tree.leaves(is_copied)) else None
-    specs = TrainState(everywhere, everywhere, everywhere, params, buffers, moments, reference)
+    ema = split(params, blueprint.trained)[0] if blueprint.config.train.ema_decay else None
+    specs = TrainState(everywhere, everywhere, everywhere, params, buffers, moments, reference, ema)
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
+
+
+def moment_specs(opt_state: Any, params: Tree, specs: Tree) -> Any:
+    """PartitionSpecs of the optimizer's state, in the places of its arrays.
+
+    params: those of the model, in the same form as opt_state. specs: their PartitionSpecs. A moment is
+    sharded as its parameter is; a mean over one dim (Adafactor's v_row and v_col) as the other dims are.
+    """
+    shapes = {path: x.shape for path, x in _flat(params)}
+    spec_of = dict(_flat(specs))
+
+    def spec(path: tuple[Any, ...], x: Any) -> PartitionSpec:
+        names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+        while names and names not in shapes:  # optax's own names come first
+            names = names[1:]
+        if not names:
+            return PartitionSpec()
+        shape = shapes[names]
+        axes = [*spec_of[names], *[None] * (len(shape) - len(spec_of[names]))]
+        if x.shape == shape:
+            return spec_of[names]
+        last_two = range(max(len(shape) - 2, 0), len(shape))
+        missing = [d for d in last_two if x.shape == (*shape[:d], *shape[d + 1 :])]
+        if not missing:  # a placeholder for each parameter of a stack
+            return PartitionSpec(*axes[: x.ndim - 1])
+        # Of a square matrix v_row has the rows; optax calls the larger dim the columns.
+        dim = missing[-1] if path[-len(names) - 1].name == "v_row" else missing[0]
+        return PartitionSpec(*axes[:dim], *axes[dim + 1 :])
+
+    return jax.tree_util.tree_map_with_path(spec, opt_state)
+
+
+def _flat(tree: Tree) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(names, leaf) of a nested dict."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return ((tuple(key.key for key in path), leaf) for path, leaf in leaves)
 
 
 def _options_of_one_run() -> Any:

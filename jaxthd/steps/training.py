@@ -176,7 +176,7 @@ def make_train_step(
     optimizer and statistics stay as they were. Frozen parameters always do.
     """
     config = blueprint.config
-    gradient, update = loss_and_gradient(blueprint, mesh), make_update(blueprint)
+    gradient, update = loss_and_gradient(blueprint, mesh), make_update(blueprint, mesh)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         return update(state, gradient(state.params, state.buffers, batch))
@@ -186,7 +186,9 @@ def make_train_step(
     return jit_for(config, mesh, train_step, donate_argnums=0, out_shardings=shardings)
 
 
-def make_update(blueprint: Blueprint) -> Callable[[TrainState, Gradient], tuple[TrainState, StepMetrics]]:
+def make_update(
+    blueprint: Blueprint, mesh: Mesh
+) -> Callable[[TrainState, Gradient], tuple[TrainState, StepMetrics]]:
     """An optimizer step from its gradient, not jitted. See make_train_step."""
     config, is_trained = blueprint.config, blueprint.trained
     is_policy = objective_of(config).is_policy
@@ -195,7 +197,7 @@ def make_update(blueprint: Blueprint) -> Callable[[TrainState, Gradient], tuple[
         for module in ("decoder", "mtp")
         if module in is_trained
     }
-    optimizer = make_optimizer(blueprint)
+    optimizer = make_optimizer(blueprint, mesh)
     schedule = learning_rate_schedule(config)
 
     def update(state: TrainState, found: Gradient) -> tuple[TrainState, StepMetrics]:
@@ -218,7 +220,8 @@ def make_update(blueprint: Blueprint) -> Callable[[TrainState, Gradient], tuple[
         of_objective = objective | extremes.numbers
         metrics = StepMetrics(loss, grad_norm, rate, skipped, in_a_row, of_objective, *auxiliary, *load)
         new = TrainState(state.step + 1, skipped, in_a_row, join(own, frozen), buffers, opt_state)
-        return new._replace(reference=state.reference), metrics
+        ema = _averaged(state.ema, own, finite, state.step + 1 - skipped, config.train.ema_decay)
+        return new._replace(reference=state.reference, ema=ema), metrics
 
     return update
 
@@ -229,7 +232,7 @@ def _updated_if(
     """The parameters and the optimizer's state after an update; where `finite` is False, as they were.
 
     A conditional, because choosing between old and new arrays afterwards keeps both: it copies every moment.
-    It holds no collective: the gradients are clipped before it.
+    All devices take the same branch, because they agree on `finite`: the optimizer may hold collectives.
     """
 
     def update(gradients: Tree, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
@@ -240,6 +243,17 @@ def _updated_if(
         return params, opt_state
 
     return jax.lax.cond(finite, update, keep, gradients, params, opt_state)
+
+
+def _averaged(ema: Tree, params: Tree, finite: Array, updates: Array, decay: float) -> Tree:
+    """The averages of the trained parameters after an update, the `updates`-th; None without them.
+
+    The first updates weigh more, so that the initial parameters are soon forgotten.
+    """
+    if ema is None:
+        return None
+    step = 1 - jnp.minimum(decay, (1 + updates) / (10 + updates))
+    return optax.incremental_update(params, ema, jnp.where(finite, step, 0))
 
 
 def _balanced(buffers: Tree, routing: dict[str, Routing | None], rates: dict[str, float]) -> Tree:

@@ -42,12 +42,13 @@ PROCESS_OPTIONS: dict[str, dict[str, Any]] = {
 WEIGHTS: dict[str, Any] = {
     "nargs": "+",
     "metavar": "WEIGHTS",
-    "help": "workdirs of runs (@best or @STEP after one: that checkpoint) or published checkpoints, as in "
+    "help": "workdirs of runs (@best or @STEP after one: that checkpoint; @ema, @best+ema, @STEP+ema: its "
+    "averaged parameters) or published checkpoints, as in "
     "train.init_from; by default those of the run in SOURCE",
 }
 SOURCE = (
-    "the workdir of a run (runs/my; runs/my@best, runs/my@2400), whose settings are then used; its "
-    "config.json; or a Python file with a function config() -> Config, such as configs/cp2.py"
+    "the workdir of a run (runs/my; runs/my@best, runs/my@2400, runs/my@ema), whose settings are then used; "
+    "its config.json; or a Python file with a function config() -> Config, such as configs/cp2.py"
 )
 
 

@@ -5,7 +5,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from jaxthd.config import Config
+from jaxthd.config import AugmentConfig, Config
+from jaxthd.data.audio.features import SAMPLE_RATE
 from jaxthd.data.sources.huggingface import FIELDS
 from jaxthd.errors import UserError
 from jaxthd.validate.rules import DeviceFacts, Finding, Group
@@ -29,6 +30,14 @@ def _manifests(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if not all(0 < weight < math.inf for weight in weights):
         change = "take a manifest that is not to be read out of data.manifest"
         yield Finding(f"data.weights is {weights}", "finite numbers above 0", change)
+
+
+@RULES.rule("data.weights_temperature")
+def _temperature(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    temperature = config.data.weights_temperature
+    if temperature < 0.1:
+        found = f"data.weights_temperature is {temperature:g}"
+        yield Finding(found, "0.1 or more; 1 keeps the weights", "set it to 1, or 3 for more of small sets")
 
 
 @RULES.rule("data.columns")
@@ -73,18 +82,22 @@ def _speech_without_encoder(config: Config, device: DeviceFacts) -> Iterator[Fin
     if config.model.encoder is not None:
         return
     expected = "text alone, because a model without an encoder takes no recordings"
-    if "synthetic" in config.data.manifest:
+    if any(_is_synthetic(path) for path in config.data.manifest):
         yield Finding(
             'data.manifest has "synthetic", which is speech, with model.encoder None',
             expected,
             "name a manifest of conversations in text in data.manifest, or give the model an encoder",
         )
-    if any(path == "synthetic" for _, path, _ in config.data.validation_sets):
+    if any(_is_synthetic(path) for _, path, _ in config.data.validation_sets):
         yield Finding(
             'data.validation_manifest has "synthetic", which is speech, with model.encoder None',
             expected,
             'name a manifest of conversations in text in data.validation_manifest, or "" for no validation',
         )
+
+
+def _is_synthetic(path: str) -> bool:
+    return path.partition(":")[0] == "synthetic"
 
 
 @RULES.rule("data.prompt", "data.audio_placeholder", "data.audio_capacity", "model.encoder")
@@ -148,6 +161,34 @@ def _filter(config: Config, device: DeviceFacts) -> Iterator[Finding]:
                 "no bounds, because a model without an encoder takes no recordings",
                 f"set data.filter.min_{name} and max_{name} to 0",
             )
+
+
+@RULES.rule("data.augment", "model.encoder")
+def _augment(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    augment = config.data.augment
+    if config.model.encoder is None and augment != AugmentConfig():
+        expected = "the defaults, because a model without an encoder takes no recordings"
+        yield Finding("data.augment is set with model.encoder None", expected, "take data.augment out")
+        return
+    for name in ("room", "noise", "low_pass"):
+        share = getattr(augment, f"{name}_probability")
+        if share > 1:
+            found, change = f"data.augment.{name}_probability is {share:g}", "set it to 0.5, for example"
+            yield Finding(found, "from 0 to 1, a share of the recordings", change)
+    if any(not 0.5 <= speed <= 2 for speed in augment.speed):
+        found = f"data.augment.speed is {augment.speed}"
+        yield Finding(found, "speeds from 0.5 to 2", "set it to 0.9 1.0 1.1, for example")
+    least, most = augment.noise_snr
+    if not -100 <= least <= most <= 100:
+        found = f"data.augment.noise_snr is {augment.noise_snr}"
+        yield Finding(found, "the least dB, then the most, within -100 to 100", "set it to 5 20, for example")
+    least, most = augment.low_pass_hz
+    if not 100 <= least <= most < SAMPLE_RATE / 2:
+        found, change = (
+            f"data.augment.low_pass_hz is {augment.low_pass_hz}",
+            "set it to 2000 4000, for example",
+        )
+        yield Finding(found, "the least Hz, then the most, from 100 to below 8000", change)
 
 
 @RULES.rule("data.spec_augment", "model.encoder.num_mels")

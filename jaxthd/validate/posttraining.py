@@ -39,6 +39,25 @@ def _ctc_with_answers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
+@RULES.rule("train.objective", "train.objective_options", "posttraining")
+def _cached_reference(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    post = config.posttraining
+    if post.reference != "cached":
+        return
+    if post.reference_every:
+        yield Finding(
+            f'posttraining.reference is "cached" with posttraining.reference_every {post.reference_every}',
+            "a reference that stays the same, because its log-probabilities are computed once",
+            "set posttraining.reference_every to 0, or posttraining.reference to copy",
+        )
+    if _draws(config):
+        yield Finding(
+            f'posttraining.reference is "cached" with train.objective {config.train.objective!r}',
+            "documents that come again: answers that are drawn do not",
+            "set posttraining.reference to auto",
+        )
+
+
 # --- jaxthd grpo ---
 
 

@@ -19,6 +19,7 @@ from jaxthd.models.adapt import (
 from jaxthd.objectives import make_objective
 from jaxthd.ops.backend import version_numbers
 from jaxthd.ops.fp8 import is_installed
+from jaxthd.steps.optimizer_kinds import optimizer_kind
 from jaxthd.validate.rules import DeviceFacts, Finding, Group, multiples, shapes_of
 
 RULES = Group()
@@ -34,9 +35,13 @@ def _objective(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     try:
         make_objective(config.train.objective, config.train.objective_options)
     except UserError as error:
-        found, _, rest = str(error).partition("; expected ")
-        expected, _, change = rest.partition(": ")
-        yield Finding(found, expected, change)
+        yield _finding(error)
+
+
+def _finding(error: UserError) -> Finding:
+    found, _, rest = str(error).partition("; expected ")
+    expected, _, change = rest.partition(": ")
+    return Finding(found, expected, change)
 
 
 @RULES.rule("adapt", "model")
@@ -106,12 +111,15 @@ def _fp8(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding(f"{what} ({some} on a rank)", "multiples of 16", change)
 
 
-@RULES.rule("adapt.lora_rank", "adapt.lora_targets", "adapt.lora_alpha")
+@RULES.rule("adapt.lora_rank", "adapt.lora_targets", "adapt.lora_alpha", "adapt.dora")
 def _lora(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     adapt = config.adapt
     if adapt.lora_rank and not adapt.lora_targets:
         change = "name projections, or set adapt.lora_rank to 0"
         yield Finding("adapt.lora_targets is empty with adapt.lora_rank", "a pattern or more", change)
+    if adapt.dora and not adapt.lora_rank:
+        change = "set adapt.lora_rank to 16, for example, or adapt.dora to False"
+        yield Finding("adapt.dora is set with adapt.lora_rank 0", "1 or more", change)
     if adapt.lora_rank and not adapt.lora_alpha:
         change = "set adapt.lora_alpha to the rank, for example"
         yield Finding("adapt.lora_alpha is 0, which scales LoRA's product to 0", "more than 0", change)
@@ -159,6 +167,25 @@ def _microbatches(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
+@RULES.rule("train.optimizer", "train.optimizer_options")
+def _optimizer(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    try:
+        optimizer_kind(config.train.optimizer, config.train.optimizer_options)
+    except UserError as error:
+        yield _finding(error)
+
+
+@RULES.rule("train.ema_decay", "train.validate_ema")
+def _ema(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    decay = config.train.ema_decay
+    if decay >= 1:
+        change = "set train.ema_decay to 0.999, for example"
+        yield Finding(f"train.ema_decay is {decay}", "less than 1", change)
+    if config.train.validate_ema and not decay:
+        change = "set train.ema_decay to 0.999, for example, or train.validate_ema to False"
+        yield Finding("train.validate_ema is set with train.ema_decay 0", "more than 0", change)
+
+
 @RULES.rule("train.steps", "train.warmup_steps")
 def _warmup(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     steps, warmup = config.train.steps, config.train.warmup_steps
@@ -185,6 +212,19 @@ def _profile(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         change = "profile fewer steps, unless the trace may take gigabytes"
         found = f"train.profile is {text!r}, {window[1] - window[0] + 1} steps"
         yield Finding(found, f"{MOST_PROFILED} or fewer", change, is_warning=True)
+
+
+@RULES.rule("train.schedule", "train.steps", "train.warmup_steps", "train.decay_steps")
+def _decay(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    train = config.train
+    if train.schedule == "warmup_stable_decay" and train.warmup_steps + train.decay_steps > train.steps:
+        yield Finding(
+            f"train.decay_steps is {train.decay_steps} in a run of {train.steps} steps with "
+            f"train.warmup_steps {train.warmup_steps}",
+            "both together at most train.steps",
+            f"set train.decay_steps to {max(train.steps - train.warmup_steps, 0)} or less",
+            is_warning=True,
+        )
 
 
 @RULES.rule("train.learning_rate", "train.min_learning_rate")

@@ -17,6 +17,7 @@ import soundfile
 from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig, SpecAugmentConfig
 from jaxthd.data import dataset
 from jaxthd.data.dataset import SpeechData, whole_position
+from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.sources import synthetic
 from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
@@ -105,6 +106,26 @@ def test_weights_decide_how_often_a_manifest_is_drawn(folder: Path):
         found = keys(islice(loader, 40))
     assert sum(key.startswith("1/") for key in found) == 30
     assert skipped(folder) == [("chats.jsonl", "3:c")]
+
+
+def test_a_temperature_draws_small_manifests_more_often(folder: Path):
+    """Of speech.jsonl 5 items are drawn, of which one cannot be decoded; of chats.jsonl 2."""
+    names = ("speech.jsonl", "chats.jsonl")
+
+    def ratio(**data: Any) -> float:
+        with SpeechData(config(folder, *names, **data), folder).training() as loader:
+            found = keys(islice(loader, 300))
+        chats = sum(key.startswith("1/") for key in found)
+        return chats / ((300 - chats) * 5 / 4)
+
+    assert ratio(weights_temperature=2.0) == pytest.approx((2 / 5) ** 0.5, abs=0.02)
+    assert ratio(weights_temperature=2.0, weights=(9.0, 1.0)) == pytest.approx(1 / 3, abs=0.02)
+    assert ratio(weights_temperature=1e9) == pytest.approx(1, abs=0.02)
+    one = config(folder, "speech.jsonl", weights_temperature=5.0)
+    assert mixing_weights(one.data, [4]) is None
+    assert mixing_weights(replace(one.data, weights_temperature=1.0), [4, 2]) is None
+    sharp = replace(one.data, weights_temperature=0.1)
+    assert mixing_weights(sharp, [10**9, 10**8]) == [pytest.approx(1.0), pytest.approx(1e-10)]
 
 
 def test_validation_is_one_pass_in_order_with_skipped_items_of_its_own(folder: Path):
@@ -222,7 +243,7 @@ def test_a_position_saved_by_some_processes_is_continued_by_others(
 
 def test_synthetic_may_be_one_of_the_manifests(folder: Path, monkeypatch: pytest.MonkeyPatch):
     made = folder / "chats.jsonl", folder / "speech.jsonl"
-    monkeypatch.setattr(synthetic, "synthetic_manifests", lambda: made)
+    monkeypatch.setattr(synthetic, "synthetic_manifests", lambda *sizes, **kind: made)
     both = config(folder, "speech.jsonl", validation_manifest="synthetic")
     both = replace(both, data=replace(both.data, manifest=(*both.data.manifest, "synthetic")))
     data = SpeechData(both, folder)

@@ -252,6 +252,35 @@ def test_an_unusable_line_is_reported_and_costs_no_other_line(tmp_path, line, ke
     assert len(skipped[0].reason) < 200
 
 
+@pytest.mark.parametrize("nothing", [{}, {"text": None}, {"text": " "}])
+def test_a_line_without_a_text_is_a_prompt_where_answers_are_drawn(tmp_path, nothing):
+    line = {"audio_filepath": "a.wav", "answer": 8} | nothing
+    example = read_one(tmp_path, line, prompt="{audio} Their sum?", prompts=True)
+    assert example.turns == (Turn("user", (Clip(tmp_path / "a.wav"), " Their sum?")),)
+    assert example.is_unanswered
+    assert example.fields == {"answer": 8}
+    answered = read_one(tmp_path, line | {"text": "eight"}, prompts=True)
+    assert not answered.is_unanswered
+    (kept,), (skipped,) = read_manifest(write(tmp_path, line, GOOD))
+    assert (kept.key, skipped.key) == ("2:a.wav", "1:a.wav")
+    assert "text is" in skipped.reason
+
+
+def test_conversations_that_end_with_the_user_and_bare_prompts_are_prompts_too(tmp_path):
+    question = {"role": "user", "content": "{audio} What?"}
+    turns = (Turn("user", (Clip(tmp_path / "a.wav"), " What?")),)
+    for line in (
+        {"id": "c", "audio": ["a.wav"], "messages": [question]},
+        {"id": "c", "audio": ["a.wav"], "prompt": [question]},
+        {"id": "c", "audio": ["a.wav"], "prompt": question["content"]},
+    ):
+        example = read_one(tmp_path, line, prompts=True)
+        assert (example.key, example.turns) == ("1:c", turns)
+        assert read_manifest(write(tmp_path, GOOD, line))[1], "refused where answers are supervised"
+    last = {"id": "c", "messages": [{"role": "user", "content": "Hm"}, {"role": "system", "content": "Hm"}]}
+    assert read_manifest(write(tmp_path, GOOD, last), prompts=True)[1]
+
+
 def test_blank_lines_and_a_byte_order_mark_are_no_items(tmp_path):
     path = write(tmp_path, b"\xef\xbb\xbf" + json.dumps(GOOD).encode(), b"", b"  \r", GOOD)
     examples, skipped = read_manifest(path)

@@ -10,7 +10,12 @@ from jaxthd.data.audio.features import log_mel
 from jaxthd.data.audio.recordings import load_audio
 from jaxthd.data.sources import synthetic
 from jaxthd.data.sources.manifest import read_manifest
+from jaxthd.data.sources.registry import open_source
+from jaxthd.data.sources.source import SourceSetting
 from jaxthd.data.sources.synthetic import synthetic_manifests
+from jaxthd.errors import UserError
+from jaxthd.rewards.values import equals
+from tests.rewards.groups import group
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +151,26 @@ def test_two_processes_that_make_the_same_set_both_get_it(tmp_path, monkeypatch)
     assert len(read_manifest(train)[0]) == 2
     assert len(read_manifest(validation)[0]) == 1
     assert len(os.listdir(tmp_path)) == 1
+
+
+def test_sums_have_an_answer_and_no_transcript(tmp_path):
+    train, validation = synthetic_manifests(12, 6, cache_dir=tmp_path, kind="sums")
+    voices = []
+    for path in (train, validation):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        examples, skipped = read_manifest(path, prompts=True)
+        assert not skipped
+        assert all(example.is_unanswered for example in examples)
+        assert all(0 <= line["answer"] <= 18 and "text" not in line for line in lines)
+        assert len({line["answer"] for line in lines}) > 2
+        voices.append({line["voice"].split("+")[1] for line in lines})
+    assert not voices[0] & voices[1]
+    answered, _ = synthetic_manifests(12, 1, cache_dir=tmp_path, kind="sums-answered")
+    for line in map(json.loads, answered.read_text().splitlines()):
+        (right,) = equals(group(line["text"], answer=line["answer"]), field="answer")
+        assert right == 1.0, line
+    with pytest.raises(UserError, match="synthetic:sums"):
+        open_source(SourceSetting("synthetic:products"))
 
 
 def test_an_empty_set_is_refused(tmp_path):

@@ -17,12 +17,13 @@ from safetensors.numpy import load_file
 from jaxthd.__main__ import main
 from jaxthd.convert import import_weights
 from jaxthd.data.text.tokenizer import ByteTokenizer, load_tokenizer
+from jaxthd.files.jsonl import read_lines
 from jaxthd.files.run_folder import read_config
-from jaxthd.run import startup
 from jaxthd.run.metrics_file import Metrics, read_metrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "examples.md"
-STEPS = {"400": "4", "800": "8"}
+FIRST, LAST = 60, 64
+STEPS = {"400": str(FIRST), "800": str(LAST), "100": "2"}
 """Steps of the page -> those that are run."""
 CONFIG = """
 from jaxthd.config import *
@@ -36,66 +37,135 @@ def config():
     )
     return Config(
         data=DataConfig(
-            manifest=("first/train.jsonl",), validation_manifest="", capacity=128, audio_capacity=480,
-            max_documents=8, packing_bins=2, workers=0,
+            validation_manifest="", capacity=128, audio_capacity=480, max_documents=8, packing_bins=2,
+            workers=0,
         ),
         model=ModelConfig(encoder=encoder, llm=llm),
         compute=ComputeConfig(attention_block=32, loss_block=32),
-        train=TrainConfig(warmup_steps=1, validate_every=0, checkpoint_every=2, max_new_tokens=3),
+        rollout=RolloutConfig(prompts=2, group_size=4, answers_at_once=8, max_new_tokens=12),
+        train=TrainConfig(
+            learning_rate=1e-2, warmup_steps=1, ctc_loss=0.1, validate_every=0, checkpoint_every=FIRST,
+            max_new_tokens=3,
+        ),
     )
-"""
+""".replace("FIRST", str(FIRST))
 
 
-def commands() -> list[list[str]]:
-    blocks = re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+def section(title: str) -> str:
+    (text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S)
+    return text
+
+
+def commands(title: str) -> list[list[str]]:
+    """The words of each command below a heading."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", section(title), re.M | re.S)
     lines = [shlex.split(line) for block in blocks for line in block.splitlines()]
     return [[STEPS.get(word, word) for word in words] for words in lines]
 
 
 def write_recordings(folder: Path, seed: int) -> None:
+    """20 recordings of noise, whose texts can be told from nothing, and a text beside each."""
     folder.mkdir()
-    rng, lines = np.random.default_rng(seed), []
-    for i, seconds in enumerate(rng.uniform(0.1, 0.8, 12), 1):
+    rng = np.random.default_rng(seed)
+    for i, seconds in enumerate(rng.uniform(0.1, 0.8, 20), 1):
         soundfile.write(folder / f"{i}.wav", rng.normal(0, 0.1, int(seconds * 16000)), 16000)
-        lines.append(json.dumps({"audio_filepath": f"{i}.wav", "text": f"number {i}"}) + "\n")
-    (folder / "train.jsonl").write_text("".join(lines))
-    (folder / "dev.jsonl").write_text("".join(lines[:3]))
+        (folder / f"{i}.txt").write_text(f"{'abc'[i % 3]} {'abc'[i % 2]}\n")
+
+
+def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert words[0] == "jaxthd"
+    capsys.readouterr()
+    main(words[1:])
+    return capsys.readouterr().out
+
+
+def no_simulation(patch: pytest.MonkeyPatch) -> None:
+    """The tests' devices are simulated already."""
+    for module in ("run.startup", "generate", "preferences"):
+        patch.setattr(f"jaxthd.{module}.simulate_devices", lambda devices: True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a user's recordings, in which the page's first example has been followed."""
+    folder = tmp_path_factory.mktemp("user")
+    write_recordings(folder / "speech", 0)
+    (folder / "my.py").write_text(CONFIG)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        no_simulation(patch)
+        (code,) = re.findall(r"^```python\n(.*?)^```", section("From a folder of recordings"), re.M | re.S)
+        exec(compile(code, str(PAGE), "exec"), {"__name__": "docs_examples"})
+        for words in commands("From a folder of recordings"):
+            main(words[1:])
+    return folder
 
 
 @pytest.mark.exhaustive
-def test_the_commands_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_folder_of_recordings_becomes_a_run(folder: Path) -> None:
+    train, dev = (read_lines(folder / "speech" / f"{name}.jsonl") for name in ("train", "dev"))
+    assert (len(train), len(dev)) == (18, 2)
+    assert {line["audio_filepath"] for line in (*train, *dev)} == {f"{i}.wav" for i in range(1, 21)}
+    metrics = read_metrics(folder / "runs" / "my")
+    assert metrics[-1]["loss"] < 0.5 * metrics[0]["loss"]
+    summary = json.loads((folder / f"runs/my/evaluations/{FIRST}/dev/summary.json").read_text())
+    assert summary["sets"]["dev"]["documents"] == 2
+
+
+@pytest.mark.exhaustive
+def test_post_training_begins_with_that_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    no_simulation(monkeypatch)
+    preferences, dpo, grpo, evaluate = commands("Post-training")
+    run([*preferences, "--max-new-tokens", "12"], capsys)
+    pairs = read_lines(Path("pairs.jsonl"))
+    assert len(pairs) > 3
+    assert all(pair["chosen_wer"] < pair["rejected_wer"] for pair in pairs)
+    run(dpo, capsys)
+    first, last = read_metrics(Path("runs/dpo"))
+    assert first["preference_loss"] == pytest.approx(np.log(2), abs=1e-6)
+    assert first["margin"] == pytest.approx(0, abs=1e-5)
+    assert last["margin"] != 0, "the policy has left the reference"
+    run(grpo, capsys)
+    steps = read_metrics(Path("runs/grpo"))
+    assert [line["step"] for line in steps] == [1, 2]
+    assert all(line["logprob_difference"] < 3e-5 for line in steps)
+    answers = read_lines(Path("runs/grpo/rollouts.jsonl"))
+    assert {"a a", "b b", "a b", "b a", "c a", "c b"} & {line["answer"] for line in answers}
+    assert "runs/grpo/evaluations/2/dev" in run(evaluate, capsys)
+
+
+@pytest.mark.exhaustive
+def test_a_run_goes_on_elsewhere_and_is_adapted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """LoRA, a frozen encoder, another manifest: nothing is said twice but the workdir."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(startup, "simulate_devices", lambda devices: True)
-    monkeypatch.setattr("jaxthd.generate.simulate_devices", lambda devices: True)
-    (tmp_path / "my.py").write_text(CONFIG)
-    write_recordings(tmp_path / "first", 0)
-    write_recordings(tmp_path / "es", 1)
-    start, bigger, adapt, resume, *rest = commands()
+    monkeypatch.chdir(folder)
+    no_simulation(monkeypatch)
+    write_recordings(folder / "es", 1)
+    for name in ("train", "dev"):
+        (folder / "es" / f"{name}.jsonl").write_text((folder / "speech" / f"{name}.jsonl").read_text())
+
+    # --- a bigger mesh ---
+    (bigger,) = commands("Continue on a bigger mesh")
+    shown = run(bigger, capsys)
+    changes = f"mesh.context 1 -> 2, mesh.tensor 1 -> 2, train.steps {FIRST} -> {LAST}"
+    assert f"from step {FIRST + 1} on: {changes}" in shown
+    metrics = read_metrics(Path("runs/my"))
+    assert [line["step"] for line in metrics] == list(range(1, LAST + 1))
+    assert metrics[FIRST]["changed"].endswith(f"train.steps {FIRST} -> {LAST}")
+    assert read_config(Path("runs/my")).mesh.sizes == (1, 2, 1, 2)
+    before = Path("runs/my/config.json").read_text()
+    assert "nothing to do" in run(["jaxthd", "train", "runs/my", "--mesh.tensor", "1"], capsys)
+    assert Path("runs/my/config.json").read_text() == before
+
+    # --- adapting: stopped in the middle, continued on another mesh ---
+    adapt, resume, *rest = commands("Adapt with LoRA, evaluate, hand on")
     assert [words[1] for words in rest] == [
         *("describe", "evaluate", "evaluate", "generate", "score", "convert"),
     ]
-
-    def run(words: list[str]) -> str:
-        assert words[0] == "jaxthd"
-        main(words[1:])
-        return capsys.readouterr().out
-
-    # --- a bigger mesh ---
-    run(start)
-    shown = run(bigger)
-    assert "from step 5 on: mesh.context 1 -> 2, mesh.tensor 1 -> 2, train.steps 4 -> 8" in shown
-    metrics = read_metrics(Path("runs/my"))
-    assert [line["step"] for line in metrics] == list(range(1, 9))
-    assert metrics[4]["changed"].endswith("train.steps 4 -> 8")
-    assert read_config(Path("runs/my")).mesh.sizes == (1, 2, 1, 2)
-    before = (tmp_path / "runs" / "my" / "config.json").read_text()
-    assert "nothing to do" in run(["jaxthd", "train", "runs/my", "--mesh.tensor", "1"])
-    assert (tmp_path / "runs" / "my" / "config.json").read_text() == before
-
-    # --- adapting: stopped in the middle, continued on another mesh ---
     step = Metrics.step
 
     def stopped(self: Metrics, line: Mapping[str, Any]) -> None:
@@ -105,25 +175,27 @@ def test_the_commands_run(
 
     with monkeypatch.context() as patch:
         patch.setattr(Metrics, "step", stopped)
-        assert "stopped by a signal after step 3" in run(adapt)
-    assert "continuing from step 3" in run(resume)
-    assert [line["step"] for line in read_metrics(Path("runs/es"))] == [1, 2, 3, 4]
+        assert "stopped by a signal after step 3" in run(adapt, capsys)
+    assert "continuing from step 3" in run(resume, capsys)
+    assert [line["step"] for line in read_metrics(Path("runs/es"))] == list(range(1, FIRST + 1))
 
     # --- what comes after takes the workdir alone ---
     describe, evaluate, otherwise, generate, score, export = rest
-    assert re.search(r"encoder .* none ", run(describe)), "the frozen encoder has no parameter that trains"
-    assert "runs/es/evaluations/4/dev" in run(evaluate)
-    assert "runs/es/evaluations/4/dev-2" in run(otherwise)
+    assert re.search(r"encoder .* none ", run(describe, capsys)), (
+        "the frozen encoder has no parameter that trains"
+    )
+    assert f"runs/es/evaluations/{FIRST}/dev" in run(evaluate, capsys)
+    assert f"runs/es/evaluations/{FIRST}/dev-2" in run(otherwise, capsys)
     first, second = (
-        json.loads(Path(f"runs/es/evaluations/4/{name}/summary.json").read_text())
+        json.loads(Path(f"runs/es/evaluations/{FIRST}/{name}/summary.json").read_text())
         for name in ("dev", "dev-2")
     )
-    assert first["sets"]["dev"]["documents"] == second["sets"]["dev"]["documents"] == 3
+    assert first["sets"]["dev"]["documents"] == second["sets"]["dev"]["documents"] == 2
     assert first["sets"]["dev"]["loss"] == pytest.approx(second["sets"]["dev"]["loss"])
-    assert re.findall(r"^(es/\d\.wav): ", run(generate), re.M) == ["es/1.wav", "es/2.wav"]
-    assert "3 documents" in run(score)
-    assert len(Path("runs/es/scores.jsonl").read_text().splitlines()) == 3
-    run(export)
+    assert re.findall(r"^(es/\d\.wav): ", run(generate, capsys), re.M) == ["es/1.wav", "es/2.wav"]
+    assert "2 documents" in run(score, capsys)
+    assert len(Path("runs/es/scores.jsonl").read_text().splitlines()) == 2
+    run(export, capsys)
     exported = Path("exported/llm")
     text = "número 7, ¿sí?"
     assert load_tokenizer(exported).encode(text) == ByteTokenizer().encode(text)

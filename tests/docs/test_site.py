@@ -34,7 +34,7 @@ def pages_of(node: Any) -> list[str]:
 
 def test_the_navigation_has_every_page_once() -> None:
     listed = pages_of(yaml.safe_load((SITE / "mkdocs.yml").read_text())["nav"])
-    made = ["index.md", HOOKS.API, HOOKS.CONFIGS]
+    made = ["index.md", HOOKS.API, HOOKS.COMMANDS, HOOKS.CONFIGS]
     assert sorted(listed) == sorted([*made, *(page.name for page in (ROOT / "docs").glob("*.md"))])
 
 
@@ -57,8 +57,19 @@ def test_a_page_says_the_same_on_the_site(page: str, site: str) -> None:
     assert HOOKS.on_page_markdown(page) == site
 
 
+def test_docstrings_are_plain_text() -> None:
+    text = "a * b, <c>, x[0], _RT and x_RT, `*args`:\n    code * <d>"
+    assert HOOKS.escaped(text) == "a \\* b, &lt;c>, x\\[0], \\_RT and x_RT, `*args`:\n\n    code * <d>"
+
+
 def test_the_readme_links_to_the_pages_beside_it() -> None:
     assert "](first_run.md)" in HOOKS.home("[a](docs/first_run.md)")
+
+
+def test_every_command_is_described() -> None:
+    commands = re.findall(r"^## jaxthd (\w+)\n\n\w.*\.\n\n    jaxthd \1", HOOKS.commands_page(), re.M)
+    named = re.findall(r"^\| `jaxthd (\w+)", (ROOT / "README.md").read_text(), re.M)
+    assert sorted(commands) == sorted(set(named))
 
 
 def test_the_config_files_are_shown_whole() -> None:

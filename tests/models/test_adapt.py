@@ -34,6 +34,7 @@ from jaxthd.models.adapt import add_lora, dotted, merge_lora, split, trained
 from jaxthd.models.layers import Linear
 from jaxthd.models.speech_lm import Adapter
 from jaxthd.models.stacks import from_stages, to_stages
+from jaxthd.packing.batch import concatenate_rows
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.parallel.params import Buffer, Init
 from jaxthd.parallel.schedule import make_schedule
@@ -45,7 +46,7 @@ from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.steps.state import abstract_state, canonical_form, canonical_shardings, training_form
 from jaxthd.steps.training import loss_and_gradient, make_train_step
 from scripts.comparison.weights import random_state
-from tests.helpers import batch_of, filled_state
+from tests.helpers import assert_same, batch_of, filled_state
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(num_mels=16, layers=2, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),
@@ -204,14 +205,15 @@ def test_each_part_moves_at_its_learning_rate():
     assert {name.split(".")[0] for name in updates} == {"encoder", "adapter", "decoder"}
 
 
-def test_the_merged_model_computes_the_same():
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_merged_model_computes_the_same(dora: bool):
     """Compares every token's log-probability, in float64; LoRA is in all parts of the model."""
-    adapt = AdaptConfig(lora_rank=3, lora_alpha=2.0, lora_targets=("*",))
+    adapt = AdaptConfig(lora_rank=3, lora_alpha=2.0, lora_targets=("*",), dora=dora)
     config = run(adapt, dtype="float64")
     with jax.enable_x64(True):
         _, params, buffers = random_state(Blueprint(config).model)
         plain, plain_config = merge_lora(params, config)
-        assert plain_config == run(replace(adapt, lora_rank=0), dtype="float64")
+        assert plain_config == run(replace(adapt, lora_rank=0, dora=False), dtype="float64")
         like = abstract_state(Blueprint(plain_config)).params
         assert jax.tree.map(np.shape, plain) == jax.tree.map(np.shape, like)
         assert merge_lora(plain, plain_config) == (plain, plain_config)
@@ -223,6 +225,42 @@ def test_the_merged_model_computes_the_same():
         )
     np.testing.assert_allclose(merged, adapted, atol=1e-11)
     assert np.count_nonzero(adapted) > 30
+
+
+def test_dora_is_a_direction_times_a_magnitude():
+    """By the paper: m (w + s a b) / |w + s a b| by columns; at the start the model without it."""
+    rng = np.random.default_rng(0)
+    linear = Linear(6, 5, Init(jax.random.key(0)))
+    linear.add_lora(2, 1.5, jax.random.key(1), dora=True)
+    x_ND, w_DF = jax.numpy.array(rng.normal(size=(4, 6)), np.float32), np.asarray(linear.w[...])
+    np.testing.assert_array_equal(linear(x_ND), Linear(6, 5, Init(jax.random.key(0)))(x_ND))
+    assert linear.lora is not None
+    assert linear.lora.m is not None
+    b_rF, m_F = rng.normal(size=(2, 5)), rng.uniform(0.5, 2.0, 5)
+    linear.lora.b[...], linear.lora.m[...] = np.float32(b_rF), np.float32(m_F)
+    sum_DF = w_DF + 1.5 * np.asarray(linear.lora.a[...]) @ b_rF
+    magnitude_F = m_F * np.linalg.norm(w_DF, axis=0)
+    want = x_ND @ (magnitude_F * sum_DF / np.linalg.norm(sum_DF, axis=0))
+    np.testing.assert_allclose(linear(x_ND), want, rtol=1e-4, atol=1e-5)
+
+
+def test_dora_is_the_same_on_a_mesh():
+    """Loss and gradients in float64: projections sharded by their inputs and by their outputs, a key and
+    value head that two ranks share.
+    """
+    adapt = AdaptConfig(lora_rank=3, lora_targets=("decoder.*",), dora=True)
+    results = []
+    with jax.enable_x64(True):
+        for sizes in (MeshConfig(), MeshConfig(data=2, tensor=2)):
+            config = replace(run(adapt, sizes, "*-", "float64"), data=DataConfig(rows=2))
+            blueprint, mesh = Blueprint(config), make_mesh(sizes)
+            _, params, buffers = random_state(blueprint.model)
+            row = batch_of([5, 20, 11], 1)
+            batch = put_batch(concatenate_rows([row, batch_of([9, 7], 1)]), mesh)
+            found = jax.jit(loss_and_gradient(blueprint, mesh))(params, buffers, batch)
+            results.append(jax.tree.map(np.asarray, (found.loss, found.gradients)))
+    assert any("m" in name.split(".") for name in named_arrays(results[0][1]))
+    assert_same(results[1], results[0], 1e-10)
 
 
 def test_a_pipelines_stacks_merge_too():

@@ -57,6 +57,22 @@ def test_learning_rate_warms_up_peaks_and_ends_at_the_minimum():
     assert (np.diff(rates[9:]) < 0).all()
 
 
+@pytest.mark.parametrize(
+    ("schedule", "at_60", "at_90"),
+    [
+        ("linear", 1e-3 * 40 / 90 + 1e-5 * 50 / 90, 1e-3 * 10 / 90 + 1e-5 * 80 / 90),
+        ("constant", 1e-3, 1e-3),
+        ("warmup_stable_decay", 1e-3, 1e-3 / 2 + 1e-5 / 2),
+    ],
+)
+def test_the_other_schedules_are_lines(schedule: Any, at_60: float, at_90: float):
+    """Rates of the steps 1, 10 (the end of the warm-up), 60, 90, 100 and, since a run may go on, 101."""
+    train = TrainConfig(steps=100, warmup_steps=10, decay_steps=20, schedule=schedule)
+    rates = [float(learning_rate_schedule(Config(train=train))(i)) for i in (0, 9, 59, 89, 99, 100)]
+    end = 1e-3 if schedule == "constant" else 1e-5
+    np.testing.assert_allclose(rates, [1e-4, 1e-3, at_60, at_90, end, end], rtol=1e-5)
+
+
 def test_the_updates_of_a_step_have_one_learning_rate():
     train = TrainConfig(steps=20, warmup_steps=5)
     once, thrice = (Config(train=train, rollout=RolloutConfig(updates=n)) for n in (1, 3))
@@ -67,10 +83,13 @@ def test_the_updates_of_a_step_have_one_learning_rate():
     assert rates[1] == np.repeat(rates[0], 3).tolist()
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "warmup_stable_decay"])
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (10, 10)])
-def test_short_runs_have_a_learning_rate(steps: int, warmup: int):
+def test_short_runs_have_a_learning_rate(steps: int, warmup: int, schedule: Any):
     rates = [
-        learning_rate_schedule(Config(train=TrainConfig(steps=steps, warmup_steps=warmup)))(i)
+        learning_rate_schedule(
+            Config(train=TrainConfig(steps=steps, warmup_steps=warmup, schedule=schedule))
+        )(i)
         for i in range(steps)
     ]
     assert min(rates) > 0

@@ -81,6 +81,8 @@ CASES = [
         {"data.validation_manifest": 3}, "data.validation_manifest is 3; expected a value of type str | tuple"
     ),
     Case({"data.validation_manifest": ("a", 3)}, "expected a value of type str | tuple"),
+    # Mixing.
+    Case({"data.weights_temperature": 0.0}, "data.weights_temperature is 0; expected 0.1 or more"),
     # Columns of tables.
     Case({"data.columns": ("audio=speech", "sound")}, "data.columns has 'sound'; expected FIELD=COLUMN"),
     # Filters.
@@ -89,6 +91,11 @@ CASES = [
         "data.filter.min_seconds is 2, and max_seconds 1; expected",
     ),
     Case({"data.filter.min_tokens_per_second": -1.0}, "min_tokens_per_second is -1.0; expected 0 or more"),
+    # Augmentation.
+    Case({"data.augment.speed": (0.1, 1.0)}, "data.augment.speed is (0.1, 1.0); expected speeds from 0.5"),
+    Case({"data.augment.noise_probability": 1.5}, "data.augment.noise_probability is 1.5; expected from 0"),
+    Case({"data.augment.noise_snr": (20.0, 5.0)}, "data.augment.noise_snr is (20.0, 5.0)"),
+    Case({"data.augment.low_pass_hz": (4000.0, 8000.0)}, "data.augment.low_pass_hz is (4000.0, 8000.0)"),
     # Validation sets.
     Case({"data.validation_manifest": ("dev/x.json", "test/x.json")}, "2 sets of the name 'x'"),
     Case(
@@ -315,6 +322,7 @@ CASES = [
         'data.validation_manifest has "synthetic"',
     ),
     Case(TEXT | {"data.filter.max_seconds": 20.0}, "data.filter bounds seconds with model.encoder None"),
+    Case(TEXT | {"data.augment.low_pass_probability": 0.5}, "data.augment is set with model.encoder None"),
     Case(TEXT | {"data.spec_augment.freq_masks": 2}, "set data.spec_augment.freq_masks to 0"),
     Case(TEXT | {"data.spec_augment.time_masks": 1}, "set data.spec_augment.time_masks to 0"),
     Case(TEXT | {"model.adapter_dim": 64}, "set model.adapter_dim to 0"),
@@ -331,6 +339,20 @@ CASES = [
     ),
     Case({"train.ctc_loss": -0.1}, "train.ctc_loss is -0.1; expected 0 or more"),
     Case({"train.ctc_max_labels": 0}, "train.ctc_max_labels is 0; expected 1 or more"),
+    Case({"adapt.dora": True}, "adapt.dora is set with adapt.lora_rank 0"),
+    Case({"train.ema_decay": 1.0}, "train.ema_decay is 1.0; expected less than 1"),
+    Case({"train.validate_ema": True}, "train.validate_ema is set with train.ema_decay 0"),
+    Case({"train.optimizer": "sgd"}, "train.optimizer is 'sgd'"),
+    Case({"train.optimizer_options": ("beta=0.9",)}, "train.optimizer_options has 'beta=0.9'"),
+    Case(
+        {"train.optimizer": "muon", "train.optimizer_options": ("beta=1",)},
+        "train.optimizer_options has beta=1",
+    ),
+    Case(
+        {"train.schedule": "warmup_stable_decay", "train.decay_steps": 181},
+        "train.decay_steps is 181 in a run of 200 steps",
+        is_warning=True,
+    ),
     Case({"train.warmup_steps": 201}, "train.warmup_steps is 201 in a run of 200 steps", is_warning=True),
     Case(
         {"train.min_learning_rate": 0.1},
@@ -351,6 +373,14 @@ CASES = [
     ),
     Case(
         {"train.objective": "dpo", "train.ctc_loss": 0.1}, "train.objective is 'dpo' with train.ctc_loss 0.1"
+    ),
+    Case(
+        {"train.objective": "dpo", "posttraining.reference": "cached", "posttraining.reference_every": 5},
+        'posttraining.reference is "cached" with posttraining.reference_every 5',
+    ),
+    Case(
+        {"train.objective": "grpo", "posttraining.reference": "cached"},
+        "posttraining.reference is \"cached\" with train.objective 'grpo'",
     ),
     # Answers that are drawn.
     Case(

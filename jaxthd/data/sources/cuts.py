@@ -70,7 +70,8 @@ class CutSource(Source):
             path, channels = _file_of(cut)
             named = Path(path)
             clip = Clip(named if _is_here(named, files[file].parent) else files[file].parent / named)
-            return turns_of_cut(cut | channels, clip, data.prompt, data.audio_placeholder)
+            own = data.prompt, data.audio_placeholder
+            return turns_of_cut(cut | channels, clip, *own, prompts=self.setting.prompts)
 
         return read_examples(
             files,
@@ -157,7 +158,13 @@ def alternatives_of_cut(cut: dict[str, Any]) -> tuple[Alternative, ...]:
 
 
 def turns_of_cut(
-    cut: dict[str, Any], recording: Clip, prompt: str, placeholder: str, more: dict[str, Any] | None = None
+    cut: dict[str, Any],
+    recording: Clip,
+    prompt: str,
+    placeholder: str,
+    more: dict[str, Any] | None = None,
+    *,
+    prompts: bool = False,
 ) -> tuple[Turn, ...]:
     """The turns of a cut. recording: the whole of it. more: fields that replace those of `custom`.
 
@@ -165,14 +172,15 @@ def turns_of_cut(
     `context` or else `prompt`; the assistant turn is the texts of its supervisions, in the order of their
     starts, joined by a space. A custom `chosen` and `rejected`, or `completion` and `label`, are
     alternatives, as in a manifest; the supervisions are then not used. A cut uses its own channel or channels
-    of the recording, from its start, for its duration.
+    of the recording, from its start, for its duration. prompts: whether a cut without such texts is used too,
+    as a prompt alone.
     Raises ValueError for a cut that cannot be used.
     Source: lhotse.cut (MonoCut, MultiCut).
     """
     custom = json_object(cut.get("custom") or {}, "custom") | (more or {})
     prompt_of_cut, system = own_prompt(custom, prompt, placeholder)
     clip = _range(cut, recording)
-    if is_preference(custom):
+    if is_preference(custom) or (prompts and not (cut.get("supervisions") and _text(cut))):
         return question(clip, prompt_of_cut, placeholder, system)
     return utterance(clip, _text(cut), prompt_of_cut, placeholder, system)
 

@@ -56,9 +56,15 @@ class HuggingFaceSource(Source):
             try:
                 if isinstance(row.entry, str):
                     raise ValueError(row.entry)
-                key += name_of_entry(row.entry)
+                key += name_of_entry(row.entry, prompts=self.setting.prompts)
                 answers = alternatives_of(row.entry)
-                turns = turns_of_entry(row.entry, row.locate, data.prompt, data.audio_placeholder)
+                turns = turns_of_entry(
+                    row.entry,
+                    row.locate,
+                    data.prompt,
+                    data.audio_placeholder,
+                    prompts=self.setting.prompts,
+                )
                 more = {name: value for name, value in row.entry.items() if name not in READ}
                 examples.append(Example(key, turns, answers, more))
             except ValueError as error:

@@ -74,7 +74,7 @@ def read_examples(
     """
     examples: list[Example] = []
     skipped: list[Skipped] = []
-    for line_number, file, where, line in _numbered(files):
+    for line_number, file, where, line in numbered_lines(files):
         key = f"{line_number}:"
         try:
             if isinstance(line, ValueError):
@@ -95,7 +95,7 @@ def read_examples(
     return examples, skipped
 
 
-def _numbered(files: Sequence[Path]) -> Iterator[tuple[int, int, str, bytes | ValueError]]:
+def numbered_lines(files: Sequence[Path]) -> Iterator[tuple[int, int, str, bytes | ValueError]]:
     """Yields (line number among all, file number, position for messages, the line or the error)."""
     before = 0
     for file, path in enumerate(files):
@@ -118,7 +118,7 @@ def entries_of(path: str) -> dict[int, tuple[Entry, Path]]:
     """
     files = [Path(name) for name in expand_braces(path)]
     found = {}
-    for number, file, _, line in _numbered(files):
+    for number, file, _, line in numbered_lines(files):
         with suppress(ValueError):
             found[number] = (parse(b"" if isinstance(line, ValueError) else line), files[file].parent)
     return found
@@ -164,6 +164,11 @@ def own_prompt(entry: Entry, prompt: str, placeholder: str) -> tuple[str, str]:
     if context:
         prompt = context if placeholder in context else f"{context} {placeholder}"
     return prompt, system
+
+
+def has_text(entry: Entry) -> bool:
+    """Whether an utterance has a transcript. A text that is null or blank is none."""
+    return entry.get("text") is not None and bool(string(entry, "text").strip())
 
 
 def json_object(value: Any, what: str) -> Entry:

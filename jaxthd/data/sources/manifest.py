@@ -13,11 +13,13 @@ Chat messages, as OpenAI and Hugging Face write them; content may be a string, w
         {"type": "text", "text": "What is said?"}]}, {"role": "assistant", "content": "One two."}]}
 Answers to a prompt, and which of them are preferred: preferences.py. The prompt is one of the above without
 its last answer, or the field prompt: a user's text, or messages.
+A prompt alone, for answers that are drawn to it: the same without the answers.
 """
 
 import reprlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from jaxthd.data.example import Clip, Example, Role, Turn, merge_texts, question
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.lines import (
     expand_braces,
+    has_text,
     json_list,
     json_object,
     own_prompt,
@@ -66,6 +69,7 @@ class ManifestSource(Source):
             tarred_audio=self.setting.tarred_audio,
             prompt=data.prompt,
             placeholder=data.audio_placeholder,
+            prompts=self.setting.prompts,
         )
 
     def digest(self) -> str:
@@ -87,6 +91,7 @@ def read_manifest(
     tarred_audio: str = "",
     prompt: str = "{audio}",
     placeholder: str = "{audio}",
+    prompts: bool = False,
 ) -> tuple[list[Example], list[Skipped]]:
     """Reads a manifest of utterances and conversations, in any mixture of the formats above.
 
@@ -101,6 +106,8 @@ def read_manifest(
     joined by a space.
     setting: the name of the setting that gave the path, for messages.
     placeholder: stands for a recording in the prompt and in the texts of conversations, not in transcripts.
+    prompts: whether lines without an answer are read too, as examples whose last turn is the user's:
+        utterances without a text, conversations, and the field prompt.
     Raises FileNotFoundError if there is no such file; UserError if it holds no usable line, if manifests and
     tar files do not match, or if braces cannot be expanded.
     Source: NeMo's documentation (ASR and speechlm2 datasets), transformers' (chat templates).
@@ -115,12 +122,12 @@ def read_manifest(
     tars = TarredAudio(tarred_audio, files, setting) if tarred_audio else None
 
     def turns(entry: dict[str, Any], file: int) -> tuple[Turn, ...]:
-        locate = tars.locate(entry, file) if tars else _in_folder(files[file].parent)
-        return turns_of_entry(entry, locate, prompt, placeholder)
+        locate = tars.locate(entry, file) if tars else in_folder(files[file].parent)
+        return turns_of_entry(entry, locate, prompt, placeholder, prompts=prompts)
 
     return read_examples(
         files,
-        name_of_entry,
+        partial(name_of_entry, prompts=prompts),
         turns,
         alternatives_of,
         title=f"{path} ({setting})",
@@ -128,25 +135,34 @@ def read_manifest(
     )
 
 
-def turns_of_entry(entry: dict[str, Any], locate: Locate, prompt: str, placeholder: str) -> tuple[Turn, ...]:
-    """The turns of an entry in any of the formats above. Raises ValueError for one that cannot be used."""
+def turns_of_entry(
+    entry: dict[str, Any], locate: Locate, prompt: str, placeholder: str, *, prompts: bool = False
+) -> tuple[Turn, ...]:
+    """The turns of an entry in any of the formats above. prompts: as in read_manifest.
+
+    Raises ValueError for an entry that cannot be used.
+    """
     refuse_marked(entry)
-    if is_preference(entry):
+    is_prompt = prompts and not _is_conversation(entry) and not has_text(entry)
+    if is_prompt or is_preference(entry):
         return _prompt(entry, locate, prompt, placeholder)
     if _is_conversation(entry):
-        return _conversation(entry, locate, placeholder)
+        return _conversation(entry, locate, placeholder, prompts)
     own, system = own_prompt(entry, prompt, placeholder)
-    clip = _clip(entry, "audio_filepath", locate)
+    clip = clip_of(entry, "audio_filepath", locate)
     return utterance(clip, string(entry, "text"), own, placeholder, system)
 
 
-def _in_folder(folder: Path) -> Locate:
+def in_folder(folder: Path) -> Locate:
+    """Recordings are files, by paths from the folder."""
     return lambda name: Clip(folder / name)  # an absolute name replaces the folder
 
 
-def name_of_entry(entry: dict[str, Any]) -> str:
-    """The name in an item's key: its audio_filepath, or the id of a conversation ("" without one)."""
-    has_prompt = "audio_filepath" not in entry and is_preference(entry)
+def name_of_entry(entry: dict[str, Any], *, prompts: bool = False) -> str:
+    """The name in an item's key: its audio_filepath, or the id of a conversation ("" without one). prompts:
+    as in read_manifest.
+    """
+    has_prompt = "audio_filepath" not in entry and ((prompts and "prompt" in entry) or is_preference(entry))
     if not _is_conversation(entry) and not has_prompt:
         return string(entry, "audio_filepath")
     name = entry.get("id")
@@ -166,7 +182,7 @@ def read_chats(path: str | Path, *, prompt: str = "{audio}", placeholder: str = 
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file at {path}; expected a JSONL file of conversations: correct --chat")
-    chats, locate = [], _in_folder(path.parent)
+    chats, locate = [], in_folder(path.parent)
     for line_number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line.strip():
             continue
@@ -176,7 +192,7 @@ def read_chats(path: str | Path, *, prompt: str = "{audio}", placeholder: str = 
                 turns = _turns(entry, locate, placeholder)
             else:
                 own, system = own_prompt(entry, prompt, placeholder)
-                turns = question(_clip(entry, "audio_filepath", locate), own, placeholder, system)
+                turns = question(clip_of(entry, "audio_filepath", locate), own, placeholder, system)
             _require_question(turns)
             chats.append(Example(f"{line_number}:{name_of_entry(entry)}", turns))
         except ValueError as error:
@@ -193,7 +209,8 @@ def _require_question(turns: tuple[Turn, ...]) -> None:
 
 
 def _prompt(entry: dict[str, Any], locate: Locate, prompt: str, placeholder: str) -> tuple[Turn, ...]:
-    """The turns before the answers of a preference line. prompt: the user's turn of an utterance."""
+    """The turns before the answers of a preference line, or of a prompt. prompt: the user's turn of an
+    utterance."""
     given = [n for n in ("prompt", "conversations", "messages", "audio_filepath") if entry.get(n) is not None]
     histories = [h for h in (history_of(entry, name) for name in (*PAIR, "completion")) if h]
     if len(given) > 1 or (given and histories):
@@ -201,7 +218,7 @@ def _prompt(entry: dict[str, Any], locate: Locate, prompt: str, placeholder: str
         raise ValueError(f"{given[0]} and {other} are given; expected one of them, as the prompt")
     if given == ["audio_filepath"]:
         own, system = own_prompt(entry, prompt, placeholder)
-        turns = question(_clip(entry, "audio_filepath", locate), own, placeholder, system)
+        turns = question(clip_of(entry, "audio_filepath", locate), own, placeholder, system)
     elif given and given != ["prompt"]:
         turns = _turns(entry, locate, placeholder)
     else:
@@ -223,8 +240,10 @@ def _with_messages(entry: dict[str, Any], prompt: Any) -> dict[str, Any]:
     return {"conversations" if has_speakers else "messages": messages, **listed}
 
 
-def _conversation(entry: dict[str, Any], locate: Locate, placeholder: str) -> tuple[Turn, ...]:
+def _conversation(entry: dict[str, Any], locate: Locate, placeholder: str, prompts: bool) -> tuple[Turn, ...]:
     turns = _turns(entry, locate, placeholder)
+    if prompts and turns[-1].role == "user":
+        return turns
     if all(turn.role != "assistant" for turn in turns):
         raise ValueError("no turn of the assistant; expected one, because nothing else is supervised")
     if turns[-1].role != "assistant":
@@ -298,7 +317,7 @@ def _parts(content: dict[str, Any], locate: Locate, placeholder: str) -> list[st
         return [before, *(part for piece in after for part in (None, piece))]
     if content.get("type") == "audio":
         path = _path_field(content)
-        return [_clip(content, path, locate) if path else None]
+        return [clip_of(content, path, locate) if path else None]
     raise ValueError(f"type is {reprlib.repr(content.get('type'))}; expected text or audio")
 
 
@@ -309,7 +328,7 @@ def _listed(entry: dict[str, Any], locate: Locate) -> list[Clip]:
     clips = []
     for item in items:
         named = {"path": item} if isinstance(item, str) else json_object(item, "an entry of audio")
-        clips.append(_clip(named, _path_field(named) or "path", locate))
+        clips.append(clip_of(named, _path_field(named) or "path", locate))
     return clips
 
 
@@ -317,7 +336,8 @@ def _path_field(entry: dict[str, Any]) -> str | None:
     return next((name for name in ("path", "audio_filepath", "audio") if name in entry), None)
 
 
-def _clip(entry: dict[str, Any], name: str, locate: Locate) -> Clip:
+def clip_of(entry: dict[str, Any], name: str, locate: Locate) -> Clip:
+    """The recording that a field names, with the entry's offset and duration. Raises ValueError."""
     path = string(entry, name)
     if not path:
         raise ValueError(f"{name} is empty; expected the path of a recording")

@@ -81,8 +81,11 @@ def read_source(source: Source, data: DataConfig, number: int = 0) -> tuple[list
     return examples, skipped
 
 
-def training_sources(data: DataConfig) -> list[Source]:
-    """The data sets of data.manifest and data.tarred_audio. Raises UserError if their numbers differ."""
+def training_sources(data: DataConfig, *, prompts: bool = False) -> list[Source]:
+    """The data sets of data.manifest and data.tarred_audio. prompts: as in SourceSetting.
+
+    Raises UserError if their numbers differ.
+    """
     tars = data.tarred_audio or ("",) * len(data.manifest)
     if len(tars) != len(data.manifest):
         raise UserError(
@@ -90,13 +93,14 @@ def training_sources(data: DataConfig) -> list[Source]:
             'for each manifest ("" for one with plain files), or none: correct data.tarred_audio'
         )
     return [
-        open_source(SourceSetting(path, "data.manifest", tar, "training"))
+        open_source(SourceSetting(path, "data.manifest", tar, "training", prompts=prompts))
         for path, tar in zip(data.manifest, tars, strict=True)
     ]
 
 
-def validation_sources(data: DataConfig) -> dict[str, Source]:
-    """The data sets of data.validation_manifest by name, with data.validation_tarred_audio.
+def validation_sources(data: DataConfig, *, prompts: bool = False) -> dict[str, Source]:
+    """The data sets of data.validation_manifest by name, with data.validation_tarred_audio. prompts: as in
+    SourceSetting.
 
     Raises UserError if their numbers differ.
     """
@@ -109,7 +113,8 @@ def validation_sources(data: DataConfig) -> dict[str, Source]:
             'expected one for each ("" for one with plain files), or none: correct '
             "data.validation_tarred_audio"
         )
+    field = "data.validation_manifest"
     return {
-        each.name: open_source(SourceSetting(each.path, "data.validation_manifest", tar, "validation"))
+        each.name: open_source(SourceSetting(each.path, field, tar, "validation", prompts=prompts))
         for each, tar in zip(sets, tars, strict=True)
     }

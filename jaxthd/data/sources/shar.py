@@ -73,7 +73,13 @@ class SharSource(Source):
                 f"{self.path} ({setting}) is a folder, and {tars} its tar files; expected a manifest with "
                 "tar files, or a Shar directory alone, which has its own: correct one"
             )
-        return read_shar(Path(self.path), setting, prompt=data.prompt, placeholder=data.audio_placeholder)
+        return read_shar(
+            Path(self.path),
+            setting,
+            prompt=data.prompt,
+            placeholder=data.audio_placeholder,
+            prompts=self.setting.prompts,
+        )
 
     def digest(self) -> str:
         shards = shar_shards(Path(self.path), self.setting.field)
@@ -87,6 +93,7 @@ def read_shar(
     *,
     prompt: str = "{audio}",
     placeholder: str = "{audio}",
+    prompts: bool = False,
 ) -> tuple[list[Example], list[Skipped]]:
     """Reads a Lhotse Shar directory: every cut becomes an Example or a Skipped, in the order of shards.
 
@@ -105,7 +112,7 @@ def read_shar(
         clip = indexes[shard].clip(recordings[shard].get(name, name))
         if clip.member and clip.member.name.endswith(".nodata"):
             raise ValueError("the cut has no recording")
-        return turns_of_cut(cut, clip, prompt, placeholder, texts[shard].get(name, {}))
+        return turns_of_cut(cut, clip, prompt, placeholder, texts[shard].get(name, {}), prompts=prompts)
 
     return read_examples(
         [shard.cuts for shard in shards],

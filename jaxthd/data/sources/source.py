@@ -16,7 +16,8 @@ class SourceSetting(NamedTuple):
 
     path: a file or folder, or whatever the source takes it for. source: the name written before the path.
     field: the configuration field that names the data set, for messages. tarred_audio: its tar files, see
-        ManifestSource; "" for none. split: whether it is read for training or for validation.
+        ManifestSource; "" for none. split: whether it is read for training or for validation. prompts:
+        whether items without an answer are wanted too (Example.is_unanswered), because answers are drawn.
     """
 
     path: str
@@ -24,6 +25,7 @@ class SourceSetting(NamedTuple):
     tarred_audio: str = ""
     split: Literal["training", "validation"] = "training"
     source: str = ""
+    prompts: bool = False
 
 
 class Source(ABC):

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import soundfile
@@ -27,7 +28,8 @@ from tqdm import tqdm
 from jaxthd.data.audio.features import SAMPLE_RATE, document_rng
 from jaxthd.data.sources.manifest import ManifestSource
 from jaxthd.data.sources.source import SourceSetting
-from jaxthd.data.text.synthetic import draw_text
+from jaxthd.data.text.synthetic import digits_of, draw_sum, draw_text
+from jaxthd.errors import UserError
 from jaxthd.files.cache import user_cache
 
 VERSION = 3
@@ -56,11 +58,54 @@ _VARIANTS = {
 Say = Callable[[str, str, int, int], Float32[np.ndarray, " samples"]]
 
 
+class SyntheticSet(NamedTuple):
+    """train, validation: numbers of recordings. draw: (random numbers, the split) -> (what is said, fields of
+    the manifest's line).
+    """
+
+    train: int
+    validation: int
+    draw: Callable[[np.random.Generator, str], tuple[str, dict[str, Any]]]
+
+
+def _transcript(rng: np.random.Generator, split: str) -> tuple[str, dict[str, Any]]:
+    text = draw_text(rng)
+    while _held_out(text) != (split == "validation"):
+        text = draw_text(rng)
+    return text, {"text": text}
+
+
+def _sum(rng: np.random.Generator, split: str) -> tuple[str, dict[str, Any]]:
+    text, number = draw_sum(rng)
+    return text, {"context": "add", "answer": number}
+
+
+def _answered_sum(rng: np.random.Generator, split: str) -> tuple[str, dict[str, Any]]:
+    text, fields = _sum(rng, split)
+    return text, fields | {"text": digits_of(fields["answer"])}
+
+
+SETS = {
+    "": SyntheticSet(10000, 500, _transcript),
+    "sums": SyntheticSet(2000, 500, _sum),
+    "sums-answered": SyntheticSet(300, 100, _answered_sum),
+}
+"""The synthetic data sets: that of the setting "synthetic", and those of "synthetic:NAME"."""
+
+
 class SyntheticSource(ManifestSource):
-    """The source of the setting "synthetic": a manifest of the default data set, made on first use."""
+    """The source of the settings "synthetic" and "synthetic:NAME": a manifest of one of SETS, made on first
+    use. Raises UserError for another name.
+    """
 
     def __init__(self, setting: SourceSetting) -> None:
-        train, validation = synthetic_manifests()
+        name = setting.path if setting.source else ""
+        if name not in SETS:
+            raise UserError(
+                f"{setting.field} has synthetic:{name}; expected synthetic, or "
+                f"{' or '.join(f'synthetic:{each}' for each in SETS if each)}: correct it"
+            )
+        train, validation = synthetic_manifests(SETS[name].train, SETS[name].validation, kind=name)
         path = train if setting.split == "training" else validation
         super().__init__(setting._replace(path=str(path)))
 
@@ -70,31 +115,38 @@ class SyntheticSource(ManifestSource):
 
 
 def synthetic_manifests(
-    train: int = 10000, validation: int = 500, seed: int = 0, cache_dir: str | Path | None = None
+    train: int = SETS[""].train,
+    validation: int = SETS[""].validation,
+    seed: int = 0,
+    cache_dir: str | Path | None = None,
+    kind: str = "",
 ) -> tuple[Path, Path]:
     """Returns the paths of the training and the validation manifest; makes them if they are not cached.
 
     train, validation: numbers of utterances, 0.5 to about 8 s each, most of them short. No voice and no text
-    of the validation set occurs in the training set. The same arguments always make the same files.
+    of the validation set occurs in the training set; of sums, no voice. The same arguments always make the
+    same files. kind: one of SETS.
     cache_dir: the parent of the data set's folder; default $XDG_CACHE_HOME/jaxthd, or ~/.cache/jaxthd.
     Raises ImportError without the extra `demo`, ValueError for a number below 1.
     """
     if train < 1 or validation < 1:
         raise ValueError(f"train={train}, validation={validation} utterances; expected 1 or more of each")
-    folder = Path(cache_dir or user_cache()) / f"synthetic-{VERSION}-{train}-{validation}-seed{seed}"
+    folder = Path(cache_dir or user_cache()) / "-".join(
+        ["synthetic", *([kind] if kind else []), f"{VERSION}-{train}-{validation}-seed{seed}"]
+    )
     if not folder.exists():
-        _make(folder, {"train": train, "validation": validation}, seed)
+        _make(folder, {"train": train, "validation": validation}, seed, kind)
     return folder / "train" / "manifest.jsonl", folder / "validation" / "manifest.jsonl"
 
 
-def _make(folder: Path, counts: dict[str, int], seed: int) -> None:
+def _make(folder: Path, counts: dict[str, int], seed: int, kind: str) -> None:
     """Fills a temporary folder, then renames it, so that an interrupted run leaves no partial data set."""
     temporary = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
     try:
         progress = tqdm(total=sum(counts.values()), desc="making synthetic speech", unit="clip", disable=None)
         with progress, ThreadPoolExecutor(os.cpu_count()) as pool:
             for split, count in counts.items():
-                part = partial(_utterances, temporary / split, split, seed, progress)
+                part = partial(_utterances, temporary / split, split, seed, kind, progress)
                 numbers = [range(count)[start : start + PART] for start in range(0, count, PART)]
                 lines = "".join(pool.map(part, numbers))
                 (temporary / split / "manifest.jsonl").write_text(lines)
@@ -107,22 +159,22 @@ def _make(folder: Path, counts: dict[str, int], seed: int) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _utterances(folder: Path, split: str, seed: int, progress: tqdm, numbers: Iterable[int]) -> str:
+def _utterances(
+    folder: Path, split: str, seed: int, kind: str, progress: tqdm, numbers: Iterable[int]
+) -> str:
     """Writes these recordings, with an espeak-ng of their own, and returns their manifest lines."""
     lines = []
     with _espeak() as say:
         for number in numbers:
-            lines.append(_utterance(folder, f"audio/{number:05d}.flac", split, seed, say))
+            lines.append(_utterance(folder, f"audio/{number:05d}.flac", split, seed, kind, say))
             progress.update()
     return "".join(lines)
 
 
-def _utterance(folder: Path, name: str, split: str, seed: int, say: Say) -> str:
+def _utterance(folder: Path, name: str, split: str, seed: int, kind: str, say: Say) -> str:
     """Writes one recording and returns its manifest line."""
-    rng = document_rng(seed, 0, f"{split}/{name}")
-    text = draw_text(rng)
-    while _held_out(text) != (split == "validation"):
-        text = draw_text(rng)
+    rng = document_rng(seed, 0, "/".join([*([kind] if kind else []), split, name]))
+    text, fields = SETS[kind].draw(rng, split)
     voice = f"{rng.choice(_ACCENTS)}+{rng.choice(_VARIANTS[split])}"
     speech = say(text, voice, int(rng.integers(120, 200)), int(rng.integers(30, 70)))
     lead, tail = rng.integers(SAMPLE_RATE // 8, SAMPLE_RATE // 4, 2)
@@ -130,7 +182,7 @@ def _utterance(folder: Path, name: str, split: str, seed: int, say: Say) -> str:
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     soundfile.write(path, samples, SAMPLE_RATE, subtype="PCM_16")
-    entry = {"audio_filepath": name, "duration": len(samples) / SAMPLE_RATE, "text": text, "voice": voice}
+    entry = {"audio_filepath": name, "duration": len(samples) / SAMPLE_RATE, **fields, "voice": voice}
     return json.dumps(entry) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The texts of the default data set, and a tokenizer trained on their words.
+"""The texts of the synthetic data sets, and a tokenizer trained on the words of the default one.
 
 Each of their 56 words is one token. So a document has fewer slots than in bytes, an answer takes fewer steps,
 and every target but the end must be heard or guessed: none is spelling.
@@ -34,6 +34,17 @@ def draw_text(rng: np.random.Generator) -> str:
     if kind < 0.75:
         return str(rng.choice(_WORDS))
     return " then ".join(_command(rng) for _ in range(min(rng.geometric(0.85), 4)))
+
+
+def draw_sum(rng: np.random.Generator) -> tuple[str, int]:
+    """Draws what is said of a sum of two digits, "three plus five", and the sum."""
+    first, second = (int(number) for number in rng.integers(0, len(_DIGITS), 2))
+    return f"{_DIGITS[first]} plus {_DIGITS[second]}", first + second
+
+
+def digits_of(number: int) -> str:
+    """A number from 0 up in words, digit by digit: "one three" of 13. Each word is a token."""
+    return " ".join(_DIGITS[int(digit)] for digit in str(number))
 
 
 def _command(rng: np.random.Generator) -> str:

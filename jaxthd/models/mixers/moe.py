@@ -38,9 +38,11 @@ class MoE(nnx.Module):
         columns = over_tensor(llm.expert_dim)
         self.router = Linear(llm.dim, llm.experts, init)
         self.correction_bias = init.buffer(jnp.zeros(llm.experts))
-        self.up = init.normal((llm.experts, width, llm.expert_dim), (owners, None, columns))
+        shape = llm.experts, width, llm.expert_dim
+        self.up = init.normal(shape, (owners, None, columns), projects=True)
         std = residual_std(llm.expert_dim, llm)
-        self.down = init.normal((llm.experts, llm.expert_dim, width), (owners, columns, None), std)
+        shape = llm.experts, llm.expert_dim, width
+        self.down = init.normal(shape, (owners, columns, None), std, projects=True)
         self.latent_in = Linear(llm.dim, width, init) if llm.latent_dim else None
         self.latent_out = Linear(width, llm.dim, init) if llm.latent_dim else None
         self.shared = MLP(llm, init, compute, inner=llm.shared_expert_dim)

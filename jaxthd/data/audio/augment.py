@@ -1,0 +1,126 @@
+"""Augmentation of training recordings: speed, rooms, noise, low-pass. Worker processes import it.
+
+Every draw is a function of the seed, the epoch, the document and the kind of change (document_rng), never of
+ranks, workers or other changes.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import soxr
+from jaxtyping import Float32
+
+from jaxthd.config import AugmentConfig
+from jaxthd.data.audio.features import SAMPLE_RATE, document_rng
+from jaxthd.data.audio.recordings import MIN_SAMPLES, load_audio
+from jaxthd.data.example import Clip
+
+LOW_PASS_ORDER = 8
+"""Of the Butterworth filter: 48 dB an octave."""
+
+Audio = Float32[np.ndarray, " _"]
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Changes a training recording as data.augment says: speed, then room, noise and low-pass.
+
+    noises, rooms: the recordings that are drawn from, with their durations.
+    """
+
+    config: AugmentConfig
+    noises: Sequence[Clip] = ()
+    rooms: Sequence[Clip] = ()
+
+    def __call__(
+        self, samples: Audio, seed: int, epoch: int, key: str, most_seconds: float = float("inf")
+    ) -> Audio:
+        """The changed recording, 16 kHz mono as before. key: names the recording; the draws depend on it.
+
+        A speed that would make it longer than most_seconds, or shorter than two mel frames, is not applied.
+        Raises AudioError for a noise or a room that cannot be decoded.
+        """
+        config = self.config
+
+        def drawn(kind: str, probability: float) -> np.random.Generator | None:
+            rng = document_rng(seed, epoch, f"{key}/{kind}")
+            return rng if rng.random() < probability else None
+
+        if config.speed and (rng := drawn("speed", 1.0)):
+            faster = change_speed(samples, config.speed[int(rng.integers(len(config.speed)))])
+            if MIN_SAMPLES <= len(faster) <= most_seconds * SAMPLE_RATE:
+                samples = faster
+        if self.rooms and (rng := drawn("room", config.room_probability)):
+            room = self.rooms[int(rng.integers(len(self.rooms)))]
+            samples = reverberate(samples, _read(room))
+        if self.noises and (rng := drawn("noise", config.noise_probability)):
+            noise = self.noises[int(rng.integers(len(self.noises)))]
+            decibels = float(rng.uniform(*config.noise_snr))
+            samples = add_noise(samples, _excerpt(noise, len(samples), rng), decibels)
+        if rng := drawn("low_pass", config.low_pass_probability):
+            samples = low_pass(samples, float(rng.uniform(*config.low_pass_hz)))
+        return samples
+
+
+def _read(clip: Clip) -> Audio:
+    return load_audio(clip.path, clip.offset, clip.duration, channels=clip.channels)
+
+
+def _excerpt(noise: Clip, samples: int, rng: np.random.Generator) -> Audio:
+    """A random range of a noise, as long as the samples, or all of it. Only that range is decoded."""
+    assert noise.duration is not None
+    seconds = max(samples, MIN_SAMPLES) / SAMPLE_RATE
+    start = float(rng.random()) * max(noise.duration - seconds, 0.0)
+    return _read(replace(noise, offset=noise.offset + start, duration=min(seconds, noise.duration)))
+
+
+def change_speed(samples: Audio, speed: float) -> Audio:
+    """Plays the samples `speed` times as fast, which raises the pitch as much. Source: Ko et al. (2015)."""
+    return samples if speed == 1 else soxr.resample(samples, SAMPLE_RATE * speed, SAMPLE_RATE)
+
+
+def reverberate(samples: Audio, impulse_response: Audio) -> Audio:
+    """The samples as heard in a room: convolved with its impulse response, at the same length and power.
+
+    The response's largest value is taken for the direct sound, which stays where it was.
+    Source: Ko et al., A study on data augmentation of reverberant speech (2017).
+    """
+    from scipy.signal import oaconvolve
+
+    direct = int(np.abs(impulse_response).argmax())
+    heard = oaconvolve(samples, impulse_response)[direct : direct + len(samples)]
+    power = _power(heard)
+    return samples if not power else (heard * np.sqrt(_power(samples) / power)).astype(np.float32)
+
+
+def add_noise(samples: Audio, noise: Audio, decibels: float) -> Audio:
+    """The samples with noise at that ratio of the powers of signal and noise, each over the whole recording.
+
+    A noise that is shorter is repeated. Digital silence, on either side, adds nothing.
+    """
+    noise = np.resize(noise, len(samples))
+    power = _power(noise)
+    if not power:
+        return samples
+    scale = np.sqrt(_power(samples) / power / 10 ** (decibels / 10))
+    return (samples + scale * noise).astype(np.float32)
+
+
+def low_pass(samples: Audio, hertz: float) -> Audio:
+    """The samples without what lies above `hertz`, as in a narrow channel: -3 dB there, 48 dB an octave."""
+    from scipy.signal import sosfilt
+
+    return sosfilt(_butterworth(round(hertz)), samples).astype(np.float32)
+
+
+@functools.lru_cache(64)
+def _butterworth(hertz: int) -> np.ndarray:
+    from scipy.signal import butter
+
+    return butter(LOW_PASS_ORDER, hertz, fs=SAMPLE_RATE, output="sos")
+
+
+def _power(samples: np.ndarray) -> float:
+    return float(np.mean(np.square(samples, dtype=np.float64)))

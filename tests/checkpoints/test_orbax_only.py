@@ -1,0 +1,175 @@
+"""A checkpoint for those without jaxthd: names, shapes, restoring, as docs/checkpoints.md has them."""
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxthd.checkpoints.checkpoint import Checkpoints
+from jaxthd.checkpoints.checksum import named_arrays
+from jaxthd.config import AdaptConfig, Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.state import abstract_state
+from tests.helpers import filled_state
+
+ROOT = Path(__file__).parents[2]
+PAGE, EXAMPLE = ROOT / "docs" / "checkpoints.md", ROOT / "docs" / "examples" / "orbax_only.py"
+# No two sizes are the same.
+ENCODER = EncoderConfig(num_mels=24, layers=2, dim=20, heads=5, ffn_dim=28, subsampling_channels=6)
+LLM = LLMConfig(
+    pattern="MEM*-*",
+    vocab_size=97,
+    dim=16,
+    q_heads=6,
+    kv_heads=3,
+    head_dim=10,
+    ffn_dim=36,
+    mamba_heads=4,
+    mamba_head_dim=11,
+    mamba_state=13,
+    mamba_conv=3,
+    experts=7,
+    expert_dim=9,
+    shared_expert_dim=15,
+)
+FUTURE = LLMConfig(
+    **vars(LLM) | {"latent_dim": 12, "mtp_pattern": "*E", "mtp_depths": 3, "mtp_shared": False}
+)
+CONFIGS = {
+    "plain": Config(model=ModelConfig(encoder=ENCODER, llm=LLM, adapter_dim=14)),
+    "latent experts, future tokens": Config(model=ModelConfig(encoder=ENCODER, llm=FUTURE)),
+    "LoRA": Config(
+        model=ModelConfig(encoder=ENCODER, llm=LLM), adapt=AdaptConfig(lora_rank=5, lora_targets=("*",))
+    ),
+}
+LETTERS = {"attention": "*", "mamba": "M", "mlp": "-", "moe": "E"}
+PLACES = (
+    "params/encoder",
+    "buffers/encoder",
+    "params",
+    "params/decoder/layers",
+    "buffers/decoder/layers",
+    "params/mtp/depths",
+)
+"""Where the names of each table of the page begin, in the order of the tables."""
+
+
+def documented() -> dict[str, str]:
+    """Every name that the page's tables of shapes give, with its shape as the page writes it."""
+    _, *tables = PAGE.read_text().split("| name | shape | |\n")
+    assert len(tables) == len(PLACES)
+    found = {}
+    for place, table in zip(PLACES, tables, strict=True):
+        rows = table.partition("\n\n")[0]
+        for name, shape in re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|", rows, re.M):
+            parts = [part.split(",") for part in re.split(r"[{}]", name)]
+            found |= {f"{place}/{''.join(chosen)}": shape for chosen in product(*parts)}
+    return found
+
+
+def expected_shape(name: str, shape: str, config: Config) -> list[int]:
+    model = config.model
+    n = ENCODER.layers
+    if "/layers/" in name:
+        letter = LETTERS[name.split("/layers/")[1].split("/")[0]]
+        is_future = "/mtp/" in name
+        n = (model.llm.mtp_pattern if is_future else model.llm.pattern).count(letter)
+        n *= model.llm.mtp_modules if is_future else 1
+    elif "/mtp/" in name:
+        n = model.llm.mtp_modules
+    names = SimpleNamespace(n=n, encoder=ENCODER, llm=model.llm, adapter_dim=model.adapter_dim)
+    return eval(shape, vars(names))
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_every_array_has_the_name_and_the_shape_that_the_page_gives(config: Config) -> None:
+    state, table = abstract_state(Blueprint(config)), documented()
+    arrays = named_arrays({"params": state.params, "buffers": state.buffers})
+    seen: Counter[str] = Counter()
+    for dotted, array in arrays.items():
+        name = dotted.replace(".", "/")
+        own = re.sub(r"^(params|buffers)/mtp/layers/", r"\1/decoder/layers/", name)
+        base, lora, letter = own.partition("/lora/")
+        base += "/w" * bool(lora)
+        assert base in table, f"{name} {array.shape} is not on the page"
+        shape = expected_shape(name, table[base], config)
+        if lora:
+            shape[-1 if letter == "a" else -2] = config.adapt.lora_rank
+        assert list(array.shape) == shape, name
+        seen[base] += 1
+    absent = {name for name in table if not seen[name]}
+    optional = {
+        "latent experts, future tokens": "adapter",
+        "plain": "latent|mtp",
+        "LoRA": "latent|mtp|adapter",
+    }
+    kind = next(kind for kind, value in CONFIGS.items() if value is config)
+    assert all(re.search(optional[kind], name) for name in absent), absent
+
+
+def test_the_page_names_the_top_of_the_tree() -> None:
+    table = PAGE.read_text().partition("## The top of the tree")[2].partition("##")[0]
+    named = {name for row in re.findall(r"^\|([^|]+)\|", table, re.M) for name in re.findall(r"`(\w+)`", row)}
+    assert named == set(abstract_state(Blueprint(CONFIGS["plain"]))._fields)
+
+
+STRANGER = """
+import runpy, sys
+from pathlib import Path
+import jax, numpy as np
+assert jax.device_count() == 3
+restore = runpy.run_path(sys.argv[1])["restore"]
+folder, out = Path(sys.argv[2]), Path(sys.argv[3])
+whole, encoder = restore(folder), restore(folder, "params/encoder", "buffers/encoder", "step")
+assert "jaxthd" not in sys.modules
+assert all(len(x.sharding.device_set) == 3 for x in whole.values())
+some = whole["params/decoder/layers/mlp/mixer/up/w"]
+assert {shard.data.shape for shard in some.addressable_shards} == {(1, 16, 12)}
+np.savez(out / "whole.npz", **whole)
+np.savez(out / "encoder.npz", **encoder)
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+    """(a run's checkpoints, its state by name). Two checkpoints, saved from four devices."""
+    config = Config(
+        mesh=MeshConfig(data=2, context=2), model=CONFIGS["plain"].model, data=DataConfig(capacity=64)
+    )
+    blueprint, mesh = Blueprint(config), make_mesh(config.mesh)
+    state, folder = filled_state(blueprint, mesh), tmp_path_factory.mktemp("run") / "checkpoints"
+    with Checkpoints(folder, 2) as checkpoints:
+        checkpoints.save(
+            9, state._replace(step=state.step + 9, params=jax.tree.map(jnp.zeros_like, state.params)), {}, {}
+        )
+        checkpoints.save(10, state._replace(step=state.step + 10), {"rows": 3}, {})
+    arrays = {name.replace(".", "/"): np.asarray(x) for name, x in named_arrays(state).items()}
+    return folder, arrays | {"step": np.int32(10)}
+
+
+def test_a_stranger_restores_all_or_the_encoder_on_other_devices(
+    saved: tuple[Path, dict[str, np.ndarray]], tmp_path: Path
+) -> None:
+    folder, arrays = saved
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
+    command = [sys.executable, "-W", "error", "-c", STRANGER, EXAMPLE, folder, tmp_path]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    whole, encoder = (dict(np.load(tmp_path / f"{name}.npz")) for name in ("whole", "encoder"))
+    assert whole.keys() == arrays.keys()
+    assert encoder.keys() == {
+        name for name in arrays if name == "step" or name.startswith(("params/encoder/", "buffers/encoder/"))
+    }
+    for found in (whole, encoder):
+        for name, array in found.items():
+            assert array.dtype == arrays[name].dtype, name
+            np.testing.assert_array_equal(array, arrays[name], err_msg=name)

@@ -1,0 +1,206 @@
+"""A reference whose log-probabilities are kept: those of a reference that is held, and never another's."""
+
+import json
+import shutil
+from contextlib import closing
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import soundfile
+
+from jaxthd.config import (
+    ComputeConfig,
+    Config,
+    DataConfig,
+    EncoderConfig,
+    LLMConfig,
+    MeshConfig,
+    ModelConfig,
+    PostTrainingConfig,
+    TrainConfig,
+)
+from jaxthd.data.dataset import SpeechData
+from jaxthd.errors import UserError
+from jaxthd.objectives.objective import REFERENCE
+from jaxthd.parallel.mesh import make_mesh, put_batch
+from jaxthd.posttraining.cached_reference import CachedReference
+from jaxthd.run.metrics_file import read_metrics
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.reference_scores import make_reference_scores
+from jaxthd.steps.state import TrainState, init_state
+from jaxthd.train import train
+
+STEPS = 4
+CLOCK = ("time", "step_seconds", "tokens_per_second")
+CONFIG = Config(
+    data=DataConfig(
+        validation_manifest="",
+        capacity=96,
+        audio_capacity=512,
+        max_documents=8,
+        rows=2,
+        workers=0,
+        prefetch=0,
+    ),
+    model=ModelConfig(
+        encoder=EncoderConfig(
+            num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4, chunk_seconds=1.0
+        ),
+        llm=LLMConfig(
+            pattern="M*-",
+            dim=16,
+            q_heads=2,
+            kv_heads=1,
+            head_dim=8,
+            mamba_heads=4,
+            mamba_head_dim=8,
+            ffn_dim=16,
+        ),
+    ),
+    compute=ComputeConfig(
+        dtype="float64", context_exchange="all_gather", scan_chunk=16, attention_block=32, loss_block=32
+    ),
+    posttraining=PostTrainingConfig(reference="cached"),
+    train=TrainConfig(
+        objective="dpo",
+        steps=STEPS,
+        learning_rate=1e-2,
+        warmup_steps=0,
+        checkpoint_every=2,
+        mtp_loss=0.0,
+        trackers=(),
+    ),
+)
+
+
+def write_pairs(folder: Path, *, audio: bool) -> Path:
+    """Ten of them: three steps are an epoch, or less."""
+    rng, lines = np.random.default_rng(0), []
+    for i, seconds in enumerate(rng.uniform(0.1, 0.8, 10)):
+        asked: dict[str, Any] = {"prompt": "What" + "?" * i}
+        if audio:
+            asked = {"audio_filepath": f"{i}.wav", "duration": seconds}
+            soundfile.write(folder / f"{i}.wav", rng.normal(0, 0.1, int(seconds * 16000)), 16000)
+        lines.append(asked | {"chosen": "la " * (1 + i % 3), "rejected": "no" + "o" * (i % 4)})
+    manifest = folder / "pairs.jsonl"
+    manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return manifest
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A text-only model."""
+    manifest = write_pairs(tmp_path_factory.mktemp("pairs"), audio=False)
+    data = replace(CONFIG.data, manifest=(str(manifest),))
+    return replace(CONFIG, data=data, model=replace(CONFIG.model, encoder=None))
+
+
+def trained(config: Config, workdir: Path) -> list[dict[str, Any]]:
+    with jax.enable_x64(True):
+        train(config, workdir)
+    return [{k: v for k, v in line.items() if k not in CLOCK} for line in read_metrics(workdir)]
+
+
+@pytest.fixture(scope="module")
+def whole(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workdir = tmp_path_factory.mktemp("cached")
+    trained(config, workdir)
+    return workdir
+
+
+def test_a_run_learns_what_it_learns_from_a_reference_that_it_holds(
+    config: Config, whole: Path, tmp_path: Path
+):
+    held = replace(config, posttraining=PostTrainingConfig(reference="copy"))
+    expected = trained(held, tmp_path)
+    found = [{k: v for k, v in line.items() if k not in CLOCK} for line in read_metrics(whole)]
+    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    assert found[0]["loss"] == pytest.approx(np.log(2), abs=1e-10)
+    assert abs(found[-1]["margin"]) > 1e-3
+    for line in (found[0], expected[0]):
+        del line["accuracy"]  # of margins that are 0 but for rounding
+    for line, wanted in zip(found, expected, strict=True):
+        assert {k: pytest.approx(v, rel=1e-9, abs=1e-10) for k, v in wanted.items()} == line
+
+
+def test_a_run_that_was_killed_continues_from_the_files(config: Config, whole: Path, tmp_path: Path):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("reference/*/*")}
+    lines = trained(config, tmp_path)
+    assert lines == [{k: v for k, v in line.items() if k not in CLOCK} for line in read_metrics(whole)]
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("reference/*/*")}
+    assert before
+    shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))
+    (tmp_path / "reference.json").unlink()
+    with pytest.raises(UserError, match=r"reference\.json"):
+        trained(config, tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_numbers_are_those_of_the_reference_on_any_mesh_and_never_old_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A changed recording, other weights and a damaged file are scored anew, by the first weights."""
+    data = replace(CONFIG.data, manifest=(str(write_pairs(tmp_path, audio=True)),))
+    config = replace(CONFIG, data=data)
+    with jax.enable_x64(True):
+        first = Served(config, tmp_path)
+        assert first.documents == 10
+        other = Served(replace(config, mesh=MeshConfig(1, 2, 2, 1)), tmp_path)
+        assert other.documents == 10
+        assert len(list(tmp_path.glob("reference/*"))) == 1, "the mesh is no part of the digest"
+
+        later = first.state._replace(
+            step=first.state.step + 1, params=jax.tree.map(lambda x: 0.9 * x, first.state.params)
+        )
+        soundfile.write(tmp_path / "3.wav", np.sin(np.arange(8000)), 16000)
+        changed = Served(config, tmp_path, later, first.state)
+        assert changed.documents == 11
+
+        file = max(tmp_path.glob("reference/*/*.npz"), key=lambda path: path.stat().st_size)
+        file.write_bytes(file.read_bytes()[:-500])
+        again = Served(config, tmp_path, later, first.state)
+        assert again.documents == 10
+        assert "cannot be read" in capsys.readouterr().err
+
+        moved = replace(config, train=replace(config.train, seed=1))
+        (tmp_path / "reference.json").rename(tmp_path / "kept.json")
+        assert Served(moved, tmp_path).documents == 10
+        assert len(list(tmp_path.glob("reference/*"))) == 2
+        (tmp_path / "kept.json").rename(tmp_path / "reference.json")
+        soundfile.write(tmp_path / "3.wav", np.sin(2 * np.arange(8000)), 16000)
+        with pytest.raises(UserError, match="other weights"):
+            Served(moved, tmp_path, later, first.state)
+
+
+class Served:
+    """What a run is served in six steps, compared with what the reference says live. state: the run's newest.
+    reference: the state whose policy the reference is. documents: that are kept."""
+
+    def __init__(
+        self,
+        config: Config,
+        workdir: Path,
+        state: TrainState | None = None,
+        reference: TrainState | None = None,
+    ) -> None:
+        blueprint, mesh = Blueprint(config), make_mesh(config.mesh)
+        self.state = state or init_state(blueprint, mesh)
+        policy = reference or self.state
+        live = make_reference_scores(
+            Blueprint(replace(config, posttraining=PostTrainingConfig(reference="copy"))), mesh
+        )
+        with closing(SpeechData(config, workdir)) as data, closing(data.training()) as batches:
+            cached = CachedReference(blueprint, mesh, data, workdir, self.state)
+            for batch, _ in islice(batches, 6):
+                expected = live(policy.params, None, policy.buffers, put_batch(batch, mesh))
+                found = cached(batch).extras[REFERENCE]
+                assert np.abs(found).max() > 1
+                np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10)
+        self.documents = len(cached.files)
