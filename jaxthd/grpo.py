@@ -108,7 +108,6 @@ def _train(
     held_out = HeldOut(config, data, collect, rewarder, outputs)
     validate = account.timed("validating", lambda state, step: validation(state) | held_out(state, step))
     save = account.timed("saving", checkpoints.save)
-
     with ExitStack() as stack:
         # --- the newest checkpoint, or a new run ---
         state = newest_state(blueprint, mesh, checkpoints, prompts)
@@ -128,7 +127,8 @@ def _train(
         if first == 0 and validation.is_due(0):
             metrics.step({"step": 0, **validate(state, 0), **time_line(account.seconds)})
         account.switch("stepping")
-        numbers = profiled(range(first + 1, steps + 1), config.train, outputs.path, metrics.say)
+        wanted, path = range(first + 1, steps + 1), outputs.path
+        numbers = profiled(wanted, config.train, path, metrics.say, account.during)
         for step in stack.enter_context(numbers):
             began = time.perf_counter()
             # --- draw and reward ---

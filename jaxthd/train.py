@@ -161,7 +161,8 @@ def _train(
         with account.during("data_wait"):
             on_mesh, upcoming = _load(loader, mesh, with_reference)
         account.switch("stepping")
-        numbers = profiled(range(first + 1, steps + 1), config.train, outputs.path, metrics.say)
+        wanted, path = range(first + 1, steps + 1), outputs.path
+        numbers = profiled(wanted, config.train, path, metrics.say, account.during)
         for step in stack.enter_context(numbers):
             began, current = time.perf_counter(), upcoming
             state, on_device = train_step(state, with_scores(state, on_mesh))

@@ -1,8 +1,9 @@
 """A profile of some steps of a run, which TensorBoard opens."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import jax.profiler
 
@@ -12,13 +13,17 @@ from jaxthd.parallel.processes import is_first
 
 @contextmanager
 def profiled(
-    steps: Iterable[int], config: TrainConfig, workdir: Path, say: Callable[[str], None]
+    steps: Iterable[int],
+    config: TrainConfig,
+    workdir: Path,
+    say: Callable[[str], None],
+    aside: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[Iterable[int]]:
     """Yields the steps. Those of the window are traced, in process 0; the end of the context ends a trace.
 
     config: names the window in `profile`. workdir: receives tensorboard/plugins/profile/TIME, where
-    TensorBoard looks for profiles. say: prints a line. A profiler that fails is reported, and the run goes
-    on.
+    TensorBoard looks for profiles. say: prints a line. aside: a context for work of the cause that it
+    is given (TimeAccount.during). A profiler that fails is reported, and the run goes on.
     """
     window = config.profile_window if is_first() else None
     trace = _Trace(workdir / "tensorboard", say)
@@ -26,11 +31,13 @@ def profiled(
     def numbers() -> Generator[int, None, None]:
         for step in steps:
             if window and not trace.was_started and window[0] <= step <= window[1]:
-                trace.start(f"steps {step} to {window[1]}")
+                with aside("other"):
+                    trace.start(f"steps {step} to {window[1]}")
             with jax.profiler.StepTraceAnnotation("train", step_num=step) if trace.is_open else nullcontext():
                 yield step
             if window and step == window[1]:
-                trace.stop()
+                with aside("other"):
+                    trace.stop()
 
     try:
         with closing(numbers()) as traced:
