@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 from jaxthd.errors import UserError
 
+Packing = Literal["first_fit", "best_fit", "best_fit_decreasing", "padded"]
+
 
 @dataclass(frozen=True)
 class MeshConfig:
@@ -160,9 +162,10 @@ class DataConfig:
     filter: FilterConfig = field(default_factory=FilterConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     spec_augment: SpecAugmentConfig = field(default_factory=SpecAugmentConfig)
-    packing: Literal["first_fit", "best_fit", "padded"] = "first_fit"
-    """How documents fill buffers: "first_fit" and "best_fit" are grain's packers; "padded" puts one
-    document in a row."""
+    packing: Packing = "first_fit"
+    """How documents fill buffers: "first_fit" and "best_fit" are grain's packers; "best_fit_decreasing" packs
+    windows of about data.packing_bins buffers, the largest documents first, which pads least; "padded" puts
+    one document in a row."""
     rows: int = 1
     """Buffers in a step, over all data ranks. Each row is a stream of its own, so the mesh never changes
     the data."""
@@ -423,6 +426,9 @@ class AdaptConfig:
     """The product of the low-rank matrices is scaled by lora_alpha / lora_rank."""
     lora_targets: tuple[str, ...] = ("decoder.layers.*",)
     """Patterns of the projections that get LoRA, such as "*.q". Routers and routed experts never do."""
+    lora_dropout: float = 0.0
+    """Share of the features that do not enter the low-rank matrices of the decoder's projections in a
+    training step. The draws are the same on every mesh; encoder and adapter have none."""
     dora: bool = False
     """Also train the magnitude of each column of the projections that get LoRA (DoRA)."""
     encoder_lr_factor: float = 1.0

@@ -6,8 +6,9 @@
 Bytes of the state are exact. Temporary memory and bytes on the wire are given twice: by closed forms
 (jaxthd/planning/memory.py and traffic.py), and from the training step, compiled for as many simulated CPU
 devices as the mesh has; no array of the run's size is ever allocated. CPUs compute bfloat16 in float32, so
-the closed forms are given for float32 too, for comparison. Compiling Nemotron-3-Nano takes minutes;
---no-compile skips it.
+the closed forms are given for float32 too, for comparison. For a config of jaxthd grpo the compiled programs
+are those of its steps: rollouts, scores, the gradient of a batch and the update. Compiling Nemotron-3-Nano
+takes minutes; --no-compile skips it.
 """
 
 import sys
@@ -17,8 +18,10 @@ import jax
 
 from jaxthd.config import Config
 from jaxthd.errors import readable_errors
+from jaxthd.objectives.grpo import ADVANTAGE
 from jaxthd.parallel.mesh import batch_specs, bytes_of, on_device
 from jaxthd.planning.bubble import describe_bubble
+from jaxthd.planning.compiled_grpo import Program, measure_grpo
 from jaxthd.planning.compiled_step import Measured, abstract_batch, in_float32, measure
 from jaxthd.planning.memory import temporary_memory
 from jaxthd.planning.parameters import state_bytes
@@ -26,6 +29,7 @@ from jaxthd.planning.sizes import Number
 from jaxthd.planning.traffic import step_traffic
 from jaxthd.run.startup import simulate_devices
 from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.forward import objective_of
 from jaxthd.terminal.arguments import parse_command_line
 from jaxthd.terminal.tables import aligned, size_text
 from jaxthd.validate import DeviceFacts, validate
@@ -40,9 +44,12 @@ def main(argv: list[str] | None = None) -> None:
     facts = DeviceFacts(platform="gpu", devices=config.mesh.devices, kind="as many as the mesh needs")
     for warning in validate(config, facts):
         print(f"warning: {warning}", file=sys.stderr)
-    measured = None if options.no_compile else measure(config)
+    found = measure_grpo(config) if _draws(config) and not options.no_compile else None
+    measured = None if options.no_compile else found.update if found else measure(config)
     mesh = f"Mesh (data, context, pipeline, tensor) = {config.mesh.sizes}: {config.mesh.devices} devices."
     print(f"{path}. {mesh}\n\n{estimate(config, measured)}")
+    if found:
+        print(f"\n{programs_table(found.programs)}")
     if measured:
         print(f"\nCompiled in {measured.seconds:.0f} s for simulated CPU devices.")
 
@@ -58,6 +65,24 @@ def estimate(config: Config, measured: Measured | None = None) -> str:
             describe_bubble(Blueprint(config)),
         ]
     )
+
+
+def programs_table(programs: Sequence[Program]) -> str:
+    """What each program of a step of jaxthd grpo needs besides the state and a batch."""
+    head = ("Programs of a step, compiled", "held", "temporary")
+    rows = [(x.name, size_text(x.held), size_text(x.temporary)) for x in programs]
+    most = max(programs, key=lambda x: x.held + x.temporary)
+    return (
+        f"{aligned([head, *rows], left=(0,))}\n\n"
+        f"The most at a time: {size_text(most.held + most.temporary)} ({most.name}), besides the state and "
+        "the batches of a step.\nHeld: places with their keys and values, and weights on another mesh; "
+        "scores; gradients. In float32."
+    )
+
+
+def _draws(config: Config) -> bool:
+    """Whether it is a config of jaxthd grpo."""
+    return ADVANTAGE in objective_of(config).extras
 
 
 class _Table:
@@ -87,8 +112,10 @@ def _state(table: _Table, config: Config, measured: Measured | None) -> str:
     del state["gradients"]
     state["counters"] = 3 * 4
     total = sum(state.values())
-    rows = [table.row(name, size, size) for name, size in state.items()]
-    rows.append(table.row("in all, exact", total, total, measured and measured.state))
+    wide = {**state_bytes(in_float32(config)), "counters": 3 * 4}  # the reference has the compute dtype
+    rows = [table.row(name, size, wide[name]) for name, size in state.items()]
+    whole = sum(wide[name] for name in state)
+    rows.append(table.row("in all, exact", total, whole, measured and measured.state))
     batch = bytes_of(on_device(abstract_batch(config), batch_specs(), config.mesh))
     rows.append(table.row("batch", batch, batch))
     return table.text("State of a device", rows)

@@ -37,6 +37,7 @@ BESIDE = {
     ("figures", "run"),
     ("figures", "inference"),
     ("figures", "planning"),
+    ("planning", "inference"),
     ("planning", "terminal"),
     ("run", "validate"),
     ("run", "terminal"),

@@ -1,8 +1,11 @@
 """Compares the estimate with the state that training makes, and closed forms with compiled steps."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
 
 from jaxthd.config import (
@@ -14,13 +17,22 @@ from jaxthd.config import (
     LLMConfig,
     MeshConfig,
     ModelConfig,
+    PostTrainingConfig,
+    RolloutConfig,
     TrainConfig,
 )
-from jaxthd.estimate import estimate, main
+from jaxthd.describe import describe
+from jaxthd.estimate import estimate, main, programs_table
+from jaxthd.models.stacks import to_stages
+from jaxthd.parallel.mesh import make_mesh
+from jaxthd.planning.compiled_grpo import measure_grpo
 from jaxthd.planning.compiled_step import measure
 from jaxthd.planning.memory import temporary_memory
 from jaxthd.planning.parameters import state_bytes
 from jaxthd.planning.traffic import step_traffic
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.state import abstract_state, state_shardings
+from scripts.measure_reference import cost, kinds
 
 NANO = Path(__file__).parents[1] / "configs" / "nemotron3_nano.py"
 SMALL = Config(
@@ -138,6 +150,81 @@ def test_the_text_of_nano_says_what_it_costs(capsys: pytest.CaptureFixture[str])
     assert parameters[1:3] == parameters[3:]
     assert any(line[:3] == ["data", "+", "context"] for line in lines)
     assert ["Bubble:", "33.3%", "of", "the", "step;"] in [line[:5] for line in lines]
+
+
+FROZEN = ("encoder.*", "adapter.*")
+
+
+def with_reference(config: Config, **settings: Any) -> Config:
+    post = PostTrainingConfig(**settings)
+    compute = replace(config.compute, dtype="bfloat16")
+    return replace(config, posttraining=post, compute=compute, train=replace(config.train, objective="dpo"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "adapt", "share"),
+    [
+        ({}, AdaptConfig(), 0.5),  # bfloat16 beside float32
+        ({}, AdaptConfig(lora_rank=2, freeze=FROZEN), 0.0),
+        pytest.param(
+            {"reference": "copy"},
+            AdaptConfig(lora_rank=2, freeze=FROZEN),
+            0.1,
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param({"reference": "cached"}, AdaptConfig(), 0.0, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_reference_is_counted(settings: dict[str, str], adapt: AdaptConfig, share: float) -> None:
+    """As it lies in the state, by its shardings; about this share of the parameters."""
+    mesh = MeshConfig(data=2, pipeline=2, tensor=2)
+    config = replace(with_reference(small("M*-M*-", mesh), **settings), adapt=adapt)
+    blueprint = Blueprint(config)
+    state = jax.eval_shape(lambda x: to_stages(x, blueprint.stages), abstract_state(blueprint)).reference
+    on = state_shardings(blueprint, make_mesh(mesh)).reference
+    sizes = jax.tree.map(lambda x, s: math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize, state, on)
+    found = state_bytes(config)
+    reference = found.get("reference policy", 0)
+    assert reference == sum(jax.tree.leaves(sizes))
+    assert reference / found["parameters"] == pytest.approx(share, abs=0.1)
+    assert ("reference policy" in describe(config)) == bool(reference)
+
+
+@pytest.mark.exhaustive
+def test_with_lora_the_reference_needs_no_array() -> None:
+    """By compiled programs: its scores take nothing but parameters that the state holds for the policy."""
+    config = small("*-M-", MeshConfig(data=2))
+    found = {name: cost(each) for name, each in kinds(config).items()}
+    base, copy = found["LoRA 16, base weights"], found["all parameters train, copy"]
+    assert base.reference == 0 < found["LoRA 16, copy of its matrices"].reference < copy.reference
+    params = state_bytes(config)["parameters"]
+    assert base.arguments == copy.arguments <= params  # the encoder is not used
+    assert copy.reference == params
+    assert found["all parameters train, cached"].reference == 0
+
+
+@pytest.mark.exhaustive
+def test_an_estimate_of_rollouts_measures_their_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    """More places hold more; the update's state is exact."""
+    config = small("M*-", MeshConfig(data=2))
+    llm = replace(config.model.llm, vocab_size=264)
+    config = replace(
+        config,
+        data=replace(config.data, capacity=128, max_documents=8, rows=2),
+        model=replace(config.model, encoder=None, llm=llm),
+        rollout=RolloutConfig(group_size=4, answers_at_once=8, max_new_tokens=8),
+        train=replace(config.train, objective="grpo"),
+    )
+    few = measure_grpo(config)
+    own = replace(config.rollout, answers_at_once=32, mesh=MeshConfig(tensor=2))
+    more = measure_grpo(replace(config, rollout=own))
+    state = state_bytes(config)
+    assert few.update.state == sum(state.values()) - state["gradients"] + 3 * 4
+    held, others = ({x.name: x.held for x in each.programs} for each in (few, more))
+    assert len(held) == 5
+    assert others["rollouts: tokens are decoded"] > held["rollouts: tokens are decoded"]
+    assert held["gradient of a batch"] == pytest.approx(state["gradients"], rel=0.1)
+    assert "log-probabilities of the policy and of the reference" in programs_table(few.programs)
 
 
 def test_what_is_measured_stands_beside_the_closed_form() -> None:

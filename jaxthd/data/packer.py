@@ -12,12 +12,13 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import grain
 import numpy as np
 
-from jaxthd.config import Config
+from jaxthd.config import Config, Packing
+from jaxthd.data.decreasing import BestFitDecreasing
 from jaxthd.data.runs import JudgedDocument, Runs
 from jaxthd.data.skipped import Skipped
 from jaxthd.errors import UserError
@@ -81,10 +82,11 @@ class PackDocuments(Sequence[Any]):
     """Most documents in a buffer. Each answer of a document with several counts, and a shared prompt."""
     num_mels: int = 0
     """Mel bands of the documents' audio."""
-    packing: Literal["first_fit", "best_fit", "padded"] = "first_fit"
-    """Grain's first-fit or best-fit packer; "padded" puts one document in each row."""
+    packing: Packing = "first_fit"
+    """Grain's first-fit or best-fit packer; "best_fit_decreasing", which packs windows of documents, the
+    largest first; "padded" puts one document in each row."""
     packing_bins: int = 8
-    """Buffers that the packer keeps open at a time."""
+    """Buffers that the packer keeps open at a time; of "best_fit_decreasing", those of a window, about."""
     round_to: int = 1
     """Each document's slots are rounded up to a multiple of this."""
     context: int = 1
@@ -109,9 +111,9 @@ class PackDocuments(Sequence[Any]):
     """Whether documents may have several answers (Document.answers). All batches then have document_ids."""
     share_prompts: bool = True
     """Whether the answers to a prompt share its token slots; all batches then have prefixes."""
-    window: int = 64
-    """Documents of a window, where windows are packed. A MapDataset reads a window anew for each of as many
-    places: make an IterDataset of it before (to_iter_dataset)."""
+    window: int = 256
+    """Documents of a window, where windows are packed: the more, the fuller the rows. A MapDataset reads a
+    window anew for each of as many places: make an IterDataset of it before (to_iter_dataset)."""
 
     def __post_init__(self) -> None:
         if self.context > 1 and self.capacity % (2 * self.context):
@@ -123,8 +125,8 @@ class PackDocuments(Sequence[Any]):
                 f"round_to {self.round_to} must be a multiple of 2 * context = {2 * self.context} for the "
                 'layout "document", which divides each document over the context ranks'
             )
-        if self.packing not in ("first_fit", "best_fit", "padded"):
-            raise ValueError(f'packing is {self.packing!r}; choose "first_fit", "best_fit" or "padded"')
+        if self.packing not in get_args(Packing):
+            raise ValueError(f"packing is {self.packing!r}; choose one of {', '.join(get_args(Packing))}")
         if min(self.capacity, self.max_documents, self.packing_bins, self.round_to, self.window) < 1:
             raise ValueError(
                 "capacity, max_documents, packing_bins, round_to and window must be at least 1: "
@@ -198,6 +200,9 @@ class PackDocuments(Sequence[Any]):
         packable = documents.filter(self._keep)
         if self.packing == "padded":
             buffers = packable.map(lambda judged: [judged])
+        elif self.packing == "best_fit_decreasing":
+            most = (self.capacity, self.audio_capacity // SUBSAMPLING, self.max_documents)
+            buffers = BestFitDecreasing(packable, most, self.packing_bins, self.shuffle_seed)
         else:
             packers = {
                 "first_fit": grain.experimental.FirstFitPackIterDataset,

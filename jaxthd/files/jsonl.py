@@ -36,12 +36,20 @@ def write_lines(path: Path, entries: Iterable[dict[str, Any]]) -> None:
 
 
 def append_line(path: Path, entry: dict[str, Any]) -> None:
-    """Appends one line and hands it to the operating system, so that a kill does not lose it.
+    """append_lines of one."""
+    append_lines(path, [entry])
+
+
+def append_lines(path: Path, entries: Iterable[dict[str, Any]]) -> None:
+    """Appends lines and hands them to the operating system together, so that a kill does not lose them. None
+    for no entries, not even a file.
 
     Numbers that are not finite become null. Raises OSError, which names the file.
     """
-    with naming(path), path.open("a") as file:
-        file.write(_line(entry))
+    text = "".join(map(_line, entries))
+    if text:
+        with naming(path), path.open("a") as file:
+            file.write(text)
 
 
 def _line(entry: dict[str, Any]) -> str:

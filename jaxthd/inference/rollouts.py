@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int32
 
 from jaxthd.config import Config
@@ -31,7 +31,7 @@ from jaxthd.packing.document import Document
 from jaxthd.packing.fit import BufferLimits, Fit
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.prompts import whole_prompts
-from jaxthd.parallel.mesh import local_rows, put_batch, put_rows
+from jaxthd.parallel.mesh import AXES, local_rows, put_batch, put_rows
 from jaxthd.steps.blueprint import Blueprint, Tree
 from jaxthd.steps.resharding import Resharding, same_devices
 from jaxthd.steps.rollout import admitted_specs, make_rollout_steps
@@ -115,6 +115,36 @@ class Rollouts:
         (steps/resharding.py), or themselves where that is the mesh on which they are.
         """
         return self._resharding(params, buffers) if self._resharding else (params, buffers)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh on which answers are drawn."""
+        return self._mesh
+
+    def lowered(self, params: Tree, buffers: Tree) -> dict[str, Any]:
+        """The programs "empty", "prefill" and "decode", lowered for weights of these shapes and shardings on
+        rollout.mesh. Nothing is allocated but a page without prompts.
+        """
+        steps: Any = self._steps
+        rollout, ranks = self.config.rollout, self.config.mesh.data
+        occupancy = Occupancy(
+            [], self._pack.limits, ranks=ranks, places=self._places, group_size=rollout.group_size
+        )
+        nothing = self._inputs(occupancy.nothing(), [], [])
+        how = rollout.temperature, rollout.top_k, rollout.top_p
+        sampling = make_sampling(*how, self.config.compute.dtype)
+        weights = params, buffers
+        on = NamedSharding(self._mesh, PartitionSpec(AXES))
+        places = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on),
+            jax.eval_shape(steps.empty, *weights, *nothing, sampling),
+        )
+        every = np.int32(rollout.tokens_at_once)
+        return {
+            "empty": steps.empty.lower(*weights, *nothing, sampling),
+            "prefill": steps.prefill.lower(*weights, places, *nothing, sampling),
+            "decode": steps.decode.lower(*weights, places, sampling, every),
+        }
 
     @property
     def compilations(self) -> int:

@@ -9,7 +9,7 @@ some of the parameters has None for the others.
 
 import difflib
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -90,9 +90,15 @@ def add_lora(model: nnx.Module, adapt: AdaptConfig, key: Array) -> None:
     if adapt.lora_rank:
         for name, linear in projections(model).items():
             if matches(name, adapt.lora_targets):
-                own_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-                scale = adapt.lora_alpha / adapt.lora_rank
-                linear.add_lora(adapt.lora_rank, scale, own_key, dora=adapt.dora)
+                number = zlib.crc32(name.encode())
+                linear.add_lora(
+                    adapt.lora_rank,
+                    adapt.lora_alpha / adapt.lora_rank,
+                    jax.random.fold_in(key, number),
+                    dora=adapt.dora,
+                    dropout=adapt.lora_dropout,
+                    number=number,
+                )
 
 
 def fp8_projections(model: nnx.Module) -> dict[str, Linear]:
@@ -161,15 +167,22 @@ def merge_lora(params: Tree, config: Config) -> tuple[Tree, Config]:
         return params, config
     scale = adapt.lora_alpha / adapt.lora_rank
 
-    def merged(node: Tree) -> Tree:
-        if not isinstance(node, dict):
-            return node
-        plain = {name: merged(child) for name, child in node.items() if name != "lora"}
-        if "lora" in node:
-            plain["w"] = _sum(plain["w"], node["lora"], scale)
-        return plain
+    def merged(w: Any, lora: Tree) -> Array:
+        return _sum(w, lora, scale)
 
-    return merged(params), replace(config, adapt=replace(adapt, lora_rank=0, dora=False))
+    plain_config = replace(config, adapt=replace(adapt, lora_rank=0, lora_dropout=0.0, dora=False))
+    return without_lora(params, merged), plain_config
+
+
+def without_lora(params: Tree, merged: Callable[[Any, Tree], Any] | None = None) -> Tree:
+    """The tree without LoRA's matrices. merged: (w, its matrices by name) -> what becomes of w; None: it
+    stays."""
+    if not isinstance(params, dict):
+        return params
+    plain = {name: without_lora(child, merged) for name, child in params.items() if name != "lora"}
+    if "lora" in params and merged:
+        plain["w"] = merged(plain["w"], params["lora"])
+    return plain
 
 
 @partial(jax.jit, static_argnums=2)

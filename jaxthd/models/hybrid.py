@@ -19,6 +19,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig
+from jaxthd.models import dropout
 from jaxthd.models.layers import RMSNorm
 from jaxthd.models.mixers import Prefilled, RoutedMixer, Routing, layer_kind
 from jaxthd.packing.prompts import Now, Prompts
@@ -95,10 +96,12 @@ class _Layers(NamedTuple):
     """Layers of one kind, stacked.
 
     variables: their parameters and buffers. cache: what they keep for decoding; None outside decoding.
+    numbers: theirs among the layers of their kind in the model; None without dropout.
     """
 
     variables: Any
     cache: Any
+    numbers: Array | None = None
 
 
 ApplyBlock = Callable[[Block, Array, Any], tuple[Array, Any]]
@@ -214,6 +217,10 @@ class HybridLayers(nnx.Module):
 
     def _of_chunk(self, letter: str, chunk: Array | int, layers: _Layers) -> _Layers:
         """The rows of a stack that hold this stage's layers. (The cache already holds only this stage's.)"""
+        if dropout.current() is not None:
+            table_pcm = self.stages.layers(letter).reshape(self.stages.ranks, self.stages.chunks, -1)
+            rank = jax.lax.axis_index(PIPELINE) if self.stages.ranks > 1 else 0
+            layers = layers._replace(numbers=jnp.asarray(table_pcm, jnp.int32)[rank, chunk])
         if self.stages.chunks == 1:
             return layers
         most = self.stages.most(letter)
@@ -248,8 +255,9 @@ def _apply_row(
     row: int, graph: nnx.GraphDef, apply: ApplyBlock, x_nD: Array, layers: _Layers
 ) -> tuple[Array, Any]:
     """Applies one layer of a stack. Its FSDP-sharded weights are gathered here, for this layer only."""
-    variables, cache = jax.tree.map(lambda w: w[row], layers)
-    return apply(nnx.merge(graph, gathered_state(variables)), x_nD, cache)
+    variables, cache, number = jax.tree.map(lambda w: w[row], layers)
+    with dropout.of_layer(number):
+        return apply(nnx.merge(graph, gathered_state(variables)), x_nD, cache)
 
 
 def _zeros(rows: int, like: Any) -> Any:

@@ -4,6 +4,7 @@ Legend: N tokens, D features in, F features out, r rank of the low-rank matrices
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
+from jaxthd.models.dropout import dropped
 from jaxthd.ops.fp8 import fp8_product
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.parallel.mesh import TENSOR
@@ -52,6 +54,8 @@ class LoRA(nnx.Module):
 
     dora: the adapted matrix w + scale a @ b also gets magnitudes (Liu et al., DoRA, 2024), which start as
     those of w: each of its columns has the norm of w's column times m. m is [F] and starts as ones.
+    dropout: the share of x's elements that do not enter x @ a in training (models/dropout.py). number: of the
+    projection, unlike others'.
     """
 
     def __init__(
@@ -64,15 +68,20 @@ class LoRA(nnx.Module):
         sharded_in: ShardedDim | None,
         sharded_out: ShardedDim | None,
         dora: bool = False,
+        dropout: float = 0.0,
+        number: int = 0,
     ) -> None:
         self.a = init.normal((dim, rank), (sharded_in, None), 1 / math.sqrt(3 * dim), projects=True)
         self.b = init.matrix(jnp.zeros((rank, out)), (None, sharded_out), projects=True)
         self.m = init.ones((out,), (sharded_out,)) if dora else None
         self.scale, self.sharded_out, self.mesh = scale, sharded_out, init.mesh
         self.sums = sharded_in is not None and sharded_in.is_sharded(init.mesh)
+        self.dropout, self.number = dropout, number
 
     def __call__(self, x_ND: Float[Array, "N D"]) -> Float[Array, "N F"]:
         b_rF = own_part(self.b[...], 1, self.sharded_out, self.mesh)
+        if self.dropout:
+            x_ND = dropped(x_ND, self.dropout, self.number, sharded=self.sums)
         return self.scale * (x_ND @ self.a[...].astype(x_ND.dtype)) @ b_rF.astype(x_ND.dtype)
 
     def magnitude(self, w_DF: Float[Array, "D F"]) -> Float[Array, " F"] | None:
@@ -145,15 +154,16 @@ class Linear(nnx.Module):
             return y_NF
         return y_NF + own_part(self.bias[...], 0, self.sharded_out, self.mesh).astype(x_ND.dtype)
 
-    def add_lora(self, rank: int, scale: float, key: Array, *, dora: bool = False) -> None:
-        """Adds low-rank matrices beside w, and with dora magnitudes. This Linear may also be a stack of
-        layers (parallel/params.py).
+    def add_lora(self, rank: int, scale: float, key: Array, **options: Any) -> None:
+        """Adds low-rank matrices beside w. This Linear may also be a stack of layers (parallel/params.py).
+
+        options: dora, dropout and number, as in LoRA.
         """
         *repeats, dim, out = self.w.shape
         init = Init(key, self.w.dtype, self.mesh, self.fsdp)
 
         def make(init: Init) -> LoRA:
-            return LoRA(dim, out, rank, scale, init, self.sharded_in, self.sharded_out, dora)
+            return LoRA(dim, out, rank, scale, init, self.sharded_in, self.sharded_out, **options)
 
         axes = self.w.get_metadata("mesh_axes")[0]
         self.lora = nnx.data(stack(make, init, *repeats, axes=axes) if repeats else make(init))

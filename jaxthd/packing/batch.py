@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Float32, Int32
+from jaxtyping import Bool, Float, Float32, Int32, UInt32
 
 AUDIO_FIELDS = ("audio_slots", "mels", "mel_mask", "chunk_ids", "chunk_positions", "future_audio_slots")
 """Fields of Batch that are None in a batch packed without room for audio."""
@@ -47,6 +47,7 @@ class Batch(NamedTuple):
         for a segment that stands alone. None where all do.
     embeddings: of the tokens, in place of those that the model has for their ids; 0.0 in padding. None where
         the ids are embedded.
+    draws: what dropout draws for the token (ops/dropout.py). None where nothing is dropped; the step adds it.
 
     A document with several answers (Document.answers) is several segments. Where its prompt is shared, one
     segment holds the prompt without its last token, and each answer's segment begins with that token again,
@@ -71,6 +72,7 @@ class Batch(NamedTuple):
     document_ids: Int32[Any, "R T"] | None = None
     prefixes: Int32[Any, "R T"] | None = None
     embeddings: Float[Any, "R T D"] | None = None
+    draws: UInt32[Any, "R T"] | None = None
 
     @property
     def has_audio(self) -> bool:

@@ -167,6 +167,7 @@ def batch_specs() -> Batch:
         document_ids=tokens,
         prefixes=tokens,
         embeddings=tokens,
+        draws=tokens,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jaxthd.config import Config
 from jaxthd.kernels.choose import using
@@ -22,7 +22,7 @@ from jaxthd.planning.sizes import Sizes
 from jaxthd.planning.traffic import ByAxes
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.forward import objective_of
-from jaxthd.steps.state import abstract_state, state_shardings
+from jaxthd.steps.state import TrainState, abstract_state, state_shardings
 from jaxthd.steps.training import make_train_step
 
 
@@ -40,12 +40,21 @@ class Measured(NamedTuple):
 
 
 def lowered_step(config: Config) -> Any:
-    """The training step for the config's shapes, lowered for the mesh's devices; nothing is allocated.
+    """The training step for the config's shapes, lowered for the mesh's devices; nothing is allocated."""
+    blueprint, mesh, state, batch = abstract_inputs(compilable(config))
+    step: Any = make_train_step(blueprint, mesh)
+    return step.lower(state, batch)
 
-    Attention uses the XLA back-end, which compiles anywhere; so does the scan if its back-end is "auto".
-    """
+
+def compilable(config: Config) -> Config:
+    """The config with the XLA back-end for attention, which compiles anywhere; so does the scan if its
+    back-end is "auto"."""
     scan = config.compute.scan_backend.replace("auto", "xla")
-    config = using(config, attention_backend="xla", scan_backend=scan)
+    return using(config, attention_backend="xla", scan_backend=scan)
+
+
+def abstract_inputs(config: Config) -> tuple[Blueprint, Mesh, TrainState, Batch]:
+    """(blueprint, mesh, state, batch) of a run, with ShapeDtypeStructs on their shardings for arrays."""
     mesh = make_mesh(config.mesh)
 
     def on_mesh(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -57,8 +66,7 @@ def lowered_step(config: Config) -> Any:
     batch = abstract_batch(config)
     specs = jax.tree.broadcast(batch_specs(), batch)
     batch = jax.tree.map(lambda x, spec: on_mesh(x, NamedSharding(mesh, spec)), batch, specs)
-    step: Any = make_train_step(blueprint, mesh)
-    return step.lower(state, batch)
+    return blueprint, mesh, state, batch
 
 
 def abstract_batch(config: Config) -> Batch:

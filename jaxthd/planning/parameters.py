@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from jaxthd.parallel.params import Buffer
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.optimizer import make_optimizer
 from jaxthd.steps.optimizer_kinds import optimizer_kind
+from jaxthd.steps.reference import copied as copied_by
+from jaxthd.steps.reference import reference_of
 from jaxthd.steps.state import moment_specs
 
 PARTS = ("LLM", "encoder", "adapter")
@@ -145,9 +148,20 @@ def state_bytes(config: Config) -> dict[str, int]:
     own, _ = split(params, blueprint.trained)
     optimizer = optimizer_kind(config.train.optimizer, config.train.optimizer_options)
     average = {"averaged parameters": bytes_of(own)} if config.train.ema_decay else {}
+    reference = jax.eval_shape(partial(reference_of, blueprint), whole)
+    copied = (
+        {}
+        if reference is None
+        else {
+            "reference policy": bytes_of(
+                on_device(reference, split(specs, copied_by(blueprint))[0], config.mesh)
+            )
+        }
+    )
     return {
         "parameters": bytes_of(params),
         **average,
+        **copied,
         "gradients": bytes_of(own),
         f"{type(optimizer).__name__} moments": bytes_of(moments),
         "batch statistics, router biases": bytes_of(buffers),

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxthd.files.atomic import write_atomically
-from jaxthd.files.jsonl import append_line, keep_lines, naming, write_lines
+from jaxthd.files.jsonl import append_line, append_lines, keep_lines, naming, write_lines
 from jaxthd.parallel.processes import is_first
 
 Line = dict[str, Any]
@@ -45,8 +45,8 @@ class OutputFolder:
             append_line(self / name, line)
 
     def append_lines(self, name: str, lines: Iterable[Line]) -> None:
-        for line in lines:
-            self.append_line(name, line)
+        if self._writes:
+            append_lines(self / name, lines)
 
     def keep_lines(self, name: str, wanted: Callable[[Line], bool]) -> None:
         """Removes the unwanted lines of a JSONL file, if there is one."""

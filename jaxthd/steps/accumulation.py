@@ -44,6 +44,8 @@ class AccumulatedStep:
             is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
 
+        self._on = on
+
         def add(total: Gradient | None, state: TrainState, batch: Batch, counts: Counts) -> Gradient:
             found = gradient(state.params, state.buffers, batch, counts)
             if total is None:
@@ -76,6 +78,19 @@ class AccumulatedStep:
     def nothing(self, state: TrainState) -> TrainState:
         """The state after an update without a document: its step is counted, and no weight moves."""
         return state._replace(step=self._next(state.step))
+
+    def lowered(self, state: TrainState, batch: Batch) -> dict[str, Any]:
+        """The programs "gradient" (of one batch, added to those before) and "update", lowered. state, batch:
+        shapes and shardings are enough."""
+        programs: Any = self._count, self._zeros, self._add, self._update
+        count, zeros, add, update = programs
+        counts = jax.eval_shape(count, batch)
+        total = jax.tree.map(
+            lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on),
+            jax.eval_shape(zeros, state, batch, counts),
+            jax.tree.broadcast(self._on, jax.eval_shape(zeros, state, batch, counts)),
+        )
+        return {"gradient": add.lower(total, state, batch, counts), "update": update.lower(state, total)}
 
     @property
     def compilations(self) -> int:

@@ -16,6 +16,7 @@ from jax import Array
 from jaxthd.config import Config
 from jaxthd.models.adapt import join
 from jaxthd.models.ctc import Transcripts, transcripts
+from jaxthd.models.dropout import Draws, drawing
 from jaxthd.models.mixers import Routing
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.objectives import LOSS, Objective, Tokens, make_objective
@@ -203,7 +204,8 @@ class Forward:
     def stage(self, pattern: str, stage: Tree, chunk: Array | int, x_nD: Array, batch: Batch) -> Any:
         model = self.model(self._buffers, stage=stage)
         segments = model.segments(batch, AXES, uniform_program=self._uniform_program)
-        return model.decoder.stage(pattern, chunk, x_nD, segments)
+        with drawing(_draws(batch)):
+            return model.decoder.stage(pattern, chunk, x_nD, segments)
 
     def leave(self, leave: Tree, x_nD: Array, bypass: Bypass, batch: Batch) -> tuple[Array, Left]:
         model = self.model(self._buffers, leave=leave)
@@ -223,7 +225,8 @@ class Forward:
     def _leave_with_future(
         self, model: SpeechLM, x_nD: Array, future: list[Array], batch: Batch, head_VD: Array | None
     ) -> tuple[Array, Left]:
-        logp_N, (logp_KN, routing) = model.leave_with_future(x_nD, future, batch, AXES, head_VD)
+        with drawing(_draws(batch)):
+            logp_N, (logp_KN, routing) = model.leave_with_future(x_nD, future, batch, AXES, head_VD)
         assert self._counts is not None
         left = self._left(logp_N, batch)
         losses = [
@@ -266,6 +269,10 @@ class Forward:
 
     def _share(self, total: Array, count: Array) -> Array:
         return total / count / self._copies
+
+
+def _draws(batch: Batch) -> Draws | None:
+    return None if batch.draws is None else Draws(batch.draws.reshape(-1))
 
 
 def with_encoder(buffers: Tree, encoder: Tree) -> Tree:

@@ -11,7 +11,7 @@ import jax
 from jax import Array
 from jax.sharding import Mesh
 
-from jaxthd.models.adapt import join
+from jaxthd.models.adapt import join, without_lora
 from jaxthd.objectives.objective import OLD, REFERENCE
 from jaxthd.packing.batch import Batch
 from jaxthd.steps.blueprint import Blueprint, Tree
@@ -26,14 +26,14 @@ def make_reference_scores(blueprint: Blueprint, mesh: Mesh) -> Callable[[Tree, T
     position's target, [R, T], 0 elsewhere. One compiled program. The arrays are in their training form.
     """
     config = blueprint.config
-    without_lora = is_base(config)
-    if without_lora:
-        blueprint = Blueprint(replace(config, adapt=replace(config.adapt, lora_rank=0)))
+    by_base = is_base(config)
+    if by_base:
+        blueprint = Blueprint(replace(config, adapt=replace(config.adapt, lora_rank=0, dora=False)))
     scores = shared_scoring_step(blueprint, mesh, policy_temperature(config))
 
     def run(params: Tree, reference: Tree, buffers: Tree, batch: Batch) -> Array:
         own = params if reference is None else join(reference, params)
-        return scores(_without_lora(own) if without_lora else own, buffers, batch).log_probs
+        return scores(without_lora(own) if by_base else own, buffers, batch).log_probs
 
     return run
 
@@ -66,9 +66,3 @@ def make_refresh(blueprint: Blueprint, mesh: Mesh) -> Callable[[TrainState], Tra
     on = state_shardings(blueprint, mesh).reference
     copy = jax.jit(partial(reference_of, blueprint), out_shardings=on)
     return lambda state: state._replace(reference=copy(state.params))
-
-
-def _without_lora(tree: Tree) -> Tree:
-    if not isinstance(tree, dict):
-        return tree
-    return {name: _without_lora(child) for name, child in tree.items() if name != "lora"}

@@ -102,6 +102,17 @@ def _leaves(here: Blueprint, mesh: Mesh, there: Blueprint, other: Mesh) -> Itera
         yield Leaf(source, target, y.shape, dtype, rows, is_there)
 
 
+def used_shapes(blueprint: Blueprint, mesh: Mesh) -> tuple[Tree, Tree]:
+    """What Resharding makes for this mesh, with ShapeDtypeStructs on their shardings for arrays."""
+    shapes = tuple(nnx.to_pure_dict(nnx.state(blueprint.model, kind)) for kind in (nnx.Param, Buffer))
+    dtypes = blueprint.used_dtypes, jax.tree.map(lambda x: x.dtype, shapes[1])
+
+    def described(x: Any, dtype: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(described, shapes, dtypes, blueprint.specs)
+
+
 def _parts(leaves: Sequence[Leaf], part_bytes: int) -> list[list[int]]:
     """The numbers of the leaves that are copied together."""
     parts: list[list[int]] = []

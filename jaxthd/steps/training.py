@@ -13,10 +13,12 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxthd.config import Config
 from jaxthd.kernels.xla_options import jit_for
 from jaxthd.models.adapt import join, keeps_router_biases, keeps_statistics, split
 from jaxthd.models.mixers import Routing
 from jaxthd.objectives import LOSS
+from jaxthd.ops.dropout import token_keys
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import AXES, PIPELINE, TENSOR, TOKEN_AXES, batch_specs, on_ranks
 from jaxthd.parallel.pipeline import accumulate
@@ -179,11 +181,21 @@ def make_train_step(
     gradient, update = loss_and_gradient(blueprint, mesh), make_update(blueprint, mesh)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        batch = with_draws(batch, config, state.step)
         return update(state, gradient(state.params, state.buffers, batch))
 
     everywhere = NamedSharding(mesh, PartitionSpec())
     shardings = state_shardings(blueprint, mesh), everywhere
     return jit_for(config, mesh, train_step, donate_argnums=0, out_shardings=shardings)
+
+
+def with_draws(batch: Batch, config: Config, step: Array) -> Batch:
+    """The batch with what dropout draws in this step; as it is without dropout. Its arrays are global."""
+    if not (config.adapt.lora_rank and config.adapt.lora_dropout):
+        return batch
+    documents = batch.documents, config.data.max_documents
+    keys_RT = token_keys(batch.tokens, batch.positions, *documents, config.train.seed, step)
+    return batch._replace(draws=keys_RT)
 
 
 def make_update(

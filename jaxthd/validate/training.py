@@ -111,12 +111,24 @@ def _fp8(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding(f"{what} ({some} on a rank)", "multiples of 16", change)
 
 
-@RULES.rule("adapt.lora_rank", "adapt.lora_targets", "adapt.lora_alpha", "adapt.dora")
+@RULES.rule("adapt", "train.objective")
 def _lora(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     adapt = config.adapt
     if adapt.lora_rank and not adapt.lora_targets:
         change = "name projections, or set adapt.lora_rank to 0"
         yield Finding("adapt.lora_targets is empty with adapt.lora_rank", "a pattern or more", change)
+    if adapt.lora_dropout and not adapt.lora_rank:
+        change = "set adapt.lora_rank to 16, for example, or adapt.lora_dropout to 0.0"
+        yield Finding(f"adapt.lora_dropout is {adapt.lora_dropout} with adapt.lora_rank 0", "0", change)
+    if adapt.lora_dropout >= 1:
+        change = "set adapt.lora_dropout to 0.05, for example"
+        yield Finding(f"adapt.lora_dropout is {adapt.lora_dropout}", "less than 1", change)
+    if adapt.lora_dropout and config.train.objective == "grpo":
+        yield Finding(
+            f"adapt.lora_dropout is {adapt.lora_dropout} with train.objective 'grpo'",
+            "0, because answers are trained with the probabilities that they were drawn by",
+            "set adapt.lora_dropout to 0.0",
+        )
     if adapt.dora and not adapt.lora_rank:
         change = "set adapt.lora_rank to 16, for example, or adapt.dora to False"
         yield Finding("adapt.dora is set with adapt.lora_rank 0", "1 or more", change)

@@ -49,7 +49,7 @@ GOOD = sorted(f"item-{i}" for i in SOURCE if i not in (BROKEN, LONG, LOUD))
 GOOD_ON_2 = [k for k in GOOD if k != f"item-{WIDE}"]
 
 
-@pytest.mark.parametrize("packing", ["first_fit", "best_fit", "padded"])
+@pytest.mark.parametrize("packing", ["first_fit", "best_fit", "best_fit_decreasing", "padded"])
 @pytest.mark.parametrize(("context", "tensor"), [(1, 1), (2, 1), (2, 2)])
 def test_one_epoch_holds_every_document_once(packing, context, tensor):
     config, skipped = settings(context, tensor, packing=packing, round_to=4), {}
@@ -154,6 +154,8 @@ def assert_same_stream(found, expected):
         (4, {"audio_capacity": 416, "max_documents": 8}, True),
         (4, {"audio_capacity": 416, "packing": "best_fit", "rows": 2}, False),
         (2, {"packing": "padded"}, False),
+        (4, {"audio_capacity": 416, "packing": "best_fit_decreasing", "packing_bins": 3}, True),
+        (1, {"packing": "best_fit_decreasing", "rows": 1, "packing_bins": 2}, False),
     ],
 )
 def test_a_restored_loader_continues_exactly_from_every_step(context, changes, repeat):

@@ -196,6 +196,7 @@ def test_two_rows_equal_two_separate_rows(context, exchange):
             assert_same(dparams[name], jax.tree.map(np.add, want[0][1][name], want[1][1][name]), 1e-10)
 
 
+@pytest.mark.exhaustive
 def test_rounding_flips_no_choice_of_experts():
     """The float32 comparison above needs this: a top-k margin above 1e-4 in every layer for every token."""
     names = ("E", "E latent", "ME*-M")

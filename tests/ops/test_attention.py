@@ -1,5 +1,6 @@
 """Attention over intervals of keys, with query blocks of another size than key blocks."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ def test_queries_in_blocks_of_any_size_see_their_intervals(query_block: int | No
     q, k, v = (rng.normal(size=(n, heads, 4)).astype(np.float32) for n, heads in ((11, 4), (50, 2), (50, 2)))
     lo, hi = jnp.asarray(INTERVALS, jnp.int32).T
     intervals = key_intervals(lo, hi, BLOCK, query_block)
-    out, lse = attention_forward(*map(jnp.asarray, (q, k, v)), intervals, 0.5, BLOCK, query_block)
+    forward = jax.jit(attention_forward, static_argnums=(4, 5, 6))
+    out, lse = map(np.asarray, forward(q, k, v, intervals, 0.5, BLOCK, query_block))
     for i, (first, end) in enumerate(INTERVALS):
         for head in range(4):
             scores = 0.5 * k[first:end, head // 2].astype(float) @ q[i, head]

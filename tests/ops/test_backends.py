@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -41,6 +42,12 @@ def on_ranks(ids: np.ndarray, positions: np.ndarray, layout: Any, block: int) ->
     return jax.vmap(of_rank, axis_name="context")(ids, positions)
 
 
+@partial(jax.jit, static_argnums=2)
+def intervals_of(ids: Any, positions: Any, block: int) -> Any:
+    """What the queries of one device see."""
+    return make_segments(ids, positions, block=block, axis=None).local
+
+
 @pytest.mark.parametrize(
     ("context", "layout"), [(2, "buffer"), (4, "buffer"), (2, "document"), (4, "document")]
 )
@@ -50,6 +57,7 @@ def test_the_packed_segments_of_a_call_are_exactly_what_the_mask_allows(context:
     round_to, rows = 2 * context, 2
     capacity = 12 * round_to
     derive = jax.jit(on_ranks, static_argnums=(2, 3))
+    segments_of_call = jax.jit(packed_segments, static_argnums=1)
     for _ in range(8):
         packed, orders = [], []
         for _ in range(rows):
@@ -78,7 +86,7 @@ def test_the_packed_segments_of_a_call_are_exactly_what_the_mask_allows(context:
                     want[row, :, row] = (row_ids[q] == row_ids[k]) & (row_ids[q] > 0) & (k <= q)
                 want = want.reshape(ids.shape[1] * ids.shape[2], -1)
                 got = np.zeros_like(want)
-                found = packed_segments(call.intervals, call.documents)
+                found = segments_of_call(call.intervals, call.documents)
                 for q_start, q_length, k_start, k_length in np.stack(found, axis=1):
                     assert (q_length > 0) == (k_length > 0)
                     block = np.ones((q_length, k_length), bool)
@@ -137,7 +145,7 @@ def test_the_cudnn_calls_lower_for_cuda_without_a_gpu(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "check_compute_capability", lambda capability: True)
     monkeypatch.setattr(module, "is_cuda_compute_capability_equal", lambda capability: False)
     ids, positions = row_arrays([30, 1, 50], 96)
-    intervals = make_segments(jnp.asarray(ids)[None], jnp.asarray(positions)[None], block=32, axis=None).local
+    intervals = intervals_of(ids[None], positions[None], 32)
 
     def both(q: Any, k: Any, v: Any, dout: Any, causal: bool) -> Any:
         call = Call(intervals, causal, 32, 4)
@@ -262,10 +270,14 @@ def test_more_documents_than_places_give_nan_and_not_something_else(
     te: AttentionBackend, cudnn_on_a_cpu: AttentionBackend
 ):
     ids, positions = row_arrays([9, 1, 20], 32)
-    intervals = make_segments(jnp.asarray(ids)[None], jnp.asarray(positions)[None], block=16, axis=None).local
-    x = jnp.ones((32, 2, 8))
+    intervals, x = intervals_of(ids[None], positions[None], 16), np.ones((32, 2, 8), np.float32)
+
+    @partial(jax.jit, static_argnums=(0, 1))
+    def forward(backend: AttentionBackend, documents: int, intervals: Any, x: Any) -> Any:
+        return backend.forward(x, x, x, Call(intervals, True, 16, documents), 1.0)
+
     for backend in (te, cudnn_on_a_cpu):
-        enough, too_few = (backend.forward(x, x, x, Call(intervals, True, 16, n), 1.0) for n in (3, 2))
+        enough, too_few = (forward(backend, n, intervals, x) for n in (3, 2))
         assert np.isfinite(enough[0]).all()
         assert np.isnan(too_few[0]).all()
 

@@ -75,17 +75,27 @@ def test_logits_over_a_temperature_and_their_gradients():
         h[::3] /= 50
         targets[:9] = np.argmax(h @ head.T, axis=1)[:9]
         given = *map(jnp.asarray, (h, head, targets, supervised)), ROWS, 10, ()
-        logp, pull = jax.vjp(
-            lambda h, head: supervised_log_probs(h, head, *given[2:], temperature), *given[:2]
-        )
-        want, want_pull = jax.vjp(
-            lambda h, head: reference(h / temperature, head, *given[2:4], dlogp)[0], h, head
-        )
-        for got, part in zip((logp, *pull(jnp.asarray(dlogp))), (want, *want_pull(dlogp)), strict=True):
+
+        @jax.jit
+        def both(h, head):
+            logp, pull = jax.vjp(
+                lambda h, head: supervised_log_probs(h, head, *given[2:], temperature), h, head
+            )
+            want, want_pull = jax.vjp(
+                lambda h, head: reference(h / temperature, head, *given[2:4], dlogp)[0], h, head
+            )
+            return (logp, *pull(jnp.asarray(dlogp))), (want, *want_pull(dlogp))
+
+        found, wanted = both(h, head)
+        logp = found[0]
+        for got, part in zip(found, wanted, strict=True):
             assert_same(got, part, 1e-10)
-        np.testing.assert_allclose(supervised_top_k(*given, temperature, top_k=3).log_probs, logp, atol=1e-10)
+        top_k = jax.jit(lambda h, head: supervised_top_k(h, head, *given[2:], temperature, top_k=3).log_probs)
+        np.testing.assert_allclose(top_k(h, head), logp, atol=1e-10)
         sampling = make_sampling(temperature, 0, top_p, "float64")
-        drawn = np.asarray(supervised_drawn_log_probs(*given[:5], sampling))
+        drawn = np.asarray(
+            jax.jit(lambda h, head: supervised_drawn_log_probs(h, head, *given[2:5], sampling))(h, head)
+        )
         all_NV = np.exp(np.asarray(jax.nn.log_softmax(h @ head.T / temperature)))
     for n in np.flatnonzero(supervised):
         # The fewest of the likeliest that reach top_p are those with less than top_p before them.

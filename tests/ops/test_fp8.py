@@ -42,7 +42,7 @@ def test_products_are_of_rounded_numbers():
     w, dy = rng.normal(size=(64, 48)) / 8, rng.normal(size=(37, 48)) * 1e-5
     x[3] = dy[5] = 0
     x, w, dy = (v.astype(np.float32) for v in (x, w, dy))
-    y, pull = jax.vjp(fp8_product, jnp.asarray(x), jnp.asarray(w))
+    y, pull = jax.vjp(jax.jit(fp8_product), jnp.asarray(x), jnp.asarray(w))
     dx, dw = pull(jnp.asarray(dy))
     e4m3, e5m2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
     want = {
@@ -62,7 +62,7 @@ def test_products_are_of_rounded_numbers():
 def test_zeros_stay_zeros_and_the_dtype_stays(tokens: int):
     """Also with no tokens at all, as in a batch without room for audio."""
     x, w = jnp.zeros((tokens, 16), jnp.bfloat16), jnp.zeros((16, 32), jnp.bfloat16)
-    y, pull = jax.vjp(fp8_product, x, w)
+    y, pull = jax.vjp(jax.jit(fp8_product), x, w)
     for result, shape in zip((y, *pull(y)), ((tokens, 32), x.shape, w.shape), strict=True):
         assert result.dtype == jnp.bfloat16
         assert result.shape == shape

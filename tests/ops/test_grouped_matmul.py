@@ -32,6 +32,9 @@ def cases(k: int):
     }
 
 
+layout_of = jax.jit(expert_layout, static_argnums=(2, 3))
+
+
 @partial(jax.jit, static_argnums=5)
 def through_experts(x_ND, w_EDF, weights_Nk, chosen_Nk, routed_N, block):
     layout = expert_layout(chosen_Nk, routed_N, E, block)
@@ -39,6 +42,7 @@ def through_experts(x_ND, w_EDF, weights_Nk, chosen_Nk, routed_N, block):
     return combine(y_MF, weights_Nk, layout)
 
 
+@jax.jit
 def dense(x_ND, w_EDF, weights_Nk, chosen_Nk, routed_N):
     """Token by token: the sum over its experts of weight times x times the expert's matrix."""
     y_NkF = jnp.einsum("nd,nkdf->nkf", x_ND, w_EDF[chosen_Nk])
@@ -67,7 +71,7 @@ def test_equals_every_token_times_its_experts(k, block):
 def test_layout_takes_as_few_blocks_as_the_tokens_of_each_expert_need(k, block):
     """Every assignment also has its own row, in a block of its expert."""
     for chosen, routed in cases(k).values():
-        layout = jax.tree.map(np.asarray, expert_layout(jnp.asarray(chosen), jnp.asarray(routed), E, block))
+        layout = jax.tree.map(np.asarray, layout_of(chosen, routed, E, block))
         load = np.bincount(chosen[routed].ravel(), minlength=E)
         np.testing.assert_array_equal(layout.load, load)
         assert layout.used == np.ceil(load / block).sum()
@@ -84,7 +88,7 @@ def test_layout_takes_as_few_blocks_as_the_tokens_of_each_expert_need(k, block):
 def test_the_largest_number_of_blocks_fits():
     """Each load is one more than whole blocks: no other load with as many assignments takes more blocks."""
     chosen = np.repeat(np.arange(3, dtype=np.int32), [5, 1, 9])[:, None]
-    layout = expert_layout(jnp.asarray(chosen), jnp.ones(15, bool), 3, 4)
+    layout = layout_of(chosen, np.ones(15, bool), 3, 4)
     assert layout.used == 2 + 1 + 3 <= len(layout.expert)
 
 
@@ -92,7 +96,7 @@ def test_the_largest_number_of_blocks_fits():
 def test_blocks_not_in_use_are_not_executed(k, block):
     """NaN in their rows, and in the matrices of experts without tokens, changes no result."""
     chosen, routed = cases(k)["most experts have no token"]
-    layout = expert_layout(jnp.asarray(chosen), jnp.asarray(routed), E, block)
+    layout = layout_of(chosen, routed, E, block)
     used = int(layout.used) * block
     rng = np.random.default_rng(0)
     size = len(layout.expert) * block
@@ -101,7 +105,7 @@ def test_blocks_not_in_use_are_not_executed(k, block):
     assert idle.sum() == E - k - 1
     x[used:], dy[used:], w[idle] = np.nan, np.nan, np.nan
     x, dy, w = map(jnp.asarray, (x, dy, w))
-    y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, layout.expert, layout.used), x, w)
+    y, pull = jax.vjp(lambda x, w: jax.jit(grouped_matmul)(x, w, layout.expert, layout.used), x, w)
     dx, dw = pull(dy)
     for z in (y, dx, dw):
         assert np.isfinite(z).all()

@@ -31,7 +31,7 @@ def config(context: int = 1, tensor: int = 1, **data) -> Config:
     )
 
 
-@pytest.mark.parametrize("packing", ["first_fit", "best_fit", "padded"])
+@pytest.mark.parametrize("packing", ["first_fit", "best_fit", "best_fit_decreasing", "padded"])
 @pytest.mark.parametrize(("context", "ranks"), [(1, 1), (2, 2), (2, 6)])
 @pytest.mark.parametrize("changes", [{}, {"packing_bins": 1}, {"max_documents": 3, "round_to": 8}])
 def test_buffers_are_those_of_the_grain_plugin(packing, context, ranks, changes):

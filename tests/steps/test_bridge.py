@@ -1,18 +1,20 @@
 """Batches of other toolkits train as the same documents through our own packer: loss and gradients."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from jaxthd.config import ComputeConfig, Config, DataConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.config import ComputeConfig, Config, DataConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
+from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.packing.batch import concatenate_rows
 from jaxthd.packing.bridge import to_batch
 from jaxthd.packing.from_padded import packed_from_padded
 from jaxthd.packing.pack import pack_row
-from jaxthd.parallel.mesh import adopt_mesh, put_batch, with_mesh
+from jaxthd.parallel.mesh import adopt_mesh, make_mesh, put_batch, with_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import Gradient, loss_and_gradient
 from scripts.comparison.weights import random_state
@@ -93,3 +95,31 @@ def test_loss_and_gradients_are_those_of_our_packer(layout: str) -> None:
     assert want.gradients["embedding"].any()
     others = {name: x for name, x in want.gradients.items() if name != "embedding"}
     assert_same({name: got.gradients[name] for name in others}, others, 1e-10)
+
+
+@pytest.mark.exhaustive
+def test_embeddings_train_over_all_axes_of_a_mesh() -> None:
+    """Pipeline and tensor ranks included, in microbatches; the gradients as one device has them for ids."""
+    llm, given = replace(LLM, pattern="M*|M*", vocab_size=52), padded(shifted=True)
+
+    def gradients(mesh: MeshConfig, microbatches: int, inputs: str) -> tuple[float, Any]:
+        config = settings("buffer", mesh)
+        train = TrainConfig(microbatches=microbatches)
+        config = replace(config, model=replace(config.model, llm=llm), train=train)
+        blueprint, on = Blueprint(config), make_mesh(mesh)
+        with jax.enable_x64(True):
+            canonical = random_state(blueprint.canonical_model)[1:]
+            canonical = jax.tree.map(lambda x: x.astype(np.float64), canonical)
+            table = canonical[0]["embedding"]
+            form = given if inputs == "ids" else given | {"input_ids": table[given["input_ids"]]}
+            batch = put_batch(to_batch(form, config, shifted=True), on)
+            run = jax.jit(loss_and_gradient(blueprint, on))
+            found = run(*to_stages(canonical, blueprint.stages), batch)
+            return float(found.loss), jax.tree.map(np.asarray, from_stages(found.gradients, blueprint.stages))
+
+    want_loss, want = gradients(MeshConfig(), 1, "ids")
+    loss, got = gradients(MeshConfig(context=2, pipeline=2, tensor=2), 2, "embeddings")
+    assert loss == pytest.approx(want_loss, rel=1e-10)
+    assert not got.pop("embedding").any()
+    assert want.pop("embedding").any()
+    assert_same(got, want, 1e-10)

@@ -55,8 +55,9 @@ def test_a_device_holds_its_part_of_parameters_and_moments():
     of the layer kinds: the stages are padded."""
     alone = config(MeshConfig())
     whole = new_state(alone)
-    for mesh, most in ((MeshConfig(8), 0.16), (MESH, 0.26)):
-        state = new_state(config(mesh))
+    wide = config(MeshConfig(8))
+    divided = filled_state(Blueprint(wide), make_mesh(wide.mesh))
+    for mesh, state, most in ((wide.mesh, divided, 0.16), (MESH, new_state(config(MESH)), 0.26)):
         for name in ("params", "opt_state"):
             part = bytes_on_a_device(state, name) / bytes_on_a_device(whole, name)
             assert 0.124 < part < most, (mesh, name, part)

@@ -3,7 +3,7 @@
 import copy
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,8 @@ import pytest
 from jaxthd.config import Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
 from jaxthd.data.packer import pack_documents
 from jaxthd.packing.document import Document, encoder_frames
-from jaxthd.validate import RULES, ConfigError, DeviceFacts, Finding, findings, validate
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.validate import RULES, ConfigError, DeviceFacts, Finding, findings, rules, validate
 from jaxthd.validate.rules import Rule
 
 CPU = DeviceFacts("cpu", 8, "cpu")
@@ -20,6 +21,25 @@ GPU = DeviceFacts("gpu", 1, "NVIDIA H100", "9.0")
 BLACKWELL = DeviceFacts("gpu", 1, "NVIDIA RTX 5090", "12.0")
 AMPERE = DeviceFacts("gpu", 1, "NVIDIA A100", "8.0")
 UNKNOWN = DeviceFacts("gpu", 1, "some GPU")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def models_made_once() -> Iterator[None]:
+    """Rules that read the model's shapes trace it; cases with the same model share it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rules, "Blueprint", shared_blueprint)
+        yield
+
+
+MADE: dict[Any, Blueprint] = {}
+
+
+def shared_blueprint(config: Config) -> Blueprint:
+    of_model = (config.model, config.compute, config.adapt, config.mesh, config.data.max_documents)
+    try:
+        return MADE.setdefault(of_model, Blueprint(config))
+    except TypeError:  # a value of a faulty type has no hash
+        return Blueprint(config)
 
 
 def with_changes(changes: dict[str, Any]) -> Config:
@@ -72,7 +92,8 @@ CASES = [
     Case({"data.rows": "4"}, "data.rows is '4'; expected a value of type int"),
     Case({"data.rows": True}, "data.rows is True; expected a value of type int"),
     Case(
-        {"data.packing": "best"}, "data.packing is 'best'; expected one of 'first_fit', 'best_fit', 'padded'"
+        {"data.packing": "best"},
+        "data.packing is 'best'; expected one of 'first_fit', 'best_fit', 'best_fit_decreasing', 'padded'",
     ),
     Case({"compute.dtype": "float16"}, "expected one of 'float32', 'bfloat16', 'float64'"),
     Case({"model.llm.mamba_dt_limit": (0.0,)}, "mamba_dt_limit is (0.0,); expected a value of type tuple"),
@@ -339,6 +360,12 @@ CASES = [
     ),
     Case({"train.ctc_loss": -0.1}, "train.ctc_loss is -0.1; expected 0 or more"),
     Case({"train.ctc_max_labels": 0}, "train.ctc_max_labels is 0; expected 1 or more"),
+    Case({"adapt.lora_dropout": 0.1}, "adapt.lora_dropout is 0.1 with adapt.lora_rank 0"),
+    Case({"adapt.lora_rank": 2, "adapt.lora_dropout": 1.0}, "adapt.lora_dropout is 1.0; expected less"),
+    Case(
+        {"adapt.lora_rank": 2, "adapt.lora_dropout": 0.1, "train.objective": "grpo"},
+        "adapt.lora_dropout is 0.1 with train.objective 'grpo'",
+    ),
     Case({"adapt.dora": True}, "adapt.dora is set with adapt.lora_rank 0"),
     Case({"train.ema_decay": 1.0}, "train.ema_decay is 1.0; expected less than 1"),
     Case({"train.validate_ema": True}, "train.validate_ema is set with train.ema_decay 0"),
