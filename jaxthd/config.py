@@ -260,7 +260,7 @@ class EncoderConfig:
 
 @dataclass(frozen=True)
 class LLMConfig:
-    """Hybrid Mamba2/attention decoder (Nemotron-H, Nemotron-3)."""
+    """The decoder: blocks of Mamba2, attention, MLP, experts in any order (Nemotron-H, Nemotron-3, Qwen3)."""
 
     pattern: str = "M-M*-"
     """One letter per block: M Mamba2, * attention, - MLP, E mixture of experts. A | marks where pipeline
@@ -277,8 +277,16 @@ class LLMConfig:
     """Key and value heads; must divide q_heads."""
     head_dim: int = 32
     """Dim of an attention head."""
+    rope_theta: float = 0.0
+    """Base of attention's rotary position embedding (Qwen3: 1e6); 0: none (Nemotron-H)."""
+    qk_norm: bool = False
+    """Whether attention's queries and keys are normalised, each head by itself (Qwen3)."""
     ffn_dim: int = 512
     """Inner dim of the MLP."""
+    ffn_form: Literal["relu2", "swiglu"] = "relu2"
+    """The MLP's and the experts' form. "relu2": down(relu(up x)^2). "swiglu": down(silu(gate x) * up x)."""
+    tied_embedding: bool = False
+    """Whether the head is the embedding: one matrix for both."""
     mamba_heads: int = 8
     """Mamba2 heads."""
     mamba_head_dim: int = 32
@@ -298,9 +306,14 @@ class LLMConfig:
     expert_dim: int = 128
     """Inner dim of a routed expert."""
     shared_expert_dim: int = 256
-    """Inner dim of the shared expert."""
+    """Inner dim of the shared expert; 0: there is none (Qwen3)."""
     latent_dim: int = 0
     """Dim of the latent projection around the routed experts; 0 for none."""
+    router: Literal["sigmoid", "softmax"] = "sigmoid"
+    """The router's scores: "sigmoid", of each expert by itself, with a correction bias in the choice that
+    evens out the load (Nemotron-3); "softmax", over all experts (Qwen3), to be used with train.aux_loss."""
+    router_normalised: bool = True
+    """Whether the weights of a token's experts are their scores over their sum; otherwise their scores."""
     router_scale: float = 1.0
     """Factor on the sum of the routed experts' outputs."""
     mtp_pattern: str = ""
@@ -310,6 +323,16 @@ class LLMConfig:
     """Depths of multi-token prediction: depth k predicts the token k positions beyond the next."""
     mtp_shared: bool = True
     """All depths share one set of weights (Nemotron-3); otherwise each depth has its own."""
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP and the experts have a gate."""
+        return self.ffn_form == "swiglu"
+
+    @property
+    def ffn_matrices(self) -> int:
+        """Matrices of an MLP or of an expert."""
+        return 3 if self.is_gated else 2
 
     @property
     def letters(self) -> str:

@@ -7,8 +7,8 @@ are run in two variants. The first has 1F1B, the ring where stages are equal, an
 has interleaved or unevenly divided stages, all-gather, sequence-sharded residuals, sends to experts in
 several rounds, and the layout by documents. A few more runs adapt the model by LoRA and frozen parameters.
 They are compared with a dense model, which has neither: the gradient dW of the dense w + s a b gives those
-of a and b as s dW b^T and s a^T dW. The last few runs have multi-token prediction and a CTC
-loss.
+of a and b as s dW b^T and s a^T dW. A few have multi-token prediction and a CTC
+loss, and the last ones the blocks of Qwen3.
 
 The model has all four mixers (two such units), experts over the data and context ranks, and audio. A batch is
 32 ragged rows in 4 microbatches, one of which is all padding. A microbatch holds the same rows on every mesh,
@@ -116,6 +116,17 @@ PREDICTING: tuple[dict[str, Any], ...] = (
     {"pattern": "M*", "mtp_pattern": "M*", "mtp_depths": 2, "mtp_shared": False},
 )
 """Decoders with multi-token prediction."""
+QWEN3: dict[str, Any] = {
+    "pattern": "*E*-*E*-",
+    "rope_theta": 100.0,
+    "qk_norm": True,
+    "ffn_form": "swiglu",
+    "tied_embedding": True,
+    "router": "softmax",
+    "router_scale": 1.0,
+    "shared_expert_dim": 0,
+}
+"""A decoder with Qwen3's blocks."""
 LONGEST_UNIT = 16
 """The longest unit, 2 * context: the layout by documents rounds lengths up to multiples of it."""
 
@@ -175,6 +186,16 @@ def predicting(dtype: Dtype = "float32") -> list[Config]:
     return [
         with_ctc(replace(run, model=replace(run.model, llm=replace(run.model.llm, **settings))))
         for run, settings in runs
+    ]
+
+
+def qwen3(dtype: Dtype = "float32") -> list[Config]:
+    """Runs with Qwen3's blocks. They cover interleaved, sequence-sharded stages and the layout by documents;
+    experts over data and context with a ring; more context ranks."""
+    chosen = ((MeshConfig(1, 2, 2, 2), 1), (MeshConfig(2, 2, 1, 2), 0), (MeshConfig(1, 4, 1, 2), 1))
+    llm = replace(MODEL.llm, **QWEN3)
+    return [
+        replace(variants(mesh, dtype)[variant], model=replace(MODEL, llm=llm)) for mesh, variant in chosen
     ]
 
 
@@ -375,7 +396,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=("plain", "lora", "mtp"), help="one kind of rows")
+    parser.add_argument("--only", choices=("plain", "lora", "mtp", "qwen3"), help="one kind of rows")
     parser.add_argument("--sample", type=int, default=0, help="only as many rows, drawn at random (seed 0)")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--out", type=Path, default=Path("runs/check_meshes.jsonl"))
@@ -385,6 +406,7 @@ def main(argv: list[str] | None = None) -> None:
         "plain": [config for mesh in meshes() for config in variants(mesh, options.dtype)],
         "lora": adapted(options.dtype),
         "mtp": predicting(options.dtype),
+        "qwen3": qwen3(options.dtype),
     }
     runs = kinds[options.only] if options.only else list(chain(*kinds.values()))
     if options.sample:

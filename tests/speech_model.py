@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import Gradient, loss_and_gradient
+from scripts.check_meshes import QWEN3
 from scripts.comparison.weights import random_state
 
 CAPACITY, AUDIO, MELS, VOCAB = 64, 256, 8, 50
@@ -57,6 +59,10 @@ MODEL = ModelConfig(
     adapter_dim=24,
 )
 COMPUTE = ComputeConfig(scan_chunk=6, attention_block=8, loss_block=16, vocab_block=20, expert_block=8)
+
+
+QWEN = replace(MODEL, llm=replace(MODEL.llm, **QWEN3))
+"""The same with the blocks of Qwen3."""
 
 
 class Spec(NamedTuple):
@@ -155,9 +161,10 @@ def run_config(
 
 
 @functools.cache
-def state(dtype: str) -> tuple[Any, Any]:
+def state(dtype: str, model: ModelConfig = MODEL) -> tuple[Any, Any]:
     """(parameters, buffers)."""
-    filled = random_state(Blueprint(run_config(1, 1, "ring", "float32")).model)[1:]
+    config = replace(run_config(1, 1, "ring", "float32"), model=model)
+    filled = random_state(Blueprint(config).model)[1:]
     return jax.tree.map(lambda x: x.astype(dtype), filled)
 
 

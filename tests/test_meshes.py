@@ -19,6 +19,7 @@ from scripts.check_meshes import (
     check,
     meshes,
     predicting,
+    qwen3,
     variants,
     worst_of,
 )
@@ -64,6 +65,12 @@ def test_the_mesh_does_not_change_what_an_adapted_model_learns(number: int):
 def test_the_mesh_changes_neither_multi_token_prediction_nor_ctc(number: int):
     """Nor any other result. Only here are data 2, pipeline 2 and tensor 2 combined."""
     row = check(predicting("float64")[number])
+    assert row["error"] <= 1e-10, row
+
+
+@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
+def test_the_mesh_changes_nothing_with_the_blocks_of_qwen3(number: int):
+    row = check(qwen3("float64")[number])
     assert row["error"] <= 1e-10, row
 
 

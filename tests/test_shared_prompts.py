@@ -21,7 +21,7 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
-from scripts.check_meshes import canonical_state, variants
+from scripts.check_meshes import QWEN3, canonical_state, variants
 from tests.alone import parts
 from tests.answers import alone
 from tests.helpers import assert_same
@@ -118,14 +118,22 @@ def config_of(mesh: MeshConfig, variant: int = 0, microbatches: int = 2) -> Conf
 def loss_and_gradients(config: Config, batch: Batch) -> tuple[float, Any]:
     with jax.enable_x64(True):
         blueprint, mesh = Blueprint(config), make_mesh(config.mesh)
-        params, buffers = to_stages(canonical_state("float64"), blueprint.stages)
+        llm = replace(config.model.llm, pattern=config.model.llm.letters)
+        params, buffers = to_stages(canonical_state("float64", llm=llm), blueprint.stages)
         found = jax.jit(loss_and_gradient(blueprint, mesh))(params, buffers, put_batch(batch, mesh))
         return float(found.loss), jax.tree.map(np.asarray, from_stages(found.gradients, blueprint.stages))
 
 
 @functools.cache
-def written_out() -> tuple[float, Any]:
-    return loss_and_gradients(config_of(ONE_DEVICE, microbatches=1), pack(ONE_DEVICE, share_prompts=False))
+def written_out(settings: str = "") -> tuple[float, Any]:
+    """settings: "" or "qwen3", the decoder's."""
+    config = with_settings(config_of(ONE_DEVICE, microbatches=1), settings)
+    return loss_and_gradients(config, pack(ONE_DEVICE, share_prompts=False))
+
+
+def with_settings(config: Config, settings: str) -> Config:
+    changed = replace(config.model.llm, **QWEN3) if settings else config.model.llm
+    return replace(config, model=replace(config.model, llm=changed))
 
 
 CHOSEN = [(MeshConfig(1, 2, 2, 2), 0)]
@@ -154,6 +162,20 @@ def test_on_a_mesh_shared_prompts_train_as_prompts_written_out_on_one_device(mes
     config = config_of(mesh, variant)
     loss, gradients = loss_and_gradients(config, pack(mesh, config.compute.context_layout))
     want_loss, want = written_out()
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-10)
+    assert_same(gradients, want, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "variant"),
+    [(ONE_DEVICE, 0), pytest.param(MeshConfig(1, 4, 1, 2), 1, marks=pytest.mark.exhaustive)],
+    ids=str,
+)
+def test_positions_of_answers_go_on_from_the_prompt(mesh, variant):
+    """With a rotary position embedding."""
+    config = with_settings(config_of(mesh, variant), "qwen3")
+    loss, gradients = loss_and_gradients(config, pack(mesh, config.compute.context_layout))
+    want_loss, want = written_out("qwen3")
     np.testing.assert_allclose(loss, want_loss, rtol=1e-10)
     assert_same(gradients, want, 1e-10)
 

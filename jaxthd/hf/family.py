@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from jaxthd.config import EncoderConfig, ModelConfig
+from jaxthd.config import EncoderConfig, LLMConfig, ModelConfig
 from jaxthd.errors import UserError
 from jaxthd.hf.names import Names
 
@@ -83,6 +83,20 @@ def must_be(fields: Fields, expected: Fields, where: str = "config.json") -> Non
         raise UserError(
             f"{where} describes a model that jaxthd does not have:{''.join(differing)}\n"
             "Expected a checkpoint with these settings: choose another"
+        )
+
+
+def must_hold(llm: LLMConfig, expected: Mapping[str, Any], format: str) -> None:
+    """Raises UserError where the LLM has another setting than the one that the format stands for."""
+    differing = [
+        f"\n  model.llm.{name}: {getattr(llm, name)!r} (the format stands for {value!r})"
+        for name, value in expected.items()
+        if getattr(llm, name) != value
+    ]
+    if differing:
+        raise UserError(
+            f"{format} cannot hold this model:{''.join(differing)}\nExpected an LLM with these settings: "
+            "choose another format"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxthd.config import LLMConfig
 from jaxthd.errors import UserError
-from jaxthd.hf.family import LLM, Family, Fields, SpecialTokens, must_be, required
+from jaxthd.hf.family import LLM, Family, Fields, SpecialTokens, must_be, must_hold, required
 from jaxthd.hf.names import Names, Shape
 from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.models.mixers.mamba2 import COST_CHUNK
@@ -53,6 +53,15 @@ _MOE_SIZES: dict[str, tuple[str, Any]] = {
     "router_scale": ("routed_scaling_factor", 1.0),
 }
 """Our names -> (theirs, the library's default: config.json may leave out what has its default)."""
+_FORM: dict[str, Any] = {
+    "rope_theta": 0.0,
+    "qk_norm": False,
+    "ffn_form": "relu2",
+    "tied_embedding": False,
+    "router": "sigmoid",
+    "router_normalised": True,
+}
+"""Our settings that the family has no field for."""
 _OLD_NAMES = {
     "head_dim": "attention_head_dim",
     "n_groups": "mamba_n_groups",
@@ -75,7 +84,7 @@ def llm_config(fields: Fields, llm: LLMConfig, where: str = "config.json") -> LL
         settings["router_scale"] = float(settings["router_scale"])
     low, high = (_number(x) for x in fields.get("time_step_limit") or (0.0, math.inf))
     pattern = llm.pattern if llm.letters == letters else letters
-    settings |= _mtp_settings(fields, llm, where)
+    settings |= _mtp_settings(fields, llm, where) | _FORM
     return replace(llm, pattern=pattern, mamba_dt_limit=(low, high), **settings)
 
 
@@ -115,7 +124,11 @@ def _letters_of(blocks: Sequence[str], where: str) -> str:
 
 
 def llm_fields(llm: LLMConfig) -> dict[str, Any]:
-    """config.json of an export, with the fields of the library's present version and of older ones."""
+    """config.json of an export, with the fields of the library's present version and of older ones.
+
+    Raises UserError where the family cannot hold the model.
+    """
+    must_hold(llm, _FORM, "NemotronHForCausalLM")
     moe = _MOE_SIZES if "E" in llm.letters + llm.mtp_pattern else {}
     low, high = llm.mamba_dt_limit
     return {

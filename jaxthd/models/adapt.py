@@ -167,14 +167,14 @@ def merge_lora(params: Tree, config: Config) -> tuple[Tree, Config]:
         return params, config
     scale = adapt.lora_alpha / adapt.lora_rank
 
-    def merged(w: Array, lora: Tree) -> Array:
+    def merged(w: Any, lora: Tree) -> Array:
         return _sum(w, lora, scale)
 
     plain_config = replace(config, adapt=replace(adapt, lora_rank=0, lora_dropout=0.0, dora=False))
     return without_lora(params, merged), plain_config
 
 
-def without_lora(params: Tree, merged: Callable[[Array, Tree], Array] | None = None) -> Tree:
+def without_lora(params: Tree, merged: Callable[[Any, Tree], Any] | None = None) -> Tree:
     """The tree without LoRA's matrices. merged: (w, its matrices by name) -> what becomes of w; None: it
     stays."""
     if not isinstance(params, dict):

@@ -146,6 +146,9 @@ def advance(
     stop_ids: the tokens that end a document. One with m tokens has ended too.
     """
     most = decoding.drawn.tokens.shape[1]
+    prompt_tokens_n = decoding.keys.hi - decoding.keys.lo
+    if decoding.order is not None:
+        prompt_tokens_n = prompt_tokens_n[jnp.argsort(decoding.order)]
 
     def any_active(active_n: Array) -> Array:
         """Whether any rank has an active document: ranks that share weights go on until all have finished."""
@@ -158,7 +161,8 @@ def advance(
         drawn = jax.tree.map(lambda x_n, x_nm: jnp.where(is_new_nm, x_n[:, None], x_nm), d.next, d.drawn)
         token_n = d.next.tokens
         active_n = d.active & (token_n[:, None] != jnp.array(stop_ids)).all(-1) & (number_n < most - 1)
-        now = Now(d.keys, model.compute.attention_block, number_n, active_n, d.order)
+        at_n = prompt_tokens_n + number_n
+        now = Now(d.keys, model.compute.attention_block, number_n, at_n, active_n, d.order)
 
         def through(
             pattern: str, chunk: Array | int, x_nD: Array, fixed: Cache, state: Cache

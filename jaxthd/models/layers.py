@@ -45,6 +45,10 @@ class RMSNorm(nnx.Module):
         grouped = grouped * jax.lax.rsqrt(mean_NG1 + self.eps)
         return (grouped.reshape(x_ND.shape) * self.weight[...]).astype(x_ND.dtype)
 
+    def of_heads(self, x_NHD: Float[Array, "N H D"]) -> Float[Array, "N H D"]:
+        """Each head by itself, all with the same weight."""
+        return self(x_NHD.reshape(-1, x_NHD.shape[-1])).reshape(x_NHD.shape)
+
 
 class LoRA(nnx.Module):
     """scale (x @ a) @ b (Hu et al., LoRA, 2021). a is [D, r], b is [r, F].

@@ -104,9 +104,10 @@ class SpeechLM(nnx.Module):
             if config.encoder
             else None
         )
-        self.embedding = decoder.normal(shape, vocabulary, std=1.0)
+        is_tied, head_std = config.llm.tied_embedding, dim**-0.5
+        self.embedding = decoder.normal(shape, vocabulary, std=head_std if is_tied else 1.0)
         self.decoder = HybridDecoder(config.llm, decoder, compute, stages)
-        self.head = decoder.normal(shape, vocabulary, std=dim**-0.5)
+        self.head = None if is_tied else decoder.normal(shape, vocabulary, std=head_std)
         # All ranks of a pipeline use it.
         everyone = decoder.with_fsdp(tuple(dict.fromkeys((*decoder_fsdp, PIPELINE))))
         self.mtp = MultiTokenPrediction(config.llm, everyone, compute) if config.llm.mtp_modules else None
@@ -235,7 +236,7 @@ class SpeechLM(nnx.Module):
 
     def gathered_head(self) -> Float[Array, "V D"]:
         """This rank's shard of the head's vocabulary, in the parameters' dtype."""
-        return gathered(self.head)
+        return gathered(self.embedding if self.head is None else self.head)
 
     def leave_with_future(
         self,

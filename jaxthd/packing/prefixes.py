@@ -40,6 +40,12 @@ class Prefixes(NamedTuple):
     first: Int32[Array, "R P"]
     last: Int32[Array, "R P"]
 
+    @property
+    def tokens_before(self) -> Int32[Array, " N"]:
+        """The tokens of the prefix that each token's segment continues; 0 where it continues none."""
+        length_P = (self.last + 1 - self.first).reshape(-1)
+        return jnp.where(self.of_token >= 0, length_P[self.of_token], 0)
+
     def first_tokens(self, number: int) -> Int32[Array, "R _"]:
         """The indices in their rows of the first `number` tokens of each segment that continues a prefix,
         [R, D * number]; -1 where there is none.

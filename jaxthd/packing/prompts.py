@@ -132,8 +132,8 @@ class Prompts:
 class Now(NamedTuple):
     """A step of decoding.
 
-    keys, block: as in Prompts. token: the number of each document's new token, from 0. active: documents that
-    have not ended.
+    keys, block: as in Prompts. token: the number of each document's new token, from 0. positions: the index
+    of that token in its document, prompt included. active: documents that have not ended.
     order: the documents in the order of their prompts' keys, which is the order of `keys`; None where they
         have it.
     """
@@ -141,6 +141,7 @@ class Now(NamedTuple):
     keys: KeyIntervals
     block: int
     token: Int32[Array, " n"]
+    positions: Int32[Array, " n"]
     active: Bool[Array, " n"]
     order: Int32[Array, " n"] | None
 

@@ -76,6 +76,11 @@ class Segments:
         return self.ids > 0
 
     @property
+    def sequence_positions(self) -> Int32[Array, " N"]:
+        """positions, but counted from the start of the prefix where a segment continues one."""
+        return self.positions if self.prefixes is None else self.positions + self.prefixes.tokens_before
+
+    @property
     def row_length(self) -> int:
         """Tokens of a row on this rank."""
         return len(self.ids) // self.rows

@@ -10,7 +10,7 @@ this rank, C slots of a pair of ranks, S = r * C slots of a round, D token dim, 
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,21 +32,29 @@ def expert_sharding(experts: int, mesh: MeshConfig) -> ShardedDim | None:
     return max((d for d in dims if d.is_sharded(mesh)), key=lambda d: ranks_of(mesh, d.axes), default=None)
 
 
-def expert_mlp(
-    x_MD: Float[Array, "M D"],
-    up_EDF: Float[Array, "E D F"],
-    down_EFD: Float[Array, "E F D"],
-    layout: ExpertLayout,
-) -> Float[Array, "M D"]:
-    """Applies its expert to every row: up, relu^2, down."""
-    inner_MF = grouped_matmul(x_MD, up_EDF, layout.expert, layout.used)
-    return grouped_matmul(jnp.square(jax.nn.relu(inner_MF)), down_EFD, layout.expert, layout.used)
+class Experts(NamedTuple):
+    """Weights of experts. gate: None for experts without one."""
+
+    up: Float[Array, "E D F"]
+    down: Float[Array, "E F D"]
+    gate: Float[Array, "E D F"] | None = None
+
+
+def expert_mlp(x_MD: Float[Array, "M D"], experts: Experts, layout: ExpertLayout) -> Float[Array, "M D"]:
+    """Applies its expert to every row: down(relu(up x)^2), or with a gate down(silu(gate x) * up x)."""
+
+    def product(x: Array, w: Array) -> Array:
+        return grouped_matmul(x, w, layout.expert, layout.used)
+
+    up_MF = product(x_MD, experts.up)
+    if experts.gate is None:
+        return product(jnp.square(jax.nn.relu(up_MF)), experts.down)
+    return product(jax.nn.silu(product(x_MD, experts.gate)) * up_MF, experts.down)
 
 
 def exchanged_experts(
     x_ND: Float[Array, "N D"],
-    up_eDF: Float[Array, "e D F"],
-    down_eFD: Float[Array, "e F D"],
+    own: Experts,
     chosen_Nk: Int32[Array, "N k"],
     weight_Nk: Float[Array, "N k"],
     routed_N: Bool[Array, " N"],
@@ -56,11 +64,11 @@ def exchanged_experts(
 ) -> Float[Array, "N D"]:
     """The weighted sum of each token's expert outputs, on whichever ranks; 0 for tokens that are not routed.
 
-    up, down: this rank's experts, rank-major over `axes`.
+    own: this rank's experts, rank-major over `axes`.
     capacity: the slots of a pair of ranks in a round, divided by the pair's mean load.
-    Differentiable in x, up, down and weight. Every rank of `axes` must call it at the same time.
+    Differentiable in x, own and weight. Every rank of `axes` must call it at the same time.
     """
-    (n, k), experts, ranks = chosen_Nk.shape, len(up_eDF), jax.lax.axis_size(axes)
+    (n, k), experts, ranks = chosen_Nk.shape, len(own.up), jax.lax.axis_size(axes)
     slots = min(math.ceil(capacity * n * k / ranks), n * min(k, experts))
     # Sort the assignments by destination rank; number those of each rank.
     rank_A = jnp.where(routed_N[:, None], chosen_Nk // experts, ranks).reshape(-1)
@@ -71,52 +79,52 @@ def exchanged_experts(
     rounds = jax.lax.pmax(-(-load_r1[:ranks].max() // slots), axes)
     slot_A = jnp.where(rank_A < ranks, rank_A * slots + number_A % slots, ranks * slots)
     where = (slot_A, jnp.where(rank_A < ranks, number_A // slots, -1), chosen_Nk.reshape(-1) % experts)
-    out_AD = _all_rounds(x_ND, up_eDF, down_eFD, where, rounds, axes, slots, block)
+    out_AD = _all_rounds(x_ND, own, where, rounds, axes, slots, block)
     return jnp.einsum("nkd,nk->nd", out_AD.reshape(n, k, -1), weight_Nk.astype(out_AD.dtype))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _all_rounds(x_ND, up, down, where, rounds, axes, slots, block):
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _all_rounds(x_ND, own, where, rounds, axes, slots, block):
     """The result of each assignment [A, D]; 0 for assignments that are not sent."""
-    return _all_rounds_forward(x_ND, up, down, where, rounds, axes, slots, block)[0]
+    return _all_rounds_forward(x_ND, own, where, rounds, axes, slots, block)[0]
 
 
-def _all_rounds_forward(x_ND, up, down, where, rounds, axes, slots, block):
+def _all_rounds_forward(x_ND, own, where, rounds, axes, slots, block):
     a = len(where[0])
 
     def one(i: Array, out_AD: Array) -> Array:
         send = _Round(where, i, len(x_ND), axes, slots)
-        layout = send.layout(len(up), block)
-        y_SD = _rows_through_experts(send.there(x_ND), up, down, layout)
+        layout = send.layout(len(own.up), block)
+        y_SD = _rows_through_experts(send.there(x_ND), own, layout)
         return out_AD + send.results(send.back(y_SD))
 
     out_AD = jax.lax.fori_loop(0, rounds, one, jnp.zeros((a, x_ND.shape[1]), x_ND.dtype))
-    return out_AD, (x_ND, up, down, where, rounds)
+    return out_AD, (x_ND, own, where, rounds)
 
 
 def _all_rounds_backward(axes, slots, block, residuals, dout_AD):
-    x_ND, up, down, where, rounds = residuals
+    x_ND, own, where, rounds = residuals
 
-    def one(i: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def one(i: Array, sums: tuple[Array, Experts]) -> tuple[Array, Experts]:
         send = _Round(where, i, len(x_ND), axes, slots)
-        layout = send.layout(len(up), block)
+        layout = send.layout(len(own.up), block)
         through = partial(_rows_through_experts, layout=layout)
-        _, pull = jax.vjp(through, send.there(x_ND), up, down)
-        dx_SD, dup, ddown = pull(send.exchanged(send.placed(dout_AD)))
+        _, pull = jax.vjp(through, send.there(x_ND), own)
+        dx_SD, d_own = pull(send.exchanged(send.placed(dout_AD)))
         dx_ND = send.to_tokens(send.back(dx_SD))
-        return sums[0] + dx_ND, sums[1] + dup, sums[2] + ddown
+        return sums[0] + dx_ND, jax.tree.map(jnp.add, sums[1], d_own)
 
-    zeros = (jnp.zeros_like(x_ND), jnp.zeros_like(up), jnp.zeros_like(down))
+    zeros = jax.tree.map(jnp.zeros_like, (x_ND, own))
     return *jax.lax.fori_loop(0, rounds, one, zeros), None, None
 
 
 _all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)
 
 
-def _rows_through_experts(x_SD: Array, up: Array, down: Array, layout: ExpertLayout) -> Array:
+def _rows_through_experts(x_SD: Array, experts: Experts, layout: ExpertLayout) -> Array:
     """Applies to each received row [S, D] the one expert that it is for; 0 for unused slots."""
     ones_S1 = jnp.ones((len(x_SD), 1), x_SD.dtype)
-    return combine(expert_mlp(dispatch(x_SD, layout), up, down, layout), ones_S1, layout)
+    return combine(expert_mlp(dispatch(x_SD, layout), experts, layout), ones_S1, layout)
 
 
 class _Round:

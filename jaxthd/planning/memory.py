@@ -154,8 +154,13 @@ def _mamba(sizes: Sizes) -> Number:
     return sizes.tokens * (inner + w * (states + pairs) + a * sizes.mamba_heads * chunk)
 
 
+def _inner(sizes: Sizes) -> int:
+    """Arrays of an MLP's inner dim: before and after the activation, the gradient; with a gate two more."""
+    return 5 if sizes.config.model.llm.is_gated else 3
+
+
 def _mlp(sizes: Sizes) -> Number:
-    return sizes.tokens * sizes.a * 3 * sizes.config.model.llm.ffn_dim / sizes.mesh.tensor
+    return sizes.tokens * sizes.a * _inner(sizes) * sizes.config.model.llm.ffn_dim / sizes.mesh.tensor
 
 
 def _experts(sizes: Sizes) -> Number:
@@ -163,8 +168,8 @@ def _experts(sizes: Sizes) -> Number:
     width = llm.latent_dim or llm.dim
     own_experts = llm.experts / ranks_of(sizes.mesh, sizes.owners)
     rounded = sizes.expert_slots + own_experts * sizes.config.compute.expert_block
-    routed = a * (rounded * (2 * width + 3 * llm.expert_dim / t) + sizes.expert_slots * 2 * width)
-    shared = n * a * 3 * llm.shared_expert_dim / t
+    routed = a * (rounded * (2 * width + _inner(sizes) * llm.expert_dim / t) + sizes.expert_slots * 2 * width)
+    shared = n * a * _inner(sizes) * llm.shared_expert_dim / t
     return routed + shared + n * sizes.w * 3 * llm.experts
 
 
@@ -175,7 +180,7 @@ def _loss(sizes: Sizes) -> Number:
     head = entries * llm.dim
     logits = compute.loss_block * min(compute.vocab_block, entries)
     states = sizes.tokens * llm.dim * (3 * a + w)
-    gradient = head * w if sizes.trains("head") else 0
+    gradient = head * w if sizes.trains(sizes.head) else 0
     return head * a + gradient + 3 * logits * w + states
 
 

@@ -26,6 +26,7 @@ _LETTERS = {"M": "M Mamba2", "*": "* attention", "-": "- MLP", "E": "E"}
 _EXPERTS = {
     "up": "routed experts",
     "down": "routed experts",
+    "gate": "routed experts",
     "router": "router",
     "shared": "shared expert",
     "latent_in": "latent projection",
@@ -54,7 +55,7 @@ class Group:
     part: one of PARTS. copies: blocks that have the group. parameters: over all copies, including LoRA.
     trained: how many of these are trained.
     active: parameters used for one token of the LLM: only the experts that it is routed to, and one row of
-        the embedding. For encoder and adapter, which process frames, all.
+        an embedding that is not the head too. For encoder and adapter, which process frames, all.
     largest: name and shape of the largest array, in one block.
     """
 
@@ -95,7 +96,7 @@ def _group(path: Path, config: Config) -> tuple[str, str, int]:
             letter = next(k.letter for k in LAYER_KINDS.values() if k.name == kind)
             label = f"E {_EXPERTS.get(name, name)}" if letter == "E" else _LETTERS[letter]
             return "LLM", label, letters.count(letter)
-        case ("mtp", "layers", "moe", "mixer", "up" | "down", *_):
+        case ("mtp", "layers", "moe", "mixer", "up" | "down" | "gate", *_):
             return "LLM", "MTP routed experts", config.model.llm.mtp_modules
         case ("mtp", *_):
             return "LLM", "MTP", config.model.llm.mtp_modules
@@ -113,7 +114,7 @@ def _active_share(name: str, config: Config) -> float:
     llm = config.model.llm
     routed = llm.experts_per_token / llm.experts
     shares = {
-        "embedding": 1 / llm.vocab_size,
+        "embedding": 1.0 if llm.tied_embedding else 1 / llm.vocab_size,
         "E routed experts": routed,
         "MTP routed experts": routed,
     }

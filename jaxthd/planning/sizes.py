@@ -55,7 +55,7 @@ class Sizes:
     stream: bytes of a microbatch's residual stream: N D a, divided by the tensor ranks if sequence-sharded.
     heads, kv_heads, mamba_heads, groups, inner, channels: counts in a layer, on a tensor rank.
     owners: axes that the experts are sharded over. expert_slots: token slots in a layer's expert exchange.
-    live: axes with several ranks.
+    live: axes with several ranks. head: the parameter that is the head.
     """
 
     def __init__(self, config: Config) -> None:
@@ -69,6 +69,7 @@ class Sizes:
         self.is_pipelined = len(self.stages.patterns) > 1
         self.live = tuple(axis for axis in AXES if ranks_of(mesh, (axis,)) > 1)
         self.depths = config.depths_trained
+        self.head = "embedding" if llm.tied_embedding else "head"
 
         self.rows = config.data.rows / mesh.data / config.train.microbatches
         self.tokens = self.rows * config.data.capacity / mesh.context

@@ -99,7 +99,7 @@ def _of_rank(sizes: Sizes, rank: int) -> ByAxes:
 def _around_the_stages(sizes: Sizes, received: _Received) -> None:
     """Embedding, loss, and what pipeline ranks send one another."""
     m, depths = sizes.schedule.microbatches, 1 + sizes.depths
-    for weight in (*sizes.weights_of("embedding"), *sizes.weights_of("head")):
+    for weight in (*sizes.weights_of("embedding"), *sizes.weights_of(sizes.head)):
         received.gather(weight.fsdp, weight.size, (1 + weight.trained) * m)
     embeddings = sizes.tokens * sizes.config.model.llm.dim * sizes.a
     received.sum(VOCABULARY, embeddings, (1 + sizes.trains("embedding")) * m * depths)
@@ -181,7 +181,7 @@ def _mtp(sizes: Sizes, received: _Received) -> None:
 
 def _ctc(sizes: Sizes, received: _Received) -> None:
     m, dim = sizes.schedule.microbatches, sizes.config.model.llm.dim
-    received.sum(VOCABULARY, (sizes.ctc_labels + 1) * dim * sizes.a, (1 + sizes.trains("head")) * m)
+    received.sum(VOCABULARY, (sizes.ctc_labels + 1) * dim * sizes.a, (1 + sizes.trains(sizes.head)) * m)
     received.sum(VOCABULARY, sizes.tokens * sizes.w, 4 * m)
     if sizes.is_sequence_sharded:
         received.gather((TENSOR,), sizes.stream, 2 * m)

@@ -140,20 +140,31 @@ def _tokens(batch: Batch, config: Config, totals: dict[str, Array] | None = None
 
 
 def divided(params: Tree) -> PipelinedParams:
-    """The parameters by the function that uses them."""
+    """The parameters by the function that uses them. A tied embedding is used by two, and stands twice."""
     of_enter = ("embedding", "encoder", "adapter")
+    of_leave = ("head" if "head" in params else "embedding", "mtp")
     decoder = params["decoder"]
     return PipelinedParams(
         enter={name: params[name] for name in of_enter if name in params},
         stage={"layers": decoder["layers"]},
-        leave={name: params[name] for name in ("head", "mtp") if name in params} | {"norm": decoder["norm"]},
+        leave={name: params[name] for name in of_leave if name in params} | {"norm": decoder["norm"]},
     )
 
 
-def joined(params: PipelinedParams) -> Tree:
-    """The inverse of divided."""
+def joined(params: PipelinedParams, *, embedding_of: str = "enter") -> Tree:
+    """The inverse of divided. embedding_of: "enter" or "leave", whose embedding it has if that is tied."""
     last = dict(params.leave)
-    return {**params.enter, "decoder": {**params.stage, "norm": last.pop("norm")}, **last}
+    norm, tied = last.pop("norm"), last.pop("embedding", None)
+    whole = {**params.enter, "decoder": {**params.stage, "norm": norm}, **last}
+    return {**whole, "embedding": tied} if tied is not None and embedding_of == "leave" else whole
+
+
+def joined_gradients(gradients: PipelinedParams) -> Tree:
+    """The inverse of divided for gradients: those of a tied embedding are summed."""
+    whole = joined(gradients)
+    if "embedding" in gradients.leave:
+        whole["embedding"] = jax.tree.map(jnp.add, whole["embedding"], gradients.leave["embedding"])
+    return whole
 
 
 class Forward:
@@ -194,7 +205,9 @@ class Forward:
     def model(self, buffers: Tree, **given: Tree) -> SpeechLM:
         """The module on this rank. given: parameters of some of the functions, in the place of `params`."""
         filled = {name: join(some, getattr(self._params, name)) for name, some in given.items()}
-        return nnx.merge(self._blueprint.graph, joined(self._params._replace(**filled)), buffers)
+        which = "leave" if "leave" in given else "enter"
+        params = joined(self._params._replace(**filled), embedding_of=which)
+        return nnx.merge(self._blueprint.graph, params, buffers)
 
     def enter(self, enter: Tree, state: Tree, batch: Batch) -> tuple[Array, Bypass, Tree]:
         model = self.model(with_encoder(self._buffers, state), enter=enter)

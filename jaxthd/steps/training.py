@@ -34,7 +34,7 @@ from jaxthd.steps.forward import (
     auxiliary_share,
     count,
     divided,
-    joined,
+    joined_gradients,
     microbatches,
     objective_of,
     with_encoder,
@@ -117,7 +117,7 @@ def loss_and_gradient(blueprint: Blueprint, mesh: Mesh, *, counted: bool = False
         encoder = buffers.get("encoder", {})
         step = accumulate(forward.pipelined, blueprint.schedule, divided(own), encoder, batches, extra_share)
         routing = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), step.extra)
-        gradients = _sum_copies(joined(step.gradients), trained_specs)
+        gradients = _sum_copies(joined_gradients(step.gradients), trained_specs)
         left: Left = step.out
         objective, ctc = jax.lax.psum((left.objective, left.ctc), AXES)
         future = left.future

@@ -130,6 +130,6 @@ def _compiled(config: Config) -> Any:
         model = nnx.merge(graph, params, buffers)
         x_ND, _ = model.enter(batch, axes=(), train=False)
         x_ND, _ = model.decoder(x_ND, model.segments(batch, ()))
-        return -model.leave(x_ND, batch).sum(), model.hidden(x_ND) @ params["head"].T
+        return -model.leave(x_ND, batch).sum(), model.hidden(x_ND) @ model.gathered_head().T
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))

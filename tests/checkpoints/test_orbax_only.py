@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from jaxthd.config import AdaptConfig, Config, DataConfig, EncoderConfig, LLMCon
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state
+from scripts.check_meshes import QWEN3
 from tests.helpers import filled_state
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +49,11 @@ FUTURE = LLMConfig(
 CONFIGS = {
     "plain": Config(model=ModelConfig(encoder=ENCODER, llm=LLM, adapter_dim=14)),
     "latent experts, future tokens": Config(model=ModelConfig(encoder=ENCODER, llm=FUTURE)),
+    "Qwen3": Config(
+        model=ModelConfig(
+            encoder=None, llm=replace(LLM, **QWEN3 | {"pattern": "*-*E", "shared_expert_dim": 22})
+        )
+    ),
     "LoRA": Config(
         model=ModelConfig(encoder=ENCODER, llm=LLM), adapt=AdaptConfig(lora_rank=5, lora_targets=("*",))
     ),
@@ -108,12 +115,14 @@ def test_every_array_has_the_name_and_the_shape_that_the_page_gives(config: Conf
         seen[base] += 1
     absent = {name for name in table if not seen[name]}
     optional = {
-        "latent experts, future tokens": "adapter",
-        "plain": "latent|mtp",
-        "LoRA": "latent|mtp|adapter",
+        "latent experts, future tokens": "adapter|qwen3",
+        "plain": "latent|mtp|qwen3",
+        "Qwen3": "encoder|adapter|mamba|latent|mtp|correction_bias|head",
+        "LoRA": "latent|mtp|adapter|qwen3",
     }
+    of_qwen3 = r"[qk]_norm|(mlp|moe)/mixer/(shared/)?gate"
     kind = next(kind for kind, value in CONFIGS.items() if value is config)
-    assert all(re.search(optional[kind], name) for name in absent), absent
+    assert all(re.search(optional[kind].replace("qwen3", of_qwen3), name) for name in absent), absent
 
 
 def test_the_page_names_the_top_of_the_tree() -> None:

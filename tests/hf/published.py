@@ -9,7 +9,8 @@ from scripts.comparison.published import Published, group
 
 REFERENCES = Path(__file__).parents[1] / "references"
 LLMS = ("nemotron_h", "nemotron_h_latent")
-FAMILIES = (*LLMS, "nemotron_omni")
+QWEN = ("qwen3", "qwen3_moe")
+FAMILIES = (*LLMS, *QWEN, "nemotron_omni")
 
 
 def load_reference(name: str) -> dict[str, np.ndarray]:

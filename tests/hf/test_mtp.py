@@ -29,6 +29,8 @@ from tests.hf.published import write_published
 from tests.mtp_reference import mtp_logits, softmax
 
 LENGTHS = (5, 1, 16, 2, 3)
+TEXT = replace(BASE, encoder=None)
+"""What the checkpoints do not hold is drawn: that takes longer than all else."""
 
 
 def mtp_tensors(llm: LLMConfig, modules: int = 1) -> dict[str, np.ndarray]:
@@ -155,7 +157,7 @@ def test_it_comes_back_bit_identical(tmp_path):
 def test_settings_without_tensors_mean_none(tmp_path):
     """As the transformers library leaves a checkpoint that it saved again."""
     folder = write(tmp_path / "llm", 0, num_nextn_predict_layers=1)
-    model = model_config(folder, model=BASE)
+    model = model_config(folder, model=TEXT)
     assert model.llm.mtp_pattern == ""
     assert "num_nextn_predict_layers" not in llm_fields(model.llm)
     assert not any(name.startswith("mtp.") for name in imported(folder, model))
@@ -164,7 +166,7 @@ def test_settings_without_tensors_mean_none(tmp_path):
 def test_a_model_may_do_without_it(tmp_path, capsys):
     """Left out, and said."""
     folder = write(tmp_path / "llm")
-    read = model_config(folder, model=BASE)
+    read = model_config(folder, model=TEXT)
     model = replace(read, llm=replace(read.llm, mtp_pattern=""))
     arrays = imported(folder, model)
     assert not any(name.startswith("mtp.") for name in arrays)
@@ -173,7 +175,7 @@ def test_a_model_may_do_without_it(tmp_path, capsys):
 
 def test_it_is_drawn_where_the_checkpoint_has_none(tmp_path, capsys):
     folder = write_published("nemotron_h", tmp_path / "llm")
-    read = model_config(folder, model=BASE)
+    read = model_config(folder, model=TEXT)
     llm = replace(read.llm, mtp_pattern="*E", mtp_depths=2, mtp_shared=False)
     arrays = imported(folder, replace(read, llm=llm))
     drawn = [name for name in arrays if name.startswith("mtp.")]
@@ -194,13 +196,13 @@ def test_damaged_tensors_are_named(change, message, tmp_path):
     tensors = load_file(folder / "model.safetensors") | change
     save_file({n: x for n, x in tensors.items() if x is not None}, folder / "model.safetensors")
     with pytest.raises(UserError, match=message):
-        imported(folder, model_config(folder, model=BASE))
+        imported(folder, model_config(folder, model=TEXT))
 
 
 def test_other_weights_are_refused(tmp_path):
     """Two sets of weights where the model shares one; a pattern that is not the checkpoint's."""
     folder = write(tmp_path / "llm", 2)
-    read = model_config(folder, model=BASE)
+    read = model_config(folder, model=TEXT)
     assert (read.llm.mtp_depths, read.llm.mtp_shared) == (2, False)
     for change in ({"mtp_shared": True}, {"mtp_pattern": "*"}, {"mtp_depths": 1}):
         with pytest.raises(UserError, match=r"model\.llm\.mtp_.*there"):

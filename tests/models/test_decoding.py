@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxthd.config import Config, MeshConfig
+from jaxthd.config import Config, MeshConfig, ModelConfig
 from jaxthd.models.stacks import to_stages
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
@@ -24,6 +24,8 @@ from tests.speech_model import (
     AUDIO,
     CAPACITY,
     MELS,
+    MODEL,
+    QWEN,
     ROUND_TO,
     Layout,
     Spec,
@@ -62,20 +64,20 @@ def _with_answer(document: Document) -> Document:
 
 
 @functools.cache
-def next_token_program() -> Any:
-    graph = Blueprint(run_config(1, 1, "ring", "float64")).graph
+def next_token_program(model: ModelConfig = MODEL) -> Any:
+    graph = Blueprint(replace(run_config(1, 1, "ring", "float64"), model=model)).graph
 
     def logits(params: Any, buffers: Any, batch: Any) -> Any:
         model = nnx.merge(graph, params, buffers)
         x_ND, _ = model.enter(batch, axes=(), train=False)
         x_ND, _ = model.decoder(x_ND, model.segments(batch, ()))
-        return jnp.einsum("nd,vd->nv", model.hidden(x_ND), model.head[...])
+        return jnp.einsum("nd,vd->nv", model.hidden(x_ND), model.gathered_head())
 
     return jax.jit(logits)
 
 
 @functools.cache
-def alone(end_id: int) -> dict[str, list[int]]:
+def alone(end_id: int, model: ModelConfig = MODEL) -> dict[str, list[int]]:
     """Every document's answer by one full forward pass for each token; nothing is cached or packed."""
     answers = {}
     for one in (d for row in documents() for d in row):
@@ -95,15 +97,17 @@ def alone(end_id: int) -> dict[str, list[int]]:
             batch, _ = pack_row(
                 [grown], capacity=80, audio_capacity=128, num_mels=MELS, max_documents=1, order_seed=None
             )
-            row = next_token_program()(*state("float64"), batch)[len(grown) - 1]
+            row = next_token_program(model)(*state("float64", model), batch)[len(grown) - 1]
             answer.append(int(np.argmax(row)))
         answers[one.key] = answer
     return answers
 
 
 @functools.cache
-def decoded(data: int, context: int, end_id: int, layout: Layout) -> tuple[Scores, dict[str, list[int]]]:
-    config = run_config(data, context, "ring", "float64", layout)
+def decoded(
+    data: int, context: int, end_id: int, layout: Layout, model: ModelConfig = MODEL
+) -> tuple[Scores, dict[str, list[int]]]:
+    config = replace(run_config(data, context, "ring", "float64", layout), model=model)
     return decoded_by(config, pack(documents(), context, layout), end_id)
 
 
@@ -112,7 +116,7 @@ def decoded_by(config: Config, host: Batch, end_id: int) -> tuple[Scores, dict[s
     round_to = 1 if layout == "buffer" else ROUND_TO
     ends, _ = find_prompts(host, ContextLayout(layout, config.mesh.context, round_to), max_documents=5)
     step = make_validation_step(Blueprint(config), mesh, end_id=end_id, new_tokens=NEW)
-    held = to_stages(state("float64"), Blueprint(config).stages)
+    held = to_stages(state("float64", config.model), Blueprint(config).stages)
     scores, tokens = step(*held, put_batch(host, mesh), ends)
     assert tokens.shape == (ends.last.size, NEW)
     tokens = np.asarray(tokens).reshape(*ends.last.shape, NEW)
@@ -144,6 +148,18 @@ def test_decoding_goes_on_from_packed_prompts_as_from_each_alone(data: int, cont
             assert decoded(data, context, end_id, layout)[1] == want
         ended = [len(a) for a in alone(common).values()]
         assert min(ended) < NEW, "a document should end early"
+
+
+@pytest.mark.parametrize(
+    ("data", "context", "layout"),
+    [(1, 2, "document"), pytest.param(1, 1, "buffer", marks=pytest.mark.exhaustive)],
+)
+def test_decoding_counts_positions_from_the_documents_start(data: int, context: int, layout: Layout):
+    """Of a model with a rotary position embedding, and norms of queries and keys."""
+    with jax.enable_x64(True):
+        want = alone(-1, QWEN)
+        assert len({tuple(a) for a in want.values()}) > 4, "answers should differ"
+        assert decoded(data, context, -1, layout, QWEN)[1] == want
 
 
 @pytest.mark.parametrize(

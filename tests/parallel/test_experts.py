@@ -9,14 +9,14 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxthd.ops.grouped_matmul import combine, dispatch, expert_layout
-from jaxthd.parallel.experts import exchanged_experts, expert_mlp
+from jaxthd.parallel.experts import Experts, exchanged_experts, expert_mlp
 from tests.helpers import assert_same
 
 RANKS, TOKENS, EXPERTS, CHOSEN, DIM, INNER = 4, 24, 8, 3, 6, 10
 
 
-def inputs(load: str) -> tuple[Any, ...]:
-    """(x, up, down, chosen, weight, routed, cotangent) over all ranks; a third of the tokens is padding."""
+def inputs(load: str, gated: bool) -> tuple[Any, ...]:
+    """(x, experts, chosen, weight, routed, cotangent) over all ranks; a third of the tokens is padding."""
     rng = np.random.default_rng(1)
     n = RANKS * TOKENS
     choices = {"even": EXPERTS, "one rank": 3, "one expert more than it can": 4}[load]
@@ -26,8 +26,11 @@ def inputs(load: str) -> tuple[Any, ...]:
         routed[:TOKENS] = False  # one rank sends nothing
     return (
         rng.normal(size=(n, DIM)),
-        rng.normal(size=(EXPERTS, DIM, INNER)),
-        rng.normal(size=(EXPERTS, INNER, DIM)),
+        Experts(
+            rng.normal(size=(EXPERTS, DIM, INNER)),
+            rng.normal(size=(EXPERTS, INNER, DIM)),
+            rng.normal(size=(EXPERTS, DIM, INNER)) if gated else None,
+        ),
         chosen,
         rng.random((n, CHOSEN)),
         routed,
@@ -35,22 +38,23 @@ def inputs(load: str) -> tuple[Any, ...]:
     )
 
 
-def on_one_rank(x: Any, up: Any, down: Any, chosen: Any, weight: Any, routed: Any) -> Any:
+def on_one_rank(x: Any, experts: Experts, chosen: Any, weight: Any, routed: Any) -> Any:
     layout = expert_layout(jnp.asarray(chosen), jnp.asarray(routed), EXPERTS, 4)
-    return combine(expert_mlp(dispatch(x, layout), up, down, layout), weight, layout)
+    return combine(expert_mlp(dispatch(x, layout), experts, layout), weight, layout)
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("load", ["even", "one rank", "one expert more than it can"])
 @pytest.mark.parametrize("capacity", [0.3, 1.5, 100.0])
-def test_experts_on_other_ranks_give_the_same_sums_and_gradients(load: str, capacity: float):
+def test_experts_on_other_ranks_give_the_same_sums_and_gradients(load: str, capacity: float, gated: bool):
     mesh = jax.make_mesh(
         (2, 2), ("data", "context"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
     )
     axes = ("data", "context")
 
-    def pulled(run: Any, x: Any, up: Any, down: Any, chosen: Any, weight: Any, routed: Any, dy: Any) -> Any:
+    def pulled(run: Any, x: Any, experts: Experts, chosen: Any, weight: Any, routed: Any, dy: Any) -> Any:
         y, pull = jax.vjp(
-            lambda x, up, down, weight: run(x, up, down, chosen, weight, routed), x, up, down, weight
+            lambda x, experts, weight: run(x, experts, chosen, weight, routed), x, experts, weight
         )
         return y, *pull(dy)
 
@@ -59,8 +63,8 @@ def test_experts_on_other_ranks_give_the_same_sums_and_gradients(load: str, capa
 
     cut = PartitionSpec(axes)
     with jax.enable_x64(True):
-        spread = jax.shard_map(rank, mesh=mesh, in_specs=(cut,) * 7, out_specs=cut, check_vma=False)
-        got = jax.jit(spread)(*inputs(load))
-        want = jax.jit(lambda *args: pulled(on_one_rank, *args))(*inputs(load))
+        spread = jax.shard_map(rank, mesh=mesh, in_specs=(cut,) * 6, out_specs=cut, check_vma=False)
+        got = jax.jit(spread)(*inputs(load, gated))
+        want = jax.jit(lambda *args: pulled(on_one_rank, *args))(*inputs(load, gated))
         assert float(jnp.abs(want[0]).max()) > 0
         assert_same(got, want, 1e-12)

@@ -1,4 +1,4 @@
-"""Grouped-query attention (Nemotron-H, 2025; Nemotron 3, 2025).
+"""Grouped-query attention (Nemotron-H, 2025; Nemotron 3, 2025; Qwen3, 2025).
 
 Legend: N tokens, D model dim, H query heads of this rank, K key and value heads, d head dim, G = H / K; in
 decoding n documents of this rank, m new tokens of each.
@@ -11,18 +11,22 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig
-from jaxthd.models.layers import Linear
+from jaxthd.models.layers import Linear, RMSNorm
 from jaxthd.models.mixers.contract import LayerKind, Prefilled, residual_std
 from jaxthd.ops.attention.blockwise import attention_forward
 from jaxthd.ops.attention.ring import gather_in_order, merge, packed_attention
 from jaxthd.ops.numerics import accumulation_dtype
+from jaxthd.ops.rotary import rotated
 from jaxthd.packing.prompts import DOCUMENTS_BLOCK, Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init, over_tensor
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention, no rotary embedding, no bias."""
+    """Causal grouped-query attention without bias.
+
+    Queries and keys are normalised if llm.qk_norm, then rotated by their positions if llm.rope_theta.
+    """
 
     def __init__(
         self, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig = ComputeConfig()
@@ -34,15 +38,17 @@ class Attention(nnx.Module):
         self.k = Linear(llm.dim, llm.kv_heads * llm.head_dim, init, sharded_out=shared)
         self.v = Linear(llm.dim, llm.kv_heads * llm.head_dim, init, sharded_out=shared)
         self.out = Linear(inner, llm.dim, init, std=residual_std(inner, llm), sharded_in=heads)
-        self.head_dim = llm.head_dim
+        self.q_norm = RMSNorm(llm.head_dim, llm.norm_eps, init) if llm.qk_norm else None
+        self.k_norm = RMSNorm(llm.head_dim, llm.norm_eps, init) if llm.qk_norm else None
+        self.head_dim, self.rope_theta = llm.head_dim, llm.rope_theta
         self.exchange, self.backend = compute.context_exchange, compute.attention_backend
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
-        return self._attend(*self._project(x_ND), segments)
+        return self._attend(*self._project(x_ND, segments.sequence_positions), segments)
 
     def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
         """Fixed: the packed keys and values of all prompts. State: room for the new tokens' own."""
-        q_NHd, k_NKd, v_NKd = self._project(x_ND)
+        q_NHd, k_NKd, v_NKd = self._project(x_ND, segments.sequence_positions)
         fixed = [gather_in_order(x, segments) for x in (k_NKd, v_NKd)]
         room = jnp.zeros((prompts.documents, prompts.new_tokens, *k_NKd.shape[1:]), k_NKd.dtype)
         return Prefilled(self._attend(q_NHd, k_NKd, v_NKd, segments), fixed, [room, room])
@@ -50,7 +56,7 @@ class Attention(nnx.Module):
     def step(
         self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
     ) -> tuple[Float[Array, "n D"], list[Array]]:
-        q_nHd, *new = self._project(x_nD)
+        q_nHd, *new = self._project(x_nD, now.positions)
         number_m, token_n1 = jnp.arange(state[0].shape[1], dtype=jnp.int32), now.token[:, None]
         k_nmKd, v_nmKd = state = [
             jnp.where((number_m == token_n1)[..., None, None], x[:, None], old)
@@ -73,8 +79,13 @@ class Attention(nnx.Module):
         o_nHd, _ = merge(prompt, prompt_lse, own.reshape(q_nHd.shape), lse_nKG.reshape(q_nHd.shape[:2]))
         return self.out(o_nHd.astype(x_nD.dtype).reshape(len(x_nD), -1)), state
 
-    def _project(self, x_ND: Array) -> tuple[Array, Array, Array]:
+    def _project(self, x_ND: Array, positions_N: Array) -> tuple[Array, Array, Array]:
+        """Queries, keys and values of tokens at these positions of their documents."""
         q, k, v = (f(x_ND).reshape(len(x_ND), -1, self.head_dim) for f in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm.of_heads(q), self.k_norm.of_heads(k)
+        if self.rope_theta:
+            q, k = (rotated(x, positions_N, self.rope_theta) for x in (q, k))
         return q, k, v
 
     def _attend(self, q_NHd: Array, k_NKd: Array, v_NKd: Array, segments: Segments) -> Array:

@@ -1,4 +1,4 @@
-"""The mixture of experts of Nemotron 3 (2025): routed experts and one that all tokens share.
+"""The mixture of experts of Nemotron 3 (2025), with one that all tokens share, and of Qwen3 (2025), without.
 
 Legend: N tokens, D model dim, E experts, k experts a token; in decoding n documents of this rank.
 """
@@ -17,16 +17,16 @@ from jaxthd.ops.grouped_matmul import combine, dispatch, expert_layout
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
-from jaxthd.parallel.experts import exchanged_experts, expert_mlp, expert_sharding
+from jaxthd.parallel.experts import Experts, exchanged_experts, expert_mlp, expert_sharding
 from jaxthd.parallel.mesh import TOKEN_AXES
 from jaxthd.parallel.params import Init, over_tensor
 from jaxthd.parallel.tensor import psum_live
 
 
 class MoE(nnx.Module):
-    """Routed experts with a float32 sigmoid router, plus one shared expert.
+    """Routed experts with a float32 router (llm.router), plus one shared expert if it has a dim.
 
-    The correction bias enters the choice of experts only. Padding is not routed.
+    The sigmoid router's correction bias enters the choice of experts only. Padding is not routed.
     """
 
     def __init__(
@@ -37,17 +37,20 @@ class MoE(nnx.Module):
         owners = expert_sharding(llm.experts, init.mesh) if compute.expert_parallel else None
         columns = over_tensor(llm.expert_dim)
         self.router = Linear(llm.dim, llm.experts, init)
-        self.correction_bias = init.buffer(jnp.zeros(llm.experts))
-        shape = llm.experts, width, llm.expert_dim
-        self.up = init.normal(shape, (owners, None, columns), projects=True)
+        is_sigmoid = llm.router == "sigmoid"
+        self.correction_bias = init.buffer(jnp.zeros(llm.experts)) if is_sigmoid else None
+        inward = (llm.experts, width, llm.expert_dim), (owners, None, columns)
+        self.up = init.normal(*inward, projects=True)
         std = residual_std(llm.expert_dim, llm)
         shape = llm.experts, llm.expert_dim, width
         self.down = init.normal(shape, (owners, columns, None), std, projects=True)
         self.latent_in = Linear(llm.dim, width, init) if llm.latent_dim else None
         self.latent_out = Linear(width, llm.dim, init) if llm.latent_dim else None
-        self.shared = MLP(llm, init, compute, inner=llm.shared_expert_dim)
+        has_shared = llm.shared_expert_dim > 0
+        self.shared = MLP(llm, init, compute, inner=llm.shared_expert_dim) if has_shared else None
+        self.gate = init.normal(*inward, projects=True) if llm.is_gated else None
         self.per_token = llm.experts_per_token
-        self.scale = llm.router_scale
+        self.scale, self.is_normalised = llm.router_scale, llm.router_normalised
         self.block, self.capacity = compute.expert_block, compute.expert_capacity
         self.axes = owners.axes if owners else ()
         self.mesh = init.mesh
@@ -58,7 +61,9 @@ class MoE(nnx.Module):
     def routed(self, x_ND: Float[Array, "N D"], segments: Segments) -> tuple[Float[Array, "N D"], Routing]:
         """As a call, and where the tokens went."""
         y_ND, chosen_Nk, score_NE = self._experts(x_ND, segments.valid)
-        return y_ND + self.shared(x_ND, segments), self._routing(chosen_Nk, score_NE, segments.valid)
+        if self.shared is not None:
+            y_ND = y_ND + self.shared(x_ND, segments)
+        return y_ND, self._routing(chosen_Nk, score_NE, segments.valid)
 
     def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
         return Prefilled(self(x_ND, segments), [], [])
@@ -66,28 +71,34 @@ class MoE(nnx.Module):
     def step(
         self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
     ) -> tuple[Float[Array, "n D"], list[Array]]:
-        shared_nD, _ = self.shared.step(x_nD, [], [], now)
-        return self._experts(x_nD, now.active)[0] + shared_nD, state
+        y_nD = self._experts(x_nD, now.active)[0]
+        return y_nD if self.shared is None else y_nD + self.shared.step(x_nD, [], [], now)[0], state
 
     def _experts(self, x_ND: Array, routed_N: Array) -> tuple[Array, Array, Array]:
         """(the routed experts' weighted sum, the experts chosen, the scores of all)."""
         acc = accumulation_dtype(x_ND)
         with jax.default_matmul_precision("highest"):  # GPUs would round to 10 bits of mantissa
-            score_NE = jax.nn.sigmoid(self.router(x_ND.astype(acc)))
-        _, chosen_Nk = jax.lax.top_k(
-            jax.lax.stop_gradient(score_NE) + self.correction_bias[...], self.per_token
-        )
+            logit_NE = self.router(x_ND.astype(acc))
+        if self.correction_bias is None:
+            score_NE = jax.nn.softmax(logit_NE)
+            ranked_NE = jax.lax.stop_gradient(score_NE)
+        else:
+            score_NE = jax.nn.sigmoid(logit_NE)
+            ranked_NE = jax.lax.stop_gradient(score_NE) + self.correction_bias[...]
+        _, chosen_Nk = jax.lax.top_k(ranked_NE, self.per_token)
         weight_Nk = jnp.take_along_axis(score_NE, chosen_Nk, axis=1)
-        weight_Nk = self.scale * weight_Nk / (weight_Nk.sum(-1, keepdims=True) + 1e-20)
+        sum_N1 = weight_Nk.sum(-1, keepdims=True) + 1e-20 if self.is_normalised else 1.0
+        weight_Nk = self.scale * weight_Nk / sum_N1
         routed = x_ND if self.latent_in is None else self.latent_in(x_ND)
         up, down = (w[...].astype(x_ND.dtype) for w in (self.up, self.down))
+        experts = Experts(up, down, None if self.gate is None else self.gate[...].astype(x_ND.dtype))
         if self.axes:
             out = exchanged_experts(
-                routed, up, down, chosen_Nk, weight_Nk, routed_N, self.axes, self.capacity, self.block
+                routed, experts, chosen_Nk, weight_Nk, routed_N, self.axes, self.capacity, self.block
             )
         else:
             layout = expert_layout(chosen_Nk, routed_N, self.up.shape[0], self.block)
-            out = combine(expert_mlp(dispatch(routed, layout), up, down, layout), weight_Nk, layout)
+            out = combine(expert_mlp(dispatch(routed, layout), experts, layout), weight_Nk, layout)
         return out if self.latent_out is None else self.latent_out(out), chosen_Nk, score_NE
 
     def _routing(self, chosen_Nk: Array, score_NE: Array, routed_N: Array) -> Routing:
@@ -105,8 +116,9 @@ class MoE(nnx.Module):
 def cost(llm: LLMConfig) -> float:
     width = llm.latent_dim or llm.dim
     latent = 2 * llm.dim * llm.latent_dim
-    routed = 2 * llm.experts_per_token * width * llm.expert_dim
-    return float(llm.dim * llm.experts + latent + routed + 2 * llm.dim * llm.shared_expert_dim)
+    routed = llm.experts_per_token * width * llm.expert_dim
+    mlps = llm.ffn_matrices * (routed + llm.dim * llm.shared_expert_dim)
+    return float(llm.dim * llm.experts + latent + mlps)
 
 
 KIND = LayerKind("E", "moe", "mixture of experts", MoE, cost)

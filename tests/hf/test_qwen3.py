@@ -1,0 +1,108 @@
+"""What Qwen3's family reads, writes and refuses. What it computes is compared in test_families.py."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxthd.config import LLMConfig, ModelConfig
+from jaxthd.errors import UserError
+from jaxthd.files.config_file import load_config
+from jaxthd.hf.qwen3 import FAMILIES, llm_config, llm_fields
+from jaxthd.hf.registry import export_families
+from jaxthd.planning.parameters import parameter_groups
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PUBLISHED: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 6,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_scaling": None,
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [3],
+    "tie_word_embeddings": False,
+}
+
+
+def test_the_config_has_the_parameters_of_the_published_model():
+    """1,720,574,976 in Qwen/Qwen3-1.7B's safetensors index, without LoRA's."""
+    config = load_config(CONFIGS / "qwen3.py")
+    groups = parameter_groups(replace(config, adapt=replace(config.adapt, lora_rank=0, lora_targets=())))
+    assert sum(group.parameters for group in groups if group.part == "LLM") == 1_720_574_976
+
+
+def test_settings_are_read_and_written_back():
+    llm = llm_config(PUBLISHED, LLMConfig())
+    assert (llm.letters, llm.rope_theta, llm.router, llm.shared_expert_dim) == (
+        "*-*E*-*-*-*E",
+        1e6,
+        "softmax",
+        0,
+    )
+    assert not llm.tied_embedding
+    again = llm_fields(llm, moe=True)
+    assert llm_config(again, LLMConfig()) == llm
+    assert again["mlp_only_layers"] == [0, 2, 3, 4]
+    newer = {
+        name: x for name, x in PUBLISHED.items() if name not in ("rope_theta", "rope_scaling", "num_experts")
+    }
+    newer |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "num_local_experts": 128}
+    assert llm_config(newer, LLMConfig()) == llm
+    marked = replace(llm, pattern="*-*E*-|*-*-*E")
+    assert llm_config(PUBLISHED, marked).pattern == marked.pattern
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling"),
+        ({"layer_types": ["sliding_attention"] * 6}, "layers of type sliding_attention"),
+        ({"use_sliding_window": True}, "use_sliding_window: True"),
+        ({"attention_bias": True}, "attention_bias: True"),
+        ({"hidden_size": None}, "no 'hidden_size'"),
+    ],
+)
+def test_what_jaxthd_does_not_compute_is_refused(changed: dict[str, Any], said: str):
+    with pytest.raises(UserError, match=said):
+        llm_config(PUBLISHED | changed, LLMConfig())
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"pattern": "M*-"}, "pattern is 'M"),
+        ({"pattern": "*-M-"}, "pattern is"),
+        ({"qk_norm": False}, "qk_norm: False"),
+        ({"rope_theta": 0.0}, "rope_theta is 0"),
+        ({"pattern": "*-*E", "router": "sigmoid"}, "router: 'sigmoid'"),
+        ({"pattern": "*-*E", "shared_expert_dim": 8}, "shared_expert_dim: 8"),
+    ],
+)
+def test_a_model_that_a_format_cannot_hold_is_refused(changed: dict[str, Any], said: str):
+    llm = replace(
+        llm_config(PUBLISHED | {"num_experts": 0}, LLMConfig()), router="softmax", shared_expert_dim=0
+    )
+    with pytest.raises(UserError, match=said):
+        llm_fields(replace(llm, **changed), moe="E" in changed.get("pattern", ""))
+
+
+def test_the_format_follows_from_the_blocks():
+    """A Nemotron-H folder would be read as a model without positions and gates."""
+    titles = {family.title: family for family in FAMILIES}
+    for experts, title in ((0, "Qwen3ForCausalLM"), (128, "Qwen3MoeForCausalLM")):
+        llm = llm_config(PUBLISHED | {"num_experts": experts}, LLMConfig())
+        found = export_families(ModelConfig(encoder=None, llm=llm))
+        assert found == {"": titles[title]}
+    assert export_families(ModelConfig(encoder=None))[""].title == "NemotronHForCausalLM"
