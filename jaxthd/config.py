@@ -625,6 +625,10 @@ class TrainConfig:
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int = 3
     """Newest checkpoints that are kept, besides the one with the best validation."""
+    best_by: Literal["wer", "reward", "preferences"] = "wer"
+    """What the best checkpoint is best by: "wer": the lowest validation_wer, or validation_loss where nothing
+    is decoded; "reward": the highest validation_reward (jaxthd grpo with rollout.validation_prompts);
+    "preferences": the lowest validation_preference_loss (validation sets with preferences)."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     """What gets the metrics besides metrics.jsonl: "tensorboard" (files in WORKDIR/tensorboard), "wandb"
     (pip install 'jaxthd[wandb]'), "mlflow" (pip install 'jaxthd[mlflow]'). One that fails never stops a

@@ -77,7 +77,8 @@ def grpo(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
         rewarder = stack.enter_context(Rewarder.of(config))
         for warning in rewarder.warnings:
             print(f"warning: the reward function {warning.function}, {warning.key}: {warning.reason}")
-        checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints))
+        folder, keep, best_by = workdir / "checkpoints", config.train.keep_checkpoints, config.train.best_by
+        checkpoints = stack.enter_context(Checkpoints(folder, keep, best_by))
         steps_done = _train(config, held, outputs, data, rewarder, checkpoints, start)
     if steps_done:
         draw_curves(read_metrics(workdir), workdir / "curves.png")

@@ -92,7 +92,8 @@ def train(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
         require_same("the configuration", asdict(config))
         outputs = OutputFolder(workdir)
         data = stack.enter_context(closing(SpeechData(config, workdir)))
-        checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints))
+        folder, keep, best_by = workdir / "checkpoints", config.train.keep_checkpoints, config.train.best_by
+        checkpoints = stack.enter_context(Checkpoints(folder, keep, best_by))
         steps_done = _train(config, held, outputs, data, checkpoints, start)
     if steps_done and is_first():
         lines = read_metrics(workdir)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxthd.posttraining.held_out import HELD_OUT_METRICS
 from jaxthd.posttraining.metrics import GRPO_METRICS
-from jaxthd.run.metrics import STEP_METRICS, VALIDATION, VALIDATION_METRICS
+from jaxthd.run.metrics import PREFERENCE_METRICS, STEP_METRICS, VALIDATION, VALIDATION_METRICS
 from jaxthd.terminal.settings import Setting, all_groups
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -109,6 +109,9 @@ def metrics_reference() -> str:
         ],
         "Of every validation set": [
             (f"{VALIDATION}{x.name}", x.unit, x.meaning, x.odd) for x in VALIDATION_METRICS
+        ],
+        "Of held-out preferences, in jaxthd train": [
+            (f"{VALIDATION}{x.name}", x.unit, x.meaning, x.odd) for x in PREFERENCE_METRICS
         ],
         "Of held-out prompts, in jaxthd grpo": [
             (f"{VALIDATION}{x.name}", x.unit, x.meaning, x.odd) for x in HELD_OUT_METRICS

@@ -32,15 +32,16 @@ _REMOVED = "removed"
 
 
 class Checkpoints:
-    """The checkpoints in `folder`, by step. The newest `keep` of them stay, and the best.
+    """The checkpoints in `folder`, by step. The newest `keep` of them stay, and the best by `best_by`, one of
+    BEST_BY in stored.py.
 
     Several processes share the folder, and all make the same calls. Saving is asynchronous. This is a context
     manager; leaving it waits until everything is on disk. A save that fails (a full disk) raises UserError at
     the next save or on leaving; the older checkpoints stay intact.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self._folder, self._keep = folder.absolute(), keep
+    def __init__(self, folder: Path, keep: int, best_by: str = "wer") -> None:
+        self._folder, self._keep, self._best_by = folder.absolute(), keep, best_by
         self._folder.mkdir(parents=True, exist_ok=True)
         # Each process reads by itself: where one fails alone, orbax's manager would make the others wait.
         self._arrays, _ = handlers()
@@ -110,7 +111,7 @@ class Checkpoints:
         """
         self._wait()
         self._delete_removed()
-        self._about[step] = about = describe(state, position, metrics or {})
+        self._about[step] = about = describe(state, position, metrics or {}, self._best_by)
         args = ocp.args.Composite(
             state=ocp.args.PyTreeSave(_present(state)), about=ocp.args.JsonSave(about.to_json())
         )

@@ -22,9 +22,17 @@ from jaxthd.checkpoints.quiet_errors import quiet_orbax
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import EMA
 
-BEST_BY = ("validation_wer", "validation_loss")
-"""The metrics that decide which checkpoint is best, the lowest. The second one decides between equals, and
-where no checkpoint has the first one. With several validation sets they are means over the sets."""
+BEST_BY = {
+    "wer": ("validation_wer", "validation_loss"),
+    "reward": ("validation_reward", "validation_wer", "validation_loss"),
+    "preferences": ("validation_preference_loss", "validation_wer", "validation_loss"),
+}
+"""train.best_by -> the metrics that decide which checkpoint is best: the lowest, of rewards the highest. The
+next one decides between equals, and where no checkpoint has those before it. With several validation sets
+they are means over the sets."""
+_ORDER = ("validation_reward", "validation_preference_loss", "validation_wer", "validation_loss")
+_CHOSEN = _ORDER[:2]
+"""They decide only where the newest validated checkpoint has them, because train.best_by asks for them."""
 
 _KEPT = 240
 """Characters of each end of a long error message that are kept."""
@@ -41,7 +49,8 @@ class SavedArray(NamedTuple):
 class About(NamedTuple):
     """A checkpoint's record: the item "about".
 
-    position: the data loader's state. metrics: those of BEST_BY, measured at this step, that are finite.
+    position: the data loader's state. metrics: those that train.best_by names (BEST_BY), measured at this
+    step, that are finite.
     arrays: by name, such as "params.embedding".
     """
 
@@ -59,13 +68,15 @@ class About(NamedTuple):
         return {"content": self._asdict(), "blake2b": self.digest}
 
 
-def describe(state: Any, position: dict[str, Any], metrics: Mapping[str, float]) -> About:
+def describe(
+    state: Any, position: dict[str, Any], metrics: Mapping[str, float], best_by: str = "wer"
+) -> About:
     """The record of a state that is about to be saved. Of several processes all call it."""
     sums = checksums(state)
     arrays = {
         name: SavedArray(str(x.dtype), tuple(x.shape), sums[name]) for name, x in named_arrays(state).items()
     }
-    finite = {k: v for k, v in metrics.items() if k in BEST_BY and math.isfinite(v)}
+    finite = {k: v for k, v in metrics.items() if k in BEST_BY[best_by] and math.isfinite(v)}
     return About(position, finite, arrays)
 
 
@@ -85,11 +96,17 @@ def read_about(folder: Path, step: int) -> About:
 
 def best_of(found: Mapping[int, About]) -> int | None:
     """The step with the best metrics (BEST_BY), the newest of equals; None where none has any."""
+    validated = [step for step in found if found[step].metrics]
+    newest = found[max(validated)].metrics if validated else {}
+    names = [name for name in _ORDER if name in newest or name not in _CHOSEN]
 
     def rank(step: int) -> tuple[float, ...]:
-        return *(found[step].metrics.get(name, math.inf) for name in BEST_BY), float(-step)
+        signs = (-1 if name == "validation_reward" else 1 for name in names)
+        metrics = found[step].metrics
+        own = (s * metrics.get(name, s * math.inf) for s, name in zip(signs, names, strict=True))
+        return *own, float(-step)
 
-    return min((step for step in found if found[step].metrics), key=rank, default=None)
+    return min(validated, key=rank, default=None)
 
 
 def find_checkpoint(folder: Path, which: str = "newest") -> tuple[int, dict[str, SavedArray]]:

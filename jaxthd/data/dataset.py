@@ -22,20 +22,15 @@ from jaxthd.data.sources.source import Source
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import load_tokenizer
+from jaxthd.data.usable import usable_examples
 from jaxthd.data.workers import Workers
 from jaxthd.errors import UserError
 from jaxthd.files.tokenizer_files import tokenizer_digest
 from jaxthd.objectives import Objective, make_objective
-from jaxthd.objectives.answers import compares_answers, draws_answers, why_unusable
+from jaxthd.objectives.answers import compares_answers, draws_answers, needs_mismatched
 from jaxthd.packing.document import Document
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.parallel.processes import exchange, is_first, require_same
-
-UNANSWERED = (
-    "the last turn is not the assistant's; expected an answer, which is supervised: prompts alone are for "
-    "objectives that draw answers (grpo)"
-)
-"""Why an item without an answer is skipped."""
 
 
 class SynchronizedLoader(BatchIterator):
@@ -77,23 +72,6 @@ def whole_position(position: dict[str, Any]) -> dict[str, Any]:
     """
     streams = zip(*exchange(position["streams"]), strict=True)
     return position | {"streams": [next(s for s in states if s is not None) for states in streams]}
-
-
-def usable_examples(
-    examples: Sequence[Example], name: str, objective: Objective | None, *, prompts: bool = False
-) -> tuple[list[Example], list[Skipped]]:
-    """The examples that an objective can be trained on, and the others.
-
-    name: of the objective. None: those that can be validated on. prompts: whether examples without an answer
-    can be used too.
-    """
-    reasons = [
-        why_unusable(len(example.alternatives), name, objective)
-        or ("" if prompts or not example.is_unanswered else UNANSWERED)
-        for example in examples
-    ]
-    judged = list(zip(examples, reasons, strict=True))
-    return [e for e, why in judged if not why], [Skipped(e.key, why) for e, why in judged if why]
 
 
 class SpeechData:
@@ -142,10 +120,10 @@ class SpeechData:
         before = len(self.skipped)
         self._training = self._read(self._sources, self._objective)
         self._items = sum(map(len, self._training)) + len(self.skipped) - before
-        self._validation = {
-            name: self._read([source], None)[0] for name, source in self._validation_sources.items()
-        }
-        read, held_out = (sum(map(len, x)) for x in (self._training, self._validation.values()))
+        self._held_out_preferences: dict[str, list[Example]] = {}
+        self._validation = {name: self._read_validation(name) for name in self._validation_sources}
+        all_held_out = chain(self._validation.values(), self._held_out_preferences.values())
+        read, held_out = (sum(map(len, x)) for x in (self._training, all_held_out))
         print(f"{read} training and {held_out} validation documents" if training else f"{held_out} documents")
         if training and self.skipped_text():
             print(f"skipped so far: {self.skipped_text()}; listed in {self.skipped.path}")
@@ -216,6 +194,7 @@ class SpeechData:
             depths=self._config.depths_trained,
             extras=self._objective.extras,
             answers=compares_answers(self._objective),
+            mismatched=needs_mismatched(self._objective),
             on_skip=self._on_skip(self._sources),
             identity=identity,
             weights=mixing_weights(self._config.data, list(map(len, self._training))),
@@ -271,17 +250,34 @@ class SpeechData:
     def validation(self, rows: Collection[int] | None = None, name: str | None = None) -> SynchronizedLoader:
         """One pass over a validation set (None: the first), in its order. rows: see make_loader."""
         name = name or next(iter(self._validation))
+        examples = self._validation[name]
+        return self._one_pass(examples, name, rows, answers=any(each.alternatives for each in examples))
+
+    def validation_preferences(
+        self, rows: Collection[int] | None = None, name: str | None = None
+    ) -> SynchronizedLoader | None:
+        """As `validation`, for the answers of a set that the objective compares; None where it has none."""
+        name = name or next(iter(self._validation))
+        examples, mismatched = self._held_out_preferences.get(name), needs_mismatched(self._objective)
+        if not examples:
+            return None
+        extras = self._objective.extras
+        return self._one_pass(examples, name, rows, extras=extras, answers=True, mismatched=mismatched)
+
+    def _one_pass(
+        self, examples: Sequence[Example], name: str, rows: Collection[int] | None, **more: Any
+    ) -> SynchronizedLoader:
         loader = make_loader(
-            [self._validation[name]],
+            [examples],
             self._validation_documents,
             self._config,
             rows=rows,
             repeat=False,
             shuffle=False,
-            answers=any(example.alternatives for example in self._validation[name]),
             on_skip=self._on_skip([self._validation_sources[name]]),
             workers=self._workers,
             prefetch=self._config.data.prefetch,
+            **more,
         )
         return SynchronizedLoader(loader, self.skipped)
 
@@ -289,6 +285,14 @@ class SpeechData:
         """Ends the worker processes. Close the loaders before."""
         if isinstance(self._workers, Workers):
             self._workers.close()
+
+    def _read_validation(self, name: str) -> list[Example]:
+        """A validation set without its preferences, which are kept apart if the objective compares them."""
+        (examples,) = self._read([self._validation_sources[name]], None)
+        if self._preferences:
+            return examples
+        self._held_out_preferences[name] = [each for each in examples if each.alternatives]
+        return [each for each in examples if not each.alternatives]
 
     def _read(self, sources: Sequence[Source], objective: Objective | None) -> list[list[Example]]:
         """The examples of each source. objective: what trains on them; None for validation."""
@@ -301,6 +305,11 @@ class SpeechData:
                 others += dropped
             if objective is None and self._preferences:
                 usable, others = examples, []
+            elif objective is None and compares_answers(self._objective):
+                # A run that compares answers is validated on transcripts and on preferences.
+                compared, _ = usable_examples(examples, name, self._objective)
+                usable += [example for example in compared if example.alternatives]
+                others = [item for item in others if item.key not in {example.key for example in usable}]
             if not usable:
                 raise UserError(
                     f"{source.title} ({source.setting.field}) holds nothing that can be used; its first "

@@ -82,7 +82,8 @@ class Turn:
 
 
 class Alternative(NamedTuple):
-    """One of the answers to a conversation. preference: 1.0 if it is preferred, -1.0 if not."""
+    """One of the answers to a conversation. preference: 1.0 if it is preferred, -1.0 if not, 0.0 if it is an
+    answer to another conversation (jaxthd.data.mismatched)."""
 
     text: str
     preference: float

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import grain
 
 from jaxthd.config import Config
+from jaxthd.data.mismatched import WithMismatched
 from jaxthd.data.packer import OnSkip, PackedRow, log_skip, pack_documents
 from jaxthd.data.stream import Item, Load, row_streams
 from jaxthd.data.workers import Workers
@@ -255,6 +256,7 @@ def make_loader(
     depths: int = 0,
     extras: Sequence[str] = (),
     answers: bool = False,
+    mismatched: bool = False,
     on_skip: OnSkip = log_skip,
     identity: Mapping[str, Any] | None = None,
     weights: Sequence[float] | None = None,
@@ -272,6 +274,7 @@ def make_loader(
     repeat: True: endless, with a new order every epoch. False: one epoch, with every document once.
     shuffle: overrides data.shuffle. depths, extras: see PackDocuments; the stream does not depend on them.
     answers: whether documents may have several answers; see PackDocuments.
+    mismatched: whether each item, an Example with answers, also gets answers of another one (WithMismatched).
     on_skip: called for every Skipped, and for the documents that PackDocuments skips.
     identity: what the documents depend on besides data.*, as JSON values. A position saved under one identity
         is refused under another.
@@ -295,6 +298,8 @@ def make_loader(
             f"data.rows to at most {fewest}"
         )
     seed = data.seed if shuffle else None
+    if mismatched:
+        sources = [WithMismatched(source, data.seed) for source in sources]  # type: ignore[arg-type, misc]
     pack = pack_documents(
         config, shuffle_seed=seed, depths=depths, extras=extras, answers=answers, on_skip=on_skip
     )
@@ -310,6 +315,7 @@ def make_loader(
         "shuffle": shuffle,
         **{name: getattr(data, name) for name in _STREAM_FIELDS},
         **({"share_prompts": pack.share_prompts} if answers else {}),
+        **({"mismatched": True} if mismatched else {}),
     }
     batches = _Batches(streams, pack.row([]))
     return Loader(batches, prefetch, own_workers, stream_identity | dict(identity or {}))

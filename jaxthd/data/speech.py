@@ -91,7 +91,10 @@ class SpeechDocuments:
         for ids, of_answer in answers:
             tokens += ids
             supervised += of_answer
-        if len(answers) > len({tuple(ids) for ids, _ in answers}):
+        labelled = [
+            tuple(ids) for (ids, _), x in zip(answers, example.alternatives, strict=True) if x.preference
+        ]
+        if len(labelled) > len(set(labelled)):
             raise ValueError("chosen and rejected are the same tokens; expected two answers")
         return _Written(tokens, supervised, tuple(len(ids) for ids, _ in answers))
 

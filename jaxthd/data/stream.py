@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import grain
 
+from jaxthd.data.mismatched import item_of
 from jaxthd.data.packer import PackDocuments
 from jaxthd.data.runs import JudgedDocument
 from jaxthd.data.skipped import Skipped
@@ -101,7 +102,7 @@ def _ref(source: int, items: int, index: int, item: int) -> ItemRef:
 
 
 def _load(sources: Sequence[Sequence[Item]], load: Load, ref: ItemRef) -> Loaded:
-    return Loaded(ref.source, load(sources[ref.source][ref.item], ref.epoch))
+    return Loaded(ref.source, load(item_of(sources[ref.source], ref.item, ref.epoch), ref.epoch))
 
 
 class _Sift:
@@ -182,7 +183,7 @@ class _WorkersIterator(grain.DatasetIterator):
         while len(self._asked) < 2 * self._workers.count and self._next_asked < len(self._refs):
             end = min(self._next_asked + GROUP, len(self._refs))
             refs = [self._refs[i] for i in range(self._next_asked, end)]
-            items = [(self._sources[ref.source][ref.item], ref.epoch) for ref in refs]
+            items = [(item_of(self._sources[ref.source], ref.item, ref.epoch), ref.epoch) for ref in refs]
             self._asked.append((refs, self._workers.submit(self._load, items)))
             self._next_asked = end
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from functools import cached_property
 from itertools import chain, islice
 
 from jax.sharding import Mesh
@@ -9,6 +10,7 @@ from jax.sharding import Mesh
 from jaxthd.config import ValidationSet
 from jaxthd.data.dataset import SpeechData
 from jaxthd.inference.evaluator import Evaluator
+from jaxthd.inference.preference_evaluator import PreferenceEvaluator
 from jaxthd.parallel.mesh import local_rows
 from jaxthd.run.metrics import VALIDATION
 from jaxthd.run.outputs import OutputFolder
@@ -27,6 +29,7 @@ class Validation:
         self._config, self._data, self._outputs = blueprint.config, data, outputs
         self._rows = local_rows(mesh, blueprint.config.data.rows)
         self._evaluate = Evaluator(blueprint, mesh, data.end_id)
+        self._blueprint, self._mesh = blueprint, mesh
 
     def is_due(self, step: int) -> bool:
         """Whether to validate after this step: every train.validate_every steps, and at the end."""
@@ -40,13 +43,28 @@ class Validation:
         state = averaged(state) if self._config.train.validate_ema else state
         sets, scores, lines = self._config.data.validation_sets, [], []
         for each in sets:
+            scores.append(self._preferences(state, each))
+            if not self._data.validation_examples(each.name):  # it has preferences alone
+                continue
             with closing(self._data.validation(self._rows, each.name)) as batches:
                 found = self._evaluate(state, islice(batches, self._config.train.validation_batches))
-            scores.append(found.scores)
+            scores[-1] = found.scores | scores[-1]
             name = {"set": each.name} if each.is_named else {}
             lines += [name | hypothesis._asdict() for hypothesis in found.hypotheses]
         self._outputs.write_lines("hypotheses.jsonl", lines)
         return validation_metrics(sets, scores)
+
+    @cached_property
+    def _compare(self) -> PreferenceEvaluator:
+        return PreferenceEvaluator(self._blueprint, self._mesh)
+
+    def _preferences(self, state: TrainState, which: ValidationSet) -> dict[str, float]:
+        """The scores of the set's preferences; {} where it has none."""
+        batches = self._data.validation_preferences(self._rows, which.name)
+        if batches is None:
+            return {}
+        with closing(batches):
+            return self._compare(state, islice(batches, self._config.train.validation_batches))
 
 
 def validation_metrics(
@@ -60,7 +78,7 @@ def validation_metrics(
     line = {}
     for name in dict.fromkeys(chain(*scores)):
         found = [of_set[name] for of_set in scores if name in of_set]
-        line[VALIDATION + name] = sum(found) / (1 if name == "documents" else len(found))
+        line[VALIDATION + name] = sum(found) / (1 if name.endswith("documents") else len(found))
     for each, of_set in zip(sets, scores, strict=True):
         if each.is_named:
             line |= {f"{VALIDATION}{each.name}_{name}": score for name, score in of_set.items()}

@@ -2,6 +2,7 @@
 
 from jaxthd.objectives.dpo import DPO, PREFERENCE
 from jaxthd.objectives.grpo import ADVANTAGE
+from jaxthd.objectives.kto import KTO
 from jaxthd.objectives.objective import Objective
 
 
@@ -13,6 +14,12 @@ def compares_answers(objective: Objective) -> bool:
 def draws_answers(objective: Objective) -> bool:
     """Whether it trains on answers that are drawn, so that prompts are all that the data must give."""
     return ADVANTAGE in objective.extras
+
+
+def needs_mismatched(objective: Objective) -> bool:
+    """Whether the data adds answers of other prompts to each document, for KTO's estimate of the
+    divergence."""
+    return isinstance(objective, KTO) and objective.kl == "mismatched"
 
 
 def why_unusable(alternatives: int, name: str, objective: Objective | None) -> str:

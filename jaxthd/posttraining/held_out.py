@@ -15,7 +15,7 @@ from jaxthd.rewards.rewarder import Rewarder
 from jaxthd.run.metrics import VALIDATION, Metric, measured
 from jaxthd.run.outputs import OutputFolder
 from jaxthd.steps.blueprint import Tree
-from jaxthd.steps.state import TrainState
+from jaxthd.steps.state import TrainState, averaged
 
 VALIDATION_STEP = 0
 """The step that validation's draws depend on: the random numbers are the same at every validation."""
@@ -102,7 +102,7 @@ class HeldOut:
         outputs: OutputFolder,
     ) -> None:
         self._collector, self._rewarder, self._outputs = collector, rewarder, outputs
-        self._seed = config.train.seed
+        self._seed, self._of_averages = config.train.seed, config.train.validate_ema
         self._normalise = make_normaliser(config.train.normaliser)
         self._prompts = data.validation_prompts(config.rollout.validation_prompts)
 
@@ -113,6 +113,7 @@ class HeldOut:
         """
         if not self._prompts:
             return {}
+        state = averaged(state) if self._of_averages else state
         weights = self._collector.rollouts.on_own_mesh(state.params, state.buffers)
         greedy = self._rewarded(*weights, group_size=1, temperature=0.0)
         drawn = self._rewarded(*weights)

@@ -234,6 +234,51 @@ STEP_METRICS: list[Metric] = [
 ]
 """Of every training step."""
 
+
+class PreferenceFacts(NamedTuple):
+    """What the preferences of a validation set gave. loss: of the objective, the mean over pairs or answers.
+    accuracy, margin: means over pairs; None without any. documents: their number.
+    """
+
+    loss: float
+    accuracy: float | None
+    margin: float | None
+    documents: int
+
+
+PREFERENCE_METRICS: list[Metric] = [
+    Metric(
+        "preference_loss",
+        "",
+        "the objective's loss of the set's preferences, DPO's without its sft_weight",
+        lambda x: x.loss,
+        "{:.4f}",
+        odd="It rises while loss falls: the training pairs are learned by heart. See train.best_by.",
+    ),
+    Metric(
+        "preference_accuracy",
+        "share",
+        "pairs whose chosen answer gained more over the reference policy than the rejected one",
+        lambda x: x.accuracy,
+        "{:.1%}",
+        odd="0 before training, where all rewards are equal.",
+    ),
+    Metric(
+        "preference_margin",
+        "nats",
+        "mean of the chosen answer's reward less the rejected one's, both times beta",
+        lambda x: x.margin,
+    ),
+    Metric(
+        "preference_documents",
+        "documents",
+        "lines of the set with preferences",
+        lambda x: float(x.documents),
+        "{:,.0f}",
+    ),
+]
+"""Of the preferences of a validation set, in a run that compares answers (DPO, KTO)."""
+
 VALIDATION_METRICS: list[Metric] = [
     Metric(
         "loss",
@@ -294,7 +339,7 @@ def values(lines: Iterable[Mapping[str, Any]], name: str) -> list[tuple[int, Num
 def shown(name: str, value: Number) -> str:
     """A metric of a metrics line, with its name, for people: "validation_dev_wer" as "dev WER 12.5%"."""
     own = name.removeprefix(VALIDATION)
-    table = VALIDATION_METRICS if own != name else STEP_METRICS
+    table = [*PREFERENCE_METRICS, *VALIDATION_METRICS] if own != name else STEP_METRICS
     metric = next((x for x in table if f"_{own}".endswith(f"_{x.name}")), None)
     return (metric.text if metric else "{:,.6g}").format(value)
 

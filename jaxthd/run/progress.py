@@ -15,7 +15,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxthd.run.metrics import VALIDATION, VALIDATION_METRICS, Number, label, shown, values
+from jaxthd.run.metrics import (
+    PREFERENCE_METRICS,
+    VALIDATION,
+    VALIDATION_METRICS,
+    Number,
+    label,
+    shown,
+    values,
+)
 from jaxthd.terminal.tables import aligned, clipped
 
 PLAIN_SECONDS = 5.0
@@ -120,7 +128,7 @@ def fitting(parts: Sequence[str], columns: int) -> str:
 
 def validation_table(step: int, results: Mapping[str, Any], columns: int) -> str:
     """Validation results of a metrics line as a table, a row for each set, at most so many columns wide."""
-    names = [metric.name for metric in VALIDATION_METRICS]
+    names = [metric.name for metric in (*PREFERENCE_METRICS, *VALIDATION_METRICS)]
     rows: dict[str, dict[str, str]] = {}
     for key, value in results.items():
         own = key.removeprefix(VALIDATION)

@@ -46,6 +46,7 @@ FREE = (
     "rollout.max_logprob_difference",
     "train.before",
     "train.init_from",  # it counts when a run starts
+    "train.best_by",
     "train.validate_every",
     "train.validate_ema",
     "train.validation_batches",

@@ -161,6 +161,24 @@ def _pass_at_k(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
+@RULES.rule("train.best_by", "train.objective", "rollout.validation_prompts")
+def _best_by(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    by = config.train.best_by
+    if by == "reward" and not (_draws(config) and config.rollout.validation_prompts):
+        yield Finding(
+            f"train.best_by is 'reward' with train.objective {config.train.objective!r} and "
+            f"rollout.validation_prompts {config.rollout.validation_prompts}",
+            "held-out prompts that are rewarded (jaxthd grpo)",
+            "set rollout.validation_prompts, such as to 200, or train.best_by to wer",
+        )
+    if by == "preferences" and (_draws(config) or not _is_policy(config)):
+        yield Finding(
+            f"train.best_by is 'preferences' with train.objective {config.train.objective!r}",
+            "an objective that is trained on preferences",
+            "set train.best_by to wer, or train.objective to dpo or kto",
+        )
+
+
 @RULES.rule("train.objective", "train.objective_options", "rollout.epochs", "rollout.updates")
 def _updates(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     objective = _drawing_objective(config)

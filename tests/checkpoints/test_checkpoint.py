@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxthd.checkpoints.checkpoint import Checkpoints
+from jaxthd.checkpoints.stored import find_checkpoint
 from jaxthd.errors import UserError
 from jaxthd.steps.state import TrainState
 from scripts.check_survival import bits, damaged
@@ -313,3 +314,17 @@ def test_a_full_disk_ends_the_run_in_one_message_with_the_older_checkpoint_intac
             assert names(folder) == ["1"]
             state, _ = checkpoints.restore_latest(wide, EVERYWHERE)
         assert bits(state) == bits(make_state(1, width=3000))
+
+
+def test_the_best_may_be_by_reward(tmp_path: Path):
+    rewards = {1: 0.2, 2: 0.9, 3: float("nan"), 4: 0.9, 5: 0.1}
+    metrics = {s: {"validation_reward": r, "validation_wer": 0.5 - 0.1 * s} for s, r in rewards.items()}
+    with Checkpoints(tmp_path, 1, "reward") as checkpoints:
+        for step, found in metrics.items():
+            checkpoints.save(step, make_state(step), {}, found)
+    with Checkpoints(tmp_path, 1, "reward") as checkpoints:
+        assert checkpoints.best_step == 4, "the highest; of equals by word error rate"
+        assert find_checkpoint(tmp_path, "best")[0] == 4, "the checkpoints alone say it"
+    with Checkpoints(tmp_path, 1) as checkpoints:
+        checkpoints.save(6, make_state(6), {}, {"validation_reward": 0.0, "validation_wer": 0.4})
+        assert checkpoints.best_step == 5, "by word error rate from then on"

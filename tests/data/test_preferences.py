@@ -13,6 +13,7 @@ import soundfile
 from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig, SpecAugmentConfig, TrainConfig
 from jaxthd.data.dataset import SpeechData
 from jaxthd.data.example import Alternative, Clip, Example, Samples, Turn
+from jaxthd.data.mismatched import WithMismatched
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.sources.shar import read_shar
@@ -337,7 +338,7 @@ def test_a_run_refuses_data_of_another_kind(
         SpeechData(run_config(folder, objective, manifest), tmp_path)
 
 
-def test_kto_takes_labels_and_pairs_and_validation_takes_transcripts(folder: Path, tmp_path: Path):
+def test_kto_takes_labels_and_pairs_and_validation_takes_transcripts_too(folder: Path, tmp_path: Path):
     config = run_config(
         folder, "kto", "labels.jsonl", "pairs.jsonl", validation_manifest=str(folder / "mixed.jsonl")
     )
@@ -348,12 +349,75 @@ def test_kto_takes_labels_and_pairs_and_validation_takes_transcripts(folder: Pat
         (batch, report) = next(held_out)
     assert report.documents == 2
     assert batch.document_ids is None
-    assert "which validation needs" in "".join(reasons(tmp_path))
-    with pytest.raises(UserError, match=r"pairs.jsonl \(data.validation_manifest\).*which validation needs"):
-        SpeechData(
-            run_config(folder, "dpo", "pairs.jsonl", validation_manifest=str(folder / "pairs.jsonl")),
-            tmp_path,
+    compared = data.validation_preferences()
+    assert compared is not None
+    with compared:
+        (batch, report) = next(compared)
+    assert report.keys[0] == ("3:a.wav",)
+    assert {-1.0, 1.0} <= set(np.unique(batch.extras["preference"]))
+    for objective, other in (("sft", "pairs"), ("dpo", "labels")):
+        own = {"sft": "speech", "dpo": "pairs"}[objective]
+        held_out = str(folder / f"{other}.jsonl")
+        with pytest.raises(UserError, match=r"\(data.validation_manifest\).*which validation needs"):
+            SpeechData(run_config(folder, objective, f"{own}.jsonl", validation_manifest=held_out), tmp_path)
+
+
+def test_mismatched_answers_are_of_another_item_in_every_epoch():
+    turns = (Turn("user", ("?",)),)
+    pairs = [
+        Example(f"{n}:", turns, (Alternative(f"a{n}", 1.0), Alternative(f"b{n}", -1.0))[: 1 + n % 2])
+        for n in range(5)
+    ]
+    mismatched, shifts = WithMismatched(pairs, seed=3), set()
+    for epoch in range(12):
+        made = [mismatched.of_epoch(n, epoch) for n in range(5)]
+        assert made == [WithMismatched(pairs, seed=3).of_epoch(n, epoch) for n in range(5)]
+        others = []
+        for n, example in enumerate(made):
+            count = len(pairs[n].alternatives)
+            assert example.alternatives[:count] == pairs[n].alternatives
+            added = example.alternatives[count:]
+            assert [x.preference for x in added] == [0.0] * count
+            (other,) = {int(x.text[1:]) for x in added}
+            others.append(other)
+        assert sorted(others) == list(range(5)), "each item's answers are used once"
+        assert all(other != n for n, other in enumerate(others))
+        shifts.add(others[0])
+    assert len(shifts) > 1, "epochs differ"
+
+
+def test_ktos_mismatched_answers_are_packed_resumed_and_refused_elsewhere(folder: Path, tmp_path: Path):
+    def data(kl: str) -> SpeechData:
+        config = run_config(folder, "kto", "labels.jsonl", "pairs.jsonl")
+        return SpeechData(
+            replace(config, train=replace(config.train, objective_options=(f"kl={kl}",))), tmp_path
         )
+
+    with data("mismatched").training() as loader:
+        next(loader)
+        state = loader.get_state()
+        after = list(islice(loader, 3))
+    with data("mismatched").training() as again:
+        again.set_state(json.loads(json.dumps(state)))
+        for (batch, _), (want, _) in zip(again, after, strict=False):
+            np.testing.assert_array_equal(batch.tokens, want.tokens)
+            np.testing.assert_array_equal(batch.extras["preference"], want.extras["preference"])
+    for batch, _ in after:
+        supervised = batch.weights > 0
+        for row, ids in enumerate(batch.document_ids):
+            for document in range(1, ids.max() + 1):
+                here = supervised[row] & (ids == document)
+                labels = batch.extras["preference"][row][here]
+                segments = batch.segment_ids[row][here]
+                by_answer = [labels[segments == s] for s in np.unique(segments)]
+                assert all(len(set(x)) == 1 for x in by_answer)
+                signs = [x[0] for x in by_answer]
+                half = len(signs) // 2
+                assert all(signs[:half])
+                assert not any(signs[half:])
+                assert half
+    with data("answers").training() as other, pytest.raises(UserError, match="mismatched"):
+        other.set_state(state)
 
 
 def test_which_examples_an_objective_takes():

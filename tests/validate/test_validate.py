@@ -428,6 +428,11 @@ CASES = [
     Case({"rollout.max_failed_rewards": 5.0}, "rollout.max_failed_rewards is 5.0"),
     Case({"rollout.reward_seconds": 0.0}, "rollout.reward_seconds is 0"),
     Case(
+        {"train.best_by": "reward", "train.objective": "grpo"},
+        "train.best_by is 'reward' with train.objective 'grpo' and rollout.validation_prompts 0",
+    ),
+    Case({"train.best_by": "preferences"}, "train.best_by is 'preferences' with train.objective 'sft'"),
+    Case(
         {"rollout.validation_prompts": 8, "data.validation_manifest": ""},
         "rollout.validation_prompts is 8 without a validation set",
     ),

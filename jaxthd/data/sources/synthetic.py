@@ -88,7 +88,7 @@ def _answered_sum(rng: np.random.Generator, split: str) -> tuple[str, dict[str, 
 SETS = {
     "": SyntheticSet(10000, 500, _transcript),
     "sums": SyntheticSet(2000, 500, _sum),
-    "sums-answered": SyntheticSet(300, 100, _answered_sum),
+    "sums-answered": SyntheticSet(500, 100, _answered_sum),
 }
 """The synthetic data sets: that of the setting "synthetic", and those of "synthetic:NAME"."""
 

@@ -1,0 +1,51 @@
+"""Mismatched answers: to each prompt an answer of another item, from which KTO estimates a divergence."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, overload
+
+from jaxthd.data.audio.features import document_rng
+from jaxthd.data.example import Alternative, Example
+
+UNLABELLED = 0.0
+"""The preference of a mismatched answer."""
+
+
+class WithMismatched(Sequence[Example]):
+    """Items with answers, each with as many answers of another item, labelled UNLABELLED.
+
+    Item i takes them from item (i + d) mod n, where d from 1 to n - 1 is drawn for each epoch: no item keeps
+    its own, and each item's are used once an epoch. They depend on (data.seed, epoch, i) alone, so on no
+    mesh, process or position. Ethayarajh et al. (2024) and TRL exchange the answers inside a batch instead.
+    Raises ValueError for fewer than two items.
+    """
+
+    def __init__(self, examples: Sequence[Example], seed: int) -> None:
+        if len(examples) < 2:
+            raise ValueError(f"{len(examples)} items; expected two or more, to exchange answers")
+        self._examples, self._seed = examples, seed
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Example]: ...
+    def __getitem__(self, index: Any) -> Any:
+        return self._examples[index]
+
+    def of_epoch(self, index: int, epoch: int) -> Example:
+        """Item number `index` as it is in this epoch."""
+        example, rng = self._examples[index], document_rng(self._seed, epoch, "mismatched")
+        other = self._examples[(index + int(rng.integers(1, len(self)))) % len(self)]
+        mismatched = [
+            Alternative(other.alternatives[number % len(other.alternatives)].text, UNLABELLED)
+            for number in range(len(example.alternatives))
+        ]
+        return replace(example, alternatives=(*example.alternatives, *mismatched))
+
+
+def item_of(source: Sequence[Any], index: int, epoch: int) -> Any:
+    """Item number `index` of a data set in an epoch."""
+    return source.of_epoch(index, epoch) if isinstance(source, WithMismatched) else source[index]
