@@ -108,7 +108,7 @@ def damaged_rows(rng: np.random.Generator, rows: list[dict[str, Any]]) -> pyarro
         row = rows[int(rng.integers(len(rows)))]
         name = str(rng.choice(COLUMNS))
         within = row.get(name)
-        if isinstance(within, dict) and rng.random() < 0.7:
+        if isinstance(within, dict) and within and rng.random() < 0.7:
             row, name = within, str(rng.choice(list(within)))
         old = row.get(name)
         row[name] = copy.deepcopy(VALUES[int(rng.integers(len(VALUES)))])
