@@ -633,8 +633,24 @@ class TrainConfig:
     """What gets the metrics besides metrics.jsonl: "tensorboard" (files in WORKDIR/tensorboard), "wandb"
     (pip install 'jaxthd[wandb]'), "mlflow" (pip install 'jaxthd[mlflow]'). One that fails never stops a
     run."""
+    profile: str = ""
+    """Steps that are profiled, as FIRST:LAST, such as "10:13"; the trace, in WORKDIR/tensorboard, is opened
+    by TensorBoard (pip install tensorboard xprof). "": none. The first step of a command compiles."""
     draw_last_batch: bool = False
     """Draw the documents of the last batch as a picture: buffers, ranks, audio, padding."""
+
+    @property
+    def profile_window(self) -> tuple[int, int] | None:
+        """First and last step of `profile`. Raises UserError where it is not FIRST:LAST."""
+        if not self.profile:
+            return None
+        first, colon, last = self.profile.partition(":")
+        if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+            raise UserError(
+                f"train.profile is {self.profile!r}; expected FIRST:LAST, two steps from 1 on: set it to "
+                '"10:13", for example'
+            )
+        return int(first), int(last)
 
 
 @dataclass(frozen=True)

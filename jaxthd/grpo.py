@@ -39,9 +39,12 @@ from jaxthd.posttraining.updates import Update, UpdateMaker
 from jaxthd.rewards.rewarder import Rewarder
 from jaxthd.run.before import run_before
 from jaxthd.run.continuing import OPTIONS, changed_settings, newest_state, require_objective, workdir_of
+from jaxthd.run.goodput import TimeAccount, stored_seconds
+from jaxthd.run.metrics import time_line
 from jaxthd.run.metrics_file import open_metrics, read_metrics
 from jaxthd.run.nonfinite import NonFiniteSteps
 from jaxthd.run.outputs import OutputFolder
+from jaxthd.run.profile import profiled
 from jaxthd.run.signals import stop_requested
 from jaxthd.run.startup import devices_ready, prepared
 from jaxthd.run.workdir import OpenedRun, opened
@@ -72,6 +75,7 @@ def grpo(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
     given, config, start = config, prepared(config), time.monotonic()
     with ExitStack() as stack:
         held = stack.enter_context(opened(workdir, given, changes))
+        account = stack.enter_context(TimeAccount(workdir, start))
         outputs = OutputFolder(workdir)
         data = stack.enter_context(closing(SpeechData(config, workdir)))
         rewarder = stack.enter_context(Rewarder.of(config))
@@ -79,9 +83,10 @@ def grpo(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
             print(f"warning: the reward function {warning.function}, {warning.key}: {warning.reason}")
         folder, keep, best_by = workdir / "checkpoints", config.train.keep_checkpoints, config.train.best_by
         checkpoints = stack.enter_context(Checkpoints(folder, keep, best_by))
-        steps_done = _train(config, held, outputs, data, rewarder, checkpoints, start)
+        steps_done = _train(config, held, outputs, data, rewarder, checkpoints, account)
+        account.switch("saving")  # the last checkpoint is written while all is closed
     if steps_done:
-        draw_curves(read_metrics(workdir), workdir / "curves.png")
+        draw_curves(read_metrics(workdir), workdir / "curves.png", stored_seconds(workdir))
 
 
 def _train(
@@ -91,9 +96,9 @@ def _train(
     data: SpeechData,
     rewarder: Rewarder,
     checkpoints: Checkpoints,
-    start: float,
+    account: TimeAccount,
 ) -> int:
-    """Returns the number of steps that it has trained. start: time.monotonic() when the command began."""
+    """Returns the number of steps that it has trained."""
     # --- the model on the mesh, and the programs ---
     blueprint, mesh = Blueprint(config), make_mesh(config.mesh)
     make_updates, update = UpdateMaker(blueprint, mesh), AccumulatedStep(blueprint, mesh)
@@ -102,7 +107,8 @@ def _train(
     prompts = data.prompts()
     collect = Collector(config, mesh, prompts, rewarder)
     held_out = HeldOut(config, data, collect, rewarder, outputs)
-
+    validate = account.timed("validating", lambda state, step: validation(state) | held_out(state, step))
+    save = account.timed("saving", checkpoints.save)
     with ExitStack() as stack:
         # --- the newest checkpoint, or a new run ---
         state = newest_state(blueprint, mesh, checkpoints, prompts)
@@ -115,17 +121,20 @@ def _train(
         changed = changed_settings(held.keep(first), first)
         for name in ("rollouts.jsonl", "failures.jsonl"):
             outputs.keep_lines(name, lambda line: line["step"] <= first)
-        metrics = stack.enter_context(open_metrics(outputs.path, first, config))
+        metrics = stack.enter_context(open_metrics(outputs.path, first, config, account))
         most = config.train.max_skipped_steps * config.updates_of_a_step
         non_finite = NonFiniteSteps(outputs, first, most, metrics.say)
-        stop_asked = stack.enter_context(stop_requested(config.train.max_seconds, start))
+        stop_asked = stack.enter_context(stop_requested(config.train.max_seconds, account.began))
         if first == 0 and validation.is_due(0):
-            metrics.step({"step": 0, **validation(state), **held_out(state, 0)})
-
-        for step in range(first + 1, steps + 1):
+            metrics.step({"step": 0, **validate(state, 0), **time_line(account.seconds)})
+        account.switch("stepping")
+        wanted, path = range(first + 1, steps + 1), outputs.path
+        numbers = profiled(wanted, config.train, path, metrics.say, account.during)
+        for step in stack.enter_context(numbers):
             began = time.perf_counter()
             # --- draw and reward ---
             collected = collect(state.params, state.buffers, step)
+            account.move(collected.seconds["reading"], "data_wait")
             _record(outputs, collected, step)
 
             # --- pack, with the log-probabilities of the policy that drew, and of the reference ---
@@ -143,18 +152,18 @@ def _train(
             seconds = {"scoring": training - scoring, "training": ended - training, "step": ended - began}
             programs = sum(x.compilations for x in (collect.rollouts, make_updates, update))
             times, skipped = collected.seconds | seconds, data.skipped.total
-            facts = GRPOFacts(step, collected, updates, results, times, programs, skipped)
+            facts = GRPOFacts(step, collected, updates, results, times, programs, skipped, mesh.size)
             stopped = stop_asked()
             last = bool(stopped) or step == steps
-            validated = validation(state) | held_out(state, step) if validation.is_due(step) else {}
-            line = grpo_line(facts)
+            validated = validate(state, step) if validation.is_due(step) else {}
+            line = grpo_line(facts) | time_line(account.seconds)
             metrics.step(line | validated | (changed if step == first + 1 else {}))
             data.require_few_skipped()
             in_a_row = max((x.skipped_in_a_row for x in results), default=0)
             if in_a_row:
                 non_finite.add(line, [group.prompt.example.key for group in collected.groups], in_a_row)
             if last or validated or step % config.train.checkpoint_every == 0:
-                checkpoints.save(step, canonical_form(state, blueprint, mesh), prompts.get_state(), validated)
+                save(step, canonical_form(state, blueprint, mesh), prompts.get_state(), validated)
             if last:
                 break
         if step < steps:

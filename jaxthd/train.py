@@ -42,18 +42,22 @@ from jaxthd.figures.curves import draw_curves
 from jaxthd.files.jsonl import read_lines
 from jaxthd.inference.validation import Validation
 from jaxthd.inference.wer import make_normaliser
+from jaxthd.kernels.machine import peak_flops
 from jaxthd.models.adapt import split
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import local_rows, make_mesh, put_batch
 from jaxthd.parallel.processes import is_first, require_same
+from jaxthd.planning.model_flops import model_flops
 from jaxthd.posttraining.cached_reference import WithReference, cached_reference
 from jaxthd.run.before import run_before
 from jaxthd.run.continuing import OPTIONS, changed_settings, newest_state, require_objective, workdir_of
-from jaxthd.run.metrics import StepFacts, metrics_line
+from jaxthd.run.goodput import TimeAccount, stored_seconds
+from jaxthd.run.metrics import StepFacts, metrics_line, time_line
 from jaxthd.run.metrics_file import open_metrics, read_metrics
 from jaxthd.run.nonfinite import NonFiniteSteps
 from jaxthd.run.outputs import OutputFolder
 from jaxthd.run.padding import PaddingWatch
+from jaxthd.run.profile import profiled
 from jaxthd.run.report import end_report
 from jaxthd.run.signals import stop_requested
 from jaxthd.run.startup import devices_ready, prepared
@@ -89,15 +93,17 @@ def train(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
     given, config, start = config, prepared(config), time.monotonic()
     with ExitStack() as stack:
         held = stack.enter_context(opened(workdir, given, changes))
+        account = stack.enter_context(TimeAccount(workdir, start))
         require_same("the configuration", asdict(config))
         outputs = OutputFolder(workdir)
         data = stack.enter_context(closing(SpeechData(config, workdir)))
         folder, keep, best_by = workdir / "checkpoints", config.train.keep_checkpoints, config.train.best_by
         checkpoints = stack.enter_context(Checkpoints(folder, keep, best_by))
-        steps_done = _train(config, held, outputs, data, checkpoints, start)
+        steps_done = _train(config, held, outputs, data, checkpoints, account)
+        account.switch("saving")  # the last checkpoint is written while all is closed
     if steps_done and is_first():
         lines = read_metrics(workdir)
-        draw_curves(lines, workdir / "curves.png")
+        draw_curves(lines, workdir / "curves.png", stored_seconds(workdir))
         hypotheses = read_lines(workdir / "hypotheses.jsonl")
         text = end_report(
             workdir,
@@ -118,14 +124,17 @@ def _train(
     outputs: OutputFolder,
     data: SpeechData,
     checkpoints: Checkpoints,
-    start: float,
+    account: TimeAccount,
 ) -> int:
-    """Returns the number of steps that it has trained. start: time.monotonic() when the command began."""
+    """Returns the number of steps that it has trained."""
     # --- the model on the mesh ---
     blueprint, mesh = Blueprint(config), make_mesh(config.mesh)
     train_step, with_scores = make_train_step(blueprint, mesh), make_with_scores(blueprint, mesh)
     refresh, refresh_every = make_refresh(blueprint, mesh), config.posttraining.reference_every
     validation = Validation(blueprint, mesh, data, outputs)
+    validate, save = account.timed("validating", validation), account.timed("saving", checkpoints.save)
+    peak = peak_flops(jax.devices()[0].device_kind) if config.compute.dtype == "bfloat16" else None
+    flops_of = model_flops(config) if peak else None
     print(f"{_parameters(blueprint)}; mesh (data, context, pipeline, tensor) = {config.mesh.sizes}")
 
     with ExitStack() as stack:
@@ -139,40 +148,49 @@ def _train(
             print(f"{outputs.path} already holds step {first} of {steps}: nothing to do")
             return 0
         changed = changed_settings(held.keep(first), first)
-        metrics = stack.enter_context(open_metrics(outputs.path, first, config))
+        metrics = stack.enter_context(open_metrics(outputs.path, first, config, account))
         non_finite = NonFiniteSteps(outputs, first, config.train.max_skipped_steps, metrics.say)
         watch_padding = PaddingWatch(config, metrics.say)
-        stop_asked = stack.enter_context(stop_requested(config.train.max_seconds, start))
+        stop_asked = stack.enter_context(stop_requested(config.train.max_seconds, account.began))
 
         with_reference = cached_reference(blueprint, mesh, data, outputs.path, state)
 
         # --- steps ---
         if first == 0 and validation.is_due(0):
-            metrics.step({"step": 0, **validation(state)})
+            metrics.step({"step": 0, **validate(state), **time_line(account.seconds)})
         metrics.say("compiling the training step")
-        on_mesh, upcoming = _load(loader, mesh, with_reference)
-        for step in range(first + 1, steps + 1):
+        with account.during("data_wait"):
+            on_mesh, upcoming = _load(loader, mesh, with_reference)
+        account.switch("stepping")
+        wanted, path = range(first + 1, steps + 1), outputs.path
+        numbers = profiled(wanted, config.train, path, metrics.say, account.during)
+        for step in stack.enter_context(numbers):
             began, current = time.perf_counter(), upcoming
             state, on_device = train_step(state, with_scores(state, on_mesh))
             if refresh_every and step % refresh_every == 0:
                 state = refresh(state)
             if step < steps:  # the next batch is loaded while the devices work
-                on_mesh, upcoming = _load(loader, mesh, with_reference)
+                with account.loading(on_device):
+                    on_mesh, upcoming = _load(loader, mesh, with_reference)
             stopped = stop_asked()
             last = bool(stopped) or step == steps
             results = jax.tree.map(lambda x: x.item(), on_device)
             seconds, skipped = time.perf_counter() - began, data.skipped.total
             data.require_few_skipped()
             watch_padding(step, current.report)
-            facts = StepFacts(step, results, current.report, seconds, compilations(train_step), skipped)
-            line, validated = metrics_line(facts), validation(state) if validation.is_due(step) else {}
+            programs, flops = compilations(train_step), flops_of and flops_of(current.report)
+            facts = StepFacts(
+                step, results, current.report, seconds, programs, skipped, mesh.size, flops, peak
+            )
+            validated = validate(state) if validation.is_due(step) else {}
+            line = metrics_line(facts) | time_line(account.seconds)
             metrics.step(line | validated | (changed if step == first + 1 else {}))
             if results.skipped_in_a_row:
                 documents = list(chain(*loader.keys(current.report)))
                 non_finite.add(line, documents, results.skipped_in_a_row)
             if last or validated or step % config.train.checkpoint_every == 0:
                 position = whole_position(current.position)
-                checkpoints.save(step, canonical_form(state, blueprint, mesh), position, validated)
+                save(step, canonical_form(state, blueprint, mesh), position, validated)
             if last:
                 break
         if step < steps:

@@ -47,7 +47,7 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState, abstract_state
 
 STEPS = 48
-TIMED = ("time", "tokens_per_second", "_seconds", "compilations")
+TIMED = ("time", "tokens_per_second", "_seconds", "compilations", "goodput", "utilisation")
 """How the names of fields of a metrics line end that depend on the process and its clock."""
 AUDIO = "audio_seconds"
 

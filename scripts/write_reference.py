@@ -8,7 +8,13 @@ from pathlib import Path
 
 from jaxthd.posttraining.held_out import HELD_OUT_METRICS
 from jaxthd.posttraining.metrics import GRPO_METRICS
-from jaxthd.run.metrics import PREFERENCE_METRICS, STEP_METRICS, VALIDATION, VALIDATION_METRICS
+from jaxthd.run.metrics import (
+    PREFERENCE_METRICS,
+    STEP_METRICS,
+    TIME_METRICS,
+    VALIDATION,
+    VALIDATION_METRICS,
+)
 from jaxthd.terminal.settings import Setting, all_groups
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -102,6 +108,7 @@ def metrics_reference() -> str:
     """The text of docs/metrics.md."""
     sections = {
         "Of every line": OTHER_FIELDS,
+        "Of every line: where the time went": [(x.name, x.unit, x.meaning, x.odd) for x in TIME_METRICS],
         "Of every step": [(x.name, x.unit, x.meaning, x.odd) for x in STEP_METRICS],
         "Of every step of jaxthd grpo": [
             *((x.name, x.unit, x.meaning, x.odd) for x in GRPO_METRICS),
@@ -123,6 +130,9 @@ def metrics_reference() -> str:
         head = ["| field | unit | meaning | when it is odd |", "|---|---|---|---|"]
         lines += [f"## {title}", "", *head, *(f"| {' | '.join(row)} |" for row in cells), ""]
     lines += [
+        "Where the time went: seconds since the run began, over all its commands. `goodput.json`",
+        "has them as the last command left them, and `curves.png` shows them as a bar.",
+        "",
         "With several sets, those of the set `clean` are `validation_clean_loss` and so on; without a name",
         "they are means over the sets, and the sum for documents. An objective of one's own adds its",
         "quotients by their names.",

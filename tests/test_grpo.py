@@ -29,7 +29,8 @@ from jaxthd.run.metrics_file import read_metrics
 from jaxthd.train import train
 from tests.shared_programs import shared_programs
 
-CLOCK = ("time", "step_seconds", "tokens_per_second", "rollout_tokens_per_second", "compilations")
+CLOCK = ("time", "tokens_per_second", "rollout_tokens_per_second", "compilations")
+CLOCK += ("device_tokens_per_second", "goodput")
 STEPS, EVERY = 4, 2
 
 

@@ -28,6 +28,7 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.errors import UserError
+from jaxthd.run.metrics import TIME_METRICS
 from jaxthd.run.metrics_file import Metrics, read_metrics
 from jaxthd.train import main, train
 from jaxthd.validate import DeviceFacts, validate
@@ -52,6 +53,8 @@ FIELDS = {
     "audio_seconds",
     "tokens_per_second",
     "step_seconds",
+    "device_tokens_per_second",
+    *(metric.name for metric in TIME_METRICS),
     "compilations",
     "skipped_updates",
     "skipped_documents",

@@ -98,6 +98,8 @@ class ArrowTable(Table):
         import pyarrow
 
         batch = self._batch(group)
+        if not names:
+            return batch.select([])  # it keeps its number of rows
         columns = {}
         for name in names:
             whole, _, field = ("", "", "") if name in self.schema.names else name.rpartition(".")

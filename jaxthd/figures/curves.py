@@ -21,25 +21,42 @@ from matplotlib.ticker import (
 
 from jaxthd.figures.axes import curve, points, second_axis, titled, xy
 from jaxthd.figures.colors import FAINT, HUES
+from jaxthd.figures.goodput import above_bar
 from jaxthd.figures.rollout_curves import rollout_figure
 from jaxthd.files.jsonl import naming
-from jaxthd.run.metrics import values
+from jaxthd.run.metrics import CAUSES, values
 
 
-def draw_curves(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
+def draw_curves(
+    lines: Sequence[Mapping[str, Any]], path: Path, seconds: Mapping[str, float] | None = None
+) -> None:
     """Draws the run's curves as a PNG, 1200 pixels wide. lines: as read_metrics returns them.
 
+    seconds: of each cause, where the run's time went (jaxthd.run.goodput); None: as the last line has it.
     Raises OSError, which names the file, when it cannot be written.
     """
     has_rewards = any("reward" in line for line in lines)
     with naming(path):
-        (rollout_figure if has_rewards else curves_figure)(lines).savefig(path)
+        figure = (rollout_figure if has_rewards else curves_figure)(lines, seconds or seconds_of(lines))
+        figure.savefig(path)
 
 
-def curves_figure(lines: Sequence[Mapping[str, Any]]) -> Figure:
-    """Four axes over the optimizer's steps: loss, validation, optimization, speed."""
-    figure = Figure(figsize=(12, 8), dpi=100, layout="constrained")
-    loss, errors, gradient, speed = figure.subplots(2, 2, sharex=True).flat
+def seconds_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The seconds of each cause up to the last line that has them."""
+    for line in reversed(lines):
+        if "goodput" in line:
+            return {cause: line[f"{cause}_seconds"] for cause in CAUSES}
+    return {}
+
+
+def curves_figure(lines: Sequence[Mapping[str, Any]], seconds: Mapping[str, float] | None = None) -> Figure:
+    """Four axes over the optimizer's steps: loss, validation, optimization, speed; and a bar of the time.
+
+    seconds: of each cause.
+    """
+    figure = Figure(figsize=(12, 9.2), dpi=100, layout="constrained")
+    curves = above_bar(figure, seconds or {})
+    loss, errors, gradient, speed = curves.subplots(2, 2, sharex=True).flat
 
     titled(loss, "Loss", "nats a supervised token")
     curve(loss, lines, "loss", HUES[0], np.mean, "training")

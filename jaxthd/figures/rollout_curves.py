@@ -10,15 +10,20 @@ from matplotlib.ticker import PercentFormatter
 
 from jaxthd.figures.axes import curve, points, second_axis, titled, xy
 from jaxthd.figures.colors import HUES
+from jaxthd.figures.goodput import above_bar
 
 Lines = Sequence[Mapping[str, Any]]
 PARTS = ("rollout", "reward", "scoring", "training")
 
 
-def rollout_figure(lines: Lines) -> Figure:
-    """Six axes over the steps. lines: as read_metrics returns them."""
-    figure = Figure(figsize=(12, 11), dpi=100, layout="constrained")
-    rewards, answers, divergence, validation, agreement, time = figure.subplots(3, 2, sharex=True).flat
+def rollout_figure(lines: Lines, spent: Mapping[str, float] | None = None) -> Figure:
+    """Six axes over the steps, and a bar of the time. lines: as read_metrics returns them.
+
+    spent: seconds of each cause (jaxthd.run.metrics.CAUSES).
+    """
+    figure = Figure(figsize=(12, 12.2), dpi=100, layout="constrained")
+    curves = above_bar(figure, spent or {})
+    rewards, answers, divergence, validation, agreement, time = curves.subplots(3, 2, sharex=True).flat
 
     titled(rewards, "Reward", "mean over the answers drawn")
     curve(rewards, lines, "reward", HUES[0], np.mean, "all, weighted")

@@ -9,6 +9,23 @@ from typing import Any
 
 import jax
 
+PEAK_FLOPS = {
+    "GB200": 2.5e15,
+    "B200": 2.25e15,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+}
+"""Most bfloat16 operations a second of dense matrix products, by words of the device's name, the more exact
+names first. From NVIDIA's data sheets, without sparsity."""
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -50,6 +67,15 @@ class Machine:
             driver=_driver(),
             transformer_engine=installed("transformer-engine-jax") or installed("transformer-engine"),
         )
+
+
+def peak_flops(kind: str) -> float | None:
+    """Most bfloat16 operations a second of a device, by jax's name of it; None where that is unknown."""
+    words = kind.replace("-", " ").split()
+    for name, flops in PEAK_FLOPS.items():
+        if set(name.split()) <= set(words):
+            return flops
+    return None
 
 
 def installed(distribution: str) -> str | None:

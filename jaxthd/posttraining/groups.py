@@ -95,8 +95,8 @@ class GroupMaker:
 class Collected(NamedTuple):
     """What a step drew. groups: those to train on. drawn: all of them. rounds: how often it drew.
 
-    seconds: of "resharding" the weights for another mesh, of "rollout", and of "reward", the waiting for
-    rewards after the last answer.
+    seconds: of "resharding" the weights for another mesh, of "reading" prompts, of "rollout", which includes
+    that, and of "reward", the waiting for rewards after the last answer.
     """
 
     groups: list[TrainedGroup]
@@ -129,7 +129,7 @@ class Collector:
         wanted, most = self._settings.prompts, self._settings.dynamic_sampling
         kept: list[TrainedGroup] = []
         drawn: list[TrainedGroup] = []
-        seconds = dict.fromkeys(("rollout", "reward"), 0.0)
+        seconds = dict.fromkeys(("reading", "rollout", "reward"), 0.0)
         if self.rollouts.has_own_mesh:
             start = time.perf_counter()
             params, buffers = self.rollouts.on_own_mesh(params, buffers)
@@ -159,6 +159,7 @@ class Collector:
         """times: how often each prompt has been drawn to in this step. seconds: added to."""
         start = time.perf_counter()
         prompts = self._prompts.take(count)
+        seconds["reading"] += time.perf_counter() - start
         documents = [_again(prompt.document, times) for prompt in prompts]
         answers: dict[int, tuple[Rollout, ...]] = {}
         submitted: dict[int, Future[Rewarded]] = {}

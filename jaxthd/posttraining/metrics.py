@@ -20,6 +20,7 @@ class GRPOFacts(NamedTuple):
     of each update of all passes that has documents. seconds: of "rollout", "reward", "scoring", "training",
     of the whole "step", and of "resharding" where that happens. compilations: of all programs of the loop but
     the reference's.
+    devices: of the mesh.
     """
 
     step: int
@@ -29,6 +30,7 @@ class GRPOFacts(NamedTuple):
     seconds: Mapping[str, float]
     compilations: int
     skipped_documents: int
+    devices: int = 1
 
 
 EXTREMES = ("ratio_max", "inverse_ratio_max", "logprob_difference")
@@ -124,6 +126,7 @@ def grpo_line(facts: GRPOFacts) -> dict[str, Any]:
         facts.seconds["step"],
         facts.compilations,
         facts.skipped_documents,
+        facts.devices,
     )
     return metrics_line(step) | own
 

@@ -21,6 +21,8 @@ class StepFacts(NamedTuple):
     seconds: wall time of the step.
     compilations: programs compiled so far for the training step.
     skipped_documents: so far in the run.
+    devices: of the mesh. flops: what the step's documents ask for (jaxthd.planning.model_flops), None where
+    that is unknown. peak_flops: most that a device can do in a second, None where that is unknown.
     """
 
     step: int
@@ -29,6 +31,9 @@ class StepFacts(NamedTuple):
     seconds: float
     compilations: int
     skipped_documents: int
+    devices: int = 1
+    flops: float | None = None
+    peak_flops: float | None = None
 
 
 class ValidationFacts(NamedTuple):
@@ -60,6 +65,12 @@ class Metric(NamedTuple):
     value: Callable[[Any], Number | None]
     text: str = "{:,.6g}"
     odd: str = ""
+
+
+def _utilisation(x: StepFacts) -> float | None:
+    if x.flops is None or x.peak_flops is None:
+        return None
+    return x.flops / (x.seconds * x.devices * x.peak_flops)
 
 
 STEP_METRICS: list[Metric] = [
@@ -225,6 +236,24 @@ STEP_METRICS: list[Metric] = [
         odd="Compare runs by this at equal padding only.",
     ),
     Metric(
+        "device_tokens_per_second",
+        "tokens/s",
+        "tokens_per_second over the devices of the mesh",
+        lambda x: x.report.real_tokens / x.seconds / x.devices,
+        "{:,.0f}",
+        odd="It falls as devices are added: jaxthd estimate says what they send to one another.",
+    ),
+    Metric(
+        "model_flops_utilisation",
+        "share",
+        "operations that the documents ask for (products with weights, forward and backward; no padding, no "
+        "recomputation) over what the devices can do in step_seconds; where the peak of the device in "
+        "bfloat16 is known (jaxthd/kernels/machine.py), and compute.dtype is that",
+        _utilisation,
+        "{:.1%}",
+        odd="Low: look at padding_ratio and data_wait_seconds first, then at a profile (train.profile).",
+    ),
+    Metric(
         "step_seconds",
         "s",
         "wall time of the step, its wait for the batch included",
@@ -233,6 +262,46 @@ STEP_METRICS: list[Metric] = [
     ),
 ]
 """Of every training step."""
+
+_CAUSES = {
+    "stepping": ("the steps themselves; of jaxthd grpo also drawing and rewards", ""),
+    "compiling": (
+        "tracing and compiling, of all programs",
+        "A large share: set JAX_COMPILATION_CACHE_DIR to a folder that stays.",
+    ),
+    "data_wait": (
+        "devices without work, because their batch was not ready",
+        "Raise data.workers or data.prefetch (scripts/bench_loader.py).",
+    ),
+    "validating": (
+        "validation",
+        "Raise train.validate_every; lower train.validation_batches or train.max_new_tokens.",
+    ),
+    "saving": ("waiting for checkpoints to be saved", "Raise train.checkpoint_every."),
+    "lost": (
+        "steps that ran, and run again, because a kill came before they were saved: their stepping_seconds, "
+        "data_wait_seconds and validating_seconds",
+        "Lower train.checkpoint_every; let SIGTERM or train.max_seconds stop the run, which saves.",
+    ),
+    "other": ("starting: devices, data sets, weights; and all the rest", ""),
+}
+CAUSES = tuple(_CAUSES)
+"""What a run's time goes to (jaxthd.run.goodput)."""
+TIME_METRICS: list[Metric] = [
+    Metric(
+        "goodput",
+        "share",
+        "stepping_seconds over the seconds of all causes",
+        lambda x: x["stepping"] / max(sum(x.values()), 1e-9),
+        "{:.1%}",
+        odd="The largest of the other causes says what to change.",
+    ),
+    *(
+        Metric(f"{cause}_seconds", "s", meaning, lambda x, cause=cause: round(x[cause], 3), odd=odd)  # type: ignore[misc]
+        for cause, (meaning, odd) in _CAUSES.items()
+    ),
+]
+"""Of every line: seconds since the run began, over all its commands, by cause; not while none of them ran."""
 
 
 class PreferenceFacts(NamedTuple):
@@ -329,6 +398,11 @@ def measured(metrics: Iterable[Metric], facts: Any) -> dict[str, Number]:
 def metrics_line(facts: StepFacts) -> dict[str, Any]:
     """A step's line of metrics.jsonl; the objective's own quotients come last, by their names."""
     return {"step": facts.step, **measured(STEP_METRICS, facts), **facts.results.objective}
+
+
+def time_line(seconds: Mapping[str, float]) -> dict[str, Any]:
+    """What a line says about the run's time. seconds: of each of CAUSES."""
+    return measured(TIME_METRICS, seconds)
 
 
 def values(lines: Iterable[Mapping[str, Any]], name: str) -> list[tuple[int, Number]]:

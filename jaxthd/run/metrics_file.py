@@ -14,6 +14,7 @@ from jaxthd.errors import UserError
 from jaxthd.files.jsonl import append_line, keep_lines, read_lines
 from jaxthd.files.run_folder import flat
 from jaxthd.parallel.processes import is_first
+from jaxthd.run.goodput import TimeAccount
 from jaxthd.run.progress import Progress
 from jaxthd.run.trackers.background import BackgroundTracker
 from jaxthd.run.trackers.registry import TRACKERS
@@ -83,8 +84,12 @@ class Metrics(NoMetrics):
             tracker.close(failed=error[0] is not None)
 
 
-def open_metrics(workdir: Path, last_step: int, config: Config) -> NoMetrics:
-    """Metrics in process 0, NoMetrics in the others. Arguments: see Metrics."""
+def open_metrics(workdir: Path, last_step: int, config: Config, account: TimeAccount) -> NoMetrics:
+    """Metrics in process 0, NoMetrics in the others. The account goes on from the lines that there are.
+
+    Other arguments: see Metrics.
+    """
+    account.continued(workdir / FILE, last_step)
     if not is_first():
         return NoMetrics()
     train, settings = config.train, flat(asdict(config))

@@ -57,6 +57,7 @@ FREE = (
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.trackers",
+    "train.profile",
     "train.draw_last_batch",
 )
 """Fields that may differ when a run is continued: they do not change what is learned."""

@@ -23,6 +23,8 @@ from jaxthd.steps.optimizer_kinds import optimizer_kind
 from jaxthd.validate.rules import DeviceFacts, Finding, Group, multiples, shapes_of
 
 RULES = Group()
+MOST_PROFILED = 20
+"""More steps than this in a profile are warned of: it has every operation of every step."""
 
 
 # --- what is trained ---
@@ -203,6 +205,25 @@ def _warmup(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         found = f"train.warmup_steps is {warmup} in a run of {steps} steps"
         change = f"set train.warmup_steps to {steps} or less"
         yield Finding(found, "fewer, so that the peak is reached", change, is_warning=True)
+
+
+@RULES.rule("train.profile", "train.steps")
+def _profile(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    steps, text = config.train.steps, config.train.profile
+    try:
+        window = config.train.profile_window
+    except UserError as error:
+        found, _, rest = str(error).partition("; expected ")
+        expected, _, change = rest.partition(": ")
+        yield Finding(found, expected, change)
+        return
+    if window and window[0] > steps:
+        change = f"set train.profile to {max(1, steps - 3)}:{steps}, for example"
+        yield Finding(f"train.profile is {text!r} in a run of {steps} steps", "steps that there are", change)
+    elif window and window[1] - window[0] >= MOST_PROFILED:
+        change = "profile fewer steps, unless the trace may take gigabytes"
+        found = f"train.profile is {text!r}, {window[1] - window[0] + 1} steps"
+        yield Finding(found, f"{MOST_PROFILED} or fewer", change, is_warning=True)
 
 
 @RULES.rule("train.schedule", "train.steps", "train.warmup_steps", "train.decay_steps")

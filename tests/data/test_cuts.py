@@ -125,3 +125,10 @@ def test_cuts_are_told_from_lines_of_a_manifest(tmp_path: Path):
         tarred.read(DataConfig())
     with pytest.raises(UserError, match="there is no "):
         open_source(SourceSetting(f"cuts:{tmp_path}/none/cuts.jsonl")).read(DataConfig())
+
+
+def test_a_line_that_is_nested_too_deep_for_a_worker_is_listed(tmp_path: Path):
+    nested = json.dumps(cut(x="@")).encode().replace(b'"@"', b"[" * 400 + b"]" * 400)
+    examples, skipped = read(write(tmp_path / "cuts.jsonl", cut(id="b"), nested + b"\n"))
+    assert [e.key for e in examples] == ["1:b"]
+    assert "nested more than 100 deep" in skipped[0].reason

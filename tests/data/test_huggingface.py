@@ -182,6 +182,12 @@ def test_a_cell_without_a_recording_says_so(tmp_path: Path):
         load_audio(path, member=Cell("x", "audio", 9, 0))
 
 
+def test_rows_without_a_column_that_is_read_are_listed(tmp_path: Path):
+    path = write_arrow(tmp_path / "t.arrow", [{"audio": b"x"}] * 3, group=2)
+    with pytest.raises(UserError, match=r"no usable row \(3 skipped\)"):
+        read(path)
+
+
 def test_folders_are_those_that_datasets_writes(tmp_path: Path):
     rows = [{"audio": {"bytes": sound(0.5), "path": f"{n}.wav"}, "text": "x"} for n in range(3)]
     saved = tmp_path / "saved" / "train"

@@ -22,6 +22,7 @@ from jaxthd.config import Config
 from jaxthd.errors import UserError
 from jaxthd.parallel import processes as distributed
 from jaxthd.parallel.processes import exchange, started
+from jaxthd.run.metrics import TIME_METRICS
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.train import train
 from scripts.check_survival import write_recordings
@@ -30,6 +31,7 @@ from tests.test_train import UNOPTIMISED, tiny
 STEPS = 10
 PLAIN = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
 CLOCK = {"time", "tokens_per_second", "step_seconds", "compilations", "skipped_documents", "imbalance"}
+CLOCK |= {metric.name for metric in TIME_METRICS} | {"device_tokens_per_second"}
 """Fields of a metrics line that depend on the call (skipped_documents: items met so far) and on the mesh."""
 
 

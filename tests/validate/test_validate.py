@@ -84,6 +84,11 @@ CASES = [
     Case({"train.learning_rate": math.nan}, "train.learning_rate is nan; expected a value of type float"),
     Case({"train.beta1": -0.1}, "train.beta1 is -0.1; expected 0 or more"),
     Case({"train.trackers": ("comet",)}, "train.trackers is ('comet',); expected a value of type tuple"),
+    Case({"train.profile": "10"}, "train.profile is '10'; expected FIRST:LAST"),
+    Case({"train.profile": "13:10"}, "train.profile is '13:10'; expected FIRST:LAST"),
+    Case({"train.profile": "0:2"}, "train.profile is '0:2'; expected FIRST:LAST"),
+    Case({"train.profile": "300:302"}, "in a run of 200 steps; expected steps that there are"),
+    Case({"train.profile": "10:40"}, "31 steps; expected 20 or fewer", is_warning=True),
     Case({"data.rows": "4"}, "data.rows is '4'; expected a value of type int"),
     Case({"data.rows": True}, "data.rows is True; expected a value of type int"),
     Case(

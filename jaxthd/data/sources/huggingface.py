@@ -6,6 +6,7 @@ A row is like a line of a manifest, with its recording inside: columns are the l
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -233,7 +234,7 @@ class _Columns(NamedTuple):
 
     fields: {field: column}, of those that are read here. audio: the column of recordings; "" for none.
     rate: that of their sampling rates; "" for none. name: what is read of `audio` for its path; "" for
-    nothing.
+    nothing. A column whose name occurs twice is not read.
     """
 
     fields: dict[str, str]
@@ -244,7 +245,7 @@ class _Columns(NamedTuple):
     @classmethod
     def of(cls, table: Table, named: dict[str, str]) -> "_Columns":
         """Raises UserError for a column of data.columns that is not there."""
-        there = table.schema.names
+        there = [name for name, times in Counter(table.schema.names).items() if times == 1]
         absent = [column for column in named.values() if column and column not in there]
         if absent:
             raise UserError(

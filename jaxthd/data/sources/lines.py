@@ -17,6 +17,8 @@ from jaxthd.errors import UserError
 
 Entry = dict[str, Any]
 MOST_SHARDS = 1_000_000
+DEEPEST = 100
+"""Lists and objects in one another, at most, in a line."""
 
 
 def expand_braces(text: str) -> list[str]:
@@ -83,7 +85,10 @@ def read_examples(
             key += name_of(entry)
             answers = alternatives(entry)
             more = {name: value for name, value in entry.items() if name not in READ}
-            examples.append(Example(key, turns_of(entry, file), answers, more))
+            turns = turns_of(entry, file)
+            if line.count(b"[") + line.count(b"{") > DEEPEST < _depth(more):
+                raise ValueError(f"nested more than {DEEPEST} deep; workers could not be sent the line")
+            examples.append(Example(key, turns, answers, more))
         except ValueError as error:
             skipped.append(Skipped(key, where + str(error)))
     if not examples:
@@ -143,6 +148,16 @@ def parse(line: bytes) -> Entry:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
     return json_object(entry, "the line")
+
+
+def _depth(value: Any) -> int:
+    """How deep lists and objects are nested in a value."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        lists = (v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list))
+        level = [inner for values in lists for inner in values]
+    return depth
 
 
 def refuse_marked(entry: Entry) -> None:

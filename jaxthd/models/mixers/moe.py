@@ -87,8 +87,10 @@ class MoE(nnx.Module):
             ranked_NE = jax.lax.stop_gradient(score_NE) + self.correction_bias[...]
         _, chosen_Nk = jax.lax.top_k(ranked_NE, self.per_token)
         weight_Nk = jnp.take_along_axis(score_NE, chosen_Nk, axis=1)
-        sum_N1 = weight_Nk.sum(-1, keepdims=True) + 1e-20 if self.is_normalised else 1.0
-        weight_Nk = self.scale * weight_Nk / sum_N1
+        scaled_Nk = self.scale * weight_Nk
+        weight_Nk = (
+            scaled_Nk / (weight_Nk.sum(-1, keepdims=True) + 1e-20) if self.is_normalised else scaled_Nk
+        )
         routed = x_ND if self.latent_in is None else self.latent_in(x_ND)
         up, down = (w[...].astype(x_ND.dtype) for w in (self.up, self.down))
         experts = Experts(up, down, None if self.gate is None else self.gate[...].astype(x_ND.dtype))

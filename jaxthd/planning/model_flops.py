@@ -1,0 +1,50 @@
+"""Floating-point operations that a training step's documents ask for, whatever computes them."""
+
+from collections.abc import Callable
+
+from jaxthd.config import Config
+from jaxthd.data.loader import BatchReport
+from jaxthd.packing.document import SUBSAMPLING
+from jaxthd.planning.parameters import Group, parameter_groups
+
+FRAMES_PER_SECOND = 100 / SUBSAMPLING
+"""Encoder frames of a second of audio."""
+
+
+def model_flops(config: Config) -> Callable[[BatchReport], float]:
+    """A function that counts them for the documents of a step: products with weights, forward and backward.
+
+    A weight costs 2 operations a token forward, 2 for the gradient of its input, and 2 more for its own where
+    it trains. A part that is frozen as a whole, and has nothing trained before it, has no backward pass.
+    Padding, recomputation, attention's scores and Mamba2's scan do not count. Tokens meet the weights of the
+    decoder and of the experts that they are routed to; supervised ones meet the head, once for each depth of
+    multi-token prediction too; encoder frames meet encoder and adapter, also its subsampling.
+    """
+    groups = parameter_groups(config)
+    parts = {part: [x for x in groups if x.part == part] for part in ("encoder", "adapter", "LLM")}
+    depths = config.depths_trained
+    times = depths / max(config.model.llm.mtp_modules, 1)  # depths may share their weights
+    per_frame = per_token = per_target = 0.0
+    trains_before = False
+    for part in ("encoder", "adapter", "LLM"):
+        trains = trains_before or any(group.trained for group in parts[part])
+        for group in parts[part]:
+            flops = _of_group(group, backward=trains)
+            if part != "LLM":
+                per_frame += flops
+            elif group.name == "head":
+                per_target += (1 + depths) * flops
+            elif group.name != "embedding":
+                per_token += flops * (times if group.name.startswith("MTP") else 1)
+        trains_before = trains
+
+    def count(report: BatchReport) -> float:
+        frames = report.audio_seconds * FRAMES_PER_SECOND
+        return per_frame * frames + per_token * report.real_tokens + per_target * report.supervised_tokens
+
+    return count
+
+
+def _of_group(group: Group, *, backward: bool) -> float:
+    trained = group.trained / group.parameters
+    return group.active * (2 + 2 * backward + 2 * trained * backward)

@@ -1,0 +1,46 @@
+"""scripts/fuzz_sources.py at a size a test can afford; and that it would notice."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyarrow")
+
+from jaxthd.data.example import Example
+from jaxthd.data.skipped import Skipped
+from jaxthd.data.sources.huggingface import HuggingFaceSource
+from scripts.fuzz_sources import KINDS, Outcome, check, fuzz, make_recordings, write_table
+
+
+def test_damaged_sources_are_trained_on_or_listed_and_the_seed_decides_all(tmp_path: Path):
+    found = []
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        outcomes = fuzz(tmp_path / name, 5 * len(KINDS), 3, 0)
+        assert [text for outcome in outcomes.values() for text in outcome.violations] == []
+        found.append({k: (o.inputs, o.lines, o.documents, o.listed, o.refused) for k, o in outcomes.items()})
+    assert found[0] == found[1]
+    assert all(counts[0] == 5 for counts in found[0].values())
+    assert sum(counts[2] for counts in found[0].values()) > 10
+    assert sum(counts[3] for counts in found[0].values()) > 10
+
+
+def misnames(example: Example, epoch: int) -> Any:
+    return Skipped("7:", "it went wrong")
+
+
+def test_a_defect_is_a_violation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import numpy as np
+    import pyarrow
+
+    make_recordings(tmp_path)
+    path, outcome = tmp_path / "t.parquet", Outcome()
+    write_table(
+        np.random.default_rng(0), path, pyarrow.Table.from_pylist([{"audio": "s16.wav", "text": "a"}])
+    )
+    check(path, {"1"}, "parquet: values", 0, misnames, outcome)
+    assert "documents [], listed ['7'], expected {'1'}" in outcome.violations.pop()
+    monkeypatch.setattr(HuggingFaceSource, "read", lambda *_: 1 / 0)
+    check(path, {"1"}, "parquet: values", 0, misnames, outcome)
+    assert "ZeroDivisionError" in outcome.violations.pop()
