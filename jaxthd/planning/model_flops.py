@@ -24,6 +24,7 @@ def model_flops(config: Config) -> Callable[[BatchReport], float]:
     parts = {part: [x for x in groups if x.part == part] for part in ("encoder", "adapter", "LLM")}
     depths = config.depths_trained
     times = depths / max(config.model.llm.mtp_modules, 1)  # depths may share their weights
+    head = "embedding" if config.model.llm.tied_embedding else "head"
     per_frame = per_token = per_target = 0.0
     trains_before = False
     for part in ("encoder", "adapter", "LLM"):
@@ -32,7 +33,7 @@ def model_flops(config: Config) -> Callable[[BatchReport], float]:
             flops = _of_group(group, backward=trains)
             if part != "LLM":
                 per_frame += flops
-            elif group.name == "head":
+            elif group.name == head:
                 per_target += (1 + depths) * flops
             elif group.name != "embedding":
                 per_token += flops * (times if group.name.startswith("MTP") else 1)

@@ -27,6 +27,13 @@ def test_a_decoder_costs_six_operations_a_weight_and_token_and_the_head_only_at_
     assert model_flops(CONFIG)(report(100, 30)) == 6 * (100 * token + 30 * target)
 
 
+def test_a_tied_embedding_is_the_head_at_targets_and_a_gate_one_matrix_more():
+    tied = replace(LLM, tied_embedding=True, ffn_form="swiglu")
+    found = model_flops(replace(CONFIG, model=ModelConfig(encoder=None, llm=tied)))(report(100, 30))
+    token = 3 * MLP + ATTENTION + 4 * DIM  # two MLPs, each with half an MLP more
+    assert found == 6 * (100 * token + 30 * HEAD)
+
+
 def test_weights_that_are_frozen_have_no_gradient_of_their_own():
     lora = replace(CONFIG, adapt=AdaptConfig(freeze=("*",), unfreeze=("head.*", "decoder.norm.*")))
     whole, own = model_flops(CONFIG)(report(100, 0)), model_flops(lora)(report(100, 0))
