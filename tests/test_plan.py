@@ -16,13 +16,14 @@ from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
-from jaxthd.plan import main
+from jaxthd.plan import compiled_rungs, main
 from jaxthd.planning import lengths as lengths_module
 from jaxthd.planning.lengths import Lengths, clip_samples, draw, measure, read_examples
-from jaxthd.planning.report import describe_plan
+from jaxthd.planning.report import describe_plan, rungs_table
 from jaxthd.planning.search import TOLERANCE, make_plan, percentiles
 from jaxthd.planning.simulate import simulate
 from jaxthd.terminal.arguments import parse_command_line
+from jaxthd.terminal.tables import size_text
 from jaxthd.validate import DeviceFacts, findings
 
 MODEL = ModelConfig(
@@ -172,6 +173,28 @@ def test_a_long_tail_of_documents_a_buffer_is_bounded_where_that_is_cheap():
     made = make_plan(stream, replace(CONFIG, data=replace(DATA, capacity=240)), 4000)
     *_, p99, most = percentiles(made.by_maximum[-1].documents)
     assert p99 <= made.recommended.data.max_documents < most
+
+
+def test_the_report_prices_documents_in_cudnns_workspace():
+    """Heads x tokens x dims of a rank, 4 bytes, once for each document and once for padding."""
+    made = make_plan(random_lengths(300), replace(CONFIG, mesh=MeshConfig(context=2, tensor=2)), 200)
+    lines = [line.split() for line in describe_plan(made).splitlines()]
+    for outcome in made.by_maximum:
+        data = outcome.data
+        expected = size_text(4 * (data.max_documents + 1) * 2 * (data.rows * data.capacity // 2) * 32)
+        row = next(words for words in lines if words[:1] == [str(data.max_documents)] and words[1][-1] == "%")
+        assert " ".join(row).endswith(expected)
+    without = replace(CONFIG, model=replace(MODEL, llm=replace(MODEL.llm, pattern="M-")))
+    assert "cuDNN" not in describe_plan(make_plan(random_lengths(300), without, 200))
+
+
+@pytest.mark.exhaustive
+def test_capacities_are_priced_as_programs():
+    made = make_plan(random_lengths(300), CONFIG, 200)
+    (one, seconds), (twice, more) = rungs = list(compiled_rungs(made))
+    assert (twice, one) == (2 * made.recommended.data.capacity, made.recommended.data.capacity)
+    assert min(seconds, more) > 0
+    assert [f"{twice:,}", f"{more:.1f}", "s"] in [line.split() for line in rungs_table(rungs).splitlines()]
 
 
 def test_the_command_prints_settings_that_can_be_pasted_and_draws(manifest, tmp_path, monkeypatch, capsys):

@@ -1,18 +1,20 @@
 """The report of `jaxthd plan`: tables of what was tried, and the recommendation, as text."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from jaxthd.config import Config
+from jaxthd.kernels.choose import attention_shape
+from jaxthd.ops.attention.cudnn import WORKSPACE_MOST, workspace
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.planning.layouts import LAYOUT_COSTS, MULTIPLY_ADDS_PER_BYTE, layout_recommendation
 from jaxthd.planning.search import Plan, audio_mean, percentiles
 from jaxthd.planning.simulate import COSTS, Outcome, balance
-from jaxthd.terminal.tables import table
+from jaxthd.terminal.tables import size_text, table
 
 
 def describe_plan(plan: Plan) -> str:
@@ -107,13 +109,33 @@ def clip_room(config: Config) -> list[list[Any]]:
 
 
 def _maxima(plan: Plan) -> str:
-    unbounded = plan.by_maximum[-1]
-    rows = [
+    unbounded, config = plan.by_maximum[-1], plan.recommended.config
+    title = f"Maxima of documents {_at(plan)}, and the share of buffers that would hold no more anyway"
+    columns = f"max_documents|no more|{COSTS}"
+    rows: list[list[Any]] = [
         [o.data.max_documents, _share_within(unbounded, o.data.max_documents), *o.costs]
         for o in plan.by_maximum
     ]
-    title = f"Maxima of documents {_at(plan)}, and the share of buffers that would hold no more anyway"
-    return table(title, f"max_documents|no more|{COSTS}", rows)
+    if "*" not in config.model.llm.kinds:
+        return table(title, columns, rows)
+    for row, o in zip(rows, plan.by_maximum, strict=True):
+        row.append(size_text(workspace(attention_shape(replace(config, data=o.data)))))
+    explained = (
+        "  The last column is what the number of documents costs the back-end cudnn on each GPU: its\n"
+        "  backward pass pads every document to the buffer. The back-end is not used where that is over\n"
+        f"  {size_text(WORKSPACE_MOST)}. The other back-ends pay nothing for it."
+    )
+    return f"{table(title, f'{columns}|cuDNN workspace', rows)}\n\n{explained}"
+
+
+def rungs_table(rungs: Sequence[tuple[int, float]]) -> str:
+    """rungs: (capacity, seconds that its step took to compile)."""
+    rows = [[f"{capacity:,}", f"{seconds:.1f} s"] for capacity, seconds in rungs]
+    explained = (
+        "  Each capacity of a ladder is a program of its own, compiled when its first batch comes. Compiled\n"
+        "  here without optimisation, for simulated CPU devices; a GPU's compiler takes another time."
+    )
+    return f"{table('Capacities as programs', 'capacity|compiled in', rows)}\n\n{explained}"
 
 
 def _packers(plan: Plan) -> str:

@@ -52,12 +52,17 @@ def _unfit(shape: AttentionShape, device: Device) -> str | None:
     return unfit_cudnn(device) or _too_large(shape) or changed()
 
 
-def _too_large(shape: AttentionShape) -> str | None:
-    """XLA gives cuDNN one batch for each packed segment, each as long as the buffer, and cuDNN sums dq in
+def workspace(shape: AttentionShape) -> int:
+    """Bytes that its backward pass takes besides its results.
+
+    XLA gives cuDNN one batch for each packed segment, each as long as the buffer, and cuDNN sums dq in
     float32 for all of them (from the sources of XLA and cudnn-frontend, 2026-11; not yet run).
     """
-    segments = shape.documents + 1
-    size = 4 * segments * shape.q_heads * shape.tokens * shape.head_dim
+    return 4 * (shape.documents + 1) * shape.q_heads * shape.tokens * shape.head_dim
+
+
+def _too_large(shape: AttentionShape) -> str | None:
+    segments, size = shape.documents + 1, workspace(shape)
     if size <= WORKSPACE_MOST:
         return None
     return (
