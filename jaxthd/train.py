@@ -154,7 +154,7 @@ def _train(
         stop_asked = stack.enter_context(stop_requested(config.train.max_seconds, account.began))
 
         with_reference = cached_reference(blueprint, mesh, data, outputs.path, state)
-
+        validation.with_reference = with_reference
         # --- steps ---
         if first == 0 and validation.is_due(0):
             metrics.step({"step": 0, **validate(state), **time_line(account.seconds)})

@@ -29,6 +29,7 @@ from jaxthd.errors import UserError
 from jaxthd.objectives.objective import REFERENCE
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.posttraining.cached_reference import CachedReference
+from jaxthd.run.metrics import TIME_METRICS
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.reference_scores import make_reference_scores
@@ -36,7 +37,8 @@ from jaxthd.steps.state import TrainState, init_state
 from jaxthd.train import train
 
 STEPS = 4
-CLOCK = ("time", "step_seconds", "tokens_per_second")
+CLOCK = {"time", "step_seconds", "tokens_per_second", "device_tokens_per_second", "compilations"}
+CLOCK |= {metric.name for metric in TIME_METRICS}
 CONFIG = Config(
     data=DataConfig(
         validation_manifest="",
@@ -72,21 +74,23 @@ CONFIG = Config(
         learning_rate=1e-2,
         warmup_steps=0,
         checkpoint_every=2,
+        validate_every=STEPS,
         mtp_loss=0.0,
         trackers=(),
     ),
 )
 
 
-def write_pairs(folder: Path, *, audio: bool) -> Path:
+def write_pairs(folder: Path, *, audio: bool, seed: int = 0) -> Path:
     """Ten of them: three steps are an epoch, or less."""
-    rng, lines = np.random.default_rng(0), []
+    rng, lines = np.random.default_rng(seed), []
     for i, seconds in enumerate(rng.uniform(0.1, 0.8, 10)):
         asked: dict[str, Any] = {"prompt": "What" + "?" * i}
         if audio:
             asked = {"audio_filepath": f"{i}.wav", "duration": seconds}
             soundfile.write(folder / f"{i}.wav", rng.normal(0, 0.1, int(seconds * 16000)), 16000)
-        lines.append(asked | {"chosen": "la " * (1 + i % 3), "rejected": "no" + "o" * (i % 4)})
+        chosen, rejected = "la " * (1 + (i + seed) % 3), "no" + "o" * (i % 4)
+        lines.append(asked | {"chosen": chosen, "rejected": rejected})
     manifest = folder / "pairs.jsonl"
     manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return manifest
@@ -94,9 +98,12 @@ def write_pairs(folder: Path, *, audio: bool) -> Path:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """A text-only model."""
-    manifest = write_pairs(tmp_path_factory.mktemp("pairs"), audio=False)
-    data = replace(CONFIG.data, manifest=(str(manifest),))
+    """A text-only model, validated on other preferences than it trains on."""
+    manifest, held_out = (
+        write_pairs(tmp_path_factory.mktemp(name), audio=False, seed=seed)
+        for seed, name in enumerate(("pairs", "held_out"))
+    )
+    data = replace(CONFIG.data, manifest=(str(manifest),), validation_manifest=str(held_out))
     return replace(CONFIG, data=data, model=replace(CONFIG.model, encoder=None))
 
 
@@ -119,10 +126,14 @@ def test_a_run_learns_what_it_learns_from_a_reference_that_it_holds(
     held = replace(config, posttraining=PostTrainingConfig(reference="copy"))
     expected = trained(held, tmp_path)
     found = [{k: v for k, v in line.items() if k not in CLOCK} for line in read_metrics(whole)]
-    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
-    assert found[0]["loss"] == pytest.approx(np.log(2), abs=1e-10)
+    assert [line["step"] for line in found] == list(range(STEPS + 1))
+    before, after = (found[n]["validation_preference_loss"] for n in (0, -1))
+    assert before == pytest.approx(np.log(2), abs=1e-10)
+    assert abs(after - before) > 1e-4
+    assert found[1]["loss"] == pytest.approx(np.log(2), abs=1e-10)
     assert abs(found[-1]["margin"]) > 1e-3
-    for line in (found[0], expected[0]):
+    del found[0]["validation_preference_accuracy"], expected[0]["validation_preference_accuracy"]
+    for line in (found[1], expected[1]):
         del line["accuracy"]  # of margins that are 0 but for rounding
     for line, wanted in zip(found, expected, strict=True):
         assert {k: pytest.approx(v, rel=1e-9, abs=1e-10) for k, v in wanted.items()} == line

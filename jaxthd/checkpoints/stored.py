@@ -77,6 +77,9 @@ def describe(
         name: SavedArray(str(x.dtype), tuple(x.shape), sums[name]) for name, x in named_arrays(state).items()
     }
     finite = {k: v for k, v in metrics.items() if k in BEST_BY[best_by] and math.isfinite(v)}
+    decides = BEST_BY[best_by][0]
+    if decides in _CHOSEN and decides not in finite and (best_by == "reward" or decides in metrics):
+        finite = {}  # it could not be measured: others must not decide in its place
     return About(position, finite, arrays)
 
 

@@ -301,7 +301,7 @@ class SpeechData:
             examples, skipped = read_source(source, self._config.data, number)
             usable, others = usable_examples(examples, name, objective, prompts=self._draws)
             if objective is not None:
-                usable, dropped = self._filter.sift(usable)
+                usable, dropped = self._filter.sift(usable, rates=not self._draws)
                 others += dropped
             if objective is None and self._preferences:
                 usable, others = examples, []
@@ -309,7 +309,8 @@ class SpeechData:
                 # A run that compares answers is validated on transcripts and on preferences.
                 compared, _ = usable_examples(examples, name, self._objective)
                 usable += [example for example in compared if example.alternatives]
-                others = [item for item in others if item.key not in {example.key for example in usable}]
+                keys = {example.key for example in usable}
+                others = [item for item in others if item.key not in keys]
             if not usable:
                 raise UserError(
                     f"{source.title} ({source.setting.field}) holds nothing that can be used; its first "

@@ -48,13 +48,13 @@ class Filter:
     def __bool__(self) -> bool:
         return any(map(_bounds, (self._seconds, self._tokens, self._characters)))
 
-    def why_dropped(self, example: Example, seconds: float) -> str:
+    def why_dropped(self, example: Example, seconds: float, *, rates: bool = True) -> str:
         """Why an item is dropped, which names the setting; "" if it is kept. seconds: of its recordings."""
         if not self or not example.clips:
             return ""
         if (why := self._seconds.why(seconds, "")) or not seconds:
             return why
-        if example.alternatives or example.turns[-1].role != "assistant":
+        if not rates or example.alternatives or example.turns[-1].role != "assistant":
             return ""
         text = example.text
         if why := self._characters.why(len(text) / seconds, f": {len(text)} in {seconds:.4g} s"):
@@ -67,12 +67,24 @@ class Filter:
             return ""  # the document is skipped for it
         return self._tokens.why(count / seconds, f": {count} in {seconds:.4g} s")
 
-    def sift(self, examples: Sequence[Example]) -> tuple[list[Example], list[Skipped]]:
-        """The items that are kept, and the others, as far as the data set says how long they are."""
+    def why_too_long(self, example: Example, most_seconds: float) -> str:
+        """Why an item with a recording of more than most_seconds, the most that fit, is dropped; "" if not.
+
+        Whether it is dropped or unusable then does not depend on whether the data set says its duration.
+        """
+        if example.duration is not None or not self._seconds.most <= most_seconds:
+            return ""
+        return f"{FILTERED}max_seconds is {self._seconds.most:g}, and this has more than {most_seconds:.4g}"
+
+    def sift(self, examples: Sequence[Example], *, rates: bool = True) -> tuple[list[Example], list[Skipped]]:
+        """The items that are kept, and the others, as far as the data set says how long they are.
+
+        rates: whether the bounds on tokens and characters a second count; not for prompts.
+        """
         kept, dropped = [], []
         for example in examples:
             seconds = example.duration if self else None
-            why = "" if seconds is None else self.why_dropped(example, seconds)
+            why = "" if seconds is None else self.why_dropped(example, seconds, rates=rates)
             if why:
                 dropped.append(Skipped(example.key, why))
             else:

@@ -6,6 +6,7 @@ from typing import Any, overload
 
 from jaxthd.data.audio.features import document_rng
 from jaxthd.data.example import Alternative, Example
+from jaxthd.errors import UserError
 
 UNLABELLED = 0.0
 """The preference of a mismatched answer."""
@@ -17,12 +18,15 @@ class WithMismatched(Sequence[Example]):
     Item i takes them from item (i + d) mod n, where d from 1 to n - 1 is drawn for each epoch: no item keeps
     its own, and each item's are used once an epoch. They depend on (data.seed, epoch, i) alone, so on no
     mesh, process or position. Ethayarajh et al. (2024) and TRL exchange the answers inside a batch instead.
-    Raises ValueError for fewer than two items.
+    Raises UserError for fewer than two items.
     """
 
     def __init__(self, examples: Sequence[Example], seed: int) -> None:
         if len(examples) < 2:
-            raise ValueError(f"{len(examples)} items; expected two or more, to exchange answers")
+            raise UserError(
+                f"{len(examples)} items with preferences; expected two or more, to exchange answers "
+                "(kl=mismatched): add items, or leave kl=mismatched out of train.objective_options"
+            )
         self._examples, self._seed = examples, seed
 
     def __len__(self) -> int:

@@ -11,13 +11,14 @@ import numpy as np
 from jaxthd.config import Config, FilterConfig
 from jaxthd.data.audio.augment import Augmentation
 from jaxthd.data.audio.features import DITHER, HOP, SAMPLE_RATE, document_rng, log_mel, spec_augment
-from jaxthd.data.audio.recordings import chunk_audio, from_samples, load_audio
+from jaxthd.data.audio.recordings import TooLongError, chunk_audio, from_samples, load_audio
 from jaxthd.data.example import Clip, Example, Samples
 from jaxthd.data.filters import Filter
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import Tokenizer
 from jaxthd.packing.document import Document
+from jaxthd.packing.fit import BufferLimits
 
 
 class _Written(NamedTuple):
@@ -54,12 +55,19 @@ class SpeechDocuments:
         self._audio_id = tokenizer.audio_id
         self._encoder = config.model.encoder
         self._most_seconds = config.data.audio_capacity / 100 + 0.01
-        self._seed = config.data.seed
+        self._seed, self._limits = config.data.seed, BufferLimits.of(config)
         self._spec_augment = config.data.spec_augment
         self._train, self._augmentation = train, augmentation if train else None
         self._filter = Filter(config.data.filter if filtered else FilterConfig(), tokenizer)
 
     def __call__(self, example: Example, epoch: int = 0) -> Document | Skipped:
+        made = self._made(example, epoch)
+        changes_speed = self._augmentation is not None and self._augmentation.config.speed
+        if changes_speed and isinstance(made, Document) and self._limits.fit(made).too_large:
+            made = self._made(example, epoch, changes_speed=False)
+        return made
+
+    def _made(self, example: Example, epoch: int, *, changes_speed: bool = True) -> Document | Skipped:
         try:
             written = self._written(example)
             dither_rng = document_rng(self._seed, epoch, example.key) if self._train else None
@@ -67,7 +75,8 @@ class SpeechDocuments:
             for number, samples in enumerate(self._samples(example)):
                 if self._augmentation:
                     key = f"{example.key}/augment/{number}"
-                    samples = self._augmentation(samples, self._seed, epoch, key, self._most_seconds)
+                    augmented = self._augmentation
+                    samples = augmented(samples, self._seed, epoch, key, changes_speed=changes_speed)
                 clips.append(self._features(samples, dither_rng))
                 if self._train:
                     rng = document_rng(self._seed, epoch, f"{example.key}/spec_augment/{number}")
@@ -109,7 +118,10 @@ class SpeechDocuments:
 
     def _samples(self, example: Example) -> list[np.ndarray]:
         """The recordings as 16 kHz mono. Raises AudioError, and ValueError for an item that is dropped."""
-        found = [self._decoded(clip) for clip in example.clips]
+        try:
+            found = [self._decoded(clip) for clip in example.clips]
+        except TooLongError as error:
+            raise ValueError(self._filter.why_too_long(example, self._most_seconds) or str(error)) from error
         if self._filter and example.duration is None:
             why = self._filter.why_dropped(example, sum(map(len, found)) / SAMPLE_RATE)
             if why:

@@ -32,12 +32,14 @@ def draw_curves(
 ) -> None:
     """Draws the run's curves as a PNG, 1200 pixels wide. lines: as read_metrics returns them.
 
-    seconds: of each cause, where the run's time went (jaxthd.run.goodput); None: as the last line has it.
+    seconds: of each cause, where the run's time went (jaxthd.run.goodput). Where the last line is further on,
+        that counts.
     Raises OSError, which names the file, when it cannot be written.
     """
     has_rewards = any("reward" in line for line in lines)
     with naming(path):
-        figure = (rollout_figure if has_rewards else curves_figure)(lines, seconds or seconds_of(lines))
+        newest = max(seconds or {}, seconds_of(lines), key=lambda x: sum(x.values()))
+        figure = (rollout_figure if has_rewards else curves_figure)(lines, newest)
         figure.savefig(path)
 
 

@@ -107,13 +107,14 @@ def with_absolute_paths(config: Config, folder: str | Path, *others: str | Path)
     """The config with absolute paths: relative ones are taken as relative to `folder`.
 
     others: folders for what is not in the first one and is in one of these.
-    They are those of data sets, tokenizer, train.init_from and rollout.reward_folders. Built-in data and
-    tokenizers ("synthetic", "bytes") and "NAME:..." of a registered source stay as they are.
+    They are those of data sets, noises, rooms, tokenizer, train.init_from and rollout.reward_folders.
+    Built-in data and tokenizers ("synthetic", "bytes") and "NAME:..." of a registered source stay as they
+    are.
     """
 
     def absolute(path: str) -> str:
         source, colon, rest = path.partition(":")
-        if colon and source in ("manifest", "shar"):
+        if colon and source in ("manifest", "shar", "cuts", "huggingface"):
             return f"{source}:{absolute(rest)}"
         if path in ("", "synthetic", "bytes") or re.match(r"\w+:", path):
             return path
@@ -135,6 +136,11 @@ def with_absolute_paths(config: Config, folder: str | Path, *others: str | Path)
         validation_manifest=each(data.validation_manifest, of_set),
         validation_tarred_audio=each(data.validation_tarred_audio, absolute),
         tokenizer=absolute(data.tokenizer),
+        augment=replace(
+            data.augment,
+            noise_manifest=absolute(data.augment.noise_manifest),
+            room_manifest=absolute(data.augment.room_manifest),
+        ),
     )
     train = replace(train, init_from=each(train.init_from, absolute))
     folders = tuple(dict.fromkeys(each(config.rollout.reward_folders, absolute)))

@@ -180,6 +180,8 @@ def _family(model_type: str, *, moe: bool) -> Family:
         configure=_configure,
         fields=lambda model: llm_fields(model.llm, moe=moe),
         write=_write,
+        # Some checkpoints with a tied embedding have a copy of it under this name.
+        ignored=("lm_head.weight",),
         token_fields=token_fields,
     )
 

@@ -1,6 +1,6 @@
 """Validation during training: every set evaluated, its metrics named, its hypotheses written."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
 from itertools import chain, islice
@@ -11,6 +11,7 @@ from jaxthd.config import ValidationSet
 from jaxthd.data.dataset import SpeechData
 from jaxthd.inference.evaluator import Evaluator
 from jaxthd.inference.preference_evaluator import PreferenceEvaluator
+from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import local_rows
 from jaxthd.run.metrics import VALIDATION
 from jaxthd.run.outputs import OutputFolder
@@ -23,7 +24,11 @@ class Validation:
 
     Calling it rewrites hypotheses.jsonl with the hypotheses and references of all sets. All processes call
     it, and get the same.
+    with_reference: adds the log-probabilities of a reference policy that the run does not hold to a host
+        batch of preferences.
     """
+
+    with_reference: Callable[[Batch], Batch] = staticmethod(lambda batch: batch)
 
     def __init__(self, blueprint: Blueprint, mesh: Mesh, data: SpeechData, outputs: OutputFolder) -> None:
         self._config, self._data, self._outputs = blueprint.config, data, outputs
@@ -64,7 +69,8 @@ class Validation:
         if batches is None:
             return {}
         with closing(batches):
-            return self._compare(state, islice(batches, self._config.train.validation_batches))
+            some = islice(batches, self._config.train.validation_batches)
+            return self._compare(state, ((self.with_reference(batch), report) for batch, report in some))
 
 
 def validation_metrics(

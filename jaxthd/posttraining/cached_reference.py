@@ -107,13 +107,21 @@ class CachedReference:
 
     def _known_digest(self, weights: Weights | None) -> str:
         """The digest of the reference. weights: these of a new run, whose digest is written; else None."""
+        temperature = policy_temperature(self._config)
         if weights is not None:
             digest = weights_digest(weights, self._blueprint, self._mesh)
             if is_first():
-                write_atomically(self._file, json.dumps({"weights": digest}) + "\n")
+                stored = {"weights": digest, "temperature": temperature}
+                write_atomically(self._file, json.dumps(stored) + "\n")
             return digest
         try:
-            return str(json.loads(self._file.read_text())["weights"])
+            stored = json.loads(self._file.read_text())
+            if stored["temperature"] != temperature:
+                raise UserError(
+                    f"rollout.temperature is {temperature}, and the reference's log-probabilities were "
+                    f"computed with {stored['temperature']}; expected the same: set it back, or start a new run"
+                )
+            return str(stored["weights"])
         except (OSError, ValueError, KeyError) as error:
             raise UserError(
                 f"{self._file} cannot be read ({error}); expected the digest of the weights that the run "

@@ -38,7 +38,7 @@ class TimeAccount(AbstractContextManager["TimeAccount"]):
     def __init__(self, workdir: Path, began: float) -> None:
         self._path, self._settled, self.began = workdir / FILE, began, began
         self._seconds = dict.fromkeys(CAUSES, 0.0)
-        self._cause = "other"
+        self._cause, self._is_continued = "other", False
         self._compiled: list[tuple[float, float]] = []  # spans since the last settling, apart, in order
         self._thread = threading.get_ident()
         jax.monitoring.register_event_duration_secs_listener(self._listen)
@@ -48,6 +48,7 @@ class TimeAccount(AbstractContextManager["TimeAccount"]):
 
         lines_file: metrics.jsonl. last_step: of the restored checkpoint. The time of later steps is lost.
         """
+        self._is_continued = True
         if not is_first():
             return
         lines = [line for line in read_lines(lines_file) if "goodput" in line]
@@ -125,7 +126,7 @@ class TimeAccount(AbstractContextManager["TimeAccount"]):
     def __exit__(self, *_: object) -> None:
         self._settle()
         jax.monitoring.unregister_event_duration_listener(self._listen)
-        if is_first():
+        if is_first() and self._is_continued:
             self._write()
 
     def _listen(self, event: str, duration_secs: float, **_: Any) -> None:

@@ -76,12 +76,13 @@ class Blueprint:
     def used_dtypes(self) -> Tree:
         """For every parameter the dtype in which the model uses it: the compute dtype for weight matrices,
         the parameter's own for all others (norms, biases, Mamba2's numbers for each head) and for routers.
+        DoRA's magnitudes are relative to matrices in their own dtype.
         """
         params, dtype = nnx.state(self.model, nnx.Param), jnp.dtype(self.config.compute.dtype)
 
         def used(path: tuple[Any, ...], is_matrix: bool, x: Any) -> Any:
             is_router = any(getattr(key, "key", None) == "router" for key in path)
-            return dtype if is_matrix and not is_router else x.dtype
+            return dtype if is_matrix and not is_router and not self.config.adapt.dora else x.dtype
 
         return jax.tree_util.tree_map_with_path(used, weight_decay_mask(params), nnx.to_pure_dict(params))
 

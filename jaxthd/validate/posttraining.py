@@ -56,6 +56,12 @@ def _cached_reference(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             "documents that come again: answers that are drawn do not",
             "set posttraining.reference to auto",
         )
+    if "kl=mismatched" in config.train.objective_options:
+        yield Finding(
+            'posttraining.reference is "cached" with train.objective_options kl=mismatched',
+            "documents that come again: mismatched answers change in every epoch",
+            "set posttraining.reference to auto",
+        )
 
 
 # --- jaxthd grpo ---

@@ -316,6 +316,16 @@ def test_a_full_disk_ends_the_run_in_one_message_with_the_older_checkpoint_intac
         assert bits(state) == bits(make_state(1, width=3000))
 
 
+def test_a_reward_that_could_not_be_measured_lets_nothing_else_decide(tmp_path: Path):
+    with Checkpoints(tmp_path, 1, "reward") as checkpoints:
+        for step, reward in {1: 0.9, 2: 0.5, 3: float("nan")}.items():
+            found = {"validation_reward": reward, "validation_wer": 0.5 - 0.1 * step}
+            checkpoints.save(step, make_state(step), {}, found)
+        checkpoints.save(4, make_state(4), {}, {"validation_wer": 0.0})
+    assert names(tmp_path) == ["1", "4"]
+    assert find_checkpoint(tmp_path, "best")[0] == 1
+
+
 def test_the_best_may_be_by_reward(tmp_path: Path):
     rewards = {1: 0.2, 2: 0.9, 3: float("nan"), 4: 0.9, 5: 0.1}
     metrics = {s: {"validation_reward": r, "validation_wer": 0.5 - 0.1 * s} for s, r in rewards.items()}

@@ -212,8 +212,20 @@ def test_folders_are_those_that_datasets_writes(tmp_path: Path):
         write_parquet(hub / f"{name}.parquet", rows[:1])
     assert len(read(hub.parent)[0]) == 2
     write_parquet(hub / "test-00000-of-00001.parquet", rows[:1])
-    with pytest.raises(UserError, match=r"holds test\.parquet, train\.parquet, in shards"):
+    with pytest.raises(UserError, match=r"holds test\.parquet, train\.parquet; expected the files of one"):
         read(hub.parent)
+    for names in (("train", "test"), ("data-0", "validation"), ("train", "0")):
+        plain = tmp_path / "-".join(names)
+        plain.mkdir()
+        for name in names:
+            write_parquet(plain / f"{name}.parquet", rows[:1])
+        with pytest.raises(UserError, match="expected the files of one split"):
+            read(plain)
+    numbered = tmp_path / "numbered"
+    numbered.mkdir()
+    for name in ("0000", "0001"):
+        write_parquet(numbered / f"{name}.parquet", rows[:1])
+    assert len(read(numbered)[0]) == 2
     assert len(read(hub / "train-{00000..00001}-of-00002.parquet")[0]) == 2
 
 

@@ -121,7 +121,7 @@ def test_the_command_draws_the_curves_of_a_workdir(tmp_path: Path):
     lines = "".join(json.dumps(line) + "\n" for line in run_lines(5))
     (tmp_path / "metrics.jsonl").write_text(lines)
     main([str(tmp_path)])
-    assert imread(tmp_path / "curves.png").shape[:2] == (800, 1200)
+    assert imread(tmp_path / "curves.png").shape[:2] == (920, 1200)
 
 
 def packed(rows: int, config: Config) -> tuple[Batch, BatchReport, list[PackReport]]:

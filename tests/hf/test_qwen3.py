@@ -5,13 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxthd.config import LLMConfig, ModelConfig
+from jaxthd.convert import export_weights, import_weights
 from jaxthd.errors import UserError
 from jaxthd.files.config_file import load_config
 from jaxthd.hf.qwen3 import FAMILIES, llm_config, llm_fields
 from jaxthd.hf.registry import export_families
 from jaxthd.planning.parameters import parameter_groups
+from tests.hf.published import write_published
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PUBLISHED: dict[str, Any] = {
@@ -106,3 +109,20 @@ def test_the_format_follows_from_the_blocks():
         found = export_families(ModelConfig(encoder=None, llm=llm))
         assert found == {"": titles[title]}
     assert export_families(ModelConfig(encoder=None))[""].title == "NemotronHForCausalLM"
+
+
+def test_a_copy_of_a_tied_embedding_is_not_read(tmp_path: Path):
+    """Published folders of the small models have one."""
+    folder = write_published("qwen3", tmp_path / "tied")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, folder / "model.safetensors"
+    )
+    import_weights([str(folder)], tmp_path / "imported")
+    export_weights(tmp_path / "imported", tmp_path / "out")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == tensors.keys()
+    untied = write_published("qwen3_moe", tmp_path / "untied")
+    tensors = load_file(untied / "model.safetensors")
+    save_file({k: x for k, x in tensors.items() if k != "lm_head.weight"}, untied / "model.safetensors")
+    with pytest.raises(UserError, match=r"missing: lm_head\.weight"):
+        import_weights([str(untied)], tmp_path / "not")

@@ -36,6 +36,7 @@ def spent(**seconds: float) -> dict[str, float]:
 
 def test_every_second_has_one_cause(tmp_path: Path, clock: SimpleNamespace):
     with TimeAccount(tmp_path, 90.0) as account:
+        account.continued(tmp_path / "metrics.jsonl", 0)
         account.switch("stepping")  # 10 s since the command began
         clock.now += 3.0
         with account.during("validating"):

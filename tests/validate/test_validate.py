@@ -406,6 +406,14 @@ CASES = [
         'posttraining.reference is "cached" with posttraining.reference_every 5',
     ),
     Case(
+        {
+            "train.objective": "kto",
+            "train.objective_options": ("kl=mismatched",),
+            "posttraining.reference": "cached",
+        },
+        'posttraining.reference is "cached" with train.objective_options kl=mismatched',
+    ),
+    Case(
         {"train.objective": "grpo", "posttraining.reference": "cached"},
         "posttraining.reference is \"cached\" with train.objective 'grpo'",
     ),

@@ -5,6 +5,7 @@ ranks, workers or other changes.
 """
 
 import functools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from jaxtyping import Float32
 
 from jaxthd.config import AugmentConfig
 from jaxthd.data.audio.features import SAMPLE_RATE, document_rng
-from jaxthd.data.audio.recordings import MIN_SAMPLES, load_audio
+from jaxthd.data.audio.recordings import MIN_SAMPLES, AudioError, load_audio
 from jaxthd.data.example import Clip
 
 LOW_PASS_ORDER = 8
@@ -35,12 +36,12 @@ class Augmentation:
     rooms: Sequence[Clip] = ()
 
     def __call__(
-        self, samples: Audio, seed: int, epoch: int, key: str, most_seconds: float = float("inf")
+        self, samples: Audio, seed: int, epoch: int, key: str, *, changes_speed: bool = True
     ) -> Audio:
         """The changed recording, 16 kHz mono as before. key: names the recording; the draws depend on it.
 
-        A speed that would make it longer than most_seconds, or shorter than two mel frames, is not applied.
-        Raises AudioError for a noise or a room that cannot be decoded.
+        A speed that would make it shorter than two mel frames is not applied, and none without
+        changes_speed. Nor is a noise or a room that cannot be decoded, which a line on stderr says once.
         """
         config = self.config
 
@@ -48,27 +49,39 @@ class Augmentation:
             rng = document_rng(seed, epoch, f"{key}/{kind}")
             return rng if rng.random() < probability else None
 
-        if config.speed and (rng := drawn("speed", 1.0)):
+        if changes_speed and config.speed and (rng := drawn("speed", 1.0)):
             faster = change_speed(samples, config.speed[int(rng.integers(len(config.speed)))])
-            if MIN_SAMPLES <= len(faster) <= most_seconds * SAMPLE_RATE:
+            if len(faster) >= MIN_SAMPLES:
                 samples = faster
         if self.rooms and (rng := drawn("room", config.room_probability)):
             room = self.rooms[int(rng.integers(len(self.rooms)))]
-            samples = reverberate(samples, _read(room))
+            if (response := _read(room)) is not None:
+                samples = reverberate(samples, response)
         if self.noises and (rng := drawn("noise", config.noise_probability)):
             noise = self.noises[int(rng.integers(len(self.noises)))]
             decibels = float(rng.uniform(*config.noise_snr))
-            samples = add_noise(samples, _excerpt(noise, len(samples), rng), decibels)
+            if (excerpt := _excerpt(noise, len(samples), rng)) is not None:
+                samples = add_noise(samples, excerpt, decibels)
         if rng := drawn("low_pass", config.low_pass_probability):
             samples = low_pass(samples, float(rng.uniform(*config.low_pass_hz)))
         return samples
 
 
-def _read(clip: Clip) -> Audio:
-    return load_audio(clip.path, clip.offset, clip.duration, channels=clip.channels)
+def _read(clip: Clip) -> Audio | None:
+    """None for a recording that cannot be decoded."""
+    try:
+        return load_audio(clip.path, clip.offset, clip.duration, channels=clip.channels)
+    except AudioError as error:
+        _say_once(str(clip.path), str(error))
+        return None
 
 
-def _excerpt(noise: Clip, samples: int, rng: np.random.Generator) -> Audio:
+@functools.lru_cache(None)
+def _say_once(path: str, reason: str) -> None:
+    print(f"warning: {path} is not used as a noise or a room ({reason})", file=sys.stderr, flush=True)
+
+
+def _excerpt(noise: Clip, samples: int, rng: np.random.Generator) -> Audio | None:
     """A random range of a noise, as long as the samples, or all of it. Only that range is decoded."""
     assert noise.duration is not None
     seconds = max(samples, MIN_SAMPLES) / SAMPLE_RATE

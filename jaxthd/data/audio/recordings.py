@@ -30,6 +30,10 @@ class AudioError(ValueError):
     """A recording that cannot be used. The message names the file and the cause."""
 
 
+class TooLongError(AudioError):
+    """A recording that is longer than may be read."""
+
+
 def load_audio(
     path: str | Path,
     offset: float = 0.0,
@@ -80,7 +84,7 @@ def load_audio(
     if not len(samples):
         raise AudioError(f"{name}: no samples; the file is empty or cut short")
     if len(samples) > most_seconds * rate:
-        raise AudioError(f"{name}: more than {most_seconds} s, which is all that data.audio_capacity holds")
+        raise TooLongError(f"{name}: more than {most_seconds} s, which is all that data.audio_capacity holds")
     if duration is not None and len(samples) / rate < duration - DURATION_SLACK:
         raise AudioError(
             f"{name}: {len(samples) / rate:.3f} s from offset {offset} s, the manifest says {duration} s; "
@@ -104,7 +108,7 @@ def from_samples(found: Samples, most_seconds: float = math.inf) -> Float32[np.n
     if found.rate not in RATES:
         raise AudioError(f"{found.rate} samples a second; expected {RATES[0]} to {RATES[-1]}")
     if shape[0] > most_seconds * found.rate:
-        raise AudioError(f"more than {most_seconds} s, which is all that data.audio_capacity holds")
+        raise TooLongError(f"more than {most_seconds} s, which is all that data.audio_capacity holds")
     mono = found.samples.astype(np.float32).reshape(shape[0], -1).mean(axis=1, dtype=np.float32)
     return _resampled(mono, found.rate, "samples")
 

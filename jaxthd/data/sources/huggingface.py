@@ -30,6 +30,7 @@ ANSWERS = (*PAIR, "completion")
 MOST_ROWS = 1_000_000
 """The most rows of a group that cannot be read which are listed each by itself."""
 _SHARD = re.compile(r"-\d+-of-\d+$")
+_SPLIT = re.compile(r"(train|test|valid|val|dev|eval)", re.I)
 _READABLE = re.compile(r"(large_)?string|bool|u?int\d+|float|double|halffloat|null|dictionary<.*string.*>")
 
 
@@ -158,10 +159,12 @@ def _listed_files(folder: Path, setting: str) -> list[Path]:
             f"them: name {folder / (splits or ['train'])[0]}, for example"
         )
     parts = sorted({_SHARD.sub("", path.stem) + path.suffix for path in files})
-    if len(parts) > 1 and all(_SHARD.search(path.stem) or path.suffix != files[0].suffix for path in files):
+    names = {_SHARD.sub("", path.stem) for path in files}
+    is_mixed = len({path.suffix for path in files}) > 1 or any(_SHARD.search(path.stem) for path in files)
+    if len(parts) > 1 and (is_mixed or any(map(_SPLIT.match, names))):
         raise UserError(
-            f"{folder} ({setting}) holds {', '.join(parts)}, in shards; expected one split, of one kind: "
-            f"name its files, such as {files[0].parent}/train-{{00000..00003}}-of-00004.parquet"
+            f"{folder} ({setting}) holds {', '.join(parts)}; expected the files of one split, of one kind: "
+            f"name them, such as {files[0]} or {files[0].parent}/train-{{00000..00003}}-of-00004.parquet"
         )
     return files
 
