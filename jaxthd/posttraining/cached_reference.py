@@ -119,7 +119,8 @@ class CachedReference:
             if stored["temperature"] != temperature:
                 raise UserError(
                     f"rollout.temperature is {temperature}, and the reference's log-probabilities were "
-                    f"computed with {stored['temperature']}; expected the same: set it back, or start a new run"
+                    f"computed with {stored['temperature']}; expected the same: set it back, or start a new "
+                    "run (--workdir)"
                 )
             return str(stored["weights"])
         except (OSError, ValueError, KeyError) as error:

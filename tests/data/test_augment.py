@@ -173,7 +173,7 @@ def stream(
 
 
 def test_a_speed_that_would_make_a_document_too_large_is_not_applied(folder: Path):
-    """Recordings of 0.4 to 1.2 s, four times as slow, for buffers of 4 s and 64 token slots, 12.5 a second."""
+    """Recordings of 0.4 to 1.2 s, four times as slow, for buffers of 4 s and 64 slots, 12.5 a second."""
     settings = config(folder, AugmentConfig(speed=(0.25,)))
     tokenizer = load_tokenizer(settings.data.tokenizer)
     documents = SpeechDocuments(
