@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def grpo_arm(workdir: Path, seed: int, steps: int, *, shuffled: bool = False) -> None:
-    settings = ["--train.seed", seed, "--train.steps", steps, "--train.validate-every", steps]
+    settings = [*seeds(seed), "--train.steps", steps, "--train.validate-every", steps]
     settings += ["--workdir", workdir]
     if shuffled:
         call(sys.executable, __file__, SHUFFLED, seed, CONFIGS / "grpo.py", *settings)
@@ -106,14 +106,19 @@ def grpo_arm(workdir: Path, seed: int, steps: int, *, shuffled: bool = False) ->
 
 def sft_arm(workdir: Path, seed: int, steps: int) -> None:
     """More of what configs/first_run.py did, at a third of its learning rate."""
-    settings = ["--train.seed", seed, "--train.steps", steps, "--train.validate-every", steps]
+    settings = [*seeds(seed), "--train.steps", steps, "--train.validate-every", steps]
     settings += ["--train.init-from", START, "--train.learning-rate", 5e-4, "--train.warmup-steps", 20]
     settings += ["--train.checkpoint-every", steps, "--workdir", workdir]
     jaxthd_command("train", CONFIGS / "first_run.py", *settings)
 
 
 def dpo_arm(workdir: Path, seed: int) -> None:
-    jaxthd_command("train", CONFIGS / "dpo.py", "--train.seed", seed, "--workdir", workdir)
+    jaxthd_command("train", CONFIGS / "dpo.py", *seeds(seed), "--workdir", workdir)
+
+
+def seeds(seed: int) -> list[Any]:
+    """Of the draws, and of the data's order."""
+    return ["--train.seed", seed, "--data.seed", seed]
 
 
 def with_shuffled_rewards(seed: int, argv: list[str]) -> None:
