@@ -18,7 +18,7 @@ import jax
 
 from jaxthd.config import Config
 from jaxthd.errors import readable_errors
-from jaxthd.objectives.grpo import ADVANTAGE
+from jaxthd.objectives.answers import draws_answers
 from jaxthd.parallel.mesh import batch_specs, bytes_of, on_device
 from jaxthd.planning.bubble import describe_bubble
 from jaxthd.planning.compiled_grpo import Program, measure_grpo
@@ -44,7 +44,8 @@ def main(argv: list[str] | None = None) -> None:
     facts = DeviceFacts(platform="gpu", devices=config.mesh.devices, kind="as many as the mesh needs")
     for warning in validate(config, facts):
         print(f"warning: {warning}", file=sys.stderr)
-    found = measure_grpo(config) if _draws(config) and not options.no_compile else None
+    draws = draws_answers(objective_of(config))
+    found = measure_grpo(config) if draws and not options.no_compile else None
     measured = None if options.no_compile else found.update if found else measure(config)
     mesh = f"Mesh (data, context, pipeline, tensor) = {config.mesh.sizes}: {config.mesh.devices} devices."
     print(f"{path}. {mesh}\n\n{estimate(config, measured)}")
@@ -78,11 +79,6 @@ def programs_table(programs: Sequence[Program]) -> str:
         "the batches of a step.\nHeld: places with their keys and values, and weights on another mesh; "
         "scores; gradients. In float32."
     )
-
-
-def _draws(config: Config) -> bool:
-    """Whether it is a config of jaxthd grpo."""
-    return ADVANTAGE in objective_of(config).extras
 
 
 class _Table:

@@ -451,11 +451,16 @@ def fuzz(folder: Path, count: int, seed: int, workers: Workers | int) -> dict[st
     return outcomes
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--count", type=int, default=1000, help="damaged inputs")
+def run(
+    doc: str | None, fuzz: Callable[[Path, int, int, Workers], dict[str, Outcome]], count: int, unit: str
+) -> None:
+    """The command of a fuzz script: prints the outcomes by kind, and exits with 1 after a violation.
+
+    fuzz: (folder, number of damaged inputs, seed, workers) -> outcomes by kind. count: inputs by default.
+    unit: what each damaged input is, for the last line.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=count, help="damaged inputs")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     workers = Workers(os.cpu_count() or 1, ITEM_SECONDS)
@@ -473,9 +478,9 @@ def main() -> None:
     print(f"largest worker process: {peak / 2**20:.0f} MiB")
     if peak > MEMORY:
         violations.append(f"a worker process took {peak / 2**20:.0f} MiB")
-    print("\n".join(violations) or "every line is a document or listed")
+    print("\n".join(violations) or f"every {unit} is a document or listed")
     sys.exit(bool(violations))
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, fuzz, 1000, "line")

@@ -18,14 +18,9 @@ Of a table that is damaged as bytes the number of rows is not known: its items m
 Needs pyarrow (the extra parquet).
 """
 
-import argparse
 import copy
 import json
-import os
 import re
-import resource
-import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -57,12 +52,12 @@ from scripts.fuzz_data import (
     CUT,
     FORMATS,
     ITEM_SECONDS,
-    MEMORY,
     VALUES,
     Outcome,
     damaged_bytes,
     damaged_entry,
     make_recordings,
+    run,
     time_limit,
 )
 
@@ -271,31 +266,5 @@ def sound_noises(folder: Path) -> Path:
     return path
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--count", type=int, default=5000, help="damaged inputs")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    workers = Workers(os.cpu_count() or 1, ITEM_SECONDS)
-    with tempfile.TemporaryDirectory() as folder:
-        outcomes = fuzz(Path(folder), options.count, options.seed, workers)
-    workers.close()
-    columns = ("inputs", "lines", "documents", "listed", "refused", "seconds", "violations")
-    print(f"{'damage':24}" + "".join(f"{name:>12}" for name in columns))
-    for kind, outcome in outcomes.items():
-        cells = [getattr(outcome, name) for name in columns]
-        shown = [f"{c:.1f}" if isinstance(c, float) else len(c) if isinstance(c, list) else c for c in cells]
-        print(f"{kind:24}" + "".join(f"{cell:>12}" for cell in shown))
-    violations = [text for outcome in outcomes.values() for text in outcome.violations]
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    print(f"largest worker process: {peak / 2**20:.0f} MiB")
-    if peak > MEMORY:
-        violations.append(f"a worker process took {peak / 2**20:.0f} MiB")
-    print("\n".join(violations) or "every item is a document or listed")
-    sys.exit(bool(violations))
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, fuzz, 5000, "item")

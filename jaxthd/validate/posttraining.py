@@ -7,11 +7,26 @@ from dataclasses import replace
 from jaxthd.config import Config
 from jaxthd.errors import UserError
 from jaxthd.objectives import OBJECTIVES, Objective, make_objective
-from jaxthd.objectives.grpo import ADVANTAGE, GRPO
+from jaxthd.objectives.answers import draws_answers, needs_mismatched
+from jaxthd.objectives.grpo import GRPO
 from jaxthd.validate import mesh
 from jaxthd.validate.rules import DeviceFacts, Finding, Group
 
 RULES = Group()
+
+
+def _objective(config: Config) -> Objective | None:
+    """None for an objective that cannot be made: another rule tells."""
+    try:
+        return make_objective(config.train.objective, config.train.objective_options)
+    except UserError:
+        return None
+
+
+def draws(config: Config) -> bool:
+    """Whether the objective trains on answers that are drawn."""
+    objective = _objective(config)
+    return objective is not None and draws_answers(objective)
 
 
 def _is_policy(config: Config) -> bool:
@@ -50,13 +65,14 @@ def _cached_reference(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             "a reference that stays the same, because its log-probabilities are computed once",
             "set posttraining.reference_every to 0, or posttraining.reference to copy",
         )
-    if _draws(config):
+    if draws(config):
         yield Finding(
             f'posttraining.reference is "cached" with train.objective {config.train.objective!r}',
             "documents that come again: answers that are drawn do not",
             "set posttraining.reference to auto",
         )
-    if "kl=mismatched" in config.train.objective_options:
+    objective = _objective(config)
+    if objective is not None and needs_mismatched(objective):
         yield Finding(
             'posttraining.reference is "cached" with train.objective_options kl=mismatched',
             "documents that come again: mismatched answers change in every epoch",
@@ -67,22 +83,9 @@ def _cached_reference(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 # --- jaxthd grpo ---
 
 
-def _drawing_objective(config: Config) -> Objective | None:
-    """The objective, if it trains on answers that are drawn. None for one that cannot be made."""
-    try:
-        objective = make_objective(config.train.objective, config.train.objective_options)
-    except UserError:
-        return None
-    return objective if ADVANTAGE in objective.extras else None
-
-
-def _draws(config: Config) -> bool:
-    return _drawing_objective(config) is not None
-
-
 @RULES.rule("train.objective", "rollout", "mesh", "data.max_documents", "posttraining.share_prompts")
 def _groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    if not _draws(config):
+    if not draws(config):
         return
     rollout, size = config.rollout, config.rollout.group_size
     segments = size + config.posttraining.share_prompts
@@ -114,7 +117,7 @@ def _groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 def _mesh_of_rollouts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """The rules of a mesh hold for that of rollouts too, whose data ranks each have one row."""
     own = config.rollout.mesh
-    if own is None or not _draws(config):
+    if own is None or not draws(config):
         return
     if own.devices != config.mesh.devices:
         yield Finding(
@@ -170,14 +173,14 @@ def _pass_at_k(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 @RULES.rule("train.best_by", "train.objective", "rollout.validation_prompts")
 def _best_by(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     by = config.train.best_by
-    if by == "reward" and not (_draws(config) and config.rollout.validation_prompts):
+    if by == "reward" and not (draws(config) and config.rollout.validation_prompts):
         yield Finding(
             f"train.best_by is 'reward' with train.objective {config.train.objective!r} and "
             f"rollout.validation_prompts {config.rollout.validation_prompts}",
             "held-out prompts that are rewarded (jaxthd grpo)",
             "set rollout.validation_prompts, such as to 200, or train.best_by to wer",
         )
-    if by == "preferences" and (_draws(config) or not _is_policy(config)):
+    if by == "preferences" and (draws(config) or not _is_policy(config)):
         yield Finding(
             f"train.best_by is 'preferences' with train.objective {config.train.objective!r}",
             "an objective that is trained on preferences",
@@ -187,14 +190,14 @@ def _best_by(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 
 @RULES.rule("train.objective", "train.objective_options", "rollout.epochs", "rollout.updates")
 def _updates(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    objective = _drawing_objective(config)
+    objective = _objective(config)
     if isinstance(objective, GRPO) and objective.old == "current" and config.updates_of_a_step > 1:
         yield Finding(
             f"old=current with rollout.epochs x rollout.updates = {config.updates_of_a_step}",
             "one update a step, because after the first one the policy is no longer the one that drew",
             "set old=scored in train.objective_options, or both to 1",
         )
-    if not _draws(config) and config.updates_of_a_step > 1:
+    if not draws(config) and config.updates_of_a_step > 1:
         yield Finding(
             f"rollout.epochs x rollout.updates is {config.updates_of_a_step} with train.objective "
             f"{config.train.objective!r}",

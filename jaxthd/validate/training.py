@@ -17,10 +17,10 @@ from jaxthd.models.adapt import (
     unmatched,
 )
 from jaxthd.objectives import make_objective
-from jaxthd.objectives.answers import draws_answers
 from jaxthd.ops.backend import version_numbers
 from jaxthd.ops.fp8 import is_installed
 from jaxthd.steps.optimizer_kinds import optimizer_kind
+from jaxthd.validate.posttraining import draws
 from jaxthd.validate.rules import DeviceFacts, Finding, Group, multiples, shapes_of
 
 RULES = Group()
@@ -112,13 +112,6 @@ def _fp8(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding(f"{what} ({some} on a rank)", "multiples of 16", change)
 
 
-def _draws(config: Config) -> bool:
-    try:
-        return draws_answers(make_objective(config.train.objective, config.train.objective_options))
-    except UserError:  # another rule tells
-        return False
-
-
 @RULES.rule("adapt", "train.objective")
 def _lora(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     adapt = config.adapt
@@ -131,7 +124,7 @@ def _lora(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if adapt.lora_dropout >= 1:
         change = "set adapt.lora_dropout to 0.05, for example"
         yield Finding(f"adapt.lora_dropout is {adapt.lora_dropout}", "less than 1", change)
-    if adapt.lora_dropout and _draws(config):
+    if adapt.lora_dropout and draws(config):
         yield Finding(
             f"adapt.lora_dropout is {adapt.lora_dropout} with train.objective {config.train.objective!r}",
             "0, because answers are trained with the probabilities that they were drawn by",
