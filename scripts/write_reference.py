@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md, from jaxthd/config.py, and docs/metrics.md, from jaxthd/run/metrics.py.
+"""Writes docs/configuration.md, from jaxthd/config/, and docs/metrics.md, from jaxthd/run/metrics.py.
 
 python scripts/write_reference.py
 """
@@ -22,7 +22,7 @@ REFERENCE, METRICS = DOCS / "configuration.md", DOCS / "metrics.md"
 HEAD = """\
 # Configuration
 
-<!-- Written by scripts/write_reference.py from jaxthd/config.py: change it there, and run that. -->
+<!-- Written by scripts/write_reference.py from jaxthd/config/: change it there, and run that. -->
 
 These are all settings of a run. A [config file](../configs/cp2.py) gives them in Python, for instance as
 `DataConfig(max_documents=32)`; relative paths in it are relative to its folder. A run keeps its own in

@@ -43,7 +43,7 @@ BESIDE = {
     ("run", "terminal"),
 }
 """Allowed (importer, imported) inside a layer."""
-NO_COMMANDS = {"__init__", "__main__", "config", "errors"}
+NO_COMMANDS = {"__init__", "__main__", "errors"}
 MOST_LINES = 80
 
 
@@ -96,7 +96,7 @@ def is_allowed(importer: str, package: str) -> bool:
 
 def test_every_package_has_a_layer() -> None:
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert packages | {"config", "errors"} == LAYER.keys()
+    assert packages | {"errors"} == LAYER.keys()
 
 
 @pytest.mark.parametrize("name", TREES)

@@ -55,7 +55,7 @@ def groups(kind: Any = Config, path: str = "", text: str = "") -> Iterator[Group
             nested.append((inner[0], where, docstring))
         elif not docstring:
             raise ValueError(
-                f"jaxthd/config.py: {kind.__name__}.{name} has no docstring; expected what it means, in a "
+                f"jaxthd/config/: {kind.__name__}.{name} has no docstring; expected what it means, in a "
                 "string under the field: write it"
             )
         else:

@@ -1,4 +1,4 @@
-"""The step's settings mean what config.py says, in every compute dtype."""
+"""The step's settings mean what jaxthd/config says, in every compute dtype."""
 
 import sys
 from dataclasses import replace

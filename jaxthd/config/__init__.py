@@ -1,0 +1,39 @@
+"""Every setting of a run, as frozen dataclasses. configs/*.py return a Config; the command line overrides it.
+
+The docstring under a field is its text in --help and in docs/configuration.md.
+"""
+
+from jaxthd.config.adapt import AdaptConfig
+from jaxthd.config.compute import ComputeConfig
+from jaxthd.config.data import (
+    AugmentConfig,
+    DataConfig,
+    FilterConfig,
+    Packing,
+    SpecAugmentConfig,
+    ValidationSet,
+)
+from jaxthd.config.mesh import MeshConfig
+from jaxthd.config.model import EncoderConfig, LLMConfig, ModelConfig
+from jaxthd.config.posttraining import PostTrainingConfig, RolloutConfig
+from jaxthd.config.run import Config
+from jaxthd.config.train import TrainConfig
+
+__all__ = [
+    "AdaptConfig",
+    "AugmentConfig",
+    "ComputeConfig",
+    "Config",
+    "DataConfig",
+    "EncoderConfig",
+    "FilterConfig",
+    "LLMConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "Packing",
+    "PostTrainingConfig",
+    "RolloutConfig",
+    "SpecAugmentConfig",
+    "TrainConfig",
+    "ValidationSet",
+]

@@ -1,0 +1,36 @@
+"""The settings of what trains: frozen parts, LoRA."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AdaptConfig:
+    """Which parts of the model train, and how fast. The parts are encoder, adapter and LLM (all the rest).
+
+    Patterns match names, and * matches anything: jaxthd describe runs/my --names lists the names.
+    """
+
+    freeze: tuple[str, ...] = ()
+    """Patterns of parameters that do not train, such as "encoder.*" or "decoder.layers.mamba.*". Frozen
+    BatchNorms of the encoder keep their running statistics and normalise by them; frozen routers keep the
+    correction biases of their experts."""
+    unfreeze: tuple[str, ...] = ()
+    """Patterns of parameters that train nevertheless, such as "decoder.*.norm.weight" beside LoRA."""
+    lora_rank: int = 0
+    """Rank of the low-rank matrices (LoRA) added to projections; 0 for none. They train, whatever freeze
+    says; everything else in a part that has LoRA is frozen."""
+    lora_alpha: float = 16.0
+    """The product of the low-rank matrices is scaled by lora_alpha / lora_rank."""
+    lora_targets: tuple[str, ...] = ("decoder.layers.*",)
+    """Patterns of the projections that get LoRA, such as "*.q". Routers and routed experts never do."""
+    lora_dropout: float = 0.0
+    """Share of the features that do not enter the low-rank matrices of the decoder's projections in a
+    training step. The draws are the same on every mesh; encoder and adapter have none."""
+    dora: bool = False
+    """Also train the magnitude of each column of the projections that get LoRA (DoRA)."""
+    encoder_lr_factor: float = 1.0
+    """Factor on the encoder's learning rate."""
+    adapter_lr_factor: float = 1.0
+    """Factor on the adapter's learning rate."""
+    llm_lr_factor: float = 1.0
+    """Factor on the LLM's learning rate."""

@@ -1,0 +1,62 @@
+"""The settings of how the model is computed."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ComputeConfig:
+    """How the model is computed: dtypes, exchanges, kernels, memory. No checkpoint depends on any of it."""
+
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Compute dtype. Parameters are float32 (float64 if this is float64)."""
+    fp8: tuple[str, ...] = ()
+    """Patterns of projections, such as "decoder.layers.*", whose matrix products run in 8-bit numbers,
+    forward and backward (pip install 'jaxthd[fp8]'). Routers, routed experts, Mamba2's time steps,
+    embedding and head never do."""
+    context_exchange: Literal["ring", "all_gather"] = "ring"
+    """How attention reaches the keys and values of other context ranks."""
+    context_layout: Literal["buffer", "document"] = "buffer"
+    """What is divided into 2 * context chunks, of which rank r holds chunks r and 2 * context - 1 - r: the
+    whole buffer, or each document by itself (data.round_to must then be a multiple of 2 * context)."""
+    sequence_sharded: bool = False
+    """Shard norms and residuals over the tensor ranks, 1/tensor of the tokens on each: reduce-scatter and
+    all-gather replace all-reduce."""
+    expert_parallel: bool = True
+    """Shard experts over data and context ranks and send tokens to them; otherwise the experts' weights
+    are gathered."""
+    expert_capacity: float = 1.5
+    """Slots for tokens in one send to another rank, relative to the mean number of tokens. Tokens that do
+    not fit go with the next send."""
+    attention_backend: str = "xla"
+    """What computes the decoder's attention. "xla": blockwise, on every device. "te": Transformer Engine's
+    fused kernels; "cudnn": jax's own cuDNN call. Both need an NVIDIA GPU and bfloat16, and a measurement
+    as the run starts must admit them. "auto": the first of te, cudnn, xla that is admitted. See jaxthd
+    doctor."""
+    scan_backend: str = "xla"
+    """What computes Mamba2's scan in training and evaluation. "xla": on every device. "pallas": kernels
+    for NVIDIA GPUs, for chunks, head dims and states that are powers of two from 16 up; a measurement as
+    the run starts must admit them. On a CPU they are interpreted, for tests; they have not yet run on a
+    GPU. "auto": "pallas" where it is admitted, else "xla"."""
+    kernels_unverified: bool = False
+    """Use the attention or scan back-end that was asked for even if the measurement refuses it."""
+    attention_block: int = 128
+    """Tokens of an attention block. It affects speed only."""
+    loss_block: int = 256
+    """Supervised positions scored at a time."""
+    vocab_block: int = 8192
+    """Vocabulary entries scored at a time."""
+    expert_block: int = 32
+    """Tokens of one expert multiplied at a time."""
+    remat_encoder: bool = True
+    """Recompute the encoder's blocks in the backward pass instead of keeping their activations."""
+    remat_llm: bool = True
+    """Recompute the decoder's blocks in the same way."""
+    scan_chunk: int = 64
+    """Tokens of a scan chunk of Mamba2. It affects speed, never the result."""
+    command_buffers: bool = True
+    """On GPUs, record kernels, loops and conditionals in CUDA graphs (XLA's command buffers) where XLA
+    can."""
+    xla_options: tuple[str, ...] = ()
+    """Options of XLA for the compiled programs, as NAME=VALUE. They override
+    jaxthd/kernels/xla_options.py."""

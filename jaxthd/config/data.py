@@ -1,0 +1,188 @@
+"""The settings of the data: what is read, filtered, augmented and packed."""
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from jaxthd.errors import UserError
+
+Packing = Literal["first_fit", "best_fit", "best_fit_decreasing", "padded"]
+
+
+@dataclass(frozen=True)
+class SpecAugmentConfig:
+    """Masks over the features of a training document (Park et al., 2019), drawn anew every epoch."""
+
+    freq_masks: int = 0
+    """Number of masks over mel bands."""
+    freq_width: int = 27
+    """Widest mask, in mel bands."""
+    time_masks: int = 0
+    """Number of masks over time."""
+    time_width: float = 0.05
+    """Longest mask over time, as a fraction of the recording."""
+
+
+@dataclass(frozen=True)
+class AugmentConfig:
+    """Changes to training recordings, drawn anew every epoch, each by itself: speed, then room, noise and
+    low-pass. All are off by default. Validation is never changed."""
+
+    speed: tuple[float, ...] = ()
+    """Speeds, one of which is drawn for each recording, such as 0.9 1.0 1.1. The pitch changes with them."""
+    room_manifest: str = ""
+    """Manifest of rooms' impulse responses ({"audio_filepath": "room.wav"} a line); "" for none."""
+    room_probability: float = 0.5
+    """Share of the recordings that are heard in one of these rooms."""
+    noise_manifest: str = ""
+    """Manifest of noises ({"audio_filepath": "noise.wav"} a line, with offset and duration if wanted); ""
+    for none."""
+    noise_probability: float = 0.5
+    """Share of the recordings to which one of these noises is added."""
+    noise_snr: tuple[float, float] = (5.0, 20.0)
+    """Least and most ratio of signal to noise, in dB; drawn uniformly."""
+    low_pass_probability: float = 0.0
+    """Share of the recordings that lose what lies above a cut-off, as in a narrow channel."""
+    low_pass_hz: tuple[float, float] = (2000.0, 4000.0)
+    """Least and most cut-off, in Hz; drawn uniformly."""
+
+
+@dataclass(frozen=True)
+class FilterConfig:
+    """Which training items are used. What is dropped is listed in skipped.jsonl, and does not count towards
+    data.max_skipped_share. Items without a recording are kept; preferences and prompts have no rates."""
+
+    min_seconds: float = 0.0
+    """Shortest: seconds of all recordings of the item."""
+    max_seconds: float = 0.0
+    """Longest; 0: no bound."""
+    min_tokens_per_second: float = 0.0
+    """Least: tokens of the answers' texts a second of the recordings."""
+    max_tokens_per_second: float = 0.0
+    """Most; 0: no bound. A transcript that is too long for its recording seldom belongs to it."""
+    min_characters_per_second: float = 0.0
+    """Least: characters of the answers' texts a second of the recordings."""
+    max_characters_per_second: float = 0.0
+    """Most; 0: no bound."""
+
+
+class ValidationSet(NamedTuple):
+    """One validation set. is_named: its results carry its name, because it was given one or because there
+    are several."""
+
+    name: str
+    path: str
+    is_named: bool
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read, and how it is packed."""
+
+    manifest: tuple[str, ...] = ("synthetic",)
+    """NeMo JSONL manifests, with shards in braces ("manifest_{0..15}.json" or
+    "manifest__OP_0..15_CL_.json"); Lhotse Shar directories and manifests of cuts (cuts.jsonl.gz); or
+    "synthetic": spoken digits and commands, made on first use and cached. Also Hugging Face data sets on
+    disk: parquet or arrow files, with shards in braces, or a folder (pip install 'jaxthd[parquet]').
+    "synthetic:sums": spoken sums without transcripts, for jaxthd grpo."""
+    columns: tuple[str, ...] = ()
+    """What columns of parquet and arrow files are called, as FIELD=COLUMN: "audio=speech text=utterance".
+    Without this, audio is "audio", text is "text", "sentence", "transcription" or "transcript", and the other
+    fields of a manifest's lines have columns of their names. FIELD= leaves a field out."""
+    tarred_audio: tuple[str, ...] = ()
+    """The tar files of each manifest, as in NeMo's tarred_audio_filepaths ("audio_{0..15}.tar"); "" for a
+    manifest with plain files and for a Shar directory. Empty: no manifest has tar files."""
+    weights: tuple[float, ...] = ()
+    """How often documents of each manifest are drawn, in proportion. Empty: in proportion to their numbers
+    of documents."""
+    weights_temperature: float = 1.0
+    """Weights are raised to the power 1 / this: 1 keeps them, more draws small data sets more often, up to
+    all alike. Without data.weights it is applied to the numbers of documents."""
+    validation_manifest: str | tuple[str, ...] = "synthetic"
+    """Manifest or Shar directory for validation; "" for none. Several sets each have a name: NAME=PATH, or
+    the name of the file. The results of each set are logged as validation_NAME_loss and so on, and the
+    means over all sets as validation_loss and so on."""
+    validation_tarred_audio: str | tuple[str, ...] = ""
+    """Tar files of the validation manifest, or of each one; "" for none."""
+    tokenizer: str = "bytes"
+    """"bytes" (UTF-8 bytes, needs no file), "synthetic" (a small BPE of the words in the synthetic data), the
+    path of a tokenizer.json, or the folder of a checkpoint in Hugging Face's format, whose other files then
+    say which tokens are special."""
+    template: Literal["plain", "chatml", "chat_template"] = "plain"
+    """How turns are written: "plain" (the text, and an end-of-text token after an answer), "chatml"
+    (<|im_start|>), or "chat_template" (the template of the checkpoint in data.tokenizer)."""
+    template_options: str = ""
+    """Variables of the checkpoint's chat template, as a JSON object such as {"enable_thinking": false}."""
+    system_prompt: str = ""
+    """System turn placed before every document that has none of its own; "" for none."""
+    prompt: str = "{audio}"
+    """The user's turn for a manifest line that has a text. The recording goes where data.audio_placeholder
+    stands."""
+    audio_placeholder: str = "{audio}"
+    """What stands for a recording in data.prompt and in the texts of conversations."""
+    filter: FilterConfig = field(default_factory=FilterConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    spec_augment: SpecAugmentConfig = field(default_factory=SpecAugmentConfig)
+    packing: Packing = "first_fit"
+    """How documents fill buffers: "first_fit" and "best_fit" are grain's packers; "best_fit_decreasing" packs
+    windows of about data.packing_bins buffers, the largest documents first, which pads least; "padded" puts
+    one document in a row."""
+    rows: int = 1
+    """Buffers in a step, over all data ranks. Each row is a stream of its own, so the mesh never changes
+    the data."""
+    capacity: int = 2048
+    """Token slots of a buffer."""
+    max_documents: int = 64
+    """Most documents in a buffer; the packer never exceeds it."""
+    audio_capacity: int = 16000
+    """Most mel frames (10 ms) of the documents in a buffer. It shapes the stream of buffers. The audio arrays
+    are as long as the mesh needs: each rank also has room for the longest encoder chunk."""
+    packing_bins: int = 8
+    """Buffers that the packer keeps open at a time. More of them pack tighter and shuffle more."""
+    max_skipped_share: float = 0.1
+    """The run stops where more than this share of the training items cannot be used: unreadable, faulty, or
+    larger than a buffer."""
+    round_to: int = 1
+    """Each document's slots are rounded up to a multiple of this (1: no rounding). It shapes the stream of
+    buffers. With compute.context_layout "document" it must be a multiple of 2 * context, for every context
+    size that the run will use."""
+    shuffle: bool = True
+    """Shuffle the documents anew every epoch."""
+    seed: int = 0
+    """Seed of the shuffle, of dither, of augmentation and of SpecAugment."""
+    workers: int = 2
+    """Processes that decode audio and compute features before the step needs them; 0: the loader does it."""
+    prefetch: int = 2
+    """Batches made before the step needs them; 0: none."""
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """template_options, parsed. Raises UserError where it is not a JSON object."""
+        try:
+            options = json.loads(self.template_options or "{}")
+        except ValueError:
+            options = None
+        if not isinstance(options, dict):
+            raise UserError(
+                f"data.template_options {self.template_options!r} is no JSON object; expected one such as "
+                '{"enable_thinking": false}: correct data.template_options'
+            )
+        return options
+
+    @property
+    def validation_sets(self) -> tuple[ValidationSet, ...]:
+        """validation_manifest as sets, in the order given. A path that contains "=" needs a name before
+        it."""
+        given = self.validation_manifest
+        manifests = [given] if isinstance(given, str) else given
+        manifests = [] if list(manifests) == [""] else manifests
+        sets = []
+        for manifest in manifests:
+            name, mark, path = manifest.partition("=")
+            if not mark:
+                stem = re.sub(r"[^\w.-]+", "-", Path(manifest).stem)
+                name, path = stem.strip("-.") or "validation", manifest
+            sets.append(ValidationSet(name, path, bool(mark) or len(manifests) > 1))
+        return tuple(sets)

@@ -1,0 +1,152 @@
+"""The settings that a checkpoint of the model depends on: encoder, LLM, adapter."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxthd.errors import UserError
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """FastConformer over packed log-mel frames."""
+
+    num_mels: int = 80
+    """Mel bands of the features."""
+    layers: int = 4
+    """Conformer blocks."""
+    dim: int = 128
+    """Model dim."""
+    heads: int = 4
+    """Attention heads."""
+    ffn_dim: int = 512
+    """Inner dim of each of the two feed-forward modules."""
+    conv_kernel: int = 9
+    """Taps of the depthwise convolution; odd."""
+    subsampling_channels: int = 64
+    """Channels of the stride-2 convolutions."""
+    linear_bias: bool = True
+    """Biases in attention and feed-forward modules."""
+    conv_bias: bool = True
+    """Biases in convolution modules."""
+    scale_input: bool = True
+    """Multiply the subsampled features by sqrt(dim)."""
+    chunk_seconds: float = 30.0
+    """Longer audio is encoded in chunks of this length. A property of the model, not of the mesh."""
+
+    @property
+    def chunk_frames(self) -> int:
+        """Most mel frames of an encoder chunk. A tail of one frame joins the chunk before it."""
+        return round(self.chunk_seconds * 100) + 1
+
+
+@dataclass(frozen=True)
+class LLMConfig:
+    """The decoder: blocks of Mamba2, attention, MLP, experts in any order (Nemotron-H, Nemotron-3, Qwen3)."""
+
+    pattern: str = "M-M*-"
+    """One letter per block: M Mamba2, * attention, - MLP, E mixture of experts. A | marks where pipeline
+    stages are divided; without any, they are divided by cost."""
+    vocab_size: int = 260
+    """Rows of the embedding and of the head."""
+    dim: int = 128
+    """Model dim."""
+    norm_eps: float = 1e-5
+    """RMSNorm epsilon."""
+    q_heads: int = 4
+    """Query heads."""
+    kv_heads: int = 2
+    """Key and value heads; must divide q_heads."""
+    head_dim: int = 32
+    """Dim of an attention head."""
+    rope_theta: float = 0.0
+    """Base of attention's rotary position embedding (Qwen3: 1e6); 0: none (Nemotron-H)."""
+    qk_norm: bool = False
+    """Whether attention's queries and keys are normalised, each head by itself (Qwen3)."""
+    ffn_dim: int = 512
+    """Inner dim of the MLP."""
+    ffn_form: Literal["relu2", "swiglu"] = "relu2"
+    """The MLP's and the experts' form. "relu2": down(relu(up x)^2). "swiglu": down(silu(gate x) * up x)."""
+    tied_embedding: bool = False
+    """Whether the head is the embedding: one matrix for both."""
+    mamba_heads: int = 8
+    """Mamba2 heads."""
+    mamba_head_dim: int = 32
+    """Dim of a Mamba2 head."""
+    mamba_state: int = 32
+    """State size N of a Mamba2 head."""
+    mamba_groups: int = 2
+    """Groups of heads that share B and C; must divide mamba_heads."""
+    mamba_conv: int = 4
+    """Taps of the causal convolution."""
+    mamba_dt_limit: tuple[float, float] = (0.0, float("inf"))
+    """Lower and upper limit of the time step after softplus."""
+    experts: int = 8
+    """Routed experts."""
+    experts_per_token: int = 2
+    """Experts a token is sent to."""
+    expert_dim: int = 128
+    """Inner dim of a routed expert."""
+    shared_expert_dim: int = 256
+    """Inner dim of the shared expert; 0: there is none (Qwen3)."""
+    latent_dim: int = 0
+    """Dim of the latent projection around the routed experts; 0 for none."""
+    router: Literal["sigmoid", "softmax"] = "sigmoid"
+    """The router's scores: "sigmoid", of each expert by itself, with a correction bias in the choice that
+    evens out the load (Nemotron-3); "softmax", over all experts (Qwen3), to be used with train.aux_loss."""
+    router_normalised: bool = True
+    """Whether the weights of a token's experts are their scores over their sum; otherwise their scores."""
+    router_scale: float = 1.0
+    """Factor on the sum of the routed experts' outputs."""
+    mtp_pattern: str = ""
+    """Blocks of one depth of multi-token prediction, such as "*E"; "" for none. It is trained beside
+    next-token prediction (train.mtp_loss) and exported; validation, scoring and generation do not use it."""
+    mtp_depths: int = 1
+    """Depths of multi-token prediction: depth k predicts the token k positions beyond the next."""
+    mtp_shared: bool = True
+    """All depths share one set of weights (Nemotron-3); otherwise each depth has its own."""
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP and the experts have a gate."""
+        return self.ffn_form == "swiglu"
+
+    @property
+    def ffn_matrices(self) -> int:
+        """Matrices of an MLP or of an expert."""
+        return 3 if self.is_gated else 2
+
+    @property
+    def letters(self) -> str:
+        """The letters of the blocks: the pattern without its stage marks."""
+        return self.pattern.replace("|", "")
+
+    @property
+    def kinds(self) -> str:
+        """The letters of all kinds of blocks in the model."""
+        return "".join(sorted(set(self.letters + self.mtp_pattern)))
+
+    @property
+    def mtp_modules(self) -> int:
+        """Number of weight sets for multi-token prediction."""
+        return (1 if self.mtp_shared else self.mtp_depths) if self.mtp_pattern else 0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The speech LLM: encoder, adapter, decoder. A checkpoint depends on all of it, and on nothing else."""
+
+    encoder: EncoderConfig | None = field(default_factory=EncoderConfig)
+    """None: a text-only model, without encoder and adapter. Only a config file can say so."""
+    llm: LLMConfig = field(default_factory=LLMConfig)
+    adapter_dim: int = 0
+    """Inner dim of the RMSNorm-linear-relu^2-linear adapter; 0 for a single linear layer."""
+
+    @property
+    def audio_encoder(self) -> EncoderConfig:
+        """The encoder, for what cannot do without one. Raises UserError for a text-only model."""
+        if self.encoder is None:
+            raise UserError(
+                "the model is text-only (model.encoder is None); expected one with an encoder for this: give "
+                "model.encoder"
+            )
+        return self.encoder

@@ -1,0 +1,81 @@
+"""The settings of the reference policy and of rollouts."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxthd.config.mesh import MeshConfig
+
+
+@dataclass(frozen=True)
+class PostTrainingConfig:
+    """Objectives that compare answers to one prompt: preferences (DPO, KTO) and rewards (GRPO)."""
+
+    share_prompts: bool = True
+    """Whether answers to one prompt share its token slots. If not, each has a copy of the prompt; its
+    recordings are encoded once in either case."""
+    reference: Literal["auto", "copy", "cached"] = "auto"
+    """Where the reference policy is: "copy": a copy of the first weights in the compute dtype, of what
+    trains; "auto": the same, but with LoRA the base weights, if reference_every is 0; "cached": nowhere. It
+    scores all training documents before the first step, and WORKDIR/reference keeps the
+    log-probabilities."""
+    reference_every: int = 0
+    """Steps after which the policy becomes the reference; 0: never."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """What jaxthd grpo draws, rewards and trains on in each step."""
+
+    mesh: MeshConfig | None = None
+    """The mesh on which answers are drawn, over as many devices as `mesh` has; None: that one. The weights
+    are copied to it in each step, in the compute dtype. The command line makes one of what it gives, with the
+    defaults for the rest."""
+    prompts: int = 16
+    """Prompts of a step."""
+    group_size: int = 8
+    """Answers drawn to each prompt."""
+    answers_at_once: int = 64
+    """Answers that are decoded together, over all data ranks. An ended one makes room for the next group."""
+    tokens_at_once: int = 8
+    """Tokens that are decoded before the host looks for answers that have ended."""
+    max_new_tokens: int = 64
+    """Most tokens of an answer, its end token included."""
+    temperature: float = 1.0
+    """Of the softmax that answers are drawn from, and whose log-probabilities train."""
+    top_k: int = 0
+    """Answers are drawn from the k likeliest tokens; 0: from all."""
+    top_p: float = 1.0
+    """Answers are drawn from the likeliest tokens that together have this share of the probability."""
+    rewards: tuple[str, ...] = ("wer",)
+    """Reward functions, as NAME or NAME=WEIGHT. NAME is "wer", "cer", "insertions", "exact", "format",
+    "length", "overlong", "equals", or the dotted path of a Python function: "my_rewards.politeness"."""
+    reward_options: tuple[str, ...] = ()
+    """Settings of reward functions, as NAME.SETTING=VALUE."""
+    reward_folders: tuple[str, ...] = ()
+    """Folders where the modules of reward functions are looked for, after the installed ones and the working
+    directory. A config file that names such a function adds its own folder."""
+    reward_seconds: float = 10.0
+    """Longest time that a reward function may take for the answers to one prompt."""
+    reward_workers: int = 1
+    """Processes that compute rewards."""
+    max_failed_rewards: float = 0.1
+    """The run stops where the rewards of more than this share of the last 100 groups could not be computed.
+    Such groups are not trained on."""
+    leave_one_out: bool = False
+    """Whether an answer's advantage is over the mean reward of the group's other answers, in place of all."""
+    normalise_advantages: bool = True
+    """Whether advantages are divided by the standard deviation of the group's rewards."""
+    dynamic_sampling: int = 1
+    """Most times that a step draws prompts anew in place of groups whose rewards are all equal; such groups
+    teach nothing. 1: it draws once, and they stay."""
+    epochs: int = 1
+    """How often a step trains on what it drew."""
+    updates: int = 1
+    """Updates in each of these, each from the same number of prompts. The number of buffers does not matter:
+    an update adds up the gradients of as many as its answers fill."""
+    validation_prompts: int = 0
+    """Prompts of the first validation set that are answered and rewarded at each validation: once by the
+    likeliest tokens, and by a group of drawn answers, for pass@1 and pass@k (k is group_size). 0: none."""
+    max_logprob_difference: float = 0.0
+    """The run stops where the log-probability of a token differs by more than this between drawing and
+    training; 0: by more than the compute dtype explains."""
