@@ -128,6 +128,18 @@ QWEN3: dict[str, Any] = {
     "shared_expert_dim": 0,
 }
 """A decoder with Qwen3's blocks."""
+QWEN3_NEXT: dict[str, Any] = {
+    **QWEN3,
+    "pattern": "DE*-DE*-",
+    "rope": RopeConfig(theta=100.0, fraction=0.5),
+    "tied_embedding": False,
+    "norm_zero_centred": True,
+    "attention_gate": True,
+    "delta": DeltaConfig(key_heads=4, value_heads=8, key_dim=6, value_dim=5),
+    "shared_expert_dim": 24,
+    "shared_expert_gate": True,
+}
+"""A decoder with Qwen3-Next's blocks."""
 LONGEST_UNIT = 16
 """The longest unit, 2 * context: the layout by documents rounds lengths up to multiples of it."""
 

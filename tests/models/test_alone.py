@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxthd.config import ComputeConfig, EncoderConfig, LLMConfig
+from jaxthd.config import ComputeConfig, DeltaConfig, EncoderConfig, LLMConfig
 from jaxthd.models.fastconformer import FastConformer
 from jaxthd.models.hybrid import Block, HybridDecoder
-from jaxthd.models.mixers import LAYER_KINDS, MLP, Attention, Mamba2, Mixer, MoE, RoutedMixer
+from jaxthd.models.mixers import LAYER_KINDS, MLP, Attention, GatedDelta, Mamba2, Mixer, MoE, RoutedMixer
 from jaxthd.models.mtp import MultiTokenPrediction
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.segments import Segments, segments_of
@@ -36,6 +36,7 @@ LLM = LLMConfig(
     mamba_head_dim=8,
     mamba_state=8,
     mamba_groups=2,
+    delta=DeltaConfig(key_heads=2, value_heads=4, key_dim=6, value_dim=5),
     experts=5,
     expert_dim=7,
     shared_expert_dim=9,
@@ -58,6 +59,7 @@ def depth_output(mtp: MultiTokenPrediction, x_ND: Any, segments: Segments) -> An
 MODULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "attention": (Attention, Attention.__call__),
     "Mamba2": (Mamba2, Mamba2.__call__),
+    "gated delta rule": (GatedDelta, GatedDelta.__call__),
     "MLP": (MLP, MLP.__call__),
     "MoE": (MoE, MoE.__call__),
     "block": (lambda *given: Block("M", *given), lambda block, x, segments: block(x, segments)[0]),

@@ -21,7 +21,6 @@ from jaxtyping import Float, Int32
 from jaxthd.ops.scan.decays import decays_since_start
 from jaxthd.ops.scan.ssd import (
     ScanChunks,
-    by_scan_chunk,
     in_scan_chunks,
     matmul,
     ssd_and_states,
@@ -62,11 +61,12 @@ def ssd_and_prefix_outputs(
 
 
 def prefixes_by_scan_chunk(segments: Segments, chunk: int) -> Int32[Array, "C Q"]:
-    """The number of the prefix that each token's document continues, from 1; 0 for none, and in the
-    filling."""
+    """The number of the prefix that each token's document continues, from 1; 0 for none. The filling
+    continues the last token's document."""
     assert segments.prefixes is not None
-    of_token_N1 = segments.prefixes.of_token[:, None] + 1
-    return by_scan_chunk(of_token_N1, segments.rows * segments.context_chunks, chunk)[:, 0]
+    of_token_ZL = segments.prefixes.of_token.reshape(segments.rows * segments.context_chunks, -1) + 1
+    filling = (0, 0), (0, -of_token_ZL.shape[1] % chunk)
+    return jnp.pad(of_token_ZL, filling, mode="edge").reshape(-1, chunk)
 
 
 def of_prefix_states(c_CGQS: Array, state_EHPS: Array, prefix_CQ: Array) -> Array:
