@@ -8,7 +8,7 @@ has interleaved or unevenly divided stages, all-gather, sequence-sharded residua
 several rounds, and the layout by documents. A few more runs adapt the model by LoRA and frozen parameters.
 They are compared with a dense model, which has neither: the gradient dW of the dense w + s a b gives those
 of a and b as s dW b^T and s a^T dW. A few have multi-token prediction and a CTC
-loss, and the last ones the blocks of Qwen3.
+loss, and the last ones the blocks of Qwen3 and of Qwen3-Next.
 
 The model has all four mixers (two such units), experts over the data and context ranks, and audio. A batch is
 32 ragged rows in 4 microbatches, one of which is all padding. A microbatch holds the same rows on every mesh,
@@ -54,6 +54,7 @@ from jaxthd.config import (
     ComputeConfig,
     Config,
     DataConfig,
+    DeltaConfig,
     EncoderConfig,
     LLMConfig,
     MeshConfig,
@@ -209,6 +210,14 @@ def qwen3(dtype: Dtype = "float32") -> list[Config]:
     llm = replace(MODEL.llm, **QWEN3)
     return [
         replace(variants(mesh, dtype)[variant], model=replace(MODEL, llm=llm)) for mesh, variant in chosen
+    ]
+
+
+def qwen3_next(dtype: Dtype = "float32") -> list[Config]:
+    """Runs with Qwen3-Next's blocks, as those of qwen3. In the last one each of 4 context ranks has a value
+    head of its own."""
+    return [
+        replace(run, model=replace(MODEL, llm=replace(MODEL.llm, **QWEN3_NEXT))) for run in qwen3(dtype)
     ]
 
 
@@ -409,7 +418,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=("plain", "lora", "mtp", "qwen3"), help="one kind of rows")
+    parser.add_argument("--only", choices=("plain", "lora", "mtp", "qwen3", "qwen3_next"), help="one kind of rows")
     parser.add_argument("--sample", type=int, default=0, help="only as many rows, drawn at random (seed 0)")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--out", type=Path, default=Path("runs/check_meshes.jsonl"))
@@ -420,6 +429,7 @@ def main(argv: list[str] | None = None) -> None:
         "lora": adapted(options.dtype),
         "mtp": predicting(options.dtype),
         "qwen3": qwen3(options.dtype),
+        "qwen3_next": qwen3_next(options.dtype),
     }
     runs = kinds[options.only] if options.only else list(chain(*kinds.values()))
     if options.sample:

@@ -38,6 +38,7 @@ FAMILIES = {
     "nemotron_h_latent": "llm",
     "qwen3": "llm",
     "qwen3_moe": "llm",
+    "qwen3_next": "llm",
     "fastconformer": "encoder",
     "nemotron_omni": "omni",
 }

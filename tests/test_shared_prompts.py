@@ -21,7 +21,7 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
-from scripts.check_meshes import QWEN3, canonical_state, variants
+from scripts.check_meshes import QWEN3, QWEN3_NEXT, canonical_state, variants
 from tests.alone import parts
 from tests.answers import alone
 from tests.helpers import assert_same
@@ -126,13 +126,16 @@ def loss_and_gradients(config: Config, batch: Batch) -> tuple[float, Any]:
 
 @functools.cache
 def written_out(settings: str = "") -> tuple[float, Any]:
-    """settings: "" or "qwen3", the decoder's."""
+    """settings: of FAMILIES, the decoder's; or ""."""
     config = with_settings(config_of(ONE_DEVICE, microbatches=1), settings)
     return loss_and_gradients(config, pack(ONE_DEVICE, share_prompts=False))
 
 
+FAMILIES = {"qwen3": QWEN3, "qwen3_next": QWEN3_NEXT}
+
+
 def with_settings(config: Config, settings: str) -> Config:
-    changed = replace(config.model.llm, **QWEN3) if settings else config.model.llm
+    changed = replace(config.model.llm, **FAMILIES[settings]) if settings else config.model.llm
     return replace(config, model=replace(config.model, llm=changed))
 
 
@@ -176,6 +179,19 @@ def test_positions_of_answers_go_on_from_the_prompt(mesh, variant):
     config = with_settings(config_of(mesh, variant), "qwen3")
     loss, gradients = loss_and_gradients(config, pack(mesh, config.compute.context_layout))
     want_loss, want = written_out("qwen3")
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-10)
+    assert_same(gradients, want, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "variant"),
+    [(MeshConfig(1, 2, 1, 1), 0), pytest.param(MeshConfig(1, 4, 1, 2), 1, marks=pytest.mark.exhaustive)],
+    ids=str,
+)
+def test_answers_go_on_from_the_prompts_state_of_the_gated_delta_rule(mesh, variant):
+    config = with_settings(config_of(mesh, variant), "qwen3_next")
+    loss, gradients = loss_and_gradients(config, pack(mesh, config.compute.context_layout))
+    want_loss, want = written_out("qwen3_next")
     np.testing.assert_allclose(loss, want_loss, rtol=1e-10)
     assert_same(gradients, want, 1e-10)
 

@@ -31,19 +31,25 @@ class ArraySlice(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor on disk. No slices: a counter that jaxthd does not keep, written as 0."""
+    """A tensor on disk. No slices: a counter that jaxthd does not keep, written as 0.
+
+    groups: the tensor's rows are so many equal groups, each with its share of every slice's rows.
+    """
 
     name: str
     shape: Shape
     slices: tuple[ArraySlice, ...]
+    groups: int = 1
 
     def split(self, theirs: Shaped[np.ndarray, "..."]) -> list[Shaped[np.ndarray, "..."]]:
         """Our slices, made of the tensor."""
         found, start = [], 0
+        by_group = theirs.reshape(self.groups, -1, *theirs.shape[1:]) if theirs.ndim else theirs
         for part in self.slices:
-            rows = theirs[start : start + part.rows] if theirs.ndim else theirs
+            stop = start + part.rows // self.groups
+            rows = by_group[:, start:stop] if theirs.ndim else theirs
             found.append(rows.reshape(part.view).transpose(part.order).reshape(part.shape))
-            start += part.rows
+            start = stop
         return found
 
     def join(self, ours: list[Shaped[np.ndarray, "..."]]) -> Shaped[np.ndarray, "..."]:
@@ -52,8 +58,10 @@ class Tensor(NamedTuple):
         for part, x in zip(self.slices, ours, strict=True):
             transposed = tuple(part.view[i] for i in part.order)
             x = x.reshape(transposed).transpose(np.argsort(part.order).tolist())
-            rows.append(x.reshape(part.rows, *self.shape[1:]) if self.shape else x.reshape(()))
-        return np.ascontiguousarray(np.concatenate(rows) if len(rows) > 1 else rows[0])
+            of_group = self.groups, part.rows // self.groups
+            rows.append(x.reshape(*of_group, *self.shape[1:]) if self.shape else x.reshape(()))
+        whole = np.concatenate(rows, axis=1) if len(rows) > 1 else rows[0]
+        return np.ascontiguousarray(whole.reshape(self.shape))
 
 
 class Names:
@@ -88,14 +96,22 @@ class Names:
         ]
         self._add(theirs, shapes[0][1:], slices)
 
-    def transposed(self, theirs: str, *ours: str, tail: Callable[[int], Shape] = lambda dim: (dim,)) -> None:
-        """A tensor [out, *tail(dim)] of our matrices [dim, out], concatenated along out."""
+    def transposed(
+        self,
+        theirs: str,
+        *ours: str,
+        tail: Callable[[int], Shape] = lambda dim: (dim,),
+        groups: int = 1,
+    ) -> None:
+        """A tensor [out, *tail(dim)] of our matrices [dim, out], concatenated along out; with groups (of
+        heads), each group's part of all matrices after the other's.
+        """
         shapes = [self._shape(name) for name in ours]
         slices = [
             self._slice(name, shape, shape[1], shape[::-1], (1, 0))
             for name, shape in zip(ours, shapes, strict=True)
         ]
-        self._add(theirs, tail(shapes[0][0]), slices)
+        self._add(theirs, tail(shapes[0][0]), slices, groups)
 
     def linear(self, theirs: str, ours: str, tail: Callable[[int], Shape] = lambda dim: (dim,)) -> None:
         """A Linear, with its bias if it has one."""
@@ -118,6 +134,6 @@ class Names:
     def _slice(self, ours: str, shape: Shape, rows: int, view: Shape, order: Shape) -> ArraySlice:
         return ArraySlice(self._ours + ours, self._at, shape, rows, view, order)
 
-    def _add(self, theirs: str, tail: Shape, slices: list[ArraySlice]) -> None:
+    def _add(self, theirs: str, tail: Shape, slices: list[ArraySlice], groups: int = 1) -> None:
         shape = (sum(part.rows for part in slices), *tail)
-        self.tensors.append(Tensor(self._theirs + theirs, shape, tuple(slices)))
+        self.tensors.append(Tensor(self._theirs + theirs, shape, tuple(slices), groups))

@@ -18,7 +18,7 @@ from jaxthd.models.mtp import MultiTokenPrediction
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.segments import Segments, segments_of
 from jaxthd.parallel.params import Init
-from scripts.check_meshes import QWEN3
+from scripts.check_meshes import QWEN3, QWEN3_NEXT
 from tests.helpers import assert_same
 
 LENGTHS = (7, 1, 12, 3, 5)
@@ -43,6 +43,7 @@ LLM = LLMConfig(
     mtp_pattern="*E",
 )
 QWEN3_LLM = replace(LLM, **QWEN3)
+QWEN3_NEXT_LLM = replace(LLM, **QWEN3_NEXT)
 COMPUTE = ComputeConfig(dtype="float64", scan_chunk=6, attention_block=BLOCK, expert_block=4)
 PADDING = 30.0
 """Size of values in padding, against 1 in documents, so that a leak shows."""
@@ -65,6 +66,7 @@ MODULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "block": (lambda *given: Block("M", *given), lambda block, x, segments: block(x, segments)[0]),
     "decoder": (HybridDecoder, decoder_output),
     "decoder of Qwen3": (lambda _, *given: HybridDecoder(QWEN3_LLM, *given), decoder_output),
+    "decoder of Qwen3-Next": (lambda _, *given: HybridDecoder(QWEN3_NEXT_LLM, *given), decoder_output),
     "multi-token prediction": (MultiTokenPrediction, depth_output),
 }
 
