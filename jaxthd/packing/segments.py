@@ -221,10 +221,7 @@ def make_segments(
         context_axis = axis if ranks > 1 else None
         prefixes = make_prefixes(*given, sources, block=block, axis=context_axis, documents=documents)
     local, remote = intervals(first_RT, slot_T + 1), tuple(map(of_rectangle, rectangles))
-    windowed = None
-    if window is not None:
-        all_ranks = [rank, *sources]
-        windowed = make_windowed(window, local, remote, prefixes, positions_RT, index_of, all_ranks, block)
+    of_window = local, remote, prefixes, positions_RT, index_of, [rank, *sources], block
     return Segments(
         ids=ids_RT.reshape(-1),
         positions=positions_RT.reshape(-1),
@@ -240,7 +237,7 @@ def make_segments(
         block=block,
         documents=documents,
         uniform_program=uniform_program,
-        windowed=windowed,
+        windowed=None if window is None else make_windowed(window, *of_window),
     )
 
 

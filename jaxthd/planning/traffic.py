@@ -143,7 +143,7 @@ def _mixer(
     config, llm = sizes.config, sizes.config.model.llm
     is_ring = config.compute.context_exchange == "ring"
     match letter:
-        case "*":
+        case "*" | "W":
             kv = sizes.tokens * 2 * sizes.kv_heads * llm.head_dim
             if is_ring:
                 backward = sizes.w + (0 if config.compute.remat_llm else sizes.a)
