@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from jaxthd.config import EncoderConfig, LLMConfig, ModelConfig
+from jaxthd.config import EncoderConfig, LLMConfig, ModelConfig, RopeConfig
 from scripts.check_gpu import ONE_BILLION, TINY
 
 ENCODER = EncoderConfig(
@@ -24,7 +24,7 @@ DENSE = LLMConfig(
     q_heads=16,
     kv_heads=8,
     head_dim=128,
-    rope_theta=1e6,
+    rope=RopeConfig(theta=1e6),
     qk_norm=True,
     ffn_dim=8192,
     ffn_form="swiglu",
