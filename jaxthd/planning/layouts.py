@@ -114,7 +114,7 @@ def _layout_cost(stream: Lengths, config: Config, work: tuple[float, float]) -> 
     )
 
 
-def _keys_seen(tokens: Float[np.ndarray, " documents"], window: float) -> float:
+def _keys_seen(tokens: Float[np.ndarray, " documents"], window: int | float) -> float:
     """Keys that a token sees, averaged over the tokens of documents of these lengths."""
     within = np.minimum(tokens, window)
     return float((within * (within + 1) / 2 + (tokens - within) * within).sum() / tokens.sum())
