@@ -1,17 +1,33 @@
 """Two processes of jaxthd grpo are one run: they draw, reward and train as one does, and end together."""
 
+import json
 import re
 import shutil
 import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jaxthd.config import Config, MeshConfig
+from jaxthd.data import prompts
+from jaxthd.data.prompts import PromptStream
+from jaxthd.data.sources.manifest import read_manifest
+from jaxthd.data.speech import SpeechDocuments
+from jaxthd.data.text.tokenizer import load_tokenizer
+from jaxthd.errors import UserError
 from jaxthd.files.jsonl import read_lines
 from jaxthd.grpo import grpo
+from jaxthd.posttraining import shared_rewards
+from jaxthd.posttraining.shared_rewards import SharedRewards
+from jaxthd.rewards.group import Group, Rewarded
+from jaxthd.rewards.registry import RewardSetting
+from jaxthd.rewards.rewarder import Rewarder
 from jaxthd.run.metrics_file import read_metrics
 from tests.parallel.test_distributed import CLOCK, end, two, until
 from tests.test_grpo import config_of, write_prompts
@@ -61,7 +77,7 @@ def compared(workdir: Path, one: Path) -> int:
     """Asserts that a run equals the one process's, up to rounding; returns its last step."""
     lines, all_of_one = read_metrics(workdir), read_metrics(one)
     for got, want in zip(lines, all_of_one[: len(lines)], strict=True):
-        assert got.keys() - {"changed"} == want.keys()
+        assert got.keys() - CLOCK - {"changed"} == want.keys() - CLOCK
         for name in want.keys() - CLOCK:
             if not name.endswith(("_seconds", "_per_second")) and "difference" not in name:
                 assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-5), (got["step"], name)
@@ -75,6 +91,105 @@ def compared(workdir: Path, one: Path) -> int:
 
 def rounded(line: dict[str, Any]) -> dict[str, Any]:
     return {k: round(v, 3) if isinstance(v, float) else v for k, v in line.items() if k != "log_prob"}
+
+
+def in_two(monkeypatch: pytest.MonkeyPatch, run: Callable[[int], Any]) -> list[Any]:
+    """What `run`(number) returns in two threads that exchange values as two processes do, by JSON."""
+    own, values, barrier = threading.local(), ["", ""], threading.Barrier(2, timeout=60)
+
+    def exchange(value: Any) -> list[Any]:
+        values[own.number] = json.dumps(value)
+        barrier.wait()
+        found = [json.loads(text) for text in values]
+        barrier.wait()
+        return found
+
+    def process(number: int) -> Any:
+        own.number = number
+        try:
+            return run(number)
+        except BaseException:
+            barrier.abort()
+            raise
+
+    two = SimpleNamespace(process_count=lambda: 2, process_index=lambda: own.number)
+    monkeypatch.setattr(shared_rewards, "jax", two)
+    monkeypatch.setattr(shared_rewards, "exchange", exchange)
+    monkeypatch.setattr(prompts, "exchange", exchange)
+    with ThreadPoolExecutor(2) as threads:
+        return [each.result() for each in [threads.submit(process, number) for number in range(2)]]
+
+
+def group(number: int) -> Group:
+    answers = ("a" * number, "b")
+    return Group(
+        key=f"{number}", fields={"total": number}, answers=answers, tokens=(1, 1), ended=(True, True)
+    )
+
+
+def test_each_process_rewards_a_share_and_all_have_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "fails_on_some.py").write_text(FAILS)
+    name = "fails_on_some.sometimes"
+    setting = RewardSetting(name, 1 / 3, {}, {})
+    with (
+        Rewarder([setting], folders=[str(tmp_path)], max_failed_share=0.01) as first,
+        Rewarder([setting], folders=[str(tmp_path)], max_failed_share=0.01) as second,
+    ):
+        expected = [first.submit(group(number)).result() for number in range(6)]
+        asked: list[list[str]] = [[], []]
+
+        def run(process: int) -> list[Rewarded]:
+            rewarder = (first, second)[process]
+            monkeypatch.setattr(
+                rewarder,
+                "submit",
+                lambda given, plain=rewarder.submit: asked[process].append(given.key) or plain(given),
+            )
+            shared = SharedRewards(rewarder)
+            for number in (2, 0, 1, 5, 4, 3):  # as groups end
+                shared.submit(number, group(number))
+            return shared.collect(are_counted=False)
+
+        assert in_two(monkeypatch, run) == [expected, expected]
+        assert asked == [["2", "0", "4"], ["1", "5", "3"]]
+        assert [each.failure and each.failure.key for each in expected] == [None, None, None, "3", None, None]
+
+        def fails(process: int) -> str:
+            """The second group to fail is too much for both, whoever has computed it."""
+            shared = SharedRewards((first, second)[process])
+            for number in (3, 8):
+                shared.submit(number, group(number))
+            with pytest.raises(UserError, match="max_failed_rewards") as raised:
+                shared.collect()
+            return str(raised.value)
+
+        assert len(set(in_two(monkeypatch, fails))) == 1
+
+
+def test_what_one_process_cannot_read_no_process_takes(
+    monkeypatch: pytest.MonkeyPatch, manifest: Path
+) -> None:
+    settings = config(manifest)
+    examples, _ = read_manifest(manifest, prompt=settings.data.prompt)
+    documents = SpeechDocuments(settings, load_tokenizer("bytes"), train=False)
+
+    def run(process: int) -> tuple[list[str], dict[str, Any], list[str]]:
+        own, skipped = list(examples), []
+        gone = own[4 + process]  # a file that this process alone lacks
+        clip = replace(gone.clips[0], path=Path("nowhere.wav"))
+        own[4 + process] = replace(gone, turns=(replace(gone.turns[0], parts=(clip,)), *gone.turns[1:]))
+        stream = PromptStream(
+            [own], documents, settings, on_skip=lambda key, why: skipped.append(key), identity={}
+        )
+        keys = [prompt.example.key for _ in range(4) for prompt in stream.take(4)]
+        return keys, stream.get_state(), skipped
+
+    first, second = in_two(monkeypatch, run)
+    assert first == second
+    assert {examples[4].key, examples[5].key} == set(first[2]) - {examples[12].key}
+    assert not set(first[0]) & {examples[4].key, examples[5].key, examples[12].key}
 
 
 @pytest.mark.exhaustive
