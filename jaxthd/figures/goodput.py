@@ -54,7 +54,14 @@ def goodput_bar(axes: Axes, seconds: Mapping[str, float]) -> None:
             axes.barh(0, share, 1, left, color=COLORS[cause], label=name)
         left += share
     axes.legend(
-        loc="upper left", bbox_to_anchor=(0, 0), ncols=4, frameon=False, fontsize=FONT, handlelength=1
+        loc="upper left",
+        bbox_to_anchor=(0, 0),
+        ncols=-(-len(CAUSES) // 2),
+        frameon=False,
+        fontsize=FONT,
+        handlelength=1,
+        handletextpad=0.4,
+        columnspacing=1,
     )
 
 

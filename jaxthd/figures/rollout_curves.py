@@ -67,16 +67,17 @@ def rollout_figure(lines: Lines, spent: Mapping[str, float] | None = None) -> Fi
     seconds = [line["step_seconds"] for line in timed]
     stacked = {part: [line.get(f"{part}_seconds", 0.0) for line in timed] for part in PARTS}
     shown = {part: values for part, values in stacked.items() if any(values)}
-    time.stackplot(
-        [line["step"] for line in timed],
-        *shown.values(),
-        labels=list(shown),
-        colors=[PART_COLORS[part] for part in shown],
-        alpha=0.7,
-    )
+    if shown:
+        time.stackplot(
+            [line["step"] for line in timed],
+            *shown.values(),
+            labels=list(shown),
+            colors=[PART_COLORS[part] for part in shown],
+            alpha=0.7,
+        )
+        time.legend(frameon=False, loc="upper right")
     # The first steps of a command compile for minutes.
     time.set_ylim(0, 3 * float(np.median(seconds)) if seconds else 1)
-    time.legend(frameon=False, loc="upper right")
     return figure
 
 

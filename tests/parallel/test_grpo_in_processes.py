@@ -228,7 +228,7 @@ def test_two_processes_that_share_every_row_draw_on_another_mesh(
     shutil.copytree(one, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))
     meshes = ["--mesh.data", "1", "--mesh.context", "4", "--rollout.mesh.data", "4"]
-    with two(manifest, tmp_path, *meshes, name="grpo") as processes:
+    with two(manifest, tmp_path, *meshes, "--rollout.answers_at_once", "12", name="grpo") as processes:
         output = "".join(until(processes, "(?!)"))
         assert processes.wait() == 0, output
     assert f"continuing from step {STEPS - 2}" in output

@@ -170,3 +170,5 @@ def test_the_bar_shows_the_shares(tmp_path: Path):
     ]
     assert [(x.get_x(), x.get_width()) for x in bar.patches] == [(0, 0.5), (0.5, 0.25), (0.75, 0.25)]
     draw_curves([], tmp_path / "none.png")
+    draw_curves([], tmp_path / "all.png", dict.fromkeys(CAUSES, 1111.1))  # all causes have room
+    draw_curves([{"step": 1, "reward": 1.0}], tmp_path / "rewards.png", dict.fromkeys(CAUSES, 1111.1))
