@@ -75,8 +75,8 @@ def test_lora_stays_lora_from_import_to_export(folder, imported, tmp_path):
         assert model_config(out) == model_config(folder)
 
 
-def test_without_lora_of_the_same_form_it_is_merged_and_said(folder, imported, tmp_path, capsys):
-    """Into w + alpha / rank * b @ a; an export without LoRA has the names of a plain LLM."""
+def test_without_lora_of_the_same_form_it_is_merged_and_said(folder, capsys):
+    """Into w + alpha / rank * b @ a."""
     config = Config(model=model_config(folder), compute=COMPUTE, adapt=replace(LORA, lora_alpha=6.0))
     weights = load_weights([folder], Blueprint(config), make_mesh(config.mesh))
     assert "its LoRA, which is not that of this run, is merged" in capsys.readouterr().out
@@ -90,6 +90,10 @@ def test_without_lora_of_the_same_form_it_is_merged_and_said(folder, imported, t
         merged = found[f"decoder.layers.attention.mixer.{name}.w"][0]
         np.testing.assert_allclose(merged, (w + 5 / 3 * b @ a).T, atol=1e-6)
         assert not found[f"decoder.layers.attention.mixer.{name}.lora.b"].any(), "the run's own LoRA is new"
+
+
+@pytest.mark.exhaustive
+def test_without_lora_the_names_are_those_of_a_plain_llm(folder, imported, tmp_path):
     config = read_config(imported)
     export_weights(imported, tmp_path / "parts")
     parts = [str(tmp_path / "parts" / name) for name in ("llm", "encoder", "adapter")]
