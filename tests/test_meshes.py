@@ -17,6 +17,7 @@ from scripts.check_meshes import (
     batch_for,
     canonical_state,
     check,
+    gpt_oss,
     meshes,
     predicting,
     qwen3,
@@ -79,6 +80,12 @@ def test_the_mesh_changes_nothing_with_the_blocks_of_qwen3(number: int):
 def test_the_mesh_changes_nothing_with_the_blocks_of_qwen3_next(number: int):
     """Gated delta rule, gates of attention and of the shared expert, zero-centred norms."""
     row = check(qwen3_next("float64")[number])
+    assert row["error"] <= 1e-10, row
+
+
+@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
+def test_the_mesh_changes_nothing_with_the_blocks_of_gpt_oss(number: int):
+    row = check(gpt_oss("float64")[number])
     assert row["error"] <= 1e-10, row
 
 

@@ -23,6 +23,7 @@ from jaxthd.steps.validation import Scores, make_validation_step
 from tests.speech_model import (
     AUDIO,
     CAPACITY,
+    GPT,
     MELS,
     MODEL,
     NEXT,
@@ -172,6 +173,19 @@ def test_decoding_goes_on_from_the_states_of_the_gated_delta_rule(data: int, con
         want = alone(-1, NEXT)
         assert len({tuple(a) for a in want.values()}) > 4, "answers should differ"
         assert decoded(data, context, -1, layout, NEXT)[1] == want
+
+
+@pytest.mark.parametrize(
+    ("data", "context", "layout"),
+    [(1, 2, "document"), pytest.param(1, 4, "buffer", marks=pytest.mark.exhaustive)],
+)
+def test_decoding_in_windows_equals_a_whole_pass_for_each_token(data: int, context: int, layout: Layout):
+    """Of a model with windows shorter than prompts and answers, and with sinks."""
+    assert GPT.llm.window < NEW
+    with jax.enable_x64(True):
+        want = alone(-1, GPT)
+        assert len({tuple(a) for a in want.values()}) > 4, "answers should differ"
+        assert decoded(data, context, -1, layout, GPT)[1] == want
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,7 @@ def test_it_equals_the_recurrence_of_each_document_alone(context, gather_up_to, 
     monkeypatch.setattr(state_passing, "GATHER_UP_TO", gather_up_to)
     rng = np.random.default_rng(1)
     with jax.enable_x64(True):
-        run = on_context(
-            lambda _, x, segments: gated_delta_rule(x, segments, chunk=chunk), context, block=8
-        )
+        run = on_context(lambda _, x, segments: gated_delta_rule(x, segments, chunk=chunk), context, block=8)
         for lengths in CASES.values():
             inputs, dy, real = inputs_of(rng), rng.normal(size=(CAPACITY, H, V)), sum(lengths)
             dy[real:] = 0

@@ -157,9 +157,7 @@ def _system(chunks: _Chunks, decays: Decays) -> _System:
 
 def _solved(lower_CGhQQ: Array, right: Array) -> Array:
     """In the accumulation dtype, by substitution: powers of the matrix may be large where keys are alike."""
-    return jax.lax.linalg.triangular_solve(
-        lower_CGhQQ, right, left_side=True, lower=True, unit_diagonal=True
-    )
+    return jax.lax.linalg.triangular_solve(lower_CGhQQ, right, left_side=True, lower=True, unit_diagonal=True)
 
 
 def _entering(chunks: _Chunks, state_EHKV: Array, prefix_CQ: Array) -> _Entering:
@@ -177,9 +175,7 @@ def _entering(chunks: _Chunks, state_EHKV: Array, prefix_CQ: Array) -> _Entering
     return _Entering(of(chunks.k_CGQK), of(chunks.q_CGQK), since_CGhQ, state_EGhKV, prefix_CQ)
 
 
-def _written_from_zero(
-    chunks: _Chunks, decays: Decays, system: _System, entering: _Entering | None
-) -> Array:
+def _written_from_zero(chunks: _Chunks, decays: Decays, system: _System, entering: _Entering | None) -> Array:
     """u where the state before the scan chunk is 0, [C, G, h, Q, V]."""
     own_CGhQV = chunks.v_CGhQV.astype(decays.to_end_CGhQ.dtype)
     if entering is not None:
