@@ -74,7 +74,7 @@ class LLMConfig:
     attention_bias: bool = False
     """Whether attention's four projections have biases (GPT-OSS)."""
     attention_gate: bool = False
-    """Whether attention's outputs are multiplied by the sigmoid of a projection of its inputs (Qwen3-Next)."""
+    """Whether attention's outputs are multiplied by the sigmoid of a projection of its input (Qwen3-Next)."""
     ffn_dim: int = 512
     """Inner dim of the MLP."""
     ffn_form: Literal["relu2", "swiglu", "clamped_swiglu"] = "relu2"

@@ -54,6 +54,9 @@ _MOE_SIZES: dict[str, tuple[str, Any]] = {
 }
 """Our names -> (theirs, the library's default: config.json may leave out what has its default)."""
 _FORM: dict[str, Any] = {
+    "attention_gate": False,
+    "norm_zero_centred": False,
+    "shared_expert_gate": False,
     "rope": RopeConfig(),
     "attention_bias": False,
     "qk_norm": False,

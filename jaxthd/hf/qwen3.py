@@ -35,6 +35,8 @@ _MOE_SIZES = {
 _FORM: dict[str, Any] = {
     "qk_norm": True,
     "attention_bias": False,
+    "attention_gate": False,
+    "norm_zero_centred": False,
     "ffn_form": "swiglu",
     "mtp_pattern": "",
 }

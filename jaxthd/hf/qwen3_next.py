@@ -1,13 +1,13 @@
 """Qwen3-Next (transformers: Qwen3NextForCausalLM).
 
-A layer of theirs is two blocks of ours: the gated delta rule or attention, then experts or an MLP: "DE", "*E",
-"D-", "*-". Their norms' weights are stored as the difference from 1, as ours are with norm_zero_centred.
+A layer of theirs is two blocks of ours: the gated delta rule or attention, then experts or an MLP ("DE",
+"*E", "D-", "*-"). Their norms' weights are stored as the difference from 1, as ours with norm_zero_centred.
 """
 
 from dataclasses import replace
 from typing import Any
 
-from jaxthd.config import DeltaConfig, LLMConfig, ModelConfig
+from jaxthd.config import DeltaConfig, LLMConfig
 from jaxthd.errors import UserError
 from jaxthd.hf.family import LLM, Family, Fields, must_be, must_hold, required
 from jaxthd.hf.names import Names, Shape
@@ -131,7 +131,7 @@ def write_llm(llm: LLMConfig, names: Names) -> None:
     done = dict.fromkeys("D*E-", 0)
     for number in range(len(llm.letters) // 2):
         layer = names.within(f"model.layers.{number}.", "decoder.layers.")
-        mixer, ffn = llm.letters[2 * number : 2 * number + 2]
+        mixer, ffn = llm.letters[2 * number], llm.letters[2 * number + 1]
         for letter, norm in ((mixer, "input_layernorm"), (ffn, "post_attention_layernorm")):
             kind, theirs, write = _BLOCKS[letter]
             block = layer.within("", f"{kind}.", done[letter])

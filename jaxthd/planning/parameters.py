@@ -22,7 +22,14 @@ from jaxthd.steps.state import moment_specs
 
 PARTS = ("LLM", "encoder", "adapter")
 
-_LETTERS = {"M": "M Mamba2", "*": "* attention", "W": "W attention in a window", "-": "- MLP", "E": "E"}
+_LETTERS = {
+    "M": "M Mamba2",
+    "D": "D gated delta rule",
+    "*": "* attention",
+    "W": "W attention in a window",
+    "-": "- MLP",
+    "E": "E",
+}
 _EXPERTS = {
     "up": "routed experts",
     "down": "routed experts",
@@ -32,6 +39,7 @@ _EXPERTS = {
     "gate_bias": "routed experts",
     "router": "router",
     "shared": "shared expert",
+    "shared_gate": "shared expert",
     "latent_in": "latent projection",
     "latent_out": "latent projection",
 }

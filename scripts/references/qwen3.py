@@ -5,9 +5,9 @@ Qwen3MoeForCausalLM, Qwen3NextForCausalLM.
 
 Needs torch and transformers; takes about 15 s. Float32, eval mode; the model is given one document of LENGTHS
 tokens at a time, unpadded. The dense model ties its head to its embedding, and all its query heads share one
-key and value head. The second one has a dense layer between two layers of experts. The third one, with zero-centred
-norms, has gated delta rules, attention, and a dense layer among layers of experts. save_pretrained's
-checkpoints stay in FOLDER, by name.
+key and value head. The second one has a dense layer between two layers of experts. The third one, with
+zero-centred norms, has gated delta rules, attention, and a dense layer among layers of experts. The
+checkpoints of save_pretrained stay in FOLDER, by name.
 
 Keys (c a document's number):
     config              config.json, as save_pretrained writes it

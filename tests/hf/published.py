@@ -9,7 +9,7 @@ from scripts.comparison.published import Published, group
 
 REFERENCES = Path(__file__).parents[1] / "references"
 LLMS = ("nemotron_h", "nemotron_h_latent")
-QWEN = ("qwen3", "qwen3_moe")
+QWEN = ("qwen3", "qwen3_moe", "qwen3_next")
 FAMILIES = (*LLMS, *QWEN, "nemotron_omni", "canary_qwen")
 
 

@@ -210,6 +210,20 @@ CASES = [
         | {"model.llm.mamba_heads": 6},
         "set mesh.context to 1, 2 or 3, or model.llm.mamba_heads to 4 or 8, or compute.context_layout to",
     ),
+    Case(
+        {"mesh.context": 4, "compute.context_layout": "document", "data.round_to": 8}
+        | {"model.llm.pattern": "D*", "model.llm.delta.value_heads": 6},
+        "set mesh.context to 1, 2 or 3, or model.llm.delta.value_heads to 4 or 8",
+    ),
+    Case(
+        {"mesh.context": 4, "data.capacity": 8, "data.audio_capacity": 0, "model.llm.pattern": "D"}
+        | {"data.prompt": "", "data.max_documents": 8},
+        "the delta rule's convolution of 4 taps looks that far back",
+    ),
+    Case(
+        {"mesh.tensor": 4, "model.llm.pattern": "D", "model.llm.delta.value_heads": 6},
+        "mesh.tensor is 4 with model.llm.delta.value_heads 6",
+    ),
     # Buffers.
     Case({"data.round_to": 10}, "set data.capacity to 2040 or 2050, or data.round_to to 2"),
     Case({"data.max_documents": 4096}, "data.max_documents is 4096 for a buffer of 2048", is_warning=True),
@@ -258,6 +272,10 @@ CASES = [
     Case({"model.llm.pattern": "MXM*Y"}, "'MXM*Y' holds X, Y"),
     Case({"model.llm.q_heads": 5}, "set model.llm.q_heads to 4 or 6"),
     Case({"model.llm.mamba_heads": 9}, "set model.llm.mamba_heads to 8 or 10"),
+    Case(
+        {"model.llm.pattern": "D*", "model.llm.delta.value_heads": 5},
+        "set model.llm.delta.value_heads to 4 or 6, or model.llm.delta.key_heads to a divisor",
+    ),
     Case({"model.llm.mamba_dt_limit": (0.1, 0.1)}, "model.llm.mamba_dt_limit is (0.1, 0.1)"),
     Case(
         {"model.llm.rope.theta": 1e4, "model.llm.rope.fraction": 0.1},

@@ -1,9 +1,9 @@
 """The gated delta rule's layer (Yang et al., Gated Delta Networks, 2024), as in Qwen3-Next (2025).
 
-Legend: N tokens, D model dim, H value heads, V value dim, G key heads, K key dim, I = H V, U = G K, C = 2 U + I
-channels of the convolution; in decoding n documents of this rank. What the rule takes: L tokens, h value
-heads, g key heads, c channels. These are N, H, G, C, or, where heads are sharded over R context ranks, all
-tokens of the rows, H / R and a share of the rest (ops/head_exchange.py).
+Legend: N tokens, D model dim, H value heads, V value dim, G key heads, K key dim, I = H V, U = G K,
+C = 2 U + I channels of the convolution; in decoding n documents of this rank. What the rule takes: L tokens,
+h value heads, g key heads, c channels. These are N, H, G, C, or, where heads are sharded over R context
+ranks, all tokens of the rows, H / R and a share of the rest (ops/head_exchange.py).
 """
 
 import math
