@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxthd.config.latent_attention import LatentAttentionConfig
 from jaxthd.errors import UserError
 
 
@@ -44,7 +45,7 @@ class LLMConfig:
     """The decoder: blocks of Mamba2, attention, MLP, experts in any order (Nemotron-H, Nemotron-3, Qwen3)."""
 
     pattern: str = "M-M*-"
-    """One letter per block: M Mamba2, * attention, - MLP, E mixture of experts. A | marks where pipeline
+    """One letter per block: M Mamba2, * attention, L latent attention, - MLP, E mixture of experts. A | marks where pipeline
     stages are divided; without any, they are divided by cost."""
     vocab_size: int = 260
     """Rows of the embedding and of the head."""
@@ -62,6 +63,7 @@ class LLMConfig:
     """Base of attention's rotary position embedding (Qwen3: 1e6); 0: none (Nemotron-H)."""
     qk_norm: bool = False
     """Whether attention's queries and keys are normalised, each head by itself (Qwen3)."""
+    latent_attention: LatentAttentionConfig = field(default_factory=LatentAttentionConfig)
     ffn_dim: int = 512
     """Inner dim of the MLP."""
     ffn_form: Literal["relu2", "swiglu"] = "relu2"
@@ -95,6 +97,11 @@ class LLMConfig:
     evens out the load (Nemotron-3); "softmax", over all experts (Qwen3), to be used with train.aux_loss."""
     router_normalised: bool = True
     """Whether the weights of a token's experts are their scores over their sum; otherwise their scores."""
+    router_groups: int = 1
+    """Groups that the experts are divided into (DeepSeek-V3: 8); 1: none."""
+    router_groups_per_token: int = 1
+    """Groups with the best scores, the sum of their two best experts', to which a token's choice of experts is
+    limited (DeepSeek-V3: 4)."""
     router_scale: float = 1.0
     """Factor on the sum of the routed experts' outputs."""
     mtp_pattern: str = ""
