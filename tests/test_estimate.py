@@ -96,8 +96,11 @@ def with_ctc(config: Config) -> Config:
             with_ctc(small("*-*-", MeshConfig(context=2, pipeline=2, tensor=2), microbatches=2)),
             marks=pytest.mark.exhaustive,
         ),
+        pytest.param(
+            small("L-L-", MeshConfig(data=2, context=2, tensor=2)), marks=pytest.mark.exhaustive
+        ),
     ],
-    ids=["all layers on every rank", "pipeline and experts", "uniform program", "MTP", "LoRA", "CTC"],
+    ids=["all layers on every rank", "pipeline and experts", "uniform program", "MTP", "LoRA", "CTC", "latent attention"],
 )
 def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:
     """State must be exact and bytes within 2% (the rest is scalars). Temporary memory must be within a third:
@@ -121,6 +124,8 @@ def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:
         pytest.param("*E", True, 0.15, marks=pytest.mark.exhaustive),
         pytest.param("*-", False, 0.1, marks=pytest.mark.exhaustive),
         pytest.param("M-", True, 0.05, marks=pytest.mark.exhaustive),
+        pytest.param("L-", False, 0.1, marks=pytest.mark.exhaustive),
+        pytest.param("L-", True, 0.05, marks=pytest.mark.exhaustive),
     ],
 )
 def test_four_units_more_need_what_the_closed_form_says(unit: str, remat: bool, within: float) -> None:

@@ -32,3 +32,8 @@ class LatentAttentionConfig:
     def kept(self) -> int:
         """Numbers that decoding keeps of a token: the latent, and the rotated features of its key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def kernel_head_dim(self) -> int:
+        """Dim of a head in fused kernels, which take values of the keys' dim: zeros fill the smaller ones."""
+        return max(self.qk_head_dim, self.v_head_dim)

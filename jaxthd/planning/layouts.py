@@ -98,14 +98,15 @@ def _layout_cost(stream: Lengths, config: Config, work: tuple[float, float]) -> 
     keys_seen = (tokens * (tokens + 1)).sum() / 2 / tokens.sum()
     received, letters = mamba_bytes(config), llm.letters + llm.mtp_pattern * config.depths_trained
     real_tokens = data.rows / mesh.data * data.capacity / mesh.context * (1 - outcome.padding)
-    attention = keys_seen * imbalance * 2 * llm.q_heads * llm.head_dim / mesh.tensor
+    latent = llm.latent_attention
+    dims = letters.count("*") * 2 * llm.head_dim + letters.count("L") * (latent.qk_head_dim + latent.v_head_dim)
     return LayoutCost(
         config,
         padding=outcome.padding,
         imbalance=imbalance,
         mamba_bytes=received,
         slots=work[0] / mesh.tensor / (1 - outcome.padding),
-        attention=letters.count("*") * attention,
+        attention=keys_seen * imbalance * llm.q_heads * dims / mesh.tensor,
         exchange=letters.count("M") * received / 2 / real_tokens * MULTIPLY_ADDS_PER_BYTE,
     )
 

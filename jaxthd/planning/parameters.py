@@ -22,7 +22,7 @@ from jaxthd.steps.state import moment_specs
 
 PARTS = ("LLM", "encoder", "adapter")
 
-_LETTERS = {"M": "M Mamba2", "*": "* attention", "-": "- MLP", "E": "E"}
+_LETTERS = {"M": "M Mamba2", "*": "* attention", "L": "L latent attention", "-": "- MLP", "E": "E"}
 _EXPERTS = {
     "up": "routed experts",
     "down": "routed experts",

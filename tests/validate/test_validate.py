@@ -260,6 +260,22 @@ CASES = [
     Case({"model.llm.mamba_heads": 9}, "set model.llm.mamba_heads to 8 or 10"),
     Case({"model.llm.mamba_dt_limit": (0.1, 0.1)}, "model.llm.mamba_dt_limit is (0.1, 0.1)"),
     Case({"model.llm.pattern": "ME", "model.llm.experts_per_token": 9}, "at most the 8 of model.llm.experts"),
+    Case({"model.llm.pattern": "E", "model.llm.router_groups": 3}, "router_groups is 3 with 8 experts"),
+    Case({"model.llm.pattern": "E", "model.llm.router_groups": 8}, "a divisor of 8 up to 4, or to 1"),
+    Case(
+        {"model.llm.pattern": "E", "model.llm.router_groups": 4, "model.llm.experts_per_token": 3},
+        "router_groups_per_token is 1; expected 2 to 4",
+    ),
+    Case(
+        {"model.llm.pattern": "L-", "model.llm.latent_attention.qk_rope_head_dim": 7},
+        "set model.llm.latent_attention.qk_rope_head_dim to 8",
+    ),
+    Case({"mesh.tensor": 2, "model.llm.pattern": "L", "model.llm.q_heads": 5}, "model.llm.q_heads 5"),
+    Case(
+        {"compute.attention_backend": "te", "compute.dtype": "bfloat16", "model.llm.pattern": "*L"},
+        "it computes one kind of attention",
+        GPU,
+    ),
     Case({"model.llm.vocab_size": 259}, "model.llm.vocab_size is 259; expected 260"),
     Case(
         {"data.tokenizer": "tokenizer.json"},
@@ -550,6 +566,8 @@ def test_transformer_engine_is_refused_where_it_is_known_to_be_wrong() -> None:
         | {"data.max_documents": 24},  # a context chunk of 3 tokens for 4 taps; 8 mel frames a rank
         {"data.capacity": 376, "data.round_to": 376, "data.audio_capacity": 3008},  # one chunk of 30 s
         {"model.llm.pattern": "ME", "model.llm.experts_per_token": 8, "model.llm.vocab_size": 260},
+        {"model.llm.pattern": "LE", "model.llm.shared_expert_dim": 0, "model.llm.router_groups": 4}
+        | {"model.llm.router_groups_per_token": 1},
         {"model.encoder.num_mels": 8, "model.encoder.conv_kernel": 1, "model.encoder.heads": 64},
         {"train.steps": 20, "train.min_learning_rate": 1e-3, "train.beta1": 0.0, "train.validate_every": 0},
         {"model.llm.pattern": "-", "model.llm.q_heads": 5, "model.llm.mamba_heads": 9}

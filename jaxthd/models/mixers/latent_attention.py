@@ -131,9 +131,9 @@ class LatentAttention(nnx.Module):
         k_NHn, v_NHV = jnp.split(expanded_NHf, [sizes.qk_nope_head_dim], axis=-1)
         k_NHr = jnp.broadcast_to(k_Nr[:, None], (*k_NHn.shape[:2], sizes.qk_rope_head_dim))
         o_NHV = packed_attention(
-            jnp.concatenate(q, axis=-1),
-            jnp.concatenate([k_NHn, k_NHr], axis=-1),
-            self._values(v_NHV),
+            self._filled(jnp.concatenate(q, axis=-1)),
+            self._filled(jnp.concatenate([k_NHn, k_NHr], axis=-1)),
+            self._filled(v_NHV),
             segments,
             scale=self.scale,
             exchange=self.exchange,
@@ -141,12 +141,12 @@ class LatentAttention(nnx.Module):
         )
         return self.out(o_NHV[..., : sizes.v_head_dim].reshape(n, -1))
 
-    def _values(self, v_NHV: Array) -> Array:
-        """Fused kernels take values of the keys' dim: zeros fill them."""
-        missing = self.sizes.qk_head_dim - self.sizes.v_head_dim
-        if self.backend == "xla" or missing <= 0:
-            return v_NHV
-        return jnp.pad(v_NHV, ((0, 0), (0, 0), (0, missing)))
+    def _filled(self, x_NHd: Array) -> Array:
+        """The heads, with zeros behind them where a fused kernel takes heads of one dim alone."""
+        missing = self.sizes.kernel_head_dim - x_NHd.shape[-1]
+        if self.backend == "xla" or not missing:
+            return x_NHd
+        return jnp.pad(x_NHd, ((0, 0), (0, 0), (0, missing)))
 
 
 def cost(llm: LLMConfig) -> float:
