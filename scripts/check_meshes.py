@@ -59,6 +59,7 @@ from jaxthd.config import (
     LLMConfig,
     MeshConfig,
     ModelConfig,
+    RopeConfig,
     TrainConfig,
 )
 from jaxthd.models.adapt import split
@@ -119,7 +120,7 @@ PREDICTING: tuple[dict[str, Any], ...] = (
 """Decoders with multi-token prediction."""
 QWEN3: dict[str, Any] = {
     "pattern": "*E*-*E*-",
-    "rope_theta": 100.0,
+    "rope": RopeConfig(theta=100.0),
     "qk_norm": True,
     "ffn_form": "swiglu",
     "tied_embedding": True,
@@ -130,7 +131,9 @@ QWEN3: dict[str, Any] = {
 """A decoder with Qwen3's blocks."""
 DEEPSEEK: dict[str, Any] = {
     "pattern": "L-LEL-LE",
-    "rope_theta": 100.0,
+    "rope": RopeConfig(
+        theta=100.0, scaling="yarn", factor=4.0, original_positions=8, mscale=1.0, mscale_all_dim=0.7
+    ),
     "ffn_form": "swiglu",
     "experts": 8,
     "experts_per_token": 3,
@@ -420,7 +423,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=("plain", "lora", "mtp", "qwen3", "deepseek"), help="one kind of rows")
+    parser.add_argument(
+        "--only", choices=("plain", "lora", "mtp", "qwen3", "deepseek"), help="one kind of rows"
+    )
     parser.add_argument("--sample", type=int, default=0, help="only as many rows, drawn at random (seed 0)")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--out", type=Path, default=Path("runs/check_meshes.jsonl"))

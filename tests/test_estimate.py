@@ -96,11 +96,17 @@ def with_ctc(config: Config) -> Config:
             with_ctc(small("*-*-", MeshConfig(context=2, pipeline=2, tensor=2), microbatches=2)),
             marks=pytest.mark.exhaustive,
         ),
-        pytest.param(
-            small("L-L-", MeshConfig(data=2, context=2, tensor=2)), marks=pytest.mark.exhaustive
-        ),
+        pytest.param(small("L-L-", MeshConfig(data=2, context=2, tensor=2)), marks=pytest.mark.exhaustive),
     ],
-    ids=["all layers on every rank", "pipeline and experts", "uniform program", "MTP", "LoRA", "CTC", "latent attention"],
+    ids=[
+        "all layers on every rank",
+        "pipeline and experts",
+        "uniform program",
+        "MTP",
+        "LoRA",
+        "CTC",
+        "latent attention",
+    ],
 )
 def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:
     """State must be exact and bytes within 2% (the rest is scalars). Temporary memory must be within a third:

@@ -17,6 +17,7 @@ from jaxthd.config.latent_attention import LatentAttentionConfig
 from jaxthd.config.mesh import MeshConfig
 from jaxthd.config.model import EncoderConfig, LLMConfig, ModelConfig
 from jaxthd.config.posttraining import PostTrainingConfig, RolloutConfig
+from jaxthd.config.rope import RopeConfig
 from jaxthd.config.run import Config
 from jaxthd.config.train import TrainConfig
 
@@ -35,6 +36,7 @@ __all__ = [
     "Packing",
     "PostTrainingConfig",
     "RolloutConfig",
+    "RopeConfig",
     "SpecAugmentConfig",
     "TrainConfig",
     "ValidationSet",

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LatentAttentionConfig:
-    """Multi-head latent attention, the letter L of model.llm.pattern: the keys and values of all
-    model.llm.q_heads heads are expanded from one latent a token, which is all that decoding keeps (DeepSeek-V2,
-    2024; DeepSeek-V3; Moonlight)."""
+    """Multi-head latent attention, the letter L of model.llm.pattern (DeepSeek-V2, 2024; DeepSeek-V3;
+    Moonlight): the keys and values of all model.llm.q_heads heads are expanded from one latent a token, which
+    is all that decoding keeps."""
 
     q_lora_rank: int = 0
     """Dim of the latent that queries are expanded from (DeepSeek-V3: 1536); 0: they are projected from the

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxthd.config.latent_attention import LatentAttentionConfig
+from jaxthd.config.rope import RopeConfig
 from jaxthd.errors import UserError
 
 
@@ -45,8 +46,8 @@ class LLMConfig:
     """The decoder: blocks of Mamba2, attention, MLP, experts in any order (Nemotron-H, Nemotron-3, Qwen3)."""
 
     pattern: str = "M-M*-"
-    """One letter per block: M Mamba2, * attention, L latent attention, - MLP, E mixture of experts. A | marks where pipeline
-    stages are divided; without any, they are divided by cost."""
+    """One letter per block: M Mamba2, * attention, L latent attention, - MLP, E mixture of experts. A | marks
+    where pipeline stages are divided; without any, they are divided by cost."""
     vocab_size: int = 260
     """Rows of the embedding and of the head."""
     dim: int = 128
@@ -59,10 +60,11 @@ class LLMConfig:
     """Key and value heads; must divide q_heads."""
     head_dim: int = 32
     """Dim of an attention head."""
-    rope_theta: float = 0.0
-    """Base of attention's rotary position embedding (Qwen3: 1e6); 0: none (Nemotron-H)."""
+    rope: RopeConfig = field(default_factory=RopeConfig)
     qk_norm: bool = False
     """Whether attention's queries and keys are normalised, each head by itself (Qwen3)."""
+    attention_bias: bool = False
+    """Whether attention's four projections have biases (GPT-OSS)."""
     latent_attention: LatentAttentionConfig = field(default_factory=LatentAttentionConfig)
     ffn_dim: int = 512
     """Inner dim of the MLP."""
@@ -100,8 +102,8 @@ class LLMConfig:
     router_groups: int = 1
     """Groups that the experts are divided into (DeepSeek-V3: 8); 1: none."""
     router_groups_per_token: int = 1
-    """Groups with the best scores, the sum of their two best experts', to which a token's choice of experts is
-    limited (DeepSeek-V3: 4)."""
+    """Groups that a token's experts are chosen from (DeepSeek-V3: 4): those whose two best experts have the
+    largest sum of scores."""
     router_scale: float = 1.0
     """Factor on the sum of the routed experts' outputs."""
     mtp_pattern: str = ""

@@ -6,7 +6,6 @@ without rounding it twice.
 """
 
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float, Shaped

@@ -74,7 +74,7 @@ class Checkpoint:
         return replace(model, llm=replace(model.llm, mtp_pattern=""))
 
     def decoded(self, names: Iterable[str]) -> str:
-        """Which of these tensors are stored in another form than they are read in, for people; "" for none."""
+        """How many of these tensors are decoded as they are read, for people; "" for none."""
         if not isinstance(self.reader, BlockScaledFolder):
             return ""
         count = sum(map(self.reader.is_decoded, names))

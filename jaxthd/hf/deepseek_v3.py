@@ -14,6 +14,7 @@ from jaxthd.errors import UserError
 from jaxthd.hf.family import LLM, Family, Fields, must_be, must_hold, required
 from jaxthd.hf.names import Names, Shape
 from jaxthd.hf.nemotron_h import token_fields
+from jaxthd.hf.rotary import rope_config, rope_fields
 
 _TITLE = "DeepseekV3ForCausalLM"
 _EXPECTED = {
@@ -57,18 +58,13 @@ def llm_config(fields: Fields, llm: LLMConfig) -> LLMConfig:
     settings["router_groups_per_token"] = int(fields.get("topk_group") or 1)
     settings["shared_expert_dim"] = (fields.get("n_shared_experts") or 0) * settings["expert_dim"]
     settings["tied_embedding"] = bool(fields.get("tie_word_embeddings", False))
-    settings["rope_theta"] = _rope_theta(fields)
+    settings["rope"] = rope_config(fields)
     settings["latent_attention"] = LatentAttentionConfig(
         q_lora_rank=fields.get("q_lora_rank") or 0,
         **{name: required(fields, name) for name in _LATENT_SIZES},
         norm_eps=_NORM_EPS,
     )
     return replace(llm, **settings)
-
-
-def _rope_theta(fields: Fields) -> float:
-    given = fields.get("rope_parameters") or {}
-    return float(given.get("rope_theta") or fields.get("rope_theta") or 10000.0)
 
 
 def llm_fields(llm: LLMConfig) -> dict[str, Any]:
@@ -81,6 +77,11 @@ def llm_fields(llm: LLMConfig) -> dict[str, Any]:
             f"{_TITLE}: choose another format"
         )
     must_hold(llm, _FORM, _TITLE)
+    if not llm.rope.theta or llm.rope.fraction != 1:
+        raise UserError(
+            f"model.llm.rope has theta {llm.rope.theta} and fraction {llm.rope.fraction}; expected a theta, "
+            f"and fraction 1, for {_TITLE}: choose another format"
+        )
     if latent.norm_eps != _NORM_EPS:
         raise UserError(
             f"model.llm.latent_attention.norm_eps is {latent.norm_eps}; expected {_NORM_EPS} for {_TITLE}: "
@@ -89,8 +90,8 @@ def llm_fields(llm: LLMConfig) -> dict[str, Any]:
     if llm.shared_expert_dim % llm.expert_dim:
         raise UserError(
             f"model.llm.shared_expert_dim is {llm.shared_expert_dim}; expected a multiple of expert_dim "
-            f"({llm.expert_dim}) for {_TITLE}, whose shared experts have the routed ones' size: choose another "
-            "format"
+            f"({llm.expert_dim}) for {_TITLE}, whose shared experts are of the routed ones' size: choose "
+            "another format"
         )
     return {
         "architectures": [_TITLE],
@@ -108,8 +109,7 @@ def llm_fields(llm: LLMConfig) -> dict[str, Any]:
         "norm_topk_prob": llm.router_normalised,
         "num_nextn_predict_layers": 0,
         "rope_interleave": True,
-        "rope_theta": llm.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": llm.rope_theta},
+        **rope_fields(llm.rope),
         "tie_word_embeddings": llm.tied_embedding,
     }
 

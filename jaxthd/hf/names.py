@@ -20,7 +20,7 @@ class ArraySlice(NamedTuple):
 
     name: our array. at: index into its leading dims (layer, expert). shape: of array[at].
     rows: number of rows on disk. view, order: array[at] = rows.reshape(view).transpose(order).reshape(shape).
-    block: before that, the rows of each run of len(block) rows are put into this order; (): they are in order.
+    block: before that, each run of len(block) rows is put into this order; (): they are in order.
     """
 
     name: str
@@ -106,7 +106,10 @@ class Names:
         tail: Callable[[int], Shape] = lambda dim: (dim,),
         block: Shape = (),
     ) -> None:
-        """A tensor [out, *tail(dim)] of our matrices [dim, out], concatenated along out. block: see ArraySlice."""
+        """A tensor [out, *tail(dim)] of our matrices [dim, out], concatenated along out.
+
+        block: as in ArraySlice.
+        """
         shapes = [self._shape(name) for name in ours]
         slices = [
             self._slice(name, shape, shape[1], shape[::-1], (1, 0))._replace(block=block)

@@ -61,8 +61,11 @@ def scan_shape(config: Config) -> ScanShape:
 
 
 class Choice(NamedTuple):
-    """A setting of compute.* that names a back-end. letters: the layers' in a pattern; a kernel is admitted
-    for one kind of them. kernels: one for each back-end. interpreted: back-ends that a CPU interprets: a probe there would say nothing about the GPU's.
+    """A setting of compute.* that names a back-end.
+
+    letters: of the kinds of layers that it computes; a kernel is admitted for one of them. kernels: one for
+    each back-end. interpreted: back-ends that a CPU interprets: a probe there would say nothing about the
+    GPU's.
     """
 
     field: str

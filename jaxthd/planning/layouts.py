@@ -99,7 +99,9 @@ def _layout_cost(stream: Lengths, config: Config, work: tuple[float, float]) -> 
     received, letters = mamba_bytes(config), llm.letters + llm.mtp_pattern * config.depths_trained
     real_tokens = data.rows / mesh.data * data.capacity / mesh.context * (1 - outcome.padding)
     latent = llm.latent_attention
-    dims = letters.count("*") * 2 * llm.head_dim + letters.count("L") * (latent.qk_head_dim + latent.v_head_dim)
+    dims = letters.count("*") * 2 * llm.head_dim + letters.count("L") * (
+        latent.qk_head_dim + latent.v_head_dim
+    )
     return LayoutCost(
         config,
         padding=outcome.padding,

@@ -23,6 +23,7 @@ _MINIMUM: dict[str, float] = {
     "model.llm.latent_dim": 0,
     "model.llm.latent_attention.q_lora_rank": 0,
     "model.llm.shared_expert_dim": 0,
+    "model.llm.rope.original_positions": 0,
     "model.adapter_dim": 0,
     "adapt.lora_rank": 0,
     "posttraining.reference_every": 0,

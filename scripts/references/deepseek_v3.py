@@ -3,9 +3,10 @@
     python scripts/references/deepseek_v3.py [--checkpoints FOLDER]
 
 Needs torch and transformers; takes about 15 s. Float32, eval mode; the model is given one document of LENGTHS
-tokens at a time, unpadded. One has a latent for the queries, a dense layer before two layers of experts, and
-groups of experts; the other one has Moonlight's settings: no latent for the queries, one group, two shared
-experts. Heads, experts, ranks and dims are no powers of two. save_pretrained's checkpoints stay in FOLDER, by name.
+tokens at a time, unpadded. One has a latent for the queries, a dense layer before two layers of experts,
+groups of experts, and positions scaled by YaRN. The other one has Moonlight's settings: no latent for the
+queries, one group, two shared experts. Heads, experts, ranks and dims are no powers of two. save_pretrained's
+checkpoints stay in FOLDER, by name.
 
 Keys: those of qwen3.py. The margin is also that between the last group chosen and the first not chosen.
 """
@@ -47,7 +48,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
         "n_shared_experts": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e3},
+        "max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e3,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+        },
     },
     "moonlight": {
         "num_hidden_layers": 2,

@@ -20,7 +20,7 @@ from jaxthd.config import AdaptConfig, Config, DataConfig, EncoderConfig, LLMCon
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state
-from scripts.check_meshes import QWEN3
+from scripts.check_meshes import DEEPSEEK, QWEN3
 from tests.helpers import filled_state
 
 ROOT = Path(__file__).parents[2]
@@ -51,14 +51,16 @@ CONFIGS = {
     "latent experts, future tokens": Config(model=ModelConfig(encoder=ENCODER, llm=FUTURE)),
     "Qwen3": Config(
         model=ModelConfig(
-            encoder=None, llm=replace(LLM, **QWEN3 | {"pattern": "*-*E", "shared_expert_dim": 22})
+            encoder=None,
+            llm=replace(LLM, **QWEN3 | {"pattern": "*-*E", "shared_expert_dim": 22, "attention_bias": True}),
         )
     ),
+    "DeepSeek-V3": Config(model=ModelConfig(encoder=None, llm=replace(LLM, **DEEPSEEK))),
     "LoRA": Config(
         model=ModelConfig(encoder=ENCODER, llm=LLM), adapt=AdaptConfig(lora_rank=5, lora_targets=("*",))
     ),
 }
-LETTERS = {"attention": "*", "mamba": "M", "mlp": "-", "moe": "E"}
+LETTERS = {"attention": "*", "latent_attention": "L", "mamba": "M", "mlp": "-", "moe": "E"}
 PLACES = (
     "params/encoder",
     "buffers/encoder",
@@ -115,12 +117,13 @@ def test_every_array_has_the_name_and_the_shape_that_the_page_gives(config: Conf
         seen[base] += 1
     absent = {name for name in table if not seen[name]}
     optional = {
-        "latent experts, future tokens": "adapter|qwen3",
+        "latent experts, future tokens": "adapter|latent_attention|qwen3",
         "plain": "latent|mtp|qwen3",
         "Qwen3": "encoder|adapter|mamba|latent|mtp|correction_bias|head",
+        "DeepSeek-V3": "encoder|adapter|mamba|layers/attention|moe/mixer/latent|mtp",
         "LoRA": "latent|mtp|adapter|qwen3",
     }
-    of_qwen3 = r"[qk]_norm|(mlp|moe)/mixer/(shared/)?gate"
+    of_qwen3 = r"[qk]_norm|attention/mixer/(q|k|v|out)/bias|(mlp|moe)/mixer/(shared/)?gate"
     kind = next(kind for kind, value in CONFIGS.items() if value is config)
     assert all(re.search(optional[kind].replace("qwen3", of_qwen3), name) for name in absent), absent
 

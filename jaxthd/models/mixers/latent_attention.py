@@ -5,9 +5,9 @@ heads share. Training expands them and is then plain attention, whose value head
 its query heads. Decoding keeps latents and rotated keys alone: the expansion of the keys moves into the
 queries and that of the values behind the softmax, so that all heads attend to the same kept vectors.
 
-Legend: N tokens, D model dim, H heads of this rank, d dim of a query head (n of it without rotation), V dim of
-a value head, R dim of the latent, C = R + rotated features, the numbers kept of a token; in decoding n
-documents of this rank, m new tokens of each.
+Legend: N tokens, D model dim, H heads of this rank, d dim of a query head, V dim of a value head, R dim of
+the latent, C = R + rotated features, the numbers kept of a token; in decoding n documents of this rank, m
+new tokens of each.
 """
 
 import jax
@@ -49,8 +49,8 @@ class LatentAttention(nnx.Module):
         expanded = llm.q_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
         self.kv = Linear(latent.kv_lora_rank, expanded, init, sharded_out=heads)
         self.out = Linear(values, llm.dim, init, std=residual_std(values, llm), sharded_in=heads)
-        self.sizes, self.rope_theta = latent, llm.rope_theta
-        self.scale = latent.qk_head_dim**-0.5
+        self.sizes, self.rope = latent, llm.rope
+        self.scale = latent.qk_head_dim**-0.5 * llm.rope.score_factor
         self.exchange, self.backend = compute.context_exchange, compute.attention_backend
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
@@ -63,9 +63,7 @@ class LatentAttention(nnx.Module):
         kept_NC = self._kept(x_ND, positions_N)
         room = jnp.zeros((prompts.documents, prompts.new_tokens, self.sizes.kept), kept_NC.dtype)
         fixed = gather_in_order(kept_NC[:, None], segments)
-        return Prefilled(
-            self._attend(self._queries(x_ND, positions_N), kept_NC, segments), [fixed], [room]
-        )
+        return Prefilled(self._attend(self._queries(x_ND, positions_N), kept_NC, segments), [fixed], [room])
 
     def step(
         self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
@@ -115,7 +113,7 @@ class LatentAttention(nnx.Module):
         return jnp.concatenate([self.kv_norm(latent_NR), k_Nr], axis=-1)
 
     def _rotated(self, x_NHr: Array, positions_N: Array) -> Array:
-        return rotated(x_NHr, positions_N, self.rope_theta) if self.rope_theta else x_NHr
+        return rotated(x_NHr, positions_N, self.rope) if self.rope.theta else x_NHr
 
     def _expansion(self, dtype: jnp.dtype) -> tuple[Array, Array]:
         """The matrices that expand a latent to this rank's keys [R, H, n] and values [R, H, V]."""

@@ -4,8 +4,7 @@ from jaxthd.models.mixers import attention, latent_attention, mamba2, mlp, moe
 from jaxthd.models.mixers.contract import LayerKind
 
 LAYER_KINDS = {
-    kind.letter: kind
-    for kind in (mamba2.KIND, attention.KIND, latent_attention.KIND, mlp.KIND, moe.KIND)
+    kind.letter: kind for kind in (mamba2.KIND, attention.KIND, latent_attention.KIND, mlp.KIND, moe.KIND)
 }
 """By the letter of model.llm.pattern."""
 
