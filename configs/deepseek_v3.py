@@ -1,5 +1,5 @@
-"""DeepSeek-V3 with a 0.6B FastConformer on 256 GPUs: 64 buffers a step, each sharded over 4, and in each layer an
-expert a GPU. LoRA on the LLM's attention.
+"""DeepSeek-V3 with a 0.6B FastConformer on 256 GPUs: 64 buffers a step, each sharded over 4; an expert of
+each layer on each GPU. LoRA on the LLM's attention.
 
     python -m jaxthd.describe --config configs/deepseek_v3.py
     python -m jaxthd.train --config configs/deepseek_v3.py
