@@ -38,7 +38,14 @@ _SIZES = {
 """Our names -> theirs."""
 _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """Of LatentAttentionConfig: their names are ours."""
-_FORM: dict[str, Any] = {"ffn_form": "swiglu", "router": "sigmoid", "latent_dim": 0, "mtp_pattern": ""}
+_FORM: dict[str, Any] = {
+    "ffn_form": "swiglu",
+    "ffn_bias": False,
+    "router": "sigmoid",
+    "router_bias": False,
+    "latent_dim": 0,
+    "mtp_pattern": "",
+}
 """Our settings that the family has no field for."""
 _NORM_EPS = 1e-6
 """That of the latents' norms, whatever rms_norm_eps."""

@@ -117,6 +117,7 @@ class SpeechLM(nnx.Module):
         self.vocabulary_axes = (PIPELINE, TENSOR) if is_sharded else ()
         self.has_pipeline = init.mesh.pipeline > 1
         self.max_documents = max_documents
+        self.window = config.llm.window if "W" in config.llm.kinds else None
         self.mesh = init.mesh
 
     def log_probs(
@@ -153,6 +154,7 @@ class SpeechLM(nnx.Module):
             layout=self.compute.context_layout,
             documents=self.max_documents,
             uniform_program=uniform_program,
+            window=self.window,
         )
 
     def enter(

@@ -145,7 +145,7 @@ def _mixer(
     config, llm = sizes.config, sizes.config.model.llm
     is_ring = config.compute.context_exchange == "ring"
     match letter:
-        case "*" | "L":
+        case "*" | "W" | "L":
             kv = sizes.tokens * sizes.keys_and_values(letter)
             if is_ring:
                 backward = sizes.w + (0 if config.compute.remat_llm else sizes.a)

@@ -7,6 +7,7 @@ from jaxthd.models.mixers.mamba2 import Mamba2
 from jaxthd.models.mixers.mlp import MLP
 from jaxthd.models.mixers.moe import MoE
 from jaxthd.models.mixers.registry import LAYER_KINDS, layer_kind, letters_and_titles
+from jaxthd.models.mixers.window_attention import WindowAttention
 
 __all__ = [
     "LAYER_KINDS",
@@ -20,6 +21,7 @@ __all__ = [
     "Prefilled",
     "RoutedMixer",
     "Routing",
+    "WindowAttention",
     "layer_kind",
     "letters_and_titles",
 ]
