@@ -38,6 +38,8 @@ FAMILIES = {
     "nemotron_h_latent": "llm",
     "qwen3": "llm",
     "qwen3_moe": "llm",
+    "deepseek_v3": "llm",
+    "moonlight": "llm",
     "fastconformer": "encoder",
     "nemotron_omni": "omni",
 }
@@ -82,7 +84,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
         checkpoints = work / "published"
-        for script in ("nemotron_h.py", "qwen3.py", "encoder.py", "nemotron_omni.py"):
+        for script in ("nemotron_h.py", "qwen3.py", "deepseek_v3.py", "encoder.py", "nemotron_omni.py"):
             reference(script, "--out", work, "--checkpoints", checkpoints, "--seed", options.seed)
         for name, form in FAMILIES.items():
             folder, npz = checkpoints / name, work / f"{name}.npz"

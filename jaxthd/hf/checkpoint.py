@@ -14,6 +14,7 @@ from jaxthd.config import ModelConfig
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import compare_models
 from jaxthd.hf import parakeet
+from jaxthd.hf.block_scaled import BlockScaledFolder
 from jaxthd.hf.family import Family, Fields
 from jaxthd.hf.names import ArraySlice, Names, Shape, Tensor
 from jaxthd.hf.nemo import NemoArchive
@@ -71,6 +72,13 @@ class Checkpoint:
         if not self.covers("head") or any("mtp.layers." in name for name in self.reader.shapes):
             return model
         return replace(model, llm=replace(model.llm, mtp_pattern=""))
+
+    def decoded(self, names: Iterable[str]) -> str:
+        """How many of these tensors are decoded as they are read, for people; "" for none."""
+        if not isinstance(self.reader, BlockScaledFolder):
+            return ""
+        count = sum(map(self.reader.is_decoded, names))
+        return f"{count} matrices of block-scaled FP8" if count else ""
 
     def unread(self, table: Collection[str]) -> list[str]:
         """Its tensors that are not among those named, and that may be left unread (Family.ignored)."""
@@ -135,11 +143,23 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     kinds = {fields.get("model_type"), *(fields.get("architectures") or ())}
     for family in FAMILIES:
         if kinds & set(family.model_types):
-            return Checkpoint(family, fields, SafetensorsFolder(path))
+            return Checkpoint(family, fields, _reader(path, fields))
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
     raise UserError(
         f"{path / 'config.json'} has model_type {fields.get('model_type')!r}; expected one of {known}: "
         "choose another checkpoint"
+    )
+
+
+def _reader(path: Path, fields: Fields) -> Reader:
+    method = (fields.get("quantization_config") or {}).get("quant_method")
+    if method is None:
+        return SafetensorsFolder(path)
+    if method == "fp8":
+        return BlockScaledFolder(SafetensorsFolder(path), fields)
+    raise UserError(
+        f"{path / 'config.json'} has the quant_method {method!r}; expected fp8, or no quantization_config: "
+        "convert it to bfloat16"
     )
 
 

@@ -20,6 +20,7 @@ class ArraySlice(NamedTuple):
 
     name: our array. at: index into its leading dims (layer, expert). shape: of array[at].
     rows: number of rows on disk. view, order: array[at] = rows.reshape(view).transpose(order).reshape(shape).
+    block: before that, each run of len(block) rows is put into this order; (): they are in order.
     """
 
     name: str
@@ -28,6 +29,7 @@ class ArraySlice(NamedTuple):
     rows: int
     view: Shape
     order: Shape
+    block: Shape = ()
 
 
 class Tensor(NamedTuple):
@@ -42,6 +44,7 @@ class Tensor(NamedTuple):
         found, start = [], 0
         for part in self.slices:
             rows = theirs[start : start + part.rows] if theirs.ndim else theirs
+            rows = _reordered(rows, part.block)
             found.append(rows.reshape(part.view).transpose(part.order).reshape(part.shape))
             start += part.rows
         return found
@@ -52,8 +55,16 @@ class Tensor(NamedTuple):
         for part, x in zip(self.slices, ours, strict=True):
             transposed = tuple(part.view[i] for i in part.order)
             x = x.reshape(transposed).transpose(np.argsort(part.order).tolist())
-            rows.append(x.reshape(part.rows, *self.shape[1:]) if self.shape else x.reshape(()))
+            x = x.reshape(part.rows, *self.shape[1:]) if self.shape else x.reshape(())
+            rows.append(_reordered(x, tuple(np.argsort(part.block).tolist())))
         return np.ascontiguousarray(np.concatenate(rows) if len(rows) > 1 else rows[0])
+
+
+def _reordered(rows: Shaped[np.ndarray, "..."], block: Shape) -> Shaped[np.ndarray, "..."]:
+    """The rows, each run of len(block) of them in the order of `block`."""
+    if not block:
+        return rows
+    return rows.reshape(-1, len(block), *rows.shape[1:])[:, list(block)].reshape(rows.shape)
 
 
 class Names:
@@ -88,11 +99,20 @@ class Names:
         ]
         self._add(theirs, shapes[0][1:], slices)
 
-    def transposed(self, theirs: str, *ours: str, tail: Callable[[int], Shape] = lambda dim: (dim,)) -> None:
-        """A tensor [out, *tail(dim)] of our matrices [dim, out], concatenated along out."""
+    def transposed(
+        self,
+        theirs: str,
+        *ours: str,
+        tail: Callable[[int], Shape] = lambda dim: (dim,),
+        block: Shape = (),
+    ) -> None:
+        """A tensor [out, *tail(dim)] of our matrices [dim, out], concatenated along out.
+
+        block: as in ArraySlice.
+        """
         shapes = [self._shape(name) for name in ours]
         slices = [
-            self._slice(name, shape, shape[1], shape[::-1], (1, 0))
+            self._slice(name, shape, shape[1], shape[::-1], (1, 0))._replace(block=block)
             for name, shape in zip(ours, shapes, strict=True)
         ]
         self._add(theirs, tail(shapes[0][0]), slices)
