@@ -59,8 +59,8 @@ _FORM: dict[str, Any] = {
     "latent_dim": 0,
     "mtp_pattern": "",
 }
-"""Our settings that the family has no field for. Its softmax is over the experts chosen, which is that over all
-experts, normalised."""
+"""Our settings that the family has no field for. Its softmax is over the experts chosen, which is that over
+all experts, normalised."""
 _KINDS = {"sliding_attention": "W", "full_attention": "*"}
 
 
@@ -102,7 +102,9 @@ def llm_fields(llm: LLMConfig) -> dict[str, Any]:
         )
     must_hold(llm, _FORM, "GptOssForCausalLM")
     if not llm.rope.theta:
-        raise UserError("model.llm.rope.theta is 0; expected more for GptOssForCausalLM: choose another format")
+        raise UserError(
+            "model.llm.rope.theta is 0; expected more for GptOssForCausalLM: choose another format"
+        )
     names = _SIZES | {ours: theirs for ours, (theirs, _) in _DEFAULTS.items()}
     types = {letter: kind for kind, letter in _KINDS.items()}
     return {

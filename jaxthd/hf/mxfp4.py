@@ -1,7 +1,7 @@
 """MXFP4, as GPT-OSS publishes its experts' matrices: decoded as they are read.
 
-In place of NAME, [matrices, in, out], lie NAME_blocks, [matrices, out, in / 32, 16], whose bytes hold two 4-bit
-numbers each, the low half first; and NAME_scales, [matrices, out, in / 32], the exponent of each 32 numbers
+In place of NAME, [matrices, in, out], lie NAME_blocks, [matrices, out, in / 32, 16], whose bytes hold two
+4-bit numbers each, the low half first; and NAME_scales, [matrices, out, in / 32], the exponent of each 32 numbers
 plus 127 (OCP Microscaling Formats, 2023). Float32 holds all products.
 """
 
@@ -52,8 +52,8 @@ class Mxfp4Folder:
             if len(blocks) != 4 or blocks[3] != 16 or scales != blocks[:3]:
                 raise UserError(
                     f"{name}{BLOCKS} in {folder.path} is {list(blocks)} and {name}{SCALES} "
-                    f"{'missing' if scales is None else list(scales)}; expected [matrices, out, in / 32, 16] and "
-                    "the same without the 16: copy the checkpoint anew"
+                    f"{'missing' if scales is None else list(scales)}; expected [matrices, out, in / 32, 16] "
+                    "and the same without the 16: copy the checkpoint anew"
                 )
             self.shapes[name] = (blocks[0], 32 * blocks[2], blocks[1])
 
@@ -68,7 +68,8 @@ class Mxfp4Folder:
             stored = self._folder.dtype(f"{name}{end}")
             if stored != "uint8":
                 raise UserError(
-                    f"{name}{end} in {self.path} is stored as {stored}; expected uint8: copy the checkpoint anew"
+                    f"{name}{end} in {self.path} is stored as {stored}; expected uint8: copy the "
+                    "checkpoint anew"
                 )
             parts.append(self._folder.read(f"{name}{end}"))
         return decoded(*parts)

@@ -4,7 +4,8 @@
 
 Needs torch and transformers; takes about 15 s. Float32, eval mode; the model is given one document of LENGTHS
 tokens at a time, unpadded. Its windows are shorter than two of these documents, and as long as one. All query
-heads share one key and value head. Gates and ups reach the limit. save_pretrained's checkpoint stays in FOLDER.
+heads share one key and value head. Gates and ups reach the limit. save_pretrained's checkpoint stays in
+FOLDER.
 
 Keys (c a document's number):
     config              config.json, as save_pretrained writes it
