@@ -4,9 +4,9 @@
     python -m jaxthd.train --config configs/gpt_oss.py
 
 The first command prints the parameters (20.9B in the decoder, of which a token uses 3.6B; 0.61B in the
-encoder) and the bytes of the training state. The second command starts from published weights: it reads the folder
-gpt-oss-20b, whose MXFP4 matrices are decoded as they are read, and the archive encoder.nemo, train.jsonl and
-validation.jsonl (NeMo manifests), all in this file's folder. It has not yet run on a GPU.
+encoder) and the bytes of the training state. The second command starts from published weights: it reads the
+folder gpt-oss-20b, whose MXFP4 matrices are decoded as they are read, and the archive encoder.nemo,
+train.jsonl and validation.jsonl (NeMo manifests), all in this file's folder. It has not yet run on a GPU.
 
 Decoder: OpenAI, gpt-oss-120b & gpt-oss-20b Model Card (2025). Encoder: sizes of Parakeet-TDT-0.6B.
 """

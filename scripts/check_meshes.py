@@ -339,8 +339,7 @@ def evaluate(config: Config, state: tuple[Any, Any] | None = None, order: int = 
         seconds = time.perf_counter() - start
         routing = from_stages({"layers": {"moe": found.routing}}, stages)["layers"]["moe"]
         gradients, buffers = from_stages((found.gradients, found.buffers), stages)
-        found = found._replace(gradients=gradients, buffers=buffers, routing=routing)
-        return jax.tree.map(np.asarray, found), seconds
+        return found._replace(gradients=gradients, buffers=buffers, routing=routing), seconds
 
 
 @functools.cache

@@ -121,7 +121,7 @@ def loss_and_gradients(config: Config, batch: Batch) -> tuple[float, Any]:
         llm = replace(config.model.llm, pattern=config.model.llm.letters)
         params, buffers = to_stages(canonical_state("float64", llm=llm), blueprint.stages)
         found = jax.jit(loss_and_gradient(blueprint, mesh))(params, buffers, put_batch(batch, mesh))
-        return float(found.loss), jax.tree.map(np.asarray, from_stages(found.gradients, blueprint.stages))
+        return float(found.loss), from_stages(jax.device_get(found.gradients), blueprint.stages)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {"": {}, "qwen3": QWEN3, "deepseek": DEEPSEEK}

@@ -163,6 +163,8 @@ class ModelConfig:
     llm: LLMConfig = field(default_factory=LLMConfig)
     adapter_dim: int = 0
     """Inner dim of the RMSNorm-linear-relu^2-linear adapter; 0 for a single linear layer."""
+    adapter_bias: bool = False
+    """Whether the adapter's last linear layer has a bias (Canary-Qwen)."""
 
     @property
     def audio_encoder(self) -> EncoderConfig:

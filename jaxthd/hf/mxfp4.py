@@ -1,8 +1,8 @@
 """MXFP4, as GPT-OSS publishes its experts' matrices: decoded as they are read.
 
 In place of NAME, [matrices, in, out], lie NAME_blocks, [matrices, out, in / 32, 16], whose bytes hold two
-4-bit numbers each, the low half first; and NAME_scales, [matrices, out, in / 32], the exponent of each 32 numbers
-plus 127 (OCP Microscaling Formats, 2023). Float32 holds all products.
+4-bit numbers each, the low half first; and NAME_scales, [matrices, out, in / 32], the exponent of each 32
+numbers plus 127 (OCP Microscaling Formats, 2023). Float32 holds all products.
 """
 
 from collections.abc import Iterable

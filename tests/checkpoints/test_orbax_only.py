@@ -47,7 +47,7 @@ FUTURE = LLMConfig(
     **vars(LLM) | {"latent_dim": 12, "mtp_pattern": "*E", "mtp_depths": 3, "mtp_shared": False}
 )
 CONFIGS = {
-    "plain": Config(model=ModelConfig(encoder=ENCODER, llm=LLM, adapter_dim=14)),
+    "plain": Config(model=ModelConfig(encoder=ENCODER, llm=LLM, adapter_dim=14, adapter_bias=True)),
     "latent experts, future tokens": Config(model=ModelConfig(encoder=ENCODER, llm=FUTURE)),
     "Qwen3": Config(
         model=ModelConfig(

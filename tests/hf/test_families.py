@@ -18,6 +18,7 @@ from tests.hf.published import DEEPSEEK, LLMS, QWEN, published
     scope="module",
     params=[
         "nemotron_omni",
+        "canary_qwen",
         *QWEN,
         DEEPSEEK[0],
         "gpt_oss",
