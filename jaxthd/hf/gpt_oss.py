@@ -35,7 +35,7 @@ _DEFAULTS: dict[str, tuple[str, Any]] = {
     "tied_embedding": ("tie_word_embeddings", False),
 }
 """Our names -> (theirs, the library's default)."""
-_ROPE = {
+_ROPE: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 150000.0,
     "factor": 32.0,
