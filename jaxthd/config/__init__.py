@@ -14,6 +14,7 @@ from jaxthd.config.data import (
     ValidationSet,
 )
 from jaxthd.config.delta import DeltaConfig
+from jaxthd.config.latent_attention import LatentAttentionConfig
 from jaxthd.config.mesh import MeshConfig
 from jaxthd.config.model import EncoderConfig, LLMConfig, ModelConfig
 from jaxthd.config.posttraining import PostTrainingConfig, RolloutConfig
@@ -31,6 +32,7 @@ __all__ = [
     "EncoderConfig",
     "FilterConfig",
     "LLMConfig",
+    "LatentAttentionConfig",
     "MeshConfig",
     "ModelConfig",
     "Packing",

@@ -16,6 +16,17 @@ ENCODER, ADAPTER = ("encoder.",), ("adapter.",)
 """What the names of a part's arrays begin with. Multi-token prediction (mtp.*) belongs to the LLM, which may
 lack it."""
 
+PLAIN: dict[str, Any] = {
+    "attention_sinks": False,
+    "ffn_bias": False,
+    "router_bias": False,
+    "router_groups": 1,
+    "attention_gate": False,
+    "norm_zero_centred": False,
+    "shared_expert_gate": False,
+}
+"""Settings of families without the additions of GPT-OSS, DeepSeek-V3 and Qwen3-Next."""
+
 
 @runtime_checkable
 class SpecialTokens(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxthd.config import DeltaConfig, LLMConfig
 from jaxthd.errors import UserError
-from jaxthd.hf.family import LLM, Family, Fields, must_be, must_hold, required
+from jaxthd.hf.family import LLM, PLAIN, Family, Fields, must_be, must_hold, required
 from jaxthd.hf.names import Names, Shape
 from jaxthd.hf.nemotron_h import MTP, token_fields
 from jaxthd.hf.rotary import rope_config, rope_fields
@@ -40,18 +40,18 @@ _DELTA_SIZES: dict[str, tuple[str, Any]] = {
     "conv": ("linear_conv_kernel_dim", 4),
 }
 """Our names -> (theirs, the library's default: config.json may leave out what has its default)."""
-_FORM: dict[str, Any] = {
+_FORM: dict[str, Any] = PLAIN | {
     "qk_norm": True,
     "attention_bias": False,
     "attention_gate": True,
     "norm_zero_centred": True,
+    "shared_expert_gate": True,
     "ffn_form": "swiglu",
     "mtp_pattern": "",
 }
 _MOE_FORM: dict[str, Any] = {
     "router": "softmax",
     "router_scale": 1.0,
-    "shared_expert_gate": True,
     "latent_dim": 0,
 }
 """Our settings that the family has no field for."""

@@ -27,6 +27,7 @@ _LETTERS = {
     "D": "D gated delta rule",
     "*": "* attention",
     "W": "W attention in a window",
+    "L": "L latent attention",
     "-": "- MLP",
     "E": "E",
 }

@@ -1,6 +1,14 @@
 """The kinds of decoder layers by letter. A new kind is a file that ends in a LayerKind, and a name here."""
 
-from jaxthd.models.mixers import attention, delta, mamba2, mlp, moe, window_attention
+from jaxthd.models.mixers import (
+    attention,
+    delta,
+    latent_attention,
+    mamba2,
+    mlp,
+    moe,
+    window_attention,
+)
 from jaxthd.models.mixers.contract import LayerKind
 
 LAYER_KINDS = {
@@ -10,6 +18,7 @@ LAYER_KINDS = {
         delta.KIND,
         attention.KIND,
         window_attention.KIND,
+        latent_attention.KIND,
         mlp.KIND,
         moe.KIND,
     )
