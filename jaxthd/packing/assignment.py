@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Int32
 
 from jaxthd.config import Config
 
 LEAST_CHUNK = 4
 """Fewest slots of a cut document's context chunk: a convolution's taps then reach only the chunk before."""
-FULL = 0.985
+FULL = 0.98
 """A row is full enough if documents take this much of its slots: then no more of them are cut."""
 EVEN_ENOUGH = 1.04
 """The busiest rank's work over the mean at which no more documents are cut for it."""
@@ -93,9 +93,9 @@ class Shares:
     ranks: int
     capacity: int
     most_cut: int
-    slot_work: float = 0.0
-    segments: float = math.inf
-    frames: float = math.inf
+    slot_work: int | float = 0
+    segments: int | float = math.inf
+    frames: int | float = math.inf
 
     @classmethod
     def of(cls, config: Config) -> "Shares | None":
@@ -151,6 +151,22 @@ class Shares:
                 return placed
         assert best is not None
         return best
+
+    def starts(self, placement: Placement, slots: Sequence[int]) -> tuple[list[int], Int32[np.ndarray, " C"]]:
+        """The index in the row at which each document begins, and Batch.cuts (packing/layout.py).
+
+        slots: of the documents, in the placement's order.
+        """
+        cuts, count = np.zeros(self.most_cut, np.int32), len(placement.cut)
+        cuts[:count] = [self.chunk(n) for n in slots[:count]]
+        ends = np.cumsum(2 * self.ranks * cuts)
+        starts, taken = [0, *ends[: count - 1].tolist()][:count], 2 * int(cuts.sum())
+        for rank, of_rank in enumerate(placement.whole):
+            start = self.ranks * taken + rank * (self.share - taken)
+            for _ in of_rank:
+                starts.append(start)
+                start += slots[len(starts) - 1]
+        return starts, cuts
 
     def imbalance(self, placement: Placement, sizes: Sequence[Size]) -> float:
         """Work of the busiest rank over the mean, that of the slots included."""

@@ -87,6 +87,10 @@ class Batch(NamedTuple):
         """True where the embedding comes from the encoder."""
         return self.tokens < 0 if self.audio_slots is None else self.audio_slots >= 0
 
+    def cuts_of(self, row: int) -> Int32[np.ndarray, " C"] | None:
+        """A row's cuts, of a host batch."""
+        return None if self.cuts is None else np.asarray(self.cuts[row])
+
     @property
     def documents(self) -> Int32[Any, "R T"]:
         """The number of the token's document in the row, from 1; 0 in padding."""

@@ -137,7 +137,7 @@ def pack_row(
     if shares is not None:
         placement = placement or limits.place(documents)
         documents, ranks = [documents[d] for d in placement.order], [ranks[d] for d in placement.order]
-        starts, cuts = _starts(documents, placement, limits)
+        starts, cuts = shares.starts(placement, list(map(limits.slots, documents)))
     elif order_seed is not None and layout == "buffer":
         order = _balanced_order(documents, limits, context, order_seed)
         documents, ranks = [documents[d] for d in order], [ranks[d] for d in order]
@@ -188,27 +188,6 @@ def _balanced_order(
         work = [np.where(row.segment_ids > 0, _keys_before(row) + 1, 0) for row in rows]
     lengths = [len(document) for document in documents]
     return order_documents(lengths, limits.capacity, context, seed, slots, work)[0]
-
-
-def _starts(
-    documents: Sequence[Document], placement: Placement, limits: BufferLimits
-) -> tuple[list[int], Int32[np.ndarray, " C"]]:
-    """Under the layout "whole": the index in the row at which each document begins; and Batch.cuts.
-
-    documents: in the placement's order.
-    """
-    shares, slots = limits.shares, list(map(limits.slots, documents))
-    assert shares is not None
-    cuts, count = np.zeros(shares.most_cut, np.int32), len(placement.cut)
-    cuts[:count] = [shares.chunk(n) for n in slots[:count]]
-    taken = 2 * int(cuts.sum())
-    starts = (2 * shares.ranks * np.cumsum([0, *cuts[: count - 1]]))[:count].tolist() if count else []
-    for rank, of_rank in enumerate(placement.whole):
-        start = shares.ranks * taken + rank * (shares.share - taken)
-        for _ in of_rank:
-            starts.append(start)
-            start += slots[len(starts) - 1]
-    return starts, cuts
 
 
 def _place(

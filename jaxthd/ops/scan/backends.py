@@ -1,12 +1,13 @@
 """The scan's back-ends by name. A new one is a file that ends in a ScanBackend, and a line here."""
 
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
 from jaxthd.ops.backend import find_backend
 from jaxthd.ops.scan import pallas, ssd
 from jaxthd.ops.scan.contract import ScanBackend
-from jaxthd.ops.scan.cuts import outputs_of_entering_states
+from jaxthd.ops.scan.cuts import from_entering_states
 from jaxthd.ops.scan.prefixes import ssd_and_prefix_outputs
 from jaxthd.packing.segments import Segments
 
@@ -32,7 +33,8 @@ def scan(
     if segments.cut is not None:
         arrays, own = (x_NHP, dt_NH, a_H, b_NGS, c_NGS), segments.cut.own
         y_NHP = scan(*arrays, own, chunk=chunk, backend=backend)
-        return y_NHP + outputs_of_entering_states(*arrays, segments, chunk=chunk)
+        nowhere = jnp.zeros(0, jnp.int32)
+        return y_NHP + from_entering_states(*arrays, segments, nowhere, chunk=chunk)[0]
     run, inputs = find_backend(BACKENDS, "scan", backend).scan, (x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments)
     if segments.prefixes is None:
         return run(*inputs, chunk=chunk)

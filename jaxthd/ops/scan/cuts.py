@@ -15,7 +15,7 @@ Legend: as ops/scan/ssd.py; E context chunks of cut documents on this rank.
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.prefixes import decays_since_start, of_states
@@ -24,26 +24,28 @@ from jaxthd.packing.cuts import entering
 from jaxthd.packing.segments import Segments
 
 
-def outputs_of_entering_states(
+def from_entering_states(
     x_NHP: Float[Array, "N H P"],
     dt_NH: Float[Array, "N H"],
     a_H: Float[Array, " H"],
     b_NGS: Float[Array, "N G S"],
     c_NGS: Float[Array, "N G S"],
     segments: Segments,
+    at_D: Int32[Array, " D"],
     *,
     chunk: int,
-) -> Float[Array, "N H P"]:
-    """What the tokens of cut documents get from the states that enter their context chunks; else 0.
+) -> tuple[Float[Array, "N H P"], Float[Array, "D H P S"]]:
+    """What the states that enter context chunks of cut documents add to outputs, and to the states after the
+    tokens at_D; 0 elsewhere.
 
-    Arguments and dtypes: as ssd's; segments.cut is not None.
+    Arguments and dtypes: as ssd_and_states has them; segments.cut is not None.
     """
-    cut, rows = segments.cut, segments.rows
+    cut, tokens = segments.cut, segments.row_length
     assert cut is not None
-    tokens = segments.row_length
     chunk = min(chunk, tokens)
+    number_N = cut.chunk_of_token
 
-    def passed(x_NHP: Array, dt_NH: Array, a_H: Array, b_NGS: Array, c_NGS: Array) -> Array:
+    def passed(x_NHP: Array, dt_NH: Array, a_H: Array, b_NGS: Array, c_NGS: Array) -> tuple[Array, Array]:
         arrays = x_NHP, dt_NH, a_H, b_NGS, c_NGS
         ends_E = cut.own.local_index(cut.end)
         _, state_EHPS = ssd_and_states(*arrays, cut.own, ends_E, chunk=chunk)
@@ -51,17 +53,41 @@ def outputs_of_entering_states(
         decay_CGhQ = decays_since_start(chunks, cut.own)
         entering_EHPS = _entering_states(_decay_at(decay_CGhQ, ends_E, tokens), state_EHPS, segments)
         # From 1, because the filling has 0.
-        number_CQ = by_scan_chunk(cut.chunk_of_token[:, None] + 1, rows, chunk)[:, 0]
+        number_CQ = by_scan_chunk(number_N[:, None] + 1, segments.rows, chunk)[:, 0]
         more_CGQhP = of_states(chunks.c_CGQS, entering_EHPS, number_CQ)
         more_CGQhP = more_CGQhP * decay_CGhQ.swapaxes(2, 3)[..., None]
-        more_RLHP = more_CGQhP.swapaxes(1, 2).reshape(rows, -1, *x_NHP.shape[1:])
-        return more_RLHP[:, :tokens].reshape(x_NHP.shape)
+        more_RLHP = more_CGQhP.swapaxes(1, 2).reshape(segments.rows, -1, *x_NHP.shape[1:])
+        decay_DH11 = _decay_at(decay_CGhQ, at_D, tokens).reshape(len(at_D), x_NHP.shape[1], 1, 1)
+        number_D = jnp.where(at_D >= 0, number_N[at_D], -1)
+        more_DHPS = jnp.where((number_D >= 0).reshape(-1, 1, 1, 1), decay_DH11 * entering_EHPS[number_D], 0)
+        return more_RLHP[:, :tokens].reshape(x_NHP.shape), more_DHPS
 
-    def none(*arrays: Array) -> Array:
-        return jnp.zeros(arrays[0].shape, accumulation_dtype(arrays[0]))
+    def none(x_NHP: Array, dt_NH: Array, a_H: Array, b_NGS: Array, c_NGS: Array) -> tuple[Array, Array]:
+        acc, state = accumulation_dtype(x_NHP), b_NGS.shape[-1]
+        return jnp.zeros(x_NHP.shape, acc), jnp.zeros((len(at_D), *x_NHP.shape[1:], state), acc)
 
-    more_NHP: Array = jax.lax.cond(cut.width > 0, passed, none, x_NHP, dt_NH, a_H, b_NGS, c_NGS)
-    return more_NHP
+    more: tuple[Array, Array] = jax.lax.cond(cut.width > 0, passed, none, x_NHP, dt_NH, a_H, b_NGS, c_NGS)
+    return more
+
+
+def outputs_and_states(
+    x_NHP: Float[Array, "N H P"],
+    dt_NH: Float[Array, "N H"],
+    a_H: Float[Array, " H"],
+    b_NGS: Float[Array, "N G S"],
+    c_NGS: Float[Array, "N G S"],
+    segments: Segments,
+    at_D: Int32[Array, " D"],
+    *,
+    chunk: int,
+) -> tuple[Float[Array, "N H P"], Float[Array, "D H P S"]]:
+    """ssd_and_states under every layout."""
+    arrays = x_NHP, dt_NH, a_H, b_NGS, c_NGS
+    if segments.cut is None:
+        return ssd_and_states(*arrays, segments, at_D, chunk=chunk)
+    y_NHP, state_DHPS = ssd_and_states(*arrays, segments.cut.own, at_D, chunk=chunk)
+    more_NHP, more_DHPS = from_entering_states(*arrays, segments, at_D, chunk=chunk)
+    return y_NHP + more_NHP, state_DHPS + more_DHPS
 
 
 def _decay_at(decay_CGhQ: Array, at_E: Array, tokens: int) -> Array:
