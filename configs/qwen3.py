@@ -20,6 +20,7 @@ from jaxthd.config import (
     LLMConfig,
     MeshConfig,
     ModelConfig,
+    RopeConfig,
     TrainConfig,
 )
 
@@ -60,7 +61,7 @@ def config() -> Config:
                 q_heads=16,
                 kv_heads=8,
                 head_dim=128,
-                rope_theta=1e6,
+                rope=RopeConfig(theta=1e6),
                 qk_norm=True,
                 ffn_dim=6144,
                 ffn_form="swiglu",

@@ -58,6 +58,7 @@ from jaxthd.config import (
     LLMConfig,
     MeshConfig,
     ModelConfig,
+    RopeConfig,
     TrainConfig,
 )
 from jaxthd.models.adapt import split
@@ -120,7 +121,7 @@ PREDICTING: tuple[dict[str, Any], ...] = (
 """Decoders with multi-token prediction."""
 QWEN3: dict[str, Any] = {
     "pattern": "*E*-*E*-",
-    "rope_theta": 100.0,
+    "rope": RopeConfig(theta=100.0),
     "qk_norm": True,
     "ffn_form": "swiglu",
     "tied_embedding": True,

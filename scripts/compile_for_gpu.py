@@ -1,98 +1,62 @@
-"""Compiles a training step for an H100 on a machine without a GPU: everything that needs no timing.
+"""Compiles a training step for an H100 on a machine without a GPU, and says what it would cost there.
 
     pip install --no-deps jax-cuda13-pjrt==VERSION jax-cuda13-plugin==VERSION nvidia-cudnn-cu13
-    python scripts/compile_for_gpu.py [--model 1b] [--tokens 8192] [--mesh 1 1 1 1] [--set NAME=VALUE ...]
+    python scripts/compile_for_gpu.py [--costs] [--model 1b] [--tokens 8192] [--mesh 1 1 1 1]
+        [--set NAME=VALUE ...]
 
 VERSION: jax's own, 0.11 or later. CUDA's ptxas must be on the PATH. XLA's GPU compiler needs no device if it
 is given a description of one; it then does not autotune kernels and asks cuDNN for no plans.
 
-The step is that of scripts/check_gpu.py: a tiny or a 1B hybrid with packed audio, bfloat16, the scan by
-Pallas kernels. Printed are its memory, the operations that are recorded in CUDA graphs, those the host still
-launches between them (loops driven by the host, kernels), and where collectives are: CUDA is reported to
-refuse those that are nodes of a loop or conditional inside a graph. Exits 1 where there are any.
+The step is one of scripts/gpu_models.py with packed audio, bfloat16, the scan by Pallas kernels. Printed are
+its memory, the operations that are recorded in CUDA graphs, those the host still launches between them (loops
+driven by the host, kernels), and where collectives are: CUDA is reported to refuse those that are nodes of a
+loop or conditional inside a graph. Exits 1 where there are any.
 
+--costs prints what the step would take (jaxthd/planning/step_costs.py): kernels, operations, bytes and a
+bound on the time, by part of the model, by kind, by loop and by line of source; and a bound on the share of
+the bf16 peak. Loops whose trips depend on the data turn as often as real lengths of recordings ask for.
 --set NAME=VALUE may be repeated: an option of compute.xla_options if NAME begins with xla_, else a setting
 such as compute.attention_block or mesh.fsdp.
 """
 
 import argparse
-import importlib
-import logging
-import os
-import re
-import shutil
 import sys
-import tempfile
-import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import numpy as np
-from jax._src import xla_bridge  # the public interface finds plugins only when a back-end starts
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxthd.config import Config, DataConfig, MeshConfig
+from jaxthd.data.loader import BatchReport, RowReport
 from jaxthd.kernels.choose import using
 from jaxthd.models.stacks import to_stages
+from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import AXES, batch_specs
 from jaxthd.planning.compiled_step import abstract_batch
+from jaxthd.planning.hlo import parse
+from jaxthd.planning.kernel_costs import H100
+from jaxthd.planning.model_flops import model_flops
+from jaxthd.planning.step_costs import Launched, StepCosts, by, step_costs
+from jaxthd.planning.thunks import GRAPH, Thunk, recorded, thunks
+from jaxthd.planning.trips import expected_trips
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state, state_shardings
 from jaxthd.steps.training import make_train_step
-from jaxthd.terminal.tables import size_text
+from jaxthd.terminal.tables import show, size_text
 from jaxthd.validate import DeviceFacts, validate
-from scripts.check_gpu import base_config
+from scripts import h100
+from scripts.check_gpu import base_config, recordings, rows_of
+from scripts.gpu_models import MODELS
 
 FRAMES = 6.25
 """Mel frames for each token slot, from recordings with their transcripts."""
-H100 = """
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 19 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-gpu_device_info {
-  name: "NVIDIA H100 80GB HBM3"
-  device_vendor: "NVIDIA Corporation"
-  platform_version: "Compute Capability 9.0a"
-  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
-  core_count: 132
-  fpus_per_core: 128
-  clock_rate_ghz: 1.98
-  device_memory_size: 84942979072
-  memory_bandwidth: 3352320000000
-  l2_cache_size: 52428800
-  device_address_bits: 64
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  driver_version: "13.0.0"
-  runtime_version: "13.0.0"
-  compile_time_toolkit_version: "13.0.0"
-  dnn_version: "9.19.0"
-}
-"""
-"""The device, in XLA's own form of description."""
 COLLECTIVES = (
     "kAllGather",
     "kAllReduce",
@@ -102,18 +66,6 @@ COLLECTIVES = (
     "kRaggedAllToAll",
     "kGroup",
 )
-
-
-def devices(count: int) -> list[Any]:
-    logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)  # it reports that there is no GPU
-    xla_bridge.discover_pjrt_plugins()
-    # What Pallas would ask the device.
-    gpu_info = importlib.import_module("jax._src.pallas.triton.gpu_info")
-    for name, answer in {"get_device_kind": "NVIDIA H100 80GB HBM3", "get_device_platform": "gpu"}.items():
-        if hasattr(gpu_info, name):
-            setattr(gpu_info, name, lambda answer=answer: answer)
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology=f"1x1x{count}")
-    return list(topology.devices)
 
 
 def changed(config: Config, settings: list[str]) -> Config:
@@ -130,28 +82,8 @@ def changed(config: Config, settings: list[str]) -> Config:
     return config
 
 
-def thunks(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(what is launched, its enclosing operations from the outside in) of each entry in XLA's list."""
-    stack: list[tuple[int, str]] = []
-    for indent, kind in re.findall(r"^( *)\d+: (k\w+)", text, re.MULTILINE):
-        while stack and stack[-1][0] >= len(indent):
-            stack.pop()
-        yield kind, tuple(outer for _, outer in stack)
-        stack.append((len(indent), kind))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", choices=("tiny", "1b"), default="tiny")
-    parser.add_argument("--tokens", type=int, default=0, help="of a buffer; by default 512, 8192 of 1b")
-    parser.add_argument("--mesh", type=int, nargs=4, default=[1, 1, 1, 1], metavar=tuple("DCPT"))
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
-    given = parser.parse_args()
-    if shutil.which("ptxas") is None:
-        sys.exit("CUDA's ptxas is not on the PATH; expected it, for XLA's kernels: add CUDA's bin")
-
+def config_of(given: argparse.Namespace) -> Config:
+    """The step's config, from the command line."""
     sizes, tiny = MeshConfig(*given.mesh), given.model == "tiny"
     tokens = given.tokens or (512 if tiny else 8192)
     unit = 128 * sizes.audio_ranks  # each rank takes a chunk of 30 s
@@ -165,12 +97,16 @@ def main() -> None:
     )
     config = using(base_config(tiny, kernels=False), scan_backend="pallas")
     train = replace(config.train, microbatches=microbatches)
-    config = changed(replace(config, mesh=sizes, data=data, train=train), given.set)
-    for warning in validate(config, DeviceFacts("gpu", sizes.devices, "NVIDIA H100", "9.0")):
-        print(f"warning: {warning}")
+    config = replace(config, model=MODELS[given.model], mesh=sizes, data=data, train=train)
+    return changed(config, given.set)
 
+
+def lowered(config: Config) -> Any:
+    """The training step, lowered for H100s."""
     mesh = Mesh(
-        np.array(devices(sizes.devices)).reshape(sizes.sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+        np.array(h100.devices(config.mesh.devices)).reshape(config.mesh.sizes),
+        AXES,
+        axis_types=(AxisType.Auto,) * len(AXES),
     )
 
     def placed(tree: Any, shardings: Any) -> Any:
@@ -182,36 +118,133 @@ def main() -> None:
         partial(to_stages, stages=Blueprint(config).stages), abstract_state(Blueprint(config))
     )
     state = placed(in_stages, state_shardings(Blueprint(config), mesh))
-    batch = placed(
-        abstract_batch(config),
-        jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec), jax.tree.broadcast(batch_specs(), abstract_batch(config))
-        ),
-    )
+    specs = jax.tree.broadcast(batch_specs(), abstract_batch(config))
+    batch = placed(abstract_batch(config), jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
     program: Any = make_train_step(Blueprint(config), mesh)
-    with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
-        # Autotuning needs the device.
-        unmeasured = {"xla_gpu_autotune_level": 0, "xla_dump_to": folder}
-        compiled = program.lower(state, batch).compile(compiler_options=unmeasured)
-        took = time.perf_counter() - start
-        (listed,) = Path(folder).glob("*train_step*thunk_sequence_after_thunk_passes.txt")
-        launched = list(thunks(listed.read_text()))
-    memory = compiled.memory_analysis()
+    return program.lower(state, batch)
+
+
+def documents_of(config: Config) -> list[Document]:
+    """As many recordings as fill a buffer, in both of its capacities."""
+    documents = recordings(config.data.capacity, config.model, 4.0 if config.data.capacity < 2048 else 60.0)
+    while sum(d.mel_frames for d in documents) > config.data.audio_capacity:
+        documents.pop()
+    return documents
+
+
+def report_of(documents: list[Document], config: Config) -> BatchReport:
+    tokens, frames = sum(map(len, documents)), sum(d.mel_frames for d in documents)
+    supervised = sum(int(d.supervised.sum()) for d in documents)
+    row = RowReport(
+        row=0,
+        documents=len(documents),
+        real_tokens=tokens,
+        supervised_tokens=supervised,
+        capacity_tokens=config.data.capacity,
+        audio_seconds=frames / 100,
+        imbalance=1.0,
+        segments=len(documents),
+    )
+    return BatchReport((row,), ())
+
+
+def show_costs(config: Config, found: h100.Files) -> None:
+    documents = documents_of(config)
+    batch, _ = rows_of([documents], config.model)
+    trips = expected_trips(config, batch)
+    costs = step_costs(
+        parse(found.text),
+        H100,
+        lambda part, name: trips.get(part),
+        recorded(found.sequence, found.metadata),
+    )
+    show_sums("By part of the model", costs, lambda k: k.part)
+    show_sums("By kind of kernel", costs, lambda k: k.kind)
+    show_loops(costs)
+    show_sums("The ten dearest places", costs, lambda k: k.place, most=10)
+    kernels, bound = sum(k.times for k in costs.kernels), sum(k.times * k.roofline for k in costs.kernels)
+    on_host = sum(k.times for k in costs.kernels if k.by_host)
+    turned = sum(loop.trips for loop in costs.loops if loop.by_host)
+    flops = model_flops(config)(report_of(documents, config))
+    share, ideal = (flops / (H100.peak["bf16"] * t) for t in (costs.seconds, bound))
+    print(
+        f"a step: {kernels:,.0f} kernels, of which the host launches {on_host:,.0f}; "
+        f"{costs.graphs:,.0f} graphs; {turned:,.0f} trips of loops that the host drives"
+    )
+    print(
+        f"bound: {1e3 * costs.seconds:,.0f} ms with launches, {1e3 * bound:,.0f} ms without; model FLOPs "
+        f"{flops / 1e12:,.1f} T; at most {share:.0%} of the bf16 peak, {ideal:.0%} without launches"
+    )
+
+
+def show_sums(title: str, costs: StepCosts, key: Any, most: int = 100) -> None:
+    def row(name: str, k: Launched, on_host: float) -> list[str]:
+        figures = k.flops / 1e9, k.bytes / 1e9, 1e3 * k.roofline, 1e3 * k.seconds
+        return [name, f"{k.times:,.0f}", f"{on_host:,.0f}", *(f"{x:,.1f}" for x in figures)]
+
+    on_host: Counter[str] = Counter()
+    for k in costs.kernels:
+        on_host[key(k)] += k.times * k.by_host  # type: ignore[assignment]
+    rows = [row(name, k, on_host[name]) for name, k in by(costs, key)][:most]
+    show(title, "|kernels|by host|GFLOP|GB|roofline ms|with launches ms", rows)
+
+
+def show_loops(costs: StepCosts) -> None:
+    sums: dict[tuple[str, ...], list[float]] = {}
+    for loop in costs.loops:
+        told = "XLA" if loop.known else "nobody: one" if loop.assumed else "the data"
+        kind = f"{loop.part}, {loop.place}", told, "host" if loop.by_host else "graph"
+        sums.setdefault(kind, [0, 0, 0])
+        sums[kind] = [a + b for a, b in zip(sums[kind], (1, loop.entries, loop.trips), strict=True)]
+    rows = [
+        [where, *(f"{x:,.0f}" for x in found), *told]
+        for (where, *told), found in sorted(sums.items(), key=lambda item: -item[1][2])
+    ]
+    show("Loops", "|loops|entries|trips|trips are told by|driven by", rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=MODELS, default="tiny")
+    parser.add_argument("--tokens", type=int, default=0, help="of a buffer; by default 8192, 512 of tiny")
+    parser.add_argument("--mesh", type=int, nargs=4, default=[1, 1, 1, 1], metavar=tuple("DCPT"))
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--costs", action="store_true", help="what the step would take")
+    parser.add_argument("--keep", metavar="FOLDER", help="an empty folder for what XLA writes")
+    parser.add_argument("--read", metavar="FOLDER", help="of an earlier --keep: costs without compiling")
+    given = parser.parse_args()
+    config = config_of(given)
+    for warning in validate(config, DeviceFacts("gpu", config.mesh.devices, "NVIDIA H100", "9.0")):
+        print(f"warning: {warning}")
+    if given.read:
+        show_costs(config, h100.read(given.read, "train_step"))
+        return
+    found = h100.compiled(lowered(config), "train_step", given.keep)
+    memory, launched = found.program.memory_analysis(), list(thunks(found.files.sequence))
+    tokens = config.data.capacity
     print(f"jax {jax.__version__}, {config.compute.dtype}, {tokens:,} tokens a buffer, mesh {given.mesh}")
-    print(f"compiled in {took:.0f} s")
+    print(f"compiled in {found.seconds:.0f} s")
     print(f"memory: arguments {size_text(memory.argument_size_in_bytes)}", end=", ")
     print(f"temporary {size_text(memory.temp_size_in_bytes)}")
-    outside = Counter(kind for kind, outer in launched if "kCommandBuffer" not in outer)
-    graphs = outside.pop("kCommandBuffer", 0)
+    outside = Counter(thunk.kind for thunk in launched if GRAPH not in thunk.outer)
+    graphs = outside.pop(GRAPH, 0)
     print(f"CUDA graphs: {graphs}; outside of them: {counted(outside)}")
+    if given.costs:
+        show_costs(config, found.files)
+    refuse_collectives(launched)
+
+
+def refuse_collectives(launched: list[Thunk]) -> None:
+    """Prints where collectives are. Exits 1 where CUDA would refuse some."""
     found = Counter(
-        (kind, tuple(x for x in outer if x in ("kCommandBuffer", "kWhile", "kConditional")))
-        for kind, outer in launched
-        if kind in COLLECTIVES
+        (thunk.kind, tuple(x for x in thunk.outer if x in (GRAPH, "kWhile", "kConditional")))
+        for thunk in launched
+        if thunk.kind in COLLECTIVES
     )
     print(f"collectives: {counted(lying(found))}")
-    refused = sum(n for (_, outer), n in found.items() if "kCommandBuffer" in outer[:-1])
+    refused = sum(n for (_, outer), n in found.items() if GRAPH in outer[:-1])
     if refused:
         print(
             f"{refused} collectives in a loop or conditional inside a graph: CUDA is reported to refuse them"

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxthd.config import ComputeConfig, Config, DataConfig, MeshConfig
 from jaxthd.figures.batch import Buffer, document_order
 from jaxthd.ops.scan.ssd import ssd_and_states
-from jaxthd.ops.scan.state_passing import initial_states
+from jaxthd.ops.scan.state_passing import DecayMap, initial_states
 from jaxthd.packing.balance import attention_work
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING, Document
@@ -180,7 +180,9 @@ def state_numbers() -> Numbers:
 
     def of_rank(ids: Any, positions: Any, decay: Any, state: Any) -> Any:
         segments = make_segments(ids, positions, block=8, axis=CONTEXT)
-        return initial_states(decay.reshape(2, 1, 1), state.reshape(2, 1, 1, 1, 1), segments).reshape(2)
+        return initial_states(
+            DecayMap(decay.reshape(2, 1, 1), state.reshape(2, 1, 1, 1, 1)), segments
+        ).reshape(2)
 
     mapped = jax.shard_map(
         of_rank,

@@ -16,6 +16,7 @@ from jaxthd.config.data import (
 from jaxthd.config.mesh import MeshConfig
 from jaxthd.config.model import EncoderConfig, LLMConfig, ModelConfig
 from jaxthd.config.posttraining import PostTrainingConfig, RolloutConfig
+from jaxthd.config.rope import RopeConfig
 from jaxthd.config.run import Config
 from jaxthd.config.train import TrainConfig
 
@@ -33,6 +34,7 @@ __all__ = [
     "Packing",
     "PostTrainingConfig",
     "RolloutConfig",
+    "RopeConfig",
     "SpecAugmentConfig",
     "TrainConfig",
     "ValidationSet",

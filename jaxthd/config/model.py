@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxthd.config.rope import RopeConfig
 from jaxthd.errors import UserError
 
 
@@ -58,10 +59,11 @@ class LLMConfig:
     """Key and value heads; must divide q_heads."""
     head_dim: int = 32
     """Dim of an attention head."""
-    rope_theta: float = 0.0
-    """Base of attention's rotary position embedding (Qwen3: 1e6); 0: none (Nemotron-H)."""
+    rope: RopeConfig = field(default_factory=RopeConfig)
     qk_norm: bool = False
     """Whether attention's queries and keys are normalised, each head by itself (Qwen3)."""
+    attention_bias: bool = False
+    """Whether attention's four projections have biases (GPT-OSS)."""
     ffn_dim: int = 512
     """Inner dim of the MLP."""
     ffn_form: Literal["relu2", "swiglu"] = "relu2"

@@ -146,6 +146,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
             f"{file} cannot be read ({error}); expected the settings of the run beside it: copy it anew"
         ) from error
     _with_trackers(stored)
+    _with_rope(stored)
     older = _older_fields(stored)
     if older:
         fields = "".join(f"\n  {name} is now {new}" for name, new in older.items())
@@ -163,6 +164,14 @@ def _with_trackers(stored: dict[str, Any]) -> None:
     if isinstance(train, dict) and "tensorboard" in train:
         wanted = train.pop("tensorboard")
         train.setdefault("trackers", ["tensorboard"] if wanted else [])
+
+
+def _with_rope(stored: dict[str, Any]) -> None:
+    """Replaces model.llm.rope_theta, which older runs have, by model.llm.rope."""
+    model = stored.get("model")
+    llm = model.get("llm") if isinstance(model, dict) else None
+    if isinstance(llm, dict) and "rope_theta" in llm:
+        llm.setdefault("rope", {"theta": llm.pop("rope_theta")})
 
 
 def _older_fields(stored: Mapping[str, Any]) -> dict[str, str]:

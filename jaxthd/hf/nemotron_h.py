@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxthd.config import LLMConfig
+from jaxthd.config import LLMConfig, RopeConfig
 from jaxthd.errors import UserError
 from jaxthd.hf.family import LLM, Family, Fields, SpecialTokens, must_be, must_hold, required
 from jaxthd.hf.names import Names, Shape
@@ -54,7 +54,8 @@ _MOE_SIZES: dict[str, tuple[str, Any]] = {
 }
 """Our names -> (theirs, the library's default: config.json may leave out what has its default)."""
 _FORM: dict[str, Any] = {
-    "rope_theta": 0.0,
+    "rope": RopeConfig(),
+    "attention_bias": False,
     "qk_norm": False,
     "ffn_form": "relu2",
     "tied_embedding": False,

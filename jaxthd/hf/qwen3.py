@@ -11,12 +11,12 @@ from jaxthd.errors import UserError
 from jaxthd.hf.family import LLM, Family, Fields, must_be, must_hold, required
 from jaxthd.hf.names import Names
 from jaxthd.hf.nemotron_h import token_fields
+from jaxthd.hf.rotary import rope_config, rope_fields
 
 _EXPECTED = {
     "attention_bias": False,
     "hidden_act": "silu",
     "use_sliding_window": False,
-    "rope_scaling": None,
 }
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -32,7 +32,12 @@ _MOE_SIZES = {
     "expert_dim": "moe_intermediate_size",
 }
 """Our names -> theirs."""
-_FORM: dict[str, Any] = {"qk_norm": True, "ffn_form": "swiglu", "mtp_pattern": ""}
+_FORM: dict[str, Any] = {
+    "qk_norm": True,
+    "attention_bias": False,
+    "ffn_form": "swiglu",
+    "mtp_pattern": "",
+}
 _MOE_FORM: dict[str, Any] = {
     "router": "softmax",
     "router_scale": 1.0,
@@ -59,7 +64,7 @@ def llm_config(fields: Fields, llm: LLMConfig) -> LLMConfig:
     settings["pattern"] = llm.pattern if llm.letters == letters else letters
     settings["head_dim"] = fields.get("head_dim") or settings["dim"] // settings["q_heads"]
     settings["tied_embedding"] = bool(fields.get("tie_word_embeddings", False))
-    settings["rope_theta"] = _rope_theta(fields)
+    settings["rope"] = rope_config(fields)
     return replace(llm, **settings)
 
 
@@ -77,18 +82,6 @@ def _letters(fields: Fields) -> str:
     return "".join("*-" if i in dense or (i + 1) % every else "*E" for i in range(layers))
 
 
-def _rope_theta(fields: Fields) -> float:
-    """rope_theta itself in older checkpoints, rope_parameters in newer ones."""
-    given = fields.get("rope_parameters") or {}
-    kind = given.get("rope_type", "default")
-    if kind != "default":
-        raise UserError(
-            f"config.json has rope_type {kind!r}; expected 'default', the plain rotary embedding: choose a "
-            "checkpoint without scaling of positions"
-        )
-    return float(given.get("rope_theta") or fields.get("rope_theta") or 10000.0)
-
-
 def llm_fields(llm: LLMConfig, *, moe: bool) -> dict[str, Any]:
     """config.json of an export. Raises UserError where the family cannot hold the model."""
     name, kinds = ("Qwen3Moe", "-E") if moe else ("Qwen3", "-")
@@ -100,9 +93,9 @@ def llm_fields(llm: LLMConfig, *, moe: bool) -> dict[str, Any]:
             f"{name}ForCausalLM: choose another format"
         )
     must_hold(llm, _FORM | (_MOE_FORM if moe else {}), f"{name}ForCausalLM")
-    if not llm.rope_theta:
+    if not llm.rope.theta:
         raise UserError(
-            f"model.llm.rope_theta is 0; expected more for {name}ForCausalLM: choose another format"
+            f"model.llm.rope.theta is 0; expected more for {name}ForCausalLM: choose another format"
         )
     names = _SIZES | (_MOE_SIZES if moe else {})
     fields = {theirs: getattr(llm, ours) for ours, theirs in names.items()}
@@ -113,8 +106,7 @@ def llm_fields(llm: LLMConfig, *, moe: bool) -> dict[str, Any]:
         **_EXPECTED,
         "head_dim": llm.head_dim,
         "num_hidden_layers": len(layers),
-        "rope_theta": llm.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": llm.rope_theta},
+        **rope_fields(llm.rope),
         "tie_word_embeddings": llm.tied_embedding,
         **(_moe_fields(llm, layers) if moe else {}),
     }

@@ -16,7 +16,7 @@ from jaxthd.models.dropout import dropped
 from jaxthd.ops.fp8 import fp8_product
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.parallel.mesh import TENSOR
-from jaxthd.parallel.params import Init, ShardedDim, own_part, stack
+from jaxthd.parallel.params import Init, ShardedDim, once, own_part, stack
 
 
 class RMSNorm(nnx.Module):
@@ -122,7 +122,8 @@ class Linear(nnx.Module):
     add_lora adds low-rank matrices beside w. If `fp8` is set, x @ w and its gradients are computed in FP8
     (ops/fp8.py).
 
-    sharded_in: x and w hold this rank's input features; the caller sums the ranks' results.
+    sharded_in: x and w hold this rank's input features; the caller sums the ranks' results, of which one has
+        the bias.
     sharded_out: the result holds this rank's output features.
     projects: False for taps of a convolution (Init.matrix).
     """
@@ -156,7 +157,8 @@ class Linear(nnx.Module):
             y_NF = y_NF if magnitude_F is None else y_NF * magnitude_F.astype(x_ND.dtype)
         if self.bias is None:
             return y_NF
-        return y_NF + own_part(self.bias[...], 0, self.sharded_out, self.mesh).astype(x_ND.dtype)
+        bias_F = own_part(self.bias[...], 0, self.sharded_out, self.mesh)
+        return y_NF + once(bias_F, self.sharded_in, self.mesh).astype(x_ND.dtype)
 
     def add_lora(self, rank: int, scale: float, key: Array, **options: Any) -> None:
         """Adds low-rank matrices beside w. This Linear may also be a stack of layers (parallel/params.py).

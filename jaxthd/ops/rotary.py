@@ -1,26 +1,77 @@
-"""The rotary position embedding (Su et al., RoFormer, 2021).
+"""The rotary position embedding (Su et al., RoFormer, 2021), with the scalings of published models.
 
-Legend: N tokens, H heads, d head dim.
+Legend: N tokens, H heads, d head dim, r rotated features of a head, f = r / 2 frequencies.
 """
 
-import jax.numpy as jnp
-from jax import Array
-from jaxtyping import Float, Int32
+import math
+from functools import lru_cache
 
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Float64, Int32
+
+from jaxthd.config.rope import RopeConfig
 from jaxthd.ops.numerics import accumulation_dtype
 
 
 def rotated(
-    x_NHd: Float[Array, "N H d"], positions_N: Int32[Array, " N"], theta: float
+    x_NHd: Float[Array, "N H d"], positions_N: Int32[Array, " N"], rope: RopeConfig
 ) -> Float[Array, "N H d"]:
-    """Rotates features i and d / 2 + i of each head by position * theta^(-2 i / d).
+    """Rotates features i and r / 2 + i of each head by position * frequency i; features from r on stay.
 
-    The halves are paired, as in published checkpoints; the paper pairs neighbours. d is even. Computed in
-    promote(float32, x), returned in x's dtype.
+    r = d * rope.fraction, which is even. The halves are paired, as in most published checkpoints; the paper
+    pairs neighbours. Frequencies are computed in float64, angles in promote(float32, x); returned in x's
+    dtype.
     """
-    half, acc = x_NHd.shape[-1] // 2, accumulation_dtype(x_NHd)
-    frequency = theta ** (-jnp.arange(half, dtype=acc) / half)
-    angle_N1f = (positions_N.astype(acc)[:, None] * frequency)[:, None]
-    cos, sin = jnp.cos(angle_N1f), jnp.sin(angle_N1f)
-    first, second = jnp.split(x_NHd.astype(acc), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_NHd.dtype)
+    acc = accumulation_dtype(x_NHd)
+    frequency_f = jnp.asarray(frequencies(rope, rotated_features(rope, x_NHd.shape[-1])), acc)
+    angle_N1f = (positions_N.astype(acc)[:, None] * frequency_f)[:, None]
+    cos, sin = (rope.rotation_factor * f(angle_N1f) for f in (jnp.cos, jnp.sin))
+    half = len(frequency_f)
+    first, second, rest = jnp.split(x_NHd.astype(acc), (half, 2 * half), axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1).astype(
+        x_NHd.dtype
+    )
+
+
+def rotated_features(rope: RopeConfig, head_dim: int) -> int:
+    """r, the features of a head that are rotated."""
+    return int(head_dim * rope.fraction)
+
+
+@lru_cache
+def frequencies(rope: RopeConfig, features: int) -> Float64[np.ndarray, " f"]:
+    """The angle that each pair of the rotated features turns by from one position to the next."""
+    plain_f = rope.theta ** (-np.arange(0, features, 2, dtype=np.float64) / features)
+    match rope.scaling:
+        case "none":
+            return plain_f
+        case "linear":
+            return plain_f / rope.factor
+        case "yarn":
+            kept_f = _kept_by_yarn(rope, features)
+        case "llama3":
+            turns_f = rope.original_positions * plain_f / (2 * math.pi)
+            span = rope.high_freq_factor - rope.low_freq_factor
+            kept_f = np.clip((turns_f - rope.low_freq_factor) / span, 0, 1)
+    return plain_f * (kept_f + (1 - kept_f) / rope.factor)
+
+
+def _kept_by_yarn(rope: RopeConfig, features: int) -> Float64[np.ndarray, " f"]:
+    """How much of each frequency is kept: 1 up to the first end of a ramp over the pairs, 0 from its second
+    end on.
+    """
+
+    def pair(turns: float) -> float:
+        """The number of the pair, not whole, that turns so often in the original positions."""
+        return (
+            features * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        )
+
+    low, high = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, features - 1)
+    ramp_f = (np.arange(features // 2, dtype=np.float64) - low) / (high - low or 0.001)
+    return 1 - np.clip(ramp_f, 0, 1)

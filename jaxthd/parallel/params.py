@@ -204,6 +204,13 @@ def own_part(x: Array, dim: int, sharded: ShardedDim | None, mesh: MeshConfig) -
     return jax.lax.dynamic_slice_in_dim(x, unit * size, size, axis=dim)
 
 
+def once(x: Array, sharded: ShardedDim | None, mesh: MeshConfig) -> Array:
+    """x on the first of the ranks that share a dim, 0 on the others: their sum has it once."""
+    if sharded is None or not sharded.is_sharded(mesh):
+        return x
+    return jnp.where(jax.lax.axis_index(sharded.axes) == 0, x, 0)
+
+
 def stack(make: Callable[[Init], M], init: Init, repeats: int, *, axes: tuple[str, ...] = ()) -> M:
     """Stacks `repeats` modules into one: every variable gets a leading dim. Each module has a key of its own.
 

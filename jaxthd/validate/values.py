@@ -21,6 +21,8 @@ _MINIMUM: dict[str, float] = {
     "model.encoder.chunk_seconds": 0.02,
     "compute.expert_capacity": 0.1,
     "model.llm.latent_dim": 0,
+    "model.llm.shared_expert_dim": 0,
+    "model.llm.rope.original_positions": 0,
     "model.adapter_dim": 0,
     "adapt.lora_rank": 0,
     "posttraining.reference_every": 0,

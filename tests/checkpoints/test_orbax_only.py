@@ -51,7 +51,8 @@ CONFIGS = {
     "latent experts, future tokens": Config(model=ModelConfig(encoder=ENCODER, llm=FUTURE)),
     "Qwen3": Config(
         model=ModelConfig(
-            encoder=None, llm=replace(LLM, **QWEN3 | {"pattern": "*-*E", "shared_expert_dim": 22})
+            encoder=None,
+            llm=replace(LLM, **QWEN3 | {"pattern": "*-*E", "shared_expert_dim": 22, "attention_bias": True}),
         )
     ),
     "LoRA": Config(
@@ -120,7 +121,7 @@ def test_every_array_has_the_name_and_the_shape_that_the_page_gives(config: Conf
         "Qwen3": "encoder|adapter|mamba|latent|mtp|correction_bias|head",
         "LoRA": "latent|mtp|adapter|qwen3",
     }
-    of_qwen3 = r"[qk]_norm|(mlp|moe)/mixer/(shared/)?gate"
+    of_qwen3 = r"[qk]_norm|attention/mixer/(q|k|v|out)/bias|(mlp|moe)/mixer/(shared/)?gate"
     kind = next(kind for kind, value in CONFIGS.items() if value is config)
     assert all(re.search(optional[kind].replace("qwen3", of_qwen3), name) for name in absent), absent
 

@@ -26,10 +26,11 @@ TWICE = (*ASKED, Turn("user", ("Is it so?",)), Turn("assistant", ("It is so.",))
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
 
-def checkpoint(folder: Path, template: str) -> FileTokenizer:
-    """The reference tokenizer with this template."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(CHAT / name, folder)
+def checkpoint(folder: Path, template: str, tokens: dict[str, str] | None = None) -> FileTokenizer:
+    """The reference tokenizer with this template. tokens: what tokenizer_config.json names otherwise."""
+    shutil.copy(CHAT / "tokenizer.json", folder)
+    named = json.loads((CHAT / "tokenizer_config.json").read_text()) | (tokens or {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
     (folder / "chat_template.jinja").write_text(template)
     tokenizer = load_tokenizer(folder)
     assert isinstance(tokenizer, FileTokenizer)
@@ -65,7 +66,8 @@ def learnt(tokenizer: FileTokenizer, options: dict[str, Any], turns: Any) -> lis
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_tokens_are_those_of_transformers(tmp_path: Path, name: str):
-    expected, tokenizer = EXPECTED[name], checkpoint(tmp_path, named(name.partition("/")[0]))
+    expected = EXPECTED[name]
+    tokenizer = checkpoint(tmp_path, named(name.partition("/")[0]), expected["tokens"])
     template = ChatTemplate(tokenizer, expected["variables"])
     turns = turns_of(expected["messages"])
     ids, marks = template.written(turns)
@@ -74,8 +76,8 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, name: str):
     assert sum(i == tokenizer.audio_id for i in ids) == sum(p is CLIP for t in turns for p in t.parts)
     if "learnt" in expected:
         assert marks == list(map(bool, expected["learnt"]))
-    end = tokenizer.encode_marks("<|eot_id|>" if name.startswith("llama3") else "<|im_end|>")
-    assert [template.end_id] == end
+    end = "<|eot_id|>" if name.startswith("llama3") else expected["tokens"].get("eos_token", "<|im_end|>")
+    assert [template.end_id] == tokenizer.encode_marks(end)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +91,16 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, name: str):
         ("thinking", "one", {}, ["It says: one two.<|im_end|>"]),
         # Of a prompt that ends in <think>, a line break, the rest is supervised; earlier thoughts are gone.
         ("thinking", "thoughts", {}, ["It is.<|im_end|>", "So?\n</think>\nIt is so.<|im_end|>"]),
+        # Qwen3's writes thoughts with line breaks of its own, even after a prompt that rules them out.
+        ("qwen3", "thoughts", {}, ["It is.<|im_end|>", "<think>\nSo?\n</think>\n\nIt is so.<|im_end|>"]),
+        (
+            "qwen3",
+            "thoughts",
+            {"enable_thinking": False},
+            ["It is.<|im_end|>", "So?\n</think>\n\nIt is so.<|im_end|>"],
+        ),
+        ("qwen3", "one", {}, ["<think>\n\n</think>\n\nIt says: one two.<|im_end|>"]),
+        ("qwen3", "one", {"enable_thinking": False}, ["It says: one two.<|im_end|>"]),
         ("thinking", "recordings", {"enable_thinking": False}, ["one<|im_end|>", "two three<|im_end|>"]),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxthd.config import LLMConfig, ModelConfig
+from jaxthd.config import LLMConfig, ModelConfig, RopeConfig
 from jaxthd.convert import export_weights, import_weights
 from jaxthd.errors import UserError
 from jaxthd.files.config_file import load_config
@@ -50,7 +50,7 @@ def test_the_config_has_the_parameters_of_the_published_model():
 
 def test_settings_are_read_and_written_back():
     llm = llm_config(PUBLISHED, LLMConfig())
-    assert (llm.letters, llm.rope_theta, llm.router, llm.shared_expert_dim) == (
+    assert (llm.letters, llm.rope.theta, llm.router, llm.shared_expert_dim) == (
         "*-*E*-*-*-*E",
         1e6,
         "softmax",
@@ -72,8 +72,8 @@ def test_settings_are_read_and_written_back():
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "type 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "without factor"),
         ({"layer_types": ["sliding_attention"] * 6}, "layers of type sliding_attention"),
         ({"use_sliding_window": True}, "use_sliding_window: True"),
         ({"attention_bias": True}, "attention_bias: True"),
@@ -91,7 +91,7 @@ def test_what_jaxthd_does_not_compute_is_refused(changed: dict[str, Any], said: 
         ({"pattern": "M*-"}, "pattern is 'M"),
         ({"pattern": "*-M-"}, "pattern is"),
         ({"qk_norm": False}, "qk_norm: False"),
-        ({"rope_theta": 0.0}, "rope_theta is 0"),
+        ({"rope": RopeConfig()}, "rope.theta is 0"),
         ({"pattern": "*-*E", "router": "sigmoid"}, "router: 'sigmoid'"),
         ({"pattern": "*-*E", "shared_expert_dim": 8}, "shared_expert_dim: 8"),
     ],

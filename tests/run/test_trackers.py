@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxthd.config import Config
+from jaxthd.config import Config, RopeConfig
 from jaxthd.files.run_folder import read_config, write_config
 from jaxthd.run.metrics_file import Metrics, read_metrics
 from jaxthd.run.trackers import background
@@ -162,4 +162,9 @@ def test_a_run_from_before_there_was_a_list_keeps_its_trackers(
     del stored["train"]["trackers"]
     stored["train"]["tensorboard"] = wanted
     (tmp_path / "config.json").write_text(json.dumps(stored))
-    assert read_config(tmp_path).train.trackers == trackers
+    stored["model"]["llm"].pop("rope")
+    stored["model"]["llm"]["rope_theta"] = 1e6
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    read = read_config(tmp_path)
+    assert read.train.trackers == trackers
+    assert read.model.llm.rope == RopeConfig(theta=1e6)

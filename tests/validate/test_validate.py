@@ -267,6 +267,24 @@ CASES = [
     Case({"model.llm.q_heads": 5}, "set model.llm.q_heads to 4 or 6"),
     Case({"model.llm.mamba_heads": 9}, "set model.llm.mamba_heads to 8 or 10"),
     Case({"model.llm.mamba_dt_limit": (0.1, 0.1)}, "model.llm.mamba_dt_limit is (0.1, 0.1)"),
+    Case(
+        {"model.llm.rope.theta": 1e4, "model.llm.rope.fraction": 0.1},
+        "model.llm.rope.fraction is 0.1, which is 3 of model.llm.head_dim's features; expected an even",
+    ),
+    Case({"model.llm.rope.theta": 0.5}, "model.llm.rope.theta is 0.5 and factor 1.0; expected theta above 1"),
+    Case(
+        {"model.llm.rope.theta": 1e4, "model.llm.rope.scaling": "yarn"},
+        "model.llm.rope.original_positions is 0 with scaling 'yarn'; expected more than 0",
+    ),
+    Case(
+        {
+            "model.llm.rope.theta": 1e4,
+            "model.llm.rope.scaling": "llama3",
+            "model.llm.rope.original_positions": 8,
+            "model.llm.rope.low_freq_factor": 4.0,
+        },
+        "low_freq_factor and high_freq_factor 4.0 and 4.0; expected the first less than the second",
+    ),
     Case({"model.llm.pattern": "ME", "model.llm.experts_per_token": 9}, "at most the 8 of model.llm.experts"),
     Case({"model.llm.vocab_size": 259}, "model.llm.vocab_size is 259; expected 260"),
     Case(
@@ -557,7 +575,8 @@ def test_transformer_engine_is_refused_where_it_is_known_to_be_wrong() -> None:
         }
         | {"data.max_documents": 24},  # a context chunk of 3 tokens for 4 taps; 8 mel frames a rank
         {"data.capacity": 376, "data.round_to": 376, "data.audio_capacity": 3008},  # one chunk of 30 s
-        {"model.llm.pattern": "ME", "model.llm.experts_per_token": 8, "model.llm.vocab_size": 260},
+        {"model.llm.pattern": "ME", "model.llm.experts_per_token": 8, "model.llm.vocab_size": 260}
+        | {"model.llm.shared_expert_dim": 0},
         {"model.encoder.num_mels": 8, "model.encoder.conv_kernel": 1, "model.encoder.heads": 64},
         {"train.steps": 20, "train.min_learning_rate": 1e-3, "train.beta1": 0.0, "train.validate_every": 0},
         {"model.llm.pattern": "-", "model.llm.q_heads": 5, "model.llm.mamba_heads": 9}

@@ -3,7 +3,9 @@
 A template returns text. Unless it has generation tags, it does not say which part of the text is an answer.
 Without them, each text of the turns is replaced by a sign, one at a time, and the span where the sign appears
 is the span of the text. An answer begins where the prompt for it ends, so it includes what the template
-writes before the answer's text. It ends with the token that ends the answer.
+writes before the answer's text. It ends with the token that ends the answer, if generation ends there too:
+GPT-OSS's template writes <|return|> after the last answer, and after earlier ones <|end|>, at which no
+decoding stops, since it also ends thoughts.
 """
 
 import reprlib
@@ -109,11 +111,37 @@ class ChatTemplate:
         for k, turn in enumerate(turns):
             if turn.role != "assistant":
                 continue
-            start, end = spans[k, 0] or self._only_span(text, str(turn.parts[0]).strip())
             asked = prompts.get(k, text)
+            start, end = (
+                spans[k, 0]
+                or self._rewritten_span(text, turns, k, asked, spans)
+                or self._only_span(text, str(turn.parts[0]).strip())
+            )
             # If the text starts with the prompt, all that follows it is generated. Otherwise the prompt
             # does not say where the answer begins.
             yield (len(asked) if text.startswith(asked) and len(asked) < end else start), end
+
+    def _rewritten_span(
+        self,
+        text: str,
+        turns: Sequence[Turn],
+        k: int,
+        asked: str,
+        spans: Mapping[tuple[int, int], Span | None],
+    ) -> Span | None:
+        """The span of the answer of turn k where the template rewrites it, as thoughts by Qwen3's.
+
+        It ends where a sign at the answer's end appears, and starts where the text departs from the prompt
+        for it. None if the template writes the answer as it is, or if that is not after the texts before.
+        """
+        answer = str(turns[k].parts[0])
+        before = max((span[1] for (turn, _), span in spans.items() if turn < k and span), default=None)
+        if before is None or text.count(answer.strip()) == 1:
+            return None
+        ended = [*turns[:k], Turn("assistant", (answer.rstrip() + _SIGN,)), *turns[k + 1 :]]
+        end = _span_of(_Rendered(text, []), *self._render([(ended, False)]))
+        start = next((i for i, (a, b) in enumerate(zip(text, asked, strict=False)) if a != b), len(asked))
+        return (start, end[1]) if end and before <= start < end[1] else None
 
     def _only_span(self, text: str, answer: str) -> Span:
         """The span of the answer's only occurrence.

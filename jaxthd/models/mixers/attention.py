@@ -23,9 +23,9 @@ from jaxthd.parallel.params import Init, over_tensor
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention without bias.
+    """Causal grouped-query attention.
 
-    Queries and keys are normalised if llm.qk_norm, then rotated by their positions if llm.rope_theta.
+    Queries and keys are normalised if llm.qk_norm, then rotated by their positions if llm.rope.theta.
     """
 
     def __init__(
@@ -34,13 +34,14 @@ class Attention(nnx.Module):
         init = Init.of(init, compute)
         heads, shared = over_tensor(llm.q_heads), over_tensor(llm.kv_heads)
         inner = llm.q_heads * llm.head_dim
-        self.q = Linear(llm.dim, inner, init, sharded_out=heads)
-        self.k = Linear(llm.dim, llm.kv_heads * llm.head_dim, init, sharded_out=shared)
-        self.v = Linear(llm.dim, llm.kv_heads * llm.head_dim, init, sharded_out=shared)
-        self.out = Linear(inner, llm.dim, init, std=residual_std(inner, llm), sharded_in=heads)
+        bias = llm.attention_bias
+        self.q = Linear(llm.dim, inner, init, bias=bias, sharded_out=heads)
+        self.k = Linear(llm.dim, llm.kv_heads * llm.head_dim, init, bias=bias, sharded_out=shared)
+        self.v = Linear(llm.dim, llm.kv_heads * llm.head_dim, init, bias=bias, sharded_out=shared)
+        self.out = Linear(inner, llm.dim, init, bias=bias, std=residual_std(inner, llm), sharded_in=heads)
         self.q_norm = RMSNorm(llm.head_dim, llm.norm_eps, init) if llm.qk_norm else None
         self.k_norm = RMSNorm(llm.head_dim, llm.norm_eps, init) if llm.qk_norm else None
-        self.head_dim, self.rope_theta = llm.head_dim, llm.rope_theta
+        self.head_dim, self.rope = llm.head_dim, llm.rope
         self.exchange, self.backend = compute.context_exchange, compute.attention_backend
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
@@ -84,8 +85,8 @@ class Attention(nnx.Module):
         q, k, v = (f(x_ND).reshape(len(x_ND), -1, self.head_dim) for f in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm.of_heads(q), self.k_norm.of_heads(k)
-        if self.rope_theta:
-            q, k = (rotated(x, positions_N, self.rope_theta) for x in (q, k))
+        if self.rope.theta:
+            q, k = (rotated(x, positions_N, self.rope) for x in (q, k))
         return q, k, v
 
     def _attend(self, q_NHd: Array, k_NKd: Array, v_NKd: Array, segments: Segments) -> Array:

@@ -64,7 +64,7 @@ from jaxthd.ops.scan.pallas_launches import (
     shared_grad,
     states,
 )
-from jaxthd.ops.scan.state_passing import initial_states
+from jaxthd.ops.scan.state_passing import DecayMap, initial_states
 from jaxthd.packing.segments import Segments
 
 TILE = 64
@@ -190,7 +190,7 @@ def _scan_forward(
         def exchange(whole_HZ: Array, last_ZHSP: Array) -> Array:
             """Gives initial_states one group, with each head's state as one dim."""
             flat = last_ZHSP.reshape(sizes.context_chunks, 1, 1, len(whole_HZ), -1)
-            return initial_states(whole_HZ.T[:, None], flat, segments).reshape(last_ZHSP.shape)
+            return initial_states(DecayMap(whole_HZ.T[:, None], flat), segments).reshape(last_ZHSP.shape)
 
         first_ZHSP, pull = jax.vjp(exchange, whole_HZ, last_ZHSP)
         carried = Carried(before_HC, first_ZHSP)

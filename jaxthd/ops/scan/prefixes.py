@@ -26,7 +26,7 @@ from jaxthd.ops.scan.ssd import (
     ssd_and_states,
     states_between,
 )
-from jaxthd.ops.scan.state_passing import StateMap
+from jaxthd.ops.scan.state_passing import DecayMap
 from jaxthd.packing.segments import Segments
 
 
@@ -104,7 +104,7 @@ def decays_since_start(chunks: ScanChunks, segments: Segments) -> Array:
     began_before_CQ = chunks.positions_CQ > i
     passes_C11 = began_before_CQ[:, -1, None, None]
     to_end_CGh = here_CGhQ[..., -1]
-    maps = StateMap(
+    maps = DecayMap(
         jnp.where(passes_C11, to_end_CGh, 0), jnp.where(passes_C11, 0, to_end_CGh)[:, :, None, :, None]
     )
     before_CGh = states_between(maps, segments)[:, :, 0, :, 0]

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int32
 
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.contract import ScanBackend
-from jaxthd.ops.scan.state_passing import StateMap, faded, initial_states, then
+from jaxthd.ops.scan.state_passing import DecayMap, faded, initial_states
 from jaxthd.packing.segments import Segments
 
 
@@ -138,27 +138,27 @@ def _decays(chunks: ScanChunks) -> _Decays:
 def _states_before(chunks: ScanChunks, decays: _Decays, segments: Segments) -> Array:
     """The state before each scan chunk, [C, G, S, h, P]."""
     added_CGShP = _state(chunks.b_CGQS, chunks.xdt_CGQhP, decays.to_end_CGhQ)
-    return states_between(StateMap(decays.from_start_CGhQ[..., -1], added_CGShP), segments)
+    return states_between(DecayMap(decays.from_start_CGhQ[..., -1], added_CGShP), segments)
 
 
-def states_between(maps: StateMap, segments: Segments) -> Float[Array, "C G S h P"]:
+def states_between(maps: DecayMap, segments: Segments) -> Float[Array, "C G S h P"]:
     """The state before each scan chunk: over the scan chunks of a context chunk, then over ranks.
 
     maps: what each scan chunk does to the state, leaves [C, ...].
     """
 
-    def next_chunk(before: StateMap, of_chunk: StateMap) -> tuple[StateMap, StateMap]:
-        return then(before, of_chunk), before
+    def next_chunk(before: DecayMap, of_chunk: DecayMap) -> tuple[DecayMap, DecayMap]:
+        return before.then(of_chunk), before
 
     def by_context_chunk(x: Array) -> Array:
         """[C, ...] -> [c, Z, ...]."""
         return x.reshape(segments.rows * segments.context_chunks, -1, *x.shape[1:]).swapaxes(0, 1)
 
-    by_chunk = StateMap(*map(by_context_chunk, maps))
-    identity = StateMap(jnp.ones_like(by_chunk.decay[0]), jnp.zeros_like(by_chunk.added[0]))
+    by_chunk = DecayMap(*map(by_context_chunk, maps))
+    identity = DecayMap(jnp.ones_like(by_chunk.decay[0]), jnp.zeros_like(by_chunk.added[0]))
     total, (decay_cZGh, state_cZGShP) = jax.lax.scan(next_chunk, identity, by_chunk)
     if segments.context > 1:
-        state_cZGShP = state_cZGShP + faded(initial_states(*total, segments), decay_cZGh)
+        state_cZGShP = state_cZGShP + faded(initial_states(total, segments), decay_cZGh)
     return state_cZGShP.swapaxes(0, 1).reshape(maps.added.shape)
 
 

@@ -1,68 +1,124 @@
-"""State passing: how the state of the Mamba2 scan crosses context ranks.
+"""State passing: how the state of a recurrent mixer crosses context ranks.
 
 Each rank scans its two context chunks of a row from a zero state. What a context chunk does to the state that
-enters it is an affine map, told by its total decay and its final state. The ranks exchange these maps and
-compose them, and each gets the true state that enters each of its chunks. The traffic is 2 * context maps a
-row; it does not depend on the number of tokens.
+enters it is an affine map, state -> A state + B. The ranks exchange these maps and compose them, and each
+gets the true state that enters each of its chunks. The traffic is 2 * context maps a row; it does not depend
+on the number of tokens.
 
-Legend: R rows, Z context chunks on this rank (2 R), G groups, h heads of a group, S state dim, P head dim.
+A mixer brings its kind of map, a NamedTuple of arrays with the methods of StateMap. Mamba2's A is a number a
+head (DecayMap), the gated delta rule's a matrix a head (MatrixMap). A is 0 where a document begins in the
+chunk, and the identity where the chunk has no token of the state's.
+
+Legend: R rows, Z context chunks on this rank (2 R). Of a DecayMap: G groups, h heads of a group, S state dim,
+P head dim. Of a MatrixMap: K key dim, V value dim.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.segments import Segments
 
 GATHER_UP_TO = 8
 """Largest context size whose states are all-gathered; beyond it they travel in log2(context) steps."""
 
 
-class StateMap(NamedTuple):
-    """What consecutive tokens do to the state that enters them: state -> decay state + added."""
+M = TypeVar("M", bound="StateMap")
+
+
+@runtime_checkable
+class StateMap(Protocol):
+    """What consecutive tokens do to the state that enters them: state -> A state + added.
+
+    A NamedTuple of arrays, all with the same leading dims.
+    """
+
+    @property
+    def added(self) -> Array:
+        """What a zero state becomes; the shape and dtype of a state."""
+        ...
+
+    def on(self, state: Array) -> Array:
+        """The state after these tokens."""
+        ...
+
+    def then(self: M, second: M) -> M:
+        """The map of both: first this one, then the second."""
+        ...
+
+    def where(self: M, exists: Array) -> M:
+        """This map if `exists`, a bool, else the identity; `added` is 0 there already."""
+        ...
+
+
+class DecayMap(NamedTuple):
+    """state -> decay state + added, of Mamba2."""
 
     decay: Float[Array, "*chunks G h"]
     added: Float[Array, "*chunks G S h P"]
 
+    def on(self, state: Array) -> Array:
+        return faded(state, self.decay) + self.added
 
-def initial_states(
-    decay_ZGh: Float[Array, "Z G h"], state_ZGShP: Float[Array, "Z G S h P"], segments: Segments
-) -> Float[Array, "Z G S h P"]:
-    """The state that enters each of this rank's context chunks, from the (total decay, final state) of every
-    one.
+    def then(self, second: "DecayMap") -> "DecayMap":
+        return DecayMap(self.decay * second.decay, faded(self.added, second.decay) + second.added)
 
-    These are maps of the state. They compose as (d1, s1) then (d2, s2) = (d1 d2, s1 d2 + s2), and what enters
-    a chunk is an exclusive prefix over the 2 * context chunks of its row. All-gather up to GATHER_UP_TO
-    ranks, or where not all ranks run this program; else log2 steps.
+    def where(self, exists: Array) -> "DecayMap":
+        return self._replace(decay=jnp.where(exists, self.decay, 1))
+
+
+class MatrixMap(NamedTuple):
+    """state -> factor @ state + added, of the gated delta rule. Products are of full precision."""
+
+    factor: Float[Array, "*chunks K K"]
+    added: Float[Array, "*chunks K V"]
+
+    def on(self, state: Array) -> Array:
+        return _exact(self.factor, state) + self.added
+
+    def then(self, second: "MatrixMap") -> "MatrixMap":
+        return MatrixMap(_exact(second.factor, self.factor), second.on(self.added))
+
+    def where(self, exists: Array) -> "MatrixMap":
+        identity = jnp.eye(self.factor.shape[-1], dtype=self.factor.dtype)
+        return self._replace(factor=jnp.where(exists, self.factor, identity))
+
+
+def initial_states(total: M, segments: Segments) -> Array:
+    """The state that enters each of this rank's context chunks, [Z, ...], shaped as total.added.
+
+    total: the map of each of them, leaves [Z, ...]. What enters a chunk is an exclusive prefix of the maps of
+    the row's 2 * context chunks, applied to 0. All-gather up to GATHER_UP_TO ranks, or where not all ranks
+    run this program; else log2 steps.
     """
-    decay, state = (x.reshape(segments.rows, 2, *x.shape[1:]) for x in (decay_ZGh, state_ZGShP))
+    by_row = jax.tree.map(lambda x: x.reshape(segments.rows, 2, *x.shape[1:]), total)
     gathers = segments.context <= GATHER_UP_TO or not segments.uniform_program
     prefix = _prefix_gathered if gathers else _prefix_in_steps
-    return prefix(decay, state, segments).reshape(state_ZGShP.shape)
+    return prefix(by_row, segments).reshape(total.added.shape)
 
 
-def then(first: StateMap, second: StateMap) -> StateMap:
-    """The map of both: first the first, then the second."""
-    return StateMap(first.decay * second.decay, faded(first.added, second.decay) + second.added)
+def _prefix_gathered(maps: StateMap, segments: Segments) -> Array:
+    """maps: leaves [R, 2, ...]. Returns the states before, [R, 2, ...]."""
 
-
-def _prefix_gathered(decay_R2Gh: Array, state_R2GShP: Array, segments: Segments) -> Array:
-    everything = (jax.lax.all_gather(x, segments.axis, axis=0) for x in (decay_R2Gh, state_R2GShP))
-    # In the chunks' order: first chunks of ranks 0, 1, ..., then second chunks of ranks ..., 1, 0.
-    maps = StateMap(*(jnp.concatenate([x[:, :, 0], x[::-1, :, 1]]) for x in everything))
+    def everywhere(x_R2: Array) -> Array:
+        """In the chunks' order: first chunks of ranks 0, 1, ..., then second chunks of ranks ..., 1, 0."""
+        x = jax.lax.all_gather(x_R2, segments.axis, axis=0)
+        return jnp.concatenate([x[:, :, 0], x[::-1, :, 1]])
 
     def step(state: Array, of_chunk: StateMap) -> tuple[Array, Array]:
-        return faded(state, of_chunk.decay) + of_chunk.added, state
+        return of_chunk.on(state), state
 
-    _, before = jax.lax.scan(step, jnp.zeros_like(state_R2GShP[:, 0]), maps)
+    in_order = jax.tree.map(everywhere, maps)
+    _, before = jax.lax.scan(step, jnp.zeros_like(maps.added[:, 0]), in_order)
     first, second = segments.swap.chunks(jax.lax.axis_index(segments.axis))
     return jnp.stack([before[first], before[second]], axis=1)
 
 
-def _prefix_in_steps(decay_R2Gh: Array, state_R2GShP: Array, segments: Segments) -> Array:
+def _prefix_in_steps(maps: StateMap, segments: Segments) -> Array:
     """Hillis-Steele prefixes: over first chunks up the ranks, over second chunks down."""
     context, axis, swap = segments.context, segments.axis, segments.swap
     rank = jax.lax.axis_index(axis)
@@ -72,22 +128,26 @@ def _prefix_in_steps(decay_R2Gh: Array, state_R2GShP: Array, segments: Segments)
         there is none.
         """
         moves, source = swap.moves(half, distance), swap.before(rank, distance)[half]
-        decay, added = (jax.lax.ppermute(x, axis, moves) for x in maps)
-        return StateMap(jnp.where((source >= 0) & (source < context), decay, 1), added)
+        moved = jax.tree.map(lambda x: jax.lax.ppermute(x, axis, moves), maps)
+        return moved.where((source >= 0) & (source < context))
 
-    firsts, seconds = (StateMap(decay_R2Gh[:, half], state_R2GShP[:, half]) for half in (0, 1))
+    firsts, seconds = (jax.tree.map(lambda x, half=half: x[:, half], maps) for half in (0, 1))
     distance = 1
     while distance < context:
-        firsts = then(shifted(firsts, 0, distance), firsts)
-        seconds = then(shifted(seconds, 1, distance), seconds)
+        firsts = shifted(firsts, 0, distance).then(firsts)
+        seconds = shifted(seconds, 1, distance).then(seconds)
         distance *= 2
     # The last rank's covers all first chunks; every rank's second chunk comes after them.
     is_last = rank == context - 1
-    all_firsts = StateMap(*(jax.lax.psum(jnp.where(is_last, x, 0), axis) for x in firsts))
-    before_second = then(all_firsts, shifted(seconds, 1, 1)).added
+    all_firsts = jax.tree.map(lambda x: jax.lax.psum(jnp.where(is_last, x, 0), axis), firsts)
+    before_second = all_firsts.then(shifted(seconds, 1, 1)).added
     return jnp.stack([shifted(firsts, 0, 1).added, before_second], axis=1)
 
 
 def faded(state: Array, decay: Array) -> Array:
     """[..., S, h, P] times [..., h]."""
     return state * decay[..., None, :, None]
+
+
+def _exact(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=accumulation_dtype(a))
