@@ -206,11 +206,8 @@ def whole(dtype: Dtype = "float32") -> list[Config]:
     """Runs under the layout "whole". They cover a ring over data ranks that have cut documents or not; more
     context ranks with tensor ranks; interleaved and unlike stages; Qwen3 blocks; multi-token prediction with
     a CTC loss."""
-    of_ring, of_gather = (
-        {"context_layout": "whole"},
-        {"context_layout": "whole", "context_exchange": "all_gather"},
-    )
-    chosen = (
+    of_ring, of_gather = "ring", "all_gather"
+    chosen: tuple[tuple[MeshConfig, int, Any, dict[str, Any]], ...] = (
         (MeshConfig(2, 2, 1, 2), 0, of_ring, {}),
         (MeshConfig(1, 4, 1, 2), 1, of_ring, {}),
         (MeshConfig(1, 2, 2, 2), 1, of_gather, {}),
@@ -219,10 +216,11 @@ def whole(dtype: Dtype = "float32") -> list[Config]:
         (MeshConfig(2, 2, 1, 1), 0, of_ring, PREDICTING[0]),
     )
     found = []
-    for mesh, variant, compute, llm in chosen:
+    for mesh, variant, exchange, llm in chosen:
         run = variants(mesh, dtype)[variant]
         model = replace(MODEL, llm=replace(run.model.llm, **llm))
-        run = replace(run, compute=replace(run.compute, **compute), model=model)
+        compute = replace(run.compute, context_layout="whole", context_exchange=exchange)
+        run = replace(run, compute=compute, model=model)
         found.append(with_ctc(run) if run.model.llm.mtp_pattern else run)
     return found
 
@@ -285,7 +283,7 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
             round_to=LONGEST_UNIT if layout == "document" else 1,
             depths=config.depths_trained,
             shares=shares,
-            placement=shares and even_placement(rows[i], shares),
+            placement=even_placement(rows[i], shares) if shares else None,
         )[0]
         for i in numbers
     ]

@@ -64,6 +64,7 @@ class _RunsIterator(grain.DatasetIterator):
         self._before, self._to_read = [before], to_read  # one more state than buffers
         self._read: list[Sequence[JudgedDocument]] = []
         self._taken = set(range(taken) if isinstance(taken, int) else taken)
+        self._is_restored = bool(self._taken)
 
     def __next__(self) -> RowDocuments:
         while True:
@@ -90,8 +91,10 @@ class _RunsIterator(grain.DatasetIterator):
                 return waiting
             self._before.append(self._buffers.get_state())
             self._to_read = max(self._to_read - 1, 0)
-            if len(self._read) == 1 and self._taken.issuperset(range(len(self._read[0]))):
+            if self._is_restored and self._taken.issuperset(range(len(self._read[0]))):
                 self._refuse()
+            self._is_restored = False
+            self._forget()
 
     def _refuse(self) -> None:
         raise ValueError(

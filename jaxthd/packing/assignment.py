@@ -181,11 +181,11 @@ class Shares:
         too_long = [i for i in chosen[:1] if sizes[i].slots > self.share]
         cut = [i for i in dict.fromkeys([*too_long, *falling]) if sizes[i].can_be_cut][:number]
         room = self.share - sum(2 * self.chunk(sizes[i].slots) for i in cut)
-        if len(cut) < number or room < 0:
-            return None
         free = [room] * self.ranks
         whole: list[list[int]] = [[] for _ in free]
         segments, frames = (sum(getattr(sizes[i], name) for i in cut) for name in ("segments", "frames"))
+        if len(cut) < number or room < 0 or segments > self.segments or frames > self.frames:
+            return None
         urgent = [i for i in chosen[:1] if i not in cut]
         later = sorted(others, key=lambda i: (-sizes[i].slots, i))
         for i in [*urgent, *(i for i in falling if i not in cut and i not in urgent), *later]:

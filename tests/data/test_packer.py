@@ -243,23 +243,29 @@ def test_a_loop_that_is_not_ours_learns() -> None:
     assert batch.targets[: len(text) - 1].tolist() == list(text[1:].encode())
 
 
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "buffer": {},
-    "buffer on two ranks": {"context": 2, "audio_ranks": 2},
-    "whole on two ranks": {"context": 2, "audio_ranks": 2, "layout": "whole"},
-    "whole on four ranks": {"context": 4, "audio_ranks": 4, "layout": "whole", "cuts": 2},
+    "two ranks": {"context": 2, "audio_ranks": 2, "layout": "whole", "longest_chunk": 512},
+    "four ranks": {"context": 4, "audio_ranks": 4, "layout": "whole", "longest_chunk": 512, "cuts": 2},
 }
 
 
-@pytest.mark.parametrize("second", LAYOUTS)
-@pytest.mark.parametrize("first", LAYOUTS)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("two ranks", "two ranks"),
+        ("two ranks", "buffer"),
+        ("buffer", "four ranks"),
+        ("four ranks", "two ranks"),
+    ],
+)
 def test_a_stream_goes_on_under_another_layout_with_the_documents_that_are_left(first: str, second: str):
     """Wherever it is interrupted. Under the same layout its rows are those of a run without interruption."""
     ds = documents().repeat(2)
-    streams = {name: ds.pipe(replace(PACK, **settings)) for name, settings in LAYOUTS.items()}
+    streams = {name: ds.pipe(replace(PACK, **LAYOUTS[name])) for name in (first, second)}
     whole = [row.report.keys for row in streams[first]]
     assert Counter(chain(*whole)) == Counter(2 * GOOD)
-    for count in range(1, len(whole), 5):
+    for count in range(1, len(whole), 7):
         before = iter(streams[first])
         seen = [next(before).report.keys for _ in range(count)]
         state = json.loads(json.dumps(before.get_state()))

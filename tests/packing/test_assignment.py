@@ -116,5 +116,6 @@ def test_documents_that_no_rank_can_hold_are_told():
     flags = np.ones(n, bool)
     document = Document("a", np.zeros(n, np.int32), ~flags, flags)
     assert not limits.fit(document).misfit
-    shared = Document("b", np.zeros(n, np.int32), ~flags, flags, answers=(5, 5))
+    is_answer = np.arange(n) >= n - 10
+    shared = Document("b", np.zeros(n, np.int32), ~flags, is_answer, answers=(5, 5))
     assert "share" in limits.fit(shared).unassignable
