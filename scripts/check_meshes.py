@@ -7,8 +7,9 @@ are run in two variants. The first has 1F1B, the ring where stages are equal, an
 has interleaved or unevenly divided stages, all-gather, sequence-sharded residuals, sends to experts in
 several rounds, and the layout by documents. A few more runs adapt the model by LoRA and frozen parameters.
 They are compared with a dense model, which has neither: the gradient dW of the dense w + s a b gives those
-of a and b as s dW b^T and s a^T dW. A few have multi-token prediction and a CTC
-loss, a few the blocks of Qwen3. The last ones keep documents whole where they fit a context rank.
+of a and b as s dW b^T and s a^T dW. A few have multi-token prediction and a
+CTC loss, a few the blocks of Qwen3 or GPT-OSS. The last ones keep documents whole on a context rank where
+they fit.
 
 The model has all four mixers (two such units), experts over the data and context ranks, and audio. A batch is
 32 ragged rows in 4 microbatches, one of which is all padding. A microbatch holds the same rows on every mesh,
@@ -130,6 +131,21 @@ QWEN3: dict[str, Any] = {
     "shared_expert_dim": 0,
 }
 """A decoder with Qwen3's blocks."""
+GPT_OSS: dict[str, Any] = {
+    "pattern": "WE*-WE*-",
+    "window": 5,
+    "attention_sinks": True,
+    "attention_bias": True,
+    "rope": RopeConfig(theta=100.0, scaling="yarn", factor=4.0, original_positions=16, truncate=False),
+    "ffn_form": "clamped_swiglu",
+    "swiglu_limit": 0.8,
+    "ffn_bias": True,
+    "router": "softmax",
+    "router_bias": True,
+    "router_scale": 1.0,
+    "shared_expert_dim": 0,
+}
+"""A decoder with GPT-OSS's blocks, and MLPs of its form."""
 LONGEST_UNIT = 16
 """The longest unit, 2 * context: the layout by documents rounds lengths up to multiples of it."""
 
@@ -204,7 +220,7 @@ def qwen3(dtype: Dtype = "float32") -> list[Config]:
 
 def whole(dtype: Dtype = "float32") -> list[Config]:
     """Runs under the layout "whole". They cover a ring over data ranks that have cut documents or not; more
-    context ranks with tensor ranks; interleaved and unlike stages; Qwen3 blocks; multi-token prediction with
+    context ranks with tensor ranks; interleaved and unlike stages; GPT-OSS blocks; future tokens with
     a CTC loss."""
     of_ring, of_gather = "ring", "all_gather"
     chosen: tuple[tuple[MeshConfig, int, Any, dict[str, Any]], ...] = (
@@ -212,7 +228,7 @@ def whole(dtype: Dtype = "float32") -> list[Config]:
         (MeshConfig(1, 4, 1, 2), 1, of_ring, {}),
         (MeshConfig(1, 2, 2, 2), 1, of_gather, {}),
         (MeshConfig(1, 4, 2, 1), 0, of_gather, {}),
-        (MeshConfig(2, 4, 1, 1), 0, of_gather, QWEN3),
+        (MeshConfig(2, 4, 1, 1), 0, of_ring, GPT_OSS),
         (MeshConfig(2, 2, 1, 1), 0, of_ring, PREDICTING[0]),
     )
     found = []
@@ -223,6 +239,16 @@ def whole(dtype: Dtype = "float32") -> list[Config]:
         run = replace(run, compute=compute, model=model)
         found.append(with_ctc(run) if run.model.llm.mtp_pattern else run)
     return found
+
+
+def gpt_oss(dtype: Dtype = "float32") -> list[Config]:
+    """Runs with GPT-OSS's blocks. They cover a ring with experts over data and context; interleaved,
+    sequence-sharded stages and the layout by documents; more context ranks than a window reaches."""
+    chosen = ((MeshConfig(2, 2, 1, 2), 0), (MeshConfig(1, 2, 2, 2), 1), (MeshConfig(1, 8, 1, 1), 0))
+    llm = replace(MODEL.llm, **GPT_OSS)
+    return [
+        replace(variants(mesh, dtype)[variant], model=replace(MODEL, llm=llm)) for mesh, variant in chosen
+    ]
 
 
 def with_ctc(config: Config) -> Config:
@@ -435,7 +461,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=("plain", "lora", "mtp", "qwen3", "whole"), help="one kind of rows")
+    parser.add_argument(
+        "--only", choices=("plain", "lora", "mtp", "qwen3", "gpt_oss", "whole"), help="one kind of rows"
+    )
     parser.add_argument("--sample", type=int, default=0, help="only as many rows, drawn at random (seed 0)")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--out", type=Path, default=Path("runs/check_meshes.jsonl"))
@@ -446,6 +474,7 @@ def main(argv: list[str] | None = None) -> None:
         "lora": adapted(options.dtype),
         "mtp": predicting(options.dtype),
         "qwen3": qwen3(options.dtype),
+        "gpt_oss": gpt_oss(options.dtype),
         "whole": whole(options.dtype),
     }
     runs = kinds[options.only] if options.only else list(chain(*kinds.values()))

@@ -74,10 +74,20 @@ def with_ctc(config: Config) -> Config:
     return replace(config, data=data, train=replace(config.train, ctc_loss=0.3, ctc_max_labels=16))
 
 
+def with_answers(config: Config) -> Config:
+    """DPO on pairs that share their prompts."""
+    data = replace(config.data, max_documents=12)
+    post, train = PostTrainingConfig(reference="cached"), replace(config.train, objective="dpo")
+    return replace(config, data=data, posttraining=post, train=train)
+
+
 @pytest.mark.parametrize(
     "config",
     [
         small("M*M*", MeshConfig(data=2, context=2, tensor=2)),
+        pytest.param(
+            with_answers(small("M*M*", MeshConfig(data=2, context=2, tensor=2))), marks=pytest.mark.exhaustive
+        ),
         pytest.param(
             small("*-E*-E", MeshConfig(data=2, pipeline=2), microbatches=2), marks=pytest.mark.exhaustive
         ),
@@ -97,7 +107,15 @@ def with_ctc(config: Config) -> Config:
             marks=pytest.mark.exhaustive,
         ),
     ],
-    ids=["all layers on every rank", "pipeline and experts", "uniform program", "MTP", "LoRA", "CTC"],
+    ids=[
+        "all layers on every rank",
+        "shared prompts",
+        "pipeline and experts",
+        "uniform program",
+        "MTP",
+        "LoRA",
+        "CTC",
+    ],
 )
 def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:
     """State must be exact and bytes within 2% (the rest is scalars). Temporary memory must be within a third:

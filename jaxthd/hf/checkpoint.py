@@ -5,34 +5,22 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from jaxtyping import Shaped
 
-from jaxthd.config import ModelConfig
+from jaxthd.config import AdaptConfig, ModelConfig
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import compare_models
-from jaxthd.hf import parakeet
+from jaxthd.hf import canary_qwen, parakeet
 from jaxthd.hf.family import Family, Fields
+from jaxthd.hf.merged_lora import MergedLora
 from jaxthd.hf.names import ArraySlice, Names, Shape, Tensor
 from jaxthd.hf.nemo import NemoArchive
+from jaxthd.hf.reader import Reader
 from jaxthd.hf.registry import FAMILIES, parts_of
 from jaxthd.hf.safetensors_files import SafetensorsFolder
-
-
-@runtime_checkable
-class Reader(Protocol):
-    """The tensors of a checkpoint, by name. `dtype` is NumPy's name of a tensor's dtype."""
-
-    path: Path
-    shapes: dict[str, Shape]
-
-    def dtype(self, name: str) -> str: ...
-
-    def read(self, name: str) -> Shaped[np.ndarray, "..."]: ...
-
-    def in_file_order(self, names: Iterable[str]) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -50,6 +38,29 @@ class Checkpoint:
     def covers(self, name: str) -> bool:
         """Whether the checkpoint holds our array of this name."""
         return self.family.holds(name)
+
+    @property
+    def lora(self) -> AdaptConfig | None:
+        """The LoRA that it has, as settings of a run. Raises UserError for one that jaxthd does not have."""
+        return self.family.lora(self.fields) if self.family.lora else None
+
+    def for_run(self, adapt: AdaptConfig, shapes: Mapping[str, Shape]) -> "Checkpoint":
+        """The checkpoint as a run with these settings takes it in: itself where the run has the same LoRA,
+        else with its low-rank matrices merged into their projections.
+
+        shapes: of our arrays, by name.
+        """
+        lora = self.lora
+        if lora is None:
+            return self
+        scale = lora.lora_alpha / lora.lora_rank
+        own = {name.removesuffix(".lora.a") for name in shapes if name.endswith(".lora.a")}
+        theirs = {name.removesuffix(".w") for name in shapes if name.removesuffix(".w") in lora.lora_targets}
+        is_same = own == theirs and not adapt.dora and lora.lora_rank == adapt.lora_rank
+        if is_same and adapt.lora_alpha / adapt.lora_rank == scale:
+            return self
+        fields = {name: x for name, x in self.fields.items() if name != "lora"}
+        return replace(self, fields=fields, reader=MergedLora(self.reader, scale))
 
     def configure(self, model: ModelConfig) -> ModelConfig:
         """`model` with this checkpoint's settings, for the parts that the checkpoint holds.
@@ -133,9 +144,12 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return Checkpoint(parakeet.FAMILY, archive.fields, archive)
     fields = read_fields(path)
     kinds = {fields.get("model_type"), *(fields.get("architectures") or ())}
+    kinds |= {canary_qwen.KIND} if canary_qwen.is_salm(fields) else set()
     for family in FAMILIES:
         if kinds & set(family.model_types):
-            return Checkpoint(family, fields, SafetensorsFolder(path))
+            reader = SafetensorsFolder(path)
+            complete = family.complete(fields, reader.shapes) if family.complete else fields
+            return Checkpoint(family, complete, reader)
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
     raise UserError(
         f"{path / 'config.json'} has model_type {fields.get('model_type')!r}; expected one of {known}: "

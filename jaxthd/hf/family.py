@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from jaxthd.config import EncoderConfig, LLMConfig, ModelConfig
+from jaxthd.config import AdaptConfig, EncoderConfig, LLMConfig, ModelConfig
 from jaxthd.errors import UserError
-from jaxthd.hf.names import Names
+from jaxthd.hf.names import Names, Shape
 
 Fields = Mapping[str, Any]
 """A config.json."""
@@ -44,6 +44,11 @@ class Family:
     ignored: patterns of tensors that may be left unread where the name table does not have them: those that a
         speech LLM has no use for, and those that a model may do without.
     token_fields: (special tokens) -> config.json's fields for them. None: the family holds no text model.
+    complete: (fields, shapes of the tensors) -> fields, with settings that config.json leaves out.
+    lora: (fields) -> the LoRA that the checkpoint has, as settings of a run. None where it has none.
+    lora_fields: (adapt, names of the projections with LoRA) -> the field "lora" of an export. None: the
+        family holds no LoRA, which is merged before.
+    by_default: whether an export of a model that the family holds whole has its format without being asked.
     """
 
     format: str
@@ -56,6 +61,10 @@ class Family:
     write: Callable[[ModelConfig, Fields, Names], None]
     ignored: tuple[str, ...] = ()
     token_fields: Callable[[SpecialTokens], dict[str, Any]] | None = None
+    complete: Callable[[Fields, Mapping[str, Shape]], Fields] | None = None
+    lora: Callable[[Fields], AdaptConfig | None] | None = None
+    lora_fields: Callable[[AdaptConfig, frozenset[str]], dict[str, Any]] | None = None
+    by_default: bool = True
 
     def holds(self, name: str) -> bool:
         """Whether such a checkpoint holds our array of this name."""

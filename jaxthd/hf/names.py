@@ -7,6 +7,7 @@ come from the abstract model, and the tensors' shapes follow from them.
 
 import math
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -67,14 +68,28 @@ class Names:
         """shapes: of our arrays, by name."""
         self.tensors: list[Tensor] = []
         self._shapes, self._theirs, self._ours, self._at = shapes, "", "", Shape()
+        self._renamed: Callable[[str], str] = str
+        self._has_lora = False
 
     def within(self, theirs: str, ours: str, *at: int) -> "Names":
         """The same table, seen from below both prefixes. at: index into leading dims of the arrays there."""
-        below = Names(self._shapes)
-        below.tensors = self.tensors
+        below = copy(self)
         below._theirs, below._ours = self._theirs + theirs, self._ours + ours
         below._at = (*self._at, *at)
         return below
+
+    def renamed(self, rename: Callable[[str], str]) -> "Names":
+        """The same table; a tensor written here has the name that `rename` makes of its whole name."""
+        other = copy(self)
+        other._renamed = rename
+        return other
+
+    def with_lora(self) -> "Names":
+        """The same table; projections written here have their low-rank matrices beside them, as peft writes
+        them."""
+        other = copy(self)
+        other._has_lora = True
+        return other
 
     def has(self, ours: str) -> bool:
         return self._ours + ours in self._shapes
@@ -99,6 +114,10 @@ class Names:
 
     def linear(self, theirs: str, ours: str, tail: Callable[[int], Shape] = lambda dim: (dim,)) -> None:
         """A Linear, with its bias if it has one."""
+        if self._has_lora and self.has(f"{ours}.lora.a"):
+            self.transposed(f"{theirs}.lora_A.default.weight", f"{ours}.lora.a")
+            self.transposed(f"{theirs}.lora_B.default.weight", f"{ours}.lora.b")
+            theirs = f"{theirs}.base_layer"
         self.transposed(f"{theirs}.weight", f"{ours}.w", tail=tail)
         if self.has(f"{ours}.bias"):
             self.same(f"{theirs}.bias", f"{ours}.bias")
@@ -110,7 +129,7 @@ class Names:
 
     def counter(self, theirs: str) -> None:
         """A tensor that jaxthd does not keep."""
-        self.tensors.append(Tensor(self._theirs + theirs, (), ()))
+        self.tensors.append(Tensor(self._renamed(self._theirs + theirs), (), ()))
 
     def _shape(self, ours: str) -> Shape:
         return self._shapes[self._ours + ours][len(self._at) :]
@@ -120,4 +139,4 @@ class Names:
 
     def _add(self, theirs: str, tail: Shape, slices: list[ArraySlice]) -> None:
         shape = (sum(part.rows for part in slices), *tail)
-        self.tensors.append(Tensor(self._theirs + theirs, shape, tuple(slices)))
+        self.tensors.append(Tensor(self._renamed(self._theirs + theirs), shape, tuple(slices)))

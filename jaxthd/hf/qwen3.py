@@ -122,8 +122,12 @@ def _moe_fields(llm: LLMConfig, layers: list[str]) -> dict[str, Any]:
 
 
 def _write(model: ModelConfig, fields: Fields, names: Names) -> None:
-    llm = model.llm
     names.same("model.embed_tokens.weight", "embedding")
+    write_layers(model.llm, names)
+
+
+def write_layers(llm: LLMConfig, names: Names) -> None:
+    """Writes the name table of all but the embedding."""
     experts = dense = 0
     for number in range(len(llm.letters) // 2):
         layer = names.within(f"model.layers.{number}.", "decoder.layers.")

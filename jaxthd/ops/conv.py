@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
+from jaxthd.ops.cut_exchange import gathered_chunks
 from jaxthd.ops.numerics import accumulation_dtype
-from jaxthd.packing.cuts import entering
 from jaxthd.packing.segments import Segments
 
 
@@ -108,7 +108,7 @@ def _from_chunks(x_NC: Array, w_KC: Array, segments: Segments) -> _More | None:
 
     def exchanged(x_NC: Array, w_KC: Array) -> Array:
         last_EkC = last_inputs(x_NC, cut.begin, cut.end, taps, cut.own)
-        last, (first, second) = entering(last_EkC, segments)
+        last, (first, second) = gathered_chunks(last_EkC, segments)
         before = jnp.pad(last, [(1, 0)] + [(0, 0)] * (last.ndim - 1))
         before_RK2kC = jnp.stack([before[first], before[second]], axis=2)
         return _added_by(before_RK2kC.reshape(last_EkC.shape), w_KC)

@@ -9,7 +9,8 @@ their context chunks on this rank: first and second chunk of each, also where th
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,10 @@ from jaxtyping import Bool, Int32
 
 from jaxthd.packing.layout import DualChunkSwap
 from jaxthd.packing.rectangles import DocumentCut, document_rectangle, intervals_of_rectangle
+from jaxthd.packing.windows import make_windowed
 
-if TYPE_CHECKING:
-    from jaxthd.packing.segments import Segments
+Segments = Any
+"""packing/segments.py's, which imports this file."""
 
 
 class CutSlots(NamedTuple):
@@ -101,8 +103,8 @@ class CutDocuments(NamedTuple):
     begin, end: of each chunk, its first and its last slot on this rank; -1 where there is none.
     """
 
-    own: "Segments"
-    narrow: tuple["Segments", ...]
+    own: Segments
+    narrow: tuple[Segments, ...]
     width: Int32[Array, ""]
     slots: CutSlots
     chunk_of_token: Int32[Array, " N"]
@@ -111,7 +113,7 @@ class CutDocuments(NamedTuple):
 
 
 def keeping_documents(
-    make: Callable[..., "Segments"],
+    make: Callable[..., Segments],
     ids_RT: Int32[Array, "R T"],
     positions_RT: Int32[Array, "R T"],
     prefixes_RT: Int32[Array, "R T"] | None,
@@ -119,7 +121,8 @@ def keeping_documents(
     *,
     axis: str,
     alike: tuple[str, ...],
-) -> "Segments":
+    window: int | None,
+) -> Segments:
     """Segments under the layout "whole". Segments that continue others lie whole on one rank with these.
 
     make: make_segments, with the arguments that are the same here. Others as make_segments takes them.
@@ -129,8 +132,8 @@ def keeping_documents(
     at = slots.at(jnp.broadcast_to(slot_T, ids_RT.shape))
     own_ids_RT = jnp.where(at.is_cut, 0, ids_RT)
     own_positions_RT = jnp.where(at.is_cut, jnp.where(ids_RT > 0, at.offset, 0), positions_RT)
-    own = make(own_ids_RT, own_positions_RT, prefixes_RT, axis=None)
-    cut_ids_RT = jnp.where(at.is_cut, ids_RT, 0)
+    own = make(own_ids_RT, own_positions_RT, prefixes_RT, axis=None, window=window)
+    given = make, jnp.where(at.is_cut, ids_RT, 0), positions_RT, at
     widths, taken = cut_widths(tokens), slots.taken.max()
     width = sum(((taken > least).astype(jnp.int32) for least in (0, *widths[:-1])), jnp.int32(0))
     begin, end = _chunk_ends(slots)
@@ -138,9 +141,7 @@ def keeping_documents(
     chunk_RT = 2 * (row_R1 * cuts_RK.shape[1] + at.number) + at.is_second
     cut = CutDocuments(
         own=own,
-        narrow=tuple(
-            _narrow(make, cut_ids_RT, positions_RT, at, width, axis, cuts_RK.shape[1]) for width in widths
-        ),
+        narrow=tuple(_narrow(*given, width, axis, window, cuts_RK.shape[1]) for width in widths),
         width=jax.lax.pmax(width, alike) if alike else width,
         slots=slots,
         chunk_of_token=jnp.where(at.is_cut, chunk_RT, -1).reshape(-1),
@@ -164,31 +165,50 @@ def cut_widths(tokens: int) -> list[int]:
 
 
 def _narrow(
-    make: Callable[..., "Segments"],
+    make: Callable[..., Segments],
     ids_RT: Array,
     positions_RT: Array,
     at: CutSlot,
     width: int,
     axis: str,
+    window: int | None,
     most_cut: int,
-) -> "Segments":
+) -> Segments:
     """One of CutDocuments.narrow. ids: 0 but in cut documents."""
     rank, ranks = jax.lax.axis_index(axis), jax.lax.axis_size(axis)
+    at = CutSlot(*(x[:, :width] for x in at))
     of_cut = make(ids_RT[:, :width], positions_RT[:, :width], axis=None)
     remaining_RS, valid_RS = (x.reshape(-1, width) for x in (of_cut.remaining, of_cut.valid))
     stop_RS = jnp.arange(1, width + 1, dtype=jnp.int32) + remaining_RS
-    document = DocumentCut(at.start[:, :width], at.chunk[:, :width])
-    remote = (
-        document_rectangle(document, rank, (rank - 1 - step) % ranks, stop_RS) for step in range(ranks - 1)
-    )
+    document = DocumentCut(at.start, at.chunk)
+    sources = [(rank - 1 - step) % ranks for step in range(ranks - 1)]
+    rectangles = (document_rectangle(document, rank, source, stop_RS) for source in sources)
+    remote = tuple(intervals_of_rectangle(x, valid_RS, of_cut.block) for x in rectangles)
+    windowed = None
+    if window is not None:
+        index_of = partial(_index, at, DualChunkSwap(ranks))
+        ranked: list[Array | int] = [rank, *sources]
+        positions_RS = positions_RT[:, :width]
+        windowed = make_windowed(
+            window, of_cut.local, remote, None, positions_RS, index_of, ranked, of_cut.block
+        )
     return replace(
         of_cut,
-        remote=tuple(intervals_of_rectangle(x, valid_RS, of_cut.block) for x in remote),
+        remote=remote,
         axis=axis,
         context=ranks,
         layout="document",
         documents=most_cut,
+        windowed=windowed,
     )
+
+
+def _index(at: CutSlot, swap: DualChunkSwap, rank: Array | int) -> Int32[Array, "R S"]:
+    """The index in the row of cut documents' slots on a rank; beyond all of these for others."""
+    first, second = swap.chunks(rank)
+    number_RS = jnp.where(at.is_second, second, first)
+    index_RS = swap.ranks * at.start + number_RS * at.chunk + at.offset
+    return jnp.where(at.is_cut, index_RS, swap.ranks * at.is_cut.shape[1])
 
 
 def _chunk_ends(slots: CutSlots) -> tuple[Int32[Array, "R K_2"], Int32[Array, "R K_2"]]:
@@ -198,16 +218,3 @@ def _chunk_ends(slots: CutSlots) -> tuple[Int32[Array, "R K_2"], Int32[Array, "R
     rows, exists = len(begin_RK2), slots.chunk[..., None] > 0
     begin, end = (jnp.where(exists, x, -1).reshape(rows, -1) for x in (begin_RK2, end_RK2))
     return begin, end
-
-
-def entering(of_chunk_E: Array, segments: "Segments") -> tuple[Array, tuple[Array, Array]]:
-    """Gathers what all ranks have for their chunks of cut documents.
-
-    of_chunk: [E, ...]. Returns it for the chunks in their order, [2 * ranks, R, K, ...], and the numbers of
-    this rank's two chunks among them.
-    """
-    assert segments.cut is not None
-    x_RK2 = of_chunk_E.reshape(*segments.cut.slots.chunk.shape, 2, *of_chunk_E.shape[1:])
-    x = jax.lax.all_gather(x_RK2, segments.axis)
-    in_order = jnp.concatenate([x[:, :, :, 0], x[::-1, :, :, 1]])
-    return in_order, segments.swap.chunks(jax.lax.axis_index(segments.axis))

@@ -131,7 +131,7 @@ def _unit(sizes: Sizes, letters: str, module: str = "decoder") -> Number:
 def _layer(sizes: Sizes, letter: str) -> Number:
     """Activations that a layer's backward pass needs, including those of its norm."""
     normed = sizes.tokens * sizes.config.model.llm.dim * (2 * sizes.a + sizes.w)
-    mixers = {"*": _attention, "M": _mamba, "-": _mlp, "E": _experts}
+    mixers = {"*": _attention, "W": _attention, "M": _mamba, "-": _mlp, "E": _experts}
     return normed + mixers[letter](sizes)
 
 

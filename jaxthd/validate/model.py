@@ -147,12 +147,12 @@ def _mtp_loss(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 @RULES.rule("model.llm")
 def _head_groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm = config.model.llm
-    for letter, whole, part, why in (
-        ("*", "q_heads", "kv_heads", "equally many query heads share each key and value head"),
+    for letters, whole, part, why in (
+        ("*W", "q_heads", "kv_heads", "equally many query heads share each key and value head"),
         ("M", "mamba_heads", "mamba_groups", "equally many heads share each group's B, C and norm"),
     ):
         heads, groups = getattr(llm, whole), getattr(llm, part)
-        if letter in llm.kinds and heads % groups:
+        if set(letters) & set(llm.kinds) and heads % groups:
             yield Finding(
                 f"model.llm.{whole} is {heads} with {part} {groups}",
                 f"a multiple of {groups}, because {why}",
@@ -166,7 +166,7 @@ def _rope(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if not rope.theta:
         return
     # Multi-head latent attention rotates features of its own.
-    if "*" in config.model.llm.kinds:
+    if set("*W") & set(config.model.llm.kinds):
         features = rotated_features(rope, config.model.llm.head_dim)
         if features % 2 or not 0 < features <= config.model.llm.head_dim:
             yield Finding(

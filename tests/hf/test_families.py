@@ -16,7 +16,12 @@ from tests.hf.published import LLMS, QWEN, published
 
 @pytest.fixture(
     scope="module",
-    params=["nemotron_omni", *QWEN, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in LLMS)],
+    params=[
+        "nemotron_omni",
+        "canary_qwen",
+        *QWEN,
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in LLMS),
+    ],
 )
 def family(request, tmp_path_factory) -> Published:
     return published(request.param, tmp_path_factory.mktemp("published") / request.param)

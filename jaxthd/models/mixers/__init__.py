@@ -6,6 +6,7 @@ from jaxthd.models.mixers.mamba2 import Mamba2
 from jaxthd.models.mixers.mlp import MLP
 from jaxthd.models.mixers.moe import MoE
 from jaxthd.models.mixers.registry import LAYER_KINDS, layer_kind, letters_and_titles
+from jaxthd.models.mixers.window_attention import WindowAttention
 
 __all__ = [
     "LAYER_KINDS",
@@ -18,6 +19,7 @@ __all__ = [
     "Prefilled",
     "RoutedMixer",
     "Routing",
+    "WindowAttention",
     "layer_kind",
     "letters_and_titles",
 ]

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
+from jaxthd.ops.cut_exchange import gathered_chunks
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.prefixes import decays_since_start, of_states
 from jaxthd.ops.scan.ssd import by_scan_chunk, in_scan_chunks, ssd_and_states
-from jaxthd.packing.cuts import entering
 from jaxthd.packing.segments import Segments
 
 
@@ -101,8 +101,8 @@ def _decay_at(decay_CGhQ: Array, at_E: Array, tokens: int) -> Array:
 def _entering_states(decay_EGh: Array, state_EHPS: Array, segments: Segments) -> Array:
     """The state that enters each context chunk, [E, H, P, S], from all chunks' decays and final states."""
     decay_EH = decay_EGh.reshape(len(decay_EGh), -1)
-    decays, _ = entering(decay_EH, segments)
-    states, (first, second) = entering(state_EHPS, segments)
+    decays, _ = gathered_chunks(decay_EH, segments)
+    states, (first, second) = gathered_chunks(state_EHPS, segments)
 
     def step(state: Array, of_chunk: tuple[Array, Array]) -> tuple[Array, Array]:
         decay, added = of_chunk
