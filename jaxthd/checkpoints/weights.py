@@ -253,6 +253,9 @@ class _Published:
         shards = {name: _Shards(arrays.pop(name)) for name in names}
         for part, elements in self._checkpoint.read(self._table):
             shards[part.name].write(part.at, elements)
+        decoded = self._checkpoint.decoded(tensor.name for tensor in self._table)
+        if decoded:
+            _report(f"{self._checkpoint.path}: decoded as they were read: {decoded}")
         unread = self._checkpoint.unread([tensor.name for tensor in self._table])
         if unread:
             _report(f"{self._checkpoint.path}: not read, being no part of the model: {_groups(unread)}")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxthd.config.latent_attention import LatentAttentionConfig
 from jaxthd.config.rope import RopeConfig
 from jaxthd.errors import UserError
 
@@ -45,8 +46,8 @@ class LLMConfig:
     """The decoder: blocks of Mamba2, attention, MLP, experts in any order (Nemotron-H, Nemotron-3, Qwen3)."""
 
     pattern: str = "M-M*-"
-    """One letter per block: M Mamba2, * attention, W attention in a window, - MLP, E mixture of experts. A |
-    marks where pipeline stages are divided; without any, they are divided by cost."""
+    """One letter per block: M Mamba2, * attention, W attention in a window, L latent attention, - MLP, E
+    mixture of experts. A | marks where pipeline stages are divided; without any, they are divided by cost."""
     vocab_size: int = 260
     """Rows of the embedding and of the head."""
     dim: int = 128
@@ -68,6 +69,7 @@ class LLMConfig:
     """Whether each attention head has a learnt score that stands beside its keys in the softmax (GPT-OSS)."""
     attention_bias: bool = False
     """Whether attention's four projections have biases (GPT-OSS)."""
+    latent_attention: LatentAttentionConfig = field(default_factory=LatentAttentionConfig)
     ffn_dim: int = 512
     """Inner dim of the MLP."""
     ffn_form: Literal["relu2", "swiglu", "clamped_swiglu"] = "relu2"
@@ -111,6 +113,11 @@ class LLMConfig:
     """Whether the weights of a token's experts are their scores over their sum; otherwise their scores."""
     router_bias: bool = False
     """Whether the router's projection has a bias (GPT-OSS)."""
+    router_groups: int = 1
+    """Groups that the experts are divided into (DeepSeek-V3: 8); 1: none."""
+    router_groups_per_token: int = 1
+    """Groups that a token's experts are chosen from (DeepSeek-V3: 4): those whose two best experts have the
+    largest sum of scores."""
     router_scale: float = 1.0
     """Factor on the sum of the routed experts' outputs."""
     mtp_pattern: str = ""

@@ -14,8 +14,11 @@ from jaxthd.config import AdaptConfig, ModelConfig
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import compare_models
 from jaxthd.hf import canary_qwen, parakeet
+from jaxthd.hf.block_scaled import BlockScaledFolder
 from jaxthd.hf.family import Family, Fields
 from jaxthd.hf.merged_lora import MergedLora
+from jaxthd.hf.mxfp4 import METHOD as MXFP4
+from jaxthd.hf.mxfp4 import Mxfp4Folder
 from jaxthd.hf.names import ArraySlice, Names, Shape, Tensor
 from jaxthd.hf.nemo import NemoArchive
 from jaxthd.hf.reader import Reader
@@ -83,6 +86,13 @@ class Checkpoint:
             return model
         return replace(model, llm=replace(model.llm, mtp_pattern=""))
 
+    def decoded(self, names: Iterable[str]) -> str:
+        """How many of these tensors are decoded as they are read, for people; "" for none."""
+        if not isinstance(self.reader, BlockScaledFolder | Mxfp4Folder):
+            return ""
+        count = sum(map(self.reader.is_decoded, names))
+        return f"{count} {self.reader.form}" if count else ""
+
     def unread(self, table: Collection[str]) -> list[str]:
         """Its tensors that are not among those named, and that may be left unread (Family.ignored)."""
         ignored = [p for p in self.family.ignored if not any(fnmatch(name, p) for name in table)]
@@ -147,13 +157,27 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     kinds |= {canary_qwen.KIND} if canary_qwen.is_salm(fields) else set()
     for family in FAMILIES:
         if kinds & set(family.model_types):
-            reader = SafetensorsFolder(path)
+            reader = _reader(path, fields)
             complete = family.complete(fields, reader.shapes) if family.complete else fields
             return Checkpoint(family, complete, reader)
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
     raise UserError(
         f"{path / 'config.json'} has model_type {fields.get('model_type')!r}; expected one of {known}: "
         "choose another checkpoint"
+    )
+
+
+def _reader(path: Path, fields: Fields) -> Reader:
+    method = (fields.get("quantization_config") or {}).get("quant_method")
+    if method is None:
+        return SafetensorsFolder(path)
+    if method == "fp8":
+        return BlockScaledFolder(SafetensorsFolder(path), fields)
+    if method == MXFP4:
+        return Mxfp4Folder(SafetensorsFolder(path))
+    raise UserError(
+        f"{path / 'config.json'} has the quant_method {method!r}; expected fp8, {MXFP4}, or no "
+        "quantization_config: convert it to bfloat16"
     )
 
 

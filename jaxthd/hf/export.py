@@ -57,6 +57,7 @@ def export(
     original = open_checkpoint(like) if like else None
     if original is not None:
         fields = _overlaid(original.fields, fields)
+        fields.pop("quantization_config", None)  # what is written is not quantized
         if family.lora and "lora" not in (settings or {}):
             fields.pop("lora", None)  # it has been merged
     fields["dtype"] = dtype

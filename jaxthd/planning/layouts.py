@@ -101,15 +101,17 @@ def _layout_cost(stream: Lengths, config: Config, work: tuple[float, float]) -> 
     received, letters = mamba_bytes(config), llm.letters + llm.mtp_pattern * config.depths_trained
     real_tokens = data.rows / mesh.data * data.capacity / mesh.context * (1 - outcome.padding)
     # Keys in a window are counted without the imbalance of what lies outside it.
-    in_all = letters.count("*") * keys_seen * imbalance
+    latent, in_all = llm.latent_attention, keys_seen * imbalance
     in_windows = letters.count("W") * _keys_seen(tokens, llm.window)
+    dims = (letters.count("*") * in_all + in_windows) * 2 * llm.head_dim
+    dims += letters.count("L") * in_all * (latent.qk_head_dim + latent.v_head_dim)
     return LayoutCost(
         config,
         padding=outcome.padding,
         imbalance=imbalance,
         mamba_bytes=received,
         slots=work[0] / mesh.tensor / (1 - outcome.padding),
-        attention=(in_all + in_windows) * 2 * llm.q_heads * llm.head_dim / mesh.tensor,
+        attention=dims * llm.q_heads / mesh.tensor,
         exchange=letters.count("M") * received / 2 / real_tokens * MULTIPLY_ADDS_PER_BYTE,
     )
 

@@ -22,7 +22,14 @@ from jaxthd.steps.state import moment_specs
 
 PARTS = ("LLM", "encoder", "adapter")
 
-_LETTERS = {"M": "M Mamba2", "*": "* attention", "W": "W attention in a window", "-": "- MLP", "E": "E"}
+_LETTERS = {
+    "M": "M Mamba2",
+    "*": "* attention",
+    "W": "W attention in a window",
+    "L": "L latent attention",
+    "-": "- MLP",
+    "E": "E",
+}
 _EXPERTS = {
     "up": "routed experts",
     "down": "routed experts",

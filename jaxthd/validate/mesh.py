@@ -130,7 +130,7 @@ def _mamba_heads_over_context(config: Config, device: DeviceFacts) -> Iterator[F
 def _width_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm, ranks = config.model.llm, config.mesh.tensor
     for letters, name in (
-        ("*W", "q_heads"),
+        ("*WL", "q_heads"),
         ("M", "mamba_heads"),
         ("-", "ffn_dim"),
         ("E", "expert_dim"),

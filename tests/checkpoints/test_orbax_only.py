@@ -20,7 +20,7 @@ from jaxthd.config import AdaptConfig, Config, DataConfig, EncoderConfig, LLMCon
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state
-from scripts.check_meshes import GPT_OSS, QWEN3
+from scripts.check_meshes import DEEPSEEK, GPT_OSS, QWEN3
 from tests.helpers import filled_state
 
 ROOT = Path(__file__).parents[2]
@@ -61,11 +61,19 @@ CONFIGS = {
             llm=replace(LLM, **GPT_OSS | {"pattern": "W-*E", "shared_expert_dim": 22, "qk_norm": True}),
         )
     ),
+    "DeepSeek-V3": Config(model=ModelConfig(encoder=None, llm=replace(LLM, **DEEPSEEK))),
     "LoRA": Config(
         model=ModelConfig(encoder=ENCODER, llm=LLM), adapt=AdaptConfig(lora_rank=5, lora_targets=("*",))
     ),
 }
-LETTERS = {"attention": "*", "window_attention": "W", "mamba": "M", "mlp": "-", "moe": "E"}
+LETTERS = {
+    "attention": "*",
+    "window_attention": "W",
+    "latent_attention": "L",
+    "mamba": "M",
+    "mlp": "-",
+    "moe": "E",
+}
 SEEN: Counter[str] = Counter()
 PLACES = (
     "params/encoder",

@@ -13,12 +13,12 @@ from flax import nnx
 from jaxthd.config import ComputeConfig, EncoderConfig, LLMConfig
 from jaxthd.models.fastconformer import FastConformer
 from jaxthd.models.hybrid import Block, HybridDecoder
-from jaxthd.models.mixers import LAYER_KINDS, MLP, Attention, Mamba2, Mixer, MoE, RoutedMixer
+from jaxthd.models.mixers import LAYER_KINDS, MLP, Attention, LatentAttention, Mamba2, Mixer, MoE, RoutedMixer
 from jaxthd.models.mtp import MultiTokenPrediction
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.segments import Segments, segments_of
 from jaxthd.parallel.params import Init
-from scripts.check_meshes import GPT_OSS, QWEN3
+from scripts.check_meshes import DEEPSEEK, GPT_OSS, QWEN3
 from tests.helpers import assert_same
 
 LENGTHS = (7, 1, 12, 3, 5)
@@ -41,7 +41,7 @@ LLM = LLMConfig(
     shared_expert_dim=9,
     mtp_pattern="*E",
 )
-QWEN3_LLM, GPT_OSS_LLM = replace(LLM, **QWEN3), replace(LLM, **GPT_OSS)
+QWEN3_LLM, GPT_OSS_LLM, DEEPSEEK_LLM = (replace(LLM, **each) for each in (QWEN3, GPT_OSS, DEEPSEEK))
 WINDOW = GPT_OSS_LLM.window
 COMPUTE = ComputeConfig(dtype="float64", scan_chunk=6, attention_block=BLOCK, expert_block=4)
 PADDING = 30.0
@@ -58,6 +58,7 @@ def depth_output(mtp: MultiTokenPrediction, x_ND: Any, segments: Segments) -> An
 
 MODULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "attention": (Attention, Attention.__call__),
+    "latent attention": (lambda _, *given: LatentAttention(DEEPSEEK_LLM, *given), LatentAttention.__call__),
     "Mamba2": (Mamba2, Mamba2.__call__),
     "MLP": (MLP, MLP.__call__),
     "MoE": (MoE, MoE.__call__),

@@ -56,6 +56,7 @@ class MoE(nnx.Module):
         self._add_biases(llm, init, owners, width)
         self.form = FFNForm.of(llm)
         self.per_token = llm.experts_per_token
+        self.groups, self.groups_per_token = llm.router_groups, llm.router_groups_per_token
         self.scale, self.is_normalised = llm.router_scale, llm.router_normalised
         self.block, self.capacity = compute.expert_block, compute.expert_capacity
         self.axes = owners.axes if owners else ()
@@ -99,6 +100,8 @@ class MoE(nnx.Module):
         else:
             score_NE = jax.nn.sigmoid(logit_NE)
             ranked_NE = jax.lax.stop_gradient(score_NE) + self.correction_bias[...]
+        if self.groups > 1:
+            ranked_NE = of_best_groups(ranked_NE, self.groups, self.groups_per_token)
         _, chosen_Nk = jax.lax.top_k(ranked_NE, self.per_token)
         weight_Nk = jnp.take_along_axis(score_NE, chosen_Nk, axis=1)
         scaled_Nk = self.scale * weight_Nk
@@ -136,6 +139,18 @@ class MoE(nnx.Module):
         fraction_E = jax.lax.stop_gradient(load_E) / (some * self.per_token)
         aux = experts * (fraction_E * (weight_N1 * share_NE).sum(0)).sum() / self.mesh.tensor
         return Routing(load_E, tokens, aux)
+
+
+def of_best_groups(ranked_NE: Float[Array, "N E"], groups: int, most: int) -> Float[Array, "N E"]:
+    """-inf for the experts outside the `most` best groups of each token (DeepSeek-V3, 2024).
+
+    A group is a run of E / groups experts, at least two; its score is the sum of its two best experts'.
+    """
+    ranked_NGe = ranked_NE.reshape(len(ranked_NE), groups, -1)
+    score_NG = jax.lax.top_k(ranked_NGe, 2)[0].sum(-1)
+    _, best_Nm = jax.lax.top_k(score_NG, most)
+    is_best_NG = (best_Nm[..., None] == jnp.arange(groups)).any(1)
+    return jnp.where(is_best_NG[..., None], ranked_NGe, -jnp.inf).reshape(ranked_NE.shape)
 
 
 def cost(llm: LLMConfig) -> float:
