@@ -224,6 +224,18 @@ CASES = [
         {"mesh.tensor": 4, "model.llm.pattern": "D", "model.llm.delta.value_heads": 6},
         "mesh.tensor is 4 with model.llm.delta.value_heads 6",
     ),
+    Case(
+        {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.pattern": "D*"},
+        'compute.context_layout is "whole" with the gated delta rule',
+    ),
+    Case(
+        {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.mamba_conv": 6},
+        'model.llm.mamba_conv is 6 with compute.context_layout "whole"',
+    ),
+    Case(
+        {**PIPELINE, "mesh.context": 2, "compute.context_layout": "whole", "model.llm.pattern": "M*-M*-"},
+        "set compute.context_exchange to all_gather",
+    ),
     # Buffers.
     Case({"data.round_to": 10}, "set data.capacity to 2040 or 2050, or data.round_to to 2"),
     Case({"data.max_documents": 4096}, "data.max_documents is 4096 for a buffer of 2048", is_warning=True),

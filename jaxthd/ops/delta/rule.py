@@ -27,8 +27,8 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from jaxthd.ops.numerics import accumulation_dtype
-from jaxthd.ops.scan.decays import Decays, decays_of, decays_since_start
-from jaxthd.ops.scan.prefixes import of_prefix_states, prefixes_by_scan_chunk
+from jaxthd.ops.scan.decays import Decays, decays_of, decays_since_start_here
+from jaxthd.ops.scan.prefixes import of_states, prefixes_by_scan_chunk
 from jaxthd.ops.scan.ssd import by_scan_chunk, in_scan_chunk, positions_by_scan_chunk
 from jaxthd.ops.scan.state_passing import MatrixMap, initial_states
 from jaxthd.packing.segments import Segments
@@ -60,7 +60,13 @@ def gated_delta_rule_and_states(
 ) -> tuple[Float[Array, "N H V"], Float[Array, "D H K V"]]:
     """As gated_delta_rule; and the state S after each of this rank's tokens at_D, 0 where at_D is -1, to
     decode on from there. Both are in the accumulation dtype.
+
+    Raises ValueError under the context layout "whole".
     """
+    if segments.cut is not None:
+        raise ValueError(
+            "the context layout is whole; expected buffer or document for the gated delta rule: choose one"
+        )
     length = len(inputs.v) // (segments.rows * segments.context_chunks)
     chunk = min(chunk, length)
     chunks = _in_scan_chunks(inputs, segments, chunk)
@@ -163,12 +169,12 @@ def _solved(lower_CGhQQ: Array, right: Array) -> Array:
 def _entering(chunks: _Chunks, state_EHKV: Array, prefix_CQ: Array) -> _Entering:
     groups = chunks.k_CGQK.shape[1]
     began_here_CQ = chunks.positions_CQ <= jnp.arange(chunks.positions_CQ.shape[1])
-    since_CGhQ = decays_since_start(chunks.decay_CGhQ, chunks.positions_CQ)
+    since_CGhQ = decays_since_start_here(chunks.decay_CGhQ, chunks.positions_CQ)
     since_CGhQ = jnp.where((began_here_CQ & (prefix_CQ > 0))[:, None, None], since_CGhQ, 0)
     state_EHVK = state_EHKV.swapaxes(2, 3)
 
     def of(x_CGQK: Array) -> Array:
-        answers_CGQhV = of_prefix_states(x_CGQK, state_EHVK, prefix_CQ)
+        answers_CGQhV = of_states(x_CGQK, state_EHVK, prefix_CQ)
         return answers_CGQhV.swapaxes(2, 3) * since_CGhQ[..., None]
 
     state_EGhKV = state_EHKV.reshape(len(state_EHKV), groups, -1, *state_EHKV.shape[2:])

@@ -35,7 +35,7 @@ def decays_of(decay_CGhQ: Float[Array, "C G h Q"], positions_CQ: Int32[Array, "C
     )
 
 
-def decays_since_start(
+def decays_since_start_here(
     decay_CGhQ: Float[Array, "C G h Q"], positions_CQ: Int32[Array, "C Q"]
 ) -> Float[Array, "C G h Q"]:
     """From before the first token of the token's document, or from the chunk's start where the document began

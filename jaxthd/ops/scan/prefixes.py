@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
-from jaxthd.ops.scan.decays import decays_since_start
+from jaxthd.ops.scan.decays import decays_since_start_here
 from jaxthd.ops.scan.ssd import (
     ScanChunks,
     in_scan_chunks,
@@ -54,8 +54,8 @@ def ssd_and_prefix_outputs(
     chunk = min(chunk, length)
     chunks = in_scan_chunks(x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments, chunk)
     prefix_CQ = prefixes_by_scan_chunk(segments, chunk)
-    more_CGQhP = of_prefix_states(chunks.c_CGQS, state_EHPS, prefix_CQ)
-    more_CGQhP = more_CGQhP * _decays_since_start(chunks, segments).swapaxes(2, 3)[..., None]
+    more_CGQhP = of_states(chunks.c_CGQS, state_EHPS, prefix_CQ)
+    more_CGQhP = more_CGQhP * decays_since_start(chunks, segments).swapaxes(2, 3)[..., None]
     more_ZLHP = more_CGQhP.swapaxes(1, 2).reshape(context_chunks, -1, *x_NHP.shape[1:])
     return y_NHP, more_ZLHP[:, :length].reshape(x_NHP.shape)
 
@@ -69,7 +69,7 @@ def prefixes_by_scan_chunk(segments: Segments, chunk: int) -> Int32[Array, "C Q"
     return jnp.pad(of_token_ZL, filling, mode="edge").reshape(-1, chunk)
 
 
-def of_prefix_states(c_CGQS: Array, state_EHPS: Array, prefix_CQ: Array) -> Array:
+def of_states(c_CGQS: Array, state_EHPS: Array, prefix_CQ: Array) -> Array:
     """C_t . H of the token's prefix, [C, G, Q, h, P]; 0 for tokens without one.
 
     The tokens that continue a prefix are one run, so there are at most as many pairs of a scan chunk and a
@@ -94,13 +94,13 @@ def of_prefix_states(c_CGQS: Array, state_EHPS: Array, prefix_CQ: Array) -> Arra
     return jnp.where((prefix_CQ > 0)[:, None, :, None], y_CGQI, 0).reshape(*y_CGQI.shape[:3], *heads)
 
 
-def _decays_since_start(chunks: ScanChunks, segments: Segments) -> Array:
+def decays_since_start(chunks: ScanChunks, segments: Segments) -> Array:
     """exp(sum of decay from the first token of the token's document to the token), [C, G, h, Q].
 
     Sums are over terms of one sign, as in ssd.py.
     """
     i = jnp.arange(chunks.positions_CQ.shape[1])
-    here_CGhQ = decays_since_start(chunks.decay_CGhQ, chunks.positions_CQ)
+    here_CGhQ = decays_since_start_here(chunks.decay_CGhQ, chunks.positions_CQ)
     began_before_CQ = chunks.positions_CQ > i
     passes_C11 = began_before_CQ[:, -1, None, None]
     to_end_CGh = here_CGhQ[..., -1]
