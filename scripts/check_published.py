@@ -32,6 +32,8 @@ from jaxthd.terminal.tables import Claim, conclude, table
 from scripts.comparison.errors import relative_errors
 from scripts.comparison.published import Published
 
+REFERENCES = ("nemotron_h", "qwen3", "deepseek_v3", "gpt_oss", "encoder", "nemotron_omni")
+"""The scripts that make them."""
 SCRIPTS = Path(__file__).parent / "references"
 FAMILIES = {
     "nemotron_h": "llm",
@@ -39,15 +41,16 @@ FAMILIES = {
     "qwen3": "llm",
     "qwen3_moe": "llm",
     "deepseek_v3": "llm",
+    "gpt_oss": "llm",
     "moonlight": "llm",
     "fastconformer": "encoder",
     "nemotron_omni": "omni",
 }
 """The references, each with the form in which it is exported."""
 MADE_TOO = {
-    "qwen3.py": ("qwen3_moe",),
-    "deepseek_v3.py": ("moonlight",),
-    "encoder.py": ("fastconformer",),
+    "qwen3": ("qwen3_moe",),
+    "deepseek_v3": ("moonlight",),
+    "encoder": ("fastconformer",),
 }
 """References that a script makes, besides the one of its name."""
 OTHERS = {"nemotron_h", "fastconformer"}
@@ -94,9 +97,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
         checkpoints = work / "published"
-        for script in ("nemotron_h.py", "qwen3.py", "deepseek_v3.py", "encoder.py", "nemotron_omni.py"):
-            if {Path(script).stem, *MADE_TOO.get(script, ())} & (only | OTHERS):
-                reference(script, "--out", work, "--checkpoints", checkpoints, "--seed", options.seed)
+        for script in REFERENCES:
+            if {script, *MADE_TOO.get(script, ())} & (only | OTHERS):
+                folders = "--out", work, "--checkpoints", checkpoints
+                reference(f"{script}.py", *folders, "--seed", options.seed)
         for name, form in FAMILIES.items():
             if name not in only:
                 continue

@@ -36,6 +36,8 @@ class BlockScaledFolder:
     FP8, and for scales that are not those of such blocks.
     """
 
+    form = "matrices of block-scaled FP8"
+
     def __init__(self, folder: SafetensorsFolder, fields: Fields) -> None:
         self._folder, self.path = folder, folder.path
         about = fields["quantization_config"]

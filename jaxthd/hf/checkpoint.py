@@ -17,6 +17,8 @@ from jaxthd.hf import canary_qwen, parakeet
 from jaxthd.hf.block_scaled import BlockScaledFolder
 from jaxthd.hf.family import Family, Fields
 from jaxthd.hf.merged_lora import MergedLora
+from jaxthd.hf.mxfp4 import METHOD as MXFP4
+from jaxthd.hf.mxfp4 import Mxfp4Folder
 from jaxthd.hf.names import ArraySlice, Names, Shape, Tensor
 from jaxthd.hf.nemo import NemoArchive
 from jaxthd.hf.reader import Reader
@@ -86,10 +88,10 @@ class Checkpoint:
 
     def decoded(self, names: Iterable[str]) -> str:
         """How many of these tensors are decoded as they are read, for people; "" for none."""
-        if not isinstance(self.reader, BlockScaledFolder):
+        if not isinstance(self.reader, BlockScaledFolder | Mxfp4Folder):
             return ""
         count = sum(map(self.reader.is_decoded, names))
-        return f"{count} matrices of block-scaled FP8" if count else ""
+        return f"{count} {self.reader.form}" if count else ""
 
     def unread(self, table: Collection[str]) -> list[str]:
         """Its tensors that are not among those named, and that may be left unread (Family.ignored)."""
@@ -171,9 +173,11 @@ def _reader(path: Path, fields: Fields) -> Reader:
         return SafetensorsFolder(path)
     if method == "fp8":
         return BlockScaledFolder(SafetensorsFolder(path), fields)
+    if method == MXFP4:
+        return Mxfp4Folder(SafetensorsFolder(path))
     raise UserError(
-        f"{path / 'config.json'} has the quant_method {method!r}; expected fp8, or no quantization_config: "
-        "convert it to bfloat16"
+        f"{path / 'config.json'} has the quant_method {method!r}; expected fp8, {MXFP4}, or no "
+        "quantization_config: convert it to bfloat16"
     )
 
 

@@ -16,6 +16,14 @@ ENCODER, ADAPTER = ("encoder.",), ("adapter.",)
 """What the names of a part's arrays begin with. Multi-token prediction (mtp.*) belongs to the LLM, which may
 lack it."""
 
+PLAIN: dict[str, Any] = {
+    "attention_sinks": False,
+    "ffn_bias": False,
+    "router_bias": False,
+    "router_groups": 1,
+}
+"""Settings of families without the additions of GPT-OSS and DeepSeek-V3."""
+
 
 @runtime_checkable
 class SpecialTokens(Protocol):

@@ -34,14 +34,21 @@ class ArraySlice(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor on disk. No slices: a counter that jaxthd does not keep, written as 0."""
+    """A tensor on disk. No slices: a counter that jaxthd does not keep, written as 0.
+
+    interleaved: the slices take the columns (the last dim) in turn, instead of runs of rows; each holds its
+    own as they are.
+    """
 
     name: str
     shape: Shape
     slices: tuple[ArraySlice, ...]
+    interleaved: bool = False
 
     def split(self, theirs: Shaped[np.ndarray, "..."]) -> list[Shaped[np.ndarray, "..."]]:
         """Our slices, made of the tensor."""
+        if self.interleaved:
+            return [theirs[..., i :: len(self.slices)] for i in range(len(self.slices))]
         found, start = [], 0
         for part in self.slices:
             rows = theirs[start : start + part.rows] if theirs.ndim else theirs
@@ -52,6 +59,8 @@ class Tensor(NamedTuple):
 
     def join(self, ours: list[Shaped[np.ndarray, "..."]]) -> Shaped[np.ndarray, "..."]:
         """The tensor, made of our slices."""
+        if self.interleaved:
+            return np.stack(ours, axis=-1).reshape(self.shape)
         rows = []
         for part, x in zip(self.slices, ours, strict=True):
             transposed = tuple(part.view[i] for i in part.order)
@@ -146,6 +155,17 @@ class Names:
         """A matrix whose dims are made of smaller ones: view and order as in ArraySlice."""
         shape = self._shape(ours)
         self._add(theirs, (math.prod(view[1:]),), [self._slice(ours, shape, view[0], view, order)])
+
+    def interleaved(self, theirs: str, *ours: str) -> None:
+        """A tensor whose columns are those of our arrays of one shape in turn, such as gate and up."""
+        shapes = [self._shape(name) for name in ours]
+        slices = [
+            self._slice(name, shape, shape[0], shape, tuple(range(len(shape))))
+            for name, shape in zip(ours, shapes, strict=True)
+        ]
+        *above, columns = shapes[0]
+        shape = (*above, columns * len(ours))
+        self.tensors.append(Tensor(self._theirs + theirs, shape, tuple(slices), interleaved=True))
 
     def counter(self, theirs: str) -> None:
         """A tensor that jaxthd does not keep."""

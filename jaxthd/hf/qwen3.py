@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxthd.config import LLMConfig, ModelConfig
 from jaxthd.errors import UserError
-from jaxthd.hf.family import LLM, Family, Fields, must_be, must_hold, required
+from jaxthd.hf.family import LLM, PLAIN, Family, Fields, must_be, must_hold, required
 from jaxthd.hf.names import Names
 from jaxthd.hf.nemotron_h import token_fields
 from jaxthd.hf.rotary import rope_config, rope_fields
@@ -32,7 +32,7 @@ _MOE_SIZES = {
     "expert_dim": "moe_intermediate_size",
 }
 """Our names -> theirs."""
-_FORM: dict[str, Any] = {
+_FORM: dict[str, Any] = PLAIN | {
     "qk_norm": True,
     "attention_bias": False,
     "ffn_form": "swiglu",

@@ -4,13 +4,23 @@ from collections.abc import Sequence
 
 from jaxthd.config import ModelConfig
 from jaxthd.errors import UserError
-from jaxthd.hf import adapter, canary_qwen, deepseek_v3, nemotron_h, nemotron_omni, parakeet, qwen3
+from jaxthd.hf import (
+    adapter,
+    canary_qwen,
+    deepseek_v3,
+    gpt_oss,
+    nemotron_h,
+    nemotron_omni,
+    parakeet,
+    qwen3,
+)
 from jaxthd.hf.family import ADAPTER, ENCODER, LLM, Family
 
 FAMILIES: tuple[Family, ...] = (
     nemotron_h.FAMILY,
     *qwen3.FAMILIES,
     deepseek_v3.FAMILY,
+    gpt_oss.FAMILY,
     parakeet.FAMILY,
     nemotron_omni.FAMILY,
     canary_qwen.FAMILY,

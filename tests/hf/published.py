@@ -11,7 +11,7 @@ REFERENCES = Path(__file__).parents[1] / "references"
 LLMS = ("nemotron_h", "nemotron_h_latent")
 QWEN = ("qwen3", "qwen3_moe")
 DEEPSEEK = ("deepseek_v3", "moonlight")
-FAMILIES = (*LLMS, *QWEN, *DEEPSEEK, "nemotron_omni", "canary_qwen")
+FAMILIES = (*LLMS, *QWEN, *DEEPSEEK, "gpt_oss", "nemotron_omni", "canary_qwen")
 
 
 def load_reference(name: str) -> dict[str, np.ndarray]:

@@ -21,6 +21,7 @@ from tests.hf.published import DEEPSEEK, LLMS, QWEN, published
         "canary_qwen",
         *QWEN,
         DEEPSEEK[0],
+        "gpt_oss",
         *(pytest.param(name, marks=pytest.mark.exhaustive) for name in (*LLMS, *DEEPSEEK[1:])),
     ],
 )
