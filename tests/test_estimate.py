@@ -107,6 +107,13 @@ def with_answers(config: Config) -> Config:
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(small("L-L-", MeshConfig(data=2, context=2, tensor=2)), marks=pytest.mark.exhaustive),
+        pytest.param(
+            replace(
+                small("L-L-", MeshConfig(data=2, context=2, tensor=2)),
+                compute=replace(SMALL.compute, context_exchange="all_gather"),
+            ),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=[
         "all layers on every rank",
@@ -117,6 +124,7 @@ def with_answers(config: Config) -> Config:
         "LoRA",
         "CTC",
         "latent attention",
+        "latents are gathered",
     ],
 )
 def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:

@@ -156,8 +156,9 @@ def _latent_attention(sizes: Sizes) -> Number:
     latent = llm.latent_attention
     q, v = sizes.heads * latent.qk_head_dim, sizes.heads * latent.v_head_dim
     gathers = sizes.config.compute.context_exchange == "all_gather"
-    keys = (q + v) * (sizes.mesh.context if gathers else 1)
-    expanded = sizes.heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    ranks = sizes.mesh.context if gathers else 1
+    keys = (q + v) * ranks
+    expanded = sizes.heads * (latent.qk_nope_head_dim + latent.v_head_dim) * ranks
     low = (latent.kept + latent.q_lora_rank) * (2 * a + w)
     return sizes.tokens * (a * (2 * q + v + keys + expanded) + w * (v + sizes.heads) + low)
 

@@ -63,6 +63,21 @@ def packed_attention(
     return _gathered_attention(q_NHD, k_CNKD, v_CNKV, sink_H, segments, scale, backend)
 
 
+def gathered_attention(
+    q_NHD: Float[Array, "N H D"],
+    k_CNKD: Float[Array, "C N K D"],
+    v_CNKV: Float[Array, "C N K V"],
+    segments: Segments,
+    *,
+    scale: float,
+    backend: str,
+) -> Float[Array, "N H V"]:
+    """packed_attention by "all_gather", to the keys and values of all context ranks: for callers that make
+    them of something smaller, which they have gathered."""
+    find_backend(BACKENDS, "attention", backend)
+    return _gathered_attention(q_NHD, k_CNKD, v_CNKV, None, segments, scale, backend)
+
+
 def gather_in_order(x_NKD: Float[Array, "N K D"], segments: Segments) -> Float[Array, "S K D"]:
     """Every rank's tokens, rows one after the other, each in document order: S = N * context."""
     if segments.context == 1:
