@@ -137,9 +137,10 @@ class Sizes:
         llm = self.config.model.llm
         if letter != "L":
             return 2 * self.kv_heads * llm.head_dim
-        latent, fused = llm.latent_attention, self.config.compute.attention_backend != "xla"
-        if self.config.compute.context_exchange == "all_gather":
+        compute, latent = self.config.compute, llm.latent_attention
+        if compute.context_exchange == "all_gather" and compute.context_layout != "whole":
             return latent.kept
+        fused = compute.attention_backend != "xla"
         dims = 2 * latent.kernel_head_dim if fused else latent.qk_head_dim + latent.v_head_dim
         return self.heads * dims
 
