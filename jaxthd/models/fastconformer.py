@@ -9,6 +9,7 @@ bands in, b = B / 2 bands out, C channels.
 """
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from jaxtyping import Bool, Float
 
 from jaxthd.config import ComputeConfig, EncoderConfig
 from jaxthd.models.layers import Linear
+from jaxthd.ops.attention.batched import batched_interval_attention
 from jaxthd.ops.attention.blockwise import interval_attention
 from jaxthd.ops.attention.dense import dense_attention
 from jaxthd.ops.conv import centered_conv
@@ -198,6 +200,7 @@ class Clips(NamedTuple):
     """The description of the clips that every block uses, computed once.
 
     frames: the number of valid frames on all ranks.
+    batched: whether attention takes all blocks at once (compute.encoder_attention).
     cos, sin: cos(p w_f) and sin(p w_f), for a frame's position p in its clip and every frequency w_f.
     """
 
@@ -205,6 +208,7 @@ class Clips(NamedTuple):
     frames: Float[Array, ""]
     cos: Float[Array, "E F"]
     sin: Float[Array, "E F"]
+    batched: bool
 
 
 class _Query(NamedTuple):
@@ -231,12 +235,23 @@ def _dense_attention(
 
 
 def _blockwise_attention(
-    query: _Query, k_EHd: Array, waves_EX: Array, v_EHd: Array, segments: Segments, scale: float
+    query: _Query,
+    k_EHd: Array,
+    waves_EX: Array,
+    v_EHd: Array,
+    segments: Segments,
+    scale: float,
+    *,
+    batched: bool = False,
 ) -> Array:
-    """In memory linear in the frames: blocks of frames whose clips do not meet are skipped."""
+    """In memory linear in the frames: blocks of frames whose clips do not meet are skipped.
+
+    batched: all blocks of queries at once.
+    """
+    attention = batched_interval_attention if batched else interval_attention
     waves_EHX = jnp.broadcast_to(waves_EX[:, None], query.position.shape)
     q_EHX, k_EHX = jnp.concatenate(query, axis=-1), jnp.concatenate([k_EHd, waves_EHX], axis=-1)
-    return interval_attention(q_EHX, k_EHX, v_EHd, segments.whole, scale, segments.block)
+    return attention(q_EHX, k_EHX, v_EHd, segments.whole, scale, segments.block)
 
 
 class RelativeAttention(nnx.Module):
@@ -277,7 +292,8 @@ class RelativeAttention(nnx.Module):
         rotated = (s_EHF * sin_E1F + c_EHF * cos_E1F, c_EHF * sin_E1F - s_EHF * cos_E1F)
         position = jnp.concatenate(rotated, axis=-1).astype(dtype)
         waves_EX = jnp.concatenate([clips.cos, clips.sin], axis=-1).astype(dtype)
-        attend = _dense_attention if clips.segments.row_length <= DENSE_FRAMES else _blockwise_attention
+        blockwise = partial(_blockwise_attention, batched=clips.batched)
+        attend = _dense_attention if clips.segments.row_length <= DENSE_FRAMES else blockwise
         query = _Query(q_EHd + u_Hd, position)
         o_EHd = attend(query, k_EHd, waves_EX, v_EHd, clips.segments, 1 / math.sqrt(dim))
         return self.out(o_EHd.reshape(x_ED.shape))
@@ -343,6 +359,7 @@ class FastConformer(nnx.Module):
         self.blocks = stack(lambda init: ConformerBlock(config, init), init, config.layers)
         self.scale = math.sqrt(config.dim) if config.scale_input else 1.0
         self.remat = compute.remat_encoder
+        self.batched = compute.encoder_attention == "batched"
 
     def __call__(
         self,
@@ -377,7 +394,7 @@ class FastConformer(nnx.Module):
         w_F = 10000.0 ** (-jnp.arange(0, dim, 2, dtype=acc) / dim)
         angle_EF = segments.positions[:, None].astype(acc) * w_F
         frames = jax.lax.psum(segments.valid.sum().astype(acc), axes)
-        clips = Clips(segments, frames, jnp.cos(angle_EF), jnp.sin(angle_EF))
+        clips = Clips(segments, frames, jnp.cos(angle_EF), jnp.sin(angle_EF), self.batched)
 
         def body(block: ConformerBlock, x_ED: Array) -> tuple[Array, dict[str, Any]]:
             x_ED = block(x_ED, clips, train=train, axes=axes)

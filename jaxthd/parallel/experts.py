@@ -44,7 +44,7 @@ def expert_mlp(x_MD: Float[Array, "M D"], experts: Experts, layout: ExpertLayout
     """Applies its expert to every row: down(relu(up x)^2), or with a gate down(silu(gate x) * up x)."""
 
     def product(x: Array, w: Array) -> Array:
-        return grouped_matmul(x, w, layout.expert, layout.used)
+        return grouped_matmul(x, w, layout.expert, layout.used, layout.ranges)
 
     up_MF = product(x_MD, experts.up)
     if experts.gate is None:
