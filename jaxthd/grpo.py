@@ -14,11 +14,15 @@ a checkpoint is continued, on any mesh. It receives
     failures.jsonl     every reward that a function failed to give, with its prompt
     checkpoints/       parameters, optimizer state, reference policy, position in the prompts
     config.json        the settings of the run; changes.jsonl, tokenizer/ as for jaxthd train
+
+Several processes can train together, as with jaxthd train. Each computes the rewards of a share of the
+groups.
 """
 
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +35,11 @@ from jaxthd.errors import readable_errors
 from jaxthd.figures.curves import draw_curves
 from jaxthd.inference.validation import Validation
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.parallel.processes import require_one_process
+from jaxthd.parallel.processes import is_first, require_same
 from jaxthd.posttraining.groups import Collected, Collector
 from jaxthd.posttraining.held_out import HeldOut
 from jaxthd.posttraining.metrics import GRPOFacts, grpo_line
+from jaxthd.posttraining.shared_rewards import SharedRewards
 from jaxthd.posttraining.updates import Update, UpdateMaker
 from jaxthd.rewards.rewarder import Rewarder
 from jaxthd.run.before import run_before
@@ -67,15 +72,16 @@ def main(argv: list[str] | None = None) -> None:
 def grpo(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
     """Runs, or continues, the training in `workdir` up to config.train.steps, or until SIGTERM or Ctrl-C.
 
-    changes: as for jaxthd.train.train. Raises UserError as that does, for reward functions that cannot be
-    used or fail too often, and where drawing and training disagree (rollout.max_logprob_difference).
+    changes, and several processes: as for jaxthd.train.train. Raises UserError as that does, for reward
+    functions that cannot be used or fail too often, and where drawing and training disagree
+    (rollout.max_logprob_difference).
     """
-    require_one_process("jaxthd grpo")
     require_objective(config, draws=True)
     given, config, start = config, prepared(config), time.monotonic()
     with ExitStack() as stack:
         held = stack.enter_context(opened(workdir, given, changes))
         account = stack.enter_context(TimeAccount(workdir, start))
+        require_same("the configuration", asdict(config))
         outputs = OutputFolder(workdir)
         data = stack.enter_context(closing(SpeechData(config, workdir)))
         rewarder = stack.enter_context(Rewarder.of(config))
@@ -83,9 +89,10 @@ def grpo(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
             print(f"warning: the reward function {warning.function}, {warning.key}: {warning.reason}")
         folder, keep, best_by = workdir / "checkpoints", config.train.keep_checkpoints, config.train.best_by
         checkpoints = stack.enter_context(Checkpoints(folder, keep, best_by))
-        steps_done = _train(config, held, outputs, data, rewarder, checkpoints, account)
+        rewards = SharedRewards(rewarder)
+        steps_done = _train(config, held, outputs, data, rewards, checkpoints, account)
         account.switch("saving")  # the last checkpoint is written while all is closed
-    if steps_done:
+    if steps_done and is_first():
         draw_curves(read_metrics(workdir), workdir / "curves.png", stored_seconds(workdir))
 
 
@@ -94,7 +101,7 @@ def _train(
     held: OpenedRun,
     outputs: OutputFolder,
     data: SpeechData,
-    rewarder: Rewarder,
+    rewards: SharedRewards,
     checkpoints: Checkpoints,
     account: TimeAccount,
 ) -> int:
@@ -105,8 +112,8 @@ def _train(
     refresh, refresh_every = make_refresh(blueprint, mesh), config.posttraining.reference_every
     validation = Validation(blueprint, mesh, data, outputs)
     prompts = data.prompts()
-    collect = Collector(config, mesh, prompts, rewarder)
-    held_out = HeldOut(config, data, collect, rewarder, outputs)
+    collect = Collector(config, mesh, prompts, rewards)
+    held_out = HeldOut(config, data, collect, rewards, outputs)
     validate = account.timed("validating", lambda state, step: validation(state) | held_out(state, step))
     save = account.timed("saving", checkpoints.save)
     with ExitStack() as stack:
@@ -133,8 +140,7 @@ def _train(
         for step in stack.enter_context(numbers):
             began = time.perf_counter()
             # --- draw and reward ---
-            collected = collect(state.params, state.buffers, step)
-            account.move(collected.seconds["reading"], "data_wait")
+            collected = _collected(collect, state, step, account)
             _record(outputs, collected, step)
 
             # --- pack, with the log-probabilities of the policy that drew, and of the reference ---
@@ -169,6 +175,15 @@ def _train(
         if step < steps:
             metrics.say(f"stopped {stopped} after step {step}, which is saved: the same command continues")
     return step - first
+
+
+def _collected(collect: Collector, state: TrainState, step: int, account: TimeAccount) -> Collected:
+    """The groups of a step. What that takes is drawing, and waiting for prompts and rewards."""
+    with account.during("drawing"):
+        collected = collect(state.params, state.buffers, step)
+        account.move(collected.seconds["reading"], "data_wait")
+        account.move(collected.seconds["reward"], "reward_wait")
+    return collected
 
 
 def _record(outputs: OutputFolder, collected: Collected, step: int) -> None:

@@ -74,10 +74,20 @@ def with_ctc(config: Config) -> Config:
     return replace(config, data=data, train=replace(config.train, ctc_loss=0.3, ctc_max_labels=16))
 
 
+def with_answers(config: Config) -> Config:
+    """DPO on pairs that share their prompts."""
+    data = replace(config.data, max_documents=12)
+    post, train = PostTrainingConfig(reference="cached"), replace(config.train, objective="dpo")
+    return replace(config, data=data, posttraining=post, train=train)
+
+
 @pytest.mark.parametrize(
     "config",
     [
         small("M*M*", MeshConfig(data=2, context=2, tensor=2)),
+        pytest.param(
+            with_answers(small("M*M*", MeshConfig(data=2, context=2, tensor=2))), marks=pytest.mark.exhaustive
+        ),
         pytest.param(
             small("*-E*-E", MeshConfig(data=2, pipeline=2), microbatches=2), marks=pytest.mark.exhaustive
         ),
@@ -96,8 +106,18 @@ def with_ctc(config: Config) -> Config:
             with_ctc(small("*-*-", MeshConfig(context=2, pipeline=2, tensor=2), microbatches=2)),
             marks=pytest.mark.exhaustive,
         ),
+        pytest.param(small("L-L-", MeshConfig(data=2, context=2, tensor=2)), marks=pytest.mark.exhaustive),
     ],
-    ids=["all layers on every rank", "pipeline and experts", "uniform program", "MTP", "LoRA", "CTC"],
+    ids=[
+        "all layers on every rank",
+        "shared prompts",
+        "pipeline and experts",
+        "uniform program",
+        "MTP",
+        "LoRA",
+        "CTC",
+        "latent attention",
+    ],
 )
 def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:
     """State must be exact and bytes within 2% (the rest is scalars). Temporary memory must be within a third:
@@ -121,6 +141,8 @@ def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:
         pytest.param("*E", True, 0.15, marks=pytest.mark.exhaustive),
         pytest.param("*-", False, 0.1, marks=pytest.mark.exhaustive),
         pytest.param("M-", True, 0.05, marks=pytest.mark.exhaustive),
+        pytest.param("L-", False, 0.1, marks=pytest.mark.exhaustive),
+        pytest.param("L-", True, 0.05, marks=pytest.mark.exhaustive),
     ],
 )
 def test_four_units_more_need_what_the_closed_form_says(unit: str, remat: bool, within: float) -> None:

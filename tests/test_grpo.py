@@ -40,9 +40,8 @@ def programs() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    folder = tmp_path_factory.mktemp("recordings")
+def write_prompts(folder: Path) -> Path:
+    """Twelve short noises and a missing file; returns the manifest."""
     rng, lines = np.random.default_rng(0), []
     for i, seconds in enumerate(rng.uniform(0.1, 0.8, 12)):
         soundfile.write(folder / f"{i}.wav", rng.normal(0, 0.1, int(seconds * 16000)), 16000)
@@ -50,6 +49,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     lines.append({"audio_filepath": "missing.wav", "text": "not there"})
     manifest = folder / "manifest.jsonl"
     manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return manifest
+
+
+def config_of(manifest: Path) -> Config:
     return Config(
         data=DataConfig(
             manifest=(str(manifest),),
@@ -93,6 +96,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
             max_new_tokens=4,
         ),
     )
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    return config_of(write_prompts(tmp_path_factory.mktemp("recordings")))
 
 
 @pytest.fixture(scope="module")

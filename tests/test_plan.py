@@ -2,20 +2,33 @@
 
 import json
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
 
-from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.config import (
+    AugmentConfig,
+    Config,
+    DataConfig,
+    EncoderConfig,
+    LLMConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
+from jaxthd.data.audio.augment import Augmentation
 from jaxthd.data.audio.recordings import load_audio
 from jaxthd.data.example import Example
+from jaxthd.data.mismatched import WithMismatched
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
+from jaxthd.packing.fit import BufferLimits
 from jaxthd.plan import compiled_rungs, main
 from jaxthd.planning import lengths as lengths_module
 from jaxthd.planning.lengths import Lengths, clip_samples, draw, measure, read_examples
@@ -103,6 +116,49 @@ def test_lengths_are_those_of_the_loaders_documents(manifest):
     whole = {clip for example in examples[:50] for clip in example.clips if clip.duration is None}
     for clip in whole:
         assert clip_samples(clip) == len(load_audio(clip.path, clip.offset))
+
+
+def test_lengths_are_those_at_the_speeds_of_the_first_epoch(manifest):
+    """But for documents that a speed makes too large, which keep theirs; and objectives of a policy."""
+    augment = AugmentConfig(speed=(0.5, 1.0, 1.5))
+    config = replace(CONFIG, data=replace(DATA, augment=augment, capacity=120))
+    examples, tokenizer = examples_of(manifest), load_tokenizer("bytes")
+    make = SpeechDocuments(config, tokenizer, train=True, augmentation=Augmentation(augment))
+    made = [make(example, 0) for example in examples]
+    lengths, _ = measure(examples, config)
+    long = replace(CONFIG, data=replace(DATA, audio_capacity=10**6))
+    as_read = measure(examples, long)[0].tokens
+    heard = [len(d) for d in made if not isinstance(d, Skipped)]
+    assert [n for n in lengths.tokens.tolist() if n <= 120] == [n for n in heard if n <= 120]
+    assert (lengths.tokens > as_read).any()
+    assert (lengths.tokens < as_read).any()
+    slow = replace(config, data=replace(config.data, augment=AugmentConfig(speed=(0.5,))))
+    kept = (measure(examples, slow)[0].tokens == as_read) & (as_read <= 120)
+    assert kept.any(), "documents that half the speed makes too large"
+    policy = replace(config, train=TrainConfig(objective="grpo"))
+    assert measure(examples, policy)[0].tokens.tolist() == as_read.tolist()
+
+
+def test_the_plan_counts_mismatched_answers(tmp_path):
+    """They are those of the loader's first epoch, over both sets."""
+    manifests = []
+    for number in range(2):
+        lines = [
+            {"prompt": "p" * i, "completion": "a" * (3 * i + number), "label": bool(i % 2)}
+            for i in range(1, 9)
+        ]
+        manifests.append(tmp_path / f"{number}.jsonl")
+        manifests[-1].write_text("".join(json.dumps(x) + "\n" for x in [*lines, {"text": "no preference"}]))
+    own = replace(CONFIG, data=replace(DATA, manifest=tuple(map(str, manifests))))
+    kto = replace(own, train=TrainConfig(objective="kto", objective_options=("kl=mismatched",)))
+    plain = replace(own, train=TrainConfig(objective="kto"))
+    found = [list(chain(*(measure(x, c)[0].tokens for x in read_examples(c)))) for c in (plain, kto)]
+    mixed = WithMismatched(list(chain(*read_examples(plain))), kto.data.seed)
+    make = SpeechDocuments(kto, load_tokenizer("bytes"), train=False)
+    made = [make(mixed.of_epoch(i, 0), 0) for i in range(len(mixed))]
+    assert found[1] == [BufferLimits.of(kto).slots(document) for document in made]
+    assert sum(found[1]) > sum(found[0])
+    assert len(found[0]) == 16, "the lines without a preference are left out"
 
 
 def test_a_stream_holds_whole_epochs_or_follows_the_weights(monkeypatch):

@@ -33,10 +33,10 @@ class ComputeConfig:
     fused kernels; "cudnn": jax's own cuDNN call. Both need an NVIDIA GPU and bfloat16, and a measurement
     as the run starts must admit them. "batched": all blocks at once, few large kernels for NVIDIA GPUs, to
     be admitted too. "auto": the first of te, cudnn, batched, xla that is admitted. See jaxthd doctor."""
-    encoder_attention: Literal["auto", "blocks", "batched"] = "auto"
-    """How the encoder's attention takes the blocks of rows longer than 41 s. "blocks": one after the other,
-    and none without an allowed pair. "batched": all at once, in few large kernels. "auto": batched on GPUs,
-    blocks elsewhere."""
+    encoder_attention: Literal["auto", "blocks", "banded"] = "auto"
+    """How the encoder's attention takes rows longer than 41 s. "blocks": a block after the other, and none
+    without an allowed pair. "banded": every block with all blocks that a clip can reach, in few large
+    kernels. "auto": banded on GPUs, blocks elsewhere."""
     scan_backend: str = "xla"
     """What computes Mamba2's scan in training and evaluation. "xla": on every device. "pallas": kernels
     for NVIDIA GPUs, for chunks, head dims and states that are powers of two from 16 up; a measurement as

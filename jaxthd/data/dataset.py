@@ -227,16 +227,17 @@ class SpeechData:
 
     def prompts(self) -> PromptStream:
         """The training items as prompts, which are neither dithered nor masked."""
+        require_same("what the prompts depend on", identity := self._identity())
         return PromptStream(
             self._training,
             self._prompt_documents,
             self._config,
             on_skip=self._on_skip(self._sources),
-            identity=self._identity(),
+            identity=identity,
         )
 
     def validation_prompts(self, count: int) -> list[Prompt]:
-        """The first items of the first validation set as prompts, without those that cannot be used."""
+        """The first items of the first validation set as prompts, without those that a process cannot use."""
         found: list[Prompt] = []
         limits = BufferLimits.of(self._config)
         for example in chain(*list(self._validation.values())[:1]):
@@ -245,7 +246,8 @@ class SpeechData:
             with suppress(ValueError):  # the validation itself reports it
                 prompt = Prompt.of(example, self._validation_documents)
                 found += [prompt] * (not limits.fit(prompt.document).misfit)
-        return found
+        everywhere = set.intersection(*map(set, exchange([prompt.example.key for prompt in found])))
+        return [prompt for prompt in found if prompt.example.key in everywhere]
 
     def validation(self, rows: Collection[int] | None = None, name: str | None = None) -> SynchronizedLoader:
         """One pass over a validation set (None: the first), in its order. rows: see make_loader."""

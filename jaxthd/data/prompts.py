@@ -14,6 +14,7 @@ from jaxthd.data.stream import item_orders, item_refs
 from jaxthd.errors import UserError
 from jaxthd.packing.document import Document
 from jaxthd.packing.fit import BufferLimits
+from jaxthd.parallel.processes import exchange
 
 
 class Prompt(NamedTuple):
@@ -46,7 +47,8 @@ class PromptStream:
     """The items of the training sets, mixed by mixing_weights, in a new order every epoch.
 
     Items that cannot be used, or whose group of answers could exceed a buffer, are reported to on_skip and
-    passed over. identity: what the prompts depend on besides data.*, as JSON values.
+    passed over. Of several processes all take the same prompts: what one of them cannot use, none does.
+    identity: what the prompts depend on besides data.*, as JSON values.
     The stream does not depend on data.rows, nor on the mesh, but for documents whose audio cannot be assigned
     to its audio ranks (packing/fit.py).
     """
@@ -77,16 +79,16 @@ class PromptStream:
         }
 
     def take(self, count: int) -> list[Prompt]:
-        """The next prompts that can be used. Raises UserError where two epochs hold none."""
+        """The next prompts that can be used. All processes call it.
+
+        Raises UserError where two epochs hold none.
+        """
         found: list[Prompt] = []
         without = 0
         while len(found) < count:
-            ref = self._refs[self._next]
-            self._next += 1
-            prompt = self._load(self._sources[ref.source][ref.item])
-            if prompt:
-                found.append(prompt)
-            without = 0 if prompt else without + 1
+            usable = self._read(count - len(found))
+            found += [prompt for prompt in usable if prompt]
+            without = 0 if any(usable) else without + len(usable)
             if without > 2 * sum(map(len, self._sources)):
                 raise UserError(
                     f"none of {without} items could be used as prompts, in two epochs; expected prompts that "
@@ -109,17 +111,30 @@ class PromptStream:
             )
         self._next = state["next"]
 
-    def _load(self, example: Example) -> Prompt | None:
+    def _read(self, count: int) -> list[Prompt | None]:
+        """The next items as prompts; None for one that cannot be used."""
+        refs = [self._refs[number] for number in range(self._next, self._next + count)]
+        self._next += count
+        examples = [self._sources[ref.source][ref.item] for ref in refs]
+        loaded = [self._load(example) for example in examples]
+        found: list[Prompt | None] = []
+        for example, (prompt, _), whys in zip(
+            examples, loaded, zip(*exchange([why for _, why in loaded]), strict=True), strict=True
+        ):
+            why = next(filter(None, whys), "")
+            found.append(None if why else prompt)
+            if why:
+                self._on_skip(example.key, why)
+        return found
+
+    def _load(self, example: Example) -> tuple[Prompt | None, str]:
+        """(the prompt, why it cannot be used); one of the two."""
         try:
             prompt = Prompt.of(example, self._documents)
         except ValueError as error:
-            self._on_skip(example.key, str(error))
-            return None
+            return None, str(error) or type(error).__name__
         misfit = self._limits.fit(prompt.document).misfit or self._group_misfit(prompt.document)
-        if misfit:
-            self._on_skip(example.key, misfit)
-            return None
-        return prompt
+        return (None, misfit) if misfit else (prompt, "")
 
     def _group_misfit(self, prompt: Document) -> str:
         """Why a group of the longest answers would not fit a buffer; "" if it would."""

@@ -30,6 +30,11 @@ class _Written(NamedTuple):
     answers: tuple[int, ...] = ()
 
 
+def augmented_key(key: str, number: int) -> str:
+    """What the draws of the augmentation of recording `number` of an example depend on."""
+    return f"{key}/augment/{number}"
+
+
 class SpeechDocuments:
     """Makes the Document of an Example, or a Skipped with the reason. Call it with (example, epoch).
 
@@ -74,7 +79,7 @@ class SpeechDocuments:
             clips = []
             for number, samples in enumerate(self._samples(example)):
                 if self._augmentation:
-                    key = f"{example.key}/augment/{number}"
+                    key = augmented_key(example.key, number)
                     augmented = self._augmentation
                     samples = augmented(samples, self._seed, epoch, key, changes_speed=changes_speed)
                 clips.append(self._features(samples, dither_rng))

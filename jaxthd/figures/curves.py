@@ -47,7 +47,7 @@ def seconds_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The seconds of each cause up to the last line that has them."""
     for line in reversed(lines):
         if "goodput" in line:
-            return {cause: line[f"{cause}_seconds"] for cause in CAUSES}
+            return {cause: line.get(f"{cause}_seconds", 0.0) for cause in CAUSES}
     return {}
 
 

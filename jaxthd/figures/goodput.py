@@ -5,10 +5,20 @@ from collections.abc import Mapping
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
-from jaxthd.figures.colors import FAINT, HUES, INK, PADDING
+from jaxthd.figures.colors import FAINT, HUES, INK, PADDING, light
 from jaxthd.run.metrics import CAUSES
 
-COLORS = dict(zip(CAUSES, (HUES[2], HUES[4], HUES[1], HUES[3], HUES[5], HUES[6], PADDING), strict=True))
+COLORS = {
+    "stepping": HUES[2],
+    "drawing": light(HUES[2]),
+    "compiling": HUES[4],
+    "data_wait": HUES[1],
+    "reward_wait": light(HUES[1]),
+    "validating": HUES[3],
+    "saving": HUES[5],
+    "lost": HUES[6],
+    "other": PADDING,
+}
 FONT = 13
 """Larger than elsewhere: the bar is read at a glance, also where the picture is small."""
 LEAST = 0.0005
@@ -44,7 +54,14 @@ def goodput_bar(axes: Axes, seconds: Mapping[str, float]) -> None:
             axes.barh(0, share, 1, left, color=COLORS[cause], label=name)
         left += share
     axes.legend(
-        loc="upper left", bbox_to_anchor=(0, 0), ncols=4, frameon=False, fontsize=FONT, handlelength=1
+        loc="upper left",
+        bbox_to_anchor=(0, 0),
+        ncols=-(-len(CAUSES) // 2),
+        frameon=False,
+        fontsize=FONT,
+        handlelength=1,
+        handletextpad=0.4,
+        columnspacing=1,
     )
 
 

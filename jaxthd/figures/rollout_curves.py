@@ -13,7 +13,8 @@ from jaxthd.figures.colors import HUES
 from jaxthd.figures.goodput import above_bar
 
 Lines = Sequence[Mapping[str, Any]]
-PARTS = ("rollout", "reward", "scoring", "training")
+PARTS = ("resharding", "rollout", "reward", "scoring", "training")
+"""Of a step's time, in their order. The first only where answers are drawn on another mesh."""
 
 
 def rollout_figure(lines: Lines, spent: Mapping[str, float] | None = None) -> Figure:
@@ -62,13 +63,25 @@ def rollout_figure(lines: Lines, spent: Mapping[str, float] | None = None) -> Fi
     agreement.legend(frameon=False)
 
     titled(time, "Time", "seconds of a step")
-    steps, seconds = xy(lines, "step_seconds")
-    time.stackplot(steps, *(xy(lines, f"{part}_seconds")[1] for part in PARTS), labels=PARTS, alpha=0.7)
+    timed = [line for line in lines if "step_seconds" in line]
+    seconds = [line["step_seconds"] for line in timed]
+    stacked = {part: [line.get(f"{part}_seconds", 0.0) for line in timed] for part in PARTS}
+    shown = {part: values for part, values in stacked.items() if any(values)}
+    if shown:
+        time.stackplot(
+            [line["step"] for line in timed],
+            *shown.values(),
+            labels=list(shown),
+            colors=[PART_COLORS[part] for part in shown],
+            alpha=0.7,
+        )
+        time.legend(frameon=False, loc="upper right")
     # The first steps of a command compile for minutes.
     time.set_ylim(0, 3 * float(np.median(seconds)) if seconds else 1)
-    time.legend(frameon=False, loc="upper right")
     return figure
 
+
+PART_COLORS = dict(zip(PARTS, (HUES[5], *HUES[:4]), strict=True))
 
 _NO_FUNCTIONS = ("reward_std", "reward_spread", "reward_seconds", "reward_failures")
 """Metrics that begin like the mean of a reward function."""

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float
 
 from jaxthd.config import ComputeConfig, EncoderConfig
 from jaxthd.models.layers import Linear
-from jaxthd.ops.attention.batched import batched_interval_attention
+from jaxthd.ops.attention.banded import banded_attention
 from jaxthd.ops.attention.blockwise import interval_attention
 from jaxthd.ops.attention.dense import dense_attention
 from jaxthd.ops.conv import centered_conv
@@ -200,7 +200,7 @@ class Clips(NamedTuple):
     """The description of the clips that every block uses, computed once.
 
     frames: the number of valid frames on all ranks.
-    batched: whether attention takes all blocks at once (compute.encoder_attention).
+    banded: whether attention is a band of large products (compute.encoder_attention).
     cos, sin: cos(p w_f) and sin(p w_f), for a frame's position p in its clip and every frequency w_f.
     """
 
@@ -208,7 +208,7 @@ class Clips(NamedTuple):
     frames: Float[Array, ""]
     cos: Float[Array, "E F"]
     sin: Float[Array, "E F"]
-    batched: bool
+    banded: bool
 
 
 class _Query(NamedTuple):
@@ -234,7 +234,7 @@ def _dense_attention(
     return dense_attention(*arrays, by_row(segments.ids), scale).reshape(v_EHd.shape)
 
 
-def _blockwise_attention(
+def _banded_attention(
     query: _Query,
     k_EHd: Array,
     waves_EX: Array,
@@ -242,16 +242,20 @@ def _blockwise_attention(
     segments: Segments,
     scale: float,
     *,
-    batched: bool = False,
+    longest: int,
 ) -> Array:
-    """In memory linear in the frames: blocks of frames whose clips do not meet are skipped.
+    """A few large matrix products at a cost linear in the frames. longest: frames of a clip."""
+    arrays = query.content, k_EHd, query.position, waves_EX, v_EHd, segments.whole.lo, segments.whole.hi
+    return banded_attention(*arrays, scale, segments.block, longest)
 
-    batched: all blocks of queries at once.
-    """
-    attention = batched_interval_attention if batched else interval_attention
+
+def _blockwise_attention(
+    query: _Query, k_EHd: Array, waves_EX: Array, v_EHd: Array, segments: Segments, scale: float
+) -> Array:
+    """In memory linear in the frames: blocks of frames whose clips do not meet are skipped."""
     waves_EHX = jnp.broadcast_to(waves_EX[:, None], query.position.shape)
     q_EHX, k_EHX = jnp.concatenate(query, axis=-1), jnp.concatenate([k_EHd, waves_EHX], axis=-1)
-    return attention(q_EHX, k_EHX, v_EHd, segments.whole, scale, segments.block)
+    return interval_attention(q_EHX, k_EHX, v_EHd, segments.whole, scale, segments.block)
 
 
 class RelativeAttention(nnx.Module):
@@ -279,6 +283,7 @@ class RelativeAttention(nnx.Module):
         self.content_bias, self.position_bias = (
             init.zeros((config.heads, config.dim // config.heads)) for _ in range(2)
         )
+        self.longest = -(-config.chunk_frames // SUBSAMPLING)
 
     def __call__(self, x_ED: Float[Array, "E D"], clips: Clips) -> Float[Array, "E D"]:
         dtype, (heads, dim) = x_ED.dtype, self.content_bias.shape
@@ -292,8 +297,8 @@ class RelativeAttention(nnx.Module):
         rotated = (s_EHF * sin_E1F + c_EHF * cos_E1F, c_EHF * sin_E1F - s_EHF * cos_E1F)
         position = jnp.concatenate(rotated, axis=-1).astype(dtype)
         waves_EX = jnp.concatenate([clips.cos, clips.sin], axis=-1).astype(dtype)
-        blockwise = partial(_blockwise_attention, batched=clips.batched)
-        attend = _dense_attention if clips.segments.row_length <= DENSE_FRAMES else blockwise
+        long = partial(_banded_attention, longest=self.longest) if clips.banded else _blockwise_attention
+        attend = _dense_attention if clips.segments.row_length <= DENSE_FRAMES else long
         query = _Query(q_EHd + u_Hd, position)
         o_EHd = attend(query, k_EHd, waves_EX, v_EHd, clips.segments, 1 / math.sqrt(dim))
         return self.out(o_EHd.reshape(x_ED.shape))
@@ -359,7 +364,7 @@ class FastConformer(nnx.Module):
         self.blocks = stack(lambda init: ConformerBlock(config, init), init, config.layers)
         self.scale = math.sqrt(config.dim) if config.scale_input else 1.0
         self.remat = compute.remat_encoder
-        self.batched = compute.encoder_attention == "batched"
+        self.banded = compute.encoder_attention == "banded"
 
     def __call__(
         self,
@@ -394,7 +399,7 @@ class FastConformer(nnx.Module):
         w_F = 10000.0 ** (-jnp.arange(0, dim, 2, dtype=acc) / dim)
         angle_EF = segments.positions[:, None].astype(acc) * w_F
         frames = jax.lax.psum(segments.valid.sum().astype(acc), axes)
-        clips = Clips(segments, frames, jnp.cos(angle_EF), jnp.sin(angle_EF), self.batched)
+        clips = Clips(segments, frames, jnp.cos(angle_EF), jnp.sin(angle_EF), self.banded)
 
         def body(block: ConformerBlock, x_ED: Array) -> tuple[Array, dict[str, Any]]:
             x_ED = block(x_ED, clips, train=train, axes=axes)

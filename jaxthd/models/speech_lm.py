@@ -51,11 +51,11 @@ from jaxthd.parallel.tensor import Residual, vocabulary_rows
 class Adapter(nnx.Module):
     """Encoder frames -> token embeddings: one linear layer, or RMSNorm, linear, relu^2, linear."""
 
-    def __init__(self, dim: int, inner: int, llm: LLMConfig, init: Init) -> None:
-        """dim: of encoder frames. inner: 0 for one linear layer."""
+    def __init__(self, dim: int, inner: int, llm: LLMConfig, init: Init, *, bias: bool = False) -> None:
+        """dim: of encoder frames. inner: 0 for one linear layer. bias: of the last one."""
         self.norm = RMSNorm(dim, llm.norm_eps, init) if inner else None
         self.up = Linear(dim, inner, init) if inner else None
-        self.out = Linear(inner or dim, llm.dim, init)
+        self.out = Linear(inner or dim, llm.dim, init, bias=bias)
 
     def __call__(self, x_ED: Float[Array, "e D"]) -> Float[Array, "e O"]:
         if self.norm is not None and self.up is not None:
@@ -100,7 +100,7 @@ class SpeechLM(nnx.Module):
         everywhere, decoder = init.with_fsdp(ENCODER_FSDP), init.with_fsdp(decoder_fsdp)
         self.encoder = FastConformer(config.encoder, everywhere, compute) if config.encoder else None
         self.adapter = (
-            Adapter(config.encoder.dim, config.adapter_dim, config.llm, everywhere)
+            Adapter(config.encoder.dim, config.adapter_dim, config.llm, everywhere, bias=config.adapter_bias)
             if config.encoder
             else None
         )
@@ -117,6 +117,7 @@ class SpeechLM(nnx.Module):
         self.vocabulary_axes = (PIPELINE, TENSOR) if is_sharded else ()
         self.has_pipeline = init.mesh.pipeline > 1
         self.max_documents = max_documents
+        self.window = config.llm.window if "W" in config.llm.kinds else None
         self.mesh = init.mesh
 
     def log_probs(
@@ -153,6 +154,7 @@ class SpeechLM(nnx.Module):
             layout=self.compute.context_layout,
             documents=self.max_documents,
             uniform_program=uniform_program,
+            window=self.window,
         )
 
     def enter(

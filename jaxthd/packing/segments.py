@@ -9,7 +9,8 @@ Legend: R rows on this rank, T tokens of a row on it, N = R * T, S tokens of a r
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from jaxthd.packing.intervals import KeyIntervals, intervals_of_rows
 from jaxthd.packing.layout import DualChunkSwap, LayoutKind
 from jaxthd.packing.prefixes import Prefixes, make_prefixes
 from jaxthd.packing.rectangles import DocumentCut, Rectangle, buffer_rectangle, document_rectangle
+from jaxthd.packing.windows import Windowed, make_windowed
 
 
 class InOrder(NamedTuple):
@@ -54,6 +56,7 @@ class Segments:
     uniform_program: all ranks of the mesh run this program at the same time. Where they do not, in pipeline
         stages that differ, no collective may name ranks of other stages. ppermute names all ranks, so it is
         not used.
+    windowed: the keys that attention in a window sees; None for a model without such layers.
     """
 
     ids: Int32[Array, " N"]
@@ -70,6 +73,7 @@ class Segments:
     block: int
     documents: int | None
     uniform_program: bool
+    windowed: Windowed | None = None
 
     @property
     def valid(self) -> Bool[Array, " N"]:
@@ -79,6 +83,18 @@ class Segments:
     def sequence_positions(self) -> Int32[Array, " N"]:
         """positions, but counted from the start of the prefix where a segment continues one."""
         return self.positions if self.prefixes is None else self.positions + self.prefixes.tokens_before
+
+    @property
+    def in_window(self) -> "Segments":
+        """The same documents for attention in a window. Its keys are no runs of whole documents, so fused
+        attention cannot use them.
+        """
+        assert self.windowed is not None
+        local, remote, prefix_local, prefix_remote = self.windowed
+        prefixes = self.prefixes
+        if prefixes is not None and prefix_local is not None:
+            prefixes = prefixes._replace(local=prefix_local, remote=prefix_remote)
+        return replace(self, local=local, remote=remote, prefixes=prefixes, documents=None, windowed=None)
 
     @property
     def row_length(self) -> int:
@@ -154,13 +170,15 @@ def make_segments(
     layout: LayoutKind = "buffer",
     documents: int | None = None,
     uniform_program: bool = True,
+    window: int | None = None,
 ) -> Segments:
     """Derives a step's Segments from this rank's share of the batch.
 
     prefixes: as in Batch; then `documents` must be known.
 
     axis: name of the context mesh axis, inside shard_map; None when the rows are whole. layout: how they are
-    laid out over that axis. block, documents, uniform_program: as in Segments.
+    laid out over that axis. block, documents, uniform_program: as in Segments. window: tokens that a token
+    sees in a window, itself among them; None: no layer has one.
     Raises ValueError when the context axis has several ranks and T is odd, and for prefixes without
     `documents`.
 
@@ -196,18 +214,20 @@ def make_segments(
         inside_RT = (slot_T >= rectangle.q_start) & (slot_T < rectangle.q_end)
         return intervals(*(jnp.where(inside_RT, x, 0) for x in (rectangle.k_start, rectangle.k_end)))
 
+    index_of = partial(_indices, ids_RT.shape, in_order, ranks)
     prefixes = None
     if prefixes_RT is not None and documents is not None:
-        index_RT = _indices(ids_RT.shape, in_order, ranks, rank)
-        given = ids_RT, positions_RT, prefixes_RT, index_RT
+        given = ids_RT, positions_RT, prefixes_RT, index_of(rank)
         context_axis = axis if ranks > 1 else None
         prefixes = make_prefixes(*given, sources, block=block, axis=context_axis, documents=documents)
+    local, remote = intervals(first_RT, slot_T + 1), tuple(map(of_rectangle, rectangles))
+    of_window = local, remote, prefixes, positions_RT, index_of, [rank, *sources], block
     return Segments(
         ids=ids_RT.reshape(-1),
         positions=positions_RT.reshape(-1),
         remaining=(stop_RT - 1 - slot_T).reshape(-1),
-        local=intervals(first_RT, slot_T + 1),
-        remote=tuple(map(of_rectangle, rectangles)),
+        local=local,
+        remote=remote,
         whole=intervals(first_RT, stop_RT),
         in_order=in_order,
         prefixes=prefixes,
@@ -217,13 +237,16 @@ def make_segments(
         block=block,
         documents=documents,
         uniform_program=uniform_program,
+        windowed=None if window is None else make_windowed(window, *of_window),
     )
 
 
-def segments_of(lengths: Sequence[int], capacity: int | None = None, *, block: int = 128) -> Segments:
+def segments_of(
+    lengths: Sequence[int], capacity: int | None = None, *, block: int = 128, window: int | None = None
+) -> Segments:
     """Segments of one row on one device: documents of these lengths, one after the other, then padding.
 
-    capacity: tokens of the row; None: as many as the documents have. block: see make_segments.
+    capacity: tokens of the row; None: as many as the documents have. block, window: see make_segments.
     Raises ValueError for an empty document, and where the capacity is less than the documents' tokens.
     """
     tokens = sum(lengths)
@@ -236,7 +259,9 @@ def segments_of(lengths: Sequence[int], capacity: int | None = None, *, block: i
     ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)
     positions = np.concatenate([np.arange(length) for length in lengths] or [ids])
     ids_T, positions_T = (jnp.asarray(np.pad(x, (0, capacity - tokens)), jnp.int32) for x in (ids, positions))
-    return make_segments(ids_T[None], positions_T[None], block=block, axis=None, documents=len(lengths))
+    return make_segments(
+        ids_T[None], positions_T[None], block=block, axis=None, documents=len(lengths), window=window
+    )
 
 
 def _local_runs(ids_RT: Array) -> tuple[Array, Array]:

@@ -186,15 +186,6 @@ def require_same(what: str, value: Any) -> None:
         )
 
 
-def require_one_process(what: str) -> None:
-    """Raises UserError where a run of several processes does what works in one alone."""
-    if jax.process_count() > 1:
-        raise UserError(
-            f"{what} runs in {jax.process_count()} processes; expected one, which may have several devices: "
-            "start it once, without --coordinator"
-        )
-
-
 def _watch(me: int, number: int) -> None:
     """Connects every process to process 0. Threads then wait for the end of any process."""
     if is_first():

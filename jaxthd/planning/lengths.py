@@ -3,25 +3,30 @@
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
 import soundfile
 from jaxtyping import Float, Int
 
-from jaxthd.config import Config
+from jaxthd.config import AugmentConfig, Config
+from jaxthd.data.audio.augment import drawn_speed
 from jaxthd.data.audio.cells import CellError
 from jaxthd.data.audio.features import HOP, SAMPLE_RATE
 from jaxthd.data.audio.recordings import MIN_SAMPLES, chunk_audio, open_recording
 from jaxthd.data.example import Clip, Example, Samples
 from jaxthd.data.filters import Filter
+from jaxthd.data.mismatched import WithMismatched
+from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.sources.registry import read_source, training_sources
+from jaxthd.data.speech import augmented_key
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import load_tokenizer
+from jaxthd.data.usable import usable_examples
 from jaxthd.errors import UserError
 from jaxthd.objectives import make_objective
-from jaxthd.objectives.answers import draws_answers
+from jaxthd.objectives.answers import draws_answers, needs_mismatched
 from jaxthd.packing.answers import segment_lengths
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 
@@ -57,10 +62,15 @@ def read_examples(config: Config) -> list[list[Example]]:
             "and no weights or one for each: correct data.manifest or data.weights"
         )
     objective = make_objective(config.train.objective, config.train.objective_options)
-    for number, source in enumerate(training_sources(data, prompts=draws_answers(objective))):
+    draws = draws_answers(objective)
+    for number, source in enumerate(training_sources(data, prompts=draws)):
         examples, skipped = read_source(source, data, number)
-        print(f"{source.title}: {len(examples):,} documents, {len(skipped):,} lines skipped")
-        sources.append(examples)
+        usable, others = usable_examples(examples, config.train.objective, objective, prompts=draws)
+        skips = f"{len(skipped) + len(others):,} lines skipped"
+        print(f"{source.title}: {len(usable):,} documents, {skips}")
+        sources.append(usable)
+    if needs_mismatched(objective):
+        sources = _with_mismatched(sources, config)
     total = sum(map(len, sources))
     if total <= MOST_READ:
         return sources
@@ -72,15 +82,27 @@ def read_examples(config: Config) -> list[list[Example]]:
     ]
 
 
+def _with_mismatched(sources: list[list[Example]], config: Config) -> list[list[Example]]:
+    """The examples with answers of others, as in the first epoch."""
+    data, sizes = config.data, list(map(len, sources))
+    together = sources if mixing_weights(data, sizes) else [list(chain(*sources))]
+    mixed = [WithMismatched(examples, data.seed) for examples in together]
+    changed = chain(*([each.of_epoch(i, 0) for i in range(len(each))] for each in mixed))
+    return [list(islice(changed, size)) for size in sizes]
+
+
 def measure(examples: Sequence[Example], config: Config) -> tuple[Lengths, int]:
     """Returns (lengths of the documents that the loader makes of `examples`, number of unusable examples).
 
     A duration that the manifest rounds up may give one encoder frame too many; all else is exact. A text-only
-    model cannot use examples with recordings.
+    model cannot use examples with recordings. The speed of recordings (data.augment) is that of the first
+    epoch; as in training, none is changed where that makes the document too large.
     """
     tokenizer = load_tokenizer(config.data.tokenizer)
     template, kept = PromptTemplate(config.data, tokenizer), Filter(config.data.filter, tokenizer)
     encoder, share_prompts = config.model.encoder, config.posttraining.share_prompts
+    objective = make_objective(config.train.objective, config.train.objective_options)
+    augment = AugmentConfig() if objective.is_policy else config.data.augment
     chunk_samples = round(encoder.chunk_seconds * 100) * HOP if encoder else 0
     clips = [clip for example in examples for clip in example.clips]
     with ThreadPoolExecutor(16) as threads:
@@ -96,20 +118,31 @@ def measure(examples: Sequence[Example], config: Config) -> tuple[Lengths, int]:
             continue
         if kept.why_dropped(example, sum(found) / SAMPLE_RATE):
             continue
-        chunks = [chunk_audio(np.broadcast_to(np.float32(0), n), chunk_samples) for n in found]
-        mels = [len(chunk) // HOP for chunk in chain(*chunks)]
-        slots = [encoder_frames(f) for f in mels]
-        rows.append(
-            (
-                sum(segment_lengths(prompt - len(found) + sum(slots), answers, share_prompts)),
-                sum(mels) / 100,
-                [SUBSAMPLING * n for n in slots],
-            )
-        )
+        for heard in dict.fromkeys((_played(example, found, augment, config.data.seed), tuple(found))):
+            chunks = [chunk_audio(np.broadcast_to(np.float32(0), n), chunk_samples) for n in heard]
+            mels = [len(chunk) // HOP for chunk in chain(*chunks)]
+            slots = [encoder_frames(f) for f in mels]
+            segments = segment_lengths(prompt - len(found) + sum(slots), answers, share_prompts)
+            if _fits(segments, SUBSAMPLING * sum(slots), config):
+                break
+        rows.append((sum(segments), sum(mels) / 100, [SUBSAMPLING * n for n in slots]))
     tokens, seconds, frames = (list(column) for column in zip(*rows, strict=True)) if rows else ([], [], [])
     total_frames = np.array([sum(c) for c in frames], int)
     lengths = Lengths(np.array(tokens, int), total_frames, np.array(seconds, float), frames)
     return lengths, len(examples) - len(rows)
+
+
+def _played(example: Example, samples: Sequence[int], augment: AugmentConfig, seed: int) -> tuple[int, ...]:
+    """Samples of an example's recordings at the speeds of the first epoch."""
+    keys = [augmented_key(example.key, number) for number in range(len(samples))]
+    faster = [round(n / drawn_speed(augment, seed, 0, key)) for n, key in zip(samples, keys, strict=True)]
+    return tuple(new if new >= MIN_SAMPLES else n for n, new in zip(samples, faster, strict=True))
+
+
+def _fits(segments: Sequence[int], frames: int, config: Config) -> bool:
+    data = config.data
+    slots = sum(-(-n // data.round_to) * data.round_to for n in segments)
+    return slots <= data.capacity and len(segments) <= data.max_documents and frames <= data.audio_capacity
 
 
 def _written(template: PromptTemplate, example: Example) -> tuple[int, list[int]]:

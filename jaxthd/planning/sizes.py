@@ -14,11 +14,13 @@ from flax import nnx
 
 from jaxthd.config import Config
 from jaxthd.models.hybrid import repeated_units
+from jaxthd.objectives.answers import compares_answers
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.parallel.experts import expert_sharding
 from jaxthd.parallel.mesh import AXES, ranks_of
 from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.forward import objective_of
 
 Number = int | float
 
@@ -52,6 +54,7 @@ class Sizes:
     a, w: bytes, see the legend. parameter: bytes of one number of a parameter.
     rows, tokens, frames: counts in a microbatch (frames of the encoder; 0 for a text-only model).
     ctc_labels: labels of a microbatch that the CTC loss has room for; 0 without it.
+    prefixes: prompts of a microbatch that answers can share (packing/prefixes.py); 0 where none are shared.
     stream: bytes of a microbatch's residual stream: N D a, divided by the tensor ranks if sequence-sharded.
     heads, kv_heads, mamba_heads, groups, inner, channels: counts in a layer, on a tensor rank.
     owners: axes that the experts are sharded over. expert_slots: token slots in a layer's expert exchange.
@@ -81,6 +84,9 @@ class Sizes:
 
         documents = self.rows * config.data.max_documents if config.train.ctc_loss and audio else 0
         self.ctc_labels = documents * config.train.ctc_max_labels
+
+        has_prefixes = compares_answers(objective_of(config)) and config.posttraining.share_prompts
+        self.prefixes = self.rows * max(1, config.data.max_documents // 2) * has_prefixes
 
         t = mesh.tensor
         self.heads, self.kv_heads = llm.q_heads // t, max(llm.kv_heads // t, 1)
@@ -124,6 +130,15 @@ class Sizes:
         """Bytes of weights_of(path) once they are gathered. trained: of the trained ones only."""
         weights = (w for w in self.weights_of(*path) if w.trained or not trained)
         return sum(w.size * ranks_of(self.mesh, w.fsdp) for w in weights)
+
+    def keys_and_values(self, letter: str) -> int:
+        """Numbers of a token's keys and values in a layer of attention, as ranks exchange them."""
+        llm = self.config.model.llm
+        if letter == "*":
+            return 2 * self.kv_heads * llm.head_dim
+        latent, fused = llm.latent_attention, self.config.compute.attention_backend != "xla"
+        dims = 2 * latent.kernel_head_dim if fused else latent.qk_head_dim + latent.v_head_dim
+        return self.heads * dims
 
     def units(self, rank: int) -> Iterator[Unit]:
         """The repeated units of the stages of a pipeline rank, in order."""

@@ -34,7 +34,9 @@ def step_traffic(config: Config) -> ByAxes:
       but the last. If sequence-sharded: a gather and a scatter of the same size instead.
     - Context: keys and values go around the ring forward and backward, and their gradients (w) return to
       their ranks; Mamba2's exchange is jaxthd.planning.layouts.mamba_bytes. If stages differ, states and the
-      convolution's halos of all ranks are gathered. In a uniform program idle stages exchange too.
+      convolution's halos of all ranks are gathered. In a uniform program idle stages exchange too. Where
+      answers continue a shared prompt, the states at the ends of all prompts that rows have room for are
+      summed, forward and backward, and so are the convolution's last inputs.
     - Experts: expert slots x width are sent to the experts and back in the forward pass, and twice there and
       once back in the backward pass; one round.
     - Vocabulary: the embeddings' sum and its gradient; three float32 numbers a token forward, one backward.
@@ -143,8 +145,8 @@ def _mixer(
     config, llm = sizes.config, sizes.config.model.llm
     is_ring = config.compute.context_exchange == "ring"
     match letter:
-        case "*":
-            kv = sizes.tokens * 2 * sizes.kv_heads * llm.head_dim
+        case "*" | "W" | "L":
+            kv = sizes.tokens * sizes.keys_and_values(letter)
             if is_ring:
                 backward = sizes.w + (0 if config.compute.remat_llm else sizes.a)
                 received.gather((CONTEXT,), kv * (forward * sizes.a + backward), times)
@@ -159,12 +161,26 @@ def _mixer(
                 state = (sizes.inner * llm.mamba_state + sizes.mamba_heads) * sizes.w
                 halo = (llm.mamba_conv - 1) * sizes.channels * sizes.a
                 received.gather((CONTEXT,), 2 * sizes.rows * (state + halo), times * (forward + 1))
+            if config.compute.context_layout == "buffer":
+                _shared_prompts(sizes, received, times * (forward + 1))
         case "E":
             row = (llm.latent_dim or llm.dim) * sizes.a
             share = 1 / ranks_of(sizes.mesh, sizes.owners)
             passes = forward * (2 * row + 4) + 3 * row + 4
             received.gather(sizes.owners, sizes.expert_slots * share * passes, times)
             received.sum((DATA, CONTEXT), (llm.experts + 1) * sizes.w, times * forward)
+
+
+def _shared_prompts(sizes: Sizes, received: _Received, times: Number) -> None:
+    """What a Mamba2 layer exchanges for answers that continue a prompt: its state, its last inputs, and how
+    much the answer's tokens keep of it (ops/scan/prefixes.py).
+    """
+    llm = sizes.config.model.llm
+    state = sizes.inner * llm.mamba_state * sizes.w
+    last_inputs = (llm.mamba_conv - 1) * sizes.channels * sizes.a
+    received.sum((CONTEXT,), sizes.prefixes * (state + last_inputs), times)
+    if sizes.prefixes:
+        received.gather((CONTEXT,), 2 * sizes.rows * 2 * sizes.mamba_heads * sizes.w, times)
 
 
 def _mtp(sizes: Sizes, received: _Received) -> None:

@@ -43,6 +43,6 @@ def expected_trips(config: Config, batch: Batch) -> dict[str, float]:
             batch.chunk_positions,
             "whole",
             config.model.encoder.heads,
-            batched=compute.encoder_attention == "batched",
+            batched=False,
         )
     return found

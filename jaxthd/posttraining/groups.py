@@ -3,7 +3,6 @@
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,9 +17,9 @@ from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.inference.rollouts import Rollout, Rollouts
 from jaxthd.objectives.grpo import ADVANTAGE, DRAWN, RECORDED
 from jaxthd.packing.document import Document
+from jaxthd.posttraining.shared_rewards import SharedRewards
 from jaxthd.rewards.advantages import advantages, has_spread
 from jaxthd.rewards.group import Group, Rewarded
-from jaxthd.rewards.rewarder import Rewarder
 from jaxthd.steps.blueprint import Tree
 
 
@@ -114,9 +113,9 @@ class Collector:
     reward functions get.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, prompts: PromptStream, rewarder: Rewarder) -> None:
+    def __init__(self, config: Config, mesh: Mesh, prompts: PromptStream, rewards: SharedRewards) -> None:
         self._settings, self._seed = config.rollout, config.train.seed
-        self._prompts, self._rewarder = prompts, rewarder
+        self._prompts, self._rewards = prompts, rewards
         self.as_group = GroupMaker(config)
         self.rollouts = Rollouts(config, mesh, stop_ids=self.as_group.stop_ids)
 
@@ -162,13 +161,12 @@ class Collector:
         seconds["reading"] += time.perf_counter() - start
         documents = [_again(prompt.document, times) for prompt in prompts]
         answers: dict[int, tuple[Rollout, ...]] = {}
-        submitted: dict[int, Future[Rewarded]] = {}
         stream = self.rollouts.stream(params, buffers, documents, seed=self._seed, step=step)
         for number, of_prompt in stream:  # rewards are computed while others are drawn
             answers[number] = tuple(of_prompt)
-            submitted[number] = self._rewarder.submit(self.as_group(prompts[number], of_prompt))
+            self._rewards.submit(number, self.as_group(prompts[number], of_prompt))
         ended = time.perf_counter()
-        rewarded = self._rewarder.collect(submitted[number] for number in range(count))
+        rewarded = self._rewards.collect()
         found = advantages(
             [each.rewards for each in rewarded],
             leave_one_out=self._settings.leave_one_out,

@@ -10,8 +10,8 @@ from jaxthd.config import Config
 from jaxthd.data.dataset import SpeechData
 from jaxthd.inference.wer import make_normaliser
 from jaxthd.posttraining.groups import Collector
+from jaxthd.posttraining.shared_rewards import SharedRewards
 from jaxthd.rewards.group import Rewarded
-from jaxthd.rewards.rewarder import Rewarder
 from jaxthd.run.metrics import VALIDATION, Metric, measured
 from jaxthd.run.outputs import OutputFolder
 from jaxthd.steps.blueprint import Tree
@@ -98,10 +98,10 @@ class HeldOut:
         config: Config,
         data: SpeechData,
         collector: Collector,
-        rewarder: Rewarder,
+        rewards: SharedRewards,
         outputs: OutputFolder,
     ) -> None:
-        self._collector, self._rewarder, self._outputs = collector, rewarder, outputs
+        self._collector, self._rewards, self._outputs = collector, rewards, outputs
         self._seed, self._of_averages = config.train.seed, config.train.validate_ema
         self._normalise = make_normaliser(config.train.normaliser)
         self._prompts = data.validation_prompts(config.rollout.validation_prompts)
@@ -136,8 +136,6 @@ class HeldOut:
         groups = self._collector.rollouts.draw(
             params, buffers, documents, seed=self._seed, step=VALIDATION_STEP, **how
         )
-        submitted = [
-            self._rewarder.submit(self._collector.as_group(prompt, answers))
-            for prompt, answers in zip(self._prompts, groups, strict=True)
-        ]
-        return [each.result() for each in submitted]
+        for number, (prompt, answers) in enumerate(zip(self._prompts, groups, strict=True)):
+            self._rewards.submit(number, self._collector.as_group(prompt, answers))
+        return self._rewards.collect(are_counted=False)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxthd.data.loader import BatchReport, RowReport
 from jaxthd.data.packer import pack_documents
@@ -17,7 +17,7 @@ from jaxthd.objectives.grpo import ADVANTAGE, DRAWN, RECORDED
 from jaxthd.objectives.objective import OLD
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
-from jaxthd.parallel.mesh import put_batch
+from jaxthd.parallel.mesh import local_rows, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.reference_scores import make_with_scores
 from jaxthd.steps.scoring import shared_scoring_step
@@ -67,6 +67,8 @@ class UpdateMaker:
         self._pack = pack_documents(self._config, extras=EXTRAS, answers=True)
         self._scores: Any = shared_scoring_step(blueprint, mesh, self._config.rollout.temperature)
         self._with_scores = make_with_scores(blueprint, mesh)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        self._difference = jax.jit(_difference, out_shardings=everywhere)
 
     @property
     def compilations(self) -> int:
@@ -88,8 +90,9 @@ class UpdateMaker:
         rows = list(grain.MapDataset.source(documents).pipe(pack)) if documents else []
         rows += [pack.row([])] * (-len(rows) % count if rows else count)
         reports = tuple(RowReport.of(number, row.report, pack.capacity) for number, row in enumerate(rows))
+        own = local_rows(self._mesh, count)
         batches = [
-            put_batch(concatenate_rows([row.batch for row in rows[first : first + count]]), self._mesh)
+            put_batch(concatenate_rows([rows[first + row].batch for row in own]), self._mesh)
             for first in range(0, len(rows), count)
         ]
         return batches, BatchReport(reports, tuple(row.report.keys for row in rows))
@@ -101,14 +104,13 @@ class UpdateMaker:
         found, differences = [], []
         for batch in batches:
             old = self._scores(state.params, state.buffers, batch).log_probs
-            differences.append(_difference(old, batch.extras[RECORDED], batch.weights))
+            differences.append(self._difference(old, batch.extras[RECORDED], batch.weights))
             found.append(batch._replace(extras={**batch.extras, OLD: old}))
         largest, total, tokens = np.array(differences, float).T
         count = int(tokens.sum())
         return found, Agreement(float(largest.max()), float(total.sum()) / max(count, 1), count)
 
 
-@jax.jit
 def _difference(old: Array, recorded: Array, weights: Array) -> tuple[Array, Array, Array]:
     """(largest, sum, number) of the absolute differences where weights is not 0."""
     difference = jnp.where(weights > 0, jnp.abs(old - recorded), 0)

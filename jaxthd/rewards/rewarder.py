@@ -112,21 +112,27 @@ class Rewarder:
         return self._threads.submit(self._compute, group)
 
     def collect(self, submitted: Iterable[Future[Rewarded]]) -> list[Rewarded]:
-        """Waits for groups that were submitted, and returns them in the order given.
+        """Waits for groups that were submitted, counts them, and returns them in the order given.
 
-        Raises UserError where more than max_failed_share * WINDOW of the newest WINDOW groups have failed, or
-        no worker starts.
+        Raises UserError as `count` does, or where no worker starts.
         """
         found = []
         for each in submitted:
-            rewarded = each.result()
-            found.append(rewarded)
-            self._recent.append(rewarded.failure is not None)
-            if rewarded.failure:
-                if self._on_failure:
-                    self._on_failure(rewarded.failure)
-                self._check_share(rewarded.failure)
+            found.append(each.result())
+            self.count(found[-1:])
         return found
+
+    def count(self, rewarded: Iterable[Rewarded]) -> None:
+        """Takes groups among the newest ones, of which not too many may have failed.
+
+        Raises UserError where more than max_failed_share * WINDOW of the newest WINDOW groups have failed.
+        """
+        for each in rewarded:
+            self._recent.append(each.failure is not None)
+            if each.failure:
+                if self._on_failure:
+                    self._on_failure(each.failure)
+                self._check_share(each.failure)
 
     def _check_share(self, last: RewardFailure) -> None:
         failed = sum(self._recent)

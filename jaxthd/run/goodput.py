@@ -22,7 +22,7 @@ from jaxthd.run.metrics import CAUSES
 P = ParamSpec("P")
 R = TypeVar("R")
 FILE = "goodput.json"
-RUN_AGAIN = ("stepping", "data_wait", "validating")
+RUN_AGAIN = ("stepping", "drawing", "data_wait", "reward_wait", "validating")
 """Causes of time that was for nothing where its steps run again."""
 _COMPILING = "/jax/core/compile/"
 """How the events begin with which jax reports the time of tracing, lowering and compiling."""
@@ -157,8 +157,8 @@ def stored_seconds(workdir: Path) -> dict[str, float]:
     """The seconds of each cause as the newest command has left them; none where there is no account."""
     try:
         found = json.loads((workdir / FILE).read_text())
-        return {cause: float(found[cause]) for cause in CAUSES}
-    except (OSError, ValueError, KeyError, TypeError):
+        return {cause: float(found.get(cause, 0.0)) for cause in CAUSES}
+    except (OSError, ValueError, AttributeError, TypeError):
         return {}
 
 

@@ -264,7 +264,11 @@ STEP_METRICS: list[Metric] = [
 """Of every training step."""
 
 _CAUSES = {
-    "stepping": ("the steps themselves; of jaxthd grpo also drawing and rewards", ""),
+    "stepping": ("the steps themselves; of jaxthd grpo scores and updates", ""),
+    "drawing": (
+        "drawing answers in jaxthd grpo; not in lines of runs that draw none",
+        "More than stepping: raise rollout.answers_at_once, or draw on another mesh (rollout.mesh).",
+    ),
     "compiling": (
         "tracing and compiling, of all programs",
         "A large share: set JAX_COMPILATION_CACHE_DIR to a folder that stays.",
@@ -272,6 +276,10 @@ _CAUSES = {
     "data_wait": (
         "devices without work, because their batch was not ready",
         "Raise data.workers or data.prefetch (scripts/bench_loader.py).",
+    ),
+    "reward_wait": (
+        "waiting for rewards after the last answer of a step; not in lines of runs that draw none",
+        "Raise rollout.reward_workers, or make the reward functions faster.",
     ),
     "validating": (
         "validation",
@@ -287,17 +295,26 @@ _CAUSES = {
 }
 CAUSES = tuple(_CAUSES)
 """What a run's time goes to (jaxthd.run.goodput)."""
+OF_DRAWING = ("drawing", "reward_wait")
+"""Causes that only runs have which draw answers."""
+
+
+def _of_cause(seconds: Mapping[str, float], cause: str) -> float | None:
+    found = round(seconds.get(cause, 0.0), 3)
+    return found if found or cause not in OF_DRAWING else None
+
+
 TIME_METRICS: list[Metric] = [
     Metric(
         "goodput",
         "share",
-        "stepping_seconds over the seconds of all causes",
-        lambda x: x["stepping"] / max(sum(x.values()), 1e-9),
+        "stepping_seconds, and drawing_seconds, over the seconds of all causes",
+        lambda x: (x["stepping"] + x.get("drawing", 0.0)) / max(sum(x.values()), 1e-9),
         "{:.1%}",
         odd="The largest of the other causes says what to change.",
     ),
     *(
-        Metric(f"{cause}_seconds", "s", meaning, lambda x, cause=cause: round(x[cause], 3), odd=odd)  # type: ignore[misc]
+        Metric(f"{cause}_seconds", "s", meaning, lambda x, cause=cause: _of_cause(x, cause), odd=odd)  # type: ignore[misc]
         for cause, (meaning, odd) in _CAUSES.items()
     ),
 ]

@@ -101,24 +101,24 @@ def _mamba_heads_over_context(config: Config, device: DeviceFacts) -> Iterator[F
 @RULES.rule("mesh.tensor", "model.llm")
 def _width_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm, ranks = config.model.llm, config.mesh.tensor
-    for letter, name in (
-        ("*", "q_heads"),
+    for letters, name in (
+        ("*WL", "q_heads"),
         ("M", "mamba_heads"),
         ("-", "ffn_dim"),
         ("E", "expert_dim"),
         ("E", "shared_expert_dim"),
     ):
         size = getattr(llm, name)
-        if letter in llm.kinds and size % ranks:
+        if set(letters) & set(llm.kinds) and size % ranks:
             yield Finding(
                 f"mesh.tensor is {ranks} with model.llm.{name} {size}",
                 f"a divisor of {size}, because every rank takes equally many",
                 f"set mesh.tensor to {divisors(size, ranks)}, or model.llm.{name} to "
                 f"{multiples(size, ranks)}",
             )
-    for letter, name in (("*", "kv_heads"), ("M", "mamba_groups")):
+    for letters, name in (("*W", "kv_heads"), ("M", "mamba_groups")):
         size = getattr(llm, name)
-        if letter in llm.kinds and size % ranks and ranks % size:
+        if set(letters) & set(llm.kinds) and size % ranks and ranks % size:
             yield Finding(
                 f"mesh.tensor is {ranks} with model.llm.{name} {size}",
                 f"a divisor or a multiple of {size}: each rank takes equally many, or equally many share one",

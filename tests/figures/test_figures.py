@@ -21,6 +21,7 @@ from jaxthd.errors import UserError
 from jaxthd.figures.batch import MOST_ROWS, batch_figure, draw_batch
 from jaxthd.figures.colors import HUES, INK, PADDING
 from jaxthd.figures.curves import curves_figure
+from jaxthd.figures.rollout_curves import PARTS, rollout_figure
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
 from jaxthd.packing.layout import ContextLayout, DualChunkSwap, inverse_permutation
@@ -113,6 +114,21 @@ def test_a_run_without_validation_or_without_a_finite_step_can_be_drawn(tmp_path
     axes = drawn(curves_figure(run_lines(3)))["Validation"]
     assert [text.get_text() for text in axes.texts] == ["not measured"]
     curves_figure([{"step": 1, "loss": math.nan, "grad_norm": math.nan}]).savefig(tmp_path / "none.png")
+
+
+@pytest.mark.parametrize("with_mesh", [True, False])
+def test_the_parts_of_a_step_of_rollouts_are_stacked(with_mesh: bool):
+    """Copying the weights to another mesh is a part where it happens; the first line is a validation's."""
+    parts = dict.fromkeys(("rollout", "reward", "scoring", "training"), 1.0)
+    parts |= {"resharding": 2.0} if with_mesh else {}
+    line = {f"{name}_seconds": seconds for name, seconds in parts.items()}
+    line |= {"step_seconds": sum(parts.values()), "reward": 1.0}
+    lines = [{"step": 0, "validation_reward": 1.0}, *({"step": n, **line} for n in (1, 2, 3))]
+    [axes] = [x for x in rollout_figure(lines).axes if x.get_title(loc="left").startswith("Time")]
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert names == [name for name in PARTS if name in parts]
+    tops = [stack.get_paths()[0].get_extents().y1 for stack in axes.collections]
+    assert tops == pytest.approx(np.cumsum([parts[name] for name in names]))
 
 
 def test_the_command_draws_the_curves_of_a_workdir(tmp_path: Path):

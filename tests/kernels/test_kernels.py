@@ -10,7 +10,7 @@ import pytest
 
 from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.errors import UserError
-from jaxthd.kernels.choose import LARGE_KERNELS, attention_shape, scan_shape, using, using, with_admitted
+from jaxthd.kernels.choose import LARGE_KERNELS, attention_shape, scan_shape, using, with_admitted
 from jaxthd.kernels.machine import Machine
 from jaxthd.ops.attention import blockwise
 from jaxthd.ops.attention.backends import BACKENDS

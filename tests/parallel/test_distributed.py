@@ -80,9 +80,11 @@ def one(manifest: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def two(manifest: Path, workdir: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
-    """Two processes with two devices each, by scripts/launch_local.py."""
-    command = [sys.executable, "-m", "jaxthd.train", "--config", manifest.with_name("settings.py")]
+def two(
+    manifest: Path, workdir: Path, *overrides: str, name: str = "train"
+) -> Iterator[subprocess.Popen[str]]:
+    """Two processes with two devices each, by scripts/launch_local.py. name: of the command."""
+    command = [sys.executable, "-m", f"jaxthd.{name}", "--config", manifest.with_name("settings.py")]
     command = [
         sys.executable,
         "scripts/launch_local.py",
@@ -105,7 +107,7 @@ def two(manifest: Path, workdir: Path, *overrides: str) -> Iterator[subprocess.P
         text=True,
         start_new_session=True,
     )
-    deadlock = Timer(240, os.killpg, (process.pid, signal.SIGKILL))
+    deadlock = Timer(600, os.killpg, (process.pid, signal.SIGKILL))
     deadlock.start()
     try:
         yield process
@@ -126,9 +128,9 @@ def until(process: subprocess.Popen[str], pattern: str) -> list[str]:
     return lines
 
 
-def end(process: subprocess.Popen[str], number: int, how: signal.Signals) -> str:
+def end(process: subprocess.Popen[str], number: int, how: signal.Signals, after: str = "[5-9]") -> str:
     """Sends process `number` a signal after its fifth step or later; returns the output from the start."""
-    lines = until(process, r"^\[0\] step [5-9]/")
+    lines = until(process, rf"^\[0\] step {after}/")
     pids = re.findall(r"^\[(\d)\] pid (\d+)", "".join(lines), re.MULTILINE)
     os.kill(int(dict(pids)[str(number)]), how)
     # Acceptance: the others end within a minute.

@@ -54,6 +54,25 @@ def test_every_second_has_one_cause(tmp_path: Path, clock: SimpleNamespace):
     assert seconds_of([{"step": 1, **line}, {"step": 2}]) == stored_seconds(tmp_path)
 
 
+def test_drawing_is_work_and_waiting_for_rewards_is_not(tmp_path: Path, clock: SimpleNamespace):
+    """Lines of a run that draws nothing have neither; accounts from before there were these causes go on."""
+    with TimeAccount(tmp_path, 100.0) as account:
+        account.switch("stepping")
+        clock.now += 2.0
+        with account.during("drawing"):
+            clock.now += 5.0
+            account.move(1.0, "reward_wait")
+        assert account.seconds == spent(stepping=2, drawing=4, reward_wait=1)
+        line = time_line(account.seconds)
+    assert (line["drawing_seconds"], line["reward_wait_seconds"]) == (4, 1)
+    assert line["goodput"] == pytest.approx(6 / 7)
+    without = time_line(spent(stepping=3, other=1))
+    assert without.keys() & {"drawing_seconds", "reward_wait_seconds"} == set()
+    assert seconds_of([{"step": 1, **without}]) == spent(stepping=3, other=1)
+    (tmp_path / goodput.FILE).write_text(json.dumps({"stepping": 3.0}))
+    assert stored_seconds(tmp_path) == spent(stepping=3)
+
+
 def test_compiling_counts_once_whatever_it_happens_in_and_not_in_other_threads(
     tmp_path: Path, clock: SimpleNamespace
 ):
@@ -151,3 +170,5 @@ def test_the_bar_shows_the_shares(tmp_path: Path):
     ]
     assert [(x.get_x(), x.get_width()) for x in bar.patches] == [(0, 0.5), (0.5, 0.25), (0.75, 0.25)]
     draw_curves([], tmp_path / "none.png")
+    draw_curves([], tmp_path / "all.png", dict.fromkeys(CAUSES, 1111.1))  # all causes have room
+    draw_curves([{"step": 1, "reward": 1.0}], tmp_path / "rewards.png", dict.fromkeys(CAUSES, 1111.1))

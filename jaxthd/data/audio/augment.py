@@ -49,8 +49,8 @@ class Augmentation:
             rng = document_rng(seed, epoch, f"{key}/{kind}")
             return rng if rng.random() < probability else None
 
-        if changes_speed and config.speed and (rng := drawn("speed", 1.0)):
-            faster = change_speed(samples, config.speed[int(rng.integers(len(config.speed)))])
+        if changes_speed:
+            faster = change_speed(samples, drawn_speed(config, seed, epoch, key))
             if len(faster) >= MIN_SAMPLES:
                 samples = faster
         if self.rooms and (rng := drawn("room", config.room_probability)):
@@ -87,6 +87,15 @@ def _excerpt(noise: Clip, samples: int, rng: np.random.Generator) -> Audio | Non
     seconds = max(samples, MIN_SAMPLES) / SAMPLE_RATE
     start = float(rng.random()) * max(noise.duration - seconds, 0.0)
     return _read(replace(noise, offset=noise.offset + start, duration=min(seconds, noise.duration)))
+
+
+def drawn_speed(config: AugmentConfig, seed: int, epoch: int, key: str) -> float:
+    """How many times as fast a recording is played in an epoch. key: names the recording."""
+    if not config.speed:
+        return 1.0
+    rng = document_rng(seed, epoch, f"{key}/speed")
+    rng.random()  # every kind of change draws first whether it is applied; a speed always is
+    return config.speed[int(rng.integers(len(config.speed)))]
 
 
 def change_speed(samples: Audio, speed: float) -> Audio:

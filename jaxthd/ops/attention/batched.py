@@ -24,7 +24,7 @@ from jaxthd.ops.backend import not_nvidia
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.intervals import KeyIntervals, blocked
 
-PAIRS = 512
+PAIRS = 256
 """Pairs of blocks in a group, times query heads: enough tiles of a matrix product for any GPU."""
 
 
@@ -57,10 +57,10 @@ class _Groups(NamedTuple):
     def pairs(self, i: Array, size: int) -> tuple[Array, Array]:
         """(own blocks, other blocks) of group i, int32 [size]; where it is not full, the number of own blocks
         and 0."""
-        n = jnp.searchsorted(self.ends, i, side="right")
+        n = (self.ends <= i).sum(dtype=jnp.int32)  # searchsorted would be a loop
         place = (i - self.ends[n] + self.groups[n]) * size + jnp.arange(size, dtype=jnp.int32)
         own = jnp.where(place < self.blocks[n], self.order.at[place].get(mode="clip"), len(self.order))
-        other = self.ranges[:, 0].at[own].get(mode="clip") + n.astype(jnp.int32)
+        other = self.ranges[:, 0].at[own].get(mode="clip") + n
         return own, jnp.where(place < self.blocks[n], other, 0)
 
 
@@ -185,35 +185,6 @@ def batched_backward(
     dk, dv = jax.lax.fori_loop(0, key_groups.turns, of_keys, zeros)
     dk_SKD, dv_SKV = (x.swapaxes(1, 2).reshape(-1, kv_heads, x.shape[-1])[:s] for x in (dk, dv))
     return tokens_of(dq, n), dk_SKD, dv_SKV
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def batched_interval_attention(
-    q_NHD: Float[Array, "N H D"],
-    k_SKD: Float[Array, "S K D"],
-    v_SKV: Float[Array, "S K V"],
-    intervals: KeyIntervals,
-    scale: float,
-    block: int,
-) -> Float[Array, "N H V"]:
-    """As blockwise.interval_attention."""
-    return batched_forward(q_NHD, k_SKD, v_SKV, intervals, scale, block)[0].astype(q_NHD.dtype)
-
-
-def _interval_forward(q, k, v, intervals, scale, block):
-    out, lse = batched_forward(q, k, v, intervals, scale, block)
-    out = out.astype(q.dtype)
-    return out, (q, k, v, intervals, out, lse)
-
-
-def _interval_backward(scale, block, residuals, dout):
-    q, k, v, intervals, out, lse = residuals
-    dot_NH = (dout.astype(lse.dtype) * out).sum(-1)
-    dq, dk, dv = batched_backward(q, k, v, lse, dot_NH, dout, intervals, scale, block)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
-
-
-batched_interval_attention.defvjp(_interval_forward, _interval_backward)
 
 
 def _forward(q: Array, k: Array, v: Array, call: Call, scale: float) -> tuple[Array, Array]:
