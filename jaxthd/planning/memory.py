@@ -151,16 +151,14 @@ def _attention(sizes: Sizes) -> Number:
 
 
 def _latent_attention(sizes: Sizes) -> Number:
-    """The expanded heads, what they are expanded from, and the outputs."""
+    """Queries, expanded keys and values, what they are expanded from, and outputs."""
     llm, a, w = sizes.config.model.llm, sizes.a, sizes.w
     latent = llm.latent_attention
     q, v = sizes.heads * latent.qk_head_dim, sizes.heads * latent.v_head_dim
     gathers = sizes.config.compute.context_exchange == "all_gather"
-    ranks = sizes.mesh.context if gathers else 1
-    keys = (q + v) * ranks
-    expanded = sizes.heads * (latent.qk_nope_head_dim + latent.v_head_dim) * ranks
+    keys = (q + v) * (sizes.mesh.context if gathers else 1)
     low = (latent.kept + latent.q_lora_rank) * (2 * a + w)
-    return sizes.tokens * (a * (2 * q + v + keys + expanded) + w * (v + sizes.heads) + low)
+    return sizes.tokens * (a * (q + v + keys) + w * (v + sizes.heads) + low)
 
 
 def _mamba(sizes: Sizes) -> Number:
