@@ -39,7 +39,8 @@ def attention_shape(config: Config) -> AttentionShape:
 
 def scan_shape(config: Config) -> ScanShape:
     """What one rank scans: its context chunks, for all heads of its tensor rank; or under the per-document
-    layout whole rows, for its context rank's share of these heads. A group whose heads lie on several ranks
+    layout whole rows, for its context rank's share of these heads. Under the layout "whole" states enter what
+    is scanned without the kernel. A group whose heads lie on several ranks
     is on each of them.
     """
     llm, mesh, context = config.model.llm, config.mesh, config.mesh.context
@@ -47,6 +48,8 @@ def scan_shape(config: Config) -> ScanShape:
     tokens, states_enter = config.data.capacity, context > 1
     if context > 1 and config.compute.context_layout == "document":
         heads, groups, states_enter = heads // context, math.lcm(groups, context) // context, False
+    elif context > 1 and config.compute.context_layout == "whole":
+        tokens, states_enter = tokens // context, False
     elif context > 1:
         tokens //= 2 * context
     return ScanShape(

@@ -34,7 +34,7 @@ from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.sampling import Sampling
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.segments import Segments, make_segments
-from jaxthd.parallel.mesh import AUDIO_AXES, CONTEXT, PIPELINE, TENSOR, ranks_of
+from jaxthd.parallel.mesh import AUDIO_AXES, CONTEXT, DATA, PIPELINE, TENSOR, ranks_of
 from jaxthd.parallel.params import (
     DECODER_FSDP,
     ENCODER_FSDP,
@@ -135,10 +135,13 @@ class SpeechLM(nnx.Module):
 
     def segments(self, batch: Batch, axes: tuple[str, ...], *, uniform_program: bool = True) -> Segments:
         """uniform_program: see Segments."""
-        return self._segments(batch.segment_ids, batch.positions, axes, batch.prefixes, uniform_program)
+        return self._segments(
+            batch, batch.segment_ids, batch.positions, axes, batch.prefixes, uniform_program
+        )
 
     def _segments(
         self,
+        batch: Batch,
         ids_RT: Array,
         positions_RT: Array,
         axes: tuple[str, ...],
@@ -154,6 +157,8 @@ class SpeechLM(nnx.Module):
             layout=self.compute.context_layout,
             documents=self.max_documents,
             uniform_program=uniform_program,
+            cuts_RK=batch.cuts,
+            alike=(DATA,) if axes and self.compute.context_exchange == "ring" else (),
             window=self.window,
         )
 
@@ -264,6 +269,7 @@ class SpeechLM(nnx.Module):
         for depth, e_nD in enumerate(future):
             has_token_RT = batch.future_tokens[:, depth] >= 0
             segments = self._segments(
+                batch,
                 jnp.where(has_token_RT, batch.segment_ids, 0),
                 jnp.where(has_token_RT, batch.positions, 0),
                 axes,

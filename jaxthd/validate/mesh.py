@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from jaxthd.config import Config
 from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.models.stacks import pipeline_stages
+from jaxthd.packing.assignment import LEAST_CHUNK
 from jaxthd.parallel.experts import expert_sharding
 from jaxthd.parallel.schedule import make_schedule
 from jaxthd.validate.rules import DeviceFacts, Finding, Group, divisors, multiples
@@ -74,6 +75,33 @@ def _documents_over_context(config: Config, device: DeviceFacts) -> Iterator[Fin
             f"a multiple of 2 * context = {unit}, the number of context chunks that a document is cut into",
             f"set data.round_to to {math.lcm(rounded, unit)}; it shapes the stream of buffers, so choose one "
             "value for all context sizes that the run will use",
+        )
+
+
+@RULES.rule("mesh.context", "compute.context_layout", "model.llm")
+def _cut_chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    llm = config.model.llm
+    is_whole = config.compute.context_layout == "whole" and config.mesh.context > 1
+    if is_whole and "M" in llm.kinds and llm.mamba_conv - 1 > LEAST_CHUNK:
+        yield Finding(
+            f'model.llm.mamba_conv is {llm.mamba_conv} with compute.context_layout "whole"',
+            f"at most {LEAST_CHUNK + 1}, because a cut document's context chunks may be as short as "
+            f"{LEAST_CHUNK} tokens",
+            "set compute.context_layout to buffer",
+        )
+
+
+@RULES.rule("mesh.context", "mesh.pipeline", "compute.context_layout", "compute.context_exchange")
+def _ring_among_stages(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    mesh, compute = config.mesh, config.compute
+    is_whole = compute.context_layout == "whole" and mesh.context > 1
+    if is_whole and mesh.pipeline > 1 and compute.context_exchange == "ring":
+        yield Finding(
+            f'compute.context_exchange is "ring" with compute.context_layout "whole" and mesh.pipeline '
+            f"{mesh.pipeline}",
+            '"all_gather", because stages work on different buffers at a time: one has cut documents to '
+            "exchange, another may not, and a ring names the ranks of all stages",
+            "set compute.context_exchange to all_gather",
         )
 
 

@@ -210,6 +210,14 @@ CASES = [
         | {"model.llm.mamba_heads": 6},
         "set mesh.context to 1, 2 or 3, or model.llm.mamba_heads to 4 or 8, or compute.context_layout to",
     ),
+    Case(
+        {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.mamba_conv": 6},
+        'model.llm.mamba_conv is 6 with compute.context_layout "whole"',
+    ),
+    Case(
+        {**PIPELINE, "mesh.context": 2, "compute.context_layout": "whole", "model.llm.pattern": "M*-M*-"},
+        "set compute.context_exchange to all_gather",
+    ),
     # Buffers.
     Case({"data.round_to": 10}, "set data.capacity to 2040 or 2050, or data.round_to to 2"),
     Case({"data.max_documents": 4096}, "data.max_documents is 4096 for a buffer of 2048", is_warning=True),

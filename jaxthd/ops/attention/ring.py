@@ -55,12 +55,48 @@ def packed_attention(
     Padding gives 0 and receives no gradient. Raises ValueError for another back-end.
     """
     find_backend(BACKENDS, "attention", backend)
+    if segments.cut is not None:
+        how: dict[str, Any] = {
+            "scale": scale,
+            "exchange": exchange,
+            "backend": backend,
+            "in_window": in_window,
+        }
+        return _attention_of_whole(q_NHD, k_NKD, v_NKV, sink_H, segments, **how)
     if in_window:
         segments, backend = segments.in_window, blockwise.BACKEND.name
     if exchange == "ring" or segments.context == 1:
         return _ring_attention(q_NHD, k_NKD, v_NKV, sink_H, segments, scale, backend)
     k_CNKD, v_CNKV = (jax.lax.all_gather(x, segments.axis) for x in (k_NKD, v_NKV))
     return _gathered_attention(q_NHD, k_CNKD, v_CNKV, sink_H, segments, scale, backend)
+
+
+def _attention_of_whole(
+    q_NHD: Array, k_NKD: Array, v_NKV: Array, sink_H: Array | None, segments: Segments, **how: Any
+) -> Array:
+    """Under the layout "whole": documents that are whole on this rank; and, if there are cut ones, these, by
+    the first slots of each row, under the per-document layout. Only these slots' keys and values travel.
+
+    how: further arguments of packed_attention.
+    """
+    cut, rows = segments.cut, segments.rows
+    assert cut is not None
+    out_NHV = packed_attention(q_NHD, k_NKD, v_NKV, cut.own, sink_H=sink_H, **how)
+
+    def with_cut(narrow: Segments, out_NHV: Array, sink_H: Array | None, *given: Array) -> Array:
+        width = narrow.row_length
+        q, k, v = (x.reshape(rows, -1, *x.shape[1:])[:, :width] for x in given)
+        q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+        more = packed_attention(q, k, v, narrow, sink_H=sink_H, **how)
+        more_RSHV, out_RTHV = (x.reshape(rows, -1, *x.shape[1:]) for x in (more, out_NHV))
+        return out_RTHV.at[:, :width].add(more_RSHV).reshape(out_NHV.shape)
+
+    def without(out_NHV: Array, *_: Array | None) -> Array:
+        return out_NHV
+
+    branches: list[Any] = [without, *(partial(with_cut, narrow) for narrow in cut.narrow)]
+    both_NHV: Array = jax.lax.switch(cut.width, branches, out_NHV, sink_H, q_NHD, k_NKD, v_NKV)
+    return both_NHV
 
 
 def gather_in_order(x_NKD: Float[Array, "N K D"], segments: Segments) -> Float[Array, "S K D"]:
@@ -71,9 +107,21 @@ def gather_in_order(x_NKD: Float[Array, "N K D"], segments: Segments) -> Float[A
     x_RTKD = jax.lax.all_gather(x_RTKD, segments.axis, axis=1, tiled=True)
     if segments.in_order is not None:
         x_RTKD = gather_in_rows(x_RTKD, segments.in_order.slots)
+    elif segments.cut is not None:
+        x_RTKD = gather_in_rows(x_RTKD, _slots_in_order(segments))
     else:
         x_RTKD = x_RTKD[:, inverse_permutation(segments.swap.permutation(x_RTKD.shape[1]))]
     return x_RTKD.reshape(-1, *x_NKD.shape[1:])
+
+
+def _slots_in_order(segments: Segments) -> Array:
+    """Under the layout "whole": the rank-major slot of each index of a row, [R, S]."""
+    assert segments.cut is not None
+    tokens = segments.row_length
+    index_S = jnp.arange(segments.context * tokens, dtype=jnp.int32)
+    index_RS = jnp.broadcast_to(index_S, (segments.rows, len(index_S)))
+    rank_RS, slot_RS = segments.cut.slots.slot(segments.swap, index_RS, tokens)
+    return rank_RS * tokens + slot_RS
 
 
 def merge(
