@@ -8,13 +8,13 @@ workdir without an optimizer: config.json and checkpoints/. If no source has an 
 text-only. Train from the folder with --train.init-from, or from the sources themselves.
 
 export reads the workdir of a run, or what import wrote (RUN@best and RUN@STEP choose a checkpoint, RUN@ema
-the averaged parameters), merges its low-rank matrices (LoRA) into their projections, and writes one of the
-formats below. The default is a format that holds the whole model or, if there is none, formats that hold
-parts. Weights of a vision tower are copied from --like, or absent.
+the averaged parameters), and writes one of the formats below. Low-rank matrices (LoRA) are merged into
+their projections; salm keeps them. The default is a format that holds the whole model (not salm) or, if there
+is none, formats that hold parts. Weights of a vision tower are copied from --like, or absent.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -68,6 +68,7 @@ def import_weights(sources: Sequence[str], out: Path, *, adapter_dim: int = 0) -
         )
     start = ModelConfig(adapter_dim=adapter_dim) if has_encoder else ModelConfig(encoder=None)
     config = Config(model=model_config(*sources, model=start))
+    config = replace(config, adapt=next((c.lora for c in found[::-1] if c.lora), config.adapt))
     folders = [Path(source) for source in sources if (Path(source) / "tokenizer.json").is_file()]
     if folders:
         config = replace(config, data=DataConfig(tokenizer=str(folders[-1])))
@@ -104,8 +105,11 @@ def export_weights(
     folders = {out / name: family for name, family in export_families(config.model, form).items()}
     mesh = make_mesh(config.mesh)
     weights = load_weights([source], Blueprint(config), mesh, partly=False)
-    params, config = merge_lora(weights.params, config)
-    arrays = named_weights(weights._replace(params=params))
+    lora = _lora_fields(config, named_weights(weights), list(folders.values()))
+    if not lora:
+        params, config = merge_lora(weights.params, config)
+        weights = weights._replace(params=params)
+    arrays = named_weights(weights)
     take = partial(_taken, arrays, _indexing(mesh))
     shapes = {name: x.shape for name, x in arrays.items()}
     original = open_checkpoint(like).family if like else None
@@ -118,7 +122,7 @@ def export_weights(
             folder,
             dtype=dtype,
             like=like if family is original else None,
-            settings={} if family is original else _token_ids(config, family),
+            settings=({} if family is original else _token_ids(config, family)) | lora,
             beside=None if like or not family.token_fields else _tokenizer_folder(config),
             limit=limit,
         )
@@ -128,6 +132,16 @@ def export_weights(
         if family.token_fields and is_trained and is_missing:
             write_tokenizer(config.data.tokenizer, folder)
     return list(folders)
+
+
+def _lora_fields(config: Config, arrays: Mapping[str, Any], families: Sequence[Family]) -> dict[str, Any]:
+    """The field "lora" of an export whose family keeps the run's LoRA; {} where it is merged, or there is
+    none."""
+    keeps = next((f.lora_fields for f in families if f.lora_fields), None)
+    if keeps is None or not config.adapt.lora_rank:
+        return {}
+    adapted = frozenset(name.removesuffix(".lora.a") for name in arrays if name.endswith(".lora.a"))
+    return {"lora": keeps(config.adapt, adapted)}
 
 
 def _tokenizer_folder(config: Config) -> Path | None:
@@ -191,6 +205,8 @@ def main(argv: list[str] | None = None) -> None:
         config = import_weights(options.sources, options.out, adapter_dim=options.adapter_dim)
         llm, encoder = config.model.llm, config.model.encoder
         audio = f"encoder {encoder.layers} x {encoder.dim}" if encoder else "no encoder"
+        rank = config.adapt.lora_rank
+        audio += f"; LoRA of rank {rank} on {', '.join(config.adapt.lora_targets)}" if rank else ""
         print(f"{options.out}: {llm.letters}, dim {llm.dim}; {audio}")
     else:
         folders = export_weights(

@@ -7,8 +7,8 @@ are run in two variants. The first has 1F1B, the ring where stages are equal, an
 has interleaved or unevenly divided stages, all-gather, sequence-sharded residuals, sends to experts in
 several rounds, and the layout by documents. A few more runs adapt the model by LoRA and frozen parameters.
 They are compared with a dense model, which has neither: the gradient dW of the dense w + s a b gives those
-of a and b as s dW b^T and s a^T dW. A few have multi-token prediction and a CTC
-loss, and the last ones the blocks of Qwen3.
+of a and b as s dW b^T and s a^T dW. A few have multi-token prediction and a CTC loss, a few the blocks of
+Qwen3, GPT-OSS or DeepSeek-V3. The last ones keep documents whole on a context rank where they fit.
 
 The model has all four mixers (two such units), experts over the data and context ranks, and audio. A batch is
 32 ragged rows in 4 microbatches, one of which is all padding. A microbatch holds the same rows on every mesh,
@@ -55,6 +55,7 @@ from jaxthd.config import (
     Config,
     DataConfig,
     EncoderConfig,
+    LatentAttentionConfig,
     LLMConfig,
     MeshConfig,
     ModelConfig,
@@ -63,8 +64,10 @@ from jaxthd.config import (
 )
 from jaxthd.models.adapt import split
 from jaxthd.models.stacks import from_stages, to_stages
+from jaxthd.packing.assignment import Placement, Shares, Size
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
+from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
@@ -128,6 +131,36 @@ QWEN3: dict[str, Any] = {
     "shared_expert_dim": 0,
 }
 """A decoder with Qwen3's blocks."""
+GPT_OSS: dict[str, Any] = {
+    "pattern": "WE*-WE*-",
+    "window": 5,
+    "attention_sinks": True,
+    "attention_bias": True,
+    "rope": RopeConfig(theta=100.0, scaling="yarn", factor=4.0, original_positions=16, truncate=False),
+    "ffn_form": "clamped_swiglu",
+    "swiglu_limit": 0.8,
+    "ffn_bias": True,
+    "router": "softmax",
+    "router_bias": True,
+    "router_scale": 1.0,
+    "shared_expert_dim": 0,
+}
+"""A decoder with GPT-OSS's blocks, and MLPs of its form."""
+DEEPSEEK: dict[str, Any] = {
+    "pattern": "L-LEL-LE",
+    "rope": RopeConfig(
+        theta=100.0, scaling="yarn", factor=4.0, original_positions=8, mscale=1.0, mscale_all_dim=0.7
+    ),
+    "ffn_form": "swiglu",
+    "experts": 8,
+    "experts_per_token": 3,
+    "router_groups": 4,
+    "router_groups_per_token": 2,
+    "latent_attention": LatentAttentionConfig(
+        q_lora_rank=9, kv_lora_rank=10, qk_nope_head_dim=5, qk_rope_head_dim=6, v_head_dim=7
+    ),
+}
+"""A decoder with DeepSeek-V3's blocks."""
 LONGEST_UNIT = 16
 """The longest unit, 2 * context: the layout by documents rounds lengths up to multiples of it."""
 
@@ -200,6 +233,49 @@ def qwen3(dtype: Dtype = "float32") -> list[Config]:
     ]
 
 
+def whole(dtype: Dtype = "float32") -> list[Config]:
+    """Runs under the layout "whole". They cover a ring over data ranks that have cut documents or not; more
+    context ranks with tensor ranks; interleaved and unlike stages; GPT-OSS blocks; future tokens with
+    a CTC loss."""
+    of_ring, of_gather = "ring", "all_gather"
+    chosen: tuple[tuple[MeshConfig, int, Any, dict[str, Any]], ...] = (
+        (MeshConfig(2, 2, 1, 2), 0, of_ring, {}),
+        (MeshConfig(1, 4, 1, 2), 1, of_ring, {}),
+        (MeshConfig(1, 2, 2, 2), 1, of_gather, {}),
+        (MeshConfig(1, 4, 2, 1), 0, of_gather, {}),
+        (MeshConfig(2, 4, 1, 1), 0, of_ring, GPT_OSS),
+        (MeshConfig(2, 2, 1, 1), 0, of_ring, PREDICTING[0]),
+    )
+    found = []
+    for mesh, variant, exchange, llm in chosen:
+        run = variants(mesh, dtype)[variant]
+        model = replace(MODEL, llm=replace(run.model.llm, **llm))
+        compute = replace(run.compute, context_layout="whole", context_exchange=exchange)
+        run = replace(run, compute=compute, model=model)
+        found.append(with_ctc(run) if run.model.llm.mtp_pattern else run)
+    return found
+
+
+def gpt_oss(dtype: Dtype = "float32") -> list[Config]:
+    """Runs with GPT-OSS's blocks. They cover a ring with experts over data and context; interleaved,
+    sequence-sharded stages and the layout by documents; more context ranks than a window reaches."""
+    chosen = ((MeshConfig(2, 2, 1, 2), 0), (MeshConfig(1, 2, 2, 2), 1), (MeshConfig(1, 8, 1, 1), 0))
+    llm = replace(MODEL.llm, **GPT_OSS)
+    return [
+        replace(variants(mesh, dtype)[variant], model=replace(MODEL, llm=llm)) for mesh, variant in chosen
+    ]
+
+
+def deepseek(dtype: Dtype = "float32") -> list[Config]:
+    """Runs with DeepSeek-V3's blocks, as those of qwen3. The second one has no latent for queries."""
+    latent = replace(DEEPSEEK["latent_attention"], q_lora_rank=0)
+    settings = (DEEPSEEK, DEEPSEEK | {"latent_attention": latent}, DEEPSEEK)
+    return [
+        replace(run, model=replace(MODEL, llm=replace(MODEL.llm, **one)))
+        for run, one in zip(qwen3(dtype), settings, strict=True)
+    ]
+
+
 def with_ctc(config: Config) -> Config:
     """Adds a CTC loss. It covers 16 of the 37 documents with audio."""
     train = replace(config.train, ctc_loss=0.3, ctc_max_labels=5)
@@ -241,6 +317,10 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
     if order:
         microbatches = np.random.default_rng(order).permuted(microbatches, axis=1)
     numbers = microbatches.reshape(MICROBATCHES, mesh.data, -1).swapaxes(0, 1).ravel()
+    shares = None
+    if ContextLayout.of(config).keeps_documents:
+        capacity = 2 * capacity
+        shares = Shares(mesh.context, capacity, 3)
     packed = [
         pack_row(
             rows[i],
@@ -251,12 +331,21 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
             context=mesh.context,
             audio_ranks=mesh.audio_ranks,
             layout=layout,
-            round_to=1 if layout == "buffer" else LONGEST_UNIT,
+            round_to=LONGEST_UNIT if layout == "document" else 1,
             depths=config.depths_trained,
+            shares=shares,
+            placement=even_placement(rows[i], shares) if shares else None,
         )[0]
         for i in numbers
     ]
     return concatenate_rows(packed)
+
+
+def even_placement(documents: Sequence[Document], shares: Shares) -> Placement | None:
+    """One that divides attention evenly, which cuts documents in most rows."""
+    sizes = [Size(n, n * (n + 1) // 2) for n in map(len, documents)]
+    placed = shares.fill(sizes, range(len(sizes))) if sizes else None
+    return placed if placed and len(placed.order) == len(sizes) else None
 
 
 @functools.cache
@@ -288,8 +377,7 @@ def evaluate(config: Config, state: tuple[Any, Any] | None = None, order: int = 
         seconds = time.perf_counter() - start
         routing = from_stages({"layers": {"moe": found.routing}}, stages)["layers"]["moe"]
         gradients, buffers = from_stages((found.gradients, found.buffers), stages)
-        found = found._replace(gradients=gradients, buffers=buffers, routing=routing)
-        return jax.tree.map(np.asarray, found), seconds
+        return found._replace(gradients=gradients, buffers=buffers, routing=routing), seconds
 
 
 @functools.cache
@@ -397,7 +485,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=("plain", "lora", "mtp", "qwen3"), help="one kind of rows")
+    parser.add_argument(
+        "--only",
+        choices=("plain", "lora", "mtp", "qwen3", "gpt_oss", "deepseek", "whole"),
+        help="one kind of rows",
+    )
     parser.add_argument("--sample", type=int, default=0, help="only as many rows, drawn at random (seed 0)")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--out", type=Path, default=Path("runs/check_meshes.jsonl"))
@@ -408,6 +500,9 @@ def main(argv: list[str] | None = None) -> None:
         "lora": adapted(options.dtype),
         "mtp": predicting(options.dtype),
         "qwen3": qwen3(options.dtype),
+        "gpt_oss": gpt_oss(options.dtype),
+        "deepseek": deepseek(options.dtype),
+        "whole": whole(options.dtype),
     }
     runs = kinds[options.only] if options.only else list(chain(*kinds.values()))
     if options.sample:

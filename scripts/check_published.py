@@ -32,12 +32,17 @@ from jaxthd.terminal.tables import Claim, conclude, table
 from scripts.comparison.errors import relative_errors
 from scripts.comparison.published import Published
 
+REFERENCES = ("nemotron_h", "qwen3", "deepseek_v3", "gpt_oss", "encoder", "nemotron_omni")
+"""The scripts that make them."""
 SCRIPTS = Path(__file__).parent / "references"
 FAMILIES = {
     "nemotron_h": "llm",
     "nemotron_h_latent": "llm",
     "qwen3": "llm",
     "qwen3_moe": "llm",
+    "deepseek_v3": "llm",
+    "gpt_oss": "llm",
+    "moonlight": "llm",
     "fastconformer": "encoder",
     "nemotron_omni": "omni",
 }
@@ -82,8 +87,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
         checkpoints = work / "published"
-        for script in ("nemotron_h.py", "qwen3.py", "encoder.py", "nemotron_omni.py"):
-            reference(script, "--out", work, "--checkpoints", checkpoints, "--seed", options.seed)
+        for script in REFERENCES:
+            reference(f"{script}.py", "--out", work, "--checkpoints", checkpoints, "--seed", options.seed)
         for name, form in FAMILIES.items():
             folder, npz = checkpoints / name, work / f"{name}.npz"
             others = {"llm": ["fastconformer"], "encoder": ["nemotron_h"], "omni": []}[form]

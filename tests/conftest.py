@@ -31,6 +31,8 @@ gc.set_threshold(100_000, 50, 1000)
 import jax  # noqa: E402  (after its environment is set)
 import pytest  # noqa: E402
 
+from tests.costs import Costs  # noqa: E402
+
 # A program that two tests compile is compiled only once: the workers of pytest-xdist inherit this folder.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _CACHE = tempfile.TemporaryDirectory(prefix="jaxthd-test-cache-")
@@ -39,6 +41,16 @@ jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 # Nobody reads where in the sources an operation of these programs comes from.
 jax.config.update("jax_traceback_in_locations_limit", 0)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--costs", choices=("file", "test"), help="print the CPU seconds of each file or test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if by := config.getoption("--costs"):
+        config.pluginmanager.register(Costs(by))
+
 
 # The files that take longest, the longest first: started last, one of them would keep one worker busy alone.
 LONGEST = (

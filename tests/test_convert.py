@@ -84,7 +84,7 @@ def test_parts_make_the_whole_again(omni, tmp_path):
     assert_identical(tensors(tmp_path / "b"), tensors(tmp_path / "a"))
 
 
-@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h_latent", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h_latent", "qwen3", "qwen3_moe", "gpt_oss"])
 def test_llms_come_back_bit_identical(name, tmp_path):
     """The encoder is another checkpoint's; the adapter is randomly initialised, and one linear layer."""
     published = write_published(name, tmp_path / "llm")

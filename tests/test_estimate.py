@@ -106,6 +106,7 @@ def with_answers(config: Config) -> Config:
             with_ctc(small("*-*-", MeshConfig(context=2, pipeline=2, tensor=2), microbatches=2)),
             marks=pytest.mark.exhaustive,
         ),
+        pytest.param(small("L-L-", MeshConfig(data=2, context=2, tensor=2)), marks=pytest.mark.exhaustive),
     ],
     ids=[
         "all layers on every rank",
@@ -115,6 +116,7 @@ def with_answers(config: Config) -> Config:
         "MTP",
         "LoRA",
         "CTC",
+        "latent attention",
     ],
 )
 def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:
@@ -139,6 +141,8 @@ def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:
         pytest.param("*E", True, 0.15, marks=pytest.mark.exhaustive),
         pytest.param("*-", False, 0.1, marks=pytest.mark.exhaustive),
         pytest.param("M-", True, 0.05, marks=pytest.mark.exhaustive),
+        pytest.param("L-", False, 0.1, marks=pytest.mark.exhaustive),
+        pytest.param("L-", True, 0.05, marks=pytest.mark.exhaustive),
     ],
 )
 def test_four_units_more_need_what_the_closed_form_says(unit: str, remat: bool, within: float) -> None:

@@ -17,6 +17,8 @@ from scripts.check_meshes import (
     batch_for,
     canonical_state,
     check,
+    deepseek,
+    gpt_oss,
     meshes,
     predicting,
     qwen3,
@@ -71,6 +73,19 @@ def test_the_mesh_changes_neither_multi_token_prediction_nor_ctc(number: int):
 @pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
 def test_the_mesh_changes_nothing_with_the_blocks_of_qwen3(number: int):
     row = check(qwen3("float64")[number])
+    assert row["error"] <= 1e-10, row
+
+
+@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
+def test_the_mesh_changes_nothing_with_the_blocks_of_gpt_oss(number: int):
+    row = check(gpt_oss("float64")[number])
+    assert row["error"] <= 1e-10, row
+
+
+@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
+def test_the_mesh_changes_nothing_with_the_blocks_of_deepseek(number: int):
+    """Latent attention, and experts of a limited number of groups."""
+    row = check(deepseek("float64")[number])
     assert row["error"] <= 1e-10, row
 
 

@@ -196,7 +196,7 @@ def test_objectives_train_answers_as_if_each_stood_alone(
             params, buffers = to_stages(canonical_state("float64"), blueprint.stages)
             run = jax.jit(loss_and_gradient(blueprint, devices))
             found = run(params, buffers, put_batch(batch, devices))
-            gradients = jax.tree.map(np.asarray, from_stages(found.gradients, blueprint.stages))
+            gradients = from_stages(jax.device_get(found.gradients), blueprint.stages)
             metrics = jax.device_get(found.objective | found.extremes.numbers)
     finally:
         del OBJECTIVES["together"]

@@ -21,7 +21,7 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
-from scripts.check_meshes import QWEN3, canonical_state, variants
+from scripts.check_meshes import DEEPSEEK, QWEN3, canonical_state, variants
 from tests.alone import parts
 from tests.answers import alone
 from tests.helpers import assert_same
@@ -121,18 +121,21 @@ def loss_and_gradients(config: Config, batch: Batch) -> tuple[float, Any]:
         llm = replace(config.model.llm, pattern=config.model.llm.letters)
         params, buffers = to_stages(canonical_state("float64", llm=llm), blueprint.stages)
         found = jax.jit(loss_and_gradient(blueprint, mesh))(params, buffers, put_batch(batch, mesh))
-        return float(found.loss), jax.tree.map(np.asarray, from_stages(found.gradients, blueprint.stages))
+        return float(found.loss), from_stages(jax.device_get(found.gradients), blueprint.stages)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {"": {}, "qwen3": QWEN3, "deepseek": DEEPSEEK}
 
 
 @functools.cache
 def written_out(settings: str = "") -> tuple[float, Any]:
-    """settings: "" or "qwen3", the decoder's."""
+    """settings: of SETTINGS, the decoder's."""
     config = with_settings(config_of(ONE_DEVICE, microbatches=1), settings)
     return loss_and_gradients(config, pack(ONE_DEVICE, share_prompts=False))
 
 
 def with_settings(config: Config, settings: str) -> Config:
-    changed = replace(config.model.llm, **QWEN3) if settings else config.model.llm
+    changed = replace(config.model.llm, **SETTINGS[settings])
     return replace(config, model=replace(config.model, llm=changed))
 
 
@@ -176,6 +179,17 @@ def test_positions_of_answers_go_on_from_the_prompt(mesh, variant):
     config = with_settings(config_of(mesh, variant), "qwen3")
     loss, gradients = loss_and_gradients(config, pack(mesh, config.compute.context_layout))
     want_loss, want = written_out("qwen3")
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-10)
+    assert_same(gradients, want, 1e-10)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("mesh", "variant"), [(ONE_DEVICE, 0), (MeshConfig(1, 4, 1, 2), 1)], ids=str)
+def test_latent_attention_sees_the_prompt_of_an_answer(mesh, variant):
+    """Its value heads have another dim than its query heads."""
+    config = with_settings(config_of(mesh, variant), "deepseek")
+    loss, gradients = loss_and_gradients(config, pack(mesh, config.compute.context_layout))
+    want_loss, want = written_out("deepseek")
     np.testing.assert_allclose(loss, want_loss, rtol=1e-10)
     assert_same(gradients, want, 1e-10)
 

@@ -67,9 +67,10 @@ def start_weights(blueprint: Blueprint, mesh: Mesh) -> Weights:
 
 
 def _require_base_alone(sources: Sequence[str]) -> None:
-    """Raises UserError where a run with LoRA starts a run whose reference is the model without LoRA."""
+    """Raises UserError where weights with LoRA start a run whose reference is the model without LoRA."""
     for path, _ in map(source_of, sources):
-        if is_run(path) and read_config(path).adapt.lora_rank:
+        has_lora = read_config(path).adapt.lora_rank if is_run(path) else open_checkpoint(path).lora
+        if has_lora:
             raise UserError(
                 f"{path} has LoRA matrices, and the reference policy would be the model without them "
                 "(posttraining.reference auto); expected the model that this run starts from: set "
@@ -237,8 +238,11 @@ class _Published:
     """A published checkpoint, with the same attributes as _Run."""
 
     def __init__(self, path: Path, config: Config, specs: Mapping[str, Any]) -> None:
-        self._checkpoint, self._specs = open_checkpoint(path), specs
         shapes = {name: spec.shape for name, spec in specs.items()}
+        opened = open_checkpoint(path)
+        self._checkpoint, self._specs = opened.for_run(config.adapt, shapes), specs
+        if self._checkpoint is not opened:
+            _report(f"{path}: its LoRA, which is not that of this run, is merged into its projections")
         self._table = self._checkpoint.tensors(config.model, shapes)
         self.gives = {part.name for tensor in self._table for part in tensor.slices}
 
@@ -249,6 +253,9 @@ class _Published:
         shards = {name: _Shards(arrays.pop(name)) for name in names}
         for part, elements in self._checkpoint.read(self._table):
             shards[part.name].write(part.at, elements)
+        decoded = self._checkpoint.decoded(tensor.name for tensor in self._table)
+        if decoded:
+            _report(f"{self._checkpoint.path}: decoded as they were read: {decoded}")
         unread = self._checkpoint.unread([tensor.name for tensor in self._table])
         if unread:
             _report(f"{self._checkpoint.path}: not read, being no part of the model: {_groups(unread)}")

@@ -13,6 +13,7 @@ from jaxthd.config.data import (
     SpecAugmentConfig,
     ValidationSet,
 )
+from jaxthd.config.latent_attention import LatentAttentionConfig
 from jaxthd.config.mesh import MeshConfig
 from jaxthd.config.model import EncoderConfig, LLMConfig, ModelConfig
 from jaxthd.config.posttraining import PostTrainingConfig, RolloutConfig
@@ -29,6 +30,7 @@ __all__ = [
     "EncoderConfig",
     "FilterConfig",
     "LLMConfig",
+    "LatentAttentionConfig",
     "MeshConfig",
     "ModelConfig",
     "Packing",

@@ -16,9 +16,13 @@ class ComputeConfig:
     embedding and head never do."""
     context_exchange: Literal["ring", "all_gather"] = "ring"
     """How attention reaches the keys and values of other context ranks."""
-    context_layout: Literal["buffer", "document"] = "buffer"
+    context_layout: Literal["buffer", "document", "whole"] = "buffer"
     """What is divided into 2 * context chunks, of which rank r holds chunks r and 2 * context - 1 - r: the
-    whole buffer, or each document by itself (data.round_to must then be a multiple of 2 * context)."""
+    whole buffer, or each document by itself (data.round_to must then be a multiple of 2 * context), or only
+    documents that must be. "whole" keeps a document on one rank where it fits its share of the buffer."""
+    context_cuts: int = 8
+    """Under the layout "whole": the most documents of a buffer that are divided. Others that could not stay
+    whole go into the next buffer."""
     sequence_sharded: bool = False
     """Shard norms and residuals over the tensor ranks, 1/tensor of the tokens on each: reduce-scatter and
     all-gather replace all-reduce."""

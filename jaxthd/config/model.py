@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxthd.config.latent_attention import LatentAttentionConfig
 from jaxthd.config.rope import RopeConfig
 from jaxthd.errors import UserError
 
@@ -45,8 +46,8 @@ class LLMConfig:
     """The decoder: blocks of Mamba2, attention, MLP, experts in any order (Nemotron-H, Nemotron-3, Qwen3)."""
 
     pattern: str = "M-M*-"
-    """One letter per block: M Mamba2, * attention, - MLP, E mixture of experts. A | marks where pipeline
-    stages are divided; without any, they are divided by cost."""
+    """One letter per block: M Mamba2, * attention, W attention in a window, L latent attention, - MLP, E
+    mixture of experts. A | marks where pipeline stages are divided; without any, they are divided by cost."""
     vocab_size: int = 260
     """Rows of the embedding and of the head."""
     dim: int = 128
@@ -62,12 +63,25 @@ class LLMConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     qk_norm: bool = False
     """Whether attention's queries and keys are normalised, each head by itself (Qwen3)."""
+    window: int = 128
+    """Tokens that a token sees in attention with the letter W: itself and those before it (GPT-OSS: 128)."""
+    attention_sinks: bool = False
+    """Whether each attention head has a learnt score that stands beside its keys in the softmax (GPT-OSS)."""
     attention_bias: bool = False
     """Whether attention's four projections have biases (GPT-OSS)."""
+    latent_attention: LatentAttentionConfig = field(default_factory=LatentAttentionConfig)
     ffn_dim: int = 512
     """Inner dim of the MLP."""
-    ffn_form: Literal["relu2", "swiglu"] = "relu2"
-    """The MLP's and the experts' form. "relu2": down(relu(up x)^2). "swiglu": down(silu(gate x) * up x)."""
+    ffn_form: Literal["relu2", "swiglu", "clamped_swiglu"] = "relu2"
+    """The MLP's and the experts' form. "relu2": down(relu(up x)^2). "swiglu": down(silu(gate x) * up x).
+    "clamped_swiglu": down((up + 1) * gate * sigmoid(alpha * gate)) of a gate of at most limit and an up from
+    -limit to limit (GPT-OSS)."""
+    swiglu_alpha: float = 1.702
+    """alpha of "clamped_swiglu"."""
+    swiglu_limit: float = 7.0
+    """limit of "clamped_swiglu"."""
+    ffn_bias: bool = False
+    """Whether the projections of the MLP and of the experts have biases (GPT-OSS)."""
     tied_embedding: bool = False
     """Whether the head is the embedding: one matrix for both."""
     mamba_heads: int = 8
@@ -97,6 +111,13 @@ class LLMConfig:
     evens out the load (Nemotron-3); "softmax", over all experts (Qwen3), to be used with train.aux_loss."""
     router_normalised: bool = True
     """Whether the weights of a token's experts are their scores over their sum; otherwise their scores."""
+    router_bias: bool = False
+    """Whether the router's projection has a bias (GPT-OSS)."""
+    router_groups: int = 1
+    """Groups that the experts are divided into (DeepSeek-V3: 8); 1: none."""
+    router_groups_per_token: int = 1
+    """Groups that a token's experts are chosen from (DeepSeek-V3: 4): those whose two best experts have the
+    largest sum of scores."""
     router_scale: float = 1.0
     """Factor on the sum of the routed experts' outputs."""
     mtp_pattern: str = ""
@@ -110,7 +131,7 @@ class LLMConfig:
     @property
     def is_gated(self) -> bool:
         """Whether the MLP and the experts have a gate."""
-        return self.ffn_form == "swiglu"
+        return self.ffn_form != "relu2"
 
     @property
     def ffn_matrices(self) -> int:
@@ -142,6 +163,8 @@ class ModelConfig:
     llm: LLMConfig = field(default_factory=LLMConfig)
     adapter_dim: int = 0
     """Inner dim of the RMSNorm-linear-relu^2-linear adapter; 0 for a single linear layer."""
+    adapter_bias: bool = False
+    """Whether the adapter's last linear layer has a bias (Canary-Qwen)."""
 
     @property
     def audio_encoder(self) -> EncoderConfig:

@@ -12,19 +12,21 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import grain
 import numpy as np
 
 from jaxthd.config import Config, Packing
 from jaxthd.data.decreasing import BestFitDecreasing
-from jaxthd.data.runs import JudgedDocument, Runs
+from jaxthd.data.runs import JudgedDocument, RowDocuments, Runs
 from jaxthd.data.skipped import Skipped
 from jaxthd.errors import UserError
+from jaxthd.packing.assignment import Placement, Shares, slot_work
 from jaxthd.packing.batch import Batch, without_rows
 from jaxthd.packing.document import SUBSAMPLING, Document
 from jaxthd.packing.fit import BufferLimits
+from jaxthd.packing.layout import LayoutKind
 from jaxthd.packing.pack import PackReport, pack_row
 
 OnSkip = Callable[[str, str], None]
@@ -62,13 +64,13 @@ class PackDocuments(Sequence[Any]):
 
     Grain's own packer fills buffers by tokens and mel frames jointly. If a buffer's encoder chunks cannot be
     assigned whole to the audio ranks, the buffer is divided into consecutive runs of documents whose chunks
-    can.
+    can. Under the layout "whole" documents of one or two buffers wait, and rows are chosen among these.
 
-    The state of a stream is (the packer's state before the buffer, how many of the buffer's documents were
-    yielded). It is exact, JSON-serialisable and the same under every mesh. That is why documents are skipped
-    at two points. A document that fits no mesh (too many tokens, too much audio) is skipped before the
-    packer. One that does not fit this mesh (its audio cannot be assigned to the ranks) is skipped after the
-    packer, where buffers are divided.
+    The state of a stream is (the packer's state before a buffer, which documents were yielded from there on).
+    It is exact, JSON-serialisable and means the same under every mesh and layout. That is why documents are
+    skipped at two points. A document that fits no mesh (too many tokens, too much audio) is skipped before
+    the packer. One that does not fit this mesh (its audio cannot be assigned to the ranks) is skipped after
+    the packer, where rows are chosen.
 
     Raises ValueError on construction if the sizes contradict each other.
     """
@@ -91,9 +93,15 @@ class PackDocuments(Sequence[Any]):
     """Each document's slots are rounded up to a multiple of this."""
     context: int = 1
     """Context ranks that the buffer is laid out for."""
-    layout: Literal["buffer", "document"] = "buffer"
+    layout: LayoutKind = "buffer"
     """What is divided over the context ranks: the whole buffer, or each document by itself. "document"
-    needs a round_to that is a multiple of 2 * context."""
+    needs a round_to that is a multiple of 2 * context. "whole": only documents that must be; each other one
+    stays on one rank."""
+    cuts: int = 8
+    """Under "whole": the most documents of a buffer that are divided."""
+    slot_work: float = 0.0
+    """Under "whole": what a token slot costs a rank besides attention, in query-key pairs. More documents are
+    divided only where all of a rank's work would else be uneven."""
     audio_ranks: int = 1
     """Ranks that share a buffer's audio."""
     longest_chunk: int = 0
@@ -148,7 +156,15 @@ class PackDocuments(Sequence[Any]):
             self.round_to,
             self.longest_chunk,
             self.share_prompts,
+            self._shares,
         )
+
+    @property
+    def _shares(self) -> Shares | None:
+        if self.layout != "whole" or self.context == 1:
+            return None
+        most = self.max_documents, self.audio_capacity
+        return Shares(self.context, self.capacity, self.cuts, self.slot_work, *most)
 
     def __call__(self, documents: Any) -> grain.IterDataset:
         """The dataset of PackedRow. A MapDataset is read without threads; convert it first for others.
@@ -223,10 +239,18 @@ class PackDocuments(Sequence[Any]):
                 shuffle_bins=self.shuffle_seed is not None,
                 seed=self.shuffle_seed or 0,
             ).map(lambda buffer: buffer["judged"])
-        return Runs(buffers, self._first_run).map(self.row)
+        if self._shares is None or self.packing == "padded":
+            return Runs(buffers, self._first_run).map(self._placed_row)
+        return Runs(buffers, self._chosen, 2 * self.capacity).map(self._placed_row)
 
-    def row(self, documents: Sequence[Document]) -> PackedRow:
-        """Packs and lays out documents that fit. Without documents the row is all padding."""
+    def _placed_row(self, row: RowDocuments) -> PackedRow:
+        return self.row(row.documents, row.placement)
+
+    def row(self, documents: Sequence[Document], placement: Placement | None = None) -> PackedRow:
+        """Packs and lays out documents that fit. Without documents the row is all padding.
+
+        placement: of the documents on context ranks, for the layout "whole"; None: any.
+        """
         batch, report = pack_row(
             documents,
             capacity=self.capacity,
@@ -242,6 +266,8 @@ class PackDocuments(Sequence[Any]):
             extras=self.extras,
             answers=self.answers,
             share_prompts=self.share_prompts,
+            shares=self._shares,
+            placement=placement,
         )
         return PackedRow(without_rows(batch), report)
 
@@ -255,15 +281,27 @@ class PackDocuments(Sequence[Any]):
             self.on_skip(judged.document.key, judged.fit.too_large)
         return not judged.fit.too_large
 
-    def _first_run(self, buffer: Sequence[JudgedDocument]) -> tuple[int, list[Document]]:
-        """Takes the longest run of documents whose audio can be assigned; returns (number taken, row).
+    def _first_run(self, waiting: Sequence[JudgedDocument]) -> tuple[Sequence[int], RowDocuments | None]:
+        """Takes the longest run of a buffer's documents that can be assigned; (those taken, the row).
 
-        Returns (1, []) if the audio of the first document cannot be assigned: that document is skipped.
+        Takes one, and gives no row, if the first document alone cannot be assigned: it is skipped.
         """
-        taken = self.limits.first_run([judged.fit for judged in buffer])
+        taken = self.limits.first_run([judged.fit for judged in waiting])
         if not taken:
-            self.on_skip(buffer[0].document.key, buffer[0].fit.unassignable)
-        return max(taken, 1), [judged.document for judged in buffer[:taken]]
+            return self._skipped(waiting[0])
+        return range(taken), RowDocuments([judged.document for judged in waiting[:taken]])
+
+    def _chosen(self, waiting: Sequence[JudgedDocument]) -> tuple[Sequence[int], RowDocuments | None]:
+        """Under the layout "whole": takes documents that fill the context ranks; the first is among them."""
+        placed = self.limits.fill([judged.fit for judged in waiting])
+        if placed is None:
+            return self._skipped(waiting[0])
+        documents = [waiting[i].document for i in placed.order]
+        return placed.order, RowDocuments(documents, placed.renumbered())
+
+    def _skipped(self, judged: JudgedDocument) -> tuple[Sequence[int], None]:
+        self.on_skip(judged.document.key, judged.fit.unassignable)
+        return range(1), None
 
 
 def pack_documents(
@@ -287,6 +325,8 @@ def pack_documents(
         round_to=data.round_to,
         context=config.mesh.context,
         layout=config.compute.context_layout,
+        cuts=config.compute.context_cuts,
+        slot_work=slot_work(config),
         audio_ranks=config.mesh.audio_ranks,
         longest_chunk=encoder.chunk_frames if encoder else 0,
         shuffle_seed=shuffle_seed,

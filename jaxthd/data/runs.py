@@ -1,4 +1,4 @@
-"""Divides the packer's buffers into rows: the audio of a buffer may be more than the ranks can share."""
+"""Makes rows of the packer's buffers: the documents of a buffer may be more than the ranks can share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from typing import Any
 
 import grain
 
+from jaxthd.packing.assignment import Placement
 from jaxthd.packing.document import Document
 from jaxthd.packing.fit import Fit
 
@@ -18,56 +19,103 @@ class JudgedDocument:
     fit: Fit
 
 
-FirstRun = Callable[[Sequence[JudgedDocument]], tuple[int, list[Document]]]
+@dataclass(frozen=True, eq=False)
+class RowDocuments:
+    """The documents of a row; under the layout "whole", in the order of their placement, and that."""
+
+    documents: list[Document]
+    placement: Placement | None = None
+
+
+Take = Callable[[Sequence[JudgedDocument]], tuple[Sequence[int], RowDocuments | None]]
+"""Of documents that wait: (the numbers of those that are taken, the row of them or None). It takes at least
+the first one, and decides by the waiting documents alone."""
 
 
 class Runs(grain.IterDataset):
-    """Divides buffers into consecutive runs of their documents with `first_run`."""
+    """Rows of the packer's buffers, chosen by `take` among the documents that wait.
 
-    def __init__(self, buffers: grain.IterDataset, first_run: FirstRun) -> None:
+    window: token slots that the waiting documents take, at least, before some are taken. 0: only documents of
+    one buffer wait at a time.
+    """
+
+    def __init__(self, buffers: grain.IterDataset, take: Take, window: int = 0) -> None:
         super().__init__(buffers)
-        self._first_run = first_run
+        self._take, self._window = take, window
 
     def __iter__(self) -> grain.DatasetIterator:
-        return _RunsIterator(iter(self.parents[0]), self._first_run)
+        return _RunsIterator(iter(self.parents[0]), self._take, self._window)
 
     def __str__(self) -> str:
         return "Runs"
 
 
 class _RunsIterator(grain.DatasetIterator):
-    """State: the parent's state before the buffer, and how many of the buffer's documents were yielded."""
+    """State: the parent's state before the first buffer that has waiting documents; which of the documents
+    from there on were taken, a number if they are the first ones; how many buffers were read, if several.
+    """
 
-    def __init__(self, buffers: grain.DatasetIterator, first_run: FirstRun) -> None:
+    def __init__(self, buffers: grain.DatasetIterator, take: Take, window: int) -> None:
         super().__init__(buffers)
-        self._buffers = buffers
-        self._first_run = first_run
-        self._start(buffers.get_state(), 0)
+        self._buffers, self._take, self._window = buffers, take, window
+        self._start(buffers.get_state(), 0, 0)
 
-    def _start(self, before: dict[str, Any], emitted: int) -> None:
-        self._before, self._emitted = before, emitted
-        self._buffer: Sequence[JudgedDocument] | None = None  # None: not read yet
+    def _start(self, before: dict[str, Any], taken: int | Sequence[int], to_read: int) -> None:
+        self._before, self._to_read = [before], to_read  # one more state than buffers
+        self._read: list[Sequence[JudgedDocument]] = []
+        self._taken = set(range(taken) if isinstance(taken, int) else taken)
+        self._is_restored = bool(self._taken)
 
-    def __next__(self) -> list[Document]:
+    def __next__(self) -> RowDocuments:
         while True:
-            if self._buffer is None:
-                self._buffer = next(self._buffers)
-            rest = self._buffer[self._emitted :]
-            if not rest:
-                raise ValueError(
-                    f"the state says {self._emitted} documents of a buffer were handed out, but it holds "
-                    f"{len(self._buffer)}; restore with the data and packing settings it was saved with"
-                )
-            taken, run = self._first_run(rest)
-            self._emitted += taken
-            if self._emitted == len(self._buffer):
-                self._start(self._buffers.get_state(), 0)
-            if run:
-                return run
+            waiting = self._waiting()
+            numbers, row = self._take([judged for _, judged in waiting])
+            self._taken.update(waiting[number][0] for number in numbers)
+            self._forget()
+            if row:
+                return row
+
+    def _waiting(self) -> list[tuple[int, JudgedDocument]]:
+        """Those not taken, and their numbers; reads buffers until there are enough."""
+        while True:
+            documents = [judged for buffer in self._read for judged in buffer]
+            waiting = [(i, judged) for i, judged in enumerate(documents) if i not in self._taken]
+            slots = sum(judged.fit.slots for _, judged in waiting)
+            if self._to_read == 0 and waiting and slots >= self._window:
+                return waiting
+            try:
+                self._read.append(next(self._buffers))
+            except StopIteration:
+                if not waiting:
+                    raise
+                return waiting
+            self._before.append(self._buffers.get_state())
+            self._to_read = max(self._to_read - 1, 0)
+            if self._is_restored and self._taken.issuperset(range(len(self._read[0]))):
+                self._refuse()
+            self._is_restored = False
+            self._forget()
+
+    def _refuse(self) -> None:
+        raise ValueError(
+            f"the state says {len(self._taken)} documents of a buffer were handed out, but it holds "
+            f"{len(self._read[0])}; restore with the data and packing settings it was saved with"
+        )
+
+    def _forget(self) -> None:
+        """Drops the first buffers as long as all of their documents are taken."""
+        while self._read and self._taken.issuperset(range(len(self._read[0]))):
+            count = len(self._read.pop(0))
+            self._taken = {i - count for i in self._taken if i >= count}
+            self._before.pop(0)
 
     def get_state(self) -> dict[str, Any]:
-        return {"packer": self._before, "emitted": self._emitted}
+        taken = sorted(self._taken)
+        is_first = taken == list(range(len(taken)))
+        state = {"packer": self._before[0], "emitted": len(taken) if is_first else taken}
+        read = len(self._read) + self._to_read
+        return state | ({"read": read} if read > 1 else {})
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._buffers.set_state(state["packer"])
-        self._start(state["packer"], state["emitted"])
+        self._start(state["packer"], state["emitted"], state.get("read", 0) if self._window else 0)

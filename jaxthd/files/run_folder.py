@@ -262,7 +262,7 @@ def compare_models(path: Path, there: ModelConfig, here: ModelConfig) -> None:
     then, now = (flat(asdict(model), "model.") for model in (there, here))
     free = []
     if there.encoder is None or here.encoder is None:
-        free += ["model.encoder*", "model.adapter_dim"]
+        free += ["model.encoder*", "model.adapter_*"]
     if not (there.llm.mtp_pattern and here.llm.mtp_pattern):
         free.append("model.llm.mtp_*")
     elif there.llm.mtp_shared and here.llm.mtp_shared:

@@ -12,6 +12,7 @@ def _fields(model: ModelConfig) -> dict[str, Any]:
     return {
         "model_type": "jaxthd_adapter",
         "inner_dim": model.adapter_dim,
+        "bias": model.adapter_bias,
         "encoder_dim": encoder_of(model, "adapter").dim,
         "llm_dim": model.llm.dim,
     }
@@ -31,7 +32,11 @@ FAMILY = Family(
     gives="the adapter",
     model_types=("jaxthd_adapter",),
     covers=ADAPTER,
-    configure=lambda fields, model: replace(model, adapter_dim=int(required(fields, "inner_dim"))),
+    configure=lambda fields, model: replace(
+        model,
+        adapter_dim=int(required(fields, "inner_dim")),
+        adapter_bias=bool(fields.get("bias", False)),
+    ),
     fields=_fields,
     write=_write,
 )

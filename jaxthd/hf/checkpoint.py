@@ -5,34 +5,25 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from jaxtyping import Shaped
 
-from jaxthd.config import ModelConfig
+from jaxthd.config import AdaptConfig, ModelConfig
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import compare_models
-from jaxthd.hf import parakeet
+from jaxthd.hf import canary_qwen, parakeet
+from jaxthd.hf.block_scaled import BlockScaledFolder
 from jaxthd.hf.family import Family, Fields
+from jaxthd.hf.merged_lora import MergedLora
+from jaxthd.hf.mxfp4 import METHOD as MXFP4
+from jaxthd.hf.mxfp4 import Mxfp4Folder
 from jaxthd.hf.names import ArraySlice, Names, Shape, Tensor
 from jaxthd.hf.nemo import NemoArchive
+from jaxthd.hf.reader import Reader
 from jaxthd.hf.registry import FAMILIES, parts_of
 from jaxthd.hf.safetensors_files import SafetensorsFolder
-
-
-@runtime_checkable
-class Reader(Protocol):
-    """The tensors of a checkpoint, by name. `dtype` is NumPy's name of a tensor's dtype."""
-
-    path: Path
-    shapes: dict[str, Shape]
-
-    def dtype(self, name: str) -> str: ...
-
-    def read(self, name: str) -> Shaped[np.ndarray, "..."]: ...
-
-    def in_file_order(self, names: Iterable[str]) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -50,6 +41,29 @@ class Checkpoint:
     def covers(self, name: str) -> bool:
         """Whether the checkpoint holds our array of this name."""
         return self.family.holds(name)
+
+    @property
+    def lora(self) -> AdaptConfig | None:
+        """The LoRA that it has, as settings of a run. Raises UserError for one that jaxthd does not have."""
+        return self.family.lora(self.fields) if self.family.lora else None
+
+    def for_run(self, adapt: AdaptConfig, shapes: Mapping[str, Shape]) -> "Checkpoint":
+        """The checkpoint as a run with these settings takes it in: itself where the run has the same LoRA,
+        else with its low-rank matrices merged into their projections.
+
+        shapes: of our arrays, by name.
+        """
+        lora = self.lora
+        if lora is None:
+            return self
+        scale = lora.lora_alpha / lora.lora_rank
+        own = {name.removesuffix(".lora.a") for name in shapes if name.endswith(".lora.a")}
+        theirs = {name.removesuffix(".w") for name in shapes if name.removesuffix(".w") in lora.lora_targets}
+        is_same = own == theirs and not adapt.dora and lora.lora_rank == adapt.lora_rank
+        if is_same and adapt.lora_alpha / adapt.lora_rank == scale:
+            return self
+        fields = {name: x for name, x in self.fields.items() if name != "lora"}
+        return replace(self, fields=fields, reader=MergedLora(self.reader, scale))
 
     def configure(self, model: ModelConfig) -> ModelConfig:
         """`model` with this checkpoint's settings, for the parts that the checkpoint holds.
@@ -71,6 +85,13 @@ class Checkpoint:
         if not self.covers("head") or any("mtp.layers." in name for name in self.reader.shapes):
             return model
         return replace(model, llm=replace(model.llm, mtp_pattern=""))
+
+    def decoded(self, names: Iterable[str]) -> str:
+        """How many of these tensors are decoded as they are read, for people; "" for none."""
+        if not isinstance(self.reader, BlockScaledFolder | Mxfp4Folder):
+            return ""
+        count = sum(map(self.reader.is_decoded, names))
+        return f"{count} {self.reader.form}" if count else ""
 
     def unread(self, table: Collection[str]) -> list[str]:
         """Its tensors that are not among those named, and that may be left unread (Family.ignored)."""
@@ -133,13 +154,30 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return Checkpoint(parakeet.FAMILY, archive.fields, archive)
     fields = read_fields(path)
     kinds = {fields.get("model_type"), *(fields.get("architectures") or ())}
+    kinds |= {canary_qwen.KIND} if canary_qwen.is_salm(fields) else set()
     for family in FAMILIES:
         if kinds & set(family.model_types):
-            return Checkpoint(family, fields, SafetensorsFolder(path))
+            reader = _reader(path, fields)
+            complete = family.complete(fields, reader.shapes) if family.complete else fields
+            return Checkpoint(family, complete, reader)
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
     raise UserError(
         f"{path / 'config.json'} has model_type {fields.get('model_type')!r}; expected one of {known}: "
         "choose another checkpoint"
+    )
+
+
+def _reader(path: Path, fields: Fields) -> Reader:
+    method = (fields.get("quantization_config") or {}).get("quant_method")
+    if method is None:
+        return SafetensorsFolder(path)
+    if method == "fp8":
+        return BlockScaledFolder(SafetensorsFolder(path), fields)
+    if method == MXFP4:
+        return Mxfp4Folder(SafetensorsFolder(path))
+    raise UserError(
+        f"{path / 'config.json'} has the quant_method {method!r}; expected fp8, {MXFP4}, or no "
+        "quantization_config: convert it to bfloat16"
     )
 
 

@@ -20,12 +20,12 @@ from jaxthd.hf.safetensors_files import SafetensorsWriter
 KEPT_FLOAT32 = ("*.A_log", "*.D", "*.dt_bias", "*.e_score_correction_bias", "*.running_mean", "*.running_var")
 """Tensors that are never rounded."""
 
-_VISION_FIELDS = (
-    "vision_config",
-    "vision_hidden_size",
-    "projector_hidden_size",
-    "video_temporal_patch_size",
+_ORIGINALS = (
+    *("vision_config", "vision_hidden_size", "projector_hidden_size", "video_temporal_patch_size"),
+    *("pretrained_llm", "pretrained_asr", "pretrained_weights", "perception", "prompt_format"),
+    *("freeze_params", "prevent_freeze_params", "audio_locator_tag"),
 )
+"""Settings that stay the original's: of a vision tower, and of how NeMo uses a model."""
 
 
 def export(
@@ -57,6 +57,9 @@ def export(
     original = open_checkpoint(like) if like else None
     if original is not None:
         fields = _overlaid(original.fields, fields)
+        fields.pop("quantization_config", None)  # what is written is not quantized
+        if family.lora and "lora" not in (settings or {}):
+            fields.pop("lora", None)  # it has been merged
     fields["dtype"] = dtype
     names = Names(shapes)
     family.write(model, fields, names)
@@ -92,12 +95,12 @@ def _dtype(tensor: Tensor, dtype: str) -> str:
 
 
 def _overlaid(original: Fields, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """The original's settings with ours over them, all but those of its vision tower."""
+    """The original's settings with ours over them, all but _ORIGINALS."""
     merged = dict(original)
     for name, value in ours.items():
         old = {"text_config": "llm_config", "audio_config": "sound_config"}.get(name, name)
         key = name if name in original or old not in original else old
-        if key in _VISION_FIELDS:
+        if key in _ORIGINALS:
             merged.setdefault(key, value)
         elif isinstance(value, Mapping) and isinstance(original.get(key), Mapping):
             merged[key] = _overlaid(original[key], value)

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from jaxthd.config import EncoderConfig, LLMConfig, ModelConfig
+from jaxthd.config import AdaptConfig, EncoderConfig, LLMConfig, ModelConfig
 from jaxthd.errors import UserError
-from jaxthd.hf.names import Names
+from jaxthd.hf.names import Names, Shape
 
 Fields = Mapping[str, Any]
 """A config.json."""
@@ -15,6 +15,14 @@ LLM = ("embedding", "decoder.", "head")
 ENCODER, ADAPTER = ("encoder.",), ("adapter.",)
 """What the names of a part's arrays begin with. Multi-token prediction (mtp.*) belongs to the LLM, which may
 lack it."""
+
+PLAIN: dict[str, Any] = {
+    "attention_sinks": False,
+    "ffn_bias": False,
+    "router_bias": False,
+    "router_groups": 1,
+}
+"""Settings of families without the additions of GPT-OSS and DeepSeek-V3."""
 
 
 @runtime_checkable
@@ -44,6 +52,11 @@ class Family:
     ignored: patterns of tensors that may be left unread where the name table does not have them: those that a
         speech LLM has no use for, and those that a model may do without.
     token_fields: (special tokens) -> config.json's fields for them. None: the family holds no text model.
+    complete: (fields, shapes of the tensors) -> fields, with settings that config.json leaves out.
+    lora: (fields) -> the LoRA that the checkpoint has, as settings of a run. None where it has none.
+    lora_fields: (adapt, names of the projections with LoRA) -> the field "lora" of an export. None: the
+        family holds no LoRA, which is merged before.
+    by_default: whether an export of a model that the family holds whole has its format without being asked.
     """
 
     format: str
@@ -56,6 +69,10 @@ class Family:
     write: Callable[[ModelConfig, Fields, Names], None]
     ignored: tuple[str, ...] = ()
     token_fields: Callable[[SpecialTokens], dict[str, Any]] | None = None
+    complete: Callable[[Fields, Mapping[str, Shape]], Fields] | None = None
+    lora: Callable[[Fields], AdaptConfig | None] | None = None
+    lora_fields: Callable[[AdaptConfig, frozenset[str]], dict[str, Any]] | None = None
+    by_default: bool = True
 
     def holds(self, name: str) -> bool:
         """Whether such a checkpoint holds our array of this name."""

@@ -7,6 +7,7 @@ come from the abstract model, and the tensors' shapes follow from them.
 
 import math
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ class ArraySlice(NamedTuple):
 
     name: our array. at: index into its leading dims (layer, expert). shape: of array[at].
     rows: number of rows on disk. view, order: array[at] = rows.reshape(view).transpose(order).reshape(shape).
+    block: before that, each run of len(block) rows is put into this order; (): they are in order.
     """
 
     name: str
@@ -28,32 +30,51 @@ class ArraySlice(NamedTuple):
     rows: int
     view: Shape
     order: Shape
+    block: Shape = ()
 
 
 class Tensor(NamedTuple):
-    """A tensor on disk. No slices: a counter that jaxthd does not keep, written as 0."""
+    """A tensor on disk. No slices: a counter that jaxthd does not keep, written as 0.
+
+    interleaved: the slices take the columns (the last dim) in turn, instead of runs of rows; each holds its
+    own as they are.
+    """
 
     name: str
     shape: Shape
     slices: tuple[ArraySlice, ...]
+    interleaved: bool = False
 
     def split(self, theirs: Shaped[np.ndarray, "..."]) -> list[Shaped[np.ndarray, "..."]]:
         """Our slices, made of the tensor."""
+        if self.interleaved:
+            return [theirs[..., i :: len(self.slices)] for i in range(len(self.slices))]
         found, start = [], 0
         for part in self.slices:
             rows = theirs[start : start + part.rows] if theirs.ndim else theirs
+            rows = _reordered(rows, part.block)
             found.append(rows.reshape(part.view).transpose(part.order).reshape(part.shape))
             start += part.rows
         return found
 
     def join(self, ours: list[Shaped[np.ndarray, "..."]]) -> Shaped[np.ndarray, "..."]:
         """The tensor, made of our slices."""
+        if self.interleaved:
+            return np.stack(ours, axis=-1).reshape(self.shape)
         rows = []
         for part, x in zip(self.slices, ours, strict=True):
             transposed = tuple(part.view[i] for i in part.order)
             x = x.reshape(transposed).transpose(np.argsort(part.order).tolist())
-            rows.append(x.reshape(part.rows, *self.shape[1:]) if self.shape else x.reshape(()))
+            x = x.reshape(part.rows, *self.shape[1:]) if self.shape else x.reshape(())
+            rows.append(_reordered(x, tuple(np.argsort(part.block).tolist())))
         return np.ascontiguousarray(np.concatenate(rows) if len(rows) > 1 else rows[0])
+
+
+def _reordered(rows: Shaped[np.ndarray, "..."], block: Shape) -> Shaped[np.ndarray, "..."]:
+    """The rows, each run of len(block) of them in the order of `block`."""
+    if not block:
+        return rows
+    return rows.reshape(-1, len(block), *rows.shape[1:])[:, list(block)].reshape(rows.shape)
 
 
 class Names:
@@ -67,14 +88,28 @@ class Names:
         """shapes: of our arrays, by name."""
         self.tensors: list[Tensor] = []
         self._shapes, self._theirs, self._ours, self._at = shapes, "", "", Shape()
+        self._renamed: Callable[[str], str] = str
+        self._has_lora = False
 
     def within(self, theirs: str, ours: str, *at: int) -> "Names":
         """The same table, seen from below both prefixes. at: index into leading dims of the arrays there."""
-        below = Names(self._shapes)
-        below.tensors = self.tensors
+        below = copy(self)
         below._theirs, below._ours = self._theirs + theirs, self._ours + ours
         below._at = (*self._at, *at)
         return below
+
+    def renamed(self, rename: Callable[[str], str]) -> "Names":
+        """The same table; a tensor written here has the name that `rename` makes of its whole name."""
+        other = copy(self)
+        other._renamed = rename
+        return other
+
+    def with_lora(self) -> "Names":
+        """The same table; projections written here have their low-rank matrices beside them, as peft writes
+        them."""
+        other = copy(self)
+        other._has_lora = True
+        return other
 
     def has(self, ours: str) -> bool:
         return self._ours + ours in self._shapes
@@ -88,17 +123,30 @@ class Names:
         ]
         self._add(theirs, shapes[0][1:], slices)
 
-    def transposed(self, theirs: str, *ours: str, tail: Callable[[int], Shape] = lambda dim: (dim,)) -> None:
-        """A tensor [out, *tail(dim)] of our matrices [dim, out], concatenated along out."""
+    def transposed(
+        self,
+        theirs: str,
+        *ours: str,
+        tail: Callable[[int], Shape] = lambda dim: (dim,),
+        block: Shape = (),
+    ) -> None:
+        """A tensor [out, *tail(dim)] of our matrices [dim, out], concatenated along out.
+
+        block: as in ArraySlice.
+        """
         shapes = [self._shape(name) for name in ours]
         slices = [
-            self._slice(name, shape, shape[1], shape[::-1], (1, 0))
+            self._slice(name, shape, shape[1], shape[::-1], (1, 0))._replace(block=block)
             for name, shape in zip(ours, shapes, strict=True)
         ]
         self._add(theirs, tail(shapes[0][0]), slices)
 
     def linear(self, theirs: str, ours: str, tail: Callable[[int], Shape] = lambda dim: (dim,)) -> None:
         """A Linear, with its bias if it has one."""
+        if self._has_lora and self.has(f"{ours}.lora.a"):
+            self.transposed(f"{theirs}.lora_A.default.weight", f"{ours}.lora.a")
+            self.transposed(f"{theirs}.lora_B.default.weight", f"{ours}.lora.b")
+            theirs = f"{theirs}.base_layer"
         self.transposed(f"{theirs}.weight", f"{ours}.w", tail=tail)
         if self.has(f"{ours}.bias"):
             self.same(f"{theirs}.bias", f"{ours}.bias")
@@ -108,9 +156,20 @@ class Names:
         shape = self._shape(ours)
         self._add(theirs, (math.prod(view[1:]),), [self._slice(ours, shape, view[0], view, order)])
 
+    def interleaved(self, theirs: str, *ours: str) -> None:
+        """A tensor whose columns are those of our arrays of one shape in turn, such as gate and up."""
+        shapes = [self._shape(name) for name in ours]
+        slices = [
+            self._slice(name, shape, shape[0], shape, tuple(range(len(shape))))
+            for name, shape in zip(ours, shapes, strict=True)
+        ]
+        *above, columns = shapes[0]
+        shape = (*above, columns * len(ours))
+        self.tensors.append(Tensor(self._theirs + theirs, shape, tuple(slices), interleaved=True))
+
     def counter(self, theirs: str) -> None:
         """A tensor that jaxthd does not keep."""
-        self.tensors.append(Tensor(self._theirs + theirs, (), ()))
+        self.tensors.append(Tensor(self._renamed(self._theirs + theirs), (), ()))
 
     def _shape(self, ours: str) -> Shape:
         return self._shapes[self._ours + ours][len(self._at) :]
@@ -120,4 +179,4 @@ class Names:
 
     def _add(self, theirs: str, tail: Shape, slices: list[ArraySlice]) -> None:
         shape = (sum(part.rows for part in slices), *tail)
-        self.tensors.append(Tensor(self._theirs + theirs, shape, tuple(slices)))
+        self.tensors.append(Tensor(self._renamed(self._theirs + theirs), shape, tuple(slices)))

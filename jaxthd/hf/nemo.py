@@ -53,6 +53,16 @@ _RENAMED = (
     (r"\.conv\.batch_norm\.", ".conv.norm."),
 )
 """NeMo's names -> those of ParakeetEncoder in the transformers library."""
+_NEMO = (
+    ("subsampling.layers.", "pre_encode.conv."),
+    ("subsampling.linear.", "pre_encode.out."),
+    *((f".self_attn.{x}_proj.", f".self_attn.linear_{x}.") for x in "qkv"),
+    (".self_attn.o_proj.", ".self_attn.linear_out."),
+    (".self_attn.relative_k_proj.", ".self_attn.linear_pos."),
+    (".self_attn.bias_", ".self_attn.pos_bias_"),
+    (".conv.norm.", ".conv.batch_norm."),
+)
+"""The same, back."""
 
 
 class _Storage(NamedTuple):
@@ -204,6 +214,13 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any)
     return _Stored(storage, offset, tuple(shape), tuple(stride))
 
 
+def nemo_name(name: str) -> str:
+    """NeMo's name, below "encoder.", of a tensor of ParakeetEncoder."""
+    for ours, theirs in _NEMO:
+        name = name.replace(ours, theirs)
+    return name
+
+
 def _renamed(name: str) -> str:
     for pattern, new in _RENAMED:
         name = re.sub(pattern, new, name)
@@ -214,6 +231,18 @@ def _fields(text: bytes, path: Path) -> dict[str, Any]:
     """NeMo's settings as a ParakeetEncoder's config.json."""
     try:
         config = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{CONFIG} in {path} cannot be read ({error}): copy the archive anew") from error
+    return encoder_fields(config, f"{CONFIG} in {path}")
+
+
+def encoder_fields(config: Any, where: str) -> dict[str, Any]:
+    """The settings of a ParakeetEncoder's config.json.
+
+    config: NeMo's settings of a model, with "encoder" and "preprocessor". Raises UserError for another kind
+    of encoder than jaxthd's.
+    """
+    try:
         encoder = config["encoder"]
         features = encoder["feat_in"]
         if isinstance(features, str):  # ${model.preprocessor.features}, or the like
@@ -233,9 +262,9 @@ def _fields(text: bytes, path: Path) -> dict[str, Any]:
             "convolution_bias": bool(encoder.get("use_bias", True)),
             "scale_input": bool(encoder.get("xscaling", True)),
         }
-    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
-            f"{CONFIG} in {path} describes no FastConformer encoder ({error!r}); expected a model such as "
+            f"{where} describes no FastConformer encoder ({error!r}); expected a model such as "
             "Parakeet or Canary: choose another checkpoint"
         ) from error
     expected = {
@@ -250,7 +279,7 @@ def _fields(text: bytes, path: Path) -> dict[str, Any]:
         differing.append(f"att_context_size {context}, not [-1, -1]")
     if differing:
         raise UserError(
-            f"the encoder in {path} has {'; '.join(differing)}: it is of another kind than jaxthd's "
+            f"the encoder in {where} has {'; '.join(differing)}: it is of another kind than jaxthd's "
             "FastConformer. Choose another checkpoint"
         )
     return fields

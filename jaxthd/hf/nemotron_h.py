@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxthd.config import LLMConfig, RopeConfig
 from jaxthd.errors import UserError
-from jaxthd.hf.family import LLM, Family, Fields, SpecialTokens, must_be, must_hold, required
+from jaxthd.hf.family import LLM, PLAIN, Family, Fields, SpecialTokens, must_be, must_hold, required
 from jaxthd.hf.names import Names, Shape
 from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.models.mixers.mamba2 import COST_CHUNK
@@ -53,7 +53,7 @@ _MOE_SIZES: dict[str, tuple[str, Any]] = {
     "router_scale": ("routed_scaling_factor", 1.0),
 }
 """Our names -> (theirs, the library's default: config.json may leave out what has its default)."""
-_FORM: dict[str, Any] = {
+_FORM: dict[str, Any] = PLAIN | {
     "rope": RopeConfig(),
     "attention_bias": False,
     "qk_norm": False,

@@ -65,17 +65,17 @@ def _configure(fields: Fields, model: ModelConfig) -> ModelConfig:
             "projection has too: choose another checkpoint"
         )
     inner = required(audio, "projection_hidden_size", "audio_config")
-    return replace(
-        model, llm=llm, encoder=encoder_config(audio, model.audio_encoder, "audio_config"), adapter_dim=inner
-    )
+    encoder = encoder_config(audio, model.audio_encoder, "audio_config")
+    return replace(model, llm=llm, encoder=encoder, adapter_dim=inner, adapter_bias=False)
 
 
 def _fields(model: ModelConfig) -> dict[str, Any]:
     encoder = encoder_of(model, "audio model")
-    if not model.adapter_dim or model.llm.norm_eps != _PROJECTION_EPS:
+    if not model.adapter_dim or model.adapter_bias or model.llm.norm_eps != _PROJECTION_EPS:
         raise UserError(
-            f"model.adapter_dim is {model.adapter_dim} and model.llm.norm_eps is {model.llm.norm_eps}; the "
-            f"omni format holds an adapter with an inner dim, and norms of epsilon {_PROJECTION_EPS}: "
+            f"model.adapter_dim is {model.adapter_dim}, model.adapter_bias {model.adapter_bias} and "
+            f"model.llm.norm_eps {model.llm.norm_eps}; the omni format holds an adapter with an inner "
+            f"dim and no bias, and norms of epsilon {_PROJECTION_EPS}: "
             "choose --format parts"
         )
     audio = encoder_fields(encoder)

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxthd.config import LLMConfig, ModelConfig
 from jaxthd.errors import UserError
-from jaxthd.hf.family import LLM, Family, Fields, must_be, must_hold, required
+from jaxthd.hf.family import LLM, PLAIN, Family, Fields, must_be, must_hold, required
 from jaxthd.hf.names import Names
 from jaxthd.hf.nemotron_h import token_fields
 from jaxthd.hf.rotary import rope_config, rope_fields
@@ -32,7 +32,7 @@ _MOE_SIZES = {
     "expert_dim": "moe_intermediate_size",
 }
 """Our names -> theirs."""
-_FORM: dict[str, Any] = {
+_FORM: dict[str, Any] = PLAIN | {
     "qk_norm": True,
     "attention_bias": False,
     "ffn_form": "swiglu",
@@ -122,8 +122,12 @@ def _moe_fields(llm: LLMConfig, layers: list[str]) -> dict[str, Any]:
 
 
 def _write(model: ModelConfig, fields: Fields, names: Names) -> None:
-    llm = model.llm
     names.same("model.embed_tokens.weight", "embedding")
+    write_layers(model.llm, names)
+
+
+def write_layers(llm: LLMConfig, names: Names) -> None:
+    """Writes the name table of all but the embedding."""
     experts = dense = 0
     for number in range(len(llm.letters) // 2):
         layer = names.within(f"model.layers.{number}.", "decoder.layers.")

@@ -4,14 +4,26 @@ from collections.abc import Sequence
 
 from jaxthd.config import ModelConfig
 from jaxthd.errors import UserError
-from jaxthd.hf import adapter, nemotron_h, nemotron_omni, parakeet, qwen3
+from jaxthd.hf import (
+    adapter,
+    canary_qwen,
+    deepseek_v3,
+    gpt_oss,
+    nemotron_h,
+    nemotron_omni,
+    parakeet,
+    qwen3,
+)
 from jaxthd.hf.family import ADAPTER, ENCODER, LLM, Family
 
 FAMILIES: tuple[Family, ...] = (
     nemotron_h.FAMILY,
     *qwen3.FAMILIES,
+    deepseek_v3.FAMILY,
+    gpt_oss.FAMILY,
     parakeet.FAMILY,
     nemotron_omni.FAMILY,
+    canary_qwen.FAMILY,
     adapter.FAMILY,
 )
 
@@ -42,7 +54,7 @@ def export_families(model: ModelConfig, format: str | None = None) -> dict[str, 
     parts = parts_of(model)
     if format is None:
         whole = [f for f in FAMILIES if all(f.holds(name) for names in parts.values() for name in names)]
-        fitting = [family for family in whole if _refusal(family, model) is None]
+        fitting = [family for family in whole if family.by_default and _refusal(family, model) is None]
         if fitting:
             return {"": fitting[0]}
     if format is None or format == "parts":

@@ -26,6 +26,7 @@ DTYPES = {
     "float16": "F16",
     **{f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
     "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
 }
 """NumPy's name of a dtype -> the format's, for all that is read and written."""
 
@@ -62,11 +63,23 @@ class SafetensorsFolder:
     def read(self, name: str) -> Shaped[np.ndarray, "..."]:
         """One tensor, from the disk."""
         try:
+            if self.dtype(name) == "float8_e4m3fn":
+                return self._read_float8(name)
             return self._reader(self._files[name]).get_tensor(name)
         except (SafetensorError, OSError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{name} in {self._files[name]} cannot be read ({error}): copy the file anew"
             ) from error
+
+    def _read_float8(self, name: str) -> Shaped[np.ndarray, "..."]:
+        """What the library reads for torch alone."""
+        file = self._files[name]
+        with file.open("rb") as stream:
+            (size,) = struct.unpack("<Q", stream.read(8))
+            start, end = json.loads(stream.read(size))[name]["data_offsets"]
+            stream.seek(8 + size + start)
+            elements = np.frombuffer(stream.read(end - start), _numpy("float8_e4m3fn"))
+        return elements.reshape(self.shapes[name])
 
     def _listed(self) -> list[Path]:
         """The files that the index names; without an index, every safetensors file."""
@@ -180,7 +193,7 @@ class SafetensorsWriter:
 
 
 def _numpy(dtype: str) -> np.dtype:
-    return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    return np.dtype(getattr(ml_dtypes, dtype, dtype))
 
 
 def _size(shape: Shape, dtype: str) -> int:

@@ -20,14 +20,18 @@ from jaxthd.parallel.processes import exchange
 
 
 def attention_shape(config: Config) -> AttentionShape:
-    """The decoder's attention on one tensor rank, over the buffers of a microbatch."""
+    """The decoder's attention on one tensor rank, over the buffers of a microbatch.
+
+    That of latent attention where the decoder has some; a decoder with other attention too uses no kernel.
+    """
     llm, mesh, data = config.model.llm, config.mesh, config.data
+    is_latent = "L" in llm.kinds
     rows = max(1, data.rows // mesh.data // config.train.microbatches)
     return AttentionShape(
         config.compute.dtype,
         llm.q_heads // mesh.tensor,
-        max(1, llm.kv_heads // mesh.tensor),
-        llm.head_dim,
+        max(1, (llm.q_heads if is_latent else llm.kv_heads) // mesh.tensor),
+        llm.latent_attention.kernel_head_dim if is_latent else llm.head_dim,
         rows * data.capacity // mesh.context,
         rows * data.max_documents,
     )
@@ -35,7 +39,8 @@ def attention_shape(config: Config) -> AttentionShape:
 
 def scan_shape(config: Config) -> ScanShape:
     """What one rank scans: its context chunks, for all heads of its tensor rank; or under the per-document
-    layout whole rows, for its context rank's share of these heads. A group whose heads lie on several ranks
+    layout whole rows, for its context rank's share of these heads. Under the layout "whole" states enter what
+    is scanned without the kernel. A group whose heads lie on several ranks
     is on each of them.
     """
     llm, mesh, context = config.model.llm, config.mesh, config.mesh.context
@@ -43,6 +48,8 @@ def scan_shape(config: Config) -> ScanShape:
     tokens, states_enter = config.data.capacity, context > 1
     if context > 1 and config.compute.context_layout == "document":
         heads, groups, states_enter = heads // context, math.lcm(groups, context) // context, False
+    elif context > 1 and config.compute.context_layout == "whole":
+        tokens, states_enter = tokens // context, False
     elif context > 1:
         tokens //= 2 * context
     return ScanShape(
@@ -57,18 +64,21 @@ def scan_shape(config: Config) -> ScanShape:
 
 
 class Choice(NamedTuple):
-    """A setting of compute.* that names a back-end. letter: the layers' in a pattern. kernels: one for each
-    back-end. interpreted: back-ends that a CPU interprets: a probe there would say nothing about the GPU's.
+    """A setting of compute.* that names a back-end.
+
+    letters: of the kinds of layers that it computes; a kernel is admitted for one of them. kernels: one for
+    each back-end. interpreted: back-ends that a CPU interprets: a probe there would say nothing about the
+    GPU's.
     """
 
     field: str
-    letter: str
+    letters: str
     kernels: Callable[[Config], Sequence[Kernel]]
     interpreted: tuple[str, ...] = ()
 
 
 CHOICES = (
-    Choice("attention_backend", "*", lambda config: attention_kernels(attention_shape(config))),
+    Choice("attention_backend", "*L", lambda config: attention_kernels(attention_shape(config))),
     Choice(
         "scan_backend",
         "M",
@@ -95,7 +105,8 @@ def _admitted(config: Config, choice: Choice, say: Callable[[str], None], folder
     asked: str = getattr(config.compute, choice.field)
     if asked == "xla":
         return asked
-    if choice.letter not in config.model.llm.kinds:
+    used = [letter for letter in choice.letters if letter in config.model.llm.kinds]
+    if not used or (len(used) > 1 and asked == "auto"):
         return "xla"
     machine = Machine.of_this()
     if machine.platform == "cpu" and asked in choice.interpreted:

@@ -160,6 +160,17 @@ class Linear(nnx.Module):
         bias_F = own_part(self.bias[...], 0, self.sharded_out, self.mesh)
         return y_NF + once(bias_F, self.sharded_in, self.mesh).astype(x_ND.dtype)
 
+    def matrix(self, dtype: Any) -> Float[Array, "D F"]:
+        """What a call multiplies by, low-rank matrices included, but never in FP8: for callers that absorb it
+        into another product."""
+        w_DF = own_part(self.w[...], 1, self.sharded_out, self.mesh)
+        if self.lora is not None:
+            b_rF = own_part(self.lora.b[...], 1, self.sharded_out, self.mesh)
+            magnitude_F = self.lora.magnitude(w_DF)
+            w_DF = w_DF + self.lora.scale * (self.lora.a[...] @ b_rF)
+            w_DF = w_DF if magnitude_F is None else w_DF * magnitude_F
+        return w_DF.astype(dtype)
+
     def add_lora(self, rank: int, scale: float, key: Array, **options: Any) -> None:
         """Adds low-rank matrices beside w. This Linear may also be a stack of layers (parallel/params.py).
 

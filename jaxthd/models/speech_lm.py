@@ -34,7 +34,7 @@ from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.sampling import Sampling
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.segments import Segments, make_segments
-from jaxthd.parallel.mesh import AUDIO_AXES, CONTEXT, PIPELINE, TENSOR, ranks_of
+from jaxthd.parallel.mesh import AUDIO_AXES, CONTEXT, DATA, PIPELINE, TENSOR, ranks_of
 from jaxthd.parallel.params import (
     DECODER_FSDP,
     ENCODER_FSDP,
@@ -51,11 +51,11 @@ from jaxthd.parallel.tensor import Residual, vocabulary_rows
 class Adapter(nnx.Module):
     """Encoder frames -> token embeddings: one linear layer, or RMSNorm, linear, relu^2, linear."""
 
-    def __init__(self, dim: int, inner: int, llm: LLMConfig, init: Init) -> None:
-        """dim: of encoder frames. inner: 0 for one linear layer."""
+    def __init__(self, dim: int, inner: int, llm: LLMConfig, init: Init, *, bias: bool = False) -> None:
+        """dim: of encoder frames. inner: 0 for one linear layer. bias: of the last one."""
         self.norm = RMSNorm(dim, llm.norm_eps, init) if inner else None
         self.up = Linear(dim, inner, init) if inner else None
-        self.out = Linear(inner or dim, llm.dim, init)
+        self.out = Linear(inner or dim, llm.dim, init, bias=bias)
 
     def __call__(self, x_ED: Float[Array, "e D"]) -> Float[Array, "e O"]:
         if self.norm is not None and self.up is not None:
@@ -100,7 +100,7 @@ class SpeechLM(nnx.Module):
         everywhere, decoder = init.with_fsdp(ENCODER_FSDP), init.with_fsdp(decoder_fsdp)
         self.encoder = FastConformer(config.encoder, everywhere, compute) if config.encoder else None
         self.adapter = (
-            Adapter(config.encoder.dim, config.adapter_dim, config.llm, everywhere)
+            Adapter(config.encoder.dim, config.adapter_dim, config.llm, everywhere, bias=config.adapter_bias)
             if config.encoder
             else None
         )
@@ -117,6 +117,7 @@ class SpeechLM(nnx.Module):
         self.vocabulary_axes = (PIPELINE, TENSOR) if is_sharded else ()
         self.has_pipeline = init.mesh.pipeline > 1
         self.max_documents = max_documents
+        self.window = config.llm.window if "W" in config.llm.kinds else None
         self.mesh = init.mesh
 
     def log_probs(
@@ -134,10 +135,13 @@ class SpeechLM(nnx.Module):
 
     def segments(self, batch: Batch, axes: tuple[str, ...], *, uniform_program: bool = True) -> Segments:
         """uniform_program: see Segments."""
-        return self._segments(batch.segment_ids, batch.positions, axes, batch.prefixes, uniform_program)
+        return self._segments(
+            batch, batch.segment_ids, batch.positions, axes, batch.prefixes, uniform_program
+        )
 
     def _segments(
         self,
+        batch: Batch,
         ids_RT: Array,
         positions_RT: Array,
         axes: tuple[str, ...],
@@ -153,6 +157,9 @@ class SpeechLM(nnx.Module):
             layout=self.compute.context_layout,
             documents=self.max_documents,
             uniform_program=uniform_program,
+            cuts_RK=batch.cuts,
+            alike=(DATA,) if axes and self.compute.context_exchange == "ring" else (),
+            window=self.window,
         )
 
     def enter(
@@ -262,6 +269,7 @@ class SpeechLM(nnx.Module):
         for depth, e_nD in enumerate(future):
             has_token_RT = batch.future_tokens[:, depth] >= 0
             segments = self._segments(
+                batch,
                 jnp.where(has_token_RT, batch.segment_ids, 0),
                 jnp.where(has_token_RT, batch.positions, 0),
                 axes,

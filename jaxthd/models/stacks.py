@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from jaxthd.config import LLMConfig, MeshConfig
 from jaxthd.models.mixers import LAYER_KINDS, layer_kind
@@ -28,11 +27,14 @@ def to_stages(tree: Any, stages: Stages) -> Any:
     """Converts canonical stacks to the stacks of a pipeline's ranks.
 
     tree: any tree of arrays with the names of the module tree, such as parameters or an optimizer's moments.
+    Arrays of NumPy stay such: no program is compiled for them.
     """
 
-    def rows(letter: str, x: Any) -> Array:
+    def rows(letter: str, x: Any) -> Any:
         layers = stages.layers(letter)
         filled = (layers >= 0).reshape(-1, *(1,) * (x.ndim - 1))
+        if isinstance(x, np.ndarray):
+            return np.where(filled, x[np.maximum(layers, 0)], np.zeros((), x.dtype))
         return jnp.where(filled, jnp.take(x, jnp.maximum(layers, 0), axis=0), 0)
 
     return _of_layers(rows, tree, stages)
@@ -41,15 +43,16 @@ def to_stages(tree: Any, stages: Stages) -> Any:
 def from_stages(tree: Any, stages: Stages) -> Any:
     """The inverse of to_stages."""
 
-    def canonical(letter: str, x: Any) -> Array:
+    def canonical(letter: str, x: Any) -> Any:
         layers = stages.layers(letter)
         rows = np.flatnonzero(layers >= 0)
-        return jnp.take(x, rows[np.argsort(layers[rows])], axis=0)
+        order = rows[np.argsort(layers[rows])]
+        return x[order] if isinstance(x, np.ndarray) else jnp.take(x, order, axis=0)
 
     return _of_layers(canonical, tree, stages)
 
 
-def _of_layers(change: Callable[[str, Any], Array], tree: Any, stages: Stages) -> Any:
+def _of_layers(change: Callable[[str, Any], Any], tree: Any, stages: Stages) -> Any:
     if len(stages.patterns) == 1:
         return tree
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
+from jaxthd.ops.cut_exchange import gathered_chunks
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.segments import Segments
 
@@ -32,15 +33,16 @@ def causal_conv(
     Raises ValueError when a context chunk is shorter than its halo.
     """
     reach = len(w_KC) - 1
-    x_RSLC = segments.split(x_NC)
-    if x_RSLC.shape[2] < reach and segments.context > 1:
+    own = segments if segments.cut is None else segments.cut.own
+    x_RSLC = own.split(x_NC)
+    if x_RSLC.shape[2] < reach and own.context > 1:
         raise ValueError(
             f"a context chunk has {x_RSLC.shape[2]} tokens but a convolution of {reach + 1} taps needs "
             f"{reach} from the chunk before; raise data.capacity or lower mesh.context"
         )
-    halo_RSkC = _halo(x_RSLC, reach, segments)
-    more = _from_prefixes(x_NC, w_KC, segments)
-    y_RSLC = _convolved(silu, x_RSLC, halo_RSkC, w_KC, bias_C, more, segments.split(segments.positions))
+    halo_RSkC = _halo(x_RSLC, reach, own)
+    more = _both(_from_prefixes(x_NC, w_KC, own), _from_chunks(x_NC, w_KC, segments))
+    y_RSLC = _convolved(silu, x_RSLC, halo_RSkC, w_KC, bias_C, more, own.split(own.positions))
     return y_RSLC.reshape(x_NC.shape)
 
 
@@ -73,17 +75,55 @@ def _from_prefixes(x_NC: Array, w_KC: Array, segments: Segments) -> _More | None
     prefixes, (taps, channels) = segments.prefixes, w_KC.shape
     if prefixes is None or taps == 1:
         return None
-    reach, acc = taps - 1, accumulation_dtype(x_NC)
+    reach = taps - 1
     last_EkC = last_inputs(x_NC, prefixes.first, prefixes.last, taps, segments)
     if segments.context > 1:
         last_EkC = jax.lax.psum(last_EkC, segments.axis)
-    added_EkC = jnp.stack(
-        [(w_KC[: reach - i].astype(acc) * last_EkC[:, i:].astype(acc)).sum(1) for i in range(reach)],
-        axis=1,
-    )
+    added_EkC = _added_by(last_EkC, w_KC)
     here_F = segments.local_index(prefixes.first_tokens(reach))
     values_FC = added_EkC[prefixes.of_segment.reshape(-1)].reshape(-1, channels)
     return _More(jnp.where(here_F >= 0, here_F, len(x_NC)), values_FC)
+
+
+def _added_by(last_EkC: Array, w_KC: Array) -> Array:
+    """What the k inputs before some token add to it and to the k - 1 tokens after it."""
+    reach, acc = len(w_KC) - 1, accumulation_dtype(last_EkC)
+    return jnp.stack(
+        [(w_KC[: reach - i].astype(acc) * last_EkC[:, i:].astype(acc)).sum(1) for i in range(reach)],
+        axis=1,
+    )
+
+
+def _from_chunks(x_NC: Array, w_KC: Array, segments: Segments) -> _More | None:
+    """Under the layout "whole": what the last tokens of the context chunk before add to the first k tokens of
+    each context chunk of a cut document. Exchanged only if there are cut documents.
+    """
+    cut, (taps, channels) = segments.cut, w_KC.shape
+    if cut is None or taps == 1:
+        return None
+    reach = taps - 1
+    at_REk = cut.begin[..., None] + jnp.arange(reach, dtype=jnp.int32)
+    at_REk = jnp.where(cut.begin[..., None] >= 0, at_REk, -1)
+    here_F = cut.own.local_index(at_REk.reshape(segments.rows, -1))
+
+    def exchanged(x_NC: Array, w_KC: Array) -> Array:
+        last_EkC = last_inputs(x_NC, cut.begin, cut.end, taps, cut.own)
+        last, (first, second) = gathered_chunks(last_EkC, segments)
+        before = jnp.pad(last, [(1, 0)] + [(0, 0)] * (last.ndim - 1))
+        before_RK2kC = jnp.stack([before[first], before[second]], axis=2)
+        return _added_by(before_RK2kC.reshape(last_EkC.shape), w_KC)
+
+    def none(x_NC: Array, w_KC: Array) -> Array:
+        return jnp.zeros((cut.end.size, reach, channels), accumulation_dtype(x_NC))
+
+    added_EkC = jax.lax.cond(cut.width > 0, exchanged, none, x_NC, w_KC)
+    return _More(jnp.where(here_F >= 0, here_F, len(x_NC)), added_EkC.reshape(-1, channels))
+
+
+def _both(one: _More | None, other: _More | None) -> _More | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return _More(*(jnp.concatenate(pair) for pair in zip(one, other, strict=True)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

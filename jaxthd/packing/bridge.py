@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float32, Int
 
 from jaxthd.config import Config
 from jaxthd.errors import UserError
+from jaxthd.packing.assignment import Shares, Size
 from jaxthd.packing.balance import order_documents
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.layout import ContextLayout
@@ -109,7 +110,10 @@ def thd_batch(
     unit, inputs = 2 * context if context > 1 else 1, batch.tokens
     if batch.embeddings is not None:
         inputs = batch.embeddings
-    slots = [layout.document_slots(ids) if ids.any() else [] for ids in batch.segment_ids]
+    slots = [
+        layout.document_slots(ids, cuts=batch.cuts_of(row)) if ids.any() else []
+        for row, ids in enumerate(batch.segment_ids)
+    ]
     real = [np.array([len(at) for at in of_row], int) for of_row in slots]
     padded = [-(-lengths // unit) * unit for lengths in real]
     for lengths in padded:
@@ -253,31 +257,44 @@ def _row(documents: Sequence[_Found], none: np.ndarray, config: Config) -> Batch
     layout, capacity = ContextLayout.of(config), config.data.capacity
     lengths = [len(document.targets) for document in documents]
     slots = [layout.slots(length) for length in lengths]
-    order = list(range(len(documents)))
-    if layout.kind == "buffer" and len(documents) > 1:
+    order, starts, cuts = list(range(len(documents))), None, None
+    if (shares := Shares.of(config)) is not None:
+        placement = shares.assign(_sizes(slots))
+        assert placement is not None  # _assigned saw to it
+        order = placement.order
+        starts, cuts = shares.starts(placement, [slots[d] for d in order])
+    elif layout.kind == "buffer" and len(documents) > 1:
         order, _ = order_documents(lengths, capacity, layout.ranks, 0, slots)
     row, start = TokenArrays.empty(capacity), 0
     embeddings_TH = np.zeros((capacity, *none.shape[1:]), none.dtype)
     for number, d in enumerate(order, 1):
+        start = start if starts is None else starts[number - 1]
         at, document = slice(start, start + lengths[d]), documents[d]
         (row.tokens if none.ndim == 1 else embeddings_TH)[at] = document.inputs
         row.targets[at], row.weights[at] = document.targets, document.weights
         row.segment_ids[at], row.positions[at] = number, np.arange(lengths[d])
         start += slots[d]
-    perm = layout.permutation(row.segment_ids)
+    perm = layout.permutation(row.segment_ids, cuts)
     batch = laid_out(row, perm, config.depths_trained)
+    batch = batch._replace(cuts=None if cuts is None else cuts[None])
     return batch if none.ndim == 1 else batch._replace(embeddings=embeddings_TH[perm][None])
+
+
+def _sizes(slots: Sequence[int]) -> list[Size]:
+    return [Size(n, n * (n + 1) // 2) for n in slots]
 
 
 def _assigned(found: Sequence[_Found], config: Config) -> list[list[_Found]]:
     """The documents of each row: as they were given if they fit so, else the longest first, each in the first
     row with room. Raises UserError where they do not fit.
     """
-    data, layout = config.data, ContextLayout.of(config)
+    data, layout, shares = config.data, ContextLayout.of(config), Shares.of(config)
 
     def fits(documents: Sequence[_Found]) -> bool:
-        slots = sum(layout.slots(len(document.targets)) for document in documents)
-        return slots <= data.capacity and len(documents) <= data.max_documents
+        slots = [layout.slots(len(document.targets)) for document in documents]
+        if sum(slots) > data.capacity or len(documents) > data.max_documents:
+            return False
+        return shares is None or shares.assign(_sizes(slots)) is not None
 
     given = [[x for x in found if x.row == row] for row in sorted({x.row for x in found})]
     if len(given) <= data.rows and all(map(fits, given)):

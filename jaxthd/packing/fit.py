@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from jaxthd.config import Config
 from jaxthd.packing.answers import segment_lengths
+from jaxthd.packing.assignment import Placement, Shares, Size
 from jaxthd.packing.balance import assign_chunks
 from jaxthd.packing.document import SUBSAMPLING, Document
 
@@ -14,13 +15,15 @@ class Fit(NamedTuple):
     """How much of a buffer a document takes, and why it can never be packed, if so.
 
     slots: token slots, including those that round_to adds. segments: its segments in a buffer.
+    work: of its attention, in query-key pairs.
     chunk_frames: mel frames that each of its encoder chunks takes, multiples of 8.
     too_large: why it exceeds the buffer on any mesh; "" if it does not.
-    unassignable: why its audio cannot be assigned to the ranks of this mesh; "" if it can.
+    unassignable: why it, or its audio, cannot be assigned to the ranks of this mesh; "" if they can.
     """
 
     slots: int
     segments: int
+    work: int
     chunk_frames: tuple[int, ...]
     too_large: str
     unassignable: str
@@ -29,6 +32,11 @@ class Fit(NamedTuple):
     def misfit(self) -> str:
         """Why the document can never be packed; "" if it can."""
         return self.too_large or self.unassignable
+
+    @property
+    def size(self) -> Size:
+        """What it takes of the context ranks."""
+        return Size(self.slots, self.work, self.segments, sum(self.chunk_frames))
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,9 @@ class BufferLimits:
     mesh. Each answer of a document with several counts as a document, and so does a shared prompt. The
     audio arrays are as long as the mesh needs: each rank has an even share of audio_capacity, and room for
     the longest encoder chunk. Chunks that ranks cannot share in this way divide the buffer; a document of
-    several chunks may then be skipped on many ranks and not on few.
+    several chunks may then be skipped on many ranks and not on few. shares: of the context ranks, where
+    documents stay whole on one of them (the layout "whole"); else None. Documents that ranks cannot hold so
+    divide the buffer, too.
     """
 
     capacity: int
@@ -49,6 +59,7 @@ class BufferLimits:
     round_to: int = 1
     longest_chunk: int = 0
     share_prompts: bool = True
+    shares: Shares | None = None
 
     @classmethod
     def of(cls, config: Config) -> "BufferLimits":
@@ -62,6 +73,7 @@ class BufferLimits:
             data.round_to,
             encoder.chunk_frames if encoder else 0,
             config.posttraining.share_prompts,
+            Shares.of(config),
         )
 
     @property
@@ -83,6 +95,13 @@ class BufferLimits:
     def segments(self, document: Document) -> int:
         """Segments that a document becomes."""
         return len(self._lengths(document))
+
+    def work(self, document: Document) -> int:
+        """Query-key pairs of its attention."""
+        lengths = self._lengths(document)
+        shared = len(lengths) > max(len(document.answers), 1)
+        before = lengths[0] if shared else 0
+        return sum(n * (n + 1) // 2 for n in lengths) + before * sum(lengths[shared:]) * shared
 
     def _lengths(self, document: Document) -> list[int]:
         return segment_lengths(document.prompt_length, document.answers, self.share_prompts)
@@ -107,14 +126,45 @@ class BufferLimits:
                 f"its encoder chunks of {list(frames)} mel frames do not fit {self.audio_ranks} audio ranks "
                 f"of {self.rank_frames} each; raise audio_capacity"
             )
-        return Fit(slots, segments, frames, too_large, unassignable)
+        fit = Fit(slots, segments, self.work(document), frames, too_large, unassignable)
+        if fit.misfit or self.shares is None or self.shares.fits(fit.size):
+            return fit
+        several = f" of {segments} segments" if segments > 1 else ""
+        return fit._replace(
+            unassignable=f"its {slots} token slots{several} exceed a context rank's share of "
+            f"{self.shares.share}, and documents of several segments are not cut over ranks; raise capacity, "
+            'lower context, or choose another context_layout than "whole"'
+        )
 
     def first_run(self, fits: Sequence[Fit]) -> int:
-        """How many of the first documents make a row: the most whose audio can be assigned to the ranks.
+        """How many of the first documents make a row: the most that, with their audio, can be assigned.
 
         fits: the Fit of each document of a buffer from the packer. Returns 0 if the first is unassignable.
         """
-        return longest_run([fit.chunk_frames for fit in fits], self.audio_ranks, self.rank_frames)
+        count = longest_run([fit.chunk_frames for fit in fits], self.audio_ranks, self.rank_frames)
+        sizes = [fit.size for fit in fits]
+        while count and self.shares is not None and self.shares.assign(sizes[:count]) is None:
+            count -= 1
+        return count
+
+    def fill(self, fits: Sequence[Fit]) -> Placement | None:
+        """Chooses documents for a row among those that wait, and places them; the first one at least.
+
+        None if that one is unassignable. Under the layout "whole".
+        """
+        assert self.shares is not None
+        if fits[0].unassignable:
+            return None
+        chosen, others, slots, sizes = list[int](), list[int](), 0, [fit.size for fit in fits]
+        for i, size in enumerate(sizes):
+            fits_in = slots + size.slots <= self.capacity
+            slots += size.slots * fits_in
+            if not fits[i].unassignable:
+                (chosen if fits_in else others).append(i)
+        placed = self.shares.fill(sizes, chosen, others)
+        while not self._assigned([n for i in placed.order for n in fits[i].chunk_frames]):
+            placed = placed.without(max(placed.order))
+        return placed
 
     def assign(self, documents: Sequence[Document]) -> list[list[int]]:
         """The audio rank of every encoder chunk of every document of a row.
@@ -139,6 +189,22 @@ class BufferLimits:
             )
         following = iter(ranks)
         return [[next(following) for _ in document.chunks] for document in documents]
+
+    def place(self, documents: Sequence[Document]) -> Placement:
+        """Places a row's documents on the context ranks, under the layout "whole".
+
+        Raises ValueError if no placement is found; the message says which setting to increase.
+        """
+        assert self.shares is not None
+        sizes = [self.fit(document).size for document in documents]
+        placed = self.shares.assign(sizes)
+        if placed is None:
+            raise ValueError(
+                f"documents of {[size.slots for size in sizes]} token slots were not placed on "
+                f"{self.shares.ranks} context ranks of {self.shares.share} slots with "
+                f"{self.shares.most_cut} of them cut; raise context_cuts or capacity, or pack fewer a row"
+            )
+        return placed
 
     def _assigned(self, frames: Sequence[int]) -> bool:
         return assign_chunks(frames, self.audio_ranks, self.rank_frames) is not None

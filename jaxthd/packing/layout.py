@@ -1,4 +1,4 @@
-"""Where tokens live over the context axis: DualChunkSwap, of the whole buffer or of each document.
+"""Where tokens live over the context axis: DualChunkSwap, of the whole buffer, of each document or of a few.
 
 What is laid out is cut into 2 * ranks equal context chunks; rank r holds chunk r and chunk 2 * ranks - 1 - r:
 
@@ -9,6 +9,17 @@ Under causal attention an early chunk is cheap and a late one dear, so each rank
 is the whole-buffer layout, which asks nothing of document lengths. The per-document layout is what
 Transformer Engine's THD ring expects (its `thd_get_partitioned_indices`); it needs every length to be a
 multiple of 2 * ranks.
+
+The layout "whole" keeps documents on one rank where they fit. It cuts only a few, and those by themselves:
+
+    rank 0   [ cut documents' chunks | whole documents | padding ]
+    rank 1   [ cut documents' chunks | whole documents | padding ]
+
+Cut documents come first, and every rank holds each of them in the same slots: its two chunks of the first
+one, side by side, then those of the second. So what may have to be exchanged is a prefix of each rank's
+slots. The row in document order is all cut documents, then the whole ones and the padding of rank 0, then
+those of rank 1; on each rank, too, tokens lie in document order. `cuts`, the length of each cut document's
+chunks, tells all of this; packing/assignment.py chooses it.
 """
 
 from collections.abc import Sequence
@@ -21,7 +32,9 @@ from jaxtyping import Int, Int32
 
 from jaxthd.config import Config
 
-LayoutKind = Literal["buffer", "document"]
+LayoutKind = Literal["buffer", "document", "whole"]
+Cuts = Int[np.ndarray, " K"]
+"""Slots of a context chunk of each document that is cut, one after the other; 0 for none."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +124,9 @@ class ContextLayout:
     """How a row of a batch is laid out over the context axis.
 
     kind: "buffer" cuts the whole buffer, "document" each document; then the padding behind the last document
-        is cut like one more document. ranks: of the context axis; 1 cuts nothing.
-    round_to: each document's slots in the row are rounded up to a multiple of this, under either kind. For
+        is cut like one more document. "whole" cuts the documents that the row's `cuts` names. ranks: of the
+        context axis; 1 cuts nothing.
+    round_to: each document's slots in the row are rounded up to a multiple of this, under every kind. For
         "document" on several ranks it must be a multiple of 2 * ranks.
     """
 
@@ -137,38 +151,69 @@ class ContextLayout:
         """The token slots that a document takes, or documents: an int, or an array of ints."""
         return -(-length // self.round_to) * self.round_to
 
-    def permutation(self, segment_ids: Int[np.ndarray, " T"]) -> Int32[np.ndarray, " T"]:
+    @property
+    def keeps_documents(self) -> bool:
+        """Documents stay whole on one rank, but for a few."""
+        return self.kind == "whole" and self.ranks > 1
+
+    def permutation(
+        self, segment_ids: Int[np.ndarray, " T"], cuts: Cuts | None = None
+    ) -> Int32[np.ndarray, " T"]:
         """Document order to rank-major order: permuted[i] = original[perm[i]], int32 [T].
 
-        segment_ids: the row's, in any order.
-        Raises ValueError when the buffer, or a document, cannot be cut into 2 * ranks equal chunks.
+        segment_ids: the row's, in any order. cuts: the row's (Batch.cuts), for the layout "whole"; None: no
+        document is cut.
+        Raises ValueError when the buffer, or a document, cannot be cut into 2 * ranks equal chunks, and when
+        cuts take more than a rank's slots.
         """
+        if self.keeps_documents:
+            return self._permutation_of_whole(len(segment_ids), np.zeros(0, int) if cuts is None else cuts)
         if not self.cuts_documents:
             return self.swap.permutation(len(segment_ids))
         ends = np.cumsum(self.slots(np.bincount(segment_ids)[1:]))
         cu_seqlens = np.concatenate([[0], ends, [len(segment_ids)]]).astype(int)
         return np.concatenate([self.swap.tokens_of_rank(cu_seqlens, rank) for rank in range(self.ranks)])
 
-    def inverse(self, segment_ids: Int[np.ndarray, " T"]) -> Int32[np.ndarray, " T"]:
+    def _permutation_of_whole(self, length: int, cuts: Cuts) -> Int32[np.ndarray, " T"]:
+        share, taken = length // self.ranks, 2 * int(cuts.sum())
+        if length % (2 * self.ranks) or taken > share:
+            raise ValueError(
+                f"context chunks of {cuts.tolist()} slots in a buffer of {length} on {self.ranks} ranks; "
+                f"expected a buffer of a multiple of {2 * self.ranks} slots, and chunks of which a rank's "
+                f"{share} hold two of each: cut fewer documents, or change the capacity"
+            )
+        ends = np.cumsum(np.concatenate([[0], 2 * self.ranks * cuts]))
+        found = []
+        for rank in range(self.ranks):
+            first = self.ranks * taken + rank * (share - taken)
+            found += [self.swap.tokens_of_rank(ends, rank), np.arange(first, first + share - taken)]
+        return np.concatenate(found).astype(np.int32)
+
+    def inverse(
+        self, segment_ids: Int[np.ndarray, " T"], cuts: Cuts | None = None
+    ) -> Int32[np.ndarray, " T"]:
         """Rank-major order back to document order: original = permuted[inverse]. Otherwise as permutation."""
-        return inverse_permutation(self.permutation(segment_ids))
+        return inverse_permutation(self.permutation(segment_ids, cuts))
 
     def document_slots(
-        self, segment_ids: Int[np.ndarray, " T"], document_ids: Int[np.ndarray, " T"] | None = None
+        self,
+        segment_ids: Int[np.ndarray, " T"],
+        document_ids: Int[np.ndarray, " T"] | None = None,
+        cuts: Cuts | None = None,
     ) -> list[Int[np.ndarray, " _"]]:
         """Where the tokens of each document lie in a laid-out row, in their order; of a document with several
         answers, segment by segment.
 
-        segment_ids, document_ids: of the laid-out row; None: every document is one segment. Raises ValueError
-        as permutation.
+        segment_ids, document_ids: of the laid-out row; None: every document is one segment. cuts: the row's.
+        Raises ValueError as permutation.
         """
-        order = self.inverse(segment_ids)
+        order = self.inverse(segment_ids, cuts)
         ids = (segment_ids if document_ids is None else document_ids)[order]
         return [order[ids == document] for document in range(1, ids.max() + 1)]
 
-    def owners(self, segment_ids: Int[np.ndarray, " T"]) -> Int[np.ndarray, " T"]:
+    def owners(self, segment_ids: Int[np.ndarray, " T"], cuts: Cuts | None = None) -> Int[np.ndarray, " T"]:
         """The rank that holds each token of a row in document order. Otherwise as permutation."""
-        return self.inverse(segment_ids) * self.ranks // len(segment_ids)
+        return self.inverse(segment_ids, cuts) * self.ranks // len(segment_ids)
 
 
 def inverse_permutation(perm: Int[np.ndarray, " length"]) -> Int32[np.ndarray, " length"]:

@@ -6,18 +6,19 @@ depths of multi-token prediction.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int, Int32, Shaped
 
 from jaxthd.errors import UserError
 from jaxthd.packing.answers import document_segments
+from jaxthd.packing.assignment import Placement, Shares
 from jaxthd.packing.balance import attention_work, imbalance, order_documents
 from jaxthd.packing.batch import AUDIO_FIELDS, Batch
 from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
 from jaxthd.packing.fit import BufferLimits
-from jaxthd.packing.layout import ContextLayout
+from jaxthd.packing.layout import ContextLayout, LayoutKind
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,13 @@ def pack_row(
     round_to: int = 1,
     longest_chunk: int = 0,
     order_seed: int | None = 0,
-    layout: Literal["buffer", "document"] = "buffer",
+    layout: LayoutKind = "buffer",
     depths: int = 0,
     extras: Sequence[str] = (),
     answers: bool = False,
     share_prompts: bool = True,
+    shares: Shares | None = None,
+    placement: Placement | None = None,
 ) -> tuple[Batch, PackReport]:
     """Packs documents into one buffer (Batch with R = 1). Without documents the row is all padding.
 
@@ -111,7 +114,10 @@ def pack_row(
     order_seed: seeds the search for the order that balances attention (order_documents); None keeps the
         given order.
     layout: what is divided over the context axis (packing/layout.py). "document" needs a round_to that is a
-        multiple of 2 * context, and keeps the given order, which changes no rank's work there.
+        multiple of 2 * context, and keeps the given order, which changes no rank's work there. "whole"
+        decides the order by the placement of the documents, and needs `shares`.
+    shares: of the context ranks, for the layout "whole" on several. placement: of the documents on them; None
+        finds one.
     depths: depths of multi-token prediction, K. extras: names of the Document.extras that the Batch gets;
         each number is stored at the position before its token.
     answers: documents may have several answers, so that the Batch has document_ids; and prefixes, if
@@ -122,23 +128,29 @@ def pack_row(
     document with several answers without `answers`.
     """
     limits = BufferLimits(
-        capacity, audio_capacity, max_documents, audio_ranks, round_to, longest_chunk, share_prompts
+        capacity, audio_capacity, max_documents, audio_ranks, round_to, longest_chunk, share_prompts, shares
     )
     if not answers:
         _require_single(documents)
     ranks = limits.assign(documents)
-    if order_seed is not None and layout == "buffer":
+    starts = cuts = None
+    if shares is not None:
+        placement = placement or limits.place(documents)
+        documents, ranks = [documents[d] for d in placement.order], [ranks[d] for d in placement.order]
+        starts, cuts = shares.starts(placement, list(map(limits.slots, documents)))
+    elif order_seed is not None and layout == "buffer":
         order = _balanced_order(documents, limits, context, order_seed)
         documents, ranks = [documents[d] for d in order], [ranks[d] for d in order]
-    placed = _place(documents, limits)
+    placed = _place(documents, limits, starts)
     row = _write_tokens(documents, placed, capacity)
     audio = _write_audio(documents, placed, ranks, limits, num_mels) if audio_capacity else None
-    perm = ContextLayout(layout, context, round_to).permutation(row.segment_ids)
+    perm = ContextLayout(layout, context, round_to).permutation(row.segment_ids, cuts)
     batch = _as_batch(row, audio, _future(row, audio, depths), perm)
     batch = batch._replace(
         extras=_write_extras(documents, placed, capacity, extras, perm),
         document_ids=batch.document_ids if answers else None,
         prefixes=batch.prefixes if answers and share_prompts else None,
+        cuts=None if cuts is None else cuts[None],
     )
     work = attention_work(_keys_before(row)[perm], row.segment_ids[perm], context)
     return batch, _report(documents, row, audio, work)
@@ -178,12 +190,18 @@ def _balanced_order(
     return order_documents(lengths, limits.capacity, context, seed, slots, work)[0]
 
 
-def _place(documents: Sequence[Document], limits: BufferLimits) -> list[_Placed]:
-    """The segments of a row, in document order: the segment with id s is the (s - 1)-th."""
+def _place(
+    documents: Sequence[Document], limits: BufferLimits, starts: Sequence[int] | None = None
+) -> list[_Placed]:
+    """The segments of a row, in document order: the segment with id s is the (s - 1)-th.
+
+    starts: the slot at which each document begins; None: behind the one before.
+    """
     placed: list[_Placed] = []
     start = 0
     for number, document in enumerate(documents, 1):
         first = len(placed) + 1
+        start = start if starts is None else starts[number - 1]
         for indices, is_continuation in document_segments(document, limits.share_prompts):
             placed.append(_Placed(number, start, indices, first if is_continuation else 0))
             start += -(-len(indices) // limits.round_to) * limits.round_to

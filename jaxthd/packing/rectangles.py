@@ -8,8 +8,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 
+from jaxthd.packing.intervals import KeyIntervals, intervals_of_rows
 from jaxthd.packing.layout import DualChunkSwap
 
 
@@ -80,3 +81,11 @@ def document_rectangle(cut: DocumentCut, rank: Array | int, source: Array | int,
     """
     q_start, k_end = _causal_pairs(rank, source, cut.chunk)
     return Rectangle(cut.start + q_start, stop_RT, cut.start, cut.start + k_end)
+
+
+def intervals_of_rectangle(rectangle: Rectangle, is_real_RT: Bool[Array, "R T"], block: int) -> KeyIntervals:
+    """The keys of the other rank that each query sees. is_real, block: as intervals_of_rows takes them."""
+    slot_T = jnp.arange(is_real_RT.shape[1], dtype=jnp.int32)
+    inside_RT = (slot_T >= rectangle.q_start) & (slot_T < rectangle.q_end)
+    lo_RT, hi_RT = (jnp.where(inside_RT, x, 0) for x in (rectangle.k_start, rectangle.k_end))
+    return intervals_of_rows(lo_RT, hi_RT, is_real_RT, block)

@@ -9,7 +9,8 @@ Legend: R rows on this rank, T tokens of a row on it, N = R * T, S tokens of a r
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +19,17 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int32
 
+from jaxthd.packing.cuts import CutDocuments, keeping_documents
 from jaxthd.packing.intervals import KeyIntervals, intervals_of_rows
 from jaxthd.packing.layout import DualChunkSwap, LayoutKind
 from jaxthd.packing.prefixes import Prefixes, make_prefixes
-from jaxthd.packing.rectangles import DocumentCut, Rectangle, buffer_rectangle, document_rectangle
+from jaxthd.packing.rectangles import (
+    DocumentCut,
+    buffer_rectangle,
+    document_rectangle,
+    intervals_of_rectangle,
+)
+from jaxthd.packing.windows import Windowed, make_windowed
 
 
 class InOrder(NamedTuple):
@@ -47,13 +55,17 @@ class Segments:
     local: the keys on this rank that each token's attention sees (causal).
     remote: the same for the keys of context rank (this - 1 - t) % context, at index t.
     whole: the keys of the token's whole document on this rank (bidirectional; for the encoder).
-    in_order: None under the whole-buffer layout, and where one rank holds whole rows.
+    in_order: None but under the per-document layout on several ranks.
+    cut: None but under the layout "whole" on several ranks; there attention, convolution and scan read it in
+        place of what else is here, which is about documents that stay on this rank.
     prefixes: which documents continue others; None where all stand alone.
     rows, axis, context, block: R, the context axis (None outside a mesh), its size, the attention block.
+    layout: how rows are laid out over that axis.
     documents: the most documents in a row; None where that is not known. Fused attention needs it.
     uniform_program: all ranks of the mesh run this program at the same time. Where they do not, in pipeline
         stages that differ, no collective may name ranks of other stages. ppermute names all ranks, so it is
         not used.
+    windowed: the keys that attention in a window sees; None for a model without such layers.
     """
 
     ids: Int32[Array, " N"]
@@ -64,12 +76,15 @@ class Segments:
     whole: KeyIntervals
     in_order: InOrder | None
     prefixes: Prefixes | None
+    cut: CutDocuments | None
     rows: int
     axis: str | None
     context: int
     block: int
+    layout: LayoutKind
     documents: int | None
     uniform_program: bool
+    windowed: Windowed | None = None
 
     @property
     def valid(self) -> Bool[Array, " N"]:
@@ -79,6 +94,18 @@ class Segments:
     def sequence_positions(self) -> Int32[Array, " N"]:
         """positions, but counted from the start of the prefix where a segment continues one."""
         return self.positions if self.prefixes is None else self.positions + self.prefixes.tokens_before
+
+    @property
+    def in_window(self) -> "Segments":
+        """The same documents for attention in a window. Its keys are no runs of whole documents, so fused
+        attention cannot use them.
+        """
+        assert self.windowed is not None
+        local, remote, prefix_local, prefix_remote = self.windowed
+        prefixes = self.prefixes
+        if prefixes is not None and prefix_local is not None:
+            prefixes = prefixes._replace(local=prefix_local, remote=prefix_remote)
+        return replace(self, local=local, remote=remote, prefixes=prefixes, documents=None, windowed=None)
 
     @property
     def row_length(self) -> int:
@@ -94,9 +121,10 @@ class Segments:
     def context_chunks(self) -> int:
         """Context chunks of a row on this rank: two, or the whole row as one. Each is contiguous.
 
-        Not under the per-document layout, where every document has two chunks of its own.
+        Only under the whole-buffer layout: elsewhere every document that is cut has two of its own.
         """
         assert self.in_order is None
+        assert self.cut is None
         return 2 if self.context > 1 else 1
 
     def split(self, x: Array) -> Array:
@@ -113,6 +141,9 @@ class Segments:
             slot_RD = jnp.take_along_axis(self.in_order.slots, jnp.maximum(index_RD, 0), axis=1)
             here_RD = slot_RD // tokens == jax.lax.axis_index(self.axis)
             local_RD = slot_RD % tokens
+        elif self.cut is not None:
+            rank_RD, local_RD = self.cut.slots.slot(self.swap, jnp.maximum(index_RD, 0), tokens)
+            here_RD = rank_RD == jax.lax.axis_index(self.axis)
         elif self.axis is not None and self.context > 1:
             length = tokens // 2
             first, second = self.swap.chunks(jax.lax.axis_index(self.axis))
@@ -123,7 +154,7 @@ class Segments:
         return jnp.where(here_RD & (index_RD >= 0), local_RD, -1).reshape(-1)
 
 
-_STATIC = ("rows", "axis", "context", "block", "documents", "uniform_program")
+_STATIC = ("rows", "axis", "context", "block", "layout", "documents", "uniform_program")
 _TRACED = tuple(f.name for f in fields(Segments) if f.name not in _STATIC)
 
 
@@ -154,13 +185,17 @@ def make_segments(
     layout: LayoutKind = "buffer",
     documents: int | None = None,
     uniform_program: bool = True,
+    window: int | None = None,
+    cuts_RK: Int32[Array, "R K"] | None = None,
+    alike: tuple[str, ...] = (),
 ) -> Segments:
     """Derives a step's Segments from this rank's share of the batch.
 
-    prefixes: as in Batch; then `documents` must be known.
-
+    prefixes: as in Batch; then `documents` must be known. cuts: as in Batch, for the layout "whole"; None: no
+    document is cut. alike: further mesh axes whose ranks exchange cut documents together, as a ring needs it.
     axis: name of the context mesh axis, inside shard_map; None when the rows are whole. layout: how they are
-    laid out over that axis. block, documents, uniform_program: as in Segments.
+    laid out over that axis. block, documents, uniform_program: as in Segments. window: tokens that a token
+    sees in a window, itself among them; None: no layer has one.
     Raises ValueError when the context axis has several ranks and T is odd, and for prefixes without
     `documents`.
 
@@ -171,12 +206,13 @@ def make_segments(
     rows, tokens = ids_RT.shape
     ranks = jax.lax.axis_size(axis) if axis else 1
     rank = jax.lax.axis_index(axis) if axis else 0
-    if ranks > 1 and tokens % 2:
-        raise ValueError(f"{tokens} tokens of a row on a rank; context > 1 needs an even number (two chunks)")
-    if prefixes_RT is not None and documents is None:
-        raise ValueError(
-            "documents is None; expected the most segments of a row with prefixes: give documents"
-        )
+    if ranks > 1 and layout == "whole" and axis is not None:
+        if cuts_RK is None:
+            cuts_RK = jnp.zeros((rows, 1), jnp.int32)
+        make = partial(make_segments, block=block, documents=documents, uniform_program=uniform_program)
+        given = ids_RT, positions_RT, prefixes_RT, cuts_RK
+        return keeping_documents(make, *given, axis=axis, alike=alike, window=window)
+    _require(prefixes_RT is None or documents is not None, is_divided=ranks == 1 or not tokens % 2)
     slot_T = jnp.arange(tokens, dtype=jnp.int32)
     first_RT, stop_RT = _local_runs(ids_RT)
     sources = [(rank - 1 - step) % ranks for step in range(ranks - 1)]
@@ -188,42 +224,50 @@ def make_segments(
         swap = DualChunkSwap(ranks)
         begin_RT = _row_index(swap, rank, tokens // 2) - positions_RT
         rectangles = [buffer_rectangle(swap, rank, source, begin_RT, stop_RT) for source in sources]
-
-    def intervals(lo_RT: Array, hi_RT: Array) -> KeyIntervals:
-        return intervals_of_rows(lo_RT, hi_RT, ids_RT > 0, block)
-
-    def of_rectangle(rectangle: Rectangle) -> KeyIntervals:
-        inside_RT = (slot_T >= rectangle.q_start) & (slot_T < rectangle.q_end)
-        return intervals(*(jnp.where(inside_RT, x, 0) for x in (rectangle.k_start, rectangle.k_end)))
-
+    intervals = partial(intervals_of_rows, is_real_RT=ids_RT > 0, block=block)
+    index_of = partial(_indices, ids_RT.shape, in_order, ranks)
     prefixes = None
     if prefixes_RT is not None and documents is not None:
-        index_RT = _indices(ids_RT.shape, in_order, ranks, rank)
-        given = ids_RT, positions_RT, prefixes_RT, index_RT
+        given = ids_RT, positions_RT, prefixes_RT, index_of(rank)
         context_axis = axis if ranks > 1 else None
         prefixes = make_prefixes(*given, sources, block=block, axis=context_axis, documents=documents)
+    local = intervals(first_RT, slot_T + 1)
+    remote = tuple(intervals_of_rectangle(x, ids_RT > 0, block) for x in rectangles)
+    of_window = local, remote, prefixes, positions_RT, index_of, [rank, *sources], block
     return Segments(
         ids=ids_RT.reshape(-1),
         positions=positions_RT.reshape(-1),
         remaining=(stop_RT - 1 - slot_T).reshape(-1),
-        local=intervals(first_RT, slot_T + 1),
-        remote=tuple(map(of_rectangle, rectangles)),
+        local=local,
+        remote=remote,
         whole=intervals(first_RT, stop_RT),
         in_order=in_order,
         prefixes=prefixes,
+        cut=None,
         rows=rows,
         axis=axis,
         context=ranks,
         block=block,
+        layout=layout,
         documents=documents,
         uniform_program=uniform_program,
+        windowed=None if window is None else make_windowed(window, *of_window),
     )
 
 
-def segments_of(lengths: Sequence[int], capacity: int | None = None, *, block: int = 128) -> Segments:
+def _require(has_documents: bool, *, is_divided: bool) -> None:
+    if not is_divided:
+        raise ValueError("an odd number of tokens of a row on a rank; context > 1 needs two chunks of them")
+    if not has_documents:
+        raise ValueError("documents is None; expected the most segments of a row with prefixes: give it")
+
+
+def segments_of(
+    lengths: Sequence[int], capacity: int | None = None, *, block: int = 128, window: int | None = None
+) -> Segments:
     """Segments of one row on one device: documents of these lengths, one after the other, then padding.
 
-    capacity: tokens of the row; None: as many as the documents have. block: see make_segments.
+    capacity: tokens of the row; None: as many as the documents have. block, window: see make_segments.
     Raises ValueError for an empty document, and where the capacity is less than the documents' tokens.
     """
     tokens = sum(lengths)
@@ -236,7 +280,9 @@ def segments_of(lengths: Sequence[int], capacity: int | None = None, *, block: i
     ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)
     positions = np.concatenate([np.arange(length) for length in lengths] or [ids])
     ids_T, positions_T = (jnp.asarray(np.pad(x, (0, capacity - tokens)), jnp.int32) for x in (ids, positions))
-    return make_segments(ids_T[None], positions_T[None], block=block, axis=None, documents=len(lengths))
+    return make_segments(
+        ids_T[None], positions_T[None], block=block, axis=None, documents=len(lengths), window=window
+    )
 
 
 def _local_runs(ids_RT: Array) -> tuple[Array, Array]:

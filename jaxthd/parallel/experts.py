@@ -18,6 +18,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32
 
 from jaxthd.config import MeshConfig
+from jaxthd.ops.ffn import FFNForm
 from jaxthd.ops.grouped_matmul import ExpertLayout, combine, dispatch, expert_layout, grouped_matmul
 from jaxthd.parallel.mesh import CONTEXT, DATA, ranks_of
 from jaxthd.parallel.params import ShardedDim
@@ -33,23 +34,33 @@ def expert_sharding(experts: int, mesh: MeshConfig) -> ShardedDim | None:
 
 
 class Experts(NamedTuple):
-    """Weights of experts. gate: None for experts without one."""
+    """Weights of experts. gate: None for experts without one. Biases: None for experts without them; in the
+    parameters' dtype.
+    """
 
     up: Float[Array, "E D F"]
     down: Float[Array, "E F D"]
     gate: Float[Array, "E D F"] | None = None
+    up_bias: Float[Array, "E F"] | None = None
+    down_bias: Float[Array, "E D"] | None = None
+    gate_bias: Float[Array, "E F"] | None = None
 
 
-def expert_mlp(x_MD: Float[Array, "M D"], experts: Experts, layout: ExpertLayout) -> Float[Array, "M D"]:
-    """Applies its expert to every row: down(relu(up x)^2), or with a gate down(silu(gate x) * up x)."""
+def expert_mlp(
+    x_MD: Float[Array, "M D"], experts: Experts, layout: ExpertLayout, form: FFNForm
+) -> Float[Array, "M D"]:
+    """Applies its expert to every row. With biases the result is not 0 in rows that no assignment has."""
 
-    def product(x: Array, w: Array) -> Array:
-        return grouped_matmul(x, w, layout.expert, layout.used)
+    def product(x: Array, w: Array, bias_EF: Array | None) -> Array:
+        y_MF = grouped_matmul(x, w, layout.expert, layout.used)
+        if bias_EF is None:
+            return y_MF
+        bias_b1F = bias_EF[layout.expert][:, None].astype(x.dtype)
+        return (y_MF.reshape(len(bias_b1F), -1, y_MF.shape[-1]) + bias_b1F).reshape(y_MF.shape)
 
-    up_MF = product(x_MD, experts.up)
-    if experts.gate is None:
-        return product(jnp.square(jax.nn.relu(up_MF)), experts.down)
-    return product(jax.nn.silu(product(x_MD, experts.gate)) * up_MF, experts.down)
+    up_MF = product(x_MD, experts.up, experts.up_bias)
+    gate_MF = None if experts.gate is None else product(x_MD, experts.gate, experts.gate_bias)
+    return product(form.inner(up_MF, gate_MF), experts.down, experts.down_bias)
 
 
 def exchanged_experts(
@@ -58,6 +69,7 @@ def exchanged_experts(
     chosen_Nk: Int32[Array, "N k"],
     weight_Nk: Float[Array, "N k"],
     routed_N: Bool[Array, " N"],
+    form: FFNForm,
     axes: tuple[str, ...],
     capacity: float,
     block: int,
@@ -79,36 +91,36 @@ def exchanged_experts(
     rounds = jax.lax.pmax(-(-load_r1[:ranks].max() // slots), axes)
     slot_A = jnp.where(rank_A < ranks, rank_A * slots + number_A % slots, ranks * slots)
     where = (slot_A, jnp.where(rank_A < ranks, number_A // slots, -1), chosen_Nk.reshape(-1) % experts)
-    out_AD = _all_rounds(x_ND, own, where, rounds, axes, slots, block)
+    out_AD = _all_rounds(x_ND, own, where, rounds, form, axes, slots, block)
     return jnp.einsum("nkd,nk->nd", out_AD.reshape(n, k, -1), weight_Nk.astype(out_AD.dtype))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _all_rounds(x_ND, own, where, rounds, axes, slots, block):
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+def _all_rounds(x_ND, own, where, rounds, form, axes, slots, block):
     """The result of each assignment [A, D]; 0 for assignments that are not sent."""
-    return _all_rounds_forward(x_ND, own, where, rounds, axes, slots, block)[0]
+    return _all_rounds_forward(x_ND, own, where, rounds, form, axes, slots, block)[0]
 
 
-def _all_rounds_forward(x_ND, own, where, rounds, axes, slots, block):
+def _all_rounds_forward(x_ND, own, where, rounds, form, axes, slots, block):
     a = len(where[0])
 
     def one(i: Array, out_AD: Array) -> Array:
         send = _Round(where, i, len(x_ND), axes, slots)
         layout = send.layout(len(own.up), block)
-        y_SD = _rows_through_experts(send.there(x_ND), own, layout)
+        y_SD = _rows_through_experts(send.there(x_ND), own, layout, form)
         return out_AD + send.results(send.back(y_SD))
 
     out_AD = jax.lax.fori_loop(0, rounds, one, jnp.zeros((a, x_ND.shape[1]), x_ND.dtype))
     return out_AD, (x_ND, own, where, rounds)
 
 
-def _all_rounds_backward(axes, slots, block, residuals, dout_AD):
+def _all_rounds_backward(form, axes, slots, block, residuals, dout_AD):
     x_ND, own, where, rounds = residuals
 
     def one(i: Array, sums: tuple[Array, Experts]) -> tuple[Array, Experts]:
         send = _Round(where, i, len(x_ND), axes, slots)
         layout = send.layout(len(own.up), block)
-        through = partial(_rows_through_experts, layout=layout)
+        through = partial(_rows_through_experts, layout=layout, form=form)
         _, pull = jax.vjp(through, send.there(x_ND), own)
         dx_SD, d_own = pull(send.exchanged(send.placed(dout_AD)))
         dx_ND = send.to_tokens(send.back(dx_SD))
@@ -121,10 +133,10 @@ def _all_rounds_backward(axes, slots, block, residuals, dout_AD):
 _all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)
 
 
-def _rows_through_experts(x_SD: Array, experts: Experts, layout: ExpertLayout) -> Array:
+def _rows_through_experts(x_SD: Array, experts: Experts, layout: ExpertLayout, form: FFNForm) -> Array:
     """Applies to each received row [S, D] the one expert that it is for; 0 for unused slots."""
     ones_S1 = jnp.ones((len(x_SD), 1), x_SD.dtype)
-    return combine(expert_mlp(dispatch(x_SD, layout), experts, layout), ones_S1, layout)
+    return combine(expert_mlp(dispatch(x_SD, layout), experts, layout, form), ones_S1, layout)
 
 
 class _Round:

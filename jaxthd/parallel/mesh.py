@@ -168,6 +168,7 @@ def batch_specs() -> Batch:
         prefixes=tokens,
         embeddings=tokens,
         draws=tokens,
+        cuts=PartitionSpec(DATA),
     )
 
 

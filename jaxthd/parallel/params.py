@@ -13,11 +13,13 @@ grow with the number of repeats.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
@@ -70,12 +72,43 @@ def parameter_dtype(compute: ComputeConfig) -> Any:
     return jnp.float64 if compute.dtype == "float64" else jnp.float32
 
 
+@partial(jax.jit, static_argnums=1)
+def _split(key: jax.Array, number: int) -> tuple[jax.Array, ...]:
+    return tuple(jax.random.split(key, number))
+
+
+def split_key(key: jax.Array, number: int = 2) -> tuple[jax.Array, ...]:
+    """The keys of jax.random.split. Where the key's value is known they are computed now, also while a
+    program is traced: inside it each split is a loop, and these were half of the program of a new model.
+    """
+    if isinstance(key, jax.core.Tracer):
+        return _split(key, number)
+    with jax.ensure_compile_time_eval():
+        return _split(key, number)
+
+
+def _key_streams(keys: tuple[jax.Array, ...], length: int) -> list[jax.Array]:
+    """For each of the first `length` keys that an Init draws: those of the Inits with these keys, stacked."""
+    if not length:
+        return []
+    implementation = jax.random.key_impl(keys[0])
+    with jax.ensure_compile_time_eval():
+        drawn = []
+        for key in keys:
+            init = Init(key)
+            drawn.append([np.asarray(jax.random.key_data(init.next_key())) for _ in range(length)])
+        return [
+            jax.random.wrap_key_data(np.stack(at), impl=implementation) for at in zip(*drawn, strict=True)
+        ]
+
+
 class Init:
     """Makes a module's parameters: one key stream, one dtype and one mesh for all of them.
 
     dtype: the dtype of every parameter.
     mesh: the ranks that the modules will run on.
     fsdp: axes over which weight matrices are FSDP-sharded.
+    keys: the keys to draw, in place of those that follow from `key`.
     """
 
     def __init__(
@@ -84,8 +117,11 @@ class Init:
         dtype: Any = jnp.float32,
         mesh: MeshConfig | None = None,
         fsdp: tuple[str, ...] = (),
+        keys: Sequence[jax.Array] | None = None,
     ) -> None:
         self._key = key
+        self._keys = keys
+        self.drawn = 0
         self.dtype = dtype
         self.mesh = mesh or MeshConfig()
         self.fsdp = fsdp
@@ -96,7 +132,10 @@ class Init:
         return init if isinstance(init, Init) else cls(init.params(), parameter_dtype(compute))
 
     def next_key(self) -> jax.Array:
-        self._key, key = jax.random.split(self._key)
+        self.drawn += 1
+        if self._keys is not None:
+            return self._keys[self.drawn - 1]
+        self._key, key = split_key(self._key)
         return key
 
     def with_fsdp(self, axes: tuple[str, ...]) -> "Init":
@@ -217,11 +256,21 @@ def stack(make: Callable[[Init], M], init: Init, repeats: int, *, axes: tuple[st
     axes: the mesh axes over which the leading dim is sharded.
     """
 
-    def again(key: jax.Array) -> M:
-        return make(Init(key, init.dtype, init.mesh, init.fsdp))
+    counts: list[int] = []
+
+    def again(key: jax.Array, keys: Sequence[jax.Array] | None = None) -> M:
+        own = Init(key, init.dtype, init.mesh, init.fsdp, keys)
+        made = make(own)
+        counts.append(own.drawn)
+        return made
 
     abstract = nnx.eval_shape(lambda: again(jax.random.key(0)))
-    stacked = jax.vmap(lambda key: nnx.state(again(key)))(jax.random.split(init.next_key(), repeats))
+    key = init.next_key()
+    if isinstance(key, jax.core.Tracer):
+        stacked = jax.vmap(lambda key: nnx.state(again(key)))(jax.random.split(key, repeats))
+    else:
+        streams = _key_streams(split_key(key, repeats), counts[0])
+        stacked = jax.vmap(lambda keys: nnx.state(again(key, keys)), axis_size=repeats)(streams)
     for _, variable in nnx.to_flat_state(stacked):
         variable.set_metadata(
             mesh_axes=(axes, *variable.get_metadata("mesh_axes")),

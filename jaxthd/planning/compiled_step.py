@@ -16,6 +16,7 @@ from jaxthd.objectives.answers import compares_answers
 from jaxthd.packing.batch import AUDIO_FIELDS, Batch
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.fit import BufferLimits
+from jaxthd.packing.layout import ContextLayout
 from jaxthd.parallel.mesh import batch_specs, make_mesh
 from jaxthd.planning.program import UNOPTIMIZED, received_bytes
 from jaxthd.planning.sizes import Sizes
@@ -105,6 +106,9 @@ def abstract_batch(config: Config) -> Batch:
         extras={name: jax.ShapeDtypeStruct(tokens, jnp.float32) for name in of_tokens},
         document_ids=ints(tokens) if has_answers else None,
         prefixes=ints(tokens) if has_answers and config.posttraining.share_prompts else None,
+        cuts=ints((data.rows, config.compute.context_cuts))
+        if ContextLayout.of(config).keeps_documents
+        else None,
         **audio,
     )
 

@@ -13,6 +13,8 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
 
 from jaxthd.config import Config, LLMConfig
 from jaxthd.ops.scan.state_passing import GATHER_UP_TO
@@ -95,19 +97,29 @@ def _layout_cost(stream: Lengths, config: Config, work: tuple[float, float]) -> 
     outcome = simulate(stream, config, work)
     imbalance = balance(stream, outcome)[1]
     tokens = stream.tokens[list(chain(*outcome.buffers))].astype(float)
-    keys_seen = (tokens * (tokens + 1)).sum() / 2 / tokens.sum()
+    keys_seen = _keys_seen(tokens, np.inf)
     received, letters = mamba_bytes(config), llm.letters + llm.mtp_pattern * config.depths_trained
     real_tokens = data.rows / mesh.data * data.capacity / mesh.context * (1 - outcome.padding)
-    attention = keys_seen * imbalance * 2 * llm.q_heads * llm.head_dim / mesh.tensor
+    # Keys in a window are counted without the imbalance of what lies outside it.
+    latent, in_all = llm.latent_attention, keys_seen * imbalance
+    in_windows = letters.count("W") * _keys_seen(tokens, llm.window)
+    dims = (letters.count("*") * in_all + in_windows) * 2 * llm.head_dim
+    dims += letters.count("L") * in_all * (latent.qk_head_dim + latent.v_head_dim)
     return LayoutCost(
         config,
         padding=outcome.padding,
         imbalance=imbalance,
         mamba_bytes=received,
         slots=work[0] / mesh.tensor / (1 - outcome.padding),
-        attention=letters.count("*") * attention,
+        attention=dims * llm.q_heads / mesh.tensor,
         exchange=letters.count("M") * received / 2 / real_tokens * MULTIPLY_ADDS_PER_BYTE,
     )
+
+
+def _keys_seen(tokens: Float[np.ndarray, " documents"], window: int | float) -> float:
+    """Keys that a token sees, averaged over the tokens of documents of these lengths."""
+    within = np.minimum(tokens, window)
+    return float((within * (within + 1) / 2 + (tokens - within) * within).sum() / tokens.sum())
 
 
 def mamba_bytes(config: Config) -> float:

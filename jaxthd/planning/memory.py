@@ -135,7 +135,14 @@ def _unit(sizes: Sizes, letters: str, module: str = "decoder") -> Number:
 def _layer(sizes: Sizes, letter: str) -> Number:
     """Activations that a layer's backward pass needs, including those of its norm."""
     normed = sizes.tokens * sizes.config.model.llm.dim * (2 * sizes.a + sizes.w)
-    mixers = {"*": _attention, "M": _mamba, "-": _mlp, "E": _experts}
+    mixers = {
+        "*": _attention,
+        "W": _attention,
+        "L": _latent_attention,
+        "M": _mamba,
+        "-": _mlp,
+        "E": _experts,
+    }
     return normed + mixers[letter](sizes)
 
 
@@ -145,6 +152,18 @@ def _attention(sizes: Sizes) -> Number:
     gathers = sizes.config.compute.context_exchange == "all_gather"
     keys = kv * (sizes.mesh.context if gathers else 1)
     return sizes.tokens * (sizes.a * (2 * q + kv + keys) + sizes.w * (q + sizes.heads))
+
+
+def _latent_attention(sizes: Sizes) -> Number:
+    """The expanded heads, what they are expanded from, and the outputs."""
+    llm, a, w = sizes.config.model.llm, sizes.a, sizes.w
+    latent = llm.latent_attention
+    q, v = sizes.heads * latent.qk_head_dim, sizes.heads * latent.v_head_dim
+    gathers = sizes.config.compute.context_exchange == "all_gather"
+    keys = (q + v) * (sizes.mesh.context if gathers else 1)
+    expanded = sizes.heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    low = (latent.kept + latent.q_lora_rank) * (2 * a + w)
+    return sizes.tokens * (a * (2 * q + v + keys + expanded) + w * (v + sizes.heads) + low)
 
 
 def _mamba(sizes: Sizes) -> Number:

@@ -22,11 +22,21 @@ from jaxthd.steps.state import moment_specs
 
 PARTS = ("LLM", "encoder", "adapter")
 
-_LETTERS = {"M": "M Mamba2", "*": "* attention", "-": "- MLP", "E": "E"}
+_LETTERS = {
+    "M": "M Mamba2",
+    "*": "* attention",
+    "W": "W attention in a window",
+    "L": "L latent attention",
+    "-": "- MLP",
+    "E": "E",
+}
 _EXPERTS = {
     "up": "routed experts",
     "down": "routed experts",
     "gate": "routed experts",
+    "up_bias": "routed experts",
+    "down_bias": "routed experts",
+    "gate_bias": "routed experts",
     "router": "router",
     "shared": "shared expert",
     "latent_in": "latent projection",
@@ -96,7 +106,7 @@ def _group(path: Path, config: Config) -> tuple[str, str, int]:
             letter = next(k.letter for k in LAYER_KINDS.values() if k.name == kind)
             label = f"E {_EXPERTS.get(name, name)}" if letter == "E" else _LETTERS[letter]
             return "LLM", label, letters.count(letter)
-        case ("mtp", "layers", "moe", "mixer", "up" | "down" | "gate", *_):
+        case ("mtp", "layers", "moe", "mixer", str(name), *_) if _EXPERTS.get(name) == "routed experts":
             return "LLM", "MTP routed experts", config.model.llm.mtp_modules
         case ("mtp", *_):
             return "LLM", "MTP", config.model.llm.mtp_modules

@@ -116,7 +116,7 @@ def _maxima(plan: Plan) -> str:
         [o.data.max_documents, _share_within(unbounded, o.data.max_documents), *o.costs]
         for o in plan.by_maximum
     ]
-    if "*" not in config.model.llm.kinds:
+    if not {"*", "L"} & set(config.model.llm.kinds):
         return table(title, columns, rows)
     for row, o in zip(rows, plan.by_maximum, strict=True):
         row.append(size_text(workspace(attention_shape(replace(config, data=o.data)))))

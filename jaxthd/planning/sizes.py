@@ -131,6 +131,15 @@ class Sizes:
         weights = (w for w in self.weights_of(*path) if w.trained or not trained)
         return sum(w.size * ranks_of(self.mesh, w.fsdp) for w in weights)
 
+    def keys_and_values(self, letter: str) -> int:
+        """Numbers of a token's keys and values in a layer of attention, as ranks exchange them."""
+        llm = self.config.model.llm
+        if letter == "*":
+            return 2 * self.kv_heads * llm.head_dim
+        latent, fused = llm.latent_attention, self.config.compute.attention_backend != "xla"
+        dims = 2 * latent.kernel_head_dim if fused else latent.qk_head_dim + latent.v_head_dim
+        return self.heads * dims
+
     def units(self, rank: int) -> Iterator[Unit]:
         """The repeated units of the stages of a pipeline rank, in order."""
         for pattern in self.stages.patterns[rank :: self.stages.ranks]:

@@ -145,8 +145,8 @@ def _mixer(
     config, llm = sizes.config, sizes.config.model.llm
     is_ring = config.compute.context_exchange == "ring"
     match letter:
-        case "*":
-            kv = sizes.tokens * 2 * sizes.kv_heads * llm.head_dim
+        case "*" | "W" | "L":
+            kv = sizes.tokens * sizes.keys_and_values(letter)
             if is_ring:
                 backward = sizes.w + (0 if config.compute.remat_llm else sizes.a)
                 received.gather((CONTEXT,), kv * (forward * sizes.a + backward), times)

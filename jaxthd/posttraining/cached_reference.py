@@ -178,7 +178,8 @@ def documents_of(batch: Batch, config: Config) -> Iterator[Scored]:
     """
     layout = ContextLayout.of(config)
     for row, ids in enumerate(batch.segment_ids):
-        for slots in layout.document_slots(ids, batch.documents[row]) if ids.any() else ():
+        whose = ids, batch.documents[row], batch.cuts_of(row)
+        for slots in layout.document_slots(*whose) if ids.any() else ():
             first, prefixes = ids[slots].min(), None if batch.prefixes is None else batch.prefixes[row, slots]
             parts = [
                 getattr(batch, name)[row, slots] for name in ("tokens", "targets", "weights", "positions")

@@ -103,7 +103,9 @@ class Blueprint:
 
     def initial_weights(self) -> tuple[Tree, Tree]:
         """(parameters, buffers) in the canonical form, drawn from the config's seed."""
-        model = self._make(jax.random.key(self.config.train.seed), MeshConfig())
+        with jax.ensure_compile_time_eval():
+            key = jax.random.key(self.config.train.seed)
+        model = self._make(key, MeshConfig())
         params, buffers = (nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, Buffer))
         return params, buffers
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from jaxthd.config import Config
 from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.models.stacks import pipeline_stages
+from jaxthd.packing.assignment import LEAST_CHUNK
 from jaxthd.parallel.experts import expert_sharding
 from jaxthd.parallel.schedule import make_schedule
 from jaxthd.validate.rules import DeviceFacts, Finding, Group, divisors, multiples
@@ -77,6 +78,33 @@ def _documents_over_context(config: Config, device: DeviceFacts) -> Iterator[Fin
         )
 
 
+@RULES.rule("mesh.context", "compute.context_layout", "model.llm")
+def _cut_chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    llm = config.model.llm
+    is_whole = config.compute.context_layout == "whole" and config.mesh.context > 1
+    if is_whole and "M" in llm.kinds and llm.mamba_conv - 1 > LEAST_CHUNK:
+        yield Finding(
+            f'model.llm.mamba_conv is {llm.mamba_conv} with compute.context_layout "whole"',
+            f"at most {LEAST_CHUNK + 1}, because a cut document's context chunks may be as short as "
+            f"{LEAST_CHUNK} tokens",
+            "set compute.context_layout to buffer",
+        )
+
+
+@RULES.rule("mesh.context", "mesh.pipeline", "compute.context_layout", "compute.context_exchange")
+def _ring_among_stages(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    mesh, compute = config.mesh, config.compute
+    is_whole = compute.context_layout == "whole" and mesh.context > 1
+    if is_whole and mesh.pipeline > 1 and compute.context_exchange == "ring":
+        yield Finding(
+            f'compute.context_exchange is "ring" with compute.context_layout "whole" and mesh.pipeline '
+            f"{mesh.pipeline}",
+            '"all_gather", because stages work on different buffers at a time: one has cut documents to '
+            "exchange, another may not, and a ring names the ranks of all stages",
+            "set compute.context_exchange to all_gather",
+        )
+
+
 @RULES.rule("mesh.context", "mesh.tensor", "compute.context_layout", "model.llm")
 def _mamba_heads_over_context(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     mesh, llm = config.mesh, config.model.llm
@@ -101,24 +129,24 @@ def _mamba_heads_over_context(config: Config, device: DeviceFacts) -> Iterator[F
 @RULES.rule("mesh.tensor", "model.llm")
 def _width_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm, ranks = config.model.llm, config.mesh.tensor
-    for letter, name in (
-        ("*", "q_heads"),
+    for letters, name in (
+        ("*WL", "q_heads"),
         ("M", "mamba_heads"),
         ("-", "ffn_dim"),
         ("E", "expert_dim"),
         ("E", "shared_expert_dim"),
     ):
         size = getattr(llm, name)
-        if letter in llm.kinds and size % ranks:
+        if set(letters) & set(llm.kinds) and size % ranks:
             yield Finding(
                 f"mesh.tensor is {ranks} with model.llm.{name} {size}",
                 f"a divisor of {size}, because every rank takes equally many",
                 f"set mesh.tensor to {divisors(size, ranks)}, or model.llm.{name} to "
                 f"{multiples(size, ranks)}",
             )
-    for letter, name in (("*", "kv_heads"), ("M", "mamba_groups")):
+    for letters, name in (("*W", "kv_heads"), ("M", "mamba_groups")):
         size = getattr(llm, name)
-        if letter in llm.kinds and size % ranks and ranks % size:
+        if set(letters) & set(llm.kinds) and size % ranks and ranks % size:
             yield Finding(
                 f"mesh.tensor is {ranks} with model.llm.{name} {size}",
                 f"a divisor or a multiple of {size}: each rank takes equally many, or equally many share one",

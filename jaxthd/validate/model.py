@@ -147,12 +147,12 @@ def _mtp_loss(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 @RULES.rule("model.llm")
 def _head_groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm = config.model.llm
-    for letter, whole, part, why in (
-        ("*", "q_heads", "kv_heads", "equally many query heads share each key and value head"),
+    for letters, whole, part, why in (
+        ("*W", "q_heads", "kv_heads", "equally many query heads share each key and value head"),
         ("M", "mamba_heads", "mamba_groups", "equally many heads share each group's B, C and norm"),
     ):
         heads, groups = getattr(llm, whole), getattr(llm, part)
-        if letter in llm.kinds and heads % groups:
+        if set(letters) & set(llm.kinds) and heads % groups:
             yield Finding(
                 f"model.llm.{whole} is {heads} with {part} {groups}",
                 f"a multiple of {groups}, because {why}",
@@ -166,7 +166,7 @@ def _rope(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if not rope.theta:
         return
     # Multi-head latent attention rotates features of its own.
-    if "*" in config.model.llm.kinds:
+    if set("*W") & set(config.model.llm.kinds):
         features = rotated_features(rope, config.model.llm.head_dim)
         if features % 2 or not 0 < features <= config.model.llm.head_dim:
             yield Finding(
@@ -218,6 +218,40 @@ def _experts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
+@RULES.rule("model.llm")
+def _expert_groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    llm = config.model.llm
+    groups, most = llm.router_groups, llm.router_groups_per_token
+    if "E" not in llm.kinds or groups == 1:
+        return
+    if llm.experts % groups or llm.experts < 2 * groups:
+        yield Finding(
+            f"model.llm.router_groups is {groups} with {llm.experts} experts",
+            "equal groups of two or more, because a group's score is the sum of its two best experts'",
+            f"set model.llm.router_groups to a divisor of {llm.experts} up to {llm.experts // 2}, or to 1",
+        )
+    elif not -(-llm.experts_per_token * groups // llm.experts) <= most <= groups:
+        least = -(-llm.experts_per_token * groups // llm.experts)
+        yield Finding(
+            f"model.llm.router_groups_per_token is {most}",
+            f"{least} to {groups}: of the {groups} groups, as many as hold a token's {llm.experts_per_token} "
+            "experts",
+            f"set model.llm.router_groups_per_token to {max(least, min(most, groups))}",
+        )
+
+
+@RULES.rule("model.llm")
+def _rotated_features(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    llm, dim = config.model.llm, config.model.llm.latent_attention.qk_rope_head_dim
+    features = rotated_features(llm.rope, dim)
+    if "L" in llm.kinds and llm.rope.theta and (features % 2 or not 0 < features <= dim):
+        yield Finding(
+            f"model.llm.latent_attention.qk_rope_head_dim is {dim}, of which {features} features are rotated",
+            f"an even number from 2 to {dim}, because pairs are rotated",
+            f"set model.llm.latent_attention.qk_rope_head_dim to {multiples(dim, 2)}, and rotate all of them",
+        )
+
+
 @RULES.rule("data.tokenizer", "model.llm.vocab_size")
 def _vocabulary(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     known = ByteTokenizer.vocab_size if config.data.tokenizer == "bytes" else None
@@ -252,8 +286,11 @@ def _dtype(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 def _fused_attention(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """What depends on versions and on buffers is checked at admission (jaxthd/kernels/choose.py)."""
     backend, llm = config.compute.attention_backend, config.model.llm
-    heads = contract.AttentionShape(config.compute.dtype, llm.q_heads, llm.kv_heads, llm.head_dim)
+    dim = llm.latent_attention.kernel_head_dim if "L" in llm.kinds else llm.head_dim
+    heads = contract.AttentionShape(config.compute.dtype, llm.q_heads, llm.kv_heads, dim)
     reason = unfit_shape(heads, device.platform)
+    if {"*", "L"} <= set(llm.kinds):
+        reason = "it computes one kind of attention, and model.llm.pattern has attention and latent attention"
     if backend in ("te", "cudnn") and reason:
         change = "set compute.attention_backend to auto or xla"
         yield Finding(

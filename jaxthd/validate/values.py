@@ -21,6 +21,7 @@ _MINIMUM: dict[str, float] = {
     "model.encoder.chunk_seconds": 0.02,
     "compute.expert_capacity": 0.1,
     "model.llm.latent_dim": 0,
+    "model.llm.latent_attention.q_lora_rank": 0,
     "model.llm.shared_expert_dim": 0,
     "model.llm.rope.original_positions": 0,
     "model.adapter_dim": 0,

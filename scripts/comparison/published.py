@@ -6,6 +6,7 @@ logits, loss, and gradients by the same names.
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from jaxthd.checkpoints.weights import Weights, load_weights, named_weights
-from jaxthd.config import ComputeConfig, Config, EncoderConfig, ModelConfig
+from jaxthd.config import AdaptConfig, ComputeConfig, Config, EncoderConfig, ModelConfig
 from jaxthd.hf.checkpoint import Checkpoint, model_config, open_checkpoint
 from jaxthd.hf.names import Tensor
 from jaxthd.packing.document import Document, encoder_frames
@@ -74,7 +75,9 @@ class Published(NamedTuple):
     @classmethod
     def of(cls, arrays: dict[str, np.ndarray], folder: Path) -> "Published":
         """Imports the checkpoint in `folder`. arrays: the reference's."""
-        config = Config(model=model_config(folder, model=BASE), compute=COMPUTE)
+        adapt = open_checkpoint(folder).lora or AdaptConfig()
+        adapt = replace(adapt, lora_dropout=0.0)
+        config = Config(model=model_config(folder, model=BASE), compute=COMPUTE, adapt=adapt)
         weights = load_weights([folder], Blueprint(config), make_mesh(config.mesh))
         return cls(arrays, open_checkpoint(folder), config, weights)
 

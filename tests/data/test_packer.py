@@ -1,10 +1,12 @@
 """The grain plugin among grain's own transformations: what it yields, and from which state it goes on."""
 
+import json
 import runpy
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from itertools import islice
+from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +241,37 @@ def test_a_loop_that_is_not_ours_learns() -> None:
     assert isinstance(example["document"](text), Document)
     assert bytes(batch.tokens[: len(text)].tolist()).decode() == text
     assert batch.targets[: len(text) - 1].tolist() == list(text[1:].encode())
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "buffer": {},
+    "two ranks": {"context": 2, "audio_ranks": 2, "layout": "whole", "longest_chunk": 512},
+    "four ranks": {"context": 4, "audio_ranks": 4, "layout": "whole", "longest_chunk": 512, "cuts": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("two ranks", "two ranks"),
+        ("two ranks", "buffer"),
+        ("buffer", "four ranks"),
+        ("four ranks", "two ranks"),
+    ],
+)
+def test_a_stream_goes_on_under_another_layout_with_the_documents_that_are_left(first: str, second: str):
+    """Wherever it is interrupted. Under the same layout its rows are those of a run without interruption."""
+    ds = documents().repeat(2)
+    streams = {name: ds.pipe(replace(PACK, **LAYOUTS[name])) for name in (first, second)}
+    whole = [row.report.keys for row in streams[first]]
+    assert Counter(chain(*whole)) == Counter(2 * GOOD)
+    for count in range(1, len(whole), 7):
+        before = iter(streams[first])
+        seen = [next(before).report.keys for _ in range(count)]
+        state = json.loads(json.dumps(before.get_state()))
+        after = iter(streams[second])
+        after.set_state(state)
+        rest = [row.report.keys for row in after]
+        assert Counter(chain(*seen, *rest)) == Counter(2 * GOOD)
+        if first == second:
+            assert [*seen, *rest] == whole

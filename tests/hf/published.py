@@ -10,7 +10,8 @@ from scripts.comparison.published import Published, group
 REFERENCES = Path(__file__).parents[1] / "references"
 LLMS = ("nemotron_h", "nemotron_h_latent")
 QWEN = ("qwen3", "qwen3_moe")
-FAMILIES = (*LLMS, *QWEN, "nemotron_omni")
+DEEPSEEK = ("deepseek_v3", "moonlight")
+FAMILIES = (*LLMS, *QWEN, *DEEPSEEK, "gpt_oss", "nemotron_omni", "canary_qwen")
 
 
 def load_reference(name: str) -> dict[str, np.ndarray]:

@@ -11,12 +11,19 @@ from jaxthd.hf.nemotron_h import llm_config
 from jaxthd.hf.parakeet import encoder_config
 from scripts.comparison.published import Published
 from tests.helpers import assert_same
-from tests.hf.published import LLMS, QWEN, published
+from tests.hf.published import DEEPSEEK, LLMS, QWEN, published
 
 
 @pytest.fixture(
     scope="module",
-    params=["nemotron_omni", *QWEN, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in LLMS)],
+    params=[
+        "nemotron_omni",
+        "canary_qwen",
+        *QWEN,
+        DEEPSEEK[0],
+        "gpt_oss",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in (*LLMS, *DEEPSEEK[1:])),
+    ],
 )
 def family(request, tmp_path_factory) -> Published:
     return published(request.param, tmp_path_factory.mktemp("published") / request.param)

@@ -3,14 +3,19 @@
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors import safe_open
 
 from jaxthd.errors import UserError
 from jaxthd.hf.safetensors_files import DTYPES, SafetensorsFolder, SafetensorsWriter
+
+
+def opened(files: list[Path]) -> list[Any]:
+    return [safe_open(str(file), framework="np") for file in files]
 
 
 @pytest.mark.parametrize("limit", [1, 10**6])
@@ -18,8 +23,7 @@ def test_every_dtype_is_written_and_read_back(limit: int, tmp_path: Path):
     """By one file, and by one a tensor; the safetensors library reads the same."""
     rng = np.random.default_rng(0)
     tensors = {
-        name: rng.integers(0, 2, size=(3, 5)).astype(getattr(ml_dtypes, name) if name == "bfloat16" else name)
-        for name in DTYPES
+        name: rng.integers(0, 2, size=(3, 5)).astype(getattr(ml_dtypes, name, name)) for name in DTYPES
     }
     kinds = {name: (x.shape, name) for name, x in tensors.items()}
     with SafetensorsWriter(tmp_path, kinds, limit) as writer:
@@ -27,18 +31,22 @@ def test_every_dtype_is_written_and_read_back(limit: int, tmp_path: Path):
             writer.write(name, x)
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) == (len(DTYPES) if limit == 1 else 1)
-    theirs = {name: x for file in files for name, x in load_file(file).items()}
     folder = SafetensorsFolder(tmp_path)
     for name, x in tensors.items():
         assert folder.dtype(name) == name
-        assert folder.read(name).dtype == theirs[name].dtype == x.dtype
+        assert folder.read(name).dtype == x.dtype
         np.testing.assert_array_equal(folder.read(name), x)
-        np.testing.assert_array_equal(theirs[name], x)
+    for name in (
+        name for name in DTYPES if name != "float8_e4m3fn"
+    ):  # which the library reads for torch alone
+        (theirs,) = (file.get_tensor(name) for file in opened(files) if name in file.keys())  # noqa: SIM118
+        assert theirs.dtype == tensors[name].dtype
+        np.testing.assert_array_equal(theirs, tensors[name])
 
 
 def test_a_dtype_that_cannot_be_held_is_an_error_that_names_it(tmp_path: Path):
-    header = json.dumps({"tower.w": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}}).encode()
+    header = json.dumps({"tower.w": {"dtype": "F8_E5M2", "shape": [4], "data_offsets": [0, 4]}}).encode()
     content = struct.pack("<Q", len(header)) + header + bytes(4)
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(UserError, match=r"tower.w in .* is stored as F8_E4M3; expected one of F64, .*BOOL"):
+    with pytest.raises(UserError, match=r"tower.w in .* is stored as F8_E5M2; expected one of F64, .*BOOL"):
         SafetensorsFolder(tmp_path).dtype("tower.w")

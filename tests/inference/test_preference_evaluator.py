@@ -53,9 +53,7 @@ def test_held_out_pairs_are_measured_as_their_scores_say(tmp_path: Path, objecti
         ),
         model=ModelConfig(
             encoder=None,
-            llm=LLMConfig(
-                pattern="M*-", dim=16, q_heads=2, kv_heads=1, head_dim=8, mamba_heads=4, mamba_head_dim=8
-            ),
+            llm=LLMConfig(pattern="*-", dim=16, q_heads=2, kv_heads=1, head_dim=8),
         ),
         train=TrainConfig(
             objective=objective,

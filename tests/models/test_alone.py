@@ -13,12 +13,12 @@ from flax import nnx
 from jaxthd.config import ComputeConfig, EncoderConfig, LLMConfig
 from jaxthd.models.fastconformer import FastConformer
 from jaxthd.models.hybrid import Block, HybridDecoder
-from jaxthd.models.mixers import LAYER_KINDS, MLP, Attention, Mamba2, Mixer, MoE, RoutedMixer
+from jaxthd.models.mixers import LAYER_KINDS, MLP, Attention, LatentAttention, Mamba2, Mixer, MoE, RoutedMixer
 from jaxthd.models.mtp import MultiTokenPrediction
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.segments import Segments, segments_of
 from jaxthd.parallel.params import Init
-from scripts.check_meshes import QWEN3
+from scripts.check_meshes import DEEPSEEK, GPT_OSS, QWEN3
 from tests.helpers import assert_same
 
 LENGTHS = (7, 1, 12, 3, 5)
@@ -41,7 +41,8 @@ LLM = LLMConfig(
     shared_expert_dim=9,
     mtp_pattern="*E",
 )
-QWEN3_LLM = replace(LLM, **QWEN3)
+QWEN3_LLM, GPT_OSS_LLM, DEEPSEEK_LLM = (replace(LLM, **each) for each in (QWEN3, GPT_OSS, DEEPSEEK))
+WINDOW = GPT_OSS_LLM.window
 COMPUTE = ComputeConfig(dtype="float64", scan_chunk=6, attention_block=BLOCK, expert_block=4)
 PADDING = 30.0
 """Size of values in padding, against 1 in documents, so that a leak shows."""
@@ -57,12 +58,14 @@ def depth_output(mtp: MultiTokenPrediction, x_ND: Any, segments: Segments) -> An
 
 MODULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "attention": (Attention, Attention.__call__),
+    "latent attention": (lambda _, *given: LatentAttention(DEEPSEEK_LLM, *given), LatentAttention.__call__),
     "Mamba2": (Mamba2, Mamba2.__call__),
     "MLP": (MLP, MLP.__call__),
     "MoE": (MoE, MoE.__call__),
     "block": (lambda *given: Block("M", *given), lambda block, x, segments: block(x, segments)[0]),
     "decoder": (HybridDecoder, decoder_output),
     "decoder of Qwen3": (lambda _, *given: HybridDecoder(QWEN3_LLM, *given), decoder_output),
+    "decoder of GPT-OSS": (lambda _, *given: HybridDecoder(GPT_OSS_LLM, *given), decoder_output),
     "multi-token prediction": (MultiTokenPrediction, depth_output),
 }
 
@@ -88,7 +91,9 @@ def test_packed_equals_each_document_alone(name: str):
             gradients, y_ND = nnx.grad(total, argnums=(0, 1), has_aux=True)(module, x_ND)
             return y_ND, nnx.to_pure_dict(gradients[0]), gradients[1]
 
-        y_ND, dparams, dx_ND = run(module, x_ND, dy_ND, segments_of(LENGTHS, CAPACITY, block=BLOCK))
+        y_ND, dparams, dx_ND = run(
+            module, x_ND, dy_ND, segments_of(LENGTHS, CAPACITY, block=BLOCK, window=WINDOW)
+        )
         assert y_ND.dtype == jnp.float64
         assert not np.any(dx_ND[real:])
         total = jax.tree.map(np.zeros_like, dparams)
@@ -96,7 +101,8 @@ def test_packed_equals_each_document_alone(name: str):
         for length in LENGTHS:
             mine = slice(start, start + length)
             start += length
-            segments = replace(segments_of([length], CAPACITY, block=BLOCK), documents=len(LENGTHS))
+            segments = segments_of([length], CAPACITY, block=BLOCK, window=WINDOW)
+            segments = replace(segments, documents=len(LENGTHS))
             alone = [np.full_like(x_ND, PADDING), np.zeros_like(dy_ND)]
             alone[0][:length], alone[1][:length] = x_ND[mine], dy_ND[mine]
             y, dparams_alone, dx = run(module, *alone, segments)

@@ -97,8 +97,8 @@ def evaluate(config: Config) -> Gradient:
     with jax.enable_x64(True):
         mesh, stages = make_mesh(config.mesh), Blueprint(config).stages
         program = jax.jit(loss_and_gradient(Blueprint(config), mesh))
-        found = program(*to_stages(state(), stages), put_batch(pack(config), mesh))
-        return jax.tree.map(np.asarray, found._replace(gradients=from_stages(found.gradients, stages)))
+        found = jax.device_get(program(*to_stages(state(), stages), put_batch(pack(config), mesh)))
+        return found._replace(gradients=from_stages(found.gradients, stages))
 
 
 def labels_of(one: Document) -> list[int]:

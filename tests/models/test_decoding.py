@@ -23,6 +23,8 @@ from jaxthd.steps.validation import Scores, make_validation_step
 from tests.speech_model import (
     AUDIO,
     CAPACITY,
+    DEEPSEEK_V3,
+    GPT,
     MELS,
     MODEL,
     QWEN,
@@ -160,6 +162,31 @@ def test_decoding_counts_positions_from_the_documents_start(data: int, context: 
         want = alone(-1, QWEN)
         assert len({tuple(a) for a in want.values()}) > 4, "answers should differ"
         assert decoded(data, context, -1, layout, QWEN)[1] == want
+
+
+@pytest.mark.parametrize(
+    ("data", "context", "layout"),
+    [(1, 2, "document"), pytest.param(1, 4, "buffer", marks=pytest.mark.exhaustive)],
+)
+def test_decoding_in_windows_equals_a_whole_pass_for_each_token(data: int, context: int, layout: Layout):
+    """Of a model with windows shorter than prompts and answers, and with sinks."""
+    assert GPT.llm.window < NEW
+    with jax.enable_x64(True):
+        want = alone(-1, GPT)
+        assert len({tuple(a) for a in want.values()}) > 4, "answers should differ"
+        assert decoded(data, context, -1, layout, GPT)[1] == want
+
+
+@pytest.mark.parametrize(
+    ("data", "context", "layout"),
+    [(1, 2, "document"), pytest.param(1, 1, "buffer", marks=pytest.mark.exhaustive)],
+)
+def test_decoding_keeps_the_latents_alone(data: int, context: int, layout: Layout):
+    """Of latent attention: the expansions of keys and values are absorbed by queries and outputs."""
+    with jax.enable_x64(True):
+        want = alone(-1, DEEPSEEK_V3)
+        assert len({tuple(a) for a in want.values()}) > 4, "answers should differ"
+        assert decoded(data, context, -1, layout, DEEPSEEK_V3)[1] == want
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests.helpers import assert_same, on_context, row_arrays, spans
 from tests.ops import fake_kernels
 
 H, K, D, V, G, S, TAPS = 4, 2, 8, 6, 4, 5, 4
-CAPACITY, SEGMENTS = 64, 16
+CAPACITY, SEGMENTS, WINDOW = 64, 16, 7
 DECAYS = np.array([1e-3, 0.5, 20.0, 1000.0])
 
 
@@ -69,9 +69,12 @@ def written_out(row: Row, round_to: int) -> tuple[list[int], np.ndarray, np.ndar
     return [len(x) for x in sources], np.concatenate(sources), np.array(is_own)
 
 
-def attend(exchange: str, backend: str = "xla") -> Callable[..., Any]:
-    def mixer(_: Any, qkv: Any, segments: Any) -> Any:
-        return packed_attention(*qkv, segments, scale=D**-0.5, exchange=exchange, backend=backend)
+def attend(exchange: str, backend: str = "xla", *, in_window: bool = False) -> Callable[..., Any]:
+    """With a sink if there is a parameter."""
+
+    def mixer(sink: Any, qkv: Any, segments: Any) -> Any:
+        sizes: Any = {"scale": D**-0.5, "exchange": exchange, "backend": backend}
+        return packed_attention(*qkv, segments, sink_H=sink, in_window=in_window, **sizes)
 
     return mixer
 
@@ -98,8 +101,9 @@ def inputs_of(
     def normal(*shape: int) -> np.ndarray:
         return rng.normal(size=(capacity, *shape))
 
-    if name == "attention":
-        return None, (normal(H, D), normal(K, D), normal(K, V)), normal(H, V)
+    if name in ("attention", "attention in a window"):
+        sink = None if name == "attention" else rng.normal(size=H)
+        return sink, (normal(H, D), normal(K, D), normal(K, V)), normal(H, V)
     if name == "convolution":
         return (rng.normal(size=(TAPS, H, 3)), rng.normal(size=(H, 3))), normal(H, 3), normal(H, 3)
     dt = rng.uniform(0.001, 1.0, size=(capacity, H))
@@ -107,16 +111,24 @@ def inputs_of(
     return -DECAYS, (normal(H, dim), dt, normal(G, state), normal(G, state)), normal(H, dim)
 
 
-MIXERS = {"attention": attend("ring"), "convolution": convolved, "scan": scanned}
+MIXERS = {
+    "attention": attend("ring"),
+    "attention in a window": attend("ring", in_window=True),
+    "convolution": convolved,
+    "scan": scanned,
+}
 LAYOUTS = [(1, "buffer"), *product((2, 4), ("buffer", "document"))]
 MESHES = [
     *(("attention", *mesh, "ring") for mesh in LAYOUTS),
     *(("attention", *mesh, "all_gather") for mesh in LAYOUTS[1:]),
+    *(("attention in a window", *mesh, "ring") for mesh in LAYOUTS),
+    ("attention in a window", 4, "buffer", "all_gather"),
     *(("convolution", *mesh, "") for mesh in LAYOUTS),
     *(("scan", *mesh, "") for mesh in LAYOUTS),
     ("scan", 4, "buffer", "in steps"),
 ]
 TYPICAL = [
+    ("attention in a window", 4, "buffer", "ring"),
     ("attention", 4, "document", "ring"),
     ("convolution", 4, "buffer", ""),
     ("scan", 2, "buffer", ""),
@@ -132,9 +144,10 @@ def test_a_shared_prefix_equals_a_copy_before_each_segment(name, context, layout
     capacity, round_to = (CAPACITY, 1) if layout == "buffer" else (2 * CAPACITY, 8)
     if exchange == "in steps":
         monkeypatch.setattr(state_passing, "GATHER_UP_TO", 1)
-    mixer = attend(exchange) if name == "attention" else alone
+    is_attention = name.startswith("attention")
+    mixer = attend(exchange, in_window=name != "attention") if is_attention else alone
     with jax.enable_x64(True):
-        sizes: Any = {"block": 8, "documents": SEGMENTS}
+        sizes: Any = {"block": 8, "documents": SEGMENTS, "window": WINDOW if is_attention else None}
         run = on_context(mixer, context, layout=layout, round_to=round_to, **sizes)
         reference = on_context(alone, 1, **sizes)
         for groups in CASES.values():

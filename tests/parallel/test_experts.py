@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+from jaxthd.ops.ffn import FFNForm
 from jaxthd.ops.grouped_matmul import combine, dispatch, expert_layout
 from jaxthd.parallel.experts import Experts, exchanged_experts, expert_mlp
 from tests.helpers import assert_same
@@ -16,7 +17,9 @@ RANKS, TOKENS, EXPERTS, CHOSEN, DIM, INNER = 4, 24, 8, 3, 6, 10
 
 
 def inputs(load: str, gated: bool) -> tuple[Any, ...]:
-    """(x, experts, chosen, weight, routed, cotangent) over all ranks; a third of the tokens is padding."""
+    """(x, experts, chosen, weight, routed, cotangent) over all ranks; a third of the tokens is padding.
+
+    gated: with biases too, and clamped."""
     rng = np.random.default_rng(1)
     n = RANKS * TOKENS
     choices = {"even": EXPERTS, "one rank": 3, "one expert more than it can": 4}[load]
@@ -30,6 +33,7 @@ def inputs(load: str, gated: bool) -> tuple[Any, ...]:
             rng.normal(size=(EXPERTS, DIM, INNER)),
             rng.normal(size=(EXPERTS, INNER, DIM)),
             rng.normal(size=(EXPERTS, DIM, INNER)) if gated else None,
+            *(rng.normal(size=(EXPERTS, n)) if gated else None for n in (INNER, DIM, INNER)),
         ),
         chosen,
         rng.random((n, CHOSEN)),
@@ -38,9 +42,13 @@ def inputs(load: str, gated: bool) -> tuple[Any, ...]:
     )
 
 
+def form_of(experts: Experts) -> FFNForm:
+    return FFNForm("relu2" if experts.gate is None else "clamped_swiglu", 1.7, 2.0)
+
+
 def on_one_rank(x: Any, experts: Experts, chosen: Any, weight: Any, routed: Any) -> Any:
     layout = expert_layout(jnp.asarray(chosen), jnp.asarray(routed), EXPERTS, 4)
-    return combine(expert_mlp(dispatch(x, layout), experts, layout), weight, layout)
+    return combine(expert_mlp(dispatch(x, layout), experts, layout, form_of(experts)), weight, layout)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -59,7 +67,7 @@ def test_experts_on_other_ranks_give_the_same_sums_and_gradients(load: str, capa
         return y, *pull(dy)
 
     def rank(*args: Any) -> Any:
-        return pulled(lambda *a: exchanged_experts(*a, axes, capacity, 4), *args)
+        return pulled(lambda *a: exchanged_experts(*a, form_of(a[1]), axes, capacity, 4), *args)
 
     cut = PartitionSpec(axes)
     with jax.enable_x64(True):

@@ -1,5 +1,7 @@
 """Parameters are sharded in whole units, FSDP-sharded where ranks divide them, and gathered when used."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,3 +128,28 @@ def test_what_is_not_fsdp_sharded_is_not_gathered():
     """One device therefore needs no mesh."""
     w = init(MeshConfig()).normal((4, 4))
     np.testing.assert_array_equal(jax.jit(lambda: gathered(w))(), w[...])
+
+
+def test_keys_that_are_known_and_keys_that_are_traced_draw_the_same():
+    """Known keys are split before the program is compiled, those of stacks in stacks too."""
+
+    class Drawn(nnx.Module):
+        def __init__(self, given: Init) -> None:
+            self.a = given.normal((4, 3))
+            self.b = given.with_fsdp(()).normal((2, 3))
+
+    class Twice(nnx.Module):
+        def __init__(self, given: Init) -> None:
+            self.inner = stack(Drawn, given, 3)
+            self.after = given.normal((3, 2))
+
+    def made(key: jax.Array) -> dict[str, Any]:
+        given = Init(key)
+        parts = Drawn(given), stack(Twice, given, 2), Drawn(given)
+        return nnx.to_pure_dict(nnx.state(parts))
+
+    key = jax.random.key(7)
+    known, traced = jax.jit(lambda: made(key))(), jax.jit(made)(key)
+    jax.tree.map(np.testing.assert_array_equal, known, traced)
+    leaves = [np.asarray(x).ravel() for x in jax.tree.leaves(known)]
+    assert len(np.unique(np.concatenate(leaves))) == sum(map(len, leaves)), "every draw has its own key"

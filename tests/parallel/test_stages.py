@@ -2,8 +2,10 @@
 
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -72,7 +74,8 @@ def test_marks_divide_as_they_say():
         Stages(("MM", "M", "MMM", "E", "M*", "-"), 3),
     ],
 )
-def test_layers_go_to_their_stages_and_back(stages: Stages):
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+def test_layers_go_to_their_stages_and_back(stages: Stages, array: Any):
     """Each rank finds its stages' layers, in order, where it expects them; the rest is zero."""
     params = {
         "decoder": {
@@ -85,7 +88,7 @@ def test_layers_go_to_their_stages_and_back(stages: Stages):
             "norm": np.ones(3),
         }
     }
-    held = to_stages(params, stages)
+    held = to_stages(jax.tree.map(array, params), stages)
     for letter in set(stages.letters):
         w = np.asarray(held["decoder"]["layers"][LAYER_KINDS[letter].name]["w"])
         assert len(w) == stages.rows(letter)

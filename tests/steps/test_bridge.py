@@ -115,7 +115,7 @@ def test_embeddings_train_over_all_axes_of_a_mesh() -> None:
             batch = put_batch(to_batch(form, config, shifted=True), on)
             run = jax.jit(loss_and_gradient(blueprint, on))
             found = run(*to_stages(canonical, blueprint.stages), batch)
-            return float(found.loss), jax.tree.map(np.asarray, from_stages(found.gradients, blueprint.stages))
+            return float(found.loss), from_stages(jax.device_get(found.gradients), blueprint.stages)
 
     want_loss, want = gradients(MeshConfig(), 1, "ids")
     loss, got = gradients(MeshConfig(context=2, pipeline=2, tensor=2), 2, "embeddings")

@@ -124,4 +124,4 @@ def test_weights_arrive_in_their_shards_part_by_part(
         assert x.dtype == y.dtype
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
 
-    jax.tree.map(assert_same, from_stages(found, other.stages), expected)
+    jax.tree.map(assert_same, from_stages(jax.device_get(found), other.stages), expected)

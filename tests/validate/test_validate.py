@@ -210,6 +210,14 @@ CASES = [
         | {"model.llm.mamba_heads": 6},
         "set mesh.context to 1, 2 or 3, or model.llm.mamba_heads to 4 or 8, or compute.context_layout to",
     ),
+    Case(
+        {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.mamba_conv": 6},
+        'model.llm.mamba_conv is 6 with compute.context_layout "whole"',
+    ),
+    Case(
+        {**PIPELINE, "mesh.context": 2, "compute.context_layout": "whole", "model.llm.pattern": "M*-M*-"},
+        "set compute.context_exchange to all_gather",
+    ),
     # Buffers.
     Case({"data.round_to": 10}, "set data.capacity to 2040 or 2050, or data.round_to to 2"),
     Case({"data.max_documents": 4096}, "data.max_documents is 4096 for a buffer of 2048", is_warning=True),
@@ -278,6 +286,23 @@ CASES = [
         "low_freq_factor and high_freq_factor 4.0 and 4.0; expected the first less than the second",
     ),
     Case({"model.llm.pattern": "ME", "model.llm.experts_per_token": 9}, "at most the 8 of model.llm.experts"),
+    Case({"model.llm.pattern": "E", "model.llm.router_groups": 3}, "router_groups is 3 with 8 experts"),
+    Case({"model.llm.pattern": "E", "model.llm.router_groups": 8}, "a divisor of 8 up to 4, or to 1"),
+    Case(
+        {"model.llm.pattern": "E", "model.llm.router_groups": 4, "model.llm.experts_per_token": 3},
+        "router_groups_per_token is 1; expected 2 to 4",
+    ),
+    Case(
+        {"model.llm.pattern": "L-", "model.llm.latent_attention.qk_rope_head_dim": 7}
+        | {"model.llm.rope.theta": 1e4},
+        "set model.llm.latent_attention.qk_rope_head_dim to 6 or 8",
+    ),
+    Case({"mesh.tensor": 2, "model.llm.pattern": "L", "model.llm.q_heads": 5}, "model.llm.q_heads 5"),
+    Case(
+        {"compute.attention_backend": "te", "compute.dtype": "bfloat16", "model.llm.pattern": "*L"},
+        "it computes one kind of attention",
+        GPU,
+    ),
     Case({"model.llm.vocab_size": 259}, "model.llm.vocab_size is 259; expected 260"),
     Case(
         {"data.tokenizer": "tokenizer.json"},
@@ -569,6 +594,8 @@ def test_transformer_engine_is_refused_where_it_is_known_to_be_wrong() -> None:
         {"data.capacity": 376, "data.round_to": 376, "data.audio_capacity": 3008},  # one chunk of 30 s
         {"model.llm.pattern": "ME", "model.llm.experts_per_token": 8, "model.llm.vocab_size": 260}
         | {"model.llm.shared_expert_dim": 0},
+        {"model.llm.pattern": "LE", "model.llm.shared_expert_dim": 0, "model.llm.router_groups": 4}
+        | {"model.llm.router_groups_per_token": 1},
         {"model.encoder.num_mels": 8, "model.encoder.conv_kernel": 1, "model.encoder.heads": 64},
         {"train.steps": 20, "train.min_learning_rate": 1e-3, "train.beta1": 0.0, "train.validate_every": 0},
         {"model.llm.pattern": "-", "model.llm.q_heads": 5, "model.llm.mamba_heads": 9}

@@ -22,7 +22,7 @@ from jaxthd.ops.conv import causal_conv, last_inputs
 from jaxthd.ops.head_exchange import head_ranks, own_heads, scan_segments, to_heads, to_tokens
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.backends import scan
-from jaxthd.ops.scan.ssd import ssd_and_states
+from jaxthd.ops.scan.cuts import outputs_and_states
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init, over_tensor, own_part
@@ -91,7 +91,7 @@ class Mamba2(nnx.Module):
         projected, rows = self._project(x_ND), scan_segments(segments)
         inputs = self._scan_inputs(x_ND, projected, segments)
         ends = rows.local_index(prompts.ends.last)
-        y_LhP, state_DhPS = ssd_and_states(*inputs, rows, ends, chunk=self.chunk)
+        y_LhP, state_DhPS = outputs_and_states(*inputs, rows, ends, chunk=self.chunk)
         inputs_NC = self._side_by_side(projected)[:, 0]
         last_DkC = last_inputs(inputs_NC, *prompts.ends, self.conv_x.shape[0], segments)
         share = prompts.share if segments.in_order is None else prompts.share_heads

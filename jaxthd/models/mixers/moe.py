@@ -1,7 +1,10 @@
-"""The mixture of experts of Nemotron 3 (2025), with one that all tokens share, and of Qwen3 (2025), without.
+"""The mixture of experts of Nemotron 3 (2025), with one that all tokens share, and of Qwen3 and
+GPT-OSS (2025), without.
 
 Legend: N tokens, D model dim, E experts, k experts a token; in decoding n documents of this rank.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +16,14 @@ from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.models.layers import Linear
 from jaxthd.models.mixers.contract import LayerKind, Prefilled, Routing, residual_std
 from jaxthd.models.mixers.mlp import MLP
+from jaxthd.ops.ffn import FFNForm
 from jaxthd.ops.grouped_matmul import combine, dispatch, expert_layout
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.experts import Experts, exchanged_experts, expert_mlp, expert_sharding
 from jaxthd.parallel.mesh import TOKEN_AXES
-from jaxthd.parallel.params import Init, over_tensor
+from jaxthd.parallel.params import Init, ShardedDim, once, over_tensor
 from jaxthd.parallel.tensor import psum_live
 
 
@@ -36,7 +40,7 @@ class MoE(nnx.Module):
         width = llm.latent_dim or llm.dim
         owners = expert_sharding(llm.experts, init.mesh) if compute.expert_parallel else None
         columns = over_tensor(llm.expert_dim)
-        self.router = Linear(llm.dim, llm.experts, init)
+        self.router = Linear(llm.dim, llm.experts, init, bias=llm.router_bias)
         is_sigmoid = llm.router == "sigmoid"
         self.correction_bias = init.buffer(jnp.zeros(llm.experts)) if is_sigmoid else None
         inward = (llm.experts, width, llm.expert_dim), (owners, None, columns)
@@ -49,11 +53,22 @@ class MoE(nnx.Module):
         has_shared = llm.shared_expert_dim > 0
         self.shared = MLP(llm, init, compute, inner=llm.shared_expert_dim) if has_shared else None
         self.gate = init.normal(*inward, projects=True) if llm.is_gated else None
+        self._add_biases(llm, init, owners, width)
+        self.form = FFNForm.of(llm)
         self.per_token = llm.experts_per_token
+        self.groups, self.groups_per_token = llm.router_groups, llm.router_groups_per_token
         self.scale, self.is_normalised = llm.router_scale, llm.router_normalised
         self.block, self.capacity = compute.expert_block, compute.expert_capacity
         self.axes = owners.axes if owners else ()
         self.mesh = init.mesh
+
+    def _add_biases(self, llm: LLMConfig, init: Init, owners: ShardedDim | None, width: int) -> None:
+        has, columns = llm.ffn_bias, over_tensor(llm.expert_dim)
+        inner = (llm.experts, llm.expert_dim), (owners, columns)
+        self.up_bias = init.zeros(*inner) if has else None
+        self.gate_bias = init.zeros(*inner) if has and llm.is_gated else None
+        self.down_bias = init.zeros((llm.experts, width), (owners, None)) if has else None
+        self.columns = columns
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
         return self.routed(x_ND, segments)[0]
@@ -85,6 +100,8 @@ class MoE(nnx.Module):
         else:
             score_NE = jax.nn.sigmoid(logit_NE)
             ranked_NE = jax.lax.stop_gradient(score_NE) + self.correction_bias[...]
+        if self.groups > 1:
+            ranked_NE = of_best_groups(ranked_NE, self.groups, self.groups_per_token)
         _, chosen_Nk = jax.lax.top_k(ranked_NE, self.per_token)
         weight_Nk = jnp.take_along_axis(score_NE, chosen_Nk, axis=1)
         scaled_Nk = self.scale * weight_Nk
@@ -92,16 +109,25 @@ class MoE(nnx.Module):
             scaled_Nk / (weight_Nk.sum(-1, keepdims=True) + 1e-20) if self.is_normalised else scaled_Nk
         )
         routed = x_ND if self.latent_in is None else self.latent_in(x_ND)
-        up, down = (w[...].astype(x_ND.dtype) for w in (self.up, self.down))
-        experts = Experts(up, down, None if self.gate is None else self.gate[...].astype(x_ND.dtype))
+        experts = self._weights(x_ND.dtype)
         if self.axes:
-            out = exchanged_experts(
-                routed, experts, chosen_Nk, weight_Nk, routed_N, self.axes, self.capacity, self.block
-            )
+            sizes = self.axes, self.capacity, self.block
+            out = exchanged_experts(routed, experts, chosen_Nk, weight_Nk, routed_N, self.form, *sizes)
         else:
             layout = expert_layout(chosen_Nk, routed_N, self.up.shape[0], self.block)
-            out = combine(expert_mlp(dispatch(routed, layout), experts, layout), weight_Nk, layout)
+            mlp = expert_mlp(dispatch(routed, layout), experts, layout, self.form)
+            out = combine(mlp, weight_Nk, layout)
         return out if self.latent_out is None else self.latent_out(out), chosen_Nk, score_NE
+
+    def _weights(self, dtype: Any) -> Experts:
+        """Matrices in the compute dtype, biases in that of the parameters."""
+        up, down = (w[...].astype(dtype) for w in (self.up, self.down))
+        gate = None if self.gate is None else self.gate[...].astype(dtype)
+        if self.up_bias is None or self.down_bias is None:
+            return Experts(up, down, gate)
+        down_bias = once(self.down_bias[...], self.columns, self.mesh)
+        gate_bias = None if self.gate_bias is None else self.gate_bias[...]
+        return Experts(up, down, gate, self.up_bias[...], down_bias, gate_bias)
 
     def _routing(self, chosen_Nk: Array, score_NE: Array, routed_N: Array) -> Routing:
         experts = score_NE.shape[1]
@@ -113,6 +139,18 @@ class MoE(nnx.Module):
         fraction_E = jax.lax.stop_gradient(load_E) / (some * self.per_token)
         aux = experts * (fraction_E * (weight_N1 * share_NE).sum(0)).sum() / self.mesh.tensor
         return Routing(load_E, tokens, aux)
+
+
+def of_best_groups(ranked_NE: Float[Array, "N E"], groups: int, most: int) -> Float[Array, "N E"]:
+    """-inf for the experts outside the `most` best groups of each token (DeepSeek-V3, 2024).
+
+    A group is a run of E / groups experts, at least two; its score is the sum of its two best experts'.
+    """
+    ranked_NGe = ranked_NE.reshape(len(ranked_NE), groups, -1)
+    score_NG = jax.lax.top_k(ranked_NGe, 2)[0].sum(-1)
+    _, best_Nm = jax.lax.top_k(score_NG, most)
+    is_best_NG = (best_Nm[..., None] == jnp.arange(groups)).any(1)
+    return jnp.where(is_best_NG[..., None], ranked_NGe, -jnp.inf).reshape(ranked_NE.shape)
 
 
 def cost(llm: LLMConfig) -> float:

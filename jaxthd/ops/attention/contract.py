@@ -56,7 +56,7 @@ class Call(NamedTuple):
 def calls(segments: Segments) -> list[Call]:
     """The local call, then one for the keys of each other context rank, in the order of Segments.remote."""
     documents = None if segments.documents is None else segments.rows * segments.documents
-    rectangles = segments.rows if segments.in_order is None else documents
+    rectangles = segments.rows if segments.layout == "buffer" else documents
     remote = (Call(x, False, segments.block, documents and rectangles) for x in segments.remote)
     return [Call(segments.local, True, segments.block, documents), *remote]
 

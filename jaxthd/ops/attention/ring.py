@@ -7,7 +7,8 @@ where segments continue others, one more for the keys of every rank.
 Their parts are merged by log-sum-exp in float32 (Liu et al., Ring Attention, 2023). The ring first sends keys
 and values on, then computes the step. Its backward pass sends (k, v) around again, followed by (dk, dv),
 which end on the rank of their keys. With all-gather every rank has all keys and values from the start.
-Backward calls take the output and the log-sum-exp over all ranks' keys.
+Backward calls take the output and the log-sum-exp over all ranks' keys. A sink, one more score with a value
+of zeros (GPT-OSS, 2025), enters the softmax after the last merge; backward calls then see it in both.
 
 Legend: N queries and keys of a rank, H query heads, K key/value heads, D query/key dim, V value dim, C
 context ranks.
@@ -42,18 +43,60 @@ def packed_attention(
     scale: float,
     exchange: str,
     backend: str,
+    sink_H: Float[Array, " H"] | None = None,
+    in_window: bool = False,
 ) -> Float[Array, "N H V"]:
     """Causal attention inside each document, and to all of its prefix (segments.prefixes), wherever on the
     context axis their tokens lie; q's dtype.
 
-    exchange: "ring" or "all_gather"; the same result, up to rounding. backend: of BACKENDS.
+    exchange: "ring" or "all_gather"; the same result, up to rounding. backend: of BACKENDS. sink: a score of
+    each head that stands beside a query's keys in the softmax; differentiable. in_window: only keys of the
+    window (segments.windowed), by the blockwise back-end.
     Padding gives 0 and receives no gradient. Raises ValueError for another back-end.
     """
     find_backend(BACKENDS, "attention", backend)
+    if segments.cut is not None:
+        how: dict[str, Any] = {
+            "scale": scale,
+            "exchange": exchange,
+            "backend": backend,
+            "in_window": in_window,
+        }
+        return _attention_of_whole(q_NHD, k_NKD, v_NKV, sink_H, segments, **how)
+    if in_window:
+        segments, backend = segments.in_window, blockwise.BACKEND.name
     if exchange == "ring" or segments.context == 1:
-        return _ring_attention(q_NHD, k_NKD, v_NKV, segments, scale, backend)
+        return _ring_attention(q_NHD, k_NKD, v_NKV, sink_H, segments, scale, backend)
     k_CNKD, v_CNKV = (jax.lax.all_gather(x, segments.axis) for x in (k_NKD, v_NKV))
-    return _gathered_attention(q_NHD, k_CNKD, v_CNKV, segments, scale, backend)
+    return _gathered_attention(q_NHD, k_CNKD, v_CNKV, sink_H, segments, scale, backend)
+
+
+def _attention_of_whole(
+    q_NHD: Array, k_NKD: Array, v_NKV: Array, sink_H: Array | None, segments: Segments, **how: Any
+) -> Array:
+    """Under the layout "whole": documents that are whole on this rank; and, if there are cut ones, these, by
+    the first slots of each row, under the per-document layout. Only these slots' keys and values travel.
+
+    how: further arguments of packed_attention.
+    """
+    cut, rows = segments.cut, segments.rows
+    assert cut is not None
+    out_NHV = packed_attention(q_NHD, k_NKD, v_NKV, cut.own, sink_H=sink_H, **how)
+
+    def with_cut(narrow: Segments, out_NHV: Array, sink_H: Array | None, *given: Array) -> Array:
+        width = narrow.row_length
+        q, k, v = (x.reshape(rows, -1, *x.shape[1:])[:, :width] for x in given)
+        q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+        more = packed_attention(q, k, v, narrow, sink_H=sink_H, **how)
+        more_RSHV, out_RTHV = (x.reshape(rows, -1, *x.shape[1:]) for x in (more, out_NHV))
+        return out_RTHV.at[:, :width].add(more_RSHV).reshape(out_NHV.shape)
+
+    def without(out_NHV: Array, *_: Array | None) -> Array:
+        return out_NHV
+
+    branches: list[Any] = [without, *(partial(with_cut, narrow) for narrow in cut.narrow)]
+    both_NHV: Array = jax.lax.switch(cut.width, branches, out_NHV, sink_H, q_NHD, k_NKD, v_NKV)
+    return both_NHV
 
 
 def gather_in_order(x_NKD: Float[Array, "N K D"], segments: Segments) -> Float[Array, "S K D"]:
@@ -64,9 +107,21 @@ def gather_in_order(x_NKD: Float[Array, "N K D"], segments: Segments) -> Float[A
     x_RTKD = jax.lax.all_gather(x_RTKD, segments.axis, axis=1, tiled=True)
     if segments.in_order is not None:
         x_RTKD = gather_in_rows(x_RTKD, segments.in_order.slots)
+    elif segments.cut is not None:
+        x_RTKD = gather_in_rows(x_RTKD, _slots_in_order(segments))
     else:
         x_RTKD = x_RTKD[:, inverse_permutation(segments.swap.permutation(x_RTKD.shape[1]))]
     return x_RTKD.reshape(-1, *x_NKD.shape[1:])
+
+
+def _slots_in_order(segments: Segments) -> Array:
+    """Under the layout "whole": the rank-major slot of each index of a row, [R, S]."""
+    assert segments.cut is not None
+    tokens = segments.row_length
+    index_S = jnp.arange(segments.context * tokens, dtype=jnp.int32)
+    index_RS = jnp.broadcast_to(index_S, (segments.rows, len(index_S)))
+    rank_RS, slot_RS = segments.cut.slots.slot(segments.swap, index_RS, tokens)
+    return rank_RS * tokens + slot_RS
 
 
 def merge(
@@ -80,6 +135,26 @@ def merge(
     finite_NH = jnp.where(jnp.isfinite(total_NH), total_NH, 0)
     keep_NH1, take_NH1 = (jnp.exp(x - finite_NH)[..., None] for x in (lse_NH, part_lse_NH))
     return keep_NH1 * out_NHV + take_NH1 * part_NHV, total_NH
+
+
+def with_sink(
+    out_NHV: Float[Array, "N H V"], lse_NH: Float[Array, "N H"], sink_H: Float[Array, " H"] | None
+) -> tuple[Float[Array, "N H V"], Float[Array, "N H"]]:
+    """Attention over the same keys and one more, whose score is the sink and whose value is zeros. A query
+    that sees no key keeps its output, 0.
+    """
+    if sink_H is None:
+        return out_NHV, lse_NH
+    total_NH = jnp.logaddexp(lse_NH, sink_H.astype(lse_NH.dtype))
+    return out_NHV * jnp.exp(lse_NH - total_NH)[..., None], total_NH
+
+
+def _sink_gradient(out: Array, lse: Array, dout: Array, sink_H: Array | None) -> Array | None:
+    """out, lse: with the sink. As its value is 0: the sum of -probability * (dout . out) over the queries."""
+    if sink_H is None:
+        return None
+    dot_NH = (dout.astype(out.dtype) * out).sum(-1)
+    return -(jnp.exp(sink_H.astype(lse.dtype) - lse) * dot_NH).sum(0).astype(sink_H.dtype)
 
 
 def _send(pair: Pair, segments: Segments) -> Pair:
@@ -130,7 +205,12 @@ def _parts(segments: Segments, backend: str) -> list[list[_Part]]:
 
 
 def _forward_parts(
-    q: Array, arriving: Iterator[Pair], segments: Segments, scale: float, backend: str
+    q: Array,
+    arriving: Iterator[Pair],
+    sink_H: Array | None,
+    segments: Segments,
+    scale: float,
+    backend: str,
 ) -> tuple[Array, Array]:
     (local, *more), *remote = _parts(segments, backend)
     pair = next(arriving)
@@ -147,21 +227,21 @@ def _forward_parts(
     for parts, pair in zip(remote, arriving, strict=True):
         for part in parts:
             out, lse = merged(out, lse, pair, part)
-    return out, lse
+    return with_sink(out, lse, sink_H)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _ring_attention(q, k, v, segments: Segments, scale: float, backend: str):
-    return _forward_parts(q, _around((k, v), segments), segments, scale, backend)[0].astype(q.dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _ring_attention(q, k, v, sink, segments: Segments, scale: float, backend: str):
+    return _forward_parts(q, _around((k, v), segments), sink, segments, scale, backend)[0].astype(q.dtype)
 
 
-def _ring_forward(q, k, v, segments, scale, backend):
-    out, lse = _forward_parts(q, _around((k, v), segments), segments, scale, backend)
-    return out.astype(q.dtype), (q, k, v, segments, out, lse)
+def _ring_forward(q, k, v, sink, segments, scale, backend):
+    out, lse = _forward_parts(q, _around((k, v), segments), sink, segments, scale, backend)
+    return out.astype(q.dtype), (q, k, v, sink, segments, out, lse)
 
 
 def _ring_backward(scale, backend, residuals, dout):
-    q, k, v, segments, out, lse = residuals
+    q, k, v, sink, segments, out, lse = residuals
     (local, *more), *remote = _parts(segments, backend)
     arriving = _around((k, v), segments)
 
@@ -188,25 +268,26 @@ def _ring_backward(scale, backend, residuals, dout):
     if segments.remote:
         away = _send(away, segments)
     dk, dv = dk + away[0], dv + away[1]
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+    d_sink = _sink_gradient(out, lse, dout, sink)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), d_sink, None
 
 
 _ring_attention.defvjp(_ring_forward, _ring_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _gathered_attention(q, k_CNKD, v_CNKV, segments: Segments, scale: float, backend: str):
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _gathered_attention(q, k_CNKD, v_CNKV, sink, segments: Segments, scale: float, backend: str):
     arriving = _there((k_CNKD, v_CNKV), segments)
-    return _forward_parts(q, arriving, segments, scale, backend)[0].astype(q.dtype)
+    return _forward_parts(q, arriving, sink, segments, scale, backend)[0].astype(q.dtype)
 
 
-def _gathered_forward(q, k, v, segments, scale, backend):
-    out, lse = _forward_parts(q, _there((k, v), segments), segments, scale, backend)
-    return out.astype(q.dtype), (q, k, v, segments, out, lse)
+def _gathered_forward(q, k, v, sink, segments, scale, backend):
+    out, lse = _forward_parts(q, _there((k, v), segments), sink, segments, scale, backend)
+    return out.astype(q.dtype), (q, k, v, sink, segments, out, lse)
 
 
 def _gathered_backward(scale, backend, residuals, dout):
-    q, k, v, segments, out, lse = residuals
+    q, k, v, sink, segments, out, lse = residuals
     dq, dk, dv = jnp.zeros_like(out, shape=q.shape), jnp.zeros_like(k), jnp.zeros_like(v)
     steps = zip(_parts(segments, backend), _there((k, v), segments), strict=True)
     for step, (parts, pair) in enumerate(steps):
@@ -222,7 +303,7 @@ def _gathered_backward(scale, backend, residuals, dout):
         for part in parts:
             grown = partial(visit, part=part, first=part is parts[0])
             dq, dk, dv = jax.lax.cond(part.call.is_empty, lambda *grads: grads, grown, dq, dk, dv)
-    return dq.astype(q.dtype), dk, dv, None
+    return dq.astype(q.dtype), dk, dv, _sink_gradient(out, lse, dout, sink), None
 
 
 _gathered_attention.defvjp(_gathered_forward, _gathered_backward)

@@ -1,11 +1,13 @@
 """The scan's back-ends by name. A new one is a file that ends in a ScanBackend, and a line here."""
 
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
 from jaxthd.ops.backend import find_backend
 from jaxthd.ops.scan import pallas, ssd
 from jaxthd.ops.scan.contract import ScanBackend
+from jaxthd.ops.scan.cuts import from_entering_states
 from jaxthd.ops.scan.prefixes import ssd_and_prefix_outputs
 from jaxthd.packing.segments import Segments
 
@@ -25,8 +27,14 @@ def scan(
     backend: str,
 ) -> Float[Array, "N H P"]:
     """ops/scan/ssd.py's scan by the back-end called `backend`. A document that continues another one
-    (segments.prefixes) starts from the state at that one's end. Raises ValueError for a back-end that is not
+    (segments.prefixes) starts from the state at that one's end, and so does a context chunk that continues a
+    document (segments.cut). Raises ValueError for a back-end that is not
     there."""
+    if segments.cut is not None:
+        arrays, own = (x_NHP, dt_NH, a_H, b_NGS, c_NGS), segments.cut.own
+        y_NHP = scan(*arrays, own, chunk=chunk, backend=backend)
+        nowhere = jnp.zeros(0, jnp.int32)
+        return y_NHP + from_entering_states(*arrays, segments, nowhere, chunk=chunk)[0]
     run, inputs = find_backend(BACKENDS, "scan", backend).scan, (x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments)
     if segments.prefixes is None:
         return run(*inputs, chunk=chunk)

@@ -55,13 +55,13 @@ def ssd_and_prefix_outputs(
     chunks = in_scan_chunks(x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments, chunk)
     # From 1, because the filling has 0.
     prefix_CQ = by_scan_chunk(segments.prefixes.of_token[:, None] + 1, context_chunks, chunk)[:, 0]
-    more_CGQhP = _of_states(chunks.c_CGQS, state_EHPS, prefix_CQ)
-    more_CGQhP = more_CGQhP * _decays_since_start(chunks, segments).swapaxes(2, 3)[..., None]
+    more_CGQhP = of_states(chunks.c_CGQS, state_EHPS, prefix_CQ)
+    more_CGQhP = more_CGQhP * decays_since_start(chunks, segments).swapaxes(2, 3)[..., None]
     more_ZLHP = more_CGQhP.swapaxes(1, 2).reshape(context_chunks, -1, *x_NHP.shape[1:])
     return y_NHP, more_ZLHP[:, :length].reshape(x_NHP.shape)
 
 
-def _of_states(c_CGQS: Array, state_EHPS: Array, prefix_CQ: Array) -> Array:
+def of_states(c_CGQS: Array, state_EHPS: Array, prefix_CQ: Array) -> Array:
     """C_t . H of the token's prefix, [C, G, Q, h, P]; 0 for tokens without one.
 
     The tokens that continue a prefix are one run, so there are at most as many pairs of a scan chunk and a
@@ -86,7 +86,7 @@ def _of_states(c_CGQS: Array, state_EHPS: Array, prefix_CQ: Array) -> Array:
     return jnp.where((prefix_CQ > 0)[:, None, :, None], y_CGQI, 0).reshape(*y_CGQI.shape[:3], *heads)
 
 
-def _decays_since_start(chunks: ScanChunks, segments: Segments) -> Array:
+def decays_since_start(chunks: ScanChunks, segments: Segments) -> Array:
     """exp(sum of decay from the first token of the token's document to the token), [C, G, h, Q].
 
     Sums are over terms of one sign, as in ssd.py.

@@ -1,0 +1,159 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024; DeepSeek-V3, 2024; Moonlight, 2025).
+
+A token has one latent, from which the keys and values of all heads are expanded, and one rotated key that all
+heads share. Training expands them and is then plain attention, whose value heads may have another dim than
+its query heads. Decoding keeps latents and rotated keys alone: the expansion of the keys moves into the
+queries and that of the values behind the softmax, so that all heads attend to the same kept vectors.
+
+Legend: N tokens, D model dim, H heads of this rank, d dim of a query head, V dim of a value head, R dim of
+the latent, C = R + rotated features, the numbers kept of a token; in decoding n documents of this rank, m
+new tokens of each.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from jaxthd.config import ComputeConfig, LLMConfig
+from jaxthd.models.layers import Linear, RMSNorm
+from jaxthd.models.mixers.attention import COST_KEYS
+from jaxthd.models.mixers.contract import LayerKind, Prefilled, residual_std
+from jaxthd.ops.attention.blockwise import attention_forward
+from jaxthd.ops.attention.ring import gather_in_order, merge, packed_attention
+from jaxthd.ops.numerics import accumulation_dtype
+from jaxthd.ops.rotary import rotated
+from jaxthd.packing.prompts import DOCUMENTS_BLOCK, Now, Prompts
+from jaxthd.packing.segments import Segments
+from jaxthd.parallel.params import Init, over_tensor
+
+
+class LatentAttention(nnx.Module):
+    """Causal multi-head latent attention, with or without a latent for the queries (llm.latent_attention).
+
+    Heads are sharded over the tensor ranks. All ranks hold the projections to the latents, and compute them.
+    """
+
+    def __init__(
+        self, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig = ComputeConfig()
+    ) -> None:
+        init, latent = Init.of(init, compute), llm.latent_attention
+        heads, rank = over_tensor(llm.q_heads), latent.q_lora_rank
+        queries, values = llm.q_heads * latent.qk_head_dim, llm.q_heads * latent.v_head_dim
+        self.q_down = Linear(llm.dim, rank, init) if rank else None
+        self.q_norm = RMSNorm(rank, latent.norm_eps, init) if rank else None
+        self.q = Linear(rank or llm.dim, queries, init, sharded_out=heads)
+        self.kv_down = Linear(llm.dim, latent.kept, init)
+        self.kv_norm = RMSNorm(latent.kv_lora_rank, latent.norm_eps, init)
+        expanded = llm.q_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+        self.kv = Linear(latent.kv_lora_rank, expanded, init, sharded_out=heads)
+        self.out = Linear(values, llm.dim, init, std=residual_std(values, llm), sharded_in=heads)
+        self.sizes, self.rope = latent, llm.rope
+        self.scale = latent.qk_head_dim**-0.5 * llm.rope.score_factor
+        self.exchange, self.backend = compute.context_exchange, compute.attention_backend
+
+    def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
+        positions_N = segments.sequence_positions
+        return self._attend(self._queries(x_ND, positions_N), self._kept(x_ND, positions_N), segments)
+
+    def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
+        """Fixed: what is kept of all prompts' tokens. State: room for the new tokens' own."""
+        positions_N = segments.sequence_positions
+        kept_NC = self._kept(x_ND, positions_N)
+        room = jnp.zeros((prompts.documents, prompts.new_tokens, self.sizes.kept), kept_NC.dtype)
+        fixed = gather_in_order(kept_NC[:, None], segments)
+        return Prefilled(self._attend(self._queries(x_ND, positions_N), kept_NC, segments), [fixed], [room])
+
+    def step(
+        self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
+    ) -> tuple[Float[Array, "n D"], list[Array]]:
+        (kept_S1C,), acc = fixed, accumulation_dtype(x_nD)
+        keys_RHn, values_RHV = self._expansion(x_nD.dtype)
+        q_nHn, q_nHr = self._queries(x_nD, now.positions)
+        q_nHC = jnp.concatenate([jnp.einsum("nhd,rhd->nhr", q_nHn, keys_RHn), q_nHr], axis=-1)
+        number_m, token_n1 = jnp.arange(state[0].shape[1], dtype=jnp.int32), now.token[:, None]
+        is_new_nm1 = (number_m == token_n1)[..., None]
+        own_nmC = jnp.where(is_new_nm1, self._kept(x_nD, now.positions)[:, None], state[0])
+        # The kept vectors are the values too: what is weighted of their rotated features is dropped.
+        prompt, prompt_lse = attention_forward(
+            q_nHC if now.order is None else q_nHC[now.order],
+            kept_S1C,
+            kept_S1C,
+            now.keys,
+            self.scale,
+            now.block,
+            DOCUMENTS_BLOCK,
+        )
+        if now.order is not None:
+            back_n = jnp.argsort(now.order)
+            prompt, prompt_lse = prompt[back_n], prompt_lse[back_n]
+        s_nHm = self.scale * jnp.einsum("nhc,nmc->nhm", q_nHC, own_nmC, preferred_element_type=acc)
+        s_nHm = jnp.where((number_m <= token_n1)[:, None], s_nHm, -jnp.inf)
+        lse_nH = jax.nn.logsumexp(s_nHm, axis=-1)
+        p_nHm = jnp.exp(s_nHm - lse_nH[..., None]).astype(own_nmC.dtype)
+        own = jnp.einsum("nhm,nmc->nhc", p_nHm, own_nmC, preferred_element_type=acc)
+        o_nHC, _ = merge(prompt, prompt_lse, own, lse_nH)
+        o_nHR = o_nHC[..., : self.sizes.kv_lora_rank].astype(x_nD.dtype)
+        o_nHV = jnp.einsum("nhr,rhv->nhv", o_nHR, values_RHV)
+        return self.out(o_nHV.reshape(len(x_nD), -1)), [own_nmC]
+
+    def _queries(self, x_ND: Array, positions_N: Array) -> tuple[Array, Array]:
+        """The features of every head without rotation, and the rotated ones."""
+        if self.q_down is not None and self.q_norm is not None:
+            x_ND = self.q_norm(self.q_down(x_ND))
+        q_NHd = self.q(x_ND).reshape(len(x_ND), -1, self.sizes.qk_head_dim)
+        q_NHn, q_NHr = jnp.split(q_NHd, [self.sizes.qk_nope_head_dim], axis=-1)
+        return q_NHn, self._rotated(q_NHr, positions_N)
+
+    def _kept(self, x_ND: Array, positions_N: Array) -> Array:
+        """[N, C]: the tokens' latents, and the rotated features of their keys."""
+        latent_NR, k_Nr = jnp.split(self.kv_down(x_ND), [self.sizes.kv_lora_rank], axis=-1)
+        k_Nr = self._rotated(k_Nr[:, None], positions_N)[:, 0]
+        return jnp.concatenate([self.kv_norm(latent_NR), k_Nr], axis=-1)
+
+    def _rotated(self, x_NHr: Array, positions_N: Array) -> Array:
+        return rotated(x_NHr, positions_N, self.rope) if self.rope.theta else x_NHr
+
+    def _expansion(self, dtype: jnp.dtype) -> tuple[Array, Array]:
+        """The matrices that expand a latent to this rank's keys [R, H, n] and values [R, H, V]."""
+        sizes, w_RF = self.sizes, self.kv.matrix(dtype)
+        w_RHf = w_RF.reshape(sizes.kv_lora_rank, -1, sizes.qk_nope_head_dim + sizes.v_head_dim)
+        keys_RHn, values_RHV = jnp.split(w_RHf, [sizes.qk_nope_head_dim], axis=-1)
+        return keys_RHn, values_RHV
+
+    def _attend(self, q: tuple[Array, Array], kept_NC: Array, segments: Segments) -> Array:
+        sizes, n = self.sizes, len(kept_NC)
+        latent_NR, k_Nr = jnp.split(kept_NC, [sizes.kv_lora_rank], axis=-1)
+        expanded_NHf = self.kv(latent_NR).reshape(n, -1, sizes.qk_nope_head_dim + sizes.v_head_dim)
+        k_NHn, v_NHV = jnp.split(expanded_NHf, [sizes.qk_nope_head_dim], axis=-1)
+        k_NHr = jnp.broadcast_to(k_Nr[:, None], (*k_NHn.shape[:2], sizes.qk_rope_head_dim))
+        o_NHV = packed_attention(
+            self._filled(jnp.concatenate(q, axis=-1)),
+            self._filled(jnp.concatenate([k_NHn, k_NHr], axis=-1)),
+            self._filled(v_NHV),
+            segments,
+            scale=self.scale,
+            exchange=self.exchange,
+            backend=self.backend,
+        )
+        return self.out(o_NHV[..., : sizes.v_head_dim].reshape(n, -1))
+
+    def _filled(self, x_NHd: Array) -> Array:
+        """The heads, with zeros behind them where a fused kernel takes heads of one dim alone."""
+        missing = self.sizes.kernel_head_dim - x_NHd.shape[-1]
+        if self.backend == "xla" or not missing:
+            return x_NHd
+        return jnp.pad(x_NHd, ((0, 0), (0, 0), (0, missing)))
+
+
+def cost(llm: LLMConfig) -> float:
+    sizes, rank = llm.latent_attention, llm.latent_attention.q_lora_rank
+    queries = (rank or llm.dim) * llm.q_heads * sizes.qk_head_dim + llm.dim * rank
+    expanded = sizes.kv_lora_rank * llm.q_heads * (sizes.qk_nope_head_dim + sizes.v_head_dim)
+    out = llm.q_heads * sizes.v_head_dim * llm.dim
+    pairs = COST_KEYS * llm.q_heads * (sizes.qk_head_dim + sizes.v_head_dim)
+    return float(queries + llm.dim * sizes.kept + expanded + out + pairs)
+
+
+KIND = LayerKind("L", "latent_attention", "latent attention", LatentAttention, cost)

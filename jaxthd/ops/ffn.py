@@ -1,0 +1,34 @@
+"""What an MLP or an expert does between its projections.
+
+Legend: N tokens, F inner dim.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from jaxthd.config import LLMConfig
+
+
+class FFNForm(NamedTuple):
+    """model.llm.ffn_form, with the alpha and the limit of "clamped_swiglu"."""
+
+    kind: Literal["relu2", "swiglu", "clamped_swiglu"]
+    alpha: float
+    limit: float
+
+    @classmethod
+    def of(cls, llm: LLMConfig) -> "FFNForm":
+        return cls(llm.ffn_form, llm.swiglu_alpha, llm.swiglu_limit)
+
+    def inner(self, up_NF: Float[Array, "N F"], gate_NF: Float[Array, "N F"] | None) -> Float[Array, "N F"]:
+        """What the last projection takes. gate: None for "relu2", which has none."""
+        if gate_NF is None:
+            return jnp.square(jax.nn.relu(up_NF))
+        if self.kind == "swiglu":
+            return jax.nn.silu(gate_NF) * up_NF
+        gate_NF, up_NF = jnp.minimum(gate_NF, self.limit), jnp.clip(up_NF, -self.limit, self.limit)
+        return (up_NF + 1) * (gate_NF * jax.nn.sigmoid(self.alpha * gate_NF))

@@ -1,0 +1,112 @@
+"""The scan of documents that are cut over context ranks, while others are whole (packing/cuts.py).
+
+Each context chunk of a cut document is scanned from a zero state, as if it were a document, by any back-end,
+together with the whole documents. The scan is linear in the state that enters it. So a token t gets
+
+    exp(sum of dt a from the chunk's first token to t) C_t . H
+
+more, where H is the state that enters the chunk: as ops/scan/prefixes.py has it for documents that continue a
+prefix. H comes from what all chunks of the document do to a state, as in state_passing.py: 2 * context maps
+for each cut document. If no document is cut, nothing of this is computed or exchanged.
+
+Legend: as ops/scan/ssd.py; E context chunks of cut documents on this rank.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int32
+
+from jaxthd.ops.cut_exchange import gathered_chunks
+from jaxthd.ops.numerics import accumulation_dtype
+from jaxthd.ops.scan.prefixes import decays_since_start, of_states
+from jaxthd.ops.scan.ssd import by_scan_chunk, in_scan_chunks, ssd_and_states
+from jaxthd.packing.segments import Segments
+
+
+def from_entering_states(
+    x_NHP: Float[Array, "N H P"],
+    dt_NH: Float[Array, "N H"],
+    a_H: Float[Array, " H"],
+    b_NGS: Float[Array, "N G S"],
+    c_NGS: Float[Array, "N G S"],
+    segments: Segments,
+    at_D: Int32[Array, " D"],
+    *,
+    chunk: int,
+) -> tuple[Float[Array, "N H P"], Float[Array, "D H P S"]]:
+    """What the states that enter context chunks of cut documents add to outputs, and to the states after the
+    tokens at_D; 0 elsewhere.
+
+    Arguments and dtypes: as ssd_and_states has them; segments.cut is not None.
+    """
+    cut, tokens = segments.cut, segments.row_length
+    assert cut is not None
+    chunk = min(chunk, tokens)
+    number_N = cut.chunk_of_token
+
+    def passed(x_NHP: Array, dt_NH: Array, a_H: Array, b_NGS: Array, c_NGS: Array) -> tuple[Array, Array]:
+        arrays = x_NHP, dt_NH, a_H, b_NGS, c_NGS
+        ends_E = cut.own.local_index(cut.end)
+        _, state_EHPS = ssd_and_states(*arrays, cut.own, ends_E, chunk=chunk)
+        chunks = in_scan_chunks(*arrays, cut.own, chunk)
+        decay_CGhQ = decays_since_start(chunks, cut.own)
+        entering_EHPS = _entering_states(_decay_at(decay_CGhQ, ends_E, tokens), state_EHPS, segments)
+        # From 1, because the filling has 0.
+        number_CQ = by_scan_chunk(number_N[:, None] + 1, segments.rows, chunk)[:, 0]
+        more_CGQhP = of_states(chunks.c_CGQS, entering_EHPS, number_CQ)
+        more_CGQhP = more_CGQhP * decay_CGhQ.swapaxes(2, 3)[..., None]
+        more_RLHP = more_CGQhP.swapaxes(1, 2).reshape(segments.rows, -1, *x_NHP.shape[1:])
+        decay_DH11 = _decay_at(decay_CGhQ, at_D, tokens).reshape(len(at_D), x_NHP.shape[1], 1, 1)
+        number_D = jnp.where(at_D >= 0, number_N[at_D], -1)
+        more_DHPS = jnp.where((number_D >= 0).reshape(-1, 1, 1, 1), decay_DH11 * entering_EHPS[number_D], 0)
+        return more_RLHP[:, :tokens].reshape(x_NHP.shape), more_DHPS
+
+    def none(x_NHP: Array, dt_NH: Array, a_H: Array, b_NGS: Array, c_NGS: Array) -> tuple[Array, Array]:
+        acc, state = accumulation_dtype(x_NHP), b_NGS.shape[-1]
+        return jnp.zeros(x_NHP.shape, acc), jnp.zeros((len(at_D), *x_NHP.shape[1:], state), acc)
+
+    more: tuple[Array, Array] = jax.lax.cond(cut.width > 0, passed, none, x_NHP, dt_NH, a_H, b_NGS, c_NGS)
+    return more
+
+
+def outputs_and_states(
+    x_NHP: Float[Array, "N H P"],
+    dt_NH: Float[Array, "N H"],
+    a_H: Float[Array, " H"],
+    b_NGS: Float[Array, "N G S"],
+    c_NGS: Float[Array, "N G S"],
+    segments: Segments,
+    at_D: Int32[Array, " D"],
+    *,
+    chunk: int,
+) -> tuple[Float[Array, "N H P"], Float[Array, "D H P S"]]:
+    """ssd_and_states under every layout."""
+    arrays = x_NHP, dt_NH, a_H, b_NGS, c_NGS
+    if segments.cut is None:
+        return ssd_and_states(*arrays, segments, at_D, chunk=chunk)
+    y_NHP, state_DHPS = ssd_and_states(*arrays, segments.cut.own, at_D, chunk=chunk)
+    more_NHP, more_DHPS = from_entering_states(*arrays, segments, at_D, chunk=chunk)
+    return y_NHP + more_NHP, state_DHPS + more_DHPS
+
+
+def _decay_at(decay_CGhQ: Array, at_E: Array, tokens: int) -> Array:
+    """The decays of tokens of this rank, [E, G, h]; 1 for -1."""
+    chunk = decay_CGhQ.shape[-1]
+    c_E, q_E = jnp.divmod(at_E % tokens, chunk)
+    c_E = c_E + at_E // tokens * -(-tokens // chunk)
+    return jnp.where((at_E >= 0)[:, None, None], decay_CGhQ[c_E, :, :, q_E], 1)
+
+
+def _entering_states(decay_EGh: Array, state_EHPS: Array, segments: Segments) -> Array:
+    """The state that enters each context chunk, [E, H, P, S], from all chunks' decays and final states."""
+    decay_EH = decay_EGh.reshape(len(decay_EGh), -1)
+    decays, _ = gathered_chunks(decay_EH, segments)
+    states, (first, second) = gathered_chunks(state_EHPS, segments)
+
+    def step(state: Array, of_chunk: tuple[Array, Array]) -> tuple[Array, Array]:
+        decay, added = of_chunk
+        return state * decay[..., None, None] + added, state
+
+    _, before = jax.lax.scan(step, jnp.zeros_like(states[0]), (decays, states))
+    return jnp.stack([before[first], before[second]], axis=2).reshape(state_EHPS.shape)

@@ -1,0 +1,241 @@
+"""Assigns a buffer's documents to context ranks: whole where they fit, a few of the longest cut.
+
+This is the layout "whole" (packing/layout.py). A document that fits a rank's share of the buffer stays on one
+rank, where nothing of it needs to be exchanged. A longer one is cut into 2 * context equal context chunks,
+two for each rank, as DualChunkSwap does. So are the longest others where whole documents alone would leave
+much of the ranks' shares empty, up to a number that is fixed.
+
+All ranks compute on as many slots, whatever is in them. So what differs between ranks is attention's work;
+documents are placed by their slots, longest first, and exchanged between ranks until the work is even.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int, Int32
+
+from jaxthd.config import Config
+
+LEAST_CHUNK = 4
+"""Fewest slots of a cut document's context chunk: a convolution's taps then reach only the chunk before."""
+FULL = 0.98
+"""A row is full enough if documents take this much of its slots: then no more of them are cut."""
+EVEN_ENOUGH = 1.04
+"""The busiest rank's work over the mean at which no more documents are cut for it."""
+EVEN = 1.005
+"""The busiest rank's attention over the mean at which the exchange of documents between ranks ends."""
+EXCHANGES = 100
+"""Most exchanges of documents between ranks."""
+
+
+def slot_work(config: Config) -> float:
+    """What a slot costs besides attention, in query-key pairs, roughly.
+
+    A layer's matrices have about 6 dim^2 numbers, and a pair costs about 2 dim in each attention layer.
+    """
+    llm = config.model.llm
+    attention = llm.letters.count("*")
+    return 3.0 * llm.dim * len(llm.letters) / max(attention, 1)
+
+
+class Placement(NamedTuple):
+    """Where a row's documents lie. cut: those that are cut, in the order of their slots. whole: by rank, its
+    whole documents in the order of theirs. Numbers of documents in a given sequence.
+    """
+
+    cut: tuple[int, ...]
+    whole: tuple[tuple[int, ...], ...]
+
+    @property
+    def order(self) -> list[int]:
+        """All of the row's documents, in the order of their segment ids."""
+        return [*self.cut, *(document for of_rank in self.whole for document in of_rank)]
+
+    def without(self, document: int) -> "Placement":
+        """The placement of the others."""
+        cut = tuple(i for i in self.cut if i != document)
+        return Placement(cut, tuple(tuple(i for i in of_rank if i != document) for of_rank in self.whole))
+
+    def renumbered(self) -> "Placement":
+        """The placement of the documents `order`, given in this order."""
+        number = {document: i for i, document in enumerate(self.order)}
+        whole = tuple(tuple(number[i] for i in of_rank) for of_rank in self.whole)
+        return Placement(tuple(number[i] for i in self.cut), whole)
+
+
+class Size(NamedTuple):
+    """What a document takes. slots: if it stays whole. work: of its attention, in query-key pairs.
+
+    segments, frames: of the row's max_documents and audio_capacity. Only one segment can be cut.
+    """
+
+    slots: int
+    work: int
+    segments: int = 1
+    frames: int = 0
+
+    @property
+    def can_be_cut(self) -> bool:
+        return self.segments == 1
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The context ranks' shares of a buffer. capacity: token slots of all ranks, a multiple of 2 * ranks.
+
+    most_cut: documents that may be cut. slot_work: what a slot costs besides attention, in query-key pairs.
+    segments, frames: the most of a row.
+    """
+
+    ranks: int
+    capacity: int
+    most_cut: int
+    slot_work: int | float = 0
+    segments: int | float = math.inf
+    frames: int | float = math.inf
+
+    @classmethod
+    def of(cls, config: Config) -> "Shares | None":
+        """Those of a config; None under other layouts, and on one rank."""
+        ranks, data = config.mesh.context, config.data
+        if config.compute.context_layout != "whole" or ranks == 1:
+            return None
+        frames = data.audio_capacity if config.model.encoder else 0
+        most_cut = config.compute.context_cuts
+        return cls(ranks, data.capacity, most_cut, slot_work(config), data.max_documents, frames)
+
+    @property
+    def share(self) -> int:
+        return self.capacity // self.ranks
+
+    def chunk(self, slots: int) -> int:
+        """Slots of each context chunk of a document, if it is cut."""
+        return max(-(-slots // (2 * self.ranks)), LEAST_CHUNK)
+
+    def fits(self, size: Size) -> bool:
+        """Whether a row can hold the document, alone."""
+        if size.slots <= self.share:
+            return True
+        return size.can_be_cut and self.most_cut > 0 and 2 * self.chunk(size.slots) <= self.share
+
+    def assign(self, sizes: Sequence[Size]) -> Placement | None:
+        """Places all of these documents in one row, as few as possible cut; None if that was not found."""
+        for number in range(self.most_cut + 1):
+            placed = self._place(sizes, range(len(sizes)), [], number)
+            if placed is not None and len(placed.order) == len(sizes):
+                return placed
+        return None
+
+    def fill(self, sizes: Sequence[Size], chosen: Sequence[int], others: Sequence[int] = ()) -> Placement:
+        """Places as many of the chosen documents as possible in a row, then others where there is room.
+
+        chosen: numbers of the documents that would fill the row if slots were all one piece, the most urgent
+            first. At least this first one is placed; it must fit a row.
+        The placement with the fewest cut documents that fills the row and is even is taken. If there is none,
+        that with the most filled slots for the busiest rank's work.
+        """
+        best: Placement | None = None
+        highest, most = -1.0, sum(sizes[i].slots for i in [*chosen, *others])
+        for number in range(self.most_cut + 1):
+            placed = self._place(sizes, chosen, others, number)
+            if placed is None or chosen[0] not in placed.order:
+                continue
+            taken = sum(sizes[i].slots for i in placed.order)
+            uneven = self.imbalance(placed, sizes)
+            if taken / uneven > highest:
+                best, highest = placed, taken / uneven
+            if taken >= min(FULL * self.capacity, most) and uneven <= EVEN_ENOUGH:
+                return placed
+        assert best is not None
+        return best
+
+    def starts(self, placement: Placement, slots: Sequence[int]) -> tuple[list[int], Int32[np.ndarray, " C"]]:
+        """The index in the row at which each document begins, and Batch.cuts (packing/layout.py).
+
+        slots: of the documents, in the placement's order.
+        """
+        cuts, count = np.zeros(self.most_cut, np.int32), len(placement.cut)
+        cuts[:count] = [self.chunk(n) for n in slots[:count]]
+        ends = np.cumsum(2 * self.ranks * cuts)
+        starts, taken = [0, *ends[: count - 1].tolist()][:count], 2 * int(cuts.sum())
+        for rank, of_rank in enumerate(placement.whole):
+            start = self.ranks * taken + rank * (self.share - taken)
+            for _ in of_rank:
+                starts.append(start)
+                start += slots[len(starts) - 1]
+        return starts, cuts
+
+    def imbalance(self, placement: Placement, sizes: Sequence[Size]) -> float:
+        """Work of the busiest rank over the mean, that of the slots included."""
+        work = self.slot_work * self.share + rank_work(placement, sizes)
+        return float(work.max() / work.mean()) if work.any() else 1.0
+
+    def _place(
+        self, sizes: Sequence[Size], chosen: Sequence[int], others: Sequence[int], number: int
+    ) -> Placement | None:
+        """With so many documents cut; None if there are no more, or more must be cut, or too much is."""
+        falling = sorted(chosen, key=lambda i: (-sizes[i].slots, i))
+        too_long = [i for i in chosen[:1] if sizes[i].slots > self.share]
+        cut = [i for i in dict.fromkeys([*too_long, *falling]) if sizes[i].can_be_cut][:number]
+        room = self.share - sum(2 * self.chunk(sizes[i].slots) for i in cut)
+        free = [room] * self.ranks
+        whole: list[list[int]] = [[] for _ in free]
+        segments, frames = (sum(getattr(sizes[i], name) for i in cut) for name in ("segments", "frames"))
+        if len(cut) < number or room < 0 or segments > self.segments or frames > self.frames:
+            return None
+        urgent = [i for i in chosen[:1] if i not in cut]
+        later = sorted(others, key=lambda i: (-sizes[i].slots, i))
+        for i in [*urgent, *(i for i in falling if i not in cut and i not in urgent), *later]:
+            rank, size = max(range(self.ranks), key=free.__getitem__), sizes[i]
+            has_room = segments + size.segments <= self.segments and frames + size.frames <= self.frames
+            if has_room and size.slots <= free[rank]:
+                free[rank] -= size.slots
+                segments, frames = segments + size.segments, frames + size.frames
+                whole[rank].append(i)
+        return Placement(tuple(cut), _evened_out(sizes, whole, free))
+
+
+def _evened_out(
+    sizes: Sequence[Size], whole: Sequence[Sequence[int]], free: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Exchanges documents of the busiest rank for others, or moves them, while that lowers the most work."""
+    ranks, documents = len(whole), [i for of_rank in whole for i in of_rank]
+    at = np.repeat(np.arange(ranks), [len(of_rank) for of_rank in whole])
+    # Behind the documents, one that is nothing for each rank: an exchange for it is a move.
+    slots, work = (np.array([*x, *[0] * ranks], np.int64) for x in _columns(sizes, documents))
+    at, room = np.append(at, np.arange(ranks)), np.array(free)
+    load = np.bincount(at, work, ranks).astype(np.int64)
+    for _ in range(EXCHANGES):
+        busiest = int(load.argmax())
+        if load[busiest] <= EVEN * load.mean():
+            break
+        mine = np.flatnonzero((at == busiest) & (work > 0))
+        theirs = np.flatnonzero(at != busiest)
+        less, shorter = (x[mine][:, None] - x[theirs] for x in (work, slots))
+        target = at[theirs]
+        fits = (less > 0) & (shorter <= room[target]) & (-shorter <= room[busiest])
+        most = np.where(fits, np.maximum(load[busiest] - less, load[target] + less), load[busiest])
+        i, j = np.unravel_index(most.argmin(), most.shape)
+        if most[i, j] >= load[busiest]:
+            break
+        change, moved = np.array([-1, 1]), np.array([busiest, target[j]])
+        load[moved] += change * less[i, j]
+        room[moved] -= change * shorter[i, j]
+        at[mine[i]] = target[j]
+        if theirs[j] < len(documents):
+            at[theirs[j]] = busiest
+    by_rank = (np.flatnonzero(at[: len(documents)] == rank) for rank in range(ranks))
+    return tuple(tuple(documents[n] for n in of_rank) for of_rank in by_rank)
+
+
+def _columns(sizes: Sequence[Size], documents: Sequence[int]) -> tuple[list[int], list[int]]:
+    return [sizes[i].slots for i in documents], [sizes[i].work for i in documents]
+
+
+def rank_work(placement: Placement, sizes: Sequence[Size]) -> Int[np.ndarray, " ranks"]:
+    """Attention work of each rank; that of a cut document in equal parts."""
+    whole = [sum(sizes[i].work for i in of_rank) for of_rank in placement.whole]
+    return np.array(whole) + sum(sizes[i].work for i in placement.cut) // len(whole)

@@ -1,0 +1,220 @@
+"""Under the layout "whole": which slots of a rank hold chunks of cut documents, and where their tokens are.
+
+The picture is in packing/layout.py. All of it follows from `cuts`, which all context ranks have: nothing is
+exchanged to find it.
+
+Legend: R rows on this rank, T slots of a row on it, N = R * T, K most cut documents of a row, E = R * K * 2
+their context chunks on this rank: first and second chunk of each, also where there is none.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Int32
+
+from jaxthd.packing.layout import DualChunkSwap
+from jaxthd.packing.rectangles import DocumentCut, document_rectangle, intervals_of_rectangle
+from jaxthd.packing.windows import make_windowed
+
+Segments = Any
+"""packing/segments.py's, which imports this file."""
+
+
+class CutSlots(NamedTuple):
+    """The slots that rows of a rank use for cut documents, equal on all ranks.
+
+    chunk: slots of a context chunk of each document; 0 for none. start: the first slot of its first chunk.
+    """
+
+    chunk: Int32[Array, "R K"]
+    start: Int32[Array, "R K"]
+
+    @classmethod
+    def of(cls, cuts_RK: Int32[Array, "R K"]) -> "CutSlots":
+        return cls(cuts_RK, jnp.cumsum(2 * cuts_RK, axis=1, dtype=jnp.int32) - 2 * cuts_RK)
+
+    @property
+    def taken(self) -> Int32[Array, "R 1"]:
+        """Slots of a rank that cut documents take."""
+        return 2 * self.chunk.sum(axis=1, keepdims=True, dtype=jnp.int32)
+
+    def at(self, slot_RS: Int32[Array, "R S"]) -> "CutSlot":
+        """What these slots of a rank belong to. A slot of a whole document belongs to no cut one."""
+        ends_RK1 = (self.start + 2 * self.chunk)[..., None]
+        number_RS = (slot_RS[:, None] >= ends_RK1).sum(axis=1, dtype=jnp.int32)
+        is_cut_RS = slot_RS < self.taken
+        number_RS = jnp.minimum(number_RS, self.chunk.shape[1] - 1)
+        start_RS, chunk_RS = (jnp.take_along_axis(x, number_RS, axis=1) for x in (self.start, self.chunk))
+        start_RS, chunk_RS = (jnp.where(is_cut_RS, x, 0) for x in (start_RS, chunk_RS))
+        within_RS = jnp.where(is_cut_RS, slot_RS - start_RS, 0)
+        is_second_RS = is_cut_RS & (within_RS >= chunk_RS)
+        offset_RS = within_RS - jnp.where(is_second_RS, chunk_RS, 0)
+        return CutSlot(is_cut_RS, number_RS, start_RS, chunk_RS, is_second_RS, offset_RS)
+
+    def slot(
+        self, swap: DualChunkSwap, index_RS: Int32[Array, "R S"], tokens: int
+    ) -> tuple[Int32[Array, "R S"], Int32[Array, "R S"]]:
+        """(rank, slot on it) of indices in the row."""
+        ranks = swap.ranks
+        # Where 2 * ranks chunks of a document lie in the row, each rank has two in its slots.
+        at = self.at(index_RS // ranks)
+        within_RS = index_RS - ranks * at.start
+        chunk_number_RS = within_RS // jnp.maximum(at.chunk, 1)
+        last = 2 * ranks - 1
+        rank_of_cut_RS = jnp.minimum(chunk_number_RS, last - chunk_number_RS)
+        slot_of_cut_RS = at.start + within_RS - at.chunk * (chunk_number_RS - (chunk_number_RS >= ranks))
+        beyond_RS, room_R1 = index_RS - ranks * self.taken, jnp.maximum(tokens - self.taken, 1)
+        return (
+            jnp.where(at.is_cut, rank_of_cut_RS, beyond_RS // room_R1),
+            jnp.where(at.is_cut, slot_of_cut_RS, self.taken + beyond_RS % room_R1),
+        )
+
+
+class CutSlot(NamedTuple):
+    """What a slot of a rank belongs to; all but is_cut only mean something where that is True.
+
+    number: of the cut document in its row. start, chunk: see CutSlots. offset: from the start of its chunk.
+    """
+
+    is_cut: Bool[Array, "R S"]
+    number: Int32[Array, "R S"]
+    start: Int32[Array, "R S"]
+    chunk: Int32[Array, "R S"]
+    is_second: Bool[Array, "R S"]
+    offset: Int32[Array, "R S"]
+
+
+class CutDocuments(NamedTuple):
+    """The layout "whole" as mixers see it: what stays on this rank, and what does not.
+
+    own: this rank's rows as if they were all there is. Cut documents are not among them: their tokens see no
+        keys. But the positions of their tokens count from the start of their context chunk, so convolution
+        and scan treat each such chunk as a document of its own.
+    narrow: the first slots of the rows, so many that they hold all cut documents, and nothing but these; as
+        under the per-document layout. Several widths, the widest last: T.
+    width: 0 where no row has a cut document, else 1 + which of `narrow` is wide enough. It is the same on all
+        ranks that take part in exchanges for cut documents, so these may depend on it.
+    slots: see CutSlots. chunk_of_token: which of the E chunks holds each token; -1 for none.
+    begin, end: of each chunk, its first and its last slot on this rank; -1 where there is none.
+    """
+
+    own: Segments
+    narrow: tuple[Segments, ...]
+    width: Int32[Array, ""]
+    slots: CutSlots
+    chunk_of_token: Int32[Array, " N"]
+    begin: Int32[Array, "R K_2"]
+    end: Int32[Array, "R K_2"]
+
+
+def keeping_documents(
+    make: Callable[..., Segments],
+    ids_RT: Int32[Array, "R T"],
+    positions_RT: Int32[Array, "R T"],
+    prefixes_RT: Int32[Array, "R T"] | None,
+    cuts_RK: Int32[Array, "R K"],
+    *,
+    axis: str,
+    alike: tuple[str, ...],
+    window: int | None,
+) -> Segments:
+    """Segments under the layout "whole". Segments that continue others lie whole on one rank with these.
+
+    make: make_segments, with the arguments that are the same here. Others as make_segments takes them.
+    """
+    slots, (rows, tokens) = CutSlots.of(cuts_RK), ids_RT.shape
+    slot_T = jnp.arange(tokens, dtype=jnp.int32)
+    at = slots.at(jnp.broadcast_to(slot_T, ids_RT.shape))
+    own_ids_RT = jnp.where(at.is_cut, 0, ids_RT)
+    own_positions_RT = jnp.where(at.is_cut, jnp.where(ids_RT > 0, at.offset, 0), positions_RT)
+    own = make(own_ids_RT, own_positions_RT, prefixes_RT, axis=None, window=window)
+    given = make, jnp.where(at.is_cut, ids_RT, 0), positions_RT, at
+    widths, taken = cut_widths(tokens), slots.taken.max()
+    width = sum(((taken > least).astype(jnp.int32) for least in (0, *widths[:-1])), jnp.int32(0))
+    begin, end = _chunk_ends(slots)
+    row_R1 = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    chunk_RT = 2 * (row_R1 * cuts_RK.shape[1] + at.number) + at.is_second
+    cut = CutDocuments(
+        own=own,
+        narrow=tuple(_narrow(*given, width, axis, window, cuts_RK.shape[1]) for width in widths),
+        width=jax.lax.pmax(width, alike) if alike else width,
+        slots=slots,
+        chunk_of_token=jnp.where(at.is_cut, chunk_RT, -1).reshape(-1),
+        begin=begin,
+        end=end,
+    )
+    return replace(
+        own,
+        ids=ids_RT.reshape(-1),
+        positions=positions_RT.reshape(-1),
+        cut=cut,
+        axis=axis,
+        context=jax.lax.axis_size(axis),
+        layout="whole",
+    )
+
+
+def cut_widths(tokens: int) -> list[int]:
+    """Widths of CutDocuments.narrow, in slots of a rank's row: few long documents mostly take few slots."""
+    return sorted({-(-tokens // 4), tokens})
+
+
+def _narrow(
+    make: Callable[..., Segments],
+    ids_RT: Array,
+    positions_RT: Array,
+    at: CutSlot,
+    width: int,
+    axis: str,
+    window: int | None,
+    most_cut: int,
+) -> Segments:
+    """One of CutDocuments.narrow. ids: 0 but in cut documents."""
+    rank, ranks = jax.lax.axis_index(axis), jax.lax.axis_size(axis)
+    at = CutSlot(*(x[:, :width] for x in at))
+    of_cut = make(ids_RT[:, :width], positions_RT[:, :width], axis=None)
+    remaining_RS, valid_RS = (x.reshape(-1, width) for x in (of_cut.remaining, of_cut.valid))
+    stop_RS = jnp.arange(1, width + 1, dtype=jnp.int32) + remaining_RS
+    document = DocumentCut(at.start, at.chunk)
+    sources = [(rank - 1 - step) % ranks for step in range(ranks - 1)]
+    rectangles = (document_rectangle(document, rank, source, stop_RS) for source in sources)
+    remote = tuple(intervals_of_rectangle(x, valid_RS, of_cut.block) for x in rectangles)
+    windowed = None
+    if window is not None:
+        index_of = partial(_index, at, DualChunkSwap(ranks))
+        ranked: list[Array | int] = [rank, *sources]
+        positions_RS = positions_RT[:, :width]
+        windowed = make_windowed(
+            window, of_cut.local, remote, None, positions_RS, index_of, ranked, of_cut.block
+        )
+    return replace(
+        of_cut,
+        remote=remote,
+        axis=axis,
+        context=ranks,
+        layout="document",
+        documents=most_cut,
+        windowed=windowed,
+    )
+
+
+def _index(at: CutSlot, swap: DualChunkSwap, rank: Array | int) -> Int32[Array, "R S"]:
+    """The index in the row of cut documents' slots on a rank; beyond all of these for others."""
+    first, second = swap.chunks(rank)
+    number_RS = jnp.where(at.is_second, second, first)
+    index_RS = swap.ranks * at.start + number_RS * at.chunk + at.offset
+    return jnp.where(at.is_cut, index_RS, swap.ranks * at.is_cut.shape[1])
+
+
+def _chunk_ends(slots: CutSlots) -> tuple[Int32[Array, "R K_2"], Int32[Array, "R K_2"]]:
+    """CutDocuments.begin and end."""
+    begin_RK2 = slots.start[..., None] + slots.chunk[..., None] * jnp.arange(2, dtype=jnp.int32)
+    end_RK2 = begin_RK2 + slots.chunk[..., None] - 1
+    rows, exists = len(begin_RK2), slots.chunk[..., None] > 0
+    begin, end = (jnp.where(exists, x, -1).reshape(rows, -1) for x in (begin_RK2, end_RK2))
+    return begin, end

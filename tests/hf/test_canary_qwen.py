@@ -1,0 +1,164 @@
+"""Canary-Qwen's folders: what is read off them, kept, merged, written and refused.
+
+What the imported model computes, LoRA's gradients included, is compared in test_families.py.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxthd.checkpoints.weights import load_weights, named_weights, start_state
+from jaxthd.config import AdaptConfig, Config, PostTrainingConfig, TrainConfig
+from jaxthd.convert import export_weights, import_weights
+from jaxthd.errors import UserError
+from jaxthd.files.run_folder import read_config
+from jaxthd.hf.checkpoint import model_config, open_checkpoint
+from jaxthd.hf.registry import export_families
+from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps.blueprint import Blueprint
+from scripts.comparison.published import COMPUTE
+from tests.hf.published import write_published
+
+LORA = AdaptConfig(
+    lora_rank=3,
+    lora_alpha=5.0,
+    lora_dropout=0.01,
+    lora_targets=("decoder.layers.attention.mixer.q", "decoder.layers.attention.mixer.v"),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_published("canary_qwen", tmp_path_factory.mktemp("canary") / "published")
+
+
+@pytest.fixture(scope="module")
+def imported(folder, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("canary") / "imported"
+    import_weights([str(folder)], out)
+    return out
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    return load_file(folder / "model.safetensors")
+
+
+def changed(folder: Path, out: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """The folder with another config.json."""
+    out.mkdir()
+    fields = json.loads((folder / "config.json").read_text())
+    change(fields)
+    (out / "config.json").write_text(json.dumps(fields))
+    save_file(tensors(folder), out / "model.safetensors")
+    return out
+
+
+def test_lora_stays_lora_from_import_to_export(folder, imported, tmp_path):
+    assert read_config(imported).adapt == LORA
+    assert set(export_families(model_config(folder))) == {"llm", "encoder", "adapter"}, "only when asked for"
+    for like in (None, folder):
+        out = tmp_path / f"out-{like is None}"
+        export_weights(imported, out, form="salm", like=like)
+        found, want = tensors(out), tensors(folder)
+        counters = {name for name in found if name.endswith("num_batches_tracked")}
+        assert found.keys() - counters == want.keys()
+        assert all(found[name].tobytes() == x.tobytes() for name, x in want.items())
+        written, original = (json.loads((x / "config.json").read_text()) for x in (out, folder))
+        assert written["lora"] == original["lora"]
+        assert written["pretrained_llm"] == ("Qwen/Qwen3" if like is None else "Qwen/Qwen3-1.7B")
+        assert model_config(out) == model_config(folder)
+
+
+def test_without_lora_of_the_same_form_it_is_merged_and_said(folder, capsys):
+    """Into w + alpha / rank * b @ a."""
+    config = Config(model=model_config(folder), compute=COMPUTE, adapt=replace(LORA, lora_alpha=6.0))
+    weights = load_weights([folder], Blueprint(config), make_mesh(config.mesh))
+    assert "its LoRA, which is not that of this run, is merged" in capsys.readouterr().out
+    found, theirs = named_weights(weights), tensors(folder)
+    first = "llm.base_model.model.model.layers.0.self_attn"
+    for name in ("q", "v"):
+        w, a, b = (
+            theirs[f"{first}.{name}_proj.{x}.weight"].astype(np.float64)
+            for x in ("base_layer", "lora_A.default", "lora_B.default")
+        )
+        merged = found[f"decoder.layers.attention.mixer.{name}.w"][0]
+        np.testing.assert_allclose(merged, (w + 5 / 3 * b @ a).T, atol=1e-6)
+        assert not found[f"decoder.layers.attention.mixer.{name}.lora.b"].any(), "the run's own LoRA is new"
+
+
+@pytest.mark.exhaustive
+def test_without_lora_the_names_are_those_of_a_plain_llm(folder, imported, tmp_path):
+    config = read_config(imported)
+    export_weights(imported, tmp_path / "parts")
+    parts = [str(tmp_path / "parts" / name) for name in ("llm", "encoder", "adapter")]
+    import_weights(parts, tmp_path / "again")
+    export_weights(tmp_path / "again", tmp_path / "salm", form="salm", like=folder)
+    assert "lora" not in json.loads((tmp_path / "salm" / "config.json").read_text())
+    names = set(tensors(tmp_path / "salm"))
+    assert "llm.model.layers.1.self_attn.q_proj.weight" in names
+    assert not any("base_model" in name or "lora" in name for name in names)
+    assert model_config(tmp_path / "salm") == config.model
+
+
+def test_sizes_are_read_off_the_tensors(folder, tmp_path):
+    """As of NeMo's own folders, which name the LLM alone. The tiny LLM has Qwen3's positions and epsilon."""
+    bare = changed(folder, tmp_path / "bare", lambda fields: fields.pop("text_config"))
+    assert model_config(bare) == model_config(folder)
+    config = json.loads((bare / "config.json").read_text())
+    assert "text_config" not in config
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(config | {"pretrained_llm": "TinyLlama"}))
+    kept = {name: x for name, x in tensors(folder).items() if "q_norm" not in name}
+    save_file(kept, other / "model.safetensors")
+    with pytest.raises(UserError, match=r"'TinyLlama', and there is no tensor .*q_norm"):
+        open_checkpoint(other)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda f: f["perception"]["modality_adapter"].update(_target_="x.ConformerEncoder"),
+            "ConformerEncoder",
+        ),
+        (lambda f: f["perception"]["preprocessor"].update(normalize="all"), "normalize: 'all'"),
+        (lambda f: f["perception"]["encoder"].update(subsampling="striding"), "subsampling 'striding'"),
+        (lambda f: f["lora"].update(target_modules=["lm_head"]), "target_modules has lm_head"),
+        (lambda f: f["lora"].update(use_rslora=True), "use_rslora: True"),
+    ],
+)
+def test_what_jaxthd_does_not_compute_is_refused(folder, tmp_path, change, said):
+    with pytest.raises(UserError, match=said):
+        import_weights([str(changed(folder, tmp_path / "changed", change))], tmp_path / "out")
+
+
+def test_models_that_the_format_cannot_hold_are_refused(folder):
+    family = open_checkpoint(folder).family
+    model = model_config(folder)
+    for other in (replace(model, adapter_bias=False), replace(model, adapter_dim=8)):
+        with pytest.raises(UserError, match="one linear layer with a bias"):
+            family.fields(other)
+    assert family.lora_fields is not None
+    with pytest.raises(UserError, match=r"LoRA on encoder\.blocks"):
+        family.lora_fields(LORA, frozenset({"encoder.blocks.ffn1.up"}))
+    with pytest.raises(UserError, match="DoRA"):
+        family.lora_fields(replace(LORA, dora=True), frozenset(LORA.lora_targets))
+
+
+def test_a_checkpoint_with_lora_is_no_base_of_its_own_reference(folder):
+    """The reference of DPO would be the model without the LoRA that it starts with."""
+    config = Config(
+        model=model_config(folder),
+        adapt=LORA,
+        train=TrainConfig(objective="dpo", init_from=(str(folder),)),
+        posttraining=PostTrainingConfig(),
+    )
+    with pytest.raises(UserError, match="has LoRA matrices"):
+        start_state(Blueprint(config), make_mesh(config.mesh))

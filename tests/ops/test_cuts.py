@@ -1,0 +1,138 @@
+"""The layout "whole": attention, convolution and scan equal those of the same documents on one device."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxthd.ops.attention.ring import gather_in_order, packed_attention
+from jaxthd.ops.conv import causal_conv
+from jaxthd.ops.scan.backends import scan
+from jaxthd.packing.assignment import Placement, Shares
+from jaxthd.packing.document import Document
+from jaxthd.packing.layout import ContextLayout
+from jaxthd.packing.pack import pack_row
+from jaxthd.packing.segments import make_segments
+from tests.helpers import assert_same, context_mesh
+
+CAPACITY, MOST, H, D, P, G, S = 128, 3, 4, 6, 3, 2, 5
+
+
+def whole(*documents: int) -> tuple[list[int], tuple[int, ...]]:
+    return list(documents), ()
+
+
+CASES = {
+    "nothing is cut": [([20, 9, 12, 3, 16, 30, 1, 7], ()), ([], ())],
+    "one fills the buffer": [([128], (0,)), ([31, 5, 17, 2], ())],
+    "most are cut": [([33, 20, 41, 2, 5, 1], (2, 0, 1)), ([50, 8, 3, 9, 14], (0,))],
+    "a cut document shorter than its chunks": [([9, 20, 7], (0, 1)), ([100, 4], (0,))],
+}
+"""Of two rows: the documents, and which are cut, in this order."""
+
+
+def packed(lengths: list[int], cut: tuple[int, ...], context: int) -> Any:
+    """A row, laid out; documents that are not cut are dealt to the ranks."""
+    documents = [
+        Document(str(i), np.ones(n, np.int32), np.zeros(n, bool), np.ones(n, bool))
+        for i, n in enumerate(lengths)
+    ]
+    shares = Shares(context, CAPACITY, MOST)
+    rest = sorted(set(range(len(lengths))) - set(cut), key=lambda i: -lengths[i])
+    dealt: list[list[int]] = [[] for _ in range(context)]
+    for i in rest:
+        min(dealt, key=lambda on_rank: sum(lengths[j] for j in on_rank)).append(i)
+    placement = Placement(cut, tuple(map(tuple, dealt)))
+    sizes: dict[str, Any] = {"audio_capacity": 0, "num_mels": 1, "max_documents": 16}
+    return pack_row(
+        documents,
+        capacity=CAPACITY,
+        context=context,
+        layout="whole",
+        shares=shares,
+        placement=placement,
+        **sizes,
+    )[0]
+
+
+def mixers(params: Any, x: Any, segments: Any, exchange: str) -> Any:
+    taps, bias, rates = params
+    q, k, v, dt, b, c = x
+    attended = packed_attention(q, k, v, segments, scale=0.4, exchange=exchange, backend="xla")
+    convolved = causal_conv(v.reshape(len(v), -1), taps, bias, segments, silu=True)
+    scanned = scan(v, jax.nn.softplus(dt), -jnp.exp(rates), b, c, segments, chunk=6, backend="xla")
+    return attended, convolved, scanned
+
+
+@functools.cache
+def program(context: int, exchange: str) -> Any:
+    """(params, x, ids, positions, cuts, cotangents) -> (outputs, gradients, keys in document order)."""
+    axis = "context" if context > 1 else None
+
+    def rank(params: Any, x: Any, ids: Any, positions: Any, cuts: Any, dy: Any) -> Any:
+        segments = make_segments(
+            ids, positions, block=8, axis=axis, layout="whole", documents=16, cuts_RK=cuts
+        )
+        flat_x, flat_dy = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), (x, dy))
+        y, pull = jax.vjp(lambda p, x: mixers(p, x, segments, exchange), params, flat_x)
+        dparams, dx = pull(flat_dy)
+        keys = gather_in_order(flat_x[1], segments)
+        y, dx = jax.tree.map(lambda a: a.reshape(*ids.shape, *a.shape[1:]), (y, dx))
+        return y, (jax.lax.psum(dparams, axis) if axis else dparams), dx, keys
+
+    if axis is None:
+        return jax.jit(rank)
+    whole, tokens = PartitionSpec(), PartitionSpec(None, "context")
+    return jax.jit(
+        jax.shard_map(
+            rank,
+            mesh=context_mesh(context),
+            in_specs=(whole, tokens, tokens, tokens, whole, tokens),
+            out_specs=(tokens, whole, tokens, whole),
+            check_vma=False,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("context", "exchange"),
+    [(4, "ring"), (2, "all_gather"), pytest.param(8, "ring", marks=pytest.mark.exhaustive)],
+)
+def test_mixers_equal_those_on_one_device(context: int, exchange: str):
+    """All outputs and gradients in float64. The last case's documents end before their last chunks."""
+    with jax.enable_x64(True):
+        for case in CASES.values():
+            compare([packed(*row, context) for row in case], context, exchange)
+
+
+def compare(rows: list[Any], context: int, exchange: str) -> None:
+    rng, names = np.random.default_rng(0), ("segment_ids", "positions", "cuts")
+    ids, positions, cuts = (np.concatenate([getattr(row, name) for row in rows]) for name in names)
+    layout = ContextLayout("whole", context)
+    orders = [layout.permutation(*row) for row in zip(ids, cuts, strict=True)]
+    backs = [np.argsort(order) for order in orders]
+
+    def rows_by(tree: Any, by: Any) -> Any:
+        return jax.tree.map(lambda a: np.stack([x[n] for x, n in zip(np.asarray(a), by, strict=True)]), tree)
+
+    in_order = rows_by((ids, positions), backs)
+    real = in_order[0] > 0
+    shapes = (H, D), (2, D), (2, P), (2,), (G, S), (G, S)
+    x = tuple(rng.normal(size=(2, CAPACITY, *shape)) for shape in shapes)
+    params = rng.normal(size=(4, 2 * P)), rng.normal(size=2 * P), rng.normal(size=2)
+    dy = tuple(rng.normal(size=(2, CAPACITY, *shape)) for shape in ((H, P), (2 * P,), (2, P)))
+    dy = jax.tree.map(lambda a: a * real.reshape(2, -1, *[1] * (a.ndim - 2)), dy)
+    want = program(1, "ring")(params, x, *in_order, None, dy)
+    x, dy = rows_by((x, dy), orders)
+    y, dparams, dx, keys = program(context, exchange)(params, x, ids, positions, cuts, dy)
+
+    def of_tokens(tree: Any) -> Any:
+        """Padding's outputs and gradients are not read."""
+        return jax.tree.map(lambda a: np.asarray(a)[real], tree)
+
+    assert_same(of_tokens(rows_by((y, dx), backs)), of_tokens((want[0], want[2])), 1e-10)
+    assert_same((dparams, keys), (want[1], want[3]), 1e-10)
