@@ -160,7 +160,7 @@ def test_four_units_more_need_what_the_closed_form_says(unit: str, remat: bool, 
     [("----", MeshConfig()), ("--", MeshConfig(data=2, tensor=2)), ("*M-", MeshConfig(data=2))],
 )
 def test_muons_update_needs_what_the_closed_form_says(pattern: str, mesh: MeshConfig) -> None:
-    """Of a model whose weights are more than its activations; several matrices of a stack on a rank, or one."""
+    """Of a model with more weights than activations; several matrices of a stack on a rank, or one."""
     config = small(pattern, mesh)
     llm = replace(config.model.llm, dim=256, ffn_dim=1024, head_dim=32)
     config = replace(
