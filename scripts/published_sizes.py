@@ -88,7 +88,7 @@ def read(fields: dict[str, Any]) -> LLMConfig:
     return family.configure(fields, ModelConfig(encoder=None)).llm
 
 
-def heads(q: int, kv: int, ffn: int) -> dict[str, int]:
+def heads(q: int, kv: int, ffn: int) -> dict[str, Any]:
     return {"num_attention_heads": q, "num_key_value_heads": kv, "intermediate_size": ffn}
 
 
@@ -97,7 +97,12 @@ def of_config(name: str) -> LLMConfig:
 
 
 def sizes() -> Iterator[Size]:
-    moe = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "intermediate_size": 0}
+    moe: dict[str, Any] = {
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "intermediate_size": 0,
+    }
     yield qwen3("0.6B", 1024, 28, (16, 8), "0.6", intermediate_size=3072)
     yield qwen3("1.7B", 2048, 28, (16, 8), "1.7", intermediate_size=6144)
     yield qwen3("4B", 2560, 36, (32, 8), "4.0", intermediate_size=9728)
@@ -109,10 +114,10 @@ def sizes() -> Iterator[Size]:
     blocks = "M-M-M-M*" + "-M-M-M-M-M*" * 3
     eight, large = blocks + "-M-M-M-M-M-", blocks + "-M-M-M-M-M*" * 6 + "-M-M-M-M-M-"
     yield nemotron("H-8B", eight, 4096, "8", **heads(32, 8, 21504), mamba_num_heads=128)
-    wide = {"mamba_num_heads": 256, "ssm_state_size": 256}
+    wide: dict[str, Any] = {"mamba_num_heads": 256, "ssm_state_size": 256}
     yield nemotron("H-56B", large, 8192, "56", **heads(64, 8, 32768), **wide)
     nine = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
-    deep = {"mamba_num_heads": 128, "mamba_head_dim": 80}
+    deep: dict[str, Any] = {"mamba_num_heads": 128, "mamba_head_dim": 80}
     yield nemotron("Nano-9B-v2", nine, 4480, "8.89", **heads(40, 8, 15680), **deep)
     yield Size("Nemotron-3-Nano", of_config("nemotron3_nano"), "31.6", "3.2")
     yield nemotron(
