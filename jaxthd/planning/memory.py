@@ -12,6 +12,7 @@ from jaxthd.models.fastconformer import DENSE_FRAMES, PIECE
 from jaxthd.models.hybrid import repeated_units
 from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.parallel.mesh import PIPELINE, TENSOR, ranks_of
+from jaxthd.planning.muon import muon_update
 from jaxthd.planning.sizes import Number, Sizes
 
 
@@ -43,7 +44,8 @@ def temporary_memory(config: Config) -> Memory:
       the head;
     - the CTC loss: the head with its gradient, its labels' rows, states that enter the head, frames laid out
       by document, emissions and the states of its recursion;
-    - an encoder block; a part of the subsampling.
+    - an encoder block; a part of the subsampling;
+    - the update by Muon (planning/muon.py).
     """
     sizes = Sizes(config)
     return max((_of_rank(sizes, rank) for rank in range(sizes.stages.ranks)), key=lambda m: m.most)
@@ -72,6 +74,8 @@ def _of_rank(sizes: Sizes, rank: int) -> Memory:
         decoder = audio = 0
     units = [_unit(sizes, unit.letters) for unit in sizes.units(rank)]
     memory.phases["one unit of the decoder"] = decoder + max(units)
+    if sizes.config.train.optimizer == "muon":
+        memory.phases["Muon"] = muon_update(sizes)
     memory.phases["loss"] = _loss(sizes) + _mtp(sizes)
     if encoder and sizes.frames:
         passes = 1 + sizes.trains("encoder")
@@ -151,15 +155,14 @@ def _attention(sizes: Sizes) -> Number:
 
 
 def _latent_attention(sizes: Sizes) -> Number:
-    """The expanded heads, what they are expanded from, and the outputs."""
+    """Queries, expanded keys and values, what they are expanded from, and outputs."""
     llm, a, w = sizes.config.model.llm, sizes.a, sizes.w
     latent = llm.latent_attention
     q, v = sizes.heads * latent.qk_head_dim, sizes.heads * latent.v_head_dim
     gathers = sizes.config.compute.context_exchange == "all_gather"
     keys = (q + v) * (sizes.mesh.context if gathers else 1)
-    expanded = sizes.heads * (latent.qk_nope_head_dim + latent.v_head_dim)
     low = (latent.kept + latent.q_lora_rank) * (2 * a + w)
-    return sizes.tokens * (a * (2 * q + v + keys + expanded) + w * (v + sizes.heads) + low)
+    return sizes.tokens * (a * (q + v + keys) + w * (v + sizes.heads) + low)
 
 
 def _mamba(sizes: Sizes) -> Number:
