@@ -40,6 +40,7 @@ FAMILIES = {
     "nemotron_h_latent": "llm",
     "qwen3": "llm",
     "qwen3_moe": "llm",
+    "qwen3_next": "llm",
     "deepseek_v3": "llm",
     "gpt_oss": "llm",
     "moonlight": "llm",
