@@ -141,6 +141,10 @@ def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:
     assert sum(traffic.values()) == pytest.approx(sum(measured.received.values()), rel=0.02)
 
 
+def with_llm(config: Config, **settings: Any) -> Config:
+    return replace(config, model=replace(config.model, llm=replace(config.model.llm, **settings)))
+
+
 @pytest.mark.parametrize(
     ("unit", "remat", "within"),
     [
@@ -151,11 +155,16 @@ def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:
         pytest.param("M-", True, 0.05, marks=pytest.mark.exhaustive),
         pytest.param("L-", False, 0.1, marks=pytest.mark.exhaustive),
         pytest.param("L-", True, 0.05, marks=pytest.mark.exhaustive),
+        pytest.param("W-", False, 0.1, marks=pytest.mark.exhaustive),
+        pytest.param("W- clamped", False, 0.1, marks=pytest.mark.exhaustive),
     ],
 )
 def test_four_units_more_need_what_the_closed_form_says(unit: str, remat: bool, within: float) -> None:
     """Everything else that a step needs is the same in both, and cancels."""
+    unit, _, form = unit.partition(" ")
     four, eight = (small(unit * repeats, MeshConfig()) for repeats in (4, 8))
+    if form:
+        four, eight = (with_llm(c, ffn_form="clamped_swiglu", ffn_bias=True) for c in (four, eight))
     four, eight = (replace(c, compute=replace(c.compute, remat_llm=remat)) for c in (four, eight))
     measured = measure(eight).temporary - measure(four).temporary
     in_closed_form = temporary_memory(eight).most - temporary_memory(four).most

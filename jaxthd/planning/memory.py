@@ -192,8 +192,10 @@ def _delta(sizes: Sizes) -> Number:
 
 
 def _inner(sizes: Sizes) -> int:
-    """Arrays of an MLP's inner dim: before and after the activation, the gradient; with a gate two more."""
-    return 5 if sizes.config.model.llm.is_gated else 3
+    """Arrays of an MLP's inner dim: before and after the activation, the gradient; with a gate two more, and
+    what was clamped.
+    """
+    return {"relu2": 3, "swiglu": 5, "clamped_swiglu": 9}[sizes.config.model.llm.ffn_form]
 
 
 def _mlp(sizes: Sizes) -> Number:

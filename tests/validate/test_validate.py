@@ -283,6 +283,8 @@ CASES = [
     Case({"model.llm.pattern": "|"}, "model.llm.pattern '|' is empty"),
     Case({"model.llm.pattern": "MXM*Y"}, "'MXM*Y' holds X, Y"),
     Case({"model.llm.q_heads": 5}, "set model.llm.q_heads to 4 or 6"),
+    Case({"model.llm.pattern": "W-", "model.llm.q_heads": 5}, "set model.llm.q_heads to 4 or 6"),
+    Case({"model.llm.window": 0}, "model.llm.window is 0; expected 1 or more"),
     Case({"model.llm.mamba_heads": 9}, "set model.llm.mamba_heads to 8 or 10"),
     Case(
         {"model.llm.pattern": "D*", "model.llm.delta.value_heads": 5},
