@@ -69,7 +69,8 @@ def measured(run: Callable[..., Any], *given: Any) -> tuple[float, int, Any]:
         start = time.perf_counter()
         jax.block_until_ready(program(*given))
         seconds.append(time.perf_counter() - start)
-    return min(seconds), program.memory_analysis().temp_size_in_bytes, out
+    memory: Any = program.memory_analysis()
+    return min(seconds), memory.temp_size_in_bytes, out
 
 
 def with_gradients(rule: Callable[..., Any]) -> Callable[..., Any]:
