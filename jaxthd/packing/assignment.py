@@ -37,7 +37,7 @@ def slot_work(config: Config) -> float:
     A layer's matrices have about 6 dim^2 numbers, and a pair costs about 2 dim in each attention layer.
     """
     llm = config.model.llm
-    attention = llm.letters.count("*")
+    attention = sum(map(llm.letters.count, "*LW"))
     return 3.0 * llm.dim * len(llm.letters) / max(attention, 1)
 
 

@@ -150,6 +150,16 @@ def state_bytes(llm: LLMConfig, context: int, activation: int) -> int:
     return 2 * (pairs * (heads + inner * llm.mamba_state) * 4 + halos)
 
 
+def whole_state_bytes(llm: LLMConfig, context: int, activation: int, cut: int, most_cut: int) -> int:
+    """Bytes for one row with cut documents, under the layout "whole": the states of the two context chunks of
+    each of `cut` documents, and the halos of as many as there may be; all are gathered.
+    """
+    heads, inner = llm.mamba_heads, llm.mamba_heads * llm.mamba_head_dim
+    channels = inner + 2 * llm.mamba_groups * llm.mamba_state
+    state, halo = (heads + inner * llm.mamba_state) * 4, (llm.mamba_conv - 1) * channels * activation
+    return 2 * 2 * (context - 1) * (cut * state + most_cut * halo)
+
+
 def exchange_bytes(llm: LLMConfig, context: int, tokens: float, activation: int) -> float:
     """Bytes under the per-document layout, with `tokens` on each rank.
 

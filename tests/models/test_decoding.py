@@ -115,7 +115,7 @@ def decoded(
 
 def decoded_by(config: Config, host: Batch, end_id: int) -> tuple[Scores, dict[str, list[int]]]:
     mesh, layout = make_mesh(config.mesh), config.compute.context_layout
-    round_to = 1 if layout == "buffer" else ROUND_TO
+    round_to = ROUND_TO if layout == "document" else 1
     ends, _ = find_prompts(host, ContextLayout(layout, config.mesh.context, round_to), max_documents=5)
     step = make_validation_step(Blueprint(config), mesh, end_id=end_id, new_tokens=NEW)
     held = to_stages(state("float64", config.model), Blueprint(config).stages)
@@ -134,6 +134,7 @@ def decoded_by(config: Config, host: Batch, end_id: int) -> tuple[Scores, dict[s
     ("data", "context", "layout"),
     [
         (2, 2, "document"),
+        pytest.param(2, 2, "whole", marks=pytest.mark.exhaustive),
         *(
             pytest.param(*mesh, "buffer", marks=pytest.mark.exhaustive)
             for mesh in [(1, 1), (1, 2), (1, 4), (2, 2)]

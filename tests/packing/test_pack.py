@@ -146,7 +146,9 @@ def test_batch_has_the_contracts_shapes_and_dtypes():
     }  # fmt: skip
     fields = batch._asdict()
     assert fields.pop("extras") == {}
-    assert {fields.pop(name) for name in ("document_ids", "prefixes", "embeddings", "draws")} == {None}
+    assert {fields.pop(name) for name in ("document_ids", "prefixes", "embeddings", "draws", "cuts")} == {
+        None
+    }
     assert {k: (v.shape, v.dtype) for k, v in fields.items()} == expected
 
 
