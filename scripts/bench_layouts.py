@@ -93,8 +93,8 @@ def skipped_steps(batch: Batch, context: int) -> float:
         np.minimum.at(first[rank], ids[rank], positions[rank])
         np.maximum.at(last[rank], ids[rank], positions[rank])
     sees = (last[:, None, 1:] > first[None, :, 1:]).any(-1)  # [queries' rank, keys' rank]
-    np.fill_diagonal(sees, val=False)
-    return 1 - sees.sum() / (context * (context - 1))
+    others = sees & ~np.eye(context, dtype=bool)
+    return float(1 - others.sum() / (context * (context - 1)))
 
 
 def received(batch: Batch, layout: str, context: int, capacity: int) -> float:
@@ -110,17 +110,18 @@ def received(batch: Batch, layout: str, context: int, capacity: int) -> float:
         return ring(share) + state_bytes(NANO, context, 2)
     if layout == "document":
         return ring(share) + exchange_bytes(NANO, context, share, 2)
-    taken = 2 * int(batch.cuts.sum())
+    cuts = np.asarray(batch.cuts)
+    taken = 2 * int(cuts.sum())
     if not taken:
         return 0.0
     width = next(width for width in cut_widths(share) if taken <= width)
-    return ring(width) + whole_state_bytes(NANO, context, 2, int((batch.cuts > 0).sum()), CUTS)
+    return ring(width) + whole_state_bytes(NANO, context, 2, int((cuts > 0).sum()), CUTS)
 
 
 def measured(batch: Batch, layout: str, context: int, capacity: int) -> Row:
     work = attention_work(batch.positions, batch.segment_ids, context)
     step = work + slot_work(Config(model=ModelConfig(llm=NANO))) * (capacity // context)
-    cut = 0 if batch.cuts is None else int((batch.cuts > 0).sum())
+    cut = 0 if batch.cuts is None else int((np.asarray(batch.cuts) > 0).sum())
     return Row(
         padding=float((batch.segment_ids == 0).mean()),
         cut=cut,

@@ -33,6 +33,7 @@ from tests.speech_model import (
     Spec,
     document,
     pack,
+    placement,
     run_config,
     state,
 )
@@ -122,12 +123,19 @@ def decoded_by(config: Config, host: Batch, end_id: int) -> tuple[Scores, dict[s
     scores, tokens = step(*held, put_batch(host, mesh), ends)
     assert tokens.shape == (ends.last.size, NEW)
     tokens = np.asarray(tokens).reshape(*ends.last.shape, NEW)
+    rows = [_in_row_order(row, config.mesh.context, layout) for row in documents()]
     return scores, {
         one.key: tokens[r, d].tolist()
-        for r, row in enumerate(documents())
+        for r, row in enumerate(rows)
         for d, one in enumerate(row)
         if ends.last[r, d] >= 0
     }
+
+
+def _in_row_order(row: list[Document], context: int, layout: Layout) -> list[Document]:
+    placed = placement(row, context, layout)
+    assert placed is None or placed.cut or len(row) == 1
+    return row if placed is None else [row[i] for i in placed.order]
 
 
 @pytest.mark.parametrize(
