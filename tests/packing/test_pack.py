@@ -239,7 +239,7 @@ def test_without_room_for_audio_its_arrays_are_none_and_all_others_the_same(cont
     with_room, report = pack_row(documents, **SIZES, **sizes)
     without, other_report = pack_row(documents, **{**SIZES, "audio_capacity": 0, "num_mels": 0}, **sizes)
     assert report == other_report
-    optional = {"document_ids", "prefixes", "embeddings", "draws"}
+    optional = {"document_ids", "prefixes", "embeddings", "draws", "cuts"}
     absent = {name for name, x in without._asdict().items() if x is None} - optional
     assert absent == set(AUDIO_FIELDS) == {
         "audio_slots", "mels", "mel_mask", "chunk_ids", "chunk_positions", "future_audio_slots",
