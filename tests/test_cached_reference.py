@@ -29,12 +29,14 @@ from jaxthd.errors import UserError
 from jaxthd.objectives.objective import REFERENCE
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.posttraining.cached_reference import CachedReference
+from jaxthd.posttraining.score_files import ScoreFiles
 from jaxthd.run.metrics import TIME_METRICS
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.reference_scores import make_reference_scores
 from jaxthd.steps.state import TrainState, init_state
 from jaxthd.train import train
+from tests.parallel.test_distributed import two, until
 
 STEPS = 4
 CLOCK = {"time", "step_seconds", "tokens_per_second", "device_tokens_per_second", "compilations"}
@@ -215,3 +217,38 @@ class Served:
                 assert np.abs(found).max() > 1
                 np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10)
         self.documents = len(cached.files)
+
+
+def of_processes(manifest: Path) -> Config:
+    """In float32, over data and context ranks."""
+    return replace(
+        CONFIG,
+        mesh=MeshConfig(data=2, context=2),
+        data=replace(CONFIG.data, manifest=(str(manifest),)),
+        compute=replace(CONFIG.compute, dtype="float32"),
+    )
+
+
+@pytest.mark.exhaustive
+def test_two_processes_score_a_share_each_and_learn_what_one_does(tmp_path: Path):
+    manifest = write_pairs(tmp_path, audio=True)
+    (tmp_path / "settings.py").write_text(
+        "from pathlib import Path\nfrom tests.test_cached_reference import of_processes\n\n\n"
+        f"def config():\n    return of_processes(Path({str(manifest)!r}))\n"
+    )
+    workdirs = [tmp_path / name for name in ("one", "two")]
+    train(of_processes(manifest), workdirs[0])
+    with two(manifest, workdirs[1]) as processes:
+        output = "".join(until(processes, "(?!)"))
+        assert processes.wait() == 0, output
+    files = [ScoreFiles(next((workdir / "reference").iterdir())) for workdir in workdirs]
+    assert files[0].folder.name == files[1].folder.name, "the digest of the same weights"
+    assert len(list(files[1].folder.glob("*.npz"))) == 2, "each process has written its documents"
+    scores = [each.scores for each in files]
+    assert scores[0].keys() == scores[1].keys()
+    assert len(scores[0]) == 10
+    for digest, found in scores[1].items():
+        np.testing.assert_allclose(found, scores[0][digest], atol=1e-5)
+    lines = [[{k: v for k, v in x.items() if k not in CLOCK} for x in read_metrics(w)] for w in workdirs]
+    for got, wanted in zip(lines[1], lines[0], strict=True):
+        assert {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in wanted.items()} == got

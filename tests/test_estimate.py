@@ -154,6 +154,26 @@ def test_four_units_more_need_what_the_closed_form_says(unit: str, remat: bool, 
     assert in_closed_form == pytest.approx(measured, rel=within)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("pattern", "mesh"),
+    [("----", MeshConfig()), ("--", MeshConfig(data=2, tensor=2)), ("*M-", MeshConfig(data=2))],
+)
+def test_muons_update_needs_what_the_closed_form_says(pattern: str, mesh: MeshConfig) -> None:
+    """Of a model with more weights than activations; several matrices of a stack on a rank, or one."""
+    config = small(pattern, mesh)
+    llm = replace(config.model.llm, dim=256, ffn_dim=1024, head_dim=32)
+    config = replace(
+        config,
+        data=replace(config.data, capacity=32),
+        model=replace(config.model, encoder=None, llm=llm),
+        train=replace(config.train, optimizer="muon"),
+    )
+    memory = temporary_memory(config)
+    assert max(memory.phases, key=memory.phases.__getitem__) == "Muon"
+    assert memory.most == pytest.approx(measure(config).temporary, rel=0.2)
+
+
 def test_recomputation_and_sharding_lower_what_the_closed_form_says() -> None:
     config = small("M*M*M*M*", MeshConfig())
     most = temporary_memory(config).most

@@ -21,7 +21,7 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
-from scripts.check_meshes import DEEPSEEK, QWEN3, canonical_state, variants
+from scripts.check_meshes import DEEPSEEK, GPT_OSS, QWEN3, canonical_state, variants
 from tests.alone import parts
 from tests.answers import alone
 from tests.helpers import assert_same
@@ -124,7 +124,7 @@ def loss_and_gradients(config: Config, batch: Batch) -> tuple[float, Any]:
         return float(found.loss), from_stages(jax.device_get(found.gradients), blueprint.stages)
 
 
-SETTINGS: dict[str, dict[str, Any]] = {"": {}, "qwen3": QWEN3, "deepseek": DEEPSEEK}
+SETTINGS: dict[str, dict[str, Any]] = {"": {}, "qwen3": QWEN3, "deepseek": DEEPSEEK, "gpt_oss": GPT_OSS}
 
 
 @functools.cache
@@ -190,6 +190,16 @@ def test_latent_attention_sees_the_prompt_of_an_answer(mesh, variant):
     config = with_settings(config_of(mesh, variant), "deepseek")
     loss, gradients = loss_and_gradients(config, pack(mesh, config.compute.context_layout))
     want_loss, want = written_out("deepseek")
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-10)
+    assert_same(gradients, want, 1e-10)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("mesh", "variant"), [(ONE_DEVICE, 0), (MeshConfig(1, 4, 1, 2), 1)], ids=str)
+def test_a_window_reaches_back_into_the_prompt_of_an_answer(mesh, variant):
+    config = with_settings(config_of(mesh, variant), "gpt_oss")
+    loss, gradients = loss_and_gradients(config, pack(mesh, config.compute.context_layout))
+    want_loss, want = written_out("gpt_oss")
     np.testing.assert_allclose(loss, want_loss, rtol=1e-10)
     assert_same(gradients, want, 1e-10)
 

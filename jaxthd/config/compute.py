@@ -35,8 +35,12 @@ class ComputeConfig:
     attention_backend: str = "xla"
     """What computes the decoder's attention. "xla": blockwise, on every device. "te": Transformer Engine's
     fused kernels; "cudnn": jax's own cuDNN call. Both need an NVIDIA GPU and bfloat16, and a measurement
-    as the run starts must admit them. "auto": the first of te, cudnn, xla that is admitted. See jaxthd
-    doctor."""
+    as the run starts must admit them. "batched": all blocks at once, few large kernels for NVIDIA GPUs, to
+    be admitted too. "auto": the first of te, cudnn, batched, xla that is admitted. See jaxthd doctor."""
+    encoder_attention: Literal["auto", "blocks", "banded"] = "auto"
+    """How the encoder's attention takes rows longer than 41 s. "blocks": a block after the other, and none
+    without an allowed pair. "banded": every block with all blocks that a clip can reach, in few large
+    kernels. "auto": banded on GPUs, blocks elsewhere."""
     scan_backend: str = "xla"
     """What computes Mamba2's scan in training and evaluation. "xla": on every device. "pallas": kernels
     for NVIDIA GPUs, for chunks, head dims and states that are powers of two from 16 up; a measurement as
@@ -51,7 +55,11 @@ class ComputeConfig:
     vocab_block: int = 8192
     """Vocabulary entries scored at a time."""
     expert_block: int = 32
-    """Tokens of one expert multiplied at a time."""
+    """Tokens of one expert multiplied at a time, where expert_products is "blocks"."""
+    expert_products: Literal["auto", "blocks", "rounds"] = "auto"
+    """How experts are multiplied with their tokens. "blocks": expert_block tokens of one expert after the
+    other. "rounds": all experts in one product, each with its share of the tokens and a quarter more, as
+    often as the most loaded expert needs. "auto": rounds on GPUs, blocks elsewhere."""
     remat_encoder: bool = True
     """Recompute the encoder's blocks in the backward pass instead of keeping their activations."""
     remat_llm: bool = True

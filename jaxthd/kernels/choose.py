@@ -88,6 +88,11 @@ CHOICES = (
 )
 
 
+LARGE_KERNELS = {"encoder_attention": "banded", "expert_products": "rounds"}
+"""What "auto" means on GPUs, for settings of compute.* that choose between small loops and large products.
+Both are XLA's and need no admission; elsewhere "auto" means the loops."""
+
+
 def with_admitted(config: Config, say: Callable[[str], None], folder: Path | None = None) -> Config:
     """The config with the attention and scan back-ends that the run may use. All processes call this
     together.
@@ -98,6 +103,9 @@ def with_admitted(config: Config, say: Callable[[str], None], folder: Path | Non
     """
     for choice in CHOICES:
         config = using(config, **{choice.field: _admitted(config, choice, say, folder)})
+    if Machine.of_this().platform == "gpu":
+        for field, value in LARGE_KERNELS.items():
+            config = using(config, **{field: value}) if getattr(config.compute, field) == "auto" else config
     return config
 
 

@@ -8,6 +8,7 @@ VERIFIED = {
         "te": "not yet run; its own Python code, 2.18.0 and 2.20.2, over dense kernels on a CPU, jax 0.10.2, "
         "2026-11-22",
         "cudnn": f"not yet run; jax's own code over dense kernels, and lowered for CUDA, on a {_ON_CPU}",
+        "batched": "CPU, jax 0.10.2, 2026-11-23; not yet run on a GPU",
         "xla": _EVERYWHERE,
     },
     "scan": {

@@ -9,6 +9,7 @@ bands in, b = B / 2 bands out, C channels.
 """
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from jaxtyping import Bool, Float
 
 from jaxthd.config import ComputeConfig, EncoderConfig
 from jaxthd.models.layers import Linear
+from jaxthd.ops.attention.banded import banded_attention
 from jaxthd.ops.attention.blockwise import interval_attention
 from jaxthd.ops.attention.dense import dense_attention
 from jaxthd.ops.conv import centered_conv
@@ -198,6 +200,7 @@ class Clips(NamedTuple):
     """The description of the clips that every block uses, computed once.
 
     frames: the number of valid frames on all ranks.
+    banded: whether attention is a band of large products (compute.encoder_attention).
     cos, sin: cos(p w_f) and sin(p w_f), for a frame's position p in its clip and every frequency w_f.
     """
 
@@ -205,6 +208,7 @@ class Clips(NamedTuple):
     frames: Float[Array, ""]
     cos: Float[Array, "E F"]
     sin: Float[Array, "E F"]
+    banded: bool
 
 
 class _Query(NamedTuple):
@@ -228,6 +232,21 @@ def _dense_attention(
 
     arrays = map(by_row, (query.content, k_EHd, query.position, waves_EX, v_EHd))
     return dense_attention(*arrays, by_row(segments.ids), scale).reshape(v_EHd.shape)
+
+
+def _banded_attention(
+    query: _Query,
+    k_EHd: Array,
+    waves_EX: Array,
+    v_EHd: Array,
+    segments: Segments,
+    scale: float,
+    *,
+    longest: int,
+) -> Array:
+    """A few large matrix products at a cost linear in the frames. longest: frames of a clip."""
+    arrays = query.content, k_EHd, query.position, waves_EX, v_EHd, segments.whole.lo, segments.whole.hi
+    return banded_attention(*arrays, scale, segments.block, longest)
 
 
 def _blockwise_attention(
@@ -264,6 +283,7 @@ class RelativeAttention(nnx.Module):
         self.content_bias, self.position_bias = (
             init.zeros((config.heads, config.dim // config.heads)) for _ in range(2)
         )
+        self.longest = -(-config.chunk_frames // SUBSAMPLING)
 
     def __call__(self, x_ED: Float[Array, "E D"], clips: Clips) -> Float[Array, "E D"]:
         dtype, (heads, dim) = x_ED.dtype, self.content_bias.shape
@@ -277,7 +297,8 @@ class RelativeAttention(nnx.Module):
         rotated = (s_EHF * sin_E1F + c_EHF * cos_E1F, c_EHF * sin_E1F - s_EHF * cos_E1F)
         position = jnp.concatenate(rotated, axis=-1).astype(dtype)
         waves_EX = jnp.concatenate([clips.cos, clips.sin], axis=-1).astype(dtype)
-        attend = _dense_attention if clips.segments.row_length <= DENSE_FRAMES else _blockwise_attention
+        long = partial(_banded_attention, longest=self.longest) if clips.banded else _blockwise_attention
+        attend = _dense_attention if clips.segments.row_length <= DENSE_FRAMES else long
         query = _Query(q_EHd + u_Hd, position)
         o_EHd = attend(query, k_EHd, waves_EX, v_EHd, clips.segments, 1 / math.sqrt(dim))
         return self.out(o_EHd.reshape(x_ED.shape))
@@ -343,6 +364,7 @@ class FastConformer(nnx.Module):
         self.blocks = stack(lambda init: ConformerBlock(config, init), init, config.layers)
         self.scale = math.sqrt(config.dim) if config.scale_input else 1.0
         self.remat = compute.remat_encoder
+        self.banded = compute.encoder_attention == "banded"
 
     def __call__(
         self,
@@ -377,7 +399,7 @@ class FastConformer(nnx.Module):
         w_F = 10000.0 ** (-jnp.arange(0, dim, 2, dtype=acc) / dim)
         angle_EF = segments.positions[:, None].astype(acc) * w_F
         frames = jax.lax.psum(segments.valid.sum().astype(acc), axes)
-        clips = Clips(segments, frames, jnp.cos(angle_EF), jnp.sin(angle_EF))
+        clips = Clips(segments, frames, jnp.cos(angle_EF), jnp.sin(angle_EF), self.banded)
 
         def body(block: ConformerBlock, x_ED: Array) -> tuple[Array, dict[str, Any]]:
             x_ED = block(x_ED, clips, train=train, axes=axes)

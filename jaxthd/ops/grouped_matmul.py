@@ -1,7 +1,9 @@
 """Expert matrix products whose cost follows the tokens routed, not the number of experts.
 
 Assignments (token, expert) are sorted by expert and laid out in blocks of one expert each. A loop multiplies
-only the blocks in use. (jax.lax.ragged_dot on CPU multiplies every row by every expert.)
+only the blocks in use, one after the other; or, for devices that want few large kernels, in rounds: the n-th
+block of every expert in one batched product. (jax.lax.ragged_dot multiplies every row by every expert, on
+CPUs and, as XLA of jax 0.11.2 compiles it, on an H100.)
 
 Legend: N tokens, k experts a token, E experts, D in, F out, M rows of the layout, B rows of a block.
 """
@@ -23,6 +25,7 @@ class ExpertLayout(NamedTuple):
     tokens: token of each row (N where the row is not used).
     expert: expert of each block.
     used: blocks in use; they come first.
+    ranges: first block of each expert, and the end of its blocks; None without IN_ROUNDS.
     load: assignments of each expert.
     """
 
@@ -31,13 +34,23 @@ class ExpertLayout(NamedTuple):
     expert: Int32[Array, " blocks"]
     used: Int32[Array, ""]
     load: Int32[Array, " E"]
+    ranges: Int32[Array, "E 2"] | None = None
+
+
+IN_ROUNDS = 0
+"""In place of a block's rows: blocks are multiplied in rounds, and a block has as many rows as an expert with
+an even load needs, and a quarter more; a multiple of 64."""
 
 
 def expert_layout(
     chosen_Nk: Int32[Array, "N k"], routed_N: Bool[Array, " N"], experts: int, block: int
 ) -> ExpertLayout:
-    """Lays out the routed assignments in blocks of `block` rows. Tokens with routed False take no row."""
+    """Lays out the routed assignments in blocks of `block` rows. Tokens with routed False take no row.
+
+    block: or IN_ROUNDS.
+    """
     n, k = chosen_Nk.shape
+    in_rounds, block = block == IN_ROUNDS, block or 64 * -(-5 * n * k // (4 * 64 * experts))
     chosen_A = jnp.where(routed_N[:, None], chosen_Nk, experts).reshape(-1)
     load_E1 = jnp.bincount(chosen_A, length=experts + 1)
     blocks_E = -(-load_E1[:experts] // block)
@@ -57,6 +70,7 @@ def expert_layout(
         expert=jnp.minimum(expert_b, experts - 1).astype(jnp.int32),
         used=end_E[-1].astype(jnp.int32),
         load=load_E1[:experts].astype(jnp.int32),
+        ranges=jnp.stack([end_E - blocks_E, end_E], axis=1).astype(jnp.int32) if in_rounds else None,
     )
 
 
@@ -66,10 +80,19 @@ def grouped_matmul(
     w_EDF: Float[Array, "E D F"],
     expert: Int32[Array, " blocks"],
     used: Int32[Array, ""],
+    ranges: Int32[Array, "E 2"] | None = None,
 ) -> Float[Array, "M F"]:
-    """The rows of block b times w[expert[b]], for the first `used` blocks; 0 in the others.
-    Differentiable."""
-    return _loop_blocks(x_MD, w_EDF, expert, used)
+    """The rows of block b times w[expert[b]], for the first `used` blocks; 0 in the others. Differentiable.
+
+    ranges: the layout's; with them the blocks are multiplied in rounds.
+    """
+    return _product(x_MD, w_EDF, expert, used, ranges)
+
+
+def _product(x_MD: Array, w_EDF: Array, expert: Array, used: Array, ranges: Array | None) -> Array:
+    if ranges is None:
+        return _loop_blocks(x_MD, w_EDF, expert, used)
+    return _loop_rounds(x_MD, w_EDF, ranges, len(expert), "ebd,edf->ebf")
 
 
 def _loop_blocks(x_MD: Array, w_EDF: Array, expert: Array, used: Array) -> Array:
@@ -84,12 +107,58 @@ def _loop_blocks(x_MD: Array, w_EDF: Array, expert: Array, used: Array) -> Array
     return jax.lax.fori_loop(0, used, step, y_bBF).reshape(len(x_MD), -1)
 
 
-def _grouped_forward(x_MD, w_EDF, expert, used):
-    return _loop_blocks(x_MD, w_EDF, expert, used), (x_MD, w_EDF, expert, used)
+def _of_round(n: Array, ranges: Array, blocks: int) -> Array:
+    """The n-th block of each expert, `blocks` for experts with fewer."""
+    nth_E = ranges[:, 0] + n
+    return jnp.where(nth_E < ranges[:, 1], nth_E, blocks)
+
+
+def _rounds(ranges: Array) -> Array:
+    return jnp.max(ranges[:, 1] - ranges[:, 0])
+
+
+def _taken(x_bBD: Array, at_E: Array) -> Array:
+    return jnp.take(x_bBD, at_E, axis=0, mode="fill", fill_value=0)
+
+
+def _loop_rounds(x_MD: Array, w_EDF: Array, ranges: Array, blocks: int, product: str) -> Array:
+    """product: as einsum writes it, of a block of every expert and its matrix."""
+    x_bBD = x_MD.reshape(blocks, -1, x_MD.shape[-1])
+    acc = accumulation_dtype(x_MD)
+
+    def step(n: Array, y_bBF: Array) -> Array:
+        at_E = _of_round(n, ranges, blocks)
+        y_EBF = jnp.einsum(product, _taken(x_bBD, at_E), w_EDF, preferred_element_type=acc)
+        return y_bBF.at[at_E].set(y_EBF.astype(y_bBF.dtype), mode="drop")
+
+    width = w_EDF.shape[-1 if product.endswith("f") else 1]
+    y_bBF = jnp.zeros((*x_bBD.shape[:2], width), x_MD.dtype)
+    return jax.lax.fori_loop(0, _rounds(ranges), step, y_bBF).reshape(len(x_MD), -1)
+
+
+def _backward_in_rounds(residuals, dy_MF):
+    x_MD, w_EDF, expert, _, ranges = residuals
+    dx_MD = _loop_rounds(dy_MF, w_EDF, ranges, len(expert), "ebf,edf->ebd")
+    x_bBD, dy_bBF = (x.reshape(len(expert), -1, x.shape[-1]) for x in (x_MD, dy_MF))
+    acc = accumulation_dtype(x_MD)
+
+    def step(n: Array, dw_EDF: Array) -> Array:
+        x_EBD, dy_EBF = (_taken(x, _of_round(n, ranges, len(expert))) for x in (x_bBD, dy_bBF))
+        return dw_EDF + jnp.einsum("ebd,ebf->edf", x_EBD, dy_EBF, preferred_element_type=acc)
+
+    dw_EDF = jax.lax.fori_loop(0, _rounds(ranges), step, jnp.zeros(w_EDF.shape, acc))
+    return dx_MD, dw_EDF.astype(w_EDF.dtype), None, None, None
+
+
+def _grouped_forward(x_MD, w_EDF, expert, used, ranges):
+    y_MF = _product(x_MD, w_EDF, expert, used, ranges)
+    return y_MF, (x_MD, w_EDF, expert, used, ranges)
 
 
 def _grouped_backward(residuals, dy_MF):
-    x_MD, w_EDF, expert, used = residuals
+    x_MD, w_EDF, expert, used, ranges = residuals
+    if ranges is not None:
+        return _backward_in_rounds(residuals, dy_MF)
     dx_MD = _loop_blocks(dy_MF, w_EDF.swapaxes(1, 2), expert, used)
     x_bBD, dy_bBF = (x.reshape(len(expert), -1, x.shape[-1]) for x in (x_MD, dy_MF))
     acc = accumulation_dtype(x_MD)
@@ -98,7 +167,7 @@ def _grouped_backward(residuals, dy_MF):
         return dw_EDF.at[expert[b]].add(jnp.dot(x_bBD[b].T, dy_bBF[b], preferred_element_type=acc))
 
     dw_EDF = jax.lax.fori_loop(0, used, step, jnp.zeros(w_EDF.shape, acc))
-    return dx_MD, dw_EDF.astype(w_EDF.dtype), None, None
+    return dx_MD, dw_EDF.astype(w_EDF.dtype), None, None, None
 
 
 grouped_matmul.defvjp(_grouped_forward, _grouped_backward)

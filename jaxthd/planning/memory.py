@@ -12,6 +12,7 @@ from jaxthd.models.fastconformer import DENSE_FRAMES, PIECE
 from jaxthd.models.hybrid import repeated_units
 from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.parallel.mesh import PIPELINE, TENSOR, ranks_of
+from jaxthd.planning.muon import muon_update
 from jaxthd.planning.sizes import Number, Sizes
 
 
@@ -43,7 +44,8 @@ def temporary_memory(config: Config) -> Memory:
       the head;
     - the CTC loss: the head with its gradient, its labels' rows, states that enter the head, frames laid out
       by document, emissions and the states of its recursion;
-    - an encoder block; a part of the subsampling.
+    - an encoder block; a part of the subsampling;
+    - the update by Muon (planning/muon.py).
     """
     sizes = Sizes(config)
     return max((_of_rank(sizes, rank) for rank in range(sizes.stages.ranks)), key=lambda m: m.most)
@@ -72,6 +74,8 @@ def _of_rank(sizes: Sizes, rank: int) -> Memory:
         decoder = audio = 0
     units = [_unit(sizes, unit.letters) for unit in sizes.units(rank)]
     memory.phases["one unit of the decoder"] = decoder + max(units)
+    if sizes.config.train.optimizer == "muon":
+        memory.phases["Muon"] = muon_update(sizes)
     memory.phases["loss"] = _loss(sizes) + _mtp(sizes)
     if encoder and sizes.frames:
         passes = 1 + sizes.trains("encoder")

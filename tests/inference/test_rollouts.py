@@ -33,6 +33,7 @@ from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.steps.state import state_shardings
+from scripts.check_meshes import GPT_OSS
 from scripts.comparison.weights import random_state
 
 NEW, GROUP, VOCAB, ALONE = 16, 3, 264, 160
@@ -234,6 +235,29 @@ def test_draws_are_the_same_on_any_mesh(mesh: MeshConfig, layout: str, expected:
         assert_same_answers(drawn(own), expected)
         assert own.counts.refills > 0
         assert own.compilations == 3
+
+
+@pytest.mark.exhaustive
+def test_windows_of_places_that_are_refilled(monkeypatch: pytest.MonkeyPatch):
+    """With sinks and a rotary embedding; answers of a group share their prompt's keys, and are longer than a
+    window.
+    """
+    llm = replace(CONFIG.model.llm, **GPT_OSS | {"pattern": "W*E"})
+    assert llm.window < NEW
+    monkeypatch.setitem(globals(), "CONFIG", replace(CONFIG, model=replace(CONFIG.model, llm=llm)))
+    cached = weights, engine
+    try:
+        for each in cached:
+            each.cache_clear()
+        with jax.enable_x64(True):
+            own = engine()
+            groups = drawn(own)
+            assert own.counts.refills > 0
+            assert_scored_alike(groups, "float64", 1e-10)
+            assert_same_answers(drawn(engine(MeshConfig(context=2), "document")), groups)
+    finally:
+        for each in cached:
+            each.cache_clear()
 
 
 @pytest.mark.exhaustive

@@ -10,7 +10,7 @@ import pytest
 
 from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.errors import UserError
-from jaxthd.kernels.choose import attention_shape, scan_shape, using, with_admitted
+from jaxthd.kernels.choose import LARGE_KERNELS, attention_shape, scan_shape, using, with_admitted
 from jaxthd.kernels.machine import Machine
 from jaxthd.ops.attention import blockwise
 from jaxthd.ops.attention.backends import BACKENDS
@@ -107,7 +107,7 @@ def test_what_is_not_settled_is_not_guessed():
     x = jnp.zeros((8, 2, 4))
     ids = jnp.ones((1, 8), jnp.int32)
     segments = make_segments(ids, ids, block=8, axis=None)
-    with pytest.raises(ValueError, match="expected one of te, cudnn, xla"):
+    with pytest.raises(ValueError, match="expected one of te, cudnn, batched, xla"):
         packed_attention(x, x, x, segments, scale=1.0, exchange="ring", backend="auto")
     with pytest.raises(ValueError, match="expected one of pallas, xla"):
         scan(x, x[..., 0], x[0, :, 0], x, x, segments, chunk=16, backend="auto")
@@ -165,7 +165,7 @@ def test_a_broken_scan_is_an_error_with_the_numbers(
     config = asking(scan_backend="auto", llm=SMALL, kernels_unverified=True)
     assert with_admitted(config, lines.append, tmp_path).compute.scan_backend == "xla"
     config = asking(scan_backend="pallas", llm=SMALL, kernels_unverified=True)
-    assert with_admitted(config, lines.append, tmp_path) == config
+    assert with_admitted(config, lines.append, tmp_path) == using(config, **LARGE_KERNELS)
     assert lines[0].startswith("scan: xla; not pallas: it is off from xla, by y ")
     assert lines[1].endswith("used all the same, as compute.kernels_unverified says")
 

@@ -136,21 +136,35 @@ def parakeet_clips() -> dict[int, tuple[np.ndarray, np.ndarray]]:
     return {c: (parakeet()[f"mels.{c}"], parakeet()[f"cotangent.{c}"]) for c in range(5)}
 
 
-def forward(graphdef, params, buffers, mels, mask, ids, positions, *, train, axes=(), remat=True):
+def forward(
+    graphdef, params, buffers, mels, mask, ids, positions, *, train, axes=(), remat=True, banded=False
+):
     segments = make_segments(ids[None], positions[None], block=BLOCK, axis=None)
     encoder = nnx.merge(graphdef, params, buffers)
-    encoder.remat = remat
+    encoder.remat, encoder.banded = remat, banded
     return encoder(mels, mask, segments, train=train, axes=axes)
 
 
 def local_gradients(
-    graphdef, params, buffers, mels, mask, ids, positions, cotangent, *, train, axes=(), remat=True
+    graphdef,
+    params,
+    buffers,
+    mels,
+    mask,
+    ids,
+    positions,
+    cotangent,
+    *,
+    train,
+    axes=(),
+    remat=True,
+    banded=False,
 ):
     """(y, new buffers, this rank's gradient of its share of sum(y * cotangent), gradient of mels)."""
 
     def share(params, mels):
         args = (graphdef, params, buffers, mels, mask, ids, positions)
-        y, new = forward(*args, train=train, axes=axes, remat=remat)
+        y, new = forward(*args, train=train, axes=axes, remat=remat, banded=banded)
         return (y * cotangent).sum(), (y, new)
 
     (_, (y, new)), (dparams, dmels) = jax.value_and_grad(share, (0, 1), has_aux=True)(params, mels)
@@ -158,8 +172,8 @@ def local_gradients(
 
 
 @functools.cache
-def one_device(train: bool, remat: bool = True):
-    run = functools.partial(local_gradients, train=train, remat=remat)
+def one_device(train: bool, remat: bool = True, banded: bool = False):
+    run = functools.partial(local_gradients, train=train, remat=remat, banded=banded)
     return jax.jit(run, static_argnums=0, compiler_options=QUICK)
 
 
@@ -220,6 +234,18 @@ def test_packed_equals_each_clip_alone():
             assert_same(together[c], split_clips(alone, y, dmels)[c], 1e-10)
             total = jax.tree.map(np.add, total, dparams_alone)
     assert_same(dparams, total, 1e-10)
+
+
+def test_a_band_equals_blocks():
+    """Float64, eval mode, with padding: outputs, gradients of parameters and mels."""
+    clips = random_clips((1003, *LENGTHS))
+    packed = pack(shuffled(clips), frames=LARGE)
+    with jax.enable_x64(True):
+        found = [one_device(False, banded=b)(*encoder64(), *packed.arrays) for b in (False, True)]
+        for (y, _, dparams, dmels), name in zip(found, ("blocks", "band"), strict=True):
+            assert np.isfinite(y).all(), name
+            split_clips(packed, y, dmels)
+            assert_same((y, dparams, dmels), (found[0][0], *found[0][2:]), 1e-10)
 
 
 @pytest.fixture(scope="module")

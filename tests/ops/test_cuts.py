@@ -19,7 +19,7 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import make_segments
 from tests.helpers import assert_same, context_mesh
 
-CAPACITY, MOST, H, D, P, G, S = 128, 3, 4, 6, 3, 2, 5
+CAPACITY, MOST, H, D, P, G, S, WINDOW = 128, 3, 4, 6, 3, 2, 5, 19
 
 
 def whole(*documents: int) -> tuple[list[int], tuple[int, ...]]:
@@ -60,12 +60,14 @@ def packed(lengths: list[int], cut: tuple[int, ...], context: int) -> Any:
 
 
 def mixers(params: Any, x: Any, segments: Any, exchange: str) -> Any:
-    taps, bias, rates = params
+    taps, bias, rates, sinks = params
     q, k, v, dt, b, c = x
-    attended = packed_attention(q, k, v, segments, scale=0.4, exchange=exchange, backend="xla")
+    how: Any = {"scale": 0.4, "exchange": exchange, "backend": "xla"}
+    attended = packed_attention(q, k, v, segments, **how)
+    in_windows = packed_attention(q, k, v, segments, sink_H=sinks, in_window=True, **how)
     convolved = causal_conv(v.reshape(len(v), -1), taps, bias, segments, silu=True)
     scanned = scan(v, jax.nn.softplus(dt), -jnp.exp(rates), b, c, segments, chunk=6, backend="xla")
-    return attended, convolved, scanned
+    return attended, in_windows, convolved, scanned
 
 
 @functools.cache
@@ -75,7 +77,7 @@ def program(context: int, exchange: str) -> Any:
 
     def rank(params: Any, x: Any, ids: Any, positions: Any, cuts: Any, dy: Any) -> Any:
         segments = make_segments(
-            ids, positions, block=8, axis=axis, layout="whole", documents=16, cuts_RK=cuts
+            ids, positions, block=8, axis=axis, layout="whole", documents=16, cuts_RK=cuts, window=WINDOW
         )
         flat_x, flat_dy = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), (x, dy))
         y, pull = jax.vjp(lambda p, x: mixers(p, x, segments, exchange), params, flat_x)
@@ -123,8 +125,8 @@ def compare(rows: list[Any], context: int, exchange: str) -> None:
     real = in_order[0] > 0
     shapes = (H, D), (2, D), (2, P), (2,), (G, S), (G, S)
     x = tuple(rng.normal(size=(2, CAPACITY, *shape)) for shape in shapes)
-    params = rng.normal(size=(4, 2 * P)), rng.normal(size=2 * P), rng.normal(size=2)
-    dy = tuple(rng.normal(size=(2, CAPACITY, *shape)) for shape in ((H, P), (2 * P,), (2, P)))
+    params = rng.normal(size=(4, 2 * P)), rng.normal(size=2 * P), rng.normal(size=2), rng.normal(size=H)
+    dy = tuple(rng.normal(size=(2, CAPACITY, *shape)) for shape in ((H, P), (H, P), (2 * P,), (2, P)))
     dy = jax.tree.map(lambda a: a * real.reshape(2, -1, *[1] * (a.ndim - 2)), dy)
     want = program(1, "ring")(params, x, *in_order, None, dy)
     x, dy = rows_by((x, dy), orders)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxthd.ops.grouped_matmul import combine, dispatch, expert_layout, grouped_matmul
+from jaxthd.ops.grouped_matmul import IN_ROUNDS, combine, dispatch, expert_layout, grouped_matmul
 from tests.helpers import assert_same
 
 N, D, F, E = 23, 5, 3, 6
@@ -38,7 +38,7 @@ layout_of = jax.jit(expert_layout, static_argnums=(2, 3))
 @partial(jax.jit, static_argnums=5)
 def through_experts(x_ND, w_EDF, weights_Nk, chosen_Nk, routed_N, block):
     layout = expert_layout(chosen_Nk, routed_N, E, block)
-    y_MF = grouped_matmul(dispatch(x_ND, layout), w_EDF, layout.expert, layout.used)
+    y_MF = grouped_matmul(dispatch(x_ND, layout), w_EDF, layout.expert, layout.used, layout.ranges)
     return combine(y_MF, weights_Nk, layout)
 
 
@@ -49,7 +49,7 @@ def dense(x_ND, w_EDF, weights_Nk, chosen_Nk, routed_N):
     return jnp.where(routed_N[:, None], jnp.einsum("nk,nkf->nf", weights_Nk, y_NkF), 0)
 
 
-@pytest.mark.parametrize(("k", "block"), SHAPES)
+@pytest.mark.parametrize(("k", "block"), [*SHAPES, (2, IN_ROUNDS)])
 def test_equals_every_token_times_its_experts(k, block):
     rng = np.random.default_rng(0)
     with jax.enable_x64(True):
@@ -65,6 +65,22 @@ def test_equals_every_token_times_its_experts(k, block):
             assert not np.asarray(y)[~routed].any()
             assert not np.asarray(dx)[~routed].any()
             assert not np.asarray(dweights)[~routed].any()
+
+
+def test_rounds_go_on_until_the_most_loaded_expert_is_done():
+    """200 tokens of two experts, with blocks of 128 rows: two rounds, and none of the others has a block."""
+    rng, n = np.random.default_rng(3), 200
+    chosen, routed = np.tile(np.array([[1, 4]], np.int32), (n, 1)), np.ones(n, bool)
+    with jax.enable_x64(True):
+        layout = layout_of(chosen, routed, E, IN_ROUNDS)
+        assert layout.ranges is not None
+        assert (np.diff(layout.ranges)[:, 0] == [0, 2, 0, 0, 2, 0]).all()
+        args = [jnp.asarray(rng.normal(size=s)) for s in ((n, D), (E, D, F), (n, 2))]
+        dy = jnp.asarray(rng.normal(size=(n, F)))
+        y, pull = jax.vjp(lambda *args: through_experts(*args, chosen, routed, IN_ROUNDS), *args)
+        want, want_pull = jax.vjp(lambda *args: dense(*args, chosen, routed), *args)
+        for got, reference in zip((y, *pull(dy)), (want, *want_pull(dy)), strict=True):
+            assert_same(got, reference, 1e-10)
 
 
 @pytest.mark.parametrize(("k", "block"), SHAPES)

@@ -17,7 +17,7 @@ from jaxthd.models.layers import Linear
 from jaxthd.models.mixers.contract import LayerKind, Prefilled, Routing, residual_std
 from jaxthd.models.mixers.mlp import MLP
 from jaxthd.ops.ffn import FFNForm
-from jaxthd.ops.grouped_matmul import combine, dispatch, expert_layout
+from jaxthd.ops.grouped_matmul import IN_ROUNDS, combine, dispatch, expert_layout
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
@@ -58,7 +58,8 @@ class MoE(nnx.Module):
         self.per_token = llm.experts_per_token
         self.groups, self.groups_per_token = llm.router_groups, llm.router_groups_per_token
         self.scale, self.is_normalised = llm.router_scale, llm.router_normalised
-        self.block, self.capacity = compute.expert_block, compute.expert_capacity
+        self.block = IN_ROUNDS if compute.expert_products == "rounds" else compute.expert_block
+        self.capacity = compute.expert_capacity
         self.axes = owners.axes if owners else ()
         self.mesh = init.mesh
 

@@ -21,14 +21,14 @@ from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.intervals import KeyIntervals, blocked
 
 
-def _head_blocks(x_NHD: Array, kv_heads: int, block: int, fill: float | int = 0.0) -> Array:
+def head_blocks(x_NHD: Array, kv_heads: int, block: int, fill: float | int = 0.0) -> Array:
     """[N, H, D] -> [blocks, K, G, block, D]."""
     x = blocked(x_NHD, block, fill)
     return x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1]).transpose(0, 2, 3, 1, 4)
 
 
-def _tokens(x_bKGQD: Array, n: int) -> Array:
-    """The inverse of _head_blocks: [blocks, K, G, block, D] -> [N, H, D]."""
+def tokens_of(x_bKGQD: Array, n: int) -> Array:
+    """The inverse of head_blocks: [blocks, K, G, block, D] -> [N, H, D]."""
     b, k, g, q, d = x_bKGQD.shape
     return x_bKGQD.transpose(0, 3, 1, 2, 4).reshape(b * q, k * g, d)[:n]
 
@@ -94,13 +94,13 @@ def attention_forward(
         one_block,
         None,
         (
-            _head_blocks(q_NHD, kv_heads, queries),
+            head_blocks(q_NHD, kv_heads, queries),
             blocked(intervals.lo, queries, 0),
             blocked(intervals.hi, queries, 0),
             intervals.blocks,
         ),
     )
-    return _tokens(out, n), _tokens(lse[..., None], n)[..., 0]
+    return tokens_of(out, n), tokens_of(lse[..., None], n)[..., 0]
 
 
 def attention_backward(
@@ -150,17 +150,17 @@ def attention_backward(
         query_block,
         (jnp.zeros(k_bKBD.shape, acc), jnp.zeros(v_bKBV.shape, acc)),
         (
-            _head_blocks(q_NHD, kv_heads, block),
-            _head_blocks(finite_lse_NH[..., None], kv_heads, block),
-            _head_blocks(dot_NH[..., None], kv_heads, block),
-            _head_blocks(dout_NHV, kv_heads, block),
+            head_blocks(q_NHD, kv_heads, block),
+            head_blocks(finite_lse_NH[..., None], kv_heads, block),
+            head_blocks(dot_NH[..., None], kv_heads, block),
+            head_blocks(dout_NHV, kv_heads, block),
             blocked(intervals.lo, block, 0),
             blocked(intervals.hi, block, 0),
             intervals.blocks,
         ),
     )
     dk_SKD, dv_SKV = (x.swapaxes(1, 2).reshape(-1, kv_heads, x.shape[-1])[:s] for x in (dk, dv))
-    return _tokens(dq, n), dk_SKD, dv_SKV
+    return tokens_of(dq, n), dk_SKD, dv_SKV
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
