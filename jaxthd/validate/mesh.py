@@ -12,8 +12,6 @@ from jaxthd.parallel.schedule import make_schedule
 from jaxthd.validate.rules import DeviceFacts, Finding, Group, divisors, multiples
 
 RULES = Group()
-CUT_KINDS = "*EMLW-"
-"""Kinds of layers that the layout "whole" has been made for."""
 
 
 # --- the mesh and the machine ---
@@ -90,17 +88,6 @@ def _cut_chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterato
             f"at most {LEAST_CHUNK + 1}, because a cut document's context chunks may be as short as "
             f"{LEAST_CHUNK} tokens",
             "set compute.context_layout to buffer",
-        )
-
-
-@RULES.rule("mesh.context", "compute.context_layout", "model.llm")
-def _kinds_of_cut_documents(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    other = set(config.model.llm.kinds) - set(CUT_KINDS)
-    if config.compute.context_layout == "whole" and config.mesh.context > 1 and other:
-        yield Finding(
-            f'model.llm has layers {", ".join(sorted(other))} with compute.context_layout "whole"',
-            f"layers of {', '.join(CUT_KINDS)}: others cannot yet pass states of cut documents alone",
-            "set compute.context_layout to buffer or document",
         )
 
 
