@@ -1,7 +1,9 @@
 """A reference whose log-probabilities are kept: those of a reference that is held, and never another's."""
 
+import functools
 import json
 import shutil
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
@@ -12,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import soundfile
+from jax.sharding import Mesh
 
 from jaxthd.config import (
     ComputeConfig,
@@ -37,6 +40,7 @@ from jaxthd.steps.reference_scores import make_reference_scores
 from jaxthd.steps.state import TrainState, init_state
 from jaxthd.train import train
 from tests.parallel.test_distributed import two, until
+from tests.shared_programs import shared_programs
 
 STEPS = 4
 CLOCK = {"time", "step_seconds", "tokens_per_second", "device_tokens_per_second", "compilations"}
@@ -81,6 +85,12 @@ CONFIG = Config(
         trackers=(),
     ),
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs() -> Iterator[None]:
+    with shared_programs():
+        yield
 
 
 def write_pairs(folder: Path, *, audio: bool, seed: int = 0) -> Path:
@@ -192,6 +202,14 @@ def test_numbers_are_those_of_the_reference_on_any_mesh_and_never_old_ones(
             Served(moved, tmp_path, later, first.state)
 
 
+@functools.cache
+def made(config: Config) -> tuple[Blueprint, Mesh, TrainState, Any]:
+    """(blueprint, mesh, first state, what a held reference would say)."""
+    blueprint, mesh = Blueprint(config), make_mesh(config.mesh)
+    held = Blueprint(replace(config, posttraining=PostTrainingConfig(reference="copy")))
+    return blueprint, mesh, init_state(blueprint, mesh), make_reference_scores(held, mesh)
+
+
 class Served:
     """What a run is served in six steps, compared with what the reference says live. state: the run's newest.
     reference: the state whose policy the reference is. documents: that are kept."""
@@ -203,12 +221,9 @@ class Served:
         state: TrainState | None = None,
         reference: TrainState | None = None,
     ) -> None:
-        blueprint, mesh = Blueprint(config), make_mesh(config.mesh)
-        self.state = state or init_state(blueprint, mesh)
+        blueprint, mesh, first, live = made(config)
+        self.state = state or first
         policy = reference or self.state
-        live = make_reference_scores(
-            Blueprint(replace(config, posttraining=PostTrainingConfig(reference="copy"))), mesh
-        )
         with closing(SpeechData(config, workdir)) as data, closing(data.training()) as batches:
             cached = CachedReference(blueprint, mesh, data, workdir, self.state)
             for batch, _ in islice(batches, 6):
