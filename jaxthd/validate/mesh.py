@@ -7,7 +7,7 @@ from operator import attrgetter
 from jaxthd.config import Config
 from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.models.stacks import pipeline_stages
-from jaxthd.packing.assignment import LAYER_KINDS_OF_WHOLE, LEAST_CHUNK
+from jaxthd.packing.assignment import LEAST_CHUNK
 from jaxthd.parallel.experts import expert_sharding
 from jaxthd.parallel.schedule import make_schedule
 from jaxthd.validate.rules import DeviceFacts, Finding, Group, divisors, multiples
@@ -100,18 +100,6 @@ def _delta_of_cut_documents(config: Config, device: DeviceFacts) -> Iterator[Fin
         yield Finding(
             'compute.context_layout is "whole" with the gated delta rule (D in model.llm.pattern)',
             '"buffer" or "document", because its states do not yet pass for cut documents alone',
-            "set compute.context_layout to buffer",
-        )
-
-
-@RULES.rule("mesh.context", "compute.context_layout", "model.llm")
-def _kinds_of_cut_documents(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    others = set(config.model.llm.kinds) - set(LAYER_KINDS_OF_WHOLE)
-    if config.compute.context_layout == "whole" and config.mesh.context > 1 and others:
-        yield Finding(
-            f'model.llm has layers {", ".join(sorted(others))} with compute.context_layout "whole"',
-            f"layers of {', '.join(LAYER_KINDS_OF_WHOLE)}, because others cannot pass the states of cut "
-            "documents alone",
             "set compute.context_layout to buffer",
         )
 

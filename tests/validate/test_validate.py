@@ -233,10 +233,6 @@ CASES = [
         'model.llm.mamba_conv is 6 with compute.context_layout "whole"',
     ),
     Case(
-        {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.pattern": "D*-"},
-        'model.llm has layers D with compute.context_layout "whole"',
-    ),
-    Case(
         {**PIPELINE, "mesh.context": 2, "compute.context_layout": "whole", "model.llm.pattern": "M*-M*-"},
         "set compute.context_exchange to all_gather",
     ),
