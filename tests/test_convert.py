@@ -96,7 +96,9 @@ def test_a_slice_of_an_array_is_the_same_from_the_host_and_from_a_device(monkeyp
             np.testing.assert_array_equal(convert._taken(held, index, part), np.asarray(held["a"])[at])
 
 
-@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h_latent", "qwen3", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["nemotron_h", "nemotron_h_latent", "qwen3", "qwen3_moe", "qwen3_next", "gpt_oss"]
+)
 def test_llms_come_back_bit_identical(name, tmp_path):
     """The encoder is another checkpoint's; the adapter is randomly initialised, and one linear layer."""
     published = write_published(name, tmp_path / "llm")
