@@ -44,7 +44,7 @@ class EncoderConfig:
 
 @dataclass(frozen=True)
 class LLMConfig:
-    """The decoder: blocks of Mamba2, attention, MLP, experts in any order (Nemotron-H, Nemotron-3, Qwen3)."""
+    """The decoder: blocks of any kinds in any order; docs/backbones.md has the families' patterns."""
 
     pattern: str = "M-M*-"
     """One letter per block: M Mamba2, D gated delta rule, * attention, W attention in a window, L latent
