@@ -12,18 +12,20 @@ Decoder: Qwen team, Qwen3-Next-80B-A3B (2025), without its multi-token predictio
 Parakeet-TDT-0.6B.
 """
 
+from pathlib import Path
+
 from jaxthd.config import (
     ComputeConfig,
     Config,
     DataConfig,
     DeltaConfig,
-    EncoderConfig,
     LLMConfig,
     MeshConfig,
     ModelConfig,
     RopeConfig,
     TrainConfig,
 )
+from jaxthd.files.config_file import load_config
 
 
 def config() -> Config:
@@ -42,19 +44,7 @@ def config() -> Config:
             packing_bins=16,
         ),
         model=ModelConfig(
-            encoder=EncoderConfig(
-                num_mels=128,
-                layers=24,
-                dim=1024,
-                heads=8,
-                ffn_dim=4096,
-                conv_kernel=9,
-                subsampling_channels=256,
-                linear_bias=False,
-                conv_bias=False,
-                scale_input=False,
-                chunk_seconds=30.0,
-            ),
+            encoder=load_config(Path(__file__).with_name("nemotron3_nano.py")).model.encoder,
             llm=LLMConfig(
                 pattern="DEDEDE*E" * 12,
                 vocab_size=151936,
