@@ -2,11 +2,12 @@
 
     python -m jaxthd.describe --config configs/qwen3_next.py
     python -m jaxthd.estimate --config configs/qwen3_next.py
+    python -m jaxthd.train --config configs/qwen3_next.py
 
 The first command prints the parameters (79.67B in the decoder, 3.56B of them active per token with the head's
 0.31B; 0.61B in the encoder) and the bytes of the training state, the second one what a step needs and sends.
-The run would read the folder qwen3-next-80b-a3b, train.jsonl and validation.jsonl (NeMo manifests) from this
-file's folder. It has not run.
+The third one reads the folder qwen3-next-80b-a3b, train.jsonl and validation.jsonl (NeMo manifests) from this
+file's folder. It has not yet run on a GPU.
 
 Decoder: Qwen team, Qwen3-Next-80B-A3B (2025), without its multi-token prediction. Encoder: sizes of
 Parakeet-TDT-0.6B.
