@@ -59,7 +59,8 @@ class BackgroundTracker:
         except ImportError as error:
             self._failure = f"{error}; to install it: pip install 'jaxthd[{self._name}]'"
         except BaseException as error:  # libraries may raise SystemExit too
-            self._failure = f"{type(error).__name__}: {error}"
+            # One that is left behind may fail of that.
+            self._failure = self._failure or f"{type(error).__name__}: {error}"
 
     def _tell(self) -> None:
         if self._failure and not self._told:
