@@ -49,7 +49,7 @@ FAMILIES = {
 }
 """The references, each with the form in which it is exported."""
 MADE_TOO = {
-    "qwen3": ("qwen3_moe",),
+    "qwen3": ("qwen3_moe", "qwen3_next"),
     "deepseek_v3": ("moonlight",),
     "encoder": ("fastconformer",),
 }
