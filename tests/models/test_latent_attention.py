@@ -28,7 +28,7 @@ from tests.ops import fake_kernels
 LENGTHS, CAPACITY, DIM = (7, 1, 12, 3, 5), 32, 16
 
 
-@pytest.mark.parametrize("v_head_dim", [7, 14])
+@pytest.mark.parametrize("v_head_dim", [7, pytest.param(14, marks=pytest.mark.exhaustive)])
 def test_a_fused_kernel_takes_heads_of_unlike_dims(v_head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values narrower and wider than keys. Outputs and all gradients, by a stand-in for Transformer Engine
     that asks for one dim; float32."""
