@@ -8,7 +8,7 @@ Sections, the most important first, each in its own process and with at most --m
     models      the steps of scripts/gpu_models.py at 8,192 tokens: tokens/s, memory, share of the bf16 peak
     dense       packed recordings against one document of as many tokens: the rate should be 95% or more of it
 A section that ended well is not run again: after a fault, give the same command. Each leaves its output and
-its results in FOLDER; report.md has a table of each. Nothing is downloaded. Exits 1 while a section is missing.
+its results in FOLDER; report.md has a table of each. Nothing is downloaded. Exits 1 while one is missing.
 """
 
 import argparse
