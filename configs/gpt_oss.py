@@ -11,18 +11,20 @@ train.jsonl and validation.jsonl (NeMo manifests), all in this file's folder. It
 Decoder: OpenAI, gpt-oss-120b & gpt-oss-20b Model Card (2025). Encoder: sizes of Parakeet-TDT-0.6B.
 """
 
+from pathlib import Path
+
 from jaxthd.config import (
     AdaptConfig,
     ComputeConfig,
     Config,
     DataConfig,
-    EncoderConfig,
     LLMConfig,
     MeshConfig,
     ModelConfig,
     RopeConfig,
     TrainConfig,
 )
+from jaxthd.files.config_file import load_config
 
 
 def config() -> Config:
@@ -40,19 +42,7 @@ def config() -> Config:
             packing_bins=16,
         ),
         model=ModelConfig(
-            encoder=EncoderConfig(
-                num_mels=128,
-                layers=24,
-                dim=1024,
-                heads=8,
-                ffn_dim=4096,
-                conv_kernel=9,
-                subsampling_channels=256,
-                linear_bias=False,
-                conv_bias=False,
-                scale_input=False,
-                chunk_seconds=30.0,
-            ),
+            encoder=load_config(Path(__file__).with_name("nemotron3_nano.py")).model.encoder,
             llm=LLMConfig(
                 pattern="WE*E" * 12,
                 vocab_size=201088,

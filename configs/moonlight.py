@@ -12,12 +12,13 @@ weights: it reads the folder moonlight-16b-a3b and the archive encoder.nemo, tra
 Decoder: Moonshot AI, Muon is Scalable for LLM Training (2025). Encoder: sizes of Parakeet-TDT-0.6B.
 """
 
+from pathlib import Path
+
 from jaxthd.config import (
     AdaptConfig,
     ComputeConfig,
     Config,
     DataConfig,
-    EncoderConfig,
     LatentAttentionConfig,
     LLMConfig,
     MeshConfig,
@@ -25,6 +26,7 @@ from jaxthd.config import (
     RopeConfig,
     TrainConfig,
 )
+from jaxthd.files.config_file import load_config
 
 
 def config() -> Config:
@@ -42,19 +44,7 @@ def config() -> Config:
             packing_bins=16,
         ),
         model=ModelConfig(
-            encoder=EncoderConfig(
-                num_mels=128,
-                layers=24,
-                dim=1024,
-                heads=8,
-                ffn_dim=4096,
-                conv_kernel=9,
-                subsampling_channels=256,
-                linear_bias=False,
-                conv_bias=False,
-                scale_input=False,
-                chunk_seconds=30.0,
-            ),
+            encoder=load_config(Path(__file__).with_name("nemotron3_nano.py")).model.encoder,
             llm=LLMConfig(
                 pattern="L-" + 26 * "LE",
                 vocab_size=163840,
@@ -79,7 +69,10 @@ def config() -> Config:
             lora_rank=64,
             lora_targets=("decoder.layers.latent_attention.*",),
         ),
-        compute=ComputeConfig(dtype="bfloat16", loss_block=1024, expert_block=128),
+        # Context ranks then exchange latents, a fraction of the keys and values that they are expanded to.
+        compute=ComputeConfig(
+            dtype="bfloat16", context_exchange="all_gather", loss_block=1024, expert_block=128
+        ),
         train=TrainConfig(
             init_from=("moonlight-16b-a3b", "encoder.nemo"),
             steps=10000,

@@ -6,11 +6,13 @@ A command is a file in this folder with a function main(argv). Listing them impo
 import ast
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
 from jaxthd.errors import UserError, readable_errors
+from jaxthd.terminal.leaving import ends_in_time
 
 OTHERS = ("__init__", "__main__", "config", "errors")
 """Files in this folder that are no commands."""
@@ -19,7 +21,8 @@ OTHERS = ("__init__", "__main__", "config", "errors")
 def main(argv: Sequence[str] | None = None) -> None:
     """argv: the command's name and its options; None for those of the process."""
     name, *options = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
-    with readable_errors():
+    # Called with argv, this is no process of its own.
+    with ends_in_time() if argv is None else nullcontext(), readable_errors():
         if name in ("-h", "--help"):
             print(listing())
             return

@@ -26,6 +26,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxthd.checkpoints.checkpoint import Checkpoints
+from jaxthd.checkpoints.checksum import is_on_host
 from jaxthd.checkpoints.stored import find_checkpoint
 from jaxthd.checkpoints.weights import load_weights, named_weights
 from jaxthd.config import Config, DataConfig, MeshConfig, ModelConfig
@@ -166,7 +167,9 @@ def _indexing(mesh: Mesh) -> Any:
 
 
 def _taken(arrays: dict[str, Any], index: Any, part: ArraySlice) -> np.ndarray:
-    return np.asarray(index(arrays[part.name], part.at))
+    """On devices of its own an array is indexed there, so that no more than the slice comes to the host."""
+    array = arrays[part.name]
+    return np.asarray(array)[part.at] if is_on_host(array) else np.asarray(index(array, part.at))
 
 
 def _is_new(out: Path) -> None:

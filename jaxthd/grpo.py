@@ -58,6 +58,7 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.reference_scores import make_refresh
 from jaxthd.steps.state import TrainState, canonical_form
 from jaxthd.terminal.arguments import parse_command_line
+from jaxthd.terminal.leaving import ends_in_time
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -207,5 +208,5 @@ def _updated(
 
 
 if __name__ == "__main__":
-    with readable_errors():
+    with ends_in_time(), readable_errors():
         main()

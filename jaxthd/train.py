@@ -67,6 +67,7 @@ from jaxthd.steps.reference_scores import make_refresh, make_with_scores
 from jaxthd.steps.state import abstract_state, canonical_form
 from jaxthd.steps.training import make_train_step
 from jaxthd.terminal.arguments import parse_command_line
+from jaxthd.terminal.leaving import ends_in_time
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -228,5 +229,5 @@ def compilations(step: Any) -> int:
 
 
 if __name__ == "__main__":
-    with readable_errors():
+    with ends_in_time(), readable_errors():
         main()

@@ -8,7 +8,8 @@ has interleaved or unevenly divided stages, all-gather, sequence-sharded residua
 several rounds, and the layout by documents. A few more runs adapt the model by LoRA and frozen parameters.
 They are compared with a dense model, which has neither: the gradient dW of the dense w + s a b gives those
 of a and b as s dW b^T and s a^T dW. A few have multi-token prediction and a CTC loss, a few the blocks of
-Qwen3, GPT-OSS or DeepSeek-V3. The last ones keep documents whole on a context rank where they fit.
+Qwen3, Qwen3-Next, GPT-OSS or DeepSeek-V3. The last ones keep documents whole on a context rank where they
+fit.
 
 The model has all four mixers (two such units), experts over the data and context ranks, and audio. A batch is
 32 ragged rows in 4 microbatches, one of which is all padding. A microbatch holds the same rows on every mesh,
@@ -54,6 +55,7 @@ from jaxthd.config import (
     ComputeConfig,
     Config,
     DataConfig,
+    DeltaConfig,
     EncoderConfig,
     LatentAttentionConfig,
     LLMConfig,
@@ -131,6 +133,18 @@ QWEN3: dict[str, Any] = {
     "shared_expert_dim": 0,
 }
 """A decoder with Qwen3's blocks."""
+QWEN3_NEXT: dict[str, Any] = {
+    **QWEN3,
+    "pattern": "DE*-DE*-",
+    "rope": RopeConfig(theta=100.0, fraction=0.5),
+    "tied_embedding": False,
+    "norm_zero_centred": True,
+    "attention_gate": True,
+    "delta": DeltaConfig(key_heads=4, value_heads=8, key_dim=6, value_dim=5),
+    "shared_expert_dim": 24,
+    "shared_expert_gate": True,
+}
+"""A decoder with Qwen3-Next's blocks."""
 GPT_OSS: dict[str, Any] = {
     "pattern": "WE*-WE*-",
     "window": 5,
@@ -231,6 +245,13 @@ def qwen3(dtype: Dtype = "float32") -> list[Config]:
     return [
         replace(variants(mesh, dtype)[variant], model=replace(MODEL, llm=llm)) for mesh, variant in chosen
     ]
+
+
+def qwen3_next(dtype: Dtype = "float32") -> list[Config]:
+    """Runs with Qwen3-Next's blocks, as those of qwen3. In the last one each of 4 context ranks has a value
+    head of its own."""
+    llm = replace(MODEL.llm, **QWEN3_NEXT)
+    return [replace(run, model=replace(MODEL, llm=llm)) for run in qwen3(dtype)]
 
 
 def whole(dtype: Dtype = "float32") -> list[Config]:
@@ -485,11 +506,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--only",
-        choices=("plain", "lora", "mtp", "qwen3", "gpt_oss", "deepseek", "whole"),
-        help="one kind of rows",
-    )
+    families = ("qwen3", "qwen3_next", "gpt_oss", "deepseek")
+    names = ("plain", "lora", "mtp", *families, "whole")
+    parser.add_argument("--only", choices=names, help="one kind of rows")
     parser.add_argument("--sample", type=int, default=0, help="only as many rows, drawn at random (seed 0)")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--out", type=Path, default=Path("runs/check_meshes.jsonl"))
@@ -500,6 +519,7 @@ def main(argv: list[str] | None = None) -> None:
         "lora": adapted(options.dtype),
         "mtp": predicting(options.dtype),
         "qwen3": qwen3(options.dtype),
+        "qwen3_next": qwen3_next(options.dtype),
         "gpt_oss": gpt_oss(options.dtype),
         "deepseek": deepseek(options.dtype),
         "whole": whole(options.dtype),

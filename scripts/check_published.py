@@ -1,6 +1,6 @@
 """Compares import and export with the transformers library, run live: a table.
 
-    python scripts/check_published.py [--python-reference PYTHON] [--seed N]
+    python scripts/check_published.py [--python-reference PYTHON] [--seed N] [--only NAME ...]
 
 Needs torch and transformers: in this environment, or in another one, whose interpreter --python-reference
 names. Takes about three minutes on two idle cores. For each family the library makes a tiny random checkpoint
@@ -40,6 +40,7 @@ FAMILIES = {
     "nemotron_h_latent": "llm",
     "qwen3": "llm",
     "qwen3_moe": "llm",
+    "qwen3_next": "llm",
     "deepseek_v3": "llm",
     "gpt_oss": "llm",
     "moonlight": "llm",
@@ -47,6 +48,14 @@ FAMILIES = {
     "nemotron_omni": "omni",
 }
 """The references, each with the form in which it is exported."""
+MADE_TOO = {
+    "qwen3": ("qwen3_moe",),
+    "deepseek_v3": ("moonlight",),
+    "encoder": ("fastconformer",),
+}
+"""References that a script makes, besides the one of its name."""
+OTHERS = {"nemotron_h", "fastconformer"}
+"""References that complete the models of the others."""
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:
@@ -74,7 +83,9 @@ def main() -> None:
     )
     parser.add_argument("--python-reference", default=sys.executable, help="has torch and transformers")
     parser.add_argument("--seed", type=int, default=1, help="of the library's random weights")
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, help="some of the checkpoints")
     options = parser.parse_args()
+    only = set(options.only or FAMILIES)
 
     def reference(script: str, *arguments: Any) -> str:
         command = [options.python_reference, str(SCRIPTS / script), *map(str, arguments)]
@@ -88,8 +99,12 @@ def main() -> None:
         work = Path(scratch)
         checkpoints = work / "published"
         for script in REFERENCES:
-            reference(f"{script}.py", "--out", work, "--checkpoints", checkpoints, "--seed", options.seed)
+            if {script, *MADE_TOO.get(script, ())} & (only | OTHERS):
+                folders = "--out", work, "--checkpoints", checkpoints
+                reference(f"{script}.py", *folders, "--seed", options.seed)
         for name, form in FAMILIES.items():
+            if name not in only:
+                continue
             folder, npz = checkpoints / name, work / f"{name}.npz"
             others = {"llm": ["fastconformer"], "encoder": ["nemotron_h"], "omni": []}[form]
             sources = [str(folder), *(str(checkpoints / other) for other in others)]

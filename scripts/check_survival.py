@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import os
 import shutil
 import signal
@@ -145,11 +146,29 @@ class Run:
         return self._output.read_text()[-2000:]
 
 
-def wait(process: subprocess.Popen[bytes], until: Callable[[], bool], seconds: float = 300) -> None:
-    """Waits until the condition holds, the process ends, or the time is over."""
-    end = time.monotonic() + seconds
+STUCK_SECONDS, BUSY_SECONDS = 300.0, 2.0
+"""A process is stuck that in so long uses less processor time. How long a step takes does not matter: on a
+busy machine it may be minutes."""
+
+
+def wait(process: subprocess.Popen[bytes], until: Callable[[], bool], seconds: float = math.inf) -> None:
+    """Waits until the condition holds, the process ends or is stuck, or the time is over."""
+    end, busy, since = time.monotonic() + seconds, _processor_seconds(process), time.monotonic()
     while process.poll() is None and time.monotonic() < end and not until():
         time.sleep(0.001)
+        if time.monotonic() - since > STUCK_SECONDS:
+            before, busy, since = busy, _processor_seconds(process), time.monotonic()
+            if busy - before < BUSY_SECONDS:
+                print(f"process {process.pid} is stuck: idle for {STUCK_SECONDS:g} s", file=sys.stderr)
+                return
+
+
+def _processor_seconds(process: subprocess.Popen[bytes]) -> float:
+    """Of all its threads, by Linux."""
+    with contextlib.suppress(OSError):  # it has ended
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def finish(run: Run) -> int:

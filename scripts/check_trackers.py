@@ -6,13 +6,16 @@ Needs wandb and mlflow (pip install -e '.[wandb,mlflow]'); installs nothing and 
 `jaxthd train` and `jaxthd grpo` on tiny models and noise, on the CPU, with all three trackers: W&B offline,
 MLflow in files. Each run is killed (kill -9) and continued by the same command. Then what the packages wrote
 is read back and compared with metrics.jsonl, number by number. Last, a run whose trackers all fail must end
-well. Prints a line for each check; exits 1 if one fails. Takes about 3 minutes on 2 cores.
+well, and so must one whose W&B process is stopped (SIGSTOP) before the end, which W&B would wait for as
+Python exits. Prints a line for each check; exits 1 if one fails. Takes about 4 minutes on 2 cores.
 """
 
+import contextlib
 import importlib.util
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxthd.run.metrics_file import read_metrics
+from jaxthd.run.trackers.background import CLOSE_SECONDS
 from jaxthd.run.trackers.tracker import scalars
 from jaxthd.run.trackers.wandb_files import histories
 from scripts.check_survival import write_recordings
@@ -66,15 +70,62 @@ def main() -> int:
         reports = [log.count(f"the tracker {name} has failed") for name in TRACKERS]
         says = "without any server: ended with step {}, reports of tensorboard, wandb, mlflow {}"
         rows.append((last == STEPS and reports == [0, 1, 1], says.format(last, reports)))
+        rows.append(with_stopped_service(folder))
     for holds, text in rows:
         print(f"{'holds' if holds else 'FAILS':5}  {text}")
     return 0 if all(holds for holds, _ in rows) else 1
+
+
+def with_stopped_service(folder: Path) -> tuple[bool, str]:
+    """A run whose W&B process is stopped after KILL_AFTER steps, so that it never answers again."""
+    workdir = folder / "stopped"
+    process = start("train", folder, workdir)
+    while process.poll() is None and last_step(workdir) < KILL_AFTER:
+        time.sleep(0.02)
+    services = [pid for pid in children(process.pid) if "wandb" in Path(f"/proc/{pid}/comm").read_text()]
+    for pid in services:
+        os.kill(pid, signal.SIGSTOP)
+    while process.poll() is None and last_step(workdir) < STEPS:
+        time.sleep(0.02)
+    began = time.monotonic()
+    try:
+        status: int | str = process.wait(10 * CLOSE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        status = "none: it hangs"
+    for pid in services:
+        os.kill(pid, signal.SIGKILL)
+    last, reports = last_step(workdir), (folder / "stopped.log").read_text().count("has not ended within")
+    text = f"W&B's process stopped: {len(services)} stopped, ended with step {last}, exit status {status}, "
+    text += f"{time.monotonic() - began:.0f} s after it, {reports} report"
+    return (last, status, reports, len(services)) == (STEPS, 0, 1, 1), text
+
+
+def children(process: int) -> list[int]:
+    """The processes that it has started and that have not ended, on Linux."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            found += [int(folder.name)] * (int(parent) == process)
+    return found
 
 
 def run(
     command: str, folder: Path, workdir: Path, *, kill: bool = False, more: Mapping[str, str] = {}
 ) -> int:
     """Starts or continues a run; returns its last step. kill: with kill -9, after KILL_AFTER steps."""
+    process = start(command, folder, workdir, more)
+    while process.poll() is None:
+        if kill and last_step(workdir) >= KILL_AFTER:
+            process.kill()
+            process.wait()
+        time.sleep(0.02)
+    return last_step(workdir)
+
+
+def start(command: str, folder: Path, workdir: Path, more: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
+    """Starts or continues a run, with the trackers."""
     options: dict[str, Any] = {
         "config": ROOT / "scripts" / CONFIGS[command],
         "data.manifest": folder / "manifest.jsonl",
@@ -85,15 +136,9 @@ def run(
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "WANDB_MODE": "offline"}
     environment |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), **more}
     with (folder / f"{workdir.name}.log").open("ab") as log:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-m", "jaxthd", command, *words], stdout=log, stderr=log, env=environment
         )
-    while process.poll() is None:
-        if kill and last_step(workdir) >= KILL_AFTER:
-            process.kill()
-            process.wait()
-        time.sleep(0.02)
-    return last_step(workdir)
 
 
 def last_step(workdir: Path) -> int:

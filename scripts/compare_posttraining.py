@@ -22,7 +22,7 @@ import json
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,8 +33,8 @@ import jaxthd.grpo
 from jaxthd.data.sources.synthetic import synthetic_manifests
 from jaxthd.errors import readable_errors
 from jaxthd.files.jsonl import read_lines
+from jaxthd.posttraining.shared_rewards import SharedRewards
 from jaxthd.rewards.group import Rewarded
-from jaxthd.rewards.rewarder import Rewarder
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.terminal.tables import show
 
@@ -123,17 +123,19 @@ def seeds(seed: int) -> list[Any]:
 
 def with_shuffled_rewards(seed: int, argv: list[str]) -> None:
     """`jaxthd grpo`, but a prompt's answers get the rewards of those to another prompt of the step."""
-    collect, rng = Rewarder.collect, np.random.default_rng(seed)
+    collect, rng = SharedRewards.collect, np.random.default_rng(seed)
 
-    def shuffled(self: Rewarder, submitted: Iterable[Any]) -> list[Rewarded]:
-        found = collect(self, submitted)
+    def shuffled(self: SharedRewards, *, are_counted: bool = True) -> list[Rewarded]:
+        found = collect(self, are_counted=are_counted)
+        if not are_counted:  # a validation's
+            return found
         order = rng.permutation(len(found))
         return [
             own._replace(rewards=found[i].rewards, by_function=found[i].by_function, failure=found[i].failure)
             for own, i in zip(found, order, strict=True)
         ]
 
-    Rewarder.collect = shuffled  # type: ignore[method-assign]
+    SharedRewards.collect = shuffled  # type: ignore[method-assign]
     with readable_errors():
         jaxthd.grpo.main(argv)
 

@@ -18,6 +18,7 @@ PLACES = (
     "jaxthd.grpo.UpdateMaker",
     "jaxthd.inference.evaluator.make_validation_step",
     "jaxthd.inference.rollouts.make_rollout_steps",
+    "jaxthd.posttraining.cached_reference.make_log_probs",
 )
 """What makes the programs of a run, by (blueprint, mesh, options)."""
 BLUEPRINTS = ("jaxthd.train.Blueprint", "jaxthd.grpo.Blueprint")

@@ -23,7 +23,7 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import Gradient, loss_and_gradient
-from scripts.check_meshes import DEEPSEEK, GPT_OSS, QWEN3
+from scripts.check_meshes import DEEPSEEK, GPT_OSS, QWEN3, QWEN3_NEXT
 from scripts.comparison.weights import random_state
 
 CAPACITY, AUDIO, MELS, VOCAB = 64, 256, 8, 50
@@ -63,6 +63,8 @@ COMPUTE = ComputeConfig(scan_chunk=6, attention_block=8, loss_block=16, vocab_bl
 
 QWEN = replace(MODEL, llm=replace(MODEL.llm, **QWEN3))
 """The same with the blocks of Qwen3."""
+NEXT = replace(MODEL, llm=replace(MODEL.llm, **QWEN3_NEXT))
+"""The same with the blocks of Qwen3-Next."""
 GPT = replace(MODEL, llm=replace(MODEL.llm, **GPT_OSS))
 """The same with the blocks of GPT-OSS."""
 DEEPSEEK_V3 = replace(MODEL, llm=replace(MODEL.llm, **DEEPSEEK))

@@ -1,7 +1,9 @@
 """A reference whose log-probabilities are kept: those of a reference that is held, and never another's."""
 
+import functools
 import json
 import shutil
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
@@ -12,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import soundfile
+from jax.sharding import Mesh
 
 from jaxthd.config import (
     ComputeConfig,
@@ -29,12 +32,15 @@ from jaxthd.errors import UserError
 from jaxthd.objectives.objective import REFERENCE
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.posttraining.cached_reference import CachedReference
+from jaxthd.posttraining.score_files import ScoreFiles
 from jaxthd.run.metrics import TIME_METRICS
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.reference_scores import make_reference_scores
 from jaxthd.steps.state import TrainState, init_state
 from jaxthd.train import train
+from tests.parallel.test_distributed import two, until
+from tests.shared_programs import shared_programs
 
 STEPS = 4
 CLOCK = {"time", "step_seconds", "tokens_per_second", "device_tokens_per_second", "compilations"}
@@ -79,6 +85,12 @@ CONFIG = Config(
         trackers=(),
     ),
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs() -> Iterator[None]:
+    with shared_programs():
+        yield
 
 
 def write_pairs(folder: Path, *, audio: bool, seed: int = 0) -> Path:
@@ -190,6 +202,14 @@ def test_numbers_are_those_of_the_reference_on_any_mesh_and_never_old_ones(
             Served(moved, tmp_path, later, first.state)
 
 
+@functools.cache
+def made(config: Config) -> tuple[Blueprint, Mesh, TrainState, Any]:
+    """(blueprint, mesh, first state, what a held reference would say)."""
+    blueprint, mesh = Blueprint(config), make_mesh(config.mesh)
+    held = Blueprint(replace(config, posttraining=PostTrainingConfig(reference="copy")))
+    return blueprint, mesh, init_state(blueprint, mesh), make_reference_scores(held, mesh)
+
+
 class Served:
     """What a run is served in six steps, compared with what the reference says live. state: the run's newest.
     reference: the state whose policy the reference is. documents: that are kept."""
@@ -201,12 +221,9 @@ class Served:
         state: TrainState | None = None,
         reference: TrainState | None = None,
     ) -> None:
-        blueprint, mesh = Blueprint(config), make_mesh(config.mesh)
-        self.state = state or init_state(blueprint, mesh)
+        blueprint, mesh, first, live = made(config)
+        self.state = state or first
         policy = reference or self.state
-        live = make_reference_scores(
-            Blueprint(replace(config, posttraining=PostTrainingConfig(reference="copy"))), mesh
-        )
         with closing(SpeechData(config, workdir)) as data, closing(data.training()) as batches:
             cached = CachedReference(blueprint, mesh, data, workdir, self.state)
             for batch, _ in islice(batches, 6):
@@ -215,3 +232,38 @@ class Served:
                 assert np.abs(found).max() > 1
                 np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10)
         self.documents = len(cached.files)
+
+
+def of_processes(manifest: Path) -> Config:
+    """In float32, over data and context ranks."""
+    return replace(
+        CONFIG,
+        mesh=MeshConfig(data=2, context=2),
+        data=replace(CONFIG.data, manifest=(str(manifest),)),
+        compute=replace(CONFIG.compute, dtype="float32"),
+    )
+
+
+@pytest.mark.exhaustive
+def test_two_processes_score_a_share_each_and_learn_what_one_does(tmp_path: Path):
+    manifest = write_pairs(tmp_path, audio=True)
+    (tmp_path / "settings.py").write_text(
+        "from pathlib import Path\nfrom tests.test_cached_reference import of_processes\n\n\n"
+        f"def config():\n    return of_processes(Path({str(manifest)!r}))\n"
+    )
+    workdirs = [tmp_path / name for name in ("one", "two")]
+    train(of_processes(manifest), workdirs[0])
+    with two(manifest, workdirs[1]) as processes:
+        output = "".join(until(processes, "(?!)"))
+        assert processes.wait() == 0, output
+    files = [ScoreFiles(next((workdir / "reference").iterdir())) for workdir in workdirs]
+    assert files[0].folder.name == files[1].folder.name, "the digest of the same weights"
+    assert len(list(files[1].folder.glob("*.npz"))) == 2, "each process has written its documents"
+    scores = [each.scores for each in files]
+    assert scores[0].keys() == scores[1].keys()
+    assert len(scores[0]) == 10
+    for digest, found in scores[1].items():
+        np.testing.assert_allclose(found, scores[0][digest], atol=1e-5)
+    lines = [[{k: v for k, v in x.items() if k not in CLOCK} for x in read_metrics(w)] for w in workdirs]
+    for got, wanted in zip(lines[1], lines[0], strict=True):
+        assert {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in wanted.items()} == got

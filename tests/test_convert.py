@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxthd import convert
 from jaxthd.checkpoints.weights import Weights, load_model, load_weights, named_weights, start_state
 from jaxthd.config import Config, MeshConfig, ModelConfig
 from jaxthd.convert import export_weights, import_weights, main
 from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
+from jaxthd.hf.names import ArraySlice
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import canonical_form, init_state
@@ -84,7 +86,19 @@ def test_parts_make_the_whole_again(omni, tmp_path):
     assert_identical(tensors(tmp_path / "b"), tensors(tmp_path / "a"))
 
 
-@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h_latent", "qwen3", "qwen3_moe", "gpt_oss"])
+def test_a_slice_of_an_array_is_the_same_from_the_host_and_from_a_device(monkeypatch):
+    held = {"a": jax.numpy.arange(24.0).reshape(2, 3, 4)}
+    index = convert._indexing(make_mesh(MeshConfig()))
+    for at in ((), (1,), (1, 2)):
+        part = ArraySlice("a", at, (), 0, (), ())
+        for is_there in (True, False):
+            monkeypatch.setattr(convert, "is_on_host", lambda _, is_there=is_there: is_there)
+            np.testing.assert_array_equal(convert._taken(held, index, part), np.asarray(held["a"])[at])
+
+
+@pytest.mark.parametrize(
+    "name", ["nemotron_h", "nemotron_h_latent", "qwen3", "qwen3_moe", "qwen3_next", "gpt_oss"]
+)
 def test_llms_come_back_bit_identical(name, tmp_path):
     """The encoder is another checkpoint's; the adapter is randomly initialised, and one linear layer."""
     published = write_published(name, tmp_path / "llm")

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from jaxthd.config import (
 from jaxthd.errors import UserError
 from jaxthd.files.jsonl import read_lines
 from jaxthd.grpo import grpo
+from jaxthd.posttraining.updates import Agreement, require_agreement
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.train import train
 from tests.shared_programs import shared_programs
@@ -213,6 +215,24 @@ def test_prompts_without_transcripts_are_rewarded_by_their_fields(
             assert line["validation_reward_failures"] == 6 * wants_text
             assert "validation_pass_at_k" in line, "of the prompts that have a reference"
     assert len({x["compilations"] for x in lines_of_run if x["step"]}) == 1
+
+
+def test_a_difference_between_drawing_and_training_ends_the_run(config: Config, tmp_path: Path):
+    """No two float32 programs agree to 1e-30; without a bound of its own a run has that of its dtype."""
+    strict = replace(config, rollout=replace(config.rollout, max_logprob_difference=1e-30))
+    with pytest.raises(UserError, match=r"differs by .*rollout\.max_logprob_difference"):
+        grpo(replace(strict, train=replace(config.train, steps=1, validate_every=0)), tmp_path)
+    assert not list((tmp_path / "checkpoints").glob("[0-9]*")), "nothing was trained"
+    for found, bound, dtype, holds in [
+        (0.009, 0.0, "float32", True),
+        (0.011, 0.0, "float32", False),
+        (0.4, 0.0, "bfloat16", True),
+        (2e-5, 0.0, "float64", False),
+        (0.011, 0.02, "float32", True),
+        (float("nan"), 1.0, "float32", False),
+    ]:
+        with nullcontext() if holds else pytest.raises(UserError):
+            require_agreement(Agreement(found, 0.0, 1), bound, dtype)
 
 
 def test_objectives_of_the_other_command_are_refused(config: Config, tmp_path: Path):

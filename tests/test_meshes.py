@@ -22,6 +22,7 @@ from scripts.check_meshes import (
     meshes,
     predicting,
     qwen3,
+    qwen3_next,
     variants,
     worst_of,
 )
@@ -73,6 +74,13 @@ def test_the_mesh_changes_neither_multi_token_prediction_nor_ctc(number: int):
 @pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
 def test_the_mesh_changes_nothing_with_the_blocks_of_qwen3(number: int):
     row = check(qwen3("float64")[number])
+    assert row["error"] <= 1e-10, row
+
+
+@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
+def test_the_mesh_changes_nothing_with_the_blocks_of_qwen3_next(number: int):
+    """Gated delta rule, gates of attention and of the shared expert, zero-centred norms."""
+    row = check(qwen3_next("float64")[number])
     assert row["error"] <= 1e-10, row
 
 

@@ -21,7 +21,7 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
-from scripts.check_meshes import DEEPSEEK, GPT_OSS, QWEN3, canonical_state, variants
+from scripts.check_meshes import DEEPSEEK, GPT_OSS, QWEN3, QWEN3_NEXT, canonical_state, variants
 from tests.alone import parts
 from tests.answers import alone
 from tests.helpers import assert_same
@@ -124,7 +124,13 @@ def loss_and_gradients(config: Config, batch: Batch) -> tuple[float, Any]:
         return float(found.loss), from_stages(jax.device_get(found.gradients), blueprint.stages)
 
 
-SETTINGS: dict[str, dict[str, Any]] = {"": {}, "qwen3": QWEN3, "deepseek": DEEPSEEK, "gpt_oss": GPT_OSS}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "": {},
+    "qwen3": QWEN3,
+    "qwen3_next": QWEN3_NEXT,
+    "deepseek": DEEPSEEK,
+    "gpt_oss": GPT_OSS,
+}
 
 
 @functools.cache
@@ -179,6 +185,19 @@ def test_positions_of_answers_go_on_from_the_prompt(mesh, variant):
     config = with_settings(config_of(mesh, variant), "qwen3")
     loss, gradients = loss_and_gradients(config, pack(mesh, config.compute.context_layout))
     want_loss, want = written_out("qwen3")
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-10)
+    assert_same(gradients, want, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "variant"),
+    [(MeshConfig(1, 2, 1, 1), 0), pytest.param(MeshConfig(1, 4, 1, 2), 1, marks=pytest.mark.exhaustive)],
+    ids=str,
+)
+def test_answers_go_on_from_the_prompts_state_of_the_gated_delta_rule(mesh, variant):
+    config = with_settings(config_of(mesh, variant), "qwen3_next")
+    loss, gradients = loss_and_gradients(config, pack(mesh, config.compute.context_layout))
+    want_loss, want = written_out("qwen3_next")
     np.testing.assert_allclose(loss, want_loss, rtol=1e-10)
     assert_same(gradients, want, 1e-10)
 

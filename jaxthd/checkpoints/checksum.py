@@ -32,7 +32,7 @@ def checksums(tree: Any) -> dict[str, int]:
     program takes far longer there than running it.
     """
     arrays = named_arrays(tree)
-    on_devices = {name: x for name, x in arrays.items() if not _is_on_host(x)}
+    on_devices = {name: x for name, x in arrays.items() if not is_on_host(x)}
     sums = jax.device_get(_checksums_on_device(on_devices))
     return {
         name: int(sums[name]) if name in sums else checksum_on_host(np.asarray(x))
@@ -45,7 +45,8 @@ def checksum(x: Shaped[Array, "..."]) -> int:
     return checksums(x)[""]
 
 
-def _is_on_host(x: Array) -> bool:
+def is_on_host(x: Array) -> bool:
+    """Whether NumPy can read the array in place: this process holds it whole, on CPU devices."""
     whole = x.is_fully_addressable or x.is_fully_replicated
     return whole and all(device.platform == "cpu" for device in x.devices())
 

@@ -300,6 +300,7 @@ def _groups(names: Sequence[str]) -> str:
     """The parts of the model that the names belong to, each with its number of arrays."""
     count: dict[str, int] = {}
     for name in names:
-        part = name.split(".")[0]
+        names_of = name.split(".")
+        part = ".".join(names_of[:3]) if names_of[:2] == ["model", "layers"] else names_of[0]
         count[part] = count.get(part, 0) + 1
     return ", ".join(f"{part} ({n} {'array' if n == 1 else 'arrays'})" for part, n in count.items())

@@ -13,6 +13,7 @@ from jaxthd.config.data import (
     SpecAugmentConfig,
     ValidationSet,
 )
+from jaxthd.config.delta import DeltaConfig
 from jaxthd.config.latent_attention import LatentAttentionConfig
 from jaxthd.config.mesh import MeshConfig
 from jaxthd.config.model import EncoderConfig, LLMConfig, ModelConfig
@@ -27,6 +28,7 @@ __all__ = [
     "ComputeConfig",
     "Config",
     "DataConfig",
+    "DeltaConfig",
     "EncoderConfig",
     "FilterConfig",
     "LLMConfig",

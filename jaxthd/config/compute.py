@@ -12,7 +12,7 @@ class ComputeConfig:
     """Compute dtype. Parameters are float32 (float64 if this is float64)."""
     fp8: tuple[str, ...] = ()
     """Patterns of projections, such as "decoder.layers.*", whose matrix products run in 8-bit numbers,
-    forward and backward (pip install 'jaxthd[fp8]'). Routers, routed experts, Mamba2's time steps,
+    forward and backward (pip install 'jaxthd[fp8]'). Routers, routed experts, time steps of recurrent layers,
     embedding and head never do."""
     context_exchange: Literal["ring", "all_gather"] = "ring"
     """How attention reaches the keys and values of other context ranks."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxthd.config.delta import DeltaConfig
 from jaxthd.config.latent_attention import LatentAttentionConfig
 from jaxthd.config.rope import RopeConfig
 from jaxthd.errors import UserError
@@ -43,17 +44,21 @@ class EncoderConfig:
 
 @dataclass(frozen=True)
 class LLMConfig:
-    """The decoder: blocks of Mamba2, attention, MLP, experts in any order (Nemotron-H, Nemotron-3, Qwen3)."""
+    """The decoder: blocks of any kinds in any order; docs/backbones.md has the families' patterns."""
 
     pattern: str = "M-M*-"
-    """One letter per block: M Mamba2, * attention, W attention in a window, L latent attention, - MLP, E
-    mixture of experts. A | marks where pipeline stages are divided; without any, they are divided by cost."""
+    """One letter per block: M Mamba2, D gated delta rule, * attention, W attention in a window, L latent
+    attention, - MLP, E mixture of experts. A | marks where pipeline stages are divided; without any, they are
+    divided by cost."""
     vocab_size: int = 260
     """Rows of the embedding and of the head."""
     dim: int = 128
     """Model dim."""
     norm_eps: float = 1e-5
     """RMSNorm epsilon."""
+    norm_zero_centred: bool = False
+    """Whether the weights of RMSNorms are stored as their difference from 1 (Qwen3-Next); but not of those
+    inside Mamba2 and the gated delta rule."""
     q_heads: int = 4
     """Query heads."""
     kv_heads: int = 2
@@ -69,6 +74,8 @@ class LLMConfig:
     """Whether each attention head has a learnt score that stands beside its keys in the softmax (GPT-OSS)."""
     attention_bias: bool = False
     """Whether attention's four projections have biases (GPT-OSS)."""
+    attention_gate: bool = False
+    """Whether attention's outputs are multiplied by the sigmoid of a projection of its input (Qwen3-Next)."""
     latent_attention: LatentAttentionConfig = field(default_factory=LatentAttentionConfig)
     ffn_dim: int = 512
     """Inner dim of the MLP."""
@@ -96,6 +103,7 @@ class LLMConfig:
     """Taps of the causal convolution."""
     mamba_dt_limit: tuple[float, float] = (0.0, float("inf"))
     """Lower and upper limit of the time step after softplus."""
+    delta: DeltaConfig = field(default_factory=DeltaConfig)
     experts: int = 8
     """Routed experts."""
     experts_per_token: int = 2
@@ -104,6 +112,8 @@ class LLMConfig:
     """Inner dim of a routed expert."""
     shared_expert_dim: int = 256
     """Inner dim of the shared expert; 0: there is none (Qwen3)."""
+    shared_expert_gate: bool = False
+    """Whether the shared expert's output is multiplied by the sigmoid of one number a token (Qwen3-Next)."""
     latent_dim: int = 0
     """Dim of the latent projection around the routed experts; 0 for none."""
     router: Literal["sigmoid", "softmax"] = "sigmoid"

@@ -103,11 +103,15 @@ class PromptStream:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Raises UserError for a state that was saved for other data."""
-        differing = differing_identity(state["identity"], self._identity)
+        saved = state["identity"]
+        differing = differing_identity(saved, self._identity)
         if differing:
+            now = self._identity
+            is_read_anew = saved.get("manifest") == now.get("manifest") and saved["items"] != now["items"]
+            why = " Lines without a text, which were skipped before, are prompts now." if is_read_anew else ""
             raise UserError(
                 f"the saved data position belongs to another stream of prompts ({differing}); restore these, "
-                "or start a new run from the weights (--train.init-from WORKDIR)"
+                f"or start a new run from the weights (--train.init-from WORKDIR).{why}"
             )
         self._next = state["next"]
 

@@ -39,6 +39,8 @@ _SIZES = {
 _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """Of LatentAttentionConfig: their names are ours."""
 _FORM: dict[str, Any] = {
+    "norm_zero_centred": False,
+    "shared_expert_gate": False,
     "ffn_form": "swiglu",
     "ffn_bias": False,
     "router": "sigmoid",

@@ -21,8 +21,11 @@ PLAIN: dict[str, Any] = {
     "ffn_bias": False,
     "router_bias": False,
     "router_groups": 1,
+    "attention_gate": False,
+    "norm_zero_centred": False,
+    "shared_expert_gate": False,
 }
-"""Settings of families without the additions of GPT-OSS and DeepSeek-V3."""
+"""Settings of families without the additions of GPT-OSS, DeepSeek-V3 and Qwen3-Next."""
 
 
 @runtime_checkable

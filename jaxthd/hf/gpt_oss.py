@@ -47,6 +47,8 @@ _ROPE: dict[str, Any] = {
 """The library's default."""
 _FORM: dict[str, Any] = {
     "qk_norm": False,
+    "attention_gate": False,
+    "norm_zero_centred": False,
     "attention_sinks": True,
     "ffn_form": "clamped_swiglu",
     "ffn_bias": True,

@@ -36,6 +36,7 @@ class ArraySlice(NamedTuple):
 class Tensor(NamedTuple):
     """A tensor on disk. No slices: a counter that jaxthd does not keep, written as 0.
 
+    groups: the tensor's rows are so many equal groups, each with its share of every slice's rows.
     interleaved: the slices take the columns (the last dim) in turn, instead of runs of rows; each holds its
     own as they are.
     """
@@ -43,6 +44,7 @@ class Tensor(NamedTuple):
     name: str
     shape: Shape
     slices: tuple[ArraySlice, ...]
+    groups: int = 1
     interleaved: bool = False
 
     def split(self, theirs: Shaped[np.ndarray, "..."]) -> list[Shaped[np.ndarray, "..."]]:
@@ -50,11 +52,13 @@ class Tensor(NamedTuple):
         if self.interleaved:
             return [theirs[..., i :: len(self.slices)] for i in range(len(self.slices))]
         found, start = [], 0
+        by_group = theirs.reshape(self.groups, -1, *theirs.shape[1:]) if theirs.ndim else theirs
         for part in self.slices:
-            rows = theirs[start : start + part.rows] if theirs.ndim else theirs
+            stop = start + part.rows // self.groups
+            rows = by_group[:, start:stop].reshape(part.rows, *theirs.shape[1:]) if theirs.ndim else theirs
             rows = _reordered(rows, part.block)
             found.append(rows.reshape(part.view).transpose(part.order).reshape(part.shape))
-            start += part.rows
+            start = stop
         return found
 
     def join(self, ours: list[Shaped[np.ndarray, "..."]]) -> Shaped[np.ndarray, "..."]:
@@ -66,8 +70,10 @@ class Tensor(NamedTuple):
             transposed = tuple(part.view[i] for i in part.order)
             x = x.reshape(transposed).transpose(np.argsort(part.order).tolist())
             x = x.reshape(part.rows, *self.shape[1:]) if self.shape else x.reshape(())
-            rows.append(_reordered(x, tuple(np.argsort(part.block).tolist())))
-        return np.ascontiguousarray(np.concatenate(rows) if len(rows) > 1 else rows[0])
+            x = _reordered(x, tuple(np.argsort(part.block).tolist()))
+            rows.append(x.reshape(self.groups, -1, *self.shape[1:]) if self.shape else x)
+        whole = np.concatenate(rows, axis=1) if len(rows) > 1 else rows[0]
+        return np.ascontiguousarray(whole.reshape(self.shape))
 
 
 def _reordered(rows: Shaped[np.ndarray, "..."], block: Shape) -> Shaped[np.ndarray, "..."]:
@@ -129,8 +135,10 @@ class Names:
         *ours: str,
         tail: Callable[[int], Shape] = lambda dim: (dim,),
         block: Shape = (),
+        groups: int = 1,
     ) -> None:
-        """A tensor [out, *tail(dim)] of our matrices [dim, out], concatenated along out.
+        """A tensor [out, *tail(dim)] of our matrices [dim, out], concatenated along out; with groups (of
+        heads), each group's part of all matrices after the other's.
 
         block: as in ArraySlice.
         """
@@ -139,7 +147,7 @@ class Names:
             self._slice(name, shape, shape[1], shape[::-1], (1, 0))._replace(block=block)
             for name, shape in zip(ours, shapes, strict=True)
         ]
-        self._add(theirs, tail(shapes[0][0]), slices)
+        self._add(theirs, tail(shapes[0][0]), slices, groups)
 
     def linear(self, theirs: str, ours: str, tail: Callable[[int], Shape] = lambda dim: (dim,)) -> None:
         """A Linear, with its bias if it has one."""
@@ -177,6 +185,6 @@ class Names:
     def _slice(self, ours: str, shape: Shape, rows: int, view: Shape, order: Shape) -> ArraySlice:
         return ArraySlice(self._ours + ours, self._at, shape, rows, view, order)
 
-    def _add(self, theirs: str, tail: Shape, slices: list[ArraySlice]) -> None:
+    def _add(self, theirs: str, tail: Shape, slices: list[ArraySlice], groups: int = 1) -> None:
         shape = (sum(part.rows for part in slices), *tail)
-        self.tensors.append(Tensor(self._renamed(self._theirs + theirs), shape, tuple(slices)))
+        self.tensors.append(Tensor(self._renamed(self._theirs + theirs), shape, tuple(slices), groups))

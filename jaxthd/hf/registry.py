@@ -13,12 +13,14 @@ from jaxthd.hf import (
     nemotron_omni,
     parakeet,
     qwen3,
+    qwen3_next,
 )
 from jaxthd.hf.family import ADAPTER, ENCODER, LLM, Family
 
 FAMILIES: tuple[Family, ...] = (
     nemotron_h.FAMILY,
     *qwen3.FAMILIES,
+    qwen3_next.FAMILY,
     deepseek_v3.FAMILY,
     gpt_oss.FAMILY,
     parakeet.FAMILY,

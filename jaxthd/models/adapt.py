@@ -102,8 +102,10 @@ def add_lora(model: nnx.Module, adapt: AdaptConfig, key: Array) -> None:
 
 
 def fp8_projections(model: nnx.Module) -> dict[str, Linear]:
-    """The projections that FP8 can compute, by name: not Mamba2's time steps, which are exponents."""
-    return {name: linear for name, linear in projections(model).items() if not name.endswith(".mixer.dt")}
+    """The projections that FP8 can compute, by name: not the time steps of Mamba2 and of the gated delta
+    rule, which are exponents, nor that rule's rates."""
+    wide = (".mixer.dt", ".delta.mixer.rate")
+    return {name: linear for name, linear in projections(model).items() if not name.endswith(wide)}
 
 
 def use_fp8(model: nnx.Module, patterns: Sequence[str]) -> None:

@@ -50,6 +50,16 @@ def of_layer(number: Array | None) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def of_all_ranks(axis: str | None) -> Iterator[None]:
+    """The same draws, for the tokens of all ranks of an axis, one rank after the other."""
+    draws = current()
+    if draws is not None:
+        draws = draws._replace(keys=jax.lax.all_gather(draws.keys, axis).reshape(-1))
+    with drawing(draws):
+        yield
+
+
 def dropped(x_ND: Float[Array, "N D"], rate: float, projection: int, *, sharded: bool) -> Float[Array, "N D"]:
     """x as it is, or with dropout where something is drawn.
 

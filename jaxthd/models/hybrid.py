@@ -66,7 +66,7 @@ class Block(nnx.Module):
         compute: ComputeConfig = ComputeConfig(),
     ) -> None:
         init = Init.of(init, compute)
-        self.norm = RMSNorm(llm.dim, llm.norm_eps, init)
+        self.norm = RMSNorm(llm.dim, llm.norm_eps, init, zero_centred=llm.norm_zero_centred)
         self.residual = Residual.of(init.mesh, compute.sequence_sharded)
         self.mixer = layer_kind(letter).mixer(llm, init, compute)
 
@@ -280,7 +280,7 @@ class HybridDecoder(HybridLayers):
     ) -> None:
         init = Init.of(init, compute)
         super().__init__(llm, init, stages or Stages.single(llm.letters), compute)
-        self.norm = RMSNorm(llm.dim, llm.norm_eps, init)
+        self.norm = RMSNorm(llm.dim, llm.norm_eps, init, zero_centred=llm.norm_zero_centred)
 
     def __call__(
         self, x_nD: Float[Array, "n D"], segments: Segments

@@ -24,12 +24,21 @@ class RMSNorm(nnx.Module):
 
     The statistics are computed in promote(float32, x).
     sharded: how the last dim is sharded over tensor ranks. A group may span several ranks.
+    zero_centred: the parameter is weight - 1.
     """
 
     def __init__(
-        self, dim: int, eps: float, init: Init, *, groups: int = 1, sharded: ShardedDim | None = None
+        self,
+        dim: int,
+        eps: float,
+        init: Init,
+        *,
+        groups: int = 1,
+        sharded: ShardedDim | None = None,
+        zero_centred: bool = False,
     ) -> None:
-        self.weight = init.ones((dim,), (sharded,))
+        self.weight = (init.zeros if zero_centred else init.ones)((dim,), (sharded,))
+        self.zero_centred = zero_centred
         self.eps = eps
         ranks = init.mesh.tensor if sharded and sharded.is_sharded(init.mesh) else 1
         self.groups, self.ranks_of_group = max(groups // ranks, 1), max(ranks // groups, 1)
@@ -43,7 +52,8 @@ class RMSNorm(nnx.Module):
             mean_tN = jax.lax.dynamic_slice_in_dim(mean_tN, first, self.ranks_of_group)
             mean_NG1 = mean_tN.mean(0)[:, None, None]
         grouped = grouped * jax.lax.rsqrt(mean_NG1 + self.eps)
-        return (grouped.reshape(x_ND.shape) * self.weight[...]).astype(x_ND.dtype)
+        weight_D = 1 + self.weight[...] if self.zero_centred else self.weight[...]
+        return (grouped.reshape(x_ND.shape) * weight_D).astype(x_ND.dtype)
 
     def of_heads(self, x_NHD: Float[Array, "N H D"]) -> Float[Array, "N H D"]:
         """Each head by itself, all with the same weight."""

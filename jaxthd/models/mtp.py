@@ -32,10 +32,11 @@ class Depth(nnx.Module):
     """
 
     def __init__(self, llm: LLMConfig, init: Init, compute: ComputeConfig) -> None:
-        dim, eps = llm.dim, llm.norm_eps
-        self.enorm, self.hnorm = RMSNorm(dim, eps, init), RMSNorm(dim, eps, init)
+        dim = llm.dim
+        norm = partial(RMSNorm, dim, llm.norm_eps, init, zero_centred=llm.norm_zero_centred)
+        self.enorm, self.hnorm = norm(), norm()
         self.eh_proj = Linear(2 * dim, dim, init, sharded_in=over_tensor(2 * dim))
-        self.final_layernorm = RMSNorm(dim, eps, init)
+        self.final_layernorm = norm()
         self.residual = Residual.of(init.mesh, compute.sequence_sharded)
 
     def fused(self, h_nD: Float[Array, "n D"], e_nD: Float[Array, "n D"]) -> Float[Array, "n D"]:

@@ -98,7 +98,8 @@ def _key_streams(keys: tuple[jax.Array, ...], length: int) -> list[jax.Array]:
             init = Init(key)
             drawn.append([np.asarray(jax.random.key_data(init.next_key())) for _ in range(length)])
         return [
-            jax.random.wrap_key_data(np.stack(at), impl=implementation) for at in zip(*drawn, strict=True)
+            jax.random.wrap_key_data(jnp.asarray(np.stack(at)), impl=implementation)
+            for at in zip(*drawn, strict=True)
         ]
 
 

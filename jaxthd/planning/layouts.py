@@ -1,8 +1,8 @@
 """The costs of the context layouts for a data set and a mesh, from the documents' lengths alone.
 
-The whole-buffer layout needs no padding and exchanges only Mamba2's states, but long documents load the ranks
-unevenly. The per-document layout loads them evenly, but pads every document and exchanges Mamba2's
-activations.
+The whole-buffer layout needs no padding and exchanges only the states of Mamba2 and of the gated delta rule,
+but long documents load the ranks unevenly. The per-document layout loads them evenly, but pads every document
+and exchanges these layers' activations.
 Attention exchanges the same keys and values under both.
 """
 
@@ -99,6 +99,7 @@ def _layout_cost(stream: Lengths, config: Config, work: tuple[float, float]) -> 
     tokens = stream.tokens[list(chain(*outcome.buffers))].astype(float)
     keys_seen = _keys_seen(tokens, np.inf)
     received, letters = mamba_bytes(config), llm.letters + llm.mtp_pattern * config.depths_trained
+    exchanged = letters.count("M") * received + letters.count("D") * delta_bytes(config)
     real_tokens = data.rows / mesh.data * data.capacity / mesh.context * (1 - outcome.padding)
     # Keys in a window are counted without the imbalance of what lies outside it.
     latent, in_all = llm.latent_attention, keys_seen * imbalance
@@ -112,7 +113,7 @@ def _layout_cost(stream: Lengths, config: Config, work: tuple[float, float]) -> 
         mamba_bytes=received,
         slots=work[0] / mesh.tensor / (1 - outcome.padding),
         attention=dims * llm.q_heads / mesh.tensor,
-        exchange=letters.count("M") * received / 2 / real_tokens * MULTIPLY_ADDS_PER_BYTE,
+        exchange=exchanged / 2 / real_tokens * MULTIPLY_ADDS_PER_BYTE,
     )
 
 
@@ -144,10 +145,30 @@ def state_bytes(llm: LLMConfig, context: int, activation: int) -> int:
     come from both neighbours. The backward pass sends as much in the other direction.
     """
     heads, inner = llm.mamba_heads, llm.mamba_heads * llm.mamba_head_dim
-    pairs = 2 * (context - 1) if context <= GATHER_UP_TO else 2 * (math.ceil(math.log2(context)) + 2)
+    pairs = _maps_received(context)
     channels = inner + 2 * llm.mamba_groups * llm.mamba_state
     halos = min(context - 1, 2) * (llm.mamba_conv - 1) * channels * activation
     return 2 * (pairs * (heads + inner * llm.mamba_state) * 4 + halos)
+
+
+def delta_bytes(config: Config) -> float:
+    """As mamba_bytes, of a layer of the gated delta rule. Its map of a context chunk has a matrix a head."""
+    mesh, delta, rows = config.mesh, config.model.llm.delta, config.data.rows / config.mesh.data
+    context, activation = mesh.context, jnp.dtype(config.compute.dtype).itemsize
+    heads, groups = delta.value_heads // mesh.tensor, max(delta.key_heads // mesh.tensor, 1)
+    inner, wide = heads * delta.value_dim, max(activation, 4)
+    if config.compute.context_layout == "buffer":
+        state = heads * delta.key_dim * (delta.key_dim + delta.value_dim) * wide
+        halo = min(context - 1, 2) * (delta.conv - 1) * (inner + 2 * groups * delta.key_dim) * activation
+        return rows * 2 * (_maps_received(context) * state + halo)
+    channels = inner + 2 * math.lcm(groups, context) * delta.key_dim
+    sent = (channels + inner) * activation + 2 * heads * wide
+    return 2 * sent * rows * config.data.capacity / context * (context - 1) / context
+
+
+def _maps_received(context: int) -> int:
+    """Maps of context chunks that a rank receives in a forward pass, for a row."""
+    return 2 * (context - 1) if context <= GATHER_UP_TO else 2 * (math.ceil(math.log2(context)) + 2)
 
 
 def exchange_bytes(llm: LLMConfig, context: int, tokens: float, activation: int) -> float:

@@ -12,6 +12,7 @@ from jaxthd.models.fastconformer import DENSE_FRAMES, PIECE
 from jaxthd.models.hybrid import repeated_units
 from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.parallel.mesh import PIPELINE, TENSOR, ranks_of
+from jaxthd.planning.muon import muon_update
 from jaxthd.planning.sizes import Number, Sizes
 
 
@@ -43,7 +44,8 @@ def temporary_memory(config: Config) -> Memory:
       the head;
     - the CTC loss: the head with its gradient, its labels' rows, states that enter the head, frames laid out
       by document, emissions and the states of its recursion;
-    - an encoder block; a part of the subsampling.
+    - an encoder block; a part of the subsampling;
+    - the update by Muon (planning/muon.py).
     """
     sizes = Sizes(config)
     return max((_of_rank(sizes, rank) for rank in range(sizes.stages.ranks)), key=lambda m: m.most)
@@ -72,6 +74,8 @@ def _of_rank(sizes: Sizes, rank: int) -> Memory:
         decoder = audio = 0
     units = [_unit(sizes, unit.letters) for unit in sizes.units(rank)]
     memory.phases["one unit of the decoder"] = decoder + max(units)
+    if sizes.config.train.optimizer == "muon":
+        memory.phases["Muon"] = muon_update(sizes)
     memory.phases["loss"] = _loss(sizes) + _mtp(sizes)
     if encoder and sizes.frames:
         passes = 1 + sizes.trains("encoder")
@@ -136,6 +140,7 @@ def _layer(sizes: Sizes, letter: str) -> Number:
         "W": _attention,
         "L": _latent_attention,
         "M": _mamba,
+        "D": _delta,
         "-": _mlp,
         "E": _experts,
     }
@@ -151,15 +156,14 @@ def _attention(sizes: Sizes) -> Number:
 
 
 def _latent_attention(sizes: Sizes) -> Number:
-    """The expanded heads, what they are expanded from, and the outputs."""
+    """Queries, expanded keys and values, what they are expanded from, and outputs."""
     llm, a, w = sizes.config.model.llm, sizes.a, sizes.w
     latent = llm.latent_attention
     q, v = sizes.heads * latent.qk_head_dim, sizes.heads * latent.v_head_dim
     gathers = sizes.config.compute.context_exchange == "all_gather"
     keys = (q + v) * (sizes.mesh.context if gathers else 1)
-    expanded = sizes.heads * (latent.qk_nope_head_dim + latent.v_head_dim)
     low = (latent.kept + latent.q_lora_rank) * (2 * a + w)
-    return sizes.tokens * (a * (2 * q + v + keys + expanded) + w * (v + sizes.heads) + low)
+    return sizes.tokens * (a * (q + v + keys) + w * (v + sizes.heads) + low)
 
 
 def _mamba(sizes: Sizes) -> Number:
@@ -173,9 +177,25 @@ def _mamba(sizes: Sizes) -> Number:
     return sizes.tokens * (inner + w * (states + pairs) + a * sizes.mamba_heads * chunk)
 
 
+def _delta(sizes: Sizes) -> Number:
+    """Inputs, gates and outputs; the pairs of tokens of a scan chunk: decays, the system, scores; what is
+    written and read; and the states, with the map of a context chunk where there are several.
+    """
+    delta, a, w, t = sizes.config.model.llm.delta, sizes.a, sizes.w, sizes.mesh.tensor
+    chunk = min(sizes.config.compute.scan_chunk, sizes.config.data.capacity)
+    heads, inner, keys = delta.value_heads / t, delta.inner / t, delta.keys / t
+    own = a * (4 * inner + 2 * (inner + 2 * keys)) + w * 4 * inner
+    columns = delta.value_dim + (delta.key_dim if sizes.mesh.context > 1 else 0)
+    states = 2 * heads * delta.key_dim * columns / chunk
+    solved = heads * (2 * delta.key_dim + 3 * delta.value_dim)
+    return sizes.tokens * (own + w * (states + solved + 4 * heads * chunk))
+
+
 def _inner(sizes: Sizes) -> int:
-    """Arrays of an MLP's inner dim: before and after the activation, the gradient; with a gate two more."""
-    return 5 if sizes.config.model.llm.is_gated else 3
+    """Arrays of an MLP's inner dim: before and after the activation, the gradient; with a gate two more, and
+    what was clamped.
+    """
+    return {"relu2": 3, "swiglu": 5, "clamped_swiglu": 9}[sizes.config.model.llm.ffn_form]
 
 
 def _mlp(sizes: Sizes) -> Number:

@@ -24,6 +24,7 @@ PARTS = ("LLM", "encoder", "adapter")
 
 _LETTERS = {
     "M": "M Mamba2",
+    "D": "D gated delta rule",
     "*": "* attention",
     "W": "W attention in a window",
     "L": "L latent attention",
@@ -39,6 +40,7 @@ _EXPERTS = {
     "gate_bias": "routed experts",
     "router": "router",
     "shared": "shared expert",
+    "shared_gate": "shared expert",
     "latent_in": "latent projection",
     "latent_out": "latent projection",
 }

@@ -132,11 +132,15 @@ class Sizes:
         return sum(w.size * ranks_of(self.mesh, w.fsdp) for w in weights)
 
     def keys_and_values(self, letter: str) -> int:
-        """Numbers of a token's keys and values in a layer of attention, as ranks exchange them."""
+        """Numbers of a token's keys and values in a layer of attention, or of what they are expanded from, as
+        ranks exchange them."""
         llm = self.config.model.llm
-        if letter == "*":
+        if letter != "L":
             return 2 * self.kv_heads * llm.head_dim
-        latent, fused = llm.latent_attention, self.config.compute.attention_backend != "xla"
+        compute, latent = self.config.compute, llm.latent_attention
+        if compute.context_exchange == "all_gather" and compute.context_layout != "whole":
+            return latent.kept
+        fused = compute.attention_backend != "xla"
         dims = 2 * latent.kernel_head_dim if fused else latent.qk_head_dim + latent.v_head_dim
         return self.heads * dims
 

@@ -12,7 +12,7 @@ from jaxthd.config import Config, EncoderConfig
 from jaxthd.models.hybrid import repeated_units
 from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.parallel.mesh import AUDIO_AXES, AXES, CONTEXT, DATA, PIPELINE, TENSOR, ranks_of
-from jaxthd.planning.layouts import mamba_bytes
+from jaxthd.planning.layouts import delta_bytes, mamba_bytes
 from jaxthd.planning.sizes import Number, Sizes
 
 ByAxes = dict[tuple[str, ...], Number]
@@ -163,6 +163,16 @@ def _mixer(
                 received.gather((CONTEXT,), 2 * sizes.rows * (state + halo), times * (forward + 1))
             if config.compute.context_layout == "buffer":
                 _shared_prompts(sizes, received, times * (forward + 1))
+        case "D":
+            delta, heads = llm.delta, llm.delta.value_heads / sizes.mesh.tensor
+            uniform_program = not is_stage or (sizes.stages.are_equal and is_ring)
+            if uniform_program or config.compute.context_layout == "document":
+                there_and_back = delta_bytes(config) / sizes.schedule.microbatches
+                received.add((CONTEXT,), there_and_back / 2 * times * (forward + 1))
+            else:
+                maps = heads * delta.key_dim * (delta.key_dim + delta.value_dim) * sizes.w
+                ends = (delta.conv - 1) * (delta.inner + 2 * delta.keys) / sizes.mesh.tensor * sizes.a
+                received.gather((CONTEXT,), 2 * sizes.rows * (maps + ends), times * (forward + 1))
         case "E":
             row = (llm.latent_dim or llm.dim) * sizes.a
             share = 1 / ranks_of(sizes.mesh, sizes.owners)

@@ -71,6 +71,14 @@ class Scored(NamedTuple):
     slots: Int[np.ndarray, " s"]
 
 
+def make_log_probs(blueprint: Blueprint, mesh: Mesh) -> Any:
+    """(params, buffers, batch) -> the log-probability of every supervised position's target, [R, T], on every
+    device. One compiled program."""
+    scores = make_scoring_step(blueprint, mesh, temperature=policy_temperature(blueprint.config))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jit_for(blueprint.config, mesh, lambda *given: scores(*given).log_probs, out_shardings=everywhere)
+
+
 class CachedReference:
     """See cached_reference."""
 
@@ -81,11 +89,7 @@ class CachedReference:
         config = self._config = blueprint.config
         self._rows = local_rows(mesh, config.data.rows)
         self._file = workdir / "reference.json"
-        scores = make_scoring_step(blueprint, mesh, temperature=policy_temperature(config))
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        self._scores: Any = jit_for(
-            config, mesh, lambda *given: scores(*given).log_probs, out_shardings=everywhere
-        )
+        self._scores = make_log_probs(blueprint, mesh)
         is_new = not int(state.step)
         weights = Weights(state.params, state.buffers) if is_new else None
         self._digest = self._known_digest(weights)

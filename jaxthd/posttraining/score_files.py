@@ -34,6 +34,11 @@ class ScoreFiles:
     def __len__(self) -> int:
         return len(self._found)
 
+    @property
+    def scores(self) -> Mapping[bytes, Float[np.ndarray, " s"]]:
+        """All that is here, by digest."""
+        return self._found
+
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._found
 

@@ -17,7 +17,7 @@ from jaxthd.parallel.processes import is_first
 from jaxthd.run.goodput import TimeAccount
 from jaxthd.run.progress import Progress
 from jaxthd.run.trackers.background import BackgroundTracker
-from jaxthd.run.trackers.registry import TRACKERS
+from jaxthd.run.trackers.registry import LEAVE_BEHIND, TRACKERS
 from jaxthd.run.trackers.tracker import TrackedRun
 
 FILE = "metrics.jsonl"
@@ -61,7 +61,8 @@ class Metrics(NoMetrics):
         self._progress = Progress(steps)
         run = TrackedRun(workdir, settings, [_null_is_nan(line) for line in kept], is_new)
         self._trackers = [
-            BackgroundTracker(name, TRACKERS[name], run, self.say) for name in dict.fromkeys(trackers)
+            BackgroundTracker(name, TRACKERS[name], run, self.say, LEAVE_BEHIND.get(name, lambda: None))
+            for name in dict.fromkeys(trackers)
         ]
 
     def step(self, line: Mapping[str, Any]) -> None:

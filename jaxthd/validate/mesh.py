@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from operator import attrgetter
 
 from jaxthd.config import Config
 from jaxthd.models.mixers import LAYER_KINDS
@@ -57,13 +58,14 @@ def _capacity_over_context(config: Config, device: DeviceFacts) -> Iterator[Find
 @RULES.rule("mesh.context", "data.capacity", "compute.context_layout", "model.llm")
 def _chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm, unit, whole = config.model.llm, 2 * config.mesh.context, config.compute.context_layout == "buffer"
-    reach, chunk = llm.mamba_conv - 1, config.data.capacity // unit
-    if whole and unit > 2 and "M" in llm.kinds and chunk < reach:
-        yield Finding(
-            f"a context chunk, data.capacity / (2 * context), holds {chunk} tokens",
-            f"{reach} or more, because Mamba2's convolution of {llm.mamba_conv} taps looks that far back",
-            f"set data.capacity to {unit * reach} or more, or lower mesh.context",
-        )
+    chunk = config.data.capacity // unit
+    for letter, whose, taps in (("M", "Mamba2's", llm.mamba_conv), ("D", "the delta rule's", llm.delta.conv)):
+        if whole and unit > 2 and letter in llm.kinds and chunk < taps - 1:
+            yield Finding(
+                f"a context chunk, data.capacity / (2 * context), holds {chunk} tokens",
+                f"{taps - 1} or more, because {whose} convolution of {taps} taps looks that far back",
+                f"set data.capacity to {unit * (taps - 1)} or more, or lower mesh.context",
+            )
 
 
 @RULES.rule("mesh.context", "data.round_to", "compute.context_layout")
@@ -91,6 +93,17 @@ def _cut_chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterato
         )
 
 
+@RULES.rule("mesh.context", "compute.context_layout", "model.llm")
+def _delta_of_cut_documents(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    is_whole = config.compute.context_layout == "whole" and config.mesh.context > 1
+    if is_whole and "D" in config.model.llm.kinds:
+        yield Finding(
+            'compute.context_layout is "whole" with the gated delta rule (D in model.llm.pattern)',
+            '"buffer" or "document", because its states do not yet pass for cut documents alone',
+            "set compute.context_layout to buffer",
+        )
+
+
 @RULES.rule("mesh.context", "mesh.pipeline", "compute.context_layout", "compute.context_exchange")
 def _ring_among_stages(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     mesh, compute = config.mesh, config.compute
@@ -108,19 +121,19 @@ def _ring_among_stages(config: Config, device: DeviceFacts) -> Iterator[Finding]
 @RULES.rule("mesh.context", "mesh.tensor", "compute.context_layout", "model.llm")
 def _mamba_heads_over_context(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     mesh, llm = config.mesh, config.model.llm
-    heads, ranks = llm.mamba_heads, mesh.tensor * mesh.context
-    if (
-        config.compute.context_layout == "document"
-        and "M" in llm.kinds
-        and heads % mesh.tensor == 0
-        and heads % ranks
-    ):
-        yield Finding(
-            f"model.llm.mamba_heads is {heads} for {mesh.context} context and {mesh.tensor} tensor ranks",
-            f'a multiple of {ranks}, because these ranks share the heads (compute.context_layout "document")',
-            f"set mesh.context to {divisors(heads // mesh.tensor, mesh.context)}, or model.llm.mamba_heads "
-            f"to {multiples(heads, ranks)}, or compute.context_layout to buffer",
-        )
+    ranks = mesh.tensor * mesh.context
+    if config.compute.context_layout != "document":
+        return
+    for letter, name in (("M", "mamba_heads"), ("D", "delta.value_heads")):
+        heads = attrgetter(name)(llm)
+        if letter in llm.kinds and heads % mesh.tensor == 0 and heads % ranks:
+            yield Finding(
+                f"model.llm.{name} is {heads} for {mesh.context} context and {mesh.tensor} tensor ranks",
+                f"a multiple of {ranks}, because these ranks share the heads (compute.context_layout "
+                '"document")',
+                f"set mesh.context to {divisors(heads // mesh.tensor, mesh.context)}, or model.llm.{name} "
+                f"to {multiples(heads, ranks)}, or compute.context_layout to buffer",
+            )
 
 
 # --- what tensor and pipeline ranks share ---
@@ -132,11 +145,12 @@ def _width_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Finding]
     for letters, name in (
         ("*WL", "q_heads"),
         ("M", "mamba_heads"),
+        ("D", "delta.value_heads"),
         ("-", "ffn_dim"),
         ("E", "expert_dim"),
         ("E", "shared_expert_dim"),
     ):
-        size = getattr(llm, name)
+        size = attrgetter(name)(llm)
         if set(letters) & set(llm.kinds) and size % ranks:
             yield Finding(
                 f"mesh.tensor is {ranks} with model.llm.{name} {size}",
@@ -144,8 +158,8 @@ def _width_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Finding]
                 f"set mesh.tensor to {divisors(size, ranks)}, or model.llm.{name} to "
                 f"{multiples(size, ranks)}",
             )
-    for letters, name in (("*W", "kv_heads"), ("M", "mamba_groups")):
-        size = getattr(llm, name)
+    for letters, name in (("*W", "kv_heads"), ("M", "mamba_groups"), ("D", "delta.key_heads")):
+        size = attrgetter(name)(llm)
         if set(letters) & set(llm.kinds) and size % ranks and ranks % size:
             yield Finding(
                 f"mesh.tensor is {ranks} with model.llm.{name} {size}",

@@ -1,6 +1,7 @@
 """The encoder and the decoder, and how they are computed."""
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import NamedTuple
 
 import jax
@@ -150,8 +151,9 @@ def _head_groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     for letters, whole, part, why in (
         ("*W", "q_heads", "kv_heads", "equally many query heads share each key and value head"),
         ("M", "mamba_heads", "mamba_groups", "equally many heads share each group's B, C and norm"),
+        ("D", "delta.value_heads", "delta.key_heads", "equally many value heads share each key head"),
     ):
-        heads, groups = getattr(llm, whole), getattr(llm, part)
+        heads, groups = attrgetter(whole, part)(llm)
         if set(letters) & set(llm.kinds) and heads % groups:
             yield Finding(
                 f"model.llm.{whole} is {heads} with {part} {groups}",

@@ -1,11 +1,13 @@
-"""Writes tests/references/qwen3.npz and qwen3_moe.npz: tiny random Qwen3ForCausalLM, Qwen3MoeForCausalLM.
+"""Writes tests/references/qwen3.npz, qwen3_moe.npz, qwen3_next.npz: tiny random Qwen3ForCausalLM,
+Qwen3MoeForCausalLM, Qwen3NextForCausalLM.
 
     python scripts/references/qwen3.py [--checkpoints FOLDER]
 
 Needs torch and transformers; takes about 15 s. Float32, eval mode; the model is given one document of LENGTHS
 tokens at a time, unpadded. The dense model ties its head to its embedding, and all its query heads share one
-key and value head. The other one has a dense layer between two layers of experts. save_pretrained's
-checkpoints stay in FOLDER, by name.
+key and value head. The second one has a dense layer between two layers of experts. The third one, with
+zero-centred norms, has gated delta rules, attention, and a dense layer among layers of experts. The
+checkpoints of save_pretrained stay in FOLDER, by name.
 
 Keys (c a document's number):
     config              config.json, as save_pretrained writes it
@@ -59,6 +61,29 @@ VARIANTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "qwen3_next": (
+        transformers.Qwen3NextConfig,
+        transformers.Qwen3NextForCausalLM,
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 1,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "mlp_only_layers": [2],
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 7,
+            "linear_value_head_dim": 5,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 9,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e3,
+                "partial_rotary_factor": 0.4,
+            },
+        },
+    ),
 }
 
 
@@ -66,8 +91,11 @@ def randomize(model: torch.nn.Module) -> None:
     """Gives every weight a value at which an error in its use would show."""
     with torch.no_grad():
         for name, x in model.named_parameters():
-            if x.ndim == 1:
-                x.normal_(1.0, 0.3)
+            if "A_log" in name or "dt_bias" in name:  # decays from almost none to almost all
+                x.uniform_(-3.0, 1.5)
+            elif x.ndim == 1:
+                is_zero_centred = isinstance(model, transformers.Qwen3NextForCausalLM)
+                x.normal_(0.0 if is_zero_centred and "linear_attn" not in name else 1.0, 0.3)
             else:
                 x.normal_(0.0, 0.5 if "embed" in name else x.shape[-1] ** -0.5)
 
@@ -92,7 +120,7 @@ def reference(name: str, seed: int, folder: Path) -> dict[str, np.ndarray]:
     """All arrays of one archive. folder: where the checkpoint is saved."""
     configure, make, fields = VARIANTS[name]
     torch.manual_seed(seed)
-    model = make(configure(**SHARED, **fields, attn_implementation="eager")).eval()
+    model = make(configure(**{**SHARED, **fields}, attn_implementation="eager")).eval()
     randomize(model)
     model.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")

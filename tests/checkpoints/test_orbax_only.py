@@ -20,7 +20,7 @@ from jaxthd.config import AdaptConfig, Config, DataConfig, EncoderConfig, LLMCon
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state
-from scripts.check_meshes import DEEPSEEK, GPT_OSS, QWEN3
+from scripts.check_meshes import DEEPSEEK, GPT_OSS, QWEN3, QWEN3_NEXT
 from tests.helpers import filled_state
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +62,9 @@ CONFIGS = {
         )
     ),
     "DeepSeek-V3": Config(model=ModelConfig(encoder=None, llm=replace(LLM, **DEEPSEEK))),
+    "Qwen3-Next": Config(
+        model=ModelConfig(encoder=None, llm=replace(LLM, **QWEN3_NEXT | {"pattern": "D-*E"})),
+    ),
     "LoRA": Config(
         model=ModelConfig(encoder=ENCODER, llm=LLM), adapt=AdaptConfig(lora_rank=5, lora_targets=("*",))
     ),
@@ -71,6 +74,7 @@ LETTERS = {
     "window_attention": "W",
     "latent_attention": "L",
     "mamba": "M",
+    "delta": "D",
     "mlp": "-",
     "moe": "E",
 }

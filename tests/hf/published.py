@@ -9,7 +9,7 @@ from scripts.comparison.published import Published, group
 
 REFERENCES = Path(__file__).parents[1] / "references"
 LLMS = ("nemotron_h", "nemotron_h_latent")
-QWEN = ("qwen3", "qwen3_moe")
+QWEN = ("qwen3", "qwen3_moe", "qwen3_next")
 DEEPSEEK = ("deepseek_v3", "moonlight")
 FAMILIES = (*LLMS, *QWEN, *DEEPSEEK, "gpt_oss", "nemotron_omni", "canary_qwen")
 

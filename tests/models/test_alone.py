@@ -10,15 +10,25 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxthd.config import ComputeConfig, EncoderConfig, LLMConfig
+from jaxthd.config import ComputeConfig, DeltaConfig, EncoderConfig, LLMConfig
 from jaxthd.models.fastconformer import FastConformer
 from jaxthd.models.hybrid import Block, HybridDecoder
-from jaxthd.models.mixers import LAYER_KINDS, MLP, Attention, LatentAttention, Mamba2, Mixer, MoE, RoutedMixer
+from jaxthd.models.mixers import (
+    LAYER_KINDS,
+    MLP,
+    Attention,
+    GatedDelta,
+    LatentAttention,
+    Mamba2,
+    Mixer,
+    MoE,
+    RoutedMixer,
+)
 from jaxthd.models.mtp import MultiTokenPrediction
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.segments import Segments, segments_of
 from jaxthd.parallel.params import Init
-from scripts.check_meshes import DEEPSEEK, GPT_OSS, QWEN3
+from scripts.check_meshes import DEEPSEEK, GPT_OSS, QWEN3, QWEN3_NEXT
 from tests.helpers import assert_same
 
 LENGTHS = (7, 1, 12, 3, 5)
@@ -36,12 +46,14 @@ LLM = LLMConfig(
     mamba_head_dim=8,
     mamba_state=8,
     mamba_groups=2,
+    delta=DeltaConfig(key_heads=2, value_heads=4, key_dim=6, value_dim=5),
     experts=5,
     expert_dim=7,
     shared_expert_dim=9,
     mtp_pattern="*E",
 )
 QWEN3_LLM, GPT_OSS_LLM, DEEPSEEK_LLM = (replace(LLM, **each) for each in (QWEN3, GPT_OSS, DEEPSEEK))
+QWEN3_NEXT_LLM = replace(LLM, **QWEN3_NEXT)
 WINDOW = GPT_OSS_LLM.window
 COMPUTE = ComputeConfig(dtype="float64", scan_chunk=6, attention_block=BLOCK, expert_block=4)
 PADDING = 30.0
@@ -60,11 +72,13 @@ MODULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "attention": (Attention, Attention.__call__),
     "latent attention": (lambda _, *given: LatentAttention(DEEPSEEK_LLM, *given), LatentAttention.__call__),
     "Mamba2": (Mamba2, Mamba2.__call__),
+    "gated delta rule": (GatedDelta, GatedDelta.__call__),
     "MLP": (MLP, MLP.__call__),
     "MoE": (MoE, MoE.__call__),
     "block": (lambda *given: Block("M", *given), lambda block, x, segments: block(x, segments)[0]),
     "decoder": (HybridDecoder, decoder_output),
     "decoder of Qwen3": (lambda _, *given: HybridDecoder(QWEN3_LLM, *given), decoder_output),
+    "decoder of Qwen3-Next": (lambda _, *given: HybridDecoder(QWEN3_NEXT_LLM, *given), decoder_output),
     "decoder of GPT-OSS": (lambda _, *given: HybridDecoder(GPT_OSS_LLM, *given), decoder_output),
     "multi-token prediction": (MultiTokenPrediction, depth_output),
 }

@@ -27,6 +27,7 @@ from tests.speech_model import (
     GPT,
     MELS,
     MODEL,
+    NEXT,
     QWEN,
     ROUND_TO,
     Layout,
@@ -162,6 +163,17 @@ def test_decoding_counts_positions_from_the_documents_start(data: int, context: 
         want = alone(-1, QWEN)
         assert len({tuple(a) for a in want.values()}) > 4, "answers should differ"
         assert decoded(data, context, -1, layout, QWEN)[1] == want
+
+
+@pytest.mark.parametrize(
+    ("data", "context", "layout"),
+    [(1, 2, "buffer"), pytest.param(1, 4, "document", marks=pytest.mark.exhaustive)],
+)
+def test_decoding_goes_on_from_the_states_of_the_gated_delta_rule(data: int, context: int, layout: Layout):
+    with jax.enable_x64(True):
+        want = alone(-1, NEXT)
+        assert len({tuple(a) for a in want.values()}) > 4, "answers should differ"
+        assert decoded(data, context, -1, layout, NEXT)[1] == want
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 
 from jaxthd.ops.attention.ring import packed_attention
 from jaxthd.ops.conv import causal_conv
+from jaxthd.ops.delta.rule import DeltaInputs, gated_delta_rule
 from jaxthd.ops.head_exchange import own_heads, scan_segments, to_heads, to_tokens
 from jaxthd.ops.scan import state_passing
 from jaxthd.ops.scan.backends import scan
@@ -93,6 +94,12 @@ def scanned(a: Any, inputs: Any, segments: Any, chunk: int = 6, backend: str = "
     return to_tokens(y, segments, y.dtype)
 
 
+def by_delta(_: Any, inputs: Any, segments: Any) -> Any:
+    given = DeltaInputs(*(to_heads(x, segments) for x in inputs))
+    y = gated_delta_rule(given, scan_segments(segments), chunk=6)
+    return to_tokens(y, segments, y.dtype)
+
+
 def inputs_of(
     name: str, rng: np.random.Generator, capacity: int, dim: int = 3
 ) -> tuple[Any, Any, np.ndarray]:
@@ -107,6 +114,11 @@ def inputs_of(
     if name == "convolution":
         return (rng.normal(size=(TAPS, H, 3)), rng.normal(size=(H, 3))), normal(H, 3), normal(H, 3)
     dt = rng.uniform(0.001, 1.0, size=(capacity, H))
+    if name == "delta":
+        q, k = normal(G, D), normal(G, D)
+        k /= np.linalg.norm(k, axis=-1, keepdims=True)
+        rates = rng.uniform(size=(capacity, H))
+        return None, (q, k, normal(H, V), -dt * DECAYS[::-1], rates), normal(H, V)
     state = max(S, dim)
     return -DECAYS, (normal(H, dim), dt, normal(G, state), normal(G, state)), normal(H, dim)
 
@@ -116,6 +128,7 @@ MIXERS = {
     "attention in a window": attend("ring", in_window=True),
     "convolution": convolved,
     "scan": scanned,
+    "delta": by_delta,
 }
 LAYOUTS = [(1, "buffer"), *product((2, 4), ("buffer", "document"))]
 MESHES = [
@@ -126,12 +139,15 @@ MESHES = [
     *(("convolution", *mesh, "") for mesh in LAYOUTS),
     *(("scan", *mesh, "") for mesh in LAYOUTS),
     ("scan", 4, "buffer", "in steps"),
+    *(("delta", *mesh, "") for mesh in LAYOUTS if mesh != (4, "document")),  # with more ranks than key heads
+    ("delta", 4, "buffer", "in steps"),
 ]
 TYPICAL = [
     ("attention in a window", 4, "buffer", "ring"),
     ("attention", 4, "document", "ring"),
     ("convolution", 4, "buffer", ""),
     ("scan", 2, "buffer", ""),
+    ("delta", 2, "buffer", ""),
 ]
 
 

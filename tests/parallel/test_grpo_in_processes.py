@@ -188,6 +188,10 @@ def test_what_one_process_cannot_read_no_process_takes(
 
     first, second = in_two(monkeypatch, run)
     assert first == second
+    fewer = first[1] | {"identity": first[1]["identity"] | {"items": [12]}}
+    stream = PromptStream([examples], documents, settings, on_skip=lambda key, why: None, identity={})
+    with pytest.raises(UserError, match="Lines without a text"):
+        stream.set_state(fewer)
     assert {examples[4].key, examples[5].key} == set(first[2]) - {examples[12].key}
     assert not set(first[0]) & {examples[4].key, examples[5].key, examples[12].key}
 

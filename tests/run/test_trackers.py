@@ -1,6 +1,9 @@
 """Trackers get every step once, whatever cut the run off; and no failure of theirs reaches the run."""
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -168,3 +171,102 @@ def test_a_run_from_before_there_was_a_list_keeps_its_trackers(
     read = read_config(tmp_path)
     assert read.train.trackers == trackers
     assert read.model.llm.rope == RopeConfig(theta=1e6)
+
+
+FAKE_WANDB = '''
+"""Stands for W&B whose service hangs: what HANGS names blocks for ever."""
+import atexit, os, time
+from types import SimpleNamespace
+
+run, hangs = None, os.environ["HANGS"].split()
+
+def block(what):
+    while what in hangs:
+        time.sleep(1)
+
+def at_exit():
+    block("exit")
+
+def teardown():
+    atexit.unregister(at_exit) if "hook" not in hangs else None
+    block("teardown")
+
+class Settings(SimpleNamespace):
+    model_fields = {}
+
+def init(**_):
+    global run
+    atexit.register(at_exit)
+    block("init")
+    run = Run()
+    return run
+
+class Run:
+    resumed = False
+
+    def log(self, *_, **__):
+        block("log")
+
+    def finish(self, **_):
+        global run
+        block("finish")
+        run = None
+'''
+PROGRAM = """
+import sys
+from pathlib import Path
+from jaxthd.errors import UserError, readable_errors
+from jaxthd.run.metrics_file import Metrics
+from jaxthd.run.trackers import background
+from jaxthd.terminal import leaving
+
+background.CLOSE_SECONDS, leaving.EXIT_SECONDS = 1.0, 1.5
+line = dict.fromkeys(("grad_norm", "tokens_per_second", "padding_ratio", "learning_rate"), 1.0)
+
+def command():
+    with Metrics(Path(sys.argv[2]), 0, 2, trackers=("wandb",)) as metrics:
+        for step in (1, 2):
+            metrics.step({"step": step, "loss": 1.0, "time": 1.0, **line})
+    print("all is saved")
+    if "fails" in sys.argv[1]:
+        raise UserError("found, expected, change")
+
+if "library" in sys.argv[1]:
+    command()
+else:
+    with leaving.ends_in_time(), readable_errors():
+        command()
+"""
+
+
+@pytest.mark.parametrize(
+    ("hangs", "how", "status", "told"),
+    [
+        pytest.param("", "command", 0, "", marks=pytest.mark.exhaustive),
+        ("exit", "library", 0, ""),  # teardown has removed the hook
+        pytest.param("finish exit", "library", 0, "has not ended within 1 s", marks=pytest.mark.exhaustive),
+        ("finish teardown exit", "library", 0, "has not ended within 1 s"),
+        ("init exit", "command fails", 1, "has not ended within 1 s"),
+        pytest.param("log exit", "library", 0, "has not ended within 1 s", marks=pytest.mark.exhaustive),
+        pytest.param("hook exit", "command", 0, "kept the process alive", marks=pytest.mark.exhaustive),
+        ("hook exit", "command fails", 1, "kept the process alive"),
+    ],
+)
+def test_wandb_never_keeps_the_process_alive(tmp_path: Path, hangs: str, how: str, status: int, told: str):
+    """Its exit hook waits for its service for ever. All was said and saved before the end."""
+    (tmp_path / "wandb.py").write_text(FAKE_WANDB)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    ended = subprocess.run(
+        [sys.executable, tmp_path / "program.py", how, tmp_path],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()]), "HANGS": hangs},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == status, ended.stderr
+    assert "all is saved" in ended.stdout
+    assert told in ended.stdout + ended.stderr
+    assert ("error: found, expected" in ended.stderr) == bool(status)
+    assert "Traceback" not in ended.stderr
+    assert [x["step"] for x in read_metrics(tmp_path)] == [1, 2]

@@ -211,6 +211,24 @@ CASES = [
         "set mesh.context to 1, 2 or 3, or model.llm.mamba_heads to 4 or 8, or compute.context_layout to",
     ),
     Case(
+        {"mesh.context": 4, "compute.context_layout": "document", "data.round_to": 8}
+        | {"model.llm.pattern": "D*", "model.llm.delta.value_heads": 6},
+        "set mesh.context to 1, 2 or 3, or model.llm.delta.value_heads to 4 or 8",
+    ),
+    Case(
+        {"mesh.context": 4, "data.capacity": 8, "data.audio_capacity": 0, "model.llm.pattern": "D"}
+        | {"data.prompt": "", "data.max_documents": 8},
+        "the delta rule's convolution of 4 taps looks that far back",
+    ),
+    Case(
+        {"mesh.tensor": 4, "model.llm.pattern": "D", "model.llm.delta.value_heads": 6},
+        "mesh.tensor is 4 with model.llm.delta.value_heads 6",
+    ),
+    Case(
+        {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.pattern": "D*"},
+        'compute.context_layout is "whole" with the gated delta rule',
+    ),
+    Case(
         {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.mamba_conv": 6},
         'model.llm.mamba_conv is 6 with compute.context_layout "whole"',
     ),
@@ -265,7 +283,13 @@ CASES = [
     Case({"model.llm.pattern": "|"}, "model.llm.pattern '|' is empty"),
     Case({"model.llm.pattern": "MXM*Y"}, "'MXM*Y' holds X, Y"),
     Case({"model.llm.q_heads": 5}, "set model.llm.q_heads to 4 or 6"),
+    Case({"model.llm.pattern": "W-", "model.llm.q_heads": 5}, "set model.llm.q_heads to 4 or 6"),
+    Case({"model.llm.window": 0}, "model.llm.window is 0; expected 1 or more"),
     Case({"model.llm.mamba_heads": 9}, "set model.llm.mamba_heads to 8 or 10"),
+    Case(
+        {"model.llm.pattern": "D*", "model.llm.delta.value_heads": 5},
+        "set model.llm.delta.value_heads to 4 or 6, or model.llm.delta.key_heads to a divisor",
+    ),
     Case({"model.llm.mamba_dt_limit": (0.1, 0.1)}, "model.llm.mamba_dt_limit is (0.1, 0.1)"),
     Case(
         {"model.llm.rope.theta": 1e4, "model.llm.rope.fraction": 0.1},

@@ -2,6 +2,7 @@
 
 from jaxthd.models.mixers.attention import Attention
 from jaxthd.models.mixers.contract import LayerKind, Mixer, Prefilled, RoutedMixer, Routing
+from jaxthd.models.mixers.delta import GatedDelta
 from jaxthd.models.mixers.latent_attention import LatentAttention
 from jaxthd.models.mixers.mamba2 import Mamba2
 from jaxthd.models.mixers.mlp import MLP
@@ -13,6 +14,7 @@ __all__ = [
     "LAYER_KINDS",
     "MLP",
     "Attention",
+    "GatedDelta",
     "LatentAttention",
     "LayerKind",
     "Mamba2",

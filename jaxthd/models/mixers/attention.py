@@ -26,7 +26,8 @@ from jaxthd.parallel.params import Init, over_tensor
 class Attention(nnx.Module):
     """Causal grouped-query attention.
 
-    Queries and keys are normalised if llm.qk_norm, then rotated by their positions if llm.rope.theta.
+    Queries and keys are normalised if llm.qk_norm, then rotated by their positions if llm.rope.theta. Outputs
+    have a gate if llm.attention_gate.
     in_window: whether a token sees only llm.window tokens, itself and those before it.
     """
 
@@ -43,14 +44,19 @@ class Attention(nnx.Module):
         self.k = Linear(llm.dim, llm.kv_heads * llm.head_dim, init, bias=bias, sharded_out=shared)
         self.v = Linear(llm.dim, llm.kv_heads * llm.head_dim, init, bias=bias, sharded_out=shared)
         self.out = Linear(inner, llm.dim, init, bias=bias, std=residual_std(inner, llm), sharded_in=heads)
-        self.q_norm = RMSNorm(llm.head_dim, llm.norm_eps, init) if llm.qk_norm else None
-        self.k_norm = RMSNorm(llm.head_dim, llm.norm_eps, init) if llm.qk_norm else None
+        self.gate = Linear(llm.dim, inner, init, sharded_out=heads) if llm.attention_gate else None
+        self.q_norm, self.k_norm = (
+            RMSNorm(llm.head_dim, llm.norm_eps, init, zero_centred=llm.norm_zero_centred)
+            if llm.qk_norm
+            else None
+            for _ in "qk"
+        )
         self.sinks = init.zeros((llm.q_heads,), (heads,)) if llm.attention_sinks else None
         self.head_dim, self.rope, self.window = llm.head_dim, llm.rope, llm.window
         self.exchange, self.backend = compute.context_exchange, compute.attention_backend
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
-        return self._attend(*self._project(x_ND, segments.sequence_positions), segments)
+        return self._attend(x_ND, *self._project(x_ND, segments.sequence_positions), segments)
 
     def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
         """Fixed: the packed keys and values of all prompts. State: room for the new tokens' own; in a window
@@ -60,7 +66,7 @@ class Attention(nnx.Module):
         fixed = [gather_in_order(x, segments) for x in (k_NKd, v_NKd)]
         tokens = min(prompts.new_tokens, self.window) if self.in_window else prompts.new_tokens
         room = jnp.zeros((prompts.documents, tokens, *k_NKd.shape[1:]), k_NKd.dtype)
-        return Prefilled(self._attend(q_NHd, k_NKd, v_NKd, segments), fixed, [room, room])
+        return Prefilled(self._attend(x_ND, q_NHd, k_NKd, v_NKd, segments), fixed, [room, room])
 
     def step(
         self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
@@ -86,7 +92,7 @@ class Attention(nnx.Module):
         own = jnp.einsum("nkgm,nmkd->nkgd", p_nKGm, v_nmKd, preferred_element_type=acc)
         found = merge(prompt, prompt_lse, own.reshape(q_nHd.shape), lse_nKG.reshape(q_nHd.shape[:2]))
         o_nHd, _ = with_sink(*found, self._sink())
-        return self.out(o_nHd.astype(x_nD.dtype).reshape(len(x_nD), -1)), state
+        return self._finish(o_nHd.astype(x_nD.dtype), x_nD), state
 
     def _own_tokens(self, room: int, now: Now) -> tuple[Array, Array]:
         """(where the newest token of each document is put, which tokens it sees) of the m that there is room
@@ -116,7 +122,7 @@ class Attention(nnx.Module):
             q, k = (rotated(x, positions_N, self.rope) for x in (q, k))
         return q, k, v
 
-    def _attend(self, q_NHd: Array, k_NKd: Array, v_NKd: Array, segments: Segments) -> Array:
+    def _attend(self, x_ND: Array, q_NHd: Array, k_NKd: Array, v_NKd: Array, segments: Segments) -> Array:
         o_NHd = packed_attention(
             q_NHd,
             k_NKd,
@@ -128,7 +134,11 @@ class Attention(nnx.Module):
             sink_H=self._sink(),
             in_window=self.in_window,
         )
-        return self.out(o_NHd.reshape(len(q_NHd), -1))
+        return self._finish(o_NHd, x_ND)
+
+    def _finish(self, o_NHd: Array, x_ND: Array) -> Array:
+        o_NI = o_NHd.reshape(len(x_ND), -1)
+        return self.out(o_NI if self.gate is None else o_NI * jax.nn.sigmoid(self.gate(x_ND)))
 
 
 COST_KEYS = 1024
@@ -137,7 +147,7 @@ COST_KEYS = 1024
 
 def cost(llm: LLMConfig, keys: int = COST_KEYS) -> float:
     """keys: as COST_KEYS."""
-    heads = 2 * llm.q_heads + 2 * llm.kv_heads
+    heads = (3 if llm.attention_gate else 2) * llm.q_heads + 2 * llm.kv_heads
     return float(llm.head_dim * (llm.dim * heads + 2 * keys * llm.q_heads))
 
 

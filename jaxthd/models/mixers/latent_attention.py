@@ -17,11 +17,12 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig
+from jaxthd.models import dropout
 from jaxthd.models.layers import Linear, RMSNorm
 from jaxthd.models.mixers.attention import COST_KEYS
 from jaxthd.models.mixers.contract import LayerKind, Prefilled, residual_std
 from jaxthd.ops.attention.blockwise import attention_forward
-from jaxthd.ops.attention.ring import gather_in_order, merge, packed_attention
+from jaxthd.ops.attention.ring import gather_in_order, gathered_attention, merge, packed_attention
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.rotary import rotated
 from jaxthd.packing.prompts import DOCUMENTS_BLOCK, Now, Prompts
@@ -123,21 +124,33 @@ class LatentAttention(nnx.Module):
         return keys_RHn, values_RHV
 
     def _attend(self, q: tuple[Array, Array], kept_NC: Array, segments: Segments) -> Array:
-        sizes, n = self.sizes, len(kept_NC)
+        """With all-gather the ranks exchange what is kept, and each expands all of it."""
+        q_NHd = self._filled(jnp.concatenate(q, axis=-1))
+        if self.exchange == "all_gather" and segments.context > 1 and segments.cut is None:
+            kept_RNC = jax.lax.all_gather(kept_NC, segments.axis)
+            with dropout.of_all_ranks(segments.axis):
+                pair = self._expanded(kept_RNC.reshape(-1, self.sizes.kept))
+            k, v = (x.reshape(*kept_RNC.shape[:2], *x.shape[1:]) for x in pair)
+            o_NHV = gathered_attention(q_NHd, k, v, segments, scale=self.scale, backend=self.backend)
+        else:
+            o_NHV = packed_attention(
+                q_NHd,
+                *self._expanded(kept_NC),
+                segments,
+                scale=self.scale,
+                exchange=self.exchange,
+                backend=self.backend,
+            )
+        return self.out(o_NHV[..., : self.sizes.v_head_dim].reshape(len(kept_NC), -1))
+
+    def _expanded(self, kept_NC: Array) -> tuple[Array, Array]:
+        """Keys and values of all heads."""
+        sizes = self.sizes
         latent_NR, k_Nr = jnp.split(kept_NC, [sizes.kv_lora_rank], axis=-1)
-        expanded_NHf = self.kv(latent_NR).reshape(n, -1, sizes.qk_nope_head_dim + sizes.v_head_dim)
+        expanded_NHf = self.kv(latent_NR).reshape(len(kept_NC), -1, sizes.qk_nope_head_dim + sizes.v_head_dim)
         k_NHn, v_NHV = jnp.split(expanded_NHf, [sizes.qk_nope_head_dim], axis=-1)
         k_NHr = jnp.broadcast_to(k_Nr[:, None], (*k_NHn.shape[:2], sizes.qk_rope_head_dim))
-        o_NHV = packed_attention(
-            self._filled(jnp.concatenate(q, axis=-1)),
-            self._filled(jnp.concatenate([k_NHn, k_NHr], axis=-1)),
-            self._filled(v_NHV),
-            segments,
-            scale=self.scale,
-            exchange=self.exchange,
-            backend=self.backend,
-        )
-        return self.out(o_NHV[..., : sizes.v_head_dim].reshape(n, -1))
+        return self._filled(jnp.concatenate([k_NHn, k_NHr], axis=-1)), self._filled(v_NHV)
 
     def _filled(self, x_NHd: Array) -> Array:
         """The heads, with zeros behind them where a fused kernel takes heads of one dim alone."""

@@ -52,6 +52,8 @@ class MoE(nnx.Module):
         self.latent_out = Linear(width, llm.dim, init) if llm.latent_dim else None
         has_shared = llm.shared_expert_dim > 0
         self.shared = MLP(llm, init, compute, inner=llm.shared_expert_dim) if has_shared else None
+        is_gated = has_shared and llm.shared_expert_gate
+        self.shared_gate = Linear(llm.dim, 1, init) if is_gated else None
         self.gate = init.normal(*inward, projects=True) if llm.is_gated else None
         self._add_biases(llm, init, owners, width)
         self.form = FFNForm.of(llm)
@@ -78,7 +80,7 @@ class MoE(nnx.Module):
         """As a call, and where the tokens went."""
         y_ND, chosen_Nk, score_NE = self._experts(x_ND, segments.valid)
         if self.shared is not None:
-            y_ND = y_ND + self.shared(x_ND, segments)
+            y_ND = y_ND + self._gated(self.shared(x_ND, segments), x_ND)
         return y_ND, self._routing(chosen_Nk, score_NE, segments.valid)
 
     def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
@@ -88,7 +90,13 @@ class MoE(nnx.Module):
         self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
     ) -> tuple[Float[Array, "n D"], list[Array]]:
         y_nD = self._experts(x_nD, now.active)[0]
-        return y_nD if self.shared is None else y_nD + self.shared.step(x_nD, [], [], now)[0], state
+        if self.shared is not None:
+            y_nD = y_nD + self._gated(self.shared.step(x_nD, [], [], now)[0], x_nD)
+        return y_nD, state
+
+    def _gated(self, shared_ND: Array, x_ND: Array) -> Array:
+        """The shared expert's part of the outputs."""
+        return shared_ND if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x_ND)) * shared_ND
 
     def _experts(self, x_ND: Array, routed_N: Array) -> tuple[Array, Array, Array]:
         """(the routed experts' weighted sum, the experts chosen, the scores of all)."""

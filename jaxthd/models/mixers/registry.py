@@ -1,12 +1,21 @@
 """The kinds of decoder layers by letter. A new kind is a file that ends in a LayerKind, and a name here."""
 
-from jaxthd.models.mixers import attention, latent_attention, mamba2, mlp, moe, window_attention
+from jaxthd.models.mixers import (
+    attention,
+    delta,
+    latent_attention,
+    mamba2,
+    mlp,
+    moe,
+    window_attention,
+)
 from jaxthd.models.mixers.contract import LayerKind
 
 LAYER_KINDS = {
     kind.letter: kind
     for kind in (
         mamba2.KIND,
+        delta.KIND,
         attention.KIND,
         window_attention.KIND,
         latent_attention.KIND,

@@ -71,6 +71,21 @@ def packed_attention(
     return _gathered_attention(q_NHD, k_CNKD, v_CNKV, sink_H, segments, scale, backend)
 
 
+def gathered_attention(
+    q_NHD: Float[Array, "N H D"],
+    k_CNKD: Float[Array, "C N K D"],
+    v_CNKV: Float[Array, "C N K V"],
+    segments: Segments,
+    *,
+    scale: float,
+    backend: str,
+) -> Float[Array, "N H V"]:
+    """packed_attention by "all_gather", to the keys and values of all context ranks: for callers that make
+    them of something smaller, which they have gathered."""
+    find_backend(BACKENDS, "attention", backend)
+    return _gathered_attention(q_NHD, k_CNKD, v_CNKV, None, segments, scale, backend)
+
+
 def _attention_of_whole(
     q_NHD: Array, k_NKD: Array, v_NKV: Array, sink_H: Array | None, segments: Segments, **how: Any
 ) -> Array:

@@ -16,11 +16,11 @@ tokens continue.
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 
+from jaxthd.ops.scan.decays import decays_since_start_here
 from jaxthd.ops.scan.ssd import (
     ScanChunks,
-    by_scan_chunk,
     in_scan_chunks,
     matmul,
     ssd_and_states,
@@ -53,12 +53,20 @@ def ssd_and_prefix_outputs(
     length = len(x_NHP) // context_chunks
     chunk = min(chunk, length)
     chunks = in_scan_chunks(x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments, chunk)
-    # From 1, because the filling has 0.
-    prefix_CQ = by_scan_chunk(segments.prefixes.of_token[:, None] + 1, context_chunks, chunk)[:, 0]
+    prefix_CQ = prefixes_by_scan_chunk(segments, chunk)
     more_CGQhP = of_states(chunks.c_CGQS, state_EHPS, prefix_CQ)
     more_CGQhP = more_CGQhP * decays_since_start(chunks, segments).swapaxes(2, 3)[..., None]
     more_ZLHP = more_CGQhP.swapaxes(1, 2).reshape(context_chunks, -1, *x_NHP.shape[1:])
     return y_NHP, more_ZLHP[:, :length].reshape(x_NHP.shape)
+
+
+def prefixes_by_scan_chunk(segments: Segments, chunk: int) -> Int32[Array, "C Q"]:
+    """The number of the prefix that each token's document continues, from 1; 0 for none. The filling
+    continues the last token's document."""
+    assert segments.prefixes is not None
+    of_token_ZL = segments.prefixes.of_token.reshape(segments.rows * segments.context_chunks, -1) + 1
+    filling = (0, 0), (0, -of_token_ZL.shape[1] % chunk)
+    return jnp.pad(of_token_ZL, filling, mode="edge").reshape(-1, chunk)
 
 
 def of_states(c_CGQS: Array, state_EHPS: Array, prefix_CQ: Array) -> Array:
@@ -92,15 +100,7 @@ def decays_since_start(chunks: ScanChunks, segments: Segments) -> Array:
     Sums are over terms of one sign, as in ssd.py.
     """
     i = jnp.arange(chunks.positions_CQ.shape[1])
-    counted_CQQ = (i[:, None] >= i) & (i[:, None] - i <= chunks.positions_CQ[..., None])
-    here_CGhQ = jnp.exp(
-        jnp.einsum(
-            "cghk,cqk->cghq",
-            chunks.decay_CGhQ,
-            counted_CQQ.astype(chunks.decay_CGhQ.dtype),
-            precision=jax.lax.Precision.HIGHEST,
-        )
-    )
+    here_CGhQ = decays_since_start_here(chunks.decay_CGhQ, chunks.positions_CQ)
     began_before_CQ = chunks.positions_CQ > i
     passes_C11 = began_before_CQ[:, -1, None, None]
     to_end_CGh = here_CGhQ[..., -1]

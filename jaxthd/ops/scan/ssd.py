@@ -21,6 +21,7 @@ from jaxtyping import Float, Int32
 
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.contract import ScanBackend
+from jaxthd.ops.scan.decays import Decays, decays_of
 from jaxthd.ops.scan.state_passing import DecayMap, faded, initial_states
 from jaxthd.packing.segments import Segments
 
@@ -65,7 +66,7 @@ def ssd_and_states(
     """
     length = len(x_NHP) // (segments.rows * segments.context_chunks)
     chunks = in_scan_chunks(x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments, min(chunk, length))
-    decays = _decays(chunks)
+    decays = decays_of(chunks.decay_CGhQ, chunks.positions_CQ)
     state_CGShP = _states_before(chunks, decays, segments)
     y_CGQhP = _outputs(chunks, decays, state_CGShP)
     y_ZLHP = y_CGQhP.swapaxes(1, 2).reshape(len(x_NHP) // length, -1, *x_NHP.shape[1:])
@@ -90,8 +91,6 @@ def in_scan_chunks(
     """Each context chunk is filled up to whole scan chunks."""
     n, groups = len(x_NHP), b_NGS.shape[1]
     context_chunks = segments.rows * segments.context_chunks
-    length = n // context_chunks
-    padding = -length % chunk
 
     def chunked(x: Array) -> Array:
         return by_scan_chunk(x, context_chunks, chunk)
@@ -99,13 +98,24 @@ def in_scan_chunks(
     def by_group(x_NH: Array) -> Array:
         return x_NH.reshape(n, groups, -1, *x_NH.shape[2:])
 
-    # The filling continues the last token's document with dt = 0, which leaves the state as it is.
-    positions_ZL = segments.positions.reshape(context_chunks, length)
-    filling_Zp = positions_ZL[:, -1:] + jnp.arange(1, padding + 1, dtype=jnp.int32)
-    positions_CQ = jnp.concatenate([positions_ZL, filling_Zp], axis=1).reshape(-1, chunk)
+    positions_CQ = positions_by_scan_chunk(segments, chunk)
     decay_CGhQ = chunked(by_group((dt_NH * a_H).astype(accumulation_dtype(x_NHP)))).swapaxes(2, 3)
     xdt_CGQhP = chunked(by_group(x_NHP * dt_NH[..., None].astype(x_NHP.dtype)))
     return ScanChunks(decay_CGhQ, xdt_CGQhP, chunked(b_NGS), chunked(c_NGS), positions_CQ)
+
+
+def positions_by_scan_chunk(segments: Segments, chunk: int) -> Int32[Array, "C Q"]:
+    """The filling continues the last token's document; with dt = 0 it leaves the state as it is."""
+    positions_ZL = segments.positions.reshape(segments.rows * segments.context_chunks, -1)
+    padding = -positions_ZL.shape[1] % chunk
+    filling_Zp = positions_ZL[:, -1:] + jnp.arange(1, padding + 1, dtype=jnp.int32)
+    return jnp.concatenate([positions_ZL, filling_Zp], axis=1).reshape(-1, chunk)
+
+
+def in_scan_chunk(at_D: Array, length: int, chunk: int) -> tuple[Array, Array]:
+    """(scan chunk, place in it) of this rank's tokens at_D. length: tokens of a context chunk."""
+    c_D, q_D = jnp.divmod(at_D % length, chunk)
+    return c_D + at_D // length * -(-length // chunk), q_D
 
 
 def by_scan_chunk(x: Array, context_chunks: int, chunk: int) -> Array:
@@ -115,27 +125,7 @@ def by_scan_chunk(x: Array, context_chunks: int, chunk: int) -> Array:
     return x.reshape(-1, chunk, *x.shape[2:]).swapaxes(1, 2)
 
 
-class _Decays(NamedTuple):
-    """Inside each scan chunk, 0 across documents: between any two tokens, from a token to the chunk's end,
-    from the chunk's start to a token.
-    """
-
-    between_CGhQQ: Array
-    to_end_CGhQ: Array
-    from_start_CGhQ: Array
-
-
-def _decays(chunks: ScanChunks) -> _Decays:
-    i, positions_CQ = jnp.arange(chunks.positions_CQ.shape[1]), chunks.positions_CQ
-    same_CQQ = (i[:, None] >= i) & (i[:, None] - i <= positions_CQ[..., None])
-    return _Decays(
-        _decay_over((i[:, None] < i) & (i <= i[:, None, None]), chunks.decay_CGhQ, same_CQQ),
-        _decay_over(i[:, None] < i, chunks.decay_CGhQ, same_CQQ[:, -1]),
-        _decay_over(i <= i[:, None], chunks.decay_CGhQ, positions_CQ > i),
-    )
-
-
-def _states_before(chunks: ScanChunks, decays: _Decays, segments: Segments) -> Array:
+def _states_before(chunks: ScanChunks, decays: Decays, segments: Segments) -> Array:
     """The state before each scan chunk, [C, G, S, h, P]."""
     added_CGShP = _state(chunks.b_CGQS, chunks.xdt_CGQhP, decays.to_end_CGhQ)
     return states_between(DecayMap(decays.from_start_CGhQ[..., -1], added_CGShP), segments)
@@ -162,7 +152,7 @@ def states_between(maps: DecayMap, segments: Segments) -> Float[Array, "C G S h 
     return state_cZGShP.swapaxes(0, 1).reshape(maps.added.shape)
 
 
-def _outputs(chunks: ScanChunks, decays: _Decays, state_CGShP: Array) -> Array:
+def _outputs(chunks: ScanChunks, decays: Decays, state_CGShP: Array) -> Array:
     """[C, G, Q, h, P]: from the tokens of the scan chunk, and from the state before it."""
     cb_CGQQ = matmul(chunks.c_CGQS, chunks.b_CGQS.swapaxes(2, 3))
     scores_CGhQQ = (cb_CGQQ[:, :, None] * decays.between_CGhQQ).astype(chunks.xdt_CGQhP.dtype)
@@ -172,31 +162,16 @@ def _outputs(chunks: ScanChunks, decays: _Decays, state_CGShP: Array) -> Array:
     return y_CGhQP.swapaxes(2, 3) + from_state_CGQhP
 
 
-def _states_after(chunks: ScanChunks, decays: _Decays, state_CGShP: Array, at_D: Array, length: int) -> Array:
+def _states_after(chunks: ScanChunks, decays: Decays, state_CGShP: Array, at_D: Array, length: int) -> Array:
     """[D, G, S, h, P]: what a token's scan chunk added up to the token, and what is left of the state before
     it.
 
     at_D: of this rank's tokens; -1 gives 0. length: tokens of a context chunk.
     """
-    chunk = chunks.positions_CQ.shape[1]
-    c_D, q_D = jnp.divmod(at_D % length, chunk)
-    c_D = c_D + at_D // length * -(-length // chunk)
+    c_D, q_D = in_scan_chunk(at_D, length, chunks.positions_CQ.shape[1])
     state_DGShP = _state(chunks.b_CGQS[c_D], chunks.xdt_CGQhP[c_D], decays.between_CGhQQ[c_D, :, :, q_D])
     state_DGShP = state_DGShP + faded(state_CGShP[c_D], decays.from_start_CGhQ[c_D, :, :, q_D])
     return jnp.where((at_D >= 0)[:, None, None, None, None], state_DGShP, 0)
-
-
-def _decay_over(counted: Array, decay_CGhQ: Array, seen: Array) -> Array:
-    """exp(sum of decay over the tokens of a scan chunk that `counted` [..., Q] names): [C, G, h, ...]. 0
-    where `seen` [C, ...] is False.
-
-    The sums are a matrix product with ones and zeros: all terms are of one sign, and cumulative sums are
-    slow.
-    """
-    sums = jnp.einsum(
-        "cghk,...k->cgh...", decay_CGhQ, counted.astype(decay_CGhQ.dtype), precision=jax.lax.Precision.HIGHEST
-    )
-    return jnp.exp(jnp.where(seen[:, None, None], sums, -jnp.inf))
 
 
 def _per_token(x_CGhQ: Array) -> Array:

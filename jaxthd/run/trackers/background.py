@@ -1,6 +1,7 @@
 """Trackers run in threads of their own, and what goes wrong there never stops or delays a run."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
 
@@ -14,13 +15,18 @@ class BackgroundTracker:
     """Opens a tracker and writes to it in a thread. Its first failure ends it, and is reported once.
 
     name: for messages. make: opens the tracker. say: prints a line; it is called by the thread that calls
-    the methods of this class, which raise nothing.
+    the methods of this class, which raise nothing. leave_behind: called where it does not end in time.
     """
 
     def __init__(
-        self, name: str, make: Callable[[TrackedRun], Tracker], run: TrackedRun, say: Callable[[str], None]
+        self,
+        name: str,
+        make: Callable[[TrackedRun], Tracker],
+        run: TrackedRun,
+        say: Callable[[str], None],
+        leave_behind: Callable[[], None] = lambda: None,
     ) -> None:
-        self._name, self._say = name, say
+        self._name, self._say, self._leave_behind = name, say, leave_behind
         self._lines: SimpleQueue[Line | bool] = SimpleQueue()  # True, False: close; whether the run failed
         self._failure, self._told = "", False
         # A daemon: a tracker that hangs does not keep the process alive.
@@ -39,6 +45,9 @@ class BackgroundTracker:
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
             self._failure = self._failure or f"it has not ended within {CLOSE_SECONDS:g} s"
+        if self._failure:
+            with suppress(Exception):
+                self._leave_behind()
         self._tell()
 
     def _work(self, make: Callable[[TrackedRun], Tracker], run: TrackedRun) -> None:
@@ -50,7 +59,8 @@ class BackgroundTracker:
         except ImportError as error:
             self._failure = f"{error}; to install it: pip install 'jaxthd[{self._name}]'"
         except BaseException as error:  # libraries may raise SystemExit too
-            self._failure = f"{type(error).__name__}: {error}"
+            # One that is left behind may fail of that.
+            self._failure = self._failure or f"{type(error).__name__}: {error}"
 
     def _tell(self) -> None:
         if self._failure and not self._told:

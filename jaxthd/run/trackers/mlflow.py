@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxthd.run.trackers.sent import Sent
 from jaxthd.run.trackers.tracker import Line, TrackedRun, scalars
+from jaxthd.terminal.leaving import may_hang
 
 EXPERIMENT = "jaxthd"
 MOST_PARAMETERS = 100
@@ -21,6 +22,7 @@ class MLflow:
     """The run's MLflow run. When the run is continued, so is its MLflow run, with the steps that it lacks."""
 
     def __init__(self, run: TrackedRun) -> None:
+        may_hang("the tracker mlflow")
         where = os.environ.get("MLFLOW_TRACKING_URI")
         if not where:
             where = (run.workdir.absolute() / "mlruns").as_uri()

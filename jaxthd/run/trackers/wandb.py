@@ -6,13 +6,18 @@ WANDB_PROJECT and WANDB_ENTITY say where the run appears.
 
 import os
 import secrets
+import sys
+import threading
 from typing import Any
 
 from jaxthd.run.trackers.sent import Sent
 from jaxthd.run.trackers.tracker import Line, TrackedRun, scalars
 from jaxthd.run.trackers.wandb_files import histories
+from jaxthd.terminal.leaving import may_hang
 
 PROJECT = "jaxthd"
+LEAVE_SECONDS = 1.0
+"""How long W&B may take to forget its exit hook."""
 FLUSH_SECONDS = 1.0
 """Most seconds that W&B keeps a step in memory alone, in versions of it that can be told."""
 
@@ -24,8 +29,10 @@ class WandB:
     """
 
     def __init__(self, run: TrackedRun) -> None:
+        may_hang("the tracker wandb")
         import wandb
 
+        self._wandb: Any = wandb
         self._sent = Sent("wandb", run)
         if not self._sent.id:
             self._sent.started(secrets.token_hex(8))
@@ -60,3 +67,18 @@ class WandB:
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
+        if self._wandb.run is None:  # the program has no run of its own
+            # Ends W&B's process here, where that takes a bounded time; else W&B waits for it as Python exits.
+            self._wandb.teardown()
+
+
+def leave_behind() -> None:
+    """W&B is not waited for any more, neither here nor as Python exits.
+
+    wandb.teardown removes W&B's exit hook before it waits for its process, so it may wait in a thread.
+    """
+    wandb: Any = sys.modules.get("wandb")
+    if wandb is not None:
+        leaving = threading.Thread(target=wandb.teardown, name="end of wandb", daemon=True)
+        leaving.start()
+        leaving.join(LEAVE_SECONDS)

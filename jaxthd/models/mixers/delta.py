@@ -1,0 +1,176 @@
+"""The gated delta rule's layer (Yang et al., Gated Delta Networks, 2024), as in Qwen3-Next (2025).
+
+Legend: N tokens, D model dim, H value heads, V value dim, G key heads, K key dim, I = H V, U = G K,
+C = 2 U + I channels of the convolution; in decoding n documents of this rank. What the rule takes: L tokens,
+h value heads, g key heads, c channels. These are N, H, G, C, or, where heads are sharded over R context
+ranks, all tokens of the rows, H / R and a share of the rest (ops/head_exchange.py).
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from jaxthd.config import ComputeConfig, LLMConfig
+from jaxthd.models.layers import Linear, RMSNorm
+from jaxthd.models.mixers.contract import LayerKind, Prefilled, residual_std
+from jaxthd.ops.conv import causal_conv, last_inputs
+from jaxthd.ops.delta.rule import DeltaInputs, gated_delta_rule, gated_delta_rule_and_states
+from jaxthd.ops.head_exchange import head_ranks, own_heads, scan_segments, to_heads, to_tokens
+from jaxthd.ops.numerics import accumulation_dtype
+from jaxthd.packing.prompts import Now, Prompts
+from jaxthd.packing.segments import Segments
+from jaxthd.parallel.params import Init, over_tensor, own_part
+
+UNIT_EPS = 1e-6
+"""Added to the square of a query's or key's length before it is made 1."""
+
+
+class Convolved(NamedTuple):
+    """What the convolution runs over; side by side before it, apart again after it. leaves [N, ...]."""
+
+    q: Array
+    k: Array
+    v: Array
+
+
+class GatedDelta(nnx.Module):
+    """Convolution over q, k, v; queries and keys of length 1; the rule; RMSNorm of each head; gate."""
+
+    def __init__(
+        self, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig = ComputeConfig()
+    ) -> None:
+        init, delta = Init.of(init, compute), llm.delta
+        heads, groups = over_tensor(delta.value_heads), over_tensor(delta.key_heads)
+        self.q = Linear(llm.dim, delta.keys, init, sharded_out=groups)
+        self.k = Linear(llm.dim, delta.keys, init, sharded_out=groups)
+        self.v = Linear(llm.dim, delta.inner, init, sharded_out=heads)
+        self.z = Linear(llm.dim, delta.inner, init, sharded_out=heads)
+        self.rate = Linear(llm.dim, delta.value_heads, init, sharded_out=heads)
+        self.dt = Linear(llm.dim, delta.value_heads, init, sharded_out=heads)
+        std = 1 / math.sqrt(delta.conv)
+        self.conv_q, self.conv_k, self.conv_v = (
+            init.normal((delta.conv, dim), (None, sharded), std=std)
+            for dim, sharded in ((delta.keys, groups), (delta.keys, groups), (delta.inner, heads))
+        )
+        # Decays start as Qwen3-Next's: rates uniform in [0, 16], time steps softplus(1).
+        rate_H = 16 * jax.random.uniform(init.next_key(), (delta.value_heads,), minval=1e-3)
+        self.a_log = init.param(jnp.log(rate_H), (heads,))
+        self.dt_bias = init.ones((delta.value_heads,), (heads,))
+        self.norm = RMSNorm(delta.value_dim, llm.norm_eps, init)
+        self.out = Linear(delta.inner, llm.dim, init, std=residual_std(delta.inner, llm), sharded_in=heads)
+        self.key_dim, self.value_dim = delta.key_dim, delta.value_dim
+        self.groups, self.mesh = groups, init.mesh
+        self.chunk = compute.scan_chunk
+
+    def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
+        inputs = self._inputs(x_ND, self._project(x_ND), segments)
+        y_LhV = gated_delta_rule(inputs, scan_segments(segments), chunk=self.chunk)
+        return self._finish(to_tokens(y_LhV, segments, x_ND.dtype), x_ND)
+
+    def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
+        """State: the convolution's last inputs and the rule's state, at the end of each prompt."""
+        projected, rows = self._project(x_ND), scan_segments(segments)
+        inputs = self._inputs(x_ND, projected, segments)
+        ends = rows.local_index(prompts.ends.last)
+        y_LhV, state_DhKV = gated_delta_rule_and_states(inputs, rows, ends, chunk=self.chunk)
+        inputs_NC = self._side_by_side(projected)[:, 0]
+        last_DkC = last_inputs(inputs_NC, *prompts.ends, self.conv_v.shape[0], segments)
+        share = prompts.share if segments.in_order is None else prompts.share_heads
+        state = [prompts.share(last_DkC, segments), share(state_DhKV, segments)]
+        return Prefilled(self._finish(to_tokens(y_LhV, segments, x_ND.dtype), x_ND), [], state)
+
+    def step(
+        self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
+    ) -> tuple[Float[Array, "n D"], list[Array]]:
+        last_nkC, state_nHKV = state
+        window_nKC = jnp.concatenate([last_nkC, self._side_by_side(self._project(x_nD))], axis=1)
+        convolved_nC = jax.nn.silu((window_nKC * self._taps(x_nD.dtype)[:, 0]).sum(axis=1))
+        given = self._by_head(convolved_nC, self._decays(x_nD), self._rates(x_nD))
+        acc = state_nHKV.dtype
+        q_nHK, k_nHK = (
+            jnp.repeat(x, state_nHKV.shape[1] // x.shape[1], axis=1).astype(acc) for x in given[:2]
+        )
+        state_nHKV = jnp.exp(given.decay)[..., None, None] * state_nHKV
+        known_nHV = jnp.einsum("nhkv,nhk->nhv", state_nHKV, k_nHK)
+        written_nHV = given.rate[..., None] * (given.v.astype(acc) - known_nHV)
+        state_nHKV = state_nHKV + k_nHK[..., None] * written_nHV[:, :, None]
+        y_nHV = jnp.einsum("nhkv,nhk->nhv", state_nHKV, q_nHK)
+        return self._finish(y_nHV, x_nD), [window_nKC[:, 1:], state_nHKV]
+
+    # --- before the rule ---
+
+    def _project(self, x_ND: Array) -> Convolved:
+        return Convolved(self.q(x_ND), self.k(x_ND), self.v(x_ND))
+
+    def _side_by_side(self, projected: Convolved, ranks: int = 1) -> Array:
+        """q, k and v of each rank's heads, [L, ranks, c]; a key head whose value heads lie on several is
+        repeated."""
+        *shared, v_LI = projected
+        groups = shared[0].shape[1] // self.key_dim
+        repeats = math.lcm(groups, ranks) // groups
+        q_LGK, k_LGK = (x.reshape(len(x), groups, -1).repeat(repeats, axis=1) for x in shared)
+        return jnp.concatenate([x.reshape(len(x), ranks, -1) for x in (q_LGK, k_LGK, v_LI)], axis=2)
+
+    def _taps(self, dtype: Any, ranks: int = 1) -> Array:
+        """This rank's taps of the convolution, [taps, ranks, c]."""
+        q_KU, k_KU = (own_part(w[...], 1, self.groups, self.mesh) for w in (self.conv_q, self.conv_k))
+        return self._side_by_side(Convolved(q_KU, k_KU, self.conv_v[...]), ranks).astype(dtype)
+
+    def _inputs(self, x_ND: Array, projected: Convolved, segments: Segments) -> DeltaInputs:
+        ranks = head_ranks(segments)
+        inputs_Lc = to_heads(self._side_by_side(projected, ranks), segments)[:, 0]
+        taps_Kc = own_heads(self._taps(x_ND.dtype, ranks), segments, axis=1)[:, 0]
+        no_bias_c = jnp.zeros(taps_Kc.shape[1], taps_Kc.dtype)
+        convolved_Lc = causal_conv(inputs_Lc, taps_Kc, no_bias_c, scan_segments(segments), silu=True)
+        decays_Lh, rates_Lh = (to_heads(f(x_ND), segments) for f in (self._decays, self._rates))
+        return self._by_head(convolved_Lc, decays_Lh, rates_Lh)
+
+    def _decays(self, x_ND: Array) -> Array:
+        """Logarithms, at most 0, [N, H], in promote(float32, x)."""
+        acc = accumulation_dtype(x_ND)
+        step_NH = jax.nn.softplus(self.dt(x_ND).astype(acc) + self.dt_bias[...].astype(acc))
+        return -jnp.exp(self.a_log[...].astype(acc)) * step_NH
+
+    def _rates(self, x_ND: Array) -> Array:
+        return jax.nn.sigmoid(self.rate(x_ND).astype(accumulation_dtype(x_ND)))
+
+    def _by_head(self, convolved_Lc: Array, decay_Lh: Array, rate_Lh: Array) -> DeltaInputs:
+        """convolved_Lc: q, k and v side by side."""
+        keys = (convolved_Lc.shape[1] - decay_Lh.shape[1] * self.value_dim) // 2
+        q_Lgk, k_Lgk, v_LI = jnp.split(convolved_Lc, (keys, 2 * keys), axis=1)
+        q_LgK, k_LgK = (x.reshape(len(x), -1, self.key_dim) for x in (q_Lgk, k_Lgk))
+        v_LhV = v_LI.reshape(*decay_Lh.shape, -1)
+        return DeltaInputs(_unit(q_LgK, self.key_dim**-0.5), _unit(k_LgK), v_LhV, decay_Lh, rate_Lh)
+
+    # --- after the rule ---
+
+    def _finish(self, y_NHV: Array, x_ND: Array) -> Array:
+        gate_NI = jax.nn.silu(self.z(x_ND).astype(y_NHV.dtype))
+        normed_NI = self.norm.of_heads(y_NHV).reshape(gate_NI.shape)
+        return self.out((normed_NI * gate_NI).astype(x_ND.dtype))
+
+
+def _unit(x_LGK: Array, length: float = 1.0) -> Array:
+    """Each head's vector with this length, computed in promote(float32, x)."""
+    x = x_LGK.astype(accumulation_dtype(x_LGK))
+    squares = jnp.square(x).sum(-1, keepdims=True)
+    return (length * x * jax.lax.rsqrt(squares + UNIT_EPS)).astype(x_LGK.dtype)
+
+
+COST_CHUNK = 64
+"""Tokens of a scan chunk, as the cost counts them: pipeline stages do not depend on compute.scan_chunk."""
+
+
+def cost(llm: LLMConfig) -> float:
+    delta = llm.delta
+    projections = llm.dim * (2 * delta.keys + 3 * delta.inner + 2 * delta.value_heads)
+    pairs = COST_CHUNK * (delta.keys + delta.value_heads * (delta.key_dim + 2 * delta.value_dim) / 2)
+    return float(projections + pairs + 4 * delta.inner * delta.key_dim)
+
+
+KIND = LayerKind("D", "delta", "gated delta rule", GatedDelta, cost)

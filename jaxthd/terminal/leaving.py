@@ -1,0 +1,50 @@
+"""The end of a command: a library that was used may have exit hooks that wait for ever; the process does not.
+
+W&B, for one, waits for a process of its own when Python exits.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+EXIT_SECONDS = 10.0
+"""How long Python may take to exit once the command is done and all is saved."""
+
+_why: list[str] = []
+
+
+def may_hang(why: str) -> None:
+    """From now on the end of this process is bounded. why: what may keep it alive, for the message."""
+    _why.append(why)
+
+
+@contextmanager
+def ends_in_time() -> Iterator[None]:
+    """Around a whole command: the process ends EXIT_SECONDS after it, if something was used that may hang.
+
+    The exit status is that of the command.
+    """
+    status = 0
+    try:
+        yield
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    except BaseException:
+        status = 1
+        raise
+    finally:
+        if _why:
+            threading.Thread(target=_end, args=(status,), name="bounded exit", daemon=True).start()
+
+
+def _end(status: int) -> None:
+    time.sleep(EXIT_SECONDS)
+    with suppress(Exception):
+        print(f"warning: {', '.join(_why)} kept the process alive: ended", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)

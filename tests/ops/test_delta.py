@@ -1,0 +1,109 @@
+"""The gated delta rule: packed equals each document alone, token by token, on every context size."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxthd.ops.delta.rule import DeltaInputs, gated_delta_rule, gated_delta_rule_and_states
+from jaxthd.ops.scan import state_passing
+from jaxthd.packing.segments import segments_of
+from tests.helpers import CAPACITY, CASES, assert_same, on_context, row_arrays, spans
+
+H, G, K, V = 4, 2, 5, 3
+RATES = np.array([1e-4, 0.1, 1.0, 50.0])
+"""Mean decays of the heads a token."""
+
+
+def inputs_of(rng: np.random.Generator, tokens: int = CAPACITY) -> DeltaInputs:
+    """Keys are unit vectors, some of them equal to the one before, which makes the systems hardest."""
+    q, k = rng.normal(size=(2, tokens, G, K))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    k[1::3] = k[::3][: len(k[1::3])]
+    decay = -RATES * rng.exponential(size=(tokens, H))
+    return DeltaInputs(q, k, rng.normal(size=(tokens, H, V)), decay, rng.uniform(size=(tokens, H)))
+
+
+@jax.jit
+def recurrence(inputs, reset_L):
+    """(y, the state after each token), one token at a time; S = 0 where reset."""
+
+    def step(state_HKV, given):
+        (q, k, v, decay, rate), reset = given
+        q, k = (jnp.repeat(x, H // G, axis=0) for x in (q, k))
+        state_HKV = jnp.where(reset, 0, jnp.exp(decay))[:, None, None] * state_HKV
+        written_HV = rate[:, None] * (v - (state_HKV * k[..., None]).sum(1))
+        state_HKV = state_HKV + k[..., None] * written_HV[:, None]
+        return state_HKV, ((state_HKV * q[..., None]).sum(1), state_HKV)
+
+    return jax.lax.scan(step, jnp.zeros((H, K, V), inputs.v.dtype), (inputs, reset_L))[1]
+
+
+def each_document_alone(inputs, lengths, dy):
+    """Outputs, gradients and states of the recurrence, run on each document alone."""
+    y, states = np.zeros(dy.shape), np.zeros((len(dy), H, K, V))
+    dinputs = DeltaInputs(*(np.zeros(x.shape) for x in inputs))
+    for span in spans(lengths):
+        # One compiled length for all documents: tokens after the document cannot affect it.
+        length, padded = span.stop - span.start, [np.zeros(x.shape) for x in (*inputs, dy)]
+        for whole, part in zip(padded, (*inputs, dy), strict=True):
+            whole[:length] = part[span]
+        reset = np.arange(len(y)) == 0
+        out, pull, after = jax.vjp(
+            lambda i, reset=reset: recurrence(i, reset), DeltaInputs(*padded[:-1]), has_aux=True
+        )
+        y[span], states[span] = out[:length], after[:length]
+        for whole, part in zip(dinputs, pull(jnp.asarray(padded[-1]))[0], strict=True):
+            whole[span] = part[:length]
+    return y, dinputs, states
+
+
+@pytest.mark.parametrize("chunk", [6, pytest.param(1, marks=pytest.mark.exhaustive), 64])
+@pytest.mark.parametrize(("context", "gather_up_to"), [(1, 8), (4, 8), (4, 1)])
+def test_it_equals_the_recurrence_of_each_document_alone(context, gather_up_to, chunk, monkeypatch):
+    """(4, 1) passes states in log2 steps."""
+    if chunk == 64 and context > 1:
+        pytest.skip("a context chunk is shorter")
+    monkeypatch.setattr(state_passing, "GATHER_UP_TO", gather_up_to)
+    rng = np.random.default_rng(1)
+    with jax.enable_x64(True):
+        run = on_context(lambda _, x, segments: gated_delta_rule(x, segments, chunk=chunk), context, block=8)
+        for lengths in CASES.values():
+            inputs, dy, real = inputs_of(rng), rng.normal(size=(CAPACITY, H, V)), sum(lengths)
+            dy[real:] = 0
+            y, _, dinputs = run(None, inputs, *row_arrays(lengths), dy)
+            want_y, want_dinputs, _ = each_document_alone(inputs, lengths, dy)
+            assert y.dtype == np.float64
+            assert_same(y[:real], want_y[:real], 1e-10)
+            assert_same(tuple(dinputs), tuple(want_dinputs), 1e-10)
+
+
+def test_states_after_tokens_are_the_recurrences():
+    rng, lengths = np.random.default_rng(2), [13, 1, 21, 9, 11]
+    with jax.enable_x64(True):
+        inputs = inputs_of(rng)
+        at = jnp.asarray([0, 12, 13, 20, -1, 34, 43, 54], jnp.int32)
+        _, states = jax.jit(lambda i, s: gated_delta_rule_and_states(i, s, at, chunk=6))(
+            inputs, segments_of(lengths, CAPACITY)
+        )
+        want = each_document_alone(inputs, lengths, np.zeros((CAPACITY, H, V)))[2][at]
+        assert_same(states, np.where((at >= 0)[:, None, None, None], want, 0), 1e-10)
+
+
+def test_in_float32_decays_of_any_size_stay_finite():
+    rng = np.random.default_rng(3)
+    inputs = DeltaInputs(*(np.float32(x) for x in inputs_of(rng)))
+    lengths, dy = [40, 24], rng.normal(size=(CAPACITY, H, V)).astype(np.float32)
+
+    @jax.jit
+    def run(inputs, segments):
+        y, pull = jax.vjp(lambda i: gated_delta_rule(i, segments, chunk=16), inputs)
+        return y, pull(dy)[0]
+
+    y, dinputs = run(inputs, segments_of(lengths, CAPACITY))
+    with jax.enable_x64(True):
+        want_y, want_dinputs, _ = each_document_alone(
+            DeltaInputs(*(np.float64(x) for x in inputs)), lengths, np.float64(dy)
+        )
+    assert_same(y, want_y, 1e-5)
+    assert_same(tuple(dinputs), tuple(want_dinputs), 1e-5)
