@@ -2,28 +2,31 @@
 
     python -m jaxthd.describe --config configs/qwen3_next.py
     python -m jaxthd.estimate --config configs/qwen3_next.py
+    python -m jaxthd.train --config configs/qwen3_next.py
 
 The first command prints the parameters (79.67B in the decoder, 3.56B of them active per token with the head's
 0.31B; 0.61B in the encoder) and the bytes of the training state, the second one what a step needs and sends.
-The run would read the folder qwen3-next-80b-a3b, train.jsonl and validation.jsonl (NeMo manifests) from this
-file's folder. It has not run.
+The third one reads the folder qwen3-next-80b-a3b, train.jsonl and validation.jsonl (NeMo manifests) from this
+file's folder. It has not yet run on a GPU.
 
 Decoder: Qwen team, Qwen3-Next-80B-A3B (2025), without its multi-token prediction. Encoder: sizes of
 Parakeet-TDT-0.6B.
 """
+
+from pathlib import Path
 
 from jaxthd.config import (
     ComputeConfig,
     Config,
     DataConfig,
     DeltaConfig,
-    EncoderConfig,
     LLMConfig,
     MeshConfig,
     ModelConfig,
     RopeConfig,
     TrainConfig,
 )
+from jaxthd.files.config_file import load_config
 
 
 def config() -> Config:
@@ -42,19 +45,7 @@ def config() -> Config:
             packing_bins=16,
         ),
         model=ModelConfig(
-            encoder=EncoderConfig(
-                num_mels=128,
-                layers=24,
-                dim=1024,
-                heads=8,
-                ffn_dim=4096,
-                conv_kernel=9,
-                subsampling_channels=256,
-                linear_bias=False,
-                conv_bias=False,
-                scale_input=False,
-                chunk_seconds=30.0,
-            ),
+            encoder=load_config(Path(__file__).with_name("nemotron3_nano.py")).model.encoder,
             llm=LLMConfig(
                 pattern="DEDEDE*E" * 12,
                 vocab_size=151936,

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxthd.config import (
     Config,
+    DeltaConfig,
     EncoderConfig,
     LatentAttentionConfig,
     LLMConfig,
@@ -46,6 +47,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron3": {"pattern": "ME*E", "router_scale": 2.5},
     "qwen3": {**QWEN3, "pattern": "*-*-*-", "tied_embedding": True},
     "qwen3_moe": {**QWEN3, **SOFTMAX, "pattern": "*E*E*E"},
+    "qwen3_next": {
+        **QWEN3,
+        "router": "softmax",
+        "router_scale": 1.0,
+        "pattern": "DEDE*E",
+        "rope": RopeConfig(theta=1e4, fraction=0.25),
+        "norm_zero_centred": True,
+        "attention_gate": True,
+        "delta": DeltaConfig(key_heads=2, value_heads=4, key_dim=24, value_dim=24),
+        "shared_expert_gate": True,
+    },
     "gpt_oss": {
         **SOFTMAX,
         "pattern": "WE*EWE",

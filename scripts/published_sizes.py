@@ -137,6 +137,7 @@ def sizes() -> Iterator[Size]:
         mtp_hybrid_override_pattern="*E",
         num_nextn_predict_layers=1,
     )
+    yield Size("Qwen3-Next-80B-A3B", of_config("qwen3_next"), "79.674391296", "3")
     small = of_config("gpt_oss")
     yield Size("GPT-OSS-20B", small, "20.91", "3.61")
     yield Size("GPT-OSS-120B", replace(small, pattern="WE*E" * 18, experts=128), "116.83", "5.13")
@@ -203,7 +204,7 @@ LINES: dict[str, tuple[str, ...]] = {
         "models/mixers/latent_attention.py",
         "config/latent_attention.py",
     ),
-    "Qwen3-Next": ("hf/qwen3_next.py", "models/mixers/gated_delta.py"),
+    "Qwen3-Next": ("hf/qwen3_next.py", "models/mixers/delta.py", "ops/delta/rule.py", "config/delta.py"),
     "Canary-Qwen": ("hf/canary_qwen.py", "hf/merged_lora.py"),
     "Nemotron-Omni": ("hf/nemotron_omni.py",),
     "Parakeet": ("hf/parakeet.py",),

@@ -95,7 +95,7 @@ def load_weights(
     on = canonical_shardings(blueprint, mesh)
     specs = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        jax.eval_shape(lambda: Weights(*blueprint.initial_weights())),
+        Weights(*blueprint.abstract_weights),
         Weights(on.params, on.buffers),
     )
     named = named_weights(specs)

@@ -110,6 +110,7 @@ class Init:
     mesh: the ranks that the modules will run on.
     fsdp: axes over which weight matrices are FSDP-sharded.
     keys: the keys to draw, in place of those that follow from `key`.
+    draws: False where only shapes, dtypes and sharding are of use: weight matrices are then zeros.
     """
 
     def __init__(
@@ -119,9 +120,11 @@ class Init:
         mesh: MeshConfig | None = None,
         fsdp: tuple[str, ...] = (),
         keys: Sequence[jax.Array] | None = None,
+        draws: bool = True,
     ) -> None:
         self._key = key
         self._keys = keys
+        self.draws = draws
         self.drawn = 0
         self.dtype = dtype
         self.mesh = mesh or MeshConfig()
@@ -136,12 +139,14 @@ class Init:
         self.drawn += 1
         if self._keys is not None:
             return self._keys[self.drawn - 1]
+        if not self.draws:
+            return self._key
         self._key, key = split_key(self._key)
         return key
 
     def with_fsdp(self, axes: tuple[str, ...]) -> "Init":
         """An Init for a part of the model, with a key of its own."""
-        return Init(self.next_key(), self.dtype, self.mesh, axes)
+        return Init(self.next_key(), self.dtype, self.mesh, axes, draws=self.draws)
 
     def normal(
         self, shape: tuple[int, ...], dims: Dims = (), std: float | None = None, *, projects: bool = False
@@ -151,7 +156,8 @@ class Init:
         std: 1 / sqrt(fan-in) by default. projects: as in `matrix`.
         """
         std = 1 / math.sqrt(shape[-2]) if std is None else std
-        value = std * jax.random.normal(self.next_key(), shape, self.dtype)
+        key = self.next_key()
+        value = std * jax.random.normal(key, shape, self.dtype) if self.draws else jnp.zeros(shape)
         return self.matrix(value, dims, projects=projects)
 
     def matrix(self, value: jax.Array, dims: Dims = (), *, projects: bool = False) -> nnx.Param:
@@ -260,14 +266,16 @@ def stack(make: Callable[[Init], M], init: Init, repeats: int, *, axes: tuple[st
     counts: list[int] = []
 
     def again(key: jax.Array, keys: Sequence[jax.Array] | None = None) -> M:
-        own = Init(key, init.dtype, init.mesh, init.fsdp, keys)
+        own = Init(key, init.dtype, init.mesh, init.fsdp, keys, init.draws)
         made = make(own)
         counts.append(own.drawn)
         return made
 
-    abstract = nnx.eval_shape(lambda: again(jax.random.key(0)))
+    graph, state = nnx.split(nnx.eval_shape(lambda: again(jax.random.key(0))))
     key = init.next_key()
-    if isinstance(key, jax.core.Tracer):
+    if not init.draws:
+        stacked = jax.tree.map(lambda x: jnp.zeros((repeats, *x.shape), x.dtype), state)
+    elif isinstance(key, jax.core.Tracer):
         stacked = jax.vmap(lambda key: nnx.state(again(key)))(jax.random.split(key, repeats))
     else:
         streams = _key_streams(split_key(key, repeats), counts[0])
@@ -277,7 +285,7 @@ def stack(make: Callable[[Init], M], init: Init, repeats: int, *, axes: tuple[st
             mesh_axes=(axes, *variable.get_metadata("mesh_axes")),
             stacked=variable.get_metadata("stacked") + 1,
         )
-    return nnx.merge(nnx.graphdef(abstract), stacked)
+    return nnx.merge(graph, stacked)
 
 
 def scan_stack(

@@ -45,7 +45,9 @@ class Blueprint:
     @cached_property
     def model(self) -> SpeechLM:
         """The model as the mesh's ranks hold it, with global shapes and dtypes for arrays: no memory."""
-        return nnx.eval_shape(lambda: self._make(jax.random.key(0), self.config.mesh, self.stages))
+        return nnx.eval_shape(
+            lambda: self._make(jax.random.key(0), self.config.mesh, self.stages, draws=False)
+        )
 
     @cached_property
     def canonical_model(self) -> SpeechLM:
@@ -55,7 +57,9 @@ class Blueprint:
         the canonical form than of the other, or hardly more.
         """
         fsdp = (PIPELINE, *DECODER_FSDP)
-        return nnx.eval_shape(lambda: self._make(jax.random.key(0), self.config.mesh, decoder_fsdp=fsdp))
+        return nnx.eval_shape(
+            lambda: self._make(jax.random.key(0), self.config.mesh, draws=False, decoder_fsdp=fsdp)
+        )
 
     @cached_property
     def graph(self) -> nnx.GraphDef:
@@ -105,9 +109,12 @@ class Blueprint:
         """(parameters, buffers) in the canonical form, drawn from the config's seed."""
         with jax.ensure_compile_time_eval():
             key = jax.random.key(self.config.train.seed)
-        model = self._make(key, MeshConfig())
-        params, buffers = (nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, Buffer))
-        return params, buffers
+        return _arrays_of(self._make(key, MeshConfig()))
+
+    @cached_property
+    def abstract_weights(self) -> tuple[Tree, Tree]:
+        """initial_weights with shapes and dtypes for arrays."""
+        return jax.eval_shape(lambda: _arrays_of(self._make(jax.random.key(0), MeshConfig(), draws=False)))
 
     def _schedule(self, *, backward: bool) -> Schedule:
         config = self.config
@@ -115,14 +122,28 @@ class Blueprint:
             config.train.microbatches, config.mesh.pipeline, config.mesh.stages_per_rank, backward=backward
         )
 
-    def _make(self, key: Array, mesh: MeshConfig, stages: Stages | None = None, **options: Any) -> SpeechLM:
+    def _make(
+        self,
+        key: Array,
+        mesh: MeshConfig,
+        stages: Stages | None = None,
+        *,
+        draws: bool = True,
+        **options: Any,
+    ) -> SpeechLM:
         config = self.config
-        init = Init(key, parameter_dtype(config.compute), mesh)
+        init = Init(key, parameter_dtype(config.compute), mesh, draws=draws)
         documents = config.data.max_documents
         model = SpeechLM(config.model, init, config.compute, stages, max_documents=documents, **options)
         add_lora(model, config.adapt, key)
         use_fp8(model, config.compute.fp8)
         return model
+
+
+def _arrays_of(model: SpeechLM) -> tuple[Tree, Tree]:
+    """(parameters, buffers)."""
+    params, buffers = (nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, Buffer))
+    return params, buffers
 
 
 def specs_of(model: SpeechLM) -> tuple[Tree, Tree]:

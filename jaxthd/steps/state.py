@@ -62,7 +62,7 @@ def _canonical_state(blueprint: Blueprint) -> TrainState:
 
 def abstract_state(blueprint: Blueprint) -> TrainState:
     """A run's state in the canonical form, with shapes and dtypes for arrays: no memory, nothing compiled."""
-    return jax.eval_shape(lambda: _canonical_state(blueprint))
+    return jax.eval_shape(lambda *weights: _fresh(blueprint, *weights), *blueprint.abstract_weights)
 
 
 def state_shardings(blueprint: Blueprint, mesh: Mesh) -> TrainState:

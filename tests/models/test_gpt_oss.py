@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import jax
 import numpy as np
+import pytest
 
 from jaxthd.config import Config, DataConfig, MeshConfig, TrainConfig
 from jaxthd.parallel.mesh import make_mesh, put_batch
@@ -16,6 +17,7 @@ from tests.speech_model import GPT
 LENGTHS = (9, 1, 14, 6)
 
 
+@pytest.mark.exhaustive
 def test_it_learns_a_batch_by_heart():
     """Every part has a gradient: the sinks, the biases and the experts move too."""
     encoder = replace(GPT.audio_encoder, num_mels=16)

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxthd.config import MeshConfig
+from jaxthd.models.layers import Linear
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.params import (
     Init,
@@ -153,3 +154,24 @@ def test_keys_that_are_known_and_keys_that_are_traced_draw_the_same():
     jax.tree.map(np.testing.assert_array_equal, known, traced)
     leaves = [np.asarray(x).ravel() for x in jax.tree.leaves(known)]
     assert len(np.unique(np.concatenate(leaves))) == sum(map(len, leaves)), "every draw has its own key"
+
+
+def test_shapes_alone_are_those_of_what_is_drawn():
+    """With stacks of stacks: shapes, dtypes and how each variable is sharded."""
+
+    class Twice(nnx.Module):
+        def __init__(self, given: Init) -> None:
+            self.inner = stack(lambda given: Linear(8, 4, given), given, 3)
+            self.after = given.with_fsdp(("data",)).normal((8, 2), (over_tensor(4), None))
+
+    def made(draws: bool) -> nnx.Module:
+        mesh = MeshConfig(2, 2, tensor=2)
+        given = Init(jax.random.key(0), jnp.bfloat16, mesh, ("data", "context"), draws=draws)
+        return stack(Twice, given, 2, axes=("pipeline",))
+
+    drawn, shapes = (
+        {path: (v.shape, v.dtype, v.get_metadata()) for path, v in nnx.to_flat_state(nnx.state(module))}
+        for module in (nnx.eval_shape(lambda draws=draws: made(draws)) for draws in (True, False))
+    )
+    assert drawn == shapes
+    assert {path[0] for path in drawn} == {"inner", "after"}

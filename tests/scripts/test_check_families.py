@@ -17,6 +17,7 @@ LIBRARY = {
     "nemotron3": "NemotronHForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "moonlight": "DeepseekV3ForCausalLM",
