@@ -17,20 +17,21 @@ from jaxthd.config import (
     ModelConfig,
     TrainConfig,
 )
+from jaxthd.packing.assignment import Placement, Shares
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import Gradient, loss_and_gradient
-from scripts.check_meshes import DEEPSEEK, GPT_OSS, QWEN3, QWEN3_NEXT
+from scripts.check_meshes import DEEPSEEK, GPT_OSS, QWEN3, QWEN3_NEXT, even_placement
 from scripts.comparison.weights import random_state
 
 CAPACITY, AUDIO, MELS, VOCAB = 64, 256, 8, 50
 PLACEHOLDER = VOCAB - 1
 ROUND_TO = 8
 """In the layout by documents a document's slots are a multiple of this."""
-Layout = Literal["buffer", "document"]
+Layout = Literal["buffer", "document", "whole"]
 CHUNK = 48
 """Longer clips are encoded in chunks of this many mel frames."""
 MODEL = ModelConfig(
@@ -131,12 +132,25 @@ def documents(case: str, seed: int = 3) -> list[list[Document]]:
     return [[document(f"{r}.{d}", s, rng) for d, s in enumerate(row)] for r, row in enumerate(CASES[case])]
 
 
+def shares_of(context: int, layout: Layout) -> Shares | None:
+    return Shares(context, 2 * CAPACITY, 3) if layout == "whole" and context > 1 else None
+
+
+def placement(row: list[Document], context: int, layout: Layout) -> Placement | None:
+    """In the layout "whole": one that cuts documents until attention is even."""
+    shares = shares_of(context, layout)
+    return even_placement(row, shares) if shares and row else None
+
+
 def pack(rows: list[list[Document]], context: int, layout: Layout = "buffer", *, audio: int = AUDIO) -> Batch:
-    """Packs the rows. In the layout by documents they take more slots."""
+    """Packs the rows. In the layout by documents they take more slots. In the layout "whole" they are in the
+    order that `placement` gives."""
+    capacity = CAPACITY if layout == "buffer" else 2 * CAPACITY
+    shares = shares_of(context, layout)
     packed = [
         pack_row(
             row,
-            capacity=CAPACITY if layout == "buffer" else 2 * CAPACITY,
+            capacity=capacity,
             audio_capacity=audio,
             num_mels=MELS,
             max_documents=16,
@@ -144,7 +158,9 @@ def pack(rows: list[list[Document]], context: int, layout: Layout = "buffer", *,
             audio_ranks=context,
             order_seed=None,
             layout=layout,
-            round_to=1 if layout == "buffer" else ROUND_TO,
+            round_to=ROUND_TO if layout == "document" else 1,
+            shares=shares,
+            placement=placement(row, context, layout),
         )[0]
         for row in rows
     ]

@@ -108,7 +108,8 @@ def _from_chunks(x_NC: Array, w_KC: Array, segments: Segments) -> _More | None:
 
     def exchanged(x_NC: Array, w_KC: Array) -> Array:
         last_EkC = last_inputs(x_NC, cut.begin, cut.end, taps, cut.own)
-        last, (first, second) = gathered_chunks(last_EkC, segments)
+        last_RK2kC = last_EkC.reshape(*cut.slots.chunk.shape, 2, *last_EkC.shape[1:])
+        last, (first, second) = gathered_chunks(last_RK2kC, 2, segments)
         before = jnp.pad(last, [(1, 0)] + [(0, 0)] * (last.ndim - 1))
         before_RK2kC = jnp.stack([before[first], before[second]], axis=2)
         return _added_by(before_RK2kC.reshape(last_EkC.shape), w_KC)

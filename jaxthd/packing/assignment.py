@@ -18,7 +18,10 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from jaxthd.config import Config
+from jaxthd.packing.layout import DualChunkSwap
 
+LAYER_KINDS_OF_WHOLE = "*EMLW-"
+"""Letters of the layers that can pass what cut documents need, and nothing else."""
 LEAST_CHUNK = 4
 """Fewest slots of a cut document's context chunk: a convolution's taps then reach only the chunk before."""
 FULL = 0.98
@@ -37,7 +40,7 @@ def slot_work(config: Config) -> float:
     A layer's matrices have about 6 dim^2 numbers, and a pair costs about 2 dim in each attention layer.
     """
     llm = config.model.llm
-    attention = llm.letters.count("*")
+    attention = sum(map(llm.letters.count, "*LW"))
     return 3.0 * llm.dim * len(llm.letters) / max(attention, 1)
 
 
@@ -170,8 +173,20 @@ class Shares:
 
     def imbalance(self, placement: Placement, sizes: Sequence[Size]) -> float:
         """Work of the busiest rank over the mean, that of the slots included."""
-        work = self.slot_work * self.share + rank_work(placement, sizes)
+        work = self.slot_work * self.share + self.rank_work(placement, sizes)
         return float(work.max() / work.mean()) if work.any() else 1.0
+
+    def rank_work(self, placement: Placement, sizes: Sequence[Size]) -> Int[np.ndarray, " ranks"]:
+        """Attention work of each rank."""
+        work = np.array([sum(sizes[i].work for i in of_rank) for of_rank in placement.whole], np.int64)
+        first, second = DualChunkSwap(self.ranks).chunks(np.arange(self.ranks))
+        for i in placement.cut:
+            # One segment of n tokens has n (n + 1) / 2 pairs.
+            tokens = round(math.sqrt(2 * sizes[i].work + 0.25) - 0.5)
+            below = np.minimum(np.arange(2 * self.ranks + 1) * self.chunk(sizes[i].slots), tokens)
+            of_chunks = np.diff(below * (below + 1) // 2)
+            work += of_chunks[first] + of_chunks[second]
+        return work
 
     def _place(
         self, sizes: Sequence[Size], chosen: Sequence[int], others: Sequence[int], number: int
@@ -233,9 +248,3 @@ def _evened_out(
 
 def _columns(sizes: Sequence[Size], documents: Sequence[int]) -> tuple[list[int], list[int]]:
     return [sizes[i].slots for i in documents], [sizes[i].work for i in documents]
-
-
-def rank_work(placement: Placement, sizes: Sequence[Size]) -> Int[np.ndarray, " ranks"]:
-    """Attention work of each rank; that of a cut document in equal parts."""
-    whole = [sum(sizes[i].work for i in of_rank) for of_rank in placement.whole]
-    return np.array(whole) + sum(sizes[i].work for i in placement.cut) // len(whole)

@@ -15,18 +15,18 @@ class Fit(NamedTuple):
     """How much of a buffer a document takes, and why it can never be packed, if so.
 
     slots: token slots, including those that round_to adds. segments: its segments in a buffer.
-    work: of its attention, in query-key pairs.
     chunk_frames: mel frames that each of its encoder chunks takes, multiples of 8.
     too_large: why it exceeds the buffer on any mesh; "" if it does not.
     unassignable: why it, or its audio, cannot be assigned to the ranks of this mesh; "" if they can.
+    work: of its attention, in query-key pairs.
     """
 
     slots: int
     segments: int
-    work: int
     chunk_frames: tuple[int, ...]
     too_large: str
     unassignable: str
+    work: int = 0
 
     @property
     def misfit(self) -> str:
@@ -126,7 +126,7 @@ class BufferLimits:
                 f"its encoder chunks of {list(frames)} mel frames do not fit {self.audio_ranks} audio ranks "
                 f"of {self.rank_frames} each; raise audio_capacity"
             )
-        fit = Fit(slots, segments, self.work(document), frames, too_large, unassignable)
+        fit = Fit(slots, segments, frames, too_large, unassignable, self.work(document))
         if fit.misfit or self.shares is None or self.shares.fits(fit.size):
             return fit
         several = f" of {segments} segments" if segments > 1 else ""

@@ -123,8 +123,11 @@ class Segments:
 
         Only under the whole-buffer layout: elsewhere every document that is cut has two of its own.
         """
-        assert self.in_order is None
-        assert self.cut is None
+        if self.in_order is not None or self.cut is not None:
+            raise ValueError(
+                'a layer asks for the context chunks of a row, and the layout is not "buffer"; expected one '
+                "that is made for it: set compute.context_layout to buffer"
+            )
         return 2 if self.context > 1 else 1
 
     def split(self, x: Array) -> Array:

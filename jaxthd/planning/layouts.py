@@ -7,10 +7,11 @@ Attention exchanges the same keys and values under both.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import NamedTuple, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,12 +19,17 @@ from jaxtyping import Float
 
 from jaxthd.config import Config, LLMConfig
 from jaxthd.ops.scan.state_passing import GATHER_UP_TO
+from jaxthd.packing.assignment import LAYER_KINDS_OF_WHOLE
+from jaxthd.packing.layout import LayoutKind
 from jaxthd.planning.lengths import Lengths
-from jaxthd.planning.simulate import balance, simulate
+from jaxthd.planning.simulate import Outcome, balance, simulate
 
 MULTIPLY_ADDS_PER_BYTE = 500
 """Multiply-adds in the time to receive a byte: an H100 at half its bfloat16 peak, NVLink at 450 GB/s."""
 LAYOUT_COSTS = "layout|padding|attention, busiest / mean|Mamba2 bytes|slots|attention|exchange|together"
+
+
+LAYOUTS: tuple[LayoutKind, ...] = get_args(LayoutKind)
 
 
 class LayoutCost(NamedTuple):
@@ -66,17 +72,22 @@ class LayoutCost(NamedTuple):
 
 
 def compare_layouts(stream: Lengths, config: Config, work: tuple[float, float]) -> list[LayoutCost]:
-    """The costs of both layouts, the cheaper one first.
+    """The costs of all layouts, the cheapest first.
 
     stream: documents in an order of training. work: see jaxthd.planning.search.slot_work.
     The per-document layout rounds documents up to a multiple of both 2 * context and data.round_to. The
     capacity is rounded up to a size that the layout can divide.
     """
-    found = (_layout_cost(stream, _laid_out(config, layout), work) for layout in ("buffer", "document"))
+    found = (_layout_cost(stream, _laid_out(config, layout), work) for layout in _possible(config))
     return sorted(found, key=lambda cost: cost.total)
 
 
-def _laid_out(config: Config, layout: Literal["buffer", "document"]) -> Config:
+def _possible(config: Config) -> list[LayoutKind]:
+    is_made_for = set(config.model.llm.kinds) <= set(LAYER_KINDS_OF_WHOLE)
+    return [layout for layout in LAYOUTS if layout != "whole" or is_made_for]
+
+
+def _laid_out(config: Config, layout: LayoutKind) -> Config:
     """The config under this layout."""
     unit, round_to = 2 * config.mesh.context, config.data.round_to
     if layout == "document":
@@ -98,7 +109,7 @@ def _layout_cost(stream: Lengths, config: Config, work: tuple[float, float]) -> 
     imbalance = balance(stream, outcome)[1]
     tokens = stream.tokens[list(chain(*outcome.buffers))].astype(float)
     keys_seen = _keys_seen(tokens, np.inf)
-    received, letters = mamba_bytes(config), llm.letters + llm.mtp_pattern * config.depths_trained
+    received, letters = _mamba_bytes_of(outcome), llm.letters + llm.mtp_pattern * config.depths_trained
     exchanged = letters.count("M") * received + letters.count("D") * delta_bytes(config)
     real_tokens = data.rows / mesh.data * data.capacity / mesh.context * (1 - outcome.padding)
     # Keys in a window are counted without the imbalance of what lies outside it.
@@ -123,10 +134,20 @@ def _keys_seen(tokens: Float[np.ndarray, " documents"], window: int | float) -> 
     return float((within * (within + 1) / 2 + (tokens - within) * within).sum() / tokens.sum())
 
 
-def mamba_bytes(config: Config) -> float:
+def _mamba_bytes_of(outcome: Outcome) -> float:
+    """mamba_bytes; under the layout "whole", the mean over the buffers."""
+    if not outcome.placements:
+        return mamba_bytes(outcome.config)
+    cuts = Counter(len(placement.cut) for placement in outcome.placements)
+    each = [mamba_bytes(outcome.config, number) * count for number, count in cuts.items()]
+    return sum(each) / len(outcome.placements)
+
+
+def mamba_bytes(config: Config, cut: int | None = None) -> float:
     """Bytes that a rank receives in one Mamba2 layer in a step, forward and backward, for all its rows.
 
-    The forward pass that remat_llm repeats is not counted.
+    The forward pass that remat_llm repeats is not counted. cut: cut documents of each row, under the layout
+    "whole"; None: as many as there may be.
     """
     mesh, llm, rows = config.mesh, config.model.llm, config.data.rows / config.mesh.data
     heads, groups = llm.mamba_heads // mesh.tensor, max(llm.mamba_groups // mesh.tensor, 1)
@@ -134,6 +155,10 @@ def mamba_bytes(config: Config) -> float:
     activation = jnp.dtype(config.compute.dtype).itemsize
     if config.compute.context_layout == "buffer":
         return rows * state_bytes(llm, mesh.context, activation)
+    if config.compute.context_layout == "whole":
+        most = config.compute.context_cuts
+        cut = most if cut is None else cut
+        return rows * whole_state_bytes(llm, mesh.context, activation, cut, most) if cut else 0.0
     return exchange_bytes(llm, mesh.context, rows * config.data.capacity / mesh.context, activation)
 
 
@@ -149,6 +174,16 @@ def state_bytes(llm: LLMConfig, context: int, activation: int) -> int:
     channels = inner + 2 * llm.mamba_groups * llm.mamba_state
     halos = min(context - 1, 2) * (llm.mamba_conv - 1) * channels * activation
     return 2 * (pairs * (heads + inner * llm.mamba_state) * 4 + halos)
+
+
+def whole_state_bytes(llm: LLMConfig, context: int, activation: int, cut: int, most_cut: int) -> int:
+    """Bytes for one row with cut documents, under the layout "whole": the states of the two context chunks of
+    each of `cut` documents, and the halos of as many as there may be; all are gathered.
+    """
+    heads, inner = llm.mamba_heads, llm.mamba_heads * llm.mamba_head_dim
+    channels = inner + 2 * llm.mamba_groups * llm.mamba_state
+    state, halo = (heads + inner * llm.mamba_state) * 4, (llm.mamba_conv - 1) * channels * activation
+    return 2 * 2 * (context - 1) * (cut * state + most_cut * halo)
 
 
 def delta_bytes(config: Config) -> float:
@@ -184,8 +219,8 @@ def exchange_bytes(llm: LLMConfig, context: int, tokens: float, activation: int)
 
 
 def layout_recommendation(costs: Sequence[LayoutCost]) -> str:
-    """A sentence with the cheaper layout, the difference and the main reason. costs: compare_layouts."""
-    best, other = costs
+    """A sentence with the cheapest layout, the difference and the main reason. costs: compare_layouts."""
+    best, other = costs[:2]
     reasons = {
         "slots": f"padding of {best.padding:.1%} against {other.padding:.1%}",
         "attention": f"attention work of {best.imbalance:.2f} of the mean, against {other.imbalance:.2f}",
@@ -194,6 +229,6 @@ def layout_recommendation(costs: Sequence[LayoutCost]) -> str:
     decides = max(reasons, key=lambda term: getattr(other, term) - getattr(best, term))
     rounding = f" --data.round-to {best.config.data.round_to}" if best.layout == "document" else ""
     return (
-        f"Recommended: --compute.context-layout {best.layout}{rounding}; the other costs "
+        f"Recommended: --compute.context-layout {best.layout}{rounding}; {other.layout} costs "
         f"{other.total / best.total - 1:.1%} more, mainly for {reasons[decides]}"
     )

@@ -156,7 +156,8 @@ def _layouts(plan: Plan) -> str:
     title = f"Context layouts over {context} ranks; the busiest rank in million multiply-adds a real token"
     explained = (
         "  Bytes are what a rank receives in a Mamba2 layer and step. An exchanged byte counts as\n"
-        f"  {MULTIPLY_ADDS_PER_BYTE} multiply-adds. Attention exchanges the same under both layouts."
+        f"  {MULTIPLY_ADDS_PER_BYTE} multiply-adds. Attention exchanges the same under buffer and document,\n"
+        "  and only what is cut under whole."
     )
     rows = [cost.cells for cost in plan.layouts]
     return "\n".join(

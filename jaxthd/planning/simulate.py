@@ -9,10 +9,11 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxthd.config import Config, DataConfig, Packing
+from jaxthd.packing.assignment import Placement, Shares
 from jaxthd.packing.balance import attention_work, imbalance, order_documents
 from jaxthd.packing.best_fit import pack_stream
 from jaxthd.packing.document import SUBSAMPLING
-from jaxthd.packing.fit import BufferLimits, longest_run
+from jaxthd.packing.fit import BufferLimits, Fit, longest_run
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.planning.lengths import Lengths, slots_of
 
@@ -30,6 +31,7 @@ class Outcome(NamedTuple):
     split: share of the packer's buffers that are divided, because their audio cannot be assigned to the
     ranks. skipped: share of documents that fit no buffer.
     overhead: work on padding over work on documents (see jaxthd.planning.search.slot_work).
+    placements: of each buffer's documents, in the buffer's order, under the layout "whole"; else [].
     """
 
     config: Config
@@ -39,6 +41,7 @@ class Outcome(NamedTuple):
     split: float
     skipped: float
     overhead: float
+    placements: list[Placement] = []  # noqa: RUF012 (nobody changes it)
 
     @property
     def data(self) -> DataConfig:
@@ -78,13 +81,18 @@ def simulate(stream: Lengths, config: Config, work: tuple[float, float]) -> Outc
     if len(groups) > 1:
         groups.pop()
     packed = [kept[buffer].tolist() for buffer in chain(*groups)]
-    rows = [rows_of_buffer(buffer, stream.chunks, ranks, limits.rank_frames) for buffer in packed]
+    placements: list[Placement] = []
+    if limits.shares is None or data.packing == "padded":
+        rows = [rows_of_buffer(buffer, stream.chunks, ranks, limits.rank_frames) for buffer in packed]
+    else:
+        placed = list(placed_rows(packed, _fits(stream, config, slots), limits))
+        rows, placements = [[row] for row, _ in placed], [placement for _, placement in placed]
     buffers = list(chain(*rows))
     slots_taken, frames_held = len(buffers) * data.capacity, len(buffers) * limits.array_frames
     fitting, assigned = len(kept) / len(slots), sum(map(len, buffers)) / max(sum(map(len, packed)), 1)
     split = sum(len(r) != 1 for r in rows) / max(len(rows), 1)
     return _outcome(stream, config, buffers, slots_taken, frames_held, work)._replace(
-        split=split, skipped=1 - fitting * assigned
+        split=split, skipped=1 - fitting * assigned, placements=placements
     )
 
 
@@ -136,6 +144,13 @@ def balance(stream: Lengths, outcome: Outcome) -> tuple[float, float]:
     capacity, context = outcome.config.data.capacity, outcome.config.mesh.context
     layout, slots = ContextLayout.of(outcome.config), slots_of(stream, outcome.config)
     found = []
+    if (shares := Shares.of(outcome.config)) is not None:
+        fits, every = _fits(stream, outcome.config, slots), max(len(outcome.buffers) // BALANCED, 1)
+        for buffer, placement in list(zip(outcome.buffers, outcome.placements, strict=True))[::every]:
+            uneven = imbalance(shares.rank_work(placement, [fits[document].size for document in buffer]))
+            found.append((uneven, uneven))
+        before, after = np.mean(found, axis=0)
+        return float(before), float(after)
     for buffer in outcome.buffers[:: max(len(outcome.buffers) // BALANCED, 1)]:
         ids, positions, start = np.zeros(capacity, int), np.zeros(capacity, int), 0
         for segment, document in enumerate(buffer, 1):
@@ -200,6 +215,36 @@ def pack_lengths(
         used[chosen] = used[chosen][0] + n, used[chosen][1] + f
     if group:
         yield group
+
+
+def placed_rows(
+    packed: Sequence[Sequence[int]], fits: Sequence[Fit], limits: BufferLimits
+) -> Iterator[tuple[list[int], Placement]]:
+    """The rows under the layout "whole", as PackDocuments chooses them: documents, and their placement.
+
+    packed: the packer's buffers, indices of documents. fits: of each document. The rows are full: those that
+    are made when no more buffers come are left out.
+    """
+    waiting: list[int] = []
+    for buffer in packed:
+        waiting += buffer
+        while sum(fits[i].slots for i in waiting) >= 2 * limits.capacity:
+            placed = limits.fill([fits[i] for i in waiting])
+            taken = [0] if placed is None else placed.order
+            if placed is not None:
+                yield [waiting[i] for i in placed.order], placed.renumbered()
+            waiting = [document for i, document in enumerate(waiting) if i not in set(taken)]
+
+
+def _fits(stream: Lengths, config: Config, slots: Int[np.ndarray, " documents"]) -> list[Fit]:
+    """How each document fits, from its lengths alone."""
+    limits = BufferLimits.of(config)
+    found = []
+    for n, tokens, chunks in zip(slots.tolist(), stream.tokens.tolist(), stream.chunks, strict=True):
+        fit = Fit(n, 1, tuple(chunks), "", "", tokens * (tokens + 1) // 2)
+        is_assigned = limits.first_run([fit]) == 1
+        found.append(fit if is_assigned else fit._replace(unassignable="its audio"))
+    return found
 
 
 def rows_of_buffer(

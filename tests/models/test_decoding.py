@@ -34,6 +34,7 @@ from tests.speech_model import (
     Spec,
     document,
     pack,
+    placement,
     run_config,
     state,
 )
@@ -116,25 +117,33 @@ def decoded(
 
 def decoded_by(config: Config, host: Batch, end_id: int) -> tuple[Scores, dict[str, list[int]]]:
     mesh, layout = make_mesh(config.mesh), config.compute.context_layout
-    round_to = 1 if layout == "buffer" else ROUND_TO
+    round_to = ROUND_TO if layout == "document" else 1
     ends, _ = find_prompts(host, ContextLayout(layout, config.mesh.context, round_to), max_documents=5)
     step = make_validation_step(Blueprint(config), mesh, end_id=end_id, new_tokens=NEW)
     held = to_stages(state("float64", config.model), Blueprint(config).stages)
     scores, tokens = step(*held, put_batch(host, mesh), ends)
     assert tokens.shape == (ends.last.size, NEW)
     tokens = np.asarray(tokens).reshape(*ends.last.shape, NEW)
+    rows = [_in_row_order(row, config.mesh.context, layout) for row in documents()]
     return scores, {
         one.key: tokens[r, d].tolist()
-        for r, row in enumerate(documents())
+        for r, row in enumerate(rows)
         for d, one in enumerate(row)
         if ends.last[r, d] >= 0
     }
+
+
+def _in_row_order(row: list[Document], context: int, layout: Layout) -> list[Document]:
+    placed = placement(row, context, layout)
+    assert placed is None or placed.cut or len(row) == 1
+    return row if placed is None else [row[i] for i in placed.order]
 
 
 @pytest.mark.parametrize(
     ("data", "context", "layout"),
     [
         (2, 2, "document"),
+        pytest.param(2, 2, "whole", marks=pytest.mark.exhaustive),
         *(
             pytest.param(*mesh, "buffer", marks=pytest.mark.exhaustive)
             for mesh in [(1, 1), (1, 2), (1, 4), (2, 2)]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxthd.config import ComputeConfig, Config, MeshConfig
-from jaxthd.packing.assignment import EVEN_ENOUGH, FULL, Shares, Size, rank_work
+from jaxthd.packing.assignment import EVEN_ENOUGH, FULL, Shares, Size
+from jaxthd.packing.balance import attention_work
 from jaxthd.packing.document import Document
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.packing.layout import ContextLayout
@@ -74,7 +75,7 @@ def test_exchanges_lower_the_most_work():
             max(sum(s.work for s, at in zip(sizes, ranks, strict=True) if at == r) for r in (0, 1))
             for ranks in itertools.product((0, 1), repeat=6)
         )
-        assert rank_work(placed, sizes).max() <= 1.25 * best
+        assert shares.rank_work(placed, sizes).max() <= 1.25 * best
 
 
 @pytest.mark.parametrize("context", [2, 3, 4])
@@ -96,6 +97,8 @@ def test_the_permutation_gives_every_rank_its_documents_in_order(context: int):
         ids, positions, cuts = batch.segment_ids[0], batch.positions[0], batch.cuts[0]
         layout = ContextLayout("whole", context)
         assert report.keys == tuple(d.key for d in row)
+        work = shares.rank_work(placed, sizes_of(lengths))
+        np.testing.assert_array_equal(attention_work(positions, ids, context), work)
         for number, slots in enumerate(layout.document_slots(ids, cuts=cuts), 1):
             np.testing.assert_array_equal(batch.tokens[0, slots], int(report.keys[number - 1]) + 1)
             np.testing.assert_array_equal(positions[slots], np.arange(len(slots)))

@@ -146,7 +146,9 @@ def test_batch_has_the_contracts_shapes_and_dtypes():
     }  # fmt: skip
     fields = batch._asdict()
     assert fields.pop("extras") == {}
-    assert {fields.pop(name) for name in ("document_ids", "prefixes", "embeddings", "draws")} == {None}
+    assert {fields.pop(name) for name in ("document_ids", "prefixes", "embeddings", "draws", "cuts")} == {
+        None
+    }
     assert {k: (v.shape, v.dtype) for k, v in fields.items()} == expected
 
 
@@ -237,7 +239,7 @@ def test_without_room_for_audio_its_arrays_are_none_and_all_others_the_same(cont
     with_room, report = pack_row(documents, **SIZES, **sizes)
     without, other_report = pack_row(documents, **{**SIZES, "audio_capacity": 0, "num_mels": 0}, **sizes)
     assert report == other_report
-    optional = {"document_ids", "prefixes", "embeddings", "draws"}
+    optional = {"document_ids", "prefixes", "embeddings", "draws", "cuts"}
     absent = {name for name, x in without._asdict().items() if x is None} - optional
     assert absent == set(AUDIO_FIELDS) == {
         "audio_slots", "mels", "mel_mask", "chunk_ids", "chunk_positions", "future_audio_slots",

@@ -99,14 +99,32 @@ def _decay_at(decay_CGhQ: Array, at_E: Array, tokens: int) -> Array:
 
 
 def _entering_states(decay_EGh: Array, state_EHPS: Array, segments: Segments) -> Array:
-    """The state that enters each context chunk, [E, H, P, S], from all chunks' decays and final states."""
-    decay_EH = decay_EGh.reshape(len(decay_EGh), -1)
-    decays, _ = gathered_chunks(decay_EH, segments)
-    states, (first, second) = gathered_chunks(state_EHPS, segments)
+    """The state that enters each context chunk, [E, H, P, S], from all chunks' decays and final states.
+
+    One document of each row after the other, as many as there are.
+    """
+    assert segments.cut is not None
+    chunk_RK, heads = segments.cut.slots.chunk, state_EHPS.shape[1]
+
+    def by_document(x_E: Array) -> Array:
+        """[E, ...] -> [K, R, 2, ...]."""
+        return x_E.reshape(*chunk_RK.shape, 2, *x_E.shape[1:]).swapaxes(0, 1)
 
     def step(state: Array, of_chunk: tuple[Array, Array]) -> tuple[Array, Array]:
         decay, added = of_chunk
         return state * decay[..., None, None] + added, state
 
-    _, before = jax.lax.scan(step, jnp.zeros_like(states[0]), (decays, states))
-    return jnp.stack([before[first], before[second]], axis=2).reshape(state_EHPS.shape)
+    def exchanged(decay_R2H: Array, state_R2HPS: Array) -> Array:
+        decays, _ = gathered_chunks(decay_R2H, 1, segments)
+        states, (first, second) = gathered_chunks(state_R2HPS, 1, segments)
+        _, before = jax.lax.scan(step, jnp.zeros_like(states[0]), (decays, states))
+        return jnp.stack([before[first], before[second]], axis=1)
+
+    def document(_: None, given: tuple[Array, Array, Array]) -> tuple[None, Array]:
+        exists, *maps = given
+        none = jnp.zeros_like(maps[1])
+        return None, jax.lax.cond(exists, exchanged, lambda *_: none, *maps)
+
+    maps = by_document(decay_EGh.reshape(-1, heads)), by_document(state_EHPS)
+    _, before_KR2HPS = jax.lax.scan(document, None, ((chunk_RK > 0).any(0), *maps))
+    return before_KR2HPS.swapaxes(0, 1).reshape(state_EHPS.shape)
