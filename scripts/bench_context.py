@@ -7,7 +7,8 @@ batches. --check exits 1 and lists the claims that fail:
 
 - memory of loss + gradient on one rank grows at most 2.2 times from 16k to 32k tokens, and the part of it
   that grows is, on each of 4 ranks, at most 0.3 of that on one rank;
-- a Mamba layer exchanges the same bytes at 8k and 64k tokens, and as many as a formula gives;
+- a Mamba layer exchanges the same bytes at 8k and 64k tokens, and as many as a formula gives; so does a layer
+  of the gated delta rule;
 - attention executes the smallest number of blocks that the mask allows;
 - 64 experts cost at most 1.3 times the flops of 8.
 
@@ -31,7 +32,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxthd.config import ComputeConfig, Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.data.packer import PackDocuments
 from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.models.hybrid import Block
@@ -45,7 +46,7 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.mesh import CONTEXT, make_mesh
 from jaxthd.parallel.params import Buffer, Init
-from jaxthd.planning.layouts import state_bytes
+from jaxthd.planning.layouts import delta_bytes, state_bytes
 from jaxthd.planning.program import compiled, received_bytes
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
@@ -140,6 +141,14 @@ def layer_bytes(
     program = compiled(step, *states, x_ND, index, index, x_ND)
     received = received_bytes(program.as_text(), sizes)
     return int(sum(received.values(), np.zeros(context)).max())
+
+
+def passed_bytes(kind: str, llm: LLMConfig, context: int) -> float:
+    """What the planner says a rank receives in such a layer, which passes states, for one row in float32."""
+    if kind == "M":
+        return state_bytes(llm, context, 4)
+    model, data = ModelConfig(None, llm), DataConfig(rows=1)
+    return delta_bytes(Config(mesh=MeshConfig(context=context), data=data, model=model))
 
 
 def all_to_all_bytes(llm: LLMConfig, context: int, activation: int, *, gate: bool) -> float:
@@ -260,6 +269,7 @@ def memory_section(contexts: Sequence[int], lengths: tuple[int, int]) -> list[Cl
 def bytes_section(contexts: Sequence[int], lengths: tuple[int, int]) -> list[Claim]:
     layers = [
         ("M", "M", COMPUTE),
+        ("D", "D", COMPUTE),
         ("* ring", "*", COMPUTE),
         ("* all_gather", "*", replace(COMPUTE, context_exchange="all_gather")),
         ("-", "-", COMPUTE),
@@ -271,9 +281,9 @@ def bytes_section(contexts: Sequence[int], lengths: tuple[int, int]) -> list[Cla
             short, long = (layer_bytes(kind, context, t, compute=compute) for t in lengths)
             again = layer_bytes(kind, context, lengths[0], compute=compute, recompute=True)
             rows.append([name, context, short, again, long])
-            if kind == "M":
-                formula = state_bytes(TINY.llm, context, 4)
-                text = f"Mamba at context {context}: {short:,} bytes at {lengths[0]:,} tokens, {long:,} at"
+            if kind in "MD":
+                formula = passed_bytes(kind, TINY.llm, context)
+                text = f"{kind} at context {context}: {short:,} bytes at {lengths[0]:,} tokens, {long:,} at"
                 claims.append(Claim(f"{text} {lengths[1]:,}, formula {formula:,}", short == long == formula))
     show(
         "Bytes a device receives in a layer, all parameters its own, forward + backward (float32, tiny dims)",

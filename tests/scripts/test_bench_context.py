@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxthd.config import ComputeConfig
-from jaxthd.planning.layouts import exchange_bytes, state_bytes
+from jaxthd.planning.layouts import exchange_bytes
 from scripts import bench_context as bench
 
 MODEL = replace(bench.TINY, llm=replace(bench.TINY.llm, pattern="M*"))
@@ -20,10 +20,13 @@ def test_temporary_memory_grows_with_the_tokens_and_is_shared_by_the_context_ran
     assert bench.temporary_memory(4, 4096, MODEL, COMPUTE) <= 0.3 * long
 
 
-@pytest.mark.parametrize("context", [4, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_mamba_exchanges_the_same_bytes_at_every_length(context):
-    formula = state_bytes(MODEL.llm, context, 4)
-    found = [bench.layer_bytes("M", context, tokens, MODEL.llm, COMPUTE) for tokens in (512, 2048)]
+@pytest.mark.parametrize(
+    ("kind", "context"),
+    [("M", 4), ("D", 4), *(pytest.param(k, 2, marks=pytest.mark.exhaustive) for k in "MD")],
+)
+def test_layers_that_pass_states_exchange_the_same_bytes_at_every_length(kind, context):
+    formula = bench.passed_bytes(kind, MODEL.llm, context)
+    found = [bench.layer_bytes(kind, context, tokens, MODEL.llm, COMPUTE) for tokens in (512, 2048)]
     assert found == [formula, formula]
 
 
