@@ -34,7 +34,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxthd.config import Config, DataConfig, MeshConfig
-from jaxthd.data.loader import BatchReport, RowReport
 from jaxthd.kernels.choose import using
 from jaxthd.models.stacks import to_stages
 from jaxthd.packing.document import Document
@@ -53,7 +52,7 @@ from jaxthd.terminal.tables import show, size_text
 from jaxthd.validate import DeviceFacts, validate
 from scripts import h100
 from scripts.check_gpu import base_config, recordings, rows_of
-from scripts.gpu_models import MODELS
+from scripts.gpu_models import MODELS, report_of
 
 FRAMES = 6.25
 """Mel frames for each token slot, from recordings with their transcripts."""
@@ -130,22 +129,6 @@ def documents_of(config: Config) -> list[Document]:
     while sum(d.mel_frames for d in documents) > config.data.audio_capacity:
         documents.pop()
     return documents
-
-
-def report_of(documents: list[Document], config: Config) -> BatchReport:
-    tokens, frames = sum(map(len, documents)), sum(d.mel_frames for d in documents)
-    supervised = sum(int(d.supervised.sum()) for d in documents)
-    row = RowReport(
-        row=0,
-        documents=len(documents),
-        real_tokens=tokens,
-        supervised_tokens=supervised,
-        capacity_tokens=config.data.capacity,
-        audio_seconds=frames / 100,
-        imbalance=1.0,
-        segments=len(documents),
-    )
-    return BatchReport((row,), ())
 
 
 def show_costs(config: Config, found: h100.Files) -> None:

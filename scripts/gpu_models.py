@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
-from jaxthd.config import EncoderConfig, LLMConfig, ModelConfig, RopeConfig
+from jaxthd.config import Config, EncoderConfig, LLMConfig, ModelConfig, RopeConfig
+from jaxthd.data.loader import BatchReport, RowReport
+from jaxthd.packing.document import Document
 from scripts.check_gpu import ONE_BILLION, TINY
 
 ENCODER = EncoderConfig(
@@ -62,3 +64,20 @@ MODELS = {
     "hybrid-4b": ModelConfig(encoder=ENCODER, llm=HYBRID, adapter_dim=2048),
     "moe": ModelConfig(encoder=ENCODER, llm=MIXTURE, adapter_dim=2048),
 }
+
+
+def report_of(documents: list[Document], config: Config) -> BatchReport:
+    """That of a step with these documents."""
+    tokens, frames = sum(map(len, documents)), sum(d.mel_frames for d in documents)
+    supervised = sum(int(d.supervised.sum()) for d in documents)
+    row = RowReport(
+        row=0,
+        documents=len(documents),
+        real_tokens=tokens,
+        supervised_tokens=supervised,
+        capacity_tokens=config.data.capacity,
+        audio_seconds=frames / 100,
+        imbalance=1.0,
+        segments=len(documents),
+    )
+    return BatchReport((row,), ())
