@@ -1,9 +1,9 @@
 """Canary-Qwen, as NeMo's class SALM writes it: FastConformer, a projection, Qwen3 with LoRA.
 
 config.json is NeMo's settings, which name the LLM ("pretrained_llm") and do not describe it. Its sizes are
-read off the tensors; the base of the rotary embedding and the norms' epsilon are those of all dense Qwen3.
-An export also describes the LLM, under "text_config", which NeMo leaves unread. The embedding is outside of
-the LLM, and a tied head is not stored.
+read off the tensors; the base of the rotary embedding and the norms' epsilon follow from the name.
+An export also describes the LLM, under "text_config", which NeMo leaves unread: NeMo takes the settings of
+the LLM of that name. The embedding is outside of the LLM, and a tied head is not stored.
 
 Source: NeMo, collections/speechlm2 (models/salm.py, modules/perception.py, parts/lora.py, parts/hf_hub.py).
 """
@@ -36,7 +36,16 @@ _PREPROCESSOR = {
     "log": True,
     "frame_splicing": 1,
 }
-_PLAIN_LORA = {"use_dora": False, "use_rslora": False, "bias": "none", "modules_to_save": None}
+_PLAIN_LORA = {
+    "use_dora": False,
+    "use_rslora": False,
+    "bias": "none",
+    "modules_to_save": None,
+    "alpha_pattern": {},
+    "rank_pattern": {},
+    "layers_to_transform": [],
+    "fan_in_fan_out": False,
+}
 _TARGETS = {
     "q_proj": "decoder.layers.attention.mixer.q",
     "k_proj": "decoder.layers.attention.mixer.k",
@@ -47,15 +56,34 @@ _TARGETS = {
     "down_proj": "decoder.layers.mlp.mixer.down",
 }
 """The projections' names in peft's target_modules -> our projections."""
-_PUBLISHED = {
-    (1024, 28): "Qwen/Qwen3-0.6B",
-    (2048, 28): "Qwen/Qwen3-1.7B",
-    (2560, 36): "Qwen/Qwen3-4B",
-    (4096, 36): "Qwen/Qwen3-8B",
-    (5120, 40): "Qwen/Qwen3-14B",
-    (5120, 64): "Qwen/Qwen3-32B",
+_OF_ALL: dict[str, Any] = {
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
 }
-"""(hidden size, layers) -> the LLM's name, from which NeMo takes its settings and its tokenizer."""
+_SIZE = ("hidden_size", "num_hidden_layers")
+_DIFFERING = (
+    *_SIZE,
+    "num_attention_heads",
+    "intermediate_size",
+    "rope_theta",
+    "tie_word_embeddings",
+)
+_PUBLISHED: dict[str, dict[str, Any]] = {
+    name: _OF_ALL | dict(zip(_DIFFERING, values, strict=True))
+    for name, values in {
+        "Qwen/Qwen3-0.6B": (1024, 28, 16, 3072, 1e6, True),
+        "Qwen/Qwen3-1.7B": (2048, 28, 16, 6144, 1e6, True),
+        "Qwen/Qwen3-4B": (2560, 36, 32, 9728, 1e6, True),
+        "Qwen/Qwen3-4B-Instruct-2507": (2560, 36, 32, 9728, 5e6, True),
+        "Qwen/Qwen3-8B": (4096, 36, 32, 12288, 1e6, False),
+        "Qwen/Qwen3-14B": (5120, 40, 40, 17408, 1e6, False),
+        "Qwen/Qwen3-32B": (5120, 64, 64, 25600, 1e6, False),
+    }.items()
+}
+"""The LLM's name, from which NeMo takes its settings and its tokenizer -> those settings."""
 
 
 def is_salm(fields: Fields) -> bool:
@@ -67,6 +95,13 @@ def _complete(fields: Fields, shapes: Mapping[str, Shape]) -> Fields:
     """The settings with "text_config", read off the tensors' shapes where it is absent."""
     if "text_config" in fields:
         return fields
+    named = _PUBLISHED.get(fields["pretrained_llm"])
+    if named is None:
+        raise UserError(
+            f"config.json has pretrained_llm {fields['pretrained_llm']!r} and no text_config; expected one "
+            f"of {', '.join(_PUBLISHED)}, because no tensor shows its rope_theta: if it is another dense "
+            "Qwen3, put its own config.json under text_config, else choose another checkpoint"
+        )
     prefix = "llm.base_model.model." if fields.get("lora") else "llm."
     first = f"{prefix}model.layers.0."
 
@@ -96,8 +131,8 @@ def _complete(fields: Fields, shapes: Mapping[str, Shape]) -> Fields:
         "num_key_value_heads": rows("self_attn.k_proj") // head_dim,
         "head_dim": head_dim,
         "intermediate_size": rows("mlp.gate_proj"),
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
+        "rms_norm_eps": named["rms_norm_eps"],
+        "rope_theta": named["rope_theta"],
         "tie_word_embeddings": f"{prefix}lm_head.weight" not in shapes,
     }
     return {**fields, "text_config": text}
@@ -126,6 +161,11 @@ def _lora(fields: Fields) -> AdaptConfig | None:
         return None
     must_be(lora, _PLAIN_LORA, "lora")
     targets = lora.get("target_modules") or ["q_proj", "v_proj"]  # peft's default for Qwen3
+    if isinstance(targets, str) and targets != "all-linear":
+        raise UserError(
+            f"lora.target_modules is {targets!r}, which peft takes as a regular expression; expected a list "
+            f'of names, or "all-linear": list those of {", ".join(_TARGETS)} that it matches'
+        )
     chosen = list(_TARGETS) if targets == "all-linear" else list(targets)
     unknown = sorted(set(chosen) - set(_TARGETS))
     if unknown:
@@ -169,8 +209,14 @@ def _fields(model: ModelConfig) -> dict[str, Any]:
             f"model.encoder.linear_bias is {encoder.linear_bias} and conv_bias {encoder.conv_bias}; NeMo has "
             "one setting for both: choose --format parts"
         )
+    if encoder.ffn_dim % encoder.dim:
+        raise UserError(
+            f"model.encoder.ffn_dim is {encoder.ffn_dim} with dim {encoder.dim}; NeMo has a whole number for "
+            "their ratio: choose --format parts"
+        )
+    text = llm_fields(llm, moe=False)
     return {
-        "pretrained_llm": _PUBLISHED.get((llm.dim, len(llm.letters) // 2), "Qwen/Qwen3"),
+        "pretrained_llm": _published_name(text),
         "pretrained_asr": "",
         "pretrained_weights": False,
         "freeze_params": [],
@@ -208,8 +254,30 @@ def _fields(model: ModelConfig) -> dict[str, Any]:
                 "use_bias": encoder.linear_bias,
             },
         },
-        "text_config": llm_fields(llm, moe=False),
+        "text_config": text,
     }
+
+
+def _published_name(text: Fields) -> str:
+    """The name of the published LLM that has all the settings `text`; "" for one of an unpublished size.
+
+    Raises UserError for an LLM of a published size with other settings.
+    """
+    alike = {
+        name: [key for key, value in settings.items() if text[key] != value]
+        for name, settings in _PUBLISHED.items()
+        if all(text[key] == settings[key] for key in _SIZE)
+    }
+    if not alike:
+        return ""
+    name, differing = min(alike.items(), key=lambda item: len(item[1]))
+    if differing:
+        listed = "".join(f"\n  {key}: {text[key]!r}, not {_PUBLISHED[name][key]!r}" for key in differing)
+        raise UserError(
+            f"the LLM is of the size of {name} and has other settings:{listed}\nExpected its settings, which "
+            "NeMo takes from that name: choose --format parts"
+        )
+    return name
 
 
 def _write(model: ModelConfig, fields: Fields, names: Names) -> None:

@@ -7,13 +7,21 @@ in itself (values.py), so that one mistake is reported once.
 
 from jaxthd.config import Config
 from jaxthd.errors import UserError
-from jaxthd.validate import buffers, data, mesh, model, posttraining, training
+from jaxthd.validate import attention, buffers, data, mesh, model, posttraining, training
 from jaxthd.validate.rules import DeviceFacts, Finding
 from jaxthd.validate.values import faulty_values
 
 __all__ = ["RULES", "ConfigError", "DeviceFacts", "Finding", "findings", "validate"]
 
-RULES = [*mesh.RULES, *buffers.RULES, *data.RULES, *model.RULES, *training.RULES, *posttraining.RULES]
+RULES = [
+    *mesh.RULES,
+    *buffers.RULES,
+    *data.RULES,
+    *model.RULES,
+    *attention.RULES,
+    *training.RULES,
+    *posttraining.RULES,
+]
 
 
 class ConfigError(UserError):

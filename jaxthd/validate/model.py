@@ -14,7 +14,6 @@ from jaxthd.models.mixers import LAYER_KINDS, letters_and_titles
 from jaxthd.ops.attention import contract, te
 from jaxthd.ops.attention.thd import unfit_shape
 from jaxthd.ops.backend import version_numbers
-from jaxthd.ops.rotary import rotated_features
 from jaxthd.ops.scan.pallas import CAPABILITY_LEAST, why_unfit
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.validate.rules import DeviceFacts, Finding, Group, divisors, multiples, shapes_of
@@ -162,44 +161,6 @@ def _head_groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             )
 
 
-@RULES.rule("model.llm.rope", "model.llm.head_dim")
-def _rope(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    rope, where = config.model.llm.rope, "model.llm.rope"
-    if not rope.theta:
-        return
-    # Multi-head latent attention rotates features of its own.
-    if set("*W") & set(config.model.llm.kinds):
-        features = rotated_features(rope, config.model.llm.head_dim)
-        if features % 2 or not 0 < features <= config.model.llm.head_dim:
-            yield Finding(
-                f"{where}.fraction is {rope.fraction}, which is {features} of model.llm.head_dim's features",
-                f"an even number from 2 to {config.model.llm.head_dim}, because pairs are rotated",
-                f"change {where}.fraction or model.llm.head_dim",
-            )
-    if rope.theta <= 1 or rope.factor < 1:
-        yield Finding(
-            f"{where}.theta is {rope.theta} and factor {rope.factor}",
-            "theta above 1 (or 0 for no rotary embedding) and factor 1 or more",
-            f"correct {where}.theta and {where}.factor",
-        )
-    if rope.scaling in ("yarn", "llama3") and rope.original_positions <= 0:
-        yield Finding(
-            f"{where}.original_positions is {rope.original_positions} with scaling {rope.scaling!r}",
-            "more than 0, the positions of the pre-training",
-            f"set {where}.original_positions as config.json has it (original_max_position_embeddings)",
-        )
-    low, high, names = {
-        "yarn": (rope.beta_slow, rope.beta_fast, "beta_slow and beta_fast"),
-        "llama3": (rope.low_freq_factor, rope.high_freq_factor, "low_freq_factor and high_freq_factor"),
-    }.get(rope.scaling, (1.0, 2.0, ""))
-    if not 0 < low < high:
-        yield Finding(
-            f"{where} has {names} {low} and {high}",
-            "the first less than the second and both above 0, because they are the ends of a ramp",
-            f"correct {where}",
-        )
-
-
 @RULES.rule("model.llm")
 def _dt_limit(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     low, high = config.model.llm.mamba_dt_limit
@@ -243,14 +204,13 @@ def _expert_groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 
 
 @RULES.rule("model.llm")
-def _rotated_features(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    llm, dim = config.model.llm, config.model.llm.latent_attention.qk_rope_head_dim
-    features = rotated_features(llm.rope, dim)
-    if "L" in llm.kinds and llm.rope.theta and (features % 2 or not 0 < features <= dim):
+def _swiglu_limit(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    llm = config.model.llm
+    if set("-E") & set(llm.kinds) and llm.ffn_form == "clamped_swiglu" and not llm.swiglu_limit:
         yield Finding(
-            f"model.llm.latent_attention.qk_rope_head_dim is {dim}, of which {features} features are rotated",
-            f"an even number from 2 to {dim}, because pairs are rotated",
-            f"set model.llm.latent_attention.qk_rope_head_dim to {multiples(dim, 2)}, and rotate all of them",
+            'model.llm.swiglu_limit is 0 with model.llm.ffn_form "clamped_swiglu"',
+            "more than 0, because gates are clamped to at most this number",
+            "set model.llm.swiglu_limit to 7.0, which is GPT-OSS's",
         )
 
 

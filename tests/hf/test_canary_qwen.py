@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxthd.checkpoints.weights import load_weights, named_weights, start_state
-from jaxthd.config import AdaptConfig, Config, PostTrainingConfig, TrainConfig
+from jaxthd.config import AdaptConfig, Config, PostTrainingConfig, RopeConfig, TrainConfig
 from jaxthd.convert import export_weights, import_weights
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import read_config
@@ -71,7 +71,7 @@ def test_lora_stays_lora_from_import_to_export(folder, imported, tmp_path):
         assert all(found[name].tobytes() == x.tobytes() for name, x in want.items())
         written, original = (json.loads((x / "config.json").read_text()) for x in (out, folder))
         assert written["lora"] == original["lora"]
-        assert written["pretrained_llm"] == ("Qwen/Qwen3" if like is None else "Qwen/Qwen3-1.7B")
+        assert written["pretrained_llm"] == ("" if like is None else "Qwen/Qwen3-1.7B")
         assert model_config(out) == model_config(folder)
 
 
@@ -112,13 +112,16 @@ def test_sizes_are_read_off_the_tensors(folder, tmp_path):
     assert model_config(bare) == model_config(folder)
     config = json.loads((bare / "config.json").read_text())
     assert "text_config" not in config
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "config.json").write_text(json.dumps(config | {"pretrained_llm": "TinyLlama"}))
+    (bare / "config.json").write_text(json.dumps(config | {"pretrained_llm": "Qwen/Qwen3-4B-Instruct-2507"}))
+    assert model_config(bare).llm.rope.theta == 5e6
+    (bare / "config.json").write_text(json.dumps(config | {"pretrained_llm": "Qwen/Qwen3-9B"}))
+    with pytest.raises(UserError, match=r"'Qwen/Qwen3-9B' and no text_config"):
+        open_checkpoint(bare)
+    (bare / "config.json").write_text(json.dumps(config))
     kept = {name: x for name, x in tensors(folder).items() if "q_norm" not in name}
-    save_file(kept, other / "model.safetensors")
-    with pytest.raises(UserError, match=r"'TinyLlama', and there is no tensor .*q_norm"):
-        open_checkpoint(other)
+    save_file(kept, bare / "model.safetensors")
+    with pytest.raises(UserError, match=r"'Qwen/Qwen3-1.7B', and there is no tensor .*q_norm"):
+        open_checkpoint(bare)
 
 
 @pytest.mark.parametrize(
@@ -132,11 +135,48 @@ def test_sizes_are_read_off_the_tensors(folder, tmp_path):
         (lambda f: f["perception"]["encoder"].update(subsampling="striding"), "subsampling 'striding'"),
         (lambda f: f["lora"].update(target_modules=["lm_head"]), "target_modules has lm_head"),
         (lambda f: f["lora"].update(use_rslora=True), "use_rslora: True"),
+        (lambda f: f["lora"].update(alpha_pattern={"q_proj": 4}), "alpha_pattern: {'q_proj': 4}"),
+        (lambda f: f["lora"].update(rank_pattern={"q_proj": 4}), "rank_pattern: {'q_proj': 4}"),
+        (lambda f: f["lora"].update(layers_to_transform=[0]), r"layers_to_transform: \[0\]"),
+        (lambda f: f["lora"].update(fan_in_fan_out=True), "fan_in_fan_out: True"),
+        (lambda f: f["lora"].update(target_modules="(q|v)_proj"), "as a regular expression"),
     ],
 )
 def test_what_jaxthd_does_not_compute_is_refused(folder, tmp_path, change, said):
     with pytest.raises(UserError, match=said):
         import_weights([str(changed(folder, tmp_path / "changed", change))], tmp_path / "out")
+
+
+def test_a_lora_whose_other_settings_are_empty_is_plain(folder, tmp_path):
+    """As peft writes them."""
+    plain = {"alpha_pattern": {}, "rank_pattern": None, "layers_to_transform": None, "fan_in_fan_out": False}
+    same = changed(folder, tmp_path / "same", lambda fields: fields["lora"].update(plain))
+    assert open_checkpoint(same).lora == LORA
+
+
+def test_an_export_has_the_name_of_an_llm_of_its_settings(folder):
+    """NeMo takes the sizes, the rotary base and the epsilon of the LLM from its name."""
+    family, model = open_checkpoint(folder).family, model_config(folder)
+    four = {"dim": 2560, "pattern": "*-" * 36, "vocab_size": 151936, "q_heads": 32, "kv_heads": 8}
+    llm = replace(model.llm, **four, head_dim=128, ffn_dim=9728)
+
+    def name(**changes: Any) -> str:
+        return family.fields(replace(model, llm=replace(llm, **changes)))["pretrained_llm"]
+
+    assert name() == "Qwen/Qwen3-4B"
+    assert name(rope=RopeConfig(theta=5e6)) == "Qwen/Qwen3-4B-Instruct-2507"
+    assert name(pattern="*-" * 35) == "", "no published one has this size"
+    for changes, said in (
+        ({"rope": RopeConfig(theta=1e4)}, "rope_theta: 10000.0, not 1000000.0"),
+        ({"rope": RopeConfig(theta=1e6, scaling="linear", factor=2.0)}, "rope_scaling: {"),
+        ({"norm_eps": 1e-5}, "rms_norm_eps: 1e-05, not 1e-06"),
+        ({"ffn_dim": 9720}, "intermediate_size: 9720, not 9728"),
+        ({"q_heads": 16}, "num_attention_heads: 16, not 32"),
+        ({"vocab_size": 151669}, "vocab_size: 151669, not 151936"),
+        ({"tied_embedding": False}, "tie_word_embeddings: False, not True"),
+    ):
+        with pytest.raises(UserError, match=f"of the size of Qwen/Qwen3-4B and has .*\n  {said}"):
+            name(**changes)
 
 
 def test_models_that_the_format_cannot_hold_are_refused(folder):
@@ -145,6 +185,9 @@ def test_models_that_the_format_cannot_hold_are_refused(folder):
     for other in (replace(model, adapter_bias=False), replace(model, adapter_dim=8)):
         with pytest.raises(UserError, match="one linear layer with a bias"):
             family.fields(other)
+    assert model.encoder is not None
+    with pytest.raises(UserError, match="ffn_dim is 50 with dim 20"):
+        family.fields(replace(model, encoder=replace(model.encoder, ffn_dim=50)))
     assert family.lora_fields is not None
     with pytest.raises(UserError, match=r"LoRA on encoder\.blocks"):
         family.lora_fields(LORA, frozenset({"encoder.blocks.ffn1.up"}))

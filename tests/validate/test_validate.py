@@ -309,6 +309,26 @@ CASES = [
         },
         "low_freq_factor and high_freq_factor 4.0 and 4.0; expected the first less than the second",
     ),
+    Case(
+        {"model.llm.rope.scaling": "linear", "model.llm.rope.factor": 2.0},
+        "model.llm.rope.scaling is 'linear' with theta 0",
+        is_warning=True,
+    ),
+    Case(
+        {"model.llm.pattern": "L-", "model.llm.qk_norm": True, "model.llm.attention_sinks": True},
+        "model.llm.qk_norm and attention_sinks with model.llm.pattern 'L-'",
+        is_warning=True,
+    ),
+    Case(
+        {"model.llm.pattern": "M", "model.llm.attention_gate": True}, "attention_gate with", is_warning=True
+    ),
+    Case(
+        {"model.llm.pattern": "M", "model.llm.attention_bias": True}, "attention_bias with", is_warning=True
+    ),
+    Case(
+        {"model.llm.pattern": "M-", "model.llm.ffn_form": "clamped_swiglu", "model.llm.swiglu_limit": 0.0},
+        "model.llm.swiglu_limit is 0 with",
+    ),
     Case({"model.llm.pattern": "ME", "model.llm.experts_per_token": 9}, "at most the 8 of model.llm.experts"),
     Case({"model.llm.pattern": "E", "model.llm.router_groups": 3}, "router_groups is 3 with 8 experts"),
     Case({"model.llm.pattern": "E", "model.llm.router_groups": 8}, "a divisor of 8 up to 4, or to 1"),
@@ -620,6 +640,8 @@ def test_transformer_engine_is_refused_where_it_is_known_to_be_wrong() -> None:
         | {"model.llm.shared_expert_dim": 0},
         {"model.llm.pattern": "LE", "model.llm.shared_expert_dim": 0, "model.llm.router_groups": 4}
         | {"model.llm.router_groups_per_token": 1},
+        {"model.llm.pattern": "M", "model.llm.mtp_pattern": "W", "model.llm.qk_norm": True},
+        {"model.llm.pattern": "M", "model.llm.ffn_form": "clamped_swiglu", "model.llm.swiglu_limit": 0.0},
         {"model.encoder.num_mels": 8, "model.encoder.conv_kernel": 1, "model.encoder.heads": 64},
         {"train.steps": 20, "train.min_learning_rate": 1e-3, "train.beta1": 0.0, "train.validate_every": 0},
         {"model.llm.pattern": "-", "model.llm.q_heads": 5, "model.llm.mamba_heads": 9}
