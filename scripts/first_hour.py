@@ -94,27 +94,27 @@ def run(section: str, out: Path, minutes: float, tiny: bool) -> str:
     lines = [x for x in text.splitlines() if x.startswith(check_gpu.RESULT)]
     (out / f"{section}.txt").write_text(text)
     results = [json.loads(x.removeprefix(check_gpu.RESULT)) for x in lines]
-    kept = {"outcome": outcome or "ran", "results": results}
+    kept = {"outcome": outcome or "ran", "tiny": tiny, "results": results}
     write_atomically(out / f"{section}.json", [json.dumps(kept, indent=1) + "\n"])
     return outcome
 
 
-def kept(section: str, out: Path) -> dict[str, Any] | None:
-    """What a section left; None if it has not run."""
+def kept(section: str, out: Path, tiny: bool) -> dict[str, Any] | None:
+    """What a section left; None if it has not run. A trial is not the hour, nor the hour a trial."""
     path = out / f"{section}.json"
     found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
-    return found
+    return found if found and found["tiny"] == tiny else None
 
 
 def report(out: Path, tiny: bool) -> str:
     """The page: a table of each section's results."""
-    told_machine = ((kept("machine", out) or {}).get("results") or [{}])[0]
+    told_machine = ((kept("machine", out, tiny) or {}).get("results") or [{}])[0]
     where = ", ".join(f"{k} {v}" for k, v in told_machine.items() if k != "section") or "not known"
     page = ["# The first hour on this machine\n", f"{where}\n"]
     if tiny or told_machine.get("device", "cpu").lower() == "cpu":
         page.append("A trial on a CPU: **nothing here has run on a GPU.**\n")
     for section in ORDER:
-        found = kept(section, out)
+        found = kept(section, out, tiny)
         page.append(f"## {section}\n\n{found['outcome'] if found else 'not yet run'}\n")
         page += tables(found["results"] if found else [])
     return "\n".join(page)
@@ -152,7 +152,7 @@ def main() -> None:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(given.out.resolve() / "compiled"))
     missing = []
     for section in given.only:
-        if (kept(section, given.out) or {}).get("outcome") == "ran":
+        if (kept(section, given.out, given.tiny) or {}).get("outcome") == "ran":
             print(f"{section}: ran before", flush=True)
             continue
         outcome = run(section, given.out, given.minutes, given.tiny)

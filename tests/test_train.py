@@ -28,7 +28,7 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.errors import UserError
-from jaxthd.run.metrics import TIME_METRICS
+from jaxthd.run.metrics import OF_DRAWING, TIME_METRICS
 from jaxthd.run.metrics_file import Metrics, read_metrics
 from jaxthd.train import main, train
 from jaxthd.validate import DeviceFacts, validate
@@ -54,7 +54,7 @@ FIELDS = {
     "tokens_per_second",
     "step_seconds",
     "device_tokens_per_second",
-    *(metric.name for metric in TIME_METRICS),
+    *(metric.name for metric in TIME_METRICS if metric.name.removesuffix("_seconds") not in OF_DRAWING),
     "compilations",
     "skipped_updates",
     "skipped_documents",

@@ -65,7 +65,7 @@ class ComputeConfig:
     remat_llm: bool = True
     """Recompute the decoder's blocks in the same way."""
     scan_chunk: int = 64
-    """Tokens of a scan chunk of Mamba2. It affects speed, never the result."""
+    """Tokens of a scan chunk of Mamba2 and of the gated delta rule. It affects speed, never the result."""
     command_buffers: bool = True
     """On GPUs, record kernels, loops and conditionals in CUDA graphs (XLA's command buffers) where XLA
     can."""

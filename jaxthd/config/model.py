@@ -57,8 +57,8 @@ class LLMConfig:
     norm_eps: float = 1e-5
     """RMSNorm epsilon."""
     norm_zero_centred: bool = False
-    """Whether the weights of RMSNorms are stored as their difference from 1 (Qwen3-Next); but not of those
-    inside Mamba2 and the gated delta rule."""
+    """Whether the weights of RMSNorms are stored as their difference from 1 (Qwen3-Next): those of the
+    blocks, of attention's queries and keys, the final one, and those of multi-token prediction."""
     q_heads: int = 4
     """Query heads."""
     kv_heads: int = 2

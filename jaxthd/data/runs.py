@@ -52,7 +52,8 @@ class Runs(grain.IterDataset):
 
 class _RunsIterator(grain.DatasetIterator):
     """State: the parent's state before the first buffer that has waiting documents; which of the documents
-    from there on were taken, a number if they are the first ones; how many buffers were read, if several.
+    from there on were taken, a number if they are the first ones of that buffer; how many buffers were read,
+    if several.
     """
 
     def __init__(self, buffers: grain.DatasetIterator, take: Take, window: int) -> None:
@@ -64,7 +65,8 @@ class _RunsIterator(grain.DatasetIterator):
         self._before, self._to_read = [before], to_read  # one more state than buffers
         self._read: list[Sequence[JudgedDocument]] = []
         self._taken = set(range(taken) if isinstance(taken, int) else taken)
-        self._is_restored = bool(self._taken)
+        self._is_count = isinstance(taken, int)  # of documents of the first buffer, which holds more
+        self._is_restored = self._is_count and bool(self._taken)
 
     def __next__(self) -> RowDocuments:
         while True:
@@ -72,6 +74,8 @@ class _RunsIterator(grain.DatasetIterator):
             numbers, row = self._take([judged for _, judged in waiting])
             self._taken.update(waiting[number][0] for number in numbers)
             self._forget()
+            # Documents of buffers that are not read yet may be taken already, after another layout.
+            self._is_count = bool(self._read) or not self._taken
             if row:
                 return row
 
@@ -112,7 +116,8 @@ class _RunsIterator(grain.DatasetIterator):
     def get_state(self) -> dict[str, Any]:
         taken = sorted(self._taken)
         is_first = taken == list(range(len(taken)))
-        state = {"packer": self._before[0], "emitted": len(taken) if is_first else taken}
+        emitted = len(taken) if is_first and self._is_count else taken
+        state = {"packer": self._before[0], "emitted": emitted}
         read = len(self._read) + self._to_read
         return state | ({"read": read} if read > 1 else {})
 

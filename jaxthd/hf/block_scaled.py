@@ -33,7 +33,7 @@ class BlockScaledFolder:
     """A folder of safetensors files, some of whose matrices are block-scaled FP8: as it would be in float32.
 
     fields: its config.json, whose quantization_config names the blocks. Raises UserError for another kind of
-    FP8, and for scales that are not those of such blocks.
+    FP8, and for scales that are missing or not those of such blocks.
     """
 
     form = "matrices of block-scaled FP8"
@@ -51,6 +51,7 @@ class BlockScaledFolder:
         found = folder.shapes
         self.shapes: dict[str, Shape] = {name: x for name, x in found.items() if not name.endswith(SCALES)}
         self._scaled = {name for name in self.shapes if f"{name}{SCALES}" in found}
+        self._refuse_unpaired()
         for name in self._scaled:
             expected = tuple(-(-n // b) for n, b in zip(found[name], self._block, strict=False))
             if found[f"{name}{SCALES}"] != expected or len(found[name]) != 2:
@@ -59,6 +60,21 @@ class BlockScaledFolder:
                     f"{list(expected)}, a scale for each block of {rows} x {columns} of {name} "
                     f"{list(found[name])}: copy the checkpoint anew"
                 )
+
+    def _refuse_unpaired(self) -> None:
+        """A matrix without its scales would be read as if they were 1."""
+        scales = {name.removesuffix(SCALES) for name in self._folder.shapes if name.endswith(SCALES)}
+        unpaired = [f"{name}{SCALES} without {name}" for name in sorted(scales - self._scaled)] + [
+            f"{name} in {self._folder.dtype(name)} without {name}{SCALES}"
+            for name in self.shapes
+            if name not in self._scaled and self._folder.dtype(name).startswith("float8")
+        ]
+        if unpaired:
+            more = f" and {len(unpaired) - 4} more" if len(unpaired) > 4 else ""
+            raise UserError(
+                f"{self.path} has {', '.join(unpaired[:4])}{more}; expected scales beside each matrix of FP8 "
+                "and beside nothing else: copy the checkpoint anew"
+            )
 
     def dtype(self, name: str) -> str:
         return "float32" if name in self._scaled else self._folder.dtype(name)

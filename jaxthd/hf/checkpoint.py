@@ -90,8 +90,12 @@ class Checkpoint:
         """How many of these tensors are decoded as they are read, for people; "" for none."""
         if not isinstance(self.reader, BlockScaledFolder | Mxfp4Folder):
             return ""
-        count = sum(map(self.reader.is_decoded, names))
+        count = sum(map(self.is_decoded, names))
         return f"{count} {self.reader.form}" if count else ""
+
+    def is_decoded(self, name: str) -> bool:
+        """Whether the tensor is decoded as it is read."""
+        return isinstance(self.reader, BlockScaledFolder | Mxfp4Folder) and self.reader.is_decoded(name)
 
     def unread(self, table: Collection[str]) -> list[str]:
         """Its tensors that are not among those named, and that may be left unread (Family.ignored)."""

@@ -14,7 +14,7 @@ from jaxthd.errors import UserError
 from jaxthd.hf.family import LLM, Family, Fields, must_be, must_hold, required
 from jaxthd.hf.names import Names, Shape
 from jaxthd.hf.nemotron_h import token_fields
-from jaxthd.hf.rotary import rope_config, rope_fields
+from jaxthd.hf.rotary import must_rotate_whole_heads, rope_config, rope_fields
 
 _TITLE = "DeepseekV3ForCausalLM"
 _EXPECTED = {
@@ -38,6 +38,14 @@ _SIZES = {
 """Our names -> theirs."""
 _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """Of LatentAttentionConfig: their names are ours."""
+_DEFAULTS: dict[str, Any] = {
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "n_shared_experts": 1,
+    "q_lora_rank": 1536,
+    "topk_group": 4,
+}
+"""The library's, where config.json lacks them. null is none of them."""
 _FORM: dict[str, Any] = {
     "norm_zero_centred": False,
     "shared_expert_gate": False,
@@ -56,6 +64,7 @@ _NORM_EPS = 1e-6
 def llm_config(fields: Fields, llm: LLMConfig) -> LLMConfig:
     """`llm` with the checkpoint's settings. The stage marks of its pattern stay."""
     must_be(fields, _EXPECTED | {"num_key_value_heads": required(fields, "num_attention_heads")})
+    fields = {**_DEFAULTS, **fields}
     layers = int(required(fields, "num_hidden_layers"))
     dense = min(int(fields.get("first_k_dense_replace") or 0), layers)
     letters = "L-" * dense + "LE" * (layers - dense)
@@ -86,11 +95,7 @@ def llm_fields(llm: LLMConfig) -> dict[str, Any]:
             f"{_TITLE}: choose another format"
         )
     must_hold(llm, _FORM, _TITLE)
-    if not llm.rope.theta or llm.rope.fraction != 1:
-        raise UserError(
-            f"model.llm.rope has theta {llm.rope.theta} and fraction {llm.rope.fraction}; expected a theta, "
-            f"and fraction 1, for {_TITLE}: choose another format"
-        )
+    must_rotate_whole_heads(llm.rope, _TITLE)
     if latent.norm_eps != _NORM_EPS:
         raise UserError(
             f"model.llm.latent_attention.norm_eps is {latent.norm_eps}; expected {_NORM_EPS} for {_TITLE}: "
@@ -114,9 +119,8 @@ def llm_fields(llm: LLMConfig) -> dict[str, Any]:
         "first_k_dense_replace": dense,
         "n_shared_experts": llm.shared_expert_dim // llm.expert_dim,
         "n_group": llm.router_groups,
-        "topk_group": llm.router_groups_per_token,
+        "topk_group": min(llm.router_groups_per_token, llm.router_groups),
         "norm_topk_prob": llm.router_normalised,
-        "num_nextn_predict_layers": 0,
         "rope_interleave": True,
         **rope_fields(llm.rope),
         "tie_word_embeddings": llm.tied_embedding,

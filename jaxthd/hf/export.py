@@ -46,7 +46,7 @@ def export(
     shapes: of our arrays, by name. take: (slice) -> its elements.
     dtype: float32 or bfloat16, for all tensors but KEPT_FLOAT32.
     like: the checkpoint that the model came from. Its settings, its tokenizer, and the tensors that a speech
-        LLM has no use for (a vision tower) are copied.
+        LLM has no use for (a vision tower) are copied; those that were quantized are written in `dtype`.
     settings: fields for config.json, added to the model's. beside: a folder whose tokenizer is copied.
     limit: most bytes of a file.
     Raises UserError for a folder that holds a checkpoint already and for a model that the family cannot hold.
@@ -67,7 +67,9 @@ def export(
     copied: list[str] = []
     if original is not None:
         copied = original.unread(kinds)
-        kinds |= {name: (original.reader.shapes[name], original.reader.dtype(name)) for name in copied}
+        for name in copied:
+            stored = dtype if original.is_decoded(name) else original.reader.dtype(name)
+            kinds[name] = (original.reader.shapes[name], stored)
     with SafetensorsWriter(folder, kinds, limit) as writer:
         for tensor in names.tensors:
             writer.write(tensor.name, _elements(tensor, take))

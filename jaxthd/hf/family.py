@@ -42,7 +42,7 @@ class SpecialTokens(Protocol):
 class Family:
     """One format of checkpoints.
 
-    To add one, write a file such as parakeet.py, and add a line to FAMILIES in families.py.
+    To add one, write a file such as parakeet.py, and add a line to FAMILIES in registry.py.
 
     format: what `jaxthd.convert export --format` calls it; families of one format are tried in turn.
     title: the library's class, for help texts and the guide. gives: the parts of a model that it holds.

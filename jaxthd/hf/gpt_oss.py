@@ -12,7 +12,7 @@ from jaxthd.errors import UserError
 from jaxthd.hf.family import LLM, Family, Fields, must_be, must_hold, required
 from jaxthd.hf.names import Names
 from jaxthd.hf.nemotron_h import token_fields
-from jaxthd.hf.rotary import rope_config, rope_fields
+from jaxthd.hf.rotary import must_rotate_whole_heads, rope_config, rope_fields
 
 _EXPECTED = {"hidden_act": "silu"}
 _SIZES = {
@@ -103,10 +103,7 @@ def llm_fields(llm: LLMConfig) -> dict[str, Any]:
             "another format"
         )
     must_hold(llm, _FORM, "GptOssForCausalLM")
-    if not llm.rope.theta:
-        raise UserError(
-            "model.llm.rope.theta is 0; expected more for GptOssForCausalLM: choose another format"
-        )
+    must_rotate_whole_heads(llm.rope, "GptOssForCausalLM")
     names = _SIZES | {ours: theirs for ours, (theirs, _) in _DEFAULTS.items()}
     types = {letter: kind for kind, letter in _KINDS.items()}
     return {

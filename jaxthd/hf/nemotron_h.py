@@ -130,6 +130,13 @@ def llm_fields(llm: LLMConfig) -> dict[str, Any]:
     Raises UserError where the family cannot hold the model.
     """
     must_hold(llm, _FORM, "NemotronHForCausalLM")
+    for where, letters in (("pattern", llm.letters), ("mtp_pattern", llm.mtp_pattern)):
+        unknown = sorted({*letters} - {*_BLOCKS})
+        if unknown:
+            raise UserError(
+                f"model.llm.{where} is {getattr(llm, where)!r}, with {', '.join(unknown)}; expected "
+                f"{', '.join(_BLOCKS)} alone for NemotronHForCausalLM: choose another format"
+            )
     moe = _MOE_SIZES if "E" in llm.letters + llm.mtp_pattern else {}
     low, high = llm.mamba_dt_limit
     return {

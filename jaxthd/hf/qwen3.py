@@ -11,7 +11,7 @@ from jaxthd.errors import UserError
 from jaxthd.hf.family import LLM, PLAIN, Family, Fields, must_be, must_hold, required
 from jaxthd.hf.names import Names
 from jaxthd.hf.nemotron_h import token_fields
-from jaxthd.hf.rotary import rope_config, rope_fields
+from jaxthd.hf.rotary import must_rotate_whole_heads, rope_config, rope_fields
 
 _EXPECTED = {
     "attention_bias": False,
@@ -93,10 +93,7 @@ def llm_fields(llm: LLMConfig, *, moe: bool) -> dict[str, Any]:
             f"{name}ForCausalLM: choose another format"
         )
     must_hold(llm, _FORM | (_MOE_FORM if moe else {}), f"{name}ForCausalLM")
-    if not llm.rope.theta:
-        raise UserError(
-            f"model.llm.rope.theta is 0; expected more for {name}ForCausalLM: choose another format"
-        )
+    must_rotate_whole_heads(llm.rope, f"{name}ForCausalLM")
     names = _SIZES | (_MOE_SIZES if moe else {})
     fields = {theirs: getattr(llm, ours) for ours, theirs in names.items()}
     return {

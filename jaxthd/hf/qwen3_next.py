@@ -74,7 +74,7 @@ def llm_config(fields: Fields, llm: LLMConfig) -> LLMConfig:
         settings |= _taken(fields, _MOE_SIZES) | _MOE_FORM
     settings["pattern"] = llm.pattern if llm.letters == letters else letters
     settings["delta"] = DeltaConfig(**_taken(fields, _DELTA_SIZES))
-    settings["rope"] = rope_config(fields)
+    settings["rope"] = rope_config(fields, partial=True)
     return replace(llm, **settings)
 
 
@@ -107,6 +107,11 @@ def llm_fields(llm: LLMConfig) -> dict[str, Any]:
         )
     experts = "E" in llm.letters
     must_hold(llm, _FORM | (_MOE_FORM if experts else {}), "Qwen3NextForCausalLM")
+    if experts and not llm.shared_expert_dim:
+        raise UserError(
+            "model.llm.shared_expert_dim is 0; expected more for Qwen3NextForCausalLM, whose experts have a "
+            "shared one beside them: choose another format"
+        )
     names = _SIZES | (_MOE_SIZES if experts else {})
     theirs = {letter: kind for kind, letter in _MIXERS.items()}
     return {

@@ -30,10 +30,11 @@ _SETTINGS: dict[str, dict[str, str]] = {
 """Of each kind of scaling: their names -> those of RopeConfig."""
 
 
-def rope_config(fields: Fields, default_theta: float = 10000.0) -> RopeConfig:
-    """The settings that `fields` give. default_theta: the family's, where they give none.
+def rope_config(fields: Fields, default_theta: float = 10000.0, *, partial: bool = False) -> RopeConfig:
+    """The settings that `fields` give. default_theta: the family's, where they give none. partial: whether
+    the family may rotate a share of each head; the library's other families ignore partial_rotary_factor.
 
-    Raises UserError for a scaling that jaxthd does not compute.
+    Raises UserError for a scaling that jaxthd does not compute, and for a share in a family without.
     """
     given: Mapping[str, Any] = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     kind = given.get("rope_type") or given.get("type") or "default"
@@ -55,6 +56,11 @@ def rope_config(fields: Fields, default_theta: float = 10000.0) -> RopeConfig:
             "them in rope_parameters or rope_scaling: complete it"
         )
     fraction = given.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
+    if fraction != 1 and not partial:
+        raise UserError(
+            f"config.json has partial_rotary_factor {fraction}; expected 1 or none, because the library "
+            "rotates whole heads in this family: remove it, or choose another checkpoint"
+        )
     theta = given.get("rope_theta") or fields.get("rope_theta") or default_theta
     numbers: dict[str, Any] = {name: x if name in _WHOLE else float(x) for name, x in settings.items()}
     return RopeConfig(theta=float(theta), fraction=float(fraction), scaling=_KINDS[kind], **numbers)
@@ -72,6 +78,15 @@ def _refuse_unknown(given: Mapping[str, Any], kind: str) -> None:
         raise UserError(
             f"config.json has {', '.join(unknown)} among the settings of a rotary embedding of type "
             f"{kind!r}; expected only {', '.join(sorted(known))}: choose another checkpoint"
+        )
+
+
+def must_rotate_whole_heads(rope: RopeConfig, format: str) -> None:
+    """Raises UserError for a model without rotary embedding, or with one on a share of each head."""
+    if not rope.theta or rope.fraction != 1:
+        raise UserError(
+            f"model.llm.rope has theta {rope.theta} and fraction {rope.fraction}; expected a theta, and "
+            f"fraction 1, for {format}: choose another format"
         )
 
 

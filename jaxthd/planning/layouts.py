@@ -2,8 +2,8 @@
 
 The whole-buffer layout needs no padding and exchanges only the states of Mamba2 and of the gated delta rule,
 but long documents load the ranks unevenly. The per-document layout loads them evenly, but pads every document
-and exchanges these layers' activations.
-Attention exchanges the same keys and values under both.
+and exchanges these layers' activations. Attention exchanges the same keys and values under both. The layout
+"whole" exchanges only those of cut documents, and may leave some slots of a rank empty.
 """
 
 import math
@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 from jaxthd.config import Config, LLMConfig
 from jaxthd.ops.scan.state_passing import GATHER_UP_TO
-from jaxthd.packing.assignment import LAYER_KINDS_OF_WHOLE
+from jaxthd.packing.assignment import LAYER_KINDS_OF_WHOLE, LEAST_CHUNK
 from jaxthd.packing.layout import LayoutKind
 from jaxthd.planning.lengths import Lengths
 from jaxthd.planning.simulate import Outcome, balance, simulate
@@ -83,7 +83,10 @@ def compare_layouts(stream: Lengths, config: Config, work: tuple[float, float]) 
 
 
 def _possible(config: Config) -> list[LayoutKind]:
-    is_made_for = set(config.model.llm.kinds) <= set(LAYER_KINDS_OF_WHOLE)
+    """The layouts that jaxthd.validate lets this model have."""
+    llm = config.model.llm
+    is_long = "M" in llm.kinds and llm.mamba_conv - 1 > LEAST_CHUNK
+    is_made_for = set(llm.kinds) <= set(LAYER_KINDS_OF_WHOLE) and not is_long
     return [layout for layout in LAYOUTS if layout != "whole" or is_made_for]
 
 
@@ -96,10 +99,13 @@ def _laid_out(config: Config, layout: LayoutKind) -> Config:
         round_to = 1  # the configured value applies to the other layout
     step = math.lcm(round_to, unit)
     capacity = -(-config.data.capacity // step) * step
+    exchange = config.compute.context_exchange
+    if layout == "whole" and config.mesh.pipeline > 1:
+        exchange = "all_gather"  # stages have different documents to exchange
     return replace(
         config,
         data=replace(config.data, round_to=round_to, capacity=capacity),
-        compute=replace(config.compute, context_layout=layout),
+        compute=replace(config.compute, context_layout=layout, context_exchange=exchange),
     )
 
 
@@ -227,8 +233,10 @@ def layout_recommendation(costs: Sequence[LayoutCost]) -> str:
         "exchange": f"{best.mamba_bytes:,.0f} bytes in a Mamba2 layer against {other.mamba_bytes:,.0f}",
     }
     decides = max(reasons, key=lambda term: getattr(other, term) - getattr(best, term))
-    rounding = f" --data.round-to {best.config.data.round_to}" if best.layout == "document" else ""
+    with_it = f" --data.round-to {best.config.data.round_to}" if best.layout == "document" else ""
+    if best.layout == "whole" and best.config.mesh.pipeline > 1:
+        with_it = " --compute.context-exchange all_gather"
     return (
-        f"Recommended: --compute.context-layout {best.layout}{rounding}; {other.layout} costs "
+        f"Recommended: --compute.context-layout {best.layout}{with_it}; {other.layout} costs "
         f"{other.total / best.total - 1:.1%} more, mainly for {reasons[decides]}"
     )

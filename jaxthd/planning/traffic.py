@@ -154,7 +154,7 @@ def _mixer(
                 received.gather((CONTEXT,), kv * sizes.a, times * (forward + 1))
         case "M":
             uniform_program = not is_stage or (sizes.stages.are_equal and is_ring)
-            if uniform_program or config.compute.context_layout == "document":
+            if uniform_program or config.compute.context_layout != "buffer":
                 there_and_back = mamba_bytes(config) / sizes.schedule.microbatches
                 received.add((CONTEXT,), there_and_back / 2 * times * (forward + 1))
             else:

@@ -36,7 +36,8 @@ class SharedRewards:
         """Waits for all groups that were submitted since the last call; returns them by their numbers.
 
         are_counted: whether failures count in rollout.max_failed_rewards.
-        Raises UserError, in all processes, as Rewarder.count does, or where no worker starts.
+        Raises UserError as Rewarder.count does, in all processes; and where no worker starts, in that
+        process, which ends the others too (jaxthd.parallel.processes).
         """
         groups, own = self._groups, self._own
         self._groups, self._own = {}, {}

@@ -182,6 +182,17 @@ def _experts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 
 
 @RULES.rule("model.llm")
+def _shared_expert_gate(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    llm = config.model.llm
+    if "E" in llm.kinds and llm.shared_expert_gate and not llm.shared_expert_dim:
+        yield Finding(
+            "model.llm.shared_expert_dim is 0 with model.llm.shared_expert_gate True",
+            "more than 0, because the gate is the shared expert's",
+            "set model.llm.shared_expert_gate to False, or raise model.llm.shared_expert_dim",
+        )
+
+
+@RULES.rule("model.llm")
 def _expert_groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm = config.model.llm
     groups, most = llm.router_groups, llm.router_groups_per_token

@@ -225,6 +225,8 @@ def test_bad_recordings_are_reported_and_other_elements_refused(tmp_path: Path) 
         iter(data_loader(operations=[ToDocument(), PACK]))
     with pytest.raises(ValueError, match="window must be at least 1"):
         PackDocuments(capacity=8, audio_capacity=0, max_documents=1, window=0)
+    with pytest.raises(ValueError, match="cuts is 0"):
+        PackDocuments(capacity=8, audio_capacity=0, max_documents=1, cuts=0)
 
 
 def test_a_loop_that_is_not_ours_learns() -> None:
@@ -275,3 +277,31 @@ def test_a_stream_goes_on_under_another_layout_with_the_documents_that_are_left(
         assert Counter(chain(*seen, *rest)) == Counter(2 * GOOD)
         if first == second:
             assert [*seen, *rest] == whole
+
+
+def test_a_stream_changes_its_layout_and_is_interrupted_once_more() -> None:
+    """Under "whole" a row may take all of a later buffer before all of an earlier one."""
+    lengths = [4, 6, 25, 54, 26, 51]
+    sized = [
+        Document(str(i), np.ones(n, np.int32), np.zeros(n, bool), np.ones(n, bool))
+        for i, n in enumerate(lengths)
+    ]
+    whole = PackDocuments(
+        capacity=64,
+        audio_capacity=0,
+        max_documents=9,
+        packing_bins=1,
+        context=2,
+        layout="whole",
+        cuts=1,
+    )
+    ds, seen, state = grain.MapDataset.source(sized), [], None
+    for pack in (whole, replace(whole, layout="buffer"), replace(whole, layout="buffer")):
+        rows = iter(ds.pipe(pack))
+        if state is not None:
+            rows.set_state(state)
+        seen += next(rows).report.keys
+        state = json.loads(json.dumps(rows.get_state()))
+    rows.set_state(state)
+    seen += chain(*(row.report.keys for row in rows))
+    assert Counter(seen) == Counter(map(str, range(len(lengths))))

@@ -1,6 +1,7 @@
 """What DeepSeek-V3's family reads, writes and refuses. What it computes is compared in test_families.py."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from jaxthd.files.config_file import load_config
 from jaxthd.hf.checkpoint import open_checkpoint
 from jaxthd.hf.deepseek_v3 import llm_config, llm_fields
 from jaxthd.hf.registry import export_families
-from jaxthd.hf.safetensors_files import SafetensorsWriter
+from jaxthd.hf.safetensors_files import SafetensorsFolder, SafetensorsWriter
 from jaxthd.planning.parameters import parameter_groups
 from tests.hf.published import write_published
 
@@ -145,6 +146,19 @@ def test_settings_are_read_and_written_back(fields: dict[str, Any]) -> None:
     marked = replace(llm, pattern=f"{llm.pattern[:4]}|{llm.pattern[4:]}")
     assert llm_config(fields, marked).pattern == marked.pattern
     assert export_families(ModelConfig(encoder=None, llm=llm))[""].title == "DeepseekV3ForCausalLM"
+    ungrouped = llm_fields(replace(llm, router_groups=1, router_groups_per_token=4))
+    assert (ungrouped["n_group"], ungrouped["topk_group"]) == (1, 1)
+
+
+def test_what_is_absent_has_the_librarys_default_and_null_is_none() -> None:
+    """DeepSeek-V3's own settings are the defaults."""
+    names = ("first_k_dense_replace", "n_group", "n_shared_experts", "q_lora_rank", "topk_group")
+    absent = {name: x for name, x in PUBLISHED.items() if name not in names}
+    assert llm_config(absent, LLMConfig()) == llm_config(PUBLISHED, LLMConfig())
+    none = llm_config(PUBLISHED | dict.fromkeys(names), LLMConfig())
+    assert none.letters == "LE" * 61
+    assert (none.router_groups, none.router_groups_per_token) == (1, 1)
+    assert (none.shared_expert_dim, none.latent_attention.q_lora_rank) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +192,9 @@ def test_a_model_that_the_format_cannot_hold_is_refused(changed: dict[str, Any],
         llm_fields(replace(llm, **changed))
     with pytest.raises(UserError, match=r"norm_eps is 1e-05"):
         llm_fields(replace(llm, latent_attention=replace(llm.latent_attention, norm_eps=1e-5)))
-    with pytest.raises(UserError, match=r"theta 0\.0"):
-        llm_fields(replace(llm, rope=replace(llm.rope, theta=0.0)))
+    for settings, what in (({"theta": 0.0}, r"theta 0\.0"), ({"fraction": 0.5}, r"fraction 0\.5")):
+        with pytest.raises(UserError, match=what):
+            llm_fields(replace(llm, rope=replace(llm.rope, **settings)))
 
 
 BLOCK = (8, 5)
@@ -220,6 +235,8 @@ def test_block_scaled_float8_is_decoded_as_it_is_read(
     first = {name.replace(".0.", ".61."): x for name, x in tensors.items() if ".layers.0." in name}
     save_file(tensors | first, folder / "model.safetensors")
     want = in_float8(folder)
+    fields = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(fields))
     import_weights([str(folder)], tmp_path / "imported")
     said = capsys.readouterr().out
     assert "matrices of block-scaled FP8" in said
@@ -229,7 +246,33 @@ def test_block_scaled_float8_is_decoded_as_it_is_read(
     assert found.keys() == want.keys()
     assert all(np.array_equal(found[name], want[name]) for name in want)
     assert any(np.any(want[name] != tensors[name]) for name in tensors)
-    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in written
+    assert written["num_nextn_predict_layers"] == 1
+    export_weights(tmp_path / "imported", tmp_path / "halved", like=folder, dtype="bfloat16")
+    halved = SafetensorsFolder(tmp_path / "halved")
+    for name in want:
+        if want[name].ndim == 2:
+            assert halved.dtype(name) == "bfloat16", name
+            assert np.array_equal(halved.read(name), want[name].astype(ml_dtypes.bfloat16))
+
+
+def test_float8_and_scales_without_each_other_are_refused(tmp_path: Path) -> None:
+    folder = write_published("moonlight", tmp_path / "published")
+    in_float8(folder)
+    whole = SafetensorsFolder(folder)
+    stored = {name: whole.read(name) for name in whole.shapes}
+    matrix = next(name for name in stored if f"{name}_scale_inv" in stored)
+    for lacking, said in (
+        (f"{matrix}_scale_inv", f"{matrix} in float8_e4m3fn without {matrix}_scale_inv"),
+        (matrix, f"{matrix}_scale_inv without {matrix};"),
+    ):
+        kinds = {name: (x.shape, str(x.dtype)) for name, x in stored.items() if name != lacking}
+        with SafetensorsWriter(folder, kinds, 10**9) as writer:
+            for name in kinds:
+                writer.write(name, stored[name])
+        with pytest.raises(UserError, match=re.escape(said)):
+            open_checkpoint(folder)
 
 
 @pytest.mark.parametrize(

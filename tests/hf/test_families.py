@@ -5,10 +5,11 @@ from math import inf
 import numpy as np
 import pytest
 
-from jaxthd.config import EncoderConfig, LLMConfig
+from jaxthd.config import EncoderConfig, LLMConfig, ModelConfig
 from jaxthd.errors import UserError
 from jaxthd.hf.nemotron_h import llm_config
 from jaxthd.hf.parakeet import encoder_config
+from jaxthd.hf.registry import export_families
 from scripts.comparison.published import Published
 from tests.helpers import assert_same
 from tests.hf.published import DEEPSEEK, LLMS, QWEN, published
@@ -64,3 +65,15 @@ def test_settings_that_are_the_librarys_defaults_may_be_absent():
     assert (encoder.layers, encoder.dim, encoder.num_mels, encoder.linear_bias) == (24, 1024, 128, True)
     with pytest.raises(UserError, match="no 'layer_types'"):
         llm_config({}, LLMConfig())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        *(({"pattern": f"M*{letter}-"}, f"with {letter}; expected") for letter in "DWL"),
+        ({"pattern": "M*", "mtp_pattern": "WE"}, "mtp_pattern is 'WE', with W"),
+    ],
+)
+def test_blocks_that_no_format_holds_are_refused(settings, said):
+    with pytest.raises(UserError, match=said):
+        export_families(ModelConfig(encoder=None, llm=LLMConfig(**settings)))

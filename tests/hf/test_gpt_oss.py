@@ -113,7 +113,8 @@ def test_what_jaxthd_does_not_compute_is_refused(changed: dict[str, Any], said: 
         ({"pattern": "WE*-"}, "expected WE and"),
         ({"attention_sinks": False}, "attention_sinks: False"),
         ({"ffn_form": "swiglu"}, "ffn_form: 'swiglu'"),
-        ({"rope": RopeConfig()}, "rope.theta is 0"),
+        ({"rope": RopeConfig()}, "theta 0.0"),
+        ({"rope": RopeConfig(theta=15e4, fraction=0.5)}, "fraction 0.5"),
     ],
 )
 def test_a_model_that_the_format_cannot_hold_is_refused(changed: dict[str, Any], said: str):

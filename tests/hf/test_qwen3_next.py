@@ -87,6 +87,7 @@ def test_what_jaxthd_does_not_compute_is_refused(changed: dict[str, Any], said: 
         ({"rope": RopeConfig()}, "rope.theta 0.0"),
         ({"norm_zero_centred": False}, "norm_zero_centred: False"),
         ({"shared_expert_gate": False}, "shared_expert_gate: False"),
+        ({"shared_expert_dim": 0}, "shared_expert_dim is 0"),
     ],
 )
 def test_a_model_that_the_format_cannot_hold_is_refused(changed: dict[str, Any], said: str):

@@ -20,13 +20,13 @@ CASES = json.loads((REFERENCES / "rope.json").read_text())
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: json.dumps(case["fields"])[:60])
 def test_frequencies_are_the_librarys(case: dict[str, Any]):
-    rope = rope_config(case["fields"])
+    rope = rope_config(case["fields"], partial=True)
     assert rotated_features(rope, case["fields"]["head_dim"]) == case["features"]
     np.testing.assert_allclose(frequencies(rope, case["features"]), case["frequencies"], rtol=2e-6)
     assert rope.rotation_factor == pytest.approx(case["factor"], rel=1e-12)
-    assert rope_config(rope_fields(rope)) == rope
+    assert rope_config(rope_fields(rope), partial=True) == rope
     older = {k: v for k, v in rope_fields(rope).items() if k != "rope_parameters"}
-    assert rope_config(older) == rope
+    assert rope_config(older, partial=True) == rope
 
 
 def test_the_scale_of_scores_is_deepseeks():
@@ -58,6 +58,8 @@ def test_features_are_rotated_by_complex_numbers():
         ({"rope_scaling": {"rope_type": "linear"}}, "without factor"),
         ({"rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12]}}, "mrope_section"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
+        ({"partial_rotary_factor": 0.25}, r"partial_rotary_factor 0\.25"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, r"rotary_factor 0\.5"),
     ],
 )
 def test_what_is_not_computed_is_refused(fields: dict[str, Any], said: str):

@@ -106,3 +106,21 @@ def test_activations_grow_with_the_tokens_and_states_do_not():
     assert mamba_bytes(by_document[0]) == exchange_bytes(short.model.llm, 4, 2 * 480 / 4, 4)
     # 16 ranks pass states in 4 steps, with two shifts and a sum: fewer than the 15 that an all-gather brings.
     assert 2 * state_bytes(short.model.llm, 8, 4) > state_bytes(short.model.llm, 16, 4)
+
+
+def test_what_is_compared_is_possible() -> None:
+    """Among pipeline stages the layout "whole" needs all-gather, and no convolution may span a cut chunk."""
+    stream, plain = text_of([60] * 200), config("M*")
+    staged = replace(plain, mesh=replace(plain.mesh, pipeline=2))
+    assert staged.compute.context_exchange == "ring"
+    best, *others = compare_layouts(stream, staged, WORK)
+    assert {cost.layout: cost.config.compute.context_exchange for cost in (best, *others)} == {
+        "whole": "all_gather",
+        "buffer": "ring",
+        "document": "ring",
+    }
+    assert best.layout == "whole"
+    assert "--compute.context-exchange all_gather" in layout_recommendation([best, *others])
+    llm = replace(plain.model.llm, mamba_conv=6)
+    long = replace(plain, model=replace(plain.model, llm=llm))
+    assert "whole" not in {cost.layout for cost in compare_layouts(stream, long, WORK)}

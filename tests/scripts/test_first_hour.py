@@ -48,6 +48,9 @@ def test_it_goes_on_where_it_failed(
     assert "| device | ms |\n| --- | --- |\n| H100 | 4 |" in page
     assert "## step\n\nnot yet run" in page
     assert "nothing here has run on a GPU" not in page
+    # A trial does not count as the hour.
+    assert started(monkeypatch, *arguments, "--tiny") == 0
+    assert "ran before" not in capsys.readouterr().out
 
 
 @pytest.mark.exhaustive

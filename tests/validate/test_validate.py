@@ -330,6 +330,10 @@ CASES = [
         "model.llm.swiglu_limit is 0 with",
     ),
     Case({"model.llm.pattern": "ME", "model.llm.experts_per_token": 9}, "at most the 8 of model.llm.experts"),
+    Case(
+        {"model.llm.pattern": "E", "model.llm.shared_expert_dim": 0, "model.llm.shared_expert_gate": True},
+        "shared_expert_dim is 0 with model.llm.shared_expert_gate True",
+    ),
     Case({"model.llm.pattern": "E", "model.llm.router_groups": 3}, "router_groups is 3 with 8 experts"),
     Case({"model.llm.pattern": "E", "model.llm.router_groups": 8}, "a divisor of 8 up to 4, or to 1"),
     Case(
