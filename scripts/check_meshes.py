@@ -175,6 +175,17 @@ DEEPSEEK: dict[str, Any] = {
     ),
 }
 """A decoder with DeepSeek-V3's blocks."""
+MIXED: dict[str, Any] = {
+    **QWEN3_NEXT,
+    **GPT_OSS,
+    **DEEPSEEK,
+    "pattern": "DLWE*-",
+    "shared_expert_dim": 24,
+    "rope": replace(DEEPSEEK["rope"], fraction=0.5),
+    "ffn_form": "clamped_swiglu",
+    "router": "sigmoid",
+}
+"""A decoder with all of these families' blocks and options, each once."""
 LONGEST_UNIT = 16
 """The longest unit, 2 * context: the layout by documents rounds lengths up to multiples of it."""
 
@@ -295,6 +306,12 @@ def deepseek(dtype: Dtype = "float32") -> list[Config]:
         replace(run, model=replace(MODEL, llm=replace(MODEL.llm, **one)))
         for run, one in zip(qwen3(dtype), settings, strict=True)
     ]
+
+
+def mixed(dtype: Dtype = "float32") -> list[Config]:
+    """A run with the blocks of all families: experts over data and context, a ring."""
+    llm = replace(MODEL.llm, **MIXED)
+    return [replace(variants(MeshConfig(2, 2, 1, 2), dtype)[0], model=replace(MODEL, llm=llm))]
 
 
 def with_ctc(config: Config) -> Config:
@@ -507,7 +524,7 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     families = ("qwen3", "qwen3_next", "gpt_oss", "deepseek")
-    names = ("plain", "lora", "mtp", *families, "whole")
+    names = ("plain", "lora", "mtp", *families, "mixed", "whole")
     parser.add_argument("--only", choices=names, help="one kind of rows")
     parser.add_argument("--sample", type=int, default=0, help="only as many rows, drawn at random (seed 0)")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
@@ -522,6 +539,7 @@ def main(argv: list[str] | None = None) -> None:
         "qwen3_next": qwen3_next(options.dtype),
         "gpt_oss": gpt_oss(options.dtype),
         "deepseek": deepseek(options.dtype),
+        "mixed": mixed(options.dtype),
         "whole": whole(options.dtype),
     }
     runs = kinds[options.only] if options.only else list(chain(*kinds.values()))

@@ -20,6 +20,7 @@ from scripts.check_meshes import (
     deepseek,
     gpt_oss,
     meshes,
+    mixed,
     predicting,
     qwen3,
     qwen3_next,
@@ -71,13 +72,22 @@ def test_the_mesh_changes_neither_multi_token_prediction_nor_ctc(number: int):
     assert row["error"] <= 1e-10, row
 
 
-@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
+def test_the_mesh_changes_nothing_with_the_blocks_of_all_families() -> None:
+    """One block of each kind, with the options of all families, in one program."""
+    (config,) = mixed("float64")
+    row = check(config)
+    assert row["error"] <= 1e-10, row
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [0, 1, 2])
 def test_the_mesh_changes_nothing_with_the_blocks_of_qwen3(number: int):
     row = check(qwen3("float64")[number])
     assert row["error"] <= 1e-10, row
 
 
-@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [0, 1, 2])
 def test_the_mesh_changes_nothing_with_the_blocks_of_qwen3_next(number: int):
     """Gated delta rule, gates of attention and of the shared expert, zero-centred norms."""
     row = check(qwen3_next("float64")[number])
@@ -91,7 +101,8 @@ def test_the_mesh_changes_nothing_with_the_blocks_of_gpt_oss(number: int):
     assert row["error"] <= 1e-10, row
 
 
-@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [0, 1, 2])
 def test_the_mesh_changes_nothing_with_the_blocks_of_deepseek(number: int):
     """Latent attention, and experts of a limited number of groups."""
     row = check(deepseek("float64")[number])

@@ -189,10 +189,9 @@ def test_positions_of_answers_go_on_from_the_prompt(mesh, variant):
     assert_same(gradients, want, 1e-10)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("mesh", "variant"),
-    [(MeshConfig(1, 2, 1, 1), 0), pytest.param(MeshConfig(1, 4, 1, 2), 1, marks=pytest.mark.exhaustive)],
-    ids=str,
+    ("mesh", "variant"), [(MeshConfig(1, 2, 1, 1), 0), (MeshConfig(1, 4, 1, 2), 1)], ids=str
 )
 def test_answers_go_on_from_the_prompts_state_of_the_gated_delta_rule(mesh, variant):
     config = with_settings(config_of(mesh, variant), "qwen3_next")
