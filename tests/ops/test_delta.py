@@ -58,12 +58,18 @@ def each_document_alone(inputs, lengths, dy):
     return y, dinputs, states
 
 
-@pytest.mark.parametrize("chunk", [6, pytest.param(1, marks=pytest.mark.exhaustive), 64])
-@pytest.mark.parametrize(("context", "gather_up_to"), [(1, 8), (4, 8), (4, 1)])
+@pytest.mark.parametrize(
+    ("context", "gather_up_to", "chunk"),
+    [
+        (1, 8, 6),
+        (1, 8, 64),
+        (4, 8, 6),
+        (4, 1, 6),
+        *(pytest.param(*ranks, 1, marks=pytest.mark.exhaustive) for ranks in ((1, 8), (4, 8), (4, 1))),
+    ],
+)
 def test_it_equals_the_recurrence_of_each_document_alone(context, gather_up_to, chunk, monkeypatch):
     """(4, 1) passes states in log2 steps."""
-    if chunk == 64 and context > 1:
-        pytest.skip("a context chunk is shorter")
     monkeypatch.setattr(state_passing, "GATHER_UP_TO", gather_up_to)
     rng = np.random.default_rng(1)
     with jax.enable_x64(True):
