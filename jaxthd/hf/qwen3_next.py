@@ -72,6 +72,11 @@ def llm_config(fields: Fields, llm: LLMConfig) -> LLMConfig:
     settings = _taken(fields, _SIZES) | _FORM
     if "E" in letters:
         settings |= _taken(fields, _MOE_SIZES) | _MOE_FORM
+        if not settings["shared_expert_dim"]:
+            raise UserError(
+                "config.json has shared_expert_intermediate_size 0; expected more, since each layer of "
+                "experts has a shared one beside them: choose another checkpoint"
+            )
     settings["pattern"] = llm.pattern if llm.letters == letters else letters
     settings["delta"] = DeltaConfig(**_taken(fields, _DELTA_SIZES))
     settings["rope"] = rope_config(fields, partial=True)

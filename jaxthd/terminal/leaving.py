@@ -44,7 +44,7 @@ def ends_in_time() -> Iterator[None]:
 def _end(status: int) -> None:
     time.sleep(EXIT_SECONDS)
     with suppress(Exception):
-        print(f"warning: {', '.join(_why)} kept the process alive: ended", file=sys.stderr)
         sys.stdout.flush()
-        sys.stderr.flush()
+    with suppress(Exception):
+        print(f"warning: {', '.join(_why)} kept the process alive: ended", file=sys.stderr, flush=True)
     os._exit(status)

@@ -73,6 +73,7 @@ def test_settings_are_read_and_written_back():
         ({"layer_types": ["full_attention"] * 7}, "has 8 layers"),
         ({"attention_bias": True}, "attention_bias: True"),
         ({"num_hidden_layers": None}, "no 'num_hidden_layers'"),
+        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size 0"),
     ],
 )
 def test_what_jaxthd_does_not_compute_is_refused(changed: dict[str, Any], said: str):
