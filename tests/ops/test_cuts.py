@@ -19,16 +19,20 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import make_segments
 from tests.helpers import assert_same, context_mesh
 
-CAPACITY, MOST, H, D, P, G, S, WINDOW = 128, 3, 4, 6, 3, 2, 5, 19
+CAPACITY = {1: 128, 2: 128, 4: 128, 8: 256}
+"""Of a buffer, by context ranks: a rank's share holds the longest document that is not cut."""
+MOST, H, D, P, G, S, WINDOW = 3, 4, 6, 3, 2, 5, 19
 
 
 def whole(*documents: int) -> tuple[list[int], tuple[int, ...]]:
     return list(documents), ()
 
 
+FULL = 0
+"""In a case: as many tokens as the buffer has slots."""
 CASES = {
     "nothing is cut": [([20, 9, 12, 3, 16, 30, 1, 7], ()), ([], ())],
-    "one fills the buffer": [([128], (0,)), ([31, 5, 17, 2], ())],
+    "one fills the buffer": [([FULL], (0,)), ([31, 5, 17, 2], ())],
     "most are cut": [([33, 20, 41, 2, 5, 1], (2, 0, 1)), ([50, 8, 3, 9, 14], (0,))],
     "a cut document shorter than its chunks": [([9, 20, 7], (0, 1)), ([100, 4], (0,))],
 }
@@ -37,11 +41,12 @@ CASES = {
 
 def packed(lengths: list[int], cut: tuple[int, ...], context: int) -> Any:
     """A row, laid out; documents that are not cut are dealt to the ranks."""
+    lengths = [n or CAPACITY[context] for n in lengths]
     documents = [
         Document(str(i), np.ones(n, np.int32), np.zeros(n, bool), np.ones(n, bool))
         for i, n in enumerate(lengths)
     ]
-    shares = Shares(context, CAPACITY, MOST)
+    shares = Shares(context, CAPACITY[context], MOST)
     rest = sorted(set(range(len(lengths))) - set(cut), key=lambda i: -lengths[i])
     dealt: list[list[int]] = [[] for _ in range(context)]
     for i in rest:
@@ -50,7 +55,7 @@ def packed(lengths: list[int], cut: tuple[int, ...], context: int) -> Any:
     sizes: dict[str, Any] = {"audio_capacity": 0, "num_mels": 1, "max_documents": 16}
     return pack_row(
         documents,
-        capacity=CAPACITY,
+        capacity=CAPACITY[context],
         context=context,
         layout="whole",
         shares=shares,
@@ -124,9 +129,11 @@ def compare(rows: list[Any], context: int, exchange: str) -> None:
     in_order = rows_by((ids, positions), backs)
     real = in_order[0] > 0
     shapes = (H, D), (2, D), (2, P), (2,), (G, S), (G, S)
-    x = tuple(rng.normal(size=(2, CAPACITY, *shape)) for shape in shapes)
+    x = tuple(rng.normal(size=(2, CAPACITY[context], *shape)) for shape in shapes)
     params = rng.normal(size=(4, 2 * P)), rng.normal(size=2 * P), rng.normal(size=2), rng.normal(size=H)
-    dy = tuple(rng.normal(size=(2, CAPACITY, *shape)) for shape in ((H, P), (H, P), (2 * P,), (2, P)))
+    dy = tuple(
+        rng.normal(size=(2, CAPACITY[context], *shape)) for shape in ((H, P), (H, P), (2 * P,), (2, P))
+    )
     dy = jax.tree.map(lambda a: a * real.reshape(2, -1, *[1] * (a.ndim - 2)), dy)
     want = program(1, "ring")(params, x, *in_order, None, dy)
     x, dy = rows_by((x, dy), orders)
