@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from jaxthd.config import DataConfig
 from jaxthd.data.packer import PackDocuments, PackedRow
 from jaxthd.data.runs import RowDocuments
-from jaxthd.packing.document import Document
-from jaxthd.packing.fit import BufferLimits
 
 
 @dataclass(frozen=True)
@@ -37,9 +35,11 @@ class Ladder:
 
     def holding(self, rows: Sequence[RowDocuments | None]) -> list[int]:
         """The numbers of the rungs that hold all of these rows. None: a row without documents."""
-        documents = [row.documents for row in rows if row]
-        *lower, last = range(len(self.rungs))
-        return [*(n for n in lower if all(holds(self.rungs[n].limits, row) for row in documents)), last]
+        *lower, top = [pack.limits for pack in self.rungs]
+        if not lower:
+            return [0]
+        fits = [list(map(top.fit, row.documents)) for row in rows if row]
+        return [*(n for n, limits in enumerate(lower) if all(map(limits.holds, fits))), len(lower)]
 
     def row(self, row: RowDocuments | None, rung: int) -> PackedRow:
         """The row, packed at a rung that holds it."""
@@ -48,15 +48,3 @@ class Ladder:
             return pack.row([])
         # Where documents lie on the context ranks was chosen for the largest rung.
         return pack.placed_row(row) if rung == len(self.rungs) - 1 else pack.row(row.documents)
-
-
-def holds(limits: BufferLimits, documents: Sequence[Document]) -> bool:
-    """Whether a buffer holds all of these documents, on its mesh."""
-    fits = [limits.fit(document) for document in documents]
-    return (
-        not any(fit.misfit for fit in fits)
-        and sum(fit.slots for fit in fits) <= limits.capacity
-        and sum(fit.segments for fit in fits) <= limits.max_documents
-        and sum(sum(fit.chunk_frames) for fit in fits) <= limits.audio_capacity
-        and limits.first_run(fits) == len(fits)
-    )
