@@ -36,6 +36,8 @@ def eight_times(*given: Any) -> Any:
 
 
 def asking(llm: LLMConfig | None = None, **compute: Any) -> Config:
+    """A config whose settings that are not given need no admission."""
+    compute = {"attention_backend": "xla", "scan_backend": "xla", "encoder_attention": "banded"} | compute
     return Config(model=ModelConfig(llm=llm or LLMConfig()), compute=ComputeConfig(scan_chunk=16, **compute))
 
 
@@ -75,14 +77,18 @@ def test_the_flag_makes_nothing_run_that_cannot(lines: list[str], tmp_path: Path
     assert "kernels_unverified to use" not in str(caught.value)
 
 
-def test_auto_takes_the_next_one_and_says_why(lines: list[str], tmp_path: Path):
+@pytest.mark.usefixtures("on_a_gpu")
+def test_auto_takes_the_next_one_and_says_why(lines: list[str], tmp_path: Path, monkeypatch):
+    for name in ("pallas", "batched"):
+        monkeypatch.setitem(BACKENDS, name, BACKENDS["cudnn"]._replace(name=name))
     config = asking(attention_backend="auto", kernels_unverified=True)
     assert with_admitted(config, lines.append, tmp_path).compute.attention_backend == "xla"
     (line,) = lines
     assert line.startswith("attention: xla; not te: it is off from xla")
-    assert "; not cudnn: it runs on NVIDIA GPUs" in line
+    assert "; not cudnn: it computes in bfloat16 or float16" in line
 
 
+@pytest.mark.usefixtures("on_a_gpu")
 def test_auto_takes_the_first_that_is_admitted(lines: list[str], tmp_path: Path, monkeypatch):
     monkeypatch.setitem(BACKENDS, "cudnn", XLA._replace(name="cudnn"))
     config = asking(attention_backend="auto")
@@ -92,22 +98,28 @@ def test_auto_takes_the_first_that_is_admitted(lines: list[str], tmp_path: Path,
 
 
 def test_the_blockwise_one_is_not_measured(lines: list[str], tmp_path: Path):
-    assert with_admitted(Config(), lines.append, tmp_path) == Config()
+    config = using(Config(), attention_backend="xla", scan_backend="xla", encoder_attention="blocks")
+    assert with_admitted(config, lines.append, tmp_path) == config
     assert not list(tmp_path.iterdir())
 
 
+def test_auto_on_a_cpu_is_xla_without_a_word(lines: list[str], tmp_path: Path):
+    found = with_admitted(Config(), lines.append, tmp_path).compute
+    assert (found.attention_backend, found.scan_backend, found.encoder_attention) == ("xla", "xla", "blocks")
+    assert not lines
+
+
 def test_a_command_settles_it_before_it_runs(capsys: pytest.CaptureFixture[str]):
-    assert prepared(asking(attention_backend="auto", scan_backend="auto")) == asking()
-    told = capsys.readouterr().err
-    assert "attention: xla; not te: it runs on NVIDIA GPUs" in told
-    assert "scan: xla; not pallas: it runs on NVIDIA GPUs, and this is cpu\n" in told
+    settled = prepared(Config()).compute
+    assert (settled.attention_backend, settled.scan_backend) == ("xla", "xla")
+    assert not capsys.readouterr().err
 
 
 def test_what_is_not_settled_is_not_guessed():
     x = jnp.zeros((8, 2, 4))
     ids = jnp.ones((1, 8), jnp.int32)
     segments = make_segments(ids, ids, block=8, axis=None)
-    with pytest.raises(ValueError, match="expected one of te, cudnn, batched, xla"):
+    with pytest.raises(ValueError, match="expected one of te, cudnn, pallas, batched, xla"):
         packed_attention(x, x, x, segments, scale=1.0, exchange="ring", backend="auto")
     with pytest.raises(ValueError, match="expected one of pallas, xla"):
         scan(x, x[..., 0], x[0, :, 0], x, x, segments, chunk=16, backend="auto")
