@@ -19,6 +19,7 @@ Z context chunks on this rank, L tokens of one, C scan chunks, Q tokens of one, 
 chunk; D tokens whose state is asked for; E prefixes of all rows.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
+from jaxthd.ops.delta.unit_triangular import inverse_of_unit_lower
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.decays import Decays, decays_of, decays_since_start_here
 from jaxthd.ops.scan.prefixes import of_states, prefixes_by_scan_chunk
@@ -109,12 +111,16 @@ class _Chunks(NamedTuple):
 class _System(NamedTuple):
     """(1 + lower) u = rate (what a token would write by itself), of each scan chunk.
 
-    lower: what a token's u takes from those of earlier tokens of its document; strictly lower triangular is
-    what counts of it. reads: the solution for what tokens take from the state before the scan chunk.
+    lower: what a token's u takes from those of earlier tokens of its document, strictly lower triangular.
+    inverse: of 1 + lower. reads: the solution for what tokens take from the state before the scan chunk.
+    Both in the accumulation dtype.
     """
 
-    lower_CGhQQ: Array
+    inverse_CGhQQ: Array
     reads_CGhQK: Array
+
+    def solved(self, right_CGhQX: Array) -> Array:
+        return _exact_product(self.inverse_CGhQQ, right_CGhQX)
 
 
 class _Entering(NamedTuple):
@@ -158,12 +164,8 @@ def _system(chunks: _Chunks, decays: Decays) -> _System:
     kk_CGQQ = _product("cgqk,cgjk->cgqj", chunks.k_CGQK, chunks.k_CGQK, chunks.k_CGQK.dtype)
     lower_CGhQQ = chunks.rate_CGhQ[..., None] * kk_CGQQ[:, :, None] * decays.between_CGhQQ
     reads_CGhQK = (chunks.rate_CGhQ * decays.from_start_CGhQ)[..., None] * chunks.k_CGQK[:, :, None]
-    return _System(lower_CGhQQ, _solved(lower_CGhQQ, reads_CGhQK))
-
-
-def _solved(lower_CGhQQ: Array, right: Array) -> Array:
-    """In the accumulation dtype, by substitution: powers of the matrix may be large where keys are alike."""
-    return jax.lax.linalg.triangular_solve(lower_CGhQQ, right, left_side=True, lower=True, unit_diagonal=True)
+    inverse_CGhQQ = inverse_of_unit_lower(lower_CGhQQ)
+    return _System(inverse_CGhQQ, _exact_product(inverse_CGhQQ, reads_CGhQK))
 
 
 def _entering(chunks: _Chunks, state_EHKV: Array, prefix_CQ: Array) -> _Entering:
@@ -186,7 +188,7 @@ def _written_from_zero(chunks: _Chunks, decays: Decays, system: _System, enterin
     own_CGhQV = chunks.v_CGhQV.astype(decays.to_end_CGhQ.dtype)
     if entering is not None:
         own_CGhQV = own_CGhQV - entering.of_keys_CGhQV
-    return _solved(system.lower_CGhQQ, chunks.rate_CGhQ[..., None] * own_CGhQV)
+    return system.solved(chunks.rate_CGhQ[..., None] * own_CGhQV)
 
 
 class _Step(NamedTuple):
@@ -291,3 +293,6 @@ def _product(spec: str, a: Array, b: Array, dtype: Any) -> Array:
     """einsum of both in `dtype`, the compute dtype; in the accumulation dtype."""
     a, b = a.astype(dtype), b.astype(dtype)
     return jnp.einsum(spec, a, b, preferred_element_type=accumulation_dtype(a))
+
+
+_exact_product = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
