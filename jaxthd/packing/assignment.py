@@ -20,7 +20,7 @@ from jaxtyping import Int, Int32
 from jaxthd.config import Config
 from jaxthd.packing.layout import DualChunkSwap
 
-LAYER_KINDS_OF_WHOLE = "*EMLW-"
+LAYER_KINDS_OF_WHOLE = "*DEMLW-"
 """Letters of the layers that can pass what cut documents need, and nothing else."""
 LEAST_CHUNK = 4
 """Fewest slots of a cut document's context chunk: a convolution's taps then reach only the chunk before."""
