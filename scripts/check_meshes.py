@@ -383,7 +383,8 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
 def even_placement(documents: Sequence[Document], shares: Shares) -> Placement | None:
     """One that divides attention evenly, which cuts documents in most rows."""
     sizes = [Size(n, n * (n + 1) // 2) for n in map(len, documents)]
-    placed = shares.fill(sizes, range(len(sizes))) if sizes else None
+    rows = shares.rows(sizes, range(len(sizes)), [], range(shares.most_cut + 1)) if sizes else ()
+    placed = shares.best(sizes, rows)
     return placed if placed and len(placed.order) == len(sizes) else None
 
 
