@@ -5,6 +5,7 @@ float32.
 Legend: N frames, H heads, d head dim, W distances.
 """
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -55,9 +56,9 @@ def probe_errors(shape: RelativeShape) -> dict[str, float]:
     return {name: error(np.asarray(a, np.float32), b) for name, a, b in pairs}
 
 
-def _results(attend: object, lo: Array, hi: Array, *given: Array) -> tuple[Array, ...]:
+def _results(attend: Callable[..., Array], lo: Array, hi: Array, *given: Array) -> tuple[Array, ...]:
     *arrays, dout = given
-    out, pull = jax.vjp(partial(attend, lo, hi), *arrays)  # type: ignore[arg-type]
+    out, pull = jax.vjp(partial(attend, lo, hi), *arrays)
     return out, *pull(dout)
 
 

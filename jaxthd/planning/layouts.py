@@ -115,7 +115,10 @@ def _layout_cost(stream: Lengths, config: Config, work: tuple[float, float]) -> 
     imbalance = balance(stream, outcome)[1]
     tokens = stream.tokens[list(chain(*outcome.buffers))].astype(float)
     keys_seen = _keys_seen(tokens, np.inf)
-    received, letters = _mean_bytes(mamba_bytes, outcome), llm.letters + llm.mtp_pattern * config.depths_trained
+    received, letters = (
+        _mean_bytes(mamba_bytes, outcome),
+        llm.letters + llm.mtp_pattern * config.depths_trained,
+    )
     exchanged = letters.count("M") * received + letters.count("D") * _mean_bytes(delta_bytes, outcome)
     real_tokens = data.rows / mesh.data * data.capacity / mesh.context * (1 - outcome.padding)
     # Keys in a window are counted without the imbalance of what lies outside it.

@@ -12,7 +12,7 @@ from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, LLMC
 from jaxthd.errors import UserError
 from jaxthd.kernels.choose import LARGE_KERNELS, attention_shape, scan_shape, using, with_admitted
 from jaxthd.kernels.machine import Machine
-from jaxthd.ops.attention import blockwise
+from jaxthd.ops.attention import blockwise, pallas_kernels
 from jaxthd.ops.attention.backends import BACKENDS
 from jaxthd.ops.attention.contract import AttentionBackend
 from jaxthd.ops.attention.ring import packed_attention
@@ -252,3 +252,23 @@ def test_the_scan_s_shape_is_what_a_rank_scans(
     assert scanned == {want}
     heads, groups, chunk, states_enter = want
     assert scan_shape(config) == ScanShape("float32", heads, groups, 16, 16, chunk, states_enter)
+
+
+SHORT = EncoderConfig(num_mels=16, layers=1, dim=32, heads=2, ffn_dim=16, chunk_seconds=0.5)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_the_encoder_s_kernels_are_measured_and_a_broken_one_is_refused(
+    lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = asking(encoder_attention="auto")
+    config = replace(config, model=replace(config.model, encoder=SHORT))
+    assert with_admitted(config, lines.append, tmp_path).compute.encoder_attention == "pallas"
+    assert lines == ["encoder attention: pallas"]
+    (file,) = tmp_path.iterdir()
+    assert file.name.startswith("encoder attention-pallas-")
+    file.unlink()
+    right = pallas_kernels._Pairs.bias_at
+    monkeypatch.setattr(pallas_kernels._Pairs, "bias_at", lambda x, seen, width: right(x, seen, width - 2))
+    assert with_admitted(config, lines.append, tmp_path).compute.encoder_attention == "banded"
+    assert lines[1].startswith("encoder attention: banded; not pallas: it is off from xla, by output ")

@@ -102,9 +102,9 @@ class Attention(nnx.Module):
         """Output and log-sum-exp over the prompts' keys."""
         keys, backend = self._prompt_keys(now), for_any_intervals(self.backend)
         if backend is BLOCKWISE:
-            return attention_forward(q_nHd, *fixed, keys, scale, now.block, DOCUMENTS_BLOCK)
+            return attention_forward(q_nHd, fixed[0], fixed[1], keys, scale, now.block, DOCUMENTS_BLOCK)
         call = Call(key_intervals(keys.lo, keys.hi, now.block), False, now.block, None)
-        return backend.forward(q_nHd, *fixed, call, scale)
+        return backend.forward(q_nHd, fixed[0], fixed[1], call, scale)
 
     def _own_tokens(self, room: int, now: Now) -> tuple[Array, Array]:
         """(where the newest token of each document is put, which tokens it sees) of the m that there is room
