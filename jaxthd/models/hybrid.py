@@ -25,7 +25,7 @@ from jaxthd.models.mixers import Prefilled, RoutedMixer, Routing, layer_kind
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.mesh import PIPELINE
-from jaxthd.parallel.params import Init, gathered_state, rematerialized, stack
+from jaxthd.parallel.params import Init, Remat, gathered_state, remat_of, rematerialized, stack
 from jaxthd.parallel.stages import Stages
 from jaxthd.parallel.tensor import Residual
 
@@ -125,7 +125,7 @@ class HybridLayers(nnx.Module):
             }
         )
         self.stages = stages
-        self.remat = compute.remat_llm
+        self.remat = remat_of(compute, compute.remat_llm)
 
     def stage(
         self, pattern: str, chunk: Array | int, x_nD: Float[Array, "n D"], segments: Segments
@@ -184,7 +184,7 @@ class HybridLayers(nnx.Module):
         apply: ApplyBlock,
         x_nD: Array,
         *,
-        remat: bool,
+        remat: Remat,
         cache: Cache | None = None,
     ) -> tuple[Array, Cache]:
         """Applies `apply` to every block of a stage, in the pattern's order.

@@ -86,8 +86,10 @@ def _of_rank(sizes: Sizes, rank: int) -> Memory:
 
 
 def _kept_by_decoder(sizes: Sizes, rank: int) -> Number:
-    """Bytes that the layers of a stage keep, for the rank's largest stage."""
-    remat = sizes.config.compute.remat_llm
+    """Bytes that the layers of a stage keep, for the rank's largest stage; with compute.remat_keep as many as
+    without recomputation, an upper bound."""
+    compute = sizes.config.compute
+    remat = compute.remat_llm and compute.remat_keep == "nothing"
     stage, most = 0.0, 0.0
     for unit in sizes.units(rank):
         kept = sizes.stream if remat else sum(_layer(sizes, letter) for letter in unit.letters)
@@ -101,7 +103,8 @@ def _kept_by_encoder(sizes: Sizes, encoder: EncoderConfig | None) -> Number:
     """Bytes that its layers keep, and the gathered frames of all ranks of the row."""
     if not encoder or not sizes.frames:
         return 0.0
-    remat = sizes.config.compute.remat_encoder
+    compute = sizes.config.compute
+    remat = compute.remat_encoder and compute.remat_keep == "nothing"
     kept = sizes.frames * encoder.dim * sizes.a if remat else _conformer(sizes, encoder)
     gathered = sizes.frames * sizes.mesh.audio_ranks * sizes.config.model.llm.dim * sizes.a
     return (encoder.layers * kept if sizes.trains("encoder") else 0.0) + gathered

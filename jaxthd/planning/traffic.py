@@ -166,7 +166,7 @@ def _mixer(
         case "D":
             delta, heads = llm.delta, llm.delta.value_heads / sizes.mesh.tensor
             uniform_program = not is_stage or (sizes.stages.are_equal and is_ring)
-            if uniform_program or config.compute.context_layout == "document":
+            if uniform_program or config.compute.context_layout != "buffer":
                 there_and_back = delta_bytes(config) / sizes.schedule.microbatches
                 received.add((CONTEXT,), there_and_back / 2 * times * (forward + 1))
             else:
