@@ -51,13 +51,13 @@ class Lengths(NamedTuple):
 
 
 def read_examples(
-    config: Config, most: int = MOST_READ, say: Callable[[str], None] = print
+    config: Config, most: int | None = None, say: Callable[[str], None] = print
 ) -> list[list[Example]]:
-    """The usable examples of each training data set, or a sample if there are more than `most`.
+    """The usable examples of each training data set, or a sample if there are more than `most` (None: MOST_READ).
 
     Raises UserError without a manifest, if data.weights has another length, and as reading the data does.
     """
-    data, sources = config.data, []
+    data, sources, most = config.data, [], most or MOST_READ
     if not data.manifest or len(data.weights) not in (0, len(data.manifest)):
         raise UserError(
             f"{len(data.manifest)} manifests and {len(data.weights)} weights; expected one manifest or more, "
