@@ -309,10 +309,18 @@ def scan_stack(
     return jax.lax.scan(rematerialized(step, remat, state), carry, state)
 
 
-def rematerialized(step: Callable[..., Any], remat: bool, state: Any) -> Callable[..., Any]:
-    """`step`, rematerialized as scan_stack says. state: what the scan goes over, variables and others."""
+def rematerialized(
+    step: Callable[..., Any], remat: bool, state: Any, *, keeps_views: bool = True
+) -> Callable[..., Any]:
+    """`step`, rematerialized as scan_stack says. state: what the scan goes over, variables and others.
+
+    keeps_views: without remat: whether results that only move or cast values are kept too. They take memory:
+    of a weight as of an activation.
+    """
     if remat:
         return jax.checkpoint(step)
+    if not keeps_views:
+        return jax.checkpoint(step, policy=_all_but_views)
     variables = filter(_is_variable, jax.tree.leaves(state, is_leaf=_is_variable))
     is_fsdp = any(v.get_metadata("fsdp")[1] for v in variables)
     return jax.checkpoint(step, policy=_all_but_gathered) if is_fsdp else step
@@ -321,6 +329,30 @@ def rematerialized(step: Callable[..., Any], remat: bool, state: Any) -> Callabl
 def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     """Whether a result is kept for the backward pass. (Gathered weights may be cast before their use.)"""
     return primitive.name not in ("all_gather", "convert_element_type")
+
+
+_VIEWS = frozenset(
+    (
+        "all_gather",
+        "broadcast_in_dim",
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "dynamic_slice",
+        "expand_dims",
+        "iota",
+        "pad",
+        "reshape",
+        "slice",
+        "split",
+        "squeeze",
+        "transpose",
+    )
+)
+
+
+def _all_but_views(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name not in _VIEWS
 
 
 def weight_decay_mask(state: Any) -> Any:
