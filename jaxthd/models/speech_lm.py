@@ -158,7 +158,7 @@ class SpeechLM(nnx.Module):
             documents=self.max_documents,
             uniform_program=uniform_program,
             cuts_RK=batch.cuts,
-            alike=(DATA,) if axes and self.compute.context_exchange == "ring" else (),
+            alike=(DATA,) if axes and uniform_program and self.compute.context_exchange == "ring" else (),
             window=self.window,
         )
 

@@ -13,7 +13,7 @@ longest of all stages needs.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,7 @@ class Pull:
         return self
 
 
+@runtime_checkable
 class StagePasses(Protocol):
     """forward: (chunk, x, batch) -> the stage's results, and what is kept of it.
     backward: (chunk, kept, dy, batch) -> the gradients of the stage's parameters and of its input.
@@ -191,6 +192,7 @@ class Shelf:
         return leaves
 
 
+@runtime_checkable
 class EnterPasses(Protocol):
     """forward: (state, batch) -> the results of `enter`, and what is kept of it.
     gradient: (kept, state, dx, dbypass, batch) -> the gradient of its parameters. like: as in StagePasses.

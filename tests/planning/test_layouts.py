@@ -109,8 +109,9 @@ def test_activations_grow_with_the_tokens_and_states_do_not():
 
 
 def test_what_is_compared_is_possible() -> None:
-    """Among pipeline stages the layout "whole" needs all-gather, and no convolution may span a cut chunk."""
-    stream, plain = text_of([60] * 200), config("M*")
+    """Among pipeline stages the layout "whole" needs all-gather where context ranks make no pairs, and no
+    convolution may span a cut chunk."""
+    stream, plain = text_of([60] * 200), config("M*", 3)
     staged = replace(plain, mesh=replace(plain.mesh, pipeline=2))
     assert staged.compute.context_exchange == "ring"
     best, *others = compare_layouts(stream, staged, WORK)
