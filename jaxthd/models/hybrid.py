@@ -163,9 +163,7 @@ class HybridLayers(nnx.Module):
         assert len(routed) <= 1
         return x_nD, routed[0] if routed else None
 
-    def layers_of(
-        self, pattern: str, chunk: Array | int, cache: Cache | None = None
-    ) -> list[StackedLayers]:
+    def layers_of(self, pattern: str, chunk: Array | int, cache: Cache | None = None) -> list[StackedLayers]:
         """The layers of this rank's stage number `chunk`, for each repeated unit of its pattern. cache: only
         this stage's.
         """

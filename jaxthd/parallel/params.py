@@ -222,10 +222,16 @@ def gathered(variable: nnx.Variable) -> Array:
     return jax.lax.all_gather(value, axes, axis=value.ndim + dim, tiled=True) if axes else value
 
 
-def whole(module: M) -> M:
-    """A module with all its variables gathered. Call it inside shard_map, just before the module's use."""
+def applied(module: Any, *args: Any, keeps_gathered: bool) -> Any:
+    """module(*args) with all its variables gathered, inside shard_map. keeps_gathered: whether FSDP-sharded weights stay gathered for the backward pass;
+    else they are gathered for it again, and nothing but these is computed again.
+    """
     graph, state = nnx.split(module)
-    return nnx.merge(graph, gathered_state(state))
+
+    def apply(state: Any, *args: Any) -> Any:
+        return nnx.merge(graph, gathered_state(state))(*args)
+
+    return (apply if keeps_gathered else jax.checkpoint(apply, policy=_all_but_gathered))(state, *args)
 
 
 def gathered_state(state: Any) -> Any:

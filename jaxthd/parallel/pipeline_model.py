@@ -36,6 +36,7 @@ class PipelinedModel(NamedTuple):
     constants: arrays that `enter` uses beside its arguments, the same in every tick.
     uniform_program: whether all ranks run one stage program, at the same time.
     keeps_input: whether a stage keeps only its input for its backward pass (parallel/stage_passes.py).
+    keeps_enter: whether what the gradient of `enter` needs is kept; else it runs `enter` again.
     """
 
     enter: Callable[[Tree, Tree, Tree], tuple[Array, Tree, Tree]]
@@ -46,6 +47,7 @@ class PipelinedModel(NamedTuple):
     constants: Tree
     uniform_program: bool
     keeps_input: bool
+    keeps_enter: bool
 
     def stage(
         self, pattern: str, params: Tree, chunk: Array | int, x: Array, batch: Tree

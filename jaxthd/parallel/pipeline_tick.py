@@ -172,9 +172,9 @@ class RankTick:
     @cached_property
     def _entering(self) -> EnterPasses:
         params = self._params.enter
-        if self._model.keeps_input or not jax.tree.leaves(params):
-            return EnteringAgain(self._model, params)
-        return EnteringOnce(self._model, params, self._state, self.batch(0))
+        if self._model.keeps_enter and jax.tree.leaves(params):
+            return EnteringOnce(self._model, params, self._state, self.batch(0))
+        return EnteringAgain(self._model, params)
 
     def batch(self, micro: Array | int) -> Tree:
         return jax.tree.map(lambda x: x[jnp.maximum(micro, 0)], self._batches)
@@ -326,9 +326,7 @@ class RankTick:
         return found
 
     @jax.named_scope("stage_gradient")
-    def _stage_gradient_if(
-        self, busy: Array, backward: Pass, kept: Tree, dy: Array
-    ) -> tuple[Tree, Array]:
+    def _stage_gradient_if(self, busy: Array, backward: Pass, kept: Tree, dy: Array) -> tuple[Tree, Array]:
         """The gradients of the parameters and of the input; 0 where the rank idles."""
         micro, chunk = backward.microbatch, jnp.maximum(backward.chunk, 0)
 

@@ -6,7 +6,7 @@ counts of the whole batch, which are known before. The shares of all ranks add u
 what several ranks hold are summed over these ranks once, afterwards (steps/training.py).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,8 @@ from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.objectives import LOSS, Objective, Tokens, make_objective
 from jaxthd.objectives.sft import negative_log_likelihood
 from jaxthd.packing.batch import Batch
-from jaxthd.parallel.mesh import AXES, CONTEXT, PIPELINE, TENSOR, TOKEN_AXES, ranks_of
 from jaxthd.packing.segments import Segments
+from jaxthd.parallel.mesh import AXES, CONTEXT, PIPELINE, TENSOR, TOKEN_AXES, ranks_of
 from jaxthd.parallel.pipeline_model import PipelinedModel, PipelinedParams, PreparedStage
 from jaxthd.parallel.pipeline_tick import Largest
 from jaxthd.steps.blueprint import Blueprint, Tree
@@ -38,7 +38,7 @@ class FuturePrediction(NamedTuple):
 
 
 class FixedOfStage(NamedTuple):
-    """PreparedStage.fixed. layers: all weights of the stage's layers, by unit; draws: None without dropout."""
+    """PreparedStage.fixed. layers: the stage's, all weights, by unit. draws: None without dropout."""
 
     layers: list[StackedLayers]
     segments: Segments
@@ -205,6 +205,7 @@ class Forward:
 
     @property
     def pipelined(self) -> PipelinedModel:
+        keeps_input = self._config.compute.recomputed_of_stage == "stage"
         return PipelinedModel(
             enter=self.enter,
             prepare=self.prepare,
@@ -213,7 +214,8 @@ class Forward:
             stages=self._blueprint.stages,
             constants=(self._params.enter, self._buffers),
             uniform_program=self._uniform_program,
-            keeps_input=self._config.compute.recomputed_of_stage == "stage",
+            keeps_input=keeps_input,
+            keeps_enter=not keeps_input and self._config.model.encoder is not None,
         )
 
     def model(self, buffers: Tree, **given: Tree) -> SpeechLM:
@@ -237,9 +239,7 @@ class Forward:
         fixed = FixedOfStage(layers, segments, draws)
         return PreparedStage(model.decoder.rows_of(pattern, chunk, stage["layers"]), fixed)
 
-    def run(
-        self, pattern: str, prepared: PreparedStage, x_nD: Array
-    ) -> tuple[Array, Routing | None]:
+    def run(self, pattern: str, prepared: PreparedStage, x_nD: Array) -> tuple[Array, Routing | None]:
         decoder, fixed = self.model(self._buffers).decoder, prepared.fixed
         with drawing(fixed.draws):
             return decoder.run(pattern, fixed.layers, prepared.trained, x_nD, fixed.segments)

@@ -190,8 +190,8 @@ def _pipeline(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding(
             f'mesh.context is {mesh.context} with compute.context_exchange "ring", mesh.pipeline '
             f"{mesh.pipeline} and {why}",
-            "an even number: such stages do not run one program at a time, so a ring of sends cannot name the "
-            "ranks of all, and neighbours exchange in pairs",
+            "an even number: such stages do not run one program at a time, so no send may name the ranks of "
+            "all, and neighbours exchange in pairs",
             "set mesh.context to an even number, or compute.context_exchange to all_gather",
         )
 

@@ -76,7 +76,7 @@ def packed_attention(
 def _require_order(segments: Segments) -> None:
     if segments.context > 1 and not (segments.uniform_program or segments.ring_order.in_pairs):
         raise ValueError(
-            f"the exchange \"ring\" among {segments.context} context ranks where not all ranks run one "
+            f'the exchange "ring" among {segments.context} context ranks where not all ranks run one '
             'program; expected an even number, for pairs: change mesh.context, or use "all_gather"'
         )
 
