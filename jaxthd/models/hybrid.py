@@ -105,7 +105,7 @@ class _Layers(NamedTuple):
 
 
 StackedLayers = dict[str, _Layers]
-"""The layers of a repeated unit, by pattern letter: arrays [repeats, layers of this kind in the unit, ...]."""
+"""Layers of a repeated unit, by pattern letter: arrays [repeats, layers of this kind in the unit, ...]."""
 
 ApplyBlock = Callable[[Block, Array, Any], tuple[Array, Any]]
 """(block, x, the block's cache or None) -> (x, the block's second result)."""

@@ -1,7 +1,8 @@
 """In which order the keys of the other context ranks come round: as a ring, or in pairs of neighbours.
 
-In a ring everything moves one rank up in every step: rank r meets the keys of r, r - 1, r - 2, ... Such a send
-names all ranks of the mesh, so all must take part in it at the same time. Pipeline stages that differ do not.
+In a ring everything moves one rank up in every step: rank r meets the keys of r, r - 1, r - 2, ... Such a
+send names all ranks of the mesh, so all must take part in it at the same time. Pipeline stages that differ
+do not.
 
 In pairs two neighbours exchange what they hold, with one group of ranks for each pair, which no other rank
 has to join. Pairs alternate: 0-1, 2-3, ... in one step, 1-2, 3-4, ..., the last with 0, in the next:

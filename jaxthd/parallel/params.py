@@ -223,8 +223,10 @@ def gathered(variable: nnx.Variable) -> Array:
 
 
 def applied(module: Any, *args: Any, keeps_gathered: bool) -> Any:
-    """module(*args) with all its variables gathered, inside shard_map. keeps_gathered: whether FSDP-sharded weights stay gathered for the backward pass;
-    else they are gathered for it again, and nothing but these is computed again.
+    """module(*args) with all its variables gathered. Call it inside shard_map.
+
+    keeps_gathered: whether FSDP-sharded weights stay gathered for the backward pass. If not, they are
+    gathered for it again, and nothing but these is computed again.
     """
     graph, state = nnx.split(module)
 

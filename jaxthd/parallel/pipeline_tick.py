@@ -1,8 +1,8 @@
 """What a rank does in one tick of a pipeline schedule (parallel/schedule.py).
 
 A tick has five parts, in this order, each of which runs only where the schedule asks for it: enter; a stage's
-forward pass; leave and its gradient; a stage's backward pass; the gradient of enter. What backward passes need
-of forward passes is kept in slots (parallel/stage_passes.py says what that is).
+forward pass; leave and its gradient; a stage's backward pass; the gradient of enter. What backward passes
+need of forward passes is kept in slots (parallel/stage_passes.py says what that is).
 
 All ranks compute enter and leave together, so all take the same branch there. If all stages run one program,
 the same holds for stages, and their collectives may name any rank. If stages differ, an idle rank skips its

@@ -35,8 +35,8 @@ def temporary_memory(config: Config) -> Memory:
     Kept through the step:
     - the gradients; with several microbatches or a pipeline also those of one microbatch beside their sum;
     - with a pipeline: what its slots hold (schedule.slots x n D a, where stages keep their inputs only; else
-      what their layers keep, as without a pipeline, of the busiest rank for all) and as much twice, as it is
-      put there and taken; two arrays in transit between ranks; what the encoder keeps for each microbatch in
+      what their layers keep, as without a pipeline, of the busiest rank for all) and as much once more, as
+      it is put there; two arrays in transit between ranks; what the encoder keeps for each microbatch in
       flight;
     - without one: what the layers of decoder and encoder keep for the backward pass: with recomputation n D a
       for each iteration of a scan over repeated units, without it all activations of every layer;
@@ -96,12 +96,12 @@ def _pipeline_slots(sizes: Sizes, memory: Memory) -> None:
         memory.kept["pipeline slots"] = (slots + 2) * sizes.stream
         return
     of_stage = max(_kept_by_decoder(sizes, rank) for rank in range(sizes.stages.ranks))
-    memory.kept["pipeline slots"] = (slots + 2) * of_stage + 2 * sizes.stream
+    memory.kept["pipeline slots"] = (slots + 1) * of_stage + 2 * sizes.stream
     encoder = sizes.config.model.encoder
     if encoder and sizes.frames and (sizes.trains("encoder") or sizes.trains("adapter")):
         of_blocks = _kept_by_blocks(sizes, encoder) if sizes.trains("encoder") else 0.0
         mels = sizes.frames * SUBSAMPLING * encoder.num_mels * sizes.a
-        memory.kept["encoder, in flight"] = (in_flight + 2) * (of_blocks + mels)
+        memory.kept["encoder, in flight"] = (in_flight + 1) * (of_blocks + mels)
 
 
 def _kept_by_decoder(sizes: Sizes, rank: int) -> Number:

@@ -228,3 +228,30 @@ def test_pairs_need_an_even_number_of_ranks():
     qkv = tuple(np.zeros((12, *s), np.float32) for s in ((H, D), (K, D), (K, V)))
     with pytest.raises(ValueError, match="3 context ranks"):
         run(None, qkv, *row_arrays([12], 12), np.zeros((12, H, V), np.float32))
+
+
+def test_pairs_may_stand_where_other_stages_run_something_else():
+    """Ranks of the first stage exchange keys; those of the second one never reach that line."""
+    devices = np.array(jax.devices()[:8]).reshape(4, 2)
+    mesh = jax.sharding.Mesh(devices, ("context", "pipeline"))
+
+    def rank(qkv, ids, positions):
+        segments = make_segments(ids[None], positions[None], block=8, axis="context", uniform_program=False)
+
+        def attend():
+            return packed_attention(*qkv, segments, scale=SCALE, exchange="ring", backend="xla")
+
+        is_first = jax.lax.axis_index("pipeline") == 0
+        return jax.lax.cond(is_first, attend, lambda: jnp.zeros((len(ids), H, V), qkv[0].dtype))[None]
+
+    spec = jax.sharding.PartitionSpec("context")
+    out = jax.sharding.PartitionSpec("pipeline", "context")
+    run = jax.jit(jax.shard_map(rank, mesh=mesh, in_specs=(spec,) * 3, out_specs=out, check_vma=False))
+    rng, length = np.random.default_rng(2), CAPACITY
+    q, k, v = (rng.normal(size=(length, *s)).astype(np.float32) for s in ((H, D), (K, D), (K, V)))
+    order = DualChunkSwap(4).permutation(length)
+    given = jax.tree.map(lambda x: x[order], ((q, k, v), *row_arrays([length])))
+    first, second = np.asarray(run(*given))
+    want = dense_document(*(x.astype(np.float64) for x in (q, k, v)))[0]
+    assert_same((first,), (want[order],), 1e-5)
+    assert not second.any()
