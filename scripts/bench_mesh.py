@@ -198,8 +198,8 @@ def with_remat(config: Config, recomputes: Recomputes) -> Config:
 
 
 def passes_section(pattern: str = "--------", *, audio: bool = True) -> list[Claim]:
-    """A stage of MLPs, whose backward pass is twice as much work as the forward pass. Of what is recomputed the
-    last product is left out: nothing needs its result.
+    """A stage of MLPs, whose backward pass is twice as much work as the forward pass. Of what is recomputed
+    the last product is left out: nothing needs its result.
     """
     rows, passes, temporary = [], {}, []
     base = tiny(MeshConfig(pipeline=2), pattern, rows=4, microbatches=4)
