@@ -68,7 +68,8 @@ class ComputeConfig:
     """In a pipeline: what the backward pass of a stage computes again. "stage": the stage from its input,
     then its blocks as remat_llm says; it runs forward three times, or two. "blocks": its blocks, from inputs
     that are kept for each microbatch in flight; two times. "nothing": all activations are kept; once. "auto":
-    nothing where the devices' memory is known and holds that, else blocks, or with remat_llm False the stage.
+    in jaxthd train nothing, where the devices' memory is known and holds that; else blocks, or with remat_llm
+    False the stage.
     But for "stage" the encoder, too, begins its backward pass where its forward pass ended."""
     scan_chunk: int = 64
     """Tokens of a scan chunk of Mamba2 and of the gated delta rule. It affects speed, never the result."""

@@ -8,7 +8,7 @@ import jax
 
 from jaxthd.config import Config
 from jaxthd.parallel.mesh import batch_specs, bytes_of, on_device
-from jaxthd.parallel.processes import exchange
+from jaxthd.parallel.processes import exchange, is_first
 from jaxthd.planning.compiled_step import abstract_batch
 from jaxthd.planning.memory import temporary_memory
 from jaxthd.planning.parameters import state_bytes
@@ -67,6 +67,13 @@ def decided(config: Config, memory: int | None, say: Callable[[str], None] = lam
         f"{size_text(keeping.needed)} of {size_text(memory)}"
     )
     return with_choice(config, found)
+
+
+def decided_here(config: Config) -> Config:
+    """decided, by the memory of the devices of all processes, which call it together."""
+    if not has_stages(config):
+        return config
+    return decided(config, device_memory(), lambda line: print(line) if is_first() else None)
 
 
 def device_memory() -> int | None:

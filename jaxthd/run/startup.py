@@ -16,7 +16,6 @@ from jaxthd.data.text.tokenizer import needed_vocabulary
 from jaxthd.kernels.choose import with_admitted
 from jaxthd.kernels.xla_options import prepare_compiler
 from jaxthd.parallel.processes import is_first, started
-from jaxthd.planning.stage_memory import decided, device_memory, has_stages
 from jaxthd.validate import DeviceFacts, validate
 
 
@@ -91,11 +90,9 @@ def check(config: Config, *, data_sets: bool = True) -> None:
 
 
 def with_kernels(config: Config) -> Config:
-    """The config with the back-ends that this machine admits, and with what its devices' memory allows stages
-    to keep; the compiler is set up for it."""
+    """The config with the back-ends that this machine admits; the compiler is set up for it."""
     prepare_compiler(config)
-    config = with_admitted(config, _say)
-    return decided(config, device_memory(), _say) if has_stages(config) else config
+    return with_admitted(config, _say)
 
 
 def _say(line: str) -> None:
