@@ -266,7 +266,7 @@ def qwen3_next(dtype: Dtype = "float32") -> list[Config]:
 def whole(dtype: Dtype = "float32") -> list[Config]:
     """Runs under the layout "whole". They cover a ring over data ranks that have cut documents or not; more
     context ranks with tensor ranks; interleaved and unlike stages, by a ring in pairs too; GPT-OSS blocks;
-    future tokens with a CTC loss."""
+    future tokens with a CTC loss; Qwen3-Next blocks."""
     of_ring, of_gather = "ring", "all_gather"
     chosen: tuple[tuple[MeshConfig, int, Any, dict[str, Any]], ...] = (
         (MeshConfig(2, 2, 1, 2), 0, of_ring, {}),
@@ -275,6 +275,7 @@ def whole(dtype: Dtype = "float32") -> list[Config]:
         (MeshConfig(1, 4, 2, 1), 0, of_ring, {}),
         (MeshConfig(2, 4, 1, 1), 0, of_ring, GPT_OSS),
         (MeshConfig(2, 2, 1, 1), 0, of_ring, PREDICTING[0]),
+        (MeshConfig(2, 2, 1, 2), 0, of_ring, QWEN3_NEXT),
     )
     found = []
     for mesh, variant, exchange, llm in chosen:
@@ -406,7 +407,8 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
 def even_placement(documents: Sequence[Document], shares: Shares) -> Placement | None:
     """One that divides attention evenly, which cuts documents in most rows."""
     sizes = [Size(n, n * (n + 1) // 2) for n in map(len, documents)]
-    placed = shares.fill(sizes, range(len(sizes))) if sizes else None
+    rows = shares.rows(sizes, range(len(sizes)), [], range(shares.most_cut + 1)) if sizes else ()
+    placed = shares.best(sizes, rows)
     return placed if placed and len(placed.order) == len(sizes) else None
 
 

@@ -25,7 +25,7 @@ from jaxthd.models.mixers import Prefilled, RoutedMixer, Routing, layer_kind
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.mesh import PIPELINE
-from jaxthd.parallel.params import Init, gathered_state, rematerialized, stack
+from jaxthd.parallel.params import Init, Remat, gathered_state, remat_of, rematerialized, stack
 from jaxthd.parallel.stages import Stages
 from jaxthd.parallel.tensor import Residual
 
@@ -128,7 +128,7 @@ class HybridLayers(nnx.Module):
             }
         )
         self.stages = stages
-        self.remat, self.keeps_views = compute.remat_llm, True
+        self.remat, self.keeps_views = remat_of(compute, compute.remat_llm), True
 
     def stage(
         self, pattern: str, chunk: Array | int, x_nD: Float[Array, "n D"], segments: Segments
@@ -221,7 +221,7 @@ class HybridLayers(nnx.Module):
         apply: ApplyBlock,
         x_nD: Array,
         *,
-        remat: bool,
+        remat: Remat,
         cache: Cache | None = None,
     ) -> tuple[Array, Cache]:
         """Applies `apply` to every block of a stage, in the pattern's order.
@@ -238,7 +238,7 @@ class HybridLayers(nnx.Module):
         apply: ApplyBlock,
         x_nD: Array,
         *,
-        remat: bool,
+        remat: Remat,
         cache: Cache | None = None,
     ) -> tuple[Array, Cache]:
         kinds = {letter: self.layers[layer_kind(letter).name] for letter in sorted(set(self.stages.letters))}
@@ -354,7 +354,7 @@ class HybridDecoder(HybridLayers):
         init = Init.of(init, compute)
         super().__init__(llm, init, stages or Stages.single(llm.letters), compute)
         if len(self.stages.patterns) > 1:
-            self.remat = compute.remat_blocks_of_stage
+            self.remat = remat_of(compute, compute.remat_blocks_of_stage)
             self.keeps_views = compute.recomputed_of_stage == "stage"
         self.norm = RMSNorm(llm.dim, llm.norm_eps, init, zero_centred=llm.norm_zero_centred)
 

@@ -121,7 +121,7 @@ class BufferLimits:
             too_large = "it holds a recording, and audio_capacity is 0"
         elif sum(frames) > self.audio_capacity:
             too_large = f"its {sum(frames)} mel frames exceed the audio_capacity of {self.audio_capacity}"
-        elif not self._assigned(frames):
+        elif not self.is_assigned(frames):
             unassignable = (
                 f"its encoder chunks of {list(frames)} mel frames do not fit {self.audio_ranks} audio ranks "
                 f"of {self.rank_frames} each; raise audio_capacity"
@@ -146,25 +146,6 @@ class BufferLimits:
         while count and self.shares is not None and self.shares.assign(sizes[:count]) is None:
             count -= 1
         return count
-
-    def fill(self, fits: Sequence[Fit]) -> Placement | None:
-        """Chooses documents for a row among those that wait, and places them; the first one at least.
-
-        None if that one is unassignable. Under the layout "whole".
-        """
-        assert self.shares is not None
-        if fits[0].unassignable:
-            return None
-        chosen, others, slots, sizes = list[int](), list[int](), 0, [fit.size for fit in fits]
-        for i, size in enumerate(sizes):
-            fits_in = slots + size.slots <= self.capacity
-            slots += size.slots * fits_in
-            if not fits[i].unassignable:
-                (chosen if fits_in else others).append(i)
-        placed = self.shares.fill(sizes, chosen, others)
-        while not self._assigned([n for i in placed.order for n in fits[i].chunk_frames]):
-            placed = placed.without(max(placed.order))
-        return placed
 
     def assign(self, documents: Sequence[Document]) -> list[list[int]]:
         """The audio rank of every encoder chunk of every document of a row.
@@ -206,7 +187,8 @@ class BufferLimits:
             )
         return placed
 
-    def _assigned(self, frames: Sequence[int]) -> bool:
+    def is_assigned(self, frames: Sequence[int]) -> bool:
+        """Whether encoder chunks of so many mel frames can be assigned to the audio ranks."""
         return assign_chunks(frames, self.audio_ranks, self.rank_frames) is not None
 
 

@@ -8,7 +8,7 @@ and exchanges these layers' activations. Attention exchanges the same keys and v
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple, get_args
@@ -115,8 +115,11 @@ def _layout_cost(stream: Lengths, config: Config, work: tuple[float, float]) -> 
     imbalance = balance(stream, outcome)[1]
     tokens = stream.tokens[list(chain(*outcome.buffers))].astype(float)
     keys_seen = _keys_seen(tokens, np.inf)
-    received, letters = _mamba_bytes_of(outcome), llm.letters + llm.mtp_pattern * config.depths_trained
-    exchanged = letters.count("M") * received + letters.count("D") * delta_bytes(config)
+    received, letters = (
+        _mean_bytes(mamba_bytes, outcome),
+        llm.letters + llm.mtp_pattern * config.depths_trained,
+    )
+    exchanged = letters.count("M") * received + letters.count("D") * _mean_bytes(delta_bytes, outcome)
     real_tokens = data.rows / mesh.data * data.capacity / mesh.context * (1 - outcome.padding)
     # Keys in a window are counted without the imbalance of what lies outside it.
     latent, in_all = llm.latent_attention, keys_seen * imbalance
@@ -140,12 +143,12 @@ def _keys_seen(tokens: Float[np.ndarray, " documents"], window: int | float) -> 
     return float((within * (within + 1) / 2 + (tokens - within) * within).sum() / tokens.sum())
 
 
-def _mamba_bytes_of(outcome: Outcome) -> float:
-    """mamba_bytes; under the layout "whole", the mean over the buffers."""
+def _mean_bytes(of: Callable[..., float], outcome: Outcome) -> float:
+    """mamba_bytes or delta_bytes; under the layout "whole", the mean over the buffers."""
     if not outcome.placements:
-        return mamba_bytes(outcome.config)
+        return of(outcome.config)
     cuts = Counter(len(placement.cut) for placement in outcome.placements)
-    each = [mamba_bytes(outcome.config, number) * count for number, count in cuts.items()]
+    each = [of(outcome.config, number) * count for number, count in cuts.items()]
     return sum(each) / len(outcome.placements)
 
 
@@ -192,16 +195,20 @@ def whole_state_bytes(llm: LLMConfig, context: int, activation: int, cut: int, m
     return 2 * 2 * (context - 1) * (cut * state + most_cut * halo)
 
 
-def delta_bytes(config: Config) -> float:
+def delta_bytes(config: Config, cut: int | None = None) -> float:
     """As mamba_bytes, of a layer of the gated delta rule. Its map of a context chunk has a matrix a head."""
     mesh, delta, rows = config.mesh, config.model.llm.delta, config.data.rows / config.mesh.data
     context, activation = mesh.context, jnp.dtype(config.compute.dtype).itemsize
     heads, groups = delta.value_heads // mesh.tensor, max(delta.key_heads // mesh.tensor, 1)
     inner, wide = heads * delta.value_dim, max(activation, 4)
+    state = heads * delta.key_dim * (delta.key_dim + delta.value_dim) * wide
+    halo = (delta.conv - 1) * (inner + 2 * groups * delta.key_dim) * activation
     if config.compute.context_layout == "buffer":
-        state = heads * delta.key_dim * (delta.key_dim + delta.value_dim) * wide
-        halo = min(context - 1, 2) * (delta.conv - 1) * (inner + 2 * groups * delta.key_dim) * activation
-        return rows * 2 * (_maps_received(context) * state + halo)
+        return rows * 2 * (_maps_received(context) * state + min(context - 1, 2) * halo)
+    if config.compute.context_layout == "whole":
+        most = config.compute.context_cuts
+        cut = most if cut is None else cut
+        return rows * 2 * 2 * (context - 1) * (cut * state + most * halo) if cut else 0.0
     channels = inner + 2 * math.lcm(groups, context) * delta.key_dim
     sent = (channels + inner) * activation + 2 * heads * wide
     return 2 * sent * rows * config.data.capacity / context * (context - 1) / context

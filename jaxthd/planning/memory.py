@@ -105,8 +105,9 @@ def _pipeline_slots(sizes: Sizes, memory: Memory) -> None:
 
 
 def _kept_by_decoder(sizes: Sizes, rank: int) -> Number:
-    """Bytes that the layers of a stage keep, for the rank's largest stage."""
-    remat = sizes.remat_blocks
+    """Bytes that the layers of a stage keep, for the rank's largest stage; with compute.remat_keep as many as
+    without recomputation, an upper bound."""
+    remat = sizes.remat_blocks and sizes.config.compute.remat_keep == "nothing"
     stage, most = 0.0, 0.0
     for unit in sizes.units(rank):
         kept = sizes.stream if remat else sum(_layer(sizes, letter) for letter in unit.letters)
@@ -125,7 +126,8 @@ def _kept_by_encoder(sizes: Sizes, encoder: EncoderConfig | None) -> Number:
 
 
 def _kept_by_blocks(sizes: Sizes, encoder: EncoderConfig) -> Number:
-    remat = sizes.config.compute.remat_encoder
+    compute = sizes.config.compute
+    remat = compute.remat_encoder and compute.remat_keep == "nothing"
     kept = sizes.frames * encoder.dim * sizes.a if remat else _conformer(sizes, encoder)
     return encoder.layers * kept
 

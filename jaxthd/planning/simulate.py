@@ -15,6 +15,7 @@ from jaxthd.packing.best_fit import pack_stream
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.fit import BufferLimits, Fit, longest_run
 from jaxthd.packing.layout import ContextLayout
+from jaxthd.packing.waiting import next_row
 from jaxthd.planning.lengths import Lengths, slots_of
 
 BALANCED = 100
@@ -225,15 +226,17 @@ def placed_rows(
     packed: the packer's buffers, indices of documents. fits: of each document. The rows are full: those that
     are made when no more buffers come are left out.
     """
-    waiting: list[int] = []
-    for buffer in packed:
-        waiting += buffer
-        while sum(fits[i].slots for i in waiting) >= 2 * limits.capacity:
-            placed = limits.fill([fits[i] for i in waiting])
-            taken = [0] if placed is None else placed.order
-            if placed is not None:
-                yield [waiting[i] for i in placed.order], placed.renumbered()
-            waiting = [document for i, document in enumerate(waiting) if i not in set(taken)]
+    waiting: list[tuple[int, int]] = []  # (number of its buffer, document)
+    for read, buffer in enumerate(packed):
+        waiting += [(read, document) for document in buffer if not fits[document].unassignable]
+        while True:
+            ages = [read - number for number, _ in waiting]
+            placed = next_row(limits, [fits[document] for _, document in waiting], ages)
+            if placed is None:
+                break
+            yield [waiting[i][1] for i in placed.order], placed.renumbered()
+            taken = set(placed.order)
+            waiting = [entry for i, entry in enumerate(waiting) if i not in taken]
 
 
 def _fits(stream: Lengths, config: Config, slots: Int[np.ndarray, " documents"]) -> list[Fit]:

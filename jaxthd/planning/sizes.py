@@ -146,7 +146,7 @@ class Sizes:
         compute, latent = self.config.compute, llm.latent_attention
         if compute.context_exchange == "all_gather" and compute.context_layout != "whole":
             return latent.kept
-        fused = compute.attention_backend != "xla"
+        fused = compute.attention_backend not in ("xla", "auto")
         dims = 2 * latent.kernel_head_dim if fused else latent.qk_head_dim + latent.v_head_dim
         return self.heads * dims
 

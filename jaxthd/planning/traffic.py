@@ -173,7 +173,7 @@ def _mixer(
                 _shared_prompts(sizes, received, times * (forward + 1))
         case "D":
             delta, heads = llm.delta, llm.delta.value_heads / sizes.mesh.tensor
-            if uniform_program or config.compute.context_layout == "document":
+            if uniform_program or config.compute.context_layout != "buffer":
                 there_and_back = delta_bytes(config) / sizes.schedule.microbatches
                 received.add((CONTEXT,), there_and_back / 2 * times * (forward + 1))
             else:

@@ -84,22 +84,13 @@ def _documents_over_context(config: Config, device: DeviceFacts) -> Iterator[Fin
 def _cut_chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm = config.model.llm
     is_whole = config.compute.context_layout == "whole" and config.mesh.context > 1
-    if is_whole and "M" in llm.kinds and llm.mamba_conv - 1 > LEAST_CHUNK:
+    for letter, name, taps in (("M", "mamba_conv", llm.mamba_conv), ("D", "delta.conv", llm.delta.conv)):
+        if not is_whole or letter not in llm.kinds or taps - 1 <= LEAST_CHUNK:
+            continue
         yield Finding(
-            f'model.llm.mamba_conv is {llm.mamba_conv} with compute.context_layout "whole"',
+            f'model.llm.{name} is {taps} with compute.context_layout "whole"',
             f"at most {LEAST_CHUNK + 1}, because a cut document's context chunks may be as short as "
             f"{LEAST_CHUNK} tokens",
-            "set compute.context_layout to buffer",
-        )
-
-
-@RULES.rule("mesh.context", "compute.context_layout", "model.llm")
-def _delta_of_cut_documents(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    is_whole = config.compute.context_layout == "whole" and config.mesh.context > 1
-    if is_whole and "D" in config.model.llm.kinds:
-        yield Finding(
-            'compute.context_layout is "whole" with the gated delta rule (D in model.llm.pattern)',
-            '"buffer" or "document", because its states do not yet pass for cut documents alone',
             "set compute.context_layout to buffer",
         )
 

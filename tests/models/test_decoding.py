@@ -178,7 +178,11 @@ def test_decoding_counts_positions_from_the_documents_start(data: int, context: 
 
 @pytest.mark.parametrize(
     ("data", "context", "layout"),
-    [(1, 2, "buffer"), pytest.param(1, 4, "document", marks=pytest.mark.exhaustive)],
+    [
+        (1, 2, "buffer"),
+        pytest.param(1, 4, "document", marks=pytest.mark.exhaustive),
+        pytest.param(1, 2, "whole", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_decoding_goes_on_from_the_states_of_the_gated_delta_rule(data: int, context: int, layout: Layout):
     with jax.enable_x64(True):

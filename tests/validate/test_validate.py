@@ -225,8 +225,9 @@ CASES = [
         "mesh.tensor is 4 with model.llm.delta.value_heads 6",
     ),
     Case(
-        {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.pattern": "D*"},
-        'compute.context_layout is "whole" with the gated delta rule',
+        {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.pattern": "D*"}
+        | {"model.llm.delta.conv": 6},
+        'model.llm.delta.conv is 6 with compute.context_layout "whole"',
     ),
     Case(
         {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.mamba_conv": 6},

@@ -24,10 +24,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jaxthd.ops.attention import blockwise
-from jaxthd.ops.attention.backends import BACKENDS
+from jaxthd.ops.attention.backends import BACKENDS, for_any_intervals
 from jaxthd.ops.attention.contract import AttentionBackend, Call, calls, prefix_calls
 from jaxthd.ops.backend import find_backend
+from jaxthd.ops.kept import kept
 from jaxthd.packing.layout import inverse_permutation
 from jaxthd.packing.segments import Segments, gather_in_rows
 
@@ -52,7 +52,7 @@ def packed_attention(
 
     exchange: "ring" or "all_gather"; the same result, up to rounding. backend: of BACKENDS. sink: a score of
     each head that stands beside a query's keys in the softmax; differentiable. in_window: only keys of the
-    window (segments.windowed), by the blockwise back-end.
+    window (segments.windowed), by the blockwise back-end if the other does not take any intervals.
     Padding gives 0 and receives no gradient. Raises ValueError for another back-end.
     """
     find_backend(BACKENDS, "attention", backend)
@@ -65,7 +65,7 @@ def packed_attention(
         }
         return _attention_of_whole(q_NHD, k_NKD, v_NKV, sink_H, segments, **how)
     if in_window:
-        segments, backend = segments.in_window, blockwise.BACKEND.name
+        segments, backend = segments.in_window, for_any_intervals(backend).name
     if exchange == "ring" or segments.context == 1:
         _require_order(segments)
         return _ring_attention(q_NHD, k_NKD, v_NKV, sink_H, segments, scale, backend)
@@ -239,7 +239,7 @@ def _parts(segments: Segments, backend: str) -> list[list[_Part]]:
     """What to compute of the keys of each rank, in the order in which they arrive."""
     parts = [[_Part(BACKENDS[backend], call)] for call in calls(segments)]
     for of_rank, call in zip(parts, prefix_calls(segments), strict=False):
-        of_rank.append(_Part(blockwise.BACKEND, call))
+        of_rank.append(_Part(for_any_intervals(backend), call))
     return parts
 
 
@@ -276,11 +276,13 @@ def _ring_attention(q, k, v, sink, segments: Segments, scale: float, backend: st
 
 def _ring_forward(q, k, v, sink, segments, scale, backend):
     out, lse = _forward_parts(q, _around((k, v), segments), sink, segments, scale, backend)
-    return out.astype(q.dtype), (q, k, v, sink, segments, out, lse)
+    out, lse = kept(out.astype(q.dtype)), kept(lse)
+    return out, (q, k, v, sink, segments, out, lse)
 
 
 def _ring_backward(scale, backend, residuals, dout):
     q, k, v, sink, segments, out, lse = residuals
+    out = out.astype(lse.dtype)
     (local, *more), *remote = _parts(segments, backend)
     arriving = _around((k, v), segments)
 
@@ -322,11 +324,13 @@ def _gathered_attention(q, k_CNKD, v_CNKV, sink, segments: Segments, scale: floa
 
 def _gathered_forward(q, k, v, sink, segments, scale, backend):
     out, lse = _forward_parts(q, _there((k, v), segments), sink, segments, scale, backend)
-    return out.astype(q.dtype), (q, k, v, sink, segments, out, lse)
+    out, lse = kept(out.astype(q.dtype)), kept(lse)
+    return out, (q, k, v, sink, segments, out, lse)
 
 
 def _gathered_backward(scale, backend, residuals, dout):
     q, k, v, sink, segments, out, lse = residuals
+    out = out.astype(lse.dtype)
     dq, dk, dv = jnp.zeros_like(out, shape=q.shape), jnp.zeros_like(k), jnp.zeros_like(v)
     steps = zip(_parts(segments, backend), _there((k, v), segments), strict=True)
     for step, (parts, pair) in enumerate(steps):
