@@ -53,7 +53,9 @@ class Lengths(NamedTuple):
 def read_examples(
     config: Config, most: int | None = None, say: Callable[[str], None] = print
 ) -> list[list[Example]]:
-    """The usable examples of each training data set, or a sample if there are more than `most` (None: MOST_READ).
+    """The usable examples of each training data set, or a sample if there are more than `most`.
+
+    most: None for MOST_READ.
 
     Raises UserError without a manifest, if data.weights has another length, and as reading the data does.
     """
