@@ -32,22 +32,26 @@ class ComputeConfig:
     expert_capacity: float = 1.5
     """Slots for tokens in one send to another rank, relative to the mean number of tokens. Tokens that do
     not fit go with the next send."""
-    attention_backend: str = "xla"
+    attention_backend: str = "auto"
     """What computes the decoder's attention. "xla": blockwise, on every device. "te": Transformer Engine's
-    fused kernels; "cudnn": jax's own cuDNN call. Both need an NVIDIA GPU and bfloat16, and a measurement
-    as the run starts must admit them. "batched": all blocks at once, few large kernels for NVIDIA GPUs, to
-    be admitted too. "auto": the first of te, cudnn, batched, xla that is admitted. See jaxthd doctor."""
-    encoder_attention: Literal["auto", "blocks", "banded"] = "auto"
-    """How the encoder's attention takes rows longer than 41 s. "blocks": a block after the other, and none
-    without an allowed pair. "banded": every block with all blocks that a clip can reach, in few large
-    kernels. "auto": banded on GPUs, blocks elsewhere."""
-    scan_backend: str = "xla"
+    fused kernels; "cudnn": jax's own cuDNN call. Both need an NVIDIA GPU and bfloat16. "pallas": kernels of
+    our own, for windows, shared prompts and decoding too. "batched": all blocks at once, few large kernels.
+    All are for NVIDIA GPUs, and a measurement as the run starts must admit them; none has run on one yet.
+    "auto": on GPUs the first of te, cudnn, pallas, batched, xla that is admitted; xla elsewhere. See jaxthd
+    doctor."""
+    encoder_attention: Literal["auto", "blocks", "banded", "pallas"] = "auto"
+    """How the encoder's attention is computed. "blocks": a block after the other, and none without an allowed
+    pair. "banded": every block with all blocks that a clip can reach, in few large kernels. Both are dense in
+    rows of up to 41 s. "pallas": kernels for NVIDIA GPUs; a measurement as the run starts must admit them.
+    On a CPU they are interpreted, for tests; they have not yet run on a GPU. "auto": on GPUs pallas where it
+    is admitted, else banded; blocks elsewhere."""
+    scan_backend: str = "auto"
     """What computes Mamba2's scan in training and evaluation. "xla": on every device. "pallas": kernels
     for NVIDIA GPUs, for chunks, head dims and states that are powers of two from 16 up; a measurement as
     the run starts must admit them. On a CPU they are interpreted, for tests; they have not yet run on a
-    GPU. "auto": "pallas" where it is admitted, else "xla"."""
+    GPU. "auto": on GPUs "pallas" where it is admitted, else "xla"."""
     kernels_unverified: bool = False
-    """Use the attention or scan back-end that was asked for even if the measurement refuses it."""
+    """Use the back-end that was asked for even if the measurement refuses it."""
     attention_block: int = 128
     """Tokens of an attention block. It affects speed only."""
     loss_block: int = 256
@@ -64,6 +68,16 @@ class ComputeConfig:
     """Recompute the encoder's blocks in the backward pass instead of keeping their activations."""
     remat_llm: bool = True
     """Recompute the decoder's blocks in the same way."""
+    remat_stage: Literal["auto", "stage", "blocks", "nothing"] = "auto"
+    """In a pipeline: what the backward pass of a stage computes again. "stage": the stage from its input,
+    then its blocks as remat_llm says; it runs forward three times, or two. "blocks": its blocks, from inputs
+    that are kept for each microbatch in flight; two times. "nothing": all activations are kept; once. "auto":
+    in jaxthd train nothing, where the devices' memory is known and holds that; else blocks, or with remat_llm
+    False the stage.
+    But for "stage" the encoder, too, begins its backward pass where its forward pass ended."""
+    remat_keep: Literal["nothing", "products"] = "nothing"
+    """What blocks that are recomputed keep besides their inputs: nothing, or the results of matrix products
+    and of attention. Then only what is cheap is computed again."""
     scan_chunk: int = 64
     """Tokens of a scan chunk of Mamba2 and of the gated delta rule. It affects speed, never the result."""
     command_buffers: bool = True
@@ -72,3 +86,15 @@ class ComputeConfig:
     xla_options: tuple[str, ...] = ()
     """Options of XLA for the compiled programs, as NAME=VALUE. They override
     jaxthd/kernels/xla_options.py."""
+
+    @property
+    def recomputed_of_stage(self) -> Literal["stage", "blocks", "nothing"]:
+        """remat_stage, with what "auto" means where no device's memory is known."""
+        if self.remat_stage != "auto":
+            return self.remat_stage
+        return "blocks" if self.remat_llm else "stage"
+
+    @property
+    def remat_blocks_of_stage(self) -> bool:
+        """Whether a pipeline stage recomputes its blocks in the backward pass."""
+        return {"stage": self.remat_llm, "blocks": True, "nothing": False}[self.recomputed_of_stage]

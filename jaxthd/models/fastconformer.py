@@ -23,11 +23,12 @@ from jaxthd.models.layers import Linear
 from jaxthd.ops.attention.banded import banded_attention
 from jaxthd.ops.attention.blockwise import interval_attention
 from jaxthd.ops.attention.dense import dense_attention
+from jaxthd.ops.attention.relative import distances, relative_attention
 from jaxthd.ops.conv import centered_conv
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.segments import Segments
-from jaxthd.parallel.params import Buffer, Init, scan_stack, stack, whole
+from jaxthd.parallel.params import Buffer, Init, applied, remat_of, scan_stack, stack
 
 _EPS = 1e-5
 _MOMENTUM = 0.1
@@ -200,7 +201,7 @@ class Clips(NamedTuple):
     """The description of the clips that every block uses, computed once.
 
     frames: the number of valid frames on all ranks.
-    banded: whether attention is a band of large products (compute.encoder_attention).
+    attention: how it is computed (compute.encoder_attention).
     cos, sin: cos(p w_f) and sin(p w_f), for a frame's position p in its clip and every frequency w_f.
     """
 
@@ -208,7 +209,7 @@ class Clips(NamedTuple):
     frames: Float[Array, ""]
     cos: Float[Array, "E F"]
     sin: Float[Array, "E F"]
-    banded: bool
+    attention: str
 
 
 class _Query(NamedTuple):
@@ -271,6 +272,7 @@ class RelativeAttention(nnx.Module):
     a = p_i w and b = p_j w: the dot product of a query vector (s and c, rotated) and a key vector (its
     cosines and sines, the same for every head). So this is plain attention with query and key dim d + D;
     nothing is gathered by the difference of two positions. The angles are computed in promote(float32, x).
+    Only the kernels (ops/attention/relative.py) take W phi of all differences that a clip can have.
 
     position: W transposed, [D, D]: rows sin and cos of f = 0, then of f = 1, ...; columns heads x d.
     """
@@ -290,6 +292,13 @@ class RelativeAttention(nnx.Module):
         q_EHd, k_EHd, v_EHd = (f(x_ED).reshape(len(x_ED), heads, dim) for f in (self.q, self.k, self.v))
         u_Hd, v_Hd = (b[...].astype(dtype) for b in (self.content_bias, self.position_bias))
         w_F2Hd = self.position[...].astype(dtype).reshape(-1, 2, heads, dim)
+        scale = 1 / math.sqrt(dim)
+        if clips.attention == "pallas":
+            far_WHd = self._far(w_F2Hd, accumulation_dtype(x_ED))
+            given = q_EHd + u_Hd, k_EHd, q_EHd + v_Hd, far_WHd, v_EHd
+            whole = clips.segments.whole
+            o_EHd = relative_attention(*given, whole.lo, whole.hi, scale, self.longest)
+            return self.out(o_EHd.reshape(x_ED.shape))
         s_EHF, c_EHF = jnp.einsum(
             "ehd,fthd->tehf", q_EHd + v_Hd, w_F2Hd, preferred_element_type=accumulation_dtype(x_ED)
         )
@@ -297,11 +306,24 @@ class RelativeAttention(nnx.Module):
         rotated = (s_EHF * sin_E1F + c_EHF * cos_E1F, c_EHF * sin_E1F - s_EHF * cos_E1F)
         position = jnp.concatenate(rotated, axis=-1).astype(dtype)
         waves_EX = jnp.concatenate([clips.cos, clips.sin], axis=-1).astype(dtype)
-        long = partial(_banded_attention, longest=self.longest) if clips.banded else _blockwise_attention
+        banded = partial(_banded_attention, longest=self.longest)
+        long = banded if clips.attention == "banded" else _blockwise_attention
         attend = _dense_attention if clips.segments.row_length <= DENSE_FRAMES else long
         query = _Query(q_EHd + u_Hd, position)
-        o_EHd = attend(query, k_EHd, waves_EX, v_EHd, clips.segments, 1 / math.sqrt(dim))
+        o_EHd = attend(query, k_EHd, waves_EX, v_EHd, clips.segments, scale)
         return self.out(o_EHd.reshape(x_ED.shape))
+
+    def _far(self, w_F2Hd: Array, acc: jnp.dtype) -> Float[Array, "W H d"]:
+        """W phi(t) for all distances t of two frames in a clip."""
+        frequencies = len(w_F2Hd)
+        angle_WF = distances(self.longest)[:, None].astype(acc) * _frequencies(2 * frequencies, acc)
+        phi_WF2 = jnp.stack([jnp.sin(angle_WF), jnp.cos(angle_WF)], axis=-1).astype(w_F2Hd.dtype)
+        return jnp.einsum("wft,fthd->whd", phi_WF2, w_F2Hd)
+
+
+def _frequencies(dim: int, acc: jnp.dtype) -> Float[Array, " F"]:
+    found: Array = 10000.0 ** (-jnp.arange(0, dim, 2, dtype=acc) / dim)
+    return found
 
 
 class ConvModule(nnx.Module):
@@ -363,8 +385,9 @@ class FastConformer(nnx.Module):
         self.subsampling = Subsampling(config, init)
         self.blocks = stack(lambda init: ConformerBlock(config, init), init, config.layers)
         self.scale = math.sqrt(config.dim) if config.scale_input else 1.0
-        self.remat = compute.remat_encoder
-        self.banded = compute.encoder_attention == "banded"
+        self.remat = remat_of(compute, compute.remat_encoder)
+        self.keeps_gathered = init.mesh.pipeline == 1 or compute.recomputed_of_stage == "stage"
+        self.attention = compute.encoder_attention
 
     def __call__(
         self,
@@ -394,12 +417,19 @@ class FastConformer(nnx.Module):
                 f"{len(mels_AM)} mel frames for {len(segments.ids)} encoder frames; "
                 f"expected {SUBSAMPLING} for each: check mels against chunk_ids"
             )
-        x_ED = whole(self.subsampling)(mels_AM, mel_mask_A, segments.positions == 0) * self.scale
+        x_ED = applied(
+            self.subsampling,
+            mels_AM,
+            mel_mask_A,
+            segments.positions == 0,
+            keeps_gathered=self.keeps_gathered,
+        )
+        x_ED = x_ED * self.scale
         dim, acc = x_ED.shape[1], accumulation_dtype(mels_AM)
-        w_F = 10000.0 ** (-jnp.arange(0, dim, 2, dtype=acc) / dim)
+        w_F = _frequencies(dim, acc)
         angle_EF = segments.positions[:, None].astype(acc) * w_F
         frames = jax.lax.psum(segments.valid.sum().astype(acc), axes)
-        clips = Clips(segments, frames, jnp.cos(angle_EF), jnp.sin(angle_EF), self.banded)
+        clips = Clips(segments, frames, jnp.cos(angle_EF), jnp.sin(angle_EF), self.attention)
 
         def body(block: ConformerBlock, x_ED: Array) -> tuple[Array, dict[str, Any]]:
             x_ED = block(x_ED, clips, train=train, axes=axes)

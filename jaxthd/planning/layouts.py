@@ -100,8 +100,8 @@ def _laid_out(config: Config, layout: LayoutKind) -> Config:
     step = math.lcm(round_to, unit)
     capacity = -(-config.data.capacity // step) * step
     exchange = config.compute.context_exchange
-    if layout == "whole" and config.mesh.pipeline > 1:
-        exchange = "all_gather"  # stages have different documents to exchange
+    if layout == "whole" and config.mesh.pipeline > 1 and config.mesh.context % 2:
+        exchange = "all_gather"  # stages have different documents to exchange, and odd ranks make no pairs
     return replace(
         config,
         data=replace(config.data, round_to=round_to, capacity=capacity),
@@ -115,7 +115,10 @@ def _layout_cost(stream: Lengths, config: Config, work: tuple[float, float]) -> 
     imbalance = balance(stream, outcome)[1]
     tokens = stream.tokens[list(chain(*outcome.buffers))].astype(float)
     keys_seen = _keys_seen(tokens, np.inf)
-    received, letters = _mean_bytes(mamba_bytes, outcome), llm.letters + llm.mtp_pattern * config.depths_trained
+    received, letters = (
+        _mean_bytes(mamba_bytes, outcome),
+        llm.letters + llm.mtp_pattern * config.depths_trained,
+    )
     exchanged = letters.count("M") * received + letters.count("D") * _mean_bytes(delta_bytes, outcome)
     real_tokens = data.rows / mesh.data * data.capacity / mesh.context * (1 - outcome.padding)
     # Keys in a window are counted without the imbalance of what lies outside it.
@@ -238,7 +241,7 @@ def layout_recommendation(costs: Sequence[LayoutCost]) -> str:
     }
     decides = max(reasons, key=lambda term: getattr(other, term) - getattr(best, term))
     with_it = f" --data.round-to {best.config.data.round_to}" if best.layout == "document" else ""
-    if best.layout == "whole" and best.config.mesh.pipeline > 1:
+    if best.layout == "whole" and best.config.mesh.pipeline > 1 and best.config.mesh.context % 2:
         with_it = " --compute.context-exchange all_gather"
     return (
         f"Recommended: --compute.context-layout {best.layout}{with_it}; {other.layout} costs "

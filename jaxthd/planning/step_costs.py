@@ -17,6 +17,7 @@ PARTS = (
     ("models/fastconformer.py", "_dense_attention", "encoder attention"),
     ("models/fastconformer.py", "_blockwise_attention", "encoder attention"),
     ("models/fastconformer.py", "_banded_attention", "encoder attention"),
+    ("ops/attention/relative.py", "", "encoder attention"),
     ("models/fastconformer.py", "ConvModule", "encoder convolution"),
     ("models/fastconformer.py", "FeedForward", "encoder MLP"),
     ("models/fastconformer.py", "", "encoder"),

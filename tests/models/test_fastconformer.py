@@ -137,11 +137,11 @@ def parakeet_clips() -> dict[int, tuple[np.ndarray, np.ndarray]]:
 
 
 def forward(
-    graphdef, params, buffers, mels, mask, ids, positions, *, train, axes=(), remat=True, banded=False
+    graphdef, params, buffers, mels, mask, ids, positions, *, train, axes=(), remat=True, attention="blocks"
 ):
     segments = make_segments(ids[None], positions[None], block=BLOCK, axis=None)
     encoder = nnx.merge(graphdef, params, buffers)
-    encoder.remat, encoder.banded = remat, banded
+    encoder.remat, encoder.attention = remat, attention
     return encoder(mels, mask, segments, train=train, axes=axes)
 
 
@@ -158,13 +158,13 @@ def local_gradients(
     train,
     axes=(),
     remat=True,
-    banded=False,
+    attention="blocks",
 ):
     """(y, new buffers, this rank's gradient of its share of sum(y * cotangent), gradient of mels)."""
 
     def share(params, mels):
         args = (graphdef, params, buffers, mels, mask, ids, positions)
-        y, new = forward(*args, train=train, axes=axes, remat=remat, banded=banded)
+        y, new = forward(*args, train=train, axes=axes, remat=remat, attention=attention)
         return (y * cotangent).sum(), (y, new)
 
     (_, (y, new)), (dparams, dmels) = jax.value_and_grad(share, (0, 1), has_aux=True)(params, mels)
@@ -172,8 +172,8 @@ def local_gradients(
 
 
 @functools.cache
-def one_device(train: bool, remat: bool = True, banded: bool = False):
-    run = functools.partial(local_gradients, train=train, remat=remat, banded=banded)
+def one_device(train: bool, remat: bool = True, attention: str = "blocks"):
+    run = functools.partial(local_gradients, train=train, remat=remat, attention=attention)
     return jax.jit(run, static_argnums=0, compiler_options=QUICK)
 
 
@@ -236,13 +236,14 @@ def test_packed_equals_each_clip_alone():
     assert_same(dparams, total, 1e-10)
 
 
-def test_a_band_equals_blocks():
+def test_a_band_and_kernels_equal_blocks():
     """Float64, eval mode, with padding: outputs, gradients of parameters and mels."""
     clips = random_clips((1003, *LENGTHS))
     packed = pack(shuffled(clips), frames=LARGE)
     with jax.enable_x64(True):
-        found = [one_device(False, banded=b)(*encoder64(), *packed.arrays) for b in (False, True)]
-        for (y, _, dparams, dmels), name in zip(found, ("blocks", "band"), strict=True):
+        ways = "blocks", "banded", "pallas"
+        found = [one_device(False, attention=way)(*encoder64(), *packed.arrays) for way in ways]
+        for (y, _, dparams, dmels), name in zip(found, ways, strict=True):
             assert np.isfinite(y).all(), name
             split_clips(packed, y, dmels)
             assert_same((y, dparams, dmels), (found[0][0], *found[0][2:]), 1e-10)

@@ -181,8 +181,8 @@ CASES = [
     ),
     Case({**PIPELINE, "model.llm.pattern": "M"}, "1 layers cannot be divided into 2 stages"),
     Case(
-        {**PIPELINE, "mesh.context": 2, "model.llm.pattern": "M|-"},
-        "compute.context_exchange is 'ring' with stages that differ (M | -)",
+        {**PIPELINE, "mesh.context": 3, "data.capacity": 2046, "model.llm.pattern": "M|-"},
+        'mesh.context is 3 with compute.context_exchange "ring", mesh.pipeline 2 and stages M | -',
     ),
     Case(
         {"mesh.pipeline": 4}, "train.microbatches is 1 on 4 pipeline ranks, which idle 75%", is_warning=True
@@ -234,8 +234,9 @@ CASES = [
         'model.llm.mamba_conv is 6 with compute.context_layout "whole"',
     ),
     Case(
-        {**PIPELINE, "mesh.context": 2, "compute.context_layout": "whole", "model.llm.pattern": "M*-M*-"},
-        "set compute.context_exchange to all_gather",
+        {**PIPELINE, "mesh.context": 3, "compute.context_layout": "whole", "model.llm.pattern": "M*-M*-"}
+        | {"data.capacity": 2046},
+        "set mesh.context to an even number, or compute.context_exchange to all_gather",
     ),
     # Buffers.
     Case({"data.round_to": 10}, "set data.capacity to 2040 or 2050, or data.round_to to 2"),
@@ -399,6 +400,22 @@ CASES = [
         {"adapt.freeze": ("decoder.*.q.lora.a",), "adapt.lora_rank": 4},
         "adapt.freeze 'decoder.*.q.lora.a' matches nothing",
     ),
+    # A ladder of sizes; the largest is 2048 64 16000.
+    Case({"data.rungs": ((1024, 0, 0),)}, "data.rungs has 1024 0 0; expected one slot and one document"),
+    Case({"data.rungs": ((1024, 64, 17000),)}, "data.rungs has 1024 64 17000 with"),
+    Case({"data.rungs": ((2048, 64, 16000),)}, "data.rungs has 2048 64 16000 with"),
+    Case({"data.rungs": ((1024, 64, 8000), (1024, 32, 8000))}, "data.rungs has 1024 32 8000 behind"),
+    Case(
+        {"data.rungs": ((512, 64, 0), (1024, 64, 0), (1536, 64, 0), (2048, 64, 0))},
+        "data.rungs and data.capacity are 5 sizes with data.most_rungs 4",
+    ),
+    Case({"data.rungs": ((1024, 64),)}, "data.rungs is ((1024, 64),)"),
+    Case(
+        {"data.rungs": ((1024, 64, 0),), "train.objective": "grpo"},
+        "data.rungs is set with train.objective 'grpo'",
+    ),
+    Case({"data.rungs": ((1026, 64, 0),), "mesh.context": 2}, "for 1026 64 0 of data.rungs, its capacity is"),
+    Case({"data.rungs": ((1020, 64, 0),), "data.round_to": 8}, "for 1020 64 0 of data.rungs, data.round_to"),
     Case({"adapt.unfreeze": ("Head",)}, "adapt.unfreeze 'Head' matches nothing"),
     Case({"adapt.freeze": ("*",)}, "adapt.freeze matches every parameter"),
     Case(
