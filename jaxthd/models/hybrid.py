@@ -125,7 +125,7 @@ class HybridLayers(nnx.Module):
             }
         )
         self.stages = stages
-        self.remat = remat_of(compute, compute.remat_llm)
+        self.remat, self.unroll = remat_of(compute, compute.remat_llm), compute.unroll_layers
 
     def stage(
         self, pattern: str, chunk: Array | int, x_nD: Float[Array, "n D"], segments: Segments
@@ -205,7 +205,7 @@ class HybridLayers(nnx.Module):
             }
             done.update({letter: repeats * count for letter, count in counts.items()})
             body = rematerialized(partial(_apply_unit, unit, graphs, apply), remat, layers)
-            x_nD, found = jax.lax.scan(body, x_nD, layers)
+            x_nD, found = jax.lax.scan(body, x_nD, layers, unroll=self.unroll)
             for letter, result in found.items():
                 results[letter].append(jax.tree.map(lambda r: jax.lax.collapse(r, 0, 2), result))
         for letter in stacks:

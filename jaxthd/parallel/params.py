@@ -298,11 +298,12 @@ def scan_stack(
     carry: Carry,
     *,
     remat: Remat,
+    unroll: bool = False,
 ) -> tuple[Carry, Any]:
     """Applies `body(layer, carry)` for every layer of a stack, first to last.
 
     remat: recompute a layer's activations in the backward pass. True: only the carry between layers is kept;
-        "products": results of matrix products too.
+        "products": results of matrix products too. unroll: write the layers out one after the other.
     Returns the last carry and the layers' second results, stacked.
     A layer's parameters are gathered for its forward pass, freed, and gathered again for its backward pass.
     """
@@ -311,7 +312,7 @@ def scan_stack(
     def step(carry: Carry, layer: Any) -> tuple[Carry, Any]:
         return body(nnx.merge(graphdef, gathered_state(layer)), carry)
 
-    return jax.lax.scan(rematerialized(step, remat, state), carry, state)
+    return jax.lax.scan(rematerialized(step, remat, state), carry, state, unroll=unroll)
 
 
 def remat_of(compute: ComputeConfig, recomputes: bool) -> Remat:

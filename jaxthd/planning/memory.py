@@ -259,6 +259,7 @@ def _block_weights(sizes: Sizes) -> Number:
 
 
 def _subsampling(sizes: Sizes, encoder: EncoderConfig) -> Number:
-    outputs = (min(PIECE, sizes.frames) + 1) * 2 * encoder.num_mels
+    piece = sizes.config.compute.subsampling_frames or PIECE
+    outputs = (min(piece, sizes.frames) + 1) * 2 * encoder.num_mels
     # The first convolution: nine inputs for each output, and the outputs. The others have 1/4 and 1/16.
     return outputs * sizes.a * (9 + encoder.subsampling_channels * (2 + 12 * (1 / 4 + 1 / 16)))
