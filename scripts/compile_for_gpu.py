@@ -8,9 +8,10 @@ VERSION: jax's own, 0.11 or later. CUDA's ptxas must be on the PATH. XLA's GPU c
 is given a description of one; it then does not autotune kernels and asks cuDNN for no plans.
 
 The step is one of scripts/gpu_models.py with packed audio, bfloat16, and what "auto" means on GPUs: Pallas
-kernels, experts in rounds. --loops: loops over small blocks instead, as on a CPU. Printed are its memory, the operations that are recorded in CUDA graphs, those the host still launches between them (loops
-driven by the host, kernels), and where collectives are: CUDA is reported to refuse those that are nodes of a
-loop or conditional inside a graph. Exits 1 where there are any.
+kernels, experts in rounds. --loops: loops over small blocks instead, as on a CPU. Printed are its memory,
+the operations that are recorded in CUDA graphs, those the host still launches between them (loops driven by
+the host, kernels), and where collectives are: CUDA is reported to refuse those that are nodes of a loop or
+conditional inside a graph. Exits 1 where there are any.
 
 --costs prints what the step would take (jaxthd/planning/step_costs.py): kernels, operations, bytes and a
 bound on the time, by part of the model, by kind, by loop and by line of source; and a bound on the share of
