@@ -72,9 +72,11 @@ class ComputeConfig:
     """Recompute the encoder's blocks in the backward pass instead of keeping their activations."""
     remat_llm: bool = True
     """Recompute the decoder's blocks in the same way."""
-    remat_keep: Literal["nothing", "products"] = "nothing"
-    """What blocks that are recomputed keep besides their inputs: nothing, or the results of matrix products
-    and of attention. Then only what is cheap is computed again."""
+    remat_keep: Literal["nothing", "layers", "products"] = "nothing"
+    """What is kept where the decoder or the encoder is recomputed. "nothing": only the input of each repeat
+    of the decoder's pattern, whose layers are recomputed together. "layers": the input of each layer.
+    "products": the results of matrix products and of attention too; then only what is cheap is computed
+    again."""
     unroll_layers: bool = False
     """Write layers out one after the other in place of a loop over them. Compilation then grows with their
     number, but on GPUs nothing is copied into the loop's stacks and out of them, and the step is one CUDA

@@ -204,7 +204,10 @@ class HybridLayers(nnx.Module):
                 for letter, count in counts.items()
             }
             done.update({letter: repeats * count for letter, count in counts.items()})
-            body = rematerialized(partial(_apply_unit, unit, graphs, apply), remat, layers)
+            # What is recomputed of a layer by itself is not recomputed with its unit.
+            by_layer = remat if isinstance(remat, str) else False
+            body = partial(_apply_unit, unit, graphs, apply, by_layer)
+            body = body if by_layer else rematerialized(body, remat, layers)
             x_nD, found = jax.lax.scan(body, x_nD, layers, unroll=self.unroll)
             for letter, result in found.items():
                 results[letter].append(jax.tree.map(lambda r: jax.lax.collapse(r, 0, 2), result))
@@ -241,12 +244,22 @@ def _repeats(layers: _Layers, first: int, repeats: int, count: int) -> _Layers:
 
 
 def _apply_unit(
-    unit: str, graphs: dict[str, nnx.GraphDef], apply: ApplyBlock, x_nD: Array, layers: dict[str, _Layers]
+    unit: str,
+    graphs: dict[str, nnx.GraphDef],
+    apply: ApplyBlock,
+    remat: Remat,
+    x_nD: Array,
+    layers: dict[str, _Layers],
 ) -> tuple[Array, Cache]:
-    """Applies the layers of one repeat of a unit, in order. Layers and results are stacked by letter."""
+    """Applies the layers of one repeat of a unit, in order. Layers and results are stacked by letter.
+
+    remat: of each layer by itself.
+    """
     found: dict[str, list[Any]] = {letter: [] for letter in layers}
     for letter in unit:
-        x_nD, result = _apply_row(len(found[letter]), graphs[letter], apply, x_nD, layers[letter])
+        run = partial(_apply_row, len(found[letter]), graphs[letter], apply)
+        run = rematerialized(run, remat, layers) if remat else run
+        x_nD, result = run(x_nD, layers[letter])
         found[letter].append(result)
     return x_nD, {k: jax.tree.map(lambda *r: jnp.stack(r), *results) for k, results in found.items()}
 

@@ -32,8 +32,9 @@ M = TypeVar("M", bound=nnx.Module)
 V = TypeVar("V", bound=nnx.Variable)
 Carry = TypeVar("Carry")
 
-Remat = bool | Literal["products"]
-"""What is recomputed in the backward pass: nothing, everything, or all but results of matrix products."""
+Remat = bool | Literal["layers", "products"]
+"""What is recomputed in the backward pass: nothing; everything of a unit of layers; or everything of a layer,
+but for results of matrix products if "products"."""
 
 DECODER_FSDP = (DATA, CONTEXT)
 """The decoder's FSDP axes: their ranks all use whole layers. The other two axes divide the layers."""
@@ -317,7 +318,9 @@ def scan_stack(
 
 def remat_of(compute: ComputeConfig, recomputes: bool) -> Remat:
     """recomputes: compute.remat_llm or compute.remat_encoder."""
-    return "products" if recomputes and compute.remat_keep == "products" else recomputes
+    if not recomputes or compute.remat_keep == "nothing":
+        return recomputes
+    return compute.remat_keep
 
 
 _products = jax.checkpoint_policies.save_from_both_policies(

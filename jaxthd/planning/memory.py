@@ -86,13 +86,14 @@ def _of_rank(sizes: Sizes, rank: int) -> Memory:
 
 
 def _kept_by_decoder(sizes: Sizes, rank: int) -> Number:
-    """Bytes that the layers of a stage keep, for the rank's largest stage; with compute.remat_keep as many as
-    without recomputation, an upper bound."""
+    """Bytes that the layers of a stage keep, for the rank's largest stage; where they keep products as many
+    as without recomputation, an upper bound."""
     compute = sizes.config.compute
-    remat = compute.remat_llm and compute.remat_keep == "nothing"
+    remat = compute.remat_llm and compute.remat_keep != "products"
     stage, most = 0.0, 0.0
     for unit in sizes.units(rank):
-        kept = sizes.stream if remat else sum(_layer(sizes, letter) for letter in unit.letters)
+        inputs = len(unit.letters) if compute.remat_keep == "layers" else 1
+        kept = inputs * sizes.stream if remat else sum(_layer(sizes, letter) for letter in unit.letters)
         stage += unit.repeats * kept
         if unit.ends_stage:
             most, stage = max(most, stage), 0.0
@@ -104,7 +105,7 @@ def _kept_by_encoder(sizes: Sizes, encoder: EncoderConfig | None) -> Number:
     if not encoder or not sizes.frames:
         return 0.0
     compute = sizes.config.compute
-    remat = compute.remat_encoder and compute.remat_keep == "nothing"
+    remat = compute.remat_encoder and compute.remat_keep != "products"
     kept = sizes.frames * encoder.dim * sizes.a if remat else _conformer(sizes, encoder)
     gathered = sizes.frames * sizes.mesh.audio_ranks * sizes.config.model.llm.dim * sizes.a
     return (encoder.layers * kept if sizes.trains("encoder") else 0.0) + gathered
