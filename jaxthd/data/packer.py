@@ -215,6 +215,10 @@ class PackDocuments(Sequence[Any]):
 
     def pack_judged(self, documents: grain.MapDataset | grain.IterDataset) -> grain.IterDataset:
         """Like __call__, for a dataset of what `judge` returns, of Skipped and None."""
+        return self.choose(documents).map(self.placed_row)
+
+    def choose(self, documents: grain.MapDataset | grain.IterDataset) -> grain.IterDataset:
+        """Like pack_judged, but gives the RowDocuments of each row, which placed_row packs."""
         if isinstance(documents, grain.MapDataset):
             documents = documents.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         packable = documents.filter(self._keep)
@@ -244,10 +248,11 @@ class PackDocuments(Sequence[Any]):
                 seed=self.shuffle_seed or 0,
             ).map(lambda buffer: buffer["judged"])
         if self._shares is None or self.packing == "padded":
-            return Runs(buffers, self._first_run).map(self._placed_row)
-        return Runs(buffers, self._chosen, reads_ahead=True).map(self._placed_row)
+            return Runs(buffers, self._first_run)
+        return Runs(buffers, self._chosen, reads_ahead=True)
 
-    def _placed_row(self, row: RowDocuments) -> PackedRow:
+    def placed_row(self, row: RowDocuments) -> PackedRow:
+        """Packs and lays out a row that `choose` gives."""
         return self.row(row.documents, row.placement)
 
     def row(self, documents: Sequence[Document], placement: Placement | None = None) -> PackedRow:

@@ -147,6 +147,15 @@ class BufferLimits:
             count -= 1
         return count
 
+    def holds(self, fits: Sequence[Fit]) -> bool:
+        """Whether a row holds all of these documents. fits: of a buffer that is as large or larger."""
+        return (
+            sum(fit.slots for fit in fits) <= self.capacity
+            and sum(fit.segments for fit in fits) <= self.max_documents
+            and sum(sum(fit.chunk_frames) for fit in fits) <= self.audio_capacity
+            and self.first_run(fits) == len(fits)
+        )
+
     def assign(self, documents: Sequence[Document]) -> list[list[int]]:
         """The audio rank of every encoder chunk of every document of a row.
 

@@ -86,7 +86,7 @@ def simulate(stream: Lengths, config: Config, work: tuple[float, float]) -> Outc
     if limits.shares is None or data.packing == "padded":
         rows = [rows_of_buffer(buffer, stream.chunks, ranks, limits.rank_frames) for buffer in packed]
     else:
-        placed = list(placed_rows(packed, _fits(stream, config, slots), limits))
+        placed = list(placed_rows(packed, fits_of(stream, config), limits))
         rows, placements = [[row] for row, _ in placed], [placement for _, placement in placed]
     buffers = list(chain(*rows))
     slots_taken, frames_held = len(buffers) * data.capacity, len(buffers) * limits.array_frames
@@ -146,7 +146,7 @@ def balance(stream: Lengths, outcome: Outcome) -> tuple[float, float]:
     layout, slots = ContextLayout.of(outcome.config), slots_of(stream, outcome.config)
     found = []
     if (shares := Shares.of(outcome.config)) is not None:
-        fits, every = _fits(stream, outcome.config, slots), max(len(outcome.buffers) // BALANCED, 1)
+        fits, every = fits_of(stream, outcome.config), max(len(outcome.buffers) // BALANCED, 1)
         for buffer, placement in list(zip(outcome.buffers, outcome.placements, strict=True))[::every]:
             uneven = imbalance(shares.rank_work(placement, [fits[document].size for document in buffer]))
             found.append((uneven, uneven))
@@ -239,9 +239,9 @@ def placed_rows(
             waiting = [entry for i, entry in enumerate(waiting) if i not in taken]
 
 
-def _fits(stream: Lengths, config: Config, slots: Int[np.ndarray, " documents"]) -> list[Fit]:
+def fits_of(stream: Lengths, config: Config) -> list[Fit]:
     """How each document fits, from its lengths alone."""
-    limits = BufferLimits.of(config)
+    limits, slots = BufferLimits.of(config), slots_of(stream, config)
     found = []
     for n, tokens, chunks in zip(slots.tolist(), stream.tokens.tolist(), stream.chunks, strict=True):
         fit = Fit(n, 1, tuple(chunks), "", "", tokens * (tokens + 1) // 2)
