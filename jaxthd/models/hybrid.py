@@ -206,7 +206,7 @@ class HybridLayers(nnx.Module):
             done.update({letter: repeats * count for letter, count in counts.items()})
             # What is recomputed of a layer by itself is not recomputed with its unit.
             by_layer = remat if isinstance(remat, str) else False
-            body = partial(_apply_unit, unit, graphs, apply, by_layer)
+            body: Any = partial(_apply_unit, unit, graphs, apply, by_layer)
             body = body if by_layer else rematerialized(body, remat, layers)
             x_nD, found = jax.lax.scan(body, x_nD, layers, unroll=self.unroll)
             for letter, result in found.items():
@@ -257,7 +257,7 @@ def _apply_unit(
     """
     found: dict[str, list[Any]] = {letter: [] for letter in layers}
     for letter in unit:
-        run = partial(_apply_row, len(found[letter]), graphs[letter], apply)
+        run: Any = partial(_apply_row, len(found[letter]), graphs[letter], apply)
         run = rematerialized(run, remat, layers) if remat else run
         x_nD, result = run(x_nD, layers[letter])
         found[letter].append(result)
