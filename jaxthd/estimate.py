@@ -13,6 +13,7 @@ takes minutes; --no-compile skips it.
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -26,6 +27,7 @@ from jaxthd.planning.compiled_step import Measured, abstract_batch, in_float32, 
 from jaxthd.planning.memory import temporary_memory
 from jaxthd.planning.parameters import state_bytes
 from jaxthd.planning.sizes import Number
+from jaxthd.planning.stage_memory import decided, describe_stages, has_stages
 from jaxthd.planning.traffic import step_traffic
 from jaxthd.run.startup import simulate_devices
 from jaxthd.steps.blueprint import Blueprint
@@ -36,19 +38,26 @@ from jaxthd.validate import DeviceFacts, validate
 
 
 def main(argv: list[str] | None = None) -> None:
-    no_compile = {"action": "store_true", "help": "closed forms only"}
-    config, path, _, options, _ = parse_command_line("estimate", argv, {"no-compile": no_compile}, __doc__)
+    no_compile: dict[str, Any] = {"action": "store_true", "help": "closed forms only"}
+    device_memory = {"type": float, "metavar": "GIB", "help": "memory of a device, for what stages may keep"}
+    further = {"no-compile": no_compile, "device-memory": device_memory}
+    config, path, _, options, _ = parse_command_line("estimate", argv, further, __doc__)
     jax.config.update("jax_platforms", "cpu")
     if not options.no_compile:
         simulate_devices(config.mesh.devices)
     facts = DeviceFacts(platform="gpu", devices=config.mesh.devices, kind="as many as the mesh needs")
     for warning in validate(config, facts):
         print(f"warning: {warning}", file=sys.stderr)
+    memory = None if options.device_memory is None else round(options.device_memory * 2**30)
+    stages = describe_stages(config, memory) if has_stages(config) else ""
+    config = decided(config, memory)
     draws = draws_answers(objective_of(config))
     found = measure_grpo(config) if draws and not options.no_compile else None
     measured = None if options.no_compile else found.update if found else measure(config)
     mesh = f"Mesh (data, context, pipeline, tensor) = {config.mesh.sizes}: {config.mesh.devices} devices."
     print(f"{path}. {mesh}\n\n{estimate(config, measured)}")
+    if stages:
+        print(f"\n{stages}")
     if found:
         print(f"\n{programs_table(found.programs)}")
     if measured:

@@ -24,6 +24,7 @@ from scripts.check_meshes import (
     predicting,
     qwen3,
     qwen3_next,
+    unlike,
     variants,
     worst_of,
 )
@@ -106,6 +107,14 @@ def test_the_mesh_changes_nothing_with_the_blocks_of_gpt_oss(number: int):
 def test_the_mesh_changes_nothing_with_the_blocks_of_deepseek(number: int):
     """Latent attention, and experts of a limited number of groups."""
     row = check(deepseek("float64")[number])
+    assert row["error"] <= 1e-10, row
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", range(5))
+def test_stages_that_differ_change_nothing(number: int):
+    """Their ring is one of pairs. All layouts, and all that a stage may recompute."""
+    row = check(unlike("float64")[number])
     assert row["error"] <= 1e-10, row
 
 

@@ -68,6 +68,13 @@ class ComputeConfig:
     """Recompute the encoder's blocks in the backward pass instead of keeping their activations."""
     remat_llm: bool = True
     """Recompute the decoder's blocks in the same way."""
+    remat_stage: Literal["auto", "stage", "blocks", "nothing"] = "auto"
+    """In a pipeline: what the backward pass of a stage computes again. "stage": the stage from its input,
+    then its blocks as remat_llm says; it runs forward three times, or two. "blocks": its blocks, from inputs
+    that are kept for each microbatch in flight; two times. "nothing": all activations are kept; once. "auto":
+    in jaxthd train nothing, where the devices' memory is known and holds that; else blocks, or with remat_llm
+    False the stage.
+    But for "stage" the encoder, too, begins its backward pass where its forward pass ended."""
     remat_keep: Literal["nothing", "products"] = "nothing"
     """What blocks that are recomputed keep besides their inputs: nothing, or the results of matrix products
     and of attention. Then only what is cheap is computed again."""
@@ -79,3 +86,15 @@ class ComputeConfig:
     xla_options: tuple[str, ...] = ()
     """Options of XLA for the compiled programs, as NAME=VALUE. They override
     jaxthd/kernels/xla_options.py."""
+
+    @property
+    def recomputed_of_stage(self) -> Literal["stage", "blocks", "nothing"]:
+        """remat_stage, with what "auto" means where no device's memory is known."""
+        if self.remat_stage != "auto":
+            return self.remat_stage
+        return "blocks" if self.remat_llm else "stage"
+
+    @property
+    def remat_blocks_of_stage(self) -> bool:
+        """Whether a pipeline stage recomputes its blocks in the backward pass."""
+        return {"stage": self.remat_llm, "blocks": True, "nothing": False}[self.recomputed_of_stage]

@@ -28,7 +28,7 @@ from jaxthd.ops.conv import centered_conv
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.segments import Segments
-from jaxthd.parallel.params import Buffer, Init, remat_of, scan_stack, stack, whole
+from jaxthd.parallel.params import Buffer, Init, applied, remat_of, scan_stack, stack
 
 _EPS = 1e-5
 _MOMENTUM = 0.1
@@ -386,6 +386,7 @@ class FastConformer(nnx.Module):
         self.blocks = stack(lambda init: ConformerBlock(config, init), init, config.layers)
         self.scale = math.sqrt(config.dim) if config.scale_input else 1.0
         self.remat = remat_of(compute, compute.remat_encoder)
+        self.keeps_gathered = init.mesh.pipeline == 1 or compute.recomputed_of_stage == "stage"
         self.attention = compute.encoder_attention
 
     def __call__(
@@ -416,7 +417,14 @@ class FastConformer(nnx.Module):
                 f"{len(mels_AM)} mel frames for {len(segments.ids)} encoder frames; "
                 f"expected {SUBSAMPLING} for each: check mels against chunk_ids"
             )
-        x_ED = whole(self.subsampling)(mels_AM, mel_mask_A, segments.positions == 0) * self.scale
+        x_ED = applied(
+            self.subsampling,
+            mels_AM,
+            mel_mask_A,
+            segments.positions == 0,
+            keeps_gathered=self.keeps_gathered,
+        )
+        x_ED = x_ED * self.scale
         dim, acc = x_ED.shape[1], accumulation_dtype(mels_AM)
         w_F = _frequencies(dim, acc)
         angle_EF = segments.positions[:, None].astype(acc) * w_F

@@ -226,10 +226,18 @@ def gathered(variable: nnx.Variable) -> Array:
     return jax.lax.all_gather(value, axes, axis=value.ndim + dim, tiled=True) if axes else value
 
 
-def whole(module: M) -> M:
-    """A module with all its variables gathered. Call it inside shard_map, just before the module's use."""
+def applied(module: Any, *args: Any, keeps_gathered: bool) -> Any:
+    """module(*args) with all its variables gathered. Call it inside shard_map.
+
+    keeps_gathered: whether FSDP-sharded weights stay gathered for the backward pass. If not, they are
+    gathered for it again, and nothing but these is computed again.
+    """
     graph, state = nnx.split(module)
-    return nnx.merge(graph, gathered_state(state))
+
+    def apply(state: Any, *args: Any) -> Any:
+        return nnx.merge(graph, gathered_state(state))(*args)
+
+    return (apply if keeps_gathered else jax.checkpoint(apply, policy=_all_but_gathered))(state, *args)
 
 
 def gathered_state(state: Any) -> Any:
@@ -325,12 +333,20 @@ _products = jax.checkpoint_policies.save_from_both_policies(
 )
 
 
-def rematerialized(step: Callable[..., Any], remat: Remat, state: Any) -> Callable[..., Any]:
-    """`step`, rematerialized as scan_stack says. state: what the scan goes over, variables and others."""
+def rematerialized(
+    step: Callable[..., Any], remat: Remat, state: Any, *, keeps_views: bool = True
+) -> Callable[..., Any]:
+    """`step`, rematerialized as scan_stack says. state: what the scan goes over, variables and others.
+
+    keeps_views: without remat: whether results that only move or cast values are kept too. They take memory:
+    of a weight as of an activation.
+    """
     if remat == "products":
         return jax.checkpoint(step, policy=_products)
     if remat:
         return jax.checkpoint(step)
+    if not keeps_views:
+        return jax.checkpoint(step, policy=_all_but_views)
     variables = filter(_is_variable, jax.tree.leaves(state, is_leaf=_is_variable))
     is_fsdp = any(v.get_metadata("fsdp")[1] for v in variables)
     return jax.checkpoint(step, policy=_all_but_gathered) if is_fsdp else step
@@ -339,6 +355,30 @@ def rematerialized(step: Callable[..., Any], remat: Remat, state: Any) -> Callab
 def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     """Whether a result is kept for the backward pass. (Gathered weights may be cast before their use.)"""
     return primitive.name not in ("all_gather", "convert_element_type")
+
+
+_VIEWS = frozenset(
+    (
+        "all_gather",
+        "broadcast_in_dim",
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "dynamic_slice",
+        "expand_dims",
+        "iota",
+        "pad",
+        "reshape",
+        "slice",
+        "split",
+        "squeeze",
+        "transpose",
+    )
+)
+
+
+def _all_but_views(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name not in _VIEWS
 
 
 def weight_decay_mask(state: Any) -> Any:

@@ -100,8 +100,8 @@ def _laid_out(config: Config, layout: LayoutKind) -> Config:
     step = math.lcm(round_to, unit)
     capacity = -(-config.data.capacity // step) * step
     exchange = config.compute.context_exchange
-    if layout == "whole" and config.mesh.pipeline > 1:
-        exchange = "all_gather"  # stages have different documents to exchange
+    if layout == "whole" and config.mesh.pipeline > 1 and config.mesh.context % 2:
+        exchange = "all_gather"  # stages have different documents to exchange, and odd ranks make no pairs
     return replace(
         config,
         data=replace(config.data, round_to=round_to, capacity=capacity),
@@ -241,7 +241,7 @@ def layout_recommendation(costs: Sequence[LayoutCost]) -> str:
     }
     decides = max(reasons, key=lambda term: getattr(other, term) - getattr(best, term))
     with_it = f" --data.round-to {best.config.data.round_to}" if best.layout == "document" else ""
-    if best.layout == "whole" and best.config.mesh.pipeline > 1:
+    if best.layout == "whole" and best.config.mesh.pipeline > 1 and best.config.mesh.context % 2:
         with_it = " --compute.context-exchange all_gather"
     return (
         f"Recommended: --compute.context-layout {best.layout}{with_it}; {other.layout} costs "

@@ -109,18 +109,20 @@ def test_activations_grow_with_the_tokens_and_states_do_not():
 
 
 def test_what_is_compared_is_possible() -> None:
-    """Among pipeline stages the layout "whole" needs all-gather, and no convolution may span a cut chunk."""
+    """Among pipeline stages the layout "whole" needs all-gather where context ranks make no pairs, and no
+    convolution may span a cut chunk."""
     stream, plain = text_of([60] * 200), config("M*")
-    staged = replace(plain, mesh=replace(plain.mesh, pipeline=2))
-    assert staged.compute.context_exchange == "ring"
-    best, *others = compare_layouts(stream, staged, WORK)
-    assert {cost.layout: cost.config.compute.context_exchange for cost in (best, *others)} == {
-        "whole": "all_gather",
-        "buffer": "ring",
-        "document": "ring",
-    }
-    assert best.layout == "whole"
-    assert "--compute.context-exchange all_gather" in layout_recommendation([best, *others])
+    for context, exchange in ((4, "ring"), (3, "all_gather")):
+        staged = replace(plain, mesh=replace(plain.mesh, pipeline=2, context=context))
+        assert staged.compute.context_exchange == "ring"
+        costs = {cost.layout: cost for cost in compare_layouts(stream, staged, WORK)}
+        assert {layout: cost.config.compute.context_exchange for layout, cost in costs.items()} == {
+            "whole": exchange,
+            "buffer": "ring",
+            "document": "ring",
+        }
+        text = layout_recommendation([costs.pop("whole"), *costs.values()])
+        assert ("--compute.context-exchange all_gather" in text) == (context == 3)
     llm = replace(plain.model.llm, mamba_conv=6)
     long = replace(plain, model=replace(plain.model, llm=llm))
     assert "whole" not in {cost.layout for cost in compare_layouts(stream, long, WORK)}
