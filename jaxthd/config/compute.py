@@ -12,8 +12,10 @@ class ComputeConfig:
     """Compute dtype. Parameters are float32 (float64 if this is float64)."""
     fp8: tuple[str, ...] = ()
     """Patterns of projections, such as "decoder.layers.*", whose matrix products run in 8-bit numbers,
-    forward and backward (pip install 'jaxthd[fp8]'). Routers, routed experts, time steps of recurrent layers,
-    embedding and head never do."""
+    forward and backward (pip install 'jaxthd[fp8]'). Routers, time steps of recurrent layers, embedding
+    and head never do; routed experts by fp8_experts."""
+    fp8_experts: bool = False
+    """Multiply routed experts with their tokens in 8-bit numbers, forward and backward."""
     context_exchange: Literal["ring", "all_gather"] = "ring"
     """How attention reaches the keys and values of other context ranks."""
     context_layout: Literal["auto", "buffer", "document", "whole"] = "buffer"
@@ -47,6 +49,8 @@ class ComputeConfig:
     rows of up to 41 s. "pallas": kernels for NVIDIA GPUs; a measurement as the run starts must admit them.
     On a CPU they are interpreted, for tests; they have not yet run on a GPU. "auto": on GPUs pallas where it
     is admitted, else banded; blocks elsewhere."""
+    subsampling_frames: int = 0
+    """Encoder frames (80 ms) that the subsampling works on at a time. 0: 1024 on GPUs, 128 elsewhere."""
     scan_backend: str = "auto"
     """What computes Mamba2's scan in training and evaluation. "xla": on every device. "pallas": kernels
     for NVIDIA GPUs, for chunks, head dims and states that are powers of two from 16 up; a measurement as
@@ -77,9 +81,15 @@ class ComputeConfig:
     in jaxthd train nothing, where the devices' memory is known and holds that; else blocks, or with remat_llm
     False the stage.
     But for "stage" the encoder, too, begins its backward pass where its forward pass ended."""
-    remat_keep: Literal["nothing", "products"] = "nothing"
-    """What blocks that are recomputed keep besides their inputs: nothing, or the results of matrix products
-    and of attention. Then only what is cheap is computed again."""
+    remat_keep: Literal["nothing", "layers", "products"] = "nothing"
+    """What is kept where the decoder or the encoder is recomputed. "nothing": only the input of each repeat
+    of the decoder's pattern, whose layers are recomputed together. "layers": the input of each layer.
+    "products": the results of matrix products and of attention too; then only what is cheap is computed
+    again."""
+    unroll_layers: bool = False
+    """Write layers out one after the other in place of a loop over them. Compilation then grows with their
+    number, but on GPUs nothing is copied into the loop's stacks and out of them, and the step is one CUDA
+    graph."""
     scan_chunk: int = 64
     """Tokens of a scan chunk of Mamba2 and of the gated delta rule. It affects speed, never the result."""
     command_buffers: bool = True

@@ -105,12 +105,14 @@ def _pipeline_slots(sizes: Sizes, memory: Memory) -> None:
 
 
 def _kept_by_decoder(sizes: Sizes, rank: int) -> Number:
-    """Bytes that the layers of a stage keep, for the rank's largest stage; with compute.remat_keep as many as
-    without recomputation, an upper bound."""
-    remat = sizes.remat_blocks and sizes.config.compute.remat_keep == "nothing"
+    """Bytes that the layers of a stage keep, for the rank's largest stage; where they keep products as many
+    as without recomputation, an upper bound."""
+    compute = sizes.config.compute
+    remat = sizes.remat_blocks and compute.remat_keep != "products"
     stage, most = 0.0, 0.0
     for unit in sizes.units(rank):
-        kept = sizes.stream if remat else sum(_layer(sizes, letter) for letter in unit.letters)
+        inputs = len(unit.letters) if compute.remat_keep == "layers" else 1
+        kept = inputs * sizes.stream if remat else sum(_layer(sizes, letter) for letter in unit.letters)
         stage += unit.repeats * kept
         if unit.ends_stage:
             most, stage = max(most, stage), 0.0
@@ -127,7 +129,7 @@ def _kept_by_encoder(sizes: Sizes, encoder: EncoderConfig | None) -> Number:
 
 def _kept_by_blocks(sizes: Sizes, encoder: EncoderConfig) -> Number:
     compute = sizes.config.compute
-    remat = compute.remat_encoder and compute.remat_keep == "nothing"
+    remat = compute.remat_encoder and compute.remat_keep != "products"
     kept = sizes.frames * encoder.dim * sizes.a if remat else _conformer(sizes, encoder)
     return encoder.layers * kept
 
@@ -282,6 +284,7 @@ def _block_weights(sizes: Sizes) -> Number:
 
 
 def _subsampling(sizes: Sizes, encoder: EncoderConfig) -> Number:
-    outputs = (min(PIECE, sizes.frames) + 1) * 2 * encoder.num_mels
+    piece = sizes.config.compute.subsampling_frames or PIECE
+    outputs = (min(piece, sizes.frames) + 1) * 2 * encoder.num_mels
     # The first convolution: nine inputs for each output, and the outputs. The others have 1/4 and 1/16.
     return outputs * sizes.a * (9 + encoder.subsampling_channels * (2 + 12 * (1 / 4 + 1 / 16)))
