@@ -3,11 +3,11 @@
     python -m jaxthd.estimate --config configs/nemotron3_super.py --no-compile
     python -m jaxthd.train --config configs/nemotron3_super.py
 
-The first command says on paper what a step needs: 37.6 GiB of a device's memory; 77 GiB received over NVLink
-and 427 GiB over the network, 369 GiB of these by the experts' exchange; a bubble of 11.1%; a checkpoint of
-1,356 GiB. What fails first is loading, as for configs/nemotron3_nano_1024.py; then the network. The second
-command reads train.jsonl and validation.jsonl (NeMo manifests) and the model's tokenizer.json from this
-file's folder. It has not yet run on a GPU.
+The first command says on paper what a step needs: 37.8 GiB of a device's memory; 57 GiB received over NVLink
+and 340 GiB over the network, 288 GiB of these for the experts; a bubble of 11.1%; a checkpoint of 1,356 GiB.
+What fails first is loading, as for configs/nemotron3_nano_1024.py; then the network. The second command reads
+train.jsonl and validation.jsonl (NeMo manifests) and the model's tokenizer.json from this file's folder. It
+has not yet run on a GPU.
 
 The mesh: tensor 8 inside a machine, context 32, pipeline 2, data 2; the 512 experts over the 64 ranks of data
 x context. Encoder, buffers and optimization are those of configs/nemotron3_nano_1024.py. Decoder: NVIDIA,

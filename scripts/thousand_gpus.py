@@ -45,10 +45,8 @@ def variants(config: Config) -> Iterator[tuple[str, Config]]:
             audio_capacity=config.data.audio_capacity * config.data.rows // rows // 8 * 8,
         )
         micro = 8 if mesh.pipeline > 1 else max(1, rows // mesh.data // 2)
-        exchange = "all_gather" if mesh.pipeline > 1 else "ring"
-        compute = replace(config.compute, context_exchange=exchange)  # type: ignore[arg-type]
         train = replace(config.train, microbatches=micro)
-        made = replace(config, mesh=mesh, data=data, compute=compute, train=train)
+        made = replace(config, mesh=mesh, data=data, train=train)
         if sizes == MESHES[0]:
             made = config
         yield "speech", made

@@ -28,12 +28,13 @@ from jaxthd.ops.conv import centered_conv
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.segments import Segments
-from jaxthd.parallel.params import Buffer, Init, remat_of, scan_stack, stack, whole
+from jaxthd.parallel.params import Buffer, Init, applied, remat_of, scan_stack, stack
 
 _EPS = 1e-5
 _MOMENTUM = 0.1
 PIECE = 128
-"""The subsampling works on this many encoder frames (10 s) at a time."""
+"""The subsampling works on this many encoder frames (10 s) at a time, where compute.subsampling_frames does
+not say otherwise."""
 DENSE_FRAMES = 512
 """Attention over this many encoder frames of a row on a rank (41 s), or fewer, is one dense product."""
 
@@ -132,13 +133,13 @@ class Subsampling(nnx.Module):
     would have alone.
 
     Encoder frame e reads only mel frames 8e - 7 to 8e + 7. So the buffer is divided into pieces of PIECE
-    encoder frames, each with the 8 mel frames before it. The pieces are computed one after the other, and
-    recomputed in the backward pass. Activations exist for one piece at a time (those of the first convolution
-    alone have 64 times the size of the mels, at 256 channels). With 16,000 frames, 80 mels and 64 channels on
-    a CPU, they take 27 MB instead of 400 MB, in two thirds of the time.
+    encoder frames, or more, each with the 8 mel frames before it. The pieces are computed one after the
+    other, and recomputed in the backward pass. Activations exist for one piece at a time (those of the first
+    convolution alone have 64 times the size of the mels, at 256 channels). With 16,000 frames, 80 mels and 64
+    channels on a CPU, they take 27 MB instead of 400 MB, in two thirds of the time.
     """
 
-    def __init__(self, config: EncoderConfig, init: Init) -> None:
+    def __init__(self, config: EncoderConfig, init: Init, piece: int = PIECE) -> None:
         if config.num_mels % SUBSAMPLING:
             raise ValueError(
                 f"encoder.num_mels is {config.num_mels}; it must be a multiple of {SUBSAMPLING}, "
@@ -148,13 +149,14 @@ class Subsampling(nnx.Module):
         self.first = Linear(9, channels, init, bias=True, projects=False)
         self.later = nnx.List([SeparableConv(channels, init) for _ in range(2)])
         self.out = Linear(config.num_mels // SUBSAMPLING * channels, config.dim, init, bias=True)
+        self.piece = piece
 
     def __call__(
         self, mels_AM: Float[Array, "A M"], mask_A: Bool[Array, " A"], start_E: Bool[Array, " E"]
     ) -> Float[Array, "E D"]:
         """start_E: True on the first frame of a clip. Frames that mask_A excludes may hold any values."""
         frames = len(start_E)
-        per_piece = min(PIECE, frames)
+        per_piece = min(self.piece, frames)
 
         def pieces(x: Array, per_frame: int) -> Array:
             """[E * per_frame, ...] -> [pieces, (1 + per_piece) * per_frame, ...]; 0 beyond both ends of x."""
@@ -382,10 +384,11 @@ class FastConformer(nnx.Module):
             raise ValueError(
                 f"encoder.dim {config.dim} is not a multiple of encoder.heads {config.heads}; change either"
             )
-        self.subsampling = Subsampling(config, init)
+        self.subsampling = Subsampling(config, init, compute.subsampling_frames or PIECE)
         self.blocks = stack(lambda init: ConformerBlock(config, init), init, config.layers)
         self.scale = math.sqrt(config.dim) if config.scale_input else 1.0
-        self.remat = remat_of(compute, compute.remat_encoder)
+        self.remat, self.unroll = remat_of(compute, compute.remat_encoder), compute.unroll_layers
+        self.keeps_gathered = init.mesh.pipeline == 1 or compute.recomputed_of_stage == "stage"
         self.attention = compute.encoder_attention
 
     def __call__(
@@ -416,7 +419,14 @@ class FastConformer(nnx.Module):
                 f"{len(mels_AM)} mel frames for {len(segments.ids)} encoder frames; "
                 f"expected {SUBSAMPLING} for each: check mels against chunk_ids"
             )
-        x_ED = whole(self.subsampling)(mels_AM, mel_mask_A, segments.positions == 0) * self.scale
+        x_ED = applied(
+            self.subsampling,
+            mels_AM,
+            mel_mask_A,
+            segments.positions == 0,
+            keeps_gathered=self.keeps_gathered,
+        )
+        x_ED = x_ED * self.scale
         dim, acc = x_ED.shape[1], accumulation_dtype(mels_AM)
         w_F = _frequencies(dim, acc)
         angle_EF = segments.positions[:, None].astype(acc) * w_F
@@ -427,5 +437,5 @@ class FastConformer(nnx.Module):
             x_ED = block(x_ED, clips, train=train, axes=axes)
             return x_ED, nnx.to_pure_dict(nnx.state(block, Buffer))
 
-        x_ED, buffers = scan_stack(self.blocks, body, x_ED, remat=self.remat)
+        x_ED, buffers = scan_stack(self.blocks, body, x_ED, remat=self.remat, unroll=self.unroll)
         return jnp.where(segments.valid[:, None], x_ED, 0), {"blocks": buffers}

@@ -156,13 +156,12 @@ MOST_TOKENS = 32 * 2**20
 
 def step_flops(config: Config) -> float:
     """Of a step whose buffers are full: a fifth of the slots supervised, all mel frames used; products with
-    weights, with the forward passes that recomputation adds. Attention's scores are left out."""
+    weights, with the forward pass that recomputation adds. Attention's scores are left out."""
     data, rows = config.data, config.data.rows
     seconds = data.audio_capacity / 100 if config.model.encoder else 0.0
     row = RowReport(0, 0, data.capacity, data.capacity // 5, data.capacity, seconds, 1.0, 0)
     flops = model_flops(config)(BatchReport((row,) * rows, ((),) * rows))
-    again = int(config.compute.remat_llm) + int(config.mesh.pipeline > 1 and config.compute.remat_llm)
-    return flops * (1 + again / 3)
+    return flops * (4 / 3 if config.compute.remat_llm else 1)
 
 
 def text_like(capacity: int, count: int = 4000) -> Lengths:
@@ -179,7 +178,7 @@ def step_imbalance(config: Config) -> float:
         return 1.0
     config = replace(config, data=replace(config.data, max_documents=config.data.capacity))
     costs = compare_layouts(text_like(config.data.capacity), config, slot_work(config))
-    cost = next(x for x in costs if x.layout == config.compute.context_layout)
+    cost = next(x for x in costs if x.layout == config.compute.layout)
     return (cost.slots + cost.attention) / (cost.slots + cost.attention / cost.imbalance)
 
 

@@ -88,10 +88,20 @@ def program(context: int, exchange: str) -> Any:
 
     def rank(params: Any, x: Any, ids: Any, positions: Any, cuts: Any, dy: Any) -> Any:
         segments = make_segments(
-            ids, positions, block=8, axis=axis, layout="whole", documents=16, cuts_RK=cuts, window=WINDOW
+            ids,
+            positions,
+            block=8,
+            axis=axis,
+            layout="whole",
+            documents=16,
+            cuts_RK=cuts,
+            window=WINDOW,
+            uniform_program=exchange != "pairs",
         )
         flat_x, flat_dy = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), (x, dy))
-        y, pull = jax.vjp(lambda p, x: mixers(p, x, segments, exchange), params, flat_x)
+        y, pull = jax.vjp(
+            lambda p, x: mixers(p, x, segments, exchange.replace("pairs", "ring")), params, flat_x
+        )
         dparams, dx = pull(flat_dy)
         keys = gather_in_order(flat_x[1], segments)
         y, dx = jax.tree.map(lambda a: a.reshape(*ids.shape, *a.shape[1:]), (y, dx))
@@ -113,7 +123,12 @@ def program(context: int, exchange: str) -> Any:
 
 @pytest.mark.parametrize(
     ("context", "exchange"),
-    [(4, "ring"), (2, "all_gather"), pytest.param(8, "ring", marks=pytest.mark.exhaustive)],
+    [
+        (4, "ring"),
+        (2, "all_gather"),
+        pytest.param(4, "pairs", marks=pytest.mark.exhaustive),
+        pytest.param(8, "ring", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_mixers_equal_those_on_one_device(context: int, exchange: str):
     """All outputs and gradients in float64. The last case's documents end before their last chunks."""

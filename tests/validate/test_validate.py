@@ -181,8 +181,8 @@ CASES = [
     ),
     Case({**PIPELINE, "model.llm.pattern": "M"}, "1 layers cannot be divided into 2 stages"),
     Case(
-        {**PIPELINE, "mesh.context": 2, "model.llm.pattern": "M|-"},
-        "compute.context_exchange is 'ring' with stages that differ (M | -)",
+        {**PIPELINE, "mesh.context": 3, "data.capacity": 2046, "model.llm.pattern": "M|-"},
+        'mesh.context is 3 with compute.context_exchange "ring", mesh.pipeline 2 and stages M | -',
     ),
     Case(
         {"mesh.pipeline": 4}, "train.microbatches is 1 on 4 pipeline ranks, which idle 75%", is_warning=True
@@ -234,8 +234,9 @@ CASES = [
         'model.llm.mamba_conv is 6 with compute.context_layout "whole"',
     ),
     Case(
-        {**PIPELINE, "mesh.context": 2, "compute.context_layout": "whole", "model.llm.pattern": "M*-M*-"},
-        "set compute.context_exchange to all_gather",
+        {**PIPELINE, "mesh.context": 3, "compute.context_layout": "whole", "model.llm.pattern": "M*-M*-"}
+        | {"data.capacity": 2046},
+        "set mesh.context to an even number, or compute.context_exchange to all_gather",
     ),
     # Buffers.
     Case({"data.round_to": 10}, "set data.capacity to 2040 or 2050, or data.round_to to 2"),
@@ -458,6 +459,14 @@ CASES = [
     Case(TEXT | {"adapt.encoder_lr_factor": 0.5}, "set adapt.encoder_lr_factor to 1.0"),
     Case(TEXT | {"adapt.adapter_lr_factor": 2.0}, "set adapt.adapter_lr_factor to 1.0"),
     Case(TEXT | {"adapt.freeze": ("encoder.*",)}, "adapt.freeze 'encoder.*' matches nothing"),
+    Case(
+        {"compute.fp8_experts": True}, "compute.fp8_experts with a model without experts; expected layers E"
+    ),
+    Case(
+        {"compute.fp8_experts": True, "model.llm.pattern": "E"},
+        "compute.fp8_experts on NVIDIA A100 (compute capability 8.0); expected 8.9",
+        AMPERE,
+    ),
     Case(TEXT | {"compute.fp8": ("encoder.*",)}, "compute.fp8 'encoder.*' matches no projection"),
     Case(TEXT | {"data.audio_placeholder": ""}, "data.audio_placeholder is empty"),
     Case(TEXT | {"train.ctc_loss": 0.1}, "train.ctc_loss is 0.1 with model.encoder None"),
