@@ -7,7 +7,7 @@ grow with the ranks: a device has the same share everywhere. Each mesh has a pro
 and compiles the step and allocates nothing. StableHLO: characters before XLA. Program: those of XLA's own
 program for one device, without its lists of ranks (replica_groups), which name every device. --check exits 1
 where the program of the most devices has over 1.15 times the instructions of that of the fewest, at equal
-context ranks. With these it grows: each step of the ring is written out.
+context ranks. With these it grows: each remote step of attention is written out.
 """
 
 import argparse
