@@ -71,7 +71,8 @@ def _scan(config: Config) -> Works:
     llm, chunk = config.model.llm, config.compute.scan_chunk
     tile = min(TILE, chunk)
     heads, inner, state = llm.mamba_heads, llm.mamba_heads * llm.mamba_head_dim, llm.mamba_state
-    tokens = config.data.capacity * config.data.rows
+    rows = max(1, config.data.rows // config.mesh.data // config.train.microbatches)
+    tokens = rows * config.data.capacity // config.mesh.context
     pairs, of_states = tokens * (chunk + tile) / 2, 2.0 * tokens * inner * state
     of_heads, of_groups = 2 * pairs * inner, 2 * pairs * state
     decays = 2.0 * tokens * heads * tile * tile  # of one bfloat16 term of the log decays
