@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -127,9 +128,16 @@ def alone(optimizer: str) -> dict[tuple[str, ...], np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("optimizer", OPTIONS)
 @pytest.mark.parametrize(
-    "mesh_config", [MESH, *(pytest.param(mesh, marks=pytest.mark.exhaustive) for mesh in OTHER_MESHES)]
+    ("optimizer", "mesh_config"),
+    [
+        *((optimizer, MESH) for optimizer in OPTIONS),
+        *(
+            pytest.param(optimizer, mesh, marks=pytest.mark.exhaustive)
+            # Lion's update of a number depends on no other number.
+            for optimizer, mesh in product(("adafactor", "muon"), OTHER_MESHES)
+        ),
+    ],
 )
 def test_each_matrix_is_updated_as_if_it_were_alone_on_one_device(optimizer: str, mesh_config: MeshConfig):
     config = run_config(mesh_config, optimizer)
