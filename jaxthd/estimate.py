@@ -13,6 +13,7 @@ takes minutes; --no-compile skips it.
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,10 +21,11 @@ import jax
 from jaxthd.config import Config
 from jaxthd.errors import readable_errors
 from jaxthd.objectives.answers import draws_answers
-from jaxthd.parallel.mesh import batch_specs, bytes_of, on_device
+from jaxthd.parallel.mesh import CONTEXT, batch_specs, bytes_of, on_device
 from jaxthd.planning.bubble import describe_bubble
 from jaxthd.planning.compiled_grpo import Program, measure_grpo
 from jaxthd.planning.compiled_step import Measured, abstract_batch, in_float32, measure
+from jaxthd.planning.layouts import laid_out, possible_layouts
 from jaxthd.planning.memory import temporary_memory
 from jaxthd.planning.parameters import state_bytes
 from jaxthd.planning.sizes import Number
@@ -72,6 +74,7 @@ def estimate(config: Config, measured: Measured | None = None) -> str:
             _state(table, config, measured),
             _temporary(table, config, measured),
             _received(table, config, measured),
+            *([_layouts(config)] if config.mesh.context > 1 else []),
             describe_bubble(Blueprint(config)),
         ]
     )
@@ -143,6 +146,21 @@ def _received(table: _Table, config: Config, measured: Measured | None) -> str:
         compiled = found.get(axes, 0) if measured else None
         rows.append(table.row(" + ".join(axes), traffic.get(axes, 0), wide.get(axes, 0), compiled))
     return table.text("Bytes a device receives in a step, by axes", rows or [table.row("none", 0, 0)])
+
+
+def _layouts(config: Config) -> str:
+    """What the context layouts exchange, side by side."""
+    rows = []
+    for layout in possible_layouts(config):
+        under = laid_out(config, layout)
+        none_cut = replace(under, compute=replace(under.compute, context_cuts=0))
+        least, most = (step_traffic(x).get((CONTEXT,), 0) for x in (none_cut, under))
+        rows.append([layout, size_text(least), size_text(most)])
+    head = ["Context layouts: bytes over context", "at least", "at most"]
+    return (
+        f"{aligned([head, *rows], left=(0,))}\n\nwhole: at least where no document of a step is divided, at "
+        "most where each row has\ncompute.context_cuts divided ones. jaxthd plan weighs them for your data."
+    )
 
 
 if __name__ == "__main__":

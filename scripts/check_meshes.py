@@ -372,7 +372,7 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
 
     order: any number but 0 also permutes the rows inside the microbatches.
     """
-    mesh, layout, rows = config.mesh, config.compute.context_layout, documents()
+    mesh, layout, rows = config.mesh, config.compute.layout, documents()
     microbatches = np.arange(ROWS).reshape(MICROBATCHES, -1)
     if order:
         microbatches = np.random.default_rng(order).permuted(microbatches, axis=1)
@@ -508,7 +508,7 @@ def check(config: Config) -> dict[str, Any]:
         "mesh": "x".join(map(str, config.mesh.sizes)),
         "stages": "|".join(Blueprint(config).stages.patterns),
         "exchange": config.compute.context_exchange if config.mesh.context > 1 else "",
-        "layout": config.compute.context_layout if config.mesh.context > 1 else "",
+        "layout": config.compute.layout if config.mesh.context > 1 else "",
         "residual": "sharded" if config.compute.sequence_sharded else "",
         "adapted": "LoRA" if config.adapt.lora_rank else "",
         "mtp": llm.mtp_modules * llm.mtp_pattern,

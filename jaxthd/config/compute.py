@@ -18,10 +18,12 @@ class ComputeConfig:
     """Multiply routed experts with their tokens in 8-bit numbers, forward and backward."""
     context_exchange: Literal["ring", "all_gather"] = "ring"
     """How attention reaches the keys and values of other context ranks."""
-    context_layout: Literal["buffer", "document", "whole"] = "buffer"
+    context_layout: Literal["auto", "buffer", "document", "whole"] = "buffer"
     """What is divided into 2 * context chunks, of which rank r holds chunks r and 2 * context - 1 - r: the
     whole buffer, or each document by itself (data.round_to must then be a multiple of 2 * context), or only
-    documents that must be. "whole" keeps a document on one rank where it fits its share of the buffer."""
+    documents that must be. "whole" keeps a document on one rank where it fits its share of the buffer.
+    "auto": a training run chooses by the lengths of its documents, and keeps the choice in its workdir; other
+    commands, and objectives that compare answers, use "buffer"."""
     context_cuts: int = 8
     """Under the layout "whole": the most documents of a buffer that are divided. Others that could not stay
     whole go into the next buffer."""
@@ -96,6 +98,11 @@ class ComputeConfig:
     xla_options: tuple[str, ...] = ()
     """Options of XLA for the compiled programs, as NAME=VALUE. They override
     jaxthd/kernels/xla_options.py."""
+
+    @property
+    def layout(self) -> Literal["buffer", "document", "whole"]:
+        """context_layout; "buffer" where nothing has decided on "auto"."""
+        return "buffer" if self.context_layout == "auto" else self.context_layout
 
     @property
     def recomputed_of_stage(self) -> Literal["stage", "blocks", "nothing"]:

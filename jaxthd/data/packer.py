@@ -338,7 +338,7 @@ def pack_documents(
         packing_bins=data.packing_bins,
         round_to=data.round_to,
         context=config.mesh.context,
-        layout=config.compute.context_layout,
+        layout=config.compute.layout,
         cuts=config.compute.context_cuts,
         slot_work=slot_work(config),
         audio_ranks=config.mesh.audio_ranks,

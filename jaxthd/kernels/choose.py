@@ -50,9 +50,9 @@ def scan_shape(config: Config) -> ScanShape:
     llm, mesh, context = config.model.llm, config.mesh, config.mesh.context
     heads, groups = llm.mamba_heads // mesh.tensor, max(1, llm.mamba_groups // mesh.tensor)
     tokens, states_enter = config.data.capacity, context > 1
-    if context > 1 and config.compute.context_layout == "document":
+    if context > 1 and config.compute.layout == "document":
         heads, groups, states_enter = heads // context, math.lcm(groups, context) // context, False
-    elif context > 1 and config.compute.context_layout == "whole":
+    elif context > 1 and config.compute.layout == "whole":
         tokens, states_enter = tokens // context, False
     elif context > 1:
         tokens //= 2 * context

@@ -154,7 +154,7 @@ class SpeechLM(nnx.Module):
             prefixes_RT,
             block=self.compute.attention_block,
             axis=CONTEXT if axes else None,
-            layout=self.compute.context_layout,
+            layout=self.compute.layout,
             documents=self.max_documents,
             uniform_program=uniform_program,
             cuts_RK=batch.cuts,

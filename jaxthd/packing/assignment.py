@@ -107,7 +107,7 @@ class Shares:
     def of(cls, config: Config) -> "Shares | None":
         """Those of a config; None under other layouts, and on one rank."""
         ranks, data = config.mesh.context, config.data
-        if config.compute.context_layout != "whole" or ranks == 1:
+        if config.compute.layout != "whole" or ranks == 1:
             return None
         frames = data.audio_capacity if config.model.encoder else 0
         most_cut = config.compute.context_cuts

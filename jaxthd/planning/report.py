@@ -175,9 +175,8 @@ def _layouts(plan: Plan) -> str:
     context = plan.recommended.config.mesh.context
     title = f"Context layouts over {context} ranks; the busiest rank in million multiply-adds a real token"
     explained = (
-        "  Bytes are what a rank receives in a Mamba2 layer and step. An exchanged byte counts as\n"
-        f"  {MULTIPLY_ADDS_PER_BYTE} multiply-adds. Attention exchanges the same under buffer and document,\n"
-        "  and only what is cut under whole."
+        "  Bytes are what a rank receives in a layer of Mamba2 or attention and step. An exchanged byte\n"
+        f"  counts as {MULTIPLY_ADDS_PER_BYTE} multiply-adds. Step: slots and attention, busiest / mean."
     )
     rows = [cost.cells for cost in plan.layouts]
     return "\n".join(

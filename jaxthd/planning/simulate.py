@@ -82,18 +82,22 @@ def simulate(stream: Lengths, config: Config, work: tuple[float, float]) -> Outc
     if len(groups) > 1:
         groups.pop()
     packed = [kept[buffer].tolist() for buffer in chain(*groups)]
-    placements: list[Placement] = []
+    placements, fits = list[Placement](), None
     if limits.shares is None or data.packing == "padded":
         rows = [rows_of_buffer(buffer, stream.chunks, ranks, limits.rank_frames) for buffer in packed]
     else:
-        placed = list(placed_rows(packed, fits_of(stream, config), limits))
+        fits = fits_of(stream, config)
+        placed = list(placed_rows(packed, fits, limits))
         rows, placements = [[row] for row, _ in placed], [placement for _, placement in placed]
     buffers = list(chain(*rows))
     slots_taken, frames_held = len(buffers) * data.capacity, len(buffers) * limits.array_frames
-    fitting, assigned = len(kept) / len(slots), sum(map(len, buffers)) / max(sum(map(len, packed)), 1)
+    inside = list(chain(*packed))
+    assigned = len(list(chain(*buffers))) if fits is None else sum(not fits[i].unassignable for i in inside)
     split = sum(len(r) != 1 for r in rows) / max(len(rows), 1)
     return _outcome(stream, config, buffers, slots_taken, frames_held, work)._replace(
-        split=split, skipped=1 - fitting * assigned, placements=placements
+        split=split,
+        skipped=1 - len(kept) / len(slots) * assigned / max(len(inside), 1),
+        placements=placements,
     )
 
 

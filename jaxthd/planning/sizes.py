@@ -144,7 +144,7 @@ class Sizes:
         if letter != "L":
             return 2 * self.kv_heads * llm.head_dim
         compute, latent = self.config.compute, llm.latent_attention
-        if compute.context_exchange == "all_gather" and compute.context_layout != "whole":
+        if compute.context_exchange == "all_gather" and compute.layout != "whole":
             return latent.kept
         fused = compute.attention_backend not in ("xla", "auto")
         dims = 2 * latent.kernel_head_dim if fused else latent.qk_head_dim + latent.v_head_dim

@@ -38,6 +38,8 @@ def step_traffic(config: Config) -> ByAxes:
       convolution's halos of all ranks are gathered. In a uniform program idle stages exchange too. Where
       answers continue a shared prompt, the states at the ends of all prompts that rows have room for are
       summed, forward and backward, and so are the convolution's last inputs.
+    - Under the layout "whole": as if each row had as many cut documents as it may; with context_cuts 0, as in
+      steps whose rows have none.
     - Experts: expert slots x width are sent to the experts and back in the forward pass, and twice there and
       once back in the backward pass; one round.
     - Vocabulary: the embeddings' sum and its gradient; three float32 numbers a token forward, one backward.
@@ -152,28 +154,29 @@ def _mixer(
     """
     config, llm, forward = sizes.config, sizes.config.model.llm, passes.forward
     is_ring = config.compute.context_exchange == "ring"
+    exchanges_any = config.compute.layout != "whole" or config.compute.context_cuts > 0
     uniform_program = not is_stage or sizes.uniform_program
     match letter:
         case "*" | "W" | "L":
-            kv = sizes.tokens * sizes.keys_and_values(letter)
+            kv = sizes.tokens * sizes.keys_and_values(letter) * exchanges_any
             if is_ring:
                 backward = sizes.w + (0 if passes.remat else sizes.a)
                 received.gather((CONTEXT,), kv * (forward * sizes.a + backward), times)
             else:
                 received.gather((CONTEXT,), kv * sizes.a, times * (forward + 1))
         case "M":
-            if uniform_program or config.compute.context_layout != "buffer":
+            if uniform_program or config.compute.layout != "buffer":
                 there_and_back = mamba_bytes(config) / sizes.schedule.microbatches
                 received.add((CONTEXT,), there_and_back / 2 * times * (forward + 1))
             else:
                 state = (sizes.inner * llm.mamba_state + sizes.mamba_heads) * sizes.w
                 halo = (llm.mamba_conv - 1) * sizes.channels * sizes.a
                 received.gather((CONTEXT,), 2 * sizes.rows * (state + halo), times * (forward + 1))
-            if config.compute.context_layout == "buffer":
+            if config.compute.layout == "buffer":
                 _shared_prompts(sizes, received, times * (forward + 1))
         case "D":
             delta, heads = llm.delta, llm.delta.value_heads / sizes.mesh.tensor
-            if uniform_program or config.compute.context_layout != "buffer":
+            if uniform_program or config.compute.layout != "buffer":
                 there_and_back = delta_bytes(config) / sizes.schedule.microbatches
                 received.add((CONTEXT,), there_and_back / 2 * times * (forward + 1))
             else:
