@@ -37,15 +37,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from scripts.comparison.quick_compilation import quick_on_devices
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("PJRT_NPROC", "32")  # threads; see jaxthd.run.startup.simulate_devices
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = (
-        "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-        # A deadlock aborts instead of hanging.
-        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=60 "
-        "--xla_cpu_collective_call_terminate_timeout_seconds=300"
-    )
+    os.environ["XLA_FLAGS"] = quick_on_devices(stuck_seconds=300)
 
 import jax
 import numpy as np
