@@ -137,8 +137,8 @@ class DataConfig:
     max_documents: int = 64
     """Most documents in a buffer; the packer never exceeds it."""
     audio_capacity: int = 16000
-    """Most mel frames (10 ms) of the documents in a buffer. It shapes the stream of buffers. The audio arrays
-    are as long as the mesh needs: each rank also has room for the longest encoder chunk."""
+    """Most mel frames (10 ms) of the documents in a buffer. It shapes the stream of buffers. The ranks that
+    share a buffer share its mel frames evenly."""
     packing_bins: int = 8
     """Buffers that the packer keeps open at a time. More of them pack tighter and shuffle more."""
     max_skipped_share: float = 0.1

@@ -68,8 +68,8 @@ class PackDocuments(Sequence[Any]):
     The state of a stream is (the packer's state before a buffer, which documents were yielded from there on).
     It is exact, JSON-serialisable and means the same under every mesh and layout. That is why documents are
     skipped at two points. A document that fits no mesh (too many tokens, too much audio) is skipped before
-    the packer. One that does not fit this mesh (several segments that exceed a context rank's share under
-    the layout "whole") is skipped after the packer, where rows are chosen.
+    the packer. One that does not fit this mesh (Fit.unassignable) is skipped after the packer, where rows are
+    chosen.
 
     Raises ValueError on construction if the sizes contradict each other.
     """
@@ -104,7 +104,8 @@ class PackDocuments(Sequence[Any]):
     audio_ranks: int = 1
     """Ranks that share a buffer's audio."""
     longest_chunk: int = 0
-    """Mel frames of the model's longest encoder chunk: no longer one may be cut over ranks. 0: not known."""
+    """Mel frames of the model's longest encoder chunk, the most that can be cut over ranks: documents with
+    longer ones are skipped. 0: not known."""
     shuffle_seed: int | None = None
     """Seed of grain's shuffle of the open buffers when it yields them; None: in order, the emptiest last."""
     depths: int = 0

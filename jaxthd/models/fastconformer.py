@@ -273,7 +273,8 @@ def _attention_over_ranks(
     only this rank's see anything.
     """
     segments, neighbours, waves_SX = clips.segments, clips.neighbours, clips.waves
-    assert neighbours is not None and waves_SX is not None
+    assert neighbours is not None
+    assert waves_SX is not None
     k_SHd, v_SHd = jnp.unstack(neighbours.window(jnp.stack([k_EHd, v_EHd], axis=1)), axis=1)
     rows, keys = segments.rows, neighbours.keys
 

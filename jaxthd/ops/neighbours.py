@@ -1,8 +1,8 @@
 """What a rank needs of its neighbours for encoder chunks that are cut over the ranks that share a buffer.
 
-The encoder frames of a row lie on these ranks one after the other, so a chunk that is cut goes on at the start
-of the next rank's frames. A convolution needs a few frames beyond both ends of a rank's share, attention the
-keys and values of up to a chunk.
+The encoder frames of a row lie on these ranks one after the other, so a chunk that is cut goes on at the
+start of the next rank's frames. A convolution needs a few frames beyond both ends of a rank's share,
+attention the keys and values of up to a chunk.
 
 Legend: R rows on this rank, E encoder frames of a row on it, S = E + 2 reach frames of its window.
 """
@@ -53,9 +53,7 @@ class Neighbours(NamedTuple):
         x_RS = around(x.reshape(self.rows, -1, *x.shape[1:]), self.reach, self.reach, self.axes)
         return x_RS.reshape(-1, *x.shape[1:])
 
-    def extended(
-        self, x_RE: Shaped[Array, "R n ..."], before: int, after: int
-    ) -> Shaped[Array, "R m ..."]:
+    def extended(self, x_RE: Shaped[Array, "R n ..."], before: int, after: int) -> Shaped[Array, "R m ..."]:
         """x with so many frames of the ranks before and after; 0 beyond the row, and if no chunk is cut."""
         padding = [(0, 0), (before, after), *[(0, 0)] * (x_RE.ndim - 2)]
         return jax.lax.cond(
@@ -100,7 +98,7 @@ def around(
 ) -> Shaped[Array, "R m ..."]:
     """x with so many frames of the ranks before and after; 0 beyond the row. All ranks must call it."""
     ranks, frames = jax.lax.axis_size(axes), x_RE.shape[1]
-    hops = -(-max(before, after) // frames)
+    hops = _hops(before, after, frames)
     if 2 * hops > MOST_SENDS:
         row_RA = jax.lax.all_gather(x_RE, axes, axis=1, tiled=True)
         row_RA = jnp.pad(row_RA, [(0, 0), (before, after), *[(0, 0)] * (x_RE.ndim - 2)])
@@ -120,3 +118,15 @@ def around(
         if behind > 0:
             parts.append(sent(x_RE[:, :behind], -hop))
     return jnp.concatenate(parts, axis=1)
+
+
+def received_frames(before: int, after: int, frames: int, ranks: int) -> int:
+    """Frames of a row that a rank receives in `around`. frames: of its own."""
+    if 2 * _hops(before, after, frames) > MOST_SENDS:
+        return frames * (ranks - 1)
+    return min(before, frames * (ranks - 1)) + min(after, frames * (ranks - 1))
+
+
+def _hops(before: int, after: int, frames: int) -> int:
+    """How many ranks away the farthest frames are."""
+    return -(-max(before, after) // frames)

@@ -47,9 +47,10 @@ class BufferLimits:
     mesh. Each answer of a document with several counts as a document, and so does a shared prompt. The
     audio arrays are as long as the mesh needs: each rank has an even share of audio_capacity, in whole
     encoder frames. Encoder chunks are cut over the ranks where they must be, so all documents of a buffer
-    fit. longest_chunk: mel frames of the model's longest encoder chunk; no longer one may be cut; 0: not
-    known. shares: of the context ranks, where documents stay whole on one of them (the layout "whole"); else
-    None. Documents that ranks cannot hold so divide the buffer.
+    fit. longest_chunk: mel frames of the model's longest encoder chunk, the most that can be cut; documents
+    with longer ones are refused under every mesh. 0: not known. shares: of the context ranks, where documents
+    stay whole on one of them (the layout "whole"); else None. Documents that ranks cannot hold so divide the
+    buffer.
     """
 
     capacity: int
@@ -87,6 +88,11 @@ class BufferLimits:
         """Mel frames that the audio arrays have room for, over all ranks."""
         return self.rank_frames * self.audio_ranks
 
+    @property
+    def _longest(self) -> int:
+        """The longest chunk's mel frames in whole encoder frames; 0: not known."""
+        return -(-self.longest_chunk // SUBSAMPLING) * SUBSAMPLING
+
     def slots(self, document: Document) -> int:
         """Token slots that a document takes: each of its segments is rounded up."""
         return sum(-(-length // self.round_to) * self.round_to for length in self._lengths(document))
@@ -108,7 +114,7 @@ class BufferLimits:
     def fit(self, document: Document) -> Fit:
         """Judges one document by itself."""
         slots, segments, frames = self.slots(document), self.segments(document), document.chunk_frames
-        too_large = unassignable = ""
+        too_large = ""
         if slots > self.capacity:
             too_large = f"its {slots} token slots exceed the capacity of {self.capacity}"
         elif segments > self.max_documents:
@@ -120,7 +126,12 @@ class BufferLimits:
             too_large = "it holds a recording, and audio_capacity is 0"
         elif sum(frames) > self.audio_capacity:
             too_large = f"its {sum(frames)} mel frames exceed the audio_capacity of {self.audio_capacity}"
-        fit = Fit(slots, segments, frames, too_large, unassignable, self.work(document))
+        elif 0 < self._longest < max(frames, default=0):
+            too_large = (
+                f"its encoder chunks of {list(frames)} mel frames exceed the model's longest of "
+                f"{self._longest} (encoder.chunk_seconds)"
+            )
+        fit = Fit(slots, segments, frames, too_large, "", self.work(document))
         if fit.misfit or self.shares is None or self.shares.fits(fit.size):
             return fit
         several = f" of {segments} segments" if segments > 1 else ""
@@ -157,8 +168,7 @@ class BufferLimits:
         return self.shares.fill(sizes, chosen, others)
 
     def require_room(self, documents: Sequence[Document]) -> None:
-        """Raises ValueError if the documents do not fit one row; the message says which setting to increase.
-        """
+        """Raises ValueError if the documents do not fit one row. The message says what to increase."""
         segments = sum(map(self.segments, documents))
         if segments > self.max_documents:
             several = f" of {segments} segments" if segments > len(documents) else ""
@@ -184,10 +194,10 @@ class BufferLimits:
         starts = place_chunks(frames, self.audio_ranks, self.rank_frames)
         for start, length in zip(starts, frames, strict=True):
             is_cut = length > self.rank_frames - start % self.rank_frames
-            if is_cut and 0 < self.longest_chunk <= length - SUBSAMPLING:
+            if is_cut and 0 < self._longest < length:
                 raise ValueError(
                     f"an encoder chunk of {length} mel frames is cut over {self.audio_ranks} audio ranks of "
-                    f"{self.rank_frames} each; expected at most {self.longest_chunk}, the model's longest "
+                    f"{self.rank_frames} each; expected at most {self._longest}, the model's longest "
                     "(longest_chunk): divide the recording"
                 )
         following = iter(starts)

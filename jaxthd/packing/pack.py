@@ -110,8 +110,8 @@ def pack_row(
 
     capacity: token slots T, a multiple of 2 * context. audio_capacity: the most mel frames of the documents.
         `audio_ranks` ranks share them evenly. 0: the Batch's audio fields are None.
-    longest_chunk: mel frames of the model's longest encoder chunk; no longer one may be cut over ranks. 0: not
-        known.
+    longest_chunk: mel frames of the model's longest encoder chunk; no longer one may be cut over ranks. 0:
+        not known.
     round_to: each document's slots are rounded up to a multiple of this, with padding slots behind it.
     order_seed: seeds the search for the order that balances attention (order_documents); None keeps the
         given order.

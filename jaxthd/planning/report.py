@@ -1,6 +1,8 @@
 """The report of `jaxthd plan`: tables of what was tried, and the recommendation, as text."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 

@@ -330,7 +330,7 @@ CUT = [
     [pytest.param(*x, marks=[pytest.mark.exhaustive] * x[-1], id=f"{x[0]}-{x[2]}") for x in CUT],
 )
 def test_clips_cut_over_ranks_equal_one_device(ranks, rows, form, is_exhaustive, trained, monkeypatch):
-    """Clips of a row lie over its ranks one after the other: one spans up to five ranks, the last have none."""
+    """Clips of a row lie over its ranks one after the other: one spans up to five ranks, some have none."""
     monkeypatch.setattr(fastconformer, "DENSE_FRAMES", LARGE - 1 if form == "dense" else 2)
     axes, data = tuple(ranks), ranks.get("data", 1)
     row_axes = tuple(axis for axis in axes if axis != "data")

@@ -28,11 +28,12 @@ def dense_attention(
     key_ids_RS: Int32[Array, "R S"],
     scale: float,
 ) -> Float[Array, "R E H V"]:
-    """softmax(scale * (q . k + position . waves)) v over the keys with the query's id, one at least, in v's dtype.
+    """softmax(scale * (q . k + position . waves)) v over the keys with the query's id, in v's dtype.
 
     waves: what all heads share of the keys. ids, key_ids: documents by number; tokens of padding share one
-    number, and see each other. Differentiable in all but waves and ids. The weights are computed again in the backward
-    pass, as in FlashAttention (Dao et al., 2022): keeping them would cost more than a matrix product.
+    number, and see each other. A query needs a key. Differentiable in all but waves and ids. The weights are
+    computed again in the backward pass, as in FlashAttention (Dao et al., 2022): keeping them would cost more
+    than a matrix product.
     """
     return _forward(q_REHd, k_RSHd, position_REHX, waves_RSX, v_RSHV, ids_RE, key_ids_RS, scale)[0]
 
