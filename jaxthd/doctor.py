@@ -21,10 +21,12 @@ from jaxthd.files.run_folder import open_settings
 from jaxthd.kernels.admission import Kernel, Verdict, admit
 from jaxthd.kernels.attention_probe import attention_kernels
 from jaxthd.kernels.choose import CHOICES
+from jaxthd.kernels.encoder_probe import encoder_kernels
 from jaxthd.kernels.machine import Machine, installed
 from jaxthd.kernels.scan_probe import scan_kernels
 from jaxthd.kernels.verified import verified_on
 from jaxthd.ops.attention.contract import AttentionShape
+from jaxthd.ops.attention.relative import RelativeShape
 from jaxthd.ops.attention.thd import cudnn_text
 from jaxthd.ops.scan.contract import ScanShape
 from jaxthd.terminal.tables import table
@@ -32,6 +34,7 @@ from jaxthd.terminal.tables import table
 COMMON: list[Sequence[Kernel]] = [
     attention_kernels(AttentionShape("bfloat16", q_heads=32, kv_heads=8, head_dim=128)),
     scan_kernels(ScanShape("bfloat16", heads=64, groups=8, head_dim=64, state=128, chunk=128)),
+    encoder_kernels(RelativeShape("bfloat16", heads=8, head_dim=128, longest=375)),
 ]
 OTHERS = ("flax", "grain", "tyro", "orbax-checkpoint")
 """Packages whose versions are shown too."""
@@ -59,6 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     source = options.source or options.config
     machine, config = Machine.of_this(), open_settings(source).config if source else None
     kinds = [choice.kernels(config) for choice in CHOICES] if config else COMMON
+    kinds = [kernels for kernels in kinds if kernels]
     found = [Found(kernels, [admit(kernel, machine) for kernel in kernels]) for kernels in kinds]
     print(as_json(machine, found) if options.json else as_tables(machine, found))
 

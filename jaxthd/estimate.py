@@ -13,19 +13,23 @@ takes minutes; --no-compile skips it.
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
 
 from jaxthd.config import Config
 from jaxthd.errors import readable_errors
 from jaxthd.objectives.answers import draws_answers
-from jaxthd.parallel.mesh import batch_specs, bytes_of, on_device
+from jaxthd.parallel.mesh import CONTEXT, batch_specs, bytes_of, on_device
 from jaxthd.planning.bubble import describe_bubble
 from jaxthd.planning.compiled_grpo import Program, measure_grpo
 from jaxthd.planning.compiled_step import Measured, abstract_batch, in_float32, measure
+from jaxthd.planning.layouts import laid_out, possible_layouts
 from jaxthd.planning.memory import temporary_memory
 from jaxthd.planning.parameters import state_bytes
 from jaxthd.planning.sizes import Number
+from jaxthd.planning.stage_memory import decided, describe_stages, has_stages
 from jaxthd.planning.traffic import step_traffic
 from jaxthd.run.startup import simulate_devices
 from jaxthd.steps.blueprint import Blueprint
@@ -36,19 +40,26 @@ from jaxthd.validate import DeviceFacts, validate
 
 
 def main(argv: list[str] | None = None) -> None:
-    no_compile = {"action": "store_true", "help": "closed forms only"}
-    config, path, _, options, _ = parse_command_line("estimate", argv, {"no-compile": no_compile}, __doc__)
+    no_compile: dict[str, Any] = {"action": "store_true", "help": "closed forms only"}
+    device_memory = {"type": float, "metavar": "GIB", "help": "memory of a device, for what stages may keep"}
+    further = {"no-compile": no_compile, "device-memory": device_memory}
+    config, path, _, options, _ = parse_command_line("estimate", argv, further, __doc__)
     jax.config.update("jax_platforms", "cpu")
     if not options.no_compile:
         simulate_devices(config.mesh.devices)
     facts = DeviceFacts(platform="gpu", devices=config.mesh.devices, kind="as many as the mesh needs")
     for warning in validate(config, facts):
         print(f"warning: {warning}", file=sys.stderr)
+    memory = None if options.device_memory is None else round(options.device_memory * 2**30)
+    stages = describe_stages(config, memory) if has_stages(config) else ""
+    config = decided(config, memory)
     draws = draws_answers(objective_of(config))
     found = measure_grpo(config) if draws and not options.no_compile else None
     measured = None if options.no_compile else found.update if found else measure(config)
     mesh = f"Mesh (data, context, pipeline, tensor) = {config.mesh.sizes}: {config.mesh.devices} devices."
     print(f"{path}. {mesh}\n\n{estimate(config, measured)}")
+    if stages:
+        print(f"\n{stages}")
     if found:
         print(f"\n{programs_table(found.programs)}")
     if measured:
@@ -63,6 +74,7 @@ def estimate(config: Config, measured: Measured | None = None) -> str:
             _state(table, config, measured),
             _temporary(table, config, measured),
             _received(table, config, measured),
+            *([_layouts(config)] if config.mesh.context > 1 else []),
             describe_bubble(Blueprint(config)),
         ]
     )
@@ -134,6 +146,21 @@ def _received(table: _Table, config: Config, measured: Measured | None) -> str:
         compiled = found.get(axes, 0) if measured else None
         rows.append(table.row(" + ".join(axes), traffic.get(axes, 0), wide.get(axes, 0), compiled))
     return table.text("Bytes a device receives in a step, by axes", rows or [table.row("none", 0, 0)])
+
+
+def _layouts(config: Config) -> str:
+    """What the context layouts exchange, side by side."""
+    rows = []
+    for layout in possible_layouts(config):
+        under = laid_out(config, layout)
+        none_cut = replace(under, compute=replace(under.compute, context_cuts=0))
+        least, most = (step_traffic(x).get((CONTEXT,), 0) for x in (none_cut, under))
+        rows.append([layout, size_text(least), size_text(most)])
+    head = ["Context layouts: bytes over context", "at least", "at most"]
+    return (
+        f"{aligned([head, *rows], left=(0,))}\n\nwhole: at least where no document of a step is divided, at "
+        "most where each row has\ncompute.context_cuts divided ones. jaxthd plan weighs them for your data."
+    )
 
 
 if __name__ == "__main__":

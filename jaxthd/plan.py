@@ -9,12 +9,12 @@ file's header. The lengths are packed as the loader would pack them, for a range
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxthd.config import Rung
 from jaxthd.data.mixing import mixing_weights
 from jaxthd.errors import readable_errors
 from jaxthd.planning.compiled_step import measure as measure_step
@@ -32,8 +32,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "compile": {
         "action": "store_true",
-        "help": "also compile the step at the proposed capacity and at twice that, which takes a minute or "
-        "more: what another capacity costs as a program",
+        "help": "also compile the step at every size of the largest ladder, which takes a minute or more for "
+        "each: what another size costs as a program",
     },
 }
 
@@ -61,16 +61,11 @@ def main(argv: list[str] | None = None) -> None:
     print(f"\n{out}")
 
 
-def compiled_rungs(plan: Plan) -> Iterator[tuple[int, float]]:
-    """(capacity, seconds that its step takes to compile), for the proposed capacity and twice that."""
-    proposed = plan.recommended.config
-    for times in (1, 2):
-        data = replace(
-            proposed.data,
-            capacity=times * proposed.data.capacity,
-            audio_capacity=times * proposed.data.audio_capacity,
-        )
-        yield data.capacity, measure_step(replace(proposed, data=data)).seconds
+def compiled_rungs(plan: Plan) -> Iterator[tuple[Rung, float]]:
+    """(size of buffers, seconds that its step takes to compile) for the largest ladder that was compared."""
+    config = plan.ladders[-1].config if plan.ladders else plan.recommended.config
+    for rung in config.data.ladder:
+        yield rung, measure_step(config.at(rung)).seconds
 
 
 if __name__ == "__main__":

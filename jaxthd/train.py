@@ -12,6 +12,7 @@ A workdir that holds a checkpoint is continued, on any mesh. It receives
     not_finite.jsonl   steps whose update was skipped, with their documents
     checkpoints/       parameters, optimizer state, batch statistics, data position
     reference/         the reference policy's log-probabilities, with posttraining.reference cached
+    layout.json        the context layout, where the run chose it
     config.json        the settings of the run; tokenizer/ a copy of its tokenizer
     changes.jsonl      settings that changed when the run was continued
 
@@ -48,10 +49,13 @@ from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import local_rows, make_mesh, put_batch
 from jaxthd.parallel.processes import is_first, require_same
 from jaxthd.planning.model_flops import model_flops
+from jaxthd.planning.stage_memory import decided_here
 from jaxthd.posttraining.cached_reference import WithReference, cached_reference
 from jaxthd.run.before import run_before
 from jaxthd.run.continuing import OPTIONS, changed_settings, newest_state, require_objective, workdir_of
 from jaxthd.run.goodput import TimeAccount, stored_seconds
+from jaxthd.run.ladder import RungWatch
+from jaxthd.run.layout_choice import keep_layout, with_layout
 from jaxthd.run.metrics import StepFacts, metrics_line, time_line
 from jaxthd.run.metrics_file import open_metrics, read_metrics
 from jaxthd.run.nonfinite import NonFiniteSteps
@@ -63,9 +67,9 @@ from jaxthd.run.signals import stop_requested
 from jaxthd.run.startup import devices_ready, prepared
 from jaxthd.run.workdir import OpenedRun, opened
 from jaxthd.steps.blueprint import Blueprint
-from jaxthd.steps.reference_scores import make_refresh, make_with_scores
+from jaxthd.steps.ladder import LadderStep
+from jaxthd.steps.reference_scores import make_refresh
 from jaxthd.steps.state import abstract_state, canonical_form
-from jaxthd.steps.training import make_train_step
 from jaxthd.terminal.arguments import parse_command_line
 from jaxthd.terminal.leaving import ends_in_time
 
@@ -91,11 +95,13 @@ def train(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
     """
     require_objective(config, draws=False)
     # The workdir keeps the config as it was given: another machine may admit other kernels.
-    given, config, start = config, prepared(config), time.monotonic()
+    given, start = config, time.monotonic()
+    config = decided_here(prepared(with_layout(config, workdir)))
     with ExitStack() as stack:
         held = stack.enter_context(opened(workdir, given, changes))
         account = stack.enter_context(TimeAccount(workdir, start))
         require_same("the configuration", asdict(config))
+        keep_layout(given, config, workdir)
         outputs = OutputFolder(workdir)
         data = stack.enter_context(closing(SpeechData(config, workdir)))
         folder, keep, best_by = workdir / "checkpoints", config.train.keep_checkpoints, config.train.best_by
@@ -130,7 +136,7 @@ def _train(
     """Returns the number of steps that it has trained."""
     # --- the model on the mesh ---
     blueprint, mesh = Blueprint(config), make_mesh(config.mesh)
-    train_step, with_scores = make_train_step(blueprint, mesh), make_with_scores(blueprint, mesh)
+    train_step = LadderStep(blueprint, mesh)
     refresh, refresh_every = make_refresh(blueprint, mesh), config.posttraining.reference_every
     validation = Validation(blueprint, mesh, data, outputs)
     validate, save = account.timed("validating", validation), account.timed("saving", checkpoints.save)
@@ -152,6 +158,7 @@ def _train(
         metrics = stack.enter_context(open_metrics(outputs.path, first, config, account))
         non_finite = NonFiniteSteps(outputs, first, config.train.max_skipped_steps, metrics.say)
         watch_padding = PaddingWatch(config, metrics.say)
+        watch_rungs = stack.enter_context(RungWatch(config.data, metrics.say))
         stop_asked = stack.enter_context(stop_requested(config.train.max_seconds, account.began))
 
         with_reference = cached_reference(blueprint, mesh, data, outputs.path, state)
@@ -159,7 +166,6 @@ def _train(
         # --- steps ---
         if first == 0 and validation.is_due(0):
             metrics.step({"step": 0, **validate(state), **time_line(account.seconds)})
-        metrics.say("compiling the training step")
         with account.during("data_wait"):
             on_mesh, upcoming = _load(loader, mesh, with_reference)
         account.switch("stepping")
@@ -167,7 +173,8 @@ def _train(
         numbers = profiled(wanted, config.train, path, metrics.say, account.during)
         for step in stack.enter_context(numbers):
             began, current = time.perf_counter(), upcoming
-            state, on_device = train_step(state, with_scores(state, on_mesh))
+            watch_rungs(step, current.report.rung)
+            state, on_device = train_step(current.report.rung, state, on_mesh)
             if refresh_every and step % refresh_every == 0:
                 state = refresh(state)
             if step < steps:  # the next batch is loaded while the devices work
@@ -179,10 +186,9 @@ def _train(
             seconds, skipped = time.perf_counter() - began, data.skipped.total
             data.require_few_skipped()
             watch_padding(step, current.report)
-            programs, flops = compilations(train_step), flops_of and flops_of(current.report)
-            facts = StepFacts(
-                step, results, current.report, seconds, programs, skipped, mesh.size, flops, peak
-            )
+            flops = flops_of and flops_of(current.report)
+            of_all = train_step.compilations, skipped, mesh.size, flops, peak, bool(config.data.rungs)
+            facts = StepFacts(step, results, current.report, seconds, *of_all)
             validated = validate(state) if validation.is_due(step) else {}
             line = metrics_line(facts) | time_line(account.seconds)
             metrics.step(line | validated | (changed if step == first + 1 else {}))
@@ -221,11 +227,6 @@ def _parameters(blueprint: Blueprint) -> str:
     own, frozen = split(abstract_state(blueprint).params, blueprint.trained)
     own_size, frozen_size = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (own, frozen))
     return f"{own_size:,} parameters" + f" to train and {frozen_size:,} frozen" * (frozen_size > 0)
-
-
-def compilations(step: Any) -> int:
-    """Programs that a jitted function has compiled so far."""
-    return step._cache_size()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ here), or from schedules. --check exits 1 and lists the claims that fail:
 
 - in a pipeline of 4, temporary memory grows at most 5% from 8 to 16 microbatches; from 2 to 16 it grows by at
   most the inputs in the schedule's slots (and 5%); with 1F1B and interleaved;
+- a pipeline stage that keeps its blocks' inputs, as it does by default, runs forward once less than one that
+  keeps its own input; one that keeps all runs forward once: from the operations of its matrix products;
 - parameters and optimizer state of a device are 1 / data of the total, within 5%; weight matrices exactly;
 - temporary memory falls with the tensor and the context size;
 - each schedule's bubble equals the formula's;
@@ -18,10 +20,10 @@ Compile times are printed, never checked.
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 from flax import nnx
@@ -41,6 +43,8 @@ from jaxthd.parallel.params import weight_decay_mask
 from jaxthd.parallel.schedule import make_schedule
 from jaxthd.planning.bubble import bubble_formula
 from jaxthd.planning.compiled_step import lowered_step
+from jaxthd.planning.hlo import Instruction, parse
+from jaxthd.planning.kernel_costs import H100, Costs
 from jaxthd.planning.memory import temporary_memory
 from jaxthd.planning.program import UNOPTIMIZED
 from jaxthd.steps.blueprint import Blueprint, specs_of
@@ -64,6 +68,7 @@ TINY = ModelConfig(
         shared_expert_dim=128,
     ),
 )
+ENCODER = replace(TINY.audio_encoder, layers=4, dim=64, heads=4, ffn_dim=256)
 COMPUTE = ComputeConfig(attention_block=64, loss_block=64)
 
 
@@ -148,6 +153,87 @@ def pipeline_section(counts: Sequence[int], pattern: str = "*-*-*-*-", ranks: in
         rows,
     )
     return claims
+
+
+def _branches(x: Instruction) -> Iterator[str]:
+    for name in ("branch_computations", "true_computation", "false_computation"):
+        yield from x.attribute(name)
+
+
+Recomputes = Literal["auto", "stage", "blocks", "nothing"]
+CHOICES: tuple[Recomputes, ...] = ("stage", "blocks", "auto", "nothing")
+SCOPES = ("stage", "stage_gradient", "enter", "enter_gradient")
+"""The parts of a tick that run forward and backward passes (jaxthd/parallel/pipeline_tick.py)."""
+
+
+def flops_of_parts(text: str) -> dict[str, float]:
+    """Operations of the matrix products in one run of each of SCOPES, from a compiled program's text. A loop
+    counts as often as it turns where XLA knows that, else once; of a conditional the dearest branch counts.
+    """
+    program, found = parse(text), dict.fromkeys(SCOPES, 0.0)
+    costs = Costs(program, H100)
+
+    def inside(computation: str) -> float:
+        total = 0.0
+        for x in program.computations[computation].values():
+            total += sum(product.flops for product in costs.products(x, program.computations[computation]))
+            if x.op == "while":
+                total += (x.known_trips or 1) * sum(map(inside, x.attribute("body")))
+            elif x.op == "call":
+                total += sum(map(inside, x.attribute("to_apply")))
+            elif x.op == "conditional":
+                dearest = max(inside(branch) for branch in _branches(x))
+                total += dearest
+                scope, operation = ("", *x.op_name.split("/"))[-2:]
+                if operation == "cond" and scope in found:
+                    found[scope] = max(found[scope], dearest)
+        return total
+
+    inside(program.entry)
+    return found
+
+
+def with_remat(config: Config, recomputes: Recomputes) -> Config:
+    return replace(config, compute=replace(config.compute, remat_stage=recomputes))
+
+
+def passes_section(pattern: str = "--------", *, audio: bool = True) -> list[Claim]:
+    """A stage of MLPs, whose backward pass is twice as much work as the forward pass. Of what is recomputed
+    the last product is left out: nothing needs its result.
+    """
+    rows, passes, temporary = [], {}, []
+    base = tiny(MeshConfig(pipeline=2), pattern, rows=4, microbatches=4)
+    if audio:
+        base = replace(base, data=replace(base.data, audio_capacity=512))
+        base = replace(base, model=replace(base.model, encoder=ENCODER))
+    for recomputes in CHOICES:
+        config = with_remat(base, recomputes)
+        compiled = lowered_step(config).compile(compiler_options=UNOPTIMIZED)
+        flops, size = flops_of_parts(compiled.as_text()), compiled.memory_analysis().temp_size_in_bytes
+        passes[recomputes] = forward_passes(flops)
+        entered = (flops["enter_gradient"] / flops["enter"]) - 1 if flops["enter"] else 0
+        temporary.append(size)
+        closed = round(temporary_memory(config).most)
+        counts = [f"{flops[scope]:,.0f}" for scope in SCOPES[:2]]
+        ratios = f"{passes[recomputes]:.2f}", f"{entered:.2f}"
+        rows.append([recomputes, *counts, *ratios, size, closed, f"{closed / size - 1:+.0%}"])
+    saved = passes["stage"] - passes["blocks"]
+    show(
+        f"What a pipeline stage recomputes; pipeline 2, layers {pattern}; operations of matrix products",
+        "remat_stage|forward|backward|forward passes|of the encoder|temporary|closed form|off by",
+        rows,
+    )
+    return [
+        Claim(f"with its blocks' inputs kept a stage runs forward {saved:.2f} times less (1)", saved == 1),
+        Claim("by default it does so", passes["auto"] == passes["blocks"]),
+        Claim(f"with all kept it runs forward {passes['nothing']:.2f} times (1)", passes["nothing"] == 1),
+        Claim("temporary memory grows with what is kept", temporary == sorted(temporary)),
+    ]
+
+
+def forward_passes(flops: dict[str, float]) -> float:
+    """Forward passes of a stage, those in its backward pass among them. flops: flops_of_parts."""
+    return (flops["stage"] + flops["stage_gradient"]) / flops["stage"] - 2
 
 
 def fsdp_section(sizes: Sequence[int]) -> list[Claim]:
@@ -242,6 +328,7 @@ def main() -> None:
     quick = options.quick
     claims = [
         *pipeline_section((2, 8, 16) if quick else (2, 4, 8, 16)),
+        *passes_section(audio=not quick),
         *fsdp_section((1, 8) if quick else (1, 2, 4, 8)),
         *axes_section((1, 4) if quick else (1, 2, 4)),
         *bubble_section(),

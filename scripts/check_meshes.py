@@ -3,13 +3,13 @@
     python scripts/check_meshes.py [--only mtp] [--sample N] [--dtype float64] [--out results.jsonl]
 
 The meshes are all ways to write 1, 2, 4 and 8 simulated devices as data x context x pipeline x tensor. Most
-are run in two variants. The first has 1F1B, the ring where stages are equal, and whole residuals. The second
-has interleaved or unevenly divided stages, all-gather, sequence-sharded residuals, sends to experts in
+are run in two variants. The first has 1F1B, the ring (in pairs where stages differ), and whole residuals. The
+second has interleaved or unevenly divided stages, all-gather, sequence-sharded residuals, sends to experts in
 several rounds, and the layout by documents. A few more runs adapt the model by LoRA and frozen parameters.
 They are compared with a dense model, which has neither: the gradient dW of the dense w + s a b gives those
 of a and b as s dW b^T and s a^T dW. A few have multi-token prediction and a CTC loss, a few the blocks of
-Qwen3, Qwen3-Next, GPT-OSS or DeepSeek-V3. The last ones keep documents whole on a context rank where they
-fit.
+Qwen3, Qwen3-Next, GPT-OSS or DeepSeek-V3. Some keep documents whole on a context rank where they fit. The
+last ones have stages that differ, under each layout and with each choice of what a stage recomputes.
 
 The model has all four mixers (two such units), experts over the data and context ranks, and audio. A batch is
 32 ragged rows in 4 microbatches, one of which is all padding. A microbatch holds the same rows on every mesh,
@@ -208,8 +208,6 @@ def variants(mesh: MeshConfig, dtype: Dtype = "float32") -> list[Config]:
     """The runs on a mesh: one, or two where the mesh allows a second variant."""
     train = TrainConfig(microbatches=MICROBATCHES, aux_loss=0.1)
     plain = Config(mesh=mesh, model=MODEL, compute=replace(COMPUTE, dtype=dtype), train=train)
-    if mesh.context > 1 and not Blueprint(plain).stages.are_equal:
-        plain = replace(plain, compute=replace(plain.compute, context_exchange="all_gather"))
     several = 2 if mesh.pipeline == 2 else 1
     other = replace(
         plain,
@@ -267,16 +265,17 @@ def qwen3_next(dtype: Dtype = "float32") -> list[Config]:
 
 def whole(dtype: Dtype = "float32") -> list[Config]:
     """Runs under the layout "whole". They cover a ring over data ranks that have cut documents or not; more
-    context ranks with tensor ranks; interleaved and unlike stages; GPT-OSS blocks; future tokens with
-    a CTC loss."""
+    context ranks with tensor ranks; interleaved and unlike stages, by a ring in pairs too; GPT-OSS blocks;
+    future tokens with a CTC loss; Qwen3-Next blocks."""
     of_ring, of_gather = "ring", "all_gather"
     chosen: tuple[tuple[MeshConfig, int, Any, dict[str, Any]], ...] = (
         (MeshConfig(2, 2, 1, 2), 0, of_ring, {}),
         (MeshConfig(1, 4, 1, 2), 1, of_ring, {}),
         (MeshConfig(1, 2, 2, 2), 1, of_gather, {}),
-        (MeshConfig(1, 4, 2, 1), 0, of_gather, {}),
+        (MeshConfig(1, 4, 2, 1), 0, of_ring, {}),
         (MeshConfig(2, 4, 1, 1), 0, of_ring, GPT_OSS),
         (MeshConfig(2, 2, 1, 1), 0, of_ring, PREDICTING[0]),
+        (MeshConfig(2, 2, 1, 2), 0, of_ring, QWEN3_NEXT),
     )
     found = []
     for mesh, variant, exchange, llm in chosen:
@@ -285,6 +284,32 @@ def whole(dtype: Dtype = "float32") -> list[Config]:
         compute = replace(run.compute, context_layout="whole", context_exchange=exchange)
         run = replace(run, compute=compute, model=model)
         found.append(with_ctc(run) if run.model.llm.mtp_pattern else run)
+    return found
+
+
+def unlike(dtype: Dtype = "float32") -> list[Config]:
+    """Runs with stages that differ and a ring, which is then one of pairs. They cover tensor ranks; more
+    context ranks; interleaved stages over data ranks; the three layouts; all that a stage may recompute."""
+    chosen: tuple[tuple[MeshConfig, str, dict[str, Any]], ...] = (
+        (MeshConfig(1, 2, 2, 2), "ME*|-ME*-", {"remat_stage": "blocks"}),
+        (MeshConfig(1, 4, 2, 1), "ME*-M|E*-", {"remat_stage": "nothing", "context_layout": "document"}),
+        (MeshConfig(2, 2, 2, 1), "M|E*-M|E*|-", {"remat_stage": "nothing"}),
+        (MeshConfig(1, 4, 2, 1), "M|E*-M|E*|-", {"remat_stage": "blocks", "context_layout": "whole"}),
+        (MeshConfig(1, 2, 4, 1), "M|E*-M|E*|-", {"remat_stage": "stage"}),
+    )
+    found = []
+    for mesh, pattern, compute in chosen:
+        run = variants(mesh, dtype)[0]
+        stages_per_rank = (pattern.count("|") + 1) // mesh.pipeline
+        llm = replace(run.model.llm, pattern=pattern)
+        found.append(
+            replace(
+                run,
+                mesh=replace(mesh, stages_per_rank=stages_per_rank),
+                model=replace(run.model, llm=llm),
+                compute=replace(run.compute, **compute),
+            )
+        )
     return found
 
 
@@ -350,7 +375,7 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
 
     order: any number but 0 also permutes the rows inside the microbatches.
     """
-    mesh, layout, rows = config.mesh, config.compute.context_layout, documents()
+    mesh, layout, rows = config.mesh, config.compute.layout, documents()
     microbatches = np.arange(ROWS).reshape(MICROBATCHES, -1)
     if order:
         microbatches = np.random.default_rng(order).permuted(microbatches, axis=1)
@@ -382,7 +407,8 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
 def even_placement(documents: Sequence[Document], shares: Shares) -> Placement | None:
     """One that divides attention evenly, which cuts documents in most rows."""
     sizes = [Size(n, n * (n + 1) // 2) for n in map(len, documents)]
-    placed = shares.fill(sizes, range(len(sizes))) if sizes else None
+    rows = shares.rows(sizes, range(len(sizes)), [], range(shares.most_cut + 1)) if sizes else ()
+    placed = shares.best(sizes, rows)
     return placed if placed and len(placed.order) == len(sizes) else None
 
 
@@ -485,7 +511,7 @@ def check(config: Config) -> dict[str, Any]:
         "mesh": "x".join(map(str, config.mesh.sizes)),
         "stages": "|".join(Blueprint(config).stages.patterns),
         "exchange": config.compute.context_exchange if config.mesh.context > 1 else "",
-        "layout": config.compute.context_layout if config.mesh.context > 1 else "",
+        "layout": config.compute.layout if config.mesh.context > 1 else "",
         "residual": "sharded" if config.compute.sequence_sharded else "",
         "adapted": "LoRA" if config.adapt.lora_rank else "",
         "mtp": llm.mtp_modules * llm.mtp_pattern,
@@ -524,7 +550,7 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     families = ("qwen3", "qwen3_next", "gpt_oss", "deepseek")
-    names = ("plain", "lora", "mtp", *families, "mixed", "whole")
+    names = ("plain", "lora", "mtp", *families, "mixed", "whole", "unlike")
     parser.add_argument("--only", choices=names, help="one kind of rows")
     parser.add_argument("--sample", type=int, default=0, help="only as many rows, drawn at random (seed 0)")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
@@ -541,6 +567,7 @@ def main(argv: list[str] | None = None) -> None:
         "deepseek": deepseek(options.dtype),
         "mixed": mixed(options.dtype),
         "whole": whole(options.dtype),
+        "unlike": unlike(options.dtype),
     }
     runs = kinds[options.only] if options.only else list(chain(*kinds.values()))
     if options.sample:

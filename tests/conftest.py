@@ -22,9 +22,13 @@ if version("jaxlib").startswith("0.10."):
     # other emitters, and abort on an unknown flag.
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
-from jaxtyping import install_import_hook
+from tests.typechecks import install_type_checks
 
-install_import_hook("jaxthd", "beartype.beartype")
+# A program that two tests compile is compiled only once: the workers of pytest-xdist inherit this folder.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _CACHE = tempfile.TemporaryDirectory(prefix="jaxthd-test-cache-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
+install_type_checks("jaxthd", Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "typechecks")
 # Tracing makes millions of objects that stay: looking through them again and again costs a tenth of the time.
 gc.set_threshold(100_000, 50, 1000)
 
@@ -33,10 +37,6 @@ import pytest  # noqa: E402
 
 from tests.costs import Costs  # noqa: E402
 
-# A program that two tests compile is compiled only once: the workers of pytest-xdist inherit this folder.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _CACHE = tempfile.TemporaryDirectory(prefix="jaxthd-test-cache-")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 # Nobody reads where in the sources an operation of these programs comes from.

@@ -96,6 +96,7 @@ def on_context(
     round_to: int = 1,
     documents: int | None = None,
     window: int | None = None,
+    uniform_program: bool = True,
 ) -> Callable[..., tuple[Any, Any, Any]]:
     """A jitted (params, x [T, ...], ids [T], positions [T], cotangent, prefixes [T] or None) -> (y, dparams,
     dx) in document order.
@@ -103,7 +104,7 @@ def on_context(
     mixer: (params, x_N.., segments) -> y_N... The row is laid out over `context` simulated devices. x, y and
     the cotangent may be trees of such arrays. All may have a leading dim of rows if ids [R, T] has it; in the
     layout "document" all rows must then have documents of the same lengths. documents: as in Segments.
-    window: as make_segments takes it.
+    window, uniform_program: as make_segments takes them.
     """
     spec = PartitionSpec(None, "context")
 
@@ -119,6 +120,7 @@ def on_context(
             layout=layout,
             documents=documents,
             window=window,
+            uniform_program=uniform_program,
         )
         flat_x, flat_cotangent = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), (x, cotangent))
         y, pull = jax.vjp(lambda params, x: mixer(params, x, segments), params, flat_x)

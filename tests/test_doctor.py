@@ -64,7 +64,9 @@ def test_the_doctor_tells_the_truth_with_little_installed(
     doctor.main([])
     out = capsys.readouterr().out
     assert jax.__version__ in out
-    _, *tables = out.split("\n\n")
+    _, *tables, encoder = out.split("\n\n")
+    assert encoder.startswith("Encoder attention: bfloat16, ")
+    assert encoder.endswith(f"  pallas: {where}\n")
     for (kind, backends, _), text in zip(KINDS, tables, strict=True):
         title, *lines = text.splitlines()
         assert title.startswith(f"{kind.capitalize()}: bfloat16, ")
@@ -98,3 +100,6 @@ def test_the_documentation_says_where_each_back_end_ran():
         for row, (name, where) in zip(rows, verified.items(), strict=True):
             assert row.startswith(f"| `{name}` |")
             assert row.endswith(f"| {where} |")
+    (row,) = (line for line in text.splitlines() if "attention/relative.py" in line)
+    assert row.startswith("| `pallas` |")
+    assert row.endswith(f"| {VERIFIED['encoder attention']['pallas']} |")

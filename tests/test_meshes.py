@@ -1,4 +1,4 @@
-"""The loss is the same for every axis and combination: sixteen rows of scripts/check_meshes.py, float64.
+"""The loss is the same for every axis and combination: rows of scripts/check_meshes.py, in float64.
 
 Two are typical: they have each axis and both variants.
 """
@@ -24,6 +24,7 @@ from scripts.check_meshes import (
     predicting,
     qwen3,
     qwen3_next,
+    unlike,
     variants,
     worst_of,
 )
@@ -34,12 +35,7 @@ CHOSEN = [
 ]
 """(mesh, variant)."""
 OTHERS = [
-    (MeshConfig(2, 1, 1, 1), 1),
-    (MeshConfig(1, 1, 2, 1), 0),
-    (MeshConfig(1, 1, 2, 1), 1),
-    (MeshConfig(1, 1, 1, 4), 0),
     (MeshConfig(1, 1, 1, 8), 1),
-    (MeshConfig(1, 1, 4, 1), 1),
     (MeshConfig(1, 2, 2, 2), 0),
     (MeshConfig(1, 2, 2, 2), 1),
     (MeshConfig(1, 1, 8, 1), 1),
@@ -80,32 +76,43 @@ def test_the_mesh_changes_nothing_with_the_blocks_of_all_families() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_the_mesh_changes_nothing_with_the_blocks_of_qwen3(number: int):
-    row = check(qwen3("float64")[number])
+def test_the_mesh_changes_nothing_with_the_blocks_of_qwen3():
+    """On context, pipeline and tensor ranks, as the first row of each family below; the test above has the
+    blocks of all of them on data ranks."""
+    row = check(qwen3("float64")[0])
     assert row["error"] <= 1e-10, row
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", [0, 2])
 def test_the_mesh_changes_nothing_with_the_blocks_of_qwen3_next(number: int):
-    """Gated delta rule, gates of attention and of the shared expert, zero-centred norms."""
+    """Gated delta rule, gates of attention and of the shared expert, zero-centred norms. In the second row
+    each context rank has a value head of its own."""
     row = check(qwen3_next("float64")[number])
     assert row["error"] <= 1e-10, row
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", [1, 2])
 def test_the_mesh_changes_nothing_with_the_blocks_of_gpt_oss(number: int):
+    """The second row has more context ranks than a window reaches."""
     row = check(gpt_oss("float64")[number])
     assert row["error"] <= 1e-10, row
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", [0, 1])
 def test_the_mesh_changes_nothing_with_the_blocks_of_deepseek(number: int):
-    """Latent attention, and experts of a limited number of groups."""
+    """Latent attention, and experts of a limited number of groups. The second has no latent for queries."""
     row = check(deepseek("float64")[number])
+    assert row["error"] <= 1e-10, row
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", range(5))
+def test_stages_that_differ_change_nothing(number: int):
+    """Their ring is one of pairs. All layouts, and all that a stage may recompute."""
+    row = check(unlike("float64")[number])
     assert row["error"] <= 1e-10, row
 
 

@@ -245,12 +245,14 @@ def test_the_report_prices_documents_in_cudnns_workspace():
 
 
 @pytest.mark.exhaustive
-def test_capacities_are_priced_as_programs():
+def test_sizes_of_buffers_are_priced_as_programs():
     made = make_plan(random_lengths(300), CONFIG, 200)
-    (one, seconds), (twice, more) = rungs = list(compiled_rungs(made))
-    assert (twice, one) == (2 * made.recommended.data.capacity, made.recommended.data.capacity)
-    assert min(seconds, more) > 0
-    assert [f"{twice:,}", f"{more:.1f}", "s"] in [line.split() for line in rungs_table(rungs).splitlines()]
+    one = made._replace(ladders=made.ladders[:1])
+    ((rung, seconds),) = rungs = list(compiled_rungs(one))
+    assert rung == made.recommended.data.ladder[-1]
+    assert seconds > 0
+    cells = [*(f"{size:,}" for size in rung), f"{seconds:.1f}", "s"]
+    assert cells in [line.split() for line in rungs_table(rungs).splitlines()]
 
 
 def test_the_command_prints_settings_that_can_be_pasted_and_draws(manifest, tmp_path, monkeypatch, capsys):

@@ -47,6 +47,7 @@ FIELDS = {
     "real_tokens",
     "padding_tokens",
     "padding_ratio",
+    "audio_padding_ratio",
     "target_to_input_ratio",
     "supervised_tokens",
     "documents",
@@ -218,6 +219,31 @@ def test_interrupted_and_resumed_losses_are_bit_identical(
     assert_same_run(tmp_path, uninterrupted)
     train(unvalidated(manifest), tmp_path)
     assert_same_run(tmp_path, uninterrupted)
+
+
+@pytest.mark.exhaustive
+def test_a_run_on_a_ladder_resumes_bit_identically_and_learns_as_without(
+    manifest: Path, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Cut between rungs. Of all steps some have the smaller size, each size is a program, and the losses are
+    those of one size up to rounding."""
+    config = unvalidated(manifest)
+    config = replace(config, data=replace(config.data, rungs=((128, 8, 224),)))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(config, whole)
+    with monkeypatch.context() as patch:
+        cut(patch, 4, kill)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, parts)
+    train(config, parts)
+    assert_same_run(parts, whole)
+    lines, before = ([x for x in read_metrics(w) if x["step"]] for w in (whole, uninterrupted))
+    assert {line["rung"] for line in lines} == {0, 1}
+    assert lines[-1]["compilations"] == 2
+    assert [x["real_tokens"] for x in lines] == [x["real_tokens"] for x in before]
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose([x[name] for x in lines], [x[name] for x in before], rtol=1e-4)
+    train(replace(config, data=replace(config.data, rungs=())), parts)  # another ladder is the same run
 
 
 def test_a_signal_saves_and_ends_the_run_which_then_continues(

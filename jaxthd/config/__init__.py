@@ -10,6 +10,7 @@ from jaxthd.config.data import (
     DataConfig,
     FilterConfig,
     Packing,
+    Rung,
     SpecAugmentConfig,
     ValidationSet,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "PostTrainingConfig",
     "RolloutConfig",
     "RopeConfig",
+    "Rung",
     "SpecAugmentConfig",
     "TrainConfig",
     "ValidationSet",

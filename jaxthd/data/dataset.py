@@ -36,18 +36,23 @@ from jaxthd.parallel.processes import exchange, is_first, require_same
 class SynchronizedLoader(BatchIterator):
     """A Loader of this process's rows, synchronised with the other processes: next() waits for all of them.
 
-    The report covers all rows, but `keys` only those of this process. Iteration ends when the loaders of all
-    processes have ended; until then a process without rows left yields empty ones. With one process it yields
-    what the Loader yields. get_state covers this process's rows; see whole_position.
+    All processes take the first rung that holds the rows of each. The report covers all rows, but `keys` only
+    those of this process. Iteration ends when the loaders of all processes have ended; until then a process
+    without rows left yields empty ones. With one process it yields what the Loader yields. get_state covers
+    this process's rows; see whole_position.
     """
 
     def __init__(self, loader: Loader, skipped: SkipLog) -> None:
         super().__init__(loader)
-        self._empty, self._skipped = loader.empty, skipped
+        self._loader, self._empty, self._skipped = loader, loader.empty, skipped
 
     def __next__(self) -> BatchAndReport:
-        found = next(self._source, None)
+        found = next(self._loader, None)
         batch, report = found or self._empty
+        if self._loader.rungs > 1:
+            rung = min(set.intersection(*map(set, exchange(self._loader.holding))))
+            if rung != report.rung:
+                batch, report = self._loader.at(rung)
         answers = exchange([found is not None, report.rows, self._skipped.news()])
         for _, _, news in answers:
             for item in news:
@@ -195,6 +200,7 @@ class SpeechData:
             extras=self._objective.extras,
             answers=compares_answers(self._objective),
             mismatched=needs_mismatched(self._objective),
+            ladder=True,
             on_skip=self._on_skip(self._sources),
             identity=identity,
             weights=mixing_weights(self._config.data, list(map(len, self._training))),

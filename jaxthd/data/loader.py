@@ -5,15 +5,17 @@ saved under one mesh can be restored under another.
 """
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import grain
 
 from jaxthd.config import Config
+from jaxthd.data.ladder import Ladder
 from jaxthd.data.mismatched import WithMismatched
-from jaxthd.data.packer import OnSkip, PackedRow, log_skip, pack_documents
+from jaxthd.data.packer import OnSkip, log_skip, pack_documents
+from jaxthd.data.runs import RowDocuments
 from jaxthd.data.stream import Item, Load, row_streams
 from jaxthd.data.workers import Workers
 from jaxthd.errors import UserError
@@ -36,10 +38,11 @@ class RowReport(NamedTuple):
     audio_seconds: float
     imbalance: float
     segments: int
+    audio_slots_seconds: float = 0.0
 
     @classmethod
-    def of(cls, row: int, packed: PackReport, capacity: int) -> "RowReport":
-        """capacity: token slots of the row."""
+    def of(cls, row: int, packed: PackReport, capacity: int, audio_frames: int) -> "RowReport":
+        """capacity, audio_frames: token slots and mel frames that the row has room for."""
         return cls(
             row,
             len(packed.keys),
@@ -49,6 +52,7 @@ class RowReport(NamedTuple):
             packed.audio_seconds,
             packed.imbalance,
             packed.segments,
+            audio_frames / 100,
         )
 
 
@@ -58,10 +62,12 @@ class BatchReport(NamedTuple):
     rows: a report of each of its rows, in the order of their numbers.
     keys: for every row read in this process, its documents' keys: keys[row][d - 1] names document d
         (Batch.documents).
+    rung: which of data.ladder's sizes its buffers have, from 0.
     """
 
     rows: tuple[RowReport, ...]
     keys: tuple[tuple[str, ...], ...]
+    rung: int = 0
 
     @property
     def documents(self) -> int:
@@ -85,6 +91,11 @@ class BatchReport(NamedTuple):
     @property
     def audio_seconds(self) -> float:
         return sum(row.audio_seconds for row in self.rows)
+
+    @property
+    def audio_slots_seconds(self) -> float:
+        """Audio that the buffers have room for."""
+        return sum(row.audio_slots_seconds for row in self.rows)
 
     @property
     def imbalance(self) -> float:
@@ -137,11 +148,31 @@ class Loader(BatchIterator):
         self, batches: "_Batches", prefetch: int, workers: Workers | None, identity: dict[str, Any]
     ) -> None:
         super().__init__(_Prefetch(batches, prefetch))
-        self.empty = batches.empty()
+        self.empty = batches.at(batches.nothing, 0)
         """A batch without a document, and its report."""
+        self.rungs = batches.rungs
+        """Sizes that its batches can have."""
+        self._pack, self._nothing = batches.at, _Made(self.empty, batches.nothing, range(self.rungs))
+        self._made = self._nothing
         self._identity = identity
         # Done once: by close(), when nobody holds this object any more, or as the interpreter exits.
         self._end = weakref.finalize(self, _end, batches, self._source, workers)
+
+    def __next__(self) -> BatchAndReport:
+        self._made = next(self._source, self._nothing)
+        if self._made is self._nothing:
+            raise StopIteration
+        return self._made.found
+
+    @property
+    def holding(self) -> list[int]:
+        """The rungs that hold what next() has just returned; all of them where it raised StopIteration."""
+        return list(self._made.holding)
+
+    def at(self, rung: int) -> BatchAndReport:
+        """What next() has just returned, packed at another rung that holds it; a batch without a document
+        where next() raised StopIteration."""
+        return self._pack(self._made.rows, rung)
 
     def close(self) -> None:
         """Stops this loader's prefetch thread and its worker processes."""
@@ -191,31 +222,43 @@ def _changed(name: str, was: Any, now: Any) -> str:
     return "tokenizer: another one" if name == "tokenizer" else f"{name}: {was!r} then, {now!r} now"
 
 
-class _Batches(BatchIterator):
+class _Made(NamedTuple):
+    """A batch and its report; the documents of its rows; the rungs that hold them."""
+
+    found: BatchAndReport
+    rows: Sequence[RowDocuments | None]
+    holding: Sequence[int]
+
+
+class _Batches(Iterator[_Made]):
     """Assembles batches from the rows' streams and collects the states of all streams.
 
     streams: the stream of every row of the batch, or None for a row that another process reads.
     """
 
-    def __init__(self, streams: Sequence[grain.DatasetIterator | None], empty: PackedRow) -> None:
-        self._streams, self._empty = streams, empty
+    def __init__(self, streams: Sequence[grain.DatasetIterator | None], ladder: Ladder) -> None:
+        self._streams, self._ladder = streams, ladder
         self._own = {row: stream for row, stream in enumerate(streams) if stream is not None}
+        self.nothing: Sequence[RowDocuments | None] = [None] * len(self._own)
 
-    def __next__(self) -> BatchAndReport:
-        rows: list[PackedRow | None] = [next(stream, None) for stream in self._own.values()]
+    def __next__(self) -> _Made:
+        rows: list[RowDocuments | None] = [next(stream, None) for stream in self._own.values()]
         if not any(rows):
             raise StopIteration
-        return self._assembled(row or self._empty for row in rows)
+        holding = self._ladder.holding(rows)
+        return _Made(self.at(rows, holding[0]), rows, holding)
 
-    def empty(self) -> BatchAndReport:
-        return self._assembled([self._empty] * len(self._own))
+    @property
+    def rungs(self) -> int:
+        return len(self._ladder.rungs)
 
-    def _assembled(self, rows: Iterable[PackedRow]) -> BatchAndReport:
-        batches, packed = zip(*rows, strict=True)
-        batch = concatenate_rows(batches)
-        capacity = batch.tokens.shape[1]
-        reports = (RowReport.of(row, report, capacity) for row, report in zip(self._own, packed, strict=True))
-        return batch, BatchReport(tuple(reports), tuple(report.keys for report in packed))
+    def at(self, rows: Sequence[RowDocuments | None], rung: int) -> BatchAndReport:
+        """These rows at a rung that holds them."""
+        packed = [self._ladder.row(row, rung) for row in rows]
+        batch = concatenate_rows([row.batch for row in packed])
+        shape = batch.tokens.shape[1], batch.mels.shape[1] if batch.has_audio else 0
+        reports = (RowReport.of(n, row.report, *shape) for n, row in zip(self._own, packed, strict=True))
+        return batch, BatchReport(tuple(reports), tuple(row.report.keys for row in packed), rung)
 
     def get_state(self) -> dict[str, Any]:
         return {"streams": [stream and stream.get_state() for stream in self._streams]}
@@ -257,6 +300,7 @@ def make_loader(
     extras: Sequence[str] = (),
     answers: bool = False,
     mismatched: bool = False,
+    ladder: bool = False,
     on_skip: OnSkip = log_skip,
     identity: Mapping[str, Any] | None = None,
     weights: Sequence[float] | None = None,
@@ -275,6 +319,7 @@ def make_loader(
     shuffle: overrides data.shuffle. depths, extras: see PackDocuments; the stream does not depend on them.
     answers: whether documents may have several answers; see PackDocuments.
     mismatched: whether each item, an Example with answers, also gets answers of another one (WithMismatched).
+    ladder: whether a batch takes the first of data.ladder's sizes that holds it. False: all have the largest.
     on_skip: called for every Skipped, and for the documents that PackDocuments skips.
     identity: what the documents depend on besides data.*, as JSON values. A position saved under one identity
         is refused under another.
@@ -317,7 +362,8 @@ def make_loader(
         **({"share_prompts": pack.share_prompts} if answers else {}),
         **({"mismatched": True} if mismatched else {}),
     }
-    batches = _Batches(streams, pack.row([]))
+    sizes = Ladder.of(pack, data) if ladder else Ladder((pack,))
+    batches = _Batches(streams, sizes)
     return Loader(batches, prefetch, own_workers, stream_identity | dict(identity or {}))
 
 

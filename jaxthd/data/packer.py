@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxthd.config import Config, Packing
 from jaxthd.data.decreasing import BestFitDecreasing
-from jaxthd.data.runs import JudgedDocument, RowDocuments, Runs
+from jaxthd.data.runs import JudgedDocument, RowDocuments, Runs, Taken, Waiting
 from jaxthd.data.skipped import Skipped
 from jaxthd.errors import UserError
 from jaxthd.packing.assignment import Placement, Shares, slot_work
@@ -28,6 +28,7 @@ from jaxthd.packing.document import SUBSAMPLING, Document
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.packing.layout import LayoutKind
 from jaxthd.packing.pack import PackReport, pack_row
+from jaxthd.packing.waiting import next_row
 
 OnSkip = Callable[[str, str], None]
 """Called with (document key, reason) for every document that is skipped."""
@@ -63,7 +64,7 @@ class PackDocuments(Sequence[Any]):
     epoch, and again when a restored iterator reads them once more.
 
     Grain's own packer fills buffers by tokens and mel frames jointly. Under the layout "whole" documents of
-    one or two buffers wait, and rows are chosen among these.
+    some buffers wait, and rows are chosen among these (packing/waiting.py).
 
     The state of a stream is (the packer's state before a buffer, which documents were yielded from there on).
     It is exact, JSON-serialisable and means the same under every mesh and layout. That is why documents are
@@ -212,6 +213,10 @@ class PackDocuments(Sequence[Any]):
 
     def pack_judged(self, documents: grain.MapDataset | grain.IterDataset) -> grain.IterDataset:
         """Like __call__, for a dataset of what `judge` returns, of Skipped and None."""
+        return self.choose(documents).map(self.placed_row)
+
+    def choose(self, documents: grain.MapDataset | grain.IterDataset) -> grain.IterDataset:
+        """Like pack_judged, but gives the RowDocuments of each row, which placed_row packs."""
         if isinstance(documents, grain.MapDataset):
             documents = documents.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         packable = documents.filter(self._keep)
@@ -241,10 +246,11 @@ class PackDocuments(Sequence[Any]):
                 seed=self.shuffle_seed or 0,
             ).map(lambda buffer: buffer["judged"])
         if self._shares is None or self.packing == "padded":
-            return Runs(buffers, self._first_run).map(self._placed_row)
-        return Runs(buffers, self._chosen, 2 * self.capacity).map(self._placed_row)
+            return Runs(buffers, self._first_run)
+        return Runs(buffers, self._chosen, reads_ahead=True)
 
-    def _placed_row(self, row: RowDocuments) -> PackedRow:
+    def placed_row(self, row: RowDocuments) -> PackedRow:
+        """Packs and lays out a row that `choose` gives."""
         return self.row(row.documents, row.placement)
 
     def row(self, documents: Sequence[Document], placement: Placement | None = None) -> PackedRow:
@@ -282,27 +288,32 @@ class PackDocuments(Sequence[Any]):
             self.on_skip(judged.document.key, judged.fit.too_large)
         return not judged.fit.too_large
 
-    def _first_run(self, waiting: Sequence[JudgedDocument]) -> tuple[Sequence[int], RowDocuments | None]:
-        """Takes the longest run of a buffer's documents that make a row; (those taken, the row).
+    def _first_run(self, waiting: Sequence[Waiting], is_last: bool) -> Taken:
+        """Takes the longest run of a buffer's documents that make a row.
 
         Takes one, and gives no row, if the first document alone cannot be assigned: it is skipped.
         """
-        taken = self.limits.first_run([judged.fit for judged in waiting])
+        documents = [x.judged for x in waiting]
+        taken = self.limits.first_run([judged.fit for judged in documents])
         if not taken:
-            return self._skipped(waiting[0])
-        return range(taken), RowDocuments([judged.document for judged in waiting[:taken]])
+            return self._skipped(documents, [0])
+        return range(taken), RowDocuments([judged.document for judged in documents[:taken]])
 
-    def _chosen(self, waiting: Sequence[JudgedDocument]) -> tuple[Sequence[int], RowDocuments | None]:
-        """Under the layout "whole": takes documents that fill the context ranks; the first is among them."""
-        placed = self.limits.fill([judged.fit for judged in waiting])
+    def _chosen(self, waiting: Sequence[Waiting], is_last: bool) -> Taken | None:
+        """Under the layout "whole": takes documents that fill the context ranks."""
+        documents = [x.judged for x in waiting]
+        if misfits := [i for i, judged in enumerate(documents) if judged.fit.unassignable]:
+            return self._skipped(documents, misfits)
+        fits, ages = [judged.fit for judged in documents], [x.age for x in waiting]
+        placed = next_row(self.limits, fits, ages, is_last=is_last)
         if placed is None:
-            return self._skipped(waiting[0])
-        documents = [waiting[i].document for i in placed.order]
-        return placed.order, RowDocuments(documents, placed.renumbered())
+            return None
+        return placed.order, RowDocuments([documents[i].document for i in placed.order], placed.renumbered())
 
-    def _skipped(self, judged: JudgedDocument) -> tuple[Sequence[int], None]:
-        self.on_skip(judged.document.key, judged.fit.unassignable)
-        return range(1), None
+    def _skipped(self, documents: Sequence[JudgedDocument], numbers: Sequence[int]) -> Taken:
+        for i in numbers:
+            self.on_skip(documents[i].document.key, documents[i].fit.unassignable)
+        return numbers, None
 
 
 def pack_documents(
@@ -325,7 +336,7 @@ def pack_documents(
         packing_bins=data.packing_bins,
         round_to=data.round_to,
         context=config.mesh.context,
-        layout=config.compute.context_layout,
+        layout=config.compute.layout,
         cuts=config.compute.context_cuts,
         slot_work=slot_work(config),
         audio_ranks=config.mesh.audio_ranks,

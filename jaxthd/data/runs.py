@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import grain
 
@@ -27,24 +28,33 @@ class RowDocuments:
     placement: Placement | None = None
 
 
-Take = Callable[[Sequence[JudgedDocument]], tuple[Sequence[int], RowDocuments | None]]
-"""Of documents that wait: (the numbers of those that are taken, the row of them or None). It takes at least
-the first one, and decides by the waiting documents alone."""
+class Waiting(NamedTuple):
+    """A document that waits, and the number of buffers that were read after its own."""
+
+    judged: JudgedDocument
+    age: int
+
+
+Taken = tuple[Sequence[int], RowDocuments | None]
+"""(the numbers of the documents that are taken, at least one; the row of them, or None)."""
+
+Take = Callable[[Sequence[Waiting], bool], Taken | None]
+"""Called with the documents that wait, and whether they are the last. It returns None if more must be read
+before it takes any. It decides by its arguments alone."""
 
 
 class Runs(grain.IterDataset):
     """Rows of the packer's buffers, chosen by `take` among the documents that wait.
 
-    window: token slots that the waiting documents take, at least, before some are taken. 0: only documents of
-    one buffer wait at a time.
+    reads_ahead: documents of several buffers may wait at a time; otherwise only those of one.
     """
 
-    def __init__(self, buffers: grain.IterDataset, take: Take, window: int = 0) -> None:
+    def __init__(self, buffers: grain.IterDataset, take: Take, *, reads_ahead: bool = False) -> None:
         super().__init__(buffers)
-        self._take, self._window = take, window
+        self._take, self._reads_ahead = take, reads_ahead
 
     def __iter__(self) -> grain.DatasetIterator:
-        return _RunsIterator(iter(self.parents[0]), self._take, self._window)
+        return _RunsIterator(iter(self.parents[0]), self._take, reads_ahead=self._reads_ahead)
 
     def __str__(self) -> str:
         return "Runs"
@@ -52,53 +62,63 @@ class Runs(grain.IterDataset):
 
 class _RunsIterator(grain.DatasetIterator):
     """State: the parent's state before the first buffer that has waiting documents; which of the documents
-    from there on were taken, a number if they are the first ones of that buffer; how many buffers were read,
-    if several.
+    from there on were taken: a number if they are the first ones of that buffer, else ranges; how many
+    buffers were read, if several.
     """
 
-    def __init__(self, buffers: grain.DatasetIterator, take: Take, window: int) -> None:
+    def __init__(self, buffers: grain.DatasetIterator, take: Take, *, reads_ahead: bool) -> None:
         super().__init__(buffers)
-        self._buffers, self._take, self._window = buffers, take, window
+        self._buffers, self._take, self._reads_ahead = buffers, take, reads_ahead
         self._start(buffers.get_state(), 0, 0)
 
-    def _start(self, before: dict[str, Any], taken: int | Sequence[int], to_read: int) -> None:
+    def _start(self, before: dict[str, Any], taken: int | Sequence[Sequence[int]], to_read: int) -> None:
         self._before, self._to_read = [before], to_read  # one more state than buffers
         self._read: list[Sequence[JudgedDocument]] = []
-        self._taken = set(range(taken) if isinstance(taken, int) else taken)
         self._is_count = isinstance(taken, int)  # of documents of the first buffer, which holds more
+        ranges = [(0, taken)] if isinstance(taken, int) else taken
+        self._taken = set(chain(*(range(start, end) for start, end in ranges)))
         self._is_restored = self._is_count and bool(self._taken)
 
     def __next__(self) -> RowDocuments:
         while True:
-            waiting = self._waiting()
-            numbers, row = self._take([judged for _, judged in waiting])
-            self._taken.update(waiting[number][0] for number in numbers)
+            numbers, row = self._next_taken()
+            self._taken.update(numbers)
             self._forget()
             # Documents of buffers that are not read yet may be taken already, after another layout.
             self._is_count = bool(self._read) or not self._taken
             if row:
                 return row
 
-    def _waiting(self) -> list[tuple[int, JudgedDocument]]:
-        """Those not taken, and their numbers; reads buffers until there are enough."""
+    def _next_taken(self) -> Taken:
+        """What `take` takes, with the documents' numbers here; reads as many buffers as it needs."""
         while True:
-            documents = [judged for buffer in self._read for judged in buffer]
-            waiting = [(i, judged) for i, judged in enumerate(documents) if i not in self._taken]
-            slots = sum(judged.fit.slots for _, judged in waiting)
-            if self._to_read == 0 and waiting and slots >= self._window:
-                return waiting
-            try:
-                self._read.append(next(self._buffers))
-            except StopIteration:
+            ages = range(len(self._read) - 1, -1, -1)
+            documents = [
+                Waiting(x, age) for buffer, age in zip(self._read, ages, strict=True) for x in buffer
+            ]
+            numbers = [i for i in range(len(documents)) if i not in self._taken]
+            waiting = [documents[i] for i in numbers]
+            found = self._take(waiting, False) if waiting and self._to_read == 0 else None
+            if found is None and not self._read_buffer():
                 if not waiting:
-                    raise
-                return waiting
-            self._before.append(self._buffers.get_state())
-            self._to_read = max(self._to_read - 1, 0)
-            if self._is_restored and self._taken.issuperset(range(len(self._read[0]))):
-                self._refuse()
-            self._is_restored = False
-            self._forget()
+                    raise StopIteration
+                found = self._take(waiting, True)
+            if found is not None:
+                return [numbers[i] for i in found[0]], found[1]
+
+    def _read_buffer(self) -> bool:
+        """Reads one more buffer, if there is one."""
+        try:
+            self._read.append(next(self._buffers))
+        except StopIteration:
+            return False
+        self._before.append(self._buffers.get_state())
+        self._to_read = max(self._to_read - 1, 0)
+        if self._is_restored and self._taken.issuperset(range(len(self._read[0]))):
+            self._refuse()
+        self._is_restored = False
+        self._forget()
+        return True
 
     def _refuse(self) -> None:
         raise ValueError(
@@ -114,13 +134,24 @@ class _RunsIterator(grain.DatasetIterator):
             self._before.pop(0)
 
     def get_state(self) -> dict[str, Any]:
-        taken = sorted(self._taken)
-        is_first = taken == list(range(len(taken)))
-        emitted = len(taken) if is_first and self._is_count else taken
+        ranges = _ranges(sorted(self._taken))
+        is_first = not ranges or (len(ranges) == 1 and ranges[0][0] == 0)
+        emitted = len(self._taken) if is_first and self._is_count else ranges
         state = {"packer": self._before[0], "emitted": emitted}
         read = len(self._read) + self._to_read
         return state | ({"read": read} if read > 1 else {})
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._buffers.set_state(state["packer"])
-        self._start(state["packer"], state["emitted"], state.get("read", 0) if self._window else 0)
+        self._start(state["packer"], state["emitted"], state.get("read", 0) if self._reads_ahead else 0)
+
+
+def _ranges(numbers: Sequence[int]) -> list[list[int]]:
+    """[start, end] of each run of rising numbers without a gap."""
+    found: list[list[int]] = []
+    for i in numbers:
+        if found and found[-1][1] == i:
+            found[-1][1] = i + 1
+        else:
+            found.append([i, i + 1])
+    return found

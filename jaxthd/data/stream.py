@@ -55,7 +55,7 @@ def row_streams(
     seed: int | None,
     pool: Workers | None,
 ) -> list[grain.DatasetIterator | None]:
-    """The iterators over the PackedRows of every row of the batch.
+    """The iterators over the RowDocuments of every row of the batch.
 
     sources: random access to the items of one data set each. load: makes their documents.
     own: the rows that this process reads (None: all); for the others the list has None.
@@ -76,7 +76,7 @@ def row_streams(
             _LoadedByWorkers(mixed, sources, load, pool) if pool else mixed.map(partial(_load, sources, load))
         )
         sift = _Sift(pack, [len(share) for share in shares] if repeat else None)
-        streams.append(iter(pack.pack_judged(loaded.map(sift))))
+        streams.append(iter(pack.choose(loaded.map(sift))))
     return streams
 
 

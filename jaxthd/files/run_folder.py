@@ -243,9 +243,14 @@ def _built(kind: Any, stored: Mapping[str, Any]) -> Any:
         inner = _dataclass_in(kinds[name])
         if inner and value is not None:
             return _built(inner, value)
-        return tuple(value) if isinstance(value, list) else value
+        return _as_tuples(value)
 
     return kind(**{name: value_of(name, value) for name, value in stored.items()})
+
+
+def _as_tuples(value: Any) -> Any:
+    """The value with tuples for lists, which are JSON's form of them."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 def _dataclass_in(kind: Any) -> Any:

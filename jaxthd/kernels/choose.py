@@ -10,12 +10,16 @@ from jaxthd.config import Config
 from jaxthd.errors import UserError
 from jaxthd.kernels.admission import Kernel, Verdict, admit
 from jaxthd.kernels.attention_probe import attention_kernels
+from jaxthd.kernels.encoder_probe import encoder_kernels
 from jaxthd.kernels.machine import Machine
 from jaxthd.kernels.scan_probe import scan_kernels
+from jaxthd.ops.attention.backends import BACKENDS as ATTENTION
 from jaxthd.ops.attention.contract import AttentionShape
+from jaxthd.ops.attention.relative import RelativeShape
 from jaxthd.ops.scan.backends import BACKENDS as SCANS
 from jaxthd.ops.scan.contract import ScanShape
 from jaxthd.ops.scan.pallas import chunk_of
+from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.processes import exchange
 
 
@@ -46,9 +50,9 @@ def scan_shape(config: Config) -> ScanShape:
     llm, mesh, context = config.model.llm, config.mesh, config.mesh.context
     heads, groups = llm.mamba_heads // mesh.tensor, max(1, llm.mamba_groups // mesh.tensor)
     tokens, states_enter = config.data.capacity, context > 1
-    if context > 1 and config.compute.context_layout == "document":
+    if context > 1 and config.compute.layout == "document":
         heads, groups, states_enter = heads // context, math.lcm(groups, context) // context, False
-    elif context > 1 and config.compute.context_layout == "whole":
+    elif context > 1 and config.compute.layout == "whole":
         tokens, states_enter = tokens // context, False
     elif context > 1:
         tokens //= 2 * context
@@ -63,41 +67,73 @@ def scan_shape(config: Config) -> ScanShape:
     )
 
 
+def _of_encoder(config: Config) -> list[Kernel]:
+    """The attention of the encoder's clips: every rank computes all heads of its own."""
+    encoder = config.model.encoder
+    if encoder is None:
+        return []
+    longest = -(-encoder.chunk_frames // SUBSAMPLING)
+    return encoder_kernels(
+        RelativeShape(config.compute.dtype, encoder.heads, encoder.dim // encoder.heads, longest)
+    )
+
+
 class Choice(NamedTuple):
     """A setting of compute.* that names a back-end.
 
-    letters: of the kinds of layers that it computes; a kernel is admitted for one of them. kernels: one for
-    each back-end. interpreted: back-ends that a CPU interprets: a probe there would say nothing about the
-    GPU's.
+    used: how many kinds of the model's layers it computes; a kernel is admitted for one of them. kernels: of
+    back-ends that need admission ("xla" too, which needs none). plain: names that need none: what "auto" is
+    on a CPU, and on a GPU that admits no kernel. interpreted: back-ends that a CPU interprets: a probe there
+    would say nothing about the GPU's.
     """
 
     field: str
-    letters: str
+    used: Callable[[Config], int]
     kernels: Callable[[Config], Sequence[Kernel]]
-    interpreted: tuple[str, ...] = ()
+    plain: tuple[str, str]
+    interpreted: tuple[str, ...]
+
+
+def _layers(config: Config, letters: str) -> int:
+    return sum(letter in config.model.llm.kinds for letter in letters)
 
 
 CHOICES = (
-    Choice("attention_backend", "*L", lambda config: attention_kernels(attention_shape(config))),
+    Choice(
+        "attention_backend",
+        lambda config: _layers(config, "*LW"),
+        lambda config: attention_kernels(attention_shape(config)),
+        ("xla", "xla"),
+        tuple(name for name, backend in ATTENTION.items() if backend.is_interpreted_on_cpu),
+    ),
     Choice(
         "scan_backend",
-        "M",
+        lambda config: _layers(config, "M"),
         lambda config: scan_kernels(scan_shape(config)),
+        ("xla", "xla"),
         tuple(name for name, backend in SCANS.items() if backend.is_interpreted_on_cpu),
+    ),
+    Choice(
+        "encoder_attention",
+        lambda config: int(config.model.encoder is not None),
+        _of_encoder,
+        ("blocks", "banded"),
+        ("pallas",),
     ),
 )
 
 
-LARGE_KERNELS = {"encoder_attention": "banded", "expert_products": "rounds"}
-"""What "auto" means on GPUs, for settings of compute.* that choose between small loops and large products.
-Both are XLA's and need no admission; elsewhere "auto" means the loops."""
+LARGE_KERNELS: dict[str, Any] = {"expert_products": "rounds", "subsampling_frames": 1024}
+"""What "auto" (or 0) means on GPUs, for settings of compute.* that choose between small loops and large
+products. They are XLA's and need no admission; elsewhere it means the loops."""
 
 
 def with_admitted(config: Config, say: Callable[[str], None], folder: Path | None = None) -> Config:
-    """The config with the attention and scan back-ends that the run may use. All processes call this
-    together.
+    """The config with the back-ends of attention, scan and encoder that the run may use. All processes call
+    this together.
 
-    "auto" becomes the first back-end that every process admits; one line says why the others are not used.
+    "auto" becomes the first back-end that every process admits, and one line says why the others are not
+    used; on a CPU it is XLA's code, without a line.
     say: prints a line. folder: see admit. Raises UserError if the back-end asked for by name is not admitted,
     unless compute.kernels_unverified is set and it can run here.
     """
@@ -105,23 +141,25 @@ def with_admitted(config: Config, say: Callable[[str], None], folder: Path | Non
         config = using(config, **{choice.field: _admitted(config, choice, say, folder)})
     if Machine.of_this().platform == "gpu":
         for field, value in LARGE_KERNELS.items():
-            config = using(config, **{field: value}) if getattr(config.compute, field) == "auto" else config
+            config = (
+                using(config, **{field: value}) if getattr(config.compute, field) in ("auto", 0) else config
+            )
     return config
 
 
 def _admitted(config: Config, choice: Choice, say: Callable[[str], None], folder: Path | None) -> str:
     asked: str = getattr(config.compute, choice.field)
-    if asked == "xla":
-        return asked
-    used = [letter for letter in choice.letters if letter in config.model.llm.kinds]
-    if not used or (len(used) > 1 and asked == "auto"):
-        return "xla"
     machine = Machine.of_this()
+    plain, used = choice.plain[machine.platform != "cpu"], choice.used(config)
+    if asked in choice.plain:
+        return asked
+    if not used or (asked == "auto" and (used > 1 or machine.platform == "cpu")):
+        return plain
     if machine.platform == "cpu" and asked in choice.interpreted:
         return asked
     kernels = {kernel.name: kernel for kernel in choice.kernels(config)}
     if asked == "auto":
-        return _first_admitted(kernels, machine, say, folder)
+        return _first_admitted(kernels, plain, machine, say, folder)
     kernel = kernels[asked]
     verdict = admit(kernel, machine, folder)
     refusal = _refusal(verdict)
@@ -132,7 +170,7 @@ def _admitted(config: Config, choice: Choice, say: Callable[[str], None], folder
     if fits and config.compute.kernels_unverified:
         say(f"warning: {found}; it is used all the same, as compute.kernels_unverified says")
         return asked
-    change = f"set compute.{choice.field} to auto or xla"
+    change = f"set compute.{choice.field} to auto or {plain}"
     more = ", or compute.kernels_unverified to use it all the same" * fits
     raise UserError(
         f"{found}; expected a back-end that computes the {kernel.kind} right here: {change}{more}"
@@ -140,17 +178,22 @@ def _admitted(config: Config, choice: Choice, say: Callable[[str], None], folder
 
 
 def _first_admitted(
-    kernels: Mapping[str, Kernel], machine: Machine, say: Callable[[str], None], folder: Path | None
+    kernels: Mapping[str, Kernel],
+    plain: str,
+    machine: Machine,
+    say: Callable[[str], None],
+    folder: Path | None,
 ) -> str:
-    """The name of the first that is admitted, in their order; "xla" if no other is."""
-    refused, chosen = [], "xla"
-    for name in (name for name in kernels if name != "xla"):
+    """The name of the first that is admitted, in their order; `plain` if no other is."""
+    refused, chosen = [], plain
+    for name in (name for name in kernels if name != plain):
         refusal = _refusal(admit(kernels[name], machine, folder))
         if refusal is None:
             chosen = name
             break
         refused.append(f"not {name}: {refusal}")
-    say(f"{kernels['xla'].kind}: {'; '.join([chosen, *refused])}")
+    kind = next(iter(kernels.values())).kind
+    say(f"{kind}: {'; '.join([chosen, *refused])}")
     return chosen
 
 

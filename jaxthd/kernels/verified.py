@@ -8,8 +8,14 @@ VERIFIED = {
         "te": "not yet run; its own Python code, 2.18.0 and 2.20.2, over dense kernels on a CPU, jax 0.10.2, "
         "2026-11-22",
         "cudnn": f"not yet run; jax's own code over dense kernels, and lowered for CUDA, on a {_ON_CPU}",
+        "pallas": "not yet run; interpreted on a CPU, jax 0.10.2, and compiled for an H100 without one, jax "
+        "0.12.0.1, 2026-11-23",
         "batched": "CPU, jax 0.10.2, 2026-11-23; not yet run on a GPU",
         "xla": _EVERYWHERE,
+    },
+    "encoder attention": {
+        "pallas": "not yet run; interpreted on a CPU, jax 0.10.2, and compiled for an H100 without one, jax "
+        "0.12.0.1, 2026-11-23",
     },
     "scan": {
         "pallas": f"not yet run; interpreted, and lowered for CUDA, on a {_ON_CPU}",
@@ -19,5 +25,5 @@ VERIFIED = {
 
 
 def verified_on(kind: str, backend: str) -> str:
-    """kind: "attention" or "scan". A back-end that is not listed has not run anywhere."""
+    """kind: a key of VERIFIED. A back-end that is not listed has not run anywhere."""
     return VERIFIED[kind].get(backend, "not yet run")

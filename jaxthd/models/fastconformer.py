@@ -23,17 +23,19 @@ from jaxthd.models.layers import Linear
 from jaxthd.ops.attention.banded import banded_attention
 from jaxthd.ops.attention.blockwise import interval_attention
 from jaxthd.ops.attention.dense import dense_attention
+from jaxthd.ops.attention.relative import distances, relative_attention
 from jaxthd.ops.conv import centered_conv
 from jaxthd.ops.neighbours import Neighbours, make_neighbours
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 from jaxthd.packing.segments import Segments
-from jaxthd.parallel.params import Buffer, Init, scan_stack, stack, whole
+from jaxthd.parallel.params import Buffer, Init, applied, remat_of, scan_stack, stack
 
 _EPS = 1e-5
 _MOMENTUM = 0.1
 PIECE = 128
-"""The subsampling works on this many encoder frames (10 s) at a time."""
+"""The subsampling works on this many encoder frames (10 s) at a time, where compute.subsampling_frames does
+not say otherwise."""
 DENSE_FRAMES = 512
 """Attention over this many encoder frames of a row on a rank (41 s), or fewer, is one dense product."""
 
@@ -132,13 +134,13 @@ class Subsampling(nnx.Module):
     would have alone.
 
     Encoder frame e reads only mel frames 8e - 7 to 8e + 7. So the buffer is divided into pieces of PIECE
-    encoder frames, each with the 8 mel frames before it. The pieces are computed one after the other, and
-    recomputed in the backward pass. Activations exist for one piece at a time (those of the first convolution
-    alone have 64 times the size of the mels, at 256 channels). With 16,000 frames, 80 mels and 64 channels on
-    a CPU, they take 27 MB instead of 400 MB, in two thirds of the time.
+    encoder frames, or more, each with the 8 mel frames before it. The pieces are computed one after the
+    other, and recomputed in the backward pass. Activations exist for one piece at a time (those of the first
+    convolution alone have 64 times the size of the mels, at 256 channels). With 16,000 frames, 80 mels and 64
+    channels on a CPU, they take 27 MB instead of 400 MB, in two thirds of the time.
     """
 
-    def __init__(self, config: EncoderConfig, init: Init) -> None:
+    def __init__(self, config: EncoderConfig, init: Init, piece: int = PIECE) -> None:
         if config.num_mels % SUBSAMPLING:
             raise ValueError(
                 f"encoder.num_mels is {config.num_mels}; it must be a multiple of {SUBSAMPLING}, "
@@ -148,13 +150,14 @@ class Subsampling(nnx.Module):
         self.first = Linear(9, channels, init, bias=True, projects=False)
         self.later = nnx.List([SeparableConv(channels, init) for _ in range(2)])
         self.out = Linear(config.num_mels // SUBSAMPLING * channels, config.dim, init, bias=True)
+        self.piece = piece
 
     def __call__(
         self, mels_AM: Float[Array, "A M"], mask_A: Bool[Array, " A"], start_E: Bool[Array, " E"]
     ) -> Float[Array, "E D"]:
         """start_E: True on the first frame of a clip. Frames that mask_A excludes may hold any values."""
         frames = len(start_E)
-        per_piece = min(PIECE, frames)
+        per_piece = min(self.piece, frames)
 
         def pieces(x: Array, per_frame: int) -> Array:
             """[E * per_frame, ...] -> [pieces, (1 + per_piece) * per_frame, ...]; 0 beyond both ends of x."""
@@ -201,7 +204,7 @@ class Clips(NamedTuple):
     """The description of the clips that every block uses, computed once.
 
     frames: the number of valid frames on all ranks.
-    banded: whether attention is a band of large products (compute.encoder_attention).
+    attention: how it is computed (compute.encoder_attention).
     cos, sin: cos(p w_f) and sin(p w_f), for a frame's position p in its clip and every frequency w_f.
     neighbours: of the ranks that clips are cut over; None where they lie whole on this rank. waves: the
     cosines and sines of the neighbours' window, in the compute dtype.
@@ -211,7 +214,7 @@ class Clips(NamedTuple):
     frames: Float[Array, ""]
     cos: Float[Array, "E F"]
     sin: Float[Array, "E F"]
-    banded: bool
+    attention: str
     neighbours: Neighbours | None = None
     waves: Float[Array, "S X"] | None = None
 
@@ -269,8 +272,8 @@ def _attention_over_ranks(
 ) -> Array:
     """For clips that are cut over ranks: with the keys and values of the neighbours' window.
 
-    It is dense for the rows that _dense_attention takes. The band has queries in the whole window, of which
-    only this rank's see anything.
+    It is dense for the rows that _dense_attention takes. The band, which stands for the kernels too, has
+    queries in the whole window, of which only this rank's see anything.
     """
     segments, neighbours, waves_SX = clips.segments, clips.neighbours, clips.waves
     assert neighbours is not None
@@ -284,15 +287,15 @@ def _attention_over_ranks(
     if segments.row_length <= DENSE_FRAMES:
         arrays = map(by_row, (query.content, k_SHd, query.position, waves_SX, v_SHd, segments.ids))
         return dense_attention(*arrays, neighbours.ids, scale).reshape(v_EHd.shape)
-    if clips.banded:
+    if clips.attention != "blocks":
 
         def in_window(x: Array) -> Array:
             padding = [(0, 0), (neighbours.reach, neighbours.reach), *[(0, 0)] * (x.ndim - 1)]
             return jnp.pad(by_row(x), padding).reshape(-1, *x.shape[1:])
 
         content, position, lo, hi = map(in_window, (*query, keys.lo, keys.hi))
-        arrays = content, k_SHd, position, waves_SX, v_SHd, lo, hi
-        return neighbours.own(banded_attention(*arrays, scale, segments.block, longest))
+        given = content, k_SHd, position, waves_SX, v_SHd, lo, hi
+        return neighbours.own(banded_attention(*given, scale, segments.block, longest))
     waves_SHX = jnp.broadcast_to(waves_SX[:, None], (len(waves_SX), *query.position.shape[1:]))
     q_EHX, k_SHX = jnp.concatenate(query, axis=-1), jnp.concatenate([k_SHd, waves_SHX], axis=-1)
     return interval_attention(q_EHX, k_SHX, v_SHd, keys, scale, segments.block)
@@ -311,6 +314,7 @@ class RelativeAttention(nnx.Module):
     a = p_i w and b = p_j w: the dot product of a query vector (s and c, rotated) and a key vector (its
     cosines and sines, the same for every head). So this is plain attention with query and key dim d + D;
     nothing is gathered by the difference of two positions. The angles are computed in promote(float32, x).
+    Only the kernels (ops/attention/relative.py) take W phi of all differences that a clip can have.
 
     position: W transposed, [D, D]: rows sin and cos of f = 0, then of f = 1, ...; columns heads x d.
     """
@@ -328,30 +332,56 @@ class RelativeAttention(nnx.Module):
     def __call__(self, x_ED: Float[Array, "E D"], clips: Clips) -> Float[Array, "E D"]:
         dtype, (heads, dim) = x_ED.dtype, self.content_bias.shape
         q_EHd, k_EHd, v_EHd = (f(x_ED).reshape(len(x_ED), heads, dim) for f in (self.q, self.k, self.v))
-        u_Hd, v_Hd = (b[...].astype(dtype) for b in (self.content_bias, self.position_bias))
         w_F2Hd = self.position[...].astype(dtype).reshape(-1, 2, heads, dim)
-        s_EHF, c_EHF = jnp.einsum(
-            "ehd,fthd->tehf", q_EHd + v_Hd, w_F2Hd, preferred_element_type=accumulation_dtype(x_ED)
-        )
-        cos_E1F, sin_E1F = clips.cos[:, None], clips.sin[:, None]
-        rotated = (s_EHF * sin_E1F + c_EHF * cos_E1F, c_EHF * sin_E1F - s_EHF * cos_E1F)
-        position = jnp.concatenate(rotated, axis=-1).astype(dtype)
-        waves_EX = jnp.concatenate([clips.cos, clips.sin], axis=-1).astype(dtype)
-        long = partial(_banded_attention, longest=self.longest) if clips.banded else _blockwise_attention
-        attend = _dense_attention if clips.segments.row_length <= DENSE_FRAMES else long
-        query, scale = _Query(q_EHd + u_Hd, position), 1 / math.sqrt(dim)
+        given = q_EHd, k_EHd, v_EHd, w_F2Hd
 
-        def own(query: _Query, k_EHd: Array, v_EHd: Array) -> Array:
-            return attend(query, k_EHd, waves_EX, v_EHd, clips.segments, scale)
+        def own(q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array) -> Array:
+            return self._own(q_EHd, k_EHd, v_EHd, w_F2Hd, clips)
 
-        def over_ranks(query: _Query, k_EHd: Array, v_EHd: Array) -> Array:
+        def over_ranks(q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array) -> Array:
+            query, scale = self._query(q_EHd, w_F2Hd, clips), 1 / math.sqrt(dim)
             return _attention_over_ranks(query, k_EHd, v_EHd, clips, scale, self.longest)
 
         if clips.neighbours is None:
-            o_EHd = own(query, k_EHd, v_EHd)
+            o_EHd = own(*given)
         else:
-            o_EHd = jax.lax.cond(clips.neighbours.is_cut, over_ranks, own, query, k_EHd, v_EHd)
+            o_EHd = jax.lax.cond(clips.neighbours.is_cut, over_ranks, own, *given)
         return self.out(o_EHd.reshape(x_ED.shape))
+
+    def _own(self, q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array, clips: Clips) -> Array:
+        """Attention inside the clips that lie whole on this rank."""
+        scale, segments, dtype = 1 / math.sqrt(q_EHd.shape[-1]), clips.segments, q_EHd.dtype
+        if clips.attention == "pallas":
+            u_Hd, v_Hd = (b[...].astype(dtype) for b in (self.content_bias, self.position_bias))
+            far_WHd = self._far(w_F2Hd, accumulation_dtype(q_EHd))
+            given = q_EHd + u_Hd, k_EHd, q_EHd + v_Hd, far_WHd, v_EHd
+            return relative_attention(*given, segments.whole.lo, segments.whole.hi, scale, self.longest)
+        waves_EX = jnp.concatenate([clips.cos, clips.sin], axis=-1).astype(dtype)
+        banded = partial(_banded_attention, longest=self.longest)
+        long = banded if clips.attention == "banded" else _blockwise_attention
+        attend = _dense_attention if segments.row_length <= DENSE_FRAMES else long
+        return attend(self._query(q_EHd, w_F2Hd, clips), k_EHd, waves_EX, v_EHd, segments, scale)
+
+    def _query(self, q_EHd: Array, w_F2Hd: Array, clips: Clips) -> _Query:
+        u_Hd, v_Hd = (b[...].astype(q_EHd.dtype) for b in (self.content_bias, self.position_bias))
+        s_EHF, c_EHF = jnp.einsum(
+            "ehd,fthd->tehf", q_EHd + v_Hd, w_F2Hd, preferred_element_type=accumulation_dtype(q_EHd)
+        )
+        cos_E1F, sin_E1F = clips.cos[:, None], clips.sin[:, None]
+        rotated = (s_EHF * sin_E1F + c_EHF * cos_E1F, c_EHF * sin_E1F - s_EHF * cos_E1F)
+        return _Query(q_EHd + u_Hd, jnp.concatenate(rotated, axis=-1).astype(q_EHd.dtype))
+
+    def _far(self, w_F2Hd: Array, acc: jnp.dtype) -> Float[Array, "W H d"]:
+        """W phi(t) for all distances t of two frames in a clip."""
+        frequencies = len(w_F2Hd)
+        angle_WF = distances(self.longest)[:, None].astype(acc) * _frequencies(2 * frequencies, acc)
+        phi_WF2 = jnp.stack([jnp.sin(angle_WF), jnp.cos(angle_WF)], axis=-1).astype(w_F2Hd.dtype)
+        return jnp.einsum("wft,fthd->whd", phi_WF2, w_F2Hd)
+
+
+def _frequencies(dim: int, acc: jnp.dtype) -> Float[Array, " F"]:
+    found: Array = 10000.0 ** (-jnp.arange(0, dim, 2, dtype=acc) / dim)
+    return found
 
 
 class ConvModule(nnx.Module):
@@ -410,12 +440,13 @@ class FastConformer(nnx.Module):
             raise ValueError(
                 f"encoder.dim {config.dim} is not a multiple of encoder.heads {config.heads}; change either"
             )
-        self.subsampling = Subsampling(config, init)
+        self.subsampling = Subsampling(config, init, compute.subsampling_frames or PIECE)
         self.blocks = stack(lambda init: ConformerBlock(config, init), init, config.layers)
         self.scale = math.sqrt(config.dim) if config.scale_input else 1.0
         self.longest = encoder_frames(config.chunk_frames)
-        self.remat = compute.remat_encoder
-        self.banded = compute.encoder_attention == "banded"
+        self.remat, self.unroll = remat_of(compute, compute.remat_encoder), compute.unroll_layers
+        self.keeps_gathered = init.mesh.pipeline == 1 or compute.recomputed_of_stage == "stage"
+        self.attention = compute.encoder_attention
 
     def __call__(
         self,
@@ -452,10 +483,10 @@ class FastConformer(nnx.Module):
         neighbours = make_neighbours(segments, self.longest - 1, row_axes, axes)
         x_ED = self._subsampled(mels_AM, mel_mask_A, segments, neighbours)
         dim, acc = x_ED.shape[1], accumulation_dtype(mels_AM)
-        w_F = 10000.0 ** (-jnp.arange(0, dim, 2, dtype=acc) / dim)
+        w_F = _frequencies(dim, acc)
         angle_EF = segments.positions[:, None].astype(acc) * w_F
         frames = jax.lax.psum(segments.valid.sum().astype(acc), axes)
-        clips = Clips(segments, frames, jnp.cos(angle_EF), jnp.sin(angle_EF), self.banded)
+        clips = Clips(segments, frames, jnp.cos(angle_EF), jnp.sin(angle_EF), self.attention)
         if neighbours is not None:
             angle_SF = neighbours.positions.reshape(-1, 1).astype(acc) * w_F
             waves_SX = jnp.concatenate([jnp.cos(angle_SF), jnp.sin(angle_SF)], axis=-1)
@@ -467,14 +498,15 @@ class FastConformer(nnx.Module):
             x_ED = block(x_ED, clips, train=train, axes=axes)
             return x_ED, nnx.to_pure_dict(nnx.state(block, Buffer))
 
-        x_ED, buffers = scan_stack(self.blocks, body, x_ED, remat=self.remat)
+        x_ED, buffers = scan_stack(self.blocks, body, x_ED, remat=self.remat, unroll=self.unroll)
         return jnp.where(segments.valid[:, None], x_ED, 0), {"blocks": buffers}
 
     def _subsampled(
         self, mels_AM: Array, mel_mask_A: Array, segments: Segments, neighbours: Neighbours | None
     ) -> Array:
         """An encoder frame reads mel frames of the frame before, which a neighbour may have."""
-        subsampling, start_E = whole(self.subsampling), segments.positions == 0
+        subsampling = partial(applied, self.subsampling, keeps_gathered=self.keeps_gathered)
+        start_E = segments.positions == 0
         if neighbours is None:
             return subsampling(mels_AM, mel_mask_A, start_E) * self.scale
         rows, frames = segments.rows, segments.row_length

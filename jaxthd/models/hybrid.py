@@ -25,7 +25,7 @@ from jaxthd.models.mixers import Prefilled, RoutedMixer, Routing, layer_kind
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.mesh import PIPELINE
-from jaxthd.parallel.params import Init, gathered_state, rematerialized, stack
+from jaxthd.parallel.params import Init, Remat, gathered_state, remat_of, rematerialized, stack
 from jaxthd.parallel.stages import Stages
 from jaxthd.parallel.tensor import Residual
 
@@ -104,6 +104,9 @@ class _Layers(NamedTuple):
     numbers: Array | None = None
 
 
+StackedLayers = dict[str, _Layers]
+"""Layers of a repeated unit, by pattern letter: arrays [repeats, layers of this kind in the unit, ...]."""
+
 ApplyBlock = Callable[[Block, Array, Any], tuple[Array, Any]]
 """(block, x, the block's cache or None) -> (x, the block's second result)."""
 
@@ -125,7 +128,8 @@ class HybridLayers(nnx.Module):
             }
         )
         self.stages = stages
-        self.remat = compute.remat_llm
+        self.remat, self.keeps_views = remat_of(compute, compute.remat_llm), True
+        self.unroll = compute.unroll_layers
 
     def stage(
         self, pattern: str, chunk: Array | int, x_nD: Float[Array, "n D"], segments: Segments
@@ -136,13 +140,47 @@ class HybridLayers(nnx.Module):
         the most such layers, and None if no layer routes. At most one kind of layer in a pattern may route.
         """
 
+        return self.run(pattern, self.layers_of(pattern, chunk), None, x_nD, segments)
+
+    def run(
+        self,
+        pattern: str,
+        layers: list[StackedLayers],
+        trained: list[dict[str, Any]] | None,
+        x_nD: Float[Array, "n D"],
+        segments: Segments,
+    ) -> tuple[Float[Array, "n D"], Routing | None]:
+        """As `stage`, of layers that layers_of has taken. trained: rows_of the parameters to differentiate,
+        which stand in the place of the layers' own; None where a parameter is not among them.
+        """
+
         def apply(block: Block, x_nD: Array, _: None) -> tuple[Array, Routing | None]:
             return block(x_nD, segments)
 
-        x_nD, found = self._apply_stage(pattern, chunk, apply, x_nD, remat=self.remat)
+        if trained is not None:
+            layers = [_with_trained(*unit) for unit in zip(layers, trained, strict=True)]
+        x_nD, found = self._apply_layers(pattern, layers, apply, x_nD, remat=self.remat)
         routed = [routing for routing in found.values() if routing is not None]
         assert len(routed) <= 1
         return x_nD, routed[0] if routed else None
+
+    def layers_of(self, pattern: str, chunk: Array | int, cache: Cache | None = None) -> list[StackedLayers]:
+        """The layers of this rank's stage number `chunk`, for each repeated unit of its pattern. cache: only
+        this stage's.
+        """
+        stacks = {}
+        for letter in sorted(set(self.stages.letters)):
+            variables = nnx.state(self.layers[layer_kind(letter).name])
+            numbers = None if dropout.current() is None else self._numbers(letter, chunk)
+            stack_of = _Layers(self._of_chunk(letter, chunk, variables), cache and cache[letter], numbers)
+            stacks[letter] = stack_of
+        return _by_unit(pattern, stacks)
+
+    def rows_of(self, pattern: str, chunk: Array | int, of_kinds: dict[str, Any]) -> list[dict[str, Any]]:
+        """The same of trees of stacked arrays, by the layers' names in self.layers."""
+        names = {letter: layer_kind(letter).name for letter in set(self.stages.letters)}
+        stacks = {letter: self._of_chunk(letter, chunk, of_kinds[name]) for letter, name in names.items()}
+        return _by_unit(pattern, stacks)
 
     def prefill(
         self,
@@ -184,54 +222,92 @@ class HybridLayers(nnx.Module):
         apply: ApplyBlock,
         x_nD: Array,
         *,
-        remat: bool,
+        remat: Remat,
         cache: Cache | None = None,
     ) -> tuple[Array, Cache]:
         """Applies `apply` to every block of a stage, in the pattern's order.
 
         Both cache and the layers' results are stacked by letter and padded to Stages.most.
         """
-        graphs, stacks = {}, {}
-        for letter in sorted(set(self.stages.letters)):
-            graphs[letter], variables = nnx.split(self.layers[layer_kind(letter).name])
-            stacks[letter] = _Layers(variables, cache and cache[letter])
-        done: Counter[str] = Counter()
-        results: dict[str, list[Any]] = {letter: [] for letter in stacks}
-        for unit, repeats in repeated_units(pattern):
-            counts = Counter(unit)
-            layers = {
-                letter: _repeats(self._of_chunk(letter, chunk, stacks[letter]), done[letter], repeats, count)
-                for letter, count in counts.items()
-            }
-            done.update({letter: repeats * count for letter, count in counts.items()})
-            body = rematerialized(partial(_apply_unit, unit, graphs, apply), remat, layers)
-            x_nD, found = jax.lax.scan(body, x_nD, layers)
+        layers = self.layers_of(pattern, chunk, cache)
+        return self._apply_layers(pattern, layers, apply, x_nD, remat=remat, cache=cache)
+
+    def _apply_layers(
+        self,
+        pattern: str,
+        layers: list[StackedLayers],
+        apply: ApplyBlock,
+        x_nD: Array,
+        *,
+        remat: Remat,
+        cache: Cache | None = None,
+    ) -> tuple[Array, Cache]:
+        kinds = {letter: self.layers[layer_kind(letter).name] for letter in sorted(set(self.stages.letters))}
+        graphs = {letter: nnx.graphdef(kind) for letter, kind in kinds.items()}
+        results: dict[str, list[Any]] = {letter: [] for letter in kinds}
+        for (unit, _), of_unit in zip(repeated_units(pattern), layers, strict=True):
+            # What is recomputed of a layer by itself is not recomputed with its unit.
+            by_layer = remat if isinstance(remat, str) else False
+            step: Any = partial(_apply_unit, unit, graphs, apply, by_layer)
+            body = step if by_layer else rematerialized(step, remat, of_unit, keeps_views=self.keeps_views)
+            x_nD, found = jax.lax.scan(body, x_nD, of_unit, unroll=self.unroll)
             for letter, result in found.items():
                 results[letter].append(jax.tree.map(lambda r: jax.lax.collapse(r, 0, 2), result))
-        for letter in stacks:
-            if missing := self.stages.most(letter) - done[letter]:
+        for letter, kind in kinds.items():
+            if missing := self.stages.most(letter) - pattern.count(letter):
                 run = partial(_apply_row, 0, graphs[letter], apply)
-                like = jax.eval_shape(run, x_nD, stacks[letter])[1]
-                results[letter].append(_zeros(missing, like))
+                stacked = _Layers(nnx.state(kind), cache and cache[letter])
+                results[letter].append(_zeros(missing, jax.eval_shape(run, x_nD, stacked)[1]))
         return x_nD, {letter: _concatenated(of_letter) for letter, of_letter in results.items()}
 
-    def _of_chunk(self, letter: str, chunk: Array | int, layers: _Layers) -> _Layers:
-        """The rows of a stack that hold this stage's layers. (The cache already holds only this stage's.)"""
-        if dropout.current() is not None:
-            table_pcm = self.stages.layers(letter).reshape(self.stages.ranks, self.stages.chunks, -1)
-            rank = jax.lax.axis_index(PIPELINE) if self.stages.ranks > 1 else 0
-            layers = layers._replace(numbers=jnp.asarray(table_pcm, jnp.int32)[rank, chunk])
+    def _numbers(self, letter: str, chunk: Array | int) -> Array:
+        """The numbers of this stage's layers among those of their kind in the model."""
+        table_pcm = self.stages.layers(letter).reshape(self.stages.ranks, self.stages.chunks, -1)
+        rank = jax.lax.axis_index(PIPELINE) if self.stages.ranks > 1 else 0
+        return jnp.asarray(table_pcm, jnp.int32)[rank, chunk]
+
+    def _of_chunk(self, letter: str, chunk: Array | int, stacked: Any) -> Any:
+        """The rows of a stack that hold this stage's layers."""
         if self.stages.chunks == 1:
-            return layers
+            return stacked
         most = self.stages.most(letter)
 
         def rows(w: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(w, chunk * most, most)
 
-        return layers._replace(variables=jax.tree.map(rows, layers.variables))
+        return jax.tree.map(rows, stacked)
 
 
-def _repeats(layers: _Layers, first: int, repeats: int, count: int) -> _Layers:
+def _by_unit(pattern: str, stacks: dict[str, Any]) -> list[dict[str, Any]]:
+    """Trees of a stage's stacked layers by letter, divided by the repeated units of its pattern."""
+    done: Counter[str] = Counter()
+    found = []
+    for unit, repeats in repeated_units(pattern):
+        counts = Counter(unit)
+        found.append(
+            {
+                letter: _repeats(stacks[letter], done[letter], repeats, count)
+                for letter, count in counts.items()
+            }
+        )
+        done.update({letter: repeats * count for letter, count in counts.items()})
+    return found
+
+
+def _with_trained(layers: StackedLayers, trained: dict[str, Any]) -> StackedLayers:
+    """The layers with these parameters, where they are not None."""
+
+    def replaced(of_kind: _Layers, given: Any) -> _Layers:
+        flat = dict(nnx.to_flat_state(of_kind.variables))
+        for path, value in nnx.traversals.flatten_mapping(given).items():
+            if value is not None:
+                flat[path] = flat[path].replace(value)
+        return of_kind._replace(variables=nnx.from_flat_state(flat))
+
+    return {letter: replaced(of_kind, trained[letter]) for letter, of_kind in layers.items()}
+
+
+def _repeats(layers: Any, first: int, repeats: int, count: int) -> Any:
     """[rows, ...] -> [repeats, count, ...], starting at row `first`."""
 
     def taken(w: Array) -> Array:
@@ -241,12 +317,22 @@ def _repeats(layers: _Layers, first: int, repeats: int, count: int) -> _Layers:
 
 
 def _apply_unit(
-    unit: str, graphs: dict[str, nnx.GraphDef], apply: ApplyBlock, x_nD: Array, layers: dict[str, _Layers]
+    unit: str,
+    graphs: dict[str, nnx.GraphDef],
+    apply: ApplyBlock,
+    remat: Remat,
+    x_nD: Array,
+    layers: dict[str, _Layers],
 ) -> tuple[Array, Cache]:
-    """Applies the layers of one repeat of a unit, in order. Layers and results are stacked by letter."""
+    """Applies the layers of one repeat of a unit, in order. Layers and results are stacked by letter.
+
+    remat: of each layer by itself.
+    """
     found: dict[str, list[Any]] = {letter: [] for letter in layers}
     for letter in unit:
-        x_nD, result = _apply_row(len(found[letter]), graphs[letter], apply, x_nD, layers[letter])
+        run: Any = partial(_apply_row, len(found[letter]), graphs[letter], apply)
+        run = rematerialized(run, remat, layers) if remat else run
+        x_nD, result = run(x_nD, layers[letter])
         found[letter].append(result)
     return x_nD, {k: jax.tree.map(lambda *r: jnp.stack(r), *results) for k, results in found.items()}
 
@@ -280,6 +366,9 @@ class HybridDecoder(HybridLayers):
     ) -> None:
         init = Init.of(init, compute)
         super().__init__(llm, init, stages or Stages.single(llm.letters), compute)
+        if len(self.stages.patterns) > 1:
+            self.remat = remat_of(compute, compute.remat_blocks_of_stage)
+            self.keeps_views = compute.recomputed_of_stage == "stage"
         self.norm = RMSNorm(llm.dim, llm.norm_eps, init, zero_centred=llm.norm_zero_centred)
 
     def __call__(

@@ -40,9 +40,9 @@ from jaxthd.parallel.params import (
     ENCODER_FSDP,
     Buffer,
     Init,
+    applied,
     gathered,
     over_vocabulary,
-    whole,
 )
 from jaxthd.parallel.stages import Stages
 from jaxthd.parallel.tensor import Residual, vocabulary_rows
@@ -154,11 +154,11 @@ class SpeechLM(nnx.Module):
             prefixes_RT,
             block=self.compute.attention_block,
             axis=CONTEXT if axes else None,
-            layout=self.compute.context_layout,
+            layout=self.compute.layout,
             documents=self.max_documents,
             uniform_program=uniform_program,
             cuts_RK=batch.cuts,
-            alike=(DATA,) if axes and self.compute.context_exchange == "ring" else (),
+            alike=(DATA,) if axes and uniform_program and self.compute.context_exchange == "ring" else (),
             window=self.window,
         )
 
@@ -385,7 +385,8 @@ class SpeechLM(nnx.Module):
             axes=axes,
             row_axes=AUDIO_AXES if axes else (),
         )
-        y_RED = whole(self.adapter)(y_ED).reshape(rows, batch.chunk_ids.shape[1], -1)
+        y_ED = applied(self.adapter, y_ED, keeps_gathered=self.encoder.keeps_gathered)
+        y_RED = y_ED.reshape(rows, batch.chunk_ids.shape[1], -1)
         if axes:
             y_RED = jax.lax.all_gather(y_RED, AUDIO_AXES, axis=1, tiled=True)
         return y_RED, buffers

@@ -57,6 +57,12 @@ def version_numbers(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in found[0].split(".")) if found else ()
 
 
+def settled(name: str, otherwise: str = "xla") -> str:
+    """The back-end that a config names; `otherwise` for "auto" where no run has settled that
+    (jaxthd.kernels.choose.with_admitted)."""
+    return otherwise if name == "auto" else name
+
+
 def find_backend(backends: Mapping[str, Found], kind: str, name: str) -> Found:
     """The back-end called `name`. Raises ValueError for a name that is not there. kind: for the message."""
     if name not in backends:

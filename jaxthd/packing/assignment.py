@@ -10,7 +10,7 @@ documents are placed by their slots, longest first, and exchanged between ranks 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,16 +20,19 @@ from jaxtyping import Int, Int32
 from jaxthd.config import Config
 from jaxthd.packing.layout import DualChunkSwap
 
-LAYER_KINDS_OF_WHOLE = "*EMLW-"
+LAYER_KINDS_OF_WHOLE = "*DEMLW-"
 """Letters of the layers that can pass what cut documents need, and nothing else."""
 LEAST_CHUNK = 4
 """Fewest slots of a cut document's context chunk: a convolution's taps then reach only the chunk before."""
-FULL = 0.98
+FULL = 0.97
 """A row is full enough if documents take this much of its slots: then no more of them are cut."""
-EVEN_ENOUGH = 1.04
+EVEN_ENOUGH = 1.03
 """The busiest rank's work over the mean at which no more documents are cut for it."""
 EVEN = 1.005
 """The busiest rank's attention over the mean at which the exchange of documents between ranks ends."""
+PARTS = 1, 2, 4, 8
+"""Rows are tried with whole documents of up to a share, then of up to a half of it, and so on: these are more
+even."""
 EXCHANGES = 100
 """Most exchanges of documents between ranks."""
 
@@ -99,7 +102,7 @@ class Shares:
     def of(cls, config: Config) -> "Shares | None":
         """Those of a config; None under other layouts, and on one rank."""
         ranks, data = config.mesh.context, config.data
-        if config.compute.context_layout != "whole" or ranks == 1:
+        if config.compute.layout != "whole" or ranks == 1:
             return None
         frames = data.audio_capacity if config.model.encoder else 0
         most_cut = config.compute.context_cuts
@@ -122,33 +125,29 @@ class Shares:
     def assign(self, sizes: Sequence[Size]) -> Placement | None:
         """Places all of these documents in one row, as few as possible cut; None if that was not found."""
         for number in range(self.most_cut + 1):
-            placed = self._place(sizes, range(len(sizes)), [], number)
+            placed = self._place(sizes, range(len(sizes)), [], number, self.share)
             if placed is not None and len(placed.order) == len(sizes):
                 return placed
         return None
 
-    def fill(self, sizes: Sequence[Size], chosen: Sequence[int], others: Sequence[int] = ()) -> Placement:
-        """Places as many of the chosen documents as possible in a row, then others where there is room.
-
-        chosen: numbers of the documents that would fill the row if slots were all one piece, the most urgent
-            first. At least this first one is placed; it must fit a row.
-        The placement with the fewest cut documents that fills the row and is even is taken. If there is none,
-        that with the most filled slots for the busiest rank's work.
+    def best(self, sizes: Sequence[Size], placements: Iterable[Placement]) -> Placement | None:
+        """The first good placement; if there is none, that with the most filled slots for the busiest rank's
+        work.
         """
-        best: Placement | None = None
-        highest, most = -1.0, sum(sizes[i].slots for i in [*chosen, *others])
-        for number in range(self.most_cut + 1):
-            placed = self._place(sizes, chosen, others, number)
-            if placed is None or chosen[0] not in placed.order:
-                continue
-            taken = sum(sizes[i].slots for i in placed.order)
-            uneven = self.imbalance(placed, sizes)
-            if taken / uneven > highest:
-                best, highest = placed, taken / uneven
-            if taken >= min(FULL * self.capacity, most) and uneven <= EVEN_ENOUGH:
+        best, highest = None, -1.0
+        for placed in placements:
+            if self.is_good(placed, sizes):
                 return placed
-        assert best is not None
+            filled = sum(sizes[i].slots for i in placed.order) / self.imbalance(placed, sizes)
+            if filled > highest:
+                best, highest = placed, filled
         return best
+
+    def is_good(self, placement: Placement, sizes: Sequence[Size]) -> bool:
+        """Whether the row is full, or holds all documents, and is even."""
+        taken = sum(sizes[i].slots for i in placement.order)
+        is_full = taken >= FULL * self.capacity or len(placement.order) == len(sizes)
+        return is_full and self.imbalance(placement, sizes) <= EVEN_ENOUGH
 
     def starts(self, placement: Placement, slots: Sequence[int]) -> tuple[list[int], Int32[np.ndarray, " C"]]:
         """The index in the row at which each document begins, and Batch.cuts (packing/layout.py).
@@ -183,12 +182,26 @@ class Shares:
             work += of_chunks[first] + of_chunks[second]
         return work
 
+    def rows(
+        self, sizes: Sequence[Size], chosen: Sequence[int], others: Sequence[int], numbers: Iterable[int]
+    ) -> Iterator[Placement]:
+        """Placements with such numbers of cut documents, the first document among them; see PARTS."""
+        for number in numbers:
+            for part in PARTS:
+                if (placed := self._place(sizes, chosen, others, number, self.share // part)) is not None:
+                    yield placed
+
     def _place(
-        self, sizes: Sequence[Size], chosen: Sequence[int], others: Sequence[int], number: int
+        self, sizes: Sequence[Size], chosen: Sequence[int], others: Sequence[int], number: int, limit: int
     ) -> Placement | None:
-        """With so many documents cut; None if there are no more, or more must be cut, or too much is."""
+        """Places as many of the chosen documents as possible in a row, then others where there is room.
+
+        chosen: numbers of documents, the most urgent first. number: how many are cut: the first one if it has
+        more than `limit` slots, and the longest. Of whole documents, only the first may have more. None if
+        there are not so many to cut, or not all of these fit, or the first document does not.
+        """
         falling = sorted(chosen, key=lambda i: (-sizes[i].slots, i))
-        too_long = [i for i in chosen[:1] if sizes[i].slots > self.share]
+        too_long = [i for i in chosen[:1] if sizes[i].slots > limit]
         cut = [i for i in dict.fromkeys([*too_long, *falling]) if sizes[i].can_be_cut][:number]
         room = self.share - sum(2 * self.chunk(sizes[i].slots) for i in cut)
         free = [room] * self.ranks
@@ -201,10 +214,12 @@ class Shares:
         for i in [*urgent, *(i for i in falling if i not in cut and i not in urgent), *later]:
             rank, size = max(range(self.ranks), key=free.__getitem__), sizes[i]
             has_room = segments + size.segments <= self.segments and frames + size.frames <= self.frames
-            if has_room and size.slots <= free[rank]:
+            if has_room and size.slots <= free[rank] and (size.slots <= limit or i in urgent):
                 free[rank] -= size.slots
                 segments, frames = segments + size.segments, frames + size.frames
                 whole[rank].append(i)
+        if chosen and chosen[0] not in cut and not any(chosen[0] in of_rank for of_rank in whole):
+            return None
         return Placement(tuple(cut), _evened_out(sizes, whole, free))
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Int32
 
 from jaxthd.packing.layout import DualChunkSwap
 from jaxthd.packing.rectangles import DocumentCut, document_rectangle, intervals_of_rectangle
+from jaxthd.packing.ring_order import RingOrder
 from jaxthd.packing.windows import make_windowed
 
 Segments = Any
@@ -181,7 +182,7 @@ def _narrow(
     remaining_RS, valid_RS = (x.reshape(-1, width) for x in (of_cut.remaining, of_cut.valid))
     stop_RS = jnp.arange(1, width + 1, dtype=jnp.int32) + remaining_RS
     document = DocumentCut(at.start, at.chunk)
-    sources = [(rank - 1 - step) % ranks for step in range(ranks - 1)]
+    sources = RingOrder.of(ranks, uniform_program=of_cut.uniform_program).sources(rank)
     rectangles = (document_rectangle(document, rank, source, stop_RS) for source in sources)
     remote = tuple(intervals_of_rectangle(x, valid_RS, of_cut.block) for x in rectangles)
     windowed = None

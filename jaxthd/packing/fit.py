@@ -151,21 +151,14 @@ class BufferLimits:
             count -= 1
         return count
 
-    def fill(self, fits: Sequence[Fit]) -> Placement | None:
-        """Chooses documents for a row among those that wait, and places them; the first one at least.
-
-        None if that one is unassignable. Under the layout "whole".
-        """
-        assert self.shares is not None
-        if fits[0].unassignable:
-            return None
-        chosen, others, slots, sizes = list[int](), list[int](), 0, [fit.size for fit in fits]
-        for i, size in enumerate(sizes):
-            fits_in = slots + size.slots <= self.capacity
-            slots += size.slots * fits_in
-            if not fits[i].unassignable:
-                (chosen if fits_in else others).append(i)
-        return self.shares.fill(sizes, chosen, others)
+    def holds(self, fits: Sequence[Fit]) -> bool:
+        """Whether a row holds all of these documents. fits: of a buffer that is as large or larger."""
+        return (
+            sum(fit.slots for fit in fits) <= self.capacity
+            and sum(fit.segments for fit in fits) <= self.max_documents
+            and sum(sum(fit.chunk_frames) for fit in fits) <= self.audio_capacity
+            and self.first_run(fits) == len(fits)
+        )
 
     def require_room(self, documents: Sequence[Document]) -> None:
         """Raises ValueError if the documents do not fit one row. The message says what to increase."""

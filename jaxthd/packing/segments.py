@@ -29,6 +29,7 @@ from jaxthd.packing.rectangles import (
     document_rectangle,
     intervals_of_rectangle,
 )
+from jaxthd.packing.ring_order import RingOrder
 from jaxthd.packing.windows import Windowed, make_windowed
 
 
@@ -53,7 +54,7 @@ class Segments:
         tokens back; that is all that convolution and scan need.
     remaining: tokens of the document after this one, on this rank.
     local: the keys on this rank that each token's attention sees (causal).
-    remote: the same for the keys of context rank (this - 1 - t) % context, at index t.
+    remote: the same for the keys of the other context ranks, in their order (ring_order).
     whole: the keys of the token's whole document on this rank (bidirectional; for the encoder).
     in_order: None but under the per-document layout on several ranks.
     cut: None but under the layout "whole" on several ranks; there attention, convolution and scan read it in
@@ -111,6 +112,11 @@ class Segments:
     def row_length(self) -> int:
         """Tokens of a row on this rank."""
         return len(self.ids) // self.rows
+
+    @property
+    def ring_order(self) -> RingOrder:
+        """In which order the keys of the context ranks come."""
+        return RingOrder.of(self.context, uniform_program=self.uniform_program)
 
     @property
     def swap(self) -> DualChunkSwap:
@@ -218,7 +224,7 @@ def make_segments(
     _require(prefixes_RT is None or documents is not None, is_divided=ranks == 1 or not tokens % 2)
     slot_T = jnp.arange(tokens, dtype=jnp.int32)
     first_RT, stop_RT = _local_runs(ids_RT)
-    sources = [(rank - 1 - step) % ranks for step in range(ranks - 1)]
+    sources = RingOrder.of(ranks, uniform_program=uniform_program).sources(rank)
     in_order, rectangles = None, []
     if ranks > 1 and layout == "document":
         cut, in_order = _document_cuts(ids_RT, positions_RT, prefixes_RT, axis, block, documents)

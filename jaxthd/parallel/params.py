@@ -15,7 +15,7 @@ grow with the number of repeats.
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,16 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxthd.config import ComputeConfig, MeshConfig
+from jaxthd.ops.kept import KEPT
 from jaxthd.parallel.mesh import AXES, CONTEXT, DATA, PIPELINE, TENSOR, ranks_of
 
 M = TypeVar("M", bound=nnx.Module)
 V = TypeVar("V", bound=nnx.Variable)
 Carry = TypeVar("Carry")
+
+Remat = bool | Literal["layers", "products"]
+"""What is recomputed in the backward pass: nothing; everything of a unit of layers; or everything of a layer,
+but for results of matrix products if "products"."""
 
 DECODER_FSDP = (DATA, CONTEXT)
 """The decoder's FSDP axes: their ranks all use whole layers. The other two axes divide the layers."""
@@ -222,10 +227,18 @@ def gathered(variable: nnx.Variable) -> Array:
     return jax.lax.all_gather(value, axes, axis=value.ndim + dim, tiled=True) if axes else value
 
 
-def whole(module: M) -> M:
-    """A module with all its variables gathered. Call it inside shard_map, just before the module's use."""
+def applied(module: Any, *args: Any, keeps_gathered: bool) -> Any:
+    """module(*args) with all its variables gathered. Call it inside shard_map.
+
+    keeps_gathered: whether FSDP-sharded weights stay gathered for the backward pass. If not, they are
+    gathered for it again, and nothing but these is computed again.
+    """
     graph, state = nnx.split(module)
-    return nnx.merge(graph, gathered_state(state))
+
+    def apply(state: Any, *args: Any) -> Any:
+        return nnx.merge(graph, gathered_state(state))(*args)
+
+    return (apply if keeps_gathered else jax.checkpoint(apply, policy=_all_but_gathered))(state, *args)
 
 
 def gathered_state(state: Any) -> Any:
@@ -293,11 +306,13 @@ def scan_stack(
     body: Callable[..., tuple[Carry, Any]],
     carry: Carry,
     *,
-    remat: bool,
+    remat: Remat,
+    unroll: bool = False,
 ) -> tuple[Carry, Any]:
     """Applies `body(layer, carry)` for every layer of a stack, first to last.
 
-    remat: recompute a layer's activations in the backward pass; only the carry between layers is kept.
+    remat: recompute a layer's activations in the backward pass. True: only the carry between layers is kept;
+        "products": results of matrix products too. unroll: write the layers out one after the other.
     Returns the last carry and the layers' second results, stacked.
     A layer's parameters are gathered for its forward pass, freed, and gathered again for its backward pass.
     """
@@ -306,13 +321,36 @@ def scan_stack(
     def step(carry: Carry, layer: Any) -> tuple[Carry, Any]:
         return body(nnx.merge(graphdef, gathered_state(layer)), carry)
 
-    return jax.lax.scan(rematerialized(step, remat, state), carry, state)
+    return jax.lax.scan(rematerialized(step, remat, state), carry, state, unroll=unroll)
 
 
-def rematerialized(step: Callable[..., Any], remat: bool, state: Any) -> Callable[..., Any]:
-    """`step`, rematerialized as scan_stack says. state: what the scan goes over, variables and others."""
+def remat_of(compute: ComputeConfig, recomputes: bool) -> Remat:
+    """recomputes: compute.remat_llm or compute.remat_encoder."""
+    if not recomputes or compute.remat_keep == "nothing":
+        return recomputes
+    return compute.remat_keep
+
+
+_products = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(KEPT),
+)
+
+
+def rematerialized(
+    step: Callable[..., Any], remat: Remat, state: Any, *, keeps_views: bool = True
+) -> Callable[..., Any]:
+    """`step`, rematerialized as scan_stack says. state: what the scan goes over, variables and others.
+
+    keeps_views: without remat: whether results that only move or cast values are kept too. They take memory:
+    of a weight as of an activation.
+    """
+    if remat == "products":
+        return jax.checkpoint(step, policy=_products)
     if remat:
         return jax.checkpoint(step)
+    if not keeps_views:
+        return jax.checkpoint(step, policy=_all_but_views)
     variables = filter(_is_variable, jax.tree.leaves(state, is_leaf=_is_variable))
     is_fsdp = any(v.get_metadata("fsdp")[1] for v in variables)
     return jax.checkpoint(step, policy=_all_but_gathered) if is_fsdp else step
@@ -321,6 +359,30 @@ def rematerialized(step: Callable[..., Any], remat: bool, state: Any) -> Callabl
 def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     """Whether a result is kept for the backward pass. (Gathered weights may be cast before their use.)"""
     return primitive.name not in ("all_gather", "convert_element_type")
+
+
+_VIEWS = frozenset(
+    (
+        "all_gather",
+        "broadcast_in_dim",
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "dynamic_slice",
+        "expand_dims",
+        "iota",
+        "pad",
+        "reshape",
+        "slice",
+        "split",
+        "squeeze",
+        "transpose",
+    )
+)
+
+
+def _all_but_views(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name not in _VIEWS
 
 
 def weight_decay_mask(state: Any) -> Any:

@@ -4,6 +4,8 @@
     stage(pattern, params, chunk, x, batch) -> (x, extra)   one stage's layers, on the rank that holds them
     leave(params, x, bypass, batch) -> (share, out)         the objective; all ranks compute it together
 
+A stage is made of two functions: `prepare` takes what it needs from parameters and batch, and `run` computes.
+
 bypass: a tree, maybe empty, that goes from a microbatch's enter directly to its leave, past the stages.
 """
 
@@ -17,18 +19,40 @@ from jaxthd.parallel.stages import Stages
 Tree = Any
 
 
-class PipelinedModel(NamedTuple):
-    """The three functions for one microbatch.
+class PreparedStage(NamedTuple):
+    """What a stage needs beside its input. trained: the weights that are differentiated, a linear function of
+    the parameters. fixed: other weights, and what follows from the batch.
+    """
 
+    trained: Tree
+    fixed: Tree
+
+
+class PipelinedModel(NamedTuple):
+    """The functions for one microbatch.
+
+    prepare: (pattern, params, chunk, batch) -> PreparedStage. run: (pattern, prepared, x) -> (x, extra).
     stages: how the layers are divided into stages.
+    constants: arrays that `enter` uses beside its arguments, the same in every tick.
     uniform_program: whether all ranks run one stage program, at the same time.
+    keeps_input: whether a stage keeps only its input for its backward pass (parallel/stage_passes.py).
+    keeps_enter: whether what the gradient of `enter` needs is kept; else it runs `enter` again.
     """
 
     enter: Callable[[Tree, Tree, Tree], tuple[Array, Tree, Tree]]
-    stage: Callable[[str, Tree, Array | int, Array, Tree], tuple[Array, Tree]]
+    prepare: Callable[[str, Tree, Array | int, Tree], PreparedStage]
+    run: Callable[[str, PreparedStage, Array], tuple[Array, Tree]]
     leave: Callable[[Tree, Array, Tree, Tree], tuple[Array, Tree]]
     stages: Stages
+    constants: Tree
     uniform_program: bool
+    keeps_input: bool
+    keeps_enter: bool
+
+    def stage(
+        self, pattern: str, params: Tree, chunk: Array | int, x: Array, batch: Tree
+    ) -> tuple[Array, Tree]:
+        return self.run(pattern, self.prepare(pattern, params, chunk, batch), x)
 
 
 class PipelinedParams(NamedTuple):

@@ -1,8 +1,8 @@
 """What a rank does in one tick of a pipeline schedule (parallel/schedule.py).
 
 A tick has five parts, in this order, each of which runs only where the schedule asks for it: enter; a stage's
-forward pass; leave and its gradient; a stage's backward pass, which recomputes the stage from its input; the
-gradient of enter.
+forward pass; leave and its gradient; a stage's backward pass; the gradient of enter. What backward passes
+need of forward passes is kept in slots (parallel/stage_passes.py says what that is).
 
 All ranks compute enter and leave together, so all take the same branch there. If all stages run one program,
 the same holds for stages, and their collectives may name any rank. If stages differ, an idle rank skips its
@@ -10,7 +10,7 @@ stage.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,12 +21,20 @@ from jax import Array
 from jaxthd.parallel.mesh import PIPELINE
 from jaxthd.parallel.pipeline_model import PipelinedModel, PipelinedParams, Tree
 from jaxthd.parallel.schedule import Schedule
+from jaxthd.parallel.stage_passes import (
+    EnteringAgain,
+    EnteringOnce,
+    EnterPasses,
+    KeepingInput,
+    KeepingLeaves,
+    StagePasses,
+)
 
 
 class Pass(NamedTuple):
     """A forward or backward pass of a stage: arrays [ranks], or scalars for one rank; -1 where a rank idles.
 
-    slot: where the stage's input is kept from its forward pass to its backward pass.
+    slot: where what the stage keeps lies from its forward pass to its backward pass.
     """
 
     microbatch: Array
@@ -76,7 +84,8 @@ class Tick(NamedTuple):
 class Carry(NamedTuple):
     """What a rank holds between two ticks.
 
-    inputs: its stages' inputs, kept from their forward to their backward passes, [slots, ...].
+    kept: of its stages' forward passes for their backward passes, leaves [slots, ...].
+    entered: of `enter` for its gradient, leaves [in flight, ...].
     bypass: one slot for each microbatch in flight, leaves [in flight, ...]. Until the microbatch leaves, its
         slot holds the bypass; after that, the bypass's gradient. The two are never needed at the same time.
     arrived: the activations that the previous rank has sent.
@@ -84,7 +93,8 @@ class Carry(NamedTuple):
     The other fields are those of Accumulated, as accumulated so far.
     """
 
-    inputs: Array
+    kept: Tree
+    entered: Tree
     bypass: Tree
     arrived: Array
     returned: Array
@@ -154,6 +164,18 @@ class RankTick:
         stage = partial(model.stage, model.stages.patterns[0], params.stage, 0)
         self.extra_like: Tree = jax.eval_shape(stage, self.x_like, first)[1]
 
+    @cached_property
+    def _passes(self) -> StagePasses:
+        keeping = KeepingInput if self._model.keeps_input else KeepingLeaves
+        return keeping(self._model, self._params.stage, self.x_like, self.batch(0), self._extra_share)
+
+    @cached_property
+    def _entering(self) -> EnterPasses:
+        params = self._params.enter
+        if self._model.keeps_enter and jax.tree.leaves(params):
+            return EnteringOnce(self._model, params, self._state, self.batch(0))
+        return EnteringAgain(self._model, params)
+
     def batch(self, micro: Array | int) -> Tree:
         return jax.tree.map(lambda x: x[jnp.maximum(micro, 0)], self._batches)
 
@@ -179,7 +201,8 @@ class RankTick:
             partial(self._model.leave, self._params.leave), self.x_like, self.bypass_like, self.batch(0)
         )
         return Carry(
-            inputs=slots_of(schedule.slots, self.x_like),
+            kept=slots_of(schedule.slots, self._passes.like),
+            entered=slots_of(schedule.in_flight, self._entering.like),
             bypass=slots_of(schedule.in_flight, self.bypass_like),
             arrived=zeros(self.x_like),
             returned=zeros(self.x_like),
@@ -192,25 +215,27 @@ class RankTick:
 
     def forward(self, carry: Carry, at: Tick) -> tuple[Carry, Array]:
         """Runs enter and a stage's forward pass. Also returns the stage's output."""
-        x, bypass, state = self.enter_if(at.enter, carry.state)
-        bypass = self._put_bypass(carry.bypass, at.enter, bypass)
+        x, bypass, state, entered = self._enter_if(at.enter, carry.state)
+        bypass = self._put(carry.bypass, at.enter, bypass)
+        entered = self._put(carry.entered, at.enter, entered)
         micro, chunk, slot = at.forward
         x = jnp.where(self.is_first(chunk), x, carry.arrived)
-        slot = jnp.where(micro >= 0, slot, len(carry.inputs))
-        inputs = carry.inputs.at[slot].set(x, mode="drop")
-        y, extra = self.stage_if(at.forward_busy, at.forward, x)
+        y, extra, kept = self._stage_if(at.forward_busy, at.forward, x)
+        slot = jnp.where(micro >= 0, slot, self._schedule.slots)
+        kept = jax.tree.map(lambda all_, k: all_.at[slot].set(k, mode="drop"), carry.kept, kept)
         share = carry.share + jnp.where(micro >= 0, self._extra_share(extra), 0)
         extra = jax.tree.map(lambda e: jnp.where(micro >= 0, e, 0), extra)
         extra = jax.tree.map(lambda all_, e: all_.at[chunk].add(e, mode="drop"), carry.extra, extra)
-        return carry._replace(inputs=inputs, bypass=bypass, state=state, share=share, extra=extra), y
+        carry = carry._replace(kept=kept, entered=entered, bypass=bypass)
+        return carry._replace(state=state, share=share, extra=extra), y
 
     def leave(self, carry: Carry, at: Tick, y: Array) -> tuple[Carry, Tree, Array]:
         """Runs leave and its gradient. Also returns the gradients of leave's parameters and of y."""
         y = jnp.where(self.is_last(at.forward.chunk), y, 0)
-        bypass = self._bypass_of(carry.bypass, at.leave)
+        bypass = self._taken(carry.bypass, at.leave)
         share, out, dleave, dy, dbypass = self.leave_gradient_if(at.leave, y, bypass)
         share, out = carry.share + share, add(carry.out, out)
-        bypass = self._put_bypass(carry.bypass, at.leave, dbypass)
+        bypass = self._put(carry.bypass, at.leave, dbypass)
         return carry._replace(bypass=bypass, share=share, out=out), dleave, dy
 
     def backward(self, carry: Carry, at: Tick, dy: Array) -> tuple[Tree, Array]:
@@ -219,20 +244,21 @@ class RankTick:
         dy: the gradient of the last stage's output, which only the last stage uses.
         """
         dy = jnp.where(self.is_last(at.backward.chunk), dy, carry.returned)
-        x = carry.inputs[jnp.maximum(at.backward.slot, 0)]
-        return self.stage_gradient_if(at.backward_busy, at.backward, x, dy)
+        kept = jax.tree.map(lambda all_: all_[jnp.maximum(at.backward.slot, 0)], carry.kept)
+        return self._stage_gradient_if(at.backward_busy, at.backward, kept, dy)
 
     def enter_gradient(self, carry: Carry, at: Tick, dx: Array) -> Tree:
         """The gradient of enter's parameters. dx: the gradient of the input of this rank's stage."""
         dx = jnp.where(self.is_first(at.backward.chunk), dx, 0)
-        return self.enter_gradient_if(at.back, carry.state, dx, self._bypass_of(carry.bypass, at.back))
+        return self._enter_gradient_if(carry, at.back, dx)
 
-    def _put_bypass(self, slots: Tree, micro: Array, bypass: Tree) -> Tree:
+    def _put(self, slots: Tree, micro: Array, found: Tree) -> Tree:
+        """Puts what belongs to a microbatch in flight into its slot; -1 for none."""
         in_flight = self._schedule.in_flight
         slot = jnp.where(micro >= 0, micro % in_flight, in_flight)
-        return jax.tree.map(lambda all_, b: all_.at[slot].set(b, mode="drop"), slots, bypass)
+        return jax.tree.map(lambda all_, b: all_.at[slot].set(b, mode="drop"), slots, found)
 
-    def _bypass_of(self, slots: Tree, micro: Array) -> Tree:
+    def _taken(self, slots: Tree, micro: Array) -> Tree:
         return jax.tree.map(lambda all_: all_[micro % self._schedule.in_flight], slots)
 
     # --- the three functions, which run where the schedule asks for them and give zeros elsewhere ---
@@ -245,16 +271,28 @@ class RankTick:
         idle = zeros((self.x_like, self.bypass_like))
         return jax.lax.cond(micro >= 0, run, lambda: (*idle, state))
 
+    @jax.named_scope("enter")
+    def _enter_if(self, micro: Array, state: Tree) -> tuple[Array, Tree, Tree, Tree]:
+        """As enter_if, and what is kept for the gradient."""
+
+        def run() -> tuple[Array, Tree, Tree, Tree]:
+            return self._entering.forward(state, self.batch(micro))
+
+        def idle() -> tuple[Array, Tree, Tree, Tree]:
+            x, bypass, entered = zeros((self.x_like, self.bypass_like, self._entering.like))
+            return x, bypass, state, entered
+
+        found: tuple[Array, Tree, Tree, Tree] = jax.lax.cond(micro >= 0, run, idle)
+        return found
+
     @jax.named_scope("enter_gradient")
-    def enter_gradient_if(self, micro: Array, state: Tree, dx: Array, dbypass: Tree) -> Tree:
+    def _enter_gradient_if(self, carry: Carry, micro: Array, dx: Array) -> Tree:
         if not jax.tree.leaves(self._params.enter):
             return self._params.enter
+        entered, dbypass = self._taken(carry.entered, micro), self._taken(carry.bypass, micro)
 
         def run() -> Tree:
-            def enter(params: Tree) -> tuple[Array, Tree]:
-                return self._model.enter(params, state, self.batch(micro))[:2]
-
-            return jax.vjp(enter, self._params.enter)[1]((dx, dbypass))[0]
+            return self._entering.gradient(entered, carry.state, dx, dbypass, self.batch(micro))
 
         return jax.lax.cond(micro >= 0, run, lambda: jax.tree.map(jnp.zeros_like, self._params.enter))
 
@@ -275,25 +313,29 @@ class RankTick:
         idle = zeros((self.x_like, self.extra_like))
         return self._if_busy(busy, micro, run, lambda: idle)
 
+    @jax.named_scope("stage")
+    def _stage_if(self, busy: Array, forward: Pass, x: Array) -> tuple[Array, Tree, Tree]:
+        """As stage_if, and what is kept for the backward pass."""
+        micro, chunk = forward.microbatch, jnp.maximum(forward.chunk, 0)
+
+        def run() -> tuple[Array, Tree, Tree]:
+            return self._passes.forward(chunk, x, self.batch(micro))
+
+        idle = zeros((self.x_like, self.extra_like, self._passes.like))
+        found: tuple[Array, Tree, Tree] = self._if_busy(busy, micro, run, lambda: idle)
+        return found
+
     @jax.named_scope("stage_gradient")
-    def stage_gradient_if(self, busy: Array, backward: Pass, x: Array, dy: Array) -> tuple[Tree, Array]:
+    def _stage_gradient_if(self, busy: Array, backward: Pass, kept: Tree, dy: Array) -> tuple[Tree, Array]:
         """The gradients of the parameters and of the input; 0 where the rank idles."""
         micro, chunk = backward.microbatch, jnp.maximum(backward.chunk, 0)
 
         def run() -> tuple[Tree, Array]:
-            def gradient(pattern: str) -> tuple[Tree, Array]:
-                def stage(params: Tree, x: Array) -> tuple[Array, Array]:
-                    y, extra = self._model.stage(pattern, params, chunk, x, self.batch(micro))
-                    return y, jnp.asarray(self._extra_share(extra), y.dtype)
-
-                (_, share), pull = jax.vjp(stage, self._params.stage, x)
-                return pull((dy, jnp.ones_like(share)))
-
-            found = self._model.stages.switch(gradient, chunk)
+            found = self._passes.backward(chunk, kept, dy, self.batch(micro))
             return jax.tree.map(lambda g: jnp.where(micro >= 0, g, 0), found)
 
         def idle() -> tuple[Tree, Array]:
-            return jax.tree.map(jnp.zeros_like, self._params.stage), jnp.zeros_like(x)
+            return jax.tree.map(jnp.zeros_like, self._params.stage), jnp.zeros_like(dy)
 
         return self._if_busy(busy, micro, run, idle)
 

@@ -11,6 +11,7 @@ from jaxthd.models.ctc import FRAME_BLOCK
 from jaxthd.models.fastconformer import DENSE_FRAMES, PIECE
 from jaxthd.models.hybrid import repeated_units
 from jaxthd.models.mixers import LAYER_KINDS
+from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.mesh import PIPELINE, TENSOR, ranks_of
 from jaxthd.planning.muon import muon_update
 from jaxthd.planning.sizes import Number, Sizes
@@ -33,7 +34,10 @@ def temporary_memory(config: Config) -> Memory:
 
     Kept through the step:
     - the gradients; with several microbatches or a pipeline also those of one microbatch beside their sum;
-    - with a pipeline: the inputs in its slots (schedule.slots x n D a) and two in transit between ranks;
+    - with a pipeline: what its slots hold (schedule.slots x n D a, where stages keep their inputs only; else
+      what their layers keep, as without a pipeline, of the busiest rank for all) and as much once more, as
+      it is put there; two arrays in transit between ranks; what the encoder keeps for each microbatch in
+      flight;
     - without one: what the layers of decoder and encoder keep for the backward pass: with recomputation n D a
       for each iteration of a scan over repeated units, without it all activations of every layer;
     - with multi-token prediction: the embeddings of each depth, as many as inputs of stages; with a pipeline
@@ -66,7 +70,7 @@ def _of_rank(sizes: Sizes, rank: int) -> Memory:
         if sizes.is_pipelined:
             memory.kept["embeddings for the CTC loss"] = sizes.schedule.in_flight * sizes.stream
     if sizes.is_pipelined:
-        memory.kept["pipeline slots"] = (sizes.schedule.slots + 2) * sizes.stream
+        _pipeline_slots(sizes, memory)
     else:
         memory.kept["decoder, between layers"] = decoder
         if encoder:
@@ -85,12 +89,30 @@ def _of_rank(sizes: Sizes, rank: int) -> Memory:
     return memory
 
 
+def _pipeline_slots(sizes: Sizes, memory: Memory) -> None:
+    """What is kept between the ticks of a pipeline."""
+    slots, in_flight = sizes.schedule.slots, sizes.schedule.in_flight
+    if sizes.recomputes == "stage":
+        memory.kept["pipeline slots"] = (slots + 2) * sizes.stream
+        return
+    of_stage = max(_kept_by_decoder(sizes, rank) for rank in range(sizes.stages.ranks))
+    memory.kept["pipeline slots"] = (slots + 1) * of_stage + 2 * sizes.stream
+    encoder = sizes.config.model.encoder
+    if encoder and sizes.frames and (sizes.trains("encoder") or sizes.trains("adapter")):
+        of_blocks = _kept_by_blocks(sizes, encoder) if sizes.trains("encoder") else 0.0
+        mels = sizes.frames * SUBSAMPLING * encoder.num_mels * sizes.a
+        memory.kept["encoder, in flight"] = (in_flight + 1) * (of_blocks + mels)
+
+
 def _kept_by_decoder(sizes: Sizes, rank: int) -> Number:
-    """Bytes that the layers of a stage keep, for the rank's largest stage."""
-    remat = sizes.config.compute.remat_llm
+    """Bytes that the layers of a stage keep, for the rank's largest stage; where they keep products as many
+    as without recomputation, an upper bound."""
+    compute = sizes.config.compute
+    remat = sizes.remat_blocks and compute.remat_keep != "products"
     stage, most = 0.0, 0.0
     for unit in sizes.units(rank):
-        kept = sizes.stream if remat else sum(_layer(sizes, letter) for letter in unit.letters)
+        inputs = len(unit.letters) if compute.remat_keep == "layers" else 1
+        kept = inputs * sizes.stream if remat else sum(_layer(sizes, letter) for letter in unit.letters)
         stage += unit.repeats * kept
         if unit.ends_stage:
             most, stage = max(most, stage), 0.0
@@ -101,10 +123,15 @@ def _kept_by_encoder(sizes: Sizes, encoder: EncoderConfig | None) -> Number:
     """Bytes that its layers keep, and the gathered frames of all ranks of the row."""
     if not encoder or not sizes.frames:
         return 0.0
-    remat = sizes.config.compute.remat_encoder
-    kept = sizes.frames * encoder.dim * sizes.a if remat else _conformer(sizes, encoder)
     gathered = sizes.frames * sizes.mesh.audio_ranks * sizes.config.model.llm.dim * sizes.a
-    return (encoder.layers * kept if sizes.trains("encoder") else 0.0) + gathered
+    return (_kept_by_blocks(sizes, encoder) if sizes.trains("encoder") else 0.0) + gathered
+
+
+def _kept_by_blocks(sizes: Sizes, encoder: EncoderConfig) -> Number:
+    compute = sizes.config.compute
+    remat = compute.remat_encoder and compute.remat_keep != "products"
+    kept = sizes.frames * encoder.dim * sizes.a if remat else _conformer(sizes, encoder)
+    return encoder.layers * kept
 
 
 def _mtp(sizes: Sizes) -> Number:
@@ -128,7 +155,8 @@ def _unit(sizes: Sizes, letters: str, module: str = "decoder") -> Number:
     gradients = {k: sizes.gathered(module, "layers", LAYER_KINDS[k].name, trained=True) for k in kinds}
     activations = {k: _layer(sizes, k) for k in kinds}
     used = sum(weights[k] * sizes.a / sizes.parameter for k in letters)
-    recomputed = sum(activations[k] for k in letters) if sizes.config.compute.remat_llm else 0
+    remat = sizes.remat_blocks if module == "decoder" else sizes.config.compute.remat_llm
+    recomputed = sum(activations[k] for k in letters) if remat else 0
     return used + recomputed + max(activations[k] + gradients[k] for k in letters)
 
 
@@ -259,6 +287,7 @@ def _block_weights(sizes: Sizes) -> Number:
 
 
 def _subsampling(sizes: Sizes, encoder: EncoderConfig) -> Number:
-    outputs = (min(PIECE, sizes.frames) + 1) * 2 * encoder.num_mels
+    piece = sizes.config.compute.subsampling_frames or PIECE
+    outputs = (min(piece, sizes.frames) + 1) * 2 * encoder.num_mels
     # The first convolution: nine inputs for each output, and the outputs. The others have 1/4 and 1/16.
     return outputs * sizes.a * (9 + encoder.subsampling_channels * (2 + 12 * (1 / 4 + 1 / 16)))

@@ -15,6 +15,7 @@ from jaxthd.packing.best_fit import pack_stream
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.fit import BufferLimits, Fit
 from jaxthd.packing.layout import ContextLayout
+from jaxthd.packing.waiting import next_row
 from jaxthd.planning.lengths import Lengths, slots_of
 
 BALANCED = 100
@@ -79,16 +80,18 @@ def simulate(stream: Lengths, config: Config, work: tuple[float, float]) -> Outc
     if len(groups) > 1:
         groups.pop()
     packed = [kept[buffer].tolist() for buffer in chain(*groups)]
-    placements: list[Placement] = []
+    placements, fits = list[Placement](), None
     if limits.shares is None or data.packing == "padded":
         buffers = packed
     else:
-        placed = list(placed_rows(packed, _fits(stream, config, slots), limits))
+        fits = fits_of(stream, config)
+        placed = list(placed_rows(packed, fits, limits))
         buffers, placements = [row for row, _ in placed], [placement for _, placement in placed]
     slots_taken, frames_held = len(buffers) * data.capacity, len(buffers) * limits.array_frames
-    fitting, assigned = len(kept) / len(slots), sum(map(len, buffers)) / max(sum(map(len, packed)), 1)
+    inside = list(chain(*packed))
+    assigned = len(inside) if fits is None else sum(not fits[i].unassignable for i in inside)
     return _outcome(stream, config, buffers, slots_taken, frames_held, work)._replace(
-        skipped=1 - fitting * assigned, placements=placements
+        skipped=1 - len(kept) / len(slots) * assigned / max(len(inside), 1), placements=placements
     )
 
 
@@ -140,7 +143,7 @@ def balance(stream: Lengths, outcome: Outcome) -> tuple[float, float]:
     layout, slots = ContextLayout.of(outcome.config), slots_of(stream, outcome.config)
     found = []
     if (shares := Shares.of(outcome.config)) is not None:
-        fits, every = _fits(stream, outcome.config, slots), max(len(outcome.buffers) // BALANCED, 1)
+        fits, every = fits_of(stream, outcome.config), max(len(outcome.buffers) // BALANCED, 1)
         for buffer, placement in list(zip(outcome.buffers, outcome.placements, strict=True))[::every]:
             uneven = imbalance(shares.rank_work(placement, [fits[document].size for document in buffer]))
             found.append((uneven, uneven))
@@ -220,18 +223,21 @@ def placed_rows(
     packed: the packer's buffers, indices of documents. fits: of each document. The rows are full: those that
     are made when no more buffers come are left out.
     """
-    waiting: list[int] = []
-    for buffer in packed:
-        waiting += buffer
-        while sum(fits[i].slots for i in waiting) >= 2 * limits.capacity:
-            placed = limits.fill([fits[i] for i in waiting])
-            taken = [0] if placed is None else placed.order
-            if placed is not None:
-                yield [waiting[i] for i in placed.order], placed.renumbered()
-            waiting = [document for i, document in enumerate(waiting) if i not in set(taken)]
+    waiting: list[tuple[int, int]] = []  # (number of its buffer, document)
+    for read, buffer in enumerate(packed):
+        waiting += [(read, document) for document in buffer if not fits[document].unassignable]
+        while True:
+            ages = [read - number for number, _ in waiting]
+            placed = next_row(limits, [fits[document] for _, document in waiting], ages)
+            if placed is None:
+                break
+            yield [waiting[i][1] for i in placed.order], placed.renumbered()
+            taken = set(placed.order)
+            waiting = [entry for i, entry in enumerate(waiting) if i not in taken]
 
 
-def _fits(stream: Lengths, config: Config, slots: Int[np.ndarray, " documents"]) -> list[Fit]:
+def fits_of(stream: Lengths, config: Config) -> list[Fit]:
     """How each document fits, from its lengths alone."""
+    slots = slots_of(stream, config)
     sizes = zip(slots.tolist(), stream.tokens.tolist(), stream.chunks, strict=True)
     return [Fit(n, 1, tuple(chunks), "", "", tokens * (tokens + 1) // 2) for n, tokens, chunks in sizes]

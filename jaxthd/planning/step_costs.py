@@ -4,7 +4,8 @@ The program is walked as it runs: a loop's body as often as the loop turns, of a
 branch. A loop whose trips XLA does not know is named; `often` says how often it turns.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxthd.planning.hlo import Computation, Frame, Instruction, Program
@@ -17,6 +18,7 @@ PARTS = (
     ("models/fastconformer.py", "_dense_attention", "encoder attention"),
     ("models/fastconformer.py", "_blockwise_attention", "encoder attention"),
     ("models/fastconformer.py", "_banded_attention", "encoder attention"),
+    ("ops/attention/relative.py", "", "encoder attention"),
     ("models/fastconformer.py", "ConvModule", "encoder convolution"),
     ("models/fastconformer.py", "FeedForward", "encoder MLP"),
     ("models/fastconformer.py", "", "encoder"),
@@ -119,11 +121,15 @@ def place_of(frames: Sequence[Frame]) -> str:
 
 
 def step_costs(
-    program: Program, device: Device, often: Often, recorded: Collection[str] | None = None
+    program: Program,
+    device: Device,
+    often: Often,
+    recorded: Collection[str] | None = None,
+    pallas: Mapping[tuple[str, str], float] | None = None,
 ) -> StepCosts:
     """recorded: names of instructions that are in recorded graphs; None for a device without graphs, where
-    every launch costs device.launch."""
-    walk = _Walk(program, device, often, recorded)
+    every launch costs device.launch. pallas: operations of Pallas kernels by part of the model and name."""
+    walk = _Walk(program, device, often, recorded, pallas or {})
     walk.computation(program.entry, 1.0, _Place(OTHER, "?", in_graph=False))
     return walk.found()
 
@@ -138,10 +144,15 @@ class _Place(NamedTuple):
 
 class _Walk:
     def __init__(
-        self, program: Program, device: Device, often: Often, recorded: Collection[str] | None
+        self,
+        program: Program,
+        device: Device,
+        often: Often,
+        recorded: Collection[str] | None,
+        pallas: Mapping[tuple[str, str], float],
     ) -> None:
         self.program, self.device, self.often = program, device, often
-        self.recorded = frozenset(recorded or ())
+        self.recorded, self.pallas = frozenset(recorded or ()), pallas
         self.costs = Costs(program, device)
         self.kernels: list[Launched] = []
         self.loops: list[Loop] = []
@@ -172,6 +183,9 @@ class _Walk:
 
     def _kernel(self, x: Instruction, inside: Computation, times: float, here: _Place) -> None:
         cost, device, kind = self.costs.of(x, inside), self.device, self.costs.kind(x, inside)
+        if kind == "pallas" and (name := re.search(r'\bname = "(\w+)"', x.rest)):
+            flops = self.pallas.get((here.part, name[1]), 0.0)
+            cost = cost._replace(flops=flops, seconds=max(cost.seconds, flops / device.peak["bf16"]))
         seconds = max(device.kernel if here.in_graph else device.launch, cost.seconds)
         where = here.part, here.line, times, not here.in_graph
         self.kernels.append(Launched(x.name, kind, *where, cost.flops, cost.bytes, cost.seconds, seconds))
@@ -181,7 +195,7 @@ class _Walk:
         names = ("to_apply", "calls", "branch_computations", "true_computation", "false_computation")
         walks = []
         for branch in (branch for name in names for branch in x.attribute(name)):
-            walks.append(_Walk(self.program, self.device, self.often, self.recorded))
+            walks.append(_Walk(self.program, self.device, self.often, self.recorded, self.pallas))
             walks[-1].computation(branch, times, here)
         dearest = max(walks, key=lambda walk: walk.found().seconds)
         self.kernels += dearest.kernels

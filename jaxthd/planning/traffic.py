@@ -7,6 +7,7 @@ activation, w bytes of a number that is accumulated (float32, or float64).
 """
 
 from collections import Counter
+from typing import NamedTuple
 
 from jaxthd.config import Config, EncoderConfig
 from jaxthd.models.hybrid import repeated_units
@@ -28,7 +29,7 @@ def step_traffic(config: Config) -> ByAxes:
     """Bytes that the busiest device receives in a step.
 
     - FSDP, for each microbatch: a layer's weights are gathered for the forward and for the backward pass, and
-      in a pipeline once more for the forward pass that the backward pass begins with; gradients are
+      once more where a pipeline stage is computed again from its input (compute.remat_stage); gradients are
       reduce-scattered once. Embedding and head are gathered once. Frozen weights have no gradients; a wholly
       frozen encoder has no backward pass.
     - Gradients of replicated weights: all-reduced once a step.
@@ -39,6 +40,8 @@ def step_traffic(config: Config) -> ByAxes:
       convolution's halos of all ranks are gathered. In a uniform program idle stages exchange too. Where
       answers continue a shared prompt, the states at the ends of all prompts that rows have room for are
       summed, forward and backward, and so are the convolution's last inputs.
+    - Under the layout "whole": as if each row had as many cut documents as it may; with context_cuts 0, as in
+      steps whose rows have none.
     - Experts: expert slots x width are sent to the experts and back in the forward pass, and twice there and
       once back in the backward pass; one round.
     - Vocabulary: the embeddings' sum and its gradient; three float32 numbers a token forward, one backward.
@@ -82,11 +85,10 @@ class _Received:
 
 def _of_rank(sizes: Sizes, rank: int) -> ByAxes:
     received = _Received(sizes)
-    remat = sizes.config.compute.remat_llm
     for unit in sizes.units(rank):
         # A scan of one iteration is unrolled. Where it ends the stage, its output is not computed again.
-        unrolled_end = remat and unit.ends_stage and unit.repeats == 1
-        again = int(sizes.is_pipelined and not unrolled_end)
+        unrolled_end = sizes.remat_blocks and unit.ends_stage and unit.repeats == 1
+        again = int(sizes.recomputes == "stage" and not unrolled_end)
         times = unit.repeats * sizes.stage_runs / sizes.schedule.chunks
         _layers(sizes, received, unit.letters, times, again)
     if sizes.depths:
@@ -124,12 +126,13 @@ def _layers(
 
     again: forward passes that the backward pass begins with, 0 or 1.
     """
-    remat = int(sizes.config.compute.remat_llm)
+    remat = int(sizes.remat_blocks if module == "decoder" else sizes.config.compute.remat_llm)
     for letter, count in Counter(letters).items():
         for weight in sizes.weights_of(module, "layers", LAYER_KINDS[letter].name):
             received.gather(weight.fsdp, weight.size, times * count * (2 + again + weight.trained))
         is_stage = module == "decoder" and sizes.is_pipelined
-        _mixer(sizes, received, letter, times * count, 1 + again + remat, is_stage=is_stage)
+        passes = _Passes(1 + again + remat, remat=bool(remat))
+        _mixer(sizes, received, letter, times * count, passes, is_stage=is_stage)
     recomputed = remat * (len(letters) - 1)
     sums = (1 + again) * len(letters) + recomputed + len(letters)
     if sizes.is_sequence_sharded:
@@ -139,38 +142,45 @@ def _layers(
         received.sum((TENSOR,), sizes.stream, times * sums)
 
 
+class _Passes(NamedTuple):
+    """forward: passes for each backward one. remat: whether the last of them is part of the backward one."""
+
+    forward: int
+    remat: bool
+
+
 def _mixer(
-    sizes: Sizes, received: _Received, letter: str, times: Number, forward: int, *, is_stage: bool
+    sizes: Sizes, received: _Received, letter: str, times: Number, passes: _Passes, *, is_stage: bool
 ) -> None:
-    """Traffic of a layer's mixer, for `times` backward passes with `forward` forward passes each.
+    """Traffic of a layer's mixer, for `times` backward passes.
 
     is_stage: whether it is in a pipeline stage, which other ranks may not run at the same time.
     """
-    config, llm = sizes.config, sizes.config.model.llm
+    config, llm, forward = sizes.config, sizes.config.model.llm, passes.forward
     is_ring = config.compute.context_exchange == "ring"
+    exchanges_any = config.compute.layout != "whole" or config.compute.context_cuts > 0
+    uniform_program = not is_stage or sizes.uniform_program
     match letter:
         case "*" | "W" | "L":
-            kv = sizes.tokens * sizes.keys_and_values(letter)
+            kv = sizes.tokens * sizes.keys_and_values(letter) * exchanges_any
             if is_ring:
-                backward = sizes.w + (0 if config.compute.remat_llm else sizes.a)
+                backward = sizes.w + (0 if passes.remat else sizes.a)
                 received.gather((CONTEXT,), kv * (forward * sizes.a + backward), times)
             else:
                 received.gather((CONTEXT,), kv * sizes.a, times * (forward + 1))
         case "M":
-            uniform_program = not is_stage or (sizes.stages.are_equal and is_ring)
-            if uniform_program or config.compute.context_layout != "buffer":
+            if uniform_program or config.compute.layout != "buffer":
                 there_and_back = mamba_bytes(config) / sizes.schedule.microbatches
                 received.add((CONTEXT,), there_and_back / 2 * times * (forward + 1))
             else:
                 state = (sizes.inner * llm.mamba_state + sizes.mamba_heads) * sizes.w
                 halo = (llm.mamba_conv - 1) * sizes.channels * sizes.a
                 received.gather((CONTEXT,), 2 * sizes.rows * (state + halo), times * (forward + 1))
-            if config.compute.context_layout == "buffer":
+            if config.compute.layout == "buffer":
                 _shared_prompts(sizes, received, times * (forward + 1))
         case "D":
             delta, heads = llm.delta, llm.delta.value_heads / sizes.mesh.tensor
-            uniform_program = not is_stage or (sizes.stages.are_equal and is_ring)
-            if uniform_program or config.compute.context_layout == "document":
+            if uniform_program or config.compute.layout != "buffer":
                 there_and_back = delta_bytes(config) / sizes.schedule.microbatches
                 received.add((CONTEXT,), there_and_back / 2 * times * (forward + 1))
             else:
@@ -180,8 +190,8 @@ def _mixer(
         case "E":
             row = (llm.latent_dim or llm.dim) * sizes.a
             share = 1 / ranks_of(sizes.mesh, sizes.owners)
-            passes = forward * (2 * row + 4) + 3 * row + 4
-            received.gather(sizes.owners, sizes.expert_slots * share * passes, times)
+            sent = forward * (2 * row + 4) + 3 * row + 4
+            received.gather(sizes.owners, sizes.expert_slots * share * sent, times)
             received.sum((DATA, CONTEXT), (llm.experts + 1) * sizes.w, times * forward)
 
 
@@ -225,9 +235,11 @@ def _encoder(sizes: Sizes, received: _Received, encoder: EncoderConfig) -> None:
     """Encoder and adapter."""
     m, backward = sizes.schedule.microbatches, int(sizes.trains("encoder"))
     is_differentiated = sizes.trains("encoder") or sizes.trains("adapter")
-    again = int(sizes.is_pipelined and is_differentiated)
+    again = int(sizes.recomputes == "stage" and is_differentiated)
     for weight in (*sizes.weights_of("encoder"), *sizes.weights_of("adapter")):
-        passes = 1 + again + weight.trained + ("blocks" in weight.path) * backward
+        of_blocks = "blocks" in weight.path
+        gathered_again = int(sizes.is_pipelined and is_differentiated and not again and not of_blocks)
+        passes = 1 + again + gathered_again + weight.trained + of_blocks * backward
         received.gather(weight.fsdp, weight.size * weight.layers, m * passes)
     if sizes.trains("encoder", "blocks", "conv", "norm"):
         statistics, remat = 2 * encoder.dim * sizes.w, int(sizes.config.compute.remat_encoder)

@@ -89,7 +89,8 @@ class UpdateMaker:
         pack, count = self._pack, self._config.data.rows
         rows = list(grain.MapDataset.source(documents).pipe(pack)) if documents else []
         rows += [pack.row([])] * (-len(rows) % count if rows else count)
-        reports = tuple(RowReport.of(number, row.report, pack.capacity) for number, row in enumerate(rows))
+        room = pack.capacity, pack.limits.array_frames
+        reports = tuple(RowReport.of(number, row.report, *room) for number, row in enumerate(rows))
         own = local_rows(self._mesh, count)
         batches = [
             put_batch(concatenate_rows([rows[first + row].batch for row in own]), self._mesh)

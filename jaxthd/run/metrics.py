@@ -23,6 +23,7 @@ class StepFacts(NamedTuple):
     skipped_documents: so far in the run.
     devices: of the mesh. flops: what the step's documents ask for (jaxthd.planning.model_flops), None where
     that is unknown. peak_flops: most that a device can do in a second, None where that is unknown.
+    has_rungs: whether buffers have several sizes.
     """
 
     step: int
@@ -34,6 +35,7 @@ class StepFacts(NamedTuple):
     devices: int = 1
     flops: float | None = None
     peak_flops: float | None = None
+    has_rungs: bool = False
 
 
 class ValidationFacts(NamedTuple):
@@ -71,6 +73,11 @@ def _utilisation(x: StepFacts) -> float | None:
     if x.flops is None or x.peak_flops is None:
         return None
     return x.flops / (x.seconds * x.devices * x.peak_flops)
+
+
+def _audio_padding(x: StepFacts) -> float | None:
+    room = x.report.audio_slots_seconds
+    return 1 - x.report.audio_seconds / room if room else None
 
 
 STEP_METRICS: list[Metric] = [
@@ -111,9 +118,18 @@ STEP_METRICS: list[Metric] = [
     Metric(
         "compilations",
         "programs",
-        "programs compiled for the training step since the command started; 1 is expected",
+        "programs compiled for the training step since the command started; 1 is expected, with "
+        "data.rungs at most one for each of them and one more",
         lambda x: x.compilations,
-        odd="More than 1: batches have more than one shape, which costs a compilation each.",
+        odd="More than that: batches have other shapes, which costs a compilation each.",
+    ),
+    Metric(
+        "rung",
+        "",
+        "which size the step's buffers have: its number in data.rungs, from 0, or for data.capacity the "
+        "number after these; not without data.rungs",
+        lambda x: x.report.rung if x.has_rungs else None,
+        odd="One number all the time: jaxthd plan proposes rungs for the lengths of the data.",
     ),
     Metric(
         "skipped_documents",
@@ -218,6 +234,15 @@ STEP_METRICS: list[Metric] = [
         "{:.1%}",
         odd="Over 0.1: a line on the terminal says what fills the buffers instead; jaxthd plan "
         "proposes capacities.",
+    ),
+    Metric(
+        "audio_padding_ratio",
+        "share",
+        "mel frames of the step's buffers that hold no audio, over all that they have room for; not without "
+        "audio arrays",
+        _audio_padding,
+        "{:.1%}",
+        odd="Over 0.3: lower data.audio_capacity, or set data.rungs (jaxthd plan compares them).",
     ),
     Metric(
         "target_to_input_ratio",

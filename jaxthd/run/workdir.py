@@ -32,6 +32,8 @@ FREE = (
     "data.validation_tarred_audio",
     "data.augment.noise_manifest",  # as the manifest
     "data.augment.room_manifest",
+    "data.rungs",  # what is packed does not depend on them
+    "data.most_rungs",
     "data.workers",
     "data.prefetch",
     "data.max_skipped_share",
@@ -61,7 +63,7 @@ FREE = (
     "train.draw_last_batch",
 )
 """Fields that may differ when a run is continued: they do not change what is learned."""
-HELD = ("compute.dtype", "compute.fp8")
+HELD = ("compute.dtype", "compute.fp8", "compute.fp8_experts")
 """Fields that FREE matches and that may not differ all the same: they change every number."""
 OPTIMIZATION = (
     "rollout.prompts",

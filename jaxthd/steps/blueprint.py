@@ -95,6 +95,18 @@ class Blueprint:
         """The pipeline's stages."""
         return pipeline_stages(self.config.model.llm, self.config.mesh)
 
+    @property
+    def uniform_program(self) -> bool:
+        """Whether all pipeline ranks run one stage program, at the same time, so that any collective may sit
+        in it. A ring of sends needs that; without one, idle ranks need not work. Under the layout "whole" a
+        stage skips exchanges where its own microbatch has no cut document.
+        """
+        mesh, compute = self.config.mesh, self.config.compute
+        if len(self.stages.patterns) == 1:
+            return True
+        has_ring = mesh.context > 1 and compute.context_exchange == "ring"
+        return self.stages.are_equal and has_ring and compute.layout != "whole"
+
     @cached_property
     def schedule(self) -> Schedule:
         """Which microbatch each pipeline rank computes when, forward and backward."""

@@ -6,7 +6,7 @@ counts of the whole batch, which are known before. The shares of all ranks add u
 what several ranks hold are summed over these ranks once, afterwards (steps/training.py).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,15 @@ from jaxthd.config import Config
 from jaxthd.models.adapt import join
 from jaxthd.models.ctc import Transcripts, transcripts
 from jaxthd.models.dropout import Draws, drawing
+from jaxthd.models.hybrid import StackedLayers
 from jaxthd.models.mixers import Routing
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.objectives import LOSS, Objective, Tokens, make_objective
 from jaxthd.objectives.sft import negative_log_likelihood
 from jaxthd.packing.batch import Batch
+from jaxthd.packing.segments import Segments
 from jaxthd.parallel.mesh import AXES, CONTEXT, PIPELINE, TENSOR, TOKEN_AXES, ranks_of
-from jaxthd.parallel.pipeline_model import PipelinedModel, PipelinedParams
+from jaxthd.parallel.pipeline_model import PipelinedModel, PipelinedParams, PreparedStage
 from jaxthd.parallel.pipeline_tick import Largest
 from jaxthd.steps.blueprint import Blueprint, Tree
 
@@ -33,6 +35,14 @@ class FuturePrediction(NamedTuple):
 
     loss: Array
     routing: Routing | None
+
+
+class FixedOfStage(NamedTuple):
+    """PreparedStage.fixed. layers: the stage's, all weights, by unit. draws: None without dropout."""
+
+    layers: list[StackedLayers]
+    segments: Segments
+    draws: Draws | None
 
 
 class CTC(NamedTuple):
@@ -191,15 +201,21 @@ class Forward:
         self._objective = objective_of(blueprint.config)
         # Ranks of these axes compute the same share.
         self._copies = ranks_of(blueprint.config.mesh, (PIPELINE, TENSOR))
-        stages, mesh = blueprint.stages, self._config.mesh
-        # With a ring all ranks must run one program at a time. Without one, idle ranks need not work.
-        has_ring = mesh.context > 1 and self._config.compute.context_exchange == "ring"
-        self._uniform_program = len(stages.patterns) == 1 or (stages.are_equal and has_ring)
+        self._uniform_program = blueprint.uniform_program
 
     @property
     def pipelined(self) -> PipelinedModel:
+        keeps_input = self._config.compute.recomputed_of_stage == "stage"
         return PipelinedModel(
-            self.enter, self.stage, self.leave, self._blueprint.stages, self._uniform_program
+            enter=self.enter,
+            prepare=self.prepare,
+            run=self.run,
+            leave=self.leave,
+            stages=self._blueprint.stages,
+            constants=(self._params.enter, self._buffers),
+            uniform_program=self._uniform_program,
+            keeps_input=keeps_input,
+            keeps_enter=not keeps_input and self._config.model.encoder is not None,
         )
 
     def model(self, buffers: Tree, **given: Tree) -> SpeechLM:
@@ -214,11 +230,19 @@ class Forward:
         (x_nD, *future), state = model.enter_with_future(batch, axes=AXES, train=self._batch_statistics)
         return x_nD, Bypass(future, x_nD if trains_ctc(batch, self._config) else None), state
 
-    def stage(self, pattern: str, stage: Tree, chunk: Array | int, x_nD: Array, batch: Batch) -> Any:
-        model = self.model(self._buffers, stage=stage)
+    def prepare(self, pattern: str, stage: Tree, chunk: Array | int, batch: Batch) -> PreparedStage:
+        model = self.model(self._buffers)
         segments = model.segments(batch, AXES, uniform_program=self._uniform_program)
-        with drawing(_draws(batch)):
-            return model.decoder.stage(pattern, chunk, x_nD, segments)
+        draws = _draws(batch)
+        with drawing(draws):
+            layers = model.decoder.layers_of(pattern, chunk)
+        fixed = FixedOfStage(layers, segments, draws)
+        return PreparedStage(model.decoder.rows_of(pattern, chunk, stage["layers"]), fixed)
+
+    def run(self, pattern: str, prepared: PreparedStage, x_nD: Array) -> tuple[Array, Routing | None]:
+        decoder, fixed = self.model(self._buffers).decoder, prepared.fixed
+        with drawing(fixed.draws):
+            return decoder.run(pattern, fixed.layers, prepared.trained, x_nD, fixed.segments)
 
     def leave(self, leave: Tree, x_nD: Array, bypass: Bypass, batch: Batch) -> tuple[Array, Left]:
         model = self.model(self._buffers, leave=leave)

@@ -7,7 +7,7 @@ in itself (values.py), so that one mistake is reported once.
 
 from jaxthd.config import Config
 from jaxthd.errors import UserError
-from jaxthd.validate import attention, buffers, data, mesh, model, posttraining, training
+from jaxthd.validate import attention, buffers, data, ladder, mesh, model, posttraining, training
 from jaxthd.validate.rules import DeviceFacts, Finding
 from jaxthd.validate.values import faulty_values
 
@@ -16,6 +16,7 @@ __all__ = ["RULES", "ConfigError", "DeviceFacts", "Finding", "findings", "valida
 RULES = [
     *mesh.RULES,
     *buffers.RULES,
+    *ladder.RULES,
     *data.RULES,
     *model.RULES,
     *attention.RULES,

@@ -57,7 +57,7 @@ def _capacity_over_context(config: Config, device: DeviceFacts) -> Iterator[Find
 
 @RULES.rule("mesh.context", "data.capacity", "compute.context_layout", "model.llm")
 def _chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    llm, unit, whole = config.model.llm, 2 * config.mesh.context, config.compute.context_layout == "buffer"
+    llm, unit, whole = config.model.llm, 2 * config.mesh.context, config.compute.layout == "buffer"
     chunk = config.data.capacity // unit
     for letter, whose, taps in (("M", "Mamba2's", llm.mamba_conv), ("D", "the delta rule's", llm.delta.conv)):
         if whole and unit > 2 and letter in llm.kinds and chunk < taps - 1:
@@ -71,7 +71,7 @@ def _chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Fi
 @RULES.rule("mesh.context", "data.round_to", "compute.context_layout")
 def _documents_over_context(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     rounded, unit = config.data.round_to, 2 * config.mesh.context
-    if config.compute.context_layout == "document" and unit > 2 and rounded % unit:
+    if config.compute.layout == "document" and unit > 2 and rounded % unit:
         yield Finding(
             f'data.round_to is {rounded} with compute.context_layout "document" and mesh.context {unit // 2}',
             f"a multiple of 2 * context = {unit}, the number of context chunks that a document is cut into",
@@ -83,38 +83,15 @@ def _documents_over_context(config: Config, device: DeviceFacts) -> Iterator[Fin
 @RULES.rule("mesh.context", "compute.context_layout", "model.llm")
 def _cut_chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm = config.model.llm
-    is_whole = config.compute.context_layout == "whole" and config.mesh.context > 1
-    if is_whole and "M" in llm.kinds and llm.mamba_conv - 1 > LEAST_CHUNK:
+    is_whole = config.compute.layout == "whole" and config.mesh.context > 1
+    for letter, name, taps in (("M", "mamba_conv", llm.mamba_conv), ("D", "delta.conv", llm.delta.conv)):
+        if not is_whole or letter not in llm.kinds or taps - 1 <= LEAST_CHUNK:
+            continue
         yield Finding(
-            f'model.llm.mamba_conv is {llm.mamba_conv} with compute.context_layout "whole"',
+            f'model.llm.{name} is {taps} with compute.context_layout "whole"',
             f"at most {LEAST_CHUNK + 1}, because a cut document's context chunks may be as short as "
             f"{LEAST_CHUNK} tokens",
             "set compute.context_layout to buffer",
-        )
-
-
-@RULES.rule("mesh.context", "compute.context_layout", "model.llm")
-def _delta_of_cut_documents(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    is_whole = config.compute.context_layout == "whole" and config.mesh.context > 1
-    if is_whole and "D" in config.model.llm.kinds:
-        yield Finding(
-            'compute.context_layout is "whole" with the gated delta rule (D in model.llm.pattern)',
-            '"buffer" or "document", because its states do not yet pass for cut documents alone',
-            "set compute.context_layout to buffer",
-        )
-
-
-@RULES.rule("mesh.context", "mesh.pipeline", "compute.context_layout", "compute.context_exchange")
-def _ring_among_stages(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    mesh, compute = config.mesh, config.compute
-    is_whole = compute.context_layout == "whole" and mesh.context > 1
-    if is_whole and mesh.pipeline > 1 and compute.context_exchange == "ring":
-        yield Finding(
-            f'compute.context_exchange is "ring" with compute.context_layout "whole" and mesh.pipeline '
-            f"{mesh.pipeline}",
-            '"all_gather", because stages work on different buffers at a time: one has cut documents to '
-            "exchange, another may not, and a ring names the ranks of all stages",
-            "set compute.context_exchange to all_gather",
         )
 
 
@@ -122,7 +99,7 @@ def _ring_among_stages(config: Config, device: DeviceFacts) -> Iterator[Finding]
 def _mamba_heads_over_context(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     mesh, llm = config.mesh, config.model.llm
     ranks = mesh.tensor * mesh.context
-    if config.compute.context_layout != "document":
+    if config.compute.layout != "document":
         return
     for letter, name in (("M", "mamba_heads"), ("D", "delta.value_heads")):
         heads = attrgetter(name)(llm)
@@ -180,7 +157,7 @@ def _vocabulary_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Find
         )
 
 
-@RULES.rule("mesh", "model.llm.pattern", "compute.context_exchange")
+@RULES.rule("mesh", "model.llm.pattern", "compute.context_exchange", "compute.context_layout")
 def _pipeline(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     mesh, llm = config.mesh, config.model.llm
     if mesh.pipeline == 1 and mesh.stages_per_rank > 1:
@@ -197,11 +174,16 @@ def _pipeline(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         change = f"put {count - 1} or no | into model.llm.pattern, or lower mesh.pipeline"
         yield Finding(str(error), f"{count} stages of at least one layer", change)
         return
-    if mesh.context > 1 and config.compute.context_exchange == "ring" and not stages.are_equal:
+    is_ring = mesh.context > 1 and config.compute.context_exchange == "ring"
+    is_whole = config.compute.layout == "whole"
+    if is_ring and mesh.context % 2 and len(stages.patterns) > 1 and (is_whole or not stages.are_equal):
+        why = 'compute.context_layout "whole"' if is_whole else f"stages {' | '.join(stages.patterns)}"
         yield Finding(
-            f"compute.context_exchange is 'ring' with stages that differ ({' | '.join(stages.patterns)})",
-            "equal stages, because every rank takes part in each send of a ring",
-            "set compute.context_exchange to 'all_gather', or divide model.llm.pattern evenly",
+            f'mesh.context is {mesh.context} with compute.context_exchange "ring", mesh.pipeline '
+            f"{mesh.pipeline} and {why}",
+            "an even number: such stages do not run one program at a time, so no send may name the ranks of "
+            "all, and neighbours exchange in pairs",
+            "set mesh.context to an even number, or compute.context_exchange to all_gather",
         )
 
 

@@ -307,7 +307,7 @@ def test_a_full_disk_ends_the_run_in_one_message_with_the_older_checkpoint_intac
         assert line.startswith(
             f"{start}: the checkpoint of step 2 could not be saved in {folder} (ValueError: "
         )
-        assert "File too large" in line
+        assert "File too large" in line, line
         assert "that of step 1 is intact" in line
         assert names(folder) != ["1"], "what the failed save wrote"
         with Checkpoints(folder, 9) as checkpoints:

@@ -70,6 +70,8 @@ def other(hint: Any, default: Any) -> tuple[Any, list[str]]:
         if get_origin(of) is Literal:
             choices = get_args(of)[-2:]
             return choices, [*choices]
+        if get_origin(of) is tuple:
+            return ((1, 2, 3), (4, 5, 6)), list("123456")
         return (of(8), of(9)), ["8", "9"]
     value = f"{default}x" if hint is str else default + 1
     return value, [str(value)]

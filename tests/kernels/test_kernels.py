@@ -12,7 +12,7 @@ from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, LLMC
 from jaxthd.errors import UserError
 from jaxthd.kernels.choose import LARGE_KERNELS, attention_shape, scan_shape, using, with_admitted
 from jaxthd.kernels.machine import Machine
-from jaxthd.ops.attention import blockwise
+from jaxthd.ops.attention import blockwise, pallas_kernels
 from jaxthd.ops.attention.backends import BACKENDS
 from jaxthd.ops.attention.contract import AttentionBackend
 from jaxthd.ops.attention.ring import packed_attention
@@ -36,6 +36,8 @@ def eight_times(*given: Any) -> Any:
 
 
 def asking(llm: LLMConfig | None = None, **compute: Any) -> Config:
+    """A config whose settings that are not given need no admission."""
+    compute = {"attention_backend": "xla", "scan_backend": "xla", "encoder_attention": "banded"} | compute
     return Config(model=ModelConfig(llm=llm or LLMConfig()), compute=ComputeConfig(scan_chunk=16, **compute))
 
 
@@ -75,14 +77,18 @@ def test_the_flag_makes_nothing_run_that_cannot(lines: list[str], tmp_path: Path
     assert "kernels_unverified to use" not in str(caught.value)
 
 
-def test_auto_takes_the_next_one_and_says_why(lines: list[str], tmp_path: Path):
+@pytest.mark.usefixtures("on_a_gpu")
+def test_auto_takes_the_next_one_and_says_why(lines: list[str], tmp_path: Path, monkeypatch):
+    for name in ("pallas", "batched"):
+        monkeypatch.setitem(BACKENDS, name, BACKENDS["cudnn"]._replace(name=name))
     config = asking(attention_backend="auto", kernels_unverified=True)
     assert with_admitted(config, lines.append, tmp_path).compute.attention_backend == "xla"
     (line,) = lines
     assert line.startswith("attention: xla; not te: it is off from xla")
-    assert "; not cudnn: it runs on NVIDIA GPUs" in line
+    assert "; not cudnn: it computes in bfloat16 or float16" in line
 
 
+@pytest.mark.usefixtures("on_a_gpu")
 def test_auto_takes_the_first_that_is_admitted(lines: list[str], tmp_path: Path, monkeypatch):
     monkeypatch.setitem(BACKENDS, "cudnn", XLA._replace(name="cudnn"))
     config = asking(attention_backend="auto")
@@ -92,22 +98,28 @@ def test_auto_takes_the_first_that_is_admitted(lines: list[str], tmp_path: Path,
 
 
 def test_the_blockwise_one_is_not_measured(lines: list[str], tmp_path: Path):
-    assert with_admitted(Config(), lines.append, tmp_path) == Config()
+    config = using(Config(), attention_backend="xla", scan_backend="xla", encoder_attention="blocks")
+    assert with_admitted(config, lines.append, tmp_path) == config
     assert not list(tmp_path.iterdir())
 
 
+def test_auto_on_a_cpu_is_xla_without_a_word(lines: list[str], tmp_path: Path):
+    found = with_admitted(Config(), lines.append, tmp_path).compute
+    assert (found.attention_backend, found.scan_backend, found.encoder_attention) == ("xla", "xla", "blocks")
+    assert not lines
+
+
 def test_a_command_settles_it_before_it_runs(capsys: pytest.CaptureFixture[str]):
-    assert prepared(asking(attention_backend="auto", scan_backend="auto")) == asking()
-    told = capsys.readouterr().err
-    assert "attention: xla; not te: it runs on NVIDIA GPUs" in told
-    assert "scan: xla; not pallas: it runs on NVIDIA GPUs, and this is cpu\n" in told
+    settled = prepared(Config()).compute
+    assert (settled.attention_backend, settled.scan_backend) == ("xla", "xla")
+    assert not capsys.readouterr().err
 
 
 def test_what_is_not_settled_is_not_guessed():
     x = jnp.zeros((8, 2, 4))
     ids = jnp.ones((1, 8), jnp.int32)
     segments = make_segments(ids, ids, block=8, axis=None)
-    with pytest.raises(ValueError, match="expected one of te, cudnn, batched, xla"):
+    with pytest.raises(ValueError, match="expected one of te, cudnn, pallas, batched, xla"):
         packed_attention(x, x, x, segments, scale=1.0, exchange="ring", backend="auto")
     with pytest.raises(ValueError, match="expected one of pallas, xla"):
         scan(x, x[..., 0], x[0, :, 0], x, x, segments, chunk=16, backend="auto")
@@ -240,3 +252,23 @@ def test_the_scan_s_shape_is_what_a_rank_scans(
     assert scanned == {want}
     heads, groups, chunk, states_enter = want
     assert scan_shape(config) == ScanShape("float32", heads, groups, 16, 16, chunk, states_enter)
+
+
+SHORT = EncoderConfig(num_mels=16, layers=1, dim=32, heads=2, ffn_dim=16, chunk_seconds=0.5)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_the_encoder_s_kernels_are_measured_and_a_broken_one_is_refused(
+    lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = asking(encoder_attention="auto")
+    config = replace(config, model=replace(config.model, encoder=SHORT))
+    assert with_admitted(config, lines.append, tmp_path).compute.encoder_attention == "pallas"
+    assert lines == ["encoder attention: pallas"]
+    (file,) = tmp_path.iterdir()
+    assert file.name.startswith("encoder attention-pallas-")
+    file.unlink()
+    right = pallas_kernels._Pairs.bias_at
+    monkeypatch.setattr(pallas_kernels._Pairs, "bias_at", lambda x, seen, width: right(x, seen, width - 2))
+    assert with_admitted(config, lines.append, tmp_path).compute.encoder_attention == "banded"
+    assert lines[1].startswith("encoder attention: banded; not pallas: it is off from xla, by output ")

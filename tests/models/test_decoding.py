@@ -143,10 +143,7 @@ def _in_row_order(row: list[Document], context: int, layout: Layout) -> list[Doc
     [
         (2, 2, "document"),
         pytest.param(2, 2, "whole", marks=pytest.mark.exhaustive),
-        *(
-            pytest.param(*mesh, "buffer", marks=pytest.mark.exhaustive)
-            for mesh in [(1, 1), (1, 2), (1, 4), (2, 2)]
-        ),
+        *(pytest.param(*mesh, "buffer", marks=pytest.mark.exhaustive) for mesh in [(1, 1), (1, 4)]),
     ],
 )
 def test_decoding_goes_on_from_packed_prompts_as_from_each_alone(data: int, context: int, layout: Layout):
@@ -178,7 +175,11 @@ def test_decoding_counts_positions_from_the_documents_start(data: int, context: 
 
 @pytest.mark.parametrize(
     ("data", "context", "layout"),
-    [(1, 2, "buffer"), pytest.param(1, 4, "document", marks=pytest.mark.exhaustive)],
+    [
+        (1, 2, "buffer"),
+        pytest.param(1, 4, "document", marks=pytest.mark.exhaustive),
+        pytest.param(1, 2, "whole", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_decoding_goes_on_from_the_states_of_the_gated_delta_rule(data: int, context: int, layout: Layout):
     with jax.enable_x64(True):

@@ -150,11 +150,11 @@ def forward(
     row_axes=(),
     rows=1,
     remat=True,
-    banded=False,
+    attention="blocks",
 ):
     segments = make_segments(ids.reshape(rows, -1), positions.reshape(rows, -1), block=BLOCK, axis=None)
     encoder = nnx.merge(graphdef, params, buffers)
-    encoder.remat, encoder.banded = remat, banded
+    encoder.remat, encoder.attention = remat, attention
     return encoder(mels, mask, segments, train=train, axes=axes, row_axes=row_axes)
 
 
@@ -183,8 +183,8 @@ def local_gradients(
 
 
 @functools.cache
-def one_device(train: bool, remat: bool = True, banded: bool = False):
-    run = functools.partial(local_gradients, train=train, remat=remat, banded=banded)
+def one_device(train: bool, remat: bool = True, attention: str = "blocks"):
+    run = functools.partial(local_gradients, train=train, remat=remat, attention=attention)
     return jax.jit(run, static_argnums=0, compiler_options=QUICK)
 
 
@@ -247,13 +247,14 @@ def test_packed_equals_each_clip_alone():
     assert_same(dparams, total, 1e-10)
 
 
-def test_a_band_equals_blocks():
+def test_a_band_and_kernels_equal_blocks():
     """Float64, eval mode, with padding: outputs, gradients of parameters and mels."""
     clips = random_clips((1003, *LENGTHS))
     packed = pack(shuffled(clips), frames=LARGE)
     with jax.enable_x64(True):
-        found = [one_device(False, banded=b)(*encoder64(), *packed.arrays) for b in (False, True)]
-        for (y, _, dparams, dmels), name in zip(found, ("blocks", "band"), strict=True):
+        ways = "blocks", "banded", "pallas"
+        found = [one_device(False, attention=way)(*encoder64(), *packed.arrays) for way in ways]
+        for (y, _, dparams, dmels), name in zip(found, ways, strict=True):
             assert np.isfinite(y).all(), name
             split_clips(packed, y, dmels)
             assert_same((y, dparams, dmels), (found[0][0], *found[0][2:]), 1e-10)
@@ -350,7 +351,7 @@ def test_clips_cut_over_ranks_equal_one_device(ranks, rows, form, is_exhaustive,
             axes=axes,
             row_axes=row_axes,
             rows=rows,
-            banded=form == "band",
+            attention="banded" if form == "band" else "blocks",
         )
         y, dmels = (x.reshape(rows, -1, *x.shape[1:]) for x in (y, dmels))
         return y, new, jax.lax.psum(dparams, axes), dmels

@@ -1,4 +1,4 @@
-"""The layout "whole": attention, convolution and scan equal those of the same documents on one device."""
+"""The layout "whole": attention, convolution, scan and delta rule equal those of documents on one device."""
 
 import functools
 from typing import Any
@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec
 
 from jaxthd.ops.attention.ring import gather_in_order, packed_attention
 from jaxthd.ops.conv import causal_conv
+from jaxthd.ops.delta.cuts import outputs_and_states
+from jaxthd.ops.delta.rule import DeltaInputs
 from jaxthd.ops.scan.backends import scan
 from jaxthd.packing.assignment import Placement, Shares
 from jaxthd.packing.document import Document
@@ -72,7 +74,11 @@ def mixers(params: Any, x: Any, segments: Any, exchange: str) -> Any:
     in_windows = packed_attention(q, k, v, segments, sink_H=sinks, in_window=True, **how)
     convolved = causal_conv(v.reshape(len(v), -1), taps, bias, segments, silu=True)
     scanned = scan(v, jax.nn.softplus(dt), -jnp.exp(rates), b, c, segments, chunk=6, backend="xla")
-    return attended, in_windows, convolved, scanned
+    # Keys are not longer than 1, as the rule expects them; else its states grow without bound.
+    q, k = (x[:, :2] / (1 + jnp.square(x[:, :2]).sum(-1, keepdims=True)) for x in (q, k))
+    inputs = DeltaInputs(q, k, v, -jax.nn.softplus(dt), jax.nn.sigmoid(dt))
+    answered, _ = outputs_and_states(inputs, segments, jnp.zeros(0, jnp.int32), chunk=6)
+    return attended, in_windows, convolved, scanned, answered
 
 
 @functools.cache
@@ -82,10 +88,20 @@ def program(context: int, exchange: str) -> Any:
 
     def rank(params: Any, x: Any, ids: Any, positions: Any, cuts: Any, dy: Any) -> Any:
         segments = make_segments(
-            ids, positions, block=8, axis=axis, layout="whole", documents=16, cuts_RK=cuts, window=WINDOW
+            ids,
+            positions,
+            block=8,
+            axis=axis,
+            layout="whole",
+            documents=16,
+            cuts_RK=cuts,
+            window=WINDOW,
+            uniform_program=exchange != "pairs",
         )
         flat_x, flat_dy = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), (x, dy))
-        y, pull = jax.vjp(lambda p, x: mixers(p, x, segments, exchange), params, flat_x)
+        y, pull = jax.vjp(
+            lambda p, x: mixers(p, x, segments, exchange.replace("pairs", "ring")), params, flat_x
+        )
         dparams, dx = pull(flat_dy)
         keys = gather_in_order(flat_x[1], segments)
         y, dx = jax.tree.map(lambda a: a.reshape(*ids.shape, *a.shape[1:]), (y, dx))
@@ -107,7 +123,12 @@ def program(context: int, exchange: str) -> Any:
 
 @pytest.mark.parametrize(
     ("context", "exchange"),
-    [(4, "ring"), (2, "all_gather"), pytest.param(8, "ring", marks=pytest.mark.exhaustive)],
+    [
+        (4, "ring"),
+        (2, "all_gather"),
+        pytest.param(4, "pairs", marks=pytest.mark.exhaustive),
+        pytest.param(8, "ring", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_mixers_equal_those_on_one_device(context: int, exchange: str):
     """All outputs and gradients in float64. The last case's documents end before their last chunks."""
@@ -128,12 +149,11 @@ def compare(rows: list[Any], context: int, exchange: str) -> None:
 
     in_order = rows_by((ids, positions), backs)
     real = in_order[0] > 0
-    shapes = (H, D), (2, D), (2, P), (2,), (G, S), (G, S)
+    shapes: tuple[tuple[int, ...], ...] = (H, D), (2, D), (2, P), (2,), (G, S), (G, S)
     x = tuple(rng.normal(size=(2, CAPACITY[context], *shape)) for shape in shapes)
     params = rng.normal(size=(4, 2 * P)), rng.normal(size=2 * P), rng.normal(size=2), rng.normal(size=H)
-    dy = tuple(
-        rng.normal(size=(2, CAPACITY[context], *shape)) for shape in ((H, P), (H, P), (2 * P,), (2, P))
-    )
+    shapes = (H, P), (H, P), (2 * P,), (2, P), (2, P)
+    dy = tuple(rng.normal(size=(2, CAPACITY[context], *shape)) for shape in shapes)
     dy = jax.tree.map(lambda a: a * real.reshape(2, -1, *[1] * (a.ndim - 2)), dy)
     want = program(1, "ring")(params, x, *in_order, None, dy)
     x, dy = rows_by((x, dy), orders)

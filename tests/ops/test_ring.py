@@ -11,6 +11,7 @@ from jaxthd.ops.attention.cudnn import GROUPED_LEAST
 from jaxthd.ops.attention.ring import packed_attention
 from jaxthd.ops.backend import version_numbers
 from jaxthd.packing.layout import DualChunkSwap
+from jaxthd.packing.ring_order import RingOrder
 from jaxthd.packing.segments import make_segments
 from scripts.comparison import dense_kernels
 from tests.helpers import CAPACITY, CASES, assert_same, context_mesh, on_context, row_arrays, spans
@@ -56,13 +57,16 @@ def dense_documents(lengths, round_to, q, k, v, dout):
 
 
 MESHES = [(1, "ring", "buffer"), *product((2, 4), ("ring", "all_gather"), ("buffer", "document"))]
+PAIRS = [(4, "pairs", "buffer"), (2, "pairs", "document"), (4, "pairs", "document"), (8, "pairs", "buffer")]
+"""Rings in a program that not all ranks run at the same time."""
 TYPICAL_IN_FLOAT32 = [(1, "ring", "buffer"), (4, "ring", "buffer"), (2, "all_gather", "document")]
 
 
 @pytest.mark.parametrize(
     ("context", "exchange", "layout", "dtype"),
     [
-        *((*mesh, np.float64) for mesh in MESHES),
+        *((*mesh, np.float64) for mesh in [*MESHES, PAIRS[0]]),
+        *(pytest.param(*mesh, np.float64, marks=pytest.mark.exhaustive) for mesh in PAIRS[1:]),
         *((*mesh, np.float32) for mesh in TYPICAL_IN_FLOAT32),
         *(
             pytest.param(*mesh, np.float32, marks=pytest.mark.exhaustive)
@@ -74,6 +78,7 @@ TYPICAL_IN_FLOAT32 = [(1, "ring", "buffer"), (4, "ring", "buffer"), (2, "all_gat
 def test_packed_equals_each_document_alone(context, exchange, layout, dtype):
     rng = np.random.default_rng(0)
     capacity, round_to = (CAPACITY, 1) if layout == "buffer" else (2 * CAPACITY, 8)
+    is_uniform, exchange = exchange != "pairs", exchange.replace("pairs", "ring")
     with jax.enable_x64(dtype == np.float64):
         run = on_context(
             lambda _, qkv, segments: packed_attention(
@@ -83,6 +88,7 @@ def test_packed_equals_each_document_alone(context, exchange, layout, dtype):
             block=8,
             layout=layout,
             round_to=round_to,
+            uniform_program=is_uniform,
         )
         for lengths in CASES.values():
             q, k, v, dout = (
@@ -172,13 +178,33 @@ def _intervals_of_rank(ids, positions, rank, context, block):
     return jax.tree.map(lambda x: x[rank], everything)
 
 
-@pytest.mark.parametrize("exchange", ["ring", "all_gather"])
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8])
+def test_in_pairs_every_rank_meets_all_keys_and_they_come_home(ranks):
+    order, held = RingOrder.of(ranks, uniform_program=False), list(range(ranks))
+    met = [[] for _ in held]
+    for step in range(ranks):
+        assert held == [order.source(rank, step) for rank in range(ranks)]
+        for rank, keys in enumerate(held):
+            met[rank].append(keys)
+        for a, b in order.pairs(step + 1):
+            assert (order.is_upper(a, step + 1), order.is_upper(b, step + 1)) == (0, 1)
+            held[a], held[b] = held[b], held[a]
+    assert held == list(range(ranks))
+    assert all(sorted(of_rank) == held for of_rank in met)
+    assert [[rank, *order.sources(rank)] for rank in range(ranks)] == met
+
+
+@pytest.mark.parametrize("exchange", ["ring", "all_gather", "pairs"])
 def test_the_exchange_is_the_one_asked_for(exchange):
-    """Both give the same numbers; the compiled program shows which collective moved the keys and values."""
+    """All give the same numbers; the compiled program shows which collective moved the keys and values."""
+    is_uniform = exchange != "pairs"
 
     def rank(qkv, ids, positions):
-        segments = make_segments(ids[None], positions[None], block=8, axis="context")
-        return packed_attention(*qkv, segments, scale=SCALE, exchange=exchange, backend="xla")
+        segments = make_segments(
+            ids[None], positions[None], block=8, axis="context", uniform_program=is_uniform
+        )
+        asked = exchange if is_uniform else "ring"
+        return packed_attention(*qkv, segments, scale=SCALE, exchange=asked, backend="xla")
 
     spec = jax.sharding.PartitionSpec("context")
     mapped = jax.shard_map(
@@ -187,4 +213,45 @@ def test_the_exchange_is_the_one_asked_for(exchange):
     qkv = tuple(np.zeros((CAPACITY, *s), np.float32) for s in ((H, D), (K, D), (K, V)))
     program = jax.jit(mapped).lower(qkv, *row_arrays([CAPACITY])).as_text()
     assert ("collective_permute" in program) == (exchange == "ring")
-    assert ("all_gather" in program) == (exchange == "all_gather")
+    assert ("all_gather" in program) == (exchange != "ring")
+
+
+def test_pairs_need_an_even_number_of_ranks():
+    run = on_context(
+        lambda _, qkv, segments: packed_attention(
+            *qkv, segments, scale=SCALE, exchange="ring", backend="xla"
+        ),
+        3,
+        block=8,
+        uniform_program=False,
+    )
+    qkv = tuple(np.zeros((12, *s), np.float32) for s in ((H, D), (K, D), (K, V)))
+    with pytest.raises(ValueError, match="3 context ranks"):
+        run(None, qkv, *row_arrays([12], 12), np.zeros((12, H, V), np.float32))
+
+
+def test_pairs_may_stand_where_other_stages_run_something_else():
+    """Ranks of the first stage exchange keys; those of the second one never reach that line."""
+    devices = np.array(jax.devices()[:8]).reshape(4, 2)
+    mesh = jax.sharding.Mesh(devices, ("context", "pipeline"))
+
+    def rank(qkv, ids, positions):
+        segments = make_segments(ids[None], positions[None], block=8, axis="context", uniform_program=False)
+
+        def attend():
+            return packed_attention(*qkv, segments, scale=SCALE, exchange="ring", backend="xla")
+
+        is_first = jax.lax.axis_index("pipeline") == 0
+        return jax.lax.cond(is_first, attend, lambda: jnp.zeros((len(ids), H, V), qkv[0].dtype))[None]
+
+    spec = jax.sharding.PartitionSpec("context")
+    out = jax.sharding.PartitionSpec("pipeline", "context")
+    run = jax.jit(jax.shard_map(rank, mesh=mesh, in_specs=(spec,) * 3, out_specs=out, check_vma=False))
+    rng, length = np.random.default_rng(2), CAPACITY
+    q, k, v = (rng.normal(size=(length, *s)).astype(np.float32) for s in ((H, D), (K, D), (K, V)))
+    order = DualChunkSwap(4).permutation(length)
+    given = jax.tree.map(lambda x: x[order], ((q, k, v), *row_arrays([length])))
+    first, second = np.asarray(run(*given))
+    want = dense_document(*(x.astype(np.float64) for x in (q, k, v)))[0]
+    assert_same((first,), (want[order],), 1e-5)
+    assert not second.any()

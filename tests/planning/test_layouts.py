@@ -11,6 +11,7 @@ from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.planning.layouts import (
     MULTIPLY_ADDS_PER_BYTE,
+    attention_bytes,
     compare_layouts,
     exchange_bytes,
     layout_recommendation,
@@ -61,7 +62,15 @@ def test_padding_and_imbalance_are_those_of_the_rows_packed():
         if cost.layout != "whole":
             assert cost.mamba_bytes == mamba_bytes(cost.config)
         real_tokens_of_a_rank = 2 * real / len(outcome.buffers) / 4
-        forward = cost.mamba_bytes / 2 * MULTIPLY_ADDS_PER_BYTE
+        if cost.layout == "whole":
+            cut = sum(bool(placement.cut) for placement in outcome.placements)
+            assert cut
+            widest = attention_bytes(cost.config, 120) * cut / len(outcome.placements)
+            assert 0 < cost.attention_bytes <= widest
+        else:
+            # 2 rows of 120 slots, 2 x 2 x 32 numbers each: twice around, their gradients once and home.
+            assert cost.attention_bytes == 2 * 120 * 2 * 2 * 32 * 4 * (3 * 3 + 1)
+        forward = (cost.mamba_bytes + cost.attention_bytes) / 2 * MULTIPLY_ADDS_PER_BYTE
         assert cost.exchange == pytest.approx(forward / real_tokens_of_a_rank)
         assert cost.slots == pytest.approx(WORK[0] / (1 - cost.padding))
     assert {cost.config.data.round_to for cost in found} == {1, 8}
@@ -70,10 +79,10 @@ def test_padding_and_imbalance_are_those_of_the_rows_packed():
 @pytest.mark.parametrize(
     ("pattern", "lengths", "work", "best", "decides"),
     [
-        ("M*-", [160], 0.0, "buffer", "bytes in a Mamba2 layer against"),
+        ("M*-", [160], 0.0, "buffer", "bytes in a Mamba2 layer and"),
         ("*", [200], 0.0, "document", "attention work of 1.00 of the mean, against"),
         ("-", [9], 1000.0, "buffer", "padding of 0.6% against 43.8%"),
-        ("M*", [60], 0.0, "whole", " 0 bytes in a Mamba2 layer against"),
+        ("M*", [60], 0.0, "whole", " 0 bytes in a Mamba2 layer and 0 in one of attention, against"),
     ],
 )
 def test_the_verdict_names_what_decides(
@@ -109,18 +118,20 @@ def test_activations_grow_with_the_tokens_and_states_do_not():
 
 
 def test_what_is_compared_is_possible() -> None:
-    """Among pipeline stages the layout "whole" needs all-gather, and no convolution may span a cut chunk."""
+    """Among pipeline stages the layout "whole" needs all-gather where context ranks make no pairs, and no
+    convolution may span a cut chunk."""
     stream, plain = text_of([60] * 200), config("M*")
-    staged = replace(plain, mesh=replace(plain.mesh, pipeline=2))
-    assert staged.compute.context_exchange == "ring"
-    best, *others = compare_layouts(stream, staged, WORK)
-    assert {cost.layout: cost.config.compute.context_exchange for cost in (best, *others)} == {
-        "whole": "all_gather",
-        "buffer": "ring",
-        "document": "ring",
-    }
-    assert best.layout == "whole"
-    assert "--compute.context-exchange all_gather" in layout_recommendation([best, *others])
+    for context, exchange in ((4, "ring"), (3, "all_gather")):
+        staged = replace(plain, mesh=replace(plain.mesh, pipeline=2, context=context))
+        assert staged.compute.context_exchange == "ring"
+        costs = {cost.layout: cost for cost in compare_layouts(stream, staged, WORK)}
+        assert {layout: cost.config.compute.context_exchange for layout, cost in costs.items()} == {
+            "whole": exchange,
+            "buffer": "ring",
+            "document": "ring",
+        }
+        text = layout_recommendation([costs.pop("whole"), *costs.values()])
+        assert ("--compute.context-exchange all_gather" in text) == (context == 3)
     llm = replace(plain.model.llm, mamba_conv=6)
     long = replace(plain, model=replace(plain.model, llm=llm))
     assert "whole" not in {cost.layout for cost in compare_layouts(stream, long, WORK)}

@@ -15,6 +15,21 @@ def test_memory_of_a_pipeline_does_not_grow_with_the_microbatches() -> None:
     assert bench.program(many).temporary <= 1.05 * bench.program(few).temporary
 
 
+@pytest.mark.parametrize(
+    ("recomputes", "passes"),
+    [
+        ("nothing", 1.0),
+        pytest.param("auto", 1.5, marks=pytest.mark.exhaustive),
+        pytest.param("stage", 2.5, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_stage_runs_forward_as_often_as_it_must(recomputes: bench.Recomputes, passes: float) -> None:
+    """Counted in matrix products. Of a recomputed MLP the second one is not needed."""
+    config = bench.tiny(MeshConfig(pipeline=2), "----", rows=2, microbatches=2, tokens=64)
+    text = bench.lowered_step(bench.with_remat(config, recomputes)).compile(bench.UNOPTIMIZED).as_text()
+    assert bench.forward_passes(bench.flops_of_parts(text)) == passes
+
+
 def test_weight_matrices_are_divided_by_the_data_size_exactly() -> None:
     meshes = MeshConfig(), MeshConfig(data=8), MeshConfig(data=8, fsdp=False)
     whole, part, copy = (bench.matrix_bytes(bench.tiny(mesh, "M*-")) for mesh in meshes)

@@ -181,8 +181,8 @@ CASES = [
     ),
     Case({**PIPELINE, "model.llm.pattern": "M"}, "1 layers cannot be divided into 2 stages"),
     Case(
-        {**PIPELINE, "mesh.context": 2, "model.llm.pattern": "M|-"},
-        "compute.context_exchange is 'ring' with stages that differ (M | -)",
+        {**PIPELINE, "mesh.context": 3, "data.capacity": 2046, "model.llm.pattern": "M|-"},
+        'mesh.context is 3 with compute.context_exchange "ring", mesh.pipeline 2 and stages M | -',
     ),
     Case(
         {"mesh.pipeline": 4}, "train.microbatches is 1 on 4 pipeline ranks, which idle 75%", is_warning=True
@@ -225,16 +225,18 @@ CASES = [
         "mesh.tensor is 4 with model.llm.delta.value_heads 6",
     ),
     Case(
-        {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.pattern": "D*"},
-        'compute.context_layout is "whole" with the gated delta rule',
+        {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.pattern": "D*"}
+        | {"model.llm.delta.conv": 6},
+        'model.llm.delta.conv is 6 with compute.context_layout "whole"',
     ),
     Case(
         {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.mamba_conv": 6},
         'model.llm.mamba_conv is 6 with compute.context_layout "whole"',
     ),
     Case(
-        {**PIPELINE, "mesh.context": 2, "compute.context_layout": "whole", "model.llm.pattern": "M*-M*-"},
-        "set compute.context_exchange to all_gather",
+        {**PIPELINE, "mesh.context": 3, "compute.context_layout": "whole", "model.llm.pattern": "M*-M*-"}
+        | {"data.capacity": 2046},
+        "set mesh.context to an even number, or compute.context_exchange to all_gather",
     ),
     # Buffers.
     Case({"data.round_to": 10}, "set data.capacity to 2040 or 2050, or data.round_to to 2"),
@@ -398,6 +400,22 @@ CASES = [
         {"adapt.freeze": ("decoder.*.q.lora.a",), "adapt.lora_rank": 4},
         "adapt.freeze 'decoder.*.q.lora.a' matches nothing",
     ),
+    # A ladder of sizes; the largest is 2048 64 16000.
+    Case({"data.rungs": ((1024, 0, 0),)}, "data.rungs has 1024 0 0; expected one slot and one document"),
+    Case({"data.rungs": ((1024, 64, 17000),)}, "data.rungs has 1024 64 17000 with"),
+    Case({"data.rungs": ((2048, 64, 16000),)}, "data.rungs has 2048 64 16000 with"),
+    Case({"data.rungs": ((1024, 64, 8000), (1024, 32, 8000))}, "data.rungs has 1024 32 8000 behind"),
+    Case(
+        {"data.rungs": ((512, 64, 0), (1024, 64, 0), (1536, 64, 0), (2048, 64, 0))},
+        "data.rungs and data.capacity are 5 sizes with data.most_rungs 4",
+    ),
+    Case({"data.rungs": ((1024, 64),)}, "data.rungs is ((1024, 64),)"),
+    Case(
+        {"data.rungs": ((1024, 64, 0),), "train.objective": "grpo"},
+        "data.rungs is set with train.objective 'grpo'",
+    ),
+    Case({"data.rungs": ((1026, 64, 0),), "mesh.context": 2}, "for 1026 64 0 of data.rungs, its capacity is"),
+    Case({"data.rungs": ((1020, 64, 0),), "data.round_to": 8}, "for 1020 64 0 of data.rungs, data.round_to"),
     Case({"adapt.unfreeze": ("Head",)}, "adapt.unfreeze 'Head' matches nothing"),
     Case({"adapt.freeze": ("*",)}, "adapt.freeze matches every parameter"),
     Case(
@@ -441,6 +459,14 @@ CASES = [
     Case(TEXT | {"adapt.encoder_lr_factor": 0.5}, "set adapt.encoder_lr_factor to 1.0"),
     Case(TEXT | {"adapt.adapter_lr_factor": 2.0}, "set adapt.adapter_lr_factor to 1.0"),
     Case(TEXT | {"adapt.freeze": ("encoder.*",)}, "adapt.freeze 'encoder.*' matches nothing"),
+    Case(
+        {"compute.fp8_experts": True}, "compute.fp8_experts with a model without experts; expected layers E"
+    ),
+    Case(
+        {"compute.fp8_experts": True, "model.llm.pattern": "E"},
+        "compute.fp8_experts on NVIDIA A100 (compute capability 8.0); expected 8.9",
+        AMPERE,
+    ),
     Case(TEXT | {"compute.fp8": ("encoder.*",)}, "compute.fp8 'encoder.*' matches no projection"),
     Case(TEXT | {"data.audio_placeholder": ""}, "data.audio_placeholder is empty"),
     Case(TEXT | {"train.ctc_loss": 0.1}, "train.ctc_loss is 0.1 with model.encoder None"),

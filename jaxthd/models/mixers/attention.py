@@ -13,8 +13,12 @@ from jaxtyping import Float
 from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.models.layers import Linear, RMSNorm
 from jaxthd.models.mixers.contract import LayerKind, Prefilled, residual_std
+from jaxthd.ops.attention.backends import for_any_intervals
+from jaxthd.ops.attention.blockwise import BACKEND as BLOCKWISE
 from jaxthd.ops.attention.blockwise import attention_forward
+from jaxthd.ops.attention.contract import Call
 from jaxthd.ops.attention.ring import gather_in_order, merge, packed_attention, with_sink
+from jaxthd.ops.backend import settled
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.rotary import rotated
 from jaxthd.packing.intervals import KeyIntervals, key_intervals
@@ -53,7 +57,7 @@ class Attention(nnx.Module):
         )
         self.sinks = init.zeros((llm.q_heads,), (heads,)) if llm.attention_sinks else None
         self.head_dim, self.rope, self.window = llm.head_dim, llm.rope, llm.window
-        self.exchange, self.backend = compute.context_exchange, compute.attention_backend
+        self.exchange, self.backend = compute.context_exchange, settled(compute.attention_backend)
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
         return self._attend(x_ND, *self._project(x_ND, segments.sequence_positions), segments)
@@ -78,9 +82,7 @@ class Attention(nnx.Module):
         ]
         scale, kv_heads, acc = self.head_dim**-0.5, k_nmKd.shape[2], accumulation_dtype(x_nD)
         q_in_order = q_nHd if now.order is None else q_nHd[now.order]
-        prompt, prompt_lse = attention_forward(
-            q_in_order, fixed[0], fixed[1], self._prompt_keys(now), scale, now.block, DOCUMENTS_BLOCK
-        )
+        prompt, prompt_lse = self._attend_prompts(q_in_order, fixed, now, scale)
         if now.order is not None:
             back_n = jnp.argsort(now.order)
             prompt, prompt_lse = prompt[back_n], prompt_lse[back_n]
@@ -93,6 +95,16 @@ class Attention(nnx.Module):
         found = merge(prompt, prompt_lse, own.reshape(q_nHd.shape), lse_nKG.reshape(q_nHd.shape[:2]))
         o_nHd, _ = with_sink(*found, self._sink())
         return self._finish(o_nHd.astype(x_nD.dtype), x_nD), state
+
+    def _attend_prompts(
+        self, q_nHd: Array, fixed: list[Array], now: Now, scale: float
+    ) -> tuple[Array, Array]:
+        """Output and log-sum-exp over the prompts' keys."""
+        keys, backend = self._prompt_keys(now), for_any_intervals(self.backend)
+        if backend is BLOCKWISE:
+            return attention_forward(q_nHd, fixed[0], fixed[1], keys, scale, now.block, DOCUMENTS_BLOCK)
+        call = Call(key_intervals(keys.lo, keys.hi, now.block), False, now.block, None)
+        return backend.forward(q_nHd, fixed[0], fixed[1], call, scale)
 
     def _own_tokens(self, room: int, now: Now) -> tuple[Array, Array]:
         """(where the newest token of each document is put, which tokens it sees) of the m that there is room

@@ -19,7 +19,8 @@ from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.models.layers import Linear, RMSNorm
 from jaxthd.models.mixers.contract import LayerKind, Prefilled, residual_std
 from jaxthd.ops.conv import causal_conv, last_inputs
-from jaxthd.ops.delta.rule import DeltaInputs, gated_delta_rule, gated_delta_rule_and_states
+from jaxthd.ops.delta.cuts import outputs_and_states
+from jaxthd.ops.delta.rule import DeltaInputs
 from jaxthd.ops.head_exchange import head_ranks, own_heads, scan_segments, to_heads, to_tokens
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.prompts import Now, Prompts
@@ -69,7 +70,8 @@ class GatedDelta(nnx.Module):
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
         inputs = self._inputs(x_ND, self._project(x_ND), segments)
-        y_LhV = gated_delta_rule(inputs, scan_segments(segments), chunk=self.chunk)
+        nowhere = jnp.zeros(0, jnp.int32)
+        y_LhV, _ = outputs_and_states(inputs, scan_segments(segments), nowhere, chunk=self.chunk)
         return self._finish(to_tokens(y_LhV, segments, x_ND.dtype), x_ND)
 
     def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
@@ -77,7 +79,7 @@ class GatedDelta(nnx.Module):
         projected, rows = self._project(x_ND), scan_segments(segments)
         inputs = self._inputs(x_ND, projected, segments)
         ends = rows.local_index(prompts.ends.last)
-        y_LhV, state_DhKV = gated_delta_rule_and_states(inputs, rows, ends, chunk=self.chunk)
+        y_LhV, state_DhKV = outputs_and_states(inputs, rows, ends, chunk=self.chunk)
         inputs_NC = self._side_by_side(projected)[:, 0]
         last_DkC = last_inputs(inputs_NC, *prompts.ends, self.conv_v.shape[0], segments)
         share = prompts.share if segments.in_order is None else prompts.share_heads

@@ -1,7 +1,8 @@
 """Grouped-query attention in a sliding window of llm.window tokens (GPT-OSS, 2025).
 
-It is computed blockwise, whatever compute.attention_backend says: its keys are no runs of whole documents.
-Blocks of keys outside all windows of a block of queries are skipped, and so are whole context ranks.
+Its keys are no runs of whole documents. So it is computed blockwise if compute.attention_backend is one of
+the fused libraries. Blocks of keys outside all windows of a block of queries are skipped, and so are whole
+context ranks.
 """
 
 from jaxthd.config import LLMConfig

@@ -1,9 +1,15 @@
 """Attention's back-ends by name. A new one is a file that ends in an AttentionBackend, and a line here."""
 
-from jaxthd.ops.attention import batched, blockwise, cudnn, te
+from jaxthd.ops.attention import batched, blockwise, cudnn, pallas, te
 from jaxthd.ops.attention.contract import AttentionBackend
 
 BACKENDS: dict[str, AttentionBackend] = {
-    b.name: b for b in (te.BACKEND, cudnn.BACKEND, batched.BACKEND, blockwise.BACKEND)
+    b.name: b for b in (te.BACKEND, cudnn.BACKEND, pallas.BACKEND, batched.BACKEND, blockwise.BACKEND)
 }
 """In the order in which "auto" tries them. The last one runs everywhere."""
+
+
+def for_any_intervals(name: str) -> AttentionBackend:
+    """The back-end called `name` if it takes any intervals, else the blockwise one."""
+    backend = BACKENDS[name]
+    return backend if backend.takes_any_intervals else blockwise.BACKEND

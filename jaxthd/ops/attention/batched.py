@@ -198,4 +198,10 @@ def _backward(
     return batched_backward(q, k, v, lse, dot_NH, dout, call.intervals, scale, call.block)
 
 
-BACKEND = AttentionBackend("batched", lambda shape, device: not_nvidia(device.platform), _forward, _backward)
+BACKEND = AttentionBackend(
+    "batched",
+    lambda shape, device: not_nvidia(device.platform),
+    _forward,
+    _backward,
+    takes_any_intervals=True,
+)

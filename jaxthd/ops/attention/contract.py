@@ -12,12 +12,12 @@ Where segments continue others (packing/prefixes.py) there is one more for the k
 
 All are KeyIntervals, with `causal` on or off. Several calls give parts of one softmax, which are merged by
 their log-sum-exp. The backward pass of each part takes the output and the log-sum-exp of the whole. So
-back-ends can be mixed: prefix calls always go to the blockwise one, since to the others a key belongs to one
-run of queries.
+back-ends can be mixed: prefix calls, calls in a window and the calls of decoding, with one query a document,
+go to the back-end only if it takes any intervals, else to the blockwise one: to the fused kernels a key
+belongs to one run of queries.
 
-Two kinds of attention are not such calls. The encoder's is bidirectional, and its queries and keys are wider
-than its values; it is dense in short rows (dense.py), else blockwise. That of decoding, with one query a
-document, is always blockwise.
+The encoder's attention is not such a call: it is bidirectional and has relative positions. It is dense in
+short rows (dense.py), else a band (banded.py), kernels of our own (relative.py) or blockwise.
 
 Legend: N queries, S keys, H query heads, K key/value heads, D query/key dim, V value dim.
 """
@@ -38,6 +38,7 @@ class Call(NamedTuple):
     """Which keys the queries see.
 
     causal: True for the local call, False for others. block: the blockwise back-end's block size.
+    alone: the queries see no other keys than this call's. Then results may have the queries' dtype.
     documents: the most runs of queries that the intervals can hold. None where that is not known; then only
         the blockwise back-end can be called.
     """
@@ -46,6 +47,7 @@ class Call(NamedTuple):
     causal: bool
     block: int
     documents: int | None
+    alone: bool = False
 
     @property
     def is_empty(self) -> Array:
@@ -58,7 +60,8 @@ def calls(segments: Segments) -> list[Call]:
     documents = None if segments.documents is None else segments.rows * segments.documents
     rectangles = segments.rows if segments.layout == "buffer" else documents
     remote = (Call(x, False, segments.block, documents and rectangles) for x in segments.remote)
-    return [Call(segments.local, True, segments.block, documents), *remote]
+    alone = not segments.remote and segments.prefixes is None
+    return [Call(segments.local, True, segments.block, documents, alone), *remote]
 
 
 def prefix_calls(segments: Segments) -> list[Call]:
@@ -103,9 +106,16 @@ calls add up."""
 
 class AttentionBackend(NamedTuple):
     """unfit: the requirement (ops/backend.py). All three import the kernel's library when called, not
-    before."""
+    before.
+
+    takes_any_intervals: it takes prefix calls, windows and decoding too, where a key does not belong to one
+    run of queries. is_interpreted_on_cpu: a CPU interprets it, slowly, which says nothing about its compiled
+    form.
+    """
 
     name: str
     unfit: Callable[[AttentionShape, Device], str | None]
     forward: Forward
     backward: Backward
+    takes_any_intervals: bool = False
+    is_interpreted_on_cpu: bool = False

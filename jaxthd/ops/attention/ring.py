@@ -6,7 +6,8 @@ calls of ops/attention/contract.py: one local, and one for the keys of each othe
 where segments continue others, one more for the keys of every rank.
 Their parts are merged by log-sum-exp in float32 (Liu et al., Ring Attention, 2023). The ring first sends keys
 and values on, then computes the step. Its backward pass sends (k, v) around again, followed by (dk, dv),
-which end on the rank of their keys. With all-gather every rank has all keys and values from the start.
+which end on the rank of their keys. Where not all ranks of the mesh run the same program, neighbours exchange
+in pairs instead (packing/ring_order.py). With all-gather every rank has all keys and values from the start.
 Backward calls take the output and the log-sum-exp over all ranks' keys. A sink, one more score with a value
 of zeros (GPT-OSS, 2025), enters the softmax after the last merge; backward calls then see it in both.
 
@@ -23,10 +24,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jaxthd.ops.attention import blockwise
-from jaxthd.ops.attention.backends import BACKENDS
+from jaxthd.ops.attention.backends import BACKENDS, for_any_intervals
 from jaxthd.ops.attention.contract import AttentionBackend, Call, calls, prefix_calls
 from jaxthd.ops.backend import find_backend
+from jaxthd.ops.kept import kept
 from jaxthd.packing.layout import inverse_permutation
 from jaxthd.packing.segments import Segments, gather_in_rows
 
@@ -51,7 +52,7 @@ def packed_attention(
 
     exchange: "ring" or "all_gather"; the same result, up to rounding. backend: of BACKENDS. sink: a score of
     each head that stands beside a query's keys in the softmax; differentiable. in_window: only keys of the
-    window (segments.windowed), by the blockwise back-end.
+    window (segments.windowed), by the blockwise back-end if the other does not take any intervals.
     Padding gives 0 and receives no gradient. Raises ValueError for another back-end.
     """
     find_backend(BACKENDS, "attention", backend)
@@ -64,11 +65,20 @@ def packed_attention(
         }
         return _attention_of_whole(q_NHD, k_NKD, v_NKV, sink_H, segments, **how)
     if in_window:
-        segments, backend = segments.in_window, blockwise.BACKEND.name
+        segments, backend = segments.in_window, for_any_intervals(backend).name
     if exchange == "ring" or segments.context == 1:
+        _require_order(segments)
         return _ring_attention(q_NHD, k_NKD, v_NKV, sink_H, segments, scale, backend)
     k_CNKD, v_CNKV = (jax.lax.all_gather(x, segments.axis) for x in (k_NKD, v_NKV))
     return _gathered_attention(q_NHD, k_CNKD, v_CNKV, sink_H, segments, scale, backend)
+
+
+def _require_order(segments: Segments) -> None:
+    if segments.context > 1 and not (segments.uniform_program or segments.ring_order.in_pairs):
+        raise ValueError(
+            f'the exchange "ring" among {segments.context} context ranks where not all ranks run one '
+            'program; expected an even number, for pairs: change mesh.context, or use "all_gather"'
+        )
 
 
 def gathered_attention(
@@ -172,21 +182,35 @@ def _sink_gradient(out: Array, lse: Array, dout: Array, sink_H: Array | None) ->
     return -(jnp.exp(sink_H.astype(lse.dtype) - lse) * dot_NH).sum(0).astype(sink_H.dtype)
 
 
-def _send(pair: Pair, segments: Segments) -> Pair:
-    """Sends to the next rank of the ring. With a single rank nothing moves."""
+def _send(pair: Pair, segments: Segments, step: int) -> Pair:
+    """Sends to where the pair is used in step `step`, from 1 on: to the next rank of the ring, or the two of
+    a pair of ranks exchange what they hold. With a single rank nothing moves.
+    """
     if segments.context == 1:
         return pair
-    ring = [(r, (r + 1) % segments.context) for r in range(segments.context)]
-    first, second = (jax.lax.ppermute(x, segments.axis, ring) for x in pair)
+    move = _exchanged if segments.ring_order.in_pairs else _sent_on
+    first, second = (move(x, segments, step) for x in pair)
     return first, second
+
+
+def _sent_on(x: Array, segments: Segments, step: int) -> Array:
+    ring = [(r, (r + 1) % segments.context) for r in range(segments.context)]
+    return jax.lax.ppermute(x, segments.axis, ring)
+
+
+def _exchanged(x: Array, segments: Segments, step: int) -> Array:
+    """Only the ranks of a pair take part in it, so other stages need not run it."""
+    order, rank = segments.ring_order, jax.lax.axis_index(segments.axis)
+    both = jax.lax.all_gather(x, segments.axis, axis_index_groups=order.pairs(step))
+    return both[1 - order.is_upper(rank, step)]
 
 
 def _around(pair: Pair, segments: Segments) -> Iterator[Pair]:
     """Yields this rank's keys and values, then those of other ranks as they arrive; each is sent on before it
     is used.
     """
-    for _ in segments.remote:
-        following = _send(pair, segments)
+    for step, _ in enumerate(segments.remote, 1):
+        following = _send(pair, segments, step)
         yield pair
         pair = following
     yield pair
@@ -194,7 +218,7 @@ def _around(pair: Pair, segments: Segments) -> Iterator[Pair]:
 
 def _source(step: int, segments: Segments) -> Array:
     """The rank whose keys ring step `step` is about; step 0 is the local one."""
-    return (jax.lax.axis_index(segments.axis) - step) % segments.context
+    return segments.ring_order.source(jax.lax.axis_index(segments.axis), step)
 
 
 def _there(pair: Pair, segments: Segments) -> Iterator[Pair]:
@@ -215,7 +239,7 @@ def _parts(segments: Segments, backend: str) -> list[list[_Part]]:
     """What to compute of the keys of each rank, in the order in which they arrive."""
     parts = [[_Part(BACKENDS[backend], call)] for call in calls(segments)]
     for of_rank, call in zip(parts, prefix_calls(segments), strict=False):
-        of_rank.append(_Part(blockwise.BACKEND, call))
+        of_rank.append(_Part(for_any_intervals(backend), call))
     return parts
 
 
@@ -252,11 +276,13 @@ def _ring_attention(q, k, v, sink, segments: Segments, scale: float, backend: st
 
 def _ring_forward(q, k, v, sink, segments, scale, backend):
     out, lse = _forward_parts(q, _around((k, v), segments), sink, segments, scale, backend)
-    return out.astype(q.dtype), (q, k, v, sink, segments, out, lse)
+    out, lse = kept(out.astype(q.dtype)), kept(lse)
+    return out, (q, k, v, sink, segments, out, lse)
 
 
 def _ring_backward(scale, backend, residuals, dout):
     q, k, v, sink, segments, out, lse = residuals
+    out = out.astype(lse.dtype)
     (local, *more), *remote = _parts(segments, backend)
     arriving = _around((k, v), segments)
 
@@ -276,12 +302,12 @@ def _ring_backward(scale, backend, residuals, dout):
     # Gradients of keys and values follow them one hop behind, and end on the rank of their keys.
     away = (jnp.zeros_like(dk), jnp.zeros_like(dv))
     for step, (parts, pair) in enumerate(zip(remote, arriving, strict=True)):
-        away = _send(away, segments) if step else away
+        away = _send(away, segments, step + 1) if step else away
         for part in parts:
             dq, *grown = added((dq, *away), pair, part)
             away = (grown[0], grown[1])
     if segments.remote:
-        away = _send(away, segments)
+        away = _send(away, segments, segments.context)
     dk, dv = dk + away[0], dv + away[1]
     d_sink = _sink_gradient(out, lse, dout, sink)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), d_sink, None
@@ -298,11 +324,13 @@ def _gathered_attention(q, k_CNKD, v_CNKV, sink, segments: Segments, scale: floa
 
 def _gathered_forward(q, k, v, sink, segments, scale, backend):
     out, lse = _forward_parts(q, _there((k, v), segments), sink, segments, scale, backend)
-    return out.astype(q.dtype), (q, k, v, sink, segments, out, lse)
+    out, lse = kept(out.astype(q.dtype)), kept(lse)
+    return out, (q, k, v, sink, segments, out, lse)
 
 
 def _gathered_backward(scale, backend, residuals, dout):
     q, k, v, sink, segments, out, lse = residuals
+    out = out.astype(lse.dtype)
     dq, dk, dv = jnp.zeros_like(out, shape=q.shape), jnp.zeros_like(k), jnp.zeros_like(v)
     steps = zip(_parts(segments, backend), _there((k, v), segments), strict=True)
     for step, (parts, pair) in enumerate(steps):

@@ -16,9 +16,10 @@ rule runs twice: as if all documents stood alone, which gives these states, and 
 
 Legend: N tokens, H value heads, G key heads, h value heads of a key head (H = G * h), K key dim, V value dim;
 Z context chunks on this rank, L tokens of one, C scan chunks, Q tokens of one, c scan chunks of a context
-chunk; D tokens whose state is asked for; E prefixes of all rows.
+chunk; D tokens whose state is asked for; E states that documents start from.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,9 +27,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
+from jaxthd.ops.delta.unit_triangular import inverse_of_unit_lower
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.decays import Decays, decays_of, decays_since_start_here
-from jaxthd.ops.scan.prefixes import of_states, prefixes_by_scan_chunk
+from jaxthd.ops.scan.prefixes import numbers_by_scan_chunk, of_states
 from jaxthd.ops.scan.ssd import by_scan_chunk, in_scan_chunk, positions_by_scan_chunk
 from jaxthd.ops.scan.state_passing import MatrixMap, initial_states
 from jaxthd.packing.segments import Segments
@@ -46,8 +48,17 @@ class DeltaInputs(NamedTuple):
     rate: Float[Array, "N H"]
 
 
+class Given(NamedTuple):
+    """States that documents start from, in place of 0. of_token: the number of its document's state; -1 for
+    none.
+    """
+
+    state: Float[Array, "E H K V"]
+    of_token: Int32[Array, " N"]
+
+
 def gated_delta_rule(inputs: DeltaInputs, segments: Segments, *, chunk: int) -> Float[Array, "N H V"]:
-    """y of every token, in the accumulation dtype. Differentiable.
+    """y of every token, in the accumulation dtype. Differentiable. No document is cut (segments.cut).
 
     chunk: tokens of a scan chunk; it changes speed and memory only.
     """
@@ -56,17 +67,18 @@ def gated_delta_rule(inputs: DeltaInputs, segments: Segments, *, chunk: int) -> 
 
 
 def gated_delta_rule_and_states(
-    inputs: DeltaInputs, segments: Segments, at_D: Int32[Array, " D"], *, chunk: int
+    inputs: DeltaInputs,
+    segments: Segments,
+    at_D: Int32[Array, " D"],
+    *,
+    chunk: int,
+    given: Given | None = None,
 ) -> tuple[Float[Array, "N H V"], Float[Array, "D H K V"]]:
     """As gated_delta_rule; and the state S after each of this rank's tokens at_D, 0 where at_D is -1, to
     decode on from there. Both are in the accumulation dtype.
 
-    Raises ValueError under the context layout "whole".
+    given: in place of segments.prefixes. For documents that are cut: ops/delta/cuts.py.
     """
-    if segments.cut is not None:
-        raise ValueError(
-            "the context layout is whole; expected buffer or document for the gated delta rule: choose one"
-        )
     length = len(inputs.v) // (segments.rows * segments.context_chunks)
     chunk = min(chunk, length)
     chunks = _in_scan_chunks(inputs, segments, chunk)
@@ -84,12 +96,14 @@ def gated_delta_rule_and_states(
         state_DGhKV = jnp.where((at_D >= 0)[:, None, None, None, None], state_DGhKV, 0)
         return y_CGhQV, jax.lax.collapse(state_DGhKV, 1, 3)
 
-    entering = None
-    if segments.prefixes is not None:
+    if given is None and segments.prefixes is not None:
         _, state_EHKV = run(None, segments.local_index(segments.prefixes.last))
         if segments.context > 1:
             state_EHKV = jax.lax.psum(state_EHKV, segments.axis)
-        entering = _entering(chunks, state_EHKV, prefixes_by_scan_chunk(segments, chunk))
+        given = Given(state_EHKV, segments.prefixes.of_token)
+    entering = None
+    if given is not None:
+        entering = _entering(chunks, given.state, numbers_by_scan_chunk(given.of_token, segments, chunk))
     y_CGhQV, state_DHKV = run(entering, at_D)
     y_ZLHV = jnp.moveaxis(y_CGhQV, 3, 1).reshape(len(inputs.v) // length, -1, *inputs.v.shape[1:])
     return y_ZLHV[:, :length].reshape(inputs.v.shape), state_DHKV
@@ -109,30 +123,34 @@ class _Chunks(NamedTuple):
 class _System(NamedTuple):
     """(1 + lower) u = rate (what a token would write by itself), of each scan chunk.
 
-    lower: what a token's u takes from those of earlier tokens of its document; strictly lower triangular is
-    what counts of it. reads: the solution for what tokens take from the state before the scan chunk.
+    lower: what a token's u takes from those of earlier tokens of its document, strictly lower triangular.
+    inverse: of 1 + lower. reads: the solution for what tokens take from the state before the scan chunk.
+    Both in the accumulation dtype.
     """
 
-    lower_CGhQQ: Array
+    inverse_CGhQQ: Array
     reads_CGhQK: Array
+
+    def solved(self, right_CGhQX: Array) -> Array:
+        return _exact_product(self.inverse_CGhQQ, right_CGhQX)
 
 
 class _Entering(NamedTuple):
-    """Of tokens whose document began in their scan chunk, and continues a prefix: what the prefix's state is,
-    decayed up to the token, to their keys and queries; and that state decayed to the scan chunk's end, if the
-    last document is such a one. Else 0.
+    """Of tokens whose document began in their scan chunk, from a given state: what this state, decayed up to
+    the token, answers to their keys and queries; and that state decayed to the scan chunk's end, if the last
+    document is such a one. Else 0.
     """
 
     of_keys_CGhQV: Array
     of_queries_CGhQV: Array
     since_CGhQ: Array
     state_EGhKV: Array
-    prefix_CQ: Array
+    number_CQ: Array
 
     def states(self, c_D: Array, q_D: Array) -> Array:
         """Those decayed up to the tokens q of scan chunks c, [D, G, h, K, V]."""
         since_DGh = self.since_CGhQ[c_D, :, :, q_D]
-        return since_DGh[..., None, None] * self.state_EGhKV[jnp.maximum(self.prefix_CQ[c_D, q_D] - 1, 0)]
+        return since_DGh[..., None, None] * self.state_EGhKV[jnp.maximum(self.number_CQ[c_D, q_D] - 1, 0)]
 
 
 def _in_scan_chunks(inputs: DeltaInputs, segments: Segments, chunk: int) -> _Chunks:
@@ -158,27 +176,24 @@ def _system(chunks: _Chunks, decays: Decays) -> _System:
     kk_CGQQ = _product("cgqk,cgjk->cgqj", chunks.k_CGQK, chunks.k_CGQK, chunks.k_CGQK.dtype)
     lower_CGhQQ = chunks.rate_CGhQ[..., None] * kk_CGQQ[:, :, None] * decays.between_CGhQQ
     reads_CGhQK = (chunks.rate_CGhQ * decays.from_start_CGhQ)[..., None] * chunks.k_CGQK[:, :, None]
-    return _System(lower_CGhQQ, _solved(lower_CGhQQ, reads_CGhQK))
+    inverse_CGhQQ = inverse_of_unit_lower(lower_CGhQQ)
+    return _System(inverse_CGhQQ, _exact_product(inverse_CGhQQ, reads_CGhQK))
 
 
-def _solved(lower_CGhQQ: Array, right: Array) -> Array:
-    """In the accumulation dtype, by substitution: powers of the matrix may be large where keys are alike."""
-    return jax.lax.linalg.triangular_solve(lower_CGhQQ, right, left_side=True, lower=True, unit_diagonal=True)
-
-
-def _entering(chunks: _Chunks, state_EHKV: Array, prefix_CQ: Array) -> _Entering:
+def _entering(chunks: _Chunks, state_EHKV: Array, number_CQ: Array) -> _Entering:
+    """number: of each token's state, from 1; 0 for none."""
     groups = chunks.k_CGQK.shape[1]
     began_here_CQ = chunks.positions_CQ <= jnp.arange(chunks.positions_CQ.shape[1])
     since_CGhQ = decays_since_start_here(chunks.decay_CGhQ, chunks.positions_CQ)
-    since_CGhQ = jnp.where((began_here_CQ & (prefix_CQ > 0))[:, None, None], since_CGhQ, 0)
+    since_CGhQ = jnp.where((began_here_CQ & (number_CQ > 0))[:, None, None], since_CGhQ, 0)
     state_EHVK = state_EHKV.swapaxes(2, 3)
 
     def of(x_CGQK: Array) -> Array:
-        answers_CGQhV = of_states(x_CGQK, state_EHVK, prefix_CQ)
+        answers_CGQhV = of_states(x_CGQK, state_EHVK, number_CQ)
         return answers_CGQhV.swapaxes(2, 3) * since_CGhQ[..., None]
 
     state_EGhKV = state_EHKV.reshape(len(state_EHKV), groups, -1, *state_EHKV.shape[2:])
-    return _Entering(of(chunks.k_CGQK), of(chunks.q_CGQK), since_CGhQ, state_EGhKV, prefix_CQ)
+    return _Entering(of(chunks.k_CGQK), of(chunks.q_CGQK), since_CGhQ, state_EGhKV, number_CQ)
 
 
 def _written_from_zero(chunks: _Chunks, decays: Decays, system: _System, entering: _Entering | None) -> Array:
@@ -186,7 +201,7 @@ def _written_from_zero(chunks: _Chunks, decays: Decays, system: _System, enterin
     own_CGhQV = chunks.v_CGhQV.astype(decays.to_end_CGhQ.dtype)
     if entering is not None:
         own_CGhQV = own_CGhQV - entering.of_keys_CGhQV
-    return _solved(system.lower_CGhQQ, chunks.rate_CGhQ[..., None] * own_CGhQV)
+    return system.solved(chunks.rate_CGhQ[..., None] * own_CGhQV)
 
 
 class _Step(NamedTuple):
@@ -291,3 +306,6 @@ def _product(spec: str, a: Array, b: Array, dtype: Any) -> Array:
     """einsum of both in `dtype`, the compute dtype; in the accumulation dtype."""
     a, b = a.astype(dtype), b.astype(dtype)
     return jnp.einsum(spec, a, b, preferred_element_type=accumulation_dtype(a))
+
+
+_exact_product = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)

@@ -21,6 +21,7 @@ from jaxthd.ops.cut_exchange import gathered_chunks
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.prefixes import decays_since_start, of_states
 from jaxthd.ops.scan.ssd import by_scan_chunk, in_scan_chunks, ssd_and_states
+from jaxthd.ops.scan.state_passing import DecayMap, StateMap
 from jaxthd.packing.segments import Segments
 
 
@@ -99,32 +100,39 @@ def _decay_at(decay_CGhQ: Array, at_E: Array, tokens: int) -> Array:
 
 
 def _entering_states(decay_EGh: Array, state_EHPS: Array, segments: Segments) -> Array:
-    """The state that enters each context chunk, [E, H, P, S], from all chunks' decays and final states.
+    """The state that enters each context chunk, [E, H, P, S], from all chunks' decays and final states."""
+    groups_and_heads = decay_EGh.shape[1:]
+    state_EGShP = jnp.moveaxis(state_EHPS.reshape(-1, *groups_and_heads, *state_EHPS.shape[2:]), -1, 2)
+    entering_EGShP = entering_states(DecayMap(decay_EGh, state_EGShP), segments)
+    return jnp.moveaxis(entering_EGShP, 2, -1).reshape(state_EHPS.shape)
 
-    One document of each row after the other, as many as there are.
+
+def entering_states(maps: StateMap, segments: Segments) -> Array:
+    """The state that enters each context chunk of cut documents, shaped as maps.added.
+
+    maps: what each of them does to a state, leaves [E, ...]; 0 where there is no such chunk. One document of
+    each row after the other, as many as there are.
     """
     assert segments.cut is not None
-    chunk_RK, heads = segments.cut.slots.chunk, state_EHPS.shape[1]
+    chunk_RK = segments.cut.slots.chunk
 
     def by_document(x_E: Array) -> Array:
         """[E, ...] -> [K, R, 2, ...]."""
         return x_E.reshape(*chunk_RK.shape, 2, *x_E.shape[1:]).swapaxes(0, 1)
 
-    def step(state: Array, of_chunk: tuple[Array, Array]) -> tuple[Array, Array]:
-        decay, added = of_chunk
-        return state * decay[..., None, None] + added, state
+    def step(state: Array, of_chunk: StateMap) -> tuple[Array, Array]:
+        return of_chunk.on(state), state
 
-    def exchanged(decay_R2H: Array, state_R2HPS: Array) -> Array:
-        decays, _ = gathered_chunks(decay_R2H, 1, segments)
-        states, (first, second) = gathered_chunks(state_R2HPS, 1, segments)
-        _, before = jax.lax.scan(step, jnp.zeros_like(states[0]), (decays, states))
+    def exchanged(maps_R2: StateMap) -> Array:
+        everywhere = jax.tree.map(lambda x: gathered_chunks(x, 1, segments)[0], maps_R2)
+        _, before = jax.lax.scan(step, jnp.zeros_like(everywhere.added[0]), everywhere)
+        first, second = segments.swap.chunks(jax.lax.axis_index(segments.axis))
         return jnp.stack([before[first], before[second]], axis=1)
 
-    def document(_: None, given: tuple[Array, Array, Array]) -> tuple[None, Array]:
-        exists, *maps = given
-        none = jnp.zeros_like(maps[1])
-        return None, jax.lax.cond(exists, exchanged, lambda *_: none, *maps)
+    def document(_: None, given: tuple[Array, StateMap]) -> tuple[None, Array]:
+        exists, maps_R2 = given
+        return None, jax.lax.cond(exists, exchanged, lambda maps: jnp.zeros_like(maps.added), maps_R2)
 
-    maps = by_document(decay_EGh.reshape(-1, heads)), by_document(state_EHPS)
-    _, before_KR2HPS = jax.lax.scan(document, None, ((chunk_RK > 0).any(0), *maps))
-    return before_KR2HPS.swapaxes(0, 1).reshape(state_EHPS.shape)
+    by_number = (chunk_RK > 0).any(0), jax.tree.map(by_document, maps)
+    _, before_KR2 = jax.lax.scan(document, None, by_number)
+    return before_KR2.swapaxes(0, 1).reshape(maps.added.shape)

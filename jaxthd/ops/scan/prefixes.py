@@ -53,18 +53,20 @@ def ssd_and_prefix_outputs(
     length = len(x_NHP) // context_chunks
     chunk = min(chunk, length)
     chunks = in_scan_chunks(x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments, chunk)
-    prefix_CQ = prefixes_by_scan_chunk(segments, chunk)
+    prefix_CQ = numbers_by_scan_chunk(segments.prefixes.of_token, segments, chunk)
     more_CGQhP = of_states(chunks.c_CGQS, state_EHPS, prefix_CQ)
     more_CGQhP = more_CGQhP * decays_since_start(chunks, segments).swapaxes(2, 3)[..., None]
     more_ZLHP = more_CGQhP.swapaxes(1, 2).reshape(context_chunks, -1, *x_NHP.shape[1:])
     return y_NHP, more_ZLHP[:, :length].reshape(x_NHP.shape)
 
 
-def prefixes_by_scan_chunk(segments: Segments, chunk: int) -> Int32[Array, "C Q"]:
-    """The number of the prefix that each token's document continues, from 1; 0 for none. The filling
-    continues the last token's document."""
-    assert segments.prefixes is not None
-    of_token_ZL = segments.prefixes.of_token.reshape(segments.rows * segments.context_chunks, -1) + 1
+def numbers_by_scan_chunk(
+    of_token_N: Int32[Array, " N"], segments: Segments, chunk: int
+) -> Int32[Array, "C Q"]:
+    """The number of the state that each token's document starts from, from 1; 0 for none. of_token: the same
+    from 0; -1 for none. The filling continues the last token's document.
+    """
+    of_token_ZL = of_token_N.reshape(segments.rows * segments.context_chunks, -1) + 1
     filling = (0, 0), (0, -of_token_ZL.shape[1] % chunk)
     return jnp.pad(of_token_ZL, filling, mode="edge").reshape(-1, chunk)
 

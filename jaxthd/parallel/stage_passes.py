@@ -1,0 +1,249 @@
+"""A stage's forward and backward pass, which run in different ticks: what is kept in between.
+
+jax.vjp runs a function and returns a second one, which computes the gradients. The second one is a tree of
+arrays: its leaves are what the backward pass needs of the forward pass. So a rank keeps these leaves, and the
+backward pass begins where the forward pass ended, without running it again. What blocks recompute is theirs
+to say (jax.checkpoint): with it the leaves are the inputs of blocks, without it all of their activations.
+
+Leaves that are at hand again in the backward pass are not kept: weights, and what follows from the batch.
+They are known by identity. If one is missed, it is kept in vain; the result is the same.
+
+If stages differ, so do the leaves. Then they are kept as one flat array for each dtype, as long as the
+longest of all stages needs.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxthd.parallel.pipeline_model import PipelinedModel, PreparedStage, Tree
+
+ExtraShare = Callable[[Tree], Array]
+"""Takes a stage's second result; returns what it adds to this rank's share of the objective."""
+
+
+class Pull:
+    """The backward pass of one function, from the leaves that were kept and those that are at hand again."""
+
+    def __init__(self, pull: Any, at_hand: Tree) -> None:
+        """pull: the second result of jax.vjp. at_hand: see `of`."""
+        leaves, self._tree = jax.tree.flatten(pull)
+        numbers = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(at_hand))}
+        self._at_hand = [numbers.get(id(leaf)) for leaf in leaves]
+        others = {id(leaf): leaf for leaf in leaves if id(leaf) not in numbers}
+        places = {identity: place for place, identity in enumerate(others)}
+        self._kept = [places.get(id(leaf), 0) for leaf in leaves]
+        self.kept: list[Array] = [jnp.asarray(leaf) for leaf in others.values()]
+
+    def of(self, kept: Sequence[Array], at_hand: Tree) -> Callable[[Tree], Any]:
+        """The second result of jax.vjp again. at_hand: of the same structure and values as before."""
+        known = jax.tree.leaves(at_hand)
+        leaves = [
+            kept[place] if number is None else known[number]
+            for number, place in zip(self._at_hand, self._kept, strict=True)
+        ]
+        found: Callable[[Tree], Any] = jax.tree.unflatten(self._tree, leaves)
+        return found
+
+    def forget(self) -> "Pull":
+        """Without the arrays, which belong to the trace that made them."""
+        self.kept = []
+        return self
+
+
+@runtime_checkable
+class StagePasses(Protocol):
+    """forward: (chunk, x, batch) -> the stage's results, and what is kept of it.
+    backward: (chunk, kept, dy, batch) -> the gradients of the stage's parameters and of its input.
+    Each runs the stage of this rank that `chunk` names. like: shapes and dtypes of what is kept.
+    """
+
+    like: Tree
+
+    def forward(self, chunk: Array, x: Array, batch: Tree) -> tuple[Array, Tree, Tree]: ...
+
+    def backward(self, chunk: Array, kept: Tree, dy: Array, batch: Tree) -> tuple[Tree, Array]: ...
+
+
+class KeepingInput:
+    """Keeps a stage's input: the backward pass runs the forward pass again."""
+
+    def __init__(
+        self, model: PipelinedModel, params: Tree, x_like: Tree, batch: Tree, extra_share: ExtraShare
+    ) -> None:
+        self._model, self._params, self._extra_share, self.like = model, params, extra_share, x_like
+
+    def forward(self, chunk: Array, x: Array, batch: Tree) -> tuple[Array, Tree, Tree]:
+        def run(pattern: str) -> tuple[Array, Tree]:
+            return self._model.stage(pattern, self._params, chunk, x, batch)
+
+        return *self._model.stages.switch(run, chunk), x
+
+    def backward(self, chunk: Array, kept: Tree, dy: Array, batch: Tree) -> tuple[Tree, Array]:
+        def gradient(pattern: str) -> tuple[Tree, Array]:
+            def stage(params: Tree, x: Array) -> tuple[Array, Array]:
+                y, extra = self._model.stage(pattern, params, chunk, x, batch)
+                return y, jnp.asarray(self._extra_share(extra), y.dtype)
+
+            (_, share), pull = jax.vjp(stage, self._params, kept)
+            return pull((dy, jnp.ones_like(share)))
+
+        found: tuple[Tree, Array] = self._model.stages.switch(gradient, chunk)
+        return found
+
+
+class KeepingLeaves:
+    """Keeps what the backward pass needs: it begins where the forward pass ended."""
+
+    def __init__(
+        self, model: PipelinedModel, params: Tree, x_like: Tree, batch: Tree, extra_share: ExtraShare
+    ) -> None:
+        self._model, self._params, self._extra_share = model, params, extra_share
+        self._pulls: dict[str, Pull] = {}
+        kinds = sorted(set(model.stages.patterns))
+
+        def kept_of(pattern: str) -> list[Array]:
+            x = jnp.zeros(x_like.shape, x_like.dtype)
+            return self._forward(pattern, jnp.zeros((), jnp.int32), x, batch)[2]
+
+        likes = {pattern: jax.eval_shape(lambda p=pattern: kept_of(p)) for pattern in kinds}
+        self._shelf = Shelf(likes)
+        self.like = self._shelf.like
+
+    def forward(self, chunk: Array, x: Array, batch: Tree) -> tuple[Array, Tree, Tree]:
+        def run(pattern: str) -> tuple[Array, Tree, Tree]:
+            y, extra, kept = self._forward(pattern, chunk, x, batch)
+            return y, extra, self._shelf.put(kept)
+
+        found: tuple[Array, Tree, Tree] = self._model.stages.switch(run, chunk)
+        return found
+
+    def backward(self, chunk: Array, kept: Tree, dy: Array, batch: Tree) -> tuple[Tree, Array]:
+        def gradient(pattern: str) -> tuple[Tree, Array]:
+            prepared, pull_params = self._prepared(pattern, chunk, batch)
+            pull = self._pulls[pattern].of(self._shelf.take(pattern, kept), prepared)
+            dtrained, dx = pull((dy, jnp.ones((), dy.dtype)))
+            return pull_params(dtrained)[0], dx
+
+        found: tuple[Tree, Array] = self._model.stages.switch(gradient, chunk)
+        return found
+
+    def _prepared(self, pattern: str, chunk: Array, batch: Tree) -> tuple[PreparedStage, Callable[..., Any]]:
+        """And what takes the gradients of its trained weights to those of the parameters."""
+
+        def prepare(params: Tree) -> tuple[Tree, Tree]:
+            return self._model.prepare(pattern, params, chunk, batch)
+
+        trained, pull, fixed = jax.vjp(prepare, self._params, has_aux=True)
+        return PreparedStage(trained, fixed), pull
+
+    def _forward(self, pattern: str, chunk: Array, x: Array, batch: Tree) -> tuple[Array, Tree, list[Array]]:
+        prepared = PreparedStage(*self._model.prepare(pattern, self._params, chunk, batch))
+
+        def stage(trained: Tree, x: Array) -> tuple[tuple[Array, Array], Tree]:
+            y, extra = self._model.run(pattern, PreparedStage(trained, prepared.fixed), x)
+            return (y, jnp.asarray(self._extra_share(extra), y.dtype)), extra
+
+        (y, _), pull, extra = jax.vjp(stage, prepared.trained, x, has_aux=True)
+        found = Pull(pull, prepared)
+        kept = found.kept
+        self._pulls[pattern] = found.forget()
+        return y, extra, kept
+
+
+class Shelf:
+    """One form for what different stages keep. likes: shapes and dtypes of what each kind of stage keeps."""
+
+    def __init__(self, likes: dict[str, list[jax.ShapeDtypeStruct]]) -> None:
+        self._likes = likes
+        self._is_single = len(likes) == 1
+        sizes: dict[Any, int] = {}
+        for of_kind in likes.values():
+            for dtype in {x.dtype for x in of_kind}:
+                size = sum(x.size for x in of_kind if x.dtype == dtype)
+                sizes[dtype] = max(sizes.get(dtype, 0), size)
+        self._sizes = {dtype: sizes[dtype] for dtype in sorted(sizes, key=str)}
+        flat = [jax.ShapeDtypeStruct((size,), dtype) for dtype, size in self._sizes.items()]
+        self.like: Tree = next(iter(likes.values())) if self._is_single else flat
+
+    def put(self, kept: list[Array]) -> Tree:
+        if self._is_single:
+            return kept
+        flat = []
+        for dtype, size in self._sizes.items():
+            parts = [x.reshape(-1) for x in kept if x.dtype == dtype]
+            whole = jnp.concatenate(parts) if parts else jnp.zeros(0, dtype)
+            flat.append(jnp.pad(whole, (0, size - len(whole))))
+        return flat
+
+    def take(self, pattern: str, kept: Tree) -> list[Array]:
+        if self._is_single:
+            found: list[Array] = kept
+            return found
+        flat, begin = dict(zip(self._sizes, kept, strict=True)), dict.fromkeys(self._sizes, 0)
+        leaves = []
+        for like in self._likes[pattern]:
+            first = begin[like.dtype]
+            leaves.append(flat[like.dtype][first : first + like.size].reshape(like.shape))
+            begin[like.dtype] = first + like.size
+        return leaves
+
+
+@runtime_checkable
+class EnterPasses(Protocol):
+    """forward: (state, batch) -> the results of `enter`, and what is kept of it.
+    gradient: (kept, state, dx, dbypass, batch) -> the gradient of its parameters. like: as in StagePasses.
+    """
+
+    like: Tree
+
+    def forward(self, state: Tree, batch: Tree) -> tuple[Array, Tree, Tree, Tree]: ...
+
+    def gradient(self, kept: Tree, state: Tree, dx: Array, dbypass: Tree, batch: Tree) -> Tree: ...
+
+
+class EnteringAgain:
+    """Keeps nothing of `enter`: its gradient runs it again."""
+
+    def __init__(self, model: PipelinedModel, params: Tree) -> None:
+        self._model, self._params = model, params
+        self.like: Tree = []
+
+    def forward(self, state: Tree, batch: Tree) -> tuple[Array, Tree, Tree, Tree]:
+        return *self._model.enter(self._params, state, batch), []
+
+    def gradient(self, kept: Tree, state: Tree, dx: Array, dbypass: Tree, batch: Tree) -> Tree:
+        def enter(params: Tree) -> tuple[Array, Tree]:
+            return self._model.enter(params, state, batch)[:2]
+
+        return jax.vjp(enter, self._params)[1]((dx, dbypass))[0]
+
+
+class EnteringOnce:
+    """Keeps what the gradient of `enter` needs."""
+
+    def __init__(self, model: PipelinedModel, params: Tree, state: Tree, batch: Tree) -> None:
+        self._model, self._params = model, params
+        self._pull: Pull | None = None
+        self.like: Tree = jax.eval_shape(self.forward, state, batch)[3]
+
+    def forward(self, state: Tree, batch: Tree) -> tuple[Array, Tree, Tree, Tree]:
+        def enter(params: Tree) -> tuple[tuple[Array, Tree], Tree]:
+            x, bypass, after = self._model.enter(params, state, batch)
+            return (x, bypass), after
+
+        (x, bypass), pull, after = jax.vjp(enter, self._params, has_aux=True)
+        found = Pull(pull, self._at_hand(batch))
+        kept = found.kept
+        self._pull = found.forget()
+        return x, bypass, after, kept
+
+    def gradient(self, kept: Tree, state: Tree, dx: Array, dbypass: Tree, batch: Tree) -> Tree:
+        assert self._pull is not None
+        return self._pull.of(kept, self._at_hand(batch))((dx, dbypass))[0]
+
+    def _at_hand(self, batch: Tree) -> Tree:
+        return self._params, self._model.constants, batch
