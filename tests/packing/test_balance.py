@@ -135,6 +135,6 @@ def test_no_assignment_is_none_whatever_the_order():
 def test_chunks_are_cut_over_ranks_only_where_they_must_be():
     assert place_chunks([24, 24, 24], 2, 48) == [0, 48, 24]
     assert place_chunks([24, 24, 24], 2, 40) == [0, 24, 48], "the second one is cut"
-    assert place_chunks([16, 40, 24], 2, 40) == [0, 40, 16]
+    assert place_chunks([16, 40, 24], 2, 40) == [40, 0, 56]
     assert place_chunks([8, 72], 4, 24) == [0, 8], "the second one spans all ranks"
     assert place_chunks([], 3, 0) == []
