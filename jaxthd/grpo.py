@@ -45,6 +45,7 @@ from jaxthd.rewards.rewarder import Rewarder
 from jaxthd.run.before import run_before
 from jaxthd.run.continuing import OPTIONS, changed_settings, newest_state, require_objective, workdir_of
 from jaxthd.run.goodput import TimeAccount, stored_seconds
+from jaxthd.run.layout_choice import keep_layout, with_layout
 from jaxthd.run.metrics import time_line
 from jaxthd.run.metrics_file import open_metrics, read_metrics
 from jaxthd.run.nonfinite import NonFiniteSteps
@@ -78,11 +79,13 @@ def grpo(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
     (rollout.max_logprob_difference).
     """
     require_objective(config, draws=True)
-    given, config, start = config, prepared(config), time.monotonic()
+    given, start = config, time.monotonic()
+    config = prepared(with_layout(config, workdir))
     with ExitStack() as stack:
         held = stack.enter_context(opened(workdir, given, changes))
         account = stack.enter_context(TimeAccount(workdir, start))
         require_same("the configuration", asdict(config))
+        keep_layout(given, config, workdir)
         outputs = OutputFolder(workdir)
         data = stack.enter_context(closing(SpeechData(config, workdir)))
         rewarder = stack.enter_context(Rewarder.of(config))

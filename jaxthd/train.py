@@ -12,6 +12,7 @@ A workdir that holds a checkpoint is continued, on any mesh. It receives
     not_finite.jsonl   steps whose update was skipped, with their documents
     checkpoints/       parameters, optimizer state, batch statistics, data position
     reference/         the reference policy's log-probabilities, with posttraining.reference cached
+    layout.json        the context layout, where the run chose it
     config.json        the settings of the run; tokenizer/ a copy of its tokenizer
     changes.jsonl      settings that changed when the run was continued
 
@@ -54,6 +55,7 @@ from jaxthd.run.before import run_before
 from jaxthd.run.continuing import OPTIONS, changed_settings, newest_state, require_objective, workdir_of
 from jaxthd.run.goodput import TimeAccount, stored_seconds
 from jaxthd.run.ladder import RungWatch
+from jaxthd.run.layout_choice import keep_layout, with_layout
 from jaxthd.run.metrics import StepFacts, metrics_line, time_line
 from jaxthd.run.metrics_file import open_metrics, read_metrics
 from jaxthd.run.nonfinite import NonFiniteSteps
@@ -93,11 +95,13 @@ def train(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
     """
     require_objective(config, draws=False)
     # The workdir keeps the config as it was given: another machine may admit other kernels.
-    given, config, start = config, decided_here(prepared(config)), time.monotonic()
+    given, start = config, time.monotonic()
+    config = decided_here(prepared(with_layout(config, workdir)))
     with ExitStack() as stack:
         held = stack.enter_context(opened(workdir, given, changes))
         account = stack.enter_context(TimeAccount(workdir, start))
         require_same("the configuration", asdict(config))
+        keep_layout(given, config, workdir)
         outputs = OutputFolder(workdir)
         data = stack.enter_context(closing(SpeechData(config, workdir)))
         folder, keep, best_by = workdir / "checkpoints", config.train.keep_checkpoints, config.train.best_by

@@ -119,7 +119,7 @@ def layer_bytes(
 
     def rank(params: Any, buffers: Any, x_ND: Any, ids: Any, positions: Any, dy_ND: Any) -> Any:
         segments = make_segments(
-            ids, positions, block=compute.attention_block, axis=CONTEXT, layout=compute.context_layout
+            ids, positions, block=compute.attention_block, axis=CONTEXT, layout=compute.layout
         )
 
         def forward(p: Any, x_ND: Any) -> Any:

@@ -7,10 +7,11 @@
 VERSION: jax's own, 0.11 or later. CUDA's ptxas must be on the PATH. XLA's GPU compiler needs no device if it
 is given a description of one; it then does not autotune kernels and asks cuDNN for no plans.
 
-The step is one of scripts/gpu_models.py with packed audio, bfloat16, the scan by Pallas kernels. Printed are
-its memory, the operations that are recorded in CUDA graphs, those the host still launches between them (loops
-driven by the host, kernels), and where collectives are: CUDA is reported to refuse those that are nodes of a
-loop or conditional inside a graph. Exits 1 where there are any.
+The step is one of scripts/gpu_models.py with packed audio, bfloat16, and what "auto" means on GPUs: Pallas
+kernels, experts in rounds. --loops: loops over small blocks instead, as on a CPU. Printed are its memory,
+the operations that are recorded in CUDA graphs, those the host still launches between them (loops driven by
+the host, kernels), and where collectives are: CUDA is reported to refuse those that are nodes of a loop or
+conditional inside a graph. Exits 1 where there are any.
 
 --costs prints what the step would take (jaxthd/planning/step_costs.py): kernels, operations, bytes and a
 bound on the time, by part of the model, by kind, by loop and by line of source; and a bound on the share of
@@ -42,6 +43,7 @@ from jaxthd.planning.compiled_step import abstract_batch
 from jaxthd.planning.hlo import parse
 from jaxthd.planning.kernel_costs import H100
 from jaxthd.planning.model_flops import model_flops
+from jaxthd.planning.pallas_work import pallas_work
 from jaxthd.planning.step_costs import Launched, StepCosts, by, step_costs
 from jaxthd.planning.thunks import GRAPH, Thunk, recorded, thunks
 from jaxthd.planning.trips import expected_trips
@@ -56,6 +58,23 @@ from scripts.gpu_models import MODELS, report_of
 
 FRAMES = 6.25
 """Mel frames for each token slot, from recordings with their transcripts."""
+AS_ON_A_GPU: dict[str, Any] = {
+    "attention_backend": "pallas",
+    "encoder_attention": "pallas",
+    "scan_backend": "pallas",
+    "expert_products": "rounds",
+    "subsampling_frames": 1024,
+    "loss_block": 2048,
+}
+"""What compute.* means on a GPU that admits no fused library; and supervised rows in few large blocks."""
+LOOPS: dict[str, Any] = {
+    "attention_backend": "xla",
+    "encoder_attention": "blocks",
+    "expert_products": "blocks",
+    "subsampling_frames": 128,
+    "loss_block": 256,
+}
+"""What it means on a CPU."""
 COLLECTIVES = (
     "kAllGather",
     "kAllReduce",
@@ -94,10 +113,10 @@ def config_of(given: argparse.Namespace) -> Config:
         audio_capacity=unit * -(-frames // unit),
         max_documents=max(4, tokens // 128),
     )
-    config = using(base_config(tiny, kernels=False), scan_backend="pallas")
+    config = using(base_config(tiny, kernels=False), **AS_ON_A_GPU)
     train = replace(config.train, microbatches=microbatches)
     config = replace(config, model=MODELS[given.model], mesh=sizes, data=data, train=train)
-    return changed(config, given.set)
+    return changed(using(config, **LOOPS) if given.loops else config, given.set)
 
 
 def lowered(config: Config) -> Any:
@@ -140,6 +159,7 @@ def show_costs(config: Config, found: h100.Files) -> None:
         H100,
         lambda part, name: trips.get(part),
         recorded(found.sequence, found.metadata),
+        pallas_work(config, batch),
     )
     show_sums("By part of the model", costs, lambda k: k.part)
     show_sums("By kind of kernel", costs, lambda k: k.kind)
@@ -194,6 +214,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=0, help="of a buffer; by default 8192, 512 of tiny")
     parser.add_argument("--mesh", type=int, nargs=4, default=[1, 1, 1, 1], metavar=tuple("DCPT"))
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--loops", action="store_true", help="loops over small blocks, as on a CPU")
     parser.add_argument("--costs", action="store_true", help="what the step would take")
     parser.add_argument("--keep", metavar="FOLDER", help="an empty folder for what XLA writes")
     parser.add_argument("--read", metavar="FOLDER", help="of an earlier --keep: costs without compiling")

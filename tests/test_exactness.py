@@ -35,13 +35,8 @@ MESHES = [(2, 2, "ring", "buffer")]
 """(data, context, exchange, layout): both axes."""
 OTHER_MESHES = [
     (1, 4, "ring", "document"),
-    (1, 2, "all_gather", "buffer"),
-    (1, 2, "ring", "buffer"),
     (1, 4, "ring", "buffer"),
     (1, 4, "all_gather", "buffer"),
-    (2, 1, "ring", "buffer"),
-    (1, 2, "ring", "document"),
-    (1, 2, "all_gather", "document"),
     (1, 4, "all_gather", "document"),
 ]
 SEEDS = range(8)
@@ -123,7 +118,7 @@ def test_float32_on_a_mesh_is_off_by_rounding_only():
 
 @pytest.mark.parametrize(
     ("data", "context", "exchange"),
-    [(1, 1, "ring"), pytest.param(1, 2, "ring", marks=pytest.mark.exhaustive), (2, 2, "ring")],
+    [(1, 1, "ring"), (2, 2, "ring")],
 )
 def test_packed_equals_padded(data, context, exchange):
     """The same documents in two packed rows and in four padded ones; batch statistics too skip padding."""
@@ -253,7 +248,7 @@ def test_training_on_padded_batches_stays_equal_and_finite():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("data", "context", "microbatches"), [(1, 2, 4), (2, 2, 2)])
+@pytest.mark.parametrize(("data", "context", "microbatches"), [(2, 2, 2)])
 def test_microbatches_change_no_loss_and_no_gradient(data: int, context: int, microbatches: int):
     """Rows have 113 supervised tokens, or 1, or are empty. There is no audio, since the encoder's statistics
     are those of a microbatch; the auxiliary loss is computed for each microbatch too."""

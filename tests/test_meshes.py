@@ -1,7 +1,12 @@
-"""The loss is the same for every axis and combination: sixteen rows of scripts/check_meshes.py, float64.
+"""The loss is the same for every axis and combination: rows of scripts/check_meshes.py, in float64.
 
 Two are typical: they have each axis and both variants.
 """
+
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -35,12 +40,7 @@ CHOSEN = [
 ]
 """(mesh, variant)."""
 OTHERS = [
-    (MeshConfig(2, 1, 1, 1), 1),
-    (MeshConfig(1, 1, 2, 1), 0),
-    (MeshConfig(1, 1, 2, 1), 1),
-    (MeshConfig(1, 1, 1, 4), 0),
     (MeshConfig(1, 1, 1, 8), 1),
-    (MeshConfig(1, 1, 4, 1), 1),
     (MeshConfig(1, 2, 2, 2), 0),
     (MeshConfig(1, 2, 2, 2), 1),
     (MeshConfig(1, 1, 8, 1), 1),
@@ -81,31 +81,34 @@ def test_the_mesh_changes_nothing_with_the_blocks_of_all_families() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_the_mesh_changes_nothing_with_the_blocks_of_qwen3(number: int):
-    row = check(qwen3("float64")[number])
+def test_the_mesh_changes_nothing_with_the_blocks_of_qwen3():
+    """On context, pipeline and tensor ranks, as the first row of each family below; the test above has the
+    blocks of all of them on data ranks."""
+    row = check(qwen3("float64")[0])
     assert row["error"] <= 1e-10, row
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", [0, 2])
 def test_the_mesh_changes_nothing_with_the_blocks_of_qwen3_next(number: int):
-    """Gated delta rule, gates of attention and of the shared expert, zero-centred norms."""
+    """Gated delta rule, gates of attention and of the shared expert, zero-centred norms. In the second row
+    each context rank has a value head of its own."""
     row = check(qwen3_next("float64")[number])
     assert row["error"] <= 1e-10, row
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", [1, 2])
 def test_the_mesh_changes_nothing_with_the_blocks_of_gpt_oss(number: int):
+    """The second row has more context ranks than a window reaches."""
     row = check(gpt_oss("float64")[number])
     assert row["error"] <= 1e-10, row
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", [0, 1])
 def test_the_mesh_changes_nothing_with_the_blocks_of_deepseek(number: int):
-    """Latent attention, and experts of a limited number of groups."""
+    """Latent attention, and experts of a limited number of groups. The second has no latent for queries."""
     row = check(deepseek("float64")[number])
     assert row["error"] <= 1e-10, row
 
@@ -133,3 +136,19 @@ def test_capacities_may_change_along_a_ladder():
 
 def test_the_script_checks_every_factorisation():
     assert [len(meshes([n])) for n in (1, 2, 4, 8)] == [1, 4, 10, 20]
+
+
+@pytest.mark.exhaustive
+def test_sixteen_devices_have_all_four_axes(tmp_path: Path):
+    """2 x 2 x 2 x 2, both variants, by the script in a process of its own, whose devices are sixteen."""
+    options = ["--mesh", "2", "2", "2", "2", "--dtype", "float64", "--out", str(tmp_path / "rows.jsonl")]
+    found = subprocess.run(
+        [sys.executable, "scripts/check_meshes.py", *options],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert "2 of 2 hold" in found.stdout, found.stderr
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [line["mesh"] for line in lines] == ["2x2x2x2"] * 2

@@ -171,11 +171,9 @@ def each_answer_alone() -> tuple[dict[str, float], Any]:
 
 
 RUNS = [
-    (ONE_DEVICE, 0, False),
     (ONE_DEVICE, 0, True),
     (MeshConfig(1, 2, 2, 2), 0, True),
     (MeshConfig(2, 2, 2, 1), 1, True),
-    (MeshConfig(1, 4, 1, 1), 1, True),
     (MeshConfig(2, 2, 1, 2), 0, False),
 ]
 

@@ -150,15 +150,10 @@ CHOSEN = [(MeshConfig(1, 2, 2, 2), 0)]
 documents, interleaved or uneven stages, sequence-sharded residuals."""
 OTHERS = [
     (ONE_DEVICE, 0),
-    (MeshConfig(1, 2, 1, 1), 0),
-    (MeshConfig(1, 4, 1, 1), 0),
     (MeshConfig(1, 4, 1, 1), 1),
-    (MeshConfig(1, 1, 1, 2), 1),
-    (MeshConfig(2, 1, 1, 1), 0),
     (MeshConfig(2, 2, 1, 2), 1),
     (MeshConfig(2, 2, 2, 1), 1),
     (MeshConfig(1, 2, 4, 1), 1),
-    (MeshConfig(2, 2, 2, 1), 0),
 ]
 
 
@@ -202,7 +197,7 @@ def test_answers_go_on_from_the_prompts_state_of_the_gated_delta_rule(mesh, vari
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("mesh", "variant"), [(ONE_DEVICE, 0), (MeshConfig(1, 4, 1, 2), 1)], ids=str)
+@pytest.mark.parametrize(("mesh", "variant"), [(MeshConfig(1, 4, 1, 2), 1)], ids=str)
 def test_latent_attention_sees_the_prompt_of_an_answer(mesh, variant):
     """Its value heads have another dim than its query heads."""
     config = with_settings(config_of(mesh, variant), "deepseek")
@@ -213,7 +208,7 @@ def test_latent_attention_sees_the_prompt_of_an_answer(mesh, variant):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("mesh", "variant"), [(ONE_DEVICE, 0), (MeshConfig(1, 4, 1, 2), 1)], ids=str)
+@pytest.mark.parametrize(("mesh", "variant"), [(MeshConfig(1, 4, 1, 2), 1)], ids=str)
 def test_a_window_reaches_back_into_the_prompt_of_an_answer(mesh, variant):
     config = with_settings(config_of(mesh, variant), "gpt_oss")
     loss, gradients = loss_and_gradients(config, pack(mesh, config.compute.context_layout))
@@ -223,9 +218,8 @@ def test_a_window_reaches_back_into_the_prompt_of_an_answer(mesh, variant):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("exchange", ["ring", "all_gather"])
-@pytest.mark.parametrize("layout", ["buffer", "document"])
-def test_exchange_and_layout_are_free_to_choose(exchange, layout):
+@pytest.mark.parametrize(("layout", "exchange"), [("buffer", "all_gather"), ("document", "ring")])
+def test_exchange_and_layout_are_free_to_choose(layout, exchange):
     """The pairs that the variants above do not have."""
     mesh = MeshConfig(1, 4, 1, 1)
     config = config_of(mesh)

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,19 @@ def test_further_arguments_and_results_are_checked(wrong: tuple[tuple[Any, ...],
     args, kwargs = wrong
     with refused():
         joined(*args, **kwargs)
+
+
+P = ParamSpec("P")
+
+
+def test_arguments_that_are_handed_on_may_be_anything():
+    @checked
+    def called(call: Callable[P, int], *args: P.args, **kwargs: P.kwargs) -> int:
+        return call(*args, **kwargs)
+
+    assert called(int, "1", base=8) == 1
+    with refused():
+        called(str, 1)
 
 
 def test_a_wrong_number_of_arguments_stays_pythons_error():

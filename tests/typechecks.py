@@ -169,7 +169,8 @@ def _anything(value: Any) -> None:
 
 
 def _check_of(hint: Any, module: str) -> Check | None:
-    if hint in (Any, object, NoReturn):  # a function that returns nothing ends by an error
+    # A function that never returns has no result; *args: P.args says nothing of one argument.
+    if hint in (Any, object, NoReturn) or isinstance(hint, (typing.ParamSpecArgs, typing.ParamSpecKwargs)):
         return None
     try:
         return _written_check(hint, type(hint), module)

@@ -12,14 +12,18 @@ class ComputeConfig:
     """Compute dtype. Parameters are float32 (float64 if this is float64)."""
     fp8: tuple[str, ...] = ()
     """Patterns of projections, such as "decoder.layers.*", whose matrix products run in 8-bit numbers,
-    forward and backward (pip install 'jaxthd[fp8]'). Routers, routed experts, time steps of recurrent layers,
-    embedding and head never do."""
+    forward and backward (pip install 'jaxthd[fp8]'). Routers, time steps of recurrent layers, embedding
+    and head never do; routed experts by fp8_experts."""
+    fp8_experts: bool = False
+    """Multiply routed experts with their tokens in 8-bit numbers, forward and backward."""
     context_exchange: Literal["ring", "all_gather"] = "ring"
     """How attention reaches the keys and values of other context ranks."""
-    context_layout: Literal["buffer", "document", "whole"] = "buffer"
+    context_layout: Literal["auto", "buffer", "document", "whole"] = "buffer"
     """What is divided into 2 * context chunks, of which rank r holds chunks r and 2 * context - 1 - r: the
     whole buffer, or each document by itself (data.round_to must then be a multiple of 2 * context), or only
-    documents that must be. "whole" keeps a document on one rank where it fits its share of the buffer."""
+    documents that must be. "whole" keeps a document on one rank where it fits its share of the buffer.
+    "auto": a training run chooses by the lengths of its documents, and keeps the choice in its workdir; other
+    commands, and objectives that compare answers, use "buffer"."""
     context_cuts: int = 8
     """Under the layout "whole": the most documents of a buffer that are divided. Others that could not stay
     whole go into the next buffer."""
@@ -45,6 +49,8 @@ class ComputeConfig:
     rows of up to 41 s. "pallas": kernels for NVIDIA GPUs; a measurement as the run starts must admit them.
     On a CPU they are interpreted, for tests; they have not yet run on a GPU. "auto": on GPUs pallas where it
     is admitted, else banded; blocks elsewhere."""
+    subsampling_frames: int = 0
+    """Encoder frames (80 ms) that the subsampling works on at a time. 0: 1024 on GPUs, 128 elsewhere."""
     scan_backend: str = "auto"
     """What computes Mamba2's scan in training and evaluation. "xla": on every device. "pallas": kernels
     for NVIDIA GPUs, for chunks, head dims and states that are powers of two from 16 up; a measurement as
@@ -75,9 +81,15 @@ class ComputeConfig:
     in jaxthd train nothing, where the devices' memory is known and holds that; else blocks, or with remat_llm
     False the stage.
     But for "stage" the encoder, too, begins its backward pass where its forward pass ended."""
-    remat_keep: Literal["nothing", "products"] = "nothing"
-    """What blocks that are recomputed keep besides their inputs: nothing, or the results of matrix products
-    and of attention. Then only what is cheap is computed again."""
+    remat_keep: Literal["nothing", "layers", "products"] = "nothing"
+    """What is kept where the decoder or the encoder is recomputed. "nothing": only the input of each repeat
+    of the decoder's pattern, whose layers are recomputed together. "layers": the input of each layer.
+    "products": the results of matrix products and of attention too; then only what is cheap is computed
+    again."""
+    unroll_layers: bool = False
+    """Write layers out one after the other in place of a loop over them. Compilation then grows with their
+    number, but on GPUs nothing is copied into the loop's stacks and out of them, and the step is one CUDA
+    graph."""
     scan_chunk: int = 64
     """Tokens of a scan chunk of Mamba2 and of the gated delta rule. It affects speed, never the result."""
     command_buffers: bool = True
@@ -86,6 +98,11 @@ class ComputeConfig:
     xla_options: tuple[str, ...] = ()
     """Options of XLA for the compiled programs, as NAME=VALUE. They override
     jaxthd/kernels/xla_options.py."""
+
+    @property
+    def layout(self) -> Literal["buffer", "document", "whole"]:
+        """context_layout; "buffer" where nothing has decided on "auto"."""
+        return "buffer" if self.context_layout == "auto" else self.context_layout
 
     @property
     def recomputed_of_stage(self) -> Literal["stage", "blocks", "nothing"]:

@@ -93,7 +93,7 @@ def batch_figure(batch: Batch, report: BatchReport, config: Config) -> Figure:
 
 def _draw_tokens(axes: Axes, buffer: Buffer, row: int, config: Config) -> None:
     capacity, real = len(buffer.ids), int((buffer.ids > 0).sum())
-    context, each = config.mesh.context, config.compute.context_layout == "document"
+    context, each = config.mesh.context, config.compute.layout == "document"
     over = f"{', each document' * (each and context > 1)}{_over(context)}"
     _strip(
         axes,

@@ -82,7 +82,8 @@ class Checkpoint:
         return self._with_own_mtp(self.family.configure(self.fields, model))
 
     def _with_own_mtp(self, model: ModelConfig) -> ModelConfig:
-        if not self.covers("head") or any("mtp.layers." in name for name in self.reader.shapes):
+        tensors = self.family.mtp_tensors(self.fields)
+        if not self.covers("head") or any(x in name for name in self.reader.shapes for x in tensors):
             return model
         return replace(model, llm=replace(model.llm, mtp_pattern=""))
 
@@ -99,7 +100,9 @@ class Checkpoint:
 
     def unread(self, table: Collection[str]) -> list[str]:
         """Its tensors that are not among those named, and that may be left unread (Family.ignored)."""
-        ignored = [p for p in self.family.ignored if not any(fnmatch(name, p) for name in table)]
+        mtp = (f"{prefix}*" for prefix in self.family.mtp_tensors(self.fields))
+        patterns = (*self.family.ignored, *mtp)
+        ignored = [p for p in patterns if not any(fnmatch(name, p) for name in table)]
         return [name for name in self.reader.shapes if any(fnmatch(name, p) for p in ignored)]
 
     def tensors(self, model: ModelConfig, shapes: Mapping[str, Shape]) -> list[Tensor]:
@@ -113,16 +116,17 @@ class Checkpoint:
         self.family.write(self._with_own_mtp(model), self.fields, names)
         table = {tensor.name: tensor for tensor in names.tensors}
         self._compare(table)
-        filled = {part.name for tensor in table.values() for part in tensor.slices}
+        read = {name: tensor for name, tensor in table.items() if tensor.slices and not tensor.is_copy}
+        filled = {part.name for tensor in read.values() for part in tensor.slices}
         missed = [name for name in shapes if self.covers(name) and name not in filled]
         assert all(".lora." in name for name in missed), missed
-        return [table[n] for n in self.reader.in_file_order(n for n in table if table[n].slices)]
+        return [read[name] for name in self.reader.in_file_order(read)]
 
     def _compare(self, table: Mapping[str, Tensor]) -> None:
         """Raises UserError where the tensors on disk are not those of the table."""
         found, unread = self.reader.shapes, set(self.unread(table))
         wrong = {
-            "missing": [n for n in table if n not in found and table[n].slices],
+            "missing": [n for n, t in table.items() if n not in found and t.slices and not t.is_copy],
             "unknown": [n for n in found if n not in table and n not in unread],
             "of another shape": [
                 f"{n} {list(found[n])}, not {list(t.shape)}"

@@ -3,7 +3,8 @@ DeepseekV3ForCausalLM).
 
 A layer of theirs is two blocks of ours: latent attention, then an MLP ("L-") in the first layers and experts
 ("LE") in the others. Their rotated features are in pairs of neighbours, ours in halves: rows of the
-projections are moved.
+projections are moved. A module of multi-token prediction is stored as one more layer, with copies of the
+embedding and the head.
 """
 
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 
 from jaxthd.config import LatentAttentionConfig, LLMConfig, ModelConfig
 from jaxthd.errors import UserError
-from jaxthd.hf.family import LLM, Family, Fields, must_be, must_hold, required
+from jaxthd.hf.family import LLM, Family, Fields, mtp_settings, must_be, must_hold, required
 from jaxthd.hf.names import Names, Shape
 from jaxthd.hf.nemotron_h import token_fields
 from jaxthd.hf.rotary import must_rotate_whole_heads, rope_config, rope_fields
@@ -54,9 +55,10 @@ _FORM: dict[str, Any] = {
     "router": "sigmoid",
     "router_bias": False,
     "latent_dim": 0,
-    "mtp_pattern": "",
 }
 """Our settings that the family has no field for."""
+_MTP = "LE"
+"""The blocks of a module of multi-token prediction."""
 _NORM_EPS = 1e-6
 """That of the latents' norms, whatever rms_norm_eps."""
 
@@ -77,12 +79,17 @@ def llm_config(fields: Fields, llm: LLMConfig) -> LLMConfig:
     settings["shared_expert_dim"] = (fields.get("n_shared_experts") or 0) * settings["expert_dim"]
     settings["tied_embedding"] = bool(fields.get("tie_word_embeddings", False))
     settings["rope"] = rope_config(fields)
+    settings |= mtp_settings(_MTP, _mtp_modules(fields), llm)
     settings["latent_attention"] = LatentAttentionConfig(
         q_lora_rank=fields.get("q_lora_rank") or 0,
         **{name: required(fields, name) for name in _LATENT_SIZES},
         norm_eps=_NORM_EPS,
     )
     return replace(llm, **settings)
+
+
+def _mtp_modules(fields: Fields) -> int:
+    return int(fields.get("num_nextn_predict_layers") or 0)
 
 
 def llm_fields(llm: LLMConfig) -> dict[str, Any]:
@@ -94,7 +101,7 @@ def llm_fields(llm: LLMConfig) -> dict[str, Any]:
             f"model.llm.pattern is {llm.pattern!r}; expected L- in the first layers and LE in the others for "
             f"{_TITLE}: choose another format"
         )
-    must_hold(llm, _FORM, _TITLE)
+    must_hold(llm, _FORM | ({"mtp_pattern": _MTP} if llm.mtp_pattern else {}), _TITLE)
     must_rotate_whole_heads(llm.rope, _TITLE)
     if latent.norm_eps != _NORM_EPS:
         raise UserError(
@@ -117,6 +124,7 @@ def llm_fields(llm: LLMConfig) -> dict[str, Any]:
         "num_key_value_heads": llm.q_heads,
         "num_hidden_layers": layers,
         "first_k_dense_replace": dense,
+        "num_nextn_predict_layers": llm.mtp_modules,
         "n_shared_experts": llm.shared_expert_dim // llm.expert_dim,
         "n_group": llm.router_groups,
         "topk_group": min(llm.router_groups_per_token, llm.router_groups),
@@ -128,25 +136,41 @@ def llm_fields(llm: LLMConfig) -> dict[str, Any]:
 
 
 def _write(model: ModelConfig, fields: Fields, names: Names) -> None:
-    llm = model.llm
+    llm, layers = model.llm, len(model.llm.letters) // 2
     pairs = bool(fields.get("rope_interleave", True))
     names.same("model.embed_tokens.weight", "embedding")
+    _write_layers(llm, llm.letters, names.within("model.", "decoder."), pairs)
+    names.same("model.norm.weight", "decoder.norm.weight")
+    if not llm.tied_embedding:
+        names.same("lm_head.weight", "head")
+    if not llm.mtp_pattern or not _mtp_modules(fields):
+        return
+    _write_layers(llm, _MTP * llm.mtp_modules, names.within("model.", "mtp."), pairs, first=layers)
+    for module in range(llm.mtp_modules):
+        around = names.within(f"model.layers.{layers + module}.", "mtp.depths.", module)
+        for norm in ("enorm.weight", "hnorm.weight"):
+            around.same(norm, norm)
+        around.linear("eh_proj", "eh_proj")
+        around.same("shared_head.norm.weight", "final_layernorm.weight")
+        around.copy_of("embed_tokens.weight", "embedding")
+        around.copy_of("shared_head.head.weight", "embedding" if llm.tied_embedding else "head")
+
+
+def _write_layers(llm: LLMConfig, letters: str, names: Names, pairs: bool, first: int = 0) -> None:
+    """first: the number of the first layer on disk. pairs: see _write_attention."""
     experts = dense = 0
-    for number in range(len(llm.letters) // 2):
-        layer = names.within(f"model.layers.{number}.", "decoder.layers.")
+    for number, ffn_letter in enumerate(letters[1::2]):
+        layer = names.within(f"layers.{first + number}.", "layers.")
         attention = layer.within("", "latent_attention.", number)
         attention.same("input_layernorm.weight", "norm.weight")
         _write_attention(attention.within("self_attn.", "mixer."), llm.latent_attention, pairs)
-        if llm.letters[2 * number + 1] == "E":
+        if ffn_letter == "E":
             ffn, experts = layer.within("", "moe.", experts), experts + 1
             _write_experts(ffn.within("mlp.", "mixer."), llm)
         else:
             ffn, dense = layer.within("", "mlp.", dense), dense + 1
             _write_mlp(ffn.within("mlp.", "mixer."))
         ffn.same("post_attention_layernorm.weight", "norm.weight")
-    names.same("model.norm.weight", "decoder.norm.weight")
-    if not llm.tied_embedding:
-        names.same("lm_head.weight", "head")
 
 
 def _write_attention(names: Names, latent: LatentAttentionConfig, pairs: bool) -> None:
@@ -186,6 +210,11 @@ def _write_experts(names: Names, llm: LLMConfig) -> None:
         _write_mlp(names.within("shared_experts.", "shared."))
 
 
+def _mtp_tensors(fields: Fields) -> tuple[str, ...]:
+    layers = int(required(fields, "num_hidden_layers"))
+    return tuple(f"model.layers.{layers + module}." for module in range(max(_mtp_modules(fields), 1)))
+
+
 FAMILY = Family(
     format="llm",
     title=_TITLE,
@@ -195,7 +224,7 @@ FAMILY = Family(
     configure=lambda fields, model: replace(model, llm=llm_config(fields, model.llm)),
     fields=lambda model: llm_fields(model.llm),
     write=_write,
-    # DeepSeek-V3's multi-token prediction follows its 61 layers; a tied embedding may be copied as the head.
-    ignored=("model.layers.61.*", "lm_head.weight"),
+    ignored=("lm_head.weight",),  # a tied embedding may be copied as the head
     token_fields=token_fields,
+    mtp_tensors=_mtp_tensors,
 )

@@ -59,6 +59,8 @@ class Family:
     lora: (fields) -> the LoRA that the checkpoint has, as settings of a run. None where it has none.
     lora_fields: (adapt, names of the projections with LoRA) -> the field "lora" of an export. None: the
         family holds no LoRA, which is merged before.
+    mtp_tensors: (fields) -> what the names of tensors of multi-token prediction have in front. They may be
+        left unread.
     by_default: whether an export of a model that the family holds whole has its format without being asked.
     """
 
@@ -75,11 +77,21 @@ class Family:
     complete: Callable[[Fields, Mapping[str, Shape]], Fields] | None = None
     lora: Callable[[Fields], AdaptConfig | None] | None = None
     lora_fields: Callable[[AdaptConfig, frozenset[str]], dict[str, Any]] | None = None
+    mtp_tensors: Callable[[Fields], tuple[str, ...]] = lambda fields: ("mtp.",)
     by_default: bool = True
 
     def holds(self, name: str) -> bool:
         """Whether such a checkpoint holds our array of this name."""
         return any(name == what or (what.endswith(".") and name.startswith(what)) for what in self.covers)
+
+
+def mtp_settings(pattern: str, modules: int, llm: LLMConfig) -> dict[str, Any]:
+    """Settings of multi-token prediction with so many sets of weights. One set serves any number of depths
+    that share it.
+    """
+    if not modules or (modules == 1 and llm.mtp_shared):
+        return {"mtp_pattern": pattern if modules else ""}
+    return {"mtp_pattern": pattern, "mtp_depths": modules, "mtp_shared": False}
 
 
 def required(fields: Fields, name: str, where: str = "config.json") -> Any:

@@ -38,7 +38,7 @@ class Tensor(NamedTuple):
 
     groups: the tensor's rows are so many equal groups, each with its share of every slice's rows.
     interleaved: the slices take the columns (the last dim) in turn, instead of runs of rows; each holds its
-    own as they are.
+    own as they are. is_copy: another tensor holds the same array; this one is written, and not read.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Tensor(NamedTuple):
     slices: tuple[ArraySlice, ...]
     groups: int = 1
     interleaved: bool = False
+    is_copy: bool = False
 
     def split(self, theirs: Shaped[np.ndarray, "..."]) -> list[Shaped[np.ndarray, "..."]]:
         """Our slices, made of the tensor."""
@@ -174,6 +175,12 @@ class Names:
         *above, columns = shapes[0]
         shape = (*above, columns * len(ours))
         self.tensors.append(Tensor(self._theirs + theirs, shape, tuple(slices), interleaved=True))
+
+    def copy_of(self, theirs: str, whole: str) -> None:
+        """A copy of an array that another tensor holds. whole: its whole name in the model."""
+        shape = self._shapes[whole]
+        part = ArraySlice(whole, (), shape, shape[0], shape, tuple(range(len(shape))))
+        self.tensors.append(Tensor(self._renamed(self._theirs + theirs), shape, (part,), is_copy=True))
 
     def counter(self, theirs: str) -> None:
         """A tensor that jaxthd does not keep."""

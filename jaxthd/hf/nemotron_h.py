@@ -7,7 +7,17 @@ from typing import Any
 
 from jaxthd.config import LLMConfig, RopeConfig
 from jaxthd.errors import UserError
-from jaxthd.hf.family import LLM, PLAIN, Family, Fields, SpecialTokens, must_be, must_hold, required
+from jaxthd.hf.family import (
+    LLM,
+    PLAIN,
+    Family,
+    Fields,
+    SpecialTokens,
+    mtp_settings,
+    must_be,
+    must_hold,
+    required,
+)
 from jaxthd.hf.names import Names, Shape
 from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.models.mixers.mamba2 import COST_CHUNK
@@ -85,7 +95,8 @@ def llm_config(fields: Fields, llm: LLMConfig, where: str = "config.json") -> LL
         settings["router_scale"] = float(settings["router_scale"])
     low, high = (_number(x) for x in fields.get("time_step_limit") or (0.0, math.inf))
     pattern = llm.pattern if llm.letters == letters else letters
-    settings |= _mtp_settings(fields, llm, where) | _FORM
+    modules = int(fields.get("num_nextn_predict_layers") or 0)
+    settings |= mtp_settings(_mtp_letters(fields, where), modules, llm) | _FORM
     return replace(llm, pattern=pattern, mamba_dt_limit=(low, high), **settings)
 
 
@@ -107,14 +118,6 @@ def _mtp_letters(fields: Fields, where: str) -> str:
     if fields.get("mtp_hybrid_override_pattern"):
         return str(fields["mtp_hybrid_override_pattern"])
     return _letters_of(fields.get("mtp_layers_block_type") or ["full_attention", "moe"], where)
-
-
-def _mtp_settings(fields: Fields, llm: LLMConfig, where: str) -> dict[str, Any]:
-    """Settings of multi-token prediction. One set of weights serves any number of depths that share it."""
-    pattern, modules = _mtp_letters(fields, where), int(fields.get("num_nextn_predict_layers") or 0)
-    if not modules or (modules == 1 and llm.mtp_shared):
-        return {"mtp_pattern": pattern}
-    return {"mtp_pattern": pattern, "mtp_depths": modules, "mtp_shared": False}
 
 
 def _letters_of(blocks: Sequence[str], where: str) -> str:
@@ -237,9 +240,6 @@ def _moe(names: Names, llm: LLMConfig) -> None:
 
 _MIXERS = {"M": _mamba, "*": _attention, "-": _mlp, "E": _moe}
 
-MTP = ("mtp.*",)
-"""Tensors of multi-token prediction, which a model may do without."""
-
 
 def token_fields(tokens: SpecialTokens) -> dict[str, Any]:
     return {f"{name}_token_id": getattr(tokens, f"{name}_id") for name in ("bos", "eos", "pad")}
@@ -254,6 +254,5 @@ FAMILY = Family(
     configure=lambda fields, model: replace(model, llm=llm_config(fields, model.llm)),
     fields=lambda model: llm_fields(model.llm),
     write=lambda model, fields, names: write_llm(model.llm, fields, names),
-    ignored=MTP,
     token_fields=token_fields,
 )

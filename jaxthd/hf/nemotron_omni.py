@@ -21,7 +21,7 @@ from jaxthd.hf.family import (
     required,
 )
 from jaxthd.hf.names import Names
-from jaxthd.hf.nemotron_h import MTP, llm_config, llm_fields, token_fields, write_llm
+from jaxthd.hf.nemotron_h import llm_config, llm_fields, token_fields, write_llm
 from jaxthd.hf.parakeet import encoder_config, encoder_fields, write_encoder
 
 _PROJECTION_EPS = 1e-5
@@ -122,7 +122,7 @@ FAMILY = Family(
         "sound_encoder.encoder.feature_extractor.*",
         "sound_encoder.*",
         "sound_projection.*",
-        *(f"language_model.{pattern}" for pattern in MTP),
     ),
     token_fields=_token_fields,
+    mtp_tensors=lambda fields: ("language_model.mtp.",),
 )

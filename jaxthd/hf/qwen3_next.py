@@ -2,6 +2,8 @@
 
 A layer of theirs is two blocks of ours: the gated delta rule or attention, then experts or an MLP ("DE",
 "*E", "D-", "*-"). Their norms' weights are stored as the difference from 1, as ours with norm_zero_centred.
+A published checkpoint has one module of multi-token prediction, "*E". The library does not read it, and
+config.json does not tell of it.
 """
 
 from dataclasses import replace
@@ -9,9 +11,9 @@ from typing import Any
 
 from jaxthd.config import DeltaConfig, LLMConfig
 from jaxthd.errors import UserError
-from jaxthd.hf.family import LLM, PLAIN, Family, Fields, must_be, must_hold, required
+from jaxthd.hf.family import LLM, PLAIN, Family, Fields, mtp_settings, must_be, must_hold, required
 from jaxthd.hf.names import Names, Shape
-from jaxthd.hf.nemotron_h import MTP, token_fields
+from jaxthd.hf.nemotron_h import token_fields
 from jaxthd.hf.rotary import rope_config, rope_fields
 
 _EXPECTED = {"attention_bias": False, "hidden_act": "silu"}
@@ -47,7 +49,6 @@ _FORM: dict[str, Any] = PLAIN | {
     "norm_zero_centred": True,
     "shared_expert_gate": True,
     "ffn_form": "swiglu",
-    "mtp_pattern": "",
 }
 _MOE_FORM: dict[str, Any] = {
     "router": "softmax",
@@ -55,6 +56,7 @@ _MOE_FORM: dict[str, Any] = {
     "latent_dim": 0,
 }
 """Our settings that the family has no field for."""
+_MTP_NORMS = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "final_layernorm"}
 _MIXERS = {"linear_attention": "D", "full_attention": "*"}
 FRACTION, INTERVAL = 0.25, 4
 """The library's defaults: the share of a head that is rotated; every so many layers one has attention."""
@@ -80,6 +82,7 @@ def llm_config(fields: Fields, llm: LLMConfig) -> LLMConfig:
     settings["pattern"] = llm.pattern if llm.letters == letters else letters
     settings["delta"] = DeltaConfig(**_taken(fields, _DELTA_SIZES))
     settings["rope"] = rope_config(fields, partial=True)
+    settings |= mtp_settings(_mtp_letters(letters), 1, llm)
     return replace(llm, **settings)
 
 
@@ -101,6 +104,11 @@ def _letters(fields: Fields) -> str:
     return "".join(_MIXERS[kind] + ffn for kind, ffn in zip(kinds, ffns, strict=True))
 
 
+def _mtp_letters(letters: str) -> str:
+    """The blocks of the module of multi-token prediction, of a model with these blocks."""
+    return "*E" if "E" in letters else "*-"
+
+
 def llm_fields(llm: LLMConfig) -> dict[str, Any]:
     """config.json of an export. Raises UserError where the family cannot hold the model."""
     layers = [llm.letters[i : i + 2] for i in range(0, len(llm.letters), 2)]
@@ -111,7 +119,8 @@ def llm_fields(llm: LLMConfig) -> dict[str, Any]:
             f"{', '.join(expected)} alone and more than 0 for Qwen3NextForCausalLM: choose another format"
         )
     experts = "E" in llm.letters
-    must_hold(llm, _FORM | (_MOE_FORM if experts else {}), "Qwen3NextForCausalLM")
+    mtp = {"mtp_pattern": _mtp_letters(llm.letters), "mtp_shared": True} if llm.mtp_pattern else {}
+    must_hold(llm, _FORM | (_MOE_FORM if experts else {}) | mtp, "Qwen3NextForCausalLM")
     if experts and not llm.shared_expert_dim:
         raise UserError(
             "model.llm.shared_expert_dim is 0; expected more for Qwen3NextForCausalLM, whose experts have a "
@@ -138,19 +147,30 @@ def llm_fields(llm: LLMConfig) -> dict[str, Any]:
 def write_llm(llm: LLMConfig, names: Names) -> None:
     """Writes the LLM's name table."""
     names.same("model.embed_tokens.weight", "embedding")
+    _write_layers(llm, llm.letters, names.within("model.", "decoder."))
+    names.same("model.norm.weight", "decoder.norm.weight")
+    if not llm.tied_embedding:
+        names.same("lm_head.weight", "head")
+    if llm.mtp_pattern:
+        mtp = names.within("mtp.", "mtp.")
+        _write_layers(llm, llm.mtp_pattern, mtp)
+        around = mtp.within("", "depths.", 0)
+        for theirs, ours in _MTP_NORMS.items():
+            around.same(f"{theirs}.weight", f"{ours}.weight")
+        around.linear("fc", "eh_proj")
+
+
+def _write_layers(llm: LLMConfig, letters: str, names: Names) -> None:
     done = dict.fromkeys("D*E-", 0)
-    for number in range(len(llm.letters) // 2):
-        layer = names.within(f"model.layers.{number}.", "decoder.layers.")
-        mixer, ffn = llm.letters[2 * number], llm.letters[2 * number + 1]
+    for number in range(len(letters) // 2):
+        layer = names.within(f"layers.{number}.", "layers.")
+        mixer, ffn = letters[2 * number], letters[2 * number + 1]
         for letter, norm in ((mixer, "input_layernorm"), (ffn, "post_attention_layernorm")):
             kind, theirs, write = _BLOCKS[letter]
             block = layer.within("", f"{kind}.", done[letter])
             block.same(f"{norm}.weight", "norm.weight")
             write(block.within(f"{theirs}.", "mixer."), llm)
             done[letter] += 1
-    names.same("model.norm.weight", "decoder.norm.weight")
-    if not llm.tied_embedding:
-        names.same("lm_head.weight", "head")
 
 
 def _write_delta(names: Names, llm: LLMConfig) -> None:
@@ -206,7 +226,6 @@ FAMILY = Family(
     configure=lambda fields, model: replace(model, llm=llm_config(fields, model.llm)),
     fields=lambda model: llm_fields(model.llm),
     write=lambda model, fields, names: write_llm(model.llm, names),
-    # Multi-token prediction of theirs has gates and norms that ours lacks.
-    ignored=(*MTP, "lm_head.weight"),
+    ignored=("lm_head.weight",),
     token_fields=token_fields,
 )

@@ -50,9 +50,9 @@ def scan_shape(config: Config) -> ScanShape:
     llm, mesh, context = config.model.llm, config.mesh, config.mesh.context
     heads, groups = llm.mamba_heads // mesh.tensor, max(1, llm.mamba_groups // mesh.tensor)
     tokens, states_enter = config.data.capacity, context > 1
-    if context > 1 and config.compute.context_layout == "document":
+    if context > 1 and config.compute.layout == "document":
         heads, groups, states_enter = heads // context, math.lcm(groups, context) // context, False
-    elif context > 1 and config.compute.context_layout == "whole":
+    elif context > 1 and config.compute.layout == "whole":
         tokens, states_enter = tokens // context, False
     elif context > 1:
         tokens //= 2 * context
@@ -123,9 +123,9 @@ CHOICES = (
 )
 
 
-LARGE_KERNELS = {"expert_products": "rounds"}
-"""What "auto" means on GPUs, for settings of compute.* that choose between small loops and large products.
-They are XLA's and need no admission; elsewhere "auto" means the loops."""
+LARGE_KERNELS: dict[str, Any] = {"expert_products": "rounds", "subsampling_frames": 1024}
+"""What "auto" (or 0) means on GPUs, for settings of compute.* that choose between small loops and large
+products. They are XLA's and need no admission; elsewhere it means the loops."""
 
 
 def with_admitted(config: Config, say: Callable[[str], None], folder: Path | None = None) -> Config:
@@ -141,7 +141,9 @@ def with_admitted(config: Config, say: Callable[[str], None], folder: Path | Non
         config = using(config, **{choice.field: _admitted(config, choice, say, folder)})
     if Machine.of_this().platform == "gpu":
         for field, value in LARGE_KERNELS.items():
-            config = using(config, **{field: value}) if getattr(config.compute, field) == "auto" else config
+            config = (
+                using(config, **{field: value}) if getattr(config.compute, field) in ("auto", 0) else config
+            )
     return config
 
 

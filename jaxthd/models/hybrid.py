@@ -129,6 +129,7 @@ class HybridLayers(nnx.Module):
         )
         self.stages = stages
         self.remat, self.keeps_views = remat_of(compute, compute.remat_llm), True
+        self.unroll = compute.unroll_layers
 
     def stage(
         self, pattern: str, chunk: Array | int, x_nD: Float[Array, "n D"], segments: Segments
@@ -245,9 +246,11 @@ class HybridLayers(nnx.Module):
         graphs = {letter: nnx.graphdef(kind) for letter, kind in kinds.items()}
         results: dict[str, list[Any]] = {letter: [] for letter in kinds}
         for (unit, _), of_unit in zip(repeated_units(pattern), layers, strict=True):
-            step = partial(_apply_unit, unit, graphs, apply)
-            body = rematerialized(step, remat, of_unit, keeps_views=self.keeps_views)
-            x_nD, found = jax.lax.scan(body, x_nD, of_unit)
+            # What is recomputed of a layer by itself is not recomputed with its unit.
+            by_layer = remat if isinstance(remat, str) else False
+            step: Any = partial(_apply_unit, unit, graphs, apply, by_layer)
+            body = step if by_layer else rematerialized(step, remat, of_unit, keeps_views=self.keeps_views)
+            x_nD, found = jax.lax.scan(body, x_nD, of_unit, unroll=self.unroll)
             for letter, result in found.items():
                 results[letter].append(jax.tree.map(lambda r: jax.lax.collapse(r, 0, 2), result))
         for letter, kind in kinds.items():
@@ -314,12 +317,22 @@ def _repeats(layers: Any, first: int, repeats: int, count: int) -> Any:
 
 
 def _apply_unit(
-    unit: str, graphs: dict[str, nnx.GraphDef], apply: ApplyBlock, x_nD: Array, layers: dict[str, _Layers]
+    unit: str,
+    graphs: dict[str, nnx.GraphDef],
+    apply: ApplyBlock,
+    remat: Remat,
+    x_nD: Array,
+    layers: dict[str, _Layers],
 ) -> tuple[Array, Cache]:
-    """Applies the layers of one repeat of a unit, in order. Layers and results are stacked by letter."""
+    """Applies the layers of one repeat of a unit, in order. Layers and results are stacked by letter.
+
+    remat: of each layer by itself.
+    """
     found: dict[str, list[Any]] = {letter: [] for letter in layers}
     for letter in unit:
-        x_nD, result = _apply_row(len(found[letter]), graphs[letter], apply, x_nD, layers[letter])
+        run: Any = partial(_apply_row, len(found[letter]), graphs[letter], apply)
+        run = rematerialized(run, remat, layers) if remat else run
+        x_nD, result = run(x_nD, layers[letter])
         found[letter].append(result)
     return x_nD, {k: jax.tree.map(lambda *r: jnp.stack(r), *results) for k, results in found.items()}
 

@@ -14,11 +14,13 @@ from jaxthd.config import LLMConfig
 
 
 class FFNForm(NamedTuple):
-    """model.llm.ffn_form, with the alpha and the limit of "clamped_swiglu"."""
+    """model.llm.ffn_form, with the alpha and the limit of "clamped_swiglu". in_fp8: of experts, whether their
+    products are (compute.fp8_experts)."""
 
     kind: Literal["relu2", "swiglu", "clamped_swiglu"]
     alpha: float
     limit: float
+    in_fp8: bool = False
 
     @classmethod
     def of(cls, llm: LLMConfig) -> "FFNForm":

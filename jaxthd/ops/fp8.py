@@ -6,6 +6,8 @@ product sums over is scaled by its own largest element, in this step ("dynamic" 
 to restore). Where a mesh divides a sum over ranks (tensor ranks, or the tokens of a weight's gradient), each
 part is scaled by itself. So results differ between meshes by the rounding to 8 bits.
 
+Routed experts are multiplied by einsum8 (compute.fp8_experts), which rounds in the same way without qwix.
+
 Legend: N tokens, D features in, F features out.
 """
 
@@ -58,3 +60,22 @@ def _product(a: Array, a_sum: int, a_dtype: Any, b: Array, b_sum: int, b_dtype: 
     b8 = qwix.quantize(b, b_dtype, channelwise_axes=(1 - b_sum,), scale_dtype=jnp.float32)
     summed = (((a_sum,), (b_sum,)), ((), ()))
     return qwix.dot_general(a8, b8, summed, preferred_element_type=jnp.float32).astype(a.dtype)
+
+
+def einsum8(product: str, a: Array, a_dtype: Any, b: Array, b_dtype: Any) -> Array:
+    """The einsum of two arrays that are rounded to 8 bits, each scaled along the dim that is summed over, by
+    its largest element; float32. product: with one such dim."""
+    left, right = product.split("->")[0].split(",")
+    (summed,) = (set(left) & set(right)) - set(product.split("->")[1])
+    a8, a_scale = _rounded(a, left.index(summed), a_dtype)
+    b8, b_scale = _rounded(b, right.index(summed), b_dtype)
+    scales = jnp.einsum(product, a_scale, b_scale, precision=jax.lax.Precision.HIGHEST)
+    return jnp.einsum(product, a8, b8, preferred_element_type=jnp.float32) * scales
+
+
+def _rounded(x: Array, summed: int, dtype: Any) -> tuple[Array, Array]:
+    """(x / scale in 8 bits, the scales); a row of zeros has scale 1."""
+    wide = x.astype(jnp.float32)
+    largest = jnp.abs(wide).max(summed, keepdims=True)
+    scale = jnp.where(largest > 0, largest / float(jnp.finfo(dtype).max), 1)
+    return (wide / scale).astype(dtype), scale

@@ -8,13 +8,15 @@ CPUs and, as XLA of jax 0.11.2 compiles it, on an H100.)
 Legend: N tokens, k experts a token, E experts, D in, F out, M rows of the layout, B rows of a block.
 """
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
+from jaxthd.ops.fp8 import ACTIVATIONS, GRADIENTS, einsum8
 from jaxthd.ops.numerics import accumulation_dtype
 
 
@@ -74,33 +76,57 @@ def expert_layout(
     )
 
 
-@jax.custom_vjp
+_FORWARD, _OF_INPUTS, _OF_WEIGHTS = (
+    (ACTIVATIONS, ACTIVATIONS),
+    (GRADIENTS, ACTIVATIONS),
+    (ACTIVATIONS, GRADIENTS),
+)
+"""Dtypes of the operands of the three products in FP8."""
+
+
+def _einsum(product: str, a: Array, b: Array, in_fp8: tuple[Any, Any] | None) -> Array:
+    """As jnp.einsum, in the accumulation dtype. in_fp8: dtypes that the operands are rounded to."""
+    if in_fp8 is not None:
+        return einsum8(product, a, in_fp8[0], b, in_fp8[1])
+    return jnp.einsum(product, a, b, preferred_element_type=accumulation_dtype(a))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def grouped_matmul(
     x_MD: Float[Array, "M D"],
     w_EDF: Float[Array, "E D F"],
     expert: Int32[Array, " blocks"],
     used: Int32[Array, ""],
     ranges: Int32[Array, "E 2"] | None = None,
+    in_fp8: bool = False,
 ) -> Float[Array, "M F"]:
     """The rows of block b times w[expert[b]], for the first `used` blocks; 0 in the others. Differentiable.
 
-    ranges: the layout's; with them the blocks are multiplied in rounds.
+    ranges: the layout's; with them the blocks are multiplied in rounds. in_fp8: round the operands of the
+    three products to 8 bits (ops/fp8.py), each block of an expert's rows by itself.
     """
-    return _product(x_MD, w_EDF, expert, used, ranges)
+    return _product(x_MD, w_EDF, expert, used, ranges, in_fp8)
 
 
-def _product(x_MD: Array, w_EDF: Array, expert: Array, used: Array, ranges: Array | None) -> Array:
+def _product(
+    x_MD: Array, w_EDF: Array, expert: Array, used: Array, ranges: Array | None, in_fp8: bool
+) -> Array:
+    dtypes = _FORWARD if in_fp8 else None
     if ranges is None:
-        return _loop_blocks(x_MD, w_EDF, expert, used)
-    return _loop_rounds(x_MD, w_EDF, ranges, len(expert), "ebd,edf->ebf")
+        return _loop_blocks(x_MD, w_EDF, expert, used, dtypes)
+    return _loop_rounds(x_MD, w_EDF, ranges, len(expert), "ebd,edf->ebf", dtypes)
 
 
-def _loop_blocks(x_MD: Array, w_EDF: Array, expert: Array, used: Array) -> Array:
+def _loop_blocks(x_MD: Array, w_EDF: Array, expert: Array, used: Array, in_fp8: Any) -> Array:
     x_bBD = x_MD.reshape(len(expert), -1, x_MD.shape[-1])
     acc = accumulation_dtype(x_MD)
 
     def step(b: Array, y_bBF: Array) -> Array:
-        y_BF = jnp.dot(x_bBD[b], w_EDF[expert[b]], preferred_element_type=acc)
+        own = x_bBD[b], w_EDF[expert[b]]
+        if in_fp8:
+            y_BF = _einsum("bd,df->bf", *own, in_fp8)
+        else:
+            y_BF = jnp.dot(*own, preferred_element_type=acc)
         return y_bBF.at[b].set(y_BF.astype(y_bBF.dtype))
 
     y_bBF = jnp.zeros((*x_bBD.shape[:2], w_EDF.shape[-1]), x_MD.dtype)
@@ -121,14 +147,13 @@ def _taken(x_bBD: Array, at_E: Array) -> Array:
     return jnp.take(x_bBD, at_E, axis=0, mode="fill", fill_value=0)
 
 
-def _loop_rounds(x_MD: Array, w_EDF: Array, ranges: Array, blocks: int, product: str) -> Array:
+def _loop_rounds(x_MD: Array, w_EDF: Array, ranges: Array, blocks: int, product: str, in_fp8: Any) -> Array:
     """product: as einsum writes it, of a block of every expert and its matrix."""
     x_bBD = x_MD.reshape(blocks, -1, x_MD.shape[-1])
-    acc = accumulation_dtype(x_MD)
 
     def step(n: Array, y_bBF: Array) -> Array:
         at_E = _of_round(n, ranges, blocks)
-        y_EBF = jnp.einsum(product, _taken(x_bBD, at_E), w_EDF, preferred_element_type=acc)
+        y_EBF = _einsum(product, _taken(x_bBD, at_E), w_EDF, in_fp8)
         return y_bBF.at[at_E].set(y_EBF.astype(y_bBF.dtype), mode="drop")
 
     width = w_EDF.shape[-1 if product.endswith("f") else 1]
@@ -136,34 +161,37 @@ def _loop_rounds(x_MD: Array, w_EDF: Array, ranges: Array, blocks: int, product:
     return jax.lax.fori_loop(0, _rounds(ranges), step, y_bBF).reshape(len(x_MD), -1)
 
 
-def _backward_in_rounds(residuals, dy_MF):
+def _backward_in_rounds(in_fp8, residuals, dy_MF):
     x_MD, w_EDF, expert, _, ranges = residuals
-    dx_MD = _loop_rounds(dy_MF, w_EDF, ranges, len(expert), "ebf,edf->ebd")
+    of_inputs, of_weights = (_OF_INPUTS, _OF_WEIGHTS) if in_fp8 else (None, None)
+    dx_MD = _loop_rounds(dy_MF, w_EDF, ranges, len(expert), "ebf,edf->ebd", of_inputs)
     x_bBD, dy_bBF = (x.reshape(len(expert), -1, x.shape[-1]) for x in (x_MD, dy_MF))
     acc = accumulation_dtype(x_MD)
 
     def step(n: Array, dw_EDF: Array) -> Array:
         x_EBD, dy_EBF = (_taken(x, _of_round(n, ranges, len(expert))) for x in (x_bBD, dy_bBF))
-        return dw_EDF + jnp.einsum("ebd,ebf->edf", x_EBD, dy_EBF, preferred_element_type=acc)
+        return dw_EDF + _einsum("ebd,ebf->edf", x_EBD, dy_EBF, of_weights)
 
     dw_EDF = jax.lax.fori_loop(0, _rounds(ranges), step, jnp.zeros(w_EDF.shape, acc))
     return dx_MD, dw_EDF.astype(w_EDF.dtype), None, None, None
 
 
-def _grouped_forward(x_MD, w_EDF, expert, used, ranges):
-    y_MF = _product(x_MD, w_EDF, expert, used, ranges)
+def _grouped_forward(x_MD, w_EDF, expert, used, ranges, in_fp8):
+    y_MF = _product(x_MD, w_EDF, expert, used, ranges, in_fp8)
     return y_MF, (x_MD, w_EDF, expert, used, ranges)
 
 
-def _grouped_backward(residuals, dy_MF):
+def _grouped_backward(in_fp8, residuals, dy_MF):
     x_MD, w_EDF, expert, used, ranges = residuals
     if ranges is not None:
-        return _backward_in_rounds(residuals, dy_MF)
-    dx_MD = _loop_blocks(dy_MF, w_EDF.swapaxes(1, 2), expert, used)
+        return _backward_in_rounds(in_fp8, residuals, dy_MF)
+    dx_MD = _loop_blocks(dy_MF, w_EDF.swapaxes(1, 2), expert, used, _OF_INPUTS if in_fp8 else None)
     x_bBD, dy_bBF = (x.reshape(len(expert), -1, x.shape[-1]) for x in (x_MD, dy_MF))
     acc = accumulation_dtype(x_MD)
 
     def step(b: Array, dw_EDF: Array) -> Array:
+        if in_fp8:
+            return dw_EDF.at[expert[b]].add(_einsum("bd,bf->df", x_bBD[b], dy_bBF[b], _OF_WEIGHTS))
         return dw_EDF.at[expert[b]].add(jnp.dot(x_bBD[b].T, dy_bBF[b], preferred_element_type=acc))
 
     dw_EDF = jax.lax.fori_loop(0, used, step, jnp.zeros(w_EDF.shape, acc))

@@ -60,11 +60,6 @@ class Placement(NamedTuple):
         """All of the row's documents, in the order of their segment ids."""
         return [*self.cut, *(document for of_rank in self.whole for document in of_rank)]
 
-    def without(self, document: int) -> "Placement":
-        """The placement of the others."""
-        cut = tuple(i for i in self.cut if i != document)
-        return Placement(cut, tuple(tuple(i for i in of_rank if i != document) for of_rank in self.whole))
-
     def renumbered(self) -> "Placement":
         """The placement of the documents `order`, given in this order."""
         number = {document: i for i, document in enumerate(self.order)}
@@ -107,7 +102,7 @@ class Shares:
     def of(cls, config: Config) -> "Shares | None":
         """Those of a config; None under other layouts, and on one rank."""
         ranks, data = config.mesh.context, config.data
-        if config.compute.context_layout != "whole" or ranks == 1:
+        if config.compute.layout != "whole" or ranks == 1:
             return None
         frames = data.audio_capacity if config.model.encoder else 0
         most_cut = config.compute.context_cuts

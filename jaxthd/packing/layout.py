@@ -136,7 +136,7 @@ class ContextLayout:
 
     @classmethod
     def of(cls, config: Config) -> "ContextLayout":
-        return cls(config.compute.context_layout, config.mesh.context, config.data.round_to)
+        return cls(config.compute.layout, config.mesh.context, config.data.round_to)
 
     @property
     def swap(self) -> DualChunkSwap:

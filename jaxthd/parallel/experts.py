@@ -52,7 +52,7 @@ def expert_mlp(
     """Applies its expert to every row. With biases the result is not 0 in rows that no assignment has."""
 
     def product(x: Array, w: Array, bias_EF: Array | None) -> Array:
-        y_MF = grouped_matmul(x, w, layout.expert, layout.used, layout.ranges)
+        y_MF = grouped_matmul(x, w, layout.expert, layout.used, layout.ranges, form.in_fp8)
         if bias_EF is None:
             return y_MF
         bias_b1F = bias_EF[layout.expert][:, None].astype(x.dtype)

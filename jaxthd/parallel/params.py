@@ -32,8 +32,9 @@ M = TypeVar("M", bound=nnx.Module)
 V = TypeVar("V", bound=nnx.Variable)
 Carry = TypeVar("Carry")
 
-Remat = bool | Literal["products"]
-"""What is recomputed in the backward pass: nothing, everything, or all but results of matrix products."""
+Remat = bool | Literal["layers", "products"]
+"""What is recomputed in the backward pass: nothing; everything of a unit of layers; or everything of a layer,
+but for results of matrix products if "products"."""
 
 DECODER_FSDP = (DATA, CONTEXT)
 """The decoder's FSDP axes: their ranks all use whole layers. The other two axes divide the layers."""
@@ -306,11 +307,12 @@ def scan_stack(
     carry: Carry,
     *,
     remat: Remat,
+    unroll: bool = False,
 ) -> tuple[Carry, Any]:
     """Applies `body(layer, carry)` for every layer of a stack, first to last.
 
     remat: recompute a layer's activations in the backward pass. True: only the carry between layers is kept;
-        "products": results of matrix products too.
+        "products": results of matrix products too. unroll: write the layers out one after the other.
     Returns the last carry and the layers' second results, stacked.
     A layer's parameters are gathered for its forward pass, freed, and gathered again for its backward pass.
     """
@@ -319,12 +321,14 @@ def scan_stack(
     def step(carry: Carry, layer: Any) -> tuple[Carry, Any]:
         return body(nnx.merge(graphdef, gathered_state(layer)), carry)
 
-    return jax.lax.scan(rematerialized(step, remat, state), carry, state)
+    return jax.lax.scan(rematerialized(step, remat, state), carry, state, unroll=unroll)
 
 
 def remat_of(compute: ComputeConfig, recomputes: bool) -> Remat:
     """recomputes: compute.remat_llm or compute.remat_encoder."""
-    return "products" if recomputes and compute.remat_keep == "products" else recomputes
+    if not recomputes or compute.remat_keep == "nothing":
+        return recomputes
+    return compute.remat_keep
 
 
 _products = jax.checkpoint_policies.save_from_both_policies(

@@ -3,7 +3,7 @@
 The whole-buffer layout needs no padding and exchanges only the states of Mamba2 and of the gated delta rule,
 but long documents load the ranks unevenly. The per-document layout loads them evenly, but pads every document
 and exchanges these layers' activations. Attention exchanges the same keys and values under both. The layout
-"whole" exchanges only those of cut documents, and may leave some slots of a rank empty.
+"whole" exchanges only what cut documents need, and may leave some slots of a rank empty.
 """
 
 import math
@@ -19,14 +19,18 @@ from jaxtyping import Float
 
 from jaxthd.config import Config, LLMConfig
 from jaxthd.ops.scan.state_passing import GATHER_UP_TO
-from jaxthd.packing.assignment import LAYER_KINDS_OF_WHOLE, LEAST_CHUNK
+from jaxthd.packing.assignment import LAYER_KINDS_OF_WHOLE, LEAST_CHUNK, Shares
+from jaxthd.packing.cuts import cut_widths
 from jaxthd.packing.layout import LayoutKind
-from jaxthd.planning.lengths import Lengths
+from jaxthd.planning.lengths import Lengths, slots_of
 from jaxthd.planning.simulate import Outcome, balance, simulate
 
 MULTIPLY_ADDS_PER_BYTE = 500
 """Multiply-adds in the time to receive a byte: an H100 at half its bfloat16 peak, NVLink at 450 GB/s."""
-LAYOUT_COSTS = "layout|padding|attention, busiest / mean|Mamba2 bytes|slots|attention|exchange|together"
+LAYOUT_COSTS = (
+    "layout|padding|attention, busiest / mean|step|Mamba2 bytes|attention bytes"
+    "|slots|attention|exchange|together"
+)
 
 
 LAYOUTS: tuple[LayoutKind, ...] = get_args(LayoutKind)
@@ -36,23 +40,32 @@ class LayoutCost(NamedTuple):
     """The costs of a step under the layout of `config`.
 
     padding: share of token slots. imbalance: attention work of the busiest context rank over the mean,
-    averaged over buffers. mamba_bytes: bytes that a rank receives in one Mamba2 layer in a step.
+    averaged over buffers. skipped: share of documents that fit no buffer. mamba_bytes, attention_bytes: bytes
+    that a rank receives in a step in one layer of Mamba2, and in one of attention.
     The other fields are costs of the forward pass on the busiest rank, in multiply-adds for each of its real
     tokens. slots: the decoder's matrices, on padding too. attention: scores and weighted values. exchange:
-    the bytes of all Mamba2 layers, at MULTIPLY_ADDS_PER_BYTE each.
+    the bytes of all these layers, at MULTIPLY_ADDS_PER_BYTE each.
     """
 
     config: Config
     padding: float
     imbalance: float
+    skipped: float
     mamba_bytes: float
+    attention_bytes: float
     slots: float
     attention: float
     exchange: float
 
     @property
-    def layout(self) -> str:
-        return self.config.compute.context_layout
+    def layout(self) -> LayoutKind:
+        return self.config.compute.layout
+
+    @property
+    def step_imbalance(self) -> float:
+        """Work of the busiest context rank over the mean, slots and attention together. Encoder chunks go to
+        ranks in the same way under all layouts."""
+        return (self.slots + self.attention) / (self.slots + self.attention / self.imbalance)
 
     @property
     def total(self) -> float:
@@ -66,7 +79,9 @@ class LayoutCost(NamedTuple):
             self.layout,
             f"{self.padding:.1%}",
             f"{self.imbalance:.2f}",
+            f"{self.step_imbalance:.3f}",
             f"{self.mamba_bytes:,.0f}",
+            f"{self.attention_bytes:,.0f}",
             *(f"{x / 1e6:,.3f}" for x in terms),
         ]
 
@@ -78,11 +93,11 @@ def compare_layouts(stream: Lengths, config: Config, work: tuple[float, float]) 
     The per-document layout rounds documents up to a multiple of both 2 * context and data.round_to. The
     capacity is rounded up to a size that the layout can divide.
     """
-    found = (_layout_cost(stream, _laid_out(config, layout), work) for layout in _possible(config))
+    found = (_layout_cost(stream, laid_out(config, layout), work) for layout in possible_layouts(config))
     return sorted(found, key=lambda cost: cost.total)
 
 
-def _possible(config: Config) -> list[LayoutKind]:
+def possible_layouts(config: Config) -> list[LayoutKind]:
     """The layouts that jaxthd.validate lets this model have."""
     llm = config.model.llm
     is_long = "M" in llm.kinds and llm.mamba_conv - 1 > LEAST_CHUNK
@@ -90,12 +105,12 @@ def _possible(config: Config) -> list[LayoutKind]:
     return [layout for layout in LAYOUTS if layout != "whole" or is_made_for]
 
 
-def _laid_out(config: Config, layout: LayoutKind) -> Config:
+def laid_out(config: Config, layout: LayoutKind) -> Config:
     """The config under this layout."""
     unit, round_to = 2 * config.mesh.context, config.data.round_to
     if layout == "document":
         round_to = math.lcm(round_to, unit)
-    elif config.compute.context_layout == "document":
+    elif config.compute.layout == "document":
         round_to = 1  # the configured value applies to the other layout
     step = math.lcm(round_to, unit)
     capacity = -(-config.data.capacity // step) * step
@@ -120,6 +135,8 @@ def _layout_cost(stream: Lengths, config: Config, work: tuple[float, float]) -> 
         llm.letters + llm.mtp_pattern * config.depths_trained,
     )
     exchanged = letters.count("M") * received + letters.count("D") * _mean_bytes(delta_bytes, outcome)
+    keys_and_values = _mean_attention_bytes(stream, outcome)
+    exchanged += sum(map(letters.count, "*LW")) * keys_and_values
     real_tokens = data.rows / mesh.data * data.capacity / mesh.context * (1 - outcome.padding)
     # Keys in a window are counted without the imbalance of what lies outside it.
     latent, in_all = llm.latent_attention, keys_seen * imbalance
@@ -130,7 +147,9 @@ def _layout_cost(stream: Lengths, config: Config, work: tuple[float, float]) -> 
         config,
         padding=outcome.padding,
         imbalance=imbalance,
+        skipped=outcome.skipped,
         mamba_bytes=received,
+        attention_bytes=keys_and_values,
         slots=work[0] / mesh.tensor / (1 - outcome.padding),
         attention=dims * llm.q_heads / mesh.tensor,
         exchange=exchanged / 2 / real_tokens * MULTIPLY_ADDS_PER_BYTE,
@@ -152,6 +171,40 @@ def _mean_bytes(of: Callable[..., float], outcome: Outcome) -> float:
     return sum(each) / len(outcome.placements)
 
 
+def _mean_attention_bytes(stream: Lengths, outcome: Outcome) -> float:
+    """attention_bytes; under the layout "whole", the mean over the buffers."""
+    config, shares = outcome.config, Shares.of(outcome.config)
+    if shares is None or not outcome.placements:
+        return attention_bytes(config, config.data.capacity // config.mesh.context)
+    slots, widths = slots_of(stream, config), [0, *cut_widths(shares.share)]
+    found = 0.0
+    for buffer, placement in zip(outcome.buffers, outcome.placements, strict=True):
+        taken = sum(2 * shares.chunk(int(slots[document])) for document in buffer[: len(placement.cut)])
+        found += attention_bytes(config, next(width for width in widths if taken <= width))
+    return found / len(outcome.buffers)
+
+
+def attention_bytes(config: Config, slots: int) -> float:
+    """Bytes that a rank receives in one layer of attention in a step, forward and backward, for all its rows.
+
+    slots: of each rank's row whose keys and values are exchanged. With a ring these go around twice, and
+    their gradients once and home. The forward pass that remat_llm repeats is not counted.
+    """
+    mesh, llm, rows = config.mesh, config.model.llm, config.data.rows / config.mesh.data
+    numbers = 2 * max(llm.kv_heads // mesh.tensor, 1) * llm.head_dim
+    if "L" in llm.letters:
+        latent = llm.latent_attention
+        numbers = llm.q_heads // mesh.tensor * (latent.qk_head_dim + latent.v_head_dim)
+        if config.compute.context_exchange == "all_gather" and config.compute.layout != "whole":
+            numbers = latent.kept
+    activation = jnp.dtype(config.compute.dtype).itemsize
+    wide, others = max(activation, 4), mesh.context - 1
+    if config.compute.context_exchange == "all_gather":
+        return rows * slots * numbers * others * 2 * activation
+    home = wide if others else 0
+    return rows * slots * numbers * (others * (2 * activation + wide) + home)
+
+
 def mamba_bytes(config: Config, cut: int | None = None) -> float:
     """Bytes that a rank receives in one Mamba2 layer in a step, forward and backward, for all its rows.
 
@@ -162,9 +215,9 @@ def mamba_bytes(config: Config, cut: int | None = None) -> float:
     heads, groups = llm.mamba_heads // mesh.tensor, max(llm.mamba_groups // mesh.tensor, 1)
     llm = replace(llm, mamba_heads=heads, mamba_groups=groups)
     activation = jnp.dtype(config.compute.dtype).itemsize
-    if config.compute.context_layout == "buffer":
+    if config.compute.layout == "buffer":
         return rows * state_bytes(llm, mesh.context, activation)
-    if config.compute.context_layout == "whole":
+    if config.compute.layout == "whole":
         most = config.compute.context_cuts
         cut = most if cut is None else cut
         return rows * whole_state_bytes(llm, mesh.context, activation, cut, most) if cut else 0.0
@@ -203,9 +256,9 @@ def delta_bytes(config: Config, cut: int | None = None) -> float:
     inner, wide = heads * delta.value_dim, max(activation, 4)
     state = heads * delta.key_dim * (delta.key_dim + delta.value_dim) * wide
     halo = (delta.conv - 1) * (inner + 2 * groups * delta.key_dim) * activation
-    if config.compute.context_layout == "buffer":
+    if config.compute.layout == "buffer":
         return rows * 2 * (_maps_received(context) * state + min(context - 1, 2) * halo)
-    if config.compute.context_layout == "whole":
+    if config.compute.layout == "whole":
         most = config.compute.context_cuts
         cut = most if cut is None else cut
         return rows * 2 * 2 * (context - 1) * (cut * state + most * halo) if cut else 0.0
@@ -237,7 +290,8 @@ def layout_recommendation(costs: Sequence[LayoutCost]) -> str:
     reasons = {
         "slots": f"padding of {best.padding:.1%} against {other.padding:.1%}",
         "attention": f"attention work of {best.imbalance:.2f} of the mean, against {other.imbalance:.2f}",
-        "exchange": f"{best.mamba_bytes:,.0f} bytes in a Mamba2 layer against {other.mamba_bytes:,.0f}",
+        "exchange": f"{best.mamba_bytes:,.0f} bytes in a Mamba2 layer and {best.attention_bytes:,.0f} in one "
+        f"of attention, against {other.mamba_bytes:,.0f} and {other.attention_bytes:,.0f}",
     }
     decides = max(reasons, key=lambda term: getattr(other, term) - getattr(best, term))
     with_it = f" --data.round-to {best.config.data.round_to}" if best.layout == "document" else ""

@@ -1,7 +1,7 @@
 """The lengths of a data set's documents, from manifests and file headers. No recording is decoded."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from typing import NamedTuple
@@ -50,12 +50,16 @@ class Lengths(NamedTuple):
     chunks: list[list[int]]
 
 
-def read_examples(config: Config) -> list[list[Example]]:
-    """The usable examples of each training data set, or a sample if there are more than MOST_READ.
+def read_examples(
+    config: Config, most: int | None = None, say: Callable[[str], None] = print
+) -> list[list[Example]]:
+    """The usable examples of each training data set, or a sample if there are more than `most`.
+
+    most: None for MOST_READ.
 
     Raises UserError without a manifest, if data.weights has another length, and as reading the data does.
     """
-    data, sources = config.data, []
+    data, sources, most = config.data, [], most or MOST_READ
     if not data.manifest or len(data.weights) not in (0, len(data.manifest)):
         raise UserError(
             f"{len(data.manifest)} manifests and {len(data.weights)} weights; expected one manifest or more, "
@@ -67,18 +71,17 @@ def read_examples(config: Config) -> list[list[Example]]:
         examples, skipped = read_source(source, data, number)
         usable, others = usable_examples(examples, config.train.objective, objective, prompts=draws)
         skips = f"{len(skipped) + len(others):,} lines skipped"
-        print(f"{source.title}: {len(usable):,} documents, {skips}")
+        say(f"{source.title}: {len(usable):,} documents, {skips}")
         sources.append(usable)
     if needs_mismatched(objective):
         sources = _with_mismatched(sources, config)
     total = sum(map(len, sources))
-    if total <= MOST_READ:
+    if total <= most:
         return sources
-    print(f"measured: a random sample of {MOST_READ:,} of {total:,} documents (seed {data.seed})")
+    say(f"measured: a random sample of {most:,} of {total:,} documents (seed {data.seed})")
     rng = np.random.default_rng(data.seed)
     return [
-        [x[i] for i in rng.choice(len(x), math.ceil(MOST_READ * len(x) / total), replace=False)]
-        for x in sources
+        [x[i] for i in rng.choice(len(x), math.ceil(most * len(x) / total), replace=False)] for x in sources
     ]
 
 

@@ -105,12 +105,14 @@ def _pipeline_slots(sizes: Sizes, memory: Memory) -> None:
 
 
 def _kept_by_decoder(sizes: Sizes, rank: int) -> Number:
-    """Bytes that the layers of a stage keep, for the rank's largest stage; with compute.remat_keep as many as
-    without recomputation, an upper bound."""
-    remat = sizes.remat_blocks and sizes.config.compute.remat_keep == "nothing"
+    """Bytes that the layers of a stage keep, for the rank's largest stage; where they keep products as many
+    as without recomputation, an upper bound."""
+    compute = sizes.config.compute
+    remat = sizes.remat_blocks and compute.remat_keep != "products"
     stage, most = 0.0, 0.0
     for unit in sizes.units(rank):
-        kept = sizes.stream if remat else sum(_layer(sizes, letter) for letter in unit.letters)
+        inputs = len(unit.letters) if compute.remat_keep == "layers" else 1
+        kept = inputs * sizes.stream if remat else sum(_layer(sizes, letter) for letter in unit.letters)
         stage += unit.repeats * kept
         if unit.ends_stage:
             most, stage = max(most, stage), 0.0
@@ -127,7 +129,7 @@ def _kept_by_encoder(sizes: Sizes, encoder: EncoderConfig | None) -> Number:
 
 def _kept_by_blocks(sizes: Sizes, encoder: EncoderConfig) -> Number:
     compute = sizes.config.compute
-    remat = compute.remat_encoder and compute.remat_keep == "nothing"
+    remat = compute.remat_encoder and compute.remat_keep != "products"
     kept = sizes.frames * encoder.dim * sizes.a if remat else _conformer(sizes, encoder)
     return encoder.layers * kept
 
@@ -266,13 +268,16 @@ def _conformer(sizes: Sizes, encoder: EncoderConfig) -> Number:
     """Activations of an encoder block."""
     a, w = sizes.a, sizes.w
     norms = 5 * encoder.dim * (a + w)
-    rotated, row = 3 * w * encoder.heads * encoder.dim, sizes.frames / max(sizes.rows, 1)
+    rotated, row = 3 * w * encoder.heads * encoder.dim, sizes.row_frames
+    around = 2 * sizes.reach  # frames of neighbours, whose keys and values attention has beside its own
     if row <= DENSE_FRAMES:  # the pairs of frames: weights, and their gradients before and after the softmax
-        attention = a * (encoder.heads + 7) * encoder.dim + rotated + 3 * w * encoder.heads * row
+        pairs = 3 * w * encoder.heads * (row + around)
+        attention, keys = a * (encoder.heads + 7) * encoder.dim + rotated + pairs, 5 * a * encoder.dim
     else:
         attention = a * (2 * encoder.heads + 6) * encoder.dim + rotated
+        keys = a * (encoder.heads + 5) * encoder.dim
     others = a * (6 * encoder.ffn_dim + 8 * encoder.dim)
-    return sizes.frames * (norms + attention + others)
+    return sizes.frames * (norms + attention + others) + sizes.rows * around * keys
 
 
 def _block_weights(sizes: Sizes) -> Number:
@@ -282,6 +287,7 @@ def _block_weights(sizes: Sizes) -> Number:
 
 
 def _subsampling(sizes: Sizes, encoder: EncoderConfig) -> Number:
-    outputs = (min(PIECE, sizes.frames) + 1) * 2 * encoder.num_mels
+    piece = sizes.config.compute.subsampling_frames or PIECE
+    outputs = (min(piece, sizes.frames) + 1) * 2 * encoder.num_mels
     # The first convolution: nine inputs for each output, and the outputs. The others have 1/4 and 1/16.
     return outputs * sizes.a * (9 + encoder.subsampling_channels * (2 + 12 * (1 / 4 + 1 / 16)))

@@ -4,11 +4,13 @@ The program is walked as it runs: a loop's body as often as the loop turns, of a
 branch. A loop whose trips XLA does not know is named; `often` says how often it turns.
 """
 
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxthd.planning.hlo import Computation, Frame, Instruction, Program
-from jaxthd.planning.kernel_costs import CONTROL, FREE, Costs, Device
+from jaxthd.planning.kernel_costs import CONTROL, FREE, Cost, Costs, Device
+from jaxthd.planning.pallas_work import Work, Works
 
 PARTS = (
     ("models/fastconformer.py", "Subsampling", "subsampling"),
@@ -120,11 +122,15 @@ def place_of(frames: Sequence[Frame]) -> str:
 
 
 def step_costs(
-    program: Program, device: Device, often: Often, recorded: Collection[str] | None = None
+    program: Program,
+    device: Device,
+    often: Often,
+    recorded: Collection[str] | None = None,
+    pallas: Works | None = None,
 ) -> StepCosts:
     """recorded: names of instructions that are in recorded graphs; None for a device without graphs, where
-    every launch costs device.launch."""
-    walk = _Walk(program, device, often, recorded)
+    every launch costs device.launch. pallas: what the program does not tell of Pallas kernels."""
+    walk = _Walk(program, device, often, recorded, pallas or {})
     walk.computation(program.entry, 1.0, _Place(OTHER, "?", in_graph=False))
     return walk.found()
 
@@ -139,10 +145,15 @@ class _Place(NamedTuple):
 
 class _Walk:
     def __init__(
-        self, program: Program, device: Device, often: Often, recorded: Collection[str] | None
+        self,
+        program: Program,
+        device: Device,
+        often: Often,
+        recorded: Collection[str] | None,
+        pallas: Works,
     ) -> None:
         self.program, self.device, self.often = program, device, often
-        self.recorded = frozenset(recorded or ())
+        self.recorded, self.pallas = frozenset(recorded or ()), pallas
         self.costs = Costs(program, device)
         self.kernels: list[Launched] = []
         self.loops: list[Loop] = []
@@ -173,6 +184,11 @@ class _Walk:
 
     def _kernel(self, x: Instruction, inside: Computation, times: float, here: _Place) -> None:
         cost, device, kind = self.costs.of(x, inside), self.device, self.costs.kind(x, inside)
+        if kind == "pallas" and (name := re.search(r'\bname = "(\w+)"', x.rest)):
+            work = self.pallas.get((here.part, name[1]), Work(0.0))
+            moved = cost.bytes - work.unread
+            seconds = max(moved / device.bandwidth, work.flops / device.peak["bf16"])
+            cost = Cost(work.flops, moved, seconds)
         seconds = max(device.kernel if here.in_graph else device.launch, cost.seconds)
         where = here.part, here.line, times, not here.in_graph
         self.kernels.append(Launched(x.name, kind, *where, cost.flops, cost.bytes, cost.seconds, seconds))
@@ -182,7 +198,7 @@ class _Walk:
         names = ("to_apply", "calls", "branch_computations", "true_computation", "false_computation")
         walks = []
         for branch in (branch for name in names for branch in x.attribute(name)):
-            walks.append(_Walk(self.program, self.device, self.often, self.recorded))
+            walks.append(_Walk(self.program, self.device, self.often, self.recorded, self.pallas))
             walks[-1].computation(branch, times, here)
         dearest = max(walks, key=lambda walk: walk.found().seconds)
         self.kernels += dearest.kernels

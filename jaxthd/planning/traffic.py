@@ -12,6 +12,8 @@ from typing import NamedTuple
 from jaxthd.config import Config, EncoderConfig
 from jaxthd.models.hybrid import repeated_units
 from jaxthd.models.mixers import LAYER_KINDS
+from jaxthd.ops.neighbours import received_frames
+from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.mesh import AUDIO_AXES, AXES, CONTEXT, DATA, PIPELINE, TENSOR, ranks_of
 from jaxthd.planning.layouts import delta_bytes, mamba_bytes
 from jaxthd.planning.sizes import Number, Sizes
@@ -38,6 +40,8 @@ def step_traffic(config: Config) -> ByAxes:
       convolution's halos of all ranks are gathered. In a uniform program idle stages exchange too. Where
       answers continue a shared prompt, the states at the ends of all prompts that rows have room for are
       summed, forward and backward, and so are the convolution's last inputs.
+    - Under the layout "whole": as if each row had as many cut documents as it may; with context_cuts 0, as in
+      steps whose rows have none.
     - Experts: expert slots x width are sent to the experts and back in the forward pass, and twice there and
       once back in the backward pass; one round.
     - Vocabulary: the embeddings' sum and its gradient; three float32 numbers a token forward, one backward.
@@ -48,7 +52,9 @@ def step_traffic(config: Config) -> ByAxes:
     - CTC loss: the head's rows for the labels of all documents are summed like embeddings, and the blank's
       scores like a target's. Six integers a token and the labels' log-probabilities of each frame go to all
       context ranks, the integers twice: they are counted before the microbatches.
-    - Audio: every rank's frames are sent to all ranks of the row, and their gradients are sent back.
+    - Audio: every rank's frames are sent to all ranks of the row, and their gradients are sent back. It is
+      assumed that encoder chunks are cut over these ranks in every microbatch: each block exchanges keys and
+      values of a chunk's frames with its neighbours, and the convolution's halo, forward and backward.
     """
     sizes = Sizes(config)
     ranks = [_of_rank(sizes, rank) for rank in range(sizes.stages.ranks)]
@@ -152,28 +158,29 @@ def _mixer(
     """
     config, llm, forward = sizes.config, sizes.config.model.llm, passes.forward
     is_ring = config.compute.context_exchange == "ring"
+    exchanges_any = config.compute.layout != "whole" or config.compute.context_cuts > 0
     uniform_program = not is_stage or sizes.uniform_program
     match letter:
         case "*" | "W" | "L":
-            kv = sizes.tokens * sizes.keys_and_values(letter)
+            kv = sizes.tokens * sizes.keys_and_values(letter) * exchanges_any
             if is_ring:
                 backward = sizes.w + (0 if passes.remat else sizes.a)
                 received.gather((CONTEXT,), kv * (forward * sizes.a + backward), times)
             else:
                 received.gather((CONTEXT,), kv * sizes.a, times * (forward + 1))
         case "M":
-            if uniform_program or config.compute.context_layout != "buffer":
+            if uniform_program or config.compute.layout != "buffer":
                 there_and_back = mamba_bytes(config) / sizes.schedule.microbatches
                 received.add((CONTEXT,), there_and_back / 2 * times * (forward + 1))
             else:
                 state = (sizes.inner * llm.mamba_state + sizes.mamba_heads) * sizes.w
                 halo = (llm.mamba_conv - 1) * sizes.channels * sizes.a
                 received.gather((CONTEXT,), 2 * sizes.rows * (state + halo), times * (forward + 1))
-            if config.compute.context_layout == "buffer":
+            if config.compute.layout == "buffer":
                 _shared_prompts(sizes, received, times * (forward + 1))
         case "D":
             delta, heads = llm.delta, llm.delta.value_heads / sizes.mesh.tensor
-            if uniform_program or config.compute.context_layout != "buffer":
+            if uniform_program or config.compute.layout != "buffer":
                 there_and_back = delta_bytes(config) / sizes.schedule.microbatches
                 received.add((CONTEXT,), there_and_back / 2 * times * (forward + 1))
             else:
@@ -237,5 +244,23 @@ def _encoder(sizes: Sizes, received: _Received, encoder: EncoderConfig) -> None:
     if sizes.trains("encoder", "blocks", "conv", "norm"):
         statistics, remat = 2 * encoder.dim * sizes.w, int(sizes.config.compute.remat_encoder)
         received.sum(AXES, statistics, m * encoder.layers * (2 + again + remat))
+    _cut_chunks(sizes, received, encoder, m, backward, again)
     gathers = m * (1 + is_differentiated)
     received.gather(AUDIO_AXES, sizes.frames * sizes.config.model.llm.dim * sizes.a, gathers)
+
+
+def _cut_chunks(
+    sizes: Sizes, received: _Received, encoder: EncoderConfig, m: int, backward: int, again: int
+) -> None:
+    """What the encoder exchanges for chunks that are cut over ranks (ops/neighbours.py).
+
+    m, backward, again: microbatches; backward passes of a microbatch; forward passes that they begin with.
+    """
+    frames, ranks, half = sizes.row_frames, sizes.mesh.audio_ranks, encoder.conv_kernel // 2
+    keys = 2 * received_frames(sizes.reach, sizes.reach, frames, ranks) * encoder.dim * sizes.a
+    halo = received_frames(half, half, frames, ranks) * encoder.dim * sizes.a
+    passes = 1 + again + backward * (1 + sizes.config.compute.remat_encoder)
+    received.add(AUDIO_AXES, sizes.rows * (keys + halo) * encoder.layers * passes * m)
+    ids = 2 * received_frames(sizes.reach, sizes.reach, frames, ranks) * 4
+    mels = received_frames(SUBSAMPLING, 0, SUBSAMPLING * frames, ranks) * encoder.num_mels * sizes.a
+    received.add(AUDIO_AXES, sizes.rows * (ids + mels) * (1 + again) * m)

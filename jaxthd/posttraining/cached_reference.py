@@ -218,7 +218,7 @@ def weights_digest(weights: Weights, blueprint: Blueprint, mesh: Mesh) -> str:
         "arrays": checksums(weights._asdict()),
         "model": asdict(config.model),
         "lora": [config.adapt.lora_rank, config.adapt.lora_alpha],
-        "compute": [config.compute.dtype, config.compute.fp8],
+        "compute": [config.compute.dtype, config.compute.fp8, *["experts"] * config.compute.fp8_experts],
         "temperature": policy_temperature(config),
     }
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]

@@ -63,7 +63,7 @@ FREE = (
     "train.draw_last_batch",
 )
 """Fields that may differ when a run is continued: they do not change what is learned."""
-HELD = ("compute.dtype", "compute.fp8")
+HELD = ("compute.dtype", "compute.fp8", "compute.fp8_experts")
 """Fields that FREE matches and that may not differ all the same: they change every number."""
 OPTIMIZATION = (
     "rollout.prompts",

@@ -105,7 +105,7 @@ class Blueprint:
         if len(self.stages.patterns) == 1:
             return True
         has_ring = mesh.context > 1 and compute.context_exchange == "ring"
-        return self.stages.are_equal and has_ring and compute.context_layout != "whole"
+        return self.stages.are_equal and has_ring and compute.layout != "whole"
 
     @cached_property
     def schedule(self) -> Schedule:

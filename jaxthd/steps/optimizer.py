@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax import Array
 from jax.sharding import Mesh
 
 from jaxthd.config import AdaptConfig, Config, TrainConfig
@@ -97,9 +99,12 @@ def make_optimizer(blueprint: Blueprint, mesh: Mesh | None = None) -> optax.Grad
     )
 
 
-def clipped(gradients: Tree, most: float) -> Tree:
-    """The gradients, scaled down to the global norm `most` if theirs is larger."""
-    return optax.clip_by_global_norm(most).update(gradients, optax.EmptyState())[0]
+def clipped(gradients: Tree, most: float, norm: Array | None = None) -> Tree:
+    """The gradients, scaled down to the global norm `most` if theirs is larger. norm: theirs, if it is
+    known."""
+    if norm is None:
+        return optax.clip_by_global_norm(most).update(gradients, optax.EmptyState())[0]
+    return jax.tree.map(lambda g: jnp.where(norm < most, g, g / norm.astype(g.dtype) * most), gradients)
 
 
 def _scaled_by_part(adapt: AdaptConfig) -> list[optax.GradientTransformation]:

@@ -211,6 +211,7 @@ def make_update(
     }
     optimizer = make_optimizer(blueprint, mesh)
     schedule = learning_rate_schedule(config)
+    on_gpus = mesh.devices.flat[0].platform in ("gpu", "cuda")
 
     def update(state: TrainState, found: Gradient) -> tuple[TrainState, StepMetrics]:
         loss, gradients, buffers, routing, future, objective, ctc, extremes = found
@@ -218,8 +219,10 @@ def make_update(
         grad_norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         own, frozen = split(state.params, is_trained)
-        gradients = clipped(gradients, config.train.clip_norm)
-        own, opt_state = _updated_if(finite, optimizer, gradients, own, state.opt_state)
+        most = config.train.clip_norm
+        norm = grad_norm if on_gpus else None
+        gradients = gradients if on_gpus else clipped(gradients, most)
+        own, opt_state = _updated_if(finite, optimizer, gradients, own, state.opt_state, norm, most)
         new_buffers = _balanced(buffers, by_module, bias_rates)
         buffers = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_buffers, state.buffers)
         skipped = state.skipped + ~finite
@@ -239,22 +242,33 @@ def make_update(
 
 
 def _updated_if(
-    finite: Array, optimizer: optax.GradientTransformation, gradients: Tree, params: Tree, opt_state: Tree
+    finite: Array,
+    optimizer: optax.GradientTransformation,
+    gradients: Tree,
+    params: Tree,
+    opt_state: Tree,
+    norm: Array | None,
+    most: float,
 ) -> tuple[Tree, Tree]:
     """The parameters and the optimizer's state after an update; where `finite` is False, as they were.
+
+    norm: of the gradients, if they must be clipped to the norm `most` here. Inside the conditional XLA fuses
+    that with the update: before it, clipped gradients are written to memory and read again.
 
     A conditional, because choosing between old and new arrays afterwards keeps both: it copies every moment.
     All devices take the same branch, because they agree on `finite`: the optimizer may hold collectives.
     """
 
-    def update(gradients: Tree, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
+    def update(gradients: Tree, params: Tree, opt_state: Tree, *norm: Array) -> tuple[Tree, Tree]:
+        gradients = clipped(gradients, most, *norm) if norm else gradients
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    def keep(_: Tree, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
+    def keep(_: Tree, params: Tree, opt_state: Tree, *__: Array) -> tuple[Tree, Tree]:
         return params, opt_state
 
-    return jax.lax.cond(finite, update, keep, gradients, params, opt_state)
+    more = () if norm is None else (norm,)
+    return jax.lax.cond(finite, update, keep, gradients, params, opt_state, *more)
 
 
 def _averaged(ema: Tree, params: Tree, finite: Array, updates: Array, decay: float) -> Tree:

@@ -57,7 +57,7 @@ def _capacity_over_context(config: Config, device: DeviceFacts) -> Iterator[Find
 
 @RULES.rule("mesh.context", "data.capacity", "compute.context_layout", "model.llm")
 def _chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    llm, unit, whole = config.model.llm, 2 * config.mesh.context, config.compute.context_layout == "buffer"
+    llm, unit, whole = config.model.llm, 2 * config.mesh.context, config.compute.layout == "buffer"
     chunk = config.data.capacity // unit
     for letter, whose, taps in (("M", "Mamba2's", llm.mamba_conv), ("D", "the delta rule's", llm.delta.conv)):
         if whole and unit > 2 and letter in llm.kinds and chunk < taps - 1:
@@ -71,7 +71,7 @@ def _chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Fi
 @RULES.rule("mesh.context", "data.round_to", "compute.context_layout")
 def _documents_over_context(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     rounded, unit = config.data.round_to, 2 * config.mesh.context
-    if config.compute.context_layout == "document" and unit > 2 and rounded % unit:
+    if config.compute.layout == "document" and unit > 2 and rounded % unit:
         yield Finding(
             f'data.round_to is {rounded} with compute.context_layout "document" and mesh.context {unit // 2}',
             f"a multiple of 2 * context = {unit}, the number of context chunks that a document is cut into",
@@ -83,7 +83,7 @@ def _documents_over_context(config: Config, device: DeviceFacts) -> Iterator[Fin
 @RULES.rule("mesh.context", "compute.context_layout", "model.llm")
 def _cut_chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm = config.model.llm
-    is_whole = config.compute.context_layout == "whole" and config.mesh.context > 1
+    is_whole = config.compute.layout == "whole" and config.mesh.context > 1
     for letter, name, taps in (("M", "mamba_conv", llm.mamba_conv), ("D", "delta.conv", llm.delta.conv)):
         if not is_whole or letter not in llm.kinds or taps - 1 <= LEAST_CHUNK:
             continue
@@ -99,7 +99,7 @@ def _cut_chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterato
 def _mamba_heads_over_context(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     mesh, llm = config.mesh, config.model.llm
     ranks = mesh.tensor * mesh.context
-    if config.compute.context_layout != "document":
+    if config.compute.layout != "document":
         return
     for letter, name in (("M", "mamba_heads"), ("D", "delta.value_heads")):
         heads = attrgetter(name)(llm)
@@ -175,7 +175,7 @@ def _pipeline(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding(str(error), f"{count} stages of at least one layer", change)
         return
     is_ring = mesh.context > 1 and config.compute.context_exchange == "ring"
-    is_whole = config.compute.context_layout == "whole"
+    is_whole = config.compute.layout == "whole"
     if is_ring and mesh.context % 2 and len(stages.patterns) > 1 and (is_whole or not stages.are_equal):
         why = 'compute.context_layout "whole"' if is_whole else f"stages {' | '.join(stages.patterns)}"
         yield Finding(

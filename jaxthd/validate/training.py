@@ -71,6 +71,21 @@ def _adaptation(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding("adapt.freeze matches every parameter", "one that trains", change)
 
 
+@RULES.rule("compute.fp8_experts", "compute.dtype", "model.llm")
+def _fp8_experts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    llm, change = config.model.llm, "set compute.fp8_experts to False"
+    if not config.compute.fp8_experts:
+        return
+    if "E" not in llm.letters + llm.mtp_pattern:
+        yield Finding("compute.fp8_experts with a model without experts", "layers E", change)
+    if config.compute.dtype == "float64":
+        yield Finding("compute.fp8_experts with compute.dtype float64", "bfloat16 or float32", change)
+    capability = device.compute_capability
+    if device.platform == "gpu" and capability and version_numbers(capability) < (8, 9):
+        where = f"{device.kind} (compute capability {capability})"
+        yield Finding(f"compute.fp8_experts on {where}", "8.9 or more", change)
+
+
 @RULES.rule("model", "mesh.tensor")
 def _fp8(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     patterns = config.compute.fp8

@@ -207,3 +207,66 @@ def test_other_weights_are_refused(tmp_path):
     for change in ({"mtp_shared": True}, {"mtp_pattern": "*"}, {"mtp_depths": 1}):
         with pytest.raises(UserError, match=r"model\.llm\.mtp_.*there"):
             imported(folder, replace(read, llm=replace(read.llm, **change)))
+
+
+def deepseek_tensors(tensors: dict[str, np.ndarray], settings: dict[str, Any]) -> dict[str, np.ndarray]:
+    """DeepSeek-V3's names: one more layer, with copies of the embedding and the head."""
+    last, dim = settings["num_hidden_layers"] - 1, settings["hidden_size"]
+    more = {
+        "eh_proj.weight": np.arange(2 * dim * dim, dtype=np.float32).reshape(dim, 2 * dim),
+        "embed_tokens.weight": tensors["model.embed_tokens.weight"],
+        "shared_head.head.weight": tensors["lm_head.weight"],
+    }
+    more |= {
+        f"{name}.weight": np.float32(n) + np.arange(dim, dtype=np.float32)
+        for n, name in enumerate(("enorm", "hnorm", "shared_head.norm"))
+    }
+    layer = f"model.layers.{last}."
+    more |= {n.removeprefix(layer): x + 1 for n, x in tensors.items() if n.startswith(layer)}
+    settings["num_nextn_predict_layers"] = 1
+    return {f"model.layers.{last + 1}.{name}": x for name, x in more.items()}
+
+
+def qwen_tensors(tensors: dict[str, np.ndarray], settings: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Qwen3-Next's names; its settings do not tell of it."""
+    dim, kinds = settings["hidden_size"], settings["layer_types"]
+    layer = f"model.layers.{kinds.index('full_attention')}."
+    more = {"mtp.fc.weight": np.arange(2 * dim * dim, dtype=np.float32).reshape(dim, 2 * dim)}
+    more |= {
+        f"mtp.{name}.weight": np.float32(n) + np.arange(dim, dtype=np.float32)
+        for n, name in enumerate(("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"))
+    }
+    return more | {
+        n.replace(layer, "mtp.layers.0."): x + 1 for n, x in tensors.items() if n.startswith(layer)
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "pattern"), [("deepseek_v3", deepseek_tensors, "LE"), ("qwen3_next", qwen_tensors, "*E")]
+)
+def test_that_of_other_families_comes_back_bit_identical(name, made, pattern, tmp_path, capsys):
+    """A model may do without it, and a checkpoint without its tensors has none."""
+    folder = write_published(name, tmp_path / "llm")
+    settings, tensors = (
+        json.loads((folder / "config.json").read_text()),
+        load_file(folder / "model.safetensors"),
+    )
+    assert model_config(folder, model=TEXT).llm.mtp_pattern == ""
+    tensors |= made(tensors, settings)
+    (folder / "config.json").write_text(json.dumps(settings))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    read = model_config(folder, model=TEXT)
+    assert (read.llm.mtp_pattern, read.llm.mtp_modules) == (pattern, 1)
+    whole = imported(folder, read)
+    norms = [whole[f"mtp.depths.{norm}.weight"][0, 0] for norm in ("enorm", "hnorm", "final_layernorm")]
+    assert norms == [0, 1, 2]
+    assert whole["mtp.depths.eh_proj.w"][0, 1, 0] == 1, "transposed"
+    found, _ = given_back(folder, tmp_path)
+    assert found.keys() == tensors.keys()
+    for each, x in tensors.items():
+        np.testing.assert_array_equal(found[each], x, err_msg=each)
+    assert model_config(tmp_path / "out", model=TEXT) == read
+    capsys.readouterr()
+    without = imported(folder, replace(read, llm=replace(read.llm, mtp_pattern="")))
+    assert whole.keys() - without.keys() == {each for each in whole if each.startswith("mtp.")}
+    assert "not read, being no part of the model: " in capsys.readouterr().out

@@ -167,10 +167,7 @@ def _alone(conversations: list[Example], settings: dict[str, Any]) -> list[list[
     "mesh",
     [
         MeshConfig(context=2),
-        pytest.param(MeshConfig(), marks=pytest.mark.exhaustive),
-        pytest.param(MeshConfig(pipeline=2), marks=pytest.mark.exhaustive),
-        pytest.param(MeshConfig(data=2), marks=pytest.mark.exhaustive),
-        pytest.param(MeshConfig(tensor=2), marks=pytest.mark.exhaustive),
+        pytest.param(MeshConfig(data=2, pipeline=2, tensor=2), marks=pytest.mark.exhaustive),
     ],
 )
 def test_answers_are_those_of_each_conversation_alone_on_any_mesh(conversations, mesh: MeshConfig):

@@ -218,11 +218,6 @@ def test_recorded_log_probs_are_those_of_each_document_alone(expected: list[list
         *(
             pytest.param(mesh, layout, marks=pytest.mark.exhaustive)
             for mesh, layout in [
-                (MeshConfig(data=2), "buffer"),
-                (MeshConfig(context=2), "buffer"),
-                (MeshConfig(context=2), "document"),
-                (MeshConfig(tensor=2), "buffer"),
-                (MeshConfig(pipeline=2), "buffer"),
                 (MeshConfig(pipeline=2, stages_per_rank=2), "buffer"),
                 (MeshConfig(1, 2, 2, 2), "buffer"),
             ]

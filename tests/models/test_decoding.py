@@ -143,10 +143,7 @@ def _in_row_order(row: list[Document], context: int, layout: Layout) -> list[Doc
     [
         (2, 2, "document"),
         pytest.param(2, 2, "whole", marks=pytest.mark.exhaustive),
-        *(
-            pytest.param(*mesh, "buffer", marks=pytest.mark.exhaustive)
-            for mesh in [(1, 1), (1, 2), (1, 4), (2, 2)]
-        ),
+        *(pytest.param(*mesh, "buffer", marks=pytest.mark.exhaustive) for mesh in [(1, 1), (1, 4)]),
     ],
 )
 def test_decoding_goes_on_from_packed_prompts_as_from_each_alone(data: int, context: int, layout: Layout):

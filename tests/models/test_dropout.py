@@ -1,12 +1,14 @@
 """LoRA's dropout: the draws depend on seed, step, document, position, layer and projection alone."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from jaxthd.config import AdaptConfig, ComputeConfig, Config, DataConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.models.dropout import Draws, drawing, dropped, of_layer
@@ -55,19 +57,26 @@ def rows(context: int, order: tuple[int, ...] = (0, 1, 2, 3)) -> Batch:
     return concatenate_rows(packed)
 
 
+@cache
+def program(config: Config) -> tuple[Blueprint, Mesh, Any]:
+    blueprint, mesh = Blueprint(config), make_mesh(config.mesh)
+
+    def run(params: Any, buffers: Any, batch: Batch, step: Any) -> Any:
+        return loss_and_gradient(blueprint, mesh)(params, buffers, with_draws(batch, config, step))
+
+    return blueprint, mesh, jax.jit(run)
+
+
 def gradient(
     sizes: MeshConfig, order: tuple[int, ...] = (0, 1, 2, 3), step: int = 5, microbatches: int = 1
 ) -> Any:
     """(loss, gradients in the canonical form) of a step with dropout, in float64."""
     config = replace(CONFIG, mesh=sizes, train=replace(CONFIG.train, microbatches=microbatches))
-    blueprint, mesh = Blueprint(config), make_mesh(sizes)
+    blueprint, mesh, run = program(config)
     _, params, buffers = random_state(Blueprint(replace(config, mesh=MeshConfig())).canonical_model)
     params, buffers = to_stages((params, buffers), blueprint.stages)
 
-    def run(params: Any, buffers: Any, batch: Batch, step: Any) -> Any:
-        return loss_and_gradient(blueprint, mesh)(params, buffers, with_draws(batch, config, step))
-
-    found = jax.jit(run)(params, buffers, put_batch(rows(sizes.context, order), mesh), jnp.int32(step))
+    found = run(params, buffers, put_batch(rows(sizes.context, order), mesh), jnp.int32(step))
     return np.asarray(found.loss), from_stages(jax.device_get(found.gradients), blueprint.stages)
 
 

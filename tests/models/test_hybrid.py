@@ -142,10 +142,6 @@ def each_document_alone(case: str) -> tuple[Any, Any, Any]:
                 (1, "ring", "float64"),
                 (2, "all_gather", "float64"),
                 (4, "ring", "float32"),
-                (2, "ring", "float64"),
-                (4, "all_gather", "float64"),
-                (1, "ring", "float32"),
-                (2, "all_gather", "float32"),
             ]
         ),
     ],
@@ -174,7 +170,6 @@ def test_packed_equals_each_document_alone(context, exchange, dtype):
     ("context", "exchange"),
     [
         (4, "ring"),
-        pytest.param(1, "ring", marks=pytest.mark.exhaustive),
         pytest.param(2, "all_gather", marks=pytest.mark.exhaustive),
     ],
 )

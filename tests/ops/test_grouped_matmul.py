@@ -4,11 +4,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from jaxthd.ops.grouped_matmul import IN_ROUNDS, combine, dispatch, expert_layout, grouped_matmul
 from tests.helpers import assert_same
+from tests.ops.test_fp8 import rounded
 
 N, D, F, E = 23, 5, 3, 6
 SHAPES = [(1, 4), (2, 8), (3, 5)]
@@ -128,3 +130,33 @@ def test_blocks_not_in_use_are_not_executed(k, block):
     assert not np.asarray(y)[used:].any()
     assert not np.asarray(dx)[used:].any()
     assert not np.asarray(dw)[idle].any()
+
+
+@pytest.mark.parametrize("block", [4, IN_ROUNDS])
+def test_products_in_8_bits_are_of_rounded_numbers(block: int):
+    """Each product equals that of operands which are rounded row by row of every block."""
+    rng, e4m3, e5m2 = np.random.default_rng(5), ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+    chosen, routed = cases(2)["some not routed"]
+    layout = layout_of(chosen, routed, E, block)
+    x_ND, w_EDF = (rng.normal(size=s).astype(np.float32) for s in ((N, D), (E, D, F)))
+    x_MD = np.asarray(dispatch(jnp.asarray(x_ND), layout))
+    dy_MF = rng.normal(size=(len(x_MD), F)).astype(np.float32)
+    where = layout.expert, layout.used, layout.ranges
+    y_MF, pull = jax.vjp(
+        lambda x, w: grouped_matmul(x, w, *where, True), jnp.asarray(x_MD), jnp.asarray(w_EDF)
+    )
+    dx_MD, dw_EDF = pull(jnp.asarray(dy_MF))
+    blocks = len(layout.expert)
+    x_bBD, dy_bBF = (x.reshape(blocks, -1, x.shape[-1]) for x in (x_MD, dy_MF))
+    want_y, want_dx, want_dw = (np.zeros(x.shape) for x in (dy_bBF, x_bBD, w_EDF))
+    for b, expert in enumerate(np.asarray(layout.expert)[: int(layout.used)]):
+        w, x, dy = w_EDF[expert], x_bBD[b], dy_bBF[b]
+        want_y[b] = rounded(x, 1, e4m3) @ rounded(w, 0, e4m3)
+        want_dx[b] = rounded(dy, 1, e5m2) @ rounded(w, 1, e4m3).T
+        want_dw[expert] += rounded(x, 0, e4m3).T @ rounded(dy, 0, e5m2)
+    assert_same(y_MF.reshape(want_y.shape), want_y, 1e-5)
+    assert_same(dx_MD.reshape(want_dx.shape), want_dx, 1e-5)
+    assert_same(dw_EDF, want_dw, 1e-5)
+    exact = np.einsum("bid,bdf->bif", x_bBD, w_EDF[np.asarray(layout.expert)])[: int(layout.used)]
+    found = np.asarray(y_MF).reshape(want_y.shape)[: int(layout.used)]
+    assert 0.005 < np.abs(found - exact).max() / np.abs(exact).max() < 0.1

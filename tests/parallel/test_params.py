@@ -14,6 +14,7 @@ from jaxthd.models.layers import Linear
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.params import (
     Init,
+    Remat,
     ShardedDim,
     gathered,
     over_tensor,
@@ -81,9 +82,15 @@ class Layer(nnx.Module):
         self.w, self.bias = init.normal((4, 4)), init.ones((4,))
 
 
-@pytest.mark.parametrize("remat", [True, False])
-def test_a_stack_is_whole_for_its_turn_and_its_gradient_comes_back_scattered(remat: bool):
-    """Compared with the same layers unrolled on one device; backward keeps no whole matrix."""
+@pytest.mark.parametrize(
+    ("remat", "unroll", "products"),
+    [(True, False, 4), (False, False, 3), ("products", False, 3), (True, True, 4)],
+)
+def test_a_stack_is_whole_for_its_turn_and_its_gradient_comes_back_scattered(
+    remat: Remat, unroll: bool, products: int
+):
+    """Compared with the same layers unrolled on one device; backward keeps no whole matrix. products: of a
+    layer in both passes, or of all layers where they are written out."""
     mesh = MeshConfig(2, 2)
 
     def layers(mesh: MeshConfig) -> Layer:
@@ -101,7 +108,7 @@ def test_a_stack_is_whole_for_its_turn_and_its_gradient_comes_back_scattered(rem
             assert layer.w.shape == (4, 4)
             return jnp.tanh(x_ND @ layer.w[...] + layer.bias[...]), None
 
-        return scan_stack(nnx.merge(graph, params), body, x_ND, remat=remat)[0].sum()
+        return scan_stack(nnx.merge(graph, params), body, x_ND, remat=remat, unroll=unroll)[0].sum()
 
     def rank(params: dict, x_ND: jax.Array) -> dict:
         gradients = jax.grad(applied)(params, x_ND)
@@ -121,7 +128,10 @@ def test_a_stack_is_whole_for_its_turn_and_its_gradient_comes_back_scattered(rem
 
     want = jax.grad(alone)(params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
-    gathers = str(jax.make_jaxpr(run)(params, x_ND)).count(" all_gather[")
+    program = jax.jit(run).lower(params, x_ND).as_text()
+    assert program.count("stablehlo.dot_general") == products
+    assert ("stablehlo.while" in program) != unroll
+    gathers = program.count("stablehlo.all_gather")
     assert gathers == 2, "once for the forward pass, once again for the backward pass"
 
 

@@ -11,6 +11,7 @@ from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.planning.layouts import (
     MULTIPLY_ADDS_PER_BYTE,
+    attention_bytes,
     compare_layouts,
     exchange_bytes,
     layout_recommendation,
@@ -61,7 +62,15 @@ def test_padding_and_imbalance_are_those_of_the_rows_packed():
         if cost.layout != "whole":
             assert cost.mamba_bytes == mamba_bytes(cost.config)
         real_tokens_of_a_rank = 2 * real / len(outcome.buffers) / 4
-        forward = cost.mamba_bytes / 2 * MULTIPLY_ADDS_PER_BYTE
+        if cost.layout == "whole":
+            cut = sum(bool(placement.cut) for placement in outcome.placements)
+            assert cut
+            widest = attention_bytes(cost.config, 120) * cut / len(outcome.placements)
+            assert 0 < cost.attention_bytes <= widest
+        else:
+            # 2 rows of 120 slots, 2 x 2 x 32 numbers each: twice around, their gradients once and home.
+            assert cost.attention_bytes == 2 * 120 * 2 * 2 * 32 * 4 * (3 * 3 + 1)
+        forward = (cost.mamba_bytes + cost.attention_bytes) / 2 * MULTIPLY_ADDS_PER_BYTE
         assert cost.exchange == pytest.approx(forward / real_tokens_of_a_rank)
         assert cost.slots == pytest.approx(WORK[0] / (1 - cost.padding))
     assert {cost.config.data.round_to for cost in found} == {1, 8}
@@ -70,10 +79,10 @@ def test_padding_and_imbalance_are_those_of_the_rows_packed():
 @pytest.mark.parametrize(
     ("pattern", "lengths", "work", "best", "decides"),
     [
-        ("M*-", [160], 0.0, "buffer", "bytes in a Mamba2 layer against"),
+        ("M*-", [160], 0.0, "buffer", "bytes in a Mamba2 layer and"),
         ("*", [200], 0.0, "document", "attention work of 1.00 of the mean, against"),
         ("-", [9], 1000.0, "buffer", "padding of 0.6% against 43.8%"),
-        ("M*", [60], 0.0, "whole", " 0 bytes in a Mamba2 layer against"),
+        ("M*", [60], 0.0, "whole", " 0 bytes in a Mamba2 layer and 0 in one of attention, against"),
     ],
 )
 def test_the_verdict_names_what_decides(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jaxthd.config import Config, MeshConfig, TrainConfig
 from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
-from jaxthd.steps.optimizer import learning_rate_schedule, make_optimizer
+from jaxthd.steps.optimizer import clipped, learning_rate_schedule, make_optimizer
 from jaxthd.steps.state import abstract_state, state_shardings
 from scripts.check_meshes import variants
 from scripts.comparison.weights import random_state
@@ -127,9 +128,16 @@ def alone(optimizer: str) -> dict[tuple[str, ...], np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("optimizer", OPTIONS)
 @pytest.mark.parametrize(
-    "mesh_config", [MESH, *(pytest.param(mesh, marks=pytest.mark.exhaustive) for mesh in OTHER_MESHES)]
+    ("optimizer", "mesh_config"),
+    [
+        *((optimizer, MESH) for optimizer in OPTIONS),
+        *(
+            pytest.param(optimizer, mesh, marks=pytest.mark.exhaustive)
+            # Lion's update of a number depends on no other number.
+            for optimizer, mesh in product(("adafactor", "muon"), OTHER_MESHES)
+        ),
+    ],
 )
 def test_each_matrix_is_updated_as_if_it_were_alone_on_one_device(optimizer: str, mesh_config: MeshConfig):
     config = run_config(mesh_config, optimizer)
@@ -153,3 +161,14 @@ def test_each_matrix_is_updated_as_if_it_were_alone_on_one_device(optimizer: str
         want = alone(optimizer)
         for name, x in named(canonical).items():
             np.testing.assert_allclose(x, want[name], rtol=1e-10, atol=1e-10, err_msg=str(name))
+
+
+@pytest.mark.parametrize("most", [0.5, 100.0])
+def test_clipping_by_a_known_norm_is_optax_s(most: float):
+    rng = np.random.default_rng(0)
+    gradients = {
+        "a": rng.normal(size=(3, 4)).astype(np.float32),
+        "b": [rng.normal(size=5).astype(np.float32)],
+    }
+    found = clipped(gradients, most, optax.tree.norm(gradients))
+    jax.tree.map(np.testing.assert_array_equal, found, clipped(gradients, most))

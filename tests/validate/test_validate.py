@@ -459,6 +459,14 @@ CASES = [
     Case(TEXT | {"adapt.encoder_lr_factor": 0.5}, "set adapt.encoder_lr_factor to 1.0"),
     Case(TEXT | {"adapt.adapter_lr_factor": 2.0}, "set adapt.adapter_lr_factor to 1.0"),
     Case(TEXT | {"adapt.freeze": ("encoder.*",)}, "adapt.freeze 'encoder.*' matches nothing"),
+    Case(
+        {"compute.fp8_experts": True}, "compute.fp8_experts with a model without experts; expected layers E"
+    ),
+    Case(
+        {"compute.fp8_experts": True, "model.llm.pattern": "E"},
+        "compute.fp8_experts on NVIDIA A100 (compute capability 8.0); expected 8.9",
+        AMPERE,
+    ),
     Case(TEXT | {"compute.fp8": ("encoder.*",)}, "compute.fp8 'encoder.*' matches no projection"),
     Case(TEXT | {"data.audio_placeholder": ""}, "data.audio_placeholder is empty"),
     Case(TEXT | {"train.ctc_loss": 0.1}, "train.ctc_loss is 0.1 with model.encoder None"),

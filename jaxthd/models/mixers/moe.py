@@ -56,7 +56,7 @@ class MoE(nnx.Module):
         self.shared_gate = Linear(llm.dim, 1, init) if is_gated else None
         self.gate = init.normal(*inward, projects=True) if llm.is_gated else None
         self._add_biases(llm, init, owners, width)
-        self.form = FFNForm.of(llm)
+        self.form = FFNForm.of(llm)._replace(in_fp8=compute.fp8_experts)
         self.per_token = llm.experts_per_token
         self.groups, self.groups_per_token = llm.router_groups, llm.router_groups_per_token
         self.scale, self.is_normalised = llm.router_scale, llm.router_normalised

@@ -38,6 +38,7 @@ class Call(NamedTuple):
     """Which keys the queries see.
 
     causal: True for the local call, False for others. block: the blockwise back-end's block size.
+    alone: the queries see no other keys than this call's. Then results may have the queries' dtype.
     documents: the most runs of queries that the intervals can hold. None where that is not known; then only
         the blockwise back-end can be called.
     """
@@ -46,6 +47,7 @@ class Call(NamedTuple):
     causal: bool
     block: int
     documents: int | None
+    alone: bool = False
 
     @property
     def is_empty(self) -> Array:
@@ -58,7 +60,8 @@ def calls(segments: Segments) -> list[Call]:
     documents = None if segments.documents is None else segments.rows * segments.documents
     rectangles = segments.rows if segments.layout == "buffer" else documents
     remote = (Call(x, False, segments.block, documents and rectangles) for x in segments.remote)
-    return [Call(segments.local, True, segments.block, documents), *remote]
+    alone = not segments.remote and segments.prefixes is None
+    return [Call(segments.local, True, segments.block, documents, alone), *remote]
 
 
 def prefix_calls(segments: Segments) -> list[Call]:

@@ -86,9 +86,8 @@ def _launch(
     inputs: Inputs,
     outputs: Outputs,
     warps: int,
-    aliases: dict[int, int] | None = None,
 ) -> tuple[Array, ...]:
-    """On a CPU the kernel is interpreted. aliases: inputs that results replace."""
+    """On a CPU the kernel is interpreted."""
 
     def call(*arrays: Array, interpret: bool) -> Any:
         return pl.pallas_call(
@@ -98,7 +97,6 @@ def _launch(
             out_specs=[spec for _, spec in outputs],
             out_shape=[shape for shape, _ in outputs],
             compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=2),
-            input_output_aliases=aliases or {},
             interpret=interpret,
         )(*arrays)
 
@@ -132,8 +130,9 @@ def forward(
     hi_N: Int32[Array, " N"],
     scale: float,
     bias_NHW: Float[Array, "N H W"] | None = None,
+    dtype: Any = None,
 ) -> tuple[Float[Array, "N H V"], Float[Array, "N H"]]:
-    """Attention output and log-sum-exp, in promote(float32, q's dtype)."""
+    """Attention output and log-sum-exp, in promote(float32, q's dtype). dtype: another one of the output."""
     (n, heads, dim), acc = q_NHD.shape, accumulation_dtype(q_NHD)
     tiles = tiles_for(FORWARD, n, dim)
     k, v = (filled(x, tiles.keys) for x in (k_SKD, v_SKV))
@@ -150,7 +149,7 @@ def forward(
         inputs.append((filled(bias_NHW, tiles.queries), block.rows(bias_NHW.shape[2])))
     rows = len(tiled.lo)
     outputs = [
-        (jax.ShapeDtypeStruct((rows, heads, v.shape[2]), acc), block.rows(v.shape[2])),
+        (jax.ShapeDtypeStruct((rows, heads, v.shape[2]), dtype or acc), block.rows(v.shape[2])),
         (jax.ShapeDtypeStruct((heads, rows), acc), block.of_head),
     ]
     kernel = partial(kernels.forward_kernel, scale=scale, keys=tiles.keys)
@@ -169,7 +168,7 @@ class Cotangents(NamedTuple):
     @classmethod
     def of(cls, out: Array, lse_NH: Array, dout: Array, size: int) -> "Cotangents":
         """Filled up to a multiple of `size` queries."""
-        product_NH = (dout.astype(lse_NH.dtype) * out).sum(-1)
+        product_NH = (dout.astype(lse_NH.dtype) * out.astype(lse_NH.dtype)).sum(-1)
         finite_NH = jnp.where(jnp.isfinite(lse_NH), lse_NH, 0)
         return cls(filled(dout, size), *(filled(x.T, size, 1) for x in (finite_NH, product_NH)))
 
@@ -226,14 +225,12 @@ def _query_gradients(
         (tiled.of_queries, block.range),
     ]
     outputs = [(jax.ShapeDtypeStruct(q.shape, dtype), block.rows(dim))]
-    aliases = {}
     if bias is not None:
         of_bias = block.rows(bias.shape[2])
-        inputs += [(bias, of_bias), (jnp.zeros_like(bias), of_bias)]
+        inputs.append((bias, of_bias))
         outputs.append((jax.ShapeDtypeStruct(bias.shape, bias.dtype), of_bias))
-        aliases = {len(inputs) - 1: 1}
     kernel = partial(kernels.query_grad_kernel, scale=scale, keys=tiles.keys)
-    return _launch(kernel, (len(tiled.of_queries), heads), inputs, outputs, tiles.warps, aliases)
+    return _launch(kernel, (len(tiled.of_queries), heads), inputs, outputs, tiles.warps)
 
 
 def _key_gradients(
@@ -293,13 +290,15 @@ def _unfit(shape: AttentionShape, device: Device) -> str | None:
 
 
 def _forward(q: Array, k: Array, v: Array, call: Call, scale: float) -> tuple[Array, Array]:
-    return forward(q, k, v, call.intervals.lo, call.intervals.hi, scale)
+    dtype = q.dtype if call.alone else None
+    return forward(q, k, v, call.intervals.lo, call.intervals.hi, scale, dtype=dtype)
 
 
 def _backward(
     q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, call: Call, scale: float
 ) -> tuple[Array, Array, Array]:
-    dq, dk, dv = backward(q, k, v, out, lse, dout, call.intervals.lo, call.intervals.hi, scale)
+    intervals, dtype = call.intervals, q.dtype if call.alone else None
+    dq, dk, dv = backward(q, k, v, out, lse, dout, intervals.lo, intervals.hi, scale, dtype=dtype)
     return dq, dk, dv
 
 

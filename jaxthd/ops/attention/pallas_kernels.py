@@ -23,6 +23,8 @@ from jaxthd.ops.numerics import accumulation_dtype
 
 Ref = Any
 """A Pallas reference to a block."""
+DISTANCES = 64
+"""The number of distances of a bias is a multiple of this."""
 ROWS, COLUMNS = (((1,), (0,)), ((), ())), (((0,), (0,)), ((), ()))
 ROWS_BY_ROWS = (((1,), (1,)), ((), ()))
 
@@ -120,11 +122,11 @@ def query_grad_kernel(
     scale: float,
     keys: int,
 ) -> None:
-    """Writes the gradients of a tile of queries of one head [q, D]; with a bias that of the bias too, where a
-    query sees a key.
+    """Writes the gradients of a tile of queries of one head [q, D]; with a bias that of the bias too [q, W],
+    0 where a query does not see a key.
 
-    lse: finite, product: sum of dout * out, [q]. refs: with a bias, the bias [q, W] and what its gradient
-    replaces; then the results. The rest as in forward_kernel.
+    lse: finite, product: sum of dout * out, [q]. refs: with a bias, the bias [q, W]; then the results. The
+    rest as in forward_kernel.
     """
     bias = refs[0] if len(refs) > 1 else None
     dq_ref = refs[-2] if bias is not None else refs[-1]
@@ -145,6 +147,24 @@ def query_grad_kernel(
 
     dq = jax.lax.fori_loop(tiles_ref[0], tiles_ref[1], tile, jnp.zeros(q.shape, lse.dtype))
     dq_ref[...] = dq.astype(dq_ref.dtype)
+    if bias is not None:
+        _zero_unseen(refs[-1], _Pairs(first, 0, lo, hi))
+
+
+def _zero_unseen(dbias_ref: Ref, pairs: _Pairs) -> None:
+    """Writes 0 for all distances at which a query sees no key: never where its gradient is written."""
+    rows, width = dbias_ref.shape
+    query = jnp.arange(rows, dtype=jnp.int32)[:, None]
+
+    def part(n: Array, _: None) -> None:
+        there = pl.ds(n * DISTANCES, DISTANCES)
+        distance = n * DISTANCES + jnp.arange(DISTANCES, dtype=jnp.int32)[None, :]
+        key = pairs.first + query + distance - width // 2
+        unseen = (key < pairs.lo[:, None]) | (key >= pairs.hi[:, None])
+        zeros = jnp.zeros((rows, DISTANCES), dbias_ref.dtype)
+        pltriton.store(dbias_ref.at[:, there], zeros, mask=unseen)
+
+    jax.lax.fori_loop(0, width // DISTANCES, part, None)
 
 
 def key_grad_kernel(

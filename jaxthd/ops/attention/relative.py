@@ -17,12 +17,10 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from jaxthd.ops.attention import pallas
+from jaxthd.ops.attention.pallas_kernels import DISTANCES
 from jaxthd.ops.backend import Device
 from jaxthd.ops.kept import kept
 from jaxthd.ops.numerics import accumulation_dtype
-
-MULTIPLE = 64
-"""The number of distances is a multiple of this, so that matrix products and rows of the bias are aligned."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def unfit(shape: RelativeShape, device: Device) -> str | None:
 
 def distances(longest: int) -> Int32[Array, " W"]:
     """How far the query is behind the key, for each entry of a bias: W // 2 down to -(W // 2) + 1."""
-    width = -(-2 * longest // MULTIPLE) * MULTIPLE
+    width = -(-2 * longest // DISTANCES) * DISTANCES
     return width // 2 - jnp.arange(width, dtype=jnp.int32)
 
 
@@ -90,8 +88,8 @@ def _forward(
     longest: int,
 ) -> tuple[Array, Any]:
     hi_there = jnp.where(hi - lo <= longest, hi, lo)
-    out, lse = pallas.forward(q, k, v, lo, hi_there, scale, _bias(position, far))
-    out = kept(jnp.where((hi - lo <= longest)[:, None, None], out, jnp.nan).astype(v.dtype))
+    out, lse = pallas.forward(q, k, v, lo, hi_there, scale, _bias(position, far), dtype=v.dtype)
+    out = kept(jnp.where((hi - lo <= longest)[:, None, None], out, jnp.nan))
     lse = kept(lse)
     return out, (q, k, position, far, v, lo, hi_there, out, lse)
 

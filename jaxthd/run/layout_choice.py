@@ -1,0 +1,93 @@
+"""Chooses the context layout of a training run by its data, where compute.context_layout is "auto".
+
+WORKDIR/layout.json keeps the choice: a run that is continued on the same mesh has the same layout.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxthd.config import Config
+from jaxthd.data.mixing import mixing_weights
+from jaxthd.errors import UserError
+from jaxthd.files.atomic import write_atomically
+from jaxthd.objectives.answers import compares_answers
+from jaxthd.packing.layout import LayoutKind
+from jaxthd.parallel.processes import exchange, is_first
+from jaxthd.planning.layouts import LAYOUT_COSTS, LayoutCost, compare_layouts
+from jaxthd.planning.lengths import draw, measure, read_examples
+from jaxthd.planning.search import slot_work
+from jaxthd.steps.forward import objective_of
+from jaxthd.terminal.tables import table
+
+FILE = "layout.json"
+MOST_READ = 5_000
+"""Most documents whose lengths decide."""
+TOLERANCE = 0.005
+"""Least gain, as a share of a step's cost, for which another layout than "buffer" is chosen."""
+
+
+def with_layout(config: Config, workdir: Path) -> Config:
+    """The config with a layout in place of "auto": that of the run in the workdir, or one that is chosen now.
+
+    Process 0 chooses and prints the reason; all processes call it.
+    """
+    if config.compute.context_layout != "auto" or config.mesh.context == 1:
+        return config
+    (layout, *_) = exchange(_of_run(config, workdir) or _chosen(config) if is_first() else None)
+    return _with(config, layout)
+
+
+def keep_layout(given: Config, config: Config, workdir: Path) -> None:
+    """Process 0 writes the layout of `config` into the workdir, if `given` left it to be chosen."""
+    if is_first() and given.compute.context_layout != config.compute.context_layout:
+        text = json.dumps({"layout": config.compute.layout, "mesh": config.mesh.sizes})
+        write_atomically(workdir / FILE, text + "\n")
+
+
+def _of_run(config: Config, workdir: Path) -> LayoutKind | None:
+    """The layout that the run had on this mesh."""
+    try:
+        stored: dict[str, Any] = json.loads((workdir / FILE).read_text())
+        layout: LayoutKind = stored["layout"]
+        same = tuple(stored["mesh"]) == tuple(config.mesh.sizes)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if same:
+        print(f"context layout: {layout}, as the run was begun with")
+        return layout
+    return None
+
+
+def _chosen(config: Config) -> LayoutKind:
+    if compares_answers(objective_of(config)) or config.data.packing == "padded":
+        print("context layout: buffer; others are not chosen by themselves for such documents")
+        return "buffer"
+    try:
+        costs = _costs(config)
+    except UserError as error:  # reading the data raises it again, if need be
+        print(
+            f"context layout: buffer, since lengths of documents cannot be read: {str(error).splitlines()[0]}"
+        )
+        return "buffer"
+    best, by_buffer = costs[0], next(cost for cost in costs if cost.layout == "buffer")
+    layout = best.layout if by_buffer.total > (1 + TOLERANCE) * best.total else "buffer"
+    title = "Context layouts; the busiest rank in million multiply-adds a real token"
+    print(f"{table(title, LAYOUT_COSTS, [cost.cells for cost in costs])}\ncontext layout: {layout}")
+    return layout
+
+
+def _costs(config: Config) -> list[LayoutCost]:
+    """Those of the layouts that need no other setting changed and skip no more documents; cheapest first."""
+    sources = read_examples(config, MOST_READ, say=lambda line: None)
+    found = [measure(examples, config)[0] for examples in sources]
+    weights = mixing_weights(config.data, [len(lengths.tokens) for lengths in found])
+    stream = draw(found, weights or (), config.data.seed)
+    costs = compare_layouts(stream, _with(config, "buffer"), slot_work(config))
+    skipped = next(cost.skipped for cost in costs if cost.layout == "buffer")
+    return [cost for cost in costs if cost.config == _with(config, cost.layout) and cost.skipped <= skipped]
+
+
+def _with(config: Config, layout: LayoutKind) -> Config:
+    return replace(config, compute=replace(config.compute, context_layout=layout))
