@@ -10,6 +10,7 @@ Nothing has run on a GPU.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -75,7 +76,7 @@ def run(folder: Path, seconds: float, steps: int) -> tuple[list[dict[str, Any]],
         f"def config():\n    return hour_config(Path({str(folder)!r}), {seconds}, {steps}, {RANKS})\n"
     )
     words = ["-m", "jaxthd.train", "--config", str(file), "--workdir", str(folder / "run")]
-    subprocess.run([sys.executable, *words], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, *words], check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
     lines = [json.loads(x) for x in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     skipped = folder / "run" / "skipped.jsonl"
     return lines, skipped.read_text().splitlines() if skipped.exists() else []
