@@ -2,12 +2,12 @@
 
     python scripts/bench_ladder.py [--manifest MANIFEST] [--capacity 1024] [--batches 16] [--check]
 
-There are two streams of documents: the recordings of a manifest (without one, the synthetic speech, whose
-buffers are much alike), and these by turns with documents of text, about two buffers of each. One size must
-hold the fullest buffer: its audio arrays are as long as the most audio that a buffer full of tokens holds.
-The ladder is the one that jaxthd plan proposes for the lengths (planning/ladder.py). One model is trained by
-the real step; the two ways alternate, batch by batch, after every program has run once. A step's time is the
-median over the rounds. Compiled in: what the program of each size took to trace, compile and run once.
+There are two streams of documents: the recordings of a manifest (without one, the synthetic speech), and
+these by turns with documents of text, about two buffers of each. The one size has the mel frames a slot of
+DataConfig's defaults; "as tight as possible" is what one size could do for this data at best. The ladder is
+the one that jaxthd plan proposes for the lengths (planning/ladder.py). One model is trained by the real step;
+the two ways alternate, batch by batch, after every program has run once. A step's time is the median over the
+rounds. Compiled in: what the program of each size took to trace, compile and run once.
 """
 
 import argparse
@@ -81,11 +81,10 @@ def lengths_of(documents: Sequence[Document]) -> Lengths:
 def with_ladder(documents: Sequence[Document], capacity: int) -> Config:
     """The model's config with one size that holds every buffer, and the proposed smaller ones."""
     stream, config = lengths_of(documents), Config(model=MODEL)
-    wide = DataConfig(capacity=capacity, audio_capacity=8 * capacity, max_documents=capacity, packing_bins=2)
-    wide_config = replace(config, data=wide)
-    work = slot_work(config)
-    needed = max(int(stream.frames[b].sum()) for b in simulate(stream, wide_config, work).buffers)
-    top = replace(wide_config, data=replace(wide, audio_capacity=multiple(needed, 8), max_documents=256))
+    plain = DataConfig()
+    audio = multiple(plain.audio_capacity / plain.capacity * capacity, 8)
+    data = replace(plain, capacity=capacity, audio_capacity=audio, max_documents=256, packing_bins=2)
+    top, work = replace(config, data=data), slot_work(config)
     return proposed(compare_ladders(stream, simulate(stream, top, work), work)).config
 
 
@@ -141,6 +140,9 @@ def compare(name: str, documents: Sequence[Document], capacity: int, count: int,
         shares = f"{side.padding:.1%}", f"{side.audio_padding:.1%}"
         rows.append([way, len(side.reports), programs, *shares, f"{1000 * side.seconds.mean():.0f}"])
     one, ladder = sides["one size"], sides["ladder"]
+    heard = [report.audio_seconds for report in one.reports]
+    tight = 1 - sum(heard) / (len(heard) * max(heard))
+    rows.insert(1, ["as tight as possible", len(heard), 1, f"{one.padding:.1%}", f"{tight:.1%}", ""])
     sizes = ", ".join("/".join(f"{size:,}" for size in rung) for rung in config.data.ladder)
     show(
         f"{name}: sizes {sizes} (slots/documents/mel frames); compiled in "

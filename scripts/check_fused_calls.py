@@ -27,9 +27,11 @@ from types import ModuleType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from scripts.comparison.quick_compilation import quick_on_devices
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("PJRT_NPROC", "32")  # threads; see jaxthd.run.startup.simulate_devices
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = quick_on_devices()
 os.environ["NVTE_PROJECT_BUILDING"] = "1"  # no CUDA libraries are loaded
 
 import jax

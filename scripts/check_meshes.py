@@ -1,6 +1,7 @@
 """Every mesh gives the same loss: compares the loss and every gradient on each mesh with one device.
 
     python scripts/check_meshes.py [--only mtp] [--sample N] [--dtype float64] [--out results.jsonl]
+    python scripts/check_meshes.py --mesh 2 2 2 2 --dtype float64
 
 The meshes are all ways to write 1, 2, 4 and 8 simulated devices as data x context x pipeline x tensor. Most
 are run in two variants. The first has 1F1B, the ring (in pairs where stages differ), and whole residuals. The
@@ -37,15 +38,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from scripts.comparison.quick_compilation import quick_on_devices
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("PJRT_NPROC", "32")  # threads; see jaxthd.run.startup.simulate_devices
+# Threads, four a device; see jaxthd.run.startup.simulate_devices.
+os.environ.setdefault("PJRT_NPROC", "64" if "--mesh" in sys.argv else "32")
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = (
-        "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-        # A deadlock aborts instead of hanging.
-        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=60 "
-        "--xla_cpu_collective_call_terminate_timeout_seconds=300"
-    )
+    _DEVICES = 16 if "--mesh" in sys.argv else 8
+    os.environ["XLA_FLAGS"] = quick_on_devices(_DEVICES, stuck_seconds=300)
 
 import jax
 import numpy as np
@@ -552,6 +552,7 @@ def main(argv: list[str] | None = None) -> None:
     families = ("qwen3", "qwen3_next", "gpt_oss", "deepseek")
     names = ("plain", "lora", "mtp", *families, "mixed", "whole", "unlike")
     parser.add_argument("--only", choices=names, help="one kind of rows")
+    parser.add_argument("--mesh", type=int, nargs=4, help="plain rows of this mesh alone, as 2 2 2 2")
     parser.add_argument("--sample", type=int, default=0, help="only as many rows, drawn at random (seed 0)")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--out", type=Path, default=Path("runs/check_meshes.jsonl"))
@@ -570,6 +571,8 @@ def main(argv: list[str] | None = None) -> None:
         "unlike": unlike(options.dtype),
     }
     runs = kinds[options.only] if options.only else list(chain(*kinds.values()))
+    if options.mesh:
+        runs = variants(MeshConfig(*options.mesh), options.dtype)
     if options.sample:
         chosen = np.random.default_rng(0).permutation(len(runs))[: options.sample]
         runs = [runs[i] for i in sorted(chosen)]
@@ -590,7 +593,7 @@ def main(argv: list[str] | None = None) -> None:
             flush=True,
         )
     print(f"\n{show(rows)}")
-    if options.dtype == "float32" and not options.only:
+    if options.dtype == "float32" and not (options.only or options.mesh):
         own = own_errors(PLAIN, MODEL.llm)
         print(f"\none device, {ORDERS} orders of its rows: {min(own):.1e} to {max(own):.1e}")
     failed = sum(row["error"] > row["allowed"] for row in rows)

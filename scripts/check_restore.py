@@ -23,10 +23,13 @@ from io import StringIO
 from itertools import islice
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from scripts.comparison.quick_compilation import quick_on_devices
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("PJRT_NPROC", "32")  # threads; see jaxthd.run.startup.simulate_devices
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = quick_on_devices()
 
 from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.config import (

@@ -43,7 +43,7 @@ from jaxthd.planning.compiled_step import abstract_batch
 from jaxthd.planning.hlo import parse
 from jaxthd.planning.kernel_costs import H100
 from jaxthd.planning.model_flops import model_flops
-from jaxthd.planning.pallas_flops import pallas_flops
+from jaxthd.planning.pallas_work import pallas_work
 from jaxthd.planning.step_costs import Launched, StepCosts, by, step_costs
 from jaxthd.planning.thunks import GRAPH, Thunk, recorded, thunks
 from jaxthd.planning.trips import expected_trips
@@ -159,7 +159,7 @@ def show_costs(config: Config, found: h100.Files) -> None:
         H100,
         lambda part, name: trips.get(part),
         recorded(found.sequence, found.metadata),
-        pallas_flops(config, batch),
+        pallas_work(config, batch),
     )
     show_sums("By part of the model", costs, lambda k: k.part)
     show_sums("By kind of kernel", costs, lambda k: k.kind)

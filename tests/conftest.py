@@ -4,23 +4,13 @@ import gc
 import os
 import tempfile
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
+
+from scripts.comparison.quick_compilation import quick_on_devices
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["PJRT_NPROC"] = "32"  # threads; see jaxthd.run.startup.simulate_devices
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 "
-    # A deadlock aborts instead of hanging.
-    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=60 "
-    "--xla_cpu_collective_call_terminate_timeout_seconds=120 "
-    # Programs here are compiled once and run few times; without optimization compiling takes 60% of the time.
-    "--xla_backend_optimization_level=0"
-)
-if version("jaxlib").startswith("0.10."):
-    # Without the MLIR emitters too it takes 35%, in one part a few percent less again. Later versions have no
-    # other emitters, and abort on an unknown flag.
-    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+os.environ["XLA_FLAGS"] = quick_on_devices()
 
 from tests.typechecks import install_type_checks
 
@@ -54,18 +44,29 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # The files that take longest, the longest first: started last, one of them would keep one worker busy alone.
 LONGEST = (
+    "docs/test_examples.py",
+    "scripts/test_check_adapting.py",
+    "parallel/test_grpo_in_processes.py",
     "test_objectives_on_meshes.py",
     "parallel/test_distributed.py",
-    "test_exactness.py",
     "test_meshes.py",
+    "test_exactness.py",
     "test_shared_prompts.py",
+    "scripts/test_first_hour.py",
+    "scripts/test_check_families.py",
+    "models/test_decoding.py",
     "test_train.py",
+    "test_estimate.py",
     "models/test_hybrid.py",
     "models/test_adapt.py",
-    "models/test_decoding.py",
     "test_grpo.py",
+    "ops/test_prefixes.py",
+    "ops/test_cuts.py",
     "steps/test_state.py",
+    "test_cached_reference.py",
+    "steps/test_optimizer.py",
     "steps/test_accumulation.py",
+    "models/test_alone.py",
     "models/test_mtp.py",
     "models/test_fastconformer.py",
     "inference/test_generation.py",
@@ -73,16 +74,26 @@ LONGEST = (
     "steps/test_step.py",
     "steps/test_bridge.py",
     "test_score.py",
+    "test_doctor.py",
+    "test_commands.py",
     "test_extending.py",
     "ops/test_scan.py",
     "docs/test_api.py",
     "ops/test_fp8.py",
     "ops/test_ring.py",
-    "test_estimate.py",
+    "inference/test_preference_evaluator.py",
     "test_evaluate.py",
     "test_convert.py",
-    "docs/test_examples.py",
-    "scripts/test_check_adapting.py",
+    "hf/test_families.py",
+    "models/test_ctc.py",
+    "scripts/test_bench_context.py",
+    "steps/test_resumed.py",
+    "models/test_dropout.py",
+    "test_describe.py",
+    "test_preferences.py",
+    "scripts/test_bench_attention.py",
+    "rewards/test_rewarder.py",
+    "data/test_loader.py",
     "test_generate.py",
 )
 

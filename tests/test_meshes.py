@@ -3,6 +3,11 @@
 Two are typical: they have each axis and both variants.
 """
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import pytest
 
@@ -131,3 +136,19 @@ def test_capacities_may_change_along_a_ladder():
 
 def test_the_script_checks_every_factorisation():
     assert [len(meshes([n])) for n in (1, 2, 4, 8)] == [1, 4, 10, 20]
+
+
+@pytest.mark.exhaustive
+def test_sixteen_devices_have_all_four_axes(tmp_path: Path):
+    """2 x 2 x 2 x 2, both variants, by the script in a process of its own, whose devices are sixteen."""
+    options = ["--mesh", "2", "2", "2", "2", "--dtype", "float64", "--out", str(tmp_path / "rows.jsonl")]
+    found = subprocess.run(
+        [sys.executable, "scripts/check_meshes.py", *options],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert "2 of 2 hold" in found.stdout, found.stderr
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [line["mesh"] for line in lines] == ["2x2x2x2"] * 2

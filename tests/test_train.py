@@ -32,12 +32,11 @@ from jaxthd.run.metrics import OF_DRAWING, TIME_METRICS
 from jaxthd.run.metrics_file import Metrics, read_metrics
 from jaxthd.train import main, train
 from jaxthd.validate import DeviceFacts, validate
+from scripts.comparison.quick_compilation import QUICK
 from scripts.write_reference import METRICS
 from tests.shared_programs import shared_programs
 
-UNOPTIMISED = "--xla_backend_optimization_level=0 " + " ".join(
-    flag for flag in os.environ["XLA_FLAGS"].split() if "emitters" in flag or "split_count" in flag
-)
+UNOPTIMISED = QUICK
 """XLA_FLAGS of other processes: they compile as the tests do."""
 FIELDS = {
     "step",

@@ -5,11 +5,12 @@ branch. A loop whose trips XLA does not know is named; `often` says how often it
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxthd.planning.hlo import Computation, Frame, Instruction, Program
-from jaxthd.planning.kernel_costs import CONTROL, FREE, Costs, Device
+from jaxthd.planning.kernel_costs import CONTROL, FREE, Cost, Costs, Device
+from jaxthd.planning.pallas_work import Work, Works
 
 PARTS = (
     ("models/fastconformer.py", "Subsampling", "subsampling"),
@@ -125,10 +126,10 @@ def step_costs(
     device: Device,
     often: Often,
     recorded: Collection[str] | None = None,
-    pallas: Mapping[tuple[str, str], float] | None = None,
+    pallas: Works | None = None,
 ) -> StepCosts:
     """recorded: names of instructions that are in recorded graphs; None for a device without graphs, where
-    every launch costs device.launch. pallas: operations of Pallas kernels by part of the model and name."""
+    every launch costs device.launch. pallas: what the program does not tell of Pallas kernels."""
     walk = _Walk(program, device, often, recorded, pallas or {})
     walk.computation(program.entry, 1.0, _Place(OTHER, "?", in_graph=False))
     return walk.found()
@@ -149,7 +150,7 @@ class _Walk:
         device: Device,
         often: Often,
         recorded: Collection[str] | None,
-        pallas: Mapping[tuple[str, str], float],
+        pallas: Works,
     ) -> None:
         self.program, self.device, self.often = program, device, often
         self.recorded, self.pallas = frozenset(recorded or ()), pallas
@@ -184,8 +185,10 @@ class _Walk:
     def _kernel(self, x: Instruction, inside: Computation, times: float, here: _Place) -> None:
         cost, device, kind = self.costs.of(x, inside), self.device, self.costs.kind(x, inside)
         if kind == "pallas" and (name := re.search(r'\bname = "(\w+)"', x.rest)):
-            flops = self.pallas.get((here.part, name[1]), 0.0)
-            cost = cost._replace(flops=flops, seconds=max(cost.seconds, flops / device.peak["bf16"]))
+            work = self.pallas.get((here.part, name[1]), Work(0.0))
+            moved = cost.bytes - work.unread
+            seconds = max(moved / device.bandwidth, work.flops / device.peak["bf16"])
+            cost = Cost(work.flops, moved, seconds)
         seconds = max(device.kernel if here.in_graph else device.launch, cost.seconds)
         where = here.part, here.line, times, not here.in_graph
         self.kernels.append(Launched(x.name, kind, *where, cost.flops, cost.bytes, cost.seconds, seconds))

@@ -1,22 +1,35 @@
-"""Operations of the Pallas kernels of a step, which a compiled program does not tell."""
+"""What a compiled program does not tell of Pallas kernels: their operations, and what they leave unread."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax import Array
 
 from jaxthd.config import Config
 from jaxthd.ops.attention import pallas
+from jaxthd.ops.attention.relative import distances
 from jaxthd.ops.scan.pallas import TILE
 from jaxthd.packing.batch import Batch
+from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.segments import Segments, make_segments
 
-Flops = dict[tuple[str, str], float]
-"""(part of the model, kernel) -> matrix operations of one launch."""
+SECTOR = 16
+"""Values in bfloat16 that memory reads together."""
 
 
-def pallas_flops(config: Config, batch: Batch) -> Flops:
+class Work(NamedTuple):
+    """Of one launch: matrix operations, and bytes of operands that it does not read."""
+
+    flops: float
+    unread: float = 0.0
+
+
+Works = dict[tuple[str, str], Work]
+"""By part of the model and kernel."""
+
+
+def pallas_work(config: Config, batch: Batch) -> Works:
     """For this batch on one rank: the tiles that its documents' intervals reach."""
     llm, encoder, block = config.model.llm, config.model.encoder, config.compute.attention_block
 
@@ -29,11 +42,16 @@ def pallas_flops(config: Config, batch: Batch) -> Flops:
     if encoder is not None:
         whole = segments(batch.chunk_ids, batch.chunk_positions).whole
         dim = encoder.dim // encoder.heads
-        found |= _attention("encoder attention", whole.lo, whole.hi, encoder.heads, dim)
+        width = len(distances(-(-encoder.chunk_frames // SUBSAMPLING)))
+        seen = np.minimum(np.asarray(whole.hi - whole.lo) + 2 * SECTOR, width)
+        unread = 2.0 * encoder.heads * float((width - seen).sum())
+        found |= _attention("encoder attention", whole.lo, whole.hi, encoder.heads, dim, unread)
     return found | _scan(config) if "M" in llm.kinds else found
 
 
-def _attention(part: str, lo: Array, hi: Array, heads: int, dim: int) -> Flops:
+def _attention(part: str, lo: Array, hi: Array, heads: int, dim: int, unread: float = 0.0) -> Works:
+    """unread: bytes of a bias where no query sees a key."""
+
     def pairs(tiles: pallas.Tiles, *, of_keys: bool = False) -> float:
         tiles = pallas.tiles_for(tiles, len(lo), dim)
         found = pallas.Tiled.of(lo, hi, len(lo), tiles)
@@ -45,15 +63,16 @@ def _attention(part: str, lo: Array, hi: Array, heads: int, dim: int) -> Flops:
         ("query_grad_kernel", pairs(pallas.BACKWARD), 3),
         ("key_grad_kernel", pairs(pallas.BACKWARD, of_keys=True), 4),
     )
-    return {(part, name): 2.0 * dim * products * count for name, count, products in kernels}
+    return {(part, name): Work(2.0 * dim * products * count, unread) for name, count, products in kernels}
 
 
-def _scan(config: Config) -> Flops:
+def _scan(config: Config) -> Works:
     """Two tokens of a scan chunk meet if their tiles do."""
     llm, chunk = config.model.llm, config.compute.scan_chunk
     tile = min(TILE, chunk)
     heads, inner, state = llm.mamba_heads, llm.mamba_heads * llm.mamba_head_dim, llm.mamba_state
-    tokens = config.data.capacity * config.data.rows
+    rows = max(1, config.data.rows // config.mesh.data // config.train.microbatches)
+    tokens = rows * config.data.capacity // config.mesh.context
     pairs, of_states = tokens * (chunk + tile) / 2, 2.0 * tokens * inner * state
     of_heads, of_groups = 2 * pairs * inner, 2 * pairs * state
     decays = 2.0 * tokens * heads * tile * tile  # of one bfloat16 term of the log decays
@@ -64,4 +83,4 @@ def _scan(config: Config) -> Flops:
         "scores_grad_kernel": of_heads + llm.mamba_groups * of_groups + 5 * decays,
         "shared_grad_kernel": of_states + llm.mamba_groups * of_groups,
     }
-    return {("Mamba2", name): flops for name, flops in kernels.items()}
+    return {("Mamba2", name): Work(flops) for name, flops in kernels.items()}

@@ -1,0 +1,34 @@
+"""Nemotron-3-Nano-30B-A3B with a 0.6B FastConformer on 1,024 GPUs: long buffers, each over 512 of them.
+
+    python -m jaxthd.estimate --config configs/nemotron3_nano_1024.py --no-compile
+    python -m jaxthd.train --config configs/nemotron3_nano_1024.py
+
+The first command says on paper what a step needs: 19.6 GiB of a device's memory; 23 GiB received over NVLink
+and 156 GiB over the network, 123 GiB of these for the experts; a bubble of 11.1%; a checkpoint of 360 GiB.
+What fails first is loading, since each of the 512 processes of a data rank makes the features of the same
+rows; then the network. The second command reads train.jsonl and validation.jsonl (NeMo manifests) and the
+model's tokenizer.json from this file's folder. It has not yet run on a GPU.
+
+The mesh: tensor 8 inside a machine, context 32, pipeline 2, data 2; the 128 experts over the 64 ranks of data
+x context; all other weights whole on the ranks, which have room for them. Model and encoder are those of
+configs/nemotron3_nano.py.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from jaxthd.config import Config, MeshConfig
+from jaxthd.files.config_file import load_config
+
+
+def config() -> Config:
+    nano = load_config(Path(__file__).with_name("nemotron3_nano.py"))
+    compute = replace(nano.compute, sequence_sharded=True)
+    data = replace(nano.data, rows=16, capacity=131072, max_documents=1024, audio_capacity=851968, workers=4)
+    return replace(
+        nano,
+        mesh=MeshConfig(data=2, context=32, pipeline=2, tensor=8, fsdp=False),
+        data=data,
+        compute=compute,
+        train=replace(nano.train, microbatches=8),
+    )

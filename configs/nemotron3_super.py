@@ -1,0 +1,38 @@
+"""Nemotron-3-Super-120B-A12B with a 0.6B FastConformer on 1,024 GPUs: long buffers, each over 512 of them.
+
+    python -m jaxthd.estimate --config configs/nemotron3_super.py --no-compile
+    python -m jaxthd.train --config configs/nemotron3_super.py
+
+The first command says on paper what a step needs: 37.8 GiB of a device's memory; 57 GiB received over NVLink
+and 340 GiB over the network, 288 GiB of these for the experts; a bubble of 11.1%; a checkpoint of 1,356 GiB.
+What fails first is loading, as for configs/nemotron3_nano_1024.py; then the network. The second command reads
+train.jsonl and validation.jsonl (NeMo manifests) and the model's tokenizer.json from this file's folder. It
+has not yet run on a GPU.
+
+The mesh: tensor 8 inside a machine, context 32, pipeline 2, data 2; the 512 experts over the 64 ranks of data
+x context. Encoder, buffers and optimization are those of configs/nemotron3_nano_1024.py. Decoder: NVIDIA,
+Nemotron 3 (2025).
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from jaxthd.config import Config
+from jaxthd.files.config_file import load_config
+
+
+def config() -> Config:
+    nano = load_config(Path(__file__).with_name("nemotron3_nano_1024.py"))
+    llm = replace(
+        nano.model.llm,
+        pattern="MEMEMEM*E" + "MEMEMEM*E" * 2 + "MEMEMEMEM*E" * 4 + "MEMEMEM*E" + "MEMEMEME",
+        dim=4096,
+        mamba_heads=128,
+        experts=512,
+        experts_per_token=22,
+        expert_dim=2688,
+        shared_expert_dim=5376,
+        latent_dim=1024,
+        router_scale=5.0,
+    )
+    return replace(nano, model=replace(nano.model, llm=llm))

@@ -1,0 +1,211 @@
+"""A run on many machines, on paper: bytes by link, time, imbalance, loading, saving, and what fails first.
+
+Everything is derived from the config and from what a machine can do (Cluster). Nothing of it was measured on
+GPUs. Ranks are numbered as the mesh numbers devices: the tensor axis is the innermost, so its ranks share a
+machine.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxthd.config import Config, MeshConfig
+from jaxthd.data.loader import BatchReport, RowReport
+from jaxthd.packing.fit import BufferLimits
+from jaxthd.parallel.mesh import AXES, ranks_of
+from jaxthd.planning.layouts import compare_layouts
+from jaxthd.planning.lengths import Lengths
+from jaxthd.planning.memory import temporary_memory
+from jaxthd.planning.model_flops import model_flops
+from jaxthd.planning.parameters import state_bytes
+from jaxthd.planning.search import slot_work
+from jaxthd.planning.traffic import step_traffic
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.terminal.tables import aligned, size_text
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What machines can do. Bandwidths are bytes a second into one GPU, or to storage from one machine.
+
+    flops: a second, of a GPU, at its peak. reached: the share of it that a step reaches. memory: bytes of a
+    GPU that a run may use. audio_rate: seconds of audio that a worker process makes features of in a second.
+    """
+
+    gpus: int = 8
+    memory: float = 78 * GIB
+    flops: float = 989e12
+    reached: float = 0.4
+    nvlink: float = 450e9
+    network: float = 50e9
+    storage: float = 2e9
+    audio_rate: float = 400.0
+
+
+class Exchange(NamedTuple):
+    """Bytes that a device receives in a step from ranks that differ from it in `axes`, by link."""
+
+    axes: tuple[str, ...]
+    nvlink: float
+    network: float
+
+
+class Limit(NamedTuple):
+    """Something that a run may run out of. share: what it takes of what there is; over 1 it fails, or the
+    step waits for it."""
+
+    name: str
+    share: float
+    text: str
+
+
+class ClusterCost(NamedTuple):
+    """seconds: of a step in which computation waits for no exchange, by what it goes to. limits: the tightest
+    first. imbalance: of a whole step, the busiest context rank over the mean. checkpoint: bytes in all."""
+
+    exchanges: list[Exchange]
+    seconds: dict[str, float]
+    bubble: float
+    imbalance: float
+    checkpoint: int
+    limits: list[Limit]
+
+
+def exchanges(config: Config, cluster: Cluster) -> list[Exchange]:
+    """The step's traffic by link.
+
+    Of g ranks m are on a device's own machine, and (g - m) / (g - 1) of what it receives comes over the
+    network. That is exact where m is 1 or g, and for all-to-all; a gather that goes by machines needs less.
+    """
+    found = []
+    for axes, size in step_traffic(config).items():
+        ranks, inside = ranks_of(config.mesh, axes), ranks_inside(config.mesh, axes, cluster.gpus)
+        outside = (ranks - inside) / (ranks - 1)
+        found.append(Exchange(axes, size * (1 - outside), size * outside))
+    return found
+
+
+def ranks_inside(mesh: MeshConfig, axes: Sequence[str], gpus: int) -> int:
+    """Ranks of a group over these axes that are on one machine of so many GPUs."""
+    inside, stride = 1, 1
+    for axis in reversed(AXES):
+        size = getattr(mesh, axis)
+        here = max(1, min(size, gpus // stride))
+        inside *= here if axis in axes else 1
+        stride *= size
+    return inside
+
+
+def cluster_cost(config: Config, cluster: Cluster) -> ClusterCost:
+    """On text-like lengths where they matter: see text_like."""
+    mesh, data = config.mesh, config.data
+    found = exchanges(config, cluster)
+    computing = step_flops(config) / (mesh.devices * cluster.flops * cluster.reached)
+    bubble = Blueprint(config).schedule.bubble
+    imbalance = step_imbalance(config)
+    seconds = {
+        "computing": computing,
+        "bubble": computing * bubble / (1 - bubble),
+        "imbalance": computing * (imbalance - 1),
+        "NVLink": sum(x.nvlink for x in found) / cluster.nvlink,
+        "network": sum(x.network for x in found) / cluster.network,
+    }
+    step = seconds["computing"] + seconds["bubble"] + seconds["imbalance"]
+    own = state_bytes(config)
+    memory = sum(own.values()) - own["gradients"] + temporary_memory(config).most
+    one = state_bytes(replace(config, mesh=MeshConfig()))
+    checkpoint = sum(one.values()) - one["gradients"]
+    machines = max(mesh.devices / cluster.gpus, 1)
+    saving = checkpoint / machines / cluster.storage
+    # Every process reads the rows of its own data ranks, whatever other processes read.
+    audio = data.rows / mesh.data * data.audio_capacity / 100 if config.model.encoder else 0.0
+    loading = audio / (max(data.workers, 1) * cluster.audio_rate)
+    tokens = data.rows * data.capacity
+    limits = [
+        Limit("memory", memory / cluster.memory, f"{size_text(memory)} of {size_text(cluster.memory)}"),
+        Limit(
+            "network", seconds["network"] / step, f"{seconds['network']:.2f} s beside {step:.2f} s of work"
+        ),
+        Limit("NVLink", seconds["NVLink"] / step, f"{seconds['NVLink']:.2f} s beside {step:.2f} s of work"),
+        Limit(
+            "loading",
+            loading / step,
+            f"{audio:,.0f} s of audio a process and step, {data.workers} workers: {loading:.2f} s",
+        ),
+        Limit(
+            "saving",
+            saving / (config.train.checkpoint_every * step),
+            f"{size_text(checkpoint)}, {saving:.1f} s, every {config.train.checkpoint_every} steps",
+        ),
+        Limit(
+            "batch", tokens / MOST_TOKENS, f"{tokens:,} token slots a step; {MOST_TOKENS:,} is usual at most"
+        ),
+    ]
+    ordered = sorted(limits, key=lambda limit: -limit.share)
+    return ClusterCost(found, seconds, bubble, imbalance, checkpoint, ordered)
+
+
+MOST_TOKENS = 32 * 2**20
+"""Tokens of the largest steps that large runs report."""
+
+
+def step_flops(config: Config) -> float:
+    """Of a step whose buffers are full: a fifth of the slots supervised, all mel frames used; products with
+    weights, with the forward pass that recomputation adds. Attention's scores are left out."""
+    data, rows = config.data, config.data.rows
+    seconds = data.audio_capacity / 100 if config.model.encoder else 0.0
+    row = RowReport(0, 0, data.capacity, data.capacity // 5, data.capacity, seconds, 1.0, 0)
+    flops = model_flops(config)(BatchReport((row,) * rows, ((),) * rows))
+    return flops * (4 / 3 if config.compute.remat_llm else 1)
+
+
+def text_like(capacity: int, count: int = 4000) -> Lengths:
+    """Documents whose lengths are log-normal, with a median of 300 and sigma 1.8, up to the capacity."""
+    drawn = np.random.default_rng(0).lognormal(math.log(300), 1.8, count)
+    tokens = drawn.astype(int).clip(2, capacity)
+    return Lengths(tokens, 0 * tokens, 0.0 * tokens, [[]] * count)
+
+
+def step_imbalance(config: Config) -> float:
+    """Work of the busiest context rank over the mean, in products with weights and attention, on buffers of
+    text_like documents; 1 on one context rank."""
+    if config.mesh.context == 1:
+        return 1.0
+    config = replace(config, data=replace(config.data, max_documents=config.data.capacity))
+    costs = compare_layouts(text_like(config.data.capacity), config, slot_work(config))
+    cost = next(x for x in costs if x.layout == config.compute.layout)
+    return (cost.slots + cost.attention) / (cost.slots + cost.attention / cost.imbalance)
+
+
+def describe_cluster(config: Config, cluster: Cluster) -> str:
+    """The tables as text."""
+    cost, mesh = cluster_cost(config, cluster), config.mesh
+    rows = [["Bytes a device receives in a step, by link", "NVLink", "network", "ranks, on a machine"]]
+    for x in cost.exchanges:
+        on = f"{ranks_of(mesh, x.axes)}, {ranks_inside(mesh, x.axes, cluster.gpus)}"
+        rows.append([" + ".join(x.axes), size_text(x.nvlink), size_text(x.network), on])
+    of_all = sum(x.nvlink for x in cost.exchanges), sum(x.network for x in cost.exchanges)
+    rows.append(["in all", *map(size_text, of_all), ""])
+    times = [["Seconds of a step", "s"], *([name, f"{s:.3f}"] for name, s in cost.seconds.items())]
+    fails = [["What fails first", "share", ""]]
+    fails += [[limit.name, f"{limit.share:.2f}", limit.text] for limit in cost.limits]
+    frames = BufferLimits.of(config).array_frames
+    return "\n\n".join(
+        [
+            f"On machines of {cluster.gpus} GPUs: {cluster.flops / 1e12:,.0f} TFLOP/s each, of which "
+            f"{cluster.reached:.0%} reached; NVLink {cluster.nvlink / 1e9:,.0f} GB/s, network "
+            f"{cluster.network / 1e9:,.0f} GB/s a GPU; storage {cluster.storage / 1e9:,.0f} GB/s a machine. "
+            "On paper: nothing of this was measured.",
+            aligned(rows, left=(0,)),
+            aligned(times, left=(0,)),
+            f"Bubble {cost.bubble:.1%}; imbalance of the whole step over {mesh.context} context ranks "
+            f"{cost.imbalance:.3f}, on text-like lengths up to {config.data.capacity:,} tokens; audio arrays "
+            f"of {frames:,} mel frames for data.audio_capacity {config.data.audio_capacity:,}.",
+            aligned(fails, left=(0, 2)),
+        ]
+    )

@@ -1,0 +1,139 @@
+"""The training step compiled ahead of time for growing numbers of simulated devices: does it grow with them?
+
+    python scripts/compile_growth.py [--meshes 1x2x2x2 8x2x2x2] [--check]
+
+The model has Nemotron-3-Nano's letters, at small width. Every mesh has the four axes. Rows, slots and experts
+grow with the ranks: a device has the same share everywhere. Each mesh has a process of its own, which lowers
+and compiles the step and allocates nothing. StableHLO: characters before XLA. Program: those of XLA's own
+program for one device, without its lists of ranks (replica_groups), which name every device. --check exits 1
+where the program of the most devices has over 1.15 times the instructions of that of the fewest, at equal
+context ranks. With these it grows: each remote step of attention is written out.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+MESHES = ("1x2x2x2", "2x2x2x2", "8x2x2x2", "4x4x2x2")
+
+
+def compiled(sizes: str) -> dict[str, float]:
+    """Figures of a mesh, on simulated devices of this process."""
+    import jax
+
+    from jaxthd.config import (
+        ComputeConfig,
+        Config,
+        DataConfig,
+        LLMConfig,
+        MeshConfig,
+        ModelConfig,
+        TrainConfig,
+    )
+    from jaxthd.planning.compiled_step import lowered_step
+    from jaxthd.planning.program import UNOPTIMIZED
+    from jaxthd.run.startup import simulate_devices
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)
+    data, context, pipeline, tensor = map(int, sizes.split("x"))
+    mesh = MeshConfig(data, context, pipeline, tensor)
+    simulate_devices(mesh.devices)
+    share, owners = 64, mesh.data * mesh.context
+    config = Config(
+        mesh=mesh,
+        data=DataConfig(
+            rows=2 * mesh.data, capacity=share * mesh.context, audio_capacity=0, max_documents=16
+        ),
+        model=ModelConfig(
+            encoder=None,
+            llm=LLMConfig(
+                pattern="MEM*EMEM*E",
+                vocab_size=512,
+                dim=32,
+                q_heads=4,
+                kv_heads=2,
+                head_dim=8,
+                mamba_heads=4,
+                mamba_head_dim=8,
+                mamba_state=8,
+                mamba_groups=2,
+                experts=2 * owners,
+                experts_per_token=2,
+                expert_dim=16,
+                shared_expert_dim=16,
+            ),
+        ),
+        compute=ComputeConfig(
+            scan_chunk=16, attention_block=32, loss_block=32, vocab_block=64, expert_block=8
+        ),
+        train=TrainConfig(microbatches=2),
+    )
+    start = time.perf_counter()
+    lowered = lowered_step(config)
+    traced = time.perf_counter()
+    program = lowered.compile(compiler_options=UNOPTIMIZED)
+    end = time.perf_counter()
+    text = re.sub(
+        r"(replica_groups|source_target_pairs)=\{[^}]*(\}\s*,\s*\{[^}]*)*\}+", r"\1", program.as_text()
+    )
+    memory = program.memory_analysis()
+    return {
+        "stablehlo": len(re.sub(r"dense<[^>]*>", "", lowered.as_text())),
+        "program": len(text),
+        "instructions": text.count(" = "),
+        "traced": traced - start,
+        "compiled": end - traced,
+        "temporary": memory.temp_size_in_bytes,
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    from jaxthd.terminal.tables import Claim, conclude, show
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--meshes", nargs="+", default=list(MESHES), help="data x context x pipeline x tensor"
+    )
+    parser.add_argument("--only", help="compile for this mesh here, and print JSON")
+    parser.add_argument("--check", action="store_true", help="exit 1 when a claim fails")
+    options = parser.parse_args(argv)
+    if options.only:
+        print(json.dumps(compiled(options.only)))
+        return
+    found, rows = {}, []
+    for mesh in options.meshes:
+        command = [sys.executable, __file__, "--only", mesh]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        output = subprocess.run(
+            command, env=environment, check=True, stdout=subprocess.PIPE, text=True
+        ).stdout
+        found[mesh] = x = json.loads(output.splitlines()[-1])
+        sizes = f"{x['stablehlo'] / 1e3:,.0f}", f"{x['program'] / 1e3:,.0f}", f"{x['instructions']:,}"
+        times = f"{x['traced']:.1f}", f"{x['compiled']:.1f}", f"{x['temporary'] / 1e3:,.0f}"
+        rows.append([math.prod(map(int, mesh.split("x"))), mesh, *sizes, *times])
+    show(
+        "The step compiled ahead of time; a device has the same share everywhere",
+        "devices|mesh|StableHLO kB|program kB|instructions|traced s|compiled s|temporary kB",
+        rows,
+    )
+    first = options.meshes[0]
+    alike = [mesh for mesh in options.meshes if mesh.split("x")[1] == first.split("x")[1]]
+    growth = found[alike[-1]]["instructions"] / found[first]["instructions"]
+    text = f"instructions of {alike[-1]} over {first}: {growth:.2f} (at most 1.15)"
+    conclude([Claim(text, growth <= 1.15)], check=options.check)
+
+
+if __name__ == "__main__":
+    main()
