@@ -145,8 +145,8 @@ class DataConfig:
     max_documents: int = 64
     """Most documents in a buffer; the packer never exceeds it."""
     audio_capacity: int = 16000
-    """Most mel frames (10 ms) of the documents in a buffer. It shapes the stream of buffers. The audio arrays
-    are as long as the mesh needs: each rank also has room for the longest encoder chunk."""
+    """Most mel frames (10 ms) of the documents in a buffer. It shapes the stream of buffers. The ranks that
+    share a buffer share its mel frames evenly."""
     rungs: tuple[tuple[int, int, int], ...] = ()
     """Smaller sizes that a step's buffers can have, the cheapest first: CAPACITY MAX_DOCUMENTS AUDIO_CAPACITY
     of each, as in --data.rungs 1024 32 0 2048 64 8000. A step takes the first that holds what was packed for

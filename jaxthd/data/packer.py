@@ -63,16 +63,14 @@ class PackDocuments(Sequence[Any]):
     has reported it. Documents that can never fit are skipped and reported each time they are read: in every
     epoch, and again when a restored iterator reads them once more.
 
-    Grain's own packer fills buffers by tokens and mel frames jointly. If a buffer's encoder chunks cannot be
-    assigned whole to the audio ranks, the buffer is divided into consecutive runs of documents whose chunks
-    can. Under the layout "whole" documents of some buffers wait, and rows are chosen among these
-    (packing/waiting.py).
+    Grain's own packer fills buffers by tokens and mel frames jointly. Under the layout "whole" documents of
+    some buffers wait, and rows are chosen among these (packing/waiting.py).
 
     The state of a stream is (the packer's state before a buffer, which documents were yielded from there on).
     It is exact, JSON-serialisable and means the same under every mesh and layout. That is why documents are
     skipped at two points. A document that fits no mesh (too many tokens, too much audio) is skipped before
-    the packer. One that does not fit this mesh (its audio cannot be assigned to the ranks) is skipped after
-    the packer, where rows are chosen.
+    the packer. One that does not fit this mesh (Fit.unassignable) is skipped after the packer, where rows are
+    chosen.
 
     Raises ValueError on construction if the sizes contradict each other.
     """
@@ -107,8 +105,8 @@ class PackDocuments(Sequence[Any]):
     audio_ranks: int = 1
     """Ranks that share a buffer's audio."""
     longest_chunk: int = 0
-    """Mel frames of the longest encoder chunk: each audio rank has room for one, even if that is more than
-    its share of audio_capacity."""
+    """Mel frames of the model's longest encoder chunk, the most that can be cut over ranks: documents with
+    longer ones are skipped. 0: not known."""
     shuffle_seed: int | None = None
     """Seed of grain's shuffle of the open buffers when it yields them; None: in order, the emptiest last."""
     depths: int = 0
@@ -291,7 +289,7 @@ class PackDocuments(Sequence[Any]):
         return not judged.fit.too_large
 
     def _first_run(self, waiting: Sequence[Waiting], is_last: bool) -> Taken:
-        """Takes the longest run of a buffer's documents that can be assigned.
+        """Takes the longest run of a buffer's documents that make a row.
 
         Takes one, and gives no row, if the first document alone cannot be assigned: it is skipped.
         """

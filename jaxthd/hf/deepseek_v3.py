@@ -124,7 +124,8 @@ def llm_fields(llm: LLMConfig) -> dict[str, Any]:
         "num_key_value_heads": llm.q_heads,
         "num_hidden_layers": layers,
         "first_k_dense_replace": dense,
-        "num_nextn_predict_layers": llm.mtp_modules,
+        # Without it, an export like a checkpoint that has it keeps what that says: its tensors are copied.
+        **({"num_nextn_predict_layers": llm.mtp_modules} if llm.mtp_pattern else {}),
         "n_shared_experts": llm.shared_expert_dim // llm.expert_dim,
         "n_group": llm.router_groups,
         "topk_group": min(llm.router_groups_per_token, llm.router_groups),

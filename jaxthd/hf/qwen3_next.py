@@ -119,7 +119,7 @@ def llm_fields(llm: LLMConfig) -> dict[str, Any]:
             f"{', '.join(expected)} alone and more than 0 for Qwen3NextForCausalLM: choose another format"
         )
     experts = "E" in llm.letters
-    mtp = {"mtp_pattern": _mtp_letters(llm.letters), "mtp_shared": True} if llm.mtp_pattern else {}
+    mtp = {"mtp_pattern": _mtp_letters(llm.letters), "mtp_modules": 1} if llm.mtp_pattern else {}
     must_hold(llm, _FORM | (_MOE_FORM if experts else {}) | mtp, "Qwen3NextForCausalLM")
     if experts and not llm.shared_expert_dim:
         raise UserError(

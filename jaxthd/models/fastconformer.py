@@ -25,8 +25,9 @@ from jaxthd.ops.attention.blockwise import interval_attention
 from jaxthd.ops.attention.dense import dense_attention
 from jaxthd.ops.attention.relative import distances, relative_attention
 from jaxthd.ops.conv import centered_conv
+from jaxthd.ops.neighbours import Neighbours, make_neighbours
 from jaxthd.ops.numerics import accumulation_dtype
-from jaxthd.packing.document import SUBSAMPLING
+from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Buffer, Init, applied, remat_of, scan_stack, stack
 
@@ -205,6 +206,8 @@ class Clips(NamedTuple):
     frames: the number of valid frames on all ranks.
     attention: how it is computed (compute.encoder_attention).
     cos, sin: cos(p w_f) and sin(p w_f), for a frame's position p in its clip and every frequency w_f.
+    neighbours: of the ranks that clips are cut over; None where they lie whole on this rank. waves: the
+    cosines and sines of the neighbours' window, in the compute dtype.
     """
 
     segments: Segments
@@ -212,6 +215,8 @@ class Clips(NamedTuple):
     cos: Float[Array, "E F"]
     sin: Float[Array, "E F"]
     attention: str
+    neighbours: Neighbours | None = None
+    waves: Float[Array, "S X"] | None = None
 
 
 class _Query(NamedTuple):
@@ -234,7 +239,8 @@ def _dense_attention(
         return x.reshape(segments.rows, -1, *x.shape[1:])
 
     arrays = map(by_row, (query.content, k_EHd, query.position, waves_EX, v_EHd))
-    return dense_attention(*arrays, by_row(segments.ids), scale).reshape(v_EHd.shape)
+    ids = by_row(segments.ids)
+    return dense_attention(*arrays, ids, ids, scale).reshape(v_EHd.shape)
 
 
 def _banded_attention(
@@ -259,6 +265,40 @@ def _blockwise_attention(
     waves_EHX = jnp.broadcast_to(waves_EX[:, None], query.position.shape)
     q_EHX, k_EHX = jnp.concatenate(query, axis=-1), jnp.concatenate([k_EHd, waves_EHX], axis=-1)
     return interval_attention(q_EHX, k_EHX, v_EHd, segments.whole, scale, segments.block)
+
+
+def _attention_over_ranks(
+    query: _Query, k_EHd: Array, v_EHd: Array, clips: Clips, scale: float, longest: int
+) -> Array:
+    """For clips that are cut over ranks: with the keys and values of the neighbours' window.
+
+    It is dense for the rows that _dense_attention takes. The band, which stands for the kernels too, has
+    queries in the whole window, of which only this rank's see anything.
+    """
+    segments, neighbours, waves_SX = clips.segments, clips.neighbours, clips.waves
+    assert neighbours is not None
+    assert waves_SX is not None
+    k_SHd, v_SHd = jnp.unstack(neighbours.window(jnp.stack([k_EHd, v_EHd], axis=1)), axis=1)
+    rows, keys = segments.rows, neighbours.keys
+
+    def by_row(x: Array) -> Array:
+        return x.reshape(rows, -1, *x.shape[1:])
+
+    if segments.row_length <= DENSE_FRAMES:
+        arrays = map(by_row, (query.content, k_SHd, query.position, waves_SX, v_SHd, segments.ids))
+        return dense_attention(*arrays, neighbours.ids, scale).reshape(v_EHd.shape)
+    if clips.attention != "blocks":
+
+        def in_window(x: Array) -> Array:
+            padding = [(0, 0), (neighbours.reach, neighbours.reach), *[(0, 0)] * (x.ndim - 1)]
+            return jnp.pad(by_row(x), padding).reshape(-1, *x.shape[1:])
+
+        content, position, lo, hi = map(in_window, (*query, keys.lo, keys.hi))
+        given = content, k_SHd, position, waves_SX, v_SHd, lo, hi
+        return neighbours.own(banded_attention(*given, scale, segments.block, longest))
+    waves_SHX = jnp.broadcast_to(waves_SX[:, None], (len(waves_SX), *query.position.shape[1:]))
+    q_EHX, k_SHX = jnp.concatenate(query, axis=-1), jnp.concatenate([k_SHd, waves_SHX], axis=-1)
+    return interval_attention(q_EHX, k_SHX, v_SHd, keys, scale, segments.block)
 
 
 class RelativeAttention(nnx.Module):
@@ -287,33 +327,49 @@ class RelativeAttention(nnx.Module):
         self.content_bias, self.position_bias = (
             init.zeros((config.heads, config.dim // config.heads)) for _ in range(2)
         )
-        self.longest = -(-config.chunk_frames // SUBSAMPLING)
+        self.longest = encoder_frames(config.chunk_frames)
 
     def __call__(self, x_ED: Float[Array, "E D"], clips: Clips) -> Float[Array, "E D"]:
         dtype, (heads, dim) = x_ED.dtype, self.content_bias.shape
         q_EHd, k_EHd, v_EHd = (f(x_ED).reshape(len(x_ED), heads, dim) for f in (self.q, self.k, self.v))
-        u_Hd, v_Hd = (b[...].astype(dtype) for b in (self.content_bias, self.position_bias))
         w_F2Hd = self.position[...].astype(dtype).reshape(-1, 2, heads, dim)
-        scale = 1 / math.sqrt(dim)
+        given = q_EHd, k_EHd, v_EHd, w_F2Hd
+
+        def own(q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array) -> Array:
+            return self._own(q_EHd, k_EHd, v_EHd, w_F2Hd, clips)
+
+        def over_ranks(q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array) -> Array:
+            query, scale = self._query(q_EHd, w_F2Hd, clips), 1 / math.sqrt(dim)
+            return _attention_over_ranks(query, k_EHd, v_EHd, clips, scale, self.longest)
+
+        if clips.neighbours is None:
+            o_EHd = own(*given)
+        else:
+            o_EHd = jax.lax.cond(clips.neighbours.is_cut, over_ranks, own, *given)
+        return self.out(o_EHd.reshape(x_ED.shape))
+
+    def _own(self, q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array, clips: Clips) -> Array:
+        """Attention inside the clips that lie whole on this rank."""
+        scale, segments, dtype = 1 / math.sqrt(q_EHd.shape[-1]), clips.segments, q_EHd.dtype
         if clips.attention == "pallas":
-            far_WHd = self._far(w_F2Hd, accumulation_dtype(x_ED))
+            u_Hd, v_Hd = (b[...].astype(dtype) for b in (self.content_bias, self.position_bias))
+            far_WHd = self._far(w_F2Hd, accumulation_dtype(q_EHd))
             given = q_EHd + u_Hd, k_EHd, q_EHd + v_Hd, far_WHd, v_EHd
-            whole = clips.segments.whole
-            o_EHd = relative_attention(*given, whole.lo, whole.hi, scale, self.longest)
-            return self.out(o_EHd.reshape(x_ED.shape))
-        s_EHF, c_EHF = jnp.einsum(
-            "ehd,fthd->tehf", q_EHd + v_Hd, w_F2Hd, preferred_element_type=accumulation_dtype(x_ED)
-        )
-        cos_E1F, sin_E1F = clips.cos[:, None], clips.sin[:, None]
-        rotated = (s_EHF * sin_E1F + c_EHF * cos_E1F, c_EHF * sin_E1F - s_EHF * cos_E1F)
-        position = jnp.concatenate(rotated, axis=-1).astype(dtype)
+            return relative_attention(*given, segments.whole.lo, segments.whole.hi, scale, self.longest)
         waves_EX = jnp.concatenate([clips.cos, clips.sin], axis=-1).astype(dtype)
         banded = partial(_banded_attention, longest=self.longest)
         long = banded if clips.attention == "banded" else _blockwise_attention
-        attend = _dense_attention if clips.segments.row_length <= DENSE_FRAMES else long
-        query = _Query(q_EHd + u_Hd, position)
-        o_EHd = attend(query, k_EHd, waves_EX, v_EHd, clips.segments, scale)
-        return self.out(o_EHd.reshape(x_ED.shape))
+        attend = _dense_attention if segments.row_length <= DENSE_FRAMES else long
+        return attend(self._query(q_EHd, w_F2Hd, clips), k_EHd, waves_EX, v_EHd, segments, scale)
+
+    def _query(self, q_EHd: Array, w_F2Hd: Array, clips: Clips) -> _Query:
+        u_Hd, v_Hd = (b[...].astype(q_EHd.dtype) for b in (self.content_bias, self.position_bias))
+        s_EHF, c_EHF = jnp.einsum(
+            "ehd,fthd->tehf", q_EHd + v_Hd, w_F2Hd, preferred_element_type=accumulation_dtype(q_EHd)
+        )
+        cos_E1F, sin_E1F = clips.cos[:, None], clips.sin[:, None]
+        rotated = (s_EHF * sin_E1F + c_EHF * cos_E1F, c_EHF * sin_E1F - s_EHF * cos_E1F)
+        return _Query(q_EHd + u_Hd, jnp.concatenate(rotated, axis=-1).astype(q_EHd.dtype))
 
     def _far(self, w_F2Hd: Array, acc: jnp.dtype) -> Float[Array, "W H d"]:
         """W phi(t) for all distances t of two frames in a clip."""
@@ -344,7 +400,7 @@ class ConvModule(nnx.Module):
     ) -> Float[Array, "E D"]:
         value_ED, gate_ED = jnp.split(self.up(x_ED), 2, axis=1)
         w_KD = self.depthwise[...].astype(x_ED.dtype)
-        y_ED = centered_conv(value_ED * jax.nn.sigmoid(gate_ED), w_KD, clips.segments)
+        y_ED = centered_conv(value_ED * jax.nn.sigmoid(gate_ED), w_KD, clips.segments, clips.neighbours)
         if self.depthwise_bias is not None:
             y_ED = y_ED + self.depthwise_bias[...].astype(x_ED.dtype)
         y_ED = self.norm(y_ED, clips.segments.valid, clips.frames, train=train, axes=axes)
@@ -387,6 +443,7 @@ class FastConformer(nnx.Module):
         self.subsampling = Subsampling(config, init, compute.subsampling_frames or PIECE)
         self.blocks = stack(lambda init: ConformerBlock(config, init), init, config.layers)
         self.scale = math.sqrt(config.dim) if config.scale_input else 1.0
+        self.longest = encoder_frames(config.chunk_frames)
         self.remat, self.unroll = remat_of(compute, compute.remat_encoder), compute.unroll_layers
         self.keeps_gathered = init.mesh.pipeline == 1 or compute.recomputed_of_stage == "stage"
         self.attention = compute.encoder_attention
@@ -399,6 +456,7 @@ class FastConformer(nnx.Module):
         *,
         train: bool = False,
         axes: tuple[str, ...] = (),
+        row_axes: tuple[str, ...] = (),
     ) -> tuple[Float[Array, "E D"], dict[str, Any]]:
         """Encodes every clip in the buffer. Returns [E, D] in mels' dtype, 0 in padding, and the running
         statistics.
@@ -409,6 +467,9 @@ class FastConformer(nnx.Module):
         train: BatchNorm uses the statistics of all ranks' valid frames if True, else the running statistics.
         axes: the mesh axes over which clips are sharded; () on a single device. Every rank of these axes must
             call this, even without clips.
+        row_axes: those of them whose ranks share a row. A clip may be cut over these ranks, if it is no
+            longer than config.chunk_frames; it goes on at the start of the next rank's frames, with the same
+            id, which no other clip of the row has. Else the result is NaN.
 
         The second result has the structure of nnx.to_pure_dict(nnx.state(self, Buffer)). The running
         statistics in it are updated if train is True and any rank has a valid frame. self keeps the old ones.
@@ -419,19 +480,19 @@ class FastConformer(nnx.Module):
                 f"{len(mels_AM)} mel frames for {len(segments.ids)} encoder frames; "
                 f"expected {SUBSAMPLING} for each: check mels against chunk_ids"
             )
-        x_ED = applied(
-            self.subsampling,
-            mels_AM,
-            mel_mask_A,
-            segments.positions == 0,
-            keeps_gathered=self.keeps_gathered,
-        )
-        x_ED = x_ED * self.scale
+        neighbours = make_neighbours(segments, self.longest - 1, row_axes, axes)
+        x_ED = self._subsampled(mels_AM, mel_mask_A, segments, neighbours)
         dim, acc = x_ED.shape[1], accumulation_dtype(mels_AM)
         w_F = _frequencies(dim, acc)
         angle_EF = segments.positions[:, None].astype(acc) * w_F
         frames = jax.lax.psum(segments.valid.sum().astype(acc), axes)
         clips = Clips(segments, frames, jnp.cos(angle_EF), jnp.sin(angle_EF), self.attention)
+        if neighbours is not None:
+            angle_SF = neighbours.positions.reshape(-1, 1).astype(acc) * w_F
+            waves_SX = jnp.concatenate([jnp.cos(angle_SF), jnp.sin(angle_SF)], axis=-1)
+            clips = clips._replace(neighbours=neighbours, waves=waves_SX.astype(x_ED.dtype))
+            is_too_long = neighbours.is_cut & (segments.positions >= self.longest).any()
+            x_ED = jnp.where(is_too_long, jnp.nan, x_ED)
 
         def body(block: ConformerBlock, x_ED: Array) -> tuple[Array, dict[str, Any]]:
             x_ED = block(x_ED, clips, train=train, axes=axes)
@@ -439,3 +500,22 @@ class FastConformer(nnx.Module):
 
         x_ED, buffers = scan_stack(self.blocks, body, x_ED, remat=self.remat, unroll=self.unroll)
         return jnp.where(segments.valid[:, None], x_ED, 0), {"blocks": buffers}
+
+    def _subsampled(
+        self, mels_AM: Array, mel_mask_A: Array, segments: Segments, neighbours: Neighbours | None
+    ) -> Array:
+        """An encoder frame reads mel frames of the frame before, which a neighbour may have."""
+        subsampling = partial(applied, self.subsampling, keeps_gathered=self.keeps_gathered)
+        start_E = segments.positions == 0
+        if neighbours is None:
+            return subsampling(mels_AM, mel_mask_A, start_E) * self.scale
+        rows, frames = segments.rows, segments.row_length
+        mels_RAM = neighbours.extended(mels_AM.reshape(rows, -1, mels_AM.shape[1]), SUBSAMPLING, 0)
+        start_RE = start_E.reshape(rows, frames)
+        # A chunk that goes on here has filled the frame before.
+        before_R8 = jnp.repeat(~start_RE[:, :1], SUBSAMPLING, axis=1)
+        mask_RA = jnp.concatenate([before_R8, mel_mask_A.reshape(rows, -1)], axis=1)
+        start_RE = jnp.pad(start_RE, ((0, 0), (1, 0)), constant_values=True)
+        x_ED = subsampling(mels_RAM.reshape(-1, mels_AM.shape[1]), mask_RA.reshape(-1), start_RE.reshape(-1))
+        x_RED = x_ED.reshape(rows, 1 + frames, -1)[:, 1:]
+        return x_RED.reshape(rows * frames, -1) * self.scale

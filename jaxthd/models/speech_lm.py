@@ -367,7 +367,7 @@ class SpeechLM(nnx.Module):
     def _encode(
         self, batch: Batch, *, axes: tuple[str, ...], train: bool
     ) -> tuple[Float[Array, "R E D"], dict[str, Any]]:
-        """Encodes this rank's encoder chunks, and gathers every rank's embeddings: those of the whole row."""
+        """Encodes this rank's frames, and gathers every rank's embeddings: those of the whole row."""
         if self.encoder is None or self.adapter is None:
             raise ValueError(
                 "the batch holds audio, and the model has no encoder (model.encoder is None); expected a "
@@ -383,6 +383,7 @@ class SpeechLM(nnx.Module):
             chunks,
             train=train,
             axes=axes,
+            row_axes=AUDIO_AXES if axes else (),
         )
         y_ED = applied(self.adapter, y_ED, keeps_gathered=self.encoder.keeps_gathered)
         y_RED = y_ED.reshape(rows, batch.chunk_ids.shape[1], -1)

@@ -14,6 +14,7 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from jaxthd.ops.cut_exchange import gathered_chunks
+from jaxthd.ops.neighbours import Neighbours
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.segments import Segments
 
@@ -234,18 +235,26 @@ def _halo(x_RSLC: Array, reach: int, segments: Segments) -> Array:
 
 
 def centered_conv(
-    x_NC: Float[Array, "N C"], w_KC: Float[Array, "K C"], segments: Segments
+    x_NC: Float[Array, "N C"],
+    w_KC: Float[Array, "K C"],
+    segments: Segments,
+    neighbours: Neighbours | None = None,
 ) -> Float[Array, "N C"]:
     """y[i] = sum_d w[d + K // 2] x[i + d], |d| <= K // 2, over the taps that stay inside the document.
 
-    K is odd. Documents lie whole on this rank, as in the encoder.
+    K is odd. The encoder's documents are clips. neighbours: of the ranks that clips are cut over; None: clips
+    lie whole on this rank.
     """
     assert segments.context == 1
-    half = len(w_KC) // 2
-    padded_NC = jnp.pad(x_NC, ((half, half), (0, 0)))
-    y_NC = jnp.zeros_like(x_NC)
+    half, remaining_N = len(w_KC) // 2, segments.remaining
+    if neighbours is None:
+        x_RSC = jnp.pad(x_NC, ((half, half), (0, 0)))[None]
+    else:
+        x_RSC = neighbours.extended(x_NC.reshape(segments.rows, -1, x_NC.shape[1]), half, half)
+        remaining_N = neighbours.remaining
+    y_NC, frames = jnp.zeros_like(x_NC), x_RSC.shape[1] - 2 * half
     for d in range(-half, half + 1):
-        inside_N = segments.positions >= -d if d < 0 else segments.remaining >= d
-        there_NC = padded_NC[half + d : half + d + len(x_NC)]
+        inside_N = segments.positions >= -d if d < 0 else remaining_N >= d
+        there_NC = x_RSC[:, half + d : half + d + frames].reshape(x_NC.shape)
         y_NC = y_NC + w_KC[d + half] * jnp.where(inside_N[:, None], there_NC, 0)
     return y_NC

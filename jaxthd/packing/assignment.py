@@ -60,11 +60,6 @@ class Placement(NamedTuple):
         """All of the row's documents, in the order of their segment ids."""
         return [*self.cut, *(document for of_rank in self.whole for document in of_rank)]
 
-    def without(self, document: int) -> "Placement":
-        """The placement of the others."""
-        cut = tuple(i for i in self.cut if i != document)
-        return Placement(cut, tuple(tuple(i for i in of_rank if i != document) for of_rank in self.whole))
-
     def renumbered(self) -> "Placement":
         """The placement of the documents `order`, given in this order."""
         number = {document: i for i, document in enumerate(self.order)}

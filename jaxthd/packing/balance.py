@@ -124,6 +124,24 @@ def _rank_work(
     return chunk[:, first] + chunk[:, second]
 
 
+def place_chunks(frames: Sequence[int], ranks: int, rank_frames: int) -> list[int]:
+    """The mel frame, of those of all audio ranks, at which each encoder chunk begins.
+
+    frames: mel frames of each chunk, multiples of 8; all ranks together hold them. rank_frames: mel frames
+    that a rank holds, a multiple of 8. Rank r holds the frames from r * rank_frames on.
+    No chunk is cut over ranks if assign_chunks finds such an assignment. Otherwise they lie one after the
+    other, and each boundary between two ranks cuts at most one.
+    """
+    whole = assign_chunks(frames, ranks, rank_frames)
+    free = [rank * rank_frames for rank in range(ranks)]
+    starts = []
+    for i, length in enumerate(frames):
+        rank = 0 if whole is None else whole[i]
+        starts.append(free[rank])
+        free[rank] += length
+    return starts
+
+
 def assign_chunks(frames: Sequence[int], ranks: int, capacity_per_rank: int) -> list[int] | None:
     """Assigns whole encoder chunks to ranks, evenly by mel frames. Returns each chunk's rank, or None.
 

@@ -30,10 +30,11 @@ class Batch(NamedTuple):
     positions: index of the token in its segment (0 in padding).
     audio_slots: index into the row's E encoder frames (rank-major: rank * E / ranks + frame in the rank's
         buffer), or -1 where the embedding is the token's.
-    mels: log-mel features; every encoder chunk starts at a multiple of 8 frames within its rank's share of A;
-        0.0 where mel_mask is False.
+    mels: log-mel features; every encoder chunk starts at a multiple of 8 frames, and may go on in the shares
+        of the next ranks; 0.0 where mel_mask is False.
     mel_mask: True on valid mel frames.
-    chunk_ids: 0 on unused encoder frames, else the encoder chunk's number within its rank's share, from 1.
+    chunk_ids: 0 on unused encoder frames, else the encoder chunk's number in the row, from 1, rising over all
+        ranks.
     chunk_positions: index of the encoder frame in its chunk (0 where unused).
     future_tokens, future_audio_slots: at depth k, tokens and audio_slots of the token k + 1 positions later
         in the same document; -1 where the document has ended.

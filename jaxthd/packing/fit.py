@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxthd.config import Config
 from jaxthd.packing.answers import segment_lengths
 from jaxthd.packing.assignment import Placement, Shares, Size
-from jaxthd.packing.balance import assign_chunks
+from jaxthd.packing.balance import place_chunks
 from jaxthd.packing.document import SUBSAMPLING, Document
 
 
@@ -17,7 +17,7 @@ class Fit(NamedTuple):
     slots: token slots, including those that round_to adds. segments: its segments in a buffer.
     chunk_frames: mel frames that each of its encoder chunks takes, multiples of 8.
     too_large: why it exceeds the buffer on any mesh; "" if it does not.
-    unassignable: why it, or its audio, cannot be assigned to the ranks of this mesh; "" if they can.
+    unassignable: why it cannot be assigned to the ranks of this mesh; "" if it can.
     work: of its attention, in query-key pairs.
     """
 
@@ -45,11 +45,12 @@ class BufferLimits:
 
     capacity, audio_capacity, max_documents and share_prompts say which documents share a buffer, whatever the
     mesh. Each answer of a document with several counts as a document, and so does a shared prompt. The
-    audio arrays are as long as the mesh needs: each rank has an even share of audio_capacity, and room for
-    the longest encoder chunk. Chunks that ranks cannot share in this way divide the buffer; a document of
-    several chunks may then be skipped on many ranks and not on few. shares: of the context ranks, where
-    documents stay whole on one of them (the layout "whole"); else None. Documents that ranks cannot hold so
-    divide the buffer, too.
+    audio arrays are as long as the mesh needs: each rank has an even share of audio_capacity, in whole
+    encoder frames. Encoder chunks are cut over the ranks where they must be, so all documents of a buffer
+    fit. longest_chunk: mel frames of the model's longest encoder chunk, the most that can be cut; documents
+    with longer ones are refused under every mesh. 0: not known. shares: of the context ranks, where documents
+    stay whole on one of them (the layout "whole"); else None. Documents that ranks cannot hold so divide the
+    buffer.
     """
 
     capacity: int
@@ -79,14 +80,18 @@ class BufferLimits:
     @property
     def rank_frames(self) -> int:
         """Mel frames that one audio rank holds; a multiple of 8."""
-        least = min(self.longest_chunk, self.audio_capacity)
-        share = max(-(-self.audio_capacity // self.audio_ranks), least)
+        share = -(-self.audio_capacity // self.audio_ranks)
         return -(-share // SUBSAMPLING) * SUBSAMPLING
 
     @property
     def array_frames(self) -> int:
         """Mel frames that the audio arrays have room for, over all ranks."""
         return self.rank_frames * self.audio_ranks
+
+    @property
+    def _longest(self) -> int:
+        """The longest chunk's mel frames in whole encoder frames; 0: not known."""
+        return -(-self.longest_chunk // SUBSAMPLING) * SUBSAMPLING
 
     def slots(self, document: Document) -> int:
         """Token slots that a document takes: each of its segments is rounded up."""
@@ -109,7 +114,7 @@ class BufferLimits:
     def fit(self, document: Document) -> Fit:
         """Judges one document by itself."""
         slots, segments, frames = self.slots(document), self.segments(document), document.chunk_frames
-        too_large = unassignable = ""
+        too_large = ""
         if slots > self.capacity:
             too_large = f"its {slots} token slots exceed the capacity of {self.capacity}"
         elif segments > self.max_documents:
@@ -121,12 +126,12 @@ class BufferLimits:
             too_large = "it holds a recording, and audio_capacity is 0"
         elif sum(frames) > self.audio_capacity:
             too_large = f"its {sum(frames)} mel frames exceed the audio_capacity of {self.audio_capacity}"
-        elif not self.is_assigned(frames):
-            unassignable = (
-                f"its encoder chunks of {list(frames)} mel frames do not fit {self.audio_ranks} audio ranks "
-                f"of {self.rank_frames} each; raise audio_capacity"
+        elif 0 < self._longest < max(frames, default=0):
+            too_large = (
+                f"its encoder chunks of {list(frames)} mel frames exceed the model's longest of "
+                f"{self._longest} (encoder.chunk_seconds)"
             )
-        fit = Fit(slots, segments, frames, too_large, unassignable, self.work(document))
+        fit = Fit(slots, segments, frames, too_large, "", self.work(document))
         if fit.misfit or self.shares is None or self.shares.fits(fit.size):
             return fit
         several = f" of {segments} segments" if segments > 1 else ""
@@ -137,12 +142,11 @@ class BufferLimits:
         )
 
     def first_run(self, fits: Sequence[Fit]) -> int:
-        """How many of the first documents make a row: the most that, with their audio, can be assigned.
+        """How many of the first documents make a row: the most that can be assigned to the context ranks.
 
         fits: the Fit of each document of a buffer from the packer. Returns 0 if the first is unassignable.
         """
-        count = longest_run([fit.chunk_frames for fit in fits], self.audio_ranks, self.rank_frames)
-        sizes = [fit.size for fit in fits]
+        count, sizes = len(fits), [fit.size for fit in fits]
         while count and self.shares is not None and self.shares.assign(sizes[:count]) is None:
             count -= 1
         return count
@@ -156,11 +160,8 @@ class BufferLimits:
             and self.first_run(fits) == len(fits)
         )
 
-    def assign(self, documents: Sequence[Document]) -> list[list[int]]:
-        """The audio rank of every encoder chunk of every document of a row.
-
-        Raises ValueError if the documents do not fit one row; the message says which setting to increase.
-        """
+    def require_room(self, documents: Sequence[Document]) -> None:
+        """Raises ValueError if the documents do not fit one row. The message says what to increase."""
         segments = sum(map(self.segments, documents))
         if segments > self.max_documents:
             several = f" of {segments} segments" if segments > len(documents) else ""
@@ -170,14 +171,29 @@ class BufferLimits:
         slots = sum(map(self.slots, documents))
         if slots > self.capacity:
             raise ValueError(f"documents take {slots} token slots, the buffer has {self.capacity} (capacity)")
-        frames = [frames for document in documents for frames in document.chunk_frames]
-        ranks = assign_chunks(frames, self.audio_ranks, self.rank_frames)
-        if ranks is None:
+        frames = sum(document.mel_frames for document in documents)
+        if frames > self.array_frames:
             raise ValueError(
-                f"encoder chunks of {sorted(frames, reverse=True)} mel frames do not fit {self.audio_ranks} "
-                f"audio ranks of {self.rank_frames} each; raise audio_capacity, or pack fewer documents a row"
+                f"documents take {frames} mel frames, the buffer has {self.array_frames} (audio_capacity "
+                f"{self.audio_capacity}); raise audio_capacity, or pack fewer documents a row"
             )
-        following = iter(ranks)
+
+    def chunk_starts(self, documents: Sequence[Document]) -> list[list[int]]:
+        """The mel frame of the row at which every encoder chunk of every document begins (place_chunks).
+
+        Raises ValueError for a chunk that is cut over ranks and longer than longest_chunk.
+        """
+        frames = [frames for document in documents for frames in document.chunk_frames]
+        starts = place_chunks(frames, self.audio_ranks, self.rank_frames)
+        for start, length in zip(starts, frames, strict=True):
+            is_cut = length > self.rank_frames - start % self.rank_frames
+            if is_cut and 0 < self._longest < length:
+                raise ValueError(
+                    f"an encoder chunk of {length} mel frames is cut over {self.audio_ranks} audio ranks of "
+                    f"{self.rank_frames} each; expected at most {self._longest}, the model's longest "
+                    "(longest_chunk): divide the recording"
+                )
+        following = iter(starts)
         return [[next(following) for _ in document.chunks] for document in documents]
 
     def place(self, documents: Sequence[Document]) -> Placement:
@@ -195,20 +211,3 @@ class BufferLimits:
                 f"{self.shares.most_cut} of them cut; raise context_cuts or capacity, or pack fewer a row"
             )
         return placed
-
-    def is_assigned(self, frames: Sequence[int]) -> bool:
-        """Whether encoder chunks of so many mel frames can be assigned to the audio ranks."""
-        return assign_chunks(frames, self.audio_ranks, self.rank_frames) is not None
-
-
-def longest_run(chunk_frames: Sequence[Sequence[int]], audio_ranks: int, rank_frames: int) -> int:
-    """Counts the documents, from the first on, whose encoder chunks can be assigned to the audio ranks.
-
-    chunk_frames: mel frames of each document's chunks, multiples of 8. rank_frames: mel frames a rank holds.
-    Returns 0 if those of the first document alone cannot.
-    """
-    for count in range(len(chunk_frames), 0, -1):
-        frames = [f for of_document in chunk_frames[:count] for f in of_document]
-        if assign_chunks(frames, audio_ranks, rank_frames) is not None:
-            return count
-    return 0

@@ -6,6 +6,7 @@ depths of multi-token prediction.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,8 +109,9 @@ def pack_row(
     """Packs documents into one buffer (Batch with R = 1). Without documents the row is all padding.
 
     capacity: token slots T, a multiple of 2 * context. audio_capacity: the most mel frames of the documents.
-        `audio_ranks` ranks share them; each holds whole encoder chunks. 0: the Batch's audio fields are None.
-    longest_chunk: mel frames that each rank has room for, where that is more than its even share.
+        `audio_ranks` ranks share them evenly. 0: the Batch's audio fields are None.
+    longest_chunk: mel frames of the model's longest encoder chunk; no longer one may be cut over ranks. 0:
+        not known.
     round_to: each document's slots are rounded up to a multiple of this, with padding slots behind it.
     order_seed: seeds the search for the order that balances attention (order_documents); None keeps the
         given order.
@@ -132,18 +134,18 @@ def pack_row(
     )
     if not answers:
         _require_single(documents)
-    ranks = limits.assign(documents)
+    limits.require_room(documents)
     starts = cuts = None
     if shares is not None:
         placement = placement or limits.place(documents)
-        documents, ranks = [documents[d] for d in placement.order], [ranks[d] for d in placement.order]
+        documents = [documents[d] for d in placement.order]
         starts, cuts = shares.starts(placement, list(map(limits.slots, documents)))
     elif order_seed is not None and layout == "buffer":
         order = _balanced_order(documents, limits, context, order_seed)
-        documents, ranks = [documents[d] for d in order], [ranks[d] for d in order]
+        documents = [documents[d] for d in order]
     placed = _place(documents, limits, starts)
     row = _write_tokens(documents, placed, capacity)
-    audio = _write_audio(documents, placed, ranks, limits, num_mels) if audio_capacity else None
+    audio = _write_audio(documents, placed, limits, num_mels) if audio_capacity else None
     perm = ContextLayout(layout, context, round_to).permutation(row.segment_ids, cuts)
     batch = _as_batch(row, audio, _future(row, audio, depths), perm)
     batch = batch._replace(
@@ -253,38 +255,33 @@ def _write_tokens(documents: Sequence[Document], placed: Sequence[_Placed], capa
 
 
 def _write_audio(
-    documents: Sequence[Document],
-    placed: Sequence[_Placed],
-    ranks: Sequence[Sequence[int]],
-    limits: BufferLimits,
-    num_mels: int,
+    documents: Sequence[Document], placed: Sequence[_Placed], limits: BufferLimits, num_mels: int
 ) -> _Audio:
-    """Writes every encoder chunk, once, behind the ones that its rank already holds.
+    """Writes every encoder chunk, once, where limits.chunk_starts says.
 
-    ranks: the audio rank of each chunk of each document.
     Raises ValueError for a chunk with another number of mel bands.
     """
     frames = limits.array_frames
     audio_slots = np.full(limits.capacity, -1, np.int32)
     mels, mel_mask = np.zeros((frames, num_mels), np.float32), np.zeros(frames, bool)
     chunk_ids, chunk_positions = np.zeros((2, frames // SUBSAMPLING), np.int32)
-    next_frame = [rank * limits.rank_frames for rank in range(limits.audio_ranks)]
-    chunks_of_rank = [0] * limits.audio_ranks
+    starts = limits.chunk_starts(documents)
+    chunks = [chunk for document in documents for chunk in document.chunks]
+    rising = sorted(first for first, chunk in zip(chain(*starts), chunks, strict=True) if len(chunk))
+    number = {first: i for i, first in enumerate(rising, 1)}
     slots_of_tokens = [np.full(len(document), -1, np.int32) for document in documents]
-    for document, of_tokens, ranks_of_document in zip(documents, slots_of_tokens, ranks, strict=True):
+    for document, of_tokens, starts_of_document in zip(documents, slots_of_tokens, starts, strict=True):
         slots = [np.empty(0, np.int32)]
-        for chunk, rank in zip(document.chunks, ranks_of_document, strict=True):
+        for chunk, first in zip(document.chunks, starts_of_document, strict=True):
             if chunk.shape[1] != num_mels:
                 raise ValueError(
                     f"document {document.key!r} has {chunk.shape[1]} mel bands, expected {num_mels}"
                 )
-            first, count = next_frame[rank], encoder_frames(len(chunk))
+            count = encoder_frames(len(chunk))
             mels[first : first + len(chunk)] = chunk
             mel_mask[first : first + len(chunk)] = True
             at = first // SUBSAMPLING + np.arange(count, dtype=np.int32)
-            chunks_of_rank[rank] += count > 0
-            chunk_ids[at], chunk_positions[at] = chunks_of_rank[rank], np.arange(count)
-            next_frame[rank] += SUBSAMPLING * count
+            chunk_ids[at], chunk_positions[at] = number.get(first, 0), np.arange(count)
             slots.append(at)
         of_tokens[document.is_audio] = np.concatenate(slots)
     for segment in placed:

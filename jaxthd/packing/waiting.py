@@ -42,14 +42,6 @@ def next_row(
     enough = 1 if is_last else WINDOW * shares.capacity
     if placed is None and sum(sizes[i].slots for i in whole) >= enough:
         placed = shares.best(sizes, _rows_of_whole(shares, sizes, held, whole))
-    return placed and _with_audio(limits, fits, placed)
-
-
-def _with_audio(limits: BufferLimits, fits: Sequence[Fit], placed: Placement) -> Placement:
-    """The placement without documents whose audio the audio ranks cannot hold; first whole ones are left."""
-    while not limits.is_assigned([n for i in placed.order for n in fits[i].chunk_frames]):
-        whole = [i for of_rank in placed.whole for i in of_rank]
-        placed = placed.without(max(whole or placed.cut))
     return placed
 
 

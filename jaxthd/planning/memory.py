@@ -268,13 +268,16 @@ def _conformer(sizes: Sizes, encoder: EncoderConfig) -> Number:
     """Activations of an encoder block."""
     a, w = sizes.a, sizes.w
     norms = 5 * encoder.dim * (a + w)
-    rotated, row = 3 * w * encoder.heads * encoder.dim, sizes.frames / max(sizes.rows, 1)
+    rotated, row = 3 * w * encoder.heads * encoder.dim, sizes.row_frames
+    around = 2 * sizes.reach  # frames of neighbours, whose keys and values attention has beside its own
     if row <= DENSE_FRAMES:  # the pairs of frames: weights, and their gradients before and after the softmax
-        attention = a * (encoder.heads + 7) * encoder.dim + rotated + 3 * w * encoder.heads * row
+        pairs = 3 * w * encoder.heads * (row + around)
+        attention, keys = a * (encoder.heads + 7) * encoder.dim + rotated + pairs, 5 * a * encoder.dim
     else:
         attention = a * (2 * encoder.heads + 6) * encoder.dim + rotated
+        keys = a * (encoder.heads + 5) * encoder.dim
     others = a * (6 * encoder.ffn_dim + 8 * encoder.dim)
-    return sizes.frames * (norms + attention + others)
+    return sizes.frames * (norms + attention + others) + sizes.rows * around * keys
 
 
 def _block_weights(sizes: Sizes) -> Number:

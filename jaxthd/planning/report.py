@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxthd.config import Config, Rung
+from jaxthd.config import Rung
 from jaxthd.kernels.choose import attention_shape
 from jaxthd.ops.attention.cudnn import WORKSPACE_MOST, workspace
 from jaxthd.packing.document import SUBSAMPLING
-from jaxthd.packing.fit import BufferLimits
 from jaxthd.planning.ladder import GAIN, proposed
 from jaxthd.planning.layouts import LAYOUT_COSTS, MULTIPLY_ADDS_PER_BYTE, layout_recommendation
 from jaxthd.planning.search import Plan, audio_mean, percentiles
@@ -23,8 +22,6 @@ def describe_plan(plan: Plan) -> str:
     sections: list[Callable[[Plan], str]] = [_documents, _capacities, _work]
     if plan.stream.frames.any():
         sections.append(_audio_capacities)
-        if plan.recommended.config.mesh.audio_ranks > 1:
-            sections.append(_clips)
     sections += [_maxima, _packers]
     if plan.ladders:
         sections.append(_ladders)
@@ -88,27 +85,6 @@ def _audio_capacities(plan: Plan) -> str:
     ]
     title = f"Audio capacities {_at(plan)} for {ranks} ranks, and their room over a full buffer's mean"
     return table(title, f"audio_capacity|over it|{COSTS}", rows)
-
-
-def _clips(plan: Plan) -> str:
-    ranks = plan.recommended.config.mesh.audio_ranks
-    title = (
-        f"Encoder chunks over {ranks} ranks: each has room for its share of the audio, and for a whole chunk"
-    )
-    head = "chunk_seconds|frames of a chunk|frames of a rank|arrays over audio_capacity"
-    return table(title, head, clip_room(plan.recommended.config))
-
-
-def clip_room(config: Config) -> list[list[Any]]:
-    """Rows: encoder.chunk_seconds, mel frames of a chunk, of a rank, and what the arrays have over it."""
-    encoder, rows = config.model.audio_encoder, []
-    for factor in (0.25, 0.5, 1, 2):
-        seconds = encoder.chunk_seconds * factor
-        model = replace(config.model, encoder=replace(encoder, chunk_seconds=seconds))
-        limits = BufferLimits.of(replace(config, model=model))
-        over = limits.array_frames / max(limits.audio_capacity, 1) - 1
-        rows.append([f"{seconds:g}", limits.longest_chunk, limits.rank_frames, f"{over:+.0%}"])
-    return rows
 
 
 def _maxima(plan: Plan) -> str:
@@ -228,8 +204,8 @@ def _reasons(plan: Plan) -> list[tuple[str, str]]:
         ),
         (
             f"audio-capacity {data.audio_capacity}",
-            f"splits {chosen.split:.1%} of buffers, pads {chosen.audio_padding:.1%} of mel frames; "
-            f"{tight.data.audio_capacity} splits {tight.split:.1%}, pads {tight.audio_padding:.1%}",
+            f"pads {chosen.audio_padding:.1%} of mel frames, overhead {chosen.overhead:.1%}; "
+            f"{tight.data.audio_capacity} pads {tight.audio_padding:.1%}, overhead {tight.overhead:.1%}",
         ),
         (
             f"max-documents {data.max_documents}",

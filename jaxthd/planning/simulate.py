@@ -13,7 +13,7 @@ from jaxthd.packing.assignment import Placement, Shares
 from jaxthd.packing.balance import attention_work, imbalance, order_documents
 from jaxthd.packing.best_fit import pack_stream
 from jaxthd.packing.document import SUBSAMPLING
-from jaxthd.packing.fit import BufferLimits, Fit, longest_run
+from jaxthd.packing.fit import BufferLimits, Fit
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.waiting import next_row
 from jaxthd.planning.lengths import Lengths, slots_of
@@ -22,15 +22,14 @@ BALANCED = 100
 """Number of buffers, evenly spaced, whose attention work is computed."""
 
 
-COSTS = "padding|of mel frames|buffers split|skipped|overhead"
+COSTS = "padding|of mel frames|skipped|overhead"
 
 
 class Outcome(NamedTuple):
     """The result of packing a stream of documents with the settings of `config`.
 
     buffers: lists of documents. padding, audio_padding: shares of token slots and of mel frames.
-    split: share of the packer's buffers that are divided, because their audio cannot be assigned to the
-    ranks. skipped: share of documents that fit no buffer.
+    skipped: share of documents that fit no buffer.
     overhead: work on padding over work on documents (see jaxthd.planning.search.slot_work).
     placements: of each buffer's documents, in the buffer's order, under the layout "whole"; else [].
     """
@@ -39,7 +38,6 @@ class Outcome(NamedTuple):
     buffers: list[list[int]]
     padding: float
     audio_padding: float
-    split: float
     skipped: float
     overhead: float
     placements: list[Placement] = []  # noqa: RUF012 (nobody changes it)
@@ -55,7 +53,7 @@ class Outcome(NamedTuple):
     @property
     def costs(self) -> list[str]:
         """Cells for the columns COSTS."""
-        shares = self.padding, self.audio_padding, self.split, self.skipped, self.overhead
+        shares = self.padding, self.audio_padding, self.skipped, self.overhead
         return [f"{share:.1%}" for share in shares]
 
 
@@ -65,7 +63,7 @@ def simulate(stream: Lengths, config: Config, work: tuple[float, float]) -> Outc
     The last group of buffers is not counted: they are half empty only because the stream ends, and training
     goes on. work: work of a token slot and of a mel frame (jaxthd.planning.search.slot_work).
     """
-    data, ranks, limits = config.data, config.mesh.audio_ranks, BufferLimits.of(config)
+    data, limits = config.data, BufferLimits.of(config)
     slots = slots_of(stream, config)
     kept = np.flatnonzero((slots <= data.capacity) & (stream.frames <= data.audio_capacity))
     groups = list(
@@ -84,20 +82,16 @@ def simulate(stream: Lengths, config: Config, work: tuple[float, float]) -> Outc
     packed = [kept[buffer].tolist() for buffer in chain(*groups)]
     placements, fits = list[Placement](), None
     if limits.shares is None or data.packing == "padded":
-        rows = [rows_of_buffer(buffer, stream.chunks, ranks, limits.rank_frames) for buffer in packed]
+        buffers = packed
     else:
         fits = fits_of(stream, config)
         placed = list(placed_rows(packed, fits, limits))
-        rows, placements = [[row] for row, _ in placed], [placement for _, placement in placed]
-    buffers = list(chain(*rows))
+        buffers, placements = [row for row, _ in placed], [placement for _, placement in placed]
     slots_taken, frames_held = len(buffers) * data.capacity, len(buffers) * limits.array_frames
     inside = list(chain(*packed))
-    assigned = len(list(chain(*buffers))) if fits is None else sum(not fits[i].unassignable for i in inside)
-    split = sum(len(r) != 1 for r in rows) / max(len(rows), 1)
+    assigned = len(inside) if fits is None else sum(not fits[i].unassignable for i in inside)
     return _outcome(stream, config, buffers, slots_taken, frames_held, work)._replace(
-        split=split,
-        skipped=1 - len(kept) / len(slots) * assigned / max(len(inside), 1),
-        placements=placements,
+        skipped=1 - len(kept) / len(slots) * assigned / max(len(inside), 1), placements=placements
     )
 
 
@@ -135,7 +129,6 @@ def _outcome(
         buffers,
         padding=1 - tokens / max(slots, 1),
         audio_padding=1 - mels / frames if frames else 0.0,
-        split=0.0,
         skipped=0.0,
         overhead=(work[0] * slots + work[1] * frames) / useful - 1 if useful else math.inf,
     )
@@ -245,27 +238,6 @@ def placed_rows(
 
 def fits_of(stream: Lengths, config: Config) -> list[Fit]:
     """How each document fits, from its lengths alone."""
-    limits, slots = BufferLimits.of(config), slots_of(stream, config)
-    found = []
-    for n, tokens, chunks in zip(slots.tolist(), stream.tokens.tolist(), stream.chunks, strict=True):
-        fit = Fit(n, 1, tuple(chunks), "", "", tokens * (tokens + 1) // 2)
-        is_assigned = limits.first_run([fit]) == 1
-        found.append(fit if is_assigned else fit._replace(unassignable="its audio"))
-    return found
-
-
-def rows_of_buffer(
-    buffer: Sequence[int], chunks: Sequence[Sequence[int]], audio_ranks: int, rank_frames: int
-) -> list[list[int]]:
-    """The rows that a buffer becomes: the longest runs of documents whose chunks can be assigned to ranks.
-
-    buffer: indices of documents. chunks: mel frames of each document's encoder chunks, multiples of 8.
-    rank_frames: mel frames that a rank holds. A document that does not fit even alone is skipped.
-    """
-    runs, rest = [], list(buffer)
-    while rest:
-        taken = longest_run([chunks[document] for document in rest], audio_ranks, rank_frames)
-        if taken:
-            runs.append(rest[:taken])
-        rest = rest[taken or 1 :]
-    return runs
+    slots = slots_of(stream, config)
+    sizes = zip(slots.tolist(), stream.tokens.tolist(), stream.chunks, strict=True)
+    return [Fit(n, 1, tuple(chunks), "", "", tokens * (tokens + 1) // 2) for n, tokens, chunks in sizes]

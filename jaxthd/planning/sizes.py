@@ -15,7 +15,7 @@ from flax import nnx
 from jaxthd.config import Config
 from jaxthd.models.hybrid import repeated_units
 from jaxthd.objectives.answers import compares_answers
-from jaxthd.packing.document import SUBSAMPLING
+from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.parallel.experts import expert_sharding
 from jaxthd.parallel.mesh import AXES, ranks_of
@@ -87,6 +87,9 @@ class Sizes:
         self.stream = self.tokens / shards * llm.dim * self.a
         audio = BufferLimits.of(config).array_frames
         self.frames = self.rows * audio / SUBSAMPLING / mesh.audio_ranks
+        self.row_frames = audio // SUBSAMPLING // mesh.audio_ranks
+        longest = encoder_frames(config.model.encoder.chunk_frames) if config.model.encoder else 1
+        self.reach = min(longest - 1, self.row_frames * (mesh.audio_ranks - 1))
 
         documents = self.rows * config.data.max_documents if config.train.ctc_loss and audio else 0
         self.ctc_labels = documents * config.train.ctc_max_labels

@@ -12,6 +12,8 @@ from typing import NamedTuple
 from jaxthd.config import Config, EncoderConfig
 from jaxthd.models.hybrid import repeated_units
 from jaxthd.models.mixers import LAYER_KINDS
+from jaxthd.ops.neighbours import received_frames
+from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.mesh import AUDIO_AXES, AXES, CONTEXT, DATA, PIPELINE, TENSOR, ranks_of
 from jaxthd.planning.layouts import delta_bytes, mamba_bytes
 from jaxthd.planning.sizes import Number, Sizes
@@ -50,7 +52,9 @@ def step_traffic(config: Config) -> ByAxes:
     - CTC loss: the head's rows for the labels of all documents are summed like embeddings, and the blank's
       scores like a target's. Six integers a token and the labels' log-probabilities of each frame go to all
       context ranks, the integers twice: they are counted before the microbatches.
-    - Audio: every rank's frames are sent to all ranks of the row, and their gradients are sent back.
+    - Audio: every rank's frames are sent to all ranks of the row, and their gradients are sent back. It is
+      assumed that encoder chunks are cut over these ranks in every microbatch: each block exchanges keys and
+      values of a chunk's frames with its neighbours, and the convolution's halo, forward and backward.
     """
     sizes = Sizes(config)
     ranks = [_of_rank(sizes, rank) for rank in range(sizes.stages.ranks)]
@@ -240,5 +244,23 @@ def _encoder(sizes: Sizes, received: _Received, encoder: EncoderConfig) -> None:
     if sizes.trains("encoder", "blocks", "conv", "norm"):
         statistics, remat = 2 * encoder.dim * sizes.w, int(sizes.config.compute.remat_encoder)
         received.sum(AXES, statistics, m * encoder.layers * (2 + again + remat))
+    _cut_chunks(sizes, received, encoder, m, backward, again)
     gathers = m * (1 + is_differentiated)
     received.gather(AUDIO_AXES, sizes.frames * sizes.config.model.llm.dim * sizes.a, gathers)
+
+
+def _cut_chunks(
+    sizes: Sizes, received: _Received, encoder: EncoderConfig, m: int, backward: int, again: int
+) -> None:
+    """What the encoder exchanges for chunks that are cut over ranks (ops/neighbours.py).
+
+    m, backward, again: microbatches; backward passes of a microbatch; forward passes that they begin with.
+    """
+    frames, ranks, half = sizes.row_frames, sizes.mesh.audio_ranks, encoder.conv_kernel // 2
+    keys = 2 * received_frames(sizes.reach, sizes.reach, frames, ranks) * encoder.dim * sizes.a
+    halo = received_frames(half, half, frames, ranks) * encoder.dim * sizes.a
+    passes = 1 + again + backward * (1 + sizes.config.compute.remat_encoder)
+    received.add(AUDIO_AXES, sizes.rows * (keys + halo) * encoder.layers * passes * m)
+    ids = 2 * received_frames(sizes.reach, sizes.reach, frames, ranks) * 4
+    mels = received_frames(SUBSAMPLING, 0, SUBSAMPLING * frames, ranks) * encoder.num_mels * sizes.a
+    received.add(AUDIO_AXES, sizes.rows * (ids + mels) * (1 + again) * m)

@@ -17,7 +17,8 @@ from jaxthd.config import Config, LLMConfig, ModelConfig
 from jaxthd.convert import export_weights, import_weights
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import read_config
-from jaxthd.hf.checkpoint import model_config
+from jaxthd.hf.checkpoint import model_config, open_checkpoint
+from jaxthd.hf.export import export
 from jaxthd.hf.nemotron_h import llm_fields
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
@@ -270,3 +271,28 @@ def test_that_of_other_families_comes_back_bit_identical(name, made, pattern, tm
     without = imported(folder, replace(read, llm=replace(read.llm, mtp_pattern="")))
     assert whole.keys() - without.keys() == {each for each in whole if each.startswith("mtp.")}
     assert "not read, being no part of the model: " in capsys.readouterr().out
+    own = model_config(folder, model=replace(TEXT, llm=replace(TEXT.llm, mtp_shared=False)))
+    family = open_checkpoint(folder).family
+    assert family.configure(family.fields(own), TEXT).llm == read.llm, (
+        "a set of weights of its own is one too"
+    )
+
+
+def test_an_export_like_a_checkpoint_keeps_what_the_model_does_without(tmp_path):
+    """Its layer of multi-token prediction is copied, and said in config.json, so it is read back."""
+    folder = write_published("deepseek_v3", tmp_path / "llm")
+    settings, tensors = (
+        json.loads((folder / "config.json").read_text()),
+        load_file(folder / "model.safetensors"),
+    )
+    tensors |= deepseek_tensors(tensors, settings)
+    (folder / "config.json").write_text(json.dumps(settings))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model = replace(TEXT, llm=replace(model_config(folder, model=TEXT).llm, mtp_pattern=""))
+    shapes = {name: x.shape for name, x in imported(folder, model).items()}
+    family = open_checkpoint(folder).family
+    export(
+        model, shapes, lambda part: np.zeros(part.shape, np.float32), family, tmp_path / "out", like=folder
+    )
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == tensors.keys()
+    assert model_config(tmp_path / "out", model=TEXT).llm.mtp_pattern == "LE"

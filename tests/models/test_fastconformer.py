@@ -137,12 +137,25 @@ def parakeet_clips() -> dict[int, tuple[np.ndarray, np.ndarray]]:
 
 
 def forward(
-    graphdef, params, buffers, mels, mask, ids, positions, *, train, axes=(), remat=True, attention="blocks"
+    graphdef,
+    params,
+    buffers,
+    mels,
+    mask,
+    ids,
+    positions,
+    *,
+    train,
+    axes=(),
+    row_axes=(),
+    rows=1,
+    remat=True,
+    attention="blocks",
 ):
-    segments = make_segments(ids[None], positions[None], block=BLOCK, axis=None)
+    segments = make_segments(ids.reshape(rows, -1), positions.reshape(rows, -1), block=BLOCK, axis=None)
     encoder = nnx.merge(graphdef, params, buffers)
     encoder.remat, encoder.attention = remat, attention
-    return encoder(mels, mask, segments, train=train, axes=axes)
+    return encoder(mels, mask, segments, train=train, axes=axes, row_axes=row_axes)
 
 
 def local_gradients(
@@ -156,15 +169,13 @@ def local_gradients(
     cotangent,
     *,
     train,
-    axes=(),
-    remat=True,
-    attention="blocks",
+    **settings,
 ):
     """(y, new buffers, this rank's gradient of its share of sum(y * cotangent), gradient of mels)."""
 
     def share(params, mels):
         args = (graphdef, params, buffers, mels, mask, ids, positions)
-        y, new = forward(*args, train=train, axes=axes, remat=remat, attention=attention)
+        y, new = forward(*args, train=train, **settings)
         return (y * cotangent).sum(), (y, new)
 
     (_, (y, new)), (dparams, dmels) = jax.value_and_grad(share, (0, 1), has_aux=True)(params, mels)
@@ -301,6 +312,68 @@ def test_sharded_clips_equal_one_device(ranks, trained):
     for r, packed in enumerate(buffers):
         mine = slice(r * 32, (r + 1) * 32)
         got |= split_clips(packed, y[mine], dmels[mine.start * SUBSAMPLING : mine.stop * SUBSAMPLING])
+    assert_same((got, new, dparams), trained, 1e-10)
+
+
+CUT = [
+    ({"context": 2}, 1, "dense", False),
+    ({"data": 2, "context": 4}, 2, "blocks", True),
+    ({"context": 2}, 1, "band", False),
+    ({"context": 4, "tensor": 2}, 1, "blocks", True),
+    ({"context": 2, "pipeline": 2, "tensor": 2}, 1, "dense", True),
+    ({"data": 2, "context": 2}, 2, "band", True),
+]
+"""(ranks, rows of a data rank, form of attention, whether it is exhaustive)."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "form", "is_exhaustive"),
+    [pytest.param(*x, marks=[pytest.mark.exhaustive] * x[-1], id=f"{x[0]}-{x[2]}") for x in CUT],
+)
+def test_clips_cut_over_ranks_equal_one_device(ranks, rows, form, is_exhaustive, trained, monkeypatch):
+    """Clips of a row lie over its ranks one after the other: one spans up to five ranks, some have none."""
+    monkeypatch.setattr(fastconformer, "DENSE_FRAMES", LARGE - 1 if form == "dense" else 2)
+    axes, data = tuple(ranks), ranks.get("data", 1)
+    row_axes = tuple(axis for axis in axes if axis != "data")
+    count, sharing = int(np.prod(list(ranks.values()))), int(np.prod([ranks[axis] for axis in row_axes]))
+    clips = random_clips(LENGTHS)
+    shares = {1: [range(6)], 2: [(3, 5), (0, 1, 4, 2)], 4: [(5,), (4, 0), (1, 2), (3,)]}[data * rows]
+    buffers = [pack({c: clips[c] for c in share}, frames=64 if data * rows == 1 else 32) for share in shares]
+
+    def rank(params, stored, *arrays):
+        flat = [x.reshape(-1, *x.shape[2:]) for x in arrays]
+        y, new, dparams, dmels = local_gradients(
+            encoder64()[0],
+            params,
+            stored,
+            *flat,
+            train=True,
+            axes=axes,
+            row_axes=row_axes,
+            rows=rows,
+            attention="banded" if form == "band" else "blocks",
+        )
+        y, dmels = (x.reshape(rows, -1, *x.shape[1:]) for x in (y, dmels))
+        return y, new, jax.lax.psum(dparams, axes), dmels
+
+    mesh = jax.make_mesh(
+        tuple(ranks.values()), axes, axis_types=(AxisType.Auto,) * len(axes), devices=jax.devices()[:count]
+    )
+    spec, whole = PartitionSpec("data" if data > 1 else None, row_axes), PartitionSpec()
+    mapped = jax.shard_map(
+        rank,
+        mesh=mesh,
+        in_specs=(whole, whole, *[spec] * 5),
+        out_specs=(spec, whole, whole, spec),
+        check_vma=False,
+    )
+    with jax.enable_x64(True):
+        arrays = map(np.stack, zip(*(b.arrays for b in buffers), strict=True))
+        y, new, dparams, dmels = jax.jit(mapped, compiler_options=QUICK)(*encoder64()[1:], *arrays)
+    assert sharing > 1
+    got: dict = {}
+    for r, packed in enumerate(buffers):
+        got |= split_clips(packed, y[r], dmels[r])
     assert_same((got, new, dparams), trained, 1e-10)
 
 

@@ -45,7 +45,7 @@ def test_equals_dense_attention_in_float64(name: str, block: int):
             return band(q, k, position, waves, v, lo, hi)
 
         def dense(q, k, position, v):
-            row = [x[None] for x in (q, k, position, waves, v, ids)]
+            row = [x[None] for x in (q, k, position, waves, v, ids, ids)]
             return jnp.where(real, dense_attention(*row, 0.7)[0], 0)
 
         results = []

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxthd.packing.balance import assign_chunks, attention_work, imbalance, order_documents
+from jaxthd.packing.balance import assign_chunks, attention_work, imbalance, order_documents, place_chunks
 from jaxthd.packing.layout import DualChunkSwap
 
 
@@ -130,3 +130,11 @@ def test_no_assignment_is_none_whatever_the_order():
         assert len(found) == 1
         outcomes |= found
     assert outcomes == {True, False}
+
+
+def test_chunks_are_cut_over_ranks_only_where_they_must_be():
+    assert place_chunks([24, 24, 24], 2, 48) == [0, 48, 24]
+    assert place_chunks([24, 24, 24], 2, 40) == [0, 24, 48], "the second one is cut"
+    assert place_chunks([16, 40, 24], 2, 40) == [40, 0, 56]
+    assert place_chunks([8, 72], 4, 24) == [0, 8], "the second one spans all ranks"
+    assert place_chunks([], 3, 0) == []
