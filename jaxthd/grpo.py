@@ -36,6 +36,7 @@ from jaxthd.figures.curves import draw_curves
 from jaxthd.inference.validation import Validation
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.processes import is_first, require_same
+from jaxthd.planning.layout_choice import keep_layout, with_layout
 from jaxthd.posttraining.groups import Collected, Collector
 from jaxthd.posttraining.held_out import HeldOut
 from jaxthd.posttraining.metrics import GRPOFacts, grpo_line
@@ -45,7 +46,6 @@ from jaxthd.rewards.rewarder import Rewarder
 from jaxthd.run.before import run_before
 from jaxthd.run.continuing import OPTIONS, changed_settings, newest_state, require_objective, workdir_of
 from jaxthd.run.goodput import TimeAccount, stored_seconds
-from jaxthd.run.layout_choice import keep_layout, with_layout
 from jaxthd.run.metrics import time_line
 from jaxthd.run.metrics_file import open_metrics, read_metrics
 from jaxthd.run.nonfinite import NonFiniteSteps

@@ -48,6 +48,7 @@ from jaxthd.models.adapt import split
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import local_rows, make_mesh, put_batch
 from jaxthd.parallel.processes import is_first, require_same
+from jaxthd.planning.layout_choice import keep_layout, with_layout
 from jaxthd.planning.model_flops import model_flops
 from jaxthd.planning.stage_memory import decided_here
 from jaxthd.posttraining.cached_reference import WithReference, cached_reference
@@ -55,7 +56,6 @@ from jaxthd.run.before import run_before
 from jaxthd.run.continuing import OPTIONS, changed_settings, newest_state, require_objective, workdir_of
 from jaxthd.run.goodput import TimeAccount, stored_seconds
 from jaxthd.run.ladder import RungWatch
-from jaxthd.run.layout_choice import keep_layout, with_layout
 from jaxthd.run.metrics import StepFacts, metrics_line, time_line
 from jaxthd.run.metrics_file import open_metrics, read_metrics
 from jaxthd.run.nonfinite import NonFiniteSteps

@@ -9,6 +9,8 @@ batches. --check exits 1 and lists the claims that fail:
   that grows is, on each of 4 ranks, at most 0.3 of that on one rank;
 - a Mamba layer exchanges the same bytes at 8k and 64k tokens, and as many as a formula gives; so does a layer
   of the gated delta rule;
+- under the layout "whole" a layer exchanges nothing for a buffer in which no document is cut (padding, steps
+  skipped and evenness under all three layouts: scripts/bench_layouts.py);
 - attention executes the smallest number of blocks that the mask allows;
 - 64 experts cost at most 1.3 times the flops of 8.
 
@@ -105,21 +107,25 @@ def layer_bytes(
     compute: ComputeConfig = COMPUTE,
     *,
     recompute: bool = False,
+    width: int = 0,
+    cut: int = 0,
 ) -> int:
     """Bytes the busiest device receives in one block of the decoder, forward and backward.
 
     Every rank holds all parameters. Backward gives the gradients of input and parameters; summing the latter
     over the ranks is not included.
     recompute: the forward pass runs again before the backward one, as in training (compute.remat_llm).
+    width, cut: under the layout "whole", packing.cuts.CutDocuments.width and the cut documents of the buffer.
     """
     sizes = MeshConfig(context=context)
     mesh = make_mesh(sizes)
     block = nnx.eval_shape(lambda: Block(kind, llm, Init(jax.random.key(0)), compute))
     graph, *states = nnx.split(block, nnx.Param, Buffer)
 
-    def rank(params: Any, buffers: Any, x_ND: Any, ids: Any, positions: Any, dy_ND: Any) -> Any:
+    def rank(params: Any, buffers: Any, x_ND: Any, ids: Any, positions: Any, cuts: Any, dy_ND: Any) -> Any:
+        more = {"cuts_RK": cuts} if compute.layout == "whole" else {}
         segments = make_segments(
-            ids, positions, block=compute.attention_block, axis=CONTEXT, layout=compute.layout
+            ids, positions, block=compute.attention_block, axis=CONTEXT, layout=compute.layout, **more
         )
 
         def forward(p: Any, x_ND: Any) -> Any:
@@ -132,14 +138,17 @@ def layer_bytes(
     step = jax.shard_map(
         rank,
         mesh=mesh,
-        in_specs=(everywhere, everywhere, flat, row, row, flat),
+        in_specs=(everywhere, everywhere, flat, row, row, everywhere, flat),
         out_specs=(flat, everywhere, flat),
         check_vma=False,
     )
     x_ND = jax.ShapeDtypeStruct((tokens, llm.dim), jnp.float32)
     index = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-    program = compiled(step, *states, x_ND, index, index, x_ND)
-    received = received_bytes(program.as_text(), sizes)
+    cuts = jax.ShapeDtypeStruct((1, compute.context_cuts), jnp.int32)
+    program = compiled(step, *states, x_ND, index, index, cuts, x_ND)
+    received = received_bytes(
+        program.as_text(), sizes, lambda name: float(cut), lambda branches: min(width, branches - 1)
+    )
     return int(sum(received.values(), np.zeros(context)).max())
 
 
@@ -293,6 +302,24 @@ def bytes_section(contexts: Sequence[int], lengths: tuple[int, int]) -> list[Cla
     return claims
 
 
+def layouts_section(contexts: Sequence[int], tokens: int) -> list[Claim]:
+    """What a layer exchanges under "buffer" and "whole", of a buffer with no, one or more cut documents."""
+    whole, rows, claims = replace(COMPUTE, context_layout="whole"), [], []
+    for kind in "M*":
+        for context in contexts:
+            taken = partial(layer_bytes, kind, context, tokens, compute=whole)
+            none, one, most = taken(), taken(width=1, cut=1), taken(width=2, cut=whole.context_cuts)
+            rows.append([kind, context, layer_bytes(kind, context, tokens), none, one, most])
+            text = f"{kind} at context {context} exchanges {none:,} bytes under whole where nothing is cut"
+            claims.append(Claim(text, not none))
+    show(
+        f"Bytes a device receives in a layer for a buffer of {tokens:,} tokens, by layout; as above",
+        "layer|context|buffer|whole, nothing cut|one, up to a quarter of the slots|most",
+        rows,
+    )
+    return claims
+
+
 def blocks_section(
     contexts: Sequence[int], capacities: Sequence[int], manifest: str, count: int, block: int
 ) -> list[Claim]:
@@ -395,6 +422,7 @@ def main() -> None:
     claims = [
         *memory_section((1, *contexts), (4096, 8192) if quick else (16384, 32768)),
         *bytes_section(contexts, (2048, 8192) if quick else (8192, 65536)),
+        *layouts_section(contexts, 2048 if quick else 8192),
         *blocks_section(contexts, (8192,) if quick else (8192, 16384, 32768), options.manifest, 3, 128),
         *experts_section(4096),
     ]

@@ -1,6 +1,7 @@
 """The three context layouts side by side, on buffers as the loader packs them. Counted, not timed.
 
     python scripts/bench_layouts.py [--manifest MANIFEST] [--capacity 8192] [--buffers 40] [--contexts 2 4 8]
+        [--long]
 
 Documents are the recordings of a manifest, if one is given, and a text-like mix of lengths (log-normal, 2 to
 12,000 tokens). "whole, attention even" cuts documents until attention alone is even; "whole" only until a
@@ -49,6 +50,7 @@ NANO = LLMConfig(
     expert_dim=1856,
 )
 CUTS = 8
+LONG = 131_072
 
 
 class Row(NamedTuple):
@@ -69,6 +71,12 @@ def token_lengths(manifest: str) -> list[int]:
     utterances, _ = read_manifest(manifest)
     timed = [(u.text, u.duration) for u in utterances if u.duration is not None]
     return [encoder_frames(round(100 * seconds)) + len(text.encode()) + 1 for text, seconds in timed]
+
+
+def long_lengths() -> list[int]:
+    """1,000 seeded log-normal lengths, 8,000 tokens in the middle."""
+    lengths = np.random.default_rng(0).lognormal(math.log(8000), 1.2, 1000)
+    return lengths.astype(int).clip(1, LONG).tolist()
 
 
 def packed(lengths: Sequence[int], capacity: int, count: int, **settings: Any) -> list[Batch]:
@@ -168,10 +176,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--capacity", type=int, default=8192)
     parser.add_argument("--buffers", type=int, default=40)
     parser.add_argument("--contexts", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--long", action="store_true", help=f"also few long documents in buffers of {LONG:,}")
     options = parser.parse_args(argv)
     for manifest in dict.fromkeys((options.manifest, "")):
         name = Path(manifest).parent.name if manifest else "A text-like mix"
         compare(token_lengths(manifest), name, options.capacity, options.buffers, options.contexts)
+    if options.long:
+        compare(long_lengths(), "Few long documents", LONG, options.buffers, options.contexts)
 
 
 if __name__ == "__main__":

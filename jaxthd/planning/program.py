@@ -35,7 +35,10 @@ _INSTRUCTION = re.compile(
 
 
 def received_bytes(
-    program_text: str, mesh: MeshConfig, often: Callable[[str], float] | None = None
+    program_text: str,
+    mesh: MeshConfig,
+    often: Callable[[str], float] | None = None,
+    branch: Callable[[int], int] | None = None,
 ) -> Received:
     """Bytes that devices receive in one run of a program compiled for `mesh`.
 
@@ -44,6 +47,8 @@ def received_bytes(
     all-reduce. In a permutation the targets receive the result.
     often: takes the name of an operation in the program. Returns how many times a conditional runs one of its
         branches (the one with the most bytes is counted), or a loop its body, if the text does not say.
+    branch: takes the number of a conditional's branches. Returns which of them runs, once, where one holds
+        collectives; None: see often.
     Raises RuntimeError for a collective in such a conditional or loop if `often` is None.
     """
     bodies, entry = _computations(program_text)
@@ -57,6 +62,9 @@ def received_bytes(
                 size = _result_bytes(found["shape"], op, is_start=bool(found["start"]))
                 _add(total, [_received(op, size, rest, mesh)])
             elif any(branches := [inside(name) for name in _called(op, rest)]):
+                if op == "conditional" and branch is not None:
+                    _add(total, [branches[branch(len(branches))]])
+                    continue
                 _add(total, branches, 1.0 if op == "call" else _runs(op, rest, computation, often))
         return total
 

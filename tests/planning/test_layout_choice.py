@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxthd.config import ComputeConfig, Config, DataConfig, LLMConfig, MeshConfig, ModelConfig
-from jaxthd.run.layout_choice import FILE, keep_layout, with_layout
+from jaxthd.planning.layout_choice import FILE, keep_layout, with_layout
 
 LLM = LLMConfig(pattern="M*-", dim=32, q_heads=2, kv_heads=2, head_dim=16, mamba_heads=4, mamba_groups=1)
 
