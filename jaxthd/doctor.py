@@ -14,13 +14,13 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxthd.errors import readable_errors
 from jaxthd.files.run_folder import open_settings
 from jaxthd.kernels.admission import Kernel, Verdict, admit
 from jaxthd.kernels.attention_probe import attention_kernels
-from jaxthd.kernels.choose import CHOICES
+from jaxthd.kernels.choose import CHOICES, kernels_of_run
 from jaxthd.kernels.encoder_probe import encoder_kernels
 from jaxthd.kernels.machine import Machine, installed
 from jaxthd.kernels.scan_probe import scan_kernels
@@ -61,19 +61,28 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     source = options.source or options.config
     machine, config = Machine.of_this(), open_settings(source).config if source else None
-    kinds = [choice.kernels(config) for choice in CHOICES] if config else COMMON
-    kinds = [kernels for kernels in kinds if kernels]
+    kinds = COMMON
+    if config:
+        of_shapes = (kernels for choice in CHOICES for kernels in kernels_of_run(config, choice))
+        kinds = [list(kernels.values()) for kernels in of_shapes]
     found = [Found(kernels, [admit(kernel, machine) for kernel in kernels]) for kernels in kinds]
     print(as_json(machine, found) if options.json else as_tables(machine, found))
 
 
 def as_json(machine: Machine, found: Sequence[Found]) -> str:
-    report = {"machine": asdict(machine), "packages": {name: installed(name) for name in OTHERS}}
+    report: dict[str, Any] = {
+        "machine": asdict(machine),
+        "packages": {name: installed(name) for name in OTHERS},
+    }
     for kind, kernels, verdicts in ((x.kind, *x) for x in found):
-        report[kind] = {
+        of_shape = {
             "shape": asdict(kernels[0].shape),
             "backends": [x._asdict() | {"verified": verified_on(kind, x.backend)} for x in verdicts],
         }
+        if kind in report:
+            report[kind].setdefault("other_shapes", []).append(of_shape)
+        else:
+            report[kind] = of_shape
     return json.dumps(report, indent=2)
 
 

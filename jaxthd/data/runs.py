@@ -73,7 +73,7 @@ class _RunsIterator(grain.DatasetIterator):
 
     def _start(self, before: dict[str, Any], taken: int | Sequence[Sequence[int]], to_read: int) -> None:
         self._before, self._to_read = [before], to_read  # one more state than buffers
-        self._read: list[Sequence[JudgedDocument]] = []
+        self._read: list[list[JudgedDocument | None]] = []  # None in place of those that were taken
         self._is_count = isinstance(taken, int)  # of documents of the first buffer, which holds more
         ranges = [(0, taken)] if isinstance(taken, int) else taken
         self._taken = set(chain(*(range(start, end) for start, end in ranges)))
@@ -93,11 +93,9 @@ class _RunsIterator(grain.DatasetIterator):
         """What `take` takes, with the documents' numbers here; reads as many buffers as it needs."""
         while True:
             ages = range(len(self._read) - 1, -1, -1)
-            documents = [
-                Waiting(x, age) for buffer, age in zip(self._read, ages, strict=True) for x in buffer
-            ]
-            numbers = [i for i in range(len(documents)) if i not in self._taken]
-            waiting = [documents[i] for i in numbers]
+            documents = [(x, age) for buffer, age in zip(self._read, ages, strict=True) for x in buffer]
+            waiting = [Waiting(x, age) for x, age in documents if x is not None]
+            numbers = [i for i, (x, _) in enumerate(documents) if x is not None]
             found = self._take(waiting, False) if waiting and self._to_read == 0 else None
             if found is None and not self._read_buffer():
                 if not waiting:
@@ -109,7 +107,7 @@ class _RunsIterator(grain.DatasetIterator):
     def _read_buffer(self) -> bool:
         """Reads one more buffer, if there is one."""
         try:
-            self._read.append(next(self._buffers))
+            self._read.append(list(next(self._buffers)))
         except StopIteration:
             return False
         self._before.append(self._buffers.get_state())
@@ -127,7 +125,11 @@ class _RunsIterator(grain.DatasetIterator):
         )
 
     def _forget(self) -> None:
-        """Drops the first buffers as long as all of their documents are taken."""
+        """Drops the documents that are taken, and the first buffers as long as all of theirs are."""
+        before = 0
+        for buffer in self._read:
+            buffer[:] = [None if before + i in self._taken else x for i, x in enumerate(buffer)]
+            before += len(buffer)
         while self._read and self._taken.issuperset(range(len(self._read[0]))):
             count = len(self._read.pop(0))
             self._taken = {i - count for i in self._taken if i >= count}

@@ -14,6 +14,7 @@ from jaxthd.kernels.encoder_probe import encoder_kernels
 from jaxthd.kernels.machine import Machine
 from jaxthd.kernels.scan_probe import scan_kernels
 from jaxthd.ops.attention.backends import BACKENDS as ATTENTION
+from jaxthd.ops.attention.backends import for_any_intervals
 from jaxthd.ops.attention.contract import AttentionShape
 from jaxthd.ops.attention.relative import RelativeShape
 from jaxthd.ops.scan.backends import BACKENDS as SCANS
@@ -23,13 +24,19 @@ from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.processes import exchange
 
 
-def attention_shape(config: Config) -> AttentionShape:
+def attention_shapes(config: Config) -> list[AttentionShape]:
+    """Those of latent attention and of other attention, in a window or not; of what the decoder has."""
+    kinds = {letter == "L" for letter in config.model.llm.kinds if letter in "*LW"}
+    return [attention_shape(config, is_latent) for is_latent in sorted(kinds, reverse=True)]
+
+
+def attention_shape(config: Config, is_latent: bool | None = None) -> AttentionShape:
     """The decoder's attention on one tensor rank, over the buffers of a microbatch.
 
-    That of latent attention where the decoder has some; a decoder with other attention too uses no kernel.
+    is_latent: that of latent attention; None: where the decoder has some.
     """
     llm, mesh, data = config.model.llm, config.mesh, config.data
-    is_latent = "L" in llm.kinds
+    is_latent = "L" in llm.kinds if is_latent is None else is_latent
     rows = max(1, data.rows // mesh.data // config.train.microbatches)
     return AttentionShape(
         config.compute.dtype,
@@ -67,60 +74,66 @@ def scan_shape(config: Config) -> ScanShape:
     )
 
 
-def _of_encoder(config: Config) -> list[Kernel]:
+def _encoder_shapes(config: Config) -> list[RelativeShape]:
     """The attention of the encoder's clips: every rank computes all heads of its own."""
     encoder = config.model.encoder
     if encoder is None:
         return []
     longest = -(-encoder.chunk_frames // SUBSAMPLING)
-    return encoder_kernels(
-        RelativeShape(config.compute.dtype, encoder.heads, encoder.dim // encoder.heads, longest)
-    )
+    return [RelativeShape(config.compute.dtype, encoder.heads, encoder.dim // encoder.heads, longest)]
+
+
+def _not_for_windows(config: Config, name: str) -> str | None:
+    kinds = set(config.model.llm.kinds)
+    if kinds & set("*L") or ATTENTION[name].takes_any_intervals:
+        return None
+    return "it does not compute windows, and the decoder has no other attention"
 
 
 class Choice(NamedTuple):
     """A setting of compute.* that names a back-end.
 
-    used: how many kinds of the model's layers it computes; a kernel is admitted for one of them. kernels: of
-    back-ends that need admission ("xla" too, which needs none). plain: names that need none: what "auto" is
-    on a CPU, and on a GPU that admits no kernel. interpreted: back-ends that a CPU interprets: a probe there
-    would say nothing about the GPU's.
+    shapes: what the model computes with it; none: it has no such layers. kernels: of a shape, those of the
+    back-ends that need admission ("xla" too, which needs none). A back-end is used where it is admitted for
+    every shape. plain: names that need no admission: what "auto" is on a CPU, and on a GPU that admits no
+    kernel. interpreted: back-ends that a CPU interprets: a probe there would say nothing about the GPU's.
+    useless: why "auto" does not try a back-end, None if it does.
     """
 
     field: str
-    used: Callable[[Config], int]
-    kernels: Callable[[Config], Sequence[Kernel]]
+    shapes: Callable[[Config], Sequence[Any]]
+    kernels: Callable[[Any], Sequence[Kernel]]
     plain: tuple[str, str]
     interpreted: tuple[str, ...]
-
-
-def _layers(config: Config, letters: str) -> int:
-    return sum(letter in config.model.llm.kinds for letter in letters)
+    useless: Callable[[Config, str], str | None] = lambda config, name: None
 
 
 CHOICES = (
     Choice(
         "attention_backend",
-        lambda config: _layers(config, "*LW"),
-        lambda config: attention_kernels(attention_shape(config)),
+        attention_shapes,
+        attention_kernels,
         ("xla", "xla"),
         tuple(name for name, backend in ATTENTION.items() if backend.is_interpreted_on_cpu),
+        _not_for_windows,
     ),
     Choice(
         "scan_backend",
-        lambda config: _layers(config, "M"),
-        lambda config: scan_kernels(scan_shape(config)),
+        lambda config: [scan_shape(config)] if "M" in config.model.llm.kinds else [],
+        scan_kernels,
         ("xla", "xla"),
         tuple(name for name, backend in SCANS.items() if backend.is_interpreted_on_cpu),
     ),
-    Choice(
-        "encoder_attention",
-        lambda config: int(config.model.encoder is not None),
-        _of_encoder,
-        ("blocks", "banded"),
-        ("pallas",),
-    ),
+    Choice("encoder_attention", _encoder_shapes, encoder_kernels, ("blocks", "banded"), ("pallas",)),
 )
+
+
+def kernels_of_run(config: Config, choice: Choice) -> list[dict[str, Kernel]]:
+    """The kernels by name, for each shape that the run computes at some rung of its ladder of buffer sizes;
+    those of the largest buffers first."""
+    rungs = reversed(config.data.ladder)
+    shapes = [shape for rung in rungs for shape in choice.shapes(config.at(rung))]
+    return [{kernel.name: kernel for kernel in choice.kernels(shape)} for shape in dict.fromkeys(shapes)]
 
 
 LARGE_KERNELS: dict[str, Any] = {"expert_products": "rounds", "subsampling_frames": 1024}
@@ -129,8 +142,8 @@ products. They are XLA's and need no admission; elsewhere it means the loops."""
 
 
 def with_admitted(config: Config, say: Callable[[str], None], folder: Path | None = None) -> Config:
-    """The config with the back-ends of attention, scan and encoder that the run may use. All processes call
-    this together.
+    """The config with the back-ends of attention, scan and encoder that the run may use: those that are
+    admitted for all shapes of kernels_of_run. All processes call this together.
 
     "auto" becomes the first back-end that every process admits, and one line says why the others are not
     used; on a CPU it is XLA's code, without a line.
@@ -139,6 +152,9 @@ def with_admitted(config: Config, say: Callable[[str], None], folder: Path | Non
     """
     for choice in CHOICES:
         config = using(config, **{choice.field: _admitted(config, choice, say, folder)})
+    attention = config.compute.attention_backend
+    if "W" in config.model.llm.kinds and for_any_intervals(attention).name != attention:
+        say(f"attention in windows: xla; {attention} does not compute it, pallas and batched do")
     if Machine.of_this().platform == "gpu":
         for field, value in LARGE_KERNELS.items():
             config = (
@@ -150,49 +166,59 @@ def with_admitted(config: Config, say: Callable[[str], None], folder: Path | Non
 def _admitted(config: Config, choice: Choice, say: Callable[[str], None], folder: Path | None) -> str:
     asked: str = getattr(config.compute, choice.field)
     machine = Machine.of_this()
-    plain, used = choice.plain[machine.platform != "cpu"], choice.used(config)
+    plain = choice.plain[machine.platform != "cpu"]
     if asked in choice.plain:
         return asked
-    if not used or (asked == "auto" and (used > 1 or machine.platform == "cpu")):
+    if machine.platform == "cpu" and asked == "auto":
+        return plain
+    of_shapes = kernels_of_run(config, choice)
+    if not of_shapes:
         return plain
     if machine.platform == "cpu" and asked in choice.interpreted:
         return asked
-    kernels = {kernel.name: kernel for kernel in choice.kernels(config)}
     if asked == "auto":
-        return _first_admitted(kernels, plain, machine, say, folder)
-    kernel = kernels[asked]
-    verdict = admit(kernel, machine, folder)
-    refusal = _refusal(verdict)
-    if refusal is None:
-        return asked
-    found = f'compute.{choice.field} is "{asked}", but {refusal} ({kernel.shape}, {machine.kind})'
-    fits = all(exchange(verdict.fits))
-    if fits and config.compute.kernels_unverified:
-        say(f"warning: {found}; it is used all the same, as compute.kernels_unverified says")
-        return asked
-    change = f"set compute.{choice.field} to auto or {plain}"
-    more = ", or compute.kernels_unverified to use it all the same" * fits
-    raise UserError(
-        f"{found}; expected a back-end that computes the {kernel.kind} right here: {change}{more}"
-    )
+        return _first_admitted(config, choice, of_shapes, say, folder)
+    for kernel in (kernels[asked] for kernels in of_shapes):
+        verdict = admit(kernel, machine, folder)
+        refusal = _refusal(verdict)
+        if refusal is None:
+            continue
+        found = f'compute.{choice.field} is "{asked}", but {refusal} ({kernel.shape}, {machine.kind})'
+        fits = all(exchange(verdict.fits))
+        if fits and config.compute.kernels_unverified:
+            say(f"warning: {found}; it is used all the same, as compute.kernels_unverified says")
+            continue
+        change = f"set compute.{choice.field} to auto or {plain}"
+        more = ", or compute.kernels_unverified to use it all the same" * fits
+        raise UserError(
+            f"{found}; expected a back-end that computes the {kernel.kind} right here: {change}{more}"
+        )
+    return asked
 
 
 def _first_admitted(
-    kernels: Mapping[str, Kernel],
-    plain: str,
-    machine: Machine,
+    config: Config,
+    choice: Choice,
+    of_shapes: Sequence[Mapping[str, Kernel]],
     say: Callable[[str], None],
     folder: Path | None,
 ) -> str:
-    """The name of the first that is admitted, in their order; `plain` if no other is."""
-    refused, chosen = [], plain
-    for name in (name for name in kernels if name != plain):
-        refusal = _refusal(admit(kernels[name], machine, folder))
+    """The name of the first that is admitted for all shapes, in their order; the plain one if no other is."""
+    machine = Machine.of_this()
+    chosen = plain = choice.plain[machine.platform != "cpu"]
+    refused = []
+    for name in (name for name in of_shapes[0] if name != plain):
+        refusal = choice.useless(config, name)
+        for kernels in of_shapes:
+            if refusal is None:
+                refusal = _refusal(admit(kernels[name], machine, folder))
+                if refusal and len(of_shapes) > 1:
+                    refusal += f" ({kernels[name].shape})"
         if refusal is None:
             chosen = name
             break
         refused.append(f"not {name}: {refusal}")
-    kind = next(iter(kernels.values())).kind
+    kind = next(iter(of_shapes[0].values())).kind
     say(f"{kind}: {'; '.join([chosen, *refused])}")
     return chosen
 

@@ -25,7 +25,8 @@ LAYER_KINDS_OF_WHOLE = "*DEMLW-"
 LEAST_CHUNK = 4
 """Fewest slots of a cut document's context chunk: a convolution's taps then reach only the chunk before."""
 FULL = 0.97
-"""A row is full enough if documents take this much of its slots: then no more of them are cut."""
+"""A row is full enough if documents take this much of its slots, of max_documents, or of audio_capacity: then
+no more of them are cut."""
 EVEN_ENOUGH = 1.03
 """The busiest rank's work over the mean at which no more documents are cut for it."""
 EVEN = 1.005
@@ -145,8 +146,10 @@ class Shares:
 
     def is_good(self, placement: Placement, sizes: Sequence[Size]) -> bool:
         """Whether the row is full, or holds all documents, and is even."""
-        taken = sum(sizes[i].slots for i in placement.order)
-        is_full = taken >= FULL * self.capacity or len(placement.order) == len(sizes)
+        is_full = len(placement.order) == len(sizes) or any(
+            0 < FULL * most <= sum(getattr(sizes[i], name) for i in placement.order)
+            for name, most in (("slots", self.capacity), ("segments", self.segments), ("frames", self.frames))
+        )
         return is_full and self.imbalance(placement, sizes) <= EVEN_ENOUGH
 
     def starts(self, placement: Placement, slots: Sequence[int]) -> tuple[list[int], Int32[np.ndarray, " C"]]:

@@ -2,8 +2,8 @@
 
 A row in which a document is cut makes the ranks exchange; one without exchanges nothing. So documents that
 must be cut are held back until they fill a row together, and the other rows are made of whole documents. What
-room is left beside the cut ones is filled with whole documents that wait, too. No document is held back for
-more than PATIENCE of the packer's buffers.
+room is left beside the cut ones is filled with whole documents that wait, too. No document, whole or cut,
+waits while more than PATIENCE of the packer's buffers are read: the oldest then begins a row, full or not.
 
 The choice depends only on the documents that wait and on how many buffers were read after each. So a stream
 that goes on from a saved position makes the rows it would have made.
@@ -17,7 +17,7 @@ from jaxthd.packing.fit import BufferLimits, Fit
 WINDOW = 2
 """Whole documents of this many buffers wait, at least, before a row is made of them."""
 PATIENCE = 32
-"""Most buffers that are read while a document is held back."""
+"""Most buffers that are read while a document waits."""
 HELD = 2
 """The documents that are held back take fewer slots than this many buffers."""
 
@@ -39,8 +39,8 @@ def next_row(
         is_due = is_last or max(ages[i] for i in held) >= PATIENCE
         is_due |= sum(sizes[i].slots for i in held) >= HELD * shares.capacity
         placed = _row_of_cut(shares, sizes, held, whole, is_due=is_due)
-    enough = 1 if is_last else WINDOW * shares.capacity
-    if placed is None and sum(sizes[i].slots for i in whole) >= enough:
+    is_due = bool(whole) and (is_last or max(ages[i] for i in whole) >= PATIENCE)
+    if placed is None and (is_due or sum(sizes[i].slots for i in whole) >= WINDOW * shares.capacity):
         placed = shares.best(sizes, _rows_of_whole(shares, sizes, held, whole))
     return placed
 
@@ -93,11 +93,16 @@ def _rows_of_whole(
 def _that_fit(
     shares: Shares, sizes: Sequence[Size], first: Sequence[int], then: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """(the documents that would fill a row if slots were all one piece, the others): `first`, then those of
+    """(the documents that would fill a row if ranks did not divide it, the others): `first`, then those of
     `then` in their order."""
-    chosen, others, slots = list(first), list[int](), sum(sizes[i].slots for i in first)
+    chosen, others = list(first), list[int]()
+    names = "slots", "segments", "frames"
+    slots, segments, frames = (sum(getattr(sizes[i], name) for i in first) for name in names)
     for i in then:
-        fits = slots + sizes[i].slots <= shares.capacity
-        slots += sizes[i].slots * fits
+        more = sizes[i]
+        fits = slots + more.slots <= shares.capacity
+        fits &= segments + more.segments <= shares.segments and frames + more.frames <= shares.frames
+        if fits:
+            slots, segments, frames = slots + more.slots, segments + more.segments, frames + more.frames
         (chosen if fits else others).append(i)
     return chosen, others

@@ -259,11 +259,11 @@ def _dtype(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 def _fused_attention(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """What depends on versions and on buffers is checked at admission (jaxthd/kernels/choose.py)."""
     backend, llm = config.compute.attention_backend, config.model.llm
-    dim = llm.latent_attention.kernel_head_dim if "L" in llm.kinds else llm.head_dim
-    heads = contract.AttentionShape(config.compute.dtype, llm.q_heads, llm.kv_heads, dim)
-    reason = unfit_shape(heads, device.platform)
-    if {"*", "L"} <= set(llm.kinds):
-        reason = "it computes one kind of attention, and model.llm.pattern has attention and latent attention"
+    dims = [llm.latent_attention.kernel_head_dim] if "L" in llm.kinds else []
+    if not dims or set("*W") & set(llm.kinds):
+        dims.append(llm.head_dim)
+    heads = (contract.AttentionShape(config.compute.dtype, llm.q_heads, llm.kv_heads, dim) for dim in dims)
+    reason = next(filter(None, (unfit_shape(shape, device.platform) for shape in heads)), None)
     if backend in ("te", "cudnn") and reason:
         change = "set compute.attention_backend to auto or xla"
         yield Finding(
@@ -288,6 +288,19 @@ def _known_bad_kernels(config: Config, device: DeviceFacts) -> Iterator[Finding]
                 "set compute.attention_backend to auto or xla",
                 is_warning=capability is None,
             )
+
+
+@RULES.rule("compute.attention_backend", "compute.encoder_attention", "model.llm")
+def _interpreted_attention(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    used = {
+        "attention_backend": set("*LW") & set(config.model.llm.kinds),
+        "encoder_attention": config.model.encoder,
+    }
+    for field in (field for field, is_used in used.items() if is_used and device.platform == "cpu"):
+        if getattr(config.compute, field) == "pallas":
+            expected = "a GPU, because a CPU interprets these kernels, slowly"
+            change = f"set compute.{field} to auto"
+            yield Finding(f'compute.{field} is "pallas" on cpu', expected, change, is_warning=True)
 
 
 @RULES.rule(

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import pytest
 
 from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.errors import UserError
+from jaxthd.kernels.admission import Kernel, Verdict
 from jaxthd.kernels.choose import LARGE_KERNELS, attention_shape, scan_shape, using, with_admitted
 from jaxthd.kernels.machine import Machine
 from jaxthd.ops.attention import blockwise, pallas_kernels
@@ -138,6 +139,67 @@ def test_the_shape_is_of_a_rank_s_buffers_of_a_microbatch():
     config = replace(Config(), mesh=MeshConfig(data=2, context=4), data=data, train=train)
     shape = attention_shape(config)
     assert (shape.tokens, shape.documents) == (2 * 128 // 4, 2 * 5)
+
+
+class Ask(NamedTuple):
+    """A call of admission, with the answer "yes" but for `no`."""
+
+    name: str
+    shape: Any
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Ask]:
+    """What admission is asked; it measures nothing and refuses names and shapes in REFUSED."""
+    asked: list[Ask] = []
+
+    def admit(kernel: Kernel, machine: Machine, folder: Path | None) -> Verdict:
+        asked.append(Ask(kernel.name, kernel.shape))
+        size = getattr(kernel.shape, "tokens", 0), getattr(kernel.shape, "head_dim", 0)
+        refusal = "it is too small" if set(REFUSED.get(kernel.name, ())) & set(size) else None
+        return Verdict(kernel.name, refusal, {}, 1.0, fits=True)
+
+    monkeypatch.setattr("jaxthd.kernels.choose.admit", admit)
+    return asked
+
+
+REFUSED = {"te": (64, 96)}
+"""Tokens and head dims that a back-end is refused for."""
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize(
+    ("pattern", "want", "said"),
+    [
+        ("WE*E", "te", ["attention: te", "attention in windows: xla; te does not compute it"]),
+        ("WEWE", "pallas", ["attention: pallas; not te: it does not compute windows"]),
+        ("L-*-", "cudnn", ["attention: cudnn; not te: it is too small (float32, 4 query"]),
+    ],
+)
+def test_auto_is_for_all_attention_of_the_decoder(pattern: str, want: str, said: list[str], asked: list[Ask]):
+    lines: list[str] = []
+    dim = 96 if "L" in pattern else 32
+    llm = replace(LLMConfig(), pattern=pattern, experts=2, q_heads=4, kv_heads=2, head_dim=dim)
+    found = with_admitted(asking(attention_backend="auto", llm=llm), lines.append).compute.attention_backend
+    assert found == want
+    assert len(lines) == len(said)
+    assert all(line.startswith(start) for line, start in zip(lines, said, strict=True))
+    if "L" in pattern:
+        assert {ask.shape.kv_heads for ask in asked if ask.name == "cudnn"} == {2, 4}
+        with pytest.raises(UserError, match=r"te.*too small.* of dim 96"):
+            with_admitted(asking(attention_backend="te", llm=llm), lines.append)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_kernels_are_admitted_for_every_rung(asked: list[Ask]):
+    data = DataConfig(capacity=128, max_documents=8, rungs=((32, 2, 0), (64, 4, 0)))
+    config = replace(asking(attention_backend="auto", scan_backend="pallas"), data=data)
+    config = using(config, scan_chunk=64)
+    found = with_admitted(config, [].append).compute
+    assert (found.attention_backend, found.scan_backend) == ("cudnn", "pallas")
+    sizes = [(x.shape.tokens, x.shape.documents) for x in asked if x.name == "cudnn"]
+    assert sizes == [(128, 8), (64, 4), (32, 2)]
+    assert {x.shape.chunk for x in asked if x.name == "pallas"} == {32, 64}
 
 
 GPU = Machine("gpu", "NVIDIA H100", 1, "9.0", "0.10.2", "0.10.2", "3.11.7", 12090, 91600, "570.1", None)

@@ -1,16 +1,19 @@
 """Documents that must be cut wait for one another, a bounded time; an interrupted stream goes on exactly."""
 
+import gc
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from typing import NamedTuple
+from weakref import ref
 
 import grain
 import numpy as np
 import pytest
 
 from jaxthd.data.packer import PackDocuments, PackedRow
-from jaxthd.packing.assignment import EVEN_ENOUGH, FULL, Shares
+from jaxthd.packing.assignment import EVEN_ENOUGH, FULL, Placement, Shares, Size
 from jaxthd.packing.document import Document
 from jaxthd.packing.fit import BufferLimits, Fit
 from jaxthd.packing.waiting import HELD, PATIENCE, WINDOW, next_row
@@ -100,28 +103,101 @@ def test_the_state_is_short():
     assert max(sizes) < 2000
 
 
+class Chosen(NamedTuple):
+    """A row, with the sizes of all documents that waited and the buffers read after each."""
+
+    placed: Placement
+    sizes: list[Size]
+    ages: list[int]
+
+
+def chosen_rows(shares: Shares, buffers: Iterable[Sequence[Fit]]) -> Iterator[Chosen]:
+    """The rows that are made as the packer's buffers come."""
+    limits = BufferLimits(shares.capacity, 0, shares.capacity, shares=shares)
+    waiting: list[tuple[int, Fit]] = []
+    for read, buffer in enumerate(buffers):
+        waiting += [(read, fit) for fit in buffer]
+        while True:
+            fits, ages = [fit for _, fit in waiting], [read - at for at, _ in waiting]
+            placed = next_row(limits, fits, ages)
+            if placed is None:
+                break
+            yield Chosen(placed, [fit.size for fit in fits], ages)
+            waiting = [x for i, x in enumerate(waiting) if i not in placed.order]
+        held = sum(fit.slots for _, fit in waiting if fit.slots > shares.share)
+        assert held < HELD * shares.capacity
+        assert max((read - at for at, _ in waiting), default=0) < PATIENCE
+
+
+def fit_of(slots: int, frames: int = 0) -> Fit:
+    return Fit(slots, 1, (frames,) * (frames > 0), "", "", slots * (slots + 1) // 2)
+
+
+@pytest.mark.parametrize("what", ["segments", "frames"])
+def test_where_slots_are_not_what_is_full_none_is_left_behind_or_cut_for_them(what: str):
+    """Rows take the oldest up to the limit, and not the longest of all that wait in place of shorter ones."""
+    rng = np.random.default_rng(0)
+    if what == "segments":
+        shares = Shares(4, 16_384, 8, 10_000.0, 64, 0)
+        of_buffers = rng.lognormal(np.log(120), 1, (40, 64)).clip(2, 2000).astype(int)
+        buffers = [[fit_of(n) for n in of_buffer] for of_buffer in of_buffers.tolist()]
+    else:
+        shares = Shares(4, 16_384, 8, 10_000.0, 16_384, 81_920)
+        seconds = rng.lognormal(np.log(6), 0.8, (40, 100)).clip(0.5, 35).tolist()
+        buffers = [[fit_of(int(15 * s) + 5, 8 * int(12.5 * s)) for s in of_buffer] for of_buffer in seconds]
+    found = list(chosen_rows(shares, buffers))
+    assert len(found) >= 25
+    assert not any(row.placed.cut for row in found)
+    assert max(row.ages[i] for row in found for i in row.placed.order) <= 4
+    takes = [sum(getattr(row.sizes[i], what) for i in row.placed.order) for row in found]
+    assert min(takes) >= FULL * getattr(shares, what)
+
+
+def test_a_whole_document_that_waited_long_begins_a_row():
+    """Short ones that find no room beside long ones wait until they fill rows, and that may be never."""
+    shares, rng = Shares(8, 4096, 8, 10_000.0, 64, 0), np.random.default_rng(0)
+    lengths = [410 if i % 50 == 1 else int(n * 4096) for i, n in enumerate(rng.uniform(0.9, 0.98, 90))]
+    found = list(chosen_rows(shares, ([fit_of(n)] for n in lengths)))
+    short = [row.ages[i] for row in found for i in row.placed.order if row.sizes[i].slots == 410]
+    assert short == [PATIENCE] * 2
+
+
+def test_documents_that_are_taken_leave_memory():
+    """An old document that is held back keeps no later ones that were trained on."""
+    made: list[ref[Document]] = []
+
+    def alive() -> int:
+        gc.collect()
+        return sum(document() is not None for document in made)
+
+    def document(number: int) -> Document:
+        (found,) = documents([100 if number == 0 else 16])
+        made.append(ref(found))
+        return found
+
+    stream = grain.MapDataset.source(range(16 * (PATIENCE + 20))).map(document).pipe(PACK)
+    rows, most = iter(stream), 16 * (WINDOW + 2 * PACK.packing_bins)
+    for _ in range(PATIENCE - 6):
+        next(rows)
+    assert alive() <= most
+    state = rows.get_state()
+    del rows
+    again = iter(stream)
+    again.set_state(state)
+    next(again)
+    assert alive() <= most, "nor those that a restored stream reads again"
+    assert len(made) > 3 * most
+
+
 @pytest.mark.parametrize("context", [2, 4, 8])
 def test_long_documents_leave_no_rank_much_busier(context: int):
     """As for Nemotron-3-Nano's shape in buffers of 128k tokens."""
     capacity, rng = 131_072, np.random.default_rng(context)
     lengths = rng.lognormal(np.log(8000), 1.2, 400).astype(int).clip(1, capacity).tolist()
     shares = Shares(context, capacity, 8, 70_000, capacity)
-    limits = BufferLimits(capacity, 0, capacity, shares=shares)
-    waiting: list[tuple[int, int]] = []
-    uneven, padding = [], []
-    for read in range(0, len(lengths), 8):
-        waiting += [(read, n) for n in lengths[read : read + 8]]
-        while True:
-            fits = [Fit(n, 1, (), "", "", n * (n + 1) // 2) for _, n in waiting]
-            placed = next_row(limits, fits, [(read - at) // 8 for at, _ in waiting])
-            if placed is None:
-                break
-            sizes = [fit.size for fit in fits]
-            uneven.append(shares.imbalance(placed, sizes))
-            padding.append(1 - sum(sizes[i].slots for i in placed.order) / capacity)
-            waiting = [x for i, x in enumerate(waiting) if i not in placed.order]
-        held = sum(n for _, n in waiting if n > shares.share)
-        assert held < HELD * capacity
-    assert len(uneven) > 20
-    assert max(uneven) <= EVEN_ENOUGH
+    buffers = ([fit_of(n) for n in lengths[i : i + 8]] for i in range(0, len(lengths), 8))
+    found = list(chosen_rows(shares, buffers))
+    padding = [1 - sum(row.sizes[i].slots for i in row.placed.order) / capacity for row in found]
+    assert len(found) > 20
+    assert max(shares.imbalance(row.placed, row.sizes) for row in found) <= EVEN_ENOUGH
     assert np.mean(padding) <= 1 - FULL

@@ -349,9 +349,18 @@ CASES = [
     ),
     Case({"mesh.tensor": 2, "model.llm.pattern": "L", "model.llm.q_heads": 5}, "model.llm.q_heads 5"),
     Case(
-        {"compute.attention_backend": "te", "compute.dtype": "bfloat16", "model.llm.pattern": "*L"},
-        "it computes one kind of attention",
+        {
+            "compute.attention_backend": "te",
+            "compute.dtype": "bfloat16",
+            "model.llm.pattern": "*L",
+            "model.llm.head_dim": 20,
+        },
+        "and they have 20",
         GPU,
+    ),
+    *(
+        Case({f"compute.{field}": "pallas"}, f'compute.{field} is "pallas" on cpu', is_warning=True)
+        for field in ("attention_backend", "encoder_attention")
     ),
     Case({"model.llm.vocab_size": 259}, "model.llm.vocab_size is 259; expected 260"),
     Case(
