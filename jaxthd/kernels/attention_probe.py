@@ -90,8 +90,8 @@ def _decoding(queries: int) -> KeyIntervals:
 
 
 def _intervals(begin_N: np.ndarray, end_N: np.ndarray) -> KeyIntervals:
-    given = (jnp.asarray(x, jnp.int32) for x in (begin_N, end_N))
-    found: KeyIntervals = key_intervals(*given, BLOCK)
+    begin, end = (jnp.asarray(x, jnp.int32) for x in (begin_N, end_N))
+    found: KeyIntervals = key_intervals(begin, end, BLOCK)
     return found
 
 
