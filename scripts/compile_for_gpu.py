@@ -69,6 +69,7 @@ AS_ON_A_GPU: dict[str, Any] = {
 """What compute.* means on a GPU that admits no fused library; and supervised rows in few large blocks."""
 LOOPS: dict[str, Any] = {
     "attention_backend": "xla",
+    "scan_backend": "xla",
     "encoder_attention": "blocks",
     "expert_products": "blocks",
     "subsampling_frames": 128,

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import pytest
@@ -189,6 +189,22 @@ def test_muons_update_needs_what_the_closed_form_says(pattern: str, mesh: MeshCo
     memory = temporary_memory(config)
     assert max(memory.phases, key=memory.phases.__getitem__) == "Muon"
     assert memory.most == pytest.approx(measure(config).temporary, rel=0.2)
+
+
+def test_the_bias_of_the_encoder_s_kernels_is_counted() -> None:
+    """Forward, backward and its gradient: 3 x 4 bytes for each frame, head and distance."""
+
+    def block(attention: Literal["banded", "pallas"], seconds: float) -> Any:
+        data = replace(SMALL.data, rows=1, audio_capacity=8 * 1024)
+        encoder = replace(SMALL.model.encoder, heads=2, chunk_seconds=seconds)
+        compute = replace(SMALL.compute, encoder_attention=attention)
+        model = replace(SMALL.model, encoder=encoder)
+        config = replace(SMALL, data=data, model=model, compute=compute)
+        return temporary_memory(config).phases["one block of the encoder"]
+
+    passes, distances = 2, 768 - 384  # clips of 375 and 188 frames, in whole pieces of 64 distances
+    assert block("pallas", 30.0) - block("pallas", 15.0) == passes * 1024 * 3 * 4 * 2 * distances
+    assert block("banded", 30.0) == block("banded", 15.0)
 
 
 def test_recomputation_and_sharding_lower_what_the_closed_form_says() -> None:

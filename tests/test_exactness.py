@@ -38,6 +38,7 @@ OTHER_MESHES = [
     (1, 4, "ring", "buffer"),
     (1, 4, "all_gather", "buffer"),
     (1, 4, "all_gather", "document"),
+    (1, 4, "ring", "whole"),
 ]
 SEEDS = range(8)
 """Seeds of the documents, for the comparison of float32 with float64."""

@@ -47,8 +47,8 @@ class ComputeConfig:
     """How the encoder's attention is computed. "blocks": a block after the other, and none without an allowed
     pair. "banded": every block with all blocks that a clip can reach, in few large kernels. Both are dense in
     rows of up to 41 s. "pallas": kernels for NVIDIA GPUs; a measurement as the run starts must admit them.
-    On a CPU they are interpreted, for tests; they have not yet run on a GPU. "auto": on GPUs pallas where it
-    is admitted, else banded; blocks elsewhere."""
+    On a CPU they are interpreted, for tests; they have not yet run on a GPU. "auto": blocks on a CPU;
+    elsewhere pallas where it is admitted, else banded."""
     subsampling_frames: int = 0
     """Encoder frames (80 ms) that the subsampling works on at a time. 0: 1024 on GPUs, 128 elsewhere."""
     scan_backend: str = "auto"

@@ -1,11 +1,11 @@
 """The problem that attention's kernels must solve before they are used (kernels/admission.py): both calls of
 the contract, local and remote, forward and backward, on small ragged documents, compared with the blockwise
-back-end.
+back-end. A back-end that takes any intervals solves windows, shared keys and decoding too.
 
 Legend: N queries and keys, H query heads, K key/value heads, D head dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from jaxthd.ops.attention import blockwise
 from jaxthd.ops.attention.backends import BACKENDS
 from jaxthd.ops.attention.contract import AttentionBackend, AttentionShape, Call
 from jaxthd.ops.attention.ring import merge
+from jaxthd.packing import intervals as intervals_module
 from jaxthd.packing.intervals import KeyIntervals, key_intervals
 
 TOKENS = 384
@@ -35,6 +36,11 @@ a later one under the whole-buffer layout, and as under the per-document layout.
 MOST = 6
 """Most documents that the calls are told of: more than there are, so that some packed segments stay empty."""
 BLOCK = 64
+WINDOW = 40
+PREFIX = (10, 140)
+"""The first key and the end of those that documents share."""
+QUERIES = (16, 32, 64)
+"""Of each call of decoding, which a kernel may compute in smaller tiles (pallas.tiles_for)."""
 QUANTITIES = ("output", "log-sum-exp", "dq", "dk", "dv")
 
 
@@ -45,12 +51,7 @@ def error_bound(dtype: str) -> float:
 
 def probe_intervals() -> list[KeyIntervals]:
     """Those of the probe's local call, then of its remote calls."""
-    ends = np.cumsum(DOCUMENTS)
-    begin_N, end_N = (np.zeros(TOKENS, np.int32) for _ in range(2))
-    for end, length in zip(ends, DOCUMENTS, strict=True):
-        begin_N[end - length : end] = end - length
-        end_N[end - length : end] = np.arange(end - length, end) + 1
-    found = [_intervals(begin_N, end_N)]
+    found = [_local_intervals(TOKENS)]
     for rectangles in RECTANGLES:
         begin_N, end_N = (np.zeros(TOKENS, np.int32) for _ in range(2))
         for first, end, first_key, end_key in rectangles:
@@ -59,45 +60,103 @@ def probe_intervals() -> list[KeyIntervals]:
     return found
 
 
+def _local_intervals(window: int) -> KeyIntervals:
+    """Each document alone; a query sees no more than `window` keys."""
+    ends = np.cumsum(DOCUMENTS)
+    begin_N, end_N = (np.zeros(TOKENS, np.int32) for _ in range(2))
+    for end, length in zip(ends, DOCUMENTS, strict=True):
+        end_N[end - length : end] = np.arange(end - length, end) + 1
+        begin_N[end - length : end] = np.maximum(end - length, end_N[end - length : end] - window)
+    return _intervals(begin_N, end_N)
+
+
+def _shared_keys() -> KeyIntervals:
+    """The second and the fourth document continue the same prefix, the others none."""
+    begin_N, end_N = (np.zeros(TOKENS, np.int32) for _ in range(2))
+    ends = np.cumsum(DOCUMENTS)
+    for document in (1, 3):
+        first, end = ends[document] - DOCUMENTS[document], ends[document]
+        begin_N[first:end], end_N[first:end] = PREFIX
+    return _intervals(begin_N, end_N)
+
+
+def _decoding(queries: int) -> KeyIntervals:
+    """A query a document, which sees a prompt of its own; the last one has ended, and sees none."""
+    mean = TOKENS // queries
+    lengths = 1 + 7 * np.arange(queries) % (2 * mean - 1)
+    ends = np.minimum(np.cumsum(lengths), TOKENS)
+    ends[-1] = 0
+    return _intervals(ends - np.minimum(lengths, ends), ends)
+
+
 def _intervals(begin_N: np.ndarray, end_N: np.ndarray) -> KeyIntervals:
-    found: KeyIntervals = key_intervals(jnp.asarray(begin_N), jnp.asarray(end_N), BLOCK)
+    begin, end = (jnp.asarray(x, jnp.int32) for x in (begin_N, end_N))
+    found: KeyIntervals = key_intervals(begin, end, BLOCK)
+    return found
+
+
+def probe_calls(backend: AttentionBackend) -> list[list[Call]]:
+    """The calls of each softmax: a local one with remote ones, whose parts are merged; a local one alone. For
+    a back-end that takes any intervals also one in a window, with keys that documents share.
+    """
+    local, *remote = probe_intervals()
+    parts = [Call(local, True, BLOCK, MOST), *(Call(seen, False, BLOCK, MOST) for seen in remote)]
+    found = [parts, [Call(local, True, BLOCK, MOST, alone=True)]]
+    if backend.takes_any_intervals:
+        seen = _local_intervals(WINDOW), _shared_keys()
+        found.append([Call(x, causal, BLOCK, None) for x, causal in zip(seen, (True, False), strict=True)])
     return found
 
 
 @cache
 def _programs(
-    backend: AttentionBackend, scale: float, causal: bool
+    backend: AttentionBackend, scale: float, causal: bool, documents: int | None, alone: bool
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The back-end's forward and backward calls of one kind, compiled once."""
+    if backend is blockwise.BACKEND:  # one program, as it takes no notice of these
+        documents, alone = MOST, False
 
     def forward(intervals: KeyIntervals, q: Array, k: Array, v: Array) -> tuple[Array, ...]:
-        return backend.forward(q, k, v, Call(intervals, causal, BLOCK, MOST), scale)
+        return backend.forward(q, k, v, Call(intervals, causal, BLOCK, documents, alone), scale)
 
     def backward(intervals: KeyIntervals, *given: Array) -> tuple[Array, ...]:
         q, k, v, out, lse, dout = given
-        return backend.backward(q, k, v, out, lse, dout, Call(intervals, causal, BLOCK, MOST), scale)
+        call = Call(intervals, causal, BLOCK, documents, alone)
+        return backend.backward(q, k, v, out.astype(lse.dtype), lse, dout, call, scale)
 
     return as_in_a_step(forward), as_in_a_step(backward)
 
 
-def _run(backend: AttentionBackend, arrays: dict[str, Array], scale: float) -> dict[str, list[np.ndarray]]:
-    """QUANTITIES of each call: forward; then backward, given the output and log-sum-exp of all calls
-    merged."""
+def _run(
+    backend: AttentionBackend, arrays: dict[str, Array], scale: float, softmaxes: Sequence[Sequence[Call]]
+) -> dict[str, list[np.ndarray]]:
+    """QUANTITIES of each call: forward; then backward, given the output and log-sum-exp of all calls of its
+    softmax merged.
+    """
     q, dout, pairs = arrays["q"], arrays["dout"], list(zip(arrays["k"], arrays["v"], strict=True))
-    programs = [_programs(backend, scale, number == 0) for number in range(len(pairs))]
-    intervals = probe_intervals()
-    parts = [
-        forward(seen, q, *pair) for (forward, _), seen, pair in zip(programs, intervals, pairs, strict=True)
-    ]
-    out, lse = parts[0]
-    for part in parts[1:]:
-        out, lse = merge(out, lse, *part)
-    gradients = [
-        backward(seen, q, *pair, out, lse, dout)
-        for (_, backward), seen, pair in zip(programs, intervals, pairs, strict=True)
-    ]
-    columns = [*zip(*parts, strict=True), *zip(*gradients, strict=True)]
-    return {name: jax.device_get(list(column)) for name, column in zip(QUANTITIES, columns, strict=True)}
+    found: dict[str, list[Array]] = {name: [] for name in QUANTITIES}
+    for calls in softmaxes:
+        programs = [_programs(backend, scale, call.causal, call.documents, call.alone) for call in calls]
+        given = list(zip(programs, calls, pairs, strict=False))
+        parts = [forward(call.intervals, q, *pair) for (forward, _), call, pair in given]
+        out, lse = parts[0]
+        for part in parts[1:]:
+            out, lse = merge(out, lse, *part)
+        gradients = [
+            backward(call.intervals, q, *pair, out, lse, dout) for (_, backward), call, pair in given
+        ]
+        columns = [*zip(*parts, strict=True), *zip(*gradients, strict=True)]
+        for name, column in zip(QUANTITIES, columns, strict=True):
+            found[name] += column
+    return {name: [np.asarray(x, np.float64) for x in jax.device_get(xs)] for name, xs in found.items()}
+
+
+def _decode(backend: AttentionBackend, arrays: dict[str, Array], scale: float) -> list[np.ndarray]:
+    """Output and log-sum-exp of the calls of decoding."""
+    forward, _ = _programs(backend, scale, False, None, False)
+    keys = arrays["k"][0], arrays["v"][0]
+    found = [part for n in QUERIES for part in forward(_decoding(n), arrays["q"][:n], *keys)]
+    return [np.asarray(x, np.float64) for x in jax.device_get(found)]
 
 
 def probe_errors(backend: AttentionBackend, shape: AttentionShape) -> dict[str, float]:
@@ -115,10 +174,20 @@ def probe_errors(backend: AttentionBackend, shape: AttentionShape) -> dict[str, 
         for name, size in sizes.items()
     }
     exact = {name: x.astype(jnp.float32) for name, x in given.items()}
-    scale = shape.head_dim**-0.5
+    scale, softmaxes = shape.head_dim**-0.5, probe_calls(backend)
+    takes_any = backend.takes_any_intervals
+
+    def run(backend: AttentionBackend, arrays: dict[str, Array]) -> dict[str, list[np.ndarray]]:
+        found = _run(backend, arrays, scale, softmaxes)
+        if takes_any:
+            decoded = _decode(backend, arrays, scale)
+            found["output"] += decoded[::2]
+            found["log-sum-exp"] += decoded[1::2]
+        return found
+
     with jax.default_matmul_precision("highest"):
-        want = _run(blockwise.BACKEND, exact, scale)
-    found = _run(backend, given, scale)
+        want = run(blockwise.BACKEND, exact)
+    found = run(backend, given)
     return {
         name: max(error(a, b) for a, b in zip(found[name], want[name], strict=True)) for name in QUANTITIES
     }
@@ -133,7 +202,7 @@ def attention_kernel(backend: AttentionBackend, shape: AttentionShape) -> Kernel
         partial(probe_errors, backend, shape),
         QUANTITIES,
         error_bound(shape.dtype),
-        (Path(__file__), *Path(blockwise.__file__).parent.glob("*.py")),
+        (Path(__file__), Path(intervals_module.__file__), *Path(blockwise.__file__).parent.glob("*.py")),
     )
 
 

@@ -17,10 +17,13 @@ from jax import Array
 from jaxthd.kernels.admission import Kernel, as_in_a_step, error
 from jaxthd.ops.attention import relative
 from jaxthd.ops.attention.relative import RelativeShape, distances, relative_attention, unfit
+from jaxthd.packing import intervals
 
 QUANTITIES = ("output", "dq", "dk", "dposition", "dfar", "dv")
 CLIPS = (1, 150, 64, 97)
 """Lengths of the probe's clips, besides one of the longest; those that are longer are left out."""
+LEAST = 256
+"""Frames of all clips, which are repeated where they have fewer: several tiles of any kernel."""
 PADDING = 20
 
 
@@ -30,7 +33,8 @@ def error_bound(dtype: str) -> float:
 
 
 def encoder_kernels(shape: RelativeShape) -> list[Kernel]:
-    sources = Path(__file__), *Path(relative.__file__).parent.glob("*.py")
+    parts = Path(relative.__file__).parent.glob("*.py")
+    sources = Path(__file__), Path(intervals.__file__), *parts
     bound = error_bound(shape.dtype)
     how = partial(unfit, shape), partial(probe_errors, shape), QUANTITIES, bound, sources
     return [Kernel("encoder attention", "pallas", shape, *how)]
@@ -38,7 +42,8 @@ def encoder_kernels(shape: RelativeShape) -> list[Kernel]:
 
 def probe_errors(shape: RelativeShape) -> dict[str, float]:
     """The error of each of QUANTITIES."""
-    lengths = np.array([*(n for n in CLIPS if n < shape.longest), shape.longest])
+    once = np.array([*(n for n in CLIPS if n < shape.longest), shape.longest])
+    lengths = np.tile(once, -(-LEAST // once.sum()))
     ends = np.cumsum(lengths)
     lo_N, hi_N = (np.pad(np.repeat(x, lengths), (0, PADDING)) for x in (ends - lengths, ends))
     frames, rng = len(lo_N), np.random.default_rng(0)

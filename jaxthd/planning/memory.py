@@ -11,7 +11,8 @@ from jaxthd.models.ctc import FRAME_BLOCK
 from jaxthd.models.fastconformer import DENSE_FRAMES, PIECE
 from jaxthd.models.hybrid import repeated_units
 from jaxthd.models.mixers import LAYER_KINDS
-from jaxthd.packing.document import SUBSAMPLING
+from jaxthd.ops.attention.relative import width
+from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 from jaxthd.parallel.mesh import PIPELINE, TENSOR, ranks_of
 from jaxthd.planning.muon import muon_update
 from jaxthd.planning.sizes import Number, Sizes
@@ -276,6 +277,13 @@ def _conformer(sizes: Sizes, encoder: EncoderConfig) -> Number:
     else:
         attention = a * (2 * encoder.heads + 6) * encoder.dim + rotated
         keys = a * (encoder.heads + 5) * encoder.dim
+    if sizes.config.compute.encoder_attention == "pallas":
+        # Queries by content and by position, keys, values, outputs and their gradients; and the bias: its
+        # values in the forward pass, again in the backward pass, and their gradients. Where clips may be cut
+        # over ranks, the step holds the other form too, and one of both runs.
+        bias = 3 * a * encoder.heads * width(encoder_frames(encoder.chunk_frames))
+        own = 12 * a * encoder.dim + bias
+        attention = max(own, attention) if around else own
     others = a * (6 * encoder.ffn_dim + 8 * encoder.dim)
     return sizes.frames * (norms + attention + others) + sizes.rows * around * keys
 

@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxthd.kernels import attention_probe, encoder_probe
 from jaxthd.kernels.admission import Kernel, admit
 from jaxthd.kernels.attention_probe import QUANTITIES, attention_kernel, error_bound, probe_errors
 from jaxthd.kernels.machine import Machine
 from jaxthd.kernels.scan_probe import scan_kernel, scan_kernels
 from jaxthd.ops.attention import blockwise
 from jaxthd.ops.attention.contract import AttentionBackend, AttentionShape, Call
+from jaxthd.ops.attention.relative import RelativeShape
 from jaxthd.ops.scan import pallas as scan_pallas
 from jaxthd.ops.scan import ssd as scan_ssd
 from jaxthd.ops.scan.contract import ScanShape
@@ -83,6 +85,61 @@ def test_a_broken_back_end_is_refused_with_the_numbers(forward, backward, wrong,
     again = admit(attention_kernel(broken, SHAPE), CPU, tmp_path)
     assert again.is_cached
     assert again.refusal == verdict.refusal
+
+
+def is_window(q: Any, call: Call) -> bool:
+    return call.causal and call.documents is None
+
+
+def has_shared_keys(q: Any, call: Call) -> bool:
+    return not call.causal and call.documents is None and len(q) > 64
+
+
+def is_alone(q: Any, call: Call) -> bool:
+    return call.alone
+
+
+WRONG = [is_alone, is_window, has_shared_keys]
+WRONG += [lambda q, call, n=n: len(q) == n for n in (16, 32, 64)]
+
+
+@pytest.mark.parametrize("is_wrong", WRONG)
+def test_what_is_wrong_in_one_kind_of_call_is_refused(is_wrong, monkeypatch: pytest.MonkeyPatch):
+    """Nothing is compiled: calls are counted by the scale of what they return."""
+
+    def forward(q: Any, k: Any, v: Any, call: Call, scale: float) -> Any:
+        return (2.0 if is_wrong(q, call) else 1.0) * jnp.ones_like(q), jnp.ones(q.shape[:2])
+
+    def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, call: Call, scale: float) -> Any:
+        return tuple(map(jnp.ones_like, (q, k, v)))
+
+    def right(q: Any, *given: Any) -> Any:
+        return jnp.ones_like(q), jnp.ones(q.shape[:2])
+
+    monkeypatch.setattr(attention_probe, "as_in_a_step", lambda run: run)
+    monkeypatch.setattr(attention_probe.blockwise, "BACKEND", AttentionBackend("xla", None, right, backward))
+    attention_probe._programs.cache_clear()
+    backend = AttentionBackend("other", XLA.unfit, forward, backward, takes_any_intervals=True)
+    assert probe_errors(backend, SHAPE)["output"] == 1
+    # A fused library is not asked for what it does not take.
+    is_of_any = is_wrong is not is_alone
+    assert probe_errors(backend._replace(takes_any_intervals=False), SHAPE)["output"] == (not is_of_any)
+    attention_probe._programs.cache_clear()
+
+
+def test_the_encoder_s_probe_has_several_tiles_of_frames(monkeypatch: pytest.MonkeyPatch):
+    sizes = []
+
+    def counted(attend: Any, lo: Any, hi: Any, *given: Any) -> Any:
+        sizes.append((len(lo), int((hi - lo).max())))
+        return tuple(map(jnp.ones_like, (given[-1], *given[:-1])))
+
+    monkeypatch.setattr(encoder_probe, "as_in_a_step", lambda run: run)
+    monkeypatch.setattr(encoder_probe, "_results", counted)
+    for longest in (7, 43, 375):
+        encoder_probe.probe_errors(RelativeShape("float32", 2, 16, longest))
+    assert all(frames >= 256 for frames, _ in sizes)
+    assert [most for _, most in sizes[::2]] == [7, 43, 375]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +282,7 @@ def test_a_measurement_is_of_the_sources_that_compute():
     """It depends on the code that is compared, and on the probe that compares it."""
     attention, scans = (kernel for kernel, _ in KERNELS)
     names = {path.name for path in attention.sources}
-    assert names >= {"cudnn.py", "te.py", "blockwise.py", "thd.py", "attention_probe.py"}
+    assert names >= {"cudnn.py", "te.py", "blockwise.py", "thd.py", "attention_probe.py", "intervals.py"}
     names = {path.name for path in scans.sources}
     assert names >= {"pallas.py", "pallas_launches.py", "pallas_kernels.py", "ssd.py", "scan_probe.py"}
     assert all(path.is_file() for path in (*attention.sources, *scans.sources))

@@ -30,6 +30,7 @@ from jaxthd.steps.training import make_train_step
 from tests.ops.test_scan import broken_decays
 
 XLA = blockwise.BACKEND
+ROOT = Path(__file__).parents[2]
 
 
 def eight_times(*given: Any) -> Any:
@@ -200,6 +201,20 @@ def test_kernels_are_admitted_for_every_rung(asked: list[Ask]):
     sizes = [(x.shape.tokens, x.shape.documents) for x in asked if x.name == "cudnn"]
     assert sizes == [(128, 8), (64, 4), (32, 2)]
     assert {x.shape.chunk for x in asked if x.name == "pallas"} == {32, 64}
+
+
+@pytest.mark.parametrize(("platform", "want"), [("cpu", "blocks"), ("tpu", "banded"), ("gpu", "pallas")])
+def test_auto_of_the_encoder_on_each_platform(
+    platform: str, want: str, asked: list[Ask], monkeypatch: pytest.MonkeyPatch
+):
+    """As the help of the setting says."""
+    monkeypatch.setattr(Machine, "of_this", lambda: replace(GPU, platform=platform))
+    monkeypatch.setitem(REFUSED, "pallas", (64,) if platform == "tpu" else ())
+    encoder = replace(EncoderConfig(), dim=128, heads=2)
+    config = replace(asking(encoder_attention="auto"), model=ModelConfig(encoder=encoder, llm=LLMConfig()))
+    assert with_admitted(config, [].append).compute.encoder_attention == want
+    help_of_it = " ".join((ROOT / "jaxthd/config/compute.py").read_text().split())
+    assert '"auto": blocks on a CPU; elsewhere pallas where it is admitted, else banded.' in help_of_it
 
 
 GPU = Machine("gpu", "NVIDIA H100", 1, "9.0", "0.10.2", "0.10.2", "3.11.7", 12090, 91600, "570.1", None)

@@ -14,7 +14,7 @@ All are KeyIntervals, with `causal` on or off. Several calls give parts of one s
 their log-sum-exp. The backward pass of each part takes the output and the log-sum-exp of the whole. So
 back-ends can be mixed: prefix calls, calls in a window and the calls of decoding, with one query a document,
 go to the back-end only if it takes any intervals, else to the blockwise one: to the fused kernels a key
-belongs to one run of queries.
+belongs to one run of queries. Latent attention decodes by the blockwise code always.
 
 The encoder's attention is not such a call: it is bidirectional and has relative positions. It is dense in
 short rows (dense.py), else a band (banded.py), kernels of our own (relative.py) or blockwise.
@@ -40,7 +40,7 @@ class Call(NamedTuple):
     causal: True for the local call, False for others. block: the blockwise back-end's block size.
     alone: the queries see no other keys than this call's. Then results may have the queries' dtype.
     documents: the most runs of queries that the intervals can hold. None where that is not known; then only
-        the blockwise back-end can be called.
+        a back-end that takes any intervals can be called.
     """
 
     intervals: KeyIntervals

@@ -43,10 +43,15 @@ def unfit(shape: RelativeShape, device: Device) -> str | None:
     return pallas.why_unfit(shape.head_dim, shape.dtype, device)
 
 
+def width(longest: int) -> int:
+    """W, the entries of a bias for each frame and head."""
+    return -(-2 * longest // DISTANCES) * DISTANCES
+
+
 def distances(longest: int) -> Int32[Array, " W"]:
     """How far the query is behind the key, for each entry of a bias: W // 2 down to -(W // 2) + 1."""
-    width = -(-2 * longest // DISTANCES) * DISTANCES
-    return width // 2 - jnp.arange(width, dtype=jnp.int32)
+    entries = width(longest)
+    return entries // 2 - jnp.arange(entries, dtype=jnp.int32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(7, 8))
