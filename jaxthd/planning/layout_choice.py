@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxthd.config import Config
 from jaxthd.data.mixing import mixing_weights
+from jaxthd.data.text.tokenizer import needed_vocabulary
 from jaxthd.errors import UserError
 from jaxthd.files.atomic import write_atomically
 from jaxthd.objectives.answers import compares_answers
@@ -20,6 +21,7 @@ from jaxthd.planning.lengths import draw, measure, read_examples
 from jaxthd.planning.search import slot_work
 from jaxthd.steps.forward import objective_of
 from jaxthd.terminal.tables import table
+from jaxthd.validate import DeviceFacts, findings
 
 FILE = "layout.json"
 MOST_READ = 5_000
@@ -31,7 +33,8 @@ TOLERANCE = 0.005
 def with_layout(config: Config, workdir: Path) -> Config:
     """The config with a layout in place of "auto": that of the run in the workdir, or one that is chosen now.
 
-    Process 0 chooses and prints the reason; all processes call it.
+    Process 0 chooses and prints the reason; all processes call it. Where the config cannot work it is
+    "buffer", without a reason: jaxthd.run.startup.prepared says what is wrong.
     """
     if config.compute.context_layout != "auto" or config.mesh.context == 1:
         return config
@@ -61,6 +64,8 @@ def _of_run(config: Config, workdir: Path) -> LayoutKind | None:
 
 
 def _chosen(config: Config) -> LayoutKind:
+    if not _works(config):
+        return "buffer"
     if compares_answers(objective_of(config)) or config.data.packing == "padded":
         print("context layout: buffer; others are not chosen by themselves for such documents")
         return "buffer"
@@ -76,6 +81,15 @@ def _chosen(config: Config) -> LayoutKind:
     title = "Context layouts; the busiest rank in million multiply-adds a real token"
     print(f"{table(title, LAYOUT_COSTS, [cost.cells for cost in costs])}\ncontext layout: {layout}")
     return layout
+
+
+def _works(config: Config) -> bool:
+    """Whether the config is sound with the layout "buffer"."""
+    try:
+        device = DeviceFacts.of_this_machine(needed_vocabulary(config))
+    except UserError:  # the tokenizer cannot be read
+        return False
+    return all(finding.is_warning for finding in findings(_with(config, "buffer"), device))
 
 
 def _costs(config: Config) -> list[LayoutCost]:

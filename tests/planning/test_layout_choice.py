@@ -8,6 +8,7 @@ import pytest
 
 from jaxthd.config import ComputeConfig, Config, DataConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.planning.layout_choice import FILE, keep_layout, with_layout
+from jaxthd.validate import ConfigError, DeviceFacts, validate
 
 LLM = LLMConfig(pattern="M*-", dim=32, q_heads=2, kv_heads=2, head_dim=16, mamba_heads=4, mamba_groups=1)
 
@@ -24,7 +25,12 @@ def config(folder: Path, words: int, documents: int = 400, context: int = 4) -> 
     return Config(
         mesh=MeshConfig(context=context),
         data=DataConfig(
-            manifest=(str(manifest),), tokenizer="bytes", capacity=1024, audio_capacity=0, max_documents=256
+            manifest=(str(manifest),),
+            validation_manifest="",
+            tokenizer="bytes",
+            capacity=1024,
+            audio_capacity=0,
+            max_documents=256,
         ),
         model=ModelConfig(None, LLM),
         compute=ComputeConfig(context_layout="auto"),
@@ -72,3 +78,27 @@ def test_documents_with_several_answers_and_unreadable_data_keep_the_buffer(tmp_
     missing = replace(given, data=replace(given.data, manifest=()))
     for each in (pairs, missing):
         assert with_layout(each, tmp_path).compute.context_layout == "buffer"
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [({"data": {"capacity": 1020}}, "data.capacity"), ({"mesh": {"context": 0}}, "mesh.context")],
+)
+def test_a_config_that_cannot_work_is_left_to_the_validator(
+    changes: dict[str, dict[str, int]], path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """No choice is made before it says what to change."""
+    given = config(tmp_path, 3)
+    faulty = replace(given, **{name: replace(getattr(given, name), **of) for name, of in changes.items()})
+    chosen = with_layout(faulty, tmp_path)
+    assert chosen.compute.layout == "buffer"
+    assert not capsys.readouterr().out
+    with pytest.raises(ConfigError, match=rf"{path} is"):
+        validate(chosen, DeviceFacts("cpu", 4, "cpu"))
+
+
+def test_a_layout_that_the_validator_refuses_is_not_chosen(tmp_path: Path):
+    given = config(tmp_path, 3)
+    assert with_layout(given, tmp_path).compute.layout == "whole"
+    long = replace(given, model=ModelConfig(None, replace(LLM, mamba_conv=6)))
+    assert with_layout(long, tmp_path).compute.layout == "buffer"
