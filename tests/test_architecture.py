@@ -39,6 +39,7 @@ BESIDE = {
     ("figures", "planning"),
     ("planning", "inference"),
     ("planning", "terminal"),
+    ("planning", "validate"),
     ("run", "validate"),
     ("run", "terminal"),
 }

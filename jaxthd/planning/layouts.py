@@ -19,11 +19,12 @@ from jaxtyping import Float
 
 from jaxthd.config import Config, LLMConfig
 from jaxthd.ops.scan.state_passing import GATHER_UP_TO
-from jaxthd.packing.assignment import LAYER_KINDS_OF_WHOLE, LEAST_CHUNK, Shares
+from jaxthd.packing.assignment import LAYER_KINDS_OF_WHOLE, Shares
 from jaxthd.packing.cuts import cut_widths
 from jaxthd.packing.layout import LayoutKind
 from jaxthd.planning.lengths import Lengths, slots_of
 from jaxthd.planning.simulate import Outcome, balance, simulate
+from jaxthd.validate import RULES, DeviceFacts, Finding
 
 MULTIPLY_ADDS_PER_BYTE = 500
 """Multiply-adds in the time to receive a byte: an H100 at half its bfloat16 peak, NVLink at 450 GB/s."""
@@ -98,11 +99,22 @@ def compare_layouts(stream: Lengths, config: Config, work: tuple[float, float]) 
 
 
 def possible_layouts(config: Config) -> list[LayoutKind]:
-    """The layouts that jaxthd.validate lets this model have."""
-    llm = config.model.llm
-    is_long = "M" in llm.kinds and llm.mamba_conv - 1 > LEAST_CHUNK
-    is_made_for = set(llm.kinds) <= set(LAYER_KINDS_OF_WHOLE) and not is_long
-    return [layout for layout in LAYOUTS if layout != "whole" or is_made_for]
+    """ "buffer", and the other layouts that jaxthd.validate lets this model have on this mesh."""
+    is_made_for = set(config.model.llm.kinds) <= set(LAYER_KINDS_OF_WHOLE)
+    known = _errors(laid_out(config, "buffer"))
+    return [
+        layout
+        for layout in LAYOUTS
+        if layout == "buffer"
+        or ((layout != "whole" or is_made_for) and _errors(laid_out(config, layout)) <= known)
+    ]
+
+
+def _errors(config: Config) -> set[Finding]:
+    """Those of the rules about the layout."""
+    device = DeviceFacts("cpu", config.mesh.devices, "cpu")
+    rules = (rule for rule in RULES if "compute.context_layout" in rule.reads)
+    return {finding for rule in rules for finding in rule.check(config, device) if not finding.is_warning}
 
 
 def laid_out(config: Config, layout: LayoutKind) -> Config:

@@ -1,25 +1,30 @@
 """The comparison of context layouts: its figures are the packer's, and its verdict follows from them."""
 
 from dataclasses import replace
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
-from jaxthd.config import Config, DataConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.config import Config, DataConfig, DeltaConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.packing.assignment import Shares
 from jaxthd.packing.document import Document
+from jaxthd.packing.layout import LayoutKind
 from jaxthd.packing.pack import pack_row
 from jaxthd.planning.layouts import (
     MULTIPLY_ADDS_PER_BYTE,
     attention_bytes,
     compare_layouts,
     exchange_bytes,
+    laid_out,
     layout_recommendation,
     mamba_bytes,
+    possible_layouts,
     state_bytes,
 )
 from jaxthd.planning.lengths import Lengths
 from jaxthd.planning.simulate import simulate
+from jaxthd.validate import DeviceFacts, findings
 
 WORK = (1000.0, 0.0)
 
@@ -118,9 +123,9 @@ def test_activations_grow_with_the_tokens_and_states_do_not():
 
 
 def test_what_is_compared_is_possible() -> None:
-    """Among pipeline stages the layout "whole" needs all-gather where context ranks make no pairs, and no
-    convolution may span a cut chunk."""
+    """Among pipeline stages the layout "whole" needs all-gather where context ranks make no pairs."""
     stream, plain = text_of([60] * 200), config("M*")
+    plain = replace(plain, model=ModelConfig(llm=replace(plain.model.llm, mamba_heads=12)))
     for context, exchange in ((4, "ring"), (3, "all_gather")):
         staged = replace(plain, mesh=replace(plain.mesh, pipeline=2, context=context))
         assert staged.compute.context_exchange == "ring"
@@ -132,6 +137,25 @@ def test_what_is_compared_is_possible() -> None:
         }
         text = layout_recommendation([costs.pop("whole"), *costs.values()])
         assert ("--compute.context-exchange all_gather" in text) == (context == 3)
-    llm = replace(plain.model.llm, mamba_conv=6)
-    long = replace(plain, model=replace(plain.model, llm=llm))
-    assert "whole" not in {cost.layout for cost in compare_layouts(stream, long, WORK)}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "refused", "changes"),
+    [
+        ("M*", "whole", {"mamba_conv": 6}),
+        ("D*", "whole", {"delta": DeltaConfig(conv=6)}),
+        ("M*", "document", {"mamba_heads": 2}),
+        ("D*", "document", {"delta": DeltaConfig(value_heads=2, key_heads=2)}),
+    ],
+)
+def test_layouts_that_the_validator_refuses_are_not_offered(
+    pattern: str, refused: str, changes: dict[str, Any]
+) -> None:
+    plain = config(pattern)
+    given = replace(plain, model=ModelConfig(None, replace(plain.model.llm, **changes)))
+    assert set(possible_layouts(given)) == {"buffer", "document", "whole"} - {refused}
+    on_two = replace(given, mesh=MeshConfig(context=2))
+    assert (refused in possible_layouts(on_two)) == (refused == "document"), "two ranks can share two heads"
+    for layout in get_args(LayoutKind):
+        found = findings(laid_out(given, layout), DeviceFacts("cpu", 4, "cpu"))
+        assert any("context_layout" in x.found + x.change for x in found) == (layout == refused)
