@@ -169,7 +169,7 @@ def packed(rows: int, config: Config) -> tuple[Batch, BatchReport, list[PackRepo
 
 
 def batch_report(reports: list[PackReport]) -> BatchReport:
-    rows = tuple(RowReport.of(row, report, CAPACITY) for row, report in enumerate(reports))
+    rows = tuple(RowReport.of(row, report, CAPACITY, AUDIO) for row, report in enumerate(reports))
     return BatchReport(rows, tuple(report.keys for report in reports))
 
 

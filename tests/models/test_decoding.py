@@ -201,6 +201,16 @@ def test_decoding_in_windows_equals_a_whole_pass_for_each_token(data: int, conte
         assert decoded(data, context, -1, layout, GPT)[1] == want
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", ["batched", "pallas"])
+def test_decoding_by_other_back_ends_equals_a_whole_pass_for_each_token(backend: str):
+    """In windows too. The kernels are interpreted."""
+    config = replace(run_config(1, 2, "ring", "float64", "document"), model=GPT)
+    config = replace(config, compute=replace(config.compute, attention_backend=backend))
+    with jax.enable_x64(True):
+        assert decoded_by(config, pack(documents(), 2, "document"), -1)[1] == alone(-1, GPT)
+
+
 @pytest.mark.parametrize(
     ("data", "context", "layout"),
     [(1, 2, "document"), pytest.param(1, 1, "buffer", marks=pytest.mark.exhaustive)],
