@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxthd.config import Config
 from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.text.tokenizer import needed_vocabulary
@@ -17,7 +19,7 @@ from jaxthd.objectives.answers import compares_answers
 from jaxthd.packing.layout import LayoutKind
 from jaxthd.parallel.processes import exchange, is_first
 from jaxthd.planning.layouts import LAYOUT_COSTS, LayoutCost, compare_layouts
-from jaxthd.planning.lengths import draw, measure, read_examples
+from jaxthd.planning.lengths import Lengths, draw, measure, read_examples
 from jaxthd.planning.search import slot_work
 from jaxthd.steps.forward import objective_of
 from jaxthd.terminal.tables import table
@@ -26,6 +28,8 @@ from jaxthd.validate import DeviceFacts, findings
 FILE = "layout.json"
 MOST_READ = 5_000
 """Most documents whose lengths decide."""
+MOST_BUFFERS = 100
+"""Buffers that they are packed into, at most: placing them on ranks takes milliseconds a buffer."""
 TOLERANCE = 0.005
 """Least gain, as a share of a step's cost, for which another layout than "buffer" is chosen."""
 
@@ -97,10 +101,16 @@ def _costs(config: Config) -> list[LayoutCost]:
     sources = read_examples(config, MOST_READ, say=lambda line: None)
     found = [measure(examples, config)[0] for examples in sources]
     weights = mixing_weights(config.data, [len(lengths.tokens) for lengths in found])
-    stream = draw(found, weights or (), config.data.seed)
+    stream = _first(draw(found, weights or (), config.data.seed), MOST_BUFFERS * config.data.capacity)
     costs = compare_layouts(stream, _with(config, "buffer"), slot_work(config))
     skipped = next(cost.skipped for cost in costs if cost.layout == "buffer")
     return [cost for cost in costs if cost.config == _with(config, cost.layout) and cost.skipped <= skipped]
+
+
+def _first(stream: Lengths, tokens: int) -> Lengths:
+    """The first documents, of so many tokens together."""
+    count = 1 + int(np.searchsorted(np.cumsum(stream.tokens), tokens))
+    return Lengths(*(x[:count] for x in stream))
 
 
 def _with(config: Config, layout: LayoutKind) -> Config:
