@@ -110,7 +110,8 @@ def _costs(config: Config) -> list[LayoutCost]:
 def _first(stream: Lengths, tokens: int) -> Lengths:
     """The first documents, of so many tokens together."""
     count = 1 + int(np.searchsorted(np.cumsum(stream.tokens), tokens))
-    return Lengths(*(x[:count] for x in stream))
+    tokens_of, frames, seconds, chunks = stream
+    return Lengths(tokens_of[:count], frames[:count], seconds[:count], chunks[:count])
 
 
 def _with(config: Config, layout: LayoutKind) -> Config:
