@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 
 from jaxthd.kernels.admission import Kernel, as_in_a_step, error
+from jaxthd.ops import pallas_launch
 from jaxthd.ops.attention import blockwise
 from jaxthd.ops.attention.backends import BACKENDS
 from jaxthd.ops.attention.contract import AttentionBackend, AttentionShape, Call
@@ -202,7 +203,10 @@ def attention_kernel(backend: AttentionBackend, shape: AttentionShape) -> Kernel
         partial(probe_errors, backend, shape),
         QUANTITIES,
         error_bound(shape.dtype),
-        (Path(__file__), Path(intervals_module.__file__), *Path(blockwise.__file__).parent.glob("*.py")),
+        (
+            *(Path(x) for x in (__file__, intervals_module.__file__, pallas_launch.__file__)),
+            *Path(blockwise.__file__).parent.glob("*.py"),
+        ),
     )
 
 

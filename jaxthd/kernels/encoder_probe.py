@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 
 from jaxthd.kernels.admission import Kernel, as_in_a_step, error
+from jaxthd.ops import pallas_launch
 from jaxthd.ops.attention import relative
 from jaxthd.ops.attention.relative import RelativeShape, distances, relative_attention, unfit
 from jaxthd.packing import intervals
@@ -34,7 +35,7 @@ def error_bound(dtype: str) -> float:
 
 def encoder_kernels(shape: RelativeShape) -> list[Kernel]:
     parts = Path(relative.__file__).parent.glob("*.py")
-    sources = Path(__file__), Path(intervals.__file__), *parts
+    sources = Path(__file__), Path(intervals.__file__), Path(pallas_launch.__file__), *parts
     bound = error_bound(shape.dtype)
     how = partial(unfit, shape), partial(probe_errors, shape), QUANTITIES, bound, sources
     return [Kernel("encoder attention", "pallas", shape, *how)]

@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 
 from jaxthd.kernels.admission import Kernel, as_in_a_step, error
+from jaxthd.ops import pallas_launch
 from jaxthd.ops.scan import ssd as ssd_module
 from jaxthd.ops.scan.backends import BACKENDS
 from jaxthd.ops.scan.contract import Scan, ScanBackend, ScanShape
@@ -50,7 +51,7 @@ def scan_kernel(backend: ScanBackend, shape: ScanShape) -> Kernel:
         partial(probe_errors, backend.scan, shape),
         QUANTITIES,
         error_bound(shape.dtype),
-        (Path(__file__), *Path(ssd_module.__file__).parent.glob("*.py")),
+        (Path(__file__), Path(pallas_launch.__file__), *Path(ssd_module.__file__).parent.glob("*.py")),
     )
 
 

@@ -12,7 +12,6 @@ Legend: N queries, S keys, H query heads, K key/value heads, G = H / K, D query/
 distances of a bias.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int32
 
 from jaxthd.ops.attention import pallas_kernels as kernels
@@ -28,6 +26,7 @@ from jaxthd.ops.attention.batched import seen_from
 from jaxthd.ops.attention.contract import AttentionBackend, AttentionShape, Call
 from jaxthd.ops.backend import Device, below_capability, not_nvidia
 from jaxthd.ops.numerics import accumulation_dtype
+from jaxthd.ops.pallas_launch import launch
 from jaxthd.packing.intervals import key_intervals
 
 CAPABILITY_LEAST = (8, 0)
@@ -36,8 +35,8 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 SMALLEST = 16
 """Least size of a dim that the tensor cores multiply over."""
 
-Inputs = list[tuple[Array, pl.BlockSpec]]
-Outputs = list[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]
+STAGES = 2
+"""Pipelined loads of a program."""
 
 
 class Tiles(NamedTuple):
@@ -78,31 +77,6 @@ def filled(x: Array, size: int, axis: int = 0) -> Array:
     more = [(0, 0)] * x.ndim
     more[axis] = 0, -x.shape[axis] % size
     return jnp.pad(x, more) if more[axis][1] else x
-
-
-def _launch(
-    kernel: Callable[..., None],
-    grid: tuple[int, int],
-    inputs: Inputs,
-    outputs: Outputs,
-    warps: int,
-) -> tuple[Array, ...]:
-    """On a CPU the kernel is interpreted."""
-
-    def call(*arrays: Array, interpret: bool) -> Any:
-        return pl.pallas_call(
-            kernel,
-            grid=grid,
-            in_specs=[spec for _, spec in inputs],
-            out_specs=[spec for _, spec in outputs],
-            out_shape=[shape for shape, _ in outputs],
-            compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=2),
-            interpret=interpret,
-        )(*arrays)
-
-    arrays = [array for array, _ in inputs]
-    run = {"cpu": partial(call, interpret=True), "default": partial(call, interpret=False)}
-    return tuple(jax.lax.platform_dependent(*arrays, **run))
 
 
 class _QueryTile:
@@ -153,7 +127,8 @@ def forward(
         (jax.ShapeDtypeStruct((heads, rows), acc), block.of_head),
     ]
     kernel = partial(kernels.forward_kernel, scale=scale, keys=tiles.keys)
-    out, lse = _launch(kernel, (len(tiled.of_queries), heads), inputs, outputs, tiles.warps)
+    grid = len(tiled.of_queries), heads
+    out, lse = launch(kernel, grid, inputs, outputs, warps=tiles.warps, stages=STAGES)
     return out[:n], lse.T[:n]
 
 
@@ -230,7 +205,7 @@ def _query_gradients(
         inputs.append((bias, of_bias))
         outputs.append((jax.ShapeDtypeStruct(bias.shape, bias.dtype), of_bias))
     kernel = partial(kernels.query_grad_kernel, scale=scale, keys=tiles.keys)
-    return _launch(kernel, (len(tiled.of_queries), heads), inputs, outputs, tiles.warps)
+    return launch(kernel, (len(tiled.of_queries), heads), inputs, outputs, warps=tiles.warps, stages=STAGES)
 
 
 def _key_gradients(
@@ -270,7 +245,7 @@ def _key_gradients(
         inputs.append((bias, pl.BlockSpec((n, None, bias.shape[2]), lambda t, h: (0, h, 0))))
     outputs = [(jax.ShapeDtypeStruct(x.shape, dtype), tile(x)) for x in (k, v)]
     kernel = partial(kernels.key_grad_kernel, scale=scale, queries=tiles.queries)
-    return _launch(kernel, (len(tiled.of_keys), kv_heads), inputs, outputs, tiles.warps)
+    return launch(kernel, (len(tiled.of_keys), kv_heads), inputs, outputs, warps=tiles.warps, stages=STAGES)
 
 
 def why_unfit(head_dim: int, dtype: str, device: Device) -> str | None:

@@ -67,6 +67,16 @@ def _scores(q: Array, k: Array, bias_ref: Ref | None, pairs: _Pairs, scale: floa
     return jnp.where(seen, scale * scores, -jnp.inf)
 
 
+def _gradients(
+    scores: Array, dout: Array, v: Array, lse: Array, product: Array, scale: float
+) -> tuple[Array, Array]:
+    """Probabilities, and gradients of the scores before their scale, [q, b]. lse, product: see
+    query_grad_kernel.
+    """
+    p = jnp.exp(scores - lse[:, None])
+    return p, p * (_dot(dout, v, ROWS_BY_ROWS) - product[:, None]) * scale
+
+
 def forward_kernel(
     q_ref: Ref,
     k_ref: Ref,
@@ -137,9 +147,8 @@ def query_grad_kernel(
     def tile(t: Array, dq: Array) -> Array:
         there, pairs = pl.ds(t * keys, keys), _Pairs(first, t * keys, lo, hi)
         k = k_ref[there, :]
-        p = jnp.exp(_scores(q, k, bias, pairs, scale) - lse[:, None])
-        ds = p * (_dot(dout, v_ref[there, :], ROWS_BY_ROWS) - product[:, None]) * scale
-        ds = ds.astype(k.dtype)
+        scores = _scores(q, k, bias, pairs, scale)
+        ds = _gradients(scores, dout, v_ref[there, :], lse, product, scale)[1].astype(k.dtype)
         if bias is not None:
             seen = pairs.seen(keys)
             pltriton.store(refs[-1].at[pairs.bias_at(seen, bias.shape[1])], ds, mask=seen)
@@ -196,8 +205,8 @@ def key_grad_kernel(
             there = pl.ds(t * queries, queries)
             q, dout = q_ref[there, g, :], dout_ref[there, g, :]
             pairs = _Pairs(t * queries, first_key, lo_ref[there], hi_ref[there], row=t * queries)
-            p = jnp.exp(_scores(q, k, bias[0] if bias else None, pairs, scale) - lse_ref[g, there][:, None])
-            ds = p * (_dot(dout, v, ROWS_BY_ROWS) - product_ref[g, there][:, None]) * scale
+            scores = _scores(q, k, bias[0] if bias else None, pairs, scale)
+            p, ds = _gradients(scores, dout, v, lse_ref[g, there], product_ref[g, there], scale)
             dk, dv = sums
             return dk + _dot(ds.astype(q.dtype), q, COLUMNS), dv + _dot(p.astype(dout.dtype), dout, COLUMNS)
 

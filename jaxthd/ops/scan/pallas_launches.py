@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 
+from jaxthd.ops.pallas_launch import Inputs, Outputs, launch
 from jaxthd.ops.scan import pallas_kernels as kernels
 
 STATE_PART, HEAD_PART = 64, 32
@@ -27,9 +27,6 @@ WARPS_AND_STAGES = {
 }
 """For each kernel: warps of a program, and stages of its loops; with 2, loads run one matrix product
 early."""
-
-Inputs = list[tuple[Array, pl.BlockSpec]]
-Outputs = list[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]
 
 
 class Sizes(NamedTuple):
@@ -71,23 +68,9 @@ class Carried(NamedTuple):
 def _launch(
     name: str, kernel: Callable[..., None], grid: tuple[int, ...], inputs: Inputs, outputs: Outputs
 ) -> tuple[Array, ...]:
-    """On a CPU the kernel is interpreted. name: in WARPS_AND_STAGES."""
+    """name: in WARPS_AND_STAGES."""
     warps, stages = WARPS_AND_STAGES[name]
-
-    def call(*arrays: Array, interpret: bool) -> Any:
-        return pl.pallas_call(
-            kernel,
-            grid=grid,
-            in_specs=[spec for _, spec in inputs],
-            out_specs=[spec for _, spec in outputs],
-            out_shape=[shape for shape, _ in outputs],
-            compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=stages),
-            interpret=interpret,
-        )(*arrays)
-
-    arrays = [array for array, _ in inputs]
-    run = {"cpu": partial(call, interpret=True), "default": partial(call, interpret=False)}
-    return tuple(jax.lax.platform_dependent(*arrays, **run))
+    return launch(kernel, grid, inputs, outputs, warps=warps, stages=stages)
 
 
 def _float32(*shape: int) -> jax.ShapeDtypeStruct:
