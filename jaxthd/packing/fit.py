@@ -157,7 +157,7 @@ class BufferLimits:
             sum(fit.slots for fit in fits) <= self.capacity
             and sum(fit.segments for fit in fits) <= self.max_documents
             and sum(sum(fit.chunk_frames) for fit in fits) <= self.audio_capacity
-            and self.first_run(fits) == len(fits)
+            and (self.shares is None or self.shares.assign([fit.size for fit in fits]) is not None)
         )
 
     def require_room(self, documents: Sequence[Document]) -> None:
