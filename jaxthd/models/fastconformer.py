@@ -26,6 +26,7 @@ from jaxthd.ops.attention.dense import dense_attention
 from jaxthd.ops.attention.relative import distances, relative_attention
 from jaxthd.ops.conv import centered_conv
 from jaxthd.ops.neighbours import Neighbours, make_neighbours
+from jaxthd.ops.norms import layer_norm
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 from jaxthd.packing.segments import Segments
@@ -47,10 +48,8 @@ class LayerNorm(nnx.Module):
         self.weight, self.bias = init.ones((dim,)), init.zeros((dim,))
 
     def __call__(self, x_ED: Float[Array, "E D"]) -> Float[Array, "E D"]:
-        wide = x_ED.astype(accumulation_dtype(x_ED))
-        wide = wide - wide.mean(-1, keepdims=True)
-        wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + _EPS)
-        return (wide * self.weight[...] + self.bias[...]).astype(x_ED.dtype)
+        normed: Array = layer_norm(_EPS, x_ED, self.weight[...], self.bias[...])
+        return normed
 
 
 class BatchNorm(nnx.Module):
@@ -91,6 +90,11 @@ class BatchNorm(nnx.Module):
         return ((wide - mean_D) * scale_D + self.bias[...]).astype(x_ED.dtype)
 
 
+def _as_mask(kept_n: Array, dtype: jnp.dtype) -> Array:
+    """1 on the frames that are kept, else 0. (For a choice, XLA fills an array with the zeros.)"""
+    return kept_n[:, None, None].astype(dtype)
+
+
 def _neighbours(x_NBC: Array, start_n: Array) -> list[Array]:
     """The nine [n, b, C] inputs of a 3x3 convolution of stride 2 and padding 1, frames before bands.
 
@@ -99,7 +103,7 @@ def _neighbours(x_NBC: Array, start_n: Array) -> list[Array]:
     n, _, channels = x_NBC.shape
     pairs_n2BC = x_NBC.reshape(n // 2, 2, -1, channels)
     before_nBC = jnp.pad(pairs_n2BC[:-1, 1], ((1, 0), (0, 0), (0, 0)))
-    before_nBC = jnp.where(start_n[:, None, None], 0, before_nBC)
+    before_nBC = before_nBC * _as_mask(~start_n, x_NBC.dtype)
     taps = []
     for row_nBC in (before_nBC, pairs_n2BC[:, 0], pairs_n2BC[:, 1]):
         even_nbC, odd_nbC = jnp.moveaxis(row_nBC.reshape(n // 2, -1, 2, channels), 2, 0)
@@ -135,12 +139,15 @@ class Subsampling(nnx.Module):
 
     Encoder frame e reads only mel frames 8e - 7 to 8e + 7. So the buffer is divided into pieces of PIECE
     encoder frames, or more, each with the 8 mel frames before it. The pieces are computed one after the
-    other, and recomputed in the backward pass. Activations exist for one piece at a time (those of the first
+    other, and recomputed in the backward pass (but without compute.remat_encoder, where one piece that holds
+    the whole buffer is kept without being copied). Activations exist for one piece at a time (those of the first
     convolution alone have 64 times the size of the mels, at 256 channels). With 16,000 frames, 80 mels and 64
     channels on a CPU, they take 27 MB instead of 400 MB, in two thirds of the time.
     """
 
-    def __init__(self, config: EncoderConfig, init: Init, piece: int = PIECE) -> None:
+    def __init__(
+        self, config: EncoderConfig, init: Init, piece: int = PIECE, *, remat: bool = True
+    ) -> None:
         if config.num_mels % SUBSAMPLING:
             raise ValueError(
                 f"encoder.num_mels is {config.num_mels}; it must be a multiple of {SUBSAMPLING}, "
@@ -150,7 +157,9 @@ class Subsampling(nnx.Module):
         self.first = Linear(9, channels, init, bias=True, projects=False)
         self.later = nnx.List([SeparableConv(channels, init) for _ in range(2)])
         self.out = Linear(config.num_mels // SUBSAMPLING * channels, config.dim, init, bias=True)
-        self.piece = piece
+        for linear in (self.out, *(conv.pointwise for conv in self.later)):
+            linear.w.set_metadata(cast=False)  # its gradient is a sum over pieces
+        self.piece, self.remat = piece, remat
 
     def __call__(
         self, mels_AM: Float[Array, "A M"], mask_A: Bool[Array, " A"], start_E: Bool[Array, " E"]
@@ -167,7 +176,8 @@ class Subsampling(nnx.Module):
             return jnp.concatenate([halo, x], axis=1)
 
         cut = (pieces(mels_AM, SUBSAMPLING), pieces(mask_A, SUBSAMPLING), pieces(start_E, 1))
-        y_pED = jax.lax.map(jax.checkpoint(lambda piece: self._piece(*piece)[1:]), cut)
+        run: Any = lambda piece: self._piece(*piece)[1:]  # noqa: E731
+        y_pED = jax.lax.map(jax.checkpoint(run) if self.remat else run, cut)
         return y_pED.reshape(-1, y_pED.shape[-1])[:frames]
 
     def _piece(self, mels_AM: Array, mask_A: Array, start_E: Array) -> Array:
@@ -176,8 +186,8 @@ class Subsampling(nnx.Module):
             return jnp.pad(start_E[:, None], ((0, 0), (0, per_frame - 1))).reshape(-1)
 
         def mask(stride: int) -> Array:
-            """1 on the valid frames of a level, else 0. (For a choice, XLA fills an array with the zeros.)"""
-            return mask_A[::stride, None, None].astype(mels_AM.dtype)
+            """Of the valid frames of a level."""
+            return _as_mask(mask_A[::stride], mels_AM.dtype)
 
         x_NBC = jnp.where(mask_A[:, None], mels_AM, 0)[..., None]
         taps_nb9 = jnp.concatenate(_neighbours(x_NBC, starts(4)), axis=-1)
@@ -440,7 +450,8 @@ class FastConformer(nnx.Module):
             raise ValueError(
                 f"encoder.dim {config.dim} is not a multiple of encoder.heads {config.heads}; change either"
             )
-        self.subsampling = Subsampling(config, init, compute.subsampling_frames or PIECE)
+        piece, remat = compute.subsampling_frames or PIECE, compute.remat_encoder
+        self.subsampling = Subsampling(config, init, piece, remat=remat)
         self.blocks = stack(lambda init: ConformerBlock(config, init), init, config.layers)
         self.scale = math.sqrt(config.dim) if config.scale_input else 1.0
         self.longest = encoder_frames(config.chunk_frames)

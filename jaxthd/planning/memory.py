@@ -291,11 +291,13 @@ def _conformer(sizes: Sizes, encoder: EncoderConfig) -> Number:
 def _block_weights(sizes: Sizes) -> Number:
     """An encoder block's gathered weights and their gradients."""
     blocks = ("encoder", "blocks")
-    return sizes.gathered(*blocks, trained=True) + sizes.gathered(*blocks) * sizes.a / sizes.parameter
+    return sizes.gathered(*blocks, trained=True) + sizes.gathered(*blocks)
 
 
 def _subsampling(sizes: Sizes, encoder: EncoderConfig) -> Number:
-    piece = sizes.config.compute.subsampling_frames or PIECE
-    outputs = (min(piece, sizes.frames) + 1) * 2 * encoder.num_mels
+    compute = sizes.config.compute
+    piece = compute.subsampling_frames or PIECE
+    held = min(piece, sizes.frames) if compute.remat_encoder else sizes.frames
+    outputs = (held + 1) * 2 * encoder.num_mels
     # The first convolution: nine inputs for each output, and the outputs. The others have 1/4 and 1/16.
     return outputs * sizes.a * (9 + encoder.subsampling_channels * (2 + 12 * (1 / 4 + 1 / 16)))
