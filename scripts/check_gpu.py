@@ -171,7 +171,7 @@ def parameters(config: Config) -> dict[str, int]:
 
 def model_flops(config: Config, documents: Sequence[Document]) -> float:
     """FLOPs of a step, forward and backward, without recomputation and padding."""
-    llm, encoder, matrices = config.model.llm, config.model.audio_encoder, parameters(config)
+    llm, matrices = config.model.llm, parameters(config)
     tokens = sum(map(len, documents))
     frames = sum(d.mel_frames for d in documents) / 8
     supervised = sum(int(d.supervised.sum()) for d in documents)
@@ -182,8 +182,8 @@ def model_flops(config: Config, documents: Sequence[Document]) -> float:
 
 
 def attention_and_scan_flops(config: Config, documents: Sequence[Document]) -> float:
-    """Of attention's scores and values over allowed pairs only, in decoder and encoder, and of Mamba2's states,
-    as a recurrence would compute them; forward and backward."""
+    """Of attention's scores and values over allowed pairs only, in decoder and encoder, and of Mamba2's
+    states, as a recurrence would compute them; forward and backward."""
     llm, encoder = config.model.llm, config.model.audio_encoder
     pairs = sum(len(d) * (len(d) + 1) / 2 for d in documents) * llm.letters.count("*")
     chunks = [-(-len(chunk) // 8) for d in documents for chunk in d.chunks]

@@ -15,7 +15,8 @@ conditional inside a graph. Exits 1 where there are any.
 
 --costs prints what the step would take (jaxthd/planning/step_costs.py): kernels, operations, bytes and a
 bound on the time, by part of the model, by kind, by loop and by line of source; and a bound on the share of
-the bf16 peak. Loops whose trips depend on the data turn as often as real lengths of recordings ask for.
+the bf16 peak. What GPUs exchange may go on beside their kernels; the bound if it never does is printed too.
+Loops whose trips depend on the data turn as often as real lengths of recordings ask for.
 --set NAME=VALUE may be repeated: an option of compute.xla_options if NAME begins with xla_, else a setting
 such as compute.attention_block or mesh.fsdp.
 """
@@ -196,9 +197,10 @@ def show_costs(config: Config, found: h100.Files) -> None:
     )
     print(f"the update takes {1e3 * update:,.1f} ms of it: without it at most {without:.1%}")
     if costs.exchange:
+        in_turn = flops / (H100.peak["bf16"] * costs.in_turn)
         print(
             f"GPUs exchange for {1e3 * costs.exchange:,.0f} ms beside the kernels; in turn with them the step "
-            f"takes {1e3 * costs.in_turn:,.0f} ms: {flops / (H100.peak['bf16'] * costs.in_turn):.1%}"
+            f"takes {1e3 * costs.in_turn:,.0f} ms: {in_turn:.1%}"
         )
 
 

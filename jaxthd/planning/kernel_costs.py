@@ -22,10 +22,10 @@ class Device(NamedTuple):
 
     peak: operations a second of dense matrix products, by the operands' dtype, "" for others. elements:
     operations a second on elements, in float32. bandwidth: bytes a second. links: bytes a second that it
-    receives from other devices. cores, tile: a product with fewer than `cores` tiles of `tile` output elements leaves
-    cores idle. The rest are seconds. kernel: least time of a kernel in a recorded graph. launch: least time
-    of one that the host launches. graph: launch of a graph. trip: of a loop inside a graph. read: of a loop
-    whose end the host must read from the device.
+    receives from other devices. cores, tile: a product with fewer than `cores` tiles of `tile` output
+    elements leaves cores idle. The rest are seconds. kernel: least time of a kernel in a recorded graph.
+    launch: least time of one that the host launches. graph: launch of a graph. trip: of a loop inside a
+    graph. read: of a loop whose end the host must read from the device.
     """
 
     name: str
@@ -96,7 +96,19 @@ _COLLECTIVES = (
 _SLICES = ("dynamic-slice", "slice", "gather")
 _IN_PLACE = ("dynamic-update-slice", "scatter")
 _VIEWS = ("bitcast", "copy", "convert", "transpose", "reshape")
-_SLOW = ("exponential", "log", "rsqrt", "sqrt", "tanh", "logistic", "divide", "power", "sine", "cosine", "erf")
+_SLOW = (
+    "exponential",
+    "log",
+    "rsqrt",
+    "sqrt",
+    "tanh",
+    "logistic",
+    "divide",
+    "power",
+    "sine",
+    "cosine",
+    "erf",
+)
 SLOW = 8
 """Operations on elements that such a function takes: a core has an eighth as many units for them."""
 _MOVES = (
@@ -248,7 +260,7 @@ def _received(x: Instruction, inside: Computation) -> float:
 
 
 def _ranks(x: Instruction) -> int:
-    """Devices of a group: replica_groups=[1,8]<=[8], or {{0,1},{2,3}}, or mesh['data'=8,'tensor'=2] {'data'}."""
+    """Devices of a group: replica_groups=[1,8]<=[8], {{0,1},{2,3}}, or mesh['data'=8,'tensor'=2] {'data'}."""
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]", x.rest):
         return int(found[1])
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", x.rest):

@@ -90,8 +90,8 @@ class Loop(NamedTuple):
 
 
 class StepCosts(NamedTuple):
-    """graphs: launches of recorded graphs. seconds: of a step: kernels, graphs, loops, or what devices exchange
-    where that takes longer: it can go on beside the kernels. in_turn: if it never does."""
+    """graphs: launches of recorded graphs. seconds: of a step: kernels, graphs, loops, or what devices
+    exchange where that takes longer: it can go on beside the kernels. in_turn: if it never does."""
 
     kernels: list[Launched]
     loops: list[Loop]
