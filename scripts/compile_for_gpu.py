@@ -199,8 +199,8 @@ def show_costs(config: Config, found: h100.Files) -> None:
     if costs.exchange:
         in_turn = flops / (H100.peak["bf16"] * costs.in_turn)
         print(
-            f"GPUs exchange for {1e3 * costs.exchange:,.0f} ms beside the kernels; in turn with them the step "
-            f"takes {1e3 * costs.in_turn:,.0f} ms: {in_turn:.1%}"
+            f"GPUs exchange for {1e3 * costs.exchange:,.0f} ms beside the kernels; in turn with them the "
+            f"step takes {1e3 * costs.in_turn:,.0f} ms: {in_turn:.1%}"
         )
 
 
