@@ -287,7 +287,7 @@ def _attention_over_ranks(
     if segments.row_length <= DENSE_FRAMES:
         arrays = map(by_row, (query.content, k_SHd, query.position, waves_SX, v_SHd, segments.ids))
         return dense_attention(*arrays, neighbours.ids, scale).reshape(v_EHd.shape)
-    if clips.attention != "blocks":
+    if clips.attention in ("banded", "pallas"):
 
         def in_window(x: Array) -> Array:
             padding = [(0, 0), (neighbours.reach, neighbours.reach), *[(0, 0)] * (x.ndim - 1)]
