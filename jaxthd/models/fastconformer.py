@@ -287,7 +287,7 @@ def _attention_over_ranks(
     if segments.row_length <= DENSE_FRAMES:
         arrays = map(by_row, (query.content, k_SHd, query.position, waves_SX, v_SHd, segments.ids))
         return dense_attention(*arrays, neighbours.ids, scale).reshape(v_EHd.shape)
-    if clips.attention in ("banded", "pallas"):
+    if clips.attention != "blocks":
 
         def in_window(x: Array) -> Array:
             padding = [(0, 0), (neighbours.reach, neighbours.reach), *[(0, 0)] * (x.ndim - 1)]
@@ -446,7 +446,7 @@ class FastConformer(nnx.Module):
         self.longest = encoder_frames(config.chunk_frames)
         self.remat, self.unroll = remat_of(compute, compute.remat_encoder), compute.unroll_layers
         self.keeps_gathered = init.mesh.pipeline == 1 or compute.recomputed_of_stage == "stage"
-        self.attention = compute.encoder_attention
+        self.attention = compute.encoder_attention.replace("auto", "blocks")
 
     def __call__(
         self,
