@@ -4,7 +4,7 @@
 
 The recording is those of the manifest one after the other, again and again until it is long enough; its
 reference is the first text. `jaxthd train` trains a tiny model on it, and its validation transcribes two
-recordings: the same one, and one whose first ten seconds are played backwards. Their losses differ if an
+recordings: the same one, and one whose first minute is played backwards. Their losses differ if an
 answer depends on what is farthest from it. Memory of a device is what the compiler plans for a training step
 (memory_analysis), at context 1 and 4. Nothing of this has run on a GPU.
 """
@@ -33,7 +33,7 @@ from jaxthd.terminal.tables import Claim, conclude, show, size_text
 ROOT = Path(__file__).parents[1]
 RATE, SLOTS, RANKS = 16000, 256, 4
 """Samples a second; token slots besides those of the audio; context ranks."""
-CHANGED = 10
+CHANGED = 60
 """Seconds at the beginning of the second validation recording that are played backwards."""
 ENCODER = EncoderConfig(num_mels=16, layers=2, dim=32, heads=2, ffn_dim=64, subsampling_channels=8)
 LLM = LLMConfig(
