@@ -61,8 +61,8 @@ def stream_of(documents: Lengths) -> Lengths:
     """Some epochs of the documents, each in an order of its own."""
     rng, count = np.random.default_rng(0), len(documents.tokens)
     order = np.concatenate([rng.permutation(count) for _ in range(TIMES)])
-    arrays = (x[order] for x in documents[:3])
-    return Lengths(*arrays, [documents.chunks[i] for i in order])
+    tokens, frames, seconds = (x[order] for x in documents[:3])
+    return Lengths(tokens, frames, seconds, [documents.chunks[i] for i in order])
 
 
 def with_text(speech: Lengths) -> Lengths:
