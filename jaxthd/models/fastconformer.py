@@ -446,7 +446,7 @@ class FastConformer(nnx.Module):
         self.longest = encoder_frames(config.chunk_frames)
         self.remat, self.unroll = remat_of(compute, compute.remat_encoder), compute.unroll_layers
         self.keeps_gathered = init.mesh.pipeline == 1 or compute.recomputed_of_stage == "stage"
-        self.attention = compute.encoder_attention
+        self.attention = compute.encoder_attention.replace("auto", "blocks")
 
     def __call__(
         self,
