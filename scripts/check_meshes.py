@@ -34,6 +34,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -399,11 +400,13 @@ def documents(seed: int = 0, *, fills: bool = False) -> list[list[Document]]:
 def one_of(documents: Sequence[Document], key: str) -> Document:
     """The documents one after the other, and as many tokens more as the buffer has room for."""
     more = CAPACITY - sum(map(len, documents))
-    joined = {
-        name: np.concatenate([*(getattr(x, name) for x in documents), np.full(more, fill)])
-        for name, fill in (("tokens", np.int32(1)), ("is_audio", False), ("supervised", True))
-    }
-    return Document(key, *joined.values(), tuple(chunks for x in documents for chunks in x.chunks))
+
+    def joined(name: str, fill: int) -> np.ndarray:
+        arrays = [getattr(document, name) for document in documents]
+        return np.concatenate([*arrays, np.full(more, fill, arrays[0].dtype)])
+
+    chunks = tuple(chunk for document in documents for chunk in document.chunks)
+    return Document(key, joined("tokens", 1), joined("is_audio", 0), joined("supervised", 1), chunks)
 
 
 def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch:
@@ -421,8 +424,8 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
     if ContextLayout.of(config).keeps_documents:
         given = most_cut <= 3
         capacity *= 1 if fills else 4 if given else 2
-        shares = Shares(mesh.context, capacity, min(most_cut, 3))
-        place = most_cut_placement if given else even_placement
+        shares = Shares(mesh.context, capacity, min(max(most_cut, 1), 3))
+        place = partial(cutting_placement, cut=most_cut) if given else even_placement
     packed = [
         pack_row(
             rows[i],
@@ -451,10 +454,10 @@ def even_placement(documents: Sequence[Document], shares: Shares) -> Placement |
     return placed if placed and len(placed.order) == len(sizes) else None
 
 
-def most_cut_placement(documents: Sequence[Document], shares: Shares) -> Placement | None:
-    """One that cuts as many documents as may be."""
+def cutting_placement(documents: Sequence[Document], shares: Shares, cut: int) -> Placement | None:
+    """One that cuts so many documents, or as many as there are."""
     sizes = [Size(n, n * (n + 1) // 2) for n in map(len, documents)]
-    numbers = range(min(shares.most_cut, len(sizes)), -1, -1)
+    numbers = range(min(cut, len(sizes)), -1, -1)
     rows = shares.rows(sizes, range(len(sizes)), [], numbers) if sizes else ()
     return next((placed for placed in rows if len(placed.order) == len(sizes)), None)
 
