@@ -77,6 +77,11 @@ def test_a_rank_uses_the_unit_of_its_own():
     np.testing.assert_array_equal(run(features)[:, 0], [[0, 1]] * 2 + [[2, 3]] * 2 + [[4, 5]] * 2)
 
 
+def test_more_units_than_ranks_that_do_not_divide_them_are_refused():
+    with pytest.raises(ValueError, match="7 units do not divide over the 6 ranks of tensor: expected a multiple of 6"):
+        own_part(jnp.zeros((1, 14)), 1, over_tensor(7), MeshConfig(tensor=6))
+
+
 class Layer(nnx.Module):
     def __init__(self, init: Init) -> None:
         self.w, self.bias = init.normal((4, 4)), init.ones((4,))
