@@ -78,7 +78,9 @@ def test_a_rank_uses_the_unit_of_its_own():
 
 
 def test_more_units_than_ranks_that_do_not_divide_them_are_refused():
-    with pytest.raises(ValueError, match="7 units do not divide over the 6 ranks of tensor: expected a multiple of 6"):
+    with pytest.raises(
+        ValueError, match="7 units do not divide over the 6 ranks of tensor: expected a multiple of 6"
+    ):
         own_part(jnp.zeros((1, 14)), 1, over_tensor(7), MeshConfig(tensor=6))
 
 
