@@ -149,9 +149,9 @@ def with_llm(config: Config, **settings: Any) -> Config:
     ("unit", "remat", "within"),
     [
         pytest.param("*-", True, 0.05, marks=pytest.mark.exhaustive),
-        ("M-", False, 0.05),
+        pytest.param("M-", False, 0.05, marks=pytest.mark.exhaustive),
         pytest.param("*E", True, 0.15, marks=pytest.mark.exhaustive),
-        pytest.param("*-", False, 0.1, marks=pytest.mark.exhaustive),
+        ("*-", False, 0.1),
         pytest.param("M-", True, 0.05, marks=pytest.mark.exhaustive),
         pytest.param("L-", False, 0.1, marks=pytest.mark.exhaustive),
         pytest.param("L-", True, 0.05, marks=pytest.mark.exhaustive),

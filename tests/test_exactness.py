@@ -216,6 +216,7 @@ def test_a_batch_without_audio_trains():
     assert all((a != b).all() for a, b in zip(*map(jax.tree.leaves, (with_audio, before)), strict=True))
 
 
+@pytest.mark.exhaustive
 def test_training_on_padded_batches_stays_equal_and_finite():
     """Four optimizer steps on padded batches under context 2, by the train step, compared with one device.
 

@@ -170,11 +170,8 @@ def test_on_a_mesh_shared_prompts_train_as_prompts_written_out_on_one_device(mes
     assert_same(gradients, want, 1e-10)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "variant"),
-    [(ONE_DEVICE, 0), pytest.param(MeshConfig(1, 4, 1, 2), 1, marks=pytest.mark.exhaustive)],
-    ids=str,
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("mesh", "variant"), [(MeshConfig(1, 4, 1, 2), 1)], ids=str)
 def test_positions_of_answers_go_on_from_the_prompt(mesh, variant):
     """With a rotary position embedding."""
     config = with_settings(config_of(mesh, variant), "qwen3")
