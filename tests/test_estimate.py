@@ -98,9 +98,12 @@ def with_answers(config: Config) -> Config:
             with_mtp(small("*-*-", MeshConfig(context=2, pipeline=2, tensor=2, fsdp=False)), "*E"),
             marks=pytest.mark.exhaustive,
         ),
-        replace(
-            small("*-*-", MeshConfig(data=2, context=2, tensor=2)),
-            adapt=AdaptConfig(freeze=("encoder.*",), lora_rank=4),
+        pytest.param(
+            replace(
+                small("*-*-", MeshConfig(data=2, context=2, tensor=2)),
+                adapt=AdaptConfig(freeze=("encoder.*",), lora_rank=4),
+            ),
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             with_ctc(small("*-*-", MeshConfig(context=2, pipeline=2, tensor=2), microbatches=2)),

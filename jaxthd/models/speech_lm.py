@@ -117,8 +117,8 @@ class SpeechLM(nnx.Module):
         ranks = ranks_of(init.mesh, (PIPELINE, TENSOR))
         if config.llm.vocab_size % ranks:
             raise ValueError(
-                f"model.llm.vocab_size is {config.llm.vocab_size}, expected a multiple of {ranks}, the ranks of "
-                "mesh.pipeline x mesh.tensor, which share the vocabulary."
+                f"model.llm.vocab_size is {config.llm.vocab_size}, expected a multiple of {ranks}, the ranks "
+                "of mesh.pipeline x mesh.tensor, which share the vocabulary."
             )
         self.vocabulary_axes = (PIPELINE, TENSOR) if ranks > 1 else ()
         self.has_pipeline = init.mesh.pipeline > 1
