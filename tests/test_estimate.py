@@ -117,6 +117,7 @@ def with_answers(config: Config) -> Config:
             ),
             marks=pytest.mark.exhaustive,
         ),
+        pytest.param(small("*-*-", MeshConfig(context=4, tensor=2)), marks=pytest.mark.exhaustive),
     ],
     ids=[
         "all layers on every rank",
@@ -128,6 +129,7 @@ def with_answers(config: Config) -> Config:
         "CTC",
         "latent attention",
         "latents are gathered",
+        "a loop over context ranks",
     ],
 )
 def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:

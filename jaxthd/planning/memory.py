@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from jaxthd.config import Config, EncoderConfig
 from jaxthd.models.ctc import FRAME_BLOCK
-from jaxthd.models.fastconformer import DENSE_FRAMES, PIECE
+from jaxthd.models.encoder_attention import DENSE_FRAMES
 from jaxthd.models.hybrid import repeated_units
 from jaxthd.models.mixers import LAYER_KINDS
+from jaxthd.models.subsampling import PIECE
 from jaxthd.ops.attention.relative import width
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 from jaxthd.parallel.mesh import PIPELINE, TENSOR, ranks_of

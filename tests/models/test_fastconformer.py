@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxthd.config import Config, EncoderConfig
 from jaxthd.hf.names import Names
 from jaxthd.hf.parakeet import encoder_config, write_encoder
-from jaxthd.models import fastconformer
+from jaxthd.models import encoder_attention
 from jaxthd.models.fastconformer import FastConformer
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 from jaxthd.packing.segments import make_segments
@@ -31,14 +31,14 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes
 """Compiler options with which gradient programs compile in 3 s instead of 9; their sizes are tiny."""
 FRAMES, LARGE = 64, 180
 """Encoder frames of the buffers: LENGTHS need 47; with a clip of 1003 mel frames more they need 173."""
-assert LARGE <= fastconformer.DENSE_FRAMES
+assert LARGE <= encoder_attention.DENSE_FRAMES
 
 
 @pytest.fixture(scope="module", autouse=True)
 def both_forms_of_attention():
     """Buffers of LARGE frames are computed blockwise, smaller ones densely: each form checks the other."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fastconformer, "DENSE_FRAMES", LARGE - 1)
+        patch.setattr(encoder_attention, "DENSE_FRAMES", LARGE - 1)
         yield
 
 
@@ -332,7 +332,7 @@ CUT = [
 )
 def test_clips_cut_over_ranks_equal_one_device(ranks, rows, form, is_exhaustive, trained, monkeypatch):
     """Clips of a row lie over its ranks one after the other: one spans up to five ranks, some have none."""
-    monkeypatch.setattr(fastconformer, "DENSE_FRAMES", LARGE - 1 if form == "dense" else 2)
+    monkeypatch.setattr(encoder_attention, "DENSE_FRAMES", LARGE - 1 if form == "dense" else 2)
     axes, data = tuple(ranks), ranks.get("data", 1)
     row_axes = tuple(axis for axis in axes if axis != "data")
     count, sharing = int(np.prod(list(ranks.values()))), int(np.prod([ranks[axis] for axis in row_axes]))
@@ -375,6 +375,11 @@ def test_clips_cut_over_ranks_equal_one_device(ranks, rows, form, is_exhaustive,
     for r, packed in enumerate(buffers):
         got |= split_clips(packed, y[r], dmels[r])
     assert_same((got, new, dparams), trained, 1e-10)
+
+
+def test_attention_that_nothing_has_decided_on_is_the_same_over_ranks_and_on_one():
+    """Over ranks it was the form for GPUs, which takes more memory: estimates were too high there."""
+    assert FastConformer(CONFIG, nnx.Rngs(0)).attention == "blocks"
 
 
 def test_a_batch_without_audio_is_finite_and_leaves_the_statistics():
