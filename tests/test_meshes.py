@@ -1,6 +1,6 @@
 """The loss is the same for every axis and combination: rows of scripts/check_meshes.py, in float64.
 
-Two are typical: they have each axis and both variants.
+One is typical; with the blocks of all families on data, context and tensor ranks, every axis is ordinary.
 """
 
 import json
@@ -34,12 +34,10 @@ from scripts.check_meshes import (
     worst_of,
 )
 
-CHOSEN = [
-    (MeshConfig(2, 2, 2, 1), 0),
-    (MeshConfig(2, 2, 1, 2), 1),
-]
+CHOSEN = [(MeshConfig(2, 2, 2, 1), 0)]
 """(mesh, variant)."""
 OTHERS = [
+    (MeshConfig(2, 2, 1, 2), 1),
     (MeshConfig(1, 1, 1, 8), 1),
     (MeshConfig(1, 2, 2, 2), 0),
     (MeshConfig(1, 2, 2, 2), 1),
