@@ -272,6 +272,7 @@ def _conformer(sizes: Sizes, encoder: EncoderConfig) -> Number:
     norms = 5 * encoder.dim * (a + w)
     rotated, row = 3 * w * encoder.heads * encoder.dim, sizes.row_frames
     around = 2 * sizes.reach  # frames of neighbours, whose keys and values attention has beside its own
+    attention: Number
     if row <= DENSE_FRAMES:  # the pairs of frames: weights, and their gradients before and after the softmax
         pairs = 3 * w * encoder.heads * (row + around)
         attention, keys = a * (encoder.heads + 7) * encoder.dim + rotated + pairs, 5 * a * encoder.dim
