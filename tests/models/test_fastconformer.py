@@ -280,7 +280,7 @@ def test_padding_and_order_do_not_move_batch_statistics(trained):
     assert min(jax.tree.leaves(moved)) > 0
 
 
-@pytest.mark.parametrize("ranks", [{"context": 2}, {"data": 2, "context": 2}], ids=["2", "2x2"])
+@pytest.mark.parametrize("ranks", [{"data": 2, "context": 2}], ids=["2x2"])
 def test_sharded_clips_equal_one_device(ranks, trained):
     """Each rank has its own clips, one of four has none: statistics, outputs and gradients are the same."""
     axes, count = tuple(ranks), int(np.prod(list(ranks.values())))
@@ -318,10 +318,12 @@ def test_sharded_clips_equal_one_device(ranks, trained):
 CUT = [
     ({"context": 2}, 1, "dense", False),
     ({"data": 2, "context": 4}, 2, "blocks", True),
-    ({"context": 2}, 1, "band", False),
+    ({"context": 2}, 1, "band", True),
     ({"context": 4, "tensor": 2}, 1, "blocks", True),
     ({"context": 2, "pipeline": 2, "tensor": 2}, 1, "dense", True),
     ({"data": 2, "context": 2}, 2, "band", True),
+    ({"context": 2}, 1, "kernels", False),
+    ({"data": 2, "context": 2}, 2, "kernels", True),
 ]
 """(ranks, rows of a data rank, form of attention, whether it is exhaustive)."""
 
@@ -351,7 +353,7 @@ def test_clips_cut_over_ranks_equal_one_device(ranks, rows, form, is_exhaustive,
             axes=axes,
             row_axes=row_axes,
             rows=rows,
-            attention="banded" if form == "band" else "blocks",
+            attention={"band": "banded", "kernels": "pallas"}.get(form, "blocks"),
         )
         y, dmels = (x.reshape(rows, -1, *x.shape[1:]) for x in (y, dmels))
         return y, new, jax.lax.psum(dparams, axes), dmels
