@@ -42,7 +42,6 @@ from jaxthd.ops.grouped_matmul import expert_layout
 from jaxthd.packing.balance import attention_work, imbalance
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document, encoder_frames
-from jaxthd.packing.intervals import KeyIntervals
 from jaxthd.packing.layout import DualChunkSwap
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import make_segments
@@ -176,7 +175,7 @@ def executed_blocks(batch: Batch, context: int, block: int) -> np.ndarray:
 
     def ranges(ids: Any, positions: Any) -> jax.Array:
         segments = make_segments(ids, positions, block=block, axis=CONTEXT)
-        steps: tuple[KeyIntervals, ...] = (segments.local, *segments.remote)
+        steps = segments.keys_by_step
         return jnp.stack([(x.blocks[:, 1] - x.blocks[:, 0]).sum() for x in steps])[None]
 
     mesh = make_mesh(MeshConfig(context=context))

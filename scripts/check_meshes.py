@@ -9,8 +9,9 @@ second has interleaved or unevenly divided stages, all-gather, sequence-sharded 
 several rounds, and the layout by documents. A few more runs adapt the model by LoRA and frozen parameters.
 They are compared with a dense model, which has neither: the gradient dW of the dense w + s a b gives those
 of a and b as s dW b^T and s a^T dW. A few have multi-token prediction and a CTC loss, a few the blocks of
-Qwen3, Qwen3-Next, GPT-OSS or DeepSeek-V3. Some keep documents whole on a context rank where they fit. The
-last ones have stages that differ, under each layout and with each choice of what a stage recomputes.
+Qwen3, Qwen3-Next, GPT-OSS or DeepSeek-V3. Some keep documents whole on a context rank where they fit; in some
+of these no document of a row is cut, one, the most, and one that fills the buffer. The last ones have stages
+that differ, under each layout and with each choice of what a stage recomputes.
 
 The model has all four mixers (two such units), experts over the data and context ranks, and audio. A batch is
 32 ragged rows in 4 microbatches, one of which is all padding. A microbatch holds the same rows on every mesh,
@@ -33,6 +34,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -108,6 +110,8 @@ MODEL = ModelConfig(
 COMPUTE = ComputeConfig(scan_chunk=6, attention_block=8, loss_block=16, vocab_block=20, expert_block=8)
 UNEVEN = {2: "ME*|-ME*-", 4: "M|E*-M|E*|-", 8: "M|E|*|-|M|E|*|-"}
 """Uneven divisions into stages, by the number of stages."""
+FILLED = DataConfig(max_documents=1)
+"""Of runs in which each row is one document that fills the buffer."""
 PLAIN = AdaptConfig()
 ORDERS = 6
 ADAPTED = AdaptConfig(
@@ -284,6 +288,27 @@ def whole(dtype: Dtype = "float32") -> list[Config]:
         compute = replace(run.compute, context_layout="whole", context_exchange=exchange)
         run = replace(run, compute=compute, model=model)
         found.append(with_ctc(run) if run.model.llm.mtp_pattern else run)
+    return [*found, *cutting(dtype)]
+
+
+def cutting(dtype: Dtype = "float32") -> list[Config]:
+    """Runs under the layout "whole" in which each row has no cut document; one; three, the most; and one that
+    fills the buffer. They cover all axes, both exchanges, and the ring in pairs."""
+    chosen: tuple[tuple[MeshConfig, int, int, bool], ...] = (
+        (MeshConfig(1, 2, 2, 2), 0, 0, False),
+        (MeshConfig(2, 4, 1, 1), 0, 0, False),
+        (MeshConfig(1, 2, 2, 2), 0, 1, False),
+        (MeshConfig(2, 2, 2, 1), 1, 1, False),
+        (MeshConfig(2, 2, 1, 2), 1, 3, False),
+        (MeshConfig(1, 4, 2, 1), 0, 3, False),
+        (MeshConfig(1, 4, 1, 2), 0, 1, True),
+        (MeshConfig(2, 2, 2, 1), 0, 1, True),
+    )
+    found = []
+    for mesh, variant, cuts, fills in chosen:
+        run = variants(mesh, dtype)[variant]
+        compute = replace(run.compute, context_layout="whole", context_cuts=cuts)
+        found.append(replace(run, compute=compute, data=FILLED if fills else run.data))
     return found
 
 
@@ -346,9 +371,11 @@ def with_ctc(config: Config) -> Config:
 
 
 @functools.cache
-def documents(seed: int = 0) -> list[list[Document]]:
+def documents(seed: int = 0, *, fills: bool = False) -> list[list[Document]]:
     """Ragged documents of each row; some have audio, half of their text is supervised. The last microbatch is
-    empty."""
+    empty. fills: each other row is one document that fills the buffer."""
+    if fills:
+        return [[one_of(row, f"{number}")] if row else [] for number, row in enumerate(documents(seed))]
     rng = np.random.default_rng(seed)
     rows: list[list[Document]] = []
     for row in range(ROWS - ROWS // MICROBATCHES):
@@ -370,20 +397,35 @@ def documents(seed: int = 0) -> list[list[Document]]:
     return rows + [[] for _ in range(ROWS - len(rows))]
 
 
+def one_of(documents: Sequence[Document], key: str) -> Document:
+    """The documents one after the other, and as many tokens more as the buffer has room for."""
+    more = CAPACITY - sum(map(len, documents))
+
+    def joined(name: str, fill: int) -> np.ndarray:
+        arrays = [getattr(document, name) for document in documents]
+        return np.concatenate([*arrays, np.full(more, fill, arrays[0].dtype)])
+
+    chunks = tuple(chunk for document in documents for chunk in document.chunks)
+    return Document(key, joined("tokens", 1), joined("is_audio", 0), joined("supervised", 1), chunks)
+
+
 def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch:
     """Orders the rows so that each microbatch, over all data ranks, holds the same rows on every mesh.
 
     order: any number but 0 also permutes the rows inside the microbatches.
     """
-    mesh, layout, rows = config.mesh, config.compute.layout, documents()
+    fills, most_cut = config.data == FILLED, config.compute.context_cuts
+    mesh, layout, rows = config.mesh, config.compute.layout, documents(fills=fills)
     microbatches = np.arange(ROWS).reshape(MICROBATCHES, -1)
     if order:
         microbatches = np.random.default_rng(order).permuted(microbatches, axis=1)
     numbers = microbatches.reshape(MICROBATCHES, mesh.data, -1).swapaxes(0, 1).ravel()
     shares = None
     if ContextLayout.of(config).keeps_documents:
-        capacity = 2 * capacity
-        shares = Shares(mesh.context, capacity, 3)
+        given = most_cut <= 3
+        capacity *= 1 if fills else 4 if given else 2
+        shares = Shares(mesh.context, capacity, min(max(most_cut, 1), 3))
+        place = partial(cutting_placement, cut=most_cut) if given else even_placement
     packed = [
         pack_row(
             rows[i],
@@ -397,7 +439,7 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
             round_to=LONGEST_UNIT if layout == "document" else 1,
             depths=config.depths_trained,
             shares=shares,
-            placement=even_placement(rows[i], shares) if shares else None,
+            placement=place(rows[i], shares) if shares else None,
         )[0]
         for i in numbers
     ]
@@ -410,6 +452,14 @@ def even_placement(documents: Sequence[Document], shares: Shares) -> Placement |
     rows = shares.rows(sizes, range(len(sizes)), [], range(shares.most_cut + 1)) if sizes else ()
     placed = shares.best(sizes, rows)
     return placed if placed and len(placed.order) == len(sizes) else None
+
+
+def cutting_placement(documents: Sequence[Document], shares: Shares, cut: int) -> Placement | None:
+    """One that cuts so many documents, or as many as there are."""
+    sizes = [Size(n, n * (n + 1) // 2) for n in map(len, documents)]
+    numbers = range(min(cut, len(sizes)), -1, -1)
+    rows = shares.rows(sizes, range(len(sizes)), [], numbers) if sizes else ()
+    return next((placed for placed in rows if len(placed.order) == len(sizes)), None)
 
 
 @functools.cache
@@ -446,10 +496,16 @@ def evaluate(config: Config, state: tuple[Any, Any] | None = None, order: int = 
 
 @functools.cache
 def one_device(
-    dtype: Dtype, adapt: AdaptConfig = PLAIN, order: int = 0, llm: LLMConfig = MODEL.llm
+    dtype: Dtype,
+    adapt: AdaptConfig = PLAIN,
+    order: int = 0,
+    llm: LLMConfig = MODEL.llm,
+    *,
+    fills: bool = False,
 ) -> Gradient:
     """One device's results. For an adapted model, LoRA's gradients are derived from the dense model's."""
     config = variants(MeshConfig(), dtype)[0]
+    config = replace(config, data=FILLED) if fills else config
     config = replace(config, model=replace(config.model, llm=llm))
     config = with_ctc(config) if llm.mtp_pattern else config
     if adapt == PLAIN:
@@ -493,25 +549,27 @@ def worst_of(got: Gradient, want: Gradient) -> tuple[float, str]:
 
 
 @functools.cache
-def own_errors(adapt: AdaptConfig, llm: LLMConfig) -> list[float]:
+def own_errors(adapt: AdaptConfig, llm: LLMConfig, *, fills: bool = False) -> list[float]:
     """The errors of one device in float32, over several orders of the same rows."""
-    truth = one_device("float64", adapt, 0, llm)
-    return [worst_of(one_device("float32", adapt, order, llm), truth)[0] for order in range(ORDERS)]
+    truth = one_device("float64", adapt, 0, llm, fills=fills)
+    each = (one_device("float32", adapt, order, llm, fills=fills) for order in range(ORDERS))
+    return [worst_of(found, truth)[0] for found in each]
 
 
 def check(config: Config) -> dict[str, Any]:
     """Runs one config; returns its row of the table."""
     got, seconds = evaluate(config)
     llm = replace(config.model.llm, pattern=config.model.llm.letters)
-    error, tensor = worst_of(got, one_device("float64", config.adapt, 0, llm))
-    allowed = (
-        1e-10 if config.compute.dtype == "float64" else max(1e-5, 2 * max(own_errors(config.adapt, llm)))
-    )
+    fills = config.data == FILLED
+    error, tensor = worst_of(got, one_device("float64", config.adapt, 0, llm, fills=fills))
+    own = [1e-10] if config.compute.dtype == "float64" else own_errors(config.adapt, llm, fills=fills)
+    allowed = 1e-10 if config.compute.dtype == "float64" else max(1e-5, 2 * max(own))
     return {
         "mesh": "x".join(map(str, config.mesh.sizes)),
         "stages": "|".join(Blueprint(config).stages.patterns),
         "exchange": config.compute.context_exchange if config.mesh.context > 1 else "",
         "layout": config.compute.layout if config.mesh.context > 1 else "",
+        "cut": cut_documents(config),
         "residual": "sharded" if config.compute.sequence_sharded else "",
         "adapted": "LoRA" if config.adapt.lora_rank else "",
         "mtp": llm.mtp_modules * llm.mtp_pattern,
@@ -524,14 +582,25 @@ def check(config: Config) -> dict[str, Any]:
     }
 
 
+def cut_documents(config: Config) -> str:
+    """Under the layout "whole": how many documents of a row are cut, least and most of the filled rows."""
+    batch = batch_for(config)
+    if batch.cuts is None:
+        return ""
+    cut = (batch.cuts > 0).sum(1)[(batch.segment_ids > 0).any(1)]
+    text = f"{cut.min()} to {cut.max()}" if cut.min() < cut.max() else f"{cut.min()}"
+    return text + ", filling the buffer" * (config.data == FILLED)
+
+
 def show(rows: Sequence[dict[str, Any]]) -> str:
-    columns = "|stages|exchange|layout|residual|adapted|MTP|loss|error|at most|seconds"
+    columns = "|stages|exchange|layout|cut|residual|adapted|MTP|loss|error|at most|seconds"
     cells = [
         [
             r["mesh"],
             r["stages"],
             r["exchange"],
             r["layout"],
+            r["cut"],
             r["residual"],
             r["adapted"],
             r["mtp"],

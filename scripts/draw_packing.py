@@ -35,7 +35,6 @@ from jaxthd.figures.colors import (
 )
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING, Document
-from jaxthd.packing.intervals import KeyIntervals
 from jaxthd.packing.layout import DualChunkSwap
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import make_segments
@@ -75,7 +74,7 @@ def key_ranges(batch: Batch) -> np.ndarray:
 
     def of_rank(ids: Any, positions: Any) -> Any:
         segments = make_segments(ids, positions, block=8, axis=CONTEXT)
-        steps: tuple[KeyIntervals, ...] = (segments.local, *segments.remote)
+        steps = segments.keys_by_step
         return jax.numpy.stack([jax.numpy.stack([x.lo, x.hi], axis=-1) for x in steps])[None]
 
     mesh = make_mesh(MeshConfig(context=RANKS))

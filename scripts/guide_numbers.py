@@ -124,7 +124,7 @@ def layout_numbers() -> Numbers:
 def _ring_steps(layout: Any, ids: Any, positions: Any) -> Any:
     """Key intervals on one rank, as int [1, ring steps, (lo, hi), queries]; runs inside shard_map."""
     segments = make_segments(ids, positions, block=8, axis=CONTEXT, layout=layout)
-    return jnp.stack([jnp.stack([x.lo, x.hi]) for x in (segments.local, *segments.remote)])[None]
+    return jnp.stack([jnp.stack([x.lo, x.hi]) for x in segments.keys_by_step])[None]
 
 
 def ring_numbers() -> Numbers:

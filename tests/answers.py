@@ -1,8 +1,13 @@
 """Ragged documents with several answers to one prompt, and what each answer is if it stands alone."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
+from jaxthd.packing.assignment import Shares
 from jaxthd.packing.document import Document
+from jaxthd.packing.fit import BufferLimits
 
 AUDIO = 3
 """The placeholder of a recording."""
@@ -33,6 +38,20 @@ def document_with_answers(
     spliced = Document.splice(key, [*prompt, *text.tolist()], supervised, clips, AUDIO)
     numbers = {name: rng.normal(size=len(spliced)).astype(np.float32) for name in extras}
     return Document(**vars(spliced) | {"extras": numbers, "answers": tuple(lengths.tolist())})
+
+
+def with_most_cut(
+    documents: Sequence[Document], context: int, capacity: int, *, share_prompts: bool = True
+) -> dict[str, Any]:
+    """pack_row's arguments for the layout "whole": as many documents of the row are cut as can be."""
+    if context == 1:
+        return {"layout": "whole"}
+    shares = Shares(context, capacity, 3)
+    limits = BufferLimits(capacity, 10**6, 10**6, share_prompts=share_prompts, shares=shares)
+    sizes = [limits.fit(document).size for document in documents]
+    placements = shares.rows(sizes, range(len(sizes)), [], range(3, -1, -1))
+    placed = next((x for x in placements if len(x.order) == len(sizes)), None) if sizes else None
+    return {"layout": "whole", "shares": shares, "placement": placed}
 
 
 def alone(document: Document) -> list[Document]:

@@ -29,6 +29,7 @@ doctor.main(["--json"])
 """
 
 
+@pytest.mark.exhaustive
 def test_the_doctor_tells_the_truth_with_little_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

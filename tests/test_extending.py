@@ -105,7 +105,7 @@ def test_a_toy_objective_and_a_toy_source_train(registered: None, tmp_path: Path
             encoder=jaxthd.EncoderConfig(
                 num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4, chunk_seconds=1.0
             ),
-            llm=LLM,
+            llm=replace(LLM, pattern="*-"),
         ),
         compute=COMPUTE,
         train=jaxthd.TrainConfig(

@@ -29,7 +29,7 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
 from scripts.check_meshes import canonical_state
 from tests.alone import parts
-from tests.answers import alone
+from tests.answers import alone, with_most_cut
 from tests.helpers import assert_same
 from tests.objectives import packed as by_hand
 from tests.speech_model import MELS
@@ -107,12 +107,17 @@ def rows() -> list[list[Document]]:
 
 
 def pack(mesh: MeshConfig, layout: Any, share_prompts: bool) -> Batch:
-    capacity = CAPACITY * (1 if share_prompts else 4) * (1 if layout == "buffer" else 2)
+    capacity = CAPACITY * (1 if share_prompts else 4) * {"buffer": 1, "document": 2, "whole": 4}[layout]
     sizes: dict[str, Any] = {"capacity": capacity, "audio_capacity": AUDIO, "num_mels": MELS}
     sizes |= {"max_documents": SEGMENTS, "context": mesh.context, "audio_ranks": mesh.audio_ranks}
-    sizes |= {"layout": layout, "round_to": 1 if layout == "buffer" else ROUND_TO, "extras": EXTRAS}
-    packed = (pack_row(row, **sizes, answers=True, share_prompts=share_prompts)[0] for row in rows())
-    return concatenate_rows(list(packed))
+    sizes |= {"round_to": ROUND_TO if layout == "document" else 1, "extras": EXTRAS}
+    packed = []
+    for row in rows():
+        more = {"layout": layout}
+        if layout == "whole":
+            more = with_most_cut(row, mesh.context, capacity, share_prompts=share_prompts)
+        packed.append(pack_row(row, **sizes, **more, answers=True, share_prompts=share_prompts)[0])
+    return concatenate_rows(packed)
 
 
 @functools.cache
@@ -171,24 +176,28 @@ def each_answer_alone() -> tuple[dict[str, float], Any]:
 
 
 RUNS = [
-    (ONE_DEVICE, 0, True),
-    (MeshConfig(1, 2, 2, 2), 0, True),
-    (MeshConfig(2, 2, 2, 1), 1, True),
-    (MeshConfig(2, 2, 1, 2), 0, False),
+    (ONE_DEVICE, 0, True, "buffer"),
+    (MeshConfig(1, 2, 2, 2), 0, True, "buffer"),
+    (MeshConfig(2, 2, 2, 1), 1, True, "document"),
+    (MeshConfig(2, 2, 1, 2), 0, False, "buffer"),
+    (MeshConfig(1, 2, 2, 2), 0, True, "whole"),
+    (MeshConfig(2, 2, 1, 1), 0, False, "whole"),
 ]
+"""(mesh, variant of scripts/check_meshes.py, whether prompts are shared, context layout)."""
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("mesh", "variant", "share_prompts"), RUNS, ids=str)
+@pytest.mark.parametrize(("mesh", "variant", "share_prompts", "layout"), RUNS, ids=str)
 def test_objectives_train_answers_as_if_each_stood_alone(
-    mesh: MeshConfig, variant: int, share_prompts: bool
+    mesh: MeshConfig, variant: int, share_prompts: bool, layout: Any
 ) -> None:
     """In two microbatches, of which one rank's may be only padding."""
     config = config_of(mesh, variant)
-    config = replace(config, train=replace(config.train, objective="together"))
+    compute = replace(config.compute, context_layout=layout)
+    config = replace(config, compute=compute, train=replace(config.train, objective="together"))
     register_objective("together", Together)
     try:
-        batch = pack(mesh, config.compute.context_layout, share_prompts)
+        batch = pack(mesh, layout, share_prompts)
         with jax.enable_x64(True):
             blueprint, devices = Blueprint(config), make_mesh(mesh)
             params, buffers = to_stages(canonical_state("float64"), blueprint.stages)

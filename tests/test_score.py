@@ -101,7 +101,7 @@ def config_for(mesh: MeshConfig, layout: str = "buffer", rows: int = 4, microbat
         audio_capacity=AUDIO * mesh.audio_ranks,
         max_documents=8,
         packing_bins=3,
-        round_to=1 if layout == "buffer" else ROUND_TO,
+        round_to=ROUND_TO if layout == "document" else 1,
         workers=0,
     )
     return replace(base, mesh=mesh, data=data)
@@ -111,6 +111,7 @@ def config_for(mesh: MeshConfig, layout: str = "buffer", rows: int = 4, microbat
     ("mesh", "layout", "every_token"),
     [
         (MeshConfig(2, 2, 1, 1), "document", True),
+        pytest.param(MeshConfig(1, 4, 1, 1), "whole", True, marks=pytest.mark.exhaustive),
         pytest.param(MeshConfig(1, 2, 2, 1), "buffer", True, marks=pytest.mark.exhaustive),
         # Two unequal stages on each rank.
         pytest.param(
@@ -138,6 +139,7 @@ def test_packed_documents_on_any_mesh_get_the_scores_they_get_alone(mesh, layout
     ("mesh", "layout", "share_prompts"),
     [
         (MeshConfig(1, 2, 1, 1), "document", True),
+        pytest.param(MeshConfig(1, 2, 1, 1), "whole", True, marks=pytest.mark.exhaustive),
         pytest.param(MeshConfig(2, 1, 2, 1), "buffer", True, marks=pytest.mark.exhaustive),
         pytest.param(MeshConfig(1, 2, 1, 1), "buffer", False, marks=pytest.mark.exhaustive),
     ],

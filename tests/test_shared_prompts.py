@@ -23,7 +23,7 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
 from scripts.check_meshes import DEEPSEEK, GPT_OSS, QWEN3, QWEN3_NEXT, canonical_state, variants
 from tests.alone import parts
-from tests.answers import alone
+from tests.answers import alone, with_most_cut
 from tests.helpers import assert_same
 from tests.speech_model import CHUNK, MELS, PLACEHOLDER
 from tests.test_exactness import score_packed, score_parts, scorer
@@ -74,17 +74,21 @@ def documents() -> list[list[Document]]:
 def pack(mesh: MeshConfig, layout: Any = "buffer", share_prompts: bool = True) -> Batch:
     capacity = CAPACITY if share_prompts else 4 * CAPACITY
     sizes: dict[str, Any] = {
-        "capacity": capacity if layout == "buffer" else 2 * capacity,
+        "capacity": capacity * {"buffer": 1, "document": 2, "whole": 4}[layout],
         "audio_capacity": AUDIO,
         "num_mels": MELS,
         "max_documents": SEGMENTS,
         "context": mesh.context,
         "audio_ranks": mesh.audio_ranks,
-        "layout": layout,
-        "round_to": 1 if layout == "buffer" else ROUND_TO,
+        "round_to": ROUND_TO if layout == "document" else 1,
     }
-    rows = (pack_row(row, **sizes, answers=True, share_prompts=share_prompts)[0] for row in documents())
-    batch = concatenate_rows(list(rows))
+    rows = []
+    for row in documents():
+        more = {"layout": layout}
+        if layout == "whole":
+            more = with_most_cut(row, mesh.context, sizes["capacity"], share_prompts=share_prompts)
+        rows.append(pack_row(row, **sizes, **more, answers=True, share_prompts=share_prompts)[0])
+    batch = concatenate_rows(rows)
     assert (batch.prefixes is not None) == share_prompts
     return batch
 
@@ -145,23 +149,20 @@ def with_settings(config: Config, settings: str) -> Config:
     return replace(config, model=replace(config.model, llm=changed))
 
 
-CHOSEN = [(MeshConfig(1, 2, 2, 2), 0)]
-"""(mesh, variant of scripts/check_meshes.py): 0 has the ring and the layout by buffers, 1 all-gather, that by
-documents, interleaved or uneven stages, sequence-sharded residuals."""
-OTHERS = [
+RUNS = [
     (ONE_DEVICE, 0),
+    (MeshConfig(1, 2, 2, 2), 0),
     (MeshConfig(1, 4, 1, 1), 1),
     (MeshConfig(2, 2, 1, 2), 1),
     (MeshConfig(2, 2, 2, 1), 1),
     (MeshConfig(1, 2, 4, 1), 1),
 ]
+"""(mesh, variant of scripts/check_meshes.py): 0 has the ring and the layout by buffers, 1 all-gather, that by
+documents, interleaved or uneven stages, sequence-sharded residuals."""
 
 
-@pytest.mark.parametrize(
-    ("mesh", "variant"),
-    [*CHOSEN, *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in OTHERS)],
-    ids=str,
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("mesh", "variant"), RUNS, ids=str)
 def test_on_a_mesh_shared_prompts_train_as_prompts_written_out_on_one_device(mesh, variant):
     config = config_of(mesh, variant)
     loss, gradients = loss_and_gradients(config, pack(mesh, config.compute.context_layout))
@@ -170,11 +171,8 @@ def test_on_a_mesh_shared_prompts_train_as_prompts_written_out_on_one_device(mes
     assert_same(gradients, want, 1e-10)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "variant"),
-    [(ONE_DEVICE, 0), pytest.param(MeshConfig(1, 4, 1, 2), 1, marks=pytest.mark.exhaustive)],
-    ids=str,
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("mesh", "variant"), [(MeshConfig(1, 4, 1, 2), 1)], ids=str)
 def test_positions_of_answers_go_on_from_the_prompt(mesh, variant):
     """With a rotary position embedding."""
     config = with_settings(config_of(mesh, variant), "qwen3")
@@ -218,12 +216,24 @@ def test_a_window_reaches_back_into_the_prompt_of_an_answer(mesh, variant):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("layout", "exchange"), [("buffer", "all_gather"), ("document", "ring")])
-def test_exchange_and_layout_are_free_to_choose(layout, exchange):
+@pytest.mark.parametrize(
+    ("mesh", "layout", "exchange"),
+    [
+        (MeshConfig(1, 4, 1, 1), "buffer", "all_gather"),
+        (MeshConfig(1, 4, 1, 1), "document", "ring"),
+        (MeshConfig(1, 4, 1, 1), "whole", "ring"),
+        (MeshConfig(2, 2, 2, 1), "whole", "all_gather"),
+    ],
+    ids=str,
+)
+def test_exchange_and_layout_are_free_to_choose(mesh, layout, exchange):
     """The pairs that the variants above do not have."""
-    mesh = MeshConfig(1, 4, 1, 1)
     config = config_of(mesh)
     compute = replace(config.compute, context_exchange=exchange, context_layout=layout)
-    loss, gradients = loss_and_gradients(replace(config, compute=compute), pack(mesh, layout))
+    batch = pack(mesh, layout)
+    if layout == "whole":
+        assert (batch.cuts > 0).any()
+        assert batch.prefixes.any()
+    loss, gradients = loss_and_gradients(replace(config, compute=compute), batch)
     np.testing.assert_allclose(loss, written_out()[0], rtol=1e-10)
     assert_same(gradients, written_out()[1], 1e-10)

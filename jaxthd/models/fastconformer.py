@@ -3,14 +3,12 @@
 Architecture: Rekesh et al., Fast Conformer (2023), after Gulati et al., Conformer (2020). It has the form of
 the transformers library's ParakeetEncoder and gives the same outputs in eval mode.
 
-Legend: A mel frames on this rank, M mel bands, E = A / 8 encoder frames, D model dim, H heads, d head dim,
-F = D / 2 frequencies of the position encoding. In the subsampling: N frames in, n = N / 2 frames out, B
-bands in, b = B / 2 bands out, C channels.
+Legend: A mel frames on this rank, M mel bands, E = A / 8 encoder frames, D model dim.
 """
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +17,9 @@ from jax import Array
 from jaxtyping import Bool, Float
 
 from jaxthd.config import ComputeConfig, EncoderConfig
+from jaxthd.models.encoder_attention import Clips, RelativeAttention, frequencies
 from jaxthd.models.layers import Linear
-from jaxthd.ops.attention.banded import banded_attention
-from jaxthd.ops.attention.blockwise import interval_attention
-from jaxthd.ops.attention.dense import dense_attention
-from jaxthd.ops.attention.relative import distances, relative_attention
+from jaxthd.models.subsampling import PIECE, Subsampling
 from jaxthd.ops.conv import centered_conv
 from jaxthd.ops.neighbours import Neighbours, make_neighbours
 from jaxthd.ops.norms import layer_norm
@@ -34,11 +30,6 @@ from jaxthd.parallel.params import Buffer, Init, applied, remat_of, scan_stack, 
 
 _EPS = 1e-5
 _MOMENTUM = 0.1
-PIECE = 128
-"""The subsampling works on this many encoder frames (10 s) at a time, where compute.subsampling_frames does
-not say otherwise."""
-DENSE_FRAMES = 512
-"""Attention over this many encoder frames of a row on a rank (41 s), or fewer, is one dense product."""
 
 
 class LayerNorm(nnx.Module):
@@ -90,115 +81,6 @@ class BatchNorm(nnx.Module):
         return ((wide - mean_D) * scale_D + self.bias[...]).astype(x_ED.dtype)
 
 
-def _as_mask(kept_n: Array, dtype: jnp.dtype) -> Array:
-    """1 on the frames that are kept, else 0. (For a choice, XLA fills an array with the zeros.)"""
-    return kept_n[:, None, None].astype(dtype)
-
-
-def _neighbours(x_NBC: Array, start_n: Array) -> list[Array]:
-    """The nine [n, b, C] inputs of a 3x3 convolution of stride 2 and padding 1, frames before bands.
-
-    start_n: True where a clip starts. There the output reads 0 in place of the frame before its own two.
-    """
-    n, _, channels = x_NBC.shape
-    pairs_n2BC = x_NBC.reshape(n // 2, 2, -1, channels)
-    before_nBC = jnp.pad(pairs_n2BC[:-1, 1], ((1, 0), (0, 0), (0, 0)))
-    before_nBC = before_nBC * _as_mask(~start_n, x_NBC.dtype)
-    taps = []
-    for row_nBC in (before_nBC, pairs_n2BC[:, 0], pairs_n2BC[:, 1]):
-        even_nbC, odd_nbC = jnp.moveaxis(row_nBC.reshape(n // 2, -1, 2, channels), 2, 0)
-        taps += [jnp.pad(odd_nbC[:, :-1], ((0, 0), (1, 0), (0, 0))), even_nbC, odd_nbC]
-    return taps
-
-
-class SeparableConv(nnx.Module):
-    """3x3 depthwise convolution of stride 2, then a pointwise one.
-
-    The depthwise convolution is nine multiply-adds on shifted inputs, because XLA's grouped convolution takes
-    7 times as long on a CPU.
-    """
-
-    def __init__(self, channels: int, init: Init) -> None:
-        self.w = init.normal((9, channels))
-        self.bias = init.zeros((channels,))
-        self.pointwise = Linear(channels, channels, init, bias=True)
-
-    def __call__(self, x_NBC: Float[Array, "N B C"], start_n: Bool[Array, " n"]) -> Float[Array, "n b C"]:
-        w_9C, bias_C = (w[...].astype(x_NBC.dtype) for w in (self.w, self.bias))
-        y_nbC = bias_C + sum(w * tap for w, tap in zip(w_9C, _neighbours(x_NBC, start_n), strict=True))
-        return self.pointwise(y_nbC.reshape(-1, y_nbC.shape[-1])).reshape(y_nbC.shape)
-
-
-class Subsampling(nnx.Module):
-    """Three 3x3 convolutions of stride 2 over (frames, bands), each with ReLU; then a linear layer: A -> E.
-
-    A clip starts at a multiple of 8 frames. At every level, output n reads inputs 2n - 1, 2n and 2n + 1. Only
-    the first of them can belong to the previous clip, and it is set to 0 where a clip starts. All frames
-    after a clip's valid ones are also set to 0 at every level. So each clip sees the zero padding that it
-    would have alone.
-
-    Encoder frame e reads only mel frames 8e - 7 to 8e + 7. So the buffer is divided into pieces of PIECE
-    encoder frames, or more, each with the 8 mel frames before it. The pieces are computed one after the
-    other, and recomputed in the backward pass. (Without compute.remat_encoder they are kept; one piece that
-    holds the whole buffer then is not copied.) Activations exist for one piece at a time (those of the first
-    convolution alone have 64 times the size of the mels, at 256 channels). With 16,000 frames, 80 mels and 64
-    channels on a CPU, they take 27 MB instead of 400 MB, in two thirds of the time.
-    """
-
-    def __init__(self, config: EncoderConfig, init: Init, piece: int = PIECE, *, remat: bool = True) -> None:
-        if config.num_mels % SUBSAMPLING:
-            raise ValueError(
-                f"encoder.num_mels is {config.num_mels}; it must be a multiple of {SUBSAMPLING}, "
-                "because three convolutions halve the bands; use 80 or 128"
-            )
-        channels = config.subsampling_channels
-        self.first = Linear(9, channels, init, bias=True, projects=False)
-        self.later = nnx.List([SeparableConv(channels, init) for _ in range(2)])
-        self.out = Linear(config.num_mels // SUBSAMPLING * channels, config.dim, init, bias=True)
-        for linear in (self.out, *(conv.pointwise for conv in self.later)):
-            linear.w.set_metadata(cast=False)  # its gradient is a sum over pieces
-        self.piece, self.remat = piece, remat
-
-    def __call__(
-        self, mels_AM: Float[Array, "A M"], mask_A: Bool[Array, " A"], start_E: Bool[Array, " E"]
-    ) -> Float[Array, "E D"]:
-        """start_E: True on the first frame of a clip. Frames that mask_A excludes may hold any values."""
-        frames, per_piece = len(start_E), self.piece
-        whole: Any = jax.checkpoint(self._piece) if self.remat else self._piece
-        if frames <= per_piece:
-            y_ED: Array = whole(mels_AM, mask_A, start_E)
-            return y_ED
-
-        def pieces(x: Array, per_frame: int) -> Array:
-            """[E * per_frame, ...] -> [pieces, (1 + per_piece) * per_frame, ...]; 0 beyond both ends of x."""
-            x = jnp.pad(x, [(0, -frames % per_piece * per_frame)] + [(0, 0)] * (x.ndim - 1))
-            x = x.reshape(-1, per_piece * per_frame, *x.shape[1:])
-            halo = jnp.pad(x[:-1, -per_frame:], [(1, 0)] + [(0, 0)] * (x.ndim - 1))
-            return jnp.concatenate([halo, x], axis=1)
-
-        cut = (pieces(mels_AM, SUBSAMPLING), pieces(mask_A, SUBSAMPLING), pieces(start_E, 1))
-        y_pED = jax.lax.map(lambda piece: whole(*piece)[1:], cut)
-        return y_pED.reshape(-1, y_pED.shape[-1])[:frames]
-
-    def _piece(self, mels_AM: Array, mask_A: Array, start_E: Array) -> Array:
-        def starts(per_frame: int) -> Array:
-            """start_E with `per_frame` entries for each encoder frame, of which the first may be True."""
-            return jnp.pad(start_E[:, None], ((0, 0), (0, per_frame - 1))).reshape(-1)
-
-        def mask(stride: int) -> Array:
-            """Of the valid frames of a level."""
-            return _as_mask(mask_A[::stride], mels_AM.dtype)
-
-        x_NBC = jnp.where(mask_A[:, None], mels_AM, 0)[..., None]
-        taps_nb9 = jnp.concatenate(_neighbours(x_NBC, starts(4)), axis=-1)
-        y_nbC = self.first(taps_nb9.reshape(-1, 9)).reshape(*taps_nb9.shape[:2], -1)
-        x_NBC = jax.nn.relu(y_nbC) * mask(2)
-        for conv, stride, per_frame in zip(self.later, (4, 8), (2, 1), strict=True):
-            y_nbC = conv(x_NBC, starts(per_frame))
-            x_NBC = jax.nn.relu(y_nbC) * mask(stride)
-        return self.out(x_NBC.reshape(len(start_E), -1))
-
-
 class FeedForward(nnx.Module):
     """Linear, SiLU, linear."""
 
@@ -208,190 +90,6 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x_ED: Float[Array, "E D"]) -> Float[Array, "E D"]:
         return self.down(jax.nn.silu(self.up(x_ED)))
-
-
-class Clips(NamedTuple):
-    """The description of the clips that every block uses, computed once.
-
-    frames: the number of valid frames on all ranks.
-    attention: how it is computed (compute.encoder_attention).
-    cos, sin: cos(p w_f) and sin(p w_f), for a frame's position p in its clip and every frequency w_f.
-    neighbours: of the ranks that clips are cut over; None where they lie whole on this rank. waves: the
-    cosines and sines of the neighbours' window, in the compute dtype.
-    """
-
-    segments: Segments
-    frames: Float[Array, ""]
-    cos: Float[Array, "E F"]
-    sin: Float[Array, "E F"]
-    attention: str
-    neighbours: Neighbours | None = None
-    waves: Float[Array, "S X"] | None = None
-
-
-class _Query(NamedTuple):
-    """The query's parts: its product with a key's content, and with the key's waves (RelativeAttention)."""
-
-    content: Float[Array, "E H d"]
-    position: Float[Array, "E H X"]
-
-
-def _dense_attention(
-    query: _Query, k_EHd: Array, waves_EX: Array, v_EHd: Array, segments: Segments, scale: float
-) -> Array:
-    """All pairs of frames in a row, those of different clips masked: a few large matrix products, no loop.
-
-    All heads meet the same waves, so the position term is one product, and the waves are not copied for each.
-    Unused frames see each other, and nothing reads what they get.
-    """
-
-    def by_row(x: Array) -> Array:
-        return x.reshape(segments.rows, -1, *x.shape[1:])
-
-    arrays = map(by_row, (query.content, k_EHd, query.position, waves_EX, v_EHd))
-    ids = by_row(segments.ids)
-    return dense_attention(*arrays, ids, ids, scale).reshape(v_EHd.shape)
-
-
-def _banded_attention(
-    query: _Query,
-    k_EHd: Array,
-    waves_EX: Array,
-    v_EHd: Array,
-    segments: Segments,
-    scale: float,
-    *,
-    longest: int,
-) -> Array:
-    """A few large matrix products at a cost linear in the frames. longest: frames of a clip."""
-    arrays = query.content, k_EHd, query.position, waves_EX, v_EHd, segments.whole.lo, segments.whole.hi
-    return banded_attention(*arrays, scale, segments.block, longest)
-
-
-def _blockwise_attention(
-    query: _Query, k_EHd: Array, waves_EX: Array, v_EHd: Array, segments: Segments, scale: float
-) -> Array:
-    """In memory linear in the frames: blocks of frames whose clips do not meet are skipped."""
-    waves_EHX = jnp.broadcast_to(waves_EX[:, None], query.position.shape)
-    q_EHX, k_EHX = jnp.concatenate(query, axis=-1), jnp.concatenate([k_EHd, waves_EHX], axis=-1)
-    return interval_attention(q_EHX, k_EHX, v_EHd, segments.whole, scale, segments.block)
-
-
-def _attention_over_ranks(
-    query: _Query, k_EHd: Array, v_EHd: Array, clips: Clips, scale: float, longest: int
-) -> Array:
-    """For clips that are cut over ranks: with the keys and values of the neighbours' window.
-
-    It is dense for the rows that _dense_attention takes. The band, which stands for the kernels too, has
-    queries in the whole window, of which only this rank's see anything.
-    """
-    segments, neighbours, waves_SX = clips.segments, clips.neighbours, clips.waves
-    assert neighbours is not None
-    assert waves_SX is not None
-    k_SHd, v_SHd = jnp.unstack(neighbours.window(jnp.stack([k_EHd, v_EHd], axis=1)), axis=1)
-    rows, keys = segments.rows, neighbours.keys
-
-    def by_row(x: Array) -> Array:
-        return x.reshape(rows, -1, *x.shape[1:])
-
-    if segments.row_length <= DENSE_FRAMES:
-        arrays = map(by_row, (query.content, k_SHd, query.position, waves_SX, v_SHd, segments.ids))
-        return dense_attention(*arrays, neighbours.ids, scale).reshape(v_EHd.shape)
-    if clips.attention != "blocks":
-
-        def in_window(x: Array) -> Array:
-            padding = [(0, 0), (neighbours.reach, neighbours.reach), *[(0, 0)] * (x.ndim - 1)]
-            return jnp.pad(by_row(x), padding).reshape(-1, *x.shape[1:])
-
-        content, position, lo, hi = map(in_window, (*query, keys.lo, keys.hi))
-        given = content, k_SHd, position, waves_SX, v_SHd, lo, hi
-        return neighbours.own(banded_attention(*given, scale, segments.block, longest))
-    waves_SHX = jnp.broadcast_to(waves_SX[:, None], (len(waves_SX), *query.position.shape[1:]))
-    q_EHX, k_SHX = jnp.concatenate(query, axis=-1), jnp.concatenate([k_SHd, waves_SHX], axis=-1)
-    return interval_attention(q_EHX, k_SHX, v_SHd, keys, scale, segments.block)
-
-
-class RelativeAttention(nnx.Module):
-    """Bidirectional attention in a clip, with Transformer-XL's relative positions (Dai et al., 2019, 3.3).
-
-    The score of query i and key j is (q_i + u) . k_j + (q_i + v) . W phi(p_i - p_j), where phi(t) holds
-    sin(t w_f) and cos(t w_f) for every frequency w_f. With s and c those parts of W^T (q_i + v), the second
-    term is sum_f s_f sin((p_i - p_j) w_f) + c_f cos((p_i - p_j) w_f). By the formulas for a difference of
-    angles, sin(a - b) = sin a cos b - cos a sin b and cos(a - b) = cos a cos b + sin a sin b, it equals
-
-        sum_f (s_f sin a_f + c_f cos a_f) cos b_f + (c_f sin a_f - s_f cos a_f) sin b_f,
-
-    a = p_i w and b = p_j w: the dot product of a query vector (s and c, rotated) and a key vector (its
-    cosines and sines, the same for every head). So this is plain attention with query and key dim d + D;
-    nothing is gathered by the difference of two positions. The angles are computed in promote(float32, x).
-    Only the kernels (ops/attention/relative.py) take W phi of all differences that a clip can have.
-
-    position: W transposed, [D, D]: rows sin and cos of f = 0, then of f = 1, ...; columns heads x d.
-    """
-
-    def __init__(self, config: EncoderConfig, init: Init) -> None:
-        self.q, self.k, self.v, self.out = (
-            Linear(config.dim, config.dim, init, bias=config.linear_bias) for _ in range(4)
-        )
-        self.position = init.normal((config.dim, config.dim), projects=True)
-        self.content_bias, self.position_bias = (
-            init.zeros((config.heads, config.dim // config.heads)) for _ in range(2)
-        )
-        self.longest = encoder_frames(config.chunk_frames)
-
-    def __call__(self, x_ED: Float[Array, "E D"], clips: Clips) -> Float[Array, "E D"]:
-        dtype, (heads, dim) = x_ED.dtype, self.content_bias.shape
-        q_EHd, k_EHd, v_EHd = (f(x_ED).reshape(len(x_ED), heads, dim) for f in (self.q, self.k, self.v))
-        w_F2Hd = self.position[...].astype(dtype).reshape(-1, 2, heads, dim)
-        given = q_EHd, k_EHd, v_EHd, w_F2Hd
-
-        def own(q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array) -> Array:
-            return self._own(q_EHd, k_EHd, v_EHd, w_F2Hd, clips)
-
-        def over_ranks(q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array) -> Array:
-            query, scale = self._query(q_EHd, w_F2Hd, clips), 1 / math.sqrt(dim)
-            return _attention_over_ranks(query, k_EHd, v_EHd, clips, scale, self.longest)
-
-        if clips.neighbours is None:
-            o_EHd = own(*given)
-        else:
-            o_EHd = jax.lax.cond(clips.neighbours.is_cut, over_ranks, own, *given)
-        return self.out(o_EHd.reshape(x_ED.shape))
-
-    def _own(self, q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array, clips: Clips) -> Array:
-        """Attention inside the clips that lie whole on this rank."""
-        scale, segments, dtype = 1 / math.sqrt(q_EHd.shape[-1]), clips.segments, q_EHd.dtype
-        if clips.attention == "pallas":
-            u_Hd, v_Hd = (b[...].astype(dtype) for b in (self.content_bias, self.position_bias))
-            far_WHd = self._far(w_F2Hd, accumulation_dtype(q_EHd))
-            given = q_EHd + u_Hd, k_EHd, q_EHd + v_Hd, far_WHd, v_EHd
-            return relative_attention(*given, segments.whole.lo, segments.whole.hi, scale, self.longest)
-        waves_EX = jnp.concatenate([clips.cos, clips.sin], axis=-1).astype(dtype)
-        banded = partial(_banded_attention, longest=self.longest)
-        long = banded if clips.attention == "banded" else _blockwise_attention
-        attend = _dense_attention if segments.row_length <= DENSE_FRAMES else long
-        return attend(self._query(q_EHd, w_F2Hd, clips), k_EHd, waves_EX, v_EHd, segments, scale)
-
-    def _query(self, q_EHd: Array, w_F2Hd: Array, clips: Clips) -> _Query:
-        u_Hd, v_Hd = (b[...].astype(q_EHd.dtype) for b in (self.content_bias, self.position_bias))
-        s_EHF, c_EHF = jnp.einsum(
-            "ehd,fthd->tehf", q_EHd + v_Hd, w_F2Hd, preferred_element_type=accumulation_dtype(q_EHd)
-        )
-        cos_E1F, sin_E1F = clips.cos[:, None], clips.sin[:, None]
-        rotated = (s_EHF * sin_E1F + c_EHF * cos_E1F, c_EHF * sin_E1F - s_EHF * cos_E1F)
-        return _Query(q_EHd + u_Hd, jnp.concatenate(rotated, axis=-1).astype(q_EHd.dtype))
-
-    def _far(self, w_F2Hd: Array, acc: jnp.dtype) -> Float[Array, "W H d"]:
-        """W phi(t) for all distances t of two frames in a clip."""
-        frequencies = len(w_F2Hd)
-        angle_WF = distances(self.longest)[:, None].astype(acc) * _frequencies(2 * frequencies, acc)
-        phi_WF2 = jnp.stack([jnp.sin(angle_WF), jnp.cos(angle_WF)], axis=-1).astype(w_F2Hd.dtype)
-        return jnp.einsum("wft,fthd->whd", phi_WF2, w_F2Hd)
-
-
-def _frequencies(dim: int, acc: jnp.dtype) -> Float[Array, " F"]:
-    found: Array = 10000.0 ** (-jnp.arange(0, dim, 2, dtype=acc) / dim)
-    return found
 
 
 class ConvModule(nnx.Module):
@@ -457,7 +155,7 @@ class FastConformer(nnx.Module):
         self.longest = encoder_frames(config.chunk_frames)
         self.remat, self.unroll = remat_of(compute, compute.remat_encoder), compute.unroll_layers
         self.keeps_gathered = init.mesh.pipeline == 1 or compute.recomputed_of_stage == "stage"
-        self.attention = compute.encoder_attention
+        self.attention = compute.encoder_attention.replace("auto", "blocks")
 
     def __call__(
         self,
@@ -494,7 +192,7 @@ class FastConformer(nnx.Module):
         neighbours = make_neighbours(segments, self.longest - 1, row_axes, axes)
         x_ED = self._subsampled(mels_AM, mel_mask_A, segments, neighbours)
         dim, acc = x_ED.shape[1], accumulation_dtype(mels_AM)
-        w_F = _frequencies(dim, acc)
+        w_F = frequencies(dim, acc)
         angle_EF = segments.positions[:, None].astype(acc) * w_F
         frames = jax.lax.psum(segments.valid.sum().astype(acc), axes)
         clips = Clips(segments, frames, jnp.cos(angle_EF), jnp.sin(angle_EF), self.attention)

@@ -84,6 +84,7 @@ class SpeechLM(nnx.Module):
     config.encoder None: a text-only model; encoder and adapter are None, and batches have no audio.
     stages: of the pipeline; None for one stage. decoder_fsdp: axes over which the decoder's matrices are
     FSDP-sharded. max_documents: the most of a row; see Segments.documents.
+    Raises ValueError if the pipeline and tensor ranks cannot share the vocabulary.
     """
 
     def __init__(
@@ -114,8 +115,13 @@ class SpeechLM(nnx.Module):
         self.mtp = MultiTokenPrediction(config.llm, everyone, compute) if config.llm.mtp_modules else None
         self.config, self.compute = config, compute
         self.residual = Residual.of(init.mesh, compute.sequence_sharded)
-        is_sharded = ranks_of(init.mesh, (PIPELINE, TENSOR)) > 1
-        self.vocabulary_axes = (PIPELINE, TENSOR) if is_sharded else ()
+        ranks = ranks_of(init.mesh, (PIPELINE, TENSOR))
+        if config.llm.vocab_size % ranks:
+            raise ValueError(
+                f"model.llm.vocab_size is {config.llm.vocab_size}, expected a multiple of {ranks}, the ranks "
+                "of mesh.pipeline x mesh.tensor, which share the vocabulary."
+            )
+        self.vocabulary_axes = (PIPELINE, TENSOR) if ranks > 1 else ()
         self.has_pipeline = init.mesh.pipeline > 1
         self.max_documents = max_documents
         self.window = config.llm.window if "W" in config.llm.kinds else None

@@ -18,7 +18,7 @@ from jax import Array
 from jaxtyping import Bool, Int32
 
 from jaxthd.packing.layout import DualChunkSwap
-from jaxthd.packing.rectangles import DocumentCut, document_rectangle, intervals_of_rectangle
+from jaxthd.packing.rectangles import DocumentCut, document_rectangle, intervals_of_steps
 from jaxthd.packing.ring_order import RingOrder
 from jaxthd.packing.windows import make_windowed
 
@@ -183,16 +183,13 @@ def _narrow(
     stop_RS = jnp.arange(1, width + 1, dtype=jnp.int32) + remaining_RS
     document = DocumentCut(at.start, at.chunk)
     sources = RingOrder.of(ranks, uniform_program=of_cut.uniform_program).sources(rank)
-    rectangles = (document_rectangle(document, rank, source, stop_RS) for source in sources)
-    remote = tuple(intervals_of_rectangle(x, valid_RS, of_cut.block) for x in rectangles)
+    rectangle = partial(document_rectangle, document, rank, stop_RT=stop_RS)
+    remote = intervals_of_steps(rectangle, sources, valid_RS, of_cut.block)
     windowed = None
     if window is not None:
         index_of = partial(_index, at, DualChunkSwap(ranks))
-        ranked: list[Array | int] = [rank, *sources]
-        positions_RS = positions_RT[:, :width]
-        windowed = make_windowed(
-            window, of_cut.local, remote, None, positions_RS, index_of, ranked, of_cut.block
-        )
+        of_window = positions_RT[:, :width], index_of, (rank, sources), of_cut.block
+        windowed = make_windowed(window, of_cut.local, remote, None, *of_window)
     return replace(
         of_cut,
         remote=remote,

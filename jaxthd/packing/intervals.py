@@ -11,11 +11,14 @@ from jaxtyping import Bool, Int32
 
 
 class KeyIntervals(NamedTuple):
-    """Query i sees keys lo[i] <= j < hi[i]; query block b touches the key blocks blocks[b]: first, end."""
+    """Query i sees keys lo[i] <= j < hi[i]; query block b touches the key blocks blocks[b]: first, end.
 
-    lo: Int32[Array, " N"]
-    hi: Int32[Array, " N"]
-    blocks: Int32[Array, "QB 2"]
+    Those of several ring steps have a first dim more.
+    """
+
+    lo: Int32[Array, "*steps N"]
+    hi: Int32[Array, "*steps N"]
+    blocks: Int32[Array, "*steps QB 2"]
 
 
 def key_intervals(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Int32
 
@@ -23,7 +24,7 @@ class Prefixes(NamedTuple):
     """The prefixes of this rank's rows. All numbers are equal on all context ranks but those by token.
 
     local: the keys of the token's prefix on this rank: all of them, none is later than the token.
-    remote: the same for the keys of other context ranks, in the order of Segments.remote.
+    remote: the same for the keys of other context ranks, as Segments.remote has them.
     of_token: the prefix that the token's segment continues, row * P + its number in the row; or -1.
     of_segment: the same for each segment; -1 also where there is no segment.
     begin, length: of each segment: the index in its row of the first token, and the number of its tokens.
@@ -32,7 +33,7 @@ class Prefixes(NamedTuple):
     """
 
     local: KeyIntervals
-    remote: tuple[KeyIntervals, ...]
+    remote: KeyIntervals | None
     of_token: Int32[Array, " N"]
     of_segment: Int32[Array, "R D"]
     begin: Int32[Array, "R D"]
@@ -74,7 +75,7 @@ def make_prefixes(
     positions_RT: Int32[Array, "R T"],
     prefixes_RT: Int32[Array, "R T"],
     index_RT: Int32[Array, "R T"],
-    sources: list[Array | int],
+    sources: Int32[Array | np.ndarray, " steps"],
     *,
     block: int,
     axis: str | None,
@@ -108,7 +109,9 @@ def make_prefixes(
 
     return Prefixes(
         local=keys_of(own),
-        remote=tuple(keys_of(_Table(*(x[source] for x in all_C))) for source in sources),
+        remote=jax.vmap(lambda source: keys_of(_Table(*(x[source] for x in all_C))))(sources)
+        if axis
+        else None,
         of_token=jnp.where(ids_RT > 0, _at(of_segment_RD, ids_RT), -1).reshape(-1),
         of_segment=of_segment_RD,
         begin=begin_RD,

@@ -3,6 +3,7 @@
 Legend: R rows on this rank, T tokens of a row on it.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -83,8 +84,20 @@ def document_rectangle(cut: DocumentCut, rank: Array | int, source: Array | int,
     return Rectangle(cut.start + q_start, stop_RT, cut.start, cut.start + k_end)
 
 
+def intervals_of_steps(
+    rectangle_of: Callable[[Array], Rectangle],
+    sources: Int32[Array, " steps"],
+    is_real_RT: Bool[Array, "R T"],
+    block: int,
+) -> KeyIntervals:
+    """The keys of each source that each query sees; a first dim of sources. rectangle_of: takes the source.
+    is_real, block: as intervals_of_rows takes them.
+    """
+    return jax.vmap(lambda source: intervals_of_rectangle(rectangle_of(source), is_real_RT, block))(sources)
+
+
 def intervals_of_rectangle(rectangle: Rectangle, is_real_RT: Bool[Array, "R T"], block: int) -> KeyIntervals:
-    """The keys of the other rank that each query sees. is_real, block: as intervals_of_rows takes them."""
+    """The keys of the other rank that each query sees."""
     slot_T = jnp.arange(is_real_RT.shape[1], dtype=jnp.int32)
     inside_RT = (slot_T >= rectangle.q_start) & (slot_T < rectangle.q_end)
     lo_RT, hi_RT = (jnp.where(inside_RT, x, 0) for x in (rectangle.k_start, rectangle.k_end))

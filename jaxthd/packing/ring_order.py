@@ -21,6 +21,8 @@ of a ring. Pairs need an even number of ranks.
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class RingOrder:
@@ -35,15 +37,15 @@ class RingOrder:
         nothing can be sent."""
         return cls(ranks, in_pairs=not uniform_program and ranks % 2 == 0)
 
-    def source(self, rank: Any, step: int) -> Any:
-        """The rank whose keys `rank` holds in step `step`, from 0 (its own). rank: maybe traced."""
+    def source(self, rank: Any, step: Any) -> Any:
+        """The rank whose keys `rank` holds in step `step`, from 0 (its own). Both may be traced."""
         if not self.in_pairs:
             return (rank - step) % self.ranks
         return (rank + step * (1 - 2 * ((rank + step) % 2 == 0))) % self.ranks
 
-    def sources(self, rank: Any) -> list[Any]:
-        """source of the steps after step 0."""
-        return [self.source(rank, step) for step in range(1, self.ranks)]
+    def sources(self, rank: Any) -> Any:
+        """source of each step after step 0, an array."""
+        return self.source(rank, np.arange(1, self.ranks, dtype=np.int32))
 
     def pairs(self, step: int) -> list[list[int]]:
         """The neighbours that exchange what they hold to begin step `step`, from 1 on; with `ranks` it is the

@@ -5,7 +5,8 @@ Derived once a step from segment ids and positions; attention, convolution and s
 Words. A row's *index* counts its tokens in document order. A *slot* counts them as the context layout has
 them: here the slots of a row on this rank, in InOrder those of all ranks, rank-major.
 
-Legend: R rows on this rank, T tokens of a row on it, N = R * T, S tokens of a row on all ranks.
+Legend: R rows on this rank, T tokens of a row on it, N = R * T, S tokens of a row on all ranks, C context
+ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,7 +28,7 @@ from jaxthd.packing.rectangles import (
     DocumentCut,
     buffer_rectangle,
     document_rectangle,
-    intervals_of_rectangle,
+    intervals_of_steps,
 )
 from jaxthd.packing.ring_order import RingOrder
 from jaxthd.packing.windows import Windowed, make_windowed
@@ -54,7 +55,8 @@ class Segments:
         tokens back; that is all that convolution and scan need.
     remaining: tokens of the document after this one, on this rank.
     local: the keys on this rank that each token's attention sees (causal).
-    remote: the same for the keys of the other context ranks, in their order (ring_order).
+    remote: the same for the keys of the other context ranks: arrays with a first dim of C - 1 ring steps, in
+        their order (ring_order). None on one rank.
     whole: the keys of the token's whole document on this rank (bidirectional; for the encoder).
     in_order: None but under the per-document layout on several ranks.
     cut: None but under the layout "whole" on several ranks; there attention, convolution and scan read it in
@@ -73,7 +75,7 @@ class Segments:
     positions: Int32[Array, " N"]
     remaining: Int32[Array, " N"]
     local: KeyIntervals
-    remote: tuple[KeyIntervals, ...]
+    remote: KeyIntervals | None
     whole: KeyIntervals
     in_order: InOrder | None
     prefixes: Prefixes | None
@@ -90,6 +92,12 @@ class Segments:
     @property
     def valid(self) -> Bool[Array, " N"]:
         return self.ids > 0
+
+    @property
+    def keys_by_step(self) -> list[KeyIntervals]:
+        """local, then each of `remote`."""
+        remote = [] if self.remote is None else zip(*self.remote, strict=True)
+        return [self.local, *(KeyIntervals(*x) for x in remote)]
 
     @property
     def sequence_positions(self) -> Int32[Array, " N"]:
@@ -225,14 +233,16 @@ def make_segments(
     slot_T = jnp.arange(tokens, dtype=jnp.int32)
     first_RT, stop_RT = _local_runs(ids_RT)
     sources = RingOrder.of(ranks, uniform_program=uniform_program).sources(rank)
-    in_order, rectangles = None, []
+    in_order, remote = None, None
     if ranks > 1 and layout == "document":
         cut, in_order = _document_cuts(ids_RT, positions_RT, prefixes_RT, axis, block, documents)
-        rectangles = [document_rectangle(cut, rank, source, stop_RT) for source in sources]
+        rectangle = partial(document_rectangle, cut, rank, stop_RT=stop_RT)
+        remote = intervals_of_steps(rectangle, sources, ids_RT > 0, block)
     elif ranks > 1:
         swap = DualChunkSwap(ranks)
         begin_RT = _row_index(swap, rank, tokens // 2) - positions_RT
-        rectangles = [buffer_rectangle(swap, rank, source, begin_RT, stop_RT) for source in sources]
+        rectangle = partial(buffer_rectangle, swap, rank, begin_RT=begin_RT, stop_RT=stop_RT)
+        remote = intervals_of_steps(rectangle, sources, ids_RT > 0, block)
     intervals = partial(intervals_of_rows, is_real_RT=ids_RT > 0, block=block)
     index_of = partial(_indices, ids_RT.shape, in_order, ranks)
     prefixes = None
@@ -241,8 +251,7 @@ def make_segments(
         context_axis = axis if ranks > 1 else None
         prefixes = make_prefixes(*given, sources, block=block, axis=context_axis, documents=documents)
     local = intervals(first_RT, slot_T + 1)
-    remote = tuple(intervals_of_rectangle(x, ids_RT > 0, block) for x in rectangles)
-    of_window = local, remote, prefixes, positions_RT, index_of, [rank, *sources], block
+    of_window = local, remote, prefixes, positions_RT, index_of, (rank, sources), block
     return Segments(
         ids=ids_RT.reshape(-1),
         positions=positions_RT.reshape(-1),

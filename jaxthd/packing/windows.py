@@ -8,10 +8,11 @@ Legend: R rows on this rank, T tokens of a row on it, N = R * T.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Int32
 
@@ -22,45 +23,49 @@ from jaxthd.packing.prefixes import Prefixes
 class Windowed(NamedTuple):
     """What Segments.local, Segments.remote and the two fields of Prefixes become in a window.
 
-    prefix_local, prefix_remote: None and () where no segment continues another.
+    prefix_local, prefix_remote: None where no segment continues another.
     """
 
     local: KeyIntervals
-    remote: tuple[KeyIntervals, ...]
+    remote: KeyIntervals | None
     prefix_local: KeyIntervals | None
-    prefix_remote: tuple[KeyIntervals, ...]
+    prefix_remote: KeyIntervals | None
 
 
 def make_windowed(
     window: int,
     local: KeyIntervals,
-    remote: tuple[KeyIntervals, ...],
+    remote: KeyIntervals | None,
     prefixes: Prefixes | None,
     positions_RT: Int32[Array, "R T"],
     index_of: Callable[[Array | int], Int32[Array, "R T"]],
-    ranks: list[Array | int],
+    ranks: tuple[Array | int, Int32[Array | np.ndarray, " steps"]],
     block: int,
 ) -> Windowed:
     """local, remote, prefixes, positions: of Segments. index_of: (context rank) -> the index in its row of
-    each token of a row there, rising but in padding. ranks: this one, then those of `remote`.
+    each token of a row there, rising but in padding. ranks: this one, and those of `remote`.
     """
-    index = [index_of(rank) for rank in ranks]
-    nearest_RT, rising = index[0] - (window - 1), [_rising(x) for x in index]
+    rank, sources = ranks
 
-    def raised(intervals: KeyIntervals, index_RT: Array, wanted_RT: Array) -> KeyIntervals:
-        slot_RT = jax.vmap(jnp.searchsorted)(index_RT, wanted_RT).astype(jnp.int32)
-        row_R1 = index_RT.shape[1] * jnp.arange(len(index_RT), dtype=jnp.int32)[:, None]
-        return key_intervals(jnp.maximum(intervals.lo, (row_R1 + slot_RT).reshape(-1)), intervals.hi, block)
+    def raised(
+        local: KeyIntervals, remote: KeyIntervals | None, wanted_RT: Array
+    ) -> tuple[KeyIntervals, KeyIntervals | None]:
+        def of_rank(intervals: KeyIntervals, rank: Any) -> KeyIntervals:
+            index_RT = _rising(index_of(rank))
+            slot_RT = jax.vmap(jnp.searchsorted)(index_RT, wanted_RT).astype(jnp.int32)
+            row_R1 = index_RT.shape[1] * jnp.arange(len(index_RT), dtype=jnp.int32)[:, None]
+            lo_N = jnp.maximum(intervals.lo, (row_R1 + slot_RT).reshape(-1))
+            return key_intervals(lo_N, intervals.hi, block)
 
-    own = [raised(x, i, nearest_RT) for x, i in zip((local, *remote), rising, strict=True)]
+        return of_rank(local, rank), None if remote is None else jax.vmap(of_rank)(remote, sources)
+
+    own = raised(local, remote, index_of(rank) - (window - 1))
     if prefixes is None:
-        return Windowed(own[0], tuple(own[1:]), None, ())
+        return Windowed(*own, None, None)
     # As if the segment's tokens followed the prefix's last one.
     last_RT = prefixes.last.reshape(-1)[jnp.maximum(prefixes.of_token, 0)].reshape(positions_RT.shape)
     nearest_RT = last_RT + 1 + positions_RT - (window - 1)
-    keys = (prefixes.local, *prefixes.remote)
-    before = [raised(x, i, nearest_RT) for x, i in zip(keys, rising, strict=True)]
-    return Windowed(own[0], tuple(own[1:]), before[0], tuple(before[1:]))
+    return Windowed(*own, *raised(prefixes.local, prefixes.remote, nearest_RT))
 
 
 def _rising(index_RT: Array) -> Array:

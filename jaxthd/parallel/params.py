@@ -291,11 +291,19 @@ def own_part(x: Array, dim: int, sharded: ShardedDim | None, mesh: MeshConfig) -
 
     Several ranks then share a unit. Its gradient is summed over the ranks that hold x, as for every
     replicated parameter.
+
+    Raises ValueError if there are more units than ranks: some would be used by no rank.
     """
     if sharded is None or ranks_of(mesh, sharded.axes) == 1 or sharded.is_sharded(mesh):
         return x
+    ranks = ranks_of(mesh, sharded.axes)
+    if sharded.units > ranks:
+        raise ValueError(
+            f"{sharded.units} units do not divide over the {ranks} ranks of {' x '.join(sharded.axes)}: "
+            f"expected a multiple of {ranks}, or at most {ranks}. Change the model's sizes or the mesh."
+        )
     size = x.shape[dim] // sharded.units
-    unit = jax.lax.axis_index(sharded.axes) * sharded.units // ranks_of(mesh, sharded.axes)
+    unit = jax.lax.axis_index(sharded.axes) * sharded.units // ranks
     return jax.lax.dynamic_slice_in_dim(x, unit * size, size, axis=dim)
 
 

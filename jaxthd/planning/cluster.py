@@ -5,6 +5,7 @@ GPUs. Ranks are numbered as the mesh numbers devices: the tensor axis is the inn
 machine.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -171,6 +172,7 @@ def text_like(capacity: int, count: int = 4000) -> Lengths:
     return Lengths(tokens, 0 * tokens, 0.0 * tokens, [[]] * count)
 
 
+@functools.lru_cache(maxsize=16)
 def step_imbalance(config: Config) -> float:
     """Work of the busiest context rank over the mean, in products with weights and attention, on buffers of
     text_like documents; 1 on one context rank."""

@@ -13,12 +13,8 @@ from jaxthd.planning.kernel_costs import CONTROL, FREE, Cost, Costs, Device
 from jaxthd.planning.pallas_work import Work, Works
 
 PARTS = (
-    ("models/fastconformer.py", "Subsampling", "subsampling"),
-    ("models/fastconformer.py", "SeparableConv", "subsampling"),
-    ("models/fastconformer.py", "RelativeAttention", "encoder attention"),
-    ("models/fastconformer.py", "_dense_attention", "encoder attention"),
-    ("models/fastconformer.py", "_blockwise_attention", "encoder attention"),
-    ("models/fastconformer.py", "_banded_attention", "encoder attention"),
+    ("models/subsampling.py", "", "subsampling"),
+    ("models/encoder_attention.py", "", "encoder attention"),
     ("ops/attention/relative.py", "", "encoder attention"),
     ("models/fastconformer.py", "ConvModule", "encoder convolution"),
     ("models/fastconformer.py", "FeedForward", "encoder MLP"),

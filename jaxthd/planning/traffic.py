@@ -165,7 +165,7 @@ def _mixer(
         case "*" | "W" | "L":
             kv = sizes.tokens * sizes.keys_and_values(letter) * exchanges_any
             if is_ring:
-                backward = sizes.w + (0 if passes.remat else sizes.a)
+                backward = sizes.w + sizes.a * (_sent_again(sizes.mesh.context) if passes.remat else 1)
                 received.gather((CONTEXT,), kv * (forward * sizes.a + backward), times)
             else:
                 received.gather((CONTEXT,), kv * sizes.a, times * (forward + 1))
@@ -194,6 +194,12 @@ def _mixer(
             sent = forward * (2 * row + 4) + 3 * row + 4
             received.gather(sizes.owners, sizes.expert_slots * share * sent, times)
             received.sum((DATA, CONTEXT), (llm.experts + 1) * sizes.w, times * forward)
+
+
+def _sent_again(context: int) -> float:
+    """The share of a ring's sends that the backward pass repeats after a forward pass that is part of it.
+    The compiler merges the others: those outside the loop of ops/attention/exchange.py."""
+    return (context - 2) / (context - 1) if context > 3 else 0.0
 
 
 def _shared_prompts(sizes: Sizes, received: _Received, times: Number) -> None:

@@ -9,6 +9,7 @@ import pytest
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 
 
+@pytest.mark.exhaustive
 def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one namespace, in an empty working directory; tracebacks show the lines of the page."""
     monkeypatch.chdir(tmp_path)

@@ -88,8 +88,8 @@ def weights() -> tuple[Any, Any]:
     return {**params, "embedding": 0.1 * params["embedding"]}, buffers
 
 
-def generator(mesh: MeshConfig = MeshConfig(), **options: Any) -> Generator:  # noqa: B008  (frozen)
-    config = replace(CONFIG, mesh=mesh)
+def generator(mesh: MeshConfig = MeshConfig(), layout: Any = "buffer", **options: Any) -> Generator:  # noqa: B008  (frozen)
+    config = replace(CONFIG, mesh=mesh, compute=replace(CONFIG.compute, context_layout=layout))
     data = replace(config.data, audio_capacity=config.data.audio_capacity * mesh.audio_ranks)
     config = replace(config, data=data)
     return made(config, tuple(sorted(({"batch": 4, "max_new_tokens": NEW} | options).items())))
@@ -164,19 +164,20 @@ def _alone(conversations: list[Example], settings: dict[str, Any]) -> list[list[
 
 
 @pytest.mark.parametrize(
-    "mesh",
+    ("mesh", "layout"),
     [
-        MeshConfig(context=2),
-        pytest.param(MeshConfig(data=2, pipeline=2, tensor=2), marks=pytest.mark.exhaustive),
+        (MeshConfig(context=2), "buffer"),
+        pytest.param(MeshConfig(context=2), "whole", marks=pytest.mark.exhaustive),
+        pytest.param(MeshConfig(data=2, pipeline=2, tensor=2), "buffer", marks=pytest.mark.exhaustive),
     ],
 )
-def test_answers_are_those_of_each_conversation_alone_on_any_mesh(conversations, mesh: MeshConfig):
+def test_answers_are_those_of_each_conversation_alone_on_any_mesh(conversations, mesh, layout):
     """By a whole forward pass for every token, likeliest and drawn."""
     with jax.enable_x64(True):
         for settings in ({}, DRAWN):
             want = alone(conversations, settings)
             assert len({tuple(answer) for answer in want}) == len(want), "answers should differ"
-            answers = generator(mesh).generate(conversations, **settings)
+            answers = generator(mesh, layout).generate(conversations, **settings)
             assert [list(answer.tokens) for answer in answers] == want
             assert [answer.key for answer in answers] == [example.key for example in conversations]
             assert [answer.text for answer in answers] == [TOKENIZER.decode(tokens) for tokens in want]

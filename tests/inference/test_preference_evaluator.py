@@ -26,7 +26,7 @@ def write(path: Path, lines: list[dict[str, object]]) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("objective", ["dpo", "kto"])
+@pytest.mark.parametrize("objective", ["dpo", pytest.param("kto", marks=pytest.mark.exhaustive)])
 def test_held_out_pairs_are_measured_as_their_scores_say(tmp_path: Path, objective: str):
     rng = np.random.default_rng(0)
     pairs = [

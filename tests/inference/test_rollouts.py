@@ -220,6 +220,7 @@ def test_recorded_log_probs_are_those_of_each_document_alone(expected: list[list
             for mesh, layout in [
                 (MeshConfig(pipeline=2, stages_per_rank=2), "buffer"),
                 (MeshConfig(1, 2, 2, 2), "buffer"),
+                (MeshConfig(2, 2, 1, 1), "whole"),
             ]
         ),
     ],

@@ -244,6 +244,7 @@ def test_dora_is_a_direction_times_a_magnitude():
     np.testing.assert_allclose(linear(x_ND), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_dora_is_the_same_on_a_mesh():
     """Loss and gradients in float64: projections sharded by their inputs and by their outputs, a key and
     value head that two ranks share.

@@ -23,7 +23,7 @@ from tests.helpers import assert_same
 from tests.mtp_reference import mtp_logits
 from tests.speech_model import AUDIO, CAPACITY, COMPUTE, MELS, MODEL, Spec, document
 
-LLM = replace(MODEL.llm, pattern="M*", mtp_pattern="*E", mtp_depths=2, mtp_shared=False)
+LLM = replace(MODEL.llm, pattern="*", mtp_pattern="*E", mtp_depths=2, mtp_shared=False)
 STORED_STATISTICS = AdaptConfig(freeze=("encoder.blocks.conv.norm.*",))
 WEIGHT = 0.3
 

@@ -16,7 +16,7 @@ from jaxthd.kernels.machine import Machine
 from jaxthd.kernels.verified import VERIFIED
 from jaxthd.ops.attention import blockwise, cudnn
 from jaxthd.ops.attention.backends import BACKENDS
-from jaxthd.ops.attention.contract import AttentionBackend, AttentionShape, Call, calls
+from jaxthd.ops.attention.contract import AttentionBackend, AttentionShape, Call, local_call, remote_call
 from jaxthd.ops.attention.thd import packed_segments
 from jaxthd.ops.backend import version_numbers
 from jaxthd.packing.layout import ContextLayout
@@ -40,6 +40,12 @@ def on_ranks(ids: np.ndarray, positions: np.ndarray, layout: Any, block: int) ->
         return segments
 
     return jax.vmap(of_rank, axis_name="context")(ids, positions)
+
+
+def calls(segments: Segments) -> list[Call]:
+    """The local one, then those of the ring steps."""
+    remote = segments.keys_by_step[1:]
+    return [local_call(segments), *(remote_call(segments, intervals) for intervals in remote)]
 
 
 @partial(jax.jit, static_argnums=2)

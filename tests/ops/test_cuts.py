@@ -125,7 +125,7 @@ def program(context: int, exchange: str) -> Any:
     ("context", "exchange"),
     [
         (4, "ring"),
-        (2, "all_gather"),
+        pytest.param(2, "all_gather", marks=pytest.mark.exhaustive),
         pytest.param(4, "pairs", marks=pytest.mark.exhaustive),
         pytest.param(8, "ring", marks=pytest.mark.exhaustive),
     ],

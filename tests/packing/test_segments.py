@@ -33,7 +33,7 @@ def test_documents_cut_by_themselves_see_exactly_what_the_mask_allows(context: i
             of_rank = jax.tree.map(lambda x, rank=rank: np.asarray(x)[rank], segments)
             mine = order[rank]
             np.testing.assert_array_equal(_seen(of_rank.local, len(mine)), allowed[np.ix_(mine, mine)])
-            for t, intervals in enumerate(of_rank.remote):
+            for t, intervals in enumerate(of_rank.keys_by_step[1:]):
                 keys = order[(rank - 1 - t) % context]
                 np.testing.assert_array_equal(_seen(intervals, len(keys)), allowed[np.ix_(mine, keys)])
             np.testing.assert_array_equal(_seen(of_rank.whole, len(mine)), same[np.ix_(mine, mine)])

@@ -77,6 +77,16 @@ def test_a_rank_uses_the_unit_of_its_own():
     np.testing.assert_array_equal(run(features)[:, 0], [[0, 1]] * 2 + [[2, 3]] * 2 + [[4, 5]] * 2)
 
 
+def test_more_units_than_ranks_that_do_not_divide_them_are_refused():
+    with pytest.raises(
+        ValueError, match="7 units do not divide over the 6 ranks of tensor: expected a multiple of 6"
+    ):
+        own_part(jnp.zeros((1, 14)), 1, over_tensor(7), MeshConfig(tensor=6))
+
+
+LAYERS = 3
+
+
 class Layer(nnx.Module):
     def __init__(self, init: Init) -> None:
         self.w, self.bias = init.normal((4, 4)), init.ones((4,))
@@ -90,11 +100,11 @@ def test_a_stack_is_whole_for_its_turn_and_its_gradient_comes_back_scattered(
     remat: Remat, unroll: bool, products: int
 ):
     """Compared with the same layers unrolled on one device; backward keeps no whole matrix. products: of a
-    layer in both passes, or of all layers where they are written out."""
+    layer in both passes."""
     mesh = MeshConfig(2, 2)
 
     def layers(mesh: MeshConfig) -> Layer:
-        return stack(Layer, init(mesh), 3)
+        return stack(Layer, init(mesh), LAYERS)
 
     module = layers(mesh)
     graph, state = nnx.split(module)
@@ -129,10 +139,13 @@ def test_a_stack_is_whole_for_its_turn_and_its_gradient_comes_back_scattered(
     want = jax.grad(alone)(params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
     program = jax.jit(run).lower(params, x_ND).as_text()
-    assert program.count("stablehlo.dot_general") == products
+    # Layers that are written out are calls of one function, or, by newer versions of jax, a copy each.
+    copies = program.count("stablehlo.dot_general") // products
+    assert copies in ((1, LAYERS) if unroll else (1,))
+    assert program.count("stablehlo.dot_general") == copies * products
     assert ("stablehlo.while" in program) != unroll
     gathers = program.count("stablehlo.all_gather")
-    assert gathers == 2, "once for the forward pass, once again for the backward pass"
+    assert gathers == 2 * copies, "once for the forward pass, once again for the backward pass"
 
 
 def test_what_is_not_fsdp_sharded_is_not_gathered():

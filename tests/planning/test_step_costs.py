@@ -228,11 +228,11 @@ def test_a_graph_costs_one_launch() -> None:
 def test_parts_and_places_come_from_the_calls() -> None:
     linear = Frame("/x/jaxthd/models/layers.py", "Linear.__call__", 9)
     encoder = Frame("/x/jaxthd/models/fastconformer.py", "ConformerBlock.__call__", 5)
-    attention = Frame("/x/jaxthd/models/fastconformer.py", "RelativeAttention.__call__", 7)
+    attention = Frame("/x/jaxthd/models/encoder_attention.py", "RelativeAttention.__call__", 7)
     assert part_of([linear, attention, encoder]) == "encoder attention"
     assert part_of([linear, encoder]) == "encoder"
     assert part_of([linear]) == "other"
-    assert place_of([linear, attention]) == "models/fastconformer.py:7 RelativeAttention.__call__"
+    assert place_of([linear, attention]) == "models/encoder_attention.py:7 RelativeAttention.__call__"
     assert place_of([]) == "?"
 
 

@@ -94,7 +94,15 @@ def test_an_update_depends_neither_on_its_buffers_nor_on_padding(start: TrainSta
     close(got.buffers["encoder"], start.buffers["encoder"], 0)
 
 
-@pytest.mark.parametrize("adapt", [AdaptConfig(), AdaptConfig(lora_rank=2, lora_targets=("*.q", "*.up"))])
+@pytest.mark.parametrize(
+    "adapt",
+    [
+        AdaptConfig(),
+        pytest.param(
+            AdaptConfig(lora_rank=2, lora_targets=("*.q", "*.up")), marks=pytest.mark.exhaustive, id="LoRA"
+        ),
+    ],
+)
 def test_the_first_loss_is_ln_2_and_lora_needs_no_copy(adapt: AdaptConfig):
     config = replace(
         CONFIG, adapt=replace(adapt, freeze=("encoder.*", "adapter.*") if adapt.lora_rank else ())

@@ -134,6 +134,7 @@ def experts_alone(**train: float) -> tuple[Config, Batch]:
     return chosen, concatenate_rows([pack_row(row, **sizes)[0] for row in rows])
 
 
+@pytest.mark.exhaustive
 def test_the_biases_even_out_the_experts_load():
     """Nothing else is trained: the fullest expert's load falls towards the mean."""
     rates = {"learning_rate": 0.0, "min_learning_rate": 0.0, "router_bias_rate": 2e-3}

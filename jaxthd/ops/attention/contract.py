@@ -55,22 +55,25 @@ class Call(NamedTuple):
         return jax.numpy.all(self.intervals.blocks[:, 0] >= self.intervals.blocks[:, 1])
 
 
-def calls(segments: Segments) -> list[Call]:
-    """The local call, then one for the keys of each other context rank, in the order of Segments.remote."""
-    documents = None if segments.documents is None else segments.rows * segments.documents
+def local_call(segments: Segments) -> Call:
+    alone = segments.remote is None and segments.prefixes is None
+    return Call(segments.local, True, segments.block, _documents(segments), alone)
+
+
+def remote_call(segments: Segments, intervals: KeyIntervals) -> Call:
+    """intervals: those of one ring step of Segments.remote."""
+    documents = _documents(segments)
     rectangles = segments.rows if segments.layout == "buffer" else documents
-    remote = (Call(x, False, segments.block, documents and rectangles) for x in segments.remote)
-    alone = not segments.remote and segments.prefixes is None
-    return [Call(segments.local, True, segments.block, documents, alone), *remote]
+    return Call(intervals, False, segments.block, documents and rectangles)
 
 
-def prefix_calls(segments: Segments) -> list[Call]:
-    """The prefix call for the keys of each context rank, in the order of `calls`; [] where no segment
-    continues another."""
-    if segments.prefixes is None:
-        return []
-    keys = segments.prefixes.local, *segments.prefixes.remote
-    return [Call(intervals, False, segments.block, None) for intervals in keys]
+def prefix_call(segments: Segments, intervals: KeyIntervals) -> Call:
+    """intervals: Prefixes.local, or those of one ring step of Prefixes.remote."""
+    return Call(intervals, False, segments.block, None)
+
+
+def _documents(segments: Segments) -> int | None:
+    return None if segments.documents is None else segments.rows * segments.documents
 
 
 @dataclass(frozen=True)

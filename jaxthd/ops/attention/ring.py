@@ -15,7 +15,6 @@ Legend: N queries and keys of a rank, H query heads, K key/value heads, D query/
 context ranks.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,14 +24,11 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.ops.attention.backends import BACKENDS, for_any_intervals
-from jaxthd.ops.attention.contract import AttentionBackend, Call, calls, prefix_calls
+from jaxthd.ops.attention.exchange import Pair, Part, around, local_parts, over_ranks, send
 from jaxthd.ops.backend import find_backend
 from jaxthd.ops.kept import kept
 from jaxthd.packing.layout import inverse_permutation
 from jaxthd.packing.segments import Segments, gather_in_rows
-
-Pair = tuple[Array, Array]
-"""Keys and values, or their gradients."""
 
 
 def packed_attention(
@@ -182,100 +178,50 @@ def _sink_gradient(out: Array, lse: Array, dout: Array, sink_H: Array | None) ->
     return -(jnp.exp(sink_H.astype(lse.dtype) - lse) * dot_NH).sum(0).astype(sink_H.dtype)
 
 
-def _send(pair: Pair, segments: Segments, step: int) -> Pair:
-    """Sends to where the pair is used in step `step`, from 1 on: to the next rank of the ring, or the two of
-    a pair of ranks exchange what they hold. With a single rank nothing moves.
-    """
-    if segments.context == 1:
-        return pair
-    move = _exchanged if segments.ring_order.in_pairs else _sent_on
-    first, second = (move(x, segments, step) for x in pair)
-    return first, second
+_Sums = tuple[Array, ...]
 
 
-def _sent_on(x: Array, segments: Segments, step: int) -> Array:
-    ring = [(r, (r + 1) % segments.context) for r in range(segments.context)]
-    return jax.lax.ppermute(x, segments.axis, ring)
+class _Forward(NamedTuple):
+    """The forward pass: the sums are an output and its log-sum-exp."""
 
+    q: Array
+    scale: float
 
-def _exchanged(x: Array, segments: Segments, step: int) -> Array:
-    """Only the ranks of a pair take part in it, so other stages need not run it."""
-    order, rank = segments.ring_order, jax.lax.axis_index(segments.axis)
-    both = jax.lax.all_gather(x, segments.axis, axis_index_groups=order.pairs(step))
-    return both[1 - order.is_upper(rank, step)]
+    def local(self, parts: list[Part], pair: Pair) -> _Sums:
+        first, *more = parts
+        return self.added(first.backend.forward(self.q, *pair, first.call, self.scale), more, pair)
 
+    def added(self, sums: _Sums, parts: list[Part], pair: Pair) -> _Sums:
+        def visit(part: Part, out: Array, lse: Array) -> _Sums:
+            return merge(out, lse, *part.backend.forward(self.q, *pair, part.call, self.scale))
 
-def _around(pair: Pair, segments: Segments) -> Iterator[Pair]:
-    """Yields this rank's keys and values, then those of other ranks as they arrive; each is sent on before it
-    is used.
-    """
-    for step, _ in enumerate(segments.remote, 1):
-        following = _send(pair, segments, step)
-        yield pair
-        pair = following
-    yield pair
-
-
-def _source(step: int, segments: Segments) -> Array:
-    """The rank whose keys ring step `step` is about; step 0 is the local one."""
-    return segments.ring_order.source(jax.lax.axis_index(segments.axis), step)
-
-
-def _there(pair: Pair, segments: Segments) -> Iterator[Pair]:
-    """As _around, for gathered keys and values [C, N, ...]."""
-    for step in range(segments.context):
-        source = _source(step, segments)
-        yield pair[0][source], pair[1][source]
-
-
-class _Part(NamedTuple):
-    """A call, and the back-end that computes it."""
-
-    backend: AttentionBackend
-    call: Call
-
-
-def _parts(segments: Segments, backend: str) -> list[list[_Part]]:
-    """What to compute of the keys of each rank, in the order in which they arrive."""
-    parts = [[_Part(BACKENDS[backend], call)] for call in calls(segments)]
-    for of_rank, call in zip(parts, prefix_calls(segments), strict=False):
-        of_rank.append(_Part(for_any_intervals(backend), call))
-    return parts
-
-
-def _forward_parts(
-    q: Array,
-    arriving: Iterator[Pair],
-    sink_H: Array | None,
-    segments: Segments,
-    scale: float,
-    backend: str,
-) -> tuple[Array, Array]:
-    (local, *more), *remote = _parts(segments, backend)
-    pair = next(arriving)
-    out, lse = local.backend.forward(q, *pair, local.call, scale)
-
-    def merged(out: Array, lse: Array, pair: Pair, part: _Part) -> Any:
-        def visit(out: Array, lse: Array) -> Any:
-            return merge(out, lse, *part.backend.forward(q, *pair, part.call, scale))
-
-        return jax.lax.cond(part.call.is_empty, lambda out, lse: (out, lse), visit, out, lse)
-
-    for part in more:
-        out, lse = merged(out, lse, pair, part)
-    for parts, pair in zip(remote, arriving, strict=True):
         for part in parts:
-            out, lse = merged(out, lse, pair, part)
-    return with_sink(out, lse, sink_H)
+            sums = jax.lax.cond(part.call.is_empty, lambda *sums: sums, partial(visit, part), *sums)
+        return sums
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _ring_attention(q, k, v, sink, segments: Segments, scale: float, backend: str):
-    return _forward_parts(q, _around((k, v), segments), sink, segments, scale, backend)[0].astype(q.dtype)
+    return _ring_sums(q, k, v, sink, segments, scale, backend)[0].astype(q.dtype)
+
+
+def _ring_sums(
+    q: Array, k: Array, v: Array, sink_H: Array | None, segments: Segments, scale: float, backend: str
+) -> tuple[Array, Array]:
+    forward = _Forward(q, scale)
+
+    def visit(sums: _Sums, pair: Pair, parts: list[Part], _: int) -> _Sums:
+        return forward.added(sums, parts, pair)
+
+    arriving = send((k, v), segments, 1)
+    sums = forward.local(local_parts(segments, backend), (k, v))
+    if segments.remote is not None:
+        sums = around(visit, sums, arriving, segments, backend)
+    return with_sink(sums[0], sums[1], sink_H)
 
 
 def _ring_forward(q, k, v, sink, segments, scale, backend):
-    out, lse = _forward_parts(q, _around((k, v), segments), sink, segments, scale, backend)
+    out, lse = _ring_sums(q, k, v, sink, segments, scale, backend)
     out, lse = kept(out.astype(q.dtype)), kept(lse)
     return out, (q, k, v, sink, segments, out, lse)
 
@@ -283,32 +229,30 @@ def _ring_forward(q, k, v, sink, segments, scale, backend):
 def _ring_backward(scale, backend, residuals, dout):
     q, k, v, sink, segments, out, lse = residuals
     out = out.astype(lse.dtype)
-    (local, *more), *remote = _parts(segments, backend)
-    arriving = _around((k, v), segments)
 
-    def gradients(pair: Pair, part: _Part) -> tuple[Array, Array, Array]:
+    def gradients(pair: Pair, part: Part) -> tuple[Array, Array, Array]:
         return part.backend.backward(q, *pair, out, lse, dout, part.call, scale)
 
-    def added(sums: tuple[Array, ...], pair: Pair, part: _Part) -> tuple[Array, ...]:
-        def visit(*sums: Array) -> tuple[Array, ...]:
+    def added(sums: _Sums, pair: Pair, parts: list[Part]) -> _Sums:
+        def visit(part: Part, *sums: Array) -> _Sums:
             return tuple(a + b for a, b in zip(sums, gradients(pair, part), strict=True))
 
-        return jax.lax.cond(part.call.is_empty, lambda *sums: sums, visit, *sums)
-
-    own = next(arriving)
-    dq, dk, dv = gradients(own, local)
-    for part in more:
-        dq, dk, dv = added((dq, dk, dv), own, part)
-    # Gradients of keys and values follow them one hop behind, and end on the rank of their keys.
-    away = (jnp.zeros_like(dk), jnp.zeros_like(dv))
-    for step, (parts, pair) in enumerate(zip(remote, arriving, strict=True)):
-        away = _send(away, segments, step + 1) if step else away
         for part in parts:
-            dq, *grown = added((dq, *away), pair, part)
-            away = (grown[0], grown[1])
-    if segments.remote:
-        away = _send(away, segments, segments.context)
-    dk, dv = dk + away[0], dv + away[1]
+            sums = jax.lax.cond(part.call.is_empty, lambda *sums: sums, partial(visit, part), *sums)
+        return sums
+
+    def visit(sums: _Sums, pair: Pair, parts: list[Part], step: int) -> _Sums:
+        # Gradients of keys and values follow them one hop behind, and end on the rank of their keys.
+        dq, *away = added(sums, pair, parts)
+        return dq, *send((away[0], away[1]), segments, step + 1)
+
+    arriving = send((k, v), segments, 1)
+    local, *more = local_parts(segments, backend)
+    dq, dk, dv = added(gradients((k, v), local), (k, v), more)
+    if segments.remote is not None:
+        sums = dq, jnp.zeros_like(dk), jnp.zeros_like(dv)
+        dq, *home = around(visit, sums, arriving, segments, backend)
+        dk, dv = dk + home[0], dv + home[1]
     d_sink = _sink_gradient(out, lse, dout, sink)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), d_sink, None
 
@@ -318,12 +262,31 @@ _ring_attention.defvjp(_ring_forward, _ring_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _gathered_attention(q, k_CNKD, v_CNKV, sink, segments: Segments, scale: float, backend: str):
-    arriving = _there((k_CNKD, v_CNKV), segments)
-    return _forward_parts(q, arriving, sink, segments, scale, backend)[0].astype(q.dtype)
+    return _gathered_sums(q, k_CNKD, v_CNKV, sink, segments, scale, backend)[0].astype(q.dtype)
+
+
+def _gathered_sums(
+    q: Array,
+    k_CNKD: Array,
+    v_CNKV: Array,
+    sink_H: Array | None,
+    segments: Segments,
+    scale: float,
+    backend: str,
+) -> tuple[Array, Array]:
+    forward = _Forward(q, scale)
+
+    def visit(sums: _Sums, source: Array, parts: list[Part]) -> _Sums:
+        return forward.added(sums, parts, (k_CNKD[source], v_CNKV[source]))
+
+    rank = jax.lax.axis_index(segments.axis)
+    sums = forward.local(local_parts(segments, backend), (k_CNKD[rank], v_CNKV[rank]))
+    sums = over_ranks(visit, sums, segments, backend)
+    return with_sink(sums[0], sums[1], sink_H)
 
 
 def _gathered_forward(q, k, v, sink, segments, scale, backend):
-    out, lse = _forward_parts(q, _there((k, v), segments), sink, segments, scale, backend)
+    out, lse = _gathered_sums(q, k, v, sink, segments, scale, backend)
     out, lse = kept(out.astype(q.dtype)), kept(lse)
     return out, (q, k, v, sink, segments, out, lse)
 
@@ -331,21 +294,23 @@ def _gathered_forward(q, k, v, sink, segments, scale, backend):
 def _gathered_backward(scale, backend, residuals, dout):
     q, k, v, sink, segments, out, lse = residuals
     out = out.astype(lse.dtype)
-    dq, dk, dv = jnp.zeros_like(out, shape=q.shape), jnp.zeros_like(k), jnp.zeros_like(v)
-    steps = zip(_parts(segments, backend), _there((k, v), segments), strict=True)
-    for step, (parts, pair) in enumerate(steps):
-        source = _source(step, segments)
 
-        def visit(
-            dq: Array, dk: Array, dv: Array, part: _Part, first: bool, pair: Pair = pair, at: Array = source
-        ) -> Any:
+    def visit(sums: _Sums, source: Array, parts: list[Part]) -> _Sums:
+        pair = k[source], v[source]
+
+        def grown(part: Part, is_first: bool, dq: Array, dk: Array, dv: Array) -> _Sums:
             more, *of_pair = part.backend.backward(q, *pair, out, lse, dout, part.call, scale)
-            put = [(x.at[at], y.astype(x.dtype)) for x, y in zip((dk, dv), of_pair, strict=True)]
-            return (dq + more, *(at.set(y) if first else at.add(y) for at, y in put))
+            put = [(x.at[source], y.astype(x.dtype)) for x, y in zip((dk, dv), of_pair, strict=True)]
+            return (dq + more, *(at.set(y) if is_first else at.add(y) for at, y in put))
 
         for part in parts:
-            grown = partial(visit, part=part, first=part is parts[0])
-            dq, dk, dv = jax.lax.cond(part.call.is_empty, lambda *grads: grads, grown, dq, dk, dv)
+            visited = partial(grown, part, part is parts[0])
+            sums = jax.lax.cond(part.call.is_empty, lambda *sums: sums, visited, *sums)
+        return sums
+
+    sums: _Sums = jnp.zeros_like(out, shape=q.shape), jnp.zeros_like(k), jnp.zeros_like(v)
+    sums = visit(sums, jax.lax.axis_index(segments.axis), local_parts(segments, backend))
+    dq, dk, dv = over_ranks(visit, sums, segments, backend)
     return dq.astype(q.dtype), dk, dv, _sink_gradient(out, lse, dout, sink), None
 
 

@@ -1,0 +1,231 @@
+"""The encoder's attention: inside each clip, with relative positions.
+
+Legend: E encoder frames on this rank, S frames of the window around them (ops/neighbours.py), D model dim,
+H heads, d head dim, F = D / 2 frequencies of the position encoding, X = 2 F, W distances of two frames.
+"""
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from jaxthd.config import EncoderConfig
+from jaxthd.models.layers import Linear
+from jaxthd.ops.attention.banded import banded_attention
+from jaxthd.ops.attention.blockwise import interval_attention
+from jaxthd.ops.attention.dense import dense_attention
+from jaxthd.ops.attention.relative import distances, relative_attention
+from jaxthd.ops.neighbours import Neighbours
+from jaxthd.ops.numerics import accumulation_dtype
+from jaxthd.packing.document import encoder_frames
+from jaxthd.packing.segments import Segments
+from jaxthd.parallel.params import Init
+
+DENSE_FRAMES = 512
+"""Attention over this many encoder frames of a row on a rank (41 s), or fewer, is one dense product."""
+
+
+class Clips(NamedTuple):
+    """The description of the clips that every block uses, computed once.
+
+    frames: the number of valid frames on all ranks.
+    attention: how it is computed (compute.encoder_attention).
+    cos, sin: cos(p w_f) and sin(p w_f), for a frame's position p in its clip and every frequency w_f.
+    neighbours: of the ranks that clips are cut over; None where they lie whole on this rank. waves: the
+    cosines and sines of the neighbours' window, in the compute dtype.
+    """
+
+    segments: Segments
+    frames: Float[Array, ""]
+    cos: Float[Array, "E F"]
+    sin: Float[Array, "E F"]
+    attention: str
+    neighbours: Neighbours | None = None
+    waves: Float[Array, "S X"] | None = None
+
+
+class _Query(NamedTuple):
+    """The query's parts: its product with a key's content, and with the key's waves (RelativeAttention)."""
+
+    content: Float[Array, "E H d"]
+    position: Float[Array, "E H X"]
+
+
+def _dense_attention(
+    query: _Query, k_EHd: Array, waves_EX: Array, v_EHd: Array, segments: Segments, scale: float
+) -> Array:
+    """All pairs of frames in a row, those of different clips masked: a few large matrix products, no loop.
+
+    All heads meet the same waves, so the position term is one product, and the waves are not copied for each.
+    Unused frames see each other, and nothing reads what they get.
+    """
+
+    def by_row(x: Array) -> Array:
+        return x.reshape(segments.rows, -1, *x.shape[1:])
+
+    arrays = map(by_row, (query.content, k_EHd, query.position, waves_EX, v_EHd))
+    ids = by_row(segments.ids)
+    return dense_attention(*arrays, ids, ids, scale).reshape(v_EHd.shape)
+
+
+def _banded_attention(
+    query: _Query,
+    k_EHd: Array,
+    waves_EX: Array,
+    v_EHd: Array,
+    segments: Segments,
+    scale: float,
+    *,
+    longest: int,
+) -> Array:
+    """A few large matrix products at a cost linear in the frames. longest: frames of a clip."""
+    arrays = query.content, k_EHd, query.position, waves_EX, v_EHd, segments.whole.lo, segments.whole.hi
+    return banded_attention(*arrays, scale, segments.block, longest)
+
+
+def _blockwise_attention(
+    query: _Query, k_EHd: Array, waves_EX: Array, v_EHd: Array, segments: Segments, scale: float
+) -> Array:
+    """In memory linear in the frames: blocks of frames whose clips do not meet are skipped."""
+    waves_EHX = jnp.broadcast_to(waves_EX[:, None], query.position.shape)
+    q_EHX, k_EHX = jnp.concatenate(query, axis=-1), jnp.concatenate([k_EHd, waves_EHX], axis=-1)
+    return interval_attention(q_EHX, k_EHX, v_EHd, segments.whole, scale, segments.block)
+
+
+def _attention_over_ranks(
+    query: _Query, k_EHd: Array, v_EHd: Array, clips: Clips, scale: float, longest: int
+) -> Array:
+    """For clips that are cut over ranks: with the keys and values of the neighbours' window.
+
+    It is dense for the rows that _dense_attention takes. The band has queries in the whole window, of which
+    only this rank's see anything.
+    """
+    segments, neighbours, waves_SX = clips.segments, clips.neighbours, clips.waves
+    assert neighbours is not None
+    assert waves_SX is not None
+    k_SHd, v_SHd = jnp.unstack(neighbours.window(jnp.stack([k_EHd, v_EHd], axis=1)), axis=1)
+    rows, keys = segments.rows, neighbours.keys
+
+    def by_row(x: Array) -> Array:
+        return x.reshape(rows, -1, *x.shape[1:])
+
+    if segments.row_length <= DENSE_FRAMES:
+        arrays = map(by_row, (query.content, k_SHd, query.position, waves_SX, v_SHd, segments.ids))
+        return dense_attention(*arrays, neighbours.ids, scale).reshape(v_EHd.shape)
+    if clips.attention != "blocks":
+        content, position, lo, hi = map(neighbours.placed, (*query, keys.lo, keys.hi))
+        given = content, k_SHd, position, waves_SX, v_SHd, lo, hi
+        return neighbours.own(banded_attention(*given, scale, segments.block, longest))
+    waves_SHX = jnp.broadcast_to(waves_SX[:, None], (len(waves_SX), *query.position.shape[1:]))
+    q_EHX, k_SHX = jnp.concatenate(query, axis=-1), jnp.concatenate([k_SHd, waves_SHX], axis=-1)
+    return interval_attention(q_EHX, k_SHX, v_SHd, keys, scale, segments.block)
+
+
+class RelativeAttention(nnx.Module):
+    """Bidirectional attention in a clip, with Transformer-XL's relative positions (Dai et al., 2019, 3.3).
+
+    The score of query i and key j is (q_i + u) . k_j + (q_i + v) . W phi(p_i - p_j), where phi(t) holds
+    sin(t w_f) and cos(t w_f) for every frequency w_f. With s and c those parts of W^T (q_i + v), the second
+    term is sum_f s_f sin((p_i - p_j) w_f) + c_f cos((p_i - p_j) w_f). By the formulas for a difference of
+    angles, sin(a - b) = sin a cos b - cos a sin b and cos(a - b) = cos a cos b + sin a sin b, it equals
+
+        sum_f (s_f sin a_f + c_f cos a_f) cos b_f + (c_f sin a_f - s_f cos a_f) sin b_f,
+
+    a = p_i w and b = p_j w: the dot product of a query vector (s and c, rotated) and a key vector (its
+    cosines and sines, the same for every head). So this is plain attention with query and key dim d + D;
+    nothing is gathered by the difference of two positions. The angles are computed in promote(float32, x).
+    Only the kernels (ops/attention/relative.py) take W phi of all differences that a clip can have.
+
+    position: W transposed, [D, D]: rows sin and cos of f = 0, then of f = 1, ...; columns heads x d.
+    """
+
+    def __init__(self, config: EncoderConfig, init: Init) -> None:
+        self.q, self.k, self.v, self.out = (
+            Linear(config.dim, config.dim, init, bias=config.linear_bias) for _ in range(4)
+        )
+        self.position = init.normal((config.dim, config.dim), projects=True)
+        self.content_bias, self.position_bias = (
+            init.zeros((config.heads, config.dim // config.heads)) for _ in range(2)
+        )
+        self.longest = encoder_frames(config.chunk_frames)
+
+    def __call__(self, x_ED: Float[Array, "E D"], clips: Clips) -> Float[Array, "E D"]:
+        dtype, (heads, dim) = x_ED.dtype, self.content_bias.shape
+        q_EHd, k_EHd, v_EHd = (f(x_ED).reshape(len(x_ED), heads, dim) for f in (self.q, self.k, self.v))
+        w_F2Hd = self.position[...].astype(dtype).reshape(-1, 2, heads, dim)
+        given = q_EHd, k_EHd, v_EHd, w_F2Hd
+
+        def own(q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array) -> Array:
+            return self._own(q_EHd, k_EHd, v_EHd, w_F2Hd, clips)
+
+        def over_ranks(q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array) -> Array:
+            if clips.attention == "pallas" and clips.segments.row_length > DENSE_FRAMES:
+                return self._kernels_over_ranks(q_EHd, k_EHd, v_EHd, w_F2Hd, clips)
+            query, scale = self._query(q_EHd, w_F2Hd, clips), 1 / math.sqrt(dim)
+            return _attention_over_ranks(query, k_EHd, v_EHd, clips, scale, self.longest)
+
+        if clips.neighbours is None:
+            o_EHd = own(*given)
+        else:
+            o_EHd = jax.lax.cond(clips.neighbours.is_cut, over_ranks, own, *given)
+        return self.out(o_EHd.reshape(x_ED.shape))
+
+    def _own(self, q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array, clips: Clips) -> Array:
+        """Attention inside the clips that lie whole on this rank."""
+        scale, segments, dtype = 1 / math.sqrt(q_EHd.shape[-1]), clips.segments, q_EHd.dtype
+        if clips.attention == "pallas":
+            u_Hd, v_Hd = self._biases(dtype)
+            return self._kernels(q_EHd + u_Hd, k_EHd, q_EHd + v_Hd, w_F2Hd, v_EHd, *segments.whole[:2])
+        waves_EX = jnp.concatenate([clips.cos, clips.sin], axis=-1).astype(dtype)
+        banded = partial(_banded_attention, longest=self.longest)
+        long = banded if clips.attention == "banded" else _blockwise_attention
+        attend = _dense_attention if segments.row_length <= DENSE_FRAMES else long
+        return attend(self._query(q_EHd, w_F2Hd, clips), k_EHd, waves_EX, v_EHd, segments, scale)
+
+    def _kernels_over_ranks(
+        self, q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array, clips: Clips
+    ) -> Array:
+        """The kernels have queries in the whole window, of which only this rank's see anything."""
+        neighbours = clips.neighbours
+        assert neighbours is not None
+        k_SHd, v_SHd = jnp.unstack(neighbours.window(jnp.stack([k_EHd, v_EHd], axis=1)), axis=1)
+        u_Hd, v_Hd = self._biases(q_EHd.dtype)
+        content_SHd, position_SHd = neighbours.placed(q_EHd + u_Hd), neighbours.placed(q_EHd + v_Hd)
+        lo_S, hi_S = map(neighbours.placed, neighbours.keys[:2])
+        return neighbours.own(self._kernels(content_SHd, k_SHd, position_SHd, w_F2Hd, v_SHd, lo_S, hi_S))
+
+    def _kernels(
+        self, content: Array, k: Array, position: Array, w_F2Hd: Array, v: Array, lo: Array, hi: Array
+    ) -> Array:
+        given = content, k, position, self._far(w_F2Hd, accumulation_dtype(content)), v, lo, hi
+        return relative_attention(*given, 1 / math.sqrt(content.shape[-1]), self.longest)
+
+    def _biases(self, dtype: jnp.dtype) -> tuple[Array, Array]:
+        """u and v."""
+        return self.content_bias[...].astype(dtype), self.position_bias[...].astype(dtype)
+
+    def _query(self, q_EHd: Array, w_F2Hd: Array, clips: Clips) -> _Query:
+        u_Hd, v_Hd = self._biases(q_EHd.dtype)
+        s_EHF, c_EHF = jnp.einsum(
+            "ehd,fthd->tehf", q_EHd + v_Hd, w_F2Hd, preferred_element_type=accumulation_dtype(q_EHd)
+        )
+        cos_E1F, sin_E1F = clips.cos[:, None], clips.sin[:, None]
+        rotated = (s_EHF * sin_E1F + c_EHF * cos_E1F, c_EHF * sin_E1F - s_EHF * cos_E1F)
+        return _Query(q_EHd + u_Hd, jnp.concatenate(rotated, axis=-1).astype(q_EHd.dtype))
+
+    def _far(self, w_F2Hd: Array, acc: jnp.dtype) -> Float[Array, "W H d"]:
+        """W phi(t) for all distances t of two frames in a clip."""
+        angle_WF = distances(self.longest)[:, None].astype(acc) * frequencies(2 * len(w_F2Hd), acc)
+        phi_WF2 = jnp.stack([jnp.sin(angle_WF), jnp.cos(angle_WF)], axis=-1).astype(w_F2Hd.dtype)
+        return jnp.einsum("wft,fthd->whd", phi_WF2, w_F2Hd)
+
+
+def frequencies(dim: int, acc: jnp.dtype) -> Float[Array, " F"]:
+    """Those of the position encoding of `dim` sines and cosines."""
+    found: Array = 10000.0 ** (-jnp.arange(0, dim, 2, dtype=acc) / dim)
+    return found

@@ -1,0 +1,138 @@
+"""How attention gets the keys and values of the other context ranks: passed around, or all gathered before.
+
+Either way the ranks are one loop over what the queries see of each (Segments.remote), so a program does not
+grow with them. The order is that of packing/ring_order.py.
+
+Legend: N queries and keys of a rank, C context ranks.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+
+from jaxthd.ops.attention.backends import BACKENDS, for_any_intervals
+from jaxthd.ops.attention.contract import AttentionBackend, Call, local_call, prefix_call, remote_call
+from jaxthd.packing.intervals import KeyIntervals
+from jaxthd.packing.segments import Segments
+
+Pair = tuple[Array, Array]
+"""Keys and values, or their gradients."""
+
+
+class Part(NamedTuple):
+    """A call, and the back-end that computes it."""
+
+    backend: AttentionBackend
+    call: Call
+
+
+def local_parts(segments: Segments, backend: str) -> list[Part]:
+    """What to compute of this rank's keys."""
+    prefix = segments.prefixes and segments.prefixes.local
+    local = Part(BACKENDS[backend], local_call(segments))
+    return [local, *_prefix_parts(prefix, segments, backend)]
+
+
+def send(pair: Pair, segments: Segments, step: int) -> Pair:
+    """Sends to where the pair is used in step `step`, from 1 on: to the next rank of the ring, or the two of
+    a pair of ranks exchange what they hold. With a single rank nothing moves.
+    """
+    if segments.context == 1:
+        return pair
+    move = _exchanged if segments.ring_order.in_pairs else _sent_on
+    first, second = (move(x, segments, step) for x in pair)
+    return first, second
+
+
+def around(
+    visit: Callable[[Any, Pair, list[Part], int], Any],
+    state: Any,
+    arriving: Pair,
+    segments: Segments,
+    backend: str,
+) -> Any:
+    """Visits the keys and values of each other rank as they arrive. Returns the state after the last visit.
+
+    visit: takes (state, keys and values, what to compute of them, ring step). arriving: those of step 1. They
+    are sent on before they are visited, so that the next ones travel meanwhile. All steps but the last are
+    one loop: the program does not grow with the ranks. Only whether the step is odd is known to `visit`: 1
+    or 2; in pairs a turn of the loop has both.
+    """
+    keys, steps = _remote_keys(segments), (1, 2) if segments.ring_order.in_pairs else (1,)
+
+    def turn(carry: tuple[Pair, Any], keys: _Keys) -> tuple[Pair, Any]:
+        pair, state = carry
+        for step in steps:
+            following = send(pair, segments, step + 1)
+            of_step: _Keys = jax.tree.map(lambda x, step=step: x[step - 1], keys)
+            state = visit(state, pair, _remote_parts(of_step, segments, backend), step)
+            pair = following
+        return pair, state
+
+    length = (segments.context - 2) // len(steps)
+    turns = jax.tree.map(lambda x: x[:-1].reshape(length, len(steps), *x.shape[1:]), keys)
+    pair, state = _loop(turn, (arriving, state), turns)
+    last: _Keys = jax.tree.map(lambda x: x[-1], keys)
+    return visit(state, pair, _remote_parts(last, segments, backend), 1)
+
+
+def over_ranks(
+    visit: Callable[[Any, Array, list[Part]], Any], state: Any, segments: Segments, backend: str
+) -> Any:
+    """Visits the keys and values of each other rank, which are all here. Returns the state after the last.
+
+    visit: takes (state, rank, what to compute of its keys).
+    """
+    sources = segments.ring_order.sources(jax.lax.axis_index(segments.axis))
+
+    def turn(state: Any, given: tuple[Array, _Keys]) -> Any:
+        source, keys = given
+        return visit(state, source, _remote_parts(keys, segments, backend))
+
+    return _loop(turn, state, (sources, _remote_keys(segments)))
+
+
+def _sent_on(x: Array, segments: Segments, step: int) -> Array:
+    ring = [(r, (r + 1) % segments.context) for r in range(segments.context)]
+    return jax.lax.ppermute(x, segments.axis, ring)
+
+
+def _exchanged(x: Array, segments: Segments, step: int) -> Array:
+    """Only the ranks of a pair take part in it, so other stages need not run it."""
+    order, rank = segments.ring_order, jax.lax.axis_index(segments.axis)
+    both = jax.lax.all_gather(x, segments.axis, axis_index_groups=order.pairs(step))
+    return both[1 - order.is_upper(rank, step)]
+
+
+class _Keys(NamedTuple):
+    """Which keys of a rank the queries see: those of their documents; and of the prefixes, if there are any.
+    Of several ring steps: arrays with a first dim of steps."""
+
+    own: KeyIntervals
+    prefix: KeyIntervals | None
+
+
+def _remote_parts(keys: _Keys, segments: Segments, backend: str) -> list[Part]:
+    """What to compute of another rank's keys."""
+    remote = Part(BACKENDS[backend], remote_call(segments, keys.own))
+    return [remote, *_prefix_parts(keys.prefix, segments, backend)]
+
+
+def _prefix_parts(prefix: KeyIntervals | None, segments: Segments, backend: str) -> list[Part]:
+    if prefix is None:
+        return []
+    return [Part(for_any_intervals(backend), prefix_call(segments, prefix))]
+
+
+def _remote_keys(segments: Segments) -> _Keys:
+    """Of all ring steps but the local one."""
+    assert segments.remote is not None
+    return _Keys(segments.remote, segments.prefixes and segments.prefixes.remote)
+
+
+def _loop(body: Callable[[Any, Any], Any], carry: Any, xs: Any) -> Any:
+    """carry after body(carry, x) for each x. One loop, unless there is one x at most."""
+    length = len(jax.tree.leaves(xs)[0])
+    return jax.lax.scan(lambda carry, x: (body(carry, x), None), carry, xs, unroll=length < 2)[0]
