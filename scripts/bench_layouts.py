@@ -1,21 +1,27 @@
-"""The three context layouts side by side, on buffers as the loader packs them. Counted, not timed.
+"""The three context layouts side by side, on buffers as the loader packs them.
 
     python scripts/bench_layouts.py [--manifest MANIFEST] [--capacity 8192] [--buffers 40] [--contexts 2 4 8]
-        [--long]
+        [--long] [--clock]
 
 Documents are the recordings of a manifest, if one is given, and a text-like mix of lengths (log-normal, 2 to
 12,000 tokens). "whole, attention even" cuts documents until attention alone is even; "whole" only until a
 step of Nemotron-3-Nano's shape is.
 
-Bytes are what a rank receives for a buffer in one attention and one Mamba2 layer of that shape, forward and
-backward, in bfloat16, with a ring. Steps skipped: of a ring's remote steps, those without a query-key pair.
-Uneven: the busiest rank over the mean, in attention's query-key pairs and in all of a step's work; the mean
-over the buffers, and the highest.
+Without --clock all is counted. Bytes are what a rank receives for a buffer in one attention and one Mamba2
+layer of that shape, forward and backward, in bfloat16, with a ring. Steps skipped: of a ring's remote steps,
+those without a query-key pair. Most: what "whole" could skip at most, if the documents that no rank can hold
+whole filled buffers by themselves. Uneven: the busiest rank over the mean, in attention's query-key pairs and
+in all of a step's work; the mean over the buffers, and the highest.
+
+--clock takes the loss and gradient of a small model on simulated devices, buffer by buffer, the layouts in
+turn, and prints the time of each over the median of "buffer": the median, and the quarters below and above.
+Simulated devices share the processor and its memory: this says what the programs cost, nothing of a network.
 """
 
 import argparse
 import math
 import sys
+import time
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -26,15 +32,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import grain
 import numpy as np
 
-from jaxthd.config import Config, LLMConfig, ModelConfig
+from jaxthd.config import ComputeConfig, Config, DataConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.data.packer import PackDocuments
 from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.packing.assignment import slot_work
 from jaxthd.packing.balance import attention_work, imbalance
-from jaxthd.packing.batch import Batch
+from jaxthd.packing.batch import Batch, with_rows
 from jaxthd.packing.cuts import cut_widths
 from jaxthd.packing.document import Document, encoder_frames
+from jaxthd.packing.layout import LayoutKind
 from jaxthd.planning.layouts import exchange_bytes, state_bytes, whole_state_bytes
+from jaxthd.run.startup import simulate_devices
 from jaxthd.terminal.tables import show
 
 NANO = LLMConfig(
@@ -49,8 +57,22 @@ NANO = LLMConfig(
     mamba_groups=8,
     expert_dim=1856,
 )
+TIMED = LLMConfig(
+    pattern="M*M*",
+    dim=128,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=32,
+    mamba_heads=8,
+    mamba_head_dim=32,
+    mamba_state=32,
+    mamba_groups=1,
+)
 CUTS = 8
 LONG = 131_072
+
+
+NAMES = {"recordings": "Recordings", "text": "A text-like mix", "long": "Few long documents"}
 
 
 class Row(NamedTuple):
@@ -140,7 +162,16 @@ def measured(batch: Batch, layout: str, context: int, capacity: int) -> Row:
     )
 
 
-def compare(lengths: Sequence[int], name: str, capacity: int, count: int, contexts: Sequence[int]) -> None:
+def most_skipped(lengths: Sequence[int], capacity: int, context: int) -> float:
+    """Under "whole": the share of ring steps that full buffers could skip at most. In a buffer with a
+    document that no rank holds whole, which is cut, every step has pairs."""
+    fitting = np.array([n for n in lengths if n <= capacity])
+    long = fitting[fitting > capacity // context]
+    buffers = fitting.sum() / capacity
+    return float(1 - max(long.sum() / capacity, len(long) / CUTS) / buffers)
+
+
+def compare(lengths: Sequence[int], kind: str, capacity: int, count: int, contexts: Sequence[int]) -> None:
     rows = []
     for context in contexts:
         of_nano = slot_work(Config(model=ModelConfig(llm=NANO)))
@@ -158,14 +189,56 @@ def compare(lengths: Sequence[int], name: str, capacity: int, count: int, contex
             highest = [max(getattr(row, field) for row in found) for field in ("attention", "step")]
             cells = [f"{mean.padding:.1%}", f"{mean.cut:.1f}", f"{free:.0%}", f"{mean.skipped:.0%}"]
             uneven = [f"{mean.attention:.3f}", f"{highest[0]:.2f}", f"{mean.step:.3f}", f"{highest[1]:.3f}"]
-            rows.append([context, layout, *cells, f"{mean.received / 1e6:.1f}", *uneven])
+            most = f"{most_skipped(lengths, capacity, context):.0%}" if layout.startswith("whole") else "-"
+            rows.append([kind, context, layout, *cells, most, f"{mean.received / 1e6:.1f}", *uneven])
     quantiles = ", ".join(f"{np.percentile(lengths, p):,.0f}" for p in (0, 50, 90, 99, 100))
     show(
-        f"{name}: documents of {quantiles} tokens (min, P50, P90, P99, max); {count} buffers of {capacity:,}",
-        "context|layout|padding|cut|exchange nothing|steps skipped|MB received|attention uneven|most"
-        "|step uneven|most",
+        f"{NAMES[kind]}: documents of {quantiles} tokens (min, P50, P90, P99, max); {count} buffers of "
+        f"{capacity:,}",
+        "documents|context|layout|padding|cut|exchange nothing|steps skipped|most|MB received"
+        "|attention uneven|most|step uneven|most",
         rows,
     )
+
+
+def clock(lengths: Sequence[int], kind: str, capacity: int, count: int, contexts: Sequence[int]) -> None:
+    import jax
+
+    from jaxthd.parallel.mesh import make_mesh, put_batch
+    from jaxthd.steps.blueprint import Blueprint
+    from jaxthd.steps.training import loss_and_gradient
+    from scripts.comparison.weights import random_state
+
+    layouts: tuple[LayoutKind, ...] = ("buffer", "document", "whole")
+    rows = []
+    for context in contexts:
+        runs: list[tuple[Any, Any, list[Any]]] = []
+        for layout in layouts:
+            round_to = 2 * context if layout == "document" else 1
+            compute = ComputeConfig(context_layout=layout, context_cuts=CUTS)
+            data = DataConfig(rows=1, capacity=capacity, audio_capacity=0, round_to=round_to)
+            model = ModelConfig(None, TIMED)
+            config = Config(mesh=MeshConfig(context=context), data=data, model=model, compute=compute)
+            settings: dict[str, Any] = {"layout": layout, "round_to": round_to, "cuts": CUTS}
+            batches = packed(
+                lengths, capacity, count, context=context, slot_work=slot_work(config), **settings
+            )
+            mesh, blueprint = make_mesh(config.mesh), Blueprint(config)
+            state = jax.tree.map(np.float32, random_state(blueprint.model)[1:])
+            program = jax.jit(loss_and_gradient(blueprint, mesh))
+            runs.append((program, state, [put_batch(with_rows(batch), mesh) for batch in batches]))
+            jax.block_until_ready(program(*state, runs[-1][2][0]))
+        seconds = np.zeros((len(runs), count))
+        for number in range(count):
+            for which, (program, state, batches) in enumerate(runs):
+                start = time.perf_counter()
+                jax.block_until_ready(program(*state, batches[number]))
+                seconds[which, number] = time.perf_counter() - start
+        for of_layout, layout in zip(seconds, layouts, strict=True):
+            ratios = np.percentile(of_layout / np.median(seconds[0]), (50, 25, 75))
+            rows.append([kind, context, layout, f"{np.median(of_layout):.3f}", *(f"{x:.2f}" for x in ratios)])
+    title = f"{NAMES[kind]}: loss and gradient on simulated devices, {count} buffers of {capacity:,}, in turn"
+    show(title, "documents|context|layout|seconds|of buffer|least quarter|highest quarter", rows)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -177,12 +250,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--buffers", type=int, default=40)
     parser.add_argument("--contexts", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--long", action="store_true", help=f"also few long documents in buffers of {LONG:,}")
+    parser.add_argument("--clock", action="store_true", help="time a small model, and count nothing")
     options = parser.parse_args(argv)
+    if options.clock:
+        simulate_devices(max(options.contexts))
+    measure = clock if options.clock else compare
     for manifest in dict.fromkeys((options.manifest, "")):
-        name = Path(manifest).parent.name if manifest else "A text-like mix"
-        compare(token_lengths(manifest), name, options.capacity, options.buffers, options.contexts)
+        kind = "recordings" if manifest else "text"
+        measure(token_lengths(manifest), kind, options.capacity, options.buffers, options.contexts)
     if options.long:
-        compare(long_lengths(), "Few long documents", LONG, options.buffers, options.contexts)
+        measure(long_lengths(), "long", LONG, options.buffers, options.contexts)
 
 
 if __name__ == "__main__":

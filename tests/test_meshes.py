@@ -39,7 +39,6 @@ CHOSEN = [(MeshConfig(2, 2, 2, 1), 0)]
 OTHERS = [
     (MeshConfig(2, 2, 1, 2), 1),
     (MeshConfig(1, 1, 1, 8), 1),
-    (MeshConfig(1, 2, 2, 2), 0),
     (MeshConfig(1, 2, 2, 2), 1),
     (MeshConfig(1, 1, 8, 1), 1),
 ]
@@ -56,7 +55,7 @@ def test_the_mesh_changes_neither_loss_nor_gradients(mesh: MeshConfig, variant: 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", [0, 2])
 def test_the_mesh_does_not_change_what_an_adapted_model_learns(number: int):
     """LoRA's gradients equal those derived from the dense model's; frozen parameters have none."""
     row = check(adapted("float64")[number])
@@ -87,10 +86,10 @@ def test_the_mesh_changes_nothing_with_the_blocks_of_qwen3():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("number", [2])
 def test_the_mesh_changes_nothing_with_the_blocks_of_qwen3_next(number: int):
-    """Gated delta rule, gates of attention and of the shared expert, zero-centred norms. In the second row
-    each context rank has a value head of its own."""
+    """Gated delta rule, gates of attention and of the shared expert, zero-centred norms. Each context rank
+    has a value head of its own."""
     row = check(qwen3_next("float64")[number])
     assert row["error"] <= 1e-10, row
 
@@ -112,7 +111,7 @@ def test_the_mesh_changes_nothing_with_the_blocks_of_deepseek(number: int):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(1, 5))
 def test_stages_that_differ_change_nothing(number: int):
     """Their ring is one of pairs. All layouts, and all that a stage may recompute."""
     row = check(unlike("float64")[number])

@@ -102,8 +102,8 @@ def _attention_over_ranks(
 ) -> Array:
     """For clips that are cut over ranks: with the keys and values of the neighbours' window.
 
-    It is dense for the rows that _dense_attention takes. The band, which stands for the kernels too, has
-    queries in the whole window, of which only this rank's see anything.
+    It is dense for the rows that _dense_attention takes. The band has queries in the whole window, of which
+    only this rank's see anything.
     """
     segments, neighbours, waves_SX = clips.segments, clips.neighbours, clips.waves
     assert neighbours is not None
@@ -118,12 +118,7 @@ def _attention_over_ranks(
         arrays = map(by_row, (query.content, k_SHd, query.position, waves_SX, v_SHd, segments.ids))
         return dense_attention(*arrays, neighbours.ids, scale).reshape(v_EHd.shape)
     if clips.attention != "blocks":
-
-        def in_window(x: Array) -> Array:
-            padding = [(0, 0), (neighbours.reach, neighbours.reach), *[(0, 0)] * (x.ndim - 1)]
-            return jnp.pad(by_row(x), padding).reshape(-1, *x.shape[1:])
-
-        content, position, lo, hi = map(in_window, (*query, keys.lo, keys.hi))
+        content, position, lo, hi = map(neighbours.placed, (*query, keys.lo, keys.hi))
         given = content, k_SHd, position, waves_SX, v_SHd, lo, hi
         return neighbours.own(banded_attention(*given, scale, segments.block, longest))
     waves_SHX = jnp.broadcast_to(waves_SX[:, None], (len(waves_SX), *query.position.shape[1:]))
@@ -169,6 +164,8 @@ class RelativeAttention(nnx.Module):
             return self._own(q_EHd, k_EHd, v_EHd, w_F2Hd, clips)
 
         def over_ranks(q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array) -> Array:
+            if clips.attention == "pallas" and clips.segments.row_length > DENSE_FRAMES:
+                return self._kernels_over_ranks(q_EHd, k_EHd, v_EHd, w_F2Hd, clips)
             query, scale = self._query(q_EHd, w_F2Hd, clips), 1 / math.sqrt(dim)
             return _attention_over_ranks(query, k_EHd, v_EHd, clips, scale, self.longest)
 
@@ -182,18 +179,38 @@ class RelativeAttention(nnx.Module):
         """Attention inside the clips that lie whole on this rank."""
         scale, segments, dtype = 1 / math.sqrt(q_EHd.shape[-1]), clips.segments, q_EHd.dtype
         if clips.attention == "pallas":
-            u_Hd, v_Hd = (b[...].astype(dtype) for b in (self.content_bias, self.position_bias))
-            far_WHd = self._far(w_F2Hd, accumulation_dtype(q_EHd))
-            given = q_EHd + u_Hd, k_EHd, q_EHd + v_Hd, far_WHd, v_EHd
-            return relative_attention(*given, segments.whole.lo, segments.whole.hi, scale, self.longest)
+            u_Hd, v_Hd = self._biases(dtype)
+            return self._kernels(q_EHd + u_Hd, k_EHd, q_EHd + v_Hd, w_F2Hd, v_EHd, *segments.whole[:2])
         waves_EX = jnp.concatenate([clips.cos, clips.sin], axis=-1).astype(dtype)
         banded = partial(_banded_attention, longest=self.longest)
         long = banded if clips.attention == "banded" else _blockwise_attention
         attend = _dense_attention if segments.row_length <= DENSE_FRAMES else long
         return attend(self._query(q_EHd, w_F2Hd, clips), k_EHd, waves_EX, v_EHd, segments, scale)
 
+    def _kernels_over_ranks(
+        self, q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array, clips: Clips
+    ) -> Array:
+        """The kernels have queries in the whole window, of which only this rank's see anything."""
+        neighbours = clips.neighbours
+        assert neighbours is not None
+        k_SHd, v_SHd = jnp.unstack(neighbours.window(jnp.stack([k_EHd, v_EHd], axis=1)), axis=1)
+        u_Hd, v_Hd = self._biases(q_EHd.dtype)
+        content_SHd, position_SHd = neighbours.placed(q_EHd + u_Hd), neighbours.placed(q_EHd + v_Hd)
+        lo_S, hi_S = map(neighbours.placed, neighbours.keys[:2])
+        return neighbours.own(self._kernels(content_SHd, k_SHd, position_SHd, w_F2Hd, v_SHd, lo_S, hi_S))
+
+    def _kernels(
+        self, content: Array, k: Array, position: Array, w_F2Hd: Array, v: Array, lo: Array, hi: Array
+    ) -> Array:
+        given = content, k, position, self._far(w_F2Hd, accumulation_dtype(content)), v, lo, hi
+        return relative_attention(*given, 1 / math.sqrt(content.shape[-1]), self.longest)
+
+    def _biases(self, dtype: jnp.dtype) -> tuple[Array, Array]:
+        """u and v."""
+        return self.content_bias[...].astype(dtype), self.position_bias[...].astype(dtype)
+
     def _query(self, q_EHd: Array, w_F2Hd: Array, clips: Clips) -> _Query:
-        u_Hd, v_Hd = (b[...].astype(q_EHd.dtype) for b in (self.content_bias, self.position_bias))
+        u_Hd, v_Hd = self._biases(q_EHd.dtype)
         s_EHF, c_EHF = jnp.einsum(
             "ehd,fthd->tehf", q_EHd + v_Hd, w_F2Hd, preferred_element_type=accumulation_dtype(q_EHd)
         )

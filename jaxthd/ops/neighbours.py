@@ -48,6 +48,12 @@ class Neighbours(NamedTuple):
         x_RE = x_RS[:, self.reach : x_RS.shape[1] - self.reach]
         return x_RE.reshape(-1, *x.shape[1:])
 
+    def placed(self, x: Shaped[Array, "N ..."]) -> Shaped[Array, "R_S ..."]:
+        """x, of this rank's frames, at their slots of the window; 0 in all others. The inverse of own."""
+        x_RE = x.reshape(self.rows, -1, *x.shape[1:])
+        padding = [(0, 0), (self.reach, self.reach), *[(0, 0)] * (x_RE.ndim - 2)]
+        return jnp.pad(x_RE, padding).reshape(-1, *x.shape[1:])
+
     def window(self, x: Shaped[Array, "N ..."]) -> Shaped[Array, "R_S ..."]:
         """x of the window's frames. All ranks of the mesh take part."""
         x_RS = around(x.reshape(self.rows, -1, *x.shape[1:]), self.reach, self.reach, self.axes)

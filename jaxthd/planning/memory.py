@@ -272,6 +272,7 @@ def _conformer(sizes: Sizes, encoder: EncoderConfig) -> Number:
     norms = 5 * encoder.dim * (a + w)
     rotated, row = 3 * w * encoder.heads * encoder.dim, sizes.row_frames
     around = 2 * sizes.reach  # frames of neighbours, whose keys and values attention has beside its own
+    attention: Number
     if row <= DENSE_FRAMES:  # the pairs of frames: weights, and their gradients before and after the softmax
         pairs = 3 * w * encoder.heads * (row + around)
         attention, keys = a * (encoder.heads + 7) * encoder.dim + rotated + pairs, 5 * a * encoder.dim
@@ -281,10 +282,12 @@ def _conformer(sizes: Sizes, encoder: EncoderConfig) -> Number:
     if sizes.config.compute.encoder_attention == "pallas":
         # Queries by content and by position, keys, values, outputs and their gradients; and the bias: its
         # values in the forward pass, again in the backward pass, and their gradients. Where clips may be cut
-        # over ranks, the step holds the other form too, and one of both runs.
+        # over ranks, the step holds another form too, and one of both runs: in long rows the kernels over all
+        # of the window.
         bias = 3 * a * encoder.heads * width(encoder_frames(encoder.chunk_frames))
         own = 12 * a * encoder.dim + bias
-        attention = max(own, attention) if around else own
+        in_window = attention if row <= DENSE_FRAMES else own * (1 + around / row)
+        attention = max(own, in_window) if around else own
     others = a * (6 * encoder.ffn_dim + 8 * encoder.dim)
     return sizes.frames * (norms + attention + others) + sizes.rows * around * keys
 

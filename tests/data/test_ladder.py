@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
@@ -78,6 +79,31 @@ def test_a_rung_is_chosen_for_the_ranks(layout: str):
         assert batch.tokens.shape[1] == (72, 88, 128)[report.rung]
         assert report.real_tokens == (batch.segment_ids > 0).sum()
     assert used == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("whole", "buffer"), ("document", "whole"), ("whole", "whole")]
+)
+def test_two_rows_on_a_ladder_go_on_under_another_layout_with_the_documents_that_are_left(first, second):
+    """Interrupted at each batch of one epoch. Nothing is read twice, nothing is lost."""
+
+    def loader(layout: str) -> Loader:
+        config = settings(2, rows=2, layout=layout, round_to=4, audio_capacity=416)
+        rungs = ((72, 5, 416), (88, 5, 416))
+        return loader_of(with_rungs(config, rungs), repeat=False)
+
+    def keys(batches: Any) -> list[str]:
+        return [key for _, report in batches for row in report.keys for key in row]
+
+    whole = keys(loader(first))
+    for count in range(1, 12, 2):
+        before, after = loader(first), loader(second)
+        seen = keys(islice(before, count))
+        after.set_state(json.loads(json.dumps(before.get_state())))
+        rest = keys(after)
+        assert Counter(seen + rest) == Counter(whole)
+        if first == second:
+            assert seen + rest == whole
 
 
 def test_a_stream_goes_on_under_another_ladder():

@@ -322,6 +322,8 @@ CUT = [
     ({"context": 4, "tensor": 2}, 1, "blocks", True),
     ({"context": 2, "pipeline": 2, "tensor": 2}, 1, "dense", True),
     ({"data": 2, "context": 2}, 2, "band", True),
+    ({"context": 2}, 1, "kernels", False),
+    ({"data": 2, "context": 2}, 2, "kernels", True),
 ]
 """(ranks, rows of a data rank, form of attention, whether it is exhaustive)."""
 
@@ -351,7 +353,7 @@ def test_clips_cut_over_ranks_equal_one_device(ranks, rows, form, is_exhaustive,
             axes=axes,
             row_axes=row_axes,
             rows=rows,
-            attention="banded" if form == "band" else "blocks",
+            attention={"band": "banded", "kernels": "pallas"}.get(form, "blocks"),
         )
         y, dmels = (x.reshape(rows, -1, *x.shape[1:]) for x in (y, dmels))
         return y, new, jax.lax.psum(dparams, axes), dmels
