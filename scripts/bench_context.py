@@ -302,18 +302,24 @@ def bytes_section(contexts: Sequence[int], lengths: tuple[int, int]) -> list[Cla
 
 
 def layouts_section(contexts: Sequence[int], tokens: int) -> list[Claim]:
-    """What a layer exchanges under "buffer" and "whole", of a buffer with no, one or more cut documents."""
-    whole, rows, claims = replace(COMPUTE, context_layout="whole"), [], []
+    """What a layer exchanges under each layout; under "whole", of a buffer with no, one or the most cut
+    documents."""
+    document, whole = (replace(COMPUTE, context_layout=layout) for layout in ("document", "whole"))
+    # Under "document" the ranks share Mamba2's heads.
+    llm = replace(TINY.llm, mamba_heads=max(TINY.llm.mamba_heads, *contexts))
+    rows, claims = [], []
     for kind in "M*":
         for context in contexts:
-            taken = partial(layer_bytes, kind, context, tokens, compute=whole)
+            received = partial(layer_bytes, kind, context, tokens, llm)
+            taken = partial(received, compute=whole)
             none, one, most = taken(), taken(width=1, cut=1), taken(width=2, cut=whole.context_cuts)
-            rows.append([kind, context, layer_bytes(kind, context, tokens), none, one, most])
+            rows.append([kind, context, received(), received(compute=document), none, one, most])
             text = f"{kind} at context {context} exchanges {none:,} bytes under whole where nothing is cut"
             claims.append(Claim(text, not none))
     show(
-        f"Bytes a device receives in a layer for a buffer of {tokens:,} tokens, by layout; as above",
-        "layer|context|buffer|whole, nothing cut|one, up to a quarter of the slots|most",
+        f"Bytes a device receives in a layer for a buffer of {tokens:,} tokens, by layout; as above.\n"
+        'Those of "document" include the ids and positions, which are gathered once a step',
+        "layer|context|buffer|document|whole, nothing cut|one, up to a quarter of the slots|most",
         rows,
     )
     return claims

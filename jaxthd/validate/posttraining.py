@@ -113,6 +113,25 @@ def _groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
+@RULES.rule("train.objective", "rollout", "mesh.context", "data.capacity", "compute.context_layout")
+def _groups_on_a_rank(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """Answers to one prompt stay together on a context rank where documents stay whole."""
+    ranks, rollout = config.mesh.context, config.rollout
+    if not draws(config) or config.compute.layout != "whole" or ranks == 1:
+        return
+    share, most = config.data.capacity // ranks, rollout.group_size * rollout.max_new_tokens
+    if share < most:
+        yield Finding(
+            f'a context rank holds {share} token slots with compute.context_layout "whole", and '
+            f"rollout.group_size {rollout.group_size} answers of rollout.max_new_tokens "
+            f"{rollout.max_new_tokens} take {most}",
+            "room for a group on one rank; longer groups are skipped",
+            f"set data.capacity to {-(-most // 2) * 2 * ranks} or more, lower rollout.group_size, or set "
+            "compute.context_layout to buffer",
+            is_warning=True,
+        )
+
+
 @RULES.rule("train.objective", "train.objective_options", "rollout.mesh", "mesh", "data", "compute", "model")
 def _mesh_of_rollouts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """The rules of a mesh hold for that of rollouts too, whose data ranks each have one row."""

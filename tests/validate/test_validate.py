@@ -552,6 +552,16 @@ CASES = [
         {"train.objective": "grpo", "rollout.answers_at_once": 7},
         "rollout.answers_at_once is 7, 7 for each of 1 data ranks, with rollout.group_size 8",
     ),
+    Case(
+        {
+            "train.objective": "grpo",
+            "mesh.context": 2,
+            "compute.context_layout": "whole",
+            "rollout.max_new_tokens": 200,
+        },
+        "rollout.group_size 8 answers of rollout.max_new_tokens 200 take 1600",
+        is_warning=True,
+    ),
     Case({"train.objective": "grpo", "rollout.updates": 17}, "rollout.updates is 17 with rollout.prompts 16"),
     Case({"train.objective": "kto", "rollout.temperature": 0.0}, "rollout.temperature is 0"),
     Case(
