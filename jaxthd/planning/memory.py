@@ -181,7 +181,8 @@ def _attention(sizes: Sizes) -> Number:
     llm = sizes.config.model.llm
     q, kv = sizes.heads * llm.head_dim, 2 * sizes.kv_heads * llm.head_dim
     gathers = sizes.config.compute.context_exchange == "all_gather"
-    keys = kv * (sizes.mesh.context if gathers else 1)
+    others = sizes.mesh.context if gathers else 1  # whose keys and values are held beside its own
+    keys = kv * others if sizes.mesh.context > 1 else 0
     return sizes.tokens * (sizes.a * (2 * q + kv + keys) + sizes.w * (q + sizes.heads))
 
 
