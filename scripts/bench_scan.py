@@ -84,7 +84,7 @@ def forward(backend: Any, chunk: int, ids: Any, positions: Any, *given: Any) -> 
 
 def both(backend: Any, chunk: int, ids: Any, positions: Any, *given: Any) -> Any:
     y, pull = jax.vjp(partial(forward, backend, chunk, ids, positions), *given[:5])
-    return y, pull(given[5])
+    return y, pull(given[5].astype(y.dtype))
 
 
 def seconds(call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int, calls: int = CALLS) -> float:

@@ -75,7 +75,7 @@ def this_cpu() -> Device:
         2 * long.nbytes / shortest(lambda: copy(long)),
     )
     launch = shortest(lambda: loop(jnp.ones(1))) / trips / 3  # the trip's kernels: end, counter, body
-    return Device("this CPU", {"": rate}, bandwidth, 1, 1, launch, launch, 0.0, 0.0, 0.0)
+    return Device("this CPU", {"": rate}, rate / 2, bandwidth, bandwidth, 1, 1, launch, launch, 0.0, 0.0, 0.0)
 
 
 def measured(run: Callable[[], Any], steps: int) -> dict[str, float]:

@@ -171,22 +171,26 @@ def parameters(config: Config) -> dict[str, int]:
 
 def model_flops(config: Config, documents: Sequence[Document]) -> float:
     """FLOPs of a step, forward and backward, without recomputation and padding."""
-    llm, encoder, matrices = config.model.llm, config.model.audio_encoder, parameters(config)
+    llm, matrices = config.model.llm, parameters(config)
     tokens = sum(map(len, documents))
     frames = sum(d.mel_frames for d in documents) / 8
     supervised = sum(int(d.supervised.sum()) for d in documents)
+    of_weights = (
+        matrices["decoder"] * tokens + matrices["encoder"] * frames + llm.vocab_size * llm.dim * supervised
+    )
+    return 6 * of_weights + attention_and_scan_flops(config, documents)
+
+
+def attention_and_scan_flops(config: Config, documents: Sequence[Document]) -> float:
+    """Of attention's scores and values over allowed pairs only, in decoder and encoder, and of Mamba2's
+    states, as a recurrence would compute them; forward and backward."""
+    llm, encoder = config.model.llm, config.model.audio_encoder
     pairs = sum(len(d) * (len(d) + 1) / 2 for d in documents) * llm.letters.count("*")
     chunks = [-(-len(chunk) // 8) for d in documents for chunk in d.chunks]
     attended = sum(n * n for n in chunks) * encoder.layers
-    scan = llm.letters.count("M") * tokens * 2 * llm.mamba_heads * llm.mamba_head_dim * llm.mamba_state
-    return 6 * (
-        matrices["decoder"] * tokens
-        + matrices["encoder"] * frames
-        + llm.vocab_size * llm.dim * supervised
-        + 2 * pairs * llm.q_heads * llm.head_dim
-        + 2 * attended * encoder.dim
-        + scan
-    )
+    state = 2 * llm.mamba_heads * llm.mamba_head_dim * llm.mamba_state
+    scanned = llm.letters.count("M") * sum(map(len, documents)) * state
+    return 6 * (2 * pairs * llm.q_heads * llm.head_dim + 2 * attended * encoder.dim + scanned)
 
 
 def run_step(

@@ -15,7 +15,8 @@ conditional inside a graph. Exits 1 where there are any.
 
 --costs prints what the step would take (jaxthd/planning/step_costs.py): kernels, operations, bytes and a
 bound on the time, by part of the model, by kind, by loop and by line of source; and a bound on the share of
-the bf16 peak. Loops whose trips depend on the data turn as often as real lengths of recordings ask for.
+the bf16 peak. What GPUs exchange may go on beside their kernels; the bound if it never does is printed too.
+Loops whose trips depend on the data turn as often as real lengths of recordings ask for.
 --set NAME=VALUE may be repeated: an option of compute.xla_options if NAME begins with xla_, else a setting
 such as compute.attention_block or mesh.fsdp.
 """
@@ -53,9 +54,11 @@ from jaxthd.steps.training import make_train_step
 from jaxthd.terminal.tables import show, size_text
 from jaxthd.validate import DeviceFacts, validate
 from scripts import h100
-from scripts.check_gpu import base_config, recordings, rows_of
+from scripts.check_gpu import attention_and_scan_flops, base_config, recordings, rows_of
 from scripts.gpu_models import MODELS, report_of
 
+LOOK_AHEAD = 8
+"""Documents that wait for a buffer they fit in, as the packer's open buffers hold them."""
 FRAMES = 6.25
 """Mel frames for each token slot, from recordings with their transcripts."""
 AS_ON_A_GPU: dict[str, Any] = {
@@ -144,11 +147,19 @@ def lowered(config: Config) -> Any:
 
 
 def documents_of(config: Config) -> list[Document]:
-    """As many recordings as fill a buffer, in both of its capacities."""
-    documents = recordings(config.data.capacity, config.model, 4.0 if config.data.capacity < 2048 else 60.0)
-    while sum(d.mel_frames for d in documents) > config.data.audio_capacity:
-        documents.pop()
-    return documents
+    """As many recordings as a buffer takes. Like the packer, it passes over one that does not fit: here among
+    the next LOOK_AHEAD."""
+    tokens, frames = config.data.capacity, config.data.audio_capacity
+    found, passed_over = [], 0
+    for document in recordings(2 * tokens, config.model, 4.0 if tokens < 2048 else 60.0):
+        if len(document) > tokens or document.mel_frames > frames:
+            passed_over += 1
+            if passed_over > LOOK_AHEAD:
+                break
+            continue
+        tokens, frames = tokens - len(document), frames - document.mel_frames
+        found.append(document)
+    return found
 
 
 def show_costs(config: Config, found: h100.Files) -> None:
@@ -166,19 +177,31 @@ def show_costs(config: Config, found: h100.Files) -> None:
     show_sums("By kind of kernel", costs, lambda k: k.kind)
     show_loops(costs)
     show_sums("The ten dearest places", costs, lambda k: k.place, most=10)
-    kernels, bound = sum(k.times for k in costs.kernels), sum(k.times * k.roofline for k in costs.kernels)
+    kernels = sum(k.times for k in costs.kernels)
+    bound = sum(k.times * k.roofline for k in costs.kernels if k.kind != "collective")
     on_host = sum(k.times for k in costs.kernels if k.by_host)
     turned = sum(loop.trips for loop in costs.loops if loop.by_host)
     flops = model_flops(config)(report_of(documents, config))
-    share, ideal = (flops / (H100.peak["bf16"] * t) for t in (costs.seconds, bound))
+    flops += attention_and_scan_flops(config, documents)
+    update = sum(k.times * k.seconds for k in costs.kernels if k.part == "update")
+    share, ideal, without = (
+        flops / (H100.peak["bf16"] * t) for t in (costs.seconds, bound, costs.seconds - update)
+    )
     print(
         f"a step: {kernels:,.0f} kernels, of which the host launches {on_host:,.0f}; "
         f"{costs.graphs:,.0f} graphs; {turned:,.0f} trips of loops that the host drives"
     )
     print(
         f"bound: {1e3 * costs.seconds:,.0f} ms with launches, {1e3 * bound:,.0f} ms without; model FLOPs "
-        f"{flops / 1e12:,.1f} T; at most {share:.0%} of the bf16 peak, {ideal:.0%} without launches"
+        f"{flops / 1e12:,.1f} T; at most {share:.1%} of the bf16 peak, {ideal:.1%} without launches"
     )
+    print(f"the update takes {1e3 * update:,.1f} ms of it: without it at most {without:.1%}")
+    if costs.exchange:
+        in_turn = flops / (H100.peak["bf16"] * costs.in_turn)
+        print(
+            f"GPUs exchange for {1e3 * costs.exchange:,.0f} ms beside the kernels; in turn with them the "
+            f"step takes {1e3 * costs.in_turn:,.0f} ms: {in_turn:.1%}"
+        )
 
 
 def show_sums(title: str, costs: StepCosts, key: Any, most: int = 100) -> None:

@@ -109,7 +109,7 @@ def probe_program(scan: Scan, shape: ScanShape) -> Any:
         *given, dy = inputs
         segments = make_segments(ids_RT, positions_RT, block=64, axis=axis)
         y, pull = jax.vjp(partial(scan, segments=segments, chunk=shape.chunk), *given)
-        return (y * segments.valid[:, None, None], *pull(dy))
+        return (y * segments.valid[:, None, None], *pull(dy.astype(y.dtype)))
 
     def of_ranks(ids_RT: Array, positions_RT: Array, *inputs: Array) -> tuple[Array, ...]:
         order_T = DualChunkSwap(RANKS).permutation(ids_RT.shape[1])

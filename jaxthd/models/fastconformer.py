@@ -22,6 +22,7 @@ from jaxthd.models.layers import Linear
 from jaxthd.models.subsampling import PIECE, Subsampling
 from jaxthd.ops.conv import centered_conv
 from jaxthd.ops.neighbours import Neighbours, make_neighbours
+from jaxthd.ops.norms import layer_norm
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 from jaxthd.packing.segments import Segments
@@ -38,10 +39,8 @@ class LayerNorm(nnx.Module):
         self.weight, self.bias = init.ones((dim,)), init.zeros((dim,))
 
     def __call__(self, x_ED: Float[Array, "E D"]) -> Float[Array, "E D"]:
-        wide = x_ED.astype(accumulation_dtype(x_ED))
-        wide = wide - wide.mean(-1, keepdims=True)
-        wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + _EPS)
-        return (wide * self.weight[...] + self.bias[...]).astype(x_ED.dtype)
+        normed: Array = layer_norm(_EPS, x_ED, self.weight[...], self.bias[...])
+        return normed
 
 
 class BatchNorm(nnx.Module):
@@ -149,7 +148,8 @@ class FastConformer(nnx.Module):
             raise ValueError(
                 f"encoder.dim {config.dim} is not a multiple of encoder.heads {config.heads}; change either"
             )
-        self.subsampling = Subsampling(config, init, compute.subsampling_frames or PIECE)
+        piece, remat = compute.subsampling_frames or PIECE, compute.remat_encoder
+        self.subsampling = Subsampling(config, init, piece, remat=remat)
         self.blocks = stack(lambda init: ConformerBlock(config, init), init, config.layers)
         self.scale = math.sqrt(config.dim) if config.scale_input else 1.0
         self.longest = encoder_frames(config.chunk_frames)

@@ -343,7 +343,7 @@ def _apply_row(
     """Applies one layer of a stack. Its FSDP-sharded weights are gathered here, for this layer only."""
     variables, cache, number = jax.tree.map(lambda w: w[row], layers)
     with dropout.of_layer(number):
-        return apply(nnx.merge(graph, gathered_state(variables)), x_nD, cache)
+        return apply(nnx.merge(graph, gathered_state(variables, x_nD.dtype)), x_nD, cache)
 
 
 def _zeros(rows: int, like: Any) -> Any:

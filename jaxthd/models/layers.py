@@ -14,6 +14,7 @@ from jaxtyping import Float
 
 from jaxthd.models.dropout import dropped
 from jaxthd.ops.fp8 import fp8_product
+from jaxthd.ops.norms import rms_norm
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.parallel.mesh import TENSOR
 from jaxthd.parallel.params import Init, ShardedDim, once, own_part, stack
@@ -44,16 +45,15 @@ class RMSNorm(nnx.Module):
         self.groups, self.ranks_of_group = max(groups // ranks, 1), max(ranks // groups, 1)
 
     def __call__(self, x_ND: Float[Array, "N D"]) -> Float[Array, "N D"]:
-        grouped = x_ND.astype(accumulation_dtype(x_ND)).reshape(len(x_ND), self.groups, -1)
-        mean_NG1 = jnp.square(grouped).mean(-1, keepdims=True)
-        if self.ranks_of_group > 1:
-            mean_tN = jax.lax.all_gather(mean_NG1[:, 0, 0], TENSOR)
-            first = jax.lax.axis_index(TENSOR) // self.ranks_of_group * self.ranks_of_group
-            mean_tN = jax.lax.dynamic_slice_in_dim(mean_tN, first, self.ranks_of_group)
-            mean_NG1 = mean_tN.mean(0)[:, None, None]
-        grouped = grouped * jax.lax.rsqrt(mean_NG1 + self.eps)
         weight_D = 1 + self.weight[...] if self.zero_centred else self.weight[...]
-        return (grouped.reshape(x_ND.shape) * weight_D).astype(x_ND.dtype)
+        if self.ranks_of_group == 1:
+            return rms_norm(self.groups, self.eps, x_ND, weight_D)
+        wide_ND = x_ND.astype(accumulation_dtype(x_ND))
+        mean_tN = jax.lax.all_gather(jnp.square(wide_ND).mean(-1), TENSOR)
+        first = jax.lax.axis_index(TENSOR) // self.ranks_of_group * self.ranks_of_group
+        mean_tN = jax.lax.dynamic_slice_in_dim(mean_tN, first, self.ranks_of_group)
+        wide_ND = wide_ND * jax.lax.rsqrt(mean_tN.mean(0)[:, None] + self.eps)
+        return (wide_ND * weight_D).astype(x_ND.dtype)
 
     def of_heads(self, x_NHD: Float[Array, "N H D"]) -> Float[Array, "N H D"]:
         """Each head by itself, all with the same weight."""
@@ -194,8 +194,5 @@ class Linear(nnx.Module):
 
         axes = self.w.get_metadata("mesh_axes")[0]
         self.lora = nnx.data(stack(make, init, *repeats, axes=axes) if repeats else make(init))
-
-
-def relu_squared(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """max(x, 0)^2 (So et al., Primer, 2021)."""
-    return jnp.square(jax.nn.relu(x))
+        for weight in (self.w, self.lora.a, self.lora.b):
+            weight.set_metadata(cast=False)  # magnitudes and `matrix` take them as they are

@@ -73,7 +73,8 @@ class MultiTokenPrediction(HybridLayers):
         """
         number = 0 if self.shared else depth
         graph, states = nnx.split(self.depths)
-        of_depth = nnx.merge(graph, gathered_state(jax.tree.map(lambda w: w[number], states)))
+        own = gathered_state(jax.tree.map(lambda w: w[number], states), h_nD.dtype)
+        of_depth = nnx.merge(graph, own)
         x_nD, routing = self.stage(self.stages.patterns[number], number, of_depth.fused(h_nD, e_nD), segments)
         return of_depth.final_layernorm(x_nD), routing
 

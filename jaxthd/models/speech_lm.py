@@ -20,7 +20,7 @@ from jaxthd.config import ComputeConfig, LLMConfig, ModelConfig
 from jaxthd.models.ctc import Transcripts, covered_frames, document_log_probs
 from jaxthd.models.fastconformer import FastConformer
 from jaxthd.models.hybrid import HybridDecoder
-from jaxthd.models.layers import Linear, RMSNorm, relu_squared
+from jaxthd.models.layers import Linear, RMSNorm
 from jaxthd.models.mixers import Routing
 from jaxthd.models.mtp import MultiTokenPrediction
 from jaxthd.ops.cross_entropy import (
@@ -30,6 +30,7 @@ from jaxthd.ops.cross_entropy import (
     supervised_scores,
     supervised_top_k,
 )
+from jaxthd.ops.ffn import relu_squared
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.sampling import Sampling
 from jaxthd.packing.batch import Batch

@@ -4,6 +4,8 @@ Legend: A mel frames on this rank, M mel bands, E = A / 8 encoder frames, D mode
 frames in, n = N / 2 frames out, B bands in, b = B / 2 bands out, C channels.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -20,6 +22,11 @@ PIECE = 128
 not say otherwise."""
 
 
+def _as_mask(kept_n: Array, dtype: jnp.dtype) -> Array:
+    """1 on the frames that are kept, else 0. (For a choice, XLA fills an array with the zeros.)"""
+    return kept_n[:, None, None].astype(dtype)
+
+
 def _neighbours(x_NBC: Array, start_n: Array) -> list[Array]:
     """The nine [n, b, C] inputs of a 3x3 convolution of stride 2 and padding 1, frames before bands.
 
@@ -28,7 +35,7 @@ def _neighbours(x_NBC: Array, start_n: Array) -> list[Array]:
     n, _, channels = x_NBC.shape
     pairs_n2BC = x_NBC.reshape(n // 2, 2, -1, channels)
     before_nBC = jnp.pad(pairs_n2BC[:-1, 1], ((1, 0), (0, 0), (0, 0)))
-    before_nBC = jnp.where(start_n[:, None, None], 0, before_nBC)
+    before_nBC = before_nBC * _as_mask(~start_n, x_NBC.dtype)
     taps = []
     for row_nBC in (before_nBC, pairs_n2BC[:, 0], pairs_n2BC[:, 1]):
         even_nbC, odd_nbC = jnp.moveaxis(row_nBC.reshape(n // 2, -1, 2, channels), 2, 0)
@@ -64,12 +71,13 @@ class Subsampling(nnx.Module):
 
     Encoder frame e reads only mel frames 8e - 7 to 8e + 7. So the buffer is divided into pieces of PIECE
     encoder frames, or more, each with the 8 mel frames before it. The pieces are computed one after the
-    other, and recomputed in the backward pass. Activations exist for one piece at a time (those of the first
+    other, and recomputed in the backward pass. (Without compute.remat_encoder they are kept; one piece that
+    holds the whole buffer then is not copied.) Activations exist for one piece at a time (those of the first
     convolution alone have 64 times the size of the mels, at 256 channels). With 16,000 frames, 80 mels and 64
     channels on a CPU, they take 27 MB instead of 400 MB, in two thirds of the time.
     """
 
-    def __init__(self, config: EncoderConfig, init: Init, piece: int = PIECE) -> None:
+    def __init__(self, config: EncoderConfig, init: Init, piece: int = PIECE, *, remat: bool = True) -> None:
         if config.num_mels % SUBSAMPLING:
             raise ValueError(
                 f"encoder.num_mels is {config.num_mels}; it must be a multiple of {SUBSAMPLING}, "
@@ -79,14 +87,19 @@ class Subsampling(nnx.Module):
         self.first = Linear(9, channels, init, bias=True, projects=False)
         self.later = nnx.List([SeparableConv(channels, init) for _ in range(2)])
         self.out = Linear(config.num_mels // SUBSAMPLING * channels, config.dim, init, bias=True)
-        self.piece = piece
+        for linear in (self.out, *(conv.pointwise for conv in self.later)):
+            linear.w.set_metadata(cast=False)  # its gradient is a sum over pieces
+        self.piece, self.remat = piece, remat
 
     def __call__(
         self, mels_AM: Float[Array, "A M"], mask_A: Bool[Array, " A"], start_E: Bool[Array, " E"]
     ) -> Float[Array, "E D"]:
         """start_E: True on the first frame of a clip. Frames that mask_A excludes may hold any values."""
-        frames = len(start_E)
-        per_piece = min(self.piece, frames)
+        frames, per_piece = len(start_E), self.piece
+        whole: Any = jax.checkpoint(self._piece) if self.remat else self._piece
+        if frames <= per_piece:
+            y_ED: Array = whole(mels_AM, mask_A, start_E)
+            return y_ED
 
         def pieces(x: Array, per_frame: int) -> Array:
             """[E * per_frame, ...] -> [pieces, (1 + per_piece) * per_frame, ...]; 0 beyond both ends of x."""
@@ -96,7 +109,7 @@ class Subsampling(nnx.Module):
             return jnp.concatenate([halo, x], axis=1)
 
         cut = (pieces(mels_AM, SUBSAMPLING), pieces(mask_A, SUBSAMPLING), pieces(start_E, 1))
-        y_pED = jax.lax.map(jax.checkpoint(lambda piece: self._piece(*piece)[1:]), cut)
+        y_pED = jax.lax.map(lambda piece: whole(*piece)[1:], cut)
         return y_pED.reshape(-1, y_pED.shape[-1])[:frames]
 
     def _piece(self, mels_AM: Array, mask_A: Array, start_E: Array) -> Array:
@@ -105,8 +118,8 @@ class Subsampling(nnx.Module):
             return jnp.pad(start_E[:, None], ((0, 0), (0, per_frame - 1))).reshape(-1)
 
         def mask(stride: int) -> Array:
-            """1 on the valid frames of a level, else 0. (For a choice, XLA fills an array with the zeros.)"""
-            return mask_A[::stride, None, None].astype(mels_AM.dtype)
+            """Of the valid frames of a level."""
+            return _as_mask(mask_A[::stride], mels_AM.dtype)
 
         x_NBC = jnp.where(mask_A[:, None], mels_AM, 0)[..., None]
         taps_nb9 = jnp.concatenate(_neighbours(x_NBC, starts(4)), axis=-1)

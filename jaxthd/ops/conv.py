@@ -175,14 +175,15 @@ def _convolved_backward(silu: bool, given: tuple[Any, ...], dy_RSLC: Array) -> t
         gate_RSLC = jax.nn.sigmoid(z_RSLC := _sum_of_taps(seen, w_KC, bias_C, more))
         dz_RSLC = dz_RSLC * gate_RSLC * (1 + z_RSLC * (1 - gate_RSLC))
     # The barrier has what the taps saw computed again. Otherwise XLA keeps it for both uses, in k + 1 arrays.
-    x_RSLC, halo_RSkC = jax.lax.optimization_barrier((x_RSLC, halo_RSkC))
+    # And dz goes through memory in x's dtype; the sums over it are in `acc`.
+    dz_RSLC = dz_RSLC.astype(x_RSLC.dtype)
+    x_RSLC, halo_RSkC, dz_RSLC = jax.lax.optimization_barrier((x_RSLC, halo_RSkC, dz_RSLC))
     seen = _seen(x_RSLC, halo_RSkC, positions_RSL)
-    dw_KC = jnp.stack([(dz_RSLC * x).sum((0, 1, 2)) for x in seen[::-1]])
-    dbias_C = dz_RSLC.sum((0, 1, 2))
+    dw_KC = jnp.stack([(dz_RSLC.astype(acc) * x).sum((0, 1, 2)) for x in seen[::-1]])
+    dbias_C = dz_RSLC.sum((0, 1, 2), dtype=acc)
     dmore = more and more.back(dz_RSLC)
     # The gradient of token i that token i + j sends back, halo included.
     dpadded_RSMC = jnp.zeros((), acc)
-    dz_RSLC = dz_RSLC.astype(x_RSLC.dtype)
     for j, w_C in enumerate(w_KC[::-1]):
         taken_RSLC = jnp.where(positions_RSL[..., None] >= j, w_C.astype(acc) * dz_RSLC, 0)
         dpadded_RSMC += jnp.pad(taken_RSLC, [(0, 0), (0, 0), (reach - j, j), (0, 0)])

@@ -13,6 +13,17 @@ from jaxtyping import Float
 from jaxthd.config import LLMConfig
 
 
+@jax.custom_vjp
+def relu_squared(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """max(x, 0)^2 (So et al., Primer, 2021). The backward pass keeps x alone, and no mask."""
+    return jnp.square(jax.nn.relu(x))
+
+
+relu_squared.defvjp(
+    lambda x: (relu_squared(x), x), lambda x, dout: ((2 * dout * jax.nn.relu(x)).astype(x.dtype),)
+)
+
+
 class FFNForm(NamedTuple):
     """model.llm.ffn_form, with the alpha and the limit of "clamped_swiglu". in_fp8: of experts, whether their
     products are (compute.fp8_experts)."""
@@ -29,7 +40,7 @@ class FFNForm(NamedTuple):
     def inner(self, up_NF: Float[Array, "N F"], gate_NF: Float[Array, "N F"] | None) -> Float[Array, "N F"]:
         """What the last projection takes. gate: None for "relu2", which has none."""
         if gate_NF is None:
-            return jnp.square(jax.nn.relu(up_NF))
+            return relu_squared(up_NF)
         if self.kind == "swiglu":
             return jax.nn.silu(gate_NF) * up_NF
         gate_NF, up_NF = jnp.minimum(gate_NF, self.limit), jnp.clip(up_NF, -self.limit, self.limit)

@@ -193,6 +193,7 @@ class Init:
             fsdp=(fsdp_dim - value.ndim, fsdp_axes),
             decayed=matrix,
             projects=projects,
+            cast=projects,
             stacked=value.ndim - 2 if projects else 0,
         )
 
@@ -221,14 +222,49 @@ def partition_spec(variable: nnx.Variable) -> PartitionSpec:
     return PartitionSpec(*(axes or None for axes in variable.get_metadata("mesh_axes")))
 
 
-def gathered(variable: nnx.Variable) -> Array:
-    """This rank's part of a variable, ready for computation: gathered if it is FSDP-sharded."""
+def gathered(variable: nnx.Variable, dtype: Any = None) -> Array:
+    """This rank's part of a variable, ready for computation: gathered if it is FSDP-sharded.
+
+    dtype: the compute dtype. A matrix that is used in it alone (metadata "cast") is cast before it is
+    gathered; its gradient is summed over the ranks in its own dtype, as if it were cast afterwards.
+    """
     (dim, axes), value = variable.get_metadata("fsdp"), variable[...]
-    return jax.lax.all_gather(value, axes, axis=value.ndim + dim, tiled=True) if axes else value
+    if not axes:
+        return value
+    if dtype is not None and variable.get_metadata("cast") and value.dtype != dtype:
+        return _gathered_as(_Gather(dtype, value.dtype, axes, value.ndim + dim), value)
+    return jax.lax.all_gather(value, axes, axis=value.ndim + dim, tiled=True)
+
+
+class _Gather(NamedTuple):
+    """sent, own: the dtypes in which values are gathered, and of the parameter."""
+
+    sent: Any
+    own: Any
+    axes: tuple[str, ...]
+    dim: int
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered_as(how: _Gather, value: Array) -> Array:
+    return jax.lax.all_gather(value.astype(how.sent), how.axes, axis=how.dim, tiled=True)
+
+
+def _gathered_forward(how: _Gather, value: Array) -> tuple[Array, None]:
+    return _gathered_as(how, value), None
+
+
+def _gathered_backward(how: _Gather, _: None, gradient: Array) -> tuple[Array]:
+    own = gradient.astype(how.own)
+    return (jax.lax.psum_scatter(own, how.axes, scatter_dimension=how.dim, tiled=True),)
+
+
+_gathered_as.defvjp(_gathered_forward, _gathered_backward)
 
 
 def applied(module: Any, *args: Any, keeps_gathered: bool) -> Any:
-    """module(*args) with all its variables gathered. Call it inside shard_map.
+    """module(*args) with all its variables gathered. Call it inside shard_map. The first argument is an array
+    in the compute dtype.
 
     keeps_gathered: whether FSDP-sharded weights stay gathered for the backward pass. If not, they are
     gathered for it again, and nothing but these is computed again.
@@ -236,14 +272,14 @@ def applied(module: Any, *args: Any, keeps_gathered: bool) -> Any:
     graph, state = nnx.split(module)
 
     def apply(state: Any, *args: Any) -> Any:
-        return nnx.merge(graph, gathered_state(state))(*args)
+        return nnx.merge(graph, gathered_state(state, args[0].dtype))(*args)
 
     return (apply if keeps_gathered else jax.checkpoint(apply, policy=_all_but_gathered))(state, *args)
 
 
-def gathered_state(state: Any) -> Any:
-    """A tree of variables, each gathered."""
-    return jax.tree.map(lambda v: v.replace(gathered(v)), state, is_leaf=_is_variable)
+def gathered_state(state: Any, dtype: Any = None) -> Any:
+    """A tree of variables, each gathered. dtype: as `gathered` takes it."""
+    return jax.tree.map(lambda v: v.replace(gathered(v, dtype)), state, is_leaf=_is_variable)
 
 
 def _is_variable(x: Any) -> bool:
@@ -317,7 +353,8 @@ def scan_stack(
     remat: Remat,
     unroll: bool = False,
 ) -> tuple[Carry, Any]:
-    """Applies `body(layer, carry)` for every layer of a stack, first to last.
+    """Applies `body(layer, carry)` for every layer of a stack, first to last. The carry's first array has the
+    compute dtype.
 
     remat: recompute a layer's activations in the backward pass. True: only the carry between layers is kept;
         "products": results of matrix products too. unroll: write the layers out one after the other.
@@ -325,9 +362,10 @@ def scan_stack(
     A layer's parameters are gathered for its forward pass, freed, and gathered again for its backward pass.
     """
     graphdef, state = nnx.split(module)
+    dtype = jax.tree.leaves(carry)[0].dtype
 
     def step(carry: Carry, layer: Any) -> tuple[Carry, Any]:
-        return body(nnx.merge(graphdef, gathered_state(layer)), carry)
+        return body(nnx.merge(graphdef, gathered_state(layer, dtype)), carry)
 
     return jax.lax.scan(rematerialized(step, remat, state), carry, state, unroll=unroll)
 
@@ -364,9 +402,18 @@ def rematerialized(
     return jax.checkpoint(step, policy=_all_but_gathered) if is_fsdp else step
 
 
-def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Whether a result is kept for the backward pass. (Gathered weights may be cast before their use.)"""
-    return primitive.name not in ("all_gather", "convert_element_type")
+_GATHERS = ("all_gather", "convert_element_type")
+
+
+def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Whether a result is kept for the backward pass. (Gathered weights may be cast before or after.)"""
+    return primitive.name not in _GATHERS and not _only_gathers(params)
+
+
+def _only_gathers(params: dict[str, Any]) -> bool:
+    """Whether the operation with these parameters is a call of _gathered_as."""
+    called = params.get("call_jaxpr")
+    return called is not None and all(x.primitive.name in _GATHERS for x in called.eqns)
 
 
 _VIEWS = frozenset(
@@ -389,8 +436,8 @@ _VIEWS = frozenset(
 )
 
 
-def _all_but_views(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name not in _VIEWS
+def _all_but_views(primitive: Any, *_: Any, **params: Any) -> bool:
+    return primitive.name not in _VIEWS and not _only_gathers(params)
 
 
 def weight_decay_mask(state: Any) -> Any:
@@ -401,6 +448,11 @@ def weight_decay_mask(state: Any) -> Any:
 def projection_mask(state: Any) -> Any:
     """A nested dict of bools, True for matrices that the model multiplies activations by (Init.matrix)."""
     return _metadata(state, "projects")
+
+
+def cast_mask(state: Any) -> Any:
+    """A nested dict of bools, True for matrices that are used in the compute dtype alone, and once."""
+    return _metadata(state, "cast")
 
 
 def stacked_dims(state: Any) -> Any:

@@ -1,10 +1,11 @@
 """What each kernel of a compiled program costs: operations, bytes, a bound on its time.
 
 A kernel is an instruction that runs as one launch: a fusion, a matrix product, a library's call, a copy. Its
-bound is the larger of operations over the peak and bytes over the memory's bandwidth, and at least what a
-launch costs. Intermediate values of a fusion take no bytes; an array of which a slice is read or replaced
-counts with the slice. Caches, occupancy beyond the number of output tiles, and kernels that run beside one
-another are not modelled.
+bound is the largest of matrix operations over the peak, of operations on elements over their rate, and of
+bytes over the memory's bandwidth; and at least what a launch costs. Intermediate values of a fusion take no
+bytes; an array of which a slice is read or replaced counts with the slice. A collective's bound is what the
+device receives over its links. Caches, occupancy beyond the number of output tiles, and kernels that run
+beside one another are not modelled.
 """
 
 import math
@@ -19,16 +20,19 @@ from jaxthd.planning.hlo import Computation, Instruction, Operand, Program, Shap
 class Device(NamedTuple):
     """Rates and costs of a device.
 
-    peak: operations a second of dense matrix products, by the operands' dtype, "" for others. bandwidth:
-    bytes a second. cores, tile: a product with fewer than `cores` tiles of `tile` output elements leaves
-    cores idle. The rest are seconds. kernel: least time of a kernel in a recorded graph. launch: least time
-    of one that the host launches. graph: launch of a graph. trip: of a loop inside a graph. read: of a loop
-    whose end the host must read from the device.
+    peak: operations a second of dense matrix products, by the operands' dtype, "" for others. elements:
+    operations a second on elements, in float32. bandwidth: bytes a second. links: bytes a second that it
+    receives from other devices. cores, tile: a product with fewer than `cores` tiles of `tile` output
+    elements leaves cores idle. The rest are seconds. kernel: least time of a kernel in a recorded graph.
+    launch: least time of one that the host launches. graph: launch of a graph. trip: of a loop inside a
+    graph. read: of a loop whose end the host must read from the device.
     """
 
     name: str
     peak: dict[str, float]
+    elements: float
     bandwidth: float
+    links: float
     cores: int
     tile: int
     kernel: float
@@ -41,7 +45,9 @@ class Device(NamedTuple):
 H100 = Device(
     "H100",
     {"bf16": 989e12, "f16": 989e12, "f8": 1979e12, "s8": 1979e12, "f64": 67e12, "": 494e12},
+    33.4e12,
     3.35e12,
+    450e9,
     132,
     64 * 64,
     kernel=1.5e-6,
@@ -50,8 +56,9 @@ H100 = Device(
     trip=3e-6,
     read=20e-6,
 )
-"""Rates from NVIDIA's data sheet of the SXM part (float32 in TF32, dense). Launch costs are assumptions: no
-GPU has measured them here."""
+"""Rates from NVIDIA's data sheet of the SXM part (float32 in TF32, dense; links: NVLink in one direction; an
+operation on elements is one instruction of 132 x 128 lanes at 1.98 GHz). Launch costs are assumptions: no GPU
+has measured them here."""
 
 FREE = frozenset(
     (
@@ -89,6 +96,35 @@ _COLLECTIVES = (
 _SLICES = ("dynamic-slice", "slice", "gather")
 _IN_PLACE = ("dynamic-update-slice", "scatter")
 _VIEWS = ("bitcast", "copy", "convert", "transpose", "reshape")
+_SLOW = (
+    "exponential",
+    "log",
+    "rsqrt",
+    "sqrt",
+    "tanh",
+    "logistic",
+    "divide",
+    "power",
+    "sine",
+    "cosine",
+    "erf",
+)
+SLOW = 8
+"""Operations on elements that such a function takes: a core has an eighth as many units for them."""
+_MOVES = (
+    *_VIEWS,
+    *_SLICES,
+    *_IN_PLACE,
+    "broadcast",
+    "iota",
+    "pad",
+    "concatenate",
+    "reverse",
+    "fusion",
+    "dot",
+    "custom-call",
+)
+"""Operations that compute nothing for each element, or are counted elsewhere."""
 
 
 class Cost(NamedTuple):
@@ -114,6 +150,7 @@ class Costs:
         self.program, self.device = program, device
         self._fused_products = cache(self._products_in)
         self._fused_bytes = cache(self._bytes_in)
+        self._fused_elements = cache(self._elements_in)
 
     def kind(self, x: Instruction, inside: Computation) -> str:
         """One of product, fusion, library, pallas, copy, collective."""
@@ -128,12 +165,16 @@ class Costs:
 
     def of(self, x: Instruction, inside: Computation) -> Cost:
         """The cost of one launch of a kernel of the computation `inside`."""
+        if x.op.removesuffix("-start") in _COLLECTIVES:
+            received = _received(x, inside)
+            return Cost(0.0, received, received / self.device.links)
         moved, products = self.bytes(x, inside), self.products(x, inside)
-        return Cost(
-            sum(product.flops for product in products),
-            moved,
-            max(sum(map(self._seconds, products)), moved / self.device.bandwidth),
+        bounds = (
+            sum(map(self._seconds, products)),
+            self.elements(x, inside) / self.device.elements,
+            moved / self.device.bandwidth,
         )
+        return Cost(sum(product.flops for product in products), moved, max(bounds))
 
     def _seconds(self, product: Product) -> float:
         peak = self.device.peak
@@ -157,6 +198,21 @@ class Costs:
         inside = self.program.computations[computation]
         return [product for x in inside.values() for product in self.products(x, inside)]
 
+    def elements(self, x: Instruction, inside: Computation) -> float:
+        """Operations on elements; of a reduction one for each element that it reads."""
+        if x.op == "fusion":
+            return float(sum(map(self._fused_elements, x.attribute("calls"))))
+        if x.op == "reduce":
+            return float(sum(shape.elements for shape in shapes_of(x.operands[0], inside)))
+        if x.op in FREE or x.op in CONTROL or x.op in _MOVES:
+            return 0.0
+        each = SLOW if x.op in _SLOW else 1
+        return float(each * max((shape.elements for shape in x.shapes), default=0))
+
+    def _elements_in(self, computation: str) -> float:
+        inside = self.program.computations[computation]
+        return sum(self.elements(x, inside) for x in inside.values())
+
     def bytes(self, x: Instruction, inside: Computation) -> float:
         """Bytes that a kernel reads and writes."""
         if x.op == "fusion":
@@ -169,7 +225,9 @@ class Costs:
             indices, *rows = (_size(shapes_of(o, inside)) for o in x.operands[1:])
             return indices + 2 * (sum(rows) if rows else _size(x.shapes))
         read = sum(_size(shapes_of(o, inside)) for o in x.operands)
-        return read + (0.0 if x.op.endswith("-start") else _size(x.shapes))
+        # A library's product has its workspace as a second result.
+        written = x.results[0] if x.op == "custom-call" and self.products(x, inside) else x.shapes
+        return read + (0.0 if x.op.endswith("-start") else _size(written))
 
     def _bytes_in(self, computation: str) -> float:
         inside = self.program.computations[computation]
@@ -189,6 +247,27 @@ def shapes_of(operand: Operand, inside: Computation) -> tuple[Shape, ...]:
     if operand.element is None or operand.element >= len(source.results):
         return source.shapes
     return source.results[operand.element]
+
+
+def _received(x: Instruction, inside: Computation) -> float:
+    """Bytes that a device receives from the others of its group in a collective."""
+    given = sum(_size(shapes_of(o, inside)) for o in x.operands)
+    base, ranks = x.op.removesuffix("-start"), _ranks(x)
+    if base == "all-gather":
+        return given * (ranks - 1)
+    share = (ranks - 1) / ranks
+    return given * {"all-reduce": 2 * share, "reduce-scatter": share, "all-to-all": share}.get(base, 1.0)
+
+
+def _ranks(x: Instruction) -> int:
+    """Devices of a group: replica_groups=[1,8]<=[8], {{0,1},{2,3}}, or mesh['data'=8,'tensor'=2] {'data'}."""
+    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", x.rest):
+        return int(found[1])
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", x.rest):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+        return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", found[2]))
+    found = re.search(r"replica_groups=\{\{([\d,]*)\}", x.rest)
+    return found[1].count(",") + 1 if found else 1
 
 
 def _size(shapes: Iterable[Shape]) -> float:

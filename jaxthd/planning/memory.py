@@ -164,7 +164,7 @@ def _unit(sizes: Sizes, letters: str, module: str = "decoder") -> Number:
 
 def _layer(sizes: Sizes, letter: str) -> Number:
     """Activations that a layer's backward pass needs, including those of its norm."""
-    normed = sizes.tokens * sizes.config.model.llm.dim * (2 * sizes.a + sizes.w)
+    normed = sizes.tokens * sizes.config.model.llm.dim * 2 * sizes.a
     mixers = {
         "*": _attention,
         "W": _attention,
@@ -200,7 +200,7 @@ def _mamba(sizes: Sizes) -> Number:
     llm, compute, a, w = sizes.config.model.llm, sizes.config.compute, sizes.a, sizes.w
     chunk = min(compute.scan_chunk, sizes.config.data.capacity)
     states = 2 * sizes.inner * llm.mamba_state / chunk
-    inner = a * (4 * sizes.inner + 2 * sizes.channels) + w * 3 * sizes.inner
+    inner = a * 2 * (sizes.inner + sizes.channels)
     if compute.scan_backend == "pallas":
         return sizes.tokens * (inner + a * (states + sizes.groups * chunk))
     pairs = (2 * sizes.mamba_heads + sizes.groups) * chunk
@@ -222,10 +222,10 @@ def _delta(sizes: Sizes) -> Number:
 
 
 def _inner(sizes: Sizes) -> int:
-    """Arrays of an MLP's inner dim: before and after the activation, the gradient; with a gate two more, and
-    what was clamped.
+    """Arrays of an MLP's inner dim: before and after the activation; with a gate three more, and what was
+    clamped.
     """
-    return {"relu2": 3, "swiglu": 5, "clamped_swiglu": 9}[sizes.config.model.llm.ffn_form]
+    return {"relu2": 2, "swiglu": 5, "clamped_swiglu": 9}[sizes.config.model.llm.ffn_form]
 
 
 def _mlp(sizes: Sizes) -> Number:
@@ -269,7 +269,7 @@ def _ctc(sizes: Sizes) -> Number:
 def _conformer(sizes: Sizes, encoder: EncoderConfig) -> Number:
     """Activations of an encoder block."""
     a, w = sizes.a, sizes.w
-    norms = 5 * encoder.dim * (a + w)
+    norms = 10 * encoder.dim * a
     rotated, row = 3 * w * encoder.heads * encoder.dim, sizes.row_frames
     around = 2 * sizes.reach  # frames of neighbours, whose keys and values attention has beside its own
     attention: Number
@@ -295,11 +295,13 @@ def _conformer(sizes: Sizes, encoder: EncoderConfig) -> Number:
 def _block_weights(sizes: Sizes) -> Number:
     """An encoder block's gathered weights and their gradients."""
     blocks = ("encoder", "blocks")
-    return sizes.gathered(*blocks, trained=True) + sizes.gathered(*blocks) * sizes.a / sizes.parameter
+    return sizes.gathered(*blocks, trained=True) + sizes.gathered(*blocks)
 
 
 def _subsampling(sizes: Sizes, encoder: EncoderConfig) -> Number:
-    piece = sizes.config.compute.subsampling_frames or PIECE
-    outputs = (min(piece, sizes.frames) + 1) * 2 * encoder.num_mels
+    compute = sizes.config.compute
+    piece = compute.subsampling_frames or PIECE
+    held = min(piece, sizes.frames) if compute.remat_encoder else sizes.frames
+    outputs = (held + 1) * 2 * encoder.num_mels
     # The first convolution: nine inputs for each output, and the outputs. The others have 1/4 and 1/16.
     return outputs * sizes.a * (9 + encoder.subsampling_channels * (2 + 12 * (1 / 4 + 1 / 16)))

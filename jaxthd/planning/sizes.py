@@ -30,6 +30,7 @@ class Weight(NamedTuple):
 
     size: bytes before it is gathered. layers: number of its layers on the rank. copies: mesh axes over which
     it is replicated. fsdp: axes over which it is gathered when used. trained: whether it has a gradient.
+    sent: as `size`, of what is gathered: some are cast to the compute dtype before.
     """
 
     path: tuple[str, ...]
@@ -38,6 +39,7 @@ class Weight(NamedTuple):
     copies: tuple[str, ...]
     fsdp: tuple[str, ...]
     trained: bool
+    sent: Number
 
 
 class Unit(NamedTuple):
@@ -124,7 +126,8 @@ class Sizes:
             sharded = {axis for axes in mesh_axes for axis in axes}
             copies = tuple(axis for axis in self.live if axis not in sharded)
             fsdp = variable.get_metadata("fsdp")[1]
-            found.append(Weight(tuple(map(str, path)), size, layers, copies, fsdp, is_trained[path]))
+            sent = size * self.a / self.parameter if variable.get_metadata("cast") else size
+            found.append(Weight(tuple(map(str, path)), size, layers, copies, fsdp, is_trained[path], sent))
         return found
 
     def weights_of(self, *path: str) -> list[Weight]:
@@ -136,9 +139,10 @@ class Sizes:
         return any(weight.trained for weight in self.weights_of(*path))
 
     def gathered(self, *path: str, trained: bool = False) -> Number:
-        """Bytes of weights_of(path) once they are gathered. trained: of the trained ones only."""
-        weights = (w for w in self.weights_of(*path) if w.trained or not trained)
-        return sum(w.size * ranks_of(self.mesh, w.fsdp) for w in weights)
+        """Bytes of weights_of(path) once they are gathered. trained: of the trained ones only, in their own
+        dtype, as gradients are."""
+        weights = [w for w in self.weights_of(*path) if w.trained or not trained]
+        return sum((w.size if trained else w.sent) * ranks_of(self.mesh, w.fsdp) for w in weights)
 
     def keys_and_values(self, letter: str) -> int:
         """Numbers of a token's keys and values in a layer of attention, or of what they are expanded from, as

@@ -86,7 +86,8 @@ class Loop(NamedTuple):
 
 
 class StepCosts(NamedTuple):
-    """graphs: launches of recorded graphs. seconds: all of a step: kernels, graphs, loops."""
+    """graphs: launches of recorded graphs. seconds: of a step: kernels, graphs, loops, or what devices
+    exchange where that takes longer: it can go on beside the kernels. in_turn: if it never does."""
 
     kernels: list[Launched]
     loops: list[Loop]
@@ -95,8 +96,17 @@ class StepCosts(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        return max(self.in_turn - self.exchange, self.exchange)
+
+    @property
+    def in_turn(self) -> float:
         turning = sum(loop.seconds for loop in self.loops)
         return sum(k.times * k.seconds for k in self.kernels) + turning + self.graphs * self.device.graph
+
+    @property
+    def exchange(self) -> float:
+        """Seconds that collectives take."""
+        return sum((k.times * k.seconds for k in self.kernels if k.kind == "collective"), 0.0)
 
 
 def part_of(frames: Sequence[Frame]) -> str:

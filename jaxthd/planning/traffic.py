@@ -29,9 +29,9 @@ def step_traffic(config: Config) -> ByAxes:
     """Bytes that the busiest device receives in a step.
 
     - FSDP, for each microbatch: a layer's weights are gathered for the forward and for the backward pass, and
-      once more where a pipeline stage is computed again from its input (compute.remat_stage); gradients are
-      reduce-scattered once. Embedding and head are gathered once. Frozen weights have no gradients; a wholly
-      frozen encoder has no backward pass.
+      once more where a pipeline stage is computed again from its input (compute.remat_stage), matrices in
+      the compute dtype; gradients are reduce-scattered once, in that of the parameters. Embedding and head
+      are gathered once. Frozen weights have no gradients; a wholly frozen encoder has no backward pass.
     - Gradients of replicated weights: all-reduced once a step.
     - Tensor: a sum of N D a for every layer, forward and backward; it is recomputed for all layers of a unit
       but the last. If sequence-sharded: a gather and a scatter of the same size instead.
@@ -129,7 +129,8 @@ def _layers(
     remat = int(sizes.remat_blocks if module == "decoder" else sizes.config.compute.remat_llm)
     for letter, count in Counter(letters).items():
         for weight in sizes.weights_of(module, "layers", LAYER_KINDS[letter].name):
-            received.gather(weight.fsdp, weight.size, times * count * (2 + again + weight.trained))
+            received.gather(weight.fsdp, weight.sent, times * count * (2 + again))
+            received.gather(weight.fsdp, weight.size, times * count * weight.trained)
         is_stage = module == "decoder" and sizes.is_pipelined
         passes = _Passes(1 + again + remat, remat=bool(remat))
         _mixer(sizes, received, letter, times * count, passes, is_stage=is_stage)
@@ -218,7 +219,8 @@ def _mtp(sizes: Sizes, received: _Received) -> None:
     for letters, repeats in repeated_units(sizes.config.model.llm.mtp_pattern):
         _layers(sizes, received, letters, times * repeats, 0, "mtp")
     for weight in sizes.weights_of("mtp", "depths"):
-        received.gather(weight.fsdp, weight.size, times * (1 + weight.trained))
+        received.gather(weight.fsdp, weight.sent, times)
+        received.gather(weight.fsdp, weight.size, times * weight.trained)
     if sizes.is_sequence_sharded:
         received.gather((TENSOR,), sizes.stream, times * 2 * (2 + 1))
     else:
@@ -245,8 +247,9 @@ def _encoder(sizes: Sizes, received: _Received, encoder: EncoderConfig) -> None:
     for weight in (*sizes.weights_of("encoder"), *sizes.weights_of("adapter")):
         of_blocks = "blocks" in weight.path
         gathered_again = int(sizes.is_pipelined and is_differentiated and not again and not of_blocks)
-        passes = 1 + again + gathered_again + weight.trained + of_blocks * backward
-        received.gather(weight.fsdp, weight.size * weight.layers, m * passes)
+        passes = 1 + again + gathered_again + of_blocks * backward
+        received.gather(weight.fsdp, weight.sent * weight.layers, m * passes)
+        received.gather(weight.fsdp, weight.size * weight.layers, m * weight.trained)
     if sizes.trains("encoder", "blocks", "conv", "norm"):
         statistics, remat = 2 * encoder.dim * sizes.w, int(sizes.config.compute.remat_encoder)
         received.sum(AXES, statistics, m * encoder.layers * (2 + again + remat))

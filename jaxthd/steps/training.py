@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -21,6 +22,7 @@ from jaxthd.objectives import LOSS
 from jaxthd.ops.dropout import token_keys
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import AXES, PIPELINE, TENSOR, TOKEN_AXES, batch_specs, on_ranks
+from jaxthd.parallel.params import cast_mask
 from jaxthd.parallel.pipeline import accumulate
 from jaxthd.parallel.pipeline_tick import Largest
 from jaxthd.steps.blueprint import Blueprint, Tree
@@ -86,11 +88,15 @@ class Gradient(NamedTuple):
     extremes: Largest = Largest({})
 
 
-def loss_and_gradient(blueprint: Blueprint, mesh: Mesh, *, counted: bool = False) -> Callable[..., Gradient]:
+def loss_and_gradient(
+    blueprint: Blueprint, mesh: Mesh, *, counted: bool = False, narrow: bool = False
+) -> Callable[..., Gradient]:
     """(params, buffers, batch) -> Gradient, each on its sharding. Frozen parameters are constants.
 
     counted: the function takes the counts of all batches of an update as a fourth argument, and returns this
     batch's share of its Gradient (steps/accumulation.py).
+    narrow: gradients of matrices that are used in the compute dtype alone come in it, in which they were
+    computed, if they are a sum of nothing more: on one device, of one microbatch.
 
     Every rank divides its rows into train.microbatches equal parts and adds up their gradients, on a pipeline
     by its schedule. Loss and gradients do not depend on the number of microbatches, up to rounding, but for
@@ -107,6 +113,7 @@ def loss_and_gradient(blueprint: Blueprint, mesh: Mesh, *, counted: bool = False
         batch_statistics = not keeps_statistics(blueprint.trained) and not is_policy
         forward = Forward(blueprint, params, buffers, counts, batch_statistics=batch_statistics)
         own, _ = split(params, blueprint.trained)
+        own = _narrowed(own, blueprint) if narrow else own
 
         def extra_share(routing: Routing | None) -> Array:
             if routing is None or not config.train.aux_loss:
@@ -129,6 +136,16 @@ def loss_and_gradient(blueprint: Blueprint, mesh: Mesh, *, counted: bool = False
 
     in_specs = (specs, buffer_specs, batch_specs(), *[PartitionSpec()] * counted)
     return on_ranks(rank, mesh, in_specs, gradient_specs(blueprint))
+
+
+def _narrowed(params: Tree, blueprint: Blueprint) -> Tree:
+    """The trained parameters, the matrices of cast_mask in the compute dtype: as loss_and_gradient has it."""
+    config = blueprint.config
+    if config.mesh.devices > 1 or blueprint.schedule.microbatches > 1 or config.depths_trained:
+        return params
+    is_cast, _ = split(cast_mask(nnx.state(blueprint.model, nnx.Param)), blueprint.trained)
+    dtype = config.compute.dtype
+    return jax.tree.map(lambda x, cast: x.astype(dtype) if cast else x, params, is_cast)
 
 
 def gradient_specs(blueprint: Blueprint) -> Gradient:
@@ -178,7 +195,8 @@ def make_train_step(
     optimizer and statistics stay as they were. Frozen parameters always do.
     """
     config = blueprint.config
-    gradient, update = loss_and_gradient(blueprint, mesh), make_update(blueprint, mesh)
+    gradient = loss_and_gradient(blueprint, mesh, narrow=True)
+    update = make_update(blueprint, mesh)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         batch = with_draws(batch, config, state.step)
@@ -216,12 +234,12 @@ def make_update(
     def update(state: TrainState, found: Gradient) -> tuple[TrainState, StepMetrics]:
         loss, gradients, buffers, routing, future, objective, ctc, extremes = found
         by_module = {"decoder": routing, "mtp": future and future.routing}
-        grad_norm = optax.tree.norm(gradients)
-        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         own, frozen = split(state.params, is_trained)
+        grad_norm = optax.tree.norm(_wide(gradients, own))
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         most = config.train.clip_norm
         norm = grad_norm if on_gpus else None
-        gradients = gradients if on_gpus else clipped(gradients, most)
+        gradients = gradients if on_gpus else clipped(_wide(gradients, own), most)
         own, opt_state = _updated_if(finite, optimizer, gradients, own, state.opt_state, norm, most)
         new_buffers = _balanced(buffers, by_module, bias_rates)
         buffers = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_buffers, state.buffers)
@@ -239,6 +257,11 @@ def make_update(
         return new._replace(reference=state.reference, ema=ema), metrics
 
     return update
+
+
+def _wide(gradients: Tree, params: Tree) -> Tree:
+    """Gradients in the parameters' dtypes."""
+    return jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, params)
 
 
 def _updated_if(
@@ -260,6 +283,7 @@ def _updated_if(
     """
 
     def update(gradients: Tree, params: Tree, opt_state: Tree, *norm: Array) -> tuple[Tree, Tree]:
+        gradients = _wide(gradients, params)
         gradients = clipped(gradients, most, *norm) if norm else gradients
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         return optax.apply_updates(params, updates), opt_state

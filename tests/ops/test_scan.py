@@ -71,7 +71,9 @@ def test_the_kernels_equal_the_scan_in_float64(context: int, chunk: int, tile: i
     def kernels(a: Any, inputs: Any, segments: Segments) -> Any:
         x, dt, b, c = inputs
         low = (v.astype(dtype) for v in (b, c))
-        return ssd_pallas(x.astype(dtype), dt, a, *low, segments, chunk=chunk, tile=tile)
+        y = ssd_pallas(x.astype(dtype), dt, a, *low, segments, chunk=chunk, tile=tile)
+        assert y.dtype == dtype
+        return y.astype(jnp.float32)
 
     def exact(a: Any, inputs: Any, segments: Segments) -> Any:
         x, dt, b, c = inputs

@@ -198,3 +198,39 @@ def test_shapes_alone_are_those_of_what_is_drawn():
     )
     assert drawn == shapes
     assert {path[0] for path in drawn} == {"inner", "after"}
+
+
+@pytest.mark.parametrize("remat", [True, False, "products"])
+def test_a_matrix_is_gathered_in_the_compute_dtype_and_its_gradient_is_summed_in_its_own(remat: Remat):
+    """Bit by bit as if it were gathered and then cast. Each rank sees other activations."""
+    mesh, ranks = MeshConfig(2, 2), P(("data", "context"))
+    specs = {"w": P(None, ("data", "context"), None)}
+    x_ND = jax.random.normal(jax.random.key(1), (8, 8), jnp.bfloat16)
+    found = []
+    for cast in (True, False):
+        module = stack(lambda init: Linear(8, 8, init), init(mesh), 2)
+        module.w.set_metadata(cast=cast)
+        graph, state = nnx.split(module)
+
+        def applied(params: dict, x_ND: jax.Array, graph: Any = graph) -> jax.Array:
+            def body(layer: Linear, x_ND: jax.Array) -> tuple[jax.Array, None]:
+                return jnp.tanh(layer(x_ND)), None
+
+            x_ND, _ = scan_stack(nnx.merge(graph, params), body, x_ND, remat=remat)
+            return x_ND.astype(jnp.float32).sum(keepdims=True)[0]
+
+        run = jax.shard_map(
+            jax.value_and_grad(lambda *given, applied=applied: applied(*given).sum()),
+            mesh=make_mesh(mesh),
+            in_specs=(specs, ranks),
+            out_specs=(P(), specs),
+            check_vma=False,
+        )
+        given = nnx.to_pure_dict(state), x_ND
+        found.append(jax.jit(run)(*given))
+        program = jax.jit(run).lower(*given).as_text().splitlines()
+        gathers = [line for line in program if "stablehlo.all_gather" in line]
+        assert len(gathers) == 2, "once for each pass"
+        assert all(("xbf16>" in line.split("->")[-1]) == cast for line in gathers)
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert found[0][1]["w"].dtype == jnp.float32

@@ -12,7 +12,7 @@ from jaxthd.planning.kernel_costs import Cost, Costs, Device
 from jaxthd.planning.step_costs import StepCosts, by, part_of, place_of, step_costs
 from jaxthd.planning.thunks import recorded
 
-DEVICE = Device("a device", {"bf16": 1e12, "": 1e11}, 1e10, 4, 64, 1e-6, 4e-6, 8e-6, 3e-6, 2e-5)
+DEVICE = Device("a device", {"bf16": 1e12, "": 1e11}, 1e12, 1e10, 1e8, 4, 64, 1e-6, 4e-6, 8e-6, 3e-6, 2e-5)
 
 
 def of_function(function: Any, *arguments: Any, often: float | None = None) -> tuple[Program, StepCosts]:
@@ -110,7 +110,8 @@ COSTS = {
     # The slice is read and replaced; so are its place in the array and what is added.
     "update.1": Cost(0, 32 + 32 + 32 + 4, 100 / 1e10),
     "fused.1": Cost(2 * 4 * 8 * 32 * 16, 2 * (512 + 2048) + 4 * (1024 + 4), 9232 / 1e10),
-    "gemm": Cost(2 * 8 * 32 * 64, 2 * (512 + 2048 + 256) + 1024, 6656 / 1e10),
+    # The second result is workspace.
+    "gemm": Cost(2 * 8 * 32 * 64, 2 * (512 + 2048 + 256), 5632 / 1e10),
     "copied": Cost(0, 2 * 16, 32 / 1e10),
 }
 
@@ -121,6 +122,65 @@ def test_costs_of_a_kernel(name: str) -> None:
     inside = program.computations[program.entry]
     found = Costs(program, DEVICE).of(inside[name], inside)
     assert found == pytest.approx(COSTS[name])
+
+
+EXCHANGES = """
+HloModule m
+
+ENTRY %main (a: f32[16,8], b: f32[1,8]) -> f32[1,8] {
+  %a = f32[16,8]{1,0} parameter(0)
+  %b = f32[1,8]{1,0} parameter(1)
+  %gathered = f32[2,8]{1,0} all-gather(%b), replica_groups={{0,1},{2,3}}, dimensions={0}
+  %summed = f32[1,8]{1,0} all-reduce-start(%b), replica_groups=[2,4]<=[8], to_apply=%update
+  %scattered = f32[8,8]{1,0} reduce-scatter(%a), replica_groups=mesh['data'=2,'tensor'=4] {'data'}, to_apply=%update
+  %sent = f32[1,8]{1,0} collective-permute(%b), source_target_pairs={{0,1}}
+  ROOT %added = f32[1,8]{1,0} add(%b, %b)
+}
+"""  # noqa: E501  XLA's lines
+RECEIVED = {"gathered": 32, "summed": 2 * 0.75 * 32, "scattered": 256, "sent": 32}
+"""Bytes from the other ranks of a group: of two, of four, of two, of one."""
+
+
+def test_exchange_goes_on_beside_the_kernels() -> None:
+    """Other kernels take longer than the exchange, or it takes longer than they do."""
+    program = parse(EXCHANGES)
+    inside = program.computations[program.entry]
+    slow = DEVICE._replace(links=1e6)
+    for name, received in RECEIVED.items():
+        assert Costs(program, slow).of(inside[name], inside) == (0, received, received / 1e6)
+    exchange = sum(RECEIVED.values()) / 1e6
+    costs = step_costs(program, slow, lambda part, name: None)
+    assert (costs.exchange, costs.seconds) == pytest.approx((exchange, exchange))
+    assert costs.in_turn == pytest.approx(exchange + DEVICE.launch)
+    costs = step_costs(program, slow._replace(launch=1.0), lambda part, name: None)
+    assert (costs.seconds, costs.in_turn) == pytest.approx((4.0, 5.0))
+
+
+ELEMENTS = """
+HloModule m
+
+%fused (x: f32[64,32]) -> f32[64] {
+  %x = f32[64,32]{1,0} parameter(0)
+  %e = f32[64,32]{1,0} exponential(%x)
+  %y = f32[64,32]{1,0} multiply(%e, %x)
+  %zero = f32[] constant(0)
+  ROOT %r = f32[64]{0} reduce(%y, %zero), dimensions={1}, to_apply=%add
+}
+
+ENTRY %main (x: f32[64,32]) -> f32[64] {
+  %x = f32[64,32]{1,0} parameter(0)
+  ROOT %fusion = f32[64]{0} fusion(%x), kind=kInput, calls=%fused
+}
+"""
+
+
+def test_operations_on_elements_are_a_bound_too() -> None:
+    """An exponential counts as eight, a sum one for each element that it reads."""
+    program = parse(ELEMENTS)
+    inside = program.computations[program.entry]
+    slow = DEVICE._replace(elements=1.0)
+    assert Costs(program, slow).of(inside["fusion"], inside).seconds == 64 * 32 * (8 + 1 + 1)
+    assert Costs(program, DEVICE).of(inside["fusion"], inside).seconds == (64 * 32 + 64) * 4 / 1e10
 
 
 def test_few_tiles_leave_cores_idle() -> None:

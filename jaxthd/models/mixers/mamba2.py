@@ -21,6 +21,7 @@ from jaxthd.models.mixers.contract import LayerKind, Prefilled, residual_std
 from jaxthd.ops.backend import settled
 from jaxthd.ops.conv import causal_conv, last_inputs
 from jaxthd.ops.head_exchange import head_ranks, own_heads, scan_segments, to_heads, to_tokens
+from jaxthd.ops.norms import gated_rms_norm
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.backends import scan
 from jaxthd.ops.scan.cuts import outputs_and_states
@@ -171,12 +172,18 @@ class Mamba2(nnx.Module):
     # --- after the scan ---
 
     def _scan_outputs(self, y_LhP: Array, x_LhP: Array, x_ND: Array, segments: Segments) -> Array:
-        y_LhP = y_LhP + own_heads(self.d[...].astype(y_LhP.dtype), segments)[:, None] * x_LhP
-        return self._finish(to_tokens(y_LhP, segments, x_ND.dtype), x_ND)
+        """The sum is in promote(float32, x) and then in x's dtype, in which it goes through memory."""
+        acc = accumulation_dtype(x_ND)
+        y_LhP = y_LhP.astype(acc) + own_heads(self.d[...].astype(acc), segments)[:, None] * x_LhP
+        return self._finish(to_tokens(y_LhP.astype(x_ND.dtype), segments, x_ND.dtype), x_ND)
 
     def _finish(self, y_NHP: Array, x_ND: Array) -> Array:
-        gated_NI = y_NHP.reshape(len(x_ND), -1) * jax.nn.silu(self.z(x_ND).astype(y_NHP.dtype))
-        return self.out(self.norm(gated_NI).astype(x_ND.dtype))
+        y_NI, z_NI, norm = y_NHP.reshape(len(x_ND), -1), self.z(x_ND), self.norm
+        if norm.ranks_of_group == 1:
+            return self.out(gated_rms_norm(norm.groups, norm.eps, y_NI, z_NI, norm.weight[...]))
+        acc = accumulation_dtype(x_ND)
+        gated_NI = y_NI.astype(acc) * jax.nn.silu(z_NI.astype(acc))
+        return self.out(norm(gated_NI).astype(x_ND.dtype))
 
 
 COST_CHUNK = 128

@@ -41,6 +41,7 @@ class MoE(nnx.Module):
         owners = expert_sharding(llm.experts, init.mesh) if compute.expert_parallel else None
         columns = over_tensor(llm.expert_dim)
         self.router = Linear(llm.dim, llm.experts, init, bias=llm.router_bias)
+        self.router.w.set_metadata(cast=False)
         is_sigmoid = llm.router == "sigmoid"
         self.correction_bias = init.buffer(jnp.zeros(llm.experts)) if is_sigmoid else None
         inward = (llm.experts, width, llm.expert_dim), (owners, None, columns)

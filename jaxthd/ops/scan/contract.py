@@ -37,7 +37,7 @@ class ScanShape:
 
 Scan = Callable[..., Array]
 """(x [N, H, P], dt [N, H], a [H], B [N, G, S], C [N, G, S], segments, *, chunk) -> y [N, H, P] in
-promote(float32, x's dtype), as ops/scan/ssd.py defines it."""
+x's dtype or promote(float32, x's dtype), as ops/scan/ssd.py defines it."""
 
 
 class ScanBackend(NamedTuple):

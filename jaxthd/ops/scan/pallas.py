@@ -101,7 +101,7 @@ def ssd_pallas(
     tile: int = TILE,
 ) -> Float[Array, "N H P"]:
     """As ops.scan.ssd.ssd, for x in float32 or bfloat16, and chunk, P and S powers of two of 16 or more.
-    Float32.
+    y is in x's dtype.
 
     On a CPU the kernels are interpreted. Raises ValueError for other dtypes and sizes.
     """

@@ -140,7 +140,7 @@ def outputs_kernel(
     *refs: Ref,
     q: int,
 ) -> None:
-    """Writes a tile's outputs [q, P] of one head, float32."""
+    """Writes a tile's outputs [q, P] of one head."""
     *carried, y_ref = refs
     i = pl.program_id(0)
     rows = pl.ds(i * q, q)
@@ -157,7 +157,7 @@ def outputs_kernel(
     y = jax.lax.fori_loop(0, i, earlier, y)
     decay = _tile_decays(la_ref[rows], first, i * q) * dt_ref[rows][None, :]
     scores = _dot(c, b_ref[rows, :], ROWS_BY_ROWS) * decay
-    y_ref[...] = y + _dot(scores.astype(c.dtype), x_ref[rows, :])
+    y_ref[...] = (y + _dot(scores.astype(c.dtype), x_ref[rows, :])).astype(y_ref.dtype)
 
 
 def inputs_grad_kernel(

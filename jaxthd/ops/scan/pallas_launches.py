@@ -164,7 +164,7 @@ def outputs(
     states_CHSP: Array,
     carried: Carried | None,
 ) -> Array:
-    """y [N, H, P] in float32. start: the decay from the scan chunk's start. states: without what `carried`
+    """y [N, H, P] in x's dtype. start: the decay from the scan chunk's start. states: without what `carried`
     adds."""
     block = _Head(sizes, x_NHP, b_NGS)
     inputs = [
@@ -176,7 +176,9 @@ def outputs(
         *block.state(states_CHSP, carried),
     ]
     kernel = partial(kernels.outputs_kernel, q=sizes.tile)
-    return _launch("outputs", kernel, block.grid, inputs, [(_float32(*x_NHP.shape), block.tile)])[0]
+    return _launch(
+        "outputs", kernel, block.grid, inputs, [(jax.ShapeDtypeStruct(x_NHP.shape, x_NHP.dtype), block.tile)]
+    )[0]
 
 
 def inputs_grad(
