@@ -245,6 +245,37 @@ def test_a_run_on_a_ladder_resumes_bit_identically_and_learns_as_without(
     train(replace(config, data=replace(config.data, rungs=())), parts)  # another ladder is the same run
 
 
+@pytest.mark.exhaustive
+def test_a_run_on_a_ladder_chooses_whole_documents_and_goes_on_under_another_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    texts = [" ".join(["word"] * int(n)) for n in np.random.default_rng(0).integers(1, 10, 300)]
+    said = [[("user", "a"), ("assistant", text)] for text in texts]
+    lines = [{"messages": [{"role": role, "content": x} for role, x in turns]} for turns in said]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    small = tiny(tmp_path / "text.jsonl")
+    data = replace(small.data, validation_manifest="", rows=2, capacity=256, audio_capacity=0, workers=0)
+    config = replace(
+        small,
+        data=replace(data, tokenizer="bytes", rungs=((208, 8, 0), (232, 8, 0))),
+        model=replace(small.model, encoder=None, llm=replace(small.model.llm, mtp_pattern="")),
+        compute=replace(small.compute, context_layout="auto"),
+        train=replace(small.train, steps=8, microbatches=1, max_new_tokens=0),
+    )
+    with monkeypatch.context() as patch:
+        cut(patch, 6, kill)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, tmp_path)
+    assert "context layout: whole" in capsys.readouterr().out
+    buffers = replace(config.compute, context_layout="buffer")
+    train(replace(config, compute=buffers), tmp_path)
+    lines = [x for x in read_metrics(tmp_path) if x["step"]]
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert len({line["rung"] for line in lines}) > 1, "the test is too easy"
+    losses = [line["loss"] for line in lines]
+    assert losses[-1] < losses[4] < losses[0] - 1
+
+
 def test_a_signal_saves_and_ends_the_run_which_then_continues(
     manifest: Path,
     uninterrupted: Path,
