@@ -148,6 +148,21 @@ class Cotangents(NamedTuple):
         return cls(filled(dout, size), *(filled(x.T, size, 1) for x in (finite_NH, product_NH)))
 
 
+class _Backward(NamedTuple):
+    """What both backward kernels are given: arrays filled up to whole tiles. dtype: of the gradients, but for
+    that of the bias."""
+
+    q: Float[Array, "N H D"]
+    k: Float[Array, "S K D"]
+    v: Float[Array, "S K V"]
+    cotangents: Cotangents
+    bias: Float[Array, "N H W"] | None
+    tiled: Tiled
+    tiles: Tiles
+    scale: float
+    dtype: Any
+
+
 def backward(
     q_NHD: Float[Array, "N H D"],
     k_SKD: Float[Array, "S K D"],
@@ -165,36 +180,34 @@ def backward(
     promote(float32, q's dtype)."""
     n, _, dim = q_NHD.shape
     tiles, dtype = tiles_for(BACKWARD, n, dim), dtype or accumulation_dtype(q_NHD)
-    given = Cotangents.of(out_NHV, lse_NH, dout_NHV.astype(q_NHD.dtype), tiles.queries)
-    q = filled(q_NHD, tiles.queries)
     k, v = (filled(x, tiles.keys) for x in (k_SKD, v_SKV))
-    tiled = Tiled.of(lo_N, hi_N, len(k), tiles)
-    bias = None if bias_NHW is None else filled(bias_NHW, tiles.queries)
-    dq, *dbias = _query_gradients(q, k, v, given, tiled, tiles, scale, bias, dtype)
-    dk, dv = _key_gradients(q, k, v, given, tiled, tiles, scale, bias, dtype)
+    given = _Backward(
+        q=filled(q_NHD, tiles.queries),
+        k=k,
+        v=v,
+        cotangents=Cotangents.of(out_NHV, lse_NH, dout_NHV.astype(q_NHD.dtype), tiles.queries),
+        bias=None if bias_NHW is None else filled(bias_NHW, tiles.queries),
+        tiled=Tiled.of(lo_N, hi_N, len(k), tiles),
+        tiles=tiles,
+        scale=scale,
+        dtype=dtype,
+    )
+    dq, *dbias = _query_gradients(given)
+    dk, dv = _key_gradients(given)
     return dq[:n], dk[: len(k_SKD)], dv[: len(v_SKV)], *(x[:n] for x in dbias)
 
 
-def _query_gradients(
-    q: Array,
-    k: Array,
-    v: Array,
-    given: Cotangents,
-    tiled: Tiled,
-    tiles: Tiles,
-    scale: float,
-    bias: Array | None,
-    dtype: Any,
-) -> tuple[Array, ...]:
+def _query_gradients(given: _Backward) -> tuple[Array, ...]:
+    q, k, v, cotangents, bias, tiled, tiles, scale, dtype = given
     _, heads, dim = q.shape
     block = _QueryTile(tiles, heads // k.shape[1])
     inputs = [
         (q, block.rows(dim)),
         (k, block.keys(k)),
         (v, block.keys(v)),
-        (given.dout, block.rows(v.shape[2])),
-        (given.lse, block.of_head),
-        (given.product, block.of_head),
+        (cotangents.dout, block.rows(v.shape[2])),
+        (cotangents.lse, block.of_head),
+        (cotangents.product, block.of_head),
         (tiled.lo, block.vector),
         (tiled.hi, block.vector),
         (tiled.of_queries, block.range),
@@ -208,17 +221,8 @@ def _query_gradients(
     return launch(kernel, (len(tiled.of_queries), heads), inputs, outputs, warps=tiles.warps, stages=STAGES)
 
 
-def _key_gradients(
-    q: Array,
-    k: Array,
-    v: Array,
-    given: Cotangents,
-    tiled: Tiled,
-    tiles: Tiles,
-    scale: float,
-    bias: Array | None,
-    dtype: Any,
-) -> tuple[Array, ...]:
+def _key_gradients(given: _Backward) -> tuple[Array, ...]:
+    q, k, v, cotangents, bias, tiled, tiles, scale, dtype = given
     n, kv_heads = len(q), k.shape[1]
     groups = q.shape[1] // kv_heads
 
@@ -234,9 +238,9 @@ def _key_gradients(
         (q, of_heads(q)),
         (k, tile(k)),
         (v, tile(v)),
-        (given.dout, of_heads(given.dout)),
-        (given.lse, of_head),
-        (given.product, of_head),
+        (cotangents.dout, of_heads(cotangents.dout)),
+        (cotangents.lse, of_head),
+        (cotangents.product, of_head),
         (tiled.lo, vector),
         (tiled.hi, vector),
         (tiled.of_keys, pl.BlockSpec((None, 2), lambda t, h: (t, 0))),
