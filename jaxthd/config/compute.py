@@ -71,7 +71,8 @@ class ComputeConfig:
     other. "rounds": all experts in one product, each with its share of the tokens and a quarter more, as
     often as the most loaded expert needs. "auto": rounds on GPUs, blocks elsewhere."""
     remat_encoder: bool = True
-    """Recompute the encoder's blocks in the backward pass instead of keeping their activations."""
+    """Recompute the encoder's blocks and its subsampling in the backward pass instead of keeping their
+    activations. Those of the subsampling are as large as many blocks'."""
     remat_llm: bool = True
     """Recompute the decoder's blocks in the same way."""
     remat_stage: Literal["auto", "stage", "blocks", "nothing"] = "auto"

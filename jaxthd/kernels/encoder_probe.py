@@ -25,7 +25,8 @@ CLIPS = (1, 150, 64, 97)
 """Lengths of the probe's clips, besides one of the longest; those that are longer are left out."""
 LEAST = 256
 """Frames of all clips, which are repeated where they have fewer: several tiles of any kernel."""
-PADDING = 20
+PADDING = 150
+"""Queries before and after the clips that see nothing, as beside a window: more than any tile has."""
 
 
 def error_bound(dtype: str) -> float:
@@ -46,7 +47,7 @@ def probe_errors(shape: RelativeShape) -> dict[str, float]:
     once = np.array([*(n for n in CLIPS if n < shape.longest), shape.longest])
     lengths = np.tile(once, -(-LEAST // once.sum()))
     ends = np.cumsum(lengths)
-    lo_N, hi_N = (np.pad(np.repeat(x, lengths), (0, PADDING)) for x in (ends - lengths, ends))
+    lo_N, hi_N = (np.pad(PADDING + np.repeat(x, lengths), PADDING) for x in (ends - lengths, ends))
     frames, rng = len(lo_N), np.random.default_rng(0)
     of_frames = frames, shape.heads, shape.head_dim
     of_distances = len(distances(shape.longest)), shape.heads, shape.head_dim

@@ -135,7 +135,8 @@ class Linear(nnx.Module):
     sharded_in: x and w hold this rank's input features; the caller sums the ranks' results, of which one has
         the bias.
     sharded_out: the result holds this rank's output features.
-    projects: False for taps of a convolution (Init.matrix).
+    projects: False for taps of a convolution. If it is True, x has the compute dtype, and w is used once in a
+        step (Init.matrix).
     """
 
     def __init__(

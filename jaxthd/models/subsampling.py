@@ -61,6 +61,11 @@ class SeparableConv(nnx.Module):
         return self.pointwise(y_nbC.reshape(-1, y_nbC.shape[-1])).reshape(y_nbC.shape)
 
 
+def piece_frames(frames: int, about: int) -> int:
+    """Encoder frames of a piece, of a buffer with so many: alike, and at most an eighth more than `about`."""
+    return -(-frames // max(1, -(-8 * frames // (9 * about))))
+
+
 class Subsampling(nnx.Module):
     """Three 3x3 convolutions of stride 2 over (frames, bands), each with ReLU; then a linear layer: A -> E.
 
@@ -69,9 +74,9 @@ class Subsampling(nnx.Module):
     after a clip's valid ones are also set to 0 at every level. So each clip sees the zero padding that it
     would have alone.
 
-    Encoder frame e reads only mel frames 8e - 7 to 8e + 7. So the buffer is divided into pieces of PIECE
-    encoder frames, or more, each with the 8 mel frames before it. The pieces are computed one after the
-    other, and recomputed in the backward pass. (Without compute.remat_encoder they are kept; one piece that
+    Encoder frame e reads only mel frames 8e - 7 to 8e + 7. So the buffer is divided into pieces of about
+    PIECE encoder frames, or more, each with the 8 mel frames before it. The pieces are computed one after the
+    other, and recomputed in the backward pass. (Without compute.remat_encoder all are kept; one piece that
     holds the whole buffer then is not copied.) Activations exist for one piece at a time (those of the first
     convolution alone have 64 times the size of the mels, at 256 channels). With 16,000 frames, 80 mels and 64
     channels on a CPU, they take 27 MB instead of 400 MB, in two thirds of the time.
@@ -95,7 +100,8 @@ class Subsampling(nnx.Module):
         self, mels_AM: Float[Array, "A M"], mask_A: Bool[Array, " A"], start_E: Bool[Array, " E"]
     ) -> Float[Array, "E D"]:
         """start_E: True on the first frame of a clip. Frames that mask_A excludes may hold any values."""
-        frames, per_piece = len(start_E), self.piece
+        frames = len(start_E)
+        per_piece = piece_frames(frames, self.piece)
         whole: Any = jax.checkpoint(self._piece) if self.remat else self._piece
         if frames <= per_piece:
             y_ED: Array = whole(mels_AM, mask_A, start_E)

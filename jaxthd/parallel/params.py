@@ -168,6 +168,9 @@ class Init:
     def matrix(self, value: jax.Array, dims: Dims = (), *, projects: bool = False) -> nnx.Param:
         """A weight matrix. projects: the model multiplies activations by it, [.., inputs, outputs], with one
         matrix for each index of the leading dims. Tables and the taps of convolutions do not.
+
+        A matrix that projects is cast to the compute dtype before it is gathered, and its gradient may come
+        in that dtype. If it is used in another dtype, or more than once, call set_metadata(cast=False) on it.
         """
         return self._make(nnx.Param, value, dims, True, projects)
 

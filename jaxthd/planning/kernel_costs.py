@@ -120,7 +120,6 @@ _MOVES = (
     "pad",
     "concatenate",
     "reverse",
-    "fusion",
     "dot",
     "custom-call",
 )
@@ -266,8 +265,11 @@ def _ranks(x: Instruction) -> int:
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", x.rest):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
         return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", found[2]))
-    found = re.search(r"replica_groups=\{\{([\d,]*)\}", x.rest)
-    return found[1].count(",") + 1 if found else 1
+    if found := re.search(r"replica_groups=\{\{([\d,]*)\}", x.rest):
+        return found[1].count(",") + 1
+    if "replica_groups" not in x.rest:  # a permutation
+        return 1
+    raise ValueError(f"{x.name} has groups of devices of an unknown form: {x.rest}")
 
 
 def _size(shapes: Iterable[Shape]) -> float:

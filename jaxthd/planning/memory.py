@@ -11,7 +11,7 @@ from jaxthd.models.ctc import FRAME_BLOCK
 from jaxthd.models.encoder_attention import DENSE_FRAMES
 from jaxthd.models.hybrid import repeated_units
 from jaxthd.models.mixers import LAYER_KINDS
-from jaxthd.models.subsampling import PIECE
+from jaxthd.models.subsampling import PIECE, piece_frames
 from jaxthd.ops.attention.relative import width
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 from jaxthd.parallel.mesh import PIPELINE, TENSOR, ranks_of
@@ -302,7 +302,7 @@ def _block_weights(sizes: Sizes) -> Number:
 def _subsampling(sizes: Sizes, encoder: EncoderConfig) -> Number:
     compute = sizes.config.compute
     piece = compute.subsampling_frames or PIECE
-    held = min(piece, sizes.frames) if compute.remat_encoder else sizes.frames
+    held = piece_frames(sizes.frames, piece) if compute.remat_encoder else sizes.frames
     outputs = (held + 1) * 2 * encoder.num_mels
     # The first convolution: nine inputs for each output, and the outputs. The others have 1/4 and 1/16.
     return outputs * sizes.a * (9 + encoder.subsampling_channels * (2 + 12 * (1 / 4 + 1 / 16)))

@@ -165,7 +165,8 @@ def _mixer(
         case "*" | "W" | "L":
             kv = sizes.tokens * sizes.keys_and_values(letter) * exchanges_any
             if is_ring:
-                backward = sizes.w + sizes.a * (_sent_again(sizes.mesh.context) if passes.remat else 1)
+                again = _sent_again(sizes.mesh.context, in_pairs=not uniform_program) if passes.remat else 1
+                backward = sizes.w + sizes.a * again
                 received.gather((CONTEXT,), kv * (forward * sizes.a + backward), times)
             else:
                 received.gather((CONTEXT,), kv * sizes.a, times * (forward + 1))
@@ -196,10 +197,11 @@ def _mixer(
             received.sum((DATA, CONTEXT), (llm.experts + 1) * sizes.w, times * forward)
 
 
-def _sent_again(context: int) -> float:
+def _sent_again(context: int, *, in_pairs: bool) -> float:
     """The share of a ring's sends that the backward pass repeats after a forward pass that is part of it.
-    The compiler merges the others: those outside the loop of ops/attention/exchange.py."""
-    return (context - 2) / (context - 1) if context > 3 else 0.0
+    The compiler merges the others: those outside the loop of ops/attention/exchange.py, which a ring has from
+    4 ranks on, and one in pairs from 6."""
+    return (context - 2) / (context - 1) if context > (5 if in_pairs else 3) else 0.0
 
 
 def _shared_prompts(sizes: Sizes, received: _Received, times: Number) -> None:

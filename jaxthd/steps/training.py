@@ -89,14 +89,14 @@ class Gradient(NamedTuple):
 
 
 def loss_and_gradient(
-    blueprint: Blueprint, mesh: Mesh, *, counted: bool = False, narrow: bool = False
+    blueprint: Blueprint, mesh: Mesh, *, counted: bool = False, in_compute_dtype: bool = False
 ) -> Callable[..., Gradient]:
     """(params, buffers, batch) -> Gradient, each on its sharding. Frozen parameters are constants.
 
     counted: the function takes the counts of all batches of an update as a fourth argument, and returns this
     batch's share of its Gradient (steps/accumulation.py).
-    narrow: gradients of matrices that are used in the compute dtype alone come in it, in which they were
-    computed, if they are a sum of nothing more: on one device, of one microbatch.
+    in_compute_dtype: gradients of matrices that are used in the compute dtype alone come in it, in which they
+    were computed, if they are a sum of nothing more: on one device, of one microbatch.
 
     Every rank divides its rows into train.microbatches equal parts and adds up their gradients, on a pipeline
     by its schedule. Loss and gradients do not depend on the number of microbatches, up to rounding, but for
@@ -113,7 +113,7 @@ def loss_and_gradient(
         batch_statistics = not keeps_statistics(blueprint.trained) and not is_policy
         forward = Forward(blueprint, params, buffers, counts, batch_statistics=batch_statistics)
         own, _ = split(params, blueprint.trained)
-        own = _narrowed(own, blueprint) if narrow else own
+        own = _matrices_cast(own, blueprint) if in_compute_dtype else own
 
         def extra_share(routing: Routing | None) -> Array:
             if routing is None or not config.train.aux_loss:
@@ -138,7 +138,7 @@ def loss_and_gradient(
     return on_ranks(rank, mesh, in_specs, gradient_specs(blueprint))
 
 
-def _narrowed(params: Tree, blueprint: Blueprint) -> Tree:
+def _matrices_cast(params: Tree, blueprint: Blueprint) -> Tree:
     """The trained parameters, the matrices of cast_mask in the compute dtype: as loss_and_gradient has it."""
     config = blueprint.config
     if config.mesh.devices > 1 or blueprint.schedule.microbatches > 1 or config.depths_trained:
@@ -195,7 +195,7 @@ def make_train_step(
     optimizer and statistics stay as they were. Frozen parameters always do.
     """
     config = blueprint.config
-    gradient = loss_and_gradient(blueprint, mesh, narrow=True)
+    gradient = loss_and_gradient(blueprint, mesh, in_compute_dtype=True)
     update = make_update(blueprint, mesh)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:

@@ -124,10 +124,10 @@ def _groups_on_a_rank(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding(
             f'a context rank holds {share} token slots with compute.context_layout "whole", and '
             f"rollout.group_size {rollout.group_size} answers of rollout.max_new_tokens "
-            f"{rollout.max_new_tokens} take {most}",
-            "room for a group on one rank; longer groups are skipped",
-            f"set data.capacity to {-(-most // 2) * 2 * ranks} or more, lower rollout.group_size, or set "
-            "compute.context_layout to buffer",
+            f"{rollout.max_new_tokens} take {most} beside their prompt",
+            "room for a prompt and its group on one rank; longer groups are skipped",
+            f"set data.capacity to more than {most * ranks}, by {ranks} times the longest prompt, lower "
+            "rollout.group_size, or set compute.context_layout to buffer",
             is_warning=True,
         )
 

@@ -57,8 +57,9 @@ def dense_documents(lengths, round_to, q, k, v, dout):
 
 
 MESHES = [(1, "ring", "buffer"), *product((2, 4), ("ring", "all_gather"), ("buffer", "document"))]
-PAIRS = [(4, "pairs", "buffer"), (2, "pairs", "document"), (4, "pairs", "document"), (8, "pairs", "buffer")]
-"""Rings in a program that not all ranks run at the same time."""
+PAIRS = [(4, "pairs", "buffer"), (2, "pairs", "document"), (4, "pairs", "document"), (6, "pairs", "buffer")]
+"""Rings in a program that not all ranks run at the same time; from 6 ranks on they are a loop."""
+ODD = [(3, "ring", "buffer"), (3, "all_gather", "buffer")]
 TYPICAL_IN_FLOAT32 = [(1, "ring", "buffer"), (4, "ring", "buffer"), (2, "all_gather", "document")]
 
 
@@ -66,7 +67,7 @@ TYPICAL_IN_FLOAT32 = [(1, "ring", "buffer"), (4, "ring", "buffer"), (2, "all_gat
     ("context", "exchange", "layout", "dtype"),
     [
         *((*mesh, np.float64) for mesh in [*MESHES, PAIRS[0]]),
-        *(pytest.param(*mesh, np.float64, marks=pytest.mark.exhaustive) for mesh in PAIRS[1:]),
+        *(pytest.param(*mesh, np.float64, marks=pytest.mark.exhaustive) for mesh in [*PAIRS[1:], *ODD]),
         *((*mesh, np.float32) for mesh in TYPICAL_IN_FLOAT32),
         *(
             pytest.param(*mesh, np.float32, marks=pytest.mark.exhaustive)

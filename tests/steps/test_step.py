@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxthd.config import (
+    AdaptConfig,
     ComputeConfig,
     Config,
     EncoderConfig,
@@ -23,6 +24,8 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.packing.batch import Batch
+from jaxthd.packing.document import Document
+from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.parallel.params import Buffer, weight_decay_mask
@@ -122,6 +125,36 @@ def test_bfloat16_is_near_float32_and_everything_is_finite():
 
 def _flat(tree: Any) -> np.ndarray:
     return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+
+
+def test_gradients_in_the_compute_dtype_are_those_in_float32_rounded_once():
+    """Of the matrices that are cast; all others are the same to the bit. The router, gates and LoRA's
+    matrices are used in float32."""
+    llm = replace(MODEL.llm, pattern="ME*-", q_heads=2, attention_gate=True, shared_expert_dim=16)
+    config = Config(
+        model=ModelConfig(encoder=None, llm=llm),
+        compute=ComputeConfig(dtype="bfloat16"),
+        adapt=AdaptConfig(lora_rank=2, lora_targets=("*.q", "*.up"), unfreeze=("*",)),
+    )
+    blueprint, mesh = Blueprint(config), make_mesh(MeshConfig())
+    state = filled_state(blueprint, mesh)
+    rng = np.random.default_rng(0)
+    sizes: dict[str, Any] = {"audio_capacity": 0, "num_mels": 16, "max_documents": 8}
+    documents = [
+        Document.splice(str(n), rng.integers(4, 260, n).tolist(), [True] * n, [], 3) for n in (5, 20, 11, 1)
+    ]
+    batch = put_batch(pack_row(documents, capacity=64, **sizes)[0], mesh)
+    own, wide = (
+        jax.device_get(
+            jax.jit(loss_and_gradient(blueprint, mesh, in_compute_dtype=cast))(
+                state.params, state.buffers, batch
+            ).gradients
+        )
+        for cast in (True, False)
+    )
+    assert {x.dtype.name for x in jax.tree.leaves(own)} == {"bfloat16", "float32"}
+    assert {x.dtype.name for x in jax.tree.leaves(wide)} == {"float32"}
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(a.dtype)), own, wide)
 
 
 def test_gradients_of_a_frequent_token_are_summed_in_float32():
