@@ -26,7 +26,8 @@ from jaxthd.ops.norms import layer_norm
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 from jaxthd.packing.segments import Segments
-from jaxthd.parallel.params import Buffer, Init, applied, remat_of, scan_stack, stack
+from jaxthd.parallel.params import Buffer, Init, applied, scan_stack, stack
+from jaxthd.parallel.remat import remat_of
 
 _EPS = 1e-5
 _MOMENTUM = 0.1

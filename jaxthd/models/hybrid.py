@@ -25,7 +25,8 @@ from jaxthd.models.mixers import Prefilled, RoutedMixer, Routing, layer_kind
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.mesh import PIPELINE
-from jaxthd.parallel.params import Init, Remat, gathered_state, remat_of, rematerialized, stack
+from jaxthd.parallel.params import Init, gathered_state, stack
+from jaxthd.parallel.remat import Remat, remat_of, rematerialized
 from jaxthd.parallel.stages import Stages
 from jaxthd.parallel.tensor import Residual
 

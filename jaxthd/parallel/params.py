@@ -15,7 +15,7 @@ grow with the number of repeats.
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +25,12 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxthd.config import ComputeConfig, MeshConfig
-from jaxthd.ops.kept import KEPT
 from jaxthd.parallel.mesh import AXES, CONTEXT, DATA, PIPELINE, TENSOR, ranks_of
+from jaxthd.parallel.remat import Remat, all_but_gathered, rematerialized
 
 M = TypeVar("M", bound=nnx.Module)
 V = TypeVar("V", bound=nnx.Variable)
 Carry = TypeVar("Carry")
-
-Remat = bool | Literal["layers", "products"]
-"""What is recomputed in the backward pass: nothing; everything of a unit of layers; or everything of a layer,
-but for results of matrix products if "products"."""
 
 DECODER_FSDP = (DATA, CONTEXT)
 """The decoder's FSDP axes: their ranks all use whole layers. The other two axes divide the layers."""
@@ -277,7 +273,7 @@ def applied(module: Any, *args: Any, keeps_gathered: bool) -> Any:
     def apply(state: Any, *args: Any) -> Any:
         return nnx.merge(graph, gathered_state(state, args[0].dtype))(*args)
 
-    return (apply if keeps_gathered else jax.checkpoint(apply, policy=_all_but_gathered))(state, *args)
+    return (apply if keeps_gathered else jax.checkpoint(apply, policy=all_but_gathered))(state, *args)
 
 
 def gathered_state(state: Any, dtype: Any = None) -> Any:
@@ -371,76 +367,6 @@ def scan_stack(
         return body(nnx.merge(graphdef, gathered_state(layer, dtype)), carry)
 
     return jax.lax.scan(rematerialized(step, remat, state), carry, state, unroll=unroll)
-
-
-def remat_of(compute: ComputeConfig, recomputes: bool) -> Remat:
-    """recomputes: compute.remat_llm or compute.remat_encoder."""
-    if not recomputes or compute.remat_keep == "nothing":
-        return recomputes
-    return compute.remat_keep
-
-
-_products = jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names(KEPT),
-)
-
-
-def rematerialized(
-    step: Callable[..., Any], remat: Remat, state: Any, *, keeps_views: bool = True
-) -> Callable[..., Any]:
-    """`step`, rematerialized as scan_stack says. state: what the scan goes over, variables and others.
-
-    keeps_views: without remat: whether results that only move or cast values are kept too. They take memory:
-    of a weight as of an activation.
-    """
-    if remat == "products":
-        return jax.checkpoint(step, policy=_products)
-    if remat:
-        return jax.checkpoint(step)
-    if not keeps_views:
-        return jax.checkpoint(step, policy=_all_but_views)
-    variables = filter(_is_variable, jax.tree.leaves(state, is_leaf=_is_variable))
-    is_fsdp = any(v.get_metadata("fsdp")[1] for v in variables)
-    return jax.checkpoint(step, policy=_all_but_gathered) if is_fsdp else step
-
-
-_GATHERS = ("all_gather", "convert_element_type")
-
-
-def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Whether a result is kept for the backward pass. (Gathered weights may be cast before or after.)"""
-    return primitive.name not in _GATHERS and not _only_gathers(params)
-
-
-def _only_gathers(params: dict[str, Any]) -> bool:
-    """Whether the operation with these parameters is a call of _gathered_as."""
-    called = params.get("call_jaxpr")
-    return called is not None and all(x.primitive.name in _GATHERS for x in called.eqns)
-
-
-_VIEWS = frozenset(
-    (
-        "all_gather",
-        "broadcast_in_dim",
-        "concatenate",
-        "convert_element_type",
-        "copy",
-        "dynamic_slice",
-        "expand_dims",
-        "iota",
-        "pad",
-        "reshape",
-        "slice",
-        "split",
-        "squeeze",
-        "transpose",
-    )
-)
-
-
-def _all_but_views(primitive: Any, *_: Any, **params: Any) -> bool:
-    return primitive.name not in _VIEWS and not _only_gathers(params)
 
 
 def weight_decay_mask(state: Any) -> Any:

@@ -4,6 +4,7 @@ Legend: N tokens of a microbatch on a rank, n those of its residual stream, D mo
 activation, w bytes of a number that is accumulated (float32, or float64).
 """
 
+import math
 from dataclasses import dataclass, field
 
 from jaxthd.config import Config, EncoderConfig
@@ -302,7 +303,7 @@ def _block_weights(sizes: Sizes) -> Number:
 def _subsampling(sizes: Sizes, encoder: EncoderConfig) -> Number:
     compute = sizes.config.compute
     piece = compute.subsampling_frames or PIECE
-    held = piece_frames(sizes.frames, piece) if compute.remat_encoder else sizes.frames
+    held = piece_frames(math.ceil(sizes.frames), piece) if compute.remat_encoder else sizes.frames
     outputs = (held + 1) * 2 * encoder.num_mels
     # The first convolution: nine inputs for each output, and the outputs. The others have 1/4 and 1/16.
     return outputs * sizes.a * (9 + encoder.subsampling_channels * (2 + 12 * (1 / 4 + 1 / 16)))

@@ -40,6 +40,7 @@ OTHER = "other"
 _NOT_OF_A_PLACE = (
     "models/layers.py",
     "parallel/params.py",
+    "parallel/remat.py",
     "flax/",
     "jax/_src/",
     "optax/",

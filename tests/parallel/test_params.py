@@ -14,7 +14,6 @@ from jaxthd.models.layers import Linear
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.params import (
     Init,
-    Remat,
     ShardedDim,
     gathered,
     over_tensor,
@@ -23,6 +22,7 @@ from jaxthd.parallel.params import (
     scan_stack,
     stack,
 )
+from jaxthd.parallel.remat import Remat
 
 P = PartitionSpec
 

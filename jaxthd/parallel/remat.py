@@ -1,0 +1,84 @@
+"""What the backward pass computes again: everything of a step, what is cheap, or gathered weights alone."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+from flax import nnx
+
+from jaxthd.config import ComputeConfig
+from jaxthd.ops.kept import KEPT
+
+Remat = bool | Literal["layers", "products"]
+"""What is recomputed in the backward pass: nothing; everything of a unit of layers; or everything of a layer,
+but for results of matrix products if "products"."""
+
+
+def remat_of(compute: ComputeConfig, recomputes: bool) -> Remat:
+    """recomputes: compute.remat_llm or compute.remat_encoder."""
+    if not recomputes or compute.remat_keep == "nothing":
+        return recomputes
+    return compute.remat_keep
+
+
+_products = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(KEPT),
+)
+
+
+def rematerialized(
+    step: Callable[..., Any], remat: Remat, state: Any, *, keeps_views: bool = True
+) -> Callable[..., Any]:
+    """`step`, rematerialized as scan_stack says. state: what the scan goes over, variables and others.
+
+    keeps_views: without remat: whether results that only move or cast values are kept too. They take memory:
+    of a weight as of an activation.
+    """
+    if remat == "products":
+        return jax.checkpoint(step, policy=_products)
+    if remat:
+        return jax.checkpoint(step)
+    if not keeps_views:
+        return jax.checkpoint(step, policy=_all_but_views)
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    is_fsdp = any(x.get_metadata("fsdp")[1] for x in leaves if isinstance(x, nnx.Variable))
+    return jax.checkpoint(step, policy=all_but_gathered) if is_fsdp else step
+
+
+_GATHERS = ("all_gather", "convert_element_type")
+
+
+def all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Whether a result is kept for the backward pass. (Gathered weights may be cast before or after.)"""
+    return primitive.name not in _GATHERS and not _only_gathers(params)
+
+
+def _only_gathers(params: dict[str, Any]) -> bool:
+    """Whether the operation with these parameters is a call of _gathered_as."""
+    called = params.get("call_jaxpr")
+    return called is not None and all(x.primitive.name in _GATHERS for x in called.eqns)
+
+
+_VIEWS = frozenset(
+    (
+        "all_gather",
+        "broadcast_in_dim",
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "dynamic_slice",
+        "expand_dims",
+        "iota",
+        "pad",
+        "reshape",
+        "slice",
+        "split",
+        "squeeze",
+        "transpose",
+    )
+)
+
+
+def _all_but_views(primitive: Any, *_: Any, **params: Any) -> bool:
+    return primitive.name not in _VIEWS and not _only_gathers(params)
