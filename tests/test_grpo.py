@@ -173,7 +173,8 @@ def test_a_run_continues_on_another_mesh_and_draws_on_a_third(whole: Path, confi
         assert got["loss"] == pytest.approx(want["loss"], rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("wants_text", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("wants_text", [True, False])
 def test_prompts_without_transcripts_are_rewarded_by_their_fields(
     config: Config, tmp_path: Path, wants_text: bool
 ):

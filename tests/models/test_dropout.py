@@ -80,6 +80,7 @@ def gradient(
     return np.asarray(found.loss), from_stages(jax.device_get(found.gradients), blueprint.stages)
 
 
+@pytest.mark.exhaustive
 def test_every_mesh_and_every_packing_draws_the_same():
     """A pipeline whose ranks hold two stages each and share a key and value head; documents elsewhere. Then
     another step.
