@@ -111,7 +111,7 @@ def test_the_mesh_changes_nothing_with_the_blocks_of_deepseek(number: int):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("number", range(1, 5))
+@pytest.mark.parametrize("number", [1, 2, 4])
 def test_stages_that_differ_change_nothing(number: int):
     """Their ring is one of pairs. All layouts, and all that a stage may recompute."""
     row = check(unlike("float64")[number])
