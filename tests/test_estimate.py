@@ -134,8 +134,8 @@ def with_answers(config: Config) -> Config:
 )
 def test_closed_forms_are_near_the_compiled_step(config: Config) -> None:
     """State must be exact and bytes within 2% (the rest is scalars; with multi-token prediction 4%, since the
-    compiler sends its keys and values once less than the closed form says). Temporary memory must be within a third:
-    in the closed form no activation of a unit overwrites another.
+    compiler sends its keys and values once less than the closed form says). Temporary memory must be within a
+    third: in the closed form no activation of a unit overwrites another.
     """
     measured = measure(config)
     state = state_bytes(config)
