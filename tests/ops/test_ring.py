@@ -78,7 +78,8 @@ TYPICAL_IN_FLOAT32 = [(1, "ring", "buffer"), (4, "ring", "buffer"), (2, "all_gat
 )
 def test_packed_equals_each_document_alone(context, exchange, layout, dtype):
     rng = np.random.default_rng(0)
-    capacity, round_to = (CAPACITY, 1) if layout == "buffer" else (2 * CAPACITY, 8)
+    even = CAPACITY + -CAPACITY % (2 * context)
+    capacity, round_to = (even, 1) if layout == "buffer" else (2 * CAPACITY, 8)
     is_uniform, exchange = exchange != "pairs", exchange.replace("pairs", "ring")
     with jax.enable_x64(dtype == np.float64):
         run = on_context(
