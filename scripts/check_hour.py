@@ -26,6 +26,7 @@ import soundfile
 
 from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
 from jaxthd.data.audio.recordings import load_audio
+from jaxthd.files.jsonl import read_lines
 from jaxthd.planning.compiled_step import measure
 from jaxthd.run.startup import simulate_devices
 from jaxthd.terminal.tables import Claim, conclude, show, size_text
@@ -78,7 +79,7 @@ def hour_config(folder: Path, seconds: float, context: int, steps: int = 2) -> C
 
 def write_recordings(manifest: Path, folder: Path, seconds: float) -> None:
     """whole.wav and changed.wav, each with a manifest of its own."""
-    lines = [json.loads(line) for line in manifest.read_text().splitlines()]
+    lines = read_lines(manifest)
     clips = [load_audio(manifest.parent / line["audio_filepath"]) for line in lines]
     samples = np.resize(np.concatenate(clips), round(seconds * RATE))
     start, rest = np.split(samples, [CHANGED * RATE])
@@ -99,12 +100,8 @@ def train(folder: Path, seconds: float) -> Trained:
     subprocess.run(
         [sys.executable, *words], check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
-
-    def lines(name: str) -> list[dict[str, Any]]:
-        path = workdir / name
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    return Trained(lines("metrics.jsonl"), lines("hypotheses.jsonl"), lines("skipped.jsonl"))
+    names = ("metrics.jsonl", "hypotheses.jsonl", "skipped.jsonl")
+    return Trained(*(read_lines(workdir / name) for name in names))
 
 
 def claims_of(trained: Trained, seconds: float) -> list[Claim]:

@@ -562,8 +562,9 @@ def check(config: Config) -> dict[str, Any]:
     llm = replace(config.model.llm, pattern=config.model.llm.letters)
     fills = config.data == FILLED
     error, tensor = worst_of(got, one_device("float64", config.adapt, 0, llm, fills=fills))
-    own = [1e-10] if config.compute.dtype == "float64" else own_errors(config.adapt, llm, fills=fills)
-    allowed = 1e-10 if config.compute.dtype == "float64" else max(1e-5, 2 * max(own))
+    allowed = 1e-10
+    if config.compute.dtype != "float64":
+        allowed = max(1e-5, 2 * max(own_errors(config.adapt, llm, fills=fills)))
     return {
         "mesh": "x".join(map(str, config.mesh.sizes)),
         "stages": "|".join(Blueprint(config).stages.patterns),

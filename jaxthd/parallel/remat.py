@@ -55,7 +55,7 @@ def all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def _only_gathers(params: dict[str, Any]) -> bool:
-    """Whether the operation with these parameters is a call of _gathered_as."""
+    """Whether the operation with these parameters is a call of _gathered_as (parallel/params.py)."""
     called = params.get("call_jaxpr")
     return called is not None and all(x.primitive.name in _GATHERS for x in called.eqns)
 

@@ -235,11 +235,12 @@ def make_update(
         loss, gradients, buffers, routing, future, objective, ctc, extremes = found
         by_module = {"decoder": routing, "mtp": future and future.routing}
         own, frozen = split(state.params, is_trained)
-        grad_norm = optax.tree.norm(_wide(gradients, own))
+        wide = _wide(gradients, own)
+        grad_norm = optax.tree.norm(wide)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         most = config.train.clip_norm
         norm = grad_norm if on_gpus else None
-        gradients = gradients if on_gpus else clipped(_wide(gradients, own), most)
+        gradients = gradients if on_gpus else clipped(wide, most)
         own, opt_state = _updated_if(finite, optimizer, gradients, own, state.opt_state, norm, most)
         new_buffers = _balanced(buffers, by_module, bias_rates)
         buffers = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_buffers, state.buffers)
