@@ -98,7 +98,7 @@ def _blockwise_attention(
 
 
 def _attention_over_ranks(
-    query: _Query, k_EHd: Array, v_EHd: Array, clips: Clips, scale: float, longest: int
+    query: _Query, k_SHd: Array, v_SHd: Array, clips: Clips, scale: float, longest: int
 ) -> Array:
     """For clips that are cut over ranks: with the keys and values of the neighbours' window.
 
@@ -108,7 +108,6 @@ def _attention_over_ranks(
     segments, neighbours, waves_SX = clips.segments, clips.neighbours, clips.waves
     assert neighbours is not None
     assert waves_SX is not None
-    k_SHd, v_SHd = jnp.unstack(neighbours.window(jnp.stack([k_EHd, v_EHd], axis=1)), axis=1)
     rows, keys = segments.rows, neighbours.keys
 
     def by_row(x: Array) -> Array:
@@ -116,7 +115,7 @@ def _attention_over_ranks(
 
     if segments.row_length <= DENSE_FRAMES:
         arrays = map(by_row, (query.content, k_SHd, query.position, waves_SX, v_SHd, segments.ids))
-        return dense_attention(*arrays, neighbours.ids, scale).reshape(v_EHd.shape)
+        return dense_attention(*arrays, neighbours.ids, scale).reshape(query.content.shape)
     if clips.attention != "blocks":
         content, position, lo, hi = map(neighbours.placed, (*query, keys.lo, keys.hi))
         given = content, k_SHd, position, waves_SX, v_SHd, lo, hi
@@ -163,16 +162,20 @@ class RelativeAttention(nnx.Module):
         def own(q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array) -> Array:
             return self._own(q_EHd, k_EHd, v_EHd, w_F2Hd, clips)
 
-        def over_ranks(q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array) -> Array:
+        def over_ranks(
+            neighbours: Neighbours, q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array
+        ) -> Array:
+            k_SHd, v_SHd = jnp.unstack(neighbours.window(jnp.stack([k_EHd, v_EHd], axis=1)), axis=1)
             if clips.attention == "pallas" and clips.segments.row_length > DENSE_FRAMES:
-                return self._kernels_over_ranks(q_EHd, k_EHd, v_EHd, w_F2Hd, clips)
+                return self._kernels_over_ranks(q_EHd, k_SHd, v_SHd, w_F2Hd, neighbours)
             query, scale = self._query(q_EHd, w_F2Hd, clips), 1 / math.sqrt(dim)
-            return _attention_over_ranks(query, k_EHd, v_EHd, clips, scale, self.longest)
+            return _attention_over_ranks(query, k_SHd, v_SHd, clips, scale, self.longest)
 
         if clips.neighbours is None:
             o_EHd = own(*given)
         else:
-            o_EHd = jax.lax.cond(clips.neighbours.is_cut, over_ranks, own, *given)
+            with_window = partial(over_ranks, clips.neighbours)
+            o_EHd = jax.lax.cond(clips.neighbours.is_cut, with_window, own, *given)
         return self.out(o_EHd.reshape(x_ED.shape))
 
     def _own(self, q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array, clips: Clips) -> Array:
@@ -188,12 +191,9 @@ class RelativeAttention(nnx.Module):
         return attend(self._query(q_EHd, w_F2Hd, clips), k_EHd, waves_EX, v_EHd, segments, scale)
 
     def _kernels_over_ranks(
-        self, q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array, clips: Clips
+        self, q_EHd: Array, k_SHd: Array, v_SHd: Array, w_F2Hd: Array, neighbours: Neighbours
     ) -> Array:
         """The kernels have queries in the whole window, of which only this rank's see anything."""
-        neighbours = clips.neighbours
-        assert neighbours is not None
-        k_SHd, v_SHd = jnp.unstack(neighbours.window(jnp.stack([k_EHd, v_EHd], axis=1)), axis=1)
         u_Hd, v_Hd = self._biases(q_EHd.dtype)
         content_SHd, position_SHd = neighbours.placed(q_EHd + u_Hd), neighbours.placed(q_EHd + v_Hd)
         lo_S, hi_S = map(neighbours.placed, neighbours.keys[:2])

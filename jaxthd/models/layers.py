@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from jaxthd.models.dropout import dropped
 from jaxthd.ops.fp8 import fp8_product
-from jaxthd.ops.norms import rms_norm
+from jaxthd.ops.norms import gated_rms_norm, rms_norm
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.parallel.mesh import TENSOR
 from jaxthd.parallel.params import Init, ShardedDim, once, own_part, stack
@@ -45,7 +45,7 @@ class RMSNorm(nnx.Module):
         self.groups, self.ranks_of_group = max(groups // ranks, 1), max(ranks // groups, 1)
 
     def __call__(self, x_ND: Float[Array, "N D"]) -> Float[Array, "N D"]:
-        weight_D = 1 + self.weight[...] if self.zero_centred else self.weight[...]
+        weight_D = self._weight()
         if self.ranks_of_group == 1:
             return rms_norm(self.groups, self.eps, x_ND, weight_D)
         wide_ND = x_ND.astype(accumulation_dtype(x_ND))
@@ -55,9 +55,19 @@ class RMSNorm(nnx.Module):
         wide_ND = wide_ND * jax.lax.rsqrt(mean_tN.mean(0)[:, None] + self.eps)
         return (wide_ND * weight_D).astype(x_ND.dtype)
 
+    def gated(self, y_ND: Float[Array, "N D"], z_ND: Float[Array, "N D"]) -> Float[Array, "N D"]:
+        """The norm of y silu(z), in z's dtype (Dao and Gu, Mamba2, 2024)."""
+        if self.ranks_of_group == 1:
+            return gated_rms_norm(self.groups, self.eps, y_ND, z_ND, self._weight())
+        acc = accumulation_dtype(z_ND)
+        return self(y_ND.astype(acc) * jax.nn.silu(z_ND.astype(acc))).astype(z_ND.dtype)
+
     def of_heads(self, x_NHD: Float[Array, "N H D"]) -> Float[Array, "N H D"]:
         """Each head by itself, all with the same weight."""
         return self(x_NHD.reshape(-1, x_NHD.shape[-1])).reshape(x_NHD.shape)
+
+    def _weight(self) -> Array:
+        return 1 + self.weight[...] if self.zero_centred else self.weight[...]
 
 
 class LoRA(nnx.Module):

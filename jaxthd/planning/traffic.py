@@ -16,7 +16,7 @@ from jaxthd.ops.neighbours import received_frames
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.mesh import AUDIO_AXES, AXES, CONTEXT, DATA, PIPELINE, TENSOR, ranks_of
 from jaxthd.planning.layouts import delta_bytes, mamba_bytes
-from jaxthd.planning.sizes import Number, Sizes
+from jaxthd.planning.sizes import Number, Sizes, Weight
 
 ByAxes = dict[tuple[str, ...], Number]
 """Bytes received, by the mesh axes in which the senders differ from the receiver."""
@@ -77,6 +77,12 @@ class _Received:
         """Adds all-gathers of `part` bytes from each rank, or reduce-scatters of the same size."""
         self.add(axes, (ranks_of(self._mesh, axes) - 1) * part * times)
 
+    def weight(self, weight: Weight, passes: Number, times: Number) -> None:
+        """Adds `times` all-gathers of an FSDP-sharded weight for each of `passes`, and reduce-scatters of its
+        gradient."""
+        self.gather(weight.fsdp, weight.sent, times * passes)
+        self.gather(weight.fsdp, weight.size, times * weight.trained)
+
     def sum(self, axes: tuple[str, ...], size: Number, times: Number) -> None:
         """Adds all-reduces of `size` bytes."""
         g = ranks_of(self._mesh, axes)
@@ -129,8 +135,7 @@ def _layers(
     remat = int(sizes.remat_blocks if module == "decoder" else sizes.config.compute.remat_llm)
     for letter, count in Counter(letters).items():
         for weight in sizes.weights_of(module, "layers", LAYER_KINDS[letter].name):
-            received.gather(weight.fsdp, weight.sent, times * count * (2 + again))
-            received.gather(weight.fsdp, weight.size, times * count * weight.trained)
+            received.weight(weight, 2 + again, times * count)
         is_stage = module == "decoder" and sizes.is_pipelined
         passes = _Passes(1 + again + remat, remat=bool(remat))
         _mixer(sizes, received, letter, times * count, passes, is_stage=is_stage)
@@ -221,8 +226,7 @@ def _mtp(sizes: Sizes, received: _Received) -> None:
     for letters, repeats in repeated_units(sizes.config.model.llm.mtp_pattern):
         _layers(sizes, received, letters, times * repeats, 0, "mtp")
     for weight in sizes.weights_of("mtp", "depths"):
-        received.gather(weight.fsdp, weight.sent, times)
-        received.gather(weight.fsdp, weight.size, times * weight.trained)
+        received.weight(weight, 1, times)
     if sizes.is_sequence_sharded:
         received.gather((TENSOR,), sizes.stream, times * 2 * (2 + 1))
     else:
@@ -250,8 +254,7 @@ def _encoder(sizes: Sizes, received: _Received, encoder: EncoderConfig) -> None:
         of_blocks = "blocks" in weight.path
         gathered_again = int(sizes.is_pipelined and is_differentiated and not again and not of_blocks)
         passes = 1 + again + gathered_again + of_blocks * backward
-        received.gather(weight.fsdp, weight.sent * weight.layers, m * passes)
-        received.gather(weight.fsdp, weight.size * weight.layers, m * weight.trained)
+        received.weight(weight, passes, m * weight.layers)
     if sizes.trains("encoder", "blocks", "conv", "norm"):
         statistics, remat = 2 * encoder.dim * sizes.w, int(sizes.config.compute.remat_encoder)
         received.sum(AXES, statistics, m * encoder.layers * (2 + again + remat))

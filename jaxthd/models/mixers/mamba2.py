@@ -21,7 +21,6 @@ from jaxthd.models.mixers.contract import LayerKind, Prefilled, residual_std
 from jaxthd.ops.backend import settled
 from jaxthd.ops.conv import causal_conv, last_inputs
 from jaxthd.ops.head_exchange import head_ranks, own_heads, scan_segments, to_heads, to_tokens
-from jaxthd.ops.norms import gated_rms_norm
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.backends import scan
 from jaxthd.ops.scan.cuts import outputs_and_states
@@ -178,12 +177,7 @@ class Mamba2(nnx.Module):
         return self._finish(to_tokens(y_LhP.astype(x_ND.dtype), segments, x_ND.dtype), x_ND)
 
     def _finish(self, y_NHP: Array, x_ND: Array) -> Array:
-        y_NI, z_NI, norm = y_NHP.reshape(len(x_ND), -1), self.z(x_ND), self.norm
-        if norm.ranks_of_group == 1:
-            return self.out(gated_rms_norm(norm.groups, norm.eps, y_NI, z_NI, norm.weight[...]))
-        acc = accumulation_dtype(x_ND)
-        gated_NI = y_NI.astype(acc) * jax.nn.silu(z_NI.astype(acc))
-        return self.out(norm(gated_NI).astype(x_ND.dtype))
+        return self.out(self.norm.gated(y_NHP.reshape(len(x_ND), -1), self.z(x_ND)))
 
 
 COST_CHUNK = 128
