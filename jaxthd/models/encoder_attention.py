@@ -61,7 +61,6 @@ def _dense_attention(
 ) -> Array:
     """All pairs of frames in a row, those of different clips masked: a few large matrix products, no loop.
 
-    All heads meet the same waves, so the position term is one product, and the waves are not copied for each.
     Unused frames see each other, and nothing reads what they get.
     """
 
