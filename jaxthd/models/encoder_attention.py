@@ -109,8 +109,8 @@ def _attention_over_ranks(
     assert waves_SX is not None
     keys = neighbours.keys
     if segments.row_length <= DENSE_FRAMES:
-        given = query.content, k_SHd, query.position, waves_SX, v_SHd, segments.ids
-        arrays = (_by_row(x, segments.rows) for x in given)
+        in_row = query.content, k_SHd, query.position, waves_SX, v_SHd, segments.ids
+        arrays = (_by_row(x, segments.rows) for x in in_row)
         return dense_attention(*arrays, neighbours.ids, scale).reshape(query.content.shape)
     if clips.attention != "blocks":
         content, position, lo, hi = map(neighbours.placed, (*query, keys.lo, keys.hi))
