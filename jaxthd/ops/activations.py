@@ -4,7 +4,6 @@ Autodiff also keeps sigmoids and masks, where nothing but gathered weights is co
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +27,9 @@ def from_inputs(compute: Elementwise) -> Elementwise:
         _, gradients_of = jax.vjp(compute, *(x.astype(acc) for x in again))
         return tuple(d.astype(x.dtype) for d, x in zip(gradients_of(dout.astype(acc)), inputs, strict=True))
 
-    found: Any = jax.custom_vjp(compute)
+    found = jax.custom_vjp(compute)
     found.defvjp(lambda *inputs: (found(*inputs), inputs), backward)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 @jax.custom_vjp
