@@ -32,13 +32,13 @@ from jaxtyping import Float, Int
 
 from jaxthd.config import Config
 from jaxthd.data.sources.manifest import read_manifest
-from jaxthd.data.sources.synthetic import synthetic_manifests
 from jaxthd.planning.ladder import batch_needs, compare_ladders, proposed
 from jaxthd.planning.lengths import Lengths, measure
 from jaxthd.planning.search import slot_work
 from jaxthd.planning.simulate import Outcome, simulate
 from jaxthd.terminal.tables import Claim, conclude, show
 from scripts.bench_packing import MODEL, text_documents
+from scripts.measurements.recordings import add_manifest
 
 ROWS, RANKS, EIGHTHS = (1, 8, 64), 8, 8
 """Rows of a step; the data ranks that share them; lengths that a program could choose from."""
@@ -126,12 +126,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--manifest", default="synthetic", help="recordings; else the synthetic speech")
+    add_manifest(parser)
     parser.add_argument("--check", action="store_true", help="exit 1 when a claim fails")
     options = parser.parse_args(argv)
     config = Config(model=MODEL)
-    manifest = str(synthetic_manifests()[0]) if options.manifest == "synthetic" else options.manifest
-    speech, _ = measure(read_manifest(manifest)[0], config)
+    speech, _ = measure(read_manifest(options.manifest)[0], config)
     alone = report("recordings", speech, config)
     report("recordings and text", with_text(speech), config)
     worst = max(ways["ladder"].mels / ways["inside"].mels for ways in alone.values())

@@ -26,18 +26,19 @@ import numpy as np
 
 from jaxthd.config import Config, DataConfig
 from jaxthd.data.loader import BatchReport, make_loader
-from jaxthd.data.sources.synthetic import synthetic_manifests
 from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.planning.ladder import compare_ladders, proposed
 from jaxthd.planning.lengths import Lengths
 from jaxthd.planning.search import slot_work
 from jaxthd.planning.simulate import simulate
+from jaxthd.run.host_memory import keep_freed_memory
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.ladder import LadderStep
 from jaxthd.steps.state import init_state
 from jaxthd.terminal.tables import Claim, conclude, show
 from scripts.bench_packing import MODEL, multiple, speech_documents, text_documents
+from scripts.measurements.recordings import add_manifest
 
 
 class Side(NamedTuple):
@@ -171,14 +172,15 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--manifest", default="synthetic", help="recordings; else the synthetic speech")
+    add_manifest(parser)
     parser.add_argument("--capacity", type=int, default=1024, help="token slots of the largest buffer")
     parser.add_argument("--batches", type=int, default=16, help="steps of each way")
     parser.add_argument("--rounds", type=int, default=2, help="passes over every way")
     parser.add_argument("--check", action="store_true", help="exit 1 when a claim fails")
     options = parser.parse_args(argv)
-    manifest = str(synthetic_manifests()[0]) if options.manifest == "synthetic" else options.manifest
-    speech = [d for d in speech_documents(manifest, Config(model=MODEL)) if len(d) <= options.capacity]
+    speech = [
+        d for d in speech_documents(options.manifest, Config(model=MODEL)) if len(d) <= options.capacity
+    ]
     text = [d for d in text_documents(200) if len(d) <= options.capacity]
     claims = []
     for name, documents in (
@@ -190,4 +192,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()  # as jaxthd train does on CPUs
     main()

@@ -20,11 +20,11 @@ import numpy as np
 from jaxthd.config import Config, Packing
 from jaxthd.data.packer import PackDocuments
 from jaxthd.data.sources.manifest import read_manifest
-from jaxthd.data.sources.synthetic import synthetic_manifests
 from jaxthd.packing.document import SUBSAMPLING, Document
 from jaxthd.planning.lengths import Lengths, measure
 from jaxthd.terminal.tables import Claim, conclude, table
 from scripts.bench_packing import text_documents
+from scripts.measurements.recordings import add_manifest
 
 PACKERS: tuple[tuple[Packing, int], ...] = (
     ("first_fit", 8),
@@ -90,12 +90,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--manifest", default="synthetic", help="recordings; else the synthetic speech")
+    add_manifest(parser)
     parser.add_argument("--check", action="store_true", help="exit 1 when a claim fails")
     options = parser.parse_args(argv)
     config = Config()
-    manifest = str(synthetic_manifests()[0]) if options.manifest == "synthetic" else options.manifest
-    lengths, _ = measure(read_manifest(manifest)[0], config)
+    lengths, _ = measure(read_manifest(options.manifest)[0], config)
     speech = of_lengths(lengths)
     claims = report("recordings", speech, config.data.capacity, config.data.audio_capacity)
     claims += report("recordings, small buffers", speech, 256, 2400)

@@ -41,16 +41,17 @@ from jaxthd.config import Config, EncoderConfig, LLMConfig, ModelConfig
 from jaxthd.data.packer import PackDocuments
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.manifest import read_manifest
-from jaxthd.data.sources.synthetic import synthetic_manifests
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.packing.batch import Batch, concatenate_rows, with_rows
 from jaxthd.packing.document import SUBSAMPLING, Document
 from jaxthd.parallel.mesh import make_mesh, put_batch
+from jaxthd.run.host_memory import keep_freed_memory
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import init_state
 from jaxthd.steps.training import make_train_step
 from jaxthd.terminal.tables import Claim, conclude, table
+from scripts.measurements.recordings import add_manifest
 
 RUNGS = 6
 """The most lengths a padded batch can have."""
@@ -281,7 +282,7 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="exit 1 when a claim fails")
-    parser.add_argument("--manifest", default="synthetic", help="recordings; else the synthetic speech")
+    add_manifest(parser)
     parser.add_argument(
         "--capacity", type=int, default=4096, help="tokens of a buffer of recordings; the mix: twice as many"
     )
@@ -289,8 +290,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
 
     config = Config(model=MODEL)
-    manifest = str(synthetic_manifests()[0]) if options.manifest == "synthetic" else options.manifest
-    speech, text = speech_documents(manifest, config), text_documents(TEXT_DOCUMENTS)
+    speech, text = speech_documents(options.manifest, config), text_documents(TEXT_DOCUMENTS)
     speech_capacity = multiple(max(map(len, speech)), options.capacity)
     claims: list[Claim] = []
     for name, documents, capacity, least in (
@@ -309,4 +309,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()  # as jaxthd train does on CPUs
     main()

@@ -140,11 +140,13 @@ def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) ->
     from jaxthd.packing.batch import Batch
     from jaxthd.packing.document import Document
     from jaxthd.parallel.mesh import make_mesh, put_batch
+    from jaxthd.run.host_memory import keep_freed_memory
     from jaxthd.steps.blueprint import Blueprint
     from jaxthd.steps.state import abstract_state
     from jaxthd.steps.training import loss_and_gradient
 
     jax.config.update("jax_platforms", "cpu")
+    keep_freed_memory()  # as jaxthd train does on CPUs
     llm = LLMConfig(
         pattern=SETTINGS["hybrid_override_pattern"],
         vocab_size=SETTINGS["vocab_size"],

@@ -61,16 +61,15 @@ def _dense_attention(
 ) -> Array:
     """All pairs of frames in a row, those of different clips masked: a few large matrix products, no loop.
 
-    All heads meet the same waves, so the position term is one product, and the waves are not copied for each.
     Unused frames see each other, and nothing reads what they get.
     """
-
-    def by_row(x: Array) -> Array:
-        return x.reshape(segments.rows, -1, *x.shape[1:])
-
-    arrays = map(by_row, (query.content, k_EHd, query.position, waves_EX, v_EHd))
-    ids = by_row(segments.ids)
+    given = query.content, k_EHd, query.position, waves_EX, v_EHd, segments.ids
+    *arrays, ids = (_by_row(x, segments.rows) for x in given)
     return dense_attention(*arrays, ids, ids, scale).reshape(v_EHd.shape)
+
+
+def _by_row(x: Array, rows: int) -> Array:
+    return x.reshape(rows, -1, *x.shape[1:])
 
 
 def _banded_attention(
@@ -108,13 +107,10 @@ def _attention_over_ranks(
     segments, neighbours, waves_SX = clips.segments, clips.neighbours, clips.waves
     assert neighbours is not None
     assert waves_SX is not None
-    rows, keys = segments.rows, neighbours.keys
-
-    def by_row(x: Array) -> Array:
-        return x.reshape(rows, -1, *x.shape[1:])
-
+    keys = neighbours.keys
     if segments.row_length <= DENSE_FRAMES:
-        arrays = map(by_row, (query.content, k_SHd, query.position, waves_SX, v_SHd, segments.ids))
+        in_row = query.content, k_SHd, query.position, waves_SX, v_SHd, segments.ids
+        arrays = (_by_row(x, segments.rows) for x in in_row)
         return dense_attention(*arrays, neighbours.ids, scale).reshape(query.content.shape)
     if clips.attention != "blocks":
         content, position, lo, hi = map(neighbours.placed, (*query, keys.lo, keys.hi))

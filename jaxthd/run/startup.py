@@ -16,6 +16,7 @@ from jaxthd.data.text.tokenizer import needed_vocabulary
 from jaxthd.kernels.choose import with_admitted
 from jaxthd.kernels.xla_options import prepare_compiler
 from jaxthd.parallel.processes import is_first, started
+from jaxthd.run.host_memory import keep_freed_memory
 from jaxthd.validate import DeviceFacts, validate
 
 
@@ -52,6 +53,7 @@ def devices_ready(mesh: MeshConfig, options: Namespace) -> Iterator[None]:
             _leave_accelerators()
             on_cpu = True
         if on_cpu:
+            keep_freed_memory()
             by = f" by {processes} processes" if processes > 1 else ""
             how = f"{mesh.devices} CPU devices are simulated{by}"
             print(f"{found}: {how if mesh.devices > 1 else 'running on the CPU'}")
