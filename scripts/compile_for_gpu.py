@@ -184,6 +184,7 @@ def show_costs(config: Config, found: h100.Files) -> None:
     turned = sum(loop.trips for loop in costs.loops if loop.by_host)
     flops = model_flops(config)(report_of(documents, config))
     flops += attention_and_scan_flops(config, documents)
+    flops *= config.data.rows / config.mesh.devices  # of one GPU
     update = sum(k.times * k.seconds for k in costs.kernels if k.part == "update")
     share, ideal, without = (
         flops / (H100.peak["bf16"] * t) for t in (costs.seconds, bound, costs.seconds - update)

@@ -20,9 +20,10 @@ from jaxthd.config import ComputeConfig, EncoderConfig
 from jaxthd.models.encoder_attention import Clips, RelativeAttention, frequencies
 from jaxthd.models.layers import Linear
 from jaxthd.models.subsampling import PIECE, Subsampling
+from jaxthd.ops.activations import sigmoid_gated, silu
 from jaxthd.ops.conv import centered_conv
 from jaxthd.ops.neighbours import Neighbours, make_neighbours
-from jaxthd.ops.norms import layer_norm
+from jaxthd.ops.norms import layer_norm, scaled_deviations, squared_deviations
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 from jaxthd.packing.segments import Segments
@@ -67,19 +68,18 @@ class BatchNorm(nnx.Module):
         axes: tuple[str, ...],
     ) -> Float[Array, "E D"]:
         """frames: valid frames of all ranks, a count. Training updates the running statistics in place."""
-        wide, valid_E1 = x_ED.astype(accumulation_dtype(x_ED)), valid_E[:, None]
         mean_D, variance_D = self.mean[...], self.variance[...]
         if train:
-            some = jnp.maximum(frames, 1)
-            mean_D = jax.lax.psum(jnp.where(valid_E1, wide, 0).sum(0), axes) / some
-            squares_ED = jnp.where(valid_E1, jnp.square(wide - mean_D), 0)
-            variance_D = jax.lax.psum(squares_ED.sum(0), axes) / some
+            some, valid_E1 = jnp.maximum(frames, 1), valid_E[:, None]
+            wide_ED = x_ED.astype(accumulation_dtype(x_ED))
+            mean_D = jax.lax.psum(jnp.where(valid_E1, wide_ED, 0).sum(0), axes) / some
+            variance_D = jax.lax.psum(squared_deviations(x_ED, valid_E1, mean_D), axes) / some
             unbiased_D = variance_D * (frames / jnp.maximum(frames - 1, 1))
             for running, batch_D in ((self.mean, mean_D), (self.variance, unbiased_D)):
                 moved_D = (1 - _MOMENTUM) * running[...] + _MOMENTUM * jax.lax.stop_gradient(batch_D)
                 running[...] = jnp.where(frames > 0, moved_D, running[...]).astype(running.dtype)
         scale_D = self.weight[...] * jax.lax.rsqrt(variance_D + _EPS)
-        return ((wide - mean_D) * scale_D + self.bias[...]).astype(x_ED.dtype)
+        return scaled_deviations(x_ED, mean_D, scale_D, self.bias[...])
 
 
 class FeedForward(nnx.Module):
@@ -90,7 +90,7 @@ class FeedForward(nnx.Module):
         self.down = Linear(config.ffn_dim, config.dim, init, bias=config.linear_bias)
 
     def __call__(self, x_ED: Float[Array, "E D"]) -> Float[Array, "E D"]:
-        return self.down(jax.nn.silu(self.up(x_ED)))
+        return self.down(silu(self.up(x_ED)))
 
 
 class ConvModule(nnx.Module):
@@ -109,11 +109,11 @@ class ConvModule(nnx.Module):
     ) -> Float[Array, "E D"]:
         value_ED, gate_ED = jnp.split(self.up(x_ED), 2, axis=1)
         w_KD = self.depthwise[...].astype(x_ED.dtype)
-        y_ED = centered_conv(value_ED * jax.nn.sigmoid(gate_ED), w_KD, clips.segments, clips.neighbours)
+        y_ED = centered_conv(sigmoid_gated(value_ED, gate_ED), w_KD, clips.segments, clips.neighbours)
         if self.depthwise_bias is not None:
             y_ED = y_ED + self.depthwise_bias[...].astype(x_ED.dtype)
         y_ED = self.norm(y_ED, clips.segments.valid, clips.frames, train=train, axes=axes)
-        return self.down(jax.nn.silu(y_ED))
+        return self.down(silu(y_ED))
 
 
 class ConformerBlock(nnx.Module):

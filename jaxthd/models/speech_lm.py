@@ -23,6 +23,7 @@ from jaxthd.models.hybrid import HybridDecoder
 from jaxthd.models.layers import Linear, RMSNorm
 from jaxthd.models.mixers import Routing
 from jaxthd.models.mtp import MultiTokenPrediction
+from jaxthd.ops.activations import relu_squared
 from jaxthd.ops.cross_entropy import (
     TokenScores,
     supervised_drawn_log_probs,
@@ -30,7 +31,6 @@ from jaxthd.ops.cross_entropy import (
     supervised_scores,
     supervised_top_k,
 )
-from jaxthd.ops.ffn import relu_squared
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.sampling import Sampling
 from jaxthd.packing.batch import Batch

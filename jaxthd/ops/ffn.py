@@ -11,17 +11,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.config import LLMConfig
-
-
-@jax.custom_vjp
-def relu_squared(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """max(x, 0)^2 (So et al., Primer, 2021). The backward pass keeps x alone, and no mask."""
-    return jnp.square(jax.nn.relu(x))
-
-
-relu_squared.defvjp(
-    lambda x: (relu_squared(x), x), lambda x, dout: ((2 * dout * jax.nn.relu(x)).astype(x.dtype),)
-)
+from jaxthd.ops.activations import relu_squared, silu_gated
 
 
 class FFNForm(NamedTuple):
@@ -42,6 +32,6 @@ class FFNForm(NamedTuple):
         if gate_NF is None:
             return relu_squared(up_NF)
         if self.kind == "swiglu":
-            return jax.nn.silu(gate_NF) * up_NF
+            return silu_gated(up_NF, gate_NF)
         gate_NF, up_NF = jnp.minimum(gate_NF, self.limit), jnp.clip(up_NF, -self.limit, self.limit)
         return (up_NF + 1) * (gate_NF * jax.nn.sigmoid(self.alpha * gate_NF))

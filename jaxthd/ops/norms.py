@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from jaxthd.ops.numerics import accumulation_dtype
 
@@ -81,6 +81,42 @@ def _layer_norm_backward(eps: float, given: tuple[Any, ...], dout_NI: Array) -> 
     return dx_NI.astype(x_NI.dtype), dw_I.astype(w_I.dtype), dout_NI.sum(0).astype(bias_I.dtype)
 
 
+@jax.custom_vjp
+def squared_deviations(
+    x_NI: Float[Array, "N I"], valid_N1: Bool[Array, "N 1"], mean_I: Float[Array, " I"]
+) -> Float[Array, " I"]:
+    """Sums of (x - mean)^2 over valid tokens. Added over ranks, they have their least value where mean is
+    that of all valid tokens. It must be that one: its gradient is taken to be 0.
+    """
+    return jnp.where(valid_N1, jnp.square(x_NI.astype(mean_I.dtype) - mean_I), 0).sum(0)
+
+
+def _squared_deviations_backward(given: tuple[Any, ...], dsum_I: Array) -> tuple[Any, ...]:
+    x_NI, valid_N1, mean_I = given
+    dx_NI = jnp.where(valid_N1, 2 * dsum_I * (x_NI.astype(mean_I.dtype) - mean_I), 0)
+    return dx_NI.astype(x_NI.dtype), None, jnp.zeros_like(mean_I)
+
+
+@jax.custom_vjp
+def scaled_deviations(
+    x_NI: Float[Array, "N I"],
+    mean_I: Float[Array, " I"],
+    scale_I: Float[Array, " I"],
+    bias_I: Float[Array, " I"],
+) -> Float[Array, "N I"]:
+    """(x - mean) * scale + bias."""
+    return ((x_NI.astype(mean_I.dtype) - mean_I) * scale_I + bias_I).astype(x_NI.dtype)
+
+
+def _scaled_deviations_backward(given: tuple[Any, ...], dout_NI: Array) -> tuple[Array, ...]:
+    x_NI, mean_I, scale_I, bias_I = given
+    dout_NI = dout_NI.astype(mean_I.dtype)
+    dbias_I = dout_NI.sum(0)
+    dscale_I = (dout_NI * (x_NI.astype(mean_I.dtype) - mean_I)).sum(0)
+    dx_NI = (dout_NI * scale_I).astype(x_NI.dtype)
+    return dx_NI, -dbias_I * scale_I, dscale_I.astype(scale_I.dtype), dbias_I.astype(bias_I.dtype)
+
+
 def _grouped(groups: int, x_NI: Array) -> Array:
     """[N, G, i] in the accumulation dtype; [N, I] of one group.
 
@@ -124,3 +160,5 @@ gated_rms_norm.defvjp(
     lambda groups, eps, *given: (gated_rms_norm(groups, eps, *given), given), _gated_rms_norm_backward
 )
 layer_norm.defvjp(lambda eps, *given: (layer_norm(eps, *given), given), _layer_norm_backward)
+squared_deviations.defvjp(lambda *given: (squared_deviations(*given), given), _squared_deviations_backward)
+scaled_deviations.defvjp(lambda *given: (scaled_deviations(*given), given), _scaled_deviations_backward)

@@ -43,7 +43,7 @@ def rematerialized(
         return jax.checkpoint(step, policy=_all_but_views)
     leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     is_fsdp = any(x.get_metadata("fsdp")[1] for x in leaves if isinstance(x, nnx.Variable))
-    return jax.checkpoint(step, policy=all_but_gathered) if is_fsdp else step
+    return jax.checkpoint(step, policy=_all_but_gathered_weights) if is_fsdp else step
 
 
 _GATHERS = ("all_gather", "convert_element_type")
@@ -52,6 +52,15 @@ _GATHERS = ("all_gather", "convert_element_type")
 def all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
     """Whether a result is kept for the backward pass. (Gathered weights may be cast before or after.)"""
     return primitive.name not in _GATHERS and not _only_gathers(params)
+
+
+def _all_but_gathered_weights(primitive: Any, *of: Any, **params: Any) -> bool:
+    """all_but_gathered of layers, which cast matrices before they gather them. So a cast to a narrower dtype
+    is one of activations: what is cast would take more memory.
+    """
+    if primitive.name == "convert_element_type" and params["new_dtype"].itemsize < of[0].dtype.itemsize:
+        return True
+    return all_but_gathered(primitive, *of, **params)
 
 
 def _only_gathers(params: dict[str, Any]) -> bool:

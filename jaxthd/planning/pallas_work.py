@@ -24,13 +24,22 @@ class Work(NamedTuple):
     flops: float
     unread: float = 0.0
 
+    def shared(self, launches: int) -> "Work":
+        """That of one of so many equal launches."""
+        return Work(self.flops / launches, self.unread / launches)
+
 
 Works = dict[tuple[str, str], Work]
 """By part of the model and kernel."""
 
 
 def pallas_work(config: Config, batch: Batch) -> Works:
-    """For this batch on one rank: the tiles that its documents' intervals reach."""
+    """For this batch of one row on one rank: the tiles that its documents' intervals reach.
+
+    Ranks that share the row are taken to have equal parts of it. The decoder's attention is launched for each
+    context rank's keys, and each launch is taken to be the same part of the rank's.
+    """
+    mesh = config.mesh
     llm, encoder, block = config.model.llm, config.model.encoder, config.compute.attention_block
 
     def segments(ids: Any, positions: Any) -> Segments:
@@ -38,14 +47,16 @@ def pallas_work(config: Config, batch: Batch) -> Works:
         return made
 
     local = segments(batch.segment_ids, batch.positions).local
-    found = _attention("attention", local.lo, local.hi, llm.q_heads, llm.head_dim)
+    found = _attention("attention", local.lo, local.hi, llm.q_heads // mesh.tensor, llm.head_dim)
+    found = {name: work.shared(mesh.context**2) for name, work in found.items()}
     if encoder is not None:
         whole = segments(batch.chunk_ids, batch.chunk_positions).whole
         dim = encoder.dim // encoder.heads
         width = len(distances(-(-encoder.chunk_frames // SUBSAMPLING)))
         seen = np.minimum(np.asarray(whole.hi - whole.lo) + 2 * SECTOR, width)
         unread = 2.0 * encoder.heads * float((width - seen).sum())
-        found |= _attention("encoder attention", whole.lo, whole.hi, encoder.heads, dim, unread)
+        clips = _attention("encoder attention", whole.lo, whole.hi, encoder.heads, dim, unread)
+        found |= {name: work.shared(mesh.audio_ranks) for name, work in clips.items()}
     return found | _scan(config) if "M" in llm.kinds else found
 
 

@@ -32,7 +32,7 @@ def expected_trips(config: Config, batch: Batch) -> dict[str, float]:
     )
     found = {
         "attention": decoder,
-        "head": -(-supervised // compute.loss_block),
+        "head": -(-supervised // (config.mesh.context * compute.loss_block)),
         "experts": assigned / compute.expert_block + llm.experts / 2,
     }
     if compute.expert_products == "rounds":

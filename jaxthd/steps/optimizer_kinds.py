@@ -7,7 +7,7 @@ apply in the same way, is decoupled: the learning rate times train.weight_decay 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import optax
@@ -43,17 +43,36 @@ class Trained(NamedTuple):
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW (Loshchilov and Hutter, 2019), with train.beta1 and train.beta2."""
+    """AdamW (Loshchilov and Hutter, 2019), with train.beta1 and train.beta2.
+
+    first_moment: the dtype in which it is held, "own" for the parameter's. An update is computed from it
+    before it is rounded.
+    """
+
+    first_moment: Literal["own", "bfloat16"] = "own"
 
     def transformation(self, trained: Trained) -> optax.GradientTransformation:
         train = trained.train
-        return optax.adamw(
-            trained.rates,
-            b1=train.beta1,
-            b2=train.beta2,
-            weight_decay=train.weight_decay,
-            mask=trained.decayed,
+        adam = optax.scale_by_adam(train.beta1, train.beta2)
+        return optax.chain(  # optax.adamw
+            adam if self.first_moment == "own" else _first_moment_held_in(self.first_moment, adam),
+            optax.add_decayed_weights(train.weight_decay, trained.decayed),
+            optax.scale_by_learning_rate(trained.rates),
         )
+
+
+def _first_moment_held_in(dtype: str, adam: optax.GradientTransformation) -> optax.GradientTransformation:
+    """optax's own mu_dtype rounds the decayed moment too, before the gradient is added."""
+
+    def held(state: Any) -> Any:
+        return state._replace(mu=jax.tree.map(lambda m: m.astype(dtype), state.mu))
+
+    def update(gradients: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+        wide = jax.tree.map(lambda m, v: m.astype(v.dtype), state.mu, state.nu)
+        updates, state = adam.update(gradients, state._replace(mu=wide), params)
+        return updates, held(state)
+
+    return optax.GradientTransformation(lambda params: held(adam.init(params)), update)
 
 
 @dataclass(frozen=True)

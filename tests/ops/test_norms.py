@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxthd.ops.norms import gated_rms_norm, layer_norm, rms_norm
+from jaxthd.ops.norms import gated_rms_norm, layer_norm, rms_norm, scaled_deviations, squared_deviations
 from scripts.comparison.errors import relative_errors
 
 EPS = 0.01
@@ -68,3 +68,25 @@ def test_sums_are_in_float32(name: str) -> None:
     for a, b in zip(found, wanted, strict=True):
         bound = 2**-8 if a.dtype == jnp.bfloat16 else 1e-6
         assert jnp.abs(a.astype(jnp.float32) - b).max() <= bound * jnp.abs(b).max()
+
+
+def test_deviations_from_the_batch_mean() -> None:
+    """Both together, as BatchNorm takes them; padding enters no sum, but has a result."""
+    rng = np.random.default_rng(2)
+    valid_N1 = jnp.arange(9)[:, None] < 6
+
+    def norm(x_NI: jax.Array, w_I: jax.Array, bias_I: jax.Array) -> jax.Array:
+        mean_I = jnp.where(valid_N1, x_NI, 0).sum(0) / 6
+        variance_I = squared_deviations(x_NI, valid_N1, mean_I) / 6
+        return scaled_deviations(x_NI, mean_I, w_I / jnp.sqrt(variance_I + EPS), bias_I)
+
+    def by_hand(x_NI: jax.Array, w_I: jax.Array, bias_I: jax.Array) -> jax.Array:
+        return (x_NI - x_NI[:6].mean(0)) / jnp.sqrt(x_NI[:6].var(0) + EPS) * w_I + bias_I
+
+    with jax.enable_x64(True):
+        given = [jnp.asarray(3 * rng.normal(size=shape)) for shape in ((9, 4), 4, 4)]
+        dout = jnp.asarray(rng.normal(size=(9, 4)))
+        got, back = jax.vjp(jax.jit(norm), *given)
+        want, want_back = jax.vjp(jax.jit(by_hand), *given)
+        errors = relative_errors((got, back(dout)), (want, want_back(dout)))
+        assert max(errors.values()) < 1e-12, errors

@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
@@ -17,6 +18,7 @@ from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.optimizer import clipped, learning_rate_schedule, make_optimizer
+from jaxthd.steps.optimizer_kinds import AdamW, Trained
 from jaxthd.steps.state import abstract_state, state_shardings
 from scripts.check_meshes import variants
 from scripts.comparison.weights import random_state
@@ -162,6 +164,27 @@ def test_each_matrix_is_updated_as_if_it_were_alone_on_one_device(optimizer: str
         want = alone(optimizer)
         for name, x in named(canonical).items():
             np.testing.assert_allclose(x, want[name], rtol=1e-10, atol=1e-10, err_msg=str(name))
+
+
+def test_adamw_rounds_its_first_moment_after_the_update():
+    """By hand in float64; the second moment is not rounded."""
+    b1, b2, rate, rng = 0.9, 0.95, 1e-2, np.random.default_rng(0)
+    train = replace(TRAIN, beta1=b1, beta2=b2)
+    trained = Trained(train, lambda _: rate, True, True, 0, None, None)
+    adamw = AdamW(first_moment="bfloat16").transformation(trained)
+    weight, *gradients = rng.normal(size=(1 + UPDATES, 5, 4))
+    wanted, m, v = weight, np.zeros_like(weight), np.zeros_like(weight)
+    with jax.enable_x64(True):
+        value, state = jnp.asarray(weight), adamw.init(jnp.asarray(weight))
+        for t, g in enumerate(gradients, 1):
+            value, state = updated(adamw, jnp.asarray(g), state, value)
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+            ahead = m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + 1e-8)
+            wanted = wanted - rate * (ahead + train.weight_decay * wanted)
+            m = m.astype(jnp.bfloat16).astype(np.float64)
+        np.testing.assert_allclose(value, wanted, rtol=1e-6)
+        dtypes = {x.dtype.name for x in jax.tree.leaves(state) if x.ndim}
+        assert dtypes == {"bfloat16", "float64"}
 
 
 @pytest.mark.parametrize("most", [0.5, 100.0])

@@ -26,7 +26,12 @@ from tests.helpers import filled_state
 LLM = LLMConfig(pattern="-*-", vocab_size=64, dim=16, q_heads=2, kv_heads=1, head_dim=8, ffn_dim=32)
 SHARDED, PIPED = MeshConfig(data=2, tensor=2), MeshConfig(1, 1, 2, 2)
 DECAY = 0.25
-OPTIONS = {"muon": (), "adafactor": ("min_dim_size_to_factor=8",), "lion": (), "adamw": ()}
+OPTIONS = {
+    "muon": (),
+    "adafactor": ("min_dim_size_to_factor=8",),
+    "lion": (),
+    "adamw": ("first_moment=bfloat16",),
+}
 
 
 def run_config(optimizer: str, mesh: MeshConfig) -> Config:

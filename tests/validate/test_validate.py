@@ -498,6 +498,10 @@ CASES = [
     Case({"train.optimizer": "sgd"}, "train.optimizer is 'sgd'"),
     Case({"train.optimizer_options": ("beta=0.9",)}, "train.optimizer_options has 'beta=0.9'"),
     Case(
+        {"train.optimizer_options": ("first_moment=float16",)},
+        "train.optimizer_options has first_moment=float16",
+    ),
+    Case(
         {"train.optimizer": "muon", "train.optimizer_options": ("beta=1",)},
         "train.optimizer_options has beta=1",
     ),

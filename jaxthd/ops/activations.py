@@ -1,0 +1,61 @@
+"""Activations and gates whose backward passes keep nothing but their inputs.
+
+Autodiff also keeps sigmoids and masks, where nothing but gathered weights is computed again.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from jaxthd.ops.numerics import accumulation_dtype
+
+Elementwise = Callable[..., Float[Array, "*shape"]]
+
+
+def from_inputs(compute: Elementwise) -> Elementwise:
+    """compute, whose gradients are computed from its inputs, in promote(float32, their dtype).
+
+    Without the barrier XLA writes the gradients of a gate's inputs in two kernels, each of which reads both.
+    """
+
+    def backward(inputs: tuple[Array, ...], dout: Array) -> tuple[Array, ...]:
+        *again, dout = jax.lax.optimization_barrier((*inputs, dout))
+        acc = accumulation_dtype(dout)
+        _, gradients_of = jax.vjp(compute, *(x.astype(acc) for x in again))
+        return tuple(d.astype(x.dtype) for d, x in zip(gradients_of(dout.astype(acc)), inputs, strict=True))
+
+    found = jax.custom_vjp(compute)
+    found.defvjp(lambda *inputs: (found(*inputs), inputs), backward)
+    return found
+
+
+@jax.custom_vjp
+def relu_squared(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """max(x, 0)^2 (So et al., Primer, 2021)."""
+    return jnp.square(jax.nn.relu(x))
+
+
+relu_squared.defvjp(
+    lambda x: (relu_squared(x), x), lambda x, dout: ((2 * dout * jax.nn.relu(x)).astype(x.dtype),)
+)
+
+
+@from_inputs
+def silu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """x sigmoid(x)."""
+    return jax.nn.silu(x)
+
+
+@from_inputs
+def silu_gated(x: Float[Array, "*shape"], gate: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """x silu(gate)."""
+    return jax.nn.silu(gate) * x
+
+
+@from_inputs
+def sigmoid_gated(x: Float[Array, "*shape"], gate: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """x sigmoid(gate)."""
+    return x * jax.nn.sigmoid(gate)
