@@ -33,8 +33,8 @@ def config() -> Config:
             encoder=EncoderConfig(chunk_seconds=10.0),
             llm=LLMConfig(pattern="M*M*-"),
         ),
-        # What is cheap is computed again. So the temporary memory stays under 64 MiB, and the process keeps it
-        # from step to step (jaxthd/run/host_memory.py). To keep all activations would take longer.
+        # What is cheap is computed again. So the temporary memory stays under 64 MiB, and the process keeps
+        # it from step to step (jaxthd/run/host_memory.py). To keep all activations would take longer.
         compute=ComputeConfig(remat_keep="products"),
         train=TrainConfig(
             steps=3200,
