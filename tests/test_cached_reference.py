@@ -87,6 +87,7 @@ CONFIG = Config(
         trackers=(),
     ),
 )
+TEXT_ONLY = replace(CONFIG.model, encoder=None, llm=replace(CONFIG.model.llm, pattern="*-"))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -118,8 +119,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
         for seed, name in enumerate(("pairs", "held_out"))
     )
     data = replace(CONFIG.data, manifest=(str(manifest),), validation_manifest=str(held_out))
-    llm = replace(CONFIG.model.llm, pattern="*-")
-    return replace(CONFIG, data=data, model=replace(CONFIG.model, encoder=None, llm=llm))
+    return replace(CONFIG, data=data, model=TEXT_ONLY)
 
 
 def trained(config: Config, workdir: Path) -> list[dict[str, Any]]:
@@ -238,9 +238,10 @@ class Served:
 
 
 def of_processes(manifest: Path) -> Config:
-    """In float32, over data and context ranks."""
+    """A text-only model in float32, over data and context ranks."""
     return replace(
         CONFIG,
+        model=TEXT_ONLY,
         mesh=MeshConfig(data=2, context=2),
         data=replace(CONFIG.data, manifest=(str(manifest),)),
         compute=replace(CONFIG.compute, dtype="float32"),
@@ -249,7 +250,7 @@ def of_processes(manifest: Path) -> Config:
 
 @pytest.mark.exhaustive
 def test_two_processes_score_a_share_each_and_learn_what_one_does(tmp_path: Path):
-    manifest = write_pairs(tmp_path, audio=True)
+    manifest = write_pairs(tmp_path, audio=False)
     (tmp_path / "settings.py").write_text(
         "from pathlib import Path\nfrom tests.test_cached_reference import of_processes\n\n\n"
         f"def config():\n    return of_processes(Path({str(manifest)!r}))\n"

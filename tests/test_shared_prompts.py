@@ -21,7 +21,7 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
-from scripts.check_meshes import DEEPSEEK, GPT_OSS, QWEN3, QWEN3_NEXT, canonical_state, variants
+from scripts.check_meshes import MIXED, canonical_state, variants
 from tests.alone import parts
 from tests.answers import alone, with_most_cut
 from tests.helpers import assert_same
@@ -128,25 +128,15 @@ def loss_and_gradients(config: Config, batch: Batch) -> tuple[float, Any]:
         return float(found.loss), from_stages(jax.device_get(found.gradients), blueprint.stages)
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "": {},
-    "qwen3": QWEN3,
-    "qwen3_next": QWEN3_NEXT,
-    "deepseek": DEEPSEEK,
-    "gpt_oss": GPT_OSS,
-}
-
-
 @functools.cache
-def written_out(settings: str = "") -> tuple[float, Any]:
-    """settings: of SETTINGS, the decoder's."""
-    config = with_settings(config_of(ONE_DEVICE, microbatches=1), settings)
+def written_out() -> tuple[float, Any]:
+    config = config_of(ONE_DEVICE, microbatches=1)
     return loss_and_gradients(config, pack(ONE_DEVICE, share_prompts=False))
 
 
-def with_settings(config: Config, settings: str) -> Config:
-    changed = replace(config.model.llm, **SETTINGS[settings])
-    return replace(config, model=replace(config.model, llm=changed))
+def with_all_blocks(config: Config) -> Config:
+    """With the decoder of check_meshes that has the blocks of all families."""
+    return replace(config, model=replace(config.model, llm=replace(config.model.llm, **MIXED)))
 
 
 RUNS = [
@@ -170,45 +160,13 @@ def test_on_a_mesh_shared_prompts_train_as_prompts_written_out_on_one_device(mes
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("mesh", "variant"), [(MeshConfig(1, 4, 1, 2), 1)], ids=str)
-def test_positions_of_answers_go_on_from_the_prompt(mesh, variant):
-    """With a rotary position embedding."""
-    config = with_settings(config_of(mesh, variant), "qwen3")
+def test_the_blocks_of_all_families_go_on_from_the_prompt() -> None:
+    """Rotary positions, the state of the gated delta rule, a window that reaches back into the prompt, and
+    latent attention, whose value heads have another dim than its query heads."""
+    mesh = MeshConfig(1, 4, 1, 2)
+    config, alone = (with_all_blocks(config_of(of, variant)) for of, variant in ((mesh, 1), (ONE_DEVICE, 0)))
     loss, gradients = loss_and_gradients(config, pack(mesh, config.compute.context_layout))
-    want_loss, want = written_out("qwen3")
-    np.testing.assert_allclose(loss, want_loss, rtol=1e-10)
-    assert_same(gradients, want, 1e-10)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("mesh", "variant"), [(MeshConfig(1, 2, 1, 1), 0), (MeshConfig(1, 4, 1, 2), 1)], ids=str
-)
-def test_answers_go_on_from_the_prompts_state_of_the_gated_delta_rule(mesh, variant):
-    config = with_settings(config_of(mesh, variant), "qwen3_next")
-    loss, gradients = loss_and_gradients(config, pack(mesh, config.compute.context_layout))
-    want_loss, want = written_out("qwen3_next")
-    np.testing.assert_allclose(loss, want_loss, rtol=1e-10)
-    assert_same(gradients, want, 1e-10)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("mesh", "variant"), [(MeshConfig(1, 4, 1, 2), 1)], ids=str)
-def test_latent_attention_sees_the_prompt_of_an_answer(mesh, variant):
-    """Its value heads have another dim than its query heads."""
-    config = with_settings(config_of(mesh, variant), "deepseek")
-    loss, gradients = loss_and_gradients(config, pack(mesh, config.compute.context_layout))
-    want_loss, want = written_out("deepseek")
-    np.testing.assert_allclose(loss, want_loss, rtol=1e-10)
-    assert_same(gradients, want, 1e-10)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("mesh", "variant"), [(MeshConfig(1, 4, 1, 2), 1)], ids=str)
-def test_a_window_reaches_back_into_the_prompt_of_an_answer(mesh, variant):
-    config = with_settings(config_of(mesh, variant), "gpt_oss")
-    loss, gradients = loss_and_gradients(config, pack(mesh, config.compute.context_layout))
-    want_loss, want = written_out("gpt_oss")
+    want_loss, want = loss_and_gradients(alone, pack(ONE_DEVICE, share_prompts=False))
     np.testing.assert_allclose(loss, want_loss, rtol=1e-10)
     assert_same(gradients, want, 1e-10)
 

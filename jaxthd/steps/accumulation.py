@@ -37,7 +37,9 @@ class AccumulatedStep:
         config = blueprint.config
         everywhere: Any = PartitionSpec()
         counts = on_ranks(partial(count, config=config), mesh, (batch_specs(),), everywhere)
-        gradient, update = loss_and_gradient(blueprint, mesh, counted=True), make_update(blueprint, mesh)
+        # Two programs know its shapes, and it is traced once for both.
+        gradient = jax.jit(loss_and_gradient(blueprint, mesh, counted=True), inline=True)
+        update = make_update(blueprint, mesh)
         on = jax.tree.map(
             lambda spec: NamedSharding(mesh, spec),
             gradient_specs(blueprint),

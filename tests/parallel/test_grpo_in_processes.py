@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -29,10 +28,10 @@ from jaxthd.rewards.group import Group, Rewarded
 from jaxthd.rewards.registry import RewardSetting
 from jaxthd.rewards.rewarder import Rewarder
 from jaxthd.run.metrics_file import read_metrics
-from tests.parallel.test_distributed import CLOCK, end, two, until
+from tests.parallel.test_distributed import CLOCK, end, two
 from tests.test_grpo import config_of, write_prompts
 
-STEPS = 12
+STEPS = 10
 FAILS = '''
 def sometimes(group):
     """Raises for the prompts of two lines, which different processes reward."""
@@ -43,14 +42,17 @@ def sometimes(group):
 
 
 def config(manifest: Path) -> Config:
-    """On the mesh of every run here. A function fails on some prompts."""
+    """On the mesh of most runs here. A function fails on some prompts. The programs are small."""
     base = config_of(manifest)
+    model = replace(base.model, llm=replace(base.model.llm, pattern="M*"))
+    compute = replace(base.compute, remat_encoder=False, remat_llm=False)
     rewards = (*base.rollout.rewards, "fails_on_some.sometimes=0.1")
     rollout = replace(
         base.rollout, rewards=rewards, reward_folders=(str(manifest.parent),), max_failed_rewards=1.0
     )
     train = replace(base.train, steps=STEPS, validate_every=STEPS)
-    return replace(base, mesh=MeshConfig(data=2, context=2), rollout=rollout, train=train)
+    mesh = MeshConfig(data=2, context=2)
+    return replace(base, mesh=mesh, model=model, compute=compute, rollout=rollout, train=train)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,7 @@ def compared(workdir: Path, one: Path) -> int:
     """Asserts that a run equals the one process's, up to rounding; returns its last step."""
     lines, all_of_one = read_metrics(workdir), read_metrics(one)
     for got, want in zip(lines, all_of_one[: len(lines)], strict=True):
-        assert got.keys() - CLOCK - {"changed"} == want.keys() - CLOCK
+        assert got.keys() - CLOCK - {"changed", "resharding_seconds"} == want.keys() - CLOCK
         for name in want.keys() - CLOCK:
             if not name.endswith(("_seconds", "_per_second")) and "difference" not in name:
                 assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-5), (got["step"], name)
@@ -197,10 +199,11 @@ def test_what_one_process_cannot_read_no_process_takes(
 
 
 @pytest.mark.exhaustive
-def test_two_processes_draw_reward_and_train_as_one_through_a_kill_and_a_signal(
+def test_two_processes_draw_reward_and_train_as_one_through_a_kill_other_meshes_and_a_signal(
     manifest: Path, one: Path, tmp_path: Path
 ) -> None:
-    """Killed; continued by two processes until a signal; continued by one process to the end."""
+    """On (data, context) = (2, 2) until a kill. Then, with every row on both processes, on (1, 4), where they
+    draw on (4, 1), until a signal. One process goes on to the end."""
     with two(manifest, tmp_path, name="grpo") as processes:
         output = end(processes, 1, signal.SIGKILL, after="[3-5]")
         assert processes.wait() == 128 + signal.SIGKILL
@@ -208,8 +211,9 @@ def test_two_processes_draw_reward_and_train_as_one_through_a_kill_and_a_signal(
     assert "Traceback" not in output
     assert compared(tmp_path, one) >= 3
 
-    with two(manifest, tmp_path, name="grpo") as processes:
-        output = end(processes, 1, signal.SIGTERM, after="[4-9]")
+    meshes = ["--mesh.data", "1", "--mesh.context", "4", "--rollout.mesh.data", "4"]
+    with two(manifest, tmp_path, *meshes, "--rollout.answers_at_once", "12", name="grpo") as processes:
+        output = end(processes, 1, signal.SIGTERM, after="[4-7]")
         assert processes.wait() == 0, output
     assert re.search(r"^\[0\] continuing from step [24]", output, re.MULTILINE)
     last = compared(tmp_path, one)
@@ -222,22 +226,3 @@ def test_two_processes_draw_reward_and_train_as_one_through_a_kill_and_a_signal(
     skipped = [x["key"] for x in read_lines(tmp_path / "skipped.jsonl")]
     assert len(skipped) == 1
     assert skipped[0].endswith("missing.wav")
-
-
-@pytest.mark.exhaustive
-def test_two_processes_that_share_every_row_draw_on_another_mesh(
-    manifest: Path, one: Path, tmp_path: Path
-) -> None:
-    """They continue on (data, context) = (1, 4) what one began on (2, 2), and draw on (4, 1)."""
-    shutil.copytree(one, tmp_path, dirs_exist_ok=True)
-    shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))
-    meshes = ["--mesh.data", "1", "--mesh.context", "4", "--rollout.mesh.data", "4"]
-    with two(manifest, tmp_path, *meshes, "--rollout.answers_at_once", "12", name="grpo") as processes:
-        output = "".join(until(processes, "(?!)"))
-        assert processes.wait() == 0, output
-    assert f"continuing from step {STEPS - 2}" in output
-    assert compared_draws(tmp_path) == compared_draws(one)
-
-
-def compared_draws(workdir: Path) -> list[tuple[Any, ...]]:
-    return [(x["step"], x["key"], x["answer"], x["reward"]) for x in read_lines(workdir / "rollouts.jsonl")]
