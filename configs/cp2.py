@@ -33,8 +33,9 @@ def config() -> Config:
             encoder=EncoderConfig(chunk_seconds=10.0),
             llm=LLMConfig(pattern="M*M*-"),
         ),
-        # The activations of so small a model fit. Recomputing them would cost a quarter of the step.
-        compute=ComputeConfig(remat_encoder=False, remat_llm=False),
+        # What is cheap is computed again. So the temporary memory stays under 64 MiB, and the process keeps
+        # it from step to step (jaxthd/run/host_memory.py). To keep all activations would take longer.
+        compute=ComputeConfig(remat_keep="products"),
         train=TrainConfig(
             steps=3200,
             learning_rate=8e-4,
