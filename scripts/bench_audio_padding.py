@@ -38,7 +38,7 @@ from jaxthd.planning.search import slot_work
 from jaxthd.planning.simulate import Outcome, simulate
 from jaxthd.terminal.tables import Claim, conclude, show
 from scripts.bench_packing import MODEL, text_documents
-from scripts.measurements.recordings import add_manifest
+from scripts.measurements.recordings import MANIFEST
 
 ROWS, RANKS, EIGHTHS = (1, 8, 64), 8, 8
 """Rows of a step; the data ranks that share them; lengths that a program could choose from."""
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_manifest(parser)
+    parser.add_argument("--manifest", **MANIFEST)
     parser.add_argument("--check", action="store_true", help="exit 1 when a claim fails")
     options = parser.parse_args(argv)
     config = Config(model=MODEL)

@@ -38,7 +38,7 @@ from jaxthd.steps.ladder import LadderStep
 from jaxthd.steps.state import init_state
 from jaxthd.terminal.tables import Claim, conclude, show
 from scripts.bench_packing import MODEL, multiple, speech_documents, text_documents
-from scripts.measurements.recordings import add_manifest
+from scripts.measurements.recordings import MANIFEST
 
 
 class Side(NamedTuple):
@@ -172,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_manifest(parser)
+    parser.add_argument("--manifest", **MANIFEST)
     parser.add_argument("--capacity", type=int, default=1024, help="token slots of the largest buffer")
     parser.add_argument("--batches", type=int, default=16, help="steps of each way")
     parser.add_argument("--rounds", type=int, default=2, help="passes over every way")

@@ -24,7 +24,7 @@ from jaxthd.packing.document import SUBSAMPLING, Document
 from jaxthd.planning.lengths import Lengths, measure
 from jaxthd.terminal.tables import Claim, conclude, table
 from scripts.bench_packing import text_documents
-from scripts.measurements.recordings import add_manifest
+from scripts.measurements.recordings import MANIFEST
 
 PACKERS: tuple[tuple[Packing, int], ...] = (
     ("first_fit", 8),
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_manifest(parser)
+    parser.add_argument("--manifest", **MANIFEST)
     parser.add_argument("--check", action="store_true", help="exit 1 when a claim fails")
     options = parser.parse_args(argv)
     config = Config()

@@ -51,7 +51,7 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import init_state
 from jaxthd.steps.training import make_train_step
 from jaxthd.terminal.tables import Claim, conclude, table
-from scripts.measurements.recordings import add_manifest
+from scripts.measurements.recordings import MANIFEST
 
 RUNGS = 6
 """The most lengths a padded batch can have."""
@@ -282,7 +282,7 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="exit 1 when a claim fails")
-    add_manifest(parser)
+    parser.add_argument("--manifest", **MANIFEST)
     parser.add_argument(
         "--capacity", type=int, default=4096, help="tokens of a buffer of recordings; the mix: twice as many"
     )

@@ -87,7 +87,8 @@ def test_the_mesh_changes_nothing_with_the_blocks_of_all_families_on_stages() ->
 
 
 @pytest.mark.exhaustive
-def test_more_context_ranks_than_a_window_reaches_and_a_value_head_for_each() -> None:
+def test_the_mesh_changes_nothing_on_more_context_ranks_than_a_window_reaches() -> None:
+    """The gated delta rule passes its state over all of them."""
     llm = replace(MODEL.llm, **QWEN3_NEXT | GPT_OSS | {"pattern": "DW"})
     run = variants(MeshConfig(1, 8, 1, 1), "float64")[0]
     row = check(replace(run, model=replace(MODEL, llm=llm)))

@@ -1,16 +1,17 @@
 """The recordings that a benchmark is given."""
 
-import argparse
+from typing import Any
 
 from jaxthd.data.sources.synthetic import synthetic_manifests
 
 
-def add_manifest(parser: argparse.ArgumentParser) -> None:
-    """The option --manifest: a path; without one that of the synthetic speech, which is made on first use."""
+def _path(text: str) -> str:
+    return str(synthetic_manifests()[0]) if text == "synthetic" else text
 
-    def path(text: str) -> str:
-        return str(synthetic_manifests()[0]) if text == "synthetic" else text
 
-    parser.add_argument(
-        "--manifest", type=path, default="synthetic", help="recordings; else the synthetic speech"
-    )
+MANIFEST: dict[str, Any] = {
+    "type": _path,
+    "default": "synthetic",
+    "help": "recordings; else the synthetic speech",
+}
+"""Of add_argument: a manifest's path. Without one it is that of the synthetic speech, made on first use."""
