@@ -42,8 +42,11 @@ def rematerialized(
     if not keeps_views:
         return jax.checkpoint(step, policy=_all_but_views)
     leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    is_fsdp = any(x.get_metadata("fsdp")[1] for x in leaves if isinstance(x, nnx.Variable))
-    return jax.checkpoint(step, policy=_all_but_gathered_weights) if is_fsdp else step
+    gathered = [x for x in leaves if isinstance(x, nnx.Variable) and x.get_metadata("fsdp")[1]]
+    if not gathered:
+        return step
+    cast_later = any(x.get_metadata("projects") and not x.get_metadata("cast") for x in gathered)
+    return jax.checkpoint(step, policy=all_but_gathered if cast_later else _all_but_gathered_weights)
 
 
 _GATHERS = ("all_gather", "convert_element_type")
@@ -55,8 +58,8 @@ def all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def _all_but_gathered_weights(primitive: Any, *of: Any, **params: Any) -> bool:
-    """all_but_gathered of layers, which cast matrices before they gather them. So a cast to a narrower dtype
-    is one of activations: what is cast would take more memory.
+    """all_but_gathered where all matrices are cast before they are gathered. So a cast to a narrower dtype is
+    one of activations: what is cast would take more memory.
     """
     if primitive.name == "convert_element_type" and params["new_dtype"].itemsize < of[0].dtype.itemsize:
         return True
