@@ -8,6 +8,7 @@ flipped bits without an error, so nothing is used before it is compared with the
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -182,9 +183,10 @@ def kind(x: Any) -> str:
 def reason(error: Exception) -> str:
     """An error in one line: its type and the first line of its message.
 
-    A long line loses its middle. Its end stays: tensorstore names the file first, twice, and the cause last.
+    A long line loses its middle. Its end stays: tensorstore names the file first, twice, and the cause last,
+    but for the array's specification, which is left out.
     """
-    line = str(error).strip().partition("\n")[0]
+    line = re.sub(r" \[tensorstore_spec='.*?'\]", "", str(error).strip().partition("\n")[0])
     if len(line) > 2 * _KEPT:
         line = f"{line[:_KEPT]} ... {line[-_KEPT:]}"
     return f"{type(error).__name__}: {line}"

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxthd.checkpoints.checkpoint import Checkpoints
-from jaxthd.checkpoints.stored import find_checkpoint
+from jaxthd.checkpoints.stored import find_checkpoint, reason
 from jaxthd.errors import UserError
 from jaxthd.steps.state import TrainState
 from scripts.check_survival import bits, damaged
@@ -314,6 +314,19 @@ def test_a_full_disk_ends_the_run_in_one_message_with_the_older_checkpoint_intac
             assert names(folder) == ["1"]
             state, _ = checkpoints.restore_latest(wide, EVERYWHERE)
         assert bits(state) == bits(make_state(1, width=3000))
+
+
+def test_the_cause_of_a_failed_write_is_kept_where_an_arrays_specification_follows_it():
+    """As tensorstore words the failure of a first write to an array."""
+    file, given = "/runs/" + 200 * "x" + "/d/1f", '{"driver":"zarr",' + 300 * " " + "}"
+    said = (
+        f'OUT_OF_RANGE: Error writing "w/.zarray" at local file "{file}": Failed to write 9 bytes to file 4: '
+    )
+    said += f"File too large [tensorstore_spec='{given}'] [os_error_code='27']"
+    line = reason(ValueError(said))
+    assert line.startswith('ValueError: OUT_OF_RANGE: Error writing "w/.zarray"')
+    assert line.endswith("File too large [os_error_code='27']")
+    assert "driver" not in line
 
 
 def test_a_reward_that_could_not_be_measured_lets_nothing_else_decide(tmp_path: Path):
