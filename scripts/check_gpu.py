@@ -388,14 +388,14 @@ def attention(tiny: bool) -> None:
 def options(tiny: bool) -> None:
     peak, config = machine(tiny), base_config(tiny, kernels=True)
     documents = recordings(256 if tiny else 16384, config.model, 4.0 if tiny else 60.0)
-    defaults = {"xla_gpu_enable_command_buffer": "", "xla_gpu_graph_min_graph_size": "5"}
+    defaults = {"enable_command_buffer": "", "graph_min_graph_size": "5", "dot_merger_threshold_mb": "32"}
     changes = {"all options": config}
     for option in OPTIONS if jax.default_backend() == "gpu" else ():
         # Combining collectives needs several devices.
         if "gather" not in option.name and "scatter" not in option.name:
-            text = f"{option.name}={defaults.get(option.name, 'false')}"
-            changed = using(config, xla_options=(text,))
-            changes[f"without {option.name.removeprefix('xla_gpu_')}"] = changed
+            name = option.name.removeprefix("xla_gpu_")
+            text = f"{option.name}={defaults.get(name, 'false')}"
+            changes[f"without {name}"] = using(config, xla_options=(text,))
     fp8 = ("decoder.layers.*", "encoder.blocks.*")
     unrolled = ("xla_gpu_command_buffer_unroll_loops=true",)
     changes["loops unrolled into the graph"] = using(config, xla_options=unrolled)

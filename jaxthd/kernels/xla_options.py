@@ -66,6 +66,13 @@ OPTIONS = (
         "The same for its gradients",
         _NOT_RUN,
     ),
+    Option(
+        "xla_gpu_dot_merger_threshold_mb",
+        1,
+        "Products of the same tokens stay products of their own, but for the smallest: merged ones (XLA's "
+        "default: up to 32 MB) are cut apart by copies, which take longer than reading the tokens twice",
+        _NOT_RUN,
+    ),
 )
 """They are given to every program of the model that runs on GPUs."""
 

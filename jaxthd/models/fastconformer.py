@@ -20,7 +20,7 @@ from jaxthd.config import ComputeConfig, EncoderConfig
 from jaxthd.models.encoder_attention import Clips, RelativeAttention, frequencies
 from jaxthd.models.layers import Linear
 from jaxthd.models.subsampling import PIECE, Subsampling
-from jaxthd.ops.activations import sigmoid_gated, silu
+from jaxthd.ops.activations import glu, silu
 from jaxthd.ops.conv import centered_conv
 from jaxthd.ops.neighbours import Neighbours, make_neighbours
 from jaxthd.ops.norms import layer_norm, scaled_deviations, squared_deviations
@@ -107,9 +107,8 @@ class ConvModule(nnx.Module):
     def __call__(
         self, x_ED: Float[Array, "E D"], clips: Clips, *, train: bool, axes: tuple[str, ...]
     ) -> Float[Array, "E D"]:
-        value_ED, gate_ED = jnp.split(self.up(x_ED), 2, axis=1)
         w_KD = self.depthwise[...].astype(x_ED.dtype)
-        y_ED = centered_conv(sigmoid_gated(value_ED, gate_ED), w_KD, clips.segments, clips.neighbours)
+        y_ED = centered_conv(glu(self.up(x_ED)), w_KD, clips.segments, clips.neighbours)
         if self.depthwise_bias is not None:
             y_ED = y_ED + self.depthwise_bias[...].astype(x_ED.dtype)
         y_ED = self.norm(y_ED, clips.segments.valid, clips.frames, train=train, axes=axes)

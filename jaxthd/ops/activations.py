@@ -22,10 +22,12 @@ def from_inputs(compute: Elementwise) -> Elementwise:
     """
 
     def backward(inputs: tuple[Array, ...], dout: Array) -> tuple[Array, ...]:
-        *again, dout = jax.lax.optimization_barrier((*inputs, dout))
         acc = accumulation_dtype(dout)
-        _, gradients_of = jax.vjp(compute, *(x.astype(acc) for x in again))
-        return tuple(d.astype(x.dtype) for d, x in zip(gradients_of(dout.astype(acc)), inputs, strict=True))
+        _, gradients_of = jax.vjp(compute, *(x.astype(acc) for x in inputs))
+        found = gradients_of(dout.astype(acc))
+        return jax.lax.optimization_barrier(
+            tuple(d.astype(x.dtype) for d, x in zip(found, inputs, strict=True))
+        )
 
     found = jax.custom_vjp(compute)
     found.defvjp(lambda *inputs: (found(*inputs), inputs), backward)
@@ -56,6 +58,7 @@ def silu_gated(x: Float[Array, "*shape"], gate: Float[Array, "*shape"]) -> Float
 
 
 @from_inputs
-def sigmoid_gated(x: Float[Array, "*shape"], gate: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """x sigmoid(gate)."""
-    return x * jax.nn.sigmoid(gate)
+def glu(x: Float[Array, "*shape twice_F"]) -> Float[Array, "*shape F"]:
+    """The first half of the features times the sigmoid of the second (Dauphin et al., 2017)."""
+    value, gate = jnp.split(x, 2, axis=-1)
+    return value * jax.nn.sigmoid(gate)

@@ -14,7 +14,7 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from jaxthd.ops.cut_exchange import gathered_chunks
-from jaxthd.ops.neighbours import Neighbours
+from jaxthd.ops.neighbours import Neighbours, extended
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.segments import Segments
 
@@ -247,15 +247,71 @@ def centered_conv(
     lie whole on this rank.
     """
     assert segments.context == 1
-    half, remaining_N = len(w_KC) // 2, segments.remaining
     if neighbours is None:
-        x_RSC = jnp.pad(x_NC, ((half, half), (0, 0)))[None]
-    else:
-        x_RSC = neighbours.extended(x_NC.reshape(segments.rows, -1, x_NC.shape[1]), half, half)
-        remaining_N = neighbours.remaining
-    y_NC, frames = jnp.zeros_like(x_NC), x_RSC.shape[1] - 2 * half
-    for d in range(-half, half + 1):
-        inside_N = segments.positions >= -d if d < 0 else remaining_N >= d
-        there_NC = x_RSC[:, half + d : half + d + frames].reshape(x_NC.shape)
-        y_NC = y_NC + w_KC[d + half] * jnp.where(inside_N[:, None], there_NC, 0)
+        return _centered(_Rows(segments.rows, ()), x_NC, w_KC, segments.positions, segments.remaining, None)
+    rows = _Rows(segments.rows, neighbours.axes)
+    return _centered(rows, x_NC, w_KC, segments.positions, neighbours.remaining, neighbours.is_cut)
+
+
+class _Rows(NamedTuple):
+    """axes: of the mesh, over which clips may be cut; () where none is."""
+
+    rows: int
+    axes: tuple[str, ...]
+
+    def around(self, x_NC: Array, half: int, is_cut: Array | None) -> Array:
+        """The rows' tokens and `half` more before and after: [R, M, C], or of all rows together [1, M, C]."""
+        if is_cut is None:
+            return jnp.pad(x_NC, ((half, half), (0, 0)))[None]
+        return extended(x_NC.reshape(self.rows, -1, x_NC.shape[1]), half, half, is_cut, self.axes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _centered(
+    rows: _Rows, x_NC: Array, w_KC: Array, positions_N: Array, remaining_N: Array, is_cut: Array | None
+) -> Array:
+    """Only x is kept for the backward pass, as in _convolved."""
+    around_RMC = rows.around(x_NC, len(w_KC) // 2, is_cut)
+    return _sum_of(w_KC, _seen_around(around_RMC, len(w_KC), positions_N, remaining_N))
+
+
+def _seen_around(around_RMC: Array, taps: int, positions_N: Array, remaining_N: Array) -> list[Array]:
+    """For each tap, the tokens that it sees; 0 where those are of another clip."""
+    half, length = taps // 2, around_RMC.shape[1] - taps + 1
+    seen = []
+    for i in range(taps):
+        inside_N = positions_N >= half - i if i < half else remaining_N >= i - half
+        there_NC = around_RMC[:, i : i + length].reshape(len(positions_N), -1)
+        seen.append(jnp.where(inside_N[:, None], there_NC, 0))
+    return seen
+
+
+def _sum_of(w_KC: Array, seen: list[Array]) -> Array:
+    y_NC = jnp.zeros_like(seen[0])
+    for w_C, x_NC in zip(w_KC, seen, strict=True):
+        y_NC = y_NC + w_C * x_NC
     return y_NC
+
+
+def _centered_forward(rows: _Rows, x_NC: Array, *given: Any) -> tuple[Array, tuple[Any, ...]]:
+    w_KC, positions_N, remaining_N, is_cut = given
+    around_RMC = rows.around(x_NC, len(w_KC) // 2, is_cut)
+    y_NC = _sum_of(w_KC, _seen_around(around_RMC, len(w_KC), positions_N, remaining_N))
+    return y_NC, (x_NC if is_cut is None else around_RMC, *given)
+
+
+def _centered_backward(rows: _Rows, given: tuple[Any, ...], dy_NC: Array) -> tuple[Any, ...]:
+    """A token is seen by those that it sees, through the taps in reverse."""
+    kept, w_KC, positions_N, remaining_N, is_cut = given
+    taps = len(w_KC)
+    # As in _convolved: what the taps saw is computed again, and is not kept for both passes.
+    kept, dy_NC = jax.lax.optimization_barrier((kept, dy_NC))
+    around_RMC = rows.around(kept, taps // 2, None) if is_cut is None else kept
+    seen = _seen_around(around_RMC, taps, positions_N, remaining_N)
+    dw_KC = jnp.stack([(dy_NC * x_NC).sum(0) for x_NC in seen])
+    around_RMC = rows.around(dy_NC, taps // 2, is_cut)
+    dx_NC = _sum_of(w_KC[::-1], _seen_around(around_RMC, taps, positions_N, remaining_N))
+    return dx_NC, dw_KC, None, None, None
+
+
+_centered.defvjp(_centered_forward, _centered_backward)

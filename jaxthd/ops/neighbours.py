@@ -7,6 +7,7 @@ attention the keys and values of up to a chunk.
 Legend: R rows on this rank, E encoder frames of a row on it, S = E + 2 reach frames of its window.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -61,13 +62,7 @@ class Neighbours(NamedTuple):
 
     def extended(self, x_RE: Shaped[Array, "R n ..."], before: int, after: int) -> Shaped[Array, "R m ..."]:
         """x with so many frames of the ranks before and after; 0 beyond the row, and if no chunk is cut."""
-        padding = [(0, 0), (before, after), *[(0, 0)] * (x_RE.ndim - 2)]
-        return jax.lax.cond(
-            self.is_cut,
-            lambda x: around(x, before, after, self.axes),
-            lambda x: jnp.pad(x, padding),
-            x_RE,
-        )
+        return extended(x_RE, before, after, self.is_cut, self.axes)
 
 
 def make_neighbours(
@@ -97,6 +92,15 @@ def make_neighbours(
     lo_N, hi_N = (jnp.where(is_real_RE, row_R1 + x, 0).reshape(-1) for x in (first_RE, stop_RE))
     keys = key_intervals(lo_N, hi_N, segments.block)
     return Neighbours(axes, is_cut, reach, ids_RS, positions_RS, remaining_RE.reshape(-1), keys)
+
+
+def extended(
+    x_RE: Shaped[Array, "R n ..."], before: int, after: int, is_cut: Bool[Array, ""], axes: tuple[str, ...]
+) -> Shaped[Array, "R m ..."]:
+    """Neighbours.extended."""
+    padding = [(0, 0), (before, after), *[(0, 0)] * (x_RE.ndim - 2)]
+    from_ranks = partial(around, before=before, after=after, axes=axes)
+    return jax.lax.cond(is_cut, from_ranks, lambda x: jnp.pad(x, padding), x_RE)
 
 
 def around(

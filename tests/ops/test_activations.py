@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxthd.ops.activations import relu_squared, sigmoid_gated, silu, silu_gated
+from jaxthd.ops.activations import glu, relu_squared, silu, silu_gated
 from scripts.comparison.errors import relative_errors
 
 
@@ -19,7 +19,7 @@ ACTIVATIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array],
     "relu_squared": (relu_squared, lambda x: jnp.where(x > 0, x * x, 0), 1),
     "silu": (silu, lambda x: x * sigmoid(x), 1),
     "silu_gated": (silu_gated, lambda x, gate: x * gate * sigmoid(gate), 2),
-    "sigmoid_gated": (sigmoid_gated, lambda x, gate: x * sigmoid(gate), 2),
+    "glu": (glu, lambda x: x[:, :4] * sigmoid(x[:, 4:]), 1),
 }
 """(activation, definition, arguments)."""
 
@@ -30,6 +30,7 @@ def test_outputs_and_gradients_in_float64(name: str) -> None:
     with jax.enable_x64(True):
         dout, *given = jnp.asarray(2 * np.random.default_rng(0).normal(size=(1 + arguments, 5, 8)))
         got, back = jax.vjp(jax.jit(activation), *given)
+        dout = dout[:, : got.shape[1]]
         want, want_back = jax.vjp(jax.jit(definition), *given)
         errors = relative_errors((got, back(dout)), (want, want_back(dout)))
         assert max(errors.values()) < 1e-12, errors
@@ -41,6 +42,6 @@ def test_the_backward_pass_keeps_the_inputs_alone(name: str) -> None:
     activation, _, arguments = ACTIVATIONS[name]
     x = jnp.ones((5, 8), jnp.bfloat16)
     kept = jax.checkpoint(activation, policy=jax.checkpoint_policies.everything_saveable)
-    _, back = jax.vjp(kept, *[x] * arguments)
+    out, back = jax.vjp(kept, *[x] * arguments)
     assert len(jax.tree.leaves(back)) <= arguments + 1  # and the output, which takes no more memory
-    assert all(leaf.dtype == x.dtype for leaf in back(x))
+    assert all(leaf.dtype == x.dtype for leaf in back(out))

@@ -16,13 +16,14 @@ from jaxthd.parallel.params import (
     Init,
     ShardedDim,
     gathered,
+    gathered_state,
     over_tensor,
     own_part,
     partition_spec,
     scan_stack,
     stack,
 )
-from jaxthd.parallel.remat import Remat
+from jaxthd.parallel.remat import Remat, rematerialized
 
 P = PartitionSpec
 
@@ -234,3 +235,38 @@ def test_a_matrix_is_gathered_in_the_compute_dtype_and_its_gradient_is_summed_in
         assert all(("xbf16>" in line.split("->")[-1]) == cast for line in gathers)
     jax.tree.map(np.testing.assert_array_equal, *found)
     assert found[0][1]["w"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("cast", [True, False])
+def test_a_layer_that_is_not_recomputed_keeps_no_gathered_weight(cast: bool) -> None:
+    """cast: before it is gathered. Otherwise, as under LoRA, its cast after that is not kept either. Of
+    activations it keeps what a cast gives.
+    """
+    mesh, ranks = MeshConfig(data=2), P(("data",))
+    module = Linear(8, 8, init(mesh))
+    module.w.set_metadata(cast=cast)
+    graph, state = nnx.split(module)
+    kept: list[tuple[tuple[int, ...], Any]] = []
+
+    def step(state: Any, x_ND: jax.Array) -> jax.Array:
+        wide_ND = 3 * x_ND.astype(jnp.float32)
+        return nnx.merge(graph, gathered_state(state, x_ND.dtype))(wide_ND.astype(x_ND.dtype))
+
+    def rank(params: dict, x_ND: jax.Array) -> jax.Array:
+        given = nnx.state(nnx.merge(graph, params))
+        y_ND, back = jax.vjp(rematerialized(step, False, state), given, x_ND)
+        kept.extend((x.shape, x.dtype) for x in jax.tree.leaves(back))
+        return y_ND
+
+    run = jax.shard_map(
+        rank,
+        mesh=make_mesh(mesh),
+        in_specs=({"w": P("data")}, ranks),
+        out_specs=ranks,
+        check_vma=False,
+    )
+    jax.eval_shape(run, nnx.to_pure_dict(state), jnp.ones((12, 8), jnp.bfloat16))
+    assert not [shape for shape, _ in kept if shape == (8, 8)], "the whole matrix, in any dtype"
+    assert (((4, 8), jnp.bfloat16) in kept) == cast, "this rank's shard of it, cast once for both passes"
+    assert ((6, 8), jnp.bfloat16) in kept
+    assert ((6, 8), jnp.float32) not in kept
