@@ -34,8 +34,9 @@ def config() -> Config:
             # The tokenizer has 419 entries.
             llm=LLMConfig(pattern="M*M*-", vocab_size=448),
         ),
-        # What is cheap is computed again: 59 MB of temporary memory, which the process keeps from step to
-        # step (up to 64 MiB; jaxthd/run/host_memory.py). With all activations kept it would be 120 MB.
+        # What is cheap is computed again: the step needs 59 MB of temporary memory in place of 120 MB, and
+        # takes as long. With --mesh.context 2 the process keeps only arrays of up to 64 MiB from step to step
+        # (jaxthd/run/host_memory.py).
         compute=ComputeConfig(remat_keep="products"),
         train=TrainConfig(
             steps=900,
