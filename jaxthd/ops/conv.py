@@ -308,7 +308,9 @@ def _centered_backward(rows: _Rows, given: tuple[Any, ...], dy_NC: Array) -> tup
     kept, dy_NC = jax.lax.optimization_barrier((kept, dy_NC))
     around_RMC = rows.around(kept, taps // 2, None) if is_cut is None else kept
     seen = _seen_around(around_RMC, taps, positions_N, remaining_N)
-    dw_KC = jnp.stack([(dy_NC * x_NC).sum(0) for x_NC in seen])
+    # Not jnp.sum: where that widens its sums, a GPU's kernel computes fewer of them at a time.
+    zero = jnp.zeros((), dy_NC.dtype)
+    dw_KC = jnp.stack([jax.lax.reduce(dy_NC * x_NC, zero, jax.lax.add, (0,)) for x_NC in seen])
     around_RMC = rows.around(dy_NC, taps // 2, is_cut)
     dx_NC = _sum_of(w_KC[::-1], _seen_around(around_RMC, taps, positions_N, remaining_N))
     return dx_NC, dw_KC, None, None, None
