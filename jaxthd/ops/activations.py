@@ -18,9 +18,9 @@ Elementwise = Callable[..., Float[Array, "*shape"]]
 def from_inputs(compute: Elementwise) -> Elementwise:
     """compute, whose gradients are computed from its inputs, in promote(float32, their dtype).
 
-    Without the barrier XLA writes the gradients of a gate's inputs in two kernels, each of which reads both: it
-    joins kernels that read the same array, but not where a matrix product made that. One on the inputs too
-    would part the gradients from the result, where that is computed again.
+    Without the barrier XLA writes the gradients of a gate's inputs in two kernels, each of which reads both:
+    it joins kernels that read the same array, but not where a matrix product made that. A barrier before the
+    inputs too would part the gradients from the result, where that is computed again.
     """
 
     def backward(inputs: tuple[Array, ...], dout: Array) -> tuple[Array, ...]:
