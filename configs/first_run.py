@@ -34,9 +34,10 @@ def config() -> Config:
             # The tokenizer has 419 entries.
             llm=LLMConfig(pattern="M*M*-", vocab_size=448),
         ),
-        # What is cheap is computed again: 59 MB of temporary memory, which the process keeps from step to
-        # step (up to 64 MiB; jaxthd/run/host_memory.py). With all activations kept it would be 120 MB.
-        compute=ComputeConfig(remat_keep="products"),
+        # What is cheap is computed again: the step needs 59 MB of temporary memory in place of 120 MB, and
+        # takes as long. With --mesh.context 2 the process keeps only arrays of up to 64 MiB from step to step
+        # (jaxthd/run/host_memory.py). Documents of 23 slots leave much of a larger block of attention unused.
+        compute=ComputeConfig(remat_keep="products", attention_block=64),
         train=TrainConfig(
             steps=900,
             learning_rate=1.5e-3,

@@ -11,7 +11,8 @@ ids are random, and every token but the first is predicted. Neither side compute
 up.
 
 - jaxthd: buffers of --capacity tokens, by the product's packer and its loss and gradient; with the layers'
-  activations kept (as the reference keeps them) and with compute.remat_llm.
+  activations kept (as the reference keeps them) and with compute.remat_llm; layers written out
+  (compute.unroll_layers).
 - transformers: batches of 16, each padded on the right to its longest, labels masked on padding, in random
   order and sorted by length; the scan in chunks of 128 tokens (the library's default) and of 32 (the fastest
   here). No attention mask is given: with padding on the right the model needs none, and is faster.
@@ -186,7 +187,8 @@ def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) ->
     ways, programs = {}, {}
     for name, remat in (("jaxthd, packed", False), ("jaxthd, packed, recomputing", True)):
         config = Config(
-            model=ModelConfig(llm=llm), compute=ComputeConfig(remat_llm=remat, attention_block=64)
+            model=ModelConfig(llm=llm),
+            compute=ComputeConfig(remat_llm=remat, attention_block=64, unroll_layers=True),
         )
         program = programs[name] = jax.jit(loss_and_gradient(Blueprint(config), mesh))
 
@@ -299,7 +301,7 @@ def main() -> None:
     parser.add_argument("--manifest", help="recordings whose lengths are taken")
     parser.add_argument("--check", action="store_true", help="exit 1 when a claim fails")
     parser.add_argument("--python-reference", default=sys.executable, help="has torch and transformers")
-    parser.add_argument("--capacity", type=int, default=4096, help="token slots of a packed buffer")
+    parser.add_argument("--capacity", type=int, default=2048, help="token slots of a packed buffer")
     parser.add_argument("--rounds", type=int, default=3, help="passes over every way")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

@@ -18,7 +18,7 @@ bound on the time, by part of the model, by kind, by loop and by line of source;
 the bf16 peak. What GPUs exchange may go on beside their kernels; the bound if it never does is printed too.
 Loops whose trips depend on the data turn as often as real lengths of recordings ask for.
 --set NAME=VALUE may be repeated: an option of compute.xla_options if NAME begins with xla_, else a setting
-such as compute.attention_block or mesh.fsdp.
+such as compute.attention_block, mesh.fsdp or train.optimizer_options=first_moment=bfloat16.
 """
 
 import argparse
@@ -99,7 +99,9 @@ def changed(config: Config, settings: list[str]) -> Config:
             continue
         part, field = name.split(".")
         old = getattr(getattr(config, part), field)
-        new = value if isinstance(old, str) else type(old)(float(value))
+        new: Any = (*old, value) if isinstance(old, tuple) else value
+        if not isinstance(old, (str, tuple)):
+            new = type(old)(float(value))
         config = replace(config, **{part: replace(getattr(config, part), **{field: new})})
     return config
 

@@ -89,7 +89,7 @@ class ComputeConfig:
     again."""
     unroll_layers: bool = False
     """Write layers out one after the other in place of a loop over them. Compilation then grows with their
-    number, but on GPUs nothing is copied into the loop's stacks and out of them, and the step is one CUDA
+    number, but nothing is copied into the loop's stacks and out of them, and on GPUs the step is one CUDA
     graph."""
     scan_chunk: int = 64
     """Tokens of a scan chunk of Mamba2 and of the gated delta rule. It affects speed, never the result."""

@@ -22,6 +22,7 @@ from jaxthd.ops.attention.dense import dense_attention
 from jaxthd.ops.attention.relative import distances, relative_attention
 from jaxthd.ops.neighbours import Neighbours
 from jaxthd.ops.numerics import accumulation_dtype
+from jaxthd.ops.product import narrowed
 from jaxthd.packing.document import encoder_frames
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init
@@ -152,7 +153,7 @@ class RelativeAttention(nnx.Module):
     def __call__(self, x_ED: Float[Array, "E D"], clips: Clips) -> Float[Array, "E D"]:
         dtype, (heads, dim) = x_ED.dtype, self.content_bias.shape
         q_EHd, k_EHd, v_EHd = (f(x_ED).reshape(len(x_ED), heads, dim) for f in (self.q, self.k, self.v))
-        w_F2Hd = self.position[...].astype(dtype).reshape(-1, 2, heads, dim)
+        w_F2Hd = narrowed(self.position[...], dtype).reshape(-1, 2, heads, dim)
         given = q_EHd, k_EHd, v_EHd, w_F2Hd
 
         def own(q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array) -> Array:

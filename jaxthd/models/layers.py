@@ -16,6 +16,7 @@ from jaxthd.models.dropout import dropped
 from jaxthd.ops.fp8 import fp8_product
 from jaxthd.ops.norms import gated_rms_norm, rms_norm
 from jaxthd.ops.numerics import accumulation_dtype
+from jaxthd.ops.product import narrowed, product
 from jaxthd.parallel.mesh import TENSOR
 from jaxthd.parallel.params import Init, ShardedDim, once, own_part, stack
 
@@ -170,8 +171,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x_ND: Float[Array, "N D"]) -> Float[Array, "N F"]:
         own_DF = own_part(self.w[...], 1, self.sharded_out, self.mesh)
-        w_DF = own_DF.astype(x_ND.dtype)
-        y_NF = fp8_product(x_ND, w_DF) if self.fp8 else x_ND @ w_DF
+        y_NF = fp8_product(x_ND, narrowed(own_DF, x_ND.dtype)) if self.fp8 else product(x_ND, own_DF)
         if self.lora is not None:
             y_NF = y_NF + self.lora(x_ND)
             magnitude_F = self.lora.magnitude(own_DF)
@@ -190,7 +190,7 @@ class Linear(nnx.Module):
             magnitude_F = self.lora.magnitude(w_DF)
             w_DF = w_DF + self.lora.scale * (self.lora.a[...] @ b_rF)
             w_DF = w_DF if magnitude_F is None else w_DF * magnitude_F
-        return w_DF.astype(dtype)
+        return narrowed(w_DF, dtype)
 
     def add_lora(self, rank: int, scale: float, key: Array, **options: Any) -> None:
         """Adds low-rank matrices beside w. This Linear may also be a stack of layers (parallel/params.py).

@@ -18,16 +18,16 @@ Elementwise = Callable[..., Float[Array, "*shape"]]
 def from_inputs(compute: Elementwise) -> Elementwise:
     """compute, whose gradients are computed from its inputs, in promote(float32, their dtype).
 
-    Without the barrier XLA writes the gradients of a gate's inputs in two kernels, each of which reads both.
+    Without the barrier XLA writes the gradients of a gate's inputs in two kernels, each of which reads both:
+    it joins kernels that read the same array, but not where a matrix product made that. A barrier before the
+    inputs too would part the gradients from the result, where that is computed again.
     """
 
     def backward(inputs: tuple[Array, ...], dout: Array) -> tuple[Array, ...]:
+        dout = jax.lax.optimization_barrier(dout)
         acc = accumulation_dtype(dout)
         _, gradients_of = jax.vjp(compute, *(x.astype(acc) for x in inputs))
-        found = gradients_of(dout.astype(acc))
-        return jax.lax.optimization_barrier(
-            tuple(d.astype(x.dtype) for d, x in zip(found, inputs, strict=True))
-        )
+        return tuple(d.astype(x.dtype) for d, x in zip(gradients_of(dout.astype(acc)), inputs, strict=True))
 
     found = jax.custom_vjp(compute)
     found.defvjp(lambda *inputs: (found(*inputs), inputs), backward)

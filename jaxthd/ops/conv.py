@@ -287,10 +287,10 @@ def _seen_around(around_RMC: Array, taps: int, positions_N: Array, remaining_N: 
 
 
 def _sum_of(w_KC: Array, seen: list[Array]) -> Array:
-    acc, y_NC = accumulation_dtype(seen[0]), jnp.zeros((), accumulation_dtype(seen[0]))
+    y_NC = jnp.zeros_like(seen[0])
     for w_C, x_NC in zip(w_KC, seen, strict=True):
-        y_NC = y_NC + w_C.astype(acc) * x_NC
-    return y_NC.astype(seen[0].dtype)
+        y_NC = y_NC + w_C * x_NC
+    return y_NC
 
 
 def _centered_forward(rows: _Rows, x_NC: Array, *given: Any) -> tuple[Array, tuple[Any, ...]]:
@@ -303,12 +303,14 @@ def _centered_forward(rows: _Rows, x_NC: Array, *given: Any) -> tuple[Array, tup
 def _centered_backward(rows: _Rows, given: tuple[Any, ...], dy_NC: Array) -> tuple[Any, ...]:
     """A token is seen by those that it sees, through the taps in reverse."""
     kept, w_KC, positions_N, remaining_N, is_cut = given
-    taps, acc = len(w_KC), accumulation_dtype(dy_NC)
+    taps = len(w_KC)
     # As in _convolved: what the taps saw is computed again, and is not kept for both passes.
     kept, dy_NC = jax.lax.optimization_barrier((kept, dy_NC))
     around_RMC = rows.around(kept, taps // 2, None) if is_cut is None else kept
     seen = _seen_around(around_RMC, taps, positions_N, remaining_N)
-    dw_KC = jnp.stack([(dy_NC.astype(acc) * x_NC).sum(0) for x_NC in seen]).astype(w_KC.dtype)
+    # Not jnp.sum: where that widens its sums, a GPU's kernel computes fewer of them at a time.
+    zero = jnp.zeros((), dy_NC.dtype)
+    dw_KC = jnp.stack([jax.lax.reduce(dy_NC * x_NC, zero, jax.lax.add, (0,)) for x_NC in seen])
     around_RMC = rows.around(dy_NC, taps // 2, is_cut)
     dx_NC = _sum_of(w_KC[::-1], _seen_around(around_RMC, taps, positions_N, remaining_N))
     return dx_NC, dw_KC, None, None, None

@@ -225,7 +225,8 @@ def gathered(variable: nnx.Variable, dtype: Any = None) -> Array:
     """This rank's part of a variable, ready for computation: gathered if it is FSDP-sharded.
 
     dtype: the compute dtype. A matrix that is used in it alone (metadata "cast") is cast before it is
-    gathered; its gradient is summed over the ranks in its own dtype, as if it were cast afterwards.
+    gathered, and has its own dtype again afterwards, in which its gradient is summed over the ranks: nothing
+    is lost, for it is cast again where it is used (ops/product.py), and XLA drops both casts.
     """
     (dim, axes), value = variable.get_metadata("fsdp"), variable[...]
     if not axes:
@@ -246,17 +247,17 @@ class _Gather(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered_as(how: _Gather, value: Array) -> Array:
-    return jax.lax.all_gather(value.astype(how.sent), how.axes, axis=how.dim, tiled=True)
+    return _gathered_forward(how, value)[0]
 
 
 def _gathered_forward(how: _Gather, value: Array) -> tuple[Array, None]:
-    """Written out, so that a policy of recomputation tells the cast from the gathering."""
-    return jax.lax.all_gather(value.astype(how.sent), how.axes, axis=how.dim, tiled=True), None
+    """Policies of recomputation (parallel/remat.py) keep the first cast, of a shard, and nothing else."""
+    sent = jax.lax.all_gather(value.astype(how.sent), how.axes, axis=how.dim, tiled=True)
+    return sent.astype(how.own), None
 
 
 def _gathered_backward(how: _Gather, _: None, gradient: Array) -> tuple[Array]:
-    own = gradient.astype(how.own)
-    return (jax.lax.psum_scatter(own, how.axes, scatter_dimension=how.dim, tiled=True),)
+    return (jax.lax.psum_scatter(gradient, how.axes, scatter_dimension=how.dim, tiled=True),)
 
 
 _gathered_as.defvjp(_gathered_forward, _gathered_backward)

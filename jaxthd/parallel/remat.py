@@ -45,31 +45,25 @@ def rematerialized(
     gathered = [x for x in leaves if isinstance(x, nnx.Variable) and x.get_metadata("fsdp")[1]]
     if not gathered:
         return step
-    cast_later = any(x.get_metadata("projects") and not x.get_metadata("cast") for x in gathered)
-    return jax.checkpoint(step, policy=all_but_gathered if cast_later else _all_but_gathered_weights)
+    return jax.checkpoint(step, policy=all_but_gathered)
 
 
 _GATHERS = ("all_gather", "convert_element_type")
 
 
-def all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Whether a result is kept for the backward pass. (Gathered weights may be cast before or after.)"""
-    return primitive.name not in _GATHERS and not _only_gathers(params)
-
-
-def _all_but_gathered_weights(primitive: Any, *of: Any, **params: Any) -> bool:
-    """all_but_gathered where all matrices are cast before they are gathered. So a cast to a narrower dtype is
-    one of activations: what is cast would take more memory.
+def all_but_gathered(primitive: Any, *of: Any, **params: Any) -> bool:
+    """Whether a result is kept for the backward pass. A cast to a narrower dtype is: what is cast would take
+    more memory. That of a whole weight is not: it is a call of `narrowed` (ops/product.py).
     """
     if primitive.name == "convert_element_type" and params["new_dtype"].itemsize < of[0].dtype.itemsize:
         return True
-    return all_but_gathered(primitive, *of, **params)
+    return primitive.name not in _GATHERS and not _only_casts(params)
 
 
-def _only_gathers(params: dict[str, Any]) -> bool:
-    """Whether the operation with these parameters is a call of _gathered_as (parallel/params.py)."""
+def _only_casts(params: dict[str, Any]) -> bool:
+    """Whether the operation with these parameters is a call of `narrowed` (ops/product.py)."""
     called = params.get("call_jaxpr")
-    return called is not None and all(x.primitive.name in _GATHERS for x in called.eqns)
+    return called is not None and all(x.primitive.name == "convert_element_type" for x in called.eqns)
 
 
 _VIEWS = frozenset(
@@ -93,4 +87,4 @@ _VIEWS = frozenset(
 
 
 def _all_but_views(primitive: Any, *_: Any, **params: Any) -> bool:
-    return primitive.name not in _VIEWS and not _only_gathers(params)
+    return primitive.name not in _VIEWS and not _only_casts(params)

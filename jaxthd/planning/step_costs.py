@@ -45,6 +45,7 @@ _NOT_OF_A_PLACE = (
     "jax/_src/",
     "optax/",
     "models/stacks.py",
+    "ops/product.py",
 )
 """Files whose lines say little: the place of their operations is the line that called them."""
 

@@ -26,6 +26,9 @@ def simulate_devices(devices: int) -> bool:
     Call it before anything touches a jax device.
     """
     jax.config.update("jax_num_cpu_devices", devices)
+    # A program of one CPU device runs in the thread that calls it, whose freed memory is kept whatever its
+    # size (host_memory.py).
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     if devices > 1:
         # A loop with collectives runs beside later loops that do not depend on it, so a device may wait in
         # several at once. With XLA's default of one thread a device they can then wait for one another for

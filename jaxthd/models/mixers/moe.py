@@ -19,6 +19,7 @@ from jaxthd.models.mixers.mlp import MLP
 from jaxthd.ops.ffn import FFNForm
 from jaxthd.ops.grouped_matmul import IN_ROUNDS, combine, dispatch, expert_layout
 from jaxthd.ops.numerics import accumulation_dtype
+from jaxthd.ops.product import narrowed
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.experts import Experts, exchanged_experts, expert_mlp, expert_sharding
@@ -131,8 +132,8 @@ class MoE(nnx.Module):
 
     def _weights(self, dtype: Any) -> Experts:
         """Matrices in the compute dtype, biases in that of the parameters."""
-        up, down = (w[...].astype(dtype) for w in (self.up, self.down))
-        gate = None if self.gate is None else self.gate[...].astype(dtype)
+        up, down = (narrowed(w[...], dtype) for w in (self.up, self.down))
+        gate = None if self.gate is None else narrowed(self.gate[...], dtype)
         if self.up_bias is None or self.down_bias is None:
             return Experts(up, down, gate)
         down_bias = once(self.down_bias[...], self.columns, self.mesh)

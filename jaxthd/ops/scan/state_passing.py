@@ -113,7 +113,8 @@ def _prefix_gathered(maps: StateMap, segments: Segments) -> Array:
         return of_chunk.on(state), state
 
     in_order = jax.tree.map(everywhere, maps)
-    _, before = jax.lax.scan(step, jnp.zeros_like(maps.added[:, 0]), in_order)
+    # Written out: a loop of so few small steps would be driven by the host on GPUs.
+    _, before = jax.lax.scan(step, jnp.zeros_like(maps.added[:, 0]), in_order, unroll=True)
     first, second = segments.swap.chunks(jax.lax.axis_index(segments.axis))
     return jnp.stack([before[first], before[second]], axis=1)
 
