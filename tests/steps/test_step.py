@@ -127,7 +127,7 @@ def _flat(tree: Any) -> np.ndarray:
     return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
 
 
-def test_gradients_in_the_compute_dtype_are_those_in_float32_rounded_once():
+def test_gradients_in_the_compute_dtype_are_those_in_float32_but_for_rounding():
     """Of the matrices that are cast; all others are the same to the bit. The router, gates and LoRA's
     matrices are used in float32."""
     llm = replace(MODEL.llm, pattern="ME*-", q_heads=2, attention_gate=True, shared_expert_dim=16)
@@ -154,7 +154,10 @@ def test_gradients_in_the_compute_dtype_are_those_in_float32_rounded_once():
     )
     assert {x.dtype.name for x in jax.tree.leaves(own)} == {"bfloat16", "float32"}
     assert {x.dtype.name for x in jax.tree.leaves(wide)} == {"float32"}
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(a.dtype)), own, wide)
+    for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(wide), strict=True):
+        # What a product in float32 reads is not always rounded to bfloat16 before, as XLA is free to choose.
+        allowed = 2**-7 * np.linalg.norm(b) if a.dtype == "bfloat16" else 0
+        assert np.linalg.norm(a.astype(np.float32) - b) <= allowed
 
 
 def test_gradients_of_a_frequent_token_are_summed_in_float32():
