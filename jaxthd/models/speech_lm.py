@@ -209,8 +209,8 @@ class SpeechLM(nnx.Module):
         if batch.has_audio:
             audio_RED, buffers = self._encode(batch, axes=axes, train=train)
             slots_RL = with_future(batch.audio_slots, batch.future_audio_slots)
-            # A slot has a token or a frame: the other is looked up nowhere and is 0. A choice between them would
-            # keep a mask of every dim for the backward pass.
+            # A slot has a token or a frame: the other is looked up nowhere and is 0. A choice between them
+            # would keep a mask of every dim for the backward pass.
             tokens_RL = jnp.where(slots_RL >= 0, _NOWHERE, tokens_RL)
             frames_RL1 = jnp.where(slots_RL >= 0, slots_RL, audio_RED.shape[1])[..., None]
             placed_RLD = jnp.take_along_axis(audio_RED, frames_RL1, axis=1, mode="fill", fill_value=0)

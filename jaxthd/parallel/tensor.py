@@ -55,8 +55,8 @@ class Residual(NamedTuple):
 def vocabulary_rows(
     matrix_VD: Float[Array, "V D"], tokens_N: Int32[Array, " N"], axes: tuple[str, ...], dtype: str
 ) -> Float[Array, "N D"]:
-    """The tokens' rows of the embedding or the head, on all ranks of `axes`, which share the vocabulary; zeros
-    where no rank has the token.
+    """The tokens' rows of the embedding or the head, on all ranks of `axes`, which share the vocabulary.
+    Zeros where no rank has the token.
 
     Each rank looks up the tokens of its shard. Rows are rounded to dtype, the compute dtype, only afterwards,
     so that the gradients of a token, thousands for a frequent one, are summed in the parameters' dtype. The
