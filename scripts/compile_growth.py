@@ -9,9 +9,9 @@ program for one device, without its lists of ranks (replica_groups), which name 
 
 --check exits 1 where StableHLO grows by over 5%, or the instructions of a model without experts by over 20%,
 among the meshes with more than three context ranks. (With two and three, attention's remote steps make no
-loop. Up to eight, the passing of states is written out, two small steps a rank; beyond, it is a logarithm.) With
-experts XLA's program for CPUs grows: its all-to-all takes an operand of each rank, and a copy of what makes
-it. That of StableHLO does not.
+loop. Up to eight, the passing of states is written out, two small steps a rank; beyond, it takes log2 steps.)
+With experts XLA's program for CPUs grows: its all-to-all takes an operand of each rank, and a copy of what
+makes it. That of StableHLO does not.
 """
 
 import argparse
