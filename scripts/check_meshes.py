@@ -32,7 +32,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
@@ -548,23 +548,36 @@ def worst_of(got: Gradient, want: Gradient) -> tuple[float, str]:
     return max((error, f"{part}{name}") for part, g, w in parts for error, name in [worst_error(g, w)])
 
 
+def of_decoder(gradient: Gradient) -> Gradient:
+    """Without the gradients of the encoder's parameters."""
+    return gradient._replace(gradients={k: v for k, v in gradient.gradients.items() if k != "encoder"})
+
+
+Which = Callable[[Gradient], Gradient]
+"""What of a gradient is compared."""
+
+
 @functools.cache
-def own_errors(adapt: AdaptConfig, llm: LLMConfig, *, fills: bool = False) -> list[float]:
+def own_errors(adapt: AdaptConfig, llm: LLMConfig, which: Which, *, fills: bool = False) -> list[float]:
     """The errors of one device in float32, over several orders of the same rows."""
-    truth = one_device("float64", adapt, 0, llm, fills=fills)
+    truth = which(one_device("float64", adapt, 0, llm, fills=fills))
     each = (one_device("float32", adapt, order, llm, fills=fills) for order in range(ORDERS))
-    return [worst_of(found, truth)[0] for found in each]
+    return [worst_of(which(found), truth)[0] for found in each]
 
 
-def check(config: Config) -> dict[str, Any]:
-    """Runs one config; returns its row of the table."""
+def everything(gradient: Gradient) -> Gradient:
+    return gradient
+
+
+def check(config: Config, which: Which = everything) -> dict[str, Any]:
+    """Runs one config; returns its row of the table. which: what is compared."""
     got, seconds = evaluate(config)
     llm = replace(config.model.llm, pattern=config.model.llm.letters)
     fills = config.data == FILLED
-    error, tensor = worst_of(got, one_device("float64", config.adapt, 0, llm, fills=fills))
+    error, tensor = worst_of(which(got), which(one_device("float64", config.adapt, 0, llm, fills=fills)))
     allowed = 1e-10
     if config.compute.dtype != "float64":
-        allowed = max(1e-5, 2 * max(own_errors(config.adapt, llm, fills=fills)))
+        allowed = max(1e-5, 2 * max(own_errors(config.adapt, llm, which, fills=fills)))
     return {
         "mesh": "x".join(map(str, config.mesh.sizes)),
         "stages": "|".join(Blueprint(config).stages.patterns),
