@@ -19,8 +19,8 @@ so batch statistics and the auxiliary loss are the same too.
 
 A row's error is the largest over all tensors, as scripts/comparison/errors.py defines it. Float64 runs are
 compared with one device; the limit is 1e-10. Float32 runs are compared with float64 on one device; the limit
-is 1e-5, or twice the error of one device in float32 where that is more. That error is 7e-6 to 2.4e-5, over
-ORDERS orders of the same rows; the worst tensor is a bias of the tiny random encoder's attention.
+is 1e-5, or three times the error of one device in float32 where that is more. That error is 3e-6 to 2.7e-5,
+over ORDERS orders of the same rows; the worst tensor is a bias of the tiny random encoder's attention.
 
 Each row is appended to --out when it is done and is not repeated, so an interrupted check continues.
 Exits 1 when a row fails. A row takes about 20 s on two cores, mostly compilation.
@@ -32,7 +32,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
@@ -113,7 +113,7 @@ UNEVEN = {2: "ME*|-ME*-", 4: "M|E*-M|E*|-", 8: "M|E|*|-|M|E|*|-"}
 FILLED = DataConfig(max_documents=1)
 """Of runs in which each row is one document that fills the buffer."""
 PLAIN = AdaptConfig()
-ORDERS = 6
+ORDERS = 24
 ADAPTED = AdaptConfig(
     freeze=("encoder.blocks.conv.norm.*", "adapter.up.w"),
     unfreeze=("decoder.*.norm.weight", "head", "encoder.subsampling.*"),
@@ -424,7 +424,7 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
     if ContextLayout.of(config).keeps_documents:
         given = most_cut <= 3
         capacity *= 1 if fills else 4 if given else 2
-        shares = Shares(mesh.context, capacity, min(max(most_cut, 1), 3))
+        shares = Shares(mesh.context, capacity, min(most_cut, 3))
         place = partial(cutting_placement, cut=most_cut) if given else even_placement
     packed = [
         pack_row(
@@ -548,23 +548,36 @@ def worst_of(got: Gradient, want: Gradient) -> tuple[float, str]:
     return max((error, f"{part}{name}") for part, g, w in parts for error, name in [worst_error(g, w)])
 
 
+def of_decoder(gradient: Gradient) -> Gradient:
+    """Without the gradients of the encoder's parameters."""
+    return gradient._replace(gradients={k: v for k, v in gradient.gradients.items() if k != "encoder"})
+
+
+Which = Callable[[Gradient], Gradient]
+"""What of a gradient is compared."""
+
+
 @functools.cache
-def own_errors(adapt: AdaptConfig, llm: LLMConfig, *, fills: bool = False) -> list[float]:
+def own_errors(adapt: AdaptConfig, llm: LLMConfig, which: Which, *, fills: bool = False) -> list[float]:
     """The errors of one device in float32, over several orders of the same rows."""
-    truth = one_device("float64", adapt, 0, llm, fills=fills)
+    truth = which(one_device("float64", adapt, 0, llm, fills=fills))
     each = (one_device("float32", adapt, order, llm, fills=fills) for order in range(ORDERS))
-    return [worst_of(found, truth)[0] for found in each]
+    return [worst_of(which(found), truth)[0] for found in each]
 
 
-def check(config: Config) -> dict[str, Any]:
-    """Runs one config; returns its row of the table."""
+def everything(gradient: Gradient) -> Gradient:
+    return gradient
+
+
+def check(config: Config, which: Which = everything) -> dict[str, Any]:
+    """Runs one config; returns its row of the table. which: what is compared."""
     got, seconds = evaluate(config)
     llm = replace(config.model.llm, pattern=config.model.llm.letters)
     fills = config.data == FILLED
-    error, tensor = worst_of(got, one_device("float64", config.adapt, 0, llm, fills=fills))
+    error, tensor = worst_of(which(got), which(one_device("float64", config.adapt, 0, llm, fills=fills)))
     allowed = 1e-10
     if config.compute.dtype != "float64":
-        allowed = max(1e-5, 2 * max(own_errors(config.adapt, llm, fills=fills)))
+        allowed = max(1e-5, 3 * max(own_errors(config.adapt, llm, which, fills=fills)))
     return {
         "mesh": "x".join(map(str, config.mesh.sizes)),
         "stages": "|".join(Blueprint(config).stages.patterns),
@@ -587,7 +600,7 @@ def cut_documents(config: Config) -> str:
     """Under the layout "whole": how many documents of a row are cut, least and most of the filled rows."""
     batch = batch_for(config)
     if batch.cuts is None:
-        return ""
+        return "0" if ContextLayout.of(config).keeps_documents else ""
     cut = (batch.cuts > 0).sum(1)[(batch.segment_ids > 0).any(1)]
     text = f"{cut.min()} to {cut.max()}" if cut.min() < cut.max() else f"{cut.min()}"
     return text + ", filling the buffer" * (config.data == FILLED)
@@ -664,8 +677,10 @@ def main(argv: list[str] | None = None) -> None:
         )
     print(f"\n{show(rows)}")
     if options.dtype == "float32" and not (options.only or options.mesh):
-        own = own_errors(PLAIN, MODEL.llm)
+        own = own_errors(PLAIN, MODEL.llm, everything)
         print(f"\none device, {ORDERS} orders of its rows: {min(own):.1e} to {max(own):.1e}")
+        shares = [row["error"] / row["allowed"] for row in rows]
+        print(f"errors over what is allowed: median {np.median(shares):.2f}, largest {max(shares):.2f}")
     failed = sum(row["error"] > row["allowed"] for row in rows)
     print(f"\n{len(rows) - failed} of {len(rows)} hold")
     if failed:

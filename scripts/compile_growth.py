@@ -7,10 +7,11 @@ grow with the ranks: a device has the same share everywhere. Each mesh has a pro
 and compiles the step and allocates nothing. StableHLO: characters before XLA. Program: those of XLA's own
 program for one device, without its lists of ranks (replica_groups), which name every device.
 
---check exits 1 where StableHLO, or the instructions of a model without experts, grow by over 5% among the
-meshes with more than three context ranks. (With two and three, attention's remote steps make no loop.) With
-experts XLA's program for CPUs grows: its all-to-all takes an operand of each rank, and a copy of what makes
-it. That of StableHLO does not.
+--check exits 1 where StableHLO grows by over 5%, or the instructions of a model without experts by over 20%,
+among the meshes with more than three context ranks. (With two and three, attention's remote steps make no
+loop. Up to eight, the passing of states is written out, two small steps a rank; beyond, it takes log2 steps.)
+With experts XLA's program for CPUs grows: its all-to-all takes an operand of each rank, and a copy of what
+makes it. That of StableHLO does not.
 """
 
 import argparse
@@ -134,11 +135,11 @@ def main(argv: list[str] | None = None) -> None:
         rows,
     )
     looped, claims = [mesh for mesh in options.meshes if int(mesh.split("x")[1]) > 3], []
-    for figure in ("stablehlo", "instructions"):
+    for figure, most in (("stablehlo", 1.05), ("instructions", 1.2)):
         if looped and (figure == "stablehlo" or "E" not in options.pattern):
             growth = max(found[mesh][figure] for mesh in looped) / found[looped[0]][figure]
-            text = f"{figure}, most over {looped[0]}, {', '.join(looped)}: {growth:.3f} (at most 1.05)"
-            claims.append(Claim(text, growth <= 1.05))
+            text = f"{figure}, most over {looped[0]}, {', '.join(looped)}: {growth:.3f} (at most {most})"
+            claims.append(Claim(text, growth <= most))
     conclude(claims, check=options.check)
 
 

@@ -26,7 +26,8 @@ class ComputeConfig:
     commands, and objectives that compare answers, use "buffer"."""
     context_cuts: int = 8
     """Under the layout "whole": the most documents of a buffer that are divided. Others that could not stay
-    whole go into the next buffer."""
+    whole go into the next buffer. 0: none, so mixers exchange nothing, and a document that is longer than a
+    rank's share of the buffer is skipped and listed."""
     sequence_sharded: bool = False
     """Shard norms and residuals over the tensor ranks, 1/tensor of the tokens on each: reduce-scatter and
     all-gather replace all-reduce."""

@@ -140,8 +140,8 @@ class PackDocuments(Sequence[Any]):
                 "capacity, max_documents, packing_bins, round_to and window must be at least 1: "
                 f"{self.capacity}, {self.max_documents}, {self.packing_bins}, {self.round_to}, {self.window}"
             )
-        if self.cuts < 1:
-            raise ValueError(f"cuts is {self.cuts}; expected at least 1, the most documents that are cut")
+        if self.cuts < 0:
+            raise ValueError(f"cuts is {self.cuts}; expected at least 0, the most documents that are cut")
         if self.audio_capacity < 0 or self.audio_ranks < 1:
             raise ValueError(f"audio_capacity must be at least 0, and audio_ranks at least 1: {self}")
         if self.answers and self.depths:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int32
@@ -47,6 +48,9 @@ from jaxthd.parallel.params import (
 )
 from jaxthd.parallel.stages import Stages
 from jaxthd.parallel.tensor import Residual, vocabulary_rows
+
+_NOWHERE = np.iinfo(np.int32).max
+"""A token that no vocabulary has."""
 
 
 class Adapter(nnx.Module):
@@ -200,14 +204,19 @@ class SpeechLM(nnx.Module):
         def with_future(own_RT: Array, future_RKT: Array) -> Array:
             return jnp.concatenate([own_RT[:, None], future_RKT[:, :depths]], axis=1).reshape(rows, -1)
 
-        tokens_RL = with_future(batch.tokens, batch.future_tokens)
-        x_RLD = self.embed_tokens(jnp.maximum(tokens_RL, 0).reshape(-1)).reshape(*tokens_RL.shape, -1)
+        tokens_RL = jnp.maximum(with_future(batch.tokens, batch.future_tokens), 0)
         buffers = self._encoder_buffers()
         if batch.has_audio:
             audio_RED, buffers = self._encode(batch, axes=axes, train=train)
-            slots_RL1 = with_future(batch.audio_slots, batch.future_audio_slots)[..., None]
-            placed_RLD = jnp.take_along_axis(audio_RED, jnp.maximum(slots_RL1, 0), axis=1)
-            x_RLD = jnp.where(slots_RL1 >= 0, placed_RLD, x_RLD)
+            slots_RL = with_future(batch.audio_slots, batch.future_audio_slots)
+            # A slot has a token or a frame: the other is looked up nowhere and is 0. A choice between them
+            # would keep a mask of every dim for the backward pass.
+            tokens_RL = jnp.where(slots_RL >= 0, _NOWHERE, tokens_RL)
+            frames_RL1 = jnp.where(slots_RL >= 0, slots_RL, audio_RED.shape[1])[..., None]
+            placed_RLD = jnp.take_along_axis(audio_RED, frames_RL1, axis=1, mode="fill", fill_value=0)
+        x_RLD = self.embed_tokens(tokens_RL.reshape(-1)).reshape(*tokens_RL.shape, -1)
+        if batch.has_audio:
+            x_RLD += placed_RLD
         x_RJTD = x_RLD.reshape(rows, 1 + depths, tokens, -1)
         each = [self.residual.own(x_RJTD[:, j].reshape(rows * tokens, -1)) for j in range(1 + depths)]
         return each, buffers

@@ -50,7 +50,8 @@ class Batch(NamedTuple):
         the ids are embedded.
     draws: what dropout draws for the token (ops/dropout.py). None where nothing is dropped; the step adds it.
     cuts: under the layout "whole" (packing/layout.py), the slots of a context chunk of each document that is
-        cut over the context ranks, 0 for none; all of these ranks hold it. None under other layouts.
+        cut over the context ranks, 0 for none; all of these ranks hold it. None under other layouts, or if no
+        document may be cut.
 
     A document with several answers (Document.answers) is several segments. Where its prompt is shared, one
     segment holds the prompt without its last token, and each answer's segment begins with that token again,

@@ -97,7 +97,8 @@ class CutDocuments(NamedTuple):
         keys. But the positions of their tokens count from the start of their context chunk, so convolution
         and scan treat each such chunk as a document of its own.
     narrow: the first slots of the rows, so many that they hold all cut documents, and nothing but these; as
-        under the per-document layout. Several widths, the widest last: T.
+        under the per-document layout. Several widths, the widest last: T. Empty if no row may have a cut
+        document.
     width: 0 where no row has a cut document, else 1 + which of `narrow` is wide enough. It is the same on all
         ranks that take part in exchanges for cut documents, so these may depend on it.
     slots: see CutSlots. chunk_of_token: which of the E chunks holds each token; -1 for none.
@@ -118,32 +119,37 @@ def keeping_documents(
     ids_RT: Int32[Array, "R T"],
     positions_RT: Int32[Array, "R T"],
     prefixes_RT: Int32[Array, "R T"] | None,
-    cuts_RK: Int32[Array, "R K"],
+    cuts_RK: Int32[Array, "R K"] | None,
     *,
     axis: str,
     alike: tuple[str, ...],
     window: int | None,
 ) -> Segments:
     """Segments under the layout "whole". Segments that continue others lie whole on one rank with these.
+    cuts: None if no row may have a cut document.
 
     make: make_segments, with the arguments that are the same here. Others as make_segments takes them.
     """
-    slots, (rows, tokens) = CutSlots.of(cuts_RK), ids_RT.shape
+    rows, tokens = ids_RT.shape
+    may_cut = cuts_RK is not None
+    if cuts_RK is None:
+        cuts_RK = jnp.zeros((rows, 1), jnp.int32)
+    slots, most_cut = CutSlots.of(cuts_RK), cuts_RK.shape[1]
     slot_T = jnp.arange(tokens, dtype=jnp.int32)
     at = slots.at(jnp.broadcast_to(slot_T, ids_RT.shape))
     own_ids_RT = jnp.where(at.is_cut, 0, ids_RT)
     own_positions_RT = jnp.where(at.is_cut, jnp.where(ids_RT > 0, at.offset, 0), positions_RT)
     own = make(own_ids_RT, own_positions_RT, prefixes_RT, axis=None, window=window)
     given = make, jnp.where(at.is_cut, ids_RT, 0), positions_RT, at
-    widths, taken = cut_widths(tokens), slots.taken.max()
+    widths, taken = cut_widths(tokens) if may_cut else [], slots.taken.max()
     width = sum(((taken > least).astype(jnp.int32) for least in (0, *widths[:-1])), jnp.int32(0))
     begin, end = _chunk_ends(slots)
     row_R1 = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    chunk_RT = 2 * (row_R1 * cuts_RK.shape[1] + at.number) + at.is_second
+    chunk_RT = 2 * (row_R1 * most_cut + at.number) + at.is_second
     cut = CutDocuments(
         own=own,
-        narrow=tuple(_narrow(*given, width, axis, window, cuts_RK.shape[1]) for width in widths),
-        width=jax.lax.pmax(width, alike) if alike else width,
+        narrow=tuple(_narrow(*given, width, axis, window, most_cut) for width in widths),
+        width=jax.lax.pmax(width, alike) if alike and may_cut else width,
         slots=slots,
         chunk_of_token=jnp.where(at.is_cut, chunk_RT, -1).reshape(-1),
         begin=begin,

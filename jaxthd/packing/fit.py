@@ -135,10 +135,15 @@ class BufferLimits:
         if fit.misfit or self.shares is None or self.shares.fits(fit.size):
             return fit
         several = f" of {segments} segments" if segments > 1 else ""
+        why, change = "documents of several segments are not cut over ranks", "raise capacity"
+        if segments == 1 and self.shares.most_cut:
+            why = "it is too long to be cut over them"
+        elif segments == 1:
+            why, change = "context_cuts is 0", "raise capacity or context_cuts"
         return fit._replace(
             unassignable=f"its {slots} token slots{several} exceed a context rank's share of "
-            f"{self.shares.share}, and documents of several segments are not cut over ranks; raise capacity, "
-            'lower context, or choose another context_layout than "whole"'
+            f"{self.shares.share}, and {why}; {change}, lower context, or choose another context_layout than "
+            '"whole"'
         )
 
     def first_run(self, fits: Sequence[Fit]) -> int:

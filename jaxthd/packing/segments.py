@@ -117,6 +117,11 @@ class Segments:
         return replace(self, local=local, remote=remote, prefixes=prefixes, documents=None, windowed=None)
 
     @property
+    def for_mixers(self) -> "Segments":
+        """These; or the documents on this rank alone, where the program has no cut ones."""
+        return self if self.cut is None or self.cut.narrow else self.cut.own
+
+    @property
     def row_length(self) -> int:
         """Tokens of a row on this rank."""
         return len(self.ids) // self.rows
@@ -209,7 +214,8 @@ def make_segments(
     """Derives a step's Segments from this rank's share of the batch.
 
     prefixes: as in Batch; then `documents` must be known. cuts: as in Batch, for the layout "whole"; None: no
-    document is cut. alike: further mesh axes whose ranks exchange cut documents together, as a ring needs it.
+    document is cut, and the program has no exchange for such. alike: further mesh axes whose ranks exchange
+    cut documents together, as a ring needs it.
     axis: name of the context mesh axis, inside shard_map; None when the rows are whole. layout: how they are
     laid out over that axis. block, documents, uniform_program: as in Segments. window: tokens that a token
     sees in a window, itself among them; None: no layer has one.
@@ -224,8 +230,6 @@ def make_segments(
     ranks = jax.lax.axis_size(axis) if axis else 1
     rank = jax.lax.axis_index(axis) if axis else 0
     if ranks > 1 and layout == "whole" and axis is not None:
-        if cuts_RK is None:
-            cuts_RK = jnp.zeros((rows, 1), jnp.int32)
         make = partial(make_segments, block=block, documents=documents, uniform_program=uniform_program)
         given = ids_RT, positions_RT, prefixes_RT, cuts_RK
         return keeping_documents(make, *given, axis=axis, alike=alike, window=window)

@@ -27,8 +27,9 @@ def next_row(
 ) -> Placement | None:
     """Places documents of the next row; None if more must be read before. Numbers are those in `fits`.
 
-    fits: of the documents that wait, none of them unassignable, as they came. ages: the buffers read after
-    each. is_last: nothing more can be read; then a row is made as long as documents wait.
+    fits: of the documents that wait, none of them unassignable, as they came: so each can be cut, or is not
+    longer than a share. ages: the buffers read after each. is_last: nothing more can be read; then a row is
+    made as long as documents wait.
     """
     shares, sizes = limits.shares, [fit.size for fit in fits]
     assert shares is not None

@@ -56,16 +56,17 @@ def vocabulary_rows(
     matrix_VD: Float[Array, "V D"], tokens_N: Int32[Array, " N"], axes: tuple[str, ...], dtype: str
 ) -> Float[Array, "N D"]:
     """The tokens' rows of the embedding or the head, on all ranks of `axes`, which share the vocabulary.
+    Zeros where no rank has the token.
 
     Each rank looks up the tokens of its shard. Rows are rounded to dtype, the compute dtype, only afterwards,
-    so that the gradients of a token, thousands for a frequent one, are summed in the parameters' dtype.
+    so that the gradients of a token, thousands for a frequent one, are summed in the parameters' dtype. The
+    backward pass needs nothing but the indices.
     """
-    if not axes:
-        return jnp.take(matrix_VD, tokens_N, axis=0).astype(dtype)
-    local_N = tokens_N - jax.lax.axis_index(axes) * len(matrix_VD)
-    here_N1 = ((local_N >= 0) & (local_N < len(matrix_VD)))[:, None]
-    found_ND = jnp.take(matrix_VD, jnp.clip(local_N, 0, len(matrix_VD) - 1), axis=0).astype(dtype)
-    return jax.lax.psum(jnp.where(here_N1, found_ND, 0), axes)
+    own = len(matrix_VD)
+    local_N = tokens_N - jax.lax.axis_index(axes) * own if axes else tokens_N
+    index_N = jnp.where((local_N >= 0) & (local_N < own), local_N, own)
+    found_ND = matrix_VD.at[index_N].get(mode="fill", fill_value=0).astype(dtype)
+    return jax.lax.psum(found_ND, axes) if axes else found_ND
 
 
 def psum_live(x: Any, axes: tuple[str, ...], mesh: MeshConfig) -> Any:

@@ -94,6 +94,7 @@ def abstract_batch(config: Config) -> Batch:
     objective = objective_of(config)
     has_answers = compares_answers(objective)
     of_tokens = *objective.extras, *objective.scored
+    most_cut = config.compute.context_cuts if ContextLayout.of(config).keeps_documents else 0
     return Batch(
         tokens=ints(tokens),
         targets=ints(tokens),
@@ -106,9 +107,7 @@ def abstract_batch(config: Config) -> Batch:
         extras={name: jax.ShapeDtypeStruct(tokens, jnp.float32) for name in of_tokens},
         document_ids=ints(tokens) if has_answers else None,
         prefixes=ints(tokens) if has_answers and config.posttraining.share_prompts else None,
-        cuts=ints((data.rows, config.compute.context_cuts))
-        if ContextLayout.of(config).keeps_documents
-        else None,
+        cuts=ints((data.rows, most_cut)) if most_cut else None,
         **audio,
     )
 

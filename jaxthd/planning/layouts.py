@@ -88,14 +88,17 @@ class LayoutCost(NamedTuple):
 
 
 def compare_layouts(stream: Lengths, config: Config, work: tuple[float, float]) -> list[LayoutCost]:
-    """The costs of all layouts, the cheapest first.
+    """The costs of the layouts that fill a buffer: those that skip the fewest documents first, and of these
+    the cheapest.
 
     stream: documents in an order of training. work: see jaxthd.planning.search.slot_work.
     The per-document layout rounds documents up to a multiple of both 2 * context and data.round_to. The
     capacity is rounded up to a size that the layout can divide.
     """
-    found = (_layout_cost(stream, laid_out(config, layout), work) for layout in possible_layouts(config))
-    return sorted(found, key=lambda cost: cost.total)
+    configs = [laid_out(config, layout) for layout in possible_layouts(config)]
+    outcomes = (simulate(stream, each, work) for each in configs)
+    found = (_layout_cost(stream, outcome, work) for outcome in outcomes if outcome.buffers)
+    return sorted(found, key=lambda cost: (round(cost.skipped, 4), cost.total))
 
 
 def possible_layouts(config: Config) -> list[LayoutKind]:
@@ -136,9 +139,9 @@ def laid_out(config: Config, layout: LayoutKind) -> Config:
     )
 
 
-def _layout_cost(stream: Lengths, config: Config, work: tuple[float, float]) -> LayoutCost:
+def _layout_cost(stream: Lengths, outcome: Outcome, work: tuple[float, float]) -> LayoutCost:
+    config = outcome.config
     mesh, llm, data = config.mesh, config.model.llm, config.data
-    outcome = simulate(stream, config, work)
     imbalance = balance(stream, outcome)[1]
     tokens = stream.tokens[list(chain(*outcome.buffers))].astype(float)
     keys_seen = _keys_seen(tokens, np.inf)
@@ -297,8 +300,15 @@ def exchange_bytes(llm: LLMConfig, context: int, tokens: float, activation: int)
 
 
 def layout_recommendation(costs: Sequence[LayoutCost]) -> str:
-    """A sentence with the cheapest layout, the difference and the main reason. costs: compare_layouts."""
-    best, other = costs[:2]
+    """A sentence with the best layout, the difference and the main reason. costs: compare_layouts."""
+    best, *others = costs
+    recommended = f"Recommended: --compute.context-layout {best.layout}"
+    if not others:
+        return f"{recommended}; no other layout fills a buffer"
+    other = others[0]
+    if round(best.skipped, 4) < round(other.skipped, 4):
+        skips = f"skips {other.skipped:.1%} of the documents, not {best.skipped:.1%}"
+        return f"{recommended}; {other.layout} {skips}"
     reasons = {
         "slots": f"padding of {best.padding:.1%} against {other.padding:.1%}",
         "attention": f"attention work of {best.imbalance:.2f} of the mean, against {other.imbalance:.2f}",
@@ -310,6 +320,6 @@ def layout_recommendation(costs: Sequence[LayoutCost]) -> str:
     if best.layout == "whole" and best.config.mesh.pipeline > 1 and best.config.mesh.context % 2:
         with_it = " --compute.context-exchange all_gather"
     return (
-        f"Recommended: --compute.context-layout {best.layout}{with_it}; {other.layout} costs "
-        f"{other.total / best.total - 1:.1%} more, mainly for {reasons[decides]}"
+        f"{recommended}{with_it}; {other.layout} costs {other.total / best.total - 1:.1%} more, mainly for "
+        f"{reasons[decides]}"
     )

@@ -238,6 +238,12 @@ def placed_rows(
 
 def fits_of(stream: Lengths, config: Config) -> list[Fit]:
     """How each document fits, from its lengths alone."""
-    slots = slots_of(stream, config)
-    sizes = zip(slots.tolist(), stream.tokens.tolist(), stream.chunks, strict=True)
-    return [Fit(n, 1, tuple(chunks), "", "", tokens * (tokens + 1) // 2) for n, tokens, chunks in sizes]
+    slots, shares = slots_of(stream, config), Shares.of(config)
+
+    def fit(slots: int, tokens: int, chunks: Sequence[int]) -> Fit:
+        found = Fit(slots, 1, tuple(chunks), "", "", tokens * (tokens + 1) // 2)
+        if shares is None or shares.fits(found.size):
+            return found
+        return found._replace(unassignable="longer than a context rank's share")
+
+    return [fit(*sizes) for sizes in zip(slots.tolist(), stream.tokens.tolist(), stream.chunks, strict=True)]

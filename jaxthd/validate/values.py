@@ -19,6 +19,7 @@ _MINIMUM: dict[str, float] = {
     "data.spec_augment.time_masks": 0,
     "data.seed": 0,
     "model.encoder.chunk_seconds": 0.02,
+    "compute.context_cuts": 0,
     "compute.expert_capacity": 0.1,
     "compute.subsampling_frames": 0,
     "model.llm.latent_dim": 0,

@@ -225,8 +225,8 @@ def test_bad_recordings_are_reported_and_other_elements_refused(tmp_path: Path) 
         iter(data_loader(operations=[ToDocument(), PACK]))
     with pytest.raises(ValueError, match="window must be at least 1"):
         PackDocuments(capacity=8, audio_capacity=0, max_documents=1, window=0)
-    with pytest.raises(ValueError, match="cuts is 0"):
-        PackDocuments(capacity=8, audio_capacity=0, max_documents=1, cuts=0)
+    with pytest.raises(ValueError, match="cuts is -1"):
+        PackDocuments(capacity=8, audio_capacity=0, max_documents=1, cuts=-1)
 
 
 def test_a_loop_that_is_not_ours_learns() -> None:

@@ -107,6 +107,7 @@ def test_a_command_names_files_and_options_that_exist(name: str) -> None:
         if script or module:
             file = ROOT / (script[1] if script else f"{module[1].replace('.', '/')}.py" if module else "")
             known = set(re.findall(r'"--([\w-]+)"', file.read_text())) | ({"config", "workdir"} | settings())
+            known |= set(re.findall(r'"([\w-]+)": \{"', file.read_text()))  # options of a command
             options = {word[2:] for word in words if word.startswith("--")}
             assert options <= (known if module else set(re.findall(r'"--([\w-]+)"', file.read_text())))
 

@@ -23,6 +23,7 @@ from tests.helpers import assert_same, context_mesh
 
 CAPACITY = {1: 128, 2: 128, 4: 128, 8: 256}
 """Of a buffer, by context ranks: a rank's share holds the longest document that is not cut."""
+EXCHANGES = "all_gather", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter"
 MOST, H, D, P, G, S, WINDOW = 3, 4, 6, 3, 2, 5, 19
 
 
@@ -137,7 +138,18 @@ def test_mixers_equal_those_on_one_device(context: int, exchange: str):
             compare([packed(*row, context) for row in case], context, exchange)
 
 
-def compare(rows: list[Any], context: int, exchange: str) -> None:
+def test_rows_that_cut_nothing_equal_those_on_one_device_without_any_exchange():
+    """compute.context_cuts 0. The keys in document order are gathered by the test itself."""
+    with jax.enable_x64(True):
+        rows = [packed([20, 9, 12, 3, 16, 30, 1, 7], (), 4), packed([31, 5], (), 4)]
+        text = compare(rows, 4, "ring", no_cuts=True)
+        exchanges = [name for name in EXCHANGES if f"stablehlo.{name}" in text]
+        assert exchanges == ["all_gather", "all_reduce"], "of keys and of the parameters' gradients"
+        assert text.count("stablehlo.all_gather") == 1
+
+
+def compare(rows: list[Any], context: int, exchange: str, *, no_cuts: bool = False) -> str:
+    """Returns the text of the program on the context ranks. no_cuts: it is not given which are cut."""
     rng, names = np.random.default_rng(0), ("segment_ids", "positions", "cuts")
     ids, positions, cuts = (np.concatenate([getattr(row, name) for row in rows]) for name in names)
     layout = ContextLayout("whole", context)
@@ -157,7 +169,8 @@ def compare(rows: list[Any], context: int, exchange: str) -> None:
     dy = jax.tree.map(lambda a: a * real.reshape(2, -1, *[1] * (a.ndim - 2)), dy)
     want = program(1, "ring")(params, x, *in_order, None, dy)
     x, dy = rows_by((x, dy), orders)
-    y, dparams, dx, keys = program(context, exchange)(params, x, ids, positions, cuts, dy)
+    arguments = params, x, ids, positions, None if no_cuts else cuts, dy
+    y, dparams, dx, keys = program(context, exchange)(*arguments)
 
     def of_tokens(tree: Any) -> Any:
         """Padding's outputs and gradients are not read."""
@@ -165,3 +178,4 @@ def compare(rows: list[Any], context: int, exchange: str) -> None:
 
     assert_same(of_tokens(rows_by((y, dx), backs)), of_tokens((want[0], want[2])), 1e-10)
     assert_same((dparams, keys), (want[1], want[3]), 1e-10)
+    return program(context, exchange).lower(*arguments).as_text()

@@ -4,6 +4,7 @@ import gc
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 from weakref import ref
@@ -201,3 +202,13 @@ def test_long_documents_leave_no_rank_much_busier(context: int):
     assert len(found) > 20
     assert max(shares.imbalance(row.placed, row.sizes) for row in found) <= EVEN_ENOUGH
     assert np.mean(padding) <= 1 - FULL
+
+
+def test_without_cuts_a_document_that_is_longer_than_a_share_is_skipped_and_named():
+    skipped: dict[str, str] = {}
+    pack = replace(PACK, cuts=0, on_skip=skipped.__setitem__)
+    rows = list(grain.MapDataset.source(documents([60, 70, 64, 5, 65])).pipe(pack))
+    assert sorted(key for row in rows for key in row.report.keys) == ["0", "2", "3"]
+    assert all(row.batch.cuts is None for row in rows)
+    assert sorted(skipped) == ["1", "4"]
+    assert "70" in skipped["1"]

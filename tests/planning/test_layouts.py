@@ -103,6 +103,21 @@ def test_the_verdict_names_what_decides(
     assert ("--data.round-to 8" in sentence) == (best == "document")
 
 
+def test_a_layout_that_skips_documents_is_not_recommended_and_one_without_buffers_left_out():
+    """None may be cut, and a context rank's share is 120 slots."""
+    plain = config("M*-")
+    never = replace(plain, compute=replace(plain.compute, context_cuts=0))
+    costs = compare_layouts(text_of([9, 30, 100, 60, 200] * 50), never, WORK)
+    assert {cost.layout: cost.skipped for cost in costs} == pytest.approx(
+        {"buffer": 0.0, "document": 0.0, "whole": 0.2}, abs=0.01
+    )
+    assert costs[-1].layout == "whole"
+    assert "of the documents, not 0.0%" in layout_recommendation(costs[1:])
+    costs = compare_layouts(text_of([200] * 50), never, WORK)
+    assert {cost.layout for cost in costs} == {"buffer", "document"}
+    assert "no other layout fills a buffer" in layout_recommendation(costs[:1])
+
+
 def test_what_is_compared_does_not_depend_on_the_layout_configured():
     stream = text_of([9, 30, 100] * 50)
     plain = config("M*-", round_to=1)

@@ -52,6 +52,7 @@ def packed_attention(
     Padding gives 0 and receives no gradient. Raises ValueError for another back-end.
     """
     find_backend(BACKENDS, "attention", backend)
+    segments = segments.for_mixers
     if segments.cut is not None:
         how: dict[str, Any] = {
             "scale": scale,

@@ -31,6 +31,7 @@ def outputs_and_states(
     inputs: DeltaInputs, segments: Segments, at_D: Int32[Array, " D"], *, chunk: int
 ) -> tuple[Float[Array, "N H V"], Float[Array, "D H K V"]]:
     """gated_delta_rule_and_states under every layout."""
+    segments = segments.for_mixers
     if segments.cut is None:
         return gated_delta_rule_and_states(inputs, segments, at_D, chunk=chunk)
     own = segments.cut.own

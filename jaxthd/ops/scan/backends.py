@@ -30,6 +30,7 @@ def scan(
     (segments.prefixes) starts from the state at that one's end, and so does a context chunk that continues a
     document (segments.cut). Raises ValueError for a back-end that is not
     there."""
+    segments = segments.for_mixers
     if segments.cut is not None:
         arrays, own = (x_NHP, dt_NH, a_H, b_NGS, c_NGS), segments.cut.own
         y_NHP = scan(*arrays, own, chunk=chunk, backend=backend)

@@ -83,7 +83,7 @@ def outputs_and_states(
     chunk: int,
 ) -> tuple[Float[Array, "N H P"], Float[Array, "D H P S"]]:
     """ssd_and_states under every layout."""
-    arrays = x_NHP, dt_NH, a_H, b_NGS, c_NGS
+    arrays, segments = (x_NHP, dt_NH, a_H, b_NGS, c_NGS), segments.for_mixers
     if segments.cut is None:
         return ssd_and_states(*arrays, segments, at_D, chunk=chunk)
     y_NHP, state_DHPS = ssd_and_states(*arrays, segments.cut.own, at_D, chunk=chunk)
