@@ -98,7 +98,7 @@ class PackDocuments(Sequence[Any]):
     needs a round_to that is a multiple of 2 * context. "whole": only documents that must be; each other one
     stays on one rank."""
     cuts: int = 8
-    """Under "whole": the most documents of a buffer that are divided."""
+    """Under "whole": the most documents of a buffer that are divided; 0: none."""
     slot_work: float = 0.0
     """Under "whole": what a token slot costs a rank besides attention, in query-key pairs. More documents are
     divided only where all of a rank's work would else be uneven."""

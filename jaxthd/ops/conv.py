@@ -33,7 +33,8 @@ def causal_conv(
     context chunk needs the K - 1 tokens before it, its halo. Differentiable.
     Raises ValueError when a context chunk is shorter than its halo.
     """
-    segments, reach = segments.for_mixers, len(w_KC) - 1
+    segments = segments.for_mixers
+    reach = len(w_KC) - 1
     own = segments if segments.cut is None else segments.cut.own
     x_RSLC = own.split(x_NC)
     if x_RSLC.shape[2] < reach and own.context > 1:

@@ -152,8 +152,11 @@ class Shares:
         )
         return is_full and self.imbalance(placement, sizes) <= EVEN_ENOUGH
 
-    def starts(self, placement: Placement, slots: Sequence[int]) -> tuple[list[int], Int32[np.ndarray, " C"]]:
-        """The index in the row at which each document begins, and Batch.cuts (packing/layout.py).
+    def starts(
+        self, placement: Placement, slots: Sequence[int]
+    ) -> tuple[list[int], Int32[np.ndarray, " C"] | None]:
+        """The index in the row at which each document begins, and the row's Batch.cuts (packing/layout.py):
+        None if no document may be cut.
 
         slots: of the documents, in the placement's order.
         """
@@ -166,7 +169,7 @@ class Shares:
             for _ in of_rank:
                 starts.append(start)
                 start += slots[len(starts) - 1]
-        return starts, cuts
+        return starts, cuts if self.most_cut else None
 
     def imbalance(self, placement: Placement, sizes: Sequence[Size]) -> float:
         """Work of the busiest rank over the mean, that of the slots included."""

@@ -276,7 +276,7 @@ def _row(documents: Sequence[_Found], none: np.ndarray, config: Config) -> Batch
         start += slots[d]
     perm = layout.permutation(row.segment_ids, cuts)
     batch = laid_out(row, perm, config.depths_trained)
-    batch = batch._replace(cuts=None if cuts is None or not cuts.size else cuts[None])
+    batch = batch._replace(cuts=None if cuts is None else cuts[None])
     return batch if none.ndim == 1 else batch._replace(embeddings=embeddings_TH[perm][None])
 
 

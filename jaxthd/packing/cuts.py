@@ -126,9 +126,9 @@ def keeping_documents(
     window: int | None,
 ) -> Segments:
     """Segments under the layout "whole". Segments that continue others lie whole on one rank with these.
-    cuts: None if no row may have a cut document.
 
-    make: make_segments, with the arguments that are the same here. Others as make_segments takes them.
+    make: make_segments, with the arguments that are the same here. cuts: None if no row may have a cut
+    document. Others as make_segments takes them.
     """
     rows, tokens = ids_RT.shape
     may_cut = cuts_RK is not None

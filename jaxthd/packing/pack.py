@@ -152,7 +152,7 @@ def pack_row(
         extras=_write_extras(documents, placed, capacity, extras, perm),
         document_ids=batch.document_ids if answers else None,
         prefixes=batch.prefixes if answers and share_prompts else None,
-        cuts=None if cuts is None or not cuts.size else cuts[None],
+        cuts=None if cuts is None else cuts[None],
     )
     work = attention_work(_keys_before(row)[perm], row.segment_ids[perm], context)
     return batch, _report(documents, row, audio, work)

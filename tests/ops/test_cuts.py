@@ -142,14 +142,15 @@ def test_rows_that_cut_nothing_equal_those_on_one_device_without_any_exchange():
     """compute.context_cuts 0. The keys in document order are gathered by the test itself."""
     with jax.enable_x64(True):
         rows = [packed([20, 9, 12, 3, 16, 30, 1, 7], (), 4), packed([31, 5], (), 4)]
-        text = compare(rows, 4, "ring", no_cuts=True)
+        arguments = compare(rows, 4, "ring", no_cuts=True)
+        text = program(4, "ring").lower(*arguments).as_text()
         exchanges = [name for name in EXCHANGES if f"stablehlo.{name}" in text]
         assert exchanges == ["all_gather", "all_reduce"], "of keys and of the parameters' gradients"
         assert text.count("stablehlo.all_gather") == 1
 
 
-def compare(rows: list[Any], context: int, exchange: str, *, no_cuts: bool = False) -> str:
-    """Returns the text of the program on the context ranks. no_cuts: it is not given which are cut."""
+def compare(rows: list[Any], context: int, exchange: str, *, no_cuts: bool = False) -> Any:
+    """Returns the arguments of the program on the context ranks. no_cuts: it is not given which are cut."""
     rng, names = np.random.default_rng(0), ("segment_ids", "positions", "cuts")
     ids, positions, cuts = (np.concatenate([getattr(row, name) for row in rows]) for name in names)
     layout = ContextLayout("whole", context)
@@ -178,4 +179,4 @@ def compare(rows: list[Any], context: int, exchange: str, *, no_cuts: bool = Fal
 
     assert_same(of_tokens(rows_by((y, dx), backs)), of_tokens((want[0], want[2])), 1e-10)
     assert_same((dparams, keys), (want[1], want[3]), 1e-10)
-    return program(context, exchange).lower(*arguments).as_text()
+    return arguments

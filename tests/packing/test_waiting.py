@@ -212,3 +212,4 @@ def test_without_cuts_a_document_that_is_longer_than_a_share_is_skipped_and_name
     assert all(row.batch.cuts is None for row in rows)
     assert sorted(skipped) == ["1", "4"]
     assert "70" in skipped["1"]
+    assert "raise capacity or context_cuts" in skipped["1"]

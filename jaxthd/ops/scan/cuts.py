@@ -83,7 +83,8 @@ def outputs_and_states(
     chunk: int,
 ) -> tuple[Float[Array, "N H P"], Float[Array, "D H P S"]]:
     """ssd_and_states under every layout."""
-    arrays, segments = (x_NHP, dt_NH, a_H, b_NGS, c_NGS), segments.for_mixers
+    segments = segments.for_mixers
+    arrays = x_NHP, dt_NH, a_H, b_NGS, c_NGS
     if segments.cut is None:
         return ssd_and_states(*arrays, segments, at_D, chunk=chunk)
     y_NHP, state_DHPS = ssd_and_states(*arrays, segments.cut.own, at_D, chunk=chunk)
