@@ -210,6 +210,7 @@ def test_without_cuts_a_document_that_is_longer_than_a_share_is_skipped_and_name
     rows = list(grain.MapDataset.source(documents([60, 70, 64, 5, 65])).pipe(pack))
     assert sorted(key for row in rows for key in row.report.keys) == ["0", "2", "3"]
     assert all(row.batch.cuts is None for row in rows)
+    assert Shares(4, 256, most_cut=0).starts(Placement((), ((0,), (), (), ())), [60]) == ([0], None)
     assert sorted(skipped) == ["1", "4"]
     assert "70" in skipped["1"]
     assert "raise capacity or context_cuts" in skipped["1"]
