@@ -232,8 +232,8 @@ def measure(sides: Mapping[str, Sequence[Batch]], config: Config, rounds: int) -
             programs=len({shapes(b) for b in batches}),
             slots=sum(b.tokens.size for b in batches),
             real_tokens=sum(int((b.segment_ids > 0).sum()) for b in batches),
-            frames=sum(b.mel_mask.size for b in batches),
-            real_frames=sum(int(b.mel_mask.sum()) for b in batches),
+            frames=sum(b.mel_mask.size for b in batches if b.has_audio),
+            real_frames=sum(int(b.mel_mask.sum()) for b in batches if b.has_audio),
             memory=max(memory(programs[shapes(b)]) for b in placed[name]),
             seconds=float(np.median(times[name], axis=0).sum()),
         )
@@ -242,7 +242,8 @@ def measure(sides: Mapping[str, Sequence[Batch]], config: Config, rounds: int) -
 
 
 def shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
-    return batch.tokens.shape, batch.mels.shape
+    """Of the batch's arrays. Rows without a recording have no arrays of audio."""
+    return tuple(x.shape for x in jax.tree.leaves(batch))
 
 
 def memory(program: Any) -> int:

@@ -6,6 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from jaxthd.config import Config, LLMConfig, ModelConfig
 from jaxthd.packing.batch import Batch
 from scripts import bench_packing as bench
 from tests.packing.test_pack import MELS, random_documents
@@ -95,6 +96,20 @@ def test_the_mix_is_long_tailed_and_the_same_every_time():
     assert all(d.supervised.mean() == pytest.approx(2 / 3, abs=0.34) for d in one)
     in_order, _ = bench.padded_batches(one, 10, 1)
     assert 3.8 < sum(b.tokens.size for b in in_order) / lengths.sum() < 5
+
+
+def test_texts_are_measured_without_arrays_of_audio():
+    """One program serves all batches of one shape."""
+    llm = LLMConfig(pattern="-", dim=16, ffn_dim=32)
+    text = bench.text_documents(6, 40)
+    sides = bench.batches_of(text, 64, MELS)
+    sides = {"packed": sides["packed"][:1] * 2, "random": sides["packed"][:1]}
+    assert not sides["packed"][0].has_audio
+    found = bench.measure(sides, Config(model=ModelConfig(None, llm)), 1)
+    assert (found["packed"].programs, found["packed"].steps, found["random"].steps) == (1, 2, 1)
+    assert found["packed"].real_tokens == 2 * found["random"].real_tokens > 0
+    assert found["packed"].frames == found["packed"].real_frames == 0
+    assert found["packed"].seconds > 0 < found["packed"].memory
 
 
 @pytest.mark.parametrize(("seconds", "holds"), [(1.0, True), (1.05, True), (1.2, False)])
