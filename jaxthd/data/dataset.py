@@ -29,7 +29,6 @@ from jaxthd.files.tokenizer_files import tokenizer_digest
 from jaxthd.objectives import Objective, make_objective
 from jaxthd.objectives.answers import compares_answers, draws_answers, needs_mismatched
 from jaxthd.packing.document import Document
-from jaxthd.packing.fit import BufferLimits
 from jaxthd.parallel.processes import exchange, is_first, require_same
 
 

@@ -91,8 +91,8 @@ def _cut_chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterato
             f'model.llm.{name} is {taps} with compute.context_layout "whole"',
             f"at most {LEAST_CHUNK + 1}, because a cut document's context chunks may be as short as "
             f"{LEAST_CHUNK} tokens",
-            "set compute.context_layout to buffer, or compute.context_cuts to 0 if no document is longer than a "
-            "context rank's share",
+            "set compute.context_layout to buffer, or, if no document exceeds a context rank's share, "
+            "compute.context_cuts to 0",
         )
 
 
