@@ -7,7 +7,7 @@ All arms start from runs/first_run (configs/first_run.py, trained first if it is
     shuffled  the same, but each prompt's answers get the rewards of another prompt's answers
     sft       supervised training goes on, for as long as grpo takes
     dpo       configs/dpo.py: pairs of the best and the worst of 8 answers
-`sft` gets its number of steps from the processor time of a step of both, measured in this run. Each arm is
+`sft` gets its number of steps from the median time of a step of both, measured in this run. Each arm is
 trained with --seeds seeds, and decodes 2,000 held-out utterances greedily (new voices, new texts). The
 intervals are from a bootstrap over utterances, paired (both arms on the same ones), 10,000 draws, the arm's
 errors averaged over its seeds. For `dpo`, pairs that the start sampled on the held-out utterances tell
@@ -19,7 +19,7 @@ Takes about 60 minutes on two cores with the defaults.
 
 import argparse
 import json
-import resource
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -44,8 +44,8 @@ UTTERANCES = 2000
 DRAWS = 10_000
 SHUFFLED = "grpo-with-shuffled-rewards"
 """The first argument of the process that this script starts for the arm of that name."""
-CALIBRATION = {"grpo": (4, 16), "sft": (10, 70)}
-"""Steps of two runs of each. The difference in their processor time is that of the steps between."""
+CALIBRATION = {"grpo": 16, "sft": 70}
+"""Steps of a run of each, whose median time is that of a step."""
 
 
 class Comparison(NamedTuple):
@@ -145,25 +145,15 @@ def calibrated(comparison: Comparison) -> int:
     kept = comparison.folder / "calibration.json"
     if not kept.exists():
         measured = {}
-        for arm, lengths in CALIBRATION.items():
-            spent = []
-            for steps in lengths:
-                before = processor_seconds()
-                workdir = comparison.folder / f"calibration-{arm}-{steps}"
-                (grpo_arm if arm == "grpo" else sft_arm)(workdir, 0, steps)
-                spent.append(processor_seconds() - before)
-            measured[arm] = (spent[1] - spent[0]) / (lengths[1] - lengths[0])
+        for arm, steps in CALIBRATION.items():
+            workdir = comparison.folder / f"calibration-{arm}"
+            (grpo_arm if arm == "grpo" else sft_arm)(workdir, 0, steps)
+            measured[arm] = statistics.median(step_seconds(workdir))
         kept.write_text(json.dumps(measured) + "\n")
     measured = json.loads(kept.read_text())
     ratio = measured["grpo"] / measured["sft"]
-    print(f"processor seconds of a step: {measured}: {ratio:.1f} steps of sft for one of grpo", flush=True)
+    print(f"median seconds of a step: {measured}: {ratio:.1f} steps of sft for one of grpo", flush=True)
     return round(ratio * comparison.steps)
-
-
-def processor_seconds() -> float:
-    """Of all commands that this script has waited for. A busy machine changes it less than the time."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def step_seconds(workdir: Path) -> list[float]:

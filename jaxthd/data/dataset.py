@@ -14,7 +14,7 @@ from jaxthd.data.example import Example
 from jaxthd.data.filters import Filter, bounds_of, by_setting
 from jaxthd.data.loader import BatchAndReport, BatchIterator, BatchReport, Loader, RowReport, make_loader
 from jaxthd.data.mixing import mixing_weights
-from jaxthd.data.prompts import Prompt, PromptStream
+from jaxthd.data.prompts import Prompt, PromptStream, page_limits
 from jaxthd.data.skipped import SkipLog, Skipped, main_reasons
 from jaxthd.data.sources.noises import AugmentationData, read_augmentation
 from jaxthd.data.sources.registry import read_source, training_sources, validation_sources
@@ -29,7 +29,6 @@ from jaxthd.files.tokenizer_files import tokenizer_digest
 from jaxthd.objectives import Objective, make_objective
 from jaxthd.objectives.answers import compares_answers, draws_answers, needs_mismatched
 from jaxthd.packing.document import Document
-from jaxthd.packing.fit import BufferLimits
 from jaxthd.parallel.processes import exchange, is_first, require_same
 
 
@@ -245,7 +244,7 @@ class SpeechData:
     def validation_prompts(self, count: int) -> list[Prompt]:
         """The first items of the first validation set as prompts, without those that a process cannot use."""
         found: list[Prompt] = []
-        limits = BufferLimits.of(self._config)
+        limits = page_limits(self._config)  # no step trains on them
         for example in chain(*list(self._validation.values())[:1]):
             if len(found) == count:
                 break

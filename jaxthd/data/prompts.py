@@ -1,6 +1,7 @@
 """The training items as prompts to answer: an endless stream whose position is the count of items read."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -43,14 +44,20 @@ class Prompt(NamedTuple):
         return " ".join(str(part) for part in self.example.turns[-1].parts)
 
 
+def page_limits(config: Config) -> BufferLimits:
+    """The limits of the pages of prompts, which are buffers on rollout.mesh (inference/rollouts.py)."""
+    return BufferLimits.of(replace(config, mesh=config.rollout_mesh))
+
+
 class PromptStream:
     """The items of the training sets, mixed by mixing_weights, in a new order every epoch.
 
-    Items that cannot be used, or whose group of answers could exceed a buffer, are reported to on_skip and
-    passed over. Of several processes all take the same prompts: what one of them cannot use, none does.
+    Items that cannot be used, whose prompt fits no page, or whose group of answers could exceed a buffer, are
+    reported to on_skip and passed over. Of several processes all take the same prompts: what one of them
+    cannot use, none does.
     identity: what the prompts depend on besides data.*, as JSON values.
-    The stream does not depend on data.rows, nor on the mesh, but for documents whose audio cannot be assigned
-    to its audio ranks (packing/fit.py).
+    The stream does not depend on data.rows, nor on the meshes, but for documents that cannot be assigned to
+    their context ranks (packing/fit.py).
     """
 
     def __init__(
@@ -68,7 +75,7 @@ class PromptStream:
         self._documents, self._config, self._on_skip = documents, config, on_skip
         seed = data.seed if data.shuffle else None
         self._refs = item_refs(item_orders(list(map(len, self._sources)), seed), weights, repeat=True)
-        self._limits = BufferLimits.of(config)
+        self._limits, self._page_limits = BufferLimits.of(config), page_limits(config)
         self._next = 0
         self._identity = {
             "items": list(map(len, self._sources)),
@@ -137,8 +144,16 @@ class PromptStream:
             prompt = Prompt.of(example, self._documents)
         except ValueError as error:
             return None, str(error) or type(error).__name__
-        misfit = self._limits.fit(prompt.document).misfit or self._group_misfit(prompt.document)
+        misfit = self._misfit(prompt.document)
         return (None, misfit) if misfit else (prompt, "")
+
+    def _misfit(self, prompt: Document) -> str:
+        """Why the prompt, or a group of answers to it, would not fit; "" if they do."""
+        if misfit := self._limits.fit(prompt).misfit:
+            return misfit
+        if misfit := self._page_limits.fit(prompt).misfit:
+            return f"to draw answers on rollout.mesh, {misfit}"
+        return self._group_misfit(prompt)
 
     def _group_misfit(self, prompt: Document) -> str:
         """Why a group of the longest answers would not fit a buffer; "" if it would."""

@@ -80,6 +80,9 @@ def _chosen(config: Config) -> LayoutKind:
             f"context layout: buffer, since lengths of documents cannot be read: {str(error).splitlines()[0]}"
         )
         return "buffer"
+    if not costs:
+        print("context layout: buffer, since no document fits a buffer")
+        return "buffer"
     best, by_buffer = costs[0], next(cost for cost in costs if cost.layout == "buffer")
     layout = best.layout if by_buffer.total > (1 + TOLERANCE) * best.total else "buffer"
     title = "Context layouts; the busiest rank in million multiply-adds a real token"
@@ -97,14 +100,20 @@ def _works(config: Config) -> bool:
 
 
 def _costs(config: Config) -> list[LayoutCost]:
-    """Those of the layouts that need no other setting changed and skip no more documents; cheapest first."""
+    """Those of the layouts that need no other setting changed and skip no more documents; cheapest first.
+
+    Empty if no document fits a buffer.
+    """
     sources = read_examples(config, MOST_READ, say=lambda line: None)
     found = [measure(examples, config)[0] for examples in sources]
     weights = mixing_weights(config.data, [len(lengths.tokens) for lengths in found])
     stream = _first(draw(found, weights or (), config.data.seed), MOST_BUFFERS * config.data.capacity)
     costs = compare_layouts(stream, _with(config, "buffer"), slot_work(config))
-    skipped = next(cost.skipped for cost in costs if cost.layout == "buffer")
-    return [cost for cost in costs if cost.config == _with(config, cost.layout) and cost.skipped <= skipped]
+    by_buffer = next((cost for cost in costs if cost.layout == "buffer"), None)
+    if by_buffer is None:
+        return []
+    same_settings = (cost for cost in costs if cost.config == _with(config, cost.layout))
+    return [cost for cost in same_settings if cost.skipped <= by_buffer.skipped]
 
 
 def _first(stream: Lengths, tokens: int) -> Lengths:

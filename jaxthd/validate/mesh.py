@@ -80,18 +80,19 @@ def _documents_over_context(config: Config, device: DeviceFacts) -> Iterator[Fin
         )
 
 
-@RULES.rule("mesh.context", "compute.context_layout", "model.llm")
+@RULES.rule("mesh.context", "compute.context_layout", "compute.context_cuts", "model.llm")
 def _cut_chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm = config.model.llm
-    is_whole = config.compute.layout == "whole" and config.mesh.context > 1
+    cuts = config.compute.layout == "whole" and config.mesh.context > 1 and config.compute.context_cuts > 0
     for letter, name, taps in (("M", "mamba_conv", llm.mamba_conv), ("D", "delta.conv", llm.delta.conv)):
-        if not is_whole or letter not in llm.kinds or taps - 1 <= LEAST_CHUNK:
+        if not cuts or letter not in llm.kinds or taps - 1 <= LEAST_CHUNK:
             continue
         yield Finding(
             f'model.llm.{name} is {taps} with compute.context_layout "whole"',
             f"at most {LEAST_CHUNK + 1}, because a cut document's context chunks may be as short as "
             f"{LEAST_CHUNK} tokens",
-            "set compute.context_layout to buffer",
+            "set compute.context_layout to buffer, or, if no document exceeds a context rank's share, "
+            "compute.context_cuts to 0",
         )
 
 

@@ -14,7 +14,17 @@ import numpy as np
 import pytest
 import soundfile
 
-from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig, SpecAugmentConfig
+from jaxthd.config import (
+    ComputeConfig,
+    Config,
+    DataConfig,
+    EncoderConfig,
+    LLMConfig,
+    MeshConfig,
+    ModelConfig,
+    RolloutConfig,
+    SpecAugmentConfig,
+)
 from jaxthd.data import dataset
 from jaxthd.data.dataset import SpeechData, whole_position
 from jaxthd.data.mixing import mixing_weights
@@ -330,3 +340,34 @@ def test_a_model_without_an_encoder_reads_no_audio_and_skips_documents_with_reco
         x["key"]: x["reason"] for x in map(json.loads, (folder / "skipped.jsonl").read_text().splitlines())
     }
     assert reasons["1:a.wav"] == "it holds a recording, and the model has no encoder"
+
+
+@pytest.mark.parametrize(("context", "rollout_context"), [(1, 4), (4, 1)])
+def test_prompts_fit_the_buffers_of_training_and_the_pages_that_draw_answers(
+    folder: Path, context: int, rollout_context: int
+):
+    """Of 4 context ranks each holds 256 tokens, and no document is divided. The prompts of the validation
+    need no buffer of training."""
+    turns = {
+        name: [{"role": "user", "content": "x" * length}, {"role": "assistant", "content": "y"}]
+        for name, length in {"short": 100, "long": 400}.items()
+    }
+    lines = [{"id": name, "messages": said} for name, said in turns.items()]
+    text = write(folder / "text.jsonl", *lines)
+    settings = Config(
+        mesh=MeshConfig(context=context),
+        rollout=RolloutConfig(mesh=MeshConfig(context=rollout_context), group_size=2, max_new_tokens=4),
+        data=DataConfig(
+            manifest=(text,), validation_manifest=text, capacity=1024, workers=0, max_skipped_share=1.0
+        ),
+        model=ModelConfig(None, LLMConfig(pattern="M")),
+        compute=ComputeConfig(context_layout="whole", context_cuts=0),
+    )
+    data = SpeechData(settings, folder)
+    taken = {prompt.example.key for prompt in data.prompts().take(4)}
+    assert taken == {"1:short"}
+    (line,) = map(json.loads, (folder / "skipped.jsonl").read_text().splitlines())
+    assert line["key"] == "2:long"
+    assert ("on rollout.mesh" in line["reason"]) == (rollout_context == 4)
+    held_out = [prompt.example.key for prompt in data.validation_prompts(2)]
+    assert held_out == ["1:short"] + ["2:long"] * (rollout_context == 1)

@@ -102,3 +102,9 @@ def test_a_layout_that_the_validator_refuses_is_not_chosen(tmp_path: Path):
     assert with_layout(given, tmp_path).compute.layout == "whole"
     long = replace(given, model=ModelConfig(None, replace(LLM, mamba_conv=6)))
     assert with_layout(long, tmp_path).compute.layout == "buffer"
+
+
+def test_where_no_document_fits_the_layout_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Training lists what it skips, and says what to change."""
+    assert with_layout(config(tmp_path, 1000), tmp_path).compute.layout == "buffer"
+    assert "no document fits" in capsys.readouterr().out

@@ -710,6 +710,8 @@ def test_transformer_engine_is_refused_where_it_is_known_to_be_wrong() -> None:
             "model.llm.pattern": "M|*-|-|ME",
         },  # unlike stages
         {**PIPELINE, "mesh.context": 2, "model.llm.pattern": "M*-M*-"},  # equal ones
+        {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.mamba_conv": 6}
+        | {"compute.context_cuts": 0},  # no document is cut
         {"mesh.context": 2, "data.capacity": 12, "model.llm.mamba_heads": 2}  # chunks shorter than the taps
         | {"data.audio_capacity": 32, "model.encoder.chunk_seconds": 0.02, "data.max_documents": 3}
         | {"compute.context_layout": "document", "data.round_to": 12, "model.llm.mamba_conv": 9},
