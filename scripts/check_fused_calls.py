@@ -49,8 +49,9 @@ from jaxthd.ops.attention.contract import AttentionShape
 from jaxthd.ops.attention.cudnn import GROUPED_LEAST
 from jaxthd.ops.backend import version_numbers
 from jaxthd.terminal.tables import table
-from scripts.check_meshes import check, of_decoder, variants
 from scripts.comparison import dense_kernels
+from scripts.meshes.gradients import check, of_decoder
+from scripts.meshes.runs import variants
 
 MESHES = (MeshConfig(1, 4, 1, 2), MeshConfig(2, 2, 2, 1))
 HEADS = ((8, 8), (8, 2))

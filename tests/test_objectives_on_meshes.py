@@ -27,7 +27,8 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
-from scripts.check_meshes import MODEL, canonical_state
+from scripts.meshes.gradients import canonical_state
+from scripts.meshes.models import MODEL
 from tests.alone import parts
 from tests.answers import alone, with_most_cut
 from tests.helpers import assert_same
@@ -194,7 +195,7 @@ RUNS = [
     (MeshConfig(1, 2, 2, 2), 0, True, "whole"),
     (MeshConfig(2, 2, 1, 1), 0, False, "whole"),
 ]
-"""(mesh, variant of scripts/check_meshes.py, whether prompts are shared, context layout)."""
+"""(mesh, variant of scripts/meshes/runs.py, whether prompts are shared, context layout)."""
 
 
 @pytest.mark.exhaustive

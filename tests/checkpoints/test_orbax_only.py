@@ -20,7 +20,7 @@ from jaxthd.config import AdaptConfig, Config, DataConfig, EncoderConfig, LLMCon
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state
-from scripts.check_meshes import DEEPSEEK, GPT_OSS, QWEN3, QWEN3_NEXT
+from scripts.meshes.models import DEEPSEEK, GPT_OSS, QWEN3, QWEN3_NEXT
 from tests.helpers import filled_state
 
 ROOT = Path(__file__).parents[2]

@@ -20,8 +20,8 @@ from jaxthd.models.mixers import LatentAttention
 from jaxthd.models.mixers.moe import of_best_groups
 from jaxthd.packing.segments import segments_of
 from jaxthd.parallel.params import Init
-from scripts.check_meshes import DEEPSEEK
 from scripts.comparison.weights import random_state
+from scripts.meshes.models import DEEPSEEK
 from tests.helpers import assert_same
 from tests.ops import fake_kernels
 

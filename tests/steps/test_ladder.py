@@ -18,8 +18,8 @@ from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.ladder import LadderStep, rung_blueprints
 from jaxthd.steps.training import loss_and_gradient
-from scripts.check_meshes import variants
 from scripts.comparison.errors import worst_error
+from scripts.meshes.runs import variants
 from tests.helpers import filled_state
 
 TOP = Rung(96, 8, 512)

@@ -20,7 +20,7 @@ from jaxthd.planning.parameters import state_bytes
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState, abstract_state, canonical_form, canonical_shardings, training_form
 from jaxthd.steps.training import make_train_step
-from scripts.check_meshes import CAPACITY, documents
+from scripts.meshes.batches import CAPACITY, documents
 from tests.helpers import filled_state
 
 LLM = LLMConfig(pattern="-*-", vocab_size=64, dim=16, q_heads=2, kv_heads=1, head_dim=8, ffn_dim=32)
