@@ -5,9 +5,10 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -15,6 +16,7 @@ from jaxthd.config import Config, RopeConfig
 from jaxthd.files.run_folder import read_config, write_config
 from jaxthd.run.metrics_file import Metrics, read_metrics
 from jaxthd.run.trackers import background
+from jaxthd.run.trackers.mlflow import MLflow
 from jaxthd.run.trackers.sent import Sent
 from jaxthd.run.trackers.tracker import Line, TrackedRun, scalars
 
@@ -107,6 +109,61 @@ def test_a_new_run_in_an_emptied_workdir_is_a_new_run_of_the_tracker(tmp_path: P
             metrics.step(line(1, 1.0))
         (tmp_path / "metrics.jsonl").unlink()
     assert [*map(steps_of, service.runs.values())] == [[(1, 1.0)], [(1, 1.0)]]
+
+
+class FakeMLflow(ModuleType):
+    """Stands for MLflow: keeps (name, step) of each number, and is cut off once it has `room` of them."""
+
+    def __init__(self) -> None:
+        super().__init__("mlflow")
+        self.entities = SimpleNamespace(Metric=self.Metric, Param=SimpleNamespace)
+        self.numbers: list[tuple[str, int]] = []
+        self.room = sys.maxsize
+
+    class Metric(NamedTuple):
+        key: str
+        value: float
+        timestamp: int
+        step: int
+
+    def MlflowClient(self, where: str) -> "FakeMLflow":
+        return self
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return SimpleNamespace(experiment_id="1")
+
+    def create_run(self, experiment: str, **_: Any) -> Any:
+        return SimpleNamespace(info=SimpleNamespace(run_id="run"))
+
+    def log_batch(self, run_id: str, metrics: Sequence[Metric] = (), params: Sequence[Any] = ()) -> None:
+        for metric in metrics:
+            if len(self.numbers) == self.room:
+                raise ConnectionError("cut off")
+            self.numbers.append((metric.key, metric.step))
+
+    def get_metric_history(self, run_id: str, key: str) -> list[Any]:
+        return [SimpleNamespace(step=step) for name, step in self.numbers if name == key]
+
+    def update_run(self, run_id: str, **_: Any) -> None: ...
+
+    def set_terminated(self, run_id: str, status: str) -> None: ...
+
+
+def test_mlflow_gets_the_rest_of_a_step_that_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    fake = FakeMLflow()
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://nowhere")
+    lines = [line(step, float(step)) | {"time": 0.0} for step in (1, 2, 3)]
+    fake.room = 8  # a step has five numbers
+    cut_off = MLflow(TrackedRun(tmp_path, {}, [], is_new=True))
+    cut_off.write(lines[0])
+    with pytest.raises(ConnectionError):
+        cut_off.write(lines[1])
+    fake.room = sys.maxsize
+    continued = MLflow(TrackedRun(tmp_path, {}, lines[:2], is_new=False))
+    continued.write(lines[2])
+    continued.close(failed=False)
+    assert sorted(fake.numbers) == sorted((tag, x["step"]) for x in lines for tag in scalars(x))
 
 
 @pytest.mark.parametrize("call", ["open", "write", "close"])

@@ -32,6 +32,8 @@ class MLflow:
 
         self._client, self._entities = mlflow.MlflowClient(where), mlflow.entities
         self._sent = Sent("mlflow", run)
+        # A kill may have come while the next step was sent: MLflow takes its numbers one by one.
+        self._may_hold_some = bool(self._sent.id)
         if self._sent.id:
             self._client.update_run(self._sent.id, status="RUNNING")
         else:
@@ -59,10 +61,18 @@ class MLflow:
             self._entities.Metric(tag, float(value), int(1000 * line["time"]), step)
             for tag, value in scalars(line).items()
         ]
+        if self._may_hold_some:
+            metrics = [metric for metric in metrics if not self._holds(metric)]
+            self._may_hold_some = False
         self._client.log_batch(self._sent.id, metrics=metrics)
         if "changed" in line:
             self._client.set_tag(self._sent.id, f"changed at step {step}", line["changed"])
         self._sent.add(step)
+
+    def _holds(self, metric: Any) -> bool:
+        """Whether MLflow has a number of this name and step."""
+        history = self._client.get_metric_history(self._sent.id, metric.key)
+        return any(point.step == metric.step for point in history)
 
     def close(self, *, failed: bool) -> None:
         self._client.set_terminated(self._sent.id, "FAILED" if failed else "FINISHED")
