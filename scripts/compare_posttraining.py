@@ -142,7 +142,7 @@ def with_shuffled_rewards(seed: int, argv: list[str]) -> None:
 
 def calibrated(comparison: Comparison) -> int:
     """Steps of supervised training that take as long as the steps of GRPO; kept in a file."""
-    kept = comparison.folder / "calibration.json"
+    kept = comparison.folder / "step_seconds.json"
     if not kept.exists():
         measured = {}
         for arm, steps in CALIBRATION.items():

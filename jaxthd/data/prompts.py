@@ -99,8 +99,9 @@ class PromptStream:
             if without > 2 * sum(map(len, self._sources)):
                 raise UserError(
                     f"none of {without} items could be used as prompts, in two epochs; expected prompts that "
-                    "fit a buffer with a group of answers: raise data.capacity, or lower rollout.group_size "
-                    "(skipped.jsonl in the workdir has the reasons)"
+                    "fit a buffer with a group of answers, and one of rollout.mesh: raise data.capacity, or "
+                    "lower rollout.group_size or rollout.mesh.context (skipped.jsonl in the workdir has the "
+                    "reasons)"
                 )
         return found
 

@@ -31,6 +31,13 @@ def is_run(folder: Path) -> bool:
     return (folder / "checkpoints").is_dir()
 
 
+def holds_a_run(folder: Path) -> bool:
+    """Whether a run has begun in the folder: it holds a line of metrics or a checkpoint."""
+    metrics = folder / "metrics.jsonl"
+    checkpoints = (path.name.isdecimal() for path in (folder / "checkpoints").glob("*"))
+    return (metrics.exists() and metrics.stat().st_size > 0) or any(checkpoints)
+
+
 def source_of(source: str | Path) -> tuple[Path, str]:
     """(a source's path, which of a run's checkpoints is meant: "newest", "best" or a step).
 

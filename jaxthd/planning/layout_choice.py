@@ -15,6 +15,7 @@ from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.text.tokenizer import needed_vocabulary
 from jaxthd.errors import UserError
 from jaxthd.files.atomic import write_atomically
+from jaxthd.files.run_folder import holds_a_run
 from jaxthd.objectives.answers import compares_answers
 from jaxthd.packing.layout import LayoutKind
 from jaxthd.parallel.processes import exchange, is_first
@@ -54,7 +55,9 @@ def keep_layout(given: Config, config: Config, workdir: Path) -> None:
 
 
 def _of_run(config: Config, workdir: Path) -> LayoutKind | None:
-    """The layout that the run had on this mesh."""
+    """The layout of the run in the workdir on this mesh; None without such a run."""
+    if not holds_a_run(workdir):
+        return None
     try:
         stored: dict[str, Any] = json.loads((workdir / FILE).read_text())
         layout: LayoutKind = stored["layout"]
@@ -107,7 +110,7 @@ def _costs(config: Config) -> list[LayoutCost]:
     sources = read_examples(config, MOST_READ, say=lambda line: None)
     found = [measure(examples, config)[0] for examples in sources]
     weights = mixing_weights(config.data, [len(lengths.tokens) for lengths in found])
-    stream = _first(draw(found, weights or (), config.data.seed), MOST_BUFFERS * config.data.capacity)
+    stream = _first(draw(found, weights or (), config.data.seed), config.data.capacity)
     costs = compare_layouts(stream, _with(config, "buffer"), slot_work(config))
     by_buffer = next((cost for cost in costs if cost.layout == "buffer"), None)
     if by_buffer is None:
@@ -116,11 +119,12 @@ def _costs(config: Config) -> list[LayoutCost]:
     return [cost for cost in same_settings if cost.skipped <= by_buffer.skipped]
 
 
-def _first(stream: Lengths, tokens: int) -> Lengths:
-    """The first documents, of so many tokens together."""
-    count = 1 + int(np.searchsorted(np.cumsum(stream.tokens), tokens))
-    tokens_of, frames, seconds, chunks = stream
-    return Lengths(tokens_of[:count], frames[:count], seconds[:count], chunks[:count])
+def _first(stream: Lengths, capacity: int) -> Lengths:
+    """The first documents, as many as fill MOST_BUFFERS. Those that exceed a buffer fill nothing."""
+    fitting = np.where(stream.tokens <= capacity, stream.tokens, 0)
+    count = 1 + int(np.searchsorted(np.cumsum(fitting), MOST_BUFFERS * capacity))
+    tokens, frames, seconds, chunks = stream
+    return Lengths(tokens[:count], frames[:count], seconds[:count], chunks[:count])
 
 
 def _with(config: Config, layout: LayoutKind) -> Config:

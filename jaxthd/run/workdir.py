@@ -20,7 +20,13 @@ from typing import Any, NamedTuple, TextIO
 from jaxthd.config import Config
 from jaxthd.errors import UserError
 from jaxthd.files.jsonl import read_lines, write_lines
-from jaxthd.files.run_folder import DamagedConfigError, Difference, differences, write_config
+from jaxthd.files.run_folder import (
+    DamagedConfigError,
+    Difference,
+    differences,
+    holds_a_run,
+    write_config,
+)
 from jaxthd.parallel.processes import is_first
 
 FREE = (
@@ -126,7 +132,7 @@ def opened(workdir: Path, config: Config, asked: Collection[str] = ()) -> Iterat
     # The kernel's lock ends with the process, after a kill -9 too. Child processes do not inherit the file.
     with (workdir / "lock").open("a+") as file:
         _lock(file, workdir)
-        found = _changes(workdir, config, asked) if _holds_a_run(workdir) else []
+        found = _changes(workdir, config, asked) if holds_a_run(workdir) else []
 
         def keep(step: int) -> Sequence[Difference]:
             if found is None:  # its config.json cannot be read
@@ -154,12 +160,6 @@ def _lock(file: TextIO, workdir: Path) -> None:
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
-
-
-def _holds_a_run(workdir: Path) -> bool:
-    metrics = workdir / "metrics.jsonl"
-    checkpoints = (path.name.isdecimal() for path in (workdir / "checkpoints").glob("*"))
-    return (metrics.exists() and metrics.stat().st_size > 0) or any(checkpoints)
 
 
 def _changes(workdir: Path, config: Config, asked: Collection[str]) -> list[Difference] | None:

@@ -57,6 +57,8 @@ def test_a_run_keeps_the_layout_on_its_mesh(tmp_path: Path, capsys: pytest.Captu
     keep_layout(given, with_layout(given, tmp_path), tmp_path)
     assert json.loads((tmp_path / FILE).read_text())["layout"] == "whole"
     longer = config(tmp_path, 150)
+    assert with_layout(longer, tmp_path).compute.layout == "buffer", "no run has begun"
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
     assert with_layout(longer, tmp_path).compute.layout == "whole"
     assert "as the run was begun with" in capsys.readouterr().out
     assert with_layout(replace(longer, mesh=MeshConfig(context=2)), tmp_path).compute.layout == "buffer"
@@ -108,3 +110,13 @@ def test_where_no_document_fits_the_layout_stays(tmp_path: Path, capsys: pytest.
     """Training lists what it skips, and says what to change."""
     assert with_layout(config(tmp_path, 1000), tmp_path).compute.layout == "buffer"
     assert "no document fits" in capsys.readouterr().out
+
+
+def test_documents_that_are_skipped_decide_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Few short documents among many that fit no buffer."""
+    short = Path(config(tmp_path, 3, documents=10).data.manifest[0]).read_text()
+    given = config(tmp_path, 5000, documents=300)
+    with Path(given.data.manifest[0]).open("a") as manifest:
+        manifest.write(short)
+    assert with_layout(given, tmp_path).compute.layout == "whole"
+    assert "no document fits" not in capsys.readouterr().out

@@ -5,6 +5,8 @@ former it is kept in files, in WORKDIR/mlruns.
 """
 
 import os
+from contextlib import suppress
+from itertools import dropwhile
 from typing import Any
 
 from jaxthd.run.trackers.sent import Sent
@@ -32,7 +34,7 @@ class MLflow:
 
         self._client, self._entities = mlflow.MlflowClient(where), mlflow.entities
         self._sent = Sent("mlflow", run)
-        # A kill may have come while the next step was sent: MLflow takes its numbers one by one.
+        # A kill may have come while the next step was sent: MLflow takes its numbers one by one, in order.
         self._may_hold_some = bool(self._sent.id)
         if self._sent.id:
             self._client.update_run(self._sent.id, status="RUNNING")
@@ -62,7 +64,7 @@ class MLflow:
             for tag, value in scalars(line).items()
         ]
         if self._may_hold_some:
-            metrics = [metric for metric in metrics if not self._holds(metric)]
+            metrics = list(dropwhile(self._holds, metrics))
             self._may_hold_some = False
         self._client.log_batch(self._sent.id, metrics=metrics)
         if "changed" in line:
@@ -70,9 +72,11 @@ class MLflow:
         self._sent.add(step)
 
     def _holds(self, metric: Any) -> bool:
-        """Whether MLflow has a number of this name and step."""
-        history = self._client.get_metric_history(self._sent.id, metric.key)
-        return any(point.step == metric.step for point in history)
+        """Whether MLflow has a number of this name and step; False where it cannot read what it has."""
+        with suppress(Exception):
+            history = self._client.get_metric_history(self._sent.id, metric.key)
+            return any(point.step == metric.step for point in history)
+        return False
 
     def close(self, *, failed: bool) -> None:
         self._client.set_terminated(self._sent.id, "FAILED" if failed else "FINISHED")
