@@ -42,9 +42,7 @@ from scripts.comparison.quick_compilation import quick_on_devices
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Threads, four a device; see jaxthd.run.startup.simulate_devices.
 os.environ.setdefault("PJRT_NPROC", "64" if "--mesh" in sys.argv else "32")
-if __name__ == "__main__":
-    _DEVICES = 16 if "--mesh" in sys.argv else 8
-    os.environ["XLA_FLAGS"] = quick_on_devices(_DEVICES, stuck_seconds=300)
+os.environ["XLA_FLAGS"] = quick_on_devices(16 if "--mesh" in sys.argv else 8, stuck_seconds=300)
 
 import numpy as np
 

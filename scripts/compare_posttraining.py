@@ -45,7 +45,7 @@ DRAWS = 10_000
 SHUFFLED = "grpo-with-shuffled-rewards"
 """The first argument of the process that this script starts for the arm of that name."""
 CALIBRATION = {"grpo": 16, "sft": 70}
-"""Steps of a run of each, whose median time is that of a step."""
+"""Steps of the runs that measure a step of both: its time is the median over them."""
 
 
 class Comparison(NamedTuple):

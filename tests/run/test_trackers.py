@@ -149,10 +149,23 @@ class FakeMLflow(ModuleType):
     def set_terminated(self, run_id: str, status: str) -> None: ...
 
 
-def test_mlflow_gets_the_rest_of_a_step_that_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    fake = FakeMLflow()
-    monkeypatch.setitem(sys.modules, "mlflow", fake)
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeMLflow:
+    found = FakeMLflow()
+    monkeypatch.setitem(sys.modules, "mlflow", found)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://nowhere")
+    return found
+
+
+def test_mlflow_gets_all_of_a_step_where_it_cannot_read_what_it_has(tmp_path: Path, fake: FakeMLflow):
+    first, second = (line(step, float(step)) | {"time": 0.0} for step in (1, 2))
+    MLflow(TrackedRun(tmp_path, {}, [first], is_new=True))
+    fake.get_metric_history = None  # type: ignore[assignment, method-assign]
+    MLflow(TrackedRun(tmp_path, {}, [first, second], is_new=False))
+    assert sorted(fake.numbers) == sorted((tag, x["step"]) for x in (first, second) for tag in scalars(x))
+
+
+def test_mlflow_gets_the_rest_of_a_step_that_was_cut_off(tmp_path: Path, fake: FakeMLflow):
     lines = [line(step, float(step)) | {"time": 0.0} for step in (1, 2, 3)]
     fake.room = 8  # a step has five numbers
     cut_off = MLflow(TrackedRun(tmp_path, {}, [], is_new=True))
