@@ -164,10 +164,10 @@ def _train(
         with_reference = cached_reference(blueprint, mesh, data, outputs.path, state)
         validation.with_reference = with_reference
         # --- steps ---
+        with account.during("data_wait"):  # before anything is compiled: data without a usable item ends here
+            on_mesh, upcoming = _load(loader, mesh, with_reference)
         if first == 0 and validation.is_due(0):
             metrics.step({"step": 0, **validate(state), **time_line(account.seconds)})
-        with account.during("data_wait"):
-            on_mesh, upcoming = _load(loader, mesh, with_reference)
         account.switch("stepping")
         wanted, path = range(first + 1, steps + 1), outputs.path
         numbers = profiled(wanted, config.train, path, metrics.say, account.during)
@@ -185,6 +185,8 @@ def _train(
             results = jax.tree.map(lambda x: x.item(), on_device)
             seconds, skipped = time.perf_counter() - began, data.skipped.total
             data.require_few_skipped()
+            for text in data.news():
+                metrics.say(text)
             watch_padding(step, current.report)
             flops = flops_of and flops_of(current.report)
             of_all = train_step.compilations, skipped, mesh.size, flops, peak, bool(config.data.rungs)

@@ -61,6 +61,7 @@ def test_sets_are_evaluated_each_and_as_the_whole_is_on_another_mesh(
         "other.jsonl",
         "summary.json",
         "error_gallery.png",
+        "inventory.json",
         "skipped.jsonl",
     }
     assert len(lines(tmp_path / "sets" / "skipped.jsonl")) == summary["skipped_documents"] == 2

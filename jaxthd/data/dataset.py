@@ -2,9 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 from jaxthd.config import AugmentConfig, Config
 from jaxthd.data.example import Example
 from jaxthd.data.filters import Filter, bounds_of, by_setting
+from jaxthd.data.inventory import Inventory, SetCount
 from jaxthd.data.loader import BatchAndReport, BatchIterator, BatchReport, Loader, RowReport, make_loader
 from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.prompts import Prompt, PromptStream, page_limits
-from jaxthd.data.skipped import SkipLog, Skipped, main_reasons
+from jaxthd.data.skipped import Listed, SkipLog, Skipped, least_share, main_reasons, set_of_key
 from jaxthd.data.sources.noises import AugmentationData, read_augmentation
 from jaxthd.data.sources.registry import read_source, training_sources, validation_sources
 from jaxthd.data.sources.source import Source
@@ -29,7 +31,7 @@ from jaxthd.files.tokenizer_files import tokenizer_digest
 from jaxthd.objectives import Objective, make_objective
 from jaxthd.objectives.answers import compares_answers, draws_answers, needs_mismatched
 from jaxthd.packing.document import Document
-from jaxthd.parallel.processes import exchange, is_first, require_same
+from jaxthd.parallel.processes import exchange, is_first, require_same, wait_for_all
 
 
 class SynchronizedLoader(BatchIterator):
@@ -52,14 +54,15 @@ class SynchronizedLoader(BatchIterator):
             rung = min(set.intersection(*map(set, exchange(self._loader.holding))))
             if rung != report.rung:
                 batch, report = self._loader.at(rung)
-        answers = exchange([found is not None, report.rows, self._skipped.news()])
-        for _, _, news in answers:
+        answers = exchange([found is not None, report.rows, self._skipped.news(), self._skipped.reads()])
+        for _, _, news, reads in answers:
             for item in news:
                 self._skipped.add(*item)
-        if not any(goes_on for goes_on, _, _ in answers):
+            self._skipped.merge_reads(reads)
+        if not any(goes_on for goes_on, _, _, _ in answers):
             raise StopIteration
         # A row that several processes read counts once.
-        rows = {RowReport(*row) for _, rows, _ in answers for row in rows}
+        rows = {RowReport(*row) for _, rows, _, _ in answers for row in rows}
         return batch, report._replace(rows=tuple(sorted(rows)))
 
     def keys(self, report: BatchReport) -> list[list[str]]:
@@ -81,10 +84,12 @@ def whole_position(position: dict[str, Any]) -> dict[str, Any]:
 class SpeechData:
     """The run's data sets as loaders. Unusable items are listed in WORKDIR/skipped.jsonl, or `skip_list`.
 
+    What each set holds is counted and printed (jaxthd.data.inventory), and kept in WORKDIR/inventory.json.
+
     training: False: data.manifest is not read. preferences: validation sets may hold preference lines, as for
     scores. end_id: the token that ends an answer.
     Raises UserError for prompts that cannot be encoded, for a data set without a usable item, and where more
-    than data.max_skipped_share of the training items cannot be used.
+    than data.max_skipped_share of the items of a set, training or validation, cannot be used.
     """
 
     def __init__(
@@ -97,7 +102,7 @@ class SpeechData:
         preferences: bool = False,
     ) -> None:
         data = config.data
-        self._config, self._preferences = config, preferences
+        self._config, self._preferences, self._is_training = config, preferences, training
         tokenizer = load_tokenizer(data.tokenizer)
         self.end_id = PromptTemplate(data, tokenizer).end_id
         # All loaders share these: workers take a second to start, and keep the functions that they are sent.
@@ -131,6 +136,7 @@ class SpeechData:
         print(f"{read} training and {held_out} validation documents" if training else f"{held_out} documents")
         if training and self.skipped_text():
             print(f"skipped so far: {self.skipped_text()}; listed in {self.skipped.path}")
+        self._inventory = self._counted(workdir)
         self.require_few_skipped()
 
     @property
@@ -159,14 +165,83 @@ class SpeechData:
         return "; ".join(parts)
 
     def require_few_skipped(self) -> None:
-        """Raises UserError where this call has skipped too large a share (data.max_skipped_share)."""
+        """Raises UserError where too large a share of a data set cannot be used (data.max_skipped_share).
+
+        Each set is judged by itself, by its items that this call has read: a set that is a tenth of the items
+        may be half of what is drawn. Recordings that the inventory has not found count from the start.
+        Without training, an error means that nothing of a set can be used.
+        """
         most = self._config.data.max_skipped_share
-        if self.skipped.count(self._titles) > most * self._items:
-            raise UserError(
-                f"more than data.max_skipped_share {most:g} of the training data cannot be used: "
-                f"{self.skipped_text(this_call=True)}; {self.skipped.path} lists them. Correct the data, "
-                "raise data.max_skipped_share, or start a new run with a larger capacity"
+        for count in self._inventory.sets:
+            share = self._unusable_share(count)
+            if share > most if self._is_training else share == 1.0:
+                raise UserError(self._too_many_skipped(count))
+
+    def news(self) -> list[str]:
+        """Returns what the count of the data sets has found since the last call, in lines to print."""
+        return self._inventory.news()
+
+    def _unusable_share(self, count: SetCount) -> float:
+        """Returns the share of a set's items that cannot be used, at least."""
+        title, usable = count.source.title, len(count.examples)
+        if not count.items:
+            return 0.0
+        is_training = count.source.setting.split == "training"
+        unread = len({key for key in count.lost if not self.skipped.has(title, set_of_key(key)[1])})
+        bad = max(self.skipped.count([title]) - count.skipped, 0)
+        by_reading = least_share(
+            bad, self.skipped.read_of(title), usable, is_sample=is_training and self._config.data.shuffle
+        )
+        by_count = (bad + unread) / usable if usable else 0.0
+        return (count.skipped + usable * max(by_reading, by_count)) / count.items
+
+    def _too_many_skipped(self, count: SetCount) -> str:
+        title, reasons = count.source.title, self.skipped.reasons([count.source.title], this_call=True)
+        whys = [*reasons, *list(count.lost.values())[: max(len(count.lost) - len(reasons), 0)]]
+        read = min(self.skipped.read_of(title), len(count.examples))
+        of = f"{read + count.skipped:,} read so far, of {count.items:,}" if read else f"{count.items:,}"
+        which, most = f"{title} ({count.source.setting.field})", self._config.data.max_skipped_share
+        if self._is_training:
+            verdict = f"more than data.max_skipped_share {most:g} of {which} cannot be used"
+        else:
+            verdict = f"nothing of {which} can be used"
+        return (
+            f"{verdict}: {len(whys):,} items of {of}: {main_reasons(whys)}; {self.skipped.path} lists those "
+            "that were read. Correct the data, raise data.max_skipped_share, or start a new run with a larger "
+            "capacity"
+        )
+
+    def _counted(self, workdir: Path) -> Inventory:
+        """Counts what each data set holds and says it. Process 0 counts, the others wait for it."""
+        sets = list(zip(self._sources, self._training, strict=True))
+        sets += [(self._validation_sources[name], self._all_held_out(name)) for name in self._validation]
+        counts = [
+            SetCount(
+                source,
+                examples,
+                self.skipped.count([source.title]),
+                len(self.skipped.reasons([source.title], this_call=True, filtered=True)),
+                opens_all=source.setting.split == "validation",
+                why_dropped=partial(self._filter.why_dropped, rates=not self._draws),
             )
+            for source, examples in sets
+        ]
+        inventory = Inventory(counts, workdir / "inventory.json")
+        if is_first():
+            for line in inventory.count():
+                print(line)
+        wait_for_all()
+        for count in counts[: len(self._sources)]:
+            if count.filtered and len(count.filtered) == len(count.examples):
+                raise UserError(
+                    f"data.filter drops all {len(count.examples):,} items of {count.source.title} "
+                    f"({count.source.setting.field}): {by_setting(count.filtered)}; the first because "
+                    f"{count.filtered[0]}. Widen data.filter"
+                )
+        return inventory
+
+    def _all_held_out(self, name: str) -> list[Example]:
+        return [*self._validation[name], *self._held_out_preferences.get(name, [])]
 
     def validation_examples(self, name: str) -> Sequence[Example]:
         """The items of a validation set, in its order."""
@@ -200,7 +275,8 @@ class SpeechData:
             answers=compares_answers(self._objective),
             mismatched=needs_mismatched(self._objective),
             ladder=True,
-            on_skip=self._on_skip(self._sources),
+            on_skip=(on_skip := self._on_skip(self._sources)),
+            on_read=on_skip.read,
             identity=identity,
             weights=mixing_weights(self._config.data, list(map(len, self._training))),
             workers=self._workers,
@@ -237,7 +313,8 @@ class SpeechData:
             self._training,
             self._prompt_documents,
             self._config,
-            on_skip=self._on_skip(self._sources),
+            on_skip=(on_skip := self._on_skip(self._sources)),
+            on_read=on_skip.read,
             identity=identity,
         )
 
@@ -274,6 +351,7 @@ class SpeechData:
     def _one_pass(
         self, examples: Sequence[Example], name: str, rows: Collection[int] | None, **more: Any
     ) -> SynchronizedLoader:
+        on_skip = self._on_skip([self._validation_sources[name]])
         loader = make_loader(
             [examples],
             self._validation_documents,
@@ -281,7 +359,8 @@ class SpeechData:
             rows=rows,
             repeat=False,
             shuffle=False,
-            on_skip=self._on_skip([self._validation_sources[name]]),
+            on_skip=on_skip,
+            on_read=on_skip.read,
             workers=self._workers,
             prefetch=self._config.data.prefetch,
             **more,
@@ -289,7 +368,8 @@ class SpeechData:
         return SynchronizedLoader(loader, self.skipped)
 
     def close(self) -> None:
-        """Ends the worker processes. Close the loaders before."""
+        """Ends the worker processes and the count. Close the loaders before."""
+        self._inventory.close()
         if isinstance(self._workers, Workers):
             self._workers.close()
 
@@ -338,7 +418,7 @@ class SpeechData:
                 self.skipped.add(manifest, *item)
         return read
 
-    def _on_skip(self, sources: Sequence[Source]) -> Callable[[str, str], None]:
+    def _on_skip(self, sources: Sequence[Source]) -> Listed:
         return self.skipped.of([source.title for source in sources])
 
     def _identity(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from jaxthd.data.ladder import Ladder
 from jaxthd.data.mismatched import WithMismatched
 from jaxthd.data.packer import OnSkip, log_skip, pack_documents
 from jaxthd.data.runs import RowDocuments
-from jaxthd.data.stream import Item, Load, row_streams
+from jaxthd.data.stream import Item, Load, OnRead, row_streams
 from jaxthd.data.workers import Workers
 from jaxthd.errors import UserError
 from jaxthd.files.tokenizer_files import BUILT_IN
@@ -302,6 +302,7 @@ def make_loader(
     mismatched: bool = False,
     ladder: bool = False,
     on_skip: OnSkip = log_skip,
+    on_read: OnRead = lambda row, key: None,
     identity: Mapping[str, Any] | None = None,
     weights: Sequence[float] | None = None,
     workers: int | Workers = 0,
@@ -320,7 +321,8 @@ def make_loader(
     answers: whether documents may have several answers; see PackDocuments.
     mismatched: whether each item, an Example with answers, also gets answers of another one (WithMismatched).
     ladder: whether a batch takes the first of data.ladder's sizes that holds it. False: all have the largest.
-    on_skip: called for every Skipped, and for the documents that PackDocuments skips.
+    on_skip: called for every Skipped, and for the documents that PackDocuments skips. on_read: called for
+        every item, as it is read.
     identity: what the documents depend on besides data.*, as JSON values. A position saved under one identity
         is refused under another.
     weights: proportions in which the sources are drawn from (rounded to 1%, evenly interleaved); each source
@@ -351,7 +353,16 @@ def make_loader(
     own_workers = Workers(workers) if isinstance(workers, int) and workers > 0 else None
     pool = workers if isinstance(workers, Workers) else own_workers
     streams = row_streams(
-        sources, load, pack, rows=data.rows, own=rows, weights=weights, repeat=repeat, seed=seed, pool=pool
+        sources,
+        load,
+        pack,
+        rows=data.rows,
+        own=rows,
+        weights=weights,
+        repeat=repeat,
+        seed=seed,
+        pool=pool,
+        on_read=on_read,
     )
     stream_identity = {
         "items": [len(source) for source in sources] if weights else len(sources[0]),

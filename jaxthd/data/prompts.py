@@ -11,7 +11,7 @@ from jaxthd.data.loader import differing_identity
 from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.packer import OnSkip
 from jaxthd.data.speech import SpeechDocuments
-from jaxthd.data.stream import item_orders, item_refs
+from jaxthd.data.stream import OnRead, item_orders, item_refs
 from jaxthd.errors import UserError
 from jaxthd.packing.document import Document
 from jaxthd.packing.fit import BufferLimits
@@ -67,12 +67,14 @@ class PromptStream:
         config: Config,
         *,
         on_skip: OnSkip,
+        on_read: OnRead = lambda row, key: None,
         identity: Mapping[str, Any],
     ) -> None:
         data = config.data
         weights = mixing_weights(data, list(map(len, sources)))
         self._sources = sources if weights else [list(chain(*sources))]
-        self._documents, self._config, self._on_skip = documents, config, on_skip
+        self._documents, self._config = documents, config
+        self._on_skip, self._on_read = on_skip, on_read
         seed = data.seed if data.shuffle else None
         self._refs = item_refs(item_orders(list(map(len, self._sources)), seed), weights, repeat=True)
         self._limits, self._page_limits = BufferLimits.of(config), page_limits(config)
@@ -135,6 +137,7 @@ class PromptStream:
         ):
             why = next(filter(None, whys), "")
             found.append(None if why else prompt)
+            self._on_read(0, example.key)
             if why:
                 self._on_skip(example.key, why)
         return found

@@ -1,12 +1,12 @@
 """The items that a run skips, and why. It imports no jax, since worker processes use it."""
 
+import math
 import re
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxthd.files.jsonl import append_line, keep_lines
 
@@ -26,6 +26,43 @@ def numbered_key(number: int, key: str) -> str:
     return f"{number}/{key}" if number else key
 
 
+def set_of_key(key: str) -> tuple[int, str]:
+    """Returns the number of the data set, and the key in it, of a key made by numbered_key."""
+    numbered = re.match(r"(\d+)/", key)
+    return (int(numbered[1]), key[numbered.end() :]) if numbered else (0, key)
+
+
+def least_share(bad: int, read: int, items: int, *, is_sample: bool) -> float:
+    """Returns the least share of a data set's items that is bad, to judge by those that were read.
+
+    bad: bad items among the `read` ones. items: in the set. is_sample: whether those read are a random
+    sample: the share then has a bound of three standard deviations; else all others count as good.
+    Source: Wilson (1927), the lower end of the score interval.
+    """
+    if not bad or not items:
+        return 0.0
+    if read >= items or not is_sample:
+        return bad / items
+    share, z = min(bad / read, 1.0), 3.0
+    spread = z * math.sqrt(share * (1 - share) / read + z * z / (4 * read * read))
+    return (share + z * z / (2 * read) - spread) / (1 + z * z / read)
+
+
+class Listed:
+    """Reports the items of some data sets to a SkipLog. Called with (key, reason), it lists an item."""
+
+    def __init__(self, log: "SkipLog", manifests: Sequence[str]) -> None:
+        self._log, self._manifests = log, manifests
+
+    def __call__(self, key: str, reason: str) -> None:
+        number, key = set_of_key(key)
+        self._log.add(self._manifests[number], key, reason)
+
+    def read(self, row: int, key: str) -> None:
+        """Counts an item that row `row` of the batches has read, whether it can be used or not."""
+        self._log.count_read(row, self._manifests[set_of_key(key)[0]])
+
+
 class SkipLog:
     """Lists every skipped item once, as one JSON object {"manifest", "key", "reason"} a line.
 
@@ -41,16 +78,33 @@ class SkipLog:
         self._listed = {(line["manifest"], line["key"]): str(line["reason"]) for line in before}
         self._skipped: dict[tuple[str, str], str] = {}
         self._counts: Counter[str] = Counter()
+        self._reads: Counter[tuple[int, str]] = Counter()
         self._news: list[list[str]] = []
 
-    def of(self, manifests: Sequence[str]) -> Callable[[str, str], None]:
-        """Returns a function (key, reason) that adds an item of one of these data sets (see numbered_key)."""
-        return partial(self._add, manifests)
+    def of(self, manifests: Sequence[str]) -> Listed:
+        """Returns what reports items of these data sets, whose keys have their numbers (numbered_key)."""
+        return Listed(self, manifests)
 
-    def _add(self, manifests: Sequence[str], key: str, reason: str) -> None:
-        numbered = re.match(r"(\d+)/", key)
-        number = int(numbered[1]) if numbered else 0
-        self.add(manifests[number], key[numbered.end() :] if numbered else key, reason)
+    def count_read(self, row: int, manifest: str) -> None:
+        """Counts an item of a data set that row `row` of the batches has read."""
+        with self._lock:
+            self._reads[row, manifest] += 1
+
+    def reads(self) -> list[list[Any]]:
+        """Returns [row, manifest, items read] for merge_reads of the other processes."""
+        with self._lock:
+            return [[row, manifest, count] for (row, manifest), count in self._reads.items()]
+
+    def merge_reads(self, reads: Sequence[Sequence[Any]]) -> None:
+        """Takes over what another process has read. A row that several processes read counts once."""
+        with self._lock:
+            for row, manifest, count in reads:
+                self._reads[row, manifest] = max(self._reads[row, manifest], count)
+
+    def read_of(self, manifest: str) -> int:
+        """Returns how many items of a data set all rows have read in this call, again in every epoch."""
+        with self._lock:
+            return sum(count for (_, name), count in self._reads.items() if name == manifest)
 
     def add(self, manifest: str, key: str, reason: str) -> None:
         """Adds an item. manifest, key: as the file names them."""

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import grain
 
+from jaxthd.data.filters import by_setting
 from jaxthd.data.mismatched import item_of
 from jaxthd.data.packer import PackDocuments
 from jaxthd.data.runs import JudgedDocument
-from jaxthd.data.skipped import Skipped
+from jaxthd.data.skipped import FILTERED, Skipped
 from jaxthd.data.workers import Workers
 from jaxthd.errors import UserError
 from jaxthd.packing.document import Document
@@ -23,6 +24,9 @@ from jaxthd.packing.document import Document
 Item = TypeVar("Item")
 Load = Callable[[Any, int], Document | Skipped]
 """(item, epoch) -> the item's document, or a Skipped with the reason. It is pickled for workers."""
+
+OnRead = Callable[[int, str], None]
+"""Called with (row, document key) for every item that a row of the batches reads."""
 
 GROUP = 8
 """Items in one request to a worker process."""
@@ -54,6 +58,7 @@ def row_streams(
     repeat: bool,
     seed: int | None,
     pool: Workers | None,
+    on_read: OnRead = lambda row, key: None,
 ) -> list[grain.DatasetIterator | None]:
     """The iterators over the RowDocuments of every row of the batch.
 
@@ -62,7 +67,7 @@ def row_streams(
     weights: proportions in which the sources are drawn from; None: there is one source.
     repeat: True: endless, with a new order every epoch. False: one epoch.
     seed: source s is shuffled with seed + s; None: items keep their order.
-    pool: worker processes that run `load`; None: this process runs it.
+    pool: worker processes that run `load`; None: this process runs it. on_read: called for every item.
     """
     orders = item_orders(list(map(len, sources)), seed)
     streams: list[grain.DatasetIterator | None] = []
@@ -75,7 +80,7 @@ def row_streams(
         loaded = (
             _LoadedByWorkers(mixed, sources, load, pool) if pool else mixed.map(partial(_load, sources, load))
         )
-        sift = _Sift(pack, [len(share) for share in shares] if repeat else None)
+        sift = _Sift(pack, [len(share) for share in shares] if repeat else None, partial(on_read, row))
         streams.append(iter(pack.choose(loaded.map(sift))))
     return streams
 
@@ -111,27 +116,36 @@ class _Sift:
     It counts the items since the last document that fits. Otherwise a repeated stream without any document
     that fits would be read for ever.
     items: number of this row's items in each data set; None for a stream that is not repeated.
+    on_read: called with the key of every item.
     """
 
-    def __init__(self, pack: PackDocuments, items: Sequence[int] | None) -> None:
-        self._pack, self._items = pack, items
+    def __init__(
+        self, pack: PackDocuments, items: Sequence[int] | None, on_read: Callable[[str], None]
+    ) -> None:
+        self._pack, self._items, self._on_read = pack, items, on_read
         self._without_fit: Counter[int] = Counter()
+        self._filtered: list[str] = []
 
     def __call__(self, loaded: Loaded) -> JudgedDocument | None:
         document, judged = loaded.document, None
+        self._on_read(document.key)
         if isinstance(document, Skipped):
             self._pack.on_skip(document.key, document.reason)
+            self._filtered += [document.reason] * document.reason.startswith(FILTERED)
         else:
             judged = self._pack.judge(document)
             if not judged.fit.misfit:
                 self._without_fit.clear()
+                self._filtered.clear()
                 return judged
         self._without_fit[loaded.source] += 1
         if self._items and all(self._without_fit[s] > 2 * items for s, items in enumerate(self._items)):
+            settings = f"data.filter drops {by_setting(self._filtered)}; " * bool(self._filtered)
             raise UserError(
-                f"none of {sum(self._items)} items could be used: all were skipped, in two epochs; expected "
-                "documents that fit a buffer: raise the capacities that the reasons name, or correct the "
-                "data (skipped.jsonl in a run's workdir lists them)"
+                f"none of {sum(self._items)} items could be used: all were skipped, in two epochs; {settings}"
+                "expected documents that fit a buffer: widen data.filter where it drops them, raise the "
+                "capacities that the reasons name, or correct the data (skipped.jsonl in a run's workdir "
+                "lists them)"
             )
         return judged
 

@@ -175,6 +175,11 @@ def exchange(value: Any) -> list[Any]:
     return [json.loads(found[key]) for key in keys]
 
 
+def wait_for_all() -> None:
+    """Returns once all processes have called it. Raises UserError as `exchange` does."""
+    exchange(None)
+
+
 def require_same(what: str, value: Any) -> None:
     """Raises UserError if values differ; it names the processes whose value is not that of process 0."""
     first, *_ = values = exchange(value)

@@ -89,16 +89,28 @@ def test_manifests_are_one_data_set_and_every_skipped_item_is_listed_once(folder
 def test_what_is_skipped_is_counted_over_the_whole_run_and_too_much_stops_it(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Of 9 items two lines are faulty, and one recording is missing: that is seen only when it is read."""
-    some = config(folder, "speech.jsonl", "chats.jsonl", max_skipped_share=0.3)
+    """Of 9 items two lines are faulty, and one recording is too short: that is seen only when it is read."""
+    soundfile.write(folder / "gone.wav", np.zeros(100), 16000)
+    some = config(folder, "speech.jsonl", "chats.jsonl", max_skipped_share=0.333334)
     data = SpeechData(some, folder)
     assert "skipped so far: 2 of 9 training items (22.2%): not JSON" in capsys.readouterr().out
     with data.training() as loader:
         list(islice(loader, 6))
-    with pytest.raises(UserError, match=r"(?s)0\.3 of .*3 of 9 training items \(33\.3%\).*no such file"):
+    data.require_few_skipped()  # 2 of 6, and 1 of 3
+    some = replace(some, data=replace(some.data, max_skipped_share=0.3333))
+    with pytest.raises(UserError, match=r"0\.3333 of .*chats.jsonl .*1 items of 3: 1 audio"):
+        SpeechData(some, folder)
+    only = config(folder, "speech.jsonl", max_skipped_share=0.2)
+    data = SpeechData(only, folder)
+    with data.training() as loader:
+        list(islice(loader, 6))
+    with pytest.raises(
+        UserError, match=r"0\.2 of .*speech\.jsonl .*2 items of 6 read so far, of 6: .*too short"
+    ):
         data.require_few_skipped()
-    # The recording is found: the run goes on, and knows what it has skipped before.
+    # The recording is mended: the run goes on, and knows what it has skipped before.
     (folder / "gone.wav").write_bytes((folder / "a.wav").read_bytes())
+    some = replace(some, data=replace(some.data, max_skipped_share=0.333334))
     again = SpeechData(some, folder)
     with again.training() as loader:
         list(islice(loader, 6))
@@ -106,7 +118,7 @@ def test_what_is_skipped_is_counted_over_the_whole_run_and_too_much_stops_it(
     assert "3 of 9 training items (33.3%)" in again.skipped_text()
     assert again.skipped_text(this_call=True).startswith("2 of 9 training items (22.2%)")
     (folder / "other").mkdir()
-    with pytest.raises(UserError, match=r"1 of 6 training items \(16\.7%\): not JSON"):
+    with pytest.raises(UserError, match=r"1 items of 6: not JSON"):
         SpeechData(config(folder, "speech.jsonl", max_skipped_share=0.1), folder / "other")
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -28,14 +29,28 @@ class SourceSetting(NamedTuple):
     prompts: bool = False
 
 
+class Containers(NamedTuple):
+    """Counts the files of a data set that hold several items each: manifests, tar files, tables.
+
+    named: those that the data set says it has. found: those that are there. notes: sentences about the
+    difference, for the start of a run.
+    """
+
+    named: int
+    found: int
+    notes: tuple[str, ...] = ()
+
+
 class Source(ABC):
     """Reads one data set. A new source is a subclass, registered in jaxthd.data.sources.registry.
 
-    path: the setting's path. title: the data set's name in skipped.jsonl.
+    path: the setting's path. title: the data set's name in skipped.jsonl. unread_recordings: how many items
+    have a field that names a second recording, which is not read, by the field's name; read() fills it.
     """
 
     def __init__(self, setting: SourceSetting) -> None:
         self.path, self.setting = setting.path, setting
+        self.unread_recordings: Counter[str] = Counter()
         self.title = f"{setting.source}:{setting.path}" if setting.source else setting.path
 
     @staticmethod
@@ -54,6 +69,17 @@ class Source(ABC):
             conversation (jaxthd.data.example.utterance).
         Raises UserError for a data set that cannot be read.
         """
+
+    def containers(self) -> Containers | None:
+        """Counts the data set's containers; None for a source that has none.
+
+        Lists folders and reads small files of metadata, nothing else. Raises UserError as read() does.
+        """
+        return None
+
+    def files(self) -> list[Path]:
+        """Returns the files whose size and time of change tell whether the data set has changed."""
+        return []
 
     @abstractmethod
     def digest(self) -> str:

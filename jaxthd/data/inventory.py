@@ -1,0 +1,209 @@
+"""Counts what each data set of a run holds: items, hours, items without a recording, containers.
+
+The count begins with the run, takes a minute at most, and ends beside the training. It reads headers of
+recordings. The hours of a set that has not changed are read from WORKDIR/inventory.json.
+"""
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from jaxthd.data.audio.recordings import recording_seconds
+from jaxthd.data.example import Cell, Clip, Example, Samples
+from jaxthd.data.sources.source import Source
+from jaxthd.files.atomic import write_atomically
+
+SECONDS = 60.0
+"""How long a run waits for the count before it starts."""
+THREADS = 16
+"""Headers that are read at the same time: disks and networks make each of them wait."""
+BATCH = 64 * THREADS
+"""Recordings between two looks at the clock: 0.1 s of headers on a local disk."""
+
+
+@dataclass
+class SetCount:
+    """Counts one data set. `looked_at`, `seconds`, `lost` and `filtered` change as it is counted.
+
+    source: the data set. examples: its usable items. skipped: number of those that cannot be used, by their
+        text alone. dropped: number of those that data.filter drops by what the data set says of them.
+    opens_all: whether each recording's header is read, also where the data set gives its duration. Without
+        it such a file is only looked up.
+    why_dropped: (item, its seconds) -> why data.filter drops it; "" if it does not. It is asked where the
+        data set does not give the duration.
+    looked_at: recordings counted. seconds: of these. lost: why recordings are not there or cannot be opened,
+        by the key of their item. filtered: why items are dropped.
+    stored_seconds: of all recordings, from an earlier count of the same files.
+    """
+
+    source: Source
+    examples: Sequence[Example]
+    skipped: int = 0
+    dropped: int = 0
+    opens_all: bool = False
+    why_dropped: Callable[[Example, float], str] = lambda example, seconds: ""
+    looked_at: int = 0
+    seconds: float = 0.0
+    lost: dict[str, str] = field(default_factory=dict)
+    filtered: list[str] = field(default_factory=list)
+    stored_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        clips = [example.clips for example in self.examples]
+        self.recordings = sum(map(len, clips))
+        self.without_recording = sum(not each for each in clips)
+        self.containers = self.source.containers()
+        self._todo = self._clips()
+
+    @property
+    def items(self) -> int:
+        return len(self.examples) + self.skipped + self.dropped
+
+    @property
+    def is_complete(self) -> bool:
+        return self.looked_at == self.recordings
+
+    def count_some(self, threads: ThreadPoolExecutor) -> None:
+        """Counts the next BATCH recordings."""
+        batch = list(islice(self._todo, BATCH))
+        # Cells one after the other: the rows of a group are read together, and the last group is kept.
+        in_order = any(isinstance(clip, Clip) and isinstance(clip.member, Cell) for _, clip in batch)
+        results = (map if in_order else threads.map)(self._measured, [clip for _, clip in batch])
+        for (example, _), result in zip(batch, results, strict=True):
+            if isinstance(result, str):
+                self.lost.setdefault(example.key, result)
+                continue
+            self.seconds += result
+            if len(example.clips) == 1 and example.duration is None and self.stored_seconds is None:
+                self.filtered += filter(None, [self.why_dropped(example, result)])
+        self.looked_at += len(batch)
+        if self.is_complete and self.stored_seconds is not None:
+            self.seconds = self.stored_seconds
+
+    def fingerprint(self) -> str:
+        """Returns a digest of the files' names, sizes and times, and of the number of recordings."""
+        stats = [(str(path), path.stat()) for path in self.source.files()]
+        files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        return hashlib.sha256(json.dumps([files, self.recordings]).encode()).hexdigest() if files else ""
+
+    def text(self) -> str:
+        """Says what the set holds, in one line."""
+        where = "training" if self.source.setting.split == "training" else "validation"
+        whys = [f"{self.skipped:,} cannot be used"] if self.skipped else []
+        whys += [f"{self.dropped:,} dropped by data.filter"] if self.dropped else []
+        parts = [f"{self.items:,} items" + f" ({', '.join(whys)})" * bool(whys)]
+        if self.recordings:
+            least = "" if self.is_complete else "at least "
+            parts.append(f"{least}{self.seconds / 3600:,.2f} hours")
+        parts.append(f"{self.without_recording:,} without a recording")
+        if self.containers:
+            parts.append(f"{self.containers.found:,} of {self.containers.named:,} containers")
+        lines = [f"{self.source.title} ({where}): {', '.join(parts)}"]
+        if self.lost:
+            key, why = next(iter(self.lost.items()))
+            lines.append(f"{len(self.lost):,} items have recordings that cannot be read, {key} first: {why}")
+        if not self.is_complete:
+            rest = self.recordings - self.looked_at
+            lines.append(f"{rest:,} of {self.recordings:,} recordings uncounted; the count goes on")
+        for name, number in self.source.unread_recordings.most_common():
+            lines.append(f"the field {name} of {number:,} items names a second recording, which is not read")
+        return "; ".join([*lines, *(self.containers.notes if self.containers else ())])
+
+    def _clips(self) -> Iterator[tuple[Example, Clip | Samples]]:
+        for example in self.examples:
+            for clip in example.clips:
+                yield example, clip
+
+    def _measured(self, clip: Clip | Samples) -> float | str:
+        """Returns the seconds of a recording, or why it cannot be read."""
+        if isinstance(clip, Samples):
+            return clip.duration
+        is_known = clip.duration is not None or self.stored_seconds is not None
+        try:
+            if not is_known or self.opens_all:
+                there = recording_seconds(clip.path, clip.member) - clip.offset
+                return max(there, 0.0) if clip.duration is None else clip.duration
+            if clip.member is None and not clip.path.is_file():
+                return f"{clip.path}: no such file"
+        except (ValueError, OSError) as error:
+            return str(error)
+        return clip.duration or 0.0
+
+
+class Inventory:
+    """Counts the data sets of a run, up to a time limit, and goes on in a thread.
+
+    sets: by what they are counted. path: the file that keeps the numbers.
+    """
+
+    def __init__(self, sets: Sequence[SetCount], path: Path) -> None:
+        self.sets, self._path = sets, path
+        self._stored: dict[str, Any] = {}
+        with suppress(OSError, ValueError):
+            self._stored = json.loads(path.read_text())
+        for each in sets:
+            kept = self._stored.get(each.source.title, {})
+            if kept.get("fingerprint") and kept["fingerprint"] == each.fingerprint():
+                each.stored_seconds = kept["seconds"]
+        self._stopped, self._news = threading.Event(), list[str]()
+        self._thread: threading.Thread | None = None
+
+    def count(self, seconds: float = SECONDS) -> list[str]:
+        """Counts for at most this long; returns a line for each set. What is left is counted in a thread."""
+        self._count(time.monotonic() + seconds)
+        lines = [each.text() for each in self.sets]
+        if all(each.is_complete for each in self.sets):
+            self._store()
+        else:
+            self._thread = threading.Thread(target=self._finish, name="inventory", daemon=True)
+            self._thread.start()
+        return lines
+
+    def news(self) -> list[str]:
+        """Returns the lines of sets whose count has ended since the last call."""
+        lines, self._news = self._news, []
+        return lines
+
+    def close(self) -> None:
+        """Stops the thread."""
+        self._stopped.set()
+        if self._thread:
+            self._thread.join()
+
+    def _finish(self) -> None:
+        for each in [each for each in self.sets if not each.is_complete]:
+            self._count(float("inf"), [each])
+            if each.is_complete:
+                self._news = [*self._news, each.text()]
+        self._store()
+
+    def _count(self, until: float, sets: Sequence[SetCount] | None = None) -> None:
+        with ThreadPoolExecutor(THREADS) as threads:
+            for each in self.sets if sets is None else sets:
+                while not each.is_complete and time.monotonic() < until and not self._stopped.is_set():
+                    each.count_some(threads)
+
+    def _store(self) -> None:
+        """Keeps the numbers of the sets that are complete; hours are taken from there next time."""
+        for each in self.sets:
+            if each.is_complete:
+                self._stored[each.source.title] = {
+                    # A recording that is missing may be there next time.
+                    "fingerprint": "" if each.lost else each.fingerprint(),
+                    "items": each.items,
+                    "skipped": each.skipped,
+                    "without_recording": each.without_recording,
+                    "recordings": each.recordings,
+                    "seconds": round(each.seconds, 3),
+                    "containers": each.containers and each.containers[:2],
+                }
+        with suppress(OSError):
+            write_atomically(self._path, [json.dumps(self._stored, indent=2) + "\n"])
