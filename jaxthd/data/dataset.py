@@ -207,8 +207,8 @@ class SpeechData:
             verdict = f"nothing of {which} can be used"
         return (
             f"{verdict}: {len(whys):,} items of {of}: {main_reasons(whys)}; {self.skipped.path} lists those "
-            "that were read. Correct the data, raise data.max_skipped_share, or start a new run with a larger "
-            "capacity"
+            "that were read. Correct the data, raise data.max_skipped_share, or start a new run with larger "
+            "capacities"
         )
 
     def _counted(self, workdir: Path) -> Inventory:
