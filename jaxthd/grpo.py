@@ -168,9 +168,7 @@ def _train(
             validated = validate(state, step) if validation.is_due(step) else {}
             line = grpo_line(facts) | time_line(account.seconds)
             metrics.step(line | validated | (changed if step == first + 1 else {}))
-            data.require_few_skipped()
-            for text in data.news():
-                metrics.say(text)
+            data.watch(metrics.say)
             in_a_row = max((x.skipped_in_a_row for x in results), default=0)
             if in_a_row:
                 non_finite.add(line, [group.prompt.example.key for group in collected.groups], in_a_row)

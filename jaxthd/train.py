@@ -184,9 +184,7 @@ def _train(
             last = bool(stopped) or step == steps
             results = jax.tree.map(lambda x: x.item(), on_device)
             seconds, skipped = time.perf_counter() - began, data.skipped.total
-            data.require_few_skipped()
-            for text in data.news():
-                metrics.say(text)
+            data.watch(metrics.say)
             watch_padding(step, current.report)
             flops = flops_of and flops_of(current.report)
             of_all = train_step.compilations, skipped, mesh.size, flops, peak, bool(config.data.rungs)

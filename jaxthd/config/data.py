@@ -159,6 +159,9 @@ class DataConfig:
     max_skipped_share: float = 0.1
     """The run stops where more than this share of the training items cannot be used: unreadable, faulty, or
     larger than a buffer."""
+    accept_changes: bool = False
+    """Continue a run whose training data has changed since: a new epoch begins with all that is there now.
+    Lines that were appended need no such setting: the epoch under way ends first, without them."""
     round_to: int = 1
     """Each document's slots are rounded up to a multiple of this (1: no rounding). It shapes the stream of
     buffers. With compute.context_layout "document" it must be a multiple of 2 * context, for every context

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -16,11 +16,12 @@ from jaxthd.data.filters import Filter, bounds_of, by_setting
 from jaxthd.data.inventory import Inventory, SetCount
 from jaxthd.data.loader import BatchAndReport, BatchIterator, BatchReport, Loader, RowReport, make_loader
 from jaxthd.data.mixing import mixing_weights
+from jaxthd.data.position import DataSets
 from jaxthd.data.prompts import Prompt, PromptStream, page_limits
 from jaxthd.data.skipped import Listed, SkipLog, Skipped, least_share, main_reasons, set_of_key
 from jaxthd.data.sources.noises import AugmentationData, read_augmentation
 from jaxthd.data.sources.registry import read_source, training_sources, validation_sources
-from jaxthd.data.sources.source import Source
+from jaxthd.data.sources.source import Likeness, Source
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import load_tokenizer
@@ -78,7 +79,9 @@ def whole_position(position: dict[str, Any]) -> dict[str, Any]:
     The result depends neither on the number of processes nor on the mesh, so it can be restored under others.
     """
     streams = zip(*exchange(position["streams"]), strict=True)
-    return position | {"streams": [next(s for s in states if s is not None) for states in streams]}
+    latest = [max(epochs) for epochs in zip(*exchange(position["latest"]), strict=True)]
+    merged = [next(s for s in states if s is not None) for states in streams]
+    return position | {"streams": merged, "latest": latest}
 
 
 class SpeechData:
@@ -177,9 +180,11 @@ class SpeechData:
             if share > most if self._is_training else share == 1.0:
                 raise UserError(self._too_many_skipped(count))
 
-    def news(self) -> list[str]:
-        """Returns what the count of the data sets has found since the last call, in lines to print."""
-        return self._inventory.news()
+    def watch(self, say: Callable[[str], None]) -> None:
+        """Says what the count of the data sets has brought since. Raises as require_few_skipped()."""
+        for line in self._inventory.news():
+            say(line)
+        self.require_few_skipped()
 
     def _unusable_share(self, count: SetCount) -> float:
         """Returns the share of a set's items that cannot be used, at least."""
@@ -278,6 +283,7 @@ class SpeechData:
             on_skip=(on_skip := self._on_skip(self._sources)),
             on_read=on_skip.read,
             identity=identity,
+            sets=self._data_sets(),
             weights=mixing_weights(self._config.data, list(map(len, self._training))),
             workers=self._workers,
             prefetch=self._config.data.prefetch,
@@ -316,6 +322,7 @@ class SpeechData:
             on_skip=(on_skip := self._on_skip(self._sources)),
             on_read=on_skip.read,
             identity=identity,
+            sets=self._data_sets(),
         )
 
     def validation_prompts(self, count: int) -> list[Prompt]:
@@ -420,6 +427,15 @@ class SpeechData:
 
     def _on_skip(self, sources: Sequence[Source]) -> Listed:
         return self.skipped.of([source.title for source in sources])
+
+    def _data_sets(self) -> DataSets:
+        """Returns how a saved position is compared with the training sets."""
+
+        def compare(number: int, digest: str, extent: int | None) -> Likeness:
+            return self._sources[number].likeness(digest, extent)
+
+        extents = [source.extent() for source in self._sources]
+        return DataSets(compare, extents, self._config.data.accept_changes)
 
     def _identity(self) -> dict[str, Any]:
         """What the training documents depend on besides what make_loader adds, as JSON decodes it."""

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import grain
 
-from jaxthd.config import Config
+from jaxthd.config import Config, DataConfig
 from jaxthd.data.ladder import Ladder
 from jaxthd.data.mismatched import WithMismatched
 from jaxthd.data.packer import OnSkip, log_skip, pack_documents
+from jaxthd.data.position import DataSets, Position, same_digest
 from jaxthd.data.runs import RowDocuments
-from jaxthd.data.stream import Item, Load, OnRead, row_streams
+from jaxthd.data.stream import Item, Load, OnRead, epochs_of, row_streams
 from jaxthd.data.workers import Workers
 from jaxthd.errors import UserError
-from jaxthd.files.tokenizer_files import BUILT_IN
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.pack import PackReport
 
@@ -145,7 +145,7 @@ class Loader(BatchIterator):
     """
 
     def __init__(
-        self, batches: "_Batches", prefetch: int, workers: Workers | None, identity: dict[str, Any]
+        self, batches: "_Batches", prefetch: int, workers: Workers | None, position: Position
     ) -> None:
         super().__init__(_Prefetch(batches, prefetch))
         self.empty = batches.at(batches.nothing, 0)
@@ -154,7 +154,7 @@ class Loader(BatchIterator):
         """Sizes that its batches can have."""
         self._pack, self._nothing = batches.at, _Made(self.empty, batches.nothing, range(self.rungs))
         self._made = self._nothing
-        self._identity = identity
+        self._position = position
         # Done once: by close(), when nobody holds this object any more, or as the interpreter exits.
         self._end = weakref.finalize(self, _end, batches, self._source, workers)
 
@@ -183,43 +183,16 @@ class Loader(BatchIterator):
 
         The state of a row that this process does not read is None; set_state ignores it.
         """
-        return {"identity": self._identity, **super().get_state()}
+        return self._position.state() | super().get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continues exactly where get_state was called, under any mesh, with any workers.
 
-        Raises UserError if the state was saved for other data or other packing.
+        Where the data has changed since and that is accepted, a new epoch begins instead. Raises UserError if
+        the state was saved for other data or other packing.
         """
-        differing = differing_identity(state["identity"], self._identity)
-        if differing:
-            raise UserError(
-                f"the saved data position belongs to another stream of documents ({differing}); "
-                "restore these, or start a new run from the weights (--train.init-from WORKDIR)"
-            )
-        super().set_state({"streams": state["streams"]})
-
-
-def differing_identity(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Says in what two identities of streams differ; "" if in nothing."""
-    return "; ".join(
-        _changed(k, was.get(k), now.get(k)) for k in {**was, **now} if not _is_same(k, was.get(k), now.get(k))
-    )
-
-
-def _is_same(name: str, was: Any, now: Any) -> bool:
-    """Whether an entry of an identity is the same. An older jaxthd kept a tokenizer's path for its digest."""
-    was_path = name == "tokenizer" and isinstance(was, str) and was not in BUILT_IN and len(was) != 64
-    return was == now or (was_path and now not in BUILT_IN)
-
-
-def _changed(name: str, was: Any, now: Any) -> str:
-    """Says what of an identity has changed. Digests, which tell a reader nothing, are not shown."""
-    if name == "manifest" and was and now and len(was) == len(now):
-        numbers = [str(n) for n, (x, y) in enumerate(zip(was, now, strict=True), 1) if x != y]
-        return f"manifest: other content in data set {', '.join(numbers)} of {len(now)}"
-    if name == "manifest":
-        return f"manifest: {len(was or ())} data sets then, {len(now or ())} now"
-    return "tokenizer: another one" if name == "tokenizer" else f"{name}: {was!r} then, {now!r} now"
+        if self._position.restore(state):
+            super().set_state({"streams": state["streams"], "latest": self._position.latest})
 
 
 class _Made(NamedTuple):
@@ -236,8 +209,10 @@ class _Batches(Iterator[_Made]):
     streams: the stream of every row of the batch, or None for a row that another process reads.
     """
 
-    def __init__(self, streams: Sequence[grain.DatasetIterator | None], ladder: Ladder) -> None:
-        self._streams, self._ladder = streams, ladder
+    def __init__(
+        self, streams: Sequence[grain.DatasetIterator | None], ladder: Ladder, latest: list[int]
+    ) -> None:
+        self._streams, self._ladder, self._latest = streams, ladder, latest
         self._own = {row: stream for row, stream in enumerate(streams) if stream is not None}
         self.nothing: Sequence[RowDocuments | None] = [None] * len(self._own)
 
@@ -261,7 +236,8 @@ class _Batches(Iterator[_Made]):
         return batch, BatchReport(tuple(reports), tuple(row.report.keys for row in packed), rung)
 
     def get_state(self) -> dict[str, Any]:
-        return {"streams": [stream and stream.get_state() for stream in self._streams]}
+        streams = [stream and stream.get_state() for stream in self._streams]
+        return {"streams": streams, "latest": list(self._latest)}
 
     def set_state(self, state: dict[str, Any]) -> None:
         for stream, stream_state in zip(self._streams, state["streams"], strict=True):
@@ -304,6 +280,7 @@ def make_loader(
     on_skip: OnSkip = log_skip,
     on_read: OnRead = lambda row, key: None,
     identity: Mapping[str, Any] | None = None,
+    sets: DataSets | None = None,
     weights: Sequence[float] | None = None,
     workers: int | Workers = 0,
     prefetch: int = 0,
@@ -324,7 +301,7 @@ def make_loader(
     on_skip: called for every Skipped, and for the documents that PackDocuments skips. on_read: called for
         every item, as it is read.
     identity: what the documents depend on besides data.*, as JSON values. A position saved under one identity
-        is refused under another.
+        is refused under another. sets: how the data of a position is compared; None: by the identity alone.
     weights: proportions in which the sources are drawn from (rounded to 1%, evenly interleaved); each source
         has its own order and epochs. None, or repeat False: the sources are read as one, every item once an
         epoch.
@@ -336,7 +313,9 @@ def make_loader(
     """
     data = config.data
     shuffle = data.shuffle if shuffle is None else shuffle
+    sizes = [[len(source)] for source in sources]
     if len(sources) == 1 or not repeat or not weights:
+        sizes = [list(chain(*sizes))]
         sources, weights = [sources[0] if len(sources) == 1 else list(chain(*sources))], None
     fewest = min(map(len, sources))
     if repeat and fewest < data.rows:
@@ -352,30 +331,20 @@ def make_loader(
     )
     own_workers = Workers(workers) if isinstance(workers, int) and workers > 0 else None
     pool = workers if isinstance(workers, Workers) else own_workers
-    streams = row_streams(
-        sources,
-        load,
-        pack,
-        rows=data.rows,
-        own=rows,
-        weights=weights,
-        repeat=repeat,
-        seed=seed,
-        pool=pool,
-        on_read=on_read,
-    )
     stream_identity = {
         "items": [len(source) for source in sources] if weights else len(sources[0]),
         **({"weights": list(weights)} if weights else {}),
-        "repeat": repeat,
-        "shuffle": shuffle,
-        **{name: getattr(data, name) for name in _STREAM_FIELDS},
+        **_stream_identity(data, repeat, shuffle),
         **({"share_prompts": pack.share_prompts} if answers else {}),
         **({"mismatched": True} if mismatched else {}),
-    }
-    sizes = Ladder.of(pack, data) if ladder else Ladder((pack,))
-    batches = _Batches(streams, sizes)
-    return Loader(batches, prefetch, own_workers, stream_identity | dict(identity or {}))
+    } | dict(identity or {})
+    sets = sets or DataSets(same_digest((identity or {}).get("manifest", ())))
+    position = Position(stream_identity, epochs := epochs_of(sizes, seed), sets, "documents")
+    shape: dict[str, Any] = {"rows": data.rows, "own": rows, "weights": weights, "repeat": repeat}
+    shape |= {"epochs": epochs, "latest": position.latest}
+    streams = row_streams(sources, load, pack, **shape, pool=pool, on_read=on_read)
+    batches = _Batches(streams, Ladder.of(pack, data) if ladder else Ladder((pack,)), position.latest)
+    return Loader(batches, prefetch, own_workers, position)
 
 
 _STREAM_FIELDS = (
@@ -389,3 +358,8 @@ _STREAM_FIELDS = (
     "seed",
 )
 """Fields of DataConfig that shape the rows' streams."""
+
+
+def _stream_identity(data: DataConfig, repeat: bool, shuffle: bool) -> dict[str, Any]:
+    """Returns the settings that shape the rows' streams."""
+    return {"repeat": repeat, "shuffle": shuffle, **{name: getattr(data, name) for name in _STREAM_FIELDS}}

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from jaxthd.config import Config
 from jaxthd.data.example import Example, Turn
-from jaxthd.data.loader import differing_identity
 from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.packer import OnSkip
+from jaxthd.data.position import DataSets, Position
 from jaxthd.data.speech import SpeechDocuments
-from jaxthd.data.stream import OnRead, item_orders, item_refs
+from jaxthd.data.stream import OnRead, epochs_of, item_refs
 from jaxthd.errors import UserError
 from jaxthd.packing.document import Document
 from jaxthd.packing.fit import BufferLimits
@@ -69,6 +69,7 @@ class PromptStream:
         on_skip: OnSkip,
         on_read: OnRead = lambda row, key: None,
         identity: Mapping[str, Any],
+        sets: DataSets,
     ) -> None:
         data = config.data
         weights = mixing_weights(data, list(map(len, sources)))
@@ -76,7 +77,9 @@ class PromptStream:
         self._documents, self._config = documents, config
         self._on_skip, self._on_read = on_skip, on_read
         seed = data.seed if data.shuffle else None
-        self._refs = item_refs(item_orders(list(map(len, self._sources)), seed), weights, repeat=True)
+        sizes = [[len(source)] for source in sources]
+        epochs = epochs_of(sizes if weights else [list(chain(*sizes))], seed)
+        self._refs = item_refs(epochs, weights, repeat=True)
         self._limits, self._page_limits = BufferLimits.of(config), page_limits(config)
         self._next = 0
         self._identity = {
@@ -86,6 +89,7 @@ class PromptStream:
             "seed": data.seed,
             **identity,
         }
+        self._position = Position(self._identity, epochs, sets, "prompts")
 
     def take(self, count: int) -> list[Prompt]:
         """The next prompts that can be used. All processes call it.
@@ -109,26 +113,25 @@ class PromptStream:
 
     def get_state(self) -> dict[str, Any]:
         """Where the stream goes on; JSON-serialisable."""
-        return {"identity": self._identity, "next": self._next}
+        return self._position.state() | {"next": self._next}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Raises UserError for a state that was saved for other data."""
-        saved = state["identity"]
-        differing = differing_identity(saved, self._identity)
-        if differing:
-            now = self._identity
+        try:
+            goes_on = self._position.restore(state)
+        except UserError as error:
+            saved, now = state["identity"], self._identity
             is_read_anew = saved.get("manifest") == now.get("manifest") and saved["items"] != now["items"]
             why = " Lines without a text, which were skipped before, are prompts now." if is_read_anew else ""
-            raise UserError(
-                f"the saved data position belongs to another stream of prompts ({differing}); restore these, "
-                f"or start a new run from the weights (--train.init-from WORKDIR).{why}"
-            )
-        self._next = state["next"]
+            raise UserError(f"{error}.{why}") from error
+        self._next = state["next"] if goes_on else 0
 
     def _read(self, count: int) -> list[Prompt | None]:
         """The next items as prompts; None for one that cannot be used."""
         refs = [self._refs[number] for number in range(self._next, self._next + count)]
         self._next += count
+        for ref in refs:
+            self._position.latest[ref.source] = ref.epoch
         examples = [self._sources[ref.source][ref.item] for ref in refs]
         loaded = [self._load(example) for example in examples]
         found: list[Prompt | None] = []

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import grain
 
+from jaxthd.data.epochs import Epochs
 from jaxthd.data.filters import by_setting
 from jaxthd.data.mismatched import item_of
 from jaxthd.data.packer import PackDocuments
@@ -41,10 +42,11 @@ class ItemRef(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What `load` returned for an item of data set number `source`."""
+    """What `load` returned for an item of data set number `source` in an epoch of it."""
 
     source: int
     document: Document | Skipped
+    epoch: int = 0
 
 
 def row_streams(
@@ -56,7 +58,8 @@ def row_streams(
     own: Collection[int] | None,
     weights: Sequence[float] | None,
     repeat: bool,
-    seed: int | None,
+    epochs: Sequence[Epochs],
+    latest: list[int],
     pool: Workers | None,
     on_read: OnRead = lambda row, key: None,
 ) -> list[grain.DatasetIterator | None]:
@@ -66,48 +69,50 @@ def row_streams(
     own: the rows that this process reads (None: all); for the others the list has None.
     weights: proportions in which the sources are drawn from; None: there is one source.
     repeat: True: endless, with a new order every epoch. False: one epoch.
-    seed: source s is shuffled with seed + s; None: items keep their order.
+    epochs: the order of each source's items. latest: receives the latest epoch that is read from, of each
+        source.
     pool: worker processes that run `load`; None: this process runs it. on_read: called for every item.
     """
-    orders = item_orders(list(map(len, sources)), seed)
     streams: list[grain.DatasetIterator | None] = []
     for row in range(rows):
         if own is not None and row not in own:
             streams.append(None)
             continue
-        shares = [order[row::rows] for order in orders]
-        mixed = item_refs(shares, weights, repeat=repeat)
+        mixed = item_refs(epochs, weights, row=row, rows=rows, repeat=repeat)
         loaded = (
             _LoadedByWorkers(mixed, sources, load, pool) if pool else mixed.map(partial(_load, sources, load))
         )
-        sift = _Sift(pack, [len(share) for share in shares] if repeat else None, partial(on_read, row))
+        shares = [each.items_of(row, rows) for each in epochs] if repeat else None
+        sift = _Sift(pack, shares, partial(on_read, row), latest)
         streams.append(iter(pack.choose(loaded.map(sift))))
     return streams
 
 
-def item_orders(lengths: Sequence[int], seed: int | None) -> list[grain.MapDataset]:
-    """The order of each data set's items, by their numbers. seed: as for row_streams."""
-    orders = [grain.MapDataset.range(length) for length in lengths]
-    return orders if seed is None else [order.shuffle(seed=seed + s) for s, order in enumerate(orders)]
+def epochs_of(sizes: Sequence[Sequence[int]], seed: int | None) -> list[Epochs]:
+    """Returns the epochs of each source. sizes: of the data sets that it reads as one. seed: source s is
+    shuffled with seed + s; None: items keep their order."""
+    return [Epochs(each, None if seed is None else seed + s) for s, each in enumerate(sizes)]
 
 
 def item_refs(
-    orders: Sequence[grain.MapDataset], weights: Sequence[float] | None, *, repeat: bool
+    epochs: Sequence[Epochs], weights: Sequence[float] | None, *, row: int = 0, rows: int = 1, repeat: bool
 ) -> grain.MapDataset:
-    """The ItemRefs of the data sets with these orders, mixed. weights, repeat: as for row_streams."""
-    refs = [
-        (order.repeat() if repeat else order).map_with_index(partial(_ref, s, len(order)))
-        for s, order in enumerate(orders)
-    ]
+    """The ItemRefs of a row, of the sources with these epochs, mixed. weights, repeat: as for row_streams."""
+    refs = []
+    for s, each in enumerate(epochs):
+        places = grain.MapDataset.range(each.items_of(row, rows))
+        places = places.repeat() if repeat else places
+        refs.append(places.map_with_index(partial(_ref, s, each, row, rows)))
     return grain.MapDataset.mix(refs, weights) if weights else refs[0]
 
 
-def _ref(source: int, items: int, index: int, item: int) -> ItemRef:
-    return ItemRef(source, item, index // items)
+def _ref(source: int, epochs: Epochs, row: int, rows: int, index: int, _: int) -> ItemRef:
+    return ItemRef(source, *epochs.at(row, rows, index))
 
 
 def _load(sources: Sequence[Sequence[Item]], load: Load, ref: ItemRef) -> Loaded:
-    return Loaded(ref.source, load(item_of(sources[ref.source], ref.item, ref.epoch), ref.epoch))
+    document = load(item_of(sources[ref.source], ref.item, ref.epoch), ref.epoch)
+    return Loaded(ref.source, document, ref.epoch)
 
 
 class _Sift:
@@ -116,19 +121,24 @@ class _Sift:
     It counts the items since the last document that fits. Otherwise a repeated stream without any document
     that fits would be read for ever.
     items: number of this row's items in each data set; None for a stream that is not repeated.
-    on_read: called with the key of every item.
+    on_read: called with the key of every item. latest: receives the latest epoch of each data set.
     """
 
     def __init__(
-        self, pack: PackDocuments, items: Sequence[int] | None, on_read: Callable[[str], None]
+        self,
+        pack: PackDocuments,
+        items: Sequence[int] | None,
+        on_read: Callable[[str], None],
+        latest: list[int],
     ) -> None:
-        self._pack, self._items, self._on_read = pack, items, on_read
+        self._pack, self._items, self._on_read, self._latest = pack, items, on_read, latest
         self._without_fit: Counter[int] = Counter()
         self._filtered: list[str] = []
 
     def __call__(self, loaded: Loaded) -> JudgedDocument | None:
         document, judged = loaded.document, None
         self._on_read(document.key)
+        self._latest[loaded.source] = max(self._latest[loaded.source], loaded.epoch)
         if isinstance(document, Skipped):
             self._pack.on_skip(document.key, document.reason)
             self._filtered += [document.reason] * document.reason.startswith(FILTERED)
@@ -187,7 +197,7 @@ class _WorkersIterator(grain.DatasetIterator):
                 raise StopIteration
             refs, answer = self._asked.popleft()
             found = zip(refs, answer.result(), strict=True)
-            self._answered = (Loaded(ref.source, document) for ref, document in found)
+            self._answered = (Loaded(ref.source, document, ref.epoch) for ref, document in found)
             loaded = next(self._answered)
         self._next += 1
         return loaded

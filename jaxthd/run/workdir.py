@@ -42,6 +42,7 @@ FREE = (
     "data.most_rungs",
     "data.workers",
     "data.prefetch",
+    "data.accept_changes",
     "data.max_skipped_share",
     "rollout.mesh*",
     "rollout.answers_at_once",

@@ -26,7 +26,7 @@ from jaxthd.data.sources.lines import (
     string,
 )
 from jaxthd.data.sources.preferences import alternatives_of, is_preference
-from jaxthd.data.sources.source import Source, digest_of_files
+from jaxthd.data.sources.source import Likeness, LineFiles, Source
 from jaxthd.errors import UserError
 
 KINDS = ("MonoCut", "MultiCut", "MixedCut", "PaddingCut")
@@ -83,7 +83,13 @@ class CutSource(Source):
         )
 
     def digest(self) -> str:
-        return digest_of_files(self._files(), [])
+        return LineFiles(self._files()).digest()
+
+    def extent(self) -> int | None:
+        return LineFiles(self._files()).extent()
+
+    def likeness(self, digest: str, extent: int | None) -> Likeness:
+        return LineFiles(self._files()).likeness(digest, extent)
 
     def _files(self) -> list[Path]:
         return [Path(name) for name in expand_braces(self.path)]

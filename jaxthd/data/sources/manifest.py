@@ -40,7 +40,7 @@ from jaxthd.data.sources.lines import (
     string,
 )
 from jaxthd.data.sources.preferences import PAIR, alternatives_of, history_of, is_preference
-from jaxthd.data.sources.source import Source, digest_of_files
+from jaxthd.data.sources.source import Likeness, LineFiles, Source
 from jaxthd.data.sources.tarred import TarredAudio
 from jaxthd.errors import UserError
 
@@ -73,11 +73,20 @@ class ManifestSource(Source):
         )
 
     def digest(self) -> str:
+        return self._lines().digest()
+
+    def extent(self) -> int | None:
+        return self._lines().extent()
+
+    def likeness(self, digest: str, extent: int | None) -> Likeness:
+        return self._lines().likeness(digest, extent)
+
+    def _lines(self) -> LineFiles:
         files, tars = (
             [Path(name) for name in expand_braces(names) if name]
             for names in (self.path, self.setting.tarred_audio)
         )
-        return digest_of_files(files, tars)
+        return LineFiles(files, tars)
 
 
 Locate = Callable[[str], Clip]

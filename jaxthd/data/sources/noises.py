@@ -16,7 +16,7 @@ from jaxthd.data.example import Channels, Clip
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.lines import expand_braces, numbered_lines, parse, string
 from jaxthd.data.sources.manifest import clip_of, in_folder
-from jaxthd.data.sources.source import digest_of_files
+from jaxthd.data.sources.source import LineFiles
 from jaxthd.errors import UserError
 
 SHORTEST, LONGEST_ROOM = 0.05, 10.0
@@ -49,7 +49,7 @@ def read_augmentation(config: AugmentConfig) -> AugmentationData:
             read, unusable = read_recordings(path, setting, most_seconds=most)
             clips += read
             skipped[path] = unusable
-            identity[f"{kind}_manifest"] = digest_of_files([Path(name) for name in expand_braces(path)], [])
+            identity[f"{kind}_manifest"] = LineFiles(list(map(Path, expand_braces(path)))).digest()
             print(f"{path} ({setting}): {len(read):,} recordings, {len(unusable):,} skipped")
     return AugmentationData(Augmentation(config, found["noise"], found["room"]), skipped, identity)
 

@@ -13,7 +13,7 @@ from jaxthd.data.example import Example, Turn
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.cuts import alternatives_of_cut, name_of_cut, turns_of_cut
 from jaxthd.data.sources.lines import lines_of, parse, read_examples, refuse_marked, string
-from jaxthd.data.sources.source import Source, digest_of_files
+from jaxthd.data.sources.source import LineFiles, Source
 from jaxthd.data.sources.tarred import TarIndex, index_tars
 from jaxthd.errors import UserError
 
@@ -84,7 +84,7 @@ class SharSource(Source):
     def digest(self) -> str:
         shards = shar_shards(Path(self.path), self.setting.field)
         files = [path for shard in shards for path in (shard.cuts, *shard.texts.values())]
-        return digest_of_files(files, [shard.recording for shard in shards])
+        return LineFiles(files, [shard.recording for shard in shards]).digest()
 
 
 def read_shar(

@@ -1,15 +1,20 @@
 """The interface of data sources. A source reads one data set, named by a setting, into Examples."""
 
+import gzip
 import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxthd.config import DataConfig
 from jaxthd.data.example import Example
 from jaxthd.data.skipped import Skipped
+
+Likeness = Literal["same", "grown", "other"]
+"""How a data set compares with an earlier state of it; "grown": items have been added at its end."""
 
 
 class SourceSetting(NamedTuple):
@@ -81,6 +86,15 @@ class Source(ABC):
         """Returns the files whose size and time of change tell whether the data set has changed."""
         return []
 
+    def extent(self) -> int | None:
+        """Returns how much content digest() covers, in bytes; None where `likeness` cannot tell a data set
+        that has grown."""
+        return None
+
+    def likeness(self, digest: str, extent: int | None) -> Likeness:
+        """Compares the data set with what it was when digest() and extent() were these."""
+        return "same" if digest == self.digest() else "other"
+
     @abstractmethod
     def digest(self) -> str:
         """A short text that changes if the items or their order change, but not if the data set is moved.
@@ -89,12 +103,49 @@ class Source(ABC):
         """
 
 
-def digest_of_files(files: Iterable[Path], tars: Sequence[Path]) -> str:
-    """A digest of the files' contents, in order, and of the sizes of the tar files that they refer to."""
-    digest = hashlib.blake2b()
-    for path in files:
-        with path.open("rb") as file:
-            hashlib.file_digest(file, lambda: digest)
-    if tars:
-        digest.update(repr([path.stat().st_size for path in tars]).encode())
-    return digest.hexdigest()[:16]
+class LineFiles(NamedTuple):
+    """The content of files of lines, in order, and the sizes of the tar files that they refer to.
+
+    Whether a file is compressed does not matter.
+    """
+
+    files: Sequence[Path]
+    tars: Sequence[Path] = ()
+
+    def digest(self) -> str:
+        return self._digest(self._blocks())
+
+    def extent(self) -> int | None:
+        """Returns the bytes of all lines; None with tar files, which grow with their manifest."""
+        return None if self.tars else sum(map(len, self._blocks()))
+
+    def likeness(self, digest: str, extent: int | None) -> Likeness:
+        """See Source.likeness. A digest of an older jaxthd is of the compressed bytes."""
+        as_stored = chain.from_iterable(_blocks(path, opened=open) for path in self.files)
+        if digest in (self.digest(), self._digest(as_stored)):
+            return "same"
+        if extent is None or self.tars:
+            return "other"
+        content = b"".join(self._blocks())
+        before, appended = content[:extent], content[extent:]
+        # A last line without an end, to which something is appended, is another line now.
+        is_whole = not before or before.endswith(b"\n") or appended.startswith((b"\n", b"\r"))
+        return "grown" if appended and is_whole and self._digest([before]) == digest else "other"
+
+    def _digest(self, blocks: Iterable[bytes]) -> str:
+        digest = hashlib.blake2b()
+        for block in blocks:
+            digest.update(block)
+        if self.tars:
+            digest.update(repr([path.stat().st_size for path in self.tars]).encode())
+        return digest.hexdigest()[:16]
+
+    def _blocks(self) -> Iterator[bytes]:
+        for path in self.files:
+            yield from _blocks(path, opened=gzip.open if path.suffix == ".gz" else open)
+
+
+def _blocks(path: Path, opened: Callable[[Path, str], Any]) -> Iterator[bytes]:
+    with opened(path, "rb") as file:
+        while block := file.read(1 << 20):
+            yield block
