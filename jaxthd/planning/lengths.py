@@ -1,4 +1,4 @@
-"""The lengths of a data set's documents, from manifests and file headers. No recording is decoded."""
+"""The lengths of a data set's documents, from manifests and the headers of recordings."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,14 +7,12 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
-import soundfile
 from jaxtyping import Float, Int
 
 from jaxthd.config import AugmentConfig, Config
 from jaxthd.data.audio.augment import drawn_speed
-from jaxthd.data.audio.cells import CellError
 from jaxthd.data.audio.features import HOP, SAMPLE_RATE
-from jaxthd.data.audio.recordings import MIN_SAMPLES, chunk_audio, open_recording
+from jaxthd.data.audio.recordings import MIN_SAMPLES, AudioError, chunk_audio, recording_length
 from jaxthd.data.example import Clip, Example, Samples
 from jaxthd.data.filters import Filter
 from jaxthd.data.mismatched import WithMismatched
@@ -158,16 +156,15 @@ def _written(template: PromptTemplate, example: Example) -> tuple[int, list[int]
 
 
 def clip_samples(clip: Clip | Samples) -> int:
-    """Samples at 16 kHz of a recording, from the manifest or the file's header; 0 for an unreadable file."""
+    """Samples at 16 kHz of a recording, from the manifest or the file; 0 for an unreadable file."""
     if clip.duration is not None:
         return round(clip.duration * SAMPLE_RATE)
     assert isinstance(clip, Clip)
     try:
-        with open_recording(clip.path, clip.member) as header:
-            rate, frames = header.samplerate, header.frames
-    except (soundfile.SoundFileError, OSError, TypeError, CellError):
+        length = recording_length(clip.path, clip.member)
+    except AudioError:
         return 0
-    return max(round((frames - round(clip.offset * rate)) * SAMPLE_RATE / rate), 0)
+    return max(round((length.frames - round(clip.offset * length.rate)) * SAMPLE_RATE / length.rate), 0)
 
 
 def draw(sources: Sequence[Lengths], weights: Sequence[float], seed: int) -> Lengths:

@@ -206,7 +206,7 @@ def test_a_noise_that_cannot_be_decoded_is_left_out_and_said_once(folder: Path, 
     (tmp_path / "n.jsonl").write_text(json.dumps({"audio_filepath": "n.flac"}))
     soundfile.write(tmp_path / "n.flac", RNG.normal(0, 0.1, 16_000), 16_000)
     data = bytearray((tmp_path / "n.flac").read_bytes())
-    data[200:] = bytes(len(data) - 200)  # the header is whole
+    data[200:-8000] = bytes(len(data) - 8200)  # the header and the last frame are whole
     (tmp_path / "n.flac").write_bytes(data)
     settings = AugmentConfig(noise_manifest=str(tmp_path / "n.jsonl"), noise_probability=1.0)
     found = []

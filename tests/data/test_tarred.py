@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxthd.data.audio import recordings as audio
+from jaxthd.data.audio import views
 from jaxthd.data.audio.recordings import AudioError, load_audio
 from jaxthd.data.example import Channels, Clip, Example, Member
 from jaxthd.data.skipped import Skipped
@@ -64,13 +65,13 @@ def test_a_range_of_a_long_recording_costs_no_more_than_the_range(tmp_path, monk
     files = {"before.wav": sound(1.0), "hour.wav": sound(600.0, 8000), "after.wav": sound(1.0, seed=1)}
     clip = index_tar(write_tar(tmp_path / "a.tar", files)).clip("hour.wav")
     read: list[int] = []
-    original = audio._Within.readinto
+    original = views.TarView.readinto
 
     def counted(self: Any, buffer: Any) -> int:
         read.append(original(self, buffer))
         return read[-1]
 
-    monkeypatch.setattr(audio._Within, "readinto", counted)
+    monkeypatch.setattr(views.TarView, "readinto", counted)
     assert len(samples(replace(clip, offset=300.0, duration=1.0))) == 16_000
     assert 16_000 < sum(read) < 100_000
 
@@ -80,7 +81,7 @@ def test_a_member_begins_and_ends_where_it_does(tmp_path):
     member = index_tar(write_tar(tmp_path / "a.tar", files)).clip("b").member
     assert member is not None
     with (tmp_path / "a.tar").open("rb") as tar:
-        within = audio._Within(tar, member)
+        within = views.TarView(tar, member)
         for at, wanted in ((0, 5000), (0, 10), (2300, 100), (2304, 1), (9999, 1)):
             buffer = bytearray(b"?" * wanted)
             assert within.seek(at) == within.tell() == at

@@ -3,27 +3,33 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import soundfile
 import soxr
 from jaxtyping import Float32
 
-from jaxthd.data.audio.cells import CellError, open_cell
+from jaxthd.data.audio.cells import CellError
+from jaxthd.data.audio.decoder import DURATION_SLACK, UNKNOWN, open_recording
 from jaxthd.data.audio.features import HOP, SAMPLE_RATE
 from jaxthd.data.example import Cell, Channels, Member, Samples
 
 MIN_SAMPLES = 2 * HOP
 """Fewest samples: two mel frames, since the standard deviation divides by their number less one."""
-DURATION_SLACK = 0.25
-"""Seconds by which a file may end before the duration its manifest gives (rounding, codec padding)."""
 RATES = range(1_000, 1_000_001)
 """Accepted sampling rates in Hz; others come from damaged headers."""
 LOUDEST = 1e6
 """Largest sample accepted in a file of floats. No scale in use exceeds it; float32 features stay finite."""
+
+LEAST_POWER = 1e-4
+"""Least power of the channels' mean, as a share of a channel's. Two independent channels have 0.5, a voice in
+one of eight 0.125. Below it (-40 dB) are channels in opposite phase whose levels differ by less than 2%."""
+CANCELLED = (
+    "its channels cancel: they are in opposite phase, so their mean is silence; name one of its channels "
+    "(a cut's channel), or write the file anew with one of them"
+)
 
 
 class AudioError(ValueError):
@@ -44,45 +50,47 @@ def load_audio(
 ) -> Float32[np.ndarray, " samples"]:
     """Reads `duration` seconds from `offset` seconds (None: to the end), as 16 kHz mono in [-1, 1].
 
-    Only that range is read. It takes no more memory than its samples need, whatever length the header claims.
-    Channels are averaged; other rates are resampled (soxr, HQ).
+    A range equals the same samples of the whole file. Only that range is decoded, and what the codec needs
+    before it; formats in which nothing can be sought are decoded from their beginning. It takes no more
+    memory than its samples need, whatever length the header claims. Channels are averaged; other rates are
+    resampled (soxr, HQ).
     member: the recording inside the tar file or the table `path`; None: the file is the recording. channels:
     those that are averaged; None: all.
     Raises AudioError for a file that is missing, unreadable, or ends before `offset` or more than 0.25 s
-    before offset + duration; for more than `most_seconds`; for a rate outside 1 to 1,000 kHz; for samples
-    that are not finite, or beyond 1e6; for fewer than 320 of them (two mel frames); for channels that do not
-    match `channels`.
+    before offset + duration; without a duration, for one whose header does not fit what there is (cut short,
+    joined); for more than `most_seconds`; for a rate outside 1 to 1,000 kHz; for samples that are not finite,
+    or beyond 1e6; for fewer than 320 of them (two mel frames); for channels that do not match `channels`, or
+    that cancel.
     """
     path = Path(path)
     name = f"{path}: {member.name}" if member else str(path)
-    try:
-        found = path.is_file()
-    except OSError as error:  # a name too long, a folder without permission
-        raise AudioError(f"{path}: cannot be looked up ({error}); correct audio_filepath") from error
-    if not found:
-        raise AudioError(f"{path}: no such file; correct audio_filepath in the manifest")
+    _require_file(path)
     if offset < 0 or (duration is not None and duration <= 0):
         raise AudioError(
             f"{name}: offset {offset} s, duration {duration} s; expected offset >= 0, duration > 0"
         )
-    try:
-        with open_recording(path, member) as file:
-            rate, length = file.samplerate, file.frames
-            if rate not in RATES:
-                raise AudioError(f"{name}: {rate} samples a second; expected {RATES[0]} to {RATES[-1]}")
-            if 0 < length <= offset * rate:
-                raise AudioError(f"{name}: offset {offset} s is past the end at {length / rate:.3f} s")
-            used = _used_channels(channels, file.channels, name)
-            file.seek(round(offset * rate))
-            seconds = math.inf if duration is None else duration
-            samples = _read_mono(file, round(min(seconds * rate, most_seconds * rate + 1, length)), used)
-    except (soundfile.SoundFileError, OSError, TypeError) as error:
-        # A file without a header, such as .raw, raises TypeError: its rate would have to be given.
-        raise AudioError(f"{name}: libsndfile cannot read it ({error})") from error
-    except CellError as error:
-        raise AudioError(f"{name}: {error}") from error
+    seconds = math.inf if duration is None else duration
+    with _readable(name), open_recording(path, member, offset + seconds) as recording:
+        file, length = recording.file, recording.length
+        rate, start = file.samplerate, round(offset * file.samplerate)
+        _require_rate(rate, name)
+        if length and length <= offset * rate:
+            raise AudioError(f"{name}: offset {offset} s is past the end at {length / rate:.3f} s")
+        used = _used_channels(channels, file.channels, name)
+        at = recording.skip_to(start)
+        if at < start:
+            raise AudioError(f"{name}: offset {offset} s is past the end at {at / rate:.3f} s")
+        there = UNKNOWN if length is None else max(length - start, 0)
+        wanted = round(min(seconds * rate, most_seconds * rate + 1, there))
+        samples, cancels = _read_mono(file, wanted, used)
+        read_all = duration is None and len(samples) <= most_seconds * rate
+        fault = recording.why_not_whole(start + len(samples)) if read_all and len(samples) else None
     if not len(samples):
-        raise AudioError(f"{name}: no samples; the file is empty or cut short")
+        raise AudioError(
+            f"{name}: offset {offset} s is past the end"
+            if start and length is None
+            else f"{name}: no samples; the file is empty or cut short"
+        )
     if len(samples) > most_seconds * rate:
         raise TooLongError(f"{name}: more than {most_seconds} s, which is all that data.audio_capacity holds")
     if duration is not None and len(samples) / rate < duration - DURATION_SLACK:
@@ -90,7 +98,71 @@ def load_audio(
             f"{name}: {len(samples) / rate:.3f} s from offset {offset} s, the manifest says {duration} s; "
             "the file is cut short, or the manifest is of another file"
         )
+    if fault:
+        raise AudioError(f"{name}: libsndfile cannot read it whole: {fault}")
+    if cancels:
+        raise AudioError(f"{name}: {CANCELLED}")
     return _resampled(samples, rate, name)
+
+
+def recording_seconds(path: str | Path, member: Member | Cell | None = None) -> float:
+    """Returns the duration of a recording in seconds: of what load_audio reads without a duration.
+
+    Reads headers alone where these can be trusted. Decodes what has none that says the length: MP3 without a
+    Xing or Info header, FLAC whose end is not recognised.
+    Raises AudioError as load_audio does for a file that is missing, unreadable, empty, or cut short.
+    """
+    length = recording_length(Path(path), member)
+    return length.frames / length.rate
+
+
+class RecordingLength(NamedTuple):
+    """frames: samples of one channel. rate: in Hz."""
+
+    frames: int
+    rate: int
+    channels: int
+
+
+def recording_length(path: Path, member: Member | Cell | None = None) -> RecordingLength:
+    """Returns what recording_seconds is computed from, and raises as it does."""
+    name = f"{path}: {member.name}" if member else str(path)
+    _require_file(path)
+    with _readable(name), open_recording(path, member) as recording:
+        file = recording.file
+        _require_rate(file.samplerate, name)
+        frames = recording.count_frames()
+        fault = recording.why_not_whole(frames) if frames else "it has no samples"
+        if fault:
+            raise AudioError(f"{name}: libsndfile cannot read it whole: {fault}")
+        return RecordingLength(frames, file.samplerate, file.channels)
+
+
+def _require_file(path: Path) -> None:
+    """Raises AudioError if there is no such file."""
+    try:
+        exists = path.is_file()
+    except OSError as error:  # a name too long, a folder without permission
+        raise AudioError(f"{path}: cannot be looked up ({error}); correct audio_filepath") from error
+    if not exists:
+        raise AudioError(f"{path}: no such file; correct audio_filepath in the manifest")
+
+
+def _require_rate(rate: int, name: str) -> None:
+    if rate not in RATES:
+        raise AudioError(f"{name}: {rate} samples a second; expected {RATES[0]} to {RATES[-1]}")
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Turns what reading a file raises into AudioError. name: the recording's, for messages."""
+    try:
+        yield
+    except (soundfile.SoundFileError, OSError, TypeError) as error:
+        # A file without a header, such as .raw, raises TypeError: its rate would have to be given.
+        raise AudioError(f"{name}: libsndfile cannot read it ({error})") from error
+    except CellError as error:
+        raise AudioError(f"{name}: {error}") from error
 
 
 def from_samples(found: Samples, most_seconds: float = math.inf) -> Float32[np.ndarray, " samples"]:
@@ -109,7 +181,10 @@ def from_samples(found: Samples, most_seconds: float = math.inf) -> Float32[np.n
         raise AudioError(f"{found.rate} samples a second; expected {RATES[0]} to {RATES[-1]}")
     if shape[0] > most_seconds * found.rate:
         raise TooLongError(f"more than {most_seconds} s, which is all that data.audio_capacity holds")
-    mono = found.samples.astype(np.float32).reshape(shape[0], -1).mean(axis=1, dtype=np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):  # not finite: checked below
+        mono, powers = _averaged(found.samples.astype(np.float32).reshape(shape[0], -1))
+    if _cancels(np.array(powers)):
+        raise AudioError(f"samples: {CANCELLED}")
     return _resampled(mono, found.rate, "samples")
 
 
@@ -128,63 +203,6 @@ def _resampled(samples: np.ndarray, rate: int, name: str) -> Float32[np.ndarray,
     return samples
 
 
-@contextmanager
-def open_recording(path: Path, member: Member | Cell | None = None) -> Iterator[soundfile.SoundFile]:
-    """Opens the sound file at `path`, or `member` of the tar file or table there.
-
-    Raises what soundfile raises, OSError, or CellError.
-    """
-    if isinstance(member, Cell):
-        with open_cell(path, member) as data, soundfile.SoundFile(data) as file:
-            yield file
-        return
-    if member is None:
-        with soundfile.SoundFile(path) as file:
-            yield file
-        return
-    with path.open("rb") as tar:
-        within = _Within(tar, member)
-        try:
-            with soundfile.SoundFile(within) as file:
-                yield file
-        finally:
-            if within.error:
-                raise within.error
-
-
-class _Within:
-    """A member of a tar file as a file object for soundfile. It reads no more than requested.
-
-    error: the OSError that ended the reading; libsndfile itself sees only an end of file.
-    """
-
-    def __init__(self, tar: BufferedReader, member: Member) -> None:
-        self._tar, self._member, self._at = tar, member, 0
-        self.error: OSError | None = None
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        at = offset + (0, self._at, self._member.size)[whence]
-        if at >= 0:  # otherwise the position stays, which libsndfile notices
-            self._at = at
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = memoryview(buffer)[: max(self._member.size - self._at, 0)]
-        try:
-            self._tar.seek(self._member.start + self._at)
-            found = self._tar.readinto(wanted)
-            if found < len(wanted):
-                raise OSError("the tar file has become shorter since its headers were read")
-        except OSError as error:
-            self.error = error
-            return 0
-        self._at += found
-        return found
-
-
 def _used_channels(channels: Channels | None, there: int, name: str) -> slice | list[int]:
     """Returns the indices of the channels to average."""
     if channels is None or there == len(channels.used):
@@ -199,21 +217,38 @@ def _used_channels(channels: Channels | None, there: int, name: str) -> slice | 
 
 def _read_mono(
     file: soundfile.SoundFile, wanted: int, used: slice | list[int]
-) -> Float32[np.ndarray, " samples"]:
+) -> tuple[Float32[np.ndarray, " samples"], bool]:
     """Reads up to `wanted` samples from the file's position and averages the channels.
 
-    It reads in blocks of 4 MB, since a header may claim any number of samples.
+    It reads in blocks of 4 MB, since a header may claim any number of samples. Returns the samples, and
+    whether the channels cancel (see CANCELLED).
     """
     block = max(1, (1 << 20) // file.channels)
-    blocks = [np.zeros(0, np.float32)]
+    blocks, powers = [np.zeros(0, np.float32)], np.zeros(2)
     while wanted > 0:
         channels = file.read(min(block, wanted), dtype="float32", always_2d=True)
         if not len(channels):
             break
         with np.errstate(over="ignore", invalid="ignore"):  # not finite: the caller checks
-            blocks.append(channels[:, used].mean(axis=1, dtype=np.float32))
+            mono, power = _averaged(channels[:, used])
+            powers += power
+        blocks.append(mono)
         wanted -= len(channels)
-    return np.concatenate(blocks)
+    return np.concatenate(blocks), _cancels(powers)
+
+
+def _averaged(channels: Float32[np.ndarray, "samples channels"]) -> tuple[np.ndarray, tuple[float, float]]:
+    """Averages channels. Returns with it the sums of squares of the mean, and of a channel on average."""
+    mono = channels.mean(axis=1, dtype=np.float32)
+    if channels.shape[1] == 1:
+        return mono, (1.0, 1.0)
+    each = np.ascontiguousarray(channels).reshape(-1)
+    return mono, (float(np.vdot(mono, mono)), float(np.vdot(each, each)) / channels.shape[1])
+
+
+def _cancels(powers: np.ndarray) -> bool:
+    """powers: of the mean, and of the channels."""
+    return bool(powers[0] < LEAST_POWER * powers[1])
 
 
 def chunk_audio(

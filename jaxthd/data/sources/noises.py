@@ -7,11 +7,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import soundfile
-
 from jaxthd.config import AugmentConfig
 from jaxthd.data.audio.augment import Augmentation
-from jaxthd.data.audio.recordings import RATES, open_recording
+from jaxthd.data.audio.recordings import AudioError, recording_length
 from jaxthd.data.example import Channels, Clip
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.lines import expand_braces, numbered_lines, parse, string
@@ -60,7 +58,7 @@ def read_recordings(
     """The recordings of a manifest, with their durations, and what cannot be used.
 
     Lines have audio_filepath and may have offset and duration; other fields are ignored. Files are opened for
-    their headers. most_seconds: for impulse responses, of which the first channel alone is used.
+    their durations. most_seconds: for impulse responses, of which the first channel alone is used.
     """
     files = [Path(name) for name in expand_braces(path)]
     missing = [str(file) for file in files if not file.is_file()]
@@ -98,15 +96,12 @@ def _first(skipped: Sequence[Skipped]) -> str:
 
 def _measured(clip: Clip, most_seconds: float | None) -> Clip | str:
     """The clip with its duration, or why it cannot be used."""
+    if not clip.path.is_file():
+        return f"{clip.path}: no such file"
     try:
-        if not clip.path.is_file():
-            return f"{clip.path}: no such file"
-        with open_recording(clip.path) as file:
-            rate, frames, channels = file.samplerate, file.frames, file.channels
-    except (soundfile.SoundFileError, OSError, TypeError) as error:
-        return f"{clip.path}: libsndfile cannot read it ({error})"
-    if rate not in RATES:
-        return f"{clip.path}: {rate} samples a second; expected {RATES[0]} to {RATES[-1]}"
+        frames, rate, channels = recording_length(clip.path)
+    except AudioError as error:
+        return str(error)
     there = frames / rate - clip.offset
     seconds = there if clip.duration is None else min(clip.duration, there)
     if not SHORTEST <= seconds <= (most_seconds or 1e9):
