@@ -266,12 +266,3 @@ def chunk_audio(
         )
     ends = list(range(chunk_samples, len(samples) - MIN_SAMPLES + 1, chunk_samples))
     return np.split(samples, ends)
-
-
-def recording_seconds(path: Path, member: Member | Cell | None = None) -> float:
-    """STUB until w-audio is merged."""
-    try:
-        with open_recording(path, member) as file:
-            return file.frames / file.samplerate
-    except (soundfile.SoundFileError, OSError, TypeError, CellError) as error:
-        raise AudioError(f"{path}: libsndfile cannot read it ({error})") from error
