@@ -82,7 +82,7 @@ class SpeechData:
     """The run's data sets as loaders. Unusable items are listed in WORKDIR/skipped.jsonl, or `skip_list`.
 
     training: False: data.manifest is not read. preferences: validation sets may hold preference lines, as for
-    scores. end_id: the token that ends an answer.
+    scores. stop_ids: the tokens that end an answer.
     Raises UserError for prompts that cannot be encoded, for a data set without a usable item, and where more
     than data.max_skipped_share of the training items cannot be used.
     """
@@ -99,7 +99,7 @@ class SpeechData:
         data = config.data
         self._config, self._preferences = config, preferences
         tokenizer = load_tokenizer(data.tokenizer)
-        self.end_id = PromptTemplate(data, tokenizer).end_id
+        self.stop_ids = PromptTemplate(data, tokenizer).stop_ids
         # All loaders share these: workers take a second to start, and keep the functions that they are sent.
         self._workers = Workers(data.workers) if data.workers else 0
         self._objective = make_objective(config.train.objective, config.train.objective_options)

@@ -73,7 +73,8 @@ def test_a_folder_becomes_a_model_and_comes_back(tmp_path: Path, capsys: pytest.
     assert "encoder" not in buffers
     export_weights(tmp_path / "imported", tmp_path / "exported")
     assert "initialised" not in capsys.readouterr().out
-    names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    names = {"config.json", "generation_config.json", "model.safetensors"}
+    names |= {"tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in (tmp_path / "exported").iterdir()} == names
     found, want = (load_file(folder / "model.safetensors") for folder in (tmp_path / "exported", FOLDER))
     assert found.keys() == want.keys()
