@@ -111,7 +111,8 @@ def test_an_export_names_every_token_that_ends_an_answer(chat, tmp_path, like):
     published, run = chat
     export_weights(run, tmp_path / "out", like=published if like else None)
     settings, generation = (
-        json.loads((tmp_path / "out" / name).read_text()) for name in ("config.json", "generation_config.json")
+        json.loads((tmp_path / "out" / name).read_text())
+        for name in ("config.json", "generation_config.json")
     )
     assert settings["eos_token_id"] == generation["eos_token_id"] == [TURN, END, RESERVED]
     # The other entries of the folder that the run came from stay.
@@ -140,7 +141,9 @@ def test_end_tokens_are_added_where_the_original_names_its_own():
     fields = {"text_config": {"bos_token_id": 1, "eos_token_id": [5, 6], "pad_token_id": 0}}
     added = {"text_config": {"eos_token_id": [5, 6]}}
     assert added_end_tokens({"llm_config": {"eos_token_id": 5}}, fields) == added
-    assert added_end_tokens({"eos_token_id": 5, "text_config": {}}, fields) == added | {"eos_token_id": [5, 6]}
+    assert added_end_tokens({"eos_token_id": 5, "text_config": {}}, fields) == added | {
+        "eos_token_id": [5, 6]
+    }
     assert added_end_tokens({"eos_token_id": [6, 5], "text_config": {}}, fields) == added
 
 

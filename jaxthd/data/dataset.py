@@ -137,6 +137,11 @@ class SpeechData:
     def has_validation(self) -> bool:
         return bool(self._validation)
 
+    @property
+    def validation_digests(self) -> dict[str, str]:
+        """Digests of the validation sets' content, by the sets' names."""
+        return {name: source.digest() for name, source in self._validation_sources.items()}
+
     def skipped_text(self, *, this_call: bool = False) -> str:
         """How many items the run has skipped, resumptions included, their share and the main reasons.
 

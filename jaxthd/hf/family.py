@@ -32,10 +32,14 @@ PLAIN: dict[str, Any] = {
 class SpecialTokens(Protocol):
     """A tokenizer's special tokens; eos_ids: all that end an answer; audio_id stands for an encoder frame."""
 
-    bos_id: int
-    eos_ids: tuple[int, ...]
-    pad_id: int
-    audio_id: int
+    @property
+    def bos_id(self) -> int: ...
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+    @property
+    def pad_id(self) -> int: ...
+    @property
+    def audio_id(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,9 @@ def added_end_tokens(original: Fields, fields: Mapping[str, Any]) -> dict[str, A
 
 
 def _of_language_model(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {_EOS: x[_EOS] for x in fields.values() if isinstance(x, Mapping) and _EOS in x}
+    """The end tokens of the language model in a composite model's fields."""
+    inner = (x[_EOS] for x in fields.values() if isinstance(x, Mapping) and _EOS in x)
+    return {_EOS: ids} if (ids := next(inner, None)) is not None else {}
 
 
 def _ids(value: Any) -> Sequence[int]:

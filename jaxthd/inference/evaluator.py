@@ -58,7 +58,8 @@ class Evaluation(NamedTuple):
 class Evaluator:
     """Evaluates states of one model on batches of a fixed shape; compiled once.
 
-    stop_ids: the tokens that end an answer (PromptTemplate.stop_ids). With train.max_new_tokens 0 nothing is decoded.
+    stop_ids: the tokens that end an answer (PromptTemplate.stop_ids). With train.max_new_tokens 0 nothing is
+    decoded.
     """
 
     def __init__(self, blueprint: Blueprint, mesh: Mesh, stop_ids: tuple[int, ...]) -> None:

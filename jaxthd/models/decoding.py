@@ -60,7 +60,8 @@ class Answered(NamedTuple):
 
     log_probs: the log-probability of every position's target, 0 where weights is 0.
     correct: whether no token was likelier than the target.
-    tokens: the tokens decoded for each document, including the one that ends the answer, padded with stop_ids[0].
+    tokens: the tokens decoded for each document, including the one that ends the answer; the rest is the
+    first of the end tokens.
     """
 
     log_probs: Float[Array, "R T"]

@@ -30,8 +30,8 @@ def make_validation_step(
 ) -> Callable[[Tree, Tree, Batch, PromptEnds], tuple[Scores, Array]]:
     """(params, buffers, batch, prompts) -> (scores, decoded answers), with stored batch statistics; jitted.
 
-    The answers, int32 [R * D, new_tokens], are in the order of the prompts. They end with one of stop_ids, the tokens
-    that end an answer, unless they are cut off, and are filled up with the first of these.
+    The answers, int32 [R * D, new_tokens], are in the order of the prompts. They end with one of stop_ids,
+    the tokens that end an answer, unless they are cut off, and are filled up with the first of these.
     """
 
     def rank(params: Tree, buffers: Tree, batch: Batch, ends: PromptEnds) -> tuple[Scores, Array]:

@@ -117,9 +117,7 @@ def decoded(
     return decoded_by(config, pack(documents(), context, layout), stop_ids)
 
 
-def decoded_by(
-    config: Config, host: Batch, stop_ids: tuple[int, ...]
-) -> tuple[Scores, dict[str, list[int]]]:
+def decoded_by(config: Config, host: Batch, stop_ids: tuple[int, ...]) -> tuple[Scores, dict[str, list[int]]]:
     mesh, layout = make_mesh(config.mesh), config.compute.context_layout
     round_to = ROUND_TO if layout == "document" else 1
     ends, _ = find_prompts(host, ContextLayout(layout, config.mesh.context, round_to), max_documents=5)
@@ -254,7 +252,7 @@ def test_pipeline_and_tensor_ranks_decode_together(mesh: MeshConfig):
     host = concatenate_rows(rows)
     config = replace(run_config(mesh.data, mesh.context, "ring", "float64"), mesh=mesh)
     with jax.enable_x64(True):
-        scores, answers = decoded_by(config, host, -1)
+        scores, answers = decoded_by(config, host, (-1,))
         want, _ = decoded(1, 1, (-1,), "buffer")
         assert answers == alone((-1,))
         np.testing.assert_allclose(scores, want, rtol=1e-10)
