@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 
 from jaxthd import convert
 from jaxthd.checkpoints.weights import Weights, load_model, load_weights, named_weights, start_state
-from jaxthd.config import Config, MeshConfig, ModelConfig
+from jaxthd.config import Config, DataConfig, MeshConfig, ModelConfig
 from jaxthd.convert import export_weights, import_weights, main
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import load_tokenizer
@@ -225,10 +225,10 @@ def test_bfloat16_rounds_once(omni, tmp_path):
 def test_any_mesh_holds_the_same_weights(omni, mesh):
     """Weights are streamed into shards: tensor-sharded, FSDP-sharded and divided into stages."""
     published, imported = omni
-    model = model_config(published, model=BASE)
-    one = Config(model=model)
+    model, data = model_config(published, model=BASE), DataConfig(tokenizer=str(published))
+    one = Config(model=model, data=data)
     want = named_weights(load_weights([published], Blueprint(one), make_mesh(one.mesh)))
-    config = Config(mesh=MeshConfig(*mesh), model=model)
+    config = Config(mesh=MeshConfig(*mesh), model=model, data=data)
     on = make_mesh(config.mesh)
     for source in (published, imported):
         state = start_state(Blueprint(replace_init(config, source)), on)

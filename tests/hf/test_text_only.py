@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxthd.checkpoints.weights import load_weights, named_weights
-from jaxthd.config import Config, EncoderConfig, ModelConfig
+from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig
 from jaxthd.convert import export_weights, import_weights
 from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
@@ -27,7 +27,7 @@ SMALL = EncoderConfig(num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsam
 
 
 def loaded(sources: list[Any], model: ModelConfig) -> dict[str, Any]:
-    config = Config(model=model)
+    config = Config(model=model, data=DataConfig(tokenizer=str(FOLDER)))
     return named_weights(load_weights(sources, Blueprint(config), make_mesh(config.mesh)))
 
 
