@@ -2,9 +2,10 @@
 ranked by metrics that were measured in the same way.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatch
+from itertools import pairwise
 from typing import Any
 
 from jaxthd.config import Config
@@ -59,6 +60,19 @@ def measured_by(config: Config, data: SpeechData) -> dict[str, Any]:
         "data.validation_manifest": data.validation_digests,
         "end tokens": list(data.stop_ids),
     }
+
+
+def by_validation(lines: Sequence[Mapping[str, Any]]) -> list[Sequence[Mapping[str, Any]]]:
+    """Divides the lines of metrics.jsonl where settings that validation depends on were changed: values of
+    validation metrics are compared, and joined in a curve, within a part alone. At least one part."""
+    names = (*ALWAYS, *BY_REWARD, *BY_PREFERENCES, "data.validation_*")
+    starts = [
+        number
+        for number, line in enumerate(lines)
+        if any(is_any(each.partition(" ")[0], names) for each in line.get("changed", "").split(", "))
+    ]
+    bounds = [0, *(x for x in starts if x), len(lines)]
+    return [lines[first:last] for first, last in pairwise(bounds)]
 
 
 def is_any(name: str, patterns: Collection[str]) -> bool:
