@@ -193,6 +193,15 @@ def test_llms_come_back_bit_identical(name, tmp_path):
     assert_identical(tensors(tmp_path / "out" / "llm"), tensors(published))
 
 
+def test_the_tokenizer_of_an_import_is_the_llms(chat, tmp_path):
+    """An encoder's folder may hold the tokenizer of its CTC head, and may be named after the LLM's."""
+    published, _ = chat
+    encoder = write_published("fastconformer", tmp_path / "encoder")
+    shutil.copyfile(REFERENCES / "chat" / "tokenizer.json", encoder / "tokenizer.json")
+    config = import_weights([str(published), str(encoder)], tmp_path / "out")
+    assert "<|reserved|>" in Path(config.data.tokenizer, "tokenizer.json").read_text()
+
+
 def test_bfloat16_rounds_once(omni, tmp_path):
     """Scan rates, time steps and statistics stay float32; values already rounded come back unchanged."""
     _, imported = omni
