@@ -11,6 +11,8 @@ export reads the workdir of a run, or what import wrote (RUN@best and RUN@STEP c
 the averaged parameters), and writes one of the formats below. Low-rank matrices (LoRA) are merged into
 their projections; salm keeps them. The default is a format that holds the whole model (not salm) or, if there
 is none, formats that hold parts. Weights of a vision tower are copied from --like, or absent.
+config.json and generation_config.json name every token that ends an answer: what the run's template writes,
+and what its tokenizer and --like name. Other entries of generation_config.json are kept.
 """
 
 import argparse
@@ -30,14 +32,17 @@ from jaxthd.checkpoints.checksum import is_on_host
 from jaxthd.checkpoints.stored import find_checkpoint
 from jaxthd.checkpoints.weights import load_weights, named_weights
 from jaxthd.config import Config, DataConfig, MeshConfig, ModelConfig
+from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.published_tokenizer import write_tokenizer
+from jaxthd.data.text.special_tokens import read_special_tokens
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.files.run_folder import is_run, read_config, source_of, write_config
 from jaxthd.files.tokenizer_files import BUILT_IN
-from jaxthd.hf.checkpoint import model_config, open_checkpoint
+from jaxthd.hf.checkpoint import Checkpoint, model_config, open_checkpoint
 from jaxthd.hf.export import export
 from jaxthd.hf.family import Family
+from jaxthd.hf.generation_config import TokenIds, added_end_tokens, write_generation_config
 from jaxthd.hf.names import ArraySlice
 from jaxthd.hf.registry import FORMATS, export_families, formats_help
 from jaxthd.models.adapt import merge_lora
@@ -70,7 +75,9 @@ def import_weights(sources: Sequence[str], out: Path, *, adapter_dim: int = 0) -
     start = ModelConfig(adapter_dim=adapter_dim) if has_encoder else ModelConfig(encoder=None)
     config = Config(model=model_config(*sources, model=start))
     config = replace(config, adapt=next((c.lora for c in found[::-1] if c.lora), config.adapt))
-    folders = [Path(source) for source in sources if (Path(source) / "tokenizer.json").is_file()]
+    # The LLM's tokenizer counts: an encoder's folder may hold that of its CTC head.
+    has_file = [c for c in found if (c.path / "tokenizer.json").is_file()]
+    folders = [c.path for c in has_file if c.covers("head")] or [c.path for c in has_file]
     if folders:
         config = replace(config, data=DataConfig(tokenizer=str(folders[-1])))
     mesh = make_mesh(config.mesh)
@@ -113,7 +120,10 @@ def export_weights(
     arrays = named_weights(weights)
     take = partial(_taken, arrays, _indexing(mesh))
     shapes = {name: x.shape for name, x in arrays.items()}
-    original = open_checkpoint(like).family if like else None
+    original = open_checkpoint(like) if like else None
+    # What import wrote (step 0) has "bytes" where no source had a tokenizer.
+    is_trained = find_checkpoint(path / "checkpoints", which)[0] > 0
+    tokens = _token_ids(config, like) if is_trained or config.data.tokenizer not in BUILT_IN else None
     for folder, family in folders.items():
         export(
             config.model,
@@ -122,13 +132,13 @@ def export_weights(
             family,
             folder,
             dtype=dtype,
-            like=like if family is original else None,
-            settings=({} if family is original else _token_ids(config, family)) | lora,
+            like=like if original and family is original.family else None,
+            settings=_token_fields(tokens, family, original) | lora,
             beside=None if like or not family.token_fields else _tokenizer_folder(config),
             limit=limit,
         )
-        # What import wrote (step 0) has "bytes" where no source had a tokenizer.
-        is_trained = find_checkpoint(path / "checkpoints", which)[0] > 0
+        if family.token_fields and tokens:
+            write_generation_config(folder, tokens)
         is_missing = config.data.tokenizer in BUILT_IN and not (folder / "tokenizer.json").exists()
         if family.token_fields and is_trained and is_missing:
             write_tokenizer(config.data.tokenizer, folder)
@@ -150,15 +160,29 @@ def _tokenizer_folder(config: Config) -> Path | None:
     return path if path.is_dir() else path.parent if path.is_file() else None
 
 
-def _token_ids(config: Config, family: Family) -> dict[str, Any]:
-    """The run's special tokens, for config.json; none if its tokenizer is missing."""
-    if family.token_fields is None:
-        return {}
+def _token_ids(config: Config, like: Path | None) -> TokenIds | None:
+    """The run's special tokens; None, which is said, if its tokenizer is missing.
+
+    eos_ids: what jaxthd generate stops at (PromptTemplate.stop_ids), and what the files of `like` name.
+    """
     try:
         tokenizer = load_tokenizer(config.data.tokenizer)
-    except OSError:
+    except OSError as error:
+        print(f"warning: {error}. No special tokens are written, so that answers may not end")
+        return None
+    own = PromptTemplate(config.data, tokenizer).stop_ids
+    theirs = read_special_tokens(like).eos_ids if like else ()
+    eos_ids = tuple(dict.fromkeys((*own, *theirs)))
+    return TokenIds(tokenizer.bos_id, eos_ids, tokenizer.pad_id, tokenizer.audio_id)
+
+
+def _token_fields(tokens: TokenIds | None, family: Family, original: Checkpoint | None) -> dict[str, Any]:
+    """config.json's fields for the tokens: all of them, or what is added to those of an original of the
+    family."""
+    if tokens is None or family.token_fields is None:
         return {}
-    return family.token_fields(tokenizer)
+    fields = family.token_fields(tokens)
+    return added_end_tokens(original.fields, fields) if original and family is original.family else fields
 
 
 def _indexing(mesh: Mesh) -> Any:

@@ -151,7 +151,7 @@ def _evaluated(
     config: Config, mesh: Mesh, data: SpeechData, weights: Sequence[str | Path]
 ) -> list[SetResult]:
     state = load_model(weights, Blueprint(config), mesh)
-    evaluator, rows = Evaluator(Blueprint(config), mesh, data.end_id), local_rows(mesh, config.data.rows)
+    evaluator, rows = Evaluator(Blueprint(config), mesh, data.stop_ids), local_rows(mesh, config.data.rows)
     results = []
     for each in config.data.validation_sets:
         with closing(data.validation(rows, each.name)) as batches:

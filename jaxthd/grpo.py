@@ -46,6 +46,7 @@ from jaxthd.rewards.rewarder import Rewarder
 from jaxthd.run.before import run_before
 from jaxthd.run.continuing import OPTIONS, changed_settings, newest_state, require_objective, workdir_of
 from jaxthd.run.goodput import TimeAccount, stored_seconds
+from jaxthd.run.measured_by import measured_by
 from jaxthd.run.metrics import time_line
 from jaxthd.run.metrics_file import open_metrics, read_metrics
 from jaxthd.run.nonfinite import NonFiniteSteps
@@ -92,7 +93,7 @@ def grpo(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
         for warning in rewarder.warnings:
             print(f"warning: the reward function {warning.function}, {warning.key}: {warning.reason}")
         folder, keep, best_by = workdir / "checkpoints", config.train.keep_checkpoints, config.train.best_by
-        checkpoints = stack.enter_context(Checkpoints(folder, keep, best_by))
+        checkpoints = stack.enter_context(Checkpoints(folder, keep, best_by, measured_by(config, data)))
         rewards = SharedRewards(rewarder)
         steps_done = _train(config, held, outputs, data, rewards, checkpoints, account)
         account.switch("saving")  # the last checkpoint is written while all is closed

@@ -56,6 +56,7 @@ from jaxthd.run.before import run_before
 from jaxthd.run.continuing import OPTIONS, changed_settings, newest_state, require_objective, workdir_of
 from jaxthd.run.goodput import TimeAccount, stored_seconds
 from jaxthd.run.ladder import RungWatch
+from jaxthd.run.measured_by import measured_by
 from jaxthd.run.metrics import StepFacts, metrics_line, time_line
 from jaxthd.run.metrics_file import open_metrics, read_metrics
 from jaxthd.run.nonfinite import NonFiniteSteps
@@ -105,7 +106,7 @@ def train(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
         outputs = OutputFolder(workdir)
         data = stack.enter_context(closing(SpeechData(config, workdir)))
         folder, keep, best_by = workdir / "checkpoints", config.train.keep_checkpoints, config.train.best_by
-        checkpoints = stack.enter_context(Checkpoints(folder, keep, best_by))
+        checkpoints = stack.enter_context(Checkpoints(folder, keep, best_by, measured_by(config, data)))
         steps_done = _train(config, held, outputs, data, checkpoints, account)
         account.switch("saving")  # the last checkpoint is written while all is closed
     if steps_done and is_first():

@@ -28,6 +28,7 @@ BESIDE = {
     ("files", "config"),
     ("files", "errors"),
     ("checkpoints", "hf"),
+    ("checkpoints", "data"),
     ("inference", "run"),
     ("inference", "terminal"),
     ("rewards", "inference"),

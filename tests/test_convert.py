@@ -10,14 +10,21 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from jaxthd import convert
 from jaxthd.checkpoints.weights import Weights, load_model, load_weights, named_weights, start_state
-from jaxthd.config import Config, MeshConfig, ModelConfig
+from jaxthd.config import Config, DataConfig, MeshConfig, ModelConfig
 from jaxthd.convert import export_weights, import_weights, main
+from jaxthd.data.text.prompt import PromptTemplate
+from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
+from jaxthd.files.run_folder import write_config
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
+from jaxthd.hf.generation_config import TokenIds, added_end_tokens, write_generation_config
 from jaxthd.hf.names import ArraySlice
+from jaxthd.hf.registry import FAMILIES, FORMATS
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import canonical_form, init_state
@@ -76,6 +83,83 @@ def test_export_of_an_import_is_bit_identical(omni, tmp_path):
         assert model_config(out) == model_config(published)
 
 
+END, TURN, RESERVED = 0, 2, 3
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory) -> tuple[Path, Path]:
+    """(a published LLM, a run of its weights with chatml and a tokenizer whose eos ends no turn)."""
+    folder = tmp_path_factory.mktemp("chat")
+    published = write_published("qwen3", folder / "published")
+    words = {"<|endoftext|>": END, "<|im_start|>": 1, "<|im_end|>": TURN, "<|reserved|>": RESERVED, "a": 4}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="a"))
+    tokenizer.add_special_tokens(list(words)[:4])
+    tokenizer.save(str(published / "tokenizer.json"))
+    settings = {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    (published / "tokenizer_config.json").write_text(json.dumps(settings))
+    own = {"eos_token_id": [END, RESERVED], "temperature": 0.6, "top_p": 0.95, "pad_token_id": 1}
+    (published / "generation_config.json").write_text(json.dumps(own))
+    config = import_weights([str(published)], folder / "run")
+    chatml = replace(config.data, template="chatml")
+    write_config(folder / "run", replace(config, data=chatml))
+    return published, folder / "run"
+
+
+@pytest.mark.parametrize("like", [False, True])
+def test_an_export_names_every_token_that_ends_an_answer(chat, tmp_path, like):
+    """transformers takes them from generation_config.json, and without that from config.json."""
+    published, run = chat
+    export_weights(run, tmp_path / "out", like=published if like else None)
+    settings, generation = (
+        json.loads((tmp_path / "out" / name).read_text())
+        for name in ("config.json", "generation_config.json")
+    )
+    assert settings["eos_token_id"] == generation["eos_token_id"] == [TURN, END, RESERVED]
+    # The other entries of the folder that the run came from stay.
+    assert (generation["temperature"], generation["top_p"]) == (0.6, 0.95)
+    assert generation["pad_token_id"] == 1
+    again = import_weights([str(tmp_path / "out")], tmp_path / "again")
+    tokenizer = load_tokenizer(again.data.tokenizer)
+    assert {*PromptTemplate(again.data, tokenizer).stop_ids} == {TURN, END, RESERVED}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_that_holds_an_llm_has_a_place_for_the_end_tokens(form):
+    tokens = TokenIds(bos_id=1, eos_ids=(5, 6), pad_id=0, audio_id=9)
+    for family in (f for f in FAMILIES if f.format == form):
+        assert (family.token_fields is not None) == family.holds("head"), family.title
+        if family.token_fields:
+            fields = family.token_fields(tokens)
+            assert fields.get("text_config", fields)["eos_token_id"] == [5, 6], family.title
+            assert added_end_tokens(fields, fields) == {}
+            one = family.token_fields(tokens._replace(eos_ids=(5,)))
+            assert one.get("text_config", one)["eos_token_id"] == 5
+
+
+def test_end_tokens_are_added_where_the_original_names_its_own():
+    """A composite model's may stand at the top too, and under llm_config in place of text_config."""
+    fields = {"text_config": {"bos_token_id": 1, "eos_token_id": [5, 6], "pad_token_id": 0}}
+    added = {"text_config": {"eos_token_id": [5, 6]}}
+    assert added_end_tokens({"llm_config": {"eos_token_id": 5}}, fields) == added
+    assert added_end_tokens({"eos_token_id": 5, "text_config": {}}, fields) == added | {
+        "eos_token_id": [5, 6]
+    }
+    assert added_end_tokens({"eos_token_id": [6, 5], "text_config": {}}, fields) == added
+
+
+def test_a_generation_config_that_names_the_tokens_is_left_as_it_is(tmp_path):
+    tokens = TokenIds(bos_id=1, eos_ids=(5, 6), pad_id=0, audio_id=9)
+    file = tmp_path / "generation_config.json"
+    write_generation_config(tmp_path, tokens._replace(eos_ids=(5,)))
+    assert json.loads(file.read_text()) == {"bos_token_id": 1, "pad_token_id": 0, "eos_token_id": 5}
+    file.write_text(text := '{"eos_token_id": [6, 5]}')
+    write_generation_config(tmp_path, tokens)
+    assert file.read_text() == text
+    file.write_text("[]")
+    with pytest.raises(UserError, match=r"generation_config\.json cannot be read \(it is no JSON object\)"):
+        write_generation_config(tmp_path, tokens)
+
+
 def test_parts_make_the_whole_again(omni, tmp_path):
     _, imported = omni
     export_weights(imported, tmp_path / "parts", form="parts")
@@ -107,6 +191,15 @@ def test_llms_come_back_bit_identical(name, tmp_path):
     assert config.model.llm == model_config(published).llm
     export_weights(tmp_path / "imported", tmp_path / "out")
     assert_identical(tensors(tmp_path / "out" / "llm"), tensors(published))
+
+
+def test_the_tokenizer_of_an_import_is_the_llms(chat, tmp_path):
+    """An encoder's folder may hold the tokenizer of its CTC head, and may be named after the LLM's."""
+    published, _ = chat
+    encoder = write_published("fastconformer", tmp_path / "encoder")
+    shutil.copyfile(REFERENCES / "chat" / "tokenizer.json", encoder / "tokenizer.json")
+    config = import_weights([str(published), str(encoder)], tmp_path / "out")
+    assert "<|reserved|>" in Path(config.data.tokenizer, "tokenizer.json").read_text()
 
 
 def test_bfloat16_rounds_once(omni, tmp_path):
@@ -141,10 +234,10 @@ def test_bfloat16_rounds_once(omni, tmp_path):
 def test_any_mesh_holds_the_same_weights(omni, mesh):
     """Weights are streamed into shards: tensor-sharded, FSDP-sharded and divided into stages."""
     published, imported = omni
-    model = model_config(published, model=BASE)
-    one = Config(model=model)
+    model, data = model_config(published, model=BASE), DataConfig(tokenizer=str(published))
+    one = Config(model=model, data=data)
     want = named_weights(load_weights([published], Blueprint(one), make_mesh(one.mesh)))
-    config = Config(mesh=MeshConfig(*mesh), model=model)
+    config = Config(mesh=MeshConfig(*mesh), model=model, data=data)
     on = make_mesh(config.mesh)
     for source in (published, imported):
         state = start_state(Blueprint(replace_init(config, source)), on)

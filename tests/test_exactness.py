@@ -187,7 +187,7 @@ def test_the_loss_is_one_sum_over_one_count():
         batch = pack(documents(case), context=2)
         total = sum(logp.sum() for row in each_document_alone(case) for logp, _ in row)
         with jax.enable_x64(True):
-            validation = make_validation_step(Blueprint(config), mesh, end_id=0, new_tokens=0)
+            validation = make_validation_step(Blueprint(config), mesh, stop_ids=(0,), new_tokens=0)
             ends, _ = find_prompts(batch, ContextLayout(ranks=2), max_documents=16)
             scores, _ = validation(*state("float64"), put_batch(batch, mesh), ends)
             nll, count = float(scores.loss), float(scores.tokens)

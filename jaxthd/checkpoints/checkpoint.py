@@ -22,7 +22,16 @@ from orbax.checkpoint import checkpoint_managers as managers
 
 from jaxthd.checkpoints.checksum import checksums, named_arrays
 from jaxthd.checkpoints.quiet_errors import quiet_orbax
-from jaxthd.checkpoints.stored import About, best_of, describe, handlers, kind, read_about, reason
+from jaxthd.checkpoints.stored import (
+    About,
+    best_of,
+    describe,
+    handlers,
+    kind,
+    measured_otherwise,
+    read_about,
+    reason,
+)
 from jaxthd.errors import UserError
 from jaxthd.parallel.processes import exchange, is_first
 from jaxthd.steps.state import TrainState
@@ -33,15 +42,22 @@ _REMOVED = "removed"
 
 class Checkpoints:
     """The checkpoints in `folder`, by step. The newest `keep` of them stay, and the best by `best_by`, one of
-    BEST_BY in stored.py.
+    BEST_BY in stored.py. measured_by: see About.
 
     Several processes share the folder, and all make the same calls. Saving is asynchronous. This is a context
     manager; leaving it waits until everything is on disk. A save that fails (a full disk) raises UserError at
     the next save or on leaving; the older checkpoints stay intact.
     """
 
-    def __init__(self, folder: Path, keep: int, best_by: str = "wer") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        best_by: str = "wer",
+        measured_by: Mapping[str, Any] | None = None,
+    ) -> None:
         self._folder, self._keep, self._best_by = folder.absolute(), keep, best_by
+        self._measured_by = measured_by
         self._folder.mkdir(parents=True, exist_ok=True)
         # Each process reads by itself: where one fails alone, orbax's manager would make the others wait.
         self._arrays, _ = handlers()
@@ -93,9 +109,28 @@ class Checkpoints:
     def best_step(self) -> int | None:
         """The step with the best validation (BEST_BY in stored.py); None where none was validated.
 
-        A checkpoint counts with the metrics of its own step. Metrics that are not finite do not count.
+        A checkpoint counts with the metrics of its own step. Metrics that are not finite do not count, and
+        those that were measured otherwise than the newest are not compared.
         """
         return self._best(self._manager.all_steps())
+
+    @property
+    def new_measure(self) -> str:
+        """What is said where the next validation is measured otherwise than the newest one; else ""."""
+        validated = {step: about for step, about in self._about.items() if about.metrics}
+        if not validated or not self._measured_by:
+            return ""
+        differs = measured_otherwise(validated[max(validated)].measured_by, self._measured_by)
+        if not differs:
+            return ""
+        steps = ", ".join(map(str, sorted(validated)))
+        return (
+            f"validation is another than that of the checkpoints of steps {steps} ({differs}): from the next "
+            "validation on they are not compared with new ones, @best is the best of the new ones, and they "
+            f"are deleted as older ones are (train.keep_checkpoints {self._keep}). To keep one, copy "
+            f"{self._folder.parent}, or start a new run from it (--train.init-from "
+            f"{self._folder.parent}@{self._best(list(validated))})"
+        )
 
     def save(
         self,
@@ -111,7 +146,7 @@ class Checkpoints:
         """
         self._wait()
         self._delete_removed()
-        self._about[step] = about = describe(state, position, metrics or {}, self._best_by)
+        self._about[step] = about = describe(state, position, metrics or {}, self._best_by, self._measured_by)
         args = ocp.args.Composite(
             state=ocp.args.PyTreeSave(_present(state)), about=ocp.args.JsonSave(about.to_json())
         )

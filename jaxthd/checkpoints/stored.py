@@ -22,6 +22,7 @@ from jaxthd.checkpoints.checksum import checksums, named_arrays
 from jaxthd.checkpoints.quiet_errors import quiet_orbax
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import EMA
+from jaxthd.parallel.processes import is_first
 
 BEST_BY = {
     "wer": ("validation_wer", "validation_loss"),
@@ -30,7 +31,7 @@ BEST_BY = {
 }
 """train.best_by -> the metrics that decide which checkpoint is best: the lowest, of rewards the highest. The
 next one decides between equals, and where no checkpoint has those before it. With several validation sets
-they are means over the sets."""
+they are means over the sets. They are compared where About.measured_by is the same."""
 _ORDER = ("validation_reward", "validation_preference_loss", "validation_wer", "validation_loss")
 _CHOSEN = _ORDER[:2]
 """They decide only where the newest validated checkpoint has them, because train.best_by asks for them."""
@@ -53,24 +54,38 @@ class About(NamedTuple):
     position: the data loader's state. metrics: those that train.best_by names (BEST_BY), measured at this
     step, that are finite.
     arrays: by name, such as "params.embedding".
+    measured_by: what the metrics depend on besides the weights, by name, as JSON; None where nobody knows,
+    as in checkpoints of an older jaxthd.
     """
 
     position: dict[str, Any]
     metrics: dict[str, float]
     arrays: dict[str, SavedArray]
+    measured_by: dict[str, Any] | None = None
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """All fields, as they are written and as the digest covers them. An unknown measured_by is left out:
+        older records have none."""
+        fields = self._asdict()
+        return {name: x for name, x in fields.items() if name != "measured_by" or x is not None}
 
     @property
     def digest(self) -> str:
         # Through JSON first, which makes strings of the keys that are numbers: as it is when read back.
-        canonical = json.dumps(json.loads(json.dumps(self._asdict())), sort_keys=True)
+        canonical = json.dumps(json.loads(json.dumps(self.content)), sort_keys=True)
         return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        return {"content": self._asdict(), "blake2b": self.digest}
+        return {"content": self.content, "blake2b": self.digest}
 
 
 def describe(
-    state: Any, position: dict[str, Any], metrics: Mapping[str, float], best_by: str = "wer"
+    state: Any,
+    position: dict[str, Any],
+    metrics: Mapping[str, float],
+    best_by: str = "wer",
+    measured_by: Mapping[str, Any] | None = None,
 ) -> About:
     """The record of a state that is about to be saved. Of several processes all call it."""
     sums = checksums(state)
@@ -81,7 +96,7 @@ def describe(
     decides = BEST_BY[best_by][0]
     if decides in _CHOSEN and decides not in finite and (best_by == "reward" or decides in metrics):
         finite = {}  # it could not be measured: others must not decide in its place
-    return About(position, finite, arrays)
+    return About(position, finite, arrays, dict(measured_by) if finite and measured_by else None)
 
 
 def read_about(folder: Path, step: int) -> About:
@@ -92,15 +107,19 @@ def read_about(folder: Path, step: int) -> About:
         name: SavedArray(dtype, tuple(shape), checksum)
         for name, (dtype, shape, checksum) in content["arrays"].items()
     }
-    about = About(content["position"], content["metrics"], arrays)
+    about = About(content["position"], content["metrics"], arrays, content.get("measured_by"))
     if stored["blake2b"] != about.digest:
         raise ValueError("the data position and the checksums do not match their digest")
     return about
 
 
 def best_of(found: Mapping[int, About]) -> int | None:
-    """The step with the best metrics (BEST_BY), the newest of equals; None where none has any."""
-    validated = [step for step in found if found[step].metrics]
+    """The step with the best metrics (BEST_BY), the newest of equals; None where none has any.
+
+    Only steps whose metrics were measured in the same way as the newest ones are compared: a loss over one
+    validation set says nothing about a loss over another.
+    """
+    validated = comparable(found)
     newest = found[max(validated)].metrics if validated else {}
     names = [name for name in _ORDER if name in newest or name not in _CHOSEN]
 
@@ -111,6 +130,39 @@ def best_of(found: Mapping[int, About]) -> int | None:
         return *own, float(-step)
 
     return min(validated, key=rank, default=None)
+
+
+def comparable(found: Mapping[int, About]) -> list[int]:
+    """The validated steps whose metrics were measured in the same way as those of the newest of them."""
+    validated = [step for step in found if found[step].metrics]
+    if not validated:
+        return []
+    newest = found[max(validated)].measured_by
+    return [step for step in validated if not measured_otherwise(found[step].measured_by, newest)]
+
+
+def measured_otherwise(then: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str:
+    """What differs between two records' measured_by, for people; "" where their metrics can be compared.
+
+    Validation sets are compared by content, whatever their names.
+    """
+    if then is None or now is None:
+        return "" if then is now else "an older jaxthd did not note how it validated"
+    then, now = (json.loads(json.dumps(dict(x))) for x in (then, now))
+    differing = [
+        name for name in {**then, **now} if _by_content(then.get(name)) != _by_content(now.get(name))
+    ]
+    return ", ".join(f"{name} {_shown(then.get(name))} -> {_shown(now.get(name))}" for name in differing)
+
+
+def _by_content(value: Any) -> Any:
+    """A value of measured_by; of named contents their digests alone."""
+    return sorted(map(str, value.values())) if isinstance(value, dict) else value
+
+
+def _shown(value: Any) -> str:
+    named = (f"{name} ({digest})" for name, digest in value.items()) if isinstance(value, dict) else ()
+    return ", ".join(named) or json.dumps(value)
 
 
 def find_checkpoint(folder: Path, which: str = "newest") -> tuple[int, dict[str, SavedArray]]:
@@ -132,12 +184,27 @@ def find_checkpoint(folder: Path, which: str = "newest") -> tuple[int, dict[str,
             f"{folder} has no whole checkpoint {which!r}; it has those of steps {sorted(found)}, and "
             f"{len(steps) - len(found)} damaged ones: choose another (WORKDIR, WORKDIR@best or WORKDIR@STEP)"
         )
+    if which == "best":
+        _say_left_out(folder, found)
     arrays = found[step].arrays
     if average and not any(name.startswith("ema.") for name in arrays):
         raise UserError(
             f"{folder} has no averaged parameters; expected a run with train.ema_decay: leave {EMA} out"
         )
     return step, arrays
+
+
+def _say_left_out(folder: Path, found: Mapping[int, About]) -> None:
+    """Says which validated checkpoints @best does not compare, and why."""
+    compared = comparable(found)
+    others = sorted(step for step in found if found[step].metrics and step not in compared)
+    if others and is_first():
+        reason = measured_otherwise(found[others[-1]].measured_by, found[max(compared)].measured_by)
+        print(
+            f"{folder.parent}@best is the best of steps {', '.join(map(str, sorted(compared)))}; those of "
+            f"steps {', '.join(map(str, others))} are not compared, because their validation was another: "
+            f"{reason}"
+        )
 
 
 def restore_arrays(folder: Path, step: int, wanted: Any, saved: Mapping[str, SavedArray]) -> Any:

@@ -19,11 +19,19 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Shaped
 
+from jaxthd.checkpoints.agreement import (
+    lora_factor,
+    require_same_vocabulary,
+    say_other_settings,
+    say_other_template,
+)
 from jaxthd.checkpoints.checksum import named_arrays
 from jaxthd.checkpoints.stored import find_checkpoint, restore_arrays
 from jaxthd.config import Config
 from jaxthd.errors import UserError
-from jaxthd.files.run_folder import EMA, compare_models, is_run, read_config, source_of
+from jaxthd.files.run_folder import EMA, is_run, read_config, source_of
+from jaxthd.files.tokenizer_files import BUILT_IN
+from jaxthd.files.weight_fields import compare_models
 from jaxthd.hf.checkpoint import open_checkpoint
 from jaxthd.models.stacks import to_stages
 from jaxthd.parallel.processes import is_first
@@ -106,6 +114,9 @@ def load_weights(
         else _Published(path, blueprint.config, named)
         for path, which in map(source_of, sources)
     ]
+    with_embedding = [reader for reader in readers if "embedding" in reader.gives]
+    if with_embedding:  # the last one's is used
+        require_same_vocabulary(*with_embedding[-1].tokenizer, blueprint.config.data.tokenizer, setting)
     missing = [name for name in named if not any(name in reader.gives for reader in readers)]
     arrays: dict[str, Array] = {}
     if missing and not partly:
@@ -167,12 +178,14 @@ def named_weights(weights: Weights) -> dict[str, Any]:
 class _Run:
     """A checkpoint of a run. Raises UserError where it is of another model.
 
-    gives: names of the arrays that it holds.
+    gives: names of the arrays that it holds. tokenizer: (its path, its tokenizer; None where that is not
+    known).
     """
 
     def __init__(self, path: Path, which: str, config: Config, specs: Weights, setting: str) -> None:
         there = read_config(path)
-        compare_models(path, there.model, config.model)
+        say_other_settings(path, compare_models(path, there.model, config.model))
+        say_other_template(path, there.data, config.data)
         self._folder = path / "checkpoints"
         self._step, self._saved = find_checkpoint(self._folder, which)
         self._averages = {name[4:] for name in self._saved if name[:4] == "ema."} if EMA in which else set()
@@ -188,6 +201,11 @@ class _Run:
         if differing:
             name, ranks = differing[0], (there.adapt.lora_rank, config.adapt.lora_rank)
             lora = f"adapt.lora_rank is {ranks[0]} there and {ranks[1]} here. " * (ranks[0] != ranks[1])
+            if ".lora." in name and ranks[0] == ranks[1]:
+                lora = (
+                    f"adapt.lora_targets is {there.adapt.lora_targets} there and {config.adapt.lora_targets} "
+                    f"here, adapt.dora {there.adapt.dora} and {config.adapt.dora}. "
+                )
             raise UserError(
                 f"the checkpoint of step {self._step} in {path} is of another model: {len(differing)} arrays "
                 f"differ, {name} is {list(found[name])} there and {shapes.get(name, 'absent')} here. {lora}"
@@ -196,6 +214,11 @@ class _Run:
             )
         self.gives = set(found)
         self._specs = specs
+        has_lora = any(name.endswith(".lora.b") for name in self.gives)
+        self._lora_factor = lora_factor(path, there.adapt, config.adapt) if has_lora else 1.0
+        # What import wrote (step 0) has "bytes" where no source had a tokenizer.
+        is_known = self._step > 0 or there.data.tokenizer not in BUILT_IN
+        self.tokenizer = path, there.data.tokenizer if is_known else None
 
     def read(self) -> dict[str, Array]:
         """The arrays. They are restored a few at a time, because orbax holds each on the host too."""
@@ -210,6 +233,8 @@ class _Run:
             restored = restore_arrays(self._folder, self._step, wanted, self._saved)
             found |= named_weights(Weights(restored.get("params", {}), restored.get("buffers", {})))
             found |= named_weights(Weights(restored.get("ema", {}), {}))
+        if self._lora_factor != 1.0:
+            found |= {name: x * self._lora_factor for name, x in found.items() if name.endswith(".lora.b")}
         return found
 
 
@@ -240,6 +265,8 @@ class _Published:
     def __init__(self, path: Path, config: Config, specs: Mapping[str, Any]) -> None:
         shapes = {name: spec.shape for name, spec in specs.items()}
         opened = open_checkpoint(path)
+        say_other_settings(path, compare_models(path, opened.configure(config.model), config.model))
+        self.tokenizer = path, str(path) if (path / "tokenizer.json").is_file() else None
         self._checkpoint, self._specs = opened.for_run(config.adapt, shapes), specs
         if self._checkpoint is not opened:
             _report(f"{path}: its LoRA, which is not that of this run, is merged into its projections")

@@ -90,7 +90,7 @@ class SpeechData:
     What each set holds is counted and printed (jaxthd.data.inventory), and kept in WORKDIR/inventory.json.
 
     training: False: data.manifest is not read. preferences: validation sets may hold preference lines, as for
-    scores. end_id: the token that ends an answer.
+    scores. stop_ids: the tokens that end an answer.
     Raises UserError for prompts that cannot be encoded, for a data set without a usable item, and where more
     than data.max_skipped_share of the items of a set, training or validation, cannot be used.
     """
@@ -107,7 +107,7 @@ class SpeechData:
         data = config.data
         self._config, self._preferences, self._is_training = config, preferences, training
         tokenizer = load_tokenizer(data.tokenizer)
-        self.end_id = PromptTemplate(data, tokenizer).end_id
+        self.stop_ids = PromptTemplate(data, tokenizer).stop_ids
         # All loaders share these: workers take a second to start, and keep the functions that they are sent.
         self._workers = Workers(data.workers) if data.workers else 0
         self._objective = make_objective(config.train.objective, config.train.objective_options)
@@ -145,6 +145,11 @@ class SpeechData:
     @property
     def has_validation(self) -> bool:
         return bool(self._validation)
+
+    @property
+    def validation_digests(self) -> dict[str, str]:
+        """Digests of the validation sets' content, by the sets' names."""
+        return {name: source.digest() for name, source in self._validation_sources.items()}
 
     def skipped_text(self, *, this_call: bool = False) -> str:
         """How many items the run has skipped, resumptions included, their share and the main reasons.

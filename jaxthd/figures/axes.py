@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from jaxthd.figures.colors import INK, PADDING
+from jaxthd.run.measured_by import by_validation
 from jaxthd.run.metrics import Number, values
 
 SMOOTHED_POINTS = 50
@@ -62,8 +63,11 @@ def curve(
 def points(
     axes: Axes, lines: Sequence[Mapping[str, Any]], name: str, color: str, label: str, form: str
 ) -> None:
-    """Draws occasional measurements with markers; the legend gives the first and the last value."""
-    steps, found = xy(lines, name)
-    if found:
+    """Draws results of validation with markers. They are joined where they were measured in the same way;
+    the legend gives the first and the last value of the newest of these curves."""
+    curves = [xy(part, name) for part in by_validation(lines)]
+    curves = [(steps, found) for steps, found in curves if found]
+    for number, (steps, found) in enumerate(curves, 1):
         ends = f"{form.format(found[0])} \N{RIGHTWARDS ARROW} {form.format(found[-1])}"
-        axes.plot(steps, found, "o-", color=color, markersize=4, label=f"{label}: {ends}")
+        text = f"{label}: {ends}" if number == len(curves) else None
+        axes.plot(steps, found, "o-", color=color, markersize=4, label=text)

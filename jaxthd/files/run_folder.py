@@ -8,7 +8,6 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -263,33 +262,6 @@ def _as_tuples(value: Any) -> Any:
 def _dataclass_in(kind: Any) -> Any:
     """The dataclass of a field's type, which may be "X | None"; None for other types."""
     return next((x for x in (kind, *get_args(kind)) if is_dataclass(x)), None)
-
-
-def compare_models(path: Path, there: ModelConfig, here: ModelConfig) -> None:
-    """Raises UserError if the weights in `path`, of the model `there`, do not fit the model `here`.
-
-    Encoder and adapter, or multi-token prediction, may be missing on one side. Weights that all depths share
-    fit any number of depths.
-    """
-    then, now = (flat(asdict(model), "model.") for model in (there, here))
-    free = []
-    if there.encoder is None or here.encoder is None:
-        free += ["model.encoder*", "model.adapter_*"]
-    if not (there.llm.mtp_pattern and here.llm.mtp_pattern):
-        free.append("model.llm.mtp_*")
-    elif there.llm.mtp_shared and here.llm.mtp_shared:
-        free.append("model.llm.mtp_depths")
-    differing = [
-        f"\n  {name}: {then.get(name)} there, {now.get(name)} here"
-        for name in now | then
-        if now.get(name) != then.get(name) and not any(fnmatch(name, pattern) for pattern in free)
-    ]
-    if differing:
-        raise UserError(
-            f"{path} holds weights of another model:{''.join(differing)}\n"
-            "Set these fields as they are there (of published checkpoints jaxthd.hf.checkpoint.model_config "
-            "reads them), or choose other weights"
-        )
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

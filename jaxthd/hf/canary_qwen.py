@@ -18,6 +18,7 @@ from jaxthd.errors import UserError
 from jaxthd.hf.family import ADAPTER, ENCODER, LLM, Family, Fields, encoder_of, must_be, required
 from jaxthd.hf.names import Names, Shape
 from jaxthd.hf.nemo import encoder_fields, nemo_name
+from jaxthd.hf.nemotron_h import token_fields
 from jaxthd.hf.parakeet import encoder_config, write_encoder
 from jaxthd.hf.qwen3 import llm_config, llm_fields, write_layers
 
@@ -305,5 +306,6 @@ FAMILY = Family(
     complete=_complete,
     lora=_lora,
     lora_fields=_lora_fields,
+    token_fields=lambda tokens: {"text_config": token_fields(tokens)},
     by_default=False,
 )

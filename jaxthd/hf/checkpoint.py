@@ -12,7 +12,7 @@ from jaxtyping import Shaped
 
 from jaxthd.config import AdaptConfig, ModelConfig
 from jaxthd.errors import UserError
-from jaxthd.files.run_folder import compare_models
+from jaxthd.files.weight_fields import compare_models
 from jaxthd.hf import canary_qwen, parakeet
 from jaxthd.hf.block_scaled import BlockScaledFolder
 from jaxthd.hf.family import Family, Fields

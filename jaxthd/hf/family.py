@@ -1,6 +1,6 @@
 """What a family of checkpoints is: its settings in config.json, and its name table."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -30,12 +30,16 @@ PLAIN: dict[str, Any] = {
 
 @runtime_checkable
 class SpecialTokens(Protocol):
-    """A tokenizer's special tokens; audio_id stands for an encoder frame."""
+    """A tokenizer's special tokens; eos_ids: all that end an answer; audio_id stands for an encoder frame."""
 
-    bos_id: int
-    eos_id: int
-    pad_id: int
-    audio_id: int
+    @property
+    def bos_id(self) -> int: ...
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+    @property
+    def pad_id(self) -> int: ...
+    @property
+    def audio_id(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ class Family:
     write: (model, fields, names) writes the name table; `fields` are the checkpoint's, or the export's.
     ignored: patterns of tensors that may be left unread where the name table does not have them: those that a
         speech LLM has no use for, and those that a model may do without.
-    token_fields: (special tokens) -> config.json's fields for them. None: the family holds no text model.
+    token_fields: (special tokens) -> config.json's fields for them, which generation_config.json repeats.
+        None: the family holds no text model.
     complete: (fields, shapes of the tensors) -> fields, with settings that config.json leaves out.
     lora: (fields) -> the LoRA that the checkpoint has, as settings of a run. None where it has none.
     lora_fields: (adapt, names of the projections with LoRA) -> the field "lora" of an export. None: the
@@ -83,6 +88,11 @@ class Family:
     def holds(self, name: str) -> bool:
         """Whether such a checkpoint holds our array of this name."""
         return any(name == what or (what.endswith(".") and name.startswith(what)) for what in self.covers)
+
+
+def one_or_all(ids: Sequence[int]) -> int | list[int]:
+    """Token ids as transformers writes them: one by itself, several as a list."""
+    return ids[0] if len(ids) == 1 else list(ids)
 
 
 def mtp_settings(pattern: str, modules: int, llm: LLMConfig) -> dict[str, Any]:

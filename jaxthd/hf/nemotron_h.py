@@ -16,6 +16,7 @@ from jaxthd.hf.family import (
     mtp_settings,
     must_be,
     must_hold,
+    one_or_all,
     required,
 )
 from jaxthd.hf.names import Names, Shape
@@ -242,7 +243,12 @@ _MIXERS = {"M": _mamba, "*": _attention, "-": _mlp, "E": _moe}
 
 
 def token_fields(tokens: SpecialTokens) -> dict[str, Any]:
-    return {f"{name}_token_id": getattr(tokens, f"{name}_id") for name in ("bos", "eos", "pad")}
+    """Fields of config.json for a text model's special tokens."""
+    return {
+        "bos_token_id": tokens.bos_id,
+        "eos_token_id": one_or_all(tokens.eos_ids),
+        "pad_token_id": tokens.pad_id,
+    }
 
 
 FAMILY = Family(

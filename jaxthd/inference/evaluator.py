@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxthd.checkpoints.weights import Weights
 from jaxthd.data.loader import BatchAndReport
+from jaxthd.data.text.prompt import answer_of
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.inference.wer import Normaliser, errors_of, make_normaliser, summed
 from jaxthd.packing.batch import Batch
@@ -57,14 +58,15 @@ class Evaluation(NamedTuple):
 class Evaluator:
     """Evaluates states of one model on batches of a fixed shape; compiled once.
 
-    end_id: the token that ends an answer. With train.max_new_tokens 0 nothing is decoded.
+    stop_ids: the tokens that end an answer (PromptTemplate.stop_ids). With train.max_new_tokens 0 nothing is
+    decoded.
     """
 
-    def __init__(self, blueprint: Blueprint, mesh: Mesh, end_id: int) -> None:
+    def __init__(self, blueprint: Blueprint, mesh: Mesh, stop_ids: tuple[int, ...]) -> None:
         config = blueprint.config
-        self._config, self._mesh, self._end_id = config, mesh, end_id
+        self._config, self._mesh, self._stop_ids = config, mesh, stop_ids
         new_tokens = config.train.max_new_tokens
-        self._step: Any = make_validation_step(blueprint, mesh, end_id=end_id, new_tokens=new_tokens)
+        self._step: Any = make_validation_step(blueprint, mesh, stop_ids=stop_ids, new_tokens=new_tokens)
         self._compiled: Any = None
         self._tokenizer = load_tokenizer(config.data.tokenizer)
 
@@ -116,10 +118,9 @@ class Evaluator:
             seconds = seconds_of_documents(batch, own)
             for number, key in enumerate(keys_of_row):
                 if ends.last[own, number] >= 0:
-                    ids = tokens_RDm[rows[own], number].tolist()
+                    ids, ended = answer_of(tokens_RDm[rows[own], number].tolist(), self._stop_ids)
                     reference = self._tokenizer.decode(answers[own * documents + number])
                     hypothesis = self._tokenizer.decode(ids)
-                    ended = self._end_id in ids
                     yield rows[own], number, key, reference, hypothesis, seconds[number], ended
 
     def _run(self, state: TrainState | Weights, batch: Batch, ends: PromptEnds) -> tuple[Any, float]:

@@ -11,7 +11,7 @@ Two programs of fixed shape serve conversations of every length up to the buffer
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 from typing import Any, Literal, NamedTuple
 
 import grain
@@ -22,7 +22,7 @@ from jaxthd.config import Config
 from jaxthd.data.example import Example
 from jaxthd.data.packer import pack_documents
 from jaxthd.data.speech import SpeechDocuments
-from jaxthd.data.text.prompt import PromptTemplate
+from jaxthd.data.text.prompt import PromptTemplate, answer_of
 from jaxthd.data.text.tokenizer import TextStream, load_tokenizer
 from jaxthd.errors import UserError
 from jaxthd.ops.sampling import Sampling
@@ -216,8 +216,8 @@ class Generator:
             tokens, reached = np.asarray(found.tokens), int(found.number)
             for document, stream in list(unfinished.items()):
                 new = tokens[document, decoded:reached].tolist()
-                kept = list(takewhile(lambda token: token not in self.stop_ids, new))
-                end: End | None = "stop" if len(kept) < len(new) else "length" if reached == most else None
+                kept, ended = answer_of(new, self.stop_ids)
+                end: End | None = "stop" if ended else "length" if reached == most else None
                 text = "".join(map(stream.push, kept))
                 if end:
                     text += stream.finish()

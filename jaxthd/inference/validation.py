@@ -33,7 +33,7 @@ class Validation:
     def __init__(self, blueprint: Blueprint, mesh: Mesh, data: SpeechData, outputs: OutputFolder) -> None:
         self._config, self._data, self._outputs = blueprint.config, data, outputs
         self._rows = local_rows(mesh, blueprint.config.data.rows)
-        self._evaluate = Evaluator(blueprint, mesh, data.end_id)
+        self._evaluate = Evaluator(blueprint, mesh, data.stop_ids)
         self._blueprint, self._mesh = blueprint, mesh
 
     def is_due(self, step: int) -> bool:

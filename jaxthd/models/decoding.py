@@ -60,7 +60,8 @@ class Answered(NamedTuple):
 
     log_probs: the log-probability of every position's target, 0 where weights is 0.
     correct: whether no token was likelier than the target.
-    tokens: the tokens decoded for each document, including the end token, padded with the end token.
+    tokens: the tokens decoded for each document, including the one that ends the answer; the rest is the
+    first of the end tokens.
     """
 
     log_probs: Float[Array, "R T"]
@@ -69,21 +70,27 @@ class Answered(NamedTuple):
 
 
 def answer(
-    model: SpeechLM, batch: Batch, ends: PromptEnds, *, end_id: int, new_tokens: int, axes: tuple[str, ...]
+    model: SpeechLM,
+    batch: Batch,
+    ends: PromptEnds,
+    *,
+    stop_ids: tuple[int, ...],
+    new_tokens: int,
+    axes: tuple[str, ...],
 ) -> Answered:
     """Scores the batch as it is, and decodes an answer to every prompt, always taking the likeliest token.
 
-    ends: the prompts' ends in this rank's rows. end_id: the token that ends an answer.
-    axes: as in SpeechLM.log_probs.
+    ends: the prompts' ends in this rank's rows. stop_ids: the tokens that end an answer; the first one is
+    padding. axes: as in SpeechLM.log_probs.
     """
 
     def pick(h_nD: Array, number: Array | int) -> Drawn:
         return Drawn(likeliest(model.logits(h_nD), model.vocabulary_axes))
 
-    h_ND, decoding = begin(model, batch, ends, pick, new_tokens=new_tokens, fill=end_id, axes=axes)
+    h_ND, decoding = begin(model, batch, ends, pick, new_tokens=new_tokens, fill=stop_ids[0], axes=axes)
     log_probs_N, correct_N = model.scores(h_ND, batch)
     if new_tokens:
-        decoding = advance(model, decoding, pick, stop_ids=(end_id,), until=new_tokens)
+        decoding = advance(model, decoding, pick, stop_ids=stop_ids, until=new_tokens)
     shape = batch.tokens.shape
     return Answered(log_probs_N.reshape(shape), correct_N.reshape(shape), decoding.drawn.tokens)
 

@@ -12,7 +12,7 @@ from jaxtyping import Float64
 
 from jaxthd.config import Config
 from jaxthd.data.prompts import Prompt, PromptStream
-from jaxthd.data.text.prompt import PromptTemplate
+from jaxthd.data.text.prompt import PromptTemplate, answer_of
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.inference.rollouts import Rollout, Rollouts
 from jaxthd.objectives.grpo import ADVANTAGE, DRAWN, RECORDED
@@ -88,7 +88,7 @@ class GroupMaker:
         )
 
     def _text(self, answer: Rollout) -> str:
-        return self._tokenizer.decode([t for t in answer.tokens.tolist() if t not in self.stop_ids])
+        return self._tokenizer.decode(answer_of(answer.tokens.tolist(), self.stop_ids)[0])
 
 
 class Collected(NamedTuple):

@@ -14,6 +14,7 @@ from jaxthd.data.prompts import PromptStream
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import Difference, source_of
 from jaxthd.objectives.grpo import ADVANTAGE
+from jaxthd.parallel.processes import is_first
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.forward import objective_of
 from jaxthd.steps.state import TrainState, abstract_state, canonical_shardings, training_form
@@ -60,6 +61,8 @@ def newest_state(
         return start_state(blueprint, mesh)
     state, position = restored
     loader.set_state(position)
+    if is_first() and checkpoints.new_measure:
+        print(checkpoints.new_measure)
     return training_form(state, blueprint, mesh)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from jaxthd.run.measured_by import by_validation
 from jaxthd.run.metrics import (
     PREFERENCE_METRICS,
     VALIDATION,
@@ -169,8 +170,11 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> str:
     parts += [text.format(found[-1][1]) for k, text in counts if (found := values(lines, k))]
     text = ", ".join(parts)
     validated = dict.fromkeys(k for line in lines for k in line if k.startswith(VALIDATION))
+    newest = by_validation(lines)[-1]
+    if newest[0] is not lines[0]:
+        text += f"\n  validation has changed before step {newest[0]['step']}; its results since then:"
     for name in ("loss", *(k for k in validated if k.endswith(("loss", "wer", "accuracy")))):
-        if found := values(lines, name):
+        if found := values(newest if name in validated else lines, name):
             kind = "validation " if name in validated else ""
             text += f"\n  {kind}{label(name)} {shown(name, found[0][1])} -> {shown(name, found[-1][1])}"
     return text

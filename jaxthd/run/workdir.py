@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -25,9 +26,12 @@ from jaxthd.files.run_folder import (
     Difference,
     differences,
     holds_a_run,
+    read_config,
+    source_of,
     write_config,
 )
 from jaxthd.parallel.processes import is_first
+from jaxthd.run.effects import require_effect
 
 FREE = (
     "mesh.*",
@@ -53,8 +57,6 @@ FREE = (
     "rollout.reward_folders",
     "rollout.max_failed_rewards",
     "rollout.max_logprob_difference",
-    "train.before",
-    "train.init_from",  # it counts when a run starts
     "train.best_by",
     "train.validate_every",
     "train.validate_ema",
@@ -102,6 +104,8 @@ OPTIMIZATION = (
     "adapt.*_lr_factor",
 )
 """Fields that may differ where that is asked for: they change what is learned from then on."""
+STARTING = ("train.init_from", "train.before")
+"""Fields that count when a run starts, and that a run with a checkpoint keeps as it began with them."""
 CHANGES = "changes.jsonl"
 
 
@@ -109,7 +113,8 @@ class OpenedRun(NamedTuple):
     """A workdir that is held. changes: the fields in which its run's config differs from this one.
 
     keep: (last step done) -> the fields that count from the next step on for the first time. It writes
-    config.json and changes.jsonl; call it once there is a step to do.
+    config.json and changes.jsonl; call it once there is a step to do. Raises UserError for changes that have
+    no effect on the steps to come (effects.py).
     """
 
     changes: Sequence[Difference]
@@ -122,9 +127,9 @@ def opened(workdir: Path, config: Config, asked: Collection[str] = ()) -> Iterat
 
     Process 0 does so; in other processes nothing happens.
     asked: dotted names of fields of the OPTIMIZATION that may differ from the run's.
-    Raises UserError where another run holds the workdir, where it holds a run of another config, and where
-    its config.json is one of an older jaxthd. A config.json that is missing or damaged beside a run is
-    reported and left as it is: this config may not be the run's.
+    Raises UserError where another run holds the workdir, where it holds a run of another config or one that
+    began otherwise (STARTING), and where its config.json is one of an older jaxthd. A config.json that is
+    missing or damaged beside a run is reported and left as it is: this config may not be the run's.
     """
     if not is_first():
         yield OpenedRun((), lambda step: ())
@@ -134,11 +139,14 @@ def opened(workdir: Path, config: Config, asked: Collection[str] = ()) -> Iterat
     with (workdir / "lock").open("a+") as file:
         _lock(file, workdir)
         found = _changes(workdir, config, asked) if holds_a_run(workdir) else []
+        kept = _as_begun(workdir, config) if found is not None and _has_checkpoint(workdir) else config
 
         def keep(step: int) -> Sequence[Difference]:
             if found is None:  # its config.json cannot be read
                 return ()
-            write_config(workdir, config)
+            if found and step:
+                require_effect(workdir, found, read_config(workdir), config, step)
+            write_config(workdir, kept)
             return _noted(workdir / CHANGES, found, step)
 
         yield OpenedRun(found or (), keep)
@@ -173,6 +181,9 @@ def _changes(workdir: Path, config: Config, asked: Collection[str]) -> list[Diff
     except DamagedConfigError as error:
         print(f"warning: {error}. Until then they are not compared with these", file=sys.stderr)
         return None
+    if _has_checkpoint(workdir):
+        _require_as_begun(workdir, [x for x in found if x.name in STARTING], asked)
+        found = [x for x in found if x.name not in STARTING]
     unasked = [x for x in found if _is_any(x.name, OPTIMIZATION) and x.name not in asked]
     held = [x for x in found if not _is_free(x.name) and not _is_any(x.name, OPTIMIZATION)]
     if held or unasked:
@@ -193,6 +204,47 @@ def _changes(workdir: Path, config: Config, asked: Collection[str]) -> list[Diff
             f"{workdir} holds a run of another config; fields that differ:{lines}\n" + "\n".join(how)
         )
     return found
+
+
+def _has_checkpoint(workdir: Path) -> bool:
+    return any(path.name.isdecimal() for path in (workdir / "checkpoints").glob("*"))
+
+
+def _as_begun(workdir: Path, config: Config) -> Config:
+    """The config with train.init_from as the run began with it, where it is left out now."""
+    begun = read_config(workdir).train
+    init_from = config.train.init_from or begun.init_from
+    return replace(config, train=replace(config.train, init_from=init_from))
+
+
+def _require_as_begun(workdir: Path, found: Sequence[Difference], asked: Collection[str]) -> None:
+    """Raises UserError for other weights to start from, or commands before the start, which would do nothing.
+
+    Weights that are left out now, or that have been moved, are those that the run began with; so is what is
+    to be done before a new run by a config file that has changed.
+    """
+    refused = [
+        x
+        for x in found
+        if x.name in asked or (x.name == "train.init_from" and json.loads(x.here) and not _has_moved(x))
+    ]
+    if refused:
+        lines = "".join(f"\n  {x.name}: {x.there} in the run, {x.here} now" for x in refused)
+        new = next((x for x in refused if x.name == "train.init_from"), None)
+        sources = _word(new.here) if new else str(workdir)
+        names = " and ".join(x.name for x in refused)
+        raise UserError(
+            f"{workdir} holds checkpoints, and goes on from the newest; what counts only when a run starts "
+            f"would do nothing:{lines}\nto continue the run: leave {names} out, or as it was\nto start a new "
+            f"run: --workdir NEW --train.init-from {sources}"
+        )
+
+
+def _has_moved(change: Difference) -> bool:
+    """Whether sources have the names that they had, in other places, and are not in the old ones any more."""
+    then, now = ([source_of(x) for x in json.loads(side)] for side in (change.there, change.here))
+    names = [[(path.name, which) for path, which in side] for side in (then, now)]
+    return names[0] == names[1] and not any(path.exists() for path, _ in then)
 
 
 def _noted(file: Path, found: Sequence[Difference], step: int) -> list[Difference]:
@@ -220,7 +272,7 @@ def _word(value: str) -> str:
 
 
 def _is_free(name: str) -> bool:
-    return name not in HELD and _is_any(name, FREE)
+    return name not in HELD and _is_any(name, (*FREE, *STARTING))
 
 
 def _is_any(name: str, patterns: Collection[str]) -> bool:

@@ -26,16 +26,17 @@ class Scores(NamedTuple):
 
 
 def make_validation_step(
-    blueprint: Blueprint, mesh: Mesh, *, end_id: int, new_tokens: int
+    blueprint: Blueprint, mesh: Mesh, *, stop_ids: tuple[int, ...], new_tokens: int
 ) -> Callable[[Tree, Tree, Batch, PromptEnds], tuple[Scores, Array]]:
     """(params, buffers, batch, prompts) -> (scores, decoded answers), with stored batch statistics; jitted.
 
-    The answers, int32 [R * D, new_tokens], are in the order of the prompts and filled up with end_id.
+    The answers, int32 [R * D, new_tokens], are in the order of the prompts. They end with one of stop_ids,
+    the tokens that end an answer, unless they are cut off, and are filled up with the first of these.
     """
 
     def rank(params: Tree, buffers: Tree, batch: Batch, ends: PromptEnds) -> tuple[Scores, Array]:
         model = nnx.merge(blueprint.graph, params, buffers)
-        answered = answer(model, batch, ends, end_id=end_id, new_tokens=new_tokens, axes=AXES)
+        answered = answer(model, batch, ends, stop_ids=stop_ids, new_tokens=new_tokens, axes=AXES)
         logp_N, weights_N = answered.log_probs.reshape(-1), batch.weights.reshape(-1)
         loss = negative_log_likelihood(logp_N, weights_N)
         scores = Scores(loss, answered.correct.sum(), weights_N.sum())

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxthd.checkpoints.checkpoint import Checkpoints
-from jaxthd.checkpoints.stored import find_checkpoint, reason
+from jaxthd.checkpoints.stored import find_checkpoint, measured_otherwise, read_about, reason
 from jaxthd.errors import UserError
 from jaxthd.steps.state import TrainState
 from scripts.check_survival import bits, damaged
@@ -337,6 +337,72 @@ def test_a_reward_that_could_not_be_measured_lets_nothing_else_decide(tmp_path: 
         checkpoints.save(4, make_state(4), {}, {"validation_wer": 0.0})
     assert names(tmp_path) == ["1", "4"]
     assert find_checkpoint(tmp_path, "best")[0] == 1
+
+
+OLD = {"train.normaliser": "basic", "data.validation_manifest": {"easy": "1a"}}
+NEW = OLD | {"data.validation_manifest": {"real": "2b"}}
+
+
+def test_metrics_that_were_measured_otherwise_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The best of the old ones stays until one is measured in the new way, and is then as old as it is."""
+
+    def save_all(measured_by: dict[str, Any] | None, wers: dict[int, float]) -> str:
+        with Checkpoints(tmp_path, 1, measured_by=measured_by) as checkpoints:
+            said = checkpoints.new_measure
+            for step, wer in wers.items():
+                checkpoints.save(step, make_state(step), {}, {"validation_wer": wer})
+        return said
+
+    assert save_all(OLD, {1: 0.1, 2: 0.2}) == ""
+    assert names(tmp_path) == ["1", "2"]
+    said = save_all(NEW, {})
+    assert "data.validation_manifest easy (1a) -> real (2b)" in said
+    assert "of steps 1, 2" in said
+    assert f"{tmp_path.parent}@1" in said
+    assert names(tmp_path) == ["1", "2"]
+    save_all(NEW, {3: 0.8})
+    assert names(tmp_path) == ["3"]
+    save_all(NEW, {4: 0.7, 5: 0.9})
+    assert names(tmp_path) == ["4", "5"]
+    # A set under another name is the same set.
+    assert save_all(OLD | {"data.validation_manifest": {"renamed": "2b"}}, {6: 0.75}) == ""
+    assert names(tmp_path) == ["4", "6"]
+    with Checkpoints(tmp_path, 9, measured_by=OLD) as checkpoints:
+        checkpoints.save(7, make_state(7), {}, {"validation_wer": 0.8})
+    capsys.readouterr()
+    assert find_checkpoint(tmp_path, "best")[0] == 7
+    said = capsys.readouterr().out
+    assert "@best is the best of steps 7; those of steps 4, 6 are not compared" in said
+    assert "renamed (2b) -> easy (1a)" in said
+
+
+def test_checkpoints_of_an_older_jaxthd_are_compared_among_themselves(tmp_path: Path):
+    """Their records do not say how their metrics were measured; they are whole all the same."""
+    save(tmp_path, {1: {"validation_wer": 0.1}, 2: {"validation_wer": 0.2}})
+    assert "measured_by" not in (tmp_path / "1" / "about" / "metadata").read_text()
+    assert find_checkpoint(tmp_path, "best")[0] == 1
+    with Checkpoints(tmp_path, 9, measured_by=OLD) as checkpoints:
+        assert "an older jaxthd did not note how it validated" in checkpoints.new_measure
+        assert checkpoints.best_step == 1
+        checkpoints.save(3, make_state(3), {}, {"validation_wer": 0.3})
+        checkpoints.save(4, make_state(4), {}, {})
+        assert checkpoints.best_step == 3
+    assert read_about(tmp_path, 3).measured_by == OLD
+    assert read_about(tmp_path, 4).measured_by is None, "nothing was measured"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, ""),
+        ({"train.normaliser": "english"}, 'train.normaliser "basic" -> "english"'),
+        ({"end tokens": [2]}, "end tokens null -> [2]"),
+    ],
+)
+def test_what_is_measured_otherwise_is_named(change: dict[str, Any], said: str):
+    assert measured_otherwise(OLD, OLD | change) == said
 
 
 def test_the_best_may_be_by_reward(tmp_path: Path):

@@ -328,12 +328,12 @@ def test_a_manifest_without_a_usable_line_stops_the_run(folder: Path):
         SpeechData(config(folder, "speech.jsonl", "bad.jsonl"), folder)
 
 
-def test_end_id_is_what_ends_the_answers(folder: Path):
+def test_answers_end_with_the_first_of_the_stop_ids(folder: Path):
     data = SpeechData(config(folder, "speech.jsonl", template="chatml"), folder)
-    assert data.end_id == ByteTokenizer.eos_id
+    assert data.stop_ids == (ByteTokenizer.eos_id,)
     with data.training() as loader:
         batch, _ = next(loader)
-    assert batch.targets[batch.weights > 0][-1] == data.end_id
+    assert batch.targets[batch.weights > 0][-1] == data.stop_ids[0]
 
 
 def test_a_model_without_an_encoder_reads_no_audio_and_skips_documents_with_recordings(

@@ -7,7 +7,7 @@ import pytest
 
 from jaxthd.config import DataConfig
 from jaxthd.data.example import Clip, Turn
-from jaxthd.data.text.prompt import PromptTemplate
+from jaxthd.data.text.prompt import PromptTemplate, answer_of
 from jaxthd.data.text.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from jaxthd.errors import UserError
 from tests.data.test_tokenizer import write
@@ -73,6 +73,12 @@ def test_without_the_tokens_of_chatml_its_start_is_text_and_its_end_is_the_end_o
     assert text == "<|im_start|>user\n<a><eos>\n<|im_start|>assistant\nYes.<eos>\n"
     assert learnt == ["Yes.<eos>"]
     assert PromptTemplate(DataConfig(template="chatml"), BYTES).end_id == BYTES.eos_id
+
+
+def test_an_answer_ends_at_the_first_of_the_tokens_that_end_one():
+    assert answer_of([5, 6, 2, 5, 1], (1, 2)) == ([5, 6], True)
+    assert answer_of([1], (1, 2)) == ([], True)
+    assert answer_of([5, 6], (1, 2)) == ([5, 6], False), "it was cut off"
 
 
 @pytest.mark.parametrize("template", ["plain", "chatml"])

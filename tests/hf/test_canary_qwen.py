@@ -92,6 +92,18 @@ def test_without_lora_of_the_same_form_it_is_merged_and_said(folder, capsys):
         assert not found[f"decoder.layers.attention.mixer.{name}.lora.b"].any(), "the run's own LoRA is new"
 
 
+def test_a_run_s_lora_of_another_alpha_starts_the_same_model(imported, capsys):
+    config = read_config(imported)
+    same, other = (
+        named_weights(load_weights([imported], Blueprint(each), make_mesh(each.mesh)))
+        for each in (config, replace(config, adapt=replace(config.adapt, lora_alpha=20.0)))
+    )
+    assert "multiplied by 0.25, so that the model is the same" in capsys.readouterr().err
+    for name, x in same.items():
+        factor = 0.25 if name.endswith(".lora.b") else 1
+        np.testing.assert_array_equal(other[name], np.asarray(x) * np.float32(factor), err_msg=name)
+
+
 @pytest.mark.exhaustive
 def test_without_lora_the_names_are_those_of_a_plain_llm(folder, imported, tmp_path):
     config = read_config(imported)

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxthd.checkpoints.weights import load_weights, named_weights
-from jaxthd.config import Config, EncoderConfig, ModelConfig
+from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig
 from jaxthd.convert import export_weights, import_weights
 from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
@@ -27,7 +27,7 @@ SMALL = EncoderConfig(num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsam
 
 
 def loaded(sources: list[Any], model: ModelConfig) -> dict[str, Any]:
-    config = Config(model=model)
+    config = Config(model=model, data=DataConfig(tokenizer=str(FOLDER)))
     return named_weights(load_weights(sources, Blueprint(config), make_mesh(config.mesh)))
 
 
@@ -73,7 +73,8 @@ def test_a_folder_becomes_a_model_and_comes_back(tmp_path: Path, capsys: pytest.
     assert "encoder" not in buffers
     export_weights(tmp_path / "imported", tmp_path / "exported")
     assert "initialised" not in capsys.readouterr().out
-    names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    names = {"config.json", "generation_config.json", "model.safetensors"}
+    names |= {"tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in (tmp_path / "exported").iterdir()} == names
     found, want = (load_file(folder / "model.safetensors") for folder in (tmp_path / "exported", FOLDER))
     assert found.keys() == want.keys()

@@ -13,11 +13,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from tensorboardX.proto.event_pb2 import Event
 
 from jaxthd.data.loader import BatchReport, RowReport
 from jaxthd.errors import UserError, readable_errors
+from jaxthd.figures.axes import points
 from jaxthd.run import metrics_file, progress
+from jaxthd.run.measured_by import by_validation
 from jaxthd.run.metrics import StepFacts, metrics_line, values
 from jaxthd.run.metrics_file import Metrics, read_metrics
 from jaxthd.run.progress import summary
@@ -260,6 +263,28 @@ def test_metrics_of_a_folder_without_a_run_are_refused(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="holds no line"):
         read_metrics(tmp_path)
+
+
+def test_results_of_another_validation_are_neither_compared_nor_joined():
+    change = {"changed": 'train.steps 3 -> 9, data.validation_manifest "easy" -> "real"'}
+    lines = [
+        line(1) | {"validation_wer": 0.1},
+        line(2) | {"changed": "train.steps 2 -> 3"},
+        line(3) | {"validation_wer": 0.05},
+        line(4) | change,
+        line(5) | {"validation_wer": 0.8},
+        line(6) | {"validation_wer": 0.7},
+    ]
+    assert [[x["step"] for x in part] for part in by_validation(lines)] == [[1, 2, 3], [4, 5, 6]]
+    assert [len(part) for part in by_validation(lines[3:])] == [3]
+    said = summary(lines)
+    assert "validation has changed before step 4; its results since then:" in said
+    assert "validation WER 80.0% -> 70.0%" in said
+    assert "changed" not in summary(lines[:3])
+    axes = Figure().subplots()
+    points(axes, lines, "validation_wer", "red", "errors", "{:.1%}")
+    assert [x.get_xdata().tolist() for x in axes.lines] == [[1, 3], [5, 6]]
+    assert axes.get_legend_handles_labels()[1] == ["errors: 80.0% \N{RIGHTWARDS ARROW} 70.0%"]
 
 
 def test_the_summary_tells_first_and_last_values_and_medians():

@@ -15,7 +15,7 @@ import pytest
 from jaxthd.config import Config, MeshConfig
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import flat, read_config
-from jaxthd.run.workdir import FREE, OPTIMIZATION, opened
+from jaxthd.run.workdir import FREE, OPTIMIZATION, STARTING, opened
 
 
 def changed(config: Config, name: str, value: Any) -> Config:
@@ -132,6 +132,81 @@ def test_what_has_no_part_in_the_optimization_may_not_change_even_if_asked(tmp_p
             pass
 
 
+def test_other_weights_to_start_from_are_refused_once_there_is_a_checkpoint(tmp_path: Path):
+    sources = tmp_path / "a", tmp_path / "b"
+    for source in sources:
+        source.mkdir()
+    a, b = (changed(Config(), "train.init_from", (str(source),)) for source in sources)
+    workdir = tmp_path / "run"
+    make_run(workdir, a)
+    for asked in ((), ["train.init_from"]):
+        with pytest.raises(UserError, match="would do nothing") as raised, opened(workdir, b, asked):
+            pass
+        lines = str(raised.value).splitlines()
+        assert lines[1] == f'  train.init_from: ["{sources[0]}"] in the run, ["{sources[1]}"] now'
+        assert lines[3] == f"to start a new run: --workdir NEW --train.init-from {sources[1]}"
+    # Left out, they are those that the run began with.
+    with opened(workdir, Config()) as run:
+        assert not run.changes
+        assert run.keep(5) == []
+    assert read_config(workdir).train.init_from == (str(sources[0]),)
+    # So are those that have been moved.
+    (tmp_path / "moved").mkdir()
+    sources[0].rename(tmp_path / "moved" / "a")
+    moved = changed(Config(), "train.init_from", (str(tmp_path / "moved" / "a"),))
+    with opened(workdir, moved) as run:
+        assert run.keep(5) == []
+    assert read_config(workdir).train == moved.train
+
+
+def test_a_run_without_a_checkpoint_starts_from_other_weights(tmp_path: Path):
+    """It begins anew, so that they count."""
+    with opened(tmp_path, Config()) as run:
+        run.keep(0)
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with opened(tmp_path, changed(Config(), "train.init_from", ("/weights",))) as run:
+        assert [x.name for x in run.keep(0)] == ["train.init_from"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "step", "why"),
+    [
+        ("train.warmup_steps", 40, 5, ""),
+        ("train.warmup_steps", 15, 20, ""),  # the cosine begins where the warm-up ends
+        ("train.decay_steps", 7, 5, "the same without it"),
+        ("train.learning_rate", 1e-4, 5, ""),
+        ("train.min_learning_rate", 1e-6, 5, ""),
+        ("train.aux_loss", 0.1, 5, "no experts"),
+        ("train.mtp_loss", 0.5, 5, "no multi-token prediction"),
+        ("train.ctc_max_labels", 64, 5, "ctc_loss is 0"),
+        ("train.beta1", 0.8, 5, ""),
+        ("train.profile", "2:4", 5, "steps up to 4 are done"),
+        ("train.profile", "4:6", 5, ""),
+    ],
+)
+def test_changes_that_would_do_nothing_are_refused(
+    name: str, value: Any, step: int, why: str, tmp_path: Path
+):
+    make_run(tmp_path, Config())
+    with opened(tmp_path, changed(Config(), name, value), [name]) as run:
+        if not why:
+            assert [x.name for x in run.keep(step)] == [name]
+            return
+        with pytest.raises(UserError, match=rf"{name}: .* in the run, .* now \(.*{why}"):
+            run.keep(step)
+    assert read_config(tmp_path) == Config()
+
+
+@pytest.mark.parametrize("schedule", ["constant", "warmup_stable_decay"])
+def test_a_warm_up_that_is_over_cannot_change(schedule: str, tmp_path: Path):
+    config = changed(Config(), "train.schedule", schedule)
+    make_run(tmp_path, config)
+    with opened(tmp_path, changed(config, "train.warmup_steps", 30), ["train.warmup_steps"]) as run:
+        with pytest.raises(UserError, match=r"train\.warmup_steps: 20 in the run, 30 now"):
+            run.keep(30)
+        assert run.keep(28)
+
+
 def test_a_run_keeps_a_copy_of_its_tokenizer(tmp_path: Path):
     """It may then be moved, and the original too; another tokenizer is refused."""
     folder = tmp_path / "tokenizers"
@@ -157,7 +232,7 @@ def test_a_run_keeps_a_copy_of_its_tokenizer(tmp_path: Path):
 
 def test_every_listed_field_exists():
     names = flat(asdict(Config()))
-    listed = (*FREE, *OPTIMIZATION)
+    listed = (*FREE, *OPTIMIZATION, *STARTING)
     assert [x for x in listed if not any(fnmatch(name, x) for name in names)] == []
 
 

@@ -1,7 +1,8 @@
 """Prompt templates: turns of text and recordings -> token ids, and which of these are supervised."""
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import takewhile
 
 import numpy as np
 
@@ -41,7 +42,9 @@ class PromptTemplate:
         if self._chat:
             self.end_id = self._chat.end_id
         self.stop_ids = tuple(dict.fromkeys((self.end_id, *tokenizer.eos_ids)))
-        """All tokens that end an answer, end_id first."""
+        """All tokens that end an answer, end_id first: what the template writes after one, and what the
+        tokenizer and the files beside it name (eos_token; eos_token_id of generation_config.json and
+        config.json). Validation, evaluation, generation, rollouts and exports take them from here."""
         self._system = Turn("system", (data.system_prompt,)) if data.system_prompt else None
         pieces = [("data.prompt", piece) for piece in data.prompt.split(data.audio_placeholder)]
         for setting, piece in [("data.system_prompt", data.system_prompt), *pieces]:
@@ -119,6 +122,12 @@ class PromptTemplate:
                     f"text {reprlib.repr(text)} holds {mark}, a mark of the template; remove it from the text"
                 )
         return self._tokenizer.encode(text)
+
+
+def answer_of(tokens: Sequence[int], stop_ids: Collection[int]) -> tuple[list[int], bool]:
+    """Returns (the tokens before the first that ends an answer, whether there is one that ends it)."""
+    kept = list(takewhile(lambda token: token not in stop_ids, tokens))
+    return kept, len(kept) < len(tokens)
 
 
 def _chat_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
