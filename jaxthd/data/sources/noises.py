@@ -71,8 +71,6 @@ def read_recordings(
     for number, file, where, line in numbered_lines(files):
         key = f"{number}:"
         try:
-            if isinstance(line, ValueError):
-                raise line
             entry = parse(line)
             key += string(entry, "audio_filepath")
             named.append((key, clip_of(entry, "audio_filepath", in_folder(files[file].parent))))

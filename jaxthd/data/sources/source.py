@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 from jaxthd.config import DataConfig
 from jaxthd.data.example import Example
 from jaxthd.data.skipped import Skipped
+from jaxthd.data.sources.containers import parts_of
 
 
 class SourceSetting(NamedTuple):
@@ -26,6 +27,19 @@ class SourceSetting(NamedTuple):
     split: Literal["training", "validation"] = "training"
     source: str = ""
     prompts: bool = False
+
+
+class Containers(NamedTuple):
+    """The files of a data set that hold several items each: manifests, tar files, tables, shards.
+
+    named: how many the data set says that it has, by the setting's braces, its index, or numbers in names.
+    found: how many of them are there. notes: what a user should know of them, such as "1 of the 3 parts that
+    train-00000-of-00003.parquet's name counts".
+    """
+
+    named: int
+    found: int
+    notes: tuple[str, ...] = ()
 
 
 class Source(ABC):
@@ -61,6 +75,29 @@ class Source(ABC):
 
         A data position saved under another digest is refused. No recording is read.
         """
+
+    def containers(self) -> Containers | None:
+        """The containers of the data set; None for a source that counts none.
+
+        Nothing is read but lists of files and small metadata. After `read`, the notes have what it came upon,
+        too. Raises UserError, as `read` does, for a data set that says that it has more than is there.
+        """
+        return None
+
+    def files(self) -> list[Path]:
+        """The files whose sizes and times of change tell whether the data set has changed: containers and their
+        indexes. Empty for a source that cannot tell. Raises as `containers`."""
+        return []
+
+
+def counted_files(files: Sequence[Path], left_out: int = 0, notes: Sequence[str] = ()) -> Containers:
+    """The containers that a user has named by their files, with a note where names count more parts.
+
+    left_out: containers that the data set's own metadata counts besides. notes: other notes.
+    """
+    parts = [each for each in parts_of(files) if each.missing]
+    named = len(files) + left_out + sum(len(each.missing) for each in parts)
+    return Containers(named, len(files), (*(each.note for each in parts), *notes))
 
 
 def digest_of_files(files: Iterable[Path], tars: Sequence[Path]) -> str:
