@@ -43,11 +43,11 @@ def damaged(path: Path, where: str, cause: object) -> UserError:
 
 
 def empty(path: Path, holds: str) -> UserError:
-    """The error for a container without items. holds: what it has none of, such as "a line"."""
+    """The error for a container without items. holds: what it has none of, such as "lines"."""
     size = path.stat().st_size
     return UserError(
-        f"{path} holds not {holds} ({size:,} bytes); expected items in each file of a data set: fetch or write "
-        "it again, or take it out of the data set"
+        f"{path} holds no {holds} ({size:,} bytes); expected items in each file of a data set: fetch or "
+        "write it again, or take it out of the data set"
     )
 
 
@@ -60,7 +60,7 @@ def refuse_other_forms(path: Path, expected: str) -> None:
     with path.open("rb") as file:
         head = file.read(LOOKED_AT)
     if not head:
-        raise empty(path, "a byte")
+        raise empty(path, "bytes")
     if form := _form(path, head, expected):
         found, change = form
         read = {
@@ -184,19 +184,19 @@ def parts_of(files: Iterable[Path]) -> list[Parts]:
     ]
 
 
-def require_all_parts(files: Sequence[Path], title: str) -> None:
+def require_all_parts(files: Sequence[Path], title: str, otherwise: str) -> None:
     """Raises UserError where the files of a folder count more of them than there are, or leave out a number.
 
     A number is left out where all names have one at their ends, from 0 or 1 on, such as 0000.parquet and
-    0002.parquet. title: what messages call the data set.
+    0002.parquet. title: what messages call the data set. otherwise: what to do instead of fetching the others.
     """
     all_parts = parts_of(files)
     for parts in all_parts:
         if parts.missing or len(parts.numbers) > parts.total:
             absent = parts.names.format(f"{parts.missing[0]:05d}" if parts.missing else "...")
             raise UserError(
-                f"{title} has {parts.note}: {absent} is not there, or has another name; expected all of them: "
-                "fetch the others, or name the files that are to be read, with braces"
+                f"{title} has {parts.note}: {absent} is not there, or has another name; expected all of "
+                f"them: fetch the others, or {otherwise}"
             )
     prefixes: dict[str, Parts] = {}
     for parts in all_parts:
@@ -208,8 +208,8 @@ def require_all_parts(files: Sequence[Path], title: str) -> None:
             )
     if not all_parts and (gap := gap_in(files)):
         raise UserError(
-            f"{title} has files numbered {gap[0]} to {gap[2]}, and none has the number {gap[1]}; expected all of "
-            "them: fetch the others, or name the files that are to be read, with braces"
+            f"{title} has files numbered {gap[0]} to {gap[2]}, and none has the number {gap[1]}; expected "
+            f"all of them: fetch the others, or {otherwise}"
         )
 
 
@@ -244,6 +244,6 @@ def refuse_unread(folder: Path, wanted: re.Pattern[str], setting: str) -> None:
             stem = ending.sub("", path.name)
             if stem != path.name and any(wanted.fullmatch(stem + end) for end in ("", ".tar")):
                 raise UserError(
-                    f"{path} {what}; expected .jsonl, .jsonl.gz, .tar, .parquet or .arrow: convert it or fetch it "
-                    f"again, or take it out of the data set ({setting})"
+                    f"{path} {what}; expected .jsonl, .jsonl.gz, .tar, .parquet or .arrow: convert it "
+                    f"or fetch it again, or take it out of the data set ({setting})"
                 )

@@ -100,7 +100,7 @@ def read_examples(
 
 
 def numbered_lines(files: Sequence[Path]) -> Iterator[tuple[int, int, str, bytes]]:
-    """Yields (line number among all, file number, position for messages, the line) of lines that are not blank.
+    """Yields (line number among all, file number, position for messages, the line), without blank lines.
 
     Raises UserError as lines_of does, for a file without a line, and for one that ends within a line.
     """
@@ -115,7 +115,7 @@ def numbered_lines(files: Sequence[Path]) -> Iterator[tuple[int, int, str, bytes
                 where = f"{path.name} line {line_number}: " if len(files) > 1 else ""
                 yield before + line_number, file, where, line
         if is_empty:
-            raise empty(path, "a line")
+            raise empty(path, "lines")
         before += line_number
 
 
@@ -135,13 +135,14 @@ def entries_of(path: str) -> dict[int, tuple[Entry, Path]]:
 def lines_of(path: Path) -> Iterator[bytes]:
     """Yields lines as bytes, so that a badly encoded line costs only that line. A .gz file is decompressed.
 
-    Raises UserError for a file that has no lines (see refuse_other_forms) or cannot be decompressed to its end.
+    Raises UserError for a file that has no lines (see refuse_other_forms), and where decompression fails.
     """
     refuse_other_forms(path, "lines")
     line_number = 0
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
         try:
-            for line_number, line in enumerate(lines, start=1):
+            for line in lines:
+                line_number += 1
                 yield line
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             cause: object = error

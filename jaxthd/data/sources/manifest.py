@@ -133,8 +133,8 @@ def read_manifest(
     prompts: whether lines without an answer are read too, as examples whose last turn is the user's:
         utterances without a text, conversations, and the field prompt.
     notes: a list that gets what a user should know of the tar files, such as members that no line names.
-    Raises FileNotFoundError if there is no such file; UserError if it holds no usable line, if a file is empty
-    or damaged, if manifests and tar files do not match, or if braces cannot be expanded.
+    Raises FileNotFoundError if there is no such file; UserError if it holds no usable line, if a file is
+    empty or damaged, if manifests and tar files do not match, or if braces cannot be expanded.
     Source: NeMo's documentation (ASR and speechlm2 datasets), transformers' (chat templates).
     """
     files = manifests_of(str(path), setting)

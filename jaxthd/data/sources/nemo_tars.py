@@ -40,7 +40,7 @@ def counted_tars(manifest: Path, tars: Sequence[Path]) -> list[Counted]:
 
 
 def _total(path: Path) -> int:
-    """dataset_config.num_shards of a file of metadata; 0 without such a file, or in that of another program."""
+    """dataset_config.num_shards of a file of metadata; 0 without it, or in one of another program."""
     try:
         metadata = yaml.safe_load(path.read_text())
         total = metadata["dataset_config"]["num_shards"]

@@ -85,8 +85,10 @@ class Source(ABC):
         return None
 
     def files(self) -> list[Path]:
-        """The files whose sizes and times of change tell whether the data set has changed: containers and their
-        indexes. Empty for a source that cannot tell. Raises as `containers`."""
+        """The files whose sizes and times of change tell whether the data set has changed.
+
+        These are containers and their indexes; none for a source that cannot tell. Raises as `containers`.
+        """
         return []
 
 

@@ -82,7 +82,7 @@ def index_tar(path: Path) -> TarIndex:
             if mark.strip(b"\0"):  # tarfile takes a damaged header for the end
                 return TarIndex(path, members, f"damaged, at byte {tar.offset}")
             if mark and not members:
-                raise empty(path, "a member")
+                raise empty(path, "members")
             return TarIndex(path, members, end=_end(file, tar.offset, mark))
     except UserError:
         raise
@@ -92,7 +92,7 @@ def index_tar(path: Path) -> TarIndex:
 
 
 def _end(file: BufferedReader, at: int, mark: bytes) -> str:
-    """What is wrong with the end of a tar file that is read to `at`, where the bytes `mark` are; "" if nothing.
+    """What is wrong with the end of a tar file, read to `at`, where the bytes `mark` are; "" if nothing.
 
     Zeros fill a tar file up to a multiple of 10,240 bytes.
     """
@@ -160,8 +160,8 @@ class TarredAudio:
     files: the manifest's files. tars: the tar files, with braces. setting: the setting that named them, for
     messages. Either there is one tar file for each file, in order; or one file has several tar files, and the
     shard_id of its lines is the number in a tar file's name ("audio_3.tar").
-    Raises UserError if the counts do not match, a tar file is missing, or numbers contradict the order; and as
-    index_tar does.
+    Raises UserError if the counts do not match, a tar file is missing, or numbers contradict the order; and
+    as index_tar does.
     """
 
     def __init__(self, tars: str, files: Sequence[Path], setting: str) -> None:
@@ -228,7 +228,8 @@ def notes_of_tars(indexes: Sequence[TarIndex], named: Sequence[int]) -> list[str
     if sum(unnamed):
         which = indexes[next(n for n, count in enumerate(unnamed) if count)].path.name
         notes.append(
-            f"{sum(unnamed):,} of the {sum(members):,} members of tar files are named by no line, {which} first"
+            f"{sum(unnamed):,} of the {sum(members):,} members of tar files are named by no line, "
+            f"{which} first"
         )
     return notes
 
