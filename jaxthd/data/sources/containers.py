@@ -81,6 +81,12 @@ def _form(path: Path, head: bytes, expected: str) -> tuple[str, str] | None:
     if re.match(rb"\s*<(!doctype|html|\?xml)", head, re.I):
         return "a page of HTML or XML, as a server sends for an error", "fetch it again"
     is_gzip = head.startswith(_GZIP)
+    if expected == "a table":
+        is_parquet, is_arrow = head.startswith(b"PAR1"), head.startswith((b"ARROW1", b"\xff\xff\xff\xff"))
+        if (is_parquet and path.suffix == ".arrow") or (is_arrow and path.suffix == ".parquet"):
+            return (
+                ("a parquet file", "name it .parquet") if is_parquet else ("an arrow file", "name it .arrow")
+            )
     if expected != "lines":
         return ("compressed (gzip)", "decompress it with gunzip") if is_gzip else None
     if is_gzip != (path.suffix == ".gz"):
@@ -188,7 +194,7 @@ def require_all_parts(files: Sequence[Path], title: str, otherwise: str) -> None
     """Raises UserError where the files of a folder count more of them than there are, or leave out a number.
 
     A number is left out where all names have one at their ends, from 0 or 1 on, such as 0000.parquet and
-    0002.parquet. title: what messages call the data set. otherwise: what to do instead of fetching the others.
+    0002.parquet. title: what messages call the data set. otherwise: what to do if the others are not fetched.
     """
     all_parts = parts_of(files)
     for parts in all_parts:

@@ -47,7 +47,7 @@ def shar_shards(folder: Path, setting: str) -> list[Shard]:
     index name what is not there.
     """
     found: dict[str, dict[str, Path]] = {}
-    is_tar = {"recording": {True}, "cuts": {False}} | dict.fromkeys(TEXTS, {False})
+    is_tar = {"recording": {True}, "cuts": {False}} | {name: {False} for name in TEXTS}
     refuse_unread(folder, re.compile(rf"({'|'.join(is_tar)})(\..+)?\.(jsonl|jsonl\.gz|tar)"), setting)
     for path in sorted(folder.iterdir()):
         named = _NAME.fullmatch(path.name)
