@@ -4,6 +4,7 @@ Arrow files are mapped into memory, so that a cell costs its own bytes. Of a par
 group are read and decompressed whole.
 """
 
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -68,27 +69,10 @@ class ParquetTable(Table):
         self._file = ParquetFile(path, memory_map=True, pre_buffer=False)
         self.schema, self.groups = self._file.schema_arrow, self._file.num_row_groups
         metadata = self._file.metadata
-        in_groups = sum(metadata.row_group(group).num_rows for group in range(self.groups))
-        if in_groups != metadata.num_rows:
-            raise ValueError(
-                f"its footer counts {metadata.num_rows} rows, and those of its groups {in_groups}"
-            )
-        self._refuse_joined(path)
-
-    def _refuse_joined(self, path: Path) -> None:
-        """Raises ValueError where one file follows another: the footer's places are then those of the first."""
-        metadata, size = self._file.metadata, path.stat().st_size
-        ends = [len(_PARQUET)]
-        for group in range(self.groups):
-            for number in range(metadata.num_columns):
-                column = metadata.row_group(group).column(number)
-                start = min(filter(None, (column.dictionary_page_offset, column.data_page_offset)), default=0)
-                ends.append(start + column.total_compressed_size)
-        # Between the data and the footer lie at most indexes of pages and Bloom filters.
-        with path.open("rb") as file:
-            file.seek(max(ends))
-            between = file.read(max(0, size - max(ends)))
-        if 2 * _PARQUET in between:
+        rows = sum(metadata.row_group(group).num_rows for group in range(self.groups))
+        if rows != metadata.num_rows:
+            raise ValueError(f"its footer counts {metadata.num_rows} rows, and {rows} in its groups")
+        if self.groups and _is_joined(path, metadata.row_group(self.groups - 1)):
             raise ValueError("it is several parquet files joined, of which the first alone can be read")
 
     def read(self, group: int, names: Sequence[str]) -> Any:
@@ -138,6 +122,20 @@ class ArrowTable(Table):
             else:
                 columns[name] = batch.column(name)
         return pyarrow.RecordBatch.from_arrays(list(columns.values()), list(columns))
+
+
+def _is_joined(path: Path, last: Any) -> bool:
+    """Whether a file follows another in a parquet file: the footer's places are then those of the first.
+
+    last: the metadata of the last group. Only indexes and Bloom filters lie between its data and the footer.
+    """
+    ends = [len(_PARQUET)]
+    for number in range(last.num_columns):
+        column = last.column(number)
+        start = min(filter(None, (column.dictionary_page_offset, column.data_page_offset)), default=0)
+        ends.append(start + column.total_compressed_size)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return data.find(2 * _PARQUET, max(ends)) >= 0
 
 
 def _messages(source: Any) -> Iterator[Any]:

@@ -83,10 +83,10 @@ def _form(path: Path, head: bytes, expected: str) -> tuple[str, str] | None:
     is_gzip = head.startswith(_GZIP)
     if expected == "a table":
         is_parquet, is_arrow = head.startswith(b"PAR1"), head.startswith((b"ARROW1", b"\xff\xff\xff\xff"))
-        if (is_parquet and path.suffix == ".arrow") or (is_arrow and path.suffix == ".parquet"):
-            return (
-                ("a parquet file", "name it .parquet") if is_parquet else ("an arrow file", "name it .arrow")
-            )
+        if is_parquet and path.suffix == ".arrow":
+            return "a parquet file", "rename it to end in .parquet"
+        if is_arrow and path.suffix == ".parquet":
+            return "an arrow file", "rename it to end in .arrow"
     if expected != "lines":
         return ("compressed (gzip)", "decompress it with gunzip") if is_gzip else None
     if is_gzip != (path.suffix == ".gz"):
@@ -109,7 +109,8 @@ def _form_of_text(head: bytes) -> tuple[str, str] | None:
     tables = {b"PAR1": ".parquet", b"ARROW1": ".arrow", b"\xff\xff\xff\xff": ".arrow"}
     for magic, suffix in tables.items():
         if head.startswith(magic):
-            return f"a {suffix[1:]} file", f"rename it to end in {suffix}"
+            article = "an" if suffix == ".arrow" else "a"
+            return f"{article} {suffix[1:]} file", f"rename it to end in {suffix}"
     if head[257:262] == b"ustar":
         return "a tar file", "name the manifest of its recordings, and the tar file in tarred_audio"
     if head.startswith((b"\xff\xfe", b"\xfe\xff")) or re.match(

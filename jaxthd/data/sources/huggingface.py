@@ -196,9 +196,8 @@ def _rows_of(path: Path, named: dict[str, str]) -> Iterator[_Row]:
             yield from (_Row(reason, path) for _ in range(count))
             continue
         if count not in (None, rows.num_rows):
-            raise damaged(
-                path, f"group {group}", f"it holds {rows.num_rows} rows and is said to hold {count}"
-            )
+            cause = f"it holds {rows.num_rows} rows, and the footer says {count}"
+            raise damaged(path, f"group {group}", cause)
         for at, values in enumerate(_values(rows, broken)):
             if isinstance(values, str):
                 yield _Row(f"{where}, row {at} cannot be read ({values})", path)

@@ -21,7 +21,10 @@ _SPLIT = re.compile(r"(train|test|valid|val|dev|eval)", re.I)
 
 
 class Count(NamedTuple):
-    """Rows that a record counts in files. is_binding: False for a record that stays behind when rows change."""
+    """Rows that a record counts in files.
+
+    is_binding: False for a record that keeps its numbers when rows change.
+    """
 
     record: Path
     files: tuple[Path, ...]
@@ -55,8 +58,8 @@ def files_of_folder(folder: Path, setting: str) -> list[Path]:
         missing = [str(file) for file in files if not file.is_file()]
         if missing:
             raise UserError(
-                f"{len(missing)} of the {len(files)} files that {state} lists are not there, {missing[0]} first; "
-                f"expected all of them ({setting}): fetch them"
+                f"{len(missing)} of the {len(files)} files that {state} lists are not there, {missing[0]} "
+                f"first; expected all of them ({setting}): fetch them"
             )
     elif files := _tables_in(folder):
         _require_one_split(files, title)
@@ -77,8 +80,8 @@ def _without_tables(folder: Path, splits: Sequence[str], setting: str) -> str:
     absent = sorted(set(listed) - set(splits))
     missing = f" ({DICT} lists {', '.join(absent)}, too, and there is no such folder)" if absent else ""
     return (
-        f"{folder} ({setting}) holds the splits {', '.join(splits) or 'of a data set'}{missing}; expected one of "
-        f"them: name {folder / (splits or ['train'])[0]}, for example"
+        f"{folder} ({setting}) holds the splits {', '.join(splits) or 'of a data set'}{missing}; expected "
+        f"one of them: name {folder / (splits or ['train'])[0]}, for example"
     )
 
 
@@ -114,8 +117,8 @@ def _require_summarised(files: Sequence[Path], title: str) -> None:
     absent = [path for count in counts for path in count.files if not path.is_file()]
     if absent:
         raise UserError(
-            f"{title} has a summary, {counts[0].record}, of {len(counts)} files, of which {len(absent)} are not "
-            f"there, {absent[0]} first; expected all of them: fetch them, or take the summary away"
+            f"{title} has a summary, {counts[0].record}, of {len(counts)} files, of which {len(absent)} are "
+            f"not there, {absent[0]} first; expected all of them: fetch them, or take the summary away"
         )
 
 
@@ -139,8 +142,8 @@ def _summarised(files: Sequence[Path]) -> Iterator[Count]:
 def counts_of_folder(folder: Path, files: Sequence[Path]) -> list[Count]:
     """The rows that the folder's records count in its files.
 
-    Those are dataset_info.json, dataset_infos.json, the summary of parquet files, and the head of README.md as
-    the Hub writes it. What save_to_disk writes of a filtered data set keeps the numbers from before, and a
+    They are dataset_info.json, dataset_infos.json, the summary of parquet files, and the head of README.md
+    as the Hub writes it. What save_to_disk writes of a filtered data set keeps the numbers from before, and a
     README may be older than the files, so these do not bind.
     """
     counts = list(_summarised(files))
@@ -197,8 +200,8 @@ def require_counts(counts: Sequence[Count], rows: Mapping[Path, int], setting: s
             text = f"counts {expected:,} rows in {what}, and there are {there:,}"
             if is_binding:
                 raise UserError(
-                    f"{record} {text}; expected the rows that it counts ({setting}): fetch the files again, or name "
-                    "them with braces where these are all that you want"
+                    f"{record} {text}; expected the rows that it counts ({setting}): fetch the files again, "
+                    "or name them with braces where these are all that you want"
                 )
             notes.append(f"{record.name} {text}")
     return notes
