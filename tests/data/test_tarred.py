@@ -214,6 +214,8 @@ def test_what_does_not_go_together_is_refused(shards, tmp_path):
         ("audio-07-clean.tar", 7),
         ("audio.tar", None),
         ("v2_audio.tar", None),
+        ("audio-00001-of-00004.tar", 1),
+        ("part_0_of_3.jsonl", 0),
     ],
 )
 def test_a_shards_number_is_in_its_name(name, number):

@@ -17,7 +17,8 @@ from jaxthd.errors import UserError
 
 LOOKED_AT = 1 << 16
 """Bytes at the beginning of a file that its form is told by."""
-_PART = re.compile(r"(?<!\d)(\d+)([-_. ]?of[-_. ]?)(\d+)(?!\d)", re.I)
+PART = re.compile(r"(?<!\d)(\d+)([-_. ]?of[-_. ]?)(\d+)(?!\d)", re.I)
+"""What a name counts parts with: the number of the part, "-of-", how many there are."""
 _NUMBER = re.compile(r"(?<!\d)(\d+)(?=(\.\w+)*$)")
 _GZIP = b"\x1f\x8b"
 _COMPRESSED = {
@@ -182,7 +183,7 @@ def parts_of(files: Iterable[Path]) -> list[Parts]:
     """The sets of parts that the files belong to; files without such a name belong to none."""
     found: dict[tuple[Path, str, int], dict[int, Path]] = defaultdict(dict)
     for path in files:
-        if mark := _PART.search(path.name):
+        if mark := PART.search(path.name):
             name = f"{path.name[: mark.start()]}{{}}{path.name[mark.start(2) :]}"
             found[path.parent, name, int(mark[3])][int(mark[1])] = path
     return [

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxthd.data.example import Clip, Member
-from jaxthd.data.sources.containers import empty, refuse_other_forms
+from jaxthd.data.sources.containers import PART, empty, refuse_other_forms
 from jaxthd.data.sources.lines import expand_braces
 from jaxthd.errors import UserError
 
@@ -235,6 +235,9 @@ def notes_of_tars(indexes: Sequence[TarIndex], named: Sequence[int]) -> list[str
 
 
 def shard_number(path: Path) -> int | None:
-    """The last number that stands between "_", "-" or "." in a shard's file name; None without one."""
-    numbers = re.findall(r"[_-](\d+)(?=[_.-])", path.name)
+    """The last number that stands between "_", "-" or "." in a shard's file name; None without one.
+
+    Of "audio-00001-of-00004.tar" it is 1.
+    """
+    numbers = re.findall(r"[_-](\d+)(?=[_.-])", PART.sub(r"\1", path.name))
     return int(numbers[-1]) if numbers else None
