@@ -151,7 +151,7 @@ def test_a_file_that_is_empty_cut_or_no_lines_ends_the_run_alone_and_among_other
         b"[1]\n" + LINE,
         b"{\n" + LINE,
         b"\xef\xbb\xbf" + LINE,
-        b"\xff\xfe\n"[1:] + LINE,
+        b"\xff\xfe" + LINE + LINE,  # the mark of UTF-16 before bytes that are not
         LINE + b"[[\n",
     ],
 )

@@ -30,6 +30,7 @@ _COMPRESSED = {
     b"7z\xbc\xaf\x27\x1c": ("7z", "7z x"),
     b"\x1f\x9d": ("compress", "uncompress"),
 }
+_UTF16 = re.compile(rb"(\xff\xfe)?[\t -~]\0[\t -~]\0|(\xfe\xff)?\0[\t -~]\0[\t -~]")
 _UNREAD = re.compile(r"\.(bz2|xz|zst|zstd|lz4|zip|7z|lzma|Z)$|\.tar\.gz$|\.tgz$")
 _UNFINISHED = re.compile(r"\.(part|partial|incomplete|tmp|crdownload|download|aria2)$")
 
@@ -114,9 +115,7 @@ def _form_of_text(head: bytes) -> tuple[str, str] | None:
             return f"{article} {suffix[1:]} file", f"rename it to end in {suffix}"
     if head[257:262] == b"ustar":
         return "a tar file", "name the manifest of its recordings, and the tar file in tarred_audio"
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or re.match(
-        rb"[\t -~]\0[\t -~]\0|\0[\t -~]\0[\t -~]", head
-    ):
+    if _UTF16.match(head):
         return "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"
     lines = [line.strip() for line in head.removeprefix(b"\xef\xbb\xbf").splitlines() if line.strip()]
     change = "write one object a line, for example with jq -c '.[]'"
