@@ -32,6 +32,7 @@ from jaxthd.data.sources.lines import (
     has_text,
     json_list,
     json_object,
+    numbered_lines,
     own_prompt,
     parse,
     read_examples,
@@ -211,15 +212,13 @@ def read_chats(path: str | Path, *, prompt: str = "{audio}", placeholder: str = 
     """Reads conversations to answer, in the formats of a manifest. Each must end with a user turn.
 
     An utterance needs no text; if it has one, the text is ignored. prompt, placeholder: as in read_manifest.
-    Raises FileNotFoundError if there is no such file, and UserError if a line cannot be used.
+    Raises FileNotFoundError if there is no such file, and UserError if a line cannot be used, or the file.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file at {path}; expected a JSONL file of conversations: correct --chat")
     chats, locate = [], in_folder(path.parent)
-    for line_number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
+    for line_number, _, _, line in numbered_lines([path]):
         try:
             entry = parse(line)
             if _is_conversation(entry):
@@ -231,8 +230,6 @@ def read_chats(path: str | Path, *, prompt: str = "{audio}", placeholder: str = 
             chats.append(Example(f"{line_number}:{name_of_entry(entry)}", turns))
         except ValueError as error:
             raise UserError(f"{path}, line {line_number}: {error}; correct the line") from error
-    if not chats:
-        raise UserError(f"{path} is empty; expected a conversation a line: correct --chat")
     return chats
 
 

@@ -14,6 +14,7 @@ from jaxthd.data.audio.augment import Augmentation
 from jaxthd.data.audio.recordings import RATES, open_recording
 from jaxthd.data.example import Channels, Clip
 from jaxthd.data.skipped import Skipped
+from jaxthd.data.sources.containers import parts_of
 from jaxthd.data.sources.lines import expand_braces, numbered_lines, parse, string
 from jaxthd.data.sources.manifest import clip_of, in_folder
 from jaxthd.data.sources.source import digest_of_files
@@ -38,7 +39,7 @@ class AugmentationData(NamedTuple):
 def read_augmentation(config: AugmentConfig) -> AugmentationData:
     """Reads the manifests of data.augment, and the headers of their recordings.
 
-    Raises UserError for a manifest that is missing or holds no usable recording.
+    Raises UserError for a manifest that is missing, empty or damaged, or holds no usable recording.
     """
     found: dict[str, list[Clip]] = {"noise": [], "room": []}
     skipped, identity = {}, json.loads(json.dumps(asdict(config)))
@@ -51,6 +52,9 @@ def read_augmentation(config: AugmentConfig) -> AugmentationData:
             skipped[path] = unusable
             identity[f"{kind}_manifest"] = digest_of_files([Path(name) for name in expand_braces(path)], [])
             print(f"{path} ({setting}): {len(read):,} recordings, {len(unusable):,} skipped")
+            for parts in parts_of(map(Path, expand_braces(path))):
+                if parts.missing:
+                    print(f"{path} ({setting}) has {parts.note}")
     return AugmentationData(Augmentation(config, found["noise"], found["room"]), skipped, identity)
 
 
