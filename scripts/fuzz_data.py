@@ -7,7 +7,8 @@ preferences, and cuts of Lhotse Shar, damaged as bytes and as values; recordings
 files, as bytes and as headers. Reads them through the code of a training run: a data set, documents made in
 worker processes, packing, skipped items in a skip log. Prints a table; exits 1 and lists the violations where
 
-- anything is raised but UserError for a data set without a usable line;
+- anything is raised but UserError for a data set without a usable line, or for a file that is empty, cut or
+  of another form;
 - reading a line or a recording takes more than 5 s, or ends its process;
 - a line is neither a document nor in the skip log, or is both;
 - a feature is not finite;
@@ -374,6 +375,18 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def is_of_container(error: UserError) -> bool:
+    """Whether an error refuses a file of several items as a whole, as empty, damaged or of another form."""
+    reasons = (
+        "how many items are lost is not known",
+        "expected items in each file of a data set",
+        "expected JSON lines, plain or compressed",
+        "expected a tar file that is not compressed",
+        "expected a parquet or arrow file",
+    )
+    return any(reason in str(error) for reason in reasons)
+
+
 def check(
     manifest: Path, load: Callable[..., Any], workers: Workers | int, outcome: Outcome, tars: str = ""
 ) -> None:
@@ -399,7 +412,7 @@ def check(
                 if not np.isfinite(batch.mels).all():
                     outcome.violations.append(f"{manifest}: features that are not finite, in {report.keys}")
     except UserError as error:
-        if f"no usable line ({len(lines)} skipped)" in str(error):
+        if f"no usable line ({len(lines)} skipped)" in str(error) or is_of_container(error):
             outcome.refused += len(lines)
             return
         outcome.violations.append(f"{manifest}: {error}")

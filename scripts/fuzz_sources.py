@@ -9,7 +9,8 @@ training recordings are augmented with, damaged as bytes and as values of a line
 processes, packing, a skip log. Data sets are filtered and augmented, too. Prints a table; exits 1 and lists
 the violations where
 
-- anything is raised but UserError for a data set without a usable item, or for a noise that cannot be used;
+- anything is raised but UserError for a data set without a usable item, for a file that is empty, cut or of
+  another form, or for a noise that cannot be used;
 - reading a data set takes more than 5 s, or ends its process;
 - an item is neither a document nor in the skip log, or is both;
 - a worker process dies, or takes more than 1 GiB of memory.
@@ -56,6 +57,7 @@ from scripts.fuzz_data import (
     Outcome,
     damaged_bytes,
     damaged_entry,
+    is_of_container,
     make_recordings,
     run,
     time_limit,
@@ -191,6 +193,10 @@ def check(
             outcome.refused += int(found[2])
             outcome.lines += int(found[2])
             return
+        if is_of_container(error):
+            outcome.refused += len(items or "1")
+            outcome.lines += len(items or "1")
+            return
         outcome.violations.append(f"{path}: {error}")
         return
     except Exception:
@@ -226,7 +232,7 @@ def check_noises(path: Path, items: set[str] | None, folder: Path, outcome: Outc
                 if not np.isfinite(augment(speech, 0, 0, "1:x")).all():
                     outcome.violations.append(f"{path}: samples that are not finite")
     except UserError as error:
-        if "no recording that can be used" not in str(error):
+        if "no recording that can be used" not in str(error) and not is_of_container(error):
             outcome.violations.append(f"{path}: {error}")
         outcome.refused += len(items)
     except ValueError:  # the reason for which a document is skipped

@@ -209,7 +209,7 @@ def test_a_file_of_conversations_is_read_as_a_manifest_is(run: Path, monkeypatch
             generate.read_chats(run / "bad.jsonl")
         assert message in str(found.value)
     (run / "bad.jsonl").write_text("\n")
-    with pytest.raises(UserError, match="is empty"):
+    with pytest.raises(UserError, match="holds no lines"):
         generate.read_chats(run / "bad.jsonl")
 
 

@@ -1,5 +1,6 @@
 """Augmentation: each change is what it says; draws depend on seed, epoch and document. No validation."""
 
+import gzip
 import json
 from dataclasses import replace
 from itertools import islice
@@ -218,6 +219,23 @@ def test_a_noise_that_cannot_be_decoded_is_left_out_and_said_once(folder: Path, 
     assert said
     assert all(str(tmp_path / "n.flac") in line for line in said)
     assert len(said) <= 2, "once in each process"
+
+
+def test_manifests_of_noises_must_be_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    soundfile.write(tmp_path / "n.wav", np.zeros(8000), 8000)
+    line = b'{"audio_filepath": "n.wav"}\n'
+    for name, data, said in (
+        ("n.jsonl", b"", "holds no bytes"),
+        ("n.jsonl", line + line[:9], "line 2: the file ends within a line"),
+        ("n.jsonl.gz", gzip.compress(line * 99)[:-9], "ended before the end-of-stream marker"),
+    ):
+        (tmp_path / name).write_bytes(data)
+        (tmp_path / "sound.jsonl").write_bytes(line)
+        with pytest.raises(UserError, match=rf"{name}.*{said}"):
+            read_recordings(f"{tmp_path}/{{sound.jsonl,{name}}}", "data.x")
+    (tmp_path / "n-0-of-2.jsonl").write_bytes(line)
+    read_augmentation(AugmentConfig(noise_manifest=f"{tmp_path}/n-0-of-2.jsonl", noise_probability=1.0))
+    assert "1 of the 2 parts that n-0-of-2.jsonl's name counts" in capsys.readouterr().out
 
 
 def test_manifests_of_noises_that_cannot_be_used_are_refused(tmp_path: Path):

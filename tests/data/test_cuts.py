@@ -14,7 +14,7 @@ from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.cuts import CutSource
 from jaxthd.data.sources.manifest import ManifestSource
 from jaxthd.data.sources.registry import open_source
-from jaxthd.data.sources.source import SourceSetting
+from jaxthd.data.sources.source import Containers, SourceSetting
 from jaxthd.errors import UserError
 from tests.data.sets import sound
 
@@ -125,6 +125,23 @@ def test_cuts_are_told_from_lines_of_a_manifest(tmp_path: Path):
         tarred.read(DataConfig())
     with pytest.raises(UserError, match="there is no "):
         open_source(SourceSetting(f"cuts:{tmp_path}/none/cuts.jsonl")).read(DataConfig())
+
+
+def test_containers_of_cuts_are_counted_and_must_be_whole(tmp_path: Path):
+    for n in range(2):
+        write(tmp_path / f"cuts-{n}-of-3.jsonl", cut())
+    source = open_source(SourceSetting(f"{tmp_path}/cuts-{{0..1}}-of-3.jsonl"))
+    assert isinstance(source, CutSource)
+    note = "2 of the 3 parts that cuts-0-of-3.jsonl's name counts"
+    assert source.containers() == Containers(3, 2, (note,))
+    assert source.files() == [tmp_path / "cuts-0-of-3.jsonl", tmp_path / "cuts-1-of-3.jsonl"]
+    write(tmp_path / "cuts-1-of-3.jsonl", cut(), json.dumps(cut()).encode()[:-9])
+    with pytest.raises(UserError, match=r"cuts-1-of-3\.jsonl, line 2: the file ends within a line"):
+        source.read(DataConfig())
+    (tmp_path / "cuts-1-of-3.jsonl").unlink()
+    for read_it in (source.containers, lambda: source.read(DataConfig())):
+        with pytest.raises(UserError, match=r"there is no .*cuts-1-of-3\.jsonl"):
+            read_it()
 
 
 def test_a_line_that_is_nested_too_deep_for_a_worker_is_listed(tmp_path: Path):

@@ -1,6 +1,9 @@
 """Shards in braces, read as one data set; compressed ones too."""
 
+import bz2
 import gzip
+import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +55,7 @@ def test_keys_do_not_depend_on_how_lines_are_cut_into_files(tmp_path):
     whole, skipped = read(tmp_path / "all")
     assert list(whole) == ["1:3", "2:1", "6:1", "7:5", "8:9"]
     assert skipped["5:-4"] == "n is -4"
-    for *cuts, where in ((1, 5, "b.json line 4"), (0, 4, "c.json line 1"), (6, 7, "a.json line 5")):
+    for *cuts, where in ((1, 5, "b.json line 4"), (1, 4, "c.json line 1"), (6, 7, "a.json line 5")):
         files = [tmp_path / name for name in ("a.json", "b.json", "c.json")]
         for file, start, end in zip(files, (0, *cuts), (*cuts, 8), strict=True):
             file.write_bytes(b"".join(lines[start:end]))
@@ -62,7 +65,7 @@ def test_keys_do_not_depend_on_how_lines_are_cut_into_files(tmp_path):
         assert found["5:-4"] == f"{where}: n is -4"
 
 
-def test_compressed_files_are_read_and_what_is_lost_of_a_damaged_one_is_skipped(tmp_path):
+def test_compressed_files_are_read_and_a_damaged_one_ends_the_run(tmp_path):
     noise = np.random.default_rng(0).bytes(40_000).hex()
     data = "".join(f'{{"n": {n}, "x": "{noise[16 * n : 16 * n + 16]}"}}\n' for n in range(5000)).encode()
     names = [tmp_path / name for name in ("a.jsonl.gz", "b.jsonl")]
@@ -71,19 +74,92 @@ def test_compressed_files_are_read_and_what_is_lost_of_a_damaged_one_is_skipped(
     examples, skipped = read(*names)
     assert (len(examples), skipped) == (5001, {})
     assert examples["5001:7"] == "7 of 1"
-    for end in (9000, -3000):
-        names[0].write_bytes(gzip.compress(data)[:end])
-        examples, skipped = read(*names)
-        kept = len(examples) - 1
-        assert 100 < kept < 5000
-        assert list(skipped) == [f"{kept + 1}:"]
-        assert "the rest of" in skipped[f"{kept + 1}:"]
-        assert examples[f"{kept + 2}:7"] == "7 of 1"
-    names[0].write_bytes(b"not gzip")
-    with pytest.raises(
-        UserError, match=r"all has no usable line \(1 skipped\); expected n.*\n.*Not a gzipped"
+    whole = gzip.compress(data)
+    flipped = whole[:-8] + bytes([whole[-8] ^ 1]) + whole[-7:]
+    for damage, cause in (
+        (whole[:9000], "ended before the end-of-stream marker"),
+        (whole[:-3000], "ended before the end-of-stream marker"),
+        (whole[:-4], "ended before the end-of-stream marker"),
+        (flipped, "CRC check failed"),
+        (whole + b"xx", "bytes follow the end of the compressed data"),
     ):
-        read(names[0])
+        names[0].write_bytes(damage)
+        with pytest.raises(
+            UserError, match=rf"a\.jsonl\.gz, after line \d+: .*({cause}).*fetch or write it again"
+        ):
+            read(*names)
+    names[0].write_bytes(whole + gzip.compress(b'{"n": 8}\n') + bytes(512))
+    assert len(read(*names)[0]) == 5002, "several members, and zeros that fill a block, are sound"
+
+
+LINE = b'{"n": 1, "x": "a"}\n'
+ARRAY = json.dumps([{"n": 1}, {"n": 2}], indent=1).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("a.jsonl", b"", "holds no bytes"),
+        ("a.jsonl.gz", b"", "holds no bytes"),
+        ("a.jsonl.gz", gzip.compress(b""), "holds no lines"),
+        ("a.jsonl", b"\n  \n", "holds no lines"),
+        ("a.jsonl.gz", gzip.compress(b"\n\n"), "holds no lines"),
+        ("a.jsonl", LINE * 3 + LINE[:9], "line 4: the file ends within a line"),
+        ("a.jsonl", LINE[:9], "line 1: the file ends within a line"),
+        ("a.jsonl", LINE * 3 + bytes(4096), "line 4: the file ends within a line"),
+        ("a.jsonl", LINE + '{"n": "ä'.encode()[:-1], "line 2: the file ends within a line"),
+        ("a.jsonl.gz", gzip.compress(LINE * 3 + LINE[:9]), "line 4: the file ends within a line"),
+        ("a.jsonl", gzip.compress(LINE), r"its name does not end in \.gz.*rename it"),
+        ("a.jsonl.gz", LINE, r"not compressed by gzip, and its name ends in \.gz"),
+        (
+            "a.jsonl.bz2",
+            bz2.compress(LINE),
+            "bzip2.*expected JSON lines, plain or compressed by gzip.*bunzip2",
+        ),
+        ("a.jsonl.xz", lzma.compress(LINE), r"compressed \(xz\).*unxz"),
+        ("a.jsonl.zst", b"\x28\xb5\x2f\xfd" + bytes(20), r"compressed \(zstd\).*unzstd"),
+        ("a.zip", b"PK\x03\x04" + bytes(20), r"compressed \(zip\)"),
+        ("a.7z", b"7z\xbc\xaf\x27\x1c" + bytes(20), r"compressed \(7z\)"),
+        ("a.jsonl", b"PAR1" + bytes(20), r"is a parquet file; .*rename it to end in \.parquet"),
+        ("a.jsonl", b"ARROW1" + bytes(20), "is an arrow file"),
+        ("a.json", ARRAY, r"is one JSON array; expected JSON lines.*jq -c '\.\[\]'"),
+        ("a.json", json.dumps([{"n": 1}, {"n": 2}]).encode(), "is one JSON array"),
+        ("a.json", b'[{"n": 1},\n{"n": 2}]\n', "is one JSON array"),
+        ("a.json.gz", gzip.compress(ARRAY), "is one JSON array"),
+        ("a.json", json.dumps({"data": [{"n": 1}]}, indent=2).encode(), "an object over several lines"),
+        ("a.jsonl", LINE.decode().encode("utf-16"), "is text in UTF-16.*iconv"),
+        ("a.jsonl", LINE.decode().encode("utf-16-le"), "is text in UTF-16"),
+        ("a.jsonl", LINE.decode().encode("utf-16-be"), "is text in UTF-16"),
+        ("a.jsonl", b"<!DOCTYPE html><html>", "a page of HTML"),
+        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+    ],
+)
+def test_a_file_that_is_empty_cut_or_no_lines_ends_the_run_alone_and_among_others(tmp_path, name, data, said):
+    (tmp_path / "sound.jsonl").write_bytes(LINE)
+    (tmp_path / name).write_bytes(data)
+    for files in ([tmp_path / name], [tmp_path / "sound.jsonl", tmp_path / name]):
+        with pytest.raises(UserError, match=said) as raised:
+            read(*files)
+        assert name in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        LINE * 2 + LINE[:-1],  # without a newline at its end
+        b'[{"n": 1}]\n' + LINE,  # a bad line among others
+        b"[1]\n" + LINE,
+        b"{\n" + LINE,
+        b"\xef\xbb\xbf" + LINE,
+        b"\xff\xfe" + LINE + LINE,  # the mark of UTF-16 before bytes that are not
+        LINE + b"[[\n",
+    ],
+)
+def test_a_bad_line_costs_that_line(tmp_path, data):
+    (tmp_path / "a.jsonl").write_bytes(data)
+    examples, skipped = read(tmp_path / "a.jsonl")
+    assert len(examples) + len(skipped) == len(data.splitlines())
+    assert examples
 
 
 def test_an_utterance_may_bring_its_own_prompts():

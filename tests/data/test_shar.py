@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxthd.config import DataConfig
 from jaxthd.data.audio.recordings import load_audio
 from jaxthd.data.example import Channels, Clip, Example
-from jaxthd.data.sources.shar import read_shar
+from jaxthd.data.sources.registry import open_source
+from jaxthd.data.sources.shar import SharSource, read_shar
+from jaxthd.data.sources.source import Containers, SourceSetting
 from jaxthd.errors import UserError
 from tests.data.sets import add, sound, write_tar
 
@@ -189,7 +192,7 @@ def test_context_may_lie_in_a_file_of_its_own(folder):
     assert said(a)[0] == ("user", ["new ", "<clip>"])
     assert said(b)[0] == ("system", ["Be brief."])
     (folder / "context.000000.jsonl.gz").write_bytes(gzip.compress(bytes(99))[:20])
-    with pytest.raises(UserError, match=r"line 0: the rest of .*context\.000000\.jsonl\.gz cannot be read"):
+    with pytest.raises(UserError, match=r"context\.000000\.jsonl\.gz, after line 0: .*ended before"):
         read_shar(folder)
     write_cuts(folder / "context.000000.jsonl.gz", b"{\n")
     with pytest.raises(UserError, match=r"context\.000000\.jsonl\.gz line 1: not JSON.*write the file anew"):
@@ -210,11 +213,138 @@ def test_a_directory_that_is_not_whole_is_refused(folder):
     with pytest.raises(UserError, match=r"cuts\.000001\.jsonl\.gz has no recording\.000001\.tar beside it"):
         read_shar(folder)
     write_tar(folder / "recording.000001.tar", {})
+    with pytest.raises(UserError, match=r"recording\.000001\.tar holds no members"):
+        read_shar(folder)
+    write_tar(folder / "recording.000001.tar", members("a"))
     (folder / "recording.000000.tar").write_bytes(b"")
+    with pytest.raises(UserError, match=r"recording\.000000\.tar holds no bytes"):
+        read_shar(folder)
+    (folder / "recording.000000.tar").write_bytes(b"x" * 5000)
+    (folder / "recording.000001.tar").write_bytes(b"x" * 5000)
     with pytest.raises(
         UserError, match=r"no usable line \(2 skipped\); expected one cut a line.*\n.*damaged"
     ):
         read_shar(folder)
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    """Three shards of two cuts, each with a context of its own."""
+    for n in range(3):
+        write_tar(tmp_path / f"recording.00000{n}.tar", members(f"{n}a", f"{n}b"))
+        write_tar(tmp_path / f"features.00000{n}.tar", members(f"{n}a", f"{n}b"))
+        write_cuts(tmp_path / f"cuts.00000{n}.jsonl.gz", cut(f"{n}a"), cut(f"{n}b"))
+        said = [{"cut_id": f"{n}{name}", "context": "Well?"} for name in "ab"]
+        write_cuts(tmp_path / f"context.00000{n}.jsonl.gz", *said)
+    return tmp_path
+
+
+def opened(folder: Path) -> SharSource:
+    source = open_source(SourceSetting(str(folder)))
+    assert isinstance(source, SharSource)
+    return source
+
+
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [
+        ("*.000001.*", "files numbered 0 to 2, and none has the number 1"),
+        ("cuts.000001.*", r"00001\.(jsonl\.gz|tar) has no cuts\.000001\.jsonl\.gz beside it"),
+        ("cuts.000002.*", r"00002\.(jsonl\.gz|tar) has no cuts\.000002\.jsonl\.gz beside it"),
+        ("[cr][ue]*.000002.*", r"00002\.\w+(\.gz)? has no cuts\.000002\.jsonl\.gz beside it"),
+        ("recording.000001.*", r"cuts\.000001\.jsonl\.gz has no recording\.000001\.tar beside it"),
+        ("context.000001.*", r"has no context\.000001\.jsonl\.gz beside it, and other shards have one"),
+    ],
+)
+def test_a_part_of_a_shard_that_is_missing_ends_the_run(three: Path, gone: str, said: str):
+    assert len(read_shar(three)[0]) == 6
+    for path in three.glob(gone):
+        path.unlink()
+    source = opened(three)
+    for read_it in (source.containers, source.files, source.digest, lambda: source.read(DataConfig())):
+        with pytest.raises(UserError, match=said):
+            read_it()
+
+
+def test_other_fields_need_not_be_those_of_all_shards(three: Path):
+    (three / "features.000001.tar").unlink()
+    assert len(read_shar(three)[0]) == 6
+
+
+def test_numbers_of_parts_in_the_names_of_shards_count_them(three: Path):
+    for path in list(three.iterdir()):
+        path.rename(
+            three
+            / path.name.replace(".00000", ".").replace(".jsonl", "-of-4.jsonl").replace(".tar", "-of-4.tar")
+        )
+    with pytest.raises(UserError, match=r"3 of the 4 parts that cuts\.0-of-4\.jsonl\.gz's name counts"):
+        read_shar(three)
+
+
+def test_files_that_would_not_be_read_are_refused(three: Path):
+    for name, said in (
+        ("cuts.000003.jsonl.zst", "is compressed in a way that is not read"),
+        ("recording.000003.tar.gz", "is compressed in a way that is not read"),
+        ("cuts.000003.jsonl.gz.part", "is unfinished"),
+        ("recording.000003.tar.incomplete", "is unfinished"),
+    ):
+        (three / name).write_bytes(b"x")
+        with pytest.raises(UserError, match=rf"{name} {said}"):
+            read_shar(three)
+        (three / name).unlink()
+    for name in ("cuts.000000.jsonl.gz.idx", "notes.zip", "recording.000000.tar.idx"):
+        (three / name).write_bytes(b"x")
+    assert len(read_shar(three)[0]) == 6
+
+
+def test_an_index_lists_the_shards(three: Path):
+    names = {field: sorted(p.name for p in three.glob(f"{field}.*")) for field in ("cuts", "recording")}
+    index = three / "shar_index.json"
+    index.write_text(json.dumps({"fields": names}))
+    assert len(read_shar(three)[0]) == 6
+    assert index in opened(three).files()
+    for path in three.glob("*.000002.*"):
+        path.unlink()
+    with pytest.raises(
+        UserError, match=r"lists 3 files such as cuts\.000000.*1 are not among.*000002\.jsonl\.gz"
+    ):
+        opened(three).containers()
+    index.write_text("{")
+    with pytest.raises(UserError, match=r"shar_index\.json: it is no index of shards"):
+        read_shar(three)
+
+
+def test_what_a_user_should_know_of_a_shar_directory_is_noted(three: Path):
+    assert opened(three).containers() == Containers(9, 9)
+    for path in three.glob("*.000000.*"):
+        path.unlink()
+    write_tar(three / "recording.000001.tar", members("1a", "1b", "x", "y"))
+    data = (three / "recording.000002.tar").read_bytes()
+    (three / "recording.000002.tar").write_bytes(data + data)
+    source = opened(three)
+    begins = "its shards begin at cuts.000001.jsonl.gz, not at 0"
+    assert source.containers() == Containers(6, 6, (begins,))
+    assert len(source.read(DataConfig())[0]) == 4
+    counted = source.containers()
+    assert counted.notes[0] == begins
+    assert counted.notes[1].startswith("recording.000002.tar: bytes follow the end mark at byte")
+    assert counted.notes[2] == "2 recordings of tar files are those of no cut, recording.000001.tar first"
+
+
+@pytest.mark.parametrize("field", ["cuts", "context"])
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "holds no bytes"),
+        (gzip.compress(b"\n"), "holds no lines"),
+        (gzip.compress(b'{"id": "x"}\n' * 99)[:-9], "ended before the end-of-stream marker"),
+        (gzip.compress(b'{"id": "1a", "cut_id": "1a"}\n{"i'), "line 2: the file ends within a line"),
+    ],
+)
+def test_damage_to_cuts_and_fields_ends_the_run(three: Path, field: str, data: bytes, said: str):
+    (three / f"{field}.000001.jsonl.gz").write_bytes(data)
+    with pytest.raises(UserError, match=rf"{field}\.000001\.jsonl\.gz.*{said}"):
+        read_shar(three)
 
 
 def test_one_shard_without_a_number_is_a_directory_too(tmp_path):

@@ -281,7 +281,7 @@ def test_how_a_manifest_is_cut_into_shards_does_not_matter(folder, tmp_path):
     (tmp_path / "plain").mkdir()
     lines = (folder / "plain" / "m.jsonl").read_bytes().splitlines(keepends=True)
     shutil.copytree(folder / "plain", tmp_path, dirs_exist_ok=True)
-    for shard, own in enumerate((lines[:5], [], lines[5:])):
+    for shard, own in enumerate((lines[:5], lines[5:6], lines[6:])):
         (tmp_path / f"m_{shard}.jsonl").write_bytes(b"".join(own))
     whole, position, _ = stream(config(folder, "plain"), tmp_path / "a", 4)
     cut_up = config(folder, "plain", manifest=(f"{tmp_path}/m_{{0..2}}.jsonl",))

@@ -11,7 +11,7 @@ from jaxthd.data.audio.recordings import load_audio
 from jaxthd.data.sources import synthetic
 from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.sources.registry import open_source
-from jaxthd.data.sources.source import SourceSetting
+from jaxthd.data.sources.source import Containers, SourceSetting
 from jaxthd.data.sources.synthetic import synthetic_manifests
 from jaxthd.errors import UserError
 from jaxthd.rewards.values import equals
@@ -31,6 +31,14 @@ def made(tmp_path_factory):
         samples = [load_audio(clip.path, clip.offset, clip.duration) for clip in clips]
         out[split] = list(zip(lines, samples, strict=True))
     return out
+
+
+def test_its_container_is_its_manifest(tmp_path, monkeypatch):
+    monkeypatch.setattr(synthetic, "user_cache", lambda: tmp_path)
+    monkeypatch.setitem(synthetic.SETS, "", synthetic.SETS[""]._replace(train=2, validation=1))
+    source = open_source(SourceSetting("synthetic"))
+    assert source.containers() == Containers(1, 1)
+    assert [path.name for path in source.files()] == ["manifest.jsonl"]
 
 
 def test_counts_and_durations_are_as_the_manifests_say(made):

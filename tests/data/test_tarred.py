@@ -1,5 +1,6 @@
 """Recordings in tar files are what they are as files; what is wrong with a tar file costs no more than it."""
 
+import bz2
 import gzip
 import json
 import tarfile
@@ -10,12 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxthd.config import DataConfig
 from jaxthd.data.audio import recordings as audio
 from jaxthd.data.audio import views
 from jaxthd.data.audio.recordings import AudioError, load_audio
 from jaxthd.data.example import Channels, Clip, Example, Member
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.manifest import read_manifest
+from jaxthd.data.sources.registry import open_source
+from jaxthd.data.sources.source import SourceSetting
 from jaxthd.data.sources.tarred import index_tar, shard_number
 from jaxthd.errors import UserError
 from tests.data.sets import add, sound, write_tar
@@ -195,7 +199,7 @@ def test_what_does_not_go_together_is_refused(shards, tmp_path):
         (one, f"{{{shards}/audio_0.tar,{shards}/x.tar}}", r"numbered \[0, None\].*expected a number in each"),
         (one, f"{shards}/audio_{{0,0}}.tar", r"numbered \[0, 0\]"),
     ):
-        write_tar(tmp_path / "x.tar", {})
+        write_tar(tmp_path / "x.tar", {"a.wav": b""})
         with pytest.raises(UserError, match=message):
             read(manifest, tars)
     with pytest.raises(FileNotFoundError, match=r"manifest_3\.json.*data\.manifest"):
@@ -211,6 +215,8 @@ def test_what_does_not_go_together_is_refused(shards, tmp_path):
         ("audio-07-clean.tar", 7),
         ("audio.tar", None),
         ("v2_audio.tar", None),
+        ("audio-00001-of-00004.tar", 1),
+        ("part_0_of_3.jsonl", 0),
     ],
 )
 def test_a_shards_number_is_in_its_name(name, number):
@@ -297,7 +303,8 @@ def test_damage_costs_what_comes_after_it(tmp_path):
             ["is cut short, with the tar file", "before it is damaged, or cut short"],
         ),
         (whole[: cut.start - 100], [f"before it is damaged, at byte {cut.start - 512};"] * 2),
-        (whole[:header], [None, "among its 2 members;"]),
+        (whole[:header], [None, f"among its 2 members; the tar file ends early, at byte {header}, without"]),
+        (whole[: header + 512], [None, "is cut short, with the tar file"]),
         (
             whole[:header] + b"x" * 512 + whole[last.start :],
             [None, f"before it is damaged, at byte {header};"],
@@ -340,20 +347,20 @@ def test_a_header_of_any_size_ends_nothing_but_the_tar_file(tmp_path, size, form
 def test_what_is_no_tar_file_or_compressed_is_said_so(tmp_path):
     path = write_tar(tmp_path / "a.tar", {"good.wav": sound(0.5)})
     for data, reason in (
-        (
-            gzip.compress(path.read_bytes()),
-            "no good.wav among its 0 members before it is compressed: decompress it",
-        ),
-        (b"", "damaged, or cut short"),
-        (b"x" * 5000, "damaged, or cut short"),
+        (gzip.compress(path.read_bytes()), r"a\.tar is compressed \(gzip\); expected a tar file that is not"),
+        (bz2.compress(path.read_bytes()), r"a\.tar is compressed \(bzip2\).*bunzip2"),
+        (b"PK\x03\x04" + bytes(5000), r"a\.tar is compressed \(zip\)"),
+        (b"", r"a\.tar holds no bytes"),
+        (bytes(10_240), r"a\.tar holds no members"),
+        (b"x" * 5000, r"no usable line \(1 skipped\)[^$]*damaged, or cut short"),
     ):
         path.write_bytes(data)
-        with pytest.raises(UserError, match=rf"no usable line \(1 skipped\)[^$]*{reason}"):
+        with pytest.raises(UserError, match=reason):
             read(write_manifest(tmp_path / "m.json", line("good.wav")), path)
 
 
 def test_one_bad_tar_file_costs_its_own_recordings(shards):
-    (shards / "audio_1.tar").write_bytes(b"")
+    (shards / "audio_1.tar").write_bytes(b"x" * 5000)
     examples, skipped = read(shards / "all.json", f"{shards}/audio_{{0..2}}.tar")
     assert [e.key for e in examples] == ["1:a.wav", "2:0.wav", "5:a.wav", "6:2.wav"]
     assert [f.key for f in skipped] == ["3:a.wav", "4:1.wav"]
@@ -402,3 +409,94 @@ def test_lines_that_nemo_would_skip_are_skipped(tmp_path):
     examples, skipped = read(write_manifest(tmp_path / "m.json", *lines), tar)
     assert len(examples) == 1
     assert [item.reason for item in skipped] == ["_skipme is set"] * 2
+
+
+def notes_of(manifest: Path | str, tars: Path | str) -> tuple[int, int, list[str]]:
+    """(containers named, containers there, notes) after reading."""
+    source = open_source(SourceSetting(str(manifest), tarred_audio=str(tars)))
+    before = source.containers()
+    source.read(DataConfig())
+    after = source.containers()
+    assert before is not None
+    assert after is not None
+    assert before[:2] == after[:2]
+    return *after[:2], list(after.notes)
+
+
+def test_what_follows_the_end_mark_is_said_and_not_read(tmp_path):
+    first = write_tar(tmp_path / "1.tar", {"good.wav": sound(0.5)}).read_bytes()
+    second = write_tar(tmp_path / "2.tar", {"b.wav": sound(0.5)}).read_bytes()
+    end = 512 + -(-len(sound(0.5)) // 512) * 512
+    joined = tmp_path / "joined.tar"
+    joined.write_bytes(first + second)
+    text = f"bytes follow the end mark at byte {end} and are not read"
+    assert text in reasons_of(tmp_path, joined, "b.wav")["b.wav"]
+    (note,) = notes_of(write_manifest(tmp_path / "m.json", line("good.wav")), joined)[2]
+    assert note.startswith(f"joined.tar: {text}")
+    for tail in (bytes(20_480), bytes(3 << 20)):
+        joined.write_bytes(first + tail)
+        assert index_tar(joined).end == ""
+    joined.write_bytes(first + bytes(3 << 20) + second)
+    assert text in index_tar(joined).end
+    joined.write_bytes(first[:end])
+    (note,) = notes_of(tmp_path / "m.json", joined)[2]
+    assert f"joined.tar: the tar file ends early, at byte {end}, without an end mark" in note
+
+
+def test_members_that_no_line_names_are_counted(shards):
+    path = write_manifest(shards / "m.json", line("a.wav", shard_id=0), line("a-sub1.wav", shard_id=0))
+    named, there, notes = notes_of(path, f"{shards}/audio_{{0..2}}.tar")
+    assert (named, there) == (4, 4)
+    assert notes == ["5 of the 6 members of tar files are named by no line, audio_0.tar first"]
+    assert notes_of(shards / "all.json", f"{shards}/audio_{{0..2}}.tar") == (4, 4, [])
+
+
+def write_metadata(path: Path, shards: int) -> None:
+    """As NeMo's convert_to_tarred_audio_dataset.py writes it, in part."""
+    path.write_text(
+        f"created_datetime: x\nversion: 0\ndataset_config:\n  num_shards: {shards}\n  shuffle: true\n"
+    )
+
+
+def test_nemos_metadata_counts_the_tar_files(shards):
+    tars = f"{shards}/audio_{{0..2}}.tar"
+    write_metadata(shards / "metadata.yaml", 3)
+    assert notes_of(shards / "all.json", tars) == (4, 4, [])
+    write_manifest(shards / "part.json", line("a.wav", shard_id=0), line("0.wav", shard_id=0))
+    assert notes_of(shards / "part.json", f"{shards}/audio_{{0..1}}.tar")[:2] == (4, 3)
+    assert (
+        "2 of the 3 tar files that metadata.yaml counts"
+        in notes_of(shards / "part.json", f"{shards}/audio_{{0..1}}.tar")[2]
+    )
+    source = open_source(SourceSetting(str(shards / "all.json"), tarred_audio=tars))
+    assert source.files() == [
+        shards / name for name in ("all.json", "audio_0.tar", "audio_1.tar", "audio_2.tar", "metadata.yaml")
+    ]
+    write_metadata(shards / "metadata.yaml", 5)
+    for read_it in (source.containers, lambda: source.read(DataConfig())):
+        with pytest.raises(
+            UserError, match=r"metadata\.yaml counts 5 tar files, and .* holds 3; expected all"
+        ):
+            read_it()
+    write_metadata(shards / "metadata.yaml", 3)
+    write_metadata(shards / "metadata_version_1.yaml", 4)
+    (shards / "all.json").rename(shards / "all_version_1.json")
+    with pytest.raises(UserError, match=r"metadata_version_1\.yaml counts 4 tar files"):
+        notes_of(shards / "all_version_1.json", tars)
+    for text in ("- 1\n", "dataset_config: {num_shards: -1}\n", "a: [\n", "dataset_config: 3\n"):
+        (shards / "metadata_version_1.yaml").write_text(text)
+        assert notes_of(shards / "all_version_1.json", tars) == (4, 4, [])
+
+
+def test_parts_that_are_left_out_are_counted(shards):
+    for n in range(2):
+        (shards / f"audio_{n}.tar").rename(shards / f"audio-{n}-of-3.tar")
+        (shards / f"manifest_{n}.json").rename(shards / f"part_{n}_of_3.json")
+    assert notes_of(f"{shards}/part_{{0..1}}_of_3.json", f"{shards}/audio-{{0..1}}-of-3.tar") == (
+        6,
+        4,
+        [
+            "2 of the 3 parts that part_0_of_3.json's name counts",
+            "2 of the 3 parts that audio-0-of-3.tar's name counts",
+        ],
+    )

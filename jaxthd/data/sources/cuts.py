@@ -26,7 +26,7 @@ from jaxthd.data.sources.lines import (
     string,
 )
 from jaxthd.data.sources.preferences import alternatives_of, is_preference
-from jaxthd.data.sources.source import Likeness, LineFiles, Source
+from jaxthd.data.sources.source import Containers, Likeness, LineFiles, Source, counted_files
 from jaxthd.errors import UserError
 
 KINDS = ("MonoCut", "MultiCut", "MixedCut", "PaddingCut")
@@ -55,10 +55,8 @@ class CutSource(Source):
             return False
 
     def read(self, data: DataConfig) -> tuple[list[Example], list[Skipped]]:
-        files, setting, tars = self._files(), self.setting.field, self.setting.tarred_audio
-        missing = [str(file) for file in files if not file.is_file()]
-        if missing:
-            raise UserError(f"there is no {missing[0]}; expected a manifest of cuts: correct {setting}")
+        self.containers()
+        files, setting, tars = self.files(), self.setting.field, self.setting.tarred_audio
         if tars:
             raise UserError(
                 f"{self.path} ({setting}) is of cuts, and {tars} its tar files; expected recordings in "
@@ -83,15 +81,24 @@ class CutSource(Source):
         )
 
     def digest(self) -> str:
-        return LineFiles(self._files()).digest()
+        return LineFiles(self.files()).digest()
 
     def extent(self) -> int | None:
-        return LineFiles(self._files()).extent()
+        return LineFiles(self.files()).extent()
 
     def likeness(self, digest: str, extent: int | None) -> Likeness:
-        return LineFiles(self._files()).likeness(digest, extent)
+        return LineFiles(self.files()).likeness(digest, extent)
 
-    def _files(self) -> list[Path]:
+    def containers(self) -> Containers:
+        files = self.files()
+        missing = [str(file) for file in files if not file.is_file()]
+        if missing:
+            raise UserError(
+                f"there is no {missing[0]}; expected a manifest of cuts: correct {self.setting.field}"
+            )
+        return counted_files(files)
+
+    def files(self) -> list[Path]:
         return [Path(name) for name in expand_braces(self.path)]
 
 

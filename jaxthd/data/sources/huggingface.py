@@ -15,10 +15,22 @@ from jaxthd.config import DataConfig
 from jaxthd.data.audio.cells import is_list, is_struct
 from jaxthd.data.example import Cell, Clip, Example
 from jaxthd.data.skipped import Skipped
-from jaxthd.data.sources.lines import READ, Entry, expand_braces, parse
+from jaxthd.data.sources.containers import damaged, empty, refuse_other_forms
+from jaxthd.data.sources.huggingface_files import (
+    DICT,
+    INFO,
+    INFOS,
+    STATE,
+    SUMMARY,
+    counts_of_folder,
+    files_of_folder,
+    is_table_folder,
+    require_counts,
+)
+from jaxthd.data.sources.lines import READ, Entry, expand_braces
 from jaxthd.data.sources.manifest import name_of_entry, turns_of_entry
 from jaxthd.data.sources.preferences import PAIR, alternatives_of, history_of, is_preference
-from jaxthd.data.sources.source import Source
+from jaxthd.data.sources.source import Containers, Source, SourceSetting, counted_files
 from jaxthd.data.tables import SUFFIXES, Table, errors_of_tables, import_pyarrow, open_table
 from jaxthd.errors import UserError
 
@@ -28,9 +40,7 @@ FIELDS = (READ - {"audio_filepath", "sound", "shard_id"}) | {"sampling_rate"}
 """The fields that data.columns may name."""
 ANSWERS = (*PAIR, "completion")
 MOST_ROWS = 1_000_000
-"""The most rows of a group that cannot be read which are listed each by itself."""
-_SHARD = re.compile(r"-\d+-of-\d+$")
-_SPLIT = re.compile(r"(train|test|valid|val|dev|eval)", re.I)
+"""The most rows of a group that cannot be read which are listed each by itself; more end the run."""
 _READABLE = re.compile(r"(large_)?string|bool|u?int\d+|float|double|halffloat|null|dictionary<.*string.*>")
 
 
@@ -40,15 +50,18 @@ class HuggingFaceSource(Source):
     A row has the fields of a manifest's line: an utterance, a conversation, or preferences. Its recording is
     in the column `audio` (see open_cell). data.columns names other columns. Only columns of texts, numbers
     and truth values are read, and lists and structs of texts. A row that cannot be read is skipped; so are
-    all rows of a group that cannot be. Recordings are not read here.
+    all rows of a parquet file's group that cannot be. Other damage ends the run, and so does a number of rows
+    that is not the one that the folder's records count. Recordings are not read here.
     """
+
+    def __init__(self, setting: SourceSetting) -> None:
+        super().__init__(setting)
+        self._read_notes: list[str] = []
 
     @staticmethod
     def recognises(path: str) -> bool:
-        folder = Path(path)
-        if folder.is_dir():
-            marks = ("state.json", "dataset_dict.json")
-            return any((folder / name).is_file() for name in marks) or bool(_files_in(folder))
+        if Path(path).is_dir():
+            return is_table_folder(Path(path))
         return path.endswith(SUFFIXES)
 
     def read(self, data: DataConfig) -> tuple[list[Example], list[Skipped]]:
@@ -94,13 +107,33 @@ class HuggingFaceSource(Source):
                 f"{self.path} ({setting}) is of parquet or arrow files, and {tars} its tar files; expected "
                 "no tar files, because the recordings are in the tables: correct one"
             )
-        named = columns_of(columns)
-        for path in self._files():
-            yield from _rows_of(path, named, self.path, setting)
+        named, files = columns_of(columns), self._files()
+        counts: Counter[Path] = Counter()
+        for path in files:
+            for row in _rows_of(path, named):
+                counts[path] += 1
+                yield row
+            if not counts[path]:
+                raise empty(path, "rows")
+        if Path(self.path).is_dir():
+            recorded = counts_of_folder(Path(self.path), files)
+            self._read_notes[:] = require_counts(recorded, counts, setting)
+
+    def containers(self) -> Containers:
+        files = self._files()
+        return counted_files(files)._replace(notes=(*counted_files(files).notes, *self._read_notes))
+
+    def files(self) -> list[Path]:
+        files, folder = self._files(), Path(self.path)
+        records = (STATE, INFO, INFOS, DICT)
+        beside = [folder / name for name in records] + [files[0].parent / SUMMARY]
+        return files + [path for path in beside if folder.is_dir() and path.is_file()]
 
     def _files(self) -> list[Path]:
         path, setting = Path(self.path), self.setting.field
-        files = _listed_files(path, setting) if path.is_dir() else list(map(Path, expand_braces(self.path)))
+        if path.is_dir():
+            return files_of_folder(path, setting)
+        files = [Path(name) for name in expand_braces(self.path)]
         missing = [str(file) for file in files if not file.is_file()]
         if missing:
             raise UserError(
@@ -138,72 +171,33 @@ def columns_of(settings: tuple[str, ...]) -> dict[str, str]:
     return {field: column for field, _, column in pairs}
 
 
-def _files_in(folder: Path) -> list[Path]:
-    """The tables of a folder, or of the folder `data` in it, by name, without what datasets has cached."""
-    for within in (folder, folder / "data"):
-        found = [path for suffix in SUFFIXES for path in sorted(within.glob(f"*{suffix}"))]
-        found = [path for path in found if not path.name.startswith("cache-")]
-        if found:
-            return found
-    return []
+def _rows_of(path: Path, named: dict[str, str]) -> Iterator[_Row]:
+    """The rows of one file, in order.
 
-
-def _listed_files(folder: Path, setting: str) -> list[Path]:
-    """The files of a folder, in order. Raises UserError where they are of several data sets, or none."""
-    state, splits = folder / "state.json", sorted(x.parent.name for x in folder.glob("*/state.json"))
-    if state.is_file():
-        return _files_of_state(folder, state)
-    if not (files := _files_in(folder)):
-        raise UserError(
-            f"{folder} ({setting}) holds the splits {', '.join(splits) or 'of a data set'}; expected one of "
-            f"them: name {folder / (splits or ['train'])[0]}, for example"
-        )
-    parts = sorted({_SHARD.sub("", path.stem) + path.suffix for path in files})
-    names = {_SHARD.sub("", path.stem) for path in files}
-    is_mixed = len({path.suffix for path in files}) > 1 or any(_SHARD.search(path.stem) for path in files)
-    if len(parts) > 1 and (is_mixed or any(map(_SPLIT.match, names))):
-        raise UserError(
-            f"{folder} ({setting}) holds {', '.join(parts)}; expected the files of one split, of one kind: "
-            f"name them, such as {files[0]} or {files[0].parent}/train-{{00000..00003}}-of-00004.parquet"
-        )
-    return files
-
-
-def _files_of_state(folder: Path, state: Path) -> list[Path]:
-    """The files that save_to_disk of datasets has written."""
-    try:
-        found = parse(state.read_bytes())
-        files = [folder / str(file["filename"]) for file in found["_data_files"]]
-        if found.get("_indices_data_files") or not files:
-            raise ValueError("the rows are chosen by indices, or there are none")
-    except (ValueError, LookupError, TypeError, OSError) as error:
-        raise UserError(
-            f"{state} cannot be used ({error!r}); expected what save_to_disk of datasets writes: call "
-            "flatten_indices and save the data set anew, or name its files"
-        ) from error
-    return files
-
-
-def _rows_of(path: Path, named: dict[str, str], title: str, setting: str) -> Iterator[_Row]:
-    """The rows of one file, in order. A file that cannot be opened is one row."""
+    Raises UserError for a file that cannot be opened, and for a group of which the rows cannot be counted.
+    """
     broken = errors_of_tables()
+    refuse_other_forms(path, "a table")
     try:
         table = open_table(path)
         columns = _Columns.of(table, named)
     except UserError:
         raise
     except broken as error:
-        yield _Row(f"{path} cannot be read ({_brief(error)})", path)
-        return
+        raise damaged(path, "", error) from error
     for group in range(table.groups):
-        where = f"{path.name}, group {group}"
+        where, count = f"{path.name}, group {group}", table.count(group)
         try:
             rows = table.read(group, columns.wanted)
         except broken as error:
-            count = table.count(group)
+            if count is None or not 0 < count <= MOST_ROWS:
+                raise damaged(path, f"group {group}", error) from error
             reason = f"{where}: {count} rows cannot be read ({_brief(error)})"
-            yield from (_Row(reason, path) for _ in range(count if 0 < count <= MOST_ROWS else 1))
+            yield from (_Row(reason, path) for _ in range(count))
             continue
+        if count not in (None, rows.num_rows):
+            cause = f"it holds {rows.num_rows} rows, and the footer says {count}"
+            raise damaged(path, f"group {group}", cause)
         for at, values in enumerate(_values(rows, broken)):
             if isinstance(values, str):
                 yield _Row(f"{where}, row {at} cannot be read ({values})", path)

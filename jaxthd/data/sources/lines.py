@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxthd.data.example import Alternative, Example, Turn
 from jaxthd.data.skipped import Skipped
+from jaxthd.data.sources.containers import damaged, empty, refuse_cut_line, refuse_other_forms
 from jaxthd.errors import UserError
 
 Entry = dict[str, Any]
@@ -70,17 +71,15 @@ def read_examples(
     name_of(entry): the name in the key. turns_of(entry, number of its file): the turns. alternatives(entry):
     the answers to them, if it is about preferences. All raise ValueError with the reason for an entry that
     cannot be used. Lines are numbered through all files, so keys do not depend on how the lines are divided
-    into files. Files that end in .gz are decompressed; if that fails, the rest of the file is one Skipped.
+    into files. Files that end in .gz are decompressed.
     title, expected: what messages call the data set and its lines.
-    Raises UserError if there is no usable line.
+    Raises UserError if there is no usable line, and as numbered_lines does for a file that is not whole.
     """
     examples: list[Example] = []
     skipped: list[Skipped] = []
     for line_number, file, where, line in numbered_lines(files):
         key = f"{line_number}:"
         try:
-            if isinstance(line, ValueError):
-                raise line
             entry = parse(line)
             key += name_of(entry)
             answers = alternatives(entry)
@@ -100,19 +99,23 @@ def read_examples(
     return examples, skipped
 
 
-def numbered_lines(files: Sequence[Path]) -> Iterator[tuple[int, int, str, bytes | ValueError]]:
-    """Yields (line number among all, file number, position for messages, the line or the error)."""
+def numbered_lines(files: Sequence[Path]) -> Iterator[tuple[int, int, str, bytes]]:
+    """Yields (line number among all, file number, position for messages, the line), without blank lines.
+
+    Raises UserError as lines_of does, for a file without a line, and for one that ends within a line.
+    """
     before = 0
     for file, path in enumerate(files):
-        line_number = 0
-        try:
-            for line_number, line in enumerate(lines_of(path), start=1):
-                if line.strip():
-                    where = f"{path.name} line {line_number}: " if len(files) > 1 else ""
-                    yield before + line_number, file, where, line
-        except ValueError as error:
-            line_number += 1
-            yield before + line_number, file, "", error
+        line_number, is_empty = 0, True
+        for line_number, line in enumerate(lines_of(path), start=1):
+            if line.strip():
+                is_empty = False
+                if not line.endswith(b"\n"):
+                    refuse_cut_line(path, line_number, line)
+                where = f"{path.name} line {line_number}: " if len(files) > 1 else ""
+                yield before + line_number, file, where, line
+        if is_empty:
+            raise empty(path, "lines")
         before += line_number
 
 
@@ -125,20 +128,27 @@ def entries_of(path: str) -> dict[int, tuple[Entry, Path]]:
     found = {}
     for number, file, _, line in numbered_lines(files):
         with suppress(ValueError):
-            found[number] = (parse(b"" if isinstance(line, ValueError) else line), files[file].parent)
+            found[number] = (parse(line), files[file].parent)
     return found
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
     """Yields lines as bytes, so that a badly encoded line costs only that line. A .gz file is decompressed.
 
-    Raises ValueError if decompression fails.
+    Raises UserError for a file that has no lines (see refuse_other_forms), and where decompression fails.
     """
+    refuse_other_forms(path, "lines")
+    line_number = 0
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
         try:
-            yield from lines
+            for line in lines:
+                line_number += 1
+                yield line
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(f"the rest of {path} cannot be read ({error})") from error
+            cause: object = error
+            if line_number and "Not a gzipped file" in str(error):
+                cause = f"bytes follow the end of the compressed data ({error})"
+            raise damaged(path, f"after line {line_number}", cause) from error
 
 
 def parse(line: bytes) -> Entry:

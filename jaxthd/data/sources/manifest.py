@@ -32,6 +32,7 @@ from jaxthd.data.sources.lines import (
     has_text,
     json_list,
     json_object,
+    numbered_lines,
     own_prompt,
     parse,
     read_examples,
@@ -39,9 +40,17 @@ from jaxthd.data.sources.lines import (
     seconds,
     string,
 )
+from jaxthd.data.sources.nemo_tars import counted_tars, require_counted_tars
 from jaxthd.data.sources.preferences import PAIR, alternatives_of, history_of, is_preference
-from jaxthd.data.sources.source import Likeness, LineFiles, Source
-from jaxthd.data.sources.tarred import TarredAudio
+from jaxthd.data.sources.source import (
+    Containers,
+    Likeness,
+    LineFiles,
+    Source,
+    SourceSetting,
+    counted_files,
+)
+from jaxthd.data.sources.tarred import TarredAudio, tars_of
 from jaxthd.errors import UserError
 
 _ROLES: dict[str, Role] = {
@@ -58,11 +67,17 @@ class ManifestSource(Source):
     files. It reads and raises as read_manifest does.
     """
 
+    def __init__(self, setting: SourceSetting) -> None:
+        super().__init__(setting)
+        self._read_notes: list[str] = []
+
     @staticmethod
     def recognises(path: str) -> bool:
         return True
 
     def read(self, data: DataConfig) -> tuple[list[Example], list[Skipped]]:
+        self.containers()
+        self._read_notes.clear()
         return read_manifest(
             self.path,
             self.setting.field,
@@ -70,23 +85,36 @@ class ManifestSource(Source):
             prompt=data.prompt,
             placeholder=data.audio_placeholder,
             prompts=self.setting.prompts,
+            notes=self._read_notes,
         )
+
+    def containers(self) -> Containers:
+        setting = self.setting.field
+        files = manifests_of(self.path, setting)
+        tars = tars_of(self.setting.tarred_audio, setting) if self.setting.tarred_audio else []
+        counted = counted_tars(files[0], tars)
+        notes = require_counted_tars(counted, tars, setting)
+        left_out = sum(max(0, each.total - each.named) for each in counted)
+        return counted_files([*files, *tars], left_out, (*notes, *self._read_notes))
+
+    def files(self) -> list[Path]:
+        files, tars = self._named()
+        return [*files, *tars, *(each.metadata for each in counted_tars(files[0], tars))]
 
     def digest(self) -> str:
-        return self._lines().digest()
+        return LineFiles(*self._named()).digest()
 
     def extent(self) -> int | None:
-        return self._lines().extent()
+        return LineFiles(*self._named()).extent()
 
     def likeness(self, digest: str, extent: int | None) -> Likeness:
-        return self._lines().likeness(digest, extent)
+        return LineFiles(*self._named()).likeness(digest, extent)
 
-    def _lines(self) -> LineFiles:
-        files, tars = (
-            [Path(name) for name in expand_braces(names) if name]
-            for names in (self.path, self.setting.tarred_audio)
-        )
-        return LineFiles(files, tars)
+    def _named(self) -> tuple[list[Path], list[Path]]:
+        """The manifests and tar files that the setting names."""
+        names = (expand_braces(names) for names in (self.path, self.setting.tarred_audio))
+        files, tars = ([Path(name) for name in each if name] for each in names)
+        return files, tars
 
 
 Locate = Callable[[str], Clip]
@@ -101,6 +129,7 @@ def read_manifest(
     prompt: str = "{audio}",
     placeholder: str = "{audio}",
     prompts: bool = False,
+    notes: list[str] | None = None,
 ) -> tuple[list[Example], list[Skipped]]:
     """Reads a manifest of utterances and conversations, in any mixture of the formats above.
 
@@ -117,24 +146,19 @@ def read_manifest(
     placeholder: stands for a recording in the prompt and in the texts of conversations, not in transcripts.
     prompts: whether lines without an answer are read too, as examples whose last turn is the user's:
         utterances without a text, conversations, and the field prompt.
-    Raises FileNotFoundError if there is no such file; UserError if it holds no usable line, if manifests and
-    tar files do not match, or if braces cannot be expanded.
+    notes: a list that gets what a user should know of the tar files, such as members that no line names.
+    Raises FileNotFoundError if there is no such file; UserError if it holds no usable line, if a file is
+    empty or damaged, if manifests and tar files do not match, or if braces cannot be expanded.
     Source: NeMo's documentation (ASR and speechlm2 datasets), transformers' (chat templates).
     """
-    files = [Path(name) for name in expand_braces(str(path))]
-    for file in files:
-        if not file.is_file():
-            raise FileNotFoundError(
-                f"no manifest at {file}; expected a JSONL file of utterances or conversations: "
-                f"correct {setting}"
-            )
+    files = manifests_of(str(path), setting)
     tars = TarredAudio(tarred_audio, files, setting) if tarred_audio else None
 
     def turns(entry: dict[str, Any], file: int) -> tuple[Turn, ...]:
         locate = tars.locate(entry, file) if tars else in_folder(files[file].parent)
         return turns_of_entry(entry, locate, prompt, placeholder, prompts=prompts)
 
-    return read_examples(
+    read = read_examples(
         files,
         partial(name_of_entry, prompts=prompts),
         turns,
@@ -142,6 +166,21 @@ def read_manifest(
         title=f"{path} ({setting})",
         expected="one JSON object a line with audio_filepath and text, conversations or messages",
     )
+    if notes is not None and tars:
+        notes += tars.notes
+    return read
+
+
+def manifests_of(path: str, setting: str) -> list[Path]:
+    """The files of a manifest, which may be named with braces. Raises FileNotFoundError if one is missing."""
+    files = [Path(name) for name in expand_braces(path)]
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"no manifest at {file}; expected a JSONL file of utterances or conversations: "
+                f"correct {setting}"
+            )
+    return files
 
 
 def turns_of_entry(
@@ -186,15 +225,13 @@ def read_chats(path: str | Path, *, prompt: str = "{audio}", placeholder: str = 
     """Reads conversations to answer, in the formats of a manifest. Each must end with a user turn.
 
     An utterance needs no text; if it has one, the text is ignored. prompt, placeholder: as in read_manifest.
-    Raises FileNotFoundError if there is no such file, and UserError if a line cannot be used.
+    Raises FileNotFoundError if there is no such file, and UserError if a line cannot be used, or the file.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file at {path}; expected a JSONL file of conversations: correct --chat")
     chats, locate = [], in_folder(path.parent)
-    for line_number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
+    for line_number, _, _, line in numbered_lines([path]):
         try:
             entry = parse(line)
             if _is_conversation(entry):
@@ -206,8 +243,6 @@ def read_chats(path: str | Path, *, prompt: str = "{audio}", placeholder: str = 
             chats.append(Example(f"{line_number}:{name_of_entry(entry)}", turns))
         except ValueError as error:
             raise UserError(f"{path}, line {line_number}: {error}; correct the line") from error
-    if not chats:
-        raise UserError(f"{path} is empty; expected a conversation a line: correct --chat")
     return chats
 
 

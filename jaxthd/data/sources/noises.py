@@ -12,6 +12,7 @@ from jaxthd.data.audio.augment import Augmentation
 from jaxthd.data.audio.recordings import AudioError, recording_length
 from jaxthd.data.example import Channels, Clip
 from jaxthd.data.skipped import Skipped
+from jaxthd.data.sources.containers import parts_of
 from jaxthd.data.sources.lines import expand_braces, numbered_lines, parse, string
 from jaxthd.data.sources.manifest import clip_of, in_folder
 from jaxthd.data.sources.source import LineFiles
@@ -36,7 +37,7 @@ class AugmentationData(NamedTuple):
 def read_augmentation(config: AugmentConfig) -> AugmentationData:
     """Reads the manifests of data.augment, and the headers of their recordings.
 
-    Raises UserError for a manifest that is missing or holds no usable recording.
+    Raises UserError for a manifest that is missing, empty or damaged, or holds no usable recording.
     """
     found: dict[str, list[Clip]] = {"noise": [], "room": []}
     skipped, identity = {}, json.loads(json.dumps(asdict(config)))
@@ -49,6 +50,9 @@ def read_augmentation(config: AugmentConfig) -> AugmentationData:
             skipped[path] = unusable
             identity[f"{kind}_manifest"] = LineFiles(list(map(Path, expand_braces(path)))).digest()
             print(f"{path} ({setting}): {len(read):,} recordings, {len(unusable):,} skipped")
+            for parts in parts_of(map(Path, expand_braces(path))):
+                if parts.missing:
+                    print(f"{path} ({setting}) has {parts.note}")
     return AugmentationData(Augmentation(config, found["noise"], found["room"]), skipped, identity)
 
 
@@ -69,8 +73,6 @@ def read_recordings(
     for number, file, where, line in numbered_lines(files):
         key = f"{number}:"
         try:
-            if isinstance(line, ValueError):
-                raise line
             entry = parse(line)
             key += string(entry, "audio_filepath")
             named.append((key, clip_of(entry, "audio_filepath", in_folder(files[file].parent))))

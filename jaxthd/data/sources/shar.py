@@ -5,20 +5,27 @@ invalid line.
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxthd.config import DataConfig
 from jaxthd.data.example import Example, Turn
 from jaxthd.data.skipped import Skipped
+from jaxthd.data.sources.containers import damaged, refuse_unread, require_all_parts
 from jaxthd.data.sources.cuts import alternatives_of_cut, name_of_cut, turns_of_cut
-from jaxthd.data.sources.lines import lines_of, parse, read_examples, refuse_marked, string
-from jaxthd.data.sources.source import LineFiles, Source
+from jaxthd.data.sources.lines import json_object, numbered_lines, parse, read_examples, refuse_marked, string
+from jaxthd.data.sources.source import Containers, LineFiles, Source, SourceSetting
 from jaxthd.data.sources.tarred import TarIndex, index_tars
 from jaxthd.errors import UserError
 
 TEXTS = ("context", "system_prompt")
 """Fields of a cut that may be in separate files beside the cuts."""
+
+
+INDEX = "shar_index.json"
+"""A file that lists the shards, as some programs write it: {"fields": {"cuts": [path, ...], ...}}."""
+_NAME = re.compile(r"([^.]+)((?:\..+)?)\.(jsonl|jsonl\.gz|tar)")
 
 
 class Shard(NamedTuple):
@@ -28,39 +35,103 @@ class Shard(NamedTuple):
     recording: Path
     texts: dict[str, Path]
 
+    @property
+    def files(self) -> list[Path]:
+        return [self.cuts, self.recording, *self.texts.values()]
+
 
 def shar_shards(folder: Path, setting: str) -> list[Shard]:
-    """The shards of a directory, by name. Raises UserError if it has none, or one without recordings."""
+    """The shards of a directory, by name.
+
+    Raises UserError if it has none, or if one is missing in whole or in part: where numbers, fields or its
+    index name what is not there.
+    """
     found: dict[str, dict[str, Path]] = {}
+    is_tar = {"recording": {True}, "cuts": {False}} | {name: {False} for name in TEXTS}
+    refuse_unread(folder, re.compile(rf"({'|'.join(is_tar)})(\..+)?\.(jsonl|jsonl\.gz|tar)"), setting)
     for path in sorted(folder.iterdir()):
-        named = re.fullmatch(r"([^.]+)((?:\..+)?)\.(jsonl|jsonl\.gz|tar)", path.name)
-        if named and (named[3] == "tar") == (named[1] == "recording"):
+        named = _NAME.fullmatch(path.name)
+        if named and (named[3] == "tar") in is_tar.get(named[1], {True, False}):
             paths = found.setdefault(named[2], {})
             if named[1] in paths:
                 raise UserError(
                     f"{paths[named[1]]} and {path} are one shard; expected one of them: remove one"
                 )
             paths[named[1]] = path
-    shards = []
-    for suffix, paths in sorted(found.items()):
-        if "cuts" in paths:
-            if "recording" not in paths:
-                raise UserError(
-                    f"{paths['cuts']} has no recording{suffix}.tar beside it; expected the audio of the cuts "
-                    f"({setting}): write the Shar directory with the field recording"
-                )
-            texts = {name: paths[name] for name in TEXTS if name in paths}
-            shards.append(Shard(paths["cuts"], paths["recording"], texts))
-    if not shards:
+    if not any("cuts" in paths for paths in found.values()):
         raise UserError(
             f"{folder} holds no cuts.*.jsonl or cuts.*.jsonl.gz; expected a Lhotse Shar directory, or a "
             f"manifest instead of a folder: correct {setting}"
         )
+    _require_whole(found, setting)
+    shards = [
+        Shard(paths["cuts"], paths["recording"], {name: paths[name] for name in TEXTS if name in paths})
+        for _, paths in sorted(found.items())
+        if "cuts" in paths
+    ]
+    require_all_parts([shard.cuts for shard in shards], f"{folder} ({setting})", "number these anew")
+    _require_listed(folder, shards, setting)
     return shards
+
+
+def _require_whole(found: dict[str, dict[str, Path]], setting: str) -> None:
+    """Raises UserError for a shard without cuts or recordings, or without a text field that others have.
+
+    found: the files of a directory by their numbers and fields. A field without cuts counts only with a
+    number, or as recordings: other tar files may lie in the directory.
+    """
+    texts = {name: paths[name] for paths in found.values() for name in paths if name in TEXTS}
+    for suffix, paths in sorted(found.items()):
+        if "cuts" not in paths:
+            if "recording" in paths or re.match(r"\.\d+", suffix):
+                path = paths.get("recording") or next(iter(paths.values()))
+                raise UserError(
+                    f"{path} has no cuts{suffix}.jsonl.gz beside it; expected the cuts of each shard "
+                    f"({setting}): fetch them, or take the file away"
+                )
+            continue
+        if "recording" not in paths:
+            raise UserError(
+                f"{paths['cuts']} has no recording{suffix}.tar beside it; expected the audio of the cuts "
+                f"({setting}): write the Shar directory with the field recording"
+            )
+        if missing := sorted(texts.keys() - paths.keys()):
+            raise UserError(
+                f"{paths['cuts']} has no {missing[0]}{suffix}.jsonl.gz beside it, and other shards have one "
+                f"({texts[missing[0]].name}); expected the field of all shards, as Lhotse does, or of none "
+                f"({setting}): fetch or write it, or move the shard to a directory of its own"
+            )
+
+
+def _require_listed(folder: Path, shards: Sequence[Shard], setting: str) -> None:
+    """Raises UserError where the directory's index lists files that are not those of the shards."""
+    index = folder / INDEX
+    if not index.is_file():
+        return
+    try:
+        fields = json_object(parse(index.read_bytes())["fields"], "fields")
+        listed = {
+            name: [folder / path for path in fields.get(name, [])] for name in ("cuts", "recording", *TEXTS)
+        }
+    except (ValueError, LookupError, TypeError) as error:
+        raise damaged(index, "", f"it is no index of shards ({error!r})") from error
+    there = {path.resolve() for shard in shards for path in shard.files}
+    for paths in listed.values():
+        absent = [path for path in paths if path.resolve() not in there]
+        if absent:
+            raise UserError(
+                f"{index} lists {len(paths)} files such as {paths[0].name}, of which {len(absent)} are not "
+                f"among the directory's shards, {absent[0]} first; expected all of them ({setting}): fetch "
+                "them, or name the directories in which they lie"
+            )
 
 
 class SharSource(Source):
     """A Lhotse Shar directory. It reads and raises as read_shar does."""
+
+    def __init__(self, setting: SourceSetting) -> None:
+        super().__init__(setting)
+        self._read_notes: list[str] = []
 
     @staticmethod
     def recognises(path: str) -> bool:
@@ -73,18 +144,32 @@ class SharSource(Source):
                 f"{self.path} ({setting}) is a folder, and {tars} its tar files; expected a manifest with "
                 "tar files, or a Shar directory alone, which has its own: correct one"
             )
+        self._read_notes.clear()
         return read_shar(
             Path(self.path),
             setting,
             prompt=data.prompt,
             placeholder=data.audio_placeholder,
             prompts=self.setting.prompts,
+            notes=self._read_notes,
         )
 
     def digest(self) -> str:
         shards = shar_shards(Path(self.path), self.setting.field)
         files = [path for shard in shards for path in (shard.cuts, *shard.texts.values())]
         return LineFiles(files, [shard.recording for shard in shards]).digest()
+
+    def containers(self) -> Containers:
+        shards = shar_shards(Path(self.path), self.setting.field)
+        files = [path for shard in shards for path in shard.files]
+        number = re.fullmatch(r"\D*\.(\d+)\D*", shards[0].cuts.name)
+        begins = f"its shards begin at {shards[0].cuts.name}, not at 0" if number and int(number[1]) else ""
+        return Containers(len(files), len(files), (*([begins] * bool(begins)), *self._read_notes))
+
+    def files(self) -> list[Path]:
+        shards = shar_shards(Path(self.path), self.setting.field)
+        index = Path(self.path) / INDEX
+        return [path for shard in shards for path in shard.files] + [index] * index.is_file()
 
 
 def read_shar(
@@ -94,27 +179,30 @@ def read_shar(
     prompt: str = "{audio}",
     placeholder: str = "{audio}",
     prompts: bool = False,
+    notes: list[str] | None = None,
 ) -> tuple[list[Example], list[Skipped]]:
     """Reads a Lhotse Shar directory: every cut becomes an Example or a Skipped, in the order of shards.
 
     See turns_of_cut. The key's name is the cut's id. Only the headers of tar files are read; recordings are
-    not opened. The other arguments and the errors are those of read_manifest.
+    not opened. The other arguments and the errors are those of read_manifest, and those of shar_shards.
     Source: lhotse.shar.
     """
     shards = shar_shards(folder, setting)
     indexes = index_tars([shard.recording for shard in shards])
     recordings = [_members_of_cuts(index) for index in indexes]
+    heard: list[set[str]] = [set() for _ in shards]
     texts = [_texts(shard) for shard in shards]
 
     def turns(cut: dict[str, Any], shard: int) -> tuple[Turn, ...]:
         name = string(cut, "id")
+        heard[shard].add(name)
         refuse_marked(cut)
         clip = indexes[shard].clip(recordings[shard].get(name, name))
         if clip.member and clip.member.name.endswith(".nodata"):
             raise ValueError("the cut has no recording")
         return turns_of_cut(cut, clip, prompt, placeholder, texts[shard].get(name, {}), prompts=prompts)
 
-    return read_examples(
+    read = read_examples(
         [shard.cuts for shard in shards],
         name_of_cut,
         turns,
@@ -122,6 +210,13 @@ def read_shar(
         title=f"{folder} ({setting})",
         expected="one cut a line, with supervisions that have text",
     )
+    if notes is not None:
+        notes += [index.note for index in indexes if index.note]
+        unnamed = [there.keys() - cuts for there, cuts in zip(recordings, heard, strict=True)]
+        if lost := sum(map(len, unnamed)):
+            first = next(shard.recording.name for shard, names in zip(shards, unnamed, strict=True) if names)
+            notes.append(f"{lost:,} recordings of tar files are those of no cut, {first} first")
+    return read
 
 
 def _members_of_cuts(index: TarIndex) -> dict[str, str]:
@@ -134,14 +229,12 @@ def _texts(shard: Shard) -> dict[str, dict[str, Any]]:
     """The fields of each cut that are in separate files, by cut."""
     found: dict[str, dict[str, Any]] = {}
     for field, path in shard.texts.items():
-        read = 0
-        try:
-            for line in lines_of(path):
-                read += 1
+        for number, _, _, line in numbered_lines([path]):
+            try:
                 entry = parse(line)
                 if field in entry:
                     found.setdefault(string(entry, "cut_id"), {})[field] = entry[field]
-        except ValueError as error:
-            message = f"{path} line {read}: {error}; expected a cut_id and {field}: write the file anew"
-            raise UserError(message) from error
+            except ValueError as error:
+                message = f"{path} line {number}: {error}; expected a cut_id and {field}: write the file anew"
+                raise UserError(message) from error
     return found

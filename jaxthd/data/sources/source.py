@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from jaxthd.config import DataConfig
 from jaxthd.data.example import Example
 from jaxthd.data.skipped import Skipped
+from jaxthd.data.sources.containers import parts_of
 
 Likeness = Literal["same", "grown", "other"]
 """How a data set compares with an earlier state of it; "grown": items have been added at its end."""
@@ -75,17 +76,6 @@ class Source(ABC):
         Raises UserError for a data set that cannot be read.
         """
 
-    def containers(self) -> Containers | None:
-        """Counts the data set's containers; None for a source that has none.
-
-        Lists folders and reads small files of metadata, nothing else. Raises UserError as read() does.
-        """
-        return None
-
-    def files(self) -> list[Path]:
-        """Returns the files whose size and time of change tell whether the data set has changed."""
-        return []
-
     def extent(self) -> int | None:
         """Returns how much content digest() covers, in bytes; None where `likeness` cannot tell a data set
         that has grown."""
@@ -101,6 +91,31 @@ class Source(ABC):
 
         A data position saved under another digest is refused. No recording is read.
         """
+
+    def containers(self) -> Containers | None:
+        """Counts the containers of the data set; None for a source that has none.
+
+        It reads nothing but lists of files and small metadata. After `read`, the notes have what it came upon,
+        too. Raises UserError, as `read` does, for a data set that says that it has more than is there.
+        """
+        return None
+
+    def files(self) -> list[Path]:
+        """The files whose sizes and times of change tell whether the data set has changed.
+
+        These are containers and their indexes; none for a source that cannot tell. Raises as `containers`.
+        """
+        return []
+
+
+def counted_files(files: Sequence[Path], left_out: int = 0, notes: Sequence[str] = ()) -> Containers:
+    """The containers that a user has named by their files, with a note where names count more parts.
+
+    left_out: containers that the data set's own metadata counts besides. notes: other notes.
+    """
+    parts = [each for each in parts_of(files) if each.missing]
+    named = len(files) + left_out + sum(len(each.missing) for each in parts)
+    return Containers(named, len(files), (*(each.note for each in parts), *notes))
 
 
 class LineFiles(NamedTuple):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxthd.data.example import Clip, Member
+from jaxthd.data.sources.containers import PART, empty, refuse_other_forms
 from jaxthd.data.sources.lines import expand_braces
 from jaxthd.errors import UserError
 
@@ -26,12 +27,22 @@ _TWICE = "is in it more than once"
 class TarIndex:
     """The index of a tar file. members: by name, the file or the reason why it cannot be read.
 
-    damage: why the rest of the tar file could not be read; "" if it was read to its end.
+    damage: why the rest of the tar file could not be read; "" if it was read to its end. end: what is wrong
+    with the end that it was read to: it has no end mark, or bytes follow the mark; "" for a sound one.
     """
 
     path: Path
     members: dict[str, Member | str]
     damage: str = ""
+    end: str = ""
+
+    @property
+    def note(self) -> str:
+        """What is wrong with the tar file; "" for nothing."""
+        wrong = self.damage or self.end
+        return (
+            f"{self.path.name} is {wrong}" if self.damage else f"{self.path.name}: {wrong}" if wrong else ""
+        )
 
     def clip(self, name: str) -> Clip:
         """The recording of that name. Raises ValueError with the reason if there is none."""
@@ -41,18 +52,19 @@ class TarIndex:
         if found:
             raise ValueError(f"{self.path}: {name} {found}")
         damage = f" before it is {self.damage}" if self.damage else ""
-        raise ValueError(
-            f"{self.path}: no {name} among its {len(self.members)} members{damage}; make sure that manifest "
-            "and tar file go together"
-        )
+        change = self.end or "make sure that manifest and tar file go together"
+        raise ValueError(f"{self.path}: no {name} among its {len(self.members)} members{damage}; {change}")
 
 
 def index_tar(path: Path) -> TarIndex:
     """Reads the headers of an uncompressed tar file. Damage raises no error: members before it are indexed.
 
     The index gives a reason in place of a link, of a name that occurs twice or leads out of the archive, and
-    of data beyond the end of the file.
+    of data beyond the end of the file. What follows the end mark is not indexed: it may be a second tar file,
+    or what an older and longer one has left there.
+    Raises UserError for a file that is compressed or of another form, and for a tar file without members.
     """
+    refuse_other_forms(path, "a tar file")
     members: dict[str, Member | str] = {}
     try:
         size = path.stat().st_size
@@ -66,15 +78,35 @@ def index_tar(path: Path) -> TarIndex:
                 members[name] = _TWICE if name in members else _member(info, name, size)
                 tar.members.clear()  # type: ignore[attr-defined]  # tarfile would keep a kilobyte for each
             file.seek(tar.offset)
-            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes a damaged header for the end
+            mark = file.read(tarfile.BLOCKSIZE)
+            if mark.strip(b"\0"):  # tarfile takes a damaged header for the end
                 return TarIndex(path, members, f"damaged, at byte {tar.offset}")
+            if mark and not members:
+                raise empty(path, "members")
+            return TarIndex(path, members, end=_end(file, tar.offset, mark))
+    except UserError:
+        raise
     except (tarfile.TarError, OSError, ValueError, OverflowError) as error:
         # A damaged header may say anything.
-        with path.open("rb") as start:
-            is_gzip = start.read(2) == b"\x1f\x8b"
-        reason = "compressed: decompress it" if is_gzip else f"damaged, or cut short ({error})"
-        return TarIndex(path, members, reason)
-    return TarIndex(path, members)
+        return TarIndex(path, members, f"damaged, or cut short ({error})")
+
+
+def _end(file: BufferedReader, at: int, mark: bytes) -> str:
+    """What is wrong with the end of a tar file, read to `at`, where the bytes `mark` are; "" if nothing.
+
+    Zeros fill a tar file up to a multiple of 10,240 bytes.
+    """
+    if len(mark) < tarfile.BLOCKSIZE:
+        return (
+            f"the tar file ends early, at byte {at + len(mark)}, without an end mark: fetch or write it again"
+        )
+    while chunk := file.read(2**20 - 1):
+        if chunk.strip(b"\0"):
+            return (
+                f"bytes follow the end mark at byte {at} and are not read, as where tar files are joined: "
+                "write one tar file of all members, or name those that were joined"
+            )
+    return ""
 
 
 class _Headers(BufferedReader):
@@ -110,23 +142,30 @@ def index_tars(paths: Sequence[Path]) -> list[TarIndex]:
         return list(threads.map(index_tar, paths))
 
 
+def tars_of(tars: str, setting: str) -> list[Path]:
+    """The tar files that a setting names, with braces. Raises UserError if one is missing."""
+    paths = [Path(name) for name in expand_braces(tars)]
+    missing = [str(path) for path in paths if not path.is_file()]
+    if missing:
+        raise UserError(
+            f"{len(missing)} of the {len(paths)} tar files of {setting} are not there, {missing[0]} "
+            f"first; expected all that {tars} names: correct it"
+        )
+    return paths
+
+
 class TarredAudio:
     """The tar files that hold the recordings of a manifest's lines.
 
     files: the manifest's files. tars: the tar files, with braces. setting: the setting that named them, for
     messages. Either there is one tar file for each file, in order; or one file has several tar files, and the
     shard_id of its lines is the number in a tar file's name ("audio_3.tar").
-    Raises UserError if the counts do not match, a tar file is missing, or numbers contradict the order.
+    Raises UserError if the counts do not match, a tar file is missing, or numbers contradict the order; and
+    as index_tar does.
     """
 
     def __init__(self, tars: str, files: Sequence[Path], setting: str) -> None:
-        paths = [Path(name) for name in expand_braces(tars)]
-        missing = [str(path) for path in paths if not path.is_file()]
-        if missing:
-            raise UserError(
-                f"{len(missing)} of the {len(paths)} tar files of {setting} are not there, {missing[0]} "
-                f"first; expected all that {tars} names: correct it"
-            )
+        paths = tars_of(tars, setting)
         self._by_number = len(files) == 1 < len(paths)
         numbers = [shard_number(path) for path in paths]
         known = [number for number in numbers if number is not None]
@@ -150,6 +189,12 @@ class TarredAudio:
                     )
         indexes = index_tars(paths)
         self._indexes = dict(zip(known if self._by_number else range(len(paths)), indexes, strict=True))
+        self._named: dict[int, set[str]] = {shard: set() for shard in self._indexes}
+
+    @property
+    def notes(self) -> list[str]:
+        """What is wrong with the tar files, and how many members no line has named so far."""
+        return notes_of_tars(list(self._indexes.values()), list(map(len, self._named.values())))
 
     def locate(self, entry: dict[str, Any], file: int) -> Callable[[str], Clip]:
         """Returns the function name -> Clip for a line of file number `file`. Both raise ValueError."""
@@ -159,18 +204,40 @@ class TarredAudio:
                 f"shard_id is {reprlib.repr(shard)}; expected the number of a tar file, "
                 f"{min(self._indexes)} to {max(self._indexes)}"
             )
-        index = self._indexes[shard]
+        index, named = self._indexes[shard], self._named[shard]
 
         def clip(name: str) -> Clip:
             segment = _SEGMENT.fullmatch(name)
             if segment and _plain(name) not in index.members:
                 name = segment[1] + (segment[2] or "")
-            return index.clip(name)
+            recording = index.clip(name)
+            named.add(_plain(name))
+            return recording
 
         return clip
 
 
+def notes_of_tars(indexes: Sequence[TarIndex], named: Sequence[int]) -> list[str]:
+    """What is wrong with tar files, and how many of their readable members no line names.
+
+    named: members of each that lines name.
+    """
+    members = [sum(isinstance(m, Member) for m in index.members.values()) for index in indexes]
+    unnamed = [there - used for there, used in zip(members, named, strict=True)]
+    notes = [index.note for index in indexes if index.note]
+    if sum(unnamed):
+        which = indexes[next(n for n, count in enumerate(unnamed) if count)].path.name
+        notes.append(
+            f"{sum(unnamed):,} of the {sum(members):,} members of tar files are named by no line, "
+            f"{which} first"
+        )
+    return notes
+
+
 def shard_number(path: Path) -> int | None:
-    """The last number that stands between "_", "-" or "." in a shard's file name; None without one."""
-    numbers = re.findall(r"[_-](\d+)(?=[_.-])", path.name)
+    """The last number that stands between "_", "-" or "." in a shard's file name; None without one.
+
+    Of "audio-00001-of-00004.tar" it is 1.
+    """
+    numbers = re.findall(r"[_-](\d+)(?=[_.-])", PART.sub(r"\1", path.name))
     return int(numbers[-1]) if numbers else None
