@@ -2,6 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -32,11 +33,17 @@ class Source(ABC):
     """Reads one data set. A new source is a subclass, registered in jaxthd.data.sources.registry.
 
     path: the setting's path. title: the data set's name in skipped.jsonl.
+    unread_recordings: after `read`, how many items have each field that names a recording and is not read,
+        beside one that is.
+    reads_columns: whether it reads data.columns.
     """
+
+    reads_columns = True
 
     def __init__(self, setting: SourceSetting) -> None:
         self.path, self.setting = setting.path, setting
         self.title = f"{setting.source}:{setting.path}" if setting.source else setting.path
+        self.unread_recordings: Counter[str] = Counter()
 
     @staticmethod
     def recognises(path: str) -> bool:
