@@ -42,7 +42,9 @@ class LineColumns:
         self._dropped = {field for field, column in named.items() if not column}
         self._named = {f: c for f, c in named.items() if c and f != "sampling_rate"}
         self._absent, self._title, self._names = set(self._named.values()), title, dict[str, None]()
-        self._is_beside_tables = any(map(_is_table, (*data.manifest, *(s.path for s in data.validation_sets))))
+        self._is_beside_tables = any(
+            map(_is_table, (*data.manifest, *(s.path for s in data.validation_sets)))
+        )
 
     def rename(self, entry: Entry) -> Entry:
         """Returns the line with its fields renamed. A recording that is named replaces any other."""

@@ -61,8 +61,13 @@ ROLES: dict[str, Role] = {
 }
 _TEXTS, _AUDIO = ("text", "input_text", "output_text"), ("audio", "audio_url", "input_audio")
 """Types of a message's parts."""
-_PLAIN, _TEXT = frozenset({"role", "content", "from", "value", "type", "offset", "duration"}), {"type", "text"}
-_OF_MESSAGES = frozenset({"role", "content", "from", "value", "type", "offset", "duration", "audio_filepath", *LISTS})
+_PLAIN, _TEXT = (
+    frozenset({"role", "content", "from", "value", "type", "offset", "duration"}),
+    {"type", "text"},
+)
+_OF_MESSAGES = frozenset(
+    {"role", "content", "from", "value", "type", "offset", "duration", "audio_filepath", *LISTS}
+)
 _OF_PARTS = _OF_MESSAGES | {"text", "url", *FIELD_OF_PATH}
 LONGEST_PATH = 4096
 """Bytes of a path, as Linux bounds them."""
@@ -75,12 +80,12 @@ def in_folder(folder: Path) -> Locate:
     """
 
     def locate(name: str) -> Clip:
-        if len(name) > LONGEST_PATH or name.startswith("data:"):
+        if len(name) > LONGEST_PATH or (":" in name and name.startswith("data:")):
             raise ValueError(
                 f"{reprlib.repr(name)} is no path, but {len(name):,} characters; expected the path of a "
                 "file: write the recording into one"
             )
-        if "://" in name:
+        if ":" in name and "://" in name:
             name = _path_of_url(name)
         if name.startswith("~") and not (folder / name).exists():
             name = expand_home(name)
@@ -126,20 +131,9 @@ def recording_of(entry: dict[str, Any], locate: Locate) -> Clip | None:
 
     Raises ValueError for one that is in the line itself (base64, samples), or in another field.
     """
-    name = next((name for name in FIELD_OF_PATH if entry.get(name) not in (None, "", {}, [])), None)
+    name = next((name for name in FIELD_OF_PATH if entry.get(name)), None)
     if name is None:
-        if inside := [n for n in ("data", "bytes", "array") if entry.get(n)]:
-            data = entry[inside[0]]
-            if inside[0] == "data" and isinstance(data, str) and ("://" in data[:10] or names_recording(data)):
-                return clip_of(entry, "data", locate)
-            raise ValueError(
-                f"the recording is in the line itself ({inside[0]}); expected the path of a file: write it "
-                "into one"
-            )
-        if others := other_recordings(entry, _OF_PARTS):
-            raise ValueError(f"path is missing; found {reprlib.repr(sorted(entry))}, and {refusal(others)}")
-        name = next((name for name in FIELD_OF_PATH if entry.get(name) == ""), None)
-        return clip_of(entry, name, locate) if name else None
+        return _unnamed(entry, locate)
     if isinstance(entry[name], dict):
         timed = {n: entry[n] for n in ("offset", "duration") if entry.get(n) is not None}
         inner = recording_of(timed | entry[name], locate)
@@ -149,22 +143,41 @@ def recording_of(entry: dict[str, Any], locate: Locate) -> Clip | None:
     return clip_of(entry, name, locate)
 
 
+def _unnamed(entry: dict[str, Any], locate: Locate) -> Clip | None:
+    """The recording of an object without a field of FIELD_OF_PATH: None, or a URL in `data`."""
+    inside = next((name for name in ("data", "bytes", "array") if entry.get(name)), None)
+    if inside:
+        data = entry[inside]
+        if inside == "data" and isinstance(data, str) and ("://" in data[:10] or names_recording(data)):
+            return clip_of(entry, "data", locate)
+        raise ValueError(
+            f"the recording is in the line itself ({inside}); expected the path of a file: write it into one"
+        )
+    if others := other_recordings(entry, _OF_PARTS):
+        raise ValueError(f"path is missing; found {reprlib.repr(sorted(entry))}, and {refusal(others)}")
+    empty = next((name for name in FIELD_OF_PATH if entry.get(name) == ""), None)
+    return clip_of(entry, empty, locate) if empty else None
+
+
 def listed_recordings(entry: dict[str, Any], locate: Locate) -> list[Clip]:
     """Returns the recordings of a line's or a message's list, which may be one recording without a list.
 
     Raises ValueError for two lists that differ. An `offset` of the line is that of its only recording.
     """
-    names = [name for name in LISTS if entry.get(name) not in (None, "", [], {})]
+    names = [name for name in LISTS if entry.get(name)]
     if not names:
         return []
-    if any(entry[name] != entry[names[0]] for name in names[1:]):
+    if names[1:] and any(entry[name] != entry[names[0]] for name in names):
         raise ValueError(f"{names[0]} and {names[1]} are given; expected one list of recordings: drop one")
     listed, clips = entry[names[0]], []
     items = listed if isinstance(listed, list) else [listed]
     for item in items:
-        named = {"path": item} if isinstance(item, str) else json_object(item, f"an entry of {names[0]}")
-        if len(items) == 1 and isinstance(item, str) and entry.get("offset") is not None:
-            named |= {"offset": entry["offset"], "duration": entry.get("duration")}
+        if isinstance(item, str):
+            timed = len(items) == 1 and entry.get("offset") is not None
+            range_ = {"offset": entry["offset"], "duration": entry.get("duration")} if timed else {}
+            clips.append(clip_of({"path": item} | range_, "path", locate))
+            continue
+        named = json_object(item, f"an entry of {names[0]}")
         clip = recording_of(named, locate)
         if clip is None:
             raise ValueError(f"path is missing; found {reprlib.repr(sorted(named))} in {names[0]}")
@@ -273,7 +286,9 @@ def _with_tags(messages: list[tuple[Role, Parts]]) -> list[tuple[Role, Parts]]:
             pieces.append(part[at:])
         out.append((role, pieces))
     if numbers != list(range(1, len(numbers) + 1)):
-        raise ValueError(f"audio tags are numbered {reprlib.repr(numbers)}; expected 1, 2 and so on, in order")
+        raise ValueError(
+            f"audio tags are numbered {reprlib.repr(numbers)}; expected 1, 2 and so on, in order"
+        )
     return out
 
 

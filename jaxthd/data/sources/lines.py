@@ -36,7 +36,9 @@ def expand_braces(text: str) -> list[str]:
         return [text]
     inside = range(len(text)) if "{" in text or "_OP_" in text else ()
     folder = max((n + 1 for n in inside if text[n] == "/" and os.path.isdir(text[: n + 1])), default=0)
-    written = sub(r"_OP_(\d+\.\.\d+|(?:(?!_OP_|_CL_)[^{}])*,(?:(?!_OP_|_CL_)[^{}])*)_CL_", r"{\1}", text[folder:])
+    written = sub(
+        r"_OP_(\d+\.\.\d+|(?:(?!_OP_|_CL_)[^{}])*,(?:(?!_OP_|_CL_)[^{}])*)_CL_", r"{\1}", text[folder:]
+    )
     pieces = [text[:folder], *split(r"(\{(?:\d+\.\.\d+|[^{}]*,[^{}]*)\})", written)]
     choices: list[list[str]] = []
     total = 1

@@ -74,7 +74,7 @@ class ManifestSource(Source):
             prompt=data.prompt,
             placeholder=data.audio_placeholder,
             prompts=self.setting.prompts,
-            columns=LineColumns(data, f"{self.path} ({self.setting.field})"),
+            columns=LineColumns(data, f"{self.path} ({self.setting.field})") if self.reads_columns else None,
             unread=self.unread_recordings,
         )
 
@@ -170,7 +170,8 @@ def turns_of_entry(
         own, system = _own_prompt(entry, prompt, placeholder)
         clip = _recording(entry, locate)
         turns = utterance(clip, string(entry, "text"), own, placeholder, system)
-        refuse_tags(part for turn in turns[:-1] for part in turn.parts)
+        for turn in turns[:-1]:
+            refuse_tags(turn.parts)
         others = _beside(entry)
     others += other_recordings(entry, READ)
     if others:
@@ -198,8 +199,7 @@ def _own_prompt(entry: dict[str, Any], prompt: str, placeholder: str) -> tuple[s
 
 def _recording(entry: dict[str, Any], locate: Locate) -> Clip:
     """The recording of an utterance: its audio_filepath, or the one that a list names."""
-    name = next((name for name in LISTS if entry.get(name)), None)
-    if entry.get("audio_filepath") or name is None:
+    if entry.get("audio_filepath") or not (name := _list_of(entry)):
         return clip_of(entry, "audio_filepath", locate)
     item = entry[name][0] if isinstance(entry[name], list) and len(entry[name]) == 1 else entry[name]
     timed = {n: entry[n] for n in ("offset", "duration") if n in entry}
@@ -213,8 +213,15 @@ def _recording(entry: dict[str, Any], locate: Locate) -> Clip:
     return clip
 
 
+def _list_of(entry: dict[str, Any]) -> str:
+    """The first list of recordings that is not empty; "" for none."""
+    return next((name for name in LISTS if entry.get(name)), "")
+
+
 def _beside(entry: dict[str, Any]) -> tuple[str, ...]:
     """The lists that name other recordings than the audio_filepath of an utterance."""
+    if entry.keys().isdisjoint(LISTS):
+        return ()
     path = entry.get("audio_filepath")
     return tuple(n for n in LISTS if entry.get(n) and path and path_of(entry[n]) != path)
 
@@ -233,7 +240,7 @@ def name_of_entry(entry: dict[str, Any], *, prompts: bool = False) -> str:
 def _name_of_utterance(entry: dict[str, Any]) -> str:
     if entry.get("audio_filepath"):
         return string(entry, "audio_filepath")
-    if name := next((name for name in LISTS if entry.get(name)), None):
+    if name := _list_of(entry):
         return string({name: path_of(entry[name]) or ""}, name)
     if others := other_recordings(entry, READ):
         raise ValueError(f"audio_filepath is missing: {refusal(others)}")
@@ -284,7 +291,8 @@ def _question(entry: dict[str, Any], locate: Locate, prompt: str, placeholder: s
     """The turns of an utterance that is to be answered."""
     own, system = _own_prompt(entry, prompt, placeholder)
     turns = question(_recording(entry, locate), own, placeholder, system)
-    refuse_tags(part for turn in turns for part in turn.parts)
+    for turn in turns:
+        refuse_tags(turn.parts)
     return turns
 
 
@@ -302,7 +310,7 @@ def _prompt(
     if chats and chats != ["prompt"]:
         turns, others = conversation_turns(entry, locate, placeholder)
     elif not chats and not histories:
-        if entry.get("audio_filepath") is None and not any(entry.get(name) for name in LISTS):
+        if entry.get("audio_filepath") is None and not _list_of(entry):
             unread = other_recordings(entry, READ)
             why = f", and {refusal(unread)}" if unread else f"; found {reprlib.repr(sorted(entry))}"
             raise ValueError(f"prompt is missing{why}")

@@ -63,13 +63,22 @@ def other_recordings(entry: Mapping[str, Any], read: frozenset[str] = frozenset(
     return tuple(
         place
         for name, value in entry.items()
-        if value is not None and name not in read
+        if name not in read and not _is_plain(name, value)
         for place in _places(name, value, 0)
     )
 
 
+def _is_plain(name: str, value: Any) -> bool:
+    """Whether a cheap look shows that a field names no recording: this is asked of every field of a set."""
+    if type(value) is str:
+        return not _kind(name) and "." not in value[-_LONGEST_SUFFIX:] and ":" not in value[:10]
+    return value is None or type(value) in (int, float, bool)
+
+
 def other_modalities(entry: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the names of fields that hold pictures or films."""
+    if OTHER_MODALITIES.isdisjoint(map(str.lower, entry)):
+        return ()
     return tuple(n for n, v in entry.items() if n.lower() in OTHER_MODALITIES and v and v is not True)
 
 
@@ -122,6 +131,17 @@ def names_recording(text: str, kind: Kind = "") -> bool:
         return True
     is_path = not any(map(str.isspace, text)) and not _OTHER_SUFFIX.search(text)
     return is_path and (kind == "path" or "/" in text)
+
+
+def holds_recordings(name: str, kind: Any) -> bool:
+    """Whether a column of a table holds recordings, by its name and its type of pyarrow's."""
+    text = str(kind)
+    is_struct, is_list = ("struct<" in text, "list<" in text)
+    fields = set(re.findall(r"(\w+): ", text)) if is_struct else set()
+    if fields & {"bytes", "array"} or (fields and "sampling_rate" in fields):
+        return True
+    is_samples = is_list and re.search(r"(float|double|int16)", text) is not None
+    return bool(_kind(name)) if "binary" in text else _kind(name) == "any" and is_samples
 
 
 def refusal(names: tuple[str, ...]) -> str:

@@ -5,6 +5,7 @@ invalid line.
 """
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,6 +63,8 @@ def shar_shards(folder: Path, setting: str) -> list[Shard]:
 class SharSource(Source):
     """A Lhotse Shar directory. It reads and raises as read_shar does."""
 
+    reads_columns = False
+
     @staticmethod
     def recognises(path: str) -> bool:
         return Path(path).is_dir()
@@ -79,6 +82,7 @@ class SharSource(Source):
             prompt=data.prompt,
             placeholder=data.audio_placeholder,
             prompts=self.setting.prompts,
+            unread=self.unread_recordings,
         )
 
     def digest(self) -> str:
@@ -94,6 +98,7 @@ def read_shar(
     prompt: str = "{audio}",
     placeholder: str = "{audio}",
     prompts: bool = False,
+    unread: Counter[str] | None = None,
 ) -> tuple[list[Example], list[Skipped]]:
     """Reads a Lhotse Shar directory: every cut becomes an Example or a Skipped, in the order of shards.
 
@@ -112,7 +117,8 @@ def read_shar(
         clip = indexes[shard].clip(recordings[shard].get(name, name))
         if clip.member and clip.member.name.endswith(".nodata"):
             raise ValueError("the cut has no recording")
-        return turns_of_cut(cut, clip, prompt, placeholder, texts[shard].get(name, {}), prompts=prompts)
+        more = texts[shard].get(name, {})
+        return turns_of_cut(cut, clip, prompt, placeholder, more, prompts=prompts, unread=unread)
 
     return read_examples(
         [shard.cuts for shard in shards],
