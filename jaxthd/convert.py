@@ -37,6 +37,7 @@ from jaxthd.data.text.published_tokenizer import write_tokenizer
 from jaxthd.data.text.special_tokens import read_special_tokens
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError, readable_errors
+from jaxthd.files.paths import home_path
 from jaxthd.files.run_folder import is_run, read_config, source_of, write_config
 from jaxthd.files.tokenizer_files import BUILT_IN
 from jaxthd.hf.checkpoint import Checkpoint, model_config, open_checkpoint
@@ -211,7 +212,7 @@ def main(argv: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     reading = commands.add_parser("import", help="published checkpoints -> weights to train from")
     reading.add_argument("sources", nargs="+", help="Hugging Face folders, .nemo archives")
-    reading.add_argument("--out", type=Path, required=True, help="a new folder")
+    reading.add_argument("--out", type=home_path, required=True, help="a new folder")
     reading.add_argument(
         "--adapter-dim", type=int, default=0, help="model.adapter_dim, where no source has an adapter"
     )
@@ -219,12 +220,12 @@ def main(argv: list[str] | None = None) -> None:
     writing.add_argument(
         "source", help="the workdir of a run, or what import wrote; @best, @STEP or @ema after it"
     )
-    writing.add_argument("--out", type=Path, required=True, help="a new folder")
+    writing.add_argument("--out", type=home_path, required=True, help="a new folder")
     writing.add_argument("--format", choices=FORMATS, help="one of the formats above")
     writing.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     writing.add_argument(
         "--like",
-        type=Path,
+        type=home_path,
         help="the published folder that the run came from: its settings, tokenizer and vision tower go along",
     )
     options = parser.parse_args(argv)

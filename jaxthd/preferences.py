@@ -31,6 +31,7 @@ from jaxthd.config import Config
 from jaxthd.data.example import Example
 from jaxthd.data.packer import OnSkip
 from jaxthd.data.skipped import Skipped
+from jaxthd.data.sources.columns import LineColumns
 from jaxthd.data.sources.lines import entries_of
 from jaxthd.data.sources.manifest import ManifestSource
 from jaxthd.data.sources.registry import open_source, read_source
@@ -138,12 +139,13 @@ def _items(config: Config, options: Namespace) -> tuple[list[Item], list[Skipped
         )
     examples, skipped = read_source(source, config.data)
     entries, items = entries_of(source.path), []
+    columns = LineColumns(config.data, options.manifest)
     for example in examples:
         if example.alternatives:
             skipped.append(Skipped(example.key, "it is a preference line; expected a transcript"))
         else:
             entry, folder = entries[int(example.key.partition(":")[0])]
-            items.append(Item(example, entry, folder))
+            items.append(Item(example, columns.rename(entry), folder))
     return items[: options.items], skipped, source.digest()
 
 

@@ -13,6 +13,7 @@ from jaxthd.config.data import (
     Rung,
     SpecAugmentConfig,
     ValidationSet,
+    split_name,
 )
 from jaxthd.config.delta import DeltaConfig
 from jaxthd.config.latent_attention import LatentAttentionConfig
@@ -44,4 +45,5 @@ __all__ = [
     "SpecAugmentConfig",
     "TrainConfig",
     "ValidationSet",
+    "split_name",
 ]

@@ -1,6 +1,7 @@
 """The settings of the data: what is read, filtered, augmented and packed."""
 
 import json
+import os
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -85,6 +86,14 @@ class Rung(NamedTuple):
     audio_capacity: int
 
 
+def split_name(manifest: str) -> tuple[str, str, str]:
+    """Splits NAME=PATH into (NAME, "=", PATH). A path without a name, or one that exists, is ("", "", it)."""
+    name, mark, path = manifest.partition("=")
+    if not mark or os.path.exists(os.path.expanduser(manifest)):
+        return "", "", manifest
+    return name, mark, path
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """What is read, and how it is packed."""
@@ -96,9 +105,10 @@ class DataConfig:
     disk: parquet or arrow files, with shards in braces, or a folder (pip install 'jaxthd[parquet]').
     "synthetic:sums": spoken sums without transcripts, for jaxthd grpo."""
     columns: tuple[str, ...] = ()
-    """What columns of parquet and arrow files are called, as FIELD=COLUMN: "audio=speech text=utterance".
-    Without this, audio is "audio", text is "text", "sentence", "transcription" or "transcript", and the other
-    fields of a manifest's lines have columns of their names. FIELD= leaves a field out."""
+    """What fields of a manifest's lines and columns of parquet and arrow files are called, as FIELD=COLUMN:
+    "audio=speech text=utterance". A line has the column and not the field. In tables without this, audio is
+    "audio" or "audio_filepath", text is "text", "sentence", "transcription" or "transcript", and the other
+    fields have columns of their names. NAME= leaves a field out. Lhotse's cuts have no columns."""
     tarred_audio: tuple[str, ...] = ()
     """The tar files of each manifest, as in NeMo's tarred_audio_filepaths ("audio_{0..15}.tar"); "" for a
     manifest with plain files and for a Shar directory. Empty: no manifest has tar files."""
@@ -202,14 +212,14 @@ class DataConfig:
 
     @property
     def validation_sets(self) -> tuple[ValidationSet, ...]:
-        """validation_manifest as sets, in the order given. A path that contains "=" needs a name before
-        it."""
+        """validation_manifest as sets, in the order given. A path that contains "=" needs a name before it,
+        unless it exists."""
         given = self.validation_manifest
         manifests = [given] if isinstance(given, str) else given
         manifests = [] if list(manifests) == [""] else manifests
         sets = []
         for manifest in manifests:
-            name, mark, path = manifest.partition("=")
+            name, mark, path = split_name(manifest)
             if not mark:
                 stem = re.sub(r"[^\w.-]+", "-", Path(manifest).stem)
                 name, path = stem.strip("-.") or "validation", manifest

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxthd import config as settings
-from jaxthd.config import Config
+from jaxthd.config import Config, split_name
 from jaxthd.errors import UserError
+from jaxthd.files.paths import expand_home
 
 KINDS: dict[str, Any] = {
     name: kind for name, kind in vars(settings).items() if name.endswith("Config") and isinstance(kind, type)
@@ -106,23 +107,33 @@ def _called_with(path: Path, keyword: str) -> str | None:
 def with_absolute_paths(config: Config, folder: str | Path, *others: str | Path) -> Config:
     """The config with absolute paths: relative ones are taken as relative to `folder`.
 
-    others: folders for what is not in the first one and is in one of these.
+    others: folders for what is not in the first one and is in one of these. What exists is taken as it is,
+    whatever marks its name has; ~ is the home folder.
     They are those of data sets, noises, rooms, tokenizer, train.init_from and rollout.reward_folders.
     Built-in data and tokenizers ("synthetic", "bytes") and "NAME:..." of a registered source stay as they
     are.
     """
 
+    def places(path: str) -> list[str]:
+        return [os.path.abspath(os.path.join(place, path)) for place in (folder, *others)]
+
+    def existing(path: str) -> str | None:
+        return next((place for place in places(path) if os.path.exists(place)), None)
+
     def absolute(path: str) -> str:
+        if path in ("", "synthetic", "bytes"):
+            return path
+        if there := existing(path):
+            return there
         source, colon, rest = path.partition(":")
         if colon and source in ("manifest", "shar", "cuts", "huggingface"):
             return f"{source}:{absolute(rest)}"
-        if path in ("", "synthetic", "bytes") or re.match(r"\w+:", path):
-            return path
-        places = [os.path.abspath(os.path.join(place, path)) for place in (folder, *others)]
-        return next((place for place in places if os.path.exists(place)), places[0])
+        return path if re.match(r"\w+:", path) else places(expand_home(path))[0]
 
     def of_set(manifest: str) -> str:
-        name, mark, path = manifest.partition("=")
+        if manifest and (there := existing(manifest)):
+            return absolute(manifest) if manifest == "synthetic" else there
+        name, mark, path = split_name(manifest)
         return f"{name}={absolute(path)}" if mark else absolute(manifest)
 
     def each(paths: Any, change: Callable[[str], str]) -> Any:

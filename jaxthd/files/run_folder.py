@@ -15,6 +15,7 @@ from jaxthd.config import ComputeConfig, Config, LLMConfig, ModelConfig, TrainCo
 from jaxthd.errors import UserError
 from jaxthd.files.atomic import write_atomically
 from jaxthd.files.config_file import load_config, with_absolute_paths
+from jaxthd.files.paths import home_path
 from jaxthd.files.tokenizer_files import BUILT_IN, FOLDER, copy_tokenizer, tokenizer_digest
 
 FILE = "config.json"
@@ -46,8 +47,8 @@ def source_of(source: str | Path) -> tuple[Path, str]:
     which = f"newest{EMA}" if which == "ema" else which
     number = which.removesuffix(EMA)
     if mark and (number in ("newest", "best") or number.isdecimal()):
-        return Path(path), which
-    return Path(source), "newest"
+        return home_path(path), which
+    return home_path(source), "newest"
 
 
 class Settings(NamedTuple):
@@ -75,7 +76,7 @@ def open_settings(source: str | Path) -> Settings:
                 "path, or make a run of published checkpoints with jaxthd convert import"
             )
         return Settings(read_config(folder), folder, str(source))
-    path = Path(source)
+    path = home_path(source)
     if path.name == FILE and path.is_file():
         return Settings(read_config(path.parent), path.parent, str(path.parent))
     if path.suffix == ".json" and path.is_file():

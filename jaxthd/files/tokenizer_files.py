@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 
+from jaxthd.files.paths import home_path
+
 BUILT_IN = ("bytes", "synthetic")
 """Tokenizers that need no file."""
 FOLDER = "tokenizer"
@@ -49,7 +51,7 @@ def tokenizer_digest(tokenizer: str | Path) -> str:
     """
     if tokenizer in BUILT_IN:
         return str(tokenizer)
-    path, digest = Path(tokenizer), hashlib.sha256()
+    path, digest = home_path(tokenizer), hashlib.sha256()
     files = {"tokenizer.json": path}
     if path.is_dir():
         names = (*PATTERNS, *_SETTINGS)

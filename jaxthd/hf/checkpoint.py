@@ -12,6 +12,7 @@ from jaxtyping import Shaped
 
 from jaxthd.config import AdaptConfig, ModelConfig
 from jaxthd.errors import UserError
+from jaxthd.files.paths import home_path
 from jaxthd.files.weight_fields import compare_models
 from jaxthd.hf import canary_qwen, parakeet
 from jaxthd.hf.block_scaled import BlockScaledFolder
@@ -152,7 +153,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
     Raises FileNotFoundError; UserError for what is no checkpoint, or of a family that jaxthd does not know.
     """
-    path = Path(path)
+    path = home_path(path)
     if not path.exists():
         raise FileNotFoundError(
             f"no checkpoint at {path}; expected a folder or a .nemo file: correct the path"

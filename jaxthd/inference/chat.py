@@ -10,6 +10,7 @@ from typing import Any
 from jaxthd.data.example import Clip, Example, Turn
 from jaxthd.errors import UserError
 from jaxthd.files.jsonl import append_line
+from jaxthd.files.paths import home_path
 from jaxthd.inference.generator import Answer, AnswerDelta, Generator, whole_answer
 from jaxthd.terminal.tables import printable
 
@@ -60,7 +61,7 @@ def chat(generator: Generator, settings: dict[str, Any], out: Path | None) -> No
 
 
 def _add_recording(recordings: list[Path], name: str) -> None:
-    path = Path(name)
+    path = home_path(name)
     if path.is_file():
         recordings.append(path)
         say(f"({len(recordings)} recording{'s' * (len(recordings) > 1)} for what you say next)")

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxthd.data.example import Example
+from jaxthd.data.sources.conversations import in_folder
+from jaxthd.data.sources.recording_fields import LISTS
 from jaxthd.inference.generator import Answer
 from jaxthd.inference.wer import Errors, errors_of
 
@@ -97,9 +99,11 @@ def without_spread_line(item: Item, hypotheses: Sequence[Hypothesis]) -> Line:
 def _prompt_fields(item: Item, folder: Path) -> Line:
     """The entry's fields, a conversation without its answer as the field prompt."""
     entry = dict(item.entry)
-    if "audio_filepath" in entry:
-        return entry | {"audio_filepath": _from(item.folder / entry["audio_filepath"], folder)}
-    for name in ("conversations", "messages", "audio", "sound"):
+    is_conversation = "conversations" in entry or "messages" in entry
+    if entry.get("audio_filepath") and not is_conversation:
+        path = in_folder(item.folder)(entry["audio_filepath"]).path
+        return entry | {"audio_filepath": _from(path, folder)}
+    for name in ("conversations", "messages", "audio_filepath", *LISTS):
         entry.pop(name, None)
     messages = [
         {"role": turn.role, "content": [_content(part, folder) for part in turn.parts]}

@@ -16,6 +16,7 @@ import tyro
 
 from jaxthd.config import Config, MeshConfig
 from jaxthd.files.config_file import with_absolute_paths
+from jaxthd.files.paths import home_path
 from jaxthd.files.run_folder import open_settings
 from jaxthd.terminal.settings import all_groups, group_names, settings_help
 
@@ -90,6 +91,11 @@ def parse_command_line(
     parser = _parser(command, options or {}, about)
     wanted = _help_wanted(words, parser)
     found, overrides = parser.parse_known_args(words if wanted is None else _without_help(words))
+    for name, value in vars(found).items():
+        if isinstance(value, Path):
+            setattr(found, name, home_path(value))
+        elif isinstance(value, list):
+            setattr(found, name, [home_path(v) if isinstance(v, Path) else v for v in value])
     if first and found.config:
         parser.error(f"{first} and --config {found.config} are given; expected one of them: drop one")
     source = first or found.config

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from jaxthd.config import AugmentConfig, Config
 from jaxthd.data.audio.features import SAMPLE_RATE
-from jaxthd.data.sources.huggingface import FIELDS
+from jaxthd.data.sources.columns import FIELDS, is_column
 from jaxthd.errors import UserError
 from jaxthd.validate.rules import DeviceFacts, Finding, Group
 
@@ -44,10 +44,9 @@ def _temperature(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 def _columns(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """Which columns there are is not known before the data is read."""
     for setting in config.data.columns:
-        field, mark, _ = setting.partition("=")
-        if not mark or field not in FIELDS:
+        if not is_column(setting):
             fields = ", ".join(sorted(FIELDS))
-            expected = f"FIELD=COLUMN, with one of the fields {fields}"
+            expected = f"FIELD=COLUMN, with one of the fields {fields}, or NAME= for one to leave out"
             yield Finding(f"data.columns has {setting!r}", expected, "correct data.columns")
 
 

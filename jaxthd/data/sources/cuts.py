@@ -5,6 +5,7 @@ line.
 """
 
 import reprlib
+from collections import Counter
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 from jaxthd.config import DataConfig
 from jaxthd.data.example import Alternative, Channels, Clip, Example, Turn, question, utterance
 from jaxthd.data.skipped import Skipped
+from jaxthd.data.sources.conversations import in_folder, refuse_tags, with_placeholder
 from jaxthd.data.sources.lines import (
+    READ,
     expand_braces,
     json_list,
     json_object,
@@ -26,10 +29,12 @@ from jaxthd.data.sources.lines import (
     string,
 )
 from jaxthd.data.sources.preferences import alternatives_of, is_preference
+from jaxthd.data.sources.recording_fields import other_recordings
 from jaxthd.data.sources.source import Containers, Likeness, LineFiles, Source, counted_files
 from jaxthd.errors import UserError
 
 KINDS = ("MonoCut", "MultiCut", "MixedCut", "PaddingCut")
+_OF_CUTS = READ | frozenset("start recording supervisions channel features".split())  # noqa: SIM905
 LOOKED_AT = 20
 """Lines of a file that are looked at to tell cuts from a manifest's lines."""
 
@@ -40,8 +45,10 @@ class CutSource(Source):
     A cut's recording has sources of type file; a relative path is taken from the manifest's folder, or from
     the working directory if there is such a file. What is not read is skipped: cuts that are mixed or padded,
     or have features alone; recordings with transforms, of other types, and with a cut's channels in several
-    files.
+    files, and a supervision with text that lies outside of the cut.
     """
+
+    reads_columns = False
 
     @staticmethod
     def recognises(path: str) -> bool:
@@ -67,9 +74,10 @@ class CutSource(Source):
             refuse_marked(cut)
             path, channels = _file_of(cut)
             named = Path(path)
-            clip = Clip(named if _is_here(named, files[file].parent) else files[file].parent / named)
+            clip = Clip(named) if _is_here(named, files[file].parent) else in_folder(files[file].parent)(path)
             own = data.prompt, data.audio_placeholder
-            return turns_of_cut(cut | channels, clip, *own, prompts=self.setting.prompts)
+            unread = self.unread_recordings
+            return turns_of_cut(cut | channels, clip, *own, prompts=self.setting.prompts, unread=unread)
 
         return read_examples(
             files,
@@ -132,6 +140,8 @@ def _file_of(cut: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     _require_one_recording(cut)
     if cut.get("recording") is None:
         found = "features alone" if cut.get("features") is not None else "no recording"
+        if others := _other_recordings(cut):
+            found += f", but {others[0]}"
         raise ValueError(f"the cut has {found}; expected a recording in a file")
     recording = json_object(cut["recording"], "recording")
     if recording.get("transforms"):
@@ -162,6 +172,11 @@ def _file_of(cut: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return path, {"recording": {"channel_ids": source["channels"]}}
 
 
+def _other_recordings(cut: dict[str, Any]) -> tuple[str, ...]:
+    """The fields of a cut, `custom` included, that name recordings and are not read."""
+    return other_recordings(cut, _OF_CUTS)
+
+
 def name_of_cut(cut: dict[str, Any]) -> str:
     return string(cut, "id")
 
@@ -178,6 +193,7 @@ def turns_of_cut(
     more: dict[str, Any] | None = None,
     *,
     prompts: bool = False,
+    unread: Counter[str] | None = None,
 ) -> tuple[Turn, ...]:
     """The turns of a cut. recording: the whole of it. more: fields that replace those of `custom`.
 
@@ -186,16 +202,23 @@ def turns_of_cut(
     starts, joined by a space. A custom `chosen` and `rejected`, or `completion` and `label`, are
     alternatives, as in a manifest; the supervisions are then not used. A cut uses its own channel or channels
     of the recording, from its start, for its duration. prompts: whether a cut without such texts is used too,
-    as a prompt alone.
+    as a prompt alone. unread: counts the fields that name other recordings.
     Raises ValueError for a cut that cannot be used.
     Source: lhotse.cut (MonoCut, MultiCut).
     """
     custom = json_object(cut.get("custom") or {}, "custom") | (more or {})
+    if isinstance(context := custom.get("context"), str):
+        custom = custom | {"context": with_placeholder(context, placeholder)}
     prompt_of_cut, system = own_prompt(custom, prompt, placeholder)
     clip = _range(cut, recording)
-    if is_preference(custom) or (prompts and not (cut.get("supervisions") and _text(cut))):
-        return question(clip, prompt_of_cut, placeholder, system)
-    return utterance(clip, _text(cut), prompt_of_cut, placeholder, system)
+    turns = question(clip, prompt_of_cut, placeholder, system)
+    for turn in turns:
+        refuse_tags(turn.parts)
+    if not (is_preference(custom) or (prompts and not (cut.get("supervisions") and _text(cut)))):
+        turns = utterance(clip, _text(cut), prompt_of_cut, placeholder, system)
+    if unread is not None:
+        unread.update(_other_recordings(cut))
+    return turns
 
 
 def _range(cut: dict[str, Any], clip: Clip) -> Clip:
@@ -235,10 +258,25 @@ def _numbers(value: Any, what: str) -> list[int]:
 
 
 def _text(cut: dict[str, Any]) -> str:
+    """The texts of a cut's supervisions, in the order of their starts.
+
+    One that begins before the cut or ends after it is used whole, as Lhotse keeps it. Raises ValueError for
+    one that lies outside of the cut altogether, since its text is not in the recording.
+    """
     supervisions = cut.get("supervisions")
     spoken = [json_object(item, "a supervision") for item in json_list(supervisions, "supervisions")]
-    spoken = [supervision for supervision in spoken if supervision.get("text") is not None]
-    return " ".join(text for text in (string(s, "text") for s in sorted(spoken, key=_start)) if text.strip())
+    spoken = [s for s in spoken if s.get("text") is not None and string(s, "text").strip()]
+    for supervision in spoken:
+        start, seconds_of_cut = _start(supervision), cut.get("duration")
+        length = supervision.get("duration")
+        ends = start + length if type(length) in (int, float) else start
+        if start >= seconds_of_cut or (start < 0 and ends <= 0):
+            raise ValueError(
+                f"a supervision lies outside of the cut, from {start:g} s to {ends:g} s of 0 s to "
+                f"{seconds_of_cut:g} s; expected it inside, since its text is not in the recording: drop it, or "
+                "correct its start, which counts from the cut's"
+            )
+    return " ".join(string(s, "text") for s in sorted(spoken, key=_start))
 
 
 def _start(supervision: dict[str, Any]) -> int | float:

@@ -15,7 +15,9 @@ from jaxthd.config import DataConfig
 from jaxthd.data.audio.cells import is_list, is_struct
 from jaxthd.data.example import Cell, Clip, Example
 from jaxthd.data.skipped import Skipped
+from jaxthd.data.sources.columns import FIELDS, columns_of
 from jaxthd.data.sources.containers import damaged, empty, refuse_other_forms
+from jaxthd.data.sources.conversations import in_folder
 from jaxthd.data.sources.huggingface_files import (
     DICT,
     INFO,
@@ -30,17 +32,17 @@ from jaxthd.data.sources.huggingface_files import (
 from jaxthd.data.sources.lines import READ, Entry, expand_braces
 from jaxthd.data.sources.manifest import name_of_entry, turns_of_entry
 from jaxthd.data.sources.preferences import PAIR, alternatives_of, history_of, is_preference
+from jaxthd.data.sources.recording_fields import OTHER_MODALITIES, holds_recordings
 from jaxthd.data.sources.source import Containers, Source, SourceSetting, counted_files
 from jaxthd.data.tables import SUFFIXES, Table, errors_of_tables, import_pyarrow, open_table
 from jaxthd.errors import UserError
 
-NAMES = {"text": ("text", "sentence", "transcription", "transcript")}
+NAMES = {"audio": ("audio", "audio_filepath"), "text": ("text", "sentence", "transcription", "transcript")}
 """The columns that may hold a field, the first that is there. Other fields have columns of their names."""
-FIELDS = (READ - {"audio_filepath", "sound", "shard_id"}) | {"sampling_rate"}
-"""The fields that data.columns may name."""
 ANSWERS = (*PAIR, "completion")
 MOST_ROWS = 1_000_000
 """The most rows of a group that cannot be read which are listed each by itself; more end the run."""
+_STRINGS = ("string", "large_string")
 _READABLE = re.compile(r"(large_)?string|bool|u?int\d+|float|double|halffloat|null|dictionary<.*string.*>")
 
 
@@ -66,7 +68,7 @@ class HuggingFaceSource(Source):
 
     def read(self, data: DataConfig) -> tuple[list[Example], list[Skipped]]:
         examples, skipped = [], []
-        for number, row in enumerate(self._rows(data.columns), 1):
+        for number, row in enumerate(self._rows(data.columns, self.unread_recordings), 1):
             key = f"{number}:"
             try:
                 if isinstance(row.entry, str):
@@ -79,6 +81,7 @@ class HuggingFaceSource(Source):
                     data.prompt,
                     data.audio_placeholder,
                     prompts=self.setting.prompts,
+                    unread=self.unread_recordings,
                 )
                 more = {name: value for name, value in row.entry.items() if name not in READ}
                 examples.append(Example(key, turns, answers, more))
@@ -99,7 +102,8 @@ class HuggingFaceSource(Source):
             digest.update(json.dumps(row.entry, sort_keys=True).encode() + b"\n")
         return digest.hexdigest()[:16]
 
-    def _rows(self, columns: tuple[str, ...]) -> Iterator["_Row"]:
+    def _rows(self, columns: tuple[str, ...], unread: Counter[str] | None = None) -> Iterator["_Row"]:
+        """unread: counts columns of recordings that are not read. None: such columns are no error."""
         import_pyarrow(self.path)
         setting, tars = self.setting.field, self.setting.tarred_audio
         if tars:
@@ -110,7 +114,7 @@ class HuggingFaceSource(Source):
         named, files = columns_of(columns), self._files()
         counts: Counter[Path] = Counter()
         for path in files:
-            for row in _rows_of(path, named):
+            for row in _rows_of(path, named, self.path, setting, unread):
                 counts[path] += 1
                 yield row
             if not counts[path]:
@@ -152,26 +156,13 @@ class _Row(NamedTuple):
 
     def locate(self, name: str) -> Clip:
         if self.cell is None:
-            raise ValueError(f"{name} is not in the table; expected a recording in a column of its own")
+            return in_folder(self.path.parent)(name)
         return Clip(self.path, member=self.cell)
 
 
-def columns_of(settings: tuple[str, ...]) -> dict[str, str]:
-    """data.columns as {field: column}; "" for a field that is left out.
-
-    Raises UserError for a setting that is not FIELD=COLUMN, and for an unknown field.
-    """
-    pairs = [setting.partition("=") for setting in settings]
-    for field, mark, _ in pairs:
-        if not mark or field not in FIELDS:
-            raise UserError(
-                f"data.columns has {field + mark!r}; expected FIELD=COLUMN, with one of the fields "
-                f"{', '.join(sorted(FIELDS))}: correct data.columns"
-            )
-    return {field: column for field, _, column in pairs}
-
-
-def _rows_of(path: Path, named: dict[str, str]) -> Iterator[_Row]:
+def _rows_of(
+    path: Path, named: dict[str, str], title: str, setting: str, unread: Counter[str] | None
+) -> Iterator[_Row]:
     """The rows of one file, in order.
 
     Raises UserError for a file that cannot be opened, and for a group of which the rows cannot be counted.
@@ -181,6 +172,8 @@ def _rows_of(path: Path, named: dict[str, str]) -> Iterator[_Row]:
     try:
         table = open_table(path)
         columns = _Columns.of(table, named)
+        if unread is not None:
+            columns.require_recordings(f"{title} ({setting})")
     except UserError:
         raise
     except broken as error:
@@ -199,6 +192,8 @@ def _rows_of(path: Path, named: dict[str, str]) -> Iterator[_Row]:
             cause = f"it holds {rows.num_rows} rows, and the footer says {count}"
             raise damaged(path, f"group {group}", cause)
         for at, values in enumerate(_values(rows, broken)):
+            if unread is not None:
+                unread.update(columns.unread)
             if isinstance(values, str):
                 yield _Row(f"{where}, row {at} cannot be read ({values})", path)
             else:
@@ -231,13 +226,16 @@ class _Columns(NamedTuple):
 
     fields: {field: column}, of those that are read here. audio: the column of recordings; "" for none.
     rate: that of their sampling rates; "" for none. name: what is read of `audio` for its path; "" for
-    nothing. A column whose name occurs twice is not read.
+    nothing. unread: columns with recordings that are not read. other: one of pictures or films beside
+    conversations; "" for none. A column whose name occurs twice is not read.
     """
 
     fields: dict[str, str]
     audio: str
     rate: str
     name: str
+    unread: tuple[str, ...]
+    other: str
 
     @classmethod
     def of(cls, table: Table, named: dict[str, str]) -> "_Columns":
@@ -252,13 +250,32 @@ class _Columns(NamedTuple):
         found = {f: next((n for n in (f, *NAMES.get(f, ())) if n in there), "") for f in FIELDS} | named
         audio, rate = found.pop("audio"), found.pop("sampling_rate")
         kinds = {name: table.schema.field(name).type for name in there}
-        taken = {audio, rate, *named.values(), *found.values()}
+        if audio and is_list(kinds[audio]) and str(kinds[audio].value_type) in _STRINGS:  # paths, not samples
+            found["audio"], audio = audio, ""
+        taken = {audio, rate, *named, *named.values(), *found.values()}
         fields = {field: column for field, column in found.items() if column}
         fields |= {name: name for name in there if name not in taken and name not in FIELDS}
-        name = audio if audio and str(kinds[audio]) in ("string", "large_string") else ""
+        name = audio if audio and str(kinds[audio]) in _STRINGS else ""
         if audio and is_struct(kinds[audio]) and "path" in {field.name for field in kinds[audio]}:
             name = f"{audio}.path"
-        return cls({f: c for f, c in fields.items() if _is_readable(kinds[c])}, audio, rate, name)
+        fields = {f: c for f, c in fields.items() if _is_readable(kinds[c])}
+        rest = [n for n in there if n not in named and n not in {audio, rate, *fields.values()}]
+        pictures = [n for n in rest if n.lower() in OTHER_MODALITIES]
+        unread = tuple(n for n in rest if n not in pictures and holds_recordings(n, kinds[n]))
+        is_chat = any(field in fields for field in ("conversations", "messages", "prompt"))
+        return cls(fields, audio, rate, name, unread, pictures[0] if pictures and is_chat else "")
+
+    def require_recordings(self, title: str) -> None:
+        """Raises UserError where recordings or pictures would be lost: no column of recordings is read, or
+        one of pictures is not.
+        """
+        if self.other or (self.unread and not self.audio and "audio" not in self.fields):
+            name = self.other or self.unread[0]
+            reads = "" if self.other else f"audio={name} to read it, if each row has one recording, or "
+            raise UserError(
+                f"{title} has the column {name!r}, which is not read, so that its rows would be trained as text "
+                f"alone; expected recordings in audio: set data.columns {reads}{name}= to leave it out"
+            )
 
     @property
     def wanted(self) -> list[str]:

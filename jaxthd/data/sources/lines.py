@@ -2,19 +2,21 @@
 
 import gzip
 import json
+import os
 import reprlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
-from re import fullmatch, split
+from re import fullmatch, split, sub
 from typing import Any
 
 from jaxthd.data.example import Alternative, Example, Turn
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.containers import damaged, empty, refuse_cut_line, refuse_other_forms
 from jaxthd.errors import UserError
+from jaxthd.files.paths import expand_home
 
 Entry = dict[str, Any]
 MOST_SHARDS = 1_000_000
@@ -25,15 +27,24 @@ DEEPEST = 100
 def expand_braces(text: str) -> list[str]:
     """Expands braces as a shell does: "{0..3}" ("{00..15}" keeps its zeros) and "{a,b}".
 
-    The last braces change fastest. _OP_ and _CL_ are read as braces too, as NeMo writes them on a command
-    line. Other braces are plain text.
+    The last braces change fastest. _OP_ and _CL_ around such are read as braces too, as NeMo writes them on a
+    command line. Other braces are plain text. A path that exists is taken as it is, and so is a folder at its
+    beginning; ~ is the home folder.
     Raises UserError for a descending range, or one of more than a million numbers.
     """
-    pieces = split(r"(\{(?:\d+\.\.\d+|[^{}]*,[^{}]*)\})", text.replace("_OP_", "{").replace("_CL_", "}"))
+    text = expand_home(text)
+    if os.path.exists(text):
+        return [text]
+    inside = range(len(text)) if "{" in text or "_OP_" in text else ()
+    folder = max((n + 1 for n in inside if text[n] == "/" and os.path.isdir(text[: n + 1])), default=0)
+    written = sub(
+        r"_OP_(\d+\.\.\d+|(?:(?!_OP_|_CL_)[^{}])*,(?:(?!_OP_|_CL_)[^{}])*)_CL_", r"{\1}", text[folder:]
+    )
+    pieces = [text[:folder], *split(r"(\{(?:\d+\.\.\d+|[^{}]*,[^{}]*)\})", written)]
     choices: list[list[str]] = []
     total = 1
-    for place, piece in enumerate(pieces):
-        ends = fullmatch(r"\{(\d+)\.\.(\d+)\}", piece)
+    for place, piece in enumerate(pieces, -1):
+        ends = fullmatch(r"\{(\d+)\.\.(\d+)\}", piece) if place > 0 else None
         if ends:
             first, last = ends.groups()
             count = int(last) - int(first) + 1
@@ -45,14 +56,14 @@ def expand_braces(text: str) -> list[str]:
             width = len(first) if first.startswith("0") else 0
             choices.append([f"{n:0{width}}" for n in range(int(first), int(last) + 1)])
         else:
-            choices.append(piece[1:-1].split(",") if place % 2 else [piece])
+            choices.append(piece[1:-1].split(",") if place > 0 and place % 2 else [piece])
         total *= len(choices[-1])
     return ["".join(chosen) for chosen in product(*choices)]
 
 
 READ = frozenset(
-    "audio_filepath text offset duration channels lang id shard_id audio sound conversations messages "  # noqa: SIM905
-    "context prompt system_prompt chosen rejected completion label".split()
+    "audio_filepath text offset duration channels lang id shard_id audio audios sound sounds conversations "  # noqa: SIM905
+    "messages context prompt system_prompt chosen rejected completion label".split()
 )
 """Fields of lines that become turns and recordings, or that say where these lie. Examples keep the others."""
 
@@ -63,6 +74,7 @@ def read_examples(
     turns_of: Callable[[Entry, int], tuple[Turn, ...]],
     alternatives: Callable[[Entry], tuple[Alternative, ...]] = lambda entry: (),
     *,
+    rename: Callable[[Entry], Entry] | None = None,
     title: str,
     expected: str,
 ) -> tuple[list[Example], list[Skipped]]:
@@ -72,7 +84,8 @@ def read_examples(
     the answers to them, if it is about preferences. All raise ValueError with the reason for an entry that
     cannot be used. Lines are numbered through all files, so keys do not depend on how the lines are divided
     into files. Files that end in .gz are decompressed.
-    title, expected: what messages call the data set and its lines.
+    rename(entry): the entry as the others take it. title, expected: what messages call the data set and its
+    lines.
     Raises UserError if there is no usable line, and as numbered_lines does for a file that is not whole.
     """
     examples: list[Example] = []
@@ -80,7 +93,7 @@ def read_examples(
     for line_number, file, where, line in numbered_lines(files):
         key = f"{line_number}:"
         try:
-            entry = parse(line)
+            entry = rename(parse(line)) if rename else parse(line)
             key += name_of(entry)
             answers = alternatives(entry)
             more = {name: value for name, value in entry.items() if name not in READ}

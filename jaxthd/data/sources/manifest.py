@@ -6,8 +6,12 @@ A conversation, as NeMo's speechlm2 writes it; entries of type text may also con
     {"id": "c", "conversations": [{"from": "User", "type": "text", "value": "What is said?"},
         {"from": "User", "type": "audio", "value": "a.wav", "offset": 0.5, "duration": 1.5},
         {"from": "Assistant", "type": "text", "value": "One two."}]}
-A list of recordings, with a placeholder for each in the texts (roles as in ShareGPT: human, gpt):
+A list of recordings, with a placeholder for each in the texts (roles as in ShareGPT: human, gpt), or with the
+tags of ms-swift, LLaMA-Factory and others (conversations.py):
     {"audio": ["a.wav"], "conversations": [{"from": "human", "value": "{audio} What is said?"}, ...]}
+    {"audios": ["a.wav"], "messages": [{"role": "user", "content": "<audio>What is said?"}, ...]}
+One recording beside them, which begins the user's first turn if there is no placeholder:
+    {"audio_filepath": "a.wav", "offset": 0.5, "messages": [{"role": "user", "content": "What is said?"}, ...]}
 Chat messages, as OpenAI and Hugging Face write them; content may be a string, with or without placeholders:
     {"messages": [{"role": "user", "content": [{"type": "audio", "path": "a.wav"},
         {"type": "text", "text": "What is said?"}]}, {"role": "assistant", "content": "One two."}]}
@@ -17,31 +21,39 @@ A prompt alone, for answers that are drawn to it: the same without the answers.
 """
 
 import reprlib
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections import Counter
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from jaxthd.config import DataConfig
-from jaxthd.data.example import Clip, Example, Role, Turn, merge_texts, question, utterance
+from jaxthd.data.example import Clip, Example, Turn, question, utterance
 from jaxthd.data.skipped import Skipped
+from jaxthd.data.sources.columns import LineColumns
+from jaxthd.data.sources.conversations import (
+    Locate,
+    clip_of,
+    conversation_turns,
+    in_folder,
+    path_of,
+    recording_of,
+    refuse_tags,
+    with_placeholder,
+)
 from jaxthd.data.sources.lines import (
+    READ,
     expand_braces,
     has_text,
-    json_list,
-    json_object,
     numbered_lines,
     own_prompt,
     parse,
     read_examples,
     refuse_marked,
-    seconds,
     string,
 )
 from jaxthd.data.sources.nemo_tars import counted_tars, require_counted_tars
 from jaxthd.data.sources.preferences import PAIR, alternatives_of, history_of, is_preference
+from jaxthd.data.sources.recording_fields import LISTS, other_recordings, refusal
 from jaxthd.data.sources.source import (
     Containers,
     Likeness,
@@ -52,14 +64,6 @@ from jaxthd.data.sources.source import (
 )
 from jaxthd.data.sources.tarred import TarredAudio, tars_of
 from jaxthd.errors import UserError
-
-_ROLES: dict[str, Role] = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-}
 
 
 class ManifestSource(Source):
@@ -86,6 +90,8 @@ class ManifestSource(Source):
             placeholder=data.audio_placeholder,
             prompts=self.setting.prompts,
             notes=self._read_notes,
+            columns=LineColumns(data, f"{self.path} ({self.setting.field})") if self.reads_columns else None,
+            unread=self.unread_recordings,
         )
 
     def containers(self) -> Containers:
@@ -117,10 +123,6 @@ class ManifestSource(Source):
         return files, tars
 
 
-Locate = Callable[[str], Clip]
-"""(name) -> where the recording lies. Raises ValueError with the reason if there is no such recording."""
-
-
 def read_manifest(
     path: str | Path,
     setting: str = "data.manifest",
@@ -130,6 +132,8 @@ def read_manifest(
     placeholder: str = "{audio}",
     prompts: bool = False,
     notes: list[str] | None = None,
+    columns: LineColumns | None = None,
+    unread: Counter[str] | None = None,
 ) -> tuple[list[Example], list[Skipped]]:
     """Reads a manifest of utterances and conversations, in any mixture of the formats above.
 
@@ -147,8 +151,11 @@ def read_manifest(
     prompts: whether lines without an answer are read too, as examples whose last turn is the user's:
         utterances without a text, conversations, and the field prompt.
     notes: a list that gets what a user should know of the tar files, such as members that no line names.
-    Raises FileNotFoundError if there is no such file; UserError if it holds no usable line, if a file is
-    empty or damaged, if manifests and tar files do not match, or if braces cannot be expanded.
+    columns: what the fields are called in the lines. unread: counts the fields that name recordings beside
+        those that are read. A line of which no recording is read is refused if it has such a field.
+    Raises FileNotFoundError if there is no such file; UserError if it holds no usable line, or none with a
+    column of data.columns, if a file is empty or damaged, if manifests and tar files do not match, or if
+    braces cannot be expanded.
     Source: NeMo's documentation (ASR and speechlm2 datasets), transformers' (chat templates).
     """
     files = manifests_of(str(path), setting)
@@ -156,16 +163,21 @@ def read_manifest(
 
     def turns(entry: dict[str, Any], file: int) -> tuple[Turn, ...]:
         locate = tars.locate(entry, file) if tars else in_folder(files[file].parent)
-        return turns_of_entry(entry, locate, prompt, placeholder, prompts=prompts)
+        return turns_of_entry(entry, locate, prompt, placeholder, prompts=prompts, unread=unread)
 
-    read = read_examples(
-        files,
-        partial(name_of_entry, prompts=prompts),
-        turns,
-        alternatives_of,
-        title=f"{path} ({setting})",
-        expected="one JSON object a line with audio_filepath and text, conversations or messages",
-    )
+    try:
+        read = read_examples(
+            files,
+            partial(name_of_entry, prompts=prompts),
+            turns,
+            alternatives_of,
+            rename=columns.rename if columns else None,
+            title=f"{path} ({setting})",
+            expected="one JSON object a line with audio_filepath and text, conversations or messages",
+        )
+    finally:
+        if columns:
+            columns.require()
     if notes is not None and tars:
         notes += tars.notes
     return read
@@ -184,26 +196,83 @@ def manifests_of(path: str, setting: str) -> list[Path]:
 
 
 def turns_of_entry(
-    entry: dict[str, Any], locate: Locate, prompt: str, placeholder: str, *, prompts: bool = False
+    entry: dict[str, Any],
+    locate: Locate,
+    prompt: str,
+    placeholder: str,
+    *,
+    prompts: bool = False,
+    unread: Counter[str] | None = None,
 ) -> tuple[Turn, ...]:
-    """The turns of an entry in any of the formats above. prompts: as in read_manifest.
+    """The turns of an entry in any of the formats above. prompts, unread: as in read_manifest.
 
     Raises ValueError for an entry that cannot be used.
     """
     refuse_marked(entry)
     is_prompt = prompts and not _is_conversation(entry) and not has_text(entry)
+    others: tuple[str, ...] = ()
     if is_prompt or is_preference(entry):
-        return _prompt(entry, locate, prompt, placeholder)
-    if _is_conversation(entry):
-        return _conversation(entry, locate, placeholder, prompts)
-    own, system = own_prompt(entry, prompt, placeholder)
-    clip = clip_of(entry, "audio_filepath", locate)
-    return utterance(clip, string(entry, "text"), own, placeholder, system)
+        turns, others = _prompt(entry, locate, prompt, placeholder)
+    elif _is_conversation(entry):
+        turns, others = _conversation(entry, locate, placeholder, prompts)
+    else:
+        own, system = _own_prompt(entry, prompt, placeholder)
+        clip = _recording(entry, locate)
+        turns = utterance(clip, string(entry, "text"), own, placeholder, system)
+        for turn in turns[:-1]:
+            refuse_tags(turn.parts)
+        others = _beside(entry)
+    others += other_recordings(entry, READ)
+    if others:
+        _note(entry, turns, others, unread)
+    return turns
 
 
-def in_folder(folder: Path) -> Locate:
-    """Recordings are files, by paths from the folder."""
-    return lambda name: Clip(folder / name)  # an absolute name replaces the folder
+def _note(
+    entry: dict[str, Any], turns: tuple[Turn, ...], others: tuple[str, ...], unread: Counter[str] | None
+) -> None:
+    """Counts fields that name recordings and are not read. Raises ValueError where no recording is read."""
+    is_utterance = not _is_conversation(entry) and "prompt" not in entry and entry.get("audio_filepath")
+    if not is_utterance and not any(isinstance(part, Clip) for turn in turns for part in turn.parts):
+        raise ValueError(refusal(others))
+    if unread is not None:
+        unread.update(others)
+
+
+def _own_prompt(entry: dict[str, Any], prompt: str, placeholder: str) -> tuple[str, str]:
+    """As own_prompt, of an utterance whose context may have one of TAGS for the recording."""
+    if isinstance(context := entry.get("context"), str):
+        entry = entry | {"context": with_placeholder(context, placeholder)}
+    return own_prompt(entry, prompt, placeholder)
+
+
+def _recording(entry: dict[str, Any], locate: Locate) -> Clip:
+    """The recording of an utterance: its audio_filepath, or the one that a list names."""
+    if entry.get("audio_filepath") or not (name := _list_of(entry)):
+        return clip_of(entry, "audio_filepath", locate)
+    item = entry[name][0] if isinstance(entry[name], list) and len(entry[name]) == 1 else entry[name]
+    timed = {n: entry[n] for n in ("offset", "duration") if n in entry}
+    clip = None
+    if isinstance(item, str | dict):
+        clip = recording_of(timed | ({"path": item} if isinstance(item, str) else item), locate)
+    if clip is None:
+        raise ValueError(
+            f"{name} is {reprlib.repr(entry[name])}; expected the path of one recording, or messages"
+        )
+    return clip
+
+
+def _list_of(entry: dict[str, Any]) -> str:
+    """The first list of recordings that is not empty; "" for none."""
+    return next((name for name in LISTS if entry.get(name)), "")
+
+
+def _beside(entry: dict[str, Any]) -> tuple[str, ...]:
+    """The lists that name other recordings than the audio_filepath of an utterance."""
+    if entry.keys().isdisjoint(LISTS):
+        return ()
+    path = entry.get("audio_filepath")
+    return tuple(n for n in LISTS if entry.get(n) and path and path_of(entry[n]) != path)
 
 
 def name_of_entry(entry: dict[str, Any], *, prompts: bool = False) -> str:
@@ -212,9 +281,19 @@ def name_of_entry(entry: dict[str, Any], *, prompts: bool = False) -> str:
     """
     has_prompt = "audio_filepath" not in entry and ((prompts and "prompt" in entry) or is_preference(entry))
     if not _is_conversation(entry) and not has_prompt:
-        return string(entry, "audio_filepath")
+        return _name_of_utterance(entry)
     name = entry.get("id")
     return "" if name is None else str(name) if isinstance(name, int) else string(entry, "id")
+
+
+def _name_of_utterance(entry: dict[str, Any]) -> str:
+    if entry.get("audio_filepath"):
+        return string(entry, "audio_filepath")
+    if name := _list_of(entry):
+        return string({name: path_of(entry[name]) or ""}, name)
+    if others := other_recordings(entry, READ):
+        raise ValueError(f"audio_filepath is missing: {refusal(others)}")
+    return string(entry, "audio_filepath")
 
 
 def _is_conversation(entry: dict[str, Any]) -> bool:
@@ -235,10 +314,11 @@ def read_chats(path: str | Path, *, prompt: str = "{audio}", placeholder: str = 
         try:
             entry = parse(line)
             if _is_conversation(entry):
-                turns = _turns(entry, locate, placeholder)
+                turns, others = conversation_turns(entry, locate, placeholder)
             else:
-                own, system = own_prompt(entry, prompt, placeholder)
-                turns = question(clip_of(entry, "audio_filepath", locate), own, placeholder, system)
+                turns, others = _question(entry, locate, prompt, placeholder), ()
+            if others := others + other_recordings(entry, READ):
+                _note(entry, turns, others, None)
             _require_question(turns)
             chats.append(Example(f"{line_number}:{name_of_entry(entry)}", turns))
         except ValueError as error:
@@ -252,140 +332,63 @@ def _require_question(turns: tuple[Turn, ...]) -> None:
         raise ValueError(f"the last turn is {found}; expected the user's, to be answered")
 
 
-def _prompt(entry: dict[str, Any], locate: Locate, prompt: str, placeholder: str) -> tuple[Turn, ...]:
-    """The turns before the answers of a preference line, or of a prompt. prompt: the user's turn of an
-    utterance."""
-    given = [n for n in ("prompt", "conversations", "messages", "audio_filepath") if entry.get(n) is not None]
+def _question(entry: dict[str, Any], locate: Locate, prompt: str, placeholder: str) -> tuple[Turn, ...]:
+    """The turns of an utterance that is to be answered."""
+    own, system = _own_prompt(entry, prompt, placeholder)
+    turns = question(_recording(entry, locate), own, placeholder, system)
+    for turn in turns:
+        refuse_tags(turn.parts)
+    return turns
+
+
+def _prompt(
+    entry: dict[str, Any], locate: Locate, prompt: str, placeholder: str
+) -> tuple[tuple[Turn, ...], tuple[str, ...]]:
+    """The turns before the answers of a preference line, or of a prompt, and fields of messages that name
+    recordings and are not read. prompt: the user's turn of an utterance."""
+    chats = [name for name in ("prompt", "conversations", "messages") if entry.get(name) is not None]
     histories = [h for h in (history_of(entry, name) for name in (*PAIR, "completion")) if h]
-    if len(given) > 1 or (given and histories):
-        other = given[1] if given[1:] else "messages before the answer"
-        raise ValueError(f"{given[0]} and {other} are given; expected one of them, as the prompt")
-    if given == ["audio_filepath"]:
-        own, system = own_prompt(entry, prompt, placeholder)
-        turns = question(clip_of(entry, "audio_filepath", locate), own, placeholder, system)
-    elif given and given != ["prompt"]:
-        turns = _turns(entry, locate, placeholder)
+    if len(chats) > 1 or (chats and histories):
+        other = chats[1] if chats[1:] else "messages before the answer"
+        raise ValueError(f"{chats[0]} and {other} are given; expected one of them, as the prompt")
+    others: tuple[str, ...] = ()
+    if chats and chats != ["prompt"]:
+        turns, others = conversation_turns(entry, locate, placeholder)
+    elif not chats and not histories:
+        if entry.get("audio_filepath") is None and not _list_of(entry):
+            unread = other_recordings(entry, READ)
+            why = f", and {refusal(unread)}" if unread else f"; found {reprlib.repr(sorted(entry))}"
+            raise ValueError(f"prompt is missing{why}")
+        turns, others = _question(entry, locate, prompt, placeholder), _beside(entry)
     else:
-        prompts = [entry["prompt"]] if given else histories
-        if not prompts:
-            raise ValueError(f"prompt is missing; found {reprlib.repr(sorted(entry))}")
-        turns, *others = (_turns(_with_messages(entry, each), locate, placeholder) for each in prompts)
-        if any(other != turns for other in others):
+        prompts = [entry["prompt"]] if chats else histories
+        (turns, others), *same = (
+            conversation_turns(_with_messages(entry, each), locate, placeholder) for each in prompts
+        )
+        if any(other != turns for other, _ in same):
             raise ValueError("the messages before chosen and rejected differ; expected one prompt")
     _require_question(turns)
-    return turns
+    return turns, others
 
 
 def _with_messages(entry: dict[str, Any], prompt: Any) -> dict[str, Any]:
     """A conversation of a prompt, which is the user's text or messages, and the entry's recordings."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     has_speakers = isinstance(messages, list) and any("from" in m for m in messages if isinstance(m, dict))
-    listed: dict[str, Any] = {name: entry[name] for name in ("audio", "sound") if name in entry}
-    return {"conversations" if has_speakers else "messages": messages, **listed}
+    others = {name: value for name, value in entry.items() if name not in ("conversations", "messages")}
+    return {"conversations" if has_speakers else "messages": messages, **others}
 
 
-def _conversation(entry: dict[str, Any], locate: Locate, placeholder: str, prompts: bool) -> tuple[Turn, ...]:
-    turns = _turns(entry, locate, placeholder)
+def _conversation(
+    entry: dict[str, Any], locate: Locate, placeholder: str, prompts: bool
+) -> tuple[tuple[Turn, ...], tuple[str, ...]]:
+    turns, others = conversation_turns(entry, locate, placeholder)
     if prompts and turns[-1].role == "user":
-        return turns
+        return turns, others
     if all(turn.role != "assistant" for turn in turns):
         raise ValueError("no turn of the assistant; expected one, because nothing else is supervised")
     if turns[-1].role != "assistant":
         raise ValueError(
             f"the last turn is the {turns[-1].role}'s; expected the assistant's, which is supervised"
         )
-    return turns
-
-
-def _turns(entry: dict[str, Any], locate: Locate, placeholder: str) -> tuple[Turn, ...]:
-    messages, listed = list(_messages(entry, locate, placeholder)), _listed(entry, locate)
-    placeholders = sum(part is None for _, parts in messages for part in parts)
-    if placeholders != len(listed):
-        raise ValueError(
-            f"{placeholders} audio placeholders ({placeholder}) but {len(listed)} clips listed in audio; "
-            "expected one clip for each placeholder"
-        )
-    clips = iter(listed)
-    turns = []
-    for role, group in groupby(messages, lambda message: message[0]):
-        turn_parts: list[str | Clip] = []
-        for _, parts in group:
-            turn_parts += [
-                *([" "] if turn_parts else []),
-                *(next(clips) if part is None else part for part in parts),
-            ]
-        turns.append(Turn(role, merge_texts(turn_parts)))
-    answers = (turn for turn in turns if turn.role == "assistant")
-    if any(isinstance(part, Clip) for turn in answers for part in turn.parts):
-        raise ValueError("a recording in a turn of the assistant; expected text alone")
-    return tuple(turns)
-
-
-def _messages(
-    entry: dict[str, Any], locate: Locate, placeholder: str
-) -> Iterator[tuple[Role, list[str | Clip | None]]]:
-    """Yields (role, parts) of each entry. A part None stands for the next recording of the entry's list."""
-    nemo = "conversations" in entry
-    field, speaker = ("conversations", "from") if nemo else ("messages", "role")
-    for count, item in enumerate(json_list(entry[field], field), start=1):
-        try:
-            message = json_object(item, "it")
-            role = _ROLES.get(string(message, speaker).lower())
-            if role is None:
-                found = reprlib.repr(message[speaker])
-                raise ValueError(f"unknown role {found}; expected system, user or assistant (human, gpt)")
-            contents = _nemo_contents(message) if nemo else _chat_contents(message)
-            parts = [part for content in contents for part in _parts(content, locate, placeholder)]
-            if all(isinstance(part, str) and not part.strip() for part in parts):
-                raise ValueError(f"an empty turn ({role}); expected text or a recording")
-        except ValueError as error:
-            raise ValueError(f"{field} {count}: {error}") from error
-        yield role, parts
-
-
-def _nemo_contents(message: dict[str, Any]) -> list[dict[str, Any]]:
-    value = string(message, "value")
-    return [{**message, "type": message.get("type", "text"), "path": value, "text": value}]
-
-
-def _chat_contents(message: dict[str, Any]) -> list[dict[str, Any]]:
-    content = message.get("content")
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    return [json_object(item, "an item of content") for item in json_list(content, "content")]
-
-
-def _parts(content: dict[str, Any], locate: Locate, placeholder: str) -> list[str | Clip | None]:
-    if content.get("type") == "text":
-        before, *after = string(content, "text").split(placeholder)
-        return [before, *(part for piece in after for part in (None, piece))]
-    if content.get("type") == "audio":
-        path = _path_field(content)
-        return [clip_of(content, path, locate) if path else None]
-    raise ValueError(f"type is {reprlib.repr(content.get('type'))}; expected text or audio")
-
-
-def _listed(entry: dict[str, Any], locate: Locate) -> list[Clip]:
-    """The recordings of the field "audio", or "sound" as NeMo's ShareGPT reader calls it."""
-    listed = entry.get("audio", entry.get("sound"))
-    items = listed if isinstance(listed, list) else [] if listed is None else [listed]
-    clips = []
-    for item in items:
-        named = {"path": item} if isinstance(item, str) else json_object(item, "an entry of audio")
-        clips.append(clip_of(named, _path_field(named) or "path", locate))
-    return clips
-
-
-def _path_field(entry: dict[str, Any]) -> str | None:
-    return next((name for name in ("path", "audio_filepath", "audio") if name in entry), None)
-
-
-def clip_of(entry: dict[str, Any], name: str, locate: Locate) -> Clip:
-    """The recording that a field names, with the entry's offset and duration. Raises ValueError."""
-    path = string(entry, name)
-    if not path:
-        raise ValueError(f"{name} is empty; expected the path of a recording")
-    duration = seconds(entry, "duration")
-    if duration == 0:
-        raise ValueError("duration is 0; expected more than 0 seconds, or no duration to read the whole file")
-    return replace(locate(path), offset=seconds(entry, "offset") or 0.0, duration=duration)
+    return turns, others

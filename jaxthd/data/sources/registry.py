@@ -22,6 +22,7 @@ from jaxthd.data.sources.shar import SharSource
 from jaxthd.data.sources.source import Source, SourceSetting
 from jaxthd.data.sources.synthetic import SyntheticSource
 from jaxthd.errors import UserError
+from jaxthd.files.paths import expand_home
 
 SOURCES: dict[str, type[Source]] = {
     "manifest": ManifestSource,  # recognises every path
@@ -45,10 +46,14 @@ def register_source(name: str, source: type[Source]) -> None:
 
 
 def open_source(setting: SourceSetting) -> Source:
-    """Opens the data set that a setting names. Raises UserError if the source it names is not registered."""
+    """Opens the data set that a setting names. Raises UserError if the source it names is not registered.
+
+    A path that exists is taken as it is, also one with a colon; ~ is the home folder.
+    """
     name, colon, rest = setting.path.partition(":")
-    if colon and name in SOURCES:
-        return SOURCES[name](setting._replace(path=rest, source=name))
+    if colon and name in SOURCES and not os.path.exists(setting.path):
+        return SOURCES[name](setting._replace(path=expand_home(rest), source=name))
+    setting = setting._replace(path=expand_home(setting.path))
     source = next(source for source in reversed(SOURCES.values()) if source.recognises(setting.path))
     files = expand_braces(setting.path)
     if source is ManifestSource and re.match(r"\w+:", setting.path) and not any(map(os.path.exists, files)):
@@ -84,7 +89,7 @@ def read_source(source: Source, data: DataConfig, number: int = 0) -> tuple[list
 def training_sources(data: DataConfig, *, prompts: bool = False) -> list[Source]:
     """The data sets of data.manifest and data.tarred_audio. prompts: as in SourceSetting.
 
-    Raises UserError if their numbers differ.
+    Raises UserError if their numbers differ, or if data.columns is set and none of the data sets reads it.
     """
     tars = data.tarred_audio or ("",) * len(data.manifest)
     if len(tars) != len(data.manifest):
@@ -92,10 +97,16 @@ def training_sources(data: DataConfig, *, prompts: bool = False) -> list[Source]
             f"data.tarred_audio names {len(tars)} tar files for {len(data.manifest)} manifests; expected one "
             'for each manifest ("" for one with plain files), or none: correct data.tarred_audio'
         )
-    return [
+    sources = [
         open_source(SourceSetting(path, "data.manifest", tar, "training", prompts=prompts))
         for path, tar in zip(data.manifest, tars, strict=True)
     ]
+    if data.columns and not any(source.reads_columns for source in sources):
+        raise UserError(
+            f"data.columns is {' '.join(data.columns)}, and {sources[0].title} has no columns; expected a "
+            "manifest or a table in data.manifest: take data.columns out"
+        )
+    return sources
 
 
 def validation_sources(data: DataConfig, *, prompts: bool = False) -> dict[str, Source]:

@@ -5,6 +5,7 @@ invalid line.
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,6 +130,8 @@ def _require_listed(folder: Path, shards: Sequence[Shard], setting: str) -> None
 class SharSource(Source):
     """A Lhotse Shar directory. It reads and raises as read_shar does."""
 
+    reads_columns = False
+
     def __init__(self, setting: SourceSetting) -> None:
         super().__init__(setting)
         self._read_notes: list[str] = []
@@ -152,6 +155,7 @@ class SharSource(Source):
             placeholder=data.audio_placeholder,
             prompts=self.setting.prompts,
             notes=self._read_notes,
+            unread=self.unread_recordings,
         )
 
     def digest(self) -> str:
@@ -180,6 +184,7 @@ def read_shar(
     placeholder: str = "{audio}",
     prompts: bool = False,
     notes: list[str] | None = None,
+    unread: Counter[str] | None = None,
 ) -> tuple[list[Example], list[Skipped]]:
     """Reads a Lhotse Shar directory: every cut becomes an Example or a Skipped, in the order of shards.
 
@@ -200,7 +205,8 @@ def read_shar(
         clip = indexes[shard].clip(recordings[shard].get(name, name))
         if clip.member and clip.member.name.endswith(".nodata"):
             raise ValueError("the cut has no recording")
-        return turns_of_cut(cut, clip, prompt, placeholder, texts[shard].get(name, {}), prompts=prompts)
+        more = texts[shard].get(name, {})
+        return turns_of_cut(cut, clip, prompt, placeholder, more, prompts=prompts, unread=unread)
 
     read = read_examples(
         [shard.cuts for shard in shards],

@@ -50,14 +50,18 @@ class Containers(NamedTuple):
 class Source(ABC):
     """Reads one data set. A new source is a subclass, registered in jaxthd.data.sources.registry.
 
-    path: the setting's path. title: the data set's name in skipped.jsonl. unread_recordings: how many items
-    have a field that names a second recording, which is not read, by the field's name; read() fills it.
+    path: the setting's path. title: the data set's name in skipped.jsonl.
+    unread_recordings: after `read`, how many items have each field that names a recording and is not read,
+        beside one that is.
+    reads_columns: whether it reads data.columns.
     """
+
+    reads_columns = True
 
     def __init__(self, setting: SourceSetting) -> None:
         self.path, self.setting = setting.path, setting
-        self.unread_recordings: Counter[str] = Counter()
         self.title = f"{setting.source}:{setting.path}" if setting.source else setting.path
+        self.unread_recordings: Counter[str] = Counter()
 
     @staticmethod
     def recognises(path: str) -> bool:
@@ -95,8 +99,8 @@ class Source(ABC):
     def containers(self) -> Containers | None:
         """Counts the containers of the data set; None for a source that has none.
 
-        It reads nothing but lists of files and small metadata. After `read`, the notes have what it came upon,
-        too. Raises UserError, as `read` does, for a data set that says that it has more than is there.
+        It reads nothing but lists of files and small metadata. After `read`, the notes have what it came
+        upon, too. Raises UserError, as `read` does, for a data set that says that it has more than is there.
         """
         return None
 

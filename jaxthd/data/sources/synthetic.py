@@ -98,6 +98,8 @@ class SyntheticSource(ManifestSource):
     use. Raises UserError for another name.
     """
 
+    reads_columns = False
+
     def __init__(self, setting: SourceSetting) -> None:
         name = setting.path if setting.source else ""
         if name not in SETS:

@@ -11,6 +11,7 @@ from jaxthd.config import Config
 from jaxthd.data.text.special_tokens import SpecialTokens, read_special_tokens
 from jaxthd.data.text.synthetic import tokenizer_file
 from jaxthd.errors import UserError
+from jaxthd.files.paths import home_path
 
 
 @runtime_checkable
@@ -223,7 +224,7 @@ def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
         return ByteTokenizer()
     if name_or_path == "synthetic":
         return FileTokenizer(tokenizer_file())
-    path = Path(name_or_path)
+    path = home_path(name_or_path)
     if path.is_dir():
         return FileTokenizer(path / "tokenizer.json", read_special_tokens(path))
     return FileTokenizer(path)
