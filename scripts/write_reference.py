@@ -30,7 +30,8 @@ These are all settings of a run. A [config file](../configs/cp2.py) gives them i
 
     jaxthd train configs/cp2.py --data.manifest a.jsonl b.jsonl --mesh.no-fsdp
 
-The defaults are those of the dataclasses. `jaxthd train configs/cp2.py --help data` lists a group with the
+`--mesh.no-fsdp` may be written `--mesh.fsdp False`, and `--mesh.fsdp` may be `--mesh.fsdp True`: so every setting of
+type `bool`. The defaults are those of the dataclasses. `jaxthd train configs/cp2.py --help data` lists a group with the
 values that the file gives; `--help-all` lists all groups. Settings that cannot work are refused before
 anything is loaded, with what to change (`jaxthd/validate/`).
 """

@@ -61,7 +61,7 @@ def row_streams(
     own: the rows that this process reads (None: all); for the others the list has None.
     weights: proportions in which the sources are drawn from; None: there is one source.
     repeat: True: endless, with a new order every epoch. False: one epoch.
-    seed: source s is shuffled with seed + s; None: items keep their order.
+    seed: source s is shuffled with seed + s, modulo 2^32; None: items keep their order.
     pool: worker processes that run `load`; None: this process runs it.
     """
     orders = item_orders(list(map(len, sources)), seed)
@@ -83,7 +83,9 @@ def row_streams(
 def item_orders(lengths: Sequence[int], seed: int | None) -> list[grain.MapDataset]:
     """The order of each data set's items, by their numbers. seed: as for row_streams."""
     orders = [grain.MapDataset.range(length) for length in lengths]
-    return orders if seed is None else [order.shuffle(seed=seed + s) for s, order in enumerate(orders)]
+    if seed is None:
+        return orders
+    return [order.shuffle(seed=(seed + s) % 2**32) for s, order in enumerate(orders)]
 
 
 def item_refs(

@@ -24,7 +24,7 @@ def mixed(x: Array) -> UInt32[Array, "..."]:
 
 
 def spread(x: Array | int, number: Array | int) -> UInt32[Array, "..."]:
-    """Returns hashes of pairs of integers. Python's count modulo 2^32, as large ones do in arrays of uint32."""
+    """Returns hashes of pairs of integers. Python's integers count modulo 2^32."""
     return mixed(_words(x) + _words(number) * jnp.uint32(_ODD))
 
 

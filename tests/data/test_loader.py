@@ -444,3 +444,10 @@ def test_a_state_of_another_stream_is_refused():
     loader.set_state(state)
     with pytest.raises(ValueError, match="50 documents of a buffer were handed out"):
         next(loader)
+
+
+def test_the_largest_seed_orders_every_data_set():
+    """Source s is shuffled with seed + s, which has 32 bits."""
+    first, second = item_orders([50, 50], 2**32 - 1)
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert list(second) == list(item_orders([50], 0)[0]) != list(first)
