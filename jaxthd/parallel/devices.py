@@ -20,8 +20,8 @@ def device_platform() -> str:
         reason = str(error).partition(" (set JAX_PLATFORMS")[0].rstrip(".") or "it has no device here"
         raise UserError(
             f"JAX_PLATFORMS is {asked!r}, and jax cannot start that ({reason}); expected a platform that "
-            "this machine has: leave JAX_PLATFORMS unset, set it to cpu, or make the accelerator visible to jax "
-            "(driver, CUDA_VISIBLE_DEVICES, and pip install 'jaxthd[cuda12]' for NVIDIA GPUs)"
+            "this machine has: leave JAX_PLATFORMS unset, set it to cpu, or make the accelerator visible to "
+            "jax (driver, CUDA_VISIBLE_DEVICES, and pip install 'jaxthd[cuda12]' for NVIDIA GPUs)"
             if asked
             else f"jax cannot start a device ({reason}); expected a CPU or an accelerator: set "
             "JAX_PLATFORMS=cpu to do without an accelerator, or correct its driver"

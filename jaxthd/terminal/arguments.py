@@ -118,9 +118,7 @@ def _as_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str
     """Returns the words with --GROUP.X True and --GROUP.X=True as --GROUP.X, and False as --GROUP.no-X, for
     settings of type bool: those are the forms that tyro reads. Ends the process for another value.
     """
-    known = {
-        setting.option for group in all_groups() for setting in group.settings if setting.types == ("bool",)
-    }
+    known = {x.option for group in all_groups() for x in group.settings if x.types == ("bool",)}
     flags, rest = list[str](), list(words)
     while rest:
         word = rest.pop(0)

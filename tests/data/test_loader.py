@@ -19,6 +19,7 @@ import pytest
 from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
 from jaxthd.data.loader import make_loader
 from jaxthd.data.packer import PackDocuments
+from jaxthd.data.stream import item_orders
 from jaxthd.data.workers import Workers
 from jaxthd.packing.document import Document
 from tests.data.items import BROKEN, LONG, LOUD, SOURCE, WIDE, draw, fail, load, quiet

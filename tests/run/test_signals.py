@@ -79,7 +79,7 @@ def test_what_nobody_can_read_does_not_end_a_run(
     os.write(write, b"read\n")
     assert os.read(read, 4) == b"read"
     os.close(read)
-    with pytest.raises(OSError, match="pipe|Input/output"):
+    with pytest.raises(OSError, match=r"pipe|Input/output"):
         os.write(write, b"lost\n")
     drop_unread_output()
     os.write(write, b"lost\n")
