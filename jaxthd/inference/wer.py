@@ -1,8 +1,8 @@
 """Word and character errors of hypotheses against references, after a text normaliser.
 
 Normalisers are Whisper's (Radford et al., 2022, appendix C), from whisper_normalizer; jiwer aligns the texts.
-Before "basic" and "english", characters that are typed for one another become one. Without that, Whisper's for
-English reads "don't" as "do not", but with U+2019 for the apostrophe as "don t".
+Before "basic" and "english", characters that are typed for one another become one. Without that, Whisper's
+for English reads "don't" as "do not", but with U+2019 for the apostrophe as "don t".
 """
 
 import unicodedata
@@ -37,12 +37,12 @@ _TYPED = str.maketrans(dict.fromkeys(_APOSTROPHES, "'") | {"\u2026": "...", "\u0
 """U+0640 lengthens an Arabic letter."""
 
 
-def make_normaliser(name: Normaliser) -> Callable[[str], str]:
+def make_normaliser(name: str) -> Callable[[str], str]:
     """Returns the function that normalises a text to words with single spaces between them.
 
     "basic" is Whisper's, but keeps combining marks, with which some scripts spell vowels. "whisper" is
     Whisper's for English as it was published; "english" is that after characters are unified (typed). "none"
-    leaves what is seen. Raises UserError for another name.
+    leaves what is seen. name: a Normaliser. Raises UserError for another.
     """
     rules: dict[str, Callable[[str], str]] = {
         "basic": _after(typed, BasicTextNormalizer(preserve_marks=True)),
