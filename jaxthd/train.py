@@ -163,7 +163,6 @@ def _train(
         watch_padding = PaddingWatch(config, metrics.say)
         watch_rungs = stack.enter_context(RungWatch(config.data, metrics.say))
         stopping.listen()
-
         with_reference = cached_reference(blueprint, mesh, data, outputs.path, state)
         validation.with_reference = with_reference
         # --- steps ---

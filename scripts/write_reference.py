@@ -140,11 +140,11 @@ def metrics_reference() -> str:
         "quotients by their names.",
         "",
         "Word error rates can be compared where the normaliser is the same. `basic` and `english` were",
-        "Whisper's own before 2026-11-25; `whisper` is Whisper's for English still. Since then both read every",
-        "apostrophe (U+2018, U+2019, U+02BC, U+FF07, a backtick and the like) as `'`, an ellipsis as three",
-        "dots, and leave out what cannot be seen (soft hyphens, zero-width spaces, byte order marks) and",
-        "U+0640, which lengthens Arabic letters. `none` composes (NFC) and leaves out what cannot be seen.",
-        "Texts without such characters have the numbers of before; others need `jaxthd evaluate` again.",
+        "Whisper's own before 2026-11-25; `whisper` is Whisper's for English still. Since then both read",
+        "every apostrophe (U+2018, U+2019, U+02BC, U+FF07, a backtick and the like) as `'`, an ellipsis as",
+        "three dots, and leave out what cannot be seen (soft hyphens, zero-width spaces, byte order marks)",
+        "and U+0640, which lengthens Arabic letters. `none` composes (NFC) and leaves out what cannot be",
+        "seen. Texts without such characters have the numbers of before; others need `jaxthd evaluate` again.",
         "",
     ]
     return "\n".join(lines)

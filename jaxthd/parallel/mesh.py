@@ -31,9 +31,14 @@ def ranks_of(config: MeshConfig, axes: Sequence[str]) -> int:
 def make_mesh(config: MeshConfig) -> Mesh:
     """A mesh over the first `config.devices` devices.
 
-    Raises UserError when there are fewer devices, or when there are more and several processes, and as
-    device_platform does.
+    Raises UserError when there are fewer devices, or when there are more and several processes, for sizes
+    below 1, and as device_platform does.
     """
+    if min(config.sizes) < 1:
+        raise UserError(
+            f"the mesh is {config.sizes} (data, context, pipeline, tensor); expected 1 or more of each: "
+            "correct the size"
+        )
     platform = device_platform()
     if jax.device_count() < config.devices:
         raise UserError(
