@@ -52,7 +52,7 @@ from jaxthd.run.metrics_file import open_metrics, read_metrics
 from jaxthd.run.nonfinite import NonFiniteSteps
 from jaxthd.run.outputs import OutputFolder
 from jaxthd.run.profile import profiled
-from jaxthd.run.signals import stop_requested
+from jaxthd.run.signals import StopRequests
 from jaxthd.run.startup import devices_ready, prepared
 from jaxthd.run.workdir import OpenedRun, opened
 from jaxthd.steps.accumulation import AccumulatedStep
@@ -73,7 +73,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def grpo(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
-    """Runs, or continues, the training in `workdir` up to config.train.steps, or until SIGTERM or Ctrl-C.
+    """Runs, or continues, the training in `workdir` up to config.train.steps, or until a signal
+    asks it to stop (jaxthd.run.signals).
 
     changes, and several processes: as for jaxthd.train.train. Raises UserError as that does, for reward
     functions that cannot be used or fail too often, and where drawing and training disagree
@@ -92,10 +93,11 @@ def grpo(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
         rewarder = stack.enter_context(Rewarder.of(config))
         for warning in rewarder.warnings:
             print(f"warning: the reward function {warning.function}, {warning.key}: {warning.reason}")
+        stopping = stack.enter_context(StopRequests(config.train.max_seconds, account.began))
         folder, keep, best_by = workdir / "checkpoints", config.train.keep_checkpoints, config.train.best_by
         checkpoints = stack.enter_context(Checkpoints(folder, keep, best_by, measured_by(config, data)))
         rewards = SharedRewards(rewarder)
-        steps_done = _train(config, held, outputs, data, rewards, checkpoints, account)
+        steps_done = _train(config, held, outputs, data, rewards, checkpoints, account, stopping)
         account.switch("saving")  # the last checkpoint is written while all is closed
     if steps_done and is_first():
         draw_curves(read_metrics(workdir), workdir / "curves.png", stored_seconds(workdir))
@@ -109,6 +111,7 @@ def _train(
     rewards: SharedRewards,
     checkpoints: Checkpoints,
     account: TimeAccount,
+    stopping: StopRequests,
 ) -> int:
     """Returns the number of steps that it has trained."""
     # --- the model on the mesh, and the programs ---
@@ -136,7 +139,7 @@ def _train(
         metrics = stack.enter_context(open_metrics(outputs.path, first, config, account))
         most = config.train.max_skipped_steps * config.updates_of_a_step
         non_finite = NonFiniteSteps(outputs, first, most, metrics.say)
-        stop_asked = stack.enter_context(stop_requested(config.train.max_seconds, account.began))
+        stopping.listen()
         if first == 0 and validation.is_due(0):
             metrics.step({"step": 0, **validate(state, 0), **time_line(account.seconds)})
         account.switch("stepping")
@@ -164,7 +167,7 @@ def _train(
             programs = sum(x.compilations for x in (collect.rollouts, make_updates, update))
             times, skipped = collected.seconds | seconds, data.skipped.total
             facts = GRPOFacts(step, collected, updates, results, times, programs, skipped, mesh.size)
-            stopped = stop_asked()
+            stopped = stopping()
             last = bool(stopped) or step == steps
             validated = validate(state, step) if validation.is_due(step) else {}
             line = grpo_line(facts) | time_line(account.seconds)

@@ -64,7 +64,7 @@ from jaxthd.run.outputs import OutputFolder
 from jaxthd.run.padding import PaddingWatch
 from jaxthd.run.profile import profiled
 from jaxthd.run.report import end_report
-from jaxthd.run.signals import stop_requested
+from jaxthd.run.signals import StopRequests
 from jaxthd.run.startup import devices_ready, prepared
 from jaxthd.run.workdir import OpenedRun, opened
 from jaxthd.steps.blueprint import Blueprint
@@ -85,7 +85,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
-    """Runs, or continues, the training in `workdir` up to config.train.steps, or until SIGTERM or Ctrl-C.
+    """Runs, or continues, the training in `workdir` up to config.train.steps, or until a signal
+    asks it to stop (jaxthd.run.signals).
 
     changes: dotted names of settings of the optimization, such as "train.steps", that may differ from those
     of the run that is continued (jaxthd.run.workdir.OPTIMIZATION).
@@ -105,9 +106,10 @@ def train(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
         keep_layout(given, config, workdir)
         outputs = OutputFolder(workdir)
         data = stack.enter_context(closing(SpeechData(config, workdir)))
+        stopping = stack.enter_context(StopRequests(config.train.max_seconds, account.began))
         folder, keep, best_by = workdir / "checkpoints", config.train.keep_checkpoints, config.train.best_by
         checkpoints = stack.enter_context(Checkpoints(folder, keep, best_by, measured_by(config, data)))
-        steps_done = _train(config, held, outputs, data, checkpoints, account)
+        steps_done = _train(config, held, outputs, data, checkpoints, account, stopping)
         account.switch("saving")  # the last checkpoint is written while all is closed
     if steps_done and is_first():
         lines = read_metrics(workdir)
@@ -133,6 +135,7 @@ def _train(
     data: SpeechData,
     checkpoints: Checkpoints,
     account: TimeAccount,
+    stopping: StopRequests,
 ) -> int:
     """Returns the number of steps that it has trained."""
     # --- the model on the mesh ---
@@ -160,8 +163,7 @@ def _train(
         non_finite = NonFiniteSteps(outputs, first, config.train.max_skipped_steps, metrics.say)
         watch_padding = PaddingWatch(config, metrics.say)
         watch_rungs = stack.enter_context(RungWatch(config.data, metrics.say))
-        stop_asked = stack.enter_context(stop_requested(config.train.max_seconds, account.began))
-
+        stopping.listen()
         with_reference = cached_reference(blueprint, mesh, data, outputs.path, state)
         validation.with_reference = with_reference
         # --- steps ---
@@ -181,7 +183,7 @@ def _train(
             if step < steps:  # the next batch is loaded while the devices work
                 with account.loading(on_device):
                     on_mesh, upcoming = _load(loader, mesh, with_reference)
-            stopped = stop_asked()
+            stopped = stopping()
             last = bool(stopped) or step == steps
             results = jax.tree.map(lambda x: x.item(), on_device)
             seconds, skipped = time.perf_counter() - began, data.skipped.total

@@ -4,8 +4,9 @@
 
 The command finds the address of process 0, the number of processes and its own number in the environment
 variables that jaxthd.train reads for --coordinator, --processes and --process. Every line of output is
-prefixed with the process's number. Ctrl-C and SIGTERM reach every process. When one process fails, the others
-are given time to notice, and are then killed. Exits with the status of the first that failed, or 0.
+prefixed with the process's number. Ctrl-C, SIGTERM and the other signals that a run saves at reach every
+process. When one process fails, the others are given time to notice, and are then killed. Exits with the
+status of the first that failed, or 0.
 """
 
 import argparse
@@ -17,6 +18,9 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+
+from jaxthd.data.child_process import OF_THE_RUN
+from jaxthd.run.signals import drop_unread_output
 
 GRACE_SECONDS = 60.0
 """Seconds after a failure until the processes that still run are killed."""
@@ -41,7 +45,9 @@ def launch(count: int, command: Sequence[str]) -> int:
         processes.append(process)
     # The processes get Ctrl-C themselves, since they belong to the terminal's group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, _: _signal_all(processes, number))
+    for number in OF_THE_RUN:
+        if number != signal.SIGINT and signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: _signal_all(processes, number))
     bad: list[int] = []
     threads = [threading.Thread(target=_follow, args=(*pair, bad)) for pair in enumerate(processes)]
     for thread in threads:
@@ -58,6 +64,7 @@ def launch(count: int, command: Sequence[str]) -> int:
 
 
 def _signal_all(processes: Sequence[subprocess.Popen[str]], number: int) -> None:
+    drop_unread_output()
     for process in processes:
         process.send_signal(number)
 

@@ -30,8 +30,10 @@ These are all settings of a run. A [config file](../configs/cp2.py) gives them i
 
     jaxthd train configs/cp2.py --data.manifest a.jsonl b.jsonl --mesh.no-fsdp
 
-The defaults are those of the dataclasses. `jaxthd train configs/cp2.py --help data` lists a group with the
-values that the file gives; `--help-all` lists all groups. Settings that cannot work are refused before
+A setting of type `bool` is set by its name alone or with `True` (`--mesh.fsdp`, `--mesh.fsdp True`), and
+unset by `no-` or `False` (`--mesh.no-fsdp`, `--mesh.fsdp False`). The defaults are those of the dataclasses.
+`jaxthd train configs/cp2.py --help data` lists a group with the values that the file gives; `--help-all`
+lists all groups. Settings that cannot work are refused before
 anything is loaded, with what to change (`jaxthd/validate/`).
 """
 METRICS_HEAD = """\
@@ -136,6 +138,13 @@ def metrics_reference() -> str:
         "With several sets, those of the set `clean` are `validation_clean_loss` and so on; without a name",
         "they are means over the sets, and the sum for documents. An objective of one's own adds its",
         "quotients by their names.",
+        "",
+        "Word error rates can be compared where the normaliser is the same. `basic` and `english` were",
+        "Whisper's own before 2026-11-25; `whisper` is Whisper's for English still. Since then both read",
+        "every apostrophe (U+2018, U+2019, U+02BC, U+FF07, a backtick and the like) as `'`, an ellipsis as",
+        "three dots, and leave out what cannot be seen (soft hyphens, zero-width spaces, byte order marks)",
+        "and U+0640, which lengthens Arabic letters. `none` composes (NFC) and leaves out what cannot be",
+        "seen. Texts without such characters have the numbers of before; for others, `jaxthd evaluate` again.",
         "",
     ]
     return "\n".join(lines)

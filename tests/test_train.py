@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import soundfile
 
+from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.config import (
     ComputeConfig,
     Config,
@@ -283,11 +284,20 @@ def test_a_signal_saves_and_ends_the_run_which_then_continues(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ):
-    """The signal comes while step 4's metrics are written: step 5 is the last. The restart has no worker."""
+    """The signal comes while step 4's metrics are written: step 5 is the last. Another one comes before its
+    checkpoint is closed. The restart has no worker.
+    """
+    close = Checkpoints.__exit__
+
+    def closing(self: Checkpoints, *error: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        close(self, *error)
+
     with monkeypatch.context() as patch:
-        cut(patch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        patch.setattr(Checkpoints, "__exit__", closing)
+        cut(patch, 4, lambda: os.kill(os.getpid(), signal.SIGHUP))
         train(unvalidated(manifest), tmp_path)
-    assert "stopped by a signal after step 5" in capsys.readouterr().out
+    assert "stopped by SIGHUP after step 5" in capsys.readouterr().out
     assert read_metrics(tmp_path)[-1]["step"] == 5
     config = unvalidated(manifest)
     train(replace(config, data=replace(config.data, workers=0, prefetch=0)), tmp_path)

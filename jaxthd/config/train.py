@@ -86,10 +86,12 @@ class TrainConfig:
     max_new_tokens: int = 160
     """Most tokens that validation decodes for a document, to measure the word error rate; 0: it decodes
     none."""
-    normaliser: Literal["basic", "english", "none"] = "basic"
-    """How texts are normalised before their words are compared. "basic" and "english" are Whisper's:
-    "basic" leaves lower case, no punctuation and nothing in brackets (marks that spell vowels stay);
-    "english" also unifies numbers, spellings and contractions. "none": not at all."""
+    normaliser: Literal["basic", "english", "whisper", "none"] = "basic"
+    """How texts are normalised before their words are compared. "basic" and "english" are Whisper's, after
+    apostrophes of all kinds are unified: "basic" leaves lower case, no punctuation and nothing in brackets
+    (marks that spell vowels stay); "english" also unifies numbers, spellings and contractions. "whisper":
+    Whisper's for English as it was published, for comparisons with others' figures. "none": what is seen
+    stays; composed forms (NFC), white space and invisible characters are unified."""
     checkpoint_every: int = 50
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int = 3

@@ -12,6 +12,16 @@ import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 
+OF_THE_RUN = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
+"""Signals that ask a run to stop (jaxthd.run.signals)."""
+
 
 class LostError(Exception):
     """The process ended or did not answer in time; the message says which."""
@@ -78,5 +88,11 @@ class Child:
 
 
 def parents_end() -> Connection:
-    """Returns the child's end of the pipe. Called by a program that Child runs."""
+    """Returns the child's end of the pipe. Called by a program that Child runs, before it does anything.
+
+    The program then outlives signals that a queue or a shell sends to all processes of a run: whoever started
+    it may need it until all is saved, and ends it.
+    """
+    for number in OF_THE_RUN:
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that it starts would inherit
     return Connection(int(sys.argv[1]))

@@ -14,6 +14,7 @@ import grain
 from jaxthd.config import Config, DataConfig
 from jaxthd.data.ladder import Ladder
 from jaxthd.data.mismatched import WithMismatched
+from jaxthd.data.mixing import require_weights
 from jaxthd.data.packer import OnSkip, log_skip, pack_documents
 from jaxthd.data.position import DataSets, Position, same_digest
 from jaxthd.data.runs import RowDocuments
@@ -308,11 +309,14 @@ def make_loader(
     workers: number of processes that run `load` ahead of the stream, or Workers to share, which the caller
         closes. 0: this process runs it. prefetch: batches that a thread makes in advance. Neither changes
         the stream.
-    Raises UserError for a source with fewer items than rows if repeat; while iterating, if two epochs of a
+    Raises UserError for weights that cannot mix the sources, and for a source with fewer items than rows if
+    repeat; while iterating, if two epochs of a
     repeated stream held no document that fits.
     """
     data = config.data
     shuffle = data.shuffle if shuffle is None else shuffle
+    weights = None if weights is None else list(weights)
+    _require(sources, weights, data, rows, workers, prefetch)
     sizes = [[len(source)] for source in sources]
     if len(sources) == 1 or not repeat or not weights:
         sizes = [list(chain(*sizes))]
@@ -345,6 +349,36 @@ def make_loader(
     streams = row_streams(sources, load, pack, **shape, pool=pool, on_read=on_read)
     batches = _Batches(streams, Ladder.of(pack, data) if ladder else Ladder((pack,)), position.latest)
     return Loader(batches, prefetch, own_workers, position)
+
+
+def _require(
+    sources: Sequence[Any],
+    weights: Sequence[float] | None,
+    data: DataConfig,
+    rows: Collection[int] | None,
+    workers: int | Workers,
+    prefetch: int,
+) -> None:
+    """Raises UserError for arguments of make_loader that contradict one another. Commands have checked the
+    config before (jaxthd.validate).
+    """
+    require_weights(weights or (), len(sources))
+    if not sources:
+        raise UserError("there is no data set to load; expected one source or more: name one")
+    if data.rows < 1 or not 0 <= data.seed < 2**32:
+        raise UserError(
+            f"data.rows is {data.rows} and data.seed {data.seed}; expected 1 row or more, and a seed from 0 "
+            f"to {2**32 - 1}: correct them"
+        )
+    if rows is not None and not (len(rows) and all(0 <= row < data.rows for row in rows)):
+        raise UserError(
+            f"rows is {list(rows)}; expected one or more from 0 to {data.rows - 1}, of the {data.rows} in "
+            "data.rows: correct it (jaxthd.parallel.mesh.local_rows tells those of a process)"
+        )
+    if prefetch < 0 or (isinstance(workers, int) and workers < 0):
+        raise UserError(
+            f"workers is {workers} and prefetch {prefetch}; expected 0 or more of each: correct them"
+        )
 
 
 _STREAM_FIELDS = (

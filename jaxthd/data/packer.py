@@ -72,7 +72,7 @@ class PackDocuments(Sequence[Any]):
     the packer. One that does not fit this mesh (Fit.unassignable) is skipped after the packer, where rows are
     chosen.
 
-    Raises ValueError on construction if the sizes contradict each other.
+    Raises UserError on construction if the sizes contradict each other.
     """
 
     capacity: int
@@ -125,27 +125,30 @@ class PackDocuments(Sequence[Any]):
 
     def __post_init__(self) -> None:
         if self.context > 1 and self.capacity % (2 * self.context):
-            raise ValueError(
+            raise UserError(
                 f"capacity {self.capacity} must be a multiple of 2 * context = {2 * self.context}"
             )
         if self.layout == "document" and self.context > 1 and self.round_to % (2 * self.context):
-            raise ValueError(
+            raise UserError(
                 f"round_to {self.round_to} must be a multiple of 2 * context = {2 * self.context} for the "
                 'layout "document", which divides each document over the context ranks'
             )
         if self.packing not in get_args(Packing):
-            raise ValueError(f"packing is {self.packing!r}; choose one of {', '.join(get_args(Packing))}")
+            raise UserError(f"packing is {self.packing!r}; choose one of {', '.join(get_args(Packing))}")
         if min(self.capacity, self.max_documents, self.packing_bins, self.round_to, self.window) < 1:
-            raise ValueError(
+            raise UserError(
                 "capacity, max_documents, packing_bins, round_to and window must be at least 1: "
                 f"{self.capacity}, {self.max_documents}, {self.packing_bins}, {self.round_to}, {self.window}"
             )
         if self.cuts < 0:
-            raise ValueError(f"cuts is {self.cuts}; expected at least 0, the most documents that are cut")
+            raise UserError(f"cuts is {self.cuts}; expected at least 0, the most documents that are cut")
         if self.audio_capacity < 0 or self.audio_ranks < 1:
-            raise ValueError(f"audio_capacity must be at least 0, and audio_ranks at least 1: {self}")
+            raise UserError(
+                f"audio_capacity is {self.audio_capacity} and audio_ranks {self.audio_ranks}; expected at "
+                "least 0, and at least 1: correct them"
+            )
         if self.answers and self.depths:
-            raise ValueError(f"depths is {self.depths} with answers; expected 0, no multi-token prediction")
+            raise UserError(f"depths is {self.depths} with answers; expected 0, no multi-token prediction")
 
     @property
     def limits(self) -> BufferLimits:

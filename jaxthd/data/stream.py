@@ -90,8 +90,8 @@ def row_streams(
 
 def epochs_of(sizes: Sequence[Sequence[int]], seed: int | None) -> list[Epochs]:
     """Returns the epochs of each source. sizes: of the data sets that it reads as one. seed: source s is
-    shuffled with seed + s; None: items keep their order."""
-    return [Epochs(each, None if seed is None else seed + s) for s, each in enumerate(sizes)]
+    shuffled with seed + s, modulo 2^32; None: items keep their order."""
+    return [Epochs(each, None if seed is None else (seed + s) % 2**32) for s, each in enumerate(sizes)]
 
 
 def item_refs(

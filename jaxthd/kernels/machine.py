@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from jaxthd.parallel.devices import device_platform
+
 PEAK_FLOPS = {
     "GB200": 2.5e15,
     "B200": 2.25e15,
@@ -52,7 +54,10 @@ class Machine:
 
     @classmethod
     def of_this(cls) -> "Machine":
-        """Starts jax's back-end: simulated CPU devices must have been set up before."""
+        """Starts jax's back-end: simulated CPU devices must have been set up before. Raises UserError as
+        device_platform does.
+        """
+        device_platform()
         first, cuda = jax.local_devices()[0], _cuda_versions()
         return cls(
             platform=first.platform,

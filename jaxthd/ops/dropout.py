@@ -24,9 +24,13 @@ def mixed(x: Array) -> UInt32[Array, "..."]:
 
 
 def spread(x: Array | int, number: Array | int) -> UInt32[Array, "..."]:
-    """Hashes of pairs of integers."""
-    of_number = jnp.asarray(number).astype(jnp.uint32) * jnp.uint32(_ODD)
-    return mixed(jnp.asarray(x).astype(jnp.uint32) + of_number)
+    """Returns hashes of pairs of integers. Python's integers count modulo 2^32."""
+    return mixed(_words(x) + _words(number) * jnp.uint32(_ODD))
+
+
+def _words(x: Array | int) -> UInt32[Array, "..."]:
+    # jnp.asarray makes int32 of a Python integer, which raises for half of all CRC-32s.
+    return jnp.uint32(x % 2**32) if isinstance(x, int) else x.astype(jnp.uint32)
 
 
 def token_keys(
@@ -44,7 +48,7 @@ def token_keys(
     rows_R1 = jnp.arange(len(tokens_RT))[:, None]
     parts_RT = spread(tokens_RT, mixed(positions_RT))
     sums_RG = jnp.zeros((len(tokens_RT), most + 1), jnp.uint32).at[rows_R1, documents_RT].add(parts_RT)
-    keys_RT = spread(jnp.take_along_axis(sums_RG, documents_RT, axis=1), spread(seed % 2**32, step))
+    keys_RT = spread(jnp.take_along_axis(sums_RG, documents_RT, axis=1), spread(seed, step))
     return spread(keys_RT, positions_RT)
 
 

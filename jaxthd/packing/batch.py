@@ -138,8 +138,11 @@ def _of_arrays(batch: Batch, change: Callable[[Any], Any]) -> Batch:
 def concatenate_rows(batches: Sequence[Batch]) -> Batch:
     """One host batch with the rows of all of these, in order; each is a batch, or a row by itself.
 
-    Raises ValueError where a field is None in some of them only: they were packed with different settings.
+    Raises ValueError for none, and where a field is None in some of them only: they were packed with
+    different settings.
     """
+    if not batches:
+        raise ValueError("there is no batch; expected one row or more: pack a document")
 
     def joined(values: tuple[Any, ...]) -> Any:
         absent = sum(value is None for value in values)

@@ -142,8 +142,14 @@ class Document:
 
         tokens, supervised: text with one placeholder per clip, before audio is spliced in.
         clips: one entry per placeholder, each a sequence of encoder chunks [F, M].
-        Raises ValueError when the number of placeholders is not the number of clips.
+        Raises ValueError when the number of placeholders is not the number of clips, and when tokens and
+        supervised are not as many.
         """
+        if len(tokens) != len(supervised):
+            raise ValueError(
+                f"document {key!r}: {len(tokens)} tokens and {len(supervised)} marks of what is supervised; "
+                "expected as many: mark each token"
+            )
         text = np.asarray(tokens, np.int32)
         is_placeholder = text == placeholder
         found = int(is_placeholder.sum())

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxthd.config import Config, MeshConfig
 from jaxthd.errors import UserError
 from jaxthd.packing.batch import Batch, with_rows
+from jaxthd.parallel.devices import device_platform
 
 DATA, CONTEXT, PIPELINE, TENSOR = AXES = ("data", "context", "pipeline", "tensor")
 Rows = TypeVar("Rows")
@@ -30,12 +31,19 @@ def ranks_of(config: MeshConfig, axes: Sequence[str]) -> int:
 def make_mesh(config: MeshConfig) -> Mesh:
     """A mesh over the first `config.devices` devices.
 
-    Raises UserError when there are fewer devices, or when there are more and several processes.
+    Raises UserError when there are fewer devices, or when there are more and several processes, for sizes
+    below 1, and as device_platform does.
     """
+    if min(config.sizes) < 1:
+        raise UserError(
+            f"the mesh is {config.sizes} (data, context, pipeline, tensor); expected 1 or more of each: "
+            "correct the size"
+        )
+    platform = device_platform()
     if jax.device_count() < config.devices:
         raise UserError(
             f"the mesh {config.sizes} (data, context, pipeline, tensor) needs {config.devices} devices; "
-            f"found {jax.device_count()} ({jax.default_backend()}): lower a mesh size"
+            f"found {jax.device_count()} ({platform}): lower a mesh size"
         )
     if jax.process_count() > 1 and jax.device_count() > config.devices:
         raise UserError(

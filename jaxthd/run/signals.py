@@ -1,45 +1,82 @@
-"""SIGTERM and Ctrl-C ask a run to stop at a point from which it can be continued."""
+"""Signals and the time limit ask a run to stop at a point from which it can be continued."""
 
+import os
+import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from jaxthd.data.child_process import OF_THE_RUN
 from jaxthd.parallel.processes import exchange
 
+ALWAYS = (signal.SIGTERM, signal.SIGINT)
+UNLESS_HANDLED = tuple(number for number in OF_THE_RUN if number not in ALWAYS)
+"""A closed terminal, and what queues send before a time limit. Each by itself would end the process. nohup
+ignores SIGHUP, and a program of the user's own may handle any of them: then they are left as they are."""
+OUTPUTS = (1, 2)
+"""File descriptors of standard output and standard error."""
+READER_SECONDS = 0.1
+"""The time in which the reader of a pipe, such as tee, ends of a signal that was sent to it too."""
 
-@contextmanager
-def stop_requested(max_seconds: float = 0.0, start: float | None = None) -> Iterator[Callable[[], str]]:
-    """Yields a function that says why the run should stop, "" if it should not.
 
-    It should once SIGTERM or SIGINT has arrived in any process of the run, and max_seconds (0: never) after
-    `start` (time.monotonic(); None: now) in any. All processes call the function, equally often. A second
-    signal acts as it does without this.
-    Outside the main thread, where Python receives no signals, none arrives.
+class StopRequests:
+    """Says why a run should stop: a context manager, whose `listen` begins to handle signals.
+
+    It lasts until the last checkpoint is written, so that signals which follow the first (the terminal's
+    SIGHUP and the shell's; SIGTERM after SIGUSR1) do not end the process before. Only Ctrl-C does, after any
+    first signal. Outside the main thread, where Python receives no signals, none arrives.
+    max_seconds: a run should also stop so many seconds after `start` (time.monotonic(); None: now); 0: never.
     """
-    arrived, began = threading.Event(), time.monotonic() if start is None else start
 
-    def asked() -> str:
-        is_late = bool(max_seconds) and time.monotonic() - began >= max_seconds
-        reason = (
-            "by a signal" if arrived.is_set() else f"by train.max_seconds {max_seconds:g}" if is_late else ""
-        )
-        return next((reason for reason in exchange(reason) if reason), "")
+    def __init__(self, max_seconds: float = 0.0, start: float | None = None) -> None:
+        self._max_seconds = max_seconds
+        self._start = time.monotonic() if start is None else start
+        self._arrived = ""
+        self._before: dict[int, Any] = {}
 
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
+    def __enter__(self) -> "StopRequests":
+        return self
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        arrived.set()
-        signal.signal(number, before[number])
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before = {}
 
-    before: dict[int, Any] = {n: signal.signal(n, on_signal) for n in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def listen(self) -> None:
+        """Handles signals from now on."""
+        if threading.current_thread() is threading.main_thread():
+            default = [n for n in UNLESS_HANDLED if signal.getsignal(n) is signal.SIG_DFL]
+            self._before |= {n: signal.signal(n, self._on_signal) for n in (*ALWAYS, *default)}
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._arrived = self._arrived or signal.Signals(number).name
+        signal.signal(signal.SIGINT, self._before[signal.SIGINT])
+        drop_unread_output()
+
+    def __call__(self) -> str:
+        """Returns why the run should stop, in all of its processes; "" if it should not.
+
+        All processes call it, equally often: a signal to one of them stops all.
+        """
+        is_late = bool(self._max_seconds) and time.monotonic() - self._start >= self._max_seconds
+        own = f"by {self._arrived}" if self._arrived else ""
+        own = own or f"by train.max_seconds {self._max_seconds:g}" * is_late
+        reason = next((reason for reason in exchange(own) if reason), "")
+        if reason:
+            time.sleep(READER_SECONDS)
+        drop_unread_output()
+        return reason
+
+
+def drop_unread_output() -> None:
+    """Leads standard output and error nowhere once nobody can read them: the terminal was closed, or the
+    reader of a pipe has ended. Otherwise the next line that is printed would raise OSError, and end the run.
+    """
+    for output in OUTPUTS:
+        poll = select.poll()
+        poll.register(output, 0)  # errors and hang-ups are always reported
+        if any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0)):
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), output)

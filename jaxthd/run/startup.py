@@ -15,6 +15,7 @@ from jaxthd.config import Config, MeshConfig
 from jaxthd.data.text.tokenizer import needed_vocabulary
 from jaxthd.kernels.choose import with_admitted
 from jaxthd.kernels.xla_options import prepare_compiler
+from jaxthd.parallel.devices import device_platform
 from jaxthd.parallel.processes import is_first, started
 from jaxthd.run.host_memory import keep_freed_memory
 from jaxthd.validate import DeviceFacts, validate
@@ -23,7 +24,7 @@ from jaxthd.validate import DeviceFacts, validate
 def simulate_devices(devices: int) -> bool:
     """Gives a machine without accelerators `devices` CPU devices; True where CPU devices are what will run.
 
-    Call it before anything touches a jax device.
+    Call it before anything touches a jax device. Raises UserError as device_platform does.
     """
     jax.config.update("jax_num_cpu_devices", devices)
     # A program of one CPU device runs in the thread that calls it, whose freed memory is kept whatever its
@@ -34,7 +35,7 @@ def simulate_devices(devices: int) -> bool:
         # several at once. With XLA's default of one thread a device they can then wait for one another for
         # ever.
         os.environ.setdefault("PJRT_NPROC", str(max(4 * devices, os.cpu_count() or 1)))
-    return jax.default_backend() == "cpu"
+    return device_platform() == "cpu"
 
 
 @contextmanager

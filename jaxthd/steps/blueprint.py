@@ -13,6 +13,7 @@ from flax import nnx
 from jax import Array
 
 from jaxthd.config import Config, MeshConfig
+from jaxthd.errors import UserError
 from jaxthd.models.adapt import add_lora, trained, use_fp8
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.models.stacks import pipeline_stages
@@ -118,9 +119,14 @@ class Blueprint:
         return self._schedule(backward=False)
 
     def initial_weights(self) -> tuple[Tree, Tree]:
-        """(parameters, buffers) in the canonical form, drawn from the config's seed."""
+        """(parameters, buffers) in the canonical form, drawn from the config's seed. Raises UserError for one
+        that has more than 32 bits.
+        """
+        seed = self.config.train.seed
+        if not 0 <= seed < 2**32:
+            raise UserError(f"train.seed is {seed}; expected 0 to {2**32 - 1}: correct train.seed")
         with jax.ensure_compile_time_eval():
-            key = jax.random.key(self.config.train.seed)
+            key = jax.random.key(seed)
         return _arrays_of(self._make(key, MeshConfig()))
 
     @cached_property

@@ -11,6 +11,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxthd.config import AdaptConfig, Config, TrainConfig
+from jaxthd.errors import UserError
 from jaxthd.models.adapt import split
 from jaxthd.parallel.params import projection_mask, stacked_dims, weight_decay_mask
 from jaxthd.steps.blueprint import Blueprint, Tree
@@ -21,8 +22,13 @@ def learning_rate_schedule(config: Config) -> optax.Schedule:
     """Updates done before -> learning rate: linear warm-up, then train.schedule.
 
     The first step has one warm-up step's learning rate, not 0, so that no step is wasted. The updates of one
-    step have one rate.
+    step have one rate. Raises UserError for an unknown schedule.
     """
+    if config.train.schedule not in _SCHEDULES:
+        raise UserError(
+            f"train.schedule is {config.train.schedule!r}; expected one of {', '.join(_SCHEDULES)}: "
+            "correct train.schedule"
+        )
     updates, schedule = config.updates_of_a_step, _SCHEDULES[config.train.schedule](config.train)
     return lambda done: schedule((done if updates == 1 else done // updates) + 1)
 

@@ -14,6 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxthd.config import TrainConfig
+from jaxthd.errors import UserError
 from jaxthd.files.options import from_options
 from jaxthd.objectives.settings import check_number
 from jaxthd.steps.adafactor import scale_by_adafactor
@@ -174,6 +175,10 @@ OPTIMIZERS: dict[str, type[Kind]] = {"adamw": AdamW, "adafactor": Adafactor, "li
 def optimizer_kind(name: str, options: Sequence[str] = ()) -> Kind:
     """The optimizer of that name with its options (NAME=VALUE).
 
-    Raises UserError for an unknown option, a value of another type, and one out of bounds.
+    Raises UserError for an unknown name or option, a value of another type, and one out of bounds.
     """
+    if name not in OPTIMIZERS:
+        raise UserError(
+            f"train.optimizer is {name!r}; expected one of {', '.join(OPTIMIZERS)}: correct train.optimizer"
+        )
     return from_options(OPTIMIZERS[name], options, f"optimizer {name!r}", OPTIONS)

@@ -98,6 +98,7 @@ def parse_command_line(
             setattr(found, name, [home_path(v) if isinstance(v, Path) else v for v in value])
     if first and found.config:
         parser.error(f"{first} and --config {found.config} are given; expected one of them: drop one")
+    overrides = _as_flags(overrides, parser)
     source = first or found.config
     if wanted is not None:
         _show_help(parser, open_settings(source).config if source else Config(), wanted)
@@ -119,6 +120,30 @@ def parse_command_line(
     return CommandLine(config, settings.path, settings.run, found, _given(overrides))
 
 
+def _as_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Returns the words with --GROUP.X True and --GROUP.X=True as --GROUP.X, and False as --GROUP.no-X, for
+    settings of type bool: those are the forms that tyro reads. Ends the process for another value.
+    """
+    known = {x.option for group in all_groups() for x in group.settings if x.types == ("bool",)}
+    flags, rest = list[str](), list(words)
+    while rest:
+        word = rest.pop(0)
+        name, has_value, value = word.partition("=")
+        option = f"--{name.removeprefix('--').replace('_', '-')}"
+        if not name.startswith("--") or option not in known:
+            flags.append(word)
+            continue
+        if not has_value and rest and not rest[0].startswith("--"):
+            has_value, value = "=", rest.pop(0)
+        group, _, last = option.rpartition(".")
+        if has_value and value.lower() not in ("true", "false"):
+            parser.error(
+                f"{option} is {value!r}; expected True or False: {option} True, or {group}.no-{last}"
+            )
+        flags.append(f"{group}.no-{last}" if value.lower() == "false" else option)
+    return flags
+
+
 def _with_mesh_of_rollouts(config: Config, overrides: Sequence[str]) -> Config:
     """The config with a mesh for rollouts where the command line gives a part of one."""
     if config.rollout.mesh or not any(word.startswith("--rollout.mesh.") for word in overrides):
@@ -131,7 +156,8 @@ def _parser(
 ) -> argparse.ArgumentParser:
     first, _, rest = (about or "").strip().partition("\n\n")
     more = (
-        "Settings: --help GROUP lists a group with SOURCE's values, --help-all lists all. "
+        "Settings: --help GROUP lists a group with SOURCE's values, --help-all lists all. Those of type bool "
+        "are set by --GROUP.X or --GROUP.X True, and by --GROUP.no-X or --GROUP.X False. "
         f"Groups: {', '.join(group_names())}.\n\n{rest}"
     )
     parser = argparse.ArgumentParser(

@@ -1,12 +1,12 @@
 """What is read: manifests, validation sets, prompts, chat templates, SpecAugment."""
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator
 
 from jaxthd.config import AugmentConfig, Config
 from jaxthd.data.audio.features import SAMPLE_RATE
+from jaxthd.data.mixing import wrong_weights
 from jaxthd.data.sources.columns import FIELDS, is_column
 from jaxthd.errors import UserError
 from jaxthd.validate.rules import DeviceFacts, Finding, Group
@@ -24,12 +24,8 @@ def _manifests(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         found = f"data.tarred_audio names {len(tars)} sets of tar files for {len(manifests)} manifests"
         expected = 'one for each manifest ("" for plain files), or none'
         yield Finding(found, expected, "correct data.tarred_audio")
-    if weights and len(weights) != len(manifests):
-        found = f"data.weights has {len(weights)} numbers for {len(manifests)} manifests"
-        yield Finding(found, "one for each manifest, or none", "correct data.weights")
-    if not all(0 < weight < math.inf for weight in weights):
-        change = "take a manifest that is not to be read out of data.manifest"
-        yield Finding(f"data.weights is {weights}", "finite numbers above 0", change)
+    if wrong := wrong_weights(weights, len(manifests)):
+        yield Finding(*wrong)
 
 
 @RULES.rule("data.weights_temperature")

@@ -8,6 +8,7 @@ import jax
 
 from jaxthd.config import Config, MeshConfig
 from jaxthd.models.speech_lm import SpeechLM
+from jaxthd.parallel.devices import device_platform
 from jaxthd.steps.blueprint import Blueprint
 
 
@@ -30,7 +31,10 @@ class DeviceFacts:
 
     @classmethod
     def of_this_machine(cls, vocabulary: int | None = None) -> "DeviceFacts":
-        """Asks jax, which starts its backend: set up simulated CPU devices before."""
+        """Asks jax, which starts its backend: set up simulated CPU devices before. Raises UserError as
+        device_platform does.
+        """
+        device_platform()
         first = jax.devices()[0]
         return cls(
             platform=first.platform,

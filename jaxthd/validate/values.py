@@ -38,6 +38,10 @@ _MINIMUM: dict[str, float] = {
     "train.max_new_tokens": 0,
 }
 """Least values of numbers, where they are not 1 (integers) or 0 (real numbers)."""
+_SEEDS = ("data.seed", "train.seed")
+"""Settings that random generators take as 32 bits; other integers reach arrays of int32."""
+_LARGEST_FLOAT = 3.4e38
+_WHY_AT_MOST = "because arrays hold numbers in 32 bits"
 _NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "compute.attention_backend": lambda: (*attention_backends.BACKENDS, "auto"),
     "compute.scan_backend": lambda: (*scan_backends.BACKENDS, "auto"),
@@ -74,6 +78,24 @@ def _check(path: str, hint: Any, value: Any) -> Iterator[Finding]:
         least = _MINIMUM.get(path, 1 if hint is int else 0)
         if not least <= value < math.inf:
             yield Finding(f"{path} is {value}", f"{least} or more, and finite", f"correct {path}")
+        elif value > (most := _LARGEST_FLOAT if hint is float else _most(path)):
+            yield Finding(f"{path} is {value}", f"{most} at most, {_WHY_AT_MOST}", f"correct {path}")
+    elif large := [x for x in _integers(value) if abs(x) > _most(path)]:
+        yield Finding(f"{path} has {large[0]}", f"{_most(path)} at most, {_WHY_AT_MOST}", f"correct {path}")
+
+
+def _most(path: str) -> int:
+    """The largest value of a setting that is an integer."""
+    return 2**32 - 1 if path in _SEEDS else 2**31 - 1
+
+
+def _integers(value: Any) -> Iterator[int]:
+    """The integers in a value, or in a tuple, which may be nested."""
+    if isinstance(value, tuple):
+        for one in value:
+            yield from _integers(one)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield value
 
 
 def _has_type(value: Any, hint: Any) -> bool:

@@ -19,6 +19,7 @@ import pytest
 from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
 from jaxthd.data.loader import make_loader
 from jaxthd.data.packer import PackDocuments
+from jaxthd.data.stream import item_orders
 from jaxthd.data.workers import Workers
 from jaxthd.packing.document import Document
 from tests.data.items import BROKEN, LONG, LOUD, SOURCE, WIDE, draw, fail, load, quiet
@@ -444,3 +445,10 @@ def test_a_state_of_another_stream_is_refused():
     loader.set_state(state)
     with pytest.raises(ValueError, match="50 documents of a buffer were handed out"):
         next(loader)
+
+
+def test_the_largest_seed_orders_every_data_set():
+    """Source s is shuffled with seed + s, which has 32 bits."""
+    first, second = item_orders([50, 50], 2**32 - 1)
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert list(second) == list(item_orders([50], 0)[0]) != list(first)

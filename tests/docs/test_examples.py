@@ -174,7 +174,7 @@ def test_a_run_goes_on_elsewhere_and_is_adapted(
 
     with monkeypatch.context() as patch:
         patch.setattr(Metrics, "step", stopped)
-        assert "stopped by a signal after step 3" in run(adapt, capsys)
+        assert "stopped by SIGTERM after step 3" in run(adapt, capsys)
     assert "continuing from step 3" in run(resume, capsys)
     assert [line["step"] for line in read_metrics(Path("runs/es"))] == list(range(1, FIRST + 1))
 

@@ -5,7 +5,17 @@ import math
 import numpy as np
 import pytest
 
-from jaxthd.inference.wer import Errors, Unit, aligned_words, errors_of, make_normaliser, summed
+from jaxthd.errors import UserError
+from jaxthd.inference.wer import (
+    EnglishTextNormalizer,
+    Errors,
+    Normaliser,
+    Unit,
+    aligned_words,
+    errors_of,
+    make_normaliser,
+    summed,
+)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +35,79 @@ def test_texts_become_words_with_single_spaces(text: str, basic: str, english: s
     if english is not None:
         assert make_normaliser("english")(text) == english
     assert make_normaliser("none")(text) == " ".join(text.split())
+
+
+APOSTROPHES = "\u2019\u2018\u201b\u02bc\u02bb\u2032\uff07\u055a`\u00b4"
+
+
+@pytest.mark.parametrize("mark", APOSTROPHES, ids=lambda mark: f"U+{ord(mark):04X}")
+def test_an_apostrophe_is_one_however_it_is_typed(mark: str):
+    """Whisper's own knows U+0027 alone."""
+    text = "Don't say the dog's o'clock isn't what they're at"
+    for name in ("basic", "english"):
+        normalise = make_normaliser(name)
+        assert normalise(text.replace("'", mark)) == normalise(text)
+    assert "do not say" in make_normaliser("english")(text)
+    assert make_normaliser("none")(text.replace("'", mark)) != text
+
+
+def test_whisper_is_exactly_whisper_s():
+    """Also where it reads an apostrophe as a space."""
+    published, normalise = EnglishTextNormalizer(), make_normaliser("whisper")
+    for text in (
+        "Don\u2019t",
+        "don't stop",
+        "the colour of twenty one",
+        "caf\u00e9 \u2026 to\u00adgether",
+        "$3 [noise]",
+    ):
+        assert normalise(text) == " ".join(published(text).split())
+    assert normalise("Don\u2019t") == "don t"
+
+
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        ("together", "to\u00adge\u200bther"),
+        ("together", "\ufefftoge\u2060ther\ufe0f"),
+        ("left right", "\u200eleft\u202a \u200fright"),
+        ("ten men went", "ten\u00a0men\u202fwent"),
+        ("\u00c5ngstr\u00f6m caf\u00e9", "A\u030angstro\u0308m cafe\u0301"),
+        ("\ud55c\uad6d", "\u1112\u1161\u11ab\u1100\u116e\u11a8"),
+    ],
+)
+@pytest.mark.parametrize("name", ["basic", "english", "none"])
+def test_what_looks_the_same_is_no_error(name: Normaliser, text: str, other: str):
+    assert make_normaliser(name)(other) == make_normaliser(name)(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        ('he said "no"', "he said \u201cno\u201d"),
+        ('he said "no"', "he said \u00abno\u00bb"),
+        ("a well-known man", "a well\u2011known man"),
+        ("a well-known man", "a well\u2010known man"),
+        ("well ... no", "well \u2026 no"),
+        ("first office", "\ufb01rst o\ufb03ce"),
+        ("abc 12", "\uff41\uff42\uff43 \uff11\uff12"),
+        ("\u0643\u062a\u0627\u0628", "\u0643\u062a\u0640\u0640\u0627\u0628"),
+    ],
+)
+@pytest.mark.parametrize("name", ["basic", "english"])
+def test_typography_is_no_error(name: Normaliser, text: str, other: str):
+    assert make_normaliser(name)(other) == make_normaliser(name)(text)
+
+
+def test_joiners_that_spell_words_stay():
+    """The zero-width non-joiner, in Persian."""
+    word = "\u0645\u06cc\u200c\u0631\u0648\u0645"
+    assert make_normaliser("basic")(word) == word
+
+
+def test_an_unknown_normaliser_is_named():
+    with pytest.raises(UserError, match=r"'french'; expected one of basic, english, whisper, none"):
+        make_normaliser("french")
 
 
 def distance(a: list[str], b: list[str]) -> int:

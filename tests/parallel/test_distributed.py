@@ -194,7 +194,7 @@ def test_the_same_command_continues_and_a_signal_to_one_process_stops_all_after_
 ):
     assert re.search(r"^\[0\] continuing from step [24] ", stopped.output, re.MULTILINE)
     last = assert_same(stopped.workdir, one)
-    assert f"stopped by a signal after step {last}, which is saved" in stopped.output
+    assert f"stopped by SIGTERM after step {last}, which is saved" in stopped.output
     assert stopped.status == 0
     assert last < STEPS, "the signal came too late to show anything"
 

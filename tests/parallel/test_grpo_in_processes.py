@@ -217,7 +217,7 @@ def test_two_processes_draw_reward_and_train_as_one_through_a_kill_other_meshes_
         assert processes.wait() == 0, output
     assert re.search(r"^\[0\] continuing from step [24]", output, re.MULTILINE)
     last = compared(tmp_path, one)
-    assert f"stopped by a signal after step {last}, which is saved" in output
+    assert f"stopped by SIGTERM after step {last}, which is saved" in output
     assert last < STEPS, "the signal came too late to show anything"
 
     grpo(config(manifest), tmp_path)

@@ -117,7 +117,11 @@ def test_a_prompt_without_a_reference_has_no_rewards(name: str):
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("wer", {"normaliser": "french"}, "normaliser is 'french'; expected one of basic, english, none"),
+        (
+            "wer",
+            {"normaliser": "french"},
+            "normaliser is 'french'; expected one of basic, english, whisper",
+        ),
         ("wer", {"lowest": 0.0}, "lowest is 0"),
         ("wer", {"lowest": math.nan}, "lowest is nan"),
         ("format", {"pattern": "(a"}, r"format\.pattern '\(a' is no regular expression"),

@@ -1,14 +1,21 @@
 """Devices of a command: simulated where there is no accelerator, or where there are too few."""
 
+import os
 import subprocess
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 import jax
 import pytest
 
 from jaxthd.config import MeshConfig
+from jaxthd.errors import UserError
+from jaxthd.kernels.machine import Machine
+from jaxthd.parallel.devices import device_platform
+from jaxthd.parallel.mesh import make_mesh
 from jaxthd.run import startup
+from jaxthd.validate import DeviceFacts
 
 OPTIONS = Namespace(coordinator=None, processes=None, process=None)
 
@@ -59,3 +66,42 @@ def test_leaving_accelerators_gives_cpu_devices():
         "assert jax.default_backend() == 'cpu' and len(jax.devices()) == 2 and jax.devices() is not before"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "reason", [AssertionError(), RuntimeError("Unable to initialize backend 'tpu': none")]
+)
+def test_a_platform_that_does_not_start_is_named(reason: Exception, monkeypatch: pytest.MonkeyPatch):
+    """jax asserts, or says why, depending on the platform."""
+
+    def fails() -> str:
+        raise reason
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr(jax, "default_backend", fails)
+    for started in (
+        device_platform,
+        DeviceFacts.of_this_machine,
+        Machine.of_this,
+        lambda: make_mesh(MeshConfig()),
+    ):
+        with pytest.raises(
+            UserError, match=r"JAX_PLATFORMS is 'cuda', and jax cannot start that .* set it to cpu"
+        ):
+            started()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("platform", ["cuda", "gpu", "tpu", "rocm", "banana"])
+def test_commands_say_what_to_do_without_the_platform_that_is_asked_for(platform: str, tmp_path: Path):
+    """Here no accelerator is installed."""
+    single = str(Path(__file__).parents[2] / "configs" / "single.py")
+    for words in (["doctor"], ["train", single], ["generate", single, "--weights", "x", "--prompt", "hi"]):
+        command = [sys.executable, "-m", "jaxthd", *words]
+        environment = os.environ | {"JAX_PLATFORMS": platform, "PYTHONPATH": os.pathsep.join(sys.path)}
+        ran = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert ran.returncode == 1
+        assert f"error: JAX_PLATFORMS is '{platform}'" in ran.stderr
+        assert "Traceback" not in ran.stderr

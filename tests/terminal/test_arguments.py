@@ -1,6 +1,7 @@
 """The command line that most commands share: where settings come from, and what --help shows."""
 
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,43 @@ def test_settings_are_those_of_the_run_and_flags_override_them(run: Path):
             assert line.weights() == [str(run if source == run / "config.json" else source)]
             assert line.given == ("train.learning_rate", "mesh.fsdp")
             assert parse(*words, "--weights", "a", "b").weights() == ["a", "b"]
+
+
+@pytest.mark.parametrize("option", ["--adapt.dora", "--compute.remat-llm"])
+def test_a_boolean_setting_takes_true_and_false(option: str, run: Path):
+    """Alone, with no-, and as a word or after =, in any case; what follows is not swallowed."""
+    group, _, name = option.rpartition(".")
+    path, written = option.removeprefix("--").replace("-", "_"), option.replace("remat-llm", "remat_llm")
+
+    def value(*words: str) -> bool:
+        line = parse(str(run), *words, "--train.steps", "3", "--weights", "true")
+        assert (line.config.train.steps, line.options.weights) == (3, ["true"])
+        assert line.given == (path, "train.steps")
+        return attrgetter(path)(line.config)
+
+    for words in ((option,), (option, "True"), (written, "true"), (f"{option}=TRUE",)):
+        assert value(*words) is True
+    for words in ((f"{group}.no-{name}",), (option, "False"), (written, "false"), (f"{option}=false",)):
+        assert value(*words) is False
+
+
+def test_every_boolean_setting_takes_true_and_false(run: Path):
+    known = [setting for group in all_groups() for setting in group.settings if setting.types == ("bool",)]
+    for value in (True, False):
+        line = parse(str(run), *(word for setting in known for word in (setting.option, str(value))))
+        found = {setting.path: attrgetter(setting.path)(line.config) for setting in known}
+        assert found == dict.fromkeys(found, value)
+
+
+@pytest.mark.parametrize(
+    "words", [["--adapt.dora", "1"], ["--adapt.dora=maybe"], ["--adapt.dora", "b.jsonl"]]
+)
+def test_another_value_of_a_boolean_setting_is_refused(
+    words: list[str], run: Path, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit):
+        parse(str(run), *words)
+    assert "expected True or False: --adapt.dora True, or --adapt.no-dora" in capsys.readouterr().err
 
 
 def test_settings_of_a_file_have_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

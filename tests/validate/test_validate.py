@@ -15,6 +15,7 @@ from jaxthd.packing.document import Document, encoder_frames
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.validate import RULES, ConfigError, DeviceFacts, Finding, findings, rules, validate
 from jaxthd.validate.rules import Rule
+from jaxthd.validate.values import _leaves, faulty_values
 
 CPU = DeviceFacts("cpu", 8, "cpu")
 GPU = DeviceFacts("gpu", 1, "NVIDIA H100", "9.0")
@@ -653,6 +654,21 @@ def test_all_errors_are_listed_at_once_and_numbered() -> None:
     for field, line in zip(("data.rows", "data.round_to", "data.prompt", "q_heads"), lines, strict=True):
         assert field in line
         assert "; expected " in line
+
+
+def test_numbers_beyond_32_bits_are_refused_for_every_setting() -> None:
+    """Seeds have 32 bits, and no sign."""
+    numbers = {path: hint for path, hint, _ in _leaves(Config()) if hint in (int, float)}
+    assert len(numbers) > 100
+    for path, hint in numbers.items():
+        for value in (10**19, -(10**19)) if hint is int else (1e39, -1e39):
+            finding = faulty_values(with_changes({path: value}))[path]
+            assert str(finding).startswith(f"{path} is {value}; expected ")
+    for path in ("data.seed", "train.seed"):
+        assert faulty_values(with_changes({path: 2**32 - 1})) == {}
+        assert "4294967295 at most" in str(faulty_values(with_changes({path: 2**32}))[path])
+    assert "2147483647 at most" in str(faulty_values(with_changes({"train.steps": 2**31}))["train.steps"])
+    assert list(faulty_values(with_changes({"data.rungs": ((1, 8, 2**31),)}))) == ["data.rungs"]
 
 
 def test_a_faulty_value_silences_the_rules_that_read_it() -> None:

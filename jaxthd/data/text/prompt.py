@@ -13,6 +13,8 @@ from jaxthd.data.text.tokenizer import FileTokenizer, Tokenizer
 from jaxthd.errors import UserError
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
+TEMPLATES = ("plain", "chatml", "chat_template")
+"""Values of data.template."""
 
 
 class PromptTemplate:
@@ -26,12 +28,16 @@ class PromptTemplate:
     no token <|im_start|>, the mark is written as text. If the turns have no system turn, data.system_prompt
     comes first.
 
-    Raises UserError on construction for a data.prompt or data.system_prompt that cannot be encoded, and for
-    a chat template that cannot be used; when called, ValueError for text that holds a special token or a mark
-    of the template, and for an empty answer.
+    Raises UserError on construction for an unknown data.template, for a data.prompt or data.system_prompt
+    that cannot be encoded, and for a chat template that cannot be used; when called, ValueError for text that
+    holds a special token or a mark of the template, and for an empty answer.
     """
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer) -> None:
+        if data.template not in TEMPLATES:
+            raise UserError(
+                f"data.template is {data.template!r}; expected one of {', '.join(TEMPLATES)}: correct it"
+            )
         self._tokenizer = tokenizer
         self._chatml = data.template == "chatml"
         self._marks = (IM_START, IM_END) if self._chatml else ()
