@@ -150,6 +150,7 @@ def test_a_file_that_is_empty_cut_or_no_lines_ends_the_run_alone_and_among_other
         b'[{"n": 1}]\n' + LINE,  # a bad line among others
         b"[1]\n" + LINE,
         b"{\n" + LINE,
+        LINE.replace(b"{", b"{\n") + LINE,
         b"\xef\xbb\xbf" + LINE,
         b"\xff\xfe" + LINE + LINE,  # the mark of UTF-16 before bytes that are not
         LINE + b"[[\n",

@@ -121,7 +121,8 @@ def _form_of_text(head: bytes) -> tuple[str, str] | None:
     change = "write one object a line, for example with jq -c '.[]'"
     if lines and lines[0].startswith(b"[") and _is_array(lines, is_whole=len(head) < LOOKED_AT):
         return "one JSON array", change
-    if len(lines) > 1 and lines[0] == b"{" and lines[1].startswith(b'"'):
+    # A line that is broken after its brace goes on to the end of the object.
+    if len(lines) > 1 and lines[0] == b"{" and re.fullmatch(rb'".*[^}]', lines[1]):
         return "JSON with an object over several lines", change.replace(".[]", ".")
     return None
 
