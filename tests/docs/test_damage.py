@@ -323,11 +323,12 @@ def _(folder: Path) -> Made:
 def table() -> list[tuple[str, str, str]]:
     """(source, damage, what happens) of each row of the page."""
     part = PAGE.read_text().split("## Damage\n", 1)[1].split("\n## ", 1)[0]
-    cells = [re.split(r"(?<!\\) \| ", row.strip("| ")) for row in part.splitlines() if row.startswith("| ")]
+    lines = [row for row in part.splitlines() if row.startswith("| ")]
+    cells = [[cell.strip() for cell in row[1:-1].split("|")] for row in lines]
     found, source = [], ""
-    for first, what, outcome in cells[1:]:
-        source = first.strip() or source
-        found.append((source, what.strip(), outcome.strip()))
+    for first, what, outcome in cells[2:]:
+        source = first or source
+        found.append((source, what, outcome))
     return found
 
 
