@@ -110,7 +110,7 @@ def test_lists_of_lists_are_channels_or_samples_by_their_shape(tmp_path: Path, t
     }[type_]
     for number, rows in enumerate((wave, wave.T) if type_ != "fixed" else (wave,)):
         audio = pyarrow.array([rows.tolist()] * 3, inner)
-        table = pyarrow.table({"audio": audio, "sampling_rate": [RATE] * 3, "text": list("abc")})
+        table = pyarrow.table({"audio": audio, "sampling_rate": [16_000] * 3, "text": list("abc")})
         pyarrow.parquet.write_table(table, tmp_path / f"{number}.parquet")
         examples, _ = read(tmp_path / f"{number}.parquet")
         for example in examples:

@@ -92,7 +92,7 @@ class Recording(NamedTuple):
         return fault_of(self.view, self.file.format, frames, rate, DURATION_SLACK, every_byte=every_byte)
 
     def _stops(self, frames: int) -> str | None:
-        """Compares `frames`, where mpg123 ended, with the file's: it gives up after 1 KB of what is no frame."""
+        """Compares `frames`, where mpg123 ended, with the file's: it gives up after 1 KB of no frames."""
         mp3 = first_frame(self.view)
         there = count_frames(self.view, mp3) * mp3.samples if mp3 else 0
         if mp3 is None or there - frames <= DURATION_SLACK * mp3.rate:
