@@ -70,6 +70,9 @@ FORMATS = {
     "vorbis.ogg": {"subtype": "VORBIS"},
     "opus.ogg": {"subtype": "OPUS"},
     "layer3.mp3": {},
+    "gsm.wav": {"subtype": "GSM610"},
+    "variable.mp3": {"bitrate_mode": "VARIABLE", "compression_level": 0.5},
+    "adpcm.wav": {"subtype": "MS_ADPCM"},
 }
 UTTERANCE = {"audio_filepath": "s16.wav", "text": "one two", "duration": 0.5, "offset": 0.1, "lang": "en"}
 CUT = {

@@ -11,7 +11,7 @@ import pytest
 import soundfile
 
 from jaxthd.config import DataConfig
-from jaxthd.data.audio.recordings import load_audio
+from jaxthd.data.audio.recordings import AudioError, load_audio
 from jaxthd.data.example import Alternative, Cell, Clip, Example
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.registry import open_source
@@ -101,6 +101,44 @@ def test_integers_are_scaled_as_a_file_of_16_bits(tmp_path: Path):
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
     (example,), _ = read(tmp_path / "t.parquet")
     np.testing.assert_array_equal(decoded(example), load_audio(tmp_path / "a.wav"))
+
+
+@pytest.mark.parametrize("type_", ["list", "large", "fixed"])
+def test_lists_of_lists_are_channels_or_samples_by_their_shape(tmp_path: Path, type_: str):
+    wave = np.random.default_rng(0).uniform(-0.5, 0.5, (1000, 2)).astype(np.float32)
+    inner = {
+        "list": pyarrow.list_(pyarrow.list_(pyarrow.float32())),
+        "large": pyarrow.large_list(pyarrow.large_list(pyarrow.float32())),
+        "fixed": pyarrow.list_(pyarrow.list_(pyarrow.float32(), 2)),
+    }[type_]
+    for number, rows in enumerate((wave, wave.T) if type_ != "fixed" else (wave,)):
+        audio = pyarrow.array([rows.tolist()] * 3, inner)
+        table = pyarrow.table({"audio": audio, "sampling_rate": [16_000] * 3, "text": list("abc")})
+        pyarrow.parquet.write_table(table, tmp_path / f"{number}.parquet")
+        examples, _ = read(tmp_path / f"{number}.parquet")
+        for example in examples:
+            np.testing.assert_allclose(decoded(example), wave.mean(1), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("array", "why"),
+    [
+        (np.zeros((100, 100)).tolist(), r"samples of shape \[100, 100\]; expected \[samples\], \[channels"),
+        ([[0.0] * 1000, [0.0] * 999], "lists of 1000 and of 999 samples; expected as many in each channel"),
+        ([[0.0] * 1000, None], "lists of 1000 and of None samples"),
+        ([], "it holds no samples; expected"),
+        ([[], []], "it holds no samples; expected"),
+        ([[[0.0] * 1000]], "samples of type list.*; expected"),
+        ([1, 2, 3] * 1000, "samples of type int64; expected floating-point numbers, or int16: convert"),
+        ([[1] * 1000] * 2, "samples of type int64; expected floating-point numbers, or int16: convert"),
+        (["a"] * 1000, "samples of type object; expected floating-point numbers"),
+    ],
+)
+def test_lists_that_are_no_samples_are_named(tmp_path: Path, array: list, why: str):
+    row = {"audio": {"array": array, "sampling_rate": RATE}, "text": "x"}
+    (example,), _ = read(write_parquet(tmp_path / "t.parquet", [row]))
+    with pytest.raises(AudioError, match=why):
+        load_audio(example.clips[0].path, member=example.clips[0].member)
 
 
 def test_columns_have_other_names_and_the_rest_are_fields(tmp_path: Path):

@@ -79,44 +79,51 @@ def sample_data(view: View) -> SampleData | None:
 
 
 def mended(view: View) -> View:
-    """Returns the view with the size of its samples where the header has none and libsndfile would read none.
+    """Returns the view with the size of its samples as it is, where libsndfile would read none otherwise.
 
-    A WAV or AU file of size 0, as it stands while it is written, and a CAF file of size -1.
+    A WAV or AU file of size 0, as it stands while it is written; a CAF file of size -1, or cut short.
     """
     found = sample_data(view)
-    if not found or found.stated is not None or not found.size:
+    if not found or not found.size:
+        return view
+    is_cut_caf = found.size_form == ">q" and found.stated is not None and found.stated > found.size
+    if found.stated is not None and not is_cut_caf:
         return view
     size = found.size + found.extra
     limit = 2**32 - 1 if found.size_form[1] == "I" else 2**63 - 1
     return view.with_patch(found.size_at, struct.pack(found.size_form, min(size, limit)))
 
 
-def fault_of(view: View, kind: str, frames: int, rate: int, slack: float) -> str | None:
+def fault_of(view: View, kind: str, frames: int, rate: int, slack: float, *, every_byte: bool) -> str | None:
     """Says why a file may not be read to its end as if that were all of it; None where nothing shows.
 
-    kind: libsndfile's name of its format. frames: as many as decode. slack: seconds that may be missing. The
-    message has the form "cut short: its header says 3.0 s, 1.8 s are there".
+    kind: libsndfile's name of its format. frames: as many as decode, or as libsndfile says. slack: seconds
+    that may be missing. every_byte: reads the file through for further streams after the first, where a
+    format may have them; otherwise headers and the file's end. The message has the form "cut short: its
+    header says 3.0 s, 1.8 s are there".
     """
+    every_byte |= view.size <= 1 << 20  # no more than one read
+    if kind in ("OGG", "FLAC") and every_byte and (fault := _further_stream(view, kind)):
+        return fault
     if kind == "OGG":
         return _fault_of_ogg(view)
     if kind == "FLAC":
-        return compare_frames(flac_frames(view), frames, rate, slack)
+        stated, there = flac_stated(view), flac_frames(view)
+        return compare_frames(stated, there, rate, slack) if stated and there is not None else None
     if kind == "NIST":
         view.seek(0)
-        stated = re.search(rb"sample_count -i (\d+)", view.read(1024))
+        count = re.search(rb"sample_count -i (\d+)", view.read(1024))
         return (
-            compare_frames(int(stated[1]), frames, rate, slack)
-            if stated and int(stated[1]) > frames
-            else None
+            compare_frames(int(count[1]), frames, rate, slack) if count and int(count[1]) > frames else None
         )
     found = sample_data(view)
     if not found or found.stated is None:
         return None
     if found.stated > found.size:
-        return compare_frames(
-            round(frames * found.stated / max(found.size, 1)), frames, rate, slack, cut=True
-        )
-    if found.stated < found.size and not _only_chunks(view, found):
+        stated = round(frames * found.stated / max(found.size, 1))
+        return compare_frames(stated, frames, rate, slack, cut=True)
+    # libsndfile reads a W64 file to its end, whatever size its header has.
+    if found.stated < found.size and kind != "W64" and not _only_chunks(view, found):
         there = round(frames * found.size / max(found.stated, 1)) if found.stated else frames
         return compare_frames(frames, there, rate, slack)
     return None
@@ -181,29 +188,43 @@ def _only_chunks(view: View, found: SampleData) -> bool:
 
 
 def _fault_of_ogg(view: View) -> str | None:
-    """An Ogg file that ends within a page, or that holds streams one after the other."""
+    """An Ogg file that ends within a page, or whose last page is of another stream than its first."""
+    view.seek(0)
+    first = view.read(18)[14:]
     view.seek(max(view.size - TAIL, 0))
     tail = view.read(TAIL)
     at = tail.rfind(b"OggS\0")
-    if at >= 0:
-        segments = tail[at + 27 : at + 27 + tail[at + 26]] if at + 27 <= len(tail) else b""
-        whole = at + 27 <= len(tail) and len(segments) == tail[at + 26]
-        if not whole or at + 27 + len(segments) + sum(segments) > len(tail):
-            return "cut short: it ends within an Ogg page; copy the file anew"
-    at, data, begun = 0, b"", False
-    while at < view.size:  # every stream begins with a page of type 2; several at the start are one group
-        view.seek(at)
-        data = view.read(1 << 20)
-        if len(data) < 27:
-            break
+    if at < 0:
+        return None
+    head = tail[at : at + 27]
+    segments = tail[at + 27 : at + 27 + head[26]] if len(head) == 27 else b""
+    if len(head) < 27 or len(segments) < head[26] or at + 27 + len(segments) + sum(segments) > len(tail):
+        return "cut short: it ends within an Ogg page; copy the file anew"
+    return _JOINED if head[14:18] != first else None
+
+
+_JOINED = "it holds several streams, of which the first alone would be read; decode them, and write one"
+
+
+def _further_stream(view: View, kind: str) -> str | None:
+    """An Ogg or FLAC file in which another stream begins after the first, as `cat` joins files."""
+    # A page of type 2 begins a stream of Ogg; "fLaC" and a STREAMINFO of 34 bytes one of FLAC.
+    begin = b"OggS\0\2" if kind == "OGG" else b"fLaC\0\0\0\x22"
+    follows = b"OggS\0" if kind == "OGG" else begin
+    view.seek(0)
+    at, begun = 0, False
+    while data := view.read(1 << 20):
         here = 0
-        while (here := data.find(b"OggS\0", here)) >= 0 and here + 6 <= len(data):
-            first = bool(data[here + 5] & 2)
-            if first and begun:
-                return "it joins several Ogg streams, of which the first would be read; join them by decoding"
-            begun |= not first
-            here += 6
-        at += max(len(data) - 5, 1)
+        while not begun and (here := data.find(follows, here)) >= 0:
+            # Several streams of Ogg that begin together are one group (video, chapters), as libsndfile reads.
+            begun = kind == "FLAC" or not data.startswith(begin, here)
+            here += len(begin)
+        if begun and data.find(begin, max(here, 0)) >= 0:
+            return _JOINED
+        if at + len(data) >= view.size:
+            break
+        at += len(data) - len(begin)
+        view.seek(at)
     return None
 
 

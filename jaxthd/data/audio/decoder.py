@@ -10,7 +10,7 @@ import soundfile
 
 from jaxthd.data.audio.cells import open_cell
 from jaxthd.data.audio.containers import compare_frames, fault_of, flac_frames, mended
-from jaxthd.data.audio.mpeg import count_frames, first_frame, preroll
+from jaxthd.data.audio.mpeg import BLOCK, count_frames, ends_where_stated, first_frame, preroll
 from jaxthd.data.audio.views import TarView, View
 from jaxthd.data.example import Cell, Member
 
@@ -77,39 +77,53 @@ class Recording(NamedTuple):
             at += count
         return at
 
-    def why_not_whole(self, frames: int) -> str | None:
-        """Why `frames`, where decoding ended, may not be all of the recording; None where nothing shows."""
+    def why_not_whole(self, frames: int, *, every_byte: bool) -> str | None:
+        """Why `frames`, where decoding ends, may not be all of the recording; None where nothing shows.
+
+        every_byte: reads the file through, as one that was decoded was anyway; otherwise headers.
+        """
         rate = self.file.samplerate
         if self.fault:
             return self.fault
         if self.length is not None and (fault := compare_frames(self.length, frames, rate, DURATION_SLACK)):
             return fault
-        return fault_of(self.view, self.file.format, frames, rate, DURATION_SLACK)
+        if self.file.format == "MP3":
+            return self._stops(frames) if every_byte and self.length is None else None
+        return fault_of(self.view, self.file.format, frames, rate, DURATION_SLACK, every_byte=every_byte)
+
+    def _stops(self, frames: int) -> str | None:
+        """Compares `frames`, where mpg123 ended, with the file's: it gives up after 1 KB of no frames."""
+        mp3 = first_frame(self.view)
+        there = count_frames(self.view, mp3) * mp3.samples if mp3 else 0
+        if mp3 is None or there - frames <= DURATION_SLACK * mp3.rate:
+            return None
+        return f"it is damaged {frames / mp3.rate:.3f} s after its start, and has {there / mp3.rate:.3f} s"
 
 
 @contextmanager
 def open_recording(
-    path: Path, member: Member | Cell | None = None, until: float = math.inf
+    path: Path, member: Member | Cell | None = None, until: float = math.inf, *, every_byte: bool = True
 ) -> Iterator[Recording]:
     """Opens the sound file at `path`, or `member` of the tar file or table there.
 
-    until: seconds of it that are needed, from its beginning; inf: all. Raises what soundfile raises, OSError,
-    or CellError.
+    until: seconds of it that are needed, from its beginning; inf: all. every_byte: the headers of all frames
+    of an MP3 file are read where all is needed; otherwise a header that agrees with the file's size is
+    believed. Raises what soundfile raises, OSError, or CellError.
     """
     if isinstance(member, Cell):
         with open_cell(path, member) as data:
             view = View(data, 0, data.seek(0, 2))
-            with _opened(view, view, until) as recording:
+            with _opened(view, view, until, every_byte) as recording:
                 yield recording
         return
     with path.open("rb") as file:
         view = TarView(file, member) if member else View(file, 0, path.stat().st_size)
-        with _opened(view, view if member else path, until) as recording:
+        with _opened(view, view if member else path, until, every_byte) as recording:
             yield recording
 
 
 @contextmanager
-def _opened(view: View, source: View | Path, until: float) -> Iterator[Recording]:
+def _opened(view: View, source: View | Path, until: float, every_byte: bool) -> Iterator[Recording]:
     """source: what libsndfile reads where the header needs no mending; a path, since it is read faster."""
     headers = view.again()
     views = [view, headers]
@@ -120,7 +134,7 @@ def _opened(view: View, source: View | Path, until: float) -> Iterator[Recording
             if file.format != "MP3":
                 yield Recording(file, headers, file.frames if file.frames < UNKNOWN else None, None)
                 return
-            other, fault = _mp3(headers, until)
+            other, fault = _mp3(headers, until, every_byte)
             if other is None:
                 yield Recording(file, headers, file.frames, fault)
                 return
@@ -133,7 +147,7 @@ def _opened(view: View, source: View | Path, until: float) -> Iterator[Recording
                 raise each.error
 
 
-def _mp3(view: View, until: float) -> tuple[View | None, str | None]:
+def _mp3(view: View, until: float, every_byte: bool) -> tuple[View | None, str | None]:
     """The view by which an MP3 file is read to its end (None: its header says where that is), and its fault.
 
     Without a Xing or Info header libsndfile estimates the length from the first frame's bit rate and the
@@ -143,6 +157,8 @@ def _mp3(view: View, until: float) -> tuple[View | None, str | None]:
     if mp3 is None or not mp3.stated:
         return view.without_end(), None
     if until <= mp3.stated_seconds - DURATION_SLACK:
+        return None, None
+    if not every_byte and view.size > BLOCK and ends_where_stated(view, mp3):
         return None, None
     frames = count_frames(view, mp3)
     if (frames - mp3.stated) * mp3.samples > DURATION_SLACK * mp3.rate:

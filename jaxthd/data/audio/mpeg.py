@@ -96,6 +96,23 @@ def count_frames(view: View, mp3: Mp3) -> int:
     return max(count, 0)
 
 
+def ends_where_stated(view: View, mp3: Mp3) -> bool:
+    """Whether the bytes that a Xing or Info header counts are there, and no frame follows them.
+
+    Its second count follows the first where the lowest two of its flags are set.
+    """
+    view.seek(mp3.count_at - 4)
+    fields = view.read(12)
+    if not mp3.stated or len(fields) < 12 or fields[3] & 3 != 3:
+        return False
+    end = mp3.start + int.from_bytes(fields[8:], "big")
+    if end > view.size:
+        return False
+    view.seek(end)
+    after = view.read(MOST_PREFIX)
+    return _next_frame(after, 0, None) is None
+
+
 def _after_tags(view: View) -> int:
     """Position after the ID3v2 tags at the start."""
     start = 0

@@ -83,8 +83,9 @@ def load_audio(
         there = UNKNOWN if length is None else max(length - start, 0)
         wanted = round(min(seconds * rate, most_seconds * rate + 1, there))
         samples, cancels = _read_mono(file, wanted, used)
-        read_all = duration is None and len(samples) <= most_seconds * rate
-        fault = recording.why_not_whole(start + len(samples)) if read_all and len(samples) else None
+        fault = None
+        if duration is None and len(samples) and len(samples) <= most_seconds * rate:
+            fault = recording.why_not_whole(start + len(samples), every_byte=True)
     if not len(samples):
         raise AudioError(
             f"{name}: offset {offset} s is past the end"
@@ -108,8 +109,9 @@ def load_audio(
 def recording_seconds(path: str | Path, member: Member | Cell | None = None) -> float:
     """Returns the duration of a recording in seconds: of what load_audio reads without a duration.
 
-    Reads headers alone where these can be trusted. Decodes what has none that says the length: MP3 without a
-    Xing or Info header, FLAC whose end is not recognised.
+    Reads headers alone where these can be trusted, and the file's end. Reads the headers of all frames of an
+    MP3 file of up to 1 MB, and of one whose Xing or Info header does not fit its size. Decodes MP3 without
+    such a header, and FLAC whose last frame is not recognised.
     Raises AudioError as load_audio does for a file that is missing, unreadable, empty, or cut short.
     """
     length = recording_length(Path(path), member)
@@ -128,11 +130,11 @@ def recording_length(path: Path, member: Member | Cell | None = None) -> Recordi
     """Returns what recording_seconds is computed from, and raises as it does."""
     name = f"{path}: {member.name}" if member else str(path)
     _require_file(path)
-    with _readable(name), open_recording(path, member) as recording:
+    with _readable(name), open_recording(path, member, every_byte=False) as recording:
         file = recording.file
         _require_rate(file.samplerate, name)
         frames = recording.count_frames()
-        fault = recording.why_not_whole(frames) if frames else "it has no samples"
+        fault = recording.why_not_whole(frames, every_byte=False) if frames else "it has no samples"
         if fault:
             raise AudioError(f"{name}: libsndfile cannot read it whole: {fault}")
         return RecordingLength(frames, file.samplerate, file.channels)
