@@ -16,11 +16,11 @@ from jaxthd.data.audio.cells import is_list, is_struct
 from jaxthd.data.example import Cell, Clip, Example
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.columns import FIELDS, columns_of
-from jaxthd.data.sources.conversations import in_folder
 from jaxthd.data.sources.lines import READ, Entry, expand_braces, parse
 from jaxthd.data.sources.manifest import name_of_entry, turns_of_entry
 from jaxthd.data.sources.preferences import PAIR, alternatives_of, history_of, is_preference
 from jaxthd.data.sources.recording_fields import OTHER_MODALITIES, holds_recordings
+from jaxthd.data.sources.recordings import in_folder
 from jaxthd.data.sources.source import Source
 from jaxthd.data.tables import SUFFIXES, Table, errors_of_tables, import_pyarrow, open_table
 from jaxthd.errors import UserError
@@ -279,7 +279,7 @@ class _Columns(NamedTuple):
             name = self.other or self.unread[0]
             reads = "" if self.other else f"audio={name} to read it, if each row has one recording, or "
             raise UserError(
-                f"{title} has the column {name!r}, which is not read, so that its rows would be trained as text "
+                f"{title} has the column {name!r}, which is not read: its rows would be trained as text "
                 f"alone; expected recordings in audio: set data.columns {reads}{name}= to leave it out"
             )
 

@@ -19,6 +19,8 @@ from jaxthd.files.paths import expand_home
 
 Entry = dict[str, Any]
 MOST_SHARDS = 1_000_000
+_PLAIN = r"(?:(?!_OP_|_CL_)[^{}])*"
+"""Text without braces, in either spelling."""
 DEEPEST = 100
 """Lists and objects in one another, at most, in a line."""
 
@@ -36,9 +38,7 @@ def expand_braces(text: str) -> list[str]:
         return [text]
     inside = range(len(text)) if "{" in text or "_OP_" in text else ()
     folder = max((n + 1 for n in inside if text[n] == "/" and os.path.isdir(text[: n + 1])), default=0)
-    written = sub(
-        r"_OP_(\d+\.\.\d+|(?:(?!_OP_|_CL_)[^{}])*,(?:(?!_OP_|_CL_)[^{}])*)_CL_", r"{\1}", text[folder:]
-    )
+    written = sub(rf"_OP_(\d+\.\.\d+|{_PLAIN},{_PLAIN})_CL_", r"{\1}", text[folder:])
     pieces = [text[:folder], *split(r"(\{(?:\d+\.\.\d+|[^{}]*,[^{}]*)\})", written)]
     choices: list[list[str]] = []
     total = 1
@@ -83,7 +83,8 @@ def read_examples(
     the answers to them, if it is about preferences. All raise ValueError with the reason for an entry that
     cannot be used. Lines are numbered through all files, so keys do not depend on how the lines are divided
     into files. Files that end in .gz are decompressed; if that fails, the rest of the file is one Skipped.
-    rename(entry): the entry as the others take it. title, expected: what messages call the data set and its lines.
+    rename(entry): the entry as the others take it. title, expected: what messages call the data set and its
+    lines.
     Raises UserError if there is no usable line.
     """
     examples: list[Example] = []

@@ -14,8 +14,8 @@ from jaxthd.data.audio.augment import Augmentation
 from jaxthd.data.audio.recordings import RATES, open_recording
 from jaxthd.data.example import Channels, Clip
 from jaxthd.data.skipped import Skipped
-from jaxthd.data.sources.conversations import clip_of, in_folder
 from jaxthd.data.sources.lines import expand_braces, numbered_lines, parse, string
+from jaxthd.data.sources.recordings import clip_of, in_folder
 from jaxthd.data.sources.source import digest_of_files
 from jaxthd.errors import UserError
 
