@@ -261,7 +261,7 @@ def _text(cut: dict[str, Any]) -> str:
         if start >= length_of_cut or (start < 0 and ends <= 0):
             raise ValueError(
                 f"a supervision lies from {start:g} s to {ends:g} s, outside of the cut, which has "
-                f"{length_of_cut:g} s; expected it inside, since its text is not in the recording: drop it, or "
+                f"{length_of_cut:g} s; expected it inside, as its text is not in the recording: drop it, or "
                 "correct its start, which counts from the cut's"
             )
     return " ".join(string(s, "text") for s in sorted(spoken, key=_start))

@@ -49,7 +49,7 @@ suffix."""
 def _kind(name: str) -> Kind:
     """Judges a field by its name, whatever its case and the marks between its words."""
     plain = re.sub(r"[\W_]+", "", name).lower()
-    if _CLEAR.search(plain):
+    if _CLEAR.search(plain) and not plain.startswith(("has", "is", "num")):
         return "any"
     if _VAGUE.fullmatch(plain):
         return "path"
