@@ -116,6 +116,22 @@ CONVERSATIONS: list[dict[str, Any]] = [
             {"role": "assistant", "content": "Three."},
         ]
     },
+    {
+        "audios": ["s16.wav", {"url": "s24.flac"}],
+        "messages": [
+            {"role": "user", "content": "<audio> or <audio>?"},
+            {"role": "assistant", "content": "Both."},
+        ],
+    },
+    {
+        "audio_filepath": "s16.wav",
+        "offset": 0.1,
+        "messages": [
+            {"role": "user", "content": [{"text": "What?"}]},
+            {"role": "user", "content": [{"type": "audio_url", "audio_url": {"url": "s24.flac"}}]},
+            {"role": "assistant", "content": "Three."},
+        ],
+    },
 ]
 
 HEARD = {"audio_filepath": "s16.wav", "duration": 0.5}

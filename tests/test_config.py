@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxthd.config import Config, EncoderConfig, MeshConfig
+from jaxthd.config import AugmentConfig, Config, DataConfig, EncoderConfig, MeshConfig, TrainConfig
 from jaxthd.data.audio.features import HOP
 from jaxthd.data.audio.recordings import chunk_audio
 from jaxthd.files.config_file import load_config, with_absolute_paths
+from jaxthd.files.run_folder import open_settings, source_of
 from jaxthd.validate import DeviceFacts, validate
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -145,6 +146,38 @@ def test_relative_paths_are_of_the_files_folder(tmp_path: Path, monkeypatch: pyt
     assert config.train.init_from == (f"{folder}/runs/a@best",)
     assert with_absolute_paths(config, "/elsewhere") == config
     assert with_absolute_paths(Config(), "/elsewhere") == Config()
+
+
+def test_paths_may_be_in_the_home_folder_and_what_exists_is_taken_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/x")
+    for name in ("lang=de.jsonl", "mine:x", "shar:y", "~z"):
+        (tmp_path / name).touch()
+    config = with_absolute_paths(
+        Config(
+            data=DataConfig(
+                manifest=("~/a_{0..3}.jsonl", "manifest:~/b", "mine:x", "shar:y", "~z", "mine:z"),
+                tarred_audio=("~/t.tar",),
+                validation_manifest=("lang=de.jsonl", "dev=~/d.jsonl"),
+                tokenizer="~/tok",
+                augment=AugmentConfig(noise_manifest="~/n.jsonl", room_manifest="~/r.jsonl"),
+            ),
+            train=TrainConfig(init_from=("~/runs/a@best",)),
+        ),
+        tmp_path,
+    )
+    data, here = config.data, str(tmp_path)
+    existing = f"{here}/mine:x", f"{here}/shar:y", f"{here}/~z"
+    assert data.manifest == ("/home/x/a_{0..3}.jsonl", "manifest:/home/x/b", *existing, "mine:z")
+    assert data.validation_manifest == (f"{here}/lang=de.jsonl", "dev=/home/x/d.jsonl")
+    assert (data.tarred_audio, data.tokenizer) == (("/home/x/t.tar",), "/home/x/tok")
+    assert (data.augment.noise_manifest, data.augment.room_manifest) == ("/home/x/n.jsonl", "/home/x/r.jsonl")
+    assert config.train.init_from == ("/home/x/runs/a@best",)
+    assert source_of("~/runs/a@best") == (Path("/home/x/runs/a"), "best")
+    monkeypatch.setenv("HOME", here)
+    (tmp_path / "my.py").write_text(f"{IMPORT}def config(): return Config()\n")
+    assert open_settings("~/my.py").config == Config()
 
 
 def test_a_mistake_has_its_line_also_in_a_file_given_by_a_relative_path(

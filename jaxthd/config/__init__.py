@@ -13,7 +13,6 @@ from jaxthd.config.data import (
     Rung,
     SpecAugmentConfig,
     ValidationSet,
-    split_name,
 )
 from jaxthd.config.delta import DeltaConfig
 from jaxthd.config.latent_attention import LatentAttentionConfig
@@ -45,5 +44,4 @@ __all__ = [
     "SpecAugmentConfig",
     "TrainConfig",
     "ValidationSet",
-    "split_name",
 ]

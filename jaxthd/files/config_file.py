@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxthd import config as settings
-from jaxthd.config import Config, split_name
+from jaxthd.config import Config
+from jaxthd.config.data import split_name
 from jaxthd.errors import UserError
 from jaxthd.files.paths import expand_home
 

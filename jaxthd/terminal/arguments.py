@@ -16,7 +16,7 @@ import tyro
 
 from jaxthd.config import Config, MeshConfig
 from jaxthd.files.config_file import with_absolute_paths
-from jaxthd.files.paths import home_path
+from jaxthd.files.paths import expand_home, home_path
 from jaxthd.files.run_folder import open_settings
 from jaxthd.terminal.settings import all_groups, group_names, settings_help
 
@@ -95,11 +95,12 @@ def parse_command_line(
         if isinstance(value, Path):
             setattr(found, name, home_path(value))
         elif isinstance(value, list):
-            setattr(found, name, [home_path(v) if isinstance(v, Path) else v for v in value])
+            values = [home_path(v) if isinstance(v, Path) else v for v in value]
+            setattr(found, name, [expand_home(v) for v in value] if name == "weights" else values)
     if first and found.config:
         parser.error(f"{first} and --config {found.config} are given; expected one of them: drop one")
     overrides = _as_flags(overrides, parser)
-    source = first or found.config
+    source = expand_home(given) if (given := first or found.config) else None
     if wanted is not None:
         _show_help(parser, open_settings(source).config if source else Config(), wanted)
     if source is None:

@@ -65,6 +65,10 @@ def write(path: Path, *cuts: Any) -> Path:
     return path
 
 
+def spoken(start: float, duration: float, text: str | None = "x") -> dict[str, Any]:
+    return {"id": "s", "recording_id": "r", "start": start, "duration": duration, "text": text}
+
+
 OTHER = {"type": "file", "channels": [1], "source": "b.wav"}
 
 
@@ -84,6 +88,18 @@ OTHER = {"type": "file", "channels": [1], "source": "b.wav"}
         (cut(duration=0), "duration is 0.0"),
         (cut(start=-1), "start is -1"),
         (cut(custom={"_skipme": True}), "_skipme is set"),
+        (cut(recording=None, custom={"wav": "a.wav"}), "the cut has no recording, but custom.wav"),
+        (cut(custom={"context": "<audio> or <audio>", "system_prompt": "<sound>"}), "a text holds <sound>"),
+        (
+            cut(supervisions=[spoken(0.5, 0.2)]),
+            "a supervision lies from 0.5 s to 0.7 s, outside of the cut, which",
+        ),
+        (
+            cut(supervisions=[spoken(0.1, 0.2), spoken(9, 1)]),
+            "a supervision lies from 9 s to 10 s, outside of",
+        ),
+        (cut(supervisions=[spoken(-1, 1.0)]), "a supervision lies from -1 s to 0 s, outside of the cut"),
+        (cut(supervisions=[spoken(10**400, 1)]), "start of a supervision is 1000"),
         (b'{"id": \n', "not JSON"),
     ],
 )
@@ -149,3 +165,22 @@ def test_a_line_that_is_nested_too_deep_for_a_worker_is_listed(tmp_path: Path):
     examples, skipped = read(write(tmp_path / "cuts.jsonl", cut(id="b"), nested + b"\n"))
     assert [e.key for e in examples] == ["1:b"]
     assert "nested more than 100 deep" in skipped[0].reason
+
+
+def test_a_supervision_that_lies_partly_inside_or_has_no_text_is_no_matter(tmp_path: Path):
+    partly = [spoken(-1, 1.2, "one"), spoken(0.4, 3, "two"), spoken(7, 1, None), spoken(8, 1, " ")]
+    (example,), _ = read(write(tmp_path / "cuts.jsonl", cut(supervisions=partly)))
+    assert example.text == "one two"
+
+
+def test_other_recordings_of_a_cut_are_counted_and_its_own_may_be_in_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HOME", "/home/x")
+    target = {"id": "t", "sources": [{"type": "shar", "channels": [0], "source": ""}], "sampling_rate": 16000}
+    custom = {"target_audio": target, "noise": "n.wav", "snr": 5.0, "lang": "en"}
+    path = write(tmp_path / "cuts.jsonl", cut({**SOURCE, "source": "~/a.wav"}, custom=custom))
+    source = open_source(SourceSetting(str(path)))
+    (example,), skipped = source.read(DataConfig())
+    assert (clip_of(example).path, skipped) == (Path("/home/x/a.wav"), [])
+    assert source.unread_recordings == {"custom.target_audio": 1, "custom.noise": 1}

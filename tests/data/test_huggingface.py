@@ -523,3 +523,39 @@ def test_a_summary_lists_files_and_rows(tmp_path: Path):
     refused_as_read(tmp_path, r"_metadata counts 4 rows in b\.parquet, and there are 3")
     (tmp_path / "b.parquet").unlink()
     refused(tmp_path, r"_metadata, of 2 files, of which 1 are not there, .*b\.parquet first")
+
+
+def test_a_column_of_recordings_that_is_not_read_is_an_error_or_counted(tmp_path: Path):
+    held = {"bytes": sound(0.5), "path": "a.wav"}
+    chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]
+    pcm = {"array": WAVE[:9].tolist(), "sampling_rate": RATE}
+    columns = {"speech": held, "x": held, "y": pcm, "audios": [held, held], "wav": b"x", "mp3": [0.5]}
+    for name, value in columns.items():
+        path = write_parquet(tmp_path / f"{name}.parquet", [{name: value, "messages": chat}] * 2)
+        with pytest.raises(
+            UserError, match=rf"column '{name}'.*data\.columns audio={name} to read it.* {name}= to"
+        ):
+            read(path)
+        examples, skipped = read(path, f"{name}=")
+        assert [example.clips for example in examples] == [[], []]
+        beside = write_parquet(tmp_path / "b.parquet", [{name: value, "audio": held, "text": "one"}] * 2)
+        source = open_source(SourceSetting(str(beside)))
+        examples, skipped = source.read(DataConfig())
+        assert (len(examples), skipped, source.unread_recordings) == (2, [], {name: 2})
+    path = write_parquet(tmp_path / "p.parquet", [{"image": held, "audio": held, "messages": chat}])
+    with pytest.raises(UserError, match="column 'image', which is not read"):
+        read(path)
+    path = write_parquet(tmp_path / "s.parquet", [{"clip_path": "x/a", "messages": chat}])
+    with pytest.raises(UserError, match="clip_path names a recording that is not read"):
+        read(path)
+
+
+def test_paths_in_columns_are_read_from_the_folder_of_the_table(tmp_path: Path):
+    chat = [{"role": "user", "content": "<audio><audio>Who?"}, {"role": "assistant", "content": "Me."}]
+    for name in ("audio", "audios"):
+        path = write_parquet(tmp_path / f"{name}.parquet", [{name: ["a.wav", "b.wav"], "messages": chat}])
+        (example,), _ = read(path)
+        assert example.clips == [Clip(tmp_path / "a.wav"), Clip(tmp_path / "b.wav")]
+    (tmp_path / "a.wav").write_bytes(sound(0.5))
+    (example,), _ = read(write_parquet(tmp_path / "t.parquet", [{"audio_filepath": "a.wav", "text": "one"}]))
+    assert len(decoded(example)) == 8000

@@ -26,10 +26,27 @@ from jaxthd.errors import UserError
         ("{de,en}/m_{0..1}", ["de/m_0", "de/m_1", "en/m_0", "en/m_1"]),
         ("a{b}{}{c..d}{..2}(0..1)", ["a{b}{}{c..d}{..2}(0..1)"]),
         ("{,x}", ["", "x"]),
+        ("_OP_de,en_CL_/m", ["de/m", "en/m"]),
+        ("es_CL_m_{0..1}_OP_a.json", ["es_CL_m_0_OP_a.json", "es_CL_m_1_OP_a.json"]),
+        ("x_OP_1_OP_0..1_CL__CL_", ["x_OP_10_CL_", "x_OP_11_CL_"]),
     ],
 )
 def test_braces_stand_for_what_a_shell_and_nemo_make_of_them(text, names):
     assert expand_braces(text) == names
+
+
+def test_what_exists_is_taken_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/x")
+    for name in ("es_CL_train.jsonl", "x_OP_0..1_CL_.jsonl", "part{a,b}.jsonl", "m{0..2}.json", "~x"):
+        assert expand_braces(name) != [name] or name in ("es_CL_train.jsonl", "~x")
+        Path(name).touch()
+        assert expand_braces(name) == [name]
+        assert expand_braces(str(tmp_path / name)) == [str(tmp_path / name)]
+    Path("a{b,c}", "~").mkdir(parents=True)
+    assert expand_braces("a{b,c}/m_{0..1}") == ["a{b,c}/m_0", "a{b,c}/m_1"]
+    assert expand_braces("{a,b}/a{b,c}") == ["a/ab", "a/ac", "b/ab", "b/ac"]
+    assert expand_braces("~/m_{0..1}") == ["/home/x/m_0", "/home/x/m_1"]
 
 
 @pytest.mark.parametrize("text", ["m_{2..0}.json", "{0..9999999}", "{0..9999}{0..9999}"])

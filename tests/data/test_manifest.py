@@ -240,7 +240,7 @@ for _ in range(300):
         (chat([], "Yes."), "2:", "messages 1: content is []"),
         (chat(["Hm"], "Yes."), "2:", "messages 1: an item of content is a JSON str"),
         (chat([{"type": "text"}], "Yes."), "2:", "messages 1: text is missing"),
-        (chat([{"text": "Hm"}], "Yes."), "2:", "messages 1: type is None"),
+        (chat([{"image": "Hm"}], "Yes."), "2:", "messages 1: type is None"),
         (chat([{"type": "audio"}], "Yes."), "2:", "1 audio placeholders ({audio}) but 0 clips"),
     ],
 )

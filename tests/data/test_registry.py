@@ -11,7 +11,7 @@ import pytest
 import jaxthd
 from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig
 from jaxthd.data.dataset import SpeechData
-from jaxthd.data.example import Example, Samples, Turn, utterance
+from jaxthd.data.example import Clip, Example, Samples, Turn, utterance
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.manifest import ManifestSource
 from jaxthd.data.sources.registry import SOURCES, open_source, read_source
@@ -138,3 +138,38 @@ def test_what_a_source_gives_is_checked():
         found("bare", 0)
     assert found("good", 0) == ["7:a.wav"]
     assert found("good", 2) == ["2/7:a.wav"]
+
+
+def test_a_path_that_exists_needs_no_name_of_a_source_and_may_be_in_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    line = json.dumps({"audio_filepath": "~/a.wav", "text": "one"}) + "\n"
+    for name in ("shar:m.jsonl", "x:m.jsonl", "home/m.jsonl"):
+        Path(name).write_text(line)
+    for path in ("shar:m.jsonl", "x:m.jsonl", "~/m.jsonl", "manifest:~/m.jsonl"):
+        source = open_source(SourceSetting(path))
+        assert isinstance(source, ManifestSource)
+        (example,), _ = source.read(DataConfig())
+        assert example.clips == [Clip(tmp_path / "home" / "a.wav")], path
+    (tmp_path / "~").mkdir()
+    (tmp_path / "~" / "a.wav").touch()
+    (example,), _ = open_source(SourceSetting("x:m.jsonl")).read(DataConfig())
+    assert example.clips == [Clip(Path("~/a.wav"))]
+    with pytest.raises(UserError, match="no registered data source"):
+        open_source(SourceSetting("y:m.jsonl"))
+
+
+def test_a_validation_set_that_exists_needs_no_name_before_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / "lang=de.jsonl"
+    path.touch()
+    for manifest in (str(path), "~/lang=de.jsonl"):
+        (found,) = DataConfig(validation_manifest=manifest).validation_sets
+        assert tuple(found) == ("lang-de", manifest, False)
+    (found,) = DataConfig(validation_manifest="lang=de.jsonl").validation_sets
+    assert tuple(found) == ("lang", "de.jsonl", True)

@@ -88,6 +88,19 @@ def test_settings_of_a_file_have_no_weights(tmp_path: Path, monkeypatch: pytest.
     assert parse("my.py", "--rollout.mesh.no-fsdp").config.rollout.mesh == MeshConfig(fsdp=False)
 
 
+def test_paths_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.py").write_text(FILE)
+    options = OPTIONS | {"out": {"type": Path}, "audio": {"type": Path, "nargs": "+"}}
+    words = "~/my.py --weights ~/a@best b --data.manifest ~/m.jsonl --out=~/o --audio ~/a.wav b.wav"
+    line = parse_command_line("score", words.split(), options)
+    assert line.path == tmp_path / "my.py"
+    assert line.weights() == [f"{tmp_path}/a@best", "b"]
+    assert line.config.data.manifest == (f"{tmp_path}/m.jsonl",)
+    assert (line.options.out, line.options.audio) == (tmp_path / "o", [tmp_path / "a.wav", Path("b.wav")])
+
+
 def test_what_is_no_source_is_refused(run: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(UserError, match=r"holds no run; expected the workdir"):
         parse(str(run.parent))

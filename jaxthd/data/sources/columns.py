@@ -66,8 +66,8 @@ class LineColumns:
         """
         if self._absent and not self._is_beside_tables:
             raise UserError(
-                f"data.columns names {min(self._absent)!r}, which no line of {self._title} has; the fields are "
-                f"{', '.join(list(self._names)[:20])}: correct data.columns"
+                f"data.columns names {min(self._absent)!r}, which no line of {self._title} has; expected one "
+                f"of its fields {', '.join(list(self._names)[:20])}: correct data.columns"
             )
 
 

@@ -7,27 +7,20 @@ where no text holds that and the line lists recordings, it is one of TAGS.
 
 import re
 import reprlib
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 from jaxthd.data.example import Clip, Role, Turn, merge_texts
-from jaxthd.data.sources.lines import json_list, json_object, seconds, string
+from jaxthd.data.sources.lines import json_list, json_object, string
 from jaxthd.data.sources.recording_fields import (
     FIELD_OF_PATH,
     LISTS,
-    names_recording,
     other_modalities,
     other_recordings,
-    refusal,
 )
-from jaxthd.files.paths import expand_home
+from jaxthd.data.sources.recordings import Locate, clip_of, listed_recordings, recording_of
 
-Locate = Callable[[str], Clip]
-"""(name) -> where the recording lies. Raises ValueError with the reason if there is no such recording."""
 Parts = list[str | Clip | None]
 """Texts and recordings of a message; None stands for the next recording of the line's list."""
 
@@ -38,12 +31,14 @@ TAGS = {
     "<|audio|>": "Ultravox, Granite Speech",
     "<|AUDIO|>": "Qwen2-Audio's processor",
     "<|audio_bos|><|AUDIO|><|audio_eos|>": "Qwen2-Audio's chat template",
-    "<|audio_pad|>": "Qwen3-ASR",
-    "<|audio_start|><|audio_pad|><|audio_end|>": "Qwen3-Omni",
+    "<|audio_pad|>": "Qwen3-ASR's processor",
+    "<|audio_start|><|audio_pad|><|audio_end|>": "Qwen3-ASR, Qwen3-Omni",
     "<|audio_bos|><|audio_pad|><|audio_eos|>": "Qwen2.5-Omni",
     "<audio_soft_token>": "Gemma 3n",
+    "<SpeechHere>": "MERaLiON",
     "<Speech><SpeechHere></Speech>": "SALMONN",
     "[AUDIO]": "Voxtral",
+    "<|audioplaceholder|>": "Canary-Qwen",
     "<|audio_1|>": "Phi-4-multimodal; also _2 and so on, in order",
 }
 """Texts that stand for a recording in data sets, and who writes them."""
@@ -61,128 +56,12 @@ ROLES: dict[str, Role] = {
 }
 _TEXTS, _AUDIO = ("text", "input_text", "output_text"), ("audio", "audio_url", "input_audio")
 """Types of a message's parts."""
-_PLAIN, _TEXT = (
-    frozenset({"role", "content", "from", "value", "type", "offset", "duration"}),
-    {"type", "text"},
-)
+_PLAIN = frozenset({"role", "content", "from", "value", "type", "offset", "duration"})
+"""Fields of a message that name no recording of its own."""
+_TEXT = frozenset({"type", "text"})
 _OF_MESSAGES = frozenset(
     {"role", "content", "from", "value", "type", "offset", "duration", "audio_filepath", *LISTS}
 )
-_OF_PARTS = _OF_MESSAGES | {"text", "url", *FIELD_OF_PATH}
-LONGEST_PATH = 4096
-"""Bytes of a path, as Linux bounds them."""
-
-
-def in_folder(folder: Path) -> Locate:
-    """Returns what locates recordings in files, by paths from the folder, with ~ and as file:// URLs.
-
-    A path that is not absolute and begins with ~ is the home folder's, unless the folder holds such a name.
-    """
-
-    def locate(name: str) -> Clip:
-        if len(name) > LONGEST_PATH or (":" in name and name.startswith("data:")):
-            raise ValueError(
-                f"{reprlib.repr(name)} is no path, but {len(name):,} characters; expected the path of a "
-                "file: write the recording into one"
-            )
-        if ":" in name and "://" in name:
-            name = _path_of_url(name)
-        if name.startswith("~") and not (folder / name).exists():
-            name = expand_home(name)
-        return Clip(folder / name)  # an absolute name replaces the folder
-
-    return locate
-
-
-def _path_of_url(url: str) -> str:
-    scheme, _, rest = url.partition("://")
-    if not re.fullmatch(r"[A-Za-z][\w+.-]*", scheme):
-        return url
-    if scheme.lower() != "file":
-        raise ValueError(
-            f"{reprlib.repr(url)} is not on a disk; expected the path of a file, since nothing is read from "
-            "the network: download it"
-        )
-    return unquote(rest.removeprefix("localhost"))
-
-
-def clip_of(entry: dict[str, Any], name: str, locate: Locate) -> Clip:
-    """Returns the recording that a field names, with the entry's offset and duration. Raises ValueError."""
-    path = string(entry, name)
-    if not path:
-        raise ValueError(f"{name} is empty; expected the path of a recording")
-    duration = seconds(entry, "duration")
-    if duration == 0:
-        raise ValueError("duration is 0; expected more than 0 seconds, or no duration to read the whole file")
-    return replace(locate(path), offset=seconds(entry, "offset") or 0.0, duration=duration)
-
-
-def path_of(value: Any) -> str | None:
-    """Returns the path of a recording: the text itself, or that in an object, or in a list of one."""
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    if isinstance(value, dict):
-        value = next((path for name in FIELD_OF_PATH if (path := path_of(value.get(name)))), None)
-    return value if isinstance(value, str) and value else None
-
-
-def recording_of(entry: dict[str, Any], locate: Locate) -> Clip | None:
-    """Returns the recording of an object: that of its first field of FIELD_OF_PATH; None if it names none.
-
-    Raises ValueError for one that is in the line itself (base64, samples), or in another field.
-    """
-    name = next((name for name in FIELD_OF_PATH if entry.get(name)), None)
-    if name is None:
-        return _unnamed(entry, locate)
-    if isinstance(entry[name], dict):
-        timed = {n: entry[n] for n in ("offset", "duration") if entry.get(n) is not None}
-        inner = recording_of(timed | entry[name], locate)
-        if inner is None:
-            raise ValueError(f"path is missing; found {reprlib.repr(sorted(entry[name]))} in {name}")
-        return inner
-    return clip_of(entry, name, locate)
-
-
-def _unnamed(entry: dict[str, Any], locate: Locate) -> Clip | None:
-    """The recording of an object without a field of FIELD_OF_PATH: None, or a URL in `data`."""
-    inside = next((name for name in ("data", "bytes", "array") if entry.get(name)), None)
-    if inside:
-        data = entry[inside]
-        if inside == "data" and isinstance(data, str) and ("://" in data[:10] or names_recording(data)):
-            return clip_of(entry, "data", locate)
-        raise ValueError(
-            f"the recording is in the line itself ({inside}); expected the path of a file: write it into one"
-        )
-    if others := other_recordings(entry, _OF_PARTS):
-        raise ValueError(f"path is missing; found {reprlib.repr(sorted(entry))}, and {refusal(others)}")
-    empty = next((name for name in FIELD_OF_PATH if entry.get(name) == ""), None)
-    return clip_of(entry, empty, locate) if empty else None
-
-
-def listed_recordings(entry: dict[str, Any], locate: Locate) -> list[Clip]:
-    """Returns the recordings of a line's or a message's list, which may be one recording without a list.
-
-    Raises ValueError for two lists that differ. An `offset` of the line is that of its only recording.
-    """
-    names = [name for name in LISTS if entry.get(name)]
-    if not names:
-        return []
-    if names[1:] and any(entry[name] != entry[names[0]] for name in names):
-        raise ValueError(f"{names[0]} and {names[1]} are given; expected one list of recordings: drop one")
-    listed, clips = entry[names[0]], []
-    items = listed if isinstance(listed, list) else [listed]
-    for item in items:
-        if isinstance(item, str):
-            timed = len(items) == 1 and entry.get("offset") is not None
-            range_ = {"offset": entry["offset"], "duration": entry.get("duration")} if timed else {}
-            clips.append(clip_of({"path": item} | range_, "path", locate))
-            continue
-        named = json_object(item, f"an entry of {names[0]}")
-        clip = recording_of(named, locate)
-        if clip is None:
-            raise ValueError(f"path is missing; found {reprlib.repr(sorted(named))} in {names[0]}")
-        clips.append(clip)
-    return clips
 
 
 def conversation_turns(
@@ -200,7 +79,8 @@ def conversation_turns(
             f"{others[0]} is given; expected text and recordings alone: "
             f"drop it from the lines, or data.columns {others[0][:60]}= to leave it out"
         )
-    messages, unread = [], list[str]()
+    messages: list[tuple[Role, Parts]] = []
+    unread: list[str] = []
     for role, parts, others in _messages(entry, locate, placeholder):
         messages.append((role, parts))
         unread += others
@@ -247,7 +127,7 @@ def _joined(messages: list[tuple[Role, Parts]], clips: Iterator[Clip]) -> tuple[
     for turn in turns:
         if turn.role != "assistant":
             refuse_tags(turn.parts)
-        elif any(isinstance(part, Clip) for part in turn.parts):
+        elif len(turn.parts) != 1 or not isinstance(turn.parts[0], str):
             raise ValueError("a recording in a turn of the assistant; expected text alone")
     return tuple(turns)
 
@@ -309,19 +189,19 @@ def _messages(
                 raise ValueError(f"unknown role {found}; expected system, user or assistant (human, gpt)")
             contents = _nemo_contents(message) if by_value else _chat_contents(message)
             parts = [part for content in contents for part in _parts(content, locate, placeholder)]
-            others = _in_message(message, role, parts, locate) if message.keys() - _PLAIN else ()
+            others = _in_message(message, role, parts, locate) if not _PLAIN.issuperset(message) else ()
             if all(isinstance(part, str) and not part.strip() for part in parts):
                 raise ValueError(f"an empty turn ({role}); expected text or a recording")
         except ValueError as error:
             raise ValueError(f"{field} {count}: {error}") from error
-        yield role, parts, tuple(f"{field}.{name}" for name in others)
+        yield role, parts, tuple(f"{field}.{name}" for name in others) if others else ()
 
 
 def _nemo_contents(message: dict[str, Any]) -> list[dict[str, Any]]:
     value = string(message, "value")
     if message.get("type", "text") != "audio":
         return [{"type": message.get("type", "text"), "text": value}]
-    timed = {name: message[name] for name in ("offset", "duration") if name in message}
+    timed: dict[str, Any] = {name: message[name] for name in ("offset", "duration") if name in message}
     return [{"type": "audio", "path": value, **timed}]
 
 
@@ -349,8 +229,8 @@ def _in_message(message: dict[str, Any], role: Role, parts: Parts, locate: Locat
             parts[:] = tagged if None in tagged else [*([None] * len(listed)), *parts]
         if parts.count(None) != len(listed):
             raise ValueError(
-                f"{parts.count(None)} audio placeholders but {len(listed)} clips in the message; expected one "
-                "clip for each placeholder"
+                f"{parts.count(None)} audio placeholders but {len(listed)} clips in the message; expected "
+                "one clip for each placeholder"
             )
         clips = iter(listed)
         parts[:] = [next(clips) if part is None else part for part in parts]
@@ -362,9 +242,14 @@ def _parts(content: dict[str, Any], locate: Locate, placeholder: str) -> Parts:
     if kind is None:
         kind = _kind_of(content)
     if kind in _TEXTS:
-        if content.keys() - _TEXT and (others := other_recordings(content, frozenset(("type", "text")))):
-            raise ValueError(f"a text part, and {refusal(others)}")
-        before, *after = string(content, "text").split(placeholder)
+        if not _TEXT.issuperset(content) and (others := other_recordings(content, _TEXT)):
+            raise ValueError(
+                f"a text part with {others[0][:60]}, which names a recording; expected a part of type audio"
+            )
+        text = string(content, "text")
+        if placeholder not in text:
+            return [text]
+        before, *after = text.split(placeholder)
         return [before, *(part for piece in after for part in (None, piece))]
     if kind in _AUDIO:
         return [recording_of(content, locate)]
@@ -372,7 +257,7 @@ def _parts(content: dict[str, Any], locate: Locate, placeholder: str) -> Parts:
 
 
 def _kind_of(content: dict[str, Any]) -> str | None:
-    """Returns the type of a part that does not say it, as Qwen writes {"audio": "a.wav"} and {"text": "a"}."""
+    """Returns the type of a part that does not say it: Qwen writes {"audio": "a.wav"} and {"text": "a"}."""
     if any(content.get(name) for name in FIELD_OF_PATH if name not in ("path", "url")):
         return "audio"
     return "text" if isinstance(content.get("text"), str) else None

@@ -14,7 +14,7 @@ from typing import Any
 from jaxthd.config import DataConfig
 from jaxthd.data.example import Alternative, Channels, Clip, Example, Turn, question, utterance
 from jaxthd.data.skipped import Skipped
-from jaxthd.data.sources.conversations import in_folder, refuse_tags, with_placeholder
+from jaxthd.data.sources.conversations import refuse_tags, with_placeholder
 from jaxthd.data.sources.lines import (
     READ,
     expand_braces,
@@ -30,6 +30,7 @@ from jaxthd.data.sources.lines import (
 )
 from jaxthd.data.sources.preferences import alternatives_of, is_preference
 from jaxthd.data.sources.recording_fields import other_recordings
+from jaxthd.data.sources.recordings import in_folder
 from jaxthd.data.sources.source import Containers, Likeness, LineFiles, Source, counted_files
 from jaxthd.errors import UserError
 
@@ -266,14 +267,14 @@ def _text(cut: dict[str, Any]) -> str:
     supervisions = cut.get("supervisions")
     spoken = [json_object(item, "a supervision") for item in json_list(supervisions, "supervisions")]
     spoken = [s for s in spoken if s.get("text") is not None and string(s, "text").strip()]
+    length_of_cut = seconds(cut, "duration") or 0.0
     for supervision in spoken:
-        start, seconds_of_cut = _start(supervision), cut.get("duration")
-        length = supervision.get("duration")
-        ends = start + length if type(length) in (int, float) else start
-        if start >= seconds_of_cut or (start < 0 and ends <= 0):
+        start, length = _start(supervision), supervision.get("duration")
+        ends = start + length if isinstance(length, int | float) and abs(length) < 1e9 else start
+        if start >= length_of_cut or (start < 0 and ends <= 0):
             raise ValueError(
-                f"a supervision lies outside of the cut, from {start:g} s to {ends:g} s of 0 s to "
-                f"{seconds_of_cut:g} s; expected it inside, since its text is not in the recording: drop it, or "
+                f"a supervision lies from {start:g} s to {ends:g} s, outside of the cut, which has "
+                f"{length_of_cut:g} s; expected it inside, as its text is not in the recording: drop it, or "
                 "correct its start, which counts from the cut's"
             )
     return " ".join(string(s, "text") for s in sorted(spoken, key=_start))
@@ -282,6 +283,6 @@ def _text(cut: dict[str, Any]) -> str:
 def _start(supervision: dict[str, Any]) -> int | float:
     """Seconds from the start of the cut; negative if the supervision began before it."""
     start = supervision.get("start", 0.0)
-    if isinstance(start, bool) or not isinstance(start, int | float):
+    if isinstance(start, bool) or not isinstance(start, int | float) or not abs(start) < 1e9:
         raise ValueError(f"start of a supervision is {reprlib.repr(start)}; expected a number of seconds")
     return start

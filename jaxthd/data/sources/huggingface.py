@@ -17,7 +17,6 @@ from jaxthd.data.example import Cell, Clip, Example
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.columns import FIELDS, columns_of
 from jaxthd.data.sources.containers import damaged, empty, refuse_other_forms
-from jaxthd.data.sources.conversations import in_folder
 from jaxthd.data.sources.huggingface_files import (
     DICT,
     INFO,
@@ -33,6 +32,7 @@ from jaxthd.data.sources.lines import READ, Entry, expand_braces
 from jaxthd.data.sources.manifest import name_of_entry, turns_of_entry
 from jaxthd.data.sources.preferences import PAIR, alternatives_of, history_of, is_preference
 from jaxthd.data.sources.recording_fields import OTHER_MODALITIES, holds_recordings
+from jaxthd.data.sources.recordings import in_folder
 from jaxthd.data.sources.source import Containers, Source, SourceSetting, counted_files
 from jaxthd.data.tables import SUFFIXES, Table, errors_of_tables, import_pyarrow, open_table
 from jaxthd.errors import UserError
@@ -273,7 +273,7 @@ class _Columns(NamedTuple):
             name = self.other or self.unread[0]
             reads = "" if self.other else f"audio={name} to read it, if each row has one recording, or "
             raise UserError(
-                f"{title} has the column {name!r}, which is not read, so that its rows would be trained as text "
+                f"{title} has the column {name!r}, which is not read: its rows would be trained as text "
                 f"alone; expected recordings in audio: set data.columns {reads}{name}= to leave it out"
             )
 

@@ -20,6 +20,8 @@ from jaxthd.files.paths import expand_home
 
 Entry = dict[str, Any]
 MOST_SHARDS = 1_000_000
+_PLAIN = r"(?:(?!_OP_|_CL_)[^{}])*"
+"""Text without braces, in either spelling."""
 DEEPEST = 100
 """Lists and objects in one another, at most, in a line."""
 
@@ -37,9 +39,7 @@ def expand_braces(text: str) -> list[str]:
         return [text]
     inside = range(len(text)) if "{" in text or "_OP_" in text else ()
     folder = max((n + 1 for n in inside if text[n] == "/" and os.path.isdir(text[: n + 1])), default=0)
-    written = sub(
-        r"_OP_(\d+\.\.\d+|(?:(?!_OP_|_CL_)[^{}])*,(?:(?!_OP_|_CL_)[^{}])*)_CL_", r"{\1}", text[folder:]
-    )
+    written = sub(rf"_OP_(\d+\.\.\d+|{_PLAIN},{_PLAIN})_CL_", r"{\1}", text[folder:])
     pieces = [text[:folder], *split(r"(\{(?:\d+\.\.\d+|[^{}]*,[^{}]*)\})", written)]
     choices: list[list[str]] = []
     total = 1

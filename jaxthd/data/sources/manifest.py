@@ -6,12 +6,12 @@ A conversation, as NeMo's speechlm2 writes it; entries of type text may also con
     {"id": "c", "conversations": [{"from": "User", "type": "text", "value": "What is said?"},
         {"from": "User", "type": "audio", "value": "a.wav", "offset": 0.5, "duration": 1.5},
         {"from": "Assistant", "type": "text", "value": "One two."}]}
-A list of recordings, with a placeholder for each in the texts (roles as in ShareGPT: human, gpt), or with the
-tags of ms-swift, LLaMA-Factory and others (conversations.py):
+A list of recordings, with a placeholder for each in the texts (roles as in ShareGPT: human, gpt), or with
+the tags of ms-swift, LLaMA-Factory and others (conversations.py):
     {"audio": ["a.wav"], "conversations": [{"from": "human", "value": "{audio} What is said?"}, ...]}
     {"audios": ["a.wav"], "messages": [{"role": "user", "content": "<audio>What is said?"}, ...]}
 One recording beside them, which begins the user's first turn if there is no placeholder:
-    {"audio_filepath": "a.wav", "offset": 0.5, "messages": [{"role": "user", "content": "What is said?"}, ...]}
+    {"audio_filepath": "a.wav", "offset": 0.5, "messages": [{"role": "user", "content": "What?"}, ...]}
 Chat messages, as OpenAI and Hugging Face write them; content may be a string, with or without placeholders:
     {"messages": [{"role": "user", "content": [{"type": "audio", "path": "a.wav"},
         {"type": "text", "text": "What is said?"}]}, {"role": "assistant", "content": "One two."}]}
@@ -30,16 +30,7 @@ from jaxthd.config import DataConfig
 from jaxthd.data.example import Clip, Example, Turn, question, utterance
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.columns import LineColumns
-from jaxthd.data.sources.conversations import (
-    Locate,
-    clip_of,
-    conversation_turns,
-    in_folder,
-    path_of,
-    recording_of,
-    refuse_tags,
-    with_placeholder,
-)
+from jaxthd.data.sources.conversations import conversation_turns, refuse_tags, with_placeholder
 from jaxthd.data.sources.lines import (
     READ,
     expand_braces,
@@ -54,6 +45,7 @@ from jaxthd.data.sources.lines import (
 from jaxthd.data.sources.nemo_tars import counted_tars, require_counted_tars
 from jaxthd.data.sources.preferences import PAIR, alternatives_of, history_of, is_preference
 from jaxthd.data.sources.recording_fields import LISTS, other_recordings, refusal
+from jaxthd.data.sources.recordings import Locate, clip_of, in_folder, path_of, recording_of
 from jaxthd.data.sources.source import (
     Containers,
     Likeness,

@@ -13,8 +13,8 @@ from jaxthd.data.audio.recordings import AudioError, recording_length
 from jaxthd.data.example import Channels, Clip
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.containers import parts_of
-from jaxthd.data.sources.conversations import clip_of, in_folder
 from jaxthd.data.sources.lines import expand_braces, numbered_lines, parse, string
+from jaxthd.data.sources.recordings import clip_of, in_folder
 from jaxthd.data.sources.source import LineFiles
 from jaxthd.errors import UserError
 

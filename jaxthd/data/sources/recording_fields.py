@@ -1,7 +1,7 @@
 """Which fields of a line name recordings: by the field's name, or by its value.
 
-A field that names a recording and is not read would leave its text to be trained alone, in silence. So readers
-ask here about the fields that they do not read.
+A field that names a recording and is not read would leave its text to be trained alone, in silence. So
+readers ask here about the fields that they do not read.
 """
 
 import re
@@ -10,7 +10,8 @@ from functools import lru_cache
 from typing import Any, Literal
 
 LISTS = ("audio", "audios", "sound", "sounds")
-"""Fields that hold recordings: one, or a list. ms-swift and LLaMA-Factory have audios, NeMo's ShareGPT sound."""
+"""Fields that hold recordings: one, or a list. ms-swift and LLaMA-Factory have audios, NeMo's ShareGPT
+sound."""
 FIELD_OF_PATH = ("path", "audio_filepath", "audio", "audio_url", "url", "input_audio")
 """Fields of an object that hold its recording: its path, or an object with one of them. Source: transformers'
 chat templates (path, url, audio), NeMo (audio_filepath), vLLM and OpenAI (audio_url, input_audio), Qwen
@@ -22,8 +23,8 @@ DEEPEST, MOST_ITEMS = 4, 16
 """Objects in one another, and items of a list, that are looked at."""
 
 _SUFFIXES = (
-    "wav wave flac mp2 mp3 mpga ogg oga opus spx m4a m4b aac ac3 wma aif aiff aifc snd sph nist caf w64 rf64 amr"
-    " awb 3gp gsm voc wv ape tta mka webm mp4 m4v mkv mov avi mpg mpeg flv pcm raw"
+    "wav wave flac mp2 mp3 mpga ogg oga opus spx m4a m4b aac ac3 wma aif aiff aifc snd sph nist caf w64 rf64"
+    " amr awb 3gp gsm voc wv ape tta mka webm mp4 m4v mkv mov avi mpg mpeg flv pcm raw"
 ).replace(" ", "|")
 _ENDS = re.compile(rf"\.(?:{_SUFFIXES})$", re.I)
 _AU = re.compile(r"^[^.:]*\.au$", re.I)
@@ -48,7 +49,7 @@ suffix."""
 def _kind(name: str) -> Kind:
     """Judges a field by its name, whatever its case and the marks between its words."""
     plain = re.sub(r"[\W_]+", "", name).lower()
-    if _CLEAR.search(plain):
+    if _CLEAR.search(plain) and not plain.startswith(("has", "is", "num")):
         return "any"
     if _VAGUE.fullmatch(plain):
         return "path"
@@ -56,16 +57,18 @@ def _kind(name: str) -> Kind:
 
 
 def other_recordings(entry: Mapping[str, Any], read: frozenset[str] = frozenset()) -> tuple[str, ...]:
-    """Returns the names of fields that name recordings, without those in `read`; "custom.wav" is inside custom.
+    """Returns the names of fields that name recordings, without those in `read`; "custom.wav" lies in custom.
 
     A field that is null or empty names nothing; nor does a number or a truth value.
     """
-    return tuple(
-        place
-        for name, value in entry.items()
-        if name not in read and not _is_plain(name, value)
-        for place in _places(name, value, 0)
-    )
+    # Most lines end here. It is asked of every line of a set, so names are compared in one step.
+    if read.issuperset(entry):
+        return ()
+    places: list[str] = []
+    for name, value in entry.items():
+        if name not in read and not _is_plain(name, value):
+            places += _places(name, value, 0)
+    return tuple(places)
 
 
 def _is_plain(name: str, value: Any) -> bool:
@@ -115,7 +118,7 @@ def _is_recording(value: Mapping[str, Any]) -> bool:
 
 
 def names_recording(text: str, kind: Kind = "") -> bool:
-    """Whether a text names a recording: by the end of a file's name, as a data URL, or for its field's kind."""
+    """Whether a text names a recording: by a file's suffix, as a data URL, or for its field's kind."""
     if not text or len(text) > _LONGEST_PATH:
         return bool(text) and (kind == "any" or text.startswith("data:audio"))
     end = text[-_LONGEST_SUFFIX:]
@@ -146,8 +149,6 @@ def holds_recordings(name: str, kind: Any) -> bool:
 
 def refusal(names: tuple[str, ...]) -> str:
     """Says why a line is not read whose recordings are in fields that are not read."""
-    first, more = names[0], f" and {len(names) - 1} more" if names[1:] else ""
-    remedy = f"data.columns audio={first}, or {first}= to leave it out"
-    if "." in first:
-        remedy = "write it so"
-    return f"{first[:60]}{more} names a recording that is not read; expected audio or audio_filepath: {remedy[:120]}"
+    first, more = names[0][:60], f" and {len(names) - 1} more" if names[1:] else ""
+    remedy = "write it so" if "." in first else f"data.columns audio={first}, or {first}= to leave it out"
+    return f"{first}{more} names a recording that is not read; expected audio or audio_filepath: {remedy}"
