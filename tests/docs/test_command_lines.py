@@ -4,7 +4,6 @@ import ast
 
 import pytest
 
-from jaxthd.__main__ import commands
 from scripts.write_reference import REFERENCE
 from tests.docs.command_lines import ROOT, Texts
 
@@ -20,9 +19,14 @@ def texts() -> list[tuple[str, str, list[str]]]:
     for page in PAGES:
         text = page.read_text()
         if page.name == NEMO:  # the first cell of a row says what NeMo calls it
-            text = "\n".join(line.partition(" | ")[2] if line.startswith("|") else line for line in text.splitlines())
+            text = "\n".join(
+                line.partition(" | ")[2] if line.startswith("|") else line for line in text.splitlines()
+            )
         found.append((page.name, text, OTHERS.get(page.name, [])))
-    files = [*sorted((ROOT / "configs").glob("*.py")), *(ROOT / "jaxthd" / f"{name}.py" for name in commands())]
+    files = [
+        *sorted((ROOT / "configs").glob("*.py")),
+        *(ROOT / "jaxthd" / f"{name}.py" for name in commands()),
+    ]
     for file in files:
         found.append((file.name, ast.get_docstring(ast.parse(file.read_text())) or "", []))
     return found
