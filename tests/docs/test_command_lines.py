@@ -5,7 +5,7 @@ import ast
 import pytest
 
 from scripts.write_reference import REFERENCE
-from tests.docs.command_lines import ROOT, Texts
+from tests.docs.command_lines import COMMANDS, ROOT, Texts
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHERS = {"contributing.md": ["--strict", "--costs"]}
