@@ -63,7 +63,7 @@ CONFIG = Config(
 )
 ITEM_SECONDS = 5.0
 MEMORY = 2**30
-FORMATS = {
+FORMATS: dict[str, dict[str, Any]] = {
     "s16.wav": {"subtype": "PCM_16"},
     "f32.wav": {"subtype": "FLOAT"},
     "s24.flac": {"subtype": "PCM_24"},

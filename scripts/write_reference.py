@@ -144,7 +144,7 @@ def metrics_reference() -> str:
         "every apostrophe (U+2018, U+2019, U+02BC, U+FF07, a backtick and the like) as `'`, an ellipsis as",
         "three dots, and leave out what cannot be seen (soft hyphens, zero-width spaces, byte order marks)",
         "and U+0640, which lengthens Arabic letters. `none` composes (NFC) and leaves out what cannot be",
-        "seen. Texts without such characters have the numbers of before; for others, `jaxthd evaluate` again.",
+        "seen. Texts without such characters have the numbers of before; others need `jaxthd evaluate`.",
         "",
     ]
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """The command lines and flags that texts show, and the real parsers that read them. Nothing is run.
 
-A command line begins with jaxthd, `python -m jaxthd...` or `python scripts/...`; a flag with two dashes. Where a
-line names a config file or a run that is not there, configs/cp2.py stands for it.
+A command line begins with jaxthd, `python -m jaxthd...` or `python scripts/...`; a flag with two dashes.
+Where a line names a config file or a run that is not there, configs/cp2.py stands for it.
 """
 
 import argparse
@@ -30,9 +30,11 @@ ROOT = Path(__file__).parents[2]
 STAND_IN = str(ROOT / "configs" / "cp2.py")
 START = re.compile(
     r"(?:[$>] )?(?:\w+=\S+ )*(?:(?:srun|nohup|nice|time)(?: -\S+)* )?"
-    r"(?:\S*/)?(?:(?P<command>jaxthd) |python3? (?:-m (?P<module>(?:jaxthd|scripts)\S*)|(?P<script>scripts/\S+\.py)))"
+    r"(?:\S*/)?(?:(?P<command>jaxthd) |python3? "
+    r"(?:-m (?P<module>(?:jaxthd|scripts)\S*)|(?P<script>scripts/\S+\.py)))"
 )
 """The beginning of a command line: a prompt, variables of the environment, a launcher, and the program."""
+COMMANDS = tuple(commands())
 OPTIONS = {setting.option: setting for group in all_groups() for setting in group.settings}
 
 
@@ -111,7 +113,7 @@ class Texts:
         name = name or (words.pop(0) if words else "--help")
         if name.isupper() or name in ("--help", "-h"):
             return ""
-        if name not in commands():
+        if name not in COMMANDS:
             return f"there is no command {name!r}"
         if not words:
             return ""
@@ -148,7 +150,7 @@ class Texts:
         return "the command parsed nothing"
 
     def _flags(self, where: str, line: str, own: set[str]) -> str:
-        """Flags alone, with or without values: settings, or options of a command or of what the text shows."""
+        """Returns why flags alone, with or without values, are neither settings nor options; ""."""
         known = own | options_of_commands() | {"--help", "--help-all"}
         for words in units(shlex.split(line, comments=True)):
             name = words[0].partition("=")[0]
@@ -227,7 +229,7 @@ def parsing_alone(settings: Callable[..., Config], is_whole: bool) -> Iterator[N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arguments.tyro, "cli", settings)
         patch.setattr(arguments, "parse_command_line", line)
-        for name in commands():
+        for name in COMMANDS:
             module = import_module(f"jaxthd.{name}")
             if hasattr(module, "parse_command_line"):
                 patch.setattr(module, "parse_command_line", line)
@@ -258,7 +260,7 @@ def options_of_commands() -> frozenset[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", parse)
-        for name in commands():
+        for name in COMMANDS:
             module = import_module(f"jaxthd.{name}")
             if hasattr(module, "parse_command_line"):
                 patch.setattr(module, "parse_command_line", line)
@@ -267,13 +269,14 @@ def options_of_commands() -> frozenset[str]:
     return frozenset(found)
 
 
+@cache
 def options_of_script(name: str) -> set[str]:
     path = ROOT / "scripts" / f"{name}.py"
     return set(re.findall(r'"(--[\w-]+)"', path.read_text())) if path.is_file() else set()
 
 
 class _Lazy(dict[str, Any]):
-    """The names of a script's file, each made when it is read: the file is not run, only what its parser needs."""
+    """The names of a script's file, each made when it is read: only what the parser needs is run."""
 
     def __init__(self, path: Path, tree: ast.Module) -> None:
         super().__init__(__name__="parser", __file__=str(path), __doc__=ast.get_docstring(tree))
@@ -312,8 +315,9 @@ def _names_of(statement: ast.stmt) -> list[str]:
     return []
 
 
+@cache
 def parser_of_script(name: str) -> Callable[[list[str]], None] | None:
-    """Returns a function that parses words as the script's main does, up to its parser; None where it has none."""
+    """Returns a function that parses words as the script does; None for a script without a parser."""
     path = ROOT / "scripts" / f"{name}.py"
     tree = ast.parse(path.read_text())
     for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:

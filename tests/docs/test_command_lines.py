@@ -4,9 +4,8 @@ import ast
 
 import pytest
 
-from jaxthd.__main__ import commands
 from scripts.write_reference import REFERENCE
-from tests.docs.command_lines import ROOT, Texts
+from tests.docs.command_lines import COMMANDS, ROOT, Texts
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHERS = {"contributing.md": ["--strict", "--costs"]}
@@ -26,7 +25,7 @@ def texts() -> list[tuple[str, str, list[str]]]:
         found.append((page.name, text, OTHERS.get(page.name, [])))
     files = [
         *sorted((ROOT / "configs").glob("*.py")),
-        *(ROOT / "jaxthd" / f"{name}.py" for name in commands()),
+        *(ROOT / "jaxthd" / f"{name}.py" for name in COMMANDS),
     ]
     for file in files:
         found.append((file.name, ast.get_docstring(ast.parse(file.read_text())) or "", []))

@@ -65,11 +65,11 @@ def exists(name: str) -> bool:
 
 @each_page
 def test_settings_that_a_page_names_exist(page: Path) -> None:
-    code, known = code_of(page.read_text()), settings()
-    named = set(re.findall(r"--((?:mesh|data|model|compute|adapt|train)\.[\w.-]+\w)", code))
-    bare = re.findall(r"^((?:mesh|data|compute|adapt|train)\.\w+)$", code, re.M)
-    named |= {path.replace("_", "-") for path in bare}
-    assert {re.sub(r"\.no-(?=[^.]+$)", ".", name) for name in named} - known == set()
+    """By their paths in Python; tests/docs/test_command_lines.py has the flags."""
+    named = re.findall(
+        r"^((?:mesh|data|compute|adapt|posttraining|rollout|train)\.\w+)$", code_of(page.read_text()), re.M
+    )
+    assert {path.replace("_", "-") for path in named} - settings() == set()
 
 
 @each_page
@@ -90,10 +90,8 @@ def test_headings_that_a_page_links_to_exist(page: Path) -> None:
 
 
 @each_page
-def test_commands_and_names_that_a_page_gives_exist(page: Path) -> None:
+def test_names_that_a_page_gives_exist(page: Path) -> None:
     code = code_of(page.read_text())
-    for name in re.findall(r"(?:^|bin/|-- |\]\] )jaxthd ([a-z]+)", code, re.M):
-        assert (PACKAGE / f"{name}.py").is_file(), f"jaxthd {name}"
     for name in set(re.findall(r"(?<![\w/.-])(?:jaxthd|scripts)(?:\.(?!NAME)\w+)+", code)):
         assert exists(name), name
 
