@@ -8,8 +8,8 @@ from scripts.write_reference import REFERENCE
 from tests.docs.command_lines import COMMANDS, ROOT, Texts
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-OTHERS = {"contributing.md": ["--strict", "--costs"]}
-"""Flags of mkdocs and pytest."""
+OTHERS = {"contributing.md": ["--strict", "--costs"], "distributed.md": ["--signal"]}
+"""Flags of mkdocs, pytest and sbatch."""
 NEMO = "coming_from_nemo.md"
 
 
