@@ -154,10 +154,10 @@ def test_a_path_that_exists_needs_no_name_of_a_source_and_may_be_in_the_home_fol
         assert isinstance(source, ManifestSource)
         (example,), _ = source.read(DataConfig())
         assert example.clips == [Clip(tmp_path / "home" / "a.wav")], path
-    (tmp_path / "~").mkdir()
-    (tmp_path / "~" / "a.wav").touch()
-    (example,), _ = open_source(SourceSetting("x:m.jsonl")).read(DataConfig())
-    assert example.clips == [Clip(Path("~/a.wav"))]
+    (tmp_path / "home" / "~").mkdir()
+    (tmp_path / "home" / "~" / "a.wav").touch()
+    (example,), _ = open_source(SourceSetting("home/m.jsonl")).read(DataConfig())
+    assert example.clips == [Clip(Path("home/~/a.wav"))]
     with pytest.raises(UserError, match="no registered data source"):
         open_source(SourceSetting("y:m.jsonl"))
 

@@ -1,5 +1,6 @@
 """Recordings that a line names: by a path, a URL of a file, an object with one of these, or a list."""
 
+import os
 import re
 import reprlib
 from collections.abc import Callable
@@ -11,7 +12,6 @@ from urllib.parse import unquote
 from jaxthd.data.example import Clip
 from jaxthd.data.sources.lines import json_object, seconds, string
 from jaxthd.data.sources.recording_fields import FIELD_OF_PATH, LISTS, names_recording, other_recordings
-from jaxthd.files.paths import expand_home
 
 Locate = Callable[[str], Clip]
 """(name) -> where the recording lies. Raises ValueError with the reason if there is no such recording."""
@@ -36,7 +36,7 @@ def in_folder(folder: Path) -> Locate:
         if ":" in name and "://" in name:
             name = _path_of_url(name)
         if name.startswith("~") and not (folder / name).exists():
-            name = expand_home(name)
+            name = os.path.expanduser(name)
         return Clip(folder / name)  # an absolute name replaces the folder
 
     return locate
