@@ -19,7 +19,7 @@ import pytest
 from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
 from jaxthd.data.loader import make_loader
 from jaxthd.data.packer import PackDocuments
-from jaxthd.data.stream import item_orders
+from jaxthd.data.stream import epochs_of
 from jaxthd.data.workers import Workers
 from jaxthd.packing.document import Document
 from tests.data.items import BROKEN, LONG, LOUD, SOURCE, WIDE, draw, fail, load, quiet
@@ -449,6 +449,11 @@ def test_a_state_of_another_stream_is_refused():
 
 def test_the_largest_seed_orders_every_data_set():
     """Source s is shuffled with seed + s, which has 32 bits."""
-    first, second = item_orders([50, 50], 2**32 - 1)
+
+    def order(seed: int, source: int) -> list[int]:
+        epochs = epochs_of([[50], [50]], seed)[source]
+        return [epochs.at(0, 1, place)[0] for place in range(50)]
+
+    first, second = (order(2**32 - 1, source) for source in range(2))
     assert sorted(first) == sorted(second) == list(range(50))
-    assert list(second) == list(item_orders([50], 0)[0]) != list(first)
+    assert second == order(0, 0) != first
