@@ -35,7 +35,7 @@ def in_folder(folder: Path) -> Locate:
             )
         if ":" in name and "://" in name:
             name = _path_of_url(name)
-        if name.startswith("~") and not (folder / name).exists():
+        if name.startswith("~") and not os.path.exists(folder / name):  # Path.exists raises for long names
             name = os.path.expanduser(name)
         return Clip(folder / name)  # an absolute name replaces the folder
 
