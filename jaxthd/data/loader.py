@@ -16,7 +16,7 @@ from jaxthd.data.ladder import Ladder
 from jaxthd.data.mismatched import WithMismatched
 from jaxthd.data.mixing import require_weights
 from jaxthd.data.packer import OnSkip, log_skip, pack_documents
-from jaxthd.data.position import DataSets, Position, same_digest
+from jaxthd.data.position import DataSets, Position
 from jaxthd.data.runs import RowDocuments
 from jaxthd.data.stream import Item, Load, OnRead, epochs_of, row_streams
 from jaxthd.data.workers import Workers
@@ -342,7 +342,6 @@ def make_loader(
         **({"share_prompts": pack.share_prompts} if answers else {}),
         **({"mismatched": True} if mismatched else {}),
     } | dict(identity or {})
-    sets = sets or DataSets(same_digest((identity or {}).get("manifest", ())))
     position = Position(stream_identity, epochs := epochs_of(sizes, seed), sets, "documents")
     shape: dict[str, Any] = {"rows": data.rows, "own": rows, "weights": weights, "repeat": repeat}
     shape |= {"epochs": epochs, "latest": position.latest}

@@ -14,11 +14,6 @@ DATA = {"manifest", "items", "weights"}
 """Entries of an identity that may differ where the data has changed and nothing else."""
 
 
-def same_digest(now: Sequence[Any]) -> Compare:
-    """Compares by digests alone. now: the present ones."""
-    return lambda number, digest, extent: "same" if now[number] == digest else "other"
-
-
 class DataSets(NamedTuple):
     """The data sets of a stream, as its positions depend on them.
 
@@ -35,13 +30,14 @@ class Position:
     """What a stream's saved position says of its data, beside the streams' own states.
 
     identity: what the stream depends on, as JSON values. epochs: the order of each source's items. kind: of
-    the items, for messages.
+    the items, for messages. sets: None: data sets are compared by the identity alone.
     """
 
     def __init__(
-        self, identity: Mapping[str, Any], epochs: Sequence[Epochs], sets: DataSets, kind: str
+        self, identity: Mapping[str, Any], epochs: Sequence[Epochs], sets: DataSets | None, kind: str
     ) -> None:
-        self._identity, self._epochs, self._sets, self._kind = identity, epochs, sets, kind
+        self._identity, self._epochs, self._kind = identity, epochs, kind
+        self._sets = sets or DataSets(lambda number, digest, extent: "other")
         self.latest = [0] * len(epochs)
         """The latest epoch that is read from, of each source."""
 

@@ -69,7 +69,7 @@ class PromptStream:
         on_skip: OnSkip,
         on_read: OnRead = lambda row, key: None,
         identity: Mapping[str, Any],
-        sets: DataSets,
+        sets: DataSets | None = None,
     ) -> None:
         data = config.data
         weights = mixing_weights(data, list(map(len, sources)))
