@@ -60,11 +60,11 @@ def test_a_range_of_any_format_is_that_of_the_whole(tmp_path, kind):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "subtype"), FORMATS)
 def test_many_ranges_of_any_format_at_any_rate(tmp_path, kind, subtype):
-    for rate, channels in product((8_000, 16_000, 24_000, 44_100, 48_000), (1, 2)):
-        data = encoded(speech(20, rate, channels, seed=rate + channels), rate, kind, subtype)
+    for rate, channels in product((8_000, 48_000), (1, 2)):
+        data = encoded(speech(5, rate, channels, seed=rate + channels), rate, kind, subtype)
         if data is not None:
             (tmp_path / "a").write_bytes(data)
-            check_ranges(tmp_path / "a", offsets=30)
+            check_ranges(tmp_path / "a", offsets=8)
 
 
 def test_a_format_without_a_header_is_refused(tmp_path):
@@ -123,11 +123,11 @@ def test_mp3_is_exact_with_and_without_its_header(tmp_path, rate, channels):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("rate", [8_000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000])
+@pytest.mark.parametrize("rate", [8_000, 16_000, 22_050, 24_000, 44_100])
 def test_mp3_of_any_rate_and_bit_rate_is_exact(tmp_path, rate, mode):
     for channels, level in product((1, 2), (0.0, 0.5, 0.99)):
-        wave = speech(30, rate, channels, seed=channels)
-        check_mp3(tmp_path, wave, rate, 12, bitrate_mode=mode, compression_level=level)
+        wave = speech(12, rate, channels, seed=channels)
+        check_mp3(tmp_path, wave, rate, 6, bitrate_mode=mode, compression_level=level)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import soxr
 from jaxtyping import Float32
 
 from jaxthd.data.audio.cells import CellError
-from jaxthd.data.audio.decoder import DURATION_SLACK, UNKNOWN, open_recording
+from jaxthd.data.audio.decoder import BLOCK, DURATION_SLACK, UNKNOWN, open_recording
 from jaxthd.data.audio.features import HOP, SAMPLE_RATE
 from jaxthd.data.example import Cell, Channels, Member, Samples
 
@@ -26,6 +26,9 @@ LOUDEST = 1e6
 LEAST_POWER = 1e-4
 """Least power of the channels' mean, as a share of a channel's. Two independent channels have 0.5, a voice in
 one of eight 0.125. Below it (-40 dB) are channels in opposite phase whose levels differ by less than 2%."""
+HEARD = 1e-6
+"""Least mean square of a channel that is heard (-60 dB). Below it lies what a lossy codec leaves of silence,
+which may well be in opposite phase: so it was in MP3 ranges of 1,000 samples."""
 CANCELLED = (
     "its channels cancel: they are in opposite phase, so their mean is silence; name one of its channels "
     "(a cut's channel), or write the file anew with one of them"
@@ -185,7 +188,7 @@ def from_samples(found: Samples, most_seconds: float = math.inf) -> Float32[np.n
         raise TooLongError(f"more than {most_seconds} s, which is all that data.audio_capacity holds")
     with np.errstate(over="ignore", invalid="ignore"):  # not finite: checked below
         mono, powers = _averaged(found.samples.astype(np.float32).reshape(shape[0], -1))
-    if _cancels(np.array(powers)):
+    if _cancels(np.array(powers), len(mono)):
         raise AudioError(f"samples: {CANCELLED}")
     return _resampled(mono, found.rate, "samples")
 
@@ -225,7 +228,7 @@ def _read_mono(
     It reads in blocks of 4 MB, since a header may claim any number of samples. Returns the samples, and
     whether the channels cancel (see CANCELLED).
     """
-    block = max(1, (1 << 20) // file.channels)
+    block = max(1, BLOCK // file.channels)
     blocks, powers = [np.zeros(0, np.float32)], np.zeros(2)
     while wanted > 0:
         channels = file.read(min(block, wanted), dtype="float32", always_2d=True)
@@ -236,7 +239,8 @@ def _read_mono(
             powers += power
         blocks.append(mono)
         wanted -= len(channels)
-    return np.concatenate(blocks), _cancels(powers)
+    samples = np.concatenate(blocks)
+    return samples, _cancels(powers, len(samples))
 
 
 def _averaged(channels: Float32[np.ndarray, "samples channels"]) -> tuple[np.ndarray, tuple[float, float]]:
@@ -248,9 +252,10 @@ def _averaged(channels: Float32[np.ndarray, "samples channels"]) -> tuple[np.nda
     return mono, (float(np.vdot(mono, mono)), float(np.vdot(each, each)) / channels.shape[1])
 
 
-def _cancels(powers: np.ndarray) -> bool:
-    """powers: of the mean, and of the channels."""
-    return bool(powers[0] < LEAST_POWER * powers[1])
+def _cancels(powers: np.ndarray, samples: int) -> bool:
+    """Returns whether the mean of channels that are heard is silence. powers: sums of squares of the mean, and
+    of a channel, over so many samples."""
+    return bool(powers[1] > HEARD * samples and powers[0] < LEAST_POWER * powers[1])
 
 
 def chunk_audio(
