@@ -23,8 +23,8 @@ LONGEST_PAGE = 255 * 4096
 OPUS_PREROLL = 2.0
 """Seconds of Opus to decode before a position. RFC 7845 recommends at least 0.08; after 0.2 no difference was
 left in 960 positions, without any there was one of 1e-3."""
-BLOCK = 1_000_000
-"""Samples that are decoded at a time. PAF of 24 bits has groups of ten: other blocks end in two samples more."""
+DECODED = 1_000_000
+"""Samples decoded at a time. PAF of 24 bits has groups of ten: in other blocks it ends in two samples more."""
 
 
 class Decoder(soundfile.SoundFile):
@@ -55,7 +55,7 @@ class Recording(NamedTuple):
         if at > 0:
             self.file.seek(at)
         at = max(at, 0)
-        block = max(1, BLOCK // self.file.channels)
+        block = max(1, DECODED // self.file.channels)
         while at < start:
             count = len(self.file.read(min(block, start - at), dtype="float32", always_2d=True))
             if not count:
@@ -73,7 +73,7 @@ class Recording(NamedTuple):
 
     def skip_to_end(self) -> int:
         """Decodes the file from where it is and returns the number of frames."""
-        block, at = max(1, BLOCK // self.file.channels), 0
+        block, at = max(1, DECODED // self.file.channels), 0
         while count := len(self.file.read(block, dtype="float32", always_2d=True)):
             at += count
         return at

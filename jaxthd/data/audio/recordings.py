@@ -12,7 +12,7 @@ import soxr
 from jaxtyping import Float32
 
 from jaxthd.data.audio.cells import CellError
-from jaxthd.data.audio.decoder import BLOCK, DURATION_SLACK, UNKNOWN, open_recording
+from jaxthd.data.audio.decoder import DECODED, DURATION_SLACK, UNKNOWN, open_recording
 from jaxthd.data.audio.features import HOP, SAMPLE_RATE
 from jaxthd.data.example import Cell, Channels, Member, Samples
 
@@ -228,7 +228,7 @@ def _read_mono(
     It reads in blocks of 4 MB, since a header may claim any number of samples. Returns the samples, and
     whether the channels cancel (see CANCELLED).
     """
-    block = max(1, BLOCK // file.channels)
+    block = max(1, DECODED // file.channels)
     blocks, powers = [np.zeros(0, np.float32)], np.zeros(2)
     while wanted > 0:
         channels = file.read(min(block, wanted), dtype="float32", always_2d=True)
@@ -253,8 +253,8 @@ def _averaged(channels: Float32[np.ndarray, "samples channels"]) -> tuple[np.nda
 
 
 def _cancels(powers: np.ndarray, samples: int) -> bool:
-    """Returns whether the mean of channels that are heard is silence. powers: sums of squares of the mean, and
-    of a channel, over so many samples."""
+    """Returns whether the mean of channels that are heard is silence. powers: sums of squares of the mean,
+    and of a channel, over so many samples."""
     return bool(powers[1] > HEARD * samples and powers[0] < LEAST_POWER * powers[1])
 
 
