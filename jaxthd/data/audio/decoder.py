@@ -24,7 +24,7 @@ OPUS_PREROLL = 2.0
 """Seconds of Opus to decode before a position. RFC 7845 recommends at least 0.08; after 0.2 no difference was
 left in 960 positions, without any there was one of 1e-3."""
 DECODED = 1_000_000
-"""Samples decoded at a time. PAF of 24 bits has groups of ten: in other blocks it ends in two samples more."""
+"""Samples decoded at a time. PAF of 24 bits has groups of ten: other blocks end in two samples more."""
 
 
 class Decoder(soundfile.SoundFile):
