@@ -310,8 +310,7 @@ def make_loader(
         closes. 0: this process runs it. prefetch: batches that a thread makes in advance. Neither changes
         the stream.
     Raises UserError for weights that cannot mix the sources, and for a source with fewer items than rows if
-    repeat; while iterating, if two epochs of a
-    repeated stream held no document that fits.
+    repeat; while iterating, if two epochs of a repeated stream held no document that fits.
     """
     data = config.data
     shuffle = data.shuffle if shuffle is None else shuffle
@@ -321,12 +320,8 @@ def make_loader(
     if len(sources) == 1 or not repeat or not weights:
         sizes = [list(chain(*sizes))]
         sources, weights = [sources[0] if len(sources) == 1 else list(chain(*sources))], None
-    fewest = min(map(len, sources))
-    if repeat and fewest < data.rows:
-        raise UserError(
-            f"{fewest} items cannot feed {data.rows} rows, each a stream of its own; add data, or lower "
-            f"data.rows to at most {fewest}"
-        )
+    if repeat:
+        _require_items(min(map(len, sources)), data.rows)
     seed = data.seed if shuffle else None
     if mismatched:
         sources = [WithMismatched(source, data.seed) for source in sources]  # type: ignore[arg-type, misc]
@@ -348,6 +343,14 @@ def make_loader(
     streams = row_streams(sources, load, pack, **shape, pool=pool, on_read=on_read)
     batches = _Batches(streams, Ladder.of(pack, data) if ladder else Ladder((pack,)), position.latest)
     return Loader(batches, prefetch, own_workers, position)
+
+
+def _require_items(fewest: int, rows: int) -> None:
+    if fewest < rows:
+        raise UserError(
+            f"{fewest} items cannot feed {rows} rows, each a stream of its own; add data, or lower data.rows "
+            f"to at most {fewest}"
+        )
 
 
 def _require(

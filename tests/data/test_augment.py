@@ -98,7 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         json.dumps({"audio_filepath": "gone.wav"}),
         json.dumps({"audio_filepath": "noise0.wav", "offset": 9}),
     ]
-    (made / "noise.jsonl").write_text("\n".join([*noises, "{"]))
+    (made / "noise.jsonl").write_text("\n".join([*noises, "{", ""]))
     (made / "room.jsonl").write_text("\n".join(manifest("room", [0.1, 0.2])))
     return made
 

@@ -87,7 +87,9 @@ def test_what_takes_too_long_is_said_and_counted_beside_the_run(
         time.sleep(0.01)
     counted.close()
     assert count.is_complete
-    assert [line.partition(": ")[2] for line in news] == ["3 items, 0.00 hours, 0 without a recording"]
+    assert [line.partition(": ")[2] for line in news] == [
+        "3 items, 0.00 hours, 0 without a recording, 1 of 1 containers"
+    ]
     assert count.seconds == 1.5
     assert json.loads((folder / "inventory.json").read_text())[count.source.title]["seconds"] == 1.5
 
