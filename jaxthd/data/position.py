@@ -61,6 +61,8 @@ class Position:
         likeness: list[Likeness] = ["other"]
         if names <= {"manifest", "items"}:
             likeness = self._likeness(state)
+        if "items" in names and "grown" not in likeness:  # the same lines are read as other items
+            likeness = ["other"]
         latest = list(state.get("latest", self.latest))
         if "other" not in likeness and (eras := self._eras(state, likeness, latest)):
             for each, own in zip(self._epochs, eras, strict=True):
