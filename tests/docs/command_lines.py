@@ -80,7 +80,6 @@ class Texts:
         self.faults: list[str] = []
         self.lines = self.flags = 0
         self._settings: list[Setting] = []
-        self._parsed: dict[tuple[str, ...], str] = {}
 
     def read(self, where: str, text: str, foreign: Sequence[str] = ()) -> None:
         """foreign: flags of other programs that the text shows alone."""
