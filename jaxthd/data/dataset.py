@@ -197,7 +197,8 @@ class SpeechData:
         if not count.items:
             return 0.0
         is_training = count.source.setting.split == "training"
-        unread = len({key for key in count.lost if not self.skipped.has(title, set_of_key(key)[1])})
+        # A copy: the count's thread may add to it meanwhile.
+        unread = len({key for key in list(count.lost) if not self.skipped.has(title, set_of_key(key)[1])})
         bad = max(self.skipped.count([title]) - count.skipped, 0)
         by_reading = least_share(
             bad, self.skipped.read_of(title), usable, is_sample=is_training and self._config.data.shuffle

@@ -41,9 +41,10 @@ def least_share(bad: int, read: int, items: int, *, is_sample: bool) -> float:
     """
     if not bad or not items:
         return 0.0
+    read = max(read, bad)  # a pass that counts no reads, as a cached reference's, lists what it skips
     if read >= items or not is_sample:
         return bad / items
-    share, z = min(bad / read, 1.0), 3.0
+    share, z = bad / read, 3.0
     spread = z * math.sqrt(share * (1 - share) / read + z * z / (4 * read * read))
     return (share + z * z / (2 * read) - spread) / (1 + z * z / read)
 
