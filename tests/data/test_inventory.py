@@ -176,7 +176,6 @@ def test_a_few_that_cannot_be_used_do_not_end_the_run(folder: Path) -> None:
     [
         (0, 50, 0.0, 0.0),
         (1, 1, 0.0, 0.11),
-        (10, 0, 0.5, 0.6),
         (10, 10, 0.5, 0.6),
         (18, 60, 0.15, 0.17),
         (300, 1000, 0.25, 0.3),
@@ -186,3 +185,7 @@ def test_a_sample_gives_a_lower_bound(bad: int, read: int, at_least: float, at_m
     assert at_least <= least_share(bad, read, 6000, is_sample=True) <= at_most
     assert least_share(bad, read, 6000, is_sample=False) == bad / 6000
     assert least_share(bad, read, read, is_sample=True) == bad / read
+
+
+def test_skipped_items_of_a_pass_that_counts_no_reads_are_read_items() -> None:
+    assert least_share(10, 0, 6000, is_sample=True) == least_share(10, 10, 6000, is_sample=True) > 0.5
