@@ -1,80 +1,84 @@
-"""Whether damaged tables, cuts and noises are always trained on or listed: never a traceback, never a hang.
+"""Whether damaged data sets are always trained on, listed or refused: never a traceback, a hang or a loss.
 
     python scripts/fuzz_sources.py [--count 5000] [--seed 0]
 
-As fuzz_data.py, for the data sets that it does not make: parquet and arrow files of up to 5 rows, damaged as
-bytes and as values of their cells; manifests of Lhotse cuts with recordings in files, and of noises that
-training recordings are augmented with, damaged as bytes and as values of a line. Each input is a function of
-(seed, its number), read by itself through the code of a training run: a source, documents made in worker
-processes, packing, a skip log. Data sets are filtered and augmented, too. Prints a table; exits 1 and lists
-the violations where
+As fuzz_data.py, for the data sets that it does not make. Tables: parquet and arrow files of up to 5 rows,
+damaged as bytes and as values of their cells, and with recordings in a column of any name. Manifests of
+Lhotse cuts with recordings in files, and of noises that training recordings are augmented with, damaged as
+bytes and as values of a line. Sets of several containers, one of them missing, empty, cut, changed or of
+another form: manifests, tables, Shar directories, tar files. Each input is a function of (seed, its number),
+read by itself through the code of a training run: a source, documents made in worker processes, packing, a
+skip log. The generator keeps what it wrote and damaged. Prints a table; exits 1 and lists the violations
+where
 
 - anything is raised but UserError for a data set without a usable item, for a file that is empty, cut or of
   another form, or for a noise that cannot be used;
 - reading a data set takes more than 5 s, or ends its process;
-- an item is neither a document nor in the skip log, or is both;
+- an item that was written is neither trained on nor in the skip log, or is both, or has another name;
+- a run goes on without a container that is missing or damaged, or an item that is sound is not trained on;
 - a worker process dies, or takes more than 1 GiB of memory.
 
-Of a table that is damaged as bytes the number of rows is not known: its items must be numbered without a gap.
 Needs pyarrow (the extra parquet).
 """
 
 import copy
 import json
-import re
+import shutil
+import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow
-import pyarrow.ipc
-import pyarrow.parquet
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jaxthd.config import AugmentConfig, FilterConfig
 from jaxthd.data.audio.augment import Augmentation
-from jaxthd.data.loader import make_loader
-from jaxthd.data.skipped import SkipLog
 from jaxthd.data.sources.noises import read_recordings
-from jaxthd.data.sources.registry import open_source, read_source
 from jaxthd.data.sources.source import SourceSetting
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.data.workers import Workers
 from jaxthd.errors import UserError
-from jaxthd.files.jsonl import read_lines
-from scripts.fuzz_data import (
+from scripts.fuzz.checks import (
     CONFIG as BASE,
 )
-from scripts.fuzz_data import (
-    CUT,
-    FORMATS,
+from scripts.fuzz.checks import (
     ITEM_SECONDS,
-    VALUES,
     Outcome,
-    damaged_bytes,
-    damaged_entry,
+    Written,
+    check,
     is_of_container,
-    make_recordings,
+    numbered,
     run,
     time_limit,
 )
+from scripts.fuzz.damage import VALUES, damaged_bytes, damaged_entry
+from scripts.fuzz.fields import FIELDS
+from scripts.fuzz.lines import CUT
+from scripts.fuzz.recordings import FORMATS, make_recordings
+from scripts.fuzz.sets import SETS, write_table
 
 CONFIG = replace(
     BASE, data=replace(BASE.data, filter=FilterConfig(min_seconds=0.1, max_characters_per_second=200.0))
 )
+
 KINDS = (
     "parquet: bytes",
     "parquet: values",
+    "parquet: columns",
     "arrow: bytes",
     "arrow: values",
+    "arrow: columns",
     "cuts: bytes",
     "cuts: values",
     "noises: bytes",
     "noises: values",
+    *SETS,
 )
 FILE_CUT = CUT | {"recording": {"sources": [{"type": "file", "channels": [0], "source": "s16.wav"}]}}
 NOISE = {"audio_filepath": "s24.flac", "offset": 0.1, "duration": 0.4}
@@ -131,97 +135,59 @@ def damaged_rows(rng: np.random.Generator, rows: list[dict[str, Any]]) -> pyarro
     return table
 
 
-def write_table(rng: np.random.Generator, path: Path, table: pyarrow.Table) -> None:
-    group = int(rng.integers(1, 4))
-    if path.suffix == ".parquet":
-        codec = str(rng.choice(["none", "snappy", "zstd", "gzip"]))
-        pyarrow.parquet.write_table(table, path, row_group_size=group, compression=codec)
-        return
-    make = pyarrow.ipc.new_stream if rng.random() < 0.7 else pyarrow.ipc.new_file
-    with make(str(path), table.schema) as writer:
-        writer.write_table(table, max_chunksize=group)
+def with_column(rng: np.random.Generator, rows: list[dict[str, Any]], field: str) -> pyarrow.Table:
+    """A table whose recordings are in that column."""
+    if field in ("text", "id", "lang", "duration"):
+        field = "audio"
+    texts = {"text"} if rng.random() < 0.7 else {"text", "id", "lang"}
+    found = [{field: row["audio"], **{name: row[name] for name in texts}} for row in rows]
+    return pyarrow.Table.from_pylist(found)
 
 
-def write_input(rng: np.random.Generator, kind: str, folder: Path, name: str) -> tuple[Path, set[str] | None]:
-    """Writes one damaged input. Returns its path and the numbers of its items; None: not known."""
+def write_input(rng: np.random.Generator, kind: str, folder: Path, name: str) -> Written:
+    """Writes one damaged input, a file or folder of that name."""
     what, _, how = kind.partition(": ")
+    if kind in SETS:
+        (folder / name).mkdir()
+        return SETS[kind](rng, folder / name)
     if what in ("parquet", "arrow"):
-        path, rows = folder / f"{name}.{what}", rows_of(rng, folder)
-        table = damaged_rows(rng, rows) if how == "values" else pyarrow.Table.from_pylist(rows)
-        try:
-            write_table(rng, path, table)
-        except pyarrow.ArrowException:  # what the format cannot hold
-            table = pyarrow.Table.from_pylist([{"text": "one"}])
-            write_table(rng, path, table)
-        if how == "bytes":
-            path.write_bytes(damaged_bytes(rng, path.read_bytes()))
-        return path, {str(n + 1) for n in range(table.num_rows)} if how == "values" else None
+        return write_rows(rng, folder / f"{name}.{what}", how)
     path, sound = folder / f"{name}.jsonl", FILE_CUT if what == "cuts" else NOISE
     line = damaged_entry(rng, sound) if how == "values" else damaged_bytes(rng, json.dumps(sound).encode())
     path.write_bytes(line + b"\n" + (json.dumps(sound).encode() if rng.random() < 0.8 else b"") + b"\n")
-    lines = enumerate(path.read_bytes().split(b"\n"), 1)
-    return path, {str(n) for n, text in lines if text.strip()}
+    source = "cuts" if what == "cuts" else ""
+    return Written(SourceSetting(str(path), source=source), numbered(path.read_bytes()), kind)
 
 
-def check(
-    path: Path,
-    items: set[str] | None,
-    kind: str,
-    workers: Workers | int,
-    load: Callable[..., Any],
-    outcome: Outcome,
-) -> None:
-    """Reads one input as a training run does, and adds to the outcome."""
-    log, documents = SkipLog(path.with_name(f"{path.name}.skipped")), []
-    on_skip = log.of([str(path)])
+def write_rows(rng: np.random.Generator, path: Path, how: str) -> Written:
+    """Writes a table whose bytes or values are damaged, or whose recordings are in any column."""
+    rows, heard = rows_of(rng, path.parent), {}
+    table = pyarrow.Table.from_pylist(rows)
+    if how == "columns":
+        table = with_column(rng, rows, str(rng.choice(FIELDS)))
+        heard = dict.fromkeys(range(1, len(rows) + 1), 1)
+    if how == "values":
+        table = damaged_rows(rng, rows)
     try:
-        with time_limit(ITEM_SECONDS):
-            source = open_source(SourceSetting(f"cuts:{path}" if kind.startswith("cuts") else str(path)))
-            examples, skipped = read_source(source, CONFIG.data)
-            source.digest()
-        for item in skipped:
-            on_skip(item.key, item.reason)
-        options: dict[str, Any] = {"repeat": False, "answers": True, "on_skip": on_skip, "workers": workers}
-        with make_loader([examples], load, CONFIG, **options) as loader:
-            for batch, report in loader:
-                documents += [key.partition(":")[0] for row in report.keys for key in row]
-                if not np.isfinite(batch.mels).all():
-                    outcome.violations.append(f"{path}: features that are not finite, in {report.keys}")
-    except UserError as error:
-        found = re.search(r"no usable (line|row) \((\d+) skipped\)", str(error))
-        if found and (items is None or int(found[2]) == len(items)):
-            outcome.refused += int(found[2])
-            outcome.lines += int(found[2])
-            return
-        if is_of_container(error):
-            outcome.refused += len(items or "1")
-            outcome.lines += len(items or "1")
-            return
-        outcome.violations.append(f"{path}: {error}")
-        return
-    except Exception:
-        outcome.violations.append(f"{path}: {traceback.format_exc()}")
-        return
-    entries = read_lines(log.path)
-    listed = [entry["key"].partition(":")[0] for entry in entries]
-    outcome.documents += len(documents)
-    outcome.listed += len(listed)
-    outcome.lines += len(documents) + len(listed)
-    expected = items or {str(n + 1) for n in range(len(documents) + len(listed))}
-    if sorted(documents + listed) != sorted(expected):
-        outcome.violations.append(f"{path}: documents {documents}, listed {listed}, expected {expected}")
-    outcome.violations += [f"{path}: {e}" for e in entries if "worker process died" in e["reason"]]
+        write_table(rng, path, table)
+    except pyarrow.ArrowException:  # what the format cannot hold
+        table = pyarrow.Table.from_pylist([{"text": "one"}])
+        write_table(rng, path, table)
+    if how == "bytes":
+        path.write_bytes(damaged_bytes(rng, path.read_bytes()))
+    items = dict.fromkeys(range(1, table.num_rows + 1), "")
+    return Written(SourceSetting(str(path)), items, f"{path.suffix[1:]}: {how}", heard=heard)
 
 
-def check_noises(path: Path, items: set[str] | None, folder: Path, outcome: Outcome) -> None:
+def check_noises(written: Written, outcome: Outcome) -> None:
     """Reads one manifest of noises, and adds each of its noises to a recording."""
-    assert items is not None
-    outcome.lines += len(items)
+    path, items = written.setting.path, written.items
+    outcome.written += len(items)
     speech = np.random.default_rng(0).normal(0, 0.1, 8000).astype(np.float32)
     try:
         with time_limit(ITEM_SECONDS):
-            clips, skipped = read_recordings(str(path), "data.augment.noise_manifest")
-            outcome.documents += len(clips)
+            clips, skipped = read_recordings(path, "data.augment.noise_manifest")
+            outcome.trained += len(clips)
             outcome.listed += len(skipped)
             if len(clips) + len(skipped) != len(items):
                 outcome.violations.append(
@@ -244,33 +210,29 @@ def check_noises(path: Path, items: set[str] | None, folder: Path, outcome: Outc
 def fuzz(folder: Path, count: int, seed: int, workers: Workers | int) -> dict[str, Outcome]:
     """Checks `count` damaged inputs; the outcomes by kind."""
     make_recordings(folder)
-    noises, _ = read_recordings(str(sound_noises(folder)), "data.augment.noise_manifest")
+    (folder / "noises.jsonl").write_text(json.dumps(NOISE) + "\n")
+    noises, _ = read_recordings(str(folder / "noises.jsonl"), "data.augment.noise_manifest")
     augment = AugmentConfig(speed=(0.9, 1.1), noise_probability=0.5, low_pass_probability=0.3)
     load = SpeechDocuments(
         CONFIG, ByteTokenizer(), train=True, filtered=True, augmentation=Augmentation(augment, noises)
     )
     outcomes = {kind: Outcome() for kind in KINDS}
+    before = set(folder.iterdir())
     for number in range(count):
         kind = KINDS[number % len(KINDS)]
-        rng, outcome = np.random.default_rng([seed, number]), outcomes[kind]
-        path, items = write_input(rng, kind, folder, str(number))
+        outcome = outcomes[kind]
+        written = write_input(np.random.default_rng([seed, number]), kind, folder, f"input{number}")
         start = time.perf_counter()
         if kind.startswith("noises"):
-            check_noises(path, items, folder, outcome)
+            check_noises(written, outcome)
         else:
-            check(path, items, kind, workers, load, outcome)
+            check(written, load, workers, outcome, CONFIG)
         outcome.inputs += 1
         outcome.seconds += time.perf_counter() - start
-        for made in (path, path.with_name(f"{path.name}.skipped")):
-            made.unlink(missing_ok=True)
+        for made in set(folder.iterdir()) - before:
+            shutil.rmtree(made) if made.is_dir() else made.unlink()
     return outcomes
 
 
-def sound_noises(folder: Path) -> Path:
-    path = folder / "noises.jsonl"
-    path.write_text(json.dumps(NOISE) + "\n")
-    return path
-
-
 if __name__ == "__main__":
-    run(__doc__, fuzz, 5000, "item")
+    run(__doc__, fuzz, 5000)

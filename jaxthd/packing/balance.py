@@ -49,8 +49,8 @@ def order_documents(
         the same arguments give the same order.
     Returns (order, imbalance): order[i] is the i-th document of the buffer. The result is never worse
     than the given order; context 1 keeps that. Candidates are the given order, longest first, longest dealt
-    to 2, context and 2 * context piles, and random shuffles; then pairs of the best are swapped, until ROUNDS x
-    32 candidates are compared.
+    to 2, context and 2 * context piles, and random shuffles; then pairs of the best are swapped, until ROUNDS
+    x 32 candidates are compared.
     Raises ValueError if the documents do not fit the capacity.
     """
     n = np.asarray(lengths, np.int64)

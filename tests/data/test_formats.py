@@ -13,7 +13,7 @@ import soxr
 from jaxthd.data.audio.recordings import AudioError, from_samples, load_audio, recording_seconds
 from jaxthd.data.example import Clip, Member, Samples
 from jaxthd.planning.lengths import clip_samples
-from tests.data.sound_files import (
+from scripts.fuzz.sound_files import (
     FORMATS,
     HEADERLESS,
     encoded,
@@ -193,22 +193,40 @@ CUT = [
     ("WAV", "PCM_16"), ("WAV", "GSM610"), ("WAV", "IMA_ADPCM"), ("WAVEX", "PCM_24"), ("RF64", "PCM_16"),
     ("AIFF", "PCM_16"), ("AIFF", "GSM610"), ("AU", "PCM_16"), ("CAF", "PCM_16"), ("W64", "PCM_16"),
     ("W64", "GSM610"), ("NIST", "PCM_16"), ("MP3", None), ("OGG", "VORBIS"), ("OGG", "OPUS"),
+    ("AVR", "PCM_16"), ("MAT4", "PCM_16"), ("MAT5", "PCM_16"), ("MPC2K", "PCM_16"), ("SDS", "PCM_16"),
+    ("SVX", "PCM_16"), ("VOC", "PCM_16"), ("WVE", "ALAW"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "subtype"), CUT)
 def test_a_file_cut_short_is_refused_but_by_the_ranges_that_are_there(tmp_path, kind, subtype):
     wave = speech(12, 16_000) if kind == "OGG" else WAVE  # of several pages
-    data = encoded(wave, 16_000, kind, subtype) or b""
+    rate = 8_000 if kind == "WVE" else 16_000
+    data = encoded(wave, rate, kind, subtype) or b""
     (tmp_path / "a").write_bytes(data)
     whole = load_audio(tmp_path / "a")
     (tmp_path / "a").write_bytes(data[: len(data) // 2])
     assert_refused(tmp_path / "a", "cut short: ")
     path, member = in_tar(tmp_path / "a")
     assert_refused(path, "cut short: ", member)
-    np.testing.assert_allclose(load_audio(tmp_path / "a", 0.2, 0.5), whole[3200:11_200], atol=1e-6)
+    part = whole[round(0.2 * rate) :][: rate // 2]
+    np.testing.assert_allclose(load_audio(tmp_path / "a", 0.2, 0.5), part, atol=1e-6)
     with pytest.raises(AudioError, match=r"past the end|the manifest says 3\.0 s"):
-        load_audio(tmp_path / "a", len(wave) / 40_000, 3.0)
+        load_audio(tmp_path / "a", 0.4 * len(wave) / rate, 3.0)
+
+
+def test_apple_lossless_that_is_cut_short_is_refused(tmp_path):
+    """Of its last packet, which is not whole, libsndfile would read noise."""
+    (tmp_path / "a").write_bytes((encoded(WAVE, 16_000, "CAF", "ALAC_32") or b"")[:-2000])
+    assert_refused(tmp_path / "a", "libsndfile cannot read it")
+    with pytest.raises(AudioError, match="libsndfile cannot read it"):
+        load_audio(tmp_path / "a", 0.2, 2.5)
+
+
+@pytest.mark.parametrize("name", ["a.au", "a.snd"])
+def test_a_file_that_is_au_by_its_name_alone_is_refused(tmp_path, name):
+    (tmp_path / name).write_bytes(b"<html>404</html>" * 1000)
+    assert_refused(tmp_path / name, "it has no header of AU")
 
 
 @pytest.mark.parametrize("stated", [0, 48_000, 96_000])

@@ -13,13 +13,19 @@ import pytest
 from jaxthd.data.example import Example
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.manifest import ManifestSource
+from jaxthd.data.sources.source import SourceSetting
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.data.workers import Workers
-from scripts import fuzz_data
-from scripts.fuzz_data import CONFIG, UTTERANCE, Outcome, check, fuzz, make_recordings
+from scripts.fuzz import checks
+from scripts.fuzz.checks import CONFIG, Outcome, Written, check
+from scripts.fuzz.lines import UTTERANCE
+from scripts.fuzz.ranges import Recording, wrong
+from scripts.fuzz.recordings import make_recordings
+from scripts.fuzz_data import KINDS, fuzz
 
 LOAD = SpeechDocuments(CONFIG, ByteTokenizer(), train=True)
+SETTING = SourceSetting("m.jsonl")
 
 
 def test_damaged_data_is_trained_on_or_listed_and_the_seed_decides_all(tmp_path: Path):
@@ -27,15 +33,16 @@ def test_damaged_data_is_trained_on_or_listed_and_the_seed_decides_all(tmp_path:
     found = []
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
-        outcomes = fuzz(tmp_path / name, 110, 7, workers if name == "here" else 0)
+        outcomes = fuzz(tmp_path / name, 10 * len(KINDS), 7, workers if name == "here" else 0)
         assert [text for outcome in outcomes.values() for text in outcome.violations] == []
         files = {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.jsonl")}
-        counts = {k: (o.inputs, o.lines, o.documents, o.listed, o.refused) for k, o in outcomes.items()}
+        counts = {k: (o.inputs, o.written, o.trained, o.listed, o.refused) for k, o in outcomes.items()}
         found.append((files, counts))
     workers.close()
     assert found[0] == found[1]
     assert all(counts[0] == 10 for counts in found[0][1].values())
-    assert all(documents for _, _, documents, _, _ in found[0][1].values())
+    assert all(trained for _, _, trained, _, _ in found[0][1].values())
+    assert all(written == sum(became) for _, written, *became in found[0][1].values())
     assert sum(listed for _, _, _, listed, _ in found[0][1].values()) > 20
 
 
@@ -44,7 +51,7 @@ def checked(folder: Path, load: Any, workers: Workers | int = 0) -> list[str]:
     manifest = folder / "m.jsonl"
     manifest.write_text(json.dumps(UTTERANCE) + "\n")
     outcome = Outcome()
-    check(manifest, load, workers, outcome)
+    check(Written(SourceSetting(str(manifest)), {1: "s16.wav"}), load, workers, outcome)
     return outcome.violations
 
 
@@ -64,7 +71,11 @@ def not_finite(example: Example, epoch: int) -> Any:
 
 @pytest.mark.parametrize(
     ("load", "violation"),
-    [(raises, "KeyError: 'defect'"), (misnames, "lines ['1', '7'] are neither"), (not_finite, "not finite")],
+    [
+        (raises, "KeyError: 'defect'"),
+        (misnames, "listed ['7:']; written {1: 's16.wav'}"),
+        (not_finite, "not finite"),
+    ],
 )
 def test_a_defect_is_a_violation(tmp_path: Path, load: Any, violation: str):
     (found,) = checked(tmp_path, load)
@@ -81,7 +92,48 @@ def test_an_item_that_does_not_end_is_a_violation(tmp_path: Path, monkeypatch: p
 
 
 def test_a_manifest_that_takes_too_long_is_a_violation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fuzz_data, "ITEM_SECONDS", 0.1)
+    monkeypatch.setattr(checks, "ITEM_SECONDS", 0.1)
     monkeypatch.setattr(ManifestSource, "read", lambda *_: time.sleep(60))
     (found,) = checked(tmp_path, LOAD)
     assert "TimeoutError: no end after 0.1 s" in found
+
+
+def test_other_samples_and_a_lost_end_are_violations(tmp_path: Path):
+    recording = Recording(np.random.default_rng(9), tmp_path / "a")
+    assert not recording.lost
+    assert list(wrong(np.random.default_rng(0), recording)) == []
+    recording.whole = recording.whole + 1e-3
+    assert "other samples than in one decode" in next(wrong(np.random.default_rng(0), recording))
+    recording.seconds += 1.0
+    recording.lost = True
+    assert "gives" in next(wrong(np.random.default_rng(0), recording))
+
+
+@pytest.mark.parametrize(
+    ("written", "violation"),
+    [
+        (Written(SETTING, {1: "b.wav"}), "1:s16.wav was written as b.wav"),
+        (Written(SETTING, {1: "", 2: ""}), "written {1: '', 2: ''}"),
+        (Written(SETTING, {1: ""}, stops=True), "the run goes on"),
+        (Written(SETTING, {1: ""}, heard={1: 2}), "with 1 recordings, 2 were written"),
+        (Written(SETTING, {1: ""}, lost=frozenset({1})), "listed [], damaged [1]"),
+    ],
+)
+def test_what_differs_from_what_was_written_is_a_violation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: Written, violation: str
+):
+    monkeypatch.chdir(tmp_path)
+    make_recordings(tmp_path)
+    (tmp_path / SETTING.path).write_text(json.dumps(UTTERANCE) + "\n")
+    outcome = Outcome()
+    check(written, LOAD, 0, outcome)
+    (found,) = outcome.violations
+    assert violation in found
+
+
+def test_a_sound_data_set_that_is_refused_is_a_violation(tmp_path: Path):
+    outcome = Outcome()
+    check(Written(SourceSetting(str(tmp_path / "gone.jsonl")), {1: ""}, stops=False), LOAD, 0, outcome)
+    assert "no manifest at" in outcome.violations[0]
+    check(Written(SourceSetting(str(tmp_path / "gone.jsonl")), {1: ""}, stops=True), LOAD, 0, outcome)
+    assert len(outcome.violations) == 1

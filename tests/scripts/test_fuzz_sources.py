@@ -10,7 +10,11 @@ pytest.importorskip("pyarrow")
 from jaxthd.data.example import Example
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.huggingface import HuggingFaceSource
-from scripts.fuzz_sources import KINDS, Outcome, check, fuzz, make_recordings, write_table
+from jaxthd.data.sources.source import SourceSetting
+from scripts.fuzz.checks import Outcome, Written, check
+from scripts.fuzz.recordings import make_recordings
+from scripts.fuzz.sets import write_table
+from scripts.fuzz_sources import KINDS, fuzz
 
 
 def test_damaged_sources_are_trained_on_or_listed_and_the_seed_decides_all(tmp_path: Path):
@@ -19,7 +23,7 @@ def test_damaged_sources_are_trained_on_or_listed_and_the_seed_decides_all(tmp_p
         (tmp_path / name).mkdir()
         outcomes = fuzz(tmp_path / name, 5 * len(KINDS), 3, 0)
         assert [text for outcome in outcomes.values() for text in outcome.violations] == []
-        found.append({k: (o.inputs, o.lines, o.documents, o.listed, o.refused) for k, o in outcomes.items()})
+        found.append({k: (o.inputs, o.written, o.trained, o.listed, o.refused) for k, o in outcomes.items()})
     assert found[0] == found[1]
     assert all(counts[0] == 5 for counts in found[0].values())
     assert sum(counts[2] for counts in found[0].values()) > 10
@@ -39,8 +43,9 @@ def test_a_defect_is_a_violation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     write_table(
         np.random.default_rng(0), path, pyarrow.Table.from_pylist([{"audio": "s16.wav", "text": "a"}])
     )
-    check(path, {"1"}, "parquet: values", 0, misnames, outcome)
-    assert "documents [], listed ['7'], expected {'1'}" in outcome.violations.pop()
+    written = Written(SourceSetting(str(path)), {1: ""})
+    check(written, misnames, 0, outcome)
+    assert "listed ['7:']; written {1: ''}" in outcome.violations.pop()
     monkeypatch.setattr(HuggingFaceSource, "read", lambda *_: 1 / 0)
-    check(path, {"1"}, "parquet: values", 0, misnames, outcome)
+    check(written, misnames, 0, outcome)
     assert "ZeroDivisionError" in outcome.violations.pop()

@@ -81,12 +81,14 @@ def sample_data(view: View) -> SampleData | None:
 def mended(view: View) -> View:
     """Returns the view with the size of its samples as it is, where libsndfile would read none otherwise.
 
-    A WAV or AU file of size 0, as it stands while it is written; a CAF file of size -1, or cut short.
+    A WAV or AU file of size 0, as it stands while it is written; a CAF file of size -1, or cut short. Not
+    one of ALAC that is cut short: of its last packet noise would be read.
     """
     found = sample_data(view)
     if not found or not found.size:
         return view
     is_cut_caf = found.size_form == ">q" and found.stated is not None and found.stated > found.size
+    is_cut_caf &= not _is_alac(view)
     if found.stated is not None and not is_cut_caf:
         return view
     size = found.size + found.extra
@@ -94,13 +96,15 @@ def mended(view: View) -> View:
     return view.with_patch(found.size_at, struct.pack(found.size_form, min(size, limit)))
 
 
-def fault_of(view: View, kind: str, frames: int, rate: int, slack: float, *, every_byte: bool) -> str | None:
+def fault_of(
+    view: View, kind: str, log: str, frames: int, rate: int, slack: float, *, every_byte: bool
+) -> str | None:
     """Says why a file may not be read to its end as if that were all of it; None where nothing shows.
 
-    kind: libsndfile's name of its format. frames: as many as decode, or as libsndfile says. slack: seconds
-    that may be missing. every_byte: reads the file through for further streams after the first, where a
-    format may have them; otherwise headers and the file's end. The message has the form "cut short: its
-    header says 3.0 s, 1.8 s are there".
+    kind: libsndfile's name of its format. log: what libsndfile said of its header. frames: as many as decode,
+    or as libsndfile says. slack: seconds that may be missing. every_byte: reads the file through for further
+    streams after the first, where a format may have them; otherwise headers and the file's end. The message
+    has the form "cut short: its header says 3.0 s, 1.8 s are there".
     """
     every_byte |= view.size <= 1 << 20  # no more than one read
     if kind in ("OGG", "FLAC") and every_byte and (fault := _further_stream(view, kind)):
@@ -116,6 +120,8 @@ def fault_of(view: View, kind: str, frames: int, rate: int, slack: float, *, eve
         return (
             compare_frames(int(count[1]), frames, rate, slack) if count and int(count[1]) > frames else None
         )
+    if kind in _COUNTED_IN_LOG:
+        return _fault_in_log(kind, log, frames, rate, slack)
     found = sample_data(view)
     if not found or found.stated is None:
         return None
@@ -127,6 +133,44 @@ def fault_of(view: View, kind: str, frames: int, rate: int, slack: float, *, eve
         there = round(frames * found.size / max(found.stated, 1)) if found.stated else frames
         return compare_frames(frames, there, rate, slack)
     return None
+
+
+_COUNTED_IN_LOG = {
+    "AVR": r"Frames +: (\d+)",
+    "MPC2K": r"Frames +: (\d+)",
+    "MAT4": r"Cols +: (\d+)",
+    "MAT5": r"Cols +: (\d+)",
+    "SVX": r"BODY : (\d+) \(should be (\d+)\)",
+    "WVE": r"Data length (\d+) should be (\d+)",
+    "VOC": r"(truncated)",
+}
+"""How libsndfile's log says the length of formats whose header is not read here: frames, or the stated size
+and the one that is there. The last match counts."""
+
+
+def _fault_in_log(kind: str, log: str, frames: int, rate: int, slack: float) -> str | None:
+    """As fault_of, by what libsndfile said."""
+    found = re.findall(_COUNTED_IN_LOG[kind], log)
+    if not found:
+        return None
+    if kind == "VOC":
+        return "cut short: libsndfile finds it truncated; copy the file anew"
+    if kind in ("SVX", "WVE"):
+        stated, there = map(int, found[-1])
+        return compare_frames(round(frames * stated / max(there, 1)), frames, rate, slack)
+    return compare_frames(int(found[-1]), frames, rate, slack)
+
+
+def sds_frames(log: str) -> int:
+    """Frames of a MIDI Sample Dump that are there, by libsndfile's log: it reads silence for the others."""
+    found = re.search(r"Frames +: (\d+)", log)
+    return int(found[1]) if found else 0
+
+
+def _is_alac(view: View) -> bool:
+    """Whether the description of a CAF file, which comes first, names Apple Lossless."""
+    view.seek(28)
+    return view.read(4) == b"alac"
 
 
 def compare_frames(

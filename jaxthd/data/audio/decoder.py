@@ -9,7 +9,7 @@ from typing import NamedTuple
 import soundfile
 
 from jaxthd.data.audio.cells import open_cell
-from jaxthd.data.audio.containers import compare_frames, fault_of, flac_frames, mended
+from jaxthd.data.audio.containers import compare_frames, fault_of, flac_frames, mended, sds_frames
 from jaxthd.data.audio.mpeg import BLOCK, count_frames, ends_where_stated, first_frame, preroll
 from jaxthd.data.audio.views import TarView, View
 from jaxthd.data.example import Cell, Member
@@ -90,7 +90,15 @@ class Recording(NamedTuple):
             return fault
         if self.file.format == "MP3":
             return self._stops(frames) if every_byte and self.length is None else None
-        return fault_of(self.view, self.file.format, frames, rate, DURATION_SLACK, every_byte=every_byte)
+        return fault_of(
+            self.view,
+            self.file.format,
+            self.file.extra_info,
+            frames,
+            rate,
+            DURATION_SLACK,
+            every_byte=every_byte,
+        )
 
     def _stops(self, frames: int) -> str | None:
         """Compares `frames`, where mpg123 ended, with the file's: it gives up after 1 KB of no frames."""
@@ -132,6 +140,14 @@ def _opened(view: View, source: View | Path, until: float, every_byte: bool) -> 
         whole = mended(headers)
         views.append(whole)
         with Decoder(source if whole is headers else whole) as file:
+            if (file.format, file.subtype) == ("RAW", "ULAW"):
+                # libsndfile takes any bytes for sound where the name ends so.
+                raise soundfile.SoundFileError("its name ends in .au or .snd, and it has no header of AU")
+            if file.format == "SDS":
+                there = min(sds_frames(file.extra_info), file.frames)
+                fault = compare_frames(file.frames, there, file.samplerate, DURATION_SLACK)
+                yield Recording(file, headers, there, fault)
+                return
             if file.format != "MP3":
                 yield Recording(file, headers, file.frames if file.frames < UNKNOWN else None, None)
                 return
