@@ -13,7 +13,7 @@ import soxr
 from jaxthd.data.audio.recordings import AudioError, from_samples, load_audio, recording_seconds
 from jaxthd.data.example import Clip, Member, Samples
 from jaxthd.planning.lengths import clip_samples
-from scripts.fuzz.sound_files import (
+from tests.data.sound_files import (
     FORMATS,
     HEADERLESS,
     encoded,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import soundfile
 
-from scripts.fuzz.damage import damaged_bytes
+from tests.fuzz.damage import damaged_bytes
 
 FORMATS: dict[str, dict[str, Any]] = {
     "s16.wav": {"subtype": "PCM_16"},

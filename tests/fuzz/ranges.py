@@ -8,7 +8,7 @@ import numpy as np
 import soxr
 
 from jaxthd.data.audio.recordings import AudioError, load_audio, recording_seconds
-from scripts.fuzz.sound_files import FORMATS, encoded, id3, mp3_frames, one_decode, speech
+from tests.data.sound_files import FORMATS, encoded, id3, mp3_frames, one_decode, speech
 
 SLACK = 0.35
 """Seconds that may be missing at the end: the 0.25 s of load_audio, and a block of the codec."""

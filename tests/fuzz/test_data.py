@@ -1,4 +1,4 @@
-"""scripts/fuzz_data.py at a size a test can afford; and that it would notice."""
+"""The fuzzer of scripts/fuzz_data.py at a size a test can afford; and that it would notice."""
 
 import importlib
 import json
@@ -17,12 +17,12 @@ from jaxthd.data.sources.source import SourceSetting
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.data.workers import Workers
-from scripts.fuzz import checks
-from scripts.fuzz.checks import CONFIG, Outcome, Written, check
-from scripts.fuzz.lines import UTTERANCE
-from scripts.fuzz.ranges import Recording, wrong
-from scripts.fuzz.recordings import make_recordings
-from scripts.fuzz_data import KINDS, fuzz
+from tests.fuzz import checks
+from tests.fuzz.checks import CONFIG, Outcome, Written, check
+from tests.fuzz.data import KINDS, fuzz
+from tests.fuzz.lines import UTTERANCE
+from tests.fuzz.ranges import Recording, wrong
+from tests.fuzz.recordings import make_recordings
 
 LOAD = SpeechDocuments(CONFIG, ByteTokenizer(), train=True)
 SETTING = SourceSetting("m.jsonl")

@@ -20,8 +20,8 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from jaxthd.data.sources.source import SourceSetting
-from scripts.fuzz.checks import Written
-from scripts.fuzz.lines import CUT
+from tests.fuzz.checks import Written
+from tests.fuzz.lines import CUT
 
 
 class Parts(NamedTuple):

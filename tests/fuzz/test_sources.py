@@ -1,4 +1,4 @@
-"""scripts/fuzz_sources.py at a size a test can afford; and that it would notice."""
+"""The fuzzer of scripts/fuzz_sources.py at a size a test can afford; and that it would notice."""
 
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,10 @@ from jaxthd.data.example import Example
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.huggingface import HuggingFaceSource
 from jaxthd.data.sources.source import SourceSetting
-from scripts.fuzz.checks import Outcome, Written, check
-from scripts.fuzz.recordings import make_recordings
-from scripts.fuzz.sets import write_table
-from scripts.fuzz_sources import KINDS, fuzz
+from tests.fuzz.checks import Outcome, Written, check
+from tests.fuzz.recordings import make_recordings
+from tests.fuzz.sets import write_table
+from tests.fuzz.sources import KINDS, fuzz
 
 
 def test_damaged_sources_are_trained_on_or_listed_and_the_seed_decides_all(tmp_path: Path):
