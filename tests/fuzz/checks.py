@@ -1,6 +1,5 @@
 """Reads a data set as a training run does, and compares what it trains on and lists with what was written."""
 
-import argparse
 import os
 import re
 import resource
@@ -191,18 +190,14 @@ def numbered(lines: bytes) -> dict[int, str]:
     return {n: "" for n, line in enumerate(lines.split(b"\n"), 1) if line.strip()}
 
 
-def run(doc: str | None, fuzz: Callable[[Path, int, int, Workers], dict[str, Outcome]], count: int) -> None:
-    """The command of a fuzz script: prints the outcomes by kind, and exits with 1 after a violation.
+def run(fuzz: Callable[[Path, int, int, Workers], dict[str, Outcome]], count: int, seed: int) -> None:
+    """Fuzzes with worker processes, prints the outcomes by kind, and exits with 1 after a violation.
 
-    fuzz: (folder, number of damaged inputs, seed, workers) -> outcomes by kind. count: inputs by default.
+    fuzz: (folder, number of damaged inputs, seed, workers) -> outcomes by kind.
     """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=count, help="damaged inputs")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
     workers = Workers(os.cpu_count() or 1, ITEM_SECONDS)
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = fuzz(Path(folder), options.count, options.seed, workers)
+        outcomes = fuzz(Path(folder), count, seed, workers)
     workers.close()
     columns = ("inputs", "written", "trained", "listed", "refused", "seconds", "violations")
     print(f"{'damage':24}" + "".join(f"{name:>12}" for name in columns))
