@@ -18,7 +18,8 @@ from jaxthd.data.loader import BatchAndReport, BatchIterator, BatchReport, Loade
 from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.position import DataSets
 from jaxthd.data.prompts import Prompt, PromptStream, page_limits
-from jaxthd.data.skipped import Listed, SkipLog, Skipped, least_share, main_reasons, set_of_key
+from jaxthd.data.skip_limit import SkipLimit
+from jaxthd.data.skipped import Listed, SkipLog, Skipped, main_reasons
 from jaxthd.data.sources.noises import AugmentationData, read_augmentation
 from jaxthd.data.sources.registry import read_source, training_sources, validation_sources
 from jaxthd.data.sources.source import Likeness, Source
@@ -105,7 +106,7 @@ class SpeechData:
         preferences: bool = False,
     ) -> None:
         data = config.data
-        self._config, self._preferences, self._is_training = config, preferences, training
+        self._config, self._preferences = config, preferences
         tokenizer = load_tokenizer(data.tokenizer)
         self.stop_ids = PromptTemplate(data, tokenizer).stop_ids
         # All loaders share these: workers take a second to start, and keep the functions that they are sent.
@@ -140,6 +141,7 @@ class SpeechData:
         if training and self.skipped_text():
             print(f"skipped so far: {self.skipped_text()}; listed in {self.skipped.path}")
         self._inventory = self._counted(workdir)
+        self._skip_limit = SkipLimit(data, self._inventory, self.skipped, is_training=training)
         self.require_few_skipped()
 
     @property
@@ -173,54 +175,14 @@ class SpeechData:
         return "; ".join(parts)
 
     def require_few_skipped(self) -> None:
-        """Raises UserError where too large a share of a data set cannot be used (data.max_skipped_share).
-
-        Each set is judged by itself, by its items that this call has read: a set that is a tenth of the items
-        may be half of what is drawn. Recordings that the inventory has not found count from the start.
-        Without training, an error means that nothing of a set can be used.
-        """
-        most = self._config.data.max_skipped_share
-        for count in self._inventory.sets:
-            share = self._unusable_share(count)
-            if share > most if self._is_training else share == 1.0:
-                raise UserError(self._too_many_skipped(count))
+        """Raises UserError where too large a share of a data set cannot be used (data.max_skipped_share)."""
+        self._skip_limit.check()
 
     def watch(self, say: Callable[[str], None]) -> None:
         """Says what the count of the data sets has brought since. Raises as require_few_skipped()."""
         for line in self._inventory.news():
             say(line)
         self.require_few_skipped()
-
-    def _unusable_share(self, count: SetCount) -> float:
-        """Returns the share of a set's items that cannot be used, at least."""
-        title, usable = count.source.title, len(count.examples)
-        if not count.items:
-            return 0.0
-        is_training = count.source.setting.split == "training"
-        # A copy: the count's thread may add to it meanwhile.
-        unread = len({key for key in list(count.lost) if not self.skipped.has(title, set_of_key(key)[1])})
-        bad = max(self.skipped.count([title]) - count.skipped, 0)
-        by_reading = least_share(
-            bad, self.skipped.read_of(title), usable, is_sample=is_training and self._config.data.shuffle
-        )
-        by_count = (bad + unread) / usable if usable else 0.0
-        return (count.skipped + usable * max(by_reading, by_count)) / count.items
-
-    def _too_many_skipped(self, count: SetCount) -> str:
-        title, reasons = count.source.title, self.skipped.reasons([count.source.title], this_call=True)
-        whys = [*reasons, *list(count.lost.values())[: max(len(count.lost) - len(reasons), 0)]]
-        read = min(self.skipped.read_of(title), len(count.examples))
-        of = f"{read + count.skipped:,} read so far, of {count.items:,}" if read else f"{count.items:,}"
-        which, most = f"{title} ({count.source.setting.field})", self._config.data.max_skipped_share
-        if self._is_training:
-            verdict = f"more than data.max_skipped_share {most:g} of {which} cannot be used"
-        else:
-            verdict = f"nothing of {which} can be used"
-        return (
-            f"{verdict}: {len(whys):,} items of {of}: {main_reasons(whys)}; {self.skipped.path} lists those "
-            "that were read. Correct the data, raise data.max_skipped_share, or start a new run with larger "
-            "capacities"
-        )
 
     def _counted(self, workdir: Path) -> Inventory:
         """Counts what each data set holds and says it. Process 0 counts, the others wait for it."""
