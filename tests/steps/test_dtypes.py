@@ -109,21 +109,20 @@ QUICK = "dropout in text"
 def batch_of(config: Config) -> jaxthd.Batch:
     """Documents with a recording each; for objectives of answers, prompts with two answers each."""
     rng, objective = np.random.default_rng(0), objective_of(config)
+    extras = (*objective.extras, *objective.scored)
     has_answers = config.train.objective != "sft"
     documents = []
     for key in map(str, range(8)):
         text = rng.integers(4, 250, 9).tolist()
         if has_answers:
-            numbers = {name: [[1.0] * 3, [-1.0] * 2] for name in objective.extras}
+            numbers = {name: [[1.0] * 3, [-1.0] * 2] for name in extras}
             document = Document.splice(key, text, [False] * 9, [], 3)
             documents.append(document.with_answers([[5, 6, 7], [8, 9]], numbers))
         else:
             clips = [[rng.normal(size=(64, 16)).astype(np.float32)]] * (config.model.encoder is not None)
             marks = [False] * len(clips) + [True] * 9
             documents.append(Document.splice(key, [3] * len(clips) + text, marks, clips, 3))
-    pack = jaxthd.pack_documents(
-        config, answers=has_answers, extras=objective.extras, depths=config.depths_trained
-    )
+    pack = jaxthd.pack_documents(config, answers=has_answers, extras=extras, depths=config.depths_trained)
     rows = iter(grain.MapDataset.source(documents).repeat().pipe(pack))
     return jaxthd.concatenate_rows([next(rows).batch for _ in range(config.data.rows)])
 
