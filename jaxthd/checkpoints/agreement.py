@@ -37,7 +37,7 @@ def say_other_template(path: Path, there: DataConfig, here: DataConfig) -> None:
 
 
 def lora_factor(path: Path, there: AdaptConfig, here: AdaptConfig) -> float:
-    """What the matrices b of a run's LoRA are multiplied by, so that with this alpha and rank they compute
+    """Returns the factor for the matrices b of a run's LoRA, so that with this alpha and rank they compute
     what they compute there. Says so where it is not 1.
 
     Raises UserError where no factor does: with DoRA on one side only, and where lora_alpha is 0 here alone.

@@ -116,7 +116,7 @@ class Checkpoints:
 
     @property
     def new_measure(self) -> str:
-        """What is said where the next validation is measured otherwise than the newest one; else ""."""
+        """Returns the message for a next validation that is measured otherwise than the newest; else ""."""
         validated = {step: about for step, about in self._about.items() if about.metrics}
         if not validated or not self._measured_by:
             return ""

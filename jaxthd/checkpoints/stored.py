@@ -142,7 +142,7 @@ def comparable(found: Mapping[int, About]) -> list[int]:
 
 
 def measured_otherwise(then: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str:
-    """What differs between two records' measured_by, for people; "" where their metrics can be compared.
+    """Says how two records' measured_by differ; "" where their metrics can be compared.
 
     Validation sets are compared by content, whatever their names.
     """

@@ -1,4 +1,4 @@
-"""Which item comes at which place of a row's stream, also where a data set grows while a run trains.
+"""The order of items in a row's stream, also where a data set grows while a run trains.
 
 Row i of n reads items i, i + n, ... of each epoch's order. An order is a function of the seed, the epoch and
 the number of items. So an epoch that has begun keeps the items that it began with, and later ones have all.

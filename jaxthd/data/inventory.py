@@ -22,7 +22,7 @@ from jaxthd.data.sources.source import Source
 from jaxthd.files.atomic import write_atomically
 
 SECONDS = 60.0
-"""How long a run waits for the count before it starts."""
+"""Seconds that a run waits for the count before it starts."""
 THREADS = 16
 """Headers that are read at the same time: disks and networks make each of them wait."""
 BATCH = 64 * THREADS

@@ -27,7 +27,7 @@ class DataSets(NamedTuple):
 
 
 class Position:
-    """What a stream's saved position says of its data, beside the streams' own states.
+    """The data part of a stream's saved position, beside the streams' own states.
 
     identity: what the stream depends on, as JSON values. epochs: the order of each source's items. kind: of
     the items, for messages. sets: None: data sets are compared by the identity alone.

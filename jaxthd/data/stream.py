@@ -42,7 +42,7 @@ class ItemRef(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What `load` returned for an item of data set number `source` in an epoch of it."""
+    """A value that `load` returned for an item of data set number `source` in an epoch of it."""
 
     source: int
     document: Document | Skipped

@@ -18,7 +18,7 @@ SUFFIXES = (".parquet", ".arrow")
 OPEN = 64
 """Tables that a process keeps open."""
 _PARQUET = b"PAR1"
-"""How a parquet file begins and ends."""
+"""The first and the last bytes of a parquet file."""
 _ARROW_FILE = b"ARROW1"
 """How an arrow file begins that is not a stream."""
 

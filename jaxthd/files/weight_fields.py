@@ -1,4 +1,4 @@
-"""What each setting of a model means for weights that were made under another value of it.
+"""The meaning of a model's settings for weights that were made under other values of them.
 
 Two models of equal shapes can compute different functions. So every field of ModelConfig and AdaptConfig is
 in one of these classes, which a test holds complete; weights are read only where the fields agree as their

@@ -1,4 +1,4 @@
-"""What the metrics of a run's validation depend on besides the weights (About.measured_by): checkpoints are
+"""The inputs of a run's validation besides the weights (About.measured_by): checkpoints are
 ranked by metrics that were measured in the same way.
 """
 

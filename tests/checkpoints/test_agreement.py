@@ -1,4 +1,4 @@
-"""What weights mean besides the model's fields: LoRA's scale, the vocabulary, the template."""
+"""Tests of the meaning of weights besides the model's fields: LoRA's scale, vocabulary, template."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -216,7 +216,7 @@ def test_a_file_cut_short_is_refused_but_by_the_ranges_that_are_there(tmp_path, 
 
 
 def test_apple_lossless_that_is_cut_short_is_refused(tmp_path):
-    """Of its last packet, which is not whole, libsndfile would read noise."""
+    """libsndfile would read noise from its last packet, which is not whole."""
     (tmp_path / "a").write_bytes((encoded(WAVE, 16_000, "CAF", "ALAC_32") or b"")[:-2000])
     assert_refused(tmp_path / "a", "libsndfile cannot read it")
     with pytest.raises(AudioError, match="libsndfile cannot read it"):
@@ -312,7 +312,7 @@ def test_joined_streams_are_refused_where_only_the_first_is_read(tmp_path, kind,
 
 
 def test_an_ogg_stream_without_its_last_page_is_read(tmp_path):
-    """As a stream that was recorded until it was stopped: nothing marks its end."""
+    """A stream that was recorded until it was stopped is such: nothing marks its end."""
     data = encoded(speech(8, 16_000), 16_000, "OGG", "VORBIS") or b""
     (tmp_path / "a.ogg").write_bytes(data)
     whole = load_audio(tmp_path / "a.ogg")

@@ -452,7 +452,7 @@ def test_members_that_no_line_names_are_counted(shards):
 
 
 def write_metadata(path: Path, shards: int) -> None:
-    """As NeMo's convert_to_tarred_audio_dataset.py writes it, in part."""
+    """A part of what NeMo's convert_to_tarred_audio_dataset.py writes."""
     path.write_text(
         f"created_datetime: x\nversion: 0\ndataset_config:\n  num_shards: {shards}\n  shuffle: true\n"
     )

@@ -154,7 +154,7 @@ def check(
 
 
 def _wrongly_refused(written: Written, error: Exception) -> Iterator[str]:
-    """What is wrong about refusing the whole data set: nothing where it is damaged, or has no item left."""
+    """Says why the whole data set should not be refused: it is not damaged, and has items left."""
     unusable = re.search(r"no usable (line|row) \((\d+) skipped\)", str(error))
     if unusable and int(unusable[2]) != len(written.items):
         yield f"{len(written.items)} items were written: {error}"
@@ -167,7 +167,7 @@ def _wrongly_refused(written: Written, error: Exception) -> Iterator[str]:
 def _wrongly_read(
     written: Written, trained: list[str], listed: list[str], clips: Mapping[str, int]
 ) -> Iterator[str]:
-    """What is wrong about the items that are trained on and listed. clips: recordings by key."""
+    """Says what is wrong about the items that are trained on and listed. clips: recordings by key."""
     if written.stops:
         yield "the run goes on"
     numbers = [int(key.partition(":")[0]) for key in (*trained, *listed)]

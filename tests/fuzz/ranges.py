@@ -62,7 +62,7 @@ class Recording:
 
 
 def wrong(rng: np.random.Generator, recording: Recording) -> Iterator[str]:
-    """What is wrong about how the recording is read: whole, its length, and three ranges of it."""
+    """Says how what is read differs from the recording: whole, its length, and three ranges of it."""
     whole, rate, lost, before = recording.whole, recording.rate, recording.lost, recording.before
     for read in (load_audio, recording_seconds):
         try:

@@ -1,4 +1,4 @@
-"""What validation depends on is noted: settings, the contents of the sets, the tokens that end an answer."""
+"""The inputs of validation are noted: settings, the contents of the sets, the tokens that end an answer."""
 
 import json
 from contextlib import closing

@@ -29,7 +29,7 @@ class SampleData(NamedTuple):
 
 
 class _Chunks(NamedTuple):
-    """How a container writes its chunks: name, size, content. whole: the size counts name and size too."""
+    """The layout of a container's chunks: name, size, content. whole: the size counts name and size too."""
 
     magic: bytes
     first: int
@@ -144,12 +144,12 @@ _COUNTED_IN_LOG = {
     "WVE": r"Data length (\d+) should be (\d+)",
     "VOC": r"(truncated)",
 }
-"""How libsndfile's log says the length of formats whose header is not read here: frames, or the stated size
-and the one that is there. The last match counts."""
+"""Patterns of the length in libsndfile's log, for formats whose header is not read here: frames, or the
+stated size and the one that is there. The last match counts."""
 
 
 def _fault_in_log(kind: str, log: str, frames: int, rate: int, slack: float) -> str | None:
-    """As fault_of, by what libsndfile said."""
+    """Returns what fault_of does, by libsndfile's log."""
     found = re.findall(_COUNTED_IN_LOG[kind], log)
     if not found:
         return None

@@ -18,7 +18,7 @@ from jaxthd.errors import UserError
 LOOKED_AT = 1 << 16
 """Bytes at the beginning of a file that its form is told by."""
 PART = re.compile(r"(?<!\d)(\d+)([-_. ]?of[-_. ]?)(\d+)(?!\d)", re.I)
-"""What a name counts parts with: the number of the part, "-of-", how many there are."""
+"""The part of a name that counts parts: the part's number, "-of-", how many there are."""
 _NUMBER = re.compile(r"(?<!\d)(\d+)(?=(\.\w+)*$)")
 _GZIP = b"\x1f\x8b"
 _COMPRESSED = {

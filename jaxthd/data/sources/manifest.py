@@ -232,7 +232,7 @@ def _note(
 
 
 def _own_prompt(entry: dict[str, Any], prompt: str, placeholder: str) -> tuple[str, str]:
-    """As own_prompt, of an utterance whose context may have one of TAGS for the recording."""
+    """Returns own_prompt of an utterance, whose context may have one of TAGS for the recording."""
     if isinstance(context := entry.get("context"), str):
         entry = entry | {"context": with_placeholder(context, placeholder)}
     return own_prompt(entry, prompt, placeholder)

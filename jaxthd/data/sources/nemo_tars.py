@@ -1,4 +1,4 @@
-"""What NeMo writes beside tar files: metadata.yaml, which counts them."""
+"""NeMo's metadata.yaml beside tar files, which counts them."""
 
 import re
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class Counted(NamedTuple):
 
 
 def counted_tars(manifest: Path, tars: Sequence[Path]) -> list[Counted]:
-    """What NeMo's metadata counts, of each folder of tar files that has it, beside them or their manifest.
+    """Returns the counts of NeMo's metadata for each folder of tar files, beside them or their manifest.
 
     That of a manifest "..._version_1.json" is metadata_version_1.yaml, else metadata.yaml.
     Source: NeMo's convert_to_tarred_audio_dataset.py.

@@ -1,4 +1,4 @@
-"""Which fields of a line name recordings: by the field's name, or by its value.
+"""Finds the fields of a line that name recordings, by the field's name or by its value.
 
 A field that names a recording and is not read would leave its text to be trained alone, in silence. So
 readers ask here about the fields that they do not read.
@@ -41,7 +41,7 @@ _VAGUE = re.compile(
 _PLAIN = re.compile(r"(?:speech|voice|utterance|media)\d*$")
 
 Kind = Literal["any", "path", "slash", ""]
-"""Which texts name a recording in a field: any; one that may be a path; one with a slash; none, but by its
+"""The texts that name a recording in a field: any; one that may be a path; one with a slash; none, but by its
 suffix."""
 
 

@@ -15,7 +15,7 @@ from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.containers import parts_of
 
 Likeness = Literal["same", "grown", "other"]
-"""How a data set compares with an earlier state of it; "grown": items have been added at its end."""
+"""A data set against an earlier state of it; "grown": items have been added at its end."""
 
 
 class SourceSetting(NamedTuple):

@@ -38,7 +38,7 @@ class TarIndex:
 
     @property
     def note(self) -> str:
-        """What is wrong with the tar file; "" for nothing."""
+        """Says what is wrong with the tar file; "" for nothing."""
         wrong = self.damage or self.end
         return (
             f"{self.path.name} is {wrong}" if self.damage else f"{self.path.name}: {wrong}" if wrong else ""
@@ -92,7 +92,7 @@ def index_tar(path: Path) -> TarIndex:
 
 
 def _end(file: BufferedReader, at: int, mark: bytes) -> str:
-    """What is wrong with the end of a tar file, read to `at`, where the bytes `mark` are; "" if nothing.
+    """Says what is wrong with the end of a tar file, read to `at`, where the bytes `mark` are; "" if nothing.
 
     Zeros fill a tar file up to a multiple of 10,240 bytes.
     """
@@ -193,7 +193,7 @@ class TarredAudio:
 
     @property
     def notes(self) -> list[str]:
-        """What is wrong with the tar files, and how many members no line has named so far."""
+        """Says what is wrong with the tar files, and how many members no line has named so far."""
         return notes_of_tars(list(self._indexes.values()), list(map(len, self._named.values())))
 
     def locate(self, entry: dict[str, Any], file: int) -> Callable[[str], Clip]:
@@ -218,7 +218,7 @@ class TarredAudio:
 
 
 def notes_of_tars(indexes: Sequence[TarIndex], named: Sequence[int]) -> list[str]:
-    """What is wrong with tar files, and how many of their readable members no line names.
+    """Says what is wrong with tar files, and how many of their readable members no line names.
 
     named: members of each that lines name.
     """
