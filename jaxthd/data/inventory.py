@@ -18,6 +18,7 @@ from typing import Any
 
 from jaxthd.data.audio.recordings import recording_seconds
 from jaxthd.data.example import Cell, Clip, Example, Samples
+from jaxthd.data.sources.recording_fields import is_start
 from jaxthd.data.sources.source import Source
 from jaxthd.files.atomic import write_atomically
 
@@ -114,7 +115,10 @@ class SetCount:
             rest = self.recordings - self.looked_at
             lines.append(f"{rest:,} of {self.recordings:,} recordings uncounted; the count goes on")
         for name, number in self.source.unread_recordings.most_common():
-            lines.append(f"the field {name} of {number:,} items names a second recording, which is not read")
+            what = "names a second recording, which is not read"
+            if is_start(name):
+                what = f"gives a time, in seconds, which data.columns offset={name} would read"
+            lines.append(f"the field {name} of {number:,} items {what}")
         return "; ".join([*lines, *(self.containers.notes if self.containers else ())])
 
     def _clips(self) -> Iterator[tuple[Example, Clip | Samples]]:

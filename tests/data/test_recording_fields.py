@@ -138,6 +138,33 @@ def test_recordings_go_with_prompts_and_preferences_too(tmp_path: Path):
         assert "wav names a recording that is not read" in refused(tmp_path, plain, prompts=True)
 
 
+@pytest.mark.parametrize("text", ["a.wav", " clips/a.FLAC\n", "https://x/a.mp3?key=1"])
+def test_a_text_that_is_nothing_but_the_name_of_a_recording_is_refused(tmp_path: Path, text: str):
+    """Kimi-Audio writes {"role": "user", "message_type": "audio", "content": "a.wav"}."""
+    assert "which names a recording" in refused(tmp_path, chat(text))
+    assert asked(tmp_path, chat(f"What is said in {text.strip()} ?"))
+    spoken = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]}
+    assert asked(tmp_path, spoken) == ["?"]
+
+
+@pytest.mark.parametrize("name", ["audio_id", "recordingId", "clip_key"])
+def test_the_id_of_a_recording_costs_a_line_that_has_none(tmp_path: Path, name: str):
+    unread = Counter[str]()
+    assert f"{name} names a recording that is not read" in refused(tmp_path, chat("What?", **{name: "x17"}))
+    lines = chat("What?", audio_filepath="a.wav", **{name: "x17"}), chat("What?", utterance_id="x17")
+    examples, skipped = read_manifest(write(tmp_path, *lines), unread=unread)
+    assert (len(examples), skipped, unread) == (2, [], {})
+
+
+@pytest.mark.parametrize("name", ["start", "start_time", "Begin", "segment_start", "audio_start", "offset_s"])
+def test_a_start_that_is_not_read_is_counted(tmp_path: Path, name: str):
+    """Without an offset the recording is read from its beginning, and the text is that of a part."""
+    unread = Counter[str]()
+    lines = GOOD | {name: 1.5}, GOOD | {name: 2, "offset": 2}, GOOD | {name: 0}, GOOD | {name: "1"}
+    examples, _ = read_manifest(write(tmp_path, *lines, chat("What?", **{name: 3})), unread=unread)
+    assert (len(examples), unread) == (5, {name: 1})
+
+
 @pytest.mark.parametrize(
     ("beside", "name"),
     [
@@ -148,6 +175,7 @@ def test_recordings_go_with_prompts_and_preferences_too(tmp_path: Path):
         ({"audio_url": "https://x/y"}, "audio_url"),
         ({"link": "https://x/a.wav?key=1"}, "link"),
         ({"x": "data:audio/wav;base64,UklGRg"}, "x"),
+        ({"files": [{"mime": "audio/wav", "data": "UklGRg"}]}, "files"),
         ({"x": {"array": [0.1, 0.2], "sampling_rate": 16000}}, "x"),
         ({"x": {"bytes": "UklGRg", "path": None}}, "x"),
         ({"wav": [0.1, 0.2]}, "wav"),

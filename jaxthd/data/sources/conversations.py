@@ -16,6 +16,7 @@ from jaxthd.data.sources.lines import json_list, json_object, string
 from jaxthd.data.sources.recording_fields import (
     FIELD_OF_PATH,
     LISTS,
+    names_recording,
     other_modalities,
     other_recordings,
 )
@@ -133,8 +134,14 @@ def _joined(messages: list[tuple[Role, Parts]], clips: Iterator[Clip]) -> tuple[
 
 
 def refuse_tags(parts: Any) -> None:
-    """Raises ValueError for a tag in a text that no recording stands for: it would be trained as text."""
+    """Raises ValueError for a text that would be trained in place of a recording: a tag for which there is
+    none, or nothing but the name of a file."""
     for part in parts:
+        if isinstance(part, str) and len(words := part.split(None, 1)) == 1 and names_recording(words[0]):
+            raise ValueError(
+                f"a text is {reprlib.repr(words[0])}, which names a recording; expected it in a part of type "
+                "audio, or in the line's audio"
+            )
         if isinstance(part, str) and ("<" in part or "[" in part) and (tag := _TAG.search(part)):
             raise ValueError(
                 f"a text holds {tag[0]} and the line names no recording for it; expected one in audio, in "

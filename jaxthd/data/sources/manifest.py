@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxthd.config import DataConfig
-from jaxthd.data.example import Clip, Example, Turn, question, utterance
+from jaxthd.data.example import Cell, Clip, Example, Turn, question, utterance
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.columns import LineColumns
 from jaxthd.data.sources.conversations import conversation_turns, refuse_tags, with_placeholder
@@ -44,7 +44,13 @@ from jaxthd.data.sources.lines import (
 )
 from jaxthd.data.sources.nemo_tars import counted_tars, require_counted_tars
 from jaxthd.data.sources.preferences import PAIR, alternatives_of, history_of, is_preference
-from jaxthd.data.sources.recording_fields import LISTS, other_recordings, refusal
+from jaxthd.data.sources.recording_fields import (
+    LISTS,
+    other_recordings,
+    recording_ids,
+    refusal,
+    unread_start,
+)
 from jaxthd.data.sources.recordings import Locate, clip_of, in_folder, path_of, recording_of
 from jaxthd.data.sources.source import (
     Containers,
@@ -215,20 +221,26 @@ def turns_of_entry(
             refuse_tags(turn.parts)
         others = _beside(entry)
     others += other_recordings(entry, READ)
-    if others:
-        _note(entry, turns, others, unread)
+    _note(entry, turns, others, unread)
     return turns
 
 
 def _note(
     entry: dict[str, Any], turns: tuple[Turn, ...], others: tuple[str, ...], unread: Counter[str] | None
 ) -> None:
-    """Counts fields that name recordings and are not read. Raises ValueError where no recording is read."""
+    """Counts fields that name recordings, or times in them, and are not read.
+
+    Raises ValueError where no recording is read.
+    """
     is_utterance = not _is_conversation(entry) and "prompt" not in entry and entry.get("audio_filepath")
-    if not is_utterance and not any(isinstance(part, Clip) for turn in turns for part in turn.parts):
-        raise ValueError(refusal(others))
-    if unread is not None:
-        unread.update(others)
+    clips = [part for turn in turns for part in turn.parts if isinstance(part, Clip)]
+    if not is_utterance and not clips:
+        if others or (others := recording_ids(entry)):
+            raise ValueError(refusal(others))
+    elif unread is not None:
+        # Tables hold the segments themselves, with the times that they had in a longer recording.
+        start = unread_start(entry) if not any(isinstance(clip.member, Cell) for clip in clips) else None
+        unread.update((*others, start) if start else others)
 
 
 def _own_prompt(entry: dict[str, Any], prompt: str, placeholder: str) -> tuple[str, str]:
@@ -309,8 +321,7 @@ def read_chats(path: str | Path, *, prompt: str = "{audio}", placeholder: str = 
                 turns, others = conversation_turns(entry, locate, placeholder)
             else:
                 turns, others = _question(entry, locate, prompt, placeholder), ()
-            if others := others + other_recordings(entry, READ):
-                _note(entry, turns, others, None)
+            _note(entry, turns, others + other_recordings(entry, READ), None)
             _require_question(turns)
             chats.append(Example(f"{line_number}:{name_of_entry(entry)}", turns))
         except ValueError as error:

@@ -39,6 +39,10 @@ _VAGUE = re.compile(
     r"|(?:file|rel|abs)?path|file(?:name|path|url)?)\d*$"
 )
 _PLAIN = re.compile(r"(?:speech|voice|utterance|media)\d*$")
+_ID = re.compile(r"(?:audio|wav|recording|clip|sound)s?(?:id|key|uid|ref)s?$")
+_STARTS = re.compile(
+    r"(?:(?:audio|clip|segment|seg|utt|speech)?(?:start|begin|onset)|offset)(?:time|sec|seconds|s|ms|offset)?$"
+)
 
 Kind = Literal["any", "path", "slash", ""]
 """The texts that name a recording in a field: any; one that may be a path; one with a slash; none, but by its
@@ -48,7 +52,7 @@ suffix."""
 @lru_cache(4096)
 def _kind(name: str) -> Kind:
     """Judges a field by its name, whatever its case and the marks between its words."""
-    plain = re.sub(r"[\W_]+", "", name).lower()
+    plain = _letters(name)
     if _CLEAR.search(plain) and not plain.startswith(("has", "is", "num")):
         return "any"
     if _VAGUE.fullmatch(plain):
@@ -69,6 +73,32 @@ def other_recordings(entry: Mapping[str, Any], read: frozenset[str] = frozenset(
         if name not in read and not _is_plain(name, value):
             places += _places(name, value, 0)
     return tuple(places)
+
+
+def recording_ids(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the names of fields such as audio_id, which name a recording that lies elsewhere.
+
+    They matter where a line has no recording; beside one they are its own name.
+    """
+    return tuple(n for n, v in entry.items() if v and isinstance(v, str) and _ID.search(_letters(n)))
+
+
+def unread_start(entry: Mapping[str, Any]) -> str | None:
+    """Returns the field that says where in a recording the text begins, if it is not `offset`; else None."""
+    if entry.get("offset") is not None:
+        return None
+    return next((n for n, v in entry.items() if type(v) in (int, float) and v > 0 and is_start(n)), None)
+
+
+@lru_cache(4096)
+def is_start(name: str) -> bool:
+    """Whether a field other than `offset` is called as one that says where a range of a recording begins."""
+    return name != "offset" and _STARTS.match(_letters(name)) is not None
+
+
+def _letters(name: str) -> str:
+    """The letters and digits of a field's name, whatever its case and the marks between its words."""
+    return re.sub(r"[\W_]+", "", name).lower()
 
 
 def _is_plain(name: str, value: Any) -> bool:
@@ -124,8 +154,8 @@ def names_recording(text: str, kind: Kind = "") -> bool:
     end = text[-_LONGEST_SUFFIX:]
     if "." in end and (_ENDS.search(end) or _AU.search(text)):
         return "\n" not in text
-    if text.startswith("data:audio"):
-        return True
+    if text.startswith(("data:audio", "audio/")):  # a folder, or a media type such as audio/wav
+        return not any(map(str.isspace, text))
     if "://" in text[:10] and "?" in text:
         return names_recording(text.partition("?")[0], kind)
     if not kind or not text.strip():
