@@ -21,6 +21,8 @@ def kill(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_signal_asks_a_run_to_stop_and_what_follows_does_not_end_it(name: str) -> None:
     """Handlers of before come back at the end."""
+    # A shell ignores SIGINT for what it runs in the background, and so the tests.
+    of_tests = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = [signal.getsignal(getattr(signal, each)) for each in NAMES]
     with StopRequests() as stopping:
         stopping.listen()
@@ -34,6 +36,7 @@ def test_a_signal_asks_a_run_to_stop_and_what_follows_does_not_end_it(name: str)
         with pytest.raises(KeyboardInterrupt):  # who presses Ctrl-C now does not want to wait
             kill("SIGINT")
     assert [signal.getsignal(getattr(signal, each)) for each in NAMES] == before
+    signal.signal(signal.SIGINT, of_tests)
 
 
 def test_the_time_asks_a_run_to_stop() -> None:
