@@ -128,3 +128,22 @@ def test_the_lines_that_the_page_about_data_shows_can_be_read(tmp_path: Path) ->
     assert [len(example.clips) for example in examples] == [1] * len(shown)
     assert [len(example.alternatives) for example in examples] == [0] * 6 + [2, 2, 1]
     assert all(json.loads(line) for line in shown)
+
+
+PARTS = {"context", "conv", "encoder", "experts"}
+"""Settings whose one-word names are parts of a model or a mesh, too."""
+
+
+def denied(page: str) -> list[str]:
+    """The options that rows of a page's tables deny although a setting has all words of its name in theirs."""
+    last = [set(re.split(r"[-.]", name.rpartition(".")[2])) for name in settings()]
+    rows = [row.split("|") for row in page.splitlines() if re.search(r"\bdo(es)? not exist\b", row)]
+    options = [option for row in rows for option in re.findall(r"`([^`]+)`", row[1])]
+    words = {option: set(re.split(r"[-._*: ]", option.lower())) for option in options}
+    return [o for o in options if any(name <= words[o] and not name <= PARTS for name in last)]
+
+
+def test_nothing_that_exists_is_denied():
+    assert denied((ROOT / "docs" / "coming_from_nemo.md").read_text()) == []
+    row = "| `lora.lora_dropout`, `lora.lora_A_init`, `perturb_speed` | do not exist |"
+    assert denied(row) == ["lora.lora_dropout", "perturb_speed"]
