@@ -12,13 +12,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from jaxthd.data.parquet_footer import MAGIC, row_groups
 from jaxthd.errors import UserError
 
 SUFFIXES = (".parquet", ".arrow")
 OPEN = 64
 """Tables that a process keeps open."""
-_PARQUET = b"PAR1"
-"""The first and the last bytes of a parquet file."""
 _ARROW_FILE = b"ARROW1"
 """How an arrow file begins that is not a stream."""
 
@@ -68,18 +67,18 @@ class ParquetTable(Table):
 
         self._file = ParquetFile(path, memory_map=True, pre_buffer=False)
         self.schema, self.groups = self._file.schema_arrow, self._file.num_row_groups
-        metadata = self._file.metadata
-        rows = sum(metadata.row_group(group).num_rows for group in range(self.groups))
-        if rows != metadata.num_rows:
-            raise ValueError(f"its footer counts {metadata.num_rows} rows, and {rows} in its groups")
-        if self.groups and _is_joined(path, metadata.row_group(self.groups - 1)):
+        groups, counted = row_groups(path), self._file.metadata.num_rows
+        self._rows = [group.rows for group in groups]
+        if (sum(self._rows), len(groups)) != (counted, self.groups):
+            raise ValueError(f"its footer counts {counted} rows, and {sum(self._rows)} in its groups")
+        if groups and _is_joined(path, groups[-1].end):
             raise ValueError("it is several parquet files joined, of which the first alone can be read")
 
     def read(self, group: int, names: Sequence[str]) -> Any:
         return self._file.read_row_group(group, columns=list(names), use_threads=False)
 
     def count(self, group: int) -> int | None:
-        return self._file.metadata.row_group(group).num_rows
+        return self._rows[group]
 
 
 class ArrowTable(Table):
@@ -124,18 +123,13 @@ class ArrowTable(Table):
         return pyarrow.RecordBatch.from_arrays(list(columns.values()), list(columns))
 
 
-def _is_joined(path: Path, last: Any) -> bool:
+def _is_joined(path: Path, end: int) -> bool:
     """Whether a file follows another in a parquet file: the footer's places are then those of the first.
 
-    last: the metadata of the last group. Only indexes and Bloom filters lie between its data and the footer.
+    end: of the data, by the footer. Only indexes and Bloom filters lie between it and the footer.
     """
-    ends = [len(_PARQUET)]
-    for number in range(last.num_columns):
-        column = last.column(number)
-        start = min(filter(None, (column.dictionary_page_offset, column.data_page_offset)), default=0)
-        ends.append(start + column.total_compressed_size)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return data.find(2 * _PARQUET, max(ends)) >= 0
+        return data.find(2 * MAGIC, end) >= 0
 
 
 def _messages(source: Any) -> Iterator[Any]:

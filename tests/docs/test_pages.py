@@ -135,7 +135,7 @@ PARTS = {"context", "conv", "encoder", "experts"}
 
 
 def denied(page: str) -> list[str]:
-    """The options that rows of a page's tables deny although a setting has all words of its name in theirs."""
+    """Returns the options that a page's tables deny although all words of a setting's name are in theirs."""
     last = [set(re.split(r"[-.]", name.rpartition(".")[2])) for name in settings()]
     rows = [row.split("|") for row in page.splitlines() if re.search(r"\bdo(es)? not exist\b", row)]
     options = [option for row in rows for option in re.findall(r"`([^`]+)`", row[1])]

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from jaxthd.data.parquet_footer import row_groups
 from jaxthd.data.sources.containers import damaged, refuse_unread, require_all_parts
 from jaxthd.data.sources.lines import parse
-from jaxthd.data.tables import SUFFIXES, errors_of_tables, import_pyarrow
+from jaxthd.data.tables import SUFFIXES
 from jaxthd.errors import UserError
 
 STATE, INFO, INFOS, DICT = "state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"
@@ -126,15 +127,12 @@ def _summarised(files: Sequence[Path]) -> Iterator[Count]:
     path = files[0].parent / SUMMARY
     if not path.is_file():
         return
-    pyarrow = import_pyarrow(path)
     rows: dict[Path, int] = {}
     try:
-        metadata = pyarrow.parquet.read_metadata(path)
-        for number in range(metadata.num_row_groups):
-            group = metadata.row_group(number)
-            file = path.parent / group.column(0).file_path
-            rows[file] = rows.get(file, 0) + group.num_rows
-    except errors_of_tables() as error:
+        for group in row_groups(path):
+            file = path.parent / group.file
+            rows[file] = rows.get(file, 0) + group.rows
+    except (ValueError, OSError) as error:
         raise damaged(path, "", error) from error
     yield from (Count(path, (file,), count) for file, count in rows.items() if file != path.parent)
 
