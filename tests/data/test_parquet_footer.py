@@ -75,7 +75,7 @@ def test_a_damaged_footer_is_an_error_and_no_crash(tmp_path: Path):
 
 
 def test_statistics_that_do_not_fit_a_column_end_no_process(tmp_path: Path):
-    """pyarrow 25's RowGroupMetaData.column does not catch this exception: the process was aborted."""
+    """pyarrow 26's RowGroupMetaData.column does not catch this exception: the process was aborted."""
     path = write_parquet(tmp_path / "a.parquet", [{"text": ["one", "two"]}])
     data = path.read_bytes()
     length = int.from_bytes(data[-8:-4], "little")
