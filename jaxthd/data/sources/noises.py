@@ -98,8 +98,6 @@ def _first(skipped: Sequence[Skipped]) -> str:
 
 def _measured(clip: Clip, most_seconds: float | None) -> Clip | str:
     """The clip with its duration, or why it cannot be used."""
-    if not clip.path.is_file():
-        return f"{clip.path}: no such file"
     try:
         frames, rate, channels = recording_length(clip.path)
     except AudioError as error:
