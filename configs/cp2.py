@@ -1,6 +1,6 @@
 """The longer run: a small speech LLM that writes any text, each buffer's tokens sharded over two devices.
 
-    python -m jaxthd.train --config configs/cp2.py
+    jaxthd train configs/cp2.py
 
 It needs no download and no accelerator: 10,000 utterances of synthetic speech are made on first use (20 s),
 and a machine without GPUs simulates the two devices. It takes about 7 minutes on two cores. Expect a word

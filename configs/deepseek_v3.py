@@ -1,8 +1,8 @@
 """DeepSeek-V3 with a 0.6B FastConformer on 256 GPUs: 64 buffers a step, each sharded over 4; an expert of
 each layer on each GPU. LoRA on the LLM's attention.
 
-    python -m jaxthd.describe --config configs/deepseek_v3.py
-    python -m jaxthd.train --config configs/deepseek_v3.py
+    jaxthd describe configs/deepseek_v3.py
+    jaxthd train configs/deepseek_v3.py
 
 The first command prints the parameters (671.03B in the decoder, 36.63B of them active per token, and LoRA's
 388M; 0.61B in the encoder) and the bytes of the training state. The second command starts from published

@@ -1,6 +1,6 @@
 """Preferences (DPO) from the first run's own mistakes: of 8 answers to a recording, the best and the worst.
 
-    python -m jaxthd.train --config configs/dpo.py
+    jaxthd train configs/dpo.py
 
 It starts from runs/first_run, which is trained first if it is missing (configs/first_run.py, four minutes),
 and from 2,000 pairs that are sampled from that model (runs/pairs.jsonl, some five minutes).

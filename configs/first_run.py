@@ -1,6 +1,6 @@
 """The first run: a small speech LLM learns to listen to synthetic speech, in three minutes on two cores.
 
-    python -m jaxthd.train --config configs/first_run.py
+    jaxthd train configs/first_run.py
 
 It needs no download and no accelerator. 10,000 utterances of synthetic speech are made on first use (20 s).
 The word error rate is measured on 500 utterances whose voices and texts are not in the training set. Expect

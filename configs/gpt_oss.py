@@ -1,7 +1,7 @@
 """GPT-OSS-20B with a 0.6B FastConformer on 32 GPUs: 32 buffers a step, each on one GPU. LoRA on the LLM.
 
-    python -m jaxthd.describe --config configs/gpt_oss.py
-    python -m jaxthd.train --config configs/gpt_oss.py
+    jaxthd describe configs/gpt_oss.py
+    jaxthd train configs/gpt_oss.py
 
 The first command prints the parameters (20.9B in the decoder, of which a token uses 3.6B; 0.61B in the
 encoder) and the bytes of the training state. The second command starts from published weights: it reads the

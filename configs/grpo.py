@@ -1,6 +1,6 @@
 """Reinforcement learning from the first run's weights: fewer words wrong, by a reward alone.
 
-    python -m jaxthd.grpo --config configs/grpo.py
+    jaxthd grpo configs/grpo.py
 
 It starts from runs/first_run, which is trained first if it is missing (configs/first_run.py, four minutes).
 Each step draws 8 answers to each of 16 recordings, and rewards each with minus its word error rate.

@@ -1,8 +1,8 @@
 """Moonlight-16B-A3B with a 0.6B FastConformer on 32 GPUs: 8 buffers a step, each sharded over 4. LoRA on the
 LLM's attention.
 
-    python -m jaxthd.describe --config configs/moonlight.py
-    python -m jaxthd.train --config configs/moonlight.py
+    jaxthd describe configs/moonlight.py
+    jaxthd train configs/moonlight.py
 
 The first command prints the parameters (15.96B in the decoder, 2.58B of them active per token, and LoRA's
 28M; 0.61B in the encoder) and the bytes of the training state. The second command starts from published

@@ -1,7 +1,7 @@
 """Nemotron-3-Nano-30B-A3B with a 0.6B FastConformer on 32 GPUs: 8 buffers a step, each sharded over 4.
 
-    python -m jaxthd.describe --config configs/nemotron3_nano.py
-    python -m jaxthd.train --config configs/nemotron3_nano.py
+    jaxthd describe configs/nemotron3_nano.py
+    jaxthd train configs/nemotron3_nano.py
 
 The first command prints the parameters (31.58B in the decoder, 3.23B of them active per token; 0.61B in the
 encoder) and the bytes of the training state: 480 GiB, 15 GiB of it on each device. jaxthd.estimate says what

@@ -1,7 +1,7 @@
 """Nemotron-3-Nano-30B-A3B with a 0.6B FastConformer on 1,024 GPUs: long buffers, each over 512 of them.
 
-    python -m jaxthd.estimate --config configs/nemotron3_nano_1024.py --no-compile
-    python -m jaxthd.train --config configs/nemotron3_nano_1024.py
+    jaxthd estimate configs/nemotron3_nano_1024.py --no-compile
+    jaxthd train configs/nemotron3_nano_1024.py
 
 The first command says on paper what a step needs: 19.6 GiB of a device's memory; 23 GiB received over NVLink
 and 156 GiB over the network, 123 GiB of these for the experts; a bubble of 11.1%; a checkpoint of 360 GiB.

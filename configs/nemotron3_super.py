@@ -1,7 +1,7 @@
 """Nemotron-3-Super-120B-A12B with a 0.6B FastConformer on 1,024 GPUs: long buffers, each over 512 of them.
 
-    python -m jaxthd.estimate --config configs/nemotron3_super.py --no-compile
-    python -m jaxthd.train --config configs/nemotron3_super.py
+    jaxthd estimate configs/nemotron3_super.py --no-compile
+    jaxthd train configs/nemotron3_super.py
 
 The first command says on paper what a step needs: 37.8 GiB of a device's memory; 57 GiB received over NVLink
 and 340 GiB over the network, 288 GiB of these for the experts; a bubble of 11.1%; a checkpoint of 1,356 GiB.

@@ -1,7 +1,7 @@
 """Qwen3-1.7B with a 0.6B FastConformer on 32 GPUs: 32 buffers a step, each on one GPU. LoRA on the LLM.
 
-    python -m jaxthd.describe --config configs/qwen3.py
-    python -m jaxthd.train --config configs/qwen3.py
+    jaxthd describe configs/qwen3.py
+    jaxthd train configs/qwen3.py
 
 The first command prints the parameters (1.72B in the decoder, whose head is its embedding; 0.61B in the
 encoder) and the bytes of the training state. The second command starts from published weights: it reads the

@@ -1,8 +1,8 @@
 """Qwen3-Next-80B-A3B with a 0.6B FastConformer on 64 GPUs: 16 buffers a step, each sharded over 4.
 
-    python -m jaxthd.describe --config configs/qwen3_next.py
-    python -m jaxthd.estimate --config configs/qwen3_next.py
-    python -m jaxthd.train --config configs/qwen3_next.py
+    jaxthd describe configs/qwen3_next.py
+    jaxthd estimate configs/qwen3_next.py
+    jaxthd train configs/qwen3_next.py
 
 The first command prints the parameters (79.67B in the decoder, 3.56B of them active per token with the head's
 0.31B; 0.61B in the encoder) and the bytes of the training state, the second one what a step needs and sends.

@@ -1,6 +1,6 @@
 """configs/cp2.py on one device: the same model, data and optimization.
 
-    python -m jaxthd.train --config configs/single.py
+    jaxthd train configs/single.py
 
 Expect the losses of configs/cp2.py, to 1e-6 for the first 50 steps. Later losses drift apart as rounding
 grows.

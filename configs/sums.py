@@ -1,6 +1,6 @@
 """Reinforcement learning without transcripts: recordings such as "three plus five", rewarded for their sum.
 
-    python -m jaxthd.grpo --config configs/sums.py
+    jaxthd grpo configs/sums.py
 
 No line of the training data says what is spoken or what to answer: each has a recording and its `answer`, a
 number that only the reward function `equals` reads (docs/post_training.md).

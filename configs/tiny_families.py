@@ -1,6 +1,6 @@
 """A tiny speech LLM on each family's kind of decoder. Each trains in a minute on two cores.
 
-    python -m jaxthd.train --config configs/tiny_families.py
+    jaxthd train configs/tiny_families.py
     python scripts/check_families.py --families qwen3_moe
 
 The first command trains the decoder of FAMILY below on synthetic speech. The second one runs every command of

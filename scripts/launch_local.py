@@ -1,6 +1,6 @@
 """Runs several processes of one command on this machine, as if on several machines.
 
-    python scripts/launch_local.py 2 -- python -m jaxthd.train --config configs/cp2.py
+    python scripts/launch_local.py 2 -- jaxthd train configs/cp2.py
 
 The command finds the address of process 0, the number of processes and its own number in the environment
 variables that jaxthd.train reads for --coordinator, --processes and --process. Every line of output is

@@ -43,7 +43,7 @@ def test_every_config_is_valid_without_a_warning_and_names_its_command(path: Pat
     gpus = replace(GPUS, devices=config.mesh.devices, vocabulary=config.model.llm.vocab_size)
     assert validate(config, CPU if config.mesh.devices <= 2 else gpus) == []
     command = "grpo" if config.train.objective == "grpo" else "train"
-    assert f"python -m jaxthd.{command} --config configs/{path.name}" in path.read_text()
+    assert f"jaxthd {command} configs/{path.name}" in path.read_text()
 
 
 def test_runs_that_are_compared_differ_in_what_they_compare_only() -> None:
