@@ -4,9 +4,12 @@ The public names, for use from Python; docs/api.md shows them at work. Each is i
 `import jaxthd` alone does not import jax.
 """
 
+import ast
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+# The one list of public names: type checkers follow it, and _homes reads it.
 if TYPE_CHECKING:
     from jaxthd.checkpoints.checkpoint import Checkpoints as Checkpoints
     from jaxthd.checkpoints.weights import Weights as Weights
@@ -85,86 +88,15 @@ if TYPE_CHECKING:
     from jaxthd.steps.training import loss_and_gradient as loss_and_gradient
     from jaxthd.steps.training import make_train_step as make_train_step
 
-_HOMES = {
-    "Checkpoints": "checkpoints.checkpoint",
-    "Weights": "checkpoints.weights",
-    "load_model": "checkpoints.weights",
-    "load_weights": "checkpoints.weights",
-    "AdaptConfig": "config",
-    "ComputeConfig": "config",
-    "Config": "config",
-    "DataConfig": "config",
-    "EncoderConfig": "config",
-    "LLMConfig": "config",
-    "MeshConfig": "config",
-    "ModelConfig": "config",
-    "SpecAugmentConfig": "config",
-    "TrainConfig": "config",
-    "load_config": "files.config_file",
-    "Clip": "data.example",
-    "Example": "data.example",
-    "Samples": "data.example",
-    "Turn": "data.example",
-    "utterance": "data.example",
-    "Loader": "data.loader",
-    "make_loader": "data.loader",
-    "PackDocuments": "data.packer",
-    "PackedRow": "data.packer",
-    "pack_documents": "data.packer",
-    "data_shard": "data.shards",
-    "Skipped": "data.skipped",
-    "SOURCES": "data.sources.registry",
-    "register_source": "data.sources.registry",
-    "Source": "data.sources.source",
-    "SpeechDocuments": "data.speech",
-    "load_tokenizer": "data.text.tokenizer",
-    "UserError": "errors",
-    "Generator": "inference.generator",
-    "Scorer": "inference.scorer",
-    "FastConformer": "models.fastconformer",
-    "HybridDecoder": "models.hybrid",
-    "MLP": "models.mixers",
-    "Attention": "models.mixers",
-    "Mamba2": "models.mixers",
-    "MoE": "models.mixers",
-    "SpeechLM": "models.speech_lm",
-    "OBJECTIVES": "objectives",
-    "Objective": "objectives",
-    "Tokens": "objectives",
-    "register_objective": "objectives",
-    "Batch": "packing.batch",
-    "concatenate_rows": "packing.batch",
-    "thd_batch": "packing.bridge",
-    "to_batch": "packing.bridge",
-    "Document": "packing.document",
-    "PackReport": "packing.pack",
-    "pack_row": "packing.pack",
-    "Segments": "packing.segments",
-    "make_segments": "packing.segments",
-    "segments_of": "packing.segments",
-    "ThdView": "packing.thd_view",
-    "thd_view": "packing.thd_view",
-    "adopt_mesh": "parallel.mesh",
-    "make_mesh": "parallel.mesh",
-    "put_batch": "parallel.mesh",
-    "with_mesh": "parallel.mesh",
-    "Init": "parallel.params",
-    "from_stages": "models.stacks",
-    "to_stages": "models.stacks",
-    "Blueprint": "steps.blueprint",
-    "make_scoring_step": "steps.scoring",
-    "TrainState": "steps.state",
-    "abstract_state": "steps.state",
-    "canonical_form": "steps.state",
-    "canonical_shardings": "steps.state",
-    "init_state": "steps.state",
-    "training_form": "steps.state",
-    "StepMetrics": "steps.training",
-    "loss_and_gradient": "steps.training",
-    "make_train_step": "steps.training",
-}
-"""Public names, and the module that each is defined in."""
 
+def _homes() -> dict[str, str]:
+    """Public names, and the module under jaxthd that each is defined in: the imports under TYPE_CHECKING."""
+    (listed,) = (node for node in ast.parse(Path(__file__).read_text()).body if isinstance(node, ast.If))
+    imports = (node for node in listed.body if isinstance(node, ast.ImportFrom))
+    return {alias.name: str(node.module).removeprefix("jaxthd.") for node in imports for alias in node.names}
+
+
+_HOMES = _homes()
 __all__ = sorted(_HOMES)
 
 
