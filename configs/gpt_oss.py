@@ -72,7 +72,7 @@ def config() -> Config:
             lora_rank=128,
             lora_targets=("decoder.*.q", "decoder.*.v"),
         ),
-        compute=ComputeConfig(dtype="bfloat16", loss_block=1024),
+        compute=ComputeConfig(dtype="bfloat16"),
         train=TrainConfig(
             init_from=("gpt-oss-20b", "encoder.nemo"),
             steps=10000,

@@ -70,9 +70,7 @@ def config() -> Config:
             lora_targets=("decoder.layers.latent_attention.*",),
         ),
         # Context ranks then exchange latents, a fraction of the keys and values that they are expanded to.
-        compute=ComputeConfig(
-            dtype="bfloat16", context_exchange="all_gather", loss_block=1024, expert_block=128
-        ),
+        compute=ComputeConfig(dtype="bfloat16", context_exchange="all_gather"),
         train=TrainConfig(
             init_from=("moonlight-16b-a3b", "encoder.nemo"),
             steps=10000,

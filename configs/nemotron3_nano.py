@@ -70,7 +70,7 @@ def config() -> Config:
             ),
             adapter_dim=4096,
         ),
-        compute=ComputeConfig(dtype="bfloat16", loss_block=1024, expert_block=128, scan_chunk=128),
+        compute=ComputeConfig(dtype="bfloat16"),
         train=TrainConfig(
             steps=10000,
             learning_rate=1e-5,

@@ -61,7 +61,7 @@ def config() -> Config:
         adapt=AdaptConfig(
             freeze=("decoder.*", "embedding"), lora_rank=128, lora_targets=("decoder.*.q", "decoder.*.v")
         ),
-        compute=ComputeConfig(dtype="bfloat16", loss_block=1024),
+        compute=ComputeConfig(dtype="bfloat16"),
         train=TrainConfig(
             init_from=("qwen3-1.7b", "encoder.nemo"),
             steps=10000,

@@ -68,7 +68,7 @@ def config() -> Config:
                 router="softmax",
             ),
         ),
-        compute=ComputeConfig(dtype="bfloat16", loss_block=1024),
+        compute=ComputeConfig(dtype="bfloat16"),
         train=TrainConfig(
             init_from=("qwen3-next-80b-a3b", "encoder.nemo"),
             steps=10000,

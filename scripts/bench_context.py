@@ -124,7 +124,7 @@ def layer_bytes(
     def rank(params: Any, buffers: Any, x_ND: Any, ids: Any, positions: Any, cuts: Any, dy_ND: Any) -> Any:
         more = {"cuts_RK": cuts} if compute.layout == "whole" else {}
         segments = make_segments(
-            ids, positions, block=compute.attention_block, axis=CONTEXT, layout=compute.layout, **more
+            ids, positions, block=compute.blocks.attention, axis=CONTEXT, layout=compute.layout, **more
         )
 
         def forward(p: Any, x_ND: Any) -> Any:
@@ -389,7 +389,7 @@ def show_crossover(contexts: Sequence[int], tokens: int = 32768) -> None:
 
 
 def experts_section(tokens: int) -> list[Claim]:
-    dim, inner, block = NANO.dim, NANO.expert_dim, COMPUTE.expert_block
+    dim, inner, block = NANO.dim, NANO.expert_dim, COMPUTE.blocks.experts
     rows, claims = [], []
     for per_token in (2, 6):
         cost = partial(expert_flops, per_token=per_token, tokens=tokens, block=block, dim=dim, inner=inner)

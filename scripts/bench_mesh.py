@@ -29,6 +29,7 @@ import jax
 from flax import nnx
 
 from jaxthd.config import (
+    BlockSizes,
     ComputeConfig,
     Config,
     DataConfig,
@@ -69,7 +70,7 @@ TINY = ModelConfig(
     ),
 )
 ENCODER = replace(TINY.audio_encoder, layers=4, dim=64, heads=4, ffn_dim=256)
-COMPUTE = ComputeConfig(attention_block=64, loss_block=64)
+COMPUTE = ComputeConfig(block_sizes=BlockSizes(attention=64, loss=64))
 
 
 class Program(NamedTuple):

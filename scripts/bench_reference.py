@@ -143,7 +143,7 @@ def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) ->
     import jax
     import optax
 
-    from jaxthd.config import ComputeConfig, Config, LLMConfig, ModelConfig
+    from jaxthd.config import BlockSizes, ComputeConfig, Config, LLMConfig, ModelConfig
     from jaxthd.data.packer import PackDocuments
     from jaxthd.packing.batch import Batch
     from jaxthd.packing.document import Document
@@ -188,7 +188,7 @@ def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) ->
     for name, remat in (("jaxthd, packed", False), ("jaxthd, packed, recomputing", True)):
         config = Config(
             model=ModelConfig(llm=llm),
-            compute=ComputeConfig(remat_llm=remat, attention_block=64, unroll_layers=True),
+            compute=ComputeConfig(remat_llm=remat, unroll_layers=True, block_sizes=BlockSizes(attention=64)),
         )
         program = programs[name] = jax.jit(loss_and_gradient(Blueprint(config), mesh))
 

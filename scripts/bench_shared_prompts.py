@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxthd.config import ComputeConfig, Config, DataConfig, LLMConfig, ModelConfig
+from jaxthd.config import BlockSizes, ComputeConfig, Config, DataConfig, LLMConfig, ModelConfig
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.intervals import KeyIntervals
@@ -108,7 +108,7 @@ class Groups(NamedTuple):
         supervised = self.groups * self.answers * self.answer
         return Config(
             model=ModelConfig(encoder=None, llm=llm, adapter_dim=0),
-            compute=ComputeConfig(loss_block=supervised, vocab_block=llm.vocab_size),
+            compute=ComputeConfig(block_sizes=BlockSizes(loss=supervised, vocabulary=llm.vocab_size)),
             data=DataConfig(max_documents=self.most_segments),
         )
 
@@ -127,10 +127,10 @@ def flops(config: Config, batch: Batch) -> Flops:
     given = *map(nnx.to_pure_dict, states), batch
     program = compiled(loss_and_gradient(Blueprint(config), make_mesh(config.mesh)), *given)
     # Forward, forward again and backward: 2 + 2 + 5 products of a block's queries and keys.
-    block = 9 * 2 * compute.attention_block**2 * llm.q_heads * llm.head_dim
+    block = 9 * 2 * compute.blocks.attention**2 * llm.q_heads * llm.head_dim
     more_blocks = sum(max(0, blocks - 1) for blocks in executed_blocks(config, batch))
     # A product and a sum for each number of the state, also 2 + 2 and about twice that backward.
-    turns = -(-batch.tokens.shape[1] // compute.scan_chunk) - 1
+    turns = -(-batch.tokens.shape[1] // compute.blocks.scan) - 1
     state = 8 * llm.mamba_heads * llm.mamba_head_dim * llm.mamba_state
     kinds = llm.letters
     return Flops(
@@ -145,7 +145,7 @@ def executed_blocks(config: Config, batch: Batch) -> list[int]:
     given = batch.segment_ids, batch.positions, batch.prefixes
     segments = make_segments(
         *jax.tree.map(jnp.asarray, given),
-        block=config.compute.attention_block,
+        block=config.compute.blocks.attention,
         axis=None,
         documents=config.data.max_documents,
     )

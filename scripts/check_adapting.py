@@ -58,6 +58,7 @@ CONFIG = '''"""Adapting the published checkpoint beside this file."""
 from pathlib import Path
 
 from jaxthd.config import (
+    BlockSizes,
     AdaptConfig, ComputeConfig, Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig, TrainConfig
 )
 from jaxthd.hf.checkpoint import model_config
@@ -80,7 +81,7 @@ def config() -> Config:
             workers=0,
         ),
         model=model_config(PUBLISHED, model=ModelConfig(encoder=EncoderConfig(chunk_seconds=8.0))),
-        compute=ComputeConfig(attention_block=64),
+        compute=ComputeConfig(block_sizes=BlockSizes(attention=64)),
         adapt=AdaptConfig(
             freeze=("encoder.*",),
             lora_rank=8,

@@ -56,6 +56,7 @@ from jaxthd.config import (
     ModelConfig,
     TrainConfig,
 )
+from jaxthd.config.compute import SMALL_BLOCKS
 from jaxthd.kernels.choose import using, with_admitted
 from jaxthd.kernels.xla_options import OPTIONS
 from jaxthd.packing.batch import Batch
@@ -346,7 +347,7 @@ def exact(tiny: bool) -> None:
 
 def base_config(tiny: bool, *, kernels: bool) -> Config:
     model = TINY if tiny else ONE_BILLION
-    compute = ComputeConfig(dtype="bfloat16", scan_chunk=64 if tiny else 128)
+    compute = ComputeConfig(dtype="bfloat16", block_sizes=SMALL_BLOCKS if tiny else None)
     config = Config(model=model, compute=compute, train=TrainConfig(warmup_steps=2, learning_rate=1e-4))
     return using(config, attention_backend="auto", scan_backend="auto") if kernels else config
 
@@ -399,7 +400,9 @@ def options(tiny: bool) -> None:
     fp8 = ("decoder.layers.*", "encoder.blocks.*")
     unrolled = ("xla_gpu_command_buffer_unroll_loops=true",)
     changes["loops unrolled into the graph"] = using(config, xla_options=unrolled)
-    changes["attention blocks of 512"] = using(config, attention_block=512)
+    changes["attention blocks of 512"] = using(
+        config, block_sizes=replace(config.compute.blocks, attention=512)
+    )
     changes["fp8"] = using(config, fp8=fp8)
     show_steps("XLA's options; FP8", variations(config, changes, [documents], peak, 3 if tiny else 8))
 

@@ -35,6 +35,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.config import (
+    BlockSizes,
     ComputeConfig,
     Config,
     DataConfig,
@@ -81,7 +82,7 @@ def config() -> Config:
                 mamba_groups=1,
             ),
         ),
-        compute=ComputeConfig(attention_block=32, loss_block=32),
+        compute=ComputeConfig(block_sizes=BlockSizes(attention=32, loss=32)),
         train=TrainConfig(steps=STEPS, warmup_steps=2, checkpoint_every=3, trackers=()),
     )
 

@@ -18,7 +18,7 @@ bound on the time, by part of the model, by kind, by loop and by line of source;
 the bf16 peak. What GPUs exchange may go on beside their kernels; the bound if it never does is printed too.
 Loops whose trips depend on the data turn as often as real lengths of recordings ask for.
 --set NAME=VALUE may be repeated: an option of compute.xla_options if NAME begins with xla_, else a setting
-such as compute.attention_block, mesh.fsdp or train.optimizer_options=first_moment=bfloat16.
+such as compute.block_sizes.attention, mesh.fsdp or train.optimizer_options=first_moment=bfloat16.
 """
 
 import argparse
@@ -26,6 +26,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from jaxthd.config import Config, DataConfig, MeshConfig
+from jaxthd.config import BlockSizes, Config, DataConfig, MeshConfig
 from jaxthd.kernels.choose import using
 from jaxthd.models.stacks import to_stages
 from jaxthd.packing.document import Document
@@ -65,18 +66,14 @@ AS_ON_A_GPU: dict[str, Any] = {
     "attention_backend": "pallas",
     "encoder_attention": "pallas",
     "scan_backend": "pallas",
-    "expert_products": "rounds",
-    "subsampling_frames": 1024,
-    "loss_block": 2048,
+    "block_sizes": BlockSizes(expert_rounds=True, subsampling=1024, loss=2048),
 }
 """What compute.* means on a GPU that admits no fused library; and supervised rows in few large blocks."""
 LOOPS: dict[str, Any] = {
     "attention_backend": "xla",
     "scan_backend": "xla",
     "encoder_attention": "blocks",
-    "expert_products": "blocks",
-    "subsampling_frames": 128,
-    "loss_block": 256,
+    "block_sizes": BlockSizes(),
 }
 """What it means on a CPU."""
 COLLECTIVES = (
@@ -97,13 +94,19 @@ def changed(config: Config, settings: list[str]) -> Config:
             options = (*config.compute.xla_options, text)
             config = using(config, xla_options=options)
             continue
-        part, field = name.split(".")
-        old = getattr(getattr(config, part), field)
+        old = attrgetter(name)(config)
         new: Any = (*old, value) if isinstance(old, tuple) else value
         if not isinstance(old, (str, tuple)):
             new = type(old)(float(value))
-        config = replace(config, **{part: replace(getattr(config, part), **{field: new})})
+        config = with_value(config, name.split("."), new)
     return config
+
+
+def with_value(settings: Any, path: list[str], value: Any) -> Any:
+    """The settings with another value at this path of fields."""
+    name, *rest = path
+    inner = with_value(getattr(settings, name), rest, value) if rest else value
+    return replace(settings, **{name: inner})
 
 
 def config_of(given: argparse.Namespace) -> Config:

@@ -36,6 +36,7 @@ def compiled(sizes: str, pattern: str) -> dict[str, float]:
     import jax
 
     from jaxthd.config import (
+        BlockSizes,
         ComputeConfig,
         Config,
         DataConfig,
@@ -79,7 +80,7 @@ def compiled(sizes: str, pattern: str) -> dict[str, float]:
             ),
         ),
         compute=ComputeConfig(
-            scan_chunk=16, attention_block=32, loss_block=32, vocab_block=64, expert_block=8
+            block_sizes=BlockSizes(scan=16, attention=32, loss=32, vocabulary=64, experts=8)
         ),
         train=TrainConfig(microbatches=2),
     )

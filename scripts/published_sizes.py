@@ -154,7 +154,6 @@ def run_of(size: Size, devices: int) -> Config:
         data=replace(base.data, rows=devices),
         model=replace(base.model, llm=size.llm),
         adapt=AdaptConfig(),
-        compute=replace(base.compute, expert_block=128, scan_chunk=128),
     )
 
 

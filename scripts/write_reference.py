@@ -6,6 +6,7 @@ python scripts/write_reference.py
 import re
 from pathlib import Path
 
+from jaxthd.config.listing import Setting, all_groups
 from jaxthd.posttraining.held_out import HELD_OUT_METRICS
 from jaxthd.posttraining.metrics import GRPO_METRICS
 from jaxthd.run.metrics import (
@@ -15,7 +16,6 @@ from jaxthd.run.metrics import (
     VALIDATION,
     VALIDATION_METRICS,
 )
-from jaxthd.terminal.settings import Setting, all_groups
 
 DOCS = Path(__file__).parents[1] / "docs"
 REFERENCE, METRICS = DOCS / "configuration.md", DOCS / "metrics.md"

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxthd.config import (
+    BlockSizes,
     ComputeConfig,
     Config,
     EncoderConfig,
@@ -60,7 +61,7 @@ MODEL = ModelConfig(
     ),
     adapter_dim=24,
 )
-COMPUTE = ComputeConfig(scan_chunk=6, attention_block=8, loss_block=16, vocab_block=20, expert_block=8)
+COMPUTE = ComputeConfig(block_sizes=BlockSizes(scan=6, attention=8, loss=16, vocabulary=20, experts=8))
 
 
 QWEN = replace(MODEL, llm=replace(MODEL.llm, **QWEN3))

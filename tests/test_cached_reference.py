@@ -17,6 +17,7 @@ import soundfile
 from jax.sharding import Mesh
 
 from jaxthd.config import (
+    BlockSizes,
     ComputeConfig,
     Config,
     DataConfig,
@@ -73,7 +74,7 @@ CONFIG = Config(
         ),
     ),
     compute=ComputeConfig(
-        dtype="float64", context_exchange="all_gather", scan_chunk=16, attention_block=32, loss_block=32
+        dtype="float64", context_exchange="all_gather", block_sizes=BlockSizes(scan=16, attention=32, loss=32)
     ),
     posttraining=PostTrainingConfig(reference="cached"),
     train=TrainConfig(

@@ -10,6 +10,7 @@ import pytest
 
 from jaxthd.config import (
     AdaptConfig,
+    BlockSizes,
     ComputeConfig,
     Config,
     DataConfig,
@@ -53,7 +54,7 @@ SMALL = Config(
             shared_expert_dim=32,
         ),
     ),
-    compute=ComputeConfig(attention_block=32, loss_block=32),
+    compute=ComputeConfig(block_sizes=BlockSizes(attention=32, loss=32)),
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jiwer
 import pytest
 
-from jaxthd.config import Config
+from jaxthd.config import BlockSizes, Config
 from jaxthd.convert import export_weights
 from jaxthd.errors import UserError
 from jaxthd.evaluate import main
@@ -154,7 +154,7 @@ def test_results_depend_on_what_documents_are_made_of_and_not_on_the_mesh(tmp_pa
         ("compute.dtype", "bfloat16", False),
         ("train.max_new_tokens", 7, False),
         ("mesh.context", 4, True),
-        ("compute.scan_chunk", 32, True),
+        ("compute.block_sizes", BlockSizes(scan=32), True),
         ("train.learning_rate", 1.0, True),
     ):
         group, name = path.split(".")

@@ -35,7 +35,7 @@ LLM = jaxthd.LLMConfig(
     mamba_state=8,
     mamba_groups=2,
 )
-COMPUTE = jaxthd.ComputeConfig(attention_block=16, loss_block=16, vocab_block=128, scan_chunk=8)
+COMPUTE = jaxthd.ComputeConfig(block_sizes=jaxthd.BlockSizes(attention=16, loss=16, vocabulary=128, scan=8))
 
 
 # --- an objective over tokens, and a source of recordings in memory, in a run ---

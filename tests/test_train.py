@@ -19,6 +19,7 @@ import soundfile
 
 from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.config import (
+    BlockSizes,
     ComputeConfig,
     Config,
     DataConfig,
@@ -113,7 +114,7 @@ def tiny(manifest: Path) -> Config:
                 mtp_pattern="*",
             ),
         ),
-        compute=ComputeConfig(attention_block=32, loss_block=32),
+        compute=ComputeConfig(block_sizes=BlockSizes(attention=32, loss=32)),
         train=TrainConfig(
             steps=6,
             warmup_steps=2,

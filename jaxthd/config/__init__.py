@@ -4,7 +4,7 @@ The docstring under a field is its text in --help and in docs/configuration.md.
 """
 
 from jaxthd.config.adapt import AdaptConfig
-from jaxthd.config.compute import ComputeConfig
+from jaxthd.config.compute import BlockSizes, ComputeConfig
 from jaxthd.config.data import (
     AugmentConfig,
     DataConfig,
@@ -26,6 +26,7 @@ from jaxthd.config.train import TrainConfig
 __all__ = [
     "AdaptConfig",
     "AugmentConfig",
+    "BlockSizes",
     "ComputeConfig",
     "Config",
     "DataConfig",

@@ -1,7 +1,40 @@
 """The settings of how the model is computed."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from jaxthd.config.values import DERIVED
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """How much is computed at a time: powers of two that suit the machine. They change the speed and the
+    order of sums, never what is computed. No setting: tests and benchmarks give others."""
+
+    attention: int = 128
+    """Tokens of an attention block."""
+    loss: int = 256
+    """Supervised positions that are scored at a time."""
+    vocabulary: int = 8192
+    """Vocabulary entries that are scored at a time."""
+    experts: int = 32
+    """Tokens of one expert that are multiplied at a time, unless expert_rounds."""
+    expert_rounds: bool = False
+    """Multiply all experts in one product, each with its share of the tokens and a quarter more, as often as
+    the most loaded expert needs."""
+    expert_slots: float = 1.5
+    """Slots for tokens in one send to another rank, relative to the mean number of tokens. Tokens that do not
+    fit go with the next send."""
+    scan: int = 64
+    """Tokens of a scan chunk of Mamba2 and of the gated delta rule."""
+    subsampling: int = 128
+    """Encoder frames (80 ms) that the subsampling works on at a time."""
+
+
+SMALL_BLOCKS = BlockSizes()
+"""Block sizes of CPUs, whose caches are small."""
+LARGE_BLOCKS = BlockSizes(loss=1024, experts=128, scan=128)
+"""Block sizes of bfloat16, in which only accelerators are fast: they take large products."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +64,6 @@ class ComputeConfig:
     sequence_sharded: bool = False
     """Shard norms and residuals over the tensor ranks, 1/tensor of the tokens on each: reduce-scatter and
     all-gather replace all-reduce."""
-    expert_parallel: bool = True
-    """Shard experts over data and context ranks and send tokens to them; otherwise the experts' weights
-    are gathered."""
-    expert_capacity: float = 1.5
-    """Slots for tokens in one send to another rank, relative to the mean number of tokens. Tokens that do
-    not fit go with the next send."""
     attention_backend: str = "auto"
     """What computes the decoder's attention. "xla": blockwise, on every device. "te": Transformer Engine's
     fused kernels; "cudnn": jax's own cuDNN call. Both need an NVIDIA GPU and bfloat16. "pallas": kernels of
@@ -50,8 +77,6 @@ class ComputeConfig:
     rows of up to 41 s. "pallas": kernels for NVIDIA GPUs; a measurement as the run starts must admit them.
     On a CPU they are interpreted, for tests; they have not yet run on a GPU. "auto": blocks on a CPU;
     elsewhere pallas where it is admitted, else banded."""
-    subsampling_frames: int = 0
-    """Encoder frames (80 ms) that the subsampling works on at a time. 0: 1024 on GPUs, 128 elsewhere."""
     scan_backend: str = "auto"
     """What computes Mamba2's scan in training and evaluation. "xla": on every device. "pallas": kernels
     for NVIDIA GPUs, for chunks, head dims and states that are powers of two from 16 up; a measurement as
@@ -59,18 +84,6 @@ class ComputeConfig:
     GPU. "auto": on GPUs "pallas" where it is admitted, else "xla"."""
     kernels_unverified: bool = False
     """Use the back-end that was asked for even if the measurement refuses it."""
-    attention_block: int = 128
-    """Tokens of an attention block. It affects speed only."""
-    loss_block: int = 256
-    """Supervised positions scored at a time."""
-    vocab_block: int = 8192
-    """Vocabulary entries scored at a time."""
-    expert_block: int = 32
-    """Tokens of one expert multiplied at a time, where expert_products is "blocks"."""
-    expert_products: Literal["auto", "blocks", "rounds"] = "auto"
-    """How experts are multiplied with their tokens. "blocks": expert_block tokens of one expert after the
-    other. "rounds": all experts in one product, each with its share of the tokens and a quarter more, as
-    often as the most loaded expert needs. "auto": rounds on GPUs, blocks elsewhere."""
     remat_encoder: bool = True
     """Recompute the encoder's blocks and its subsampling in the backward pass instead of keeping their
     activations. Those of the subsampling are as large as many blocks'."""
@@ -92,14 +105,19 @@ class ComputeConfig:
     """Write layers out one after the other in place of a loop over them. Compilation then grows with their
     number, but nothing is copied into the loop's stacks and out of them, and on GPUs the step is one CUDA
     graph."""
-    scan_chunk: int = 64
-    """Tokens of a scan chunk of Mamba2 and of the gated delta rule. It affects speed, never the result."""
     command_buffers: bool = True
     """On GPUs, record kernels, loops and conditionals in CUDA graphs (XLA's command buffers) where XLA
     can."""
+    block_sizes: Annotated[BlockSizes | None, DERIVED] = None
+    """None: those that `blocks` derives."""
     xla_options: tuple[str, ...] = ()
     """Options of XLA for the compiled programs, as NAME=VALUE. They override
     jaxthd/kernels/xla_options.py."""
+
+    @property
+    def blocks(self) -> BlockSizes:
+        """How much is computed at a time."""
+        return self.block_sizes or (LARGE_BLOCKS if self.dtype == "bfloat16" else SMALL_BLOCKS)
 
     @property
     def layout(self) -> Literal["buffer", "document", "whole"]:

@@ -5,16 +5,20 @@ import dataclasses
 import importlib.util
 import os
 import re
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from jaxthd import config as settings
 from jaxthd.config import Config
 from jaxthd.config.data import split_name
+from jaxthd.config.listing import dataclass_in, kind_at
+from jaxthd.config.removed import REMOVED, renewed
 from jaxthd.errors import UserError
 from jaxthd.files.paths import expand_home
 
@@ -43,17 +47,20 @@ def load_config(path: str | Path) -> Config:
     if spec is None or spec.loader is None:
         raise UserError(f"{path} is no Python file; expected a name that ends in .py: rename it")
     module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise _mistake(path, error) from error
-    make = getattr(module, "config", None)
-    if not callable(make):
-        raise UserError(f"{path} defines no function config(); expected one that returns a Config: add it")
-    try:
-        config = make()
-    except Exception as error:
-        raise _mistake(path, error) from error
+    with _removed_accepted(path):
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise _mistake(path, error) from error
+        make = getattr(module, "config", None)
+        if not callable(make):
+            raise UserError(
+                f"{path} defines no function config(); expected one that returns a Config: add it"
+            )
+        try:
+            config = make()
+        except Exception as error:
+            raise _mistake(path, error) from error
     if not isinstance(config, Config):
         raise UserError(
             f"config() in {path} returns {type(config).__name__}; expected jaxthd.config.Config: return that"
@@ -62,6 +69,34 @@ def load_config(path: str | Path) -> Config:
         folders = (*config.rollout.reward_folders, ".")
         config = replace(config, rollout=replace(config.rollout, reward_folders=folders))
     return with_absolute_paths(config, path.parent)
+
+
+@contextmanager
+def _removed_accepted(path: Path) -> Iterator[None]:
+    """Inside, the dataclasses of settings take removed fields too, and tell what replaced them."""
+
+    def accepting(init: Callable[..., None], group: str) -> Callable[..., None]:
+        def accept(self: Any, *args: Any, **given: Any) -> None:
+            fields, notes = renewed(group, given)
+            for note in notes:
+                print(f"warning: {path}: {note}", file=sys.stderr)
+            hints = get_type_hints(kind_at(group))
+            inner = {
+                name: dataclass_in(hints[name])(**x) for name, x in fields.items() if isinstance(x, dict)
+            }
+            init(self, *args, **fields | inner)
+
+        return accept
+
+    kinds = {group: kind_at(group) for group in REMOVED}
+    before = {kind: kind.__init__ for kind in kinds.values()}
+    try:
+        for group, kind in kinds.items():
+            kind.__init__ = accepting(before[kind], group)
+        yield
+    finally:
+        for kind, init in before.items():
+            kind.__init__ = init
 
 
 def _mistake(path: Path, error: Exception) -> Exception:

@@ -6,12 +6,15 @@ folder may be moved, and a command needs nothing else to use the run's weights.
 
 import json
 import shutil
+import sys
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
-from jaxthd.config import ComputeConfig, Config, LLMConfig, ModelConfig, TrainConfig
+from jaxthd.config import ComputeConfig, Config
+from jaxthd.config.listing import dataclass_in, kind_at
+from jaxthd.config.removed import REMOVED, renewed
 from jaxthd.errors import UserError
 from jaxthd.files.atomic import write_atomically
 from jaxthd.files.config_file import load_config, with_absolute_paths
@@ -19,10 +22,6 @@ from jaxthd.files.paths import home_path
 from jaxthd.files.tokenizer_files import BUILT_IN, FOLDER, copy_tokenizer, tokenizer_digest
 
 FILE = "config.json"
-_RENAMED = {"mamba_chunk": "scan_chunk"}
-"""Names of fields in an older jaxthd, before the fields moved to compute."""
-
-
 EMA = "+ema"
 
 
@@ -138,7 +137,7 @@ def _read_config(file: Path) -> Config:
 def read_settings(folder: Path) -> dict[str, Any]:
     """The JSON object in config.json.
 
-    Raises DamagedConfigError if there is none, and UserError for one that an older jaxthd wrote.
+    Raises DamagedConfigError if there is none. Removed fields (jaxthd/config/removed.py) are replaced.
     """
     return _read_settings(folder / FILE)
 
@@ -152,47 +151,37 @@ def _read_settings(file: Path) -> dict[str, Any]:
         raise DamagedConfigError(
             f"{file} cannot be read ({error}); expected the settings of the run beside it: copy it anew"
         ) from error
-    _with_trackers(stored)
-    _with_rope(stored)
-    older = _older_fields(stored)
-    if older:
-        fields = "".join(f"\n  {name} is now {new}" for name, new in older.items())
-        raise UserError(
-            f"{file} was written by an older jaxthd; fields that have moved since:{fields}\n"
-            "To continue the run or use its weights, move these fields in config.json, or use the jaxthd "
-            "that wrote it. To start anew, choose another --workdir"
-        )
+    _move_to_compute(stored)
+    for group in REMOVED:
+        _renew(file, stored, group)
     return stored
 
 
-def _with_trackers(stored: dict[str, Any]) -> None:
-    """Replaces train.tensorboard, which older runs have, by train.trackers."""
-    train = stored.get("train")
-    if isinstance(train, dict) and "tensorboard" in train:
-        wanted = train.pop("tensorboard")
-        train.setdefault("trackers", ["tensorboard"] if wanted else [])
+def _move_to_compute(stored: dict[str, Any]) -> None:
+    """Moves fields about how a model is computed, which an older jaxthd had in model and train."""
+    known = {*get_type_hints(ComputeConfig), *REMOVED["compute"]}
+    for group in ("model", "model.llm", "train"):
+        fields, own = _group(stored, group), get_type_hints(kind_at(group))
+        for name in [name for name in fields if name in known and name not in own]:
+            stored.setdefault("compute", {}).setdefault(name, fields.pop(name))
 
 
-def _with_rope(stored: dict[str, Any]) -> None:
-    """Replaces model.llm.rope_theta, which older runs have, by model.llm.rope."""
-    model = stored.get("model")
-    llm = model.get("llm") if isinstance(model, dict) else None
-    if isinstance(llm, dict) and "rope_theta" in llm:
-        llm.setdefault("rope", {"theta": llm.pop("rope_theta")})
+def _renew(file: Path, stored: dict[str, Any], group: str) -> None:
+    """Replaces the removed fields of a group, and tells of those that were given."""
+    fields = _group(stored, group)
+    present, notes = renewed(group, fields)
+    fields.clear()
+    fields.update(json.loads(json.dumps(present)))
+    for note in notes:
+        print(f"warning: {file}: {note}", file=sys.stderr)
 
 
-def _older_fields(stored: Mapping[str, Any]) -> dict[str, str]:
-    """Old name -> new name of fields that moved to compute: those about how a model is computed."""
-    found = {}
-    for section, kind in (("model", ModelConfig), ("model.llm", LLMConfig), ("train", TrainConfig)):
-        fields: Any = stored
-        for part in section.split("."):
-            fields = fields.get(part) if isinstance(fields, dict) else None
-        for name in fields if isinstance(fields, dict) else ():
-            new = _RENAMED.get(name, name)
-            if name not in get_type_hints(kind) and new in get_type_hints(ComputeConfig):
-                found[f"{section}.{name}"] = f"compute.{new}"
-    return found
+def _group(stored: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The stored fields of a group; {} where there are none."""
+    fields: Any = stored
+    for name in path.split("."):
+        fields = fields.get(name) if isinstance(fields, dict) else None
+    return fields if isinstance(fields, dict) else {}
 
 
 def differences(folder: Path, config: Config) -> list[Difference]:
@@ -232,9 +221,9 @@ def _completed(kind: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
     kinds = get_type_hints(kind)
     defaults = json.loads(json.dumps(asdict(kind())))
     inner = {
-        name: _completed(_dataclass_in(kinds[name]), value)
+        name: _completed(dataclass_in(kinds[name]), value)
         for name, value in stored.items()
-        if isinstance(value, dict) and name in kinds and _dataclass_in(kinds[name])
+        if isinstance(value, dict) and name in kinds and dataclass_in(kinds[name])
     }
     return defaults | dict(stored) | inner
 
@@ -247,7 +236,7 @@ def _built(kind: Any, stored: Mapping[str, Any]) -> Any:
         raise ValueError(f"{kind.__name__} has no field {', '.join(unknown)}")
 
     def value_of(name: str, value: Any) -> Any:
-        inner = _dataclass_in(kinds[name])
+        inner = dataclass_in(kinds[name])
         if inner and value is not None:
             return _built(inner, value)
         return _as_tuples(value)
@@ -258,11 +247,6 @@ def _built(kind: Any, stored: Mapping[str, Any]) -> Any:
 def _as_tuples(value: Any) -> Any:
     """The value with tuples for lists, which are JSON's form of them."""
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
-
-
-def _dataclass_in(kind: Any) -> Any:
-    """The dataclass of a field's type, which may be "X | None"; None for other types."""
-    return next((x for x in (kind, *get_args(kind)) if is_dataclass(x)), None)
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

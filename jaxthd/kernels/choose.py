@@ -69,7 +69,7 @@ def scan_shape(config: Config) -> ScanShape:
         groups,
         llm.mamba_head_dim,
         llm.mamba_state,
-        chunk_of(config.compute.scan_chunk, tokens),
+        chunk_of(config.compute.blocks.scan, tokens),
         states_enter,
     )
 
@@ -136,9 +136,9 @@ def kernels_of_run(config: Config, choice: Choice) -> list[dict[str, Kernel]]:
     return [{kernel.name: kernel for kernel in choice.kernels(shape)} for shape in dict.fromkeys(shapes)]
 
 
-LARGE_KERNELS: dict[str, Any] = {"expert_products": "rounds", "subsampling_frames": 1024}
-"""What "auto" (or 0) means on GPUs, for settings of compute.* that choose between small loops and large
-products. They are XLA's and need no admission; elsewhere it means the loops."""
+LARGE_KERNELS: dict[str, Any] = {"expert_rounds": True, "subsampling": 1024}
+"""Block sizes on GPUs, which take few large products in place of loops over small ones. The kernels are XLA's
+and need no admission."""
 
 
 def with_admitted(config: Config, say: Callable[[str], None], folder: Path | None = None) -> Config:
@@ -155,11 +155,8 @@ def with_admitted(config: Config, say: Callable[[str], None], folder: Path | Non
     attention = config.compute.attention_backend
     if "W" in config.model.llm.kinds and for_any_intervals(attention).name != attention:
         say(f"attention in windows: xla; {attention} does not compute it, pallas and batched do")
-    if Machine.of_this().platform == "gpu":
-        for field, value in LARGE_KERNELS.items():
-            config = (
-                using(config, **{field: value}) if getattr(config.compute, field) in ("auto", 0) else config
-            )
+    if Machine.of_this().platform == "gpu" and config.compute.block_sizes is None:
+        config = using(config, block_sizes=replace(config.compute.blocks, **LARGE_KERNELS))
     return config
 
 

@@ -169,7 +169,7 @@ def advance(
         token_n = d.next.tokens
         active_n = d.active & (token_n[:, None] != jnp.array(stop_ids)).all(-1) & (number_n < most - 1)
         at_n = prompt_tokens_n + number_n
-        now = Now(d.keys, model.compute.attention_block, number_n, at_n, active_n, d.order)
+        now = Now(d.keys, model.compute.blocks.attention, number_n, at_n, active_n, d.order)
 
         def through(
             pattern: str, chunk: Array | int, x_nD: Array, fixed: Cache, state: Cache

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 from jaxthd.config import ComputeConfig, EncoderConfig
 from jaxthd.models.encoder_attention import Clips, RelativeAttention, frequencies
 from jaxthd.models.layers import Linear
-from jaxthd.models.subsampling import PIECE, Subsampling
+from jaxthd.models.subsampling import Subsampling
 from jaxthd.ops.activations import glu, silu
 from jaxthd.ops.conv import centered_conv
 from jaxthd.ops.neighbours import Neighbours, make_neighbours
@@ -148,8 +148,7 @@ class FastConformer(nnx.Module):
             raise ValueError(
                 f"encoder.dim {config.dim} is not a multiple of encoder.heads {config.heads}; change either"
             )
-        piece, remat = compute.subsampling_frames or PIECE, compute.remat_encoder
-        self.subsampling = Subsampling(config, init, piece, remat=remat)
+        self.subsampling = Subsampling(config, init, compute.blocks.subsampling, remat=compute.remat_encoder)
         self.blocks = stack(lambda init: ConformerBlock(config, init), init, config.layers)
         self.scale = math.sqrt(config.dim) if config.scale_input else 1.0
         self.longest = encoder_frames(config.chunk_frames)

@@ -156,7 +156,7 @@ def decode(
     # A block of places sees the keys of all pages between its first and its last prompt: so prompts in order.
     lo_n, hi_n = (jnp.where(old.active, x, 0) for x in (places.lo, places.hi))
     order_n = jnp.argsort(lo_n).astype(jnp.int32)
-    keys = key_intervals(lo_n[order_n], hi_n[order_n], model.compute.attention_block, DOCUMENTS_BLOCK)
+    keys = key_intervals(lo_n[order_n], hi_n[order_n], model.compute.blocks.attention, DOCUMENTS_BLOCK)
     decoding = advance(
         model,
         old._replace(keys=keys, order=order_n),

@@ -163,7 +163,7 @@ class SpeechLM(nnx.Module):
             ids_RT,
             positions_RT,
             prefixes_RT,
-            block=self.compute.attention_block,
+            block=self.compute.blocks.attention,
             axis=CONTEXT if axes else None,
             layout=self.compute.layout,
             documents=self.max_documents,
@@ -367,8 +367,8 @@ class SpeechLM(nnx.Module):
             head_VD,
             targets_RT.reshape(-1),
             weights_RT.reshape(-1) > 0,
-            compute.loss_block,
-            compute.vocab_block,
+            compute.blocks.loss,
+            compute.blocks.vocabulary,
             self.vocabulary_axes,
         )
 
@@ -391,7 +391,7 @@ class SpeechLM(nnx.Module):
             )
         rows, frames, mels = batch.mels.shape
         chunks: Segments = make_segments(
-            batch.chunk_ids, batch.chunk_positions, block=self.compute.attention_block, axis=None
+            batch.chunk_ids, batch.chunk_positions, block=self.compute.blocks.attention, axis=None
         )
         y_ED, buffers = self.encoder(
             batch.mels.reshape(rows * frames, mels).astype(self.compute.dtype),

@@ -17,10 +17,6 @@ from jaxthd.models.layers import Linear
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.params import Init
 
-PIECE = 128
-"""The subsampling works on this many encoder frames (10 s) at a time, where compute.subsampling_frames does
-not say otherwise."""
-
 
 def _as_mask(kept_n: Array, dtype: jnp.dtype) -> Array:
     """1 on the frames that are kept, else 0. (For a choice, XLA fills an array with the zeros.)"""
@@ -75,14 +71,14 @@ class Subsampling(nnx.Module):
     would have alone.
 
     Encoder frame e reads only mel frames 8e - 7 to 8e + 7. So the buffer is divided into pieces of about
-    PIECE encoder frames, or more, each with the 8 mel frames before it. The pieces are computed one after the
-    other, and recomputed in the backward pass. (Without compute.remat_encoder all are kept; one piece that
-    holds the whole buffer then is not copied.) Activations exist for one piece at a time (those of the first
-    convolution alone have 64 times the size of the mels, at 256 channels). With 16,000 frames, 80 mels and 64
-    channels on a CPU, they take 27 MB instead of 400 MB, in two thirds of the time.
+    `piece` encoder frames, or more, each with the 8 mel frames before it. The pieces are computed one after
+    the other, and recomputed in the backward pass. (Without compute.remat_encoder all are kept; one piece
+    that holds the whole buffer then is not copied.) Activations exist for one piece at a time (those of the
+    first convolution alone have 64 times the size of the mels, at 256 channels). With 16,000 frames, 80 mels
+    and 64 channels on a CPU, they take 27 MB instead of 400 MB, in two thirds of the time.
     """
 
-    def __init__(self, config: EncoderConfig, init: Init, piece: int = PIECE, *, remat: bool = True) -> None:
+    def __init__(self, config: EncoderConfig, init: Init, piece: int, *, remat: bool = True) -> None:
         if config.num_mels % SUBSAMPLING:
             raise ValueError(
                 f"encoder.num_mels is {config.num_mels}; it must be a multiple of {SUBSAMPLING}, "

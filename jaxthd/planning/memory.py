@@ -12,7 +12,7 @@ from jaxthd.models.ctc import FRAME_BLOCK
 from jaxthd.models.encoder_attention import DENSE_FRAMES
 from jaxthd.models.hybrid import repeated_units
 from jaxthd.models.mixers import LAYER_KINDS
-from jaxthd.models.subsampling import PIECE, piece_frames
+from jaxthd.models.subsampling import piece_frames
 from jaxthd.ops.attention.relative import width
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 from jaxthd.parallel.mesh import PIPELINE, TENSOR, ranks_of
@@ -200,7 +200,7 @@ def _latent_attention(sizes: Sizes) -> Number:
 
 def _mamba(sizes: Sizes) -> Number:
     llm, compute, a, w = sizes.config.model.llm, sizes.config.compute, sizes.a, sizes.w
-    chunk = min(compute.scan_chunk, sizes.config.data.capacity)
+    chunk = min(compute.blocks.scan, sizes.config.data.capacity)
     states = 2 * sizes.inner * llm.mamba_state / chunk
     inner = a * 2 * (sizes.inner + sizes.channels)
     if compute.scan_backend == "pallas":
@@ -214,7 +214,7 @@ def _delta(sizes: Sizes) -> Number:
     written and read; and the states, with the map of a context chunk where there are several.
     """
     delta, a, w, t = sizes.config.model.llm.delta, sizes.a, sizes.w, sizes.mesh.tensor
-    chunk = min(sizes.config.compute.scan_chunk, sizes.config.data.capacity)
+    chunk = min(sizes.config.compute.blocks.scan, sizes.config.data.capacity)
     heads, inner, keys = delta.value_heads / t, delta.inner / t, delta.keys / t
     own = a * (4 * inner + 2 * (inner + 2 * keys)) + w * 4 * inner
     columns = delta.value_dim + (delta.key_dim if sizes.mesh.context > 1 else 0)
@@ -238,7 +238,7 @@ def _experts(sizes: Sizes) -> Number:
     llm, a, t, n = sizes.config.model.llm, sizes.a, sizes.mesh.tensor, sizes.tokens
     width = llm.latent_dim or llm.dim
     own_experts = llm.experts / ranks_of(sizes.mesh, sizes.owners)
-    rounded = sizes.expert_slots + own_experts * sizes.config.compute.expert_block
+    rounded = sizes.expert_slots + own_experts * sizes.config.compute.blocks.experts
     routed = a * (rounded * (2 * width + _inner(sizes) * llm.expert_dim / t) + sizes.expert_slots * 2 * width)
     shared = n * a * _inner(sizes) * llm.shared_expert_dim / t
     return routed + shared + n * sizes.w * 3 * llm.experts
@@ -249,7 +249,7 @@ def _loss(sizes: Sizes) -> Number:
     llm, compute, a, w = sizes.config.model.llm, sizes.config.compute, sizes.a, sizes.w
     entries = llm.vocab_size / ranks_of(sizes.mesh, (PIPELINE, TENSOR))
     head = entries * llm.dim
-    logits = compute.loss_block * min(compute.vocab_block, entries)
+    logits = compute.blocks.loss * min(compute.blocks.vocabulary, entries)
     states = sizes.tokens * llm.dim * (3 * a + w)
     gradient = head * w if sizes.trains(sizes.head) else 0
     return head * a + gradient + 3 * logits * w + states
@@ -302,8 +302,11 @@ def _block_weights(sizes: Sizes) -> Number:
 
 def _subsampling(sizes: Sizes, encoder: EncoderConfig) -> Number:
     compute = sizes.config.compute
-    piece = compute.subsampling_frames or PIECE
-    held = piece_frames(math.ceil(sizes.frames), piece) if compute.remat_encoder else sizes.frames
+    held = (
+        piece_frames(math.ceil(sizes.frames), compute.blocks.subsampling)
+        if compute.remat_encoder
+        else sizes.frames
+    )
     outputs = (held + 1) * 2 * encoder.num_mels
     # The first convolution: nine inputs for each output, and the outputs. The others have 1/4 and 1/16.
     return outputs * sizes.a * (9 + encoder.subsampling_channels * (2 + 12 * (1 / 4 + 1 / 16)))

@@ -40,7 +40,7 @@ def pallas_work(config: Config, batch: Batch) -> Works:
     context rank's keys, and each launch is taken to be the same part of the rank's.
     """
     mesh = config.mesh
-    llm, encoder, block = config.model.llm, config.model.encoder, config.compute.attention_block
+    llm, encoder, block = config.model.llm, config.model.encoder, config.compute.blocks.attention
 
     def segments(ids: Any, positions: Any) -> Segments:
         made: Segments = make_segments(ids, positions, block=block, axis=None)
@@ -79,7 +79,7 @@ def _attention(part: str, lo: Array, hi: Array, heads: int, dim: int, unread: fl
 
 def _scan(config: Config) -> Works:
     """Two tokens of a scan chunk meet if their tiles do."""
-    llm, chunk = config.model.llm, config.compute.scan_chunk
+    llm, chunk = config.model.llm, config.compute.blocks.scan
     tile = min(TILE, chunk)
     heads, inner, state = llm.mamba_heads, llm.mamba_heads * llm.mamba_head_dim, llm.mamba_state
     rows = max(1, config.data.rows // config.mesh.data // config.train.microbatches)

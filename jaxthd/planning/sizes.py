@@ -105,13 +105,13 @@ class Sizes:
         self.inner = self.mamba_heads * llm.mamba_head_dim
         self.channels = self.inner + 2 * self.groups * llm.mamba_state
 
-        sharding = expert_sharding(llm.experts, mesh) if compute.expert_parallel else None
+        sharding = expert_sharding(llm.experts, mesh)
         self.owners = sharding.axes if sharding else ()
         self.expert_slots: Number = self.tokens * llm.experts_per_token
         if self.owners:
             r = ranks_of(mesh, self.owners)
             most = self.tokens * min(llm.experts_per_token, llm.experts // r)
-            self.expert_slots = r * min(math.ceil(compute.expert_capacity * self.expert_slots / r), most)
+            self.expert_slots = r * min(math.ceil(compute.blocks.expert_slots * self.expert_slots / r), most)
 
     @cached_property
     def weights(self) -> list[Weight]:

@@ -12,7 +12,7 @@ from jaxthd.packing.segments import make_segments
 
 def expected_trips(config: Config, batch: Batch) -> dict[str, float]:
     """Trips of an entry of the loops that the data bounds, by part of the model. Experts: of an even load."""
-    compute, llm, block = config.compute, config.model.llm, config.compute.attention_block
+    compute, llm, block = config.compute, config.model.llm, config.compute.blocks.attention
 
     def of_blocks(ids: Any, positions: Any, field: str, heads: int, *, batched: bool) -> float:
         segments = make_segments(ids, positions, block=block, axis=None)
@@ -32,10 +32,10 @@ def expected_trips(config: Config, batch: Batch) -> dict[str, float]:
     )
     found = {
         "attention": decoder,
-        "head": -(-supervised // (config.mesh.context * compute.loss_block)),
-        "experts": assigned / compute.expert_block + llm.experts / 2,
+        "head": -(-supervised // (config.mesh.context * compute.blocks.loss)),
+        "experts": assigned / compute.blocks.experts + llm.experts / 2,
     }
-    if compute.expert_products == "rounds":
+    if compute.blocks.expert_rounds:
         found["experts"] = 1.0
     if config.model.encoder is not None:
         found["encoder attention"] = of_blocks(

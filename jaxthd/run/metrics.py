@@ -169,8 +169,7 @@ STEP_METRICS: list[Metric] = [
         "ratio",
         "tokens of the busiest expert over the mean of its layer; the largest of all layers",
         lambda x: x.results.max_expert_load,
-        odd="Over 2 for long: raise train.router_bias_rate or train.aux_loss, or "
-        "compute.expert_capacity for speed.",
+        odd="Over 2 for long: raise train.router_bias_rate or train.aux_loss.",
     ),
     Metric(
         "aux_loss",

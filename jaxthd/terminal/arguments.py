@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, NoReturn
 import tyro
 
 from jaxthd.config import Config, MeshConfig
+from jaxthd.config.listing import all_groups, group_names, settings_help
 from jaxthd.files.config_file import with_absolute_paths
 from jaxthd.files.paths import expand_home, home_path
 from jaxthd.files.run_folder import open_settings
-from jaxthd.terminal.settings import all_groups, group_names, settings_help
 
 PROCESS_OPTIONS: dict[str, dict[str, Any]] = {
     "coordinator": {

@@ -224,15 +224,15 @@ def _tokens_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Finding
         )
 
 
-@RULES.rule("mesh", "model.llm", "compute.expert_parallel")
+@RULES.rule("mesh", "model.llm")
 def _experts_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm, ranks = config.model.llm, config.mesh.data * config.mesh.context
-    if "E" in llm.kinds and config.compute.expert_parallel and ranks > 1 and llm.experts % ranks:
+    if "E" in llm.kinds and ranks > 1 and llm.experts % ranks:
         sharded = expert_sharding(llm.experts, config.mesh)
         yield Finding(
             f"model.llm.experts is {llm.experts} for {ranks} data and context ranks",
             f"a multiple of {ranks}: experts are sharded over the axes {sharded.axes if sharded else '()'} "
             "only, the others gather their weights",
-            "change mesh.data or mesh.context, or set compute.expert_parallel to False",
+            "change mesh.data or mesh.context, unless they may be gathered",
             is_warning=True,
         )

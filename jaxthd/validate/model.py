@@ -308,7 +308,7 @@ def _interpreted_attention(config: Config, device: DeviceFacts) -> Iterator[Find
     "compute.dtype",
     "model.llm.pattern",
     "model.llm.mtp_pattern",
-    "compute.scan_chunk",
+    "compute.block_sizes",
     "model.llm.mamba_head_dim",
     "model.llm.mamba_state",
 )
@@ -317,9 +317,9 @@ def _scan_kernels(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if config.compute.scan_backend != "pallas" or "M" not in llm.kinds:
         return
     found, change = 'compute.scan_backend is "pallas"', "set compute.scan_backend to xla"
-    unfit = why_unfit(config.compute.scan_chunk, llm.mamba_head_dim, llm.mamba_state, config.compute.dtype)
+    unfit = why_unfit(config.compute.blocks.scan, llm.mamba_head_dim, llm.mamba_state, config.compute.dtype)
     if unfit:
-        expected = "powers of two from 16 up for compute.scan_chunk, mamba_head_dim and mamba_state, and"
+        expected = "powers of two from 16 up for mamba_head_dim and mamba_state, and"
         expected += " compute.dtype float32 or bfloat16"
         yield Finding(f"{found}, but {' and '.join(unfit)}", expected, f"{change}, or change these")
     elif device.platform == "cpu":

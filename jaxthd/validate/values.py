@@ -20,8 +20,6 @@ _MINIMUM: dict[str, float] = {
     "data.seed": 0,
     "model.encoder.chunk_seconds": 0.02,
     "compute.context_cuts": 0,
-    "compute.expert_capacity": 0.1,
-    "compute.subsampling_frames": 0,
     "model.llm.latent_dim": 0,
     "model.llm.latent_attention.q_lora_rank": 0,
     "model.llm.shared_expert_dim": 0,

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from jaxthd.checkpoints.weights import Weights, load_weights, named_weights
-from jaxthd.config import AdaptConfig, ComputeConfig, Config, EncoderConfig, ModelConfig
+from jaxthd.config import AdaptConfig, BlockSizes, ComputeConfig, Config, EncoderConfig, ModelConfig
 from jaxthd.hf.checkpoint import Checkpoint, model_config, open_checkpoint
 from jaxthd.hf.names import Tensor
 from jaxthd.packing.document import Document, encoder_frames
@@ -29,7 +29,7 @@ BASE = ModelConfig(
     # Used where the checkpoint has no encoder.
     encoder=EncoderConfig(num_mels=8, layers=1, dim=8, heads=2, ffn_dim=8, subsampling_channels=4),
 )
-COMPUTE = ComputeConfig(attention_block=BLOCK, loss_block=BLOCK, vocab_block=20, expert_block=4)
+COMPUTE = ComputeConfig(block_sizes=BlockSizes(attention=BLOCK, loss=BLOCK, vocabulary=20, experts=4))
 
 
 def group(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:

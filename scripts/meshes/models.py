@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxthd.config import (
     AdaptConfig,
+    BlockSizes,
     ComputeConfig,
     DeltaConfig,
     EncoderConfig,
@@ -40,7 +41,7 @@ MODEL = ModelConfig(
     ),
     adapter_dim=16,
 )
-COMPUTE = ComputeConfig(scan_chunk=6, attention_block=8, loss_block=16, vocab_block=20, expert_block=8)
+COMPUTE = ComputeConfig(block_sizes=BlockSizes(scan=6, attention=8, loss=16, vocabulary=20, experts=8))
 UNEVEN = {2: "ME*|-ME*-", 4: "M|E*-M|E*|-", 8: "M|E|*|-|M|E|*|-"}
 """Uneven divisions into stages, by the number of stages."""
 PLAIN = AdaptConfig()

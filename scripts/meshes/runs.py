@@ -51,7 +51,7 @@ def variants(mesh: MeshConfig, dtype: Dtype = "float32") -> list[Config]:
             context_exchange="all_gather",
             context_layout="document" if mesh.context > 1 else "buffer",
             sequence_sharded=mesh.tensor > 1,
-            expert_capacity=0.6,
+            block_sizes=replace(plain.compute.blocks, expert_slots=0.6),
             remat_llm=False,
         ),
         model=replace(

@@ -22,9 +22,9 @@ import tyro
 
 from jaxthd.__main__ import commands
 from jaxthd.config import Config
+from jaxthd.config.listing import all_groups
 from jaxthd.errors import UserError
 from jaxthd.terminal import arguments
-from jaxthd.terminal.settings import all_groups
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = str(ROOT / "configs" / "cp2.py")

@@ -26,7 +26,7 @@ FIRST, LAST = 60, 64
 STEPS = {"400": str(FIRST), "800": str(LAST), "100": "2"}
 """Steps of the page -> those that are run."""
 CONFIG = """
-from jaxthd.config import *
+from jaxthd.config import BlockSizes, *
 def config():
     encoder = EncoderConfig(
         layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4, num_mels=16, chunk_seconds=1.0
@@ -41,7 +41,7 @@ def config():
             workers=0,
         ),
         model=ModelConfig(encoder=encoder, llm=llm),
-        compute=ComputeConfig(attention_block=32, loss_block=32),
+        compute=ComputeConfig(block_sizes=BlockSizes(attention=32, loss=32)),
         rollout=RolloutConfig(prompts=2, group_size=4, answers_at_once=8, max_new_tokens=12),
         train=TrainConfig(
             learning_rate=1e-2, warmup_steps=1, ctc_loss=0.1, validate_every=0, checkpoint_every=FIRST,

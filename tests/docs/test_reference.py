@@ -9,7 +9,7 @@ import pytest
 import tyro
 
 from jaxthd.config import Config, MeshConfig, RolloutConfig
-from jaxthd.terminal.settings import all_groups, groups
+from jaxthd.config.listing import all_groups, groups
 from scripts.write_reference import METRICS, REFERENCE, metrics_reference, reference
 
 

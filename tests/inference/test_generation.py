@@ -12,7 +12,16 @@ import pytest
 import soundfile
 from flax import nnx
 
-from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.config import (
+    BlockSizes,
+    ComputeConfig,
+    Config,
+    DataConfig,
+    EncoderConfig,
+    LLMConfig,
+    MeshConfig,
+    ModelConfig,
+)
 from jaxthd.data.example import Clip, Example, Samples, Turn
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import ByteTokenizer
@@ -53,7 +62,7 @@ CONFIG = Config(
             mamba_groups=2,
         ),
     ),
-    compute=ComputeConfig(dtype="float64", scan_chunk=16, attention_block=32),
+    compute=ComputeConfig(dtype="float64", block_sizes=BlockSizes(scan=16, attention=32)),
 )
 DRAWN: dict[str, Any] = {"temperature": 1.5, "top_k": 40, "top_p": 0.95, "seed": 7}
 TOKENIZER = ByteTokenizer()

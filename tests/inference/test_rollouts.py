@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxthd.config import (
+    BlockSizes,
     ComputeConfig,
     Config,
     DataConfig,
@@ -64,7 +65,7 @@ CONFIG = Config(
             shared_expert_dim=8,
         ),
     ),
-    compute=ComputeConfig(dtype="float64", scan_chunk=16, attention_block=32, expert_block=8, loss_block=32),
+    compute=ComputeConfig(dtype="float64", block_sizes=BlockSizes(scan=16, attention=32, experts=8, loss=32)),
     rollout=RolloutConfig(
         group_size=GROUP,
         answers_at_once=8,

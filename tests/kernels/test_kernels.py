@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.config import (
+    BlockSizes,
+    ComputeConfig,
+    Config,
+    DataConfig,
+    EncoderConfig,
+    LLMConfig,
+    MeshConfig,
+    ModelConfig,
+)
 from jaxthd.errors import UserError
 from jaxthd.kernels.admission import Kernel, Verdict
 from jaxthd.kernels.choose import LARGE_KERNELS, attention_shape, scan_shape, using, with_admitted
@@ -40,7 +49,10 @@ def eight_times(*given: Any) -> Any:
 def asking(llm: LLMConfig | None = None, **compute: Any) -> Config:
     """A config whose settings that are not given need no admission."""
     compute = {"attention_backend": "xla", "scan_backend": "xla", "encoder_attention": "banded"} | compute
-    return Config(model=ModelConfig(llm=llm or LLMConfig()), compute=ComputeConfig(scan_chunk=16, **compute))
+    return Config(
+        model=ModelConfig(llm=llm or LLMConfig()),
+        compute=ComputeConfig(**compute, block_sizes=BlockSizes(scan=16)),
+    )
 
 
 @pytest.fixture
@@ -195,7 +207,7 @@ def test_auto_is_for_all_attention_of_the_decoder(pattern: str, want: str, said:
 def test_kernels_are_admitted_for_every_rung(asked: list[Ask]):
     data = DataConfig(capacity=128, max_documents=8, rungs=((32, 2, 0), (64, 4, 0)))
     config = replace(asking(attention_backend="auto", scan_backend="pallas"), data=data)
-    config = using(config, scan_chunk=64)
+    config = using(config, block_sizes=BlockSizes(scan=64))
     found = with_admitted(config, [].append).compute
     assert (found.attention_backend, found.scan_backend) == ("cudnn", "pallas")
     sizes = [(x.shape.tokens, x.shape.documents) for x in asked if x.name == "cudnn"]
@@ -262,7 +274,7 @@ def test_a_broken_scan_is_an_error_with_the_numbers(
 @pytest.mark.usefixtures("on_a_gpu")
 def test_a_scan_that_the_kernels_do_not_take_is_left_to_xla(lines: list[str], tmp_path: Path):
     config = asking(scan_backend="auto", llm=SMALL)
-    config = using(config, scan_chunk=48)
+    config = using(config, block_sizes=BlockSizes(scan=48))
     assert with_admitted(config, lines.append, tmp_path).compute.scan_backend == "xla"
     assert lines == ["scan: xla; not pallas: chunk 48 is no power of two from 16 up"]
     with pytest.raises(UserError, match="chunk 48 is no power") as caught:

@@ -322,7 +322,7 @@ def test_a_frozen_head_has_no_gradient_to_compute():
         multiply_adds(loss_and_gradient, replace(run(AdaptConfig(freeze=freeze), pattern="-"), data=data))
         for freeze in ((), ("head",))
     )
-    assert whole - frozen == ComputeConfig().loss_block * MODEL.llm.vocab_size * MODEL.llm.dim
+    assert whole - frozen == ComputeConfig().blocks.loss * MODEL.llm.vocab_size * MODEL.llm.dim
 
 
 def test_a_checkpoint_holds_what_trains_and_returns_on_any_mesh(tmp_path: Path):

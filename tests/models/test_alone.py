@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxthd.config import ComputeConfig, DeltaConfig, EncoderConfig, LLMConfig
+from jaxthd.config import BlockSizes, ComputeConfig, DeltaConfig, EncoderConfig, LLMConfig
 from jaxthd.models.fastconformer import FastConformer
 from jaxthd.models.hybrid import Block, HybridDecoder
 from jaxthd.models.mixers import (
@@ -55,7 +55,7 @@ LLM = LLMConfig(
 QWEN3_LLM, GPT_OSS_LLM, DEEPSEEK_LLM = (replace(LLM, **each) for each in (QWEN3, GPT_OSS, DEEPSEEK))
 QWEN3_NEXT_LLM = replace(LLM, **QWEN3_NEXT)
 WINDOW = GPT_OSS_LLM.window
-COMPUTE = ComputeConfig(dtype="float64", scan_chunk=6, attention_block=BLOCK, expert_block=4)
+COMPUTE = ComputeConfig(dtype="float64", block_sizes=BlockSizes(scan=6, attention=BLOCK, experts=4))
 PADDING = 30.0
 """Size of values in padding, against 1 in documents, so that a leak shows."""
 

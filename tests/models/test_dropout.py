@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxthd.config import AdaptConfig, ComputeConfig, Config, DataConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.config import (
+    AdaptConfig,
+    BlockSizes,
+    ComputeConfig,
+    Config,
+    DataConfig,
+    LLMConfig,
+    MeshConfig,
+    ModelConfig,
+)
 from jaxthd.models.dropout import Draws, drawing, dropped, of_layer
 from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.packing.batch import Batch, concatenate_rows
@@ -27,7 +36,7 @@ LLM = LLMConfig(
 )
 CONFIG = Config(
     model=ModelConfig(encoder=None, llm=LLM),
-    compute=ComputeConfig(dtype="float64", attention_block=8),
+    compute=ComputeConfig(dtype="float64", block_sizes=BlockSizes(attention=8)),
     adapt=AdaptConfig(lora_rank=3, lora_targets=("decoder.*", "mtp.*"), lora_dropout=0.3),
     data=DataConfig(rows=4, capacity=32, max_documents=4),
 )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxthd.config import ComputeConfig, LLMConfig
+from jaxthd.config import BlockSizes, ComputeConfig, LLMConfig
 from jaxthd.models.hybrid import Block, HybridDecoder, repeated_units
 from jaxthd.models.mixers import MLP, Attention, Mamba2, MoE
 from jaxthd.packing.segments import make_segments
@@ -45,9 +45,7 @@ def settings(exchange: str, **llm: Any) -> tuple[LLMConfig, ComputeConfig]:
     """(the decoder's config, how it is computed)."""
     return LLMConfig(**(vars(LLM) | llm)), ComputeConfig(
         context_exchange=exchange,  # type: ignore[arg-type]
-        scan_chunk=6,
-        attention_block=8,
-        expert_block=4,
+        block_sizes=BlockSizes(scan=6, attention=8, experts=4),
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax.experimental.pallas import triton as pltriton
 
-from jaxthd.config import ComputeConfig, Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.config import BlockSizes, ComputeConfig, Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.kernels.admission import error
 from jaxthd.kernels.scan_probe import QUANTITIES, error_bound, probe_errors, probe_inputs, probe_program
 from jaxthd.models.mixers import Mamba2
@@ -100,7 +100,7 @@ def test_mamba2_on_two_ranks_with_the_kernels() -> None:
     dy[sum(lengths) :] = 0
     results = []
     for backend, dtype in (("pallas", np.float32), ("xla", np.float64)):
-        compute = ComputeConfig(scan_backend=backend, scan_chunk=16)  # type: ignore[arg-type]
+        compute = ComputeConfig(scan_backend=backend, block_sizes=BlockSizes(scan=16))  # type: ignore[arg-type]
         made = nnx.eval_shape(lambda compute=compute: Mamba2(llm, Init(jax.random.key(0)), compute))
         graph, params, buffers = random_state(made)
 
@@ -219,7 +219,9 @@ def test_a_whole_train_step_lowers_for_cuda_without_host_callbacks() -> None:
     encoder = EncoderConfig(num_mels=16, layers=1, dim=32, heads=2, ffn_dim=16, subsampling_channels=4)
     model = ModelConfig(encoder=encoder, llm=llm)
     kernels: Any = dict.fromkeys(("attention_backend", "encoder_attention", "scan_backend"), "pallas")
-    compute = ComputeConfig(**kernels, scan_chunk=16, dtype="bfloat16", remat_keep="products")
+    compute = ComputeConfig(
+        **kernels, dtype="bfloat16", remat_keep="products", block_sizes=BlockSizes(scan=16)
+    )
     config = Config(model=model, compute=compute, mesh=MeshConfig(context=2))
     mesh = make_mesh(config.mesh)
     state = jax.tree.map(

@@ -1,6 +1,5 @@
 """Trackers get every step once, whatever cut the run off; and no failure of theirs reaches the run."""
 
-import json
 import os
 import subprocess
 import sys
@@ -12,8 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from jaxthd.config import Config, RopeConfig
-from jaxthd.files.run_folder import read_config, write_config
 from jaxthd.run.metrics_file import Metrics, read_metrics
 from jaxthd.run.trackers import background
 from jaxthd.run.trackers.mlflow import MLflow
@@ -224,23 +221,6 @@ def test_a_tracker_that_hangs_neither_delays_a_step_nor_the_end(
     for thread in threading.enumerate():
         if thread.name == "tracker fake":
             thread.join()
-
-
-@pytest.mark.parametrize(("wanted", "trackers"), [(True, ("tensorboard",)), (False, ())])
-def test_a_run_from_before_there_was_a_list_keeps_its_trackers(
-    tmp_path: Path, wanted: bool, trackers: tuple[str, ...]
-):
-    write_config(tmp_path, Config())
-    stored = json.loads((tmp_path / "config.json").read_text())
-    del stored["train"]["trackers"]
-    stored["train"]["tensorboard"] = wanted
-    (tmp_path / "config.json").write_text(json.dumps(stored))
-    stored["model"]["llm"].pop("rope")
-    stored["model"]["llm"]["rope_theta"] = 1e6
-    (tmp_path / "config.json").write_text(json.dumps(stored))
-    read = read_config(tmp_path)
-    assert read.train.trackers == trackers
-    assert read.model.llm.rope == RopeConfig(theta=1e6)
 
 
 FAKE_WANDB = '''

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jaxthd.config import Config, MeshConfig
+from jaxthd.config import BlockSizes, Config, MeshConfig
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import flat, read_config
 from jaxthd.run.workdir import FREE, OPTIMIZATION, STARTING, opened
@@ -75,10 +75,9 @@ def test_what_does_not_change_what_is_learned_may_change(tmp_path: Path):
         "data.tarred_audio": ("moved.tar",),
         "data.validation_tarred_audio": "moved.tar",
         "data.workers": 7,
-        "compute.attention_block": 64,
         "compute.context_exchange": "all_gather",
         "compute.remat_llm": False,
-        "compute.scan_chunk": 32,
+        "compute.block_sizes": BlockSizes(scan=32),
         "train.keep_checkpoints": 1,
     }
     config = Config()
@@ -310,31 +309,6 @@ def test_a_file_system_without_locks_is_reported(
     monkeypatch.setattr(fcntl, "flock", refuse)
     with opened(tmp_path, Config()):
         assert "cannot be locked ([Errno 95] Operation not supported)" in capsys.readouterr().err
-
-
-def test_a_config_of_an_older_jaxthd_is_refused_with_the_names_that_its_fields_have_now(tmp_path: Path):
-    """How a model is computed was once said in model.* and train.*. To continue, and to read its weights."""
-    make_run(tmp_path, Config())
-    stored = json.loads((tmp_path / "config.json").read_text())
-    compute = stored.pop("compute")
-    stored["model"]["dtype"] = compute["dtype"]
-    stored["model"]["llm"]["mamba_chunk"] = compute["scan_chunk"]
-    stored["train"]["command_buffers"] = compute["command_buffers"]
-    (tmp_path / "config.json").write_text(json.dumps(stored))
-    for use in (lambda: opened(tmp_path, Config()).__enter__(), lambda: read_config(tmp_path)):
-        with pytest.raises(UserError, match="written by an older jaxthd") as raised:
-            use()
-        lines = str(raised.value).splitlines()
-        assert lines[1:4] == [
-            "  model.dtype is now compute.dtype",
-            "  model.llm.mamba_chunk is now compute.scan_chunk",
-            "  train.command_buffers is now compute.command_buffers",
-        ]
-    # Moved as the message says, they continue the run.
-    del stored["model"]["dtype"], stored["model"]["llm"]["mamba_chunk"], stored["train"]["command_buffers"]
-    (tmp_path / "config.json").write_text(json.dumps(stored | {"compute": compute}))
-    with opened(tmp_path, Config()):
-        assert read_config(tmp_path) == Config()
 
 
 def test_a_text_only_model_is_another_model(tmp_path: Path):

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxthd.config import ComputeConfig
+from jaxthd.config import BlockSizes, ComputeConfig
 from jaxthd.planning.layouts import exchange_bytes
 from scripts import bench_context as bench
 
 MODEL = replace(bench.TINY, llm=replace(bench.TINY.llm, pattern="M*"))
-COMPUTE = ComputeConfig(attention_block=32, scan_chunk=32)
+COMPUTE = ComputeConfig(block_sizes=BlockSizes(attention=32, scan=32))
 
 
 @pytest.mark.exhaustive

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 import scripts.bench_shared_prompts as bench
+from jaxthd.config import BlockSizes
 
 GROUPS = bench.Groups(prompt=21, answer=5, answers=3, groups=2)
 
@@ -22,7 +23,7 @@ def test_blocks_hold_a_pair_that_attention_computes():
     """By brute force; both calls on one block size."""
     block = 8
     config = GROUPS.config(bench.SMALL)
-    config = replace(config, compute=replace(config.compute, attention_block=block))
+    config = replace(config, compute=replace(config.compute, block_sizes=BlockSizes(attention=block)))
     batch = GROUPS.batch(True)
     ids, prefixes = batch.segment_ids[0], batch.prefixes[0]
     tokens = -(-len(ids) // block) * block

@@ -8,7 +8,16 @@ import jax
 import numpy as np
 import pytest
 
-from jaxthd.config import ComputeConfig, Config, DataConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
+from jaxthd.config import (
+    BlockSizes,
+    ComputeConfig,
+    Config,
+    DataConfig,
+    LLMConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
 from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.packing.batch import concatenate_rows
 from jaxthd.packing.bridge import to_batch
@@ -41,7 +50,7 @@ def settings(layout: Any, mesh: MeshConfig) -> Config:
     round_to = 4 if layout == "document" else 1
     sizes = DataConfig(rows=4, capacity=32, max_documents=8, round_to=round_to)
     compute = ComputeConfig(
-        dtype="float64", attention_block=8, loss_block=16, scan_chunk=8, context_layout=layout
+        dtype="float64", context_layout=layout, block_sizes=BlockSizes(attention=8, loss=16, scan=8)
     )
     return Config(mesh=mesh, data=sizes, model=ModelConfig(encoder=None, llm=LLM), compute=compute)
 

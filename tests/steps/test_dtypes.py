@@ -16,6 +16,7 @@ import pytest
 import jaxthd
 from jaxthd.config import (
     AdaptConfig,
+    BlockSizes,
     ComputeConfig,
     Config,
     DataConfig,
@@ -134,7 +135,9 @@ def batch_of(config: Config) -> jaxthd.Batch:
 )
 def test_a_feature_trains_in_the_dtypes_that_users_have(name: str, dtype: Any) -> None:
     config = Config(**BASE | FEATURES[name])
-    config = replace(config, compute=replace(config.compute, dtype=dtype, attention_block=32))
+    config = replace(
+        config, compute=replace(config.compute, dtype=dtype, block_sizes=BlockSizes(attention=32))
+    )
     blueprint, mesh = jaxthd.Blueprint(config), jaxthd.make_mesh(config.mesh)
     step, state = jaxthd.make_train_step(blueprint, mesh), filled_state(blueprint, mesh)
     after, metrics = jax.eval_shape(step, state, jaxthd.put_batch(batch_of(config), mesh))

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from jaxthd.config import AdaptConfig, Config, MeshConfig, TrainConfig
+from jaxthd.config.listing import all_groups
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import write_config
 from jaxthd.terminal.arguments import WEIGHTS, CommandLine, parse_command_line
-from jaxthd.terminal.settings import all_groups
 
 OPTIONS = {"weights": WEIGHTS, "top-k": {"type": int, "default": 0, "help": "so many"}}
 FILE = "from jaxthd.config import *\ndef config(): return Config(train=TrainConfig(steps=7))\n"

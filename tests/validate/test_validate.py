@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from jaxthd.config import Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
+from jaxthd.config import BlockSizes, Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
 from jaxthd.data.packer import pack_documents
 from jaxthd.packing.document import Document, encoder_frames
 from jaxthd.steps.blueprint import Blueprint
@@ -75,10 +75,8 @@ CASES = [
     Case({"data.packing_bins": 0}, "data.packing_bins is 0; expected 1 or more"),
     Case({"data.round_to": 0}, "data.round_to is 0; expected 1 or more"),
     Case({"data.audio_capacity": -8}, "data.audio_capacity is -8; expected 0 or more"),
-    Case({"compute.attention_block": 0}, "compute.attention_block is 0; expected 1 or more"),
     Case({"model.encoder.chunk_seconds": 0.01}, "chunk_seconds is 0.01; expected 0.02 or more"),
     Case({"model.encoder.chunk_seconds": math.inf}, "chunk_seconds is inf; expected 0.02 or more"),
-    Case({"compute.expert_capacity": 0.0}, "compute.expert_capacity is 0.0; expected 0.1 or more"),
     Case({"train.steps": 0}, "train.steps is 0; expected 1 or more"),
     Case({"train.checkpoint_every": 0}, "train.checkpoint_every is 0; expected 1 or more"),
     Case({"train.learning_rate": -1e-3}, "train.learning_rate is -0.001; expected 0 or more"),
@@ -383,7 +381,11 @@ CASES = [
     Case({"compute.attention_backend": "te"}, 'compute.attention_backend is "te", but', GPU),
     Case({"compute.attention_backend": "cudnn"}, 'compute.attention_backend is "cudnn", but'),
     Case(
-        {"compute.scan_backend": "pallas", "compute.scan_chunk": 48, "model.llm.mamba_state": 8},
+        {
+            "compute.scan_backend": "pallas",
+            "compute.block_sizes": BlockSizes(scan=48),
+            "model.llm.mamba_state": 8,
+        },
         "chunk 48 is no power of two from 16 up and state 8 is no power of two from 16 up",
         GPU,
     ),

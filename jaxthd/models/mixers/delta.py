@@ -66,7 +66,7 @@ class GatedDelta(nnx.Module):
         self.out = Linear(delta.inner, llm.dim, init, std=residual_std(delta.inner, llm), sharded_in=heads)
         self.key_dim, self.value_dim = delta.key_dim, delta.value_dim
         self.groups, self.mesh = groups, init.mesh
-        self.chunk = compute.scan_chunk
+        self.chunk = min(compute.blocks.scan, LONGEST_CHUNK)
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
         inputs = self._inputs(x_ND, self._project(x_ND), segments)
@@ -164,14 +164,15 @@ def _unit(x_LGK: Array, length: float = 1.0) -> Array:
     return (length * x * jax.lax.rsqrt(squares + UNIT_EPS)).astype(x_LGK.dtype)
 
 
-COST_CHUNK = 64
-"""Tokens of a scan chunk, as the cost counts them: pipeline stages do not depend on compute.scan_chunk."""
+LONGEST_CHUNK = 64
+"""Most tokens of a scan chunk: the inverse of its triangle costs the square of its length for each token.
+The cost counts it, so that pipeline stages do not depend on compute.blocks."""
 
 
 def cost(llm: LLMConfig) -> float:
     delta = llm.delta
     projections = llm.dim * (2 * delta.keys + 3 * delta.inner + 2 * delta.value_heads)
-    pairs = COST_CHUNK * (delta.keys + delta.value_heads * (delta.key_dim + 2 * delta.value_dim) / 2)
+    pairs = LONGEST_CHUNK * (delta.keys + delta.value_heads * (delta.key_dim + 2 * delta.value_dim) / 2)
     return float(projections + pairs + 4 * delta.inner * delta.key_dim)
 
 

@@ -79,7 +79,7 @@ class Mamba2(nnx.Module):
         self.out = Linear(inner, llm.dim, init, std=residual_std(inner, llm), sharded_in=heads)
         self.state = llm.mamba_state
         self.groups, self.mesh = groups, init.mesh
-        self.chunk, self.backend = compute.scan_chunk, settled(compute.scan_backend)
+        self.chunk, self.backend = compute.blocks.scan, settled(compute.scan_backend)
         self.dt_limit = llm.mamba_dt_limit
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
@@ -181,7 +181,7 @@ class Mamba2(nnx.Module):
 
 
 COST_CHUNK = 128
-"""Tokens of a scan chunk, as the cost counts them: pipeline stages do not depend on compute.scan_chunk."""
+"""Tokens of a scan chunk, as the cost counts them: pipeline stages do not depend on compute.blocks."""
 
 
 def cost(llm: LLMConfig) -> float:

@@ -39,7 +39,7 @@ class MoE(nnx.Module):
     ) -> None:
         init = Init.of(init, compute)
         width = llm.latent_dim or llm.dim
-        owners = expert_sharding(llm.experts, init.mesh) if compute.expert_parallel else None
+        owners = expert_sharding(llm.experts, init.mesh)
         columns = over_tensor(llm.expert_dim)
         self.router = Linear(llm.dim, llm.experts, init, bias=llm.router_bias)
         self.router.w.set_metadata(cast=False)
@@ -62,8 +62,8 @@ class MoE(nnx.Module):
         self.per_token = llm.experts_per_token
         self.groups, self.groups_per_token = llm.router_groups, llm.router_groups_per_token
         self.scale, self.is_normalised = llm.router_scale, llm.router_normalised
-        self.block = IN_ROUNDS if compute.expert_products == "rounds" else compute.expert_block
-        self.capacity = compute.expert_capacity
+        self.block = IN_ROUNDS if compute.blocks.expert_rounds else compute.blocks.experts
+        self.capacity = compute.blocks.expert_slots
         self.axes = owners.axes if owners else ()
         self.mesh = init.mesh
 

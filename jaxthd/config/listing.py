@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from jaxthd.config import Config
+from jaxthd.config.values import DERIVED
 
 INDENT = 6
 
@@ -45,14 +46,16 @@ def groups(kind: Any = Config, path: str = "", text: str = "") -> Iterator[Group
     path: the attribute path of `kind` in Config. text: the docstring of that field, put after the docstring
     of `kind`. Raises ValueError for a field without a docstring under it.
     """
-    defaults, hints, sources = kind(), get_type_hints(kind), _field_sources(kind)
+    defaults, sources = kind(), _field_sources(kind)
+    hints = get_type_hints(kind, include_extras=True)
     settings, nested = [], []
     for name, hint in hints.items():
+        if DERIVED in getattr(hint, "__metadata__", ()):
+            continue
         where = f"{path}.{name}" if path else name
         annotation, docstring = sources[name]
-        inner = [each for each in (*get_args(hint), hint) if is_dataclass(each)]
-        if inner:
-            nested.append((inner[0], where, docstring))
+        if inner := dataclass_in(hint):
+            nested.append((inner, where, docstring))
         elif not docstring:
             raise ValueError(
                 f"jaxthd/config/: {kind.__name__}.{name} has no docstring; expected what it means, in a "
@@ -66,6 +69,19 @@ def groups(kind: Any = Config, path: str = "", text: str = "") -> Iterator[Group
         yield Group(path, kind.__name__, of_kind, tuple(settings))
     for each in nested:
         yield from groups(*each)
+
+
+def kind_at(path: str) -> Any:
+    """The dataclass of the group at this attribute path of Config, such as "data.filter"."""
+    kind: Any = Config
+    for name in path.split("."):
+        kind = dataclass_in(get_type_hints(kind)[name])
+    return kind
+
+
+def dataclass_in(hint: Any) -> Any:
+    """The dataclass of a field's type, which may be "X | None"; None for other types."""
+    return next((x for x in (hint, *get_args(hint)) if is_dataclass(x)), None)
 
 
 @cache

@@ -1,0 +1,99 @@
+"""Old configs are accepted: what each removed setting said is said otherwise, or told to be derived."""
+
+import json
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxthd.config import Config, RopeConfig
+from jaxthd.config.listing import all_groups, kind_at
+from jaxthd.config.removed import REMOVED
+from jaxthd.files.config_file import load_config
+from jaxthd.files.run_folder import differences, read_config, write_config
+
+GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {
+    "compute.attention_block": (64, {}),
+    "compute.loss_block": (1024, {}),
+    "compute.vocab_block": (4096, {}),
+    "compute.expert_block": (128, {}),
+    "compute.expert_products": ("rounds", {}),
+    "compute.expert_capacity": (2.0, {}),
+    "compute.expert_parallel": (False, {}),
+    "compute.scan_chunk": (128, {}),
+    "compute.subsampling_frames": (1024, {}),
+    "compute.mamba_chunk": (128, {}),
+    "model.llm.rope_theta": (1e6, {"model.llm.rope": RopeConfig(theta=1e6)}),
+    "train.tensorboard": (False, {"train.trackers": ()}),
+}
+"""A removed setting -> (a value other than its old default, the settings that now say so)."""
+
+
+def stored_run(folder: Path, changes: dict[str, Any]) -> None:
+    """Writes the config.json of a run whose settings an older jaxthd wrote, with these among them."""
+    write_config(folder, Config())
+    stored = json.loads((folder / "config.json").read_text())
+    for path, value in changes.items():
+        *groups, name = path.split(".")
+        fields = stored
+        for group in groups:
+            fields = fields[group]
+        fields[name] = value
+    (folder / "config.json").write_text(json.dumps(stored))
+
+
+def test_every_removed_setting_is_tried_and_is_none_any_more():
+    assert GIVEN.keys() == {f"{group}.{name}" for group, names in REMOVED.items() for name in names}
+    assert not GIVEN.keys() & {setting.path for group in all_groups() for setting in group.settings}
+
+
+@pytest.mark.parametrize("path", GIVEN)
+def test_a_stored_one_is_replaced_and_told(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    value, expected = GIVEN[path]
+    stored_run(tmp_path, {path: value})
+    config = read_config(tmp_path)
+    assert {name: attrgetter(name)(config) for name in expected} == expected
+    printed = capsys.readouterr().err
+    assert f"config.json: {path} {value!r} is no setting any more: " in printed
+    assert not differences(tmp_path, config)
+
+
+def test_a_stored_default_is_left_out_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    defaults = {f"{group}.{name}": x.was for group, names in REMOVED.items() for name, x in names.items()}
+    stored_run(tmp_path, defaults)
+    assert read_config(tmp_path) == Config()
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", GIVEN)
+def test_a_config_file_may_give_one(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Also in a file that another one varies. Elsewhere the dataclasses do not take it."""
+    group, _, name = path.rpartition(".")
+    value, expected = GIVEN[path]
+    call = f"{kind_at(group).__name__}({name}={value!r})"
+    for outer in reversed(group.split(".")):
+        *above, _ = group.split(".")[: group.split(".").index(outer) + 1]
+        kind = kind_at(".".join(above)).__name__ if above else "Config"
+        call = f"{kind}({outer}={call})"
+    (tmp_path / "old.py").write_text(f"from jaxthd.config import *\n\ndef config(): return {call}\n")
+    (tmp_path / "varied.py").write_text(
+        "from pathlib import Path\nfrom jaxthd import load_config\n\n"
+        "def config(): return load_config(Path(__file__).with_name('old.py'))\n"
+    )
+    config = load_config(tmp_path / "varied.py")
+    assert {name: attrgetter(name)(config) for name in expected} == expected
+    assert f"old.py: {path} {value!r} is no setting any more: " in capsys.readouterr().err
+    with pytest.raises(TypeError, match=name):
+        kind_at(group)(**{name: value})
+
+
+def test_fields_of_a_run_that_were_elsewhere_are_found(tmp_path: Path):
+    """How a model is computed was once said in model.* and train.*."""
+    write_config(tmp_path, Config())
+    stored = json.loads((tmp_path / "config.json").read_text())
+    compute = stored.pop("compute")
+    stored["model"]["dtype"], stored["train"]["command_buffers"] = "bfloat16", compute["command_buffers"]
+    stored["model"]["llm"]["mamba_chunk"] = 64
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    assert read_config(tmp_path).compute.dtype == "bfloat16"
