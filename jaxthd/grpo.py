@@ -137,8 +137,7 @@ def _train(
         for name in ("rollouts.jsonl", "failures.jsonl"):
             outputs.keep_lines(name, lambda line: line["step"] <= first)
         metrics = stack.enter_context(open_metrics(outputs.path, first, config, account))
-        most = config.train.max_skipped_steps * config.updates_of_a_step
-        non_finite = NonFiniteSteps(outputs, first, most, metrics.say)
+        non_finite = NonFiniteSteps(outputs, first, config.updates_of_a_step, metrics.say)
         stopping.listen()
         if first == 0 and validation.is_due(0):
             metrics.step({"step": 0, **validate(state, 0), **time_line(account.seconds)})

@@ -25,7 +25,6 @@ import time
 from collections.abc import Collection
 from contextlib import ExitStack, closing
 from dataclasses import asdict
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +37,6 @@ from jaxthd.config import Config
 from jaxthd.data.dataset import SpeechData, SynchronizedLoader, whole_position
 from jaxthd.data.loader import BatchReport
 from jaxthd.errors import readable_errors
-from jaxthd.figures.batch import draw_batch
 from jaxthd.figures.curves import draw_curves
 from jaxthd.files.jsonl import read_lines
 from jaxthd.inference.validation import Validation
@@ -160,7 +158,7 @@ def _train(
             return 0
         changed = changed_settings(held.keep(first), first)
         metrics = stack.enter_context(open_metrics(outputs.path, first, config, account))
-        non_finite = NonFiniteSteps(outputs, first, config.train.max_skipped_steps, metrics.say)
+        non_finite = NonFiniteSteps(outputs, first, config.updates_of_a_step, metrics.say)
         watch_padding = PaddingWatch(config, metrics.say)
         watch_rungs = stack.enter_context(RungWatch(config.data, metrics.say))
         stopping.listen()
@@ -205,8 +203,6 @@ def _train(
                 break
         if step < steps:
             metrics.say(f"stopped {stopped} after step {step}, which is saved: the same command continues")
-        if config.train.draw_last_batch:
-            outputs.draw("last_batch.png", partial(draw_batch, current.batch, current.report, config))
     return step - first
 
 

@@ -32,7 +32,7 @@ def config():
     llm = LLMConfig(pattern="M*", dim=16, q_heads=2, kv_heads=1, head_dim=8, mamba_heads=2, mamba_head_dim=8)
     data = DataConfig(
         manifest=("text.jsonl",), validation_manifest="", rows={processes}, capacity=64, max_documents=8,
-        audio_capacity=0, prompt="", workers=0, prefetch=0,
+        audio_capacity=0, prompt="", workers=0,
     )
     train = TrainConfig(steps=2, warmup_steps=1, validate_every=0, checkpoint_every=2)
     return Config(

@@ -86,7 +86,7 @@ def config() -> Config:
             freeze=("encoder.*",),
             lora_rank=8,
             lora_targets=("decoder.layers.attention.*", "decoder.layers.mamba.*"),
-            adapter_lr_factor=2.0,
+            lr_factors=("adapter=2.0",),
         ),
         train=TrainConfig(
             init_from=(str(PUBLISHED),),

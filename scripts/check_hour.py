@@ -62,7 +62,6 @@ def hour_config(folder: Path, seconds: float, context: int, steps: int = 2) -> C
         audio_capacity=frames,
         packing_bins=1,
         workers=0,
-        prefetch=0,
     )
     train = TrainConfig(
         steps=steps,

@@ -10,28 +10,20 @@ import argparse
 import io
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import matplotlib.style
 import numpy as np
+from jaxtyping import Shaped
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, Rectangle
 
-from jaxthd.figures.batch import stretches
-from jaxthd.figures.colors import (
-    FAINT,
-    HUES,
-    INK,
-    PADDING,
-    hues,
-    light,
-    slot_colors,
-    slot_legend,
-    tint,
-)
+from jaxthd.figures.colors import FAINT, HUES, INK, PADDING, light, tint
+from scripts.draw_packing import hues, slot_colors, slot_legend
 from scripts.guide_numbers import (
     AUDIO,
     CAPACITY,
@@ -55,6 +47,12 @@ class Drawing(NamedTuple):
 
     numbers: Callable[[], Numbers]
     draw: Callable[[Numbers], Figure]
+
+
+def stretches(*rows: Shaped[np.ndarray, " n"]) -> list[tuple[int, int]]:
+    """(start, stop) of the longest stretches in which all rows are constant."""
+    changes = np.any([row[1:] != row[:-1] for row in rows], axis=0)
+    return list(pairwise([0, *(np.flatnonzero(changes) + 1).tolist(), len(rows[0])]))
 
 
 def strip(axes: Axes, held: Numbers, y: float = 0.0, height: float = 1.0) -> None:

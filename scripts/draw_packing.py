@@ -10,32 +10,22 @@ Legend: T token slots of the buffer, n slots of a rank; rank-major: rank 0's tok
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import matplotlib
 import numpy as np
 from jax.sharding import PartitionSpec
+from jaxtyping import Bool, Float, Int
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 
 from jaxthd.config import Config, MeshConfig
-from jaxthd.figures.batch import Buffer, document_order
-from jaxthd.figures.colors import (
-    FAINT,
-    HUES,
-    INK,
-    PADDING,
-    hues,
-    light,
-    slot_colors,
-    slot_legend,
-    tint,
-)
+from jaxthd.figures.colors import FAINT, HUES, INK, PADDING, light, tint
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING, Document
-from jaxthd.packing.layout import DualChunkSwap
+from jaxthd.packing.layout import ContextLayout, DualChunkSwap
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.mesh import CONTEXT, make_mesh
@@ -45,6 +35,52 @@ CHUNK = CAPACITY // (2 * RANKS)
 AUDIO = (6, 14, 27, 14, 4, 5, 11)
 TEXT = (3, 7, 15, 8, 2, 2, 6)
 TITLE: dict[str, Any] = {"fontsize": 15, "fontweight": "bold", "color": "#222222"}
+
+
+class Buffer(NamedTuple):
+    """A row of a batch in document order, with the fields of Batch; the context layout is undone.
+
+    ids: the number of the token's document. segments: Batch.segment_ids.
+    """
+
+    ids: Int[np.ndarray, " T"]
+    segments: Int[np.ndarray, " T"]
+    positions: Int[np.ndarray, " T"]
+    audio_slots: Int[np.ndarray, " T"]
+    weights: Float[np.ndarray, " T"]
+
+    @property
+    def audio(self) -> Bool[np.ndarray, " T"]:
+        return self.audio_slots >= 0
+
+
+def document_order(batch: Batch, row: int, config: Config) -> Buffer:
+    """A row of the batch, in the order before it was laid out over the context ranks of `config`."""
+    ids, cuts = np.asarray(batch.segment_ids)[row], batch.cuts_of(row)
+    back = ContextLayout.of(config).inverse(ids, cuts)
+    audio_slots = batch.audio_slots if batch.has_audio else np.full_like(batch.segment_ids, -1)
+    fields = batch.documents, batch.segment_ids, batch.positions, audio_slots, batch.weights
+    return Buffer(*(np.asarray(x)[row][back] for x in fields))
+
+
+def hues(ids: Int[np.ndarray, "*slots"]) -> Float[np.ndarray, "*slots 3"]:
+    """RGB of documents, one hue after the other by segment id; grey for padding."""
+    return np.array([to_rgb(h) for h in (PADDING, *HUES)])[np.where(ids > 0, (ids - 1) % len(HUES) + 1, 0)]
+
+
+def slot_colors(ids: Int[np.ndarray, " T"], audio: Bool[np.ndarray, " T"]) -> Float[np.ndarray, "T 3"]:
+    """RGB of each slot: the document's hue for audio, its light tint for text, grey for padding."""
+    rgb = hues(ids)
+    return np.where((audio | (ids == 0))[:, None], rgb, tint(rgb))
+
+
+def slot_legend() -> list[Patch]:
+    """Legend entries for slot_colors."""
+    return [
+        Patch(facecolor=HUES[0], label="audio slots of a document (encoder frames)"),
+        Patch(facecolor=light(HUES[0]), label="its text tokens"),
+        Patch(facecolor=PADDING, label="padding"),
+    ]
 
 
 def document(number: int, audio: int, text: int) -> Document:

@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxthd.config import ComputeConfig, Config, DataConfig, MeshConfig
-from jaxthd.figures.batch import Buffer, document_order
 from jaxthd.ops.scan.ssd import ssd_and_states
 from jaxthd.ops.scan.state_passing import DecayMap, initial_states
 from jaxthd.packing.balance import attention_work
@@ -25,6 +24,7 @@ from jaxthd.packing.segments import make_segments
 from jaxthd.packing.thd_view import thd_view
 from jaxthd.parallel.mesh import CONTEXT, make_mesh
 from jaxthd.parallel.schedule import make_schedule
+from scripts.draw_packing import Buffer, document_order
 
 CAPACITY, RANKS = 128, 4
 CHUNK = CAPACITY // (2 * RANKS)

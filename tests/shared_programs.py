@@ -62,8 +62,6 @@ def _of_programs(config: Config) -> Config:
             train,
             validate_every=plain[0].validate_every,
             checkpoint_every=plain[0].checkpoint_every,
-            max_skipped_steps=plain[0].max_skipped_steps,
-            draw_last_batch=plain[0].draw_last_batch,
         ),
-        data=replace(data, workers=0, prefetch=0, validation_manifest=plain[1].validation_manifest),
+        data=replace(data, workers=0, validation_manifest=plain[1].validation_manifest),
     )

@@ -56,7 +56,6 @@ CONFIG = Config(
         max_documents=8,
         rows=2,
         workers=0,
-        prefetch=0,
     ),
     model=ModelConfig(
         encoder=EncoderConfig(

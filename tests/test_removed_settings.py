@@ -14,6 +14,17 @@ from jaxthd.files.config_file import load_config
 from jaxthd.files.run_folder import differences, read_config, write_config
 
 GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {
+    "data.prefetch": (0, {}),
+    "data.filter.min_seconds": (0.5, {"data.filter.seconds": (0.5, 0.0)}),
+    "data.filter.max_seconds": (20.0, {"data.filter.seconds": (0.0, 20.0)}),
+    "data.filter.min_tokens_per_second": (0.5, {"data.filter.tokens_per_second": (0.5, 0.0)}),
+    "data.filter.max_tokens_per_second": (20.0, {"data.filter.tokens_per_second": (0.0, 20.0)}),
+    "data.filter.min_characters_per_second": (0.5, {"data.filter.characters_per_second": (0.5, 0.0)}),
+    "data.filter.max_characters_per_second": (20.0, {"data.filter.characters_per_second": (0.0, 20.0)}),
+    "adapt.encoder_lr_factor": (0.1, {"adapt.factors": {"encoder": 0.1, "adapter": 1.0, "llm": 1.0}}),
+    "adapt.adapter_lr_factor": (5.0, {"adapt.factors": {"encoder": 1.0, "adapter": 5.0, "llm": 1.0}}),
+    "adapt.llm_lr_factor": (0.5, {"adapt.factors": {"encoder": 1.0, "adapter": 1.0, "llm": 0.5}}),
+    "compute.fp8_experts": (True, {"compute.fp8": ("experts",)}),
     "compute.attention_block": (64, {}),
     "compute.loss_block": (1024, {}),
     "compute.vocab_block": (4096, {}),
@@ -26,6 +37,8 @@ GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "compute.mamba_chunk": (128, {}),
     "model.llm.rope_theta": (1e6, {"model.llm.rope": RopeConfig(theta=1e6)}),
     "train.tensorboard": (False, {"train.trackers": ()}),
+    "train.max_skipped_steps": (3, {}),
+    "train.draw_last_batch": (True, {}),
 }
 """A removed setting -> (a value other than its old default, the settings that now say so)."""
 
@@ -57,6 +70,13 @@ def test_a_stored_one_is_replaced_and_told(path: str, tmp_path: Path, capsys: py
     printed = capsys.readouterr().err
     assert f"config.json: {path} {value!r} is no setting any more: " in printed
     assert not differences(tmp_path, config)
+
+
+def test_several_that_became_one_are_joined(tmp_path: Path):
+    stored_run(tmp_path, {"data.filter.min_seconds": 1.0, "data.filter.max_seconds": 9.0})
+    assert read_config(tmp_path).data.filter.seconds == (1.0, 9.0)
+    stored_run(tmp_path, {"adapt.encoder_lr_factor": 0.1, "adapt.llm_lr_factor": 0.5})
+    assert read_config(tmp_path).adapt.lr_factors == ("encoder=0.1", "llm=0.5")
 
 
 def test_a_stored_default_is_left_out_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -30,6 +30,7 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.errors import UserError
+from jaxthd.run import nonfinite
 from jaxthd.run.metrics import OF_DRAWING, TIME_METRICS
 from jaxthd.run.metrics_file import Metrics, read_metrics
 from jaxthd.train import main, train
@@ -131,7 +132,7 @@ def tiny(manifest: Path) -> Config:
 def uninterrupted(manifest: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     workdir = tmp_path_factory.mktemp("uninterrupted")
     config = tiny(manifest)
-    train(replace(config, train=replace(config.train, draw_last_batch=True)), workdir)
+    train(config, workdir)
     return workdir
 
 
@@ -158,9 +159,7 @@ def test_a_run_writes_a_line_a_step_and_compiles_once(uninterrupted: Path, manif
 
 
 def test_a_run_leaves_pictures_and_what_it_decoded(uninterrupted: Path):
-    assert {"curves.png", "last_batch.png", "config.json", "tensorboard"} <= {
-        path.name for path in uninterrupted.iterdir()
-    }
+    assert {"curves.png", "config.json", "tensorboard"} <= {path.name for path in uninterrupted.iterdir()}
     written = [json.loads(line) for line in (uninterrupted / "hypotheses.jsonl").read_text().splitlines()]
     assert len(written) == 20
     fields = {"key", "reference", "hypothesis", "audio_seconds", "ended"}
@@ -301,7 +300,7 @@ def test_a_signal_saves_and_ends_the_run_which_then_continues(
     assert "stopped by SIGHUP after step 5" in capsys.readouterr().out
     assert read_metrics(tmp_path)[-1]["step"] == 5
     config = unvalidated(manifest)
-    train(replace(config, data=replace(config.data, workers=0, prefetch=0)), tmp_path)
+    train(replace(config, data=replace(config.data, workers=0)), tmp_path)
     assert "continuing from step 5" in capsys.readouterr().out
     assert_same_run(tmp_path, uninterrupted)
 
@@ -353,7 +352,7 @@ def test_a_workdir_of_other_data_or_another_model_is_refused(
 
 
 def test_updates_that_are_not_finite_are_skipped_and_named_until_there_are_too_many(
-    manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     """The learning rate ruins the parameters at the first update. Before it, two identical sets are
     validated."""
@@ -366,9 +365,9 @@ def test_updates_that_are_not_finite_are_skipped_and_named_until_there_are_too_m
         clip_norm=1e30,
         warmup_steps=0,
         checkpoint_every=1,
-        max_skipped_steps=3,
     )
     sets = replace(config.data, validation_manifest=(f"one={manifest}", str(manifest)))
+    monkeypatch.setattr(nonfinite, "MOST_STEPS", 3)
     with pytest.raises(UserError, match=r"So were 3 in a row.*expected finite numbers"):
         train(replace(config, data=sets, train=wild), tmp_path)
     before, *lines = read_metrics(tmp_path)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from jaxthd.errors import UserError
+
 
 @dataclass(frozen=True)
 class AdaptConfig:
@@ -28,9 +30,20 @@ class AdaptConfig:
     training step. The draws are the same on every mesh; encoder and adapter have none."""
     dora: bool = False
     """Also train the magnitude of each column of the projections that get LoRA (DoRA)."""
-    encoder_lr_factor: float = 1.0
-    """Factor on the encoder's learning rate."""
-    adapter_lr_factor: float = 1.0
-    """Factor on the adapter's learning rate."""
-    llm_lr_factor: float = 1.0
-    """Factor on the LLM's learning rate."""
+    lr_factors: tuple[str, ...] = ()
+    """Factors on the learning rate, as PART=FACTOR, such as "encoder=0.1"."""
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """The factor of each part, from lr_factors. Raises UserError for one that is not PART=FACTOR."""
+        found = dict.fromkeys(("encoder", "adapter", "llm"), 1.0)
+        for text in self.lr_factors:
+            part, _, factor = text.partition("=")
+            try:
+                found[part] = found[part] and float(factor)
+            except (KeyError, ValueError) as error:
+                raise UserError(
+                    f"adapt.lr_factors has {text!r}; expected PART=FACTOR with one of the parts "
+                    f"{', '.join(found)}: correct adapt.lr_factors"
+                ) from error
+        return found

@@ -45,10 +45,8 @@ class ComputeConfig:
     """Compute dtype. Parameters are float32 (float64 if this is float64)."""
     fp8: tuple[str, ...] = ()
     """Patterns of projections, such as "decoder.layers.*", whose matrix products run in 8-bit numbers,
-    forward and backward (pip install 'jaxthd[fp8]'). Routers, time steps of recurrent layers, embedding
-    and head never do; routed experts by fp8_experts."""
-    fp8_experts: bool = False
-    """Multiply routed experts with their tokens in 8-bit numbers, forward and backward."""
+    forward and backward (pip install 'jaxthd[fp8]'). "experts" stands for the routed experts, which no other
+    pattern matches. Routers, time steps of recurrent layers, embedding and head never do."""
     context_exchange: Literal["ring", "all_gather"] = "ring"
     """How attention reaches the keys and values of other context ranks."""
     context_layout: Literal["auto", "buffer", "document", "whole"] = "buffer"
@@ -118,6 +116,16 @@ class ComputeConfig:
     def blocks(self) -> BlockSizes:
         """How much is computed at a time."""
         return self.block_sizes or (LARGE_BLOCKS if self.dtype == "bfloat16" else SMALL_BLOCKS)
+
+    @property
+    def fp8_projections(self) -> tuple[str, ...]:
+        """The patterns of fp8, without the experts."""
+        return tuple(pattern for pattern in self.fp8 if pattern != "experts")
+
+    @property
+    def fp8_experts(self) -> bool:
+        """Whether routed experts are multiplied with their tokens in 8-bit numbers."""
+        return "experts" in self.fp8
 
     @property
     def layout(self) -> Literal["buffer", "document", "whole"]:

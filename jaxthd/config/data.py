@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from jaxthd.errors import UserError
 
+Bounds = tuple[float, float]
 Packing = Literal["first_fit", "best_fit", "best_fit_decreasing", "padded"]
 
 
@@ -53,20 +54,16 @@ class AugmentConfig:
 @dataclass(frozen=True)
 class FilterConfig:
     """Which training items are used. What is dropped is listed in skipped.jsonl, and does not count towards
-    data.max_skipped_share. Items without a recording are kept; preferences and prompts have no rates."""
+    data.max_skipped_share. Each setting is the least and the most that is kept; a most of 0: no bound. Items
+    without a recording are kept; preferences and prompts have no rates."""
 
-    min_seconds: float = 0.0
-    """Shortest: seconds of all recordings of the item."""
-    max_seconds: float = 0.0
-    """Longest; 0: no bound."""
-    min_tokens_per_second: float = 0.0
-    """Least: tokens of the answers' texts a second of the recordings."""
-    max_tokens_per_second: float = 0.0
-    """Most; 0: no bound. A transcript that is too long for its recording seldom belongs to it."""
-    min_characters_per_second: float = 0.0
-    """Least: characters of the answers' texts a second of the recordings."""
-    max_characters_per_second: float = 0.0
-    """Most; 0: no bound."""
+    seconds: Bounds = (0.0, 0.0)
+    """Seconds of all recordings of the item."""
+    tokens_per_second: Bounds = (0.0, 0.0)
+    """Tokens of the answers' texts a second of the recordings. A transcript that is too long for its
+    recording seldom belongs to it."""
+    characters_per_second: Bounds = (0.0, 0.0)
+    """Characters of the answers' texts a second of the recordings."""
 
 
 class ValidationSet(NamedTuple):
@@ -181,9 +178,8 @@ class DataConfig:
     seed: int = 0
     """Seed of the shuffle, of dither, of augmentation and of SpecAugment."""
     workers: int = 2
-    """Processes that decode audio and compute features before the step needs them; 0: the loader does it."""
-    prefetch: int = 2
-    """Batches made before the step needs them; 0: none."""
+    """Processes that decode audio and compute features; two batches are then made before the step needs them.
+    0: the step waits for each batch."""
 
     @property
     def ladder(self) -> tuple[Rung, ...]:

@@ -15,9 +15,41 @@ class Removed(NamedTuple):
     becomes: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] = lambda value, fields: {}
 
 
+def _bound(name: str, end: int) -> Removed:
+    """A bound of data.filter that has become one of a pair. end: 0 for the least, 1 for the most."""
+
+    def pair(value: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+        both = list(fields.get(name, (0.0, 0.0)))
+        both[end] = value
+        return {name: tuple(both)}
+
+    return Removed(0.0, f"data.filter.{name} has the least and the most", pair)
+
+
+def _factor(part: str) -> Removed:
+    """A factor of adapt on the learning rate of a part."""
+
+    def listed(value: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {"lr_factors": (*fields.get("lr_factors", ()), f"{part}={value}")}
+
+    return Removed(1.0, f'adapt.lr_factors names it, as "{part}=FACTOR"', listed)
+
+
 _SIZES = "it follows from compute.dtype and the device (jaxthd/config/compute.py), and affects speed only"
 REMOVED: dict[str, dict[str, Removed]] = {
+    "data": {"prefetch": Removed(2, "two batches are made ahead where there are data.workers, else none")},
+    "data.filter": {
+        f"{end}_{name}": _bound(name, number)
+        for name in ("seconds", "tokens_per_second", "characters_per_second")
+        for number, end in enumerate(("min", "max"))
+    },
+    "adapt": {f"{part}_lr_factor": _factor(part) for part in ("encoder", "adapter", "llm")},
     "compute": {
+        "fp8_experts": Removed(
+            False,
+            'compute.fp8 names them, as "experts"',
+            lambda value, fields: {"fp8": (*fields.get("fp8", ()), *["experts"] * bool(value))},
+        ),
         "attention_block": Removed(128, _SIZES),
         "loss_block": Removed(256, _SIZES),
         "vocab_block": Removed(8192, _SIZES),
@@ -42,6 +74,10 @@ REMOVED: dict[str, dict[str, Removed]] = {
             "train.trackers names it",
             lambda value, fields: {"trackers": ("tensorboard",) if value else ()},
         ),
+        "max_skipped_steps": Removed(10, "a run stops after 10 steps in a row that are not finite"),
+        "draw_last_batch": Removed(
+            False, "docs/packing.md has pictures of buffers, by scripts/draw_packing.py"
+        ),
     },
 }
 """Group of settings -> name -> what became of it."""
@@ -52,9 +88,9 @@ def renewed(group: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], list
     on each that had another value than its old default). group: its path in Config, such as "compute"."""
     removed, notes = REMOVED.get(group, {}), []
     present = {name: value for name, value in fields.items() if name not in removed}
-    for name in fields.keys() & removed.keys():
-        value, old = fields[name], removed[name]
+    for name, old in removed.items():
+        value = fields.get(name, old.was)
         if value != old.was:
             present |= old.becomes(value, present)
             notes.append(f"{group}.{name} {value!r} is no setting any more: {old.now}")
-    return present, sorted(notes)
+    return present, notes

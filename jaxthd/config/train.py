@@ -71,9 +71,6 @@ class TrainConfig:
     microbatches: int = 1
     """Microbatches into which a step's rows are divided, computed one after the other (gradient
     accumulation)."""
-    max_skipped_steps: int = 10
-    """The run stops after this many steps in a row whose update was skipped because loss or gradient was
-    not finite."""
     max_seconds: float = 0.0
     """The command stops after this many seconds, saves, and may be started again: for queues with a time
     limit. 0: never."""
@@ -107,8 +104,6 @@ class TrainConfig:
     profile: str = ""
     """Steps that are profiled, as FIRST:LAST, such as "10:13"; the trace, in WORKDIR/tensorboard, is opened
     by TensorBoard (pip install tensorboard xprof). "": none. The first step of a command compiles."""
-    draw_last_batch: bool = False
-    """Draw the documents of the last batch as a picture: buffers, ranks, audio, padding."""
 
     @property
     def profile_window(self) -> tuple[int, int] | None:

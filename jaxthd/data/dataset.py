@@ -111,6 +111,7 @@ class SpeechData:
         self.stop_ids = PromptTemplate(data, tokenizer).stop_ids
         # All loaders share these: workers take a second to start, and keep the functions that they are sent.
         self._workers = Workers(data.workers) if data.workers else 0
+        self._prefetch = 2 if data.workers else 0
         self._objective = make_objective(config.train.objective, config.train.objective_options)
         # A policy's forward pass is that of an evaluation: nothing is dithered or masked.
         self._filter = Filter(data.filter, tokenizer)
@@ -254,7 +255,7 @@ class SpeechData:
             sets=self._data_sets(),
             weights=mixing_weights(self._config.data, list(map(len, self._training))),
             workers=self._workers,
-            prefetch=self._config.data.prefetch,
+            prefetch=self._prefetch,
         )
         return SynchronizedLoader(loader, self.skipped)
 
@@ -271,7 +272,7 @@ class SpeechData:
             answers=compares_answers(self._objective),
             on_skip=self._on_skip(self._sources),
             workers=self._workers,
-            prefetch=self._config.data.prefetch,
+            prefetch=self._prefetch,
         )
         return SynchronizedLoader(loader, self.skipped)
 
@@ -337,7 +338,7 @@ class SpeechData:
             on_skip=on_skip,
             on_read=on_skip.read,
             workers=self._workers,
-            prefetch=self._config.data.prefetch,
+            prefetch=self._prefetch,
             **more,
         )
         return SynchronizedLoader(loader, self.skipped)

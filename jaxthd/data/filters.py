@@ -16,7 +16,7 @@ from jaxthd.data.text.tokenizer import Tokenizer
 
 
 class _Measure(NamedTuple):
-    """What is bounded. name: that of its settings, after min_ and max_. per_second: whether it is a rate."""
+    """What is bounded. name: its setting. least, most: the values that are kept."""
 
     name: str
     least: float
@@ -25,9 +25,9 @@ class _Measure(NamedTuple):
     def why(self, value: float, unit: str) -> str:
         """Why a value is dropped; "" if it is not."""
         if value < self.least:
-            return f"{FILTERED}min_{self.name} is {self.least:g}, and this has {value:.4g}{unit}"
+            return f"{FILTERED}{self.name}: at least {self.least:g}, and this has {value:.4g}{unit}"
         if value > self.most:
-            return f"{FILTERED}max_{self.name} is {self.most:g}, and this has {value:.4g}{unit}"
+            return f"{FILTERED}{self.name}: at most {self.most:g}, and this has {value:.4g}{unit}"
         return ""
 
 
@@ -41,8 +41,7 @@ class Filter:
     def __init__(self, config: FilterConfig, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._seconds, self._tokens, self._characters = (
-            _Measure(name, getattr(config, f"min_{name}"), getattr(config, f"max_{name}") or math.inf)
-            for name in ("seconds", "tokens_per_second", "characters_per_second")
+            _Measure(name, least, most or math.inf) for name, (least, most) in asdict(config).items()
         )
 
     def __bool__(self) -> bool:
@@ -74,7 +73,7 @@ class Filter:
         """
         if example.duration is not None or not self._seconds.most <= most_seconds:
             return ""
-        return f"{FILTERED}max_seconds is {self._seconds.most:g}, and this has more than {most_seconds:.4g}"
+        return f"{FILTERED}seconds: at most {self._seconds.most:g}, and this has more than {most_seconds:.4g}"
 
     def sift(self, examples: Sequence[Example], *, rates: bool = True) -> tuple[list[Example], list[Skipped]]:
         """The items that are kept, and the others, as far as the data set says how long they are.
@@ -97,15 +96,15 @@ def _bounds(measure: _Measure) -> bool:
 
 
 def bounds_of(config: FilterConfig) -> dict[str, Any]:
-    """The settings that bound something."""
-    usual = asdict(FilterConfig())
-    return {name: value for name, value in asdict(config).items() if value != usual[name]}
+    """The bounds that there are: min_ and max_ before the names of settings, as data positions hold them."""
+    bounds = {name: dict(zip(("min", "max"), pair, strict=True)) for name, pair in asdict(config).items()}
+    return {f"{end}_{name}": x for name, pair in bounds.items() for end, x in pair.items() if x}
 
 
 def by_setting(reasons: Sequence[str]) -> str:
-    """How many items each setting has dropped, as text: "max_seconds (12), min_characters_per_second (3)".
+    """How many items each bound has dropped, as text: "seconds: at most 20 (12), seconds: at least 1 (3)".
 
     reasons: why items were dropped, from why_dropped.
     """
-    counts = Counter(reason.removeprefix(FILTERED).partition(" ")[0] for reason in reasons)
+    counts = Counter(reason.removeprefix(FILTERED).partition(",")[0] for reason in reasons)
     return ", ".join(f"{name} ({count:,})" for name, count in counts.most_common())

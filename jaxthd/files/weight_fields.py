@@ -92,7 +92,7 @@ scaling of the rotary embedding or by a wider window, longer pieces of audio, mo
 values are taken, and said. rope.fraction, and theta from or to 0, are refused."""
 RESCALED = ("adapt.lora_alpha",)
 """The arrays are multiplied so that they mean the same, which is said."""
-FREE = ("adapt.freeze", "adapt.unfreeze", "adapt.lora_dropout", "adapt.*_lr_factor")
+FREE = ("adapt.freeze", "adapt.unfreeze", "adapt.lora_dropout", "adapt.lr_factors")
 """They say how weights train, not what they are."""
 
 

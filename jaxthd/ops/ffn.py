@@ -16,7 +16,7 @@ from jaxthd.ops.activations import relu_squared, silu_gated
 
 class FFNForm(NamedTuple):
     """model.llm.ffn_form, with the alpha and the limit of "clamped_swiglu". in_fp8: of experts, whether their
-    products are (compute.fp8_experts)."""
+    products are ("experts" in compute.fp8)."""
 
     kind: Literal["relu2", "swiglu", "clamped_swiglu"]
     alpha: float

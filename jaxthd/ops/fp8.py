@@ -6,7 +6,8 @@ product sums over is scaled by its own largest element, in this step ("dynamic" 
 to restore). Where a mesh divides a sum over ranks (tensor ranks, or the tokens of a weight's gradient), each
 part is scaled by itself. So results differ between meshes by the rounding to 8 bits.
 
-Routed experts are multiplied by einsum8 (compute.fp8_experts), which rounds in the same way without qwix.
+Routed experts ("experts" in compute.fp8) are multiplied by einsum8, which rounds in the same way, without
+qwix.
 
 Legend: N tokens, D features in, F features out.
 """

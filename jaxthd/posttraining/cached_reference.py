@@ -227,11 +227,12 @@ def weights_digest(weights: Weights, blueprint: Blueprint, mesh: Mesh) -> str:
 
     if config.mesh.pipeline > 1:
         weights = jax.jit(canonical, out_shardings=Weights(on.params, on.buffers))(weights)
+    compute = config.compute
     about = {
         "arrays": checksums(weights._asdict()),
         "model": asdict(config.model),
         "lora": [config.adapt.lora_rank, config.adapt.lora_alpha],
-        "compute": [config.compute.dtype, config.compute.fp8, *["experts"] * config.compute.fp8_experts],
+        "compute": [compute.dtype, compute.fp8_projections, *["experts"] * compute.fp8_experts],
         "temperature": policy_temperature(config),
     }
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]

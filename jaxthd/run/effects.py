@@ -45,8 +45,6 @@ NEEDS: dict[str, tuple[Callable[[Config], Any], str]] = {
     ),
     "train.ctc_loss": (lambda config: config.model.encoder, "the model has no encoder"),
     "train.ctc_max_labels": (lambda config: config.train.ctc_loss, "train.ctc_loss is 0"),
-    "adapt.encoder_lr_factor": (lambda config: config.model.encoder, "the model has no encoder"),
-    "adapt.adapter_lr_factor": (lambda config: config.model.encoder, "the model has no adapter"),
 }
 """Settings of the optimization that some runs do not read: (whether this one does, why it does not)."""
 

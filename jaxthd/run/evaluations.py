@@ -44,7 +44,7 @@ def evaluated_settings(config: Config, weights: Sequence[str | Path]) -> dict[st
         "tokenizer": tokenizer_digest(data.tokenizer),
         **{name: getattr(data, name) for name in _SETTINGS},
         "dtype": config.compute.dtype,
-        "fp8": [*config.compute.fp8, *["routed experts"] * config.compute.fp8_experts],
+        "fp8": [*config.compute.fp8_projections, *["routed experts"] * config.compute.fp8_experts],
         "normaliser": train.normaliser,
         "max_new_tokens": train.max_new_tokens,
     }

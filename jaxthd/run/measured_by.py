@@ -29,7 +29,6 @@ ALWAYS = (
     "model.encoder",  # None
     "compute.dtype",
     "compute.fp8",
-    "compute.fp8_experts",
     "train.validation_batches",
     "train.validate_ema",
     "train.max_new_tokens",

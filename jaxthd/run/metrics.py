@@ -104,7 +104,7 @@ STEP_METRICS: list[Metric] = [
         "",
         "the optimizer's learning rate in this step",
         lambda x: x.results.learning_rate,
-        odd="It is the base rate, before the factors of adapt.*_lr_factor. It follows train.schedule "
+        odd="It is the base rate, before the factors of adapt.lr_factors. It follows train.schedule "
         "and train.steps: changes of these change it at once.",
     ),
     Metric(
@@ -282,7 +282,7 @@ STEP_METRICS: list[Metric] = [
         "s",
         "wall time of the step, its wait for the batch included",
         lambda x: x.seconds,
-        odd="Uneven: the step waits for data. Raise data.workers or data.prefetch (scripts/bench_loader.py).",
+        odd="Uneven: the step waits for data. Raise data.workers (scripts/bench_loader.py).",
     ),
 ]
 """Of every training step."""
@@ -299,7 +299,7 @@ _CAUSES = {
     ),
     "data_wait": (
         "devices without work, because their batch was not ready",
-        "Raise data.workers or data.prefetch (scripts/bench_loader.py).",
+        "Raise data.workers (scripts/bench_loader.py).",
     ),
     "reward_wait": (
         "waiting for rewards after the last answer of a step; not in lines of runs that draw none",

@@ -7,6 +7,8 @@ from jaxthd.errors import UserError
 from jaxthd.run.outputs import OutputFolder
 
 FILE = "not_finite.jsonl"
+MOST_STEPS = 10
+"""Steps in a row without a finite update that end a run."""
 SHOWN = 5
 """Documents of a step that a message names."""
 
@@ -15,18 +17,20 @@ class NonFiniteSteps:
     """Lists them in not_finite.jsonl, warns of each, and ends the run when there are too many in a row.
 
     last_step: of the restored checkpoint; what the file holds of later steps is of a run that was cut off.
-    most: steps in a row that end the run. say: prints a line.
+    updates: those of a step. say: prints a line.
     """
 
-    def __init__(self, outputs: OutputFolder, last_step: int, most: int, say: Callable[[str], None]) -> None:
-        self._outputs, self._most, self._say = outputs, most, say
+    def __init__(
+        self, outputs: OutputFolder, last_step: int, updates: int, say: Callable[[str], None]
+    ) -> None:
+        self._outputs, self._most, self._say = outputs, MOST_STEPS * updates, say
         outputs.keep_lines(FILE, lambda line: line["step"] <= last_step)
 
     def add(self, line: Mapping[str, Any], documents: Sequence[str], in_a_row: int) -> None:
         """A step whose update was skipped. line: its metrics. documents: their keys. in_a_row: skipped steps
         up to this one.
 
-        Raises UserError where they are `most`.
+        Raises UserError where they are those of MOST_STEPS steps.
         """
         entry = {name: line[name] for name in ("step", "loss", "grad_norm")}
         self._outputs.append_line(FILE, entry | {"documents": list(documents)})
@@ -38,7 +42,7 @@ class NonFiniteSteps:
         self._say(f"warning: {text}")
         if in_a_row >= self._most:
             raise UserError(
-                f"{text}. So were {in_a_row} in a row (train.max_skipped_steps); expected finite numbers. "
+                f"{text}. So were {in_a_row} in a row; expected finite numbers. "
                 "Lower train.learning_rate or train.clip_norm, or look at the documents listed in "
                 f"{self._outputs / FILE}. The checkpoints are from before these steps"
             )

@@ -12,7 +12,6 @@ SAMPLES = 3
 """Answers of each kind that are shown."""
 PICTURES = {
     "curves.png": "loss, word error rate and speed over the steps",
-    "last_batch.png": "the last batch",
 }
 
 

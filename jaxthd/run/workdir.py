@@ -45,7 +45,6 @@ FREE = (
     "data.rungs",  # what is packed does not depend on them
     "data.most_rungs",
     "data.workers",
-    "data.prefetch",
     "data.accept_changes",
     "data.max_skipped_share",
     "rollout.mesh*",
@@ -63,16 +62,14 @@ FREE = (
     "train.validation_batches",
     "train.max_new_tokens",
     "train.normaliser",
-    "train.max_skipped_steps",
     "train.max_seconds",
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.trackers",
     "train.profile",
-    "train.draw_last_batch",
 )
 """Fields that may differ when a run is continued: they do not change what is learned."""
-HELD = ("compute.dtype", "compute.fp8", "compute.fp8_experts")
+HELD = ("compute.dtype", "compute.fp8")
 """Fields that FREE matches and that may not differ all the same: they change every number."""
 OPTIMIZATION = (
     "rollout.prompts",
@@ -101,7 +98,7 @@ OPTIMIZATION = (
     "train.ctc_max_labels",
     "train.clip_norm",
     "train.microbatches",
-    "adapt.*_lr_factor",
+    "adapt.lr_factors",
 )
 """Fields that may differ where that is asked for: they change what is learned from then on."""
 STARTING = ("train.init_from", "train.before")

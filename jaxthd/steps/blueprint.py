@@ -154,7 +154,7 @@ class Blueprint:
         documents = config.data.max_documents
         model = SpeechLM(config.model, init, config.compute, stages, max_documents=documents, **options)
         add_lora(model, config.adapt, key)
-        use_fp8(model, config.compute.fp8)
+        use_fp8(model, config.compute.fp8_projections)
         return model
 
 

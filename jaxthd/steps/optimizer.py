@@ -115,14 +115,14 @@ def clipped(gradients: Tree, most: float, norm: Array | None = None) -> Tree:
 
 def _scaled_by_part(adapt: AdaptConfig) -> list[optax.GradientTransformation]:
     """Comes after the optimizer, whose update is proportional to the learning rate."""
-    factors = {"encoder": adapt.encoder_lr_factor, "adapter": adapt.adapter_lr_factor}
+    factors = adapt.factors
 
     def scaled(updates: Tree, _: Tree) -> Tree:
         def times(factor: float, of_module: Tree) -> Tree:
             return jax.tree.map(lambda update: factor * update, of_module)
 
-        return {name: times(factors.get(name, adapt.llm_lr_factor), u) for name, u in updates.items()}
+        return {name: times(factors.get(name, factors["llm"]), u) for name, u in updates.items()}
 
-    is_one = {*factors.values(), adapt.llm_lr_factor} == {1.0}
+    is_one = set(factors.values()) == {1.0}
     transformation: Any = optax.stateless(scaled)
     return [] if is_one else [transformation]

@@ -1,5 +1,6 @@
 """What is read: manifests, validation sets, prompts, chat templates, SpecAugment."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -143,18 +144,18 @@ def _chat_template(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 @RULES.rule("data.filter", "model.encoder")
 def _filter(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     for name in ("seconds", "tokens_per_second", "characters_per_second"):
-        least, most = (getattr(config.data.filter, f"{bound}_{name}") for bound in ("min", "max"))
-        if 0 < most < least:
+        least, most = getattr(config.data.filter, name)
+        if not 0 <= least < math.inf or not 0 <= most < math.inf or 0 < most < least:
             yield Finding(
-                f"data.filter.min_{name} is {least:g}, and max_{name} {most:g}",
-                "the most above the least, because no item is used otherwise",
-                f"correct data.filter.min_{name} or data.filter.max_{name}",
+                f"data.filter.{name} is ({least:g}, {most:g})",
+                "two numbers from 0 on, the most above the least or 0, because no item is used otherwise",
+                f"set data.filter.{name} to the least and the most",
             )
         if config.model.encoder is None and (least > 0 or most > 0):
             yield Finding(
                 f"data.filter bounds {name} with model.encoder None",
                 "no bounds, because a model without an encoder takes no recordings",
-                f"set data.filter.min_{name} and max_{name} to 0",
+                f"set data.filter.{name} to 0 0",
             )
 
 

@@ -71,24 +71,24 @@ def _adaptation(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding("adapt.freeze matches every parameter", "one that trains", change)
 
 
-@RULES.rule("compute.fp8_experts", "compute.dtype", "model.llm")
+@RULES.rule("compute.fp8", "compute.dtype", "model.llm")
 def _fp8_experts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    llm, change = config.model.llm, "set compute.fp8_experts to False"
+    llm, change = config.model.llm, 'leave "experts" out of compute.fp8'
     if not config.compute.fp8_experts:
         return
     if "E" not in llm.letters + llm.mtp_pattern:
-        yield Finding("compute.fp8_experts with a model without experts", "layers E", change)
+        yield Finding('compute.fp8 has "experts" with a model without experts', "layers E", change)
     if config.compute.dtype == "float64":
-        yield Finding("compute.fp8_experts with compute.dtype float64", "bfloat16 or float32", change)
+        yield Finding('compute.fp8 has "experts" with compute.dtype float64', "bfloat16 or float32", change)
     capability = device.compute_capability
     if device.platform == "gpu" and capability and version_numbers(capability) < (8, 9):
         where = f"{device.kind} (compute capability {capability})"
-        yield Finding(f"compute.fp8_experts on {where}", "8.9 or more", change)
+        yield Finding(f'compute.fp8 has "experts" on {where}', "8.9 or more", change)
 
 
 @RULES.rule("model", "mesh.tensor")
 def _fp8(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    patterns = config.compute.fp8
+    patterns = config.compute.fp8_projections
     if not patterns:
         return
     if not is_installed():
@@ -153,18 +153,22 @@ def _lora(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding("adapt.lora_alpha is 0, which scales LoRA's product to 0", "more than 0", change)
 
 
-@RULES.rule("adapt.encoder_lr_factor", "adapt.adapter_lr_factor", "adapt.llm_lr_factor", "model.encoder")
+@RULES.rule("adapt.lr_factors", "model.encoder")
 def _lr_factors(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    for part in ("encoder", "adapter", "llm"):
-        factor = getattr(config.adapt, f"{part}_lr_factor")
-        if not factor:
+    try:
+        factors = config.adapt.factors
+    except UserError as error:
+        yield _finding(error)
+        return
+    for part, factor in factors.items():
+        if not 0 < factor < math.inf:
             change = "freeze that part with adapt.freeze, or raise the factor"
-            yield Finding(f"adapt.{part}_lr_factor is 0", "more than 0", change)
+            yield Finding(f"adapt.lr_factors has {part}={factor:g}", "more than 0, and finite", change)
         elif factor != 1 and part != "llm" and config.model.encoder is None:
             yield Finding(
-                f"adapt.{part}_lr_factor is {factor} with model.encoder None",
-                f"1, because a model without an encoder has no {part}",
-                f"set adapt.{part}_lr_factor to 1.0",
+                f"adapt.lr_factors has {part}={factor:g} with model.encoder None",
+                f"none, because a model without an encoder has no {part}",
+                f"leave out {part} of adapt.lr_factors",
             )
 
 

@@ -14,7 +14,6 @@ from jaxthd.validate.rules import Finding
 _MINIMUM: dict[str, float] = {
     "data.audio_capacity": 0,
     "data.workers": 0,
-    "data.prefetch": 0,
     "data.spec_augment.freq_masks": 0,
     "data.spec_augment.time_masks": 0,
     "data.seed": 0,

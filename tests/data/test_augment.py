@@ -148,7 +148,7 @@ def test_shares_and_ratios_are_those_of_the_settings(folder: Path):
 
 def config(folder: Path, augment: AugmentConfig, **data: Any) -> Config:
     path = str(folder / "speech.jsonl")
-    defaults = {"manifest": (path,), "validation_manifest": path, "workers": 0, "prefetch": 0, "rows": 2}
+    defaults = {"manifest": (path,), "validation_manifest": path, "workers": 0, "rows": 2}
     defaults |= {"capacity": 64, "audio_capacity": 400, "packing_bins": 2, "augment": augment}
     return Config(
         data=DataConfig(**{**defaults, **data}),

@@ -55,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def config(folder: Path, *names: str, **data: Any) -> Config:
-    defaults = {"validation_manifest": "", "workers": 0, "prefetch": 0, "packing": "padded", "capacity": 64}
+    defaults = {"validation_manifest": "", "workers": 0, "packing": "padded", "capacity": 64}
     defaults["max_skipped_share"] = 1.0
     return Config(
         data=DataConfig(manifest=tuple(str(folder / n) for n in names), **{**defaults, **data}),
@@ -182,7 +182,7 @@ def test_validation_sets_are_read_each_by_itself_without_the_training_set(folder
 def test_worker_processes_make_the_same_batches(folder: Path):
     masks = SpecAugmentConfig(freq_masks=1, freq_width=4, time_masks=2, time_width=0.2)
     plain = config(folder, "speech.jsonl", "chats.jsonl", spec_augment=masks)
-    ahead = replace(plain, data=replace(plain.data, workers=1, prefetch=2))
+    ahead = replace(plain, data=replace(plain.data, workers=1))
     streams = []
     for settings in (plain, ahead):
         data = SpeechData(settings, folder)

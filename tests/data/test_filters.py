@@ -26,10 +26,13 @@ TEXTS = {
     "dense": (1.0, "x" * 40),
 }
 TEXTS |= {"empty-ish": (1.0, "é"), "fine too": (0.5, "three")}
-BOUNDS = FilterConfig(
-    min_seconds=0.4, max_seconds=1.5, min_characters_per_second=2.0, max_tokens_per_second=30.0
-)
-DROPPED = {"1": "min_seconds", "3": "max_seconds", "4": "max_tokens", "5": "min_characters"}
+BOUNDS = FilterConfig(seconds=(0.4, 1.5), characters_per_second=(2.0, 0.0), tokens_per_second=(0.0, 30.0))
+DROPPED = {
+    "1": "seconds: at least",
+    "3": "seconds: at most",
+    "4": "tokens_per_second: at most",
+    "5": "characters_per_second: at least",
+}
 
 
 @pytest.fixture
@@ -48,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
 
 def config(folder: Path, kind: str, bounds: FilterConfig = BOUNDS, **data: Any) -> Config:
     path = str(folder / f"{kind}.jsonl")
-    defaults = {"manifest": (path,), "validation_manifest": path, "workers": 0, "prefetch": 0}
+    defaults = {"manifest": (path,), "validation_manifest": path, "workers": 0}
     defaults |= {"max_skipped_share": 0.2, "packing": "padded", "capacity": 128, "audio_capacity": 400}
     return Config(
         data=DataConfig(**{**defaults, "filter": bounds, **data}),
@@ -64,8 +67,8 @@ def test_what_is_dropped_is_listed_and_no_skipped_share(folder, kind, capsys):
     if kind == "known":
         printed = capsys.readouterr().out
         assert "data.filter drops 4 of 7 training items (57.1%): " in printed
-        assert "min_seconds (1)" in printed
-        assert "max_tokens_per_second (1)" in printed
+        assert "seconds: at least 0.4 (1)" in printed
+        assert "tokens_per_second: at most 30 (1)" in printed
     with data.training() as loader:
         found = [key for _, report in islice(loader, 12) for row in report.keys for key in row]
     assert {key.partition(":")[0] for key in found} == {"2", "6"}
@@ -77,7 +80,7 @@ def test_what_is_dropped_is_listed_and_no_skipped_share(folder, kind, capsys):
     assert {
         n: reason[len(FILTERED) :].partition("_per")[0].split()[0] for n, reason in reasons.items()
     } == DROPPED
-    assert "max_tokens_per_second is 30, and this has 40: 40 in 1 s" in reasons["4"]
+    assert "tokens_per_second: at most 30, and this has 40: 40 in 1 s" in reasons["4"]
     with data.validation() as loader:
         held_out = [key for _, report in loader for row in report.keys for key in row]
     assert len(held_out) == len(TEXTS), "validation sets are measured whole"
@@ -92,21 +95,23 @@ def test_the_position_belongs_to_the_filter_and_an_unfiltered_run_keeps_its_own(
 
     assert "filter" not in position(FilterConfig())["identity"]
     state = position(BOUNDS)
-    other = replace(BOUNDS, max_seconds=1.6)
+    other = replace(BOUNDS, seconds=(0.4, 1.6))
     with (
         SpeechData(config(folder, "known", other), folder).training() as loader,
         pytest.raises(UserError, match=r"filter: .*'max_seconds': 1\.5.* then"),
     ):
         loader.set_state(state)
-    with pytest.raises(UserError, match=r"holds nothing that can be used.*data\.filter\.min_seconds is 9"):
-        SpeechData(config(folder, "known", FilterConfig(min_seconds=9.0)), folder)
+    with pytest.raises(UserError, match=r"holds nothing that can be used.*data\.filter\.seconds: at least 9"):
+        SpeechData(config(folder, "known", FilterConfig(seconds=(9.0, 0.0))), folder)
 
 
 def test_preferences_prompts_and_texts_have_no_rates():
-    judge = Filter(FilterConfig(min_characters_per_second=5.0, max_seconds=3.0), ByteTokenizer()).why_dropped
+    judge = Filter(
+        FilterConfig(characters_per_second=(5.0, 0.0), seconds=(0.0, 3.0)), ByteTokenizer()
+    ).why_dropped
     clip = Samples(np.zeros(16_000, np.float32), 16_000)
     asked, answered = Turn("user", (clip,)), Turn("assistant", ("a",))
-    assert "min_characters_per_second is 5, and this has 1: 1 in 1 s" in judge(
+    assert "characters_per_second: at least 5, and this has 1: 1 in 1 s" in judge(
         Example("1:", (asked, answered)), 1.0
     )
     alternatives = (Alternative("a", 1.0), Alternative("b", -1.0))
@@ -116,6 +121,6 @@ def test_preferences_prompts_and_texts_have_no_rates():
         Example("1:", (Turn("user", ("a",)), answered)),
     ):
         assert judge(example, 1.0) == ""
-    assert "max_seconds is 3, and this has 4" in judge(Example("1:", (asked,), alternatives), 4.0)
+    assert "seconds: at most 3, and this has 4" in judge(Example("1:", (asked,), alternatives), 4.0)
     assert not Filter(FilterConfig(), ByteTokenizer())
-    assert Filter(FilterConfig(max_tokens_per_second=1.0), ByteTokenizer())
+    assert Filter(FilterConfig(tokens_per_second=(0.0, 1.0)), ByteTokenizer())

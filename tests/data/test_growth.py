@@ -28,7 +28,7 @@ def lines(*names: str) -> str:
 
 
 def config(*manifests: Path, **data: Any) -> Config:
-    defaults: dict[str, Any] = {"workers": 0, "prefetch": 0, "capacity": 32, "packing_bins": 2, "rows": 2}
+    defaults: dict[str, Any] = {"workers": 0, "capacity": 32, "packing_bins": 2, "rows": 2}
     return Config(
         data=DataConfig(manifest=tuple(map(str, manifests)), validation_manifest="", **defaults | data),
         model=ModelConfig(encoder=EncoderConfig(num_mels=16, chunk_seconds=1.0)),
@@ -55,14 +55,14 @@ FIRST = [f"w{n}" for n in range(20)]
 MORE = [f"v{n}" for n in range(10)]
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("ends", ["\n", ""])
 def test_appended_lines_join_when_the_epoch_under_way_has_ended(
-    folder: Path, prefetch: int, ends: str
+    folder: Path, workers: int, ends: str
 ) -> None:
     path = folder / "m.jsonl"
     path.write_text(lines(*FIRST).rstrip("\n") + ends)
-    settings = config(path, prefetch=prefetch)
+    settings = config(path, workers=workers)
     before, state = position(settings, folder, 5)
     path.write_text(lines(*FIRST, *MORE))
     after = go_on(settings, folder, state, 60)

@@ -40,7 +40,7 @@ def heard(name: str = "1.wav", **more: Any) -> dict[str, Any]:
 
 
 def config(*manifests: str, validation: str = "", **data: Any) -> Config:
-    defaults: dict[str, Any] = {"workers": 0, "prefetch": 0, "packing": "padded", "capacity": 64}
+    defaults: dict[str, Any] = {"workers": 0, "packing": "padded", "capacity": 64}
     return Config(
         data=DataConfig(manifest=manifests, validation_manifest=validation, **defaults | data),
         model=ModelConfig(encoder=EncoderConfig(num_mels=16, chunk_seconds=1.0)),
@@ -140,8 +140,8 @@ def test_a_validation_set_that_cannot_be_read_ends_the_run_at_its_start(folder: 
 
 def test_a_filter_that_drops_everything_is_named_before_a_batch_is_read(folder: Path) -> None:
     manifest = write(folder / "m.jsonl", *[heard()] * 20)
-    with pytest.raises(UserError, match=r"data\.filter drops all 20 items .*min_seconds \(20\)"):
-        SpeechData(config(manifest, filter=FilterConfig(min_seconds=5.0)), folder)
+    with pytest.raises(UserError, match=r"data\.filter drops all 20 items .*seconds: at least 5 \(20\)"):
+        SpeechData(config(manifest, filter=FilterConfig(seconds=(5.0, 0.0))), folder)
 
 
 def documents_until_refused(data: SpeechData) -> Iterator[int]:

@@ -238,7 +238,7 @@ def test_answers_whose_tokens_cannot_be_told_from_the_prompts_are_skipped(tmp_pa
 
 def run_config(folder: Path, objective: str, *manifests: str, **data: Any) -> Config:
     defaults: dict[str, Any] = {
-        "validation_manifest": "", "workers": 0, "prefetch": 0, "capacity": 128, "audio_capacity": 400,
+        "validation_manifest": "", "workers": 0, "capacity": 128, "audio_capacity": 400,
         "max_skipped_share": 1.0, "rows": 2,
     }  # fmt: skip
     return replace(

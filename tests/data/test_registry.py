@@ -54,7 +54,7 @@ def beeps():
 
 
 def config(*manifest: str, **data: Any) -> Config:
-    defaults = {"validation_manifest": "", "workers": 0, "prefetch": 0, "packing": "padded", "capacity": 64}
+    defaults = {"validation_manifest": "", "workers": 0, "packing": "padded", "capacity": 64}
     return Config(
         data=DataConfig(manifest=manifest, **{**defaults, "max_skipped_share": 1.0, **data}),
         model=ModelConfig(encoder=EncoderConfig(num_mels=16, chunk_seconds=1.0)),

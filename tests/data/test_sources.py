@@ -116,7 +116,7 @@ def named(folder: Path, *kinds: str) -> dict[str, Any]:
 
 def config(folder: Path, *kinds: str, **data: Any) -> Config:
     masks = SpecAugmentConfig(freq_masks=1, freq_width=4, time_masks=2, time_width=0.2)
-    defaults = {"validation_manifest": "", "workers": 0, "prefetch": 0, "rows": 2, "capacity": 128}
+    defaults = {"validation_manifest": "", "workers": 0, "rows": 2, "capacity": 128}
     defaults |= {"audio_capacity": 512, "max_documents": 4, "packing_bins": 3, "spec_augment": masks}
     return Config(
         data=DataConfig(**{**named(folder, *kinds), **defaults, **data}),
@@ -174,7 +174,7 @@ def test_a_mixture_stopped_in_mid_epoch_goes_on_as_if_it_had_not_been(folder, tm
     drawn = [key.count("/") and int(key[0]) for _, report in whole for row in report.keys for key in row]
     shares = np.bincount(drawn) / len(drawn)
     np.testing.assert_allclose(shares, np.array(WEIGHTS) / sum(WEIGHTS), atol=0.08)
-    ahead = replace(mixed, data=replace(mixed.data, workers=1, prefetch=1))
+    ahead = replace(mixed, data=replace(mixed.data, workers=1))
     for stop, (before, after) in ((1, (mixed, ahead)), (9, (ahead, mixed))):
         first, position, _ = stream(before, tmp_path / f"a{stop}", stop)
         rest, _, _ = stream(after, tmp_path / f"b{stop}", 14 - stop, position)

@@ -344,7 +344,6 @@ def outcome_of(made: Made, workdir: Path, share: float) -> tuple[str, str]:
             tarred_audio=(made[1],) if made[1] else (),
             validation_manifest="",
             workers=0,
-            prefetch=0,
             packing="padded",
             capacity=64,
             max_skipped_share=share,

@@ -39,7 +39,7 @@ from tests.fuzz.recordings import FORMATS, make_recordings
 from tests.fuzz.sets import SETS, write_table
 
 CONFIG = replace(
-    BASE, data=replace(BASE.data, filter=FilterConfig(min_seconds=0.1, max_characters_per_second=200.0))
+    BASE, data=replace(BASE.data, filter=FilterConfig(seconds=(0.1, 0.0), characters_per_second=(0.0, 200.0)))
 )
 
 KINDS = (

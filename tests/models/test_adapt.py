@@ -180,8 +180,8 @@ def test_frozen_parameters_statistics_and_routers_stay_to_the_bit():
 def test_each_part_moves_at_its_learning_rate():
     """AdamW's first update by hand: -rate (g / (|g| + eps) + decay w); g is clipped by the trained norm
     alone."""
-    factors = {"encoder_lr_factor": 0.25, "adapter_lr_factor": 3.0, "llm_lr_factor": 0.5}
-    adapt = replace(LORA, freeze=("encoder.sub*",), **factors)
+    factors = ("encoder=0.25", "adapter=3", "llm=0.5")
+    adapt = replace(LORA, freeze=("encoder.sub*",), lr_factors=factors)
     config = run(adapt)
     with jax.enable_x64(True):
         model = Blueprint(run(adapt, dtype="float64")).model
