@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from jaxthd.config.values import Decay, Index
 from jaxthd.errors import UserError
 
 
@@ -18,14 +19,14 @@ class AdaptConfig:
     correction biases of their experts."""
     unfreeze: tuple[str, ...] = ()
     """Patterns of parameters that train nevertheless, such as "decoder.*.norm.weight" beside LoRA."""
-    lora_rank: int = 0
+    lora_rank: Index = 0
     """Rank of the low-rank matrices (LoRA) added to projections; 0 for none. They train, whatever freeze
     says; everything else in a part that has LoRA is frozen."""
     lora_alpha: float = 16.0
     """The product of the low-rank matrices is scaled by lora_alpha / lora_rank."""
     lora_targets: tuple[str, ...] = ("decoder.layers.*",)
     """Patterns of the projections that get LoRA, such as "*.q". Routers and routed experts never do."""
-    lora_dropout: float = 0.0
+    lora_dropout: Decay = 0.0
     """Share of the features that do not enter the low-rank matrices of the decoder's projections in a
     training step. The draws are the same on every mesh; encoder and adapter have none."""
     dora: bool = False

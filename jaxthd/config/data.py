@@ -5,8 +5,9 @@ import os
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+from jaxthd.config.values import Decay, Index, Range, Share
 from jaxthd.errors import UserError
 
 Bounds = tuple[float, float]
@@ -17,13 +18,13 @@ Packing = Literal["first_fit", "best_fit", "best_fit_decreasing", "padded"]
 class SpecAugmentConfig:
     """Masks over the features of a training document (Park et al., 2019), drawn anew every epoch."""
 
-    freq_masks: int = 0
+    freq_masks: Index = 0
     """Number of masks over mel bands."""
     freq_width: int = 27
     """Widest mask, in mel bands."""
-    time_masks: int = 0
+    time_masks: Index = 0
     """Number of masks over time."""
-    time_width: float = 0.05
+    time_width: Decay = 0.05
     """Longest mask over time, as a fraction of the recording."""
 
 
@@ -36,16 +37,16 @@ class AugmentConfig:
     """Speeds, one of which is drawn for each recording, such as 0.9 1.0 1.1. The pitch changes with them."""
     room_manifest: str = ""
     """Manifest of rooms' impulse responses ({"audio_filepath": "room.wav"} a line); "" for none."""
-    room_probability: float = 0.5
+    room_probability: Share = 0.5
     """Share of the recordings that are heard in one of these rooms."""
     noise_manifest: str = ""
     """Manifest of noises ({"audio_filepath": "noise.wav"} a line, with offset and duration if wanted); ""
     for none."""
-    noise_probability: float = 0.5
+    noise_probability: Share = 0.5
     """Share of the recordings to which one of these noises is added."""
     noise_snr: tuple[float, float] = (5.0, 20.0)
     """Least and most ratio of signal to noise, in dB; drawn uniformly."""
-    low_pass_probability: float = 0.0
+    low_pass_probability: Share = 0.0
     """Share of the recordings that lose what lies above a cut-off, as in a narrow channel."""
     low_pass_hz: tuple[float, float] = (2000.0, 4000.0)
     """Least and most cut-off, in Hz; drawn uniformly."""
@@ -112,7 +113,7 @@ class DataConfig:
     weights: tuple[float, ...] = ()
     """How often documents of each manifest are drawn, in proportion. Empty: in proportion to their numbers
     of documents."""
-    weights_temperature: float = 1.0
+    weights_temperature: Annotated[float, Range(0.1)] = 1.0
     """Weights are raised to the power 1 / this: 1 keeps them, more draws small data sets more often, up to
     all alike. Without data.weights it is applied to the numbers of documents."""
     validation_manifest: str | tuple[str, ...] = "synthetic"
@@ -151,7 +152,7 @@ class DataConfig:
     """Token slots of a buffer."""
     max_documents: int = 64
     """Most documents in a buffer; the packer never exceeds it."""
-    audio_capacity: int = 16000
+    audio_capacity: Index = 16000
     """Most mel frames (10 ms) of the documents in a buffer. It shapes the stream of buffers. The ranks that
     share a buffer share its mel frames evenly."""
     rungs: tuple[tuple[int, int, int], ...] = ()
@@ -175,9 +176,9 @@ class DataConfig:
     size that the run will use."""
     shuffle: bool = True
     """Shuffle the documents anew every epoch."""
-    seed: int = 0
+    seed: Index = 0
     """Seed of the shuffle, of dither, of augmentation and of SpecAugment."""
-    workers: int = 2
+    workers: Index = 2
     """Processes that decode audio and compute features; two batches are then made before the step needs them.
     0: the step waits for each batch."""
 

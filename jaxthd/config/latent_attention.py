@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from jaxthd.config.values import Index
+
 
 @dataclass(frozen=True)
 class LatentAttentionConfig:
@@ -9,7 +11,7 @@ class LatentAttentionConfig:
     Moonlight): the keys and values of all model.llm.q_heads heads are expanded from one latent a token, which
     is all that decoding keeps."""
 
-    q_lora_rank: int = 0
+    q_lora_rank: Index = 0
     """Dim of the latent that queries are expanded from (DeepSeek-V3: 1536); 0: they are projected from the
     model dim (Moonlight)."""
     kv_lora_rank: int = 64

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from jaxthd.config import Config
-from jaxthd.config.values import DERIVED
+from jaxthd.config.values import DERIVED, Range
 
 INDENT = 6
 
@@ -62,7 +62,7 @@ def groups(kind: Any = Config, path: str = "", text: str = "") -> Iterator[Group
                 "string under the field: write it"
             )
         else:
-            types = tuple(_choices(hint) or [annotation])
+            types = tuple(_choices(hint) or [_with_bounds(hint, annotation)])
             settings.append(Setting(where, types, getattr(defaults, name), " ".join(docstring.split())))
     if settings:
         of_kind = " ".join(f"{inspect.getdoc(kind) or ''} {text}".split())
@@ -145,6 +145,12 @@ def _field_sources(kind: type) -> dict[str, tuple[str, str]]:
             text = below.value.value if has_text else ""  # type: ignore[union-attr]
             found[statement.target.id] = ast.unparse(statement.annotation), str(text)
     return found
+
+
+def _with_bounds(hint: Any, annotation: str) -> str:
+    """The annotation as written; of a number with bounds, its type and these."""
+    bounds = [x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Range)]
+    return f"{hint.__origin__.__name__}, {bounds[0]}" if bounds else annotation
 
 
 def _choices(hint: Any) -> list[str]:

@@ -1,11 +1,12 @@
 """The settings that a checkpoint of the model depends on: encoder, LLM, adapter."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from jaxthd.config.delta import DeltaConfig
 from jaxthd.config.latent_attention import LatentAttentionConfig
 from jaxthd.config.rope import RopeConfig
+from jaxthd.config.values import Index, Range
 from jaxthd.errors import UserError
 
 
@@ -33,7 +34,7 @@ class EncoderConfig:
     """Biases in convolution modules."""
     scale_input: bool = True
     """Multiply the subsampled features by sqrt(dim)."""
-    chunk_seconds: float = 30.0
+    chunk_seconds: Annotated[float, Range(0.02)] = 30.0
     """Longer audio is encoded in chunks of this length. A property of the model, not of the mesh."""
 
     @property
@@ -110,11 +111,11 @@ class LLMConfig:
     """Experts a token is sent to."""
     expert_dim: int = 128
     """Inner dim of a routed expert."""
-    shared_expert_dim: int = 256
+    shared_expert_dim: Index = 256
     """Inner dim of the shared expert; 0: there is none (Qwen3)."""
     shared_expert_gate: bool = False
     """Whether the shared expert's output is multiplied by the sigmoid of one number a token (Qwen3-Next)."""
-    latent_dim: int = 0
+    latent_dim: Index = 0
     """Dim of the latent projection around the routed experts; 0 for none."""
     router: Literal["sigmoid", "softmax"] = "sigmoid"
     """The router's scores: "sigmoid", of each expert by itself, with a correction bias in the choice that
@@ -171,7 +172,7 @@ class ModelConfig:
     encoder: EncoderConfig | None = field(default_factory=EncoderConfig)
     """None: a text-only model, without encoder and adapter. Only a config file can say so."""
     llm: LLMConfig = field(default_factory=LLMConfig)
-    adapter_dim: int = 0
+    adapter_dim: Index = 0
     """Inner dim of the RMSNorm-linear-relu^2-linear adapter; 0 for a single linear layer."""
     adapter_bias: bool = False
     """Whether the adapter's last linear layer has a bias (Canary-Qwen)."""

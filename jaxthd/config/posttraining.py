@@ -1,9 +1,10 @@
 """The settings of the reference policy and of rollouts."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from jaxthd.config.mesh import MeshConfig
+from jaxthd.config.values import Index, Positive, Range, Share
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class PostTrainingConfig:
     trains; "auto": the same, but with LoRA the base weights, if reference_every is 0; "cached": nowhere. It
     scores all training documents before the first step, and WORKDIR/reference keeps the
     log-probabilities."""
-    reference_every: int = 0
+    reference_every: Index = 0
     """Steps after which the policy becomes the reference; 0: never."""
 
 
@@ -32,7 +33,7 @@ class RolloutConfig:
     defaults for the rest."""
     prompts: int = 16
     """Prompts of a step."""
-    group_size: int = 8
+    group_size: Annotated[int, Range(2)] = 8
     """Answers drawn to each prompt."""
     answers_at_once: int = 64
     """Answers that are decoded together, over all data ranks. An ended one makes room for the next group."""
@@ -42,9 +43,9 @@ class RolloutConfig:
     """Most tokens of an answer, its end token included."""
     temperature: float = 1.0
     """Of the softmax that answers are drawn from, and whose log-probabilities train."""
-    top_k: int = 0
+    top_k: Index = 0
     """Answers are drawn from the k likeliest tokens; 0: from all."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Range(0, 1, "(]")] = 1.0
     """Answers are drawn from the likeliest tokens that together have this share of the probability."""
     rewards: tuple[str, ...] = ("wer",)
     """Reward functions, as NAME or NAME=WEIGHT. NAME is "wer", "cer", "insertions", "exact", "format",
@@ -54,11 +55,11 @@ class RolloutConfig:
     reward_folders: tuple[str, ...] = ()
     """Folders where the modules of reward functions are looked for, after the installed ones and the working
     directory. A config file that names such a function adds its own folder."""
-    reward_seconds: float = 10.0
+    reward_seconds: Positive = 10.0
     """Longest time that a reward function may take for the answers to one prompt."""
     reward_workers: int = 1
     """Processes that compute rewards."""
-    max_failed_rewards: float = 0.1
+    max_failed_rewards: Share = 0.1
     """The run stops where the rewards of more than this share of the last 100 groups could not be computed.
     Such groups are not trained on."""
     leave_one_out: bool = False
@@ -73,7 +74,7 @@ class RolloutConfig:
     updates: int = 1
     """Updates in each of these, each from the same number of prompts. The number of buffers does not matter:
     an update adds up the gradients of as many as its answers fill."""
-    validation_prompts: int = 0
+    validation_prompts: Index = 0
     """Prompts of the first validation set that are answered and rewarded at each validation: once by the
     likeliest tokens, and by a group of drawn answers, for pass@1 and pass@k (k is group_size). 0: none."""
     max_logprob_difference: float = 0.0

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxthd.config.values import Index
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -20,7 +22,7 @@ class RopeConfig:
     of Llama 3.1."""
     factor: float = 1.0
     """How many times longer the documents are. With "none" it has no effect."""
-    original_positions: int = 0
+    original_positions: Index = 0
     """Positions of the pre-training, for "yarn" and "llama3"."""
     beta_fast: float = 32.0
     """"yarn": frequencies that turn as often or more in original_positions are kept."""

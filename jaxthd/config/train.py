@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxthd.config.values import Decay, Index, Positive
 from jaxthd.errors import UserError
 
 
@@ -35,19 +36,19 @@ class TrainConfig:
     schedule: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = "cosine"
     """How the learning rate goes on after the warm-up: down to min_learning_rate at the last step in a cosine
     or in a line; constant; or constant and down in a line in the last decay_steps."""
-    warmup_steps: int = 20
+    warmup_steps: Index = 20
     """Steps of linear warm-up, before the schedule."""
     decay_steps: int = 20
     """Steps at the end in which "warmup_stable_decay" lowers the learning rate."""
     min_learning_rate: float = 1e-5
     """Learning rate at the last step, but for the schedule "constant"."""
-    beta1: float = 0.9
+    beta1: Decay = 0.9
     """AdamW's first moment decay."""
-    beta2: float = 0.95
+    beta2: Decay = 0.95
     """AdamW's second moment decay."""
     weight_decay: float = 0.01
     """Decoupled weight decay. It applies to weight matrices, not to biases, norms and per-head scalars."""
-    ema_decay: float = 0.0
+    ema_decay: Decay = 0.0
     """Decay of an exponential moving average of the trained parameters, which the run keeps beside them
     (RUN@ema); lower in the first steps. 0: none is kept."""
     validate_ema: bool = False
@@ -66,7 +67,7 @@ class TrainConfig:
     ctc_max_labels: int = 128
     """Most supervised tokens of a document that the CTC loss covers. It sizes arrays: tokens of a buffer, and
     documents of a buffer, times this."""
-    clip_norm: float = 1.0
+    clip_norm: Positive = 1.0
     """Gradients of a larger global norm are scaled down to this norm."""
     microbatches: int = 1
     """Microbatches into which a step's rows are divided, computed one after the other (gradient
@@ -74,13 +75,13 @@ class TrainConfig:
     max_seconds: float = 0.0
     """The command stops after this many seconds, saves, and may be started again: for queues with a time
     limit. 0: never."""
-    seed: int = 0
+    seed: Index = 0
     """Seed of the initial parameters."""
-    validate_every: int = 50
+    validate_every: Index = 50
     """Steps between validations; 0 for none."""
     validation_batches: int = 8
     """Most batches that a validation reads."""
-    max_new_tokens: int = 160
+    max_new_tokens: Index = 160
     """Most tokens that validation decodes for a document, to measure the word error rate; 0: it decodes
     none."""
     normaliser: Literal["basic", "english", "whisper", "none"] = "basic"

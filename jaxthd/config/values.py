@@ -5,32 +5,34 @@ from typing import Annotated, NamedTuple
 
 
 class Range(NamedTuple):
-    """A bound on a number, from `least` to `most`; `is_open`: less than `most`. A setting without one takes
-    integers from 1 on, or real numbers from 0 on."""
+    """The bounds of a number. ends: "(" or ")" where an end is left out, as in mathematics. A setting without
+    a range takes integers from 1 on, or real numbers from 0 on."""
 
     least: float
     most: float = math.inf
-    is_open: bool = False
+    ends: str = "[]"
 
     def holds(self, value: float) -> bool:
-        """Whether the value is within the bound, and finite."""
-        return self.least <= value < math.inf and (value < self.most if self.is_open else value <= self.most)
+        """Whether the value is within the bounds, and finite."""
+        above = self.least < value if self.ends[0] == "(" else self.least <= value
+        return (
+            above and value < math.inf and (value < self.most if self.ends[1] == ")" else value <= self.most)
+        )
 
     def __str__(self) -> str:
+        least = f"more than {self.least:g}" if self.ends[0] == "(" else f"{self.least:g} or more"
         if self.most == math.inf:
-            return f"{self.least:g} or more"
-        return (
-            f"{self.least:g} or more and less than {self.most:g}"
-            if self.is_open
-            else f"{self.least:g} to {self.most:g}"
-        )
+            return f"{least}, and finite"
+        return f"{least}, and {'less than' if self.ends[1] == ')' else 'at most'} {self.most:g}"
 
 
 Index = Annotated[int, Range(0)]
-"""An integer that may be 0: for none, or the first of a count."""
+"""An integer that may be 0."""
 Share = Annotated[float, Range(0, 1)]
 """A part of a whole."""
-Decay = Annotated[float, Range(0, 1, is_open=True)]
-"""What remains of an average at each step, or the part of something that is left out."""
+Decay = Annotated[float, Range(0, 1, "[)")]
+"""What remains of a mean at each step, or the part of something that is left out."""
+Positive = Annotated[float, Range(0, ends="(]")]
+"""A number that 0 would make useless."""
 DERIVED = "derived"
 """Marks, in an Annotated, a field that no command line takes: it is derived, and tests give others."""

@@ -24,7 +24,7 @@ from jaxthd.packing.cuts import cut_widths
 from jaxthd.packing.layout import LayoutKind
 from jaxthd.planning.lengths import Lengths, slots_of
 from jaxthd.planning.simulate import Outcome, balance, simulate
-from jaxthd.validate import RULES, DeviceFacts, Finding
+from jaxthd.validate import DeviceFacts, Finding, mesh
 
 MULTIPLY_ADDS_PER_BYTE = 500
 """Multiply-adds in the time to receive a byte: an H100 at half its bfloat16 peak, NVLink at 450 GB/s."""
@@ -114,10 +114,9 @@ def possible_layouts(config: Config) -> list[LayoutKind]:
 
 
 def _errors(config: Config) -> set[Finding]:
-    """Those of the rules about the layout."""
+    """What the rules about the mesh refuse, the layout over it among them."""
     device = DeviceFacts("cpu", config.mesh.devices, "cpu")
-    rules = (rule for rule in RULES if "compute.context_layout" in rule.reads)
-    return {finding for rule in rules for finding in rule.check(config, device) if not finding.is_warning}
+    return {finding for finding in mesh.RULES.findings(config, device) if not finding.is_warning}
 
 
 def laid_out(config: Config, layout: LayoutKind) -> Config:

@@ -9,7 +9,7 @@ from jaxthd.validate.rules import DeviceFacts, Finding, Group, multiples
 RULES = Group()
 
 
-@RULES.rule("model.llm.rope", "model.llm.head_dim")
+@RULES.rule
 def _rope(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     rope, where = config.model.llm.rope, "model.llm.rope"
     if not rope.theta:
@@ -47,7 +47,7 @@ def _rope(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("model.llm.rope")
+@RULES.rule
 def _scaling_without_rotation(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     rope = config.model.llm.rope
     if rope.scaling != "none" and not rope.theta:
@@ -59,7 +59,7 @@ def _scaling_without_rotation(config: Config, device: DeviceFacts) -> Iterator[F
         )
 
 
-@RULES.rule("model.llm")
+@RULES.rule
 def _rotated_features(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm, dim = config.model.llm, config.model.llm.latent_attention.qk_rope_head_dim
     features = rotated_features(llm.rope, dim)
@@ -71,7 +71,7 @@ def _rotated_features(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("model.llm")
+@RULES.rule
 def _additions(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm = config.model.llm
     additions = ("qk_norm", "attention_bias", "attention_gate", "attention_sinks")

@@ -10,7 +10,7 @@ from jaxthd.validate.rules import DeviceFacts, Finding, Group, multiples
 RULES = Group()
 
 
-@RULES.rule("data.round_to", "data.capacity")
+@RULES.rule
 def _round_to(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     unit, capacity = config.data.round_to, config.data.capacity
     if capacity % unit:
@@ -22,7 +22,7 @@ def _round_to(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("data.max_documents", "data.capacity", "data.packing")
+@RULES.rule
 def _max_documents(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     data = config.data
     if data.packing != "padded" and data.max_documents > data.capacity:
@@ -34,7 +34,7 @@ def _max_documents(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("data.audio_capacity", "model.encoder.chunk_seconds")
+@RULES.rule
 def _audio_holds_a_chunk(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     frames, encoder = config.data.audio_capacity, config.model.encoder
     if encoder is None or not frames:
@@ -49,7 +49,7 @@ def _audio_holds_a_chunk(config: Config, device: DeviceFacts) -> Iterator[Findin
         )
 
 
-@RULES.rule("data.capacity", "data.audio_capacity", "model.encoder.chunk_seconds")
+@RULES.rule
 def _tokens_hold_a_chunk(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     capacity, encoder = config.data.capacity, config.model.encoder
     if encoder is None or not config.data.audio_capacity:

@@ -13,10 +13,9 @@ from jaxthd.validate.rules import DeviceFacts, Finding, Group
 RULES = Group()
 
 _OF_RUNG = re.compile(rf"\bdata\.({'|'.join(Rung._fields)})\b")
-_SIZES = ("data.rungs", "data.capacity", "data.max_documents", "data.audio_capacity")
 
 
-@RULES.rule(*_SIZES)
+@RULES.rule
 def _sizes(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     *lower, top = config.data.ladder
     for number, rung in enumerate(lower):
@@ -41,7 +40,7 @@ def _sizes(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             )
 
 
-@RULES.rule("data.rungs", "data.most_rungs")
+@RULES.rule
 def _number(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     found, most = len(config.data.ladder), config.data.most_rungs
     if found > most:
@@ -52,7 +51,7 @@ def _number(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("data.rungs", "train.objective", "train.objective_options")
+@RULES.rule
 def _draws(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     try:
         draws = draws_answers(objective_of(config))
@@ -66,14 +65,14 @@ def _draws(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule(*_SIZES, "data", "mesh", "model", "compute", "train")
+@RULES.rule
 def _on_the_mesh(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """Every rung must fit the mesh and data.round_to as the largest does."""
     unchecked = replace(device, platform="cpu")  # the devices are checked with the largest
-    rules = [rule for rule in (*mesh.RULES, *buffers.RULES) if {"data.capacity", "data"} & {*rule.reads}]
-    known = {finding for rule in rules for finding in rule.check(config, unchecked)}
+    rules = Group([*mesh.RULES, *buffers.RULES])
+    known = set(rules.findings(config, unchecked))
     for rung in config.data.ladder[:-1]:
-        for finding in (each for rule in rules for each in rule.check(config.at(rung), unchecked)):
+        for finding in rules.findings(config.at(rung), unchecked):
             if not finding.is_warning and finding not in known:
                 found, expected, change = (_OF_RUNG.sub(r"its \1", text) for text in finding[:3])
                 yield Finding(f"for {_words(rung)} of data.rungs, {found}", expected, change)

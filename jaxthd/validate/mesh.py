@@ -18,7 +18,7 @@ RULES = Group()
 # --- the mesh and the machine ---
 
 
-@RULES.rule("mesh.data", "mesh.context", "mesh.pipeline", "mesh.tensor")
+@RULES.rule
 def _devices(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     need = config.mesh.devices
     if device.platform == "cpu":  # simulated: as many as the mesh asks for
@@ -33,7 +33,7 @@ def _devices(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding(found, "all devices in use", change, is_warning=True)
 
 
-@RULES.rule("mesh.data", "data.rows")
+@RULES.rule
 def _rows_over_data(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     rows, ranks = config.data.rows, config.mesh.data
     if rows % ranks:
@@ -44,7 +44,7 @@ def _rows_over_data(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("mesh.context", "data.capacity")
+@RULES.rule
 def _capacity_over_context(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     capacity, unit = config.data.capacity, 2 * config.mesh.context
     if unit > 2 and capacity % unit:
@@ -55,7 +55,7 @@ def _capacity_over_context(config: Config, device: DeviceFacts) -> Iterator[Find
         )
 
 
-@RULES.rule("mesh.context", "data.capacity", "compute.context_layout", "model.llm")
+@RULES.rule
 def _chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm, unit, whole = config.model.llm, 2 * config.mesh.context, config.compute.layout == "buffer"
     chunk = config.data.capacity // unit
@@ -68,7 +68,7 @@ def _chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Fi
             )
 
 
-@RULES.rule("mesh.context", "data.round_to", "compute.context_layout")
+@RULES.rule
 def _documents_over_context(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     rounded, unit = config.data.round_to, 2 * config.mesh.context
     if config.compute.layout == "document" and unit > 2 and rounded % unit:
@@ -80,7 +80,7 @@ def _documents_over_context(config: Config, device: DeviceFacts) -> Iterator[Fin
         )
 
 
-@RULES.rule("mesh.context", "compute.context_layout", "compute.context_cuts", "model.llm")
+@RULES.rule
 def _cut_chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm = config.model.llm
     cuts = config.compute.layout == "whole" and config.mesh.context > 1 and config.compute.context_cuts > 0
@@ -96,7 +96,7 @@ def _cut_chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterato
         )
 
 
-@RULES.rule("mesh.context", "mesh.tensor", "compute.context_layout", "model.llm")
+@RULES.rule
 def _mamba_heads_over_context(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     mesh, llm = config.mesh, config.model.llm
     ranks = mesh.tensor * mesh.context
@@ -117,7 +117,7 @@ def _mamba_heads_over_context(config: Config, device: DeviceFacts) -> Iterator[F
 # --- what tensor and pipeline ranks share ---
 
 
-@RULES.rule("mesh.tensor", "model.llm")
+@RULES.rule
 def _width_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm, ranks = config.model.llm, config.mesh.tensor
     for letters, name in (
@@ -146,7 +146,7 @@ def _width_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Finding]
             )
 
 
-@RULES.rule("mesh.pipeline", "mesh.tensor", "model.llm.vocab_size")
+@RULES.rule
 def _vocabulary_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     entries, ranks = config.model.llm.vocab_size, config.mesh.pipeline * config.mesh.tensor
     if entries % ranks:
@@ -158,7 +158,7 @@ def _vocabulary_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Find
         )
 
 
-@RULES.rule("mesh", "model.llm.pattern", "compute.context_exchange", "compute.context_layout")
+@RULES.rule
 def _pipeline(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     mesh, llm = config.mesh, config.model.llm
     if mesh.pipeline == 1 and mesh.stages_per_rank > 1:
@@ -188,7 +188,7 @@ def _pipeline(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("mesh", "data.rows", "train.microbatches")
+@RULES.rule
 def _bubble(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     mesh, microbatches = config.mesh, config.train.microbatches
     if mesh.pipeline > 1:
@@ -211,7 +211,7 @@ def _bubble(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             )
 
 
-@RULES.rule("mesh", "data.rows", "data.capacity", "train.microbatches", "compute.sequence_sharded")
+@RULES.rule
 def _tokens_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     data, mesh = config.data, config.mesh
     tokens = data.rows // mesh.data // config.train.microbatches * data.capacity // mesh.context
@@ -224,7 +224,7 @@ def _tokens_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Finding
         )
 
 
-@RULES.rule("mesh", "model.llm")
+@RULES.rule
 def _experts_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm, ranks = config.model.llm, config.mesh.data * config.mesh.context
     if "E" in llm.kinds and ranks > 1 and llm.experts % ranks:

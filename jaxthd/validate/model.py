@@ -35,7 +35,7 @@ KNOWN_BAD_KERNELS = tuple(BadKernel("te", capability, fault) for capability, fau
 # --- the encoder ---
 
 
-@RULES.rule("model.encoder.num_mels")
+@RULES.rule
 def _num_mels(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if config.model.encoder is None:
         return
@@ -52,7 +52,7 @@ def _num_mels(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("model.encoder.dim", "model.encoder.heads")
+@RULES.rule
 def _encoder_heads(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if config.model.encoder is None:
         return
@@ -68,7 +68,7 @@ def _encoder_heads(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("model.encoder.conv_kernel")
+@RULES.rule
 def _conv_kernel(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if config.model.encoder is None:
         return
@@ -79,7 +79,7 @@ def _conv_kernel(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding(f"model.encoder.conv_kernel is {taps}", expected, change)
 
 
-@RULES.rule("model.encoder", "model.adapter_dim")
+@RULES.rule
 def _adapter_without_encoder(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if config.model.encoder is None and config.model.adapter_dim:
         yield Finding(
@@ -92,7 +92,7 @@ def _adapter_without_encoder(config: Config, device: DeviceFacts) -> Iterator[Fi
 # --- the decoder ---
 
 
-@RULES.rule("model.llm.pattern")
+@RULES.rule
 def _pattern(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     pattern = config.model.llm.pattern
     unknown = sorted(set(pattern) - {*LAYER_KINDS, "|"})
@@ -104,7 +104,7 @@ def _pattern(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("model.llm.mtp_pattern")
+@RULES.rule
 def _mtp_pattern(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     unknown = sorted(set(config.model.llm.mtp_pattern) - set(LAYER_KINDS))
     if unknown:
@@ -116,7 +116,7 @@ def _mtp_pattern(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("mesh.tensor", "model.llm.dim", "model.llm.mtp_pattern")
+@RULES.rule
 def _mtp_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm, ranks = config.model.llm, config.mesh.tensor
     if llm.mtp_pattern and 2 * llm.dim % ranks:
@@ -127,7 +127,7 @@ def _mtp_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("adapt", "model", "train.mtp_loss")
+@RULES.rule
 def _mtp_loss(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """Without a gradient, weight decay alone would change its parameters."""
     if not config.model.llm.mtp_pattern or config.train.mtp_loss:
@@ -144,7 +144,7 @@ def _mtp_loss(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("model.llm")
+@RULES.rule
 def _head_groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm = config.model.llm
     for letters, whole, part, why in (
@@ -161,7 +161,7 @@ def _head_groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             )
 
 
-@RULES.rule("model.llm")
+@RULES.rule
 def _dt_limit(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     low, high = config.model.llm.mamba_dt_limit
     if "M" in config.model.llm.kinds and not 0 <= low < high:
@@ -170,7 +170,7 @@ def _dt_limit(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding(f"model.llm.mamba_dt_limit is ({low}, {high})", expected, change)
 
 
-@RULES.rule("model.llm")
+@RULES.rule
 def _experts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm = config.model.llm
     if "E" in llm.kinds and llm.experts_per_token > llm.experts:
@@ -181,7 +181,7 @@ def _experts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("model.llm")
+@RULES.rule
 def _shared_expert_gate(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm = config.model.llm
     if "E" in llm.kinds and llm.shared_expert_gate and not llm.shared_expert_dim:
@@ -192,7 +192,7 @@ def _shared_expert_gate(config: Config, device: DeviceFacts) -> Iterator[Finding
         )
 
 
-@RULES.rule("model.llm")
+@RULES.rule
 def _expert_groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm = config.model.llm
     groups, most = llm.router_groups, llm.router_groups_per_token
@@ -214,7 +214,7 @@ def _expert_groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("model.llm")
+@RULES.rule
 def _swiglu_limit(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm = config.model.llm
     if set("-E") & set(llm.kinds) and llm.ffn_form == "clamped_swiglu" and not llm.swiglu_limit:
@@ -225,7 +225,7 @@ def _swiglu_limit(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("data.tokenizer", "model.llm.vocab_size")
+@RULES.rule
 def _vocabulary(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     known = ByteTokenizer.vocab_size if config.data.tokenizer == "bytes" else None
     needed = device.vocabulary if device.vocabulary is not None else known
@@ -240,7 +240,7 @@ def _vocabulary(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 # --- how it is computed ---
 
 
-@RULES.rule("compute.dtype")
+@RULES.rule
 def _dtype(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     dtype = config.compute.dtype
     if dtype == "float64" and not device.x64:
@@ -255,7 +255,7 @@ def _dtype(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding("compute.dtype is bfloat16 on cpu", expected, change, is_warning=True)
 
 
-@RULES.rule("compute.attention_backend", "compute.dtype", "model.llm")
+@RULES.rule
 def _fused_attention(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """What depends on versions and on buffers is checked at admission (jaxthd/kernels/choose.py)."""
     backend, llm = config.compute.attention_backend, config.model.llm
@@ -271,7 +271,7 @@ def _fused_attention(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("compute.attention_backend")
+@RULES.rule
 def _known_bad_kernels(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """For padded rows too: the same packed kernel computes them, by their segment ids."""
     backend, capability = config.compute.attention_backend, device.compute_capability
@@ -290,7 +290,7 @@ def _known_bad_kernels(config: Config, device: DeviceFacts) -> Iterator[Finding]
             )
 
 
-@RULES.rule("compute.attention_backend", "compute.encoder_attention", "model.llm")
+@RULES.rule
 def _interpreted_attention(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     used = {
         "attention_backend": set("*LW") & set(config.model.llm.kinds),
@@ -303,15 +303,7 @@ def _interpreted_attention(config: Config, device: DeviceFacts) -> Iterator[Find
             yield Finding(f'compute.{field} is "pallas" on cpu', expected, change, is_warning=True)
 
 
-@RULES.rule(
-    "compute.scan_backend",
-    "compute.dtype",
-    "model.llm.pattern",
-    "model.llm.mtp_pattern",
-    "compute.block_sizes",
-    "model.llm.mamba_head_dim",
-    "model.llm.mamba_state",
-)
+@RULES.rule
 def _scan_kernels(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm = config.model.llm
     if config.compute.scan_backend != "pallas" or "M" not in llm.kinds:

@@ -33,7 +33,7 @@ def _is_policy(config: Config) -> bool:
     return config.train.objective in OBJECTIVES and OBJECTIVES[config.train.objective].is_policy
 
 
-@RULES.rule("train.objective", "train.mtp_loss", "model.llm.mtp_pattern")
+@RULES.rule
 def _mtp_with_answers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if _is_policy(config) and config.depths_trained:
         yield Finding(
@@ -44,7 +44,7 @@ def _mtp_with_answers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("train.objective", "train.ctc_loss")
+@RULES.rule
 def _ctc_with_answers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if _is_policy(config) and config.train.ctc_loss:
         yield Finding(
@@ -54,7 +54,7 @@ def _ctc_with_answers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("train.objective", "train.objective_options", "posttraining")
+@RULES.rule
 def _cached_reference(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     post = config.posttraining
     if post.reference != "cached":
@@ -83,7 +83,7 @@ def _cached_reference(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 # --- jaxthd grpo ---
 
 
-@RULES.rule("train.objective", "rollout", "mesh", "data.max_documents", "posttraining.share_prompts")
+@RULES.rule
 def _groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if not draws(config):
         return
@@ -113,7 +113,7 @@ def _groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("train.objective", "rollout", "mesh.context", "data.capacity", "compute.context_layout")
+@RULES.rule
 def _groups_on_a_rank(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """Answers to one prompt stay together on a context rank where documents stay whole."""
     ranks, rollout = config.mesh.context, config.rollout
@@ -132,7 +132,7 @@ def _groups_on_a_rank(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("train.objective", "train.objective_options", "rollout.mesh", "mesh", "data", "compute", "model")
+@RULES.rule
 def _mesh_of_rollouts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """The rules of a mesh hold for that of rollouts too, whose data ranks each have one row."""
     own = config.rollout.mesh
@@ -149,14 +149,14 @@ def _mesh_of_rollouts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     data, train = replace(config.data, rows=own.data), replace(config.train, microbatches=1)
     there = replace(config, mesh=own, data=data, train=train)
     unchecked = replace(device, platform="cpu")  # the devices are those of `mesh`, where they are checked
-    for finding in (each for rule in mesh.RULES for each in rule.check(there, unchecked)):
+    for finding in mesh.RULES.findings(there, unchecked):
         if not finding.is_warning:
             texts = (re.sub(r"\bmesh\.", "rollout.mesh.", text) for text in finding[:3])
             found, expected, change = texts
             yield Finding(f"for rollouts on {own.sizes}, {found}", expected, change)
 
 
-@RULES.rule("train.objective", "rollout.temperature")
+@RULES.rule
 def _temperature(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if _is_policy(config) and not config.rollout.temperature:
         change = "raise rollout.temperature, such as to 1.0"
@@ -164,22 +164,7 @@ def _temperature(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding(found, "more than 0", change)
 
 
-@RULES.rule("rollout.top_p", "rollout.max_failed_rewards", "rollout.reward_seconds")
-def _shares(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    rollout = config.rollout
-    if not 0 < rollout.top_p <= 1:
-        change = "set rollout.top_p to 1.0 for all tokens"
-        yield Finding(f"rollout.top_p is {rollout.top_p}", "more than 0, and at most 1", change)
-    if rollout.max_failed_rewards > 1:
-        change = "set rollout.max_failed_rewards to 1.0 to go on whatever fails"
-        yield Finding(
-            f"rollout.max_failed_rewards is {rollout.max_failed_rewards}", "a share, 0 to 1", change
-        )
-    if not rollout.reward_seconds:
-        yield Finding("rollout.reward_seconds is 0", "more than 0", "raise rollout.reward_seconds")
-
-
-@RULES.rule("rollout.validation_prompts", "data.validation_manifest")
+@RULES.rule
 def _pass_at_k(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if config.rollout.validation_prompts and not config.data.validation_sets:
         yield Finding(
@@ -189,7 +174,7 @@ def _pass_at_k(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("train.best_by", "train.objective", "rollout.validation_prompts")
+@RULES.rule
 def _best_by(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     by = config.train.best_by
     if by == "reward" and not (draws(config) and config.rollout.validation_prompts):
@@ -207,7 +192,7 @@ def _best_by(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule("train.objective", "train.objective_options", "rollout.epochs", "rollout.updates")
+@RULES.rule
 def _updates(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     objective = _objective(config)
     if isinstance(objective, GRPO) and objective.old == "current" and config.updates_of_a_step > 1:

@@ -1,8 +1,8 @@
 """What a rule is, and helpers that the groups of rules share."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -58,24 +58,22 @@ class Finding(NamedTuple):
         return f"{self.found}; expected {self.expected}: {self.change}"
 
 
-class Rule(NamedTuple):
-    """reads: paths of fields, or of groups of fields, whose values `check` takes as sound."""
-
-    reads: tuple[str, ...]
-    check: Callable[[Config, DeviceFacts], Iterable[Finding]]
+Rule = Callable[[Config, DeviceFacts], Iterable[Finding]]
+"""What is wrong, or doubtful, about a configuration whose single values are sound."""
 
 
 class Group(list[Rule]):
     """Rules about several values, or about the machine, in the order in which they are reported."""
 
-    def rule(self, *reads: str) -> Callable[..., Any]:
-        """Adds a rule: a decorator of its `check`. reads: see Rule."""
+    def rule(self, check: Rule) -> Rule:
+        """Adds a rule: a decorator."""
+        self.append(check)
+        return check
 
-        def add(check: Callable[[Config, DeviceFacts], Iterable[Finding]]) -> Callable[..., Any]:
-            self.append(Rule(reads, check))
-            return check
-
-        return add
+    def findings(self, config: Config, device: DeviceFacts) -> Iterator[Finding]:
+        """What they find, rule by rule."""
+        for check in self:
+            yield from check(config, device)
 
 
 def multiples(value: int, unit: int) -> str:
